@@ -1,0 +1,1 @@
+//! PTX as Rust values.
