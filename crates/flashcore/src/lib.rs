@@ -1,1 +1,38 @@
-//! Attention.
+//! FlashCore: exact attention, fused, in Rust from the tensor API down to the machine code.
+//!
+//! ```
+//! use flashcore::{Attention, Device, Tensor};
+//!
+//! let data: Vec<f32> = (0..8 * 512 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+//! let q = Tensor::new(&data, &[1, 8, 512, 64])?; // (batch, heads, length, head_dim)
+//! let out = Attention::new().causal().run(&Device::best(), &q, &q, &q)?;
+//! assert_eq!(out.o.shape(), [1, 8, 512, 64]);
+//! # Ok::<(), flashcore::Error>(())
+//! ```
+//!
+//! [`Attention`] holds the options, [`Tensor`] and [`TensorMut`] are views of memory in any order of batch, heads
+//! and length, [`Problem`] is what they pose together, and [`Device`] is where it runs. Everything that a call
+//! can get wrong is an [`Error`] that says what was given, what is possible and what to do.
+//!
+//! Semantics: scores and sums are in f32 whatever the dtype; a query without keys gives zeros and lse = −∞,
+//! never NaN; [`Mask::Causal`] is aligned bottom-right when lengths differ; lse is a natural logarithm.
+
+mod attention;
+mod contract;
+pub mod cpu;
+mod device;
+mod dtype;
+mod error;
+mod mask;
+pub mod oracle;
+mod problem;
+mod tensor;
+
+pub use attention::{Attention, Output};
+pub use device::Device;
+pub use dtype::{DType, Element};
+pub use error::{Error, Name, Result};
+pub use half;
+pub use mask::{Band, Mask};
+pub use problem::{MAX_HEAD_DIM, MAX_LEN, Problem, default_scale};
+pub use tensor::{Layout, Place, Storage, Tensor, TensorBuf, TensorMut};

@@ -1,0 +1,243 @@
+//! What can be wrong with a call, each as a value that names the tensor, what was given, what is possible
+//! and what to do.
+
+use crate::{DType, tensor::Place};
+
+/// The result of everything in this crate that can fail.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Which tensor of a call an error speaks of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Name {
+    /// The queries.
+    Q,
+    /// The keys.
+    K,
+    /// The values.
+    V,
+    /// The output.
+    O,
+    /// The logarithm of the sum of exponentials, one a query.
+    Lse,
+    /// A tensor that is not yet part of a call.
+    Tensor,
+}
+
+impl std::fmt::Display for Name {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Name::Q => "q",
+            Name::K => "k",
+            Name::V => "v",
+            Name::O => "o",
+            Name::Lse => "lse",
+            Name::Tensor => "the tensor",
+        })
+    }
+}
+
+/// Why a call was refused before anything ran.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A tensor has not four dimensions.
+    #[error(
+        "{tensor} has {given} dimensions, attention takes 4: (batch, heads, length, head_dim). Reshape it, or add the missing dimensions with size 1"
+    )]
+    Rank {
+        /// Which tensor.
+        tensor: Name,
+        /// How many dimensions it has.
+        given: usize,
+    },
+    /// The dtypes differ.
+    #[error(
+        "{tensor} is {given}, but {expected} is needed: q, k, v and o share one dtype and lse is f32. Convert {tensor} to {expected}"
+    )]
+    DTypeMismatch {
+        /// Which tensor.
+        tensor: Name,
+        /// Its dtype.
+        given: DType,
+        /// The dtype that fits.
+        expected: DType,
+    },
+    /// A tensor lies where the device cannot reach it.
+    #[error(
+        "{tensor} lies on {given}, but the call runs on {device}. Copy {tensor} there, or choose the device where it lies"
+    )]
+    PlaceMismatch {
+        /// Which tensor.
+        tensor: Name,
+        /// Where it lies.
+        given: Place,
+        /// The device of the call.
+        device: String,
+    },
+    /// A size does not fit the other tensors.
+    #[error("{tensor} has {what} {given}, but {other} asks for {expected}. Give both the same {what}")]
+    SizeMismatch {
+        /// Which tensor.
+        tensor: Name,
+        /// The dimension's name.
+        what: &'static str,
+        /// Its size.
+        given: usize,
+        /// The size that fits.
+        expected: usize,
+        /// The tensor that it must fit.
+        other: Name,
+    },
+    /// The query heads are not a multiple of the kv heads.
+    #[error(
+        "q has {heads_q} heads and k has {heads_kv}: every kv head serves the same number of query heads, so q's heads must be a multiple of k's, and k needs at least one where q has any"
+    )]
+    HeadGroups {
+        /// Heads of q.
+        heads_q: usize,
+        /// Heads of k and v.
+        heads_kv: usize,
+    },
+    /// A head dim out of range.
+    #[error(
+        "{tensor} has head_dim {given}, possible is {possible}. Pad the last dimension with zeros, or split the heads"
+    )]
+    HeadDim {
+        /// Which tensor.
+        tensor: Name,
+        /// Its head dim.
+        given: usize,
+        /// What is possible.
+        possible: &'static str,
+    },
+    /// The last dimension is not contiguous.
+    #[error(
+        "{tensor} has stride {given} in its last dimension, possible is 1: the elements of a head must lie side by side. Make {tensor} contiguous in head_dim"
+    )]
+    InnerStride {
+        /// Which tensor.
+        tensor: Name,
+        /// The stride given.
+        given: usize,
+    },
+    /// The view reaches beyond its memory.
+    #[error(
+        "{tensor} reaches to element {needs}, but its memory holds {has}. Check shape {shape:?} and strides {strides:?}"
+    )]
+    OutOfBounds {
+        /// Which tensor.
+        tensor: Name,
+        /// Elements that the view needs.
+        needs: usize,
+        /// Elements that there are.
+        has: usize,
+        /// The shape as (batch, heads, length, head_dim).
+        shape: [usize; 4],
+        /// The strides in the same order, in elements.
+        strides: [usize; 4],
+    },
+    /// An output in which two indices name the same element.
+    #[error(
+        "two places of {tensor} share memory (shape {shape:?}, strides {strides:?}), so it cannot be written. Use a contiguous output"
+    )]
+    OverlappingOutput {
+        /// Which tensor.
+        tensor: Name,
+        /// The shape as (batch, heads, length, head_dim).
+        shape: [usize; 4],
+        /// The strides in the same order, in elements.
+        strides: [usize; 4],
+    },
+    /// An output that shares memory with an input or another output.
+    #[error(
+        "{output} shares memory with {other}; attention reads its inputs while it writes. Give {output} memory of its own"
+    )]
+    Aliasing {
+        /// The output.
+        output: Name,
+        /// What it shares memory with.
+        other: Name,
+    },
+    /// An address or stride that the device cannot load from.
+    #[error(
+        "{tensor} has {what} {given}, which must be a multiple of {needed} bytes on {device}. Allocate {tensor} aligned, or copy it"
+    )]
+    Alignment {
+        /// Which tensor.
+        tensor: Name,
+        /// "address", or the stride's name.
+        what: &'static str,
+        /// The value in bytes.
+        given: usize,
+        /// What it must be a multiple of.
+        needed: usize,
+        /// The device of the call.
+        device: String,
+    },
+    /// A null pointer where there are elements.
+    #[error("{tensor} has elements but its pointer is null. Pass the address of its first element")]
+    NullPointer {
+        /// Which tensor.
+        tensor: Name,
+    },
+    /// More than an address can hold, or more than 2³¹−1 rows.
+    #[error("{tensor} is too large ({what}). Split the batch or the sequence")]
+    TooLarge {
+        /// Which tensor.
+        tensor: Name,
+        /// What overflowed.
+        what: String,
+    },
+    /// A scale that is not finite and positive.
+    #[error(
+        "scale is {given}, possible is a finite number above 0 (the default is 1/√head_dim). For a negative scale, negate q"
+    )]
+    Scale {
+        /// The scale given.
+        given: f32,
+    },
+    /// A softcap that is not finite and positive.
+    #[error("softcap is {given}, possible is a finite number above 0, or none (0 turns it off)")]
+    Softcap {
+        /// The softcap given.
+        given: f32,
+    },
+    /// Not one key length a batch entry.
+    #[error("{given} key lengths were given for a batch of {batch}. Give one a batch entry")]
+    KeyLengthCount {
+        /// How many were given.
+        given: usize,
+        /// How many are needed.
+        batch: usize,
+    },
+    /// A key length beyond the keys.
+    #[error(
+        "the key length of batch entry {entry} is {given}, but k has length {len_k}. Give at most {len_k}"
+    )]
+    KeyLength {
+        /// Which batch entry.
+        entry: usize,
+        /// Its key length.
+        given: u32,
+        /// How many keys there are.
+        len_k: usize,
+    },
+    /// Something that this device does not do.
+    #[error("{device} does not do {what}: possible is {possible}")]
+    Unsupported {
+        /// The device of the call.
+        device: String,
+        /// What was asked.
+        what: String,
+        /// What is possible.
+        possible: String,
+    },
+    /// The device is not there, or failed.
+    #[error("{device}: {what}")]
+    Device {
+        /// The device.
+        device: String,
+        /// What happened and what to do.
+        what: String,
+    },
+}

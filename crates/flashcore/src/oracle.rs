@@ -1,0 +1,249 @@
+//! The oracle: plain attention in f64, written to be obviously right and used to judge everything else.
+//!
+//! Beside it stands plain attention in the problem's own precision, as an unfused framework computes it. Its
+//! error against the oracle is the yardstick of the tolerance rule: a fused kernel may have at most twice that.
+//!
+//! Both read the tensors element by element and hold a whole row of scores: not for speed.
+
+use rayon::prelude::*;
+
+use crate::{Problem, Tensor};
+
+/// What the oracle computes, in the order (batch, heads, length, head_dim_v) and (batch, heads, length).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reference {
+    /// The output.
+    pub o: Vec<f64>,
+    /// The natural logarithm of the sum of exponentials; −∞ for a query without keys.
+    pub lse: Vec<f64>,
+}
+
+/// Attention in f64. The tensors must fit the problem and lie on the host.
+pub fn attention(
+    problem: &Problem,
+    q: &Tensor<'_>,
+    k: &Tensor<'_>,
+    v: &Tensor<'_>,
+    key_lengths: Option<&[u32]>,
+) -> Reference {
+    by_row(problem, q, k, v, key_lengths, |head, query, keys, out| {
+        let scale = f64::from(problem.scale);
+        let mut scores: Vec<f64> = keys
+            .clone()
+            .map(|key| {
+                let dot: f64 =
+                    query.iter().zip(head.key(key)).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
+                match problem.softcap.map(f64::from) {
+                    Some(cap) => cap * (dot * scale / cap).tanh(),
+                    None => dot * scale,
+                }
+            })
+            .collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        for score in &mut scores {
+            *score = (*score - max).exp();
+        }
+        let sum: f64 = scores.iter().sum();
+        for (p, key) in scores.iter().zip(keys) {
+            for (o, &x) in out.iter_mut().zip(head.value(key)) {
+                *o += p / sum * f64::from(x);
+            }
+        }
+        max + sum.ln()
+    })
+}
+
+/// How far plain same-precision attention rounds what it keeps between its three steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rounding {
+    /// Scores and probabilities are stored in the problem's dtype, as an unfused framework does.
+    ScoresAndProbabilities,
+    /// Only probabilities are: for inputs whose scores overflow the dtype, where the former gives no yardstick.
+    Probabilities,
+}
+
+/// Plain attention in the problem's own precision: matmuls accumulate in f32, what is kept between them is
+/// rounded to the dtype, and so is the output.
+pub fn same_precision(
+    problem: &Problem,
+    q: &Tensor<'_>,
+    k: &Tensor<'_>,
+    v: &Tensor<'_>,
+    key_lengths: Option<&[u32]>,
+    rounding: Rounding,
+) -> Reference {
+    let dtype = problem.dtype;
+    let keep_score = |x: f32| if rounding == Rounding::Probabilities { x } else { dtype.round(x) };
+    by_row(problem, q, k, v, key_lengths, |head, query, keys, out| {
+        let mut scores: Vec<f32> = keys
+            .clone()
+            .map(|key| {
+                let dot: f32 = query.iter().zip(head.key(key)).map(|(&a, &b)| a * b).sum();
+                let score = keep_score(dot * problem.scale);
+                match problem.softcap {
+                    Some(cap) => keep_score(cap * keep_score(keep_score(score / cap).tanh())),
+                    None => score,
+                }
+            })
+            .collect();
+        let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        for score in &mut scores {
+            *score = (*score - max).exp();
+        }
+        let sum: f32 = scores.iter().sum();
+        let mut row = vec![0.0_f32; out.len()];
+        for (p, key) in scores.iter().zip(keys) {
+            let p = dtype.round(p / sum);
+            for (o, &x) in row.iter_mut().zip(head.value(key)) {
+                *o += p * x;
+            }
+        }
+        for (o, x) in out.iter_mut().zip(row) {
+            *o = f64::from(dtype.round(x));
+        }
+        f64::from(max + sum.ln())
+    })
+}
+
+/// The keys and values of one head, widened to f32 (which holds every dtype exactly).
+struct Head {
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    head_dim: usize,
+    head_dim_v: usize,
+}
+
+impl Head {
+    fn read(problem: &Problem, k: &Tensor<'_>, v: &Tensor<'_>, b: usize, h: usize) -> Self {
+        let Problem { len_k, head_dim, head_dim_v, .. } = *problem;
+        let mut head = Self {
+            keys: vec![0.0; len_k * head_dim],
+            values: vec![0.0; len_k * head_dim_v],
+            head_dim,
+            head_dim_v,
+        };
+        for (s, row) in head.keys.chunks_exact_mut(head_dim).enumerate() {
+            k.read_row(b, h, s, row);
+        }
+        for (s, row) in head.values.chunks_exact_mut(head_dim_v).enumerate() {
+            v.read_row(b, h, s, row);
+        }
+        head
+    }
+
+    fn key(&self, key: usize) -> &[f32] {
+        &self.keys[key * self.head_dim..][..self.head_dim]
+    }
+
+    fn value(&self, key: usize) -> &[f32] {
+        &self.values[key * self.head_dim_v..][..self.head_dim_v]
+    }
+}
+
+/// Runs `row(head, query, keys, out) -> lse` for every query that has keys; the others give zeros and −∞.
+fn by_row(
+    problem: &Problem,
+    q: &Tensor<'_>,
+    k: &Tensor<'_>,
+    v: &Tensor<'_>,
+    key_lengths: Option<&[u32]>,
+    row: impl Fn(&Head, &[f32], std::ops::Range<usize>, &mut [f64]) -> f64 + Sync,
+) -> Reference {
+    let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, mask, .. } = *problem;
+    let rows = batch * heads_q * len_q;
+    let mut o = vec![0.0; rows * head_dim_v];
+    let mut lse = vec![f64::NEG_INFINITY; rows];
+    if rows == 0 {
+        return Reference { o, lse };
+    }
+    o.par_chunks_mut(len_q * head_dim_v).zip(lse.par_chunks_mut(len_q)).enumerate().for_each(
+        |(i, (o, lse))| {
+            let (b, h) = (i / heads_q, i % heads_q);
+            let keys_here = key_lengths.map_or(len_k, |lengths| lengths[b] as usize);
+            let head = Head::read(problem, k, v, b, h / problem.group());
+            let mut query = vec![0.0; head_dim];
+            for (s, (o, lse)) in o.chunks_exact_mut(head_dim_v).zip(lse).enumerate() {
+                let keys = mask.keys(s, len_q, keys_here);
+                if !keys.is_empty() {
+                    q.read_row(b, h, s, &mut query);
+                    *lse = row(&head, &query, keys, o);
+                }
+            }
+        },
+    );
+    Reference { o, lse }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::TensorBuf;
+
+    fn tensor(values: &[f32], shape: [usize; 4]) -> TensorBuf {
+        TensorBuf::from_f32(values, shape, DType::F32).unwrap()
+    }
+
+    #[test]
+    fn equal_scores_average_the_values() {
+        let problem = Problem::new(1, 1, 2, 1, DType::F32).with_kv(1, 4);
+        let q = tensor(&[0.0, 0.0], [1, 1, 2, 1]);
+        let k = tensor(&[1.0, 2.0, 3.0, 4.0], [1, 1, 4, 1]);
+        let v = tensor(&[1.0, 2.0, 3.0, 6.0], [1, 1, 4, 1]);
+        let out = attention(&problem, &q.view(), &k.view(), &v.view(), None);
+        assert_eq!(out.o, [3.0, 3.0]);
+        assert!((out.lse[0] - 4.0_f64.ln()).abs() < 1e-15);
+    }
+
+    #[test]
+    fn two_keys_give_the_logistic_function() {
+        let problem = Problem::new(1, 1, 1, 1, DType::F32).with_kv(1, 2).with_scale(0.5);
+        let q = tensor(&[2.0], [1, 1, 1, 1]);
+        let k = tensor(&[0.0, 1.5], [1, 1, 2, 1]);
+        let v = tensor(&[0.0, 1.0], [1, 1, 2, 1]);
+        let out = attention(&problem, &q.view(), &k.view(), &v.view(), None);
+        assert!((out.o[0] - 1.0 / (1.0 + (-1.5_f64).exp())).abs() < 1e-15);
+        let capped = attention(&problem.with_softcap(1.0), &q.view(), &k.view(), &v.view(), None);
+        assert!((capped.o[0] - 1.0 / (1.0 + (-(1.5_f64.tanh())).exp())).abs() < 1e-15);
+    }
+
+    #[test]
+    fn a_query_without_keys_gives_zeros_and_minus_infinity() {
+        let problem = Problem::new(1, 1, 3, 1, DType::F32).with_kv(1, 2).with_mask(Mask::Causal);
+        let q = tensor(&[1.0; 3], [1, 1, 3, 1]);
+        let kv = tensor(&[1.0, 2.0], [1, 1, 2, 1]);
+        let out = attention(&problem, &q.view(), &kv.view(), &kv.view(), None);
+        assert_eq!((out.o[0], out.lse[0]), (0.0, f64::NEG_INFINITY));
+        assert_eq!(out.o[1], 1.0);
+    }
+
+    #[test]
+    fn key_lengths_hide_the_keys_behind_them_and_move_the_diagonal() {
+        let problem =
+            Problem::new(2, 1, 1, 1, DType::F32).with_kv(1, 3).with_mask(Mask::Causal).with_key_lengths();
+        let q = tensor(&[0.0; 2], [2, 1, 1, 1]);
+        let kv = tensor(&[1.0, 3.0, 8.0, 1.0, 3.0, 8.0], [2, 1, 3, 1]);
+        let out = attention(&problem, &q.view(), &kv.view(), &kv.view(), Some(&[2, 0]));
+        assert_eq!(out.o, [2.0, 0.0]);
+        assert_eq!(out.lse[1], f64::NEG_INFINITY);
+    }
+
+    #[test]
+    fn query_heads_of_a_group_share_their_kv_head() {
+        let problem = Problem::new(1, 4, 1, 1, DType::F32).with_kv(2, 1);
+        let q = tensor(&[1.0; 4], [1, 4, 1, 1]);
+        let kv = tensor(&[5.0, 7.0], [1, 2, 1, 1]);
+        let out = attention(&problem, &q.view(), &kv.view(), &kv.view(), None);
+        assert_eq!(out.o, [5.0, 5.0, 7.0, 7.0]);
+    }
+
+    #[test]
+    fn same_precision_rounds_to_the_dtype() {
+        let problem = Problem::new(1, 1, 1, 1, DType::BF16).with_kv(1, 3);
+        let one = TensorBuf::from_f32(&[1.0], [1, 1, 1, 1], DType::BF16).unwrap();
+        let kv = TensorBuf::from_f32(&[0.0, 0.0, 0.0], [1, 1, 3, 1], DType::BF16).unwrap();
+        let v = TensorBuf::from_f32(&[1.0, 0.0, 0.0], [1, 1, 3, 1], DType::BF16).unwrap();
+        let rounding = Rounding::ScoresAndProbabilities;
+        let plain = same_precision(&problem, &one.view(), &kv.view(), &v.view(), None, rounding);
+        assert_eq!(plain.o[0], f64::from(half::bf16::from_f32(1.0 / 3.0).to_f32()));
+    }
+}

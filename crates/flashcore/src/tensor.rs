@@ -1,0 +1,539 @@
+//! Tensors are views: an address, a shape and strides, somewhere a device can reach.
+//!
+//! A [`Tensor`] is read, a [`TensorMut`] is written, a [`TensorBuf`] owns its memory. The order of batch, heads
+//! and length in memory is free, as long as the elements of one head lie side by side, so the layouts
+//! (batch, heads, length, head_dim) and (batch, length, heads, head_dim) both run without a copy.
+//!
+//! Views carry addresses rather than slices, because the same type names memory of a GPU, and because a call
+//! has to see for itself whether an output overlaps an input. All reads and writes through them are here.
+#![allow(unsafe_code)] // A view is an address; what makes it sound is checked when it is made.
+
+use std::marker::PhantomData;
+
+use half::{bf16, f16};
+
+use crate::{DType, Element, Error, Name, Result};
+
+/// Where a tensor's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// In the memory of this process.
+    Host,
+    /// In the memory of the CUDA device with this ordinal.
+    Cuda(u32),
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Place::Host => f.write_str("the host"),
+            Place::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// Sizes and strides in the order (batch, heads, length, head_dim), strides in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Layout {
+    /// Sizes.
+    pub shape: [usize; 4],
+    /// Strides in elements.
+    pub strides: [usize; 4],
+}
+
+impl Layout {
+    /// Contiguous in the order (batch, heads, length, head_dim).
+    pub fn bhsd(shape: [usize; 4]) -> Self {
+        let [_, h, s, d] = shape.map(|x| x.max(1));
+        let sd = s.saturating_mul(d);
+        Self { shape, strides: [h.saturating_mul(sd), sd, d, 1] }
+    }
+
+    /// Contiguous in the order (batch, length, heads, head_dim), for a shape given as (batch, heads, length,
+    /// head_dim).
+    pub fn bshd(shape: [usize; 4]) -> Self {
+        let [_, h, s, d] = shape.map(|x| x.max(1));
+        let hd = h.saturating_mul(d);
+        Self { shape, strides: [s.saturating_mul(hd), d, hd, 1] }
+    }
+
+    /// Contiguous, with heads and length in the same order as in `other`.
+    pub fn ordered_like(shape: [usize; 4], other: &Layout) -> Self {
+        let heads_inside = other.shape[1] > 1 && other.shape[2] > 1 && other.strides[1] < other.strides[2];
+        if heads_inside { Self::bshd(shape) } else { Self::bhsd(shape) }
+    }
+
+    /// How many elements there are.
+    pub fn elements(&self) -> Option<usize> {
+        self.shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size))
+    }
+
+    /// One more than the largest offset; 0 for an empty tensor.
+    fn reach(&self) -> Option<usize> {
+        if self.shape.contains(&0) {
+            return Some(0);
+        }
+        let last = self
+            .shape
+            .iter()
+            .zip(&self.strides)
+            .try_fold(0_usize, |sum, (&size, &stride)| sum.checked_add((size - 1).checked_mul(stride)?));
+        last?.checked_add(1)
+    }
+
+    /// Whether two indices can name the same element: sorted by stride, each dimension must step over all
+    /// that the smaller ones reach.
+    fn overlaps_itself(&self) -> bool {
+        let mut dims: Vec<(usize, usize)> =
+            self.strides.iter().copied().zip(self.shape).filter(|&(_, size)| size > 1).collect();
+        dims.sort_unstable();
+        let mut reached = 1_usize;
+        for (stride, size) in dims {
+            if stride < reached {
+                return true;
+            }
+            reached = reached.saturating_add((size - 1).saturating_mul(stride));
+        }
+        false
+    }
+
+    /// The offset of one row's first element.
+    pub(crate) fn row(&self, b: usize, h: usize, s: usize) -> usize {
+        b * self.strides[0] + h * self.strides[1] + s * self.strides[2]
+    }
+}
+
+/// An address with its layout; what [`Tensor`] and [`TensorMut`] share.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Raw {
+    pub ptr: *mut u8,
+    pub dtype: DType,
+    pub place: Place,
+    pub layout: Layout,
+}
+
+// SAFETY: a Raw is an address; the views around it decide who may read or write through it.
+unsafe impl Send for Raw {}
+// SAFETY: as above.
+unsafe impl Sync for Raw {}
+
+impl Raw {
+    fn new(ptr: *mut u8, len: usize, dtype: DType, place: Place, layout: Layout) -> Result<Self> {
+        let tensor = Name::Tensor;
+        let Layout { shape, strides } = layout;
+        let Some(needs) = layout.reach().filter(|&n| n <= isize::MAX as usize / dtype.size()) else {
+            return Err(Error::TooLarge {
+                tensor,
+                what: format!("shape {shape:?} with strides {strides:?}"),
+            });
+        };
+        if needs > len {
+            return Err(Error::OutOfBounds { tensor, needs, has: len, shape, strides });
+        }
+        if needs > 0 {
+            if ptr.is_null() {
+                return Err(Error::NullPointer { tensor });
+            }
+            if !(ptr as usize).is_multiple_of(dtype.size()) {
+                return Err(Error::Alignment {
+                    tensor,
+                    what: "address",
+                    given: ptr as usize,
+                    needed: dtype.size(),
+                    device: place.to_string(),
+                });
+            }
+            if shape[3] > 1 && strides[3] != 1 {
+                return Err(Error::InnerStride { tensor, given: strides[3] });
+            }
+        }
+        Ok(Self { ptr, dtype, place, layout })
+    }
+
+    /// The bytes that the view may touch.
+    pub(crate) fn span(&self) -> std::ops::Range<usize> {
+        let start = self.ptr as usize;
+        start..start + self.layout.reach().unwrap_or(0) * self.dtype.size()
+    }
+
+    /// The first `len` elements of a row, widened to f32. Panics out of bounds or off the host.
+    fn read_row(&self, b: usize, h: usize, s: usize, out: &mut [f32]) {
+        let [nb, nh, ns, nd] = self.layout.shape;
+        assert!(b < nb && h < nh && s < ns && out.len() <= nd && self.place == Place::Host);
+        let offset = self.layout.row(b, h, s);
+        for (i, x) in out.iter_mut().enumerate() {
+            // SAFETY: the index is inside the shape, and `new` checked that the shape lies inside the memory.
+            *x = unsafe {
+                match self.dtype {
+                    DType::F16 => self.ptr.cast::<f16>().add(offset + i).read().to_f32(),
+                    DType::BF16 => self.ptr.cast::<bf16>().add(offset + i).read().to_f32(),
+                    DType::F32 => self.ptr.cast::<f32>().add(offset + i).read(),
+                }
+            };
+        }
+    }
+}
+
+fn four(shape: &[usize]) -> Result<[usize; 4]> {
+    shape.try_into().map_err(|_| Error::Rank { tensor: Name::Tensor, given: shape.len() })
+}
+
+/// A tensor to read.
+///
+/// ```
+/// use flashcore::Tensor;
+/// let data = vec![0.0_f32; 2 * 8 * 16 * 64];
+/// let q = Tensor::new(&data, &[2, 8, 16, 64])?; // (batch, heads, length, head_dim)
+/// let k = Tensor::bshd(&data, &[2, 16, 8, 64])?; // (batch, length, heads, head_dim)
+/// assert_eq!(q.shape(), k.shape());
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Tensor<'a> {
+    pub(crate) raw: Raw,
+    lifetime: PhantomData<&'a [u8]>,
+}
+
+impl<'a> Tensor<'a> {
+    /// Contiguous in the order (batch, heads, length, head_dim).
+    pub fn new<T: Element>(data: &'a [T], shape: &[usize]) -> Result<Self> {
+        Self::strided(data, Layout::bhsd(four(shape)?))
+    }
+
+    /// Contiguous in the order (batch, length, heads, head_dim); the shape is given in that order too.
+    pub fn bshd<T: Element>(data: &'a [T], shape: &[usize]) -> Result<Self> {
+        let [b, s, h, d] = four(shape)?;
+        Self::strided(data, Layout::bshd([b, h, s, d]))
+    }
+
+    /// With any strides, as long as those of the last dimension are 1. A stride of 0 repeats.
+    pub fn strided<T: Element>(data: &'a [T], layout: Layout) -> Result<Self> {
+        let raw = Raw::new(data.as_ptr().cast_mut().cast(), data.len(), T::DTYPE, Place::Host, layout)?;
+        Ok(Self { raw, lifetime: PhantomData })
+    }
+
+    /// From an address that holds `len` elements.
+    ///
+    /// # Safety
+    /// For as long as the tensor lives, `ptr` points at `len` initialised elements of `dtype` in `place`, and
+    /// nobody writes to them but through outputs of the same call (which the call refuses).
+    pub unsafe fn from_raw_parts(
+        ptr: *const u8,
+        len: usize,
+        dtype: DType,
+        place: Place,
+        layout: Layout,
+    ) -> Result<Self> {
+        Ok(Self { raw: Raw::new(ptr.cast_mut(), len, dtype, place, layout)?, lifetime: PhantomData })
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.raw.dtype
+    }
+
+    /// Sizes as (batch, heads, length, head_dim).
+    pub fn shape(&self) -> [usize; 4] {
+        self.raw.layout.shape
+    }
+
+    /// Sizes and strides.
+    pub fn layout(&self) -> Layout {
+        self.raw.layout
+    }
+
+    /// Where the memory is.
+    pub fn place(&self) -> Place {
+        self.raw.place
+    }
+
+    /// The start of row `(b, h, s)`, widened to f32. Panics out of bounds, or if the tensor is not on the host.
+    pub fn read_row(&self, b: usize, h: usize, s: usize, out: &mut [f32]) {
+        self.raw.read_row(b, h, s, out);
+    }
+
+    /// All elements in the order (batch, heads, length, head_dim), widened to f32. Panics if the tensor is not
+    /// on the host.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let [nb, nh, ns, nd] = self.shape();
+        let mut all = vec![0.0; nb * nh * ns * nd];
+        if all.is_empty() {
+            return all;
+        }
+        for (i, row) in all.chunks_exact_mut(nd).enumerate() {
+            self.read_row(i / (nh * ns), i / ns % nh, i % ns, row);
+        }
+        all
+    }
+}
+
+/// A tensor to write.
+#[derive(Debug)]
+pub struct TensorMut<'a> {
+    pub(crate) raw: Raw,
+    lifetime: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a> TensorMut<'a> {
+    /// Contiguous in the order (batch, heads, length, head_dim).
+    pub fn new<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<Self> {
+        Self::strided(data, Layout::bhsd(four(shape)?))
+    }
+
+    /// Contiguous in the order (batch, length, heads, head_dim); the shape is given in that order too.
+    pub fn bshd<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<Self> {
+        let [b, s, h, d] = four(shape)?;
+        Self::strided(data, Layout::bshd([b, h, s, d]))
+    }
+
+    /// With any strides in which no two indices name the same element.
+    pub fn strided<T: Element>(data: &'a mut [T], layout: Layout) -> Result<Self> {
+        Self::from_raw(Raw::new(data.as_mut_ptr().cast(), data.len(), T::DTYPE, Place::Host, layout)?)
+    }
+
+    /// For lse: one f32 a query, contiguous in the order (batch, heads, length).
+    pub fn lse(data: &'a mut [f32], shape: [usize; 3]) -> Result<Self> {
+        let [b, h, s] = shape;
+        Self::strided(data, Layout::bhsd([b, h, s, 1]))
+    }
+
+    /// To an address that holds `len` elements.
+    ///
+    /// # Safety
+    /// For as long as the tensor lives, `ptr` points at `len` elements of `dtype` in `place`, and nobody else
+    /// reads or writes them (inputs of the same call may, which the call refuses).
+    pub unsafe fn from_raw_parts(
+        ptr: *mut u8,
+        len: usize,
+        dtype: DType,
+        place: Place,
+        layout: Layout,
+    ) -> Result<Self> {
+        Self::from_raw(Raw::new(ptr, len, dtype, place, layout)?)
+    }
+
+    fn from_raw(raw: Raw) -> Result<Self> {
+        if raw.layout.overlaps_itself() {
+            let Layout { shape, strides } = raw.layout;
+            return Err(Error::OverlappingOutput { tensor: Name::Tensor, shape, strides });
+        }
+        Ok(Self { raw, lifetime: PhantomData })
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.raw.dtype
+    }
+
+    /// Sizes as (batch, heads, length, head_dim).
+    pub fn shape(&self) -> [usize; 4] {
+        self.raw.layout.shape
+    }
+
+    /// Sizes and strides.
+    pub fn layout(&self) -> Layout {
+        self.raw.layout
+    }
+
+    /// Where the memory is.
+    pub fn place(&self) -> Place {
+        self.raw.place
+    }
+
+    /// Rounds a row to the tensor's type and stores it. Panics out of bounds, or if the tensor is not on the host.
+    pub fn write_row(&mut self, b: usize, h: usize, s: usize, row: &[f32]) {
+        let Raw { ptr, dtype, place, layout } = self.raw;
+        let [nb, nh, ns, nd] = layout.shape;
+        assert!(b < nb && h < nh && s < ns && row.len() <= nd && place == Place::Host);
+        let offset = layout.row(b, h, s);
+        for (i, &x) in row.iter().enumerate() {
+            // SAFETY: the index is inside the shape, and `Raw::new` checked that the shape lies inside the memory.
+            unsafe {
+                match dtype {
+                    DType::F16 => ptr.cast::<f16>().add(offset + i).write(f16::from_f32(x)),
+                    DType::BF16 => ptr.cast::<bf16>().add(offset + i).write(bf16::from_f32(x)),
+                    DType::F32 => ptr.cast::<f32>().add(offset + i).write(x),
+                }
+            }
+        }
+    }
+
+    /// The same tensor, to read.
+    pub fn as_tensor(&self) -> Tensor<'_> {
+        Tensor { raw: self.raw, lifetime: PhantomData }
+    }
+}
+
+/// The memory of a [`TensorBuf`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum Storage {
+    /// f16 elements.
+    F16(Vec<f16>),
+    /// bf16 elements.
+    BF16(Vec<bf16>),
+    /// f32 elements.
+    F32(Vec<f32>),
+}
+
+/// A tensor on the host that owns its memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorBuf {
+    storage: Storage,
+    layout: Layout,
+}
+
+impl TensorBuf {
+    /// All zeros. The layout must be contiguous in some order.
+    pub fn zeros(dtype: DType, layout: Layout) -> Result<Self> {
+        let too_large =
+            || Error::TooLarge { tensor: Name::Tensor, what: format!("shape {:?}", layout.shape) };
+        let len = layout.reach().filter(|&n| n <= isize::MAX as usize / 4).ok_or_else(too_large)?;
+        let storage = match dtype {
+            DType::F16 => Storage::F16(vec![f16::ZERO; len]),
+            DType::BF16 => Storage::BF16(vec![bf16::ZERO; len]),
+            DType::F32 => Storage::F32(vec![0.0; len]),
+        };
+        Ok(Self { storage, layout })
+    }
+
+    /// Values in the order (batch, heads, length, head_dim), rounded to `dtype`.
+    pub fn from_f32(values: &[f32], shape: [usize; 4], dtype: DType) -> Result<Self> {
+        let layout = Layout::bhsd(shape);
+        let needs = layout.elements().unwrap_or(usize::MAX);
+        if needs != values.len() {
+            let Layout { shape, strides } = layout;
+            return Err(Error::OutOfBounds {
+                tensor: Name::Tensor,
+                needs,
+                has: values.len(),
+                shape,
+                strides,
+            });
+        }
+        let storage = match dtype {
+            DType::F16 => Storage::F16(values.iter().map(|&x| f16::from_f32(x)).collect()),
+            DType::BF16 => Storage::BF16(values.iter().map(|&x| bf16::from_f32(x)).collect()),
+            DType::F32 => Storage::F32(values.to_vec()),
+        };
+        Ok(Self { storage, layout })
+    }
+
+    /// The tensor to read.
+    pub fn view(&self) -> Tensor<'_> {
+        let view = match &self.storage {
+            Storage::F16(data) => Tensor::strided(data, self.layout),
+            Storage::BF16(data) => Tensor::strided(data, self.layout),
+            Storage::F32(data) => Tensor::strided(data, self.layout),
+        };
+        view.expect("a TensorBuf's layout fits its memory")
+    }
+
+    /// The tensor to write.
+    pub fn view_mut(&mut self) -> TensorMut<'_> {
+        let view = match &mut self.storage {
+            Storage::F16(data) => TensorMut::strided(data, self.layout),
+            Storage::BF16(data) => TensorMut::strided(data, self.layout),
+            Storage::F32(data) => TensorMut::strided(data, self.layout),
+        };
+        view.expect("a TensorBuf's layout fits its memory")
+    }
+
+    /// The elements as they lie in memory.
+    pub fn storage(&self) -> &Storage {
+        &self.storage
+    }
+
+    /// Sizes and strides.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        match self.storage {
+            Storage::F16(_) => DType::F16,
+            Storage::BF16(_) => DType::BF16,
+            Storage::F32(_) => DType::F32,
+        }
+    }
+
+    /// Sizes as (batch, heads, length, head_dim).
+    pub fn shape(&self) -> [usize; 4] {
+        self.layout.shape
+    }
+
+    /// All elements in the order (batch, heads, length, head_dim), widened to f32.
+    pub fn to_f32(&self) -> Vec<f32> {
+        self.view().to_f32()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_layouts_read_the_same_elements() {
+        let (b, h, s, d) = (2, 3, 4, 2);
+        let bhsd: Vec<f32> = (0..b * h * s * d).map(|i| i as f32).collect();
+        let mut bshd = vec![0.0; bhsd.len()];
+        for (i, &x) in bhsd.iter().enumerate() {
+            let (ib, ih, is, id) = (i / (h * s * d), i / (s * d) % h, i / d % s, i % d);
+            bshd[((ib * s + is) * h + ih) * d + id] = x;
+        }
+        let left = Tensor::new(&bhsd, &[b, h, s, d]).unwrap();
+        let right = Tensor::bshd(&bshd, &[b, s, h, d]).unwrap();
+        assert_eq!(left.to_f32(), right.to_f32());
+    }
+
+    #[test]
+    fn a_view_beyond_its_memory_is_refused() {
+        let data = [0.0_f32; 63];
+        let error = Tensor::new(&data, &[1, 1, 8, 8]).unwrap_err();
+        assert!(matches!(error, Error::OutOfBounds { needs: 64, has: 63, .. }), "{error}");
+    }
+
+    #[test]
+    fn rank_and_inner_stride_are_checked() {
+        let data = [0.0_f32; 64];
+        assert!(matches!(Tensor::new(&data, &[8, 8]), Err(Error::Rank { given: 2, .. })));
+        let layout = Layout { shape: [1, 1, 4, 4], strides: [0, 0, 1, 4] };
+        assert!(matches!(Tensor::strided(&data, layout), Err(Error::InnerStride { given: 4, .. })));
+    }
+
+    #[test]
+    fn an_output_may_not_repeat_but_an_input_may() {
+        let mut data = [0.0_f32; 64];
+        let layout = Layout { shape: [1, 4, 4, 4], strides: [0, 0, 4, 1] };
+        assert!(Tensor::strided(&data, layout).is_ok());
+        assert!(matches!(TensorMut::strided(&mut data, layout), Err(Error::OverlappingOutput { .. })));
+        let rows_overlap = Layout { shape: [1, 1, 4, 4], strides: [64, 64, 2, 1] };
+        assert!(TensorMut::strided(&mut data, rows_overlap).is_err());
+    }
+
+    #[test]
+    fn sizes_that_overflow_are_refused_rather_than_wrapped() {
+        let data = [0.0_f32; 4];
+        let layout = Layout { shape: [usize::MAX, 2, 2, 1], strides: [usize::MAX, 1, 1, 1] };
+        assert!(matches!(Tensor::strided(&data, layout), Err(Error::TooLarge { .. })));
+        assert!(TensorBuf::zeros(DType::F16, Layout::bhsd([usize::MAX / 2, 2, 2, 2])).is_err());
+    }
+
+    #[test]
+    fn misaligned_and_null_addresses_are_refused() {
+        let data = [0.0_f32; 4];
+        let layout = Layout::bhsd([1, 1, 1, 2]);
+        // SAFETY: both are refused before anything is read.
+        unsafe {
+            let odd = data.as_ptr().cast::<u8>().add(1);
+            assert!(matches!(
+                Tensor::from_raw_parts(odd, 2, DType::F32, Place::Host, layout),
+                Err(Error::Alignment { needed: 4, .. })
+            ));
+            assert!(matches!(
+                Tensor::from_raw_parts(std::ptr::null(), 2, DType::F32, Place::Host, layout),
+                Err(Error::NullPointer { .. })
+            ));
+        }
+    }
+}
