@@ -177,7 +177,7 @@ fn by_row(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::TensorBuf;
+    use crate::{DType, Mask, TensorBuf};
 
     fn tensor(values: &[f32], shape: [usize; 4]) -> TensorBuf {
         TensorBuf::from_f32(values, shape, DType::F32).unwrap()
