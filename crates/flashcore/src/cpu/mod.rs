@@ -1,23 +1,104 @@
 //! The CPU engine: fused online-softmax attention.
 
+mod attend;
+mod isa;
+mod math;
+mod merge;
+mod plan;
+mod pool;
+mod rows;
+mod schedule;
+mod scratch;
+mod simd;
+#[cfg(test)]
+mod tests;
+mod tile;
+
+use std::sync::Arc;
+
+pub use isa::{Isa, available};
+pub use schedule::Schedule;
+
 use crate::contract::Call;
 
-/// The CPU engine.
-#[derive(Clone, Debug, Default)]
-pub struct Engine {}
+/// The environment variable that chooses the instruction set.
+pub const ISA_VARIABLE: &str = "FLASHCORE_CPU";
+
+/// The CPU engine: an instruction set and a schedule.
+///
+/// ```
+/// use flashcore::{Attention, Device, Tensor, cpu};
+///
+/// let engine = cpu::Engine::new().with_isa(cpu::Isa::Portable)?.with_schedule("threads=1".parse()?);
+/// let data = [1.0_f32; 4];
+/// let x = Tensor::new(&data, &[1, 1, 2, 2])?;
+/// let out = Attention::new().run(&Device::cpu_with(engine), &x, &x, &x)?;
+/// assert_eq!(out.o.to_f32(), data);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Engine {
+    isa: Isa,
+    why: Arc<str>,
+    schedule: Schedule,
+    pool: Option<Arc<rayon::ThreadPool>>,
+}
 
 impl Engine {
-    /// With the widest instructions that this CPU has.
+    /// With the widest instructions that this CPU has, or those that the environment asks for
+    /// ([`ISA_VARIABLE`]).
     pub fn new() -> Self {
-        Self::default()
+        let (isa, why) = isa::choose(std::env::var(ISA_VARIABLE).ok().as_deref());
+        Self { isa, why: why.into(), schedule: Schedule::default(), pool: None }
+    }
+
+    /// With the given instructions, or what is wrong with them.
+    pub fn with_isa(self, isa: Isa) -> Result<Self, String> {
+        if isa.is_available() {
+            Ok(Self { isa, why: "it was asked for".into(), ..self })
+        } else {
+            Err(format!("this CPU does not have {isa}; possible are {}", isa::names(&available())))
+        }
+    }
+
+    /// With the given knobs; those at 0 keep their defaults.
+    pub fn with_schedule(self, schedule: Schedule) -> Self {
+        let pool = pool::of_its_own(schedule.threads);
+        Self { schedule, pool, ..self }
+    }
+
+    /// The instructions.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Why these instructions.
+    pub fn why(&self) -> &str {
+        &self.why
+    }
+
+    /// The knobs for given head dims.
+    pub fn schedule(&self, head_dim: usize, head_dim_v: usize) -> Schedule {
+        self.schedule.or(Schedule::for_head_dims(head_dim, head_dim_v))
     }
 
     /// Computes a checked call.
-    pub(crate) fn run(&self, _call: &Call<'_>) {}
+    pub(crate) fn run(&self, call: &Call<'_>) {
+        let schedule = self.schedule(call.problem.head_dim, call.problem.head_dim_v);
+        pool::run(self.isa, &schedule, self.pool.as_deref(), call);
+    }
 }
 
+impl Default for Engine {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// As `avx512, 2 threads`.
 impl std::fmt::Display for Engine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("none")
+        let threads = self.schedule(64, 64).threads;
+        write!(f, "{}, {threads} thread{}", self.isa, if threads == 1 { "" } else { "s" })
     }
 }

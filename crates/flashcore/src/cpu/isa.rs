@@ -1,0 +1,86 @@
+//! The instruction sets that the engine has a path for, and which of them this CPU runs.
+
+/// An instruction set that the engine has a path for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Isa {
+    /// What the compiler makes of plain arrays on any CPU.
+    Portable,
+}
+
+impl Isa {
+    /// Every instruction set, narrowest first.
+    pub const ALL: [Isa; 1] = [Isa::Portable];
+
+    /// The name used in `FLASHCORE_CPU`, in JSON and in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Portable => "portable",
+        }
+    }
+
+    /// Whether this CPU runs it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Isa::Portable => true,
+        }
+    }
+}
+
+impl std::fmt::Display for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for Isa {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|isa| isa.name().eq_ignore_ascii_case(s)).ok_or_else(|| {
+            format!("'{s}' is not an instruction set of this engine; possible are {}", names(&Self::ALL))
+        })
+    }
+}
+
+/// The instruction sets that this CPU runs, narrowest first.
+pub fn available() -> Vec<Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect()
+}
+
+/// Names in a row, for messages.
+pub(super) fn names(isas: &[Isa]) -> String {
+    isas.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ")
+}
+
+/// The instruction set to use, and why.
+pub(super) fn choose(wish: Option<&str>) -> (Isa, String) {
+    let available = available();
+    let best = available.last().copied().unwrap_or(Isa::Portable);
+    let widest = format!("{best} is the widest that this CPU has of {}", names(&Isa::ALL));
+    let Some(wish) = wish.map(str::trim).filter(|wish| !wish.is_empty()) else { return (best, widest) };
+    match wish.parse::<Isa>() {
+        Ok(isa) if isa.is_available() => (isa, format!("FLASHCORE_CPU={wish} asks for it")),
+        Ok(isa) => (best, format!("FLASHCORE_CPU asks for {isa}, which this CPU lacks; {widest}")),
+        Err(why) => (best, format!("FLASHCORE_CPU is ignored: {why}; {widest}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_widest_is_chosen_unless_another_is_asked_for() {
+        let best = *available().last().unwrap();
+        assert_eq!(choose(None).0, best);
+        assert_eq!(choose(Some("")).0, best);
+        assert_eq!(choose(Some("Portable")).0, Isa::Portable);
+    }
+
+    #[test]
+    fn an_unknown_wish_falls_back_and_says_why() {
+        let (isa, why) = choose(Some("sse9"));
+        assert_eq!(isa, *available().last().unwrap());
+        assert!(why.contains("sse9") && why.contains("portable"), "{why}");
+    }
+}

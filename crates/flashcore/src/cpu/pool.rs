@@ -1,0 +1,95 @@
+//! Threads: they take tasks one by one, dearest first, and the calling thread works too.
+#![allow(unsafe_code)] // Enters code that is compiled for an instruction set.
+
+use std::{
+    cell::RefCell,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use super::{
+    attend::{self, Job},
+    isa::Isa,
+    merge,
+    plan::{Plan, Split, Task},
+    schedule::Schedule,
+    scratch::Scratch,
+    simd::Portable,
+};
+use crate::contract::Call;
+
+/// Below this many multiply-adds, waking a thread costs more than it saves.
+const WORTH_A_THREAD: usize = 2_000_000;
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch::new()) };
+}
+
+/// Threads apart from rayon's own, where another number of them is asked for.
+pub(super) fn of_its_own(threads: usize) -> Option<std::sync::Arc<rayon::ThreadPool>> {
+    if threads <= 1 || threads == rayon::current_num_threads() {
+        return None;
+    }
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().ok().map(std::sync::Arc::new)
+}
+
+/// Computes a call.
+pub(super) fn run(isa: Isa, schedule: &Schedule, pool: Option<&rayon::ThreadPool>, call: &Call<'_>) {
+    let plan = Plan::new(call, schedule);
+    let mut job = Job {
+        call,
+        block_k: schedule.block_k.max(1),
+        parts: std::ptr::null_mut(),
+        part_rows: plan.part_rows,
+    };
+    let mut parts = Scratch::new();
+    job.parts = parts.reserve(plan.parts() * job.part_len());
+    let threads = schedule.threads.min(1 + plan.work / WORTH_A_THREAD);
+    each(pool, threads, &plan.tasks, |task, scratch| task_of(isa, &job, task, scratch));
+    each(pool, threads, &plan.splits, |split, scratch| merge_of(isa, &job, split, scratch));
+}
+
+/// Runs `work` on every item, on up to `threads` threads.
+fn each<T: Sync>(
+    pool: Option<&rayon::ThreadPool>,
+    threads: usize,
+    items: &[T],
+    work: impl Fn(&T, &mut Scratch) + Sync,
+) {
+    let next = AtomicUsize::new(0);
+    let take_all = || {
+        SCRATCH.with_borrow_mut(|scratch| {
+            while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+                work(item, scratch);
+            }
+        });
+    };
+    let helpers = threads.min(items.len()).saturating_sub(1);
+    if helpers == 0 {
+        return take_all();
+    }
+    match pool {
+        Some(pool) => pool.in_place_scope(|scope| with_helpers(scope, helpers, &take_all)),
+        None => rayon::in_place_scope(|scope| with_helpers(scope, helpers, &take_all)),
+    }
+}
+
+fn with_helpers<'scope>(scope: &rayon::Scope<'scope>, helpers: usize, take_all: &'scope (impl Fn() + Sync)) {
+    for _ in 0..helpers {
+        scope.spawn(|_| take_all());
+    }
+    take_all();
+}
+
+fn task_of(isa: Isa, job: &Job<'_>, task: &Task, scratch: &mut Scratch) {
+    match isa {
+        // SAFETY: every CPU has it; the call is checked and the task of its plan.
+        Isa::Portable => unsafe { attend::run::<Portable>(job, task, scratch) },
+    }
+}
+
+fn merge_of(isa: Isa, job: &Job<'_>, split: &Split, scratch: &mut Scratch) {
+    match isa {
+        // SAFETY: every CPU has it; all tasks have run.
+        Isa::Portable => unsafe { merge::run::<Portable>(job, split, scratch) },
+    }
+}

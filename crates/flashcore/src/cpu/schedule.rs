@@ -1,0 +1,114 @@
+//! The knobs of the engine: how a problem is cut into tasks and blocks.
+
+/// How a problem is cut: 0 leaves a knob to the default for the head dim and the machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Schedule {
+    /// Rows (queries times the query heads of a group) that one task holds.
+    pub block_q: usize,
+    /// Keys that are worked on between two updates of the running maximum.
+    pub block_k: usize,
+    /// Keys after which a long row is split into tasks of its own, where there are few rows.
+    pub split_k: usize,
+    /// Threads.
+    pub threads: usize,
+}
+
+impl Schedule {
+    /// The defaults for head dims `head_dim` and `head_dim_v`, and the threads of this machine.
+    pub fn for_head_dims(head_dim: usize, head_dim_v: usize) -> Self {
+        let wide = head_dim.max(head_dim_v);
+        Self {
+            block_q: if wide <= 256 { 96 } else { 48 },
+            block_k: if wide <= 256 { 128 } else { 64 },
+            split_k: 1024,
+            threads: rayon::current_num_threads(),
+        }
+    }
+
+    /// With every knob that is 0 taken from `defaults`.
+    pub fn or(self, defaults: Self) -> Self {
+        let pick = |mine: usize, default: usize| if mine == 0 { default } else { mine };
+        Self {
+            block_q: pick(self.block_q, defaults.block_q),
+            block_k: pick(self.block_k, defaults.block_k),
+            split_k: pick(self.split_k, defaults.split_k),
+            threads: pick(self.threads, defaults.threads),
+        }
+    }
+
+    /// The knobs as (name, value), in the order that they are printed.
+    pub fn knobs(&self) -> [(&'static str, usize); 4] {
+        [
+            ("block_q", self.block_q),
+            ("block_k", self.block_k),
+            ("split_k", self.split_k),
+            ("threads", self.threads),
+        ]
+    }
+
+    /// Sets a knob by its name.
+    pub fn set(&mut self, knob: &str, value: usize) -> Result<(), String> {
+        let place = match knob {
+            "block_q" => &mut self.block_q,
+            "block_k" => &mut self.block_k,
+            "split_k" => &mut self.split_k,
+            "threads" => &mut self.threads,
+            _ => {
+                let names = self.knobs().map(|(name, _)| name).join(", ");
+                return Err(format!("'{knob}' is not a knob of the CPU engine; possible are {names}"));
+            }
+        };
+        *place = value;
+        Ok(())
+    }
+}
+
+/// As `block_q=96,block_k=128,split_k=1024,threads=2`.
+impl std::fmt::Display for Schedule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let knobs = self.knobs().map(|(name, value)| format!("{name}={value}"));
+        f.write_str(&knobs.join(","))
+    }
+}
+
+impl std::str::FromStr for Schedule {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let mut schedule = Self::default();
+        for part in s.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+            let (knob, value) =
+                part.split_once('=').ok_or_else(|| format!("'{part}' is not of the form knob=value"))?;
+            let value = value.trim().parse().map_err(|_| format!("'{value}' is not a whole number"))?;
+            schedule.set(knob.trim(), value)?;
+        }
+        Ok(schedule)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_schedule_reads_back_what_it_prints() {
+        let schedule = Schedule::for_head_dims(64, 128);
+        assert_eq!(schedule.to_string().parse(), Ok(schedule));
+        assert_eq!("".parse(), Ok(Schedule::default()));
+    }
+
+    #[test]
+    fn unknown_knobs_and_values_are_named() {
+        assert!("block=3".parse::<Schedule>().unwrap_err().contains("block_q"));
+        assert!("block_q=x".parse::<Schedule>().is_err());
+        assert!("block_q".parse::<Schedule>().is_err());
+    }
+
+    #[test]
+    fn only_knobs_left_at_zero_take_the_default() {
+        let mine = Schedule { block_q: 7, ..Schedule::default() };
+        let full = mine.or(Schedule::for_head_dims(64, 64));
+        assert_eq!((full.block_q, full.split_k), (7, 1024));
+    }
+}

@@ -1,0 +1,64 @@
+//! Vectors of f32, one type an instruction set, so that the algorithm is written once.
+//!
+//! Every method is `#[inline(always)]` and lands in an entry point that is compiled for the instruction set;
+//! none of them may be called outside one.
+#![allow(unsafe_code)] // Vector instructions and raw loads have no safe form that inlines into these kernels.
+
+mod portable;
+
+pub(super) use portable::Portable;
+
+/// One instruction set's vector of f32 and the tile that its registers hold.
+///
+/// # Safety
+/// All methods require a CPU that has the instruction set. Loads and stores take `LANES` elements at any
+/// alignment.
+pub(super) trait Simd: Copy {
+    /// The vector.
+    type V: Copy;
+    /// Its elements.
+    const LANES: usize;
+    /// Rows of the widest micro-kernel.
+    const ROWS: usize;
+    /// Vectors a row of the widest micro-kernel.
+    const VECS: usize;
+
+    /// All lanes `x`.
+    unsafe fn splat(x: f32) -> Self::V;
+    /// Reads `LANES` elements.
+    unsafe fn load(from: *const f32) -> Self::V;
+    /// Writes `LANES` elements.
+    unsafe fn store(to: *mut f32, x: Self::V);
+    /// Widens `LANES` f16.
+    unsafe fn load_f16(from: *const u16) -> Self::V;
+    /// Widens `LANES` bf16.
+    unsafe fn load_bf16(from: *const u16) -> Self::V;
+    /// Rounds to nearest-even f16 and writes.
+    unsafe fn store_f16(to: *mut u16, x: Self::V);
+    /// Rounds to nearest-even bf16 and writes; NaN stays NaN.
+    unsafe fn store_bf16(to: *mut u16, x: Self::V);
+    /// a + b.
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    /// a − b.
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    /// a · b.
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    /// a / b.
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// a · b + c.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// The larger; `b` where either is NaN.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// The smaller; `b` where either is NaN.
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
+    /// `x` where a < b, `y` elsewhere (NaN included).
+    unsafe fn select_less(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
+    /// |x|.
+    unsafe fn abs(x: Self::V) -> Self::V;
+    /// |x| with the sign of `s`.
+    unsafe fn copy_sign(x: Self::V, s: Self::V) -> Self::V;
+    /// The bits of `x` shifted left by 23: a small integer in the low bits becomes an exponent.
+    unsafe fn low_bits_to_exponent(x: Self::V) -> Self::V;
+    /// Turns `LANES` rows into `LANES` columns: `rows[i][j]` becomes `rows[j][i]`; `rows` has `LANES` vectors.
+    unsafe fn transpose(rows: &mut [Self::V]);
+}
