@@ -5,23 +5,49 @@
 pub enum Isa {
     /// What the compiler makes of plain arrays on any CPU.
     Portable,
+    /// AVX2 with FMA and F16C: x86-64 since 2013.
+    Avx2,
+    /// AVX-512F.
+    Avx512,
 }
 
 impl Isa {
     /// Every instruction set, narrowest first.
-    pub const ALL: [Isa; 1] = [Isa::Portable];
+    pub const ALL: [Isa; 3] = [Isa::Portable, Isa::Avx2, Isa::Avx512];
 
     /// The name used in `FLASHCORE_CPU`, in JSON and in messages.
     pub const fn name(self) -> &'static str {
         match self {
             Isa::Portable => "portable",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+        }
+    }
+
+    /// f32 elements of one vector.
+    pub const fn lanes(self) -> usize {
+        match self {
+            Isa::Portable => 4,
+            Isa::Avx2 => 8,
+            Isa::Avx512 => 16,
         }
     }
 
     /// Whether this CPU runs it.
     pub fn is_available(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
         match self {
             Isa::Portable => true,
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            Isa::Avx512 => is_x86_feature_detected!("avx512f"),
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            self == Isa::Portable
         }
     }
 }

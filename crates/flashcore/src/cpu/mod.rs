@@ -6,6 +6,7 @@ mod math;
 mod merge;
 mod plan;
 mod pool;
+mod rates;
 mod rows;
 mod schedule;
 mod scratch;
@@ -17,6 +18,7 @@ mod tile;
 use std::sync::Arc;
 
 pub use isa::{Isa, available};
+pub use rates::{fma_peak, read_bandwidth};
 pub use schedule::Schedule;
 
 use crate::contract::Call;

@@ -13,7 +13,7 @@ use super::{
     plan::{Plan, Split, Task},
     schedule::Schedule,
     scratch::Scratch,
-    simd::Portable,
+    simd::dispatch,
 };
 use crate::contract::Call;
 
@@ -44,8 +44,10 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, pool: Option<&rayon::ThreadPool
     let mut parts = Scratch::new();
     job.parts = parts.reserve(plan.parts() * job.part_len());
     let threads = schedule.threads.min(1 + plan.work / WORTH_A_THREAD);
-    each(pool, threads, &plan.tasks, |task, scratch| task_of(isa, &job, task, scratch));
-    each(pool, threads, &plan.splits, |split, scratch| merge_of(isa, &job, split, scratch));
+    // SAFETY: the engine has only an instruction set that this CPU has; the call is checked and the plan its own.
+    each(pool, threads, &plan.tasks, |task, scratch| unsafe { attend(isa, &job, task, scratch) });
+    // SAFETY: as above, and all tasks have run.
+    each(pool, threads, &plan.splits, |split, scratch| unsafe { merge(isa, &job, split, scratch) });
 }
 
 /// Runs `work` on every item, on up to `threads` threads.
@@ -80,16 +82,12 @@ fn with_helpers<'scope>(scope: &rayon::Scope<'scope>, helpers: usize, take_all: 
     take_all();
 }
 
-fn task_of(isa: Isa, job: &Job<'_>, task: &Task, scratch: &mut Scratch) {
-    match isa {
-        // SAFETY: every CPU has it; the call is checked and the task of its plan.
-        Isa::Portable => unsafe { attend::run::<Portable>(job, task, scratch) },
-    }
+dispatch! {
+    /// Runs a task.
+    unsafe fn attend(job: &Job<'_>, task: &Task, scratch: &mut Scratch) = attend::run
 }
 
-fn merge_of(isa: Isa, job: &Job<'_>, split: &Split, scratch: &mut Scratch) {
-    match isa {
-        // SAFETY: every CPU has it; all tasks have run.
-        Isa::Portable => unsafe { merge::run::<Portable>(job, split, scratch) },
-    }
+dispatch! {
+    /// Merges the parts of some rows.
+    unsafe fn merge(job: &Job<'_>, split: &Split, scratch: &mut Scratch) = merge::run
 }

@@ -4,9 +4,50 @@
 //! none of them may be called outside one.
 #![allow(unsafe_code)] // Vector instructions and raw loads have no safe form that inlines into these kernels.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod portable;
 
+#[cfg(target_arch = "x86_64")]
+pub(super) use {avx2::Avx2, avx512::Avx512};
+
 pub(super) use portable::Portable;
+
+/// Defines a function that takes an [`Isa`](super::Isa) before its other arguments and calls a generic one,
+/// compiled for that instruction set. It is unsafe: this CPU must have the instruction set, and the generic
+/// function may ask for more.
+macro_rules! dispatch {
+    ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)? = $($generic:ident)::+) => {
+        $(#[$doc])*
+        $vis unsafe fn $name(isa: $crate::cpu::Isa, $($arg: $type),*) $(-> $result)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f")]
+            unsafe fn avx512($($arg: $type),*) $(-> $result)? {
+                // SAFETY: compiled for what the vectors need; the rest is the caller's promise.
+                unsafe { $($generic)::+::<$crate::cpu::simd::Avx512>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn avx2($($arg: $type),*) $(-> $result)? {
+                // SAFETY: compiled for what the vectors need; the rest is the caller's promise.
+                unsafe { $($generic)::+::<$crate::cpu::simd::Avx2>($($arg),*) }
+            }
+            // SAFETY: the caller's promise.
+            unsafe {
+                match isa {
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::Isa::Avx512 => avx512($($arg),*),
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::Isa::Avx2 => avx2($($arg),*),
+                    _ => $($generic)::+::<$crate::cpu::simd::Portable>($($arg),*),
+                }
+            }
+        }
+    };
+}
+pub(super) use dispatch;
 
 /// One instruction set's vector of f32 and the tile that its registers hold.
 ///

@@ -1,0 +1,148 @@
+//! What this machine can do at most: the yardsticks that a rate of the engine is a fraction of.
+#![allow(unsafe_code)] // Enters code that is compiled for an instruction set.
+
+use std::{
+    hint::black_box,
+    sync::{
+        Barrier,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use super::{
+    isa::Isa,
+    simd::{Simd, dispatch},
+};
+
+/// Independent chains of multiply-adds, enough to hide their latency on every core there is.
+const CHAINS: usize = 12;
+/// Rounds of all chains in one sample: about a millisecond.
+const ROUNDS: usize = 400_000;
+
+/// The rate of multiply-adds that never leave the registers, in GFLOP/s, on `threads` threads at once: the best of
+/// the samples that fit into `budget`. An instruction set that this CPU lacks is replaced by the portable one.
+pub fn fma_peak(isa: Isa, threads: usize, budget: Duration) -> f64 {
+    let isa = if isa.is_available() { isa } else { Isa::Portable };
+    let threads = threads.max(1);
+    // SAFETY: the CPU has the instruction set.
+    let time = best_time(threads, budget, |_| {
+        black_box(unsafe { chains(isa, black_box(0.5)) });
+    });
+    (2 * CHAINS * isa.lanes() * ROUNDS * threads) as f64 / time / 1e9
+}
+
+/// The rate at which `threads` threads read memory that no cache holds, in GB/s: the best of the passes that fit
+/// into `budget`. Allocates half a GiB while it runs.
+pub fn read_bandwidth(isa: Isa, threads: usize, budget: Duration) -> f64 {
+    let isa = if isa.is_available() { isa } else { Isa::Portable };
+    let threads = threads.max(1);
+    let memory = vec![1.0_f32; 128 << 20];
+    let share = memory.len() / threads;
+    let time = best_time(threads, budget, |thread| {
+        let mine = &memory[thread * share..][..share];
+        // SAFETY: the CPU has the instruction set.
+        black_box(unsafe { sum(isa, mine) });
+    });
+    (share * threads * size_of::<f32>()) as f64 / time / 1e9
+}
+
+/// The shortest time in seconds in which all threads did their `work(thread)`.
+fn best_time(threads: usize, budget: Duration, work: impl Fn(usize) + Sync) -> f64 {
+    let (barrier, over) = (Barrier::new(threads), AtomicBool::new(false));
+    let rounds = |thread: usize| {
+        let (started, mut best) = (Instant::now(), f64::INFINITY);
+        loop {
+            barrier.wait();
+            if over.load(Ordering::Relaxed) {
+                return best;
+            }
+            let start = Instant::now();
+            work(thread);
+            barrier.wait();
+            best = best.min(start.elapsed().as_secs_f64());
+            if thread == 0 && started.elapsed() >= budget {
+                over.store(true, Ordering::Relaxed);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let rounds = &rounds;
+        for thread in 1..threads {
+            scope.spawn(move || rounds(thread));
+        }
+        rounds(0)
+    })
+}
+
+dispatch! {
+    /// Runs `ROUNDS` rounds of all chains.
+    unsafe fn chains(x: f32) -> f32 = chains_of
+}
+
+#[inline(always)]
+unsafe fn chains_of<S: Simd>(x: f32) -> f32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (factor, term) = (S::splat(x), S::splat(1.0));
+        let mut acc = [S::splat(0.0); CHAINS];
+        for _ in 0..ROUNDS {
+            for acc in &mut acc {
+                *acc = S::fma(*acc, factor, term);
+            }
+        }
+        let mut total = acc[0];
+        for &acc in &acc[1..] {
+            total = S::add(total, acc);
+        }
+        first_lane::<S>(total)
+    }
+}
+
+dispatch! {
+    /// The sum of all elements.
+    unsafe fn sum(memory: &[f32]) -> f32 = sum_of
+}
+
+#[inline(always)]
+unsafe fn sum_of<S: Simd>(memory: &[f32]) -> f32 {
+    let mut total = 0.0;
+    // SAFETY: the caller's promise; vectors end inside the chunk.
+    unsafe {
+        let mut acc = [S::splat(0.0); 8];
+        for chunk in memory.chunks_exact(8 * S::LANES) {
+            for (i, acc) in acc.iter_mut().enumerate() {
+                *acc = S::add(*acc, S::load(chunk.as_ptr().add(i * S::LANES)));
+            }
+        }
+        for &acc in &acc {
+            total += first_lane::<S>(acc);
+        }
+    }
+    total
+}
+
+#[inline(always)]
+unsafe fn first_lane<S: Simd>(x: S::V) -> f32 {
+    let mut lanes = [0.0; 16];
+    // SAFETY: the caller's promise; no vector has more than 16 lanes.
+    unsafe { S::store(lanes.as_mut_ptr(), x) };
+    lanes[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_positive_on_every_instruction_set_and_any_number_of_threads() {
+        for isa in super::super::available() {
+            for threads in [0, 1, 3] {
+                let rate = fma_peak(isa, threads, Duration::ZERO);
+                assert!(rate.is_finite() && rate > 0.01, "{isa}: {rate}");
+            }
+        }
+        let rate = read_bandwidth(Isa::Portable, 2, Duration::ZERO);
+        assert!(rate.is_finite() && rate > 0.01, "{rate}");
+    }
+}

@@ -1,0 +1,130 @@
+//! AVX2 with FMA and F16C: eight lanes, sixteen registers.
+
+use std::arch::x86_64::*;
+
+use super::Simd;
+
+/// AVX2, FMA and F16C.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct Avx2;
+
+// SAFETY (of all blocks below): the trait requires a CPU with AVX2, FMA and F16C, and room for `LANES` elements
+// where a method reads or writes.
+#[allow(clippy::undocumented_unsafe_blocks)] // One reason for all of these one-liners, stated above.
+impl Simd for Avx2 {
+    type V = __m256;
+    const LANES: usize = 8;
+    const ROWS: usize = 4;
+    const VECS: usize = 3;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m256 {
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m256 {
+        unsafe { _mm256_loadu_ps(from) }
+    }
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, x: __m256) {
+        unsafe { _mm256_storeu_ps(to, x) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> __m256 {
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, x: __m256) {
+        unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, x: __m256) {
+        unsafe {
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let even = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            let rounded = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(even, quiet, nan));
+            let packed = _mm256_packus_epi32(rounded, rounded);
+            let packed = _mm256_permute4x64_epi64::<0b1000>(packed);
+            _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(packed));
+        }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_div_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn min(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_min_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn select_less(a: __m256, b: __m256, x: __m256, y: __m256) -> __m256 {
+        unsafe { _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b)) }
+    }
+    #[inline(always)]
+    unsafe fn abs(x: __m256) -> __m256 {
+        unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), x) }
+    }
+    #[inline(always)]
+    unsafe fn copy_sign(x: __m256, s: __m256) -> __m256 {
+        unsafe {
+            let sign = _mm256_set1_ps(-0.0);
+            _mm256_or_ps(_mm256_andnot_ps(sign, x), _mm256_and_ps(sign, s))
+        }
+    }
+    #[inline(always)]
+    unsafe fn low_bits_to_exponent(x: __m256) -> __m256 {
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(x))) }
+    }
+    #[inline(always)]
+    unsafe fn transpose(rows: &mut [__m256]) {
+        unsafe {
+            let rows: &mut [__m256; 8] = rows.try_into().unwrap_unchecked();
+            // Within 128-bit lanes: 4×4 transpositions of each group of four rows.
+            for i in [0, 4] {
+                let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
+                let (ab_low, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+                let (cd_low, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+                rows[i] = _mm256_shuffle_ps::<0x44>(ab_low, cd_low);
+                rows[i + 1] = _mm256_shuffle_ps::<0xee>(ab_low, cd_low);
+                rows[i + 2] = _mm256_shuffle_ps::<0x44>(ab_high, cd_high);
+                rows[i + 3] = _mm256_shuffle_ps::<0xee>(ab_high, cd_high);
+            }
+            // Between them: columns j and j + 4 are the low and high halves.
+            for j in 0..4 {
+                let (a, b) = (rows[j], rows[j + 4]);
+                rows[j] = _mm256_permute2f128_ps::<0x20>(a, b);
+                rows[j + 4] = _mm256_permute2f128_ps::<0x31>(a, b);
+            }
+        }
+    }
+}
