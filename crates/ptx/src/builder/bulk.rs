@@ -1,0 +1,278 @@
+//! Bulk copies: whole rows and tensor tiles, done by the copy engine (TMA).
+
+use super::KernelBuilder;
+use super::memory::ClusterAddr;
+use crate::inst::*;
+use crate::types::*;
+
+/// What a bulk copy may be given beside its addresses. `BulkHint::new()` says nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct BulkHint {
+    multicast: Option<Operand<B16>>,
+    policy: Option<Operand<B64>>,
+}
+
+impl BulkHint {
+    /// No wish.
+    pub fn new() -> BulkHint {
+        BulkHint::default()
+    }
+
+    /// Every block of the cluster whose bit is set receives the data, at the same shared address. Loads only.
+    pub fn multicast(self, mask: impl Into<Operand<B16>>) -> BulkHint {
+        BulkHint { multicast: Some(mask.into()), ..self }
+    }
+
+    /// An L2 policy.
+    pub fn policy(self, policy: impl Into<Operand<B64>>) -> BulkHint {
+        BulkHint { policy: Some(policy.into()), ..self }
+    }
+
+    fn args(self) -> impl Iterator<Item = Arg> {
+        self.multicast.map(Arg::from).into_iter().chain(self.policy.map(Arg::from))
+    }
+}
+
+/// Bulk copies of a row of bytes.
+impl KernelBuilder {
+    /// Copies bytes (a multiple of 16) from global to shared memory, counted at an mbarrier.
+    #[track_caller]
+    pub fn bulk_load(
+        &mut self,
+        dst: impl Into<Addr<B32>>,
+        src: impl Into<Addr<B64>>,
+        bytes: impl Into<Operand<B32>>,
+        bar: impl Into<Addr<B32>>,
+        hint: BulkHint,
+    ) {
+        let bytes = self.bulk_bytes(bytes.into());
+        let op = Op::BulkLoad { multicast: hint.multicast.is_some(), policy: hint.policy.is_some() };
+        let args = [dst.into().into(), src.into().into(), bytes, bar.into().into()];
+        self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
+    }
+
+    /// Copies bytes (a multiple of 16) from shared to global memory, in this thread's bulk group.
+    #[track_caller]
+    pub fn bulk_store(
+        &mut self,
+        dst: impl Into<Addr<B64>>,
+        src: impl Into<Addr<B32>>,
+        bytes: impl Into<Operand<B32>>,
+        hint: BulkHint,
+    ) {
+        self.no_multicast(hint);
+        let bytes = self.bulk_bytes(bytes.into());
+        let op = Op::BulkStore { policy: hint.policy.is_some() };
+        let args = [dst.into().into(), src.into().into(), bytes];
+        self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
+    }
+
+    /// Copies bytes (a multiple of 16) to the shared memory of a block of the cluster, counted at its mbarrier.
+    #[track_caller]
+    pub fn bulk_to_cluster(
+        &mut self,
+        dst: ClusterAddr,
+        src: impl Into<Addr<B32>>,
+        bytes: impl Into<Operand<B32>>,
+        bar: ClusterAddr,
+    ) {
+        let bytes = self.bulk_bytes(bytes.into());
+        let args = vec![dst.0.at(0).into(), src.into().into(), bytes, bar.0.at(0).into()];
+        self.emit(Op::BulkToCluster, Vec::new(), args);
+    }
+
+    /// Brings bytes (a multiple of 16) of global memory into L2.
+    #[track_caller]
+    pub fn bulk_prefetch(
+        &mut self,
+        src: impl Into<Addr<B64>>,
+        bytes: impl Into<Operand<B32>>,
+        hint: BulkHint,
+    ) {
+        self.no_multicast(hint);
+        let bytes = self.bulk_bytes(bytes.into());
+        let op = Op::BulkPrefetch { policy: hint.policy.is_some() };
+        let args = [src.into().into(), bytes];
+        self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
+    }
+
+    /// Reduces shared memory into global memory, in this thread's bulk group.
+    #[track_caller]
+    pub fn bulk_reduce(
+        &mut self,
+        op: AtomOp,
+        ty: AtomTy,
+        dst: impl Into<Addr<B64>>,
+        src: impl Into<Addr<B32>>,
+        bytes: impl Into<Operand<B32>>,
+        hint: BulkHint,
+    ) {
+        self.no_multicast(hint);
+        let allowed = match op {
+            AtomOp::Add => !matches!(ty, AtomTy::B32 | AtomTy::B64 | AtomTy::F16x2 | AtomTy::Bf16x2),
+            AtomOp::Min | AtomOp::Max => {
+                !matches!(ty, AtomTy::B32 | AtomTy::B64 | AtomTy::F32 | AtomTy::F16x2 | AtomTy::Bf16x2)
+            }
+            AtomOp::And | AtomOp::Or | AtomOp::Xor => matches!(ty, AtomTy::B32 | AtomTy::B64),
+            AtomOp::Inc | AtomOp::Dec => ty == AtomTy::U32,
+            AtomOp::Exch | AtomOp::Cas => false,
+        };
+        if !allowed {
+            self.forbidden(&format!("cp.reduce.async.bulk to global memory has no {op:?} of {ty:?}"));
+        }
+        let bytes = self.bulk_bytes(bytes.into());
+        let args = [dst.into().into(), src.into().into(), bytes];
+        let op = Op::BulkReduce { op, ty, policy: hint.policy.is_some() };
+        self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
+    }
+
+    /// Reduces this block's shared memory into that of a block of the cluster, counted at its mbarrier.
+    #[track_caller]
+    pub fn bulk_reduce_cluster(
+        &mut self,
+        op: AtomOp,
+        ty: AtomTy,
+        dst: ClusterAddr,
+        src: impl Into<Addr<B32>>,
+        bytes: impl Into<Operand<B32>>,
+        bar: ClusterAddr,
+    ) {
+        let allowed = match op {
+            AtomOp::Add => matches!(ty, AtomTy::U32 | AtomTy::S32 | AtomTy::U64),
+            AtomOp::Min | AtomOp::Max => matches!(ty, AtomTy::U32 | AtomTy::S32),
+            AtomOp::And | AtomOp::Or | AtomOp::Xor => ty == AtomTy::B32,
+            AtomOp::Inc | AtomOp::Dec => ty == AtomTy::U32,
+            AtomOp::Exch | AtomOp::Cas => false,
+        };
+        if !allowed {
+            self.forbidden(&format!("cp.reduce.async.bulk to shared memory has no {op:?} of {ty:?}"));
+        }
+        let bytes = self.bulk_bytes(bytes.into());
+        let args = vec![dst.0.at(0).into(), src.into().into(), bytes, bar.0.at(0).into()];
+        self.emit(Op::BulkReduceCluster { op, ty }, Vec::new(), args);
+    }
+
+    /// Closes the group of this thread's bulk stores and reductions so far.
+    #[track_caller]
+    pub fn bulk_commit(&mut self) {
+        self.emit(Op::BulkCommit, Vec::new(), Vec::new());
+    }
+
+    /// Waits until at most `pending` of this thread's bulk groups are open.
+    #[track_caller]
+    pub fn bulk_wait(&mut self, pending: u8) {
+        self.emit(Op::BulkWait { pending, read: false }, Vec::new(), Vec::new());
+    }
+
+    /// Waits until at most `pending` of this thread's bulk groups have still to read their sources.
+    #[track_caller]
+    pub fn bulk_wait_read(&mut self, pending: u8) {
+        self.emit(Op::BulkWait { pending, read: true }, Vec::new(), Vec::new());
+    }
+
+    #[track_caller]
+    fn bulk_bytes(&mut self, bytes: Operand<B32>) -> Arg {
+        if let Some(n) = bytes.constant().filter(|n| *n == 0 || n % 16 != 0) {
+            self.forbidden(&format!("a bulk copy of {n} bytes: the number must be a multiple of 16"));
+        }
+        bytes.into()
+    }
+
+    #[track_caller]
+    fn no_multicast(&mut self, hint: BulkHint) {
+        if hint.multicast.is_some() {
+            self.forbidden("multicast is for loads only");
+        }
+    }
+}
+
+/// Bulk copies of a tensor tile. Coordinates are in elements, the innermost dimension first.
+impl KernelBuilder {
+    /// Copies a tile from global to shared memory, counted at an mbarrier.
+    #[track_caller]
+    pub fn tensor_load(
+        &mut self,
+        dst: impl Into<Addr<B32>>,
+        map: Reg<B64>,
+        coordinates: &[Operand<B32>],
+        bar: impl Into<Addr<B32>>,
+        hint: BulkHint,
+    ) {
+        let dims = self.rank(coordinates);
+        let op = Op::TensorLoad { dims, multicast: hint.multicast.is_some(), policy: hint.policy.is_some() };
+        let mut args = vec![dst.into().into(), map.at(0).into()];
+        args.extend(coordinates.iter().map(|&c| Arg::from(c)));
+        args.push(bar.into().into());
+        args.extend(hint.args());
+        self.emit(op, Vec::new(), args);
+    }
+
+    /// Copies a tile from shared to global memory, in this thread's bulk group.
+    #[track_caller]
+    pub fn tensor_store(
+        &mut self,
+        map: Reg<B64>,
+        coordinates: &[Operand<B32>],
+        src: impl Into<Addr<B32>>,
+        hint: BulkHint,
+    ) {
+        let dims = self.rank(coordinates);
+        let op = Op::TensorStore { dims, policy: hint.policy.is_some() };
+        self.tensor_out(op, map, coordinates, Some(src.into().into()), hint);
+    }
+
+    /// Reduces a tile of shared memory into global memory, in this thread's bulk group.
+    #[track_caller]
+    pub fn tensor_reduce(
+        &mut self,
+        op: AtomOp,
+        map: Reg<B64>,
+        coordinates: &[Operand<B32>],
+        src: impl Into<Addr<B32>>,
+        hint: BulkHint,
+    ) {
+        if matches!(op, AtomOp::Exch | AtomOp::Cas) {
+            self.forbidden(&format!("cp.reduce.async.bulk.tensor has no {op:?}"));
+        }
+        let op = Op::TensorReduce { op, dims: self.rank(coordinates), policy: hint.policy.is_some() };
+        self.tensor_out(op, map, coordinates, Some(src.into().into()), hint);
+    }
+
+    /// Brings a tile of global memory into L2.
+    #[track_caller]
+    pub fn tensor_prefetch(&mut self, map: Reg<B64>, coordinates: &[Operand<B32>], hint: BulkHint) {
+        let op = Op::TensorPrefetch { dims: self.rank(coordinates), policy: hint.policy.is_some() };
+        self.tensor_out(op, map, coordinates, None, hint);
+    }
+
+    /// Brings a tensor map itself into the cache.
+    #[track_caller]
+    pub fn prefetch_tensormap(&mut self, map: Reg<B64>) {
+        self.emit(Op::PrefetchTensormap, Vec::new(), vec![map.at(0).into()]);
+    }
+
+    #[track_caller]
+    fn tensor_out(
+        &mut self,
+        op: Op,
+        map: Reg<B64>,
+        coordinates: &[Operand<B32>],
+        src: Option<Arg>,
+        hint: BulkHint,
+    ) {
+        self.no_multicast(hint);
+        let mut args = vec![map.at(0).into()];
+        args.extend(coordinates.iter().map(|&c| Arg::from(c)));
+        args.extend(src);
+        args.extend(hint.args());
+        self.emit(op, Vec::new(), args);
+    }
+
+    #[track_caller]
+    fn rank(&mut self, coordinates: &[Operand<B32>]) -> Dims {
+        Dims::from_count(coordinates.len()).unwrap_or_else(|| {
+            self.forbidden(&format!("{} coordinates: a tensor map has 1 to 5 dimensions", coordinates.len()));
+            Dims::D1
+        })
+    }
+}

@@ -1,0 +1,355 @@
+//! The builder: what kernel authors write in.
+//!
+//! A method emits one instruction and returns the registers it writes; [`KernelBuilder::set`] makes an
+//! instruction write registers that exist already. Static choices are Rust `if` and `for`; run-time control
+//! flow is in [`control`]. A mistake is recorded with the author's line and comes back from
+//! [`KernelBuilder::finish`]; nothing panics.
+
+mod atomics;
+mod bulk;
+mod control;
+mod data;
+mod memory;
+mod sync;
+mod tensor;
+
+use std::any::TypeId;
+use std::panic::Location;
+use std::sync::Arc;
+
+pub use atomics::{ATOMICS, At};
+pub use bulk::BulkHint;
+pub use control::{Loop, Roles};
+pub use data::{FULL_MASK, Word, Word32};
+pub use memory::{ClusterAddr, MemHint};
+pub use tensor::{Accumulator, MmaAccumulator};
+
+use crate::check;
+use crate::error::{BuildError, BuildErrors, Fault, SharedError};
+use crate::flow;
+use crate::inst::{Arg, Inst, LabelId, MemBase, Op};
+use crate::module::{Kernel, RegInfo, Threads};
+use crate::params::{self, KernelParams, ParamHandle, ScalarParam, TensorMap};
+use crate::shared::SharedLayout;
+use crate::types::*;
+
+/// A kernel under construction.
+pub struct KernelBuilder {
+    target: Target,
+    kernel: Kernel,
+    params: Option<(TypeId, &'static str)>,
+    guard: Option<Guard>,
+    comment: Option<String>,
+    section: Option<u32>,
+    errors: Vec<BuildError>,
+    /// The registers of each class so far.
+    counts: [u32; RegClass::ALL.len()],
+}
+
+impl KernelBuilder {
+    /// An empty kernel of this name.
+    pub fn new(name: &str, target: Target) -> KernelBuilder {
+        KernelBuilder {
+            target,
+            kernel: Kernel {
+                name: name.to_owned(),
+                params: Vec::new(),
+                regs: Vec::new(),
+                shared: SharedLayout::new(),
+                threads: None,
+                min_blocks_per_sm: None,
+                cluster: None,
+                max_regs: None,
+                sections: Vec::new(),
+                labels: Vec::new(),
+                body: Vec::new(),
+            },
+            params: None,
+            guard: None,
+            comment: None,
+            section: None,
+            errors: Vec::new(),
+            counts: [0; RegClass::ALL.len()],
+        }
+    }
+
+    /// Gives the kernel its parameters.
+    pub fn params<P: KernelParams>(mut self) -> Self {
+        self.params = Some((TypeId::of::<P>(), P::NAME));
+        self.kernel.params = params::layout(P::FIELDS);
+        self
+    }
+
+    /// Gives the kernel its shared memory.
+    pub fn shared(mut self, layout: SharedLayout) -> Self {
+        self.kernel.shared = layout;
+        self
+    }
+
+    /// The block has exactly this many threads, in one dimension.
+    pub fn threads(mut self, x: u32) -> Self {
+        self.kernel.threads = Some(Threads::Exactly([x, 1, 1]));
+        self
+    }
+
+    /// The block has at most this many threads.
+    pub fn max_threads(mut self, x: u32) -> Self {
+        self.kernel.threads = Some(Threads::AtMost([x, 1, 1]));
+        self
+    }
+
+    /// ptxas shall leave room for this many blocks on a multiprocessor.
+    pub fn min_blocks_per_sm(mut self, blocks: u32) -> Self {
+        self.kernel.min_blocks_per_sm = Some(blocks);
+        self
+    }
+
+    /// The blocks come in clusters of this shape.
+    pub fn cluster(mut self, x: u32, y: u32, z: u32) -> Self {
+        self.kernel.cluster = Some([x, y, z]);
+        self
+    }
+
+    /// A thread has at most this many registers.
+    pub fn max_regs(mut self, count: u32) -> Self {
+        self.kernel.max_regs = Some(count);
+        self
+    }
+
+    /// The target that the kernel is for: for static choices.
+    pub fn target(&self) -> Target {
+        self.target
+    }
+
+    /// A new register, not written yet.
+    pub fn reg<T: RegType>(&mut self) -> Reg<T> {
+        let number = self.counts[T::CLASS as usize];
+        self.counts[T::CLASS as usize] += 1;
+        let id = RegId(self.kernel.regs.len() as u32);
+        self.kernel.regs.push(RegInfo { class: T::CLASS, number });
+        Reg::new(id)
+    }
+
+    /// An array of new registers, not written yet.
+    pub fn regs<T: RegType, const N: usize>(&mut self) -> [Reg<T>; N] {
+        std::array::from_fn(|_| self.reg())
+    }
+
+    /// As many new registers as asked for, not written yet.
+    pub fn reg_vec<T: RegType>(&mut self, count: usize) -> Vec<Reg<T>> {
+        (0..count).map(|_| self.reg()).collect()
+    }
+
+    /// Words on what comes next: printed above the next instruction, and the label of what a simulator or the
+    /// checker finds there.
+    pub fn comment(&mut self, words: &str) {
+        match &mut self.comment {
+            Some(comment) => {
+                comment.push('\n');
+                comment.push_str(words);
+            }
+            None => self.comment = Some(words.to_owned()),
+        }
+    }
+
+    /// Begins a section of the kernel: a heading in the text, and part of the label of what is found in it.
+    pub fn section(&mut self, name: &str) {
+        self.section = Some(self.kernel.sections.len() as u32);
+        self.kernel.sections.push(name.to_owned());
+    }
+
+    /// Emits under a predicate: only lanes where it holds execute what the closure emits.
+    ///
+    /// Registers written there keep their old value in the other lanes, so give them one before. Labels and
+    /// guards cannot stand inside; for those there is [`KernelBuilder::if_`].
+    #[track_caller]
+    pub fn when<R>(&mut self, guard: impl Into<Guard>, emit: impl FnOnce(&mut Self) -> R) -> R {
+        let outer = self.guard;
+        if outer.is_some() {
+            self.forbidden("a guard within a guard: combine the predicates, or use if_");
+        }
+        self.guard = Some(guard.into());
+        let result = emit(self);
+        self.guard = outer;
+        result
+    }
+
+    /// Lets what the closure computes be written to registers that exist already.
+    ///
+    /// ```
+    /// # use flashcore_ptx::{KernelBuilder, Target};
+    /// # let mut k = KernelBuilder::new("k", Target::Sm80);
+    /// let sum = k.mov_f32(0.0);
+    /// k.set(sum, |k| k.add_f32(sum, 1.0)); // add.rn.f32 %f0, %f0, 1.0
+    /// ```
+    ///
+    /// Where the closure's result is written by its last instruction, that instruction writes `dst` directly;
+    /// otherwise a move follows.
+    #[track_caller]
+    pub fn set<D: Destination>(&mut self, dst: D, compute: impl FnOnce(&mut Self) -> D) {
+        let first_new = self.kernel.regs.len() as u32;
+        let start = self.kernel.body.len();
+        let result = compute(self);
+        let (mut from, mut to) = (Vec::new(), Vec::new());
+        result.each(&mut |id| from.push(id));
+        dst.each(&mut |id| to.push(id));
+
+        let fresh = from.iter().all(|id| id.0 >= first_new);
+        let distinct = from.iter().enumerate().all(|(i, id)| !from[..i].contains(id));
+        let last = self.kernel.body.len().checked_sub(1).filter(|&i| i >= start);
+        let direct = fresh
+            && distinct
+            && last.is_some_and(|i| from.iter().all(|id| self.kernel.body[i].dst.contains(&Arg::Reg(*id))))
+            && !self.kernel.body[start..].iter().any(|inst| inst.reads().any(|r| from.contains(&r)))
+            && self.kernel.body[start..self.kernel.body.len() - 1]
+                .iter()
+                .all(|inst| inst.writes().all(|w| !from.contains(&w)));
+        if let (true, Some(last)) = (direct, last) {
+            for arg in &mut self.kernel.body[last].dst {
+                if let Some(i) = from.iter().position(|id| *arg == Arg::Reg(*id)) {
+                    *arg = Arg::Reg(to[i]);
+                }
+            }
+            self.forget_unused(&from);
+        } else {
+            dst.copy_from(result, self);
+        }
+    }
+
+    /// Drops registers that a retargeted instruction no longer names, where they are the newest ones.
+    fn forget_unused(&mut self, dropped: &[RegId]) {
+        while let Some(last) = self.kernel.regs.len().checked_sub(1) {
+            if !dropped.contains(&RegId(last as u32)) {
+                break;
+            }
+            if let Some(reg) = self.kernel.regs.pop() {
+                self.counts[reg.class as usize] -= 1;
+            }
+        }
+    }
+
+    /// Reads a parameter into a register. A global pointer is converted to a global address.
+    #[track_caller]
+    pub fn param<P: KernelParams, T: ScalarParam>(&mut self, handle: ParamHandle<P, T>) -> Reg<T::Class> {
+        self.check_params::<P>();
+        let value = self.reg();
+        self.load_param(handle.index(), T::Class::CLASS, value.into());
+        if T::TYPE == params::ParamType::GlobalPtr {
+            let global = self.reg();
+            self.emit(
+                Op::Cvta { space: crate::inst::Space::Global, to_space: true },
+                vec![global.into()],
+                vec![value.into()],
+            );
+            return global;
+        }
+        value
+    }
+
+    /// The generic address of a tensor map that is passed by value.
+    #[track_caller]
+    pub fn tensor_map<P: KernelParams>(&mut self, handle: ParamHandle<P, TensorMap>) -> Reg<B64> {
+        self.check_params::<P>();
+        let (local, generic) = (self.reg::<B64>(), self.reg::<B64>());
+        let symbol = Arg::Mem { base: MemBase::Param(handle.index()), offset: 0 };
+        self.emit(Op::AddrOf, vec![local.into()], vec![symbol]);
+        let to_generic = Op::Cvta { space: crate::inst::Space::Param, to_space: false };
+        self.emit(to_generic, vec![generic.into()], vec![local.into()]);
+        generic
+    }
+
+    #[track_caller]
+    fn check_params<P: KernelParams>(&mut self) {
+        if self.params.map(|(id, _)| id) != Some(TypeId::of::<P>()) {
+            let has = self.params.map_or("none", |(_, name)| name);
+            self.forbidden(&format!(
+                "a parameter of {} is read, but the kernel's parameters are {has}",
+                P::NAME
+            ));
+        }
+    }
+
+    /// Emits one instruction.
+    #[track_caller]
+    pub(crate) fn emit(&mut self, op: Op, dst: Vec<Arg>, src: Vec<Arg>) {
+        let loc = Location::caller();
+        let needs = op.needs();
+        if needs.target > self.target {
+            let fault = Fault::Target { syntax: op.syntax(), needs: needs.target, target: self.target };
+            self.error(loc, fault);
+        }
+        let comment = self.comment.take().map(Arc::from);
+        self.kernel.body.push(Inst { op, guard: self.guard, dst, src, comment, section: self.section, loc });
+    }
+
+    /// Records that the caller asks for something that PTX forbids.
+    #[track_caller]
+    pub(crate) fn forbidden(&mut self, what: &str) {
+        self.error(Location::caller(), Fault::Forbidden(what.to_owned()));
+    }
+
+    fn error(&mut self, loc: &'static Location<'static>, fault: Fault) {
+        self.errors.push(BuildError { kernel: self.kernel.name.clone(), loc: Some(loc), place: None, fault });
+    }
+
+    pub(crate) fn new_label(&mut self, name: &str) -> LabelId {
+        let id = LabelId(self.kernel.labels.len() as u32);
+        self.kernel.labels.push(format!("{name}_{}", id.0));
+        id
+    }
+
+    /// The finished kernel, checked, or every fault found.
+    #[track_caller]
+    pub fn finish(mut self) -> Result<Kernel, BuildErrors> {
+        if !self.kernel.body.last().is_some_and(|inst| inst.op.ends_flow() && inst.guard.is_none()) {
+            self.guard = None;
+            self.emit(Op::Ret, Vec::new(), Vec::new());
+        }
+        flow::set_reconvergence(&mut self.kernel);
+        if self.errors.is_empty() {
+            self.errors = check::kernel(&self.kernel, self.target);
+        } else if let Err(error) = self.kernel.shared.fits(self.target) {
+            self.errors.push(shared_error(&self.kernel, error));
+        }
+        if self.errors.is_empty() { Ok(self.kernel) } else { Err(BuildErrors(self.errors)) }
+    }
+}
+
+/// A fault of the shared memory belongs to the kernel as a whole.
+pub(crate) fn shared_error(kernel: &Kernel, error: SharedError) -> BuildError {
+    BuildError { kernel: kernel.name.clone(), loc: None, place: None, fault: Fault::Shared(error) }
+}
+
+/// Registers that [`KernelBuilder::set`] can write: one, or an array of such.
+pub trait Destination: Copy {
+    /// Calls `visit` for each register.
+    fn each(self, visit: &mut dyn FnMut(RegId));
+    /// Emits moves from `other`.
+    fn copy_from(self, other: Self, k: &mut KernelBuilder);
+}
+
+impl<T: Word> Destination for Reg<T> {
+    fn each(self, visit: &mut dyn FnMut(RegId)) {
+        visit(self.id());
+    }
+
+    #[track_caller]
+    fn copy_from(self, other: Self, k: &mut KernelBuilder) {
+        k.emit(Op::Alu(T::MOV), vec![self.into()], vec![other.into()]);
+    }
+}
+
+impl<D: Destination, const N: usize> Destination for [D; N] {
+    fn each(self, visit: &mut dyn FnMut(RegId)) {
+        for d in self {
+            d.each(visit);
+        }
+    }
+
+    #[track_caller]
+    fn copy_from(self, other: Self, k: &mut KernelBuilder) {
+        for (d, s) in self.into_iter().zip(other) {
+            d.copy_from(s, k);
+        }
+    }
+}
