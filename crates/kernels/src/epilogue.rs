@@ -1,0 +1,114 @@
+//! The end of a block: divide by the sums, round, and write o and lse.
+
+use flashcore_ptx::{B32, F32, KernelBuilder, Reg, Shared};
+
+use crate::{
+    FwdParams, Spec,
+    fragment::{Acc, HALVES, Place, pack},
+    softmax::OnlineSoftmax,
+    swizzle::{CHUNK, Tile},
+    work::Work,
+};
+
+/// Divides each row of the output by its sum.
+pub(crate) fn normalise(k: &mut KernelBuilder, softmax: &OnlineSoftmax, o: &[Vec<Acc>]) {
+    for (state, o) in softmax.rows.iter().zip(o) {
+        for (row, half) in state.iter().zip(HALVES) {
+            let inverse = softmax.params.inverse(k, row.sum);
+            for o in o {
+                for &i in &half {
+                    k.set(o[i], |k| k.mul_f32(o[i], inverse));
+                }
+            }
+        }
+    }
+}
+
+/// Writes lse, if it is wanted: one thread of the four that share a row.
+pub(crate) fn store_lse(k: &mut KernelBuilder, spec: &Spec, work: &Work, place: &Place, softmax: &OnlineSoftmax) {
+    if !spec.lse {
+        return;
+    }
+    k.section("epilogue: lse");
+    let lse = work.lse(k);
+    let stride = k.param(FwdParams::lse_row);
+    let first = k.setp_eq_u32(place.column, 0u32);
+    for (tile, state) in softmax.rows.iter().enumerate() {
+        for (half, row) in state.iter().enumerate() {
+            let value = softmax.params.lse(k, row.max, row.sum);
+            let index = place.row(k, work, tile, half);
+            let exists = k.setp_lt_s32(index, work.len_q);
+            let mine = k.and_pred(first, exists);
+            let address = Work::row_address(k, lse, index, stride);
+            k.when(mine, |k| k.st_global(address, value));
+        }
+    }
+}
+
+/// Writes a warp's rows of o: through its own rows of a swizzled tile in shared memory, so that a warp stores
+/// whole lines.
+pub(crate) fn store_output(
+    k: &mut KernelBuilder,
+    spec: &Spec,
+    work: &Work,
+    place: &Place,
+    staging: Shared,
+    tile: Tile,
+    o: &[Vec<Acc>],
+) {
+    k.section("epilogue: o to shared memory");
+    let base = k.shared_addr(staging);
+    let (shift, mask) = tile.swizzle();
+    let warp_base = k.mad_lo_u32(place.warp_row, tile.pitch(), base);
+    let line = k.shr_u32(place.g, shift);
+    let xor = k.and_b32(line, mask);
+    let xor = k.shl_b32(xor, CHUNK.trailing_zeros());
+    let column_bytes = k.shl_b32(place.column, 1u32);
+    let row_start = k.mad_lo_u32(place.g, tile.pitch(), warp_base);
+    let start = k.add_u32(row_start, column_bytes);
+    for (m, o) in o.iter().enumerate() {
+        for (n, acc) in o.iter().enumerate() {
+            let (panel, chunk) = (n as u32 / tile.chunks(), n as u32 % tile.chunks());
+            let swizzled = k.xor_b32(xor, chunk * CHUNK);
+            let at = k.add_u32(start, swizzled);
+            for (half, elements) in HALVES.iter().enumerate() {
+                let offset = panel * tile.panel_bytes() + (16 * m + 8 * half) as u32 * tile.pitch();
+                let value = pack(k, spec.dtype, acc[elements[0]], acc[elements[1]]);
+                k.st_shared::<B32>(at.at(offset as i32), value);
+            }
+        }
+    }
+    k.bar_warp_sync();
+
+    k.section("epilogue: o to global memory");
+    let rows_at_once = 32 / tile.chunks();
+    let row = k.shr_u32(place.lane, tile.chunks().trailing_zeros());
+    let chunk = k.and_b32(place.lane, tile.chunks() - 1);
+    let stride = k.param(FwdParams::o_row);
+    let first_row = k.add_u32(work.first_row, place.warp_row);
+    let o_head = work.o(k);
+    for first in (0..16 * o.len() as u32).step_by(rows_at_once as usize) {
+        let row = k.add_u32(row, first);
+        let line = k.shr_u32(row, shift);
+        let xor = k.and_b32(line, mask);
+        let swizzled = k.xor_b32(chunk, xor);
+        let swizzled = k.shl_b32(swizzled, CHUNK.trailing_zeros());
+        let at = k.mad_lo_u32(row, tile.pitch(), swizzled);
+        let at = k.add_u32(warp_base, at);
+        let index = k.add_u32(first_row, row);
+        let exists = k.setp_lt_s32(index, work.len_q);
+        let out = Work::row_address(k, o_head, index, stride);
+        let out = k.mad_wide_u32(chunk, CHUNK, out);
+        for panel in 0..tile.panels() {
+            let first_chunk = panel * tile.chunks();
+            let holds = spec.head_dim_v / 8 - first_chunk;
+            let mut wanted = exists;
+            if holds < tile.chunks() {
+                let inside = k.setp_lt_u32(chunk, holds);
+                wanted = k.and_pred(exists, inside);
+            }
+            let values: [Reg<F32>; 4] = k.ld_shared_vec(at.at((panel * tile.panel_bytes()) as i32));
+            k.when(wanted, |k| k.st_global_vec(out.at((first_chunk * CHUNK) as i32), values));
+        }
+    }
+}

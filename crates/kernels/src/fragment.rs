@@ -1,0 +1,116 @@
+//! How `mma.sync` lays a warp's tiles over its threads.
+//!
+//! With g = lane / 4 and t = lane % 4, a thread holds of a 16×8 accumulator the elements (g, 2t), (g, 2t + 1),
+//! (g + 8, 2t), (g + 8, 2t + 1): two neighbours of an upper row and two of a lower row. Two accumulators side by
+//! side, rounded to 16 bits, are an A operand as they stand, so probabilities go from one product into the next
+//! without leaving their thread.
+
+use flashcore_ptx::{B32, F32, KernelBuilder, MatrixTy, Reg};
+
+use crate::{
+    Dtype,
+    softmax::{NEG_INF, SoftmaxParams},
+    work::Work,
+};
+
+/// One thread's part of a 16×8 accumulator.
+pub(crate) type Acc = [Reg<F32>; 4];
+
+/// The elements of an [`Acc`] that belong to its upper and to its lower row.
+pub(crate) const HALVES: [[usize; 2]; 2] = [[0, 1], [2, 3]];
+
+/// The element type as `mma` names it.
+pub(crate) fn matrix_ty(dtype: Dtype) -> MatrixTy {
+    match dtype {
+        Dtype::F16 => MatrixTy::F16,
+        Dtype::Bf16 => MatrixTy::Bf16,
+    }
+}
+
+/// Two neighbours rounded to the element type, `first` in the lower half.
+pub(crate) fn pack(k: &mut KernelBuilder, dtype: Dtype, first: Reg<F32>, second: Reg<F32>) -> Reg<B32> {
+    match dtype {
+        Dtype::F16 => k.cvt_rn_f16x2_f32(second, first),
+        Dtype::Bf16 => k.cvt_rn_bf16x2_f32(second, first),
+    }
+}
+
+/// Two accumulators side by side as an A operand.
+pub(crate) fn a_operand(k: &mut KernelBuilder, dtype: Dtype, left: &Acc, right: &Acc) -> [Reg<B32>; 4] {
+    [
+        pack(k, dtype, left[0], left[1]),
+        pack(k, dtype, left[2], left[3]),
+        pack(k, dtype, right[0], right[1]),
+        pack(k, dtype, right[2], right[3]),
+    ]
+}
+
+/// Which rows and columns a thread holds.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    /// The lane.
+    pub lane: Reg<B32>,
+    /// The warp's first row in the block.
+    pub warp_row: Reg<B32>,
+    /// lane / 4: the row in a 16-row tile.
+    pub g: Reg<B32>,
+    /// 2 · (lane % 4): the first column in an 8-column tile.
+    pub column: Reg<B32>,
+}
+
+impl Place {
+    /// For warps that have so many rows each.
+    pub fn new(k: &mut KernelBuilder, rows_per_warp: u32) -> Self {
+        let tid = k.tid_x();
+        let warp = k.shr_u32(tid, 5u32);
+        let lane = k.and_b32(tid, 31u32);
+        let warp_row = k.mul_lo_u32(warp, rows_per_warp);
+        let g = k.shr_u32(lane, 2u32);
+        let t = k.and_b32(lane, 3u32);
+        let column = k.shl_b32(t, 1u32);
+        Self { lane, warp_row, g, column }
+    }
+
+    /// The row in the problem of the upper or lower half of a 16-row tile.
+    pub fn row(&self, k: &mut KernelBuilder, work: &Work, tile: usize, half: usize) -> Reg<B32> {
+        let first = k.add_u32(work.first_row, self.warp_row);
+        let row = k.add_u32(first, self.g);
+        k.add_u32(row, (16 * tile + 8 * half) as u32)
+    }
+
+    /// Turns dot products into scores and hides the keys that a row does not see. `first_key` is the tile's first
+    /// key; without it every row sees the whole tile.
+    pub fn score(
+        &self,
+        k: &mut KernelBuilder,
+        work: &Work,
+        params: SoftmaxParams,
+        scores: &mut [Vec<Acc>],
+        first_key: Option<Reg<B32>>,
+    ) {
+        for score in scores.iter_mut().flatten().flatten() {
+            *score = params.score(k, *score);
+        }
+        let Some(first_key) = first_key else { return };
+        let origin = k.add_s32(first_key, self.column);
+        for (tile, scores) in scores.iter_mut().enumerate() {
+            for (half, elements) in HALVES.iter().enumerate() {
+                let row = self.row(k, work, tile, half);
+                let end = work.row_end(k, row);
+                let end = k.sub_s32(end, origin);
+                let begin = work.row_begin(k, row).map(|begin| k.sub_s32(begin, origin));
+                for (n, score) in scores.iter_mut().enumerate() {
+                    for &i in elements {
+                        let column = (8 * n + i % 2) as i32;
+                        let seen = k.setp_gt_s32(end, column);
+                        score[i] = k.selp_f32(score[i], NEG_INF, seen);
+                        if let Some(begin) = begin {
+                            let seen = k.setp_le_s32(begin, column);
+                            score[i] = k.selp_f32(score[i], NEG_INF, seen);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! The first rung of the ladder: attention without tensor cores, as simple as it can be, for any shape.
+//!
+//! One warp takes one query. Its lanes share the head dim: lane l holds elements l, l + 32, … of the query and of
+//! the output row. For each key they multiply what they hold, sum over the warp, and take one step of the online
+//! softmax, the same in every lane.
+
+use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Pred, Reg, Target};
+
+use crate::{
+    Dtype, FwdParams, Geometry, ScheduleError, Spec,
+    softmax::{NEG_INF, SoftmaxParams},
+    work::{Order, Work},
+};
+
+/// The knobs of the scalar kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Schedule {
+    /// Warps of a block; each takes one query.
+    pub warps: u32,
+}
+
+impl Schedule {
+    pub(crate) fn geometry(self) -> Geometry {
+        Geometry { rows: self.warps, threads: self.warps * 32, shared_bytes: 0, order: Order::HeadByHead }
+    }
+
+    pub(crate) fn check(self) -> Result<(), ScheduleError> {
+        if (1..=32).contains(&self.warps) {
+            return Ok(());
+        }
+        Err(ScheduleError::Malformed { reason: format!("{} warps: possible is 1 to 32", self.warps) })
+    }
+
+    pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
+        let threads = self.geometry().threads;
+        let mut k = KernelBuilder::new("flashcore_scalar", target).params::<FwdParams>().threads(threads);
+        self.body(&mut k, spec);
+        k
+    }
+
+    fn body(self, k: &mut KernelBuilder, spec: &Spec) {
+        let Geometry { rows, order, .. } = self.geometry();
+        let work = Work::begin(k, spec, rows, order);
+        let softmax = SoftmaxParams::read(k, spec);
+
+        k.section("one query a warp");
+        let tid = k.tid_x();
+        let warp = k.shr_u32(tid, 5u32);
+        let lane = k.and_b32(tid, 31u32);
+        let row = k.add_u32(work.first_row, warp);
+        let beyond = k.setp_ge_s32(row, work.len_q);
+        k.if_(beyond, |k| k.exit());
+
+        let q_row = k.param(FwdParams::q_row);
+        let query = Work::row_address(k, work.q, row, q_row);
+        let q = Lanes::new(k, lane, spec.head_dim);
+        let q_values = q.load(k, query, spec.dtype);
+        let v_lanes = Lanes::new(k, lane, spec.head_dim_v);
+
+        let o: Vec<Reg<F32>> = v_lanes.parts().map(|_| k.mov_f32(0.0)).collect();
+        let max = k.mov_f32(NEG_INF);
+        let sum = k.mov_f32(0.0);
+        let end = work.row_end(k, row);
+        let begin = work.row_begin(k, row).unwrap_or_else(|| k.mov_b32(0));
+        let k_row = k.param(FwdParams::k_row);
+        let v_row = k.param(FwdParams::v_row);
+        let key_address = Work::row_address(k, work.k, begin, k_row);
+        let value_address = Work::row_address(k, work.v, begin, v_row);
+
+        k.section("for each key: score, softmax step, output");
+        k.for_s32(begin, end, 1, |k, _, _| {
+            let key = q.load(k, key_address, spec.dtype);
+            let mut dot = k.mul_f32(q_values[0], key[0]);
+            for (&a, &b) in q_values.iter().zip(&key).skip(1) {
+                dot = k.fma_f32(a, b, dot);
+            }
+            for distance in [16u32, 8, 4, 2, 1] {
+                let other = k.shfl_bfly(dot, distance);
+                dot = k.add_f32(dot, other);
+            }
+            let score = softmax.score(k, dot);
+            let new_max = k.max_f32(max, score);
+            let offset = softmax.offset(k, new_max, false);
+            let rescale = softmax.exp(k, max, offset);
+            let p = softmax.exp(k, score, offset);
+            k.set(max, |k| k.mov_f32(new_max));
+            k.set(sum, |k| k.fma_f32(sum, rescale, p));
+            let value = v_lanes.load(k, value_address, spec.dtype);
+            for (&o, &x) in o.iter().zip(&value) {
+                let kept = k.mul_f32(o, rescale);
+                k.set(o, |k| k.fma_f32(p, x, kept));
+            }
+            k.set(key_address, |k| k.add_u64(key_address, k_row));
+            k.set(value_address, |k| k.add_u64(value_address, v_row));
+        });
+
+        k.section("write the row");
+        let inverse = softmax.inverse(k, sum);
+        let o_row = k.param(FwdParams::o_row);
+        let o_head = work.o(k);
+        let out = Work::row_address(k, o_head, row, o_row);
+        let address = k.mad_wide_u32(lane, 2u32, out);
+        for (part, &o) in v_lanes.parts().zip(&o) {
+            let x = k.mul_f32(o, inverse);
+            let x = narrow(k, spec.dtype, x);
+            let store = |k: &mut KernelBuilder| k.st_global(address.at(64 * part as i32), x);
+            match v_lanes.guard(part) {
+                Some(guard) => k.when(guard, store),
+                None => store(k),
+            }
+        }
+        if spec.lse {
+            let lse = work.lse(k);
+            let lse_row = k.param(FwdParams::lse_row);
+            let address = Work::row_address(k, lse, row, lse_row);
+            let value = softmax.lse(k, max, sum);
+            let first = k.setp_eq_u32(lane, 0u32);
+            k.when(first, |k| k.st_global(address, value));
+        }
+    }
+}
+
+/// How the lanes of a warp share the elements of a row: lane l has l, l + 32, …
+struct Lanes {
+    lane: Reg<B32>,
+    count: u32,
+    /// Holds in the lanes that have an element in the last part; `None` where all have.
+    in_last: Option<Reg<Pred>>,
+}
+
+impl Lanes {
+    fn new(k: &mut KernelBuilder, lane: Reg<B32>, count: u32) -> Self {
+        let in_last = (count % 32 != 0).then(|| k.setp_lt_u32(lane, count % 32));
+        Self { lane, count, in_last }
+    }
+
+    fn parts(&self) -> std::ops::Range<u32> {
+        0..self.count.div_ceil(32)
+    }
+
+    fn guard(&self, part: u32) -> Option<Reg<Pred>> {
+        self.in_last.filter(|_| part + 1 == self.parts().end)
+    }
+
+    /// This lane's elements of the row at an address, as f32; 0 where it has none.
+    fn load(&self, k: &mut KernelBuilder, row: Reg<B64>, dtype: Dtype) -> Vec<Reg<F32>> {
+        let address = k.mad_wide_u32(self.lane, 2u32, row);
+        self.parts()
+            .map(|part| {
+                let at = address.at(64 * part as i32);
+                let half: Reg<B16> = match self.guard(part) {
+                    None => k.ld_global(at),
+                    Some(guard) => {
+                        let half = k.mov_b16(0u16);
+                        k.when(guard, |k| k.set(half, |k| k.ld_global(at)));
+                        half
+                    }
+                };
+                match dtype {
+                    Dtype::F16 => k.cvt_f32_f16(half),
+                    Dtype::Bf16 => {
+                        let low = k.mov_b16(0u16);
+                        let bits = k.pack_b32(low, half);
+                        k.f32_from_bits(bits)
+                    }
+                }
+            })
+            .collect()
+    }
+}
+
+/// Rounds to the element type.
+fn narrow(k: &mut KernelBuilder, dtype: Dtype, x: Reg<F32>) -> Reg<B16> {
+    match dtype {
+        Dtype::F16 => k.cvt_rn_f16_f32(x),
+        Dtype::Bf16 => k.cvt_rn_bf16_f32(x),
+    }
+}

@@ -1,0 +1,524 @@
+//! The forward kernel for Ampere and Ada, and the fallback everywhere else: `mma.sync`, `ldmatrix`, `cp.async`.
+//!
+//! A block takes `block_m` queries of one head and walks over the keys in tiles of `block_n`, from the last to the
+//! first, so that the tiles that need a mask come first. K and V tiles lie swizzled in a ring of `stages`
+//! shared-memory slots that `cp.async` fills ahead. A warp holds 16 or 32 queries: its scores, probabilities and
+//! output never leave its registers.
+
+use flashcore_ptx::{B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
+
+use crate::{
+    FwdParams, Geometry, ScheduleError, Spec,
+    copy::TileCopy,
+    epilogue,
+    fragment::{Acc, Place, a_operand, matrix_ty},
+    schedule::check_registers,
+    softmax::{OnlineSoftmax, SoftmaxParams},
+    swizzle::{CHUNK, Tile},
+    work::{KeyRange, Order, Work},
+};
+
+/// The knobs of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Schedule {
+    /// Queries a block: 64 or 128.
+    pub block_m: u32,
+    /// Keys a tile: a multiple of 16.
+    pub block_n: u32,
+    /// Warps a block, of 16 or 32 queries each.
+    pub warps: u32,
+    /// Slots for K and V tiles; with one slot, a tile's V is fetched during its QKᵀ and the next K during its PV.
+    pub stages: u32,
+    /// Whether the queries are kept in registers rather than read from shared memory for every key tile.
+    pub q_in_regs: bool,
+    /// The order of the blocks.
+    pub order: Order,
+}
+
+/// A kernel's shared memory.
+struct Memory {
+    layout: SharedLayout,
+    q: Shared,
+    k: Shared,
+    v: Shared,
+    o: Shared,
+}
+
+/// The tiles of a schedule.
+#[derive(Clone, Copy)]
+struct Tiles {
+    q: Tile,
+    k: Tile,
+    v: Tile,
+    o: Tile,
+}
+
+impl Schedule {
+    /// Every schedule of the search space whose tiles are well formed; [`crate::Schedule::check`] says which of
+    /// them fit a spec and a target.
+    pub fn grid() -> Vec<Schedule> {
+        let mut grid = Vec::new();
+        for (block_m, warps) in [(64, 4), (128, 4), (128, 8)] {
+            for block_n in (32..=128).step_by(16) {
+                for stages in 1..=3 {
+                    for q_in_regs in [false, true] {
+                        for order in [Order::HeadByHead, Order::LongestFirst] {
+                            grid.push(Schedule { block_m, block_n, warps, stages, q_in_regs, order });
+                        }
+                    }
+                }
+            }
+        }
+        grid
+    }
+
+    fn tiles(self, spec: &Spec) -> Tiles {
+        Tiles {
+            q: Tile::new(self.block_m, spec.head_dim),
+            k: Tile::new(self.block_n, spec.head_dim),
+            v: Tile::new(self.block_n, spec.head_dim_v),
+            o: Tile::new(self.block_m, spec.head_dim_v),
+        }
+    }
+
+    fn memory(self, spec: &Spec) -> Memory {
+        let tiles = self.tiles(spec);
+        let mut layout = SharedLayout::new();
+        // The output is staged where the queries were, so that place is as large as the larger of the two.
+        let q = layout.alloc("q", tiles.q.bytes().max(tiles.o.bytes()), 128);
+        let k = layout.alloc("k", self.stages * tiles.k.bytes(), 128);
+        let v = layout.alloc("v", self.stages * tiles.v.bytes(), 128);
+        let o = layout.alias("o", tiles.o.bytes(), &[q]);
+        Memory { layout, q, k, v, o }
+    }
+
+    /// 16-row tiles of a warp.
+    fn m_tiles(self) -> u32 {
+        self.block_m / self.warps / 16
+    }
+
+    pub(crate) fn geometry(self, spec: &Spec) -> Geometry {
+        let shared_bytes = self.memory(spec).layout.bytes();
+        Geometry { rows: self.block_m, threads: 32 * self.warps, shared_bytes, order: self.order }
+    }
+
+    pub(crate) fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
+        let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
+        if ![(64, 4), (128, 4), (128, 8)].contains(&(self.block_m, self.warps)) {
+            return refuse(format!(
+                "block_m {} with {} warps: possible is 64 with 4, 128 with 4 and 128 with 8",
+                self.block_m, self.warps
+            ));
+        }
+        if !(32..=128).contains(&self.block_n) || !self.block_n.is_multiple_of(16) {
+            return refuse(format!("block_n {}: possible is a multiple of 16 from 32 to 128", self.block_n));
+        }
+        if !(1..=3).contains(&self.stages) {
+            return refuse(format!("{} stages: possible is 1 to 3", self.stages));
+        }
+        self.memory(spec).layout.fits(target)?;
+        let tiles = self.tiles(spec);
+        let q = if self.q_in_regs { tiles.q.cols / 4 } else { 4 };
+        check_registers(self.m_tiles() * (self.block_n / 2 + tiles.o.cols / 2 + q))
+    }
+
+    pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
+        let memory = self.memory(spec);
+        let mut k = KernelBuilder::new("flashcore_sm80_fwd", target)
+            .params::<FwdParams>()
+            .shared(memory.layout.clone())
+            .threads(32 * self.warps);
+        self.body(&mut k, spec, &memory);
+        k
+    }
+
+    fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
+        let tiles = self.tiles(spec);
+        let work = Work::begin(k, spec, self.block_m, self.order);
+        let place = Place::new(k, self.block_m / self.warps);
+        let params = SoftmaxParams::read(k, spec);
+        let softmax = OnlineSoftmax::new(k, params, self.m_tiles() as usize);
+        let o: Vec<Vec<Acc>> = (0..self.m_tiles())
+            .map(|_| (0..tiles.o.cols / 8).map(|_| std::array::from_fn(|_| k.mov_f32(0.0))).collect())
+            .collect();
+
+        let range = work.key_range(k, self.block_m);
+        let any = k.setp_lt_s32(range.begin, range.end);
+        k.if_(any, |k| MainLoop::new(k, self, spec, memory, &work, place).run(k, &range, &softmax, &o));
+
+        k.section("epilogue");
+        softmax.finish(k);
+        epilogue::normalise(k, &softmax, &o);
+        epilogue::store_lse(k, spec, &work, &place, &softmax);
+        // A warp stages its output in its own rows; where these are not the rows that it read its queries from,
+        // the other warps must be done with theirs.
+        if tiles.o.cols == tiles.q.cols {
+            k.bar_warp_sync();
+        } else {
+            k.bar_sync_all();
+        }
+        epilogue::store_output(k, spec, &work, &place, memory.o, tiles.o, &o);
+    }
+}
+
+/// The walk over the key tiles.
+struct MainLoop<'a> {
+    schedule: Schedule,
+    spec: &'a Spec,
+    memory: &'a Memory,
+    tiles: Tiles,
+    work: &'a Work,
+    place: Place,
+    q_copy: TileCopy,
+    k_copy: TileCopy,
+    v_copy: TileCopy,
+    q_row: Reg<B64>,
+    k_row: Reg<B64>,
+    v_row: Reg<B64>,
+    q_lane: LaneAddress,
+    k_lane: LaneAddress,
+    v_lane: LaneAddress,
+}
+
+/// The registers that change from tile to tile.
+struct Cursor {
+    /// The tile to compute next.
+    tile: Reg<B32>,
+    /// The slot where it lies.
+    slot: Reg<B32>,
+    /// This thread's source in the next K tile to fetch.
+    k_source: Reg<B64>,
+    /// This thread's source in the next V tile to fetch.
+    v_source: Reg<B64>,
+    /// Bytes from one K tile to the next.
+    k_tile: Reg<B64>,
+    /// Bytes from one V tile to the next.
+    v_tile: Reg<B64>,
+    /// The first tile that any row sees.
+    first: Reg<B32>,
+}
+
+impl<'a> MainLoop<'a> {
+    fn new(
+        k: &mut KernelBuilder,
+        schedule: Schedule,
+        spec: &'a Spec,
+        memory: &'a Memory,
+        work: &'a Work,
+        place: Place,
+    ) -> Self {
+        k.section("main loop: how threads copy and read tiles");
+        let tiles = schedule.tiles(spec);
+        let threads = 32 * schedule.warps;
+        let (q_row, k_row, v_row) = (k.param(FwdParams::q_row), k.param(FwdParams::k_row), k.param(FwdParams::v_row));
+        let q_copy = TileCopy::new(k, tiles.q, spec.head_dim, threads, q_row);
+        let k_copy = TileCopy::new(k, tiles.k, spec.head_dim, threads, k_row);
+        let v_copy = TileCopy::new(k, tiles.v, spec.head_dim_v, threads, v_row);
+        let q_lane = LaneAddress::new(k, tiles.q, memory.q, place, Operand::A).offset_rows(k, place.warp_row);
+        let k_lane = LaneAddress::new(k, tiles.k, memory.k, place, Operand::B);
+        let v_lane = LaneAddress::new(k, tiles.v, memory.v, place, Operand::BTransposed);
+        Self {
+            schedule,
+            spec,
+            memory,
+            tiles,
+            work,
+            place,
+            q_copy,
+            k_copy,
+            v_copy,
+            q_row,
+            k_row,
+            v_row,
+            q_lane,
+            k_lane,
+            v_lane,
+        }
+    }
+
+    fn run(&self, k: &mut KernelBuilder, range: &KeyRange, softmax: &OnlineSoftmax, o: &[Vec<Acc>]) {
+        let Schedule { block_n, stages, q_in_regs, .. } = self.schedule;
+        let tiles_to = |k: &mut KernelBuilder, keys: Reg<B32>| {
+            let up = k.add_u32(keys, block_n - 1);
+            k.div_u32(up, block_n)
+        };
+        let past = tiles_to(k, range.end);
+        let last = k.sub_s32(past, 1);
+        let first = k.div_u32(range.begin, block_n);
+        // Tiles from `after_full` on hold keys that some row does not see; so do those before `first_full`.
+        let after_full = k.div_u32(range.full_end, block_n);
+        let after_full = k.max_s32(after_full, first);
+
+        k.section("main loop: the first copies");
+        let first_key = k.mul_lo_u32(last, block_n);
+        let rows_left = k.sub_s32(self.work.keys, first_key);
+        let q_address = Work::row_address(k, self.work.q, self.work.first_row, self.q_row);
+        let q_source = self.q_copy.source(k, q_address);
+        let queries_left = k.sub_s32(self.work.len_q, self.work.first_row);
+        k.comment("the queries");
+        self.q_copy.start(k, self.memory.q, None, q_source, Some(queries_left));
+        let k_address = Work::row_address(k, self.work.k, first_key, self.k_row);
+        let v_address = Work::row_address(k, self.work.v, first_key, self.v_row);
+        let cursor = Cursor {
+            tile: k.mov_b32(last),
+            slot: k.mov_b32(0u32),
+            k_source: self.k_copy.source(k, k_address),
+            v_source: self.v_copy.source(k, v_address),
+            k_tile: k.mul_lo_u64(self.k_row, u64::from(block_n)),
+            v_tile: k.mul_lo_u64(self.v_row, u64::from(block_n)),
+            first,
+        };
+        k.comment("the last K tile");
+        self.fetch_k(k, &cursor, None, Some(rows_left));
+        if stages > 1 {
+            k.comment("the last V tile");
+            self.fetch_v(k, &cursor, None, Some(rows_left));
+        }
+        k.cp_async_commit();
+        for ahead in 1..stages.saturating_sub(1) {
+            let slot = k.mov_b32(ahead);
+            self.fetch_ahead(k, &cursor, ahead, slot);
+        }
+        let q = q_in_regs.then(|| {
+            self.wait_for_tile(k);
+            self.load_queries(k)
+        });
+
+        k.section("main loop: masked tiles from the end");
+        self.tiles_down_to(k, &cursor, after_full, q.as_deref(), softmax, o, true);
+        k.section("main loop: tiles that every row sees");
+        let first_full = if self.spec.left { tiles_to(k, range.full_begin) } else { first };
+        let first_full = k.max_s32(first_full, first);
+        self.tiles_down_to(k, &cursor, first_full, q.as_deref(), softmax, o, false);
+        if self.spec.left {
+            k.section("main loop: masked tiles at the window's start");
+            self.tiles_down_to(k, &cursor, first, q.as_deref(), softmax, o, true);
+        }
+    }
+
+    /// Waits until the tile that comes next is there, in every thread's view.
+    fn wait_for_tile(&self, k: &mut KernelBuilder) {
+        k.comment("this thread's copies of the next tile are done");
+        k.cp_async_wait(self.schedule.stages.saturating_sub(2) as u8);
+        k.comment("everybody's are, and the tile before is no longer read");
+        k.bar_sync_all();
+    }
+
+    fn fetch_k(&self, k: &mut KernelBuilder, cursor: &Cursor, slot: Option<Reg<B32>>, rows: Option<Reg<B32>>) {
+        let slot = slot.map(|slot| k.mul_lo_u32(slot, self.tiles.k.bytes()));
+        self.k_copy.start(k, self.memory.k, slot, cursor.k_source, rows);
+        k.set(cursor.k_source, |k| k.sub_u64(cursor.k_source, cursor.k_tile));
+    }
+
+    fn fetch_v(&self, k: &mut KernelBuilder, cursor: &Cursor, slot: Option<Reg<B32>>, rows: Option<Reg<B32>>) {
+        let slot = slot.map(|slot| k.mul_lo_u32(slot, self.tiles.v.bytes()));
+        self.v_copy.start(k, self.memory.v, slot, cursor.v_source, rows);
+        k.set(cursor.v_source, |k| k.sub_u64(cursor.v_source, cursor.v_tile));
+    }
+
+    /// Fetches the tile that comes `ahead` tiles after the cursor's, if there is one. The group is closed either
+    /// way, so that counting groups counts tiles.
+    fn fetch_ahead(&self, k: &mut KernelBuilder, cursor: &Cursor, ahead: u32, slot: Reg<B32>) {
+        let tile = k.sub_s32(cursor.tile, ahead as i32);
+        let exists = k.setp_ge_s32(tile, cursor.first);
+        k.if_(exists, |k| {
+            k.comment("a K tile ahead");
+            self.fetch_k(k, cursor, Some(slot), None);
+            k.comment("a V tile ahead");
+            self.fetch_v(k, cursor, Some(slot), None);
+        });
+        k.cp_async_commit();
+    }
+
+    /// The query fragments of this warp, one entry a 16-row tile and 16 columns.
+    fn load_queries(&self, k: &mut KernelBuilder) -> Vec<Vec<[Reg<B32>; 4]>> {
+        let rows = 0..self.schedule.m_tiles();
+        rows.map(|m| (0..self.tiles.q.cols / 16).map(|c| self.query(k, m, c)).collect()).collect()
+    }
+
+    fn query(&self, k: &mut KernelBuilder, m: u32, column: u32) -> [Reg<B32>; 4] {
+        let at = self.q_lane.at(16 * m, column);
+        k.ldmatrix(at)
+    }
+
+    fn tiles_down_to(
+        &self,
+        k: &mut KernelBuilder,
+        cursor: &Cursor,
+        stop: Reg<B32>,
+        q: Option<&[Vec<[Reg<B32>; 4]>]>,
+        softmax: &OnlineSoftmax,
+        o: &[Vec<Acc>],
+        masked: bool,
+    ) {
+        k.while_(|k| k.setp_ge_s32(cursor.tile, stop), |k, _| self.tile(k, cursor, q, softmax, o, masked));
+    }
+
+    /// One key tile.
+    fn tile(
+        &self,
+        k: &mut KernelBuilder,
+        cursor: &Cursor,
+        q: Option<&[Vec<[Reg<B32>; 4]>]>,
+        softmax: &OnlineSoftmax,
+        o: &[Vec<Acc>],
+        masked: bool,
+    ) {
+        let Schedule { block_n, stages, .. } = self.schedule;
+        let first_key = masked.then(|| k.mul_lo_u32(cursor.tile, block_n));
+        self.wait_for_tile(k);
+        if stages == 1 {
+            // A tile that every row sees has all its keys.
+            let rows = first_key.map(|first_key| k.sub_s32(self.work.keys, first_key));
+            k.comment("this tile's V, while its scores are computed");
+            self.fetch_v(k, cursor, None, rows);
+            k.cp_async_commit();
+        } else {
+            k.comment("the slot of the tile before is free again");
+            let behind = k.add_u32(cursor.slot, stages - 1);
+            let wraps = k.setp_ge_u32(behind, stages);
+            let wrapped = k.sub_u32(behind, stages);
+            let free = k.selp_b32(wrapped, behind, wraps);
+            self.fetch_ahead(k, cursor, stages - 1, free);
+        }
+
+        let mut scores = self.scores(k, cursor, q);
+        if stages == 1 {
+            self.wait_for_tile(k);
+            let tile = k.sub_s32(cursor.tile, 1);
+            let exists = k.setp_ge_s32(tile, cursor.first);
+            k.if_(exists, |k| {
+                k.comment("the next tile's K, while this one's output is computed");
+                self.fetch_k(k, cursor, None, None);
+            });
+            k.cp_async_commit();
+        }
+        self.place.score(k, self.work, softmax.params, &mut scores, first_key);
+        softmax.step(k, &mut scores, o, masked);
+        self.add_values(k, cursor, &scores, o);
+
+        k.set(cursor.tile, |k| k.sub_s32(cursor.tile, 1));
+        if stages > 1 {
+            let next = k.add_u32(cursor.slot, 1u32);
+            let wraps = k.setp_eq_u32(next, stages);
+            k.set(cursor.slot, |k| k.selp_b32(0u32, next, wraps));
+        }
+    }
+
+    /// S = Q Kᵀ.
+    fn scores(&self, k: &mut KernelBuilder, cursor: &Cursor, q: Option<&[Vec<[Reg<B32>; 4]>]>) -> Vec<Vec<Acc>> {
+        k.comment("S = Q K^T");
+        let ty = matrix_ty(self.spec.dtype);
+        let m_tiles = self.schedule.m_tiles();
+        let zero: Reg<F32> = k.mov_f32(0.0);
+        let mut scores = vec![vec![[zero; 4]; (self.schedule.block_n / 8) as usize]; m_tiles as usize];
+        let slot = self.slot_offset(k, cursor, self.tiles.k);
+        let lane = self.k_lane.in_slot(k, slot);
+        for column in 0..self.tiles.q.cols / 16 {
+            let a: Vec<[Reg<B32>; 4]> = (0..m_tiles)
+                .map(|m| q.map_or_else(|| self.query(k, m, column), |q| q[m as usize][column as usize]))
+                .collect();
+            for n in 0..self.schedule.block_n / 16 {
+                let at = lane.at(16 * n, column);
+                let [b0, b1, b2, b3] = k.ldmatrix(at);
+                for (scores, &a) in scores.iter_mut().zip(&a) {
+                    for (i, b) in [[b0, b1], [b2, b3]].into_iter().enumerate() {
+                        let acc = &mut scores[2 * n as usize + i];
+                        *acc = k.mma_m16n8k16(ty, a, b, *acc);
+                    }
+                }
+            }
+        }
+        scores
+    }
+
+    /// O += P V.
+    fn add_values(&self, k: &mut KernelBuilder, cursor: &Cursor, p: &[Vec<Acc>], o: &[Vec<Acc>]) {
+        k.comment("O += P V");
+        let ty = matrix_ty(self.spec.dtype);
+        let slot = self.slot_offset(k, cursor, self.tiles.v);
+        let lane = self.v_lane.in_slot(k, slot);
+        for keys in 0..self.schedule.block_n / 16 {
+            let pair = 2 * keys as usize;
+            let a: Vec<[Reg<B32>; 4]> =
+                p.iter().map(|p| a_operand(k, self.spec.dtype, &p[pair], &p[pair + 1])).collect();
+            for column in 0..self.tiles.v.cols / 16 {
+                let at = lane.at(16 * keys, column);
+                let [b0, b1, b2, b3] = k.ldmatrix_trans(at);
+                for (o, &a) in o.iter().zip(&a) {
+                    for (i, b) in [[b0, b1], [b2, b3]].into_iter().enumerate() {
+                        let acc = o[2 * column as usize + i];
+                        k.set(acc, |k| k.mma_m16n8k16(ty, a, b, acc));
+                    }
+                }
+            }
+        }
+    }
+
+    fn slot_offset(&self, k: &mut KernelBuilder, cursor: &Cursor, tile: Tile) -> Option<Reg<B32>> {
+        (self.schedule.stages > 1).then(|| k.mul_lo_u32(cursor.slot, tile.bytes()))
+    }
+}
+
+/// Which operand of `mma` four 8×8 matrices make.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Operand {
+    /// 16 rows × 16 columns.
+    A,
+    /// Two B operands from rows of the transposed matrix: 16 rows × 16 columns of K.
+    B,
+    /// Two B operands from rows, each matrix transposed on its way: 16 rows × 16 columns of V.
+    BTransposed,
+}
+
+/// Where a lane's row of `ldmatrix` starts, for each 16-column step of a panel.
+struct LaneAddress {
+    tile: Tile,
+    /// One register a 16-column step of a panel.
+    steps: Vec<Reg<B32>>,
+}
+
+impl LaneAddress {
+    fn new(k: &mut KernelBuilder, tile: Tile, memory: Shared, place: Place, operand: Operand) -> Self {
+        // Lane l gives row l % 8 of matrix l / 8. One bit of the matrix's number is its row half, the other its
+        // column half, in the order that the operand wants.
+        let row = k.and_b32(place.lane, 7u32);
+        let low = k.bfe_u32(place.lane, 3u32, 1u32);
+        let high = k.bfe_u32(place.lane, 4u32, 1u32);
+        let (row_half, column_half) = if operand == Operand::B { (high, low) } else { (low, high) };
+        let row = k.mad_lo_u32(row_half, 8u32, row);
+        let (shift, mask) = tile.swizzle();
+        let line = k.shr_u32(row, shift);
+        let xor = k.and_b32(line, mask);
+        let chunk = k.xor_b32(column_half, xor);
+        let base = k.shared_addr(memory);
+        let start = k.mad_lo_u32(row, tile.pitch(), base);
+        let first = k.mad_lo_u32(chunk, CHUNK, start);
+        // The chunk bits of an address are those of the tile's swizzle alone, as tiles start at whole lines.
+        let steps = (0..tile.chunks() / 2).map(|step| k.xor_b32(first, 2 * step * CHUNK)).collect();
+        Self { tile, steps }
+    }
+
+    fn moved(&self, k: &mut KernelBuilder, bytes: Reg<B32>) -> Self {
+        Self { tile: self.tile, steps: self.steps.iter().map(|&step| k.add_u32(step, bytes)).collect() }
+    }
+
+    fn offset_rows(&self, k: &mut KernelBuilder, rows: Reg<B32>) -> Self {
+        let bytes = k.mul_lo_u32(rows, self.tile.pitch());
+        self.moved(k, bytes)
+    }
+
+    fn in_slot(&self, k: &mut KernelBuilder, offset: Option<Reg<B32>>) -> Self {
+        match offset {
+            Some(offset) => self.moved(k, offset),
+            None => Self { tile: self.tile, steps: self.steps.clone() },
+        }
+    }
+
+    /// The address for 16 rows and 16 columns; `column` counts in 16s.
+    fn at(&self, row: u32, column: u32) -> flashcore_ptx::Addr<B32> {
+        let steps = self.tile.chunks() / 2;
+        let offset = column / steps * self.tile.panel_bytes() + row * self.tile.pitch();
+        self.steps[(column % steps) as usize].at(offset as i32)
+    }
+}

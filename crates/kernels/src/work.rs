@@ -1,0 +1,156 @@
+//! What one block works on: its batch entry, head and rows, and the keys that those rows see.
+
+use flashcore_ptx::{B32, B64, GlobalPtr, KernelBuilder, ParamHandle, Reg};
+
+use crate::{FwdParams, Spec};
+
+/// The order in which blocks take up the work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Order {
+    /// All rows of a head, then the next head: neighbours share keys and values in the cache.
+    HeadByHead,
+    /// The last rows of every head first: under a causal mask these have the most keys, so the long blocks do
+    /// not start last.
+    LongestFirst,
+}
+
+impl Order {
+    /// The grid for so many row blocks, heads and batch entries.
+    pub fn grid(self, row_blocks: u32, heads: u32, batch: u32) -> [u32; 3] {
+        match self {
+            Order::HeadByHead => [row_blocks, heads, batch],
+            Order::LongestFirst => [heads, batch, row_blocks],
+        }
+    }
+}
+
+/// What one block works on.
+pub(crate) struct Work {
+    /// The queries of this head.
+    pub q: Reg<B64>,
+    /// The keys of this head.
+    pub k: Reg<B64>,
+    /// The values of this head.
+    pub v: Reg<B64>,
+    head: Reg<B32>,
+    batch: Reg<B32>,
+    /// Queries a head.
+    pub len_q: Reg<B32>,
+    /// Keys of this batch entry.
+    pub keys: Reg<B32>,
+    /// The first row of this block.
+    pub first_row: Reg<B32>,
+    /// A query's own place is its row plus this; present where a bound counts from it.
+    shift: Option<Reg<B32>>,
+    left: Option<Reg<B32>>,
+    right: Option<Reg<B32>>,
+}
+
+/// The keys that a block's rows see: from `begin` to `end` by any of them, from `full_begin` to `full_end` by all.
+/// The end is not included. Nothing is seen where `end <= begin`.
+pub(crate) struct KeyRange {
+    pub begin: Reg<B32>,
+    pub end: Reg<B32>,
+    pub full_begin: Reg<B32>,
+    pub full_end: Reg<B32>,
+}
+
+/// The address of one head of a tensor.
+fn head_address(
+    k: &mut KernelBuilder,
+    base: ParamHandle<FwdParams, GlobalPtr>,
+    batch_stride: ParamHandle<FwdParams, u64>,
+    head_stride: ParamHandle<FwdParams, u64>,
+    batch: Reg<B32>,
+    head: Reg<B32>,
+) -> Reg<B64> {
+    let (base, batch_stride, head_stride) = (k.param(base), k.param(batch_stride), k.param(head_stride));
+    let (batch, head) = (k.cvt_u64_u32(batch), k.cvt_u64_u32(head));
+    let entry = k.mad_lo_u64(batch, batch_stride, base);
+    k.mad_lo_u64(head, head_stride, entry)
+}
+
+impl Work {
+    /// Reads the parameters and finds this block's part, for blocks of so many rows.
+    pub fn begin(k: &mut KernelBuilder, spec: &Spec, rows: u32, order: Order) -> Self {
+        k.section("work: which rows of which head");
+        let (x, y, z) = (k.ctaid_x(), k.ctaid_y(), k.ctaid_z());
+        let (block, head, batch) = match order {
+            Order::HeadByHead => (x, y, z),
+            Order::LongestFirst => {
+                let blocks = k.nctaid_z();
+                let last = k.sub_u32(blocks, 1u32);
+                (k.sub_u32(last, z), x, y)
+            }
+        };
+        let first_row = k.mul_lo_u32(block, rows);
+        let kv_head = if spec.grouped {
+            let group = k.param(FwdParams::group);
+            k.div_u32(head, group)
+        } else {
+            head
+        };
+        let len_q = k.param(FwdParams::len_q);
+        let keys = if spec.key_lengths {
+            let lengths = k.param(FwdParams::key_lengths);
+            let own = k.mad_wide_u32(batch, 4u32, lengths);
+            k.ld_global::<B32>(own)
+        } else {
+            k.param(FwdParams::len_k)
+        };
+        let q = head_address(k, FwdParams::q, FwdParams::q_batch, FwdParams::q_head, batch, head);
+        let key = head_address(k, FwdParams::k, FwdParams::k_batch, FwdParams::k_head, batch, kv_head);
+        let value = head_address(k, FwdParams::v, FwdParams::v_batch, FwdParams::v_head, batch, kv_head);
+        let shift = spec.is_masked().then(|| if spec.top_left { k.mov_b32(0u32) } else { k.sub_s32(keys, len_q) });
+        let mut bound = |wanted: bool, handle: ParamHandle<FwdParams, i32>| wanted.then(|| k.param(handle));
+        let left = bound(spec.left, FwdParams::left);
+        let right = bound(spec.right, FwdParams::right);
+        Self { q, k: key, v: value, head, batch, len_q, keys, first_row, shift, left, right }
+    }
+
+    /// The output of this head. Found when it is needed, so that the main loop does not carry it along.
+    pub fn o(&self, k: &mut KernelBuilder) -> Reg<B64> {
+        head_address(k, FwdParams::o, FwdParams::o_batch, FwdParams::o_head, self.batch, self.head)
+    }
+
+    /// The lse of this head.
+    pub fn lse(&self, k: &mut KernelBuilder) -> Reg<B64> {
+        head_address(k, FwdParams::lse, FwdParams::lse_batch, FwdParams::lse_head, self.batch, self.head)
+    }
+
+    /// The address of a row of a tensor whose rows are so many bytes apart.
+    pub fn row_address(k: &mut KernelBuilder, base: Reg<B64>, row: Reg<B32>, stride: Reg<B64>) -> Reg<B64> {
+        let row = k.cvt_u64_u32(row);
+        k.mad_lo_u64(row, stride, base)
+    }
+
+    /// One past the last key that a row sees, as a signed number that may lie outside the keys below 0.
+    pub fn row_end(&self, k: &mut KernelBuilder, row: Reg<B32>) -> Reg<B32> {
+        let (Some(shift), Some(right)) = (self.shift, self.right) else { return self.keys };
+        let place = k.add_s32(row, shift);
+        let last = k.add_s32(place, right);
+        let end = k.add_s32(last, 1);
+        k.min_s32(end, self.keys)
+    }
+
+    /// The first key that a row sees, at least 0; `None` where that is always key 0.
+    pub fn row_begin(&self, k: &mut KernelBuilder, row: Reg<B32>) -> Option<Reg<B32>> {
+        let (Some(shift), Some(left)) = (self.shift, self.left) else { return None };
+        let place = k.add_s32(row, shift);
+        let first = k.sub_s32(place, left);
+        Some(k.max_s32(first, 0))
+    }
+
+    /// The keys that this block's rows see, for blocks of so many rows.
+    pub fn key_range(&self, k: &mut KernelBuilder, rows: u32) -> KeyRange {
+        k.section("work: which keys these rows see");
+        let past = k.add_s32(self.first_row, rows as i32);
+        let past = k.min_s32(past, self.len_q);
+        let last_row = k.sub_s32(past, 1);
+        let end = self.row_end(k, last_row);
+        let full_end = self.row_end(k, self.first_row);
+        let begin = self.row_begin(k, self.first_row).unwrap_or_else(|| k.mov_b32(0));
+        let full_begin = self.row_begin(k, last_row).unwrap_or(begin);
+        KeyRange { begin, end, full_begin, full_end: k.max_s32(full_end, 0) }
+    }
+}
