@@ -1,0 +1,398 @@
+//! The corpus: cases in TOML, one set for every engine.
+//!
+//! Each file under `cases/` holds `[[case]]` tables. A field given as a list stands for one case an entry, and
+//! several lists for all their combinations, so that a table of ten lines covers what ten pages would. The binary
+//! carries the files, so `flashcore verify` needs nothing beside it.
+
+use flashcore::{DType, Mask, Problem};
+use serde::{Deserialize, Serialize};
+
+use crate::guarded::Arrangement;
+use crate::inputs::Distribution;
+use crate::operands::Operands;
+
+/// The files of the corpus, by the name that their cases begin with.
+const FILES: [(&str, &str); 5] = [
+    ("lengths", include_str!("../../../cases/lengths.toml")),
+    ("masks", include_str!("../../../cases/masks.toml")),
+    ("heads", include_str!("../../../cases/heads.toml")),
+    ("inputs", include_str!("../../../cases/inputs.toml")),
+    ("edges", include_str!("../../../cases/edges.toml")),
+];
+
+/// When a case runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tier {
+    /// Always.
+    Quick,
+    /// Only when everything is asked for.
+    Full,
+}
+
+/// A problem with its inputs: what verify runs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Case {
+    /// File, table and what its lists were at.
+    pub name: String,
+    /// When it runs.
+    pub tier: Tier,
+    /// What is asked.
+    pub problem: Problem,
+    /// How many keys each batch entry has.
+    pub key_lengths: Option<Vec<u32>>,
+    /// How the tensors lie in memory.
+    pub arrangement: Arrangement,
+    /// How the values are spread.
+    pub inputs: Distribution,
+    /// What they are drawn from.
+    pub seed: u64,
+}
+
+impl Case {
+    /// Draws the case's inputs.
+    pub fn operands(&self) -> Operands {
+        self.operands_from(self.seed)
+    }
+
+    /// Draws inputs of the same kind from another seed.
+    pub fn operands_from(&self, seed: u64) -> Operands {
+        Operands::draw(self.problem, self.key_lengths.clone(), self.arrangement, self.inputs, seed)
+    }
+}
+
+/// Every case of the corpus. Panics if a file is wrong, which the tests of this crate rule out.
+pub fn corpus() -> Vec<Case> {
+    FILES.iter().flat_map(|(file, text)| parse(file, text).unwrap_or_else(|why| panic!("{why}"))).collect()
+}
+
+/// The cases of one file's text.
+pub fn parse(file: &str, text: &str) -> Result<Vec<Case>, String> {
+    let parsed: File = toml::from_str(text).map_err(|error| format!("cases/{file}.toml: {error}"))?;
+    let mut cases = Vec::new();
+    for table in &parsed.case {
+        cases.extend(table.expand(file).map_err(|why| format!("cases/{file}.toml, {}: {why}", table.name))?);
+    }
+    let mut names: Vec<&str> = cases.iter().map(|case| case.name.as_str()).collect();
+    names.sort_unstable();
+    match names.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(format!("cases/{file}.toml: two cases are named {}", pair[0])),
+        None => Ok(cases),
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    case: Vec<Table>,
+}
+
+/// A field that may be a list.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+enum Many<T> {
+    One(T),
+    List(Vec<T>),
+}
+
+impl<T> Many<T> {
+    fn try_map<U>(&self, read: impl Fn(&T) -> Result<U, String>) -> Result<Many<U>, String> {
+        Ok(match self {
+            Many::One(value) => Many::One(read(value)?),
+            Many::List(values) => Many::List(values.iter().map(read).collect::<Result<_, _>>()?),
+        })
+    }
+}
+
+/// One `[[case]]` table. What is absent has the default in [`Table::expand`].
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Table {
+    name: String,
+    tier: Tier,
+    dtype: Option<Many<String>>,
+    batch: Option<Many<usize>>,
+    heads: Option<Many<usize>>,
+    heads_kv: Option<Many<usize>>,
+    /// Queries and keys alike; `len_q` and `len_k` where they differ.
+    len: Option<Many<usize>>,
+    len_q: Option<Many<usize>>,
+    len_k: Option<Many<usize>>,
+    head_dim: Option<Many<usize>>,
+    head_dim_v: Option<Many<usize>>,
+    mask: Option<Many<String>>,
+    scale: Option<Many<f32>>,
+    softcap: Option<Many<f32>>,
+    /// One a batch entry; the same for all combinations.
+    key_lengths: Option<Vec<u32>>,
+    lse: Option<Many<bool>>,
+    arrangement: Option<Many<Arrangement>>,
+    inputs: Option<Many<Distribution>>,
+    seed: Option<Many<u64>>,
+}
+
+/// One way through a table's lists: a draft, and the parts of its name that the lists gave.
+#[derive(Clone)]
+struct Draft {
+    suffix: String,
+    dtype: DType,
+    sizes: Sizes,
+    mask: Mask,
+    scale: Option<f32>,
+    softcap: f32,
+    lse: bool,
+    arrangement: Arrangement,
+    inputs: Distribution,
+    seed: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    heads: usize,
+    heads_kv: Option<usize>,
+    len_q: usize,
+    len_k: Option<usize>,
+    head_dim: usize,
+    head_dim_v: Option<usize>,
+}
+
+/// Multiplies the drafts out over one field.
+fn vary<T: Clone>(
+    drafts: &mut Vec<Draft>,
+    field: Option<&Many<T>>,
+    label: impl Fn(&T) -> String,
+    set: impl Fn(&mut Draft, T),
+) {
+    let (values, listed) = match field {
+        None => return,
+        Some(Many::One(value)) => (std::slice::from_ref(value), false),
+        Some(Many::List(values)) => (&values[..], true),
+    };
+    let mut varied = Vec::with_capacity(drafts.len() * values.len());
+    for draft in drafts.iter() {
+        for value in values {
+            let mut draft = draft.clone();
+            if listed {
+                draft.suffix.push('-');
+                draft.suffix += &label(value);
+            }
+            set(&mut draft, value.clone());
+            varied.push(draft);
+        }
+    }
+    *drafts = varied;
+}
+
+impl Table {
+    fn expand(&self, file: &str) -> Result<Vec<Case>, String> {
+        let sizes = Sizes {
+            batch: 1,
+            heads: 2,
+            heads_kv: None,
+            len_q: 64,
+            len_k: None,
+            head_dim: 64,
+            head_dim_v: None,
+        };
+        let mut drafts = vec![Draft {
+            suffix: String::new(),
+            dtype: DType::F16,
+            sizes,
+            mask: Mask::None,
+            scale: None,
+            softcap: 0.0,
+            lse: true,
+            arrangement: Arrangement::Bhsd,
+            inputs: Distribution::Normal,
+            seed: 1,
+        }];
+        let mask = self.mask.as_ref().map(|mask| mask.try_map(|text| parse_mask(text))).transpose()?;
+        let dtype = match &self.dtype {
+            Some(dtype) => dtype.try_map(|text| text.parse())?,
+            None => Many::List(DType::ALL.to_vec()),
+        };
+        let d = &mut drafts;
+        vary(d, self.inputs.as_ref(), ToString::to_string, |d, x| d.inputs = x);
+        vary(d, mask.as_ref(), ToString::to_string, |d, x| d.mask = x);
+        vary(d, self.batch.as_ref(), |x| format!("b{x}"), |d, x| d.sizes.batch = x);
+        vary(d, self.heads.as_ref(), |x| format!("h{x}"), |d, x| d.sizes.heads = x);
+        vary(d, self.heads_kv.as_ref(), |x| format!("kv{x}"), |d, x| d.sizes.heads_kv = Some(x));
+        vary(d, self.len.as_ref(), |x| format!("len{x}"), |d, x| d.sizes.len_q = x);
+        vary(d, self.len_q.as_ref(), |x| format!("q{x}"), |d, x| d.sizes.len_q = x);
+        vary(d, self.len_k.as_ref(), |x| format!("k{x}"), |d, x| d.sizes.len_k = Some(x));
+        vary(d, self.head_dim.as_ref(), |x| format!("d{x}"), |d, x| d.sizes.head_dim = x);
+        vary(d, self.head_dim_v.as_ref(), |x| format!("dv{x}"), |d, x| d.sizes.head_dim_v = Some(x));
+        vary(d, self.scale.as_ref(), |x| format!("scale{x}"), |d, x| d.scale = Some(x));
+        vary(d, self.softcap.as_ref(), |x| format!("cap{x}"), |d, x| d.softcap = x);
+        vary(d, self.lse.as_ref(), |x| format!("lse-{x}"), |d, x| d.lse = x);
+        vary(d, self.arrangement.as_ref(), ToString::to_string, |d, x| d.arrangement = x);
+        vary(d, self.seed.as_ref(), |x| format!("seed{x}"), |d, x| d.seed = x);
+        vary(d, Some(&dtype), ToString::to_string, |d, x| d.dtype = x);
+        drafts.iter().map(|draft| self.case(file, draft)).collect()
+    }
+
+    fn case(&self, file: &str, draft: &Draft) -> Result<Case, String> {
+        let Sizes { batch, heads, heads_kv, len_q, len_k, head_dim, head_dim_v } = draft.sizes;
+        let mut problem = Problem::new(batch, heads, len_q, head_dim, draft.dtype)
+            .with_kv(heads_kv.unwrap_or(heads), len_k.unwrap_or(len_q))
+            .with_head_dim_v(head_dim_v.unwrap_or(head_dim))
+            .with_mask(draft.mask)
+            .with_softcap(draft.softcap);
+        if let Some(scale) = draft.scale {
+            problem = problem.with_scale(scale);
+        }
+        problem.lse = draft.lse;
+        problem.key_lengths = self.key_lengths.is_some();
+        if let Some(lengths) = &self.key_lengths {
+            let most = lengths.iter().max().copied().unwrap_or(0) as usize;
+            if lengths.len() != batch || most > problem.len_k {
+                return Err(format!(
+                    "key_lengths must be {batch} numbers up to {}, but are {lengths:?}",
+                    problem.len_k
+                ));
+            }
+        }
+        Ok(Case {
+            name: format!("{file}/{}{}", self.name, draft.suffix),
+            tier: self.tier,
+            problem: problem.check().map_err(|error| error.to_string())?,
+            key_lengths: self.key_lengths.clone(),
+            arrangement: draft.arrangement,
+            inputs: draft.inputs,
+            seed: draft.seed,
+        })
+    }
+}
+
+/// Reads a mask: `none`, `causal`, `causal-top-left` or `window(LEFT,RIGHT)`.
+///
+/// ```
+/// use flashcore::Mask;
+/// use flashcore_lab::cases::parse_mask;
+/// assert_eq!(parse_mask("causal"), Ok(Mask::Causal));
+/// assert_eq!(parse_mask("window(128,inf)"), Ok(Mask::Window { left: Some(128), right: None }));
+/// ```
+pub fn parse_mask(text: &str) -> Result<Mask, String> {
+    match text {
+        "none" | "full" => return Ok(Mask::None),
+        "causal" => return Ok(Mask::Causal),
+        "causal-top-left" => return Ok(Mask::CausalTopLeft),
+        _ => {}
+    }
+    match text.strip_prefix("window(").and_then(|rest| rest.strip_suffix(')')) {
+        Some(sides) => parse_window(sides),
+        None => Err(format!(
+            "'{text}' is not a mask; possible are none, causal, causal-top-left and window(LEFT,RIGHT)"
+        )),
+    }
+}
+
+/// Reads the sides of a window: `LEFT,RIGHT`, each a number of keys or `inf`.
+pub fn parse_window(text: &str) -> Result<Mask, String> {
+    let side = |side: &str| match side.trim() {
+        "inf" | "∞" => Ok(None),
+        number => number.parse().map(Some).map_err(|_| ()),
+    };
+    let sides = text.split_once(',').map(|(left, right)| (side(left), side(right)));
+    match sides {
+        Some((Ok(left), Ok(right))) => Ok(Mask::Window { left, right }),
+        _ => Err(format!(
+            "'{text}' is not a window; give LEFT,RIGHT: how many keys before and after its own place a query \
+             sees, each a number or inf, such as 128,0"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_multiply_out_and_name_their_cases() {
+        let text =
+            "[[case]]\nname = 'x'\ntier = 'quick'\nlen = [3, 5]\ndtype = ['f16', 'f32']\nmask = 'causal'";
+        let cases = parse("file", text).unwrap();
+        let names: Vec<&str> = cases.iter().map(|case| case.name.as_str()).collect();
+        assert_eq!(names, ["file/x-len3-f16", "file/x-len3-f32", "file/x-len5-f16", "file/x-len5-f32"]);
+        assert_eq!(cases[3].problem.len_k, 5);
+        assert!(cases.iter().all(|case| case.problem.mask == Mask::Causal));
+    }
+
+    #[test]
+    fn a_wrong_table_is_refused_with_its_place() {
+        let refuse = |body: &str| {
+            let text = format!("[[case]]\nname = 'x'\ntier = 'quick'\n{body}");
+            parse("file", &text).unwrap_err()
+        };
+        assert!(refuse("lenght = 3").contains("lenght"));
+        assert!(refuse("dtype = 'f8'").contains("bf16"));
+        assert!(refuse("mask = 'diagonal'").contains("causal-top-left"));
+        assert!(refuse("batch = 2\nkey_lengths = [1]").contains("2 numbers"));
+        assert!(refuse("heads = 3\nheads_kv = 2").contains("multiple"));
+        assert!(refuse("seed = [1, 1]").contains("two cases are named"));
+    }
+
+    #[test]
+    fn the_corpus_holds_every_length_distribution_arrangement_and_dtype() {
+        let corpus = corpus();
+        for length in [1, 2, 7, 63, 64, 65, 97, 127, 129, 200, 257, 511, 513, 1025] {
+            for dtype in DType::ALL {
+                let with = |case: &&Case| case.problem.len_q == length && case.problem.dtype == dtype;
+                assert!(corpus.iter().find(with).is_some(), "{length} {dtype}");
+            }
+        }
+        for tier in [Tier::Quick, Tier::Full] {
+            let of = || corpus.iter().filter(|case| case.tier <= tier);
+            for distribution in Distribution::ALL {
+                for dtype in DType::ALL {
+                    let with = |case: &Case| case.inputs == distribution && case.problem.dtype == dtype;
+                    assert!(of().any(with), "{distribution} {dtype}");
+                }
+            }
+            for arrangement in Arrangement::ALL {
+                assert!(of().any(|case| case.arrangement == arrangement), "{arrangement}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_quick_corpus_asks_for_everything_that_a_problem_can() {
+        let corpus: Vec<Case> = corpus().into_iter().filter(|case| case.tier == Tier::Quick).collect();
+        let has = |what: &str, with: &dyn Fn(&Problem) -> bool| {
+            assert!(corpus.iter().any(|case| with(&case.problem)), "{what}");
+        };
+        has("a window", &|p| matches!(p.mask, Mask::Window { left: Some(_), right: Some(_) }));
+        has("a half-open window", &|p| matches!(p.mask, Mask::Window { left: Some(_), right: None }));
+        has("top-left causal with other lengths", &|p| p.mask == Mask::CausalTopLeft && p.len_q != p.len_k);
+        has("causal with more queries than keys", &|p| p.mask == Mask::Causal && p.len_q > p.len_k);
+        has("grouped heads", &|p| p.heads_kv > 1 && p.group() > 1);
+        has("one kv head", &|p| p.heads_kv == 1 && p.heads_q > 1);
+        has("another head_dim for v", &|p| p.head_dim_v != p.head_dim);
+        has("a softcap", &|p| p.softcap.is_some());
+        has("a scale", &|p| p.scale != flashcore::default_scale(p.head_dim));
+        has("key lengths under a causal mask", &|p| p.key_lengths && p.mask == Mask::Causal);
+        has("no lse", &|p| !p.lse);
+        has("no queries", &|p| p.len_q == 0 && p.len_k > 0);
+        has("no keys", &|p| p.len_k == 0 && p.len_q > 0);
+        has("no batch", &|p| p.batch == 0);
+        has("decode", &|p| p.len_q == 1 && p.len_k > 256);
+        has("a head_dim that is no multiple of 8", &|p| p.head_dim % 8 != 0);
+        has("the largest head_dim", &|p| p.head_dim == flashcore::MAX_HEAD_DIM);
+    }
+
+    #[test]
+    fn a_key_length_of_zero_is_in_the_corpus() {
+        let zero = |case: &Case| case.key_lengths.as_ref().is_some_and(|lengths| lengths.contains(&0));
+        assert!(corpus().iter().any(zero));
+    }
+
+    #[test]
+    fn windows_read_both_sides() {
+        assert_eq!(parse_window("3, 4"), Ok(Mask::Window { left: Some(3), right: Some(4) }));
+        assert_eq!(parse_window("inf,0"), Ok(Mask::Window { left: None, right: Some(0) }));
+        for wrong in ["3", "3,", "3;4", "-1,2", "a,b"] {
+            assert!(parse_window(wrong).unwrap_err().contains("LEFT,RIGHT"));
+        }
+    }
+}

@@ -1,0 +1,366 @@
+//! Tensors in guarded memory: what lies outside a tensor is marked before a run and checked after it.
+//!
+//! Guard zones stand before and after every tensor, and in the gaps that its strides leave. They hold a NaN, so
+//! that an engine which reads there spoils its own result, and their bits are compared afterwards, so that an
+//! engine which writes there is found out.
+
+use flashcore::{DType, Layout, Storage, Tensor, TensorMut};
+use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+
+/// How a tensor lies in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Arrangement {
+    /// (batch, heads, length, head_dim), contiguous.
+    #[default]
+    Bhsd,
+    /// (batch, length, heads, head_dim), contiguous.
+    Bshd,
+    /// (length, batch, heads, head_dim), contiguous.
+    Sbhd,
+    /// (batch, heads, length, head_dim) with gaps after every row and head, at an address that is aligned to
+    /// nothing but the element.
+    Padded,
+    /// One third of a (batch, length, 3, heads, head_dim) projection.
+    Packed,
+}
+
+impl Arrangement {
+    /// Every arrangement.
+    pub const ALL: [Arrangement; 5] =
+        [Arrangement::Bhsd, Arrangement::Bshd, Arrangement::Sbhd, Arrangement::Padded, Arrangement::Packed];
+
+    /// The name used in the corpus.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Arrangement::Bhsd => "bhsd",
+            Arrangement::Bshd => "bshd",
+            Arrangement::Sbhd => "sbhd",
+            Arrangement::Padded => "padded",
+            Arrangement::Packed => "packed",
+        }
+    }
+
+    /// The layout of a shape given as (batch, heads, length, head_dim).
+    pub fn layout(self, shape: [usize; 4]) -> Layout {
+        let [b, h, s, d] = shape.map(|x| x.max(1));
+        let strides = match self {
+            Arrangement::Bhsd => return Layout::bhsd(shape),
+            Arrangement::Bshd => return Layout::bshd(shape),
+            Arrangement::Sbhd => [h * d, d, b * h * d, 1],
+            Arrangement::Padded => [h * (s * (d + 3) + 5), s * (d + 3) + 5, d + 3, 1],
+            Arrangement::Packed => [s * 3 * h * d, d, 3 * h * d, 1],
+        };
+        Layout { shape, strides }
+    }
+}
+
+impl std::fmt::Display for Arrangement {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// What an output holds before a run. Two of them, so that no value of theirs can pass for a result twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Poison {
+    /// Before the first run.
+    First,
+    /// Before the second.
+    Second,
+}
+
+/// Elements before and after a tensor: more than the widest tile's overhang.
+const GUARD: usize = 4096;
+
+/// The NaN of the guard zones.
+const fn guard_bits(dtype: DType) -> u32 {
+    match dtype {
+        DType::F16 => 0x7e77,
+        DType::BF16 => 0x7fd7,
+        DType::F32 => 0x7fc7_7777,
+    }
+}
+
+const fn poison_bits(dtype: DType, poison: Poison) -> u32 {
+    match (dtype, poison) {
+        (DType::F16, Poison::First) => 0x7e51,
+        (DType::F16, Poison::Second) => 0xfe2a,
+        (DType::BF16, Poison::First) => 0x7fd1,
+        (DType::BF16, Poison::Second) => 0xffaa,
+        (DType::F32, Poison::First) => 0x7fc5_1515,
+        (DType::F32, Poison::Second) => 0xffca_2a2a,
+    }
+}
+
+/// A guard that a run has overwritten.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Breach {
+    /// Elements from the tensor's first one; negative before it.
+    pub offset: isize,
+    /// How many guard elements were overwritten in all.
+    pub count: usize,
+    /// Elements from the tensor's first to its last.
+    pub reach: usize,
+}
+
+/// A tensor with guard zones around it and in its gaps.
+#[derive(Clone, Debug)]
+pub struct Guarded {
+    storage: Storage,
+    layout: Layout,
+    start: usize,
+}
+
+impl Guarded {
+    /// A tensor whose memory holds guards everywhere; write values or poison into it before use.
+    pub fn new(dtype: DType, arrangement: Arrangement, shape: [usize; 4]) -> Self {
+        let layout = arrangement.layout(shape);
+        let start = GUARD + usize::from(arrangement == Arrangement::Padded);
+        let len = start + reach(&layout) + GUARD;
+        let bits = guard_bits(dtype);
+        let storage = match dtype {
+            DType::F16 => Storage::F16(vec![f16::from_bits(bits as u16); len]),
+            DType::BF16 => Storage::BF16(vec![bf16::from_bits(bits as u16); len]),
+            DType::F32 => Storage::F32(vec![f32::from_bits(bits); len]),
+        };
+        Self { storage, layout, start }
+    }
+
+    /// A tensor with values given in the order (batch, heads, length, head_dim), rounded to the dtype.
+    pub fn with_values(dtype: DType, arrangement: Arrangement, shape: [usize; 4], values: &[f32]) -> Self {
+        let mut tensor = Self::new(dtype, arrangement, shape);
+        let [_, nh, ns, nd] = shape;
+        let mut view = tensor.view_mut();
+        for (i, row) in values.chunks_exact(nd.max(1)).enumerate() {
+            view.write_row(i / (nh * ns), i / ns % nh, i % ns, row);
+        }
+        tensor
+    }
+
+    /// The tensor to read.
+    pub fn view(&self) -> Tensor<'_> {
+        self.part(0, self.layout.shape[0], 0, self.layout.shape[1], 0, self.layout.shape[2])
+    }
+
+    /// `nb` batch entries, `nh` heads and `ns` rows of the tensor, from (b, h, s) on.
+    pub fn part(&self, b: usize, nb: usize, h: usize, nh: usize, s: usize, ns: usize) -> Tensor<'_> {
+        let Layout { shape, strides } = self.layout;
+        let layout = Layout { shape: [nb, nh, ns, shape[3]], strides };
+        let from = self.start + b * strides[0] + h * strides[1] + s * strides[2];
+        let view = match &self.storage {
+            Storage::F16(data) => Tensor::strided(&data[from..], layout),
+            Storage::BF16(data) => Tensor::strided(&data[from..], layout),
+            Storage::F32(data) => Tensor::strided(&data[from..], layout),
+        };
+        view.expect("a part of a guarded tensor lies inside its memory")
+    }
+
+    /// The tensor to write.
+    pub fn view_mut(&mut self) -> TensorMut<'_> {
+        let range = self.start..self.start + reach(&self.layout);
+        let view = match &mut self.storage {
+            Storage::F16(data) => TensorMut::strided(&mut data[range], self.layout),
+            Storage::BF16(data) => TensorMut::strided(&mut data[range], self.layout),
+            Storage::F32(data) => TensorMut::strided(&mut data[range], self.layout),
+        };
+        view.expect("a guarded tensor's layout fits its memory")
+    }
+
+    /// Sizes as (batch, heads, length, head_dim).
+    pub fn shape(&self) -> [usize; 4] {
+        self.layout.shape
+    }
+
+    /// Fills every element with a poison.
+    pub fn poison(&mut self, poison: Poison) {
+        let bits = poison_bits(self.dtype(), poison);
+        for place in self.places() {
+            self.set(place, bits);
+        }
+    }
+
+    /// Makes row (b, h, s) unreadable: a NaN in every element, as in memory that was never written.
+    pub fn spoil_row(&mut self, b: usize, h: usize, s: usize) {
+        let bits = guard_bits(self.dtype());
+        let first = self.start + offset(&self.layout, b, h, s);
+        for place in first..first + self.layout.shape[3] {
+            self.set(place, bits);
+        }
+    }
+
+    /// The elements in the order (batch, heads, length, head_dim) that still hold the poison.
+    pub fn unwritten(&self, poison: Poison) -> Vec<usize> {
+        let bits = poison_bits(self.dtype(), poison);
+        (0..).zip(self.places()).filter(|&(_, place)| self.get(place) == bits).map(|(i, _)| i).collect()
+    }
+
+    /// The bits of all elements in the order (batch, heads, length, head_dim).
+    pub fn bits(&self) -> Vec<u32> {
+        self.places().into_iter().map(|place| self.get(place)).collect()
+    }
+
+    /// All elements in the order (batch, heads, length, head_dim), widened to f32.
+    pub fn values(&self) -> Vec<f32> {
+        self.view().to_f32()
+    }
+
+    /// The first guard that was overwritten, if any was.
+    pub fn breach(&self) -> Option<Breach> {
+        let mut inside = vec![false; self.len()];
+        for place in self.places() {
+            inside[place] = true;
+        }
+        let bits = guard_bits(self.dtype());
+        let broken: Vec<usize> =
+            (0..self.len()).filter(|&place| !inside[place] && self.get(place) != bits).collect();
+        broken.first().map(|&first| Breach {
+            offset: first as isize - self.start as isize,
+            count: broken.len(),
+            reach: reach(&self.layout),
+        })
+    }
+
+    /// Whether every bit of two tensors' memory is the same, guards included.
+    pub fn same_memory(&self, other: &Guarded) -> bool {
+        self.len() == other.len() && (0..self.len()).all(|place| self.get(place) == other.get(place))
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        match self.storage {
+            Storage::F16(_) => DType::F16,
+            Storage::BF16(_) => DType::BF16,
+            Storage::F32(_) => DType::F32,
+        }
+    }
+
+    /// The elements' bytes in the order (batch, heads, length, head_dim), little-endian.
+    pub fn bytes(&self) -> Vec<u8> {
+        let size = self.dtype().size();
+        self.bits().iter().flat_map(|bits| bits.to_le_bytes().into_iter().take(size)).collect()
+    }
+
+    fn len(&self) -> usize {
+        match &self.storage {
+            Storage::F16(data) => data.len(),
+            Storage::BF16(data) => data.len(),
+            Storage::F32(data) => data.len(),
+        }
+    }
+
+    /// Where each element lies, in the order (batch, heads, length, head_dim).
+    fn places(&self) -> Vec<usize> {
+        let [nb, nh, ns, nd] = self.layout.shape;
+        let mut places = Vec::with_capacity(nb * nh * ns * nd);
+        for b in 0..nb {
+            for h in 0..nh {
+                for s in 0..ns {
+                    let first = self.start + offset(&self.layout, b, h, s);
+                    places.extend(first..first + nd);
+                }
+            }
+        }
+        places
+    }
+
+    fn get(&self, place: usize) -> u32 {
+        match &self.storage {
+            Storage::F16(data) => u32::from(data[place].to_bits()),
+            Storage::BF16(data) => u32::from(data[place].to_bits()),
+            Storage::F32(data) => data[place].to_bits(),
+        }
+    }
+
+    fn set(&mut self, place: usize, bits: u32) {
+        match &mut self.storage {
+            Storage::F16(data) => data[place] = f16::from_bits(bits as u16),
+            Storage::BF16(data) => data[place] = bf16::from_bits(bits as u16),
+            Storage::F32(data) => data[place] = f32::from_bits(bits),
+        }
+    }
+}
+
+fn offset(layout: &Layout, b: usize, h: usize, s: usize) -> usize {
+    b * layout.strides[0] + h * layout.strides[1] + s * layout.strides[2]
+}
+
+/// Elements from the first to the last one; 0 when there are none.
+fn reach(layout: &Layout) -> usize {
+    if layout.shape.contains(&0) {
+        return 0;
+    }
+    layout.shape.iter().zip(layout.strides).map(|(&size, stride)| (size - 1) * stride).sum::<usize>() + 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: [usize; 4] = [2, 3, 4, 5];
+
+    fn ramp() -> Vec<f32> {
+        (0..120).map(|i| i as f32).collect()
+    }
+
+    #[test]
+    fn values_read_back_in_every_arrangement_and_dtype() {
+        for dtype in DType::ALL {
+            for arrangement in Arrangement::ALL {
+                let tensor = Guarded::with_values(dtype, arrangement, SHAPE, &ramp());
+                assert_eq!(tensor.values(), ramp(), "{arrangement} {dtype}");
+                assert_eq!(tensor.breach(), None);
+                assert_eq!(tensor.bytes().len(), 120 * dtype.size());
+            }
+        }
+    }
+
+    #[test]
+    fn a_part_is_a_window_on_the_whole() {
+        for arrangement in Arrangement::ALL {
+            let tensor = Guarded::with_values(DType::F32, arrangement, SHAPE, &ramp());
+            let part = tensor.part(1, 1, 2, 1, 1, 2).to_f32();
+            assert_eq!(part, ramp()[(3 + 2) * 20 + 5..][..10], "{arrangement}");
+        }
+    }
+
+    #[test]
+    fn poison_stays_until_it_is_overwritten() {
+        for dtype in DType::ALL {
+            let mut tensor = Guarded::new(dtype, Arrangement::Packed, SHAPE);
+            tensor.poison(Poison::First);
+            assert_eq!(tensor.unwritten(Poison::First).len(), 120);
+            assert_eq!(tensor.unwritten(Poison::Second).len(), 0);
+            assert!(tensor.values().iter().all(|x| x.is_nan()));
+            tensor.view_mut().write_row(0, 0, 1, &[1.0; 5]);
+            assert_eq!(tensor.unwritten(Poison::First).len(), 115);
+            assert_eq!(tensor.breach(), None);
+        }
+    }
+
+    #[test]
+    fn a_write_into_a_gap_or_beyond_an_end_is_a_breach() {
+        for arrangement in [Arrangement::Padded, Arrangement::Packed] {
+            let mut tensor = Guarded::with_values(DType::F16, arrangement, SHAPE, &ramp());
+            let gap = if arrangement == Arrangement::Padded { 5 } else { 3 * 5 };
+            tensor.set(tensor.start + gap, 0);
+            let breach = tensor.breach().unwrap();
+            assert_eq!((breach.offset, breach.count), (gap as isize, 1), "{arrangement}");
+        }
+        for arrangement in Arrangement::ALL {
+            for outside in [-1, reach(&arrangement.layout(SHAPE)) as isize] {
+                let mut tensor = Guarded::with_values(DType::F32, arrangement, SHAPE, &ramp());
+                tensor.set((tensor.start as isize + outside) as usize, 0);
+                assert_eq!(tensor.breach().unwrap().offset, outside, "{arrangement}");
+            }
+        }
+    }
+
+    #[test]
+    fn empty_tensors_have_guards_too() {
+        let tensor = Guarded::new(DType::F16, Arrangement::Padded, [2, 3, 0, 5]);
+        assert_eq!(tensor.breach(), None);
+        assert!(tensor.values().is_empty() && tensor.view().shape() == [2, 3, 0, 5]);
+    }
+}

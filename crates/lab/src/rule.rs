@@ -1,0 +1,363 @@
+//! The tolerance rule: how wrong an engine's result may be.
+//!
+//! An engine is compared with the f64 oracle, and may be at most **twice as wrong as plain attention of the same
+//! precision** (scores and probabilities rounded to the dtype, as an unfused framework keeps them), by maximum,
+//! by RMS, and by row, so that one bad row cannot hide among many. lse has a bound of its own. Where plain
+//! attention overflows (f16 scores beyond 65504) it is no yardstick; for those rows it keeps its scores in f32.
+//!
+//! # The floor
+//!
+//! Twice an error that is zero by luck is zero, and would accuse every honest engine: the first row of a causal
+//! problem has one key, and plain attention returns its value exactly. So each row has a floor, derived from its
+//! [`Conditioning`] rather than guessed. An honest engine keeps scores and sums in f32, and may round its
+//! probabilities and its output to the dtype. With ε the dtype's epsilon and ε₃₂ that of f32, to first order:
+//!
+//! - **luck**, which differs from row to row: rounding the output and the probabilities, ε/2 each, moves a row by
+//!   at most `ε·magnitude`; summing head_dim products and n keys in f32 moves it by about
+//!   `ε₃₂·(√head_dim·sensitivity + √n·magnitude)` (rounding errors add up like a random walk).
+//! - **habit**, which is the same in every row: folding the scale into base 2 and dividing at the end costs a few
+//!   roundings in f32, `ε₃₂·(4·magnitude + sensitivity)`, and nothing below the smallest subnormal can be held.
+//!
+//! A row's floor is luck plus habit. Over many rows luck averages out, so the floors of maximum and RMS take luck
+//! divided by √n, n being the number of rows that carry it: (Σl²)²/Σl⁴, which is 1 when one row outweighs all
+//! others. The floor is small: a row of standard normal inputs may be off by ε times its magnitude, where a dropped
+//! tile or a wrong scale is off by a hundred times that; and over a whole head it all but vanishes.
+
+use flashcore::oracle::{self, Reference, Rounding};
+use flashcore::{Problem, Tensor};
+use serde::Serialize;
+
+use crate::conditioning::{Conditioning, conditioning};
+use crate::inputs::smallest_subnormal;
+
+/// One query of a problem.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Row {
+    /// Batch entry.
+    pub batch: usize,
+    /// Query head.
+    pub head: usize,
+    /// Query.
+    pub query: usize,
+}
+
+/// An error with what it is measured against.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Bound {
+    /// The engine's error against the oracle.
+    pub error: f64,
+    /// The error of plain same-precision attention.
+    pub plain: f64,
+    /// What the rule allows: twice `plain`, and the floor.
+    pub allowed: f64,
+}
+
+impl Bound {
+    /// Whether the error is within what is allowed. NaN is not.
+    pub fn holds(&self) -> bool {
+        self.error <= self.allowed
+    }
+}
+
+/// One element that is wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct BadElement {
+    /// Whether it is of lse rather than of o.
+    pub lse: bool,
+    /// Its row.
+    pub row: Row,
+    /// Its column; 0 for lse.
+    pub column: usize,
+    /// What the oracle says.
+    pub expected: f64,
+    /// What the engine returned.
+    pub actual: f64,
+    /// How far it may be off.
+    pub allowed: f64,
+}
+
+/// What the rule says of one result.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Judgement {
+    /// The largest error of any element.
+    pub max: Bound,
+    /// The root mean square of all errors.
+    pub rms: Bound,
+    /// The row that is worst against what it is allowed.
+    pub row: Bound,
+    /// The lse that is worst against what it is allowed; absent if lse was not wanted.
+    pub lse: Option<Bound>,
+    /// How many rows were judged.
+    pub rows: usize,
+    /// The rows that break a bound of theirs, as indices into the yardstick's rows.
+    #[serde(skip)]
+    pub bad_rows: Vec<usize>,
+    /// The first element that is wrong, or the worst one when only maximum or RMS is broken.
+    pub first_bad: Option<BadElement>,
+}
+
+impl Judgement {
+    /// Whether every bound holds.
+    pub fn passed(&self) -> bool {
+        self.bad_rows.is_empty() && self.max.holds() && self.rms.holds()
+    }
+
+    /// The engine's largest error as a multiple of plain attention's; absent where plain attention is exact.
+    pub fn error_ratio(&self) -> Option<f64> {
+        (self.max.plain > 0.0).then(|| self.max.error / self.max.plain)
+    }
+}
+
+/// What a row may be off by beside twice plain attention's error.
+#[derive(Clone, Copy, Debug, Default)]
+struct Floor {
+    luck: f64,
+    habit: f64,
+    lse: f64,
+}
+
+/// The truth about a problem's rows, and how far from it a result may be.
+#[derive(Clone, Debug)]
+pub struct Yardstick {
+    rows: Vec<Row>,
+    head_dim_v: usize,
+    oracle: Reference,
+    plain: Reference,
+    floors: Vec<Floor>,
+}
+
+impl Yardstick {
+    /// For all rows of a problem.
+    pub fn new(
+        problem: &Problem,
+        q: &Tensor<'_>,
+        k: &Tensor<'_>,
+        v: &Tensor<'_>,
+        key_lengths: Option<&[u32]>,
+    ) -> Self {
+        let oracle = oracle::attention(problem, q, k, v, key_lengths);
+        let plain = |rounding| oracle::same_precision(problem, q, k, v, key_lengths, rounding);
+        let mut rounded = plain(Rounding::ScoresAndProbabilities);
+        let unrounded = plain(Rounding::Probabilities);
+        let width = problem.head_dim_v;
+        for (i, row) in rounded.o.chunks_exact_mut(width.max(1)).enumerate() {
+            if !row.iter().all(|x| x.is_finite()) {
+                row.copy_from_slice(&unrounded.o[i * width..][..width]);
+            }
+        }
+        let felt = conditioning(problem, q, k, v, key_lengths, &oracle);
+        let floors = felt.iter().zip(&oracle.lse).map(|(felt, lse)| floor(problem, felt, *lse)).collect();
+        let Problem { batch, heads_q, len_q, .. } = *problem;
+        let rows = (0..batch * heads_q * len_q)
+            .map(|i| Row { batch: i / (heads_q * len_q), head: i / len_q % heads_q, query: i % len_q })
+            .collect();
+        // lse is summed from scores in f32 by every engine, so its yardstick is the one that does so too.
+        let plain = Reference { o: rounded.o, lse: unrounded.lse };
+        Self { rows, head_dim_v: width, oracle, plain, floors }
+    }
+
+    /// The same rows as part of a larger problem: `first` is where they begin in it.
+    pub fn at(mut self, first: Row) -> Self {
+        for row in &mut self.rows {
+            row.batch += first.batch;
+            row.head += first.head;
+            row.query += first.query;
+        }
+        self
+    }
+
+    /// Several yardsticks as one. Panics unless their rows have one width.
+    pub fn join(parts: impl IntoIterator<Item = Yardstick>) -> Option<Self> {
+        parts.into_iter().reduce(|mut all, part| {
+            assert_eq!(all.head_dim_v, part.head_dim_v, "rows of one width");
+            all.rows.extend(part.rows);
+            all.oracle.o.extend(part.oracle.o);
+            all.oracle.lse.extend(part.oracle.lse);
+            all.plain.o.extend(part.plain.o);
+            all.plain.lse.extend(part.plain.lse);
+            all.floors.extend(part.floors);
+            all
+        })
+    }
+
+    /// The rows that it measures, in the order in which results are given.
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// The truth.
+    pub fn oracle(&self) -> &Reference {
+        &self.oracle
+    }
+
+    /// Judges a result: o as rows of head_dim_v, lse as one a row, both in the order of [`Yardstick::rows`].
+    pub fn judge(&self, o: &[f32], lse: Option<&[f32]>) -> Judgement {
+        assert_eq!(o.len(), self.oracle.o.len(), "o has one element for each of the oracle's");
+        let width = self.head_dim_v.max(1);
+        let rows: Vec<(f64, f64)> = o
+            .chunks_exact(width)
+            .zip(self.oracle.o.chunks_exact(width).zip(self.plain.o.chunks_exact(width)))
+            .map(|(got, (truth, plain))| {
+                let ours = worst(got.iter().map(|&x| f64::from(x)).zip(truth));
+                (ours, worst(plain.iter().copied().zip(truth)))
+            })
+            .collect();
+        let row_bounds: Vec<Bound> = rows
+            .iter()
+            .zip(&self.floors)
+            .map(|(&(error, plain), floor)| Bound {
+                error,
+                plain,
+                allowed: 2.0 * plain + floor.luck + floor.habit,
+            })
+            .collect();
+        let lse_bounds: Option<Vec<Bound>> = lse.map(|lse| {
+            assert_eq!(lse.len(), self.rows.len(), "lse has one element a row");
+            (0..lse.len())
+                .map(|i| {
+                    let truth = self.oracle.lse[i];
+                    let plain = distance(self.plain.lse[i], truth);
+                    let error = distance(f64::from(lse[i]), truth);
+                    Bound { error, plain, allowed: 2.0 * plain + self.floors[i].lse }
+                })
+                .collect()
+        });
+        let bad_rows: Vec<usize> = (0..self.rows.len())
+            .filter(|&i| !row_bounds[i].holds() || lse_bounds.as_ref().is_some_and(|lse| !lse[i].holds()))
+            .collect();
+        let mut judgement = Judgement {
+            max: self.whole(&rows, |errors| errors.fold(0.0, max)),
+            rms: self.rms(o),
+            row: worst_bound(&row_bounds),
+            lse: lse_bounds.as_deref().map(worst_bound),
+            rows: self.rows.len(),
+            first_bad: None,
+            bad_rows,
+        };
+        if !judgement.passed() {
+            judgement.first_bad = self.first_bad(&judgement, o, lse, &row_bounds, lse_bounds.as_deref());
+        }
+        judgement
+    }
+
+    /// A bound over all rows at once.
+    fn whole(&self, rows: &[(f64, f64)], over: impl Fn(&mut dyn Iterator<Item = f64>) -> f64) -> Bound {
+        let error = over(&mut rows.iter().map(|row| row.0));
+        let plain = over(&mut rows.iter().map(|row| row.1));
+        let luck = over(&mut self.floors.iter().map(|floor| floor.luck)) / self.carriers().sqrt();
+        let habit = over(&mut self.floors.iter().map(|floor| floor.habit));
+        Bound { error, plain, allowed: 2.0 * plain + luck + habit }
+    }
+
+    fn rms(&self, o: &[f32]) -> Bound {
+        let truth = &self.oracle.o;
+        let ours = rms(o.iter().zip(truth).map(|(&x, truth)| distance(f64::from(x), *truth)));
+        let plain = rms(self.plain.o.iter().zip(truth).map(|(x, truth)| distance(*x, *truth)));
+        let luck = rms(self.floors.iter().map(|floor| floor.luck)) / self.carriers().sqrt();
+        let habit = rms(self.floors.iter().map(|floor| floor.habit));
+        Bound { error: ours, plain, allowed: 2.0 * plain + luck + habit }
+    }
+
+    /// How many rows carry the luck: all when they are alike, one when it outweighs the others.
+    fn carriers(&self) -> f64 {
+        let most = self.floors.iter().map(|floor| floor.luck).fold(0.0, f64::max);
+        if most == 0.0 {
+            return 1.0;
+        }
+        let squares = || self.floors.iter().map(|floor| (floor.luck / most).powi(2));
+        squares().sum::<f64>().powi(2) / squares().map(|x| x * x).sum::<f64>()
+    }
+
+    fn first_bad(
+        &self,
+        judgement: &Judgement,
+        o: &[f32],
+        lse: Option<&[f32]>,
+        row_bounds: &[Bound],
+        lse_bounds: Option<&[Bound]>,
+    ) -> Option<BadElement> {
+        let width = self.head_dim_v;
+        let element = |i: usize, column: usize, allowed: f64| BadElement {
+            lse: false,
+            row: self.rows[i],
+            column,
+            expected: self.oracle.o[i * width + column],
+            actual: f64::from(o[i * width + column]),
+            allowed,
+        };
+        let error = |i: usize| distance(f64::from(o[i]), self.oracle.o[i]);
+        if let Some(&i) = judgement.bad_rows.first() {
+            let allowed = row_bounds[i].allowed;
+            let column = (0..width).find(|column| !matches!(error(i * width + column), e if e <= allowed));
+            return match (column, lse, lse_bounds) {
+                (Some(column), _, _) => Some(element(i, column, allowed)),
+                (None, Some(lse), Some(bounds)) => Some(BadElement {
+                    lse: true,
+                    row: self.rows[i],
+                    column: 0,
+                    expected: self.oracle.lse[i],
+                    actual: f64::from(lse[i]),
+                    allowed: bounds[i].allowed,
+                }),
+                _ => None,
+            };
+        }
+        let worst = (0..o.len()).max_by(|&a, &b| error(a).total_cmp(&error(b)))?;
+        Some(element(worst / width, worst % width, judgement.max.allowed))
+    }
+}
+
+/// The floor of one row; a row without keys has none, its zeros and −∞ are exact.
+fn floor(problem: &Problem, row: &Conditioning, lse: f64) -> Floor {
+    if row.keys == 0 {
+        return Floor::default();
+    }
+    let epsilon = f64::from(problem.dtype.epsilon());
+    let single = f64::from(f32::EPSILON);
+    let (keys, head_dim) = (row.keys as f64, problem.head_dim as f64);
+    let smallest = smallest_subnormal(problem.dtype) + keys * f64::from(f32::from_bits(1));
+    Floor {
+        luck: epsilon * row.magnitude
+            + single * (head_dim.sqrt() * row.sensitivity + keys.sqrt() * row.magnitude),
+        habit: single * (4.0 * row.magnitude + row.sensitivity) + smallest,
+        lse: single * ((head_dim.sqrt() + 4.0) * row.score_magnitude + 4.0 + keys.sqrt() + lse.abs()),
+    }
+}
+
+/// The distance of two values; 0 for the same infinity, and infinite for a NaN.
+fn distance(got: f64, truth: f64) -> f64 {
+    if got == truth {
+        return 0.0;
+    }
+    let distance = (got - truth).abs();
+    if distance.is_nan() { f64::INFINITY } else { distance }
+}
+
+fn worst<'a>(pairs: impl Iterator<Item = (f64, &'a f64)>) -> f64 {
+    pairs.map(|(got, truth)| distance(got, *truth)).fold(0.0, f64::max)
+}
+
+fn max(a: f64, b: f64) -> f64 {
+    a.max(b)
+}
+
+/// Root mean square, free of overflow and underflow at the dtypes' extremes.
+fn rms(errors: impl Iterator<Item = f64> + Clone) -> f64 {
+    let most = errors.clone().fold(0.0, f64::max);
+    if most == 0.0 || most.is_infinite() {
+        return most;
+    }
+    let (count, sum) = errors.fold((0_usize, 0.0), |(n, sum), x| (n + 1, sum + (x / most).powi(2)));
+    most * (sum / count as f64).sqrt()
+}
+
+/// The bound that is most exceeded, or nearest to it.
+fn worst_bound(bounds: &[Bound]) -> Bound {
+    // An error of 0 is no error even where nothing is allowed.
+    let excess = |bound: &Bound| if bound.error == 0.0 { 0.0 } else { bound.error / bound.allowed };
+    bounds.iter().copied().max_by(|a, b| excess(a).total_cmp(&excess(b))).unwrap_or(Bound {
+        error: 0.0,
+        plain: 0.0,
+        allowed: 0.0,
+    })
+}
