@@ -263,7 +263,21 @@ fn run(
     engine
         .run(&given.attention(), inputs, &mut o.view_mut(), lse.as_mut().map(Guarded::view_mut).as_mut())
         .map_err(|error| Fault::Refused(error.to_string()))?;
-    for (tensor, output) in [(Name::O, Some(&o)), (Name::Lse, lse.as_ref())] {
+    let outputs = Outputs { o, lse };
+    faults.extend(memory_faults(case, operands, &given, &outputs, poison));
+    Ok(outputs)
+}
+
+/// What a run did to memory that it should not have done: left outputs unwritten, or wrote elsewhere.
+fn memory_faults(
+    case: &Case,
+    before: &Operands,
+    after: &Operands,
+    outputs: &Outputs,
+    poison: Poison,
+) -> Vec<Fault> {
+    let mut faults = Vec::new();
+    for (tensor, output) in [(Name::O, Some(&outputs.o)), (Name::Lse, outputs.lse.as_ref())] {
         let Some(output) = output else { continue };
         let unwritten = output.unwritten(poison);
         if let Some(&first) = unwritten.first() {
@@ -272,19 +286,16 @@ fn run(
         }
         faults.extend(output.breach().map(|breach| Fault::Guard { tensor, breach }));
     }
-    let inputs = [
-        (Name::Q, &given.q, &operands.q),
-        (Name::K, &given.k, &operands.k),
-        (Name::V, &given.v, &operands.v),
-    ];
-    for (tensor, after, before) in inputs {
+    let inputs =
+        [(Name::Q, &before.q, &after.q), (Name::K, &before.k, &after.k), (Name::V, &before.v, &after.v)];
+    for (tensor, before, after) in inputs {
         if let Some(breach) = after.breach() {
             faults.push(Fault::Guard { tensor, breach });
         } else if !after.same_memory(before) {
             faults.push(Fault::InputChanged(tensor));
         }
     }
-    Ok(Outputs { o, lse })
+    faults
 }
 
 fn copy_heads(to: &mut Guarded, from: &Guarded, b: usize, first: usize, heads: usize) {
@@ -335,4 +346,65 @@ fn changed_rows(before: &Outputs, after: &Outputs, problem: &Problem) -> Vec<(Ro
         .filter(|&(_, count)| count > 0)
         .map(|(i, count)| (row_of(i, problem), count))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn case() -> Case {
+        let text = "[[case]]\nname = 'x'\ntier = 'quick'\nlen = 5\nhead_dim = 4\narrangement = 'padded'\ndtype = 'f16'";
+        crate::cases::parse("test", text).unwrap().remove(0)
+    }
+
+    /// What is found when a run does something to the memory that it was given.
+    fn found(what: impl Fn(&mut Operands, &mut Outputs)) -> Vec<Fault> {
+        let case = case();
+        let before = case.operands();
+        let (mut after, shape) = (before.clone(), [1, 2, 5, 4]);
+        let zeros = |dtype, shape: [usize; 4]| {
+            Guarded::with_values(dtype, case.arrangement, shape, &vec![0.0; shape.iter().product()])
+        };
+        let mut outputs = Outputs { o: zeros(DType::F16, shape), lse: Some(zeros(DType::F32, [1, 2, 5, 1])) };
+        what(&mut after, &mut outputs);
+        memory_faults(&case, &before, &after, &outputs, Poison::First)
+    }
+
+    #[test]
+    fn clean_memory_has_no_faults() {
+        assert_eq!(found(|_, _| {}), []);
+    }
+
+    #[test]
+    fn a_write_outside_any_tensor_is_found() {
+        type Choose = fn(&mut Operands, &mut Outputs) -> Option<Name>;
+        let tensors: [Choose; 5] = [
+            |inputs, _| (inputs.q.tamper(-1), Some(Name::Q)).1,
+            |inputs, _| (inputs.k.tamper(4), Some(Name::K)).1,
+            |inputs, _| (inputs.v.tamper(4000), Some(Name::V)).1,
+            |_, outputs| (outputs.o.tamper(5), Some(Name::O)).1,
+            |_, outputs| outputs.lse.as_mut().map(|lse| (lse.tamper(1), Name::Lse).1),
+        ];
+        for tamper in tensors {
+            let name = std::cell::Cell::new(None);
+            let faults = found(|inputs, outputs| name.set(tamper(inputs, outputs)));
+            let expected = name.get().unwrap();
+            assert!(matches!(faults[..], [Fault::Guard { tensor, .. }] if tensor == expected), "{faults:?}");
+        }
+    }
+
+    #[test]
+    fn a_changed_input_is_found() {
+        assert_eq!(found(|inputs, _| inputs.k.tamper(2)), [Fault::InputChanged(Name::K)]);
+    }
+
+    #[test]
+    fn an_output_that_stays_poisoned_is_found() {
+        let faults = found(|_, outputs| {
+            outputs.o.poison(Poison::First);
+            outputs.o.view_mut().write_row(0, 0, 0, &[0.0; 4]);
+        });
+        let first = Row { batch: 0, head: 0, query: 1 };
+        assert_eq!(faults, [Fault::NotWritten { tensor: Name::O, count: 36, first }]);
+    }
 }

@@ -17,3 +17,4 @@ pub mod operands;
 pub mod rng;
 pub mod rule;
 pub mod shapes;
+pub mod stats;

@@ -1,0 +1,307 @@
+//! Statistics of timings: quantiles, bootstrap intervals, and verdicts that say how sure they are.
+//!
+//! Times are skewed and have outliers, so everything here speaks of medians and takes its uncertainty from
+//! resampling. Two things are compared by the ratio of their medians over the rounds in which both ran:
+//! resampling rounds rather than samples keeps together what the machine did to both at once.
+
+use serde::{Deserialize, Serialize};
+
+use crate::rng::Rng;
+
+/// Resamples of a bootstrap: the ends of a 99 % interval rest on ten of them each.
+const RESAMPLES: usize = 2000;
+
+/// An interval with the confidence that it has.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Interval {
+    /// Its lower end.
+    pub low: f64,
+    /// Its upper end.
+    pub high: f64,
+    /// How often intervals made this way hold the truth.
+    pub level: f64,
+}
+
+/// The quantile `p` of values, interpolated between neighbours; absent without values.
+pub fn quantile(values: &[f64], p: f64) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    quantile_of_sorted(&sorted, p)
+}
+
+fn quantile_of_sorted(sorted: &[f64], p: f64) -> Option<f64> {
+    let last = sorted.len().checked_sub(1)?;
+    let place = p.clamp(0.0, 1.0) * last as f64;
+    let (below, above) = (place.floor() as usize, place.ceil() as usize);
+    Some(sorted[below] + (sorted[above] - sorted[below]) * (place - below as f64))
+}
+
+/// The median; absent without values.
+pub fn median(values: &[f64]) -> Option<f64> {
+    quantile(values, 0.5)
+}
+
+/// The median of values that may be put into another order.
+fn median_in_place(values: &mut [f64]) -> f64 {
+    let (middle, odd) = (values.len() / 2, values.len() % 2 == 1);
+    let (below, &mut upper, _) = values.select_nth_unstable_by(middle, f64::total_cmp);
+    if odd {
+        return upper;
+    }
+    let lower = below.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    f64::midpoint(lower, upper)
+}
+
+/// The ends of the middle `level` of a bootstrap distribution.
+fn interval_of(mut draws: Vec<f64>, level: f64) -> Interval {
+    draws.sort_by(f64::total_cmp);
+    let end = |p: f64| quantile_of_sorted(&draws, p).unwrap_or(f64::NAN);
+    Interval { low: end((1.0 - level) / 2.0), high: end(f64::midpoint(1.0, level)), level }
+}
+
+/// The bootstrap interval of the median; absent with fewer than five values, which say nothing about spread.
+pub fn median_interval(values: &[f64], level: f64) -> Option<Interval> {
+    if values.len() < 5 {
+        return None;
+    }
+    let mut rng = Rng::new(values.len() as u64);
+    let mut resample = vec![0.0; values.len()];
+    let draws = (0..RESAMPLES).map(|_| {
+        resample.fill_with(|| values[rng.below(values.len())]);
+        median_in_place(&mut resample)
+    });
+    Some(interval_of(draws.collect(), level))
+}
+
+/// The ratio of two medians with its interval.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Ratio {
+    /// Median of the first over median of the second.
+    pub estimate: f64,
+    /// The bootstrap interval over rounds.
+    pub interval: Interval,
+}
+
+/// The ratio of the medians of `numerator` and `denominator`, which hold one time a round each. Absent with fewer
+/// than five rounds, or where a median is not positive.
+pub fn median_ratio(numerator: &[f64], denominator: &[f64], level: f64) -> Option<Ratio> {
+    let rounds = numerator.len().min(denominator.len());
+    if rounds < 5 {
+        return None;
+    }
+    let (numerator, denominator) = (&numerator[..rounds], &denominator[..rounds]);
+    let (above, below) = (median(numerator)?, median(denominator)?);
+    if !(above > 0.0 && below > 0.0) {
+        return None;
+    }
+    let mut rng = Rng::new(rounds as u64);
+    let (mut upper, mut lower) = (vec![0.0; rounds], vec![0.0; rounds]);
+    let draws = (0..RESAMPLES).map(|_| {
+        for place in 0..rounds {
+            let round = rng.below(rounds);
+            (upper[place], lower[place]) = (numerator[round], denominator[round]);
+        }
+        median_in_place(&mut upper) / median_in_place(&mut lower)
+    });
+    Some(Ratio { estimate: above / below, interval: interval_of(draws.collect(), level) })
+}
+
+/// What a comparison says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum Verdict {
+    /// Faster, and it may matter.
+    Faster,
+    /// Slower, and it may matter.
+    Slower,
+    /// Any difference is smaller than what matters.
+    Same,
+    /// The samples do not say.
+    Undecided,
+}
+
+impl std::fmt::Display for Verdict {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Verdict::Faster => "FASTER",
+            Verdict::Slower => "SLOWER",
+            Verdict::Same => "SAME",
+            Verdict::Undecided => "UNDECIDED",
+        })
+    }
+}
+
+/// The smallest difference that matters, unless another is asked for.
+pub const MARGIN: f64 = 0.02;
+
+/// How often the samples are looked at before the budget ends, at most.
+pub const LOOKS: usize = 5;
+
+/// The confidence of the interval that a verdict rests on. The 5 % of error that a reader expects are shared
+/// among the looks, since each of them could end the measurement by chance.
+pub const VERDICT_LEVEL: f64 = 1.0 - 0.05 / LOOKS as f64;
+
+/// The verdict on a speed-up, the other's time over ours: `interval` holds it, `margin` is the smallest difference
+/// that matters.
+///
+/// The interval must leave 1 out for a difference to be one, and reach the margin for it to matter; it must stay
+/// within the margin on both sides for the two to be the same.
+pub fn verdict(interval: &Interval, margin: f64) -> Verdict {
+    let (low, high) = (interval.low, interval.high);
+    let (faster, slower) = (1.0 + margin, 1.0 / (1.0 + margin));
+    if low > 1.0 && high >= faster {
+        Verdict::Faster
+    } else if high < 1.0 && low <= slower {
+        Verdict::Slower
+    } else if low > slower && high < faster {
+        Verdict::Same
+    } else {
+        Verdict::Undecided
+    }
+}
+
+/// The geometric mean; absent without values or where one is not positive.
+pub fn geometric_mean(values: &[f64]) -> Option<f64> {
+    if values.is_empty() || !values.iter().all(|&x| x > 0.0) {
+        return None;
+    }
+    Some((values.iter().map(|x| x.ln()).sum::<f64>() / values.len() as f64).exp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Times as machines give them: a floor, a skewed spread, and an outlier now and then.
+    fn times(rng: &mut Rng, count: usize, median: f64) -> Vec<f64> {
+        (0..count)
+            .map(|_| {
+                let spread = (0.03 * rng.normal()).exp();
+                median * if rng.chance(0.05) { 1.0 + rng.unit() } else { spread }
+            })
+            .collect()
+    }
+
+    /// The true median of `times` with median 1: what 5 % of outliers, all above 1, do to the rest.
+    fn true_median() -> f64 {
+        median(&times(&mut Rng::new(1), 1_000_001, 1.0)).unwrap()
+    }
+
+    #[test]
+    fn quantiles_interpolate_between_neighbours() {
+        let values = [4.0, 1.0, 3.0, 2.0];
+        assert_eq!(quantile(&values, 0.0), Some(1.0));
+        assert_eq!(median(&values), Some(2.5));
+        assert_eq!(quantile(&values, 1.0), Some(4.0));
+        assert!((quantile(&values, 0.9).unwrap() - 3.7).abs() < 1e-12);
+        assert_eq!(median(&[]), None);
+        for count in 1..9 {
+            let values: Vec<f64> = (0..count).map(|i| f64::from((i * 5) % 7)).collect();
+            assert_eq!(median_in_place(&mut values.clone()), median(&values).unwrap());
+        }
+    }
+
+    #[test]
+    fn a_95_percent_interval_of_the_median_holds_the_truth_in_93_to_97_of_100_runs() {
+        let truth = true_median();
+        for count in [25, 60] {
+            let mut rng = Rng::new(2);
+            let runs = 2000;
+            let held = (0..runs)
+                .filter(|_| {
+                    let interval = median_interval(&times(&mut rng, count, 1.0), 0.95).unwrap();
+                    (interval.low..=interval.high).contains(&truth)
+                })
+                .count();
+            let coverage = held as f64 / f64::from(runs);
+            assert!((0.93..=0.97).contains(&coverage), "{coverage} with {count} samples");
+        }
+    }
+
+    #[test]
+    fn a_95_percent_interval_of_a_ratio_holds_the_truth_in_93_to_97_of_100_runs() {
+        let mut rng = Rng::new(3);
+        let runs = 1500;
+        let held = (0..runs)
+            .filter(|_| {
+                let (a, b) = (times(&mut rng, 40, 1.3), times(&mut rng, 40, 1.0));
+                let ratio = median_ratio(&a, &b, 0.95).unwrap().interval;
+                (ratio.low..=ratio.high).contains(&1.3)
+            })
+            .count();
+        let coverage = f64::from(held as u32) / f64::from(runs);
+        assert!((0.93..=0.97).contains(&coverage), "{coverage}");
+    }
+
+    /// The whole procedure: look after 10, 20, 40, 80 and 160 rounds, and stop at the first verdict.
+    fn decide(rng: &mut Rng, speed_up: f64) -> Verdict {
+        let (theirs, ours) = (times(rng, 160, speed_up), times(rng, 160, 1.0));
+        for look in 0..LOOKS {
+            let rounds = 10 << look;
+            let ratio = median_ratio(&theirs[..rounds], &ours[..rounds], VERDICT_LEVEL).unwrap();
+            let verdict = verdict(&ratio.interval, MARGIN);
+            if verdict != Verdict::Undecided {
+                return verdict;
+            }
+        }
+        Verdict::Undecided
+    }
+
+    fn share(runs: usize, seed: u64, speed_up: f64, wanted: Verdict) -> f64 {
+        let mut rng = Rng::new(seed);
+        (0..runs).filter(|_| decide(&mut rng, speed_up) == wanted).count() as f64 / runs as f64
+    }
+
+    #[test]
+    fn without_a_difference_faster_is_said_in_under_3_of_100_runs() {
+        assert!(share(1000, 4, 1.0, Verdict::Faster) < 0.03);
+        assert!(share(1000, 5, 1.0, Verdict::Slower) < 0.03);
+    }
+
+    #[test]
+    fn without_a_difference_same_is_the_usual_verdict() {
+        assert!(share(300, 6, 1.0, Verdict::Same) > 0.8);
+    }
+
+    #[test]
+    fn true_gains_and_losses_of_2_to_5_percent_are_found() {
+        for gain in [1.02, 1.03, 1.05] {
+            let (faster, slower) =
+                (share(200, 7, gain, Verdict::Faster), share(200, 8, 1.0 / gain, Verdict::Slower));
+            assert!(faster > 0.85 && slower > 0.85, "{gain}: {faster} {slower}");
+            assert_eq!(share(200, 9, gain, Verdict::Slower), 0.0);
+        }
+    }
+
+    #[test]
+    fn what_the_machine_does_to_both_at_once_does_not_blur_their_ratio() {
+        let mut rng = Rng::new(10);
+        let load: Vec<f64> = (0..40).map(|_| 1.0 + rng.unit()).collect();
+        let with = |times: Vec<f64>| times.iter().zip(&load).map(|(t, l)| t * l).collect::<Vec<f64>>();
+        let (a, b) = (with(vec![1.05; 40]), with(vec![1.0; 40]));
+        let ratio = median_ratio(&a, &b, 0.95).unwrap();
+        assert!((ratio.estimate - 1.05).abs() < 1e-9 && ratio.interval.high - ratio.interval.low < 1e-9);
+    }
+
+    #[test]
+    fn verdicts_follow_from_the_interval_alone() {
+        let of = |low, high| verdict(&Interval { low, high, level: 0.99 }, 0.02);
+        assert_eq!(of(1.01, 1.05), Verdict::Faster);
+        assert_eq!(of(1.5, 1.6), Verdict::Faster);
+        assert_eq!(of(0.9, 0.97), Verdict::Slower);
+        assert_eq!(of(0.99, 1.01), Verdict::Same);
+        assert_eq!(of(1.005, 1.015), Verdict::Same);
+        assert_eq!(of(0.97, 1.04), Verdict::Undecided);
+        assert_eq!(of(f64::NAN, f64::NAN), Verdict::Undecided);
+    }
+
+    #[test]
+    fn too_few_samples_give_no_interval_and_nothing_gives_no_mean() {
+        assert_eq!(median_interval(&[1.0; 4], 0.95), None);
+        assert_eq!(median_ratio(&[1.0; 9], &[1.0; 4], 0.95), None);
+        assert_eq!(median_ratio(&[0.0; 9], &[1.0; 9], 0.95), None);
+        assert_eq!(geometric_mean(&[]), None);
+        assert_eq!(geometric_mean(&[1.0, 0.0]), None);
+        assert!((geometric_mean(&[1.0, 4.0]).unwrap() - 2.0).abs() < 1e-12);
+    }
+}
