@@ -1,0 +1,155 @@
+//! What a memory instruction costs: passes through the 32 banks of shared memory, sectors of global memory.
+//!
+//! Shared memory has 32 banks of 4 bytes. A warp's access is served in passes: all lanes at once up to 4 bytes a
+//! lane, half a warp for 8, a quarter for 16. Within a pass each bank delivers one word, to any number of lanes;
+//! different words of one bank take further passes.
+
+/// Passes that an access took, and the least that one of its kind takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wavefronts {
+    /// Passes taken.
+    pub taken: u32,
+    /// Passes if no two lanes of a pass met in a bank.
+    pub ideal: u32,
+}
+
+/// The passes of an access of `bytes` a lane (1 to 16) at these shared addresses.
+pub fn shared_wavefronts(addresses: &[u32; 32], mask: u32, bytes: u32) -> Wavefronts {
+    let lanes_in_a_pass = match bytes {
+        0..=4 => 32,
+        5..=8 => 16,
+        _ => 8,
+    };
+    let words = bytes.div_ceil(4).max(1);
+    let mut wavefronts = Wavefronts::default();
+    for first in (0..32).step_by(lanes_in_a_pass) {
+        let pass = mask >> first & (((1u64 << lanes_in_a_pass) - 1) as u32);
+        if pass != 0 {
+            wavefronts.ideal += 1;
+            wavefronts.taken += pass_cost(&addresses[first..first + lanes_in_a_pass], pass, words);
+        }
+    }
+    wavefronts
+}
+
+/// The passes of `ldmatrix` or `stmatrix` over `matrices` groups of eight row addresses.
+pub fn matrix_wavefronts(addresses: &[u32; 32], matrices: usize) -> Wavefronts {
+    let mut wavefronts = Wavefronts::default();
+    for rows in addresses.chunks_exact(8).take(matrices) {
+        wavefronts.ideal += 1;
+        wavefronts.taken += pass_cost(rows, 0xFF, 4);
+    }
+    wavefronts
+}
+
+/// The most different words that one bank has to deliver.
+fn pass_cost(addresses: &[u32], mask: u32, words: u32) -> u32 {
+    // Quick answer first: every lane in banks of its own.
+    let mut used = 0u32;
+    let mut apart = true;
+    for (lane, &address) in addresses.iter().enumerate() {
+        if mask >> lane & 1 == 1 {
+            let bank = (address / 4) % 32;
+            let banks = (((1u64 << words) - 1) as u32).rotate_left(bank);
+            apart &= used & banks == 0;
+            used |= banks;
+        }
+    }
+    if apart {
+        return 1;
+    }
+    let mut seen: Vec<u32> = Vec::with_capacity(addresses.len() * words as usize);
+    for (lane, &address) in addresses.iter().enumerate() {
+        if mask >> lane & 1 == 1 {
+            seen.extend((0..words).map(|w| address / 4 + w));
+        }
+    }
+    seen.sort_unstable();
+    seen.dedup();
+    let mut load = [0u32; 32];
+    for word in seen {
+        load[(word % 32) as usize] += 1;
+    }
+    load.into_iter().max().unwrap_or(1)
+}
+
+/// The number of 32-byte sectors that an access of `bytes` a lane at these global addresses touches.
+pub fn sectors(addresses: &[u64; 32], mask: u32, bytes: u32) -> u32 {
+    let mut list = [0u64; 64];
+    let mut count = 0;
+    let mut sorted = true;
+    for (lane, &address) in addresses.iter().enumerate() {
+        if mask >> lane & 1 == 0 {
+            continue;
+        }
+        // A naturally aligned access of at most 32 bytes lies in one sector.
+        for sector in [address / 32, (address + u64::from(bytes.max(1)) - 1) / 32] {
+            if count == 0 || list[count - 1] != sector {
+                sorted &= count == 0 || list[count - 1] < sector;
+                list[count] = sector;
+                count += 1;
+            }
+        }
+    }
+    if sorted {
+        return count as u32;
+    }
+    list[..count].sort_unstable();
+    let mut distinct = 1;
+    for pair in list[..count].windows(2) {
+        distinct += u32::from(pair[0] != pair[1]);
+    }
+    distinct
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lanes32(f: impl Fn(u32) -> u32) -> [u32; 32] {
+        std::array::from_fn(|lane| f(lane as u32))
+    }
+
+    #[test]
+    fn consecutive_words_and_a_broadcast_take_one_pass() {
+        assert_eq!(shared_wavefronts(&lanes32(|l| l * 4), !0, 4), Wavefronts { taken: 1, ideal: 1 });
+        assert_eq!(shared_wavefronts(&lanes32(|_| 128), !0, 4), Wavefronts { taken: 1, ideal: 1 });
+        assert_eq!(shared_wavefronts(&lanes32(|l| l * 2), !0, 2), Wavefronts { taken: 1, ideal: 1 });
+    }
+
+    #[test]
+    fn a_stride_of_32_words_takes_32_passes_and_a_stride_of_2_takes_two() {
+        assert_eq!(shared_wavefronts(&lanes32(|l| l * 128), !0, 4).taken, 32);
+        assert_eq!(shared_wavefronts(&lanes32(|l| l * 8), !0, 4).taken, 2);
+        assert_eq!(shared_wavefronts(&lanes32(|l| l * 132), !0, 4).taken, 1);
+    }
+
+    #[test]
+    fn wide_accesses_are_served_by_halves_and_quarters_of_the_warp() {
+        assert_eq!(shared_wavefronts(&lanes32(|l| l * 8), !0, 8), Wavefronts { taken: 2, ideal: 2 });
+        assert_eq!(shared_wavefronts(&lanes32(|l| l * 16), !0, 16), Wavefronts { taken: 4, ideal: 4 });
+        assert_eq!(shared_wavefronts(&lanes32(|l| l * 128), !0, 16), Wavefronts { taken: 32, ideal: 4 });
+        assert_eq!(shared_wavefronts(&lanes32(|l| l * 16), 0xFF, 16), Wavefronts { taken: 1, ideal: 1 });
+    }
+
+    #[test]
+    fn ldmatrix_is_free_of_conflicts_with_a_xor_swizzle_and_not_without() {
+        let plain = lanes32(|l| l * 128);
+        assert_eq!(matrix_wavefronts(&plain, 4), Wavefronts { taken: 32, ideal: 4 });
+        let swizzled = lanes32(|l| l * 128 + (l % 8) * 16);
+        assert_eq!(matrix_wavefronts(&swizzled, 4), Wavefronts { taken: 4, ideal: 4 });
+        assert_eq!(matrix_wavefronts(&swizzled, 2), Wavefronts { taken: 2, ideal: 2 });
+    }
+
+    #[test]
+    fn sectors_are_counted_once_whatever_the_order_of_the_lanes() {
+        let lanes = |f: fn(u64) -> u64| std::array::from_fn(|l| f(l as u64));
+        assert_eq!(sectors(&lanes(|l| l * 16), !0, 16), 16);
+        assert_eq!(sectors(&lanes(|l| (31 - l) * 16), !0, 16), 16);
+        assert_eq!(sectors(&lanes(|l| l * 4), !0, 4), 4);
+        assert_eq!(sectors(&lanes(|l| l * 128), !0, 4), 32);
+        assert_eq!(sectors(&lanes(|_| 64), !0, 4), 1);
+        assert_eq!(sectors(&lanes(|l| (l % 2) * 64), !0, 4), 2);
+        assert_eq!(sectors(&lanes(|l| l * 4), 1, 4), 1);
+    }
+}

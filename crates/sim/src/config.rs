@@ -1,0 +1,75 @@
+//! How a launch is simulated.
+
+/// When the effects of asynchronous operations happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum AsyncMode {
+    /// As late as the waits allow: at the wait that observes them. Until then the destination holds NaN.
+    #[default]
+    Late,
+    /// As early as possible: when they are started.
+    Early,
+    /// At moments chosen by this seed.
+    Random(u64),
+}
+
+impl AsyncMode {
+    /// What it adds to the seed of the random choices.
+    pub(crate) fn salt(self) -> u64 {
+        match self {
+            AsyncMode::Late | AsyncMode::Early => 0,
+            AsyncMode::Random(seed) => seed.wrapping_mul(0xA24B_AED4_963E_E407) | 1,
+        }
+    }
+}
+
+/// What is checked. All of it by default.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Checks {
+    /// Registers that are read without a value.
+    pub registers: bool,
+    /// Races and uninitialised reads in shared memory.
+    pub shared: bool,
+    /// Races and uninitialised reads in global memory.
+    pub global: bool,
+    /// Bank conflicts and sectors.
+    pub costs: bool,
+}
+
+impl Checks {
+    /// Everything.
+    pub const ALL: Checks = Checks { registers: true, shared: true, global: true, costs: true };
+    /// Only what must be known to go on: bounds, alignment, deadlock.
+    pub const NONE: Checks = Checks { registers: false, shared: false, global: false, costs: false };
+}
+
+/// How a launch is simulated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// When asynchronous effects happen.
+    pub async_mode: AsyncMode,
+    /// Which interleaving of warps is run. Seed 0 runs each warp until it waits, in order; any other seed
+    /// switches between warps at random moments.
+    pub seed: u64,
+    /// What is checked.
+    pub checks: Checks,
+    /// Host threads; 0 takes as many as the machine has cores. With one thread a launch is reproducible to the
+    /// last bit; with several, only the order in which blocks reach the same atomic may differ.
+    pub threads: usize,
+    /// Warp instructions after which a launch is taken to hang.
+    pub budget: u64,
+    /// Different findings after which a launch is ended.
+    pub max_findings: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            async_mode: AsyncMode::Late,
+            seed: 0,
+            checks: Checks::ALL,
+            threads: 0,
+            budget: 10_000_000_000,
+            max_findings: 1000,
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! The non-bulk `cp.async` copies of a warp: which are under way, and to which group each belongs.
+//!
+//! Groups belong to threads. Lanes that commit together share groups, and usually all 32 do; where they do not,
+//! a copy is kept once for each set of lanes that agree.
+
+use crate::clock::Agent;
+
+/// One `cp.async` of a warp.
+#[derive(Clone, Debug)]
+pub struct Copy {
+    /// The lanes.
+    pub mask: u32,
+    /// Shared addresses.
+    pub to: [u32; 32],
+    /// Global addresses.
+    pub from: [u64; 32],
+    /// Bytes written.
+    pub bytes: u32,
+    /// Bytes read; the rest is zero.
+    pub read: [u8; 32],
+    /// The asynchronous operation it belongs to.
+    pub agent: Agent,
+    /// That operation's clock.
+    pub clock: u32,
+    /// The group, once committed.
+    pub group: Option<u32>,
+    /// The instruction.
+    pub pc: u32,
+    /// Whether the data has been moved already.
+    pub done: bool,
+}
+
+/// The copies of a warp.
+#[derive(Clone, Debug, Default)]
+pub struct CopyQueue {
+    copies: Vec<Copy>,
+    /// For each lane, the number of groups committed.
+    committed: [u32; 32],
+    /// The asynchronous operation that copies of the open group belong to.
+    open: Option<(Agent, u32)>,
+}
+
+impl CopyQueue {
+    /// The operation of the open group, if it has begun.
+    pub fn open(&self) -> Option<(Agent, u32)> {
+        self.open
+    }
+
+    /// Adds a copy to the open group.
+    pub fn push(&mut self, copy: Copy) {
+        self.open = Some((copy.agent, copy.clock));
+        self.copies.push(copy);
+    }
+
+    /// Closes the open group of these lanes.
+    pub fn commit(&mut self, mask: u32) {
+        let mut split = Vec::new();
+        for copy in self.copies.iter_mut().filter(|c| c.group.is_none() && c.mask & mask != 0) {
+            let rest = copy.mask & !mask;
+            if rest != 0 {
+                split.push(Copy { mask: rest, ..copy.clone() });
+                copy.mask &= mask;
+            }
+            let mut lanes = copy.mask;
+            let group = self.committed[lanes.trailing_zeros() as usize];
+            copy.group = Some(group);
+            // Lanes with another history have other group numbers.
+            let mut strangers = 0u32;
+            while lanes != 0 {
+                let lane = lanes.trailing_zeros();
+                lanes &= lanes - 1;
+                if self.committed[lane as usize] != group {
+                    strangers |= 1 << lane;
+                }
+            }
+            copy.mask &= !strangers;
+            while strangers != 0 {
+                let lane = strangers.trailing_zeros();
+                strangers &= strangers - 1;
+                let group = Some(self.committed[lane as usize]);
+                split.push(Copy { mask: 1 << lane, group, ..copy.clone() });
+            }
+        }
+        self.copies.extend(split);
+        for lane in 0..32 {
+            if mask >> lane & 1 == 1 {
+                self.committed[lane] += 1;
+            }
+        }
+        if !self.copies.iter().any(|c| c.group.is_none()) {
+            self.open = None;
+        }
+    }
+
+    /// Takes out the copies that these lanes must have done when at most `pending` groups stay open.
+    pub fn retire(&mut self, mask: u32, pending: u32) -> Vec<Copy> {
+        let committed = self.committed;
+        self.take(mask, |copy, lane| copy.group.is_some_and(|g| g + pending < committed[lane]))
+    }
+
+    /// Takes out all copies of these lanes, committed or not.
+    pub fn retire_all(&mut self, mask: u32) -> Vec<Copy> {
+        let all = self.take(mask, |_, _| true);
+        if self.copies.is_empty() {
+            self.open = None;
+        }
+        all
+    }
+
+    fn take(&mut self, mask: u32, retired: impl Fn(&Copy, usize) -> bool) -> Vec<Copy> {
+        let mut out = Vec::new();
+        self.copies.retain_mut(|copy| {
+            let lanes = (0..32)
+                .filter(|&lane| copy.mask & mask & 1 << lane != 0 && retired(copy, lane))
+                .fold(0, |lanes, lane| lanes | 1 << lane);
+            if lanes == 0 {
+                return true;
+            }
+            out.push(Copy { mask: lanes, ..copy.clone() });
+            copy.mask &= !lanes;
+            copy.mask != 0
+        });
+        out
+    }
+
+    /// All copies under way.
+    pub fn iter(&self) -> impl Iterator<Item = &Copy> {
+        self.copies.iter()
+    }
+
+    /// All copies under way, to be done early.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Copy> {
+        self.copies.iter_mut()
+    }
+
+    /// Whether none is under way.
+    pub fn is_empty(&self) -> bool {
+        self.copies.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy(mask: u32, pc: u32) -> Copy {
+        Copy {
+            mask,
+            to: [0; 32],
+            from: [0; 32],
+            bytes: 16,
+            read: [16; 32],
+            agent: 1,
+            clock: 1,
+            group: None,
+            pc,
+            done: false,
+        }
+    }
+
+    #[test]
+    fn a_wait_retires_the_older_groups_and_leaves_the_newest_open() {
+        let mut queue = CopyQueue::default();
+        for pc in 0..3 {
+            queue.push(copy(u32::MAX, pc));
+            queue.commit(u32::MAX);
+        }
+        let retired: Vec<u32> = queue.retire(u32::MAX, 1).iter().map(|c| c.pc).collect();
+        assert_eq!(retired, [0, 1]);
+        assert_eq!(queue.retire(u32::MAX, 0).len(), 1);
+        assert!(queue.is_empty());
+    }
+
+    #[test]
+    fn an_open_group_is_not_waited_for() {
+        let mut queue = CopyQueue::default();
+        queue.push(copy(u32::MAX, 0));
+        assert!(queue.retire(u32::MAX, 0).is_empty());
+        assert_eq!(queue.retire_all(u32::MAX).len(), 1);
+    }
+
+    #[test]
+    fn an_empty_commit_counts_as_a_group() {
+        let mut queue = CopyQueue::default();
+        queue.push(copy(u32::MAX, 0));
+        queue.commit(u32::MAX);
+        queue.commit(u32::MAX);
+        assert_eq!(queue.retire(u32::MAX, 1).len(), 1, "the newest group is the empty one");
+    }
+
+    #[test]
+    fn lanes_keep_their_own_groups() {
+        let mut queue = CopyQueue::default();
+        queue.push(copy(u32::MAX, 0));
+        queue.commit(0xFFFF);
+        let retired = queue.retire(u32::MAX, 0);
+        assert_eq!((retired.len(), retired[0].mask), (1, 0xFFFF));
+        queue.commit(u32::MAX);
+        let retired = queue.retire(u32::MAX, 0);
+        assert_eq!((retired.len(), retired[0].mask), (1, 0xFFFF_0000));
+        assert!(queue.is_empty());
+    }
+}

@@ -1,0 +1,806 @@
+//! From a kernel's instructions to the form that is executed: operands are rows of a compact register file,
+//! branches know their targets and where lanes meet again.
+//!
+//! Kernels have thousands of virtual registers, of which few live at the same time. Rows are shared by registers
+//! whose lives do not overlap, so that a warp's registers stay in the cache. Operands of `wgmma` keep rows of
+//! their own, because they stay in use until the wait.
+
+use std::collections::HashMap;
+
+use flashcore_ptx::{Alu, Arg, Inst, Kernel, MemBase, Op, RegClass, RegId};
+
+use crate::alu::{AluInst, SetpInst};
+use crate::error::SimError;
+use crate::regs::Constants;
+
+/// No instruction: where lanes meet only at the end.
+pub const NEVER: u32 = u32::MAX;
+
+/// A decoded operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slot {
+    /// A row of 32-bit (or 16-bit) values.
+    Word(u32),
+    /// A row of 64-bit values.
+    Long(u32),
+    /// A predicate.
+    Pred(u32),
+    /// A shared address: a row and bytes after it.
+    Shared(u32, i32),
+    /// A global or generic address: a row and bytes after it.
+    Global(u32, i32),
+    /// Bytes of the parameters, from this one on.
+    Param(u32),
+    /// A result that is not wanted.
+    Sink,
+}
+
+impl Slot {
+    /// The row of a word operand.
+    pub fn word(self) -> u32 {
+        match self {
+            Slot::Word(row) => row,
+            other => unreachable!("a 32-bit operand was decoded as {other:?}"),
+        }
+    }
+
+    /// The row of a long operand.
+    pub fn long(self) -> u32 {
+        match self {
+            Slot::Long(row) => row,
+            other => unreachable!("a 64-bit operand was decoded as {other:?}"),
+        }
+    }
+
+    /// The predicate of a predicate operand.
+    pub fn pred(self) -> u32 {
+        match self {
+            Slot::Pred(row) => row,
+            other => unreachable!("a predicate operand was decoded as {other:?}"),
+        }
+    }
+}
+
+/// The guard of an instruction.
+#[derive(Clone, Copy, Debug)]
+pub struct DecodedGuard {
+    /// The predicate.
+    pub pred: u32,
+    /// Lanes where the predicate is false execute.
+    pub negated: bool,
+}
+
+/// How an instruction is executed.
+#[derive(Clone, Copy, Debug)]
+pub enum Exec {
+    /// A plain instruction.
+    Alu(AluInst),
+    /// A comparison.
+    Setp(SetpInst),
+    /// By its [`Op`].
+    Op,
+    /// A branch.
+    Branch,
+    /// Nothing: a label.
+    Nop,
+}
+
+/// A range of a pool.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Span {
+    start: u32,
+    len: u32,
+}
+
+/// A decoded instruction.
+#[derive(Clone, Copy, Debug)]
+pub struct Code {
+    /// How it is executed.
+    pub exec: Exec,
+    /// What it does, with all modifiers.
+    pub op: Op,
+    /// Its guard.
+    pub guard: Option<DecodedGuard>,
+    dst: Span,
+    src: Span,
+    /// Registers read, whose value is checked.
+    reads: Span,
+    /// Registers that begin their life here without being written in all lanes.
+    births: Span,
+    /// Registers that some `wgmma` uses and that this other instruction reads.
+    wgmma_reads: Span,
+    /// Registers that some `wgmma` uses and that this other instruction writes.
+    wgmma_writes: Span,
+    /// Whether it touches any such register.
+    pub touches_wgmma: bool,
+    /// Where a branch goes.
+    pub target: u32,
+    /// Where lanes that part at this branch meet.
+    pub reconverge: u32,
+    /// Its class in the statistics.
+    pub class: Class,
+}
+
+/// What an instruction counts as in the statistics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Class {
+    /// Integer arithmetic, bits, addresses.
+    Integer,
+    /// Floating-point arithmetic.
+    Float,
+    /// Functions: `ex2`, `lg2`, `rcp`, `sqrt`, `tanh`, division.
+    Function,
+    /// Conversions.
+    Convert,
+    /// Moves and selections.
+    Move,
+    /// Comparisons and predicates.
+    Compare,
+    /// Branches and exits.
+    Control,
+    /// Parameter loads.
+    Param,
+    /// Global loads.
+    GlobalLoad,
+    /// Global stores.
+    GlobalStore,
+    /// Shared loads.
+    SharedLoad,
+    /// Shared stores.
+    SharedStore,
+    /// `ldmatrix` and `stmatrix`.
+    Matrix,
+    /// Tensor-core instructions.
+    Tensor,
+    /// Atomics.
+    Atomic,
+    /// Asynchronous copies.
+    AsyncCopy,
+    /// Shuffles, votes and the like.
+    Warp,
+    /// Barriers, waits and fences.
+    Sync,
+    /// The rest.
+    Other,
+}
+
+/// A kernel ready to run.
+pub struct Program {
+    /// The kernel it was made from.
+    pub kernel: Kernel,
+    /// The instructions, one for one with the kernel's body.
+    pub code: Vec<Code>,
+    slots: Vec<Slot>,
+    /// Rows of words, constants included.
+    pub words: usize,
+    /// Rows of longs, constants included.
+    pub longs: usize,
+    /// Predicates, constants included.
+    pub preds: usize,
+    /// The constants, which take the last rows of each file.
+    pub constants: Constants,
+}
+
+impl Program {
+    /// Decodes a kernel.
+    pub fn new(kernel: &Kernel) -> Result<Program, SimError> {
+        Decoder::new(kernel)?.run()
+    }
+
+    /// The destinations of an instruction.
+    #[inline]
+    pub fn dst(&self, code: &Code) -> &[Slot] {
+        self.pool(code.dst)
+    }
+
+    /// The sources of an instruction.
+    #[inline]
+    pub fn src(&self, code: &Code) -> &[Slot] {
+        self.pool(code.src)
+    }
+
+    /// The registers an instruction reads.
+    #[inline]
+    pub fn reads(&self, code: &Code) -> &[Slot] {
+        self.pool(code.reads)
+    }
+
+    /// The registers whose old value ends before an instruction.
+    #[inline]
+    pub fn births(&self, code: &Code) -> &[Slot] {
+        self.pool(code.births)
+    }
+
+    /// Registers of `wgmma`s that an instruction which is none reads.
+    pub fn wgmma_reads(&self, code: &Code) -> &[Slot] {
+        self.pool(code.wgmma_reads)
+    }
+
+    /// Registers of `wgmma`s that an instruction which is none writes.
+    pub fn wgmma_writes(&self, code: &Code) -> &[Slot] {
+        self.pool(code.wgmma_writes)
+    }
+
+    #[inline]
+    fn pool(&self, span: Span) -> &[Slot] {
+        &self.slots[span.start as usize..][..span.len as usize]
+    }
+}
+
+struct Decoder<'k> {
+    kernel: &'k Kernel,
+    labels: HashMap<u32, u32>,
+    rows: Vec<u32>,
+    pinned: Vec<bool>,
+    slots: Vec<Slot>,
+    constants: Constants,
+    seen_words: HashMap<u32, u32>,
+    seen_longs: HashMap<u64, u32>,
+    first_constant: [u32; 3],
+}
+
+impl<'k> Decoder<'k> {
+    fn new(kernel: &'k Kernel) -> Result<Decoder<'k>, SimError> {
+        let labels = kernel
+            .body
+            .iter()
+            .enumerate()
+            .filter_map(|(pc, inst)| match inst.op {
+                Op::Label(label) => Some((label.0, pc as u32)),
+                _ => None,
+            })
+            .collect();
+        Ok(Decoder {
+            kernel,
+            labels,
+            rows: Vec::new(),
+            pinned: wgmma_registers(kernel),
+            slots: Vec::new(),
+            constants: Constants::default(),
+            seen_words: HashMap::new(),
+            seen_longs: HashMap::new(),
+            first_constant: [0; 3],
+        })
+    }
+
+    fn run(mut self) -> Result<Program, SimError> {
+        let body = &self.kernel.body;
+        let flow = Flow::new(body, |pc| self.target(pc))?;
+        let lives = lives(self.kernel, &flow);
+        let (rows, counts) = share_rows(self.kernel, &lives, &self.pinned);
+        self.rows = rows;
+        self.first_constant = counts;
+        let mut births: Vec<Vec<RegId>> = vec![Vec::new(); body.len()];
+        for (reg, life) in lives.iter().enumerate() {
+            if let Some(life) = life {
+                let inst = &body[life.start as usize];
+                let id = RegId(reg as u32);
+                if inst.guard.is_some() || !inst.writes().any(|w| w == id) {
+                    births[life.start as usize].push(id);
+                }
+            }
+        }
+        let mut code = Vec::with_capacity(body.len());
+        for (pc, inst) in body.iter().enumerate() {
+            let decoded = self.instruction(pc, inst, &births[pc], &flow)?;
+            code.push(decoded);
+        }
+        let [words, longs, preds] = self.first_constant;
+        Ok(Program {
+            kernel: self.kernel.clone(),
+            code,
+            words: words as usize + self.constants.words.len(),
+            longs: longs as usize + self.constants.longs.len(),
+            preds: preds as usize + self.constants.preds.len(),
+            slots: self.slots,
+            constants: self.constants,
+        })
+    }
+
+    fn unsupported(&self, pc: usize, why: &str) -> SimError {
+        SimError::Unsupported {
+            kernel: self.kernel.name.clone(),
+            instruction: format!("{:?}", self.kernel.body[pc].op),
+            place: self.kernel.describe(pc).to_string(),
+            why: why.to_string(),
+        }
+    }
+
+    fn target(&self, pc: usize) -> Result<Option<u32>, SimError> {
+        match self.kernel.body[pc].op {
+            Op::Bra { target, .. } => match self.labels.get(&target.0) {
+                Some(&to) => Ok(Some(to)),
+                None => Err(self.unsupported(pc, "its label does not exist")),
+            },
+            _ => Ok(None),
+        }
+    }
+
+    fn class(&self, id: RegId) -> RegClass {
+        self.kernel.regs[id.0 as usize].class
+    }
+
+    fn register(&self, id: RegId) -> Slot {
+        let row = self.rows[id.0 as usize];
+        match self.class(id) {
+            RegClass::Pred => Slot::Pred(row),
+            RegClass::B16 | RegClass::B32 | RegClass::F32 => Slot::Word(row),
+            RegClass::B64 => Slot::Long(row),
+        }
+    }
+
+    fn word(&mut self, value: u32) -> u32 {
+        let (constants, first) = (&mut self.constants.words, self.first_constant[0]);
+        *self.seen_words.entry(value).or_insert_with(|| {
+            constants.push(value);
+            first + constants.len() as u32 - 1
+        })
+    }
+
+    fn long(&mut self, value: u64) -> u32 {
+        let (constants, first) = (&mut self.constants.longs, self.first_constant[1]);
+        *self.seen_longs.entry(value).or_insert_with(|| {
+            constants.push(value);
+            first + constants.len() as u32 - 1
+        })
+    }
+
+    fn operand(&mut self, pc: usize, arg: Arg) -> Result<Slot, SimError> {
+        Ok(match arg {
+            Arg::Reg(id) => self.register(id),
+            Arg::Imm(imm) => match imm.class {
+                RegClass::Pred => {
+                    self.constants.preds.push(imm.bits != 0);
+                    Slot::Pred(self.first_constant[2] + self.constants.preds.len() as u32 - 1)
+                }
+                RegClass::B64 => Slot::Long(self.long(imm.bits)),
+                RegClass::B16 => Slot::Word(self.word(imm.bits as u32 & 0xFFFF)),
+                RegClass::B32 | RegClass::F32 => Slot::Word(self.word(imm.bits as u32)),
+            },
+            Arg::Mem { base: MemBase::Reg(id), offset } => match self.register(id) {
+                Slot::Word(row) => Slot::Shared(row, offset),
+                Slot::Long(row) => Slot::Global(row, offset),
+                _ => return Err(self.unsupported(pc, "its address is a predicate")),
+            },
+            Arg::Mem { base: MemBase::Shared(alloc), offset } => {
+                let Some(alloc) = self.kernel.shared.allocs().get(alloc as usize) else {
+                    return Err(self.unsupported(pc, "its shared allocation does not exist"));
+                };
+                let address = alloc.offset.wrapping_add_signed(offset);
+                Slot::Shared(self.word(address), 0)
+            }
+            Arg::Mem { base: MemBase::Param(index), offset } => {
+                let Some(param) = self.kernel.params.get(index as usize) else {
+                    return Err(self.unsupported(pc, "its parameter does not exist"));
+                };
+                Slot::Param(param.offset.wrapping_add_signed(offset))
+            }
+            Arg::Sink => Slot::Sink,
+        })
+    }
+
+    fn span(&mut self, slots: impl IntoIterator<Item = Slot>) -> Span {
+        let start = self.slots.len() as u32;
+        self.slots.extend(slots);
+        Span { start, len: self.slots.len() as u32 - start }
+    }
+
+    fn instruction(
+        &mut self,
+        pc: usize,
+        inst: &Inst,
+        births: &[RegId],
+        flow: &Flow,
+    ) -> Result<Code, SimError> {
+        let dst: Vec<Slot> = inst.dst.iter().map(|&a| self.operand(pc, a)).collect::<Result<_, _>>()?;
+        let src: Vec<Slot> = inst.src.iter().map(|&a| self.operand(pc, a)).collect::<Result<_, _>>()?;
+        let guard =
+            inst.guard.map(|g| DecodedGuard { pred: self.rows[g.reg.id().0 as usize], negated: g.negated });
+        let rows = |slots: &[Slot]| -> [u32; 4] {
+            let mut rows = [0; 4];
+            for (row, slot) in rows.iter_mut().zip(slots) {
+                *row = match *slot {
+                    Slot::Word(r) | Slot::Long(r) | Slot::Pred(r) => r,
+                    _ => unreachable!("plain instructions have register operands"),
+                };
+            }
+            rows
+        };
+        let exec = match inst.op {
+            Op::Alu(alu) => {
+                let line = alu.line();
+                let plain = |s: &Slot| matches!(s, Slot::Word(_) | Slot::Long(_) | Slot::Pred(_));
+                if dst.len() != 1 || src.len() != line.src.len() || !dst.iter().chain(&src).all(plain) {
+                    return Err(self.unsupported(pc, "its operands do not fit the instruction table"));
+                }
+                Exec::Alu(AluInst { alu, d: rows(&dst)[0], s: rows(&src) })
+            }
+            Op::Setp { cmp, ty } => match (dst.as_slice(), src.as_slice()) {
+                ([Slot::Pred(d)], [Slot::Word(a), Slot::Word(b)] | [Slot::Long(a), Slot::Long(b)]) => {
+                    Exec::Setp(SetpInst { cmp, ty, d: *d, a: *a, b: *b })
+                }
+                _ => return Err(self.unsupported(pc, "its operands do not fit the instruction table")),
+            },
+            Op::Label(_) => Exec::Nop,
+            Op::Bra { .. } => Exec::Branch,
+            _ => Exec::Op,
+        };
+        // wgmma reads its accumulators only where scale-d is true; its execution checks them.
+        let sources =
+            inst.guard.map(|g| g.reg.id()).into_iter().chain(inst.src.iter().filter_map(|a| a.reg()));
+        let reads: Vec<Slot> = sources.map(|id| self.register(id)).collect();
+        let births: Vec<Slot> = births.iter().map(|&id| self.register(id)).collect();
+        let pinned = |ids: &mut dyn Iterator<Item = RegId>| -> Vec<Slot> {
+            let other = !matches!(inst.op, Op::Wgmma(_));
+            ids.filter(|id| other && self.pinned[id.0 as usize]).map(|id| self.register(id)).collect()
+        };
+        let wgmma_reads = pinned(&mut inst.reads());
+        let wgmma_writes = pinned(&mut inst.writes());
+        Ok(Code {
+            exec,
+            op: inst.op,
+            guard,
+            dst: self.span(dst),
+            src: self.span(src),
+            reads: self.span(reads),
+            births: self.span(births),
+            touches_wgmma: !wgmma_reads.is_empty() || !wgmma_writes.is_empty(),
+            wgmma_reads: self.span(wgmma_reads),
+            wgmma_writes: self.span(wgmma_writes),
+            target: self.target(pc)?.unwrap_or(NEVER),
+            reconverge: flow.meeting_point(pc),
+            class: classify(&inst.op),
+        })
+    }
+}
+
+/// The control flow of a body: basic blocks, their successors, and where their paths meet.
+struct Flow {
+    /// The first instruction of each block, and the end of the body.
+    starts: Vec<u32>,
+    successors: Vec<Vec<usize>>,
+    /// For each block, the block where all its paths meet first; the number of blocks stands for the end.
+    meet: Vec<usize>,
+    block_of: Vec<u32>,
+}
+
+impl Flow {
+    fn new(body: &[Inst], target: impl Fn(usize) -> Result<Option<u32>, SimError>) -> Result<Flow, SimError> {
+        let mut leader = vec![false; body.len() + 1];
+        leader[0] = true;
+        leader[body.len()] = true;
+        for (pc, inst) in body.iter().enumerate() {
+            if let Some(to) = target(pc)? {
+                leader[to as usize] = true;
+            }
+            if inst.op.ends_flow() {
+                leader[pc + 1] = true;
+            }
+        }
+        let starts: Vec<u32> =
+            leader.iter().enumerate().filter(|&(_, &l)| l).map(|(pc, _)| pc as u32).collect();
+        let blocks = starts.len() - 1;
+        let mut block_of = vec![0; body.len() + 1];
+        for block in 0..blocks {
+            for pc in starts[block]..starts[block + 1] {
+                block_of[pc as usize] = block as u32;
+            }
+        }
+        block_of[body.len()] = blocks as u32;
+        let mut successors = Vec::with_capacity(blocks);
+        for block in 0..blocks {
+            let last = starts[block + 1] as usize - 1;
+            let inst = &body[last];
+            let mut next = Vec::new();
+            if let Some(to) = target(last)? {
+                next.push(block_of[to as usize] as usize);
+            } else if inst.op.ends_flow() {
+                next.push(blocks);
+            }
+            if !inst.op.ends_flow() || inst.guard.is_some() {
+                next.push(block + 1);
+            }
+            next.dedup();
+            successors.push(next);
+        }
+        let meet = post_dominators(&successors);
+        Ok(Flow { starts, successors, meet, block_of })
+    }
+
+    /// Where lanes that part at this instruction meet again.
+    fn meeting_point(&self, pc: usize) -> u32 {
+        let block = self.block_of[pc] as usize;
+        match self.meet.get(block) {
+            Some(&to) if to < self.meet.len() => self.starts[to],
+            _ => NEVER,
+        }
+    }
+}
+
+/// The immediate post-dominator of each block, by iteration over the reversed graph. The end is block `n`.
+fn post_dominators(successors: &[Vec<usize>]) -> Vec<usize> {
+    let n = successors.len();
+    let end = n;
+    let mut predecessors = vec![Vec::new(); n + 1];
+    for (block, next) in successors.iter().enumerate() {
+        for &to in next {
+            predecessors[to].push(block);
+        }
+    }
+    // Post-order of the reversed graph from the end.
+    let mut order = Vec::with_capacity(n + 1);
+    let mut state = vec![0u8; n + 1];
+    let mut stack = vec![(end, 0usize)];
+    state[end] = 1;
+    while let Some((block, child)) = stack.pop() {
+        if let Some(&next) = predecessors[block].get(child) {
+            stack.push((block, child + 1));
+            if state[next] == 0 {
+                state[next] = 1;
+                stack.push((next, 0));
+            }
+        } else {
+            order.push(block);
+        }
+    }
+    let mut number = vec![usize::MAX; n + 1];
+    for (i, &block) in order.iter().enumerate() {
+        number[block] = i;
+    }
+    let mut idom = vec![usize::MAX; n + 1];
+    idom[end] = end;
+    let mut changed = true;
+    while changed {
+        changed = false;
+        for &block in order.iter().rev().filter(|&&b| b != end) {
+            let mut new = usize::MAX;
+            for &to in &successors[block] {
+                if idom[to] == usize::MAX {
+                    continue;
+                }
+                new = if new == usize::MAX {
+                    to
+                } else {
+                    let (mut a, mut b) = (new, to);
+                    while a != b {
+                        while number[a] < number[b] {
+                            a = idom[a];
+                        }
+                        while number[b] < number[a] {
+                            b = idom[b];
+                        }
+                    }
+                    a
+                };
+            }
+            if new != usize::MAX && idom[block] != new {
+                idom[block] = new;
+                changed = true;
+            }
+        }
+    }
+    // A block that cannot reach the end (an endless loop) has no meeting point.
+    idom.truncate(n);
+    idom.into_iter().map(|b| if b == usize::MAX { end } else { b }).collect()
+}
+
+/// From the first to the last instruction where a register holds something that is still needed.
+#[derive(Clone, Copy)]
+struct Life {
+    start: u32,
+    end: u32,
+}
+
+impl Life {
+    fn cover(life: &mut Option<Life>, pc: u32) {
+        match life {
+            Some(l) => {
+                l.start = l.start.min(pc);
+                l.end = l.end.max(pc);
+            }
+            None => *life = Some(Life { start: pc, end: pc }),
+        }
+    }
+}
+
+/// The lives of all registers; `None` for one that is never used.
+fn lives(kernel: &Kernel, flow: &Flow) -> Vec<Option<Life>> {
+    let regs = kernel.regs.len();
+    let blocks = flow.successors.len();
+    let words = regs.div_ceil(64);
+    let mut read_first = vec![vec![0u64; words]; blocks];
+    let mut killed = vec![vec![0u64; words]; blocks];
+    let mut lives: Vec<Option<Life>> = vec![None; regs];
+    for block in 0..blocks {
+        for pc in flow.starts[block]..flow.starts[block + 1] {
+            let inst = &kernel.body[pc as usize];
+            for id in inst.reads() {
+                let i = id.0 as usize;
+                Life::cover(&mut lives[i], pc);
+                if killed[block][i / 64] >> (i % 64) & 1 == 0 {
+                    read_first[block][i / 64] |= 1 << (i % 64);
+                }
+            }
+            for id in inst.writes() {
+                let i = id.0 as usize;
+                Life::cover(&mut lives[i], pc);
+                // Under a guard, other lanes keep the old value.
+                if inst.guard.is_none() {
+                    killed[block][i / 64] |= 1 << (i % 64);
+                }
+            }
+        }
+    }
+    let mut live_in = read_first.clone();
+    let mut changed = true;
+    while changed {
+        changed = false;
+        for block in (0..blocks).rev() {
+            for w in 0..words {
+                let out = flow.successors[block]
+                    .iter()
+                    .filter(|&&to| to < blocks)
+                    .fold(0, |bits, &to| bits | live_in[to][w]);
+                let new = read_first[block][w] | out & !killed[block][w];
+                if new != live_in[block][w] {
+                    live_in[block][w] = new;
+                    changed = true;
+                }
+            }
+        }
+    }
+    for block in 0..blocks {
+        let (first, last) = (flow.starts[block], flow.starts[block + 1] - 1);
+        for w in 0..words {
+            let out = flow.successors[block]
+                .iter()
+                .filter(|&&to| to < blocks)
+                .fold(0, |bits, &to| bits | live_in[to][w]);
+            for (mut bits, pc) in [(live_in[block][w], first), (out, last)] {
+                while bits != 0 {
+                    let i = w * 64 + bits.trailing_zeros() as usize;
+                    bits &= bits - 1;
+                    Life::cover(&mut lives[i], pc);
+                }
+            }
+        }
+    }
+    lives
+}
+
+/// The file of a register: words, longs, predicates.
+fn file(class: RegClass) -> usize {
+    match class {
+        RegClass::B16 | RegClass::B32 | RegClass::F32 => 0,
+        RegClass::B64 => 1,
+        RegClass::Pred => 2,
+    }
+}
+
+/// The accumulators and A fragments of `wgmma`s, which stay in use until a wait.
+fn wgmma_registers(kernel: &Kernel) -> Vec<bool> {
+    let mut used = vec![false; kernel.regs.len()];
+    for inst in &kernel.body {
+        if let Op::Wgmma(form) = inst.op {
+            let fragments = if form.a_in_regs { &inst.src[..inst.src.len().min(4)] } else { &[] };
+            for id in inst.dst.iter().chain(fragments).filter_map(|a| a.reg()) {
+                used[id.0 as usize] = true;
+            }
+        }
+    }
+    used
+}
+
+/// Gives registers rows, shared where lives do not overlap. Returns the row of each and the rows of each file.
+fn share_rows(kernel: &Kernel, lives: &[Option<Life>], pinned: &[bool]) -> (Vec<u32>, [u32; 3]) {
+    let mut order: Vec<usize> = (0..kernel.regs.len()).filter(|&i| lives[i].is_some()).collect();
+    order.sort_by_key(|&i| lives[i].map(|l| l.start));
+    let mut rows = vec![0; kernel.regs.len()];
+    let mut counts = [0u32; 3];
+    let mut free: [Vec<u32>; 3] = Default::default();
+    let mut active: [std::collections::BinaryHeap<std::cmp::Reverse<(u32, u32)>>; 3] = Default::default();
+    for i in order {
+        let Some(life) = lives[i] else { continue };
+        let f = file(kernel.regs[i].class);
+        while let Some(&std::cmp::Reverse((end, row))) = active[f].peek() {
+            if end >= life.start {
+                break;
+            }
+            active[f].pop();
+            free[f].push(row);
+        }
+        let row = if pinned[i] { None } else { free[f].pop() };
+        let row = row.unwrap_or_else(|| {
+            counts[f] += 1;
+            counts[f] - 1
+        });
+        rows[i] = row;
+        if !pinned[i] {
+            active[f].push(std::cmp::Reverse((life.end, row)));
+        }
+    }
+    (rows, counts)
+}
+
+fn classify(op: &Op) -> Class {
+    use flashcore_ptx::Space;
+    match op {
+        Op::Alu(alu) => classify_alu(*alu),
+        Op::Setp { .. } => Class::Compare,
+        Op::MovSpecial(_)
+        | Op::PackB64
+        | Op::UnpackB64
+        | Op::PackB32
+        | Op::UnpackB32
+        | Op::AddrOf
+        | Op::Cvta { .. }
+        | Op::CreatePolicy(_)
+        | Op::Mapa
+        | Op::GetCtaRank => Class::Move,
+        Op::Label(_) | Op::Bra { .. } | Op::Exit | Op::Ret | Op::Trap => Class::Control,
+        Op::Ld { space: Space::Param, .. } => Class::Param,
+        Op::Ld { space: Space::Global, .. } => Class::GlobalLoad,
+        Op::Ld { .. } => Class::SharedLoad,
+        Op::St { space: Space::Global, .. } => Class::GlobalStore,
+        Op::St { .. } | Op::StAsync { .. } => Class::SharedStore,
+        Op::Atom { .. } | Op::Red { .. } => Class::Atomic,
+        Op::Shfl(_)
+        | Op::Vote(_)
+        | Op::Ballot
+        | Op::Match(_)
+        | Op::Redux { .. }
+        | Op::Elect
+        | Op::ActiveMask => Class::Warp,
+        Op::BarWarpSync
+        | Op::BarSync { .. }
+        | Op::BarArrive { .. }
+        | Op::Membar(_)
+        | Op::Fence { .. }
+        | Op::FenceProxyAsync(_)
+        | Op::FenceMbarrierInit
+        | Op::MbarrierInit
+        | Op::MbarrierInval
+        | Op::MbarrierArrive { .. }
+        | Op::MbarrierArriveExpectTx { .. }
+        | Op::MbarrierExpectTx { .. }
+        | Op::MbarrierTestWait { .. }
+        | Op::MbarrierTryWait { .. }
+        | Op::CpAsyncCommit
+        | Op::CpAsyncWait(_)
+        | Op::CpAsyncWaitAll
+        | Op::CpAsyncMbarrierArrive { .. }
+        | Op::BulkCommit
+        | Op::BulkWait { .. }
+        | Op::WgmmaFence
+        | Op::WgmmaCommit
+        | Op::WgmmaWait(_)
+        | Op::ClusterArrive { .. }
+        | Op::ClusterWait { .. } => Class::Sync,
+        Op::CpAsync { .. }
+        | Op::BulkLoad { .. }
+        | Op::BulkStore { .. }
+        | Op::BulkToCluster
+        | Op::BulkReduce { .. }
+        | Op::BulkReduceCluster { .. }
+        | Op::TensorLoad { .. }
+        | Op::TensorStore { .. }
+        | Op::TensorReduce { .. } => Class::AsyncCopy,
+        Op::Ldmatrix { .. } | Op::Stmatrix { .. } => Class::Matrix,
+        Op::Mma { .. } | Op::Wgmma(_) => Class::Tensor,
+        _ => Class::Other,
+    }
+}
+
+fn classify_alu(alu: Alu) -> Class {
+    let text = alu.line().text;
+    let (head, rest) = text.split_once('.').unwrap_or((text, ""));
+    match head {
+        "mov" | "selp" | "slct" => Class::Move,
+        "cvt" => Class::Convert,
+        "ex2" | "lg2" | "rcp" | "sqrt" | "rsqrt" | "sin" | "cos" | "tanh" => Class::Function,
+        "div" if rest.contains('f') => Class::Function,
+        _ if rest.ends_with("pred") => Class::Compare,
+        _ if rest.contains("f32") || rest.contains("f16") => Class::Float,
+        _ => Class::Integer,
+    }
+}

@@ -1,0 +1,742 @@
+//! Loads, stores and atomics, and the checks that every access to memory passes.
+
+use flashcore_ptx::{AtomOp, AtomSem, AtomTy, MemTy, Order, Space};
+
+use crate::banks;
+use crate::clock::{ClockPair, Lanes, Proxy};
+use crate::decode::Slot;
+use crate::exec::for_lanes;
+use crate::findings::{FindingKind, Severity};
+use crate::machine::{Cluster, Step};
+use crate::memory::POISON;
+use crate::numerics as num;
+use crate::races::{Accessor, GlobalAccess, GlobalConflict};
+use crate::regs::{Row, Row64};
+use crate::shadow::{Access, CELL, Conflict};
+use crate::shared::cell_mask;
+
+/// What an access does to memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Touch {
+    /// It reads.
+    Read,
+    /// It writes.
+    Write,
+    /// It reads and writes at once.
+    Atomic,
+}
+
+impl Touch {
+    fn writes(self) -> bool {
+        self != Touch::Read
+    }
+
+    fn reads(self) -> bool {
+        self != Touch::Write
+    }
+}
+
+/// The first fault of each kind that an instruction's accesses to shared memory show.
+#[derive(Default)]
+struct SharedFaults {
+    conflict: Option<(u32, Conflict)>,
+    uninitialised: Option<(u32, u32)>,
+    barrier: Option<(u32, u32)>,
+}
+
+impl Cluster<'_> {
+    /// Checks and records a warp's access to the shared memory of a block, `bytes` a lane. Returns the lanes
+    /// whose access is possible.
+    pub fn touch_shared(
+        &mut self,
+        w: usize,
+        pc: u32,
+        block: usize,
+        addresses: &Row,
+        mask: u32,
+        bytes: u32,
+        touch: Touch,
+    ) -> u32 {
+        let checks = self.launch.config.checks;
+        if checks.costs {
+            let wavefronts = banks::shared_wavefronts(addresses, mask, bytes);
+            self.tally.counters[pc as usize].shared(wavefronts);
+        }
+        let ok = self.possible_shared(w, pc, block, addresses, mask, bytes);
+        if !checks.shared {
+            return ok;
+        }
+        let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
+        let mut faults = SharedFaults::default();
+        let mut visit = |cell: u32, bits: u16, lane: u32, lanes: Lanes| {
+            if shared.is_barrier(cell, bits) {
+                faults.barrier.get_or_insert((lane, cell * CELL + bits.trailing_zeros()));
+            }
+            if touch.reads() && !shared.initialised(cell, bits) {
+                faults.uninitialised.get_or_insert((lane, cell));
+            }
+            let access = Access { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc };
+            let conflict = if touch.writes() {
+                shared.initialise(cell, bits);
+                shared.shadow.write(cell, bits, &access)
+            } else {
+                shared.shadow.read(cell, bits, &access)
+            };
+            if let Some(conflict) = conflict {
+                faults.conflict.get_or_insert((lane, conflict));
+            }
+        };
+        if bytes == 16 {
+            for_lanes(ok, |l| visit(addresses[l] / CELL, 0xFFFF, l as u32, Lanes::one(l as u32)));
+        } else {
+            let per_cell = (CELL / bytes) as usize;
+            let mut l = ok.trailing_zeros() as usize;
+            while l < 32 {
+                let address = addresses[l];
+                // A run of lanes that fills a cell in order is one access to the whole cell.
+                let run = (((1u64 << per_cell) - 1) << l) as u32;
+                let fills = bytes > 1
+                    && address % CELL == 0
+                    && l + per_cell <= 32
+                    && ok & run == run
+                    && (1..per_cell).all(|j| addresses[l + j] == address + j as u32 * bytes);
+                let next = if fills {
+                    visit(address / CELL, 0xFFFF, l as u32, Lanes::run(l as u32, bytes));
+                    l + per_cell
+                } else {
+                    // Lanes that read the same bytes are one access.
+                    let mut end = l + 1;
+                    if touch == Touch::Read {
+                        while end < 32 && ok >> end & 1 == 1 && addresses[end] == address {
+                            end += 1;
+                        }
+                    }
+                    let lanes = if end == l + 1 { Lanes::one(l as u32) } else { Lanes::ALL };
+                    visit(address / CELL, cell_mask(address % CELL, bytes), l as u32, lanes);
+                    end
+                };
+                l = if next >= 32 { 32 } else { next + (ok >> next).trailing_zeros() as usize };
+            }
+        }
+        self.report_shared_faults(w, pc, block, touch, faults);
+        ok
+    }
+
+    fn report_shared_faults(&mut self, w: usize, pc: u32, block: usize, touch: Touch, faults: SharedFaults) {
+        if let Some((lane, conflict)) = faults.conflict {
+            self.report_conflict(w, lane, pc, block, touch.writes(), conflict);
+        }
+        if let Some((lane, cell)) = faults.uninitialised {
+            self.report(w, lane, pc, FindingKind::UninitialisedShared, Severity::Error, |c| {
+                (
+                    "a read of shared memory that nothing was written to".to_string(),
+                    Some(c.shared_place(block, cell * CELL)),
+                )
+            });
+        }
+        if let Some((lane, address)) = faults.barrier {
+            self.report(w, lane, pc, FindingKind::MbarrierMisuse, Severity::Error, |c| {
+                ("an ordinary access to an mbarrier in use".to_string(), Some(c.shared_place(block, address)))
+            });
+        }
+    }
+
+    /// The lanes whose shared address is aligned and inside, reporting the others.
+    pub fn possible_shared(
+        &mut self,
+        w: usize,
+        pc: u32,
+        block: usize,
+        addresses: &Row,
+        mask: u32,
+        bytes: u32,
+    ) -> u32 {
+        let shared = &self.blocks[block].shared;
+        let mut ok = mask;
+        for_lanes(mask, |l| {
+            let address = addresses[l];
+            let fine = address % bytes == 0 && shared.contains(address, bytes);
+            ok &= !(u32::from(!fine) << l);
+        });
+        if ok != mask {
+            let lane = (mask & !ok).trailing_zeros();
+            let address = addresses[lane as usize];
+            let (kind, what) = if address % bytes == 0 {
+                (
+                    FindingKind::OutOfBounds,
+                    format!("{bytes} bytes outside of the allocations of shared memory"),
+                )
+            } else {
+                (FindingKind::Misaligned, format!("address {address:#x} is not a multiple of {bytes}"))
+            };
+            self.report(w, lane, pc, kind, Severity::Error, |c| (what, Some(c.shared_place(block, address))));
+        }
+        ok
+    }
+
+    /// Checks and records a warp's access to global memory, `bytes` a lane. Returns the lanes whose access is
+    /// possible.
+    pub fn touch_global(
+        &mut self,
+        w: usize,
+        pc: u32,
+        addresses: &Row64,
+        mask: u32,
+        bytes: u32,
+        touch: Touch,
+    ) -> u32 {
+        let checks = self.launch.config.checks;
+        if checks.costs {
+            let sectors = banks::sectors(addresses, mask, bytes);
+            self.tally.counters[pc as usize].global(sectors, mask.count_ones() * bytes);
+        }
+        let memory = self.launch.memory;
+        let clocks = &self.warps[w].clocks;
+        let mut ok = mask;
+        let mut bad = None;
+        let mut uninitialised: Option<u32> = None;
+        let mut conflict: Option<(u32, u64, GlobalConflict)> = None;
+        let mut shard: Option<(u64, crate::races::ShardGuard<'_>)> = None;
+        for_lanes(mask, |l| {
+            let address = addresses[l];
+            let found =
+                if address % u64::from(bytes) == 0 { memory.find(address, u64::from(bytes)) } else { None };
+            let Some((region, offset)) = found else {
+                ok &= !(1 << l);
+                bad.get_or_insert(l);
+                return;
+            };
+            if !checks.global {
+                return;
+            }
+            if touch.reads() {
+                let mut at = offset;
+                while at < offset + bytes as usize {
+                    let count = (bytes).min(8);
+                    if !region.initialised(at, count) {
+                        uninitialised.get_or_insert(l as u32);
+                    }
+                    at += count as usize;
+                }
+            }
+            let lanes = Lanes::one(l as u32);
+            let by = Accessor {
+                access: GlobalAccess {
+                    cluster: self.id,
+                    stamp: clocks.stamp(lanes),
+                    pc,
+                    atomic: touch == Touch::Atomic,
+                },
+                clocks,
+                lanes,
+                proxy: Proxy::Generic,
+            };
+            let guard = match &mut shard {
+                Some((base, guard)) if *base == region.base && guard.covers(offset) => guard,
+                other => {
+                    // The old lock is given up before the new one is taken.
+                    *other = None;
+                    &mut other.insert((region.base, region.races.lock(offset, self.launch.id))).1
+                }
+            };
+            if let Some(found) = guard.access(offset, bytes, touch.writes(), &by) {
+                conflict.get_or_insert((l as u32, region.base + found.offset as u64, found));
+            }
+        });
+        drop(shard);
+        if let Some(lane) = bad {
+            self.report_bad_global(w, lane as u32, pc, addresses[lane], bytes);
+        }
+        if let Some(lane) = uninitialised {
+            let address = addresses[lane as usize];
+            self.report(w, lane, pc, FindingKind::UninitialisedGlobal, Severity::Error, |c| {
+                (
+                    "a read of global memory that nothing was written to".to_string(),
+                    Some(c.global_place(address)),
+                )
+            });
+        }
+        if let Some((lane, address, found)) = conflict {
+            self.report_global_conflict(w, lane, pc, address, touch.writes(), found);
+        }
+        ok
+    }
+
+    #[cold]
+    pub fn report_bad_global(&mut self, w: usize, lane: u32, pc: u32, address: u64, bytes: u32) {
+        let (kind, what) = if address % u64::from(bytes) == 0 {
+            (FindingKind::OutOfBounds, format!("{bytes} bytes outside of every allocation of global memory"))
+        } else {
+            (FindingKind::Misaligned, format!("address {address:#x} is not a multiple of {bytes}"))
+        };
+        self.report(w, lane, pc, kind, Severity::Error, |c| (what, Some(c.global_place(address))));
+    }
+
+    /// `ld`.
+    pub fn load(
+        &mut self,
+        w: usize,
+        pc: u32,
+        mask: u32,
+        space: Space,
+        ty: MemTy,
+        count: u32,
+        order: Order,
+        dst: &[Slot],
+        src: &[Slot],
+    ) -> Step {
+        let size = ty.bytes();
+        let mut values = [[POISON; 32]; 4];
+        match space {
+            Space::Param => self.load_params(w, pc, src[0], size, count, &mut values),
+            Space::Global => {
+                let addresses = self.global_addresses(w, src[0]);
+                let ok = self.touch_global(w, pc, &addresses, mask, size * count, Touch::Read);
+                let memory = self.launch.memory;
+                for_lanes(ok, |l| {
+                    if let Some((region, offset)) = memory.find(addresses[l], u64::from(size * count)) {
+                        for e in 0..count as usize {
+                            values[e][l] = region.load(offset + e * size as usize, size);
+                        }
+                    }
+                });
+                self.acquire_global(w, mask, order, &addresses);
+            }
+            Space::Shared | Space::SharedCluster => {
+                let raw = self.shared_addresses(w, src[0]);
+                self.by_block(w, space, &raw, mask, |c, block, addresses, lanes| {
+                    let ok = c.touch_shared(w, pc, block, addresses, lanes, size * count, Touch::Read);
+                    let shared = &c.blocks[block].shared;
+                    for_lanes(ok, |l| {
+                        for e in 0..count {
+                            values[e as usize][l] = shared.load(addresses[l] + e * size, size);
+                        }
+                    });
+                    c.acquire_shared(w, block, lanes, order, addresses);
+                });
+            }
+        }
+        for (slot, row) in dst.iter().zip(&values) {
+            match slot {
+                Slot::Sink => {}
+                Slot::Long(d) => self.warps[w].regs.set64(*d, mask, row),
+                slot => {
+                    let narrow: Row = match ty {
+                        MemTy::S8 => row.map(|v| i32::from(v as u8 as i8) as u32),
+                        _ => row.map(|v| v as u32 & (u64::MAX >> (64 - 8 * size)) as u32),
+                    };
+                    self.put(w, *slot, mask, &narrow);
+                }
+            }
+        }
+        // A load that others' stores are awaited with lets them run.
+        if order == Order::Weak { Step::Next } else { Step::Yield }
+    }
+
+    fn load_params(
+        &mut self,
+        w: usize,
+        pc: u32,
+        src: Slot,
+        size: u32,
+        count: u32,
+        values: &mut [[u64; 32]; 4],
+    ) {
+        let Slot::Param(offset) = src else {
+            self.unsupported(pc, "parameters are read by name");
+            return;
+        };
+        let start = offset as usize;
+        let Some(bytes) = self.launch.params.get(start..start + (size * count) as usize) else {
+            let message = format!("parameter bytes {start}.. of {}", self.launch.params.len());
+            self.report_error(w, 0, pc, FindingKind::OutOfBounds, message);
+            return;
+        };
+        for (e, chunk) in bytes.chunks_exact(size as usize).enumerate() {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            values[e] = [u64::from_le_bytes(word); 32];
+        }
+    }
+
+    /// Splits lanes by the block that their address belongs to; usually all are of one.
+    pub fn by_block(
+        &mut self,
+        w: usize,
+        space: Space,
+        raw: &Row,
+        mask: u32,
+        mut f: impl FnMut(&mut Self, usize, &Row, u32),
+    ) {
+        let own = self.warps[w].block;
+        if space == Space::Shared {
+            return f(self, own, raw, mask);
+        }
+        let mut left = mask;
+        while left != 0 {
+            let (block, _) = self.cluster_address(w, raw[left.trailing_zeros() as usize]);
+            let mut lanes = 0;
+            let mut addresses = [0; 32];
+            for_lanes(left, |l| {
+                let (b, address) = self.cluster_address(w, raw[l]);
+                if b == block {
+                    lanes |= 1 << l;
+                    addresses[l] = address;
+                }
+            });
+            left &= !lanes;
+            f(self, block, &addresses, lanes);
+        }
+    }
+
+    /// `st`.
+    pub fn store(
+        &mut self,
+        w: usize,
+        pc: u32,
+        mask: u32,
+        space: Space,
+        ty: MemTy,
+        count: u32,
+        order: Order,
+        src: &[Slot],
+    ) {
+        let size = ty.bytes();
+        let mut values = [[0u64; 32]; 4];
+        for (slot, row) in src[1..=count as usize].iter().zip(&mut values) {
+            *row = match slot {
+                Slot::Long(_) => self.row64(w, *slot),
+                slot => self.row(w, *slot).map(u64::from),
+            };
+        }
+        match space {
+            Space::Param => self.unsupported(pc, "parameters cannot be written"),
+            Space::Global => {
+                let addresses = self.global_addresses(w, src[0]);
+                self.release_global(w, mask, order, &addresses);
+                let distinct = without_repeats(&addresses, &values[..count as usize], mask);
+                let touched = self.touch_global(w, pc, &addresses, distinct, size * count, Touch::Write);
+                let memory = self.launch.memory;
+                for_lanes(touched | mask & !distinct, |l| {
+                    if let Some((region, offset)) = memory.find(addresses[l], u64::from(size * count)) {
+                        for e in 0..count as usize {
+                            region.store(offset + e * size as usize, size, values[e][l]);
+                        }
+                    }
+                });
+            }
+            Space::Shared | Space::SharedCluster => {
+                let raw = self.shared_addresses(w, src[0]);
+                self.by_block(w, space, &raw, mask, |c, block, addresses, lanes| {
+                    c.release_shared(w, block, lanes, order, addresses);
+                    let distinct = without_repeats(addresses, &values[..count as usize], lanes);
+                    let ok = c.touch_shared(w, pc, block, addresses, distinct, size * count, Touch::Write);
+                    let shared = &mut c.blocks[block].shared;
+                    for_lanes(ok, |l| {
+                        for e in 0..count {
+                            shared.store(addresses[l] + e * size, size, values[e as usize][l]);
+                        }
+                    });
+                });
+            }
+        }
+    }
+
+    /// `atom` and `red`.
+    pub fn atomic(
+        &mut self,
+        w: usize,
+        pc: u32,
+        mask: u32,
+        space: Space,
+        op: AtomOp,
+        ty: AtomTy,
+        count: u32,
+        sem: AtomSem,
+        dst: &[Slot],
+        src: &[Slot],
+    ) {
+        let size = atom_bytes(ty);
+        let operand = |c: &Self, slot: Slot| -> Row64 {
+            match slot {
+                Slot::Long(_) => c.row64(w, slot),
+                slot => c.row(w, slot).map(u64::from),
+            }
+        };
+        let (compare, first) = if op == AtomOp::Cas { (operand(self, src[1]), 2) } else { ([0; 32], 1) };
+        let operands: Vec<Row64> =
+            src[first..first + count as usize].iter().map(|&slot| operand(self, slot)).collect();
+        let mut old = [POISON; 32];
+        let order = match sem {
+            AtomSem::Relaxed => (false, false),
+            AtomSem::Acquire => (true, false),
+            AtomSem::Release => (false, true),
+            AtomSem::AcqRel => (true, true),
+        };
+        match space {
+            Space::Param => self.unsupported(pc, "parameters cannot be written"),
+            Space::Global => {
+                let addresses = self.global_addresses(w, src[0]);
+                self.publish_global(w, mask, order.1, &addresses);
+                let ok = self.touch_global(w, pc, &addresses, mask, size * count, Touch::Atomic);
+                let memory = self.launch.memory;
+                for_lanes(ok, |l| {
+                    if let Some((region, offset)) = memory.find(addresses[l], u64::from(size * count)) {
+                        for (e, row) in operands.iter().enumerate() {
+                            let at = offset + e * size as usize;
+                            let change = |v| apply(op, ty, v, row[l], compare[l], true);
+                            let before = region.update(at, size, change);
+                            region.note_written(at, size);
+                            old[l] = before;
+                        }
+                    }
+                });
+                self.observe_global(w, mask, order.0, &addresses);
+            }
+            Space::Shared | Space::SharedCluster => {
+                let raw = self.shared_addresses(w, src[0]);
+                self.by_block(w, space, &raw, mask, |c, block, addresses, lanes| {
+                    c.publish_shared(w, block, lanes, order.1, addresses);
+                    let ok = c.touch_shared(w, pc, block, addresses, lanes, size * count, Touch::Atomic);
+                    let shared = &mut c.blocks[block].shared;
+                    for_lanes(ok, |l| {
+                        for (e, row) in operands.iter().enumerate() {
+                            let at = addresses[l] + e as u32 * size;
+                            old[l] = shared.load(at, size);
+                            shared.store(at, size, apply(op, ty, old[l], row[l], compare[l], false));
+                        }
+                    });
+                    c.observe_shared(w, block, lanes, order.0, addresses);
+                });
+            }
+        }
+        match dst.first() {
+            None | Some(Slot::Sink) => {}
+            Some(Slot::Long(d)) => self.warps[w].regs.set64(*d, mask, &old),
+            Some(slot) => self.put(w, *slot, mask, &old.map(|v| v as u32)),
+        }
+    }
+
+    fn acquire_global(&mut self, w: usize, mask: u32, order: Order, addresses: &Row64) {
+        if order != Order::Weak {
+            self.observe_global(w, mask, matches!(order, Order::Acquire(_)), addresses);
+        }
+    }
+
+    fn release_global(&mut self, w: usize, mask: u32, order: Order, addresses: &Row64) {
+        if order != Order::Weak {
+            self.publish_global(w, mask, matches!(order, Order::Release(_)), addresses);
+        }
+    }
+
+    fn acquire_shared(&mut self, w: usize, block: usize, mask: u32, order: Order, addresses: &Row) {
+        if order != Order::Weak {
+            self.observe_shared(w, block, mask, matches!(order, Order::Acquire(_)), addresses);
+        }
+    }
+
+    fn release_shared(&mut self, w: usize, block: usize, mask: u32, order: Order, addresses: &Row) {
+        if order != Order::Weak {
+            self.publish_shared(w, block, mask, matches!(order, Order::Release(_)), addresses);
+        }
+    }
+
+    /// A strong write to words of global memory publishes: what the warp has done if it is a release, else what
+    /// it had done at its last fence.
+    fn publish_global(&mut self, w: usize, mask: u32, release: bool, addresses: &Row64) {
+        let (id, launch) = (self.id, self.launch);
+        let warp = &mut self.warps[w];
+        let published = if release {
+            warp.clocks.publish_abroad(id, mask, warp.live)
+        } else if let Some(fenced) = &warp.fenced {
+            fenced.abroad.clone()
+        } else {
+            return;
+        };
+        self.progress += 1;
+        for_lanes(mask, |l| launch.sync.release(addresses[l], &published));
+    }
+
+    /// A strong read of words of global memory takes in what was published there: at once if it is an acquire,
+    /// else at the next fence.
+    fn observe_global(&mut self, w: usize, mask: u32, acquire: bool, addresses: &Row64) {
+        let launch = self.launch;
+        let warp = &mut self.warps[w];
+        for_lanes(mask, |l| {
+            if let Some(published) = launch.sync.acquire(addresses[l]) {
+                if acquire {
+                    warp.clocks.acquire_abroad(&published);
+                } else {
+                    crate::races::join(&mut warp.observed.abroad, &published);
+                }
+            }
+        });
+    }
+
+    fn publish_shared(&mut self, w: usize, block: usize, mask: u32, release: bool, addresses: &Row) {
+        let warp = &mut self.warps[w];
+        let mut published = ClockPair::default();
+        if release {
+            warp.clocks.publish(mask, warp.live, &mut published);
+        } else if let Some(fenced) = &warp.fenced {
+            published.join(&fenced.pair);
+        } else {
+            return;
+        }
+        self.progress += 1;
+        let sync = &mut self.blocks[block].sync;
+        for_lanes(mask, |l| sync.entry(addresses[l]).or_default().join(&published));
+    }
+
+    fn observe_shared(&mut self, w: usize, block: usize, mask: u32, acquire: bool, addresses: &Row) {
+        let (sync, warp) = (&self.blocks[block].sync, &mut self.warps[w]);
+        for_lanes(mask, |l| {
+            if let Some(published) = sync.get(&addresses[l]) {
+                if acquire {
+                    warp.clocks.acquire(mask, warp.live, published);
+                } else {
+                    warp.observed.pair.join(published);
+                }
+            }
+        });
+    }
+
+    /// `fence` and `membar`: what strong reads have observed is taken in, and strong writes from here on publish
+    /// what the warp has done so far.
+    pub fn fence(&mut self, w: usize, mask: u32) {
+        let id = self.id;
+        let warp = &mut self.warps[w];
+        let observed = std::mem::take(&mut warp.observed);
+        warp.clocks.acquire_abroad(&observed.abroad);
+        warp.clocks.acquire(mask, warp.live, &observed.pair);
+        let mut fenced = crate::warp::Strong::default();
+        warp.clocks.publish(mask, warp.live, &mut fenced.pair);
+        fenced.abroad = warp.clocks.publish_abroad(id, mask, warp.live);
+        warp.fenced = Some(Box::new(fenced));
+    }
+}
+
+/// The lanes without those that write the same values to the same address as an earlier lane does.
+fn without_repeats<A: Copy + PartialOrd>(addresses: &[A; 32], values: &[Row64], mask: u32) -> u32 {
+    let mut ascending = true;
+    let mut last: Option<A> = None;
+    for_lanes(mask, |l| {
+        ascending &= last.is_none_or(|a| a < addresses[l]);
+        last = Some(addresses[l]);
+    });
+    if ascending {
+        return mask;
+    }
+    let mut distinct = mask;
+    for_lanes(mask, |l| {
+        let repeats = |earlier: usize| {
+            distinct >> earlier & 1 == 1
+                && addresses[earlier] == addresses[l]
+                && values.iter().all(|row| row[earlier] == row[l])
+        };
+        if (0..l).any(repeats) {
+            distinct &= !(1 << l);
+        }
+    });
+    distinct
+}
+
+/// The bytes of an atomic's element.
+pub const fn atom_bytes(ty: AtomTy) -> u32 {
+    match ty {
+        AtomTy::F16 | AtomTy::Bf16 => 2,
+        AtomTy::B64 | AtomTy::U64 | AtomTy::S64 => 8,
+        _ => 4,
+    }
+}
+
+/// The new value of an atomic. f32 sums in global memory flush subnormals.
+pub fn apply(op: AtomOp, ty: AtomTy, old: u64, operand: u64, compare: u64, flush: bool) -> u64 {
+    let (a, b) = (old as u32, operand as u32);
+    match ty {
+        AtomTy::F32 => {
+            let (x, y) = (f32::from_bits(a), f32::from_bits(b));
+            u64::from(match op {
+                AtomOp::Exch => b,
+                AtomOp::Min => num::canonical(num::min(x, y)),
+                AtomOp::Max => num::canonical(num::max(x, y)),
+                _ if flush => num::canonical(num::flush(num::flush(x) + num::flush(y))),
+                _ => num::canonical(x + y),
+            })
+        }
+        AtomTy::F16 | AtomTy::Bf16 | AtomTy::F16x2 | AtomTy::Bf16x2 => {
+            let one = |x: u16, y: u16| -> u16 {
+                let (widen, round): (fn(u16) -> f32, fn(f32) -> u16) = match ty {
+                    AtomTy::F16 | AtomTy::F16x2 => (num::f16_to_f32, num::f32_to_f16),
+                    _ => (num::bf16_to_f32, num::f32_to_bf16),
+                };
+                let (x, y) = (widen(x), widen(y));
+                round(match op {
+                    AtomOp::Min => num::min(x, y),
+                    AtomOp::Max => num::max(x, y),
+                    _ => x + y,
+                })
+            };
+            let lo = one(a as u16, b as u16);
+            if matches!(ty, AtomTy::F16 | AtomTy::Bf16) {
+                u64::from(lo)
+            } else {
+                u64::from(one((a >> 16) as u16, (b >> 16) as u16)) << 16 | u64::from(lo)
+            }
+        }
+        AtomTy::B64 | AtomTy::U64 | AtomTy::S64 => match op {
+            AtomOp::Add => old.wrapping_add(operand),
+            AtomOp::Min if ty == AtomTy::S64 => (old as i64).min(operand as i64) as u64,
+            AtomOp::Min => old.min(operand),
+            AtomOp::Max if ty == AtomTy::S64 => (old as i64).max(operand as i64) as u64,
+            AtomOp::Max => old.max(operand),
+            AtomOp::And => old & operand,
+            AtomOp::Or => old | operand,
+            AtomOp::Xor => old ^ operand,
+            AtomOp::Exch => operand,
+            AtomOp::Cas if old == compare => operand,
+            AtomOp::Cas => old,
+            AtomOp::Inc => {
+                if old >= operand {
+                    0
+                } else {
+                    old + 1
+                }
+            }
+            AtomOp::Dec => {
+                if old == 0 || old > operand {
+                    operand
+                } else {
+                    old - 1
+                }
+            }
+        },
+        AtomTy::B32 | AtomTy::U32 | AtomTy::S32 => u64::from(match op {
+            AtomOp::Add => a.wrapping_add(b),
+            AtomOp::Min if ty == AtomTy::S32 => (a as i32).min(b as i32) as u32,
+            AtomOp::Min => a.min(b),
+            AtomOp::Max if ty == AtomTy::S32 => (a as i32).max(b as i32) as u32,
+            AtomOp::Max => a.max(b),
+            AtomOp::And => a & b,
+            AtomOp::Or => a | b,
+            AtomOp::Xor => a ^ b,
+            AtomOp::Exch => b,
+            AtomOp::Cas if a == compare as u32 => b,
+            AtomOp::Cas => a,
+            AtomOp::Inc => {
+                if a >= b {
+                    0
+                } else {
+                    a + 1
+                }
+            }
+            AtomOp::Dec => {
+                if a == 0 || a > b {
+                    b
+                } else {
+                    a - 1
+                }
+            }
+        }),
+    }
+}

@@ -1,0 +1,203 @@
+//! Matrix fragments and the tensor cores of a warp: `ldmatrix`, `stmatrix`, `mma.sync`.
+
+use flashcore_ptx::{AccTy, MatrixTy, MmaShape};
+
+use crate::banks;
+use crate::clock::{Lanes, Proxy};
+use crate::decode::Slot;
+use crate::findings::FindingKind;
+use crate::machine::Cluster;
+use crate::mma::{self, ATile, BTile};
+use crate::regs::Row;
+use crate::shadow::{Access, CELL};
+use crate::simd;
+
+impl Cluster<'_> {
+    /// The row addresses of a matrix instruction that are possible; each is 16 bytes.
+    fn touch_rows(
+        &mut self,
+        w: usize,
+        pc: u32,
+        addresses: &Row,
+        count: usize,
+        trans: bool,
+        write: bool,
+    ) -> u32 {
+        let block = self.warps[w].block;
+        let checks = self.launch.config.checks;
+        if checks.costs {
+            let wavefronts = banks::matrix_wavefronts(addresses, count);
+            self.tally.counters[pc as usize].shared(wavefronts);
+        }
+        let rows = if count == 4 { u32::MAX } else { (1 << (8 * count)) - 1 };
+        let ok = self.possible_shared(w, pc, block, addresses, rows, 16);
+        if !checks.shared {
+            return ok;
+        }
+        let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
+        let mut conflict = None;
+        let mut uninitialised = None;
+        let mut barrier = None;
+        for l in (0..8 * count).filter(|l| ok >> l & 1 == 1) {
+            // Row r of a matrix belongs to lanes 4r to 4r+3, four bytes each; transposed, to all.
+            let lanes = if trans { Lanes::ALL } else { Lanes::run(4 * (l as u32 % 8), 4) };
+            let access = Access { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc };
+            let cell = addresses[l] / CELL;
+            if shared.is_barrier(cell, 0xFFFF) {
+                barrier.get_or_insert(l);
+            }
+            let found = if write {
+                shared.initialise(cell, 0xFFFF);
+                shared.shadow.write(cell, 0xFFFF, &access)
+            } else {
+                if !shared.initialised(cell, 0xFFFF) {
+                    uninitialised.get_or_insert(l);
+                }
+                shared.shadow.read(cell, 0xFFFF, &access)
+            };
+            if let Some(found) = found {
+                conflict.get_or_insert((l, found));
+            }
+        }
+        if let Some((l, found)) = conflict {
+            self.report_conflict(w, l as u32, pc, block, write, found);
+        }
+        for (fault, kind, what) in [
+            (
+                uninitialised,
+                FindingKind::UninitialisedShared,
+                "a row of shared memory that nothing was written to",
+            ),
+            (barrier, FindingKind::MbarrierMisuse, "an ordinary access to an mbarrier in use"),
+        ] {
+            if let Some(l) = fault {
+                let address = addresses[l];
+                self.report(w, l as u32, pc, kind, crate::findings::Severity::Error, |c| {
+                    (what.to_string(), Some(c.shared_place(block, address)))
+                });
+            }
+        }
+        ok
+    }
+
+    /// `ldmatrix`.
+    pub fn ldmatrix(
+        &mut self,
+        w: usize,
+        pc: u32,
+        mask: u32,
+        count: usize,
+        trans: bool,
+        dst: &[Slot],
+        src: &[Slot],
+    ) {
+        let addresses = self.shared_addresses(w, src[0]);
+        let ok = self.touch_rows(w, pc, &addresses, count, trans, false);
+        let shared = &self.blocks[self.warps[w].block].shared;
+        let mut out = [[crate::memory::POISON as u32; 32]; 4];
+        for (i, matrix) in out.iter_mut().enumerate().take(count) {
+            for row in 0..8 {
+                let l = 8 * i + row;
+                if ok >> l & 1 == 0 {
+                    continue;
+                }
+                let bytes = shared.at(addresses[l], 16);
+                if trans {
+                    // Element (row, column) goes to lane 4 column + row / 2, half row % 2.
+                    for column in 0..8 {
+                        let value = u16::from_le_bytes([bytes[2 * column], bytes[2 * column + 1]]);
+                        let word = &mut matrix[4 * column + row / 2];
+                        let shift = 16 * (row % 2);
+                        *word = *word & !(0xFFFF << shift) | u32::from(value) << shift;
+                    }
+                } else {
+                    for t in 0..4 {
+                        let b = &bytes[4 * t..4 * t + 4];
+                        matrix[4 * row + t] = u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+                    }
+                }
+            }
+        }
+        for (slot, matrix) in dst.iter().zip(&out) {
+            self.put(w, *slot, mask, matrix);
+        }
+    }
+
+    /// `stmatrix`.
+    pub fn stmatrix(&mut self, w: usize, pc: u32, mask: u32, count: usize, trans: bool, src: &[Slot]) {
+        let addresses = self.shared_addresses(w, src[0]);
+        let values: Vec<Row> = src[1..=count].iter().map(|&slot| self.row(w, slot)).collect();
+        if mask == 0 {
+            return;
+        }
+        let ok = self.touch_rows(w, pc, &addresses, count, trans, true);
+        let shared = &mut self.blocks[self.warps[w].block].shared;
+        for (i, matrix) in values.iter().enumerate() {
+            for row in 0..8 {
+                let l = 8 * i + row;
+                if ok >> l & 1 == 0 {
+                    continue;
+                }
+                let bytes = shared.at_mut(addresses[l], 16);
+                if trans {
+                    for column in 0..8 {
+                        let value = (matrix[4 * column + row / 2] >> (16 * (row % 2))) as u16;
+                        bytes[2 * column..2 * column + 2].copy_from_slice(&value.to_le_bytes());
+                    }
+                } else {
+                    for t in 0..4 {
+                        bytes[4 * t..4 * t + 4].copy_from_slice(&matrix[4 * row + t].to_le_bytes());
+                    }
+                }
+            }
+        }
+    }
+
+    /// `mma.sync`.
+    pub fn mma(
+        &mut self,
+        w: usize,
+        shape: MmaShape,
+        a_ty: MatrixTy,
+        b_ty: MatrixTy,
+        acc_ty: AccTy,
+        dst: &[Slot],
+        src: &[Slot],
+    ) {
+        let level = self.launch.level;
+        let (a_regs, b_regs, depth) = match shape {
+            MmaShape::M16n8k8 => (2, 1, 8),
+            MmaShape::M16n8k16 => (4, 2, 16),
+            MmaShape::M16n8k32 => (4, 2, 32),
+        };
+        let regs = &self.warps[w].regs;
+        let row = |i: usize| -> &Row { &regs.r32[src[i].word() as usize] };
+        let mut a: ATile = [[0.0; 32]; 16];
+        let mut b: BTile = [[0.0; 8]; 32];
+        match a_regs {
+            2 => simd::read_a(level, a_ty, &[row(0), row(1)], &mut a),
+            _ => simd::read_a(level, a_ty, &[row(0), row(1), row(2), row(3)], &mut a),
+        }
+        match b_regs {
+            1 => simd::read_b(level, b_ty, &[row(a_regs)], &mut b),
+            _ => simd::read_b(level, b_ty, &[row(a_regs), row(a_regs + 1)], &mut b),
+        }
+        let c = a_regs + b_regs;
+        match acc_ty {
+            AccTy::F32 => {
+                let mut acc = [*row(c), *row(c + 1), *row(c + 2), *row(c + 3)];
+                simd::multiply(level, depth, &a, &b, &mut acc);
+                for (slot, value) in dst.iter().zip(&acc) {
+                    self.put(w, *slot, u32::MAX, value);
+                }
+            }
+            AccTy::F16 => {
+                let mut acc = mma::unpack_f16([row(c), row(c + 1)]);
+                simd::multiply(level, depth, &a, &b, &mut acc);
+                for (slot, value) in dst.iter().zip(&mma::pack_f16(&acc)) {
+                    self.put(w, *slot, u32::MAX, value);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! What the simulator has to say about a kernel.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::panic::Location;
+
+use flashcore_ptx::Kernel;
+
+/// What is wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum FindingKind {
+    /// An access outside of every allocation.
+    OutOfBounds,
+    /// An address that is not a multiple of what the access needs.
+    Misaligned,
+    /// A read of global memory that holds no value.
+    UninitialisedGlobal,
+    /// A read of shared memory that holds no value.
+    UninitialisedShared,
+    /// A read of a register that holds no value.
+    UninitialisedRegister,
+    /// Two accesses to shared memory, one a write, that nothing orders.
+    SharedRace,
+    /// Two accesses to global memory, one a write, that nothing orders.
+    GlobalRace,
+    /// Accesses by two lanes of one warp, one a write, without a warp barrier between them.
+    WarpRace,
+    /// An ordinary and an asynchronous access without `fence.proxy.async` between them.
+    MissingProxyFence,
+    /// A register of a `wgmma` touched before its wait.
+    WgmmaRegister,
+    /// A `wgmma` on registers touched since the last `wgmma.fence`.
+    MissingWgmmaFence,
+    /// Warps of a warpgroup that do not execute `wgmma` together.
+    WarpgroupSplit,
+    /// All warps wait, and nothing is under way that could wake one.
+    Deadlock,
+    /// A block barrier used with the wrong number of threads, or left incomplete.
+    BarrierMisuse,
+    /// An mbarrier used outside of its life, over its count, or lapped.
+    MbarrierMisuse,
+    /// Lanes that should execute an instruction together do not.
+    DivergentCollective,
+    /// A block ends while asynchronous operations are under way.
+    PendingAtExit,
+    /// Registers asked for or given back beyond the block's pool.
+    RegisterPool,
+    /// A tensor map, descriptor or copy that the hardware does not accept.
+    BadDescriptor,
+    /// A block ends while another of its cluster may still reach it, or a rank that does not exist.
+    ClusterMisuse,
+    /// `trap` was executed.
+    Trap,
+    /// The launch did not end within its budget of instructions.
+    Budget,
+}
+
+impl FindingKind {
+    /// A few words.
+    pub const fn title(self) -> &'static str {
+        match self {
+            FindingKind::OutOfBounds => "out of bounds",
+            FindingKind::Misaligned => "misaligned",
+            FindingKind::UninitialisedGlobal => "uninitialised global memory",
+            FindingKind::UninitialisedShared => "uninitialised shared memory",
+            FindingKind::UninitialisedRegister => "uninitialised register",
+            FindingKind::SharedRace => "race in shared memory",
+            FindingKind::GlobalRace => "race in global memory",
+            FindingKind::WarpRace => "race between lanes of a warp",
+            FindingKind::MissingProxyFence => "missing fence.proxy.async",
+            FindingKind::WgmmaRegister => "wgmma register in flight",
+            FindingKind::MissingWgmmaFence => "missing wgmma.fence",
+            FindingKind::WarpgroupSplit => "warpgroup split",
+            FindingKind::Deadlock => "deadlock",
+            FindingKind::BarrierMisuse => "barrier misuse",
+            FindingKind::MbarrierMisuse => "mbarrier misuse",
+            FindingKind::DivergentCollective => "divergent collective",
+            FindingKind::PendingAtExit => "asynchronous operations pending at exit",
+            FindingKind::RegisterPool => "register pool",
+            FindingKind::BadDescriptor => "bad descriptor",
+            FindingKind::ClusterMisuse => "cluster misuse",
+            FindingKind::Trap => "trap",
+            FindingKind::Budget => "instruction budget used up",
+        }
+    }
+}
+
+/// How bad it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Severity {
+    /// Undefined by the memory model, though today's hardware happens to cope.
+    Warning,
+    /// Wrong.
+    Error,
+}
+
+/// An instruction, in the kernel author's words.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Site {
+    /// Its index in the kernel's body.
+    pub pc: u32,
+    /// The mnemonic with its modifiers.
+    pub instruction: String,
+    /// The section it stands in.
+    pub section: Option<String>,
+    /// Its comment, or the nearest one before it in the section.
+    pub comment: Option<String>,
+    /// The Rust line that emitted it.
+    pub loc: Option<&'static Location<'static>>,
+}
+
+impl Site {
+    /// The site of an instruction.
+    pub fn of(kernel: &Kernel, pc: u32) -> Site {
+        let place = kernel.describe(pc as usize);
+        Site {
+            pc,
+            instruction: kernel
+                .body
+                .get(pc as usize)
+                .map_or_else(|| "the end".to_string(), |i| format!("{:?}", i.op)),
+            section: place.section.map(str::to_string),
+            comment: place.comment.map(str::to_string),
+            loc: place.loc,
+        }
+    }
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "#{} {}", self.pc, self.instruction)?;
+        for words in [&self.section, &self.comment].into_iter().flatten() {
+            write!(f, " · {words}")?;
+        }
+        if let Some(loc) = self.loc {
+            write!(f, " ({}:{})", loc.file(), loc.line())?;
+        }
+        Ok(())
+    }
+}
+
+/// A thread of the launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Thread {
+    /// The block.
+    pub block: [u32; 3],
+    /// The warp in the block.
+    pub warp: u32,
+    /// The lane in the warp.
+    pub lane: u32,
+}
+
+impl fmt::Display for Thread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [x, y, z] = self.block;
+        write!(f, "block ({x},{y},{z}) warp {} lane {}", self.warp, self.lane)
+    }
+}
+
+/// Where in memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The address as the kernel has it.
+    pub address: u64,
+    /// The allocation and the offset in it, in words.
+    pub description: String,
+}
+
+/// The other of two accesses that conflict.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OtherAccess {
+    /// Its instruction.
+    pub site: Site,
+    /// Who: a thread, or an asynchronous operation.
+    pub by: String,
+    /// Whether it wrote.
+    pub wrote: bool,
+}
+
+/// One thing that is wrong with a kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// What.
+    pub kind: FindingKind,
+    /// How bad.
+    pub severity: Severity,
+    /// The details.
+    pub message: String,
+    /// The instruction.
+    pub site: Site,
+    /// Who executed it, the first time.
+    pub thread: Thread,
+    /// Where in memory, if it concerns memory.
+    pub place: Option<Place>,
+    /// The access that it conflicts with.
+    pub other: Option<OtherAccess>,
+    /// What would have ordered the two.
+    pub missing: Option<String>,
+    /// How often it was seen at this instruction.
+    pub occurrences: u64,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let level = match self.severity {
+            Severity::Warning => "warning",
+            Severity::Error => "error",
+        };
+        write!(f, "{level}: {}: {}", self.kind.title(), self.message)?;
+        write!(f, "\n  at {}\n  by {}", self.site, self.thread)?;
+        if let Some(place) = &self.place {
+            write!(f, "\n  address {:#x}: {}", place.address, place.description)?;
+        }
+        if let Some(other) = &self.other {
+            let did = if other.wrote { "wrote" } else { "read" };
+            write!(f, "\n  {} {did} it at {}", other.by, other.site)?;
+        }
+        if let Some(missing) = &self.missing {
+            write!(f, "\n  missing: {missing}")?;
+        }
+        if self.occurrences > 1 {
+            write!(f, "\n  seen {} times", self.occurrences)?;
+        }
+        Ok(())
+    }
+}
+
+/// A finding before its sites are put into words; many are seen again and only counted.
+#[derive(Clone, Debug)]
+pub(crate) struct Raw {
+    pub kind: FindingKind,
+    pub severity: Severity,
+    pub pc: u32,
+    pub thread: Thread,
+    pub message: String,
+    pub place: Option<Place>,
+    /// The other access: its instruction, who, and whether it wrote.
+    pub other: Option<(u32, String, bool)>,
+    pub missing: Option<String>,
+}
+
+/// The findings of a launch, each kind once for an instruction (and the one it conflicts with).
+#[derive(Default)]
+pub(crate) struct FindingSet {
+    seen: HashMap<(FindingKind, u32, u32), usize>,
+    list: Vec<(Raw, u64)>,
+}
+
+impl FindingSet {
+    /// Whether this is known already; then it is only counted.
+    pub fn again(&mut self, kind: FindingKind, pc: u32, other_pc: u32) -> bool {
+        match self.seen.get(&(kind, pc, other_pc)) {
+            Some(&i) => {
+                self.list[i].1 += 1;
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Adds a finding, or counts it if its like is known.
+    pub fn add(&mut self, raw: Raw) {
+        self.add_counted(raw, 1);
+    }
+
+    fn add_counted(&mut self, raw: Raw, count: u64) {
+        let other_pc = raw.other.as_ref().map_or(u32::MAX, |o| o.0);
+        let list = &mut self.list;
+        let i = *self.seen.entry((raw.kind, raw.pc, other_pc)).or_insert_with(|| {
+            list.push((raw, 0));
+            list.len() - 1
+        });
+        self.list[i].1 += count;
+    }
+
+    /// Adds all findings of another set.
+    pub fn merge(&mut self, other: FindingSet) {
+        for (raw, count) in other.list {
+            self.add_counted(raw, count);
+        }
+    }
+
+    /// The number of different findings.
+    pub fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    /// The findings in words, errors first, in program order.
+    pub fn into_findings(self, kernel: &Kernel) -> Vec<Finding> {
+        let mut list = self.list;
+        list.sort_by_key(|(raw, _)| (std::cmp::Reverse(raw.severity), raw.pc, raw.kind));
+        let word = |(raw, occurrences): (Raw, u64)| Finding {
+            kind: raw.kind,
+            severity: raw.severity,
+            message: raw.message,
+            site: Site::of(kernel, raw.pc),
+            thread: raw.thread,
+            place: raw.place,
+            other: raw.other.map(|(pc, by, wrote)| OtherAccess { site: Site::of(kernel, pc), by, wrote }),
+            missing: raw.missing,
+            occurrences,
+        };
+        list.into_iter().map(word).collect()
+    }
+}

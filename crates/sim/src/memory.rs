@@ -1,0 +1,295 @@
+//! Global memory: allocations far apart from each other, with a record of which bytes hold a value.
+//!
+//! Every allocation has a window of the address space of its own, 8 GiB wide, so a stray pointer meets nothing
+//! for gigabytes in either direction, and the allocation of an address is found by a shift. Blocks run on several
+//! threads, so memory is made of atomic words; plain accesses are relaxed.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+
+use crate::races::RaceShadow;
+
+/// The byte pattern of memory that holds no value: a NaN in every float format, in either byte order of pairs.
+pub const POISON: u64 = 0x7FFF_7FFF_7FFF_7FFF;
+
+/// log2 of the address space that one allocation has to itself.
+const WINDOW_BITS: u32 = 33;
+/// Where in its window an allocation starts.
+const LEAD: u64 = 1 << 31;
+
+/// An allocation of global memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Buffer {
+    /// The device address of its first byte.
+    pub address: u64,
+    /// Its size in bytes.
+    pub len: usize,
+}
+
+/// One allocation with its shadow.
+pub(crate) struct Region {
+    pub name: String,
+    pub base: u64,
+    pub len: usize,
+    words: Box<[AtomicU64]>,
+    /// One bit a byte: holds a value.
+    init: Box<[AtomicU8]>,
+    /// One bit a byte: written by a kernel since the host last asked to forget.
+    written: Box<[AtomicU8]>,
+    pub races: RaceShadow,
+}
+
+impl Region {
+    fn new(name: String, base: u64, len: usize, initialised: bool) -> Region {
+        let words = len.div_ceil(8);
+        Region {
+            name,
+            base,
+            len,
+            words: (0..words).map(|_| AtomicU64::new(POISON)).collect(),
+            init: (0..words).map(|_| AtomicU8::new(if initialised { 0xFF } else { 0 })).collect(),
+            written: (0..words).map(|_| AtomicU8::new(0)).collect(),
+            races: RaceShadow::new(len),
+        }
+    }
+
+    /// Loads 1, 2, 4 or 8 bytes at a multiple of that size.
+    #[inline]
+    pub fn load(&self, offset: usize, bytes: u32) -> u64 {
+        let word = self.words[offset / 8].load(Relaxed);
+        let shifted = word >> ((offset % 8) * 8);
+        if bytes == 8 { shifted } else { shifted & ((1 << (bytes * 8)) - 1) }
+    }
+
+    /// Stores 1, 2, 4 or 8 bytes at a multiple of that size.
+    #[inline]
+    pub fn store(&self, offset: usize, bytes: u32, value: u64) {
+        let word = &self.words[offset / 8];
+        if bytes == 8 {
+            word.store(value, Relaxed);
+        } else {
+            self.update(offset, bytes, |_| value);
+        }
+        let bits = (((1u32 << bytes) - 1) << (offset % 8)) as u8;
+        mark(&self.init[offset / 8], bits);
+        mark(&self.written[offset / 8], bits);
+    }
+
+    /// Replaces 1, 2, 4 or 8 bytes by a function of them, atomically; returns the old value.
+    pub fn update(&self, offset: usize, bytes: u32, f: impl Fn(u64) -> u64) -> u64 {
+        let shift = (offset % 8) * 8;
+        let mask = if bytes == 8 { u64::MAX } else { (1 << (bytes * 8)) - 1 };
+        let word = &self.words[offset / 8];
+        let mut old = word.load(Relaxed);
+        loop {
+            let new = old & !(mask << shift) | (f(old >> shift & mask) & mask) << shift;
+            match word.compare_exchange_weak(old, new, Relaxed, Relaxed) {
+                Ok(_) => return old >> shift & mask,
+                Err(now) => old = now,
+            }
+        }
+    }
+
+    /// Notes that a kernel has written these bytes, within one word.
+    pub fn note_written(&self, offset: usize, bytes: u32) {
+        let bits = (((1u32 << bytes) - 1) << (offset % 8)) as u8;
+        mark(&self.init[offset / 8], bits);
+        mark(&self.written[offset / 8], bits);
+    }
+
+    /// Whether all these bytes, within one word, hold a value.
+    #[inline]
+    pub fn initialised(&self, offset: usize, bytes: u32) -> bool {
+        let bits = (((1u32 << bytes) - 1) << (offset % 8)) as u8;
+        self.init[offset / 8].load(Relaxed) & bits == bits
+    }
+
+    /// One byte.
+    pub fn load_byte(&self, offset: usize) -> u8 {
+        self.load(offset, 1) as u8
+    }
+}
+
+#[inline]
+fn mark(bits: &AtomicU8, new: u8) {
+    if bits.load(Relaxed) & new != new {
+        bits.fetch_or(new, Relaxed);
+    }
+}
+
+/// All allocations of a device.
+#[derive(Default)]
+pub(crate) struct GlobalMemory {
+    regions: Vec<Option<Region>>,
+}
+
+impl GlobalMemory {
+    /// Adds an allocation; the contents hold no value unless bytes are given.
+    pub fn allocate(&mut self, name: Option<String>, len: usize, contents: Option<&[u8]>) -> Buffer {
+        assert!(len < 1 << 32, "an allocation must be smaller than 4 GiB; {len} bytes were asked for");
+        let index = self.regions.len() as u64;
+        let base = (index + 1) << WINDOW_BITS | LEAD;
+        let name = name.unwrap_or_else(|| format!("buffer {index}"));
+        let region = Region::new(name, base, len, contents.is_some());
+        self.regions.push(Some(region));
+        let buffer = Buffer { address: base, len };
+        if let Some(bytes) = contents {
+            self.upload(buffer, bytes);
+        }
+        buffer
+    }
+
+    /// Forgets an allocation: later accesses to it are out of bounds.
+    pub fn free(&mut self, buffer: Buffer) {
+        let index = Self::index(buffer.address);
+        if let Some(slot) = index.and_then(|i| self.regions.get_mut(i)) {
+            *slot = None;
+        }
+    }
+
+    fn index(address: u64) -> Option<usize> {
+        ((address >> WINDOW_BITS) as usize).checked_sub(1)
+    }
+
+    /// The allocation in whose window the address lies, whether or not it is inside.
+    #[inline]
+    pub fn near(&self, address: u64) -> Option<&Region> {
+        self.regions.get(Self::index(address)?)?.as_ref()
+    }
+
+    /// The allocation that holds these bytes, and where in it they start.
+    #[inline]
+    pub fn find(&self, address: u64, bytes: u64) -> Option<(&Region, usize)> {
+        let region = self.near(address)?;
+        let offset = address.checked_sub(region.base)?;
+        (offset + bytes <= region.len as u64).then_some((region, offset as usize))
+    }
+
+    fn region(&self, buffer: Buffer) -> &Region {
+        match self.find(buffer.address, 0) {
+            Some((region, _)) => region,
+            None => panic!("buffer at {:#x} is not an allocation of this device", buffer.address),
+        }
+    }
+
+    /// Fills an allocation from the host, from its first byte on.
+    pub fn upload(&mut self, buffer: Buffer, bytes: &[u8]) {
+        let region = self.region(buffer);
+        assert!(bytes.len() <= region.len, "{} bytes do not fit a buffer of {}", bytes.len(), region.len);
+        for (i, chunk) in bytes.chunks(8).enumerate() {
+            let mut word = region.words[i].load(Relaxed).to_le_bytes();
+            word[..chunk.len()].copy_from_slice(chunk);
+            region.words[i].store(u64::from_le_bytes(word), Relaxed);
+            region.init[i].fetch_or(((1u32 << chunk.len()) - 1) as u8, Relaxed);
+        }
+    }
+
+    /// The bytes of an allocation.
+    pub fn download(&self, buffer: Buffer) -> Vec<u8> {
+        let region = self.region(buffer);
+        let mut bytes: Vec<u8> = region.words.iter().flat_map(|w| w.load(Relaxed).to_le_bytes()).collect();
+        bytes.truncate(buffer.len.min(region.len));
+        bytes
+    }
+
+    /// The byte ranges of an allocation that no kernel has written.
+    pub fn unwritten(&self, buffer: Buffer) -> Vec<Range<usize>> {
+        let region = self.region(buffer);
+        let mut gaps: Vec<Range<usize>> = Vec::new();
+        for byte in 0..region.len {
+            if region.written[byte / 8].load(Relaxed) >> (byte % 8) & 1 == 0 {
+                match gaps.last_mut() {
+                    Some(gap) if gap.end == byte => gap.end += 1,
+                    _ => gaps.push(byte..byte + 1),
+                }
+            }
+        }
+        gaps
+    }
+
+    /// Forgets which bytes kernels have written.
+    pub fn forget_written(&mut self, buffer: Buffer) {
+        for bits in &self.region(buffer).written {
+            bits.store(0, Relaxed);
+        }
+    }
+
+    /// Where an address lies, in words.
+    pub fn describe(&self, address: u64) -> String {
+        match self.near(address) {
+            Some(region) => {
+                let offset = i128::from(address) - i128::from(region.base);
+                if offset < 0 {
+                    format!("{} bytes before {}", -offset, region.name)
+                } else if offset >= region.len as i128 {
+                    format!(
+                        "{} bytes past the end of {} ({} bytes)",
+                        offset - region.len as i128,
+                        region.name,
+                        region.len
+                    )
+                } else {
+                    format!("{} + {offset}", region.name)
+                }
+            }
+            None => "no allocation".to_string(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_survive_the_round_trip_whatever_their_number() {
+        let mut memory = GlobalMemory::default();
+        for len in [1, 7, 8, 9, 63, 64] {
+            let bytes: Vec<u8> = (0..len as u8).collect();
+            let buffer = memory.allocate(None, len, Some(&bytes));
+            assert_eq!(memory.download(buffer), bytes);
+        }
+    }
+
+    #[test]
+    fn narrow_stores_touch_only_their_bytes() {
+        let mut memory = GlobalMemory::default();
+        let buffer = memory.allocate(None, 16, Some(&[0; 16]));
+        let (region, offset) = memory.find(buffer.address + 6, 2).expect("inside");
+        region.store(offset, 2, 0xBEEF);
+        region.store(8, 1, 0x77);
+        region.store(12, 4, 0x0102_0304);
+        assert_eq!(region.load(4, 4), 0xBEEF_0000);
+        let mut want = [0; 16];
+        want[6..8].copy_from_slice(&[0xEF, 0xBE]);
+        want[8] = 0x77;
+        want[12..].copy_from_slice(&[4, 3, 2, 1]);
+        assert_eq!(memory.download(buffer), want);
+        assert_eq!(memory.unwritten(buffer), [0..6, 9..12]);
+    }
+
+    #[test]
+    fn fresh_memory_holds_no_value_and_reads_as_nan() {
+        let mut memory = GlobalMemory::default();
+        let buffer = memory.allocate(None, 8, None);
+        let (region, _) = memory.find(buffer.address, 8).expect("inside");
+        assert!(!region.initialised(0, 4));
+        assert!(f32::from_bits(region.load(0, 4) as u32).is_nan());
+        region.store(0, 4, 1);
+        assert!(region.initialised(0, 4));
+        assert!(!region.initialised(0, 8));
+    }
+
+    #[test]
+    fn addresses_outside_are_described_by_their_distance() {
+        let mut memory = GlobalMemory::default();
+        let buffer = memory.allocate(Some("k".to_string()), 10, None);
+        assert!(memory.find(buffer.address + 8, 4).is_none());
+        assert!(memory.find(buffer.address.wrapping_sub(1), 1).is_none());
+        assert_eq!(memory.describe(buffer.address + 12), "2 bytes past the end of k (10 bytes)");
+        assert_eq!(memory.describe(buffer.address - 4), "4 bytes before k");
+        assert_eq!(memory.describe(16), "no allocation");
+        memory.free(buffer);
+        assert!(memory.find(buffer.address, 1).is_none());
+    }
+}

@@ -1,0 +1,428 @@
+//! The shadow of a block's shared memory: for every byte, who wrote it last and who has read it since.
+//!
+//! The unit is a cell of 16 bytes, which is what TMA, `ldmatrix`, `cp.async` and vector accesses touch. A cell
+//! that is accessed in part is split into four words, and a word into four bytes, so that the answer is exact to
+//! the byte; a write to the whole makes it one cell again. Each cell keeps the last write and, for every warp of
+//! the block, its last read; readers from elsewhere (asynchronous operations, other blocks of the cluster) are
+//! few and kept in a list.
+
+use crate::clock::{Agent, Edge, Lanes, Proxy, Stamp, WarpClock};
+
+/// Bytes in a cell.
+pub const CELL: u32 = 16;
+
+/// Who accesses shared memory now.
+#[derive(Clone, Copy)]
+pub struct Access<'a> {
+    /// The clocks of the warp that accesses, or that started the asynchronous operation.
+    pub clocks: &'a WarpClock,
+    /// Through which proxy.
+    pub proxy: Proxy,
+    /// The stamp to leave behind.
+    pub stamp: Stamp,
+    /// The lanes of the warp that stand for the access; the stamp's agent may be another one.
+    pub lanes: Lanes,
+    /// The instruction.
+    pub pc: u32,
+}
+
+/// An earlier access that the present one is not ordered after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Conflict {
+    /// The earlier access.
+    pub prior: Stamp,
+    /// Its instruction.
+    pub prior_pc: u32,
+    /// Whether it was a write.
+    pub prior_wrote: bool,
+    /// What is missing between the two.
+    pub edge: Edge,
+    /// The first byte in question.
+    pub address: u32,
+}
+
+#[derive(Clone, Copy)]
+struct Cell {
+    write: Stamp,
+    write_pc: u32,
+    /// The first of four parts, or 0.
+    parts: u32,
+    /// The warps of this block that have read since the last write.
+    readers: u32,
+    /// One more than the index of a list of other readers, or 0.
+    others: u32,
+}
+
+impl Cell {
+    const FRESH: Cell = Cell { write: Stamp::NEVER, write_pc: 0, parts: 0, readers: 0, others: 0 };
+}
+
+/// A warp's last read of a cell: its clock, and the instruction and lanes packed.
+#[derive(Clone, Copy, Default)]
+struct Read {
+    clock: u32,
+    pc_and_lanes: u32,
+}
+
+/// The shadow of one block's shared memory.
+pub struct SharedShadow {
+    cells: Vec<Cell>,
+    reads: Vec<Read>,
+    others: Vec<Vec<(Stamp, u32)>>,
+    free_parts: Vec<u32>,
+    free_others: Vec<u32>,
+    first_warp: Agent,
+    warps: usize,
+}
+
+/// The size of a node by its depth: cell, word, byte.
+const SIZES: [u32; 3] = [16, 4, 1];
+const FULL: [u16; 3] = [0xFFFF, 0xF, 1];
+
+impl SharedShadow {
+    /// The shadow of `bytes` of memory of a block whose warps are the agents from `first_warp` on.
+    pub fn new(bytes: u32, first_warp: Agent, warps: usize) -> SharedShadow {
+        let cells = bytes.div_ceil(CELL) as usize;
+        SharedShadow {
+            cells: vec![Cell::FRESH; cells],
+            reads: vec![Read::default(); cells * warps],
+            others: Vec::new(),
+            free_parts: Vec::new(),
+            free_others: Vec::new(),
+            first_warp,
+            warps,
+        }
+    }
+
+    /// Records a read of the bytes of a cell that `mask` names.
+    #[inline]
+    pub fn read(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {
+        if mask == 0xFFFF && self.cells[cell as usize].parts == 0 {
+            return self.read_leaf(cell, cell * CELL, access);
+        }
+        self.visit(cell, cell * CELL, 0, mask, access, false)
+    }
+
+    /// Records a write of the bytes of a cell that `mask` names.
+    #[inline]
+    pub fn write(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {
+        if mask == 0xFFFF && self.cells[cell as usize].parts == 0 {
+            return self.write_leaf(cell, cell * CELL, access);
+        }
+        self.visit(cell, cell * CELL, 0, mask, access, true)
+    }
+
+    /// Walks down to the parts that the mask names, splitting where it names only some.
+    fn visit(
+        &mut self,
+        node: u32,
+        address: u32,
+        depth: usize,
+        mask: u16,
+        access: &Access<'_>,
+        write: bool,
+    ) -> Option<Conflict> {
+        if self.cells[node as usize].parts == 0 {
+            if mask == FULL[depth] {
+                return if write {
+                    self.write_leaf(node, address, access)
+                } else {
+                    self.read_leaf(node, address, access)
+                };
+            }
+            self.split(node, depth);
+        }
+        let parts = self.cells[node as usize].parts;
+        let size = SIZES[depth + 1];
+        let mut first = None;
+        for i in 0..4 {
+            let part = (mask >> (i * size)) & FULL[depth + 1];
+            if part != 0 {
+                let access = Access {
+                    stamp: access.stamp.part(i * size, size),
+                    lanes: access.lanes.part(i * size, size),
+                    ..*access
+                };
+                let conflict = self.visit(parts + i, address + i * size, depth + 1, part, &access, write);
+                first = first.or(conflict);
+            }
+        }
+        if write && mask == FULL[depth] {
+            self.unite(node);
+            let cell = &mut self.cells[node as usize];
+            cell.write = access.stamp;
+            cell.write_pc = access.pc;
+            cell.readers = 0;
+        }
+        first
+    }
+
+    #[inline]
+    fn read_leaf(&mut self, node: u32, address: u32, access: &Access<'_>) -> Option<Conflict> {
+        let cell = &mut self.cells[node as usize];
+        let mut conflict = None;
+        if cell.write.clock != 0 {
+            let edge = access.clocks.edge(cell.write, access.lanes, access.proxy);
+            if edge != Edge::Ordered {
+                conflict = Some(Conflict {
+                    prior: cell.write,
+                    prior_pc: cell.write_pc,
+                    prior_wrote: true,
+                    edge,
+                    address,
+                });
+            }
+        }
+        let local = usize::from(access.stamp.agent.wrapping_sub(self.first_warp));
+        if local < self.warps {
+            cell.readers |= 1 << local;
+            self.reads[node as usize * self.warps + local] = Read {
+                clock: access.stamp.clock,
+                pc_and_lanes: access.pc << 8 | u32::from(access.stamp.lanes.code()),
+            };
+        } else {
+            self.read_by_other(node, access);
+        }
+        conflict
+    }
+
+    #[inline]
+    fn write_leaf(&mut self, node: u32, address: u32, access: &Access<'_>) -> Option<Conflict> {
+        let cell = self.cells[node as usize];
+        let mut conflict = None;
+        if cell.write.clock != 0 {
+            let edge = access.clocks.edge(cell.write, access.lanes, access.proxy);
+            if edge != Edge::Ordered {
+                conflict = Some(Conflict {
+                    prior: cell.write,
+                    prior_pc: cell.write_pc,
+                    prior_wrote: true,
+                    edge,
+                    address,
+                });
+            }
+        }
+        let mut readers = cell.readers;
+        while readers != 0 {
+            let local = readers.trailing_zeros();
+            readers &= readers - 1;
+            let read = self.reads[node as usize * self.warps + local as usize];
+            let prior = Stamp {
+                clock: read.clock,
+                agent: self.first_warp + local as Agent,
+                lanes: Lanes::from_code(read.pc_and_lanes as u8),
+            };
+            let edge = access.clocks.edge(prior, access.lanes, access.proxy);
+            if edge != Edge::Ordered && conflict.is_none() {
+                conflict = Some(Conflict {
+                    prior,
+                    prior_pc: read.pc_and_lanes >> 8,
+                    prior_wrote: false,
+                    edge,
+                    address,
+                });
+            }
+        }
+        if cell.others != 0 {
+            for &(prior, prior_pc) in &self.others[cell.others as usize - 1] {
+                let edge = access.clocks.edge(prior, access.lanes, access.proxy);
+                if edge != Edge::Ordered && conflict.is_none() {
+                    conflict = Some(Conflict { prior, prior_pc, prior_wrote: false, edge, address });
+                }
+            }
+            self.drop_others(cell.others);
+        }
+        self.cells[node as usize] =
+            Cell { write: access.stamp, write_pc: access.pc, parts: 0, readers: 0, others: 0 };
+        conflict
+    }
+
+    fn read_by_other(&mut self, node: u32, access: &Access<'_>) {
+        let list = self.cells[node as usize].others;
+        let list = if list == 0 {
+            let list = self.free_others.pop().unwrap_or_else(|| {
+                self.others.push(Vec::new());
+                self.others.len() as u32
+            });
+            self.cells[node as usize].others = list;
+            list
+        } else {
+            list
+        };
+        let readers = &mut self.others[list as usize - 1];
+        // A read that the new one comes after needs no memory of its own: who comes after the new one comes
+        // after it too.
+        readers.retain(|(prior, _)| {
+            prior.agent != access.stamp.agent
+                && access.clocks.edge(*prior, access.lanes, access.proxy) != Edge::Ordered
+        });
+        readers.push((access.stamp, access.pc));
+    }
+
+    fn drop_others(&mut self, list: u32) {
+        self.others[list as usize - 1].clear();
+        self.free_others.push(list);
+    }
+
+    fn split(&mut self, node: u32, depth: usize) {
+        let parts = self.free_parts.pop().unwrap_or_else(|| {
+            let first = self.cells.len() as u32;
+            self.cells.resize(self.cells.len() + 4, Cell::FRESH);
+            self.reads.resize(self.cells.len() * self.warps, Read::default());
+            first
+        });
+        let whole = self.cells[node as usize];
+        let size = SIZES[depth + 1];
+        for i in 0..4u32 {
+            let part = (parts + i) as usize;
+            let others = if whole.others == 0 {
+                0
+            } else {
+                let list = self.others[whole.others as usize - 1]
+                    .iter()
+                    .map(|&(stamp, pc)| (stamp.part(i * size, size), pc))
+                    .collect();
+                self.others.push(list);
+                self.others.len() as u32
+            };
+            self.cells[part] = Cell { write: whole.write.part(i * size, size), parts: 0, others, ..whole };
+            for warp in 0..self.warps {
+                let read = self.reads[node as usize * self.warps + warp];
+                let lanes = Lanes::from_code(read.pc_and_lanes as u8);
+                let stamp = Stamp { clock: 0, agent: 0, lanes }.part(i * size, size);
+                self.reads[part * self.warps + warp] = Read {
+                    clock: read.clock,
+                    pc_and_lanes: read.pc_and_lanes & !0xFF | u32::from(stamp.lanes.code()),
+                };
+            }
+        }
+        if whole.others != 0 {
+            self.drop_others(whole.others);
+        }
+        let cell = &mut self.cells[node as usize];
+        cell.parts = parts;
+        cell.others = 0;
+        cell.readers = 0;
+    }
+
+    /// Gives the parts of a node back.
+    fn unite(&mut self, node: u32) {
+        let parts = self.cells[node as usize].parts;
+        if parts == 0 {
+            return;
+        }
+        for i in 0..4 {
+            self.unite(parts + i);
+            let others = self.cells[(parts + i) as usize].others;
+            if others != 0 {
+                self.drop_others(others);
+            }
+            self.cells[(parts + i) as usize] = Cell::FRESH;
+        }
+        self.free_parts.push(parts);
+        self.cells[node as usize].parts = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::ClockPair;
+
+    const ALL_LANES: u32 = u32::MAX;
+
+    fn access(clocks: &WarpClock, lanes: Lanes, pc: u32) -> Access<'_> {
+        Access { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc }
+    }
+
+    fn meet(warps: &mut [WarpClock]) {
+        let mut barrier = ClockPair::default();
+        for w in warps.iter_mut() {
+            w.publish(ALL_LANES, ALL_LANES, &mut barrier);
+        }
+        for w in warps.iter_mut() {
+            w.acquire(ALL_LANES, ALL_LANES, &barrier);
+            w.sync_lanes();
+        }
+    }
+
+    #[test]
+    fn a_read_conflicts_with_an_unordered_write_and_not_after_a_barrier() {
+        let mut warps = [WarpClock::new(0), WarpClock::new(1)];
+        let mut shadow = SharedShadow::new(64, 0, 2);
+        assert!(shadow.write(1, 0xFFFF, &access(&warps[0], Lanes::one(3), 7)).is_none());
+        let conflict = shadow.read(1, 0xFFFF, &access(&warps[1], Lanes::one(0), 9)).expect("a race");
+        assert_eq!((conflict.prior_pc, conflict.prior_wrote, conflict.address), (7, true, 16));
+        assert_eq!(conflict.edge, Edge::Missing);
+        meet(&mut warps);
+        assert!(shadow.read(1, 0xFFFF, &access(&warps[1], Lanes::one(0), 9)).is_none());
+    }
+
+    #[test]
+    fn a_write_conflicts_with_every_unordered_reader_even_when_another_reader_came_later() {
+        let mut warps = [WarpClock::new(0), WarpClock::new(1), WarpClock::new(2)];
+        let mut shadow = SharedShadow::new(16, 0, 3);
+        shadow.read(0, 0xFFFF, &access(&warps[1], Lanes::ALL, 1));
+        shadow.read(0, 0xFFFF, &access(&warps[2], Lanes::ALL, 2));
+        // Warp 2 tells warp 0 that it has read; warp 1 does not.
+        let mut flag = ClockPair::default();
+        warps[2].publish(ALL_LANES, ALL_LANES, &mut flag);
+        warps[0].acquire(ALL_LANES, ALL_LANES, &flag);
+        let conflict = shadow.write(0, 0xFFFF, &access(&warps[0], Lanes::one(0), 3)).expect("a race");
+        assert_eq!((conflict.prior_pc, conflict.prior_wrote), (1, false));
+    }
+
+    #[test]
+    fn accesses_to_different_bytes_of_a_cell_do_not_conflict() {
+        let warps = [WarpClock::new(0), WarpClock::new(1)];
+        let mut shadow = SharedShadow::new(16, 0, 2);
+        assert!(shadow.write(0, 0x0003, &access(&warps[0], Lanes::one(0), 1)).is_none());
+        assert!(shadow.write(0, 0x000C, &access(&warps[1], Lanes::one(0), 2)).is_none());
+        assert!(shadow.write(0, 0x00F0, &access(&warps[1], Lanes::one(0), 3)).is_none());
+        let conflict = shadow.read(0, 0xFFFF, &access(&warps[0], Lanes::one(0), 4)).expect("a race");
+        assert_eq!((conflict.address, conflict.prior_pc), (2, 2));
+        let conflict = shadow.write(0, 0x0001, &access(&warps[1], Lanes::one(0), 5)).expect("a race");
+        assert_eq!(conflict.address, 0);
+    }
+
+    #[test]
+    fn a_whole_write_unites_a_split_cell() {
+        let mut warps = [WarpClock::new(0)];
+        let mut shadow = SharedShadow::new(16, 0, 1);
+        for _ in 0..100 {
+            shadow.write(0, 0x0001, &access(&warps[0], Lanes::one(0), 1));
+            meet(&mut warps);
+            assert!(shadow.write(0, 0xFFFF, &access(&warps[0], Lanes::one(1), 2)).is_none());
+            meet(&mut warps);
+        }
+        assert!(shadow.cells.len() <= 9, "parts are reused: {}", shadow.cells.len());
+    }
+
+    #[test]
+    fn a_run_of_lanes_keeps_each_lane_apart_when_the_cell_is_split() {
+        let warp = WarpClock::new(0);
+        let mut shadow = SharedShadow::new(16, 0, 1);
+        shadow.write(0, 0xFFFF, &access(&warp, Lanes::run(4, 4), 1));
+        assert!(shadow.read(0, 0x0F00, &access(&warp, Lanes::one(6), 2)).is_none());
+        let conflict = shadow.read(0, 0x00F0, &access(&warp, Lanes::one(6), 3)).expect("lane 5 wrote it");
+        assert_eq!(conflict.edge, Edge::MissingWarpBarrier);
+    }
+
+    #[test]
+    fn asynchronous_readers_are_remembered_until_the_write() {
+        let mut warp = WarpClock::new(0);
+        let mut shadow = SharedShadow::new(16, 0, 1);
+        let by_tensor_core = Access {
+            clocks: &warp,
+            proxy: Proxy::Async,
+            stamp: Stamp { clock: 1, agent: 1, lanes: Lanes::ALL },
+            lanes: Lanes::ALL,
+            pc: 5,
+        };
+        shadow.read(0, 0xFFFF, &by_tensor_core);
+        let conflict = shadow.write(0, 0xF, &access(&warp, Lanes::one(0), 6)).expect("still being read");
+        assert_eq!((conflict.prior_pc, conflict.prior_wrote), (5, false));
+        warp.acquire_completion(ALL_LANES, ALL_LANES, 1, 1);
+        assert!(shadow.write(0, 0xFFF0, &access(&warp, Lanes::one(0), 7)).is_none());
+    }
+}

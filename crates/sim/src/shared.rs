@@ -1,0 +1,187 @@
+//! A block's shared memory: its bytes, which of them hold a value, and the shadow that finds races.
+
+use flashcore_ptx::SharedLayout;
+
+use crate::clock::Agent;
+use crate::memory::POISON;
+use crate::shadow::{CELL, SharedShadow};
+
+/// One block's shared memory.
+pub struct SharedMemory {
+    bytes: Vec<u8>,
+    /// One bit a byte: holds a value.
+    init: Vec<u16>,
+    /// One bit a byte: belongs to an allocation.
+    allocated: Vec<u16>,
+    /// One bit a byte: belongs to an mbarrier in use.
+    barriers: Vec<u16>,
+    /// Who wrote and read what.
+    pub shadow: SharedShadow,
+    len: u32,
+}
+
+/// The bits of the bytes `first..first + count` of a cell.
+pub const fn cell_mask(first: u32, count: u32) -> u16 {
+    ((((1u32 << count) - 1) << first) & 0xFFFF) as u16
+}
+
+impl SharedMemory {
+    /// Shared memory of `len` bytes in which only what the layout names may be accessed. Without any allocation
+    /// in the layout, all of it may.
+    pub fn new(len: u32, layout: &SharedLayout, first_warp: Agent, warps: usize) -> SharedMemory {
+        let cells = len.div_ceil(CELL) as usize;
+        let poison = POISON.to_le_bytes();
+        let bytes = (0..cells * CELL as usize).map(|i| poison[i % 8]).collect();
+        let mut allocated = vec![if layout.allocs().is_empty() { 0xFFFF } else { 0u16 }; cells];
+        for alloc in layout.allocs() {
+            for_cells(alloc.offset, alloc.bytes.min(len.saturating_sub(alloc.offset)), |cell, mask| {
+                allocated[cell] |= mask;
+            });
+        }
+        SharedMemory {
+            bytes,
+            init: vec![0; cells],
+            allocated,
+            barriers: vec![0; cells],
+            shadow: SharedShadow::new(len, first_warp, warps),
+            len,
+        }
+    }
+
+    /// Its size in bytes.
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// Whether all these bytes belong to allocations.
+    #[inline]
+    pub fn contains(&self, address: u32, bytes: u32) -> bool {
+        if u64::from(address) + u64::from(bytes) > u64::from(self.len) {
+            return false;
+        }
+        let first = address % CELL;
+        if first + bytes <= CELL {
+            let mask = cell_mask(first, bytes);
+            return self.allocated[(address / CELL) as usize] & mask == mask;
+        }
+        let mut inside = true;
+        for_cells(address, bytes, |cell, mask| inside &= self.allocated[cell] & mask == mask);
+        inside
+    }
+
+    /// Whether bytes of a cell hold a value.
+    #[inline]
+    pub fn initialised(&self, cell: u32, mask: u16) -> bool {
+        self.init[cell as usize] & mask == mask
+    }
+
+    /// Notes that bytes of a cell hold a value.
+    #[inline]
+    pub fn initialise(&mut self, cell: u32, mask: u16) {
+        self.init[cell as usize] |= mask;
+    }
+
+    /// Whether any of the bytes of a cell belongs to an mbarrier in use.
+    #[inline]
+    pub fn is_barrier(&self, cell: u32, mask: u16) -> bool {
+        self.barriers[cell as usize] & mask != 0
+    }
+
+    /// Says whether the 8 bytes at this address are an mbarrier in use.
+    pub fn set_barrier(&mut self, address: u32, in_use: bool) {
+        let mask = cell_mask(address % CELL, 8);
+        let bits = &mut self.barriers[(address / CELL) as usize];
+        *bits = if in_use { *bits | mask } else { *bits & !mask };
+    }
+
+    /// The bytes from an address on.
+    #[inline]
+    pub fn at(&self, address: u32, bytes: u32) -> &[u8] {
+        &self.bytes[address as usize..][..bytes as usize]
+    }
+
+    /// The bytes from an address on, to be written.
+    #[inline]
+    pub fn at_mut(&mut self, address: u32, bytes: u32) -> &mut [u8] {
+        &mut self.bytes[address as usize..][..bytes as usize]
+    }
+
+    /// Loads 1, 2, 4 or 8 bytes.
+    #[inline]
+    pub fn load(&self, address: u32, bytes: u32) -> u64 {
+        let mut word = [0; 8];
+        word[..bytes as usize].copy_from_slice(self.at(address, bytes));
+        u64::from_le_bytes(word)
+    }
+
+    /// Loads 4 bytes.
+    #[inline]
+    pub fn load32(&self, address: u32) -> u32 {
+        let b = self.at(address, 4);
+        u32::from_le_bytes([b[0], b[1], b[2], b[3]])
+    }
+
+    /// Stores 1, 2, 4 or 8 bytes.
+    #[inline]
+    pub fn store(&mut self, address: u32, bytes: u32, value: u64) {
+        self.at_mut(address, bytes).copy_from_slice(&value.to_le_bytes()[..bytes as usize]);
+    }
+
+    /// Fills bytes with the pattern of memory that holds no value.
+    pub fn poison(&mut self, address: u32, bytes: u32) {
+        let poison = POISON.to_le_bytes();
+        for (i, byte) in self.at_mut(address, bytes).iter_mut().enumerate() {
+            *byte = poison[(address as usize + i) % 8];
+        }
+    }
+}
+
+/// Calls `f` for each cell that the bytes touch, with the bits of the bytes in it.
+pub fn for_cells(address: u32, bytes: u32, mut f: impl FnMut(usize, u16)) {
+    let end = address + bytes;
+    let mut at = address;
+    while at < end {
+        let first = at % CELL;
+        let count = (CELL - first).min(end - at);
+        f((at / CELL) as usize, cell_mask(first, count));
+        at += count;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_allocated_bytes_may_be_accessed() {
+        let mut layout = SharedLayout::new();
+        layout.alloc("bars", 8, 8);
+        layout.alloc("tile", 64, 32);
+        let memory = SharedMemory::new(96, &layout, 0, 1);
+        assert!(memory.contains(0, 8));
+        assert!(!memory.contains(8, 4), "padding");
+        assert!(!memory.contains(28, 8), "begins in padding");
+        assert!(memory.contains(32, 64));
+        assert!(!memory.contains(92, 8), "beyond the end");
+        assert!(!memory.contains(u32::MAX, 4));
+    }
+
+    #[test]
+    fn cells_of_a_range_cover_exactly_its_bytes() {
+        let mut seen = Vec::new();
+        for_cells(12, 24, |cell, mask| seen.push((cell, mask)));
+        assert_eq!(seen, [(0, 0xF000), (1, 0xFFFF), (2, 0x000F)]);
+    }
+
+    #[test]
+    fn poisoned_bytes_are_nan_in_every_format() {
+        let mut memory = SharedMemory::new(32, &SharedLayout::new(), 0, 1);
+        memory.at_mut(0, 32).fill(0);
+        memory.poison(4, 12);
+        assert!(f32::from_bits(memory.load32(4)).is_nan());
+        assert!(half::f16::from_bits(memory.load(6, 2) as u16).is_nan());
+        assert!(half::bf16::from_bits(memory.load(8, 2) as u16).is_nan());
+        assert_eq!(memory.load32(0), 0);
+        assert_eq!(memory.load32(16), 0);
+    }
+}

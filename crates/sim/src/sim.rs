@@ -1,0 +1,315 @@
+//! The simulated device: memory, launches and their reports.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::time::Instant;
+
+use flashcore_ptx::{Module, Threads};
+
+use crate::config::Config;
+use crate::decode::Program;
+use crate::error::SimError;
+use crate::findings::{Finding, FindingKind, Raw, Severity, Thread};
+use crate::machine::{Cluster, Launch, Tally};
+use crate::memory::{Buffer, GlobalMemory};
+use crate::races::SyncWords;
+use crate::sched::Slice;
+use crate::simd::Level;
+use crate::stats::{Counter, Stats};
+
+/// Warp instructions that a cluster runs before another one gets its turn.
+const SLICE: u64 = 1 << 20;
+/// Clusters that a host thread keeps under way at once, so that blocks can wait for each other.
+const RESIDENT: usize = 132;
+
+/// The dimensions of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaunchDims {
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: [u32; 3],
+    /// Blocks of a cluster, or what the kernel says.
+    pub cluster: Option<[u32; 3]>,
+    /// Bytes of dynamic shared memory, or what the kernel's layout needs.
+    pub dynamic_shared: Option<u32>,
+}
+
+impl LaunchDims {
+    /// A grid and a block in one dimension; cluster and shared memory as the kernel says.
+    pub fn linear(grid: u32, block: u32) -> LaunchDims {
+        LaunchDims { grid: [grid, 1, 1], block: [block, 1, 1], cluster: None, dynamic_shared: None }
+    }
+}
+
+/// What a launch did.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// What is wrong, errors first.
+    pub findings: Vec<Finding>,
+    /// What was counted.
+    pub stats: Stats,
+}
+
+impl Report {
+    /// Whether nothing at all was found.
+    pub fn is_clean(&self) -> bool {
+        self.findings.is_empty()
+    }
+
+    /// The findings of a kind.
+    pub fn of(&self, kind: FindingKind) -> impl Iterator<Item = &Finding> {
+        self.findings.iter().filter(move |f| f.kind == kind)
+    }
+}
+
+/// A simulated device.
+#[derive(Default)]
+pub struct Sim {
+    /// How launches are simulated.
+    pub config: Config,
+    memory: GlobalMemory,
+    launches: u64,
+}
+
+impl Sim {
+    /// A device without allocations.
+    pub fn new(config: Config) -> Sim {
+        Sim { config, memory: GlobalMemory::default(), launches: 0 }
+    }
+
+    /// Allocates global memory that holds no value.
+    pub fn alloc(&mut self, name: &str, bytes: usize) -> Buffer {
+        self.memory.allocate(Some(name.to_string()), bytes, None)
+    }
+
+    /// Allocates global memory that holds these bytes.
+    pub fn alloc_from(&mut self, name: &str, bytes: &[u8]) -> Buffer {
+        self.memory.allocate(Some(name.to_string()), bytes.len(), Some(bytes))
+    }
+
+    /// Ends an allocation: later accesses to it are out of bounds.
+    pub fn free(&mut self, buffer: Buffer) {
+        self.memory.free(buffer);
+    }
+
+    /// Fills an allocation from its first byte on.
+    pub fn write(&mut self, buffer: Buffer, bytes: &[u8]) {
+        self.memory.upload(buffer, bytes);
+    }
+
+    /// The bytes of an allocation.
+    pub fn read(&self, buffer: Buffer) -> Vec<u8> {
+        self.memory.download(buffer)
+    }
+
+    /// The byte ranges of an allocation that no kernel has written since it was made, or since
+    /// [`Sim::forget_written`].
+    pub fn unwritten(&self, buffer: Buffer) -> Vec<Range<usize>> {
+        self.memory.unwritten(buffer)
+    }
+
+    /// Forgets which bytes of an allocation kernels have written.
+    pub fn forget_written(&mut self, buffer: Buffer) {
+        self.memory.forget_written(buffer);
+    }
+
+    /// Runs a kernel of a module to its end.
+    pub fn launch(
+        &mut self,
+        module: &Module,
+        kernel: &str,
+        dims: LaunchDims,
+        params: &[u8],
+    ) -> Result<Report, SimError> {
+        let Some(kernel) = module.kernel(kernel) else {
+            return Err(SimError::NoKernel {
+                name: kernel.to_string(),
+                available: module.kernels.iter().map(|k| k.name.clone()).collect(),
+            });
+        };
+        self.launch_program(&Program::new(kernel)?, dims, params)
+    }
+
+    /// Runs a kernel that was decoded before.
+    pub fn launch_program(
+        &mut self,
+        program: &Program,
+        dims: LaunchDims,
+        params: &[u8],
+    ) -> Result<Report, SimError> {
+        let launch = self.prepare(program, dims, params)?;
+        let started = Instant::now();
+        let clusters: u32 = (0..3).map(|d| launch.grid[d] / launch.cluster[d]).product();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = if self.config.threads == 0 { cores } else { self.config.threads };
+        let threads = threads.min(clusters as usize).max(1);
+        let next = AtomicU32::new(0);
+        let mut tallies: Vec<Tally> = Vec::new();
+        if threads == 1 {
+            tallies.push(work(&launch, &next, clusters));
+        } else {
+            std::thread::scope(|scope| {
+                let workers: Vec<_> =
+                    (0..threads).map(|_| scope.spawn(|| work(&launch, &next, clusters))).collect();
+                for worker in workers {
+                    match worker.join() {
+                        Ok(tally) => tallies.push(tally),
+                        Err(panic) => std::panic::resume_unwind(panic),
+                    }
+                }
+            });
+        }
+        let mut total = Tally::default();
+        total.counters.resize(program.code.len(), Counter::default());
+        for tally in tallies {
+            if let Some(error) = tally.error {
+                return Err(error);
+            }
+            total.findings.merge(tally.findings);
+            for (sum, counter) in total.counters.iter_mut().zip(&tally.counters) {
+                sum.add(counter);
+            }
+        }
+        self.launches += 1;
+        Ok(Report {
+            findings: total.findings.into_findings(&program.kernel),
+            stats: Stats::new(program, &total.counters, started.elapsed(), threads),
+        })
+    }
+
+    fn prepare<'a>(
+        &'a self,
+        program: &'a Program,
+        dims: LaunchDims,
+        params: &'a [u8],
+    ) -> Result<Launch<'a>, SimError> {
+        let kernel = &program.kernel;
+        let refuse = |why: String| Err(SimError::Launch { kernel: kernel.name.clone(), why });
+        let cluster = dims.cluster.or(kernel.cluster).unwrap_or([1, 1, 1]);
+        let threads: u64 = dims.block.iter().map(|&d| u64::from(d)).product();
+        if dims.grid.contains(&0) || dims.block.contains(&0) || cluster.contains(&0) {
+            return refuse(format!(
+                "a dimension is zero: grid {:?}, block {:?}, cluster {cluster:?}",
+                dims.grid, dims.block
+            ));
+        }
+        if threads > 1024 {
+            return refuse(format!("a block of {threads} threads; 1024 is the most"));
+        }
+        match kernel.threads {
+            Some(Threads::Exactly(want)) if want != dims.block => {
+                return refuse(format!("the kernel is for blocks of {want:?} threads, not {:?}", dims.block));
+            }
+            Some(Threads::AtMost(most)) if threads > most.iter().map(|&d| u64::from(d)).product() => {
+                return refuse(format!(
+                    "the kernel is for blocks of at most {most:?} threads, not {:?}",
+                    dims.block
+                ));
+            }
+            _ => {}
+        }
+        if (0..3).any(|d| dims.grid[d] % cluster[d] != 0) {
+            return refuse(format!(
+                "a grid of {:?} blocks does not divide into clusters of {cluster:?}",
+                dims.grid
+            ));
+        }
+        if cluster.iter().product::<u32>() > 16 {
+            return refuse(format!("a cluster of {cluster:?} blocks; 16 is the most"));
+        }
+        let needed = kernel.param_bytes() as usize;
+        if params.len() < needed {
+            return refuse(format!("{} bytes of parameters; the kernel has {needed}", params.len()));
+        }
+        let shared_bytes = dims.dynamic_shared.unwrap_or_else(|| kernel.shared_bytes());
+        if shared_bytes > 227 * 1024 {
+            return refuse(format!(
+                "{shared_bytes} bytes of shared memory; 232448 is the most a block can have"
+            ));
+        }
+        Ok(Launch {
+            program,
+            memory: &self.memory,
+            config: &self.config,
+            params,
+            grid: dims.grid,
+            block: dims.block,
+            cluster,
+            shared_bytes,
+            id: self.launches + 1,
+            sync: SyncWords::default(),
+            executed: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+            level: Level::detect(),
+        })
+    }
+}
+
+/// What one host thread does: takes clusters and runs them, a slice at a time, until none is left.
+fn work(launch: &Launch<'_>, next: &AtomicU32, clusters: u32) -> Tally {
+    let mut tally = Tally::default();
+    tally.counters.resize(launch.program.code.len(), Counter::default());
+    let mut under_way: std::collections::VecDeque<Cluster<'_>> = std::collections::VecDeque::new();
+    loop {
+        if launch.stop.load(Relaxed) {
+            return tally;
+        }
+        let mut cluster = match under_way.pop_front() {
+            Some(cluster) if under_way.len() + 1 >= RESIDENT => cluster,
+            waiting => {
+                let id = next.fetch_add(1, Relaxed);
+                if id < clusters {
+                    under_way.extend(waiting);
+                    Cluster::new(launch, id)
+                } else if let Some(cluster) = waiting {
+                    cluster
+                } else {
+                    return tally;
+                }
+            }
+        };
+        if cluster.run(SLICE, &mut tally) == Slice::Unfinished {
+            if launch.executed.load(Relaxed) > launch.config.budget {
+                out_of_budget(&cluster, &mut tally);
+                launch.stop.store(true, Relaxed);
+            } else {
+                under_way.push_back(cluster);
+            }
+        }
+        if tally.findings.len() >= launch.config.max_findings {
+            launch.stop.store(true, Relaxed);
+        }
+    }
+}
+
+/// Reports that the launch does not end.
+fn out_of_budget(cluster: &Cluster<'_>, tally: &mut Tally) {
+    let Some(w) = cluster.warps.iter().position(|warp| warp.live != 0) else { return };
+    let warp = &cluster.warps[w];
+    let lines: Vec<String> = cluster
+        .warps
+        .iter()
+        .enumerate()
+        .filter(|(_, warp)| warp.live != 0)
+        .map(|(w, warp)| {
+            let at = cluster.launch.program.kernel.describe(warp.pc as usize);
+            format!("{} at #{} {at}", cluster.thread(w, warp.live.trailing_zeros()), warp.pc)
+        })
+        .collect();
+    tally.findings.add(Raw {
+        kind: FindingKind::Budget,
+        severity: Severity::Error,
+        pc: warp.pc,
+        thread: Thread { lane: warp.live.trailing_zeros(), ..cluster.thread(w, 0) },
+        message: format!(
+            "the launch did not end within {} warp instructions\n    {}",
+            cluster.launch.config.budget,
+            lines.join("\n    ")
+        ),
+        place: None,
+        other: None,
+        missing: None,
+    });
+}

@@ -1,0 +1,210 @@
+//! The hot loops, compiled for the processor at hand.
+//!
+//! Lane loops are ordinary Rust that the compiler vectorises. On x86 the baseline has no AVX2 and no fused
+//! multiply-add, so the loops are compiled a second time with both and chosen at run time. Results are the same.
+
+use crate::alu;
+use crate::decode::{Exec, Program, Slot};
+use crate::mma::{self, ATile, BTile};
+use crate::regs::Row;
+use crate::stats::Counter;
+use crate::warp::Warp;
+
+/// The vector instructions that are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    /// What every processor of the architecture has.
+    Baseline,
+    /// AVX2 with FMA.
+    Avx2,
+}
+
+impl Level {
+    /// The best that this processor has.
+    pub fn detect() -> Level {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let has = std::arch::is_x86_feature_detected!("avx2")
+                && std::arch::is_x86_feature_detected!("fma")
+                && std::arch::is_x86_feature_detected!("f16c")
+                && std::arch::is_x86_feature_detected!("bmi2")
+                && std::arch::is_x86_feature_detected!("lzcnt")
+                && std::arch::is_x86_feature_detected!("popcnt");
+            if has {
+                return Level::Avx2;
+            }
+        }
+        Level::Baseline
+    }
+}
+
+/// Declares a function that runs `$body` compiled for the level given as its first argument.
+macro_rules! for_level {
+    ($(#[$doc:meta])* $name:ident, $avx2:ident = $body:path, ($($arg:ident: $ty:ty),*) -> $ret:ty) => {
+        $(#[$doc])*
+        #[allow(unsafe_code)]
+        pub fn $name(level: Level, $($arg: $ty),*) -> $ret {
+            match level {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: `Level::Avx2` is made only by `Level::detect`, which has seen all these features.
+                Level::Avx2 => unsafe { $avx2($($arg),*) },
+                _ => $body($($arg),*),
+            }
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
+        fn $avx2($($arg: $ty),*) -> $ret {
+            $body($($arg),*)
+        }
+    };
+}
+
+for_level! {
+    /// Runs plain instructions until one comes that is not, or something needs attention.
+    run_plain, run_plain_avx2 = plain,
+    (warp: &mut Warp, program: &Program, counters: &mut [Counter], left: &mut u64, check: bool) -> Pause
+}
+
+for_level! {
+    /// Executes the plain instruction or comparison at the warp's place, in the lanes of the mask.
+    run_one, run_one_avx2 = one,
+    (warp: &mut Warp, exec: &Exec, mask: u32) -> ()
+}
+
+for_level! {
+    /// Reads the A fragment of a warp.
+    read_a, read_a_avx2 = mma::read_a,
+    (ty: flashcore_ptx::MatrixTy, regs: &[&Row], tile: &mut ATile) -> ()
+}
+
+for_level! {
+    /// Reads the B fragment of a warp.
+    read_b, read_b_avx2 = mma::read_b,
+    (ty: flashcore_ptx::MatrixTy, regs: &[&Row], tile: &mut BTile) -> ()
+}
+
+for_level! {
+    /// Multiplies sixteen rows by eight columns into four accumulator registers.
+    multiply, multiply_avx2 = mma::multiply,
+    (depth: usize, a: &ATile, b: &BTile, acc: &mut [Row; 4]) -> ()
+}
+
+/// Why plain execution stopped.
+#[derive(Clone, Copy, Debug)]
+pub enum Pause {
+    /// The next instruction is not plain, or the warp has no active lane.
+    Op,
+    /// The slice is used up.
+    Slice,
+    /// The next instruction reads a register without a value.
+    Unwritten(Slot),
+    /// The next instruction touches a register that `wgmma` uses.
+    Wgmma,
+}
+
+#[inline(always)]
+fn plain(warp: &mut Warp, program: &Program, counters: &mut [Counter], left: &mut u64, check: bool) -> Pause {
+    loop {
+        if warp.pc == warp.reconverge || warp.active == 0 {
+            warp.settle();
+            if warp.active == 0 {
+                return Pause::Op;
+            }
+        }
+        if *left == 0 {
+            return Pause::Slice;
+        }
+        let pc = warp.pc as usize;
+        let Some(code) = program.code.get(pc) else { return Pause::Op };
+        let mask = match code.guard {
+            None => warp.active,
+            Some(guard) => {
+                let holds = warp.regs.pred[guard.pred as usize];
+                warp.active & if guard.negated { !holds } else { holds }
+            }
+        };
+        match &code.exec {
+            Exec::Nop => {
+                warp.pc += 1;
+                continue;
+            }
+            Exec::Op => return Pause::Op,
+            Exec::Branch => {
+                if check && let Some(slot) = unwritten(warp, program, pc, warp.active) {
+                    return Pause::Unwritten(slot);
+                }
+                if mask == warp.active {
+                    warp.pc = code.target;
+                } else if mask == 0 {
+                    warp.pc += 1;
+                } else {
+                    return Pause::Op;
+                }
+            }
+            exec => {
+                if code.touches_wgmma {
+                    return Pause::Wgmma;
+                }
+                if check {
+                    for slot in program.births(code) {
+                        forget(warp, *slot);
+                    }
+                    if let Some(slot) = unwritten(warp, program, pc, mask) {
+                        return Pause::Unwritten(slot);
+                    }
+                }
+                one(warp, exec, mask);
+                warp.pc += 1;
+            }
+        }
+        counters[pc].executed += 1;
+        *left -= 1;
+    }
+}
+
+#[inline(always)]
+fn one(warp: &mut Warp, exec: &Exec, mask: u32) {
+    if mask == 0 {
+        return;
+    }
+    match exec {
+        Exec::Alu(inst) => alu::execute(&mut warp.regs, inst, mask),
+        Exec::Setp(inst) => alu::compare(&mut warp.regs, inst, mask),
+        Exec::Op | Exec::Branch | Exec::Nop => {}
+    }
+}
+
+/// The first register that the instruction reads in these lanes and that has no value in one of them.
+#[inline(always)]
+pub fn unwritten(warp: &Warp, program: &Program, pc: usize, mask: u32) -> Option<Slot> {
+    let code = &program.code[pc];
+    for &slot in program.reads(code) {
+        let (init, needed) = match slot {
+            Slot::Word(row) => (warp.regs.init32[row as usize], mask),
+            Slot::Long(row) => (warp.regs.init64[row as usize], mask),
+            Slot::Pred(row) => {
+                // A guard is read by all active lanes, whatever it says.
+                let guard = code.guard.is_some_and(|g| g.pred == row);
+                (warp.regs.init_pred[row as usize], if guard { warp.active } else { mask })
+            }
+            _ => continue,
+        };
+        if init & needed != needed {
+            return Some(slot);
+        }
+    }
+    None
+}
+
+/// Forgets the value that a row held for a register whose life has ended.
+#[inline(always)]
+pub fn forget(warp: &mut Warp, slot: Slot) {
+    let lanes = !warp.active;
+    match slot {
+        Slot::Word(row) => warp.regs.init32[row as usize] &= lanes,
+        Slot::Long(row) => warp.regs.init64[row as usize] &= lanes,
+        Slot::Pred(row) => warp.regs.init_pred[row as usize] &= lanes,
+        _ => {}
+    }
+}

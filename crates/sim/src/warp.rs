@@ -1,0 +1,196 @@
+//! A warp: its registers, its place in the program, its clocks, and what it waits for.
+
+use crate::clock::{ClockPair, WarpClock};
+use crate::copies::CopyQueue;
+use crate::decode::{NEVER, Program};
+use crate::races::Published;
+use crate::regs::{Regs, Row};
+
+/// Lanes that parted from the others and wait for their turn.
+#[derive(Clone, Copy, Debug)]
+pub struct Path {
+    /// Where they go on.
+    pub pc: u32,
+    /// The lanes.
+    pub mask: u32,
+    /// Where they meet the others.
+    pub reconverge: u32,
+}
+
+/// What a warp waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wait {
+    /// A barrier of the block.
+    Barrier(u32),
+    /// A phase of an mbarrier: the block, the address, and the phase's number.
+    Mbarrier {
+        /// The block in the cluster.
+        block: usize,
+        /// The address in its shared memory.
+        address: u32,
+        /// The parity asked for.
+        parity: u32,
+        /// The phase's number.
+        phase: u64,
+    },
+    /// The other warps of its warpgroup.
+    Warpgroup,
+    /// Registers of the block's pool.
+    Registers(u32),
+    /// The cluster's barrier.
+    Cluster,
+}
+
+/// Whether a warp can run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// It can.
+    Ready,
+    /// It waits.
+    Waiting(Wait),
+    /// All its lanes have exited.
+    Done,
+}
+
+/// One warp.
+pub struct Warp {
+    /// Its registers.
+    pub regs: Regs,
+    /// The next instruction.
+    pub pc: u32,
+    /// The lanes that execute now.
+    pub active: u32,
+    /// The lanes that have not exited.
+    pub live: u32,
+    /// Where the active lanes meet others.
+    pub reconverge: u32,
+    /// Other lanes, and what the active ones become when they have met.
+    pub stack: Vec<Path>,
+    /// Whether it can run.
+    pub state: State,
+    /// Its block in the cluster.
+    pub block: usize,
+    /// Its index in the block.
+    pub index: u32,
+    /// Its clocks.
+    pub clocks: WarpClock,
+    /// Its `cp.async` copies.
+    pub copies: CopyQueue,
+    /// Thread indices, by dimension.
+    pub tid: [Row; 3],
+    /// Failed polls of an mbarrier in a row, and where.
+    pub polls: (u32, u32),
+    /// Registers a thread has, by `setmaxnreg`.
+    pub register_count: u32,
+    /// What strong writes publish since the last fence.
+    pub fenced: Option<Box<Strong>>,
+    /// What strong reads have observed since the last fence.
+    pub observed: Strong,
+}
+
+/// What travels through words of memory that are read and written strongly.
+#[derive(Clone, Default)]
+pub struct Strong {
+    /// Within the cluster.
+    pub pair: ClockPair,
+    /// Between clusters.
+    pub abroad: Published,
+}
+
+impl Warp {
+    /// A warp at the start of a program. `first_thread` is the flat index of its first thread in the block.
+    pub fn new(
+        program: &Program,
+        block: usize,
+        index: u32,
+        clocks: WarpClock,
+        dims: [u32; 3],
+        register_count: u32,
+    ) -> Warp {
+        let threads = dims[0] * dims[1] * dims[2];
+        let first = index * 32;
+        let live = if threads - first >= 32 { u32::MAX } else { (1 << (threads - first)) - 1 };
+        let flat = |lane: usize| first + lane as u32;
+        let x = std::array::from_fn(|l| flat(l) % dims[0]);
+        let y = std::array::from_fn(|l| flat(l) / dims[0] % dims[1]);
+        let z = std::array::from_fn(|l| flat(l) / (dims[0] * dims[1]));
+        Warp {
+            regs: fresh_registers(program),
+            pc: 0,
+            active: live,
+            live,
+            reconverge: NEVER,
+            stack: Vec::new(),
+            state: State::Ready,
+            block,
+            index,
+            clocks,
+            copies: CopyQueue::default(),
+            tid: [x, y, z],
+            polls: (0, 0),
+            register_count,
+            fenced: None,
+            observed: Strong::default(),
+        }
+    }
+
+    /// Ends lanes: they take no part in anything any more.
+    pub fn exit(&mut self, mask: u32) {
+        self.live &= !mask;
+        self.active &= !mask;
+        for path in &mut self.stack {
+            path.mask &= !mask;
+        }
+    }
+
+    /// Goes on with lanes that wait, where the active ones have met them or are none.
+    pub fn settle(&mut self) {
+        while self.active == 0 || self.pc == self.reconverge {
+            match self.stack.pop() {
+                Some(path) => {
+                    self.pc = path.pc;
+                    self.active = path.mask;
+                    self.reconverge = path.reconverge;
+                }
+                None => break,
+            }
+        }
+    }
+
+    /// Parts the active lanes at a branch. `taken_first` chooses which side runs first.
+    pub fn diverge(&mut self, taken: u32, target: u32, next: u32, meet: u32, taken_first: bool) {
+        let others = self.active & !taken;
+        self.stack.push(Path { pc: meet, mask: self.active, reconverge: self.reconverge });
+        let (first, second) =
+            if taken_first { ((target, taken), (next, others)) } else { ((next, others), (target, taken)) };
+        self.stack.push(Path { pc: second.0, mask: second.1, reconverge: meet });
+        self.pc = first.0;
+        self.active = first.1;
+        self.reconverge = meet;
+    }
+}
+
+/// Registers without values, and constants with theirs.
+fn fresh_registers(program: &Program) -> Regs {
+    let poison = crate::memory::POISON;
+    let mut regs = Regs {
+        r32: vec![[poison as u32; 32]; program.words],
+        r64: vec![[poison; 32]; program.longs],
+        pred: vec![0; program.preds],
+        init32: vec![0; program.words],
+        init64: vec![0; program.longs],
+        init_pred: vec![0; program.preds],
+    };
+    let constants = &program.constants;
+    for (i, &value) in constants.words.iter().enumerate() {
+        regs.set32((program.words - constants.words.len() + i) as u32, u32::MAX, &[value; 32]);
+    }
+    for (i, &value) in constants.longs.iter().enumerate() {
+        regs.set64((program.longs - constants.longs.len() + i) as u32, u32::MAX, &[value; 32]);
+    }
+    for (i, &value) in constants.preds.iter().enumerate() {
+        let row = (program.preds - constants.preds.len() + i) as u32;
+        regs.set_pred(row, u32::MAX, if value { u32::MAX } else { 0 });
+    }
+    regs
+}
