@@ -12,7 +12,7 @@ pub struct Block {
     pub start: usize,
     /// The index after its last instruction.
     pub end: usize,
-    /// The blocks that control can pass to.
+    /// The blocks that control can pass to: the target of a branch first.
     pub next: Vec<usize>,
     /// Whether lanes can end here.
     pub exits: bool,

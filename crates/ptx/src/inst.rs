@@ -20,7 +20,7 @@ pub struct Inst {
     pub guard: Option<Guard>,
     /// Where results go: [`Arg::Reg`], or [`Arg::Sink`] where the result is not wanted.
     pub dst: Vec<Arg>,
-    /// What it reads, beside what [`Op::reads_dst`] says.
+    /// What it reads. `wgmma` reads its destinations, too: see [`Inst::reads_dst`].
     pub src: Vec<Arg>,
     /// The kernel author's words on it, printed above it.
     pub comment: Option<Arc<str>>,
@@ -277,6 +277,17 @@ ptx_enum! {
         B64 = ".b64",
         /// Single precision.
         F32 = ".f32",
+    }
+}
+
+impl AtomTy {
+    /// Bytes in memory.
+    pub const fn bytes(self) -> u32 {
+        match self {
+            AtomTy::F16 | AtomTy::Bf16 => 2,
+            AtomTy::B32 | AtomTy::U32 | AtomTy::S32 | AtomTy::F32 | AtomTy::F16x2 | AtomTy::Bf16x2 => 4,
+            AtomTy::B64 | AtomTy::U64 | AtomTy::S64 => 8,
+        }
     }
 }
 
@@ -1204,11 +1215,6 @@ impl Wgmma {
 }
 
 impl Op {
-    /// Whether the instruction reads its destinations before it writes them.
-    pub const fn reads_dst(&self) -> bool {
-        matches!(self, Op::Wgmma(_))
-    }
-
     /// Whether control does not pass to the next instruction in lanes that execute it.
     pub const fn ends_flow(&self) -> bool {
         matches!(self, Op::Bra { .. } | Op::Exit | Op::Ret | Op::Trap)
@@ -1221,10 +1227,17 @@ impl Op {
 }
 
 impl Inst {
+    /// Whether the instruction reads its destinations before it writes them: `wgmma` does, unless scale-d is
+    /// the constant false.
+    pub fn reads_dst(&self) -> bool {
+        let overwrites = matches!(self.src.last(), Some(Arg::Imm(imm)) if imm.bits == 0);
+        matches!(self.op, Op::Wgmma(_)) && !overwrites
+    }
+
     /// The registers that the instruction reads, its guard included.
     pub fn reads(&self) -> impl Iterator<Item = RegId> + '_ {
         let guard = self.guard.map(|g| g.reg.id());
-        let accumulators = if self.op.reads_dst() { self.dst.as_slice() } else { &[] };
+        let accumulators = if self.reads_dst() { self.dst.as_slice() } else { &[] };
         let sources = self.src.iter().chain(accumulators).filter_map(|a| a.reg());
         guard.into_iter().chain(sources)
     }

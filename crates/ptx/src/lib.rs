@@ -83,6 +83,7 @@ pub mod builder;
 pub mod check;
 pub mod error;
 pub mod flow;
+mod form;
 pub mod inst;
 pub mod module;
 pub mod params;

@@ -108,6 +108,28 @@ impl Kernel {
         Line { kernel: self, inst }.to_string().trim_start().to_owned()
     }
 
+    /// An operand as text.
+    pub fn arg_name(&self, arg: Arg) -> String {
+        match arg {
+            Arg::Reg(id) => self.reg_name(id),
+            Arg::Imm(imm) => constant(imm),
+            Arg::Mem { .. } => format!("[{}]", self.symbol(arg)),
+            Arg::Sink => "_".to_owned(),
+        }
+    }
+
+    /// An address without its brackets.
+    fn symbol(&self, arg: Arg) -> String {
+        let Arg::Mem { base, offset } = arg else { return self.arg_name(arg) };
+        let (base, offset) = match base {
+            MemBase::Reg(id) => (self.reg_name(id), i64::from(offset)),
+            MemBase::Shared(_) => (SMEM.to_owned(), self.shared_offset(arg).unwrap_or(0)),
+            MemBase::Param(index) => (self.param_name(index), i64::from(offset)),
+        };
+        // PTX has no subtraction there: a negative offset is added.
+        if offset == 0 { base } else { format!("{base}+{offset}") }
+    }
+
     /// A label's name in the text.
     pub fn label_name(&self, label: LabelId) -> String {
         match self.labels.get(label.0 as usize) {
@@ -368,7 +390,7 @@ impl Line<'_> {
             Op::PackB64 | Op::PackB32 => format!("{}, {}", self.list(dst), self.braces(src)),
             Op::UnpackB64 | Op::UnpackB32 => format!("{}, {}", self.braces(dst), self.list(src)),
             Op::AddrOf => {
-                let address = src.first().map_or_else(String::new, |&a| self.symbol(a));
+                let address = src.first().map_or_else(String::new, |&a| self.kernel.symbol(a));
                 format!("{}, {address}", self.list(dst))
             }
             Op::CreatePolicy(_) => format!("{}, 1.0", self.list(dst)),
@@ -386,8 +408,8 @@ impl Line<'_> {
             }
             Op::Shfl(_) | Op::Elect => {
                 let bars: Vec<_> = match dst.as_slice() {
-                    [d, Arg::Sink] => vec![self.arg(*d)],
-                    both => both.iter().map(|&d| self.arg(d)).collect(),
+                    [d, Arg::Sink] => vec![self.kernel.arg_name(*d)],
+                    both => both.iter().map(|&d| self.kernel.arg_name(d)).collect(),
                 };
                 format!("{}, {}", bars.join("|"), self.list(src))
             }
@@ -444,7 +466,7 @@ impl Line<'_> {
     /// `[map, {c0, c1}]`
     fn tensor(&self, args: &[Arg]) -> String {
         let (map, coordinates) = split(args, 1);
-        let map = map.first().map_or_else(String::new, |&a| self.symbol(a));
+        let map = map.first().map_or_else(String::new, |&a| self.kernel.symbol(a));
         format!("[{map}, {}]", self.braces(coordinates))
     }
 
@@ -457,27 +479,7 @@ impl Line<'_> {
     }
 
     fn list(&self, args: &[Arg]) -> String {
-        args.iter().map(|&a| self.arg(a)).collect::<Vec<_>>().join(", ")
-    }
-
-    fn arg(&self, arg: Arg) -> String {
-        match arg {
-            Arg::Reg(id) => self.kernel.reg_name(id),
-            Arg::Imm(imm) => constant(imm),
-            Arg::Mem { .. } => format!("[{}]", self.symbol(arg)),
-            Arg::Sink => "_".to_owned(),
-        }
-    }
-
-    /// An address without its brackets.
-    fn symbol(&self, arg: Arg) -> String {
-        let Arg::Mem { base, offset } = arg else { return self.arg(arg) };
-        let (base, offset) = match base {
-            MemBase::Reg(id) => (self.kernel.reg_name(id), i64::from(offset)),
-            MemBase::Shared(_) => (SMEM.to_owned(), self.kernel.shared_offset(arg).unwrap_or(0)),
-            MemBase::Param(index) => (self.kernel.param_name(index), i64::from(offset)),
-        };
-        if offset == 0 { base } else { format!("{base}{offset:+}") }
+        args.iter().map(|&a| self.kernel.arg_name(a)).collect::<Vec<_>>().join(", ")
     }
 }
 

@@ -73,7 +73,6 @@ macro_rules! atom_table {
             #[track_caller]
             pub fn $red(&mut self, sem: AtomSem, scope: Scope, at: impl Into<At>, value: impl Into<Operand<$class>>) {
                 let at = at.into();
-                self.check_red(sem);
                 let (op, ty, width) = (AtomOp::$op, AtomTy::$ty, Width::V1);
                 let op = Op::Red { space: at.space, op, ty, width, sem, scope };
                 self.emit(op, Vec::new(), vec![at.addr, value.into().into()]);
@@ -190,19 +189,9 @@ impl KernelBuilder {
         values: [Reg<F32>; N],
     ) {
         const { assert!(N == 2 || N == 4, "red moves 2 or 4 floats at once") };
-        self.check_red(sem);
         let width = if N == 2 { Width::V2 } else { Width::V4 };
         let op = Op::Red { space: Space::Global, op: AtomOp::Add, ty: AtomTy::F32, width, sem, scope };
         let src = std::iter::once(addr.into().into()).chain(args(&values)).collect();
         self.emit(op, Vec::new(), src);
-    }
-
-    #[track_caller]
-    fn check_red(&mut self, sem: AtomSem) {
-        if !matches!(sem, AtomSem::Relaxed | AtomSem::Release) {
-            self.forbidden(&format!(
-                "red returns nothing, so it cannot be {sem:?}: it is Relaxed or Release"
-            ));
-        }
     }
 }

@@ -45,9 +45,8 @@ impl KernelBuilder {
         bar: impl Into<Addr<B32>>,
         hint: BulkHint,
     ) {
-        let bytes = self.bulk_bytes(bytes.into());
         let op = Op::BulkLoad { multicast: hint.multicast.is_some(), policy: hint.policy.is_some() };
-        let args = [dst.into().into(), src.into().into(), bytes, bar.into().into()];
+        let args = [dst.into().into(), src.into().into(), bytes.into().into(), bar.into().into()];
         self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
     }
 
@@ -61,9 +60,8 @@ impl KernelBuilder {
         hint: BulkHint,
     ) {
         self.no_multicast(hint);
-        let bytes = self.bulk_bytes(bytes.into());
         let op = Op::BulkStore { policy: hint.policy.is_some() };
-        let args = [dst.into().into(), src.into().into(), bytes];
+        let args = [dst.into().into(), src.into().into(), bytes.into().into()];
         self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
     }
 
@@ -76,8 +74,7 @@ impl KernelBuilder {
         bytes: impl Into<Operand<B32>>,
         bar: ClusterAddr,
     ) {
-        let bytes = self.bulk_bytes(bytes.into());
-        let args = vec![dst.0.at(0).into(), src.into().into(), bytes, bar.0.at(0).into()];
+        let args = vec![dst.0.at(0).into(), src.into().into(), bytes.into().into(), bar.0.at(0).into()];
         self.emit(Op::BulkToCluster, Vec::new(), args);
     }
 
@@ -90,9 +87,8 @@ impl KernelBuilder {
         hint: BulkHint,
     ) {
         self.no_multicast(hint);
-        let bytes = self.bulk_bytes(bytes.into());
         let op = Op::BulkPrefetch { policy: hint.policy.is_some() };
-        let args = [src.into().into(), bytes];
+        let args = [src.into().into(), bytes.into().into()];
         self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
     }
 
@@ -108,20 +104,7 @@ impl KernelBuilder {
         hint: BulkHint,
     ) {
         self.no_multicast(hint);
-        let allowed = match op {
-            AtomOp::Add => !matches!(ty, AtomTy::B32 | AtomTy::B64 | AtomTy::F16x2 | AtomTy::Bf16x2),
-            AtomOp::Min | AtomOp::Max => {
-                !matches!(ty, AtomTy::B32 | AtomTy::B64 | AtomTy::F32 | AtomTy::F16x2 | AtomTy::Bf16x2)
-            }
-            AtomOp::And | AtomOp::Or | AtomOp::Xor => matches!(ty, AtomTy::B32 | AtomTy::B64),
-            AtomOp::Inc | AtomOp::Dec => ty == AtomTy::U32,
-            AtomOp::Exch | AtomOp::Cas => false,
-        };
-        if !allowed {
-            self.forbidden(&format!("cp.reduce.async.bulk to global memory has no {op:?} of {ty:?}"));
-        }
-        let bytes = self.bulk_bytes(bytes.into());
-        let args = [dst.into().into(), src.into().into(), bytes];
+        let args = [dst.into().into(), src.into().into(), bytes.into().into()];
         let op = Op::BulkReduce { op, ty, policy: hint.policy.is_some() };
         self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
     }
@@ -137,18 +120,7 @@ impl KernelBuilder {
         bytes: impl Into<Operand<B32>>,
         bar: ClusterAddr,
     ) {
-        let allowed = match op {
-            AtomOp::Add => matches!(ty, AtomTy::U32 | AtomTy::S32 | AtomTy::U64),
-            AtomOp::Min | AtomOp::Max => matches!(ty, AtomTy::U32 | AtomTy::S32),
-            AtomOp::And | AtomOp::Or | AtomOp::Xor => ty == AtomTy::B32,
-            AtomOp::Inc | AtomOp::Dec => ty == AtomTy::U32,
-            AtomOp::Exch | AtomOp::Cas => false,
-        };
-        if !allowed {
-            self.forbidden(&format!("cp.reduce.async.bulk to shared memory has no {op:?} of {ty:?}"));
-        }
-        let bytes = self.bulk_bytes(bytes.into());
-        let args = vec![dst.0.at(0).into(), src.into().into(), bytes, bar.0.at(0).into()];
+        let args = vec![dst.0.at(0).into(), src.into().into(), bytes.into().into(), bar.0.at(0).into()];
         self.emit(Op::BulkReduceCluster { op, ty }, Vec::new(), args);
     }
 
@@ -168,14 +140,6 @@ impl KernelBuilder {
     #[track_caller]
     pub fn bulk_wait_read(&mut self, pending: u8) {
         self.emit(Op::BulkWait { pending, read: true }, Vec::new(), Vec::new());
-    }
-
-    #[track_caller]
-    fn bulk_bytes(&mut self, bytes: Operand<B32>) -> Arg {
-        if let Some(n) = bytes.constant().filter(|n| *n == 0 || n % 16 != 0) {
-            self.forbidden(&format!("a bulk copy of {n} bytes: the number must be a multiple of 16"));
-        }
-        bytes.into()
     }
 
     #[track_caller]
@@ -231,9 +195,6 @@ impl KernelBuilder {
         src: impl Into<Addr<B32>>,
         hint: BulkHint,
     ) {
-        if matches!(op, AtomOp::Exch | AtomOp::Cas) {
-            self.forbidden(&format!("cp.reduce.async.bulk.tensor has no {op:?}"));
-        }
         let op = Op::TensorReduce { op, dims: self.rank(coordinates), policy: hint.policy.is_some() };
         self.tensor_out(op, map, coordinates, Some(src.into().into()), hint);
     }

@@ -25,7 +25,7 @@ pub use memory::{ClusterAddr, MemHint};
 pub use tensor::{Accumulator, MmaAccumulator};
 
 use crate::check;
-use crate::error::{BuildError, BuildErrors, Fault, SharedError};
+use crate::error::{BuildError, BuildErrors, Fault};
 use crate::flow;
 use crate::inst::{Arg, Inst, LabelId, MemBase, Op};
 use crate::module::{Kernel, RegInfo, Threads};
@@ -273,11 +273,6 @@ impl KernelBuilder {
     #[track_caller]
     pub(crate) fn emit(&mut self, op: Op, dst: Vec<Arg>, src: Vec<Arg>) {
         let loc = Location::caller();
-        let needs = op.needs();
-        if needs.target > self.target {
-            let fault = Fault::Target { syntax: op.syntax(), needs: needs.target, target: self.target };
-            self.error(loc, fault);
-        }
         let comment = self.comment.take().map(Arc::from);
         self.kernel.body.push(Inst { op, guard: self.guard, dst, src, comment, section: self.section, loc });
     }
@@ -306,18 +301,9 @@ impl KernelBuilder {
             self.emit(Op::Ret, Vec::new(), Vec::new());
         }
         flow::set_reconvergence(&mut self.kernel);
-        if self.errors.is_empty() {
-            self.errors = check::kernel(&self.kernel, self.target);
-        } else if let Err(error) = self.kernel.shared.fits(self.target) {
-            self.errors.push(shared_error(&self.kernel, error));
-        }
+        self.errors.extend(check::kernel(&self.kernel, self.target));
         if self.errors.is_empty() { Ok(self.kernel) } else { Err(BuildErrors(self.errors)) }
     }
-}
-
-/// A fault of the shared memory belongs to the kernel as a whole.
-pub(crate) fn shared_error(kernel: &Kernel, error: SharedError) -> BuildError {
-    BuildError { kernel: kernel.name.clone(), loc: None, place: None, fault: Fault::Shared(error) }
 }
 
 /// Registers that [`KernelBuilder::set`] can write: one, or an array of such.

@@ -16,33 +16,29 @@ impl KernelBuilder {
     /// `bar.sync id, threads`: waits until that many threads have come to the barrier.
     #[track_caller]
     pub fn bar_sync(&mut self, id: impl Into<Operand<B32>>, threads: impl Into<Operand<B32>>) {
-        let (id, threads) = (id.into(), threads.into());
-        self.check_barrier(id, threads);
-        self.emit(Op::BarSync { aligned: true }, Vec::new(), vec![id.into(), threads.into()]);
+        self.emit(Op::BarSync { aligned: true }, Vec::new(), vec![id.into().into(), threads.into().into()]);
     }
 
     /// `bar.arrive id, threads`: comes to the barrier without waiting.
     #[track_caller]
     pub fn bar_arrive(&mut self, id: impl Into<Operand<B32>>, threads: impl Into<Operand<B32>>) {
-        let (id, threads) = (id.into(), threads.into());
-        self.check_barrier(id, threads);
-        self.emit(Op::BarArrive { aligned: true }, Vec::new(), vec![id.into(), threads.into()]);
+        self.emit(Op::BarArrive { aligned: true }, Vec::new(), vec![id.into().into(), threads.into().into()]);
     }
 
     /// `barrier.sync id, threads`: as [`KernelBuilder::bar_sync`], where the lanes of a warp may be apart.
     #[track_caller]
     pub fn barrier_sync(&mut self, id: impl Into<Operand<B32>>, threads: impl Into<Operand<B32>>) {
-        let (id, threads) = (id.into(), threads.into());
-        self.check_barrier(id, threads);
-        self.emit(Op::BarSync { aligned: false }, Vec::new(), vec![id.into(), threads.into()]);
+        self.emit(Op::BarSync { aligned: false }, Vec::new(), vec![id.into().into(), threads.into().into()]);
     }
 
     /// `barrier.arrive id, threads`: as [`KernelBuilder::bar_arrive`], where the lanes of a warp may be apart.
     #[track_caller]
     pub fn barrier_arrive(&mut self, id: impl Into<Operand<B32>>, threads: impl Into<Operand<B32>>) {
-        let (id, threads) = (id.into(), threads.into());
-        self.check_barrier(id, threads);
-        self.emit(Op::BarArrive { aligned: false }, Vec::new(), vec![id.into(), threads.into()]);
+        self.emit(
+            Op::BarArrive { aligned: false },
+            Vec::new(),
+            vec![id.into().into(), threads.into().into()],
+        );
     }
 
     /// `bar.warp.sync` for all lanes.
@@ -55,18 +51,6 @@ impl KernelBuilder {
     #[track_caller]
     pub fn bar_warp_sync_mask(&mut self, mask: impl Into<Operand<B32>>) {
         self.emit(Op::BarWarpSync, Vec::new(), vec![mask.into().into()]);
-    }
-
-    #[track_caller]
-    fn check_barrier(&mut self, id: Operand<B32>, threads: Operand<B32>) {
-        if let Some(id) = id.constant().filter(|&id| id > 15) {
-            self.forbidden(&format!("barrier {id}: a block has barriers 0 to 15"));
-        }
-        if let Some(n) = threads.constant().filter(|n| *n == 0 || n % 32 != 0 || *n > 1024) {
-            self.forbidden(&format!(
-                "a barrier of {n} threads: the number must be a multiple of 32 from 32 to 1024"
-            ));
-        }
     }
 }
 
@@ -102,14 +86,7 @@ impl KernelBuilder {
     /// Initialises an mbarrier for this many arrivals a phase.
     #[track_caller]
     pub fn mbarrier_init(&mut self, bar: impl Into<Addr<B32>>, arrivals: impl Into<Operand<B32>>) {
-        let arrivals = arrivals.into();
-        if let Some(n) = arrivals.constant().filter(|n| !(1..1 << 20).contains(n)) {
-            self.forbidden(&format!(
-                "an mbarrier for {n} arrivals: the number must be from 1 to {}",
-                (1 << 20) - 1
-            ));
-        }
-        self.emit(Op::MbarrierInit, Vec::new(), vec![bar.into().into(), arrivals.into()]);
+        self.emit(Op::MbarrierInit, Vec::new(), vec![bar.into().into(), arrivals.into().into()]);
     }
 
     /// Ends an mbarrier's life, so that its bytes can be used again.
@@ -192,7 +169,6 @@ impl KernelBuilder {
         parity: impl Into<Operand<B32>>,
         scope: Scope,
     ) -> Reg<Pred> {
-        self.check_wait_scope(scope);
         let done = self.reg();
         let op = Op::MbarrierTestWait { parity: true, scope };
         self.emit(op, vec![done.into()], vec![bar.into().into(), parity.into().into()]);
@@ -207,7 +183,6 @@ impl KernelBuilder {
         state: Reg<B64>,
         scope: Scope,
     ) -> Reg<Pred> {
-        self.check_wait_scope(scope);
         let done = self.reg();
         let op = Op::MbarrierTestWait { parity: false, scope };
         self.emit(op, vec![done.into()], vec![bar.into().into(), state.into()]);
@@ -222,7 +197,6 @@ impl KernelBuilder {
         parity: impl Into<Operand<B32>>,
         scope: Scope,
     ) -> Reg<Pred> {
-        self.check_wait_scope(scope);
         let done = self.reg();
         let op = Op::MbarrierTryWait { parity: true, scope, hint: false };
         self.emit(op, vec![done.into()], vec![bar.into().into(), parity.into().into()]);
@@ -238,7 +212,6 @@ impl KernelBuilder {
         scope: Scope,
         nanoseconds: impl Into<Operand<B32>>,
     ) -> Reg<Pred> {
-        self.check_wait_scope(scope);
         let done = self.reg();
         let op = Op::MbarrierTryWait { parity: true, scope, hint: true };
         let src = vec![bar.into().into(), parity.into().into(), nanoseconds.into().into()];
@@ -254,7 +227,6 @@ impl KernelBuilder {
         state: Reg<B64>,
         scope: Scope,
     ) -> Reg<Pred> {
-        self.check_wait_scope(scope);
         let done = self.reg();
         let op = Op::MbarrierTryWait { parity: false, scope, hint: false };
         self.emit(op, vec![done.into()], vec![bar.into().into(), state.into()]);
@@ -274,13 +246,6 @@ impl KernelBuilder {
             self.spin_until(|k| k.mbarrier_try_wait_parity(bar, parity, scope));
         } else {
             self.spin_until(|k| k.mbarrier_test_wait_parity(bar, parity, scope));
-        }
-    }
-
-    #[track_caller]
-    fn check_wait_scope(&mut self, scope: Scope) {
-        if !matches!(scope, Scope::Cta | Scope::Cluster) {
-            self.forbidden(&format!("an mbarrier wait of scope {scope:?}: it is Cta or Cluster"));
         }
     }
 }

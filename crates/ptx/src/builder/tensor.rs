@@ -136,13 +136,6 @@ impl KernelBuilder {
         b: Vec<Arg>,
         c: C,
     ) -> C {
-        let bits = if shape == MmaShape::M16n8k32 { 8 } else { 16 };
-        if a_ty.bits() != bits || b_ty.bits() != bits {
-            self.forbidden(&format!("mma.sync{} has no {a_ty:?} by {b_ty:?}", shape.text()));
-        }
-        if C::TYPE == AccTy::F16 && a_ty == MatrixTy::Bf16 {
-            self.forbidden("mma.sync of bf16 accumulates in f32 only");
-        }
         let dst = C::fresh(self);
         let op = Op::Mma { shape, a: a_ty, b: b_ty, acc: C::TYPE };
         self.emit(op, dst.args(), a.into_iter().chain(b).chain(c.args()).collect());
@@ -185,13 +178,6 @@ impl KernelBuilder {
 
     #[track_caller]
     fn wgmma(&mut self, spec: Wgmma, acc: Vec<Arg>, a: Vec<Arg>, b: Reg<B64>, scale_d: Operand<Pred>) {
-        for problem in spec.problems() {
-            self.forbidden(&problem);
-        }
-        if acc.len() != spec.acc_regs() {
-            let (n, have, need) = (spec.n, acc.len(), spec.acc_regs());
-            self.forbidden(&format!("wgmma of n = {n} has {need} accumulator registers, not {have}"));
-        }
         let src = a.into_iter().chain([b.into(), scale_d.into()]).collect();
         self.emit(Op::Wgmma(spec), acc, src);
     }
@@ -211,9 +197,6 @@ impl KernelBuilder {
     /// Waits until at most `pending` of the warpgroup's groups are open.
     #[track_caller]
     pub fn wgmma_wait(&mut self, pending: u8) {
-        if pending > 7 {
-            self.forbidden(&format!("wgmma.wait_group {pending}: the number must be from 0 to 7"));
-        }
         self.emit(Op::WgmmaWait(pending), Vec::new(), Vec::new());
     }
 
@@ -231,33 +214,6 @@ impl KernelBuilder {
 
     #[track_caller]
     fn setmaxnreg(&mut self, inc: bool, count: u16) {
-        if !(24..=256).contains(&count) || !count.is_multiple_of(8) {
-            self.forbidden(&format!("setmaxnreg {count}: the number must be a multiple of 8 from 24 to 256"));
-        }
         self.emit(Op::SetMaxNReg { inc, count }, Vec::new(), Vec::new());
-    }
-}
-
-impl Wgmma {
-    /// What PTX forbids in this combination.
-    pub fn problems(&self) -> Vec<String> {
-        let mut problems = Vec::new();
-        if !(8..=256).contains(&self.n) || !self.n.is_multiple_of(8) {
-            problems.push(format!("wgmma of n = {}: n must be a multiple of 8 from 8 to 256", self.n));
-        }
-        let fp8 = self.a.bits() == 8;
-        if self.a.bits() != self.b.bits() || (!fp8 && self.a != self.b) {
-            problems.push(format!("wgmma has no {:?} by {:?}", self.a, self.b));
-        }
-        if self.a == MatrixTy::Bf16 && self.acc == AccTy::F16 {
-            problems.push("wgmma of bf16 accumulates in f32 only".to_owned());
-        }
-        if fp8 && (self.trans_a || self.trans_b) {
-            problems.push("wgmma of fp8 cannot transpose: both operands must be K-major".to_owned());
-        }
-        if self.a_in_regs && self.trans_a {
-            problems.push("wgmma with A in registers cannot transpose A".to_owned());
-        }
-        problems
     }
 }
