@@ -74,7 +74,7 @@ impl Driver {
         let path = path.as_ref();
         // SAFETY: the caller vouches for the library.
         let library = unsafe { Library::new(path.as_os_str()) }
-            .map_err(|error| not_found(vec![(path.display().to_string(), error.to_string())]))?;
+            .map_err(|error| not_found(vec![(path.display().to_string(), reason(&error))]))?;
         let driver = start(library, path.as_os_str())?;
         Ok(Box::leak(Box::new(driver)))
     }
@@ -138,13 +138,21 @@ fn not_found(tried: Vec<(String, String)>) -> DriverError {
     DriverError::LibraryNotFound { tried }
 }
 
+/// The loader's own words, which libloading keeps behind its error.
+fn reason(error: &libloading::Error) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => source.to_string(),
+        None => error.to_string(),
+    }
+}
+
 fn load_system() -> Result<Driver, DriverError> {
     let mut tried = Vec::new();
     for name in LIBRARY_NAMES {
         // SAFETY: these names belong to NVIDIA's driver, whose initialisers are meant to run on load.
         match unsafe { Library::new(*name) } {
             Ok(library) => return start(library, OsStr::new(name)),
-            Err(error) => tried.push(((*name).to_owned(), error.to_string())),
+            Err(error) => tried.push(((*name).to_owned(), reason(&error))),
         }
     }
     Err(not_found(tried))

@@ -391,8 +391,10 @@ fn library_not_found(tried: &[(String, String)]) -> String {
     );
     for (name, reason) in tried {
         text.push_str("\n  ");
-        text.push_str(name);
-        text.push_str(": ");
+        if !reason.starts_with(name) {
+            text.push_str(name);
+            text.push_str(": ");
+        }
         text.push_str(reason);
     }
     text

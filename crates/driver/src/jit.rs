@@ -6,7 +6,7 @@
 use crate::api::call;
 use crate::context::Context;
 use crate::driver::Driver;
-use crate::error::DriverError;
+use crate::error::{DriverError, Status};
 use crate::sys::*;
 use std::ffi::{CStr, CString, c_uint, c_void};
 
@@ -131,6 +131,22 @@ pub(crate) fn with_log(error: DriverError, source_name: &str, log: JitLog) -> Dr
     }
 }
 
+/// PTX as the driver takes it. What is no PTX at all is refused here: the driver guesses what an image is
+/// from its first bytes, and reads on from there.
+pub(crate) fn ptx_text(call: &'static str, name: &str, ptx: &str) -> Result<CString, DriverError> {
+    if !ptx.contains(".version") {
+        let errors = "this is not PTX: it has no .version directive".to_owned();
+        return Err(DriverError::Assembly {
+            call,
+            source_name: name.to_owned(),
+            status: Status::INVALID_PTX,
+            name: "CUDA_ERROR_INVALID_PTX".to_owned(),
+            log: Box::new(JitLog { errors, ..JitLog::default() }),
+        });
+    }
+    CString::new(ptx).map_err(|_| DriverError::NulByte { what: "the PTX text" })
+}
+
 /// Destroys the link on every way out.
 struct Link {
     driver: &'static Driver,
@@ -151,7 +167,7 @@ pub fn link_ptx(
     ptx: &str,
     options: &JitOptions,
 ) -> Result<Cubin, DriverError> {
-    let text = CString::new(ptx).map_err(|_| DriverError::NulByte { what: "the PTX text" })?;
+    let text = ptx_text("cuLinkAddData", name, ptx)?;
     let c_name = CString::new(name).map_err(|_| DriverError::NulByte { what: "the module's name" })?;
     let driver = context.driver();
     let mut table = OptionTable::new(options);

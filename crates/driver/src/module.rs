@@ -4,7 +4,7 @@ use crate::api::{call, call_optional};
 use crate::context::Context;
 use crate::driver::Driver;
 use crate::error::{DriverError, Status};
-use crate::jit::{JitLog, JitOptions, OptionTable, with_log};
+use crate::jit::{JitLog, JitOptions, OptionTable, ptx_text, with_log};
 use crate::launch::LaunchConfig;
 use crate::sys::*;
 use std::ffi::{CString, c_int, c_void};
@@ -46,7 +46,7 @@ impl Module {
         ptx: &str,
         options: &JitOptions,
     ) -> Result<Self, DriverError> {
-        let text = CString::new(ptx).map_err(|_| DriverError::NulByte { what: "the PTX text" })?;
+        let text = ptx_text("cuModuleLoadDataEx", name, ptx)?;
         Self::load(context, name, text.as_bytes_with_nul(), options)
     }
 
@@ -66,7 +66,7 @@ impl Module {
         // The driver is not told the length: it trusts the ELF headers, so a cut file would be read beyond
         // its end.
         match elf_length(cubin) {
-            None => refuse("not a 64-bit little-endian ELF image"),
+            None => refuse("not an ELF image for a GPU"),
             Some(end) if end > cubin.len() as u64 => refuse(&format!(
                 "the image is cut short: its headers speak of {end} bytes, and there are {}",
                 cubin.len()
@@ -151,8 +151,9 @@ impl fmt::Debug for Module {
 /// How many bytes the headers of an ELF image speak of, or `None` when it is not one.
 fn elf_length(image: &[u8]) -> Option<u64> {
     const HEADER: usize = 64;
-    // Magic, 64-bit class, little-endian.
-    if image.len() < HEADER || image[..6] != [0x7f, b'E', b'L', b'F', 2, 1] {
+    const CUDA_MACHINE: [u8; 2] = [190, 0];
+    // Magic, 64-bit class, little-endian, and code for a GPU.
+    if image.len() < HEADER || image[..6] != [0x7f, b'E', b'L', b'F', 2, 1] || image[18..20] != CUDA_MACHINE {
         return None;
     }
     let number = |at: usize, bytes: usize| {
@@ -185,7 +186,8 @@ fn elf_length(image: &[u8]) -> Option<u64> {
     Some(end)
 }
 
-/// The bytes of all parameters, without padding at the end, where the driver can tell (CUDA 12.4).
+/// The bytes of all parameters, without padding at the end, where the driver can tell (CUDA 12.4). No answer
+/// for the first one may mean no parameters or no knowledge: then nothing is claimed.
 fn parameter_bytes(driver: &'static Driver, function: CUfunction) -> Option<usize> {
     let info = driver.api().cuFuncGetParamInfo.available()?;
     let mut end = 0;
@@ -199,7 +201,7 @@ fn parameter_bytes(driver: &'static Driver, function: CUfunction) -> Option<usiz
             _ => return None,
         }
     }
-    Some(end)
+    (end > 0).then_some(end)
 }
 
 pub(crate) struct Kernel {
@@ -273,7 +275,8 @@ impl Function {
         &self.kernel.module
     }
 
-    /// How many bytes its parameters take, where the driver can tell (CUDA 12.4 and later).
+    /// How many bytes its parameters take, where the driver can tell (CUDA 12.4 and later); `None` also for a
+    /// kernel without parameters.
     pub fn param_bytes(&self) -> Option<usize> {
         self.kernel.param_bytes
     }
@@ -454,6 +457,7 @@ mod tests {
     fn elf() -> Vec<u8> {
         let mut image = vec![0u8; 200];
         image[..6].copy_from_slice(&[0x7f, b'E', b'L', b'F', 2, 1]);
+        image[18] = 190;
         image[40..48].copy_from_slice(&64u64.to_le_bytes());
         image[58..60].copy_from_slice(&64u16.to_le_bytes());
         image[60..62].copy_from_slice(&1u16.to_le_bytes());
@@ -495,7 +499,10 @@ mod tests {
     }
 
     #[test]
-    fn ptx_is_not_taken_for_a_cubin() {
+    fn neither_ptx_nor_a_program_for_the_cpu_is_taken_for_a_cubin() {
         assert_eq!(elf_length(&[b'.'; 100]), None);
+        let mut x86 = elf();
+        x86[18] = 62;
+        assert_eq!(elf_length(&x86), None);
     }
 }

@@ -113,6 +113,9 @@ fn load_error(flags: &[&str]) -> Option<DriverError> {
 /// Two parameters: an address and a number.
 const PTX: &str = ".version 7.0\n.target sm_80\n// params: 0+8 8+4\n.entry scale(...)\n.entry other(...)\n";
 
+/// The fake's assembler stops at the second word.
+const BROKEN: &str = ".version BROKEN";
+
 fn options() -> JitOptions {
     JitOptions::default()
 }
@@ -126,7 +129,8 @@ fn a_missing_library_is_named_with_the_loaders_reason() {
     assert!(error.means_no_gpu());
     let text = error.to_string();
     assert!(text.contains("Install the NVIDIA driver"), "{text}");
-    assert!(text.contains("/nonexistent/libcuda.so.1: "), "{text}");
+    assert!(text.contains("\n  /nonexistent/libcuda.so.1: "), "{text}");
+    assert!(text.contains("No such file"), "the loader's own words: {text}");
 }
 
 #[test]
@@ -298,7 +302,7 @@ fn everything_made_is_given_back_whatever_the_order() {
         let _exec = graph.instantiate().unwrap();
         let module = Module::from_ptx(&context, "m", PTX, &options()).unwrap();
         link_ptx(&context, "m", PTX, &options()).unwrap();
-        link_ptx(&context, "m", "BROKEN", &options()).unwrap_err();
+        link_ptx(&context, "m", BROKEN, &options()).unwrap_err();
         drop(context);
         module.function("scale").unwrap()
     };
@@ -555,8 +559,8 @@ fn ptx_that_does_not_assemble_is_an_error_with_the_log() {
     let Some(fake) = Fake::start(&[]) else { return };
     let context = fake.context();
     for error in [
-        Module::from_ptx(&context, "attention.ptx", "BROKEN", &options()).unwrap_err(),
-        link_ptx(&context, "attention.ptx", "BROKEN", &options()).unwrap_err(),
+        Module::from_ptx(&context, "attention.ptx", BROKEN, &options()).unwrap_err(),
+        link_ptx(&context, "attention.ptx", BROKEN, &options()).unwrap_err(),
     ] {
         assert_eq!(error.status(), Some(Status::INVALID_PTX));
         let text = error.to_string();
@@ -569,12 +573,25 @@ fn ptx_that_does_not_assemble_is_an_error_with_the_log() {
 }
 
 #[test]
+fn text_that_is_no_ptx_is_refused_before_the_driver_guesses_what_it_is() {
+    let Some(fake) = Fake::start(&[]) else { return };
+    let context = fake.context();
+    for error in [
+        Module::from_ptx(&context, "m", "", &options()).unwrap_err(),
+        link_ptx(&context, "m", "hello", &options()).unwrap_err(),
+    ] {
+        assert_eq!(error.status(), Some(Status::INVALID_PTX));
+        assert!(error.to_string().contains("no .version directive"), "{error}");
+    }
+}
+
+#[test]
 fn text_with_a_nul_byte_never_reaches_the_driver() {
     let Some(fake) = Fake::start(&[]) else { return };
     let context = fake.context();
     let nul = |error| assert!(matches!(error, DriverError::NulByte { .. }), "{error}");
-    nul(Module::from_ptx(&context, "m", "a\0b", &options()).unwrap_err());
-    nul(link_ptx(&context, "m", "a\0b", &options()).unwrap_err());
+    nul(Module::from_ptx(&context, "m", ".version\0", &options()).unwrap_err());
+    nul(link_ptx(&context, "m", ".version\0", &options()).unwrap_err());
     nul(link_ptx(&context, "a\0b", PTX, &options()).unwrap_err());
     nul(Module::from_ptx(&context, "m", PTX, &options()).unwrap().function("a\0b").unwrap_err());
 }
@@ -835,4 +852,41 @@ fn the_relaxed_capture_mode_lasts_as_long_as_the_work() {
     let mode = || fake.call::<c_int>("fake_capture_mode");
     assert_eq!(context.with_relaxed_capture(mode), Ok(2));
     assert_eq!(mode(), 0);
+}
+
+// --- real machine code ------------------------------------------------------------------------------
+
+/// Assembles a module with `ptxas` ($FLASHCORE_PTXAS, or from the path); `None`, with a reason printed,
+/// where there is none.
+fn ptxas(source: &str, target: &str) -> Option<Vec<u8>> {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let cubin = directory.path().join("out.cubin");
+    let program = std::env::var("FLASHCORE_PTXAS").unwrap_or_else(|_| "ptxas".to_owned());
+    let file = format!("{}/examples/driver_check/{source}", env!("CARGO_MANIFEST_DIR"));
+    match Command::new(&program).arg(format!("-arch={target}")).arg(&file).arg("-o").arg(&cubin).output() {
+        Err(error) => {
+            println!("skipped: no ptxas ({program}: {error})");
+            None
+        }
+        Ok(output) => {
+            assert!(output.status.success(), "{source}: {}", String::from_utf8_lossy(&output.stderr));
+            Some(std::fs::read(&cubin).expect("the cubin just made"))
+        }
+    }
+}
+
+#[test]
+fn cubins_of_the_examples_kernels_load_whole_and_are_refused_when_cut() {
+    let Some(fake) = Fake::start(&[]) else { return };
+    let context = fake.context();
+    for (source, target) in
+        [("basic.ptx", "sm_80"), ("basic.ptx", "sm_89"), ("basic.ptx", "sm_90a"), ("hopper.ptx", "sm_90a")]
+    {
+        let Some(cubin) = ptxas(source, target) else { return };
+        Module::from_cubin(&context, source, &cubin).expect("a whole cubin");
+        for length in 0..cubin.len() {
+            let error = Module::from_cubin(&context, source, &cubin[..length]).unwrap_err();
+            assert_eq!(error.status(), Some(Status::INVALID_IMAGE), "{source} cut to {length}: {error}");
+        }
+    }
 }

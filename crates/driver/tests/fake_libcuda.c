@@ -426,7 +426,7 @@ API cuGraphDestroy(CUgraph graph) { NEEDS_CONTEXT free(graph); live--; return 0;
  * assemble. A "cubin" is an empty ELF header with the text behind it. */
 enum { ELF_HEADER = 64 };
 struct CUfunc_st { char name[64]; int dynamic_shared; const char *text; };
-struct CUmod_st { char *text; struct CUfunc_st functions[4]; int count; };
+struct CUmod_st { char *text; struct CUfunc_st functions[16]; int count; };
 struct CUlinkState_st { unsigned int count; CUjit_option *keys; void **values; char *image; size_t size; };
 
 static CUresult assemble(const char *text, unsigned int count, CUjit_option *keys, void **values) {
@@ -510,6 +510,7 @@ API cuLinkAddData_v2(CUlinkState state, CUjitInputType type, void *data, size_t 
     state->size = ELF_HEADER + size;
     state->image = calloc(1, state->size);
     memcpy(state->image, "\177ELF\2\1", 6);
+    state->image[18] = (char)190; /* code for a GPU */
     memcpy(state->image + ELF_HEADER, text, size);
     return 0;
 }
