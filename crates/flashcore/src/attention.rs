@@ -157,7 +157,7 @@ impl<'a> Attention<'a> {
             [(Name::Q, q.place()), (Name::K, k.place()), (Name::V, v.place()), (Name::O, o.place())];
         let lse_place = lse.as_ref().map(|lse| (Name::Lse, lse.place()));
         for (tensor, given) in tensors.into_iter().chain(lse_place) {
-            if given != device.place() {
+            if given != q.place() || !device.takes(given) {
                 return Err(Error::PlaceMismatch { tensor, given, device: device.to_string() });
             }
         }

@@ -1,6 +1,6 @@
 //! Where a call runs.
 
-use crate::{Result, contract::Call, cpu, tensor::Place};
+use crate::{Error, Problem, Result, contract::Call, cpu, cuda::Cuda, tensor::Place};
 
 /// Where a call runs.
 ///
@@ -16,12 +16,19 @@ pub struct Device {
 #[derive(Clone, Debug)]
 enum Kind {
     Cpu(cpu::Engine),
+    Cuda(Cuda),
+    /// The GPU, and the CPU for what the GPU's kernels do not take.
+    Best(Cuda, cpu::Engine),
 }
 
 impl Device {
-    /// The fastest device of this machine.
+    /// The fastest device of this machine: the first GPU where there is one, else the CPU. Host tensors that the
+    /// GPU's kernels do not take (f32, say) run on the CPU.
     pub fn best() -> Self {
-        Self::cpu()
+        match Cuda::new(0) {
+            Ok(cuda) => Self { kind: Kind::Best(cuda, cpu::Engine::new()) },
+            Err(_) => Self::cpu(),
+        }
     }
 
     /// The CPU, with the widest instructions that it has.
@@ -34,21 +41,44 @@ impl Device {
         Self { kind: Kind::Cpu(engine) }
     }
 
-    /// Where tensors for this device must be.
-    pub fn place(&self) -> Place {
-        match self.kind {
-            Kind::Cpu(_) => Place::Host,
+    /// The GPU of this number, or why it cannot be used.
+    pub fn cuda(ordinal: u32) -> Result<Self> {
+        Cuda::new(ordinal).map(Self::cuda_with)
+    }
+
+    /// A GPU set up by hand.
+    pub fn cuda_with(cuda: Cuda) -> Self {
+        Self { kind: Kind::Cuda(cuda) }
+    }
+
+    /// Whether the device takes a problem, and if not, why.
+    pub fn supports(&self, problem: &Problem) -> Result<()> {
+        match &self.kind {
+            Kind::Cpu(_) | Kind::Best(..) => problem.check().map(|_| ()),
+            Kind::Cuda(cuda) => cuda.plan(&problem.check()?).map(|_| ()),
         }
     }
 
-    #[allow(clippy::unnecessary_wraps)] // A device beside the CPU can fail.
+    /// Whether tensors that lie there can be computed on. Every device takes host tensors; a GPU copies them in
+    /// and out, which costs more than the attention itself.
+    pub(crate) fn takes(&self, place: Place) -> bool {
+        match (&self.kind, place) {
+            (_, Place::Host) => true,
+            (Kind::Cpu(_), Place::Cuda(_)) => false,
+            (Kind::Cuda(cuda) | Kind::Best(cuda, _), Place::Cuda(ordinal)) => cuda.ordinal() == ordinal,
+        }
+    }
+
     pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
         match &self.kind {
-            Kind::Cpu(engine) => {
-                engine.run(call);
-                Ok(())
-            }
+            Kind::Cpu(engine) => engine.run(call),
+            Kind::Cuda(cuda) => return cuda.run(call),
+            Kind::Best(cuda, engine) => match cuda.run(call) {
+                Err(Error::Unsupported { .. }) if call.q.place == Place::Host => engine.run(call),
+                result => return result,
+            },
         }
+        Ok(())
     }
 }
 
@@ -56,6 +86,7 @@ impl std::fmt::Display for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.kind {
             Kind::Cpu(engine) => write!(f, "cpu ({engine})"),
+            Kind::Cuda(cuda) | Kind::Best(cuda, _) => cuda.fmt(f),
         }
     }
 }

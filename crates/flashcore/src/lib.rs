@@ -20,12 +20,15 @@
 mod attention;
 mod contract;
 pub mod cpu;
+pub mod cuda;
 mod device;
 mod dtype;
 mod error;
 mod mask;
 pub mod oracle;
+pub mod plan;
 mod problem;
+mod staging;
 mod tensor;
 
 pub use attention::{Attention, Output};

@@ -97,6 +97,12 @@ impl Layout {
         false
     }
 
+    /// The offset of every row's first element, in the order (batch, heads, length).
+    pub(crate) fn each_row(&self) -> impl Iterator<Item = usize> + '_ {
+        let [nb, nh, ns, _] = self.shape;
+        (0..nb * nh * ns).map(move |i| self.row(i / (nh * ns), i / ns % nh, i % ns))
+    }
+
     /// The offset of one row's first element.
     pub(crate) fn row(&self, b: usize, h: usize, s: usize) -> usize {
         b * self.strides[0] + h * self.strides[1] + s * self.strides[2]
@@ -154,6 +160,35 @@ impl Raw {
     pub(crate) fn span(&self) -> std::ops::Range<usize> {
         let start = self.ptr as usize;
         start..start + self.layout.reach().unwrap_or(0) * self.dtype.size()
+    }
+
+    /// The bytes from the first element to the last, on the host.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        assert_eq!(self.place, Place::Host);
+        let span = self.span();
+        if span.is_empty() {
+            return &[];
+        }
+        // SAFETY: `new` checked that the view lies inside its memory, which is initialised and outlives the view.
+        unsafe { std::slice::from_raw_parts(self.ptr, span.len()) }
+    }
+
+    /// The elements row by row, in the order (batch, heads, length, head_dim).
+    pub(crate) fn rows(&self) -> Vec<u8> {
+        let (bytes, row_bytes) = (self.bytes(), self.layout.shape[3] * self.dtype.size());
+        let rows = self.layout.each_row().map(|row| row * self.dtype.size());
+        rows.flat_map(|start| &bytes[start..start + row_bytes]).copied().collect()
+    }
+
+    /// Writes every row of a host tensor from bytes that lie in another layout of the same shape.
+    pub(crate) fn write_rows(&self, bytes: &[u8], layout: &Layout) {
+        assert_eq!((self.place, self.layout.shape), (Place::Host, layout.shape));
+        let (size, row_bytes) = (self.dtype.size(), self.layout.shape[3] * self.dtype.size());
+        for (to, from) in self.layout.each_row().zip(layout.each_row()) {
+            let row = &bytes[from * size..from * size + row_bytes];
+            // SAFETY: `new` checked that the row lies inside the memory; `bytes` is memory of its own.
+            unsafe { std::ptr::copy_nonoverlapping(row.as_ptr(), self.ptr.add(to * size), row_bytes) };
+        }
     }
 
     /// The first `len` elements of a row, widened to f32. Panics out of bounds or off the host.

@@ -1,35 +1,35 @@
 //! Copies of tiles from global into swizzled shared memory, by all threads of a block with `cp.async`.
 
 use flashcore_ptx::{
-    Addr, B32, B64, CpAsyncBytes, CpAsyncCache, KernelBuilder, L2Prefetch, Operand, Pred, Reg, Shared,
+    B32, B64, CpAsyncBytes, CpAsyncCache, KernelBuilder, L2Prefetch, Operand, Pred, Reg, Shared,
 };
 
 use crate::swizzle::{CHUNK, Tile};
 
+/// The largest distance between two rows, in bytes, so that a tile's rows can be counted in 32 bits.
+pub const MAX_ROW_STRIDE: u64 = 1 << 23;
+
 /// How the threads of a block share the copy of a tile: a thread has one chunk column of a panel, in every so
-/// many rows.
-pub(crate) struct TileCopy {
+/// many rows. Tiles of one shape share this.
+#[derive(Clone, Copy)]
+pub(crate) struct Share {
     tile: Tile,
-    head_dim: u32,
     /// Rows that all threads together cover at once.
     rows_at_once: u32,
     /// This thread's first row.
     row: Reg<B32>,
+    /// This thread's chunk of a panel's row.
+    chunk: Reg<B32>,
     /// The offset of its first chunk in the tile.
     offset: Reg<B32>,
-    /// The offset of its first chunk from the tile's first row in global memory.
-    source_offset: Reg<B64>,
-    /// Bytes from one of its rows to the next.
-    source_step: Reg<B64>,
     /// Holds where its chunk of the last panel lies beyond the head dim.
     padding: Option<Reg<Pred>>,
 }
 
-impl TileCopy {
-    /// For rows that are `stride` bytes apart.
-    pub fn new(k: &mut KernelBuilder, tile: Tile, head_dim: u32, threads: u32, stride: Reg<B64>) -> Self {
+impl Share {
+    /// For rows of `head_dim` elements.
+    pub fn new(k: &mut KernelBuilder, tile: Tile, head_dim: u32, threads: u32) -> Self {
         let chunks = tile.chunks();
-        let rows_at_once = threads / chunks;
         let tid = k.tid_x();
         let row = k.shr_u32(tid, chunks.trailing_zeros());
         let chunk = k.and_b32(tid, chunks - 1);
@@ -39,17 +39,38 @@ impl TileCopy {
         let place = k.xor_b32(chunk, xor);
         let place = k.shl_b32(place, CHUNK.trailing_zeros());
         let offset = k.mad_lo_u32(row, tile.pitch(), place);
-        let wide_row = k.cvt_u64_u32(row);
-        let column = k.mul_wide_u32(chunk, CHUNK);
-        let source_offset = k.mad_lo_u64(wide_row, stride, column);
-        let source_step = k.mul_lo_u64(stride, u64::from(rows_at_once));
         let padding = (head_dim < tile.cols).then(|| k.setp_eq_u32(chunk, chunks - 1));
-        Self { tile, head_dim, rows_at_once, row, offset, source_offset, source_step, padding }
+        Self { tile, rows_at_once: threads / chunks, row, chunk, offset, padding }
+    }
+}
+
+/// A tensor's tiles on their way into shared memory.
+pub(crate) struct TileCopy {
+    share: Share,
+    /// Bytes from one row to the next; at most [`MAX_ROW_STRIDE`].
+    stride: Reg<B32>,
+    /// Bytes from one of this thread's rows to the next.
+    step: Reg<B32>,
+}
+
+impl TileCopy {
+    /// For rows that are `stride` bytes apart.
+    pub fn new(k: &mut KernelBuilder, share: Share, stride: Reg<B64>) -> Self {
+        let stride = k.cvt_u32_u64(stride);
+        let step = k.mul_lo_u32(stride, share.rows_at_once);
+        Self { share, stride, step }
     }
 
     /// This thread's source for the tile whose first row is at an address.
     pub fn source(&self, k: &mut KernelBuilder, first_row: Reg<B64>) -> Reg<B64> {
-        k.add_u64(first_row, self.source_offset)
+        let row = k.mad_wide_u32(self.share.row, self.stride, first_row);
+        k.mad_wide_u32(self.share.chunk, CHUNK, row)
+    }
+
+    /// Moves a source one tile towards the first row.
+    pub fn step_back(&self, k: &mut KernelBuilder, source: Reg<B64>) {
+        let tile = k.mul_wide_u32(self.stride, self.share.tile.rows);
+        k.set(source, |k| k.sub_u64(source, tile));
     }
 
     /// Copies a tile to `slot` bytes after the start of an allocation. With `rows`, only so many rows exist; the
@@ -62,21 +83,19 @@ impl TileCopy {
         source: Reg<B64>,
         rows: Option<Reg<B32>>,
     ) {
+        let Share { tile, rows_at_once, row, offset, .. } = self.share;
         let base = k.shared_addr(to);
-        let mut at = k.add_u32(base, self.offset);
+        let mut at = k.add_u32(base, offset);
         if let Some(slot) = slot {
             at = k.add_u32(at, slot);
         }
-        let mut source = source;
-        for first in (0..self.tile.rows).step_by(self.rows_at_once as usize) {
-            if first > 0 {
-                source = k.add_u64(source, self.source_step);
-            }
-            // The rows of the last turn may be fewer than the threads.
-            let turn_rows = self.tile.rows - first;
-            let copy = |k: &mut KernelBuilder| self.turn(k, at, source, first, rows);
-            if turn_rows < self.rows_at_once {
-                let inside = k.setp_lt_u32(self.row, turn_rows);
+        for turn in 0..tile.rows.div_ceil(rows_at_once) {
+            let first = turn * rows_at_once;
+            let from = if turn == 0 { source } else { k.mad_wide_u32(self.step, turn, source) };
+            let copy = |k: &mut KernelBuilder| self.turn(k, at, from, first, rows);
+            if first + rows_at_once > tile.rows {
+                // Fewer rows are left than the threads could copy.
+                let inside = k.setp_lt_u32(row, tile.rows - first);
                 k.if_(inside, copy);
             } else {
                 copy(k);
@@ -85,15 +104,16 @@ impl TileCopy {
     }
 
     /// One chunk of each panel.
-    fn turn(&self, k: &mut KernelBuilder, at: Reg<B32>, source: Reg<B64>, first: u32, rows: Option<Reg<B32>>) {
+    fn turn(&self, k: &mut KernelBuilder, at: Reg<B32>, from: Reg<B64>, first: u32, rows: Option<Reg<B32>>) {
+        let Share { tile, row, padding, .. } = self.share;
         let row_bytes = rows.map(|rows| {
-            let row = k.add_u32(self.row, first);
+            let row = k.add_u32(row, first);
             let exists = k.setp_lt_s32(row, rows);
             k.selp_b32(CHUNK, 0u32, exists)
         });
-        for panel in 0..self.tile.panels() {
-            let last = panel + 1 == self.tile.panels();
-            let bytes: Option<Operand<B32>> = match (row_bytes, self.padding.filter(|_| last)) {
+        for panel in 0..tile.panels() {
+            let last = panel + 1 == tile.panels();
+            let bytes: Option<Operand<B32>> = match (row_bytes, padding.filter(|_| last)) {
                 (None, None) => None,
                 (Some(bytes), None) => Some(bytes.into()),
                 (bytes, Some(padding)) => {
@@ -101,9 +121,8 @@ impl TileCopy {
                     Some(k.selp_b32(0u32, bytes, padding).into())
                 }
             };
-            debug_assert!(self.head_dim + 8 >= self.tile.cols);
-            let to: Addr<B32> = at.at((panel * self.tile.panel_bytes() + first * self.tile.pitch()) as i32);
-            let from = source.at((panel * self.tile.pitch()) as i32);
+            let to = at.at((panel * tile.panel_bytes() + first * tile.pitch()) as i32);
+            let from = from.at((panel * tile.pitch()) as i32);
             let prefetch = Some(L2Prefetch::B128);
             k.cp_async_hint(CpAsyncCache::Cg, CpAsyncBytes::B16, to, from, bytes, prefetch, None);
         }

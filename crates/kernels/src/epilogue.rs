@@ -5,7 +5,7 @@ use flashcore_ptx::{B32, F32, KernelBuilder, Reg, Shared};
 use crate::{
     FwdParams, Spec,
     fragment::{Acc, HALVES, Place, pack},
-    softmax::OnlineSoftmax,
+    softmax::{OnlineSoftmax, SoftmaxParams},
     swizzle::{CHUNK, Tile},
     work::Work,
 };
@@ -14,7 +14,7 @@ use crate::{
 pub(crate) fn normalise(k: &mut KernelBuilder, softmax: &OnlineSoftmax, o: &[Vec<Acc>]) {
     for (state, o) in softmax.rows.iter().zip(o) {
         for (row, half) in state.iter().zip(HALVES) {
-            let inverse = softmax.params.inverse(k, row.sum);
+            let inverse = SoftmaxParams::inverse(k, row.sum);
             for o in o {
                 for &i in &half {
                     k.set(o[i], |k| k.mul_f32(o[i], inverse));
@@ -25,7 +25,13 @@ pub(crate) fn normalise(k: &mut KernelBuilder, softmax: &OnlineSoftmax, o: &[Vec
 }
 
 /// Writes lse, if it is wanted: one thread of the four that share a row.
-pub(crate) fn store_lse(k: &mut KernelBuilder, spec: &Spec, work: &Work, place: &Place, softmax: &OnlineSoftmax) {
+pub(crate) fn store_lse(
+    k: &mut KernelBuilder,
+    spec: &Spec,
+    work: &Work,
+    place: &Place,
+    softmax: &OnlineSoftmax,
+) {
     if !spec.lse {
         return;
     }

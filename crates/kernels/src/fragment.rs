@@ -35,14 +35,19 @@ pub(crate) fn pack(k: &mut KernelBuilder, dtype: Dtype, first: Reg<F32>, second:
     }
 }
 
-/// Two accumulators side by side as an A operand.
-pub(crate) fn a_operand(k: &mut KernelBuilder, dtype: Dtype, left: &Acc, right: &Acc) -> [Reg<B32>; 4] {
-    [
-        pack(k, dtype, left[0], left[1]),
-        pack(k, dtype, left[2], left[3]),
-        pack(k, dtype, right[0], right[1]),
-        pack(k, dtype, right[2], right[3]),
-    ]
+/// A row of accumulators as A operands: two side by side make one.
+pub(crate) fn a_operands(k: &mut KernelBuilder, dtype: Dtype, row: &[Acc]) -> Vec<[Reg<B32>; 4]> {
+    row.chunks_exact(2)
+        .map(|pair| {
+            let (left, right) = (&pair[0], &pair[1]);
+            [
+                pack(k, dtype, left[0], left[1]),
+                pack(k, dtype, left[2], left[3]),
+                pack(k, dtype, right[0], right[1]),
+                pack(k, dtype, right[2], right[3]),
+            ]
+        })
+        .collect()
 }
 
 /// Which rows and columns a thread holds.

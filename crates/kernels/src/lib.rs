@@ -29,6 +29,7 @@ pub mod scalar;
 pub mod sm80_fwd;
 pub mod sm80_mma;
 
+pub use copy::MAX_ROW_STRIDE;
 pub use params::FwdParams;
 pub use schedule::{Geometry, Kernel, Schedule, ScheduleError};
 pub use spec::{Dtype, MAX_HEAD_DIM, Spec};

@@ -95,7 +95,7 @@ impl Schedule {
         });
 
         k.section("write the row");
-        let inverse = softmax.inverse(k, sum);
+        let inverse = SoftmaxParams::inverse(k, sum);
         let o_row = k.param(FwdParams::o_row);
         let o_head = work.o(k);
         let out = Work::row_address(k, o_head, row, o_row);
@@ -130,7 +130,7 @@ struct Lanes {
 
 impl Lanes {
     fn new(k: &mut KernelBuilder, lane: Reg<B32>, count: u32) -> Self {
-        let in_last = (count % 32 != 0).then(|| k.setp_lt_u32(lane, count % 32));
+        let in_last = (!count.is_multiple_of(32)).then(|| k.setp_lt_u32(lane, count % 32));
         Self { lane, count, in_last }
     }
 

@@ -38,7 +38,9 @@ impl Kernel {
         };
         match self {
             Kernel::Scalar => vec![Schedule::Scalar(scalar::Schedule { warps: 4 })],
-            Kernel::Sm80Mma => [64, 32, 16].map(|block_n| Schedule::Sm80Mma(sm80_mma::Schedule { block_n })).into(),
+            Kernel::Sm80Mma => {
+                [64, 32, 16].map(|block_n| Schedule::Sm80Mma(sm80_mma::Schedule { block_n })).into()
+            }
             Kernel::Sm80Fwd => vec![
                 fwd(128, 64, 4, 2, false),
                 fwd(128, 64, 8, 2, false),
@@ -58,7 +60,8 @@ impl Kernel {
                 Err(error) => refused = Some(error),
             }
         }
-        Err(refused.unwrap_or_else(|| ScheduleError::Malformed { reason: format!("{self} has no schedules") }))
+        Err(refused
+            .unwrap_or_else(|| ScheduleError::Malformed { reason: format!("{self} has no schedules") }))
     }
 }
 
@@ -73,7 +76,10 @@ impl FromStr for Kernel {
 
     fn from_str(name: &str) -> Result<Self, ScheduleError> {
         Kernel::ALL.into_iter().find(|kernel| kernel.name() == name).ok_or_else(|| ScheduleError::Malformed {
-            reason: format!("'{name}' is not a kernel; possible are {}", Kernel::ALL.map(Kernel::name).join(", ")),
+            reason: format!(
+                "'{name}' is not a kernel; possible are {}",
+                Kernel::ALL.map(Kernel::name).join(", ")
+            ),
         })
     }
 }
@@ -131,7 +137,9 @@ pub enum ScheduleError {
     #[error(transparent)]
     Shared(#[from] SharedError),
     /// More registers than a thread can have.
-    #[error("about {needs} registers a thread are needed, {limit} there are: take a smaller block_n, more warps, or leave the queries in shared memory")]
+    #[error(
+        "about {needs} registers a thread are needed, {limit} there are: take a smaller block_n, more warps, or leave the queries in shared memory"
+    )]
     Registers {
         /// The estimate.
         needs: u32,
@@ -139,7 +147,9 @@ pub enum ScheduleError {
         limit: u32,
     },
     /// A head dim that the kernels do not take.
-    #[error("head_dim {head_dim} and head_dim_v {head_dim_v}: possible are multiples of 8 from 8 to {MAX_HEAD_DIM}")]
+    #[error(
+        "head_dim {head_dim} and head_dim_v {head_dim_v}: possible are multiples of 8 from 8 to {MAX_HEAD_DIM}"
+    )]
     HeadDim {
         /// Elements of a query.
         head_dim: u32,
@@ -229,14 +239,15 @@ impl FromStr for Schedule {
 
     fn from_str(text: &str) -> Result<Self, ScheduleError> {
         let malformed = |reason: String| ScheduleError::Malformed { reason };
-        let (kernel, knobs) = text
-            .split_once(':')
-            .ok_or_else(|| malformed(format!("'{text}' is not a schedule: write kernel:knob=value,knob=value,…")))?;
+        let (kernel, knobs) = text.split_once(':').ok_or_else(|| {
+            malformed(format!("'{text}' is not a schedule: write kernel:knob=value,knob=value,…"))
+        })?;
         let kernel: Kernel = kernel.parse()?;
         let mut pairs = Vec::new();
         for pair in knobs.split(',').filter(|pair| !pair.is_empty()) {
-            let (knob, value) =
-                pair.split_once('=').ok_or_else(|| malformed(format!("'{pair}' is not of the form knob=value")))?;
+            let (knob, value) = pair
+                .split_once('=')
+                .ok_or_else(|| malformed(format!("'{pair}' is not of the form knob=value")))?;
             pairs.push((knob, value));
         }
         let mut take = |knob: &str| -> Result<&str, ScheduleError> {

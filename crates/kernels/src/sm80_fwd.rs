@@ -5,13 +5,13 @@
 //! shared-memory slots that `cp.async` fills ahead. A warp holds 16 or 32 queries: its scores, probabilities and
 //! output never leave its registers.
 
-use flashcore_ptx::{B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
+use flashcore_ptx::{Addr, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
 
 use crate::{
     FwdParams, Geometry, ScheduleError, Spec,
-    copy::TileCopy,
+    copy::{Share, TileCopy},
     epilogue,
-    fragment::{Acc, Place, a_operand, matrix_ty},
+    fragment::{Acc, Place, a_operands, matrix_ty},
     schedule::check_registers,
     softmax::{OnlineSoftmax, SoftmaxParams},
     swizzle::{CHUNK, Tile},
@@ -190,10 +190,6 @@ struct Cursor {
     k_source: Reg<B64>,
     /// This thread's source in the next V tile to fetch.
     v_source: Reg<B64>,
-    /// Bytes from one K tile to the next.
-    k_tile: Reg<B64>,
-    /// Bytes from one V tile to the next.
-    v_tile: Reg<B64>,
     /// The first tile that any row sees.
     first: Reg<B32>,
 }
@@ -210,11 +206,18 @@ impl<'a> MainLoop<'a> {
         k.section("main loop: how threads copy and read tiles");
         let tiles = schedule.tiles(spec);
         let threads = 32 * schedule.warps;
-        let (q_row, k_row, v_row) = (k.param(FwdParams::q_row), k.param(FwdParams::k_row), k.param(FwdParams::v_row));
-        let q_copy = TileCopy::new(k, tiles.q, spec.head_dim, threads, q_row);
-        let k_copy = TileCopy::new(k, tiles.k, spec.head_dim, threads, k_row);
-        let v_copy = TileCopy::new(k, tiles.v, spec.head_dim_v, threads, v_row);
-        let q_lane = LaneAddress::new(k, tiles.q, memory.q, place, Operand::A).offset_rows(k, place.warp_row);
+        let (q_row, k_row, v_row) =
+            (k.param(FwdParams::q_row), k.param(FwdParams::k_row), k.param(FwdParams::v_row));
+        let q_share = Share::new(k, tiles.q, spec.head_dim, threads);
+        let k_share = Share::new(k, tiles.k, spec.head_dim, threads);
+        let same = spec.head_dim == spec.head_dim_v;
+        let v_share = if same { k_share } else { Share::new(k, tiles.v, spec.head_dim_v, threads) };
+        let q_copy = TileCopy::new(k, q_share, q_row);
+        let k_copy = TileCopy::new(k, k_share, k_row);
+        let v_copy = TileCopy::new(k, v_share, v_row);
+        let q_lane = LaneAddress::new(k, tiles.q, memory.q, place, Operand::A);
+        let q_rows = k.mul_lo_u32(place.warp_row, tiles.q.pitch());
+        let q_lane = q_lane.moved(k, Some(q_rows));
         let k_lane = LaneAddress::new(k, tiles.k, memory.k, place, Operand::B);
         let v_lane = LaneAddress::new(k, tiles.v, memory.v, place, Operand::BTransposed);
         Self {
@@ -264,8 +267,6 @@ impl<'a> MainLoop<'a> {
             slot: k.mov_b32(0u32),
             k_source: self.k_copy.source(k, k_address),
             v_source: self.v_copy.source(k, v_address),
-            k_tile: k.mul_lo_u64(self.k_row, u64::from(block_n)),
-            v_tile: k.mul_lo_u64(self.v_row, u64::from(block_n)),
             first,
         };
         k.comment("the last K tile");
@@ -304,16 +305,28 @@ impl<'a> MainLoop<'a> {
         k.bar_sync_all();
     }
 
-    fn fetch_k(&self, k: &mut KernelBuilder, cursor: &Cursor, slot: Option<Reg<B32>>, rows: Option<Reg<B32>>) {
+    fn fetch_k(
+        &self,
+        k: &mut KernelBuilder,
+        cursor: &Cursor,
+        slot: Option<Reg<B32>>,
+        rows: Option<Reg<B32>>,
+    ) {
         let slot = slot.map(|slot| k.mul_lo_u32(slot, self.tiles.k.bytes()));
         self.k_copy.start(k, self.memory.k, slot, cursor.k_source, rows);
-        k.set(cursor.k_source, |k| k.sub_u64(cursor.k_source, cursor.k_tile));
+        self.k_copy.step_back(k, cursor.k_source);
     }
 
-    fn fetch_v(&self, k: &mut KernelBuilder, cursor: &Cursor, slot: Option<Reg<B32>>, rows: Option<Reg<B32>>) {
+    fn fetch_v(
+        &self,
+        k: &mut KernelBuilder,
+        cursor: &Cursor,
+        slot: Option<Reg<B32>>,
+        rows: Option<Reg<B32>>,
+    ) {
         let slot = slot.map(|slot| k.mul_lo_u32(slot, self.tiles.v.bytes()));
         self.v_copy.start(k, self.memory.v, slot, cursor.v_source, rows);
-        k.set(cursor.v_source, |k| k.sub_u64(cursor.v_source, cursor.v_tile));
+        self.v_copy.step_back(k, cursor.v_source);
     }
 
     /// Fetches the tile that comes `ahead` tiles after the cursor's, if there is one. The group is closed either
@@ -337,8 +350,8 @@ impl<'a> MainLoop<'a> {
     }
 
     fn query(&self, k: &mut KernelBuilder, m: u32, column: u32) -> [Reg<B32>; 4] {
-        let at = self.q_lane.at(16 * m, column);
-        k.ldmatrix(at)
+        let step = self.q_lane.step(k, column);
+        k.ldmatrix(self.q_lane.at(step, 16 * m, column))
     }
 
     fn tiles_down_to(
@@ -395,7 +408,9 @@ impl<'a> MainLoop<'a> {
         }
         self.place.score(k, self.work, softmax.params, &mut scores, first_key);
         softmax.step(k, &mut scores, o, masked);
-        self.add_values(k, cursor, &scores, o);
+        let p: Vec<Vec<[Reg<B32>; 4]>> =
+            scores.iter().map(|scores| a_operands(k, self.spec.dtype, scores)).collect();
+        self.add_values(k, cursor, &p, o);
 
         k.set(cursor.tile, |k| k.sub_s32(cursor.tile, 1));
         if stages > 1 {
@@ -406,21 +421,26 @@ impl<'a> MainLoop<'a> {
     }
 
     /// S = Q Kᵀ.
-    fn scores(&self, k: &mut KernelBuilder, cursor: &Cursor, q: Option<&[Vec<[Reg<B32>; 4]>]>) -> Vec<Vec<Acc>> {
+    fn scores(
+        &self,
+        k: &mut KernelBuilder,
+        cursor: &Cursor,
+        q: Option<&[Vec<[Reg<B32>; 4]>]>,
+    ) -> Vec<Vec<Acc>> {
         k.comment("S = Q K^T");
         let ty = matrix_ty(self.spec.dtype);
         let m_tiles = self.schedule.m_tiles();
         let zero: Reg<F32> = k.mov_f32(0.0);
         let mut scores = vec![vec![[zero; 4]; (self.schedule.block_n / 8) as usize]; m_tiles as usize];
         let slot = self.slot_offset(k, cursor, self.tiles.k);
-        let lane = self.k_lane.in_slot(k, slot);
+        let lane = self.k_lane.moved(k, slot);
         for column in 0..self.tiles.q.cols / 16 {
             let a: Vec<[Reg<B32>; 4]> = (0..m_tiles)
                 .map(|m| q.map_or_else(|| self.query(k, m, column), |q| q[m as usize][column as usize]))
                 .collect();
+            let step = lane.step(k, column);
             for n in 0..self.schedule.block_n / 16 {
-                let at = lane.at(16 * n, column);
-                let [b0, b1, b2, b3] = k.ldmatrix(at);
+                let [b0, b1, b2, b3] = k.ldmatrix(lane.at(step, 16 * n, column));
                 for (scores, &a) in scores.iter_mut().zip(&a) {
                     for (i, b) in [[b0, b1], [b2, b3]].into_iter().enumerate() {
                         let acc = &mut scores[2 * n as usize + i];
@@ -433,19 +453,19 @@ impl<'a> MainLoop<'a> {
     }
 
     /// O += P V.
-    fn add_values(&self, k: &mut KernelBuilder, cursor: &Cursor, p: &[Vec<Acc>], o: &[Vec<Acc>]) {
+    fn add_values(&self, k: &mut KernelBuilder, cursor: &Cursor, p: &[Vec<[Reg<B32>; 4]>], o: &[Vec<Acc>]) {
         k.comment("O += P V");
         let ty = matrix_ty(self.spec.dtype);
         let slot = self.slot_offset(k, cursor, self.tiles.v);
-        let lane = self.v_lane.in_slot(k, slot);
+        let lane = self.v_lane.moved(k, slot);
+        let steps: Vec<Reg<B32>> =
+            (0..self.tiles.v.chunks() / 2).map(|column| lane.step(k, column)).collect();
         for keys in 0..self.schedule.block_n / 16 {
-            let pair = 2 * keys as usize;
-            let a: Vec<[Reg<B32>; 4]> =
-                p.iter().map(|p| a_operand(k, self.spec.dtype, &p[pair], &p[pair + 1])).collect();
             for column in 0..self.tiles.v.cols / 16 {
-                let at = lane.at(16 * keys, column);
-                let [b0, b1, b2, b3] = k.ldmatrix_trans(at);
-                for (o, &a) in o.iter().zip(&a) {
+                let step = steps[column as usize % steps.len()];
+                let [b0, b1, b2, b3] = k.ldmatrix_trans(lane.at(step, 16 * keys, column));
+                for (o, p) in o.iter().zip(p) {
+                    let a = p[keys as usize];
                     for (i, b) in [[b0, b1], [b2, b3]].into_iter().enumerate() {
                         let acc = o[2 * column as usize + i];
                         k.set(acc, |k| k.mma_m16n8k16(ty, a, b, acc));
@@ -471,11 +491,11 @@ enum Operand {
     BTransposed,
 }
 
-/// Where a lane's row of `ldmatrix` starts, for each 16-column step of a panel.
+/// Where a lane's row of `ldmatrix` starts.
 struct LaneAddress {
     tile: Tile,
-    /// One register a 16-column step of a panel.
-    steps: Vec<Reg<B32>>,
+    /// For the first 16 columns of a panel.
+    first: Reg<B32>,
 }
 
 impl LaneAddress {
@@ -493,32 +513,26 @@ impl LaneAddress {
         let chunk = k.xor_b32(column_half, xor);
         let base = k.shared_addr(memory);
         let start = k.mad_lo_u32(row, tile.pitch(), base);
-        let first = k.mad_lo_u32(chunk, CHUNK, start);
-        // The chunk bits of an address are those of the tile's swizzle alone, as tiles start at whole lines.
-        let steps = (0..tile.chunks() / 2).map(|step| k.xor_b32(first, 2 * step * CHUNK)).collect();
-        Self { tile, steps }
+        Self { tile, first: k.mad_lo_u32(chunk, CHUNK, start) }
     }
 
-    fn moved(&self, k: &mut KernelBuilder, bytes: Reg<B32>) -> Self {
-        Self { tile: self.tile, steps: self.steps.iter().map(|&step| k.add_u32(step, bytes)).collect() }
+    /// The same some bytes further: a multiple of 16 rows, or a slot.
+    fn moved(&self, k: &mut KernelBuilder, bytes: Option<Reg<B32>>) -> Self {
+        Self { tile: self.tile, first: bytes.map_or(self.first, |bytes| k.add_u32(self.first, bytes)) }
     }
 
-    fn offset_rows(&self, k: &mut KernelBuilder, rows: Reg<B32>) -> Self {
-        let bytes = k.mul_lo_u32(rows, self.tile.pitch());
-        self.moved(k, bytes)
-    }
-
-    fn in_slot(&self, k: &mut KernelBuilder, offset: Option<Reg<B32>>) -> Self {
-        match offset {
-            Some(offset) => self.moved(k, offset),
-            None => Self { tile: self.tile, steps: self.steps.clone() },
+    /// For 16 columns of a panel; `column` counts in 16s. The chunk bits of an address are those of the swizzle
+    /// alone, as tiles start at whole lines, so a step inside a panel is an exclusive or.
+    fn step(&self, k: &mut KernelBuilder, column: u32) -> Reg<B32> {
+        match column % (self.tile.chunks() / 2) {
+            0 => self.first,
+            column => k.xor_b32(self.first, 2 * column * CHUNK),
         }
     }
 
-    /// The address for 16 rows and 16 columns; `column` counts in 16s.
-    fn at(&self, row: u32, column: u32) -> flashcore_ptx::Addr<B32> {
-        let steps = self.tile.chunks() / 2;
-        let offset = column / steps * self.tile.panel_bytes() + row * self.tile.pitch();
-        self.steps[(column % steps) as usize].at(offset as i32)
+    /// The address for 16 rows and 16 columns, given the columns' step.
+    fn at(&self, step: Reg<B32>, row: u32, column: u32) -> Addr<B32> {
+        let panel = column / (self.tile.chunks() / 2);
+        step.at((panel * self.tile.panel_bytes() + row * self.tile.pitch()) as i32)
     }
 }

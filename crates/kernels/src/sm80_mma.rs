@@ -7,9 +7,9 @@
 use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
 
 use crate::{
-    schedule::check_registers,
     FwdParams, Geometry, ScheduleError, Spec, epilogue,
-    fragment::{Acc, Place, a_operand, matrix_ty},
+    fragment::{Acc, Place, a_operands, matrix_ty},
+    schedule::check_registers,
     softmax::{OnlineSoftmax, SoftmaxParams},
     swizzle::{CHUNK, Tile},
     work::{Order, Work},
@@ -141,8 +141,8 @@ impl Schedule {
             let base = k.shared_addr(memory.v);
             let row = k.mad_lo_u32(place.column, v_tile.pitch(), base);
             let at = k.mad_lo_u32(place.g, 2u32, row);
-            for keys in 0..(self.block_n / 16) as usize {
-                let a = a_operand(k, spec.dtype, &scores[0][2 * keys], &scores[0][2 * keys + 1]);
+            let p = a_operands(k, spec.dtype, &scores[0]);
+            for (keys, &a) in p.iter().enumerate() {
                 for (n, &acc) in o[0].iter().enumerate() {
                     let mut pair = |key: u32| {
                         let offset = |key: u32| (key * v_tile.pitch()) as i32 + 16 * n as i32;
@@ -184,7 +184,12 @@ fn load_queries(k: &mut KernelBuilder, spec: &Spec, work: &Work, place: Place) -
                 }
                 value
             };
-            [element(0, 16 * step), element(1, 16 * step), element(0, 16 * step + 8), element(1, 16 * step + 8)]
+            [
+                element(0, 16 * step),
+                element(1, 16 * step),
+                element(0, 16 * step + 8),
+                element(1, 16 * step + 8),
+            ]
         })
         .collect()
 }

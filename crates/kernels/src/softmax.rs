@@ -60,7 +60,7 @@ impl SoftmaxParams {
     }
 
     /// 1 / sum, or 0 for a row without keys.
-    pub fn inverse(&self, k: &mut KernelBuilder, sum: Reg<F32>) -> Reg<F32> {
+    pub fn inverse(k: &mut KernelBuilder, sum: Reg<F32>) -> Reg<F32> {
         let none = k.setp_eq_f32(sum, 0.0);
         let inverse = k.rcp_approx_ftz_f32(sum);
         k.selp_f32(0.0, inverse, none)

@@ -95,7 +95,8 @@ mod tests {
             let tile = Tile::new(64, head_dim);
             for first in (0..tile.rows).step_by(8) {
                 for chunk in 0..tile.cols / 8 {
-                    let mut groups: Vec<u32> = (first..first + 8).map(|row| tile.offset(row, chunk) / CHUNK % 8).collect();
+                    let mut groups: Vec<u32> =
+                        (first..first + 8).map(|row| tile.offset(row, chunk) / CHUNK % 8).collect();
                     groups.sort_unstable();
                     assert_eq!(groups, [0, 1, 2, 3, 4, 5, 6, 7], "head_dim {head_dim}, rows from {first}");
                 }

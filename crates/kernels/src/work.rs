@@ -101,7 +101,8 @@ impl Work {
         let q = head_address(k, FwdParams::q, FwdParams::q_batch, FwdParams::q_head, batch, head);
         let key = head_address(k, FwdParams::k, FwdParams::k_batch, FwdParams::k_head, batch, kv_head);
         let value = head_address(k, FwdParams::v, FwdParams::v_batch, FwdParams::v_head, batch, kv_head);
-        let shift = spec.is_masked().then(|| if spec.top_left { k.mov_b32(0u32) } else { k.sub_s32(keys, len_q) });
+        let shift =
+            spec.is_masked().then(|| if spec.top_left { k.mov_b32(0u32) } else { k.sub_s32(keys, len_q) });
         let mut bound = |wanted: bool, handle: ParamHandle<FwdParams, i32>| wanted.then(|| k.param(handle));
         let left = bound(spec.left, FwdParams::left);
         let right = bound(spec.right, FwdParams::right);
