@@ -112,7 +112,7 @@ pub fn check(report: &mut Report, context: &Context) {
             "own: {info:?}"
         );
         ensure!(
-            info.range == Some((own.address(), 4096)),
+            info.range.is_some_and(|(start, size)| start == own.address() && size >= 4096),
             "own: {info:?}, allocated at {:#x}",
             own.address()
         );

@@ -108,7 +108,7 @@ fn accepted_maps(context: &Context) -> Result<Seen> {
         for swizzle in [Swizzle::None, Swizzle::Bytes32, Swizzle::Bytes64, Swizzle::Bytes128] {
             accept(
                 "elements and swizzles",
-                TensorMapSpec { element, swizzle, box_dims: &[inner, 8], ..base },
+                TensorMapSpec { element, swizzle, dims: &[32, 200], box_dims: &[inner, 8], ..base },
             )?;
         }
     }
