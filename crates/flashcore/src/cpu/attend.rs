@@ -9,16 +9,14 @@ use std::ops::Range;
 
 use super::{
     math,
-    plan::{self, Task},
+    panel::{MAX_LANES, MAX_VECS, Panel, Segment},
+    plan::Task,
     rows,
     scratch::{Carve, Scratch},
     simd::Simd,
-    tile::{Scalars, accumulate},
+    tile::{Scalars, Vectors},
 };
 use crate::{DType, contract::Call, tensor::Raw};
-
-/// Lanes of the widest vector.
-const MAX_LANES: usize = 16;
 
 /// What all tasks of a call share.
 pub(super) struct Job<'a> {
@@ -51,6 +49,18 @@ impl Job<'_> {
     }
 }
 
+/// What a thread keeps between tasks.
+pub(super) struct Workspace {
+    pub floats: Scratch,
+    panels: Vec<Panel>,
+}
+
+impl Workspace {
+    pub(super) const fn new() -> Self {
+        Self { floats: Scratch::new(), panels: Vec::new() }
+    }
+}
+
 /// The address of a row.
 ///
 /// # Safety
@@ -60,32 +70,12 @@ unsafe fn row_at(raw: &Raw, b: usize, h: usize, s: usize) -> *mut u8 {
     unsafe { raw.ptr.add(raw.layout.row(b, h, s) * raw.dtype.size()) }
 }
 
-/// Rows in the lanes of up to `VECS` vectors.
-struct Panel {
-    rows: Range<usize>,
-    vecs: usize,
-    /// Scratch of Qᵀ, head_dim rows of `vecs` vectors.
-    q: *mut f32,
-    /// Scratch of Oᵀ, head_dim_v rows of `vecs` vectors.
-    o: *mut f32,
-    /// Scratch of the lanes' maxima, sums and (relative to the block) first and end keys.
-    max: *mut f32,
-    sum: *mut f32,
-    first: *mut f32,
-    end: *mut f32,
-    /// The keys of each lane's row.
-    keys: [Range<usize>; MAX_LANES * 4],
-    /// From the first key that any lane sees to the last.
-    any: Range<usize>,
-    /// The keys that all lanes see.
-    all: Range<usize>,
-}
-
-/// Some rows of K or V as f32.
-#[derive(Clone, Copy)]
+/// A block of keys as f32: rows of K, and V in panels of `LANES` columns.
 struct Block {
-    at: *const f32,
-    stride: usize,
+    keys: Range<usize>,
+    k: *const f32,
+    k_stride: usize,
+    v: *const f32,
 }
 
 /// Runs a task.
@@ -93,106 +83,55 @@ struct Block {
 /// # Safety
 /// Requires a CPU with `S`; the call must have passed the contract and the task be of its plan.
 #[inline(always)]
-pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, scratch: &mut Scratch) {
-    let call = job.call;
-    let problem = &call.problem;
-    let (head_dim, head_dim_v) = (problem.head_dim, problem.head_dim_v);
-    let lanes = S::LANES;
-    let width = S::VECS * lanes;
-    let padded = |n: usize| n.next_multiple_of(lanes);
+pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
+    let problem = &job.call.problem;
+    let width = S::VECS * S::LANES;
+    let padded = |n: usize| n.next_multiple_of(S::LANES);
+    let (q_rows, o_rows) = (padded(problem.head_dim), padded(problem.head_dim_v));
     let panel_count = task.rows.len().div_ceil(width);
     let block_k = job.block_k.min(task.keys.len()).max(1);
 
     let mut carve = Carve::new();
-    let q_len = padded(head_dim) * width;
-    let o_len = padded(head_dim_v) * width;
-    let q = carve.part(panel_count * q_len);
-    let o = carve.part(panel_count * o_len);
-    let stats = carve.part(panel_count * 4 * width);
-    let p = carve.part(block_k * width);
-    let k_wide = carve.part(block_k * head_dim);
-    let v_wide = carve.part(block_k * head_dim_v);
-    let strip = carve.part(lanes * padded(head_dim.max(head_dim_v)));
-    let base = scratch.reserve(carve.total());
+    let q = carve.part(panel_count * q_rows * width);
+    let o = carve.part(panel_count * o_rows * width);
+    let stats = carve.part(panel_count * 2 * width);
+    let s = carve.part(block_k * width);
+    let k_wide = carve.part(block_k * problem.head_dim);
+    let v_wide = carve.part(block_k * o_rows);
+    let strip = carve.part(S::LANES * q_rows.max(o_rows));
+    let base = workspace.floats.reserve(carve.total());
 
     // SAFETY: all parts lie inside the reserved scratch.
     unsafe {
-        let strip = base.add(strip);
-        let p = base.add(p);
-        for panel_index in 0..panel_count {
-            let panel = panel::<S>(job, task, panel_index, base, q, q_len, o, o_len, stats);
+        let (s, strip) = (base.add(s), base.add(strip));
+        workspace.panels.clear();
+        for index in 0..panel_count {
+            let start = task.rows.start + index * width;
+            let rows = start..(start + width).min(task.rows.end);
+            let mut panel = Panel::new(job.call, task.batch, rows, S::LANES);
+            panel.q = base.add(q + index * q_rows * width);
+            panel.o = base.add(o + index * o_rows * width);
+            panel.max = base.add(stats + index * 2 * width);
+            panel.sum = panel.max.add(width);
             load_queries::<S>(job, task, &panel, strip);
-            for i in 0..panel.vecs * lanes {
-                *panel.max.add(i) = f32::NEG_INFINITY;
-                *panel.sum.add(i) = 0.0;
+            for lane in 0..panel.vecs * S::LANES {
+                *panel.max.add(lane) = f32::NEG_INFINITY;
+                *panel.sum.add(lane) = 0.0;
             }
-            std::ptr::write_bytes(panel.o, 0, padded(head_dim_v) * panel.vecs * lanes);
+            std::ptr::write_bytes(panel.o, 0, o_rows * panel.vecs * S::LANES);
+            workspace.panels.push(panel);
         }
         for start in task.keys.clone().step_by(block_k) {
             let keys = start..(start + block_k).min(task.keys.end);
-            let k = block::<S>(&call.k, task, &keys, head_dim, base.add(k_wide));
-            let v = block::<S>(&call.v, task, &keys, head_dim_v, base.add(v_wide));
-            for panel_index in 0..panel_count {
-                let panel = panel::<S>(job, task, panel_index, base, q, q_len, o, o_len, stats);
-                match panel.vecs {
-                    1 => step::<S, 1>(job, &panel, &keys, k, v, p),
-                    2 => step::<S, 2>(job, &panel, &keys, k, v, p),
-                    3 if S::VECS >= 3 => step::<S, 3>(job, &panel, &keys, k, v, p),
-                    4 if S::VECS >= 4 => step::<S, 4>(job, &panel, &keys, k, v, p),
-                    _ => unreachable!("a panel has at most VECS vectors"),
-                }
+            let (k, k_stride) = k_rows::<S>(&job.call.k, task, &keys, base.add(k_wide));
+            let v = v_panels::<S>(&job.call.v, task, &keys, base.add(v_wide));
+            let block = Block { keys, k, k_stride, v };
+            for panel in &workspace.panels {
+                step::<S>(job, panel, &block, s);
             }
         }
-        for panel_index in 0..panel_count {
-            let panel = panel::<S>(job, task, panel_index, base, q, q_len, o, o_len, stats);
-            store_outputs::<S>(job, task, &panel, strip);
-        }
-    }
-}
-
-/// Panel number `index` of a task.
-#[inline(always)]
-unsafe fn panel<S: Simd>(
-    job: &Job<'_>,
-    task: &Task,
-    index: usize,
-    base: *mut f32,
-    q: usize,
-    q_len: usize,
-    o: usize,
-    o_len: usize,
-    stats: usize,
-) -> Panel {
-    let width = S::VECS * S::LANES;
-    let start = task.rows.start + index * width;
-    let rows = start..(start + width).min(task.rows.end);
-    let vecs = rows.len().div_ceil(S::LANES);
-    let mut keys = [const { 0..0 }; MAX_LANES * 4];
-    let (mut any, mut all) = (0..0, 0..usize::MAX);
-    for (lane, keys) in keys.iter_mut().enumerate().take(vecs * S::LANES) {
-        let row = (start + lane).min(rows.end - 1);
-        *keys = plan::visible(job.call, task.batch, job.head_and_query(task.head, row).1);
-        all = all.start.max(keys.start)..all.end.min(keys.end);
-        if keys.start < keys.end {
-            any =
-                if any.is_empty() { keys.clone() } else { any.start.min(keys.start)..any.end.max(keys.end) };
-        }
-    }
-    // SAFETY: the parts were carved for all panels of the task.
-    unsafe {
-        let stats = base.add(stats + index * 4 * width);
-        Panel {
-            rows,
-            vecs,
-            q: base.add(q + index * q_len),
-            o: base.add(o + index * o_len),
-            max: stats,
-            sum: stats.add(width),
-            first: stats.add(2 * width),
-            end: stats.add(3 * width),
-            keys,
-            any,
-            all,
+        for panel in &workspace.panels {
+            store_outputs::<S>(job, task, panel, strip);
         }
     }
 }
@@ -230,62 +169,115 @@ unsafe fn load_queries<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, strip
     }
 }
 
-/// Rows of K or V: where they lie if they are f32 already, else widened into scratch.
+/// Rows of K and their stride: where they lie if they are contiguous f32 already, else widened into scratch.
 #[inline(always)]
-unsafe fn block<S: Simd>(raw: &Raw, task: &Task, keys: &Range<usize>, len: usize, wide: *mut f32) -> Block {
+unsafe fn k_rows<S: Simd>(
+    raw: &Raw,
+    task: &Task,
+    keys: &Range<usize>,
+    wide: *mut f32,
+) -> (*const f32, usize) {
+    let [.., head_dim] = raw.layout.shape;
+    let stride = raw.layout.strides[2];
     // SAFETY: keys are inside the tensor, and `wide` has room for a block.
     unsafe {
         let first = row_at(raw, task.batch, task.head, keys.start);
-        if raw.dtype == DType::F32 {
-            return Block { at: first.cast(), stride: raw.layout.strides[2] };
+        if raw.dtype == DType::F32 && stride == head_dim {
+            return (first.cast(), stride);
         }
         for key in 0..keys.len() {
-            let from = first.add(key * raw.layout.strides[2] * raw.dtype.size());
-            rows::widen::<S>(raw.dtype, from, wide.add(key * len), len);
+            let from = first.add(key * stride * raw.dtype.size());
+            rows::widen::<S>(raw.dtype, from, wide.add(key * head_dim), head_dim);
         }
-        Block { at: wide, stride: len }
+        (wide, head_dim)
     }
+}
+
+/// V, widened and cut into panels of `LANES` columns: column d of key k is at
+/// `(d / LANES · keys + k) · LANES + d % LANES`.
+#[inline(always)]
+unsafe fn v_panels<S: Simd>(raw: &Raw, task: &Task, keys: &Range<usize>, wide: *mut f32) -> *const f32 {
+    let [.., head_dim_v] = raw.layout.shape;
+    // SAFETY: keys are inside the tensor, and `wide` has room for a padded block.
+    unsafe {
+        let first = row_at(raw, task.batch, task.head, keys.start);
+        for key in 0..keys.len() {
+            let from = first.add(key * raw.layout.strides[2] * raw.dtype.size());
+            rows::widen_strided::<S>(
+                raw.dtype,
+                from,
+                wide.add(key * S::LANES),
+                keys.len() * S::LANES,
+                head_dim_v,
+            );
+        }
+    }
+    wide
 }
 
 /// One panel against one block of keys.
 #[inline(always)]
-unsafe fn step<S: Simd, const V: usize>(
-    job: &Job<'_>,
-    panel: &Panel,
-    keys: &Range<usize>,
-    k: Block,
-    v: Block,
-    p: *mut f32,
-) {
+unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32) {
     let problem = &job.call.problem;
-    let seen = keys.start.max(panel.any.start)..keys.end.min(panel.any.end);
-    if seen.is_empty() {
+    let segments = panel.segments(&block.keys);
+    if segments.is_empty() {
         return;
     }
-    // SAFETY: `seen` is inside the block, whose rows are readable; panels and p are scratch of that size.
+    // SAFETY: segments are inside the block, whose rows are readable; panels and s are scratch of that size.
     unsafe {
-        let skip = seen.start - keys.start;
-        let k = Block { at: k.at.add(skip * k.stride), ..k };
-        let v = Block { at: v.at.add(skip * v.stride), ..v };
-        scores::<S, V>(panel.q, k, problem.head_dim, p, seen.len());
-        if let Some(softcap) = problem.softcap {
-            let inner = S::splat(problem.scale / softcap);
-            for i in 0..seen.len() * V {
-                let at = p.add(i * S::LANES);
-                S::store(at, math::tanh::<S>(S::mul(S::load(at), inner)));
+        for segment in segments.iter() {
+            match segment.end_vec - segment.first_vec {
+                1 => scores::<S, 1>(panel, block, *segment, problem.head_dim, s),
+                2 => scores::<S, 2>(panel, block, *segment, problem.head_dim, s),
+                3 if S::VECS >= 3 => scores::<S, 3>(panel, block, *segment, problem.head_dim, s),
+                4 if S::VECS >= 4 => scores::<S, 4>(panel, block, *segment, problem.head_dim, s),
+                _ => unreachable!("a panel has at most VECS vectors"),
             }
         }
-        if panel.all.start > seen.start || panel.all.end < seen.end {
-            mask::<S, V>(panel, &seen, p);
+        let scale = job.score_scale() * std::f32::consts::LOG2_E;
+        let mut rescale = [S::splat(1.0); MAX_VECS];
+        for (vec, rescale) in rescale.iter_mut().enumerate().take(panel.vecs) {
+            let seen = panel.seen(vec, &block.keys);
+            let column = Column {
+                at: s.add(((seen.start - block.keys.start) * panel.vecs + vec) * S::LANES),
+                step: panel.vecs * S::LANES,
+                keys: seen,
+            };
+            if let Some(softcap) = problem.softcap {
+                cap::<S>(&column, problem.scale / softcap);
+            }
+            mask::<S>(panel, vec, &column);
+            *rescale = softmax::<S>(panel, vec, &column, scale);
         }
-        let rescale = softmax::<S, V>(panel, p, seen.len(), job.score_scale() * std::f32::consts::LOG2_E);
-        outputs::<S, V>(panel.o, v, problem.head_dim_v, p, seen.len(), rescale);
+        // One rectangle takes the rescaling along; several would take it more than once.
+        if segments.len() > 1 {
+            for d in 0..problem.head_dim_v {
+                for (vec, &rescale) in rescale.iter().enumerate().take(panel.vecs) {
+                    let at = panel.o.add((d * panel.vecs + vec) * S::LANES);
+                    S::store(at, S::mul(S::load(at), rescale));
+                }
+            }
+            rescale = [S::splat(1.0); MAX_VECS];
+        }
+        for segment in segments.iter() {
+            match segment.end_vec - segment.first_vec {
+                1 => outputs::<S, 1>(panel, block, *segment, problem.head_dim_v, s, &rescale),
+                2 => outputs::<S, 2>(panel, block, *segment, problem.head_dim_v, s, &rescale),
+                3 if S::VECS >= 3 => {
+                    outputs::<S, 3>(panel, block, *segment, problem.head_dim_v, s, &rescale);
+                }
+                4 if S::VECS >= 4 => {
+                    outputs::<S, 4>(panel, block, *segment, problem.head_dim_v, s, &rescale);
+                }
+                _ => unreachable!("a panel has at most VECS vectors"),
+            }
+        }
     }
 }
 
-/// Runs `$one::<S, rows, V>(row, ..)` over all rows, with tiles as tall as the instruction set has registers for.
+/// Runs `$call::<S, rows, V>` over all rows, with tiles as tall as the instruction set has registers for.
 macro_rules! by_rows {
-    ($rows:expr, $row:ident => $call:ident :: <$s:ident, _, $v:ident> ($($arg:expr),*)) => {{
+    ($rows:expr, $row:ident => $call:ident :: <$s:ident, _, $v:ident> ($($arg:expr),* $(,)?)) => {{
         let mut $row = 0;
         if $s::ROWS >= 8 {
             while $row + 8 <= $rows {
@@ -307,57 +299,92 @@ macro_rules! by_rows {
     }};
 }
 
-/// Sᵀ = K Qᵀ for `len` keys.
+/// Sᵀ = K Qᵀ of a segment.
 #[inline(always)]
-unsafe fn scores<S: Simd, const V: usize>(q: *const f32, k: Block, head_dim: usize, s: *mut f32, len: usize) {
+unsafe fn scores<S: Simd, const V: usize>(
+    panel: &Panel,
+    block: &Block,
+    segment: Segment,
+    head_dim: usize,
+    s: *mut f32,
+) {
+    let first = segment.first_key - block.keys.start;
     // SAFETY: as of `step`.
     unsafe {
-        by_rows!(len, key => score_tile::<S, _, V>(
-            q, Block { at: k.at.add(key * k.stride), ..k }, head_dim, s.add(key * V * S::LANES)
+        let k = block.k.add(first * block.k_stride);
+        let q = Vectors { at: panel.q.add(segment.first_vec * S::LANES), width: panel.vecs };
+        let s = s.add((first * panel.vecs + segment.first_vec) * S::LANES);
+        by_rows!(segment.end_key - segment.first_key, key => score_tile::<S, _, V>(
+            Scalars::Rows { at: k.add(key * block.k_stride), stride: block.k_stride },
+            q,
+            head_dim,
+            s.add(key * panel.vecs * S::LANES),
         ));
     }
 }
 
 #[inline(always)]
 unsafe fn score_tile<S: Simd, const R: usize, const V: usize>(
-    q: *const f32,
-    k: Block,
+    k: Scalars,
+    q: Vectors,
     head_dim: usize,
     s: *mut f32,
 ) {
     // SAFETY: as of `step`.
     unsafe {
-        let zero = [[S::splat(0.0); V]; R];
-        let tile =
-            accumulate::<S, R, V>(zero, Scalars { at: k.at, row_step: k.stride, k_step: 1 }, q, head_dim);
+        let tile = S::accumulate::<R, V>([[S::splat(0.0); V]; R], k, q, head_dim);
         for (r, row) in tile.iter().enumerate() {
             for (v, &x) in row.iter().enumerate() {
-                S::store(s.add((r * V + v) * S::LANES), x);
+                S::store(s.add((r * q.width + v) * S::LANES), x);
             }
+        }
+    }
+}
+
+/// What one vector of a panel sees of a block: a column of scores.
+struct Column {
+    keys: Range<usize>,
+    at: *mut f32,
+    step: usize,
+}
+
+/// Scores become tanh(inner · score).
+#[inline(always)]
+unsafe fn cap<S: Simd>(column: &Column, inner: f32) {
+    // SAFETY: as of `step`.
+    unsafe {
+        for key in 0..column.keys.len() {
+            let at = column.at.add(key * column.step);
+            S::store(at, math::tanh::<S>(S::mul(S::load(at), S::splat(inner))));
         }
     }
 }
 
 /// Makes the scores of keys that a row does not see −∞.
 #[inline(always)]
-unsafe fn mask<S: Simd, const V: usize>(panel: &Panel, seen: &Range<usize>, s: *mut f32) {
-    // SAFETY: as of `step`.
+unsafe fn mask<S: Simd>(panel: &Panel, vec: usize, column: &Column) {
+    let (keys, all) = (&column.keys, &panel.all[vec]);
+    if all.start <= keys.start && keys.end <= all.end {
+        return;
+    }
+    // Counted from the column's first key, so that f32 holds them exactly.
+    let (mut first, mut end) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+    let from_start = |key: usize| key.saturating_sub(keys.start).min(keys.len());
+    for (lane, seen) in panel.lanes[vec * S::LANES..][..S::LANES].iter().enumerate() {
+        first[lane] = from_start(seen.start) as f32;
+        end[lane] = from_start(seen.end) as f32;
+    }
+    // SAFETY: as of `step`; no vector has more than `MAX_LANES` lanes.
     unsafe {
-        for (lane, keys) in panel.keys.iter().enumerate().take(V * S::LANES) {
-            // Relative to the block, so that f32 holds them exactly.
-            *panel.first.add(lane) = keys.start.saturating_sub(seen.start).min(seen.len()) as f32;
-            *panel.end.add(lane) = keys.end.saturating_sub(seen.start).min(seen.len()) as f32;
-        }
         let hidden = S::splat(f32::NEG_INFINITY);
-        for key in 0..seen.len() {
-            let at_key = S::splat(key as f32);
-            for v in 0..V {
-                let at = s.add((key * V + v) * S::LANES);
-                let first = S::load(panel.first.add(v * S::LANES));
-                let end = S::load(panel.end.add(v * S::LANES));
-                let x = S::select_less(at_key, end, S::load(at), hidden);
-                S::store(at, S::select_less(at_key, first, hidden, x));
-            }
+        let (first, end) = (S::load(first.as_ptr()), S::load(end.as_ptr()));
+        let before = 0..from_start(all.start);
+        let after = from_start(all.end).max(before.end)..keys.len();
+        for key in before.chain(after) {
+            let at = column.at.add(key * column.step);
+            let key = S::splat(key as f32);
+            let x = S::select_less(key, end, S::load(at), hidden);
+            S::store(at, S::select_less(key, first, hidden, x));
         }
     }
 }
@@ -365,60 +392,68 @@ unsafe fn mask<S: Simd, const V: usize>(panel: &Panel, seen: &Range<usize>, s: *
 /// Moves the running maxima, turns scores into exponentials, adds these to the running sums, and returns what the
 /// outputs so far are to be multiplied with.
 #[inline(always)]
-unsafe fn softmax<S: Simd, const V: usize>(panel: &Panel, s: *mut f32, len: usize, scale: f32) -> [S::V; V] {
+unsafe fn softmax<S: Simd>(panel: &Panel, vec: usize, column: &Column, scale: f32) -> S::V {
     // SAFETY: as of `step`.
     unsafe {
-        let infinity = S::splat(f32::NEG_INFINITY);
+        let (max_at, sum_at) = (panel.max.add(vec * S::LANES), panel.sum.add(vec * S::LANES));
         let scale = S::splat(scale);
-        let mut rescale = [S::splat(1.0); V];
-        for (v, rescale) in rescale.iter_mut().enumerate() {
-            let old = S::load(panel.max.add(v * S::LANES));
-            let mut max = old;
-            for key in 0..len {
-                max = S::max(S::load(s.add((key * V + v) * S::LANES)), max);
-            }
-            S::store(panel.max.add(v * S::LANES), max);
-            // A row that has seen only −∞ subtracts 0, so that its exponentials are 0 rather than NaN.
-            let base = S::select_less(infinity, max, max, S::splat(0.0));
-            *rescale = math::exp2::<S>(S::mul(S::sub(old, base), scale));
-            let mut sum = S::splat(0.0);
-            for key in 0..len {
-                let at = s.add((key * V + v) * S::LANES);
-                let p = math::exp2::<S>(S::mul(S::sub(S::load(at), base), scale));
-                sum = S::add(sum, p);
-                S::store(at, p);
-            }
-            let sums = panel.sum.add(v * S::LANES);
-            S::store(sums, S::fma(S::load(sums), *rescale, sum));
+        let old = S::load(max_at);
+        let mut max = old;
+        for key in 0..column.keys.len() {
+            max = S::max(S::load(column.at.add(key * column.step)), max);
         }
+        S::store(max_at, max);
+        // A row that has seen only −∞ subtracts 0, so that its exponentials are 0 rather than NaN.
+        let base = S::select_less(S::splat(f32::NEG_INFINITY), max, max, S::splat(0.0));
+        let rescale = math::exp2::<S>(S::mul(S::sub(old, base), scale));
+        let mut sum = S::splat(0.0);
+        for key in 0..column.keys.len() {
+            let at = column.at.add(key * column.step);
+            let p = math::exp2::<S>(S::mul(S::sub(S::load(at), base), scale));
+            sum = S::add(sum, p);
+            S::store(at, p);
+        }
+        S::store(sum_at, S::fma(S::load(sum_at), rescale, sum));
         rescale
     }
 }
 
-/// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ for `len` keys.
+/// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of a segment.
 #[inline(always)]
 unsafe fn outputs<S: Simd, const V: usize>(
-    o: *mut f32,
-    v: Block,
+    panel: &Panel,
+    block: &Block,
+    segment: Segment,
     head_dim_v: usize,
     p: *const f32,
-    len: usize,
-    rescale: [S::V; V],
+    rescale: &[S::V; MAX_VECS],
 ) {
+    let first = segment.first_key - block.keys.start;
     // SAFETY: as of `step`.
     unsafe {
+        let p = Vectors { at: p.add((first * panel.vecs + segment.first_vec) * S::LANES), width: panel.vecs };
+        let mut factor = [S::splat(1.0); V];
+        for (v, factor) in factor.iter_mut().enumerate() {
+            *factor = rescale[segment.first_vec + v];
+        }
+        let o = panel.o.add(segment.first_vec * S::LANES);
+        let v = block.v.add(first * S::LANES);
         by_rows!(head_dim_v, d => output_tile::<S, _, V>(
-            o.add(d * V * S::LANES), Block { at: v.at.add(d), ..v }, p, len, rescale
+            Scalars::Panel { at: v.add(d / S::LANES * block.keys.len() * S::LANES + d % S::LANES) },
+            p,
+            segment.end_key - segment.first_key,
+            o.add(d * panel.vecs * S::LANES),
+            factor,
         ));
     }
 }
 
 #[inline(always)]
 unsafe fn output_tile<S: Simd, const R: usize, const V: usize>(
-    o: *mut f32,
-    v: Block,
-    p: *const f32,
+    v: Scalars,
+    p: Vectors,
     len: usize,
+    o: *mut f32,
     rescale: [S::V; V],
 ) {
     // SAFETY: as of `step`.
@@ -426,13 +461,13 @@ unsafe fn output_tile<S: Simd, const R: usize, const V: usize>(
         let mut tile = [[S::splat(0.0); V]; R];
         for (r, row) in tile.iter_mut().enumerate() {
             for (v, x) in row.iter_mut().enumerate() {
-                *x = S::mul(S::load(o.add((r * V + v) * S::LANES)), rescale[v]);
+                *x = S::mul(S::load(o.add((r * p.width + v) * S::LANES)), rescale[v]);
             }
         }
-        let tile = accumulate::<S, R, V>(tile, Scalars { at: v.at, row_step: 1, k_step: v.stride }, p, len);
+        let tile = S::accumulate::<R, V>(tile, v, p, len);
         for (r, row) in tile.iter().enumerate() {
             for (v, &x) in row.iter().enumerate() {
-                S::store(o.add((r * V + v) * S::LANES), x);
+                S::store(o.add((r * p.width + v) * S::LANES), x);
             }
         }
     }
@@ -470,7 +505,7 @@ unsafe fn store_outputs<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, stri
                     *part.add(job.part_rows * head_dim_v + place) = max;
                     *part.add(job.part_rows * (head_dim_v + 1) + place) = sum;
                 } else {
-                    let sees_keys = !panel.keys[lane].is_empty();
+                    let sees_keys = !panel.lanes[lane].is_empty();
                     write_row::<S>(job, task.batch, task.head, row, from, sees_keys.then_some((max, sum)));
                 }
             }

@@ -2,9 +2,8 @@
 #![allow(unsafe_code)] // Raw outputs and the workspace of parts.
 
 use super::{
-    attend::{Job, write_row},
+    attend::{Job, Workspace, write_row},
     plan::{self, Split},
-    scratch::Scratch,
     simd::Simd,
 };
 
@@ -13,9 +12,9 @@ use super::{
 /// # Safety
 /// Requires a CPU with `S`; all tasks of the split must have run.
 #[inline(always)]
-pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, split: &Split, scratch: &mut Scratch) {
+pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, split: &Split, workspace: &mut Workspace) {
     let head_dim_v = job.call.problem.head_dim_v;
-    let row_sum = scratch.reserve(head_dim_v);
+    let row_sum = workspace.floats.reserve(head_dim_v);
     for row in split.rows.clone() {
         let place = row - split.rows.start;
         // SAFETY: parts are inside the workspace, and the row sum has room for a row.

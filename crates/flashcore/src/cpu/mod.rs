@@ -4,6 +4,7 @@ mod attend;
 mod isa;
 mod math;
 mod merge;
+mod panel;
 mod plan;
 mod pool;
 mod rates;

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::schedule::Schedule;
+use super::{panel::join, schedule::Schedule};
 use crate::contract::Call;
 
 /// With fewer tasks than this, long rows are split over keys too.
@@ -104,12 +104,8 @@ impl Plan {
 /// The keys that any of some queries sees.
 fn union(call: &Call<'_>, batch: usize, first: usize, end: usize) -> Range<usize> {
     let mut all = 0..0;
-    // Ranges move with the query, so the ends of the union are those of the first and last that see anything.
     for query in first..end {
-        let keys = visible(call, batch, query);
-        if !keys.is_empty() {
-            all = if all.is_empty() { keys } else { all.start.min(keys.start)..all.end.max(keys.end) };
-        }
+        all = join(&all, &visible(call, batch, query));
     }
     all
 }

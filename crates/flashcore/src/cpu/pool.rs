@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    attend::{self, Job},
+    attend::{self, Job, Workspace},
     isa::Isa,
     merge,
     plan::{Plan, Split, Task},
@@ -21,7 +21,7 @@ use crate::contract::Call;
 const WORTH_A_THREAD: usize = 2_000_000;
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch::new()) };
+    static WORKSPACE: RefCell<Workspace> = const { RefCell::new(Workspace::new()) };
 }
 
 /// Threads apart from rayon's own, where another number of them is asked for.
@@ -45,9 +45,9 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, pool: Option<&rayon::ThreadPool
     job.parts = parts.reserve(plan.parts() * job.part_len());
     let threads = schedule.threads.min(1 + plan.work / WORTH_A_THREAD);
     // SAFETY: the engine has only an instruction set that this CPU has; the call is checked and the plan its own.
-    each(pool, threads, &plan.tasks, |task, scratch| unsafe { attend(isa, &job, task, scratch) });
+    each(pool, threads, &plan.tasks, |task, space| unsafe { attend(isa, &job, task, space) });
     // SAFETY: as above, and all tasks have run.
-    each(pool, threads, &plan.splits, |split, scratch| unsafe { merge(isa, &job, split, scratch) });
+    each(pool, threads, &plan.splits, |split, space| unsafe { merge(isa, &job, split, space) });
 }
 
 /// Runs `work` on every item, on up to `threads` threads.
@@ -55,13 +55,13 @@ fn each<T: Sync>(
     pool: Option<&rayon::ThreadPool>,
     threads: usize,
     items: &[T],
-    work: impl Fn(&T, &mut Scratch) + Sync,
+    work: impl Fn(&T, &mut Workspace) + Sync,
 ) {
     let next = AtomicUsize::new(0);
     let take_all = || {
-        SCRATCH.with_borrow_mut(|scratch| {
+        WORKSPACE.with_borrow_mut(|workspace| {
             while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
-                work(item, scratch);
+                work(item, workspace);
             }
         });
     };
@@ -84,10 +84,10 @@ fn with_helpers<'scope>(scope: &rayon::Scope<'scope>, helpers: usize, take_all: 
 
 dispatch! {
     /// Runs a task.
-    unsafe fn attend(job: &Job<'_>, task: &Task, scratch: &mut Scratch) = attend::run
+    unsafe fn attend(job: &Job<'_>, task: &Task, workspace: &mut Workspace) = attend::run
 }
 
 dispatch! {
     /// Merges the parts of some rows.
-    unsafe fn merge(job: &Job<'_>, split: &Split, scratch: &mut Scratch) = merge::run
+    unsafe fn merge(job: &Job<'_>, split: &Split, workspace: &mut Workspace) = merge::run
 }

@@ -25,8 +25,8 @@ const ROUNDS: usize = 400_000;
 pub fn fma_peak(isa: Isa, threads: usize, budget: Duration) -> f64 {
     let isa = if isa.is_available() { isa } else { Isa::Portable };
     let threads = threads.max(1);
-    // SAFETY: the CPU has the instruction set.
     let time = best_time(threads, budget, |_| {
+        // SAFETY: the CPU has the instruction set.
         black_box(unsafe { chains(isa, black_box(0.5)) });
     });
     (2 * CHAINS * isa.lanes() * ROUNDS * threads) as f64 / time / 1e9

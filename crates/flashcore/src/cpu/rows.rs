@@ -12,27 +12,52 @@ use crate::DType;
 /// Requires a CPU with `S`, `len` elements of `dtype` at `from` and room for as many f32 at `to`.
 #[inline(always)]
 pub(super) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32, len: usize) {
-    let whole = len - len % S::LANES;
-    // SAFETY: the caller's promise; vectors end at `whole`.
+    // SAFETY: the caller's promise.
+    unsafe { widen_strided::<S>(dtype, from, to, S::LANES, len) }
+}
+
+/// Widens `len` elements of a row and writes each `LANES` of them `step` f32 behind the last.
+///
+/// # Safety
+/// Requires a CPU with `S`, `len` elements of `dtype` at `from`, and room at `to`.
+#[inline(always)]
+pub(super) unsafe fn widen_strided<S: Simd>(
+    dtype: DType,
+    from: *const u8,
+    to: *mut f32,
+    step: usize,
+    len: usize,
+) {
+    let (vectors, rest) = (len / S::LANES, len % S::LANES);
+    // SAFETY: the caller's promise; vectors end at the last whole one, and single elements follow.
     unsafe {
+        let tail = to.add(vectors * step);
         match dtype {
-            DType::F32 => std::ptr::copy_nonoverlapping(from.cast(), to, len),
+            DType::F32 => {
+                let from = from.cast::<f32>();
+                for i in 0..vectors {
+                    S::store(to.add(i * step), S::load(from.add(i * S::LANES)));
+                }
+                for i in 0..rest {
+                    *tail.add(i) = *from.add(vectors * S::LANES + i);
+                }
+            }
             DType::F16 => {
                 let from = from.cast::<u16>();
-                for i in (0..whole).step_by(S::LANES) {
-                    S::store(to.add(i), S::load_f16(from.add(i)));
+                for i in 0..vectors {
+                    S::store(to.add(i * step), S::load_f16(from.add(i * S::LANES)));
                 }
-                for i in whole..len {
-                    *to.add(i) = f16::from_bits(*from.add(i)).to_f32();
+                for i in 0..rest {
+                    *tail.add(i) = f16::from_bits(*from.add(vectors * S::LANES + i)).to_f32();
                 }
             }
             DType::BF16 => {
                 let from = from.cast::<u16>();
-                for i in (0..whole).step_by(S::LANES) {
-                    S::store(to.add(i), S::load_bf16(from.add(i)));
+                for i in 0..vectors {
+                    S::store(to.add(i * step), S::load_bf16(from.add(i * S::LANES)));
                 }
-                for i in whole..len {
-                    *to.add(i) = bf16::from_bits(*from.add(i)).to_f32();
+                for i in 0..rest {
+                    *tail.add(i) = bf16::from_bits(*from.add(vectors * S::LANES + i)).to_f32();
                 }
             }
         }

@@ -1,8 +1,8 @@
 //! AVX-512F: sixteen lanes, thirty-two registers.
 
-use std::arch::x86_64::*;
+use std::arch::{asm, x86_64::*};
 
-use super::Simd;
+use super::{Scalars, Simd, Vectors, tile};
 
 /// AVX-512F.
 #[derive(Clone, Copy)]
@@ -104,6 +104,35 @@ impl Simd for Avx512 {
         unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(x))) }
     }
     #[inline(always)]
+    unsafe fn accumulate<const R: usize, const V: usize>(
+        mut acc: [[__m512; V]; R],
+        a: Scalars,
+        b: Vectors,
+        len: usize,
+    ) -> [[__m512; V]; R] {
+        let steps = len / 4;
+        unsafe {
+            if R == 8 && V == 3 && b.width == 3 && steps > 0 {
+                let mut tile = [[_mm512_setzero_ps(); 3]; 8];
+                for (tile, acc) in tile.as_flattened_mut().iter_mut().zip(acc.as_flattened()) {
+                    *tile = *acc;
+                }
+                tile = eight_by_three(tile, a, b.at, steps);
+                for (tile, acc) in tile.as_flattened().iter().zip(acc.as_flattened_mut()) {
+                    *acc = *tile;
+                }
+                let done = 4 * steps;
+                return tile::accumulate::<Self, R, V>(
+                    acc,
+                    a.skip::<Self>(done),
+                    b.skip::<Self>(done),
+                    len - done,
+                );
+            }
+            tile::accumulate::<Self, R, V>(acc, a, b, len)
+        }
+    }
+    #[inline(always)]
     unsafe fn transpose(rows: &mut [__m512]) {
         unsafe {
             let rows: &mut [__m512; 16] = rows.try_into().unwrap_unchecked();
@@ -131,4 +160,176 @@ impl Simd for Avx512 {
             }
         }
     }
+}
+
+/// The widest tile, four steps of k at a time, in the order and with the registers that it has to have: the
+/// compiler spills accumulators or spends an addition a row on addresses, and both cost more than they seem where
+/// another thread shares the core's front end.
+///
+/// # Safety
+/// Requires AVX-512F, `steps` above 0, and `4 · steps` steps of scalars and vectors.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn eight_by_three(
+    mut acc: [[__m512; 3]; 8],
+    a: Scalars,
+    b: *const f32,
+    steps: usize,
+) -> [[__m512; 3]; 8] {
+    // SAFETY: the caller's promise; the block reads memory only where the scalars and vectors are.
+    unsafe {
+        match a {
+            Scalars::Rows { at, stride } => asm!(
+            "2:",
+            ".irp u, 0, 1, 2, 3",
+            "vmovups zmm24, [{b} + \\u*192]",
+            "vmovups zmm25, [{b} + \\u*192 + 64]",
+            "vmovups zmm26, [{b} + \\u*192 + 128]",
+            "vbroadcastss zmm27, dword ptr [{low} + \\u*4]",
+            "vfmadd231ps zmm0, zmm27, zmm24",
+            "vfmadd231ps zmm1, zmm27, zmm25",
+            "vfmadd231ps zmm2, zmm27, zmm26",
+            "vbroadcastss zmm28, dword ptr [{low} + {s} + \\u*4]",
+            "vfmadd231ps zmm3, zmm28, zmm24",
+            "vfmadd231ps zmm4, zmm28, zmm25",
+            "vfmadd231ps zmm5, zmm28, zmm26",
+            "vbroadcastss zmm29, dword ptr [{low} + 2*{s} + \\u*4]",
+            "vfmadd231ps zmm6, zmm29, zmm24",
+            "vfmadd231ps zmm7, zmm29, zmm25",
+            "vfmadd231ps zmm8, zmm29, zmm26",
+            "vbroadcastss zmm30, dword ptr [{low} + {s3} + \\u*4]",
+            "vfmadd231ps zmm9, zmm30, zmm24",
+            "vfmadd231ps zmm10, zmm30, zmm25",
+            "vfmadd231ps zmm11, zmm30, zmm26",
+            "vbroadcastss zmm27, dword ptr [{high} + \\u*4]",
+            "vfmadd231ps zmm12, zmm27, zmm24",
+            "vfmadd231ps zmm13, zmm27, zmm25",
+            "vfmadd231ps zmm14, zmm27, zmm26",
+            "vbroadcastss zmm28, dword ptr [{high} + {s} + \\u*4]",
+            "vfmadd231ps zmm15, zmm28, zmm24",
+            "vfmadd231ps zmm16, zmm28, zmm25",
+            "vfmadd231ps zmm17, zmm28, zmm26",
+            "vbroadcastss zmm29, dword ptr [{high} + 2*{s} + \\u*4]",
+            "vfmadd231ps zmm18, zmm29, zmm24",
+            "vfmadd231ps zmm19, zmm29, zmm25",
+            "vfmadd231ps zmm20, zmm29, zmm26",
+            "vbroadcastss zmm30, dword ptr [{high} + {s3} + \\u*4]",
+            "vfmadd231ps zmm21, zmm30, zmm24",
+            "vfmadd231ps zmm22, zmm30, zmm25",
+            "vfmadd231ps zmm23, zmm30, zmm26",
+            ".endr",
+            "add {low}, 16",
+            "add {high}, 16",
+            "add {b}, 768",
+            "dec {n}",
+            "jnz 2b",
+            low = inout(reg) at => _,
+            high = inout(reg) at.add(4 * stride) => _,
+            s = in(reg) 4 * stride,
+            s3 = in(reg) 12 * stride,
+            b = inout(reg) b => _,
+            n = inout(reg) steps => _,
+            inout("zmm0") acc[0][0],
+            inout("zmm1") acc[0][1],
+            inout("zmm2") acc[0][2],
+            inout("zmm3") acc[1][0],
+            inout("zmm4") acc[1][1],
+            inout("zmm5") acc[1][2],
+            inout("zmm6") acc[2][0],
+            inout("zmm7") acc[2][1],
+            inout("zmm8") acc[2][2],
+            inout("zmm9") acc[3][0],
+            inout("zmm10") acc[3][1],
+            inout("zmm11") acc[3][2],
+            inout("zmm12") acc[4][0],
+            inout("zmm13") acc[4][1],
+            inout("zmm14") acc[4][2],
+            inout("zmm15") acc[5][0],
+            inout("zmm16") acc[5][1],
+            inout("zmm17") acc[5][2],
+            inout("zmm18") acc[6][0],
+            inout("zmm19") acc[6][1],
+            inout("zmm20") acc[6][2],
+            inout("zmm21") acc[7][0],
+            inout("zmm22") acc[7][1],
+            inout("zmm23") acc[7][2],
+            out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm28") _, out("zmm29") _, out("zmm30") _,
+            options(readonly, nostack),
+            ),
+            Scalars::Panel { at } => asm!(
+            "2:",
+            ".irp u, 0, 1, 2, 3",
+            "vmovups zmm24, [{b} + \\u*192]",
+            "vmovups zmm25, [{b} + \\u*192 + 64]",
+            "vmovups zmm26, [{b} + \\u*192 + 128]",
+            "vbroadcastss zmm27, dword ptr [{a} + \\u*64]",
+            "vfmadd231ps zmm0, zmm27, zmm24",
+            "vfmadd231ps zmm1, zmm27, zmm25",
+            "vfmadd231ps zmm2, zmm27, zmm26",
+            "vbroadcastss zmm28, dword ptr [{a} + \\u*64 + 4]",
+            "vfmadd231ps zmm3, zmm28, zmm24",
+            "vfmadd231ps zmm4, zmm28, zmm25",
+            "vfmadd231ps zmm5, zmm28, zmm26",
+            "vbroadcastss zmm29, dword ptr [{a} + \\u*64 + 8]",
+            "vfmadd231ps zmm6, zmm29, zmm24",
+            "vfmadd231ps zmm7, zmm29, zmm25",
+            "vfmadd231ps zmm8, zmm29, zmm26",
+            "vbroadcastss zmm30, dword ptr [{a} + \\u*64 + 12]",
+            "vfmadd231ps zmm9, zmm30, zmm24",
+            "vfmadd231ps zmm10, zmm30, zmm25",
+            "vfmadd231ps zmm11, zmm30, zmm26",
+            "vbroadcastss zmm27, dword ptr [{a} + \\u*64 + 16]",
+            "vfmadd231ps zmm12, zmm27, zmm24",
+            "vfmadd231ps zmm13, zmm27, zmm25",
+            "vfmadd231ps zmm14, zmm27, zmm26",
+            "vbroadcastss zmm28, dword ptr [{a} + \\u*64 + 20]",
+            "vfmadd231ps zmm15, zmm28, zmm24",
+            "vfmadd231ps zmm16, zmm28, zmm25",
+            "vfmadd231ps zmm17, zmm28, zmm26",
+            "vbroadcastss zmm29, dword ptr [{a} + \\u*64 + 24]",
+            "vfmadd231ps zmm18, zmm29, zmm24",
+            "vfmadd231ps zmm19, zmm29, zmm25",
+            "vfmadd231ps zmm20, zmm29, zmm26",
+            "vbroadcastss zmm30, dword ptr [{a} + \\u*64 + 28]",
+            "vfmadd231ps zmm21, zmm30, zmm24",
+            "vfmadd231ps zmm22, zmm30, zmm25",
+            "vfmadd231ps zmm23, zmm30, zmm26",
+            ".endr",
+            "add {a}, 256",
+            "add {b}, 768",
+            "dec {n}",
+            "jnz 2b",
+            a = inout(reg) at => _,
+            b = inout(reg) b => _,
+            n = inout(reg) steps => _,
+            inout("zmm0") acc[0][0],
+            inout("zmm1") acc[0][1],
+            inout("zmm2") acc[0][2],
+            inout("zmm3") acc[1][0],
+            inout("zmm4") acc[1][1],
+            inout("zmm5") acc[1][2],
+            inout("zmm6") acc[2][0],
+            inout("zmm7") acc[2][1],
+            inout("zmm8") acc[2][2],
+            inout("zmm9") acc[3][0],
+            inout("zmm10") acc[3][1],
+            inout("zmm11") acc[3][2],
+            inout("zmm12") acc[4][0],
+            inout("zmm13") acc[4][1],
+            inout("zmm14") acc[4][2],
+            inout("zmm15") acc[5][0],
+            inout("zmm16") acc[5][1],
+            inout("zmm17") acc[5][2],
+            inout("zmm18") acc[6][0],
+            inout("zmm19") acc[6][1],
+            inout("zmm20") acc[6][2],
+            inout("zmm21") acc[7][0],
+            inout("zmm22") acc[7][1],
+            inout("zmm23") acc[7][2],
+            out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm28") _, out("zmm29") _, out("zmm30") _,
+            options(readonly, nostack),
+            ),
+        }
+    }
+    acc
 }

@@ -15,6 +15,8 @@ pub(super) use {avx2::Avx2, avx512::Avx512};
 
 pub(super) use portable::Portable;
 
+use super::tile::{self, Scalars, Vectors};
+
 /// Defines a function that takes an [`Isa`](super::Isa) before its other arguments and calls a generic one,
 /// compiled for that instruction set. It is unsafe: this CPU must have the instruction set, and the generic
 /// function may ask for more.
@@ -100,6 +102,17 @@ pub(super) trait Simd: Copy {
     unsafe fn copy_sign(x: Self::V, s: Self::V) -> Self::V;
     /// The bits of `x` shifted left by 23: a small integer in the low bits becomes an exponent.
     unsafe fn low_bits_to_exponent(x: Self::V) -> Self::V;
+    /// `acc[row][v] += Σ_k scalar(row, k) · vector(k, v)` for k below `len`.
+    #[inline(always)]
+    unsafe fn accumulate<const R: usize, const V: usize>(
+        acc: [[Self::V; V]; R],
+        a: Scalars,
+        b: Vectors,
+        len: usize,
+    ) -> [[Self::V; V]; R] {
+        // SAFETY: the caller's promise.
+        unsafe { tile::accumulate::<Self, R, V>(acc, a, b, len) }
+    }
     /// Turns `LANES` rows into `LANES` columns: `rows[i][j]` becomes `rows[j][i]`; `rows` has `LANES` vectors.
     unsafe fn transpose(rows: &mut [Self::V]);
 }
