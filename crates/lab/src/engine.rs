@@ -75,6 +75,15 @@ impl Engine for CpuEngine {
     }
 }
 
+/// The CPU engine on the path that a name such as `cpu-portable` means.
+pub fn cpu_path(name: &str) -> Result<cpu::Engine, String> {
+    if let Some(isa) = name.strip_prefix("cpu-") {
+        return cpu::Engine::new().with_isa(isa.parse()?);
+    }
+    let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
+    Err(format!("'{name}' is not a device of this version; possible are cpu, {}", paths.join(", ")))
+}
+
 /// Every engine of this build that runs on this machine.
 pub fn all() -> Vec<Box<dyn Engine>> {
     CpuEngine::all().into_iter().map(|engine| Box::new(engine) as Box<dyn Engine>).collect()
@@ -83,15 +92,12 @@ pub fn all() -> Vec<Box<dyn Engine>> {
 /// The engines that `--device` means: one by name, or all of a kind (`cpu`).
 pub fn select(wish: &str) -> Result<Vec<Box<dyn Engine>>, String> {
     let mut engines = all();
-    let names: Vec<String> = engines.iter().map(|engine| engine.name().to_string()).collect();
+    let names = engines.iter().map(|engine| engine.name()).collect::<Vec<_>>().join(", ");
     engines.retain(|engine| {
         engine.name() == wish || engine.name().strip_prefix(wish).is_some_and(|rest| rest.starts_with('-'))
     });
     if engines.is_empty() {
-        return Err(format!(
-            "'{wish}' is not a device of this build; possible are cpu, {}",
-            names.join(", ")
-        ));
+        return Err(format!("'{wish}' is not a device of this version; possible are cpu, {names}"));
     }
     Ok(engines)
 }
@@ -105,6 +111,6 @@ mod tests {
         assert_eq!(select("cpu").unwrap().len(), cpu::available().len());
         assert_eq!(select("cpu-portable").unwrap().len(), 1);
         assert!(select("cpu-port").err().unwrap().contains("cpu-portable"));
-        assert!(select("cuda").err().unwrap().contains("not a device of this build"));
+        assert!(select("cuda").err().unwrap().contains("not a device of this version"));
     }
 }

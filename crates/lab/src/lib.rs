@@ -3,18 +3,28 @@
 //! - [`cases`] and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
 //! - An [`engine`] computes; [`check`] runs a case through it and [`rule`] judges the result, on the floor that
 //!   [`conditioning`] derives; [`explain`] says what went wrong.
+//! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together.
+//! - [`evidence`] is what a report carries beside its numbers; [`files`] and [`interrupt`] see to it that a file is
+//!   written whole or not at all. [`cli`] is the command itself.
 //!
 //! Use it through the command; as a library it serves the project's own tests.
 
+pub mod bench;
 pub mod cases;
 pub mod check;
+pub mod cli;
 pub mod conditioning;
 pub mod engine;
+pub mod evidence;
 pub mod explain;
+pub mod files;
 pub mod guarded;
 pub mod inputs;
+pub mod interrupt;
 pub mod operands;
+pub mod peers;
 pub mod rng;
 pub mod rule;
 pub mod shapes;
 pub mod stats;
+pub mod timing;

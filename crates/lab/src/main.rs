@@ -1,3 +1,7 @@
 //! The `flashcore` command.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    flashcore_lab::cli::main()
+}

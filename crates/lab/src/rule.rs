@@ -53,6 +53,11 @@ pub struct Bound {
 }
 
 impl Bound {
+    /// The error as a share of what is allowed; no error is none of it, even where nothing is allowed.
+    pub fn share(&self) -> f64 {
+        if self.error == 0.0 { 0.0 } else { self.error / self.allowed }
+    }
+
     /// Whether the error is within what is allowed. NaN is not.
     pub fn holds(&self) -> bool {
         self.error <= self.allowed
@@ -100,6 +105,15 @@ impl Judgement {
     /// Whether every bound holds.
     pub fn passed(&self) -> bool {
         self.bad_rows.is_empty() && self.max.holds() && self.rms.holds()
+    }
+
+    /// The largest share of what any bound allows that the result used.
+    pub fn share_used(&self) -> f64 {
+        [Some(self.max), Some(self.rms), Some(self.row), self.lse]
+            .into_iter()
+            .flatten()
+            .map(|bound| bound.share())
+            .fold(0.0, f64::max)
     }
 
     /// The engine's largest error as a multiple of plain attention's; absent where plain attention is exact.
@@ -353,9 +367,7 @@ fn rms(errors: impl Iterator<Item = f64> + Clone) -> f64 {
 
 /// The bound that is most exceeded, or nearest to it.
 fn worst_bound(bounds: &[Bound]) -> Bound {
-    // An error of 0 is no error even where nothing is allowed.
-    let excess = |bound: &Bound| if bound.error == 0.0 { 0.0 } else { bound.error / bound.allowed };
-    bounds.iter().copied().max_by(|a, b| excess(a).total_cmp(&excess(b))).unwrap_or(Bound {
+    bounds.iter().copied().max_by(|a, b| a.share().total_cmp(&b.share())).unwrap_or(Bound {
         error: 0.0,
         plain: 0.0,
         allowed: 0.0,

@@ -102,7 +102,9 @@ impl Row<'_> {
             let new_max = scores.iter().copied().fold(max, f32::max);
             let rescale = exp(max - new_max);
             sum *= rescale;
-            o.iter_mut().for_each(|o| *o *= rescale);
+            for o in &mut o {
+                *o *= rescale;
+            }
             max = new_max;
             for (key, score) in keys.zip(scores) {
                 let p = exp(score - max);
@@ -111,7 +113,9 @@ impl Row<'_> {
             }
         }
         let reciprocal = 1.0 / sum;
-        o.iter_mut().for_each(|o| *o *= reciprocal);
+        for o in &mut o {
+            *o *= reciprocal;
+        }
         let lse = if base2 { (max + sum.log2()) / log2e } else { max + sum.ln() };
         (o, lse)
     }

@@ -1,0 +1,518 @@
+//! One cell of a benchmark: a problem, everyone who computes it, how right and how fast each is, and who is faster.
+
+use std::time::{Duration, Instant};
+
+use flashcore::{DType, Mask, Problem, cpu};
+use serde::Serialize;
+
+use crate::engine::{CpuEngine, Engine};
+use crate::guarded::{Arrangement, Guarded, Poison};
+use crate::inputs::Distribution;
+use crate::operands::Operands;
+use crate::peers::{self, Torch};
+use crate::rule::{Judgement, Yardstick};
+use crate::shapes::Shape;
+use crate::stats::{self, Interval, Verdict};
+use crate::timing::{Contender, Effort, Samples, measure};
+
+/// Multiply-adds that are worth asking the oracle about in one cell; larger problems are judged by sampled rows.
+const ORACLE_WORK: f64 = 3e8;
+/// The seed of every benchmark's inputs.
+const SEED: u64 = 2026;
+/// A rate above this share of the measured peak is an error of the clock or of the count, not a record.
+const IMPOSSIBLE: f64 = 1.05;
+
+/// What is to be timed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cell {
+    /// Its name, if it has one.
+    pub name: &'static str,
+    /// Its sizes.
+    pub shape: Shape,
+    /// Its mask.
+    pub mask: Mask,
+    /// Its dtype.
+    pub dtype: DType,
+}
+
+impl Cell {
+    /// The problem to compute.
+    pub fn problem(&self) -> Problem {
+        self.shape.problem(self.mask, self.dtype)
+    }
+
+    /// As `1x8x512x64 f16 causal`.
+    pub fn label(&self) -> String {
+        format!("{} {} {}", self.shape, self.dtype, self.mask)
+    }
+
+    /// Whether memory rather than arithmetic sets its limit: one query reads every key and value once.
+    pub fn is_decode(&self) -> bool {
+        self.shape.len_q == 1
+    }
+}
+
+/// The cells of the CPU engine's record: four shapes in three dtypes, causal and not, and one decode.
+pub fn cpu_matrix() -> Vec<Cell> {
+    let shapes = ["1x8x512x64", "1x8x2048x64", "1x8x2048x128", "1x32x1024x128"];
+    let mut cells = Vec::new();
+    for shape in shapes {
+        let named = crate::shapes::parse(shape).expect("a shape of the matrix");
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for mask in [Mask::None, Mask::Causal] {
+                cells.push(Cell { name: "", shape: named.shape, mask, dtype });
+            }
+        }
+    }
+    let decode = crate::shapes::parse("decode").expect("a shape by name");
+    cells.push(Cell { name: decode.name, shape: decode.shape, mask: Mask::None, dtype: decode.dtype });
+    cells
+}
+
+/// What was measured of one contender in a cell.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Measured {
+    /// Its name.
+    pub name: String,
+    /// Calls in one sample.
+    pub calls_per_sample: u32,
+    /// Microseconds a call, one sample a round.
+    pub samples_us: Vec<f64>,
+    /// Their median.
+    pub p50_us: Option<f64>,
+    /// Their 90 % quantile.
+    pub p90_us: Option<f64>,
+    /// The least.
+    pub min_us: Option<f64>,
+    /// The 95 % bootstrap interval of the median.
+    pub median_interval_us: Option<Interval>,
+    /// Floating-point operations a second by the median, causal counted half, in units of 1e9.
+    pub gflops: Option<f64>,
+    /// That as a share of the measured FMA peak.
+    pub fma_peak_share: Option<f64>,
+    /// Bytes that must move a second by the median, in units of 1e9.
+    pub gbytes: Option<f64>,
+    /// That as a share of the measured read bandwidth; only where memory is the limit.
+    pub bandwidth_share: Option<f64>,
+    /// The rule's judgement of its output.
+    pub error: Option<Judgement>,
+    /// Why it left before the end, if it did.
+    pub failure: Option<String>,
+}
+
+impl Measured {
+    /// Whether its output obeys the rule.
+    pub fn is_right(&self) -> bool {
+        self.error.as_ref().is_some_and(Judgement::passed)
+    }
+}
+
+/// Ours against one peer.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Comparison {
+    /// The peer's name.
+    pub peer: String,
+    /// The peer's median over ours: above 1 when ours is faster.
+    pub speed_up: f64,
+    /// Its 95 % bootstrap interval.
+    pub interval: Interval,
+    /// The interval that the verdict rests on.
+    pub verdict_interval: Interval,
+    /// The verdict.
+    pub verdict: Verdict,
+    /// The smallest difference that matters.
+    pub margin: f64,
+}
+
+/// Everything that a cell gave.
+#[derive(Clone, Debug, Serialize)]
+pub struct Outcome {
+    /// The shape's name, if it has one.
+    pub name: Option<&'static str>,
+    /// As BxHxSxD.
+    pub shape: String,
+    /// The dtype.
+    pub dtype: &'static str,
+    /// The mask.
+    pub mask: String,
+    /// Floating-point operations of a call, causal counted half.
+    pub flops: f64,
+    /// Bytes that must move in a call.
+    pub bytes: f64,
+    /// The seed of the inputs.
+    pub seed: u64,
+    /// Checksums of q, k and v, which every contender was given.
+    pub checksums: [u32; 3],
+    /// Rows of the output that were judged.
+    pub judged_rows: usize,
+    /// Rows of the output.
+    pub rows: usize,
+    /// The FMA peak measured just before and after, in GFLOP/s.
+    pub fma_peak_gflops: f64,
+    /// The read bandwidth measured just before, in GB/s; only where memory is the limit.
+    pub bandwidth_gbytes: Option<f64>,
+    /// Ours first.
+    pub results: Vec<Measured>,
+    /// Ours against each peer that ran.
+    pub comparisons: Vec<Comparison>,
+    /// Ours ran faster than the machine can: the measurement is wrong.
+    pub impossible: bool,
+    #[serde(skip)]
+    cell: Option<Cell>,
+}
+
+impl Outcome {
+    /// As `1x8x512x64 f16 causal`.
+    pub fn label(&self) -> String {
+        format!("{} {} {}", self.shape, self.dtype, self.mask)
+    }
+
+    /// Ours.
+    pub fn ours(&self) -> &Measured {
+        &self.results[0]
+    }
+
+    /// What was asked for.
+    pub fn cell(&self) -> Option<&Cell> {
+        self.cell.as_ref()
+    }
+}
+
+/// How cells are timed.
+#[derive(Debug)]
+pub struct Bench {
+    engine: CpuEngine,
+    isa: cpu::Isa,
+    threads: usize,
+    effort: Effort,
+    torch: Option<Torch>,
+}
+
+impl Bench {
+    /// With the CPU engine on given instructions and threads, and torch where there is one.
+    pub fn new(isa: cpu::Isa, threads: usize, effort: Effort, torch: Option<Torch>) -> Result<Self, String> {
+        Ok(Self { engine: CpuEngine::new(isa, threads)?, isa, threads, effort, torch })
+    }
+
+    /// The engine under test.
+    pub fn engine(&self) -> &CpuEngine {
+        &self.engine
+    }
+
+    /// Times one cell. `progress` is told what is going on and the share of it that is done.
+    pub fn run(
+        &mut self,
+        cell: &Cell,
+        stop: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(&str, f64),
+    ) -> Result<Outcome, String> {
+        let problem = cell.problem();
+        progress("drawing inputs", 0.0);
+        let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, SEED);
+        progress("asking the oracle", 0.0);
+        let (yardstick, judged) = yardstick(&operands);
+        let mut ours = Ours::new(&self.engine, &operands);
+        let error = ours.output().map(|o| judged.judge(&yardstick, &o))?;
+        let mut errors = vec![Ok(error)];
+        if let Some(torch) = &mut self.torch {
+            progress("handing the inputs to torch", 0.0);
+            let output = torch.load(&operands).and_then(|()| torch.output(&problem));
+            errors.push(output.map(|o| judged.judge(&yardstick, &o)));
+        }
+        progress("measuring the machine's limits", 0.0);
+        let limit = Duration::from_millis(100);
+        let before = cpu::fma_peak(self.isa, self.threads, limit);
+        let bandwidth = cell.is_decode().then(|| cpu::read_bandwidth(self.isa, self.threads, 5 * limit));
+        let mut contenders: Vec<Box<dyn Contender + '_>> = vec![Box::new(ours)];
+        let mut absent = None;
+        if let Some(torch) = &mut self.torch {
+            match &errors[1] {
+                Ok(_) => contenders.push(Box::new(torch)),
+                Err(why) => absent = Some(why.clone()),
+            }
+        }
+        let mut rounds = |round: usize, share: f64| progress(&format!("round {round}"), share.min(1.0));
+        let mut samples = measure(&mut contenders, &self.effort, stop, &mut rounds);
+        drop(contenders);
+        if let Some(why) = absent {
+            samples.push(Samples { name: "torch".into(), calls: 0, times: Vec::new(), failure: Some(why) });
+        }
+        let peak = before.max(cpu::fma_peak(self.isa, self.threads, limit));
+        let results: Vec<Measured> = samples
+            .into_iter()
+            .zip(errors)
+            .map(|(samples, error)| summarise(samples, error.ok(), &problem, peak, bandwidth))
+            .collect();
+        let impossible = results[0].fma_peak_share.is_some_and(|share| share > IMPOSSIBLE)
+            || results[0].bandwidth_share.is_some_and(|share| share > IMPOSSIBLE);
+        Ok(Outcome {
+            name: Some(cell.name).filter(|name| !name.is_empty()),
+            shape: cell.shape.to_string(),
+            dtype: cell.dtype.name(),
+            mask: cell.mask.to_string(),
+            flops: problem.flops(),
+            bytes: problem.min_bytes(),
+            seed: SEED,
+            checksums: [&operands.q, &operands.k, &operands.v].map(peers::checksum),
+            judged_rows: yardstick.rows().len(),
+            rows: problem.batch * problem.heads_q * problem.len_q,
+            fma_peak_gflops: peak,
+            bandwidth_gbytes: bandwidth,
+            comparisons: compare(&results, self.effort.margin),
+            results,
+            impossible,
+            cell: Some(*cell),
+        })
+    }
+}
+
+/// Which rows of an output are judged.
+enum Judged {
+    All,
+    Rows(Vec<usize>, usize),
+}
+
+impl Judged {
+    fn judge(&self, yardstick: &Yardstick, o: &[f32]) -> Judgement {
+        match self {
+            Judged::All => yardstick.judge(o, None),
+            Judged::Rows(rows, width) => {
+                let chosen: Vec<f32> =
+                    rows.iter().flat_map(|row| o[row * width..][..*width].to_vec()).collect();
+                yardstick.judge(&chosen, None)
+            }
+        }
+    }
+}
+
+/// The truth for all rows, or for as many as it takes reasonable time to know.
+fn yardstick(operands: &Operands) -> (Yardstick, Judged) {
+    let problem = &operands.problem;
+    let rows = problem.batch * problem.heads_q * problem.len_q;
+    let work_of_row = problem.len_k as f64 * (problem.head_dim + problem.head_dim_v) as f64;
+    if work_of_row * rows as f64 <= ORACLE_WORK {
+        return (operands.yardstick(), Judged::All);
+    }
+    let chosen = operands.sample_rows((ORACLE_WORK / work_of_row) as usize, SEED);
+    let index = |row: &crate::rule::Row| (row.batch * problem.heads_q + row.head) * problem.len_q + row.query;
+    let indices = chosen.iter().map(index).collect();
+    (operands.yardstick_of_rows(&chosen), Judged::Rows(indices, problem.head_dim_v))
+}
+
+/// The CPU engine on the clock.
+struct Ours<'a> {
+    engine: &'a CpuEngine,
+    operands: &'a Operands,
+    o: Guarded,
+}
+
+impl<'a> Ours<'a> {
+    fn new(engine: &'a CpuEngine, operands: &'a Operands) -> Self {
+        let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = operands.problem;
+        let mut o = Guarded::new(dtype, Arrangement::Bhsd, [batch, heads_q, len_q, head_dim_v]);
+        o.poison(Poison::First);
+        Self { engine, operands, o }
+    }
+
+    fn call(&mut self) -> Result<(), String> {
+        let Operands { q, k, v, .. } = self.operands;
+        let inputs = [&q.view(), &k.view(), &v.view()];
+        let run = self.engine.run(&self.operands.attention(), inputs, &mut self.o.view_mut(), None);
+        run.map_err(|error| error.to_string())
+    }
+
+    /// What one call computes.
+    fn output(&mut self) -> Result<Vec<f32>, String> {
+        self.call()?;
+        Ok(self.o.values())
+    }
+}
+
+impl Contender for Ours<'_> {
+    fn name(&self) -> String {
+        "flashcore".into()
+    }
+
+    fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String> {
+        for _ in 0..warm {
+            self.call()?;
+        }
+        let start = Instant::now();
+        for _ in 0..calls {
+            self.call()?;
+        }
+        Ok(start.elapsed().as_secs_f64() * 1e6 / f64::from(calls))
+    }
+}
+
+fn summarise(
+    samples: Samples,
+    error: Option<Judgement>,
+    problem: &Problem,
+    peak: f64,
+    bandwidth: Option<f64>,
+) -> Measured {
+    let p50 = stats::median(&samples.times);
+    let gflops = p50.map(|time| problem.flops() / time / 1e3);
+    let gbytes = p50.map(|time| problem.min_bytes() / time / 1e3);
+    Measured {
+        name: samples.name,
+        calls_per_sample: samples.calls,
+        p50_us: p50,
+        p90_us: stats::quantile(&samples.times, 0.9),
+        min_us: stats::quantile(&samples.times, 0.0),
+        median_interval_us: stats::median_interval(&samples.times, 0.95),
+        gflops,
+        fma_peak_share: gflops.map(|gflops| gflops / peak),
+        gbytes,
+        bandwidth_share: gbytes.zip(bandwidth).map(|(gbytes, bandwidth)| gbytes / bandwidth),
+        error,
+        failure: samples.failure,
+        samples_us: samples.times,
+    }
+}
+
+/// Ours against every peer that ran to the end.
+fn compare(results: &[Measured], margin: f64) -> Vec<Comparison> {
+    let ours = &results[0].samples_us;
+    let peers = results[1..].iter().filter(|peer| peer.failure.is_none());
+    peers
+        .filter_map(|peer| {
+            let ratio = stats::median_ratio(&peer.samples_us, ours, 0.95)?;
+            let sure = stats::median_ratio(&peer.samples_us, ours, stats::VERDICT_LEVEL)?;
+            Some(Comparison {
+                peer: peer.name.clone(),
+                speed_up: ratio.estimate,
+                interval: ratio.interval,
+                verdict_interval: sure.interval,
+                verdict: stats::verdict(&sure.interval, margin),
+                margin,
+            })
+        })
+        .collect()
+}
+
+/// What many cells say together.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Summary {
+    /// The peer.
+    pub peer: String,
+    /// How many cells there are a ratio for.
+    pub cells: usize,
+    /// The geometric mean of the speed-ups.
+    pub geometric_mean: f64,
+    /// The smallest.
+    pub smallest: f64,
+    /// The cell with the smallest.
+    pub smallest_cell: String,
+    /// How often each verdict was given: FASTER, SAME, SLOWER, UNDECIDED.
+    pub verdicts: [usize; 4],
+}
+
+/// The speed-ups over each peer, over all cells; absent with fewer than two.
+pub fn summarise_all(outcomes: &[Outcome]) -> Vec<Summary> {
+    let mut names: Vec<&str> =
+        outcomes.iter().flat_map(|outcome| outcome.comparisons.iter().map(|c| c.peer.as_str())).collect();
+    names.sort_unstable();
+    names.dedup();
+    names
+        .into_iter()
+        .filter_map(|peer| {
+            let of = |outcome: &Outcome| {
+                let found = outcome.comparisons.iter().find(|comparison| comparison.peer == peer);
+                found.map(|comparison| (comparison.speed_up, outcome.label(), comparison.verdict))
+            };
+            let all: Vec<(f64, String, Verdict)> = outcomes.iter().filter_map(of).collect();
+            let ratios: Vec<f64> = all.iter().map(|(ratio, _, _)| *ratio).collect();
+            let (smallest, cell, _) = all.iter().min_by(|a, b| a.0.total_cmp(&b.0))?;
+            let count = |verdict| all.iter().filter(|(_, _, v)| *v == verdict).count();
+            (all.len() > 1).then_some(Summary {
+                peer: peer.to_string(),
+                cells: all.len(),
+                geometric_mean: stats::geometric_mean(&ratios)?,
+                smallest: *smallest,
+                smallest_cell: cell.clone(),
+                verdicts: [Verdict::Faster, Verdict::Same, Verdict::Slower, Verdict::Undecided].map(count),
+            })
+        })
+        .collect()
+}
+
+/// A causal cell's rate as a share of the rate of the same cell without a mask, by useful operations.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CausalShare {
+    /// The cell without its mask, as `1x8x512x64 f16`.
+    pub cell: String,
+    /// Causal rate over full rate.
+    pub share: f64,
+}
+
+/// The causal share of every pair of cells that differ in nothing else.
+pub fn causal_shares(outcomes: &[Outcome]) -> Vec<CausalShare> {
+    let rate = |mask: Mask, like: &Cell| {
+        let same = |outcome: &&Outcome| outcome.cell().is_some_and(|cell| *cell == Cell { mask, ..*like });
+        outcomes.iter().find(same).and_then(|outcome| outcome.ours().gflops)
+    };
+    outcomes
+        .iter()
+        .filter_map(|outcome| outcome.cell().filter(|cell| cell.mask == Mask::Causal))
+        .filter_map(|cell| {
+            let share = rate(Mask::Causal, cell)? / rate(Mask::None, cell)?;
+            Some(CausalShare { cell: format!("{} {}", cell.shape, cell.dtype), share })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn result(name: &str, times: Vec<f64>) -> Measured {
+        let samples = Samples { name: name.into(), calls: 1, times, failure: None };
+        summarise(samples, None, &Problem::new(1, 1, 512, 64, DType::F16), 100.0, None)
+    }
+
+    #[test]
+    fn the_matrix_has_24_cells_and_a_decode() {
+        let cells = cpu_matrix();
+        assert_eq!(cells.len(), 25);
+        assert_eq!(cells.iter().filter(|cell| cell.is_decode()).count(), 1);
+        for (i, cell) in cells.iter().enumerate() {
+            assert!(!cells[..i].contains(cell), "{}", cell.label());
+        }
+    }
+
+    #[test]
+    fn rates_come_from_the_median_and_causal_counts_half() {
+        let problem = Problem::new(1, 1, 1024, 64, DType::F16);
+        let samples =
+            Samples { name: "x".into(), calls: 1, times: vec![1000.0, 900.0, 2000.0], failure: None };
+        let full = summarise(samples.clone(), None, &problem, 1000.0, None);
+        assert_eq!(full.p50_us, Some(1000.0));
+        assert!((full.gflops.unwrap() - 4.0 * 1024.0 * 1024.0 * 64.0 / 1e6).abs() < 1e-9);
+        let causal = summarise(samples, None, &problem.with_mask(Mask::Causal), 1000.0, None);
+        assert_eq!(causal.gflops.unwrap() * 2.0, full.gflops.unwrap());
+        assert_eq!(full.bandwidth_share, None);
+    }
+
+    #[test]
+    fn a_speed_up_above_one_means_that_ours_is_faster() {
+        let ours = result("flashcore", vec![100.0; 20]);
+        let [comparison] = &compare(&[ours, result("torch", vec![150.0; 20])], 0.02)[..] else { panic!() };
+        assert_eq!((comparison.speed_up, comparison.verdict), (1.5, Verdict::Faster));
+    }
+
+    #[test]
+    fn a_peer_that_failed_is_not_compared() {
+        let mut torch = result("torch", vec![150.0; 20]);
+        torch.failure = Some("it died".into());
+        assert!(compare(&[result("flashcore", vec![100.0; 20]), torch], 0.02).is_empty());
+    }
+
+    #[test]
+    fn without_samples_everything_measured_is_absent() {
+        let nothing = result("x", Vec::new());
+        assert_eq!((nothing.p50_us, nothing.gflops, nothing.min_us), (None, None, None));
+        assert_eq!(serde_json::to_value(&nothing).unwrap()["p50_us"], serde_json::Value::Null);
+    }
+}

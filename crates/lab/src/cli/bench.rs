@@ -1,0 +1,326 @@
+//! `flashcore bench`: how fast, how sure, how right, and against whom.
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use flashcore::{DType, Mask, cpu};
+use serde::Serialize;
+
+use super::screen::{Progress, Tone, say, toned};
+use super::{Exit, Json};
+use crate::bench::{
+    Bench, CausalShare, Cell, Measured, Outcome, Summary, causal_shares, cpu_matrix, summarise_all,
+};
+use crate::engine;
+use crate::evidence::Environment;
+use crate::interrupt::{self, On};
+use crate::peers::{Torch, TorchFacts};
+use crate::shapes;
+use crate::stats::{MARGIN, Verdict};
+use crate::timing::Effort;
+
+#[derive(Args)]
+#[command(after_help = "\
+Shapes are names (mission, long, decode …; an unknown one lists them) or BxHxSxD, such as 1x8x512x64, with a slash where \
+queries and keys differ, such as 1x32/8x1/4096x128.
+
+Contenders take turns in rounds. Times are microseconds a call, from before the call to after it. GFLOP/s count causal \
+as half. torch is looked for in $FLASHCORE_PYTHON, then python3.")]
+pub struct Options {
+    /// What to time, by name or as BxHxSxD
+    #[arg(value_name = "SHAPE", value_parser = shapes::parse, required_unless_present = "matrix")]
+    shapes: Vec<shapes::Named>,
+    /// A set of cells: cpu is the CPU engine's record, 24 cells and a decode
+    #[arg(long, value_enum, conflicts_with = "shapes")]
+    matrix: Option<Matrix>,
+    /// With a causal mask
+    #[arg(long, conflicts_with_all = ["no_causal", "matrix"])]
+    causal: bool,
+    /// Without a mask, for named shapes that are causal
+    #[arg(long, conflicts_with = "matrix")]
+    no_causal: bool,
+    /// f16, bf16, f32 or all; the named shape's own by default
+    #[arg(long, value_name = "DTYPE", value_parser = dtypes, conflicts_with = "matrix")]
+    dtype: Option<Dtypes>,
+    /// Threads for every contender; all cores by default
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    threads: Option<u32>,
+    /// Exactly N rounds a cell
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    samples: Option<u32>,
+    /// Seconds a cell, until every comparison is decided: 2 alone, 10 with peers
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "samples")]
+    budget: Option<Duration>,
+    /// The smallest difference that matters, in percent
+    #[arg(long, value_name = "PERCENT", default_value_t = MARGIN * 100.0)]
+    margin: f64,
+    /// Do not look for torch
+    #[arg(long)]
+    no_peers: bool,
+    /// cpu, or one path of the CPU engine such as cpu-portable
+    #[arg(long, default_value = "cpu", value_parser = isa)]
+    device: cpu::Isa,
+    #[command(flatten)]
+    json: Json,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Matrix {
+    /// 1x8x512x64, 1x8x2048x64, 1x8x2048x128 and 1x32x1024x128 in f32, bf16 and f16, causal and not; and decode
+    Cpu,
+}
+
+/// Dtypes in a row, which clap would otherwise take for many values.
+#[derive(Clone, Debug)]
+struct Dtypes(Vec<DType>);
+
+fn dtypes(text: &str) -> Result<Dtypes, String> {
+    if text == "all" {
+        return Ok(Dtypes(DType::ALL.to_vec()));
+    }
+    let one = |part: &str| part.trim().parse().map_err(|why: String| format!("{why}, and all"));
+    text.split(',').map(one).collect::<Result<_, _>>().map(Dtypes)
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|&seconds: &f64| seconds > 0.0 && seconds <= 86_400.0);
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "give seconds above 0, such as 2.5".into())
+}
+
+fn isa(text: &str) -> Result<cpu::Isa, String> {
+    if text == "cpu" {
+        return Ok(cpu::Engine::new().isa());
+    }
+    engine::cpu_path(text).map(|engine| engine.isa())
+}
+
+/// Why there is no torch when none was wanted.
+const NO_PEERS: &str = "--no-peers";
+
+#[derive(Serialize)]
+struct Report {
+    clock: &'static str,
+    device: String,
+    threads: usize,
+    torch: Option<TorchFacts>,
+    no_torch_because: Option<String>,
+    cells: Vec<Outcome>,
+    summaries: Vec<Summary>,
+    causal_shares: Vec<CausalShare>,
+}
+
+pub fn bench(options: &Options) -> Result<Exit, String> {
+    options.json.check()?;
+    if !(0.0..100.0).contains(&options.margin) {
+        return Err(format!("--margin {} is not a percentage from 0 to 100", options.margin));
+    }
+    let environment = Environment::read();
+    let threads = options.threads.map_or(environment.cpu.cores, |threads| threads as usize);
+    let cells = options.cells();
+    interrupt::install(On::Finish);
+    let torch = if options.no_peers { Err(NO_PEERS.to_string()) } else { Torch::start(threads) };
+    let (torch, no_torch) = match torch {
+        Ok(torch) => (Some(torch), None),
+        Err(why) => (None, Some(why)),
+    };
+    let facts = torch.as_ref().map(Torch::facts);
+    let budget = options.budget.unwrap_or(Duration::from_secs(if torch.is_some() { 10 } else { 2 }));
+    let effort = Effort {
+        rounds: options.samples.map(|samples| samples as usize),
+        budget,
+        margin: options.margin / 100.0,
+    };
+    let mut bench = Bench::new(options.device, threads, effort, torch)?;
+    say(&heading(&environment, &bench, facts.as_ref(), no_torch.as_deref()));
+    let mut progress = Progress::new(cells.len() as u64 * 100);
+    let mut outcomes = Vec::new();
+    for (i, cell) in cells.iter().enumerate() {
+        if interrupt::requested() {
+            break;
+        }
+        let label = cell.label();
+        let mut tell = |what: &str, share: f64| {
+            progress.at(i as u64 * 100 + (share * 100.0) as u64, &format!("{label}: {what}"));
+        };
+        let outcome = bench.run(cell, &interrupt::requested, &mut tell)?;
+        progress.say(&describe(&outcome));
+        outcomes.push(outcome);
+    }
+    progress.finish();
+    let complete = outcomes.len() == cells.len() && !interrupt::requested();
+    let report = Report {
+        clock: "call",
+        device: bench.engine().device().to_string(),
+        threads,
+        torch: facts,
+        no_torch_because: no_torch,
+        summaries: summarise_all(&outcomes),
+        causal_shares: causal_shares(&outcomes),
+        cells: outcomes,
+    };
+    let closing = closing(&report);
+    if !closing.is_empty() {
+        say(&closing);
+    }
+    options.json.write("flashcore.bench/1", &environment, complete, &report)?;
+    Ok(exit(&report, complete))
+}
+
+/// Wrong or impossible results fail; an interrupt or an open question is no answer.
+fn exit(report: &Report, complete: bool) -> Exit {
+    let wrong = |outcome: &Outcome| !outcome.ours().is_right() || outcome.impossible;
+    let undecided = |outcome: &Outcome| {
+        outcome.comparisons.iter().any(|comparison| comparison.verdict == Verdict::Undecided)
+    };
+    if report.cells.iter().any(wrong) {
+        Exit::Fail
+    } else if !complete || report.cells.iter().any(undecided) {
+        Exit::CouldNot
+    } else {
+        Exit::Pass
+    }
+}
+
+impl Options {
+    fn cells(&self) -> Vec<Cell> {
+        if let Some(Matrix::Cpu) = self.matrix {
+            return cpu_matrix();
+        }
+        let mut cells = Vec::new();
+        for named in &self.shapes {
+            let causal = (named.causal || self.causal) && !self.no_causal;
+            let mask = if causal { Mask::Causal } else { Mask::None };
+            let dtypes = self.dtype.as_ref().map_or(vec![named.dtype], |dtypes| dtypes.0.clone());
+            cells.extend(dtypes.into_iter().map(|dtype| Cell {
+                name: named.name,
+                shape: named.shape,
+                mask,
+                dtype,
+            }));
+        }
+        cells
+    }
+}
+
+fn heading(
+    environment: &Environment,
+    bench: &Bench,
+    torch: Option<&TorchFacts>,
+    no_torch: Option<&str>,
+) -> String {
+    let device = bench.engine().device();
+    let mut lines =
+        vec![format!("FlashCore {} on {device}, {}", environment.flashcore, environment.cpu_name())];
+    match (torch, no_torch) {
+        (Some(torch), _) => {
+            lines.push(format!("torch {} on {} threads, on the same inputs", torch.version, torch.threads));
+        }
+        (None, Some(why)) if why != NO_PEERS => lines.push(format!("without torch: {why}")),
+        (None, _) => {}
+    }
+    if !environment.optimised {
+        lines.push("this build is not optimised, its times say nothing: use cargo run --release".into());
+    }
+    let columns = format!(
+        "\n{:<12} {:>11} {:>11} {:>11} {:>7} {:>9} {:>12}   error against the oracle",
+        "", "p50 µs", "p90 µs", "min µs", "±95 %", "GFLOP/s", "of limit"
+    );
+    lines.push(toned(Tone::Strong, &columns));
+    lines.join("\n")
+}
+
+fn describe(outcome: &Outcome) -> String {
+    let name = outcome.name.map_or_else(String::new, |name| format!("{name}: "));
+    let half = if outcome.mask.starts_with("causal") { ", causal counted half" } else { "" };
+    let bytes = match outcome.bandwidth_gbytes {
+        Some(_) => format!(", {:.1} MB", outcome.bytes / 1e6),
+        None => String::new(),
+    };
+    let (label, gflop, rounds) = (outcome.label(), outcome.flops / 1e9, outcome.ours().samples_us.len());
+    let title = format!("{name}{label}  ({gflop:.3} GFLOP a call{half}{bytes}; {rounds} rounds)");
+    let mut lines = vec![toned(Tone::Strong, &title)];
+    lines.extend(outcome.results.iter().map(|measured| line(outcome, measured)));
+    for comparison in &outcome.comparisons {
+        let tone = if comparison.verdict == Verdict::Slower { Tone::Bad } else { Tone::Good };
+        lines.push(format!(
+            "  {} than {}: {:.2}x its speed, with 95 % confidence {:.2}x to {:.2}x",
+            toned(tone, &comparison.verdict.to_string()),
+            comparison.peer,
+            comparison.speed_up,
+            comparison.interval.low,
+            comparison.interval.high,
+        ));
+    }
+    if outcome.impossible {
+        let warning = "  faster than the machine's measured limit: this measurement is wrong";
+        lines.push(toned(Tone::Bad, warning));
+    }
+    lines.join("\n")
+}
+
+fn line(outcome: &Outcome, measured: &Measured) -> String {
+    if let Some(why) = &measured.failure {
+        return format!("  {:<10} {why}", measured.name);
+    }
+    let number = |x: Option<f64>| x.map_or_else(|| "-".into(), |x| format!("{x:.1}"));
+    let spread = measured.median_interval_us.zip(measured.p50_us).map_or_else(
+        || "-".into(),
+        |(interval, p50)| format!("{:.1} %", (interval.high - interval.low) / 2.0 / p50 * 100.0),
+    );
+    let limit = match (measured.bandwidth_share, measured.fma_peak_share) {
+        (Some(share), _) => format!("{:.0} % memory", share * 100.0),
+        (None, Some(share)) => format!("{:.0} % FMA", share * 100.0),
+        (None, None) => "-".into(),
+    };
+    format!(
+        "  {:<10} {:>11} {:>11} {:>11} {:>7} {:>9} {:>12}   {}",
+        measured.name,
+        number(measured.p50_us),
+        number(measured.p90_us),
+        number(measured.min_us),
+        spread,
+        number(measured.gflops),
+        limit,
+        error(outcome, measured),
+    )
+}
+
+/// The error beside a time: its size, how it compares with plain attention's, and of how many rows.
+fn error(outcome: &Outcome, measured: &Measured) -> String {
+    let Some(judgement) = &measured.error else { return "not judged".into() };
+    let verdict = if judgement.passed() { toned(Tone::Good, "right") } else { toned(Tone::Bad, "WRONG") };
+    let against =
+        judgement.error_ratio().map_or_else(String::new, |ratio| format!(", {ratio:.2} of plain's"));
+    let rows = if outcome.judged_rows == outcome.rows {
+        String::new()
+    } else {
+        format!(", {} of {} rows", outcome.judged_rows, outcome.rows)
+    };
+    format!("{verdict}: max {:.1e}{against}{rows}", judgement.max.error)
+}
+
+fn closing(report: &Report) -> String {
+    let mut lines = Vec::new();
+    for summary in &report.summaries {
+        let [faster, same, slower, undecided] = summary.verdicts;
+        let mean = toned(Tone::Strong, &format!("{:.2}x", summary.geometric_mean));
+        lines.push(format!(
+            "\n{} cells: {mean} the speed of {} by the geometric mean, {:.2}x at least ({})",
+            summary.cells, summary.peer, summary.smallest, summary.smallest_cell,
+        ));
+        lines.push(format!("{faster} FASTER, {same} SAME, {slower} SLOWER, {undecided} UNDECIDED"));
+    }
+    if let Some(least) = report.causal_shares.iter().min_by(|a, b| a.share.total_cmp(&b.share)) {
+        lines.push(format!(
+            "causal runs at {:.2} of the full rate at least, by useful operations ({})",
+            least.share, least.cell
+        ));
+    }
+    let impossible = report.cells.iter().filter(|cell| cell.impossible).count();
+    let wrong = report.cells.iter().filter(|cell| !cell.ours().is_right()).count();
+    if wrong + impossible > 0 {
+        let warning = format!("\n{wrong} results are wrong, {impossible} times are impossible");
+        lines.push(toned(Tone::Bad, &warning));
+    }
+    lines.join("\n")
+}

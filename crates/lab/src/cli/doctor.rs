@@ -1,0 +1,114 @@
+//! `flashcore doctor`: what this machine has and which device would be chosen.
+
+use clap::Args;
+use flashcore::{Device, cpu};
+use serde::Serialize;
+
+use super::screen::{Tone, say, toned};
+use super::{Exit, Json};
+use crate::evidence::Environment;
+use crate::peers;
+
+#[derive(Args)]
+pub struct Options {
+    #[command(flatten)]
+    json: Json,
+}
+
+#[derive(Serialize)]
+struct Report {
+    device: String,
+    why: String,
+    paths: Vec<Path>,
+    cuda: Cuda,
+    torch: Torch,
+}
+
+#[derive(Serialize)]
+struct Path {
+    name: &'static str,
+    available: bool,
+    chosen: bool,
+}
+
+#[derive(Serialize)]
+struct Cuda {
+    supported: bool,
+    why: &'static str,
+}
+
+#[derive(Serialize)]
+struct Torch {
+    found: bool,
+    python: String,
+    why: Option<String>,
+}
+
+const NO_CUDA: &str = "the CUDA device is not part of this version, so a GPU would not be used";
+
+pub fn doctor(options: &Options) -> Result<Exit, String> {
+    options.json.check()?;
+    let environment = Environment::read();
+    let engine = cpu::Engine::new();
+    let torch = peers::torch_is_there();
+    let report = Report {
+        device: Device::best().to_string(),
+        why: engine.why().to_string(),
+        paths: cpu::Isa::ALL
+            .into_iter()
+            .rev()
+            .map(|isa| Path { name: isa.name(), available: isa.is_available(), chosen: isa == engine.isa() })
+            .collect(),
+        cuda: Cuda { supported: false, why: NO_CUDA },
+        torch: Torch { found: torch.is_ok(), python: peers::python(), why: torch.err() },
+    };
+    say(&describe(&environment, &report));
+    options.json.write("flashcore.doctor/1", &environment, true, &report)?;
+    Ok(Exit::Pass)
+}
+
+fn describe(environment: &Environment, report: &Report) -> String {
+    let commit = match (environment.commit, environment.dirty) {
+        (Some(commit), dirty) => {
+            let dirty = if dirty == Some(true) { ", with uncommitted changes" } else { "" };
+            format!(" (commit {}{dirty})", &commit[..commit.len().min(12)])
+        }
+        (None, _) => String::new(),
+    };
+    let cores = environment.cpu.cores;
+    let memory = environment
+        .memory_bytes
+        .map_or_else(|| "unknown".into(), |bytes| format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)));
+    let paths: Vec<String> = report
+        .paths
+        .iter()
+        .map(|path| match (path.chosen, path.available) {
+            (true, _) => format!("{} (chosen)", path.name),
+            (false, true) => path.name.to_string(),
+            (false, false) => format!("{} (not on this CPU)", path.name),
+        })
+        .collect();
+    let torch = match &report.torch.why {
+        None => format!("found by {}: bench compares with it", report.torch.python),
+        Some(why) => format!("not found: {why}"),
+    };
+    let build = if environment.optimised { "" } else { "\nbuild     not optimised: use cargo run --release" };
+    format!(
+        "FlashCore {version}{commit} on {os} {arch}\n\
+         cpu       {cpu}, {cores} core{s}\n\
+         paths     {paths}\n\
+         memory    {memory}\n\
+         gpu       {gpu}\n\
+         torch     {torch}{build}\n\n\
+         {device}\n          because {why}",
+        version = environment.flashcore,
+        os = environment.os,
+        arch = environment.arch,
+        cpu = environment.cpu_name(),
+        s = if cores == 1 { "" } else { "s" },
+        paths = paths.join(", "),
+        gpu = report.cuda.why,
+        device = toned(Tone::Strong, &format!("device    {}", report.device)),
+        why = report.why,
+    )
+}

@@ -1,0 +1,135 @@
+//! The command line: what can be asked, and the exit code of each answer.
+
+mod bench;
+mod doctor;
+mod run;
+mod screen;
+mod verify;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+use serde::Serialize;
+
+use crate::evidence::{Document, Environment};
+use crate::files;
+
+/// What a command without arguments says: ten lines on what to try first.
+const FIRST_STEPS: &str = "\
+FlashCore: exact attention, fused, and the workbench that proves and times it. Try first:
+
+  flashcore doctor                   what this machine has, and which device is chosen
+  flashcore bench mission            time attention, with its error beside every time
+  flashcore bench long --dtype all   the same in f16, bf16 and f32, against torch where there is one
+  flashcore verify                   put every engine of this machine through the quick corpus
+  flashcore run IN.safetensors -o OUT.safetensors --causal
+                                     attention on tensors q, k and v of a file
+
+flashcore COMMAND --help explains a command; --json FILE keeps what it found.";
+
+#[derive(Parser)]
+#[command(
+    name = "flashcore",
+    version,
+    about = "Exact attention, fused, and the workbench that proves and times it.",
+    after_help = "Exit codes: 0 it ran and all is right; 1 a result is wrong; 2 it could not run, was interrupted or stayed undecided."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Say what this machine has, which device would be chosen, and why
+    Doctor(doctor::Options),
+    /// Compute attention on the tensors q, k and v of a safetensors file
+    Run(run::Options),
+    /// Run the corpus of cases through the engines and judge every result by the oracle
+    Verify(verify::Options),
+    /// Time attention, beside torch where there is one
+    Bench(bench::Options),
+}
+
+/// How a command ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// It ran, and all is right.
+    Pass,
+    /// A result is wrong.
+    Fail,
+    /// It could not run, was interrupted, or stayed undecided.
+    CouldNot,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        ExitCode::from(match exit {
+            Exit::Pass => 0,
+            Exit::Fail => 1,
+            Exit::CouldNot => 2,
+        })
+    }
+}
+
+/// Runs the command line of this process.
+pub fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        None => {
+            screen::say(FIRST_STEPS);
+            Ok(Exit::Pass)
+        }
+        Some(Command::Doctor(options)) => doctor::doctor(&options),
+        Some(Command::Run(options)) => run::run(&options),
+        Some(Command::Verify(options)) => verify::verify(&options),
+        Some(Command::Bench(options)) => bench::bench(&options),
+    };
+    match result {
+        Ok(exit) => exit.into(),
+        Err(message) => {
+            eprintln!("error: {message}");
+            Exit::CouldNot.into()
+        }
+    }
+}
+
+/// `--json FILE`, which every command has.
+#[derive(Args, Clone, Debug)]
+struct Json {
+    /// Also write what was found to FILE as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+impl Json {
+    /// Refuses a file that cannot be written before the work is done rather than after it.
+    fn check(&self) -> Result<(), String> {
+        let Some(path) = &self.json else { return Ok(()) };
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if path.is_dir() {
+            return Err(format!("--json {} is a folder; name a file in it", path.display()));
+        }
+        if !folder.is_dir() {
+            return Err(format!("--json {}: there is no folder {}", path.display(), folder.display()));
+        }
+        Ok(())
+    }
+
+    /// Writes the report, if one is wanted.
+    fn write<T: Serialize>(
+        &self,
+        schema: &str,
+        environment: &Environment,
+        complete: bool,
+        body: &T,
+    ) -> Result<(), String> {
+        let Some(path) = &self.json else { return Ok(()) };
+        let document = Document::new(schema, environment, complete, body);
+        files::write_whole(path, |out| {
+            serde_json::to_writer_pretty(&mut *out, &document)?;
+            out.write_all(b"\n")
+        })
+        .map_err(|error| files::explain("write", path, &error))
+    }
+}

@@ -1,0 +1,222 @@
+//! `flashcore verify`: the corpus through the engines, judged by the oracle.
+
+use std::time::Instant;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::screen::{Progress, Tone, say, toned};
+use super::{Exit, Json};
+use crate::cases::{Case, Tier, corpus};
+use crate::check::{Outcome, Prepared, Status};
+use crate::engine::{self, Engine};
+use crate::evidence::Environment;
+use crate::explain::{describe, explain, reproduce};
+use crate::interrupt::{self, On};
+use crate::rule::Judgement;
+
+#[derive(Args)]
+pub struct Options {
+    /// cpu (every path of the CPU engine), or one of them, such as cpu-portable
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// The quick cases only (the default)
+    #[arg(long, conflicts_with = "full")]
+    quick: bool,
+    /// All cases
+    #[arg(long)]
+    full: bool,
+    /// Only cases whose name holds TEXT, or is TEXT when it begins with =; may be given more than once
+    #[arg(long, value_name = "TEXT")]
+    filter: Vec<String>,
+    #[command(flatten)]
+    json: Json,
+}
+
+#[derive(Serialize)]
+struct Report {
+    tier: Tier,
+    rule: &'static str,
+    engines: Vec<Tally>,
+    results: Vec<Record>,
+}
+
+/// One case on one engine.
+#[derive(Serialize)]
+struct Record {
+    case: String,
+    engine: String,
+    status: Status,
+    problem: String,
+    inputs: &'static str,
+    arrangement: &'static str,
+    seed: u64,
+    judgement: Option<Judgement>,
+    skipped: Option<String>,
+    faults: Vec<String>,
+    reproduce: String,
+}
+
+/// One engine over all cases.
+#[derive(Clone, Serialize)]
+struct Tally {
+    engine: String,
+    passed: usize,
+    skipped: usize,
+    failed: usize,
+    /// The largest share of what is allowed that any case used, with its name.
+    worst_share: Option<f64>,
+    worst_case: Option<String>,
+}
+
+const RULE: &str = "at most twice the error of plain same-precision attention against an f64 oracle, plus the \
+                    conditioned floor, by maximum, RMS and row; lse by its own bound";
+
+/// Failures that are explained at length; beyond these the first says more than another would.
+const EXPLAINED: usize = 10;
+
+pub fn verify(options: &Options) -> Result<Exit, String> {
+    options.json.check()?;
+    let engines = engine::select(&options.device)?;
+    let tier = if options.full { Tier::Full } else { Tier::Quick };
+    let cases = select(tier, &options.filter)?;
+    interrupt::install(On::Finish);
+    let started = Instant::now();
+    say(&format!(
+        "{} cases on {}; {RULE}",
+        cases.len(),
+        engines.iter().map(|engine| engine.name()).collect::<Vec<_>>().join(", ")
+    ));
+    let total = cases.len();
+    let mut progress = Progress::new(total as u64);
+    let mut tallies: Vec<Tally> = engines.iter().map(|engine| Tally::new(engine.name())).collect();
+    let mut results = Vec::new();
+    let mut done = 0;
+    for case in cases {
+        if interrupt::requested() {
+            break;
+        }
+        progress.at(done as u64, &case.name);
+        let prepared = Prepared::new(case);
+        for (engine, tally) in engines.iter().zip(&mut tallies) {
+            let outcome = prepared.check(engine.as_ref());
+            tally.count(&prepared.case, &outcome);
+            if let Outcome::Failed(faults) = &outcome {
+                let failed =
+                    results.iter().filter(|record: &&Record| record.status == Status::Failed).count();
+                if failed < EXPLAINED {
+                    let title = toned(Tone::Bad, "FAILED");
+                    progress.say(&format!("\n{title} {}", explain(&prepared, engine.name(), faults)));
+                }
+            }
+            results.push(Record::new(&prepared.case, engine.as_ref(), outcome));
+        }
+        done += 1;
+    }
+    progress.finish();
+    say(&table(&tallies));
+    let complete = done == total;
+    let failed = tallies.iter().any(|tally| tally.failed > 0);
+    let passed = tallies.iter().any(|tally| tally.passed > 0);
+    let report = Report { tier, rule: RULE, engines: tallies, results };
+    options.json.write("flashcore.verify/1", &Environment::read(), complete, &report)?;
+    let seconds = started.elapsed().as_secs_f64();
+    let (exit, tone, verdict) = match (failed, complete, passed) {
+        (true, _, _) => (Exit::Fail, Tone::Bad, "FAILED".to_string()),
+        (false, false, _) => {
+            (Exit::CouldNot, Tone::Bad, format!("INTERRUPTED after {done} of {total} cases"))
+        }
+        (false, true, false) => {
+            (Exit::CouldNot, Tone::Bad, "NOTHING RAN: every case was skipped".to_string())
+        }
+        (false, true, true) => (Exit::Pass, Tone::Good, "PASSED".to_string()),
+    };
+    say(&format!("\n{} in {seconds:.1} s", toned(tone, &verdict)));
+    Ok(exit)
+}
+
+/// The cases of a tier that the filters let through.
+fn select(tier: Tier, filters: &[String]) -> Result<Vec<Case>, String> {
+    let matches = |case: &Case, filter: &str| match filter.strip_prefix('=') {
+        Some(name) => case.name == name,
+        None => case.name.contains(filter),
+    };
+    let wanted = |case: &Case| filters.is_empty() || filters.iter().any(|filter| matches(case, filter));
+    let all = corpus();
+    let chosen: Vec<Case> = all.iter().filter(|case| case.tier <= tier && wanted(case)).cloned().collect();
+    if !chosen.is_empty() {
+        return Ok(chosen);
+    }
+    let more = all.iter().filter(|case| wanted(case)).count();
+    Err(if more > 0 {
+        format!("no quick case matches, but {more} of the full corpus do: add --full")
+    } else {
+        let names: Vec<&str> = all.iter().step_by(all.len() / 8).map(|case| case.name.as_str()).collect();
+        format!("no case matches; names are such as {}", names.join(", "))
+    })
+}
+
+impl Record {
+    fn new(case: &Case, engine: &dyn Engine, outcome: Outcome) -> Self {
+        let mut record = Self {
+            case: case.name.clone(),
+            engine: engine.name().to_string(),
+            status: outcome.status(),
+            problem: case.problem.to_string(),
+            inputs: case.inputs.name(),
+            arrangement: case.arrangement.name(),
+            seed: case.seed,
+            judgement: None,
+            skipped: None,
+            faults: Vec::new(),
+            reproduce: reproduce(&case.name, engine.name()),
+        };
+        match outcome {
+            Outcome::Passed(judgement) => record.judgement = Some(judgement),
+            Outcome::Skipped(why) => record.skipped = Some(why),
+            Outcome::Failed(faults) => record.faults = faults.iter().map(describe).collect(),
+        }
+        record
+    }
+}
+
+impl Tally {
+    fn new(engine: &str) -> Self {
+        Self {
+            engine: engine.to_string(),
+            passed: 0,
+            skipped: 0,
+            failed: 0,
+            worst_share: None,
+            worst_case: None,
+        }
+    }
+
+    fn count(&mut self, case: &Case, outcome: &Outcome) {
+        match outcome {
+            Outcome::Passed(judgement) => {
+                self.passed += 1;
+                let share = judgement.share_used();
+                if self.worst_share.is_none_or(|worst| share > worst) {
+                    (self.worst_share, self.worst_case) = (Some(share), Some(case.name.clone()));
+                }
+            }
+            Outcome::Skipped(_) => self.skipped += 1,
+            Outcome::Failed(_) => self.failed += 1,
+        }
+    }
+}
+
+fn table(tallies: &[Tally]) -> String {
+    let heading =
+        format!("\n{:<16} {:>7} {:>7} {:>7}   nearest to its bound", "engine", "passed", "skipped", "failed");
+    let line = |tally: &Tally| {
+        let nearest = match (tally.worst_share, &tally.worst_case) {
+            (Some(share), Some(case)) => format!("{:.0} % of what is allowed: {case}", share * 100.0),
+            _ => "-".into(),
+        };
+        let Tally { engine, passed, skipped, failed, .. } = tally;
+        format!("\n{engine:<16} {passed:>7} {skipped:>7} {failed:>7}   {nearest}")
+    };
+    toned(Tone::Strong, &heading) + &tallies.iter().map(line).collect::<String>()
+}

@@ -1,0 +1,163 @@
+//! What a report carries beside its numbers: the machine, the versions, the command and the time.
+//!
+//! Everything here is read or measured; what cannot be known is null, never guessed. A document has a schema name
+//! with a version, so that what reads it later knows what it reads.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use flashcore::cpu;
+use serde::Serialize;
+
+/// A report as it is written to `--json FILE`.
+#[derive(Debug, Serialize)]
+pub struct Document<'a, T: Serialize> {
+    /// `flashcore.COMMAND/VERSION`.
+    pub schema: &'a str,
+    /// When it was written, in UTC.
+    pub created: String,
+    /// The command line.
+    pub command: Vec<String>,
+    /// Whether the command ran to its end, rather than being interrupted.
+    pub complete: bool,
+    /// What it ran on.
+    pub environment: &'a Environment,
+    /// What the command found.
+    #[serde(flatten)]
+    pub body: &'a T,
+}
+
+impl<'a, T: Serialize> Document<'a, T> {
+    /// A report of this process, as of now.
+    pub fn new(schema: &'a str, environment: &'a Environment, complete: bool, body: &'a T) -> Self {
+        let command = std::env::args().collect();
+        Self { schema, created: utc(SystemTime::now()), command, complete, environment, body }
+    }
+}
+
+/// The machine and the binary.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Environment {
+    /// FlashCore's version.
+    pub flashcore: &'static str,
+    /// The commit that the binary was built from.
+    pub commit: Option<&'static str>,
+    /// Whether the tree had changes that no commit holds.
+    pub dirty: Option<bool>,
+    /// Operating system and architecture.
+    pub os: &'static str,
+    /// The architecture.
+    pub arch: &'static str,
+    /// The CPU.
+    pub cpu: CpuFacts,
+    /// Bytes of memory.
+    pub memory_bytes: Option<u64>,
+    /// Whether the binary was built with optimisation.
+    pub optimised: bool,
+}
+
+/// What is known of the CPU.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CpuFacts {
+    /// Its name for itself.
+    pub model: Option<String>,
+    /// Cores that this process may use.
+    pub cores: usize,
+    /// The instruction sets that the engine has a path for and this CPU runs, the widest first.
+    pub paths: Vec<&'static str>,
+    /// The one that is chosen.
+    pub chosen: &'static str,
+    /// Why that one.
+    pub why: String,
+}
+
+impl Environment {
+    /// Of this process on this machine.
+    pub fn read() -> Self {
+        let engine = cpu::Engine::new();
+        Self {
+            flashcore: env!("CARGO_PKG_VERSION"),
+            commit: option_env!("FLASHCORE_COMMIT"),
+            dirty: option_env!("FLASHCORE_DIRTY").and_then(|dirty| dirty.parse().ok()),
+            os: std::env::consts::OS,
+            arch: std::env::consts::ARCH,
+            cpu: CpuFacts {
+                model: proc_field("/proc/cpuinfo", "model name"),
+                cores: std::thread::available_parallelism().map_or(1, usize::from),
+                paths: cpu::available().into_iter().rev().map(cpu::Isa::name).collect(),
+                chosen: engine.isa().name(),
+                why: engine.why().to_string(),
+            },
+            memory_bytes: proc_field("/proc/meminfo", "MemTotal").and_then(|text| kilobytes(&text)),
+            optimised: !cfg!(debug_assertions),
+        }
+    }
+
+    /// The CPU in a few words.
+    pub fn cpu_name(&self) -> String {
+        self.cpu.model.clone().unwrap_or_else(|| format!("{} CPU", self.arch))
+    }
+}
+
+/// The first `name : value` of a file in /proc; absent elsewhere.
+fn proc_field(path: &str, name: &str) -> Option<String> {
+    field(&std::fs::read_to_string(path).ok()?, name)
+}
+
+fn field(text: &str, name: &str) -> Option<String> {
+    text.lines().find_map(|line| {
+        let (key, value) = line.split_once(':')?;
+        (key.trim() == name).then(|| value.split_whitespace().collect::<Vec<_>>().join(" "))
+    })
+}
+
+fn kilobytes(text: &str) -> Option<u64> {
+    Some(text.strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
+}
+
+/// A time as 2026-11-15T03:00:00Z.
+fn utc(time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
+    let (days, second) = ((seconds / 86_400) as i64, seconds % 86_400);
+    // Days are counted from 0000-03-01, so that a leap day is the last of its year.
+    let days = days + 719_468;
+    let era = days.div_euclid(146_097);
+    let day_of_era = days.rem_euclid(146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = year_of_era + era * 400 + i64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_written_in_utc() {
+        let at = |seconds| utc(UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(at(0), "1970-01-01T00:00:00Z");
+        assert_eq!(at(951_782_399), "2000-02-28T23:59:59Z");
+        assert_eq!(at(951_782_400), "2000-02-29T00:00:00Z");
+        assert_eq!(at(1_794_711_845), "2026-11-15T03:04:05Z");
+    }
+
+    #[test]
+    fn fields_of_proc_files_are_found_by_name() {
+        let text = "processor\t: 0\nmodel name\t: Some  CPU @ 3 GHz\nMemTotal:       24576000 kB\n";
+        assert_eq!(field(text, "model name").as_deref(), Some("Some CPU @ 3 GHz"));
+        assert_eq!(field(text, "MemTotal").and_then(|text| kilobytes(&text)), Some(24_576_000 * 1024));
+        assert_eq!(field(text, "model"), None);
+    }
+
+    #[test]
+    fn an_environment_knows_its_cpu_paths() {
+        let environment = Environment::read();
+        assert!(environment.cpu.paths.contains(&environment.cpu.chosen));
+        assert_eq!(environment.cpu.paths.last(), Some(&"portable"));
+        assert!(environment.cpu.cores > 0);
+    }
+}

@@ -1,0 +1,181 @@
+//! Files: safetensors in and out, and writing that either happens whole or not at all.
+
+use std::ffi::OsString;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use flashcore::{DType, Element};
+use half::{bf16, f16};
+use safetensors::{Dtype, SafeTensors};
+
+use crate::interrupt;
+
+/// Writes a file under a temporary name in the same folder, and renames it when all of it is on the disk. What is
+/// not a regular file (a pipe, /dev/stdout) is written straight.
+pub fn write_whole(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    match std::fs::metadata(path) {
+        Ok(meta) if meta.is_dir() => {
+            return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a folder"));
+        }
+        Ok(meta) if !meta.is_file() => {
+            let mut file = std::fs::OpenOptions::new().write(true).open(path)?;
+            write(&mut file)?;
+            return file.flush();
+        }
+        Ok(_) | Err(_) => {}
+    }
+    // A link stays a link, and its target is replaced.
+    let name = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
+    let partial = partial_name(&name)?;
+    let result = interrupt::create_partial(&partial).and_then(|file| {
+        let mut file = BufWriter::new(file);
+        write(&mut file)?;
+        let file = file.into_inner().map_err(io::IntoInnerError::into_error)?;
+        file.sync_all()?;
+        interrupt::keep(&partial, &name)
+    });
+    if result.is_err() {
+        interrupt::discard(&partial);
+    }
+    result
+}
+
+fn partial_name(name: &Path) -> io::Result<PathBuf> {
+    let file =
+        name.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "it names no file"))?;
+    let mut partial = OsString::from(".");
+    partial.push(file);
+    partial.push(format!(".{}.partial", std::process::id()));
+    Ok(name.with_file_name(partial))
+}
+
+/// An error of a file in words that say what to do.
+pub fn explain(what: &str, path: &Path, error: &io::Error) -> String {
+    let advice = match error.kind() {
+        io::ErrorKind::NotFound => "check the path",
+        io::ErrorKind::PermissionDenied => "check who may write there, or choose another place",
+        io::ErrorKind::StorageFull | io::ErrorKind::FileTooLarge | io::ErrorKind::QuotaExceeded => {
+            "free some space or choose another place; nothing was left behind"
+        }
+        io::ErrorKind::IsADirectory => "name a file in it",
+        _ => "nothing was left behind",
+    };
+    format!("cannot {what} {}: {error}; {advice}", path.display())
+}
+
+/// An element that files hold as little-endian bytes.
+pub trait Stored: Element {
+    /// The name of its dtype in safetensors.
+    const STORED: Dtype;
+
+    /// From its bytes; there are as many as the dtype's size.
+    fn from_bytes(bytes: &[u8]) -> Self;
+
+    /// Appends its bytes.
+    fn append(self, bytes: &mut Vec<u8>);
+}
+
+macro_rules! stored {
+    ($($element:ty = $dtype:ident),*) => {$(
+        impl Stored for $element {
+            const STORED: Dtype = Dtype::$dtype;
+
+            fn from_bytes(bytes: &[u8]) -> Self {
+                Self::from_le_bytes(bytes.try_into().expect("as many bytes as an element has"))
+            }
+
+            fn append(self, bytes: &mut Vec<u8>) {
+                bytes.extend(self.to_le_bytes());
+            }
+        }
+    )*};
+}
+
+stored!(f16 = F16, bf16 = BF16, f32 = F32);
+
+/// Elements from their bytes.
+pub fn elements<T: Stored>(bytes: &[u8]) -> Vec<T> {
+    bytes.chunks_exact(size_of::<T>()).map(T::from_bytes).collect()
+}
+
+/// Bytes of elements.
+pub fn bytes<T: Stored>(elements: &[T]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(size_of_val(elements));
+    for element in elements {
+        element.append(&mut bytes);
+    }
+    bytes
+}
+
+/// The dtype of a stored tensor, if attention runs on it.
+pub fn dtype(stored: Dtype) -> Option<DType> {
+    match stored {
+        Dtype::F16 => Some(DType::F16),
+        Dtype::BF16 => Some(DType::BF16),
+        Dtype::F32 => Some(DType::F32),
+        _ => None,
+    }
+}
+
+/// The tensors of a file as a list for messages: name, dtype and shape of each.
+pub fn contents(file: &SafeTensors<'_>) -> String {
+    let mut names: Vec<String> = file
+        .iter()
+        .map(|(name, tensor)| format!("{name} {:?} {:?}", tensor.dtype(), tensor.shape()))
+        .collect();
+    names.sort();
+    if names.is_empty() { "no tensors".into() } else { names.join(", ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn leftovers(folder: &Path) -> Vec<OsString> {
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect()
+    }
+
+    #[test]
+    fn a_file_appears_whole_and_replaces_what_was_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("out");
+        std::fs::write(&path, "old and longer").unwrap();
+        write_whole(&path, |out| out.write_all(b"new")).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"new");
+        assert_eq!(leftovers(folder.path()), ["out"]);
+    }
+
+    #[test]
+    fn a_write_that_fails_leaves_the_old_file_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("out");
+        std::fs::write(&path, "old").unwrap();
+        let error = write_whole(&path, |out| {
+            out.write_all(b"half of")?;
+            Err(io::ErrorKind::StorageFull.into())
+        });
+        assert!(explain("write", &path, &error.unwrap_err()).contains("free some space"));
+        assert_eq!(std::fs::read(&path).unwrap(), b"old");
+        assert_eq!(leftovers(folder.path()), ["out"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_stays_a_link() {
+        let folder = tempfile::tempdir().unwrap();
+        let (target, link) = (folder.path().join("target"), folder.path().join("link"));
+        std::fs::write(&target, "old").unwrap();
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        write_whole(&link, |out| out.write_all(b"new")).unwrap();
+        assert!(link.is_symlink());
+        assert_eq!(std::fs::read(&target).unwrap(), b"new");
+    }
+
+    #[test]
+    fn elements_and_bytes_are_inverse() {
+        let values = [1.5_f32, -0.0, f32::MAX];
+        assert_eq!(elements::<f32>(&bytes(&values)), values);
+        let values = [f16::ONE, f16::MIN_POSITIVE_SUBNORMAL];
+        assert_eq!(elements::<f16>(&bytes(&values)), values);
+    }
+}

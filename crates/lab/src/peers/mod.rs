@@ -1,0 +1,265 @@
+//! Peers: somebody else's attention, timed in the same run on the same inputs.
+//!
+//! torch lives in Python, so a small worker process runs it and speaks JSON lines over its pipes. Inputs go over as
+//! raw files with checksums that the worker sends back, and its output comes back to be judged like ours.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+
+use flashcore::{DType, Mask, Problem};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::files::elements;
+use crate::guarded::Guarded;
+use crate::operands::Operands;
+use crate::timing::Contender;
+
+/// The environment variable that names the Python to look for torch in.
+pub const PYTHON_VARIABLE: &str = "FLASHCORE_PYTHON";
+
+const WORKER: &str = include_str!("worker.py");
+/// Importing torch from a cold disk takes its time.
+const START: Duration = Duration::from_mins(2);
+/// No single request takes longer, or the worker hangs.
+const ANSWER: Duration = Duration::from_mins(5);
+
+/// The Python to look for torch in.
+pub fn python() -> String {
+    std::env::var(PYTHON_VARIABLE)
+        .ok()
+        .filter(|python| !python.is_empty())
+        .unwrap_or_else(|| "python3".into())
+}
+
+/// Whether that Python could import torch, found out without importing it; the reason if not.
+pub fn torch_is_there() -> Result<(), String> {
+    let python = python();
+    let probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)";
+    match Command::new(&python).args(["-c", probe]).stdout(Stdio::null()).stderr(Stdio::null()).status() {
+        Ok(status) if status.success() => Ok(()),
+        Ok(_) => Err(format!(
+            "{python} has no torch; to compare with it, set {PYTHON_VARIABLE} to a Python that has"
+        )),
+        Err(error) => {
+            Err(format!("{python} does not run ({error}); to compare with torch, set {PYTHON_VARIABLE}"))
+        }
+    }
+}
+
+/// torch's scaled_dot_product_attention in a worker process.
+#[derive(Debug)]
+pub struct Torch {
+    child: Child,
+    requests: Option<ChildStdin>,
+    replies: Receiver<String>,
+    folder: Folder,
+    version: String,
+    threads: usize,
+}
+
+/// What is known of the peer, for reports.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TorchFacts {
+    /// torch's version.
+    pub version: String,
+    /// Threads that it uses.
+    pub threads: usize,
+    /// The Python that runs it.
+    pub python: String,
+}
+
+/// A folder of its own for the files that go to and fro, removed at the end.
+#[derive(Debug)]
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Self, String> {
+        let path = std::env::temp_dir().join(format!("flashcore-peer-{}", std::process::id()));
+        std::fs::create_dir_all(&path).map_err(|error| format!("cannot make {}: {error}", path.display()))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+impl Torch {
+    /// Starts the worker on a number of threads, or says why not.
+    pub fn start(threads: usize) -> Result<Self, String> {
+        torch_is_there()?;
+        let mut child = Command::new(python())
+            .args(["-u", "-c", WORKER])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(|error| format!("{} does not start: {error}", python()))?;
+        let requests = child.stdin.take();
+        let output = child.stdout.take().expect("stdout is piped");
+        let (sender, replies) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let folder = Folder::new()?;
+        let mut torch = Self { child, requests, replies, folder, version: String::new(), threads };
+        let hello = torch.ask(&json!({"op": "hello", "threads": threads}), START)?;
+        torch.version = hello["torch"].as_str().unwrap_or("unknown").to_string();
+        torch.threads = hello["threads"].as_u64().unwrap_or(0) as usize;
+        if torch.threads != threads {
+            return Err(format!("torch uses {} threads where {threads} were asked for", torch.threads));
+        }
+        Ok(torch)
+    }
+
+    /// What is known of it.
+    pub fn facts(&self) -> TorchFacts {
+        TorchFacts { version: self.version.clone(), threads: self.threads, python: python() }
+    }
+
+    /// Whether torch computes a problem, or why not.
+    pub fn supports(problem: &Problem) -> Result<(), String> {
+        let square = problem.len_q == problem.len_k;
+        match problem.mask {
+            Mask::None => {}
+            Mask::CausalTopLeft => {}
+            Mask::Causal if square || problem.len_q == 1 => {}
+            mask => return Err(format!("torch's is_causal has no {mask} mask for these lengths")),
+        }
+        if problem.softcap.is_some() || problem.key_lengths {
+            return Err("torch's attention has no softcap and no key lengths".into());
+        }
+        Ok(())
+    }
+
+    /// Hands over a problem's inputs, and makes sure that they arrived as they were sent.
+    pub fn load(&mut self, operands: &Operands) -> Result<(), String> {
+        let problem = &operands.problem;
+        Self::supports(problem)?;
+        let mut tensors = serde_json::Map::new();
+        let mut sums = Vec::new();
+        for (name, tensor) in [("q", &operands.q), ("k", &operands.k), ("v", &operands.v)] {
+            let (path, bytes) = (self.folder.0.join(name), tensor.bytes());
+            std::fs::write(&path, &bytes)
+                .map_err(|error| format!("cannot write {}: {error}", path.display()))?;
+            tensors.insert(name.into(), json!([path, tensor.shape()]));
+            sums.push((name, crc32(&bytes)));
+        }
+        // One query sees every key under a bottom-right causal mask, but only the first under torch's.
+        let causal = problem.mask != Mask::None && !(problem.mask == Mask::Causal && problem.len_q == 1);
+        let reply = self.ask(
+            &json!({"op": "load", "dtype": problem.dtype.name(), "tensors": tensors, "causal": causal,
+                    "scale": f64::from(problem.scale)}),
+            ANSWER,
+        )?;
+        match sums.iter().find(|(name, sum)| reply["checksums"][name].as_u64() != Some(u64::from(*sum))) {
+            Some((name, _)) => Err(format!("torch read another {name} than was written")),
+            None => Ok(()),
+        }
+    }
+
+    /// What it computes, in the order (batch, heads, length, head_dim_v).
+    pub fn output(&mut self, problem: &Problem) -> Result<Vec<f32>, String> {
+        let path = self.folder.0.join("o");
+        self.ask(&json!({"op": "output", "path": path}), ANSWER)?;
+        let bytes =
+            std::fs::read(&path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
+        let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = *problem;
+        let expected = batch * heads_q * len_q * head_dim_v * dtype.size();
+        if bytes.len() != expected {
+            return Err(format!("torch returned {} bytes where {expected} were expected", bytes.len()));
+        }
+        Ok(match dtype {
+            DType::F16 => elements::<half::f16>(&bytes).into_iter().map(half::f16::to_f32).collect(),
+            DType::BF16 => elements::<half::bf16>(&bytes).into_iter().map(half::bf16::to_f32).collect(),
+            DType::F32 => elements::<f32>(&bytes),
+        })
+    }
+
+    /// Sends a request and waits for its reply.
+    fn ask(&mut self, request: &Value, limit: Duration) -> Result<Value, String> {
+        let requests = self.requests.as_mut().ok_or("the torch worker has ended")?;
+        writeln!(requests, "{request}")
+            .and_then(|()| requests.flush())
+            .map_err(|error| format!("the torch worker has ended ({error})"))?;
+        let line = self.replies.recv_timeout(limit).map_err(|error| match error {
+            RecvTimeoutError::Timeout => {
+                format!("the torch worker did not answer within {} s", limit.as_secs())
+            }
+            RecvTimeoutError::Disconnected => "the torch worker has ended".into(),
+        })?;
+        let reply: Value = serde_json::from_str(&line)
+            .map_err(|error| format!("the torch worker sent what is no reply ({error})"))?;
+        match reply.get("error").and_then(Value::as_str) {
+            Some(why) => Err(why.to_string()),
+            None => Ok(reply),
+        }
+    }
+}
+
+impl Drop for Torch {
+    fn drop(&mut self) {
+        // Without input it ends; should it hang, it is ended.
+        drop(self.requests.take());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Contender for &mut Torch {
+    fn name(&self) -> String {
+        "torch".into()
+    }
+
+    fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String> {
+        let reply = self.ask(&json!({"op": "sample", "warm": warm, "calls": calls}), ANSWER)?;
+        let nanoseconds = reply["ns"].as_f64().ok_or("the torch worker sent no time")?;
+        Ok(nanoseconds / 1e3 / f64::from(calls))
+    }
+}
+
+/// The checksum of zlib's crc32, which Python has too.
+fn crc32(bytes: &[u8]) -> u32 {
+    let table: [u32; 256] = std::array::from_fn(|i| {
+        (0..8).fold(i as u32, |crc, _| if crc & 1 == 1 { 0xedb8_8320 ^ (crc >> 1) } else { crc >> 1 })
+    });
+    !bytes.iter().fold(!0, |crc, &byte| table[((crc ^ u32::from(byte)) & 0xff) as usize] ^ (crc >> 8))
+}
+
+/// The checksum of a tensor's elements in the order (batch, heads, length, head_dim).
+pub fn checksum(tensor: &Guarded) -> u32 {
+    crc32(&tensor.bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_is_the_well_known_one() {
+        assert_eq!(crc32(b"123456789"), 0xcbf4_3926);
+        assert_eq!(crc32(b""), 0);
+    }
+
+    #[test]
+    fn what_torch_cannot_do_is_not_asked_of_it() {
+        let problem = Problem::new(1, 2, 8, 16, DType::F32);
+        assert!(Torch::supports(&problem.with_mask(Mask::Causal)).is_ok());
+        assert!(Torch::supports(&problem.with_mask(Mask::Causal).with_kv(2, 9)).is_err());
+        assert!(Torch::supports(&problem.with_mask(Mask::CausalTopLeft).with_kv(2, 9)).is_ok());
+        assert!(Torch::supports(&problem.with_softcap(3.0)).is_err());
+        let mut decode = problem.with_mask(Mask::Causal).with_kv(2, 9);
+        decode.len_q = 1;
+        assert!(Torch::supports(&decode).is_ok());
+    }
+}
