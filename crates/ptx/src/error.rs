@@ -154,10 +154,10 @@ pub enum Fault {
         problem: String,
     },
     /// A wgmma stage that is not well formed.
-    #[error("{problem} (ptxas would say {code})")]
+    #[error("{problem}{}", .code.map_or_else(String::new, |c| format!(" (ptxas: C{c})")))]
     Wgmma {
-        /// The message that ptxas has for it.
-        code: &'static str,
+        /// The number of the note that ptxas 13.0 makes of it; for some it silently makes wrong code.
+        code: Option<u16>,
         /// What is wrong.
         problem: String,
     },

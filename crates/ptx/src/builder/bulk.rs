@@ -59,7 +59,7 @@ impl KernelBuilder {
         bytes: impl Into<Operand<B32>>,
         hint: BulkHint,
     ) {
-        self.no_multicast(hint);
+        let hint = self.no_multicast(hint);
         let op = Op::BulkStore { policy: hint.policy.is_some() };
         let args = [dst.into().into(), src.into().into(), bytes.into().into()];
         self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
@@ -86,7 +86,7 @@ impl KernelBuilder {
         bytes: impl Into<Operand<B32>>,
         hint: BulkHint,
     ) {
-        self.no_multicast(hint);
+        let hint = self.no_multicast(hint);
         let op = Op::BulkPrefetch { policy: hint.policy.is_some() };
         let args = [src.into().into(), bytes.into().into()];
         self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
@@ -103,7 +103,7 @@ impl KernelBuilder {
         bytes: impl Into<Operand<B32>>,
         hint: BulkHint,
     ) {
-        self.no_multicast(hint);
+        let hint = self.no_multicast(hint);
         let args = [dst.into().into(), src.into().into(), bytes.into().into()];
         let op = Op::BulkReduce { op, ty, policy: hint.policy.is_some() };
         self.emit(op, Vec::new(), args.into_iter().chain(hint.args()).collect());
@@ -142,11 +142,13 @@ impl KernelBuilder {
         self.emit(Op::BulkWait { pending, read: true }, Vec::new(), Vec::new());
     }
 
+    /// The hint without the multicast that only loads have.
     #[track_caller]
-    fn no_multicast(&mut self, hint: BulkHint) {
+    fn no_multicast(&mut self, hint: BulkHint) -> BulkHint {
         if hint.multicast.is_some() {
             self.forbidden("multicast is for loads only");
         }
+        BulkHint { multicast: None, ..hint }
     }
 }
 
@@ -162,7 +164,7 @@ impl KernelBuilder {
         bar: impl Into<Addr<B32>>,
         hint: BulkHint,
     ) {
-        let dims = self.rank(coordinates);
+        let Some(dims) = self.rank(coordinates) else { return };
         let op = Op::TensorLoad { dims, multicast: hint.multicast.is_some(), policy: hint.policy.is_some() };
         let mut args = vec![dst.into().into(), map.at(0).into()];
         args.extend(coordinates.iter().map(|&c| Arg::from(c)));
@@ -180,7 +182,7 @@ impl KernelBuilder {
         src: impl Into<Addr<B32>>,
         hint: BulkHint,
     ) {
-        let dims = self.rank(coordinates);
+        let Some(dims) = self.rank(coordinates) else { return };
         let op = Op::TensorStore { dims, policy: hint.policy.is_some() };
         self.tensor_out(op, map, coordinates, Some(src.into().into()), hint);
     }
@@ -195,14 +197,16 @@ impl KernelBuilder {
         src: impl Into<Addr<B32>>,
         hint: BulkHint,
     ) {
-        let op = Op::TensorReduce { op, dims: self.rank(coordinates), policy: hint.policy.is_some() };
+        let Some(dims) = self.rank(coordinates) else { return };
+        let op = Op::TensorReduce { op, dims, policy: hint.policy.is_some() };
         self.tensor_out(op, map, coordinates, Some(src.into().into()), hint);
     }
 
     /// Brings a tile of global memory into L2.
     #[track_caller]
     pub fn tensor_prefetch(&mut self, map: Reg<B64>, coordinates: &[Operand<B32>], hint: BulkHint) {
-        let op = Op::TensorPrefetch { dims: self.rank(coordinates), policy: hint.policy.is_some() };
+        let Some(dims) = self.rank(coordinates) else { return };
+        let op = Op::TensorPrefetch { dims, policy: hint.policy.is_some() };
         self.tensor_out(op, map, coordinates, None, hint);
     }
 
@@ -221,7 +225,7 @@ impl KernelBuilder {
         src: Option<Arg>,
         hint: BulkHint,
     ) {
-        self.no_multicast(hint);
+        let hint = self.no_multicast(hint);
         let mut args = vec![map.at(0).into()];
         args.extend(coordinates.iter().map(|&c| Arg::from(c)));
         args.extend(src);
@@ -229,11 +233,13 @@ impl KernelBuilder {
         self.emit(op, Vec::new(), args);
     }
 
+    /// The rank that the coordinates have; none, with the mistake recorded, where there is no such.
     #[track_caller]
-    fn rank(&mut self, coordinates: &[Operand<B32>]) -> Dims {
-        Dims::from_count(coordinates.len()).unwrap_or_else(|| {
+    fn rank(&mut self, coordinates: &[Operand<B32>]) -> Option<Dims> {
+        let dims = Dims::from_count(coordinates.len());
+        if dims.is_none() {
             self.forbidden(&format!("{} coordinates: a tensor map has 1 to 5 dimensions", coordinates.len()));
-            Dims::D1
-        })
+        }
+        dims
     }
 }

@@ -1,8 +1,10 @@
-//! `wgmma` stages: what ptxas would answer with a C75xx message, and with instructions that wait for each other.
+//! `wgmma` stages: what PTX leaves undefined, and ptxas answers with a C75xx note and instructions that wait for
+//! each other, or with nothing at all.
 //!
 //! A stage is: `wgmma.fence`, one or more `mma_async`, `commit_group`, and later a `wait_group` that covers it.
 //! Between an `mma_async` and its wait nothing else may touch its accumulators or its A registers; whatever
-//! touched them before must lie before a fence.
+//! touched them before must lie before a fence. Descriptors are free: they are read when the instruction is
+//! issued, and ptxas takes them from wherever they are computed.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -66,7 +68,7 @@ impl State {
                 if !self.open.is_empty() {
                     let problem =
                         "wgmma.wait_group before the wgmmas in front of it are committed".to_owned();
-                    tell(Fault::Wgmma { code: "C7516", problem });
+                    tell(Fault::Wgmma { code: None, problem });
                 }
                 self.pending.truncate(usize::from(keep));
             }
@@ -77,7 +79,7 @@ impl State {
     fn issue(&mut self, kernel: &Kernel, inst: &Inst, spec: &Wgmma, tell: &mut dyn FnMut(Fault)) {
         if !self.fenced {
             let problem = "wgmma without a wgmma.fence before it on every path".to_owned();
-            tell(Fault::Wgmma { code: "C7516", problem });
+            tell(Fault::Wgmma { code: Some(7519), problem });
         }
         let inputs = if spec.a_in_regs { &inst.src[..inst.src.len().min(4)] } else { &[] };
         let inputs = inputs.iter().filter_map(|a| a.reg()).map(|r| (r, Use::Input));
@@ -85,17 +87,17 @@ impl State {
         for (&reg, &how) in &uses {
             let name = kernel.reg_name(reg);
             if self.touched.contains(&reg) {
-                let (code, what) = match how {
-                    Use::Accumulator(_) => ("C7515", "accumulator"),
-                    Use::Input => ("C7513", "A register"),
+                let what = match how {
+                    Use::Accumulator(_) => "accumulator",
+                    Use::Input => "A register",
                 };
                 let problem = format!("{what} {name} of a wgmma is touched after the last wgmma.fence");
-                tell(Fault::Wgmma { code, problem });
+                tell(Fault::Wgmma { code: Some(7519), problem });
                 break;
             }
             if self.in_flight(reg).is_some_and(|other| other != how) {
                 let problem = format!("register {name} is used by a wgmma in flight in another way");
-                tell(Fault::Wgmma { code: "C7514", problem });
+                tell(Fault::Wgmma { code: None, problem });
                 break;
             }
         }
@@ -109,9 +111,8 @@ impl State {
         for (regs, verb) in [(&reads, "read"), (&writes, "written")] {
             let Some((reg, how)) = regs.iter().find_map(|&r| Some((r, self.in_flight(r)?))) else { continue };
             let code = match (verb, how) {
-                ("written", Use::Accumulator(_)) => "C7515",
-                ("written", Use::Input) => "C7513",
-                _ => "C7514",
+                ("read", Use::Accumulator(_)) => Some(7517),
+                _ => None,
             };
             let problem = format!("{} is {verb} while a wgmma in flight uses it", kernel.reg_name(reg));
             tell(Fault::Wgmma { code, problem });
@@ -184,7 +185,7 @@ pub(super) fn check(kernel: &Kernel, flow: &Flow, at: &mut dyn FnMut(usize, Faul
         }
         if states.iter().any(|s| s.open.is_empty()) && states.iter().any(|s| !s.open.is_empty()) {
             let problem = "wgmmas are left uncommitted on one of the paths that meet here".to_owned();
-            at(block.start, Fault::Wgmma { code: "C7516", problem });
+            at(block.start, Fault::Wgmma { code: Some(7519), problem });
         }
         let mut state = State::meet(&states);
         for i in block.start..block.end {
@@ -193,7 +194,7 @@ pub(super) fn check(kernel: &Kernel, flow: &Flow, at: &mut dyn FnMut(usize, Faul
         let flying = !state.open.is_empty() || state.pending.iter().any(|group| !group.is_empty());
         if block.exits && kernel.body[block.end - 1].guard.is_none() && flying {
             let problem = "the kernel ends while wgmmas are in flight".to_owned();
-            at(block.end - 1, Fault::Wgmma { code: "C7516", problem });
+            at(block.end - 1, Fault::Wgmma { code: Some(7517), problem });
         }
     }
 }
