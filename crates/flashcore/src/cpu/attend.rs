@@ -8,10 +8,11 @@
 use std::ops::Range;
 
 use super::{
-    math,
+    math::{self, ScaledExp2},
     panel::{MAX_LANES, MAX_VECS, Panel, Segment},
     plan::Task,
     rows,
+    scoring::Scoring,
     scratch::{Carve, Scratch},
     simd::Simd,
     tile::{Scalars, Vectors},
@@ -21,6 +22,7 @@ use crate::{DType, contract::Call, tensor::Raw};
 /// What all tasks of a call share.
 pub(super) struct Job<'a> {
     pub call: &'a Call<'a>,
+    pub scoring: Scoring,
     pub block_k: usize,
     /// Where split tasks leave their parts: for each part, `part_rows` rows of head_dim_v outputs, then as many
     /// maxima, then as many sums.
@@ -35,11 +37,6 @@ impl Job<'_> {
     /// f32 of one part.
     pub(super) fn part_len(&self) -> usize {
         self.part_rows * (self.call.problem.head_dim_v + 2)
-    }
-
-    /// What the stored scores (tanh of them under a softcap) are to be multiplied with.
-    pub(super) fn score_scale(&self) -> f32 {
-        self.call.problem.softcap.unwrap_or(self.call.problem.scale)
     }
 
     /// The query head and the query of a row.
@@ -225,29 +222,27 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32
     }
     // SAFETY: segments are inside the block, whose rows are readable; panels and s are scratch of that size.
     unsafe {
+        let mut tops = [S::splat(f32::NEG_INFINITY); MAX_VECS];
         for segment in segments.iter() {
             match segment.end_vec - segment.first_vec {
-                1 => scores::<S, 1>(panel, block, *segment, problem.head_dim, s),
-                2 => scores::<S, 2>(panel, block, *segment, problem.head_dim, s),
-                3 if S::VECS >= 3 => scores::<S, 3>(panel, block, *segment, problem.head_dim, s),
-                4 if S::VECS >= 4 => scores::<S, 4>(panel, block, *segment, problem.head_dim, s),
+                1 => scores::<S, 1>(panel, block, *segment, problem.head_dim, s, &mut tops),
+                2 => scores::<S, 2>(panel, block, *segment, problem.head_dim, s, &mut tops),
+                3 if S::VECS >= 3 => scores::<S, 3>(panel, block, *segment, problem.head_dim, s, &mut tops),
+                4 if S::VECS >= 4 => scores::<S, 4>(panel, block, *segment, problem.head_dim, s, &mut tops),
                 _ => unreachable!("a panel has at most VECS vectors"),
             }
         }
-        let scale = job.score_scale() * std::f32::consts::LOG2_E;
         let mut rescale = [S::splat(1.0); MAX_VECS];
-        for (vec, rescale) in rescale.iter_mut().enumerate().take(panel.vecs) {
+        for (vec, (rescale, top)) in rescale.iter_mut().zip(tops).enumerate().take(panel.vecs) {
             let seen = panel.seen(vec, &block.keys);
             let column = Column {
                 at: s.add(((seen.start - block.keys.start) * panel.vecs + vec) * S::LANES),
                 step: panel.vecs * S::LANES,
                 keys: seen,
             };
-            if let Some(softcap) = problem.softcap {
-                cap::<S>(&column, problem.scale / softcap);
-            }
-            mask::<S>(panel, vec, &column);
-            *rescale = softmax::<S>(panel, vec, &column, scale);
+            let changed = change::<S>(job.scoring, &column) | mask::<S>(panel, vec, &column);
+            let top = if changed { column_top::<S>(&column) } else { top };
+            *rescale = softmax::<S>(panel, vec, &column, top, job.scoring.scale);
         }
         // One rectangle takes the rescaling along; several would take it more than once.
         if segments.len() > 1 {
@@ -299,7 +294,7 @@ macro_rules! by_rows {
     }};
 }
 
-/// Sᵀ = K Qᵀ of a segment.
+/// Sᵀ = K Qᵀ of a segment, with the tops that its lanes reach.
 #[inline(always)]
 unsafe fn scores<S: Simd, const V: usize>(
     panel: &Panel,
@@ -307,6 +302,7 @@ unsafe fn scores<S: Simd, const V: usize>(
     segment: Segment,
     head_dim: usize,
     s: *mut f32,
+    tops: &mut [S::V; MAX_VECS],
 ) {
     let first = segment.first_key - block.keys.start;
     // SAFETY: as of `step`.
@@ -314,12 +310,17 @@ unsafe fn scores<S: Simd, const V: usize>(
         let k = block.k.add(first * block.k_stride);
         let q = Vectors { at: panel.q.add(segment.first_vec * S::LANES), width: panel.vecs };
         let s = s.add((first * panel.vecs + segment.first_vec) * S::LANES);
+        let mut top = [S::splat(f32::NEG_INFINITY); V];
         by_rows!(segment.end_key - segment.first_key, key => score_tile::<S, _, V>(
             Scalars::Rows { at: k.add(key * block.k_stride), stride: block.k_stride },
             q,
             head_dim,
             s.add(key * panel.vecs * S::LANES),
+            &mut top,
         ));
+        for (top, all) in top.into_iter().zip(&mut tops[segment.first_vec..]) {
+            *all = S::max(top, *all);
+        }
     }
 }
 
@@ -329,6 +330,7 @@ unsafe fn score_tile<S: Simd, const R: usize, const V: usize>(
     q: Vectors,
     head_dim: usize,
     s: *mut f32,
+    top: &mut [S::V; V],
 ) {
     // SAFETY: as of `step`.
     unsafe {
@@ -336,6 +338,7 @@ unsafe fn score_tile<S: Simd, const R: usize, const V: usize>(
         for (r, row) in tile.iter().enumerate() {
             for (v, &x) in row.iter().enumerate() {
                 S::store(s.add((r * q.width + v) * S::LANES), x);
+                top[v] = S::max(x, top[v]);
             }
         }
     }
@@ -348,24 +351,51 @@ struct Column {
     step: usize,
 }
 
-/// Scores become tanh(inner · score).
+/// Brings products into the scoring's form; whether that changed any.
 #[inline(always)]
-unsafe fn cap<S: Simd>(column: &Column, inner: f32) {
+unsafe fn change<S: Simd>(scoring: Scoring, column: &Column) -> bool {
+    let Some(change) = scoring.change else { return false };
     // SAFETY: as of `step`.
     unsafe {
         for key in 0..column.keys.len() {
             let at = column.at.add(key * column.step);
-            S::store(at, math::tanh::<S>(S::mul(S::load(at), S::splat(inner))));
+            let x = S::mul(S::load(at), S::splat(change.inner));
+            let x = if change.tanh { math::tanh::<S>(x) } else { x };
+            S::store(at, S::mul(x, S::splat(change.outer)));
         }
+    }
+    true
+}
+
+/// The largest scores of a column.
+#[inline(always)]
+unsafe fn column_top<S: Simd>(column: &Column) -> S::V {
+    // SAFETY: as of `step`.
+    unsafe {
+        // Several at once, because one chain would wait for each comparison.
+        let mut tops = [S::splat(f32::NEG_INFINITY); 4];
+        let mut left = column.keys.len();
+        let mut at = column.at;
+        while left >= 4 {
+            for (i, top) in tops.iter_mut().enumerate() {
+                *top = S::max(S::load(at.add(i * column.step)), *top);
+            }
+            at = at.add(4 * column.step);
+            left -= 4;
+        }
+        for i in 0..left {
+            tops[0] = S::max(S::load(at.add(i * column.step)), tops[0]);
+        }
+        S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]))
     }
 }
 
-/// Makes the scores of keys that a row does not see −∞.
+/// Makes the scores of keys that a row does not see −∞; whether there are any.
 #[inline(always)]
-unsafe fn mask<S: Simd>(panel: &Panel, vec: usize, column: &Column) {
+unsafe fn mask<S: Simd>(panel: &Panel, vec: usize, column: &Column) -> bool {
     let (keys, all) = (&column.keys, &panel.all[vec]);
     if all.start <= keys.start && keys.end <= all.end {
-        return;
+        return false;
     }
     // Counted from the column's first key, so that f32 holds them exactly.
     let (mut first, mut end) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
@@ -387,29 +417,27 @@ unsafe fn mask<S: Simd>(panel: &Panel, vec: usize, column: &Column) {
             S::store(at, S::select_less(key, first, hidden, x));
         }
     }
+    true
 }
 
-/// Moves the running maxima, turns scores into exponentials, adds these to the running sums, and returns what the
-/// outputs so far are to be multiplied with.
+/// Moves the running maxima to `top` where that is higher, turns scores into exponentials, adds these to the running
+/// sums, and returns what the outputs so far are to be multiplied with.
 #[inline(always)]
-unsafe fn softmax<S: Simd>(panel: &Panel, vec: usize, column: &Column, scale: f32) -> S::V {
+unsafe fn softmax<S: Simd>(panel: &Panel, vec: usize, column: &Column, top: S::V, scale: f32) -> S::V {
     // SAFETY: as of `step`.
     unsafe {
         let (max_at, sum_at) = (panel.max.add(vec * S::LANES), panel.sum.add(vec * S::LANES));
-        let scale = S::splat(scale);
+        let exp = ScaledExp2::<S>::new(scale * std::f32::consts::LOG2_E);
         let old = S::load(max_at);
-        let mut max = old;
-        for key in 0..column.keys.len() {
-            max = S::max(S::load(column.at.add(key * column.step)), max);
-        }
+        let max = S::max(top, old);
         S::store(max_at, max);
         // A row that has seen only −∞ subtracts 0, so that its exponentials are 0 rather than NaN.
         let base = S::select_less(S::splat(f32::NEG_INFINITY), max, max, S::splat(0.0));
-        let rescale = math::exp2::<S>(S::mul(S::sub(old, base), scale));
+        let rescale = exp.of(S::sub(old, base));
         let mut sum = S::splat(0.0);
         for key in 0..column.keys.len() {
             let at = column.at.add(key * column.step);
-            let p = math::exp2::<S>(S::mul(S::sub(S::load(at), base), scale));
+            let p = exp.of(S::sub(S::load(at), base));
             sum = S::add(sum, p);
             S::store(at, p);
         }
@@ -541,7 +569,7 @@ pub(super) unsafe fn write_row<S: Simd>(
                 // Every score was −∞: the same NaN that the outputs are.
                 Some((_, 0.0)) => f32::NAN,
                 Some((max, sum)) => {
-                    (f64::from(max) * f64::from(job.score_scale()) + f64::from(sum).ln()) as f32
+                    (f64::from(max) * f64::from(job.scoring.scale) + f64::from(sum).ln()) as f32
                 }
             };
             row_at(raw, batch, h, s).cast::<f32>().write(lse);

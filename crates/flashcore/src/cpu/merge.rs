@@ -28,7 +28,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, split: &Split, workspace: &mut 
             let mut sum = 0.0;
             std::ptr::write_bytes(row_sum, 0, head_dim_v);
             for part in split.parts.clone() {
-                let weight = ((stat(part, 0) - base) * job.score_scale()).exp();
+                let weight = ((stat(part, 0) - base) * job.scoring.scale).exp();
                 sum += weight * stat(part, 1);
                 let from = job.parts.add(part * job.part_len() + place * head_dim_v);
                 for d in 0..head_dim_v {

@@ -10,6 +10,7 @@ mod pool;
 mod rates;
 mod rows;
 mod schedule;
+mod scoring;
 mod scratch;
 mod simd;
 #[cfg(test)]

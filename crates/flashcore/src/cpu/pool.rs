@@ -12,6 +12,7 @@ use super::{
     merge,
     plan::{Plan, Split, Task},
     schedule::Schedule,
+    scoring::Scoring,
     scratch::Scratch,
     simd::dispatch,
 };
@@ -37,6 +38,7 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, pool: Option<&rayon::ThreadPool
     let plan = Plan::new(call, schedule);
     let mut job = Job {
         call,
+        scoring: Scoring::of(&call.problem),
         block_k: schedule.block_k.max(1),
         parts: std::ptr::null_mut(),
         part_rows: plan.part_rows,

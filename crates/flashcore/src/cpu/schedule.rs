@@ -19,7 +19,7 @@ impl Schedule {
     pub fn for_head_dims(head_dim: usize, head_dim_v: usize) -> Self {
         let wide = head_dim.max(head_dim_v);
         Self {
-            block_q: if wide <= 256 { 96 } else { 48 },
+            block_q: if wide <= 256 { 192 } else { 96 },
             block_k: if wide <= 256 { 128 } else { 64 },
             split_k: 1024,
             threads: rayon::current_num_threads(),

@@ -79,6 +79,10 @@ impl Simd for Avx2 {
         unsafe { _mm256_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
+    unsafe fn fms(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fmsub_ps(a, b, c) }
+    }
+    #[inline(always)]
     unsafe fn max(a: __m256, b: __m256) -> __m256 {
         unsafe { _mm256_max_ps(a, b) }
     }

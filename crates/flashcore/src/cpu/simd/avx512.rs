@@ -76,6 +76,10 @@ impl Simd for Avx512 {
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
+    unsafe fn fms(a: __m512, b: __m512, c: __m512) -> __m512 {
+        unsafe { _mm512_fmsub_ps(a, b, c) }
+    }
+    #[inline(always)]
     unsafe fn max(a: __m512, b: __m512) -> __m512 {
         unsafe { _mm512_max_ps(a, b) }
     }

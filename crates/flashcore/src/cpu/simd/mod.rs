@@ -90,6 +90,8 @@ pub(super) trait Simd: Copy {
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
     /// a · b + c.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// a · b − c.
+    unsafe fn fms(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The larger; `b` where either is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
     /// The smaller; `b` where either is NaN.

@@ -13,6 +13,9 @@ pub(in crate::cpu) struct Portable;
 #[repr(C, align(16))]
 pub(in crate::cpu) struct Lanes([f32; 4]);
 
+/// Where the target has no fused instruction, `mul_add` would be a call into the C library.
+const FUSED: bool = cfg!(any(target_feature = "fma", target_arch = "aarch64"));
+
 macro_rules! each_lane {
     ($i:ident => $e:expr) => {
         Lanes(std::array::from_fn(
@@ -82,11 +85,18 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes {
-        // Where the target has no fused instruction, `mul_add` would be a call into the C library.
-        if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
+        if FUSED {
             each_lane!(i => a.0[i].mul_add(b.0[i], c.0[i]))
         } else {
             each_lane!(i => a.0[i] * b.0[i] + c.0[i])
+        }
+    }
+    #[inline(always)]
+    unsafe fn fms(a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        if FUSED {
+            each_lane!(i => a.0[i].mul_add(b.0[i], -c.0[i]))
+        } else {
+            each_lane!(i => a.0[i] * b.0[i] - c.0[i])
         }
     }
     #[inline(always)]
