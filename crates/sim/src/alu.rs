@@ -57,8 +57,10 @@ pub fn execute(regs: &mut Regs, inst: &AluInst, mask: u32) {
         AddU32 | AddS32 => bin(regs, mask, d, a, b, u32::wrapping_add),
         SubU32 | SubS32 => bin(regs, mask, d, a, b, u32::wrapping_sub),
         MulLoU32 | MulLoS32 => bin(regs, mask, d, a, b, u32::wrapping_mul),
-        MulHiU32 => bin(regs, mask, d, a, b, |a, b| (u64::from(a) * u64::from(b) >> 32) as u32),
-        MulHiS32 => bin(regs, mask, d, a, b, |a, b| (i64::from(a as i32) * i64::from(b as i32) >> 32) as u32),
+        MulHiU32 => bin(regs, mask, d, a, b, |a, b| ((u64::from(a) * u64::from(b)) >> 32) as u32),
+        MulHiS32 => {
+            bin(regs, mask, d, a, b, |a, b| ((i64::from(a as i32) * i64::from(b as i32)) >> 32) as u32)
+        }
         MulWideU32 => wide(regs, mask, d, a, b, |a, b| u64::from(a) * u64::from(b)),
         MulWideS32 => wide(regs, mask, d, a, b, |a, b| (i64::from(a as i32) * i64::from(b as i32)) as u64),
         MadLoU32 | MadLoS32 => tri(regs, mask, d, a, b, c, |a, b, c| a.wrapping_mul(b).wrapping_add(c)),
@@ -69,20 +71,20 @@ pub fn execute(regs: &mut Regs, inst: &AluInst, mask: u32) {
         // Division by zero is unspecified in PTX; hardware gives all ones and leaves the dividend as remainder.
         DivU32 => bin(regs, mask, d, a, b, |a, b| a.checked_div(b).unwrap_or(u32::MAX)),
         DivS32 => {
+            bin(regs, mask, d, a, b, |a, b| {
+                if b == 0 { u32::MAX } else { (a as i32).wrapping_div(b as i32) as u32 }
+            });
+        }
+        RemU32 => bin(regs, mask, d, a, b, |a, b| a.checked_rem(b).unwrap_or(a)),
+        RemS32 => {
             bin(
                 regs,
                 mask,
                 d,
                 a,
                 b,
-                |a, b| {
-                    if b == 0 { u32::MAX } else { (a as i32).wrapping_div(b as i32) as u32 }
-                },
-            )
-        }
-        RemU32 => bin(regs, mask, d, a, b, |a, b| a.checked_rem(b).unwrap_or(a)),
-        RemS32 => {
-            bin(regs, mask, d, a, b, |a, b| if b == 0 { a } else { (a as i32).wrapping_rem(b as i32) as u32 })
+                |a, b| if b == 0 { a } else { (a as i32).wrapping_rem(b as i32) as u32 },
+            );
         }
         MinU32 => bin(regs, mask, d, a, b, u32::min),
         MinS32 => bin(regs, mask, d, a, b, |a, b| (a as i32).min(b as i32) as u32),
@@ -94,7 +96,7 @@ pub fn execute(regs: &mut Regs, inst: &AluInst, mask: u32) {
         AddU64 | AddS64 => bin64(regs, mask, d, a, b, u64::wrapping_add),
         SubU64 | SubS64 => bin64(regs, mask, d, a, b, u64::wrapping_sub),
         MulLoU64 | MulLoS64 => bin64(regs, mask, d, a, b, u64::wrapping_mul),
-        MulHiU64 => bin64(regs, mask, d, a, b, |a, b| (u128::from(a) * u128::from(b) >> 64) as u64),
+        MulHiU64 => bin64(regs, mask, d, a, b, |a, b| ((u128::from(a) * u128::from(b)) >> 64) as u64),
         MadLoU64 | MadLoS64 => {
             let (x, y, z) = (regs.r64[a as usize], regs.r64[b as usize], regs.r64[c as usize]);
             let out = std::array::from_fn(|l| x[l].wrapping_mul(y[l]).wrapping_add(z[l]));
@@ -205,7 +207,7 @@ pub fn execute(regs: &mut Regs, inst: &AluInst, mask: u32) {
         NegF32 => un(regs, mask, d, a, |a| a ^ 0x8000_0000),
         AbsF32 => un(regs, mask, d, a, |a| a & 0x7FFF_FFFF),
         CopysignF32 => {
-            bin(regs, mask, d, a, b, |sign, magnitude| sign & 0x8000_0000 | magnitude & 0x7FFF_FFFF)
+            bin(regs, mask, d, a, b, |sign, magnitude| sign & 0x8000_0000 | magnitude & 0x7FFF_FFFF);
         }
         DivF32 | DivFullF32 | DivApproxF32 => fbin(regs, mask, d, a, b, |a, b| a / b),
         RcpF32 | RcpApproxF32 => fun(regs, mask, d, a, num::rcp),

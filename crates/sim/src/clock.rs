@@ -295,7 +295,7 @@ impl WarpClock {
                     if prior.clock < self.synced || (prior.lanes == lanes && lanes != Lanes::ALL) {
                         Edge::Ordered
                     } else {
-                        self.lanes_edge(prior, lanes)
+                        lanes_edge(prior, lanes)
                     }
                 } else if self.seen.generic.covers(prior) {
                     Edge::Ordered
@@ -311,13 +311,6 @@ impl WarpClock {
                 }
             }
         }
-    }
-
-    #[cold]
-    fn lanes_edge(&self, prior: Stamp, lanes: Lanes) -> Edge {
-        // The same single lane twice, once as part of a run: that is program order.
-        let (a, b) = (prior.lanes.mask(), lanes.mask());
-        if a == b && a.count_ones() == 1 { Edge::Ordered } else { Edge::MissingWarpBarrier }
     }
 
     #[cold]
@@ -354,8 +347,9 @@ impl WarpClock {
     pub fn publish(&mut self, mask: u32, live: u32, into: &mut ClockPair) {
         into.join(&self.seen);
         self.own_past(mask, live, &mut into.generic);
+        // What only some of these lanes know is published by those.
         for (m, pair) in &self.parted {
-            if mask & !m == 0 {
+            if mask & m != 0 {
                 into.join(pair);
             }
         }
@@ -459,15 +453,50 @@ impl WarpClock {
         clocks.and_then(|c| c.get(usize::from(stamp.agent))).is_some_and(|&c| c >= stamp.clock)
     }
 
-    /// What the warp has seen.
-    pub fn seen(&self) -> &ClockPair {
-        &self.seen
+    /// Adds what an access by these lanes now may rely on.
+    pub fn reach(&self, mask: u32, proxy: Proxy, into: &mut VClock) {
+        let of = |pair: &ClockPair, into: &mut VClock| match proxy {
+            Proxy::Generic => into.join(&pair.generic),
+            Proxy::Async => into.join(&pair.proxied),
+        };
+        of(&self.seen, into);
+        for (_, pair) in self.parted.iter().filter(|(m, _)| mask & !m == 0) {
+            of(pair, into);
+        }
     }
 
-    /// Whether an asynchronous operation is known, to all lanes, to have completed.
-    pub fn has_seen(&self, agent: Agent, clock: u32) -> bool {
-        self.seen.generic.of(agent) >= clock
+    /// What all of several warps may rely on: the clock of an access that they make together.
+    pub fn meet(warps: &[&WarpClock]) -> WarpClock {
+        let mut together = WarpClock::new(Agent::MAX);
+        let Some((first, rest)) = warps.split_first() else { return together };
+        together.seen.generic.whole.clone_from(&first.seen.generic.whole);
+        together.seen.proxied.whole.clone_from(&first.seen.proxied.whole);
+        for warp in rest {
+            for (mine, theirs) in [
+                (&mut together.seen.generic.whole, &warp.seen.generic),
+                (&mut together.seen.proxied.whole, &warp.seen.proxied),
+            ] {
+                for (agent, clock) in mine.iter_mut().enumerate() {
+                    *clock = (*clock).min(theirs.of(agent as Agent));
+                }
+            }
+        }
+        together
     }
+
+    /// Whether an asynchronous operation is known to these lanes to have completed.
+    pub fn has_seen(&self, mask: u32, agent: Agent, clock: u32) -> bool {
+        self.seen.generic.of(agent) >= clock
+            || self.parted.iter().any(|(m, pair)| mask & !m == 0 && pair.generic.of(agent) >= clock)
+    }
+}
+
+/// The order of two accesses of one warp since its last barrier.
+#[cold]
+fn lanes_edge(prior: Stamp, lanes: Lanes) -> Edge {
+    // The same single lane twice, once as part of a run: that is program order.
+    let (a, b) = (prior.lanes.mask(), lanes.mask());
+    if a == b && a.is_power_of_two() { Edge::Ordered } else { Edge::MissingWarpBarrier }
 }
 
 #[cfg(test)]

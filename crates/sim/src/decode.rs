@@ -184,7 +184,7 @@ pub struct Program {
 impl Program {
     /// Decodes a kernel.
     pub fn new(kernel: &Kernel) -> Result<Program, SimError> {
-        Decoder::new(kernel)?.run()
+        Decoder::new(kernel).run()
     }
 
     /// The destinations of an instruction.
@@ -240,7 +240,7 @@ struct Decoder<'k> {
 }
 
 impl<'k> Decoder<'k> {
-    fn new(kernel: &'k Kernel) -> Result<Decoder<'k>, SimError> {
+    fn new(kernel: &'k Kernel) -> Decoder<'k> {
         let labels = kernel
             .body
             .iter()
@@ -250,7 +250,7 @@ impl<'k> Decoder<'k> {
                 _ => None,
             })
             .collect();
-        Ok(Decoder {
+        Decoder {
             kernel,
             labels,
             rows: Vec::new(),
@@ -260,7 +260,7 @@ impl<'k> Decoder<'k> {
             seen_words: HashMap::new(),
             seen_longs: HashMap::new(),
             first_constant: [0; 3],
-        })
+        }
     }
 
     fn run(mut self) -> Result<Program, SimError> {

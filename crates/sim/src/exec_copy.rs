@@ -41,7 +41,7 @@ impl Cluster<'_> {
         ok = self.check_copy_sources(w, pc, ok, bytes, &from, &read);
         let (agent, clock) = match self.warps[w].copies.open() {
             Some(open) => open,
-            None => self.agents.start(w, &self.warps[w].clocks),
+            None => self.agents.start(w, mask.trailing_zeros(), &self.warps[w].clocks),
         };
         if checks.shared {
             self.record_copy(w, pc, block, ok, bytes, &to, agent, clock);
@@ -84,7 +84,7 @@ impl Cluster<'_> {
         for_lanes(part, |l| {
             let address = from[l];
             let inside = self.launch.memory.find(address, u64::from(read[l])).is_some();
-            if address % u64::from(bytes) != 0 || !inside {
+            if !address.is_multiple_of(u64::from(bytes)) || !inside {
                 ok &= !(1 << l);
                 self.report_bad_global(w, l as u32, pc, address, bytes);
             }

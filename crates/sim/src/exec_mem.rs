@@ -96,7 +96,7 @@ impl Cluster<'_> {
                 // A run of lanes that fills a cell in order is one access to the whole cell.
                 let run = (((1u64 << per_cell) - 1) << l) as u32;
                 let fills = bytes > 1
-                    && address % CELL == 0
+                    && address.is_multiple_of(CELL)
                     && l + per_cell <= 32
                     && ok & run == run
                     && (1..per_cell).all(|j| addresses[l + j] == address + j as u32 * bytes);
@@ -118,11 +118,11 @@ impl Cluster<'_> {
                 l = if next >= 32 { 32 } else { next + (ok >> next).trailing_zeros() as usize };
             }
         }
-        self.report_shared_faults(w, pc, block, touch, faults);
+        self.report_shared_faults(w, pc, block, touch, &faults);
         ok
     }
 
-    fn report_shared_faults(&mut self, w: usize, pc: u32, block: usize, touch: Touch, faults: SharedFaults) {
+    fn report_shared_faults(&mut self, w: usize, pc: u32, block: usize, touch: Touch, faults: &SharedFaults) {
         if let Some((lane, conflict)) = faults.conflict {
             self.report_conflict(w, lane, pc, block, touch.writes(), conflict);
         }
@@ -155,13 +155,13 @@ impl Cluster<'_> {
         let mut ok = mask;
         for_lanes(mask, |l| {
             let address = addresses[l];
-            let fine = address % bytes == 0 && shared.contains(address, bytes);
+            let fine = address.is_multiple_of(bytes) && shared.contains(address, bytes);
             ok &= !(u32::from(!fine) << l);
         });
         if ok != mask {
             let lane = (mask & !ok).trailing_zeros();
             let address = addresses[lane as usize];
-            let (kind, what) = if address % bytes == 0 {
+            let (kind, what) = if address.is_multiple_of(bytes) {
                 (
                     FindingKind::OutOfBounds,
                     format!("{bytes} bytes outside of the allocations of shared memory"),
@@ -199,8 +199,11 @@ impl Cluster<'_> {
         let mut shard: Option<(u64, crate::races::ShardGuard<'_>)> = None;
         for_lanes(mask, |l| {
             let address = addresses[l];
-            let found =
-                if address % u64::from(bytes) == 0 { memory.find(address, u64::from(bytes)) } else { None };
+            let found = if address.is_multiple_of(u64::from(bytes)) {
+                memory.find(address, u64::from(bytes))
+            } else {
+                None
+            };
             let Some((region, offset)) = found else {
                 ok &= !(1 << l);
                 bad.get_or_insert(l);
@@ -264,7 +267,7 @@ impl Cluster<'_> {
 
     #[cold]
     pub fn report_bad_global(&mut self, w: usize, lane: u32, pc: u32, address: u64, bytes: u32) {
-        let (kind, what) = if address % u64::from(bytes) == 0 {
+        let (kind, what) = if address.is_multiple_of(u64::from(bytes)) {
             (FindingKind::OutOfBounds, format!("{bytes} bytes outside of every allocation of global memory"))
         } else {
             (FindingKind::Misaligned, format!("address {address:#x} is not a multiple of {bytes}"))
@@ -385,6 +388,7 @@ impl Cluster<'_> {
                 }
             });
             left &= !lanes;
+            self.check_block_alive(w, self.warps[w].pc, lanes.trailing_zeros(), block);
             f(self, block, &addresses, lanes);
         }
     }
@@ -666,16 +670,15 @@ pub fn apply(op: AtomOp, ty: AtomTy, old: u64, operand: u64, compare: u64, flush
         }
         AtomTy::F16 | AtomTy::Bf16 | AtomTy::F16x2 | AtomTy::Bf16x2 => {
             let one = |x: u16, y: u16| -> u16 {
-                let (widen, round): (fn(u16) -> f32, fn(f32) -> u16) = match ty {
-                    AtomTy::F16 | AtomTy::F16x2 => (num::f16_to_f32, num::f32_to_f16),
-                    _ => (num::bf16_to_f32, num::f32_to_bf16),
-                };
+                let half = matches!(ty, AtomTy::F16 | AtomTy::F16x2);
+                let widen = |v: u16| if half { num::f16_to_f32(v) } else { num::bf16_to_f32(v) };
                 let (x, y) = (widen(x), widen(y));
-                round(match op {
+                let new = match op {
                     AtomOp::Min => num::min(x, y),
                     AtomOp::Max => num::max(x, y),
                     _ => x + y,
-                })
+                };
+                if half { num::f32_to_f16(new) } else { num::f32_to_bf16(new) }
             };
             let lo = one(a as u16, b as u16);
             if matches!(ty, AtomTy::F16 | AtomTy::Bf16) {

@@ -189,6 +189,7 @@ impl Cluster<'_> {
         address: u32,
         proxy: Proxy,
     ) -> bool {
+        self.check_block_alive(w, pc, lane, block);
         let Some(bar) = self.blocks[block].mbarriers.get(&address) else {
             self.report(w, lane, pc, FindingKind::MbarrierMisuse, Severity::Error, |c| {
                 (

@@ -1,5 +1,7 @@
 //! Runs PTX modules on the CPU, warp by warp, and finds what a GPU hides.
-#![allow(dead_code)]
+
+// Lane loops index several arrays by the same lane.
+#![allow(clippy::needless_range_loop)]
 
 mod alu;
 mod banks;
@@ -8,14 +10,17 @@ mod clock;
 mod config;
 mod copies;
 mod decode;
+mod descriptor;
 mod error;
 mod exec;
+mod exec_bulk;
+mod exec_cluster;
 mod exec_copy;
-mod exec_hopper;
 mod exec_mem;
 mod exec_sync;
 mod exec_tensor;
 mod exec_warp;
+mod exec_wgmma;
 mod findings;
 mod machine;
 mod mbarrier;
@@ -31,6 +36,7 @@ mod shared;
 mod sim;
 mod simd;
 mod stats;
+mod tensor_map;
 mod warp;
 
 pub use config::{AsyncMode, Checks, Config};
@@ -40,3 +46,4 @@ pub use findings::{Finding, FindingKind, OtherAccess, Place, Severity, Site, Thr
 pub use memory::Buffer;
 pub use sim::{LaunchDims, Report, Sim};
 pub use stats::{BankStats, SectorStats, Stats, class_name};
+pub use tensor_map::{Swizzle, TensorElement, TensorMap};

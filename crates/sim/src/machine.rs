@@ -11,6 +11,9 @@ use crate::clock::{Agent, ClockPair, Edge, Stamp, WarpClock};
 use crate::config::Config;
 use crate::decode::Program;
 use crate::error::SimError;
+use crate::exec_bulk::PendingCopy;
+use crate::exec_cluster::ClusterBarrier;
+use crate::exec_wgmma::Warpgroup;
 use crate::findings::{FindingKind, FindingSet, Place, Raw, Severity, Thread};
 use crate::mbarrier::Mbarrier;
 use crate::memory::GlobalMemory;
@@ -86,6 +89,8 @@ pub struct Block {
     pub warps: usize,
     /// Registers that no warp holds.
     pub free_registers: i64,
+    /// Its warpgroups.
+    pub warpgroups: Vec<Warpgroup>,
     /// What was published through words of shared memory, by address.
     pub sync: HashMap<u32, ClockPair>,
 }
@@ -106,11 +111,11 @@ impl Agents {
         Agents { first: warps as Agent, clocks: Vec::new(), started_by: Vec::new() }
     }
 
-    /// A number and clock for an operation that this warp starts.
-    pub fn start(&mut self, warp: usize, clocks: &WarpClock) -> (Agent, u32) {
+    /// A number and clock for an operation that this lane of a warp starts.
+    pub fn start(&mut self, warp: usize, lane: u32, clocks: &WarpClock) -> (Agent, u32) {
         let first = self.first;
         let slot = (0..self.clocks.len())
-            .find(|&i| clocks.has_seen(first + i as Agent, self.clocks[i]))
+            .find(|&i| clocks.has_seen(1 << lane, first + i as Agent, self.clocks[i]))
             .unwrap_or_else(|| {
                 self.clocks.push(0);
                 self.started_by.push(warp);
@@ -143,6 +148,10 @@ pub struct Cluster<'a> {
     pub warps: Vec<Warp>,
     /// Its asynchronous operations.
     pub agents: Agents,
+    /// Copies under way that complete at an mbarrier.
+    pub pending: Vec<PendingCopy>,
+    /// The cluster's barrier.
+    pub barrier: ClusterBarrier,
     /// Its own source of random choices.
     pub random: Random,
     /// What it has counted and found.
@@ -207,6 +216,7 @@ impl<'a> Cluster<'a> {
                 first_warp,
                 warps: warps_in_block,
                 free_registers: 65536 - i64::from(registers) * 32 * warps_in_block as i64,
+                warpgroups: (0..warps_in_block.div_ceil(4)).map(|_| Warpgroup::default()).collect(),
                 sync: HashMap::new(),
             });
         }
@@ -219,6 +229,8 @@ impl<'a> Cluster<'a> {
             blocks,
             warps,
             agents,
+            pending: Vec::new(),
+            barrier: ClusterBarrier::default(),
             random,
             tally: Tally::default(),
             progress: 0,
@@ -296,7 +308,7 @@ impl<'a> Cluster<'a> {
             format!("shared {}", names.join(" = "))
         };
         if self.blocks.len() > 1 {
-            description.push_str(&format!(" of block {block} of the cluster"));
+            description = format!("{description} of block {block} of the cluster");
         }
         Place { address: u64::from(address), description }
     }

@@ -22,14 +22,6 @@ pub type ATile = [[f32; 32]; 16];
 /// Eight columns of B in the order of [`COLUMNS`], up to 32 deep.
 pub type BTile = [[f32; 8]; 32];
 
-/// Elements a 32-bit register holds.
-pub const fn per_register(ty: MatrixTy) -> usize {
-    match ty {
-        MatrixTy::F16 | MatrixTy::Bf16 => 2,
-        MatrixTy::E4m3 | MatrixTy::E5m2 => 4,
-    }
-}
-
 /// Widens one element of a register.
 #[inline(always)]
 fn element(ty: MatrixTy, word: u32, i: usize) -> f32 {

@@ -40,6 +40,8 @@ impl Cluster<'_> {
                 return Slice::Finished;
             }
             if self.slice == 0 {
+                // Warps that spin on something else must not keep a copy from completing for ever.
+                self.complete_for_a_waiter();
                 return Slice::Unfinished;
             }
             self.complete_some_at_random();
@@ -212,7 +214,7 @@ impl Cluster<'_> {
             .chain(program.kernel.body[pc as usize].src.iter().filter_map(|a| a.reg()))
             .nth(operand)
             .and_then(|id| program.kernel.reg(id))
-            .map_or_else(|| "a register".to_string(), |r| r.to_string());
+            .map_or_else(|| "a register".to_string(), std::string::ToString::to_string);
         let message = format!("{name} is read in lanes where nothing was written to it");
         self.report_error(w, lane.min(31), pc, FindingKind::UninitialisedRegister, message);
     }
@@ -233,8 +235,10 @@ impl Cluster<'_> {
         }
     }
 
-    /// A warp has ended with copies under way.
+    /// A warp has ended, perhaps with copies or products under way.
     fn check_warp_end(&mut self, w: usize) {
+        self.end_bulk(w);
+        self.end_wgmma(w);
         let first = self.warps[w].copies.iter().next().map(|copy| (copy.pc, copy.mask.trailing_zeros()));
         if let Some((pc, lane)) = first {
             let message = "cp.async copies were started and never waited for".to_string();

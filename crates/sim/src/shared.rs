@@ -114,13 +114,6 @@ impl SharedMemory {
         u64::from_le_bytes(word)
     }
 
-    /// Loads 4 bytes.
-    #[inline]
-    pub fn load32(&self, address: u32) -> u32 {
-        let b = self.at(address, 4);
-        u32::from_le_bytes([b[0], b[1], b[2], b[3]])
-    }
-
     /// Stores 1, 2, 4 or 8 bytes.
     #[inline]
     pub fn store(&mut self, address: u32, bytes: u32, value: u64) {
@@ -178,10 +171,10 @@ mod tests {
         let mut memory = SharedMemory::new(32, &SharedLayout::new(), 0, 1);
         memory.at_mut(0, 32).fill(0);
         memory.poison(4, 12);
-        assert!(f32::from_bits(memory.load32(4)).is_nan());
+        assert!(f32::from_bits(memory.load(4, 4) as u32).is_nan());
         assert!(half::f16::from_bits(memory.load(6, 2) as u16).is_nan());
         assert!(half::bf16::from_bits(memory.load(8, 2) as u16).is_nan());
-        assert_eq!(memory.load32(0), 0);
-        assert_eq!(memory.load32(16), 0);
+        assert_eq!(memory.load(0, 4), 0);
+        assert_eq!(memory.load(16, 4), 0);
     }
 }

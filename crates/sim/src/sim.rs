@@ -210,7 +210,7 @@ impl Sim {
             }
             _ => {}
         }
-        if (0..3).any(|d| dims.grid[d] % cluster[d] != 0) {
+        if (0..3).any(|d| !dims.grid[d].is_multiple_of(cluster[d])) {
             return refuse(format!(
                 "a grid of {:?} blocks does not divide into clusters of {cluster:?}",
                 dims.grid

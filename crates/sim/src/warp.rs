@@ -3,6 +3,8 @@
 use crate::clock::{ClockPair, WarpClock};
 use crate::copies::CopyQueue;
 use crate::decode::{NEVER, Program};
+use crate::exec_bulk::BulkGroups;
+use crate::exec_wgmma::WgmmaRegisters;
 use crate::races::Published;
 use crate::regs::{Regs, Row};
 
@@ -76,6 +78,12 @@ pub struct Warp {
     pub clocks: WarpClock,
     /// Its `cp.async` copies.
     pub copies: CopyQueue,
+    /// Its bulk groups.
+    pub bulk: BulkGroups,
+    /// Its registers that `wgmma` uses.
+    pub wgmma: WgmmaRegisters,
+    /// The phases of the cluster's barrier that it has come to and waited for.
+    pub cluster_phases: (u64, u64),
     /// Thread indices, by dimension.
     pub tid: [Row; 3],
     /// Failed polls of an mbarrier in a row, and where.
@@ -126,6 +134,9 @@ impl Warp {
             index,
             clocks,
             copies: CopyQueue::default(),
+            bulk: BulkGroups::default(),
+            wgmma: WgmmaRegisters::new(program.words),
+            cluster_phases: (0, 0),
             tid: [x, y, z],
             polls: (0, 0),
             register_count,

@@ -1,0 +1,852 @@
+//! Bulk copies: `cp.async.bulk`, its tensor forms, reductions, and `st.async`.
+//!
+//! A copy is one asynchronous operation. What it reads and writes in shared memory is checked and recorded when
+//! it is started, against what the starting thread may rely on in the asynchronous proxy. Its effect happens
+//! later: copies that complete at an mbarrier when a warp waits there and nothing else can run (late), at once
+//! (early), or at any moment (random); copies of bulk groups at the wait for the group.
+
+use flashcore_ptx::{AtomOp, AtomTy, Op};
+
+use crate::clock::{Agent, ClockPair, Lanes, Proxy, Stamp};
+use crate::config::AsyncMode;
+use crate::decode::Slot;
+use crate::exec::for_lanes;
+use crate::exec_mem::{apply, atom_bytes};
+use crate::findings::{FindingKind, Severity};
+use crate::machine::{Cluster, PARAM_BASE};
+use crate::memory::POISON;
+use crate::races::{Accessor, GlobalAccess};
+use crate::shadow::{Access, Conflict};
+use crate::shared::for_cells;
+use crate::tensor_map::{Swizzle, TensorElement, TensorMap};
+use crate::warp::{State, Wait};
+
+/// A run of bytes on the shared side: the block, its plain address, and how it is permuted.
+#[derive(Clone, Copy, Debug)]
+struct SharedSide {
+    block: usize,
+    address: u32,
+    bytes: u32,
+    swizzle: Swizzle,
+}
+
+/// The global side of a copy.
+#[derive(Clone, Debug)]
+enum GlobalSide {
+    /// Consecutive bytes: where, and how many.
+    Linear(u64, u32),
+    /// A box of a tensor.
+    Tensor(TensorMap, Vec<i32>),
+}
+
+/// What a copy does.
+#[derive(Clone, Debug)]
+enum Action {
+    /// Global to shared.
+    Load(GlobalSide, SharedSide),
+    /// Shared to global, replacing or reducing.
+    Store(SharedSide, GlobalSide, Option<(AtomOp, AtomTy)>),
+    /// From a block's shared memory to that of another, replacing or reducing.
+    Across(SharedSide, SharedSide, Option<(AtomOp, AtomTy)>),
+    /// Register values to the shared memory of a block.
+    Values(Vec<u8>, SharedSide),
+}
+
+/// A copy that completes at an mbarrier.
+#[derive(Clone, Debug)]
+pub struct PendingCopy {
+    action: Action,
+    warp: usize,
+    pc: u32,
+    /// The mbarrier, and the bytes to count there.
+    barrier: (usize, u32, u32),
+    /// What the copy itself came after.
+    after: ClockPair,
+}
+
+/// A copy that belongs to a thread's bulk group.
+#[derive(Clone, Debug)]
+pub struct GroupCopy {
+    action: Action,
+    lane: u32,
+    pc: u32,
+    /// The operation as a reader of shared memory, and as a writer of global memory.
+    reads: (Agent, u32),
+    writes: (Agent, u32),
+    group: Option<u32>,
+    /// The bytes read from shared memory, once they are.
+    data: Option<Vec<u8>>,
+    /// Whether the thread has waited for that.
+    read_awaited: bool,
+    written: bool,
+}
+
+/// The bulk groups of a warp's lanes.
+#[derive(Clone, Debug, Default)]
+pub struct BulkGroups {
+    copies: Vec<GroupCopy>,
+    committed: [u32; 32],
+}
+
+impl Cluster<'_> {
+    /// All bulk copies, and their groups.
+    pub fn bulk(&mut self, w: usize, pc: u32, op: Op, mask: u32, src: &[Slot]) {
+        match op {
+            Op::BulkCommit => {
+                let groups = &mut self.warps[w].bulk;
+                for copy in groups.copies.iter_mut().filter(|c| c.group.is_none() && mask >> c.lane & 1 == 1)
+                {
+                    copy.group = Some(groups.committed[copy.lane as usize]);
+                }
+                for_lanes(mask, |l| groups.committed[l] += 1);
+            }
+            Op::BulkWait { pending, read } => self.bulk_wait(w, mask, u32::from(pending), read),
+            // Each lane that executes a copy starts one of its own.
+            _ => {
+                let mut lanes = mask;
+                while lanes != 0 {
+                    let lane = lanes.trailing_zeros();
+                    lanes &= lanes - 1;
+                    self.start_bulk(w, pc, op, lane, src);
+                }
+            }
+        }
+    }
+
+    fn start_bulk(&mut self, w: usize, pc: u32, op: Op, lane: u32, src: &[Slot]) {
+        let l = lane as usize;
+        let own = self.warps[w].block;
+        let shared = |c: &Self, slot: Slot| c.shared_addresses(w, slot)[l];
+        let word = |c: &Self, slot: Slot| c.row(w, slot)[l];
+        match op {
+            Op::BulkLoad { multicast, .. } => {
+                let (to, bytes, barrier) = (shared(self, src[0]), word(self, src[2]), shared(self, src[3]));
+                let from = GlobalSide::Linear(self.global_addresses(w, src[1])[l], bytes);
+                if !self.bulk_sizes(w, pc, lane, bytes, &[to], 16) {
+                    return;
+                }
+                let blocks = if multicast { Some(word(self, src[4])) } else { None };
+                self.start_load(w, pc, lane, &from, to, bytes, Swizzle::None, barrier, blocks);
+            }
+            Op::TensorLoad { dims, multicast, .. } => {
+                let rank = dims.count();
+                let Some((map, at)) = self.tensor(w, pc, lane, src[1], &src[2..2 + rank]) else { return };
+                let (to, barrier) = (shared(self, src[0]), shared(self, src[2 + rank]));
+                let (bytes, swizzle) = (map.box_bytes(), map.swizzle);
+                if !self.bulk_sizes(w, pc, lane, bytes, &[to], 128) {
+                    return;
+                }
+                let blocks = if multicast { Some(word(self, src[3 + rank])) } else { None };
+                let from = GlobalSide::Tensor(map, at);
+                self.start_load(w, pc, lane, &from, to, bytes, swizzle, barrier, blocks);
+            }
+            Op::BulkStore { .. } | Op::BulkReduce { .. } => {
+                let (address, bytes) = (shared(self, src[1]), word(self, src[2]));
+                let to = GlobalSide::Linear(self.global_addresses(w, src[0])[l], bytes);
+                if !self.bulk_sizes(w, pc, lane, bytes, &[address], 16) {
+                    return;
+                }
+                let reduce = match op {
+                    Op::BulkReduce { op, ty, .. } => Some((op, ty)),
+                    _ => None,
+                };
+                let from = SharedSide { block: own, address, bytes, swizzle: Swizzle::None };
+                self.start_store(w, pc, lane, from, to, reduce);
+            }
+            Op::TensorStore { dims, .. } | Op::TensorReduce { dims, .. } => {
+                let rank = dims.count();
+                let Some((map, at)) = self.tensor(w, pc, lane, src[0], &src[1..=rank]) else { return };
+                let (address, bytes, swizzle) = (shared(self, src[1 + rank]), map.box_bytes(), map.swizzle);
+                if !self.bulk_sizes(w, pc, lane, bytes, &[address], 128) {
+                    return;
+                }
+                let reduce = match op {
+                    Op::TensorReduce { op, .. } => {
+                        if let Some(ty) = element_type(map.element) {
+                            Some((op, ty))
+                        } else {
+                            self.unsupported(pc, "a tensor reduction of 8-bit or 16-bit integers");
+                            return;
+                        }
+                    }
+                    _ => None,
+                };
+                let from = SharedSide { block: own, address, bytes, swizzle };
+                self.start_store(w, pc, lane, from, GlobalSide::Tensor(map, at), reduce);
+            }
+            Op::BulkToCluster | Op::BulkReduceCluster { .. } => {
+                let (to, from) = (shared(self, src[0]), shared(self, src[1]));
+                let (bytes, barrier) = (word(self, src[2]), shared(self, src[3]));
+                let (to_block, to) = self.cluster_address(w, to);
+                let (bar_block, bar) = self.cluster_address(w, barrier);
+                if !self.bulk_sizes(w, pc, lane, bytes, &[to, from], 16) {
+                    return;
+                }
+                if bar_block != to_block {
+                    let message = "the mbarrier is in another block than the destination".to_string();
+                    self.report_error(w, lane, pc, FindingKind::ClusterMisuse, message);
+                }
+                let reduce = match op {
+                    Op::BulkReduceCluster { op, ty } => Some((op, ty)),
+                    _ => None,
+                };
+                let from = SharedSide { block: own, address: from, bytes, swizzle: Swizzle::None };
+                let to = SharedSide { block: to_block, address: to, bytes, swizzle: Swizzle::None };
+                let (agent, clock) = self.agents.start(w, lane, &self.warps[w].clocks);
+                let inside = self.record_side(w, pc, lane, from, false, Proxy::Async, (agent, clock))
+                    && self.record_side(w, pc, lane, to, true, Proxy::Async, (agent, clock));
+                if inside {
+                    let action = Action::Across(from, to, reduce);
+                    self.start_pending(
+                        w,
+                        pc,
+                        lane,
+                        action,
+                        (agent, clock),
+                        (bar_block, bar, bytes),
+                        Proxy::Async,
+                    );
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// `st.async`.
+    pub fn store_async(&mut self, w: usize, pc: u32, mask: u32, size: u32, count: u32, src: &[Slot]) {
+        let to = self.shared_addresses(w, src[0]);
+        let barrier = self.shared_addresses(w, src[1 + count as usize]);
+        let mut lanes = mask;
+        while lanes != 0 {
+            let lane = lanes.trailing_zeros();
+            lanes &= lanes - 1;
+            let l = lane as usize;
+            let mut data = Vec::new();
+            for &slot in &src[1..=count as usize] {
+                let value = match slot {
+                    Slot::Long(_) => self.row64(w, slot)[l],
+                    slot => u64::from(self.row(w, slot)[l]),
+                };
+                data.extend_from_slice(&value.to_le_bytes()[..size as usize]);
+            }
+            let (block, address) = self.cluster_address(w, to[l]);
+            let (bar_block, bar) = self.cluster_address(w, barrier[l]);
+            let bytes = size * count;
+            let side = SharedSide { block, address, bytes, swizzle: Swizzle::None };
+            let operation = self.agents.start(w, lane, &self.warps[w].clocks);
+            if address % bytes != 0 {
+                let message = format!("address {address:#x} is not a multiple of {bytes}");
+                self.report_error(w, lane, pc, FindingKind::Misaligned, message);
+            } else if self.record_side(w, pc, lane, side, true, Proxy::Generic, operation) {
+                let action = Action::Values(data, side);
+                self.start_pending(w, pc, lane, action, operation, (bar_block, bar, bytes), Proxy::Generic);
+            }
+        }
+    }
+
+    /// Checks the size and the shared addresses of a bulk copy.
+    fn bulk_sizes(
+        &mut self,
+        w: usize,
+        pc: u32,
+        lane: u32,
+        bytes: u32,
+        addresses: &[u32],
+        align: u32,
+    ) -> bool {
+        if bytes == 0 || !bytes.is_multiple_of(16) {
+            let message = format!("a bulk copy of {bytes} bytes; positive multiples of 16 are possible");
+            self.report_error(w, lane, pc, FindingKind::BadDescriptor, message);
+            return false;
+        }
+        if let Some(&address) = addresses.iter().find(|&&a| a % align != 0) {
+            let block = self.warps[w].block;
+            self.report(w, lane, pc, FindingKind::Misaligned, Severity::Error, |c| {
+                let what = format!("shared address {address:#x} is not a multiple of {align}");
+                (what, Some(c.shared_place(block, address)))
+            });
+            return false;
+        }
+        true
+    }
+
+    /// The tensor map and coordinates of a tensor copy.
+    fn tensor(
+        &mut self,
+        w: usize,
+        pc: u32,
+        lane: u32,
+        map: Slot,
+        coordinates: &[Slot],
+    ) -> Option<(TensorMap, Vec<i32>)> {
+        let l = lane as usize;
+        let address = match map {
+            Slot::Global(..) => self.global_addresses(w, map)[l],
+            slot => self.row64(w, slot)[l],
+        };
+        let at: Vec<i32> = coordinates.iter().map(|&slot| self.row(w, slot)[l] as i32).collect();
+        let decoded = self.map_bytes(address).and_then(|bytes| TensorMap::decode(&bytes));
+        let problem = match &decoded {
+            None => "there is no tensor map of the simulator at this address".to_string(),
+            Some(_) if !address.is_multiple_of(64) => {
+                format!("the tensor map at {address:#x} is not aligned to 64 bytes")
+            }
+            Some(map) if map.dims.len() != at.len() => {
+                format!("{} coordinates for a tensor of {} dimensions", at.len(), map.dims.len())
+            }
+            Some(map)
+                if map.swizzle != Swizzle::None
+                    && map.taken(0) * map.element.bytes() < map.swizzle.span() =>
+            {
+                self.unsupported(pc, "a box whose rows are shorter than the swizzle span");
+                return None;
+            }
+            Some(_) => return decoded.map(|map| (map, at)),
+        };
+        self.report_error(w, lane, pc, FindingKind::BadDescriptor, problem);
+        None
+    }
+
+    fn map_bytes(&self, address: u64) -> Option<[u8; 128]> {
+        let params = self.launch.params;
+        if let Some(offset) = address.checked_sub(PARAM_BASE)
+            && offset < 1 << 16
+        {
+            return params.get(offset as usize..offset as usize + 128)?.try_into().ok();
+        }
+        let (region, offset) = self.launch.memory.find(address, 128)?;
+        Some(std::array::from_fn(|i| region.load_byte(offset + i)))
+    }
+
+    fn start_load(
+        &mut self,
+        w: usize,
+        pc: u32,
+        lane: u32,
+        from: &GlobalSide,
+        to: u32,
+        bytes: u32,
+        swizzle: Swizzle,
+        barrier: u32,
+        blocks: Option<u32>,
+    ) {
+        let (block, to) = self.cluster_address(w, to);
+        let (bar_block, bar) = self.cluster_address(w, barrier);
+        let targets: Vec<(usize, usize)> = match blocks {
+            None => vec![(block, bar_block)],
+            Some(mask) => {
+                if mask >> self.blocks.len() != 0 || mask == 0 {
+                    let message =
+                        format!("multicast to {mask:#b} in a cluster of {} blocks", self.blocks.len());
+                    self.report_error(w, lane, pc, FindingKind::ClusterMisuse, message);
+                }
+                (0..self.blocks.len()).filter(|b| mask >> b & 1 == 1).map(|b| (b, b)).collect()
+            }
+        };
+        let mut first = true;
+        for (block, bar_block) in targets {
+            let side = SharedSide { block, address: to, bytes, swizzle };
+            let operation = self.agents.start(w, lane, &self.warps[w].clocks);
+            let inside = self.record_side(w, pc, lane, side, true, Proxy::Async, operation);
+            if first {
+                self.record_global(w, pc, lane, from, false, false, operation);
+                first = false;
+            }
+            if inside {
+                let action = Action::Load(from.clone(), side);
+                self.start_pending(w, pc, lane, action, operation, (bar_block, bar, bytes), Proxy::Async);
+            }
+        }
+    }
+
+    /// Puts a copy under way that completes at an mbarrier.
+    fn start_pending(
+        &mut self,
+        w: usize,
+        pc: u32,
+        lane: u32,
+        action: Action,
+        (agent, clock): (Agent, u32),
+        barrier: (usize, u32, u32),
+        proxy: Proxy,
+    ) {
+        if !self.check_mbarrier(w, pc, lane, barrier.0, barrier.1, proxy) {
+            return;
+        }
+        let mut after = ClockPair::default();
+        self.warps[w].clocks.reach(1 << lane, proxy, &mut after.generic);
+        after.proxied = after.generic.clone();
+        after.raise(agent, clock);
+        let copy = PendingCopy { action, warp: w, pc, barrier, after };
+        if self.happens_now() {
+            self.complete_pending(&copy);
+        } else {
+            if let Action::Load(_, side) | Action::Across(_, side, None) | Action::Values(_, side) =
+                &copy.action
+            {
+                self.poison_side(*side);
+            }
+            self.pending.push(copy);
+        }
+    }
+
+    /// Whether an operation that is started now takes effect at once.
+    pub fn happens_now(&mut self) -> bool {
+        match self.launch.config.async_mode {
+            AsyncMode::Early => true,
+            AsyncMode::Late => false,
+            AsyncMode::Random(_) => self.random.one_in(3),
+        }
+    }
+
+    fn poison_side(&mut self, side: SharedSide) {
+        self.blocks[side.block].shared.poison(side.address, side.bytes);
+    }
+
+    /// A copy that completes at an mbarrier takes effect.
+    fn complete_pending(&mut self, copy: &PendingCopy) {
+        match &copy.action {
+            Action::Load(from, to) => {
+                let data = self.read_global(from, to.bytes);
+                self.write_shared(*to, &data);
+            }
+            Action::Across(from, to, reduce) => {
+                let data = self.read_shared(*from);
+                match reduce {
+                    None => self.write_shared(*to, &data),
+                    Some((op, ty)) => {
+                        let mut sum = self.read_shared(*to);
+                        reduce_bytes(*op, *ty, &mut sum, &data);
+                        self.write_shared(*to, &sum);
+                    }
+                }
+            }
+            Action::Values(data, to) => self.write_shared(*to, data),
+            Action::Store(..) => {}
+        }
+        let (block, address, bytes) = copy.barrier;
+        if let Some(bar) = self.blocks[block].mbarriers.get_mut(&address) {
+            bar.tx -= i64::from(bytes);
+            bar.publication().join(&copy.after);
+        }
+        self.progress += 1;
+        self.settle_mbarrier(block, address, copy.warp, copy.pc);
+    }
+
+    /// Nothing can run: completes a copy at an mbarrier that some warp waits at. False if there is none.
+    pub fn complete_for_a_waiter(&mut self) -> bool {
+        let waited = |copy: &PendingCopy, c: &Self| {
+            c.warps.iter().any(|warp| {
+                matches!(warp.state, State::Waiting(Wait::Mbarrier { block, address, .. })
+                    if (block, address) == (copy.barrier.0, copy.barrier.1))
+            })
+        };
+        let candidates: Vec<usize> =
+            (0..self.pending.len()).filter(|&i| waited(&self.pending[i], self)).collect();
+        if candidates.is_empty() {
+            return false;
+        }
+        let chosen = candidates[self.random.below(candidates.len())];
+        let copy = self.pending.swap_remove(chosen);
+        self.complete_pending(&copy);
+        true
+    }
+
+    /// In the random mode: some copy takes effect now.
+    pub fn complete_one_at_random(&mut self) {
+        if !self.pending.is_empty() {
+            let chosen = self.random.below(self.pending.len());
+            let copy = self.pending.swap_remove(chosen);
+            self.complete_pending(&copy);
+        }
+    }
+
+    fn start_store(
+        &mut self,
+        w: usize,
+        pc: u32,
+        lane: u32,
+        from: SharedSide,
+        to: GlobalSide,
+        reduce: Option<(AtomOp, AtomTy)>,
+    ) {
+        let reads = self.agents.start(w, lane, &self.warps[w].clocks);
+        let writes = self.agents.start(w, lane, &self.warps[w].clocks);
+        if !self.record_side(w, pc, lane, from, false, Proxy::Async, reads) {
+            return;
+        }
+        self.record_global(w, pc, lane, &to, true, reduce.is_some(), writes);
+        let action = Action::Store(from, to, reduce);
+        let mut copy = GroupCopy {
+            action,
+            lane,
+            pc,
+            reads,
+            writes,
+            group: None,
+            data: None,
+            read_awaited: false,
+            written: false,
+        };
+        if self.happens_now() {
+            self.read_source(&mut copy);
+            self.write_destination(&mut copy);
+        }
+        self.warps[w].bulk.copies.push(copy);
+    }
+
+    fn read_source(&mut self, copy: &mut GroupCopy) {
+        if copy.data.is_none()
+            && let Action::Store(from, ..) = &copy.action
+        {
+            copy.data = Some(self.read_shared(*from));
+        }
+    }
+
+    fn write_destination(&mut self, copy: &mut GroupCopy) {
+        if let (false, Some(data), Action::Store(_, to, reduce)) = (copy.written, &copy.data, &copy.action) {
+            self.write_global(to, data, *reduce);
+            copy.written = true;
+        }
+    }
+
+    /// `cp.async.bulk.wait_group`: the older groups have read their sources, and without `.read` also written.
+    fn bulk_wait(&mut self, w: usize, mask: u32, pending: u32, read_only: bool) {
+        let committed = self.warps[w].bulk.committed;
+        let live = self.warps[w].live;
+        let mut copies = std::mem::take(&mut self.warps[w].bulk.copies);
+        copies.retain_mut(|copy| {
+            let retired = mask >> copy.lane & 1 == 1
+                && copy.group.is_some_and(|g| g + pending < committed[copy.lane as usize]);
+            if !retired {
+                return true;
+            }
+            self.read_source(copy);
+            // The groups are the lane's own, so only the lane knows.
+            let clocks = &mut self.warps[w].clocks;
+            clocks.acquire_completion(1 << copy.lane, live, copy.reads.0, copy.reads.1);
+            copy.read_awaited = true;
+            if read_only {
+                return true;
+            }
+            self.write_destination(copy);
+            let clocks = &mut self.warps[w].clocks;
+            clocks.acquire_completion(1 << copy.lane, live, copy.writes.0, copy.writes.1);
+            false
+        });
+        self.warps[w].bulk.copies = copies;
+    }
+
+    /// A warp has ended: its bulk groups must have read their sources.
+    pub fn end_bulk(&mut self, w: usize) {
+        let mut copies = std::mem::take(&mut self.warps[w].bulk.copies);
+        for copy in &mut copies {
+            if !copy.read_awaited {
+                let message = "the block may end before a bulk copy has read its shared memory: \
+                               wait_group.read is missing"
+                    .to_string();
+                self.report_error(w, copy.lane, copy.pc, FindingKind::PendingAtExit, message);
+            }
+            self.read_source(copy);
+            self.write_destination(copy);
+        }
+    }
+
+    /// The cluster has ended: copies that nobody waited for are pending.
+    pub fn check_end(&mut self) {
+        let mut pending = std::mem::take(&mut self.pending);
+        for copy in &pending {
+            let message =
+                "the block ends before a bulk copy into its shared memory has completed".to_string();
+            self.report_error(copy.warp, 0, copy.pc, FindingKind::PendingAtExit, message);
+        }
+        pending.clear();
+    }
+
+    /// Checks and records what a copy does in shared memory. False where it is not possible.
+    fn record_side(
+        &mut self,
+        w: usize,
+        pc: u32,
+        lane: u32,
+        side: SharedSide,
+        write: bool,
+        proxy: Proxy,
+        (agent, clock): (Agent, u32),
+    ) -> bool {
+        let SharedSide { block, address, bytes, .. } = side;
+        self.check_block_alive(w, pc, lane, block);
+        if !self.blocks[block].shared.contains(address, bytes) {
+            self.report(w, lane, pc, FindingKind::OutOfBounds, Severity::Error, |c| {
+                let what = format!("{bytes} bytes outside of the allocations of shared memory");
+                (what, Some(c.shared_place(block, address)))
+            });
+            return false;
+        }
+        if !self.launch.config.checks.shared {
+            return true;
+        }
+        let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
+        let lanes = Lanes::one(lane);
+        let access = Access { clocks, proxy, stamp: Stamp { clock, agent, lanes: Lanes::ALL }, lanes, pc };
+        let mut conflict: Option<Conflict> = None;
+        let mut barrier = None;
+        let mut uninitialised = None;
+        for_cells(address, bytes, |cell, mask| {
+            let cell = cell as u32;
+            if shared.is_barrier(cell, mask) {
+                barrier.get_or_insert(cell * 16);
+            }
+            let found = if write {
+                shared.initialise(cell, mask);
+                shared.shadow.write(cell, mask, &access)
+            } else {
+                if !shared.initialised(cell, mask) {
+                    uninitialised.get_or_insert(cell * 16);
+                }
+                shared.shadow.read(cell, mask, &access)
+            };
+            conflict = conflict.or(found);
+        });
+        if let Some(found) = conflict {
+            self.report_conflict(w, lane, pc, block, write, found);
+        }
+        if let Some(address) = barrier {
+            self.report(w, lane, pc, FindingKind::MbarrierMisuse, Severity::Error, |c| {
+                ("a bulk copy over an mbarrier in use".to_string(), Some(c.shared_place(block, address)))
+            });
+        }
+        if let Some(address) = uninitialised {
+            self.report(w, lane, pc, FindingKind::UninitialisedShared, Severity::Error, |c| {
+                let what = "a bulk copy of shared memory that nothing was written to".to_string();
+                (what, Some(c.shared_place(block, address)))
+            });
+        }
+        true
+    }
+
+    /// Checks and records what a copy does in global memory.
+    fn record_global(
+        &mut self,
+        w: usize,
+        pc: u32,
+        lane: u32,
+        side: &GlobalSide,
+        write: bool,
+        atomic: bool,
+        (agent, clock): (Agent, u32),
+    ) {
+        let runs = side.runs();
+        let checks = self.launch.config.checks;
+        let memory = self.launch.memory;
+        let mut outside = None;
+        let mut uninitialised = None;
+        let mut conflict = None;
+        let mut sectors = 0;
+        let mut total = 0;
+        for &(address, bytes) in &runs {
+            sectors += ((address + u64::from(bytes) - 1) / 32 - address / 32 + 1) as u32;
+            total += bytes;
+            let Some((region, offset)) = memory.find(address, u64::from(bytes)) else {
+                outside.get_or_insert((address, bytes));
+                continue;
+            };
+            if !checks.global {
+                continue;
+            }
+            let lanes = Lanes::one(lane);
+            let by = Accessor {
+                access: GlobalAccess {
+                    cluster: self.id,
+                    stamp: Stamp { clock, agent, lanes: Lanes::ALL },
+                    pc,
+                    atomic,
+                },
+                clocks: &self.warps[w].clocks,
+                lanes,
+                proxy: Proxy::Async,
+            };
+            let mut at = offset;
+            let end = offset + bytes as usize;
+            let mut guard = region.races.lock(at, self.launch.id);
+            while at < end {
+                let count = (16 - at % 16).min(end - at);
+                if !guard.covers(at) {
+                    drop(guard);
+                    guard = region.races.lock(at, self.launch.id);
+                }
+                if !write && !(at..at + count).all(|b| region.initialised(b, 1)) {
+                    uninitialised.get_or_insert(region.base + at as u64);
+                }
+                if let Some(found) = guard.access(at, count as u32, write, &by) {
+                    conflict.get_or_insert((region.base + found.offset as u64, found));
+                }
+                at += count;
+            }
+        }
+        if checks.costs {
+            self.tally.counters[pc as usize].global(sectors, total);
+        }
+        if let Some((address, bytes)) = outside {
+            self.report(w, lane, pc, FindingKind::OutOfBounds, Severity::Error, |c| {
+                let what =
+                    format!("a bulk copy of {bytes} bytes outside of every allocation of global memory");
+                (what, Some(c.global_place(address)))
+            });
+        }
+        if let Some(address) = uninitialised {
+            self.report(w, lane, pc, FindingKind::UninitialisedGlobal, Severity::Error, |c| {
+                let what = "a bulk copy of global memory that nothing was written to".to_string();
+                (what, Some(c.global_place(address)))
+            });
+        }
+        if let Some((address, found)) = conflict {
+            self.report_global_conflict(w, lane, pc, address, write, found);
+        }
+    }
+
+    /// The bytes of a copy's source in global memory, in box order.
+    fn read_global(&self, side: &GlobalSide, bytes: u32) -> Vec<u8> {
+        let memory = self.launch.memory;
+        let mut out = Vec::with_capacity(bytes as usize);
+        match side {
+            GlobalSide::Linear(address, _) => {
+                for at in (0..u64::from(bytes)).step_by(8) {
+                    let word = memory
+                        .find(address + at, 8)
+                        .map_or(POISON, |(region, offset)| region.load(offset, 8));
+                    out.extend_from_slice(&word.to_le_bytes());
+                }
+            }
+            GlobalSide::Tensor(map, at) => {
+                let size = map.element.bytes();
+                let fill = map.fill();
+                map.for_rows(at, |_, addresses| {
+                    for address in addresses {
+                        let value = match address {
+                            Some(a) => memory
+                                .find(*a, u64::from(size))
+                                .map_or(POISON, |(region, offset)| region.load(offset, size)),
+                            None => fill,
+                        };
+                        out.extend_from_slice(&value.to_le_bytes()[..size as usize]);
+                    }
+                });
+            }
+        }
+        out
+    }
+
+    /// Writes or reduces a copy's bytes into global memory.
+    fn write_global(&self, side: &GlobalSide, data: &[u8], reduce: Option<(AtomOp, AtomTy)>) {
+        let memory = self.launch.memory;
+        let put = |address: u64, bytes: &[u8]| {
+            let size = bytes.len() as u32;
+            let Some((region, offset)) = memory.find(address, u64::from(size)) else { return };
+            let mut word = [0; 8];
+            word[..bytes.len()].copy_from_slice(bytes);
+            let value = u64::from_le_bytes(word);
+            match reduce {
+                None => region.store(offset, size, value),
+                Some((op, ty)) => {
+                    region.update(offset, size, |old| apply(op, ty, old, value, 0, true));
+                    region.note_written(offset, size);
+                }
+            }
+        };
+        match side {
+            GlobalSide::Linear(address, _) => {
+                let size = reduce.map_or(8, |(_, ty)| atom_bytes(ty));
+                for (i, chunk) in data.chunks_exact(size as usize).enumerate() {
+                    put(address + i as u64 * u64::from(size), chunk);
+                }
+            }
+            GlobalSide::Tensor(map, at) => {
+                let size = map.element.bytes() as usize;
+                map.for_rows(at, |start, addresses| {
+                    for (i, address) in addresses.iter().enumerate() {
+                        if let Some(address) = address {
+                            put(*address, &data[start as usize + i * size..][..size]);
+                        }
+                    }
+                });
+            }
+        }
+    }
+
+    /// The bytes of a copy's shared side, in box order.
+    fn read_shared(&self, side: SharedSide) -> Vec<u8> {
+        let shared = &self.blocks[side.block].shared;
+        if side.swizzle == Swizzle::None {
+            return shared.at(side.address, side.bytes).to_vec();
+        }
+        let mut out = Vec::with_capacity(side.bytes as usize);
+        for at in (0..side.bytes).step_by(16) {
+            out.extend_from_slice(shared.at(side.swizzle.apply(side.address + at), 16));
+        }
+        out
+    }
+
+    /// Writes a copy's shared side.
+    fn write_shared(&mut self, side: SharedSide, data: &[u8]) {
+        let shared = &mut self.blocks[side.block].shared;
+        if side.swizzle == Swizzle::None {
+            shared.at_mut(side.address, side.bytes).copy_from_slice(data);
+            return;
+        }
+        for (i, chunk) in data.chunks_exact(16).enumerate() {
+            let address = side.swizzle.apply(side.address + 16 * i as u32);
+            shared.at_mut(address, 16).copy_from_slice(chunk);
+        }
+    }
+}
+
+impl GlobalSide {
+    /// The consecutive runs of bytes that it touches.
+    fn runs(&self) -> Vec<(u64, u32)> {
+        match self {
+            GlobalSide::Linear(address, bytes) => vec![(*address, *bytes)],
+            GlobalSide::Tensor(map, at) => {
+                let size = map.element.bytes();
+                let mut runs: Vec<(u64, u32)> = Vec::new();
+                map.for_rows(at, |_, addresses| {
+                    for address in addresses.iter().flatten() {
+                        match runs.last_mut() {
+                            Some((start, len)) if *start + u64::from(*len) == *address => *len += size,
+                            _ => runs.push((*address, size)),
+                        }
+                    }
+                });
+                runs
+            }
+        }
+    }
+}
+
+/// Reduces bytes element by element.
+fn reduce_bytes(op: AtomOp, ty: AtomTy, into: &mut [u8], from: &[u8]) {
+    let size = atom_bytes(ty) as usize;
+    for (a, b) in into.chunks_exact_mut(size).zip(from.chunks_exact(size)) {
+        let word = |bytes: &[u8]| {
+            let mut word = [0; 8];
+            word[..size].copy_from_slice(bytes);
+            u64::from_le_bytes(word)
+        };
+        let new = apply(op, ty, word(a), word(b), 0, false);
+        a.copy_from_slice(&new.to_le_bytes()[..size]);
+    }
+}
+
+/// How a reduction reads the elements of a tensor.
+fn element_type(element: TensorElement) -> Option<AtomTy> {
+    match element {
+        TensorElement::U8 | TensorElement::U16 => None,
+        TensorElement::U32 => Some(AtomTy::U32),
+        TensorElement::S32 => Some(AtomTy::S32),
+        TensorElement::U64 => Some(AtomTy::U64),
+        TensorElement::S64 => Some(AtomTy::S64),
+        TensorElement::F16 => Some(AtomTy::F16),
+        TensorElement::Bf16 => Some(AtomTy::Bf16),
+        TensorElement::F32 => Some(AtomTy::F32),
+    }
+}

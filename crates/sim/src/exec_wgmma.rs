@@ -1,0 +1,655 @@
+//! `wgmma`: the tensor cores of a warpgroup, which work on their own once started.
+//!
+//! The four warps of a warpgroup meet at a `wgmma.mma_async`; the last one starts the product. What it reads in
+//! shared memory is checked and recorded then, under one operation for each group. Registers that a product uses
+//! are marked until the wait: late, the accumulators hold NaN until then, and the product is computed at the wait
+//! from what shared memory and the A registers hold at that time.
+
+use std::collections::{HashMap, VecDeque};
+
+use flashcore_ptx::{AccTy, MatrixTy, Op, Wgmma};
+
+use crate::clock::{Agent, Lanes, Proxy, Stamp, WarpClock};
+use crate::decode::{Code, Slot};
+use crate::descriptor::Descriptor;
+use crate::findings::{FindingKind, Severity};
+use crate::machine::{Cluster, Step};
+use crate::memory::POISON;
+use crate::mma::{self, ATile, BTile, COLUMNS};
+use crate::regs::Row;
+use crate::shadow::{Access, CELL, Conflict};
+use crate::simd;
+use crate::warp::{State, Wait};
+
+/// What is known of the registers of one warp that `wgmma` uses.
+#[derive(Clone, Default)]
+pub struct WgmmaRegisters {
+    /// For each row, the fence interval in which an ordinary instruction touched it last.
+    touched: Vec<u32>,
+    /// For each row, one more than the product that accumulates into it, or 0.
+    accumulates: Vec<u64>,
+    /// For each row, one more than the latest product that reads it as A, or 0.
+    feeds: Vec<u64>,
+    /// Fences executed.
+    interval: u32,
+    /// Products started since the last commit.
+    open: Option<u64>,
+    /// The last product of each group that has not been waited for, and its operation.
+    groups: VecDeque<(u64, (Agent, u32))>,
+}
+
+impl WgmmaRegisters {
+    /// No register is used yet.
+    pub fn new(rows: usize) -> WgmmaRegisters {
+        WgmmaRegisters {
+            touched: vec![0; rows],
+            accumulates: vec![0; rows],
+            feeds: vec![0; rows],
+            interval: 0,
+            open: None,
+            groups: VecDeque::new(),
+        }
+    }
+}
+
+/// A product that has been started.
+#[derive(Clone, Debug)]
+struct Product {
+    /// Its number in the warpgroup, from 0.
+    number: u64,
+    pc: u32,
+    form: Wgmma,
+    a: ASource,
+    b: Descriptor,
+    scale_d: bool,
+    accumulators: Vec<u32>,
+    done: bool,
+}
+
+#[derive(Clone, Debug)]
+enum ASource {
+    Shared(Descriptor),
+    Rows([u32; 4]),
+}
+
+/// The products of a warpgroup.
+#[derive(Default)]
+pub struct Warpgroup {
+    /// The warps, by their place in the group, that have come to the next product.
+    arrived: u8,
+    products: VecDeque<Product>,
+    started: u64,
+    /// The operation that products since the last commit belong to.
+    operation: Option<(Agent, u32)>,
+    /// Accumulators of late products: by warp and row.
+    held: HashMap<(usize, u32), Row>,
+}
+
+impl Cluster<'_> {
+    /// `wgmma` instructions; all lanes of the warp execute them.
+    pub fn warpgroup(
+        &mut self,
+        w: usize,
+        pc: u32,
+        code: &Code,
+        mask: u32,
+        dst: &[Slot],
+        src: &[Slot],
+    ) -> Step {
+        match code.op {
+            Op::WgmmaFence => {
+                self.warps[w].wgmma.interval += 1;
+                Step::Next
+            }
+            Op::WgmmaCommit => {
+                let (block, group) = (self.warps[w].block, self.warps[w].index as usize / 4);
+                let operation = self.blocks[block].warpgroups[group].operation;
+                let registers = &mut self.warps[w].wgmma;
+                // An empty group counts as one, too; it is complete with what came before it.
+                let last = registers.open.take().or(registers.groups.back().map(|g| g.0));
+                if let (Some(last), Some(operation)) =
+                    (last, operation.or(registers.groups.back().map(|g| g.1)))
+                {
+                    registers.groups.push_back((last, operation));
+                }
+                Step::Next
+            }
+            Op::WgmmaWait(pending) => {
+                self.wgmma_wait(w, mask, usize::from(pending));
+                Step::Next
+            }
+            Op::Wgmma(form) => self.wgmma_arrive(w, pc, form, dst, src),
+            _ => Step::Next,
+        }
+    }
+
+    /// A warp comes to a product; the last of the four starts it.
+    fn wgmma_arrive(&mut self, w: usize, pc: u32, form: Wgmma, dst: &[Slot], src: &[Slot]) -> Step {
+        let block = self.warps[w].block;
+        let (group, place) = (self.warps[w].index as usize / 4, self.warps[w].index % 4);
+        let first = self.blocks[block].first_warp + 4 * group;
+        if group * 4 + 4 > self.blocks[block].warps {
+            let message = "the warp has no complete warpgroup: the block has too few warps".to_string();
+            self.report_error(w, 0, pc, FindingKind::WarpgroupSplit, message);
+            return Step::Next;
+        }
+        let warpgroup = &mut self.blocks[block].warpgroups[group];
+        warpgroup.arrived |= 1 << place;
+        if warpgroup.arrived != 0xF {
+            self.warps[w].state = State::Waiting(Wait::Warpgroup);
+            return Step::Retry;
+        }
+        warpgroup.arrived = 0;
+        if let Some(other) = (first..first + 4).find(|&other| self.warps[other].pc != pc) {
+            let (at, theirs) = (self.warps[w].index, self.warps[other].index);
+            let message = format!(
+                "warp {at} is at #{pc} and warp {theirs} at #{}: warps of a warpgroup must execute the same wgmma",
+                self.warps[other].pc
+            );
+            self.report_error(w, 0, pc, FindingKind::WarpgroupSplit, message);
+        }
+        self.wgmma_start(first, pc, form, dst, src);
+        for other in first..first + 4 {
+            self.warps[other].pc = pc + 1;
+            if self.warps[other].state == State::Waiting(Wait::Warpgroup) {
+                self.warps[other].state = State::Ready;
+            }
+        }
+        self.progress += 1;
+        Step::Jumped
+    }
+
+    fn wgmma_start(&mut self, first: usize, pc: u32, form: Wgmma, dst: &[Slot], src: &[Slot]) {
+        let block = self.warps[first].block;
+        let group = self.warps[first].index as usize / 4;
+        let accumulators: Vec<u32> = dst.iter().map(|slot| slot.word()).collect();
+        let a_count = if form.a_in_regs { 4 } else { 1 };
+        let Some(b) = self.descriptor(first, pc, src[a_count]) else { return };
+        let a = if form.a_in_regs {
+            ASource::Rows(std::array::from_fn(|i| src[i].word()))
+        } else {
+            match self.descriptor(first, pc, src[0]) {
+                Some(descriptor) => ASource::Shared(descriptor),
+                None => return,
+            }
+        };
+        let scale = src[a_count + 1].pred();
+        let votes: Vec<u32> = (first..first + 4).map(|w| self.warps[w].regs.pred[scale as usize]).collect();
+        if votes.iter().any(|&v| v != votes[0] || (v != 0 && v != u32::MAX)) {
+            let message = "scale-d is not the same in all threads of the warpgroup".to_string();
+            self.report_error(first, 0, pc, FindingKind::WarpgroupSplit, message);
+        }
+        let scale_d = votes[0] != 0;
+        let number = self.blocks[block].warpgroups[group].started;
+        self.blocks[block].warpgroups[group].started += 1;
+        let fragments: &[u32] = match &a {
+            ASource::Rows(rows) => rows,
+            ASource::Shared(_) => &[],
+        };
+        for w in first..first + 4 {
+            self.check_wgmma_start(w, pc, &form, scale_d, &accumulators, fragments);
+            let registers = &mut self.warps[w].wgmma;
+            for &row in &accumulators {
+                registers.accumulates[row as usize] = number + 1;
+            }
+            for &row in fragments {
+                registers.feeds[row as usize] = number + 1;
+            }
+            registers.open = Some(number);
+            for &row in &accumulators {
+                self.warps[w].regs.init32[row as usize] = u32::MAX;
+            }
+        }
+        let operation = match self.blocks[block].warpgroups[group].operation {
+            // Products since the last commit of the first warp are one operation.
+            Some(operation) if self.warps[first].wgmma.groups.back().is_none_or(|g| g.1 != operation) => {
+                operation
+            }
+            _ => {
+                let together = WarpClock::meet(&[
+                    &self.warps[first].clocks,
+                    &self.warps[first + 1].clocks,
+                    &self.warps[first + 2].clocks,
+                    &self.warps[first + 3].clocks,
+                ]);
+                let operation = self.agents.start(first, 0, &together);
+                self.blocks[block].warpgroups[group].operation = Some(operation);
+                operation
+            }
+        };
+        if !self.record_operands(first, pc, &form, &a, &b, operation) {
+            return;
+        }
+        let mut product = Product { number, pc, form, a, b, scale_d, accumulators, done: false };
+        if self.happens_now() && self.blocks[block].warpgroups[group].products.iter().all(|p| p.done) {
+            self.compute(first, &product);
+            product.done = true;
+        } else {
+            // The accumulators go where nobody sees them until the wait.
+            for w in first..first + 4 {
+                for &row in &product.accumulators {
+                    let value = &mut self.warps[w].regs.r32[row as usize];
+                    let held = &mut self.blocks[block].warpgroups[group].held;
+                    held.entry((w, row)).or_insert_with(|| std::mem::replace(value, [POISON as u32; 32]));
+                }
+            }
+        }
+        self.blocks[block].warpgroups[group].products.push_back(product);
+    }
+
+    /// The descriptor in a register, which must be the same in all threads of the warpgroup.
+    fn descriptor(&mut self, first: usize, pc: u32, slot: Slot) -> Option<Descriptor> {
+        let value = self.row64(first, slot)[0];
+        if (first..first + 4).any(|w| self.row64(w, slot).iter().any(|&v| v != value)) {
+            let message = "a matrix descriptor is not the same in all threads of the warpgroup".to_string();
+            self.report_error(first, 0, pc, FindingKind::BadDescriptor, message);
+        }
+        match Descriptor::decode(value) {
+            Ok(descriptor) => Some(descriptor),
+            Err(why) => {
+                self.unsupported(pc, &why);
+                None
+            }
+        }
+    }
+
+    /// The registers of a product must be fenced, and not in use by a product of another shape.
+    fn check_wgmma_start(
+        &mut self,
+        w: usize,
+        pc: u32,
+        form: &Wgmma,
+        scale_d: bool,
+        accumulators: &[u32],
+        fragments: &[u32],
+    ) {
+        let registers = &self.warps[w].wgmma;
+        let now = registers.interval + 1;
+        let unfenced =
+            accumulators.iter().chain(fragments).any(|&row| registers.touched[row as usize] == now);
+        let in_flight = fragments.iter().any(|&row| registers.accumulates[row as usize] != 0);
+        let (block, group) = (self.warps[w].block, self.warps[w].index as usize / 4);
+        let products = &self.blocks[block].warpgroups[group].products;
+        let other_shape = accumulators.iter().any(|&row| {
+            let number = registers.accumulates[row as usize];
+            products.iter().any(|p| p.number + 1 == number && (p.form.n != form.n || p.form.acc != form.acc))
+        });
+        let unwritten = scale_d
+            && accumulators.iter().any(|&row| {
+                let live = self.warps[w].live;
+                self.warps[w].regs.init32[row as usize] & live != live
+            });
+        if registers.interval == 0 {
+            let message = "there is no wgmma.fence before the first wgmma".to_string();
+            self.report_error(w, 0, pc, FindingKind::MissingWgmmaFence, message);
+        } else if unfenced {
+            let message = "an accumulator or A register was touched after the last wgmma.fence".to_string();
+            self.report_error(w, 0, pc, FindingKind::MissingWgmmaFence, message);
+        } else if other_shape {
+            let message = "an accumulator is still in use by a wgmma of another shape".to_string();
+            self.report_error(w, 0, pc, FindingKind::MissingWgmmaFence, message);
+        }
+        if in_flight {
+            let message =
+                "an A register is the accumulator of a wgmma that has not been waited for".to_string();
+            self.report_error(w, 0, pc, FindingKind::WgmmaRegister, message);
+        }
+        if unwritten {
+            let message = "an accumulator that is added to holds no value".to_string();
+            self.report_error(w, 0, pc, FindingKind::UninitialisedRegister, message);
+        }
+    }
+
+    /// An ordinary instruction touches registers that `wgmma` uses.
+    pub fn check_wgmma_registers(&mut self, w: usize, pc: u32, mask: u32) {
+        if mask == 0 {
+            return;
+        }
+        let program = self.launch.program;
+        let code = &program.code[pc as usize];
+        let now = self.warps[w].wgmma.interval + 1;
+        let mut fault = None;
+        for (slots, writes) in [(program.wgmma_reads(code), false), (program.wgmma_writes(code), true)] {
+            for slot in slots {
+                let row = slot.word() as usize;
+                let registers = &mut self.warps[w].wgmma;
+                registers.touched[row] = now;
+                if registers.accumulates[row] != 0 {
+                    fault = Some((
+                        if writes { "written" } else { "read" },
+                        "accumulator",
+                        registers.accumulates[row],
+                    ));
+                } else if writes && registers.feeds[row] != 0 {
+                    fault = Some(("written", "A register", registers.feeds[row]));
+                }
+            }
+        }
+        if let Some((did, what, number)) = fault {
+            let (block, group) = (self.warps[w].block, self.warps[w].index as usize / 4);
+            let products = &self.blocks[block].warpgroups[group].products;
+            let by = products.iter().find(|p| p.number + 1 == number).map_or(pc, |p| p.pc);
+            if !self.tally.findings.again(FindingKind::WgmmaRegister, pc, by) {
+                let raw = crate::findings::Raw {
+                    kind: FindingKind::WgmmaRegister,
+                    severity: Severity::Error,
+                    pc,
+                    thread: self.thread(w, mask.trailing_zeros()),
+                    message: format!("the {what} of a wgmma is {did} before the wait"),
+                    place: None,
+                    other: Some((by, "the warpgroup's wgmma".to_string(), what == "accumulator")),
+                    missing: Some("wgmma.wait_group for the group of that wgmma".to_string()),
+                };
+                self.tally.findings.add(raw);
+            }
+        }
+    }
+
+    /// Waits until at most so many groups of the warp are open.
+    fn wgmma_wait(&mut self, w: usize, mask: u32, pending: usize) {
+        while self.warps[w].wgmma.groups.len() > pending {
+            let Some((last, (agent, clock))) = self.warps[w].wgmma.groups.pop_front() else { return };
+            let warp = &mut self.warps[w];
+            warp.clocks.acquire_completion(mask, warp.live, agent, clock);
+            self.retire_products(w, last);
+        }
+    }
+
+    /// Products up to this one are complete, as far as this warp is concerned.
+    fn retire_products(&mut self, w: usize, last: u64) {
+        let (block, group) = (self.warps[w].block, self.warps[w].index as usize / 4);
+        let first = self.blocks[block].first_warp + 4 * group;
+        loop {
+            let products = &mut self.blocks[block].warpgroups[group].products;
+            let Some(product) = products.iter_mut().find(|p| !p.done && p.number <= last) else { break };
+            product.done = true;
+            let product = product.clone();
+            self.compute(first, &product);
+        }
+        // Give the accumulators back whose last product is among those.
+        let registers = &mut self.warps[w].wgmma;
+        for number in registers.feeds.iter_mut().filter(|n| **n != 0 && **n <= last + 1) {
+            *number = 0;
+        }
+        let warpgroup = &mut self.blocks[block].warpgroups[group];
+        let warp = &mut self.warps[w];
+        for row in 0..warp.wgmma.accumulates.len() {
+            let number = &mut warp.wgmma.accumulates[row];
+            if *number != 0 && *number <= last + 1 {
+                *number = 0;
+                if let Some(value) = warpgroup.held.remove(&(w, row as u32)) {
+                    warp.regs.r32[row] = value;
+                }
+            }
+        }
+        // Products that all four warps have waited for are forgotten.
+        let waited = (first..first + 4)
+            .map(|other| {
+                let registers = &self.warps[other].wgmma;
+                let open = registers.accumulates.iter().filter(|&&n| n != 0).min();
+                open.map_or(u64::MAX, |n| n - 1)
+            })
+            .min()
+            .unwrap_or(u64::MAX);
+        self.blocks[block].warpgroups[group].products.retain(|p| !p.done || p.number >= waited);
+    }
+
+    /// A warp has ended: its products must have been waited for.
+    pub fn end_wgmma(&mut self, w: usize) {
+        let registers = &self.warps[w].wgmma;
+        if registers.open.is_none() && registers.groups.is_empty() {
+            return;
+        }
+        let (block, group) = (self.warps[w].block, self.warps[w].index as usize / 4);
+        let pc = self.blocks[block].warpgroups[group].products.front().map_or(0, |p| p.pc);
+        let message =
+            "the warp ends before its wgmma have completed: wgmma.wait_group is missing".to_string();
+        self.report_error(w, 0, pc, FindingKind::PendingAtExit, message);
+    }
+
+    /// Checks and records what a product reads in shared memory. False where it is not possible.
+    fn record_operands(
+        &mut self,
+        first: usize,
+        pc: u32,
+        form: &Wgmma,
+        a: &ASource,
+        b: &Descriptor,
+        (agent, clock): (Agent, u32),
+    ) -> bool {
+        let block = self.warps[first].block;
+        let together = WarpClock::meet(&[
+            &self.warps[first].clocks,
+            &self.warps[first + 1].clocks,
+            &self.warps[first + 2].clocks,
+            &self.warps[first + 3].clocks,
+        ]);
+        let mut faults = OperandFaults::default();
+        let checks = self.launch.config.checks.shared;
+        let stamp = Stamp { clock, agent, lanes: Lanes::ALL };
+        if let ASource::Shared(descriptor) = a {
+            // Each warp reads sixteen rows of A of its own.
+            for warp in 0..4 {
+                let clocks = &self.warps[first + warp].clocks;
+                let access = Access { clocks, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
+                let shared = &mut self.blocks[block].shared;
+                let rows = 16 * warp as u32..16 * warp as u32 + 16;
+                for_chunks(descriptor, form.trans_a, form.a, rows, |address| {
+                    faults.visit(shared, address, checks, &access);
+                });
+            }
+        }
+        let access = Access { clocks: &together, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
+        let shared = &mut self.blocks[block].shared;
+        for_chunks(b, form.trans_b, form.b, 0..u32::from(form.n), |address| {
+            faults.visit(shared, address, checks, &access);
+        });
+        if let Some(mut found) = faults.conflict {
+            // A write of the warpgroup itself needs no barrier, only the fence.
+            let warp = usize::from(found.prior.agent);
+            if (first..first + 4).contains(&warp) {
+                found.edge = crate::clock::Edge::MissingProxyFence;
+            }
+            self.report_conflict(first, 0, pc, block, false, found);
+        }
+        for (fault, kind, what) in [
+            (
+                faults.outside,
+                FindingKind::OutOfBounds,
+                "a matrix chunk outside of the allocations of shared memory",
+            ),
+            (
+                faults.uninitialised,
+                FindingKind::UninitialisedShared,
+                "a matrix in shared memory that nothing was written to",
+            ),
+            (faults.barrier, FindingKind::MbarrierMisuse, "a matrix over an mbarrier in use"),
+        ] {
+            if let Some(address) = fault {
+                self.report(first, 0, pc, kind, Severity::Error, |c| {
+                    (what.to_string(), Some(c.shared_place(block, address)))
+                });
+            }
+        }
+        faults.outside.is_none()
+    }
+
+    /// Computes a product into the accumulators of the four warps.
+    fn compute(&mut self, first: usize, product: &Product) {
+        let level = self.launch.level;
+        let form = &product.form;
+        let (block, group) = (self.warps[first].block, self.warps[first].index as usize / 4);
+        let depth = usize::from(form.k());
+        let b = self.read_tile(block, &product.b, form.b, form.trans_b, u32::from(form.n), form.negate_b);
+        let mut tiles: Vec<BTile> = Vec::with_capacity(usize::from(form.n) / 8);
+        for columns in b.chunks_exact(8) {
+            let mut tile: BTile = [[0.0; 8]; 32];
+            for (place, &column) in COLUMNS.iter().enumerate() {
+                for k in 0..depth {
+                    tile[k][place] = columns[column][k];
+                }
+            }
+            tiles.push(tile);
+        }
+        let a_rows = match &product.a {
+            ASource::Shared(descriptor) => {
+                Some(self.read_tile(block, descriptor, form.a, form.trans_a, 64, form.negate_a))
+            }
+            ASource::Rows(_) => None,
+        };
+        let per_block = if form.acc == AccTy::F32 { 4 } else { 2 };
+        for warp in 0..4 {
+            let w = first + warp;
+            let mut a: ATile = [[0.0; 32]; 16];
+            match (&a_rows, &product.a) {
+                (Some(rows), _) => a.copy_from_slice(&rows[16 * warp..16 * warp + 16]),
+                (None, ASource::Rows(fragment)) => {
+                    let regs = &self.warps[w].regs.r32;
+                    let rows = fragment.map(|row| &regs[row as usize]);
+                    simd::read_a(level, form.a, &rows, &mut a);
+                    if form.negate_a {
+                        a.iter_mut().flatten().for_each(|x| *x = -*x);
+                    }
+                }
+                (None, ASource::Shared(_)) => {}
+            }
+            for (tile, rows) in tiles.iter().zip(product.accumulators.chunks_exact(per_block)) {
+                let held = &self.blocks[block].warpgroups[group].held;
+                let regs = &self.warps[w].regs.r32;
+                let value = |row: u32| -> Row {
+                    if product.scale_d {
+                        held.get(&(w, row)).copied().unwrap_or(regs[row as usize])
+                    } else {
+                        [0; 32]
+                    }
+                };
+                let result: Vec<Row> = if form.acc == AccTy::F32 {
+                    let mut acc = [value(rows[0]), value(rows[1]), value(rows[2]), value(rows[3])];
+                    simd::multiply(level, depth, &a, tile, &mut acc);
+                    acc.to_vec()
+                } else {
+                    let mut acc = mma::unpack_f16([&value(rows[0]), &value(rows[1])]);
+                    simd::multiply(level, depth, &a, tile, &mut acc);
+                    mma::pack_f16(&acc).to_vec()
+                };
+                let held = &mut self.blocks[block].warpgroups[group].held;
+                for (&row, value) in rows.iter().zip(result) {
+                    match held.get_mut(&(w, row)) {
+                        Some(place) => *place = value,
+                        None => self.warps[w].regs.r32[row as usize] = value,
+                    }
+                }
+            }
+        }
+    }
+
+    /// Rows of an operand in shared memory, widened.
+    fn read_tile(
+        &self,
+        block: usize,
+        descriptor: &Descriptor,
+        ty: MatrixTy,
+        mn_major: bool,
+        rows: u32,
+        negate: bool,
+    ) -> Vec<[f32; 32]> {
+        let shared = &self.blocks[block].shared;
+        let mut out = vec![[0.0; 32]; rows as usize];
+        let per_chunk = 128 / ty.bits();
+        if mn_major {
+            for chunk in 0..rows / per_chunk {
+                for k in 0..256 / ty.bits() {
+                    let bytes = shared.at(descriptor.mn_major(chunk, k), 16);
+                    for i in 0..per_chunk as usize {
+                        out[(chunk * per_chunk) as usize + i][k as usize] = widen(ty, bytes, i);
+                    }
+                }
+            }
+        } else {
+            for row in 0..rows {
+                for chunk in 0..2 {
+                    let bytes = shared.at(descriptor.k_major(row, chunk), 16);
+                    for i in 0..per_chunk as usize {
+                        out[row as usize][(chunk * per_chunk) as usize + i] = widen(ty, bytes, i);
+                    }
+                }
+            }
+        }
+        if negate {
+            out.iter_mut().flatten().for_each(|x| *x = -*x);
+        }
+        out
+    }
+}
+
+/// The first fault of each kind that the operands of a product show.
+#[derive(Default)]
+struct OperandFaults {
+    conflict: Option<Conflict>,
+    outside: Option<u32>,
+    uninitialised: Option<u32>,
+    barrier: Option<u32>,
+}
+
+impl OperandFaults {
+    fn visit(
+        &mut self,
+        shared: &mut crate::shared::SharedMemory,
+        address: u32,
+        checks: bool,
+        access: &Access<'_>,
+    ) {
+        if !shared.contains(address, CELL) {
+            self.outside.get_or_insert(address);
+            return;
+        }
+        if !checks {
+            return;
+        }
+        let cell = address / CELL;
+        if shared.is_barrier(cell, 0xFFFF) {
+            self.barrier.get_or_insert(address);
+        }
+        if !shared.initialised(cell, 0xFFFF) {
+            self.uninitialised.get_or_insert(address);
+        }
+        if let Some(found) = shared.shadow.read(cell, 0xFFFF, access) {
+            self.conflict.get_or_insert(found);
+        }
+    }
+}
+
+/// Calls `f` with the address of every 16-byte chunk of these rows of an operand.
+fn for_chunks(
+    descriptor: &Descriptor,
+    mn_major: bool,
+    ty: MatrixTy,
+    rows: std::ops::Range<u32>,
+    mut f: impl FnMut(u32),
+) {
+    if mn_major {
+        let per_chunk = 128 / ty.bits();
+        for chunk in rows.start / per_chunk..rows.end / per_chunk {
+            for k in 0..256 / ty.bits() {
+                f(descriptor.mn_major(chunk, k));
+            }
+        }
+    } else {
+        for row in rows {
+            for chunk in 0..2 {
+                f(descriptor.k_major(row, chunk));
+            }
+        }
+    }
+}
+
+/// One element of a chunk.
+fn widen(ty: MatrixTy, bytes: &[u8], i: usize) -> f32 {
+    use crate::numerics as num;
+    match ty {
+        MatrixTy::F16 => num::f16_to_f32(u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])),
+        MatrixTy::Bf16 => num::bf16_to_f32(u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])),
+        MatrixTy::E4m3 => num::e4m3_to_f32(bytes[i]),
+        MatrixTy::E5m2 => num::e5m2_to_f32(bytes[i]),
+    }
+}
