@@ -1,5 +1,7 @@
 //! Where a call runs.
 
+#[cfg(feature = "sim")]
+use crate::sim::SimGpu;
 use crate::{Error, Problem, Result, contract::Call, cpu, cuda::Cuda, tensor::Place};
 
 /// Where a call runs.
@@ -19,6 +21,8 @@ enum Kind {
     Cuda(Cuda),
     /// The GPU, and the CPU for what the GPU's kernels do not take.
     Best(Cuda, cpu::Engine),
+    #[cfg(feature = "sim")]
+    Sim(SimGpu),
 }
 
 impl Device {
@@ -51,11 +55,19 @@ impl Device {
         Self { kind: Kind::Cuda(cuda) }
     }
 
+    /// A simulated GPU.
+    #[cfg(feature = "sim")]
+    pub fn sim(gpu: SimGpu) -> Self {
+        Self { kind: Kind::Sim(gpu) }
+    }
+
     /// Whether the device takes a problem, and if not, why.
     pub fn supports(&self, problem: &Problem) -> Result<()> {
         match &self.kind {
             Kind::Cpu(_) | Kind::Best(..) => problem.check().map(|_| ()),
             Kind::Cuda(cuda) => cuda.plan(&problem.check()?).map(|_| ()),
+            #[cfg(feature = "sim")]
+            Kind::Sim(gpu) => gpu.plan(&problem.check()?).map(|_| ()),
         }
     }
 
@@ -66,6 +78,8 @@ impl Device {
             (_, Place::Host) => true,
             (Kind::Cpu(_), Place::Cuda(_)) => false,
             (Kind::Cuda(cuda) | Kind::Best(cuda, _), Place::Cuda(ordinal)) => cuda.ordinal() == ordinal,
+            #[cfg(feature = "sim")]
+            (Kind::Sim(_), Place::Cuda(_)) => false,
         }
     }
 
@@ -73,6 +87,8 @@ impl Device {
         match &self.kind {
             Kind::Cpu(engine) => engine.run(call),
             Kind::Cuda(cuda) => return cuda.run(call),
+            #[cfg(feature = "sim")]
+            Kind::Sim(gpu) => return gpu.run(call),
             Kind::Best(cuda, engine) => match cuda.run(call) {
                 Err(Error::Unsupported { .. }) if call.q.place == Place::Host => engine.run(call),
                 result => return result,
@@ -87,6 +103,8 @@ impl std::fmt::Display for Device {
         match &self.kind {
             Kind::Cpu(engine) => write!(f, "cpu ({engine})"),
             Kind::Cuda(cuda) | Kind::Best(cuda, _) => cuda.fmt(f),
+            #[cfg(feature = "sim")]
+            Kind::Sim(gpu) => gpu.fmt(f),
         }
     }
 }

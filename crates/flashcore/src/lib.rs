@@ -28,6 +28,8 @@ mod mask;
 pub mod oracle;
 pub mod plan;
 mod problem;
+#[cfg(feature = "sim")]
+pub mod sim;
 mod staging;
 mod tensor;
 

@@ -3,7 +3,7 @@
 //! Choosing is a pure function of the problem and the hardware, so a plan can be printed, tested as a table and
 //! made for a GPU that is not there.
 
-use flashcore_kernels::{Dtype, FwdParams, Order, ScheduleError, Spec, sm80_fwd};
+use flashcore_kernels::{Dtype, FwdParams, ScheduleError, Spec};
 pub use flashcore_kernels::{Kernel, Schedule};
 pub use flashcore_ptx::Target;
 use flashcore_ptx::{GlobalPtr, Module};
@@ -246,28 +246,20 @@ fn choose_schedule(
     spec: &Spec,
     hardware: &Hardware,
 ) -> Result<(Schedule, String), ScheduleError> {
-    let order = if spec.right { Order::LongestFirst } else { Order::HeadByHead };
     let blocks = |rows: usize| problem.len_q.div_ceil(rows) * problem.heads_q * problem.batch;
     let fills = blocks(128) >= hardware.sms as usize;
     let reason = if fills {
         format!("{} blocks of 128 queries fill {} SMs", blocks(128), hardware.sms)
     } else {
-        format!(
-            "{} blocks of 128 queries would leave SMs of {} idle, 64 make {}",
-            blocks(128),
-            hardware.sms,
-            blocks(64)
-        )
+        let (large, small, sms) = (blocks(128), blocks(64), hardware.sms);
+        format!("{large} blocks of 128 queries would leave SMs of {sms} idle; 64 make {small}")
     };
-    let fwd = |block_m, block_n, warps, stages, q_in_regs| {
-        Schedule::Sm80Fwd(sm80_fwd::Schedule { block_m, block_n, warps, stages, q_in_regs, order })
-    };
-    let large = [fwd(128, 64, 4, 2, false), fwd(128, 32, 4, 2, false), fwd(128, 64, 8, 2, false)];
-    let small = [fwd(64, 64, 4, 2, true), fwd(64, 64, 4, 2, false)];
-    let last = [fwd(64, 32, 4, 2, false), fwd(64, 32, 4, 1, false)];
-    let candidates = if fills { large.iter().chain(&small) } else { small.iter().chain(&large) };
+    let candidates = Kernel::Sm80Fwd.schedules(spec);
+    let rows = |schedule: &Schedule| schedule.geometry(spec).rows;
+    let (large, small): (Vec<Schedule>, Vec<Schedule>) = candidates.into_iter().partition(|s| rows(s) > 64);
+    let candidates = if fills { [large, small] } else { [small, large] };
     let mut refused = None;
-    for &schedule in candidates.chain(&last) {
+    for schedule in candidates.into_iter().flatten() {
         match schedule.check(spec, hardware.target) {
             Ok(()) => return Ok((schedule, reason)),
             Err(error) => refused = refused.or(Some(error)),

@@ -12,9 +12,9 @@ use crate::{
 /// A device's memory, as much of it as staging needs.
 pub(crate) trait Memory {
     /// Copies bytes to memory of their own and returns its address.
-    fn upload(&mut self, bytes: &[u8]) -> Result<u64>;
+    fn upload(&mut self, name: &str, bytes: &[u8]) -> Result<u64>;
     /// Memory whose content is not set.
-    fn reserve(&mut self, len: usize) -> Result<u64>;
+    fn reserve(&mut self, name: &str, len: usize) -> Result<u64>;
     /// What lies at an address.
     fn download(&mut self, address: u64, out: &mut [u8]) -> Result<()>;
 }
@@ -25,22 +25,22 @@ pub(crate) fn run<M: Memory>(
     call: &Call<'_>,
     launch: impl FnOnce(&mut M, &Addresses) -> Result<()>,
 ) -> Result<()> {
-    let mut input = |raw: &Raw| {
+    let mut input = |name: &str, raw: &Raw| {
         let (bytes, layout) = read(raw);
-        Ok((memory.upload(&bytes)?, layout))
+        Ok((memory.upload(name, &bytes)?, layout))
     };
-    let (q, k, v) = (input(&call.q)?, input(&call.k)?, input(&call.v)?);
+    let (q, k, v) = (input("q", &call.q)?, input("k", &call.k)?, input("v", &call.v)?);
     let key_lengths = call.key_lengths.map(|lengths| {
         let bytes: Vec<u8> = lengths.iter().flat_map(|length| length.to_le_bytes()).collect();
-        memory.upload(&bytes)
+        memory.upload("key lengths", &bytes)
     });
     let key_lengths = key_lengths.transpose()?;
-    let mut output = |raw: &Raw| {
+    let mut output = |name: &str, raw: &Raw| {
         let layout = Layout::ordered_like(raw.layout.shape, &raw.layout);
-        Ok((memory.reserve(layout.elements().unwrap_or(0) * raw.dtype.size())?, layout))
+        Ok((memory.reserve(name, layout.elements().unwrap_or(0) * raw.dtype.size())?, layout))
     };
-    let o = output(&call.o)?;
-    let lse = call.lse.as_ref().map(output).transpose()?;
+    let o = output("o", &call.o)?;
+    let lse = call.lse.as_ref().map(|lse| output("lse", lse)).transpose()?;
     launch(memory, &Addresses { q, k, v, o, lse, key_lengths })?;
     for (raw, (address, layout)) in
         [(Some(call.o), Some(o)), (call.lse, lse)].into_iter().filter_map(|(raw, at)| raw.zip(at))

@@ -7,7 +7,7 @@ use crate::{
     fragment::{Acc, HALVES, Place, pack},
     softmax::{OnlineSoftmax, SoftmaxParams},
     swizzle::{CHUNK, Tile},
-    work::Work,
+    work::{Rows, Work},
 };
 
 /// Divides each row of the output by its sum.
@@ -28,7 +28,7 @@ pub(crate) fn normalise(k: &mut KernelBuilder, softmax: &OnlineSoftmax, o: &[Vec
 pub(crate) fn store_lse(
     k: &mut KernelBuilder,
     spec: &Spec,
-    work: &Work,
+    rows: &Rows,
     place: &Place,
     softmax: &OnlineSoftmax,
 ) {
@@ -36,14 +36,14 @@ pub(crate) fn store_lse(
         return;
     }
     k.section("epilogue: lse");
-    let lse = work.lse(k);
+    let lse = rows.lse(k);
     let stride = k.param(FwdParams::lse_row);
     let first = k.setp_eq_u32(place.column, 0u32);
     for (tile, state) in softmax.rows.iter().enumerate() {
         for (half, row) in state.iter().enumerate() {
             let value = softmax.params.lse(k, row.max, row.sum);
-            let index = place.row(k, work, tile, half);
-            let exists = k.setp_lt_s32(index, work.len_q);
+            let index = place.row(k, rows, tile, half);
+            let exists = k.setp_lt_s32(index, rows.len_q);
             let mine = k.and_pred(first, exists);
             let address = Work::row_address(k, lse, index, stride);
             k.when(mine, |k| k.st_global(address, value));
@@ -56,7 +56,7 @@ pub(crate) fn store_lse(
 pub(crate) fn store_output(
     k: &mut KernelBuilder,
     spec: &Spec,
-    work: &Work,
+    rows: &Rows,
     place: &Place,
     staging: Shared,
     tile: Tile,
@@ -91,8 +91,8 @@ pub(crate) fn store_output(
     let row = k.shr_u32(place.lane, tile.chunks().trailing_zeros());
     let chunk = k.and_b32(place.lane, tile.chunks() - 1);
     let stride = k.param(FwdParams::o_row);
-    let first_row = k.add_u32(work.first_row, place.warp_row);
-    let o_head = work.o(k);
+    let first_row = k.add_u32(rows.first_row, place.warp_row);
+    let o_head = rows.o(k);
     for first in (0..16 * o.len() as u32).step_by(rows_at_once as usize) {
         let row = k.add_u32(row, first);
         let line = k.shr_u32(row, shift);
@@ -102,7 +102,7 @@ pub(crate) fn store_output(
         let at = k.mad_lo_u32(row, tile.pitch(), swizzled);
         let at = k.add_u32(warp_base, at);
         let index = k.add_u32(first_row, row);
-        let exists = k.setp_lt_s32(index, work.len_q);
+        let exists = k.setp_lt_s32(index, rows.len_q);
         let out = Work::row_address(k, o_head, index, stride);
         let out = k.mad_wide_u32(chunk, CHUNK, out);
         for panel in 0..tile.panels() {

@@ -10,7 +10,7 @@ use flashcore_ptx::{B32, F32, KernelBuilder, MatrixTy, Reg};
 use crate::{
     Dtype,
     softmax::{NEG_INF, SoftmaxParams},
-    work::Work,
+    work::{Rows, Work},
 };
 
 /// One thread's part of a 16×8 accumulator.
@@ -77,8 +77,8 @@ impl Place {
     }
 
     /// The row in the problem of the upper or lower half of a 16-row tile.
-    pub fn row(&self, k: &mut KernelBuilder, work: &Work, tile: usize, half: usize) -> Reg<B32> {
-        let first = k.add_u32(work.first_row, self.warp_row);
+    pub fn row(&self, k: &mut KernelBuilder, rows: &Rows, tile: usize, half: usize) -> Reg<B32> {
+        let first = k.add_u32(rows.first_row, self.warp_row);
         let row = k.add_u32(first, self.g);
         k.add_u32(row, (16 * tile + 8 * half) as u32)
     }
@@ -100,7 +100,7 @@ impl Place {
         let origin = k.add_s32(first_key, self.column);
         for (tile, scores) in scores.iter_mut().enumerate() {
             for (half, elements) in HALVES.iter().enumerate() {
-                let row = self.row(k, work, tile, half);
+                let row = self.row(k, &work.rows, tile, half);
                 let end = work.row_end(k, row);
                 let end = k.sub_s32(end, origin);
                 let begin = work.row_begin(k, row).map(|begin| k.sub_s32(begin, origin));

@@ -47,8 +47,8 @@ impl Schedule {
         let tid = k.tid_x();
         let warp = k.shr_u32(tid, 5u32);
         let lane = k.and_b32(tid, 31u32);
-        let row = k.add_u32(work.first_row, warp);
-        let beyond = k.setp_ge_s32(row, work.len_q);
+        let row = k.add_u32(work.rows.first_row, warp);
+        let beyond = k.setp_ge_s32(row, work.rows.len_q);
         k.if_(beyond, |k| k.exit());
 
         let q_row = k.param(FwdParams::q_row);
@@ -97,7 +97,7 @@ impl Schedule {
         k.section("write the row");
         let inverse = SoftmaxParams::inverse(k, sum);
         let o_row = k.param(FwdParams::o_row);
-        let o_head = work.o(k);
+        let o_head = work.rows.o(k);
         let out = Work::row_address(k, o_head, row, o_row);
         let address = k.mad_wide_u32(lane, 2u32, out);
         for (part, &o) in v_lanes.parts().zip(&o) {
@@ -110,7 +110,7 @@ impl Schedule {
             }
         }
         if spec.lse {
-            let lse = work.lse(k);
+            let lse = work.rows.lse(k);
             let lse_row = k.param(FwdParams::lse_row);
             let address = Work::row_address(k, lse, row, lse_row);
             let value = softmax.lse(k, max, sum);

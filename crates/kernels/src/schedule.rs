@@ -30,7 +30,7 @@ impl Kernel {
         }
     }
 
-    /// The schedules to try for a spec, best guess first. The search goes beyond them; these need no device.
+    /// The schedules to try for a spec, best first. The search goes beyond them; these were measured on an H200.
     pub fn schedules(self, spec: &Spec) -> Vec<Schedule> {
         let order = if spec.right { Order::LongestFirst } else { Order::HeadByHead };
         let fwd = |block_m, block_n, warps, stages, q_in_regs| {
@@ -41,13 +41,24 @@ impl Kernel {
             Kernel::Sm80Mma => {
                 [64, 32, 16].map(|block_n| Schedule::Sm80Mma(sm80_mma::Schedule { block_n })).into()
             }
-            Kernel::Sm80Fwd => vec![
-                fwd(128, 64, 4, 2, false),
-                fwd(128, 64, 8, 2, false),
-                fwd(64, 64, 4, 2, false),
-                fwd(64, 64, 4, 1, false),
-                fwd(64, 32, 4, 1, false),
-            ],
+            Kernel::Sm80Fwd => {
+                let widest = spec.head_dim.max(spec.head_dim_v);
+                // Warps of 32 queries read keys and values half as often; their output fills the registers at
+                // head dims over 64, and then only short key tiles fit beside it.
+                let large = match widest {
+                    ..=64 => vec![fwd(128, 64, 4, 2, true), fwd(128, 64, 4, 2, false)],
+                    _ if spec.right => vec![fwd(128, 32, 4, 3, false), fwd(128, 64, 8, 3, true)],
+                    _ => vec![fwd(128, 128, 8, 1, true), fwd(128, 64, 8, 2, true)],
+                };
+                let rest = [
+                    fwd(128, 64, 8, 1, false),
+                    fwd(64, 64, 4, 2, true),
+                    fwd(64, 64, 4, 2, false),
+                    fwd(64, 64, 4, 1, false),
+                    fwd(64, 32, 4, 1, false),
+                ];
+                large.into_iter().chain(rest).collect()
+            }
         }
     }
 
@@ -161,13 +172,10 @@ pub enum ScheduleError {
     Build(#[from] BuildErrors),
 }
 
-/// Registers beside the fragments that the main loop keeps: addresses, counters, softmax state. Fitted to what
-/// ptxas reports over the grid of schedules.
-const OTHER_REGISTERS: u32 = 60;
-
-/// Whether so many registers of fragments leave a thread enough for the rest.
-pub(crate) fn check_registers(fragments: u32) -> Result<(), ScheduleError> {
-    let (needs, limit) = (fragments + OTHER_REGISTERS, 255);
+/// Whether a thread can have so many registers of fragments and `others` beside them. Each kernel's number of
+/// others is such that ptxas spills nothing over its schedules.
+pub(crate) fn check_registers(fragments: u32, others: u32) -> Result<(), ScheduleError> {
+    let (needs, limit) = (fragments + others, 255);
     if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
 }
 

@@ -15,8 +15,11 @@ use crate::{
     schedule::check_registers,
     softmax::{OnlineSoftmax, SoftmaxParams},
     swizzle::{CHUNK, Tile},
-    work::{KeyRange, Order, Work},
+    work::{KeyRange, Order, Rows, Work},
 };
+
+/// Registers beside the fragments: operands on their way to the tensor cores, addresses, softmax state.
+const OTHER_REGISTERS: u32 = 88;
 
 /// The knobs of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -119,7 +122,7 @@ impl Schedule {
         self.memory(spec).layout.fits(target)?;
         let tiles = self.tiles(spec);
         let q = if self.q_in_regs { tiles.q.cols / 4 } else { 4 };
-        check_registers(self.m_tiles() * (self.block_n / 2 + tiles.o.cols / 2 + q))
+        check_registers(self.m_tiles() * (self.block_n / 2 + tiles.o.cols / 2 + q), OTHER_REGISTERS)
     }
 
     pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
@@ -127,7 +130,9 @@ impl Schedule {
         let mut k = KernelBuilder::new("flashcore_sm80_fwd", target)
             .params::<FwdParams>()
             .shared(memory.layout.clone())
-            .threads(32 * self.warps);
+            .threads(32 * self.warps)
+            // Without a number, ptxas may spill for the sake of one more block on a multiprocessor.
+            .min_blocks_per_sm(1);
         self.body(&mut k, spec, &memory);
         k
     }
@@ -149,7 +154,9 @@ impl Schedule {
         k.section("epilogue");
         softmax.finish(k);
         epilogue::normalise(k, &softmax, &o);
-        epilogue::store_lse(k, spec, &work, &place, &softmax);
+        let rows = Rows::find(k, self.block_m, self.order);
+        let place = Place::new(k, self.block_m / self.warps);
+        epilogue::store_lse(k, spec, &rows, &place, &softmax);
         // A warp stages its output in its own rows; where these are not the rows that it read its queries from,
         // the other warps must be done with theirs.
         if tiles.o.cols == tiles.q.cols {
@@ -157,7 +164,7 @@ impl Schedule {
         } else {
             k.bar_sync_all();
         }
-        epilogue::store_output(k, spec, &work, &place, memory.o, tiles.o, &o);
+        epilogue::store_output(k, spec, &rows, &place, memory.o, tiles.o, &o);
     }
 }
 
@@ -255,9 +262,9 @@ impl<'a> MainLoop<'a> {
         k.section("main loop: the first copies");
         let first_key = k.mul_lo_u32(last, block_n);
         let rows_left = k.sub_s32(self.work.keys, first_key);
-        let q_address = Work::row_address(k, self.work.q, self.work.first_row, self.q_row);
+        let q_address = Work::row_address(k, self.work.q, self.work.rows.first_row, self.q_row);
         let q_source = self.q_copy.source(k, q_address);
-        let queries_left = k.sub_s32(self.work.len_q, self.work.first_row);
+        let queries_left = k.sub_s32(self.work.rows.len_q, self.work.rows.first_row);
         k.comment("the queries");
         self.q_copy.start(k, self.memory.q, None, q_source, Some(queries_left));
         let k_address = Work::row_address(k, self.work.k, first_key, self.k_row);

@@ -18,6 +18,9 @@ use crate::{
 const WARPS: u32 = 4;
 const BLOCK_M: u32 = 16 * WARPS;
 
+/// Registers beside the fragments: operands, addresses, softmax state.
+const OTHER_REGISTERS: u32 = 44;
+
 /// The knobs of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Schedule {
@@ -82,7 +85,7 @@ impl Schedule {
         }
         self.memory(spec).layout.fits(target)?;
         let (k_tile, v_tile, _) = self.tiles(spec);
-        check_registers(self.block_n / 2 + v_tile.cols() / 2 + k_tile.cols() / 4)
+        check_registers(self.block_n / 2 + v_tile.cols() / 2 + k_tile.cols() / 4, OTHER_REGISTERS)
     }
 
     pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
@@ -159,8 +162,8 @@ impl Schedule {
         k.section("epilogue");
         softmax.finish(k);
         epilogue::normalise(k, &softmax, &o);
-        epilogue::store_lse(k, spec, &work, &place, &softmax);
-        epilogue::store_output(k, spec, &work, &place, memory.o, o_tile, &o);
+        epilogue::store_lse(k, spec, &work.rows, &place, &softmax);
+        epilogue::store_output(k, spec, &work.rows, &place, memory.o, o_tile, &o);
     }
 }
 
@@ -169,8 +172,8 @@ fn load_queries(k: &mut KernelBuilder, spec: &Spec, work: &Work, place: Place) -
     k.section("the queries");
     let stride = k.param(FwdParams::q_row);
     let rows = [0, 1].map(|half| {
-        let row = place.row(k, work, 0, half);
-        let exists = k.setp_lt_s32(row, work.len_q);
+        let row = place.row(k, &work.rows, 0, half);
+        let exists = k.setp_lt_s32(row, work.rows.len_q);
         let address = Work::row_address(k, work.q, row, stride);
         (k.mad_wide_u32(place.column, 2u32, address), exists)
     });

@@ -24,22 +24,56 @@ impl Order {
     }
 }
 
+/// The rows of a head that one block works on.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows {
+    batch: Reg<B32>,
+    head: Reg<B32>,
+    /// Queries a head.
+    pub len_q: Reg<B32>,
+    /// The first row of this block.
+    pub first_row: Reg<B32>,
+}
+
+impl Rows {
+    /// Finds this block's rows, for blocks of so many rows. The epilogue asks again, so that the main loop does
+    /// not carry along what only the epilogue needs.
+    pub fn find(k: &mut KernelBuilder, rows: u32, order: Order) -> Self {
+        let (x, y, z) = (k.ctaid_x(), k.ctaid_y(), k.ctaid_z());
+        let (block, head, batch) = match order {
+            Order::HeadByHead => (x, y, z),
+            Order::LongestFirst => {
+                let blocks = k.nctaid_z();
+                let last = k.sub_u32(blocks, 1u32);
+                (k.sub_u32(last, z), x, y)
+            }
+        };
+        Self { batch, head, len_q: k.param(FwdParams::len_q), first_row: k.mul_lo_u32(block, rows) }
+    }
+
+    /// The output of this head.
+    pub fn o(&self, k: &mut KernelBuilder) -> Reg<B64> {
+        head_address(k, FwdParams::o, FwdParams::o_batch, FwdParams::o_head, self.batch, self.head)
+    }
+
+    /// The lse of this head.
+    pub fn lse(&self, k: &mut KernelBuilder) -> Reg<B64> {
+        head_address(k, FwdParams::lse, FwdParams::lse_batch, FwdParams::lse_head, self.batch, self.head)
+    }
+}
+
 /// What one block works on.
 pub(crate) struct Work {
+    /// Its rows.
+    pub rows: Rows,
     /// The queries of this head.
     pub q: Reg<B64>,
     /// The keys of this head.
     pub k: Reg<B64>,
     /// The values of this head.
     pub v: Reg<B64>,
-    head: Reg<B32>,
-    batch: Reg<B32>,
-    /// Queries a head.
-    pub len_q: Reg<B32>,
     /// Keys of this batch entry.
     pub keys: Reg<B32>,
-    /// The first row of this block.
-    pub first_row: Reg<B32>,
     /// A query's own place is its row plus this; present where a bound counts from it.
     shift: Option<Reg<B32>>,
     left: Option<Reg<B32>>,
@@ -74,23 +108,14 @@ impl Work {
     /// Reads the parameters and finds this block's part, for blocks of so many rows.
     pub fn begin(k: &mut KernelBuilder, spec: &Spec, rows: u32, order: Order) -> Self {
         k.section("work: which rows of which head");
-        let (x, y, z) = (k.ctaid_x(), k.ctaid_y(), k.ctaid_z());
-        let (block, head, batch) = match order {
-            Order::HeadByHead => (x, y, z),
-            Order::LongestFirst => {
-                let blocks = k.nctaid_z();
-                let last = k.sub_u32(blocks, 1u32);
-                (k.sub_u32(last, z), x, y)
-            }
-        };
-        let first_row = k.mul_lo_u32(block, rows);
+        let rows = Rows::find(k, rows, order);
+        let Rows { batch, head, len_q, .. } = rows;
         let kv_head = if spec.grouped {
             let group = k.param(FwdParams::group);
             k.div_u32(head, group)
         } else {
             head
         };
-        let len_q = k.param(FwdParams::len_q);
         let keys = if spec.key_lengths {
             let lengths = k.param(FwdParams::key_lengths);
             let own = k.mad_wide_u32(batch, 4u32, lengths);
@@ -106,17 +131,7 @@ impl Work {
         let mut bound = |wanted: bool, handle: ParamHandle<FwdParams, i32>| wanted.then(|| k.param(handle));
         let left = bound(spec.left, FwdParams::left);
         let right = bound(spec.right, FwdParams::right);
-        Self { q, k: key, v: value, head, batch, len_q, keys, first_row, shift, left, right }
-    }
-
-    /// The output of this head. Found when it is needed, so that the main loop does not carry it along.
-    pub fn o(&self, k: &mut KernelBuilder) -> Reg<B64> {
-        head_address(k, FwdParams::o, FwdParams::o_batch, FwdParams::o_head, self.batch, self.head)
-    }
-
-    /// The lse of this head.
-    pub fn lse(&self, k: &mut KernelBuilder) -> Reg<B64> {
-        head_address(k, FwdParams::lse, FwdParams::lse_batch, FwdParams::lse_head, self.batch, self.head)
+        Self { rows, q, k: key, v: value, keys, shift, left, right }
     }
 
     /// The address of a row of a tensor whose rows are so many bytes apart.
@@ -145,12 +160,12 @@ impl Work {
     /// The keys that this block's rows see, for blocks of so many rows.
     pub fn key_range(&self, k: &mut KernelBuilder, rows: u32) -> KeyRange {
         k.section("work: which keys these rows see");
-        let past = k.add_s32(self.first_row, rows as i32);
-        let past = k.min_s32(past, self.len_q);
+        let past = k.add_s32(self.rows.first_row, rows as i32);
+        let past = k.min_s32(past, self.rows.len_q);
         let last_row = k.sub_s32(past, 1);
         let end = self.row_end(k, last_row);
-        let full_end = self.row_end(k, self.first_row);
-        let begin = self.row_begin(k, self.first_row).unwrap_or_else(|| k.mov_b32(0));
+        let full_end = self.row_end(k, self.rows.first_row);
+        let begin = self.row_begin(k, self.rows.first_row).unwrap_or_else(|| k.mov_b32(0));
         let full_begin = self.row_begin(k, last_row).unwrap_or(begin);
         KeyRange { begin, end, full_begin, full_end: k.max_s32(full_end, 0) }
     }

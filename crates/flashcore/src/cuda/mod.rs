@@ -384,14 +384,14 @@ struct Staged<'a> {
 }
 
 impl staging::Memory for Staged<'_> {
-    fn upload(&mut self, bytes: &[u8]) -> Result<u64> {
+    fn upload(&mut self, _: &str, bytes: &[u8]) -> Result<u64> {
         let bytes = if bytes.is_empty() { &[0][..] } else { bytes };
         let buffer = self.cuda.stream.upload_new(bytes).map_err(|error| self.cuda.error(&error))?;
         self.buffers.push(buffer);
         Ok(self.buffers[self.buffers.len() - 1].address())
     }
 
-    fn reserve(&mut self, len: usize) -> Result<u64> {
+    fn reserve(&mut self, _: &str, len: usize) -> Result<u64> {
         let buffer = self.cuda.context().alloc(len.max(1)).map_err(|error| self.cuda.error(&error))?;
         self.buffers.push(buffer);
         Ok(self.buffers[self.buffers.len() - 1].address())

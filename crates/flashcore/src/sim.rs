@@ -1,0 +1,177 @@
+//! The simulated device: the same plans and the same PTX modules as on a GPU, run on the CPU and watched.
+//!
+//! A run fails on anything that the simulator has to say about it (races, reads of memory that holds no value,
+//! deadlocks, …) and on any output element that no thread wrote, so a result is one that no luck had a part in.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use flashcore_kernels::Schedule;
+use flashcore_ptx::{KernelParams, Module, Target};
+pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, Report, Stats};
+use flashcore_sim::{Buffer, LaunchDims, Sim};
+
+use crate::{
+    Error, Problem, Result,
+    contract::Call,
+    plan::{Addresses, Hardware, Kernel, Plan},
+    staging,
+};
+
+/// A GPU that is simulated.
+#[derive(Clone)]
+pub struct SimGpu {
+    hardware: Hardware,
+    config: Config,
+    choice: Choice,
+    edit: Option<Edit>,
+    last: Arc<Mutex<Option<Report>>>,
+}
+
+/// A change to a module before it runs.
+type Edit = Arc<dyn Fn(&mut Module) + Send + Sync>;
+
+/// Who chooses the schedule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Choice {
+    Planner,
+    Kernel(Kernel),
+    Schedule(Schedule),
+}
+
+impl SimGpu {
+    /// A typical GPU of a target, with asynchronous effects as late as they may come.
+    pub fn new(target: Target) -> Self {
+        let hardware = Hardware::typical(target);
+        Self {
+            hardware,
+            config: Config::default(),
+            choice: Choice::Planner,
+            edit: None,
+            last: Arc::default(),
+        }
+    }
+
+    /// The same with another way of simulating.
+    pub fn with_config(self, config: Config) -> Self {
+        Self { config, ..self }
+    }
+
+    /// The same with the default schedule of one kernel.
+    pub fn with_kernel(self, kernel: Kernel) -> Self {
+        Self { choice: Choice::Kernel(kernel), ..self }
+    }
+
+    /// The same with one schedule for every problem.
+    pub fn with_schedule(self, schedule: Schedule) -> Self {
+        Self { choice: Choice::Schedule(schedule), ..self }
+    }
+
+    /// The same with a change to the kernel before it runs: how a test plants a fault and sees whether it is
+    /// found.
+    pub fn with_edit(self, edit: impl Fn(&mut Module) + Send + Sync + 'static) -> Self {
+        Self { edit: Some(Arc::new(edit)), ..self }
+    }
+
+    /// The plan for a problem.
+    pub fn plan(&self, problem: &Problem) -> Result<Plan> {
+        match self.choice {
+            Choice::Planner => Plan::choose(problem, &self.hardware),
+            Choice::Kernel(kernel) => Plan::with_kernel(problem, &self.hardware, kernel),
+            Choice::Schedule(schedule) => Plan::with_schedule(problem, &self.hardware, schedule),
+        }
+    }
+
+    /// What the simulator said of the last run, clones' included.
+    pub fn last_report(&self) -> Option<Report> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
+        let plan = self.plan(&call.problem)?;
+        if plan.blocks() == 0 {
+            return Ok(());
+        }
+        let mut module = plan.module()?;
+        if let Some(edit) = &self.edit {
+            edit(&mut module);
+        }
+        let mut memory = Memory { sim: Sim::new(self.config.clone()), buffers: Vec::new() };
+        staging::run(&mut memory, call, |memory, addresses| self.launch(memory, &plan, &module, addresses))
+    }
+
+    fn launch(&self, memory: &mut Memory, plan: &Plan, module: &Module, addresses: &Addresses) -> Result<()> {
+        let params = plan.params(addresses).pack();
+        let dims = LaunchDims {
+            grid: plan.grid,
+            block: [plan.threads, 1, 1],
+            cluster: None,
+            dynamic_shared: Some(plan.shared_bytes),
+        };
+        let report = memory.sim.launch(module, &module.kernels[0].name, dims, &params);
+        let report = report.map_err(|error| failed(&error.to_string()))?;
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.clone());
+        if let Some(first) = report.findings.first() {
+            let more = report.findings.len() - 1;
+            let rest = if more > 0 { format!("\n(and {more} more)") } else { String::new() };
+            return Err(failed(&format!("{first}{rest}")));
+        }
+        for (name, address) in [("o", Some(addresses.o.0)), ("lse", addresses.lse.map(|lse| lse.0))] {
+            let Some(buffer) = address.and_then(|address| memory.find(address)) else { continue };
+            if let Some(range) = memory.sim.unwritten(buffer).first() {
+                return Err(failed(&format!("{name} was not written: bytes {range:?} of {}", buffer.len)));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for SimGpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SimGpu")
+            .field("hardware", &self.hardware)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Display for SimGpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "sim ({}, asynchronous effects {:?})", self.hardware.target, self.config.async_mode)
+    }
+}
+
+/// The simulator's memory during one run.
+struct Memory {
+    sim: Sim,
+    buffers: Vec<Buffer>,
+}
+
+impl Memory {
+    fn find(&self, address: u64) -> Option<Buffer> {
+        self.buffers.iter().copied().find(|buffer| buffer.address == address)
+    }
+}
+
+impl staging::Memory for Memory {
+    fn upload(&mut self, name: &str, bytes: &[u8]) -> Result<u64> {
+        let buffer = self.sim.alloc_from(name, bytes);
+        self.buffers.push(buffer);
+        Ok(buffer.address)
+    }
+
+    fn reserve(&mut self, name: &str, len: usize) -> Result<u64> {
+        let buffer = self.sim.alloc(name, len);
+        self.buffers.push(buffer);
+        Ok(buffer.address)
+    }
+
+    fn download(&mut self, address: u64, out: &mut [u8]) -> Result<()> {
+        let buffer = self.find(address).expect("staging downloads what it reserved");
+        out.copy_from_slice(&self.sim.read(buffer)[..out.len()]);
+        Ok(())
+    }
+}
+
+fn failed(what: &str) -> Error {
+    Error::Device { device: "sim".into(), what: what.into() }
+}

@@ -1,0 +1,143 @@
+//! Every schedule that a plan can choose assembles for its targets, within the registers: ptxas is the judge.
+
+use std::sync::{
+    Mutex,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use flashcore_kernels::{Dtype, Kernel, Schedule, Spec, sm80_fwd};
+use flashcore_ptx::{Target, ptxas::Ptxas};
+
+/// Specs that between them reach every part of the kernels' code.
+fn specs() -> Vec<Spec> {
+    let new = |head_dim| Spec::new(Dtype::F16, head_dim);
+    vec![
+        new(64),
+        new(64).causal().with_lse(),
+        new(128),
+        new(128).causal().with_lse(),
+        new(256).causal(),
+        Spec { head_dim_v: 128, ..new(192) },
+        Spec {
+            dtype: Dtype::Bf16,
+            left: true,
+            softcap: true,
+            key_lengths: true,
+            grouped: true,
+            ..new(96).causal().with_lse()
+        },
+        Spec { head_dim_v: 72, top_left: true, ..new(40).causal() },
+        new(8),
+    ]
+}
+
+/// The faults of a schedule for a spec and a target, as ptxas sees them; `None` where the schedule is refused
+/// before emission.
+fn faults(ptxas: &Ptxas, schedule: Schedule, spec: &Spec, target: Target) -> Option<Vec<String>> {
+    schedule.check(spec, target).ok()?;
+    let what = format!("{schedule} for {spec:?} on {target}");
+    let module = schedule.emit(spec, target).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let assembled = ptxas.assemble(&module, target).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let mut faults: Vec<String> =
+        assembled.remarks.iter().map(|remark| format!("{what}: {}", remark.text)).collect();
+    for kernel in &assembled.kernels {
+        if kernel.spill_store_bytes + kernel.spill_load_bytes + kernel.stack_bytes > 0 {
+            faults.push(format!(
+                "{what}: {} registers, {} bytes spilled",
+                kernel.registers, kernel.spill_store_bytes
+            ));
+        }
+    }
+    Some(faults)
+}
+
+/// Assembles all, on every core, and returns how many there were.
+fn assemble_all(work: &[(Schedule, Spec, Target)]) -> usize {
+    let Some(ptxas) = Ptxas::find_or_skip().unwrap() else {
+        eprintln!("skipped: no ptxas here; ./check tools installs it");
+        return work.len();
+    };
+    let (next, assembled) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let found = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while let Some(&(schedule, spec, target)) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    if let Some(faults) = faults(&ptxas, schedule, &spec, target) {
+                        assembled.fetch_add(1, Ordering::Relaxed);
+                        found.lock().unwrap().extend(faults);
+                    }
+                }
+            });
+        }
+    });
+    let found = found.into_inner().unwrap();
+    assert!(found.is_empty(), "{}", found.join("\n"));
+    assembled.into_inner()
+}
+
+#[test]
+fn every_default_schedule_assembles_without_a_spill() {
+    let mut work = Vec::new();
+    for spec in specs() {
+        for kernel in Kernel::ALL {
+            for target in [Target::Sm80, Target::Sm89, Target::Sm90a] {
+                // Those that the planner may come to: each is the first that fits on some target.
+                let first = kernel.default_schedule(&spec, target).unwrap();
+                let small = kernel.schedules(&spec).into_iter().find(|schedule| {
+                    schedule.check(&spec, target).is_ok() && schedule.geometry(&spec).rows <= 64
+                });
+                work.push((first, spec, target));
+                work.extend(small.filter(|&small| small != first).map(|small| (small, spec, target)));
+            }
+        }
+    }
+    assert!(assemble_all(&work) >= specs().len() * 9);
+}
+
+/// Takes minutes: run it with `cargo test -p flashcore-kernels -- --ignored` after a change to the kernels.
+#[test]
+#[ignore = "assembles the whole search space, which takes minutes"]
+fn the_whole_grid_assembles_without_a_spill() {
+    let specs = [64, 128, 256]
+        .map(|head_dim| [Spec::new(Dtype::F16, head_dim), Spec::new(Dtype::F16, head_dim).causal()]);
+    let mut work = Vec::new();
+    for spec in specs.into_iter().flatten() {
+        let grid = sm80_fwd::Schedule::grid().into_iter().map(Schedule::Sm80Fwd);
+        work.extend(grid.map(|schedule| (schedule, spec, Target::Sm80)));
+    }
+    assert!(assemble_all(&work) > 100);
+}
+
+#[test]
+fn a_schedule_over_the_shared_memory_of_a_target_is_refused_with_the_sizes() {
+    let text = "sm80_fwd:block_m=128,block_n=128,warps=8,stages=2,q_in_regs=0,order=head";
+    let schedule: Schedule = text.parse().unwrap();
+    let spec = Spec::new(Dtype::F16, 128);
+    assert!(schedule.check(&spec, Target::Sm80).is_ok());
+    let refused = schedule.emit(&spec, Target::Sm89).unwrap_err().to_string();
+    for part in ["163840", "101376", "q 32768", "k 65536", "v 65536"] {
+        assert!(refused.contains(part), "{part} is missing in: {refused}");
+    }
+}
+
+#[test]
+fn text_that_names_no_schedule_is_refused_with_the_reason() {
+    for (text, reason) in [
+        ("sm80_fwd", "kernel:knob=value"),
+        ("sm99:block_n=64", "'sm99' is not a kernel"),
+        ("sm80_mma:block_n", "knob=value"),
+        ("sm80_mma:block_n=x", "whole number"),
+        ("sm80_mma:", "needs the knob block_n"),
+        ("sm80_mma:block_n=64,block_m=64", "no knob block_m"),
+        ("scalar:warps=99", ""),
+    ] {
+        let parsed: Result<Schedule, _> = text.parse();
+        match parsed {
+            Err(error) => assert!(error.to_string().contains(reason), "{text}: {error}"),
+            Ok(schedule) => {
+                assert!(schedule.check(&Spec::new(Dtype::F16, 64), Target::Sm80).is_err(), "{text}")
+            }
+        }
+    }
+}
