@@ -300,7 +300,7 @@ impl<'k> Decoder<'k> {
     fn unsupported(&self, pc: usize, why: &str) -> SimError {
         SimError::Unsupported {
             kernel: self.kernel.name.clone(),
-            instruction: format!("{:?}", self.kernel.body[pc].op),
+            instruction: self.kernel.line(&self.kernel.body[pc]),
             place: self.kernel.describe(pc).to_string(),
             why: why.to_string(),
         }

@@ -99,7 +99,7 @@ pub enum Severity {
 pub struct Site {
     /// Its index in the kernel's body.
     pub pc: u32,
-    /// The mnemonic with its modifiers.
+    /// The instruction as PTX has it.
     pub instruction: String,
     /// The section it stands in.
     pub section: Option<String>,
@@ -115,10 +115,7 @@ impl Site {
         let place = kernel.describe(pc as usize);
         Site {
             pc,
-            instruction: kernel
-                .body
-                .get(pc as usize)
-                .map_or_else(|| "the end".to_string(), |i| format!("{:?}", i.op)),
+            instruction: kernel.body.get(pc as usize).map_or("the end".to_string(), |inst| kernel.line(inst)),
             section: place.section.map(str::to_string),
             comment: place.comment.map(str::to_string),
             loc: place.loc,

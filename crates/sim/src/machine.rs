@@ -282,7 +282,7 @@ impl<'a> Cluster<'a> {
         let kernel = &self.launch.program.kernel;
         self.tally.error.get_or_insert_with(|| SimError::Unsupported {
             kernel: kernel.name.clone(),
-            instruction: format!("{:?}", kernel.body[pc as usize].op),
+            instruction: kernel.line(&kernel.body[pc as usize]),
             place: kernel.describe(pc as usize).to_string(),
             why: why.to_string(),
         });
