@@ -59,7 +59,7 @@ pub fn execute(regs: &mut Regs, inst: &AluInst, mask: u32) {
         MulLoU32 | MulLoS32 => bin(regs, mask, d, a, b, u32::wrapping_mul),
         MulHiU32 => bin(regs, mask, d, a, b, |a, b| ((u64::from(a) * u64::from(b)) >> 32) as u32),
         MulHiS32 => {
-            bin(regs, mask, d, a, b, |a, b| ((i64::from(a as i32) * i64::from(b as i32)) >> 32) as u32)
+            bin(regs, mask, d, a, b, |a, b| ((i64::from(a as i32) * i64::from(b as i32)) >> 32) as u32);
         }
         MulWideU32 => wide(regs, mask, d, a, b, |a, b| u64::from(a) * u64::from(b)),
         MulWideS32 => wide(regs, mask, d, a, b, |a, b| (i64::from(a as i32) * i64::from(b as i32)) as u64),
