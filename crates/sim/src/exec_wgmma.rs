@@ -9,7 +9,7 @@ use std::collections::{HashMap, VecDeque};
 
 use flashcore_ptx::{AccTy, MatrixTy, Op, Wgmma};
 
-use crate::clock::{Agent, Lanes, Proxy, Stamp, WarpClock};
+use crate::clock::{Agent, Edge, Lanes, Proxy, Stamp, WarpClock};
 use crate::decode::{Code, Slot};
 use crate::descriptor::Descriptor;
 use crate::findings::{FindingKind, Severity};
@@ -445,10 +445,12 @@ impl Cluster<'_> {
             faults.visit(shared, address, checks, &access);
         });
         if let Some(mut found) = faults.conflict {
-            // A write of the warpgroup itself needs no barrier, only the fence.
-            let warp = usize::from(found.prior.agent);
-            if (first..first + 4).contains(&warp) {
-                found.edge = crate::clock::Edge::MissingProxyFence;
+            // A write of the warpgroup itself that its own warp has not fenced lacks the fence first of all.
+            let writer = usize::from(found.prior.agent);
+            if (first..first + 4).contains(&writer)
+                && self.warps[writer].clocks.edge(found.prior, Lanes::ALL, Proxy::Async) != Edge::Ordered
+            {
+                found.edge = Edge::MissingProxyFence;
             }
             self.report_conflict(first, 0, pc, block, false, found);
         }

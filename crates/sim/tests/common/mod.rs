@@ -49,13 +49,22 @@ pub fn kernel(
 
 /// A kernel of [`Maps`] for Hopper.
 pub fn hopper(threads: u32, shared: SharedLayout, emit: impl FnOnce(&mut KernelBuilder)) -> Module {
+    try_hopper(threads, shared, emit).expect("the test kernel is well formed")
+}
+
+/// The same, or what the ptx crate's own checker has to say about it.
+pub fn try_hopper(
+    threads: u32,
+    shared: SharedLayout,
+    emit: impl FnOnce(&mut KernelBuilder),
+) -> Result<Module, BuildErrors> {
     let mut k = KernelBuilder::new("test", Target::Sm90a)
         .params::<Maps>()
         .shared(shared)
         .threads(threads)
         .min_blocks_per_sm(1);
     emit(&mut k);
-    Module::new(Target::Sm90a).with(k.finish().expect("the test kernel is well formed"))
+    Ok(Module::new(Target::Sm90a).with(k.finish()?))
 }
 
 /// What a run left behind.
