@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use flashcore::{DType, Mask, Problem, cpu};
 use serde::Serialize;
 
-use crate::engine::{CpuEngine, Engine};
+use crate::engine::{DeviceEngine, Engine};
 use crate::guarded::{Arrangement, Guarded, Poison};
 use crate::inputs::Distribution;
 use crate::operands::Operands;
@@ -181,7 +181,7 @@ impl Outcome {
 /// How cells are timed.
 #[derive(Debug)]
 pub struct Bench {
-    engine: CpuEngine,
+    engine: DeviceEngine,
     isa: cpu::Isa,
     threads: usize,
     effort: Effort,
@@ -191,11 +191,11 @@ pub struct Bench {
 impl Bench {
     /// With the CPU engine on given instructions and threads, and torch where there is one.
     pub fn new(isa: cpu::Isa, threads: usize, effort: Effort, torch: Option<Torch>) -> Result<Self, String> {
-        Ok(Self { engine: CpuEngine::new(isa, threads)?, isa, threads, effort, torch })
+        Ok(Self { engine: DeviceEngine::cpu(isa, threads)?, isa, threads, effort, torch })
     }
 
     /// The engine under test.
-    pub fn engine(&self) -> &CpuEngine {
+    pub fn engine(&self) -> &DeviceEngine {
         &self.engine
     }
 
@@ -301,13 +301,13 @@ fn yardstick(operands: &Operands) -> (Yardstick, Judged) {
 
 /// The CPU engine on the clock.
 struct Ours<'a> {
-    engine: &'a CpuEngine,
+    engine: &'a DeviceEngine,
     operands: &'a Operands,
     o: Guarded,
 }
 
 impl<'a> Ours<'a> {
-    fn new(engine: &'a CpuEngine, operands: &'a Operands) -> Self {
+    fn new(engine: &'a DeviceEngine, operands: &'a Operands) -> Self {
         let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = operands.problem;
         let mut o = Guarded::new(dtype, Arrangement::Bhsd, [batch, heads_q, len_q, head_dim_v]);
         o.poison(Poison::First);

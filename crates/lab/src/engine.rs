@@ -28,40 +28,45 @@ pub trait Engine: Send + Sync {
     ) -> flashcore::Result<()>;
 }
 
-/// The CPU engine on one of its instruction sets.
+/// A device of the library, put under test or on the clock.
 #[derive(Clone, Debug)]
-pub struct CpuEngine {
+pub struct DeviceEngine {
     name: String,
     device: Device,
 }
 
-impl CpuEngine {
-    /// On a given instruction set with a given number of threads (0: all cores).
-    pub fn new(isa: cpu::Isa, threads: usize) -> Result<Self, String> {
+impl DeviceEngine {
+    /// The CPU on a given instruction set with a given number of threads (0: all cores).
+    pub fn cpu(isa: cpu::Isa, threads: usize) -> Result<Self, String> {
         let schedule = format!("threads={threads}").parse()?;
         let engine = cpu::Engine::new().with_isa(isa)?.with_schedule(schedule);
         Ok(Self { name: format!("cpu-{isa}"), device: Device::cpu_with(engine) })
     }
 
-    /// Every instruction set that this CPU runs, the widest first.
-    pub fn all() -> Vec<Self> {
-        let engine = |isa| Self::new(isa, 0).expect("an available instruction set makes an engine");
+    /// The CPU on every instruction set that it has, the widest first.
+    pub fn cpu_paths() -> Vec<Self> {
+        let engine = |isa| Self::cpu(isa, 0).expect("an available instruction set makes an engine");
         cpu::available().into_iter().rev().map(engine).collect()
     }
 
-    /// The device that it runs on.
+    /// The GPU of a number, or why it cannot be used.
+    pub fn cuda(ordinal: u32) -> flashcore::Result<Self> {
+        Ok(Self { name: format!("cuda-{ordinal}"), device: Device::cuda(ordinal)? })
+    }
+
+    /// The device.
     pub fn device(&self) -> &Device {
         &self.device
     }
 }
 
-impl Engine for CpuEngine {
+impl Engine for DeviceEngine {
     fn name(&self) -> &str {
         &self.name
     }
 
-    fn supports(&self, _: &Problem) -> Result<(), String> {
-        Ok(())
+    fn supports(&self, problem: &Problem) -> Result<(), String> {
+        self.device.supports(problem).map_err(|error| error.to_string())
     }
 
     fn run(
@@ -75,31 +80,50 @@ impl Engine for CpuEngine {
     }
 }
 
-/// The CPU engine on the path that a name such as `cpu-portable` means.
-pub fn cpu_path(name: &str) -> Result<cpu::Engine, String> {
-    if let Some(isa) = name.strip_prefix("cpu-") {
-        return cpu::Engine::new().with_isa(isa.parse()?);
-    }
-    let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
-    Err(format!("'{name}' is not a device of this version; possible are cpu, {}", paths.join(", ")))
-}
-
 /// Every engine of this build that runs on this machine.
 pub fn all() -> Vec<Box<dyn Engine>> {
-    CpuEngine::all().into_iter().map(|engine| Box::new(engine) as Box<dyn Engine>).collect()
+    let engines = DeviceEngine::cpu_paths().into_iter().chain(DeviceEngine::cuda(0).ok());
+    engines.map(|engine| Box::new(engine) as Box<dyn Engine>).collect()
 }
 
-/// The engines that `--device` means: one by name, or all of a kind (`cpu`).
+/// The engines that a name means: `all`, one by its own name, or all of a kind (`cpu`).
 pub fn select(wish: &str) -> Result<Vec<Box<dyn Engine>>, String> {
     let mut engines = all();
     let names = engines.iter().map(|engine| engine.name()).collect::<Vec<_>>().join(", ");
     engines.retain(|engine| {
-        engine.name() == wish || engine.name().strip_prefix(wish).is_some_and(|rest| rest.starts_with('-'))
+        let kind = engine.name().split('-').next();
+        wish == "all" || wish == engine.name() || Some(wish) == kind
     });
     if engines.is_empty() {
-        return Err(format!("'{wish}' is not a device of this version; possible are cpu, {names}"));
+        return Err(not_here(wish, &format!("all, cpu, {names}")));
     }
     Ok(engines)
+}
+
+/// The device that a name means: `auto`, `cpu`, a path of it such as `cpu-portable`, or `cuda` with `-N` for the
+/// GPU of number N.
+pub fn device(wish: &str) -> Result<Device, String> {
+    match wish.split_once('-').unwrap_or((wish, "")) {
+        ("auto", "") => Ok(Device::best()),
+        ("cpu", "") => Ok(Device::cpu()),
+        ("cpu", isa) => Ok(Device::cpu_with(cpu::Engine::new().with_isa(isa.parse()?)?)),
+        ("cuda", "") => Device::cuda(0).map_err(|error| error.to_string()),
+        ("cuda", ordinal) if ordinal.parse::<u32>().is_ok() => {
+            Device::cuda(ordinal.parse().unwrap_or_default()).map_err(|error| error.to_string())
+        }
+        _ => {
+            let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
+            Err(not_here(wish, &format!("auto, cpu, {}, cuda", paths.join(", "))))
+        }
+    }
+}
+
+/// What is wrong with a wish for a device; for a GPU, why it cannot be used.
+fn not_here(wish: &str, possible: &str) -> String {
+    match Device::cuda(0) {
+        Err(error) if wish.starts_with("cuda") => format!("{error}; possible are {possible}"),
+        _ => format!("'{wish}' is not a device here; possible are {possible}"),
+    }
 }
 
 #[cfg(test)]
@@ -109,8 +133,19 @@ mod tests {
     #[test]
     fn cpu_means_every_instruction_set_and_a_name_means_one() {
         assert_eq!(select("cpu").unwrap().len(), cpu::available().len());
+        assert!(select("all").unwrap().len() >= cpu::available().len());
         assert_eq!(select("cpu-portable").unwrap().len(), 1);
         assert!(select("cpu-port").err().unwrap().contains("cpu-portable"));
-        assert!(select("cuda").err().unwrap().contains("not a device of this version"));
+        assert!(select("tpu").err().unwrap().contains("'tpu' is not a device here"));
+    }
+
+    #[test]
+    fn a_device_is_found_by_its_name() {
+        assert!(device("cpu").unwrap().to_string().starts_with("cpu ("));
+        assert!(device("cpu-portable").unwrap().to_string().starts_with("cpu (portable"));
+        assert!(device("cpu-sse9").unwrap_err().contains("portable"));
+        for wish in ["gpu", "cuda-x", "auto-1", ""] {
+            assert!(device(wish).unwrap_err().contains("cpu-portable"), "{wish}");
+        }
     }
 }

@@ -11,7 +11,6 @@ use super::{Exit, Json};
 use crate::bench::{
     Bench, CausalShare, Cell, Measured, Outcome, Summary, causal_shares, cpu_matrix, summarise_all,
 };
-use crate::engine;
 use crate::evidence::Environment;
 use crate::interrupt::{self, On};
 use crate::peers::{Torch, TorchFacts};
@@ -49,10 +48,10 @@ pub struct Options {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     samples: Option<u32>,
     /// Seconds a cell, until every comparison is decided: 2 alone, 10 with peers
-    #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "samples")]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true, conflicts_with = "samples")]
     budget: Option<Duration>,
     /// The smallest difference that matters, in percent
-    #[arg(long, value_name = "PERCENT", default_value_t = MARGIN * 100.0)]
+    #[arg(long, value_name = "PERCENT", default_value_t = MARGIN * 100.0, allow_negative_numbers = true)]
     margin: f64,
     /// Do not look for torch
     #[arg(long)]
@@ -88,10 +87,15 @@ fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 fn isa(text: &str) -> Result<cpu::Isa, String> {
-    if text == "cpu" {
-        return Ok(cpu::Engine::new().isa());
+    let engine = cpu::Engine::new();
+    match text.strip_prefix("cpu-") {
+        Some(name) => engine.with_isa(name.parse()?).map(|engine| engine.isa()),
+        None if text == "cpu" => Ok(engine.isa()),
+        None => {
+            let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
+            Err(format!("bench times the CPU engine; possible are cpu, {}", paths.join(", ")))
+        }
     }
-    engine::cpu_path(text).map(|engine| engine.isa())
 }
 
 /// Why there is no torch when none was wanted.

@@ -33,8 +33,9 @@ struct Path {
 
 #[derive(Serialize)]
 struct Cuda {
-    supported: bool,
-    why: &'static str,
+    found: bool,
+    /// The GPU, or why there is none.
+    what: String,
 }
 
 #[derive(Serialize)]
@@ -44,22 +45,30 @@ struct Torch {
     why: Option<String>,
 }
 
-const NO_CUDA: &str = "the CUDA device is not part of this version, so a GPU would not be used";
-
 pub fn doctor(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let environment = Environment::read();
     let engine = cpu::Engine::new();
     let torch = peers::torch_is_there();
+    let cuda = Device::cuda(0);
     let report = Report {
         device: Device::best().to_string(),
-        why: engine.why().to_string(),
+        why: match &cuda {
+            Ok(_) => format!(
+                "there is a GPU; what its kernels do not take runs on the CPU, where {}",
+                engine.why()
+            ),
+            Err(_) => format!("there is no GPU to use, and {}", engine.why()),
+        },
         paths: cpu::Isa::ALL
             .into_iter()
             .rev()
             .map(|isa| Path { name: isa.name(), available: isa.is_available(), chosen: isa == engine.isa() })
             .collect(),
-        cuda: Cuda { supported: false, why: NO_CUDA },
+        cuda: match &cuda {
+            Ok(device) => Cuda { found: true, what: device.to_string() },
+            Err(error) => Cuda { found: false, what: error.to_string() },
+        },
         torch: Torch { found: torch.is_ok(), python: peers::python(), why: torch.err() },
     };
     say(&describe(&environment, &report));
@@ -107,7 +116,7 @@ fn describe(environment: &Environment, report: &Report) -> String {
         cpu = environment.cpu_name(),
         s = if cores == 1 { "" } else { "s" },
         paths = paths.join(", "),
-        gpu = report.cuda.why,
+        gpu = report.cuda.what,
         device = toned(Tone::Strong, &format!("device    {}", report.device)),
         why = report.why,
     )

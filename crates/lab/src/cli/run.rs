@@ -58,8 +58,8 @@ pub struct Options {
     /// Also write lse, the logarithm of the sum of exponentials of each query
     #[arg(long)]
     lse: bool,
-    /// auto, cpu, or one path of the CPU engine such as cpu-portable
-    #[arg(long, default_value = "auto", value_parser = device)]
+    /// auto, cpu, one path of the CPU engine such as cpu-portable, or cuda
+    #[arg(long, default_value = "auto", value_parser = engine::device)]
     device: Device,
     #[command(flatten)]
     json: Json,
@@ -72,15 +72,6 @@ enum Order {
     Bhsd,
     /// (batch, length, heads, head_dim)
     Bshd,
-}
-
-/// Reads `--device`.
-fn device(text: &str) -> Result<Device, String> {
-    match text {
-        "auto" => Ok(Device::best()),
-        "cpu" => Ok(Device::cpu()),
-        path => engine::cpu_path(path).map(Device::cpu_with).map_err(|why| format!("{why}, and auto")),
-    }
 }
 
 #[derive(Serialize)]

@@ -17,8 +17,8 @@ use crate::rule::Judgement;
 
 #[derive(Args)]
 pub struct Options {
-    /// cpu (every path of the CPU engine), or one of them, such as cpu-portable
-    #[arg(long, default_value = "cpu")]
+    /// all, cpu (every path of the CPU engine), or one engine such as cpu-portable
+    #[arg(long, default_value = "all")]
     device: String,
     /// The quick cases only (the default)
     #[arg(long, conflicts_with = "full")]
