@@ -11,13 +11,17 @@ use super::{
     math::{self, ScaledExp2},
     panel::{MAX_LANES, MAX_VECS, Panel, Segment},
     plan::Task,
-    rows,
+    rows::{self, Rows},
     scoring::Scoring,
     scratch::{Carve, Scratch},
     simd::Simd,
     tile::{Scalars, Vectors},
 };
-use crate::{DType, contract::Call, tensor::Raw};
+use crate::{
+    DType,
+    contract::Call,
+    tensor::{Layout, Raw},
+};
 
 /// What all tasks of a call share.
 pub(super) struct Job<'a> {
@@ -58,13 +62,34 @@ impl Workspace {
     }
 }
 
-/// The address of a row.
-///
-/// # Safety
-/// The indices must be inside the tensor's shape.
-unsafe fn row_at(raw: &Raw, b: usize, h: usize, s: usize) -> *mut u8 {
-    // SAFETY: the contract checked that the shape lies inside the memory.
-    unsafe { raw.ptr.add(raw.layout.row(b, h, s) * raw.dtype.size()) }
+/// The address of a row; it is in bounds if the indices are inside the shape.
+fn row_at(raw: &Raw, b: usize, h: usize, s: usize) -> *mut u8 {
+    raw.ptr.wrapping_add(raw.layout.row(b, h, s) * raw.dtype.size())
+}
+
+/// `count` rows of a head; they are readable if they are inside the shape.
+pub(super) fn rows_of(raw: &Raw, b: usize, h: usize, s: usize, count: usize) -> Rows {
+    let Layout { shape, strides } = raw.layout;
+    Rows { at: row_at(raw, b, h, s), dtype: raw.dtype, stride: strides[2], count, len: shape[3] }
+}
+
+/// Keys of the block after the one at work, brought into the cache bit by bit.
+struct Ahead {
+    k: Rows,
+    v: Rows,
+    /// Rows that each tile of scores asks for.
+    step: usize,
+    done: usize,
+}
+
+impl Ahead {
+    #[inline(always)]
+    fn advance<S: Simd>(&mut self) {
+        let rows = self.done..self.done + self.step;
+        self.k.prefetch::<S>(rows.clone());
+        self.v.prefetch::<S>(rows.clone());
+        self.done = rows.end;
+    }
 }
 
 /// A block of keys as f32: rows of K, and V in panels of `LANES` columns.
@@ -118,13 +143,22 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
             std::ptr::write_bytes(panel.o, 0, o_rows * panel.vecs * S::LANES);
             workspace.panels.push(panel);
         }
+        let rows = |raw, keys: &Range<usize>| rows_of(raw, task.batch, task.head, keys.start, keys.len());
+        let from = |start: usize| start..(start + block_k).min(task.keys.end);
         for start in task.keys.clone().step_by(block_k) {
-            let keys = start..(start + block_k).min(task.keys.end);
-            let (k, k_stride) = k_rows::<S>(&job.call.k, task, &keys, base.add(k_wide));
-            let v = v_panels::<S>(&job.call.v, task, &keys, base.add(v_wide));
-            let block = Block { keys, k, k_stride, v };
+            let keys = from(start);
+            let (k, k_stride) = k_rows::<S>(rows(&job.call.k, &keys), base.add(k_wide));
+            rows(&job.call.v, &keys).widen_to_panels::<S>(base.add(v_wide));
+            let block = Block { k, k_stride, v: base.add(v_wide), keys };
+            let next = from(block.keys.end);
+            let mut ahead = Ahead {
+                k: rows(&job.call.k, &next),
+                v: rows(&job.call.v, &next),
+                step: next.len().div_ceil(panel_count * block_k.div_ceil(8)),
+                done: 0,
+            };
             for panel in &workspace.panels {
-                step::<S>(job, panel, &block, s);
+                step::<S>(job, panel, &block, s, &mut ahead);
             }
         }
         for panel in &workspace.panels {
@@ -147,7 +181,7 @@ unsafe fn load_queries<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, strip
                 let to = strip.add(lane * stride);
                 if row < panel.rows.end {
                     let (h, s) = job.head_and_query(task.head, row);
-                    rows::widen::<S>(raw.dtype, row_at(raw, task.batch, h, s), to, head_dim);
+                    rows_of(raw, task.batch, h, s, 1).widen::<S>(to);
                 } else {
                     std::ptr::write_bytes(to, 0, head_dim);
                 }
@@ -168,53 +202,30 @@ unsafe fn load_queries<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, strip
 
 /// Rows of K and their stride: where they lie if they are contiguous f32 already, else widened into scratch.
 #[inline(always)]
-unsafe fn k_rows<S: Simd>(
-    raw: &Raw,
-    task: &Task,
-    keys: &Range<usize>,
-    wide: *mut f32,
-) -> (*const f32, usize) {
-    let [.., head_dim] = raw.layout.shape;
-    let stride = raw.layout.strides[2];
-    // SAFETY: keys are inside the tensor, and `wide` has room for a block.
-    unsafe {
-        let first = row_at(raw, task.batch, task.head, keys.start);
-        if raw.dtype == DType::F32 && stride == head_dim {
-            return (first.cast(), stride);
-        }
-        for key in 0..keys.len() {
-            let from = first.add(key * stride * raw.dtype.size());
-            rows::widen::<S>(raw.dtype, from, wide.add(key * head_dim), head_dim);
-        }
-        (wide, head_dim)
+unsafe fn k_rows<S: Simd>(rows: Rows, wide: *mut f32) -> (*const f32, usize) {
+    if rows.dtype == DType::F32 && rows.stride == rows.len {
+        return (rows.at.cast(), rows.stride);
     }
+    // SAFETY: keys are inside the tensor, and `wide` has room for a block.
+    unsafe { rows.widen::<S>(wide) };
+    (wide, rows.len)
 }
 
-/// V, widened and cut into panels of `LANES` columns: column d of key k is at
-/// `(d / LANES · keys + k) · LANES + d % LANES`.
-#[inline(always)]
-unsafe fn v_panels<S: Simd>(raw: &Raw, task: &Task, keys: &Range<usize>, wide: *mut f32) -> *const f32 {
-    let [.., head_dim_v] = raw.layout.shape;
-    // SAFETY: keys are inside the tensor, and `wide` has room for a padded block.
-    unsafe {
-        let first = row_at(raw, task.batch, task.head, keys.start);
-        for key in 0..keys.len() {
-            let from = first.add(key * raw.layout.strides[2] * raw.dtype.size());
-            rows::widen_strided::<S>(
-                raw.dtype,
-                from,
-                wide.add(key * S::LANES),
-                keys.len() * S::LANES,
-                head_dim_v,
-            );
+/// Runs `$call::<S, V>` for the vectors of a segment.
+macro_rules! by_vecs {
+    ($segment:expr, $call:ident::<$s:ident, _>($($arg:expr),*)) => {
+        match $segment.end_vec - $segment.first_vec {
+            1 => $call::<$s, 1>($($arg),*),
+            2 => $call::<$s, 2>($($arg),*),
+            3 if $s::VECS >= 3 => $call::<$s, 3>($($arg),*),
+            _ => unreachable!("a panel has at most VECS vectors"),
         }
-    }
-    wide
+    };
 }
 
 /// One panel against one block of keys.
 #[inline(always)]
-unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32) {
+unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32, ahead: &mut Ahead) {
     let problem = &job.call.problem;
     let segments = panel.segments(&block.keys);
     if segments.is_empty() {
@@ -224,13 +235,7 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32
     unsafe {
         let mut tops = [S::splat(f32::NEG_INFINITY); MAX_VECS];
         for segment in segments.iter() {
-            match segment.end_vec - segment.first_vec {
-                1 => scores::<S, 1>(panel, block, *segment, problem.head_dim, s, &mut tops),
-                2 => scores::<S, 2>(panel, block, *segment, problem.head_dim, s, &mut tops),
-                3 if S::VECS >= 3 => scores::<S, 3>(panel, block, *segment, problem.head_dim, s, &mut tops),
-                4 if S::VECS >= 4 => scores::<S, 4>(panel, block, *segment, problem.head_dim, s, &mut tops),
-                _ => unreachable!("a panel has at most VECS vectors"),
-            }
+            by_vecs!(segment, scores::<S, _>(panel, block, *segment, problem.head_dim, s, &mut tops, ahead));
         }
         let mut rescale = [S::splat(1.0); MAX_VECS];
         for (vec, (rescale, top)) in rescale.iter_mut().zip(tops).enumerate().take(panel.vecs) {
@@ -255,17 +260,7 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32
             rescale = [S::splat(1.0); MAX_VECS];
         }
         for segment in segments.iter() {
-            match segment.end_vec - segment.first_vec {
-                1 => outputs::<S, 1>(panel, block, *segment, problem.head_dim_v, s, &rescale),
-                2 => outputs::<S, 2>(panel, block, *segment, problem.head_dim_v, s, &rescale),
-                3 if S::VECS >= 3 => {
-                    outputs::<S, 3>(panel, block, *segment, problem.head_dim_v, s, &rescale);
-                }
-                4 if S::VECS >= 4 => {
-                    outputs::<S, 4>(panel, block, *segment, problem.head_dim_v, s, &rescale);
-                }
-                _ => unreachable!("a panel has at most VECS vectors"),
-            }
+            by_vecs!(segment, outputs::<S, _>(panel, block, *segment, problem.head_dim_v, s, &rescale));
         }
     }
 }
@@ -303,6 +298,7 @@ unsafe fn scores<S: Simd, const V: usize>(
     head_dim: usize,
     s: *mut f32,
     tops: &mut [S::V; MAX_VECS],
+    ahead: &mut Ahead,
 ) {
     let first = segment.first_key - block.keys.start;
     // SAFETY: as of `step`.
@@ -317,6 +313,7 @@ unsafe fn scores<S: Simd, const V: usize>(
             head_dim,
             s.add(key * panel.vecs * S::LANES),
             &mut top,
+            ahead,
         ));
         for (top, all) in top.into_iter().zip(&mut tops[segment.first_vec..]) {
             *all = S::max(top, *all);
@@ -331,7 +328,9 @@ unsafe fn score_tile<S: Simd, const R: usize, const V: usize>(
     head_dim: usize,
     s: *mut f32,
     top: &mut [S::V; V],
+    ahead: &mut Ahead,
 ) {
+    ahead.advance::<S>();
     // SAFETY: as of `step`.
     unsafe {
         let tile = S::accumulate::<R, V>([[S::splat(0.0); V]; R], k, q, head_dim);
@@ -359,9 +358,7 @@ unsafe fn change<S: Simd>(scoring: Scoring, column: &Column) -> bool {
     unsafe {
         for key in 0..column.keys.len() {
             let at = column.at.add(key * column.step);
-            let x = S::mul(S::load(at), S::splat(change.inner));
-            let x = if change.tanh { math::tanh::<S>(x) } else { x };
-            S::store(at, S::mul(x, S::splat(change.outer)));
+            S::store(at, math::change::<S>(change, S::load(at)));
         }
     }
     true
@@ -525,19 +522,49 @@ unsafe fn store_outputs<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, stri
             for row in start..(start + S::LANES).min(panel.rows.end) {
                 let lane = row - panel.rows.start;
                 let from = strip.add((row - start) * stride);
-                let (max, sum) = (*panel.max.add(lane), *panel.sum.add(lane));
-                if let Some(part) = task.part {
-                    let part = job.parts.add(part * job.part_len());
-                    let place = row - task.rows.start;
-                    std::ptr::copy_nonoverlapping(from, part.add(place * head_dim_v), head_dim_v);
-                    *part.add(job.part_rows * head_dim_v + place) = max;
-                    *part.add(job.part_rows * (head_dim_v + 1) + place) = sum;
-                } else {
-                    let sees_keys = !panel.lanes[lane].is_empty();
-                    write_row::<S>(job, task.batch, task.head, row, from, sees_keys.then_some((max, sum)));
-                }
+                let stats = Stats {
+                    max: *panel.max.add(lane),
+                    sum: *panel.sum.add(lane),
+                    sees_keys: !panel.lanes[lane].is_empty(),
+                };
+                finish_row::<S>(job, task, row, from, stats);
             }
         }
+    }
+}
+
+/// What the softmax of a row came to.
+#[derive(Clone, Copy)]
+pub(super) struct Stats {
+    pub max: f32,
+    pub sum: f32,
+    pub sees_keys: bool,
+}
+
+/// Writes one row of outputs (already divided by their sum), or leaves it (not divided) as the part of a split task.
+///
+/// # Safety
+/// Requires a CPU with `S`, `head_dim_v` f32 at `from`, which this may change, and a row of the task.
+#[inline(always)]
+pub(super) unsafe fn finish_row<S: Simd>(
+    job: &Job<'_>,
+    task: &Task,
+    row: usize,
+    from: *mut f32,
+    stats: Stats,
+) {
+    let Some(part) = task.part else {
+        // SAFETY: the caller's promise.
+        return unsafe { write_row::<S>(job, task.batch, task.head, row, from, stats) };
+    };
+    let head_dim_v = job.call.problem.head_dim_v;
+    let place = row - task.rows.start;
+    // SAFETY: parts are inside their workspace.
+    unsafe {
+        let part = job.parts.add(part * job.part_len());
+        std::ptr::copy_nonoverlapping(from, part.add(place * head_dim_v), head_dim_v);
+        *part.add(job.part_rows * head_dim_v + place) = stats.max;
+        *part.add(job.part_rows * (head_dim_v + 1) + place) = stats.sum;
     }
 }
 
@@ -552,25 +579,25 @@ pub(super) unsafe fn write_row<S: Simd>(
     head_kv: usize,
     row: usize,
     from: *mut f32,
-    max_and_sum: Option<(f32, f32)>,
+    stats: Stats,
 ) {
     let (h, s) = job.head_and_query(head_kv, row);
     let head_dim_v = job.call.problem.head_dim_v;
     // SAFETY: the caller's promise.
     unsafe {
-        if max_and_sum.is_none() {
+        if !stats.sees_keys {
             std::ptr::write_bytes(from, 0, head_dim_v);
         }
         let raw = &job.call.o;
         rows::narrow::<S>(raw.dtype, from, row_at(raw, batch, h, s), head_dim_v);
         if let Some(raw) = &job.call.lse {
-            let lse = match max_and_sum {
-                None => f32::NEG_INFINITY,
+            let lse = if !stats.sees_keys {
+                f32::NEG_INFINITY
+            } else if stats.sum == 0.0 {
                 // Every score was −∞: the same NaN that the outputs are.
-                Some((_, 0.0)) => f32::NAN,
-                Some((max, sum)) => {
-                    (f64::from(max) * f64::from(job.scoring.scale) + f64::from(sum).ln()) as f32
-                }
+                f32::NAN
+            } else {
+                (f64::from(stats.max) * f64::from(job.scoring.scale) + f64::from(stats.sum).ln()) as f32
             };
             row_at(raw, batch, h, s).cast::<f32>().write(lse);
         }

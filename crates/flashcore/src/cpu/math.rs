@@ -1,7 +1,7 @@
 //! Exponential and hyperbolic tangent of a vector, by polynomials.
 #![allow(unsafe_code)] // Calls vector instructions, so it must run where the CPU has them.
 
-use super::simd::Simd;
+use super::{scoring::Change, simd::Simd};
 
 /// 2^x − 1 = x·P(x) on [−½, ½], minimax by relative error (2.6e-9).
 #[allow(clippy::approx_constant)] // The last one is near ln 2, but fitted.
@@ -76,5 +76,19 @@ pub(super) unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
         let one = S::splat(1.0);
         let far = S::sub(one, S::div(S::splat(2.0), S::add(power, one)));
         S::select_less(magnitude, S::splat(0.625), near, S::copy_sign(far, x))
+    }
+}
+
+/// What a [`Change`] makes of products.
+///
+/// # Safety
+/// Requires a CPU with `S`.
+#[inline(always)]
+pub(super) unsafe fn change<S: Simd>(change: Change, x: S::V) -> S::V {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let x = S::mul(x, S::splat(change.inner));
+        let x = if change.tanh { tanh::<S>(x) } else { x };
+        S::mul(x, S::splat(change.outer))
     }
 }

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // Raw outputs and the workspace of parts.
 
 use super::{
-    attend::{Job, Workspace, write_row},
+    attend::{Job, Stats, Workspace, write_row},
     plan::{self, Split},
     simd::Simd,
 };
@@ -40,7 +40,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, split: &Split, workspace: &mut 
             }
             let query = job.head_and_query(split.head, row).1;
             let sees_keys = !plan::visible(job.call, split.batch, query).is_empty();
-            write_row::<S>(job, split.batch, split.head, row, row_sum, sees_keys.then_some((max, sum)));
+            write_row::<S>(job, split.batch, split.head, row, row_sum, Stats { max, sum, sees_keys });
         }
     }
 }

@@ -13,6 +13,7 @@ mod schedule;
 mod scoring;
 mod scratch;
 mod simd;
+mod stream;
 #[cfg(test)]
 mod tests;
 mod tile;

@@ -8,7 +8,7 @@ use crate::contract::Call;
 /// Lanes of the widest vector.
 pub(super) const MAX_LANES: usize = 16;
 /// Vectors of the widest panel.
-pub(super) const MAX_VECS: usize = 4;
+pub(super) const MAX_VECS: usize = 3;
 
 /// Some rows of a task, one a lane, with their place in scratch.
 ///

@@ -70,7 +70,8 @@ impl Plan {
                 let rows = start..(start + block).min(rows);
                 let keys = union(call, batch, rows.start / group, rows.end.div_ceil(group));
                 let width = problem.head_dim + problem.head_dim_v;
-                plan.work += keys.len() * rows.len() * width * problem.heads_kv;
+                // Few rows cost as much as some more, because K and V are read all the same.
+                plan.work += keys.len() * rows.len().max(16) * width * problem.heads_kv;
                 for head in 0..problem.heads_kv {
                     plan.push(batch, head, &rows, &keys, split_k);
                 }

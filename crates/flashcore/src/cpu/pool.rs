@@ -14,7 +14,8 @@ use super::{
     schedule::Schedule,
     scoring::Scoring,
     scratch::Scratch,
-    simd::dispatch,
+    simd::{Simd, dispatch},
+    stream,
 };
 use crate::contract::Call;
 
@@ -86,7 +87,19 @@ fn with_helpers<'scope>(scope: &rayon::Scope<'scope>, helpers: usize, take_all: 
 
 dispatch! {
     /// Runs a task.
-    unsafe fn attend(job: &Job<'_>, task: &Task, workspace: &mut Workspace) = attend::run
+    unsafe fn attend(job: &Job<'_>, task: &Task, workspace: &mut Workspace) = attend_on
+}
+
+#[inline(always)]
+unsafe fn attend_on<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if stream::suits::<S>(&job.call.problem, task) {
+            stream::run::<S>(job, task, workspace);
+        } else {
+            attend::run::<S>(job, task, workspace);
+        }
+    }
 }
 
 dispatch! {

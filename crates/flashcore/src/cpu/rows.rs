@@ -4,61 +4,160 @@
 use half::{bf16, f16};
 
 use super::simd::Simd;
-use crate::DType;
+use crate::{DType, Element};
 
-/// Widens `len` elements of a row.
-///
-/// # Safety
-/// Requires a CPU with `S`, `len` elements of `dtype` at `from` and room for as many f32 at `to`.
-#[inline(always)]
-pub(super) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32, len: usize) {
-    // SAFETY: the caller's promise.
-    unsafe { widen_strided::<S>(dtype, from, to, S::LANES, len) }
+/// An element type as vectors read and write it.
+pub(super) trait Vectorised: Element {
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V;
+    unsafe fn store<S: Simd>(to: *mut Self, x: S::V);
 }
 
-/// Widens `len` elements of a row and writes each `LANES` of them `step` f32 behind the last.
-///
-/// # Safety
-/// Requires a CPU with `S`, `len` elements of `dtype` at `from`, and room at `to`.
+impl Vectorised for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
+        // SAFETY: the caller's promise.
+        unsafe { S::load(from) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, x: S::V) {
+        // SAFETY: the caller's promise.
+        unsafe { S::store(to, x) }
+    }
+}
+
+impl Vectorised for f16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
+        // SAFETY: the caller's promise.
+        unsafe { S::load_f16(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, x: S::V) {
+        // SAFETY: the caller's promise.
+        unsafe { S::store_f16(to.cast(), x) }
+    }
+}
+
+impl Vectorised for bf16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
+        // SAFETY: the caller's promise.
+        unsafe { S::load_bf16(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, x: S::V) {
+        // SAFETY: the caller's promise.
+        unsafe { S::store_bf16(to.cast(), x) }
+    }
+}
+
+/// Runs `$call::<S, E>` with the Rust type of a dtype.
+macro_rules! by_type {
+    ($dtype:expr, $call:ident::<$s:ident, _>($($arg:expr),*)) => {
+        match $dtype {
+            DType::F32 => $call::<$s, f32>($($arg),*),
+            DType::F16 => $call::<$s, half::f16>($($arg),*),
+            DType::BF16 => $call::<$s, half::bf16>($($arg),*),
+        }
+    };
+}
+
+pub(super) use by_type;
+
+/// Some rows of a tensor: `count` times `len` elements, `stride` elements apart.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    pub at: *const u8,
+    pub dtype: DType,
+    pub stride: usize,
+    pub count: usize,
+    pub len: usize,
+}
+
+impl Rows {
+    /// Widens the rows, one behind the other.
+    ///
+    /// # Safety
+    /// Requires a CPU with `S`, readable rows, and room at `to`.
+    #[inline(always)]
+    pub(super) unsafe fn widen<S: Simd>(self, to: *mut f32) {
+        // Rows without gaps are one long row.
+        let Self { at, dtype, stride, mut count, mut len } = self;
+        if stride == len {
+            (count, len) = (1, count * len);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { by_type!(dtype, widen::<S, _>(at.cast(), stride, count, len, to)) }
+    }
+
+    /// Widens the rows and cuts them into panels of `LANES` columns: column d of row r comes to
+    /// `(d / LANES · count + r) · LANES + d % LANES`. What follows the last column is unspecified.
+    ///
+    /// # Safety
+    /// Requires a CPU with `S`, readable rows, and room at `to`.
+    #[inline(always)]
+    pub(super) unsafe fn widen_to_panels<S: Simd>(self, to: *mut f32) {
+        let Self { at, dtype, stride, count, len } = self;
+        // SAFETY: the caller's promise.
+        unsafe { by_type!(dtype, widen_to_panels::<S, _>(at.cast(), stride, count, len, to)) }
+    }
+
+    /// Asks for some bytes of the rows, counted without gaps, to be brought into the cache.
+    #[inline(always)]
+    pub(super) fn prefetch<S: Simd>(self, rows: std::ops::Range<usize>) {
+        let bytes = self.len * self.dtype.size();
+        for row in rows.start..rows.end.min(self.count) {
+            let at = self.at.wrapping_add(row * self.stride * self.dtype.size());
+            for offset in (0..bytes).step_by(64) {
+                S::prefetch(at.wrapping_add(offset));
+            }
+        }
+    }
+}
+
 #[inline(always)]
-pub(super) unsafe fn widen_strided<S: Simd>(
-    dtype: DType,
-    from: *const u8,
-    to: *mut f32,
-    step: usize,
+unsafe fn widen<S: Simd, E: Vectorised>(
+    from: *const E,
+    stride: usize,
+    count: usize,
     len: usize,
+    to: *mut f32,
 ) {
-    let (vectors, rest) = (len / S::LANES, len % S::LANES);
-    // SAFETY: the caller's promise; vectors end at the last whole one, and single elements follow.
+    let whole = len - len % S::LANES;
+    for row in 0..count {
+        // SAFETY: the caller's promise; vectors end at `whole`.
+        unsafe {
+            let (from, to) = (from.add(row * stride), to.add(row * len));
+            for i in (0..whole).step_by(S::LANES) {
+                S::store(to.add(i), E::load::<S>(from.add(i)));
+            }
+            for i in whole..len {
+                *to.add(i) = (*from.add(i)).to_f32();
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn widen_to_panels<S: Simd, E: Vectorised>(
+    from: *const E,
+    stride: usize,
+    count: usize,
+    len: usize,
+    to: *mut f32,
+) {
+    let whole = len - len % S::LANES;
+    // SAFETY: the caller's promise; vectors end at `whole`.
     unsafe {
-        let tail = to.add(vectors * step);
-        match dtype {
-            DType::F32 => {
-                let from = from.cast::<f32>();
-                for i in 0..vectors {
-                    S::store(to.add(i * step), S::load(from.add(i * S::LANES)));
-                }
-                for i in 0..rest {
-                    *tail.add(i) = *from.add(vectors * S::LANES + i);
-                }
+        for d in (0..whole).step_by(S::LANES) {
+            let to = to.add(d * count);
+            for row in 0..count {
+                S::store(to.add(row * S::LANES), E::load::<S>(from.add(row * stride + d)));
             }
-            DType::F16 => {
-                let from = from.cast::<u16>();
-                for i in 0..vectors {
-                    S::store(to.add(i * step), S::load_f16(from.add(i * S::LANES)));
-                }
-                for i in 0..rest {
-                    *tail.add(i) = f16::from_bits(*from.add(vectors * S::LANES + i)).to_f32();
-                }
-            }
-            DType::BF16 => {
-                let from = from.cast::<u16>();
-                for i in 0..vectors {
-                    S::store(to.add(i * step), S::load_bf16(from.add(i * S::LANES)));
-                }
-                for i in 0..rest {
-                    *tail.add(i) = bf16::from_bits(*from.add(vectors * S::LANES + i)).to_f32();
-                }
+        }
+        for row in 0..count {
+            for d in whole..len {
+                *to.add(whole * count + row * S::LANES + d - whole) = (*from.add(row * stride + d)).to_f32();
             }
         }
     }
@@ -70,29 +169,20 @@ pub(super) unsafe fn widen_strided<S: Simd>(
 /// Requires a CPU with `S`, `len` f32 at `from` and room for as many elements of `dtype` at `to`.
 #[inline(always)]
 pub(super) unsafe fn narrow<S: Simd>(dtype: DType, from: *const f32, to: *mut u8, len: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { by_type!(dtype, narrow_to::<S, _>(from, to.cast(), len)) }
+}
+
+#[inline(always)]
+unsafe fn narrow_to<S: Simd, E: Vectorised>(from: *const f32, to: *mut E, len: usize) {
     let whole = len - len % S::LANES;
     // SAFETY: the caller's promise; vectors end at `whole`.
     unsafe {
-        match dtype {
-            DType::F32 => std::ptr::copy_nonoverlapping(from, to.cast(), len),
-            DType::F16 => {
-                let to = to.cast::<u16>();
-                for i in (0..whole).step_by(S::LANES) {
-                    S::store_f16(to.add(i), S::load(from.add(i)));
-                }
-                for i in whole..len {
-                    *to.add(i) = f16::from_f32(*from.add(i)).to_bits();
-                }
-            }
-            DType::BF16 => {
-                let to = to.cast::<u16>();
-                for i in (0..whole).step_by(S::LANES) {
-                    S::store_bf16(to.add(i), S::load(from.add(i)));
-                }
-                for i in whole..len {
-                    *to.add(i) = bf16::from_f32(*from.add(i)).to_bits();
-                }
-            }
+        for i in (0..whole).step_by(S::LANES) {
+            E::store::<S>(to.add(i), S::load(from.add(i)));
+        }
+        for i in whole..len {
+            *to.add(i) = E::from_f32(*from.add(i));
         }
     }
 }

@@ -110,6 +110,10 @@ impl Simd for Avx2 {
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(x))) }
     }
     #[inline(always)]
+    fn prefetch(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+    #[inline(always)]
     unsafe fn transpose(rows: &mut [__m256]) {
         unsafe {
             let rows: &mut [__m256; 8] = rows.try_into().unwrap_unchecked();

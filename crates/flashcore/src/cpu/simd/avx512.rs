@@ -137,6 +137,10 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    fn prefetch(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+    #[inline(always)]
     unsafe fn transpose(rows: &mut [__m512]) {
         unsafe {
             let rows: &mut [__m512; 16] = rows.try_into().unwrap_unchecked();

@@ -115,6 +115,9 @@ pub(super) trait Simd: Copy {
         // SAFETY: the caller's promise.
         unsafe { tile::accumulate::<Self, R, V>(acc, a, b, len) }
     }
+    /// Asks for a cache line to be brought near.
+    #[inline(always)]
+    fn prefetch(_: *const u8) {}
     /// Turns `LANES` rows into `LANES` columns: `rows[i][j]` becomes `rows[j][i]`; `rows` has `LANES` vectors.
     unsafe fn transpose(rows: &mut [Self::V]);
 }

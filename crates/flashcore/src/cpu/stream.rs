@@ -1,0 +1,284 @@
+//! Decode: few rows against many keys, which is a matter of reading K and V once, as they lie.
+//!
+//! Dot products run along the head dim and outputs along its columns, straight from the tensors' own type; while
+//! one block of K is multiplied its V is asked for, and then the next block's K, so that memory never waits.
+#![allow(unsafe_code)] // Raw tensors and scratch; the contract and the plan bound every index.
+
+use std::ops::Range;
+
+use super::{
+    attend::{Job, Stats, Workspace, finish_row, rows_of},
+    math::{self, ScaledExp2},
+    panel::MAX_LANES,
+    plan::{Task, visible},
+    rows::{Rows, Vectorised, by_type},
+    scratch::Carve,
+    simd::Simd,
+};
+use crate::{DType, Problem};
+
+/// Beyond this, rows are better put into lanes.
+const MAX_ROWS: usize = 8;
+/// Keys between two updates of the running maxima; a multiple of every vector's lanes.
+const BLOCK: usize = 64;
+
+/// Runs `$call::<S, E, G>` over rows in groups of 4, 2 and 1.
+macro_rules! by_groups {
+    ($rows:expr, $row:ident => $call:ident::<$s:ident, $e:ident, _>($($arg:expr),*)) => {{
+        let mut $row = 0;
+        while $row + 4 <= $rows {
+            $call::<$s, $e, 4>($($arg),*);
+            $row += 4;
+        }
+        if $row + 2 <= $rows {
+            $call::<$s, $e, 2>($($arg),*);
+            $row += 2;
+        }
+        if $row < $rows {
+            $call::<$s, $e, 1>($($arg),*);
+        }
+    }};
+}
+
+/// Whether a task is for this path: few rows, and head dims of whole vectors.
+pub(super) fn suits<S: Simd>(problem: &Problem, task: &Task) -> bool {
+    task.rows.len() <= MAX_ROWS
+        && problem.head_dim.is_multiple_of(S::LANES)
+        && problem.head_dim_v.is_multiple_of(S::LANES)
+}
+
+/// A row's running state.
+#[derive(Clone)]
+struct Row {
+    keys: Range<usize>,
+    max: f32,
+    sum: f32,
+    /// What the outputs so far are to be multiplied with.
+    rescale: f32,
+}
+
+/// Runs a task.
+///
+/// # Safety
+/// Requires a CPU with `S`; the call must have passed the contract and the task be of its plan.
+#[inline(always)]
+pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
+    // SAFETY: the caller's promise.
+    unsafe { by_type!(job.call.problem.dtype, run_typed::<S, _>(job, task, workspace)) }
+}
+
+#[inline(always)]
+unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
+    let Problem { head_dim, head_dim_v, .. } = job.call.problem;
+    let count = task.rows.len();
+    let mut carve = Carve::new();
+    let q = carve.part(count * head_dim);
+    let o = carve.part(count * head_dim_v);
+    let p = carve.part(count * BLOCK);
+    let base = workspace.floats.reserve(carve.total());
+    let mut rows = [const { Row { keys: 0..0, max: f32::NEG_INFINITY, sum: 0.0, rescale: 1.0 } }; MAX_ROWS];
+    let rows = &mut rows[..count];
+    // SAFETY: all parts lie inside the reserved scratch, and keys inside the tensors.
+    unsafe {
+        let (q, o, p) = (base.add(q), base.add(o), base.add(p));
+        for (i, row) in rows.iter_mut().enumerate() {
+            let (h, s) = job.head_and_query(task.head, task.rows.start + i);
+            rows_of(&job.call.q, task.batch, h, s, 1).widen::<S>(q.add(i * head_dim));
+            row.keys = visible(job.call, task.batch, s);
+        }
+        std::ptr::write_bytes(o, 0, count * head_dim_v);
+        let from = |start: usize| start..(start + BLOCK).min(task.keys.end);
+        let tensor = |raw, keys: &Range<usize>| rows_of(raw, task.batch, task.head, keys.start, keys.len());
+        for start in task.keys.clone().step_by(BLOCK) {
+            let keys = from(start);
+            let (k, v) = (tensor(&job.call.k, &keys), tensor(&job.call.v, &keys));
+            let mut ahead = Some(v);
+            by_groups!(count, i => dots::<S, E, _>(k, ahead.take(), q.add(i * head_dim), p.add(i * BLOCK)));
+            for (i, row) in rows.iter_mut().enumerate() {
+                softmax::<S>(job, row, &keys, p.add(i * BLOCK));
+            }
+            let mut ahead = Some(tensor(&job.call.k, &from(keys.end)));
+            by_groups!(count, i => outputs::<S, E, _>(
+                v,
+                ahead.take(),
+                &rows[i..],
+                p.add(i * BLOCK),
+                o.add(i * head_dim_v)
+            ));
+        }
+        for (i, row) in rows.iter().enumerate() {
+            let o = o.add(i * head_dim_v);
+            if task.part.is_none() {
+                let factor = S::splat(1.0 / row.sum);
+                for d in (0..head_dim_v).step_by(S::LANES) {
+                    S::store(o.add(d), S::mul(S::load(o.add(d)), factor));
+                }
+            }
+            let stats = Stats { max: row.max, sum: row.sum, sees_keys: !row.keys.is_empty() };
+            finish_row::<S>(job, task, task.rows.start + i, o, stats);
+        }
+    }
+}
+
+/// The products of G queries with a block of keys, as many at once as a vector has lanes.
+#[inline(always)]
+unsafe fn dots<S: Simd, E: Vectorised, const G: usize>(
+    k: Rows,
+    ahead: Option<Rows>,
+    q: *const f32,
+    p: *mut f32,
+) {
+    let at_once = S::LANES / G;
+    for first in (0..k.count).step_by(at_once) {
+        if let Some(ahead) = ahead {
+            ahead.prefetch::<S>(first..first + at_once);
+        }
+        // SAFETY: keys beyond the last are read as the last, and queries have `len` elements.
+        unsafe {
+            let mut acc = [S::splat(0.0); MAX_LANES];
+            let row = |i: usize| k.at.cast::<E>().add((first + i).min(k.count - 1) * k.stride);
+            for d in (0..k.len).step_by(S::LANES) {
+                let mut queries = [S::splat(0.0); G];
+                for (g, query) in queries.iter_mut().enumerate() {
+                    *query = S::load(q.add(g * k.len + d));
+                }
+                for i in 0..at_once {
+                    let key = E::load::<S>(row(i).add(d));
+                    for (g, &query) in queries.iter().enumerate() {
+                        acc[g * at_once + i] = S::fma(query, key, acc[g * at_once + i]);
+                    }
+                }
+            }
+            S::transpose(&mut acc[..S::LANES]);
+            let mut half = S::LANES / 2;
+            while half > 0 {
+                for i in 0..half {
+                    acc[i] = S::add(acc[i], acc[i + half]);
+                }
+                half /= 2;
+            }
+            let mut products = [0.0; MAX_LANES];
+            S::store(products.as_mut_ptr(), acc[0]);
+            for g in 0..G {
+                let to = p.add(g * BLOCK + first);
+                std::ptr::copy_nonoverlapping(products.as_ptr().add(g * at_once), to, at_once);
+            }
+        }
+    }
+}
+
+/// Turns a row's products into exponentials and moves its maximum and sum.
+#[inline(always)]
+unsafe fn softmax<S: Simd>(job: &Job<'_>, row: &mut Row, keys: &Range<usize>, p: *mut f32) {
+    let len = keys.len().next_multiple_of(S::LANES);
+    let first = row.keys.start.saturating_sub(keys.start).min(len);
+    let end = row.keys.end.saturating_sub(keys.start).min(keys.len());
+    // SAFETY: a row of p has `BLOCK` elements, which is a multiple of the lanes.
+    unsafe {
+        if let Some(change) = job.scoring.change {
+            for i in (0..len).step_by(S::LANES) {
+                S::store(p.add(i), math::change::<S>(change, S::load(p.add(i))));
+            }
+        }
+        for i in (0..first).chain(end.max(first)..len) {
+            *p.add(i) = f32::NEG_INFINITY;
+        }
+        let mut tops = S::splat(f32::NEG_INFINITY);
+        for i in (0..len).step_by(S::LANES) {
+            tops = S::max(S::load(p.add(i)), tops);
+        }
+        let max = fold::<S>(tops, row.max, |a, b| if b > a { b } else { a });
+        let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
+        let exp = ScaledExp2::<S>::new(job.scoring.scale * std::f32::consts::LOG2_E);
+        row.rescale = fold::<S>(exp.of(S::splat(row.max - base)), 0.0, |_, b| b);
+        row.max = max;
+        let mut sums = S::splat(0.0);
+        for i in (0..len).step_by(S::LANES) {
+            let x = exp.of(S::sub(S::load(p.add(i)), S::splat(base)));
+            sums = S::add(sums, x);
+            S::store(p.add(i), x);
+        }
+        row.sum = fold::<S>(sums, row.sum * row.rescale, |a, b| a + b);
+    }
+}
+
+/// Folds the lanes of a vector.
+#[inline(always)]
+unsafe fn fold<S: Simd>(x: S::V, start: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0; MAX_LANES];
+    // SAFETY: no vector has more lanes.
+    unsafe { S::store(lanes.as_mut_ptr(), x) };
+    lanes[..S::LANES].iter().fold(start, |a, &b| join(a, b))
+}
+
+/// O = O · rescale + P V for G rows and a block of keys.
+#[inline(always)]
+unsafe fn outputs<S: Simd, E: Vectorised, const G: usize>(
+    v: Rows,
+    mut ahead: Option<Rows>,
+    rows: &[Row],
+    p: *const f32,
+    o: *mut f32,
+) {
+    let vectors = v.len / S::LANES;
+    let mut vec = 0;
+    // SAFETY: columns end at the last whole vector, which is the last of a row.
+    unsafe {
+        if G <= 2 {
+            while vec + 8 <= vectors {
+                output_columns::<S, E, G, 8>(v, ahead.take(), rows, p, o, vec);
+                vec += 8;
+            }
+        }
+        while vec + 4 <= vectors {
+            output_columns::<S, E, G, 4>(v, ahead.take(), rows, p, o, vec);
+            vec += 4;
+        }
+        while vec < vectors {
+            output_columns::<S, E, G, 1>(v, ahead.take(), rows, p, o, vec);
+            vec += 1;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn output_columns<S: Simd, E: Vectorised, const G: usize, const C: usize>(
+    v: Rows,
+    ahead: Option<Rows>,
+    rows: &[Row],
+    p: *const f32,
+    o: *mut f32,
+    vec: usize,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut acc = [[S::splat(0.0); C]; G];
+        for (g, acc) in acc.iter_mut().enumerate() {
+            for (c, acc) in acc.iter_mut().enumerate() {
+                let at = o.add(g * v.len + (vec + c) * S::LANES);
+                *acc = S::mul(S::load(at), S::splat(rows[g].rescale));
+            }
+        }
+        for key in 0..v.count {
+            if let Some(ahead) = ahead {
+                ahead.prefetch::<S>(key..key + 1);
+            }
+            let row = v.at.cast::<E>().add(key * v.stride + vec * S::LANES);
+            let mut values = [S::splat(0.0); C];
+            for (c, value) in values.iter_mut().enumerate() {
+                *value = E::load::<S>(row.add(c * S::LANES));
+            }
+            for (g, acc) in acc.iter_mut().enumerate() {
+                let weight = S::splat(*p.add(g * BLOCK + key));
+                for (acc, &value) in acc.iter_mut().zip(&values) {
+                    *acc = S::fma(weight, value, *acc);
+                }
+            }
+        }
+        for (g, acc) in acc.iter().enumerate() {
+            for (c, &acc) in acc.iter().enumerate() {
+                S::store(o.add(g * v.len + (vec + c) * S::LANES), acc);
+            }
+        }
+    }
+}
