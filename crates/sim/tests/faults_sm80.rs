@@ -114,7 +114,7 @@ fn a_read_of_another_warps_store_without_a_barrier_is_a_race() {
             32,
             |k| {
                 if !bad {
-                    k.bar_sync_all()
+                    k.bar_sync_all();
                 }
             },
             KernelBuilder::bar_sync_all,
@@ -136,7 +136,7 @@ fn an_overwrite_of_what_another_warp_still_reads_is_a_race() {
     let build = |bad: bool| {
         exchange(32, KernelBuilder::bar_sync_all, |k| {
             if !bad {
-                k.bar_sync_all()
+                k.bar_sync_all();
             }
         })
     };
@@ -153,7 +153,7 @@ fn lanes_of_one_warp_that_exchange_without_a_warp_barrier_are_warned_of() {
             1,
             |k| {
                 if !bad {
-                    k.bar_warp_sync()
+                    k.bar_warp_sync();
                 }
             },
             KernelBuilder::bar_warp_sync,

@@ -279,7 +279,7 @@ fn altered_counts_parities_and_swizzles_are_noticed() {
             Op::MbarrierArriveExpectTx { .. } => alter("half the bytes", &|i| constant(i, 1, &|b| b / 2)),
             Op::MbarrierInit => alter("one arrival more", &|i| constant(i, 1, &|b| b + 1)),
             Op::BarSync { .. } if inst.src.len() == 2 => {
-                alter("a larger count", &|i| constant(i, 1, &|b| b + 32))
+                alter("a larger count", &|i| constant(i, 1, &|b| b + 32));
             }
             Op::WgmmaWait(_) => alter("a weaker wait", &|i| i.op = Op::WgmmaWait(1)),
             Op::Alu(Alu::XorB32) => alter("a flipped or dropped xor", &|i| constant(i, 1, &|b| b ^ 1)),
