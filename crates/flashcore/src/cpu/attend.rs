@@ -98,6 +98,25 @@ struct Block {
     k: *const f32,
     k_stride: usize,
     v: *const f32,
+    head_dim_v: usize,
+}
+
+impl Block {
+    /// Column `d` of key number `key` of the block.
+    #[inline(always)]
+    unsafe fn value<S: Simd>(&self, key: usize, d: usize) -> *const f32 {
+        // SAFETY: the caller's indices are inside the block.
+        unsafe { self.v.add((d / S::LANES * self.keys.len() + key) * S::LANES + d % S::LANES) }
+    }
+
+    /// Whether a value is infinite or NaN, so that a probability of 0 does not make it vanish.
+    #[inline(always)]
+    unsafe fn has_wild_values<S: Simd>(&self) -> bool {
+        (0..self.head_dim_v).any(|d| {
+            // SAFETY: the indices are inside the block.
+            (0..self.keys.len()).any(|key| !unsafe { *self.value::<S>(key, d) }.is_finite())
+        })
+    }
 }
 
 /// Runs a task.
@@ -149,7 +168,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
             let keys = from(start);
             let (k, k_stride) = k_rows::<S>(rows(&job.call.k, &keys), base.add(k_wide));
             rows(&job.call.v, &keys).widen_to_panels::<S>(base.add(v_wide));
-            let block = Block { k, k_stride, v: base.add(v_wide), keys };
+            let block = Block { k, k_stride, v: base.add(v_wide), head_dim_v: problem.head_dim_v, keys };
             let next = from(block.keys.end);
             let mut ahead = Ahead {
                 k: rows(&job.call.k, &next),
@@ -238,6 +257,7 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32
             by_vecs!(segment, scores::<S, _>(panel, block, *segment, problem.head_dim, s, &mut tops, ahead));
         }
         let mut rescale = [S::splat(1.0); MAX_VECS];
+        let mut masked = false;
         for (vec, (rescale, top)) in rescale.iter_mut().zip(tops).enumerate().take(panel.vecs) {
             let seen = panel.seen(vec, &block.keys);
             let column = Column {
@@ -245,8 +265,10 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32
                 step: panel.vecs * S::LANES,
                 keys: seen,
             };
-            let changed = change::<S>(job.scoring, &column) | mask::<S>(panel, vec, &column);
-            let top = if changed { column_top::<S>(&column) } else { top };
+            let changed = change::<S>(job.scoring, &column);
+            let hidden = mask::<S>(panel, vec, &column);
+            masked |= hidden;
+            let top = if changed || hidden { column_top::<S>(&column) } else { top };
             *rescale = softmax::<S>(panel, vec, &column, top, job.scoring.scale);
         }
         // One rectangle takes the rescaling along; several would take it more than once.
@@ -259,8 +281,11 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32
             }
             rescale = [S::splat(1.0); MAX_VECS];
         }
+        if masked && block.has_wild_values::<S>() {
+            return exact_outputs::<S>(panel, block, s, &rescale);
+        }
         for segment in segments.iter() {
-            by_vecs!(segment, outputs::<S, _>(panel, block, *segment, problem.head_dim_v, s, &rescale));
+            by_vecs!(segment, outputs::<S, _>(panel, block, *segment, s, &rescale));
         }
     }
 }
@@ -449,7 +474,6 @@ unsafe fn outputs<S: Simd, const V: usize>(
     panel: &Panel,
     block: &Block,
     segment: Segment,
-    head_dim_v: usize,
     p: *const f32,
     rescale: &[S::V; MAX_VECS],
 ) {
@@ -462,9 +486,8 @@ unsafe fn outputs<S: Simd, const V: usize>(
             *factor = rescale[segment.first_vec + v];
         }
         let o = panel.o.add(segment.first_vec * S::LANES);
-        let v = block.v.add(first * S::LANES);
-        by_rows!(head_dim_v, d => output_tile::<S, _, V>(
-            Scalars::Panel { at: v.add(d / S::LANES * block.keys.len() * S::LANES + d % S::LANES) },
+        by_rows!(block.head_dim_v, d => output_tile::<S, _, V>(
+            Scalars::Panel { at: block.value::<S>(first, d) },
             p,
             segment.end_key - segment.first_key,
             o.add(d * panel.vecs * S::LANES),
@@ -493,6 +516,31 @@ unsafe fn output_tile<S: Simd, const R: usize, const V: usize>(
         for (r, row) in tile.iter().enumerate() {
             for (v, &x) in row.iter().enumerate() {
                 S::store(o.add((r * p.width + v) * S::LANES), x);
+            }
+        }
+    }
+}
+
+/// The same, lane by lane and only for keys that the lane's row sees: where 0 · ∞ would spoil rows that do not.
+unsafe fn exact_outputs<S: Simd>(panel: &Panel, block: &Block, p: *const f32, rescale: &[S::V; MAX_VECS]) {
+    let width = panel.vecs * S::LANES;
+    let mut factors = [0.0; MAX_LANES * MAX_VECS];
+    // SAFETY: as of `step`.
+    unsafe {
+        for (vec, &rescale) in rescale.iter().enumerate().take(panel.vecs) {
+            S::store(factors.as_mut_ptr().add(vec * S::LANES), rescale);
+        }
+        for (lane, &factor) in factors.iter().enumerate().take(width) {
+            let keys =
+                panel.lanes[lane].start.max(block.keys.start)..panel.lanes[lane].end.min(block.keys.end);
+            for d in 0..block.head_dim_v {
+                let o = panel.o.add(d * width + lane);
+                let mut sum = *o * factor;
+                for key in keys.clone() {
+                    let key = key - block.keys.start;
+                    sum += *p.add(key * width + lane) * *block.value::<S>(key, d);
+                }
+                *o = sum;
             }
         }
     }

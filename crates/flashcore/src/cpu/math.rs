@@ -92,3 +92,125 @@ pub(super) unsafe fn change<S: Simd>(change: Change, x: S::V) -> S::V {
         S::mul(x, S::splat(change.outer))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::{Isa, available, simd::dispatch};
+
+    dispatch! { unsafe fn exp2_each(scale: f32, x: &mut [f32]) = exp2_each_on }
+
+    #[inline(always)]
+    unsafe fn exp2_each_on<S: Simd>(scale: f32, x: &mut [f32]) {
+        assert!(x.len().is_multiple_of(S::LANES));
+        for chunk in x.chunks_exact_mut(S::LANES) {
+            // SAFETY: a chunk has `LANES` elements.
+            unsafe {
+                let y = ScaledExp2::<S>::new(scale).of(S::load(chunk.as_ptr()));
+                S::store(chunk.as_mut_ptr(), y);
+            }
+        }
+    }
+
+    dispatch! { unsafe fn tanh_each(x: &mut [f32]) = tanh_each_on }
+
+    #[inline(always)]
+    unsafe fn tanh_each_on<S: Simd>(x: &mut [f32]) {
+        assert!(x.len().is_multiple_of(S::LANES));
+        for chunk in x.chunks_exact_mut(S::LANES) {
+            // SAFETY: a chunk has `LANES` elements.
+            unsafe { S::store(chunk.as_mut_ptr(), tanh::<S>(S::load(chunk.as_ptr()))) };
+        }
+    }
+
+    /// `f(inputs)` is within `ulps` of `exact` on every instruction set.
+    fn is_within(ulps: f64, inputs: &[f32], exact: impl Fn(f64) -> f64, f: impl Fn(Isa, &mut [f32])) {
+        for isa in available() {
+            let mut out = inputs.to_vec();
+            f(isa, &mut out);
+            for (&x, &y) in inputs.iter().zip(&out) {
+                let exact = exact(f64::from(x));
+                let ulp = f64::from(f32::EPSILON) * 2.0_f64.powf(exact.abs().log2().floor());
+                let error = (f64::from(y) - exact).abs() / ulp;
+                assert!(error <= ulps, "{isa}: f({x:e}) is {y:e}, not {exact:e} ({error:.2} ulp)");
+            }
+        }
+    }
+
+    #[test]
+    fn exp2_is_within_two_ulp_wherever_its_result_is_normal() {
+        let sweep: Vec<f32> = (0..1 << 20).map(|i| -126.0 + 252.0 * i as f32 / (1 << 20) as f32).collect();
+        let small: Vec<f32> = (0..1 << 12).map(|i| -(2.0_f32.powf(-i as f32 / 50.0))).collect();
+        for inputs in [sweep, small] {
+            // SAFETY: the instruction set is available.
+            is_within(2.0, &inputs, f64::exp2, |isa, x| unsafe { exp2_each(isa, 1.0, x) });
+        }
+    }
+
+    #[test]
+    fn exp2_takes_its_scale_along_to_three_ulp_and_the_rounding_of_an_unfused_product() {
+        let inputs: Vec<f32> = (0..1 << 16).map(|i| -100.0 * i as f32 / (1 << 16) as f32).collect();
+        for scale in [0.1_f32, 0.180_336_88, 1.2] {
+            for isa in available() {
+                let mut out = inputs.clone();
+                // SAFETY: the instruction set is available.
+                unsafe { exp2_each(isa, scale, &mut out) };
+                for (&x, &y) in inputs.iter().zip(&out) {
+                    let product = f64::from(x) * f64::from(scale);
+                    let rounding = if isa == Isa::Portable { product.abs() } else { 0.0 };
+                    let error = (f64::from(y) / product.exp2() - 1.0).abs() / f64::from(f32::EPSILON);
+                    assert!(error <= 3.0 + rounding, "{isa}: {error:.2} ulp at {x:e} times {scale}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn exp2_of_the_very_negative_is_zero_and_of_nan_is_nan() {
+        for isa in available() {
+            for scale in [SCALES.start, 0.125, 1.0, 1e29] {
+                let mut x = [f32::NEG_INFINITY, f32::MIN, -128.0 / scale, f32::NAN].repeat(4);
+                // SAFETY: the instruction set is available.
+                unsafe { exp2_each(isa, scale, &mut x) };
+                for four in x.chunks(4) {
+                    assert_eq!(four[..3], [0.0; 3], "{isa}, scale {scale}");
+                    assert!(four[3].is_nan(), "{isa}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn exp2_of_zero_is_exactly_one() {
+        for isa in available() {
+            let mut x = [0.0, -0.0].repeat(8);
+            // SAFETY: the instruction set is available.
+            unsafe { exp2_each(isa, 0.3, &mut x) };
+            assert_eq!(x, [1.0; 16], "{isa}");
+        }
+    }
+
+    #[test]
+    fn tanh_is_within_two_ulp_everywhere() {
+        let sweep: Vec<f32> =
+            (0..1 << 20).map(|i| -12.0 + 24.0 * (i as f32 + 0.5) / (1 << 20) as f32).collect();
+        let small: Vec<f32> = (0..1 << 12).map(|i| 2.0_f32.powf(-i as f32 / 50.0)).collect();
+        for inputs in [sweep, small] {
+            // SAFETY: the instruction set is available.
+            is_within(2.0, &inputs, f64::tanh, |isa, x| unsafe { tanh_each(isa, x) });
+        }
+    }
+
+    #[test]
+    fn tanh_of_infinity_is_one_and_of_nan_is_nan() {
+        for isa in available() {
+            let mut x = [f32::INFINITY, f32::NEG_INFINITY, -0.0, f32::NAN].repeat(4);
+            // SAFETY: the instruction set is available.
+            unsafe { tanh_each(isa, &mut x) };
+            for four in x.chunks(4) {
+                assert_eq!(four[..3], [1.0, -1.0, 0.0], "{isa}");
+                assert!(four[3].is_nan(), "{isa}");
+            }
+        }
+    }
+}

@@ -98,13 +98,25 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
                 softmax::<S>(job, row, &keys, p.add(i * BLOCK));
             }
             let mut ahead = Some(tensor(&job.call.k, &from(keys.end)));
-            by_groups!(count, i => outputs::<S, E, _>(
-                v,
-                ahead.take(),
-                &rows[i..],
-                p.add(i * BLOCK),
-                o.add(i * head_dim_v)
-            ));
+            if rows.iter().all(|row| row.keys == rows[0].keys) {
+                by_groups!(count, i => outputs::<S, E, _>(
+                    v,
+                    ahead.take(),
+                    &rows[i..],
+                    p.add(i * BLOCK),
+                    o.add(i * head_dim_v)
+                ));
+            } else {
+                // Each row takes its own keys only: 0 · ∞ of another's would spoil it.
+                for (i, row) in rows.iter().enumerate() {
+                    let first = row.keys.start.saturating_sub(keys.start).min(keys.len());
+                    let end = row.keys.end.clamp(keys.start + first, keys.end) - keys.start;
+                    let at = v.at.wrapping_add(first * v.stride * v.dtype.size());
+                    let seen = Rows { at, count: end - first, ..v };
+                    let (p, o) = (p.add(i * BLOCK + first), o.add(i * head_dim_v));
+                    outputs::<S, E, 1>(seen, ahead.take(), std::slice::from_ref(row), p, o);
+                }
+            }
         }
         for (i, row) in rows.iter().enumerate() {
             let o = o.add(i * head_dim_v);

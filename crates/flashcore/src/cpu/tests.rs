@@ -1,9 +1,11 @@
 //! The engine against the oracle, on every instruction set that this CPU has.
 
-use super::{Engine, Isa, available};
+use half::f16;
+
+use super::{Engine, Isa, Schedule, available};
 use crate::{
-    Attention, DType, Device, Mask, Problem, Tensor, TensorBuf,
-    oracle::{self, Rounding},
+    Attention, DType, Device, Layout, Mask, Output, Problem, Tensor, TensorBuf, TensorMut,
+    oracle::{self, Reference, Rounding},
 };
 
 /// Standard normal numbers from a seed.
@@ -23,115 +25,130 @@ fn normal(seed: u64, len: usize) -> Vec<f32> {
         .collect()
 }
 
-struct Inputs {
+/// A problem with data.
+struct Case {
+    problem: Problem,
     q: TensorBuf,
     k: TensorBuf,
     v: TensorBuf,
     key_lengths: Option<Vec<u32>>,
 }
 
-fn inputs(problem: &Problem, seed: u64) -> Inputs {
-    let make = |seed, shape: [usize; 4]| {
-        TensorBuf::from_f32(&normal(seed, shape.iter().product()), shape, problem.dtype).unwrap()
+impl Case {
+    /// Normal data; key lengths, if the problem has any, from none to all.
+    fn new(problem: Problem) -> Self {
+        Self::with_data(problem, |_, x| x)
+    }
+
+    /// Normal data passed through `change(tensor, value)`; tensors are 0 for q, 1 for k, 2 for v.
+    fn with_data(problem: Problem, change: impl Fn(usize, f32) -> f32) -> Self {
+        let make = |tensor: usize, shape: [usize; 4]| {
+            let mut data = normal(tensor as u64 + 1, shape.iter().product());
+            for x in &mut data {
+                *x = change(tensor, *x);
+            }
+            TensorBuf::from_f32(&data, shape, problem.dtype).unwrap()
+        };
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = problem;
+        let length = |b: usize| (b * len_k / (batch - 1).max(1)) as u32;
+        Self {
+            problem,
+            q: make(0, [batch, heads_q, len_q, head_dim]),
+            k: make(1, [batch, heads_kv, len_k, head_dim]),
+            v: make(2, [batch, heads_kv, len_k, head_dim_v]),
+            key_lengths: problem.key_lengths.then(|| (0..batch).map(length).collect()),
+        }
+    }
+
+    fn attention(&self) -> Attention<'_> {
+        let Problem { mask, scale, softcap, .. } = self.problem;
+        let attention = Attention::new().mask(mask).scale(scale).softcap(softcap.unwrap_or(0.0)).with_lse();
+        match &self.key_lengths {
+            Some(lengths) => attention.key_lengths(lengths),
+            None => attention,
+        }
+    }
+
+    fn run(&self, engine: Engine) -> Output {
+        let device = Device::cpu_with(engine);
+        self.attention().run(&device, &self.q.view(), &self.k.view(), &self.v.view()).unwrap()
+    }
+
+    fn exact(&self) -> Reference {
+        let lengths = self.key_lengths.as_deref();
+        oracle::attention(&self.problem, &self.q.view(), &self.k.view(), &self.v.view(), lengths)
+    }
+
+    fn plain(&self, rounding: Rounding) -> Reference {
+        let lengths = self.key_lengths.as_deref();
+        let (q, k, v) = (self.q.view(), self.k.view(), self.v.view());
+        oracle::same_precision(&self.problem, &q, &k, &v, lengths, rounding)
+    }
+
+    /// On every instruction set, the error is at most twice that of plain attention in the same precision.
+    fn follows_the_oracle(&self) {
+        self.follows_the_oracle_with(Schedule::default(), Rounding::ScoresAndProbabilities);
+    }
+
+    fn follows_the_oracle_with(&self, schedule: Schedule, rounding: Rounding) {
+        let (exact, plain) = (self.exact(), self.plain(rounding));
+        for isa in available() {
+            let out = self.run(engine(isa).with_schedule(schedule));
+            let name = format!("{} on {isa} with {schedule}", self.problem);
+            compare(&name, &out, &exact, &plain);
+        }
+    }
+}
+
+fn engine(isa: Isa) -> Engine {
+    Engine::new().with_isa(isa).unwrap()
+}
+
+/// The larger; NaN if either is.
+fn worse(a: f64, b: f64) -> f64 {
+    if a >= b || a.is_nan() { a } else { b }
+}
+
+fn compare(name: &str, out: &Output, exact: &Reference, plain: &Reference) {
+    let values = out.o.to_f32();
+    let size = exact.o.iter().fold(0.0, |a, b| worse(a, b.abs()));
+    let error = |values: &mut dyn Iterator<Item = f64>| {
+        values.zip(&exact.o).map(|(a, b)| (a - b).abs()).fold(0.0, worse)
     };
-    let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
-    Inputs {
-        q: make(3 * seed + 1, [batch, heads_q, len_q, head_dim]),
-        k: make(3 * seed + 2, [batch, heads_kv, len_k, head_dim]),
-        v: make(3 * seed + 3, [batch, heads_kv, len_k, head_dim_v]),
-        key_lengths: problem
-            .key_lengths
-            .then(|| (0..batch).map(|b| ((b + 1) * len_k / (batch + 1)) as u32).collect()),
+    let ours = error(&mut values.iter().copied().map(f64::from));
+    let theirs = error(&mut plain.o.iter().copied());
+    let floor = 1e-6 * size;
+    assert!(ours <= 2.0 * theirs + floor, "{name}: error {ours:.3e}, plain attention has {theirs:.3e}");
+    for (i, (&ours, &exact)) in out.lse.as_ref().unwrap().to_f32().iter().zip(&exact.lse).enumerate() {
+        let ours = f64::from(ours);
+        let close = (ours - exact).abs() <= 2e-6 * exact.abs().max(4.0);
+        assert!(ours == exact || close, "{name}: lse {i} is {ours}, not {exact}");
     }
 }
 
-fn attention<'a>(problem: &Problem, key_lengths: Option<&'a [u32]>) -> Attention<'a> {
-    let attention = Attention::new()
-        .mask(problem.mask)
-        .scale(problem.scale)
-        .softcap(problem.softcap.unwrap_or(0.0))
-        .with_lse();
-    match key_lengths {
-        Some(lengths) => attention.key_lengths(lengths),
-        None => attention,
-    }
-}
-
-fn engine(isa: Isa) -> Device {
-    Device::cpu_with(Engine::new().with_isa(isa).unwrap())
-}
-
-/// At most twice the error of plain attention in the same precision, by the maximum.
-fn follows_the_oracle(problem: &Problem, isa: Isa) {
-    let x = inputs(problem, 7);
-    check(problem, isa, &x.q.view(), &x.k.view(), &x.v.view(), x.key_lengths.as_deref());
-}
-
-fn check(
-    problem: &Problem,
-    isa: Isa,
-    q: &Tensor<'_>,
-    k: &Tensor<'_>,
-    v: &Tensor<'_>,
-    lengths: Option<&[u32]>,
-) {
-    let out = attention(problem, lengths).run(&engine(isa), q, k, v).unwrap();
-    let exact = oracle::attention(problem, q, k, v, lengths);
-    let plain = oracle::same_precision(problem, q, k, v, lengths, Rounding::ScoresAndProbabilities);
-    let worst = |values: &mut dyn Iterator<Item = f64>| {
-        values
-            .zip(&exact.o)
-            .map(|(a, &b)| (a - b).abs())
-            .fold(0.0, |worst: f64, x| if x <= worst { worst } else { x })
-    };
-    let ours = worst(&mut out.o.to_f32().into_iter().map(f64::from));
-    let theirs = worst(&mut plain.o.iter().copied());
-    assert!(
-        ours <= 2.0 * theirs + 2e-6,
-        "{problem} on {isa}: error {ours:.3e}, plain attention {theirs:.3e}"
-    );
-    for (i, (&ours, &exact)) in out.lse.unwrap().to_f32().iter().zip(&exact.lse).enumerate() {
-        let close = (f64::from(ours) - exact).abs() <= 2e-6 * exact.abs().max(4.0);
-        assert!(f64::from(ours) == exact || close, "{problem} on {isa}: lse {i} is {ours}, not {exact}");
-    }
+fn window(left: usize, right: usize) -> Mask {
+    Mask::Window { left: Some(left), right: Some(right) }
 }
 
 #[test]
 fn every_length_follows_the_oracle() {
-    for isa in available() {
-        for len in [1, 2, 7, 63, 64, 65, 97, 127, 129, 200, 257, 511, 513, 1025] {
-            for dtype in DType::ALL {
-                let problem = Problem::new(1, 2, len, 64, dtype);
-                follows_the_oracle(&problem, isa);
-                follows_the_oracle(&problem.with_mask(Mask::Causal), isa);
-            }
+    for len in [1, 2, 7, 63, 64, 65, 97, 127, 129, 200, 257, 511, 513, 1025] {
+        for dtype in DType::ALL {
+            let problem = Problem::new(1, 1, len, 64, dtype);
+            Case::new(problem).follows_the_oracle();
+            Case::new(problem.with_mask(Mask::Causal)).follows_the_oracle();
         }
     }
 }
 
 #[test]
 fn every_head_dim_follows_the_oracle() {
-    for isa in available() {
-        for (d, dv) in [
-            (1, 1),
-            (8, 8),
-            (40, 40),
-            (64, 64),
-            (72, 72),
-            (80, 80),
-            (96, 96),
-            (128, 128),
-            (160, 160),
-            (192, 128),
-            (256, 256),
-            (512, 512),
-            (1024, 1),
-            (3, 1024),
-            (64, 80),
-            (13, 29),
-        ] {
-            for dtype in DType::ALL {
-                follows_the_oracle(&Problem::new(1, 2, 70, d, dtype).with_head_dim_v(dv), isa);
+    let equal = [1, 8, 40, 64, 72, 80, 96, 128, 160, 192, 256, 512].map(|d| (d, d));
+    for (d, dv) in equal.into_iter().chain([(192, 128), (1024, 1), (3, 1024), (64, 80), (13, 29)]) {
+        for dtype in DType::ALL {
+            for len in [1, 70] {
+                let problem = Problem::new(1, 2, len, d, dtype).with_kv(1, 70).with_head_dim_v(dv);
+                Case::new(problem).follows_the_oracle();
             }
         }
     }
@@ -139,24 +156,259 @@ fn every_head_dim_follows_the_oracle() {
 
 #[test]
 fn every_mask_follows_the_oracle() {
-    let window = |left, right| Mask::Window { left, right };
-    for isa in available() {
-        for (len_q, len_k) in [(130, 130), (70, 200), (200, 70), (1, 300), (3, 1500), (33, 1), (5, 0), (0, 5)]
-        {
-            for mask in [
-                Mask::None,
-                Mask::Causal,
-                Mask::CausalTopLeft,
-                window(Some(20), Some(3)),
-                window(None, Some(40)),
-                window(Some(0), None),
-                window(Some(0), Some(0)),
-                window(Some(usize::MAX), Some(0)),
-            ] {
-                let problem = Problem::new(2, 4, len_q, 32, DType::F32).with_kv(2, len_k).with_mask(mask);
-                follows_the_oracle(&problem, isa);
-                follows_the_oracle(&problem.with_key_lengths().with_softcap(5.0), isa);
+    let masks = [
+        Mask::None,
+        Mask::Causal,
+        Mask::CausalTopLeft,
+        window(20, 3),
+        window(0, 0),
+        window(usize::MAX, 0),
+        Mask::Window { left: None, right: Some(40) },
+        Mask::Window { left: Some(5), right: None },
+    ];
+    for (len_q, len_k) in [(130, 130), (70, 200), (200, 70), (1, 300), (4, 150), (33, 1), (5, 0), (0, 5)] {
+        for mask in masks {
+            for dtype in [DType::F32, DType::BF16] {
+                let problem = Problem::new(3, 2, len_q, 32, dtype).with_kv(1, len_k).with_mask(mask);
+                Case::new(problem).follows_the_oracle();
+                Case::new(problem.with_key_lengths()).follows_the_oracle();
+                Case::new(problem.with_key_lengths().with_softcap(2.0)).follows_the_oracle();
             }
         }
+    }
+}
+
+#[test]
+fn every_group_of_heads_follows_the_oracle() {
+    for heads_q in [2, 3, 6, 8, 10, 16, 34] {
+        for heads_kv in [1, 2].into_iter().filter(|kv| heads_q % kv == 0) {
+            for (len_q, mask) in [(1, Mask::None), (3, Mask::Causal), (50, window(30, 0))] {
+                let problem = Problem::new(2, heads_q, len_q, 64, DType::F16).with_kv(heads_kv, 90);
+                Case::new(problem.with_mask(mask)).follows_the_oracle();
+            }
+        }
+    }
+}
+
+#[test]
+fn decode_over_many_keys_follows_the_oracle() {
+    for dtype in DType::ALL {
+        for (heads_q, heads_kv) in [(2, 2), (4, 1), (8, 1), (12, 1)] {
+            let problem = Problem::new(1, heads_q, 1, 128, dtype).with_kv(heads_kv, 5000);
+            Case::new(problem).follows_the_oracle();
+            Case::new(problem.with_mask(window(3000, 0)).with_softcap(20.0)).follows_the_oracle();
+        }
+    }
+}
+
+#[test]
+fn any_schedule_follows_the_oracle() {
+    let problem = Problem::new(2, 2, 150, 48, DType::F32).with_kv(1, 170);
+    for mask in [Mask::None, Mask::Causal, window(40, 7)] {
+        let case = Case::new(problem.with_mask(mask));
+        for text in [
+            "block_q=1",
+            "block_q=7,block_k=1",
+            "block_q=100,block_k=3,split_k=10",
+            "block_q=100000,block_k=100000",
+            "split_k=1,threads=3",
+            "split_k=64,block_k=50,threads=1",
+        ] {
+            case.follows_the_oracle_with(text.parse().unwrap(), Rounding::ScoresAndProbabilities);
+        }
+    }
+}
+
+#[test]
+fn values_at_the_ends_of_their_type_follow_the_oracle() {
+    for dtype in DType::ALL {
+        let largest = match dtype {
+            DType::F16 => f32::from(f16::MAX),
+            // Squares of these summed over the head dim stay below the largest f32.
+            DType::BF16 | DType::F32 => 1e18,
+        };
+        let sizes = [largest, 1e-3 * largest, 1e4, 100.0, 1e-3, 1e-7, 1e-30, 1e-42];
+        for (size_q, size_k) in sizes.into_iter().flat_map(|q| sizes.map(|k| (q, k))) {
+            let problem = Problem::new(1, 1, 20, 16, dtype).with_kv(1, 40).with_mask(Mask::Causal);
+            let case = Case::with_data(problem, |tensor, x| match tensor {
+                0 => (x * size_q).clamp(-largest, largest),
+                1 => (x * size_k).clamp(-largest, largest),
+                _ => x,
+            });
+            case.follows_the_oracle_with(Schedule::default(), Rounding::Probabilities);
+        }
+    }
+}
+
+#[test]
+fn scales_and_softcaps_at_the_ends_of_f32_follow_the_oracle() {
+    for len_q in [1, 20] {
+        let problem = Problem::new(1, 1, len_q, 16, DType::F32).with_kv(1, 40).with_mask(Mask::Causal);
+        for scale in [f32::MIN_POSITIVE / 1e5, 1e-37, 1e-29, 1e-3, 1e3, 1e20, f32::MAX / 1e3] {
+            Case::new(problem.with_scale(scale)).follows_the_oracle();
+            for softcap in [1e-38, 1e-10, 1.0, 1e10, 1e38] {
+                let case = Case::new(problem.with_scale(scale).with_softcap(softcap));
+                case.follows_the_oracle_with(Schedule::default(), Rounding::Probabilities);
+            }
+        }
+    }
+}
+
+#[test]
+fn both_layouts_and_broadcast_keys_follow_the_oracle() {
+    let (b, h, hk, s, d) = (2, 4, 2, 45, 40);
+    let problem = Problem::new(b, h, s, d, DType::BF16).with_kv(hk, s).with_mask(Mask::Causal).with_lse();
+    let data: Vec<half::bf16> = normal(5, b * h * s * 2 * d).into_iter().map(half::bf16::from_f32).collect();
+    let q = Tensor::bshd(&data[..b * h * s * d], &[b, s, h, d]).unwrap();
+    // Rows with gaps, and one key sequence for both batch entries and heads.
+    let k = Layout { shape: [b, hk, s, d], strides: [0, 0, 2 * d, 1] };
+    let v = Layout { shape: [b, hk, s, d], strides: [s * hk * d, d, hk * d, 1] };
+    let (k, v) = (Tensor::strided(&data, k).unwrap(), Tensor::strided(&data[1..], v).unwrap());
+    let exact = oracle::attention(&problem, &q, &k, &v, None);
+    let plain = oracle::same_precision(&problem, &q, &k, &v, None, Rounding::ScoresAndProbabilities);
+    for isa in available() {
+        let attention = Attention::new().causal().with_lse();
+        let out = attention.run(&Device::cpu_with(engine(isa)), &q, &k, &v).unwrap();
+        assert_eq!(out.o.layout(), Layout::bshd([b, h, s, d]));
+        compare(&format!("strided on {isa}"), &out, &exact, &plain);
+    }
+}
+
+#[test]
+fn nothing_is_written_between_the_rows_of_an_output() {
+    for (s, d) in [(1, 16), (50, 21)] {
+        let (h, gap) = (3, 7);
+        let data = normal(9, h * s * d);
+        let x = Tensor::new(&data, &[1, h, s, d]).unwrap();
+        for isa in available() {
+            let layout = Layout { shape: [1, h, s, d], strides: [0, s * (d + gap), d + gap, 1] };
+            let lse_layout = Layout { shape: [1, h, s, 1], strides: [0, 2 * s, 2, 1] };
+            let (mut o, mut lse) = (vec![f32::NAN; h * s * (d + gap)], vec![f32::NAN; h * s * 2]);
+            Attention::new()
+                .run_into(
+                    &Device::cpu_with(engine(isa)),
+                    &x,
+                    &x,
+                    &x,
+                    &mut TensorMut::strided(&mut o, layout).unwrap(),
+                    Some(&mut TensorMut::strided(&mut lse, lse_layout).unwrap()),
+                )
+                .unwrap();
+            assert!(o.chunks(d + gap).all(|row| row[..d].iter().all(|x| x.is_finite())));
+            assert!(o.chunks(d + gap).all(|row| row[d..].iter().all(|x| x.is_nan())));
+            assert!(lse.chunks(2).all(|pair| pair[0].is_finite() && pair[1].is_nan()));
+        }
+    }
+}
+
+#[test]
+fn a_query_without_keys_gives_zeros_and_minus_infinity() {
+    for (len_q, len_k, mask, empty) in
+        [(90, 30, Mask::Causal, 60), (4, 0, Mask::None, 4), (7, 3, window(0, 0), 4)]
+    {
+        let problem = Problem::new(1, 1, len_q, 16, DType::F32).with_kv(1, len_k).with_mask(mask);
+        for isa in available() {
+            let out = Case::new(problem).run(engine(isa));
+            let (o, lse) = (out.o.to_f32(), out.lse.unwrap().to_f32());
+            assert!(o[..empty * 16].iter().all(|&x| x == 0.0), "{isa}");
+            assert!(lse[..empty].iter().all(|&x| x == f32::NEG_INFINITY), "{isa}");
+            assert!(o[empty * 16..].iter().all(|x| x.is_finite()), "{isa}");
+        }
+    }
+}
+
+#[test]
+fn nan_reaches_the_rows_that_see_it_and_no_other() {
+    let (len, d, bad) = (100, 32, 37);
+    for (mask, len_q) in [(Mask::Causal, len), (window(10, 4), len), (Mask::Causal, 4), (Mask::None, 1)] {
+        let problem = Problem::new(1, 2, len_q, d, DType::F32).with_kv(1, len).with_mask(mask);
+        for wild in [f32::NAN, f32::INFINITY] {
+            for in_v in [false, true] {
+                // The key after the last query's place is seen by none under a causal mask.
+                for bad in [bad, len - 2] {
+                    let mut case = Case::new(problem);
+                    let tensor = if in_v { &mut case.v } else { &mut case.k };
+                    let mut data = tensor.to_f32();
+                    // An infinite key must not meet zeros of its own, so every element of it is infinite.
+                    data[bad * d..][..d].fill(wild);
+                    *tensor = TensorBuf::from_f32(&data, tensor.shape(), DType::F32).unwrap();
+                    let exact = case.exact();
+                    for isa in available() {
+                        let out = case.run(engine(isa)).o.to_f32();
+                        for (i, (ours, exact)) in out.iter().zip(&exact.o).enumerate() {
+                            let agree = f64::from(*ours) == *exact
+                                || ours.is_nan() && exact.is_nan()
+                                || (f64::from(*ours) - exact).abs() < 1e-4;
+                            assert!(
+                                agree,
+                                "{isa}, {problem}, {wild} at key {bad}: {i} is {ours}, not {exact}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn wild_inputs_of_every_type_do_not_panic() {
+    for dtype in DType::ALL {
+        for wild in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN] {
+            for len_q in [1, 40] {
+                let problem = Problem::new(1, 1, len_q, 24, dtype).with_kv(1, 40).with_mask(Mask::Causal);
+                for tensor in 0..3 {
+                    let case = Case::with_data(problem, |t, x| if t == tensor && x > 0.5 { wild } else { x });
+                    for isa in available() {
+                        assert_eq!(case.run(engine(isa)).o.shape(), [1, 1, len_q, 24]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_single_key_is_passed_on_exactly() {
+    for dtype in DType::ALL {
+        let case = Case::new(Problem::new(1, 1, 60, 64, dtype).with_kv(1, 1));
+        for isa in available() {
+            let o = case.run(engine(isa)).o.to_f32();
+            assert!(o.chunks(64).all(|row| row == case.v.to_f32()), "{dtype} on {isa}");
+        }
+    }
+}
+
+#[test]
+fn results_do_not_depend_on_threads_nor_on_the_run() {
+    for problem in [
+        Problem::new(1, 2, 300, 64, DType::F32).with_mask(Mask::Causal),
+        Problem::new(1, 4, 1, 64, DType::F16).with_kv(2, 9000),
+        Problem::new(1, 1, 20, 40, DType::BF16).with_kv(1, 4000),
+    ] {
+        let case = Case::new(problem);
+        for isa in available() {
+            let run = |threads: usize| {
+                case.run(engine(isa).with_schedule(format!("threads={threads}").parse().unwrap()))
+            };
+            let one = run(1);
+            for threads in [1, 2, 3, 7] {
+                assert_eq!(run(threads), one, "{problem} on {isa} with {threads} threads");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_engine_says_what_it_runs_on() {
+    let engine = engine(Isa::Portable).with_schedule("threads=1".parse().unwrap());
+    assert_eq!(engine.to_string(), "portable, 1 thread");
+    assert_eq!(Device::cpu_with(engine).to_string(), "cpu (portable, 1 thread)");
+}
+
+#[test]
+fn an_instruction_set_that_the_cpu_lacks_is_refused() {
+    for isa in Isa::ALL.into_iter().filter(|isa| !isa.is_available()) {
+        assert!(Engine::new().with_isa(isa).unwrap_err().contains("portable"));
     }
 }
