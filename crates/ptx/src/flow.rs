@@ -161,17 +161,22 @@ fn labels(kernel: &Kernel) -> HashMap<LabelId, usize> {
 }
 
 /// Writes into every guarded branch where its lanes meet again. To be called anew after the body was edited.
+///
+/// That is the nearest post-dominator that has a label. One without is entered from this branch alone (the jump of
+/// `if_(p, |k| k.break_(l))`), so that lanes which come to it at different times need not wait there.
 pub fn set_reconvergence(kernel: &mut Kernel) {
     let flow = Flow::new(kernel);
-    let meet = flow.post_dominators();
-    for i in 0..kernel.body.len() {
-        let label = meet[flow.block_of[i]].and_then(|b| match kernel.body[flow.blocks[b].start].op {
-            Op::Label(label) => Some(label),
-            _ => None,
-        });
-        let inst = &mut kernel.body[i];
+    let dominators = flow.post_dominators();
+    let label_of = |block: usize| match kernel.body[flow.blocks[block].start].op {
+        Op::Label(label) => Some(label),
+        _ => None,
+    };
+    let meet: Vec<Option<LabelId>> = (0..flow.blocks.len())
+        .map(|block| std::iter::successors(dominators[block], |&b| dominators[b]).find_map(label_of))
+        .collect();
+    for (i, inst) in kernel.body.iter_mut().enumerate() {
         if let Op::Bra { reconverge, .. } = &mut inst.op {
-            *reconverge = if inst.guard.is_some() { label } else { None };
+            *reconverge = if inst.guard.is_some() { meet[flow.block_of[i]] } else { None };
         }
     }
 }

@@ -64,7 +64,7 @@ impl fmt::Display for Kernel {
             for alloc in self.shared.allocs() {
                 let end = alloc.offset + alloc.bytes;
                 let note = if alloc.over.is_empty() { "" } else { " (reused)" };
-                writeln!(f, "    //   {:>6}..{end:<6} {}{note}", alloc.offset, alloc.name)?;
+                writeln!(f, "    //   {:>6}..{end:<6} {}{note}", alloc.offset, ascii(&alloc.name))?;
             }
         }
         let mut section = None;
@@ -72,16 +72,39 @@ impl fmt::Display for Kernel {
             if inst.section != section {
                 section = inst.section;
                 if let Some(name) = section.and_then(|s| self.sections.get(s as usize)) {
-                    writeln!(f, "\n    // ---- {name}")?;
+                    writeln!(f, "\n    // ---- {}", ascii(name))?;
                 }
             }
             for line in inst.comment.iter().flat_map(|c| c.lines()) {
-                writeln!(f, "    // {line}")?;
+                writeln!(f, "    // {}", ascii(line))?;
             }
             writeln!(f, "{}", Line { kernel: self, inst })?;
         }
         writeln!(f, "}}")
     }
+}
+
+/// Words as one line of ASCII: ptxas refuses anything else, even in a comment.
+fn ascii(words: &str) -> String {
+    let mut text = String::with_capacity(words.len());
+    for c in words.chars() {
+        match c {
+            ' '..='~' => text.push(c),
+            'ᵀ' => text.push_str("^T"),
+            '×' => text.push('x'),
+            '·' => text.push('*'),
+            '−' | '–' | '—' => text.push('-'),
+            '→' => text.push_str("->"),
+            '←' => text.push_str("<-"),
+            '≤' => text.push_str("<="),
+            '≥' => text.push_str(">="),
+            '≠' => text.push_str("!="),
+            '…' => text.push_str("..."),
+            _ if c.is_whitespace() => text.push(' '),
+            _ => text.push('?'),
+        }
+    }
+    text
 }
 
 fn param_type(ty: ParamType) -> &'static str {

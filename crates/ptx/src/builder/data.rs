@@ -2,33 +2,10 @@
 
 use super::KernelBuilder;
 use crate::inst::*;
-use crate::table::Alu;
 use crate::types::*;
 
-/// A register type with its move instruction.
-pub trait Word: RegType {
-    /// The move.
-    const MOV: Alu;
-}
-
-impl Word for Pred {
-    const MOV: Alu = Alu::MovPred;
-}
-impl Word for B16 {
-    const MOV: Alu = Alu::MovB16;
-}
-impl Word for B32 {
-    const MOV: Alu = Alu::MovB32;
-}
-impl Word for B64 {
-    const MOV: Alu = Alu::MovB64;
-}
-impl Word for F32 {
-    const MOV: Alu = Alu::MovF32;
-}
-
 /// A 32-bit register that lanes can exchange.
-pub trait Word32: Word + MemType {}
+pub trait Word32: MemType {}
 impl Word32 for B32 {}
 impl Word32 for F32 {}
 

@@ -20,7 +20,7 @@ use std::sync::Arc;
 pub use atomics::{ATOMICS, At};
 pub use bulk::BulkHint;
 pub use control::{Loop, Roles};
-pub use data::{FULL_MASK, Word, Word32};
+pub use data::{FULL_MASK, Word32};
 pub use memory::{ClusterAddr, MemHint};
 pub use tensor::{Accumulator, MmaAccumulator};
 
@@ -31,6 +31,7 @@ use crate::inst::{Arg, Inst, LabelId, MemBase, Op};
 use crate::module::{Kernel, RegInfo, Threads};
 use crate::params::{self, KernelParams, ParamHandle, ScalarParam, TensorMap};
 use crate::shared::SharedLayout;
+use crate::table::Alu;
 use crate::types::*;
 
 /// A kernel under construction.
@@ -123,11 +124,14 @@ impl KernelBuilder {
 
     /// A new register, not written yet.
     pub fn reg<T: RegType>(&mut self) -> Reg<T> {
-        let number = self.counts[T::CLASS as usize];
-        self.counts[T::CLASS as usize] += 1;
-        let id = RegId(self.kernel.regs.len() as u32);
-        self.kernel.regs.push(RegInfo { class: T::CLASS, number });
-        Reg::new(id)
+        Reg::new(self.new_reg(T::CLASS))
+    }
+
+    fn new_reg(&mut self, class: RegClass) -> RegId {
+        let number = self.counts[class as usize];
+        self.counts[class as usize] += 1;
+        self.kernel.regs.push(RegInfo { class, number });
+        RegId(self.kernel.regs.len() as u32 - 1)
     }
 
     /// An array of new registers, not written yet.
@@ -212,7 +216,26 @@ impl KernelBuilder {
             }
             self.forget_unused(&from);
         } else {
-            dst.copy_from(result, self);
+            self.move_all(&from, &to);
+        }
+    }
+
+    /// Moves registers to others at once: where one is both, through new registers.
+    #[track_caller]
+    fn move_all(&mut self, from: &[RegId], to: &[RegId]) {
+        let crossed = to.iter().enumerate().any(|(i, id)| from[i + 1..].contains(id));
+        let mut from = from.to_vec();
+        if crossed {
+            for id in &mut from {
+                let class = self.kernel.regs[id.0 as usize].class;
+                let copy = self.new_reg(class);
+                self.emit(mov(class), vec![Arg::Reg(copy)], vec![Arg::Reg(*id)]);
+                *id = copy;
+            }
+        }
+        for (&from, &to) in from.iter().zip(to).filter(|(from, to)| from != to) {
+            let class = self.kernel.regs[to.0 as usize].class;
+            self.emit(mov(class), vec![Arg::Reg(to)], vec![Arg::Reg(from)]);
         }
     }
 
@@ -306,22 +329,26 @@ impl KernelBuilder {
     }
 }
 
+/// The move of a class of registers.
+fn mov(class: RegClass) -> Op {
+    Op::Alu(match class {
+        RegClass::Pred => Alu::MovPred,
+        RegClass::B16 => Alu::MovB16,
+        RegClass::B32 => Alu::MovB32,
+        RegClass::B64 => Alu::MovB64,
+        RegClass::F32 => Alu::MovF32,
+    })
+}
+
 /// Registers that [`KernelBuilder::set`] can write: one, or an array of such.
 pub trait Destination: Copy {
     /// Calls `visit` for each register.
     fn each(self, visit: &mut dyn FnMut(RegId));
-    /// Emits moves from `other`.
-    fn copy_from(self, other: Self, k: &mut KernelBuilder);
 }
 
-impl<T: Word> Destination for Reg<T> {
+impl<T: RegType> Destination for Reg<T> {
     fn each(self, visit: &mut dyn FnMut(RegId)) {
         visit(self.id());
-    }
-
-    #[track_caller]
-    fn copy_from(self, other: Self, k: &mut KernelBuilder) {
-        k.emit(Op::Alu(T::MOV), vec![self.into()], vec![other.into()]);
     }
 }
 
@@ -329,13 +356,6 @@ impl<D: Destination, const N: usize> Destination for [D; N] {
     fn each(self, visit: &mut dyn FnMut(RegId)) {
         for d in self {
             d.each(visit);
-        }
-    }
-
-    #[track_caller]
-    fn copy_from(self, other: Self, k: &mut KernelBuilder) {
-        for (d, s) in self.into_iter().zip(other) {
-            d.copy_from(s, k);
         }
     }
 }

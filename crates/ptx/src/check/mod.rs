@@ -84,13 +84,19 @@ fn directives(kernel: &Kernel, target: Target) -> Vec<Fault> {
             faults.push(Fault::Forbidden(message));
         }
     };
-    let mut letters = kernel.name.chars();
-    let named = letters.next().is_some_and(|c| c.is_ascii_alphabetic())
-        && letters.all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '$');
-    refuse(
-        !named,
-        format!("`{}` is not a PTX name: letters, digits, `_` and `$`, a letter first", kernel.name),
-    );
+    let mut named = |name: &str, first: fn(&char) -> bool| {
+        let mut letters = name.chars();
+        let fits = letters.next().is_some_and(|c| first(&c))
+            && letters.all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '$');
+        refuse(
+            !fits,
+            format!("`{name}` is not a PTX name: ASCII letters, digits, `_` and `$`, a letter first"),
+        );
+    };
+    named(&kernel.name, char::is_ascii_alphabetic);
+    for param in &kernel.params {
+        named(param.name.trim_start_matches('_'), char::is_ascii_alphanumeric);
+    }
     refuse(
         kernel.param_bytes() > MAX_PARAM_BYTES,
         format!("parameters of {} bytes: every driver takes {MAX_PARAM_BYTES}", kernel.param_bytes()),
