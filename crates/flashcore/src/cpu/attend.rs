@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use super::{
-    math::{self, ScaledExp2},
+    math::{self, Exp2Below},
     panel::{MAX_LANES, MAX_VECS, Panel, Segment},
     plan::Task,
     rows::{self, Rows},
@@ -449,17 +449,17 @@ unsafe fn softmax<S: Simd>(panel: &Panel, vec: usize, column: &Column, top: S::V
     // SAFETY: as of `step`.
     unsafe {
         let (max_at, sum_at) = (panel.max.add(vec * S::LANES), panel.sum.add(vec * S::LANES));
-        let exp = ScaledExp2::<S>::new(scale * std::f32::consts::LOG2_E);
+        let exp = Exp2Below::<S>::new(scale * std::f32::consts::LOG2_E);
         let old = S::load(max_at);
         let max = S::max(top, old);
         S::store(max_at, max);
         // A row that has seen only −∞ subtracts 0, so that its exponentials are 0 rather than NaN.
         let base = S::select_less(S::splat(f32::NEG_INFINITY), max, max, S::splat(0.0));
-        let rescale = exp.of(S::sub(old, base));
+        let rescale = exp.of(S::sub(base, old));
         let mut sum = S::splat(0.0);
         for key in 0..column.keys.len() {
             let at = column.at.add(key * column.step);
-            let p = exp.of(S::sub(S::load(at), base));
+            let p = exp.of(S::sub(base, S::load(at)));
             sum = S::add(sum, p);
             S::store(at, p);
         }

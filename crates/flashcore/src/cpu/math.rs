@@ -11,36 +11,36 @@ const EXP2: [f32; 6] =
 /// tanh(x) = x + x³·P(x²) on [0, ⅝], minimax by relative error (4.4e-9).
 const TANH: [f32; 5] = [-0.005_704_987, 0.020_639_087, -0.053_739_715, 0.133_314_42, -0.333_332_8];
 
-/// Scales for [`ScaledExp2`]: nothing overflows or vanishes on the way.
+/// Scales for [`Exp2Below`]: nothing overflows or vanishes on the way.
 pub(super) const SCALES: std::ops::Range<f32> = 1e-30..1e30;
 
-/// 2^(x · scale) for a positive scale and x · scale ≤ 127, to 2 ulp; 0 below 2^−126.5 (so for −∞), NaN for NaN.
+/// 2^(−x · scale) for a positive scale and x · scale ≥ −127, to 2 ulp; 0 below 2^−126.5 (so for ∞), NaN for NaN.
 #[derive(Clone, Copy)]
-pub(super) struct ScaledExp2<S: Simd> {
+pub(super) struct Exp2Below<S: Simd> {
     scale: S::V,
-    /// Where x · scale is −127.
-    least: S::V,
+    /// Where x · scale is 127.
+    most: S::V,
 }
 
-impl<S: Simd> ScaledExp2<S> {
+impl<S: Simd> Exp2Below<S> {
     /// # Safety
     /// Requires a CPU with `S`.
     #[inline(always)]
     pub(super) unsafe fn new(scale: f32) -> Self {
         // SAFETY: the caller's promise.
-        unsafe { Self { scale: S::splat(scale), least: S::splat(-127.0 / scale) } }
+        unsafe { Self { scale: S::splat(-scale), most: S::splat(127.0 / scale) } }
     }
 
     /// # Safety
     /// Requires a CPU with `S`.
     #[inline(always)]
     pub(super) unsafe fn of(self, x: S::V) -> S::V {
-        // Adding this leaves round(x · scale) + 127 in the low bits of the sum: the exponent of the power of two
+        // Adding this leaves round(−x · scale) + 127 in the low bits of the sum: the exponent of the power of two
         // next to the result, and 0 for −127.
         const ROUND: f32 = 12_582_912.0 + 127.0;
         // SAFETY: the caller's promise.
         unsafe {
-            let x = S::max(self.least, x);
+            let x = S::min(self.most, x);
             let shifted = S::fma(x, self.scale, S::splat(ROUND));
             let whole = S::sub(shifted, S::splat(ROUND));
             let fraction = S::fms(x, self.scale, whole);
@@ -63,18 +63,17 @@ pub(super) unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
     // SAFETY: the caller's promise.
     unsafe {
         let magnitude = S::abs(x);
-        // Near 0: an odd polynomial, because 1 − 2/(e^2x + 1) cancels.
+        // Near 0: an odd polynomial, because a difference from 1 cancels.
         let square = S::mul(x, x);
         let mut p = S::splat(TANH[0]);
         for &c in &TANH[1..] {
             p = S::fma(p, square, S::splat(c));
         }
         let near = S::fma(S::mul(p, square), x, x);
-        // Elsewhere: e^2|x|, which at |x| = 10 has long lost to the rounding of 1.
-        let power =
-            ScaledExp2::<S>::new(2.0 * std::f32::consts::LOG2_E).of(S::min(S::splat(10.0), magnitude));
+        // Elsewhere: 1 − 2t/(1 + t) with t = e^−2|x|.
+        let t = Exp2Below::<S>::new(2.0 * std::f32::consts::LOG2_E).of(magnitude);
         let one = S::splat(1.0);
-        let far = S::sub(one, S::div(S::splat(2.0), S::add(power, one)));
+        let far = S::sub(one, S::div(S::add(t, t), S::add(one, t)));
         S::select_less(magnitude, S::splat(0.625), near, S::copy_sign(far, x))
     }
 }
@@ -106,7 +105,8 @@ mod tests {
         for chunk in x.chunks_exact_mut(S::LANES) {
             // SAFETY: a chunk has `LANES` elements.
             unsafe {
-                let y = ScaledExp2::<S>::new(scale).of(S::load(chunk.as_ptr()));
+                let below = S::sub(S::splat(0.0), S::load(chunk.as_ptr()));
+                let y = Exp2Below::<S>::new(scale).of(below);
                 S::store(chunk.as_mut_ptr(), y);
             }
         }

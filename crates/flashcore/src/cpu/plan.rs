@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::{panel::join, schedule::Schedule};
-use crate::contract::Call;
+use crate::{Mask, contract::Call};
 
 /// With fewer tasks than this, long rows are split over keys too.
 const ENOUGH_TASKS: usize = 64;
@@ -35,7 +35,7 @@ pub(super) struct Split {
     pub parts: Range<usize>,
 }
 
-/// All tasks of a call, dearest first, and what is to merge after them.
+/// All tasks of a call, in the order in which threads take them, and what is to merge after them.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
     pub tasks: Vec<Task>,
@@ -65,19 +65,27 @@ impl Plan {
         let blocks = problem.batch * problem.heads_kv * rows.div_ceil(block);
         let split_k = if blocks < ENOUGH_TASKS { schedule.split_k.max(1) } else { usize::MAX };
         let mut plan = Self { part_rows: block, ..Self::default() };
+        let width = problem.head_dim + problem.head_dim_v;
         for batch in 0..problem.batch {
-            for start in (0..rows).step_by(block) {
-                let rows = start..(start + block).min(rows);
-                let keys = union(call, batch, rows.start / group, rows.end.div_ceil(group));
-                let width = problem.head_dim + problem.head_dim_v;
-                // Few rows cost as much as some more, because K and V are read all the same.
-                plan.work += keys.len() * rows.len().max(16) * width * problem.heads_kv;
-                for head in 0..problem.heads_kv {
-                    plan.push(batch, head, &rows, &keys, split_k);
+            let mut pieces: Vec<(Range<usize>, Range<usize>)> = (0..rows)
+                .step_by(block)
+                .map(|start| start..(start + block).min(rows))
+                .map(|rows| {
+                    let keys = union(call, batch, rows.start / group, rows.end.div_ceil(group));
+                    // Few rows cost as much as some more, because K and V are read all the same.
+                    plan.work += keys.len() * rows.len().max(16) * width * problem.heads_kv;
+                    (rows, keys)
+                })
+                .collect();
+            // The dearest first, so that the cheap ones even out the end.
+            pieces.sort_by_key(|(rows, keys)| std::cmp::Reverse(rows.len() * keys.len()));
+            // Head by head, so that threads share what is in the cache.
+            for head in 0..problem.heads_kv {
+                for (rows, keys) in &pieces {
+                    plan.push(batch, head, rows, keys, split_k);
                 }
             }
         }
-        plan.tasks.sort_by_key(|task| std::cmp::Reverse(task.rows.len() * task.keys.len()));
         plan
     }
 
@@ -104,9 +112,86 @@ impl Plan {
 
 /// The keys that any of some queries sees.
 fn union(call: &Call<'_>, batch: usize, first: usize, end: usize) -> Range<usize> {
+    if call.problem.mask == Mask::None {
+        return 0..key_count(call, batch);
+    }
     let mut all = 0..0;
     for query in first..end {
         all = join(&all, &visible(call, batch, query));
     }
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Attention, DType, Problem, TensorBuf};
+
+    /// The plan of a problem, and how often each (batch, head, row, key) is in one of its tasks.
+    fn counted(problem: Problem, schedule: &str) -> (Plan, Vec<u8>) {
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, mask, .. } = problem;
+        let lengths: Vec<u32> = (0..batch).map(|b| (len_k * b / batch) as u32).collect();
+        let q =
+            TensorBuf::from_f32(&vec![0.0; batch * heads_q * len_q], [batch, heads_q, len_q, 1], DType::F32);
+        let kv = TensorBuf::from_f32(
+            &vec![0.0; batch * heads_kv * len_k],
+            [batch, heads_kv, len_k, 1],
+            DType::F32,
+        );
+        let (q, kv) = (q.unwrap(), kv.unwrap());
+        let attention = Attention::new().mask(mask).key_lengths(&lengths);
+        let call = Call {
+            problem: attention.problem(&q.view(), &kv.view(), &kv.view()).unwrap(),
+            q: q.view().raw,
+            k: kv.view().raw,
+            v: kv.view().raw,
+            o: q.view().raw,
+            lse: None,
+            key_lengths: Some(&lengths),
+        };
+        let plan = Plan::new(&call, &schedule.parse::<Schedule>().unwrap().or(Schedule::for_head_dims(1, 1)));
+        let rows = problem.group() * len_q;
+        let mut seen = vec![0; batch * heads_kv * rows * len_k];
+        for task in &plan.tasks {
+            for row in task.rows.clone() {
+                for key in task.keys.clone() {
+                    seen[((task.batch * heads_kv + task.head) * rows + row) * len_k + key] += 1;
+                }
+            }
+        }
+        // What a row does not see may be in a task or not.
+        for (i, seen) in seen.iter_mut().enumerate() {
+            let (key, row, batch) = (i % len_k, i / len_k % rows, i / len_k / rows / heads_kv);
+            if !visible(&call, batch, row / problem.group()).contains(&key) {
+                *seen = 1;
+            }
+        }
+        (plan, seen)
+    }
+
+    #[test]
+    fn every_visible_pair_is_in_exactly_one_task() {
+        let window = Mask::Window { left: Some(9), right: Some(2) };
+        for mask in [Mask::None, Mask::Causal, Mask::CausalTopLeft, window] {
+            for schedule in ["block_q=1", "block_q=7,split_k=5", "block_q=1000,split_k=13", ""] {
+                let problem = Problem::new(3, 4, 21, 1, DType::F32).with_kv(2, 33).with_mask(mask);
+                let (_, seen) = counted(problem, schedule);
+                assert!(seen.iter().all(|&n| n == 1), "{problem} with '{schedule}'");
+            }
+        }
+    }
+
+    #[test]
+    fn every_row_is_finished_once_by_a_task_or_a_merge() {
+        for schedule in ["block_q=5", "block_q=7,split_k=5"] {
+            let problem = Problem::new(2, 2, 40, 1, DType::F32).with_kv(1, 30).with_mask(Mask::Causal);
+            let (plan, _) = counted(problem, schedule);
+            let whole = plan.tasks.iter().filter(|task| task.part.is_none()).map(|task| task.rows.len());
+            let split = plan.splits.iter().map(|split| split.rows.len());
+            assert_eq!(whole.chain(split).sum::<usize>(), 2 * 80);
+            let mut parts: Vec<usize> = plan.tasks.iter().filter_map(|task| task.part).collect();
+            parts.sort_unstable();
+            assert!(parts.iter().copied().eq(0..plan.parts()));
+        }
+    }
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::{
     attend::{Job, Stats, Workspace, finish_row, rows_of},
-    math::{self, ScaledExp2},
+    math::{self, Exp2Below},
     panel::MAX_LANES,
     plan::{Task, visible},
     rows::{Rows, Vectorised, by_type},
@@ -201,12 +201,12 @@ unsafe fn softmax<S: Simd>(job: &Job<'_>, row: &mut Row, keys: &Range<usize>, p:
         }
         let max = fold::<S>(tops, row.max, |a, b| if b > a { b } else { a });
         let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
-        let exp = ScaledExp2::<S>::new(job.scoring.scale * std::f32::consts::LOG2_E);
-        row.rescale = fold::<S>(exp.of(S::splat(row.max - base)), 0.0, |_, b| b);
+        let exp = Exp2Below::<S>::new(job.scoring.scale * std::f32::consts::LOG2_E);
+        row.rescale = fold::<S>(exp.of(S::splat(base - row.max)), 0.0, |_, b| b);
         row.max = max;
         let mut sums = S::splat(0.0);
         for i in (0..len).step_by(S::LANES) {
-            let x = exp.of(S::sub(S::load(p.add(i)), S::splat(base)));
+            let x = exp.of(S::sub(S::splat(base), S::load(p.add(i))));
             sums = S::add(sums, x);
             S::store(p.add(i), x);
         }
