@@ -3,7 +3,7 @@
 use std::fmt;
 use std::panic::Location;
 
-use crate::types::{IsaVersion, Target};
+use crate::types::Target;
 
 /// A shared-memory layout that cannot be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -110,9 +110,6 @@ pub enum Fault {
         /// The kernel's.
         target: Target,
     },
-    /// The PTX version asked for is newer than any that is known.
-    #[error("PTX {0} is not known")]
-    Version(IsaVersion),
     /// A combination that PTX forbids.
     #[error("{0}")]
     Forbidden(String),

@@ -99,7 +99,7 @@ impl Threads {
     /// The number of threads, or the bound on it.
     pub fn count(self) -> u32 {
         let (Threads::Exactly(d) | Threads::AtMost(d)) = self;
-        d.iter().product()
+        d.iter().fold(1, |count, &n| count.saturating_mul(n))
     }
 }
 

@@ -62,7 +62,7 @@ impl fmt::Display for Kernel {
         if !self.shared.allocs().is_empty() {
             writeln!(f, "\n    // shared memory: {} bytes", self.shared_bytes())?;
             for alloc in self.shared.allocs() {
-                let end = alloc.offset + alloc.bytes;
+                let end = alloc.offset.saturating_add(alloc.bytes);
                 let note = if alloc.over.is_empty() { "" } else { " (reused)" };
                 writeln!(f, "    //   {:>6}..{end:<6} {}{note}", alloc.offset, ascii(&alloc.name))?;
             }

@@ -46,6 +46,10 @@ impl Shared {
         self.bytes
     }
 
+    const fn end(self) -> u32 {
+        self.offset.saturating_add(self.bytes)
+    }
+
     /// The address `bytes` after its start.
     pub const fn at(self, bytes: i32) -> Addr<B32> {
         Addr::new(MemBase::Shared(self.index), bytes)
@@ -82,8 +86,9 @@ impl SharedLayout {
         if !align.is_power_of_two() {
             self.errors.push(SharedError::Alignment { name: name.to_owned(), align });
         }
-        let align = align.next_power_of_two();
-        let offset = self.bytes().next_multiple_of(align);
+        // Numbers beyond 32 bits stay at the largest: no target has so much, and the layout is refused by its size.
+        let align = align.checked_next_power_of_two().unwrap_or(1);
+        let offset = self.bytes().checked_next_multiple_of(align).unwrap_or(u32::MAX);
         self.push(name, bytes, align, offset, Vec::new())
     }
 
@@ -93,9 +98,9 @@ impl SharedLayout {
     /// where that is not so. Whether the old content is dead by then is the kernel's business.
     pub fn alias(&mut self, name: &str, bytes: u32, over: &[Shared]) -> Shared {
         let offset = over.first().map_or(0, |s| s.offset);
-        let end = over.iter().map(|s| s.offset + s.bytes).max().unwrap_or(0);
-        let ordered = over.windows(2).all(|w| w[0].offset + w[0].bytes <= w[1].offset);
-        if over.is_empty() || !ordered || offset + bytes > end {
+        let end = over.iter().map(|s| s.end()).max().unwrap_or(0);
+        let ordered = over.windows(2).all(|w| w[0].end() <= w[1].offset);
+        if over.is_empty() || !ordered || offset.saturating_add(bytes) > end {
             self.errors.push(SharedError::Alias {
                 name: name.to_owned(),
                 bytes,
@@ -119,7 +124,7 @@ impl SharedLayout {
 
     /// The size of the whole.
     pub fn bytes(&self) -> u32 {
-        self.allocs.iter().map(|a| a.offset + a.bytes).max().unwrap_or(0)
+        self.allocs.iter().map(|a| a.offset.saturating_add(a.bytes)).max().unwrap_or(0)
     }
 
     /// The alignment of the whole: that of its most aligned allocation, at least 16.

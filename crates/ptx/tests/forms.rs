@@ -6,7 +6,7 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-use common::{Form, all_forms, fixture};
+use common::{Form, all_forms, fixture, joined};
 use flashcore_ptx::ptxas::{Ptxas, PtxasError};
 use flashcore_ptx::*;
 
@@ -135,6 +135,24 @@ fn ptxas_refuses_every_form_one_target_earlier_than_the_table_states() {
         }
     }
     assert!(problems.is_empty(), "accepted one target earlier:\n{}", problems.join("\n"));
+}
+
+#[test]
+fn what_the_checker_takes_of_many_forms_together_ptxas_takes() {
+    let Some(ptxas) = ptxas() else { return };
+    let forms = all_forms();
+    let mut taken = 0;
+    // Strides that share no factor with the number of forms give every kernel a different mixture.
+    for (start, stride) in [(0, 97), (1, 101), (2, 103), (3, 107), (4, 109), (5, 113), (6, 127), (7, 131)] {
+        let mixture: Vec<&Form> = forms.iter().skip(start).step_by(stride).collect();
+        let kernel = joined(&mixture);
+        if check::kernel(&kernel, Target::Sm90a).is_empty() {
+            let module = Module::new(Target::Sm90a).with(kernel);
+            ptxas.assemble(&module, Target::Sm90a).unwrap_or_else(|error| panic!("{error}"));
+            taken += 1;
+        }
+    }
+    assert!(taken >= 4, "the checker takes only {taken} of 8 mixtures");
 }
 
 #[test]

@@ -130,6 +130,15 @@ impl KernelBuilder {
     }
 
     /// Loads 2 or 4 elements from global memory.
+    ///
+    /// More than 16 bytes, or a number of elements that PTX does not have, does not compile:
+    ///
+    /// ```compile_fail
+    /// # use flashcore_ptx::*;
+    /// # let mut k = KernelBuilder::new("k", Target::Sm80);
+    /// let at = k.mov_b64(0);
+    /// let wide: [Reg<B64>; 4] = k.ld_global_vec(at);
+    /// ```
     #[track_caller]
     pub fn ld_global_vec<T: MemType, const N: usize>(&mut self, addr: impl Into<Addr<B64>>) -> [Reg<T>; N] {
         self.load(Space::Global, addr.into().into(), MemHint::new())

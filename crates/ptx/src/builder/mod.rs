@@ -2,7 +2,7 @@
 //!
 //! A method emits one instruction and returns the registers it writes; [`KernelBuilder::set`] makes an
 //! instruction write registers that exist already. Static choices are Rust `if` and `for`; run-time control
-//! flow is in [`control`]. A mistake is recorded with the author's line and comes back from
+//! flow is structured, from [`KernelBuilder::if_`] to [`KernelBuilder::roles`]. A mistake is recorded with the author's line and comes back from
 //! [`KernelBuilder::finish`]; nothing panics.
 
 mod atomics;
@@ -227,16 +227,26 @@ impl KernelBuilder {
         let mut from = from.to_vec();
         if crossed {
             for id in &mut from {
-                let class = self.kernel.regs[id.0 as usize].class;
+                let Some(class) = self.class(*id) else { continue };
                 let copy = self.new_reg(class);
                 self.emit(mov(class), vec![Arg::Reg(copy)], vec![Arg::Reg(*id)]);
                 *id = copy;
             }
         }
         for (&from, &to) in from.iter().zip(to).filter(|(from, to)| from != to) {
-            let class = self.kernel.regs[to.0 as usize].class;
+            let Some(class) = self.class(to) else { continue };
             self.emit(mov(class), vec![Arg::Reg(to)], vec![Arg::Reg(from)]);
         }
+    }
+
+    /// The class of a register; none, with the mistake recorded, where the kernel has no such register.
+    #[track_caller]
+    fn class(&mut self, id: RegId) -> Option<RegClass> {
+        let class = self.kernel.reg(id).map(|reg| reg.class);
+        if class.is_none() {
+            self.forbidden("a register of another kernel");
+        }
+        class
     }
 
     /// Drops registers that a retargeted instruction no longer names, where they are the newest ones.

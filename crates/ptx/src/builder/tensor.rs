@@ -61,7 +61,14 @@ fn count<const N: usize>() -> MatrixCount {
 
 /// Tensor cores of a warp.
 impl KernelBuilder {
-    /// Loads 1, 2 or 4 8x8 matrices of 16-bit elements from shared memory.
+    /// Loads 1, 2 or 4 8x8 matrices of 16-bit elements from shared memory. Another number does not compile:
+    ///
+    /// ```compile_fail
+    /// # use flashcore_ptx::*;
+    /// # let mut k = KernelBuilder::new("k", Target::Sm80);
+    /// let at = k.mov_b32(0);
+    /// let three: [Reg<B32>; 3] = k.ldmatrix(at);
+    /// ```
     #[track_caller]
     pub fn ldmatrix<const N: usize>(&mut self, addr: impl Into<Addr<B32>>) -> [Reg<B32>; N] {
         let dst = self.regs();

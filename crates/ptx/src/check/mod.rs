@@ -106,7 +106,7 @@ fn directives(kernel: &Kernel, target: Target) -> Vec<Fault> {
         refuse(count == 0 || count > 1024, format!("a block of {count} threads: it has 1 to 1024"));
     }
     if let Some(shape) = kernel.cluster {
-        let blocks: u32 = shape.iter().product();
+        let blocks = shape.iter().fold(1u32, |count, &n| count.saturating_mul(n));
         refuse(target < Target::Sm90, format!("clusters need sm_90 or later; the kernel is for {target}"));
         refuse(blocks == 0 || blocks > 16, format!("a cluster of {blocks} blocks: it has 1 to 16"));
     }

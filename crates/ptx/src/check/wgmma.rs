@@ -6,7 +6,7 @@
 //! touched them before must lie before a fence. Descriptors are free: they are read when the instruction is
 //! issued, and ptxas takes them from wherever they are computed.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
 use crate::error::Fault;
 use crate::flow::Flow;
@@ -28,6 +28,16 @@ enum Use {
 
 type Uses = BTreeMap<RegId, Use>;
 
+/// The registers that any `wgmma` of the kernel uses: no others need be followed.
+type Used = HashSet<RegId>;
+
+/// How a `wgmma` uses its registers.
+fn uses(inst: &Inst, spec: &Wgmma) -> Uses {
+    let inputs = if spec.a_in_regs { &inst.src[..inst.src.len().min(4)] } else { &[] };
+    let inputs = inputs.iter().filter_map(|a| a.reg()).map(|reg| (reg, Use::Input));
+    inst.writes().map(|reg| (reg, Use::Accumulator(spec.n))).chain(inputs).collect()
+}
+
 /// What is in flight where control stands.
 #[derive(Clone, PartialEq, Default)]
 struct State {
@@ -47,7 +57,7 @@ impl State {
     }
 
     /// Applies an instruction, telling what is wrong with it here.
-    fn step(&mut self, kernel: &Kernel, inst: &Inst, tell: &mut dyn FnMut(Fault)) {
+    fn step(&mut self, kernel: &Kernel, inst: &Inst, used: &Used, tell: &mut dyn FnMut(Fault)) {
         match inst.op {
             Op::WgmmaFence => {
                 self.fenced = true;
@@ -72,7 +82,7 @@ impl State {
                 }
                 self.pending.truncate(usize::from(keep));
             }
-            _ => self.touch(kernel, inst, tell),
+            _ => self.touch(kernel, inst, used, tell),
         }
     }
 
@@ -81,9 +91,7 @@ impl State {
             let problem = "wgmma without a wgmma.fence before it on every path".to_owned();
             tell(Fault::Wgmma { code: Some(7519), problem });
         }
-        let inputs = if spec.a_in_regs { &inst.src[..inst.src.len().min(4)] } else { &[] };
-        let inputs = inputs.iter().filter_map(|a| a.reg()).map(|r| (r, Use::Input));
-        let uses: Uses = inst.writes().map(|r| (r, Use::Accumulator(spec.n))).chain(inputs).collect();
+        let uses = uses(inst, spec);
         for (&reg, &how) in &uses {
             let name = kernel.reg_name(reg);
             if self.touched.contains(&reg) {
@@ -105,7 +113,7 @@ impl State {
     }
 
     /// Something that is not a wgmma.
-    fn touch(&mut self, kernel: &Kernel, inst: &Inst, tell: &mut dyn FnMut(Fault)) {
+    fn touch(&mut self, kernel: &Kernel, inst: &Inst, used: &Used, tell: &mut dyn FnMut(Fault)) {
         let writes: Vec<RegId> = inst.writes().collect();
         let reads: Vec<RegId> = inst.reads().collect();
         for (regs, verb) in [(&reads, "read"), (&writes, "written")] {
@@ -117,8 +125,7 @@ impl State {
             let problem = format!("{} is {verb} while a wgmma in flight uses it", kernel.reg_name(reg));
             tell(Fault::Wgmma { code, problem });
         }
-        self.touched.extend(writes);
-        self.touched.extend(reads);
+        self.touched.extend(writes.into_iter().chain(reads).filter(|reg| used.contains(reg)));
     }
 
     /// What may be in flight where several paths meet.
@@ -144,6 +151,11 @@ pub(super) fn check(kernel: &Kernel, flow: &Flow, at: &mut dyn FnMut(usize, Faul
     if !kernel.body.iter().any(|inst| inst.op.is_wgmma()) {
         return;
     }
+    let of_inst = |inst: &Inst| match inst.op {
+        Op::Wgmma(spec) => uses(inst, &spec).into_keys().collect(),
+        _ => Vec::new(),
+    };
+    let used: Used = kernel.body.iter().flat_map(of_inst).collect();
     let mut before: Vec<Vec<usize>> = vec![Vec::new(); flow.blocks.len()];
     for (b, block) in flow.blocks.iter().enumerate() {
         block.next.iter().for_each(|&next| before[next].push(b));
@@ -169,7 +181,7 @@ pub(super) fn check(kernel: &Kernel, flow: &Flow, at: &mut dyn FnMut(usize, Faul
             }
             let mut state = State::meet(&states);
             for inst in &kernel.body[block.start..block.end] {
-                state.step(kernel, inst, &mut |_| {});
+                state.step(kernel, inst, &used, &mut |_| {});
             }
             if at_end[b].as_ref() != Some(&state) {
                 at_end[b] = Some(state);
@@ -189,7 +201,7 @@ pub(super) fn check(kernel: &Kernel, flow: &Flow, at: &mut dyn FnMut(usize, Faul
         }
         let mut state = State::meet(&states);
         for i in block.start..block.end {
-            state.step(kernel, &kernel.body[i], &mut |fault| at(i, fault));
+            state.step(kernel, &kernel.body[i], &used, &mut |fault| at(i, fault));
         }
         let flying = !state.open.is_empty() || state.pending.iter().any(|group| !group.is_empty());
         if block.exits && kernel.body[block.end - 1].guard.is_none() && flying {

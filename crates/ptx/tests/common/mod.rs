@@ -647,3 +647,44 @@ fn clusters(forms: &mut Forms) {
         forms.add(|k, _| k.griddepcontrol(action));
     }
 }
+
+/// One kernel out of several forms: the fixture, then what each form adds, with its registers and labels renamed.
+pub fn joined(forms: &[&Form]) -> Kernel {
+    let (k, _) = fixture("joined", Target::Sm90a);
+    let mut kernel = k.finish().expect("the fixture is well formed");
+    let end = kernel.body.pop().expect("a kernel ends with ret");
+    let (own_regs, own_insts) = (kernel.regs.len() as u32, kernel.body.len());
+    for form in forms {
+        let from = &form.kernel;
+        let (reg_shift, label_shift) = (kernel.regs.len() as u32 - own_regs, kernel.labels.len() as u32);
+        let reg = |id: RegId| if id.0 < own_regs { id } else { RegId(id.0 + reg_shift) };
+        let arg = |arg: Arg| match arg {
+            Arg::Reg(id) => Arg::Reg(reg(id)),
+            Arg::Mem { base: MemBase::Reg(id), offset } => Arg::Mem { base: MemBase::Reg(reg(id)), offset },
+            other => other,
+        };
+        let label = |id: LabelId| LabelId(id.0 + label_shift);
+        for info in &from.regs[own_regs as usize..] {
+            let number = kernel.regs.iter().filter(|r| r.class == info.class).count() as u32;
+            kernel.regs.push(RegInfo { class: info.class, number });
+        }
+        kernel.labels.extend(from.labels.iter().map(|name| format!("{name}_{label_shift}")));
+        for inst in &from.body[own_insts..from.body.len() - 1] {
+            let mut inst = inst.clone();
+            inst.section = None;
+            inst.dst = inst.dst.into_iter().map(arg).collect();
+            inst.src = inst.src.into_iter().map(arg).collect();
+            match &mut inst.op {
+                Op::Label(id) => *id = label(*id),
+                Op::Bra { target, reconverge } => {
+                    *target = label(*target);
+                    *reconverge = reconverge.map(label);
+                }
+                _ => {}
+            }
+            kernel.body.push(inst);
+        }
+    }
+    kernel.body.push(end);
+    kernel
+}
