@@ -19,41 +19,48 @@ use crate::races::{Published, join};
 pub type Agent = u16;
 
 /// Which lane of a warp accessed each byte of a 16-byte cell (or of a quarter of one, or of one byte).
+///
+/// Packed: bits 0-4 the first lane, bits 5-6 log2 of the bytes a lane has (8 for one lane, by bit 9), bits 7-8
+/// log2 of the lanes' distance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lanes(u8);
+pub struct Lanes(u16);
 
 impl Lanes {
     /// Several lanes, or nobody in particular.
-    pub const ALL: Lanes = Lanes(0xFF);
+    pub const ALL: Lanes = Lanes(0x7FF);
+    /// Marks a run of lanes.
+    const RUN: u16 = 0x200;
+    /// Marks half of a run of 2-byte lanes: four bytes, two lanes.
+    const PAIR: u16 = 0x400;
 
     /// One lane has all bytes.
     pub const fn one(lane: u32) -> Lanes {
-        Lanes(lane as u8)
+        Lanes(lane as u16)
     }
 
-    /// Byte `b` belongs to lane `first + b / bytes`, for `bytes` of 2, 4 or 8.
-    pub const fn run(first: u32, bytes: u32) -> Lanes {
-        match bytes {
-            8 => Lanes(0x20 | first as u8),
-            4 => Lanes(0x40 | first as u8),
-            2 => Lanes(0x60 | first as u8),
-            _ => Lanes::ALL,
-        }
+    /// Byte `b` of a cell belongs to lane `first + distance * (b / bytes)`, for `bytes` of 2, 4 or 8 and a
+    /// distance of 1, 2, 4 or 8.
+    pub const fn run(first: u32, bytes: u32, distance: u32) -> Lanes {
+        let code = bytes.trailing_zeros() << 5 | distance.trailing_zeros() << 7 | first;
+        Lanes(Lanes::RUN | code as u16)
+    }
+
+    const fn first(self) -> u32 {
+        (self.0 & 0x1F) as u32
     }
 
     /// The lanes of the part of `size` bytes (4 or 1) that starts at `offset`.
-    pub(crate) fn part(self, offset: u32, size: u32) -> Lanes {
-        let first = u32::from(self.0 & 0x1F);
-        if self == Lanes::ALL {
+    pub(crate) const fn part(self, offset: u32, size: u32) -> Lanes {
+        if self.0 == Lanes::ALL.0 || self.0 & Lanes::RUN == 0 {
             return self;
         }
-        match self.0 >> 5 {
-            1 => Lanes::one(first + offset / 8),
-            2 => Lanes::one(first + offset / 4),
-            // Four bytes of a run of halves: two lanes.
-            3 if size > 2 => Lanes(0x80 | (first + offset / 2) as u8),
-            3 | 4 => Lanes::one(first + offset / 2),
-            _ => self,
+        let bytes = 1 << (self.0 >> 5 & 3);
+        let first = self.first() + (offset / bytes << (self.0 >> 7 & 3));
+        if size > bytes {
+            // Four bytes of a run of 2-byte lanes.
+            Lanes(self.0 & !0x1F | Lanes::PAIR | first as u16)
+        } else {
+            Lanes::one(first)
         }
     }
 
@@ -62,9 +69,12 @@ impl Lanes {
         if self == Lanes::ALL {
             return u32::MAX;
         }
-        let first = u32::from(self.0 & 0x1F);
-        let count = [1, 2, 4, 8, 2][usize::from(self.0 >> 5)];
-        ((1u32 << count) - 1) << first
+        if self.0 & Lanes::RUN == 0 {
+            return 1 << self.first();
+        }
+        let bytes = 1u32 << (self.0 >> 5 & 3);
+        let count = if self.0 & Lanes::PAIR != 0 { 2 } else { 16 / bytes };
+        (0..count).fold(0, |mask, i| mask | 1 << (self.first() + (i << (self.0 >> 7 & 3))))
     }
 
     /// Some lane of the set, to name in a report.
@@ -72,11 +82,11 @@ impl Lanes {
         self.mask().trailing_zeros()
     }
 
-    pub(crate) const fn code(self) -> u8 {
+    pub(crate) const fn code(self) -> u16 {
         self.0
     }
 
-    pub(crate) const fn from_code(code: u8) -> Lanes {
+    pub(crate) const fn from_code(code: u16) -> Lanes {
         Lanes(code)
     }
 }
@@ -396,7 +406,10 @@ impl WarpClock {
 
     /// Each lane has waited for its own copies of this group; other lanes' copies stay unordered until a barrier.
     pub fn acquire_own_copies(&mut self, agent: Agent, clock: u32) {
-        self.own_copies.push((agent, clock));
+        match self.own_copies.iter_mut().find(|(a, _)| *a == agent) {
+            Some((_, c)) => *c = clock.max(*c),
+            None => self.own_copies.push((agent, clock)),
+        }
     }
 
     /// All lanes have met: what each did is ordered before what any does next.
@@ -486,7 +499,9 @@ impl WarpClock {
 
     /// Whether an asynchronous operation is known to these lanes to have completed.
     pub fn has_seen(&self, mask: u32, agent: Agent, clock: u32) -> bool {
+        // Copies that every lane has waited for count as well: what is started now comes after all of them.
         self.seen.generic.of(agent) >= clock
+            || self.own_copies.iter().any(|&(a, c)| a == agent && c >= clock)
             || self.parted.iter().any(|(m, pair)| mask & !m == 0 && pair.generic.of(agent) >= clock)
     }
 }
@@ -572,8 +587,8 @@ mod tests {
     #[test]
     fn lanes_of_a_warp_are_ordered_by_program_order_or_a_warp_barrier() {
         let mut a = WarpClock::new(0);
-        let run = a.stamp(Lanes::run(4, 4));
-        assert_eq!(a.edge(run, Lanes::run(4, 4), Proxy::Generic), Edge::Ordered);
+        let run = a.stamp(Lanes::run(4, 4, 1));
+        assert_eq!(a.edge(run, Lanes::run(4, 4, 1), Proxy::Generic), Edge::Ordered);
         assert_eq!(a.edge(run.part(8, 4), Lanes::one(6), Proxy::Generic), Edge::Ordered);
         assert_eq!(a.edge(run.part(8, 4), Lanes::one(5), Proxy::Generic), Edge::MissingWarpBarrier);
         a.sync_lanes();
@@ -582,11 +597,17 @@ mod tests {
 
     #[test]
     fn parts_of_a_run_name_the_lane_that_has_the_byte() {
-        let halves = Lanes::run(8, 2);
+        let halves = Lanes::run(8, 2, 1);
         assert_eq!(halves.mask(), 0xFF00);
         assert_eq!(halves.part(4, 4).mask(), 0b11 << 10);
         assert_eq!(halves.part(4, 4).part(2, 1), Lanes::one(11));
-        assert_eq!(Lanes::run(0, 8).part(8, 4), Lanes::one(1));
+        assert_eq!(Lanes::run(0, 8, 1).part(8, 4), Lanes::one(1));
         assert_eq!(Lanes::one(7).part(12, 4), Lanes::one(7));
+        let strided = Lanes::run(1, 2, 4);
+        assert_eq!(strided.mask(), 0x2222_2222);
+        assert_eq!(strided.part(8, 4).mask(), 1 << 17 | 1 << 21);
+        assert_eq!(strided.part(8, 4).part(3, 1), Lanes::one(21));
+        assert_eq!(Lanes::run(2, 4, 8).part(12, 4), Lanes::one(26));
+        assert_eq!(Lanes::ALL.part(4, 4), Lanes::ALL);
     }
 }

@@ -89,34 +89,7 @@ impl Cluster<'_> {
         if bytes == 16 {
             for_lanes(ok, |l| visit(addresses[l] / CELL, 0xFFFF, l as u32, Lanes::one(l as u32)));
         } else {
-            let per_cell = (CELL / bytes) as usize;
-            let mut l = ok.trailing_zeros() as usize;
-            while l < 32 {
-                let address = addresses[l];
-                // A run of lanes that fills a cell in order is one access to the whole cell.
-                let run = (((1u64 << per_cell) - 1) << l) as u32;
-                let fills = bytes > 1
-                    && address.is_multiple_of(CELL)
-                    && l + per_cell <= 32
-                    && ok & run == run
-                    && (1..per_cell).all(|j| addresses[l + j] == address + j as u32 * bytes);
-                let next = if fills {
-                    visit(address / CELL, 0xFFFF, l as u32, Lanes::run(l as u32, bytes));
-                    l + per_cell
-                } else {
-                    // Lanes that read the same bytes are one access.
-                    let mut end = l + 1;
-                    if touch == Touch::Read {
-                        while end < 32 && ok >> end & 1 == 1 && addresses[end] == address {
-                            end += 1;
-                        }
-                    }
-                    let lanes = if end == l + 1 { Lanes::one(l as u32) } else { Lanes::ALL };
-                    visit(address / CELL, cell_mask(address % CELL, bytes), l as u32, lanes);
-                    end
-                };
-                l = if next >= 32 { 32 } else { next + (ok >> next).trailing_zeros() as usize };
-            }
+            for_runs(addresses, ok, bytes, touch == Touch::Read, visit);
         }
         self.report_shared_faults(w, pc, block, touch, &faults);
         ok
@@ -152,6 +125,13 @@ impl Cluster<'_> {
         bytes: u32,
     ) -> u32 {
         let shared = &self.blocks[block].shared;
+        if mask == u32::MAX {
+            let bits = addresses.iter().fold(0, |bits, a| bits | a);
+            let last = addresses.iter().fold(0, |last, &a| last.max(a));
+            if bits & (bytes - 1) == 0 && last < shared.dense() && last + bytes <= shared.dense() {
+                return mask;
+            }
+        }
         let mut ok = mask;
         for_lanes(mask, |l| {
             let address = addresses[l];
@@ -310,11 +290,20 @@ impl Cluster<'_> {
                 self.by_block(w, space, &raw, mask, |c, block, addresses, lanes| {
                     let ok = c.touch_shared(w, pc, block, addresses, lanes, size * count, Touch::Read);
                     let shared = &c.blocks[block].shared;
-                    for_lanes(ok, |l| {
-                        for e in 0..count {
-                            values[e as usize][l] = shared.load(addresses[l] + e * size, size);
-                        }
-                    });
+                    match (size, count) {
+                        (4, 1) => for_lanes(ok, |l| values[0][l] = u64::from(shared.word(addresses[l]))),
+                        (4, 4) => for_lanes(ok, |l| {
+                            let words = shared.words(addresses[l]);
+                            for e in 0..4 {
+                                values[e][l] = u64::from(words[e]);
+                            }
+                        }),
+                        _ => for_lanes(ok, |l| {
+                            for e in 0..count {
+                                values[e as usize][l] = shared.load(addresses[l] + e * size, size);
+                            }
+                        }),
+                    }
                     c.acquire_shared(w, block, lanes, order, addresses);
                 });
             }
@@ -438,7 +427,10 @@ impl Cluster<'_> {
                     let shared = &mut c.blocks[block].shared;
                     for_lanes(ok, |l| {
                         for e in 0..count {
-                            shared.store(addresses[l] + e * size, size, values[e as usize][l]);
+                            match size {
+                                4 => shared.store_word(addresses[l] + 4 * e, values[e as usize][l] as u32),
+                                _ => shared.store(addresses[l] + e * size, size, values[e as usize][l]),
+                            }
                         }
                     });
                 });
@@ -617,6 +609,58 @@ impl Cluster<'_> {
         warp.clocks.publish(mask, warp.live, &mut fenced.pair);
         fenced.abroad = warp.clocks.publish_abroad(id, mask, warp.live);
         warp.fenced = Some(Box::new(fenced));
+    }
+}
+
+/// Groups the lanes of an access of less than 16 bytes by the cells they touch, and calls `visit` with the cell,
+/// its bytes, a lane to name, and which lane has which byte.
+fn for_runs(
+    addresses: &Row,
+    mask: u32,
+    bytes: u32,
+    merge_repeats: bool,
+    mut visit: impl FnMut(u32, u16, u32, Lanes),
+) {
+    // Lanes in the order of their addresses.
+    let mut order = [0u64; 32];
+    let mut count = 0;
+    let mut sorted = true;
+    for_lanes(mask, |l| {
+        let key = u64::from(addresses[l]) << 5 | l as u64;
+        sorted &= count == 0 || order[count - 1] < key;
+        order[count] = key;
+        count += 1;
+    });
+    if !sorted {
+        order[..count].sort_unstable();
+    }
+    let per_cell = (CELL / bytes) as usize;
+    let at = |i: usize| ((order[i] >> 5) as u32, (order[i] & 31) as u32);
+    let mut i = 0;
+    while i < count {
+        let (address, lane) = at(i);
+        // Lanes at even distances that fill a cell in order are one access to the whole cell.
+        if bytes > 1 && address % CELL == 0 && i + per_cell <= count {
+            let distance = at(i + 1).1.wrapping_sub(lane);
+            let fills = matches!(distance, 1 | 2 | 4 | 8)
+                && (1..per_cell).all(|j| {
+                    let (next, other) = at(i + j);
+                    next == address + j as u32 * bytes && other == lane + j as u32 * distance
+                });
+            if fills {
+                visit(address / CELL, 0xFFFF, lane, Lanes::run(lane, bytes, distance));
+                i += per_cell;
+                continue;
+            }
+        }
+        // Lanes that read the same bytes are one access.
+        let mut end = i + 1;
+        while merge_repeats && end < count && at(end).0 == address {
+            end += 1;
+        }
+        let lanes = if end == i + 1 { Lanes::one(lane) } else { Lanes::ALL };
+        visit(address / CELL, cell_mask(address % CELL, bytes), lane, lanes);
+        i = end;
     }
 }
 

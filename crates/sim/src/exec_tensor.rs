@@ -7,7 +7,7 @@ use crate::clock::{Lanes, Proxy};
 use crate::decode::Slot;
 use crate::findings::FindingKind;
 use crate::machine::Cluster;
-use crate::mma::{self, ATile, BTile};
+use crate::mma::{self, Fragments};
 use crate::regs::Row;
 use crate::shadow::{Access, CELL};
 use crate::simd;
@@ -40,7 +40,7 @@ impl Cluster<'_> {
         let mut barrier = None;
         for l in (0..8 * count).filter(|l| ok >> l & 1 == 1) {
             // Row r of a matrix belongs to lanes 4r to 4r+3, four bytes each; transposed, to all.
-            let lanes = if trans { Lanes::ALL } else { Lanes::run(4 * (l as u32 % 8), 4) };
+            let lanes = if trans { Lanes::ALL } else { Lanes::run(4 * (l as u32 % 8), 4, 1) };
             let access = Access { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc };
             let cell = addresses[l] / CELL;
             if shared.is_barrier(cell, 0xFFFF) {
@@ -101,20 +101,17 @@ impl Cluster<'_> {
                 if ok >> l & 1 == 0 {
                     continue;
                 }
-                let bytes = shared.at(addresses[l], 16);
+                let words = shared.words(addresses[l]);
                 if trans {
                     // Element (row, column) goes to lane 4 column + row / 2, half row % 2.
+                    let shift = 16 * (row % 2);
                     for column in 0..8 {
-                        let value = u16::from_le_bytes([bytes[2 * column], bytes[2 * column + 1]]);
+                        let value = words[column / 2] >> (16 * (column % 2)) & 0xFFFF;
                         let word = &mut matrix[4 * column + row / 2];
-                        let shift = 16 * (row % 2);
-                        *word = *word & !(0xFFFF << shift) | u32::from(value) << shift;
+                        *word = *word & !(0xFFFF << shift) | value << shift;
                     }
                 } else {
-                    for t in 0..4 {
-                        let b = &bytes[4 * t..4 * t + 4];
-                        matrix[4 * row + t] = u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-                    }
+                    matrix[4 * row..4 * row + 4].copy_from_slice(&words);
                 }
             }
         }
@@ -172,28 +169,21 @@ impl Cluster<'_> {
         };
         let regs = &self.warps[w].regs;
         let row = |i: usize| -> &Row { &regs.r32[src[i].word() as usize] };
-        let mut a: ATile = [[0.0; 32]; 16];
-        let mut b: BTile = [[0.0; 8]; 32];
-        match a_regs {
-            2 => simd::read_a(level, a_ty, &[row(0), row(1)], &mut a),
-            _ => simd::read_a(level, a_ty, &[row(0), row(1), row(2), row(3)], &mut a),
-        }
-        match b_regs {
-            1 => simd::read_b(level, b_ty, &[row(a_regs)], &mut b),
-            _ => simd::read_b(level, b_ty, &[row(a_regs), row(a_regs + 1)], &mut b),
-        }
-        let c = a_regs + b_regs;
+        let (a, b, c) = (0..a_regs, a_regs..a_regs + b_regs, a_regs + b_regs);
+        let a: [&Row; 4] = std::array::from_fn(|i| row(a.start + i.min(a_regs - 1)));
+        let b: [&Row; 2] = std::array::from_fn(|i| row(b.start + i.min(b_regs - 1)));
+        let fragments = Fragments { a_ty, b_ty, a: &a[..a_regs], b: &b[..b_regs], depth };
         match acc_ty {
             AccTy::F32 => {
                 let mut acc = [*row(c), *row(c + 1), *row(c + 2), *row(c + 3)];
-                simd::multiply(level, depth, &a, &b, &mut acc);
+                simd::mma(level, &fragments, &mut self.tiles, &mut acc);
                 for (slot, value) in dst.iter().zip(&acc) {
                     self.put(w, *slot, u32::MAX, value);
                 }
             }
             AccTy::F16 => {
                 let mut acc = mma::unpack_f16([row(c), row(c + 1)]);
-                simd::multiply(level, depth, &a, &b, &mut acc);
+                simd::mma(level, &fragments, &mut self.tiles, &mut acc);
                 for (slot, value) in dst.iter().zip(&mma::pack_f16(&acc)) {
                     self.put(w, *slot, u32::MAX, value);
                 }

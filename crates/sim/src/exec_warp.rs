@@ -108,6 +108,15 @@ impl Cluster<'_> {
         by: &Row,
         clamp: &Row,
     ) -> (Row, u32) {
+        // The usual case: all lanes, one operand, the whole warp as one segment.
+        if mask == u32::MAX
+            && mode == ShflMode::Bfly
+            && by.iter().all(|&b| b == by[0])
+            && clamp.iter().all(|&c| c == 31)
+        {
+            let across = (by[0] & 31) as usize;
+            return (std::array::from_fn(|l| value[l ^ across]), u32::MAX);
+        }
         let mut out = *value;
         let mut in_range = 0;
         let mut outside = None;

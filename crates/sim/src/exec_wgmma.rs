@@ -508,7 +508,8 @@ impl Cluster<'_> {
                 (None, ASource::Rows(fragment)) => {
                     let regs = &self.warps[w].regs.r32;
                     let rows = fragment.map(|row| &regs[row as usize]);
-                    simd::read_a(level, form.a, &rows, &mut a);
+                    simd::read_a(level, form.a, &rows, &mut self.tiles);
+                    a = self.tiles.a;
                     if form.negate_a {
                         a.iter_mut().flatten().for_each(|x| *x = -*x);
                     }

@@ -17,6 +17,7 @@ use crate::exec_wgmma::Warpgroup;
 use crate::findings::{FindingKind, FindingSet, Place, Raw, Severity, Thread};
 use crate::mbarrier::Mbarrier;
 use crate::memory::GlobalMemory;
+use crate::mma::Tiles;
 use crate::races::{GlobalConflict, SyncWords};
 use crate::random::Random;
 use crate::shadow::Conflict;
@@ -160,6 +161,8 @@ pub struct Cluster<'a> {
     pub progress: u64,
     /// Instructions left in the slice it may run.
     pub slice: u64,
+    /// Tiles that tensor instructions use.
+    pub tiles: Box<Tiles>,
     /// What the clock registers show: it moves on whenever one is read.
     pub ticks: u64,
 }
@@ -235,6 +238,7 @@ impl<'a> Cluster<'a> {
             tally: Tally::default(),
             progress: 0,
             slice: 0,
+            tiles: Box::default(),
             ticks: 0,
         }
     }

@@ -22,49 +22,75 @@ pub type ATile = [[f32; 32]; 16];
 /// Eight columns of B in the order of [`COLUMNS`], up to 32 deep.
 pub type BTile = [[f32; 8]; 32];
 
-/// Widens one element of a register.
-#[inline(always)]
-fn element(ty: MatrixTy, word: u32, i: usize) -> f32 {
-    match ty {
-        MatrixTy::F16 => num::f16_to_f32((word >> (16 * i)) as u16),
-        MatrixTy::Bf16 => num::bf16_to_f32((word >> (16 * i)) as u16),
-        MatrixTy::E4m3 => num::e4m3_to_f32((word >> (8 * i)) as u8),
-        MatrixTy::E5m2 => num::e5m2_to_f32((word >> (8 * i)) as u8),
+/// Tiles that are used again from product to product.
+pub struct Tiles {
+    /// A, widened.
+    pub a: ATile,
+    /// B, widened.
+    pub b: BTile,
+    /// What A was widened from: kernels multiply the same A by many Bs in a row.
+    a_from: ([Row; 4], Option<MatrixTy>),
+}
+
+impl Default for Tiles {
+    fn default() -> Self {
+        Tiles { a: [[0.0; 32]; 16], b: [[0.0; 8]; 32], a_from: ([[0; 32]; 4], None) }
     }
 }
 
-/// Widens all elements of a fragment register, in lane order.
+/// Widens element `i` of a register of all lanes.
 #[inline(always)]
-fn widen<const PER: usize>(row: &Row, widen_one: impl Fn(u32, usize) -> f32) -> [[f32; PER]; 32] {
-    let mut out = [[0.0; PER]; 32];
-    for lane in 0..32 {
-        for (i, value) in out[lane].iter_mut().enumerate() {
-            *value = widen_one(row[lane], i);
+fn widen(ty: MatrixTy, row: &Row, i: usize) -> [f32; 32] {
+    let mut out = [0.0; 32];
+    match ty {
+        MatrixTy::F16 => {
+            for l in 0..32 {
+                out[l] = num::f16_to_f32((row[l] >> (16 * i)) as u16);
+            }
+        }
+        MatrixTy::Bf16 => {
+            for l in 0..32 {
+                out[l] = num::bf16_to_f32((row[l] >> (16 * i)) as u16);
+            }
+        }
+        MatrixTy::E4m3 => {
+            for l in 0..32 {
+                out[l] = num::e4m3_to_f32((row[l] >> (8 * i)) as u8);
+            }
+        }
+        MatrixTy::E5m2 => {
+            for l in 0..32 {
+                out[l] = num::e5m2_to_f32((row[l] >> (8 * i)) as u8);
+            }
         }
     }
     out
 }
 
-/// Reads the A fragment of a warp: `depth` is 8, 16 or 32.
-#[inline(always)]
-pub fn read_a(ty: MatrixTy, regs: &[&Row], tile: &mut ATile) {
-    match ty {
-        MatrixTy::F16 => read_a_as::<2>(regs, tile, |w, i| element(MatrixTy::F16, w, i)),
-        MatrixTy::Bf16 => read_a_as::<2>(regs, tile, |w, i| element(MatrixTy::Bf16, w, i)),
-        MatrixTy::E4m3 => read_a_as::<4>(regs, tile, |w, i| element(MatrixTy::E4m3, w, i)),
-        MatrixTy::E5m2 => read_a_as::<4>(regs, tile, |w, i| element(MatrixTy::E5m2, w, i)),
-    }
+/// Elements a 32-bit register holds.
+const fn per_register(ty: MatrixTy) -> usize {
+    (32 / ty.bits()) as usize
 }
 
+/// Reads the A fragment of a warp, unless it is the one that was read last.
 #[inline(always)]
-fn read_a_as<const PER: usize>(regs: &[&Row], tile: &mut ATile, one: impl Fn(u32, usize) -> f32) {
+pub fn read_a(ty: MatrixTy, regs: &[&Row], tiles: &mut Tiles) {
+    let same = tiles.a_from.1 == Some(ty) && regs.iter().zip(&tiles.a_from.0).all(|(a, b)| *a == b);
+    if same && regs.len() == 4 {
+        return;
+    }
+    tiles.a_from.1 = (regs.len() == 4).then_some(ty);
+    let per = per_register(ty);
     // Registers alternate between the upper and the lower eight rows, then go on along k.
     for (r, row) in regs.iter().enumerate() {
-        let values = widen::<PER>(row, &one);
-        let (first_row, first_k) = (8 * (r % 2), 4 * PER * (r / 2));
-        for g in 0..8 {
-            for t in 0..4 {
-                tile[first_row + g][first_k + PER * t..][..PER].copy_from_slice(&values[4 * g + t]);
+        tiles.a_from.0[r] = **row;
+        let (first_row, first_k) = (8 * (r % 2), 4 * per * (r / 2));
+        for i in 0..per {
+            let values = widen(ty, row, i);
+            for g in 0..8 {
+                for t in 0..4 {
+                    tiles.a[first_row + g][first_k + per * t + i] = values[4 * g + t];
+                }
             }
         }
     }
@@ -72,28 +98,50 @@ fn read_a_as<const PER: usize>(regs: &[&Row], tile: &mut ATile, one: impl Fn(u32
 
 /// Reads the B fragment of a warp.
 #[inline(always)]
-pub fn read_b(ty: MatrixTy, regs: &[&Row], tile: &mut BTile) {
-    match ty {
-        MatrixTy::F16 => read_b_as::<2>(regs, tile, |w, i| element(MatrixTy::F16, w, i)),
-        MatrixTy::Bf16 => read_b_as::<2>(regs, tile, |w, i| element(MatrixTy::Bf16, w, i)),
-        MatrixTy::E4m3 => read_b_as::<4>(regs, tile, |w, i| element(MatrixTy::E4m3, w, i)),
-        MatrixTy::E5m2 => read_b_as::<4>(regs, tile, |w, i| element(MatrixTy::E5m2, w, i)),
-    }
-}
-
-#[inline(always)]
-fn read_b_as<const PER: usize>(regs: &[&Row], tile: &mut BTile, one: impl Fn(u32, usize) -> f32) {
+fn read_b(ty: MatrixTy, regs: &[&Row], tile: &mut BTile) {
+    let per = per_register(ty);
     for (r, row) in regs.iter().enumerate() {
-        let values = widen::<PER>(row, &one);
-        for t in 0..4 {
-            for i in 0..PER {
-                let k = 4 * PER * r + PER * t + i;
+        for i in 0..per {
+            let values = widen(ty, row, i);
+            for t in 0..4 {
+                let line = &mut tile[4 * per * r + per * t + i];
                 for (place, column) in COLUMNS.into_iter().enumerate() {
-                    tile[k][place] = values[4 * column + t][i];
+                    line[place] = values[4 * column + t];
                 }
             }
         }
     }
+}
+
+/// The operands of one `mma.sync`.
+pub struct Fragments<'a> {
+    /// A's element.
+    pub a_ty: MatrixTy,
+    /// B's element.
+    pub b_ty: MatrixTy,
+    /// A's registers: two or four.
+    pub a: &'a [&'a Row],
+    /// B's registers: one or two.
+    pub b: &'a [&'a Row],
+    /// The depth: 8, 16 or 32.
+    pub depth: usize,
+}
+
+/// One `mma.sync` with f32 accumulators.
+#[inline(always)]
+pub fn mma(fragments: &Fragments<'_>, tiles: &mut Tiles, acc: &mut [Row; 4]) {
+    // Told apart here, so that each format has loops of its own.
+    match fragments.a_ty {
+        MatrixTy::F16 => read_a(MatrixTy::F16, fragments.a, tiles),
+        MatrixTy::Bf16 => read_a(MatrixTy::Bf16, fragments.a, tiles),
+        ty => read_a(ty, fragments.a, tiles),
+    }
+    match fragments.b_ty {
+        MatrixTy::F16 => read_b(MatrixTy::F16, fragments.b, &mut tiles.b),
+        MatrixTy::Bf16 => read_b(MatrixTy::Bf16, fragments.b, &mut tiles.b),
+        ty => read_b(ty, fragments.b, &mut tiles.b),
+    }
+    multiply(fragments.depth, &tiles.a, &tiles.b, acc);
 }
 
 /// Multiplies sixteen rows by eight columns into four accumulator registers of f32.
@@ -109,30 +157,26 @@ pub fn multiply(depth: usize, a: &ATile, b: &BTile, acc: &mut [Row; 4]) {
 #[inline(always)]
 fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, acc: &mut [Row; 4]) {
     for half in 0..2 {
-        // Four rows at a time, so that their sums stay in vector registers.
-        for first in (0..8).step_by(4) {
-            let mut sums = [[0.0f32; 8]; 4];
+        // Eight rows at a time, so that their sums stay in vector registers.
+        let mut sums = [[0.0f32; 8]; 8];
+        for (r, sum) in sums.iter_mut().enumerate() {
+            for t in 0..4 {
+                sum[t] = f32::from_bits(acc[2 * half][4 * r + t]);
+                sum[4 + t] = f32::from_bits(acc[2 * half + 1][4 * r + t]);
+            }
+        }
+        for k in 0..DEPTH {
             for (r, sum) in sums.iter_mut().enumerate() {
-                let lane = 4 * (first + r);
-                for t in 0..4 {
-                    sum[t] = f32::from_bits(acc[2 * half][lane + t]);
-                    sum[4 + t] = f32::from_bits(acc[2 * half + 1][lane + t]);
+                let x = a[8 * half + r][k];
+                for (s, y) in sum.iter_mut().zip(&b[k]) {
+                    *s = x.mul_add(*y, *s);
                 }
             }
-            for k in 0..DEPTH {
-                for (r, sum) in sums.iter_mut().enumerate() {
-                    let x = a[8 * half + first + r][k];
-                    for (s, y) in sum.iter_mut().zip(&b[k]) {
-                        *s = x.mul_add(*y, *s);
-                    }
-                }
-            }
-            for (r, sum) in sums.iter().enumerate() {
-                let lane = 4 * (first + r);
-                for t in 0..4 {
-                    acc[2 * half][lane + t] = num::canonical(sum[t]);
-                    acc[2 * half + 1][lane + t] = num::canonical(sum[4 + t]);
-                }
+        }
+        for (r, sum) in sums.iter().enumerate() {
+            for t in 0..4 {
+                acc[2 * half][4 * r + t] = num::canonical(sum[t]);
+                acc[2 * half + 1][4 * r + t] = num::canonical(sum[4 + t]);
             }
         }
     }

@@ -178,7 +178,7 @@ impl SharedShadow {
             cell.readers |= 1 << local;
             self.reads[node as usize * self.warps + local] = Read {
                 clock: access.stamp.clock,
-                pc_and_lanes: access.pc << 8 | u32::from(access.stamp.lanes.code()),
+                pc_and_lanes: access.pc << 11 | u32::from(access.stamp.lanes.code()),
             };
         } else {
             self.read_by_other(node, access);
@@ -210,13 +210,13 @@ impl SharedShadow {
             let prior = Stamp {
                 clock: read.clock,
                 agent: self.first_warp + local as Agent,
-                lanes: Lanes::from_code(read.pc_and_lanes as u8),
+                lanes: Lanes::from_code(read.pc_and_lanes as u16 & 0x7FF),
             };
             let edge = access.clocks.edge(prior, access.lanes, access.proxy);
             if edge != Edge::Ordered && conflict.is_none() {
                 conflict = Some(Conflict {
                     prior,
-                    prior_pc: read.pc_and_lanes >> 8,
+                    prior_pc: read.pc_and_lanes >> 11,
                     prior_wrote: false,
                     edge,
                     address,
@@ -288,11 +288,11 @@ impl SharedShadow {
             self.cells[part] = Cell { write: whole.write.part(i * size, size), parts: 0, others, ..whole };
             for warp in 0..self.warps {
                 let read = self.reads[node as usize * self.warps + warp];
-                let lanes = Lanes::from_code(read.pc_and_lanes as u8);
+                let lanes = Lanes::from_code(read.pc_and_lanes as u16 & 0x7FF);
                 let stamp = Stamp { clock: 0, agent: 0, lanes }.part(i * size, size);
                 self.reads[part * self.warps + warp] = Read {
                     clock: read.clock,
-                    pc_and_lanes: read.pc_and_lanes & !0xFF | u32::from(stamp.lanes.code()),
+                    pc_and_lanes: read.pc_and_lanes & !0x7FF | u32::from(stamp.lanes.code()),
                 };
             }
         }
@@ -402,7 +402,7 @@ mod tests {
     fn a_run_of_lanes_keeps_each_lane_apart_when_the_cell_is_split() {
         let warp = WarpClock::new(0);
         let mut shadow = SharedShadow::new(16, 0, 1);
-        shadow.write(0, 0xFFFF, &access(&warp, Lanes::run(4, 4), 1));
+        shadow.write(0, 0xFFFF, &access(&warp, Lanes::run(4, 4, 1), 1));
         assert!(shadow.read(0, 0x0F00, &access(&warp, Lanes::one(6), 2)).is_none());
         let conflict = shadow.read(0, 0x00F0, &access(&warp, Lanes::one(6), 3)).expect("lane 5 wrote it");
         assert_eq!(conflict.edge, Edge::MissingWarpBarrier);

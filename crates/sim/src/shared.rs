@@ -18,6 +18,8 @@ pub struct SharedMemory {
     /// Who wrote and read what.
     pub shadow: SharedShadow,
     len: u32,
+    /// All bytes before this one belong to allocations.
+    dense: u32,
 }
 
 /// The bits of the bytes `first..first + count` of a cell.
@@ -38,8 +40,10 @@ impl SharedMemory {
                 allocated[cell] |= mask;
             });
         }
+        let whole = allocated.iter().take_while(|bits| **bits == 0xFFFF).count() as u32;
         SharedMemory {
             bytes,
+            dense: (whole * CELL).min(len),
             init: vec![0; cells],
             allocated,
             barriers: vec![0; cells],
@@ -51,6 +55,12 @@ impl SharedMemory {
     /// Its size in bytes.
     pub fn len(&self) -> u32 {
         self.len
+    }
+
+    /// All bytes before this one belong to allocations.
+    #[inline]
+    pub fn dense(&self) -> u32 {
+        self.dense
     }
 
     /// Whether all these bytes belong to allocations.
@@ -112,6 +122,26 @@ impl SharedMemory {
         let mut word = [0; 8];
         word[..bytes as usize].copy_from_slice(self.at(address, bytes));
         u64::from_le_bytes(word)
+    }
+
+    /// Loads a word.
+    #[inline]
+    pub fn word(&self, address: u32) -> u32 {
+        let b = &self.bytes[address as usize..][..4];
+        u32::from_le_bytes([b[0], b[1], b[2], b[3]])
+    }
+
+    /// Loads four words.
+    #[inline]
+    pub fn words(&self, address: u32) -> [u32; 4] {
+        let b = &self.bytes[address as usize..][..16];
+        std::array::from_fn(|i| u32::from_le_bytes([b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3]]))
+    }
+
+    /// Stores a word.
+    #[inline]
+    pub fn store_word(&mut self, address: u32, value: u32) {
+        self.bytes[address as usize..][..4].copy_from_slice(&value.to_le_bytes());
     }
 
     /// Stores 1, 2, 4 or 8 bytes.

@@ -5,7 +5,7 @@
 
 use crate::alu;
 use crate::decode::{Exec, Program, Slot};
-use crate::mma::{self, ATile, BTile};
+use crate::mma::{self, ATile, BTile, Fragments, Tiles};
 use crate::regs::Row;
 use crate::stats::Counter;
 use crate::warp::Warp;
@@ -75,13 +75,13 @@ for_level! {
 for_level! {
     /// Reads the A fragment of a warp.
     read_a, read_a_avx2 = mma::read_a,
-    (ty: flashcore_ptx::MatrixTy, regs: &[&Row], tile: &mut ATile) -> ()
+    (ty: flashcore_ptx::MatrixTy, regs: &[&Row], tiles: &mut Tiles) -> ()
 }
 
 for_level! {
-    /// Reads the B fragment of a warp.
-    read_b, read_b_avx2 = mma::read_b,
-    (ty: flashcore_ptx::MatrixTy, regs: &[&Row], tile: &mut BTile) -> ()
+    /// One `mma.sync` with f32 accumulators.
+    mma, mma_avx2 = mma::mma,
+    (fragments: &Fragments<'_>, tiles: &mut Tiles, acc: &mut [Row; 4]) -> ()
 }
 
 for_level! {
