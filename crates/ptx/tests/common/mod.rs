@@ -110,7 +110,7 @@ fn first_fixture(kernel: &Kernel) -> Fixture {
     fixture
 }
 
-fn register(x: Fixture, class: RegClass) -> Arg {
+pub fn register(x: Fixture, class: RegClass) -> Arg {
     match class {
         RegClass::Pred => x.p.into(),
         RegClass::B16 => x.h.into(),

@@ -1,6 +1,8 @@
 //! Every form of the instruction table, before ptxas: accepted by every target that claims it, at the version
 //! that the table states, and refused one version and one target earlier.
 
+mod combinations;
+#[path = "../common/mod.rs"]
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,7 +13,7 @@ use flashcore_ptx::ptxas::{Ptxas, PtxasError};
 use flashcore_ptx::*;
 
 /// The ptxas of this machine, or none with a word on why the test is skipped.
-fn ptxas() -> Option<Ptxas> {
+pub(crate) fn ptxas() -> Option<Ptxas> {
     let found = Ptxas::find_or_skip().unwrap_or_else(|error| panic!("{error}"));
     if found.is_none() {
         eprintln!("skipped: {}", PtxasError::NotFound);
