@@ -5,7 +5,7 @@
 //! lanes too, so the softmax never reduces across a vector. Scores exist for one panel and one block at a time.
 #![allow(unsafe_code)] // Raw tensors and scratch; the contract and the plan bound every index.
 
-use std::ops::Range;
+use std::{cell::Cell, ops::Range};
 
 use super::{
     math::{self, Exp2Below},
@@ -99,6 +99,8 @@ struct Block {
     k_stride: usize,
     v: *const f32,
     head_dim_v: usize,
+    /// Whether V has wild values, once that was asked.
+    wild: Cell<Option<bool>>,
 }
 
 impl Block {
@@ -112,10 +114,28 @@ impl Block {
     /// Whether a value is infinite or NaN, so that a probability of 0 does not make it vanish.
     #[inline(always)]
     unsafe fn has_wild_values<S: Simd>(&self) -> bool {
-        (0..self.head_dim_v).any(|d| {
-            // SAFETY: the indices are inside the block.
-            (0..self.keys.len()).any(|key| !unsafe { *self.value::<S>(key, d) }.is_finite())
-        })
+        if let Some(wild) = self.wild.get() {
+            return wild;
+        }
+        // SAFETY: the panels hold whole vectors, and no vector has more than `MAX_LANES` lanes.
+        let wild = unsafe {
+            // 0 · x is 0, or NaN where x is wild; two sums, so that neither waits for the other.
+            let (mut even, mut odd) = (S::splat(0.0), S::splat(0.0));
+            let vectors = self.keys.len() * self.head_dim_v.div_ceil(S::LANES);
+            for pair in 0..vectors / 2 {
+                let at = self.v.add(2 * pair * S::LANES);
+                even = S::fma(S::load(at), S::splat(0.0), even);
+                odd = S::fma(S::load(at.add(S::LANES)), S::splat(0.0), odd);
+            }
+            if !vectors.is_multiple_of(2) {
+                even = S::fma(S::load(self.v.add((vectors - 1) * S::LANES)), S::splat(0.0), even);
+            }
+            let mut lanes = [0.0; MAX_LANES];
+            S::store(lanes.as_mut_ptr(), S::add(even, odd));
+            lanes.iter().any(|&x| x != 0.0)
+        };
+        self.wild.set(Some(wild));
+        wild
     }
 }
 
@@ -168,7 +188,14 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
             let keys = from(start);
             let (k, k_stride) = k_rows::<S>(rows(&job.call.k, &keys), base.add(k_wide));
             rows(&job.call.v, &keys).widen_to_panels::<S>(base.add(v_wide));
-            let block = Block { k, k_stride, v: base.add(v_wide), head_dim_v: problem.head_dim_v, keys };
+            let block = Block {
+                k,
+                k_stride,
+                v: base.add(v_wide),
+                head_dim_v: problem.head_dim_v,
+                wild: Cell::new(None),
+                keys,
+            };
             let next = from(block.keys.end);
             let mut ahead = Ahead {
                 k: rows(&job.call.k, &next),

@@ -74,9 +74,8 @@ impl Panel {
 
     /// What vector `vec` sees of `keys`.
     pub(super) fn seen(&self, vec: usize, keys: &Range<usize>) -> Range<usize> {
-        let any = &self.any[vec];
-        let start = keys.start.max(any.start);
-        start..keys.end.min(any.end).max(start)
+        let start = self.any[vec].start.clamp(keys.start, keys.end);
+        start..self.any[vec].end.clamp(start, keys.end)
     }
 
     /// Cuts `keys` into rectangles that cover what the vectors see and little else.

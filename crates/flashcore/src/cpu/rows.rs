@@ -91,7 +91,7 @@ impl Rows {
     }
 
     /// Widens the rows and cuts them into panels of `LANES` columns: column d of row r comes to
-    /// `(d / LANES · count + r) · LANES + d % LANES`. What follows the last column is unspecified.
+    /// `(d / LANES · count + r) · LANES + d % LANES`. Zeros fill the last panel.
     ///
     /// # Safety
     /// Requires a CPU with `S`, readable rows, and room at `to`.
@@ -155,9 +155,13 @@ unsafe fn widen_to_panels<S: Simd, E: Vectorised>(
                 S::store(to.add(row * S::LANES), E::load::<S>(from.add(row * stride + d)));
             }
         }
-        for row in 0..count {
-            for d in whole..len {
-                *to.add(whole * count + row * S::LANES + d - whole) = (*from.add(row * stride + d)).to_f32();
+        if whole < len {
+            for row in 0..count {
+                let to = to.add(whole * count + row * S::LANES);
+                S::store(to, S::splat(0.0));
+                for d in whole..len {
+                    *to.add(d - whole) = (*from.add(row * stride + d)).to_f32();
+                }
             }
         }
     }
