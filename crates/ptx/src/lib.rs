@@ -83,8 +83,8 @@ pub mod builder;
 pub mod check;
 pub mod error;
 pub mod flow;
-mod form;
 pub mod inst;
+pub mod modifiers;
 pub mod module;
 pub mod params;
 pub mod print;
@@ -96,6 +96,7 @@ pub mod types;
 pub use builder::*;
 pub use error::{BuildError, BuildErrors, Fault, SharedError};
 pub use inst::*;
+pub use modifiers::*;
 pub use module::{Kernel, Module, Place, RegInfo, Threads};
 pub use params::{
     GlobalPtr, KernelParams, Param, ParamHandle, ParamType, ParamValue, ScalarParam, TensorMap,

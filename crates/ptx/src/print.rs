@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::inst::*;
+use crate::modifiers::*;
 use crate::module::{Kernel, Module, Threads};
 use crate::params::ParamType;
 use crate::types::*;

@@ -13,6 +13,7 @@
 
 use crate::builder::KernelBuilder;
 use crate::inst::*;
+use crate::modifiers::*;
 use crate::types::*;
 
 /// The operand kinds of the table's lines.

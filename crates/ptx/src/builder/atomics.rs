@@ -4,6 +4,7 @@ use super::KernelBuilder;
 use super::data::args;
 use super::memory::ClusterAddr;
 use crate::inst::*;
+use crate::modifiers::*;
 use crate::shared::Shared;
 use crate::types::*;
 

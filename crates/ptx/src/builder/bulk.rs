@@ -3,6 +3,7 @@
 use super::KernelBuilder;
 use super::memory::ClusterAddr;
 use crate::inst::*;
+use crate::modifiers::*;
 use crate::types::*;
 
 /// What a bulk copy may be given beside its addresses. `BulkHint::new()` says nothing.

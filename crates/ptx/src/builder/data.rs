@@ -2,6 +2,7 @@
 
 use super::KernelBuilder;
 use crate::inst::*;
+use crate::modifiers::*;
 use crate::types::*;
 
 /// A 32-bit register that lanes can exchange.

@@ -3,6 +3,7 @@
 use super::KernelBuilder;
 use super::data::args;
 use crate::inst::*;
+use crate::modifiers::*;
 use crate::types::*;
 
 /// An address in the shared memory of some block of the cluster, as `mapa` makes it.

@@ -28,6 +28,7 @@ use crate::check;
 use crate::error::{BuildError, BuildErrors, Fault};
 use crate::flow;
 use crate::inst::{Arg, Inst, LabelId, MemBase, Op};
+use crate::modifiers::Space;
 use crate::module::{Kernel, RegInfo, Threads};
 use crate::params::{self, KernelParams, ParamHandle, ScalarParam, TensorMap};
 use crate::shared::SharedLayout;
@@ -270,7 +271,7 @@ impl KernelBuilder {
         if T::TYPE == params::ParamType::GlobalPtr {
             let global = self.reg();
             self.emit(
-                Op::Cvta { space: crate::inst::Space::Global, to_space: true },
+                Op::Cvta { space: Space::Global, to_space: true },
                 vec![global.into()],
                 vec![value.into()],
             );
@@ -286,7 +287,7 @@ impl KernelBuilder {
         let (local, generic) = (self.reg::<B64>(), self.reg::<B64>());
         let symbol = Arg::Mem { base: MemBase::Param(handle.index()), offset: 0 };
         self.emit(Op::AddrOf, vec![local.into()], vec![symbol]);
-        let to_generic = Op::Cvta { space: crate::inst::Space::Param, to_space: false };
+        let to_generic = Op::Cvta { space: Space::Param, to_space: false };
         self.emit(to_generic, vec![generic.into()], vec![local.into()]);
         generic
     }

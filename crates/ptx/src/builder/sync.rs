@@ -3,6 +3,7 @@
 use super::memory::ClusterAddr;
 use super::{FULL_MASK, KernelBuilder};
 use crate::inst::*;
+use crate::modifiers::*;
 use crate::types::*;
 
 /// Barriers of a warp and of the block.

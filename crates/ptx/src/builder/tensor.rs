@@ -3,6 +3,7 @@
 use super::KernelBuilder;
 use super::data::args;
 use crate::inst::*;
+use crate::modifiers::*;
 use crate::types::*;
 
 /// The accumulator of one `mma.sync`: four f32 registers, or two registers of f16 pairs.

@@ -6,7 +6,9 @@
 //! written and at `wgmma` stages.
 
 mod barriers;
+mod combinations;
 mod labels;
+mod operands;
 mod shared;
 mod wgmma;
 mod written;
@@ -15,7 +17,6 @@ use std::collections::HashSet;
 
 use crate::error::{BuildError, Fault};
 use crate::flow::Flow;
-use crate::form;
 use crate::inst::Op;
 use crate::module::{Kernel, Module};
 use crate::types::Target;
@@ -50,8 +51,11 @@ pub fn kernel(kernel: &Kernel, target: Target) -> Vec<BuildError> {
         if needs > target {
             at(i, Fault::Target { syntax: inst.op.syntax(), needs, target });
         }
-        for fault in form::faults(kernel, inst) {
+        for fault in operands::faults(kernel, inst) {
             at(i, fault);
+        }
+        for message in combinations::faults(inst) {
+            at(i, Fault::Forbidden(message));
         }
     }
     labels::check(kernel, &mut at);

@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
 use crate::error::Fault;
 use crate::flow::Flow;
-use crate::inst::{Inst, Op, Wgmma};
+use crate::inst::{Inst, Op};
+use crate::modifiers::Wgmma;
 use crate::module::Kernel;
 use crate::types::RegId;
 
