@@ -549,6 +549,7 @@ unsafe fn output_tile<S: Simd, const R: usize, const V: usize>(
 }
 
 /// The same, lane by lane and only for keys that the lane's row sees: where 0 · ∞ would spoil rows that do not.
+#[inline(always)]
 unsafe fn exact_outputs<S: Simd>(panel: &Panel, block: &Block, p: *const f32, rescale: &[S::V; MAX_VECS]) {
     let width = panel.vecs * S::LANES;
     let mut factors = [0.0; MAX_LANES * MAX_VECS];

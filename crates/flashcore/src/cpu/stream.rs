@@ -236,15 +236,25 @@ unsafe fn outputs<S: Simd, E: Vectorised, const G: usize>(
     let mut vec = 0;
     // SAFETY: columns end at the last whole vector, which is the last of a row.
     unsafe {
-        if G <= 2 {
+        // As many columns as there are registers for.
+        let registers = S::ROWS * S::VECS;
+        if 8 * G <= registers {
             while vec + 8 <= vectors {
                 output_columns::<S, E, G, 8>(v, ahead.take(), rows, p, o, vec);
                 vec += 8;
             }
         }
-        while vec + 4 <= vectors {
-            output_columns::<S, E, G, 4>(v, ahead.take(), rows, p, o, vec);
-            vec += 4;
+        if 4 * G <= registers {
+            while vec + 4 <= vectors {
+                output_columns::<S, E, G, 4>(v, ahead.take(), rows, p, o, vec);
+                vec += 4;
+            }
+        }
+        if 2 * G <= registers {
+            while vec + 2 <= vectors {
+                output_columns::<S, E, G, 2>(v, ahead.take(), rows, p, o, vec);
+                vec += 2;
+            }
         }
         while vec < vectors {
             output_columns::<S, E, G, 1>(v, ahead.take(), rows, p, o, vec);
