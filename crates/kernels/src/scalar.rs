@@ -80,9 +80,9 @@ impl Schedule {
             }
             let score = softmax.score(k, dot);
             let new_max = k.max_f32(max, score);
-            let offset = softmax.offset(k, new_max, false);
-            let rescale = softmax.exp(k, max, offset);
-            let p = softmax.exp(k, score, offset);
+            let reference = SoftmaxParams::reference(k, new_max, false);
+            let rescale = softmax.exp(k, max, reference);
+            let p = softmax.exp(k, score, reference);
             k.set(max, |k| k.mov_f32(new_max));
             k.set(sum, |k| k.fma_f32(sum, rescale, p));
             let value = v_lanes.load(k, value_address, spec.dtype);

@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// Registers beside the fragments: operands on their way to the tensor cores, addresses, softmax state.
-const OTHER_REGISTERS: u32 = 88;
+const OTHER_REGISTERS: u32 = 87;
 
 /// The knobs of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -414,7 +414,7 @@ impl<'a> MainLoop<'a> {
             k.cp_async_commit();
         }
         self.place.score(k, self.work, softmax.params, &mut scores, first_key);
-        softmax.step(k, &mut scores, o, masked);
+        softmax.step(k, &scores, o, masked);
         let p: Vec<Vec<[Reg<B32>; 4]>> =
             scores.iter().map(|scores| a_operands(k, self.spec.dtype, scores)).collect();
         self.add_values(k, cursor, &p, o);

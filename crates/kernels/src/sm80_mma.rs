@@ -137,7 +137,7 @@ impl Schedule {
                 }
             }
             place.score(k, &work, params, &mut scores, Some(first_key));
-            softmax.step(k, &mut scores, &o, true);
+            softmax.step(k, &scores, &o, true);
 
             k.comment("O += P V");
             // A thread's part of B: element g of keys 2t, 2t + 1 (and 8 further).

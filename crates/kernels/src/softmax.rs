@@ -12,6 +12,10 @@ use crate::{
 /// −∞ as a constant operand.
 pub(crate) const NEG_INF: f32 = f32::NEG_INFINITY;
 
+/// The largest exponent offset with which the maximum's probability, rounded to 16 bits, is still 1: the rounding of
+/// an offset of 2^12 is 2^-12 at most, which f16 does not see beside 1.
+const FUSED_UP_TO: f32 = 4096.0;
+
 /// The numbers that turn dot products into exponents.
 #[derive(Clone, Copy)]
 pub(crate) struct SoftmaxParams {
@@ -41,20 +45,32 @@ impl SoftmaxParams {
         k.fma_f32(inverse, -2.0, 1.0)
     }
 
-    /// What is added in the exponent: minus the row's maximum, scaled; 0 for a row that has seen no key, so that
-    /// −∞ + ∞ does not arise. `seen`: every row is known to have seen a key.
-    pub fn offset(&self, k: &mut KernelBuilder, max: Reg<F32>, seen: bool) -> Reg<F32> {
-        let scaled = k.mul_f32(max, self.exp_scale);
-        let offset = k.neg_f32(scaled);
+    /// What scores are taken relative to: the row's maximum; 0 for a row that has seen no key, so that −∞ − −∞ does
+    /// not arise. `seen`: every row is known to have seen a key.
+    pub fn reference(k: &mut KernelBuilder, max: Reg<F32>, seen: bool) -> Reg<F32> {
         if seen {
-            return offset;
+            return max;
         }
         let none = k.setp_eq_f32(max, NEG_INF);
-        k.selp_f32(0.0, offset, none)
+        k.selp_f32(0.0, max, none)
     }
 
-    /// 2^(score · scale + offset).
-    pub fn exp(&self, k: &mut KernelBuilder, score: Reg<F32>, offset: Reg<F32>) -> Reg<F32> {
+    /// 2^((score − reference) · scale): exactly 1 where the two are equal.
+    pub fn exp(&self, k: &mut KernelBuilder, score: Reg<F32>, reference: Reg<F32>) -> Reg<F32> {
+        let difference = k.sub_f32(score, reference);
+        let exponent = k.mul_f32(difference, self.exp_scale);
+        k.ex2_approx_ftz_f32(exponent)
+    }
+
+    /// −reference · scale, for [`SoftmaxParams::exp_fused`].
+    fn offset(&self, k: &mut KernelBuilder, reference: Reg<F32>) -> Reg<F32> {
+        let scaled = k.mul_f32(reference, self.exp_scale);
+        k.neg_f32(scaled)
+    }
+
+    /// 2^(score · scale + offset): one instruction less, but off by the rounding of the offset, in all keys of a row
+    /// alike.
+    fn exp_fused(&self, k: &mut KernelBuilder, score: Reg<F32>, offset: Reg<F32>) -> Reg<F32> {
         let exponent = k.fma_f32(score, self.exp_scale, offset);
         k.ex2_approx_ftz_f32(exponent)
     }
@@ -68,9 +84,9 @@ impl SoftmaxParams {
 
     /// The natural logarithm of the sum of exponentials; −∞ for a row without keys.
     pub fn lse(&self, k: &mut KernelBuilder, max: Reg<F32>, sum: Reg<F32>) -> Reg<F32> {
-        let offset = self.offset(k, max, false);
+        let reference = Self::reference(k, max, false);
         let log = k.lg2_approx_ftz_f32(sum);
-        let total = k.sub_f32(log, offset);
+        let total = k.fma_f32(reference, self.exp_scale, log);
         k.mul_f32(total, std::f64::consts::LN_2)
     }
 }
@@ -98,11 +114,14 @@ impl OnlineSoftmax {
 
     /// One key tile: turns scores into probabilities, not yet divided by the sum, and rescales the output so far.
     /// `masked`: some rows may see no key of this tile, nor of any before it.
-    pub fn step(&self, k: &mut KernelBuilder, scores: &mut [Vec<Acc>], o: &[Vec<Acc>], masked: bool) {
+    pub fn step(&self, k: &mut KernelBuilder, scores: &[Vec<Acc>], o: &[Vec<Acc>], masked: bool) {
+        let params = self.params;
+        let mut references = Vec::new();
+        let mut largest: Option<Reg<F32>> = None;
         for ((state, scores), o) in self.rows.iter().zip(scores).zip(o) {
             for (row, half) in state.iter().zip(HALVES) {
                 let mut max = row.max;
-                for score in scores.iter() {
+                for score in scores {
                     for &i in &half {
                         max = k.max_f32(max, score[i]);
                     }
@@ -111,22 +130,50 @@ impl OnlineSoftmax {
                     let other = k.shfl_bfly(max, distance);
                     max = k.max_f32(max, other);
                 }
-                let offset = self.params.offset(k, max, !masked);
-                let rescale = self.params.exp(k, row.max, offset);
+                let reference = SoftmaxParams::reference(k, max, !masked);
+                let rescale = params.exp(k, row.max, reference);
                 k.set(row.max, |k| k.mov_f32(max));
-                let mut sum = k.mul_f32(row.sum, rescale);
-                for score in scores.iter_mut() {
-                    for &i in &half {
-                        score[i] = self.params.exp(k, score[i], offset);
-                        sum = k.add_f32(sum, score[i]);
-                    }
-                }
-                k.set(row.sum, |k| k.mov_f32(sum));
+                k.set(row.sum, |k| k.mul_f32(row.sum, rescale));
                 for o in o {
                     for &i in &half {
                         k.set(o[i], |k| k.mul_f32(o[i], rescale));
                     }
                 }
+                let offset = params.offset(k, reference);
+                let size = k.abs_f32(offset);
+                largest = Some(largest.map_or(size, |largest| k.max_f32(largest, size)));
+                references.push((reference, offset));
+            }
+        }
+        let each = |k: &mut KernelBuilder, exp: &dyn Fn(&mut KernelBuilder, Reg<F32>, usize) -> Reg<F32>| {
+            for (tile, scores) in scores.iter().enumerate() {
+                for (half, elements) in HALVES.iter().enumerate() {
+                    for score in scores {
+                        for &i in elements {
+                            k.set(score[i], |k| exp(k, score[i], 2 * tile + half));
+                        }
+                    }
+                }
+            }
+        };
+        if let Some(largest) = largest {
+            let large = k.setp_gt_f32(largest, FUSED_UP_TO);
+            let any_large = k.vote_any(large);
+            k.if_else(
+                any_large,
+                |k| each(k, &|k, score, row| params.exp(k, score, references[row].0)),
+                |k| each(k, &|k, score, row| params.exp_fused(k, score, references[row].1)),
+            );
+        }
+        for (state, scores) in self.rows.iter().zip(scores) {
+            for (row, half) in state.iter().zip(HALVES) {
+                let mut sum = row.sum;
+                for score in scores {
+                    for &i in &half {
+                        sum = k.add_f32(sum, score[i]);
+                    }
+                }
+                k.set(row.sum, |k| k.mov_f32(sum));
             }
         }
     }

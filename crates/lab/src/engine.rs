@@ -3,6 +3,8 @@
 //! An [`Engine`] takes tensors on the host and leaves its result on the host, so that one adapter runs the corpus
 //! through all of them.
 
+use flashcore::plan::{Kernel, Target};
+use flashcore::sim::{AsyncMode, Config, SimGpu};
 use flashcore::{Attention, Device, Problem, Tensor, TensorMut, cpu};
 
 /// Something that computes attention.
@@ -28,11 +30,19 @@ pub trait Engine: Send + Sync {
     ) -> flashcore::Result<()>;
 }
 
+/// What the simulator takes on in a second or so a run.
+const MOST_PAIRS: u128 = 1_000_000;
+
+/// The same for the scalar kernel, which executes some forty warp instructions a pair.
+const MOST_SCALAR_PAIRS: u128 = 30_000;
+
 /// A device of the library, put under test or on the clock.
 #[derive(Clone, Debug)]
 pub struct DeviceEngine {
     name: String,
     device: Device,
+    /// The most pairs of queries and keys that it takes on; a simulator is not for large problems.
+    most_pairs: u128,
 }
 
 impl DeviceEngine {
@@ -40,7 +50,7 @@ impl DeviceEngine {
     pub fn cpu(isa: cpu::Isa, threads: usize) -> Result<Self, String> {
         let schedule = format!("threads={threads}").parse()?;
         let engine = cpu::Engine::new().with_isa(isa)?.with_schedule(schedule);
-        Ok(Self { name: format!("cpu-{isa}"), device: Device::cpu_with(engine) })
+        Ok(Self { name: format!("cpu-{isa}"), device: Device::cpu_with(engine), most_pairs: u128::MAX })
     }
 
     /// The CPU on every instruction set that it has, the widest first.
@@ -51,7 +61,26 @@ impl DeviceEngine {
 
     /// The GPU of a number, or why it cannot be used.
     pub fn cuda(ordinal: u32) -> flashcore::Result<Self> {
-        Ok(Self { name: format!("cuda-{ordinal}"), device: Device::cuda(ordinal)? })
+        Ok(Self { name: format!("cuda-{ordinal}"), device: Device::cuda(ordinal)?, most_pairs: u128::MAX })
+    }
+
+    /// A kernel on the simulated GPU, with asynchronous effects as late or as early as they may come.
+    pub fn sim(kernel: Kernel, mode: AsyncMode) -> Self {
+        let name = match mode {
+            AsyncMode::Late => format!("sim-{kernel}"),
+            AsyncMode::Early => format!("sim-{kernel}-early"),
+            AsyncMode::Random(seed) => format!("sim-{kernel}-random{seed}"),
+        };
+        let config = Config { async_mode: mode, ..Config::default() };
+        let gpu = SimGpu::new(Target::Sm80).with_kernel(kernel).with_config(config);
+        let most_pairs = if kernel == Kernel::Scalar { MOST_SCALAR_PAIRS } else { MOST_PAIRS };
+        Self { name, device: Device::sim(gpu), most_pairs }
+    }
+
+    /// Every kernel on the simulated GPU, in both asynchronous modes where it has anything asynchronous.
+    pub fn sims() -> Vec<Self> {
+        let late = Kernel::ALL.map(|kernel| Self::sim(kernel, AsyncMode::Late));
+        late.into_iter().chain([Self::sim(Kernel::Sm80Fwd, AsyncMode::Early)]).collect()
     }
 
     /// The device.
@@ -66,6 +95,14 @@ impl Engine for DeviceEngine {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), String> {
+        let pairs =
+            problem.mask.pairs(problem.len_q, problem.len_k) * (problem.batch * problem.heads_q) as u128;
+        if pairs > self.most_pairs {
+            let most = self.most_pairs;
+            return Err(format!(
+                "{pairs} pairs of queries and keys would take long to simulate; {most} are the most"
+            ));
+        }
         self.device.supports(problem).map_err(|error| error.to_string())
     }
 
@@ -80,28 +117,28 @@ impl Engine for DeviceEngine {
     }
 }
 
-/// Every engine of this build that runs on this machine.
+/// Every engine of this build that runs on this machine, the simulated ones last.
 pub fn all() -> Vec<Box<dyn Engine>> {
-    let engines = DeviceEngine::cpu_paths().into_iter().chain(DeviceEngine::cuda(0).ok());
-    engines.map(|engine| Box::new(engine) as Box<dyn Engine>).collect()
+    let real = DeviceEngine::cpu_paths().into_iter().chain(DeviceEngine::cuda(0).ok());
+    real.chain(DeviceEngine::sims()).map(|engine| Box::new(engine) as Box<dyn Engine>).collect()
 }
 
-/// The engines that a name means: `all`, one by its own name, or all of a kind (`cpu`).
+/// The engines that a name means: `all` that are real, one by its own name, or all of a kind (`cpu`, `sim`).
 pub fn select(wish: &str) -> Result<Vec<Box<dyn Engine>>, String> {
     let mut engines = all();
     let names = engines.iter().map(|engine| engine.name()).collect::<Vec<_>>().join(", ");
     engines.retain(|engine| {
         let kind = engine.name().split('-').next();
-        wish == "all" || wish == engine.name() || Some(wish) == kind
+        (wish == "all" && kind != Some("sim")) || wish == engine.name() || Some(wish) == kind
     });
     if engines.is_empty() {
-        return Err(not_here(wish, &format!("all, cpu, {names}")));
+        return Err(not_here(wish, &format!("all, cpu, sim, {names}")));
     }
     Ok(engines)
 }
 
-/// The device that a name means: `auto`, `cpu`, a path of it such as `cpu-portable`, or `cuda` with `-N` for the
-/// GPU of number N.
+/// The device that a name means: `auto`, `cpu`, a path of it such as `cpu-portable`, `cuda` with `-N` for the GPU of
+/// number N, or `sim` with `-KERNEL` for a kernel on the simulated GPU.
 pub fn device(wish: &str) -> Result<Device, String> {
     match wish.split_once('-').unwrap_or((wish, "")) {
         ("auto", "") => Ok(Device::best()),
@@ -111,9 +148,14 @@ pub fn device(wish: &str) -> Result<Device, String> {
         ("cuda", ordinal) if ordinal.parse::<u32>().is_ok() => {
             Device::cuda(ordinal.parse().unwrap_or_default()).map_err(|error| error.to_string())
         }
+        ("sim", "") => Ok(Device::sim(SimGpu::new(Target::Sm80))),
+        ("sim", kernel) => {
+            let kernel = kernel.parse::<Kernel>().map_err(|error| error.to_string())?;
+            Ok(Device::sim(SimGpu::new(Target::Sm80).with_kernel(kernel)))
+        }
         _ => {
             let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
-            Err(not_here(wish, &format!("auto, cpu, {}, cuda", paths.join(", "))))
+            Err(not_here(wish, &format!("auto, cpu, {}, cuda, sim", paths.join(", "))))
         }
     }
 }

@@ -21,6 +21,7 @@ pub mod files;
 pub mod guarded;
 pub mod inputs;
 pub mod interrupt;
+pub mod occupancy;
 pub mod operands;
 pub mod peers;
 pub mod rng;

@@ -36,8 +36,9 @@ const FEWEST: usize = 5;
 const SAMPLE: Duration = Duration::from_millis(2);
 /// Calls longer than this need no call before them to wake threads and fill caches.
 const LONG_CALL_US: f64 = 50_000.0;
-/// Between two turns, so that threads of the one before stop spinning.
-const SETTLE: Duration = Duration::from_millis(2);
+/// Between two turns, so that threads of the one before have stopped spinning: OpenMP's wait for more work for
+/// about 15 ms before they sleep, and would slow down whoever comes next.
+const SETTLE: Duration = Duration::from_millis(25);
 
 /// One contender's samples.
 #[derive(Clone, Debug, PartialEq)]
@@ -72,7 +73,9 @@ pub fn measure(
             if failure.is_some() {
                 continue;
             }
-            std::thread::sleep(SETTLE);
+            if contenders.len() > 1 {
+                std::thread::sleep(SETTLE);
+            }
             let warm = u32::from(times.last().is_none_or(|&time| time < LONG_CALL_US));
             match contenders[who].sample(warm, *calls) {
                 Ok(time) => times.push(time),

@@ -2,6 +2,7 @@
 
 mod bench;
 mod doctor;
+mod inspect;
 mod run;
 mod screen;
 mod verify;
@@ -23,6 +24,7 @@ FlashCore: exact attention, fused, and the workbench that proves and times it. T
   flashcore bench mission            time attention, with its error beside every time
   flashcore bench long --dtype all   the same in f16, bf16 and f32, against torch where there is one
   flashcore verify                   put every engine of this machine through the quick corpus
+  flashcore inspect mission          a GPU kernel: its plan, its registers, its bank conflicts; no GPU needed
   flashcore run IN.safetensors -o OUT.safetensors --causal
                                      attention on tensors q, k and v of a file
 
@@ -50,6 +52,8 @@ enum Command {
     Verify(verify::Options),
     /// Time attention, beside torch where there is one
     Bench(bench::Options),
+    /// Show the plan of a GPU kernel, what the assembler makes of it, and what the simulator counts
+    Inspect(inspect::Options),
 }
 
 /// How a command ended.
@@ -84,6 +88,7 @@ pub fn main() -> ExitCode {
         Some(Command::Run(options)) => run::run(&options),
         Some(Command::Verify(options)) => verify::verify(&options),
         Some(Command::Bench(options)) => bench::bench(&options),
+        Some(Command::Inspect(options)) => inspect::inspect(&options),
     };
     match result {
         Ok(exit) => exit.into(),

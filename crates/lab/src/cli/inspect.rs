@@ -1,0 +1,256 @@
+//! `flashcore inspect`: the plan for a shape, what the assembler makes of its kernel, and what the simulator counts.
+
+use clap::Args;
+use flashcore::plan::{Hardware, Kernel, Plan, Schedule, Target};
+use flashcore::sim::{Report as SimReport, SimGpu, Stats};
+use flashcore::{DType, Device, Mask, Problem};
+use flashcore_ptx::ptxas::{Ptxas, PtxasError};
+use serde::Serialize;
+
+use super::screen::{Tone, say, toned};
+use super::{Exit, Json};
+use crate::evidence::Environment;
+use crate::guarded::Arrangement;
+use crate::inputs::Distribution;
+use crate::occupancy::Occupancy;
+use crate::operands::Operands;
+use crate::shapes;
+
+#[derive(Args)]
+pub struct Options {
+    /// A shape by name, or BxHxSxD
+    shape: String,
+    /// With a causal mask
+    #[arg(long)]
+    causal: bool,
+    /// f16 or bf16
+    #[arg(long)]
+    dtype: Option<DType>,
+    /// What the code is for: sm_80, sm_89 or sm_90a
+    #[arg(long, default_value = "sm_80", value_parser = target)]
+    target: Target,
+    /// The kernel, with its default schedule: scalar, sm80_mma or sm80_fwd
+    #[arg(long, conflicts_with = "schedule")]
+    kernel: Option<Kernel>,
+    /// A schedule, as the plan prints it
+    #[arg(long)]
+    schedule: Option<Schedule>,
+    /// Print the PTX, and nothing else
+    #[arg(long)]
+    ptx: bool,
+    #[command(flatten)]
+    json: Json,
+}
+
+fn target(name: &str) -> Result<Target, String> {
+    Target::from_name(name).ok_or_else(|| {
+        format!("'{name}' is not a target; possible are {}", Target::ALL.map(Target::name).join(", "))
+    })
+}
+
+/// What ptxas said of the kernel.
+#[derive(Serialize)]
+struct Assembly {
+    registers: u32,
+    spill_bytes: u32,
+    stack_bytes: u32,
+    barriers: u32,
+    cubin_bytes: usize,
+    remarks: Vec<String>,
+}
+
+/// What the simulator counted.
+#[derive(Serialize)]
+struct Counts {
+    /// What was simulated: the shape itself, or a smaller one with the same tiles.
+    problem: String,
+    warp_instructions: u64,
+    tensor_instructions: u64,
+    mix: Vec<(&'static str, u64)>,
+    shared_passes: u64,
+    bank_conflicts: u64,
+    /// The instructions that meet in a bank, with the passes that they lose.
+    conflicting: Vec<(String, u64)>,
+    global_requests: u64,
+    sectors_per_request: f64,
+    sector_efficiency: f64,
+    warp_instructions_per_second: f64,
+}
+
+#[derive(Serialize)]
+struct Report {
+    problem: String,
+    target: &'static str,
+    kernel: &'static str,
+    schedule: String,
+    reason: String,
+    grid: [u32; 3],
+    threads: u32,
+    shared_bytes: u32,
+    shared_limit: u32,
+    instructions: usize,
+    assembly: Option<Assembly>,
+    /// Why there is no assembly.
+    not_assembled: Option<String>,
+    occupancy: Option<Occupancy>,
+    counts: Counts,
+}
+
+pub fn inspect(options: &Options) -> Result<Exit, String> {
+    options.json.check()?;
+    let named = shapes::parse(&options.shape)?;
+    let mask = if options.causal || named.causal { Mask::Causal } else { Mask::None };
+    let problem = named.shape.problem(mask, options.dtype.unwrap_or(named.dtype)).with_lse();
+    let hardware = Hardware::typical(options.target);
+    let plan = match (options.schedule, options.kernel) {
+        (Some(schedule), _) => Plan::with_schedule(&problem, &hardware, schedule),
+        (None, Some(kernel)) => Plan::with_kernel(&problem, &hardware, kernel),
+        (None, None) => Plan::choose(&problem, &hardware),
+    };
+    let plan = plan.map_err(|error| error.to_string())?;
+    let module = plan.module().map_err(|error| error.to_string())?;
+    if options.ptx {
+        say(&module.to_string());
+        return Ok(Exit::Pass);
+    }
+    let (assembly, not_assembled) = match Ptxas::find().and_then(|ptxas| ptxas.assemble(&module, plan.target))
+    {
+        Ok(assembled) => {
+            let usage = assembled.kernels.first().ok_or("ptxas reported no kernel")?;
+            let assembly = Assembly {
+                registers: usage.registers,
+                spill_bytes: usage.spill_store_bytes + usage.spill_load_bytes,
+                stack_bytes: usage.stack_bytes,
+                barriers: usage.barriers,
+                cubin_bytes: assembled.cubin.len(),
+                remarks: assembled.remarks.iter().map(|remark| remark.text.clone()).collect(),
+            };
+            (Some(assembly), None)
+        }
+        Err(error @ PtxasError::NotFound) => (None, Some(error.to_string())),
+        Err(error) => return Err(error.to_string()),
+    };
+    let occupancy = assembly
+        .as_ref()
+        .map(|assembly| Occupancy::of(plan.target, plan.threads, assembly.registers, plan.shared_bytes));
+    let counts = count(&plan)?;
+    let report = Report {
+        problem: problem.to_string(),
+        target: plan.target.name(),
+        kernel: plan.kernel().name(),
+        schedule: plan.schedule.to_string(),
+        reason: plan.reason.clone(),
+        grid: plan.grid,
+        threads: plan.threads,
+        shared_bytes: plan.shared_bytes,
+        shared_limit: plan.target.max_shared_bytes(),
+        instructions: module.kernels[0].body.len(),
+        assembly,
+        not_assembled,
+        occupancy,
+        counts,
+    };
+    say(&text(&plan, &report));
+    options.json.write("flashcore.inspect/1", &Environment::read(), true, &report)?;
+    Ok(Exit::Pass)
+}
+
+/// As much of the problem as takes the simulator a moment: a few blocks and a few key tiles.
+fn reduced(plan: &Plan) -> Problem {
+    let mut problem = plan.problem;
+    let rows = plan.schedule.geometry(&plan.spec).rows as usize;
+    problem.batch = problem.batch.min(1);
+    problem.heads_kv = problem.heads_kv.min(1);
+    problem.heads_q = problem.heads_kv * plan.problem.group();
+    let square = problem.len_q == problem.len_k;
+    problem.len_k = problem.len_k.min(512);
+    problem.len_q = if square { problem.len_k } else { problem.len_q.min(2 * rows) };
+    problem
+}
+
+fn count(plan: &Plan) -> Result<Counts, String> {
+    let problem = reduced(plan);
+    let gpu = SimGpu::new(plan.target).with_schedule(plan.schedule);
+    let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 0);
+    operands
+        .attention()
+        .with_lse()
+        .run(&Device::sim(gpu.clone()), &operands.q.view(), &operands.k.view(), &operands.v.view())
+        .map_err(|error| format!("the simulator refuses this kernel: {error}"))?;
+    let SimReport { stats, .. } = gpu.last_report().ok_or("the simulator left no report")?;
+    Ok(Counts::new(&problem, &stats))
+}
+
+impl Counts {
+    fn new(problem: &Problem, stats: &Stats) -> Self {
+        let mut mix: Vec<(&'static str, u64)> =
+            stats.mix.iter().map(|(&class, &count)| (class, count)).collect();
+        mix.sort_by_key(|&(_, count)| std::cmp::Reverse(count));
+        let conflicting = stats.banks.iter().filter(|bank| bank.conflicts() > 0);
+        let (requests, sectors, bytes) =
+            stats.sectors.iter().fold((0, 0, 0), |(requests, sectors, bytes), site| {
+                (requests + site.requests, sectors + site.sectors, bytes + site.bytes)
+            });
+        Self {
+            problem: problem.to_string(),
+            warp_instructions: stats.warp_instructions,
+            tensor_instructions: stats.tensor_instructions,
+            mix,
+            shared_passes: stats.banks.iter().map(|bank| bank.wavefronts).sum(),
+            bank_conflicts: stats.bank_conflicts(),
+            conflicting: conflicting.map(|bank| (bank.site.to_string(), bank.conflicts())).collect(),
+            global_requests: requests,
+            sectors_per_request: sectors as f64 / requests.max(1) as f64,
+            sector_efficiency: bytes as f64 / (32 * sectors.max(1)) as f64,
+            warp_instructions_per_second: stats.rate(),
+        }
+    }
+}
+
+fn text(plan: &Plan, report: &Report) -> String {
+    let mut lines = vec![toned(Tone::Strong, "plan"), plan.to_string()];
+    lines.push(toned(Tone::Strong, "\nassembler"));
+    match (&report.assembly, &report.not_assembled) {
+        (Some(assembly), _) => {
+            let tone = if assembly.spill_bytes > 0 { Tone::Bad } else { Tone::Good };
+            lines.push(format!("registers {} a thread", assembly.registers));
+            lines.push(toned(tone, &format!("spilled   {} bytes", assembly.spill_bytes)));
+            lines.push(format!(
+                "code      {} PTX instructions, {} bytes",
+                report.instructions, assembly.cubin_bytes
+            ));
+            lines.extend(assembly.remarks.iter().map(|remark| toned(Tone::Bad, remark)));
+        }
+        (None, why) => lines.push(format!("not run: {}", why.as_deref().unwrap_or("unknown"))),
+    }
+    if let Some(occupancy) = &report.occupancy {
+        lines.push(format!("occupancy {occupancy}"));
+    }
+    let counts = &report.counts;
+    lines.push(toned(Tone::Strong, &format!("\nsimulator, for {}", counts.problem)));
+    lines.push(format!(
+        "executed  {} warp instructions, {} of them tensor",
+        counts.warp_instructions, counts.tensor_instructions
+    ));
+    let share = |count: u64| 100.0 * count as f64 / counts.warp_instructions.max(1) as f64;
+    let mix: Vec<String> =
+        counts.mix.iter().take(8).map(|&(class, count)| format!("{class} {:.0} %", share(count))).collect();
+    lines.push(format!("mix       {}", mix.join(", ")));
+    let tone = if counts.bank_conflicts > 0 { Tone::Bad } else { Tone::Good };
+    lines.push(toned(
+        tone,
+        &format!("banks     {} conflicts in {} passes", counts.bank_conflicts, counts.shared_passes),
+    ));
+    lines.extend(counts.conflicting.iter().take(6).map(|(site, lost)| format!("          {lost} at {site}")));
+    lines.push(format!(
+        "global    {} requests, {:.1} sectors each, {:.0} % of their bytes used",
+        counts.global_requests,
+        counts.sectors_per_request,
+        100.0 * counts.sector_efficiency
+    ));
+    lines.push(format!(
+        "speed     {:.1} M warp instructions a second",
+        counts.warp_instructions_per_second / 1e6
+    ));
+    lines.join("\n")
+}
