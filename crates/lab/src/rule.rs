@@ -373,3 +373,102 @@ fn worst_bound(bounds: &[Bound]) -> Bound {
         allowed: 0.0,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::guarded::Arrangement;
+    use crate::inputs::Distribution;
+    use crate::operands::Operands;
+    use flashcore::{DType, Mask};
+
+    fn yardstick(problem: Problem, inputs: Distribution) -> Yardstick {
+        Operands::draw(problem, None, Arrangement::Bhsd, inputs, 8).yardstick()
+    }
+
+    /// The truth, rounded to a dtype: what the best engine returns.
+    fn best(yardstick: &Yardstick, dtype: DType) -> Vec<f32> {
+        yardstick.oracle().o.iter().map(|&x| dtype.round(x as f32)).collect()
+    }
+
+    #[test]
+    fn the_rounded_truth_is_accepted_on_every_input_and_dtype() {
+        for dtype in DType::ALL {
+            for inputs in Distribution::ALL {
+                let problem = Problem::new(1, 2, 33, 16, dtype).with_mask(Mask::Causal);
+                let yardstick = yardstick(problem, inputs);
+                let judgement = yardstick.judge(&best(&yardstick, dtype), None);
+                assert!(judgement.passed(), "{dtype} {inputs}: {judgement:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_honest_rounding_is_accepted_where_plain_attention_is_exact_by_luck() {
+        // One key: plain attention returns its value, so twice its error is nothing.
+        for dtype in DType::ALL {
+            let yardstick = yardstick(Problem::new(1, 1, 1, 16, dtype), Distribution::Normal);
+            let exact = best(&yardstick, dtype);
+            assert_eq!(yardstick.judge(&exact, None).row.plain, 0.0);
+            let off = |ulps: f32| -> Vec<f32> {
+                exact.iter().map(|&x| x + ulps * dtype.epsilon() * x.abs() / 2.0).collect()
+            };
+            assert!(yardstick.judge(&off(1.0), None).passed(), "{dtype}");
+            // A value that is off by sixteen roundings is no luck.
+            assert!(!yardstick.judge(&off(-16.0), None).passed(), "{dtype}");
+        }
+    }
+
+    #[test]
+    fn luck_averages_out_over_many_rows_but_not_over_one_loud_one() {
+        let many = yardstick(Problem::new(1, 4, 256, 16, DType::F16), Distribution::Normal);
+        let carriers = many.carriers();
+        assert!((600.0..=1024.0).contains(&carriers), "{carriers}");
+        let mut loud = many;
+        loud.floors[77].luck *= 1e6;
+        assert!((1.0..1.01).contains(&loud.carriers()));
+    }
+
+    #[test]
+    fn a_bias_that_no_row_shows_is_seen_by_the_whole() {
+        // Every output 2 % too large in bf16: within each row's own floor, and not by luck.
+        let yardstick = yardstick(Problem::new(1, 4, 512, 64, DType::BF16), Distribution::Normal);
+        let biased: Vec<f32> =
+            yardstick.oracle().o.iter().map(|&x| DType::BF16.round(x as f32 * 1.02)).collect();
+        let judgement = yardstick.judge(&biased, None);
+        assert!(judgement.bad_rows.is_empty() && !judgement.rms.holds(), "{judgement:?}");
+    }
+
+    #[test]
+    fn where_half_precision_scores_overflow_the_yardstick_keeps_them_in_f32() {
+        for inputs in [Distribution::OverflowingScores, Distribution::NegativeScores] {
+            let yardstick = yardstick(Problem::new(1, 2, 64, 64, DType::F16), inputs);
+            assert!(yardstick.plain.o.iter().all(|x| x.is_finite()), "{inputs}");
+            assert!(yardstick.judge(&best(&yardstick, DType::F16), None).passed(), "{inputs}");
+            assert!(!yardstick.judge(&vec![0.0; 2 * 64 * 64], None).passed(), "{inputs}");
+        }
+    }
+
+    #[test]
+    fn a_row_without_keys_must_be_zeros_and_minus_infinity_exactly() {
+        let problem = Problem::new(1, 1, 2, 4, DType::F16).with_kv(1, 1).with_mask(Mask::Causal).with_lse();
+        let yardstick = yardstick(problem, Distribution::Normal);
+        let (o, lse) = (best(&yardstick, DType::F16), yardstick.oracle().lse[1] as f32);
+        assert!(yardstick.judge(&o, Some(&[f32::NEG_INFINITY, lse])).passed());
+        assert_eq!(yardstick.judge(&o, Some(&[-1e30, lse])).bad_rows, [0]);
+        let mut tiny = o;
+        tiny[3] = 1e-30;
+        assert_eq!(yardstick.judge(&tiny, Some(&[f32::NEG_INFINITY, lse])).bad_rows, [0]);
+    }
+
+    #[test]
+    fn the_first_bad_element_is_the_one_that_is_bad() {
+        let yardstick = yardstick(Problem::new(2, 3, 5, 8, DType::F32), Distribution::Normal);
+        let mut o = best(&yardstick, DType::F32);
+        let index = ((3 + 2) * 5 + 4) * 8 + 6;
+        o[index] += 0.5;
+        let bad = yardstick.judge(&o, None).first_bad.unwrap();
+        assert_eq!((bad.row, bad.column), (Row { batch: 1, head: 2, query: 4 }, 6));
+        assert_eq!((bad.expected, bad.actual), (yardstick.oracle().o[index], f64::from(o[index])));
+    }
+}

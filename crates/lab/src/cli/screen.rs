@@ -70,7 +70,7 @@ impl Progress {
             }
             None if self.last_line.elapsed() >= LINE_EVERY => {
                 self.last_line = Instant::now();
-                eprintln!("{done}/{}  {what}", self.total);
+                eprintln!("{:>3} %  {what}", 100 * done / self.total.max(1));
             }
             None => {}
         }

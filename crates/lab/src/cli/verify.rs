@@ -116,23 +116,26 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     progress.finish();
     say(&table(&tallies));
     let complete = done == total;
-    let failed = tallies.iter().any(|tally| tally.failed > 0);
-    let passed = tallies.iter().any(|tally| tally.passed > 0);
     let report = Report { tier, rule: RULE, engines: tallies, results };
     options.json.write("flashcore.verify/1", &Environment::read(), complete, &report)?;
     let seconds = started.elapsed().as_secs_f64();
-    let (exit, tone, verdict) = match (failed, complete, passed) {
-        (true, _, _) => (Exit::Fail, Tone::Bad, "FAILED".to_string()),
-        (false, false, _) => {
-            (Exit::CouldNot, Tone::Bad, format!("INTERRUPTED after {done} of {total} cases"))
-        }
-        (false, true, false) => {
-            (Exit::CouldNot, Tone::Bad, "NOTHING RAN: every case was skipped".to_string())
-        }
-        (false, true, true) => (Exit::Pass, Tone::Good, "PASSED".to_string()),
-    };
-    say(&format!("\n{} in {seconds:.1} s", toned(tone, &verdict)));
+    let (exit, words) = verdict(&report.engines, done, total);
+    let tone = if exit == Exit::Pass { Tone::Good } else { Tone::Bad };
+    say(&format!("\n{} in {seconds:.1} s", toned(tone, &words)));
     Ok(exit)
+}
+
+/// A failure counts even when the run was cut short; otherwise only a whole run says anything.
+fn verdict(tallies: &[Tally], done: usize, total: usize) -> (Exit, String) {
+    if tallies.iter().any(|tally| tally.failed > 0) {
+        (Exit::Fail, "FAILED".into())
+    } else if done < total {
+        (Exit::CouldNot, format!("INTERRUPTED after {done} of {total} cases"))
+    } else if tallies.iter().all(|tally| tally.passed == 0) {
+        (Exit::CouldNot, "NOTHING RAN: every case was skipped".into())
+    } else {
+        (Exit::Pass, "PASSED".into())
+    }
 }
 
 /// The cases of a tier that the filters let through.
@@ -219,4 +222,35 @@ fn table(tallies: &[Tally]) -> String {
         format!("\n{engine:<16} {passed:>7} {skipped:>7} {failed:>7}   {nearest}")
     };
     toned(Tone::Strong, &heading) + &tallies.iter().map(line).collect::<String>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tally(passed: usize, skipped: usize, failed: usize) -> Tally {
+        Tally { passed, skipped, failed, ..Tally::new("x") }
+    }
+
+    #[test]
+    fn one_failure_anywhere_fails_even_when_interrupted() {
+        assert_eq!(verdict(&[tally(9, 0, 0), tally(8, 0, 1)], 9, 9).0, Exit::Fail);
+        assert_eq!(verdict(&[tally(3, 0, 1)], 4, 9).0, Exit::Fail);
+    }
+
+    #[test]
+    fn only_a_whole_run_in_which_something_ran_passes() {
+        assert_eq!(verdict(&[tally(9, 0, 0), tally(2, 7, 0)], 9, 9).0, Exit::Pass);
+        assert_eq!(verdict(&[tally(4, 0, 0)], 4, 9).0, Exit::CouldNot);
+        assert_eq!(verdict(&[tally(0, 9, 0)], 9, 9).0, Exit::CouldNot);
+    }
+
+    #[test]
+    fn a_filter_holds_or_with_an_equals_sign_is_the_name() {
+        let some = select(Tier::Quick, &["lengths/self-len7-f16".into()]).unwrap();
+        assert_eq!(some.len(), 1);
+        assert!(select(Tier::Quick, &["lengths/self-len".into()]).unwrap().len() > 20);
+        assert!(select(Tier::Quick, &["=lengths/self-len".into()]).is_err());
+        assert!(select(Tier::Full, &[]).unwrap().len() > select(Tier::Quick, &[]).unwrap().len());
+    }
 }
