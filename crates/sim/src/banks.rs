@@ -58,19 +58,22 @@ fn pass_cost(addresses: &[u32], mask: u32, words: u32) -> u32 {
     if apart {
         return 1;
     }
-    let mut seen: Vec<u32> = Vec::with_capacity(addresses.len() * words as usize);
+    // Different words by bank; a word that several lanes want counts once.
+    let mut wanted = [[0u32; 32]; 32];
+    let mut load = [0usize; 32];
     for (lane, &address) in addresses.iter().enumerate() {
-        if mask >> lane & 1 == 1 {
-            seen.extend((0..words).map(|w| address / 4 + w));
+        if mask >> lane & 1 == 0 {
+            continue;
+        }
+        for word in address / 4..address / 4 + words {
+            let bank = (word % 32) as usize;
+            if !wanted[bank][..load[bank]].contains(&word) {
+                wanted[bank][load[bank]] = word;
+                load[bank] += 1;
+            }
         }
     }
-    seen.sort_unstable();
-    seen.dedup();
-    let mut load = [0u32; 32];
-    for word in seen {
-        load[(word % 32) as usize] += 1;
-    }
-    load.into_iter().max().unwrap_or(1)
+    load.into_iter().max().unwrap_or(1) as u32
 }
 
 /// The number of 32-byte sectors that an access of `bytes` a lane at these global addresses touches.

@@ -55,7 +55,7 @@ impl Lanes {
             return self;
         }
         let bytes = 1 << (self.0 >> 5 & 3);
-        let first = self.first() + (offset / bytes << (self.0 >> 7 & 3));
+        let first = self.first() + ((offset / bytes) << (self.0 >> 7 & 3));
         if size > bytes {
             // Four bytes of a run of 2-byte lanes.
             Lanes(self.0 & !0x1F | Lanes::PAIR | first as u16)
@@ -75,6 +75,18 @@ impl Lanes {
         let bytes = 1u32 << (self.0 >> 5 & 3);
         let count = if self.0 & Lanes::PAIR != 0 { 2 } else { 16 / bytes };
         (0..count).fold(0, |mask, i| mask | 1 << (self.first() + (i << (self.0 >> 7 & 3))))
+    }
+
+    /// The lane that has a byte of the cell, if it is one.
+    #[inline]
+    pub fn at(self, byte: u32) -> Option<u32> {
+        if self == Lanes::ALL {
+            None
+        } else if self.0 & Lanes::RUN == 0 {
+            Some(self.first())
+        } else {
+            Some(self.first() + (byte >> (self.0 >> 5 & 3) << (self.0 >> 7 & 3)))
+        }
     }
 
     /// Some lane of the set, to name in a report.

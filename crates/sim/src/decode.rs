@@ -13,6 +13,9 @@ use crate::alu::{AluInst, SetpInst};
 use crate::error::SimError;
 use crate::regs::Constants;
 
+/// Instructions that a kernel may have: what the shadow of shared memory has room to name.
+const MAX_BODY: usize = 1 << 21;
+
 /// No instruction: where lanes meet only at the end.
 pub const NEVER: u32 = u32::MAX;
 
@@ -265,6 +268,9 @@ impl<'k> Decoder<'k> {
 
     fn run(mut self) -> Result<Program, SimError> {
         let body = &self.kernel.body;
+        if body.len() >= MAX_BODY {
+            return Err(self.unsupported(0, &format!("a kernel of more than {MAX_BODY} instructions")));
+        }
         let flow = Flow::new(body, |pc| self.target(pc))?;
         let lives = lives(self.kernel, &flow);
         let (rows, counts) = share_rows(self.kernel, &lives, &self.pinned);
@@ -406,6 +412,9 @@ impl<'k> Decoder<'k> {
             }
             rows
         };
+        if let Err(why) = implemented(&inst.op) {
+            return Err(self.unsupported(pc, why));
+        }
         let exec = match inst.op {
             Op::Alu(alu) => {
                 let line = alu.line();
@@ -720,6 +729,43 @@ fn share_rows(kernel: &Kernel, lives: &[Option<Life>], pinned: &[bool]) -> (Vec<
         }
     }
     (rows, counts)
+}
+
+/// Whether the combination of modifiers is one that is executed; nothing is guessed.
+fn implemented(op: &Op) -> Result<(), &'static str> {
+    use flashcore_ptx::{AtomOp, AtomTy, MatrixTy, MmaShape, Space};
+    let halves = |ty: MatrixTy| ty.bits() == 16;
+    match *op {
+        Op::Mma { shape: MmaShape::M16n8k32, a, b, .. } if halves(a) || halves(b) => {
+            Err("this shape is for fp8 operands")
+        }
+        Op::Mma { shape: MmaShape::M16n8k8 | MmaShape::M16n8k16, a, b, .. } if !halves(a) || a != b => {
+            Err("this shape is for f16 or bf16 operands, both the same")
+        }
+        Op::Wgmma(form) if form.a.bits() != form.b.bits() => Err("operands of different sizes"),
+        Op::Wgmma(form) if (form.trans_a || form.trans_b) && !halves(form.a) => {
+            Err("only 16-bit operands can be M-major or N-major")
+        }
+        Op::Wgmma(form) if form.n % 8 != 0 || !(8..=256).contains(&form.n) => {
+            Err("n must be a multiple of 8 from 8 to 256")
+        }
+        Op::Redux { op: AtomOp::Exch | AtomOp::Cas | AtomOp::Inc | AtomOp::Dec, .. } => {
+            Err("this operation is not a reduction")
+        }
+        Op::Red { op: AtomOp::Exch | AtomOp::Cas, .. }
+        | Op::BulkReduce { op: AtomOp::Exch | AtomOp::Cas, .. }
+        | Op::BulkReduceCluster { op: AtomOp::Exch | AtomOp::Cas, .. }
+        | Op::TensorReduce { op: AtomOp::Exch | AtomOp::Cas, .. } => Err("this operation is not a reduction"),
+        Op::Atom { op, ty, .. } | Op::Red { op, ty, .. } | Op::BulkReduce { op, ty, .. } => {
+            let float =
+                matches!(ty, AtomTy::F32 | AtomTy::F16 | AtomTy::Bf16 | AtomTy::F16x2 | AtomTy::Bf16x2);
+            let exists = matches!(op, AtomOp::Add | AtomOp::Min | AtomOp::Max)
+                || (op == AtomOp::Exch && ty == AtomTy::F32);
+            if float && !exists { Err("this operation does not exist for floats") } else { Ok(()) }
+        }
+        Op::St { space: Space::Param, .. } => Err("parameters cannot be written"),
+        _ => Ok(()),
+    }
 }
 
 fn classify(op: &Op) -> Class {

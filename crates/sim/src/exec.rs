@@ -257,7 +257,11 @@ impl Cluster<'_> {
     pub fn shared_addresses(&self, w: usize, slot: Slot) -> Row {
         match slot {
             Slot::Shared(row, offset) => {
-                self.warps[w].regs.r32[row as usize].map(|a| a.wrapping_add_signed(offset))
+                let mut addresses = self.warps[w].regs.r32[row as usize];
+                for address in &mut addresses {
+                    *address = address.wrapping_add_signed(offset);
+                }
+                addresses
             }
             other => unreachable!("a shared address was decoded as {other:?}"),
         }
@@ -268,7 +272,11 @@ impl Cluster<'_> {
     pub fn global_addresses(&self, w: usize, slot: Slot) -> Row64 {
         match slot {
             Slot::Global(row, offset) => {
-                self.warps[w].regs.r64[row as usize].map(|a| a.wrapping_add_signed(i64::from(offset)))
+                let mut addresses = self.warps[w].regs.r64[row as usize];
+                for address in &mut addresses {
+                    *address = address.wrapping_add_signed(i64::from(offset));
+                }
+                addresses
             }
             other => unreachable!("a global address was decoded as {other:?}"),
         }

@@ -177,32 +177,44 @@ impl Cluster<'_> {
         let mut uninitialised: Option<u32> = None;
         let mut conflict: Option<(u32, u64, GlobalConflict)> = None;
         let mut shard: Option<(u64, crate::races::ShardGuard<'_>)> = None;
-        for_lanes(mask, |l| {
+        let mut left = mask;
+        while left != 0 {
+            let l = left.trailing_zeros() as usize;
             let address = addresses[l];
-            let found = if address.is_multiple_of(u64::from(bytes)) {
-                memory.find(address, u64::from(bytes))
-            } else {
-                None
-            };
+            // Lanes that fill a cell in order are looked at together.
+            let mut lanes_here = 1;
+            if (2..CELL).contains(&bytes) && address.is_multiple_of(u64::from(CELL)) {
+                while lanes_here < (CELL / bytes) as usize
+                    && l + lanes_here < 32
+                    && left >> (l + lanes_here) & 1 == 1
+                    && addresses[l + lanes_here] == address + (lanes_here as u32 * bytes) as u64
+                {
+                    lanes_here += 1;
+                }
+            }
+            let total = bytes * lanes_here as u32;
+            let aligned = address & u64::from(bytes - 1) == 0;
+            let mut found = if aligned { memory.find(address, u64::from(total)) } else { None };
+            if found.is_none() && lanes_here > 1 {
+                lanes_here = 1;
+                found = memory.find(address, u64::from(bytes));
+            }
+            let total = bytes * lanes_here as u32;
+            left &= !((((1u64 << lanes_here) - 1) << l) as u32);
             let Some((region, offset)) = found else {
                 ok &= !(1 << l);
                 bad.get_or_insert(l);
-                return;
+                continue;
             };
             if !checks.global {
-                return;
+                continue;
             }
-            if touch.reads() {
-                let mut at = offset;
-                while at < offset + bytes as usize {
-                    let count = (bytes).min(8);
-                    if !region.initialised(at, count) {
-                        uninitialised.get_or_insert(l as u32);
-                    }
-                    at += count as usize;
-                }
+            if touch.reads() && !region.all_initialised(offset, total) {
+                let lane = (0..lanes_here as u32)
+                    .find(|i| !region.all_initialised(offset + (i * bytes) as usize, bytes));
+                uninitialised.get_or_insert(l as u32 + lane.unwrap_or(0));
             }
-            let lanes = Lanes::one(l as u32);
+            let lanes = if lanes_here > 1 { Lanes::run(l as u32, bytes, 1) } else { Lanes::one(l as u32) };
             let by = Accessor {
                 access: GlobalAccess {
                     cluster: self.id,
@@ -222,10 +234,10 @@ impl Cluster<'_> {
                     &mut other.insert((region.base, region.races.lock(offset, self.launch.id))).1
                 }
             };
-            if let Some(found) = guard.access(offset, bytes, touch.writes(), &by) {
+            if let Some(found) = guard.access(offset, total, touch.writes(), &by) {
                 conflict.get_or_insert((l as u32, region.base + found.offset as u64, found));
             }
-        });
+        }
         drop(shard);
         if let Some(lane) = bad {
             self.report_bad_global(w, lane as u32, pc, addresses[lane], bytes);

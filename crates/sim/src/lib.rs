@@ -1,4 +1,67 @@
 //! Runs PTX modules on the CPU, warp by warp, and finds what a GPU hides.
+//!
+//! The simulator executes the modules of [`flashcore_ptx`]: 32-lane warps that part and meet, blocks, clusters,
+//! barriers, `cp.async`, mbarriers, TMA with real tensor-map semantics, `ldmatrix`, `mma.sync`, `wgmma` by its
+//! descriptors. It needs no GPU. Integer work, data movement and layouts are exact to the bit; f32 is IEEE;
+//! tensor cores multiply exactly and add in f32, k ascending; `ex2` and its like are correct to the last place.
+//!
+//! Beside the results it reports [findings](Finding): accesses out of bounds, reads of memory or registers without
+//! a value, races (with both sites and what is missing between them), missing proxy fences, `wgmma` registers
+//! touched too early, deadlocks with what every warp waits for, misuse of barriers, and more. Each carries the
+//! kernel author's comment and the line of Rust that emitted the instruction. And it counts: bank conflicts and
+//! sectors by instruction, instructions by class.
+//!
+//! Asynchrony is adversarial: by [`AsyncMode`] an asynchronous copy or product takes effect as late as its wait
+//! allows, with NaN in its place until then, or as early as possible, or at random moments; and warps interleave
+//! as the seed says. Races are found by vector clocks, whatever the interleaving.
+//!
+//! ```
+//! use flashcore_ptx::*;
+//! use flashcore_sim::{Config, FindingKind, LaunchDims, Sim};
+//!
+//! kernel_params! {
+//!     /// The words to turn around.
+//!     pub struct Reverse {
+//!         /// 64 of them.
+//!         x: GlobalPtr,
+//!     }
+//! }
+//!
+//! // Two warps turn 64 words around through shared memory, and forget the barrier.
+//! let mut shared = SharedLayout::new();
+//! let words = shared.alloc("words", 64 * 4, 16);
+//! let mut k = KernelBuilder::new("reverse", Target::Sm80).params::<Reverse>().shared(shared).threads(64);
+//! let (x, tid) = (k.param(Reverse::x), k.tid_x());
+//! let px = k.mad_wide_u32(tid, 4, x);
+//! let v = k.ld_global::<B32>(px);
+//! let base = k.shared_addr(words);
+//! let mine = k.mad_lo_u32(tid, 4, base);
+//! k.comment("my end");
+//! k.st_shared(mine, v);
+//! let other = k.xor_b32(tid, 63);
+//! let theirs = k.mad_lo_u32(other, 4, base);
+//! k.comment("the other end");
+//! let v = k.ld_shared::<B32>(theirs);
+//! k.st_global(px, v);
+//! let module = Module::new(Target::Sm80).with(k.finish()?);
+//!
+//! let mut sim = Sim::new(Config::default());
+//! let x = sim.alloc_from("x", &[0; 256]);
+//! let params = Reverse { x: GlobalPtr(x.address) }.pack();
+//! let report = sim.launch(&module, "reverse", LaunchDims::linear(1, 64), &params)?;
+//! let race = report.of(FindingKind::SharedRace).next().expect("found");
+//! let other = race.other.as_ref().expect("both sites are known");
+//! assert_eq!(race.site.comment.as_deref(), Some("my end"));
+//! assert_eq!(other.site.comment.as_deref(), Some("the other end"));
+//! assert_eq!(race.missing.as_deref(), Some("a barrier between the two"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # How it works
+//!
+//! `decode` turns a kernel into instructions on rows of a compact register file; `simd` and `alu` execute plain
+//! ones for whole warps in vector code; `exec*` the others; `sched` interleaves warps and sees deadlocks. `clock`
+//! holds the vector clocks, `shadow` and `races` what was accessed when in shared and global memory.
 
 // Lane loops index several arrays by the same lane.
 #![allow(clippy::needless_range_loop)]
@@ -40,10 +103,10 @@ mod tensor_map;
 mod warp;
 
 pub use config::{AsyncMode, Checks, Config};
-pub use decode::{Class, Program};
+pub use decode::Program;
 pub use error::SimError;
 pub use findings::{Finding, FindingKind, OtherAccess, Place, Severity, Site, Thread};
 pub use memory::Buffer;
 pub use sim::{LaunchDims, Report, Sim};
-pub use stats::{BankStats, SectorStats, Stats, class_name};
+pub use stats::{BankStats, SectorStats, Stats};
 pub use tensor_map::{Swizzle, TensorElement, TensorMap};

@@ -104,6 +104,21 @@ impl Region {
         self.init[offset / 8].load(Relaxed) & bits == bits
     }
 
+    /// Whether all these bytes hold a value.
+    #[inline]
+    pub fn all_initialised(&self, offset: usize, bytes: u32) -> bool {
+        let mut at = offset;
+        let end = offset + bytes as usize;
+        while at < end {
+            let count = (8 - at % 8).min(end - at);
+            if !self.initialised(at, count as u32) {
+                return false;
+            }
+            at += count;
+        }
+        true
+    }
+
     /// One byte.
     pub fn load_byte(&self, offset: usize) -> u8 {
         self.load(offset, 1) as u8
@@ -196,13 +211,20 @@ impl GlobalMemory {
     pub fn unwritten(&self, buffer: Buffer) -> Vec<Range<usize>> {
         let region = self.region(buffer);
         let mut gaps: Vec<Range<usize>> = Vec::new();
-        for byte in 0..region.len {
-            if region.written[byte / 8].load(Relaxed) >> (byte % 8) & 1 == 0 {
+        let mut byte = 0;
+        while byte < region.len {
+            let bits = region.written[byte / 8].load(Relaxed);
+            if bits == 0xFF && byte % 8 == 0 {
+                byte += 8;
+                continue;
+            }
+            if bits >> (byte % 8) & 1 == 0 {
                 match gaps.last_mut() {
                     Some(gap) if gap.end == byte => gap.end += 1,
                     _ => gaps.push(byte..byte + 1),
                 }
             }
+            byte += 1;
         }
         gaps
     }

@@ -77,6 +77,22 @@ pub struct Accessor<'a> {
 }
 
 impl Accessor<'_> {
+    /// Whether each of the bytes was accessed by the lane that accesses it now: then program order orders them.
+    #[inline]
+    fn same_lanes(&self, prior: &Entry, bytes: u16) -> bool {
+        let (a, b) = (prior.access.stamp, self.access.stamp);
+        if prior.access.cluster != self.access.cluster || a.agent != b.agent {
+            return false;
+        }
+        if a.lanes == b.lanes && a.lanes != Lanes::ALL {
+            return true;
+        }
+        (0..16).filter(|byte| bytes >> byte & 1 == 1).all(|byte| {
+            let lane = a.lanes.at(byte);
+            lane.is_some() && lane == b.lanes.at(byte)
+        })
+    }
+
     fn edge(&self, prior: &GlobalAccess) -> Edge {
         if prior.cluster == self.access.cluster {
             self.clocks.edge(prior.stamp, self.lanes, self.proxy)
@@ -149,7 +165,7 @@ impl Cell {
         if overlap == 0 || (entry.access.atomic && by.access.atomic) {
             return None;
         }
-        let edge = by.edge(&entry.access);
+        let edge = if by.same_lanes(entry, overlap) { Edge::Ordered } else { by.edge(&entry.access) };
         (edge != Edge::Ordered).then(|| GlobalConflict {
             prior: entry.access,
             prior_wrote: wrote,
@@ -158,12 +174,14 @@ impl Cell {
         })
     }
 
+    #[inline]
     fn read(&mut self, mask: u16, base: usize, by: &Accessor<'_>) -> Option<GlobalConflict> {
-        let conflict = self
-            .write
-            .iter()
-            .chain(&self.more_writes)
-            .find_map(|entry| Self::check(entry, true, mask, base, by));
+        let conflict = match &self.write {
+            None => None,
+            Some(first) => std::iter::once(first)
+                .chain(&self.more_writes)
+                .find_map(|entry| Self::check(entry, true, mask, base, by)),
+        };
         let entry = Entry { access: by.access, bytes: mask };
         match &mut self.first_read {
             None => self.first_read = Some(entry),

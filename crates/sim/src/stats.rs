@@ -152,7 +152,7 @@ impl Stats {
 }
 
 /// The name of a class in reports.
-pub fn class_name(class: Class) -> &'static str {
+fn class_name(class: Class) -> &'static str {
     match class {
         Class::Integer => "integer",
         Class::Float => "float",

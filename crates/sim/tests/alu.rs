@@ -142,8 +142,8 @@ fn integer_arithmetic_of_32_bits() {
     words("sub.s32", |k, a, b, _| k.sub_s32(a, b), |a, b, _| (s(a) - s(b)) as u32);
     words("mul.lo", |k, a, b, _| k.mul_lo_u32(a, b), |a, b, _| (u(a) * u(b)) as u32);
     words("mul.lo.s32", |k, a, b, _| k.mul_lo_s32(a, b), |a, b, _| (s(a) * s(b)) as u32);
-    words("mul.hi.u32", |k, a, b, _| k.mul_hi_u32(a, b), |a, b, _| (u(a) * u(b) >> 32) as u32);
-    words("mul.hi.s32", |k, a, b, _| k.mul_hi_s32(a, b), |a, b, _| (s(a) * s(b) >> 32) as u32);
+    words("mul.hi.u32", |k, a, b, _| k.mul_hi_u32(a, b), |a, b, _| ((u(a) * u(b)) >> 32) as u32);
+    words("mul.hi.s32", |k, a, b, _| k.mul_hi_s32(a, b), |a, b, _| ((s(a) * s(b)) >> 32) as u32);
     words("mad.lo", |k, a, b, c| k.mad_lo_u32(a, b, c), |a, b, c| (u(a) * u(b) + u(c)) as u32);
     words("mad.lo.s32", |k, a, b, c| k.mad_lo_s32(a, b, c), |a, b, c| (s(a) * s(b) + s(c)) as u32);
     words("div.u32", |k, a, b, _| k.div_u32(a, b), |a, b, _| if b == 0 { !0 } else { (u(a) / u(b)) as u32 });
@@ -155,7 +155,7 @@ fn integer_arithmetic_of_32_bits() {
     words("max.u32", |k, a, b, _| k.max_u32(a, b), |a, b, _| u(a).max(u(b)) as u32);
     words("max.s32", |k, a, b, _| k.max_s32(a, b), |a, b, _| s(a).max(s(b)) as u32);
     words("neg.s32", |k, a, _, _| k.neg_s32(a), |a, _, _| (-s(a)) as u32);
-    words("abs.s32", |k, a, _, _| k.abs_s32(a), |a, _, _| s(a).abs() as u32);
+    words("abs.s32", |k, a, _, _| k.abs_s32(a), |a, _, _| s(a).unsigned_abs() as u32);
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn integer_arithmetic_of_64_bits_and_between_the_widths() {
     check(
         "mul.hi.u64",
         |k, a, b, _| k.mul_hi_u64(a, b),
-        |a, b, _| (u128::from(a) * u128::from(b) >> 64) as u64,
+        |a, b, _| ((u128::from(a) * u128::from(b)) >> 64) as u64,
     );
     check(
         "mad.lo.u64",
@@ -619,8 +619,8 @@ fn comparisons_order_integers_by_sign_and_treat_nan_as_asked() {
         setp_lt_f32: |x, y| x < y;
         setp_ge_f32: |x, y| x >= y;
         setp_neu_f32: |x, y| x != y;
-        setp_ltu_f32: |x, y| x.partial_cmp(&y).is_none_or(|o| o.is_lt());
-        setp_geu_f32: |x, y| x.partial_cmp(&y).is_none_or(|o| o.is_ge());
+        setp_ltu_f32: |x, y| x.partial_cmp(&y).is_none_or(std::cmp::Ordering::is_lt);
+        setp_geu_f32: |x, y| x.partial_cmp(&y).is_none_or(std::cmp::Ordering::is_ge);
         setp_num_f32: |x, y| x.partial_cmp(&y).is_some();
         setp_nan_f32: |x, y| x.is_nan() || y.is_nan();
     }
