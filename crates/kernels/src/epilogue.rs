@@ -75,7 +75,7 @@ pub(crate) fn store_output(
     for (m, o) in o.iter().enumerate() {
         for (n, acc) in o.iter().enumerate() {
             let (panel, chunk) = (n as u32 / tile.chunks(), n as u32 % tile.chunks());
-            let swizzled = k.xor_b32(xor, chunk * CHUNK);
+            let swizzled = if chunk == 0 { xor } else { k.xor_b32(xor, chunk * CHUNK) };
             let at = k.add_u32(start, swizzled);
             for (half, elements) in HALVES.iter().enumerate() {
                 let offset = panel * tile.panel_bytes() + (16 * m + 8 * half) as u32 * tile.pitch();

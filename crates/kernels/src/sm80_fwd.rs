@@ -157,11 +157,9 @@ impl Schedule {
         let rows = Rows::find(k, self.block_m, self.order);
         let place = Place::new(k, self.block_m / self.warps);
         epilogue::store_lse(k, spec, &rows, &place, &softmax);
-        // A warp stages its output in its own rows; where these are not the rows that it read its queries from,
-        // the other warps must be done with theirs.
-        if tiles.o.cols == tiles.q.cols {
-            k.bar_warp_sync();
-        } else {
+        // A warp stages its output where it read its own queries. Where the two tiles have panels of another width,
+        // its rows lie elsewhere, and the other warps must be done with their queries.
+        if tiles.o.panel() != tiles.q.panel() {
             k.bar_sync_all();
         }
         epilogue::store_output(k, spec, &rows, &place, memory.o, tiles.o, &o);
