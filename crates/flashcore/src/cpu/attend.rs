@@ -16,6 +16,7 @@ use super::{
     scratch::{Carve, Scratch},
     simd::Simd,
     tile::{Scalars, Vectors},
+    visible::Visible,
 };
 use crate::{
     DType,
@@ -150,15 +151,16 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
     let padded = |n: usize| n.next_multiple_of(S::LANES);
     let (q_rows, o_rows) = (padded(problem.head_dim), padded(problem.head_dim_v));
     let panel_count = task.rows.len().div_ceil(width);
-    let block_k = job.block_k.min(task.keys.len()).max(1);
+    let block_k = job.block_k;
+    let longest = block_k.min(task.keys.len());
 
     let mut carve = Carve::new();
     let q = carve.part(panel_count * q_rows * width);
     let o = carve.part(panel_count * o_rows * width);
     let stats = carve.part(panel_count * 2 * width);
-    let s = carve.part(block_k * width);
-    let k_wide = carve.part(block_k * problem.head_dim);
-    let v_wide = carve.part(block_k * o_rows);
+    let s = carve.part(longest * width);
+    let k_wide = carve.part(longest * problem.head_dim);
+    let v_wide = carve.part(longest * o_rows);
     let strip = carve.part(S::LANES * q_rows.max(o_rows));
     let base = workspace.floats.reserve(carve.total());
 
@@ -166,10 +168,11 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
     unsafe {
         let (s, strip) = (base.add(s), base.add(strip));
         workspace.panels.clear();
+        let visible = Visible::new(job.call, task.batch);
         for index in 0..panel_count {
             let start = task.rows.start + index * width;
             let rows = start..(start + width).min(task.rows.end);
-            let mut panel = Panel::new(job.call, task.batch, rows, S::LANES);
+            let mut panel = Panel::new(visible, rows, problem.group(), S::LANES);
             panel.q = base.add(q + index * q_rows * width);
             panel.o = base.add(o + index * o_rows * width);
             panel.max = base.add(stats + index * 2 * width);
@@ -179,13 +182,13 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
                 *panel.max.add(lane) = f32::NEG_INFINITY;
                 *panel.sum.add(lane) = 0.0;
             }
-            std::ptr::write_bytes(panel.o, 0, o_rows * panel.vecs * S::LANES);
             workspace.panels.push(panel);
         }
         let rows = |raw, keys: &Range<usize>| rows_of(raw, task.batch, task.head, keys.start, keys.len());
-        let from = |start: usize| start..(start + block_k).min(task.keys.end);
-        for start in task.keys.clone().step_by(block_k) {
-            let keys = from(start);
+        // Blocks begin at multiples of their length, so that a row's do not depend on its task.
+        let from = |start: usize| start..(start / block_k + 1).saturating_mul(block_k).min(task.keys.end);
+        let mut keys = from(task.keys.start);
+        while !keys.is_empty() {
             let (k, k_stride) = k_rows::<S>(rows(&job.call.k, &keys), base.add(k_wide));
             rows(&job.call.v, &keys).widen_to_panels::<S>(base.add(v_wide));
             let block = Block {
@@ -194,20 +197,24 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
                 v: base.add(v_wide),
                 head_dim_v: problem.head_dim_v,
                 wild: Cell::new(None),
-                keys,
+                keys: keys.clone(),
             };
-            let next = from(block.keys.end);
+            let next = from(keys.end);
             let mut ahead = Ahead {
                 k: rows(&job.call.k, &next),
                 v: rows(&job.call.v, &next),
-                step: next.len().div_ceil(panel_count * block_k.div_ceil(8)),
+                step: next.len().div_ceil(panel_count * longest.div_ceil(S::ROWS)),
                 done: 0,
             };
-            for panel in &workspace.panels {
+            for panel in &mut workspace.panels {
                 step::<S>(job, panel, &block, s, &mut ahead);
             }
+            keys = next;
         }
-        for panel in &workspace.panels {
+        for panel in &mut workspace.panels {
+            if panel.fresh {
+                clear_outputs::<S>(panel, problem.head_dim_v);
+            }
             store_outputs::<S>(job, task, panel, strip);
         }
     }
@@ -271,7 +278,7 @@ macro_rules! by_vecs {
 
 /// One panel against one block of keys.
 #[inline(always)]
-unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32, ahead: &mut Ahead) {
+unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut f32, ahead: &mut Ahead) {
     let problem = &job.call.problem;
     let segments = panel.segments(&block.keys);
     if segments.is_empty() {
@@ -298,6 +305,11 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32
             let top = if changed || hidden { column_top::<S>(&column) } else { top };
             *rescale = softmax::<S>(panel, vec, &column, top, job.scoring.scale);
         }
+        // One rectangle of all vectors starts the outputs.
+        let whole = segments.len() == 1 && segments[0].end_vec - segments[0].first_vec == panel.vecs;
+        if panel.fresh && (masked || !whole) {
+            clear_outputs::<S>(panel, problem.head_dim_v);
+        }
         // One rectangle takes the rescaling along; several would take it more than once.
         if segments.len() > 1 {
             for d in 0..problem.head_dim_v {
@@ -314,6 +326,7 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &Panel, block: &Block, s: *mut f32
         for segment in segments.iter() {
             by_vecs!(segment, outputs::<S, _>(panel, block, *segment, s, &rescale));
         }
+        panel.fresh = false;
     }
 }
 
@@ -495,7 +508,16 @@ unsafe fn softmax<S: Simd>(panel: &Panel, vec: usize, column: &Column, top: S::V
     }
 }
 
-/// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of a segment.
+/// Makes the outputs of a panel zeros.
+#[inline(always)]
+unsafe fn clear_outputs<S: Simd>(panel: &mut Panel, head_dim_v: usize) {
+    let rows = head_dim_v.next_multiple_of(S::LANES);
+    // SAFETY: a panel's outputs have that many rows.
+    unsafe { std::ptr::write_bytes(panel.o, 0, rows * panel.vecs * S::LANES) };
+    panel.fresh = false;
+}
+
+/// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of a segment; without the first term where the panel is fresh.
 #[inline(always)]
 unsafe fn outputs<S: Simd, const V: usize>(
     panel: &Panel,
@@ -518,7 +540,7 @@ unsafe fn outputs<S: Simd, const V: usize>(
             p,
             segment.end_key - segment.first_key,
             o.add(d * panel.vecs * S::LANES),
-            factor,
+            (!panel.fresh).then_some(factor),
         ));
     }
 }
@@ -529,14 +551,16 @@ unsafe fn output_tile<S: Simd, const R: usize, const V: usize>(
     p: Vectors,
     len: usize,
     o: *mut f32,
-    rescale: [S::V; V],
+    rescale: Option<[S::V; V]>,
 ) {
     // SAFETY: as of `step`.
     unsafe {
         let mut tile = [[S::splat(0.0); V]; R];
-        for (r, row) in tile.iter_mut().enumerate() {
-            for (v, x) in row.iter_mut().enumerate() {
-                *x = S::mul(S::load(o.add((r * p.width + v) * S::LANES)), rescale[v]);
+        if let Some(rescale) = rescale {
+            for (r, row) in tile.iter_mut().enumerate() {
+                for (v, x) in row.iter_mut().enumerate() {
+                    *x = S::mul(S::load(o.add((r * p.width + v) * S::LANES)), rescale[v]);
+                }
             }
         }
         let tile = S::accumulate::<R, V>(tile, v, p, len);

@@ -1,5 +1,9 @@
 //! The instruction sets that the engine has a path for, and which of them this CPU runs.
 
+#[cfg(target_arch = "x86_64")]
+use super::simd::{Avx2, Avx512};
+use super::simd::{Portable, Simd};
+
 /// An instruction set that the engine has a path for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Isa {
@@ -30,6 +34,17 @@ impl Isa {
             Isa::Portable => 4,
             Isa::Avx2 => 8,
             Isa::Avx512 => 16,
+        }
+    }
+
+    /// Rows that the engine works on together: the lanes of a row of the micro-kernel's tile.
+    pub(super) const fn panel(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => Avx2::VECS * Avx2::LANES,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => Avx512::VECS * Avx512::LANES,
+            _ => Portable::VECS * Portable::LANES,
         }
     }
 

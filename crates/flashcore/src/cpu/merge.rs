@@ -3,8 +3,9 @@
 
 use super::{
     attend::{Job, Stats, Workspace, write_row},
-    plan::{self, Split},
+    plan::Split,
     simd::Simd,
+    visible::Visible,
 };
 
 /// Merges the parts of some rows and writes these.
@@ -15,6 +16,7 @@ use super::{
 pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, split: &Split, workspace: &mut Workspace) {
     let head_dim_v = job.call.problem.head_dim_v;
     let row_sum = workspace.floats.reserve(head_dim_v);
+    let visible = Visible::new(job.call, split.batch);
     for row in split.rows.clone() {
         let place = row - split.rows.start;
         // SAFETY: parts are inside the workspace, and the row sum has room for a row.
@@ -35,11 +37,13 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, split: &Split, workspace: &mut 
                     *row_sum.add(d) += weight * *from.add(d);
                 }
             }
+            // As the tasks do it, so that one part of all keys gives the same bits.
+            let factor = 1.0 / sum;
             for d in 0..head_dim_v {
-                *row_sum.add(d) /= sum;
+                *row_sum.add(d) *= factor;
             }
             let query = job.head_and_query(split.head, row).1;
-            let sees_keys = !plan::visible(job.call, split.batch, query).is_empty();
+            let sees_keys = !visible.keys(query).is_empty();
             write_row::<S>(job, split.batch, split.head, row, row_sum, Stats { max, sum, sees_keys });
         }
     }

@@ -17,6 +17,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 mod tile;
+mod visible;
 
 use std::sync::Arc;
 

@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use super::plan::visible;
-use crate::contract::Call;
+use super::visible::Visible;
 
 /// Lanes of the widest vector.
 pub(super) const MAX_LANES: usize = 16;
@@ -27,6 +26,8 @@ pub(super) struct Panel {
     pub q: *mut f32,
     /// Oᵀ, head_dim_v rows.
     pub o: *mut f32,
+    /// Whether nothing has been added to Oᵀ, which is then unspecified rather than zero.
+    pub fresh: bool,
     /// A row of running maxima.
     pub max: *mut f32,
     /// A row of running sums.
@@ -43,9 +44,9 @@ pub(super) struct Segment {
 }
 
 impl Panel {
-    /// The panel of `rows` of a batch entry, with `lanes` lanes a vector; its places in scratch are not set yet.
-    pub(super) fn new(call: &Call<'_>, batch: usize, rows: Range<usize>, lanes: usize) -> Self {
-        let group = call.problem.group();
+    /// The panel of `rows`, of which `group` in a row are the same query, with `lanes` lanes a vector; its places
+    /// in scratch are not set yet.
+    pub(super) fn new(visible: Visible, rows: Range<usize>, group: usize, lanes: usize) -> Self {
         let vecs = rows.len().div_ceil(lanes);
         let mut panel = Self {
             rows,
@@ -55,6 +56,7 @@ impl Panel {
             all: [const { 0..0 }; MAX_VECS],
             q: std::ptr::null_mut(),
             o: std::ptr::null_mut(),
+            fresh: true,
             max: std::ptr::null_mut(),
             sum: std::ptr::null_mut(),
         };
@@ -62,7 +64,7 @@ impl Panel {
             let (mut any, mut all) = (0..0, 0..usize::MAX);
             for lane in vec * lanes..(vec + 1) * lanes {
                 let row = (panel.rows.start + lane).min(panel.rows.end - 1);
-                let keys = visible(call, batch, row / group);
+                let keys = visible.keys(row / group);
                 any = join(&any, &keys);
                 all = all.start.max(keys.start)..all.end.min(keys.end);
                 panel.lanes[lane] = keys;

@@ -1,15 +1,18 @@
 //! How a call is cut into tasks that threads take one by one.
 //!
-//! The cut depends on the problem and the schedule's blocks only, never on the number of threads, so that
-//! results do not either.
+//! Whether keys are split depends on the problem and the schedule's blocks only, never on the number of threads, so
+//! that results do not either.
 
 use std::ops::Range;
 
-use super::{panel::join, schedule::Schedule};
-use crate::{Mask, contract::Call};
+use super::{panel::join, schedule::Schedule, visible::Visible};
+use crate::contract::Call;
 
-/// With fewer tasks than this, long rows are split over keys too.
+/// Each thread is to have this many tasks, so that all end at about the same time.
+const TASKS_A_THREAD: usize = 8;
+/// With fewer tasks than this, of so many rows, long rows are split over keys too.
 const ENOUGH_TASKS: usize = 64;
+const FEW_ROWS: usize = 96;
 
 /// The work of one thread at a time: some rows of one kv head against some keys.
 ///
@@ -46,32 +49,33 @@ pub(super) struct Plan {
     pub work: usize,
 }
 
-/// How many keys batch entry `b` has.
-pub(super) fn key_count(call: &Call<'_>, b: usize) -> usize {
-    call.key_lengths.map_or(call.problem.len_k, |lengths| lengths[b] as usize)
-}
-
-/// The keys that a query sees.
-pub(super) fn visible(call: &Call<'_>, b: usize, query: usize) -> Range<usize> {
-    call.problem.mask.keys(query, call.problem.len_q, key_count(call, b))
-}
-
 impl Plan {
-    pub(super) fn new(call: &Call<'_>, schedule: &Schedule) -> Self {
+    /// For panels of `panel` rows.
+    pub(super) fn new(call: &Call<'_>, schedule: &Schedule, panel: usize) -> Self {
         let problem = &call.problem;
         let group = problem.group();
         let rows = group * problem.len_q;
-        let block = schedule.block_q.max(1).min(rows.max(1));
-        let blocks = problem.batch * problem.heads_kv * rows.div_ceil(block);
-        let split_k = if blocks < ENOUGH_TASKS { schedule.split_k.max(1) } else { usize::MAX };
+        let heads = problem.batch * problem.heads_kv;
+        // Results do not depend on the rows of a task, so these may depend on the threads.
+        let blocks = (TASKS_A_THREAD * schedule.threads)
+            .div_ceil(heads.max(1))
+            .min(rows.div_ceil(panel))
+            .max(rows.div_ceil(schedule.block_q.max(1)))
+            .max(1);
+        let block = rows.div_ceil(blocks).next_multiple_of(panel).max(1).min(schedule.block_q.max(1));
+        // They do depend on the keys, so these must not.
+        let few = heads * rows.div_ceil(FEW_ROWS) < ENOUGH_TASKS;
+        let split_k = if few { schedule.split_k.max(1) } else { usize::MAX };
         let mut plan = Self { part_rows: block, ..Self::default() };
         let width = problem.head_dim + problem.head_dim_v;
         for batch in 0..problem.batch {
+            let visible = Visible::new(call, batch);
             let mut pieces: Vec<(Range<usize>, Range<usize>)> = (0..rows)
                 .step_by(block)
                 .map(|start| start..(start + block).min(rows))
                 .map(|rows| {
-                    let keys = union(call, batch, rows.start / group, rows.end.div_ceil(group));
+                    let queries = rows.start / group..rows.end.div_ceil(group);
+                    let keys = queries.map(|query| visible.keys(query)).fold(0..0, |a, b| join(&a, &b));
                     // Few rows cost as much as some more, because K and V are read all the same.
                     plan.work += keys.len() * rows.len().max(16) * width * problem.heads_kv;
                     (rows, keys)
@@ -90,16 +94,20 @@ impl Plan {
     }
 
     fn push(&mut self, batch: usize, head: usize, rows: &Range<usize>, keys: &Range<usize>, split_k: usize) {
-        if keys.len() <= split_k {
-            self.tasks.push(Task { batch, head, rows: rows.clone(), keys: keys.clone(), part: None });
+        // Splits are at multiples of their length, so that a row's do not depend on its task.
+        let piece =
+            |start: usize| start..((start / split_k).saturating_add(1).saturating_mul(split_k)).min(keys.end);
+        let mut next = piece(keys.start);
+        if next == *keys {
+            self.tasks.push(Task { batch, head, rows: rows.clone(), keys: next, part: None });
             return;
         }
         let first_part = self.splits.last().map_or(0, |split| split.parts.end);
         let mut part = first_part;
-        for start in keys.clone().step_by(split_k) {
-            let keys = start..(start.saturating_add(split_k)).min(keys.end);
-            self.tasks.push(Task { batch, head, rows: rows.clone(), keys, part: Some(part) });
-            part += 1;
+        while !next.is_empty() {
+            let after = piece(next.end);
+            self.tasks.push(Task { batch, head, rows: rows.clone(), keys: next, part: Some(part) });
+            (next, part) = (after, part + 1);
         }
         self.splits.push(Split { batch, head, rows: rows.clone(), parts: first_part..part });
     }
@@ -110,22 +118,10 @@ impl Plan {
     }
 }
 
-/// The keys that any of some queries sees.
-fn union(call: &Call<'_>, batch: usize, first: usize, end: usize) -> Range<usize> {
-    if call.problem.mask == Mask::None {
-        return 0..key_count(call, batch);
-    }
-    let mut all = 0..0;
-    for query in first..end {
-        all = join(&all, &visible(call, batch, query));
-    }
-    all
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Attention, DType, Problem, TensorBuf};
+    use crate::{Attention, DType, Mask, Problem, TensorBuf};
 
     /// The plan of a problem, and how often each (batch, head, row, key) is in one of its tasks.
     fn counted(problem: Problem, schedule: &str) -> (Plan, Vec<u8>) {
@@ -149,7 +145,8 @@ mod tests {
             lse: None,
             key_lengths: Some(&lengths),
         };
-        let plan = Plan::new(&call, &schedule.parse::<Schedule>().unwrap().or(Schedule::for_head_dims(1, 1)));
+        let schedule = schedule.parse::<Schedule>().unwrap().or(Schedule::for_head_dims(1, 1));
+        let plan = Plan::new(&call, &schedule, 6);
         let rows = problem.group() * len_q;
         let mut seen = vec![0; batch * heads_kv * rows * len_k];
         for task in &plan.tasks {
@@ -162,7 +159,7 @@ mod tests {
         // What a row does not see may be in a task or not.
         for (i, seen) in seen.iter_mut().enumerate() {
             let (key, row, batch) = (i % len_k, i / len_k % rows, i / len_k / rows / heads_kv);
-            if !visible(&call, batch, row / problem.group()).contains(&key) {
+            if !Visible::new(&call, batch).keys(row / problem.group()).contains(&key) {
                 *seen = 1;
             }
         }

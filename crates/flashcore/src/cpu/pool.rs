@@ -36,7 +36,7 @@ pub(super) fn of_its_own(threads: usize) -> Option<std::sync::Arc<rayon::ThreadP
 
 /// Computes a call.
 pub(super) fn run(isa: Isa, schedule: &Schedule, pool: Option<&rayon::ThreadPool>, call: &Call<'_>) {
-    let plan = Plan::new(call, schedule);
+    let plan = Plan::new(call, schedule, isa.panel());
     let mut job = Job {
         call,
         scoring: Scoring::of(&call.problem),
@@ -94,7 +94,7 @@ dispatch! {
 unsafe fn attend_on<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
     // SAFETY: the caller's promise.
     unsafe {
-        if stream::suits::<S>(&job.call.problem, task) {
+        if stream::suits::<S>(&job.call.problem) {
             stream::run::<S>(job, task, workspace);
         } else {
             attend::run::<S>(job, task, workspace);

@@ -4,7 +4,8 @@
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Schedule {
-    /// Rows (queries times the query heads of a group) that one task holds.
+    /// Rows (queries times the query heads of a group) that one task holds at most; fewer where there are many
+    /// threads.
     pub block_q: usize,
     /// Keys that are worked on between two updates of the running maximum.
     pub block_k: usize,
@@ -17,10 +18,11 @@ pub struct Schedule {
 impl Schedule {
     /// The defaults for head dims `head_dim` and `head_dim_v`, and the threads of this machine.
     pub fn for_head_dims(head_dim: usize, head_dim_v: usize) -> Self {
-        let wide = head_dim.max(head_dim_v);
+        // Queries and outputs of a task are to stay in the second-level cache beside a block of keys and values.
+        let rows = (288 * 256 / (head_dim + head_dim_v).max(1)).clamp(48, 576);
         Self {
-            block_q: if wide <= 256 { 192 } else { 96 },
-            block_k: if wide <= 256 { 128 } else { 64 },
+            block_q: rows / 48 * 48,
+            block_k: if head_dim.max(head_dim_v) <= 256 { 128 } else { 64 },
             split_k: 1024,
             threads: rayon::current_num_threads(),
         }

@@ -10,10 +10,11 @@ use super::{
     attend::{Job, Stats, Workspace, finish_row, rows_of},
     math::{self, Exp2Below},
     panel::MAX_LANES,
-    plan::{Task, visible},
+    plan::Task,
     rows::{Rows, Vectorised, by_type},
     scratch::Carve,
     simd::Simd,
+    visible::Visible,
 };
 use crate::{DType, Problem};
 
@@ -40,9 +41,9 @@ macro_rules! by_groups {
     }};
 }
 
-/// Whether a task is for this path: few rows, and head dims of whole vectors.
-pub(super) fn suits<S: Simd>(problem: &Problem, task: &Task) -> bool {
-    task.rows.len() <= MAX_ROWS
+/// Whether a problem is for this path: few rows, and head dims of whole vectors.
+pub(super) fn suits<S: Simd>(problem: &Problem) -> bool {
+    problem.group() * problem.len_q <= MAX_ROWS
         && problem.head_dim.is_multiple_of(S::LANES)
         && problem.head_dim_v.is_multiple_of(S::LANES)
 }
@@ -81,10 +82,11 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
     // SAFETY: all parts lie inside the reserved scratch, and keys inside the tensors.
     unsafe {
         let (q, o, p) = (base.add(q), base.add(o), base.add(p));
+        let visible = Visible::new(job.call, task.batch);
         for (i, row) in rows.iter_mut().enumerate() {
             let (h, s) = job.head_and_query(task.head, task.rows.start + i);
             rows_of(&job.call.q, task.batch, h, s, 1).widen::<S>(q.add(i * head_dim));
-            row.keys = visible(job.call, task.batch, s);
+            row.keys = visible.keys(s);
         }
         std::ptr::write_bytes(o, 0, count * head_dim_v);
         let from = |start: usize| start..(start + BLOCK).min(task.keys.end);

@@ -1,0 +1,69 @@
+//! Which keys a query sees, at a cost that can be paid for every row.
+
+use std::ops::Range;
+
+use crate::{Band, contract::Call};
+
+/// The mask of one batch entry: query i sees keys from i + `first` up to, not including, i + `end`, of `len` keys.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Visible {
+    first: i64,
+    end: i64,
+    len: i64,
+}
+
+impl Visible {
+    pub(super) fn new(call: &Call<'_>, batch: usize) -> Self {
+        // Beyond every key, yet far from overflow when a query is added.
+        const FAR: i64 = 1 << 40;
+        let len = call.key_lengths.map_or(call.problem.len_k, |lengths| lengths[batch] as usize) as i64;
+        let Band { left, right, top_left } = call.problem.mask.band();
+        let place = if top_left { 0 } else { len - call.problem.len_q as i64 };
+        let reach = |side: Option<usize>| side.map_or(FAR, |side| side.min(FAR as usize) as i64);
+        Self { first: place - reach(left), end: place + reach(right) + 1, len }
+    }
+
+    /// The keys that a query sees; all of its empty ranges are 0..0.
+    #[inline(always)]
+    pub(super) fn keys(&self, query: usize) -> Range<usize> {
+        let first = (query as i64 + self.first).clamp(0, self.len);
+        let end = (query as i64 + self.end).clamp(0, self.len);
+        if first < end { first as usize..end as usize } else { 0..0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Attention, Mask, Tensor};
+
+    #[test]
+    fn it_follows_the_mask() {
+        let sides = [None, Some(0), Some(1), Some(5), Some(usize::MAX)];
+        let windows = sides.into_iter().flat_map(|left| sides.map(|right| Mask::Window { left, right }));
+        for mask in [Mask::None, Mask::Causal, Mask::CausalTopLeft].into_iter().chain(windows) {
+            for (len_q, len_k) in [(1, 1), (3, 8), (8, 3), (5, 5), (4, 0)] {
+                let data = [0.0_f32; 16];
+                let q = Tensor::new(&data[..2 * len_q], &[2, 1, len_q, 1]).unwrap();
+                let k = Tensor::new(&data[..2 * len_k], &[2, 1, len_k, 1]).unwrap();
+                let lengths = [len_k as u32 / 2, len_k as u32];
+                let attention = Attention::new().mask(mask).key_lengths(&lengths);
+                let call = Call {
+                    problem: attention.problem(&q, &k, &k).unwrap(),
+                    q: q.raw,
+                    k: k.raw,
+                    v: k.raw,
+                    o: q.raw,
+                    lse: None,
+                    key_lengths: Some(&lengths),
+                };
+                for (batch, &len) in lengths.iter().enumerate() {
+                    for query in 0..len_q {
+                        let exact = mask.keys(query, len_q, len as usize);
+                        assert_eq!(Visible::new(&call, batch).keys(query), exact, "{mask} {len_q} {len}");
+                    }
+                }
+            }
+        }
+    }
+}
