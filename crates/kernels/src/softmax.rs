@@ -91,6 +91,9 @@ impl SoftmaxParams {
     }
 }
 
+/// How the score of a row becomes a probability; rows are counted over tiles and halves.
+type Exp<'a> = &'a dyn Fn(&mut KernelBuilder, Reg<F32>, usize) -> Reg<F32>;
+
 /// The running maximum and sum of one row. The sum is this thread's part until [`OnlineSoftmax::finish`].
 #[derive(Clone, Copy)]
 pub(crate) struct RowState {
@@ -145,7 +148,7 @@ impl OnlineSoftmax {
                 references.push((reference, offset));
             }
         }
-        let each = |k: &mut KernelBuilder, exp: &dyn Fn(&mut KernelBuilder, Reg<F32>, usize) -> Reg<F32>| {
+        let each = |k: &mut KernelBuilder, exp: Exp<'_>| {
             for (tile, scores) in scores.iter().enumerate() {
                 for (half, elements) in HALVES.iter().enumerate() {
                     for score in scores {

@@ -176,7 +176,7 @@ fn integer_arithmetic_of_64_bits_and_between_the_widths() {
         |k, a, b, c| k.mad_lo_u64(a, b, c),
         |a, b, c| (u128::from(a).wrapping_mul(u128::from(b)).wrapping_add(u128::from(c))) as u64,
     );
-    check("div.u64", |k, a, b, _| k.div_u64(a, b), |a, b, _| if b == 0 { !0 } else { a / b });
+    check("div.u64", |k, a, b, _| k.div_u64(a, b), |a, b, _| a.checked_div(b).unwrap_or(!0));
     check("rem.u64", |k, a, b, _| k.rem_u64(a, b), |a, b, _| if b == 0 { a } else { a % b });
     check("min.s64", |k, a, b, _| k.min_s64(a, b), |a, b, _| s(a).min(s(b)) as u64);
     check("max.u64", |k, a, b, _| k.max_u64(a, b), |a, b, _| a.max(b));
