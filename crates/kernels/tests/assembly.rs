@@ -136,7 +136,7 @@ fn text_that_names_no_schedule_is_refused_with_the_reason() {
         match parsed {
             Err(error) => assert!(error.to_string().contains(reason), "{text}: {error}"),
             Ok(schedule) => {
-                assert!(schedule.check(&Spec::new(Dtype::F16, 64), Target::Sm80).is_err(), "{text}")
+                assert!(schedule.check(&Spec::new(Dtype::F16, 64), Target::Sm80).is_err(), "{text}");
             }
         }
     }

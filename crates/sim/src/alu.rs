@@ -68,14 +68,14 @@ pub fn execute(regs: &mut Regs, inst: &AluInst, mask: u32) {
         MadWideS32 => {
             mad_wide(regs, mask, d, a, b, c, |a, b| (i64::from(a as i32) * i64::from(b as i32)) as u64);
         }
-        // Division by zero is unspecified in PTX; hardware gives all ones and leaves the dividend as remainder.
+        // Division by zero is unspecified in PTX; hardware gives all ones, for the remainder too.
         DivU32 => bin(regs, mask, d, a, b, |a, b| a.checked_div(b).unwrap_or(u32::MAX)),
         DivS32 => {
             bin(regs, mask, d, a, b, |a, b| {
                 if b == 0 { u32::MAX } else { (a as i32).wrapping_div(b as i32) as u32 }
             });
         }
-        RemU32 => bin(regs, mask, d, a, b, |a, b| a.checked_rem(b).unwrap_or(a)),
+        RemU32 => bin(regs, mask, d, a, b, |a, b| a.checked_rem(b).unwrap_or(!0)),
         RemS32 => {
             bin(
                 regs,
@@ -83,7 +83,7 @@ pub fn execute(regs: &mut Regs, inst: &AluInst, mask: u32) {
                 d,
                 a,
                 b,
-                |a, b| if b == 0 { a } else { (a as i32).wrapping_rem(b as i32) as u32 },
+                |a, b| if b == 0 { u32::MAX } else { (a as i32).wrapping_rem(b as i32) as u32 },
             );
         }
         MinU32 => bin(regs, mask, d, a, b, u32::min),
@@ -103,7 +103,7 @@ pub fn execute(regs: &mut Regs, inst: &AluInst, mask: u32) {
             regs.set64(d, mask, &out);
         }
         DivU64 => bin64(regs, mask, d, a, b, |a, b| a.checked_div(b).unwrap_or(u64::MAX)),
-        RemU64 => bin64(regs, mask, d, a, b, |a, b| a.checked_rem(b).unwrap_or(a)),
+        RemU64 => bin64(regs, mask, d, a, b, |a, b| a.checked_rem(b).unwrap_or(!0)),
         MinU64 => bin64(regs, mask, d, a, b, u64::min),
         MinS64 => bin64(regs, mask, d, a, b, |a, b| (a as i64).min(b as i64) as u64),
         MaxU64 => bin64(regs, mask, d, a, b, u64::max),
@@ -204,8 +204,8 @@ pub fn execute(regs: &mut Regs, inst: &AluInst, mask: u32) {
         MaxF32 => fbin(regs, mask, d, a, b, num::max),
         MaxFtzF32 => fbin(regs, mask, d, a, b, |a, b| num::max(num::flush(a), num::flush(b))),
         MaxNanF32 => fbin(regs, mask, d, a, b, |a, b| nan_or(a, b, num::max(a, b))),
-        NegF32 => un(regs, mask, d, a, |a| a ^ 0x8000_0000),
-        AbsF32 => un(regs, mask, d, a, |a| a & 0x7FFF_FFFF),
+        NegF32 => fun(regs, mask, d, a, |a| -a),
+        AbsF32 => fun(regs, mask, d, a, f32::abs),
         CopysignF32 => {
             bin(regs, mask, d, a, b, |sign, magnitude| sign & 0x8000_0000 | magnitude & 0x7FFF_FFFF);
         }

@@ -21,13 +21,46 @@ use crate::shared::for_cells;
 use crate::tensor_map::{Swizzle, TensorElement, TensorMap};
 use crate::warp::{State, Wait};
 
-/// A run of bytes on the shared side: the block, its plain address, and how it is permuted.
+/// The shared side of a copy: the block, the plain address, the bytes, and how they lie.
+///
+/// Rows of a swizzled box begin a swizzle span apart, even where they are shorter; chunks of 16 bytes are permuted.
 #[derive(Clone, Copy, Debug)]
 struct SharedSide {
     block: usize,
     address: u32,
     bytes: u32,
     swizzle: Swizzle,
+    /// The bytes of a row of the box.
+    row: u32,
+}
+
+impl SharedSide {
+    /// Consecutive bytes.
+    fn linear(block: usize, address: u32, bytes: u32) -> SharedSide {
+        SharedSide { block, address, bytes, swizzle: Swizzle::None, row: bytes }
+    }
+
+    /// A box of a tensor.
+    fn boxed(block: usize, address: u32, map: &TensorMap) -> SharedSide {
+        let row = map.taken(0) * map.element.bytes();
+        SharedSide { block, address, bytes: map.box_bytes(), swizzle: map.swizzle, row }
+    }
+
+    /// The bytes from the first to the last, those between short rows included.
+    fn extent(&self) -> u32 {
+        match self.swizzle {
+            Swizzle::None => self.bytes,
+            swizzle => self.bytes / self.row * swizzle.span(),
+        }
+    }
+
+    /// Where each chunk of 16 bytes lies, in box order.
+    fn chunks(self) -> impl Iterator<Item = u32> {
+        (0..self.bytes).step_by(16).map(move |at| match self.swizzle {
+            Swizzle::None => self.address + at,
+            swizzle => swizzle.apply(self.address + at / self.row * swizzle.span() + at % self.row),
+        })
+    }
 }
 
 /// The global side of a copy.
@@ -126,19 +159,20 @@ impl Cluster<'_> {
                     return;
                 }
                 let blocks = if multicast { Some(word(self, src[4])) } else { None };
-                self.start_load(w, pc, lane, &from, to, bytes, Swizzle::None, barrier, blocks);
+                let side = SharedSide::linear(own, to, bytes);
+                self.start_load(w, pc, lane, &from, side, barrier, blocks);
             }
             Op::TensorLoad { dims, multicast, .. } => {
                 let rank = dims.count();
                 let Some((map, at)) = self.tensor(w, pc, lane, src[1], &src[2..2 + rank]) else { return };
                 let (to, barrier) = (shared(self, src[0]), shared(self, src[2 + rank]));
-                let (bytes, swizzle) = (map.box_bytes(), map.swizzle);
-                if !self.bulk_sizes(w, pc, lane, bytes, &[to], 128) {
+                let side = SharedSide::boxed(own, to, &map);
+                if !self.bulk_sizes(w, pc, lane, side.bytes, &[to], 128) {
                     return;
                 }
                 let blocks = if multicast { Some(word(self, src[3 + rank])) } else { None };
                 let from = GlobalSide::Tensor(map, at);
-                self.start_load(w, pc, lane, &from, to, bytes, swizzle, barrier, blocks);
+                self.start_load(w, pc, lane, &from, side, barrier, blocks);
             }
             Op::BulkStore { .. } | Op::BulkReduce { .. } => {
                 let (address, bytes) = (shared(self, src[1]), word(self, src[2]));
@@ -150,7 +184,7 @@ impl Cluster<'_> {
                     Op::BulkReduce { op, ty, .. } => Some((op, ty)),
                     _ => None,
                 };
-                let from = SharedSide { block: own, address, bytes, swizzle: Swizzle::None };
+                let from = SharedSide::linear(own, address, bytes);
                 self.start_store(w, pc, lane, from, to, reduce);
             }
             Op::TensorStore { dims, .. } | Op::TensorReduce { dims, .. } => {
@@ -171,7 +205,6 @@ impl Cluster<'_> {
                     }
                     _ => None,
                 };
-                let from = SharedSide { block: own, address, bytes, swizzle };
                 self.start_store(w, pc, lane, from, GlobalSide::Tensor(map, at), reduce);
             }
             Op::BulkToCluster | Op::BulkReduceCluster { .. } => {
@@ -190,8 +223,8 @@ impl Cluster<'_> {
                     Op::BulkReduceCluster { op, ty } => Some((op, ty)),
                     _ => None,
                 };
-                let from = SharedSide { block: own, address: from, bytes, swizzle: Swizzle::None };
-                let to = SharedSide { block: to_block, address: to, bytes, swizzle: Swizzle::None };
+                let from = SharedSide::linear(own, from, bytes);
+                let to = SharedSide::linear(to_block, to, bytes);
                 let (agent, clock) = self.agents.start(w, lane, &self.warps[w].clocks);
                 let inside = self.record_side(w, pc, lane, from, false, Proxy::Async, (agent, clock))
                     && self.record_side(w, pc, lane, to, true, Proxy::Async, (agent, clock));
@@ -232,7 +265,7 @@ impl Cluster<'_> {
             let (block, address) = self.cluster_address(w, to[l]);
             let (bar_block, bar) = self.cluster_address(w, barrier[l]);
             let bytes = size * count;
-            let side = SharedSide { block, address, bytes, swizzle: Swizzle::None };
+            let side = SharedSide::linear(block, address, bytes);
             let operation = self.agents.start(w, lane, &self.warps[w].clocks);
             if address % bytes != 0 {
                 let message = format!("address {address:#x} is not a multiple of {bytes}");

@@ -147,9 +147,9 @@ fn integer_arithmetic_of_32_bits() {
     words("mad.lo", |k, a, b, c| k.mad_lo_u32(a, b, c), |a, b, c| (u(a) * u(b) + u(c)) as u32);
     words("mad.lo.s32", |k, a, b, c| k.mad_lo_s32(a, b, c), |a, b, c| (s(a) * s(b) + s(c)) as u32);
     words("div.u32", |k, a, b, _| k.div_u32(a, b), |a, b, _| if b == 0 { !0 } else { (u(a) / u(b)) as u32 });
-    words("rem.u32", |k, a, b, _| k.rem_u32(a, b), |a, b, _| if b == 0 { a } else { (u(a) % u(b)) as u32 });
+    words("rem.u32", |k, a, b, _| k.rem_u32(a, b), |a, b, _| if b == 0 { !0 } else { (u(a) % u(b)) as u32 });
     words("div.s32", |k, a, b, _| k.div_s32(a, b), |a, b, _| if b == 0 { !0 } else { (s(a) / s(b)) as u32 });
-    words("rem.s32", |k, a, b, _| k.rem_s32(a, b), |a, b, _| if b == 0 { a } else { (s(a) % s(b)) as u32 });
+    words("rem.s32", |k, a, b, _| k.rem_s32(a, b), |a, b, _| if b == 0 { !0 } else { (s(a) % s(b)) as u32 });
     words("min.u32", |k, a, b, _| k.min_u32(a, b), |a, b, _| u(a).min(u(b)) as u32);
     words("min.s32", |k, a, b, _| k.min_s32(a, b), |a, b, _| s(a).min(s(b)) as u32);
     words("max.u32", |k, a, b, _| k.max_u32(a, b), |a, b, _| u(a).max(u(b)) as u32);
@@ -177,7 +177,7 @@ fn integer_arithmetic_of_64_bits_and_between_the_widths() {
         |a, b, c| (u128::from(a).wrapping_mul(u128::from(b)).wrapping_add(u128::from(c))) as u64,
     );
     check("div.u64", |k, a, b, _| k.div_u64(a, b), |a, b, _| a.checked_div(b).unwrap_or(!0));
-    check("rem.u64", |k, a, b, _| k.rem_u64(a, b), |a, b, _| if b == 0 { a } else { a % b });
+    check("rem.u64", |k, a, b, _| k.rem_u64(a, b), |a, b, _| if b == 0 { !0 } else { a % b });
     check("min.s64", |k, a, b, _| k.min_s64(a, b), |a, b, _| s(a).min(s(b)) as u64);
     check("max.u64", |k, a, b, _| k.max_u64(a, b), |a, b, _| a.max(b));
     check("neg.s64", |k, a, _, _| k.neg_s64(a), |a, _, _| (-s(a)) as u64);
@@ -297,6 +297,8 @@ fn bits_shifts_and_fields() {
     check(
         "bfe.u64",
         |k, a, b, c| {
+            // PTX wants start and length below 256.
+            let (b, c) = (k.and_b64(b, 255u64), k.and_b64(c, 255u64));
             let (b, c) = (k.cvt_u32_u64(b), k.cvt_u32_u64(c));
             k.bfe_u64(a, b, c)
         },
@@ -392,24 +394,8 @@ fn single_precision_is_ieee_with_canonical_nan_and_flushing_on_request() {
     floats("div", |k, a, b, _| k.div_f32(a, b), |a, b, _| a / b);
     floats("rcp", |k, a, _, _| k.rcp_f32(a), |a, _, _| 1.0 / a);
     floats("sqrt", |k, a, _, _| k.sqrt_f32(a), |a, _, _| a.sqrt());
-    words(
-        "neg",
-        |k, a, _, _| {
-            let a = k.f32_from_bits(a);
-            let d = k.neg_f32(a);
-            k.f32_to_bits(d)
-        },
-        |a, _, _| a ^ 1 << 31,
-    );
-    words(
-        "abs",
-        |k, a, _, _| {
-            let a = k.f32_from_bits(a);
-            let d = k.abs_f32(a);
-            k.f32_to_bits(d)
-        },
-        |a, _, _| a & !(1 << 31),
-    );
+    floats("neg", |k, a, _, _| k.neg_f32(a), |a, _, _| -a);
+    floats("abs", |k, a, _, _| k.abs_f32(a), |a, _, _| a.abs());
     words(
         "copysign",
         |k, a, b, _| {
