@@ -77,14 +77,9 @@ pub fn execute(regs: &mut Regs, inst: &AluInst, mask: u32) {
         }
         RemU32 => bin(regs, mask, d, a, b, |a, b| a.checked_rem(b).unwrap_or(!0)),
         RemS32 => {
-            bin(
-                regs,
-                mask,
-                d,
-                a,
-                b,
-                |a, b| if b == 0 { u32::MAX } else { (a as i32).wrapping_rem(b as i32) as u32 },
-            );
+            bin(regs, mask, d, a, b, |a, b| {
+                if b == 0 { u32::MAX } else { (a as i32).wrapping_rem(b as i32) as u32 }
+            });
         }
         MinU32 => bin(regs, mask, d, a, b, u32::min),
         MinS32 => bin(regs, mask, d, a, b, |a, b| (a as i32).min(b as i32) as u32),

@@ -16,7 +16,7 @@ use crate::findings::{FindingKind, Severity};
 use crate::machine::{Cluster, PARAM_BASE};
 use crate::memory::POISON;
 use crate::races::{Accessor, GlobalAccess};
-use crate::shadow::{Access, Conflict};
+use crate::shadow::{Access, CELL, Conflict};
 use crate::shared::for_cells;
 use crate::tensor_map::{Swizzle, TensorElement, TensorMap};
 use crate::warp::{State, Wait};
@@ -190,8 +190,15 @@ impl Cluster<'_> {
             Op::TensorStore { dims, .. } | Op::TensorReduce { dims, .. } => {
                 let rank = dims.count();
                 let Some((map, at)) = self.tensor(w, pc, lane, src[0], &src[1..=rank]) else { return };
-                let (address, bytes, swizzle) = (shared(self, src[1 + rank]), map.box_bytes(), map.swizzle);
-                if !self.bulk_sizes(w, pc, lane, bytes, &[address], 128) {
+                let from = SharedSide::boxed(own, shared(self, src[1 + rank]), &map);
+                if !self.bulk_sizes(w, pc, lane, from.bytes, &[from.address], 128) {
+                    return;
+                }
+                if at[0] < 0 {
+                    // Loads may begin before the tensor; a store that does is an illegal instruction on an H200.
+                    let message =
+                        format!("a store to a box that begins at {} in the innermost dimension", at[0]);
+                    self.report_error(w, lane, pc, FindingKind::BadDescriptor, message);
                     return;
                 }
                 let reduce = match op {
@@ -327,13 +334,6 @@ impl Cluster<'_> {
             Some(map) if map.dims.len() != at.len() => {
                 format!("{} coordinates for a tensor of {} dimensions", at.len(), map.dims.len())
             }
-            Some(map)
-                if map.swizzle != Swizzle::None
-                    && map.taken(0) * map.element.bytes() < map.swizzle.span() =>
-            {
-                self.unsupported(pc, "a box whose rows are shorter than the swizzle span");
-                return None;
-            }
             Some(_) => return decoded.map(|map| (map, at)),
         };
         self.report_error(w, lane, pc, FindingKind::BadDescriptor, problem);
@@ -357,13 +357,11 @@ impl Cluster<'_> {
         pc: u32,
         lane: u32,
         from: &GlobalSide,
-        to: u32,
-        bytes: u32,
-        swizzle: Swizzle,
+        to: SharedSide,
         barrier: u32,
         blocks: Option<u32>,
     ) {
-        let (block, to) = self.cluster_address(w, to);
+        let (block, address) = self.cluster_address(w, to.address);
         let (bar_block, bar) = self.cluster_address(w, barrier);
         let targets: Vec<(usize, usize)> = match blocks {
             None => vec![(block, bar_block)],
@@ -378,7 +376,7 @@ impl Cluster<'_> {
         };
         let mut first = true;
         for (block, bar_block) in targets {
-            let side = SharedSide { block, address: to, bytes, swizzle };
+            let side = SharedSide { block, address, ..to };
             let operation = self.agents.start(w, lane, &self.warps[w].clocks);
             let inside = self.record_side(w, pc, lane, side, true, Proxy::Async, operation);
             if first {
@@ -387,7 +385,8 @@ impl Cluster<'_> {
             }
             if inside {
                 let action = Action::Load(from.clone(), side);
-                self.start_pending(w, pc, lane, action, operation, (bar_block, bar, bytes), Proxy::Async);
+                let barrier = (bar_block, bar, side.bytes);
+                self.start_pending(w, pc, lane, action, operation, barrier, Proxy::Async);
             }
         }
     }
@@ -433,7 +432,11 @@ impl Cluster<'_> {
     }
 
     fn poison_side(&mut self, side: SharedSide) {
-        self.blocks[side.block].shared.poison(side.address, side.bytes);
+        let shared = &mut self.blocks[side.block].shared;
+        match side.swizzle {
+            Swizzle::None => shared.poison(side.address, side.bytes),
+            _ => side.chunks().for_each(|address| shared.poison(address, 16)),
+        }
     }
 
     /// A copy that completes at an mbarrier takes effect.
@@ -607,7 +610,8 @@ impl Cluster<'_> {
         proxy: Proxy,
         (agent, clock): (Agent, u32),
     ) -> bool {
-        let SharedSide { block, address, bytes, .. } = side;
+        let SharedSide { block, address, .. } = side;
+        let bytes = side.extent();
         self.check_block_alive(w, pc, lane, block);
         if !self.blocks[block].shared.contains(address, bytes) {
             self.report(w, lane, pc, FindingKind::OutOfBounds, Severity::Error, |c| {
@@ -625,8 +629,7 @@ impl Cluster<'_> {
         let mut conflict: Option<Conflict> = None;
         let mut barrier = None;
         let mut uninitialised = None;
-        for_cells(address, bytes, |cell, mask| {
-            let cell = cell as u32;
+        let mut visit = |cell: u32, mask: u16| {
             if shared.is_barrier(cell, mask) {
                 barrier.get_or_insert(cell * 16);
             }
@@ -640,7 +643,11 @@ impl Cluster<'_> {
                 shared.shadow.read(cell, mask, &access)
             };
             conflict = conflict.or(found);
-        });
+        };
+        match side.swizzle {
+            Swizzle::None => for_cells(address, bytes, |cell, mask| visit(cell as u32, mask)),
+            _ => side.chunks().for_each(|address| visit(address / CELL, 0xFFFF)),
+        }
         if let Some(found) = conflict {
             self.report_conflict(w, lane, pc, block, write, found);
         }
@@ -813,11 +820,7 @@ impl Cluster<'_> {
         if side.swizzle == Swizzle::None {
             return shared.at(side.address, side.bytes).to_vec();
         }
-        let mut out = Vec::with_capacity(side.bytes as usize);
-        for at in (0..side.bytes).step_by(16) {
-            out.extend_from_slice(shared.at(side.swizzle.apply(side.address + at), 16));
-        }
-        out
+        side.chunks().flat_map(|address| shared.at(address, 16)).copied().collect()
     }
 
     /// Writes a copy's shared side.
@@ -827,8 +830,7 @@ impl Cluster<'_> {
             shared.at_mut(side.address, side.bytes).copy_from_slice(data);
             return;
         }
-        for (i, chunk) in data.chunks_exact(16).enumerate() {
-            let address = side.swizzle.apply(side.address + 16 * i as u32);
+        for (address, chunk) in side.chunks().zip(data.chunks_exact(16)) {
             shared.at_mut(address, 16).copy_from_slice(chunk);
         }
     }

@@ -588,6 +588,31 @@ fn registers_that_nobody_gives_back_deadlock_and_wrong_counts_are_named() {
 }
 
 #[test]
+fn a_store_that_begins_before_the_tensor_is_found() {
+    let build = |bad: bool| {
+        let mut shared = SharedLayout::new();
+        let tile = shared.alloc("tile", 1024, 128);
+        hopper(64, shared, move |k| {
+            let (tid, map) = (k.tid_x(), k.tensor_map(Maps::y_map));
+            let base = k.shared_addr(tile);
+            let at = k.mad_lo_u32(tid, 16, base);
+            k.st_shared_vec(at, [tid; 4]);
+            k.fence_proxy_async(ProxySpace::Shared);
+            k.bar_sync_all();
+            let first = k.setp_eq_u32(tid, 0);
+            k.if_(first, |k| {
+                let column = if bad { -8 } else { 8 };
+                k.tensor_store(map, &[column.into(), 0.into()], tile, BulkHint::new());
+                k.bulk_commit();
+                k.bulk_wait(0);
+            });
+        })
+    };
+    let finding = planted(build, FindingKind::BadDescriptor);
+    assert!(finding.message.contains("begins at -8"), "{}", finding.message);
+}
+
+#[test]
 fn a_bulk_copy_of_an_odd_size_is_found() {
     let build = |bad: bool| {
         let mut shared = SharedLayout::new();

@@ -6,15 +6,24 @@ use common::*;
 use flashcore_ptx::*;
 use flashcore_sim::{Config, FindingKind, Swizzle, TensorElement, TensorMap};
 
-/// One thread loads a box at these coordinates; then the warp copies `bytes` of shared memory to y as they are.
-fn box_kernel(rank: usize, coordinates: &[i32], bytes: u32) -> Module {
+/// One thread loads a box of `bytes` at these coordinates; then the warp copies `extent` bytes of shared memory to
+/// y as they are.
+fn box_kernel(rank: usize, coordinates: &[i32], bytes: u32, extent: u32) -> Module {
     let mut shared = SharedLayout::new();
-    let tile = shared.alloc("tile", bytes, 1024);
+    let tile = shared.alloc("tile", extent, 1024);
     let bar = shared.alloc("bar", 8, 8);
     let coordinates: Vec<Operand<B32>> = coordinates[..rank].iter().map(|&c| c.into()).collect();
     hopper(32, shared, move |k| {
         let (tid, map) = (k.tid_x(), k.tensor_map(Maps::x_map));
         let first = k.setp_eq_u32(tid, 0);
+        // Bytes between short rows keep what they held.
+        let base = k.shared_addr(tile);
+        k.for_s32(tid, extent / 4, 32, |k, i, _| {
+            let to = k.mad_lo_u32(i, 4, base);
+            k.st_shared::<B32>(to, 0xEEEE_EEEEu32);
+        });
+        k.fence_proxy_async(ProxySpace::Shared);
+        k.bar_warp_sync();
         k.if_(first, |k| {
             k.mbarrier_init(bar, 1);
             k.fence_mbarrier_init();
@@ -24,8 +33,7 @@ fn box_kernel(rank: usize, coordinates: &[i32], bytes: u32) -> Module {
         k.bar_warp_sync();
         k.mbarrier_wait_parity(bar, 0, Scope::Cta);
         let y = k.param(Maps::y);
-        let base = k.shared_addr(tile);
-        k.for_s32(tid, bytes / 4, 32, |k, i, _| {
+        k.for_s32(tid, extent / 4, 32, |k, i, _| {
             let from = k.mad_lo_u32(i, 4, base);
             let v = k.ld_shared::<B32>(from);
             let to = k.mad_wide_u32(i, 4, y);
@@ -44,12 +52,17 @@ fn check_box(dims: &[u64], box_dims: &[u32], element_strides: &[u32], coordinate
         ..TensorMap::new(TensorElement::U16, address, dims, &strides, box_dims).swizzled(swizzle)
     };
     let bytes = map(0).box_bytes();
-    let module = box_kernel(dims.len(), coordinates, bytes);
+    let row = 2 * box_dims[0].div_ceil(element_strides[0]);
+    // Rows of a swizzled box begin a swizzle span apart.
+    let pitch = if swizzle == Swizzle::None { row } else { swizzle.span() };
+    let extent = bytes / row * pitch;
+    let module = box_kernel(dims.len(), coordinates, bytes, extent);
     let x: Vec<u8> = (1..=elements as u16).flat_map(u16::to_le_bytes).collect();
     let taken: Vec<u32> = box_dims.iter().zip(element_strides).map(|(b, s)| b.div_ceil(*s)).collect();
     for config in policies() {
-        let outcome = run_maps(&module, 1, &x, bytes as usize, 0, &|x, _| (map(x), map(x)), config.clone());
+        let outcome = run_maps(&module, 1, &x, extent as usize, 0, &|x, _| (map(x), map(x)), config.clone());
         assert_clean(&outcome, &config);
+        let mut filled = vec![false; extent as usize];
         for flat in 0..bytes / 2 {
             let mut rest = flat;
             let mut element = Some(0u64);
@@ -61,10 +74,12 @@ fn check_box(dims: &[u64], box_dims: &[u32], element_strides: &[u32], coordinate
                     element.filter(|_| inside).map(|e| e + at as u64 * dims[..d].iter().product::<u64>());
             }
             let want = element.map_or(0, |e| e as u16 + 1);
-            let place = swizzle.apply(2 * flat) as usize;
+            let place = swizzle.apply(2 * flat / row * pitch + 2 * flat % row) as usize;
+            filled[place..place + 2].fill(true);
             let got = u16::from_le_bytes([outcome.y[place], outcome.y[place + 1]]);
             assert_eq!(got, want, "element {flat} of box {box_dims:?} at {coordinates:?} with {swizzle:?}");
         }
+        assert!(outcome.y.iter().zip(&filled).all(|(&byte, &filled)| filled || byte == 0xEE));
     }
 }
 
@@ -98,6 +113,14 @@ fn every_swizzle_permutes_the_chunks_of_a_row() {
 }
 
 #[test]
+fn rows_shorter_than_the_swizzle_begin_a_span_apart() {
+    check_box(&[64, 16], &[32, 16], &[1, 1], &[8, 0], Swizzle::B128);
+    check_box(&[64, 16], &[48, 16], &[1, 1], &[0, 3], Swizzle::B128);
+    check_box(&[64, 16], &[16, 16], &[1, 1], &[0, 0], Swizzle::B64);
+    check_box(&[64, 16], &[8, 16], &[1, 1], &[0, 0], Swizzle::B32);
+}
+
+#[test]
 fn a_store_writes_the_part_of_the_box_that_lies_in_the_tensor() {
     let mut shared = SharedLayout::new();
     let tile = shared.alloc("tile", 8 * 64 * 2, 1024);
@@ -114,7 +137,7 @@ fn a_store_writes_the_part_of_the_box_that_lies_in_the_tensor() {
             k.bar_warp_sync();
             let first = k.setp_eq_u32(tid, 0);
             k.if_(first, |k| {
-                let at: [Operand<B32>; 2] = [(-32).into(), 4.into()];
+                let at: [Operand<B32>; 2] = [32.into(), 4.into()];
                 if reduce {
                     k.tensor_reduce(AtomOp::Add, map, &at, tile, BulkHint::new());
                 } else {
@@ -150,7 +173,7 @@ fn a_store_writes_the_part_of_the_box_that_lies_in_the_tensor() {
                 for column in 0..64 {
                     let at = 2 * (64 * row + column);
                     let got = half::f16::from_le_bytes([out[at], out[at + 1]]).to_f32();
-                    let hit = row >= 4 && column < 32;
+                    let hit = row >= 4 && column >= 32;
                     if reduce {
                         let old = ((64 * row + column) % 5) as f32;
                         assert_eq!(got, if hit { old + 1.0 } else { old });
@@ -417,7 +440,7 @@ fn wgmma_multiplies_fp8_and_accumulates_in_halves_or_negated() {
 
 #[test]
 fn a_tensor_map_of_another_rank_or_no_map_at_all_is_a_finding() {
-    let module = box_kernel(2, &[0, 0], 1024);
+    let module = box_kernel(2, &[0, 0], 1024, 1024);
     let x = vec![0u8; 4096];
     let config = Config { budget: 1_000_000, ..Config::default() };
     let flat = |x: u64, _: u64| {
