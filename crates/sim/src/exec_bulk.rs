@@ -85,6 +85,9 @@ enum Action {
     Values(Vec<u8>, SharedSide),
 }
 
+/// Stores of a warp that have read their source and whose write is kept back.
+const MAX_UNWRITTEN: usize = 16;
+
 /// A copy that completes at an mbarrier.
 #[derive(Clone, Debug)]
 pub struct PendingCopy {
@@ -568,6 +571,17 @@ impl Cluster<'_> {
             self.write_destination(copy);
             let clocks = &mut self.warps[w].clocks;
             clocks.acquire_completion(1 << copy.lane, live, copy.writes.0, copy.writes.1);
+            false
+        });
+        // Writes that nobody waits for must happen before the kernel ends: the oldest happen now.
+        let read = copies.iter().filter(|copy| copy.read_awaited).count();
+        let mut surplus = read.saturating_sub(MAX_UNWRITTEN);
+        copies.retain_mut(|copy| {
+            if surplus == 0 || !copy.read_awaited {
+                return true;
+            }
+            surplus -= 1;
+            self.write_destination(copy);
             false
         });
         self.warps[w].bulk.copies = copies;

@@ -33,6 +33,9 @@ pub const SHARED_BASE: u64 = 3 << 31;
 /// The bits of a shared address below the rank of a block of the cluster, which is stored plus one.
 pub const RANK_SHIFT: u32 = 24;
 
+/// Asynchronous operations of a cluster that can be told apart.
+const MAX_OPERATIONS: usize = 1024;
+
 /// A launch: what all clusters share.
 pub struct Launch<'a> {
     /// The program.
@@ -99,17 +102,21 @@ pub struct Block {
 /// The asynchronous operations of a cluster, numbered after its warps.
 ///
 /// A number is used again for a new operation only if the warp that starts it has seen the old one complete, so
-/// that knowing the new one implies knowing the old one.
+/// that knowing the new one implies knowing the old one. A cluster has [`MAX_OPERATIONS`] numbers; where more
+/// operations than that are never waited for, the oldest numbers are used again all the same, and a race with an
+/// operation that old may be missed.
 pub struct Agents {
     first: Agent,
     clocks: Vec<u32>,
+    /// The number that is used again next where none is free.
+    oldest: usize,
     /// The warp that started the latest operation of each number.
     pub started_by: Vec<usize>,
 }
 
 impl Agents {
     fn new(warps: usize) -> Agents {
-        Agents { first: warps as Agent, clocks: Vec::new(), started_by: Vec::new() }
+        Agents { first: warps as Agent, clocks: Vec::new(), oldest: 0, started_by: Vec::new() }
     }
 
     /// A number and clock for an operation that this lane of a warp starts.
@@ -118,6 +125,10 @@ impl Agents {
         let slot = (0..self.clocks.len())
             .find(|&i| clocks.has_seen(1 << lane, first + i as Agent, self.clocks[i]))
             .unwrap_or_else(|| {
+                if self.clocks.len() == MAX_OPERATIONS {
+                    self.oldest = (self.oldest + 1) % MAX_OPERATIONS;
+                    return self.oldest;
+                }
                 self.clocks.push(0);
                 self.started_by.push(warp);
                 self.clocks.len() - 1

@@ -588,6 +588,39 @@ fn registers_that_nobody_gives_back_deadlock_and_wrong_counts_are_named() {
 }
 
 #[test]
+fn thousands_of_stores_whose_writes_nobody_waits_for_are_not_lost() {
+    let mut shared = SharedLayout::new();
+    let row = shared.alloc("row", 128, 128);
+    let module = hopper(32, shared, move |k| {
+        let (tid, y) = (k.tid_x(), k.param(Maps::y));
+        let base = k.shared_addr(row);
+        let mine = k.mad_lo_u32(tid, 4, base);
+        k.for_s32(0, 3000, 1, |k, i, _| {
+            let slot = k.and_b32(i, 31);
+            k.st_shared(mine, i);
+            k.fence_proxy_async(ProxySpace::Shared);
+            k.bar_warp_sync();
+            let first = k.setp_eq_u32(tid, 0);
+            k.if_(first, |k| {
+                let to = k.mad_wide_u32(slot, 128, y);
+                k.bulk_store(to, row, 128, BulkHint::new());
+                k.bulk_commit();
+                k.bulk_wait_read(0);
+            });
+            k.bar_warp_sync();
+        });
+    });
+    let config = Config { threads: 1, ..Config::default() };
+    let outcome = run_maps(&module, 1, &u32_bytes(0..1024), 4096, 0, &maps, config.clone());
+    // Two stores to the same row without a wait for the first one's write do race.
+    assert!(outcome.report.findings.iter().all(|f| f.kind == FindingKind::GlobalRace));
+    for (slot, words) in outcome.u32s().chunks_exact(32).enumerate() {
+        let last = (0..3000).rev().find(|i| i % 32 == slot as u32).expect("written");
+        assert!(words.iter().all(|&word| word == last), "row {slot}");
+    }
+}
+
+#[test]
 fn a_store_that_begins_before_the_tensor_is_found() {
     let build = |bad: bool| {
         let mut shared = SharedLayout::new();
