@@ -9,13 +9,13 @@ use std::{cell::Cell, ops::Range};
 
 use super::{
     math::{self, Exp2Below},
-    panel::{MAX_LANES, MAX_VECS, Panel, Segment},
+    panel::{MAX_LANES, Panel, Segment},
     plan::Task,
     rows::{self, Rows},
     scoring::Scoring,
     scratch::{Carve, Scratch},
     simd::Simd,
-    tile::{Scalars, Vectors},
+    tile::{OutputTile, ScoreTile, Vectors},
     visible::Visible,
 };
 use crate::{
@@ -157,7 +157,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
     let mut carve = Carve::new();
     let q = carve.part(panel_count * q_rows * width);
     let o = carve.part(panel_count * o_rows * width);
-    let stats = carve.part(panel_count * 2 * width);
+    let stats = carve.part(panel_count * 4 * width);
     let s = carve.part(longest * width);
     let k_wide = carve.part(longest * problem.head_dim);
     let v_wide = carve.part(longest * o_rows);
@@ -175,8 +175,10 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
             let mut panel = Panel::new(visible, rows, problem.group(), S::LANES);
             panel.q = base.add(q + index * q_rows * width);
             panel.o = base.add(o + index * o_rows * width);
-            panel.max = base.add(stats + index * 2 * width);
+            panel.max = base.add(stats + index * 4 * width);
             panel.sum = panel.max.add(width);
+            panel.top = panel.max.add(2 * width);
+            panel.rescale = panel.max.add(3 * width);
             load_queries::<S>(job, task, &panel, strip);
             for lane in 0..panel.vecs * S::LANES {
                 *panel.max.add(lane) = f32::NEG_INFINITY;
@@ -264,16 +266,36 @@ unsafe fn k_rows<S: Simd>(rows: Rows, wide: *mut f32) -> (*const f32, usize) {
     (wide, rows.len)
 }
 
-/// Runs `$call::<S, V>` for the vectors of a segment.
-macro_rules! by_vecs {
-    ($segment:expr, $call:ident::<$s:ident, _>($($arg:expr),*)) => {
+/// Calls `S::$tile::<rows, vectors>` over all rows of a segment, with tiles as tall as there are registers for.
+macro_rules! tiles {
+    ($s:ident::$tile:ident, $segment:expr, $rows:expr, $row:ident => $arg:expr) => {
         match $segment.end_vec - $segment.first_vec {
-            1 => $call::<$s, 1>($($arg),*),
-            2 => $call::<$s, 2>($($arg),*),
-            3 if $s::VECS >= 3 => $call::<$s, 3>($($arg),*),
+            1 => tiles!($s::$tile::<1>, $rows, $row => $arg),
+            2 => tiles!($s::$tile::<2>, $rows, $row => $arg),
+            3 if $s::VECS >= 3 => tiles!($s::$tile::<3>, $rows, $row => $arg),
             _ => unreachable!("a panel has at most VECS vectors"),
         }
     };
+    ($s:ident::$tile:ident::<$v:literal>, $rows:expr, $row:ident => $arg:expr) => {{
+        let mut $row = 0;
+        if $s::ROWS >= 8 {
+            while $row + 8 <= $rows {
+                $s::$tile::<8, $v>(&$arg);
+                $row += 8;
+            }
+        }
+        while $row + 4 <= $rows {
+            $s::$tile::<4, $v>(&$arg);
+            $row += 4;
+        }
+        if $row + 2 <= $rows {
+            $s::$tile::<2, $v>(&$arg);
+            $row += 2;
+        }
+        if $row < $rows {
+            $s::$tile::<1, $v>(&$arg);
+        }
+    }};
 }
 
 /// One panel against one block of keys.
@@ -286,13 +308,14 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut
     }
     // SAFETY: segments are inside the block, whose rows are readable; panels and s are scratch of that size.
     unsafe {
-        let mut tops = [S::splat(f32::NEG_INFINITY); MAX_VECS];
-        for segment in segments.iter() {
-            by_vecs!(segment, scores::<S, _>(panel, block, *segment, problem.head_dim, s, &mut tops, ahead));
+        for vec in 0..panel.vecs {
+            S::store(panel.top.add(vec * S::LANES), S::splat(f32::NEG_INFINITY));
         }
-        let mut rescale = [S::splat(1.0); MAX_VECS];
+        for &segment in segments.iter() {
+            scores::<S>(panel, block, segment, problem.head_dim, s, ahead);
+        }
         let mut masked = false;
-        for (vec, (rescale, top)) in rescale.iter_mut().zip(tops).enumerate().take(panel.vecs) {
+        for vec in 0..panel.vecs {
             let seen = panel.seen(vec, &block.keys);
             let column = Column {
                 at: s.add(((seen.start - block.keys.start) * panel.vecs + vec) * S::LANES),
@@ -301,9 +324,11 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut
             };
             let changed = change::<S>(job.scoring, &column);
             let hidden = mask::<S>(panel, vec, &column);
+            if changed || hidden {
+                find_top::<S>(panel, vec, &column);
+            }
             masked |= hidden;
-            let top = if changed || hidden { column_top::<S>(&column) } else { top };
-            *rescale = softmax::<S>(panel, vec, &column, top, job.scoring.scale);
+            softmax::<S>(panel, vec, &column, job.scoring.scale);
         }
         // One rectangle of all vectors starts the outputs.
         let whole = segments.len() == 1 && segments[0].end_vec - segments[0].first_vec == panel.vecs;
@@ -312,99 +337,46 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut
         }
         // One rectangle takes the rescaling along; several would take it more than once.
         if segments.len() > 1 {
-            for d in 0..problem.head_dim_v {
-                for (vec, &rescale) in rescale.iter().enumerate().take(panel.vecs) {
-                    let at = panel.o.add((d * panel.vecs + vec) * S::LANES);
-                    S::store(at, S::mul(S::load(at), rescale));
-                }
-            }
-            rescale = [S::splat(1.0); MAX_VECS];
+            rescale_outputs::<S>(panel, problem.head_dim_v);
         }
         if masked && block.has_wild_values::<S>() {
-            return exact_outputs::<S>(panel, block, s, &rescale);
+            return exact_outputs::<S>(panel, block, s);
         }
-        for segment in segments.iter() {
-            by_vecs!(segment, outputs::<S, _>(panel, block, *segment, s, &rescale));
+        for &segment in segments.iter() {
+            outputs::<S>(panel, block, segment, s);
         }
         panel.fresh = false;
     }
 }
 
-/// Runs `$call::<S, rows, V>` over all rows, with tiles as tall as the instruction set has registers for.
-macro_rules! by_rows {
-    ($rows:expr, $row:ident => $call:ident :: <$s:ident, _, $v:ident> ($($arg:expr),* $(,)?)) => {{
-        let mut $row = 0;
-        if $s::ROWS >= 8 {
-            while $row + 8 <= $rows {
-                $call::<$s, 8, $v>($($arg),*);
-                $row += 8;
-            }
-        }
-        while $row + 4 <= $rows {
-            $call::<$s, 4, $v>($($arg),*);
-            $row += 4;
-        }
-        if $row + 2 <= $rows {
-            $call::<$s, 2, $v>($($arg),*);
-            $row += 2;
-        }
-        if $row < $rows {
-            $call::<$s, 1, $v>($($arg),*);
-        }
-    }};
-}
-
 /// Sᵀ = K Qᵀ of a segment, with the tops that its lanes reach.
 #[inline(always)]
-unsafe fn scores<S: Simd, const V: usize>(
+unsafe fn scores<S: Simd>(
     panel: &Panel,
     block: &Block,
     segment: Segment,
     head_dim: usize,
     s: *mut f32,
-    tops: &mut [S::V; MAX_VECS],
     ahead: &mut Ahead,
 ) {
     let first = segment.first_key - block.keys.start;
+    let lane = segment.first_vec * S::LANES;
+    let step = panel.vecs * S::LANES;
     // SAFETY: as of `step`.
     unsafe {
-        let k = block.k.add(first * block.k_stride);
-        let q = Vectors { at: panel.q.add(segment.first_vec * S::LANES), width: panel.vecs };
-        let s = s.add((first * panel.vecs + segment.first_vec) * S::LANES);
-        let mut top = [S::splat(f32::NEG_INFINITY); V];
-        by_rows!(segment.end_key - segment.first_key, key => score_tile::<S, _, V>(
-            Scalars::Rows { at: k.add(key * block.k_stride), stride: block.k_stride },
-            q,
-            head_dim,
-            s.add(key * panel.vecs * S::LANES),
-            &mut top,
-            ahead,
-        ));
-        for (top, all) in top.into_iter().zip(&mut tops[segment.first_vec..]) {
-            *all = S::max(top, *all);
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn score_tile<S: Simd, const R: usize, const V: usize>(
-    k: Scalars,
-    q: Vectors,
-    head_dim: usize,
-    s: *mut f32,
-    top: &mut [S::V; V],
-    ahead: &mut Ahead,
-) {
-    ahead.advance::<S>();
-    // SAFETY: as of `step`.
-    unsafe {
-        let tile = S::accumulate::<R, V>([[S::splat(0.0); V]; R], k, q, head_dim);
-        for (r, row) in tile.iter().enumerate() {
-            for (v, &x) in row.iter().enumerate() {
-                S::store(s.add((r * q.width + v) * S::LANES), x);
-                top[v] = S::max(x, top[v]);
+        let (k, s) = (block.k.add(first * block.k_stride), s.add(first * step + lane));
+        let q = Vectors { at: panel.q.add(lane), width: panel.vecs };
+        tiles!(S::score, segment, segment.end_key - segment.first_key, key => {
+            ahead.advance::<S>();
+            ScoreTile {
+                k: k.add(key * block.k_stride),
+                stride: block.k_stride,
+                q,
+                head_dim,
+                s: s.add(key * step),
+                tops: panel.top.add(lane),
             }
-        }
+        });
     }
 }
 
@@ -429,9 +401,9 @@ unsafe fn change<S: Simd>(scoring: Scoring, column: &Column) -> bool {
     true
 }
 
-/// The largest scores of a column.
+/// Finds the highest scores of a column anew.
 #[inline(always)]
-unsafe fn column_top<S: Simd>(column: &Column) -> S::V {
+unsafe fn find_top<S: Simd>(panel: &Panel, vec: usize, column: &Column) {
     // SAFETY: as of `step`.
     unsafe {
         // Several at once, because one chain would wait for each comparison.
@@ -448,7 +420,8 @@ unsafe fn column_top<S: Simd>(column: &Column) -> S::V {
         for i in 0..left {
             tops[0] = S::max(S::load(at.add(i * column.step)), tops[0]);
         }
-        S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]))
+        let top = S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]));
+        S::store(panel.top.add(vec * S::LANES), top);
     }
 }
 
@@ -482,16 +455,16 @@ unsafe fn mask<S: Simd>(panel: &Panel, vec: usize, column: &Column) -> bool {
     true
 }
 
-/// Moves the running maxima to `top` where that is higher, turns scores into exponentials, adds these to the running
-/// sums, and returns what the outputs so far are to be multiplied with.
+/// Moves the running maxima to the tops where these are higher, turns scores into exponentials, adds these to the
+/// running sums, and notes what the outputs so far are to be multiplied with.
 #[inline(always)]
-unsafe fn softmax<S: Simd>(panel: &Panel, vec: usize, column: &Column, top: S::V, scale: f32) -> S::V {
+unsafe fn softmax<S: Simd>(panel: &Panel, vec: usize, column: &Column, scale: f32) {
     // SAFETY: as of `step`.
     unsafe {
         let (max_at, sum_at) = (panel.max.add(vec * S::LANES), panel.sum.add(vec * S::LANES));
         let exp = Exp2Below::<S>::new(scale * std::f32::consts::LOG2_E);
         let old = S::load(max_at);
-        let max = S::max(top, old);
+        let max = S::max(S::load(panel.top.add(vec * S::LANES)), old);
         S::store(max_at, max);
         // A row that has seen only −∞ subtracts 0, so that its exponentials are 0 rather than NaN.
         let base = S::select_less(S::splat(f32::NEG_INFINITY), max, max, S::splat(0.0));
@@ -504,7 +477,7 @@ unsafe fn softmax<S: Simd>(panel: &Panel, vec: usize, column: &Column, top: S::V
             S::store(at, p);
         }
         S::store(sum_at, S::fma(S::load(sum_at), rescale, sum));
-        rescale
+        S::store(panel.rescale.add(vec * S::LANES), rescale);
     }
 }
 
@@ -517,72 +490,53 @@ unsafe fn clear_outputs<S: Simd>(panel: &mut Panel, head_dim_v: usize) {
     panel.fresh = false;
 }
 
-/// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of a segment; without the first term where the panel is fresh.
+/// Multiplies the outputs of a panel with their rescaling, once and for all.
 #[inline(always)]
-unsafe fn outputs<S: Simd, const V: usize>(
-    panel: &Panel,
-    block: &Block,
-    segment: Segment,
-    p: *const f32,
-    rescale: &[S::V; MAX_VECS],
-) {
-    let first = segment.first_key - block.keys.start;
+unsafe fn rescale_outputs<S: Simd>(panel: &Panel, head_dim_v: usize) {
     // SAFETY: as of `step`.
     unsafe {
-        let p = Vectors { at: p.add((first * panel.vecs + segment.first_vec) * S::LANES), width: panel.vecs };
-        let mut factor = [S::splat(1.0); V];
-        for (v, factor) in factor.iter_mut().enumerate() {
-            *factor = rescale[segment.first_vec + v];
+        for vec in 0..panel.vecs {
+            let factor = panel.rescale.add(vec * S::LANES);
+            for d in 0..head_dim_v {
+                let at = panel.o.add((d * panel.vecs + vec) * S::LANES);
+                S::store(at, S::mul(S::load(at), S::load(factor)));
+            }
+            S::store(factor, S::splat(1.0));
         }
-        let o = panel.o.add(segment.first_vec * S::LANES);
-        by_rows!(block.head_dim_v, d => output_tile::<S, _, V>(
-            Scalars::Panel { at: block.value::<S>(first, d) },
-            p,
-            segment.end_key - segment.first_key,
-            o.add(d * panel.vecs * S::LANES),
-            (!panel.fresh).then_some(factor),
-        ));
     }
 }
 
+/// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of a segment; without the first term where the panel is fresh.
 #[inline(always)]
-unsafe fn output_tile<S: Simd, const R: usize, const V: usize>(
-    v: Scalars,
-    p: Vectors,
-    len: usize,
-    o: *mut f32,
-    rescale: Option<[S::V; V]>,
-) {
+unsafe fn outputs<S: Simd>(panel: &Panel, block: &Block, segment: Segment, p: *const f32) {
+    let first = segment.first_key - block.keys.start;
+    let lane = segment.first_vec * S::LANES;
+    let step = panel.vecs * S::LANES;
     // SAFETY: as of `step`.
     unsafe {
-        let mut tile = [[S::splat(0.0); V]; R];
-        if let Some(rescale) = rescale {
-            for (r, row) in tile.iter_mut().enumerate() {
-                for (v, x) in row.iter_mut().enumerate() {
-                    *x = S::mul(S::load(o.add((r * p.width + v) * S::LANES)), rescale[v]);
-                }
-            }
-        }
-        let tile = S::accumulate::<R, V>(tile, v, p, len);
-        for (r, row) in tile.iter().enumerate() {
-            for (v, &x) in row.iter().enumerate() {
-                S::store(o.add((r * p.width + v) * S::LANES), x);
-            }
-        }
+        let p = Vectors { at: p.add(first * step + lane), width: panel.vecs };
+        let rescale = (!panel.fresh).then_some(panel.rescale.add(lane).cast_const());
+        let o = panel.o.add(lane);
+        tiles!(S::output, segment, block.head_dim_v, d => OutputTile {
+            v: block.v.add(first * S::LANES),
+            panel: block.keys.len() * S::LANES,
+            d,
+            p,
+            len: segment.end_key - segment.first_key,
+            o: o.add(d * step),
+            rescale,
+        });
     }
 }
 
 /// The same, lane by lane and only for keys that the lane's row sees: where 0 · ∞ would spoil rows that do not.
 #[inline(always)]
-unsafe fn exact_outputs<S: Simd>(panel: &Panel, block: &Block, p: *const f32, rescale: &[S::V; MAX_VECS]) {
+unsafe fn exact_outputs<S: Simd>(panel: &Panel, block: &Block, p: *const f32) {
     let width = panel.vecs * S::LANES;
-    let mut factors = [0.0; MAX_LANES * MAX_VECS];
     // SAFETY: as of `step`.
     unsafe {
-        for (vec, &rescale) in rescale.iter().enumerate().take(panel.vecs) {
-            S::store(factors.as_mut_ptr().add(vec * S::LANES), rescale);
-        }
-        for (lane, &factor) in factors.iter().enumerate().take(width) {
+        for lane in 0..width {
+            let factor = *panel.rescale.add(lane);
             let keys =
                 panel.lanes[lane].start.max(block.keys.start)..panel.lanes[lane].end.min(block.keys.end);
             for d in 0..block.head_dim_v {

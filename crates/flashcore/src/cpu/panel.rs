@@ -32,6 +32,10 @@ pub(super) struct Panel {
     pub max: *mut f32,
     /// A row of running sums.
     pub sum: *mut f32,
+    /// A row of the highest scores in the block at work.
+    pub top: *mut f32,
+    /// A row of what the outputs so far are to be multiplied with.
+    pub rescale: *mut f32,
 }
 
 /// A rectangle of scores: some keys against some neighbouring vectors of a panel.
@@ -59,6 +63,8 @@ impl Panel {
             fresh: true,
             max: std::ptr::null_mut(),
             sum: std::ptr::null_mut(),
+            top: std::ptr::null_mut(),
+            rescale: std::ptr::null_mut(),
         };
         for vec in 0..vecs {
             let (mut any, mut all) = (0..0, 0..usize::MAX);

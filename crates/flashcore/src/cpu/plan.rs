@@ -62,7 +62,9 @@ impl Plan {
             .min(rows.div_ceil(panel))
             .max(rows.div_ceil(schedule.block_q.max(1)))
             .max(1);
-        let block = rows.div_ceil(blocks).next_multiple_of(panel).max(1).min(schedule.block_q.max(1));
+        let most = schedule.block_q.max(1);
+        let most = if most < panel { most } else { most / panel * panel };
+        let block = rows.div_ceil(blocks).next_multiple_of(panel).clamp(1, most);
         // They do depend on the keys, so these must not.
         let few = heads * rows.div_ceil(FEW_ROWS) < ENOUGH_TASKS;
         let split_k = if few { schedule.split_k.max(1) } else { usize::MAX };

@@ -19,9 +19,8 @@ impl Schedule {
     /// The defaults for head dims `head_dim` and `head_dim_v`, and the threads of this machine.
     pub fn for_head_dims(head_dim: usize, head_dim_v: usize) -> Self {
         // Queries and outputs of a task are to stay in the second-level cache beside a block of keys and values.
-        let rows = (288 * 256 / (head_dim + head_dim_v).max(1)).clamp(48, 576);
         Self {
-            block_q: rows / 48 * 48,
+            block_q: (288 * 256 / (head_dim + head_dim_v).max(1)).clamp(48, 576),
             block_k: if head_dim.max(head_dim_v) <= 256 { 128 } else { 64 },
             split_k: 1024,
             threads: rayon::current_num_threads(),
@@ -66,7 +65,7 @@ impl Schedule {
     }
 }
 
-/// As `block_q=96,block_k=128,split_k=1024,threads=2`.
+/// As `block_q=288,block_k=128,split_k=1024,threads=2`.
 impl std::fmt::Display for Schedule {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let knobs = self.knobs().map(|(name, value)| format!("{name}={value}"));

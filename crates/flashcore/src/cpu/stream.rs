@@ -23,24 +23,6 @@ const MAX_ROWS: usize = 8;
 /// Keys between two updates of the running maxima; a multiple of every vector's lanes.
 const BLOCK: usize = 64;
 
-/// Runs `$call::<S, E, G>` over rows in groups of 4, 2 and 1.
-macro_rules! by_groups {
-    ($rows:expr, $row:ident => $call:ident::<$s:ident, $e:ident, _>($($arg:expr),*)) => {{
-        let mut $row = 0;
-        while $row + 4 <= $rows {
-            $call::<$s, $e, 4>($($arg),*);
-            $row += 4;
-        }
-        if $row + 2 <= $rows {
-            $call::<$s, $e, 2>($($arg),*);
-            $row += 2;
-        }
-        if $row < $rows {
-            $call::<$s, $e, 1>($($arg),*);
-        }
-    }};
-}
-
 /// Whether a problem is for this path: few rows, and head dims of whole vectors.
 pub(super) fn suits<S: Simd>(problem: &Problem) -> bool {
     problem.group() * problem.len_q <= MAX_ROWS
@@ -95,29 +77,35 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
             let keys = from(start);
             let (k, v) = (tensor(&job.call.k, &keys), tensor(&job.call.v, &keys));
             let mut ahead = Some(v);
-            by_groups!(count, i => dots::<S, E, _>(k, ahead.take(), q.add(i * head_dim), p.add(i * BLOCK)));
+            let mut i = 0;
+            while i + 4 <= count {
+                S::dots::<E, 4>(k, ahead.take(), q.add(i * head_dim), p.add(i * BLOCK));
+                i += 4;
+            }
+            while i < count {
+                S::dots::<E, 1>(k, ahead.take(), q.add(i * head_dim), p.add(i * BLOCK));
+                i += 1;
+            }
             for (i, row) in rows.iter_mut().enumerate() {
                 softmax::<S>(job, row, &keys, p.add(i * BLOCK));
             }
             let mut ahead = Some(tensor(&job.call.k, &from(keys.end)));
-            if rows.iter().all(|row| row.keys == rows[0].keys) {
-                by_groups!(count, i => outputs::<S, E, _>(
-                    v,
-                    ahead.take(),
-                    &rows[i..],
-                    p.add(i * BLOCK),
-                    o.add(i * head_dim_v)
-                ));
-            } else {
-                // Each row takes its own keys only: 0 · ∞ of another's would spoil it.
-                for (i, row) in rows.iter().enumerate() {
-                    let first = row.keys.start.saturating_sub(keys.start).min(keys.len());
-                    let end = row.keys.end.clamp(keys.start + first, keys.end) - keys.start;
-                    let at = v.at.wrapping_add(first * v.stride * v.dtype.size());
-                    let seen = Rows { at, count: end - first, ..v };
-                    let (p, o) = (p.add(i * BLOCK + first), o.add(i * head_dim_v));
-                    outputs::<S, E, 1>(seen, ahead.take(), std::slice::from_ref(row), p, o);
-                }
+            let mut i = 0;
+            // Rows that see the same keys share the reading of V.
+            while i + 4 <= count && rows.iter().all(|row| row.keys == rows[0].keys) {
+                let rescale = std::array::from_fn(|g| rows[i + g].rescale);
+                S::outputs::<E, 4>(v, ahead.take(), rescale, p.add(i * BLOCK), o.add(i * head_dim_v));
+                i += 4;
+            }
+            // Others take their own only: 0 · ∞ of another's would spoil them.
+            while i < count {
+                let first = rows[i].keys.start.saturating_sub(keys.start).min(keys.len());
+                let end = rows[i].keys.end.clamp(keys.start + first, keys.end) - keys.start;
+                let at = v.at.wrapping_add(first * v.stride * v.dtype.size());
+                let seen = Rows { at, count: end - first, ..v };
+                let (p, o) = (p.add(i * BLOCK + first), o.add(i * head_dim_v));
+                S::outputs::<E, 1>(seen, ahead.take(), [rows[i].rescale], p, o);
+                i += 1;
             }
         }
         for (i, row) in rows.iter().enumerate() {
@@ -135,8 +123,11 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
 }
 
 /// The products of G queries with a block of keys, as many at once as a vector has lanes.
+///
+/// # Safety
+/// Requires a CPU with `S`, readable keys, G queries of as many elements, and G rows of `BLOCK` at `p`.
 #[inline(always)]
-unsafe fn dots<S: Simd, E: Vectorised, const G: usize>(
+pub(super) unsafe fn dots<S: Simd, E: Vectorised, const G: usize>(
     k: Rows,
     ahead: Option<Rows>,
     q: *const f32,
@@ -226,11 +217,14 @@ unsafe fn fold<S: Simd>(x: S::V, start: f32, join: impl Fn(f32, f32) -> f32) -> 
 }
 
 /// O = O · rescale + P V for G rows and a block of keys.
+///
+/// # Safety
+/// Requires a CPU with `S`, readable values of whole vectors, G rows of `BLOCK` at `p`, and G rows of outputs at `o`.
 #[inline(always)]
-unsafe fn outputs<S: Simd, E: Vectorised, const G: usize>(
+pub(super) unsafe fn outputs<S: Simd, E: Vectorised, const G: usize>(
     v: Rows,
     mut ahead: Option<Rows>,
-    rows: &[Row],
+    rescale: [f32; G],
     p: *const f32,
     o: *mut f32,
 ) {
@@ -239,27 +233,19 @@ unsafe fn outputs<S: Simd, E: Vectorised, const G: usize>(
     // SAFETY: columns end at the last whole vector, which is the last of a row.
     unsafe {
         // As many columns as there are registers for.
-        let registers = S::ROWS * S::VECS;
-        if 8 * G <= registers {
-            while vec + 8 <= vectors {
-                output_columns::<S, E, G, 8>(v, ahead.take(), rows, p, o, vec);
-                vec += 8;
-            }
-        }
-        if 4 * G <= registers {
+        if 4 * G < S::ROWS * S::VECS {
             while vec + 4 <= vectors {
-                output_columns::<S, E, G, 4>(v, ahead.take(), rows, p, o, vec);
+                output_columns::<S, E, G, 4>(v, ahead.take(), rescale, p, o, vec);
                 vec += 4;
             }
-        }
-        if 2 * G <= registers {
+        } else {
             while vec + 2 <= vectors {
-                output_columns::<S, E, G, 2>(v, ahead.take(), rows, p, o, vec);
+                output_columns::<S, E, G, 2>(v, ahead.take(), rescale, p, o, vec);
                 vec += 2;
             }
         }
         while vec < vectors {
-            output_columns::<S, E, G, 1>(v, ahead.take(), rows, p, o, vec);
+            output_columns::<S, E, G, 1>(v, ahead.take(), rescale, p, o, vec);
             vec += 1;
         }
     }
@@ -269,7 +255,7 @@ unsafe fn outputs<S: Simd, E: Vectorised, const G: usize>(
 unsafe fn output_columns<S: Simd, E: Vectorised, const G: usize, const C: usize>(
     v: Rows,
     ahead: Option<Rows>,
-    rows: &[Row],
+    rescale: [f32; G],
     p: *const f32,
     o: *mut f32,
     vec: usize,
@@ -280,7 +266,7 @@ unsafe fn output_columns<S: Simd, E: Vectorised, const G: usize, const C: usize>
         for (g, acc) in acc.iter_mut().enumerate() {
             for (c, acc) in acc.iter_mut().enumerate() {
                 let at = o.add(g * v.len + (vec + c) * S::LANES);
-                *acc = S::mul(S::load(at), S::splat(rows[g].rescale));
+                *acc = S::mul(S::load(at), S::splat(rescale[g]));
             }
         }
         for key in 0..v.count {

@@ -1,4 +1,4 @@
-//! The micro-kernel: a block of scalars times rows of vectors, accumulated in registers.
+//! The micro-kernels: scalars times rows of vectors, accumulated in registers.
 //!
 //! Queries lie in the lanes of the vectors in both products, so K and V are only ever broadcast: K needs neither
 //! transposition nor padding, V only to be cut into panels.
@@ -6,29 +6,18 @@
 
 use super::simd::Simd;
 
-/// The scalars of a product.
+/// The scalars of a product: element k of row r is at `rows[r] + k · step`.
 #[derive(Clone, Copy)]
-pub(super) enum Scalars {
-    /// Rows of K: element (row, k) is at `at + row · stride + k`.
-    Rows { at: *const f32, stride: usize },
-    /// A panel of V: element (row, k) is at `at + k · LANES + row`.
-    Panel { at: *const f32 },
+pub(super) struct Scalars<const R: usize> {
+    pub rows: [*const f32; R],
+    pub step: usize,
 }
 
-impl Scalars {
+impl<const R: usize> Scalars<R> {
     /// The same scalars without the first `k`.
-    ///
-    /// # Safety
-    /// `k` must be in bounds.
     #[inline(always)]
-    pub(super) unsafe fn skip<S: Simd>(self, k: usize) -> Self {
-        // SAFETY: the caller's promise.
-        unsafe {
-            match self {
-                Scalars::Rows { at, stride } => Scalars::Rows { at: at.add(k), stride },
-                Scalars::Panel { at } => Scalars::Panel { at: at.add(k * S::LANES) },
-            }
-        }
+    pub(super) fn skip(self, k: usize) -> Self {
+        Self { rows: self.rows.map(|row| row.wrapping_add(k * self.step)), ..self }
     }
 }
 
@@ -41,24 +30,20 @@ pub(super) struct Vectors {
 
 impl Vectors {
     /// The same vectors without the first `k` steps.
-    ///
-    /// # Safety
-    /// `k` must be in bounds.
     #[inline(always)]
-    pub(super) unsafe fn skip<S: Simd>(self, k: usize) -> Self {
-        // SAFETY: the caller's promise.
-        unsafe { Self { at: self.at.add(k * self.width * S::LANES), ..self } }
+    pub(super) fn skip<S: Simd>(self, k: usize) -> Self {
+        Self { at: self.at.wrapping_add(k * self.width * S::LANES), ..self }
     }
 }
 
-/// `acc[row][v] += Σ_k scalar(row, k) · vector(k, v)` for k below `len`, as the compiler arranges it.
+/// `acc[r][v] += Σ_k scalar(r, k) · vector(k, v)` for k below `len`, as the compiler arranges it.
 ///
 /// # Safety
 /// Requires a CPU with `S`; the scalars and vectors must be readable.
 #[inline(always)]
 pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize>(
     mut acc: [[S::V; V]; R],
-    a: Scalars,
+    a: Scalars<R>,
     b: Vectors,
     len: usize,
 ) -> [[S::V; V]; R] {
@@ -69,11 +54,8 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize>(
             for (v, x) in x.iter_mut().enumerate() {
                 *x = S::load(b.at.add((k * b.width + v) * S::LANES));
             }
-            for (r, acc) in acc.iter_mut().enumerate() {
-                let scalar = S::splat(match a {
-                    Scalars::Rows { at, stride } => *at.add(r * stride + k),
-                    Scalars::Panel { at } => *at.add(k * S::LANES + r),
-                });
+            for (acc, row) in acc.iter_mut().zip(a.rows) {
+                let scalar = S::splat(*row.add(k * a.step));
                 for (acc, &x) in acc.iter_mut().zip(&x) {
                     *acc = S::fma(scalar, x, *acc);
                 }
@@ -81,4 +63,88 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize>(
         }
     }
     acc
+}
+
+/// A tile of Sᵀ = K Qᵀ: R keys against V vectors of queries.
+#[derive(Clone, Copy)]
+pub(super) struct ScoreTile {
+    /// The first key, and the step to the next.
+    pub k: *const f32,
+    pub stride: usize,
+    pub q: Vectors,
+    pub head_dim: usize,
+    /// Where the first key's scores go, in rows as wide as the queries'.
+    pub s: *mut f32,
+    /// The highest scores of each lane so far.
+    pub tops: *mut f32,
+}
+
+/// # Safety
+/// Requires a CPU with `S`; all of the tile must be readable, or writable.
+#[inline(always)]
+pub(super) unsafe fn score<S: Simd, const R: usize, const V: usize>(tile: &ScoreTile) {
+    let &ScoreTile { k, stride, q, head_dim, s, tops } = tile;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut rows = [k; R];
+        for (r, row) in rows.iter_mut().enumerate() {
+            *row = k.add(r * stride);
+        }
+        let zeros = [[S::splat(0.0); V]; R];
+        let scores = S::accumulate::<R, V>(zeros, Scalars { rows, step: 1 }, q, head_dim);
+        for v in 0..V {
+            let mut top = S::load(tops.add(v * S::LANES));
+            for (r, row) in scores.iter().enumerate() {
+                S::store(s.add((r * q.width + v) * S::LANES), row[v]);
+                top = S::max(row[v], top);
+            }
+            S::store(tops.add(v * S::LANES), top);
+        }
+    }
+}
+
+/// A tile of Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ: R columns of V against V vectors of probabilities.
+#[derive(Clone, Copy)]
+pub(super) struct OutputTile {
+    /// The first key in the first panel of V, and the step to the next panel.
+    pub v: *const f32,
+    pub panel: usize,
+    /// The first column.
+    pub d: usize,
+    pub p: Vectors,
+    /// How many keys.
+    pub len: usize,
+    /// The first column's outputs, in rows as wide as the probabilities'.
+    pub o: *mut f32,
+    /// What the outputs so far are to be multiplied with; without it they are taken for zeros.
+    pub rescale: Option<*const f32>,
+}
+
+/// # Safety
+/// Requires a CPU with `S`; all of the tile must be readable, or writable.
+#[inline(always)]
+pub(super) unsafe fn output<S: Simd, const R: usize, const V: usize>(tile: &OutputTile) {
+    let &OutputTile { v: values, panel, d, p, len, o, rescale } = tile;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut rows = [values; R];
+        for (r, row) in rows.iter_mut().enumerate() {
+            *row = values.add((d + r) / S::LANES * panel + (d + r) % S::LANES);
+        }
+        let mut outputs = [[S::splat(0.0); V]; R];
+        if let Some(rescale) = rescale {
+            for (r, row) in outputs.iter_mut().enumerate() {
+                for (v, x) in row.iter_mut().enumerate() {
+                    let factor = S::load(rescale.add(v * S::LANES));
+                    *x = S::mul(S::load(o.add((r * p.width + v) * S::LANES)), factor);
+                }
+            }
+        }
+        let outputs = S::accumulate::<R, V>(outputs, Scalars { rows, step: S::LANES }, p, len);
+        for (r, row) in outputs.iter().enumerate() {
+            for (v, &x) in row.iter().enumerate() {
+                S::store(o.add((r * p.width + v) * S::LANES), x);
+            }
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::arch::{asm, x86_64::*};
 
-use super::{Scalars, Simd, Vectors, tile};
+use super::{OutputTile, Rows, Scalars, ScoreTile, Simd, Vectorised, Vectors, outlined, stream, tile};
 
 /// AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
@@ -112,28 +112,35 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn accumulate<const R: usize, const V: usize>(
         mut acc: [[__m256; V]; R],
-        a: Scalars,
+        a: Scalars<R>,
         b: Vectors,
         len: usize,
     ) -> [[__m256; V]; R] {
         let steps = len / 4;
+        let known = a.step == 1 || a.step == Self::LANES;
         unsafe {
-            if R == 4 && V == 3 && b.width == 3 && steps > 0 {
+            if R == 4 && V == 3 && b.width == 3 && known && steps > 0 {
                 let mut tile = [[_mm256_setzero_ps(); 3]; 4];
                 for (tile, acc) in tile.as_flattened_mut().iter_mut().zip(acc.as_flattened()) {
                     *tile = *acc;
                 }
-                tile = four_by_three(tile, a, b.at, steps);
+                let mut rows = [std::ptr::null(); 4];
+                rows.copy_from_slice(&a.rows);
+                tile = if a.step == 1 {
+                    four_by_three::<1>(tile, rows, b.at, steps)
+                } else {
+                    four_by_three::<8>(tile, rows, b.at, steps)
+                };
                 for (tile, acc) in tile.as_flattened().iter().zip(acc.as_flattened_mut()) {
                     *acc = *tile;
                 }
                 let done = 4 * steps;
-                let (a, b) = (a.skip::<Self>(done), b.skip::<Self>(done));
-                return tile::accumulate::<Self, R, V>(acc, a, b, len - done);
+                return tile::accumulate::<Self, R, V>(acc, a.skip(done), b.skip::<Self>(done), len - done);
             }
             tile::accumulate::<Self, R, V>(acc, a, b, len)
         }
     }
+    outlined! { #[target_feature(enable = "avx2,fma,f16c")] }
     #[inline(always)]
     fn prefetch(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
@@ -163,89 +170,55 @@ impl Simd for Avx2 {
 }
 
 /// The widest tile, four steps of k at a time. It needs all sixteen registers, which the compiler does not manage
-/// without moving and spilling them.
+/// without moving and spilling them. `STEP` is the scalars'.
 ///
 /// # Safety
 /// Requires AVX2 and FMA, `steps` above 0, and `4 · steps` steps of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn four_by_three(
+unsafe fn four_by_three<const STEP: usize>(
     mut acc: [[__m256; 3]; 4],
-    a: Scalars,
+    rows: [*const f32; 4],
     b: *const f32,
     steps: usize,
 ) -> [[__m256; 3]; 4] {
-    // SAFETY: the caller's promise; the block reads memory only where the scalars and vectors are.
+    // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
     unsafe {
-        match a {
-            Scalars::Rows { at, stride } => asm!(
-                ".macro row scalar, x, y, z",
-                "vbroadcastss ymm15, dword ptr [\\scalar]",
-                "vfmadd231ps \\x, ymm15, ymm12",
-                "vfmadd231ps \\y, ymm15, ymm13",
-                "vfmadd231ps \\z, ymm15, ymm14",
-                ".endm",
-                "2:",
-                ".irp u, 0, 1, 2, 3",
-                "vmovups ymm12, [{b} + \\u*96]",
-                "vmovups ymm13, [{b} + \\u*96 + 32]",
-                "vmovups ymm14, [{b} + \\u*96 + 64]",
-                "row {low}+\\u*4, ymm0, ymm1, ymm2",
-                "row {low}+{s}+\\u*4, ymm3, ymm4, ymm5",
-                "row {low}+2*{s}+\\u*4, ymm6, ymm7, ymm8",
-                "row {low}+{s3}+\\u*4, ymm9, ymm10, ymm11",
-                ".endr",
-                "add {low}, 16",
-                "add {b}, 384",
-                "dec {n}",
-                "jnz 2b",
-                ".purgem row",
-                low = inout(reg) at => _,
-                s = in(reg) 4 * stride,
-                s3 = in(reg) 12 * stride,
-                b = inout(reg) b => _,
-                n = inout(reg) steps => _,
-                inout("ymm0") acc[0][0], inout("ymm1") acc[0][1], inout("ymm2") acc[0][2],
-                inout("ymm3") acc[1][0], inout("ymm4") acc[1][1], inout("ymm5") acc[1][2],
-                inout("ymm6") acc[2][0], inout("ymm7") acc[2][1], inout("ymm8") acc[2][2],
-                inout("ymm9") acc[3][0], inout("ymm10") acc[3][1], inout("ymm11") acc[3][2],
-                out("ymm12") _, out("ymm13") _, out("ymm14") _, out("ymm15") _,
-                options(readonly, nostack),
-            ),
-            Scalars::Panel { at } => asm!(
-                ".macro row scalar, x, y, z",
-                "vbroadcastss ymm15, dword ptr [\\scalar]",
-                "vfmadd231ps \\x, ymm15, ymm12",
-                "vfmadd231ps \\y, ymm15, ymm13",
-                "vfmadd231ps \\z, ymm15, ymm14",
-                ".endm",
-                "2:",
-                ".irp u, 0, 1, 2, 3",
-                "vmovups ymm12, [{b} + \\u*96]",
-                "vmovups ymm13, [{b} + \\u*96 + 32]",
-                "vmovups ymm14, [{b} + \\u*96 + 64]",
-                "row {a}+\\u*32, ymm0, ymm1, ymm2",
-                "row {a}+\\u*32+4, ymm3, ymm4, ymm5",
-                "row {a}+\\u*32+8, ymm6, ymm7, ymm8",
-                "row {a}+\\u*32+12, ymm9, ymm10, ymm11",
-                ".endr",
-                "add {a}, 128",
-                "add {b}, 384",
-                "dec {n}",
-                "jnz 2b",
-                ".purgem row",
-                a = inout(reg) at => _,
-                b = inout(reg) b => _,
-                n = inout(reg) steps => _,
-                inout("ymm0") acc[0][0], inout("ymm1") acc[0][1], inout("ymm2") acc[0][2],
-                inout("ymm3") acc[1][0], inout("ymm4") acc[1][1], inout("ymm5") acc[1][2],
-                inout("ymm6") acc[2][0], inout("ymm7") acc[2][1], inout("ymm8") acc[2][2],
-                inout("ymm9") acc[3][0], inout("ymm10") acc[3][1], inout("ymm11") acc[3][2],
-                out("ymm12") _, out("ymm13") _, out("ymm14") _, out("ymm15") _,
-                options(readonly, nostack),
-            ),
-        }
+        asm!(
+            ".macro row scalar, w, x, y",
+            "vbroadcastss ymm15, dword ptr [\\scalar]",
+            "vfmadd231ps \\w, ymm15, ymm12",
+            "vfmadd231ps \\x, ymm15, ymm13",
+            "vfmadd231ps \\y, ymm15, ymm14",
+            ".endm",
+            "2:",
+            ".irp u, 0, 1, 2, 3",
+            "vmovups ymm12, [{b} + \\u*96]",
+            "vmovups ymm13, [{b} + \\u*96 + 32]",
+            "vmovups ymm14, [{b} + \\u*96 + 64]",
+            "row {r0}+{k}+\\u*{step}, ymm0, ymm1, ymm2",
+            "row {r1}+{k}+\\u*{step}, ymm3, ymm4, ymm5",
+            "row {r2}+{k}+\\u*{step}, ymm6, ymm7, ymm8",
+            "row {r3}+{k}+\\u*{step}, ymm9, ymm10, ymm11",
+            ".endr",
+            "add {k}, 4*{step}",
+            "add {b}, 384",
+            "dec {n}",
+            "jnz 2b",
+            ".purgem row",
+            r0 = in(reg) rows[0], r1 = in(reg) rows[1], r2 = in(reg) rows[2], r3 = in(reg) rows[3],
+            step = const 4 * STEP,
+            k = inout(reg) 0_usize => _,
+            b = inout(reg) b => _,
+            n = inout(reg) steps => _,
+            inout("ymm0") acc[0][0], inout("ymm1") acc[0][1], inout("ymm2") acc[0][2],
+            inout("ymm3") acc[1][0], inout("ymm4") acc[1][1], inout("ymm5") acc[1][2],
+            inout("ymm6") acc[2][0], inout("ymm7") acc[2][1], inout("ymm8") acc[2][2],
+            inout("ymm9") acc[3][0], inout("ymm10") acc[3][1], inout("ymm11") acc[3][2],
+            out("ymm12") _, out("ymm13") _, out("ymm14") _, out("ymm15") _,
+            options(readonly, nostack),
+        );
     }
     acc
 }

@@ -2,7 +2,7 @@
 
 use std::arch::{asm, x86_64::*};
 
-use super::{Scalars, Simd, Vectors, tile};
+use super::{OutputTile, Rows, Scalars, ScoreTile, Simd, Vectorised, Vectors, outlined, stream, tile};
 
 /// AVX-512F.
 #[derive(Clone, Copy)]
@@ -110,32 +110,35 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn accumulate<const R: usize, const V: usize>(
         mut acc: [[__m512; V]; R],
-        a: Scalars,
+        a: Scalars<R>,
         b: Vectors,
         len: usize,
     ) -> [[__m512; V]; R] {
         let steps = len / 4;
+        let known = a.step == 1 || a.step == Self::LANES;
         unsafe {
-            if R == 8 && V == 3 && b.width == 3 && steps > 0 {
+            if R == 8 && V == 3 && b.width == 3 && known && steps > 0 {
                 let mut tile = [[_mm512_setzero_ps(); 3]; 8];
                 for (tile, acc) in tile.as_flattened_mut().iter_mut().zip(acc.as_flattened()) {
                     *tile = *acc;
                 }
-                tile = eight_by_three(tile, a, b.at, steps);
+                let mut rows = [std::ptr::null(); 8];
+                rows.copy_from_slice(&a.rows);
+                tile = if a.step == 1 {
+                    eight_by_three::<1>(tile, rows, b.at, steps)
+                } else {
+                    eight_by_three::<16>(tile, rows, b.at, steps)
+                };
                 for (tile, acc) in tile.as_flattened().iter().zip(acc.as_flattened_mut()) {
                     *acc = *tile;
                 }
                 let done = 4 * steps;
-                return tile::accumulate::<Self, R, V>(
-                    acc,
-                    a.skip::<Self>(done),
-                    b.skip::<Self>(done),
-                    len - done,
-                );
+                return tile::accumulate::<Self, R, V>(acc, a.skip(done), b.skip::<Self>(done), len - done);
             }
             tile::accumulate::<Self, R, V>(acc, a, b, len)
         }
     }
+    outlined! { #[target_feature(enable = "avx512f")] }
     #[inline(always)]
     fn prefetch(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
@@ -171,108 +174,65 @@ impl Simd for Avx512 {
 }
 
 /// The widest tile, four steps of k at a time, in the order and with the registers that it has to have: the
-/// compiler spills accumulators or spends an addition a row on addresses, and both cost more than they seem where
-/// another thread shares the core's front end.
+/// compiler spills accumulators and spends additions on addresses, and both cost more than they seem where another
+/// thread shares the core's front end. `STEP` is the scalars'.
 ///
 /// # Safety
 /// Requires AVX-512F, `steps` above 0, and `4 · steps` steps of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn eight_by_three(
+unsafe fn eight_by_three<const STEP: usize>(
     mut acc: [[__m512; 3]; 8],
-    a: Scalars,
+    rows: [*const f32; 8],
     b: *const f32,
     steps: usize,
 ) -> [[__m512; 3]; 8] {
-    // SAFETY: the caller's promise; the block reads memory only where the scalars and vectors are.
+    // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
     unsafe {
-        match a {
-            Scalars::Rows { at, stride } => asm!(
-                ".macro row scalar, x, y, z",
-                "vbroadcastss zmm27, dword ptr [\\scalar]",
-                "vfmadd231ps \\x, zmm27, zmm24",
-                "vfmadd231ps \\y, zmm27, zmm25",
-                "vfmadd231ps \\z, zmm27, zmm26",
-                ".endm",
-                "2:",
-                ".irp u, 0, 1, 2, 3",
-                "vmovups zmm24, [{b} + \\u*192]",
-                "vmovups zmm25, [{b} + \\u*192 + 64]",
-                "vmovups zmm26, [{b} + \\u*192 + 128]",
-                "row {low}+\\u*4, zmm0, zmm1, zmm2",
-                "row {low}+{s}+\\u*4, zmm3, zmm4, zmm5",
-                "row {low}+2*{s}+\\u*4, zmm6, zmm7, zmm8",
-                "row {low}+{s3}+\\u*4, zmm9, zmm10, zmm11",
-                "row {high}+\\u*4, zmm12, zmm13, zmm14",
-                "row {high}+{s}+\\u*4, zmm15, zmm16, zmm17",
-                "row {high}+2*{s}+\\u*4, zmm18, zmm19, zmm20",
-                "row {high}+{s3}+\\u*4, zmm21, zmm22, zmm23",
-                ".endr",
-                "add {low}, 16",
-                "add {high}, 16",
-                "add {b}, 768",
-                "dec {n}",
-                "jnz 2b",
-                ".purgem row",
-                low = inout(reg) at => _,
-                high = inout(reg) at.add(4 * stride) => _,
-                s = in(reg) 4 * stride,
-                s3 = in(reg) 12 * stride,
-                b = inout(reg) b => _,
-                n = inout(reg) steps => _,
-                inout("zmm0") acc[0][0], inout("zmm1") acc[0][1], inout("zmm2") acc[0][2],
-                inout("zmm3") acc[1][0], inout("zmm4") acc[1][1], inout("zmm5") acc[1][2],
-                inout("zmm6") acc[2][0], inout("zmm7") acc[2][1], inout("zmm8") acc[2][2],
-                inout("zmm9") acc[3][0], inout("zmm10") acc[3][1], inout("zmm11") acc[3][2],
-                inout("zmm12") acc[4][0], inout("zmm13") acc[4][1], inout("zmm14") acc[4][2],
-                inout("zmm15") acc[5][0], inout("zmm16") acc[5][1], inout("zmm17") acc[5][2],
-                inout("zmm18") acc[6][0], inout("zmm19") acc[6][1], inout("zmm20") acc[6][2],
-                inout("zmm21") acc[7][0], inout("zmm22") acc[7][1], inout("zmm23") acc[7][2],
-                out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _,
-                options(readonly, nostack),
-            ),
-            Scalars::Panel { at } => asm!(
-                ".macro row scalar, x, y, z",
-                "vbroadcastss zmm27, dword ptr [\\scalar]",
-                "vfmadd231ps \\x, zmm27, zmm24",
-                "vfmadd231ps \\y, zmm27, zmm25",
-                "vfmadd231ps \\z, zmm27, zmm26",
-                ".endm",
-                "2:",
-                ".irp u, 0, 1, 2, 3",
-                "vmovups zmm24, [{b} + \\u*192]",
-                "vmovups zmm25, [{b} + \\u*192 + 64]",
-                "vmovups zmm26, [{b} + \\u*192 + 128]",
-                "row {a}+\\u*64, zmm0, zmm1, zmm2",
-                "row {a}+\\u*64+4, zmm3, zmm4, zmm5",
-                "row {a}+\\u*64+8, zmm6, zmm7, zmm8",
-                "row {a}+\\u*64+12, zmm9, zmm10, zmm11",
-                "row {a}+\\u*64+16, zmm12, zmm13, zmm14",
-                "row {a}+\\u*64+20, zmm15, zmm16, zmm17",
-                "row {a}+\\u*64+24, zmm18, zmm19, zmm20",
-                "row {a}+\\u*64+28, zmm21, zmm22, zmm23",
-                ".endr",
-                "add {a}, 256",
-                "add {b}, 768",
-                "dec {n}",
-                "jnz 2b",
-                ".purgem row",
-                a = inout(reg) at => _,
-                b = inout(reg) b => _,
-                n = inout(reg) steps => _,
-                inout("zmm0") acc[0][0], inout("zmm1") acc[0][1], inout("zmm2") acc[0][2],
-                inout("zmm3") acc[1][0], inout("zmm4") acc[1][1], inout("zmm5") acc[1][2],
-                inout("zmm6") acc[2][0], inout("zmm7") acc[2][1], inout("zmm8") acc[2][2],
-                inout("zmm9") acc[3][0], inout("zmm10") acc[3][1], inout("zmm11") acc[3][2],
-                inout("zmm12") acc[4][0], inout("zmm13") acc[4][1], inout("zmm14") acc[4][2],
-                inout("zmm15") acc[5][0], inout("zmm16") acc[5][1], inout("zmm17") acc[5][2],
-                inout("zmm18") acc[6][0], inout("zmm19") acc[6][1], inout("zmm20") acc[6][2],
-                inout("zmm21") acc[7][0], inout("zmm22") acc[7][1], inout("zmm23") acc[7][2],
-                out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _,
-                options(readonly, nostack),
-            ),
-        }
+        asm!(
+            ".macro row scalar, x, y, z",
+            "vbroadcastss zmm27, dword ptr [\\scalar]",
+            "vfmadd231ps \\x, zmm27, zmm24",
+            "vfmadd231ps \\y, zmm27, zmm25",
+            "vfmadd231ps \\z, zmm27, zmm26",
+            ".endm",
+            "2:",
+            ".irp u, 0, 1, 2, 3",
+            "vmovups zmm24, [{b} + \\u*192]",
+            "vmovups zmm25, [{b} + \\u*192 + 64]",
+            "vmovups zmm26, [{b} + \\u*192 + 128]",
+            "row {r0}+{k}+\\u*{step}, zmm0, zmm1, zmm2",
+            "row {r1}+{k}+\\u*{step}, zmm3, zmm4, zmm5",
+            "row {r2}+{k}+\\u*{step}, zmm6, zmm7, zmm8",
+            "row {r3}+{k}+\\u*{step}, zmm9, zmm10, zmm11",
+            "row {r4}+{k}+\\u*{step}, zmm12, zmm13, zmm14",
+            "row {r5}+{k}+\\u*{step}, zmm15, zmm16, zmm17",
+            "row {r6}+{k}+\\u*{step}, zmm18, zmm19, zmm20",
+            "row {r7}+{k}+\\u*{step}, zmm21, zmm22, zmm23",
+            ".endr",
+            "add {k}, 4*{step}",
+            "add {b}, 768",
+            "dec {n}",
+            "jnz 2b",
+            ".purgem row",
+            r0 = in(reg) rows[0], r1 = in(reg) rows[1], r2 = in(reg) rows[2], r3 = in(reg) rows[3],
+            r4 = in(reg) rows[4], r5 = in(reg) rows[5], r6 = in(reg) rows[6], r7 = in(reg) rows[7],
+            step = const 4 * STEP,
+            k = inout(reg) 0_usize => _,
+            b = inout(reg) b => _,
+            n = inout(reg) steps => _,
+            inout("zmm0") acc[0][0], inout("zmm1") acc[0][1], inout("zmm2") acc[0][2],
+            inout("zmm3") acc[1][0], inout("zmm4") acc[1][1], inout("zmm5") acc[1][2],
+            inout("zmm6") acc[2][0], inout("zmm7") acc[2][1], inout("zmm8") acc[2][2],
+            inout("zmm9") acc[3][0], inout("zmm10") acc[3][1], inout("zmm11") acc[3][2],
+            inout("zmm12") acc[4][0], inout("zmm13") acc[4][1], inout("zmm14") acc[4][2],
+            inout("zmm15") acc[5][0], inout("zmm16") acc[5][1], inout("zmm17") acc[5][2],
+            inout("zmm18") acc[6][0], inout("zmm19") acc[6][1], inout("zmm20") acc[6][2],
+            inout("zmm21") acc[7][0], inout("zmm22") acc[7][1], inout("zmm23") acc[7][2],
+            out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _,
+            options(readonly, nostack),
+        );
     }
     acc
 }

@@ -15,7 +15,11 @@ pub(super) use {avx2::Avx2, avx512::Avx512};
 
 pub(super) use portable::Portable;
 
-use super::tile::{self, Scalars, Vectors};
+use super::{
+    rows::{Rows, Vectorised},
+    stream,
+    tile::{self, OutputTile, Scalars, ScoreTile, Vectors},
+};
 
 /// Defines a function that takes an [`Isa`](super::Isa) before its other arguments and calls a generic one,
 /// compiled for that instruction set. It is unsafe: this CPU must have the instruction set, and the generic
@@ -50,6 +54,48 @@ macro_rules! dispatch {
     };
 }
 pub(super) use dispatch;
+
+/// The methods of [`Simd`] that are functions of their own, compiled for a target feature.
+macro_rules! outlined {
+    ($(#[$feature:meta])?) => {
+        $(#[$feature])?
+        #[inline(never)]
+        unsafe fn score<const R: usize, const V: usize>(tile: &ScoreTile) {
+            // SAFETY: the caller's promise.
+            unsafe { tile::score::<Self, R, V>(tile) }
+        }
+        $(#[$feature])?
+        #[inline(never)]
+        unsafe fn output<const R: usize, const V: usize>(tile: &OutputTile) {
+            // SAFETY: the caller's promise.
+            unsafe { tile::output::<Self, R, V>(tile) }
+        }
+        $(#[$feature])?
+        #[inline(never)]
+        unsafe fn dots<E: Vectorised, const G: usize>(
+            k: Rows,
+            ahead: Option<Rows>,
+            q: *const f32,
+            p: *mut f32,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe { stream::dots::<Self, E, G>(k, ahead, q, p) }
+        }
+        $(#[$feature])?
+        #[inline(never)]
+        unsafe fn outputs<E: Vectorised, const G: usize>(
+            v: Rows,
+            ahead: Option<Rows>,
+            rescale: [f32; G],
+            p: *const f32,
+            o: *mut f32,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe { stream::outputs::<Self, E, G>(v, ahead, rescale, p, o) }
+        }
+    };
+}
+use outlined;
 
 /// One instruction set's vector of f32 and the tile that its registers hold.
 ///
@@ -104,17 +150,31 @@ pub(super) trait Simd: Copy {
     unsafe fn copy_sign(x: Self::V, s: Self::V) -> Self::V;
     /// The bits of `x` shifted left by 23: a small integer in the low bits becomes an exponent.
     unsafe fn low_bits_to_exponent(x: Self::V) -> Self::V;
-    /// `acc[row][v] += Σ_k scalar(row, k) · vector(k, v)` for k below `len`.
+    /// `acc[r][v] += Σ_k scalar(r, k) · vector(k, v)` for k below `len`.
     #[inline(always)]
     unsafe fn accumulate<const R: usize, const V: usize>(
         acc: [[Self::V; V]; R],
-        a: Scalars,
+        a: Scalars<R>,
         b: Vectors,
         len: usize,
     ) -> [[Self::V; V]; R] {
         // SAFETY: the caller's promise.
         unsafe { tile::accumulate::<Self, R, V>(acc, a, b, len) }
     }
+    /// [`tile::score`], compiled for the instruction set as a function of its own.
+    unsafe fn score<const R: usize, const V: usize>(tile: &ScoreTile);
+    /// [`tile::output`], compiled for the instruction set as a function of its own.
+    unsafe fn output<const R: usize, const V: usize>(tile: &OutputTile);
+    /// [`stream::dots`], compiled for the instruction set as a function of its own.
+    unsafe fn dots<E: Vectorised, const G: usize>(k: Rows, ahead: Option<Rows>, q: *const f32, p: *mut f32);
+    /// [`stream::outputs`], compiled for the instruction set as a function of its own.
+    unsafe fn outputs<E: Vectorised, const G: usize>(
+        v: Rows,
+        ahead: Option<Rows>,
+        rescale: [f32; G],
+        p: *const f32,
+        o: *mut f32,
+    );
     /// Asks for a cache line to be brought near.
     #[inline(always)]
     fn prefetch(_: *const u8) {}

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::Simd;
+use super::{OutputTile, Rows, ScoreTile, Simd, Vectorised, outlined, stream, tile};
 
 /// Four lanes as an array: what every 64-bit CPU holds in one register.
 #[derive(Clone, Copy)]
@@ -123,6 +123,7 @@ impl Simd for Portable {
     unsafe fn low_bits_to_exponent(x: Lanes) -> Lanes {
         each_lane!(i => f32::from_bits(x.0[i].to_bits() << 23))
     }
+    outlined! {}
     #[inline(always)]
     unsafe fn transpose(rows: &mut [Lanes]) {
         let [a, b, c, d] = [rows[0].0, rows[1].0, rows[2].0, rows[3].0];
