@@ -100,7 +100,8 @@ impl Layout {
     /// The offset of every row's first element, in the order (batch, heads, length).
     pub(crate) fn each_row(&self) -> impl Iterator<Item = usize> + '_ {
         let [nb, nh, ns, _] = self.shape;
-        (0..nb * nh * ns).map(move |i| self.row(i / (nh * ns), i / ns % nh, i % ns))
+        let rows = if self.shape.contains(&0) { 0 } else { nb * nh * ns };
+        (0..rows).map(move |i| self.row(i / (nh * ns), i / ns % nh, i % ns))
     }
 
     /// The offset of one row's first element.
@@ -153,7 +154,9 @@ impl Raw {
                 return Err(Error::InnerStride { tensor, given: strides[3] });
             }
         }
-        Ok(Self { ptr, dtype, place, layout })
+        // The strides of a tensor without elements mean nothing, and nobody shall compute with them.
+        let strides = if needs == 0 { [0, 0, 0, 1] } else { strides };
+        Ok(Self { ptr, dtype, place, layout: Layout { shape, strides } })
     }
 
     /// The bytes that the view may touch.
@@ -552,6 +555,14 @@ mod tests {
         let layout = Layout { shape: [usize::MAX, 2, 2, 1], strides: [usize::MAX, 1, 1, 1] };
         assert!(matches!(Tensor::strided(&data, layout), Err(Error::TooLarge { .. })));
         assert!(TensorBuf::zeros(DType::F16, Layout::bhsd([usize::MAX / 2, 2, 2, 2])).is_err());
+    }
+
+    #[test]
+    fn the_strides_of_an_empty_tensor_are_never_computed_with() {
+        let layout = Layout { shape: [3, 2, 0, 4], strides: [usize::MAX; 4] };
+        let empty = Tensor::strided(&[0.0_f32; 0], layout).unwrap();
+        assert_eq!(empty.layout().row(2, 1, 0), 0);
+        assert_eq!(Layout::bhsd([usize::MAX, usize::MAX, 0, 4]).each_row().count(), 0);
     }
 
     #[test]
