@@ -294,10 +294,10 @@ impl<'a> Tensor<'a> {
     /// on the host.
     pub fn to_f32(&self) -> Vec<f32> {
         let [nb, nh, ns, nd] = self.shape();
-        let mut all = vec![0.0; nb * nh * ns * nd];
-        if all.is_empty() {
-            return all;
+        if self.shape().contains(&0) {
+            return Vec::new();
         }
+        let mut all = vec![0.0; nb * nh * ns * nd];
         for (i, row) in all.chunks_exact_mut(nd).enumerate() {
             self.read_row(i / (nh * ns), i / ns % nh, i % ns, row);
         }
