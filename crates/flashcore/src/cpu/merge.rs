@@ -2,7 +2,8 @@
 #![allow(unsafe_code)] // Raw outputs and the workspace of parts.
 
 use super::{
-    attend::{Job, Stats, Workspace, write_row},
+    finish::{Stats, write_row},
+    job::{Job, Workspace},
     plan::Split,
     simd::Simd,
     visible::Visible,

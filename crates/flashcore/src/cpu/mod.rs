@@ -1,7 +1,11 @@
 //! The CPU engine: fused online-softmax attention.
 
 mod attend;
+mod block;
+mod column;
+mod finish;
 mod isa;
+mod job;
 mod math;
 mod merge;
 mod panel;

@@ -7,8 +7,9 @@ use std::{
 };
 
 use super::{
-    attend::{self, Job, Workspace},
+    attend,
     isa::Isa,
+    job::{Job, Workspace},
     merge,
     plan::{Plan, Split, Task},
     schedule::Schedule,

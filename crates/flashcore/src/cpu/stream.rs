@@ -7,7 +7,8 @@
 use std::ops::Range;
 
 use super::{
-    attend::{Job, Stats, Workspace, finish_row, rows_of},
+    finish::{Stats, finish_row},
+    job::{Job, Workspace, rows_of},
     math::{self, Exp2Below},
     panel::MAX_LANES,
     plan::Task,

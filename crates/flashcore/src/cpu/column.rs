@@ -1,0 +1,125 @@
+//! The softmax of a column: what one vector of a panel sees of a block of keys.
+#![allow(unsafe_code)] // Raw scratch whose size the caller knows.
+
+use std::ops::Range;
+
+use super::{
+    math::{self, Exp2Below},
+    panel::{MAX_LANES, Panel},
+    scoring::Scoring,
+    simd::Simd,
+};
+
+/// What vector `vec` of a panel sees of a block of keys: scores in a column.
+///
+/// Its methods require a CPU with the `S` of the panel, and that the column lies inside the block's scores.
+pub(super) struct Column<'a> {
+    pub panel: &'a Panel,
+    pub vec: usize,
+    pub keys: Range<usize>,
+    /// The first key's scores, and the step to the next.
+    pub at: *mut f32,
+    pub step: usize,
+}
+
+impl Column<'_> {
+    /// The vector's place in a row of the panel.
+    #[inline(always)]
+    fn of<S: Simd>(&self, row: *mut f32) -> *mut f32 {
+        row.wrapping_add(self.vec * S::LANES)
+    }
+
+    /// Brings products into the scoring's form; whether that changed any.
+    #[inline(always)]
+    pub(super) unsafe fn change<S: Simd>(&self, scoring: Scoring) -> bool {
+        let Some(change) = scoring.change else { return false };
+        // SAFETY: as of the type.
+        unsafe {
+            for key in 0..self.keys.len() {
+                let at = self.at.add(key * self.step);
+                S::store(at, math::change::<S>(change, S::load(at)));
+            }
+        }
+        true
+    }
+
+    /// Finds the highest scores of a column anew.
+    #[inline(always)]
+    pub(super) unsafe fn find_top<S: Simd>(&self) {
+        // SAFETY: as of the type.
+        unsafe {
+            // Several at once, because one chain would wait for each comparison.
+            let mut tops = [S::splat(f32::NEG_INFINITY); 4];
+            let mut left = self.keys.len();
+            let mut at = self.at;
+            while left >= 4 {
+                for (i, top) in tops.iter_mut().enumerate() {
+                    *top = S::max(S::load(at.add(i * self.step)), *top);
+                }
+                at = at.add(4 * self.step);
+                left -= 4;
+            }
+            for i in 0..left {
+                tops[0] = S::max(S::load(at.add(i * self.step)), tops[0]);
+            }
+            let top = S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]));
+            S::store(self.of::<S>(self.panel.top), top);
+        }
+    }
+
+    /// Makes the scores of keys that a row does not see −∞; whether there are any.
+    #[inline(always)]
+    pub(super) unsafe fn mask<S: Simd>(&self) -> bool {
+        let (keys, all) = (&self.keys, &self.panel.all[self.vec]);
+        if all.start <= keys.start && keys.end <= all.end {
+            return false;
+        }
+        // Counted from the column's first key, so that f32 holds them exactly.
+        let (mut first, mut end) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+        let from_start = |key: usize| key.saturating_sub(keys.start).min(keys.len());
+        for (lane, seen) in self.panel.lanes[self.vec * S::LANES..][..S::LANES].iter().enumerate() {
+            first[lane] = from_start(seen.start) as f32;
+            end[lane] = from_start(seen.end) as f32;
+        }
+        // SAFETY: as of the type; no vector has more than `MAX_LANES` lanes.
+        unsafe {
+            let hidden = S::splat(f32::NEG_INFINITY);
+            let (first, end) = (S::load(first.as_ptr()), S::load(end.as_ptr()));
+            let before = 0..from_start(all.start);
+            let after = from_start(all.end).max(before.end)..keys.len();
+            for key in before.chain(after) {
+                let at = self.at.add(key * self.step);
+                let key = S::splat(key as f32);
+                let x = S::select_less(key, end, S::load(at), hidden);
+                S::store(at, S::select_less(key, first, hidden, x));
+            }
+        }
+        true
+    }
+
+    /// Moves the running maxima to the tops where these are higher, turns scores into exponentials, adds these to the
+    /// running sums, and notes what the outputs so far are to be multiplied with.
+    #[inline(always)]
+    pub(super) unsafe fn softmax<S: Simd>(&self, scale: f32) {
+        // SAFETY: as of the type.
+        unsafe {
+            let (max_at, sum_at) = (self.of::<S>(self.panel.max), self.of::<S>(self.panel.sum));
+            let exp = Exp2Below::<S>::new(scale * std::f32::consts::LOG2_E);
+            let old = S::load(max_at);
+            let max = S::max(S::load(self.of::<S>(self.panel.top)), old);
+            S::store(max_at, max);
+            // A row that has seen only −∞ subtracts 0, so that its exponentials are 0 rather than NaN.
+            let base = S::select_less(S::splat(f32::NEG_INFINITY), max, max, S::splat(0.0));
+            let rescale = exp.of(S::sub(base, old));
+            let mut sum = S::splat(0.0);
+            for key in 0..self.keys.len() {
+                let at = self.at.add(key * self.step);
+                let p = exp.of(S::sub(base, S::load(at)));
+                sum = S::add(sum, p);
+                S::store(at, p);
+            }
+            S::store(sum_at, S::fma(S::load(sum_at), rescale, sum));
+            S::store(self.of::<S>(self.panel.rescale), rescale);
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! The end of a row: into the outputs, or into the part of a split task.
+#![allow(unsafe_code)] // Raw outputs and the workspace of parts.
+
+use super::{
+    job::{Job, row_at},
+    plan::Task,
+    rows,
+    simd::Simd,
+};
+
+/// What the softmax of a row came to.
+#[derive(Clone, Copy)]
+pub(super) struct Stats {
+    pub max: f32,
+    pub sum: f32,
+    pub sees_keys: bool,
+}
+
+/// Writes one row of outputs (already divided by their sum), or leaves it (not divided) as the part of a split task.
+///
+/// # Safety
+/// Requires a CPU with `S`, `head_dim_v` f32 at `from`, which this may change, and a row of the task.
+#[inline(always)]
+pub(super) unsafe fn finish_row<S: Simd>(
+    job: &Job<'_>,
+    task: &Task,
+    row: usize,
+    from: *mut f32,
+    stats: Stats,
+) {
+    let Some(part) = task.part else {
+        // SAFETY: the caller's promise.
+        return unsafe { write_row::<S>(job, task.batch, task.head, row, from, stats) };
+    };
+    let head_dim_v = job.call.problem.head_dim_v;
+    let place = row - task.rows.start;
+    // SAFETY: parts are inside their workspace.
+    unsafe {
+        let part = job.parts.add(part * job.part_len());
+        std::ptr::copy_nonoverlapping(from, part.add(place * head_dim_v), head_dim_v);
+        *part.add(job.part_rows * head_dim_v + place) = stats.max;
+        *part.add(job.part_rows * (head_dim_v + 1) + place) = stats.sum;
+    }
+}
+
+/// Writes one row of o and its lse; without keys, zeros and −∞.
+///
+/// # Safety
+/// Requires a CPU with `S`, `head_dim_v` f32 at `from`, which this may change, and a row of the plan.
+#[inline(always)]
+pub(super) unsafe fn write_row<S: Simd>(
+    job: &Job<'_>,
+    batch: usize,
+    head_kv: usize,
+    row: usize,
+    from: *mut f32,
+    stats: Stats,
+) {
+    let (h, s) = job.head_and_query(head_kv, row);
+    let head_dim_v = job.call.problem.head_dim_v;
+    // SAFETY: the caller's promise.
+    unsafe {
+        if !stats.sees_keys {
+            std::ptr::write_bytes(from, 0, head_dim_v);
+        }
+        let raw = &job.call.o;
+        rows::narrow::<S>(raw.dtype, from, row_at(raw, batch, h, s), head_dim_v);
+        if let Some(raw) = &job.call.lse {
+            let lse = if !stats.sees_keys {
+                f32::NEG_INFINITY
+            } else if stats.sum == 0.0 {
+                // Every score was −∞: the same NaN that the outputs are.
+                f32::NAN
+            } else {
+                (f64::from(stats.max) * f64::from(job.scoring.scale) + f64::from(stats.sum).ln()) as f32
+            };
+            row_at(raw, batch, h, s).cast::<f32>().write(lse);
+        }
+    }
+}
