@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::stats::{self, LOOKS, Verdict, median_ratio, verdict};
+use crate::stats::{self, Interval, LOOKS, Verdict, median_ratio, verdict};
 
 /// Something that can be put on the clock.
 pub trait Contender {
@@ -26,6 +26,8 @@ pub struct Effort {
     pub budget: Duration,
     /// The smallest difference that matters.
     pub margin: f64,
+    /// The pause between two contenders' turns.
+    pub settle: Duration,
 }
 
 /// Rounds before the first look at the samples.
@@ -38,7 +40,7 @@ const SAMPLE: Duration = Duration::from_millis(2);
 const LONG_CALL_US: f64 = 50_000.0;
 /// Between two turns, so that threads of the one before have stopped spinning: OpenMP's wait for more work for
 /// about 15 ms before they sleep, and would slow down whoever comes next.
-const SETTLE: Duration = Duration::from_millis(25);
+pub const SETTLE: Duration = Duration::from_millis(25);
 
 /// One contender's samples.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,7 +56,7 @@ pub struct Samples {
 }
 
 /// Measures all contenders; the first is the one that the others are compared with. Stops when every comparison has
-/// its verdict (or, alone, when the median is known within the margin), when the budget is spent, or when `stop`
+/// its verdict and its ratio (alone, the median) is known within the margin, when the budget is spent, or when `stop`
 /// says so. `progress` is told the rounds done and the share of the effort that they are.
 pub fn measure(
     contenders: &mut [Box<dyn Contender + '_>],
@@ -74,7 +76,7 @@ pub fn measure(
                 continue;
             }
             if contenders.len() > 1 {
-                std::thread::sleep(SETTLE);
+                std::thread::sleep(effort.settle);
             }
             let warm = u32::from(times.last().is_none_or(|&time| time < LONG_CALL_US));
             match contenders[who].sample(warm, *calls) {
@@ -125,17 +127,19 @@ fn calibrate(contender: &mut dyn Contender) -> Samples {
     samples
 }
 
-/// Whether more samples would not change what is said.
+/// Whether more samples would not change what is said: every comparison has its verdict, and its ratio (or, alone,
+/// the median) is known within the margin.
 fn settled(samples: &[Samples], margin: f64) -> bool {
+    let narrow = |interval: &Interval| (interval.high - interval.low) / 2.0 <= margin * interval.low;
     let ours = &samples[0].times;
     let peers: Vec<&Samples> = samples[1..].iter().filter(|peer| peer.failure.is_none()).collect();
     if peers.is_empty() {
-        let Some(interval) = stats::median_interval(ours, 0.95) else { return false };
-        return (interval.high - interval.low) / 2.0 <= margin / 2.0 * interval.low;
+        return stats::median_interval(ours, 0.95).is_some_and(|interval| narrow(&interval));
     }
     peers.iter().all(|peer| {
-        median_ratio(&peer.times, ours, stats::VERDICT_LEVEL)
-            .is_some_and(|ratio| verdict(&ratio.interval, margin) != Verdict::Undecided)
+        let known = median_ratio(&peer.times, ours, 0.95).is_some_and(|ratio| narrow(&ratio.interval));
+        let sure = median_ratio(&peer.times, ours, stats::VERDICT_LEVEL);
+        known && sure.is_some_and(|ratio| verdict(&ratio.interval, margin) != Verdict::Undecided)
     })
 }
 
@@ -163,7 +167,8 @@ mod tests {
         }
     }
 
-    const LONG: Effort = Effort { rounds: None, budget: Duration::from_mins(1), margin: 0.02 };
+    const LONG: Effort =
+        Effort { rounds: None, budget: Duration::from_mins(1), margin: 0.02, settle: Duration::ZERO };
 
     fn scripted<'a>(
         name: &'static str,

@@ -16,7 +16,7 @@ use crate::interrupt::{self, On};
 use crate::peers::{Torch, TorchFacts};
 use crate::shapes;
 use crate::stats::{MARGIN, Verdict};
-use crate::timing::Effort;
+use crate::timing::{Effort, SETTLE};
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -98,6 +98,9 @@ fn isa(text: &str) -> Result<cpu::Isa, String> {
     }
 }
 
+/// A p90 so many times p50 says that something else ran on the machine.
+const NOISY: f64 = 1.3;
+
 /// Why there is no torch when none was wanted.
 const NO_PEERS: &str = "--no-peers";
 
@@ -133,6 +136,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         rounds: options.samples.map(|samples| samples as usize),
         budget,
         margin: options.margin / 100.0,
+        settle: SETTLE,
     };
     let mut bench = Bench::new(options.device, threads, effort, torch)?;
     say(&heading(&environment, &bench, facts.as_ref(), no_torch.as_deref()));
@@ -253,6 +257,14 @@ fn describe(outcome: &Outcome) -> String {
             comparison.speed_up,
             comparison.interval.low,
             comparison.interval.high,
+        ));
+    }
+    if let (Some(p50), Some(p90)) = (outcome.ours().p50_us, outcome.ours().p90_us)
+        && p90 > NOISY * p50
+    {
+        let times = p90 / p50;
+        lines.push(format!(
+            "  noisy: p90 is {times:.1} times p50; close other programs, or give a longer --budget"
         ));
     }
     if outcome.impossible {
