@@ -76,22 +76,21 @@ fn pass_cost(addresses: &[u32], mask: u32, words: u32) -> u32 {
     load.into_iter().max().unwrap_or(1) as u32
 }
 
-/// The number of 32-byte sectors that an access of `bytes` a lane at these global addresses touches.
-pub fn sectors(addresses: &[u64; 32], mask: u32, bytes: u32) -> u32 {
-    let mut list = [0u64; 64];
+/// The number of 32-byte sectors that an aligned access at these global addresses touches.
+pub fn sectors(addresses: &[u64; 32], mask: u32) -> u32 {
+    let mut list = [0u64; 32];
     let mut count = 0;
     let mut sorted = true;
     for (lane, &address) in addresses.iter().enumerate() {
         if mask >> lane & 1 == 0 {
             continue;
         }
-        // A naturally aligned access of at most 32 bytes lies in one sector.
-        for sector in [address / 32, (address + u64::from(bytes.max(1)) - 1) / 32] {
-            if count == 0 || list[count - 1] != sector {
-                sorted &= count == 0 || list[count - 1] < sector;
-                list[count] = sector;
-                count += 1;
-            }
+        // A naturally aligned access of at most 32 bytes lies in one sector; others are reported, not counted.
+        let sector = address / 32;
+        if count == 0 || list[count - 1] != sector {
+            sorted &= count == 0 || list[count - 1] < sector;
+            list[count] = sector;
+            count += 1;
         }
     }
     if sorted {
@@ -147,12 +146,12 @@ mod tests {
     #[test]
     fn sectors_are_counted_once_whatever_the_order_of_the_lanes() {
         let lanes = |f: fn(u64) -> u64| std::array::from_fn(|l| f(l as u64));
-        assert_eq!(sectors(&lanes(|l| l * 16), !0, 16), 16);
-        assert_eq!(sectors(&lanes(|l| (31 - l) * 16), !0, 16), 16);
-        assert_eq!(sectors(&lanes(|l| l * 4), !0, 4), 4);
-        assert_eq!(sectors(&lanes(|l| l * 128), !0, 4), 32);
-        assert_eq!(sectors(&lanes(|_| 64), !0, 4), 1);
-        assert_eq!(sectors(&lanes(|l| (l % 2) * 64), !0, 4), 2);
-        assert_eq!(sectors(&lanes(|l| l * 4), 1, 4), 1);
+        assert_eq!(sectors(&lanes(|l| l * 16), !0), 16);
+        assert_eq!(sectors(&lanes(|l| (31 - l) * 16), !0), 16);
+        assert_eq!(sectors(&lanes(|l| l * 4), !0), 4);
+        assert_eq!(sectors(&lanes(|l| l * 128), !0), 32);
+        assert_eq!(sectors(&lanes(|_| 64), !0), 1);
+        assert_eq!(sectors(&lanes(|l| (l % 2) * 64), !0), 2);
+        assert_eq!(sectors(&lanes(|l| l * 4), 1), 1);
     }
 }

@@ -167,7 +167,7 @@ impl Cluster<'_> {
     ) -> u32 {
         let checks = self.launch.config.checks;
         if checks.costs {
-            let sectors = banks::sectors(addresses, mask, bytes);
+            let sectors = banks::sectors(addresses, mask);
             self.tally.counters[pc as usize].global(sectors, mask.count_ones() * bytes);
         }
         let memory = self.launch.memory;
@@ -281,6 +281,18 @@ impl Cluster<'_> {
         src: &[Slot],
     ) -> Step {
         let size = ty.bytes();
+        // The usual loads of one word or half a lane go straight into a row.
+        if count == 1
+            && order == Order::Weak
+            && space == Space::Global
+            && matches!(ty, MemTy::B16 | MemTy::B32 | MemTy::F32)
+        {
+            let addresses = self.global_addresses(w, src[0]);
+            let ok = self.touch_global(w, pc, &addresses, mask, size, Touch::Read);
+            let row = self.gather(&addresses, ok, size);
+            self.put(w, dst[0], mask, &row);
+            return Step::Next;
+        }
         let mut values = [[POISON; 32]; 4];
         match space {
             Space::Param => self.load_params(w, pc, src[0], size, count, &mut values),
@@ -335,6 +347,24 @@ impl Cluster<'_> {
         }
         // A load that others' stores are awaited with lets them run.
         if order == Order::Weak { Step::Next } else { Step::Yield }
+    }
+
+    /// One value of 2 or 4 bytes for each lane of the mask.
+    fn gather(&self, addresses: &Row64, mask: u32, size: u32) -> Row {
+        let mut row = [POISON as u32 & (u64::MAX >> (64 - 8 * size)) as u32; 32];
+        let memory = self.launch.memory;
+        let Some(first) = addresses.get(mask.trailing_zeros() as usize) else { return row };
+        let Some(region) = memory.near(*first) else { return row };
+        for_lanes(mask, |l| {
+            // Lanes usually read one allocation; the checks before have seen that the address is inside of some.
+            let offset = addresses[l].wrapping_sub(region.base);
+            if offset < region.len as u64 {
+                row[l] = region.load(offset as usize, size) as u32;
+            } else if let Some((other, offset)) = memory.find(addresses[l], u64::from(size)) {
+                row[l] = other.load(offset, size) as u32;
+            }
+        });
+        row
     }
 
     fn load_params(
