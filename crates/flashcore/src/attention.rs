@@ -161,6 +161,10 @@ impl<'a> Attention<'a> {
                 return Err(Error::PlaceMismatch { tensor, given, device: device.to_string() });
             }
         }
+        // Whatever the other sizes say, there is nothing to write and so nothing to compute.
+        if o.shape().contains(&0) && lse.as_ref().is_none_or(|lse| lse.shape().contains(&0)) {
+            return Ok(());
+        }
         device.run(&Call {
             problem,
             q: q.raw,

@@ -84,6 +84,9 @@ impl Layout {
     /// Whether two indices can name the same element: sorted by stride, each dimension must step over all
     /// that the smaller ones reach.
     fn overlaps_itself(&self) -> bool {
+        if self.shape.contains(&0) {
+            return false;
+        }
         let mut dims: Vec<(usize, usize)> =
             self.strides.iter().copied().zip(self.shape).filter(|&(_, size)| size > 1).collect();
         dims.sort_unstable();
@@ -104,9 +107,11 @@ impl Layout {
         (0..rows).map(move |i| self.row(i / (nh * ns), i / ns % nh, i % ns))
     }
 
-    /// The offset of one row's first element.
+    /// The offset of one row's first element; for a row outside the shape, whose address is at most prefetched, any
+    /// number.
     pub(crate) fn row(&self, b: usize, h: usize, s: usize) -> usize {
-        b * self.strides[0] + h * self.strides[1] + s * self.strides[2]
+        let [b, h, s] = [(b, 0), (h, 1), (s, 2)].map(|(index, dim)| index.wrapping_mul(self.strides[dim]));
+        b.wrapping_add(h).wrapping_add(s)
     }
 }
 
@@ -562,6 +567,7 @@ mod tests {
         let layout = Layout { shape: [3, 2, 0, 4], strides: [usize::MAX; 4] };
         let empty = Tensor::strided(&[0.0_f32; 0], layout).unwrap();
         assert_eq!(empty.layout().row(2, 1, 0), 0);
+        assert!(TensorMut::strided(&mut [0.0_f32; 0], layout).is_ok());
         assert_eq!(Layout::bhsd([usize::MAX, usize::MAX, 0, 4]).each_row().count(), 0);
     }
 

@@ -282,6 +282,32 @@ fn an_output_that_shares_memory_with_anything_is_refused() {
     assert_eq!(memory, vec![0.5; 256], "a refused call wrote");
 }
 
+/// Runs a call whose outputs hold nothing, on a thread that is given ten seconds.
+fn ends_at_once(shape_q: [usize; 4], shape_k: [usize; 4]) {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let nothing: [f32; 0] = [];
+        let (q, k) = (Tensor::new(&nothing, &shape_q).unwrap(), Tensor::new(&nothing, &shape_k).unwrap());
+        let out = Attention::new().causal().with_lse().run(&Device::cpu(), &q, &k, &k);
+        let _ = sender.send(out.map(|out| out.o.to_f32().len()));
+    });
+    match receiver.recv_timeout(std::time::Duration::from_secs(10)) {
+        Ok(Ok(elements)) => assert_eq!(elements, 0),
+        Ok(Err(error)) => assert!(names_its_subject(&error), "{error}"),
+        Err(_) => panic!("q {shape_q:?} and k {shape_k:?} panicked or did not end"),
+    }
+}
+
+#[test]
+fn an_empty_problem_of_any_size_ends_at_once() {
+    let most = usize::MAX;
+    ends_at_once([1 << 40, 2, 0, 8], [1 << 40, 2, 0, 8]);
+    ends_at_once([1 << 40, 0, 5, 8], [1 << 40, 0, 5, 8]);
+    ends_at_once([most, most, 0, 8], [most, most, 0, 8]);
+    ends_at_once([most, 0, 1 << 30, 1024], [most, 0, 1 << 30, 1024]);
+    ends_at_once([0, most, most >> 33, 64], [0, most, most >> 33, 64]);
+}
+
 #[test]
 fn buffers_of_any_size_are_refused_rather_than_allocated() {
     for shape in [[usize::MAX; 4], [1 << 40, 1 << 40, 1, 1], [1, 1, usize::MAX, 2]] {

@@ -48,7 +48,7 @@ impl Workspace {
 
 /// The address of a row; it is in bounds if the indices are inside the shape.
 pub(super) fn row_at(raw: &Raw, b: usize, h: usize, s: usize) -> *mut u8 {
-    raw.ptr.wrapping_add(raw.layout.row(b, h, s) * raw.dtype.size())
+    raw.ptr.wrapping_add(raw.layout.row(b, h, s).wrapping_mul(raw.dtype.size()))
 }
 
 /// `count` rows of a head; they are readable if they are inside the shape.
