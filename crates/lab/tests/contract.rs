@@ -294,7 +294,7 @@ fn ends_at_once(shape_q: [usize; 4], shape_k: [usize; 4]) {
     match receiver.recv_timeout(std::time::Duration::from_secs(10)) {
         Ok(Ok(elements)) => assert_eq!(elements, 0),
         Ok(Err(error)) => assert!(names_its_subject(&error), "{error}"),
-        Err(_) => panic!("q {shape_q:?} and k {shape_k:?} panicked or did not end"),
+        Err(end) => panic!("q {shape_q:?} and k {shape_k:?} panicked or did not end: {end}"),
     }
 }
 
