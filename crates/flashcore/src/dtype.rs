@@ -79,7 +79,7 @@ mod sealed {
     impl Sealed for f32 {}
 }
 
-/// A Rust type whose slices can be tensors: [`f16`], [`bf16`] or `f32`.
+/// A Rust type whose slices can be tensors: [`struct@f16`], [`bf16`] or `f32`.
 pub trait Element: sealed::Sealed + Copy + Default + Send + Sync + 'static {
     /// The dtype of this Rust type.
     const DTYPE: DType;
