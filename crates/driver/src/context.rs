@@ -4,6 +4,10 @@
 //! its own context current first and puts the former one back afterwards, so that it disturbs nobody. When
 //! the context is current already, which is so on any thread of a torch process, that costs one look-up in
 //! thread-local storage.
+//!
+//! A launch does not even look: it tries, and only when the driver says that another context is current is
+//! this one made so. A thread that had none keeps the first GPU's from then on, which is the one that the CUDA
+//! runtime would have given it.
 
 use crate::api::call;
 use crate::device::{Device, DeviceProperties};
@@ -137,6 +141,22 @@ impl Context {
             unsafe { call!(self.driver(), cuCtxPushCurrent(self.inner.raw)) }?;
         }
         Ok(Entered { context: self, pushed, not_send: PhantomData })
+    }
+}
+
+impl Context {
+    /// Makes the context current after a launch found that it was not. A thread without a context keeps the
+    /// first GPU's, so that its next launch finds it.
+    #[cold]
+    pub(crate) fn enter_after_launch(&self) -> Result<Entered<'_>, DriverError> {
+        let mut current = std::ptr::null_mut();
+        // SAFETY: the out pointer is a live local.
+        unsafe { call!(self.driver(), cuCtxGetCurrent(&raw mut current)) }?;
+        let mut entered = self.enter()?;
+        if current.is_null() && self.device().ordinal() == 0 {
+            entered.pushed = false;
+        }
+        Ok(entered)
     }
 }
 

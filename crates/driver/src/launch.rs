@@ -13,8 +13,7 @@
 //! driver answers `LAUNCH_OUT_OF_RESOURCES`, which says nothing. So the length is checked here first,
 //! wherever the driver can tell the layout (CUDA 12.4).
 
-use crate::api::{call, call_optional};
-use crate::error::DriverError;
+use crate::error::{DriverError, Status};
 use crate::module::Function;
 use crate::stream::Stream;
 use crate::sys::*;
@@ -119,7 +118,8 @@ impl Function {
     /// Queues the kernel in the stream. `params` are the parameters' bytes in the kernel's layout, such as
     /// [`ParamBuffer`] makes; the driver copies them before the call returns.
     ///
-    /// The call allocates nothing. It works under stream capture.
+    /// The call allocates nothing, and is one call of the driver where the context is current on the thread
+    /// (it is from a thread's second launch on the first GPU). It works under stream capture.
     ///
     /// # Safety
     ///
@@ -142,35 +142,29 @@ impl Function {
         ];
         let extra = if params.is_empty() { std::ptr::null_mut() } else { packed.as_mut_ptr() };
         let no_pointers = std::ptr::null_mut();
-        let _entered = self.context().enter()?;
-        if config.is_plain() {
-            let ([gx, gy, gz], [bx, by, bz]) = (config.grid, config.block);
-            let shared = config.shared_bytes;
-            // SAFETY: handles live; `extra` is a terminated list that outlives the call; the caller vouches
-            // for the parameters.
-            return unsafe {
-                call!(
-                    self.driver(),
-                    cuLaunchKernel(
-                        self.raw(),
-                        gx,
-                        gy,
-                        gz,
-                        bx,
-                        by,
-                        bz,
-                        shared,
-                        stream.raw(),
-                        no_pointers,
-                        extra
-                    )
-                )
-            };
+        let launch = || -> Result<_, DriverError> {
+            if config.is_plain() {
+                let ([gx, gy, gz], [bx, by, bz]) = (config.grid, config.block);
+                let (shared, stream) = (config.shared_bytes, stream.raw());
+                let launch = self.driver().api().cuLaunchKernel;
+                // SAFETY: handles live; `extra` is a terminated list that outlives the call; the caller
+                // vouches for the parameters.
+                let status =
+                    unsafe { launch(self.raw(), gx, gy, gz, bx, by, bz, shared, stream, no_pointers, extra) };
+                return Ok(("cuLaunchKernel", Status(status)));
+            }
+            let launch = self.driver().api().cuLaunchKernelEx.get(self.driver().version())?;
+            // SAFETY: as above; the configuration and its attributes live for the call.
+            let status =
+                config.with_raw(stream.raw(), |raw| unsafe { launch(raw, self.raw(), no_pointers, extra) });
+            Ok(("cuLaunchKernelEx", Status(status)))
+        };
+        let (mut name, mut status) = launch()?;
+        if matches!(status, Status::INVALID_CONTEXT | Status::INVALID_HANDLE) {
+            let _entered = self.context().enter_after_launch()?;
+            (name, status) = launch()?;
         }
-        // SAFETY: as above; the configuration and its attributes live for the call.
-        config.with_raw(stream.raw(), |raw| unsafe {
-            call_optional!(self.driver(), cuLaunchKernelEx(raw, self.raw(), no_pointers, extra))
-        })
+        self.driver().check(name, status.0)
     }
 
     /// Refuses what cannot work, in words; the driver would only say "invalid argument".

@@ -45,7 +45,8 @@
 //!
 //! [`Context`], [`Stream`], [`Module`], [`Function`] and [`DeviceBuffer`] are `Send + Sync`. Each call makes
 //! the right context current for its own duration and puts the former one back, so it is a good neighbour to
-//! other CUDA users on the same thread; [`Context::bind_to_thread`] makes that check free of pushes.
+//! other CUDA users on the same thread; [`Context::bind_to_thread`] makes that check free of pushes. A thread
+//! that has no context at all keeps the first GPU's after its first launch.
 
 // This crate is the one place where FlashCore speaks to C: every block below states why it is sound.
 #![allow(unsafe_code)]

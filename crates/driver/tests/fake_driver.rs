@@ -6,109 +6,12 @@
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code)] // Launches and borrowed handles are unsafe by nature; the fake driver runs no kernel.
 
+mod fake;
+
+use fake::{COUNT_CALLS, Fake, load_error};
 use flashcore_driver::*;
-use std::collections::BTreeMap;
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::path::PathBuf;
+use std::ffi::{c_int, c_void};
 use std::process::Command;
-use std::sync::Mutex;
-use tempfile::TempDir;
-
-/// One private copy of the fake driver: tests run side by side, and each has its own state.
-struct Fake {
-    driver: &'static Driver,
-    control: libloading::Library,
-    // The library stays mapped after the file is gone.
-    _directory: TempDir,
-}
-
-/// A private copy of the fake, built with these -D flags; `None`, with a reason printed, without a C compiler.
-fn fake_library(flags: &[&str]) -> Option<(TempDir, PathBuf)> {
-    // One compilation for all tests that use the same flags.
-    static BUILT: Mutex<BTreeMap<String, Option<Vec<u8>>>> = Mutex::new(BTreeMap::new());
-    let image = BUILT.lock().unwrap().entry(flags.join(" ")).or_insert_with(|| compile(flags)).clone()?;
-    let directory = tempfile::tempdir().expect("a temporary directory");
-    let library = directory.path().join("libcuda_fake.so");
-    std::fs::write(&library, image).expect("room for the library");
-    Some((directory, library))
-}
-
-fn compile(flags: &[&str]) -> Option<Vec<u8>> {
-    let directory = tempfile::tempdir().expect("a temporary directory");
-    let library = directory.path().join("libcuda_fake.so");
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake_libcuda.c");
-    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
-    let run = Command::new(&compiler)
-        .args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o"])
-        .arg(&library)
-        .args(flags)
-        .arg(source)
-        .output();
-    match run {
-        Err(error) => {
-            println!("skipped: no C compiler to build the fake driver with ({compiler}: {error})");
-            None
-        }
-        Ok(output) => {
-            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-            Some(std::fs::read(&library).expect("the library just built"))
-        }
-    }
-}
-
-impl Fake {
-    fn start(flags: &[&str]) -> Option<Self> {
-        let (directory, library) = fake_library(flags)?;
-        // SAFETY: the fake declares its functions as the real driver does.
-        let (driver, control) = unsafe {
-            let driver = Driver::load_from(&library).expect("the fake driver loads");
-            (driver, libloading::Library::new(&library).expect("it is loaded already"))
-        };
-        Some(Self { driver, control, _directory: directory })
-    }
-
-    fn context(&self) -> Context {
-        self.driver.device(0).unwrap().context().unwrap()
-    }
-
-    fn call<T>(&self, name: &str) -> T {
-        // SAFETY: every control function without arguments has the type that its caller asks for.
-        unsafe { self.control.get::<extern "C" fn() -> T>(name).unwrap()() }
-    }
-
-    /// What the driver was asked for since the last call, without the pushing and popping of contexts.
-    fn record(&self) -> Vec<String> {
-        self.raw_record().into_iter().filter(|line| line != "push" && line != "pop").collect()
-    }
-
-    fn raw_record(&self) -> Vec<String> {
-        // SAFETY: the record is a NUL-terminated static buffer.
-        let text = unsafe { CStr::from_ptr(self.call::<*const c_char>("fake_record")) };
-        let lines = text.to_string_lossy().lines().map(str::to_owned).collect();
-        self.call::<()>("fake_clear");
-        lines
-    }
-
-    /// Lets the next call of a function (by its exported name) fail.
-    fn fail(&self, function: &str, status: c_int) {
-        let name = CString::new(function).unwrap();
-        // SAFETY: the control function has this signature.
-        unsafe {
-            let fail = self.control.get::<extern "C" fn(*const c_char, c_int)>("fake_fail").unwrap();
-            fail(name.as_ptr(), status);
-        }
-    }
-
-    fn live(&self) -> c_int {
-        self.call("fake_live")
-    }
-}
-
-fn load_error(flags: &[&str]) -> Option<DriverError> {
-    let (_directory, library) = fake_library(flags)?;
-    // SAFETY: the fake declares its functions as the real driver does.
-    Some(unsafe { Driver::load_from(&library) }.expect_err("this library must be refused"))
-}
 
 /// Two parameters: an address and a number.
 const PTX: &str = ".version 7.0\n.target sm_80\n// params: 0+8 8+4\n.entry scale(...)\n.entry other(...)\n";
@@ -678,6 +581,44 @@ fn a_plain_launch_hands_over_its_shape_and_the_packed_parameters() {
         fake.record(),
         ["launch scale grid 7,2,1 block 64,4,1 shared 2048", "  params 22 11 00 00 00 00 00 00 33 00 00 00"]
     );
+}
+
+#[test]
+fn a_launch_is_one_call_of_the_driver_from_a_threads_second_on() {
+    let Some(fake) = Fake::start(COUNT_CALLS) else { return };
+    let context = fake.context();
+    let stream = context.stream(StreamOptions::default()).unwrap();
+    let function = Module::from_ptx(&context, "m", PTX, &options()).unwrap().function("scale").unwrap();
+    let plain = LaunchConfig::new([1; 3], [32, 1, 1]);
+    let programmatic = LaunchConfig { programmatic: true, ..plain };
+    for (config, call) in [(plain, "cuLaunchKernel"), (programmatic, "cuLaunchKernelEx")] {
+        // SAFETY: the fake runs no kernel.
+        let launch = || unsafe { function.launch(&stream, &config, &[0; 12]) }.unwrap();
+        launch();
+        fake.calls();
+        launch();
+        assert_eq!(fake.calls(), [call]);
+    }
+}
+
+#[test]
+fn a_launch_on_another_gpu_than_the_threads_leaves_the_threads_own() {
+    let Some(fake) = Fake::start(&[]) else { return };
+    let (here, there) = (fake.context(), fake.driver.device(1).unwrap().context().unwrap());
+    let function =
+        |context| Module::from_ptx(context, "m", PTX, &options()).unwrap().function("scale").unwrap();
+    let config = LaunchConfig::new([1; 3], [32, 1, 1]);
+    for (context, kept) in [(&there, false), (&here, true), (&there, true)] {
+        // SAFETY: the fake runs no kernel.
+        unsafe { function(context).launch(&context.default_stream(), &config, &[0; 12]) }.unwrap();
+        let current: *mut c_void = fake.call("fake_current");
+        assert_eq!(!current.is_null(), kept, "only the first GPU's context stays, as the runtime's would");
+    }
+    let _bound = there.bind_to_thread().unwrap();
+    let before: *mut c_void = fake.call("fake_current");
+    // SAFETY: as above.
+    unsafe { function(&here).launch(&here.default_stream(), &config, &[0; 12]) }.unwrap();
+    assert_eq!(fake.call::<*mut c_void>("fake_current"), before);
 }
 
 #[test]

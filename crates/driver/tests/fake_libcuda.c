@@ -6,9 +6,16 @@
  *   PROC_ADDRESS  2: cuGetProcAddress_v2, 1: cuGetProcAddress of 11.3, 0: exports only   (2)
  *   INIT_STATUS   what cuInit answers                               (0)
  *   WITHOUT_LINK  leaves out cuLinkCreate, as a broken library would
+ *   CAPABILITY    the compute capability of GPU 0, times ten         (90)
+ *   WITHOUT_POOLS the GPUs have no stream-ordered memory
+ *   COUNT_CALLS   keeps the names of all functions called; needs -finstrument-functions
  *   USE_CUDA_H    takes the types from NVIDIA's header, so that its compiler checks the signatures below
  */
 #define _GNU_SOURCE
+#ifdef COUNT_CALLS
+#include <dlfcn.h>
+#include <pthread.h>
+#endif
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -21,6 +28,9 @@
 #endif
 #ifndef PROC_ADDRESS
 #define PROC_ADDRESS 2
+#endif
+#ifndef CAPABILITY
+#define CAPABILITY 90
 #endif
 #ifndef INIT_STATUS
 #define INIT_STATUS 0
@@ -88,6 +98,29 @@ __attribute__((visibility("default"))) void fake_fail(const char *function, int 
     failing_status = status;
 }
 
+#ifdef COUNT_CALLS
+/* The compiler calls this at the start of every function. */
+#define UNCOUNTED __attribute__((no_instrument_function))
+static char calls[1 << 16];
+static pthread_mutex_t calls_lock = PTHREAD_MUTEX_INITIALIZER;
+
+__attribute__((visibility("hidden"))) UNCOUNTED void __cyg_profile_func_enter(void *function, void *from) {
+    (void)from;
+    Dl_info info;
+    if (!dladdr(function, &info) || info.dli_saddr != function || strncmp(info.dli_sname, "cu", 2) != 0) return;
+    pthread_mutex_lock(&calls_lock);
+    size_t used = strlen(calls);
+    snprintf(calls + used, sizeof calls - used, "%s\n", info.dli_sname);
+    pthread_mutex_unlock(&calls_lock);
+}
+__attribute__((visibility("hidden"))) UNCOUNTED void __cyg_profile_func_exit(void *function, void *from) {
+    (void)function;
+    (void)from;
+}
+__attribute__((visibility("default"))) const char *fake_calls(void) { return calls; }
+__attribute__((visibility("default"))) void fake_clear_calls(void) { calls[0] = 0; }
+#endif
+
 #define MAY_FAIL                                                                                              \
     if (failing[0] && strcmp(failing, __func__) == 0) {                                                       \
         failing[0] = 0;                                                                                       \
@@ -145,12 +178,16 @@ API cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice devi
     case 8: *value = 49152; return 0;
     case 16: *value = 132; return 0;
     case 39: *value = 2048; return 0;
-    case 75: *value = device ? 8 : 9; return 0; /* GPU 0 is a Hopper, GPU 1 an Ada */
-    case 76: *value = device ? 9 : 0; return 0;
+    case 75: *value = device ? 8 : CAPABILITY / 10; return 0; /* GPU 0 is a Hopper, GPU 1 an Ada */
+    case 76: *value = device ? 9 : CAPABILITY % 10; return 0;
     case 81: *value = 233472; return 0;
     case 82: *value = 65536; return 0;
     case 97: *value = 232448; return 0;
+#ifdef WITHOUT_POOLS
+    case 115: *value = 0; return 0;
+#else
     case 115: *value = 1; return 0;
+#endif
     case 120: case 127:
         if (VERSION < 12000) return 1; /* an attribute that this driver does not know */
         *value = device == 0;
@@ -425,8 +462,8 @@ API cuGraphDestroy(CUgraph graph) { NEEDS_CONTEXT free(graph); live--; return 0;
 /* A "module" is its text. A line `// params: 0+8 8+4` gives offsets and sizes; the word BROKEN does not
  * assemble. A "cubin" is an empty ELF header with the text behind it. */
 enum { ELF_HEADER = 64 };
-struct CUfunc_st { char name[64]; int dynamic_shared; const char *text; };
-struct CUmod_st { char *text; struct CUfunc_st functions[16]; int count; };
+struct CUfunc_st { char name[64]; int dynamic_shared; const char *text; CUcontext owner; };
+struct CUmod_st { char *text; struct CUfunc_st functions[16]; int count; CUcontext owner; };
 struct CUlinkState_st { unsigned int count; CUjit_option *keys; void **values; char *image; size_t size; };
 
 static CUresult assemble(const char *text, unsigned int count, CUjit_option *keys, void **values) {
@@ -464,6 +501,7 @@ API cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int count, 
     }
     *module = calloc(1, sizeof **module);
     (*module)->text = strdup(text);
+    (*module)->owner = current();
     live++;
     return 0;
 }
@@ -483,6 +521,7 @@ API cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
     snprintf(made->name, sizeof made->name, "%s", name);
     made->dynamic_shared = 49152 - 1024;
     made->text = module->text;
+    made->owner = module->owner;
     *function = made;
     return 0;
 }
@@ -561,6 +600,7 @@ API cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, CUfunction
 
 static CUresult launch(const char *how, CUfunction function, const CUlaunchConfig *config, void **pointers, void **extra) {
     if (pointers) return 1;
+    if (function->owner != current()) return 400;
     note("%s %s grid %u,%u,%u block %u,%u,%u shared %u\n", how, function->name, config->gridDimX, config->gridDimY,
          config->gridDimZ, config->blockDimX, config->blockDimY, config->blockDimZ, config->sharedMemBytes);
     for (unsigned int i = 0; i < config->numAttrs; i++) {

@@ -5,7 +5,7 @@ use crate::{
     Device, Mask, Problem, Result, Tensor, TensorBuf, TensorMut,
     contract::{self, Call},
     problem::default_scale,
-    tensor::Layout,
+    tensor::{DeviceLengths, Layout},
 };
 
 /// Attention with its options, ready to run on tensors.
@@ -25,8 +25,32 @@ pub struct Attention<'a> {
     mask: Mask,
     scale: Option<f32>,
     softcap: Option<f32>,
-    key_lengths: Option<&'a [u32]>,
+    key_lengths: Option<KeyLengths<'a>>,
     lse: bool,
+}
+
+/// Where the key lengths of a call are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum KeyLengths<'a> {
+    Host(&'a [u32]),
+    Device(DeviceLengths<'a>),
+}
+
+impl<'a> KeyLengths<'a> {
+    /// The lengths, where they can be read.
+    fn on_host(self) -> Option<&'a [u32]> {
+        match self {
+            KeyLengths::Host(lengths) => Some(lengths),
+            KeyLengths::Device(_) => None,
+        }
+    }
+
+    fn on_device(self) -> Option<DeviceLengths<'a>> {
+        match self {
+            KeyLengths::Host(_) => None,
+            KeyLengths::Device(lengths) => Some(lengths),
+        }
+    }
 }
 
 /// What a run returns.
@@ -87,7 +111,13 @@ impl<'a> Attention<'a> {
     /// # Ok::<(), flashcore::Error>(())
     /// ```
     pub fn key_lengths(self, key_lengths: &'a [u32]) -> Self {
-        Self { key_lengths: Some(key_lengths), ..self }
+        Self { key_lengths: Some(KeyLengths::Host(key_lengths)), ..self }
+    }
+
+    /// The same with lengths that lie in the memory of the GPU where the call runs: nothing is copied, and a
+    /// captured call reads them anew at every replay.
+    pub fn key_lengths_on_device(self, key_lengths: DeviceLengths<'a>) -> Self {
+        Self { key_lengths: Some(KeyLengths::Device(key_lengths)), ..self }
     }
 
     /// Also return lse.
@@ -108,7 +138,12 @@ impl<'a> Attention<'a> {
         problem.key_lengths = self.key_lengths.is_some();
         problem.lse = self.lse;
         contract::check_inputs(&problem, q, k, v)?;
-        contract::check_key_lengths(&problem, self.key_lengths)?;
+        if let Some(lengths) = self.key_lengths {
+            match lengths {
+                KeyLengths::Host(lengths) => contract::check_key_lengths(&problem, lengths)?,
+                KeyLengths::Device(lengths) => contract::check_device_lengths(&problem, &lengths)?,
+            }
+        }
         problem.check()
     }
 
@@ -156,7 +191,9 @@ impl<'a> Attention<'a> {
         let tensors =
             [(Name::Q, q.place()), (Name::K, k.place()), (Name::V, v.place()), (Name::O, o.place())];
         let lse_place = lse.as_ref().map(|lse| (Name::Lse, lse.place()));
-        for (tensor, given) in tensors.into_iter().chain(lse_place) {
+        let device_lengths = self.key_lengths.and_then(KeyLengths::on_device);
+        let lengths_place = device_lengths.map(|lengths| (Name::KeyLengths, lengths.place()));
+        for (tensor, given) in tensors.into_iter().chain(lse_place).chain(lengths_place) {
             if given != q.place() || !device.takes(given) {
                 return Err(Error::PlaceMismatch { tensor, given, device: device.to_string() });
             }
@@ -172,7 +209,8 @@ impl<'a> Attention<'a> {
             v: v.raw,
             o: o.raw,
             lse: lse.map(|lse| lse.raw),
-            key_lengths: self.key_lengths,
+            key_lengths: self.key_lengths.and_then(KeyLengths::on_host),
+            device_lengths: device_lengths.map(|lengths| lengths.address()),
         })
     }
 }

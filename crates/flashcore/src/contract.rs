@@ -2,7 +2,7 @@
 
 use crate::{
     DType, Error, Name, Problem, Result,
-    tensor::{Raw, Tensor, TensorMut},
+    tensor::{DeviceLengths, Raw, Tensor, TensorMut},
 };
 
 /// The tensors of one call, checked against its problem.
@@ -15,6 +15,8 @@ pub(crate) struct Call<'a> {
     pub o: Raw,
     pub lse: Option<Raw>,
     pub key_lengths: Option<&'a [u32]>,
+    /// The address of key lengths that lie beside the tensors, in a GPU's memory.
+    pub device_lengths: Option<u64>,
 }
 
 /// Checks that the inputs fit the problem that was read off them.
@@ -41,8 +43,7 @@ pub(crate) fn check_inputs(problem: &Problem, q: &Tensor<'_>, k: &Tensor<'_>, v:
 }
 
 /// Checks the key lengths against batch and keys.
-pub(crate) fn check_key_lengths(problem: &Problem, key_lengths: Option<&[u32]>) -> Result<()> {
-    let Some(lengths) = key_lengths else { return Ok(()) };
+pub(crate) fn check_key_lengths(problem: &Problem, lengths: &[u32]) -> Result<()> {
     if lengths.len() != problem.batch {
         return Err(Error::KeyLengthCount { given: lengths.len(), batch: problem.batch });
     }
@@ -50,6 +51,17 @@ pub(crate) fn check_key_lengths(problem: &Problem, key_lengths: Option<&[u32]>) 
         Some((entry, &given)) => Err(Error::KeyLength { entry, given, len_k: problem.len_k }),
         None => Ok(()),
     }
+}
+
+/// Checks what is known of key lengths on a GPU against batch and keys.
+pub(crate) fn check_device_lengths(problem: &Problem, lengths: &DeviceLengths<'_>) -> Result<()> {
+    if lengths.len() != problem.batch {
+        return Err(Error::KeyLengthCount { given: lengths.len(), batch: problem.batch });
+    }
+    if lengths.most() as usize > problem.len_k {
+        return Err(Error::KeyLengthBound { given: lengths.most(), len_k: problem.len_k });
+    }
+    Ok(())
 }
 
 /// Checks that the outputs fit the problem and overlap nothing.
@@ -60,12 +72,10 @@ pub(crate) fn check_outputs(
     lse: Option<&TensorMut<'_>>,
 ) -> Result<()> {
     let Problem { batch, heads_q, len_q, head_dim_v, .. } = *problem;
-    let mut outputs = vec![(Name::O, o, problem.dtype, [batch, heads_q, len_q, head_dim_v])];
-    if let Some(lse) = lse {
-        outputs.push((Name::Lse, lse, DType::F32, [batch, heads_q, len_q, 1]));
-    }
+    let o_output = (Name::O, o, problem.dtype, [batch, heads_q, len_q, head_dim_v]);
+    let lse_output = lse.map(|lse| (Name::Lse, lse, DType::F32, [batch, heads_q, len_q, 1]));
     let names = ["batch", "heads", "length", "head_dim"];
-    for &(tensor, output, dtype, shape) in &outputs {
+    for (tensor, output, dtype, shape) in [o_output].into_iter().chain(lse_output) {
         if output.dtype() != dtype {
             return Err(Error::DTypeMismatch { tensor, given: output.dtype(), expected: dtype });
         }

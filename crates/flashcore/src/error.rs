@@ -1,6 +1,8 @@
 //! What can be wrong with a call, each as a value that names the tensor, what was given, what is possible
 //! and what to do.
 
+pub use flashcore_driver::PointerFault;
+
 use crate::{DType, tensor::Place};
 
 /// The result of everything in this crate that can fail.
@@ -19,6 +21,8 @@ pub enum Name {
     O,
     /// The logarithm of the sum of exponentials, one a query.
     Lse,
+    /// How many keys each batch entry has.
+    KeyLengths,
     /// A tensor that is not yet part of a call.
     Tensor,
 }
@@ -31,6 +35,7 @@ impl std::fmt::Display for Name {
             Name::V => "v",
             Name::O => "o",
             Name::Lse => "lse",
+            Name::KeyLengths => "key_lengths",
             Name::Tensor => "the tensor",
         })
     }
@@ -221,6 +226,48 @@ pub enum Error {
         given: u32,
         /// How many keys there are.
         len_k: usize,
+    },
+    /// A bound on key lengths beyond the keys.
+    #[error(
+        "the key lengths on the GPU are said to be up to {given}, but k has length {len_k}. Give lengths, and a bound on them, of at most {len_k}"
+    )]
+    KeyLengthBound {
+        /// The bound given.
+        given: u32,
+        /// How many keys there are.
+        len_k: usize,
+    },
+    /// An address that the GPU cannot use.
+    #[error("{tensor} ({address:#x}) cannot be used on {device}: {fault}")]
+    Pointer {
+        /// Which tensor.
+        tensor: Name,
+        /// The address.
+        address: u64,
+        /// The device of the call.
+        device: String,
+        /// What is wrong with it and what to do.
+        fault: PointerFault,
+    },
+    /// A stream of another context or GPU.
+    #[error(
+        "the stream belongs to another CUDA context (on GPU {stream_device}) than {device} uses. Give a stream of that GPU's primary context, or call on GPU {stream_device}"
+    )]
+    ForeignStream {
+        /// The GPU of the stream.
+        stream_device: usize,
+        /// The device of the call.
+        device: String,
+    },
+    /// Not enough memory on the GPU.
+    #[error("{device}: {what}")]
+    OutOfMemory {
+        /// The device.
+        device: String,
+        /// How many bytes were asked for.
+        bytes: usize,
+        /// How much there is and what to do.
+        what: String,
     },
     /// Something that this device does not do.
     #[error("{device} does not do {what}: possible is {possible}")]

@@ -13,6 +13,11 @@ use crate::{
 pub(crate) trait Memory {
     /// Copies bytes to memory of their own and returns its address.
     fn upload(&mut self, name: &str, bytes: &[u8]) -> Result<u64>;
+    /// Copies key lengths to memory of their own and returns its address.
+    fn lengths(&mut self, lengths: &[u32]) -> Result<u64> {
+        let bytes: Vec<u8> = lengths.iter().flat_map(|length| length.to_le_bytes()).collect();
+        self.upload("key lengths", &bytes)
+    }
     /// Memory whose content is not set.
     fn reserve(&mut self, name: &str, len: usize) -> Result<u64>;
     /// What lies at an address.
@@ -30,11 +35,7 @@ pub(crate) fn run<M: Memory>(
         Ok((memory.upload(name, &bytes)?, layout))
     };
     let (q, k, v) = (input("q", &call.q)?, input("k", &call.k)?, input("v", &call.v)?);
-    let key_lengths = call.key_lengths.map(|lengths| {
-        let bytes: Vec<u8> = lengths.iter().flat_map(|length| length.to_le_bytes()).collect();
-        memory.upload("key lengths", &bytes)
-    });
-    let key_lengths = key_lengths.transpose()?;
+    let key_lengths = call.key_lengths.map(|lengths| memory.lengths(lengths)).transpose()?;
     let mut output = |name: &str, raw: &Raw| {
         let layout = Layout::ordered_like(raw.layout.shape, &raw.layout);
         Ok((memory.reserve(name, layout.elements().unwrap_or(0) * raw.dtype.size())?, layout))

@@ -87,11 +87,10 @@ impl Layout {
         if self.shape.contains(&0) {
             return false;
         }
-        let mut dims: Vec<(usize, usize)> =
-            self.strides.iter().copied().zip(self.shape).filter(|&(_, size)| size > 1).collect();
+        let mut dims: [(usize, usize); 4] = std::array::from_fn(|dim| (self.strides[dim], self.shape[dim]));
         dims.sort_unstable();
         let mut reached = 1_usize;
-        for (stride, size) in dims {
+        for (stride, size) in dims.into_iter().filter(|&(_, size)| size > 1) {
             if stride < reached {
                 return true;
             }
@@ -404,6 +403,66 @@ impl<'a> TensorMut<'a> {
     /// The same tensor, to read.
     pub fn as_tensor(&self) -> Tensor<'_> {
         Tensor { raw: self.raw, lifetime: PhantomData }
+    }
+}
+
+/// Key lengths in the memory of a GPU: one u32 a batch entry.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeviceLengths<'a> {
+    address: u64,
+    len: usize,
+    most: u32,
+    ordinal: u32,
+    lifetime: PhantomData<&'a [u32]>,
+}
+
+impl DeviceLengths<'_> {
+    /// From an address that holds `len` lengths, on the GPU with this ordinal.
+    ///
+    /// # Safety
+    /// Until every call with it is done, `ptr` points at `len` numbers on that GPU, none of them above `most`. (A
+    /// call compares `most` with the length of its keys; what the GPU holds it does not ask.)
+    pub unsafe fn from_raw_parts(ptr: *const u32, len: usize, most: u32, ordinal: u32) -> Result<Self> {
+        let tensor = Name::KeyLengths;
+        if len > 0 && ptr.is_null() {
+            return Err(Error::NullPointer { tensor });
+        }
+        if !(ptr as usize).is_multiple_of(size_of::<u32>()) {
+            let (given, needed) = (ptr as usize, size_of::<u32>());
+            return Err(Error::Alignment {
+                tensor,
+                what: "address",
+                given,
+                needed,
+                device: Place::Cuda(ordinal).to_string(),
+            });
+        }
+        Ok(Self { address: ptr as u64, len, most, ordinal, lifetime: PhantomData })
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// What none of them is above.
+    pub fn most(&self) -> u32 {
+        self.most
+    }
+
+    /// Where the memory is.
+    pub fn place(&self) -> Place {
+        Place::Cuda(self.ordinal)
+    }
+
+    /// The address of the first.
+    pub fn address(&self) -> u64 {
+        self.address
     }
 }
 

@@ -146,6 +146,7 @@ mod tests {
             o: q.view().raw,
             lse: None,
             key_lengths: Some(&lengths),
+            device_lengths: None,
         };
         let schedule = schedule.parse::<Schedule>().unwrap().or(Schedule::for_head_dims(1, 1));
         let plan = Plan::new(&call, &schedule, 6);

@@ -56,6 +56,7 @@ mod tests {
                     o: q.raw,
                     lse: None,
                     key_lengths: Some(&lengths),
+                    device_lengths: None,
                 };
                 for (batch, &len) in lengths.iter().enumerate() {
                     for query in 0..len_q {

@@ -2,30 +2,46 @@
 //!
 //! The first call of a problem chooses a plan, emits its PTX, assembles it with the driver (or takes it from the
 //! disk cache) and loads it. Every later call finds that by one look-up and asks the driver for nothing but the
-//! launch: it allocates nothing, works under stream capture, and may come from any thread.
+//! launch: it allocates nothing, works under stream capture, and may come from any thread. Addresses are checked
+//! against the allocations that the driver knows, each of which it is asked for once.
 #![allow(unsafe_code)] // A launch reaches memory through addresses; the contract of the call has checked them.
 
 mod cache;
+mod key;
+mod lengths;
+mod pointers;
+mod record;
+mod staged;
+mod tensor;
 
 use std::{
     collections::HashMap,
     ffi::c_void,
-    sync::{Arc, PoisonError, RwLock},
+    sync::{Arc, OnceLock, PoisonError, RwLock},
 };
 
 pub use cache::CubinCache;
+pub use flashcore_driver as driver;
 use flashcore_driver::{
     Context, DeviceBuffer, Driver, DriverError, Function, JitOptions, LaunchConfig, Module, Stream, link_ptx,
 };
-use flashcore_kernels::{MAX_ROW_STRIDE, Schedule};
+use flashcore_kernels::{Kernel, MAX_ROW_STRIDE, Schedule};
 use flashcore_ptx::{KernelParams, Target};
 
+use self::{
+    key::{Choice, Key, QuickState},
+    lengths::LengthsKernel,
+    pointers::{BadPointer, KnownMemory, Span},
+};
+pub use self::{
+    record::{Recorder, Recording},
+    tensor::{CudaLengths, CudaTensor},
+};
 use crate::{
-    DType, Error, Layout, Name, Problem, Result,
+    Error, Name, Problem, Result,
     contract::Call,
     plan::{ALIGNMENT, Addresses, Hardware, Plan},
-    staging,
-    tensor::{Place, Raw, Tensor, TensorMut},
+    tensor::{Place, Raw},
 };
 
 /// A CUDA GPU with the kernels that were made for it so far, and the stream that calls are queued in.
@@ -35,7 +51,7 @@ use crate::{
 pub struct Cuda {
     shared: Arc<Shared>,
     stream: Stream,
-    schedule: Option<Schedule>,
+    choice: Choice,
 }
 
 struct Shared {
@@ -43,7 +59,9 @@ struct Shared {
     ordinal: u32,
     hardware: Hardware,
     cache: CubinCache,
-    ready: RwLock<HashMap<Key, Arc<Ready>>>,
+    ready: RwLock<HashMap<Key, Arc<Ready>, QuickState>>,
+    memory: KnownMemory,
+    lengths: OnceLock<LengthsKernel>,
 }
 
 /// A plan whose code is loaded.
@@ -51,33 +69,6 @@ struct Ready {
     plan: Plan,
     function: Function,
     launch: LaunchConfig,
-}
-
-/// What a plan depends on. Floats are compared by their bits.
-#[derive(Clone, PartialEq, Eq, Hash)]
-struct Key {
-    sizes: [usize; 7],
-    dtype: DType,
-    mask: crate::Mask,
-    scale: u32,
-    softcap: Option<u32>,
-    flags: [bool; 2],
-    schedule: Option<Schedule>,
-}
-
-impl Key {
-    fn new(problem: &Problem, schedule: Option<Schedule>) -> Self {
-        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
-        Self {
-            sizes: [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v],
-            dtype: problem.dtype,
-            mask: problem.mask,
-            scale: problem.scale.to_bits(),
-            softcap: problem.softcap.map(f32::to_bits),
-            flags: [problem.key_lengths, problem.lse],
-            schedule,
-        }
-    }
 }
 
 impl Cuda {
@@ -88,11 +79,14 @@ impl Cuda {
 
     /// The GPU of this number, with a cache of the caller's.
     pub fn with_cache(ordinal: u32, cache: CubinCache) -> Result<Self> {
-        let open = || {
-            let device = Driver::load()?.device(ordinal as usize)?;
-            device.context()
-        };
-        let context = open().map_err(|error| device_error(ordinal, &error))?;
+        let device = Driver::load().and_then(|driver| driver.device(ordinal as usize));
+        Self::of_device(device.map_err(|error| device_error(ordinal, &error))?, cache)
+    }
+
+    /// A GPU of a driver that the caller has loaded.
+    pub fn of_device(device: driver::Device, cache: CubinCache) -> Result<Self> {
+        let ordinal = device.ordinal() as u32;
+        let context = device.context().map_err(|error| device_error(ordinal, &error))?;
         let properties = context.properties();
         let capability = properties.compute_capability;
         let target = match (capability.major, capability.minor) {
@@ -108,9 +102,16 @@ impl Cuda {
         };
         let hardware = Hardware { name: properties.name.clone(), target, sms: properties.sm_count };
         let stream = context.default_stream();
-        let ready = RwLock::new(HashMap::new());
-        let shared = Arc::new(Shared { context, ordinal, hardware, cache, ready });
-        Ok(Self { shared, stream, schedule: None })
+        let shared = Shared {
+            context,
+            ordinal,
+            hardware,
+            cache,
+            ready: RwLock::default(),
+            memory: KnownMemory::default(),
+            lengths: OnceLock::new(),
+        };
+        Ok(Self { shared: Arc::new(shared), stream, choice: Choice::Planner })
     }
 
     /// The same GPU and kernels, queueing in a stream of the caller's.
@@ -124,14 +125,29 @@ impl Cuda {
         Ok(Self { stream, ..self.clone() })
     }
 
-    /// The same GPU and kernels, queueing in a stream that FlashCore owns.
-    pub fn with_stream(&self, stream: Stream) -> Self {
-        Self { stream, ..self.clone() }
+    /// The same GPU and kernels, queueing in a stream of its context.
+    pub fn with_stream(&self, stream: &Stream) -> Result<Self> {
+        if stream.context() != &self.shared.context {
+            let stream_device = stream.context().device().ordinal();
+            return Err(Error::ForeignStream { stream_device, device: self.name() });
+        }
+        Ok(Self { stream: stream.clone(), ..self.clone() })
+    }
+
+    /// The same GPU and kernels, queueing in a stream of its own, which waits for no other.
+    pub fn on_new_stream(&self) -> Result<Self> {
+        let stream = self.shared.context.stream(driver::StreamOptions::default());
+        self.with_stream(&stream.map_err(|error| self.error(&error))?)
+    }
+
+    /// The same GPU, with the default schedule of one kernel for every problem.
+    pub fn with_kernel(&self, kernel: Kernel) -> Self {
+        Self { choice: Choice::Kernel(kernel), ..self.clone() }
     }
 
     /// The same GPU, with one schedule for every problem.
     pub fn with_schedule(&self, schedule: Schedule) -> Self {
-        Self { schedule: Some(schedule), ..self.clone() }
+        Self { choice: Choice::Schedule(schedule), ..self.clone() }
     }
 
     /// Which GPU it is.
@@ -161,9 +177,10 @@ impl Cuda {
 
     /// The plan for a problem.
     pub fn plan(&self, problem: &Problem) -> Result<Plan> {
-        match self.schedule {
-            Some(schedule) => Plan::with_schedule(problem, &self.shared.hardware, schedule),
-            None => Plan::choose(problem, &self.shared.hardware),
+        match self.choice {
+            Choice::Planner => Plan::choose(problem, &self.shared.hardware),
+            Choice::Kernel(kernel) => Plan::with_kernel(problem, &self.shared.hardware, kernel),
+            Choice::Schedule(schedule) => Plan::with_schedule(problem, &self.shared.hardware, schedule),
         }
     }
 
@@ -182,7 +199,7 @@ impl Cuda {
     }
 
     fn ready(&self, problem: &Problem) -> Result<Arc<Ready>> {
-        let key = Key::new(problem, self.schedule);
+        let key = Key::new(problem, self.choice);
         if let Some(ready) = self.shared.ready.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
             return Ok(Arc::clone(ready));
         }
@@ -231,33 +248,65 @@ impl Cuda {
             return Ok(());
         }
         if call.q.place == Place::Host {
-            let mut memory = Staged { cuda: self, buffers: Vec::new() };
-            return staging::run(&mut memory, call, |memory, addresses| {
-                memory.cuda.launch(&call.problem, addresses)?;
-                memory.cuda.synchronize()
-            });
+            return staged::run(self, call);
         }
         for (name, raw) in [(Name::Q, &call.q), (Name::K, &call.k), (Name::V, &call.v), (Name::O, &call.o)] {
             self.check_alignment(name, raw)?;
         }
+        self.check_memory(call)?;
         let at = |raw: &Raw| (raw.ptr as u64, raw.layout);
-        let mut lengths = None;
-        if let Some(values) = call.key_lengths {
-            let bytes: Vec<u8> = values.iter().flat_map(|length| length.to_le_bytes()).collect();
-            let buffer = self.stream.upload_new(&bytes).map_err(|error| self.error(&error))?;
-            lengths = Some(buffer);
-        }
+        let lengths = call.key_lengths.map(|values| self.store_lengths(values)).transpose()?;
         let addresses = Addresses {
             q: at(&call.q),
             k: at(&call.k),
             v: at(&call.v),
             o: at(&call.o),
             lse: call.lse.as_ref().map(at),
-            key_lengths: lengths.as_ref().map(DeviceBuffer::address),
+            key_lengths: lengths.as_ref().map(DeviceBuffer::address).or(call.device_lengths),
         };
         self.launch(&call.problem, &addresses)?;
-        // The lengths must outlive the kernel.
-        if lengths.is_some() { self.synchronize() } else { Ok(()) }
+        // The lengths must outlive the kernel. Memory of a pool is freed in stream order, behind it.
+        let freed_at_once = lengths.is_some() && !self.shared.context.properties().memory_pools;
+        if freed_at_once { self.synchronize() } else { Ok(()) }
+    }
+
+    /// Puts key lengths where a kernel that is queued next finds them.
+    fn store_lengths(&self, values: &[u32]) -> Result<DeviceBuffer> {
+        let kernel = if let Some(kernel) = self.shared.lengths.get() {
+            kernel
+        } else {
+            let context = &self.shared.context;
+            let loaded = context.with_relaxed_capture(|| LengthsKernel::load(context));
+            let kernel = loaded.and_then(|kernel| kernel).map_err(|error| self.error(&error))?;
+            self.shared.lengths.get_or_init(|| kernel)
+        };
+        kernel.store(&self.stream, values).map_err(|error| self.error(&error))
+    }
+
+    /// Refuses tensors that are not in this GPU's memory, which would cost the whole context.
+    fn check_memory(&self, call: &Call<'_>) -> Result<()> {
+        let span = |name: Name, raw: &Raw| -> Span {
+            let span = raw.span();
+            (name, span.start as u64..span.end as u64)
+        };
+        let batch = call.problem.batch as u64;
+        let lengths = call.device_lengths.map(|start| (Name::KeyLengths, start..start + 4 * batch));
+        let spans = [
+            Some(span(Name::Q, &call.q)),
+            Some(span(Name::K, &call.k)),
+            Some(span(Name::V, &call.v)),
+            Some(span(Name::O, &call.o)),
+            call.lse.as_ref().map(|lse| span(Name::Lse, lse)),
+            lengths,
+        ];
+        let spans = spans.into_iter().flatten().filter(|(_, span)| !span.is_empty());
+        match self.shared.memory.check(&self.shared.context, spans) {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(BadPointer { tensor, address, fault })) => {
+                Err(Error::Pointer { tensor, address, device: self.name(), fault })
+            }
+            Err(error) => Err(self.error(&error)),
+        }
     }
 
     /// Queues the kernel.
@@ -296,39 +345,6 @@ impl Cuda {
     fn name(&self) -> String {
         format!("cuda:{}", self.shared.ordinal)
     }
-
-    /// Memory for a tensor of this layout.
-    pub fn empty(&self, dtype: DType, layout: Layout) -> Result<CudaTensor> {
-        let elements = layout.elements().unwrap_or(0);
-        let buffer = self
-            .shared
-            .context
-            .alloc((elements * dtype.size()).max(1))
-            .map_err(|error| self.error(&error))?;
-        Ok(CudaTensor { buffer, dtype, layout, ordinal: self.shared.ordinal, elements })
-    }
-
-    /// A copy of a host tensor on the GPU, contiguous with heads and length in the same order.
-    pub fn upload(&self, tensor: &Tensor<'_>) -> Result<CudaTensor> {
-        let layout = Layout::bhsd(tensor.shape());
-        let mut copy = self.empty(tensor.dtype(), layout)?;
-        let bytes = tensor.raw.rows();
-        if !bytes.is_empty() {
-            self.stream.upload(&mut copy.buffer, 0, &bytes).map_err(|error| self.error(&error))?;
-        }
-        Ok(copy)
-    }
-
-    /// What a tensor on the GPU holds, once everything queued in the stream is done.
-    pub fn download(&self, tensor: &CudaTensor, out: &mut TensorMut<'_>) -> Result<()> {
-        self.synchronize()?;
-        let mut bytes = vec![0_u8; tensor.elements * tensor.dtype.size()];
-        if !bytes.is_empty() {
-            self.stream.download(&tensor.buffer, 0, &mut bytes).map_err(|error| self.error(&error))?;
-        }
-        out.raw.write_rows(&bytes, &tensor.layout);
-        Ok(())
-    }
 }
 
 impl std::fmt::Debug for Cuda {
@@ -343,67 +359,13 @@ impl std::fmt::Display for Cuda {
     }
 }
 
-/// A tensor in the memory of a GPU.
-pub struct CudaTensor {
-    buffer: DeviceBuffer,
-    dtype: DType,
-    layout: Layout,
-    ordinal: u32,
-    elements: usize,
-}
-
-impl CudaTensor {
-    /// The tensor to read.
-    pub fn view(&self) -> Result<Tensor<'_>> {
-        let ptr = self.buffer.address() as *const u8;
-        // SAFETY: the buffer holds that many elements and lives as long as the view.
-        unsafe {
-            Tensor::from_raw_parts(ptr, self.elements, self.dtype, Place::Cuda(self.ordinal), self.layout)
-        }
-    }
-
-    /// The tensor to write.
-    pub fn view_mut(&mut self) -> Result<TensorMut<'_>> {
-        let ptr = self.buffer.address() as *mut u8;
-        // SAFETY: the buffer holds that many elements, lives as long as the view, and is borrowed by it alone.
-        unsafe {
-            TensorMut::from_raw_parts(ptr, self.elements, self.dtype, Place::Cuda(self.ordinal), self.layout)
-        }
-    }
-
-    /// The memory.
-    pub fn buffer_mut(&mut self) -> &mut DeviceBuffer {
-        &mut self.buffer
-    }
-}
-
-/// Buffers that live for one staged call.
-struct Staged<'a> {
-    cuda: &'a Cuda,
-    buffers: Vec<DeviceBuffer>,
-}
-
-impl staging::Memory for Staged<'_> {
-    fn upload(&mut self, _: &str, bytes: &[u8]) -> Result<u64> {
-        let bytes = if bytes.is_empty() { &[0][..] } else { bytes };
-        let buffer = self.cuda.stream.upload_new(bytes).map_err(|error| self.cuda.error(&error))?;
-        self.buffers.push(buffer);
-        Ok(self.buffers[self.buffers.len() - 1].address())
-    }
-
-    fn reserve(&mut self, _: &str, len: usize) -> Result<u64> {
-        let buffer = self.cuda.context().alloc(len.max(1)).map_err(|error| self.cuda.error(&error))?;
-        self.buffers.push(buffer);
-        Ok(self.buffers[self.buffers.len() - 1].address())
-    }
-
-    fn download(&mut self, address: u64, out: &mut [u8]) -> Result<()> {
-        let buffer = self.buffers.iter().find(|buffer| buffer.address() == address);
-        let buffer = buffer.expect("staging downloads what it reserved");
-        self.cuda.stream.download(buffer, 0, out).map_err(|error| self.cuda.error(&error))
-    }
-}
-
 fn device_error(ordinal: u32, error: &DriverError) -> Error {
-    Error::Device { device: format!("cuda:{ordinal}"), what: error.to_string() }
+    let device = format!("cuda:{ordinal}");
+    match *error {
+        DriverError::OutOfMemory { bytes, .. } => {
+            Error::OutOfMemory { device, bytes, what: error.to_string() }
+        }
+        DriverError::ForeignStream { stream_device, .. } => Error::ForeignStream { stream_device, device },
+        _ => Error::Device { device, what: error.to_string() },
+    }
 }

@@ -1,0 +1,137 @@
+//! The name of a plan: what it depends on, compared and hashed in a few nanoseconds.
+
+use std::hash::{BuildHasherDefault, Hasher};
+
+use flashcore_kernels::{Kernel, Schedule};
+
+use crate::{DType, Mask, Problem};
+
+/// Who chooses the schedule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Choice {
+    Planner,
+    Kernel(Kernel),
+    Schedule(Schedule),
+}
+
+/// What a plan depends on. Floats are compared by their bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Key {
+    sizes: [usize; 7],
+    dtype: DType,
+    mask: Mask,
+    scale: u32,
+    softcap: Option<u32>,
+    flags: [bool; 2],
+    choice: Choice,
+}
+
+impl Key {
+    pub(super) fn new(problem: &Problem, choice: Choice) -> Self {
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
+        Self {
+            sizes: [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v],
+            dtype: problem.dtype,
+            mask: problem.mask,
+            scale: problem.scale.to_bits(),
+            softcap: problem.softcap.map(f32::to_bits),
+            flags: [problem.key_lengths, problem.lse],
+            choice,
+        }
+    }
+}
+
+/// Hashes word by word, by multiplying and rotating. Nobody gains from choosing problems whose keys collide, so
+/// the standard hasher's defence against that would be paid for nothing in every call.
+#[derive(Default)]
+pub(super) struct Quick(u64);
+
+/// How the map of plans is hashed.
+pub(super) type QuickState = BuildHasherDefault<Quick>;
+
+impl Quick {
+    fn word(&mut self, word: u64) {
+        // An odd number with about as many ones as zeros, and no pattern: 2^64 divided by the golden ratio.
+        self.0 = (self.0.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
+impl Hasher for Quick {
+    fn write(&mut self, bytes: &[u8]) {
+        for part in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..part.len()].copy_from_slice(part);
+            self.word(u64::from_le_bytes(word));
+        }
+    }
+
+    fn write_u8(&mut self, value: u8) {
+        self.word(value.into());
+    }
+
+    fn write_u32(&mut self, value: u32) {
+        self.word(value.into());
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        self.word(value);
+    }
+
+    fn write_usize(&mut self, value: usize) {
+        self.word(value as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        // Multiplication mixes upwards, and the map looks at the lowest bits first.
+        self.0.rotate_left(26)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        collections::{HashMap, HashSet},
+        hash::BuildHasher,
+    };
+
+    use super::*;
+
+    fn keys() -> Vec<Key> {
+        let mut keys = Vec::new();
+        for batch in [1, 2, 16] {
+            for heads in [1, 8, 32] {
+                for len in [1, 64, 65, 512, 16384] {
+                    for dtype in [DType::F16, DType::BF16] {
+                        for mask in [Mask::None, Mask::Causal, Mask::Window { left: Some(8), right: None }] {
+                            let problem = Problem::new(batch, heads, len, 64, dtype).with_mask(mask);
+                            keys.push(Key::new(&problem, Choice::Planner));
+                            keys.push(Key::new(&problem.with_lse(), Choice::Planner));
+                            keys.push(Key::new(&problem.with_softcap(30.0), Choice::Planner));
+                            keys.push(Key::new(&problem, Choice::Kernel(Kernel::Scalar)));
+                        }
+                    }
+                }
+            }
+        }
+        keys
+    }
+
+    #[test]
+    fn problems_that_differ_in_anything_have_keys_of_their_own() {
+        let keys = keys();
+        let found: HashMap<Key, usize, QuickState> =
+            keys.iter().enumerate().map(|(index, key)| (*key, index)).collect();
+        assert_eq!(found.len(), keys.len());
+        for (index, key) in keys.iter().enumerate() {
+            assert_eq!(found[key], index);
+        }
+    }
+
+    #[test]
+    fn keys_spread_over_the_low_bits_that_a_map_looks_at() {
+        let keys = keys();
+        let low: HashSet<u64> =
+            keys.iter().map(|key| QuickState::default().hash_one(key) % (4 * keys.len() as u64)).collect();
+        assert!(low.len() > keys.len() * 3 / 4, "{} places for {} keys", low.len(), keys.len());
+    }
+}

@@ -1,0 +1,123 @@
+//! Calls recorded once as a CUDA graph, and replayed with one launch.
+//!
+//! ```no_run
+//! use flashcore::{Attention, DType, Layout, cuda::Cuda};
+//!
+//! let cuda = Cuda::new(0)?.on_new_stream()?; // the default stream cannot be recorded
+//! let layout = Layout::bhsd([1, 8, 512, 64]);
+//! let (q, o) = (cuda.empty(DType::F16, layout)?, cuda.empty(DType::F16, layout)?);
+//! let recording = cuda.record(|calls| calls.run(&Attention::new().causal(), [&q, &q, &q], &o, None))?;
+//! for _ in 0..100 {
+//!     recording.replay()?;
+//! }
+//! # Ok::<(), flashcore::Error>(())
+//! ```
+#![allow(unsafe_code)] // A replay reaches memory through addresses; the recording borrows what they belong to.
+
+use std::{marker::PhantomData, sync::Arc};
+
+use flashcore_driver::{CaptureMode, DriverError, GraphExec};
+
+use super::{Cuda, CudaTensor, Ready};
+use crate::{Attention, Device, Error, Result};
+
+/// Takes calls into a recording.
+pub struct Recorder<'a> {
+    device: Device,
+    cuda: Cuda,
+    kernels: Vec<Arc<Ready>>,
+    calls: usize,
+    tensors: PhantomData<&'a [u8]>,
+}
+
+/// Recorded calls, ready to run again. It borrows their tensors.
+pub struct Recording<'a> {
+    exec: GraphExec,
+    cuda: Cuda,
+    calls: usize,
+    /// The code that the graph refers to.
+    _kernels: Vec<Arc<Ready>>,
+    tensors: PhantomData<&'a [u8]>,
+}
+
+impl Cuda {
+    /// Records the calls that `work` makes, instead of running them. The stream must not be the default one.
+    pub fn record<'a>(&self, work: impl FnOnce(&mut Recorder<'a>) -> Result<()>) -> Result<Recording<'a>> {
+        let mut recorder = Recorder {
+            device: Device::cuda_with(self.clone()),
+            cuda: self.clone(),
+            kernels: Vec::new(),
+            calls: 0,
+            tensors: PhantomData,
+        };
+        let graph =
+            self.stream.capture(CaptureMode::ThreadLocal, |_| work(&mut recorder).map_err(Failure::Work));
+        let graph = graph.map_err(|failure| match failure {
+            Failure::Work(error) => error,
+            Failure::Capture(error) => self.error(&error),
+        })?;
+        let ready = || {
+            let exec = graph.instantiate()?;
+            exec.upload(&self.stream)?;
+            Ok(exec)
+        };
+        let exec = ready().map_err(|error: DriverError| self.error(&error))?;
+        let Recorder { cuda, kernels, calls, .. } = recorder;
+        Ok(Recording { exec, cuda, calls, _kernels: kernels, tensors: PhantomData })
+    }
+}
+
+/// Why nothing was recorded.
+enum Failure {
+    Work(Error),
+    Capture(DriverError),
+}
+
+impl From<DriverError> for Failure {
+    fn from(error: DriverError) -> Self {
+        Failure::Capture(error)
+    }
+}
+
+impl<'a> Recorder<'a> {
+    /// Records one call; lse is computed if there is a place for it. Calls run one after the other, so that one
+    /// output may be given to several: it then holds the last one's result.
+    pub fn run(
+        &mut self,
+        attention: &Attention<'a>,
+        [q, k, v]: [&'a CudaTensor; 3],
+        o: &'a CudaTensor,
+        lse: Option<&'a CudaTensor>,
+    ) -> Result<()> {
+        let (q, k, v) = (q.view()?, k.view()?, v.view()?);
+        let mut problem = attention.problem(&q, &k, &v)?;
+        problem.lse = lse.is_some();
+        let mut lse = lse.map(CudaTensor::target).transpose()?;
+        attention.run_into(&self.device, &q, &k, &v, &mut o.target()?, lse.as_mut())?;
+        if problem.batch * problem.heads_q * problem.len_q > 0 {
+            self.kernels.push(self.cuda.ready(&problem)?);
+        }
+        self.calls += 1;
+        Ok(())
+    }
+}
+
+impl Recording<'_> {
+    /// Queues all recorded calls again.
+    pub fn replay(&self) -> Result<()> {
+        // SAFETY: the recording borrows every tensor and holds the code of every call.
+        unsafe { self.exec.launch(&self.cuda.stream) }.map_err(|error| self.cuda.error(&error))
+    }
+
+    /// How many calls were recorded.
+    pub fn calls(&self) -> usize {
+        self.calls
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        // Whoever frees the tensors next must not do so under a replay.
+        let _ = self.cuda.synchronize();
+    }
+}
