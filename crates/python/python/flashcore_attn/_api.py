@@ -1,0 +1,129 @@
+"""FlashCore's own functions, for torch tensors, numpy arrays and whatever speaks DLPack."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from . import _native
+from ._errors import FlashCoreError
+from ._options import mask_of
+
+
+def _torch_tensor(array: Any) -> bool:
+    # A tensor cannot exist before torch is imported.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def _lengths(key_lengths: Any) -> list[int] | None:
+    """Key lengths as a list, whatever they came as."""
+    if key_lengths is None or isinstance(key_lengths, list):
+        return key_lengths
+    return key_lengths.tolist() if hasattr(key_lengths, "tolist") else list(key_lengths)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    top_left: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Sequence[int] | Any | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+    return_lse: bool = False,
+    out: Any | None = None,
+) -> Any:
+    """Exact attention, softmax(scale · q kᵀ) v, in one pass.
+
+    q is (batch, heads, length, head_dim), or (batch, length, heads, head_dim) with ``layout="bshd"``; k and v may
+    have another length and fewer heads (each serves as many query heads), v another head_dim. Nothing is copied:
+    strides may be any as long as the last is 1. The result is of q's kind, with its order in memory.
+
+    causal: a query sees the keys up to its own place. The last query sees the last key, or, with ``top_left``, the
+        first query the first key.
+    window: (left, right), how many keys a query sees before and after its own place; None or -1 is all of them.
+    key_lengths: how many keys each batch entry has, one integer each; the rest is never read.
+    scale: what scores are multiplied with, by default 1/√head_dim.
+    softcap: scores become softcap · tanh(score / softcap); 0 is off.
+    return_lse: also return the logarithm of the sum of exponentials, float32, as (batch, heads, length).
+    out: an array to write into instead of a new one (not with gradients).
+    """
+    mask, left, right = mask_of(causal, top_left, window)
+    if _torch_tensor(q):
+        from . import _torch
+
+        return _torch.attend(
+            q, k, v, mask, left, right, None, key_lengths, scale, softcap, layout, return_lse, out
+        )  # fmt: skip
+    from . import _numpy
+
+    made, lse = _numpy.outputs(q, v, layout, out is None, return_lse)
+    out = made if out is None else out
+    _native.run(q, k, v, out, lse, _lengths(key_lengths), mask, left, right, scale, softcap, layout)
+    return (out, lse) if return_lse else out
+
+
+def can_use(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    top_left: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Sequence[int] | Any | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+) -> tuple[bool, str]:
+    """Whether ``attention`` takes this call: (True, the device that would run it) or (False, why not).
+
+    Nothing is computed, and arrays are not read beyond their shapes.
+    """
+    try:
+        mask, left, right = mask_of(causal, top_left, window)
+        return True, _native.check(q, k, v, _lengths(key_lengths), mask, left, right, scale, softcap, layout)
+    except (FlashCoreError, TypeError) as error:
+        return False, str(error)
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    top_left: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Sequence[int] | Any | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+    target: str | None = None,
+) -> str:
+    """The plan of a call as text: the problem, the kernel, its schedule, why, and the launch.
+
+    The plan is made for the device where the tensors lie, or for a typical GPU of a target such as ``"sm_80"`` or
+    ``"sm_90a"``, which need not be there.
+    """
+    mask, left, right = mask_of(causal, top_left, window)
+    return _native.explain(q, k, v, _lengths(key_lengths), mask, left, right, scale, softcap, layout, target)
+
+
+def info() -> dict[str, Any]:
+    """What there is to run on: the version, the CPU's instructions and threads, CUDA devices or why there are none,
+    and how torch's tensors are read. This looks for GPUs; importing the package does not."""
+    found = _native.machine()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        from . import _torch
+
+        found["torch"] = {"version": torch.__version__, "direct": _torch.DIRECT}
+    return found
+

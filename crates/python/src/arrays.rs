@@ -1,0 +1,494 @@
+//! Arrays of other libraries, described without a copy.
+//!
+//! Three ways lead to an array's memory, fastest first: the exchange table that its type carries (torch 2.10 and
+//! later), a torch tensor's own attributes, and a DLPack capsule (NumPy, CuPy, JAX and others).
+#![allow(unsafe_code)] // Reads C structs that other libraries filled in.
+
+use std::{
+    ffi::{CStr, c_void},
+    sync::{Mutex, PoisonError},
+};
+
+use flashcore::{DType, Error, Layout, Name, Place, Tensor, TensorMut};
+use pyo3::{
+    exceptions::PyTypeError,
+    intern,
+    prelude::*,
+    types::{PyCapsule, PyDict, PyType},
+};
+
+use crate::{dlpack, errors};
+
+/// More dimensions than any array here may have, so that shapes need no allocation.
+const MAX_RANK: usize = 8;
+
+/// How the shape of a call's tensors is ordered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// (batch, heads, length, head_dim).
+    HeadsFirst,
+    /// (batch, length, heads, head_dim).
+    LengthFirst,
+}
+
+impl Order {
+    /// By its name in Python.
+    pub fn from_name(py: Python<'_>, name: &str) -> PyResult<Self> {
+        match name {
+            "bhsd" => Ok(Order::HeadsFirst),
+            "bshd" => Ok(Order::LengthFirst),
+            _ => {
+                let text = format!(
+                    "layout is '{name}', possible are 'bhsd' (batch, heads, length, head_dim) and 'bshd' (batch, length, heads, head_dim)"
+                );
+                Err(errors::contract(py, &text))
+            }
+        }
+    }
+
+    fn of(self, [a, b, c, d]: [usize; 4]) -> [usize; 4] {
+        match self {
+            Order::HeadsFirst => [a, b, c, d],
+            Order::LengthFirst => [a, c, b, d],
+        }
+    }
+}
+
+/// How an array was read, which decides what stream its work belongs in.
+#[derive(Clone, Copy)]
+enum Source {
+    Exchange(&'static dlpack::ExchangeApi),
+    Torch,
+    Capsule,
+}
+
+/// The queue that a call on a GPU belongs in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stream {
+    /// The `CUstream`; null is the default one.
+    pub raw: usize,
+    /// Whether the owner does not know that work was queued there, so that the call has to wait for its end.
+    pub wait: bool,
+}
+
+/// Somebody's array: an address with sizes and strides. Valid while the object that it was read from lives.
+pub struct Array<'py> {
+    data: *mut u8,
+    rank: usize,
+    sizes: [i64; MAX_RANK],
+    strides: [i64; MAX_RANK],
+    /// The element type.
+    pub dtype: dlpack::DataType,
+    device: dlpack::Device,
+    read_only: bool,
+    source: Source,
+    /// What owns the description, where it is not the array itself.
+    _owner: Option<Bound<'py, PyAny>>,
+}
+
+impl<'py> Array<'py> {
+    /// Reads an array, or says why it is none.
+    pub fn read(object: &Bound<'py, PyAny>, name: Name) -> PyResult<Self> {
+        if let Some(api) = exchange_api(&object.get_type())? {
+            return Self::through(object, api);
+        }
+        let py = object.py();
+        if object.hasattr(intern!(py, "untyped_storage"))? && object.hasattr(intern!(py, "data_ptr"))? {
+            return Self::from_torch(object, name);
+        }
+        if object.hasattr(intern!(py, "__dlpack__"))? {
+            return Self::from_capsule(object, name);
+        }
+        Err(PyTypeError::new_err(format!(
+            "{name} is a {}, possible are torch tensors, numpy arrays and whatever else has __dlpack__",
+            object.get_type().name()?
+        )))
+    }
+
+    /// Reads an array whose type has an exchange table.
+    fn through(object: &Bound<'py, PyAny>, api: &'static dlpack::ExchangeApi) -> PyResult<Self> {
+        let describe = api.tensor_from_object.expect("exchange_api checked that it is there");
+        let mut tensor = std::mem::MaybeUninit::<dlpack::Tensor>::zeroed();
+        // SAFETY: the table belongs to the object's type, and the out pointer is a live local.
+        let status = unsafe { describe(object.as_ptr().cast(), tensor.as_mut_ptr()) };
+        if status != 0 {
+            return Err(PyErr::fetch(object.py()));
+        }
+        // SAFETY: the call succeeded, so the struct is filled in, and it describes an object that lives.
+        unsafe { Self::describe(object.py(), tensor.assume_init_ref(), false, Source::Exchange(api), None) }
+    }
+
+    /// Reads a torch tensor by its attributes: older versions have no exchange table, and refuse a capsule for a
+    /// tensor that requires a gradient.
+    fn from_torch(object: &Bound<'py, PyAny>, name: Name) -> PyResult<Self> {
+        let py = object.py();
+        let sizes: Vec<i64> = object.getattr(intern!(py, "shape"))?.extract()?;
+        let strides: Vec<i64> = object.call_method0(intern!(py, "stride"))?.extract()?;
+        let (sizes, strides) = (inline(py, &sizes, name)?, inline(py, &strides, name)?);
+        let dtype = object.getattr(intern!(py, "dtype"))?.str()?.to_string();
+        let (code, bits) = match dtype.as_str() {
+            "torch.float16" => (dlpack::FLOAT, 16),
+            "torch.bfloat16" => (dlpack::BFLOAT, 16),
+            "torch.float32" => (dlpack::FLOAT, 32),
+            "torch.bool" => (dlpack::BOOL, 8),
+            "torch.int32" => (dlpack::INT, 32),
+            "torch.int64" => (dlpack::INT, 64),
+            _ => return Err(errors::contract(py, &wrong_dtype(name, &dtype))),
+        };
+        let device = object.getattr(intern!(py, "device"))?;
+        let kind: String = device.getattr(intern!(py, "type"))?.extract()?;
+        let device = match kind.as_str() {
+            "cpu" => dlpack::Device { kind: dlpack::CPU, id: 0 },
+            "cuda" => dlpack::Device {
+                kind: dlpack::CUDA,
+                id: device.getattr(intern!(py, "index"))?.extract::<Option<i32>>()?.unwrap_or(0),
+            },
+            _ => return Err(errors::unsupported(py, &wrong_device(name, &kind))),
+        };
+        let address: usize = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        Ok(Self {
+            data: std::ptr::with_exposed_provenance_mut(address),
+            rank: sizes.1,
+            sizes: sizes.0,
+            strides: strides.0,
+            dtype: dlpack::DataType { code, bits, lanes: 1 },
+            device,
+            read_only: false,
+            source: Source::Torch,
+            _owner: None,
+        })
+    }
+
+    fn from_capsule(object: &Bound<'py, PyAny>, name: Name) -> PyResult<Self> {
+        let py = object.py();
+        let (kind, _): (i32, i32) = object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
+        let options = PyDict::new(py);
+        if kind == dlpack::CUDA || kind == dlpack::CUDA_MANAGED {
+            // 1 is the default stream: the producer lets it wait for whatever still writes the array.
+            options.set_item(intern!(py, "stream"), 1)?;
+        }
+        let plain = options.copy()?;
+        options.set_item(intern!(py, "max_version"), (dlpack::MAJOR, 3))?;
+        let method = object.getattr(intern!(py, "__dlpack__"))?;
+        let capsule = match method.call((), Some(&options)) {
+            // Producers older than version 1 do not know the argument.
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => method.call((), Some(&plain)),
+            result => result,
+        }?
+        .cast_into::<PyCapsule>()
+        .map_err(|_| errors::contract(py, &format!("{name} has a __dlpack__ that returns no capsule")))?;
+        let (tensor, read_only) = managed(&capsule)?;
+        // SAFETY: the capsule keeps the struct alive, and the array keeps the capsule.
+        unsafe {
+            Self::describe(py, &*tensor, read_only, Source::Capsule, Some(capsule.into_any())).map_err(
+                |error| {
+                    if error.is_instance_of::<PyTypeError>(py) {
+                        error
+                    } else {
+                        errors::contract(py, &format!("{name}: {error}"))
+                    }
+                },
+            )
+        }
+    }
+
+    /// Copies a description.
+    ///
+    /// # Safety
+    /// `tensor` is filled in according to DLPack, and its memory lives as long as the result.
+    unsafe fn describe(
+        py: Python<'py>,
+        tensor: &dlpack::Tensor,
+        read_only: bool,
+        source: Source,
+        owner: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Self> {
+        let rank = tensor.ndim.max(0) as usize;
+        if rank > MAX_RANK {
+            return Err(errors::raise(py, &Error::Rank { tensor: Name::Tensor, given: rank }));
+        }
+        let (mut sizes, mut strides) = ([0; MAX_RANK], [0; MAX_RANK]);
+        for (dim, size) in sizes.iter_mut().take(rank).enumerate() {
+            // SAFETY: shape has `ndim` elements.
+            *size = unsafe { tensor.shape.add(dim).read() };
+        }
+        let mut contiguous = 1_i64;
+        for dim in (0..rank).rev() {
+            strides[dim] = if tensor.strides.is_null() {
+                contiguous
+            } else {
+                // SAFETY: strides, where there are any, have `ndim` elements.
+                unsafe { tensor.strides.add(dim).read() }
+            };
+            contiguous = contiguous.saturating_mul(sizes[dim]);
+        }
+        let data = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
+        let (dtype, device) = (tensor.dtype, tensor.device);
+        Ok(Self { data, rank, sizes, strides, dtype, device, read_only, source, _owner: owner })
+    }
+
+    /// Sizes.
+    pub fn sizes(&self) -> &[i64] {
+        &self.sizes[..self.rank]
+    }
+
+    /// Strides in elements.
+    pub fn strides(&self) -> &[i64] {
+        &self.strides[..self.rank]
+    }
+
+    /// Whether it has four dimensions, and the elements of the last lie side by side.
+    pub fn has_rows(&self) -> bool {
+        self.rank == 4 && (self.strides[3] == 1 || self.sizes[3] <= 1)
+    }
+
+    /// The first element.
+    pub fn data(&self) -> *const u8 {
+        self.data
+    }
+
+    /// Whether it lies where the CPU can read it.
+    pub fn on_host(&self) -> bool {
+        matches!(self.device.kind, dlpack::CPU | dlpack::CUDA_HOST)
+    }
+
+    fn place(&self, py: Python<'_>, name: Name) -> PyResult<Place> {
+        match self.device.kind {
+            dlpack::CPU | dlpack::CUDA_HOST => Ok(Place::Host),
+            dlpack::CUDA | dlpack::CUDA_MANAGED => Ok(Place::Cuda(self.device.id.max(0) as u32)),
+            kind => {
+                let text = wrong_device(name, &format!("DLPack device {kind}"));
+                Err(errors::unsupported(py, &text))
+            }
+        }
+    }
+
+    fn element(&self, py: Python<'_>, name: Name) -> PyResult<DType> {
+        match (self.dtype.code, self.dtype.bits, self.dtype.lanes) {
+            (dlpack::FLOAT, 16, 1) => Ok(DType::F16),
+            (dlpack::BFLOAT, 16, 1) => Ok(DType::BF16),
+            (dlpack::FLOAT, 32, 1) => Ok(DType::F32),
+            (code, bits, _) => {
+                let kind = match code {
+                    dlpack::INT => "int",
+                    dlpack::UINT => "uint",
+                    dlpack::FLOAT => "float",
+                    dlpack::BOOL => "bool",
+                    _ => "an unknown type of bits ",
+                };
+                Err(errors::contract(py, &wrong_dtype(name, &format!("{kind}{bits}"))))
+            }
+        }
+    }
+
+    /// Sizes and strides as (batch, heads, length, head_dim), and how many elements the memory spans.
+    fn layout(&self, py: Python<'_>, name: Name, order: Order) -> PyResult<(Layout, usize)> {
+        if self.rank != 4 {
+            return Err(errors::raise(py, &Error::Rank { tensor: name, given: self.rank }));
+        }
+        let four = |values: &[i64; MAX_RANK]| -> PyResult<[usize; 4]> {
+            let mut out = [0; 4];
+            for (to, &from) in out.iter_mut().zip(values) {
+                *to = usize::try_from(from).map_err(|_| {
+                    let text = format!(
+                        "{name} has stride {from}; strides must not be negative. Copy {name}, for example with numpy.ascontiguousarray"
+                    );
+                    errors::contract(py, &text)
+                })?;
+            }
+            Ok(order.of(out))
+        };
+        let layout = Layout { shape: four(&self.sizes)?, strides: four(&self.strides)? };
+        Ok((layout, span(&layout)))
+    }
+
+    /// The array as an input of a call.
+    pub fn tensor(&self, py: Python<'_>, name: Name, order: Order) -> PyResult<Tensor<'_>> {
+        let (dtype, place) = (self.element(py, name)?, self.place(py, name)?);
+        let (layout, len) = self.layout(py, name, order)?;
+        // SAFETY: the array lives as long as the view, and its producer says that these sizes and strides stay
+        // inside its memory.
+        unsafe { Tensor::from_raw_parts(self.data, len, dtype, place, layout) }
+            .map_err(|error| errors::raise(py, &errors::named(error, name)))
+    }
+
+    /// The array as an output of a call.
+    pub fn tensor_mut(&self, py: Python<'_>, name: Name, order: Order) -> PyResult<TensorMut<'_>> {
+        let (layout, len) = self.layout(py, name, order)?;
+        self.writable(py, name, layout, len)
+    }
+
+    /// The array as a place for lse, (batch, heads, length).
+    pub fn lse_mut(&self, py: Python<'_>) -> PyResult<TensorMut<'_>> {
+        let name = Name::Lse;
+        if self.rank != 3 {
+            let text = format!("lse has {} dimensions, it takes 3: (batch, heads, length)", self.rank);
+            return Err(errors::contract(py, &text));
+        }
+        let mut four = Self { rank: 4, _owner: None, ..*self };
+        (four.sizes[3], four.strides[3]) = (1, 1);
+        let (layout, len) = four.layout(py, name, Order::HeadsFirst)?;
+        self.writable(py, name, layout, len)
+    }
+
+    fn writable(&self, py: Python<'_>, name: Name, layout: Layout, len: usize) -> PyResult<TensorMut<'_>> {
+        if self.read_only {
+            let text = format!("{name} is read-only. Give an array that can be written");
+            return Err(errors::contract(py, &text));
+        }
+        let (dtype, place) = (self.element(py, name)?, self.place(py, name)?);
+        // SAFETY: as for an input; that nobody else uses the memory meanwhile is the caller's part, as with every
+        // function that writes into an array.
+        unsafe { TensorMut::from_raw_parts(self.data, len, dtype, place, layout) }
+            .map_err(|error| errors::raise(py, &errors::named(error, name)))
+    }
+
+    /// The stream that work on this array belongs in; `None` on the host.
+    pub fn stream(&self, py: Python<'_>) -> PyResult<Option<Stream>> {
+        if self.on_host() {
+            return Ok(None);
+        }
+        let raw = match self.source {
+            Source::Exchange(api) => {
+                let current = api.current_stream.expect("exchange_api checked that it is there");
+                let mut stream: *mut c_void = std::ptr::null_mut();
+                // SAFETY: the table is the library's own, and the out pointer is a live local.
+                if unsafe { current(self.device.kind, self.device.id, &raw mut stream) } != 0 {
+                    return Err(PyErr::fetch(py));
+                }
+                stream.expose_provenance()
+            }
+            Source::Torch => {
+                let cuda = py.import(intern!(py, "torch.cuda"))?;
+                let stream = cuda.call_method1(intern!(py, "current_stream"), (self.device.id,))?;
+                stream.getattr(intern!(py, "cuda_stream"))?.extract()?
+            }
+            Source::Capsule => return Ok(Some(Stream { raw: 0, wait: true })),
+        };
+        Ok(Some(Stream { raw, wait: false }))
+    }
+}
+
+/// How many elements lie between the first and the last, both included.
+fn span(layout: &Layout) -> usize {
+    if layout.shape.contains(&0) {
+        return 0;
+    }
+    let steps = layout.shape.iter().zip(&layout.strides);
+    steps.fold(1_usize, |sum, (&size, &stride)| sum.saturating_add((size - 1).saturating_mul(stride)))
+}
+
+fn inline(py: Python<'_>, values: &[i64], name: Name) -> PyResult<([i64; MAX_RANK], usize)> {
+    if values.len() > MAX_RANK {
+        return Err(errors::raise(py, &Error::Rank { tensor: name, given: values.len() }));
+    }
+    let mut out = [0; MAX_RANK];
+    out[..values.len()].copy_from_slice(values);
+    Ok((out, values.len()))
+}
+
+fn wrong_dtype(name: Name, given: &str) -> String {
+    format!("{name} is {given}, possible are float16, bfloat16 and float32. Convert {name} to one of them")
+}
+
+fn wrong_device(name: Name, given: &str) -> String {
+    format!("{name} lies on {given}, possible are the CPU and CUDA devices. Copy {name} to one of them")
+}
+
+const MANAGED_VERSIONED: &CStr = c"dltensor_versioned";
+const MANAGED: &CStr = c"dltensor";
+
+/// The tensor in a capsule, and whether it must not be written.
+fn managed(capsule: &Bound<'_, PyCapsule>) -> PyResult<(*const dlpack::Tensor, bool)> {
+    if capsule.is_valid_checked(Some(MANAGED_VERSIONED)) {
+        let managed = capsule.pointer_checked(Some(MANAGED_VERSIONED))?.cast::<dlpack::ManagedVersioned>();
+        // SAFETY: a capsule of this name holds this struct up to `flags` whatever its version.
+        let (version, flags) = unsafe { ((*managed.as_ptr()).version, (*managed.as_ptr()).flags) };
+        if version.major != dlpack::MAJOR {
+            let text = format!("DLPack {}.{} is not known, possible is 1", version.major, version.minor);
+            return Err(errors::unsupported(capsule.py(), &text));
+        }
+        // SAFETY: as above, and the version is the one whose struct this is.
+        Ok((unsafe { &raw const (*managed.as_ptr()).tensor }, flags & dlpack::READ_ONLY != 0))
+    } else {
+        let managed = capsule.pointer_checked(Some(MANAGED))?.cast::<dlpack::Managed>();
+        // SAFETY: a capsule of this name holds this struct.
+        Ok((unsafe { &raw const (*managed.as_ptr()).tensor }, false))
+    }
+}
+
+/// What is known of a type: it is kept alive, so that its address stays its own.
+struct Known {
+    class: Py<PyType>,
+    api: Option<&'static dlpack::ExchangeApi>,
+}
+
+// SAFETY: the table is constant and its functions may be called from any thread that holds the interpreter.
+unsafe impl Send for Known {}
+
+static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+
+/// Types that are remembered; later ones are asked every time.
+const MAX_KNOWN: usize = 16;
+
+/// The exchange table of a type, if it has one that can be used.
+fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static dlpack::ExchangeApi>> {
+    let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(found) = known.iter().find(|known| known.class.as_ptr() == class.as_ptr()) {
+        return Ok(found.api);
+    }
+    // Asking runs Python, which may come back here.
+    drop(known);
+    let api = ask_exchange_api(class)?;
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if known.len() < MAX_KNOWN {
+        known.push(Known { class: class.clone().unbind(), api });
+    }
+    Ok(api)
+}
+
+fn ask_exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static dlpack::ExchangeApi>> {
+    let py = class.py();
+    let Some(attribute) = class.getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))? else {
+        return Ok(None);
+    };
+    let Ok(capsule) = attribute.cast_into::<PyCapsule>() else { return Ok(None) };
+    let pointer = capsule.pointer_checked(Some(c"dlpack_exchange_api"))?;
+    let mut table: *const dlpack::ExchangeApi = pointer.as_ptr().cast();
+    while !table.is_null() {
+        // SAFETY: the capsule's name promises the header of this struct, and that it lives as long as the process.
+        let version = unsafe { (*table).version };
+        if version.major == dlpack::MAJOR {
+            // SAFETY: as above, and the version is the one whose struct this is.
+            let api = unsafe { &*table };
+            return Ok((api.tensor_from_object.is_some() && api.current_stream.is_some()).then_some(api));
+        }
+        // SAFETY: the header is the same in every version.
+        table = unsafe { (*table).previous };
+    }
+    Ok(None)
+}
+
+/// Whether the type's arrays are read without going through Python.
+pub fn is_direct(class: &Bound<'_, PyType>) -> PyResult<bool> {
+    Ok(exchange_api(class)?.is_some())
+}
+
+/// Lengths given as a sequence of integers.
+pub fn lengths(py: Python<'_>, given: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    let values: Vec<i64> = given.extract().map_err(|_| {
+        errors::contract(
+            py,
+            "key_lengths must be integers, one a batch entry: a list, or an integer array of one dimension",
+        )
+    })?;
+    let check = |(entry, &value): (usize, &i64)| {
+        u32::try_from(value).map_err(|_| {
+            errors::contract(
+                py,
+                &format!("the key length of batch entry {entry} is {value}, possible is 0 to 2^31-1"),
+            )
+        })
+    };
+    values.iter().enumerate().map(check).collect()
+}

@@ -1,0 +1,210 @@
+//! Calls: arrays in, arrays written.
+
+use flashcore::{Name, Place, Problem, plan};
+use flashcore_driver::Driver;
+use pyo3::{prelude::*, types::PyDict};
+
+use crate::{
+    arrays::{self, Array},
+    devices, errors,
+    options::Options,
+};
+
+/// Runs a call on arrays that were read.
+pub fn execute(
+    py: Python<'_>,
+    [q, k, v]: [&Array<'_>; 3],
+    o: &Array<'_>,
+    lse: Option<&Array<'_>>,
+    key_lengths: Option<&[u32]>,
+    options: Options,
+) -> PyResult<()> {
+    let order = options.order;
+    let stream = q.stream(py)?;
+    let tensors =
+        [q.tensor(py, Name::Q, order)?, k.tensor(py, Name::K, order)?, v.tensor(py, Name::V, order)?];
+    let mut o = o.tensor_mut(py, Name::O, order)?;
+    let mut lse = lse.map(|lse| lse.lse_mut(py)).transpose()?;
+    let run = || {
+        let [q, k, v] = &tensors;
+        let mut attention = options.attention();
+        if let Some(lengths) = key_lengths {
+            attention = attention.key_lengths(lengths);
+        }
+        let placed = devices::of(q.place(), stream)?;
+        let mut run = || attention.run_into(&placed.device, q, k, v, &mut o, lse.as_mut());
+        match q.place() {
+            Place::Host => devices::on_live_threads(run),
+            Place::Cuda(_) => {
+                run()?;
+                placed.wait_for.map_or(Ok(()), |cuda| cuda.synchronize())
+            }
+        }
+    };
+    py.detach(run).map_err(|error| errors::raise(py, &error))
+}
+
+/// Computes attention on any arrays into given outputs.
+#[pyfunction]
+#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout))]
+pub fn run(
+    q: &Bound<'_, PyAny>,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    o: &Bound<'_, PyAny>,
+    lse: Option<&Bound<'_, PyAny>>,
+    key_lengths: Option<&Bound<'_, PyAny>>,
+    mask: &str,
+    left: Option<usize>,
+    right: Option<usize>,
+    scale: Option<f64>,
+    softcap: f64,
+    layout: &str,
+) -> PyResult<()> {
+    let py = q.py();
+    let options = Options::new(py, mask, left, right, scale, softcap, layout)?;
+    let lengths = key_lengths.map(|given| arrays::lengths(py, given)).transpose()?;
+    let inputs = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
+    // What is wrong with an input comes before what follows from it: no output.
+    for (input, name) in inputs.iter().zip([Name::Q, Name::K, Name::V]) {
+        input.tensor(py, name, options.order)?;
+    }
+    let o = Array::read(o, Name::O)?;
+    let lse = lse.map(|lse| Array::read(lse, Name::Lse)).transpose()?;
+    execute(py, inputs.each_ref(), &o, lse.as_ref(), lengths.as_deref(), options)
+}
+
+/// The problem that arrays and options pose, and where its tensors lie.
+fn problem(
+    q: &Bound<'_, PyAny>,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    key_lengths: Option<&Bound<'_, PyAny>>,
+    options: Options,
+) -> PyResult<(Problem, Place)> {
+    let py = q.py();
+    let lengths = key_lengths.map(|given| arrays::lengths(py, given)).transpose()?;
+    let arrays = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
+    let [q, k, v] = &arrays;
+    let q = q.tensor(py, Name::Q, options.order)?;
+    let (k, v) = (k.tensor(py, Name::K, options.order)?, v.tensor(py, Name::V, options.order)?);
+    let mut attention = options.attention();
+    if let Some(lengths) = &lengths {
+        attention = attention.key_lengths(lengths);
+    }
+    let problem = attention.problem(&q, &k, &v).map_err(|error| errors::raise(py, &error))?;
+    for (tensor, given) in [(Name::K, k.place()), (Name::V, v.place())] {
+        if given != q.place() {
+            let device = q.place().to_string();
+            return Err(errors::raise(py, &flashcore::Error::PlaceMismatch { tensor, given, device }));
+        }
+    }
+    Ok((problem, q.place()))
+}
+
+/// The device that would run a call, or the exception that the call would raise.
+#[pyfunction]
+#[pyo3(signature = (q, k, v, key_lengths, mask, left, right, scale, softcap, layout))]
+pub fn check(
+    q: &Bound<'_, PyAny>,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    key_lengths: Option<&Bound<'_, PyAny>>,
+    mask: &str,
+    left: Option<usize>,
+    right: Option<usize>,
+    scale: Option<f64>,
+    softcap: f64,
+    layout: &str,
+) -> PyResult<String> {
+    let py = q.py();
+    let options = Options::new(py, mask, left, right, scale, softcap, layout)?;
+    let (problem, place) = problem(q, k, v, key_lengths, options)?;
+    let device = py.detach(|| match place {
+        Place::Host => Ok(devices::cpu().clone()),
+        Place::Cuda(ordinal) => devices::gpu(ordinal).map(flashcore::Device::cuda_with),
+    });
+    let device = device.map_err(|error| errors::raise(py, &error))?;
+    device.supports(&problem).map_err(|error| errors::raise(py, &error))?;
+    Ok(device.to_string())
+}
+
+/// The plan of a call as text: on the device where the tensors lie, or on a typical GPU of a target.
+#[pyfunction]
+#[pyo3(signature = (q, k, v, key_lengths, mask, left, right, scale, softcap, layout, target))]
+pub fn explain(
+    q: &Bound<'_, PyAny>,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    key_lengths: Option<&Bound<'_, PyAny>>,
+    mask: &str,
+    left: Option<usize>,
+    right: Option<usize>,
+    scale: Option<f64>,
+    softcap: f64,
+    layout: &str,
+    target: Option<&str>,
+) -> PyResult<String> {
+    let py = q.py();
+    let options = Options::new(py, mask, left, right, scale, softcap, layout)?;
+    let (problem, place) = problem(q, k, v, key_lengths, options)?;
+    let plan = match (target, place) {
+        (Some(name), _) => {
+            let Some(target) = plan::Target::from_name(name) else {
+                let names = plan::Target::ALL.map(plan::Target::name).join(", ");
+                return Err(errors::contract(py, &format!("target is '{name}', possible are {names}")));
+            };
+            plan::Plan::choose(&problem, &plan::Hardware::typical(target))
+        }
+        (None, Place::Cuda(ordinal)) => {
+            py.detach(|| devices::gpu(ordinal)).and_then(|cuda| cuda.plan(&problem))
+        }
+        (None, Place::Host) => {
+            let engine = flashcore::cpu::Engine::new();
+            let schedule = engine.schedule(problem.head_dim, problem.head_dim_v);
+            let why = engine.why();
+            return Ok(format!(
+                "problem   {problem}\nengine    cpu ({engine})\nwhy       {why}\nschedule  {schedule}"
+            ));
+        }
+    };
+    plan.map(|plan| plan.to_string()).map_err(|error| errors::raise(py, &error))
+}
+
+/// What this machine has, as `flashcore_attn.info` shows it. Asking loads the CUDA driver, nothing else does.
+#[pyfunction]
+pub fn machine(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let info = PyDict::new(py);
+    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    let engine = flashcore::cpu::Engine::new();
+    let cpu = PyDict::new(py);
+    cpu.set_item("instructions", engine.isa().to_string())?;
+    cpu.set_item("why", engine.why())?;
+    cpu.set_item("threads", engine.schedule(64, 64).threads)?;
+    info.set_item("cpu", cpu)?;
+    let cuda = PyDict::new(py);
+    let found = py.detach(|| -> Result<_, String> {
+        let driver = Driver::load().map_err(|error| error.to_string())?;
+        let count = driver.device_count().map_err(|error| error.to_string())?;
+        let gpus: Vec<_> = (0..count as u32)
+            .map(|ordinal| {
+                devices::gpu(ordinal).map_or_else(|error| error.to_string(), |cuda| cuda.to_string())
+            })
+            .collect();
+        Ok((driver.version().to_string(), gpus))
+    });
+    match found {
+        Ok((driver, gpus)) => {
+            cuda.set_item("driver", driver)?;
+            cuda.set_item("devices", gpus)?;
+        }
+        Err(reason) => {
+            cuda.set_item("devices", Vec::<String>::new())?;
+            cuda.set_item("reason", reason)?;
+        }
+    }
+    let cache = flashcore::cuda::CubinCache::of_user();
+    cuda.set_item("kernel_cache", cache.folder().map(|folder| folder.display().to_string()))?;
+    info.set_item("cuda", cuda)?;
+    Ok(info)
+}

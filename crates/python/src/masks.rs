@@ -1,0 +1,205 @@
+//! Recognises masks: what the kernels compute from a few numbers, people often give as a tensor.
+//!
+//! A mask is taken if it hides the same keys from all heads, if what an entry of the batch sees lies between a
+//! first and a last key, and if that is cut per query as no mask, causal or a window would cut it. Everything
+//! else is refused with the reason.
+#![allow(unsafe_code)] // Reads elements through strides.
+
+use std::ops::Range;
+
+use flashcore::{
+    Mask, Name,
+    half::{bf16, f16},
+};
+use pyo3::prelude::*;
+
+use crate::{arrays::Array, dlpack, errors, options};
+
+/// A mask as numbers.
+#[derive(Debug, PartialEq)]
+struct Pattern {
+    /// The keys of each batch entry (one for all if the mask is the same for all) that any query sees.
+    keys: Vec<Range<usize>>,
+    mask: Mask,
+}
+
+/// What one element says of a key.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Sight {
+    Seen,
+    Hidden,
+    /// Hidden by the lowest finite number rather than −∞: the same, but for a query that sees no key.
+    HiddenFinitely,
+}
+
+/// The elements of a mask, (batch, heads, queries, keys); each of the first three may be 1 for all.
+struct View<'a> {
+    array: &'a Array<'a>,
+    sizes: [usize; 4],
+    strides: [isize; 4],
+}
+
+impl<'a> View<'a> {
+    fn new(array: &'a Array<'a>) -> Result<Self, String> {
+        let rank = array.sizes().len();
+        if !(2..=4).contains(&rank) {
+            return Err(format!("it has {rank} dimensions, possible are 2 to 4"));
+        }
+        let (mut sizes, mut strides) = ([1; 4], [0; 4]);
+        for dim in 0..rank {
+            sizes[4 - rank + dim] = array.sizes()[dim].max(0) as usize;
+            strides[4 - rank + dim] = array.strides()[dim] as isize;
+        }
+        for dim in 0..3 {
+            // An expanded dimension says the same everywhere.
+            if strides[dim] == 0 && sizes[dim] > 1 {
+                sizes[dim] = 1;
+            }
+        }
+        Ok(Self { array, sizes, strides })
+    }
+
+    fn sight(&self, at: [usize; 4]) -> Result<Sight, String> {
+        let offset: isize = at.iter().zip(&self.strides).map(|(&i, &stride)| i as isize * stride).sum();
+        let data = self.array.data();
+        let float = |value: f32, lowest: f32| match value {
+            0.0 => Ok(Sight::Seen),
+            f32::NEG_INFINITY => Ok(Sight::Hidden),
+            _ if value == lowest => Ok(Sight::HiddenFinitely),
+            _ => Err(format!("it adds {value} to a score, possible are 0 and -inf: a bias is not fused")),
+        };
+        // SAFETY: the index is inside the sizes that the array's owner gave for its memory.
+        unsafe {
+            match (self.array.dtype.code, self.array.dtype.bits) {
+                (dlpack::BOOL, 8) => {
+                    Ok(if data.offset(offset).read() != 0 { Sight::Seen } else { Sight::Hidden })
+                }
+                (dlpack::FLOAT, 32) => float(data.cast::<f32>().offset(offset).read(), f32::MIN),
+                (dlpack::FLOAT, 16) => {
+                    float(data.cast::<f16>().offset(offset).read().to_f32(), f16::MIN.to_f32())
+                }
+                (dlpack::BFLOAT, 16) => {
+                    float(data.cast::<bf16>().offset(offset).read().to_f32(), bf16::MIN.to_f32())
+                }
+                _ => Err("it is neither bool nor of the type of q".into()),
+            }
+        }
+    }
+
+    /// The keys that a query sees, which must lie side by side.
+    fn row(&self, b: usize, h: usize, q: usize) -> Result<Range<usize>, String> {
+        let mut seen: Option<Range<usize>> = None;
+        let mut finite = false;
+        for key in 0..self.sizes[3] {
+            match self.sight([b, h, q, key])? {
+                Sight::Seen => match &mut seen {
+                    None => seen = Some(key..key + 1),
+                    Some(range) if range.end == key => range.end = key + 1,
+                    Some(_) => return Err(format!("query {q} sees keys that do not lie side by side")),
+                },
+                Sight::Hidden => {}
+                Sight::HiddenFinitely => finite = true,
+            }
+        }
+        if seen.is_none() && finite {
+            return Err(format!(
+                "query {q} sees no key, which the lowest finite number turns into all keys equally; use -inf or bool"
+            ));
+        }
+        Ok(seen.unwrap_or(0..0))
+    }
+}
+
+fn recognise(view: &View<'_>, len_q: usize) -> Result<Pattern, String> {
+    let [batch, heads, rows, _] = view.sizes;
+    if rows != len_q && rows != 1 {
+        return Err(format!("it has {rows} queries, but q has {len_q}"));
+    }
+    // What each query of each entry sees, and what all of an entry see together.
+    let (mut all, mut keys) = (Vec::with_capacity(batch * rows), Vec::with_capacity(batch));
+    for b in 0..batch {
+        let mut of_entry: Option<Range<usize>> = None;
+        for q in 0..rows {
+            let range = view.row(b, 0, q)?;
+            for h in 1..heads {
+                if view.row(b, h, q)? != range {
+                    return Err("it differs from head to head".into());
+                }
+            }
+            if !range.is_empty() {
+                of_entry = Some(match of_entry {
+                    None => range.clone(),
+                    Some(keys) => keys.start.min(range.start)..keys.end.max(range.end),
+                });
+            }
+            all.push(range);
+        }
+        keys.push(of_entry.unwrap_or(0..0));
+    }
+    let row_of = |b: usize, q: usize| &all[b * rows + if rows == 1 { 0 } else { q }];
+    let follows = |mask: Mask| {
+        (0..batch).all(|b| {
+            let entry = &keys[b];
+            (0..len_q).all(|q| {
+                let expected = mask.keys(q, len_q, entry.len());
+                let given = row_of(b, q);
+                match (expected.is_empty(), given.is_empty()) {
+                    (false, false) => {
+                        expected.start + entry.start == given.start && expected.end + entry.start == given.end
+                    }
+                    (expected, given) => expected == given,
+                }
+            })
+        })
+    };
+    let candidates = [Mask::None, Mask::CausalTopLeft, Mask::Causal];
+    let window = || {
+        // The window that the rows which are cut on a side ask for; one that is right explains every row.
+        let (mut left, mut right) = (None, None);
+        for (b, entry) in keys.iter().enumerate() {
+            for q in 0..len_q {
+                let (range, place) = (row_of(b, q), (entry.end + q) as i64 - len_q as i64);
+                if range.is_empty() {
+                    continue;
+                }
+                if range.start > entry.start {
+                    left = Some(usize::try_from(place - range.start as i64).ok()?);
+                }
+                if range.end < entry.end {
+                    right = Some(usize::try_from(range.end as i64 - 1 - place).ok()?);
+                }
+            }
+        }
+        Some(Mask::Window { left, right })
+    };
+    let found = candidates.into_iter().find(|&mask| follows(mask));
+    match found.or_else(|| window().filter(|&mask| follows(mask))) {
+        Some(mask) => Ok(Pattern { keys, mask }),
+        None => Err("what it hides is neither padding nor causal nor a window".into()),
+    }
+}
+
+/// The numbers behind a mask: the first key and the end of the keys of each batch entry, the mask's name and the
+/// window's sides.
+#[pyfunction]
+#[allow(clippy::type_complexity)] // One tuple, taken apart where it is received.
+pub fn recognise_mask(
+    mask: &Bound<'_, PyAny>,
+    len_q: usize,
+) -> PyResult<(Vec<usize>, Vec<usize>, &'static str, Option<usize>, Option<usize>)> {
+    let py = mask.py();
+    let array = Array::read(mask, Name::Tensor)?;
+    if !array.on_host() {
+        return Err(errors::contract(py, "the mask to recognise must lie on the host"));
+    }
+    let pattern = View::new(&array).and_then(|view| recognise(&view, len_q));
+    let pattern = pattern.map_err(|reason| {
+        let text = format!(
+            "attn_mask is not one that FlashCore fuses: {reason}. Use is_causal, a window or key lengths, or torch's own attention for this mask"
+        );
+        errors::unsupported(py, &text)
+    })?;
+    let (name, left, right) = options::of_mask(pattern.mask);
+    let (starts, ends) = pattern.keys.into_iter().map(|keys| (keys.start, keys.end)).unzip();
+    Ok((starts, ends, name, left, right))
+}

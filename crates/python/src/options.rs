@@ -1,0 +1,63 @@
+//! The options of a call as Python gives them.
+
+use flashcore::{Attention, Mask};
+use pyo3::prelude::*;
+
+use crate::{arrays::Order, errors};
+
+/// Everything that is asked of a call but the tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    mask: Mask,
+    scale: Option<f32>,
+    softcap: f32,
+    /// How the shapes of q, k, v and o are ordered.
+    pub order: Order,
+}
+
+impl Options {
+    /// Reads a mask's name with the sides of its window, the scale, the softcap and the layout's name.
+    pub fn new(
+        py: Python<'_>,
+        mask: &str,
+        left: Option<usize>,
+        right: Option<usize>,
+        scale: Option<f64>,
+        softcap: f64,
+        layout: &str,
+    ) -> PyResult<Self> {
+        let mask = match mask {
+            "none" => Mask::None,
+            "causal" => Mask::Causal,
+            "causal-top-left" => Mask::CausalTopLeft,
+            "window" => Mask::Window { left, right },
+            _ => {
+                let text = format!(
+                    "mask is '{mask}', possible are 'none', 'causal', 'causal-top-left' and 'window'"
+                );
+                return Err(errors::contract(py, &text));
+            }
+        };
+        let order = Order::from_name(py, layout)?;
+        Ok(Self { mask, scale: scale.map(|scale| scale as f32), softcap: softcap as f32, order })
+    }
+
+    /// The call that they ask for.
+    pub fn attention(self) -> Attention<'static> {
+        let attention = Attention::new().mask(self.mask).softcap(self.softcap);
+        match self.scale {
+            Some(scale) => attention.scale(scale),
+            None => attention,
+        }
+    }
+}
+
+/// A mask's name and the sides of its window.
+pub fn of_mask(mask: Mask) -> (&'static str, Option<usize>, Option<usize>) {
+    match mask {
+        Mask::None => ("none", None, None),
+        Mask::Causal => ("causal", None, None),
+        Mask::CausalTopLeft => ("causal-top-left", None, None),
+        Mask::Window { left, right } => ("window", left, right),
+    }
+}

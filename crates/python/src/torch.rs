@@ -1,0 +1,132 @@
+//! The thin path for torch: an eager call goes from Python to the engine without torch's dispatcher.
+//!
+//! It takes plain calls only. Whatever needs the dispatcher (gradients, tracing, functorch, autocast, modes,
+//! tensor subclasses), or a look at its shapes, is declined with `NotImplemented`, and goes through the registered
+//! operator instead.
+
+use flashcore::Name;
+use pyo3::{
+    intern,
+    prelude::*,
+    sync::PyOnceLock,
+    types::{PyNotImplemented, PyTuple, PyType},
+};
+
+use crate::{
+    arrays::{self, Array, Order},
+    call,
+    options::Options,
+};
+
+/// What of torch the thin path needs, looked up once.
+struct Torch {
+    /// Classes whose instances are nothing but memory.
+    plain: Vec<Py<PyType>>,
+    is_grad_enabled: Py<PyAny>,
+    /// Questions whose answer is true if something wants to see every operator.
+    watchers: Vec<Py<PyAny>>,
+    empty_like: Py<PyAny>,
+    empty_output: Py<PyAny>,
+    empty_lse: Py<PyAny>,
+}
+
+static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
+
+/// Gives the thin path what it needs of torch. Returns whether tensors can be read without going through Python.
+#[pyfunction]
+pub fn bind_torch(
+    py: Python<'_>,
+    plain: Vec<Bound<'_, PyType>>,
+    is_grad_enabled: Py<PyAny>,
+    watchers: Vec<Py<PyAny>>,
+    empty_like: Py<PyAny>,
+    empty_output: Py<PyAny>,
+    empty_lse: Py<PyAny>,
+) -> PyResult<bool> {
+    let direct = plain.iter().map(arrays::is_direct).collect::<PyResult<Vec<_>>>()?.into_iter().all(|x| x);
+    let plain = plain.into_iter().map(Bound::unbind).collect();
+    let torch = Torch { plain, is_grad_enabled, watchers, empty_like, empty_output, empty_lse };
+    let _ = TORCH.set(py, torch);
+    Ok(direct)
+}
+
+impl Torch {
+    /// Whether nothing but the numbers matters for a call on these tensors.
+    fn is_plain(&self, tensors: [&Bound<'_, PyAny>; 3]) -> PyResult<bool> {
+        let py = tensors[0].py();
+        for tensor in tensors {
+            let class = tensor.get_type_ptr().cast::<pyo3::ffi::PyObject>();
+            if !self.plain.iter().any(|plain| plain.as_ptr() == class) {
+                return Ok(false);
+            }
+        }
+        if self.is_grad_enabled.bind(py).call0()?.is_truthy()? {
+            for tensor in tensors {
+                if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
+                    return Ok(false);
+                }
+            }
+        }
+        for watcher in &self.watchers {
+            if watcher.bind(py).call0()?.is_truthy()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Attention on torch tensors: the output, or (output, lse), or `NotImplemented` if the call is not a plain one.
+/// `grouped` allows fewer heads in k than in q.
+#[pyfunction]
+#[pyo3(signature = (q, k, v, mask, left, right, key_lengths, scale, softcap, layout, with_lse, grouped))]
+pub fn torch_attention<'py>(
+    q: &Bound<'py, PyAny>,
+    k: &Bound<'py, PyAny>,
+    v: &Bound<'py, PyAny>,
+    mask: &str,
+    left: Option<usize>,
+    right: Option<usize>,
+    key_lengths: Option<&Bound<'py, PyAny>>,
+    scale: Option<f64>,
+    softcap: f64,
+    layout: &str,
+    with_lse: bool,
+    grouped: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = q.py();
+    let decline = || Ok(PyNotImplemented::get(py).to_owned().into_any());
+    let options = Options::new(py, mask, left, right, scale, softcap, layout)?;
+    let Some(torch) = TORCH.get(py) else { return decline() };
+    if !torch.is_plain([q, k, v])? {
+        return decline();
+    }
+    let inputs = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
+    if !inputs.iter().all(Array::has_rows) {
+        return decline();
+    }
+    let [q_sizes, k_sizes, v_sizes] = inputs.each_ref().map(Array::sizes);
+    let heads = if options.order == Order::HeadsFirst { 1 } else { 2 };
+    if q_sizes[0] != k_sizes[0] || q_sizes[0] != v_sizes[0] || (!grouped && q_sizes[heads] != k_sizes[heads])
+    {
+        return decline();
+    }
+    let lengths = key_lengths.map(|given| arrays::lengths(py, given)).transpose()?;
+    let o = if q_sizes[3] == v_sizes[3] {
+        torch.empty_like.bind(py).call1((q,))?
+    } else {
+        torch.empty_output.bind(py).call1((q, v))?
+    };
+    let lse = with_lse.then(|| torch.empty_lse.bind(py).call1((q, layout))).transpose()?;
+    let out = Array::read(&o, Name::O)?;
+    let lse_out = lse.as_ref().map(|lse| Array::read(lse, Name::Lse)).transpose()?;
+    call::execute(py, inputs.each_ref(), &out, lse_out.as_ref(), lengths.as_deref(), options)?;
+    drop(out);
+    match lse {
+        None => Ok(o),
+        Some(lse) => {
+            drop(lse_out);
+            Ok(PyTuple::new(py, [o, lse])?.into_any())
+        }
+    }
+}
