@@ -9,7 +9,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use flashcore::{DType, Error, Layout, Name, Place, Tensor, TensorMut};
+use flashcore::{DType, DeviceLengths, Error, Layout, Name, Place, Tensor, TensorMut};
 use pyo3::{
     exceptions::PyTypeError,
     intern,
@@ -343,6 +343,28 @@ impl<'py> Array<'py> {
             .map_err(|error| errors::raise(py, &errors::named(error, name)))
     }
 
+    /// The array as key lengths in the memory of a GPU, none of them above `most`.
+    pub fn device_lengths(&self, py: Python<'_>, most: u32) -> PyResult<DeviceLengths<'_>> {
+        let name = Name::KeyLengths;
+        let fits = self.rank == 1
+            && (self.strides[0] == 1 || self.sizes[0] <= 1)
+            && matches!(
+                (self.dtype.code, self.dtype.bits, self.dtype.lanes),
+                (dlpack::INT | dlpack::UINT, 32, 1)
+            );
+        let Place::Cuda(ordinal) = self.place(py, name)? else {
+            return Err(errors::contract(py, "key_lengths on the host are given as a list of integers"));
+        };
+        if !fits {
+            let text = "key_lengths on a GPU must be one contiguous int32 a batch entry";
+            return Err(errors::contract(py, text));
+        }
+        let len = self.sizes[0].max(0) as usize;
+        // SAFETY: the array lives as long as the view; Python cut the numbers to the length of the keys.
+        unsafe { DeviceLengths::from_raw_parts(self.data.cast_const().cast(), len, most, ordinal) }
+            .map_err(|error| errors::raise(py, &error))
+    }
+
     /// The stream that work on this array belongs in; `None` on the host.
     pub fn stream(&self, py: Python<'_>) -> PyResult<Option<Stream>> {
         if self.on_host() {
@@ -472,23 +494,4 @@ fn ask_exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static dlpac
 /// Whether the type's arrays are read without going through Python.
 pub fn is_direct(class: &Bound<'_, PyType>) -> PyResult<bool> {
     Ok(exchange_api(class)?.is_some())
-}
-
-/// Lengths given as a sequence of integers.
-pub fn lengths(py: Python<'_>, given: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    let values: Vec<i64> = given.extract().map_err(|_| {
-        errors::contract(
-            py,
-            "key_lengths must be integers, one a batch entry: a list, or an integer array of one dimension",
-        )
-    })?;
-    let check = |(entry, &value): (usize, &i64)| {
-        u32::try_from(value).map_err(|_| {
-            errors::contract(
-                py,
-                &format!("the key length of batch entry {entry} is {value}, possible is 0 to 2^31-1"),
-            )
-        })
-    };
-    values.iter().enumerate().map(check).collect()
 }

@@ -4,11 +4,7 @@ use flashcore::{Name, Place, Problem, plan};
 use flashcore_driver::Driver;
 use pyo3::{prelude::*, types::PyDict};
 
-use crate::{
-    arrays::{self, Array},
-    devices, errors,
-    options::Options,
-};
+use crate::{arrays::Array, devices, errors, lengths::Lengths, options::Options};
 
 /// Runs a call on arrays that were read.
 pub fn execute(
@@ -16,7 +12,7 @@ pub fn execute(
     [q, k, v]: [&Array<'_>; 3],
     o: &Array<'_>,
     lse: Option<&Array<'_>>,
-    key_lengths: Option<&[u32]>,
+    key_lengths: Option<&Lengths<'_>>,
     options: Options,
 ) -> PyResult<()> {
     let order = options.order;
@@ -25,12 +21,12 @@ pub fn execute(
         [q.tensor(py, Name::Q, order)?, k.tensor(py, Name::K, order)?, v.tensor(py, Name::V, order)?];
     let mut o = o.tensor_mut(py, Name::O, order)?;
     let mut lse = lse.map(|lse| lse.lse_mut(py)).transpose()?;
+    let mut attention = options.attention();
+    if let Some(lengths) = key_lengths {
+        attention = lengths.apply(py, attention, tensors[1].shape()[2])?;
+    }
     let run = || {
         let [q, k, v] = &tensors;
-        let mut attention = options.attention();
-        if let Some(lengths) = key_lengths {
-            attention = attention.key_lengths(lengths);
-        }
         let placed = devices::of(q.place(), stream)?;
         let mut run = || attention.run_into(&placed.device, q, k, v, &mut o, lse.as_mut());
         match q.place() {
@@ -63,7 +59,7 @@ pub fn run(
 ) -> PyResult<()> {
     let py = q.py();
     let options = Options::new(py, mask, left, right, scale, softcap, layout)?;
-    let lengths = key_lengths.map(|given| arrays::lengths(py, given)).transpose()?;
+    let lengths = key_lengths.map(Lengths::read).transpose()?;
     let inputs = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
     // What is wrong with an input comes before what follows from it: no output.
     for (input, name) in inputs.iter().zip([Name::Q, Name::K, Name::V]) {
@@ -71,7 +67,7 @@ pub fn run(
     }
     let o = Array::read(o, Name::O)?;
     let lse = lse.map(|lse| Array::read(lse, Name::Lse)).transpose()?;
-    execute(py, inputs.each_ref(), &o, lse.as_ref(), lengths.as_deref(), options)
+    execute(py, inputs.each_ref(), &o, lse.as_ref(), lengths.as_ref(), options)
 }
 
 /// The problem that arrays and options pose, and where its tensors lie.
@@ -83,14 +79,14 @@ fn problem(
     options: Options,
 ) -> PyResult<(Problem, Place)> {
     let py = q.py();
-    let lengths = key_lengths.map(|given| arrays::lengths(py, given)).transpose()?;
+    let lengths = key_lengths.map(Lengths::read).transpose()?;
     let arrays = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
     let [q, k, v] = &arrays;
     let q = q.tensor(py, Name::Q, options.order)?;
     let (k, v) = (k.tensor(py, Name::K, options.order)?, v.tensor(py, Name::V, options.order)?);
     let mut attention = options.attention();
     if let Some(lengths) = &lengths {
-        attention = attention.key_lengths(lengths);
+        attention = lengths.apply(py, attention, k.shape()[2])?;
     }
     let problem = attention.problem(&q, &k, &v).map_err(|error| errors::raise(py, &error))?;
     for (tensor, given) in [(Name::K, k.place()), (Name::V, v.place())] {

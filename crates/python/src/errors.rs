@@ -33,7 +33,7 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
 pub fn raise(py: Python<'_>, error: &Error) -> PyErr {
     let kind = |classes: &Classes| match error {
         Error::Unsupported { .. } => classes.unsupported.clone_ref(py),
-        Error::Device { .. } => classes.device.clone_ref(py),
+        Error::Device { .. } | Error::OutOfMemory { .. } => classes.device.clone_ref(py),
         _ => classes.contract.clone_ref(py),
     };
     exception(py, kind, &error.to_string())

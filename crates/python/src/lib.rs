@@ -8,6 +8,7 @@ mod call;
 mod devices;
 mod dlpack;
 mod errors;
+mod lengths;
 mod masks;
 mod options;
 mod torch;

@@ -15,6 +15,7 @@ use pyo3::{
 use crate::{
     arrays::{self, Array, Order},
     call,
+    lengths::Lengths,
     options::Options,
 };
 
@@ -111,7 +112,7 @@ pub fn torch_attention<'py>(
     {
         return decline();
     }
-    let lengths = key_lengths.map(|given| arrays::lengths(py, given)).transpose()?;
+    let lengths = key_lengths.map(Lengths::read).transpose()?;
     let o = if q_sizes[3] == v_sizes[3] {
         torch.empty_like.bind(py).call1((q,))?
     } else {
@@ -120,7 +121,7 @@ pub fn torch_attention<'py>(
     let lse = with_lse.then(|| torch.empty_lse.bind(py).call1((q, layout))).transpose()?;
     let out = Array::read(&o, Name::O)?;
     let lse_out = lse.as_ref().map(|lse| Array::read(lse, Name::Lse)).transpose()?;
-    call::execute(py, inputs.each_ref(), &out, lse_out.as_ref(), lengths.as_deref(), options)?;
+    call::execute(py, inputs.each_ref(), &out, lse_out.as_ref(), lengths.as_ref(), options)?;
     drop(out);
     match lse {
         None => Ok(o),

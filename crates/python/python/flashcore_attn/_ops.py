@@ -13,7 +13,7 @@ from torch import Tensor
 from . import _native
 from ._backward import backward, visible_of
 from ._errors import UnsupportedError
-from ._torch import as_list, empty_lse, empty_output
+from ._torch import as_list, empty_lse, empty_output, native_lengths
 
 _library = torch.library.Library("flashcore", "DEF")
 # Strides are part of what was asked for: the kernels read any order without a copy, as long as rows are whole.
@@ -42,15 +42,15 @@ def _no_second_gradient(name: str) -> None:
 
 
 def into(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, starts: list[int] | None, ends: list[int] | None,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, starts: list[int] | None, ends: list[int] | Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
 ) -> None:  # fmt: skip
     """Runs attention where batch entry b has the keys from starts[b] to ends[b]: one call for all entries that
     start at the same key."""
     if starts is None:
-        _native.run(q, k, v, o, lse, ends, mask, left, right, scale, softcap, "bhsd")
+        _native.run(q, k, v, o, lse, native_lengths(ends, k.size(2)), mask, left, right, scale, softcap, "bhsd")
         return
-    ends = [k.size(2)] * q.size(0) if ends is None else ends
+    ends = [k.size(2)] * q.size(0) if ends is None else as_list(ends)
     first = 0
     while first < q.size(0):
         start = starts[first]
@@ -78,7 +78,7 @@ _define(
 
 def _attention(q, k, v, key_starts, key_ends, mask, left, right, scale, softcap):
     o, lse = empty_output(q, v), empty_lse(q)
-    into(q, k, v, o, lse, as_list(key_starts), as_list(key_ends), mask, left, right, scale, softcap)
+    into(q, k, v, o, lse, as_list(key_starts), key_ends, mask, left, right, scale, softcap)
     return o, lse
 
 
@@ -117,10 +117,12 @@ _no_second_gradient("attention_backward")
 
 # -- attention_masked -------------------------------------------------------------------------------------------
 
-_define("attention_masked(Tensor q, Tensor k, Tensor v, Tensor attn_mask, float? scale) -> (Tensor, Tensor)")
+_MASKED = "Tensor attn_mask, float? scale, float softcap"
+
+_define(f"attention_masked(Tensor q, Tensor k, Tensor v, {_MASKED}) -> (Tensor, Tensor)")
 _define(
     "attention_masked_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    "Tensor attn_mask, float? scale) -> (Tensor, Tensor, Tensor)"
+    f"{_MASKED}) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -143,18 +145,18 @@ def recognise(attn_mask: Tensor, batch: int, len_q: int) -> tuple[list[int], lis
     return starts, ends, mask, left, right
 
 
-def _masked(q, k, v, attn_mask, scale):
+def _masked(q, k, v, attn_mask, scale, softcap):
     o, lse = empty_output(q, v), empty_lse(q)
     starts, ends, mask, left, right = recognise(attn_mask, q.size(0), q.size(2))
-    into(q, k, v, o, lse, starts, ends, mask, left, right, scale, 0.0)
+    into(q, k, v, o, lse, starts, ends, mask, left, right, scale, softcap)
     return o, lse
 
 
-def _masked_fake(q, k, v, attn_mask, scale):
+def _masked_fake(q, k, v, attn_mask, scale, softcap):
     return empty_output(q, v), empty_lse(q)
 
 
-def _masked_backward(grad_o, grad_lse, q, k, v, o, lse, attn_mask, scale):
+def _masked_backward(grad_o, grad_lse, q, k, v, o, lse, attn_mask, scale, softcap):
     seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask == 0
     seen = seen.expand(*seen.shape[:-2], q.size(2), k.size(2))
     seen = seen.view((1,) * (4 - seen.dim()) + seen.shape)[:, :1]
@@ -162,11 +164,11 @@ def _masked_backward(grad_o, grad_lse, q, k, v, o, lse, attn_mask, scale):
     def visible(first: int, end: int) -> Tensor:
         return seen[:, :, first:end]
 
-    return backward(grad_o, grad_lse, q, k, v, o, lse, visible, scale, 0.0)
+    return backward(grad_o, grad_lse, q, k, v, o, lse, visible, scale, softcap)
 
 
 def _masked_setup(ctx, inputs, output):
-    q, k, v, attn_mask, ctx.scale = inputs
+    q, k, v, attn_mask, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, attn_mask, *output)
 
 
@@ -174,8 +176,8 @@ def _masked_gradient(ctx, grad_o, grad_lse):
     q, k, v, attn_mask, o, lse = ctx.saved_tensors
     if ctx.needs_input_grad[3]:
         raise UnsupportedError("attn_mask has no gradient here: only masks of 0 and -inf are fused. Detach it")
-    grads = torch.ops.flashcore.attention_masked_backward(grad_o, grad_lse, q, k, v, o, lse, attn_mask, ctx.scale)
-    return (*grads, None, None)
+    grads = torch.ops.flashcore.attention_masked_backward(grad_o, grad_lse, q, k, v, o, lse, attn_mask, *ctx.options)
+    return (*grads, None, None, None)
 
 
 _implement("attention_masked", _masked, _masked_fake)

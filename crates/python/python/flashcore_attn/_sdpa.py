@@ -56,14 +56,18 @@ def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         mask = "causal-top-left" if is_causal else "none"
         o = dispatch(q, k, v, mask, None, None, None, None, scale, 0.0, "bhsd", False)
     else:
-        from . import _ops  # noqa: F401  (registers the operators)
-
-        check_gradient(q, k, v)
-        if attn_mask.dtype not in (torch.bool, q.dtype, torch.float32):
-            raise ContractError(f"attn_mask is {attn_mask.dtype}, possible are bool and the dtype of query")
-        mask = _mask_of(attn_mask, lead, q, k)
-        o, _ = torch.ops.flashcore.attention_masked(q, k, v, mask, scale)
+        o = masked(q, k, v, _mask_of(attn_mask, lead, q, k), scale)
     return o if lead is None else o.reshape(*lead, *o.shape[-2:])
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: float | None, softcap: float = 0.0) -> Tensor:
+    """Attention with a mask that broadcasts to (batch, heads, queries, keys)."""
+    from . import _ops  # noqa: F401  (registers the operators)
+
+    if attn_mask.dtype not in (torch.bool, q.dtype, torch.float32):
+        raise ContractError(f"attn_mask is {attn_mask.dtype}, possible are bool and the dtype of query")
+    check_gradient(q, k, v)
+    return torch.ops.flashcore.attention_masked(q, k, v, attn_mask, scale, softcap)[0]
 
 
 def _four(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool):

@@ -84,10 +84,18 @@ def _as_tensor(lengths: Sequence[int] | Tensor | None) -> Tensor | None:
 
 
 def as_list(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
-    """Lengths as the engine takes them. Those on a GPU are copied, and waited for."""
+    """Lengths on the host. Those on a GPU are copied, and waited for."""
     if lengths is None or isinstance(lengths, list):
         return lengths
     return lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
+
+
+def native_lengths(lengths: Sequence[int] | Tensor | None, len_k: int) -> list[int] | Tensor | None:
+    """Lengths as the engine takes them. Those on a GPU stay there: they are not looked at, but cut to what there is,
+    so that no number leads outside of the keys."""
+    if isinstance(lengths, Tensor) and lengths.is_cuda:
+        return lengths.clamp(0, len_k).to(torch.int32).contiguous()
+    return as_list(lengths)
 
 
 def attend(
@@ -110,11 +118,13 @@ def attend(
         if _wants_gradient(q, k, v):
             raise UnsupportedError("out= has no gradient. Leave it out, or call under torch.no_grad()")
         lse = empty_lse(q, layout) if return_lse else None
-        _native.run(q, k, v, out, lse, as_list(key_ends), mask, left, right, scale, softcap, layout)
+        lengths = native_lengths(key_ends, k.size(2 if layout == "bhsd" else 1))
+        _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout)
         return (out, lse) if return_lse else out
     if key_starts is None and not is_compiling():
+        lengths = None if key_ends is None else native_lengths(key_ends, k.size(2 if layout == "bhsd" else 1))
         done = _native.torch_attention(
-            q, k, v, mask, left, right, as_list(key_ends), scale, softcap, layout, return_lse, True
+            q, k, v, mask, left, right, lengths, scale, softcap, layout, return_lse, True
         )  # fmt: skip
         if done is not NotImplemented:
             return done
