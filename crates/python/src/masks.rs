@@ -162,10 +162,12 @@ fn recognise(view: &View<'_>, len_q: usize) -> Result<Pattern, String> {
                 if range.is_empty() {
                     continue;
                 }
-                if range.start > entry.start {
+                // A side shows where it cuts a row, and where the rows that see nothing end or begin.
+                let empty = |q: usize| q < len_q && row_of(b, q).is_empty();
+                if range.start > entry.start || empty(q + 1) {
                     left = Some(usize::try_from(place - range.start as i64).ok()?);
                 }
-                if range.end < entry.end {
+                if range.end < entry.end || empty(q.wrapping_sub(1)) {
                     right = Some(usize::try_from(range.end as i64 - 1 - place).ok()?);
                 }
             }

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_func,
         flash_attn_with_kvcache,
     )
+    from ._implementation import register_flash_attention_impl
     from ._sdpa import scaled_dot_product_attention
     from ._torch import set_gradients
 
@@ -39,6 +40,7 @@ _WITH_TORCH = {
     "flash_attn_qkvpacked_func": "_flash",
     "flash_attn_varlen_func": "_flash",
     "flash_attn_with_kvcache": "_flash",
+    "register_flash_attention_impl": "_implementation",
     "scaled_dot_product_attention": "_sdpa",
     "set_gradients": "_torch",
 }
@@ -75,6 +77,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "info",
+    "register_flash_attention_impl",
     "scaled_dot_product_attention",
     "set_gradients",
 ]

@@ -126,4 +126,3 @@ def info() -> dict[str, Any]:
 
         found["torch"] = {"version": torch.__version__, "direct": _torch.DIRECT}
     return found
-

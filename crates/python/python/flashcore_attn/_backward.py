@@ -19,8 +19,14 @@ Visible = Callable[[int, int], Tensor | None]
 
 
 def visible_of(
-    q: Tensor, k: Tensor, key_starts: Tensor | None, key_ends: Tensor | None, mask: str, left: int | None, right: int | None
-) -> Visible:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    key_starts: Tensor | None,
+    key_ends: Tensor | None,
+    mask: str,
+    left: int | None,
+    right: int | None,
+) -> Visible:
     """What the masks of the kernels let a query see."""
     batch, len_q, len_k, device = q.size(0), q.size(2), k.size(2), q.device
     if mask == "none" and key_starts is None and key_ends is None:

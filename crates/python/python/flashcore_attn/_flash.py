@@ -17,9 +17,12 @@ from ._torch import attend, cast, check_gradient
 def _refuse(**given: object) -> None:
     """Raises for the first option that asks for something."""
     for name, value in given.items():
-        if value is not None and value is not False and value != 0.0:
-            shown = "a tensor" if isinstance(value, Tensor) else value
-            raise UnsupportedError(f"{name} is {shown}: FlashCore does not do that. Leave {name} out, or use flash-attn")
+        is_tensor = isinstance(value, Tensor)
+        if is_tensor or (value is not None and value != 0.0):
+            shown = "a tensor" if is_tensor else value
+            raise UnsupportedError(
+                f"{name} is {shown}: FlashCore does not do that. Leave {name} out, or use flash-attn"
+            )
 
 
 def flash_attn_func(
@@ -162,7 +165,16 @@ def flash_attn_with_kvcache(
 
 
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-    """Writes new tokens behind those that the cache holds. Returns how many it holds then."""
+    """Writes new tokens behind those that the cache holds. Returns how many it holds then.
+
+    Lengths on the host are checked. On a GPU torch checks them where it writes, without the host having to wait.
+    """
+    if not ends.is_cuda and not torch.compiler.is_compiling():
+        for b, end in enumerate(ends.tolist()):
+            if not 0 <= end <= k_cache.size(1) - k.size(1):
+                raise ContractError(
+                    f"batch entry {b} holds {end} tokens and {k.size(1)} more do not fit its cache of {k_cache.size(1)}"
+                )
     entries = torch.arange(k.size(0), device=k_cache.device).unsqueeze(1)
     places = ends.to(k_cache.device, torch.int64).unsqueeze(1) + torch.arange(k.size(1), device=k_cache.device)
     k_cache[entries, places], v_cache[entries, places] = k, v

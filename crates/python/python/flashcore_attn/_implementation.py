@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._errors import FlashCoreError, UnsupportedError
+from ._errors import ContractError, UnsupportedError
 from ._ops import into, recognise
 from ._torch import empty_lse, empty_output
 
@@ -61,7 +61,7 @@ def _or_before(name: str, key: str, ours: Callable[..., Any]) -> Callable[..., A
     def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
         try:
             return ours(*args, **options)
-        except FlashCoreError:
+        except (ContractError, UnsupportedError):
             return before.call_boxed(keyset, *args, **options)
 
     return kernel

@@ -7,12 +7,14 @@ and a gradient.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from . import _native
 from ._backward import backward, visible_of
-from ._errors import UnsupportedError
+from ._errors import ContractError, UnsupportedError
 from ._torch import as_list, empty_lse, empty_output, native_lengths
 
 _library = torch.library.Library("flashcore", "DEF")
@@ -115,6 +117,22 @@ _implement("attention_backward", _attention_backward, _gradients_fake)
 _differentiate("attention", _attention_gradient, _attention_setup)
 _no_second_gradient("attention_backward")
 
+
+def _register_flops() -> None:
+    """Lets torch's FlopCounterMode count the operators as it counts its own attention: without a mask."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    def forward(q, k, v, *args, **options) -> int:
+        return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
+
+    def backwards(grad_o, grad_lse, q, k, v, *args, **options) -> int:
+        # The scores again, and one product each for dv, the probabilities' gradient, dq and dk.
+        return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
+
+    register_flop_formula([ops.attention, ops.attention_masked])(forward)
+    register_flop_formula([ops.attention_backward, ops.attention_masked_backward])(backwards)
+
+
 # -- attention_masked -------------------------------------------------------------------------------------------
 
 _MASKED = "Tensor attn_mask, float? scale, float softcap"
@@ -196,9 +214,18 @@ _define(
 )
 
 
-def _sequences(ends_q: Tensor, ends_k: Tensor) -> list[tuple[int, int, int, int, int]]:
+def _ends(ends: Tensor, tokens: int, name: str) -> list[int]:
+    ends = ends.tolist()
+    if ends[0] != 0 or any(end < start for start, end in itertools.pairwise(ends)):
+        raise ContractError(f"{name} must begin with 0 and never fall, but it is {ends}")
+    if ends[-1] != tokens:
+        raise ContractError(f"{name} ends at {ends[-1]}, but there are {tokens} tokens")
+    return ends
+
+
+def _sequences(q: Tensor, k: Tensor, ends_q: Tensor, ends_k: Tensor) -> list[tuple[int, int, int, int, int]]:
     """Runs of neighbouring sequences of the same lengths: (first query, first key, how many, queries, keys)."""
-    ends_q, ends_k = ends_q.tolist(), ends_k.tolist()
+    ends_q, ends_k = _ends(ends_q, q.size(0), "cu_seqlens_q"), _ends(ends_k, k.size(0), "cu_seqlens_k")
     runs: list[list[int]] = []
     for i in range(len(ends_q) - 1):
         lengths = [ends_q[i + 1] - ends_q[i], ends_k[i + 1] - ends_k[i]]
@@ -216,7 +243,7 @@ def _packed(x: Tensor, first: int, count: int, length: int) -> Tensor:
 
 def _varlen(q, k, v, ends_q, ends_k, mask, left, right, scale, softcap):
     o, lse = q.new_empty((*q.shape[:2], v.size(2))), q.new_empty((q.size(1), q.size(0)), dtype=torch.float32)
-    for first_q, first_k, count, len_q, len_k in _sequences(ends_q, ends_k):
+    for first_q, first_k, count, len_q, len_k in _sequences(q, k, ends_q, ends_k):
         if len_q == 0:
             continue
         queries, out = (_packed(x, first_q, count, len_q) for x in (q, o))
@@ -235,7 +262,7 @@ def _varlen_backward(
     grad_o, grad_lse, q, k, v, o, lse, ends_q, ends_k, mask, left, right, scale, softcap
 ):  # fmt: skip
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for first_q, first_k, count, len_q, len_k in _sequences(ends_q, ends_k):
+    for first_q, first_k, count, len_q, len_k in _sequences(q, k, ends_q, ends_k):
         if len_q == 0 or len_k == 0:
             continue
         of_q = [_packed(x, first_q, count, len_q) for x in (grad_o, q, o, dq)]
@@ -272,3 +299,6 @@ _implement("attention_varlen", _varlen, _varlen_fake)
 _implement("attention_varlen_backward", _varlen_backward, _varlen_gradients_fake)
 _differentiate("attention_varlen", _varlen_gradient, _varlen_setup)
 _no_second_gradient("attention_varlen_backward")
+
+ops = torch.ops.flashcore
+_register_flops()

@@ -72,9 +72,9 @@ def masked(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: float | No
 
 def _four(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool):
     """The tensors as (batch, heads, length, head_dim), and the leading sizes of the result if it had others."""
-    if query.dim() == key.dim() == value.dim() == 4 and query.size(0) == key.size(0) == value.size(0):
-        if query.size(1) == key.size(1) == value.size(1) or enable_gqa:
-            return query, key, value, None
+    same_batch = query.dim() == key.dim() == value.dim() == 4 and query.size(0) == key.size(0) == value.size(0)
+    if same_batch and (enable_gqa or query.size(1) == key.size(1) == value.size(1)):
+        return query, key, value, None
     if enable_gqa:
         if query.dim() != 4:
             raise ContractError("enable_gqa takes 4 dimensions: (batch, heads, length, head_dim)")

@@ -4,8 +4,9 @@
     flashcore_attn.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fcore")
 
-Padding on either side, caches, grouped heads, sliding windows and softcap are computed as with ``"sdpa"``; rows of
-padding give zeros. What the kernels cannot express raises ``UnsupportedError`` instead of being left out.
+Padding on either side, caches, grouped heads, sliding windows and softcap are computed as with ``"sdpa"``, but for
+the queries of padding, whose outputs mean nothing. What the kernels cannot express raises ``UnsupportedError``
+instead of being left out.
 """
 
 from __future__ import annotations
@@ -92,67 +93,95 @@ def attention_mask(
     """
     from transformers import masking_utils
 
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
-    causal = mask_function is masking_utils.causal_mask_function
-    plain = causal or mask_function is masking_utils.bidirectional_mask_function
-    tracing = is_compiling() or isinstance(q_offset, Tensor)
-    if plain and not tracing and not options.get("use_vmap", False):
-        padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        found = _of_padding(padding, batch_size, q_length, kv_length, q_offset - kv_offset, causal)
+
+    def as_sdpa(padding: Tensor | None) -> Tensor | None:
+        return masking_utils.sdpa_mask(
+            **sizes, **offsets, mask_function=mask_function, attention_mask=padding, **options
+        )  # fmt: skip
+
+    if is_compiling() or isinstance(q_offset, Tensor):
+        return as_sdpa(attention_mask)
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
+    spans = _spans(padding, batch_size, kv_length)
+    if spans is not None:
+        causal = mask_function is masking_utils.causal_mask_function
+        if causal or mask_function is masking_utils.bidirectional_mask_function:
+            found = _padded(*spans, q_length, kv_length, q_offset - kv_offset, None, 0 if causal else None)
+        else:
+            found = _other(as_sdpa(None), *spans, q_length, kv_length, q_offset - kv_offset, options)
         if found is not None:
-            return found.tensor
-    mask = masking_utils.sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **options,
-    )
-    if mask is None or is_compiling():
-        return mask
-    starts, ends, name, left, right = recognise(mask, batch_size, q_length)
-    if name in ("causal", "causal-top-left"):
-        left, right = None, 0
-    return _encode(starts, ends, left, right, name == "causal-top-left")
+            return found.mask
+    mask = as_sdpa(attention_mask)
+    return None if mask is None else _recognised(mask, batch_size, q_length)
 
 
 class _Found:
-    """A pattern that padding has, None being one."""
+    """A pattern that was found; None is one, too."""
 
-    def __init__(self, tensor: Tensor | None) -> None:
-        self.tensor = tensor
+    def __init__(self, mask: Tensor | None) -> None:
+        self.mask = mask
 
 
-def _of_padding(
-    padding: Tensor | None, batch: int, q_length: int, kv_length: int, offset: int, causal: bool
-) -> _Found | None:
-    """The pattern of padded sequences, or None if padding lies between tokens."""
-    # Query i stands at key i + offset, so a causal mask ends with the last query.
-    last = min(kv_length, offset + q_length) if causal else kv_length
-    starts, ends = [0] * batch, [last] * batch
-    if padding is not None:
-        padding = padding[:, :kv_length]
-        keys = torch.arange(kv_length, device=padding.device)
-        count = padding.sum(-1)
-        first = torch.where(padding, keys, kv_length).amin(-1) if kv_length else count
-        end = torch.where(padding, keys + 1, 0).amax(-1) if kv_length else count
-        starts, ends, counts = torch.stack([first, end, count]).tolist()
-        if any(end - start != count for start, end, count in zip(starts, ends, counts, strict=True) if count):
-            return None
-        starts = [start if count else 0 for start, count in zip(starts, counts, strict=True)]
-        ends = [min(end, last) for end in ends]
-    if not causal:
-        whole = all(start == 0 for start in starts) and all(end == kv_length for end in ends)
+def _spans(padding: Tensor | None, batch: int, kv_length: int) -> tuple[list[int], list[int]] | None:
+    """The first key and the end of the keys of each batch entry, or None if padding lies between tokens."""
+    if padding is None or kv_length == 0:
+        return [0] * batch, [kv_length] * batch
+    keys = torch.arange(kv_length, device=padding.device)
+    first = torch.where(padding, keys, kv_length).amin(-1)
+    end = torch.where(padding, keys + 1, 0).amax(-1)
+    # One copy to the host, which waits, a pass.
+    firsts, ends, counts = torch.stack([first, end, padding.sum(-1)]).tolist()
+    if any(count and end - first != count for first, end, count in zip(firsts, ends, counts, strict=True)):
+        return None
+    return [first if count else 0 for first, count in zip(firsts, counts, strict=True)], ends
+
+
+def _padded(
+    starts: list[int], ends: list[int], q_length: int, kv_length: int, offset: int, left: int | None, right: int | None
+) -> _Found | None:  # fmt: skip
+    """The pattern of padded sequences under a window whose query i stands at key i + offset."""
+    if left is None and right is None:
+        whole = not any(starts) and all(end == kv_length for end in ends)
         return _Found(None if whole else _encode(starts, ends, None, None, False))
-    if all(end == last for end in ends) and last == offset + q_length:
-        whole = not any(starts) and last == kv_length and (q_length == 1 or offset == 0)
-        return _Found(None if whole else _encode(starts, ends, None, 0, False))
-    if offset == 0 and not any(starts):
-        return _Found(_encode(starts, ends, None, 0, True))
+    # The window stands right if the last query has the last key; keys after it are never seen.
+    last = offset + q_length
+    if right == 0:
+        ends = [min(end, last) for end in ends]
+    if all(end == last for end in ends):
+        plain = left is None and not any(starts) and last == kv_length and (q_length == 1 or offset == 0)
+        return _Found(None if plain else _encode(starts, ends, left, right, False))
+    if right == 0 and offset == 0 and not any(starts):
+        # Padding on the right, which only queries of padding could see.
+        if left is None:
+            return _Found(_encode(starts, ends, None, 0, True))
+        return _Found(_encode(starts, [last] * len(ends), left, 0, False))
     return None
+
+
+def _other(
+    mask: Tensor | None, starts: list[int], ends: list[int], q_length: int, kv_length: int, offset: int, options: dict
+) -> _Found | None:  # fmt: skip
+    """The pattern of padded sequences under a mask that was made without the padding."""
+    if mask is None:
+        right = 0 if options.get("allow_is_causal_skip", True) else None
+        return _padded(starts, ends, q_length, kv_length, offset, None, right)
+    firsts, lasts, name, left, right = recognise(mask, len(starts), q_length)
+    if any(firsts) or len(set(lasts)) > 1:
+        return None
+    if name == "causal-top-left" or name == "causal":
+        left, right = None, 0
+    return _padded(starts, ends, q_length, kv_length, offset, left, right)
+
+
+def _recognised(mask: Tensor, batch: int, q_length: int) -> Tensor:
+    starts, ends, name, left, right = recognise(mask, batch, q_length)
+    if name in ("causal", "causal-top-left"):
+        left, right = None, 0
+    return _encode(starts, ends, left, right, name == "causal-top-left")
 
 
 def _encode(starts: list[int], ends: list[int], left: int | None, right: int | None, top_left: bool) -> Tensor:

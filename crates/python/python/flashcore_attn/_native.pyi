@@ -1,0 +1,71 @@
+"""The extension module. Its functions are what the package's own are made of; they may change at any time."""
+
+from collections.abc import Callable
+from typing import Any
+
+__version__: str
+
+def run(
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any | None,
+    key_lengths: list[int] | Any | None,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+) -> None: ...
+def check(
+    q: Any,
+    k: Any,
+    v: Any,
+    key_lengths: list[int] | Any | None,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+) -> str: ...
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    key_lengths: list[int] | Any | None,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    target: str | None,
+) -> str: ...
+def machine() -> dict[str, Any]: ...
+def recognise_mask(mask: Any, len_q: int) -> tuple[list[int], list[int], str, int | None, int | None]: ...
+def bind_torch(
+    plain: list[type],
+    is_grad_enabled: Callable[[], bool],
+    watchers: list[Callable[[], Any]],
+    empty_like: Callable[[Any], Any],
+    empty_output: Callable[[Any, Any], Any],
+    empty_lse: Callable[[Any, str], Any],
+) -> bool: ...
+def torch_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    key_lengths: list[int] | Any | None,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    with_lse: bool,
+    grouped: bool,
+) -> Any: ...
+def after_fork() -> None: ...

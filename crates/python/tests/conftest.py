@@ -1,0 +1,40 @@
+"""What every test may use. Tests that need torch or transformers are skipped where it is not installed."""
+
+import importlib.util
+import os
+
+import pytest
+
+#: Files whose tests need more than numpy, and what.
+NEEDS = {"test_torch": "torch", "test_transformers": "transformers"}
+#: Set where nothing may be skipped for want of a package.
+REQUIRED = os.environ.get("FLASHCORE_REQUIRE_TORCH", "") not in ("", "0")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out files that could not even be imported."""
+    return True if missing(collection_path.name) and not REQUIRED else None
+
+
+def missing(name: str) -> str | None:
+    """The package that a test file needs and that is not there."""
+    for prefix, package in NEEDS.items():
+        if name.startswith(prefix):
+            wanted = ("torch", package)
+            return next((need for need in wanted if importlib.util.find_spec(need) is None), None)
+    return None
+
+
+def pytest_terminal_summary(terminalreporter):
+    left_out = sorted({package for name in NEEDS for package in [missing(name)] if package})
+    if left_out:
+        terminalreporter.write_line(
+            f"left out: the tests that need {' and '.join(left_out)}. scripts/python-tests --with-torch includes them"
+        )
+
+
+@pytest.fixture
+def generator():
+    import numpy
+
+    return numpy.random.default_rng(0)

@@ -1,0 +1,242 @@
+"""scaled_dot_product_attention has torch's signature and meaning."""
+
+import inspect
+import itertools
+
+import flashcore_attn
+import pytest
+import torch
+import torch.nn.functional as F
+from flashcore_attn import ContractError, UnsupportedError, scaled_dot_product_attention
+from torch_problem import DEVICES, as_problem, check, draw
+
+SHAPES = {
+    "tiny": (1, 1, 32, 64),
+    "small": (1, 2, 64, 64),
+    "medium": (1, 4, 128, 64),
+    "mission": (1, 8, 512, 64),
+    "multi_batch": (4, 8, 256, 64),
+}
+SEEDS = [0, 42, 12345]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_classic_cases_obey_the_rule(name, seed, device):
+    q, k, v = draw(seed, *[SHAPES[name]] * 3, dtype="float16", device=device)
+    for causal in (False, True):
+        o = scaled_dot_product_attention(q, k, v, is_causal=causal)
+        assert o.shape == q.shape and o.dtype == q.dtype and o.device == q.device
+        check(q, k, v, o, mask="causal-top-left" if causal else "none")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_in_sum_the_classic_cases_agree_with_torch(name, device):
+    """Over all seeds, types and masks: no NaN or Inf, as near to torch as both are to the truth, and repeatable."""
+    dtypes = ["float16", "bfloat16"] + (["float32"] if device == "cpu" else [])
+    for seed, dtype, causal in itertools.product(SEEDS, dtypes, (False, True)):
+        q, k, v = draw(seed, *[SHAPES[name]] * 3, dtype=dtype, device=device)
+        ours = scaled_dot_product_attention(q, k, v, is_causal=causal)
+        theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        truth = F.scaled_dot_product_attention(q.double().cpu(), k.double().cpu(), v.double().cpu(), is_causal=causal)
+        assert torch.isfinite(ours).all()
+        off, theirs_off = ((x.double().cpu() - truth).square().mean().sqrt() for x in (ours, theirs))
+        assert off <= 1.5 * theirs_off, (dtype, causal, off, theirs_off)
+        assert torch.equal(scaled_dot_product_attention(q, k, v, is_causal=causal), ours)
+
+
+def test_the_signature_is_torchs():
+    ours = inspect.signature(scaled_dot_product_attention)
+    assert list(ours.parameters) == [
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
+    ]  # fmt: skip
+    documented = F.scaled_dot_product_attention.__doc__
+    for name in ours.parameters:
+        assert name in documented
+
+
+def agree(*args, **options) -> None:
+    """Ours and torch's give the same within float32."""
+    ours, theirs = scaled_dot_product_attention(*args, **options), F.scaled_dot_product_attention(*args, **options)
+    assert ours.shape == theirs.shape
+    torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("len_q", "len_k"), [(5, 9), (9, 5), (1, 9), (7, 7)])
+def test_is_causal_is_aligned_top_left(len_q, len_k):
+    agree(*draw(0, (2, 3, len_q, 16), (2, 3, len_k, 16), (2, 3, len_k, 8)), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(5, 16), (9, 16), (9, 8)],
+        [(3, 5, 16), (3, 9, 16), (3, 9, 8)],
+        [(2, 3, 4, 5, 16), (2, 3, 4, 9, 16), (2, 3, 4, 9, 8)],
+        [(2, 3, 5, 16), (1, 3, 9, 16), (1, 3, 9, 8)],
+        [(2, 3, 5, 16), (2, 1, 9, 16), (2, 1, 9, 8)],
+        [(1, 3, 5, 16), (2, 3, 9, 16), (2, 3, 9, 8)],
+        [(2, 3, 5, 16), (3, 9, 16), (9, 8)],
+    ],
+)
+def test_leading_dimensions_broadcast_as_in_torch(shapes):
+    agree(*draw(0, *shapes))
+    agree(*draw(0, *shapes), attn_mask=torch.ones(5, 9, dtype=torch.bool).tril(4))
+
+
+def test_grouped_heads_need_enable_gqa():
+    tensors = draw(0, (2, 6, 5, 16), (2, 2, 9, 16), (2, 2, 9, 16))
+    agree(*tensors, enable_gqa=True)
+    with pytest.raises(ContractError, match="give enable_gqa=True"):
+        scaled_dot_product_attention(*tensors)
+
+
+def test_a_scale_of_its_own():
+    agree(*draw(0, *[(1, 2, 9, 16)] * 3), scale=0.7)
+
+
+def masks(batch, len_q, len_k):
+    """Masks as people make them, which can be fused."""
+    yield torch.ones(len_q, len_k, dtype=torch.bool).tril()
+    yield torch.ones(len_q, len_k, dtype=torch.bool).tril(len_k - len_q)
+    yield torch.arange(len_k) < torch.tensor([len_k, 3]).view(batch, 1, 1, 1)
+    yield torch.arange(len_k) >= torch.tensor([0, 4]).view(batch, 1, 1, 1)
+    yield torch.full((len_q, len_k), -torch.inf).triu(len_k - len_q + 1)
+    yield torch.zeros(1, 1, len_q, len_k)
+    band = torch.ones(len_q, len_k, dtype=torch.bool).tril(len_k - len_q)
+    yield band & ~torch.ones(len_q, len_k, dtype=torch.bool).tril(len_k - len_q - 3)
+    yield torch.ones(batch, 4, len_q, len_k, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_masks_that_say_padding_causal_or_a_window_are_fused(number):
+    q, k, v = draw(0, (2, 4, 9, 16), (2, 4, 12, 16), (2, 4, 12, 16))
+    mask = list(masks(2, 9, 12))[number]
+    agree(q, k, v, attn_mask=mask)
+    if mask.dtype == torch.bool:
+        agree(q, k, v, attn_mask=torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
+
+
+def test_a_mask_with_grouped_heads():
+    agree(*draw(0, (2, 6, 5, 16), (2, 2, 9, 16), (2, 2, 9, 16)), attn_mask=list(masks(2, 5, 9))[3], enable_gqa=True)
+
+
+def test_a_bias_is_refused():
+    q, k, v = draw(0, *[(1, 2, 4, 16)] * 3)
+    with pytest.raises(UnsupportedError, match="a bias is not fused"):
+        scaled_dot_product_attention(q, k, v, attn_mask=torch.randn(4, 4))
+
+
+def test_a_mask_and_is_causal_are_refused_together():
+    q, k, v = draw(0, *[(1, 2, 4, 16)] * 3)
+    with pytest.raises(ValueError, match="both given"):
+        scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(4, 4, dtype=torch.bool), is_causal=True)
+
+
+def test_dropout_is_refused():
+    q, k, v = draw(0, *[(1, 2, 4, 16)] * 3)
+    with pytest.raises(NotImplementedError, match="dropout_p is 0.1, possible is 0"):
+        scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_run_without_a_copy_and_the_output_lies_as_the_query_does(device):
+    packed = draw(0, (2, 40, 3, 4, 64), dtype="float16", device=device)[0]
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    o = scaled_dot_product_attention(q, k, v)
+    check(q, k, v, o)
+    assert o.transpose(1, 2).is_contiguous()
+
+
+def test_a_last_dimension_that_is_not_contiguous_is_copied():
+    q, k, v = draw(0, (1, 2, 9, 16), (1, 2, 16, 9), (1, 2, 9, 16))
+    agree(q, k.transpose(2, 3), v)
+    with pytest.raises(ContractError, match="k has stride 9 in its last dimension"):
+        flashcore_attn.attention(q, k.transpose(2, 3), v)
+
+
+def test_autocast_gives_the_type_that_torch_gives():
+    q, k, v = draw(0, *[(1, 2, 9, 16)] * 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    check(q.bfloat16(), k.bfloat16(), v.bfloat16(), ours)
+
+
+def test_views_with_a_pending_negation_are_resolved():
+    q, k, v = draw(0, *[(1, 2, 9, 16)] * 3)
+    negated = torch._neg_view(q)
+    torch.testing.assert_close(scaled_dot_product_attention(negated, k, v), scaled_dot_product_attention(-q, k, v))
+
+
+def test_parameters_and_inference_tensors_are_taken():
+    q, k, v = draw(0, *[(1, 2, 9, 16)] * 3)
+    expected = scaled_dot_product_attention(q, k, v)
+    with torch.inference_mode():
+        assert torch.equal(scaled_dot_product_attention(torch.nn.Parameter(q), k.clone(), v), expected)
+
+
+def test_attention_takes_torch_tensors_of_both_layouts():
+    q, k, v = draw(0, (2, 4, 9, 16), (2, 2, 12, 16), (2, 2, 12, 8), dtype="bfloat16")
+    options = {"causal": True, "softcap": 4.0, "key_lengths": torch.tensor([12, 7])}
+    o, lse = flashcore_attn.attention(q, k, v, return_lse=True, **options)
+    check(q, k, v, o, lse, mask="causal", softcap=4.0, key_lengths=[12, 7])
+    swapped = (x.transpose(1, 2) for x in (q, k, v))
+    other, other_lse = flashcore_attn.attention(*swapped, return_lse=True, layout="bshd", **options)
+    assert torch.equal(other.transpose(1, 2), o) and torch.equal(other_lse, lse)
+
+
+def test_an_output_may_be_given():
+    q, k, v = draw(0, *[(1, 2, 9, 16)] * 3)
+    out = torch.full_like(q, torch.nan)
+    result, lse = flashcore_attn.attention(q, k, v, out=out, return_lse=True)
+    assert result is out and torch.equal(out, flashcore_attn.attention(q, k, v))
+    check(q, k, v, out, lse)
+    with pytest.raises(UnsupportedError, match="out= has no gradient"):
+        flashcore_attn.attention(q.requires_grad_(), k, v, out=out)
+
+
+def test_tensors_on_different_devices_are_refused():
+    q, k, v = draw(0, *[(1, 2, 9, 16)] * 3)
+    with pytest.raises((ContractError, NotImplementedError, RuntimeError)):
+        scaled_dot_product_attention(q, k.to("meta"), v)
+
+
+def test_info_says_how_tensors_are_read():
+    assert flashcore_attn.info()["torch"]["version"] == torch.__version__
+
+
+def test_tensors_are_read_without_the_exchange_table_as_well(monkeypatch):
+    """As torch before 2.10 has it: through the tensor's attributes, whatever requires a gradient."""
+
+    class Old:
+        """A tensor of which only the attributes can be seen."""
+
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __getattr__(self, name):
+            if name.startswith("__dlpack"):
+                raise AttributeError(name)
+            return getattr(self.tensor, name)
+
+    q, k, v = draw(0, (2, 4, 9, 16), (2, 2, 12, 16), (2, 2, 12, 16), dtype="bfloat16")
+    out = torch.empty_like(q)
+    flashcore_attn._native.run(
+        Old(q.requires_grad_()), Old(k), Old(v), Old(out), None, None, "none", None, None, None, 0.0, "bhsd"
+    )
+    with torch.no_grad():
+        assert torch.equal(out, flashcore_attn.attention(q, k, v))
+
+
+def test_float64_is_refused_with_what_is_possible():
+    q, k, v = (x.double() for x in draw(0, *[(1, 2, 4, 16)] * 3))
+    with pytest.raises(ContractError, match="q is float64, possible are float16, bfloat16 and float32"):
+        scaled_dot_product_attention(q, k, v)
+
+
+def test_problem_reads_back_what_was_drawn():
+    q, k, v = draw(3, *[(1, 1, 2, 4)] * 3, dtype="bfloat16")
+    assert as_problem(q, k, v).dtype == "bfloat16"
