@@ -32,6 +32,7 @@
 //! | code: PTX in, cubin out, functions | [`Module`], [`link_ptx`], [`Function`] |
 //! | launch | [`LaunchConfig`], [`ParamBuffer`], [`TensorMap`] |
 //! | replay | [`Graph`], [`GraphExec`] |
+//! | clocks, power and temperature | [`Nvml`], [`GpuState`] |
 //!
 //! # What is `unsafe` here
 //!
@@ -66,6 +67,7 @@ mod jit;
 mod launch;
 mod memory;
 mod module;
+mod nvml;
 mod pointer;
 mod stream;
 mod sys;
@@ -81,6 +83,7 @@ pub use jit::{Cubin, JitLog, JitOptions, link_ptx};
 pub use launch::{LaunchConfig, ParamBuffer};
 pub use memory::{DeviceBuffer, PinnedBuffer, Scalar};
 pub use module::{CarveOut, Function, FunctionAttributes, Module, Occupancy};
+pub use nvml::{GpuState, Nvml, NvmlDevice};
 pub use pointer::{MemoryKind, PointerInfo};
 pub use stream::{Stream, StreamOptions};
 pub use tensor_map::{

@@ -8,6 +8,9 @@
  *   WITHOUT_LINK  leaves out cuLinkCreate, as a broken library would
  *   CAPABILITY    the compute capability of GPU 0, times ten         (90)
  *   WITHOUT_POOLS the GPUs have no stream-ordered memory
+ *   ZEROS         a launch writes zeros over memory that holds nothing but ones, as if it were an output
+ *   CRASH_ON      a kernel's name; launching it ends the process
+ *   HANG_ON       a kernel's name; launching it never returns
  *   COUNT_CALLS   keeps the names of all functions called; needs -finstrument-functions
  *   USE_CUDA_H    takes the types from NVIDIA's header, so that its compiler checks the signatures below
  */
@@ -22,6 +25,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #ifndef VERSION
 #define VERSION 12080
@@ -312,13 +316,32 @@ API cuPointerGetAttributes(unsigned int count, CUpointer_attribute *attributes, 
 /* One recorded operation: a copy, or a fill, or a launch (which does nothing). */
 struct step { int kind; char *target; const char *source; size_t bytes; unsigned int value; };
 enum { COPY, FILL8, FILL32, LAUNCH };
-struct CUgraph_st { int count; struct step steps[16]; };
+struct CUgraph_st { int count; struct step steps[512]; };
 struct CUgraphExec_st { struct CUgraph_st graph; };
 struct CUstream_st { CUcontext owner; int priority; unsigned int flags; struct CUgraph_st *capture; };
 struct CUevent_st { unsigned int flags; int recorded; int time; };
 static int clock_ticks;
 
+/* What a kernel of that name does. */
+static void compute(const char *kernel) {
+#ifdef ZEROS
+    for (int i = 0; i < 64; i++) {
+        if (!blocks[i].start || blocks[i].type != DEVICE) continue;
+        size_t ones = 0;
+        while (ones < blocks[i].size && blocks[i].start[ones] == (char)0xff) ones++;
+        if (ones == blocks[i].size) memset(blocks[i].start, 0, ones);
+    }
+#endif
+#ifdef CRASH_ON
+    if (strcmp(kernel, CRASH_ON) == 0) abort();
+#endif
+#ifdef HANG_ON
+    while (strcmp(kernel, HANG_ON) == 0) pause();
+#endif
+    (void)kernel;
+}
 static void run(const struct step *step) {
+    if (step->kind == LAUNCH) compute(step->source);
     if (step->kind == COPY) memcpy(step->target, step->source, step->bytes);
     if (step->kind == FILL8) memset(step->target, (int)step->value, step->bytes);
     if (step->kind == FILL32)
@@ -327,7 +350,7 @@ static void run(const struct step *step) {
 }
 static CUresult queue(CUstream stream, struct step step) {
     if (stream && stream->capture) {
-        if (stream->capture->count == 16) return 901;
+        if (stream->capture->count == 512) return 901;
         stream->capture->steps[stream->capture->count++] = step;
     } else {
         run(&step);
@@ -622,7 +645,7 @@ static CUresult launch(const char *how, CUfunction function, const CUlaunchConfi
     note("  params");
     for (size_t i = 0; i < size; i++) note(" %02x", bytes[i]);
     note("\n");
-    return queue(config->hStream, (struct step){LAUNCH, NULL, NULL, 0, 0});
+    return queue(config->hStream, (struct step){LAUNCH, NULL, function->name, 0, 0});
 }
 API cuLaunchKernel(CUfunction function, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx,
                    unsigned int by, unsigned int bz, unsigned int shared, CUstream stream, void **pointers, void **extra) {

@@ -9,7 +9,7 @@ mod fake;
 use fake::Fake;
 use flashcore::{
     Attention, DType, Device, DeviceLengths, Error, Layout, Name, Place, PointerFault, Tensor, TensorMut,
-    cuda::{CubinCache, Cuda, CudaTensor},
+    cuda::{CubinCache, Cuda, CudaTensor, driver::MemoryKind},
 };
 
 const SHAPE: [usize; 4] = [1, 2, 64, 64];
@@ -103,8 +103,17 @@ fn page_locked_memory_and_another_gpus_memory_are_told_apart() {
 #[test]
 fn a_tensor_that_reaches_out_of_its_allocation_is_refused() {
     let Some(mut setup) = setup() else { return };
-    let short = setup.cuda.context().alloc(ELEMENTS).unwrap();
-    // What lies behind a block of the fake belongs to nobody, or to another allocation.
+    // The fake's memory is the heap's: find a block behind which there is no other one.
+    let context = setup.cuda.context().clone();
+    let o = setup.o.buffer_mut().address();
+    let blocks: Vec<_> = (0..20).map(|_| context.alloc(ELEMENTS).unwrap()).collect();
+    let is_free = |address: u64| context.pointer_info(address).unwrap().kind == MemoryKind::Unknown;
+    let behind = |address: u64| address..address + 2 * ELEMENTS as u64;
+    let alone = blocks.iter().find(|block| {
+        let span = behind(block.address());
+        !span.contains(&o) && !behind(o).contains(&block.address()) && is_free(span.end - 1)
+    });
+    let Some(short) = alone else { return };
     let fault = setup.run_with(&at(short.address(), Layout::bhsd(SHAPE)).unwrap());
     assert!(matches!(fault, Err(Error::Pointer { tensor: Name::K, .. })), "{fault:?}");
     setup.still_works();

@@ -376,20 +376,23 @@ fn summarise(
 fn compare(results: &[Measured], margin: f64) -> Vec<Comparison> {
     let ours = &results[0].samples_us;
     let peers = results[1..].iter().filter(|peer| peer.failure.is_none());
-    peers
-        .filter_map(|peer| {
-            let ratio = stats::median_ratio(&peer.samples_us, ours, 0.95)?;
-            let sure = stats::median_ratio(&peer.samples_us, ours, stats::VERDICT_LEVEL)?;
-            Some(Comparison {
-                peer: peer.name.clone(),
-                speed_up: ratio.estimate,
-                interval: ratio.interval,
-                verdict_interval: sure.interval,
-                verdict: stats::verdict(&sure.interval, margin),
-                margin,
-            })
+    peers.filter_map(|peer| Comparison::of(ours, &peer.name, &peer.samples_us, margin)).collect()
+}
+
+impl Comparison {
+    /// Ours against a peer by their samples, one a round each; absent where they are too few to say anything.
+    pub fn of(ours: &[f64], peer: &str, theirs: &[f64], margin: f64) -> Option<Self> {
+        let ratio = stats::median_ratio(theirs, ours, 0.95)?;
+        let sure = stats::median_ratio(theirs, ours, stats::VERDICT_LEVEL)?;
+        Some(Self {
+            peer: peer.into(),
+            speed_up: ratio.estimate,
+            interval: ratio.interval,
+            verdict_interval: sure.interval,
+            verdict: stats::verdict(&sure.interval, margin),
+            margin,
         })
-        .collect()
+    }
 }
 
 /// What many cells say together.

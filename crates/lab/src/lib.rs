@@ -3,7 +3,8 @@
 //! - [`cases`] and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
 //! - An [`engine`] computes; [`check`] runs a case through it and [`rule`] judges the result, on the floor that
 //!   [`conditioning`] derives; [`explain`] says what went wrong.
-//! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together.
+//! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
+//!   does so on a GPU, with everyone in a [`process`] of their own.
 //! - [`evidence`] is what a report carries beside its numbers; [`files`] and [`interrupt`] see to it that a file is
 //!   written whole or not at all. [`cli`] is the command itself.
 //!
@@ -18,12 +19,14 @@ pub mod engine;
 pub mod evidence;
 pub mod explain;
 pub mod files;
+pub mod gpu;
 pub mod guarded;
 pub mod inputs;
 pub mod interrupt;
 pub mod occupancy;
 pub mod operands;
 pub mod peers;
+pub mod process;
 pub mod rng;
 pub mod rule;
 pub mod shapes;

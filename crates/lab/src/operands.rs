@@ -130,27 +130,32 @@ impl Operands {
     /// Up to `most` rows spread over all heads: the first and the last query of every head where there is room,
     /// and random ones between.
     pub fn sample_rows(&self, most: usize, seed: u64) -> Vec<Row> {
-        let Problem { batch, heads_q, len_q, .. } = self.problem;
-        let heads = batch * heads_q;
-        let mut rows = Vec::new();
-        let mut rng = Rng::new(seed);
-        if heads * len_q == 0 {
-            return rows;
-        }
-        let every = (most / heads).clamp(1, len_q);
-        for head in 0..heads {
-            let mut queries: Vec<usize> = match every {
-                _ if every == len_q => (0..len_q).collect(),
-                1 => vec![rng.below(len_q)],
-                _ => [0, len_q - 1].into_iter().chain((2..every).map(|_| rng.below(len_q))).collect(),
-            };
-            queries.sort_unstable();
-            queries.dedup();
-            let row = |query| Row { batch: head / heads_q, head: head % heads_q, query };
-            rows.extend(queries.into_iter().map(row));
-        }
-        rows
+        sample_rows(&self.problem, most, seed)
     }
+}
+
+/// Up to `most` rows of a problem, spread as [`Operands::sample_rows`] says.
+pub fn sample_rows(problem: &Problem, most: usize, seed: u64) -> Vec<Row> {
+    let Problem { batch, heads_q, len_q, .. } = *problem;
+    let heads = batch * heads_q;
+    let mut rows = Vec::new();
+    let mut rng = Rng::new(seed);
+    if heads * len_q == 0 {
+        return rows;
+    }
+    let every = (most / heads).clamp(1, len_q);
+    for head in 0..heads {
+        let mut queries: Vec<usize> = match every {
+            _ if every == len_q => (0..len_q).collect(),
+            1 => vec![rng.below(len_q)],
+            _ => [0, len_q - 1].into_iter().chain((2..every).map(|_| rng.below(len_q))).collect(),
+        };
+        queries.sort_unstable();
+        queries.dedup();
+        let row = |query| Row { batch: head / heads_q, head: head % heads_q, query };
+        rows.extend(queries.into_iter().map(row));
+    }
+    rows
 }
 
 #[cfg(test)]

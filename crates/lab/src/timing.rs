@@ -1,8 +1,8 @@
 //! Timing: contenders take turns in rounds, in one process group and one state of the machine.
 //!
 //! In each round every contender is sampled once, and the order rotates, so that what the machine does to one it
-//! does to all. A sample is as many calls as it takes to be well past the clock's resolution. The clock is the
-//! **call** clock: what a caller waits for, from before the call to after it.
+//! does to all. A sample is as many calls as it takes to be well past the clock's resolution. Which clock that is, is the
+//! contender's affair: on the CPU it is the **call** clock, what a caller waits for from before the call to after it.
 
 use std::time::{Duration, Instant};
 
@@ -28,14 +28,16 @@ pub struct Effort {
     pub margin: f64,
     /// The pause between two contenders' turns.
     pub settle: Duration,
+    /// What a sample takes at least.
+    pub sample: Duration,
 }
 
 /// Rounds before the first look at the samples.
 const FIRST_LOOK: usize = 10;
 /// Rounds that are needed at least, however long they take.
 const FEWEST: usize = 5;
-/// A sample takes at least this long.
-const SAMPLE: Duration = Duration::from_millis(2);
+/// What a sample takes at least by the clock of the CPU.
+pub const SAMPLE: Duration = Duration::from_millis(2);
 /// Calls longer than this need no call before them to wake threads and fill caches.
 const LONG_CALL_US: f64 = 50_000.0;
 /// Between two turns, so that threads of the one before have stopped spinning: OpenMP's wait for more work for
@@ -65,7 +67,7 @@ pub fn measure(
     progress: &mut dyn FnMut(usize, f64),
 ) -> Vec<Samples> {
     let mut samples: Vec<Samples> =
-        contenders.iter_mut().map(|contender| calibrate(contender.as_mut())).collect();
+        contenders.iter_mut().map(|contender| calibrate(contender.as_mut(), effort.sample)).collect();
     let started = Instant::now();
     let mut round = 0;
     while !stop() && samples[0].failure.is_none() {
@@ -115,11 +117,11 @@ fn is_look(round: usize) -> bool {
 }
 
 /// Finds how many calls make a sample, which also warms everything up.
-fn calibrate(contender: &mut dyn Contender) -> Samples {
+fn calibrate(contender: &mut dyn Contender, least: Duration) -> Samples {
     let mut samples = Samples { name: contender.name(), calls: 1, times: Vec::new(), failure: None };
     match contender.sample(1, 1) {
         Ok(time) => {
-            let needed = SAMPLE.as_secs_f64() * 1e6 / time.max(0.01);
+            let needed = least.as_secs_f64() * 1e6 / time.max(0.01);
             samples.calls = (needed.ceil() as u32).clamp(1, 10_000);
         }
         Err(why) => samples.failure = Some(why),
@@ -167,8 +169,13 @@ mod tests {
         }
     }
 
-    const LONG: Effort =
-        Effort { rounds: None, budget: Duration::from_mins(1), margin: 0.02, settle: Duration::ZERO };
+    const LONG: Effort = Effort {
+        rounds: None,
+        budget: Duration::from_mins(1),
+        margin: 0.02,
+        settle: Duration::ZERO,
+        sample: SAMPLE,
+    };
 
     fn scripted<'a>(
         name: &'static str,

@@ -565,7 +565,7 @@ fn bench_refuses_options_that_mean_nothing() {
         (&["bench", "tiny", "--dtype", "f8"], "bf16"),
         (&["bench", "tiny", "--threads", "0"], "threads"),
         (&["bench", "tiny", "--samples", "0"], "samples"),
-        (&["bench", "tiny", "--budget", "-1"], "seconds above 0"),
+        (&["bench", "tiny", "--budget", "-1"], "a time above 0"),
         (&["bench", "tiny", "--margin", "200"], "percentage"),
         (&["bench", "tiny", "--device", "tpu"], "cpu-portable"),
         (&["bench", "tiny", "--matrix", "cpu"], "cannot be used with"),

@@ -117,3 +117,10 @@ pub fn load_error(flags: &[&str]) -> Option<DriverError> {
     // SAFETY: the fake declares its functions as the real driver does.
     Some(unsafe { Driver::load_from(&library) }.expect_err("this library must be refused"))
 }
+
+/// A folder with the fake under the name that the system's driver has, for `LD_LIBRARY_PATH` of another process.
+pub fn as_system_driver(flags: &[&str]) -> Option<TempDir> {
+    let (directory, library) = fake_library(flags)?;
+    std::fs::rename(library, directory.path().join("libcuda.so.1")).expect("room for the library");
+    Some(directory)
+}

@@ -3,33 +3,41 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use flashcore::cuda::driver::Driver;
+use flashcore::plan::{Kernel, Schedule};
 use flashcore::{DType, Mask, cpu};
 use serde::Serialize;
 
 use super::screen::{Progress, Tone, say, toned};
-use super::{Exit, Json};
+use super::{Exit, Json, bench_gpu};
 use crate::bench::{
     Bench, CausalShare, Cell, Measured, Outcome, Summary, causal_shares, cpu_matrix, summarise_all,
 };
 use crate::evidence::Environment;
+use crate::gpu::bench::{Cache, PEERS};
+use crate::gpu::cells::{self, Member};
 use crate::interrupt::{self, On};
 use crate::peers::{Torch, TorchFacts};
 use crate::shapes;
 use crate::stats::{MARGIN, Verdict};
-use crate::timing::{Effort, SETTLE};
+use crate::timing::{Effort, SAMPLE, SETTLE};
 
 #[derive(Args)]
 #[command(after_help = "\
 Shapes are names (mission, long, decode …; an unknown one lists them) or BxHxSxD, such as 1x8x512x64, with a slash where \
 queries and keys differ, such as 1x32/8x1/4096x128.
 
-Contenders take turns in rounds. Times are microseconds a call, from before the call to after it. GFLOP/s count causal \
-as half. torch is looked for in $FLASHCORE_PYTHON, then python3.")]
+Contenders take turns in rounds, on the same inputs, and every time stands beside the error of what was timed. Times are \
+microseconds; rates count causal as half.
+
+On the CPU the clock is that of the caller. On a GPU it is the kernel clock, with the caller's beside it for a shape that \
+is looked at alone, and everything runs in worker processes: one that crashes or hangs costs its own row and no other. \
+torch is looked for in $FLASHCORE_PYTHON, then python3.")]
 pub struct Options {
     /// What to time, by name or as BxHxSxD
     #[arg(value_name = "SHAPE", value_parser = shapes::parse, required_unless_present = "matrix")]
     shapes: Vec<shapes::Named>,
-    /// A set of cells: cpu is the CPU engine's record, 24 cells and a decode
+    /// A set of cells
     #[arg(long, value_enum, conflicts_with = "shapes")]
     matrix: Option<Matrix>,
     /// With a causal mask
@@ -41,14 +49,18 @@ pub struct Options {
     /// f16, bf16, f32 or all; the named shape's own by default
     #[arg(long, value_name = "DTYPE", value_parser = dtypes, conflicts_with = "matrix")]
     dtype: Option<Dtypes>,
-    /// Threads for every contender; all cores by default
+    /// auto (the GPU where there is one), cpu, one path of the CPU engine such as cpu-portable, or cuda, with -N for the
+    /// GPU of number N
+    #[arg(long, default_value = "auto", value_parser = place)]
+    device: Place,
+    /// CPU: threads for every contender; all cores by default
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     threads: Option<u32>,
     /// Exactly N rounds a cell
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     samples: Option<u32>,
-    /// Seconds a cell, until every comparison is decided: 2 alone, 10 with peers
-    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true, conflicts_with = "samples")]
+    /// Time for all cells together, such as 90s or 4m; cells take less where every comparison is decided
+    #[arg(long, value_name = "TIME", value_parser = duration, allow_negative_numbers = true)]
     budget: Option<Duration>,
     /// The smallest difference that matters, in percent
     #[arg(long, value_name = "PERCENT", default_value_t = MARGIN * 100.0, allow_negative_numbers = true)]
@@ -56,17 +68,134 @@ pub struct Options {
     /// Do not look for torch
     #[arg(long)]
     no_peers: bool,
-    /// cpu, or one path of the CPU engine such as cpu-portable
-    #[arg(long, default_value = "cpu", value_parser = isa)]
-    device: cpu::Isa,
+    /// GPU: which of torch's backends: flash, cudnn, efficient, math; the first two by default in a matrix
+    #[arg(long, value_name = "NAMES", value_parser = peers, conflicts_with = "no_peers")]
+    peers: Option<Peers>,
+    /// GPU: every kernel of ours, from the simplest up, with the gain of each rung
+    #[arg(long, conflicts_with_all = ["kernel", "schedule"])]
+    ladder: bool,
+    /// GPU: a kernel with its default schedule instead of the planner's choice; may be given more than once
+    #[arg(long, value_name = "NAME", conflicts_with = "schedule")]
+    kernel: Vec<Kernel>,
+    /// GPU: a schedule as inspect prints it; may be given more than once
+    #[arg(long, value_name = "TEXT")]
+    schedule: Vec<Schedule>,
+    /// GPU: what calls find in the L2 cache
+    #[arg(long, value_enum, default_value_t = Cache::Cold)]
+    cache: Cache,
+    /// GPU: read the call clock in a matrix too
+    #[arg(long)]
+    calls: bool,
     #[command(flatten)]
     json: Json,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+/// A set of cells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Matrix {
-    /// 1x8x512x64, 1x8x2048x64, 1x8x2048x128 and 1x32x1024x128 in f32, bf16 and f16, causal and not; and decode
     Cpu,
+    Gpu(cells::Matrix),
+}
+
+impl ValueEnum for Matrix {
+    fn value_variants<'a>() -> &'a [Self] {
+        use cells::Matrix::{Anchors, Decode, Small};
+        &[Matrix::Cpu, Matrix::Gpu(Anchors), Matrix::Gpu(Small), Matrix::Gpu(Decode)]
+    }
+
+    fn to_possible_value(&self) -> Option<clap::builder::PossibleValue> {
+        match self {
+            Matrix::Cpu => Some(clap::builder::PossibleValue::new("cpu").help(
+                "The CPU engine's record: four shapes in f32, bf16 and f16, causal and not, and a decode (25 cells)",
+            )),
+            Matrix::Gpu(matrix) => matrix.to_possible_value(),
+        }
+    }
+}
+
+/// Where a benchmark runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// A GPU where there is one, else the CPU.
+    Auto,
+    Cpu(cpu::Isa),
+    Cuda(u32),
+}
+
+impl Options {
+    pub(super) fn matrix(&self) -> Option<cells::Matrix> {
+        match self.matrix {
+            Some(Matrix::Gpu(matrix)) => Some(matrix),
+            Some(Matrix::Cpu) | None => None,
+        }
+    }
+
+    pub(super) fn peers(&self) -> Option<&[String]> {
+        if self.no_peers { Some(&[]) } else { self.peers.as_ref().map(|peers| peers.0.as_slice()) }
+    }
+
+    pub(super) fn ladder(&self) -> bool {
+        self.ladder
+    }
+
+    pub(super) fn kernels(&self) -> &[Kernel] {
+        &self.kernel
+    }
+
+    pub(super) fn schedules(&self) -> &[Schedule] {
+        &self.schedule
+    }
+
+    pub(super) fn cache(&self) -> Cache {
+        self.cache
+    }
+
+    pub(super) fn call_clock(&self) -> bool {
+        self.calls
+    }
+
+    pub(super) fn rounds(&self) -> Option<usize> {
+        self.samples.map(|samples| samples as usize)
+    }
+
+    pub(super) fn margin(&self) -> f64 {
+        self.margin
+    }
+
+    pub(super) fn budget(&self) -> Option<Duration> {
+        self.budget
+    }
+
+    /// Whether anything was asked for that only a GPU has.
+    fn wants_gpu(&self) -> bool {
+        self.matrix().is_some() || self.ladder || !self.kernel.is_empty() || !self.schedule.is_empty()
+    }
+
+    /// The GPU's number, or the CPU's instruction set.
+    fn place(&self) -> Result<Place, String> {
+        let gpu_is_there = || Driver::load().and_then(Driver::device_count).is_ok_and(|count| count > 0);
+        match self.device {
+            Place::Auto if self.matrix == Some(Matrix::Cpu) => Ok(Place::Cpu(cpu::Engine::new().isa())),
+            Place::Auto if self.wants_gpu() || gpu_is_there() => Ok(Place::Cuda(0)),
+            Place::Auto => Ok(Place::Cpu(cpu::Engine::new().isa())),
+            Place::Cpu(_) if self.wants_gpu() => {
+                Err("kernels, schedules and their matrices are a GPU's: leave --device away, or give cuda"
+                    .into())
+            }
+            Place::Cuda(_) if self.matrix == Some(Matrix::Cpu) => {
+                Err("--matrix cpu is the CPU engine's: leave --device away, or give cpu".into())
+            }
+            given => Ok(given),
+        }
+    }
+
+    /// The cells as a GPU times them.
+    fn members(&self) -> Vec<Member> {
+        match self.matrix() {
+            Some(matrix) => matrix.cells(),
+            None => self.cells().into_iter().map(|cell| Member { cell, group: "all".into() }).collect(),
+        }
+    }
 }
 
 /// Dtypes in a row, which clap would otherwise take for many values.
@@ -81,19 +210,49 @@ fn dtypes(text: &str) -> Result<Dtypes, String> {
     text.split(',').map(one).collect::<Result<_, _>>().map(Dtypes)
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().ok().filter(|&seconds: &f64| seconds > 0.0 && seconds <= 86_400.0);
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| "give seconds above 0, such as 2.5".into())
+/// Peers in a row, which clap would otherwise take for many values.
+#[derive(Clone, Debug)]
+struct Peers(Vec<String>);
+
+fn peers(text: &str) -> Result<Peers, String> {
+    let one = |name: &str| {
+        let known = PEERS.contains(&name.trim());
+        if known {
+            Ok(name.trim().to_string())
+        } else {
+            Err(format!("'{name}' is no peer; possible are {}", PEERS.join(", ")))
+        }
+    };
+    text.split(',').map(one).collect::<Result<_, _>>().map(Peers)
 }
 
-fn isa(text: &str) -> Result<cpu::Isa, String> {
+/// A time as 90, 90s, 2.5m or 1h.
+fn duration(text: &str) -> Result<Duration, String> {
+    let (number, unit) = match text.char_indices().last() {
+        Some((end, 's')) => (&text[..end], 1.0),
+        Some((end, 'm')) => (&text[..end], 60.0),
+        Some((end, 'h')) => (&text[..end], 3600.0),
+        _ => (text, 1.0),
+    };
+    let seconds = number.parse::<f64>().ok().map(|number| number * unit);
+    let seconds = seconds.filter(|&seconds| seconds > 0.0 && seconds <= 86_400.0);
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "give a time above 0, such as 2.5, 90s or 4m".into())
+}
+
+fn place(text: &str) -> Result<Place, String> {
     let engine = cpu::Engine::new();
-    match text.strip_prefix("cpu-") {
-        Some(name) => engine.with_isa(name.parse()?).map(|engine| engine.isa()),
-        None if text == "cpu" => Ok(engine.isa()),
-        None => {
+    match text.split_once('-').unwrap_or((text, "")) {
+        ("auto", "") => Ok(Place::Auto),
+        ("cpu", "") => Ok(Place::Cpu(engine.isa())),
+        ("cpu", name) => engine.with_isa(name.parse()?).map(|engine| Place::Cpu(engine.isa())),
+        ("cuda", "") => Ok(Place::Cuda(0)),
+        ("cuda", ordinal) if ordinal.parse::<u32>().is_ok() => Ok(Place::Cuda(ordinal.parse().unwrap_or(0))),
+        _ => {
             let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
-            Err(format!("bench times the CPU engine; possible are cpu, {}", paths.join(", ")))
+            Err(format!(
+                "bench times the CPU engine and the GPU; possible are auto, cpu, {}, cuda",
+                paths.join(", ")
+            ))
         }
     }
 }
@@ -121,6 +280,11 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     if !(0.0..100.0).contains(&options.margin) {
         return Err(format!("--margin {} is not a percentage from 0 to 100", options.margin));
     }
+    let isa = match options.place()? {
+        Place::Cuda(ordinal) => return bench_gpu::bench(options, ordinal, &options.members(), &options.json),
+        Place::Cpu(isa) => isa,
+        Place::Auto => cpu::Engine::new().isa(),
+    };
     let environment = Environment::read();
     let threads = options.threads.map_or(environment.cpu.cores, |threads| threads as usize);
     let cells = options.cells();
@@ -131,14 +295,16 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         Err(why) => (None, Some(why)),
     };
     let facts = torch.as_ref().map(Torch::facts);
-    let budget = options.budget.unwrap_or(Duration::from_secs(if torch.is_some() { 10 } else { 2 }));
+    let a_cell = Duration::from_secs(if torch.is_some() { 10 } else { 2 });
+    let budget = options.budget.map_or(a_cell, |all| all / cells.len().max(1) as u32);
     let effort = Effort {
         rounds: options.samples.map(|samples| samples as usize),
         budget,
         margin: options.margin / 100.0,
         settle: SETTLE,
+        sample: SAMPLE,
     };
-    let mut bench = Bench::new(options.device, threads, effort, torch)?;
+    let mut bench = Bench::new(isa, threads, effort, torch)?;
     say(&heading(&environment, &bench, facts.as_ref(), no_torch.as_deref()));
     let mut progress = Progress::new(cells.len() as u64 * 100);
     let mut outcomes = Vec::new();
@@ -191,7 +357,7 @@ fn exit(report: &Report, complete: bool) -> Exit {
 
 impl Options {
     fn cells(&self) -> Vec<Cell> {
-        if let Some(Matrix::Cpu) = self.matrix {
+        if self.matrix == Some(Matrix::Cpu) {
             return cpu_matrix();
         }
         let mut cells = Vec::new();

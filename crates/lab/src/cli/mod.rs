@@ -1,6 +1,7 @@
 //! The command line: what can be asked, and the exit code of each answer.
 
 mod bench;
+mod bench_gpu;
 mod doctor;
 mod inspect;
 mod run;
@@ -14,7 +15,7 @@ use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
 use crate::evidence::{Document, Environment};
-use crate::files;
+use crate::{files, gpu};
 
 /// What a command without arguments says: ten lines on what to try first.
 const FIRST_STEPS: &str = "\
@@ -54,6 +55,13 @@ enum Command {
     Bench(bench::Options),
     /// Show the plan of a GPU kernel, what the assembler makes of it, and what the simulator counts
     Inspect(inspect::Options),
+    /// Answer the workbench's requests on a GPU: how bench keeps what it times apart from itself
+    #[command(hide = true)]
+    GpuWorker {
+        /// The GPU's number
+        #[arg(long, default_value_t = 0)]
+        ordinal: u32,
+    },
 }
 
 /// How a command ended.
@@ -89,6 +97,7 @@ pub fn main() -> ExitCode {
         Some(Command::Verify(options)) => verify::verify(&options),
         Some(Command::Bench(options)) => bench::bench(&options),
         Some(Command::Inspect(options)) => inspect::inspect(&options),
+        Some(Command::GpuWorker { ordinal }) => gpu::worker::serve(ordinal).map(|()| Exit::Pass),
     };
     match result {
         Ok(exit) => exit.into(),

@@ -3,10 +3,8 @@
 //! torch lives in Python, so a small worker process runs it and speaks JSON lines over its pipes. Inputs go over as
 //! raw files with checksums that the worker sends back, and its output comes back to be judged like ours.
 
-use std::io::{BufRead, BufReader, Write};
-use std::path::PathBuf;
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use flashcore::{DType, Mask, Problem};
@@ -16,6 +14,7 @@ use serde_json::{Value, json};
 use crate::files::elements;
 use crate::guarded::Guarded;
 use crate::operands::Operands;
+use crate::process::{Silence, Worker};
 use crate::timing::Contender;
 
 /// The environment variable that names the Python to look for torch in.
@@ -53,9 +52,7 @@ pub fn torch_is_there() -> Result<(), String> {
 /// torch's scaled_dot_product_attention in a worker process.
 #[derive(Debug)]
 pub struct Torch {
-    child: Child,
-    requests: Option<ChildStdin>,
-    replies: Receiver<String>,
+    worker: Worker,
     folder: Folder,
     version: String,
     threads: usize,
@@ -74,13 +71,17 @@ pub struct TorchFacts {
 
 /// A folder of its own for the files that go to and fro, removed at the end.
 #[derive(Debug)]
-struct Folder(PathBuf);
+pub(crate) struct Folder(PathBuf);
 
 impl Folder {
-    fn new() -> Result<Self, String> {
+    pub(crate) fn new() -> Result<Self, String> {
         let path = std::env::temp_dir().join(format!("flashcore-peer-{}", std::process::id()));
         std::fs::create_dir_all(&path).map_err(|error| format!("cannot make {}: {error}", path.display()))?;
         Ok(Self(path))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
     }
 }
 
@@ -94,25 +95,9 @@ impl Torch {
     /// Starts the worker on a number of threads, or says why not.
     pub fn start(threads: usize) -> Result<Self, String> {
         torch_is_there()?;
-        let mut child = Command::new(python())
-            .args(["-u", "-c", WORKER])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .map_err(|error| format!("{} does not start: {error}", python()))?;
-        let requests = child.stdin.take();
-        let output = child.stdout.take().expect("stdout is piped");
-        let (sender, replies) = channel();
-        std::thread::spawn(move || {
-            for line in BufReader::new(output).lines().map_while(Result::ok) {
-                if sender.send(line).is_err() {
-                    break;
-                }
-            }
-        });
+        let worker = Worker::start("torch worker", Command::new(python()).args(["-u", "-c", WORKER]))?;
         let folder = Folder::new()?;
-        let mut torch = Self { child, requests, replies, folder, version: String::new(), threads };
+        let mut torch = Self { worker, folder, version: String::new(), threads };
         let hello = torch.ask(&json!({"op": "hello", "threads": threads}), START)?;
         torch.version = hello["torch"].as_str().unwrap_or("unknown").to_string();
         torch.threads = hello["threads"].as_u64().unwrap_or(0) as usize;
@@ -191,31 +176,7 @@ impl Torch {
 
     /// Sends a request and waits for its reply.
     fn ask(&mut self, request: &Value, limit: Duration) -> Result<Value, String> {
-        let requests = self.requests.as_mut().ok_or("the torch worker has ended")?;
-        writeln!(requests, "{request}")
-            .and_then(|()| requests.flush())
-            .map_err(|error| format!("the torch worker has ended ({error})"))?;
-        let line = self.replies.recv_timeout(limit).map_err(|error| match error {
-            RecvTimeoutError::Timeout => {
-                format!("the torch worker did not answer within {} s", limit.as_secs())
-            }
-            RecvTimeoutError::Disconnected => "the torch worker has ended".into(),
-        })?;
-        let reply: Value = serde_json::from_str(&line)
-            .map_err(|error| format!("the torch worker sent what is no reply ({error})"))?;
-        match reply.get("error").and_then(Value::as_str) {
-            Some(why) => Err(why.to_string()),
-            None => Ok(reply),
-        }
-    }
-}
-
-impl Drop for Torch {
-    fn drop(&mut self) {
-        // Without input it ends; should it hang, it is ended.
-        drop(self.requests.take());
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.worker.ask(request, limit).map_err(Silence::reason)
     }
 }
 
@@ -232,7 +193,7 @@ impl Contender for &mut Torch {
 }
 
 /// The checksum of zlib's crc32, which Python has too.
-fn crc32(bytes: &[u8]) -> u32 {
+pub(crate) fn crc32(bytes: &[u8]) -> u32 {
     let table: [u32; 256] = std::array::from_fn(|i| {
         (0..8).fold(i as u32, |crc, _| if crc & 1 == 1 { 0xedb8_8320 ^ (crc >> 1) } else { crc >> 1 })
     });

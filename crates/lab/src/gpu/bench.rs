@@ -1,0 +1,491 @@
+//! One cell of a GPU benchmark: everyone who computes it, how right and how fast each is, and who is faster.
+//!
+//! Nothing that goes wrong in a cell ends the run: it stands in the row of whoever it happened to.
+
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
+
+use flashcore::cuda::driver::{GpuState, Nvml};
+use flashcore::plan::Kernel;
+use flashcore::{DType, Problem};
+use half::{bf16, f16};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::cells::Member;
+use super::host::{Host, Kind};
+use super::outcome::{
+    Facts, FirstCall, Measured, Outcome, State, blank, call_clock, compare, ladder, summarise,
+};
+use super::pool::{Pool, Stored};
+use super::protocol::{Asked, Request};
+use super::worker::{KERNEL, PLANNER, SCHEDULE};
+use crate::files::elements;
+use crate::operands::sample_rows;
+use crate::peers::{Folder, Torch};
+use crate::rule::{Judgement, Row, Yardstick};
+use crate::timing::{Contender, Effort, Samples, measure};
+
+/// Multiply-adds that are worth asking the oracle about in one cell.
+const ORACLE_WORK: f64 = 3e8;
+/// The seed of every benchmark's inputs.
+const SEED: u64 = 2026;
+/// A rate above this share of the chip's peak is an error of the clock or of the count, not a record.
+const IMPOSSIBLE: f64 = 1.02;
+/// What a sample of the kernel clock takes at least: a thousand times what an event can tell apart.
+const SAMPLE: Duration = Duration::from_micros(500);
+/// Samples of the call clock; fewer where a call is long.
+const CALLS: u32 = 300;
+/// Time for the samples of the call clock.
+const CALLS_TIME_US: f64 = 200_000.0;
+/// Sets of tensors at most, whatever the cache holds.
+const MOST_SETS: usize = 128;
+/// Memory for all sets of tensors at most.
+const MOST_BYTES: f64 = 8e9;
+
+/// torch's backends.
+pub const PEERS: [&str; 4] = ["flash", "cudnn", "efficient", "math"];
+
+/// What calls find in the L2 cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Cache {
+    /// Nothing of their own: calls take turns on so many sets of tensors that none is left over
+    Cold,
+    /// What the call before left: all calls work on one set of tensors
+    Warm,
+}
+
+/// Who of ours is timed.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Ours {
+    /// The planner's choice.
+    Planner,
+    /// The defaults of some kernels.
+    Kernels(Vec<Kernel>),
+    /// Some schedules, by their text.
+    Schedules(Vec<String>),
+}
+
+impl Ours {
+    /// The names that requests know them by; the first is what the others are compared with.
+    fn names(&self) -> Vec<String> {
+        match self {
+            Ours::Planner => vec![PLANNER.into()],
+            Ours::Kernels(kernels) => kernels.iter().map(|kernel| format!("{KERNEL}{kernel}")).collect(),
+            Ours::Schedules(texts) => texts.iter().map(|text| format!("{SCHEDULE}{text}")).collect(),
+        }
+    }
+}
+
+/// How cells are timed.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// The GPU's number.
+    pub ordinal: u32,
+    /// Who of ours.
+    pub ours: Ours,
+    /// Which of torch's backends.
+    pub peers: Vec<String>,
+    /// What calls find in the cache.
+    pub cache: Cache,
+    /// Whether the call clock is read too.
+    pub call_clock: bool,
+    /// Whether the first call of the problem is timed, in processes of its own.
+    pub first_call: bool,
+    /// Rounds, if exactly so many are wanted.
+    pub rounds: Option<usize>,
+    /// The smallest difference that matters.
+    pub margin: f64,
+}
+
+/// Times cells on one GPU.
+pub struct GpuBench {
+    setup: Setup,
+    ours: RefCell<Host>,
+    torch: Option<RefCell<Host>>,
+    facts: Facts,
+    no_torch: Option<String>,
+    nvml: Option<Nvml>,
+    folder: Folder,
+    pools: Vec<(Pool, Stored)>,
+}
+
+impl GpuBench {
+    /// Starts the workers and hands them the inputs that the cells need. Without torch it goes on alone.
+    pub fn start(setup: Setup, cells: &[Member], progress: &mut dyn FnMut(&str)) -> Result<Self, String> {
+        let folder = Folder::new()?;
+        progress("starting the GPU");
+        let mut ours = Host::new(Kind::Ours, setup.ordinal);
+        let hello = ours.hello()?;
+        let mut no_torch = None;
+        let mut torch = None;
+        let mut torch_facts = None;
+        if !setup.peers.is_empty() {
+            progress("starting torch");
+            let mut host = Host::new(Kind::Torch, setup.ordinal);
+            match host.hello() {
+                Ok(facts) => (torch, torch_facts) = (Some(host), Some(facts)),
+                Err(why) => no_torch = Some(why),
+            }
+        }
+        let matmul = torch.as_mut().and_then(|torch| {
+            progress("measuring the rate of a matrix product");
+            torch.ask(&Request::Matmul { dtype: "f16".into() }).ok()?["tflops"].as_f64()
+        });
+        let nvml = Nvml::load();
+        let facts = Facts {
+            peak_tflops: peak_tflops(&hello),
+            ours: hello,
+            torch: torch_facts,
+            driver: nvml.as_ref().and_then(Nvml::driver_version),
+            matmul_tflops: matmul,
+        };
+        let mut pools = Vec::new();
+        for dtype in [DType::F16, DType::BF16] {
+            let needed = cells.iter().filter(|member| member.cell.dtype == dtype);
+            if let Some(most) = needed.map(|member| largest_tensor(&member.cell.problem())).max() {
+                progress(&format!("drawing inputs in {dtype}"));
+                let pool = Pool::draw(dtype, most, SEED);
+                let stored = pool.store(folder.path())?;
+                pools.push((pool, stored));
+            }
+        }
+        Ok(Self {
+            setup,
+            ours: RefCell::new(ours),
+            torch: torch.map(RefCell::new),
+            facts,
+            no_torch,
+            nvml,
+            folder,
+            pools,
+        })
+    }
+
+    /// The GPU, the drivers and the versions.
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    /// Why there is no torch, if one was wanted.
+    pub fn no_torch(&self) -> Option<&str> {
+        self.no_torch.as_deref()
+    }
+
+    /// The inputs.
+    pub fn pools(&self) -> Vec<&Stored> {
+        self.pools.iter().map(|(_, stored)| stored).collect()
+    }
+
+    /// How often a worker was lost and started again.
+    pub fn lost_workers(&self) -> usize {
+        self.ours.borrow().lost() + self.torch.as_ref().map_or(0, |torch| torch.borrow().lost())
+    }
+
+    /// Times one cell within about `budget`. `progress` is told what is going on and the share of it that is done.
+    pub fn run(
+        &self,
+        member: &Member,
+        budget: Duration,
+        stop: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(&str, f64),
+    ) -> Outcome {
+        let started = Instant::now();
+        let mut outcome = blank(member);
+        if let Err(why) = self.fill(member, budget, stop, progress, &mut outcome) {
+            outcome.failure = Some(why);
+        }
+        outcome.seconds = started.elapsed().as_secs_f64();
+        outcome
+    }
+
+    fn fill(
+        &self,
+        member: &Member,
+        budget: Duration,
+        stop: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(&str, f64),
+        outcome: &mut Outcome,
+    ) -> Result<(), String> {
+        let started = Instant::now();
+        let problem = member.cell.problem();
+        let found = self.pools.iter().find(|(_, stored)| stored.dtype == problem.dtype.name());
+        let (pool, stored) = found.ok_or("the GPU's kernels take f16 and bf16")?;
+        progress("asking the oracle", 0.0);
+        let rows = judged_rows(&problem);
+        let yardstick = pool.yardstick(&problem, &rows).ok_or("there is no row to judge")?;
+        outcome.judged_rows = rows.len();
+        outcome.sets = self.sets(&problem);
+        let cell = OnGpu { stored, problem: Asked::of(&problem), sets: outcome.sets };
+        let mut racers = Vec::new();
+        for (name, host) in self.contenders() {
+            progress(&format!("judging {name}"), 0.0);
+            let possible = if self.is_ours(host) { Ok(()) } else { Torch::supports(&problem) };
+            let judged =
+                possible.and_then(|()| self.judge(&cell, host, &name, &rows, &yardstick, problem.dtype));
+            racers.push((name, host, judged));
+        }
+        let limit = budget.saturating_sub(started.elapsed()).max(Duration::from_millis(100));
+        let effort = Effort {
+            rounds: self.setup.rounds,
+            budget: limit,
+            margin: self.setup.margin,
+            settle: Duration::ZERO,
+            sample: SAMPLE,
+        };
+        outcome.states.extend(self.state());
+        let mut samples = race(&cell, &racers, &effort, stop, progress);
+        let after = self.state_now();
+        if after.is_some_and(|state| state.is_unwell()) && !stop() {
+            outcome.measured_again = true;
+            samples = race(&cell, &racers, &effort, stop, progress);
+        }
+        outcome.states.extend(self.state());
+        for (name, host, judged) in &racers {
+            let measured = match judged {
+                Err(why) => Measured::failed(name, why.clone()),
+                Ok(judgement) => {
+                    let position = samples.iter().position(|samples| samples.name == *name);
+                    let taken = position.map(|position| samples.swap_remove(position));
+                    let empty = Samples { name: name.clone(), calls: 0, times: Vec::new(), failure: None };
+                    let Samples { calls, times, failure, .. } = taken.unwrap_or(empty);
+                    progress(&format!("the call clock of {name}"), 1.0);
+                    self.complete(&cell, host, name, (&times, calls, failure), &problem, judgement)
+                }
+            };
+            outcome.results.push(measured);
+        }
+        outcome.comparisons = compare(&outcome.results, self.setup.margin);
+        outcome.ladder = ladder(&outcome.results, self.setup.margin);
+        outcome.impossible =
+            outcome.results.iter().any(|result| result.peak_share.is_some_and(|share| share > IMPOSSIBLE));
+        if self.setup.first_call && !stop() {
+            progress("the first call", 1.0);
+            outcome.first_call = Some(self.first_call(&cell));
+        }
+        Ok(())
+    }
+
+    /// Everyone who is timed, ours first.
+    fn contenders(&self) -> Vec<(String, &RefCell<Host>)> {
+        let ours = self.setup.ours.names().into_iter().map(|name| (name, &self.ours));
+        let peers = self
+            .torch
+            .iter()
+            .flat_map(|torch| self.setup.peers.iter().map(move |peer| (peer.clone(), torch)));
+        ours.chain(peers).collect()
+    }
+
+    fn is_ours(&self, host: &RefCell<Host>) -> bool {
+        std::ptr::eq(host, &raw const self.ours)
+    }
+
+    /// So many sets of tensors that the calls on the others push one out of the cache before its turn comes again.
+    fn sets(&self, problem: &Problem) -> usize {
+        let l2 = self.facts.ours["l2_bytes"].as_f64().unwrap_or(0.0);
+        match self.setup.cache {
+            Cache::Warm => 1,
+            Cache::Cold => sets_to_flush(problem.min_bytes(), l2),
+        }
+    }
+
+    fn judge(
+        &self,
+        cell: &OnGpu<'_>,
+        host: &RefCell<Host>,
+        who: &str,
+        rows: &[Row],
+        yardstick: &Yardstick,
+        dtype: DType,
+    ) -> Result<Judgement, String> {
+        let Asked { q: [_, heads, len_q, _], .. } = cell.problem;
+        let index = |row: &Row| (row.batch * heads + row.head) * len_q + row.query;
+        let path = self.folder.path().join("o");
+        let request =
+            Request::Output { who: who.into(), rows: rows.iter().map(index).collect(), path: path.clone() };
+        cell.ask(host, &request)?;
+        let bytes = std::fs::read(&path).map_err(|error| format!("cannot read its output: {error}"))?;
+        let o: Vec<f32> = match dtype {
+            DType::F16 => elements::<f16>(&bytes).into_iter().map(f16::to_f32).collect(),
+            DType::BF16 => elements::<bf16>(&bytes).into_iter().map(bf16::to_f32).collect(),
+            DType::F32 => elements(&bytes),
+        };
+        let expected = rows.len() * cell.problem.v[3];
+        if o.len() != expected {
+            return Err(format!("{} elements came back where {expected} were expected", o.len()));
+        }
+        Ok(yardstick.judge(&o, None))
+    }
+
+    /// What else there is to say of a contender that was timed.
+    fn complete(
+        &self,
+        cell: &OnGpu<'_>,
+        host: &RefCell<Host>,
+        name: &str,
+        (times, calls, failure): (&[f64], u32, Option<String>),
+        problem: &Problem,
+        judgement: &Judgement,
+    ) -> Measured {
+        let Facts { peak_tflops, matmul_tflops, .. } = self.facts;
+        let mut measured = summarise(name, times, calls, problem, peak_tflops, matmul_tflops);
+        measured.error = Some(judgement.clone());
+        measured.failure = failure;
+        if measured.failure.is_some() {
+            return measured;
+        }
+        let more = |request: &Request| cell.ask(host, request);
+        let who = || name.to_string();
+        let mut failures = Vec::new();
+        if self.is_ours(host) {
+            match more(&Request::Plan { who: who() }) {
+                Ok(plan) => measured.plan = Some(plan),
+                Err(why) => failures.push(why),
+            }
+            match more(&Request::Check { who: who() }) {
+                Ok(reply) => measured.replay_is_same = reply["same"].as_bool(),
+                Err(why) => failures.push(why),
+            }
+        }
+        if self.setup.call_clock {
+            let room = measured.p50_us.map_or(CALLS, |p50| (CALLS_TIME_US / p50.max(1.0)) as u32);
+            match more(&Request::Calls { who: who(), calls: room.clamp(5, CALLS) }) {
+                Ok(reply) => measured.call = Some(call_clock(&reply)),
+                Err(why) => failures.push(why),
+            }
+        }
+        measured.failure = failures.into_iter().next();
+        measured
+    }
+
+    /// Times the first call in two fresh processes that share a new cache, so that the second finds the code there.
+    fn first_call(&self, cell: &OnGpu<'_>) -> FirstCall {
+        let cache = self.folder.path().join("cubins");
+        let who = self.setup.ours.names().swap_remove(0);
+        let time = || {
+            let host = Host::new(Kind::Ours, self.setup.ordinal)
+                .with_variable("FLASHCORE_CACHE", &cache.to_string_lossy())
+                .with_variable("CUDA_CACHE_DISABLE", "1");
+            let reply = cell.ask(&RefCell::new(host), &Request::First { who: who.clone() })?;
+            reply["us"].as_f64().ok_or_else(|| "the worker sent no time".to_string())
+        };
+        let _ = std::fs::remove_dir_all(&cache);
+        let (cold, warm) = (time(), time());
+        let failure = cold.as_ref().err().or(warm.as_ref().err()).cloned();
+        FirstCall { cold_us: cold.ok(), warm_us: warm.ok(), failure }
+    }
+
+    fn state_now(&self) -> Option<GpuState> {
+        let uuid = self.facts.ours["uuid"].as_str()?;
+        Some(self.nvml.as_ref()?.device(uuid)?.state())
+    }
+
+    fn state(&self) -> Option<State> {
+        self.state_now().map(State::from)
+    }
+}
+
+/// A cell as workers are asked about it.
+struct OnGpu<'a> {
+    stored: &'a Stored,
+    problem: Asked,
+    sets: usize,
+}
+
+impl OnGpu<'_> {
+    fn ask(&self, host: &RefCell<Host>, request: &Request) -> Result<Value, String> {
+        host.borrow_mut().ask_about(self.stored, &self.problem, self.sets, request)
+    }
+}
+
+/// A contender on the kernel clock.
+struct OnClock<'a> {
+    cell: &'a OnGpu<'a>,
+    host: &'a RefCell<Host>,
+    name: &'a str,
+}
+
+impl Contender for OnClock<'_> {
+    fn name(&self) -> String {
+        self.name.into()
+    }
+
+    fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String> {
+        let request = Request::Sample { who: self.name.into(), warm, calls };
+        let reply = self.cell.ask(self.host, &request)?;
+        reply["us"].as_f64().ok_or_else(|| "the worker sent no time".into())
+    }
+}
+
+/// Lets those who gave an output take turns.
+fn race(
+    cell: &OnGpu<'_>,
+    racers: &[(String, &RefCell<Host>, Result<Judgement, String>)],
+    effort: &Effort,
+    stop: &dyn Fn() -> bool,
+    progress: &mut dyn FnMut(&str, f64),
+) -> Vec<Samples> {
+    let running = racers.iter().filter(|(_, _, judged)| judged.is_ok());
+    let mut contenders: Vec<Box<dyn Contender + '_>> =
+        running.map(|(name, host, _)| Box::new(OnClock { cell, host, name }) as Box<dyn Contender>).collect();
+    if contenders.is_empty() {
+        return Vec::new();
+    }
+    let mut rounds = |round: usize, share: f64| progress(&format!("round {round}"), share.min(1.0));
+    measure(&mut contenders, effort, stop, &mut rounds)
+}
+
+fn largest_tensor(problem: &Problem) -> usize {
+    let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
+    batch * (heads_q * len_q * head_dim).max(heads_kv * len_k * head_dim.max(head_dim_v))
+}
+
+/// As many rows as the oracle can be asked about in reasonable time, spread over all heads.
+fn judged_rows(problem: &Problem) -> Vec<Row> {
+    let work_of_row = problem.len_k as f64 * (problem.head_dim + problem.head_dim_v) as f64;
+    sample_rows(problem, (ORACLE_WORK / work_of_row) as usize, SEED)
+}
+
+fn sets_to_flush(bytes: f64, l2: f64) -> usize {
+    let enough = (2.0 * l2 / bytes).ceil() as usize + 1;
+    let most = (MOST_BYTES / bytes) as usize;
+    if bytes >= 2.0 * l2 { 1 } else { enough.min(most).clamp(1, MOST_SETS) }
+}
+
+/// Multiply-adds of 16-bit numbers, counted as two operations, that an SM's tensor cores do in a cycle.
+fn peak_tflops(hello: &Value) -> Option<f64> {
+    let per_cycle = match hello["capability"].as_str()? {
+        "8.0" => 2048.0,
+        "8.6" | "8.7" | "8.9" => 1024.0,
+        "9.0" => 4096.0,
+        _ => return None,
+    };
+    let clock = hello["sm_clock_khz"].as_f64().filter(|&khz| khz > 0.0)?;
+    Some(hello["sms"].as_f64()? * per_cycle * clock * 1e3 / 1e12)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_peak_is_that_of_the_data_sheet() {
+        let h200 = json!({"capability": "9.0", "sms": 132, "sm_clock_khz": 1_830_000});
+        assert!((peak_tflops(&h200).unwrap() - 989.0).abs() < 1.0);
+        let a100 = json!({"capability": "8.0", "sms": 108, "sm_clock_khz": 1_410_000});
+        assert!((peak_tflops(&a100).unwrap() - 312.0).abs() < 1.0);
+        assert_eq!(peak_tflops(&json!({"capability": "12.0", "sms": 1, "sm_clock_khz": 1})), None);
+        assert_eq!(peak_tflops(&json!({"capability": "9.0", "sms": 1, "sm_clock_khz": 0})), None);
+    }
+
+    #[test]
+    fn sets_push_each_other_out_of_the_cache_and_large_problems_need_only_one() {
+        let l2 = 60e6;
+        assert!(2e6 * (sets_to_flush(2e6, l2) - 1) as f64 >= 2.0 * l2);
+        assert_eq!(sets_to_flush(1e9, l2), 1);
+        assert_eq!(sets_to_flush(1e3, l2), MOST_SETS);
+        assert_eq!(sets_to_flush(100e6, l2), 3);
+    }
+}

@@ -1,0 +1,121 @@
+//! What is timed on a GPU: the matrices whose results are kept, and shapes by name.
+
+use clap::ValueEnum;
+use flashcore::{DType, Mask};
+
+use crate::bench::Cell;
+use crate::shapes::Shape;
+
+/// A set of cells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Matrix {
+    /// 16k tokens, heads·head_dim 2048, head_dim 64, 128 and 256, lengths 512 to 16k, causal and not (36 cells)
+    Anchors,
+    /// The small shapes in which launches and idle SMs count, causal and not (18 cells)
+    Small,
+    /// One query against a cache: batch 1 to 64, 4k to 32k keys (5 cells)
+    Decode,
+}
+
+/// A cell of a matrix with the group that it is averaged in.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Member {
+    /// What is timed.
+    pub cell: Cell,
+    /// The group's name.
+    pub group: String,
+}
+
+const SMALL: [[usize; 4]; 9] = [
+    [1, 8, 512, 64],
+    [1, 8, 128, 64],
+    [1, 8, 1024, 64],
+    [1, 8, 2048, 64],
+    [2, 8, 512, 64],
+    [4, 16, 512, 64],
+    [8, 16, 512, 64],
+    [1, 8, 512, 128],
+    [1, 32, 512, 128],
+];
+
+const DECODE: [(usize, usize); 5] = [(1, 4096), (1, 32768), (16, 4096), (64, 4096), (64, 8192)];
+
+/// Tokens of every cell of the anchors.
+const TOKENS: usize = 16384;
+/// Heads times head_dim of every cell of the anchors.
+const WIDTH: usize = 2048;
+
+impl Matrix {
+    /// Its cells.
+    pub fn cells(self) -> Vec<Member> {
+        let masks = [Mask::None, Mask::Causal];
+        let square = |[batch, heads, len, head_dim]: [usize; 4]| Shape {
+            batch,
+            heads_q: heads,
+            heads_kv: heads,
+            len_q: len,
+            len_k: len,
+            head_dim,
+        };
+        let mut members = Vec::new();
+        let mut add = |shape: Shape, mask: Mask, dtype: DType, group: String| {
+            members.push(Member { cell: Cell { name: "", shape, mask, dtype }, group });
+        };
+        match self {
+            Matrix::Anchors => {
+                for head_dim in [64, 128, 256] {
+                    for mask in masks {
+                        for len in [512, 1024, 2048, 4096, 8192, 16384] {
+                            let shape = square([TOKENS / len, WIDTH / head_dim, len, head_dim]);
+                            add(shape, mask, DType::F16, format!("head_dim {head_dim} {mask}"));
+                        }
+                    }
+                }
+            }
+            Matrix::Small => {
+                for shape in SMALL {
+                    for mask in masks {
+                        let heads = shape[0] * shape[1];
+                        let group = if heads <= 16 { "up to 16 heads" } else { "more than 16 heads" };
+                        add(square(shape), mask, DType::F16, group.into());
+                    }
+                }
+            }
+            Matrix::Decode => {
+                for (batch, len_k) in DECODE {
+                    let shape = Shape { batch, heads_q: 32, heads_kv: 8, len_q: 1, len_k, head_dim: 128 };
+                    add(shape, Mask::None, DType::BF16, "decode".into());
+                }
+            }
+        }
+        members
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_anchor_has_16k_tokens_of_width_2048() {
+        let members = Matrix::Anchors.cells();
+        assert_eq!(members.len(), 36);
+        for Member { cell: Cell { shape, .. }, .. } in &members {
+            assert_eq!((shape.batch * shape.len_q, shape.heads_q * shape.head_dim), (16384, 2048));
+        }
+        let groups: std::collections::BTreeSet<&str> = members.iter().map(|m| m.group.as_str()).collect();
+        assert_eq!(groups.len(), 6);
+    }
+
+    #[test]
+    fn matrices_have_no_cell_twice_and_every_cell_can_be_posed() {
+        for matrix in [Matrix::Anchors, Matrix::Small, Matrix::Decode] {
+            let members = matrix.cells();
+            for (i, member) in members.iter().enumerate() {
+                assert!(member.cell.problem().check().is_ok());
+                assert!(!members[..i].contains(member), "{}", member.cell.label());
+            }
+        }
+        assert_eq!((Matrix::Small.cells().len(), Matrix::Decode.cells().len()), (18, 5));
+    }
+}

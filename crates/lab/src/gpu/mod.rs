@@ -1,0 +1,17 @@
+//! Timing on a GPU: ours and torch's attention, each in a worker process, on the same inputs, by the same protocol.
+//!
+//! - [`cells`] says what is timed, [`pool`] on which inputs, [`protocol`] how a worker is asked.
+//! - [`worker`] is ours (the `flashcore` binary itself), `torch.py` is torch's; [`host`] keeps either running.
+//! - [`bench`](mod@bench) puts a cell together: who is right, how fast each is, and who is faster; [`outcome`] is what it says.
+//!
+//! Two clocks, always named. The **kernel** clock is the GPU's: a CUDA graph of many calls is replayed between two
+//! events, behind a replay that keeps the GPU busy meanwhile, so that no launch is in it. The **call** clock is the
+//! caller's: an event before and after every single call, and the host's own time beside it.
+
+pub mod bench;
+pub mod cells;
+pub mod host;
+pub mod outcome;
+pub mod pool;
+pub mod protocol;
+pub mod worker;

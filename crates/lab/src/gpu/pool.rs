@@ -1,0 +1,158 @@
+//! The inputs of GPU benchmarks: a pool of numbers for each of q, k and v, drawn once and used by every cell.
+//!
+//! Element `i` of a tensor is the pool's element `i mod len`, so that a worker reads three files once and cuts every
+//! cell's tensors from them, and the host finds the rows that it wants to judge without holding gigabytes. The length
+//! is a prime, so that where a tensor goes through the pool more than once no row or head repeats.
+
+use std::path::{Path, PathBuf};
+
+use flashcore::{DType, Mask, Problem, TensorBuf};
+use half::{bf16, f16};
+use rayon::prelude::*;
+use serde::Serialize;
+
+use crate::peers::crc32;
+use crate::rng::Rng;
+use crate::rule::{Row, Yardstick};
+
+/// Elements of a pool: the largest prime below 2^25.
+pub const LEN: usize = 33_554_393;
+/// Elements that one stream of random numbers gives.
+const PART: usize = 1 << 16;
+
+/// The names of the tensors, and of their files.
+pub const NAMES: [&str; 3] = ["q", "k", "v"];
+
+/// Numbers for q, k and v.
+pub struct Pool {
+    dtype: DType,
+    seed: u64,
+    bits: [Vec<u16>; 3],
+}
+
+/// A pool on disk, as workers read it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Stored {
+    /// Its dtype.
+    pub dtype: &'static str,
+    /// Its seed.
+    pub seed: u64,
+    /// Elements of each tensor's pool.
+    pub elements: usize,
+    /// The checksums of q, k and v.
+    pub checksums: [u32; 3],
+    /// Where they are.
+    #[serde(skip)]
+    pub paths: [PathBuf; 3],
+}
+
+impl Pool {
+    /// Draws standard normal numbers in a 16-bit dtype, as many as `needed`, but not more than [`LEN`].
+    pub fn draw(dtype: DType, needed: usize, seed: u64) -> Self {
+        let len = needed.clamp(1, LEN);
+        let round = |x: f64| match dtype {
+            DType::BF16 => bf16::from_f64(x).to_bits(),
+            DType::F16 | DType::F32 => f16::from_f64(x).to_bits(),
+        };
+        let bits = [0_u64, 1, 2].map(|tensor| {
+            let mut bits = vec![0; len];
+            bits.par_chunks_mut(PART).enumerate().for_each(|(part, bits)| {
+                let mut rng = Rng::stream(seed, tensor << 40 | part as u64);
+                bits.fill_with(|| round(rng.normal()));
+            });
+            bits
+        });
+        Self { dtype, seed, bits }
+    }
+
+    /// Writes the three files.
+    pub fn store(&self, folder: &Path) -> Result<Stored, String> {
+        let mut checksums = [0; 3];
+        let paths = NAMES.map(|name| folder.join(format!("{name}.{}", self.dtype)));
+        for ((bits, path), sum) in self.bits.iter().zip(&paths).zip(&mut checksums) {
+            let bytes: Vec<u8> = bits.iter().flat_map(|bits| bits.to_le_bytes()).collect();
+            std::fs::write(path, &bytes)
+                .map_err(|error| format!("cannot write {}: {error}", path.display()))?;
+            *sum = crc32(&bytes);
+        }
+        let elements = self.bits[0].len();
+        Ok(Stored { dtype: self.dtype.name(), seed: self.seed, elements, checksums, paths })
+    }
+
+    /// Elements of a tensor (0 for q, 1 for k, 2 for v) from a place on, as f32.
+    fn values(&self, tensor: usize, start: usize, count: usize) -> Vec<f32> {
+        let bits = &self.bits[tensor];
+        let widen = |bits: u16| match self.dtype {
+            DType::BF16 => bf16::from_bits(bits).to_f32(),
+            DType::F16 | DType::F32 => f16::from_bits(bits).to_f32(),
+        };
+        (start..start + count).map(|i| widen(bits[i % bits.len()])).collect()
+    }
+
+    /// The truth about some rows of a problem whose tensors are contiguous.
+    pub fn yardstick(&self, problem: &Problem, rows: &[Row]) -> Option<Yardstick> {
+        let Problem { heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, mask, .. } = *problem;
+        let one = |row: &Row| {
+            let &Row { batch, head, query } = row;
+            let keys = mask.keys(query, len_q, len_k);
+            let kv_head = batch * heads_kv + head / problem.group();
+            let mut single = problem.with_kv(1, keys.len()).with_mask(Mask::None);
+            (single.batch, single.heads_q, single.len_q) = (1, 1, 1);
+            let first = kv_head * len_k + keys.start;
+            let tensor = |tensor: usize, row: usize, rows: usize, width: usize| {
+                let values = self.values(tensor, row * width, rows * width);
+                TensorBuf::from_f32(&values, [1, 1, rows, width], dtype).expect("as many values as elements")
+            };
+            let q = tensor(0, (batch * heads_q + head) * len_q + query, 1, head_dim);
+            let k = tensor(1, first, keys.len(), head_dim);
+            let v = tensor(2, first, keys.len(), head_dim_v);
+            Yardstick::new(&single, &q.view(), &k.view(), &v.view(), None).at(*row)
+        };
+        let parts: Vec<Yardstick> = rows.par_iter().map(one).collect();
+        Yardstick::join(parts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashcore::oracle;
+
+    #[test]
+    fn the_length_of_a_pool_is_a_prime() {
+        assert!((2..6000).all(|divisor| !LEN.is_multiple_of(divisor)), "6000² is more than the length");
+    }
+
+    #[test]
+    fn a_pool_on_disk_is_what_was_drawn() {
+        let folder = tempfile::tempdir().unwrap();
+        let pool = Pool::draw(DType::BF16, 100_000, 7);
+        let stored = pool.store(folder.path()).unwrap();
+        assert_eq!(stored.elements, 100_000);
+        for ((path, sum), bits) in stored.paths.iter().zip(stored.checksums).zip(&pool.bits) {
+            let bytes = std::fs::read(path).unwrap();
+            assert_eq!((bytes.len(), crc32(&bytes)), (200_000, sum));
+            assert_eq!(bytes[2..4], bits[1].to_le_bytes());
+        }
+        assert_ne!(stored.checksums[0], stored.checksums[1]);
+        let values = pool.values(1, 0, 100_000);
+        let variance = values.iter().map(|x| f64::from(x * x)).sum::<f64>() / 1e5;
+        assert!((variance - 1.0).abs() < 0.02, "{variance}");
+    }
+
+    #[test]
+    fn the_truth_of_rows_is_that_of_the_whole_problem_also_where_the_pool_wraps() {
+        let problem = Problem::new(2, 4, 9, 8, DType::F16).with_kv(2, 13).with_mask(Mask::Causal);
+        let pool = Pool::draw(DType::F16, 331, 3);
+        let whole = |tensor: usize, shape: [usize; 4]| {
+            let values = pool.values(tensor, 0, shape.iter().product());
+            TensorBuf::from_f32(&values, shape, DType::F16).unwrap()
+        };
+        let (q, k, v) = (whole(0, [2, 4, 9, 8]), whole(1, [2, 2, 13, 8]), whole(2, [2, 2, 13, 8]));
+        let truth = oracle::attention(&problem, &q.view(), &k.view(), &v.view(), None);
+        let rows = crate::operands::sample_rows(&problem, 1000, 1);
+        assert_eq!(rows.len(), 72);
+        let yardstick = pool.yardstick(&problem, &rows).unwrap();
+        assert_eq!(yardstick.oracle().o, truth.o);
+    }
+}

@@ -1,0 +1,135 @@
+//! What a worker is asked. A request is one line of JSON, and so is its reply; `{"error": …}` is a refusal.
+
+use std::path::PathBuf;
+
+use flashcore::{DType, Mask, Problem};
+use serde::{Deserialize, Serialize};
+
+/// One request.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+pub enum Request {
+    /// Who are you? Answered with versions and the GPU.
+    Hello,
+    /// Read a pool of inputs; answered with the checksums of what was read.
+    Pool {
+        /// Its dtype.
+        dtype: String,
+        /// The files of q, k and v.
+        paths: [PathBuf; 3],
+    },
+    /// Get ready for a problem: so many sets of tensors, each element `i` of a tensor being the pool's `i mod len`.
+    Load {
+        /// What is asked.
+        problem: Asked,
+        /// Sets of tensors that calls take in turns.
+        sets: usize,
+    },
+    /// Make the first call of the problem, and say how long it took to the end.
+    First {
+        /// Whose attention.
+        who: String,
+    },
+    /// Compute into poisoned memory, and write the elements of some rows to a file.
+    Output {
+        /// Whose attention.
+        who: String,
+        /// Rows in the order (batch, head, query).
+        rows: Vec<usize>,
+        /// Where to.
+        path: PathBuf,
+    },
+    /// One sample of the kernel clock: `warm` replays off the clock, and then one replay of a graph of at least
+    /// `calls` calls on it.
+    Sample {
+        /// Whose attention.
+        who: String,
+        /// Replays before the clock.
+        warm: u32,
+        /// Calls at least.
+        calls: u32,
+    },
+    /// So many samples of the call clock, each with the host's time.
+    Calls {
+        /// Whose attention.
+        who: String,
+        /// How many.
+        calls: u32,
+    },
+    /// Whether a replayed call gives the bits of a direct one.
+    Check {
+        /// Whose attention.
+        who: String,
+    },
+    /// What was chosen for the problem. Ours only.
+    Plan {
+        /// Whose attention.
+        who: String,
+    },
+    /// The rate of a large matrix product, in TFLOP/s. torch only.
+    Matmul {
+        /// The dtype.
+        dtype: String,
+    },
+}
+
+/// A problem as it goes over the wire.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Asked {
+    /// The dtype.
+    pub dtype: String,
+    /// (batch, heads, length, head_dim) of q.
+    pub q: [usize; 4],
+    /// The same of k.
+    pub k: [usize; 4],
+    /// The same of v.
+    pub v: [usize; 4],
+    /// Whether a query sees only keys up to its own place.
+    pub causal: bool,
+    /// What scores are multiplied with.
+    pub scale: f32,
+}
+
+impl Asked {
+    /// The problem on the wire; its mask must be none or causal.
+    pub fn of(problem: &Problem) -> Self {
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
+        Self {
+            dtype: problem.dtype.name().into(),
+            q: [batch, heads_q, len_q, head_dim],
+            k: [batch, heads_kv, len_k, head_dim],
+            v: [batch, heads_kv, len_k, head_dim_v],
+            // One query sees every key, which torch's is_causal would not say.
+            causal: problem.mask == Mask::Causal && len_q > 1,
+            scale: problem.scale,
+        }
+    }
+
+    /// The problem that was meant.
+    pub fn problem(&self) -> Result<Problem, String> {
+        let [batch, heads, len, head_dim] = self.q;
+        let dtype: DType = self.dtype.parse()?;
+        let problem = Problem::new(batch, heads, len, head_dim, dtype)
+            .with_kv(self.k[1], self.k[2])
+            .with_head_dim_v(self.v[3])
+            .with_mask(if self.causal { Mask::Causal } else { Mask::None })
+            .with_scale(self.scale);
+        problem.check().map_err(|error| error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_problem_comes_back_from_the_wire_as_it_was() {
+        let problem = Problem::new(2, 8, 33, 64, DType::BF16).with_kv(2, 70).with_mask(Mask::Causal);
+        let request = Request::Load { problem: Asked::of(&problem), sets: 3 };
+        let line = serde_json::to_string(&request).unwrap();
+        let Ok(Request::Load { problem: asked, sets: 3 }) = serde_json::from_str(&line) else {
+            panic!("{line}")
+        };
+        assert_eq!(asked.problem(), Ok(problem));
+    }
+}

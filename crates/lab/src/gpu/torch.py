@@ -1,0 +1,184 @@
+"""Runs torch's attention on a GPU for the flashcore workbench: one JSON request a line, one JSON reply a line.
+
+The timing protocol is that of the workbench's own worker: a CUDA graph of many calls, replayed between two events
+behind a replay that keeps the GPU busy; and for the call clock an event before and after every call.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import zlib
+
+# Ctrl-C belongs to the workbench; this process ends when its input does.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+replies = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # What libraries print must not mix with the replies.
+
+QUEUED = 32
+
+
+class Server:
+    def __init__(self, torch, ordinal):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        self.torch = torch
+        torch.cuda.set_device(ordinal)
+        self.sdpa_kernel = sdpa_kernel
+        self.backends = {
+            "flash": SDPBackend.FLASH_ATTENTION,
+            "cudnn": SDPBackend.CUDNN_ATTENTION,
+            "efficient": SDPBackend.EFFICIENT_ATTENTION,
+            "math": SDPBackend.MATH,
+        }
+        self.dtypes = {"f16": torch.float16, "bf16": torch.bfloat16}
+        self.pools = {}
+        self.sets = []
+        self.options = {}
+        self.graphs = {}
+
+    def hello(self, request):
+        torch = self.torch
+        return {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "device": torch.cuda.get_device_name(),
+        }
+
+    def pool(self, request):
+        torch, sums, pool = self.torch, [], []
+        for path in request["paths"]:
+            with open(path, "rb") as file:
+                data = bytearray(file.read())
+            sums.append(zlib.crc32(data))
+            pool.append(torch.frombuffer(data, dtype=self.dtypes[request["dtype"]]).cuda())
+        self.pools[request["dtype"]] = pool
+        return {"checksums": sums}
+
+    def load(self, request):
+        torch, problem = self.torch, request["problem"]
+        self.graphs.clear()
+        self.sets.clear()
+        torch.cuda.empty_cache()
+        pools = self.pools[problem["dtype"]]
+
+        def cut(pool, shape):
+            count = shape[0] * shape[1] * shape[2] * shape[3]
+            return pool.repeat(-(-count // len(pool)))[:count].clone().reshape(shape)
+
+        for _ in range(max(1, request["sets"])):
+            self.sets.append([cut(pool, problem[name]) for pool, name in zip(pools, ("q", "k", "v"))])
+        self.options = {"is_causal": problem["causal"], "scale": problem["scale"]}
+        if problem["q"][1] != problem["k"][1]:
+            self.options["enable_gqa"] = True
+        torch.cuda.synchronize()
+        return {}
+
+    def call(self, place):
+        q, k, v = self.sets[place % len(self.sets)]
+        return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, **self.options)
+
+    def output(self, request):
+        torch = self.torch
+        with self.sdpa_kernel([self.backends[request["who"]]]):
+            out = self.call(0).contiguous()
+        rows = torch.tensor(request["rows"], device="cuda", dtype=torch.long)
+        chosen = out.reshape(-1, out.shape[-1])[rows].contiguous()
+        data = chosen.flatten().view(torch.uint8).cpu().numpy().tobytes()
+        with open(request["path"], "wb") as file:
+            file.write(data)
+        return {"bytes": len(data)}
+
+    def record(self, who, calls):
+        torch = self.torch
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for place in range(3):
+                self.call(place)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for place in range(calls):
+                self.call(place)
+        return graph
+
+    def sample(self, request):
+        torch, who = self.torch, request["who"]
+        sets = len(self.sets)
+        calls = -(-max(1, request["calls"]) // sets) * sets
+        if (who, calls) not in self.graphs:
+            with self.sdpa_kernel([self.backends[who]]):
+                self.graphs[who, calls] = self.record(who, calls)
+        graph = self.graphs[who, calls]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(max(1, request["warm"])):
+            graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return {"us": start.elapsed_time(end) * 1e3 / calls, "calls": calls}
+
+    def calls(self, request):
+        torch, calls = self.torch, request["calls"]
+        with self.sdpa_kernel([self.backends[request["who"]]]):
+            for place in range(min(calls, QUEUED)):
+                self.call(place)
+            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            call_us, host_us = [], []
+            for place in range(calls):
+                start.record()
+                self.call(place)
+                end.record()
+                torch.cuda.synchronize()
+                call_us.append(start.elapsed_time(end) * 1e3)
+            for place in range(calls):
+                before = time.perf_counter_ns()
+                self.call(place)
+                host_us.append((time.perf_counter_ns() - before) / 1e3)
+                if place % QUEUED == QUEUED - 1:
+                    torch.cuda.synchronize()
+            torch.cuda.synchronize()
+        return {"call_us": call_us, "host_us": host_us}
+
+    def matmul(self, request):
+        torch, size, calls = self.torch, 8192, 5
+        a, b = (torch.randn(size, size, device="cuda", dtype=self.dtypes[request["dtype"]]) for _ in range(2))
+        best = float("inf")
+        for _ in range(4):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            a @ b
+            start.record()
+            for _ in range(calls):
+                a @ b
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) / calls)
+        return {"tflops": 2 * size**3 / best / 1e9}
+
+
+def main():
+    import torch
+
+    server = Server(torch, int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    with torch.inference_mode():
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                reply = getattr(server, request["op"])(request)
+            except Exception as error:  # The workbench decides what a failure means.
+                reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
+
+
+try:
+    main()
+except Exception as error:
+    replies.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+    replies.flush()

@@ -1,0 +1,385 @@
+//! Our worker: the `flashcore` binary, answering requests on the GPU of a number.
+
+use std::collections::HashMap;
+use std::io::{BufRead, Lines, StdinLock, Write};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use flashcore::cuda::driver::{DeviceBuffer, Event, EventKind};
+use flashcore::cuda::{Cuda, CudaTensor, Recording};
+use flashcore::{Attention, DType, Device, Layout, Problem, Storage, TensorBuf};
+use serde_json::{Value, json};
+
+use super::pool::NAMES;
+use super::protocol::Request;
+use crate::peers::crc32;
+
+/// Calls that are queued before the host waits for the GPU, when its own time is measured.
+const QUEUED: usize = 32;
+
+/// Whose attention a request speaks of: the planner's choice, a kernel's default, or one schedule.
+pub const PLANNER: &str = "flashcore";
+/// Before a kernel's name.
+pub const KERNEL: &str = "kernel ";
+/// Before a schedule's text.
+pub const SCHEDULE: &str = "schedule ";
+
+/// Answers requests from stdin until it ends.
+pub fn serve(ordinal: u32) -> Result<(), String> {
+    let mut server = Server { cuda: open(ordinal), pools: HashMap::new() };
+    let mut lines = std::io::stdin().lock().lines();
+    let mut next = read(&mut lines);
+    while let Some(request) = next {
+        next = match request {
+            Ok(Request::Load { problem, sets }) => {
+                let prepared = problem.problem().and_then(|problem| server.prepare(&problem, sets));
+                match prepared {
+                    Ok(cell) => {
+                        reply(Ok(json!({})));
+                        cell.serve(&mut lines)
+                    }
+                    Err(why) => {
+                        reply(Err(why));
+                        read(&mut lines)
+                    }
+                }
+            }
+            Ok(request) => {
+                reply(server.answer(request));
+                read(&mut lines)
+            }
+            Err(why) => {
+                reply(Err(why));
+                read(&mut lines)
+            }
+        };
+    }
+    Ok(())
+}
+
+/// The next request, if there is one; an error where a line is none.
+fn read(lines: &mut Lines<StdinLock<'_>>) -> Option<Result<Request, String>> {
+    let line = lines.next()?.ok()?;
+    Some(serde_json::from_str(&line).map_err(|error| format!("this is no request ({error})")))
+}
+
+fn reply(answer: Result<Value, String>) {
+    let line = answer.unwrap_or_else(|why| json!({ "error": why }));
+    let mut out = std::io::stdout().lock();
+    // Nobody is left to hear of an error here.
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}
+
+fn open(ordinal: u32) -> Result<Cuda, String> {
+    Cuda::new(ordinal).and_then(|cuda| cuda.on_new_stream()).map_err(say)
+}
+
+fn say(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+/// Numbers on the GPU that tensors are cut from.
+type PoolOnGpu = [DeviceBuffer; 3];
+
+struct Server {
+    cuda: Result<Cuda, String>,
+    pools: HashMap<String, PoolOnGpu>,
+}
+
+impl Server {
+    fn answer(&mut self, request: Request) -> Result<Value, String> {
+        let cuda = self.cuda.clone()?;
+        match request {
+            Request::Hello => Ok(hello(&cuda)),
+            Request::Pool { dtype, paths } => {
+                let (pool, sums) = load_pool(&cuda, &paths)?;
+                self.pools.insert(dtype, pool);
+                Ok(json!({ "checksums": sums }))
+            }
+            _ => Err("load a problem first".into()),
+        }
+    }
+
+    fn prepare(&self, problem: &Problem, sets: usize) -> Result<Ready, String> {
+        let cuda = self.cuda.clone()?;
+        let pool = self.pools.get(problem.dtype.name()).ok_or("there is no pool of this dtype")?;
+        Ready::new(cuda, pool, problem, sets)
+    }
+}
+
+fn hello(cuda: &Cuda) -> Value {
+    let properties = cuda.context().properties();
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "commit": option_env!("FLASHCORE_COMMIT"),
+        "device": properties.name,
+        "uuid": properties.uuid,
+        "capability": properties.compute_capability.to_string(),
+        "sms": properties.sm_count,
+        "l2_bytes": properties.l2_bytes,
+        "memory_bytes": properties.memory_bytes,
+        "sm_clock_khz": properties.sm_clock_khz,
+        "cuda": cuda.context().driver().version().to_string(),
+    })
+}
+
+fn load_pool(cuda: &Cuda, paths: &[PathBuf; 3]) -> Result<(PoolOnGpu, [u32; 3]), String> {
+    let mut sums = [0; 3];
+    let mut buffers = Vec::new();
+    for (path, sum) in paths.iter().zip(&mut sums) {
+        let bytes =
+            std::fs::read(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
+        *sum = crc32(&bytes);
+        buffers.push(cuda.stream().upload_new(&bytes).map_err(say)?);
+    }
+    let pool = buffers.try_into().map_err(|_| format!("a pool has {} tensors", NAMES.len()))?;
+    Ok((pool, sums))
+}
+
+/// One set of tensors that a call works on.
+struct Set {
+    inputs: [CudaTensor; 3],
+    o: CudaTensor,
+}
+
+impl Set {
+    /// Queues one call.
+    fn call(&self, attention: &Attention<'_>, device: &Device, o: &mut CudaTensor) -> Result<(), String> {
+        let [q, k, v] = &self.inputs;
+        let mut run = || {
+            let (q, k, v) = (q.view()?, k.view()?, v.view()?);
+            attention.run_into(device, &q, &k, &v, &mut o.view_mut()?, None)
+        };
+        run().map_err(say)
+    }
+}
+
+/// A problem with its tensors.
+struct Ready {
+    cuda: Cuda,
+    problem: Problem,
+    attention: Attention<'static>,
+    sets: Vec<Set>,
+    /// What direct calls write to when their result is wanted, and what a replay does.
+    direct: CudaTensor,
+    replayed: CudaTensor,
+}
+
+impl Ready {
+    fn new(cuda: Cuda, pool: &PoolOnGpu, problem: &Problem, sets: usize) -> Result<Self, String> {
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, .. } = *problem;
+        let shapes = [
+            [batch, heads_q, len_q, head_dim],
+            [batch, heads_kv, len_k, head_dim],
+            [batch, heads_kv, len_k, head_dim_v],
+        ];
+        let output = || cuda.empty(dtype, Layout::bhsd([batch, heads_q, len_q, head_dim_v])).map_err(say);
+        let set = |_| {
+            let mut inputs = Vec::new();
+            for (shape, pool) in shapes.into_iter().zip(pool) {
+                inputs.push(cut(&cuda, pool, dtype, shape)?);
+            }
+            let inputs = inputs.try_into().map_err(|_| "three inputs".to_string())?;
+            Ok(Set { inputs, o: output()? })
+        };
+        let sets = (0..sets.max(1)).map(set).collect::<Result<Vec<Set>, String>>()?;
+        let (direct, replayed) = (output()?, output()?);
+        cuda.synchronize().map_err(say)?;
+        let attention = Attention::new().mask(problem.mask).scale(problem.scale);
+        Ok(Self { cuda, problem: *problem, attention, sets, direct, replayed })
+    }
+
+    /// Answers requests about this problem, until one is about something else.
+    fn serve(mut self, lines: &mut Lines<StdinLock<'_>>) -> Option<Result<Request, String>> {
+        // Recordings borrow the sets, so these stand apart from what the other requests change.
+        let sets = std::mem::take(&mut self.sets);
+        let mut recordings: HashMap<(String, usize), Recording<'_>> = HashMap::new();
+        loop {
+            let request = match read(lines)? {
+                Ok(request) => request,
+                Err(why) => {
+                    reply(Err(why));
+                    continue;
+                }
+            };
+            let answer = match request {
+                Request::First { who } => self.first(&who, &sets),
+                Request::Output { who, rows, path } => self.output(&who, &sets, &rows, &path),
+                Request::Sample { who, warm, calls } => {
+                    let calls = (calls.max(1) as usize).next_multiple_of(sets.len());
+                    self.sample(&mut recordings, &sets, &(who, calls), warm)
+                }
+                Request::Calls { who, calls } => self.calls(&who, &sets, calls as usize),
+                Request::Check { who } => self.check(&who, &sets),
+                Request::Plan { who } => self.plan(&who),
+                other => return Some(Ok(other)),
+            };
+            reply(answer);
+        }
+    }
+
+    fn variant(&self, who: &str) -> Result<Cuda, String> {
+        if let Some(kernel) = who.strip_prefix(KERNEL) {
+            return Ok(self.cuda.with_kernel(kernel.parse().map_err(say)?));
+        }
+        if let Some(schedule) = who.strip_prefix(SCHEDULE) {
+            return Ok(self.cuda.with_schedule(schedule.parse().map_err(say)?));
+        }
+        if who == PLANNER { Ok(self.cuda.clone()) } else { Err(format!("'{who}' is nobody here")) }
+    }
+
+    fn first(&mut self, who: &str, sets: &[Set]) -> Result<Value, String> {
+        let cuda = self.variant(who)?;
+        let device = Device::cuda_with(cuda.clone());
+        let start = Instant::now();
+        sets[0].call(&self.attention, &device, &mut self.direct)?;
+        cuda.synchronize().map_err(say)?;
+        Ok(json!({ "us": start.elapsed().as_secs_f64() * 1e6 }))
+    }
+
+    /// What one direct call writes into poisoned memory.
+    fn direct_bits(&mut self, who: &str, sets: &[Set]) -> Result<Vec<u16>, String> {
+        let cuda = self.variant(who)?;
+        poison(&cuda, &mut self.direct)?;
+        sets[0].call(&self.attention, &Device::cuda_with(cuda.clone()), &mut self.direct)?;
+        download(&cuda, &self.direct, &self.problem)
+    }
+
+    fn output(&mut self, who: &str, sets: &[Set], rows: &[usize], path: &Path) -> Result<Value, String> {
+        let bits = self.direct_bits(who, sets)?;
+        let unwritten = bits.iter().filter(|&&bits| bits == POISON).count();
+        if unwritten > 0 {
+            return Err(format!("{unwritten} of {} elements were never written", bits.len()));
+        }
+        let width = self.problem.head_dim_v;
+        let chosen = rows.iter().flat_map(|row| bits.get(row * width..(row + 1) * width).unwrap_or_default());
+        let bytes: Vec<u8> = chosen.flat_map(|bits| bits.to_le_bytes()).collect();
+        std::fs::write(path, &bytes).map_err(|error| format!("cannot write {}: {error}", path.display()))?;
+        Ok(json!({ "bytes": bytes.len() }))
+    }
+
+    fn check(&mut self, who: &str, sets: &[Set]) -> Result<Value, String> {
+        let direct = self.direct_bits(who, sets)?;
+        let cuda = self.variant(who)?;
+        poison(&cuda, &mut self.replayed)?;
+        let [q, k, v] = &sets[0].inputs;
+        let recording = cuda.record(|calls| calls.run(&self.attention, [q, k, v], &self.replayed, None));
+        recording.and_then(|recording| recording.replay()).map_err(say)?;
+        let replayed = download(&cuda, &self.replayed, &self.problem)?;
+        Ok(json!({ "same": direct == replayed }))
+    }
+
+    fn sample<'a>(
+        &self,
+        recordings: &mut HashMap<(String, usize), Recording<'a>>,
+        sets: &'a [Set],
+        who: &(String, usize),
+        warm: u32,
+    ) -> Result<Value, String> {
+        let calls = who.1;
+        let cuda = self.variant(&who.0)?;
+        if !recordings.contains_key(who) {
+            let recording = cuda.record(|recorder| {
+                (0..calls).try_for_each(|call| {
+                    let Set { inputs: [q, k, v], o } = &sets[call % sets.len()];
+                    recorder.run(&self.attention, [q, k, v], o, None)
+                })
+            });
+            recordings.insert(who.clone(), recording.map_err(say)?);
+        }
+        let recording = &recordings[who];
+        let event = || Event::new(cuda.context(), EventKind::Timing).map_err(say);
+        let (start, end) = (event()?, event()?);
+        for _ in 0..warm.max(1) {
+            recording.replay().map_err(say)?;
+        }
+        start.record(cuda.stream()).map_err(say)?;
+        recording.replay().map_err(say)?;
+        end.record(cuda.stream()).map_err(say)?;
+        end.synchronize().map_err(say)?;
+        let ms = end.ms_since(&start).map_err(say)?;
+        Ok(json!({ "us": f64::from(ms) * 1e3 / calls as f64, "calls": calls }))
+    }
+
+    fn calls(&mut self, who: &str, sets: &[Set], calls: usize) -> Result<Value, String> {
+        let cuda = self.variant(who)?;
+        let device = Device::cuda_with(cuda.clone());
+        let mut run = |call: usize| sets[call % sets.len()].call(&self.attention, &device, &mut self.direct);
+        for call in 0..calls.min(QUEUED) {
+            run(call)?;
+        }
+        cuda.synchronize().map_err(say)?;
+        let event = || Event::new(cuda.context(), EventKind::Timing).map_err(say);
+        let (start, end) = (event()?, event()?);
+        let mut call_us = Vec::with_capacity(calls);
+        for call in 0..calls {
+            start.record(cuda.stream()).map_err(say)?;
+            run(call)?;
+            end.record(cuda.stream()).map_err(say)?;
+            cuda.synchronize().map_err(say)?;
+            call_us.push(f64::from(end.ms_since(&start).map_err(say)?) * 1e3);
+        }
+        let mut host_us = Vec::with_capacity(calls);
+        for call in 0..calls {
+            let start = Instant::now();
+            run(call)?;
+            host_us.push(start.elapsed().as_secs_f64() * 1e6);
+            if call % QUEUED == QUEUED - 1 {
+                cuda.synchronize().map_err(say)?;
+            }
+        }
+        cuda.synchronize().map_err(say)?;
+        Ok(json!({ "call_us": call_us, "host_us": host_us }))
+    }
+
+    fn plan(&self, who: &str) -> Result<Value, String> {
+        let cuda = self.variant(who)?;
+        let plan = cuda.plan(&self.problem).map_err(say)?;
+        let attributes = cuda.function(&self.problem).map_err(say)?.attributes().map_err(say)?;
+        Ok(json!({
+            "kernel": plan.kernel().name(),
+            "schedule": plan.schedule.to_string(),
+            "target": plan.target.name(),
+            "reason": plan.reason,
+            "grid": plan.grid,
+            "threads": plan.threads,
+            "shared_bytes": plan.shared_bytes,
+            "registers": attributes.registers,
+            "local_bytes": attributes.local_bytes,
+        }))
+    }
+}
+
+/// Every bit set: a NaN that no arithmetic gives.
+const POISON: u16 = 0xffff;
+
+fn poison(cuda: &Cuda, tensor: &mut CudaTensor) -> Result<(), String> {
+    let bytes = tensor.buffer_mut().len();
+    cuda.stream().fill_bytes(tensor.buffer_mut(), 0, bytes, POISON as u8).map_err(say)
+}
+
+/// The bits of an output, in the order (batch, heads, length, head_dim).
+fn download(cuda: &Cuda, o: &CudaTensor, problem: &Problem) -> Result<Vec<u16>, String> {
+    let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = *problem;
+    let layout = Layout::bhsd([batch, heads_q, len_q, head_dim_v]);
+    let mut host = TensorBuf::zeros(dtype, layout).map_err(say)?;
+    cuda.download(o, &mut host.view_mut()).map_err(say)?;
+    match host.storage() {
+        Storage::F16(values) => Ok(values.iter().map(|value| value.to_bits()).collect()),
+        Storage::BF16(values) => Ok(values.iter().map(|value| value.to_bits()).collect()),
+        Storage::F32(_) => Err("the GPU's kernels take f16 and bf16".into()),
+    }
+}
+
+/// A tensor cut from a pool, going through it as often as it takes.
+fn cut(cuda: &Cuda, pool: &DeviceBuffer, dtype: DType, shape: [usize; 4]) -> Result<CudaTensor, String> {
+    let mut tensor = cuda.empty(dtype, Layout::bhsd(shape)).map_err(say)?;
+    let total = shape.iter().product::<usize>() * dtype.size();
+    let mut filled = 0;
+    while filled < total {
+        let part = pool.len().min(total - filled);
+        cuda.stream().copy(tensor.buffer_mut(), filled, pool, 0, part).map_err(say)?;
+        filled += part;
+    }
+    Ok(tensor)
+}

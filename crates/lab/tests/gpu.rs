@@ -1,0 +1,226 @@
+//! The command on a GPU that is not there: a fake driver answers, so that everything but the numbers is real. What
+//! counts is that a failure costs its own row and no other, and that nothing unmeasured is taken for a result.
+
+#![cfg(target_os = "linux")]
+#![allow(unsafe_code)] // The fake driver's harness loads a library.
+
+#[path = "../../driver/tests/fake/mod.rs"]
+mod fake;
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// A machine with the fake driver and a Python of its own.
+struct Machine {
+    driver: TempDir,
+    folder: TempDir,
+}
+
+/// One that is no Python: there is no torch on this machine.
+const NO_PYTHON: &str = "no-such-python";
+
+impl Machine {
+    fn new(flags: &[&str]) -> Option<Self> {
+        Some(Self { driver: fake::as_system_driver(flags)?, folder: tempfile::tempdir().unwrap() })
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flashcore"));
+        command
+            .env("LD_LIBRARY_PATH", self.driver.path())
+            .env("FLASHCORE_CACHE", self.folder.path().join("cubins"))
+            .env("FLASHCORE_PYTHON", NO_PYTHON);
+        command
+    }
+
+    /// Runs the command with a report.
+    fn run(&self, arguments: &[&str]) -> (Output, Value) {
+        self.run_with_python(arguments, Path::new(NO_PYTHON))
+    }
+
+    fn run_with_python(&self, arguments: &[&str], python: &Path) -> (Output, Value) {
+        let json = self.folder.path().join("report.json");
+        let output = self
+            .command()
+            .args(arguments)
+            .arg("--json")
+            .arg(&json)
+            .env("FLASHCORE_PYTHON", python)
+            .output()
+            .unwrap();
+        let report = std::fs::read(&json).unwrap_or_else(|_| panic!("no report: {}", text(&output)));
+        (output, serde_json::from_slice(&report).unwrap())
+    }
+
+    /// A stand-in for a Python with torch, which answers requests by a shell script.
+    fn python(&self, script: &str) -> std::path::PathBuf {
+        let path = self.folder.path().join("python");
+        std::fs::write(&path, format!("#!/bin/sh\n[ \"$1\" = -c ] && exit 0\n{script}")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+}
+
+fn text(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+fn code(output: &Output) -> i32 {
+    output.status.code().expect("it was not killed")
+}
+
+const TINY: [&str; 6] = ["bench", "tiny", "--device", "cuda", "--samples", "6"];
+
+#[test]
+fn a_kernel_that_writes_nothing_is_found_out_before_it_is_timed() {
+    let Some(machine) = Machine::new(&[]) else { return };
+    let (output, report) = machine.run(&TINY);
+    assert_eq!(code(&output), 2, "{}", text(&output));
+    assert!(text(&output).contains("2048 of 2048 elements were never written"), "{}", text(&output));
+    let ours = &report["cells"][0]["results"][0];
+    assert_eq!((&ours["p50_us"], &ours["error"]), (&Value::Null, &Value::Null));
+    assert_eq!(report["complete"], true, "the cell has its row");
+}
+
+#[test]
+fn a_wrong_result_is_timed_and_fails_the_command_and_everything_is_in_the_report() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let (output, report) = machine.run(&TINY);
+    assert_eq!(code(&output), 1, "{}", text(&output));
+    assert!(text(&output).contains("WRONG") && text(&output).contains("without torch"), "{}", text(&output));
+    assert_eq!(report["schema"], "flashcore.bench-gpu/1");
+    assert_eq!((&report["clock"], &report["cache"]), (&"kernel".into(), &"cold".into()));
+    assert_eq!(report["gpu"]["ours"]["device"], "Fake GPU 0");
+    assert_eq!(report["gpu"]["ours"]["cuda"], "12.8");
+    let cell = &report["cells"][0];
+    let ours = &cell["results"][0];
+    assert_eq!(ours["samples_us"].as_array().unwrap().len(), 6);
+    // The fake's clock counts operations: a call is a millisecond.
+    assert_eq!(ours["p50_us"].as_f64(), Some(1000.0));
+    assert_eq!(ours["replay_is_same"], true);
+    assert!(ours["call"]["host_p50_us"].as_f64().unwrap() > 0.0);
+    assert!(ours["plan"]["schedule"].as_str().unwrap().contains(':'));
+    assert!(cell["first_call"]["cold_us"].as_f64().unwrap() > 0.0, "{cell}");
+    assert!(cell["first_call"]["warm_us"].as_f64().unwrap() > 0.0);
+    assert!(report["environment"]["flashcore"].is_string() && report["command"][1] == "bench");
+    assert!(report["inputs"][0]["checksums"][0].as_u64().is_some());
+}
+
+#[test]
+fn a_crash_costs_its_own_rung_of_the_ladder_and_no_other() {
+    let Some(machine) = Machine::new(&["-DZEROS", "-DCRASH_ON=\"flashcore_sm80_mma\""]) else { return };
+    let mut arguments = TINY.to_vec();
+    arguments.push("--ladder");
+    let (output, report) = machine.run(&arguments);
+    assert_eq!(code(&output), 1, "{}", text(&output));
+    let results = report["cells"][0]["results"].as_array().unwrap();
+    for result in results {
+        let (name, failure) = (result["name"].as_str().unwrap(), &result["failure"]);
+        if name == "kernel sm80_mma" {
+            assert!(failure.as_str().unwrap().contains("worker has ended"), "{failure}");
+        } else if name == "kernel scalar" || name == "kernel sm80_fwd" {
+            assert_eq!(failure, &Value::Null, "{name}");
+            assert_eq!(result["samples_us"].as_array().unwrap().len(), 6, "{name}");
+        }
+    }
+    assert_eq!(report["lost_workers"], 1);
+    let ladder = report["cells"][0]["ladder"].as_array().unwrap();
+    assert_eq!(ladder[0]["kernel"], "scalar");
+    let fwd = ladder.iter().find(|rung| rung["kernel"] == "sm80_fwd").unwrap();
+    assert_eq!(fwd["gain"]["peer"], "kernel scalar", "the rung between has no time");
+}
+
+#[test]
+fn given_kernels_and_schedules_are_timed_by_their_names() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let schedule = "sm80_fwd:block_m=64,block_n=64,warps=4,stages=2,q_in_regs=1,order=head";
+    let (_, report) =
+        machine.run(&["bench", "tiny", "--samples", "5", "--schedule", schedule, "--device", "cuda-1"]);
+    let results = report["cells"][0]["results"].as_array().unwrap();
+    assert_eq!(results[0]["name"], format!("schedule {schedule}"));
+    assert_eq!((&results[0]["plan"]["schedule"], results.len()), (&schedule.into(), 1));
+    assert_eq!(report["gpu"]["ours"]["device"], "Fake GPU 1");
+    let (_, report) =
+        machine.run(&["bench", "tiny", "--samples", "5", "--kernel", "scalar", "--kernel", "sm80_mma"]);
+    let cell = &report["cells"][0];
+    assert_eq!(cell["results"][0]["plan"]["kernel"], "scalar");
+    assert_eq!(cell["comparisons"][0]["peer"], "kernel sm80_mma");
+}
+
+#[test]
+fn a_matrix_goes_on_past_its_budget_by_saying_what_was_not_run() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let (output, report) = machine.run(&["bench", "--matrix", "small", "--budget", "0.001"]);
+    assert_ne!(code(&output), 0);
+    let cells = report["cells"].as_array().unwrap();
+    assert_eq!((cells.len(), &report["complete"]), (18, &Value::Bool(false)));
+    assert!(cells.iter().all(|cell| cell["failure"] == "the budget is spent"));
+    assert!(text(&output).contains("18 cells without a time"), "{}", text(&output));
+}
+
+#[test]
+fn peers_are_asked_by_name_and_one_that_fails_leaves_the_rest() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    // Knows the pool's checksums by reading what it was sent, and has one backend that works.
+    let script = r#"
+while read -r line; do
+    case "$line" in
+    *'"op":"hello"'*) echo '{"version": "9.9", "cudnn": 91900, "cuda": "13.0", "device": "Fake"}' ;;
+    *'"op":"matmul"'*) echo '{"tflops": 700.0}' ;;
+    *'"op":"pool"'*)
+        echo "{\"checksums\": [$SUMS]}" ;;
+    *'"op":"load"'*) echo '{}' ;;
+    *'"who":"math"'*) echo '{"error": "OutOfMemoryError: CUDA out of memory."}' ;;
+    *'"op":"output"'*)
+        path=${line##*\"path\":\"}; path=${path%%\"*}
+        head -c 4096 /dev/zero > "$path"; echo '{"bytes": 4096}' ;;
+    *'"op":"sample"'*) echo '{"us": 2000.0, "calls": 1}' ;;
+    *'"op":"calls"'*) echo '{"call_us": [50, 51, 52], "host_us": [40, 41, 42]}' ;;
+    esac
+done"#;
+    let arguments = ["bench", "tiny", "--device", "cuda", "--samples", "6", "--peers", "flash,math"];
+    let (_, before) = machine.run(&TINY);
+    let sums: Vec<String> =
+        before["inputs"][0]["checksums"].as_array().unwrap().iter().map(Value::to_string).collect();
+    let python = machine.python(&format!("SUMS='{}'\n{script}", sums.join(", ")));
+    let (output, report) = machine.run_with_python(&arguments, &python);
+    let cell = &report["cells"][0];
+    let [ours, flash, math] = &cell["results"].as_array().unwrap()[..] else { panic!("{cell}") };
+    assert_eq!(
+        (&ours["name"], &flash["name"], &math["name"]),
+        (&"flashcore".into(), &"flash".into(), &"math".into())
+    );
+    assert_eq!(flash["p50_us"].as_f64(), Some(2000.0));
+    assert_eq!(flash["call"]["p50_us"].as_f64(), Some(51.0));
+    assert!(math["failure"].as_str().unwrap().contains("out of memory"));
+    let comparison = &cell["comparisons"][0];
+    assert_eq!((comparison["speed_up"].as_f64(), &comparison["verdict"]), (Some(2.0), &"FASTER".into()));
+    assert_eq!(report["gpu"]["matmul_tflops"].as_f64(), Some(700.0));
+    assert_eq!(report["lost_workers"], 0);
+    assert!(text(&output).contains("OutOfMemoryError"), "{}", text(&output));
+    // Inputs that did not arrive as they were sent are no inputs.
+    let python = machine.python(&format!("SUMS='1, 2, 3'\n{script}"));
+    let (_, report) = machine.run_with_python(&arguments, &python);
+    let flash = &report["cells"][0]["results"][1];
+    assert!(flash["failure"].as_str().unwrap().contains("another q"), "{flash}");
+}
+
+#[test]
+fn what_only_a_gpu_has_is_not_asked_of_the_cpu_and_the_other_way_round() {
+    for (arguments, words) in [
+        (&["bench", "--matrix", "anchors", "--device", "cpu"][..], "a GPU's"),
+        (&["bench", "tiny", "--ladder", "--device", "cpu"], "a GPU's"),
+        (&["bench", "--matrix", "cpu", "--device", "cuda"], "CPU engine's"),
+        (&["bench", "tiny", "--peers", "flesh", "--device", "cuda"], "possible are flash"),
+        (&["bench", "tiny", "--kernel", "sm70", "--device", "cuda"], "not a kernel"),
+        (&["bench", "tiny", "--budget", "4x", "--device", "cuda"], "such as 2.5, 90s or 4m"),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_flashcore")).args(arguments).output().unwrap();
+        assert_eq!(code(&output), 2, "{arguments:?}");
+        assert!(text(&output).contains(words), "{arguments:?}: {}", text(&output));
+    }
+}
