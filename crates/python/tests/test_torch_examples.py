@@ -1,0 +1,28 @@
+"""The examples run."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [
+        ("sdpa_swap.py", "largest difference from torch"),
+        ("transformers_generate.py", "the same tokens as sdpa: True"),
+        ("cuda_graph.py", ""),
+        ("ring_attention.py", "largest difference from attention in one process"),
+    ],
+)
+def test_an_example_runs(example, says):
+    ring = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if example.startswith("ring") else []
+    )
+    command = [sys.executable, *ring, str(FOLDER / example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
