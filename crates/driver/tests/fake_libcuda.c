@@ -17,8 +17,8 @@
 #define _GNU_SOURCE
 #ifdef COUNT_CALLS
 #include <dlfcn.h>
-#include <pthread.h>
 #endif
+#include <pthread.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -85,16 +85,21 @@ static int live; /* objects that were made and not yet destroyed */
 static char failing[64];
 static int failing_status;
 
+/* What does not fit is left out. */
+static size_t record_used;
 static void note(const char *format, ...) {
-    size_t used = strlen(record);
+    size_t used = record_used;
+    if (used + 1 >= sizeof record) return;
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(record + used, sizeof record - used, format, arguments);
+    int length = vsnprintf(record + used, sizeof record - used, format, arguments);
     va_end(arguments);
+    used += length > 0 ? (size_t)length : 0;
+    record_used = used < sizeof record ? used : sizeof record - 1;
 }
 
 __attribute__((visibility("default"))) const char *fake_record(void) { return record; }
-__attribute__((visibility("default"))) void fake_clear(void) { record[0] = 0; }
+__attribute__((visibility("default"))) void fake_clear(void) { record[0] = 0; record_used = 0; }
 __attribute__((visibility("default"))) int fake_live(void) { return live; }
 /* Lets the next call of a function fail. */
 __attribute__((visibility("default"))) void fake_fail(const char *function, int status) {
@@ -234,9 +239,18 @@ API cuCtxGetStreamPriorityRange(int *least, int *greatest) { NEEDS_CONTEXT *leas
 enum { HOST = 1, DEVICE = 2 };
 static struct { char *start; size_t size; int type, device; CUcontext owner; } blocks[64];
 
+/* Held until the end of the function: blocks are made and freed from several threads. */
+static pthread_mutex_t blocks_lock = PTHREAD_MUTEX_INITIALIZER;
+static void unlock_blocks(int *unused) { (void)unused; pthread_mutex_unlock(&blocks_lock); }
+#define LOCK_BLOCKS                                                                                           \
+    pthread_mutex_lock(&blocks_lock);                                                                         \
+    __attribute__((cleanup(unlock_blocks))) int locked = 0;                                                   \
+    (void)locked;
+
 static CUresult allocate(char **out, size_t bytes, int type, CUcontext owner) {
     if (bytes == 0) return 1;
     if (bytes > (size_t)1 << 30) return 2;
+    LOCK_BLOCKS
     for (int i = 0; i < 64; i++) {
         if (!blocks[i].start) {
             blocks[i].start = aligned_alloc(256, (bytes + 255) / 256 * 256);
@@ -253,6 +267,7 @@ static CUresult allocate(char **out, size_t bytes, int type, CUcontext owner) {
     return 2;
 }
 static CUresult release(char *start) {
+    LOCK_BLOCKS
     for (int i = 0; i < 64; i++) {
         if (blocks[i].start == start) {
             free(start);
@@ -293,6 +308,7 @@ API cuMemHostAlloc(void **pointer, size_t bytes, unsigned int flags) {
 API cuMemFreeHost(void *pointer) { NEEDS_CONTEXT return release(pointer); }
 API cuPointerGetAttributes(unsigned int count, CUpointer_attribute *attributes, void **data, CUdeviceptr pointer) {
     NEEDS_CONTEXT
+    LOCK_BLOCKS
     int found = -1;
     char *address = (char *)(uintptr_t)pointer;
     for (int i = 0; i < 64; i++)
@@ -325,6 +341,7 @@ static int clock_ticks;
 /* What a kernel of that name does. */
 static void compute(const char *kernel) {
 #ifdef ZEROS
+    LOCK_BLOCKS
     for (int i = 0; i < 64; i++) {
         if (!blocks[i].start || blocks[i].type != DEVICE) continue;
         size_t ones = 0;

@@ -210,6 +210,42 @@ done"#;
 }
 
 #[test]
+fn stress_fails_a_gpu_whose_results_are_wrong_even_where_they_are_all_the_same() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let (output, report) = machine.run(&["verify", "--device", "cuda", "--stress", "--repeats", "3"]);
+    assert_eq!(code(&output), 1, "{}", text(&output));
+    assert_eq!(report["schema"], "flashcore.stress/1");
+    let problems = report["problems"].as_array().unwrap();
+    assert!(problems.len() >= 6);
+    for problem in problems {
+        assert_eq!(
+            (&problem["threaded"]["runs"], &problem["threaded"]["different"]),
+            (&1000.into(), &0.into())
+        );
+        assert_eq!(
+            (&problem["replayed"]["runs"], &problem["replayed"]["different"]),
+            (&100.into(), &0.into())
+        );
+        assert_eq!(problem["repeated"]["runs"], 3);
+    }
+    assert!(text(&output).contains("WRONG"), "{}", text(&output));
+    let cpu = machine.command().args(["verify", "--device", "cpu", "--stress"]).output().unwrap();
+    assert!(text(&cpu).contains("--stress is for a GPU"), "{}", text(&cpu));
+}
+
+#[test]
+fn doctor_shows_the_cache_of_machine_code_and_clears_it() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    machine.run(&TINY);
+    let (output, report) = machine.run(&["doctor"]);
+    assert_eq!(report["cache"]["files"], 1, "{}", text(&output));
+    assert!(text(&output).contains("Fake GPU 0") && text(&output).contains("1 kernels"), "{}", text(&output));
+    let (output, report) = machine.run(&["doctor", "--clear-cache"]);
+    assert_eq!((&report["cache"]["files"], &report["cache"]["removed"][0]), (&0.into(), &1.into()));
+    assert!(text(&output).contains("were removed"), "{}", text(&output));
+}
+
+#[test]
 fn what_only_a_gpu_has_is_not_asked_of_the_cpu_and_the_other_way_round() {
     for (arguments, words) in [
         (&["bench", "--matrix", "anchors", "--device", "cpu"][..], "a GPU's"),

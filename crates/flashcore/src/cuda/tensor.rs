@@ -53,6 +53,12 @@ impl Cuda {
         Ok(CudaLengths { buffer, count: lengths.len(), most, ordinal: self.ordinal() })
     }
 
+    /// Queues filling a tensor's memory with one byte.
+    pub fn fill(&self, tensor: &mut CudaTensor, byte: u8) -> Result<()> {
+        let bytes = tensor.buffer.len();
+        self.stream().fill_bytes(&mut tensor.buffer, 0, bytes, byte).map_err(|error| self.error(&error))
+    }
+
     /// What a tensor on the GPU holds, once everything queued in the stream is done.
     pub fn download(&self, tensor: &CudaTensor, out: &mut TensorMut<'_>) -> Result<()> {
         self.synchronize()?;

@@ -1,6 +1,9 @@
 //! `flashcore doctor`: what this machine has and which device would be chosen.
 
+use std::path::PathBuf;
+
 use clap::Args;
+use flashcore::cuda::CubinCache;
 use flashcore::{Device, cpu};
 use serde::Serialize;
 
@@ -11,6 +14,9 @@ use crate::peers;
 
 #[derive(Args)]
 pub struct Options {
+    /// Remove the machine code that was kept of GPU kernels; it is made again when it is needed
+    #[arg(long)]
+    clear_cache: bool,
     #[command(flatten)]
     json: Json,
 }
@@ -21,7 +27,47 @@ struct Report {
     why: String,
     paths: Vec<Path>,
     cuda: Cuda,
+    cache: Cache,
     torch: Torch,
+}
+
+/// The machine code that is kept on disk.
+#[derive(Serialize)]
+struct Cache {
+    folder: Option<PathBuf>,
+    files: usize,
+    bytes: u64,
+    /// How many files and bytes were removed, where that was asked for.
+    removed: Option<(usize, u64)>,
+    /// Why it cannot be read.
+    failure: Option<String>,
+}
+
+impl Cache {
+    fn read(clear: bool) -> Self {
+        let cache = CubinCache::of_user();
+        let removed = if clear { cache.clear().map(Some) } else { Ok(None) };
+        let size = cache.size();
+        let failure = removed.as_ref().err().or(size.as_ref().err()).map(ToString::to_string);
+        let (files, bytes) = size.unwrap_or((0, 0));
+        let folder = cache.folder().map(PathBuf::from);
+        Self { folder, files, bytes, removed: removed.unwrap_or(None), failure }
+    }
+}
+
+impl std::fmt::Display for Cache {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Some(folder) = &self.folder else { return f.write_str("none: FLASHCORE_CACHE is empty") };
+        let size = |files: usize, bytes: u64| format!("{files} kernels, {:.1} MB", bytes as f64 / 1e6);
+        write!(f, "{} in {}", size(self.files, self.bytes), folder.display())?;
+        if let Some((files, bytes)) = self.removed {
+            write!(f, "; {} were removed", size(files, bytes))?;
+        }
+        match &self.failure {
+            Some(why) => write!(f, " ({why})"),
+            None => Ok(()),
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -69,11 +115,12 @@ pub fn doctor(options: &Options) -> Result<Exit, String> {
             Ok(device) => Cuda { found: true, what: device.to_string() },
             Err(error) => Cuda { found: false, what: error.to_string() },
         },
+        cache: Cache::read(options.clear_cache),
         torch: Torch { found: torch.is_ok(), python: peers::python(), why: torch.err() },
     };
     say(&describe(&environment, &report));
     options.json.write("flashcore.doctor/1", &environment, true, &report)?;
-    Ok(Exit::Pass)
+    Ok(if options.clear_cache && report.cache.failure.is_some() { Exit::CouldNot } else { Exit::Pass })
 }
 
 fn describe(environment: &Environment, report: &Report) -> String {
@@ -108,6 +155,7 @@ fn describe(environment: &Environment, report: &Report) -> String {
          paths     {paths}\n\
          memory    {memory}\n\
          gpu       {gpu}\n\
+         cache     {cache}\n\
          torch     {torch}{build}\n\n\
          {device}\n          because {why}",
         version = environment.flashcore,
@@ -117,6 +165,7 @@ fn describe(environment: &Environment, report: &Report) -> String {
         s = if cores == 1 { "" } else { "s" },
         paths = paths.join(", "),
         gpu = report.cuda.what,
+        cache = report.cache,
         device = toned(Tone::Strong, &format!("device    {}", report.device)),
         why = report.why,
     )

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use clap::Args;
+use flashcore::cuda::Cuda;
 use serde::Serialize;
 
 use super::screen::{Progress, Tone, say, toned};
@@ -12,12 +13,13 @@ use crate::check::{Outcome, Prepared, Status};
 use crate::engine::{self, Engine};
 use crate::evidence::Environment;
 use crate::explain::{describe, explain, reproduce};
+use crate::gpu::stress;
 use crate::interrupt::{self, On};
 use crate::rule::Judgement;
 
 #[derive(Args)]
 pub struct Options {
-    /// all, cpu (every path of the CPU engine), or one engine such as cpu-portable
+    /// all, a kind (cpu, cuda, sim: every path or kernel of it), or one engine such as cpu-portable or cuda-0
     #[arg(long, default_value = "all")]
     device: String,
     /// The quick cases only (the default)
@@ -26,6 +28,12 @@ pub struct Options {
     /// All cases
     #[arg(long)]
     full: bool,
+    /// GPU: instead of the corpus, calls from 8 threads on 4 streams, replays, and runs in a row must give the same bits
+    #[arg(long, conflicts_with_all = ["quick", "full", "filter"])]
+    stress: bool,
+    /// With --stress: runs in a row of every problem
+    #[arg(long, value_name = "N", default_value_t = stress::Plan::default().repeats, requires = "stress")]
+    repeats: usize,
     /// Only cases whose name holds TEXT, or is TEXT when it begins with =; may be given more than once
     #[arg(long, value_name = "TEXT")]
     filter: Vec<String>,
@@ -77,6 +85,9 @@ const EXPLAINED: usize = 10;
 
 pub fn verify(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
+    if options.stress {
+        return under_stress(options);
+    }
     let engines = engine::select(&options.device)?;
     let tier = if options.full { Tier::Full } else { Tier::Quick };
     let cases = select(tier, &options.filter)?;
@@ -122,6 +133,66 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let (exit, words) = verdict(&report.engines, done, total);
     let tone = if exit == Exit::Pass { Tone::Good } else { Tone::Bad };
     say(&format!("\n{} in {seconds:.1} s", toned(tone, &words)));
+    Ok(exit)
+}
+
+#[derive(Serialize)]
+struct StressReport {
+    device: String,
+    plan: stress::Plan,
+    problems: Vec<stress::Record>,
+}
+
+/// Puts a GPU under stress.
+fn under_stress(options: &Options) -> Result<Exit, String> {
+    let ordinal = match options.device.as_str() {
+        "all" | "cuda" => 0,
+        device => device
+            .strip_prefix("cuda-")
+            .and_then(|ordinal| ordinal.parse().ok())
+            .ok_or_else(|| format!("--stress is for a GPU: give --device cuda, not {device}"))?,
+    };
+    let cuda = Cuda::new(ordinal).map_err(|error| error.to_string())?;
+    let plan = stress::Plan { repeats: options.repeats, ..stress::Plan::default() };
+    interrupt::install(On::Finish);
+    let started = Instant::now();
+    say(&format!(
+        "{cuda}: {} calls from {} threads on {} streams, {} replays and {} runs in a row must give the same bits",
+        plan.calls, plan.threads, plan.streams, plan.replays, plan.repeats
+    ));
+    let mut progress = Progress::new(1000);
+    let mut tell = |what: &str, share: f64| progress.at((share * 1000.0) as u64, what);
+    let records = stress::stress(&cuda, &plan, &interrupt::requested, &mut tell);
+    progress.finish();
+    let records = records.map_err(|error| error.to_string())?;
+    let complete = !interrupt::requested();
+    for record in &records {
+        let word = if record.passed() { toned(Tone::Good, "same") } else { toned(Tone::Bad, "DIFFERS") };
+        let right = if record.judgement.passed() { "right" } else { "WRONG" };
+        let count = |count: stress::Count| format!("{} of {}", count.different, count.runs);
+        say(&format!(
+            "{word:<8} {:<48} {right}; other bits in {} calls, {} replays, {} runs; {}",
+            record.problem,
+            count(record.threaded),
+            count(record.replayed),
+            count(record.repeated),
+            record.schedule
+        ));
+    }
+    let passed = !records.is_empty() && records.iter().all(stress::Record::passed);
+    let report = StressReport { device: cuda.to_string(), plan, problems: records };
+    options.json.write("flashcore.stress/1", &Environment::read(), complete, &report)?;
+    let exit = match (passed, complete) {
+        (false, true) => Exit::Fail,
+        (_, false) => Exit::CouldNot,
+        (true, true) => Exit::Pass,
+    };
+    let words = match exit {
+        Exit::Pass => toned(Tone::Good, "PASSED"),
+        Exit::Fail => toned(Tone::Bad, "FAILED"),
+        Exit::CouldNot => toned(Tone::Bad, "INTERRUPTED"),
+    };
+    say(&format!("\n{words} in {:.1} s", started.elapsed().as_secs_f64()));
     Ok(exit)
 }
 

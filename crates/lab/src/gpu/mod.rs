@@ -3,6 +3,7 @@
 //! - [`cells`] says what is timed, [`pool`] on which inputs, [`protocol`] how a worker is asked.
 //! - [`worker`] is ours (the `flashcore` binary itself), `torch.py` is torch's; [`host`] keeps either running.
 //! - [`bench`](mod@bench) puts a cell together: who is right, how fast each is, and who is faster; [`outcome`] is what it says.
+//! - [`stress`] runs calls from many threads and streams, and again and again, and compares bits.
 //!
 //! Two clocks, always named. The **kernel** clock is the GPU's: a CUDA graph of many calls is replayed between two
 //! events, behind a replay that keeps the GPU busy meanwhile, so that no launch is in it. The **call** clock is the
@@ -14,4 +15,5 @@ pub mod host;
 pub mod outcome;
 pub mod pool;
 pub mod protocol;
+pub mod stress;
 pub mod worker;

@@ -354,8 +354,7 @@ impl Ready {
 const POISON: u16 = 0xffff;
 
 fn poison(cuda: &Cuda, tensor: &mut CudaTensor) -> Result<(), String> {
-    let bytes = tensor.buffer_mut().len();
-    cuda.stream().fill_bytes(tensor.buffer_mut(), 0, bytes, POISON as u8).map_err(say)
+    cuda.fill(tensor, POISON as u8).map_err(say)
 }
 
 /// The bits of an output, in the order (batch, heads, length, head_dim).

@@ -1,0 +1,298 @@
+//! Stress: the same calls from many threads on several streams, replayed from graphs, and again and again, must give
+//! the same bits every time.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use flashcore::cuda::{Cuda, CudaTensor};
+use flashcore::{Attention, DType, Device, Layout, Mask, Problem, Storage, TensorBuf};
+use serde::Serialize;
+
+use crate::guarded::Arrangement;
+use crate::inputs::Distribution;
+use crate::operands::Operands;
+use crate::rule::Judgement;
+
+/// How much stress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Plan {
+    /// Threads that call side by side.
+    pub threads: usize,
+    /// Streams that they share.
+    pub streams: usize,
+    /// Calls of all threads together.
+    pub calls: usize,
+    /// Replays of a recorded call.
+    pub replays: usize,
+    /// Runs of every problem one after the other.
+    pub repeats: usize,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self { threads: 8, streams: 4, calls: 1000, replays: 100, repeats: 10_000 }
+    }
+}
+
+/// What one problem went through.
+#[derive(Clone, Debug, Serialize)]
+pub struct Record {
+    /// The problem.
+    pub problem: String,
+    /// The kernel's schedule.
+    pub schedule: String,
+    /// The rule's judgement of the first run.
+    pub judgement: Judgement,
+    /// Calls from several threads, and how many of them gave other bits.
+    pub threaded: Count,
+    /// Replays, and how many of them gave other bits.
+    pub replayed: Count,
+    /// Runs in a row, and how many of them gave other bits.
+    pub repeated: Count,
+}
+
+/// Runs, and those that differ.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Count {
+    /// How many ran.
+    pub runs: usize,
+    /// How many gave other bits than the first run of all.
+    pub different: usize,
+}
+
+impl Record {
+    /// Whether everything held.
+    pub fn passed(&self) -> bool {
+        let counts = [self.threaded, self.replayed, self.repeated];
+        self.judgement.passed() && counts.iter().all(|count| count.runs > 0 && count.different == 0)
+    }
+}
+
+/// The problems: every kind of tile, mask and edge once.
+fn problems() -> Vec<(Problem, Option<Vec<u32>>)> {
+    let window = Mask::Window { left: Some(100), right: Some(20) };
+    let decode = Problem::new(4, 8, 1, 128, DType::BF16);
+    vec![
+        (Problem::new(1, 8, 512, 64, DType::F16), None),
+        (Problem::new(1, 16, 2048, 64, DType::F16).with_mask(Mask::Causal).with_lse(), None),
+        (Problem::new(2, 8, 333, 128, DType::BF16).with_kv(2, 333).with_mask(Mask::Causal).with_lse(), None),
+        (Problem::new(3, 4, 97, 64, DType::F16).with_kv(4, 257).with_mask(window), None),
+        (Problem::new(1, 4, 200, 256, DType::F16).with_softcap(20.0), None),
+        (decode.with_kv(2, 1000).with_key_lengths(), Some(vec![1000, 1, 0, 513])),
+    ]
+}
+
+/// A problem with its inputs on the GPU and the bits that every run must give.
+struct Subject {
+    operands: Operands,
+    inputs: [CudaTensor; 3],
+    expected: Vec<u32>,
+}
+
+/// The outputs of one run.
+struct Outputs {
+    o: CudaTensor,
+    lse: Option<CudaTensor>,
+}
+
+/// Puts every problem under stress. `progress` is told what is going on and the share of all that is done.
+pub fn stress(
+    cuda: &Cuda,
+    plan: &Plan,
+    stop: &(dyn Fn() -> bool + Sync),
+    progress: &mut dyn FnMut(&str, f64),
+) -> flashcore::Result<Vec<Record>> {
+    let cuda = cuda.on_new_stream()?;
+    let problems = problems();
+    let count = problems.len();
+    let mut records = Vec::new();
+    for (i, (problem, lengths)) in problems.into_iter().enumerate() {
+        if stop() {
+            break;
+        }
+        let mut tell = |what: &str, share: f64| {
+            progress(&format!("{problem}: {what}"), (i as f64 + share) / count as f64);
+        };
+        tell("asking the oracle", 0.0);
+        let (subject, judgement) = Subject::new(&cuda, problem, lengths)?;
+        tell("threads and streams", 0.1);
+        let threaded = threaded(&cuda, plan, &subject)?;
+        tell("replays", 0.2);
+        let replayed = subject.replayed(&cuda, plan.replays)?;
+        let repeated = subject.repeated(&cuda, plan.repeats, stop, &mut tell)?;
+        let schedule = cuda.plan(&problem)?.schedule.to_string();
+        let problem = problem.to_string();
+        records.push(Record { problem, schedule, judgement, threaded, replayed, repeated });
+    }
+    Ok(records)
+}
+
+impl Subject {
+    fn new(cuda: &Cuda, problem: Problem, lengths: Option<Vec<u32>>) -> flashcore::Result<(Self, Judgement)> {
+        let operands = Operands::draw(problem, lengths, Arrangement::Bhsd, Distribution::Normal, 41);
+        let upload = |tensor: &crate::guarded::Guarded| cuda.upload(&tensor.view());
+        let inputs = [upload(&operands.q)?, upload(&operands.k)?, upload(&operands.v)?];
+        let mut subject = Self { operands, inputs, expected: Vec::new() };
+        let mut outputs = subject.outputs(cuda)?;
+        outputs.poison(cuda)?;
+        subject.run(&Device::cuda_with(cuda.clone()), &mut outputs)?;
+        let (o, lse) = outputs.download(cuda, &subject.operands.problem)?;
+        let judgement =
+            subject.operands.yardstick().judge(&o.to_f32(), lse.as_ref().map(TensorBuf::to_f32).as_deref());
+        subject.expected = bits(&o, lse.as_ref());
+        Ok((subject, judgement))
+    }
+
+    fn outputs(&self, cuda: &Cuda) -> flashcore::Result<Outputs> {
+        let Problem { batch, heads_q, len_q, head_dim_v, dtype, lse, .. } = self.operands.problem;
+        let o = cuda.empty(dtype, Layout::bhsd([batch, heads_q, len_q, head_dim_v]))?;
+        let lse = lse.then(|| cuda.empty(DType::F32, Layout::bhsd([batch, heads_q, len_q, 1])));
+        Ok(Outputs { o, lse: lse.transpose()? })
+    }
+
+    fn attention(&self) -> Attention<'_> {
+        self.operands.attention()
+    }
+
+    fn run(&self, device: &Device, outputs: &mut Outputs) -> flashcore::Result<()> {
+        let [q, k, v] = &self.inputs;
+        let (q, k, v) = (q.view()?, k.view()?, v.view()?);
+        let mut lse = outputs.lse.as_mut().map(CudaTensor::view_mut).transpose()?;
+        self.attention().run_into(device, &q, &k, &v, &mut outputs.o.view_mut()?, lse.as_mut())
+    }
+
+    /// Runs into poisoned memory, and tells whether the bits are those of the first run of all.
+    fn run_is_same(&self, cuda: &Cuda, device: &Device, outputs: &mut Outputs) -> flashcore::Result<bool> {
+        outputs.poison(cuda)?;
+        self.run(device, outputs)?;
+        let (o, lse) = outputs.download(cuda, &self.operands.problem)?;
+        Ok(bits(&o, lse.as_ref()) == self.expected)
+    }
+
+    fn replayed(&self, cuda: &Cuda, replays: usize) -> flashcore::Result<Count> {
+        let mut count = Count::default();
+        let mut outputs = self.outputs(cuda)?;
+        for _ in 0..replays {
+            outputs.poison(cuda)?;
+            let recording = cuda.record(|calls| {
+                let [q, k, v] = &self.inputs;
+                calls.run(&self.attention(), [q, k, v], &outputs.o, outputs.lse.as_ref())
+            })?;
+            // Only the second replay is looked at: the first must not have spoiled it.
+            recording.replay()?;
+            recording.replay()?;
+            drop(recording);
+            let (o, lse) = outputs.download(cuda, &self.operands.problem)?;
+            count.add(bits(&o, lse.as_ref()) == self.expected);
+        }
+        Ok(count)
+    }
+
+    fn repeated(
+        &self,
+        cuda: &Cuda,
+        repeats: usize,
+        stop: &dyn Fn() -> bool,
+        tell: &mut dyn FnMut(&str, f64),
+    ) -> flashcore::Result<Count> {
+        let device = Device::cuda_with(cuda.clone());
+        let mut outputs = self.outputs(cuda)?;
+        let mut count = Count::default();
+        while count.runs < repeats && !stop() {
+            if count.runs.is_multiple_of(100) {
+                tell("again and again", 0.3 + 0.7 * count.runs as f64 / repeats as f64);
+            }
+            let same = self.run_is_same(cuda, &device, &mut outputs)?;
+            count.add(same);
+        }
+        Ok(count)
+    }
+}
+
+/// Calls from several threads that share streams, each into memory of its own.
+fn threaded(cuda: &Cuda, plan: &Plan, subject: &Subject) -> flashcore::Result<Count> {
+    let streams: Vec<Cuda> =
+        (0..plan.streams).map(|_| cuda.on_new_stream()).collect::<flashcore::Result<_>>()?;
+    let started = AtomicUsize::new(0);
+    let thread = |first: usize| -> flashcore::Result<Count> {
+        let mut count = Count::default();
+        let mut outputs = subject.outputs(cuda)?;
+        while started.fetch_add(1, Ordering::Relaxed) < plan.calls {
+            let cuda = &streams[(first + count.runs) % streams.len()];
+            let same = subject.run_is_same(cuda, &Device::cuda_with(cuda.clone()), &mut outputs)?;
+            count.add(same);
+        }
+        Ok(count)
+    };
+    let counts: Vec<flashcore::Result<Count>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..plan.threads).map(|first| scope.spawn(move || thread(first))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a thread that does not panic")).collect()
+    });
+    let mut all = Count::default();
+    for count in counts {
+        let Count { runs, different } = count?;
+        all.runs += runs;
+        all.different += different;
+    }
+    Ok(all)
+}
+
+impl Count {
+    fn add(&mut self, same: bool) {
+        self.runs += 1;
+        self.different += usize::from(!same);
+    }
+}
+
+impl Outputs {
+    fn poison(&mut self, cuda: &Cuda) -> flashcore::Result<()> {
+        for tensor in [Some(&mut self.o), self.lse.as_mut()].into_iter().flatten() {
+            cuda.fill(tensor, 0xff)?;
+        }
+        Ok(())
+    }
+
+    fn download(&self, cuda: &Cuda, problem: &Problem) -> flashcore::Result<(TensorBuf, Option<TensorBuf>)> {
+        let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = *problem;
+        let host = |tensor: &CudaTensor, dtype: DType, width: usize| {
+            let mut host = TensorBuf::zeros(dtype, Layout::bhsd([batch, heads_q, len_q, width]))?;
+            cuda.download(tensor, &mut host.view_mut())?;
+            Ok(host)
+        };
+        let lse = self.lse.as_ref().map(|lse| host(lse, DType::F32, 1)).transpose()?;
+        Ok((host(&self.o, dtype, head_dim_v)?, lse))
+    }
+}
+
+/// The bits of the outputs.
+fn bits(o: &TensorBuf, lse: Option<&TensorBuf>) -> Vec<u32> {
+    let of = |tensor: &TensorBuf| -> Vec<u32> {
+        match tensor.storage() {
+            Storage::F16(values) => values.iter().map(|x| u32::from(x.to_bits())).collect(),
+            Storage::BF16(values) => values.iter().map(|x| u32::from(x.to_bits())).collect(),
+            Storage::F32(values) => values.iter().map(|x| x.to_bits()).collect(),
+        }
+    };
+    let mut all = of(o);
+    all.extend(lse.into_iter().flat_map(of));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_problem_under_stress_obeys_the_contract() {
+        for (problem, lengths) in problems() {
+            assert_eq!(problem.check(), Ok(problem));
+            assert_eq!(lengths.is_some(), problem.key_lengths);
+        }
+    }
+
+    #[test]
+    fn bits_tell_apart_what_compares_equal() {
+        let of = |x: f32| bits(&TensorBuf::from_f32(&[x], [1, 1, 1, 1], DType::F32).unwrap(), None);
+        assert_ne!(of(0.0), of(-0.0));
+        assert_eq!(of(f32::NAN), of(f32::NAN));
+    }
+}
