@@ -114,6 +114,9 @@ impl LaunchConfig {
     }
 }
 
+/// The most parameters of [`Function::launch_fields`].
+const MAX_FIELDS: usize = 64;
+
 impl Function {
     /// Queues the kernel in the stream. `params` are the parameters' bytes in the kernel's layout, such as
     /// [`ParamBuffer`] makes; the driver copies them before the call returns.
@@ -131,7 +134,15 @@ impl Function {
         config: &LaunchConfig,
         params: &[u8],
     ) -> Result<(), DriverError> {
-        self.check_launch(stream, config, params)?;
+        self.check_launch(stream, config)?;
+        if let Some(expected) = self.param_bytes()
+            && expected != params.len()
+        {
+            return Err(self.refuse(format!(
+                "its parameters take {expected} bytes, and {} were given (no padding at the end)",
+                params.len()
+            )));
+        }
         let mut size = params.len();
         let mut packed = [
             CU_LAUNCH_PARAM_BUFFER_POINTER,
@@ -141,22 +152,64 @@ impl Function {
             CU_LAUNCH_PARAM_END,
         ];
         let extra = if params.is_empty() { std::ptr::null_mut() } else { packed.as_mut_ptr() };
-        let no_pointers = std::ptr::null_mut();
+        // SAFETY: `extra` is a terminated list that outlives the call; the caller vouches for the rest.
+        unsafe { self.launch_raw(stream, config, std::ptr::null_mut(), extra) }
+    }
+
+    /// As [`Function::launch`], with the place of every parameter in `params`. The driver then puts each where the
+    /// kernel wants it, which is the only way for parameters that are aligned to more than 16 bytes, such as tensor
+    /// maps: where the whole begins, in absolute addresses, is the driver's business.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Function::launch`]; `places` has one entry for each of the kernel's parameters, in order.
+    pub unsafe fn launch_fields(
+        &self,
+        stream: &Stream,
+        config: &LaunchConfig,
+        params: &[u8],
+        places: &[u16],
+    ) -> Result<(), DriverError> {
+        self.check_launch(stream, config)?;
+        let mut pointers = [std::ptr::null_mut::<c_void>(); MAX_FIELDS];
+        if places.len() > MAX_FIELDS || places.iter().any(|&place| usize::from(place) >= params.len()) {
+            return Err(self.refuse(format!(
+                "{} parameters in {} bytes were given",
+                places.len(),
+                params.len()
+            )));
+        }
+        for (pointer, &place) in pointers.iter_mut().zip(places) {
+            *pointer = params[usize::from(place)..].as_ptr().cast_mut().cast();
+        }
+        // SAFETY: the pointers reach into `params`, which outlives the call; the caller vouches for the rest.
+        unsafe { self.launch_raw(stream, config, pointers.as_mut_ptr(), std::ptr::null_mut()) }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Function::launch`]; `pointers` or `extra` are the parameters as the driver wants them.
+    unsafe fn launch_raw(
+        &self,
+        stream: &Stream,
+        config: &LaunchConfig,
+        pointers: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> Result<(), DriverError> {
         let launch = || -> Result<_, DriverError> {
             if config.is_plain() {
                 let ([gx, gy, gz], [bx, by, bz]) = (config.grid, config.block);
                 let (shared, stream) = (config.shared_bytes, stream.raw());
                 let launch = self.driver().api().cuLaunchKernel;
-                // SAFETY: handles live; `extra` is a terminated list that outlives the call; the caller
-                // vouches for the parameters.
+                // SAFETY: handles live; the caller vouches for the parameters.
                 let status =
-                    unsafe { launch(self.raw(), gx, gy, gz, bx, by, bz, shared, stream, no_pointers, extra) };
+                    unsafe { launch(self.raw(), gx, gy, gz, bx, by, bz, shared, stream, pointers, extra) };
                 return Ok(("cuLaunchKernel", Status(status)));
             }
             let launch = self.driver().api().cuLaunchKernelEx.get(self.driver().version())?;
             // SAFETY: as above; the configuration and its attributes live for the call.
             let status =
-                config.with_raw(stream.raw(), |raw| unsafe { launch(raw, self.raw(), no_pointers, extra) });
+                config.with_raw(stream.raw(), |raw| unsafe { launch(raw, self.raw(), pointers, extra) });
             Ok(("cuLaunchKernelEx", Status(status)))
         };
         let (mut name, mut status) = launch()?;
@@ -168,7 +221,7 @@ impl Function {
     }
 
     /// Refuses what cannot work, in words; the driver would only say "invalid argument".
-    fn check_launch(&self, stream: &Stream, config: &LaunchConfig, params: &[u8]) -> Result<(), DriverError> {
+    fn check_launch(&self, stream: &Stream, config: &LaunchConfig) -> Result<(), DriverError> {
         if let Some(fault) = config.fault() {
             return Err(self.refuse(fault));
         }
@@ -177,14 +230,6 @@ impl Function {
                 "a block of {} threads was asked for, and with its registers the kernel can have {}",
                 config.threads_per_block(),
                 self.max_threads()
-            )));
-        }
-        if let Some(expected) = self.param_bytes()
-            && expected != params.len()
-        {
-            return Err(self.refuse(format!(
-                "its parameters take {expected} bytes, and {} were given (no padding at the end)",
-                params.len()
             )));
         }
         let limit = self.dynamic_shared_limit(config.shared_bytes)?;

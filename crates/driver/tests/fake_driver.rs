@@ -584,6 +584,26 @@ fn a_plain_launch_hands_over_its_shape_and_the_packed_parameters() {
 }
 
 #[test]
+fn parameters_can_be_handed_over_by_their_places() {
+    let Some(fake) = Fake::start(&[]) else { return };
+    let context = fake.context();
+    let stream = context.stream(StreamOptions::default()).unwrap();
+    let function = Module::from_ptx(&context, "m", PTX, &options()).unwrap().function("scale").unwrap();
+    let bytes: Vec<u8> = (0..32).collect();
+    let config = LaunchConfig::new([1, 1, 1], [64, 1, 1]);
+    fake.record();
+    // SAFETY: the fake runs no kernel.
+    unsafe { function.launch_fields(&stream, &config, &bytes, &[16, 4]) }.unwrap();
+    assert_eq!(
+        fake.record(),
+        ["launch scale grid 1,1,1 block 64,1,1 shared 0", "  params 10 11 12 13 14 15 16 17 04 05 06 07"]
+    );
+    // SAFETY: as above.
+    let refused = unsafe { function.launch_fields(&stream, &config, &bytes, &[0, 32]) }.unwrap_err();
+    assert!(refused.to_string().contains("2 parameters in 32 bytes"), "{refused}");
+}
+
+#[test]
 fn a_launch_is_one_call_of_the_driver_from_a_threads_second_on() {
     let Some(fake) = Fake::start(COUNT_CALLS) else { return };
     let context = fake.context();

@@ -639,7 +639,7 @@ API cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, CUfunction
 /* --- launches ----------------------------------------------------------------------------------------- */
 
 static CUresult launch(const char *how, CUfunction function, const CUlaunchConfig *config, void **pointers, void **extra) {
-    if (pointers) return 1;
+    if (pointers && extra) return 1;
     if (function->owner != current()) return 400;
     note("%s %s grid %u,%u,%u block %u,%u,%u shared %u\n", how, function->name, config->gridDimX, config->gridDimY,
          config->gridDimZ, config->blockDimX, config->blockDimY, config->blockDimZ, config->sharedMemBytes);
@@ -661,6 +661,9 @@ static CUresult launch(const char *how, CUfunction function, const CUlaunchConfi
     }
     note("  params");
     for (size_t i = 0; i < size; i++) note(" %02x", bytes[i]);
+    size_t offset, length;
+    for (size_t field = 0; pointers && !cuFuncGetParamInfo(function, field, &offset, &length); field++)
+        for (size_t i = 0; i < length; i++) note(" %02x", ((const unsigned char *)pointers[field])[i]);
     note("\n");
     return queue(config->hStream, (struct step){LAUNCH, NULL, function->name, 0, 0});
 }

@@ -3,10 +3,10 @@
 //! Choosing is a pure function of the problem and the hardware, so a plan can be printed, tested as a table and
 //! made for a GPU that is not there.
 
-use flashcore_kernels::{Dtype, FwdParams, ScheduleError, Spec};
+use flashcore_kernels::{Divisor, Dtype, FwdParams, ScheduleError, Sm90Params, Spec};
 pub use flashcore_kernels::{Kernel, Schedule};
 pub use flashcore_ptx::Target;
-use flashcore_ptx::{GlobalPtr, Module};
+use flashcore_ptx::{GlobalPtr, KernelParams, Module, TensorMap};
 
 use crate::{DType, Error, Layout, Problem, Result};
 
@@ -15,6 +15,12 @@ pub const MAX_KERNEL_LEN: usize = 1 << 28;
 
 /// The most blocks in the second and third dimension of a grid.
 const MAX_GRID_YZ: usize = 65535;
+
+/// The most tiles of queries in a launch: clusters of four are still fewer than 2^31 blocks.
+const MAX_TILES: u64 = 1 << 29;
+
+/// Keys and values of the heads that are taken up together, in bytes: they should stay in the L2 cache.
+const SECTION_BYTES: u64 = 32 << 20;
 
 /// Alignment of addresses and row strides: the kernels move 16 bytes at once.
 pub(crate) const ALIGNMENT: usize = 16;
@@ -69,6 +75,8 @@ pub struct Plan {
     pub grid: [u32; 3],
     /// Threads a block.
     pub threads: u32,
+    /// Blocks of a cluster; 1 without clusters.
+    pub cluster: u32,
     /// Shared memory a block, in bytes.
     pub shared_bytes: u32,
     /// Why this schedule.
@@ -81,14 +89,14 @@ impl Plan {
         let spec = spec(problem, &hardware.name)?;
         let (schedule, reason) = choose_schedule(problem, &spec, hardware)
             .map_err(|error| unsupported(&hardware.name, &spec, &error))?;
-        Self::assemble(problem, spec, schedule, hardware.target, reason)
+        Self::assemble(problem, spec, schedule, hardware, reason)
     }
 
     /// The plan with a schedule of the caller's.
     pub fn with_schedule(problem: &Problem, hardware: &Hardware, schedule: Schedule) -> Result<Self> {
         let spec = spec(problem, &hardware.name)?;
         schedule.check(&spec, hardware.target).map_err(|error| unsupported(&hardware.name, &spec, &error))?;
-        Self::assemble(problem, spec, schedule, hardware.target, "asked for".into())
+        Self::assemble(problem, spec, schedule, hardware, "asked for".into())
     }
 
     /// The plan with the default schedule of a kernel.
@@ -97,27 +105,30 @@ impl Plan {
         let schedule = kernel
             .default_schedule(&spec, hardware.target)
             .map_err(|error| unsupported(&hardware.name, &spec, &error))?;
-        Self::assemble(problem, spec, schedule, hardware.target, format!("the default of {kernel}"))
+        Self::assemble(problem, spec, schedule, hardware, format!("the default of {kernel}"))
     }
 
     fn assemble(
         problem: &Problem,
         spec: Spec,
         schedule: Schedule,
-        target: Target,
+        hardware: &Hardware,
         reason: String,
     ) -> Result<Self> {
         let geometry = schedule.geometry(&spec);
-        let grid = geometry.grid(problem.batch as u32, problem.heads_q as u32, problem.len_q as u32);
-        if grid[1..].iter().any(|&size| size as usize > MAX_GRID_YZ) {
+        let (batch, heads, len_q) = (problem.batch as u32, problem.heads_q as u32, problem.len_q as u32);
+        let target = hardware.target;
+        let grid = geometry.grid(batch, heads, len_q, hardware.sms);
+        let tiles = geometry.tiles(batch, heads, len_q);
+        if grid[1..].iter().any(|&size| size as usize > MAX_GRID_YZ) || tiles > MAX_TILES {
             return Err(Error::Unsupported {
                 device: target.to_string(),
                 what: format!("a grid of {grid:?} blocks"),
                 possible: format!("up to {MAX_GRID_YZ} batch entries, heads and row blocks"),
             });
         }
-        let (threads, shared_bytes) = (geometry.threads, geometry.shared_bytes);
-        Ok(Self { problem: *problem, spec, schedule, target, grid, threads, shared_bytes, reason })
+        let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
+        Ok(Self { problem: *problem, spec, schedule, target, grid, threads, cluster, shared_bytes, reason })
     }
 
     /// The kernel.
@@ -137,8 +148,108 @@ impl Plan {
             .map_err(|error| unsupported(&self.target.to_string(), &self.spec, &error))
     }
 
-    /// The launch parameters for tensors at these addresses.
-    pub fn params(&self, tensors: &Addresses) -> FwdParams {
+    /// The launch parameters for tensors at these addresses, as the kernel reads them. `encode` makes the tensor maps
+    /// that the kernel copies with, if it does. Nothing is allocated.
+    pub fn pack(
+        &self,
+        tensors: &Addresses,
+        encode: &mut dyn FnMut(&Map) -> Result<TensorMap>,
+    ) -> Result<Packed> {
+        match self.schedule {
+            Schedule::Sm90Fwd(schedule) => {
+                let boxes = schedule.boxes();
+                let mut map = |tensor: &(u64, Layout), rows: u32| encode(&self.map(tensor, tensors, rows));
+                let maps = [
+                    map(&tensors.q, boxes.q)?,
+                    map(&tensors.k, boxes.kv)?,
+                    map(&tensors.v, boxes.kv)?,
+                    map(&tensors.o, boxes.o)?,
+                ];
+                Ok(Packed::new(&self.tile_params(tensors, maps)))
+            }
+            _ => Ok(Packed::new(&self.params(tensors))),
+        }
+    }
+
+    /// What a tensor map describes: a tensor in boxes of so many rows.
+    fn map(&self, tensor: &(u64, Layout), tensors: &Addresses, box_rows: u32) -> Map {
+        let (address, Layout { shape: [batch, heads, len, dim], strides }) = *tensor;
+        let row_bytes = (dim * self.problem.dtype.size()) as u64;
+        // Where there is one entry, any distance to the next will do.
+        let distance = |size: usize, dim: usize| {
+            if size > 1 { (strides[dim] * self.problem.dtype.size()) as u64 } else { row_bytes }
+        };
+        let empty = [batch, heads, len].contains(&0);
+        Map {
+            dtype: self.problem.dtype,
+            // Nothing is read of a tensor without elements, but its map needs an address.
+            address: if empty { tensors.q.0 } else { address },
+            dims: [dim, len, heads, batch].map(|size| size.max(1) as u64),
+            strides: [distance(len, 2), distance(heads, 1), distance(batch, 0)],
+            box_dims: [flashcore_kernels::sm90_fwd::Schedule::BOX_COLUMNS, box_rows, 1, 1],
+        }
+    }
+
+    fn tile_params(&self, tensors: &Addresses, [q_map, k_map, v_map, o_map]: [TensorMap; 4]) -> Sm90Params {
+        let FwdParams { lse, key_lengths, o_batch, o_head, o_row, lse_batch, lse_head, lse_row, .. } =
+            self.params(tensors);
+        let FwdParams { o, len_q, len_k, group, left, right, exp_scale, tanh_scale, .. } =
+            self.params(tensors);
+        let rows = self.schedule.geometry(&self.spec).rows;
+        let blocks = len_q.div_ceil(rows);
+        let heads = self.problem.heads_q as u32;
+        let all_heads = self.problem.batch as u32 * heads;
+        let section = self.section(all_heads);
+        let by = Divisor::new;
+        Sm90Params {
+            q_map,
+            k_map,
+            v_map,
+            o_map,
+            o,
+            lse,
+            key_lengths,
+            o_batch,
+            o_head,
+            o_row,
+            lse_batch,
+            lse_head,
+            lse_row,
+            len_q,
+            len_k,
+            tiles: blocks * all_heads,
+            blocks,
+            section,
+            heads,
+            section_tiles_mul: by(section * blocks).mul,
+            section_tiles_shift: by(section * blocks).shift,
+            section_mul: by(section).mul,
+            section_shift: by(section).shift,
+            heads_mul: by(heads).mul,
+            heads_shift: by(heads).shift,
+            group_mul: by(group).mul,
+            group_shift: by(group).shift,
+            left,
+            right,
+            exp_scale,
+            tanh_scale,
+        }
+    }
+
+    /// Heads whose tiles are taken up together, longest first: as many as have their keys and values in the cache,
+    /// and a divisor of all. Tiles of one length are taken up head by head.
+    fn section(&self, all_heads: u32) -> u32 {
+        let Problem { len_k, head_dim, head_dim_v, .. } = self.problem;
+        if !self.spec.right {
+            return 1;
+        }
+        let bytes = (len_k * (head_dim + head_dim_v) * self.problem.dtype.size()) as u64;
+        let most = SECTION_BYTES * self.problem.group() as u64 / bytes.max(1);
+        let most = u32::try_from(most).unwrap_or(u32::MAX).clamp(1, all_heads.max(1));
+        (1..=most).rev().find(|&heads| all_heads.is_multiple_of(heads)).unwrap_or(1)
+    }
+
+    fn params(&self, tensors: &Addresses) -> FwdParams {
         let problem = &self.problem;
         let bytes = |layout: &Layout, dim: usize, size: usize| (layout.strides[dim] * size) as u64;
         let size = problem.dtype.size();
@@ -180,6 +291,58 @@ impl Plan {
             tanh_scale: problem.softcap.map_or(0.0, |softcap| problem.scale / softcap),
         }
     }
+}
+
+/// The most bytes that the parameters of a kernel have.
+const MAX_PARAM_BYTES: usize = 768;
+
+/// The most parameters that a kernel has.
+const MAX_PARAMS: usize = 48;
+
+/// Launch parameters as bytes.
+pub struct Packed {
+    bytes: [u8; MAX_PARAM_BYTES],
+    len: usize,
+    places: [u16; MAX_PARAMS],
+    count: usize,
+}
+
+impl Packed {
+    fn new<P: KernelParams>(params: &P) -> Self {
+        let mut packed = Self { bytes: [0; MAX_PARAM_BYTES], len: 0, places: [0; MAX_PARAMS], count: 0 };
+        packed.len = params.pack_into(&mut packed.bytes);
+        for (to, place) in packed.places.iter_mut().zip(P::offsets()) {
+            *to = place as u16;
+            packed.count += 1;
+        }
+        packed
+    }
+
+    /// The bytes.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+
+    /// Where each parameter starts in the bytes.
+    pub fn places(&self) -> &[u16] {
+        &self.places[..self.count]
+    }
+}
+
+/// What a tensor map describes; dimensions are counted from the innermost. Its boxes are permuted within 128 bytes, and
+/// read zeros outside of the tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Map {
+    /// The element type.
+    pub dtype: DType,
+    /// The address of the first element.
+    pub address: u64,
+    /// Elements of each dimension.
+    pub dims: [u64; 4],
+    /// Bytes between neighbours in each dimension but the first.
+    pub strides: [u64; 3],
+    /// Elements of a box in each dimension.
+    pub box_dims: [u32; 4],
 }
 
 /// Where the tensors of a launch are, in the device's memory.
@@ -246,6 +409,11 @@ fn choose_schedule(
     spec: &Spec,
     hardware: &Hardware,
 ) -> Result<(Schedule, String), ScheduleError> {
+    if hardware.target == Target::Sm90a
+        && let Some(choice) = choose_tiles(problem, spec, hardware)
+    {
+        return Ok(choice);
+    }
     let blocks = |rows: usize| problem.len_q.div_ceil(rows) * problem.heads_q * problem.batch;
     let fills = blocks(128) >= hardware.sms as usize;
     let reason = if fills {
@@ -268,13 +436,39 @@ fn choose_schedule(
     Err(refused.unwrap_or_else(|| ScheduleError::Malformed { reason: "no schedule to try".into() }))
 }
 
+/// The schedule of the Hopper kernel for a problem, and why; `None` where none fits.
+fn choose_tiles(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(Schedule, String)> {
+    let fits = |schedule: &Schedule| schedule.check(spec, hardware.target).is_ok();
+    let candidates: Vec<Schedule> = Kernel::Sm90Fwd.schedules(spec).into_iter().filter(fits).collect();
+    let blocks = |schedule: &Schedule| {
+        let geometry = schedule.geometry(spec);
+        let rows = geometry.rows as usize;
+        problem.len_q.div_ceil(rows) * problem.heads_q * problem.batch * geometry.cluster() as usize
+    };
+    let sms = hardware.sms as usize;
+    // The first that fills the GPU; else the one with the most blocks that run at once.
+    let filling = candidates.iter().find(|schedule| blocks(schedule) >= sms);
+    let (schedule, what) = match filling {
+        Some(schedule) => (schedule, "fill"),
+        None => (candidates.iter().max_by_key(|schedule| blocks(schedule))?, "are the most there can be for"),
+    };
+    let rows = schedule.geometry(spec).rows;
+    let reason =
+        format!("Hopper has wgmma and TMA; {} blocks of {rows} queries {what} {sms} SMs", blocks(schedule));
+    Some((*schedule, reason))
+}
+
 impl std::fmt::Display for Plan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(f, "problem   {}", self.problem)?;
         writeln!(f, "kernel    {} for {}", self.kernel(), self.target)?;
         writeln!(f, "schedule  {}", self.schedule)?;
         writeln!(f, "why       {}", self.reason)?;
-        writeln!(f, "grid      {:?} of {} threads", self.grid, self.threads)?;
+        write!(f, "grid      {:?} of {} threads", self.grid, self.threads)?;
+        if self.cluster > 1 {
+            write!(f, ", in clusters of {}", self.cluster)?;
+        }
+        writeln!(f)?;
         write!(f, "shared    {} bytes of {} a block", self.shared_bytes, self.target.max_shared_bytes())
     }
 }

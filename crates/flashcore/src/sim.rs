@@ -6,14 +6,14 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flashcore_kernels::Schedule;
-use flashcore_ptx::{KernelParams, Module, Target};
+use flashcore_ptx::{Module, Target, TensorMap};
 pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, Report, Stats};
-use flashcore_sim::{Buffer, LaunchDims, Sim};
+use flashcore_sim::{Buffer, LaunchDims, Sim, Swizzle, TensorElement};
 
 use crate::{
-    Error, Problem, Result,
+    DType, Error, Problem, Result,
     contract::Call,
-    plan::{Addresses, Hardware, Kernel, Plan},
+    plan::{Addresses, Hardware, Kernel, Map, Plan},
     staging,
 };
 
@@ -54,6 +54,12 @@ impl SimGpu {
     /// The same with another way of simulating.
     pub fn with_config(self, config: Config) -> Self {
         Self { config, ..self }
+    }
+
+    /// The same with another number of multiprocessors, which decides how many blocks stay and take up tile after
+    /// tile.
+    pub fn with_sms(self, sms: u32) -> Self {
+        Self { hardware: Hardware { sms, ..self.hardware }, ..self }
     }
 
     /// The same with the default schedule of one kernel.
@@ -100,14 +106,14 @@ impl SimGpu {
     }
 
     fn launch(&self, memory: &mut Memory, plan: &Plan, module: &Module, addresses: &Addresses) -> Result<()> {
-        let params = plan.params(addresses).pack();
+        let params = plan.pack(addresses, &mut encode)?;
         let dims = LaunchDims {
             grid: plan.grid,
             block: [plan.threads, 1, 1],
-            cluster: None,
+            cluster: (plan.cluster > 1).then_some([plan.cluster, 1, 1]),
             dynamic_shared: Some(plan.shared_bytes),
         };
-        let report = memory.sim.launch(module, &module.kernels[0].name, dims, &params);
+        let report = memory.sim.launch(module, &module.kernels[0].name, dims, params.as_bytes());
         let report = report.map_err(|error| failed(&error.to_string()))?;
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.clone());
         if let Some(first) = report.findings.first() {
@@ -170,6 +176,18 @@ impl staging::Memory for Memory {
         out.copy_from_slice(&self.sim.read(buffer)[..out.len()]);
         Ok(())
     }
+}
+
+/// A tensor map as the simulator reads it.
+fn encode(map: &Map) -> Result<TensorMap> {
+    let element = match map.dtype {
+        DType::F16 => TensorElement::F16,
+        DType::BF16 => TensorElement::Bf16,
+        DType::F32 => TensorElement::F32,
+    };
+    let described =
+        flashcore_sim::TensorMap::new(element, map.address, &map.dims, &map.strides, &map.box_dims);
+    described.swizzled(Swizzle::B128).encode().map(TensorMap).map_err(|what| failed(&what))
 }
 
 fn failed(what: &str) -> Error {

@@ -183,8 +183,12 @@ impl Raw {
     /// The elements row by row, in the order (batch, heads, length, head_dim).
     pub(crate) fn rows(&self) -> Vec<u8> {
         let (bytes, row_bytes) = (self.bytes(), self.layout.shape[3] * self.dtype.size());
-        let rows = self.layout.each_row().map(|row| row * self.dtype.size());
-        rows.flat_map(|start| &bytes[start..start + row_bytes]).copied().collect()
+        let mut all = Vec::new();
+        for row in self.layout.each_row() {
+            let start = row * self.dtype.size();
+            all.extend_from_slice(&bytes[start..start + row_bytes]);
+        }
+        all
     }
 
     /// Writes every row of a host tensor from bytes that lie in another layout of the same shape.

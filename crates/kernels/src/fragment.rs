@@ -101,9 +101,9 @@ impl Place {
         for (tile, scores) in scores.iter_mut().enumerate() {
             for (half, elements) in HALVES.iter().enumerate() {
                 let row = self.row(k, &work.rows, tile, half);
-                let end = work.row_end(k, row);
+                let end = work.band.row_end(k, row);
                 let end = k.sub_s32(end, origin);
-                let begin = work.row_begin(k, row).map(|begin| k.sub_s32(begin, origin));
+                let begin = work.band.row_begin(k, row).map(|begin| k.sub_s32(begin, origin));
                 for (n, score) in scores.iter_mut().enumerate() {
                     for &i in elements {
                         let column = (8 * n + i % 2) as i32;

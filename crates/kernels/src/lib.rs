@@ -1,8 +1,9 @@
 //! FlashCore's attention kernels: Rust that, for a target and a schedule, emits one PTX module.
 //!
 //! A [`Kernel`] is a family of generated code, a [`Schedule`] its knobs, a [`Spec`] what it is compiled for, and
-//! [`FwdParams`] what a launch is given. The kernels are a ladder: [`Kernel::Scalar`] is the simplest right one,
-//! [`Kernel::Sm80Mma`] adds tensor cores, [`Kernel::Sm80Fwd`] is the real one for Ampere and Ada.
+//! [`FwdParams`] or [`Sm90Params`] what a launch is given. The kernels are a ladder: [`Kernel::Scalar`] is the simplest
+//! right one, [`Kernel::Sm80Mma`] adds tensor cores, [`Kernel::Sm80Fwd`] is the real one for Ampere and Ada, and
+//! [`Kernel::Sm90Fwd`] the one for Hopper.
 //!
 //! ```
 //! use flashcore_kernels::{Dtype, Kernel, Spec};
@@ -28,9 +29,10 @@ mod work;
 pub mod scalar;
 pub mod sm80_fwd;
 pub mod sm80_mma;
+pub mod sm90_fwd;
 
 pub use copy::MAX_ROW_STRIDE;
-pub use params::FwdParams;
-pub use schedule::{Geometry, Kernel, Schedule, ScheduleError};
+pub use params::{Divisor, FwdParams, Sm90Params};
+pub use schedule::{Blocks, Geometry, Kernel, Schedule, ScheduleError};
 pub use spec::{Dtype, MAX_HEAD_DIM, Spec};
 pub use work::Order;

@@ -7,7 +7,7 @@
 use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Pred, Reg, Target};
 
 use crate::{
-    Dtype, FwdParams, Geometry, ScheduleError, Spec,
+    Blocks, Dtype, FwdParams, Geometry, ScheduleError, Spec,
     softmax::{NEG_INF, SoftmaxParams},
     work::{Order, Work},
 };
@@ -21,7 +21,12 @@ pub struct Schedule {
 
 impl Schedule {
     pub(crate) fn geometry(self) -> Geometry {
-        Geometry { rows: self.warps, threads: self.warps * 32, shared_bytes: 0, order: Order::HeadByHead }
+        Geometry {
+            rows: self.warps,
+            threads: self.warps * 32,
+            shared_bytes: 0,
+            blocks: Blocks::Each(Order::HeadByHead),
+        }
     }
 
     pub(crate) fn check(self) -> Result<(), ScheduleError> {
@@ -39,8 +44,8 @@ impl Schedule {
     }
 
     fn body(self, k: &mut KernelBuilder, spec: &Spec) {
-        let Geometry { rows, order, .. } = self.geometry();
-        let work = Work::begin(k, spec, rows, order);
+        let rows = self.geometry().rows;
+        let work = Work::begin(k, spec, rows, Order::HeadByHead);
         let softmax = SoftmaxParams::read(k, spec);
 
         k.section("one query a warp");
@@ -60,8 +65,8 @@ impl Schedule {
         let o: Vec<Reg<F32>> = v_lanes.parts().map(|_| k.mov_f32(0.0)).collect();
         let max = k.mov_f32(NEG_INF);
         let sum = k.mov_f32(0.0);
-        let end = work.row_end(k, row);
-        let begin = work.row_begin(k, row).unwrap_or_else(|| k.mov_b32(0));
+        let end = work.band.row_end(k, row);
+        let begin = work.band.row_begin(k, row).unwrap_or_else(|| k.mov_b32(0));
         let k_row = k.param(FwdParams::k_row);
         let v_row = k.param(FwdParams::v_row);
         let key_address = Work::row_address(k, work.k, begin, k_row);

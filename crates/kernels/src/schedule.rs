@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use flashcore_ptx::{BuildErrors, Module, SharedError, Target};
 
-use crate::{MAX_HEAD_DIM, Order, Spec, scalar, sm80_fwd, sm80_mma};
+use crate::{MAX_HEAD_DIM, Order, Spec, scalar, sm80_fwd, sm80_mma, sm90_fwd};
 
 /// A family of generated code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -15,11 +15,13 @@ pub enum Kernel {
     Sm80Mma,
     /// Tensor cores with swizzled, pipelined tiles.
     Sm80Fwd,
+    /// Hopper's own: `wgmma`, TMA, warp specialisation.
+    Sm90Fwd,
 }
 
 impl Kernel {
     /// The ladder, first rung first.
-    pub const ALL: [Kernel; 3] = [Kernel::Scalar, Kernel::Sm80Mma, Kernel::Sm80Fwd];
+    pub const ALL: [Kernel; 4] = [Kernel::Scalar, Kernel::Sm80Mma, Kernel::Sm80Fwd, Kernel::Sm90Fwd];
 
     /// The name used in the command line and in JSON.
     pub const fn name(self) -> &'static str {
@@ -27,7 +29,13 @@ impl Kernel {
             Kernel::Scalar => "scalar",
             Kernel::Sm80Mma => "sm80_mma",
             Kernel::Sm80Fwd => "sm80_fwd",
+            Kernel::Sm90Fwd => "sm90_fwd",
         }
+    }
+
+    /// Whether its code runs on a target.
+    pub fn runs_on(self, target: Target) -> bool {
+        self != Kernel::Sm90Fwd || target == Target::Sm90a
     }
 
     /// The schedules to try for a spec, best first. The search goes beyond them; these were measured on an H200.
@@ -58,6 +66,9 @@ impl Kernel {
                     fwd(64, 32, 4, 1, false),
                 ];
                 large.into_iter().chain(rest).collect()
+            }
+            Kernel::Sm90Fwd => {
+                sm90_fwd::Schedule::defaults(spec).into_iter().map(Schedule::Sm90Fwd).collect()
             }
         }
     }
@@ -112,6 +123,8 @@ pub enum Schedule {
     Sm80Mma(sm80_mma::Schedule),
     /// Of [`Kernel::Sm80Fwd`].
     Sm80Fwd(sm80_fwd::Schedule),
+    /// Of [`Kernel::Sm90Fwd`].
+    Sm90Fwd(sm90_fwd::Schedule),
 }
 
 /// What a schedule makes of a launch.
@@ -123,14 +136,48 @@ pub struct Geometry {
     pub threads: u32,
     /// Shared memory a block.
     pub shared_bytes: u32,
-    /// The order of the blocks.
-    pub order: Order,
+    /// Which blocks there are.
+    pub blocks: Blocks,
+}
+
+/// Which blocks a launch has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blocks {
+    /// One for each tile of queries, in this order.
+    Each(Order),
+    /// A row of blocks that find their tiles themselves.
+    Row {
+        /// Blocks of a cluster, which share a tile.
+        cluster: u32,
+        /// How many stay on a multiprocessor until all tiles are done; `None`: each ends with its tile.
+        resident: Option<u32>,
+    },
 }
 
 impl Geometry {
-    /// The grid for so many batch entries, heads and queries.
-    pub fn grid(&self, batch: u32, heads: u32, len_q: u32) -> [u32; 3] {
-        self.order.grid(len_q.div_ceil(self.rows), heads, batch)
+    /// Tiles of queries, for so many batch entries, heads and queries.
+    pub fn tiles(&self, batch: u32, heads: u32, len_q: u32) -> u64 {
+        u64::from(len_q.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch)
+    }
+
+    /// The grid for so many batch entries, heads and queries, on so many multiprocessors.
+    pub fn grid(&self, batch: u32, heads: u32, len_q: u32, sms: u32) -> [u32; 3] {
+        match self.blocks {
+            Blocks::Each(order) => order.grid(len_q.div_ceil(self.rows), heads, batch),
+            Blocks::Row { cluster, resident } => {
+                let tiles = self.tiles(batch, heads, len_q);
+                let most = resident.map_or(u64::MAX, |blocks| u64::from((sms * blocks / cluster).max(1)));
+                [u32::try_from(tiles.min(most) * u64::from(cluster)).unwrap_or(u32::MAX), 1, 1]
+            }
+        }
+    }
+
+    /// Blocks of a cluster.
+    pub fn cluster(&self) -> u32 {
+        match self.blocks {
+            Blocks::Each(_) => 1,
+            Blocks::Row { cluster, .. } => cluster,
+        }
     }
 }
 
@@ -172,10 +219,13 @@ pub enum ScheduleError {
     Build(#[from] BuildErrors),
 }
 
+/// The most registers that a thread can have.
+pub(crate) const MAX_REGISTERS: u32 = 255;
+
 /// Whether a thread can have so many registers of fragments and `others` beside them. Each kernel's number of
 /// others is such that ptxas spills nothing over its schedules.
-pub(crate) fn check_registers(fragments: u32, others: u32) -> Result<(), ScheduleError> {
-    let (needs, limit) = (fragments + others, 255);
+pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result<(), ScheduleError> {
+    let needs = fragments + others;
     if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
 }
 
@@ -186,6 +236,7 @@ impl Schedule {
             Schedule::Scalar(_) => Kernel::Scalar,
             Schedule::Sm80Mma(_) => Kernel::Sm80Mma,
             Schedule::Sm80Fwd(_) => Kernel::Sm80Fwd,
+            Schedule::Sm90Fwd(_) => Kernel::Sm90Fwd,
         }
     }
 
@@ -200,6 +251,7 @@ impl Schedule {
             Schedule::Scalar(schedule) => schedule.check(),
             Schedule::Sm80Mma(schedule) => schedule.check(spec, target),
             Schedule::Sm80Fwd(schedule) => schedule.check(spec, target),
+            Schedule::Sm90Fwd(schedule) => schedule.check(spec, target),
         }
     }
 
@@ -209,6 +261,7 @@ impl Schedule {
             Schedule::Scalar(schedule) => schedule.geometry(),
             Schedule::Sm80Mma(schedule) => schedule.geometry(spec),
             Schedule::Sm80Fwd(schedule) => schedule.geometry(spec),
+            Schedule::Sm90Fwd(schedule) => schedule.geometry(spec),
         }
     }
 
@@ -219,6 +272,7 @@ impl Schedule {
             Schedule::Scalar(schedule) => schedule.emit(spec, target),
             Schedule::Sm80Mma(schedule) => schedule.emit(spec, target),
             Schedule::Sm80Fwd(schedule) => schedule.emit(spec, target),
+            Schedule::Sm90Fwd(schedule) => schedule.emit(spec, target),
         };
         Ok(Module::new(target).with(builder.finish()?))
     }
@@ -237,6 +291,13 @@ impl fmt::Display for Schedule {
                 };
                 write!(f, "block_m={block_m},block_n={block_n},warps={warps},stages={stages},")?;
                 write!(f, "q_in_regs={},order={order}", u32::from(*q_in_regs))
+            }
+            Schedule::Sm90Fwd(schedule) => {
+                let sm90_fwd::Schedule { warpgroups, block_n, stages, q_stages, ctas, split, .. } = *schedule;
+                let sm90_fwd::Schedule { pingpong, lazy, poly, persistent, .. } = *schedule;
+                write!(f, "warpgroups={warpgroups},block_n={block_n},stages={stages},q_stages={q_stages},")?;
+                write!(f, "ctas={ctas},split={split},pingpong={},", u32::from(pingpong))?;
+                write!(f, "lazy={},poly={poly},persistent={}", u32::from(lazy), u32::from(persistent))
             }
         }
     }
@@ -282,6 +343,18 @@ impl FromStr for Schedule {
                     "longest" => Order::LongestFirst,
                     other => return Err(malformed(format!("order={other}: possible are head and longest"))),
                 },
+            }),
+            Kernel::Sm90Fwd => Schedule::Sm90Fwd(sm90_fwd::Schedule {
+                warpgroups: number("warpgroups", take("warpgroups")?)?,
+                block_n: number("block_n", take("block_n")?)?,
+                stages: number("stages", take("stages")?)?,
+                q_stages: number("q_stages", take("q_stages")?)?,
+                ctas: number("ctas", take("ctas")?)?,
+                split: number("split", take("split")?)?,
+                pingpong: number("pingpong", take("pingpong")?)? != 0,
+                lazy: number("lazy", take("lazy")?)? != 0,
+                poly: number("poly", take("poly")?)?,
+                persistent: number("persistent", take("persistent")?)? != 0,
             }),
         };
         match pairs.first() {

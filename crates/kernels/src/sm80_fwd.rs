@@ -8,11 +8,11 @@
 use flashcore_ptx::{Addr, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
 
 use crate::{
-    FwdParams, Geometry, ScheduleError, Spec,
+    Blocks, FwdParams, Geometry, ScheduleError, Spec,
     copy::{Share, TileCopy},
     epilogue,
     fragment::{Acc, Place, a_operands, matrix_ty},
-    schedule::check_registers,
+    schedule::{MAX_REGISTERS, check_registers},
     softmax::{OnlineSoftmax, SoftmaxParams},
     swizzle::{CHUNK, Tile},
     work::{KeyRange, Order, Rows, Work},
@@ -102,7 +102,12 @@ impl Schedule {
 
     pub(crate) fn geometry(self, spec: &Spec) -> Geometry {
         let shared_bytes = self.memory(spec).layout.bytes();
-        Geometry { rows: self.block_m, threads: 32 * self.warps, shared_bytes, order: self.order }
+        Geometry {
+            rows: self.block_m,
+            threads: 32 * self.warps,
+            shared_bytes,
+            blocks: Blocks::Each(self.order),
+        }
     }
 
     pub(crate) fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
@@ -122,7 +127,11 @@ impl Schedule {
         self.memory(spec).layout.fits(target)?;
         let tiles = self.tiles(spec);
         let q = if self.q_in_regs { tiles.q.cols / 4 } else { 4 };
-        check_registers(self.m_tiles() * (self.block_n / 2 + tiles.o.cols / 2 + q), OTHER_REGISTERS)
+        check_registers(
+            self.m_tiles() * (self.block_n / 2 + tiles.o.cols / 2 + q),
+            OTHER_REGISTERS,
+            MAX_REGISTERS,
+        )
     }
 
     pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
@@ -259,7 +268,7 @@ impl<'a> MainLoop<'a> {
 
         k.section("main loop: the first copies");
         let first_key = k.mul_lo_u32(last, block_n);
-        let rows_left = k.sub_s32(self.work.keys, first_key);
+        let rows_left = k.sub_s32(self.work.band.keys, first_key);
         let q_address = Work::row_address(k, self.work.q, self.work.rows.first_row, self.q_row);
         let q_source = self.q_copy.source(k, q_address);
         let queries_left = k.sub_s32(self.work.rows.len_q, self.work.rows.first_row);
@@ -387,7 +396,7 @@ impl<'a> MainLoop<'a> {
         self.wait_for_tile(k);
         if stages == 1 {
             // A tile that every row sees has all its keys.
-            let rows = first_key.map(|first_key| k.sub_s32(self.work.keys, first_key));
+            let rows = first_key.map(|first_key| k.sub_s32(self.work.band.keys, first_key));
             k.comment("this tile's V, while its scores are computed");
             self.fetch_v(k, cursor, None, rows);
             k.cp_async_commit();

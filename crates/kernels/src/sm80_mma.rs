@@ -7,9 +7,9 @@
 use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
 
 use crate::{
-    FwdParams, Geometry, ScheduleError, Spec, epilogue,
+    Blocks, FwdParams, Geometry, ScheduleError, Spec, epilogue,
     fragment::{Acc, Place, a_operands, matrix_ty},
-    schedule::check_registers,
+    schedule::{MAX_REGISTERS, check_registers},
     softmax::{OnlineSoftmax, SoftmaxParams},
     swizzle::{CHUNK, Tile},
     work::{Order, Work},
@@ -75,7 +75,7 @@ impl Schedule {
 
     pub(crate) fn geometry(self, spec: &Spec) -> Geometry {
         let shared_bytes = self.memory(spec).layout.bytes();
-        Geometry { rows: BLOCK_M, threads: 32 * WARPS, shared_bytes, order: Order::HeadByHead }
+        Geometry { rows: BLOCK_M, threads: 32 * WARPS, shared_bytes, blocks: Blocks::Each(Order::HeadByHead) }
     }
 
     pub(crate) fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
@@ -85,7 +85,11 @@ impl Schedule {
         }
         self.memory(spec).layout.fits(target)?;
         let (k_tile, v_tile, _) = self.tiles(spec);
-        check_registers(self.block_n / 2 + v_tile.cols() / 2 + k_tile.cols() / 4, OTHER_REGISTERS)
+        check_registers(
+            self.block_n / 2 + v_tile.cols() / 2 + k_tile.cols() / 4,
+            OTHER_REGISTERS,
+            MAX_REGISTERS,
+        )
     }
 
     pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
@@ -117,8 +121,8 @@ impl Schedule {
         k.for_s32(start, range.end, self.block_n, |k, first_key, _| {
             k.comment("the tile before is no longer read");
             k.bar_sync_all();
-            copy_tile(k, k_tile, memory.k, work.k, k_row, first_key, work.keys);
-            copy_tile(k, v_tile, memory.v, work.v, v_row, first_key, work.keys);
+            copy_tile(k, k_tile, memory.k, work.k, k_row, first_key, work.band.keys);
+            copy_tile(k, v_tile, memory.v, work.v, v_row, first_key, work.band.keys);
             k.comment("this tile is there");
             k.bar_sync_all();
 

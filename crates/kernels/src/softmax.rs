@@ -2,7 +2,7 @@
 //!
 //! A row without keys keeps the maximum −∞ and the sum 0: its output is 0 and its lse −∞, never NaN.
 
-use flashcore_ptx::{F32, KernelBuilder, Reg};
+use flashcore_ptx::{F32, KernelBuilder, KernelParams, ParamHandle, Reg};
 
 use crate::{
     FwdParams, Spec,
@@ -14,7 +14,7 @@ pub(crate) const NEG_INF: f32 = f32::NEG_INFINITY;
 
 /// The largest exponent offset with which the maximum's probability, rounded to 16 bits, is still 1: the rounding of
 /// an offset of 2^12 is 2^-12 at most, which f16 does not see beside 1.
-const FUSED_UP_TO: f32 = 4096.0;
+pub(crate) const FUSED_UP_TO: f32 = 4096.0;
 
 /// The numbers that turn dot products into exponents.
 #[derive(Clone, Copy)]
@@ -26,9 +26,23 @@ pub(crate) struct SoftmaxParams {
 impl SoftmaxParams {
     /// Reads them from the launch.
     pub fn read(k: &mut KernelBuilder, spec: &Spec) -> Self {
-        let exp_scale = k.param(FwdParams::exp_scale);
-        let tanh_scale = spec.softcap.then(|| k.param(FwdParams::tanh_scale));
+        Self::read_from(k, spec, [FwdParams::exp_scale, FwdParams::tanh_scale])
+    }
+
+    /// Reads them from these parameters.
+    pub fn read_from<P: KernelParams>(
+        k: &mut KernelBuilder,
+        spec: &Spec,
+        [exp_scale, tanh_scale]: [ParamHandle<P, f32>; 2],
+    ) -> Self {
+        let exp_scale = k.param(exp_scale);
+        let tanh_scale = spec.softcap.then(|| k.param(tanh_scale));
         Self { exp_scale, tanh_scale }
+    }
+
+    /// What a score is multiplied with before the exponential of base 2.
+    pub fn exp_scale(&self) -> Reg<F32> {
+        self.exp_scale
     }
 
     /// The score of a dot product: itself, or with a softcap the tanh of it scaled.
@@ -63,7 +77,7 @@ impl SoftmaxParams {
     }
 
     /// −reference · scale, for [`SoftmaxParams::exp_fused`].
-    fn offset(&self, k: &mut KernelBuilder, reference: Reg<F32>) -> Reg<F32> {
+    pub fn offset(&self, k: &mut KernelBuilder, reference: Reg<F32>) -> Reg<F32> {
         let scaled = k.mul_f32(reference, self.exp_scale);
         k.neg_f32(scaled)
     }

@@ -1,6 +1,6 @@
 //! What one block works on: its batch entry, head and rows, and the keys that those rows see.
 
-use flashcore_ptx::{B32, B64, GlobalPtr, KernelBuilder, ParamHandle, Reg};
+use flashcore_ptx::{B32, B64, GlobalPtr, KernelBuilder, KernelParams, ParamHandle, Reg};
 
 use crate::{FwdParams, Spec};
 
@@ -27,8 +27,10 @@ impl Order {
 /// The rows of a head that one block works on.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows {
-    batch: Reg<B32>,
-    head: Reg<B32>,
+    /// The batch entry.
+    pub batch: Reg<B32>,
+    /// The query head.
+    pub head: Reg<B32>,
     /// Queries a head.
     pub len_q: Reg<B32>,
     /// The first row of this block.
@@ -72,6 +74,13 @@ pub(crate) struct Work {
     pub k: Reg<B64>,
     /// The values of this head.
     pub v: Reg<B64>,
+    /// Which keys its rows see.
+    pub band: Band,
+}
+
+/// Which keys a query sees: those that exist, between the mask's bounds.
+#[derive(Clone, Copy)]
+pub(crate) struct Band {
     /// Keys of this batch entry.
     pub keys: Reg<B32>,
     /// A query's own place is its row plus this; present where a bound counts from it.
@@ -126,18 +135,37 @@ impl Work {
         let q = head_address(k, FwdParams::q, FwdParams::q_batch, FwdParams::q_head, batch, head);
         let key = head_address(k, FwdParams::k, FwdParams::k_batch, FwdParams::k_head, batch, kv_head);
         let value = head_address(k, FwdParams::v, FwdParams::v_batch, FwdParams::v_head, batch, kv_head);
-        let shift =
-            spec.is_masked().then(|| if spec.top_left { k.mov_b32(0u32) } else { k.sub_s32(keys, len_q) });
-        let mut bound = |wanted: bool, handle: ParamHandle<FwdParams, i32>| wanted.then(|| k.param(handle));
-        let left = bound(spec.left, FwdParams::left);
-        let right = bound(spec.right, FwdParams::right);
-        Self { rows, q, k: key, v: value, keys, shift, left, right }
+        let band = Band::new(k, spec, keys, len_q, [FwdParams::left, FwdParams::right]);
+        Self { rows, q, k: key, v: value, band }
     }
 
     /// The address of a row of a tensor whose rows are so many bytes apart.
     pub fn row_address(k: &mut KernelBuilder, base: Reg<B64>, row: Reg<B32>, stride: Reg<B64>) -> Reg<B64> {
         let row = k.cvt_u64_u32(row);
         k.mad_lo_u64(row, stride, base)
+    }
+
+    /// The keys that this block's rows see, for blocks of so many rows.
+    pub fn key_range(&self, k: &mut KernelBuilder, rows: u32) -> KeyRange {
+        self.band.key_range(k, &self.rows, rows)
+    }
+}
+
+impl Band {
+    /// For a batch entry with so many keys; `bounds` are the parameters of the left and the right bound.
+    pub fn new<P: KernelParams>(
+        k: &mut KernelBuilder,
+        spec: &Spec,
+        keys: Reg<B32>,
+        len_q: Reg<B32>,
+        bounds: [ParamHandle<P, i32>; 2],
+    ) -> Self {
+        let shift =
+            spec.is_masked().then(|| if spec.top_left { k.mov_b32(0u32) } else { k.sub_s32(keys, len_q) });
+        let [left, right] = bounds;
+        let left = spec.left.then(|| k.param(left));
+        let right = spec.right.then(|| k.param(right));
+        Self { keys, shift, left, right }
     }
 
     /// One past the last key that a row sees, as a signed number that may lie outside the keys below 0.
@@ -157,15 +185,15 @@ impl Work {
         Some(k.max_s32(first, 0))
     }
 
-    /// The keys that this block's rows see, for blocks of so many rows.
-    pub fn key_range(&self, k: &mut KernelBuilder, rows: u32) -> KeyRange {
+    /// The keys that a block's rows see, for blocks of so many rows.
+    pub fn key_range(&self, k: &mut KernelBuilder, block: &Rows, rows: u32) -> KeyRange {
         k.section("work: which keys these rows see");
-        let past = k.add_s32(self.rows.first_row, rows as i32);
-        let past = k.min_s32(past, self.rows.len_q);
+        let past = k.add_s32(block.first_row, rows as i32);
+        let past = k.min_s32(past, block.len_q);
         let last_row = k.sub_s32(past, 1);
         let end = self.row_end(k, last_row);
-        let full_end = self.row_end(k, self.rows.first_row);
-        let begin = self.row_begin(k, self.rows.first_row).unwrap_or_else(|| k.mov_b32(0));
+        let full_end = self.row_end(k, block.first_row);
+        let begin = self.row_begin(k, block.first_row).unwrap_or_else(|| k.mov_b32(0));
         let full_begin = self.row_begin(k, last_row).unwrap_or(begin);
         KeyRange { begin, end, full_begin, full_end: k.max_s32(full_end, 0) }
     }

@@ -36,6 +36,9 @@ const MOST_PAIRS: u128 = 1_000_000;
 /// The same for the scalar kernel, which executes some forty warp instructions a pair.
 const MOST_SCALAR_PAIRS: u128 = 30_000;
 
+/// Multiprocessors of the simulated GPU.
+const FEW_SMS: u32 = 3;
+
 /// A device of the library, put under test or on the clock.
 #[derive(Clone, Debug)]
 pub struct DeviceEngine {
@@ -72,15 +75,25 @@ impl DeviceEngine {
             AsyncMode::Random(seed) => format!("sim-{kernel}-random{seed}"),
         };
         let config = Config { async_mode: mode, ..Config::default() };
-        let gpu = SimGpu::new(Target::Sm80).with_kernel(kernel).with_config(config);
+        let target = if kernel.runs_on(Target::Sm80) { Target::Sm80 } else { Target::Sm90a };
+        // With few multiprocessors, blocks that stay have several tiles to take up.
+        let gpu = SimGpu::new(target).with_sms(FEW_SMS).with_kernel(kernel).with_config(config);
         let most_pairs = if kernel == Kernel::Scalar { MOST_SCALAR_PAIRS } else { MOST_PAIRS };
         Self { name, device: Device::sim(gpu), most_pairs }
+    }
+
+    /// The simulated Hopper GPU with the planner's own choice, which for the sizes that a simulator takes on is mostly
+    /// a schedule for small grids.
+    pub fn sim_hopper() -> Self {
+        let device = Device::sim(SimGpu::new(Target::Sm90a));
+        Self { name: "sim-hopper".into(), device, most_pairs: MOST_PAIRS }
     }
 
     /// Every kernel on the simulated GPU, in both asynchronous modes where it has anything asynchronous.
     pub fn sims() -> Vec<Self> {
         let late = Kernel::ALL.map(|kernel| Self::sim(kernel, AsyncMode::Late));
-        late.into_iter().chain([Self::sim(Kernel::Sm80Fwd, AsyncMode::Early)]).collect()
+        let early = [Kernel::Sm80Fwd, Kernel::Sm90Fwd].map(|kernel| Self::sim(kernel, AsyncMode::Early));
+        late.into_iter().chain(early).chain([Self::sim_hopper()]).collect()
     }
 
     /// The device.

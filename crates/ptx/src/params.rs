@@ -141,8 +141,22 @@ pub trait KernelParams: 'static {
     const NAME: &'static str;
     /// The fields, in order.
     const FIELDS: &'static [(&'static str, ParamType)];
-    /// The values as the bytes that a launch passes, laid out by [`layout`].
-    fn pack(&self) -> Vec<u8>;
+    /// Writes the values as the bytes that a launch passes, laid out by [`layout`], and returns how many there are.
+    /// Panics if they do not fit.
+    fn pack_into(&self, bytes: &mut [u8]) -> usize;
+
+    /// Where each field starts in the packed bytes.
+    fn offsets() -> impl Iterator<Item = usize> {
+        place(0, Self::FIELDS.iter().map(|&(_, ty)| ty)).map(|(start, _)| start)
+    }
+
+    /// The values as the bytes that a launch passes.
+    fn pack(&self) -> Vec<u8> {
+        let end = place(0, Self::FIELDS.iter().map(|&(_, ty)| ty)).last().map_or(0, |(_, end)| end);
+        let mut bytes = vec![0; end];
+        self.pack_into(&mut bytes);
+        bytes
+    }
 }
 
 /// The handle of the parameter `T` of the struct `P`: what a kernel reads it through.
@@ -171,15 +185,24 @@ impl<P, T> Clone for ParamHandle<P, T> {
 }
 impl<P, T> Copy for ParamHandle<P, T> {}
 
-/// Places fields as PTX does: each at the next multiple of its alignment.
+/// Where each type starts and ends: at the next multiple of its alignment.
+fn place(start: usize, types: impl Iterator<Item = ParamType>) -> impl Iterator<Item = (usize, usize)> {
+    types.scan(start, |end, ty| {
+        let offset = end.next_multiple_of(ty.align() as usize);
+        *end = offset + ty.bytes() as usize;
+        Some((offset, *end))
+    })
+}
+
+/// Places fields as PTX does.
 pub fn layout(fields: &[(&str, ParamType)]) -> Vec<Param> {
-    let mut end = 0u32;
-    let place = |&(name, ty): &(&str, ParamType)| {
-        let offset = end.next_multiple_of(ty.align());
-        end = offset + ty.bytes();
-        Param { name: name.to_owned(), ty, offset }
+    let places = place(0, fields.iter().map(|&(_, ty)| ty));
+    let param = |(&(name, ty), (offset, _)): (&(&str, ParamType), (usize, usize))| Param {
+        name: name.to_owned(),
+        ty,
+        offset: offset as u32,
     };
-    fields.iter().map(place).collect()
+    fields.iter().zip(places).map(param).collect()
 }
 
 /// Writes one field's bytes; for [`kernel_params!`](crate::kernel_params).
@@ -188,14 +211,13 @@ pub type Writer<'a> = &'a dyn Fn(&mut [u8]);
 
 /// Packs field values by [`layout`]; for [`kernel_params!`](crate::kernel_params).
 #[doc(hidden)]
-pub fn pack(fields: &[(&str, ParamType)], write: &[Writer<'_>]) -> Vec<u8> {
-    let placed = layout(fields);
-    let mut bytes = vec![0; placed.last().map_or(0, |p| (p.offset + p.ty.bytes()) as usize)];
-    for (param, write) in placed.iter().zip(write) {
-        let start = param.offset as usize;
-        write(&mut bytes[start..start + param.ty.bytes() as usize]);
+pub fn pack_into(fields: &[(&str, ParamType)], write: &[Writer<'_>], bytes: &mut [u8]) -> usize {
+    let mut last = 0;
+    for ((start, end), write) in place(0, fields.iter().map(|&(_, ty)| ty)).zip(write) {
+        write(&mut bytes[start..end]);
+        last = end;
     }
-    bytes
+    last
 }
 
 /// Declares a struct of kernel parameters. See the [module](crate::params).
@@ -212,10 +234,11 @@ macro_rules! kernel_params {
             const NAME: &'static str = stringify!($name);
             const FIELDS: &'static [(&'static str, $crate::ParamType)] =
                 &[$((stringify!($field), <$ty as $crate::ParamValue>::TYPE)),*];
-            fn pack(&self) -> ::std::vec::Vec<u8> {
-                $crate::params::pack(
+            fn pack_into(&self, bytes: &mut [u8]) -> usize {
+                $crate::params::pack_into(
                     Self::FIELDS,
                     &[$(&|bytes: &mut [u8]| $crate::ParamValue::write(&self.$field, bytes)),*],
+                    bytes,
                 )
             }
         }

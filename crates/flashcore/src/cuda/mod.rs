@@ -23,10 +23,11 @@ use std::{
 pub use cache::CubinCache;
 pub use flashcore_driver as driver;
 use flashcore_driver::{
-    Context, DeviceBuffer, Driver, DriverError, Function, JitOptions, LaunchConfig, Module, Stream, link_ptx,
+    Context, DeviceBuffer, Driver, DriverError, Function, JitOptions, L2Promotion, LaunchConfig, Module,
+    OutOfBounds, Stream, Swizzle, TensorMapElement, TensorMapSpec, link_ptx,
 };
 use flashcore_kernels::{Kernel, MAX_ROW_STRIDE, Schedule};
-use flashcore_ptx::{KernelParams, Target};
+use flashcore_ptx::{Target, TensorMap};
 
 use self::{
     key::{Choice, Key, QuickState},
@@ -38,9 +39,9 @@ pub use self::{
     tensor::{CudaLengths, CudaTensor},
 };
 use crate::{
-    Error, Name, Problem, Result,
+    DType, Error, Name, Problem, Result,
     contract::Call,
-    plan::{ALIGNMENT, Addresses, Hardware, Plan},
+    plan::{ALIGNMENT, Addresses, Hardware, Map, Plan},
     tensor::{Place, Raw},
 };
 
@@ -91,6 +92,8 @@ impl Cuda {
         let capability = properties.compute_capability;
         let target = match (capability.major, capability.minor) {
             (8, 9) => Target::Sm89,
+            // Code for sm_90a runs on 9.0 alone; that for sm_80 on everything later.
+            (9, 0) => Target::Sm90a,
             (8.., _) => Target::Sm80,
             _ => {
                 return Err(Error::Unsupported {
@@ -215,8 +218,20 @@ impl Cuda {
         let module = plan.module()?;
         let entry = module.kernels[0].name.clone();
         let shared = &self.shared;
+        let opted_in = |function: Function| {
+            if plan.shared_bytes > 0 {
+                function.set_max_dynamic_shared(plan.shared_bytes)?;
+            }
+            Ok(function)
+        };
         let load = || {
             let ptx = module.to_string();
+            if plan.target == Target::Sm90a {
+                // The linker assembles for code it does not know, and then ignores setmaxnreg: the kernel would
+                // spill. Loading assembles the module as a whole, and the driver keeps the result in its own cache.
+                let loaded = Module::from_ptx(&shared.context, &entry, &ptx, &JitOptions::default())?;
+                return opted_in(loaded.function(&entry)?);
+            }
             let gpu = shared.context.properties().compute_capability.to_string();
             let key = CubinCache::key(&ptx, &gpu, &shared.context.driver().version().to_string());
             let kept = shared
@@ -231,15 +246,12 @@ impl Cuda {
                 let _ = shared.cache.put(&key, &cubin);
                 Module::from_cubin(&shared.context, &entry, &cubin)?
             };
-            let function = loaded.function(&entry)?;
-            if plan.shared_bytes > 0 {
-                function.set_max_dynamic_shared(plan.shared_bytes)?;
-            }
-            Ok(function)
+            opted_in(loaded.function(&entry)?)
         };
         let function = load().map_err(|error: DriverError| self.error(&error))?;
         let mut launch = LaunchConfig::new(plan.grid, [plan.threads, 1, 1]);
         launch.shared_bytes = plan.shared_bytes;
+        launch.cluster = (plan.cluster > 1).then_some([plan.cluster, 1, 1]);
         Ok(Ready { plan, function, launch })
     }
 
@@ -312,10 +324,28 @@ impl Cuda {
     /// Queues the kernel.
     fn launch(&self, problem: &Problem, addresses: &Addresses) -> Result<()> {
         let ready = self.ready(problem)?;
-        let params = ready.plan.params(addresses).pack();
+        let params = ready.plan.pack(addresses, &mut |map| self.encode(map))?;
         // SAFETY: the parameters are the kernel's own struct, and the call's contract holds for its tensors.
-        unsafe { ready.function.launch(&self.stream, &ready.launch, &params) }
-            .map_err(|error| self.error(&error))
+        unsafe {
+            ready.function.launch_fields(&self.stream, &ready.launch, params.as_bytes(), params.places())
+        }
+        .map_err(|error| self.error(&error))
+    }
+
+    /// A tensor map as the GPU reads it. The driver computes it on the host, from the numbers alone.
+    fn encode(&self, map: &Map) -> Result<TensorMap> {
+        let spec = TensorMapSpec {
+            element: if map.dtype == DType::BF16 { TensorMapElement::Bf16 } else { TensorMapElement::F16 },
+            address: map.address,
+            dims: &map.dims,
+            strides: &map.strides,
+            box_dims: &map.box_dims,
+            swizzle: Swizzle::Bytes128,
+            l2_promotion: L2Promotion::Bytes256,
+            out_of_bounds: OutOfBounds::Zeros,
+        };
+        let encoded = spec.encode(&self.shared.context).map_err(|error| self.error(&error))?;
+        Ok(TensorMap(*encoded.as_bytes()))
     }
 
     fn check_alignment(&self, tensor: Name, raw: &Raw) -> Result<()> {

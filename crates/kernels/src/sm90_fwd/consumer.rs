@@ -1,0 +1,511 @@
+//! A consumer warpgroup: 64 queries, their scores, probabilities and output in registers.
+
+use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Wgmma};
+
+use super::{
+    Memory, PANEL, PITCH, ROWS, Schedule, Sizes, merge, panels,
+    ring::Ring,
+    softmax::{self, Kind, RowState},
+    tiles::{Keys, Tile, each_tile},
+};
+use crate::{
+    Sm90Params, Spec,
+    fragment::{Acc, a_operands, matrix_ty, pack},
+    softmax::SoftmaxParams,
+};
+
+/// Named barriers: 0 is the block's; then one a warpgroup for its turn at the tensor cores, one a warpgroup for its
+/// own threads, and one for all consumers.
+const TURN: u32 = 1;
+const OWN: u32 = 4;
+const ALL: u32 = 7;
+
+/// Swizzle of 128 bytes, and 1024 bytes from eight rows to the next eight: the upper half of every descriptor.
+const DESCRIPTOR_HIGH: u32 = 0x4000_0040;
+
+pub(super) struct Consumer<'a> {
+    pub schedule: Schedule,
+    pub spec: &'a Spec,
+    pub memory: &'a Memory,
+    sizes: Sizes,
+    q: Ring,
+    k: Ring,
+    v: Ring,
+    pub params: SoftmaxParams,
+    pub rows: [RowState; 2],
+    scores: Vec<Reg<F32>>,
+    p: Vec<[Reg<B32>; 4]>,
+    pub o: Vec<Reg<F32>>,
+    /// Whether the output holds something that the next product adds to.
+    more: Reg<Pred>,
+    /// The warpgroup.
+    group: Reg<B32>,
+    /// The thread in the warpgroup.
+    pub thread: Reg<B32>,
+    /// Whether this is the first lane of its warp.
+    first_lane: Reg<Pred>,
+    /// Whether this is the first thread of its warpgroup, which stores the output.
+    leader: Reg<Pred>,
+    /// The row in the block of this thread's upper row.
+    row: Reg<B32>,
+    /// The first column that this thread holds in eight.
+    pub column: Reg<B32>,
+    o_map: Option<Reg<B64>>,
+}
+
+impl<'a> Consumer<'a> {
+    pub fn new(k: &mut KernelBuilder, schedule: Schedule, spec: &'a Spec, memory: &'a Memory) -> Self {
+        k.section("consumer");
+        let sizes = schedule.sizes(spec);
+        let Schedule { stages, q_stages, block_n, .. } = schedule;
+        let tid = k.tid_x();
+        let group = k.shr_u32(tid, 7u32);
+        let group = k.shfl_idx(group, 0u32);
+        let thread = k.and_b32(tid, 127u32);
+        let lane = k.and_b32(tid, 31u32);
+        let warp = k.shr_u32(tid, 5u32);
+        let g = k.shr_u32(lane, 2u32);
+        let row = k.mad_lo_u32(warp, 16u32, g);
+        let t = k.and_b32(lane, 3u32);
+        let params = SoftmaxParams::read_from(k, spec, [Sm90Params::exp_scale, Sm90Params::tanh_scale]);
+        let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
+        Self {
+            schedule,
+            spec,
+            memory,
+            sizes,
+            q: Ring::consumer(k, memory.q, sizes.q_slot, memory.q_bars, q_stages),
+            k: Ring::consumer(k, memory.k, sizes.k, memory.k_bars, stages),
+            v: Ring::consumer(k, memory.v, sizes.v, memory.v_bars, stages),
+            params,
+            rows: [RowState::new(k), RowState::new(k)],
+            scores: zeros(k, block_n / 2),
+            p: (0..block_n / 16).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
+            o: zeros(k, spec.head_dim_v / 2),
+            more: k.mov_pred(false),
+            group,
+            thread,
+            first_lane: k.setp_eq_u32(lane, 0u32),
+            leader: k.setp_eq_u32(thread, 0u32),
+            row,
+            column: k.shl_b32(t, 1u32),
+            o_map: (schedule.split == 1).then(|| k.tensor_map(Sm90Params::o_map)),
+        }
+    }
+
+    pub fn run(&self, k: &mut KernelBuilder) {
+        if self.takes_turns() {
+            k.comment("the first warpgroup's first turn");
+            let last = k.setp_eq_u32(self.group, self.schedule.warpgroups - 1);
+            k.if_(last, |k| k.bar_arrive(TURN, 256u32));
+        }
+        // The slot whose output is still being stored, to be given back when it is.
+        let owed = k.mov_b32(0u32);
+        each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed));
+        if self.takes_turns() {
+            k.comment("the turn that nobody takes any more");
+            let first = k.setp_eq_u32(self.group, 0u32);
+            k.if_(first, |k| k.bar_sync(TURN, 256u32));
+        }
+        if self.schedule.split == 1 {
+            k.comment("shared memory stays until the last output has been read from it");
+            k.if_(self.leader, |k| k.bulk_wait_read(0));
+        }
+    }
+
+    fn takes_turns(&self) -> bool {
+        self.schedule.pingpong && self.schedule.warpgroups > 1
+    }
+
+    fn tile(&self, k: &mut KernelBuilder, tile: &Tile, owed: Reg<B32>) {
+        let keys = tile.keys(k, self.schedule);
+        k.section("consumer: one tile of queries");
+        for row in &self.rows {
+            row.reset(k);
+        }
+        k.set(self.more, |k| k.mov_pred(false));
+        self.q.wait_filled(k);
+        k.if_else(
+            keys.any,
+            |k| self.walk(k, tile, &keys, owed),
+            |k| {
+                self.give_back_queries(k, owed);
+                for &o in &self.o {
+                    k.set(o, |k| k.mov_f32(0.0));
+                }
+            },
+        );
+        k.section("consumer: the end of a tile");
+        for row in &self.rows {
+            row.finish(k);
+        }
+        if self.schedule.split > 1 {
+            merge::run(k, self, tile);
+            self.store_lse(k, tile, true);
+            self.q.advance(k);
+            return;
+        }
+        self.store_lse(k, tile, false);
+        self.store_output(k, tile);
+        let free = self.q.free(k);
+        let free = k.shared_addr(free);
+        k.set(owed, |k| k.mov_b32(free));
+        self.q.advance(k);
+        if self.schedule.q_stages == 1 {
+            // The next queries need this very slot: waiting longer would be waiting for ever.
+            self.give_back_queries(k, owed);
+            k.set(owed, |k| k.mov_b32(0u32));
+        }
+    }
+
+    /// Gives back the slot of the queries of the tile before, once its output has been read from there.
+    fn give_back_queries(&self, k: &mut KernelBuilder, owed: Reg<B32>) {
+        if self.schedule.split > 1 || !self.schedule.persistent {
+            return;
+        }
+        let some = k.setp_ne_u32(owed, 0u32);
+        let mine = k.and_pred(self.leader, some);
+        k.if_(mine, |k| {
+            k.comment("the output before has been read, so its slot is free for queries");
+            k.bulk_wait_read(0);
+            k.mbarrier_arrive(owed);
+        });
+    }
+
+    /// The walk over the key tiles.
+    fn walk(&self, k: &mut KernelBuilder, tile: &Tile, keys: &Keys, owed: Reg<B32>) {
+        let Schedule { block_n, .. } = self.schedule;
+        let at = k.mov_b32(keys.last);
+        // Tiles from `after_full` on hold keys that some row does not see; so do those before `first_full`.
+        let after_full = k.div_u32(keys.range.full_end, block_n);
+        let after_full = k.max_s32(after_full, keys.first);
+
+        k.section("walk: the first key tile");
+        self.k.wait_filled(k);
+        k.wgmma_fence();
+        self.scores(k);
+        k.wgmma_commit();
+        self.give_back_queries(k, owed);
+        k.wgmma_wait(0);
+        self.give_back(k, &self.k);
+        self.softcap(k);
+        let first_full = self.spec.left.then(|| {
+            let up = k.add_u32(keys.range.full_begin, block_n - 1);
+            k.div_u32(up, block_n)
+        });
+        let mut partly = k.setp_ge_s32(at, after_full);
+        if let Some(first_full) = first_full {
+            let before = k.setp_lt_s32(at, first_full);
+            partly = k.or_pred(partly, before);
+        }
+        k.if_(partly, |k| self.mask(k, tile, at));
+        let kind = Kind { masked: true, first: true, lazy: false, poly: 0 };
+        softmax::step(k, self.params, &self.rows, &self.scores, kind);
+        self.pack(k);
+        if self.spec.key_lengths {
+            self.clear_values(k, tile, at);
+        }
+        k.set(at, |k| k.sub_s32(at, 1));
+
+        k.section("walk: masked tiles from the end");
+        self.tiles_down_to(k, tile, at, after_full, true);
+        k.section("walk: tiles that every row sees");
+        let stop = first_full.map_or(keys.first, |first_full| k.max_s32(first_full, keys.first));
+        self.tiles_down_to(k, tile, at, stop, false);
+        if self.spec.left {
+            k.section("walk: masked tiles at the window's start");
+            self.tiles_down_to(k, tile, at, keys.first, true);
+        }
+
+        k.section("walk: the last values");
+        self.v.wait_filled(k);
+        k.wgmma_fence();
+        self.add_values(k);
+        k.wgmma_commit();
+        k.wgmma_wait(0);
+        self.give_back(k, &self.v);
+    }
+
+    fn tiles_down_to(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>, stop: Reg<B32>, masked: bool) {
+        k.while_(
+            |k| k.setp_ge_s32(at, stop),
+            |k, _| {
+                self.key_tile(k, tile, at, masked);
+                k.set(at, |k| k.sub_s32(at, 1));
+            },
+        );
+    }
+
+    /// The scores of one key tile, while the values of the tile before are added.
+    fn key_tile(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>, masked: bool) {
+        self.k.wait_filled(k);
+        if self.takes_turns() {
+            let own = k.add_u32(self.group, TURN);
+            k.bar_sync(own, 256u32);
+        }
+        k.wgmma_fence();
+        self.scores(k);
+        k.wgmma_commit();
+        self.v.wait_filled(k);
+        // The wait is a loop, and the assembler wants a fence on this side of it too.
+        k.wgmma_fence();
+        self.add_values(k);
+        k.wgmma_commit();
+        if self.takes_turns() {
+            let next = k.add_u32(self.group, 1u32);
+            let wraps = k.setp_eq_u32(next, self.schedule.warpgroups);
+            let next = k.selp_b32(0u32, next, wraps);
+            let next = k.add_u32(next, TURN);
+            k.bar_arrive(next, 256u32);
+        }
+        k.wgmma_wait(1);
+        self.give_back(k, &self.k);
+        self.softcap(k);
+        if masked {
+            self.mask(k, tile, at);
+        }
+        let Schedule { lazy, poly, .. } = self.schedule;
+        let kind = Kind { masked, first: false, lazy, poly };
+        let rescale = softmax::step(k, self.params, &self.rows, &self.scores, kind);
+        k.wgmma_wait(0);
+        self.give_back(k, &self.v);
+        self.pack(k);
+        if let Some(rescale) = rescale {
+            rescale.apply(k, &self.o);
+        }
+        k.set(self.more, |k| k.mov_pred(true));
+    }
+
+    /// S = Q Kᵀ, from the slots that come next.
+    fn scores(&self, k: &mut KernelBuilder) {
+        k.comment("S = Q K^T");
+        let q = self.q.address(k);
+        let q = k.mad_lo_u32(self.group, ROWS * PITCH, q);
+        let (q, keys) = (Descriptor::new(k, q, 16), self.k.address(k));
+        let keys = Descriptor::new(k, keys, 16);
+        let spec = Wgmma::new(self.schedule.block_n as u16, matrix_ty(self.spec.dtype));
+        for step in 0..self.spec.head_dim.div_ceil(16) {
+            let (panel, inside) = (step / (PANEL / 16), 32 * (step % (PANEL / 16)));
+            let a = q.at(k, panel * self.sizes.q_panel + inside);
+            let b = keys.at(k, panel * self.sizes.kv_panel + inside);
+            k.wgmma_ss(spec, &self.scores, a, b, step > 0);
+        }
+    }
+
+    /// O += P V, from the slot that comes next.
+    fn add_values(&self, k: &mut KernelBuilder) {
+        k.comment("O += P V");
+        let values = self.v.address(k);
+        let values = Descriptor::new(k, values, self.sizes.kv_panel);
+        let spec = Wgmma::new(self.spec.head_dim_v as u16, matrix_ty(self.spec.dtype));
+        let spec = Wgmma { trans_b: true, ..spec };
+        for (step, &p) in self.p.iter().enumerate() {
+            let b = values.at(k, step as u32 * 16 * PITCH);
+            if step == 0 {
+                k.wgmma_rs(spec, &self.o, p, b, self.more);
+            } else {
+                k.wgmma_rs(spec, &self.o, p, b, true);
+            }
+        }
+    }
+
+    /// Says that this warp is done with a slot, and goes on to the next.
+    fn give_back(&self, k: &mut KernelBuilder, ring: &Ring) {
+        let free = ring.free(k);
+        k.when(self.first_lane, |k| k.mbarrier_arrive(free));
+        ring.advance(k);
+    }
+
+    fn softcap(&self, k: &mut KernelBuilder) {
+        if self.spec.softcap {
+            for &score in &self.scores {
+                k.set(score, |k| self.params.score(k, score));
+            }
+        }
+    }
+
+    fn mask(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
+        let first_key = k.mul_lo_u32(at, self.schedule.block_n);
+        let origin = k.add_s32(first_key, self.column);
+        for half in 0..2 {
+            let row = self.problem_row(k, tile, half);
+            let end = tile.band.row_end(k, row);
+            let end = k.sub_s32(end, origin);
+            let begin = tile.band.row_begin(k, row).map(|begin| k.sub_s32(begin, origin));
+            softmax::hide(k, &self.scores, half as usize, begin, end);
+        }
+    }
+
+    /// The probabilities as operands of the next product.
+    fn pack(&self, k: &mut KernelBuilder) {
+        let scores: Vec<Acc> =
+            self.scores.chunks_exact(4).map(|quad| [quad[0], quad[1], quad[2], quad[3]]).collect();
+        for (p, packed) in self.p.iter().zip(a_operands(k, self.spec.dtype, &scores)) {
+            for (&p, packed) in p.iter().zip(packed) {
+                k.set(p, |k| k.mov_b32(packed));
+            }
+        }
+    }
+
+    /// The row in the problem of this thread's upper (0) or lower (1) row.
+    pub fn problem_row(&self, k: &mut KernelBuilder, tile: &Tile, half: u32) -> Reg<B32> {
+        let row = k.add_u32(tile.rows.first_row, self.row);
+        if half == 0 { row } else { k.add_u32(row, 8u32) }
+    }
+
+    /// Values behind the last key are none of this batch entry's: whatever they are, nothing times them must stay
+    /// nothing, so the consumers overwrite them with zeros. Only the first key tile of the walk has any.
+    fn clear_values(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
+        let Schedule { block_n, .. } = self.schedule;
+        let first_key = k.mul_lo_u32(at, block_n);
+        let left = k.sub_s32(tile.band.keys, first_key);
+        let some = k.setp_lt_s32(left, block_n as i32);
+        k.if_(some, |k| {
+            k.comment("zeros behind the last key");
+            self.v.wait_filled(k);
+            let slot = self.v.address(k);
+            let zero = k.mov_f32(0.0);
+            // Each thread clears 16 bytes of a row; rows do not mix in the swizzle.
+            let threads = self.schedule.consumer_threads();
+            let tid = k.tid_x();
+            let chunk = k.and_b32(tid, 7u32);
+            let row = k.shr_u32(tid, 3u32);
+            let row = k.add_u32(row, left);
+            let row = k.mov_b32(row);
+            k.while_(
+                |k| k.setp_lt_s32(row, block_n as i32),
+                |k, _| {
+                    let at = k.mad_lo_u32(row, PITCH, slot);
+                    let at = k.mad_lo_u32(chunk, 16u32, at);
+                    for panel in 0..panels(self.spec.head_dim_v) {
+                        k.st_shared_vec(at.at((panel * self.sizes.kv_panel) as i32), [zero; 4]);
+                    }
+                    k.set(row, |k| k.add_u32(row, threads / 8));
+                },
+            );
+            k.fence_proxy_async(ProxySpace::Shared);
+            k.bar_sync(ALL, threads);
+        });
+    }
+
+    /// Writes lse, if it is wanted: one thread of the four that share a row.
+    fn store_lse(&self, k: &mut KernelBuilder, tile: &Tile, first_block_only: bool) {
+        if !self.spec.lse {
+            return;
+        }
+        k.section("consumer: lse");
+        let mut first = k.setp_eq_u32(self.column, 0u32);
+        if first_block_only {
+            let rank = k.cluster_ctarank();
+            let zero = k.setp_eq_u32(rank, 0u32);
+            first = k.and_pred(first, zero);
+        }
+        let base = k.param(Sm90Params::lse);
+        let head = [Sm90Params::lse_batch, Sm90Params::lse_head];
+        let base = self.head_address(k, tile, base, head);
+        let stride = k.param(Sm90Params::lse_row);
+        for half in 0..2 {
+            let row = self.problem_row(k, tile, half);
+            let RowState { reference, sum } = self.rows[half as usize];
+            let value = self.params.lse(k, reference, sum);
+            let exists = k.setp_lt_s32(row, tile.rows.len_q);
+            let mine = k.and_pred(first, exists);
+            let row = k.cvt_u64_u32(row);
+            let address = k.mad_lo_u64(row, stride, base);
+            k.when(mine, |k| k.st_global(address, value));
+        }
+    }
+
+    /// The address of this tile's head in a tensor.
+    pub fn head_address(
+        &self,
+        k: &mut KernelBuilder,
+        tile: &Tile,
+        base: Reg<B64>,
+        [batch_stride, head_stride]: [flashcore_ptx::ParamHandle<Sm90Params, u64>; 2],
+    ) -> Reg<B64> {
+        let (batch_stride, head_stride) = (k.param(batch_stride), k.param(head_stride));
+        let (batch, head) = (k.cvt_u64_u32(tile.rows.batch), k.cvt_u64_u32(tile.rows.head));
+        let entry = k.mad_lo_u64(batch, batch_stride, base);
+        k.mad_lo_u64(head, head_stride, entry)
+    }
+
+    /// Divides by the sums and stores the output: through the slot of the tile's queries, by TMA.
+    fn store_output(&self, k: &mut KernelBuilder, tile: &Tile) {
+        let Some(o_map) = self.o_map else { return };
+        k.section("consumer: output");
+        for (half, row) in self.rows.iter().enumerate() {
+            let inverse = SoftmaxParams::inverse(k, row.sum);
+            for o in softmax::row_elements(&self.o, half) {
+                k.set(o, |k| k.mul_f32(o, inverse));
+            }
+        }
+        let packed: Vec<[Reg<B32>; 2]> = self
+            .o
+            .chunks_exact(4)
+            .map(|quad| {
+                [pack(k, self.spec.dtype, quad[0], quad[1]), pack(k, self.spec.dtype, quad[2], quad[3])]
+            })
+            .collect();
+        let own = k.add_u32(self.group, OWN);
+        k.comment("no warp of the warpgroup reads its queries any more");
+        k.bar_sync(own, 128u32);
+        let slot = self.q.address(k);
+        let slot = k.mad_lo_u32(self.group, ROWS * PITCH, slot);
+        // Lane l gives row l % 8 of matrix l / 8: upper rows, lower rows, then the same eight columns further.
+        let lane = k.and_b32(self.thread, 31u32);
+        let warp = k.shr_u32(self.thread, 5u32);
+        let row = k.and_b32(lane, 15u32);
+        let row = k.mad_lo_u32(warp, 16u32, row);
+        let line = k.mad_lo_u32(row, PITCH, slot);
+        let xor = k.and_b32(row, 7u32);
+        let right = k.shr_u32(lane, 4u32);
+        let swizzled = k.xor_b32(right, xor);
+        let start = k.mad_lo_u32(swizzled, 16u32, line);
+        for (pair, chunks) in packed.chunks(2).enumerate() {
+            let (panel, chunk) = (2 * pair as u32 / 8, 2 * pair as u32 % 8);
+            // Slots start at whole lines, so a step inside a line is an exclusive or.
+            let at = if chunk == 0 { start } else { k.xor_b32(start, 16 * chunk) };
+            let at = at.at((panel * self.sizes.q_panel) as i32);
+            match chunks {
+                [[a, b], [c, d]] => k.stmatrix(at, [*a, *b, *c, *d]),
+                [[a, b]] => k.stmatrix(at, [*a, *b]),
+                _ => {}
+            }
+        }
+        k.fence_proxy_async(ProxySpace::Shared);
+        k.bar_sync(own, 128u32);
+        k.if_(self.leader, |k| {
+            let first_row = k.mad_lo_u32(self.group, ROWS, tile.rows.first_row);
+            for panel in 0..panels(self.spec.head_dim_v) {
+                let column = Operand::from(panel * PANEL);
+                let at = [column, first_row.into(), tile.rows.head.into(), tile.rows.batch.into()];
+                let from = slot.at((panel * self.sizes.q_panel) as i32);
+                k.tensor_store(o_map, &at, from, BulkHint::new());
+            }
+            k.bulk_commit();
+        });
+    }
+
+    pub fn inverse(&self, k: &mut KernelBuilder, half: usize) -> Reg<F32> {
+        SoftmaxParams::inverse(k, self.rows[half].sum)
+    }
+}
+
+/// The lower half of the descriptor of a swizzled tile in shared memory.
+struct Descriptor(Reg<B32>);
+
+impl Descriptor {
+    /// `leading`: bytes from one panel to the next, where one product reaches over several.
+    fn new(k: &mut KernelBuilder, address: Reg<B32>, leading: u32) -> Self {
+        // In a cluster, an address has the block's rank in its upper bits, and a descriptor no place for it.
+        let start = k.bfe_u32(address, 4u32, 14u32);
+        Self(k.or_b32(start, (leading >> 4) << 16))
+    }
+
+    /// Some bytes further.
+    fn at(&self, k: &mut KernelBuilder, bytes: u32) -> Reg<B64> {
+        let low = if bytes == 0 { self.0 } else { k.add_u32(self.0, bytes >> 4) };
+        k.pack_b64(low, DESCRIPTOR_HIGH)
+    }
+}

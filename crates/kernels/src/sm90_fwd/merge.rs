@@ -1,0 +1,121 @@
+//! Blocks of a cluster that shared the keys of a tile merge what they have: each takes a part of the columns, and gets
+//! the others' sums and their part of those columns through distributed shared memory.
+
+use flashcore_ptx::{B32, ClusterAddr, F32, KernelBuilder, Reg, Scope};
+
+use super::{Schedule, consumer::Consumer, tiles::Tile};
+use crate::{Sm90Params, Spec, fragment::pack, softmax::SoftmaxParams};
+
+/// Bytes that a block keeps for what the others send.
+pub(super) fn exchange_bytes(schedule: Schedule, spec: &Spec) -> u32 {
+    (schedule.split - 1) * sender_bytes(schedule, spec)
+}
+
+/// Bytes from one block: the state of two rows and a part of the columns, 16 at a time and thread.
+fn sender_bytes(schedule: Schedule, spec: &Spec) -> u32 {
+    (1 + spec.head_dim_v / 8 / schedule.split) * chunk_bytes(schedule)
+}
+
+/// Bytes of 16 for each consumer's thread.
+fn chunk_bytes(schedule: Schedule) -> u32 {
+    16 * schedule.consumer_threads()
+}
+
+/// Sends, waits, merges, and stores this block's columns.
+pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
+    let Consumer { schedule, spec, memory, .. } = *of;
+    let Schedule { split, .. } = schedule;
+    k.section("merge: send");
+    k.comment("the other blocks run, so their shared memory is there");
+    k.cluster_wait(true);
+    let rank = k.cluster_ctarank();
+    let tid = k.tid_x();
+    let exchange = k.shared_addr(memory.exchange);
+    let merged = k.shared_addr(memory.merged);
+    let mine = k.mad_lo_u32(tid, 16u32, exchange);
+    let chunk = chunk_bytes(schedule);
+    let part = (spec.head_dim_v / 8 / split) as usize;
+    let [upper, lower] = of.rows;
+    for step in 1..split {
+        // The block `step` further gets what it will call its sender `step`; its own columns are those of its rank.
+        let to = k.add_u32(rank, step);
+        let to = k.and_b32(to, split - 1);
+        let place = k.add_u32(mine, (step - 1) * sender_bytes(schedule, spec));
+        let (there, arrived) = (k.mapa(place, to), k.mapa(merged, to));
+        // Each store is counted where it arrives: no order among the lanes of a warp has to be relied on.
+        k.st_async(there, [upper.reference, upper.sum, lower.reference, lower.sum], arrived);
+        for other in 0..split {
+            let theirs = k.setp_eq_u32(to, other);
+            k.if_(theirs, |k| {
+                for (i, quad) in of.o.chunks_exact(4).skip(other as usize * part).take(part).enumerate() {
+                    let at = k.add_u32(there.0, (i as u32 + 1) * chunk);
+                    k.st_async(ClusterAddr(at), [quad[0], quad[1], quad[2], quad[3]], arrived);
+                }
+            });
+        }
+    }
+
+    k.section("merge: receive");
+    k.mbarrier_wait_parity(memory.merged, 0u32, Scope::Cluster);
+    let states: Vec<[Reg<F32>; 4]> = (1..split)
+        .map(|step| k.ld_shared_vec(mine.at(((step - 1) * sender_bytes(schedule, spec)) as i32)))
+        .collect();
+    // Each row's common reference is the largest.
+    let mut own = Vec::new();
+    let mut others: Vec<Vec<Reg<F32>>> = vec![Vec::new(); states.len()];
+    for (half, row) in of.rows.iter().enumerate() {
+        let most = states.iter().fold(row.reference, |most, state| k.max_f32(most, state[2 * half]));
+        let reference = SoftmaxParams::reference(k, most, false);
+        let weight = |k: &mut KernelBuilder, theirs: Reg<F32>| of.params.exp(k, theirs, reference);
+        let mine = weight(k, row.reference);
+        let mut sum = k.mul_f32(row.sum, mine);
+        for (state, others) in states.iter().zip(&mut others) {
+            let theirs = weight(k, state[2 * half]);
+            sum = k.fma_f32(state[2 * half + 1], theirs, sum);
+            others.push(theirs);
+        }
+        own.push(mine);
+        k.set(row.sum, |k| k.mov_f32(sum));
+        k.set(row.reference, |k| k.mov_f32(most));
+    }
+
+    k.section("merge: this block's columns");
+    let inverse = [0, 1].map(|half| of.inverse(k, half));
+    let base = k.param(Sm90Params::o);
+    let base = of.head_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
+    let stride = k.param(Sm90Params::o_row);
+    let rows = [0, 1].map(|half| {
+        let row = of.problem_row(k, tile, half);
+        let exists = k.setp_lt_s32(row, tile.rows.len_q);
+        let row = k.cvt_u64_u32(row);
+        let address = k.mad_lo_u64(row, stride, base);
+        let address = k.mad_wide_u32(of.column, 2u32, address);
+        (address, exists)
+    });
+    for owner in 0..split {
+        let this = k.setp_eq_u32(rank, owner);
+        k.if_(this, |k| {
+            let first = owner as usize * part;
+            for (i, quad) in of.o.chunks_exact(4).skip(first).take(part).enumerate() {
+                let received: Vec<[Reg<F32>; 4]> = (0..states.len())
+                    .map(|sender| {
+                        let at = sender as u32 * sender_bytes(schedule, spec) + (i as u32 + 1) * chunk;
+                        k.ld_shared_vec(mine.at(at as i32))
+                    })
+                    .collect();
+                for (half, (address, exists)) in rows.into_iter().enumerate() {
+                    let value = |k: &mut KernelBuilder, element: usize| {
+                        let mut value = k.mul_f32(quad[element], own[half]);
+                        for (received, others) in received.iter().zip(&others) {
+                            value = k.fma_f32(received[element], others[half], value);
+                        }
+                        k.mul_f32(value, inverse[half])
+                    };
+                    let (a, b) = (value(k, 2 * half), value(k, 2 * half + 1));
+                    let both: Reg<B32> = pack(k, spec.dtype, a, b);
+                    k.when(exists, |k| k.st_global(address.at(16 * (first + i) as i32), both));
+                }
+            }
+        });
+    }
+}

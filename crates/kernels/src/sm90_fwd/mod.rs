@@ -1,0 +1,329 @@
+//! The forward kernel for Hopper: `wgmma`, TMA, mbarrier pipelines, warp specialisation.
+//!
+//! One producer thread moves tiles of Q, K and V into swizzled shared memory by TMA. Each of one to three consumer
+//! warpgroups holds 64 queries: it multiplies them with a key tile from shared memory, turns the scores into
+//! probabilities in its registers, and multiplies those with the value tile. The product with the next key tile is
+//! issued before the product with this value tile, so that the tensor cores work while the softmax does; with several
+//! warpgroups, named barriers make them take turns at the tensor cores, so that one's softmax falls under another's
+//! products. A block takes up one tile of queries after the other, and the next one's copies run under this one's end.
+//!
+//! Where the tiles are too few to fill the GPU, the blocks of a cluster share the keys of one tile and merge what they
+//! have through distributed shared memory.
+
+mod consumer;
+mod merge;
+mod producer;
+mod ring;
+mod softmax;
+mod tiles;
+
+use flashcore_ptx::{KernelBuilder, Shared, SharedLayout, Target};
+
+use self::{consumer::Consumer, producer::Producer};
+use crate::{Blocks, Geometry, ScheduleError, Sm90Params, Spec, schedule::check_registers};
+
+/// Queries of a warpgroup: what one `wgmma` takes.
+pub(crate) const ROWS: u32 = 64;
+/// Columns of a panel: rows of 128 bytes, within which the swizzle permutes.
+pub(crate) const PANEL: u32 = 64;
+/// Bytes of a panel's row.
+pub(crate) const PITCH: u32 = 2 * PANEL;
+/// Registers beside the fragments: softmax state, addresses, barriers.
+const OTHER_REGISTERS: u32 = 32;
+
+/// The knobs of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Schedule {
+    /// Consumer warpgroups of 64 queries each: 1 to 3.
+    pub warpgroups: u32,
+    /// Keys a tile: a multiple of 16.
+    pub block_n: u32,
+    /// Slots for K tiles, and as many for V tiles.
+    pub stages: u32,
+    /// Slots for Q tiles: with two, the next tile's queries are fetched while this one is computed.
+    pub q_stages: u32,
+    /// Blocks that share a multiprocessor. More than one only with one warpgroup.
+    pub ctas: u32,
+    /// Blocks of a cluster that share the keys of a tile.
+    pub split: u32,
+    /// Whether warpgroups take turns at the tensor cores.
+    pub pingpong: bool,
+    /// Whether the output is rescaled only when a row's maximum has grown by more than 2^8.
+    pub lazy: bool,
+    /// Of eight exponentials in unmasked tiles, how many are computed by a polynomial.
+    pub poly: u32,
+    /// Whether blocks stay and take up further tiles.
+    pub persistent: bool,
+}
+
+/// A kernel's shared memory.
+struct Memory {
+    layout: SharedLayout,
+    q: Shared,
+    k: Shared,
+    v: Shared,
+    exchange: Shared,
+    q_bars: Shared,
+    k_bars: Shared,
+    v_bars: Shared,
+    merged: Shared,
+}
+
+/// Bytes of the tiles.
+#[derive(Clone, Copy)]
+pub(crate) struct Sizes {
+    pub q_panel: u32,
+    pub kv_panel: u32,
+    pub q: u32,
+    pub k: u32,
+    pub v: u32,
+    /// A slot of Q, where the output is staged too.
+    pub q_slot: u32,
+}
+
+/// Panels of a head dim.
+pub(crate) fn panels(head_dim: u32) -> u32 {
+    head_dim.div_ceil(PANEL)
+}
+
+/// The rows of the boxes in which each tensor is copied; boxes are [`Schedule::BOX_COLUMNS`] wide.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Boxes {
+    /// Of the queries.
+    pub q: u32,
+    /// Of the keys and of the values.
+    pub kv: u32,
+    /// Of the output.
+    pub o: u32,
+}
+
+impl Schedule {
+    /// Columns of every box.
+    pub const BOX_COLUMNS: u32 = PANEL;
+
+    /// The schedules to try for a spec, best first: those for many tiles, then those for few.
+    pub(crate) fn defaults(spec: &Spec) -> Vec<Schedule> {
+        let widest = spec.head_dim.max(spec.head_dim_v);
+        let large = |warpgroups, block_n, q_stages| Schedule {
+            warpgroups,
+            block_n,
+            stages: 2,
+            q_stages,
+            ctas: 1,
+            split: 1,
+            pingpong: true,
+            lazy: true,
+            poly: 0,
+            persistent: true,
+        };
+        let small = |block_n, split, ctas| Schedule {
+            warpgroups: 1,
+            q_stages: 1,
+            ctas,
+            split,
+            pingpong: false,
+            persistent: false,
+            ..large(1, block_n, 1)
+        };
+        let mut all = match widest {
+            ..=64 => vec![large(3, 128, 2), large(2, 128, 2)],
+            ..=128 => vec![large(2, 128, 2), large(2, 128, 1)],
+            ..=192 => vec![large(2, 96, 1), large(2, 80, 1)],
+            _ => vec![large(2, 80, 1), large(2, 64, 1)],
+        };
+        all.extend([small(128, 2, 1), small(64, 2, 1), small(128, 1, 1), small(64, 1, 1), small(32, 1, 1)]);
+        all
+    }
+
+    /// The rows of the boxes.
+    pub fn boxes(self) -> Boxes {
+        Boxes { q: self.rows(), kv: self.block_n, o: ROWS }
+    }
+
+    /// Queries a block.
+    pub fn rows(self) -> u32 {
+        ROWS * self.warpgroups
+    }
+
+    fn consumer_threads(self) -> u32 {
+        128 * self.warpgroups
+    }
+
+    /// One warpgroup needs no registers from its producer, which can then be a single warp.
+    fn threads(self) -> u32 {
+        self.consumer_threads() + if self.warpgroups == 1 { 32 } else { 128 }
+    }
+
+    /// Registers of a producer's and of a consumer's thread, where they are shared out anew.
+    fn shares(self) -> Option<(u16, u16)> {
+        match self.warpgroups {
+            1 => None,
+            2 => Some((24, 240)),
+            _ => Some((32, 160)),
+        }
+    }
+
+    /// The most registers that a consumer's thread can have.
+    fn register_limit(self) -> u32 {
+        match self.shares() {
+            Some((_, consumer)) => u32::from(consumer),
+            None => (65536 / (self.ctas * self.threads().next_multiple_of(128)) / 8 * 8).min(255),
+        }
+    }
+
+    pub(crate) fn sizes(self, spec: &Spec) -> Sizes {
+        let (q_panel, kv_panel) = (self.rows() * PITCH, self.block_n * PITCH);
+        let (q, o) = (panels(spec.head_dim) * q_panel, panels(spec.head_dim_v) * q_panel);
+        let (k, v) = (panels(spec.head_dim) * kv_panel, panels(spec.head_dim_v) * kv_panel);
+        Sizes { q_panel, kv_panel, q, k, v, q_slot: q.max(o) }
+    }
+
+    fn memory(self, spec: &Spec) -> Memory {
+        let sizes = self.sizes(spec);
+        let mut layout = SharedLayout::new();
+        let q = layout.alloc("q", self.q_stages * sizes.q_slot, 1024);
+        let k = layout.alloc("k", self.stages * sizes.k, 1024);
+        let v = layout.alloc("v", self.stages * sizes.v, 1024);
+        let exchange = layout.alloc("exchange", merge::exchange_bytes(self, spec), 16);
+        let mut bars = |name: &str, stages: u32| layout.alloc(name, 16 * stages, 8);
+        let q_bars = bars("q barriers", self.q_stages);
+        let k_bars = bars("k barriers", self.stages);
+        let v_bars = bars("v barriers", self.stages);
+        let merged = layout.alloc("merged", 8, 8);
+        Memory { layout, q, k, v, exchange, q_bars, k_bars, v_bars, merged }
+    }
+
+    pub(crate) fn geometry(self, spec: &Spec) -> Geometry {
+        Geometry {
+            rows: self.rows(),
+            threads: self.threads(),
+            shared_bytes: self.memory(spec).layout.bytes(),
+            blocks: Blocks::Row { cluster: self.split, resident: self.persistent.then_some(self.ctas) },
+        }
+    }
+
+    pub(crate) fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
+        let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
+        if target != Target::Sm90a {
+            return refuse(format!("sm90_fwd is for sm_90a, not for {target}"));
+        }
+        if !(1..=3).contains(&self.warpgroups) {
+            return refuse(format!("{} warpgroups: possible are 1 to 3", self.warpgroups));
+        }
+        if !(16..=256).contains(&self.block_n) || !self.block_n.is_multiple_of(16) {
+            return refuse(format!("block_n {}: possible is a multiple of 16 from 16 to 256", self.block_n));
+        }
+        if !(2..=8).contains(&self.stages) || !(1..=2).contains(&self.q_stages) {
+            return refuse(format!(
+                "{} stages and {} for q: possible are 2 to 8, and 1 or 2",
+                self.stages, self.q_stages
+            ));
+        }
+        if !(1..=4).contains(&self.ctas) || (self.ctas > 1 && self.warpgroups > 1) {
+            return refuse(format!(
+                "{} blocks of {} warpgroups on a multiprocessor: possible are 1 to 4 blocks of one",
+                self.ctas, self.warpgroups
+            ));
+        }
+        let values = spec.head_dim_v / 8;
+        if ![1, 2, 4].contains(&self.split) || !values.is_multiple_of(self.split) {
+            return refuse(format!(
+                "split {}: possible are 1, 2 and 4, and head_dim_v / 8 must be a multiple",
+                self.split
+            ));
+        }
+        if self.split > 1 && self.persistent {
+            return refuse("blocks that share a tile end with it: take persistent=0 or split=1".into());
+        }
+        if self.poly > 8 {
+            return refuse(format!("poly {}: possible are 0 to 8 of eight", self.poly));
+        }
+        let memory = self.memory(spec);
+        memory.layout.fits(target)?;
+        // What a multiprocessor has beside one block's share: 1 KiB a block belongs to the system.
+        let (all, needed) = (233_472, self.ctas * (memory.layout.bytes() + 1024));
+        if needed > all {
+            return refuse(format!(
+                "{} blocks need {needed} bytes of shared memory, {all} there are",
+                self.ctas
+            ));
+        }
+        let fragments = self.block_n / 2 + self.block_n / 4 + spec.head_dim_v / 2;
+        check_registers(fragments, OTHER_REGISTERS, self.register_limit())
+    }
+
+    pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
+        let memory = self.memory(spec);
+        let mut k = KernelBuilder::new("flashcore_sm90_fwd", target)
+            .params::<Sm90Params>()
+            .shared(memory.layout.clone())
+            .threads(self.threads())
+            .min_blocks_per_sm(self.ctas);
+        if self.split > 1 {
+            k = k.cluster(self.split, 1, 1);
+        }
+        self.body(&mut k, spec, &memory);
+        k
+    }
+
+    fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
+        let tid = k.tid_x();
+        let warp = k.shr_u32(tid, 5u32);
+        // Taken from one lane, so that the assembler knows it to be the same in all.
+        let warp = k.shfl_idx(warp, 0u32);
+        self.initialise(k, memory);
+        let consumers = 4 * self.warpgroups;
+        k.roles(warp, |roles| {
+            roles.warps(0..consumers, |k| {
+                if let Some((_, registers)) = self.shares() {
+                    k.setmaxnreg_inc(registers);
+                }
+                Consumer::new(k, self, spec, memory).run(k);
+            });
+            roles.others(|k| {
+                if let Some((registers, _)) = self.shares() {
+                    k.setmaxnreg_dec(registers);
+                }
+                let first = k.setp_eq_u32(tid, self.consumer_threads());
+                k.if_(first, |k| Producer::new(k, self, spec, memory).run(k));
+                if self.split > 1 {
+                    k.comment("every thread of a cluster waits for what it arrived at");
+                    k.bar_warp_sync();
+                    k.cluster_wait(true);
+                }
+            });
+        });
+    }
+
+    /// Sets up the barriers, and lets everybody see them.
+    fn initialise(self, k: &mut KernelBuilder, memory: &Memory) {
+        k.section("barriers");
+        let tid = k.tid_x();
+        let first = k.setp_eq_u32(tid, 0u32);
+        k.if_(first, |k| {
+            let mut pair = |bars: Shared, stages: u32, readers: u32| {
+                for stage in 0..stages {
+                    k.mbarrier_init(bars.at((16 * stage) as i32), 1u32);
+                    k.mbarrier_init(bars.at((16 * stage + 8) as i32), readers);
+                }
+            };
+            // A slot of Q is given back by one thread of each warpgroup, one of K or V by one of each warp.
+            pair(memory.q_bars, self.q_stages, self.warpgroups);
+            pair(memory.k_bars, self.stages, 4 * self.warpgroups);
+            pair(memory.v_bars, self.stages, 4 * self.warpgroups);
+            if self.split > 1 {
+                k.mbarrier_init(memory.merged, 1u32);
+            }
+            k.fence_mbarrier_init();
+            if self.split > 1 {
+                k.comment("what the other blocks will send");
+                k.mbarrier_arrive_expect_tx(memory.merged, memory.exchange.bytes());
+            }
+        });
+        k.bar_sync_all();
+        if self.split > 1 {
+            k.comment("a block's shared memory may be written to once it has arrived here");
+            k.cluster_arrive(flashcore_ptx::ClusterArrive::Release, true);
+        }
+    }
+}

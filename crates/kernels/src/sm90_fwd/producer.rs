@@ -1,0 +1,157 @@
+//! The thread that moves tiles from global to shared memory.
+
+use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg};
+
+use super::{
+    Memory, PANEL, Schedule, Sizes, panels,
+    ring::Ring,
+    tiles::{Tile, each_tile},
+};
+use crate::{Sm90Params, Spec};
+
+pub(super) struct Producer<'a> {
+    schedule: Schedule,
+    spec: &'a Spec,
+    sizes: Sizes,
+    q: Ring,
+    k: Ring,
+    v: Ring,
+    q_map: Reg<B64>,
+    k_map: Reg<B64>,
+    v_map: Reg<B64>,
+    /// Queries are read once, keys and values by every block of the head.
+    once: Reg<B64>,
+    again: Reg<B64>,
+}
+
+/// A tile of a tensor: panels side by side.
+struct Copy {
+    map: Reg<B64>,
+    panels: u32,
+    panel_bytes: u32,
+    policy: Reg<B64>,
+}
+
+impl<'a> Producer<'a> {
+    pub fn new(k: &mut KernelBuilder, schedule: Schedule, spec: &'a Spec, memory: &Memory) -> Self {
+        k.section("producer");
+        let sizes = schedule.sizes(spec);
+        let Schedule { stages, q_stages, .. } = schedule;
+        let (q_map, k_map, v_map) = (
+            k.tensor_map(Sm90Params::q_map),
+            k.tensor_map(Sm90Params::k_map),
+            k.tensor_map(Sm90Params::v_map),
+        );
+        for map in [q_map, k_map, v_map] {
+            k.prefetch_tensormap(map);
+        }
+        Self {
+            schedule,
+            spec,
+            sizes,
+            q: Ring::producer(k, memory.q, sizes.q_slot, memory.q_bars, q_stages),
+            k: Ring::producer(k, memory.k, sizes.k, memory.k_bars, stages),
+            v: Ring::producer(k, memory.v, sizes.v, memory.v_bars, stages),
+            q_map,
+            k_map,
+            v_map,
+            once: k.create_policy(L2Evict::First),
+            again: k.create_policy(L2Evict::Last),
+        }
+    }
+
+    pub fn run(&self, k: &mut KernelBuilder) {
+        each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile));
+    }
+
+    fn tile(&self, k: &mut KernelBuilder, tile: &Tile) {
+        let keys = tile.keys(k, self.schedule);
+        k.section("producer: one tile of queries");
+        self.q.wait_free(k);
+        k.if_else(
+            keys.any,
+            |k| {
+                self.load_q(k, tile);
+                let at = k.mov_b32(keys.last);
+                self.load_k(k, tile, at);
+                k.while_(
+                    |k| k.setp_gt_s32(at, keys.first),
+                    |k, _| {
+                        let next = k.sub_s32(at, 1);
+                        self.load_k(k, tile, next);
+                        self.load_v(k, tile, at);
+                        k.set(at, |k| k.mov_b32(next));
+                    },
+                );
+                self.load_v(k, tile, at);
+            },
+            |k| {
+                k.comment("nothing to fetch, but the slot counts");
+                let filled = self.q.filled(k);
+                k.mbarrier_arrive(filled);
+            },
+        );
+        self.q.advance(k);
+    }
+
+    fn load_q(&self, k: &mut KernelBuilder, tile: &Tile) {
+        let Sizes { q_panel, q, .. } = self.sizes;
+        let copy = Copy {
+            map: self.q_map,
+            panels: panels(self.spec.head_dim),
+            panel_bytes: q_panel,
+            policy: self.once,
+        };
+        k.comment("the queries");
+        copy.start(k, &self.q, q, tile.rows.first_row, tile.rows.head, tile.rows.batch);
+    }
+
+    fn load_k(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
+        let copy = Copy {
+            map: self.k_map,
+            panels: panels(self.spec.head_dim),
+            panel_bytes: self.sizes.kv_panel,
+            policy: self.again,
+        };
+        k.comment("a K tile, once its slot is free");
+        self.k.wait_free(k);
+        let first_key = k.mul_lo_u32(at, self.schedule.block_n);
+        copy.start(k, &self.k, self.sizes.k, first_key, tile.kv_head, tile.rows.batch);
+        self.k.advance(k);
+    }
+
+    fn load_v(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
+        let copy = Copy {
+            map: self.v_map,
+            panels: panels(self.spec.head_dim_v),
+            panel_bytes: self.sizes.kv_panel,
+            policy: self.again,
+        };
+        k.comment("a V tile, once its slot is free");
+        self.v.wait_free(k);
+        let first_key = k.mul_lo_u32(at, self.schedule.block_n);
+        copy.start(k, &self.v, self.sizes.v, first_key, tile.kv_head, tile.rows.batch);
+        self.v.advance(k);
+    }
+}
+
+impl Copy {
+    fn start(
+        &self,
+        k: &mut KernelBuilder,
+        ring: &Ring,
+        bytes: u32,
+        row: Reg<B32>,
+        head: Reg<B32>,
+        batch: Reg<B32>,
+    ) {
+        let (slot, filled) = (ring.address(k), ring.filled(k));
+        k.mbarrier_arrive_expect_tx(filled, bytes);
+        for panel in 0..self.panels {
+            let column = Operand::from(panel * PANEL);
+            let to = slot.at((panel * self.panel_bytes) as i32);
+            let hint = BulkHint::new().policy(self.policy);
+            k.tensor_load(to, self.map, &[column, row.into(), head.into(), batch.into()], filled, hint);
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! A ring of slots in shared memory that one side fills and the other reads, with two barriers a slot: one that says
+//! it is filled, one that says it is free.
+
+use flashcore_ptx::{Addr, B32, KernelBuilder, Reg, Scope, Shared};
+
+/// One side's place in a ring. A slot's barriers lie side by side: filled, then free.
+pub(super) struct Ring {
+    slots: Reg<B32>,
+    bytes: u32,
+    stages: u32,
+    bars: Reg<B32>,
+    slot: Reg<B32>,
+    parity: Reg<B32>,
+}
+
+/// Offset of the barrier that says that a slot is free.
+const FREE: i32 = 8;
+
+impl Ring {
+    /// For the side that fills: every slot is free at first, which a fresh barrier says of the phase before its first.
+    pub fn producer(k: &mut KernelBuilder, slots: Shared, bytes: u32, bars: Shared, stages: u32) -> Self {
+        Self::new(k, slots, bytes, bars, stages, 1)
+    }
+
+    /// For the side that reads.
+    pub fn consumer(k: &mut KernelBuilder, slots: Shared, bytes: u32, bars: Shared, stages: u32) -> Self {
+        Self::new(k, slots, bytes, bars, stages, 0)
+    }
+
+    fn new(k: &mut KernelBuilder, slots: Shared, bytes: u32, bars: Shared, stages: u32, parity: u32) -> Self {
+        let (slots, bars) = (k.shared_addr(slots), k.shared_addr(bars));
+        Self { slots, bytes, stages, bars, slot: k.mov_b32(0u32), parity: k.mov_b32(parity) }
+    }
+
+    /// The slot's address.
+    pub fn address(&self, k: &mut KernelBuilder) -> Reg<B32> {
+        if self.stages == 1 { self.slots } else { k.mad_lo_u32(self.slot, self.bytes, self.slots) }
+    }
+
+    fn bar(&self, k: &mut KernelBuilder) -> Reg<B32> {
+        if self.stages == 1 { self.bars } else { k.mad_lo_u32(self.slot, 16u32, self.bars) }
+    }
+
+    /// The barrier that says that the slot is filled.
+    pub fn filled(&self, k: &mut KernelBuilder) -> Reg<B32> {
+        self.bar(k)
+    }
+
+    /// The barrier that says that the slot is free.
+    pub fn free(&self, k: &mut KernelBuilder) -> Addr<B32> {
+        self.bar(k).at(FREE)
+    }
+
+    /// Waits until the slot is filled.
+    pub fn wait_filled(&self, k: &mut KernelBuilder) {
+        let bar = self.filled(k);
+        k.mbarrier_wait_parity(bar, self.parity, Scope::Cta);
+    }
+
+    /// Waits until the slot is free.
+    pub fn wait_free(&self, k: &mut KernelBuilder) {
+        let bar = self.free(k);
+        k.mbarrier_wait_parity(bar, self.parity, Scope::Cta);
+    }
+
+    /// Goes on to the next slot.
+    pub fn advance(&self, k: &mut KernelBuilder) {
+        if self.stages == 1 {
+            k.set(self.parity, |k| k.xor_b32(self.parity, 1u32));
+            return;
+        }
+        let next = k.add_u32(self.slot, 1u32);
+        let wraps = k.setp_eq_u32(next, self.stages);
+        let turned = k.xor_b32(self.parity, 1u32);
+        k.set(self.slot, |k| k.selp_b32(0u32, next, wraps));
+        k.set(self.parity, |k| k.selp_b32(turned, self.parity, wraps));
+    }
+}
