@@ -230,6 +230,12 @@ API cuCtxPopCurrent_v2(CUcontext *context) {
     return 0;
 }
 API cuCtxGetCurrent(CUcontext *context) { *context = current(); return 0; }
+/* Not used by this crate, but by others that share the process's driver. */
+API cuCtxSetCurrent(CUcontext context) {
+    if (depth) depth--;
+    if (context) stack[depth++] = context;
+    return 0;
+}
 API cuCtxGetDevice(CUdevice *device) { NEEDS_CONTEXT *device = current()->device; return 0; }
 API cuCtxSynchronize(void) { NEEDS_CONTEXT return 0; }
 API cuCtxGetStreamPriorityRange(int *least, int *greatest) { NEEDS_CONTEXT *least = 0; *greatest = -5; return 0; }
@@ -385,13 +391,15 @@ API cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int priorit
     live++;
     return 0;
 }
+API cuStreamCreate(CUstream *stream, unsigned int flags) { return cuStreamCreateWithPriority(stream, flags, 0); }
 API cuStreamDestroy_v2(CUstream stream) { NEEDS_CONTEXT free(stream); live--; return 0; }
 API cuStreamSynchronize(CUstream stream) { NEEDS_CONTEXT return stream && stream->capture ? 900 : 0; }
 API cuStreamQuery(CUstream stream) { NEEDS_CONTEXT (void)stream; return 0; }
 API cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
     NEEDS_CONTEXT
     (void)stream;
-    return event->recorded && flags == 0 ? 0 : 1;
+    (void)event; /* one that was never recorded is passed already */
+    return flags == 0 ? 0 : 1;
 }
 API cuStreamGetCtx(CUstream stream, CUcontext *context) {
     NEEDS_CONTEXT

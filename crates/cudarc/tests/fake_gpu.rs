@@ -1,0 +1,102 @@
+//! The adapter on a GPU that is not there: cudarc and FlashCore both load a fake driver, in a process of its own.
+
+#![cfg(target_os = "linux")]
+#![allow(unsafe_code)] // The fake driver's harness, and lengths that nobody can look at.
+
+#[path = "../../driver/tests/fake/mod.rs"]
+mod fake;
+
+use std::process::Command;
+
+use cudarc::driver::CudaContext;
+use flashcore_cudarc::{Attention, Error, Gpu, Input, Output};
+use half::f16;
+
+/// Set in the process that has the fake driver.
+const INSIDE: &str = "FLASHCORE_TEST_INSIDE";
+
+/// Runs one of the tests below where `libcuda` is the fake one.
+fn inside(test: &str) {
+    let Some(driver) = fake::as_system_driver(&[]) else { return };
+    std::os::unix::fs::symlink("libcuda.so.1", driver.path().join("libcuda.so")).unwrap();
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--include-ignored"])
+        .env("LD_LIBRARY_PATH", driver.path())
+        .env("FLASHCORE_CACHE", "")
+        .env(INSIDE, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+const SHAPE: [usize; 4] = [2, 4, 64, 64];
+const ELEMENTS: usize = 2 * 4 * 64 * 64;
+
+#[test]
+fn slices_of_any_layout_are_launched_on_in_cudarcs_stream() {
+    if std::env::var_os(INSIDE).is_none() {
+        return inside("slices_of_any_layout_are_launched_on_in_cudarcs_stream");
+    }
+    let stream = CudaContext::new(0).unwrap().new_stream().unwrap();
+    let q = stream.clone_htod(&vec![f16::ONE; ELEMENTS]).unwrap();
+    let mut o = stream.alloc_zeros::<f16>(ELEMENTS).unwrap();
+    let mut lse = stream.alloc_zeros::<f32>(2 * 4 * 64).unwrap();
+    let gpu = Gpu::new(&stream).unwrap();
+    let attention = Attention::new().causal();
+    let inputs = || [(); 3].map(|()| Input::bhsd(&q, SHAPE));
+    gpu.run_into(&attention, inputs(), Output::bhsd(&mut o, SHAPE), None).unwrap();
+    let lse_out = Output::lse(&mut lse, [2, 4, 64]);
+    gpu.run_into(&attention, inputs(), Output::bhsd(&mut o, SHAPE), Some(lse_out)).unwrap();
+    // A view of a part, and the other layout.
+    let part = q.slice(ELEMENTS / 2..);
+    let views = [(); 3].map(|()| Input::bshd(&part, [1, 64, 4, 64]));
+    let mut half = o.slice_mut(..ELEMENTS / 2);
+    gpu.run_into(&attention, views, Output::bshd(&mut half, [1, 64, 4, 64]), None).unwrap();
+    // Another stream, the same kernels.
+    let other = stream.context().new_stream().unwrap();
+    gpu.on(&other).unwrap().run_into(&attention, inputs(), Output::bhsd(&mut o, SHAPE), None).unwrap();
+    other.synchronize().unwrap();
+    stream.synchronize().unwrap();
+}
+
+#[test]
+fn key_lengths_are_taken_from_a_slice() {
+    if std::env::var_os(INSIDE).is_none() {
+        return inside("key_lengths_are_taken_from_a_slice");
+    }
+    let stream = CudaContext::new(0).unwrap().new_stream().unwrap();
+    let q = stream.clone_htod(&vec![f16::ONE; ELEMENTS]).unwrap();
+    let mut o = stream.alloc_zeros::<f16>(ELEMENTS).unwrap();
+    let gpu = Gpu::new(&stream).unwrap();
+    let mut run = |lengths: &[u32], most: u32| {
+        let lengths = stream.clone_htod(lengths).unwrap();
+        let inputs = [(); 3].map(|()| Input::bhsd(&q, SHAPE));
+        let out = Output::bhsd(&mut o, SHAPE);
+        // SAFETY: the lengths are at most 64.
+        unsafe { gpu.run_with_lengths(&Attention::new(), &lengths, most, inputs, out, None) }
+    };
+    assert_eq!(run(&[64, 3], 64), Ok(()));
+    assert_eq!(run(&[64], 64), Err(Error::KeyLengthCount { given: 1, batch: 2 }));
+    assert_eq!(run(&[64, 3], 65), Err(Error::KeyLengthBound { given: 65, len_k: 64 }));
+}
+
+#[test]
+fn what_does_not_fit_is_an_error_and_the_next_call_goes_through() {
+    if std::env::var_os(INSIDE).is_none() {
+        return inside("what_does_not_fit_is_an_error_and_the_next_call_goes_through");
+    }
+    let stream = CudaContext::new(0).unwrap().default_stream();
+    let q = stream.clone_htod(&vec![f16::ONE; ELEMENTS]).unwrap();
+    let mut o = stream.alloc_zeros::<f16>(ELEMENTS).unwrap();
+    let gpu = Gpu::new(&stream).unwrap();
+    let mut run = |shape: [usize; 4]| {
+        let inputs = [(); 3].map(|()| Input::bhsd(&q, shape));
+        gpu.run_into(&Attention::new(), inputs, Output::bhsd(&mut o, SHAPE), None)
+    };
+    assert!(matches!(run([2, 4, 65, 64]), Err(Error::OutOfBounds { .. })));
+    assert!(matches!(run([1, 4, 64, 64]), Err(Error::SizeMismatch { .. })));
+    assert_eq!(run(SHAPE), Ok(()));
+    let other = CudaContext::new(1).unwrap().new_stream().unwrap();
+    assert!(matches!(gpu.on(&other), Err(Error::ForeignStream { stream_device: 1, .. })));
+}
