@@ -1,6 +1,7 @@
 """The examples run."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -26,3 +27,11 @@ def test_an_example_runs(example, says):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
+
+
+def test_the_code_of_the_readme_runs():
+    text = (FOLDER.parent / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from . import _native
 from ._errors import FlashCoreError
 from ._options import mask_of
+
+#: What computes on torch tensors, imported when the first one comes.
+_attend: Callable[..., Any] | None = None
+
+
+def _torch_attend() -> Callable[..., Any]:
+    global _attend
+    from ._torch import attend
+
+    _attend = attend
+    return attend
 
 
 def _torch_tensor(array: Any) -> bool:
@@ -56,11 +67,8 @@ def attention(
     """
     mask, left, right = mask_of(causal, top_left, window)
     if _torch_tensor(q):
-        from . import _torch
-
-        return _torch.attend(
-            q, k, v, mask, left, right, None, key_lengths, scale, softcap, layout, return_lse, out
-        )  # fmt: skip
+        attend = _attend or _torch_attend()
+        return attend(q, k, v, mask, left, right, None, key_lengths, scale, softcap, layout, return_lse, out)
     from . import _numpy
 
     made, lse = _numpy.outputs(q, v, layout, out is None, return_lse)

@@ -65,10 +65,10 @@ def flash_attn_qkvpacked_func(
     """The same with q, k and v in one tensor (batch, length, 3, heads, head_dim), read where they lie."""
     if qkv.dim() != 5 or qkv.size(2) != 3:
         raise ContractError(f"qkv has shape {tuple(qkv.shape)}, possible is (batch, length, 3, heads, head_dim)")
+    q, k, v = qkv.unbind(2)
     return flash_attn_func(
-        *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
 
 
 def flash_attn_varlen_func(
@@ -156,7 +156,7 @@ def flash_attn_with_kvcache(
         ends = torch.full((q.size(0),), ends, dtype=torch.int32)
     mask, left, right = mask_of(causal, False, window_size)
     with torch.no_grad():
-        if k is not None:
+        if k is not None and v is not None and ends is not None:
             ends = _append(k_cache, v_cache, k, v, ends)
         return attend(
             q, k_cache, v_cache, mask, left, right, cache_leftpad, ends, softmax_scale, softcap, "bshd",

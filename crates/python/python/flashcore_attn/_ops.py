@@ -52,12 +52,12 @@ def into(
     if starts is None:
         _native.run(q, k, v, o, lse, native_lengths(ends, k.size(2)), mask, left, right, scale, softcap, "bhsd")
         return
-    ends = [k.size(2)] * q.size(0) if ends is None else as_list(ends)
+    stops = as_list(ends) or [k.size(2)] * q.size(0)
     first = 0
     while first < q.size(0):
         start = starts[first]
         end = next((b for b in range(first, q.size(0)) if starts[b] != start), q.size(0))
-        lengths = [max(ends[b] - start, 0) for b in range(first, end)]
+        lengths = [max(stops[b] - start, 0) for b in range(first, end)]
         some, keys = slice(first, end), slice(start, start + max(lengths))
         same = None if min(lengths) == max(lengths) else lengths
         _native.run(
@@ -214,8 +214,8 @@ _define(
 )
 
 
-def _ends(ends: Tensor, tokens: int, name: str) -> list[int]:
-    ends = ends.tolist()
+def _ends(given: Tensor, tokens: int, name: str) -> list[int]:
+    ends: list[int] = given.tolist()
     if ends[0] != 0 or any(end < start for start, end in itertools.pairwise(ends)):
         raise ContractError(f"{name} must begin with 0 and never fall, but it is {ends}")
     if ends[-1] != tokens:
@@ -225,15 +225,16 @@ def _ends(ends: Tensor, tokens: int, name: str) -> list[int]:
 
 def _sequences(q: Tensor, k: Tensor, ends_q: Tensor, ends_k: Tensor) -> list[tuple[int, int, int, int, int]]:
     """Runs of neighbouring sequences of the same lengths: (first query, first key, how many, queries, keys)."""
-    ends_q, ends_k = _ends(ends_q, q.size(0), "cu_seqlens_q"), _ends(ends_k, k.size(0), "cu_seqlens_k")
-    runs: list[list[int]] = []
-    for i in range(len(ends_q) - 1):
-        lengths = [ends_q[i + 1] - ends_q[i], ends_k[i + 1] - ends_k[i]]
-        if runs and runs[-1][3:] == lengths:
-            runs[-1][2] += 1
+    of_q, of_k = _ends(ends_q, q.size(0), "cu_seqlens_q"), _ends(ends_k, k.size(0), "cu_seqlens_k")
+    runs: list[tuple[int, int, int, int, int]] = []
+    for i in range(len(of_q) - 1):
+        len_q, len_k = of_q[i + 1] - of_q[i], of_k[i + 1] - of_k[i]
+        if runs and runs[-1][3:] == (len_q, len_k):
+            first_q, first_k, count, *_ = runs.pop()
+            runs.append((first_q, first_k, count + 1, len_q, len_k))
         else:
-            runs.append([ends_q[i], ends_k[i], 1, *lengths])
-    return [tuple(run) for run in runs]
+            runs.append((of_q[i], of_k[i], 1, len_q, len_k))
+    return runs
 
 
 def _packed(x: Tensor, first: int, count: int, length: int) -> Tensor:

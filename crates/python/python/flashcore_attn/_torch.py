@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def _watchers() -> list:
     names = ("_len_torch_dispatch_stack", "_is_any_autocast_enabled", "_get_tracing_state")
     watchers = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
     functorch = getattr(torch._C, "_functorch", None)
-    if hasattr(functorch, "maybe_current_level"):
+    if functorch is not None and hasattr(functorch, "maybe_current_level"):
         watchers.append(functorch.maybe_current_level)
     return watchers
 
@@ -74,7 +75,8 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
 
 
 def _as_tensor(lengths: Sequence[int] | Tensor | None) -> Tensor | None:
@@ -112,8 +114,9 @@ def attend(
     layout: str = "bhsd",
     return_lse: bool = False,
     out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention on torch tensors; batch entry b has the keys from key_starts[b] to key_ends[b]."""
+) -> Any:
+    """Attention on torch tensors; batch entry b has the keys from key_starts[b] to key_ends[b]. The output, or with
+    ``return_lse`` (output, lse)."""
     if out is not None:
         if _wants_gradient(q, k, v):
             raise UnsupportedError("out= has no gradient. Leave it out, or call under torch.no_grad()")
@@ -144,7 +147,7 @@ def dispatch(
     softcap: float,
     layout: str,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Attention through torch's dispatcher, which sees to gradients, tracing and the like."""
     from . import _ops  # noqa: F401  (registers the operators)
 

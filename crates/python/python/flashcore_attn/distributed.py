@@ -96,7 +96,8 @@ def _round(tensors: list[Tensor], group: Group) -> Iterator[tuple[int, list[Tens
     while the caller computes."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     for step in range(size):
-        pending, incoming = [], tensors
+        pending: list[Any] = []
+        incoming = tensors
         if step + 1 < size:
             incoming, pending = _pass_on(tensors, group)
         yield (rank - step) % size, tensors

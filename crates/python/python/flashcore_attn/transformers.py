@@ -93,13 +93,11 @@ def attention_mask(
     """
     from transformers import masking_utils
 
-    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-    offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
 
     def as_sdpa(padding: Tensor | None) -> Tensor | None:
         return masking_utils.sdpa_mask(
-            **sizes, **offsets, mask_function=mask_function, attention_mask=padding, **options
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, padding, **options
         )  # fmt: skip
 
     if is_compiling() or isinstance(q_offset, Tensor):
