@@ -108,23 +108,27 @@ __attribute__((visibility("default"))) void fake_fail(const char *function, int 
 }
 
 #ifdef COUNT_CALLS
-/* The compiler calls this at the start of every function. */
+/* The compiler calls these at the start and at the end of every function. What the fake calls itself is not counted. */
 #define UNCOUNTED __attribute__((no_instrument_function))
 static char calls[1 << 16];
+static _Thread_local int nested;
 static pthread_mutex_t calls_lock = PTHREAD_MUTEX_INITIALIZER;
 
 __attribute__((visibility("hidden"))) UNCOUNTED void __cyg_profile_func_enter(void *function, void *from) {
     (void)from;
     Dl_info info;
     if (!dladdr(function, &info) || info.dli_saddr != function || strncmp(info.dli_sname, "cu", 2) != 0) return;
+    if (nested++ > 0) return;
     pthread_mutex_lock(&calls_lock);
     size_t used = strlen(calls);
     snprintf(calls + used, sizeof calls - used, "%s\n", info.dli_sname);
     pthread_mutex_unlock(&calls_lock);
 }
 __attribute__((visibility("hidden"))) UNCOUNTED void __cyg_profile_func_exit(void *function, void *from) {
-    (void)function;
     (void)from;
+    Dl_info info;
+    if (!dladdr(function, &info) || info.dli_saddr != function || strncmp(info.dli_sname, "cu", 2) != 0) return;
+    nested--;
 }
 __attribute__((visibility("default"))) const char *fake_calls(void) { return calls; }
 __attribute__((visibility("default"))) void fake_clear_calls(void) { calls[0] = 0; }

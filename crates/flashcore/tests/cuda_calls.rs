@@ -1,16 +1,63 @@
-//! What a call on a GPU asks of the driver, counted by name on one that needs no GPU.
+//! What a call on a GPU costs the host, counted on a driver that needs no GPU: driver calls by name, and allocations.
 
 #![cfg(target_os = "linux")]
-#![allow(unsafe_code)] // Views of raw addresses.
+#![allow(unsafe_code)] // An allocator that counts, and views of raw addresses.
 
 #[path = "../../driver/tests/fake/mod.rs"]
 mod fake;
+
+use std::{
+    alloc::{GlobalAlloc, Layout as Memory, System},
+    cell::Cell,
+};
 
 use fake::{COUNT_CALLS, Fake};
 use flashcore::{
     Attention, DType, Device, Error, Layout, Place, Tensor,
     cuda::{CubinCache, Cuda, CudaTensor},
 };
+
+thread_local! {
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The system's allocator, counting what each thread asks of it.
+struct Counting;
+
+fn count() {
+    // A thread that is ending has no counter any more.
+    let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+}
+
+// SAFETY: the system's allocator does the work.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
+        count();
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Memory) {
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Memory, size: usize) -> *mut u8 {
+        count();
+        // SAFETY: as the caller promises.
+        unsafe { System.realloc(ptr, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// How many allocations this thread makes while it does something.
+fn allocations(work: impl FnOnce()) -> usize {
+    let before = ALLOCATIONS.get();
+    work();
+    ALLOCATIONS.get() - before
+}
 
 const BATCH: usize = 2;
 const SHAPE: [usize; 4] = [BATCH, 4, 64, 64];
@@ -58,12 +105,34 @@ fn assert_one_launch(calls: &[String]) {
     assert!(matches!(calls, [only] if only.starts_with("cuLaunchKernel")), "{calls:?}");
 }
 
+/// What makes the fake's first GPU another one than a Hopper.
+const AMPERE: &str = "-DCAPABILITY=80";
+
+/// A fake that counts, with one more flag.
+fn with(flag: &'static str) -> Vec<&'static str> {
+    COUNT_CALLS.iter().copied().chain([flag]).collect()
+}
+
 #[test]
 fn a_warm_call_is_one_launch_and_nothing_else() {
-    let Some(mut setup) = setup(COUNT_CALLS) else { return };
-    for attention in [Attention::new(), Attention::new().causal().softcap(20.0)] {
-        assert_one_launch(&setup.warm_calls(&attention));
+    for flags in [COUNT_CALLS.to_vec(), with(AMPERE)] {
+        let Some(mut setup) = setup(&flags) else { return };
+        for attention in [Attention::new(), Attention::new().causal().softcap(20.0)] {
+            assert_one_launch(&setup.warm_calls(&attention));
+        }
     }
+}
+
+#[test]
+fn a_warm_call_allocates_nothing() {
+    let Some(mut setup) = setup(&[AMPERE]) else { return };
+    let attention = Attention::new().causal().scale(0.3);
+    setup.run(&attention).unwrap();
+    assert_eq!(allocations(|| setup.run(&attention).unwrap()), 0);
+    let lengths = setup.cuda.upload_lengths(&[64, 7]).unwrap();
+    let attention = attention.key_lengths_on_device(lengths.view().unwrap());
+    setup.run(&attention).unwrap();
+    assert_eq!(allocations(|| setup.run(&attention).unwrap()), 0);
 }
 
 #[test]
@@ -80,14 +149,14 @@ fn key_lengths_on_the_host_are_stored_in_stream_order_and_nobody_waits() {
     let calls = setup.warm_calls(&Attention::new().key_lengths(&[64, 7]));
     let calls: Vec<&str> =
         calls.iter().map(String::as_str).filter(|call| *call != "cuCtxGetCurrent").collect();
-    assert_eq!(calls, ["cuMemAllocAsync", "cuLaunchKernel", "cuLaunchKernel", "cuMemFreeAsync"]);
+    let [alloc, store, launch, free] = calls[..] else { panic!("{calls:?}") };
+    assert_eq!([alloc, store, free], ["cuMemAllocAsync", "cuLaunchKernel", "cuMemFreeAsync"]);
+    assert!(launch.starts_with("cuLaunchKernel"), "{launch}");
 }
 
 #[test]
 fn without_stream_ordered_memory_the_lengths_outlive_the_kernel() {
-    let mut flags = COUNT_CALLS.to_vec();
-    flags.push("-DWITHOUT_POOLS");
-    let Some(mut setup) = setup(&flags) else { return };
+    let Some(mut setup) = setup(&with("-DWITHOUT_POOLS")) else { return };
     let calls = setup.warm_calls(&Attention::new().key_lengths(&[64, 7]));
     let ends: Vec<&str> =
         calls.iter().map(String::as_str).filter(|call| *call != "cuCtxGetCurrent").collect();
@@ -154,6 +223,9 @@ fn an_allocation_is_asked_for_once_however_many_tensors_lie_in_it() {
     let asked = setup.fake.calls().iter().filter(|call| *call == "cuPointerGetAttributes").count();
     assert_eq!(asked, 1, "only the new output's allocation was not known");
     run(3 * 8192);
+    let calls = setup.fake.calls();
+    assert!(!calls.contains(&"cuPointerGetAttributes".into()), "{calls:?}");
+    run(3 * 8192);
     assert_one_launch(&setup.fake.calls());
 }
 
@@ -184,13 +256,24 @@ fn a_recorded_call_replays_as_one_graph_launch() {
 
 #[test]
 fn a_kernel_is_made_once_for_a_problem_and_once_on_the_disk() {
-    let Some(mut setup) = setup(COUNT_CALLS) else { return };
-    setup.run(&Attention::new()).unwrap();
-    let made = |fake: &Fake| {
-        let calls = fake.calls();
-        ["cuLinkComplete", "cuModuleLoadDataEx"].map(|name| calls.iter().filter(|call| *call == name).count())
+    let Some(fake) = Fake::start(&with(AMPERE)) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    // How often code is assembled and loaded by a first and a second call.
+    let made = || {
+        let cache = CubinCache::in_folder(folder.path(), 1 << 20);
+        let cuda = Cuda::of_device(fake.driver.device(0).unwrap(), cache).unwrap();
+        let tensor = || cuda.empty(DType::F16, Layout::bhsd(SHAPE)).unwrap();
+        let (q, mut o) = (tensor(), tensor());
+        let device = Device::cuda_with(cuda.clone());
+        [(); 2].map(|()| {
+            fake.calls();
+            let q = q.view().unwrap();
+            Attention::new().run_into(&device, &q, &q, &q, &mut o.view_mut().unwrap(), None).unwrap();
+            let calls = fake.calls();
+            ["cuLinkComplete", "cuModuleLoadDataEx"]
+                .map(|name| calls.iter().filter(|call| *call == name).count())
+        })
     };
-    assert_eq!(made(&setup.fake), [1, 1]);
-    setup.run(&Attention::new()).unwrap();
-    assert_eq!(made(&setup.fake), [0, 0]);
+    assert_eq!(made(), [[1, 1], [0, 0]]);
+    assert_eq!(made(), [[0, 1], [0, 0]], "the next process finds it there");
 }

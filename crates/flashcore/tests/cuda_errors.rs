@@ -27,8 +27,13 @@ fn cuda(fake: &Fake, ordinal: usize) -> Cuda {
     Cuda::of_device(fake.driver.device(ordinal).unwrap(), cache).unwrap()
 }
 
+/// On a Hopper GPU.
 fn setup() -> Option<Setup> {
-    let fake = Fake::start(&[])?;
+    setup_with(&[])
+}
+
+fn setup_with(flags: &[&str]) -> Option<Setup> {
+    let fake = Fake::start(flags)?;
     let cuda = cuda(&fake, 0);
     let tensor = || cuda.empty(DType::F16, Layout::bhsd(SHAPE)).unwrap();
     let (q, o) = (tensor(), tensor());
@@ -247,23 +252,33 @@ fn key_lengths_on_the_gpu_are_checked_for_number_bound_and_memory() {
     assert!(matches!(error, Error::PlaceMismatch { tensor: Name::KeyLengths, .. }), "{error:?}");
 }
 
+/// The fake's flags for each generation, with how its kernels are launched and loaded.
+const GENERATIONS: [(&[&str], &str, &str); 2] = [
+    (&[], "cuLaunchKernelEx", "cuModuleLoadDataEx"),
+    (&["-DCAPABILITY=80"], "cuLaunchKernel", "cuLinkComplete"),
+];
+
 #[test]
 fn a_failed_launch_is_an_error_and_the_next_call_goes_through() {
-    let Some(mut setup) = setup() else { return };
-    setup.still_works();
-    setup.fake.fail("cuLaunchKernel", 701);
-    let q = at(setup.q.buffer_mut().address(), Layout::bhsd(SHAPE)).unwrap();
-    let error = setup.run_with(&q).unwrap_err();
-    assert!(matches!(&error, Error::Device { what, .. } if what.contains("cuLaunchKernel")), "{error:?}");
-    setup.still_works();
+    for (flags, launch, _) in GENERATIONS {
+        let Some(mut setup) = setup_with(flags) else { return };
+        setup.still_works();
+        setup.fake.fail(launch, 701);
+        let q = at(setup.q.buffer_mut().address(), Layout::bhsd(SHAPE)).unwrap();
+        let error = setup.run_with(&q).unwrap_err();
+        assert!(matches!(&error, Error::Device { what, .. } if what.contains(launch)), "{error:?}");
+        setup.still_works();
+    }
 }
 
 #[test]
 fn code_that_does_not_assemble_is_an_error_and_is_tried_again() {
-    let Some(mut setup) = setup() else { return };
-    setup.fake.fail("cuLinkComplete", 218);
-    let q = at(setup.q.buffer_mut().address(), Layout::bhsd(SHAPE)).unwrap();
-    let error = setup.run_with(&q).unwrap_err();
-    assert!(matches!(&error, Error::Device { what, .. } if what.contains("INVALID_PTX")), "{error:?}");
-    setup.still_works();
+    for (flags, _, load) in GENERATIONS {
+        let Some(mut setup) = setup_with(flags) else { return };
+        setup.fake.fail(load, 218);
+        let q = at(setup.q.buffer_mut().address(), Layout::bhsd(SHAPE)).unwrap();
+        let error = setup.run_with(&q).unwrap_err();
+        assert!(matches!(&error, Error::Device { what, .. } if what.contains("INVALID_PTX")), "{error:?}");
+        setup.still_works();
+    }
 }

@@ -3,6 +3,7 @@
 //! An [`Engine`] takes tensors on the host and leaves its result on the host, so that one adapter runs the corpus
 //! through all of them.
 
+use flashcore::cuda::Cuda;
 use flashcore::plan::{Kernel, Target};
 use flashcore::sim::{AsyncMode, Config, SimGpu};
 use flashcore::{Attention, Device, Problem, Tensor, TensorMut, cpu};
@@ -62,9 +63,22 @@ impl DeviceEngine {
         cpu::available().into_iter().rev().map(engine).collect()
     }
 
-    /// The GPU of a number, or why it cannot be used.
-    pub fn cuda(ordinal: u32) -> flashcore::Result<Self> {
-        Ok(Self { name: format!("cuda-{ordinal}"), device: Device::cuda(ordinal)?, most_pairs: u128::MAX })
+    /// The GPU of a number in every way that it can be used: as the planner would, every kernel that it runs, and with
+    /// code for older targets.
+    pub fn cudas(ordinal: u32) -> flashcore::Result<Vec<Self>> {
+        let cuda = Cuda::new(ordinal)?;
+        let engine = |name: &str, cuda: Cuda| Self {
+            name: format!("cuda-{ordinal}{name}"),
+            device: Device::cuda_with(cuda),
+            most_pairs: u128::MAX,
+        };
+        let own = cuda.hardware().target;
+        let kernels = Kernel::ALL.into_iter().filter(|kernel| kernel.runs_on(own));
+        let kernels = kernels.map(|kernel| engine(&format!("-{kernel}"), cuda.with_kernel(kernel)));
+        let older = [Target::Sm80, Target::Sm89].into_iter().filter(|&target| target != own);
+        let older = older.filter(|&target| target == Target::Sm80 || own == Target::Sm90a);
+        let older = older.map(|target| engine(&format!("-{target}"), cuda.with_target(target)));
+        Ok([engine("", cuda.clone())].into_iter().chain(kernels).chain(older).collect())
     }
 
     /// A kernel on the simulated GPU, with asynchronous effects as late or as early as they may come.
@@ -132,11 +146,12 @@ impl Engine for DeviceEngine {
 
 /// Every engine of this build that runs on this machine, the simulated ones last.
 pub fn all() -> Vec<Box<dyn Engine>> {
-    let real = DeviceEngine::cpu_paths().into_iter().chain(DeviceEngine::cuda(0).ok());
+    let gpu = DeviceEngine::cudas(0).unwrap_or_default();
+    let real = DeviceEngine::cpu_paths().into_iter().chain(gpu);
     real.chain(DeviceEngine::sims()).map(|engine| Box::new(engine) as Box<dyn Engine>).collect()
 }
 
-/// The engines that a name means: `all` that are real, one by its own name, or all of a kind (`cpu`, `sim`).
+/// The engines that a name means: `all` that are real, one by its own name, or all of a kind (`cpu`, `cuda`, `sim`).
 pub fn select(wish: &str) -> Result<Vec<Box<dyn Engine>>, String> {
     let mut engines = all();
     let names = engines.iter().map(|engine| engine.name()).collect::<Vec<_>>().join(", ");
@@ -145,7 +160,7 @@ pub fn select(wish: &str) -> Result<Vec<Box<dyn Engine>>, String> {
         (wish == "all" && kind != Some("sim")) || wish == engine.name() || Some(wish) == kind
     });
     if engines.is_empty() {
-        return Err(not_here(wish, &format!("all, cpu, sim, {names}")));
+        return Err(not_here(wish, &format!("all, cpu, cuda, sim, {names}")));
     }
     Ok(engines)
 }

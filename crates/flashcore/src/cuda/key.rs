@@ -3,6 +3,7 @@
 use std::hash::{BuildHasherDefault, Hasher};
 
 use flashcore_kernels::{Kernel, Schedule};
+use flashcore_ptx::Target;
 
 use crate::{DType, Mask, Problem};
 
@@ -23,11 +24,12 @@ pub(super) struct Key {
     scale: u32,
     softcap: Option<u32>,
     flags: [bool; 2],
+    target: Target,
     choice: Choice,
 }
 
 impl Key {
-    pub(super) fn new(problem: &Problem, choice: Choice) -> Self {
+    pub(super) fn new(problem: &Problem, target: Target, choice: Choice) -> Self {
         let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
         Self {
             sizes: [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v],
@@ -36,6 +38,7 @@ impl Key {
             scale: problem.scale.to_bits(),
             softcap: problem.softcap.map(f32::to_bits),
             flags: [problem.key_lengths, problem.lse],
+            target,
             choice,
         }
     }
@@ -104,10 +107,11 @@ mod tests {
                     for dtype in [DType::F16, DType::BF16] {
                         for mask in [Mask::None, Mask::Causal, Mask::Window { left: Some(8), right: None }] {
                             let problem = Problem::new(batch, heads, len, 64, dtype).with_mask(mask);
-                            keys.push(Key::new(&problem, Choice::Planner));
-                            keys.push(Key::new(&problem.with_lse(), Choice::Planner));
-                            keys.push(Key::new(&problem.with_softcap(30.0), Choice::Planner));
-                            keys.push(Key::new(&problem, Choice::Kernel(Kernel::Scalar)));
+                            keys.push(Key::new(&problem, Target::Sm80, Choice::Planner));
+                            keys.push(Key::new(&problem.with_lse(), Target::Sm80, Choice::Planner));
+                            keys.push(Key::new(&problem.with_softcap(30.0), Target::Sm80, Choice::Planner));
+                            keys.push(Key::new(&problem, Target::Sm80, Choice::Kernel(Kernel::Scalar)));
+                            keys.push(Key::new(&problem, Target::Sm90a, Choice::Planner));
                         }
                     }
                 }

@@ -9,6 +9,7 @@
 mod cache;
 mod key;
 mod lengths;
+mod maps;
 mod pointers;
 mod record;
 mod staged;
@@ -23,15 +24,15 @@ use std::{
 pub use cache::CubinCache;
 pub use flashcore_driver as driver;
 use flashcore_driver::{
-    Context, DeviceBuffer, Driver, DriverError, Function, JitOptions, L2Promotion, LaunchConfig, Module,
-    OutOfBounds, Stream, Swizzle, TensorMapElement, TensorMapSpec, link_ptx,
+    Context, DeviceBuffer, Driver, DriverError, Function, JitOptions, LaunchConfig, Module, Stream, link_ptx,
 };
 use flashcore_kernels::{Kernel, MAX_ROW_STRIDE, Schedule};
-use flashcore_ptx::{Target, TensorMap};
+use flashcore_ptx::Target;
 
 use self::{
     key::{Choice, Key, QuickState},
     lengths::LengthsKernel,
+    maps::KnownMaps,
     pointers::{BadPointer, KnownMemory, Span},
 };
 pub use self::{
@@ -39,9 +40,9 @@ pub use self::{
     tensor::{CudaLengths, CudaTensor},
 };
 use crate::{
-    DType, Error, Name, Problem, Result,
+    Error, Name, Problem, Result,
     contract::Call,
-    plan::{ALIGNMENT, Addresses, Hardware, Map, Plan},
+    plan::{ALIGNMENT, Addresses, Hardware, Plan},
     tensor::{Place, Raw},
 };
 
@@ -52,16 +53,17 @@ use crate::{
 pub struct Cuda {
     shared: Arc<Shared>,
     stream: Stream,
+    hardware: Arc<Hardware>,
     choice: Choice,
 }
 
 struct Shared {
     context: Context,
     ordinal: u32,
-    hardware: Hardware,
     cache: CubinCache,
     ready: RwLock<HashMap<Key, Arc<Ready>, QuickState>>,
     memory: KnownMemory,
+    maps: KnownMaps,
     lengths: OnceLock<LengthsKernel>,
 }
 
@@ -70,6 +72,8 @@ struct Ready {
     plan: Plan,
     function: Function,
     launch: LaunchConfig,
+    /// The hash of the PTX text.
+    code: String,
 }
 
 impl Cuda {
@@ -108,13 +112,13 @@ impl Cuda {
         let shared = Shared {
             context,
             ordinal,
-            hardware,
             cache,
             ready: RwLock::default(),
             memory: KnownMemory::default(),
+            maps: KnownMaps::default(),
             lengths: OnceLock::new(),
         };
-        Ok(Self { shared: Arc::new(shared), stream, choice: Choice::Planner })
+        Ok(Self { shared: Arc::new(shared), stream, hardware: Arc::new(hardware), choice: Choice::Planner })
     }
 
     /// The same GPU and kernels, queueing in a stream of the caller's.
@@ -153,6 +157,12 @@ impl Cuda {
         Self { choice: Choice::Schedule(schedule), ..self.clone() }
     }
 
+    /// The same GPU with code for another target that it runs, as an older GPU would get it.
+    pub fn with_target(&self, target: Target) -> Self {
+        let hardware = Hardware { target, ..Hardware::clone(&self.hardware) };
+        Self { hardware: Arc::new(hardware), ..self.clone() }
+    }
+
     /// Which GPU it is.
     pub fn ordinal(&self) -> u32 {
         self.shared.ordinal
@@ -160,7 +170,7 @@ impl Cuda {
 
     /// What plans depend on.
     pub fn hardware(&self) -> &Hardware {
-        &self.shared.hardware
+        &self.hardware
     }
 
     /// The driver's context.
@@ -181,9 +191,9 @@ impl Cuda {
     /// The plan for a problem.
     pub fn plan(&self, problem: &Problem) -> Result<Plan> {
         match self.choice {
-            Choice::Planner => Plan::choose(problem, &self.shared.hardware),
-            Choice::Kernel(kernel) => Plan::with_kernel(problem, &self.shared.hardware, kernel),
-            Choice::Schedule(schedule) => Plan::with_schedule(problem, &self.shared.hardware, schedule),
+            Choice::Planner => Plan::choose(problem, &self.hardware),
+            Choice::Kernel(kernel) => Plan::with_kernel(problem, &self.hardware, kernel),
+            Choice::Schedule(schedule) => Plan::with_schedule(problem, &self.hardware, schedule),
         }
     }
 
@@ -197,12 +207,17 @@ impl Cuda {
         Ok(self.ready(problem)?.function.clone())
     }
 
+    /// The hash of the code for a problem, as PTX: two schedules with one hash are one kernel.
+    pub fn code_hash(&self, problem: &Problem) -> Result<String> {
+        Ok(self.ready(problem)?.code.clone())
+    }
+
     fn error(&self, error: &DriverError) -> Error {
         device_error(self.shared.ordinal, error)
     }
 
     fn ready(&self, problem: &Problem) -> Result<Arc<Ready>> {
-        let key = Key::new(problem, self.choice);
+        let key = Key::new(problem, self.hardware.target, self.choice);
         if let Some(ready) = self.shared.ready.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
             return Ok(Arc::clone(ready));
         }
@@ -224,8 +239,8 @@ impl Cuda {
             }
             Ok(function)
         };
+        let ptx = module.to_string();
         let load = || {
-            let ptx = module.to_string();
             if plan.target == Target::Sm90a {
                 // The linker assembles for code it does not know, and then ignores setmaxnreg: the kernel would
                 // spill. Loading assembles the module as a whole, and the driver keeps the result in its own cache.
@@ -252,7 +267,7 @@ impl Cuda {
         let mut launch = LaunchConfig::new(plan.grid, [plan.threads, 1, 1]);
         launch.shared_bytes = plan.shared_bytes;
         launch.cluster = (plan.cluster > 1).then_some([plan.cluster, 1, 1]);
-        Ok(Ready { plan, function, launch })
+        Ok(Ready { plan, function, launch, code: blake3::hash(ptx.as_bytes()).to_hex().to_string() })
     }
 
     pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
@@ -324,28 +339,14 @@ impl Cuda {
     /// Queues the kernel.
     fn launch(&self, problem: &Problem, addresses: &Addresses) -> Result<()> {
         let ready = self.ready(problem)?;
-        let params = ready.plan.pack(addresses, &mut |map| self.encode(map))?;
+        let params = ready.plan.pack(addresses, &mut |map| {
+            self.shared.maps.get(&self.shared.context, map).map_err(|error| self.error(&error))
+        })?;
         // SAFETY: the parameters are the kernel's own struct, and the call's contract holds for its tensors.
         unsafe {
             ready.function.launch_fields(&self.stream, &ready.launch, params.as_bytes(), params.places())
         }
         .map_err(|error| self.error(&error))
-    }
-
-    /// A tensor map as the GPU reads it. The driver computes it on the host, from the numbers alone.
-    fn encode(&self, map: &Map) -> Result<TensorMap> {
-        let spec = TensorMapSpec {
-            element: if map.dtype == DType::BF16 { TensorMapElement::Bf16 } else { TensorMapElement::F16 },
-            address: map.address,
-            dims: &map.dims,
-            strides: &map.strides,
-            box_dims: &map.box_dims,
-            swizzle: Swizzle::Bytes128,
-            l2_promotion: L2Promotion::Bytes256,
-            out_of_bounds: OutOfBounds::Zeros,
-        };
-        let encoded = spec.encode(&self.shared.context).map_err(|error| self.error(&error))?;
-        Ok(TensorMap(*encoded.as_bytes()))
     }
 
     fn check_alignment(&self, tensor: Name, raw: &Raw) -> Result<()> {
@@ -385,7 +386,7 @@ impl std::fmt::Debug for Cuda {
 
 impl std::fmt::Display for Cuda {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "cuda:{} ({})", self.shared.ordinal, self.shared.hardware.name)
+        write!(f, "cuda:{} ({})", self.shared.ordinal, self.hardware.name)
     }
 }
 

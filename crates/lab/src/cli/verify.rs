@@ -31,6 +31,9 @@ pub struct Options {
     /// GPU: instead of the corpus, calls from 8 threads on 4 streams, replays, and runs in a row must give the same bits
     #[arg(long, conflicts_with_all = ["quick", "full", "filter"])]
     stress: bool,
+    /// With --stress: calls from all threads together, and a tenth as many replays, of every problem
+    #[arg(long, value_name = "N", default_value_t = stress::Plan::default().calls, requires = "stress")]
+    calls: usize,
     /// With --stress: runs in a row of every problem
     #[arg(long, value_name = "N", default_value_t = stress::Plan::default().repeats, requires = "stress")]
     repeats: usize,
@@ -153,7 +156,12 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
             .ok_or_else(|| format!("--stress is for a GPU: give --device cuda, not {device}"))?,
     };
     let cuda = Cuda::new(ordinal).map_err(|error| error.to_string())?;
-    let plan = stress::Plan { repeats: options.repeats, ..stress::Plan::default() };
+    let plan = stress::Plan {
+        calls: options.calls,
+        replays: options.calls.div_ceil(10),
+        repeats: options.repeats,
+        ..stress::Plan::default()
+    };
     interrupt::install(On::Finish);
     let started = Instant::now();
     say(&format!(

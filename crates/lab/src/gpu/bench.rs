@@ -361,16 +361,21 @@ impl GpuBench {
 
     /// Times the first call in two fresh processes that share a new cache, so that the second finds the code there.
     fn first_call(&self, cell: &OnGpu<'_>) -> FirstCall {
-        let cache = self.folder.path().join("cubins");
+        // Some kernels are kept by FlashCore, some by the driver.
+        let caches = [("FLASHCORE_CACHE", "cubins"), ("CUDA_CACHE_PATH", "driver")]
+            .map(|(variable, name)| (variable, self.folder.path().join(name)));
         let who = self.setup.ours.names().swap_remove(0);
         let time = || {
-            let host = Host::new(Kind::Ours, self.setup.ordinal)
-                .with_variable("FLASHCORE_CACHE", &cache.to_string_lossy())
-                .with_variable("CUDA_CACHE_DISABLE", "1");
+            let mut host = Host::new(Kind::Ours, self.setup.ordinal);
+            for (variable, folder) in &caches {
+                host = host.with_variable(variable, &folder.to_string_lossy());
+            }
             let reply = cell.ask(&RefCell::new(host), &Request::First { who: who.clone() })?;
             reply["us"].as_f64().ok_or_else(|| "the worker sent no time".to_string())
         };
-        let _ = std::fs::remove_dir_all(&cache);
+        for (_, folder) in &caches {
+            let _ = std::fs::remove_dir_all(folder);
+        }
         let (cold, warm) = (time(), time());
         let failure = cold.as_ref().err().or(warm.as_ref().err()).cloned();
         FirstCall { cold_us: cold.ok(), warm_us: warm.ok(), failure }

@@ -94,7 +94,7 @@ pub struct FirstCall {
 pub struct Measured {
     /// Its name.
     pub name: String,
-    /// What was planned, for ours: kernel, schedule, grid, registers.
+    /// What was planned, for ours: kernel, schedule, grid, registers, the hash of its PTX.
     pub plan: Option<Value>,
     /// Calls in one sample.
     pub calls_per_sample: u32,

@@ -346,6 +346,7 @@ impl Ready {
             "shared_bytes": plan.shared_bytes,
             "registers": attributes.registers,
             "local_bytes": attributes.local_bytes,
+            "code": cuda.code_hash(&self.problem).map_err(say)?,
         }))
     }
 }
