@@ -19,8 +19,8 @@ use pyo3::{
 
 use crate::{dlpack, errors};
 
-/// More dimensions than any array here may have, so that shapes need no allocation.
-const MAX_RANK: usize = 8;
+/// The most dimensions that a call takes. Of an array with more, only the number is known.
+const MAX_RANK: usize = 4;
 
 /// How the shape of a call's tensors is ordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +89,7 @@ pub struct Array<'py> {
 impl<'py> Array<'py> {
     /// Reads an array, or says why it is none.
     pub fn read(object: &Bound<'py, PyAny>, name: Name) -> PyResult<Self> {
-        if let Some(api) = exchange_api(&object.get_type())? {
+        if let Some(api) = exchange_api(object)? {
             return Self::through(object, api);
         }
         let py = object.py();
@@ -115,7 +115,7 @@ impl<'py> Array<'py> {
             return Err(PyErr::fetch(object.py()));
         }
         // SAFETY: the call succeeded, so the struct is filled in, and it describes an object that lives.
-        unsafe { Self::describe(object.py(), tensor.assume_init_ref(), false, Source::Exchange(api), None) }
+        Ok(unsafe { Self::describe(tensor.assume_init_ref(), false, Source::Exchange(api), None) })
     }
 
     /// Reads a torch tensor by its attributes: older versions have no exchange table, and refuse a capsule for a
@@ -124,7 +124,6 @@ impl<'py> Array<'py> {
         let py = object.py();
         let sizes: Vec<i64> = object.getattr(intern!(py, "shape"))?.extract()?;
         let strides: Vec<i64> = object.call_method0(intern!(py, "stride"))?.extract()?;
-        let (sizes, strides) = (inline(py, &sizes, name)?, inline(py, &strides, name)?);
         let dtype = object.getattr(intern!(py, "dtype"))?.str()?.to_string();
         let (code, bits) = match dtype.as_str() {
             "torch.float16" => (dlpack::FLOAT, 16),
@@ -133,7 +132,10 @@ impl<'py> Array<'py> {
             "torch.bool" => (dlpack::BOOL, 8),
             "torch.int32" => (dlpack::INT, 32),
             "torch.int64" => (dlpack::INT, 64),
-            _ => return Err(errors::contract(py, &wrong_dtype(name, &dtype))),
+            other => {
+                let text = wrong_dtype(name, other.trim_start_matches("torch."));
+                return Err(errors::contract(py, &text));
+            }
         };
         let device = object.getattr(intern!(py, "device"))?;
         let kind: String = device.getattr(intern!(py, "type"))?.extract()?;
@@ -148,9 +150,9 @@ impl<'py> Array<'py> {
         let address: usize = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
         Ok(Self {
             data: std::ptr::with_exposed_provenance_mut(address),
-            rank: sizes.1,
-            sizes: sizes.0,
-            strides: strides.0,
+            rank: sizes.len(),
+            sizes: first(&sizes),
+            strides: first(&strides),
             dtype: dlpack::DataType { code, bits, lanes: 1 },
             device,
             read_only: false,
@@ -179,17 +181,7 @@ impl<'py> Array<'py> {
         .map_err(|_| errors::contract(py, &format!("{name} has a __dlpack__ that returns no capsule")))?;
         let (tensor, read_only) = managed(&capsule)?;
         // SAFETY: the capsule keeps the struct alive, and the array keeps the capsule.
-        unsafe {
-            Self::describe(py, &*tensor, read_only, Source::Capsule, Some(capsule.into_any())).map_err(
-                |error| {
-                    if error.is_instance_of::<PyTypeError>(py) {
-                        error
-                    } else {
-                        errors::contract(py, &format!("{name}: {error}"))
-                    }
-                },
-            )
-        }
+        Ok(unsafe { Self::describe(&*tensor, read_only, Source::Capsule, Some(capsule.into_any())) })
     }
 
     /// Copies a description.
@@ -197,49 +189,52 @@ impl<'py> Array<'py> {
     /// # Safety
     /// `tensor` is filled in according to DLPack, and its memory lives as long as the result.
     unsafe fn describe(
-        py: Python<'py>,
         tensor: &dlpack::Tensor,
         read_only: bool,
         source: Source,
         owner: Option<Bound<'py, PyAny>>,
-    ) -> PyResult<Self> {
+    ) -> Self {
         let rank = tensor.ndim.max(0) as usize;
-        if rank > MAX_RANK {
-            return Err(errors::raise(py, &Error::Rank { tensor: Name::Tensor, given: rank }));
-        }
         let (mut sizes, mut strides) = ([0; MAX_RANK], [0; MAX_RANK]);
-        for (dim, size) in sizes.iter_mut().take(rank).enumerate() {
-            // SAFETY: shape has `ndim` elements.
-            *size = unsafe { tensor.shape.add(dim).read() };
-        }
-        let mut contiguous = 1_i64;
-        for dim in (0..rank).rev() {
-            strides[dim] = if tensor.strides.is_null() {
-                contiguous
-            } else {
-                // SAFETY: strides, where there are any, have `ndim` elements.
-                unsafe { tensor.strides.add(dim).read() }
-            };
-            contiguous = contiguous.saturating_mul(sizes[dim]);
+        if rank <= MAX_RANK {
+            let mut contiguous = 1_i64;
+            for dim in (0..rank).rev() {
+                // SAFETY: shape has `ndim` elements.
+                sizes[dim] = unsafe { tensor.shape.add(dim).read() };
+                strides[dim] = if tensor.strides.is_null() {
+                    contiguous
+                } else {
+                    // SAFETY: strides, where there are any, have `ndim` elements.
+                    unsafe { tensor.strides.add(dim).read() }
+                };
+                contiguous = contiguous.saturating_mul(sizes[dim]);
+            }
         }
         let data = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
         let (dtype, device) = (tensor.dtype, tensor.device);
-        Ok(Self { data, rank, sizes, strides, dtype, device, read_only, source, _owner: owner })
+        Self { data, rank, sizes, strides, dtype, device, read_only, source, _owner: owner }
+    }
+
+    /// How many dimensions it has.
+    pub fn rank(&self) -> usize {
+        self.rank
     }
 
     /// Sizes.
     pub fn sizes(&self) -> &[i64] {
-        &self.sizes[..self.rank]
+        &self.sizes[..self.rank.min(MAX_RANK)]
     }
 
     /// Strides in elements.
     pub fn strides(&self) -> &[i64] {
-        &self.strides[..self.rank]
+        &self.strides[..self.rank.min(MAX_RANK)]
     }
 
-    /// Whether it has four dimensions, and the elements of the last lie side by side.
+    /// Whether it has four dimensions, and the elements of the last, which has several, lie side by side. The memory
+    /// of such a tensor holds its values: what torch puts off, it puts off on the parts of complex numbers, which
+    /// lie two apart.
     pub fn has_rows(&self) -> bool {
-        self.rank == 4 && (self.strides[3] == 1 || self.sizes[3] <= 1)
+        self.rank == 4 && self.strides[3] == 1 && self.sizes[3] > 1
     }
 
     /// The first element.
@@ -400,13 +395,9 @@ fn span(layout: &Layout) -> usize {
     steps.fold(1_usize, |sum, (&size, &stride)| sum.saturating_add((size - 1).saturating_mul(stride)))
 }
 
-fn inline(py: Python<'_>, values: &[i64], name: Name) -> PyResult<([i64; MAX_RANK], usize)> {
-    if values.len() > MAX_RANK {
-        return Err(errors::raise(py, &Error::Rank { tensor: name, given: values.len() }));
-    }
-    let mut out = [0; MAX_RANK];
-    out[..values.len()].copy_from_slice(values);
-    Ok((out, values.len()))
+/// As many values as there may be dimensions.
+fn first(values: &[i64]) -> [i64; MAX_RANK] {
+    std::array::from_fn(|dim| values.get(dim).copied().unwrap_or(0))
 }
 
 fn wrong_dtype(name: Name, given: &str) -> String {
@@ -453,18 +444,20 @@ static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
 /// Types that are remembered; later ones are asked every time.
 const MAX_KNOWN: usize = 16;
 
-/// The exchange table of a type, if it has one that can be used.
-fn exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static dlpack::ExchangeApi>> {
+/// The exchange table of an object's type, if it has one that can be used.
+fn exchange_api(object: &Bound<'_, PyAny>) -> PyResult<Option<&'static dlpack::ExchangeApi>> {
     let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(found) = known.iter().find(|known| known.class.as_ptr() == class.as_ptr()) {
+    let class = object.get_type_ptr().cast();
+    if let Some(found) = known.iter().find(|known| known.class.as_ptr() == class) {
         return Ok(found.api);
     }
     // Asking runs Python, which may come back here.
     drop(known);
-    let api = ask_exchange_api(class)?;
+    let class = object.get_type();
+    let api = ask_exchange_api(&class)?;
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     if known.len() < MAX_KNOWN {
-        known.push(Known { class: class.clone().unbind(), api });
+        known.push(Known { class: class.unbind(), api });
     }
     Ok(api)
 }
@@ -493,5 +486,5 @@ fn ask_exchange_api(class: &Bound<'_, PyType>) -> PyResult<Option<&'static dlpac
 
 /// Whether the type's arrays are read without going through Python.
 pub fn is_direct(class: &Bound<'_, PyType>) -> PyResult<bool> {
-    Ok(exchange_api(class)?.is_some())
+    Ok(ask_exchange_api(class)?.is_some())
 }

@@ -41,7 +41,7 @@ struct View<'a> {
 
 impl<'a> View<'a> {
     fn new(array: &'a Array<'a>) -> Result<Self, String> {
-        let rank = array.sizes().len();
+        let rank = array.rank();
         if !(2..=4).contains(&rank) {
             return Err(format!("it has {rank} dimensions, possible are 2 to 4"));
         }

@@ -73,12 +73,6 @@ impl Torch {
                 return Ok(false);
             }
         }
-        // A negation that was put off is in no memory.
-        for tensor in tensors {
-            if tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
-                return Ok(false);
-            }
-        }
         Ok(true)
     }
 }

@@ -98,6 +98,12 @@ def test_a_broken_contract_is_a_value_error_with_the_text(call, text):
     assert isinstance(raised.value, ValueError)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 3, 5, 9])
+def test_any_number_of_dimensions_but_four_is_refused(rank):
+    with pytest.raises(ContractError, match=f"k has {rank} dimensions, attention takes 4"):
+        flashcore_attn.attention(X, ones(*[1] * rank), X)
+
+
 def test_a_read_only_output_is_refused():
     out = np.empty_like(X)
     out.flags.writeable = False

@@ -165,10 +165,14 @@ def test_autocast_gives_the_type_that_torch_gives():
     check(q.bfloat16(), k.bfloat16(), v.bfloat16(), ours)
 
 
-def test_views_with_a_pending_negation_are_resolved():
-    q, k, v = draw(0, *[(1, 2, 9, 16)] * 3)
-    negated = torch._neg_view(q)
-    torch.testing.assert_close(scaled_dot_product_attention(negated, k, v), scaled_dot_product_attention(-q, k, v))
+@pytest.mark.parametrize("head_dim", [1, 16])
+def test_a_negation_that_torch_puts_off_is_not_forgotten(head_dim):
+    q, k, v = draw(0, *[(1, 2, 9, head_dim)] * 3)
+    negated = torch.complex(k, q).conj().imag
+    assert negated.is_neg()
+    expected = scaled_dot_product_attention(-q, k, v)
+    torch.testing.assert_close(scaled_dot_product_attention(negated, k, v), expected)
+    torch.testing.assert_close(flashcore_attn.attention(negated, k, v), expected)
 
 
 def test_parameters_and_inference_tensors_are_taken():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from . import _native
 from ._errors import ContractError, UnsupportedError
@@ -27,7 +27,7 @@ def scaled_dot_product_attention(
     bool or additive where it says padding, causal or a window, which is looked at when the call runs; any other
     mask raises ``UnsupportedError``, as does dropout. A query that sees no key gives zeros.
     """
-    if attn_mask is None and dropout_p == 0.0 and not is_compiling():
+    if attn_mask is None and dropout_p == 0.0 and not is_dynamo_compiling():
         mask = "causal-top-left" if is_causal else "none"
         done = _native.torch_attention(
             query, key, value, mask, None, None, None, scale, 0.0, "bhsd", False, enable_gqa

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from . import _native
 from ._errors import ContractError, UnsupportedError
@@ -31,7 +31,7 @@ def empty_lse(q: Tensor, layout: str = "bhsd") -> Tensor:
 
 def _watchers() -> list:
     """Questions that are answered with something true where an operator must not be bypassed."""
-    names = ("_len_torch_dispatch_stack", "_is_any_autocast_enabled", "_get_tracing_state")
+    names = ("_len_torch_dispatch_stack", "_is_any_autocast_enabled", "_is_tracing")
     watchers = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
     functorch = getattr(torch._C, "_functorch", None)
     if functorch is not None and hasattr(functorch, "maybe_current_level"):
@@ -124,7 +124,7 @@ def attend(
         lengths = native_lengths(key_ends, k.size(2 if layout == "bhsd" else 1))
         _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout)
         return (out, lse) if return_lse else out
-    if key_starts is None and not is_compiling():
+    if key_starts is None and not is_dynamo_compiling():
         lengths = None if key_ends is None else native_lengths(key_ends, k.size(2 if layout == "bhsd" else 1))
         done = _native.torch_attention(
             q, k, v, mask, left, right, lengths, scale, softcap, layout, return_lse, True
