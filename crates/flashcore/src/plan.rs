@@ -3,7 +3,9 @@
 //! Choosing is a pure function of the problem and the hardware, so a plan can be printed, tested as a table and
 //! made for a GPU that is not there.
 
-use flashcore_kernels::{Divisor, Dtype, FwdParams, ScheduleError, Sm90Params, Spec};
+use flashcore_kernels::{
+    Divisor, Dtype, FwdParams, ScheduleError, Sm90Params, Spec, sm90_fwd, sm90_fwd::Walk,
+};
 pub use flashcore_kernels::{Kernel, Schedule};
 pub use flashcore_ptx::Target;
 use flashcore_ptx::{GlobalPtr, KernelParams, Module, TensorMap};
@@ -21,6 +23,12 @@ const MAX_TILES: u64 = 1 << 29;
 
 /// Keys and values of the heads that are taken up together, in bytes: they should stay in the L2 cache.
 const SECTION_BYTES: u64 = 32 << 20;
+
+/// From so many tiles of queries on, how they are ordered is not worth working out.
+const MANY_TILES: u64 = 1 << 16;
+
+/// What a tile of queries costs beside its key tiles, in key tiles.
+const TILE_OVERHEAD: u64 = 1;
 
 /// Alignment of addresses and row strides: the kernels move 16 bytes at once.
 pub(crate) const ALIGNMENT: usize = 16;
@@ -81,6 +89,8 @@ pub struct Plan {
     pub shared_bytes: u32,
     /// Why this schedule.
     pub reason: String,
+    /// Heads whose tiles of queries are taken up together.
+    section: u32,
 }
 
 impl Plan {
@@ -128,7 +138,24 @@ impl Plan {
             });
         }
         let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
-        Ok(Self { problem: *problem, spec, schedule, target, grid, threads, cluster, shared_bytes, reason })
+        let mut plan = Self {
+            problem: *problem,
+            spec,
+            schedule,
+            target,
+            grid,
+            threads,
+            cluster,
+            shared_bytes,
+            reason,
+            section: 1,
+        };
+        if let Schedule::Sm90Fwd(schedule) = schedule
+            && schedule.order(&plan.spec) == Walk::Sections
+        {
+            plan.section = plan.choose_section(schedule.rows(), schedule.block_n);
+        }
+        Ok(plan)
     }
 
     /// The kernel.
@@ -199,7 +226,10 @@ impl Plan {
         let blocks = len_q.div_ceil(rows);
         let heads = self.problem.heads_q as u32;
         let all_heads = self.problem.batch as u32 * heads;
-        let section = self.section(all_heads);
+        let paired =
+            matches!(self.schedule, Schedule::Sm90Fwd(schedule) if schedule.order(&self.spec) == Walk::Pairs);
+        let head_items = if paired { blocks.div_ceil(2) } else { blocks };
+        let section = self.section;
         let by = Divisor::new;
         Sm90Params {
             q_map,
@@ -217,7 +247,8 @@ impl Plan {
             lse_row,
             len_q,
             len_k,
-            tiles: blocks * all_heads,
+            items: head_items * all_heads,
+            head_items,
             blocks,
             section,
             heads,
@@ -225,6 +256,8 @@ impl Plan {
             section_tiles_shift: by(section * blocks).shift,
             section_mul: by(section).mul,
             section_shift: by(section).shift,
+            items_mul: by(head_items).mul,
+            items_shift: by(head_items).shift,
             heads_mul: by(heads).mul,
             heads_shift: by(heads).shift,
             group_mul: by(group).mul,
@@ -236,17 +269,37 @@ impl Plan {
         }
     }
 
-    /// Heads whose tiles are taken up together, longest first: as many as have their keys and values in the cache,
-    /// and a divisor of all. Tiles of one length are taken up head by head.
-    fn section(&self, all_heads: u32) -> u32 {
-        let Problem { len_k, head_dim, head_dim_v, .. } = self.problem;
-        if !self.spec.right {
-            return 1;
-        }
+    /// Heads whose tiles are taken up together, longest first: such that the blocks finish at about the same time,
+    /// and if possible few enough that their keys and values stay in the cache.
+    fn choose_section(&self, rows: u32, block_n: u32) -> u32 {
+        let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, .. } = self.problem;
+        let heads = (batch * heads_q) as u32;
         let bytes = (len_k * (head_dim + head_dim_v) * self.problem.dtype.size()) as u64;
-        let most = SECTION_BYTES * self.problem.group() as u64 / bytes.max(1);
-        let most = u32::try_from(most).unwrap_or(u32::MAX).clamp(1, all_heads.max(1));
-        (1..=most).rev().find(|&heads| all_heads.is_multiple_of(heads)).unwrap_or(1)
+        let cached = (SECTION_BYTES * self.problem.group() as u64 / bytes.max(1)).max(1);
+        let costs: Vec<u64> = (0..len_q.div_ceil(rows as usize))
+            .rev()
+            .map(|block| self.key_tiles(block, rows as usize, block_n as usize) + TILE_OVERHEAD)
+            .collect();
+        let candidates = (1..=heads).filter(|&section| heads.is_multiple_of(section));
+        if costs.len() as u64 * u64::from(heads) > MANY_TILES {
+            // So many rounds come out even whatever the order.
+            return candidates.filter(|&section| u64::from(section) <= cached).max().unwrap_or(1);
+        }
+        let score = |section: u32| {
+            let longest = longest_share(&costs, heads, section, self.grid[0]);
+            // Keys and values that fall out of the cache cost about as much as one block in eight more.
+            if u64::from(section) > cached { longest + longest / 8 } else { longest }
+        };
+        candidates.min_by_key(|&section| score(section)).unwrap_or(1)
+    }
+
+    /// The key tiles that a block of rows sees.
+    fn key_tiles(&self, block: usize, rows: usize, block_n: usize) -> u64 {
+        let Problem { len_q, len_k, .. } = self.problem;
+        let last_row = ((block + 1) * rows).min(len_q) - 1;
+        let begin = self.problem.mask.keys(block * rows, len_q, len_k).start;
+        let end = self.problem.mask.keys(last_row, len_q, len_k).end;
+        if end <= begin { 0 } else { (end.div_ceil(block_n) - begin / block_n) as u64 }
     }
 
     fn params(&self, tensors: &Addresses) -> FwdParams {
@@ -436,26 +489,60 @@ fn choose_schedule(
     Err(refused.unwrap_or_else(|| ScheduleError::Malformed { reason: "no schedule to try".into() }))
 }
 
-/// The schedule of the Hopper kernel for a problem, and why; `None` where none fits.
+/// The work of the block that has the most of it, when tiles of these costs are taken up section by section, every other
+/// round backwards.
+fn longest_share(costs: &[u64], heads: u32, section: u32, blocks: u32) -> u64 {
+    let mut shares = vec![0_u64; blocks as usize];
+    let tiles =
+        (0..heads / section).flat_map(|_| costs.iter().flat_map(|&cost| (0..section).map(move |_| cost)));
+    for (i, cost) in tiles.enumerate() {
+        let (round, place) = (i / shares.len(), i % shares.len());
+        let at = if round.is_multiple_of(2) { place } else { shares.len() - 1 - place };
+        shares[at] += cost;
+    }
+    shares.into_iter().max().unwrap_or(0)
+}
+
+/// The schedule of the Hopper kernel for a problem, and why; `None` where none fits. The limits were measured on an
+/// H200.
 fn choose_tiles(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(Schedule, String)> {
-    let fits = |schedule: &Schedule| schedule.check(spec, hardware.target).is_ok();
-    let candidates: Vec<Schedule> = Kernel::Sm90Fwd.schedules(spec).into_iter().filter(fits).collect();
-    let blocks = |schedule: &Schedule| {
-        let geometry = schedule.geometry(spec);
-        let rows = geometry.rows as usize;
-        problem.len_q.div_ceil(rows) * problem.heads_q * problem.batch * geometry.cluster() as usize
+    type Candidates = Vec<sm90_fwd::Schedule>;
+    let fitting = |candidates: Candidates| {
+        candidates.into_iter().find(|&it| Schedule::Sm90Fwd(it).check(spec, hardware.target).is_ok())
     };
+    let tiles = |rows: u32| problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
     let sms = hardware.sms as usize;
-    // The first that fills the GPU; else the one with the most blocks that run at once.
-    let filling = candidates.iter().find(|schedule| blocks(schedule) >= sms);
-    let (schedule, what) = match filling {
-        Some(schedule) => (schedule, "fill"),
-        None => (candidates.iter().max_by_key(|schedule| blocks(schedule))?, "are the most there can be for"),
+    let many = fitting(sm90_fwd::Schedule::for_many(spec))?;
+    let (wide, narrow) = (tiles(many.rows()), tiles(64));
+    // Three warpgroups a block overlap so well that it takes few tiles to lose more by an uneven last round.
+    let enough = if many.warpgroups == 3 { 5 * sms / 2 } else { sms * 9 / 10 };
+    let (schedule, what) = if wide >= enough {
+        (many, format!("{wide} tiles of {} queries keep {sms} SMs busy", many.rows()))
+    } else if narrow > sms && spec.head_dim.max(spec.head_dim_v) <= 64 {
+        let some = fitting(sm90_fwd::Schedule::for_some(spec))?;
+        (
+            some,
+            format!(
+                "{wide} tiles of {} queries would not come out even on {sms} SMs, {narrow} of 64 do",
+                many.rows()
+            ),
+        )
+    } else {
+        let key_tiles = problem.len_k.div_ceil(128);
+        let split = match () {
+            () if 4 * narrow <= sms && key_tiles >= 8 => 4,
+            () if 2 * narrow <= sms && key_tiles >= 2 => 2,
+            () if key_tiles >= 8 && spec.head_dim_v <= 64 => 2,
+            () => 1,
+        };
+        let split = if spec.head_dim_v.is_multiple_of(8 * split) { split } else { 1 };
+        let few = fitting(sm90_fwd::Schedule::for_few(spec, split))
+            .or_else(|| fitting(sm90_fwd::Schedule::for_few(spec, 1)))?;
+        let share =
+            if few.split > 1 { format!(", so {} share the keys of one", few.split) } else { String::new() };
+        (few, format!("{narrow} tiles of 64 queries leave SMs of {sms} idle{share}"))
     };
-    let rows = schedule.geometry(spec).rows;
-    let reason =
-        format!("Hopper has wgmma and TMA; {} blocks of {rows} queries {what} {sms} SMs", blocks(schedule));
-    Some((*schedule, reason))
+    Some((Schedule::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")))
 }
 
 impl std::fmt::Display for Plan {

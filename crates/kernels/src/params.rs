@@ -99,8 +99,10 @@ kernel_params! {
         len_q: u32,
         /// Keys a head.
         len_k: u32,
-        /// Tiles of queries, over all heads and batch entries.
-        tiles: u32,
+        /// Pieces of work, over all heads and batch entries: tiles of queries, or pairs of them.
+        items: u32,
+        /// Pieces of work a head.
+        head_items: u32,
         /// Tiles of queries a head.
         blocks: u32,
         /// Heads whose tiles are taken up together, longest first.
@@ -115,6 +117,10 @@ kernel_params! {
         section_mul: u32,
         /// Divides by the heads of a section.
         section_shift: u32,
+        /// Divides by the pieces of work a head.
+        items_mul: u32,
+        /// Divides by the pieces of work a head.
+        items_shift: u32,
         /// Divides by the query heads.
         heads_mul: u32,
         /// Divides by the query heads.

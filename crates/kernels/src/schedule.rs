@@ -294,10 +294,11 @@ impl fmt::Display for Schedule {
             }
             Schedule::Sm90Fwd(schedule) => {
                 let sm90_fwd::Schedule { warpgroups, block_n, stages, q_stages, ctas, split, .. } = *schedule;
-                let sm90_fwd::Schedule { pingpong, lazy, poly, persistent, .. } = *schedule;
+                let sm90_fwd::Schedule { pingpong, lazy, poly, persistent, pairs, .. } = *schedule;
                 write!(f, "warpgroups={warpgroups},block_n={block_n},stages={stages},q_stages={q_stages},")?;
                 write!(f, "ctas={ctas},split={split},pingpong={},", u32::from(pingpong))?;
-                write!(f, "lazy={},poly={poly},persistent={}", u32::from(lazy), u32::from(persistent))
+                write!(f, "lazy={},poly={poly},persistent={},", u32::from(lazy), u32::from(persistent))?;
+                write!(f, "pairs={}", u32::from(pairs))
             }
         }
     }
@@ -355,6 +356,7 @@ impl FromStr for Schedule {
                 lazy: number("lazy", take("lazy")?)? != 0,
                 poly: number("poly", take("poly")?)?,
                 persistent: number("persistent", take("persistent")?)? != 0,
+                pairs: number("pairs", take("pairs")?)? != 0,
             }),
         };
         match pairs.first() {

@@ -125,11 +125,23 @@ impl<'a> Consumer<'a> {
         }
         k.set(self.more, |k| k.mov_pred(false));
         self.q.wait_filled(k);
+        if self.spec.key_lengths {
+            k.if_(keys.any, |k| self.clear_values(k, tile, keys.last));
+        }
+        // With several warpgroups, each walks over the tiles that its own rows see, and lets the others pass.
+        let own = (self.schedule.warpgroups > 1).then(|| tile.own_keys(k, self.schedule, self.group));
+        let mine = own.as_ref().unwrap_or(&keys);
         k.if_else(
-            keys.any,
-            |k| self.walk(k, tile, &keys, owed),
+            mine.any,
+            |k| self.walk(k, tile, &keys, mine, owed),
             |k| {
                 self.give_back_queries(k, owed);
+                if own.is_some() {
+                    k.if_(keys.any, |k| {
+                        let at = k.mov_b32(keys.last);
+                        self.pass_down_to(k, at, keys.first);
+                    });
+                }
                 for &o in &self.o {
                     k.set(o, |k| k.mov_f32(0.0));
                 }
@@ -173,18 +185,24 @@ impl<'a> Consumer<'a> {
     }
 
     /// The walk over the key tiles.
-    fn walk(&self, k: &mut KernelBuilder, tile: &Tile, keys: &Keys, owed: Reg<B32>) {
-        let Schedule { block_n, .. } = self.schedule;
-        let at = k.mov_b32(keys.last);
+    fn walk(&self, k: &mut KernelBuilder, tile: &Tile, block: &Keys, keys: &Keys, owed: Reg<B32>) {
+        let Schedule { block_n, warpgroups, .. } = self.schedule;
+        let at = k.mov_b32(block.last);
+        if self.spec.right && warpgroups > 1 {
+            let after = k.add_s32(keys.last, 1);
+            self.pass_down_to(k, at, after);
+        }
         // Tiles from `after_full` on hold keys that some row does not see; so do those before `first_full`.
         let after_full = k.div_u32(keys.range.full_end, block_n);
         let after_full = k.max_s32(after_full, keys.first);
 
         k.section("walk: the first key tile");
         self.k.wait_filled(k);
+        self.begin_turn(k);
         k.wgmma_fence();
         self.scores(k);
         k.wgmma_commit();
+        self.end_turn(k);
         self.give_back_queries(k, owed);
         k.wgmma_wait(0);
         self.give_back(k, &self.k);
@@ -202,9 +220,6 @@ impl<'a> Consumer<'a> {
         let kind = Kind { masked: true, first: true, lazy: false, poly: 0 };
         softmax::step(k, self.params, &self.rows, &self.scores, kind);
         self.pack(k);
-        if self.spec.key_lengths {
-            self.clear_values(k, tile, at);
-        }
         k.set(at, |k| k.sub_s32(at, 1));
 
         k.section("walk: masked tiles from the end");
@@ -224,6 +239,45 @@ impl<'a> Consumer<'a> {
         k.wgmma_commit();
         k.wgmma_wait(0);
         self.give_back(k, &self.v);
+        if self.spec.left && warpgroups > 1 {
+            self.pass_down_to(k, at, block.first);
+        }
+    }
+
+    /// Lets tiles pass that none of this warpgroup's rows sees.
+    fn pass_down_to(&self, k: &mut KernelBuilder, at: Reg<B32>, stop: Reg<B32>) {
+        k.comment("tiles of the other warpgroups");
+        k.while_(
+            |k| k.setp_ge_s32(at, stop),
+            |k, _| {
+                for ring in [&self.k, &self.v] {
+                    ring.wait_filled(k);
+                    self.give_back(k, ring);
+                }
+                self.begin_turn(k);
+                self.end_turn(k);
+                k.set(at, |k| k.sub_s32(at, 1));
+            },
+        );
+    }
+
+    /// Waits for this warpgroup's turn at the tensor cores. Every warpgroup takes one for every key tile.
+    fn begin_turn(&self, k: &mut KernelBuilder) {
+        if self.takes_turns() {
+            let own = k.add_u32(self.group, TURN);
+            k.bar_sync(own, 256u32);
+        }
+    }
+
+    /// Gives the turn to the next warpgroup.
+    fn end_turn(&self, k: &mut KernelBuilder) {
+        if self.takes_turns() {
+            let next = k.add_u32(self.group, 1u32);
+            let wraps = k.setp_eq_u32(next, self.schedule.warpgroups);
+            let next = k.selp_b32(0u32, next, wraps);
+            let next = k.add_u32(next, TURN);
+            k.bar_arrive(next, 256u32);
+        }
     }
 
     fn tiles_down_to(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>, stop: Reg<B32>, masked: bool) {
@@ -239,10 +293,7 @@ impl<'a> Consumer<'a> {
     /// The scores of one key tile, while the values of the tile before are added.
     fn key_tile(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>, masked: bool) {
         self.k.wait_filled(k);
-        if self.takes_turns() {
-            let own = k.add_u32(self.group, TURN);
-            k.bar_sync(own, 256u32);
-        }
+        self.begin_turn(k);
         k.wgmma_fence();
         self.scores(k);
         k.wgmma_commit();
@@ -251,13 +302,7 @@ impl<'a> Consumer<'a> {
         k.wgmma_fence();
         self.add_values(k);
         k.wgmma_commit();
-        if self.takes_turns() {
-            let next = k.add_u32(self.group, 1u32);
-            let wraps = k.setp_eq_u32(next, self.schedule.warpgroups);
-            let next = k.selp_b32(0u32, next, wraps);
-            let next = k.add_u32(next, TURN);
-            k.bar_arrive(next, 256u32);
-        }
+        self.end_turn(k);
         k.wgmma_wait(1);
         self.give_back(k, &self.k);
         self.softcap(k);

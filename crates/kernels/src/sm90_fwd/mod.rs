@@ -20,7 +20,10 @@ mod tiles;
 use flashcore_ptx::{KernelBuilder, Shared, SharedLayout, Target};
 
 use self::{consumer::Consumer, producer::Producer};
-use crate::{Blocks, Geometry, ScheduleError, Sm90Params, Spec, schedule::check_registers};
+use crate::{
+    Blocks, Geometry, ScheduleError, Sm90Params, Spec,
+    schedule::{MAX_REGISTERS, check_registers},
+};
 
 /// Queries of a warpgroup: what one `wgmma` takes.
 pub(crate) const ROWS: u32 = 64;
@@ -29,7 +32,7 @@ pub(crate) const PANEL: u32 = 64;
 /// Bytes of a panel's row.
 pub(crate) const PITCH: u32 = 2 * PANEL;
 /// Registers beside the fragments: softmax state, addresses, barriers.
-const OTHER_REGISTERS: u32 = 32;
+const OTHER_REGISTERS: u32 = 26;
 
 /// The knobs of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -54,6 +57,20 @@ pub struct Schedule {
     pub poly: u32,
     /// Whether blocks stay and take up further tiles.
     pub persistent: bool,
+    /// Under a causal mask, whether blocks that stay take up tiles in pairs of a long and a short one, rather than
+    /// longest first.
+    pub pairs: bool,
+}
+
+/// The order in which blocks that stay take up tiles of queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Walk {
+    /// Head by head.
+    Plain,
+    /// Head by head, a long tile and a short one together, so that all pieces of work are of one size.
+    Pairs,
+    /// Sections of heads, longest tiles first, every other round backwards.
+    Sections,
 }
 
 /// A kernel's shared memory.
@@ -101,10 +118,15 @@ impl Schedule {
     /// Columns of every box.
     pub const BOX_COLUMNS: u32 = PANEL;
 
-    /// The schedules to try for a spec, best first: those for many tiles, then those for few.
+    /// The schedules to try for a spec, best first: those for many tiles of queries, then those for few.
     pub(crate) fn defaults(spec: &Spec) -> Vec<Schedule> {
-        let widest = spec.head_dim.max(spec.head_dim_v);
-        let large = |warpgroups, block_n, q_stages| Schedule {
+        let few = [2, 1].into_iter().flat_map(|split| Self::for_few(spec, split));
+        Self::for_many(spec).into_iter().chain(Self::for_some(spec)).chain(few).collect()
+    }
+
+    /// For grids that fill the GPU several times: the widest blocks, which stay. Measured on an H200.
+    pub fn for_many(spec: &Spec) -> Vec<Schedule> {
+        let wide = |warpgroups, block_n, q_stages| Schedule {
             warpgroups,
             block_n,
             stages: 2,
@@ -115,24 +137,49 @@ impl Schedule {
             lazy: true,
             poly: 0,
             persistent: true,
+            pairs: false,
         };
-        let small = |block_n, split, ctas| Schedule {
+        match spec.head_dim.max(spec.head_dim_v) {
+            ..=64 => vec![wide(3, 128, 2), wide(2, 128, 2)],
+            ..=128 => vec![wide(2, 128, 2), wide(2, 112, 2)],
+            ..=192 => vec![wide(2, 96, 1), wide(2, 80, 1)],
+            _ => vec![wide(2, 64, 1), wide(2, 48, 1)],
+        }
+    }
+
+    /// For grids that fill the GPU, but not often: narrow blocks that stay, two on a multiprocessor where they fit.
+    pub fn for_some(spec: &Spec) -> Vec<Schedule> {
+        Self::for_many(spec)
+            .into_iter()
+            .flat_map(|wide| {
+                let narrow = Schedule { warpgroups: 1, q_stages: 2, pingpong: false, ..wide };
+                [Schedule { ctas: 2, ..narrow }, narrow]
+            })
+            .collect()
+    }
+
+    /// For grids that leave multiprocessors idle: narrow blocks, `split` of which share the keys of a tile.
+    pub fn for_few(spec: &Spec, split: u32) -> Vec<Schedule> {
+        // The wider the head, the more there is to merge, and the sooner a block should have the next keys.
+        let block_n: &[u32] = match spec.head_dim.max(spec.head_dim_v) {
+            ..=64 => &[128, 64],
+            ..=128 => &[64, 32],
+            _ => &[64, 32, 16],
+        };
+        let narrow = |block_n| Schedule {
             warpgroups: 1,
+            block_n,
+            stages: 2,
             q_stages: 1,
-            ctas,
+            ctas: 1,
             split,
             pingpong: false,
+            lazy: true,
+            poly: 0,
             persistent: false,
-            ..large(1, block_n, 1)
+            pairs: false,
         };
-        let mut all = match widest {
-            ..=64 => vec![large(3, 128, 2), large(2, 128, 2)],
-            ..=128 => vec![large(2, 128, 2), large(2, 128, 1)],
-            ..=192 => vec![large(2, 96, 1), large(2, 80, 1)],
-            _ => vec![large(2, 80, 1), large(2, 64, 1)],
-        };
-        all.extend([small(128, 2, 1), small(64, 2, 1), small(128, 1, 1), small(64, 1, 1), small(32, 1, 1)]);
-        all
+        block_n.iter().map(|&block_n| narrow(block_n)).collect()
     }
 
     /// The rows of the boxes.
@@ -143,6 +190,15 @@ impl Schedule {
     /// Queries a block.
     pub fn rows(self) -> u32 {
         ROWS * self.warpgroups
+    }
+
+    /// The order in which blocks that stay take up tiles of queries.
+    pub fn order(self, spec: &Spec) -> Walk {
+        match (self.persistent && spec.right, self.pairs) {
+            (false, _) => Walk::Plain,
+            (true, true) => Walk::Pairs,
+            (true, false) => Walk::Sections,
+        }
     }
 
     fn consumer_threads(self) -> u32 {
@@ -167,7 +223,8 @@ impl Schedule {
     fn register_limit(self) -> u32 {
         match self.shares() {
             Some((_, consumer)) => u32::from(consumer),
-            None => (65536 / (self.ctas * self.threads().next_multiple_of(128)) / 8 * 8).min(255),
+            // The assembler counts in steps of 32 here.
+            None => (65536 / (self.ctas * self.threads()) / 32 * 32).min(MAX_REGISTERS),
         }
     }
 

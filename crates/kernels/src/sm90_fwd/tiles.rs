@@ -2,7 +2,7 @@
 
 use flashcore_ptx::{B32, KernelBuilder, ParamHandle, Pred, Reg};
 
-use super::Schedule;
+use super::{ROWS, Schedule, Walk};
 use crate::{
     Sm90Params, Spec,
     work::{Band, KeyRange, Rows},
@@ -31,36 +31,108 @@ pub(super) fn each_tile(
     spec: &Spec,
     mut body: impl FnMut(&mut KernelBuilder, &Tile),
 ) {
-    let cluster = if schedule.split > 1 { k.clusterid_x() } else { k.ctaid_x() };
+    let item = if schedule.split > 1 { k.clusterid_x() } else { k.ctaid_x() };
     if !schedule.persistent {
-        let tile = Tile::find(k, schedule, spec, cluster);
+        let place = Place::in_head(k, item, None);
+        let tile = Tile::find(k, schedule, spec, place);
         body(k, &tile);
         return;
     }
-    let tiles = k.param(Sm90Params::tiles);
-    let clusters = if schedule.split > 1 { k.nclusterid_x() } else { k.nctaid_x() };
-    // Every other round runs backwards: tiles come longest first, and so the block that had the longest of a round
-    // gets the shortest of the next.
-    let last = k.sub_u32(clusters, 1u32);
-    let mirrored = k.sub_u32(last, cluster);
-    let (mine, other) = (k.mov_b32(cluster), k.mov_b32(mirrored));
-    let start = k.mov_b32(0u32);
-    let position = k.mov_b32(cluster);
-    k.while_(
-        |k| k.setp_lt_u32(start, tiles),
-        |k, _| {
-            let exists = k.setp_lt_u32(position, tiles);
-            k.if_(exists, |k| {
-                let tile = Tile::find(k, schedule, spec, position);
-                body(k, &tile);
-            });
-            k.set(start, |k| k.add_u32(start, clusters));
-            let swapped = k.mov_b32(mine);
-            k.set(mine, |k| k.mov_b32(other));
-            k.set(other, |k| k.mov_b32(swapped));
-            k.set(position, |k| k.add_u32(start, mine));
-        },
-    );
+    let (items, blocks) = (k.param(Sm90Params::items), k.nctaid_x());
+    match schedule.order(spec) {
+        Walk::Plain => {
+            let item = k.mov_b32(item);
+            k.while_(
+                |k| k.setp_lt_u32(item, items),
+                |k, _| {
+                    let place = Place::in_head(k, item, None);
+                    let tile = Tile::find(k, schedule, spec, place);
+                    body(k, &tile);
+                    k.set(item, |k| k.add_u32(item, blocks));
+                },
+            );
+        }
+        Walk::Pairs => {
+            let (item, second) = (k.mov_b32(item), k.mov_pred(false));
+            k.while_(
+                |k| k.setp_lt_u32(item, items),
+                |k, _| {
+                    let place = Place::in_head(k, item, Some(second));
+                    let alone = k.and_pred(second, place.middle);
+                    k.if_(!alone, |k| {
+                        let tile = Tile::find(k, schedule, spec, place);
+                        body(k, &tile);
+                    });
+                    let next = k.add_u32(item, blocks);
+                    k.set(item, |k| k.selp_b32(next, item, second));
+                    k.set(second, |k| k.not_pred(second));
+                },
+            );
+        }
+        Walk::Sections => {
+            // Every other round runs backwards: tiles come longest first, and so the block that had the longest of
+            // a round gets the shortest of the next.
+            let last = k.sub_u32(blocks, 1u32);
+            let mirrored = k.sub_u32(last, item);
+            let (mine, other) = (k.mov_b32(item), k.mov_b32(mirrored));
+            let (start, item) = (k.mov_b32(0u32), k.mov_b32(item));
+            k.while_(
+                |k| k.setp_lt_u32(start, items),
+                |k, _| {
+                    let exists = k.setp_lt_u32(item, items);
+                    k.if_(exists, |k| {
+                        let place = Place::in_section(k, item);
+                        let tile = Tile::find(k, schedule, spec, place);
+                        body(k, &tile);
+                    });
+                    k.set(start, |k| k.add_u32(start, blocks));
+                    let swapped = k.mov_b32(mine);
+                    k.set(mine, |k| k.mov_b32(other));
+                    k.set(other, |k| k.mov_b32(swapped));
+                    k.set(item, |k| k.add_u32(start, mine));
+                },
+            );
+        }
+    }
+}
+
+/// Where a tile of queries is: the head, over all batch entries, and the block of rows.
+struct Place {
+    head: Reg<B32>,
+    block: Reg<B32>,
+    /// Whether the block is as far from the first as from the last, and so has no other to be paired with.
+    middle: Reg<Pred>,
+}
+
+impl Place {
+    /// Head by head, the last block first. `second` where a piece of work is a pair: of the first block from the end
+    /// and the first from the start, the second and the second, and so on. Under a causal mask, all pairs have as
+    /// many keys.
+    fn in_head(k: &mut KernelBuilder, item: Reg<B32>, second: Option<Reg<Pred>>) -> Self {
+        let (head_items, blocks) = (k.param(Sm90Params::head_items), k.param(Sm90Params::blocks));
+        let head = divide(k, item, Sm90Params::items_mul, Sm90Params::items_shift);
+        let index = remainder(k, item, head, head_items);
+        let last_block = k.sub_u32(blocks, 1u32);
+        let from_end = k.sub_u32(last_block, index);
+        let middle = k.setp_eq_u32(from_end, index);
+        let block = second.map_or(from_end, |second| k.selp_b32(index, from_end, second));
+        Self { head, block, middle }
+    }
+
+    /// Section by section of heads, in each the last block of every head first.
+    fn in_section(k: &mut KernelBuilder, item: Reg<B32>) -> Self {
+        let (heads, blocks) = (k.param(Sm90Params::section), k.param(Sm90Params::blocks));
+        let section = divide(k, item, Sm90Params::section_tiles_mul, Sm90Params::section_tiles_shift);
+        let tiles = k.mul_lo_u32(heads, blocks);
+        let inside = remainder(k, item, section, tiles);
+        let index = divide(k, inside, Sm90Params::section_mul, Sm90Params::section_shift);
+        let head_inside = remainder(k, inside, index, heads);
+        let head = k.mad_lo_u32(section, heads, head_inside);
+        let last_block = k.sub_u32(blocks, 1u32);
+        let block = k.sub_u32(last_block, index);
+        let middle = k.setp_eq_u32(block, index);
+        Self { head, block, middle }
+    }
 }
 
 /// n / divisor, and what remains.
@@ -82,22 +154,14 @@ fn remainder(k: &mut KernelBuilder, n: Reg<B32>, quotient: Reg<B32>, divisor: Re
 }
 
 impl Tile {
-    fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec, position: Reg<B32>) -> Self {
+    fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec, place: Place) -> Self {
         k.section("tile: which rows of which head");
-        let (section_heads, blocks) = (k.param(Sm90Params::section), k.param(Sm90Params::blocks));
-        let section = divide(k, position, Sm90Params::section_tiles_mul, Sm90Params::section_tiles_shift);
-        let section_tiles = k.mul_lo_u32(section_heads, blocks);
-        let inside = remainder(k, position, section, section_tiles);
-        let from_end = divide(k, inside, Sm90Params::section_mul, Sm90Params::section_shift);
-        let head_inside = remainder(k, inside, from_end, section_heads);
-        let head = k.mad_lo_u32(section, section_heads, head_inside);
+        let Place { head, block, .. } = place;
         let batch = divide(k, head, Sm90Params::heads_mul, Sm90Params::heads_shift);
         let heads = k.param(Sm90Params::heads);
         let head = remainder(k, head, batch, heads);
         let kv_head =
             if spec.grouped { divide(k, head, Sm90Params::group_mul, Sm90Params::group_shift) } else { head };
-        let last_block = k.sub_u32(blocks, 1u32);
-        let block = k.sub_u32(last_block, from_end);
         let len_q = k.param(Sm90Params::len_q);
         let rows = Rows { batch, head, len_q, first_row: k.mul_lo_u32(block, schedule.rows()) };
         let keys = if spec.key_lengths {
@@ -113,25 +177,41 @@ impl Tile {
 
     /// The key tiles that this block walks over.
     pub fn keys(&self, k: &mut KernelBuilder, schedule: Schedule) -> Keys {
-        let range = self.band.key_range(k, &self.rows, schedule.rows());
-        let past = k.add_u32(range.end, schedule.block_n - 1);
-        let past = k.div_u32(past, schedule.block_n);
-        let (mut last, mut first) = (k.sub_s32(past, 1), k.div_u32(range.begin, schedule.block_n));
-        let mut any = k.setp_lt_s32(range.begin, range.end);
+        let mut keys = self.keys_of(k, schedule, self.rows, schedule.rows());
         if schedule.split > 1 {
             k.comment("this block's share of the key tiles");
             let rank = k.cluster_ctarank();
-            let count = k.sub_s32(past, first);
+            let past = k.add_s32(keys.last, 1);
+            let count = k.sub_s32(past, keys.first);
             let share = k.add_u32(count, schedule.split - 1);
             let share = k.shr_u32(share, schedule.split.trailing_zeros());
             let before = k.mul_lo_u32(rank, share);
-            last = k.sub_s32(last, before);
-            let past_mine = k.sub_s32(last, share);
+            keys.last = k.sub_s32(keys.last, before);
+            let past_mine = k.sub_s32(keys.last, share);
             let first_mine = k.add_s32(past_mine, 1);
-            let some = k.setp_ge_s32(last, first);
-            any = k.and_pred(any, some);
-            first = k.max_s32(first, first_mine);
+            let some = k.setp_ge_s32(keys.last, keys.first);
+            keys.any = k.and_pred(keys.any, some);
+            keys.first = k.max_s32(keys.first, first_mine);
         }
+        keys
+    }
+
+    /// The key tiles that one warpgroup's rows see.
+    pub fn own_keys(&self, k: &mut KernelBuilder, schedule: Schedule, group: Reg<B32>) -> Keys {
+        let first_row = k.mad_lo_u32(group, ROWS, self.rows.first_row);
+        let rows = Rows { first_row, ..self.rows };
+        let mut keys = self.keys_of(k, schedule, rows, ROWS);
+        let some = k.setp_lt_s32(first_row, self.rows.len_q);
+        keys.any = k.and_pred(keys.any, some);
+        keys
+    }
+
+    fn keys_of(&self, k: &mut KernelBuilder, schedule: Schedule, block: Rows, rows: u32) -> Keys {
+        let range = self.band.key_range(k, &block, rows);
+        let past = k.add_u32(range.end, schedule.block_n - 1);
+        let past = k.div_u32(past, schedule.block_n);
+        let (last, first) = (k.sub_s32(past, 1), k.div_u32(range.begin, schedule.block_n));
+        let any = k.setp_lt_s32(range.begin, range.end);
         Keys { first, last, any, range }
     }
 }
