@@ -233,6 +233,7 @@ def test_functorch_is_refused_by_torch_not_bypassed():
         torch.func.grad(lambda q: sdpa(q, k, v).square().sum())(q)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_gives_what_a_loop_gives():
     q, k, v = draw(0, *[(3, 1, 2, 9, 16)] * 3)
     looped = torch.stack([sdpa(*one) for one in zip(q, k, v)])

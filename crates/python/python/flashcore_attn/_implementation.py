@@ -30,7 +30,7 @@ def register_flash_attention_impl() -> None:
     register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if register is None:
         raise UnsupportedError(
-            f"torch {torch.__version__} has no register_flash_attention_impl, which came with 2.11. Call "
+            f"torch {torch.__version__} has no register_flash_attention_impl, as later ones have. Call "
             "flashcore_attn.scaled_dot_product_attention instead"
         )
     register(NAME, register_fn=_activate)
