@@ -37,6 +37,9 @@ const MOST_PAIRS: u128 = 1_000_000;
 /// The same for the scalar kernel, which executes some forty warp instructions a pair.
 const MOST_SCALAR_PAIRS: u128 = 30_000;
 
+/// The same for the Hopper kernel, whose every block has a producer and wide tiles however small the problem is.
+const MOST_HOPPER_PAIRS: u128 = 100_000;
+
 /// Multiprocessors of the simulated GPU.
 const FEW_SMS: u32 = 3;
 
@@ -92,7 +95,11 @@ impl DeviceEngine {
         let target = if kernel.runs_on(Target::Sm80) { Target::Sm80 } else { Target::Sm90a };
         // With few multiprocessors, blocks that stay have several tiles to take up.
         let gpu = SimGpu::new(target).with_sms(FEW_SMS).with_kernel(kernel).with_config(config);
-        let most_pairs = if kernel == Kernel::Scalar { MOST_SCALAR_PAIRS } else { MOST_PAIRS };
+        let most_pairs = match kernel {
+            Kernel::Scalar => MOST_SCALAR_PAIRS,
+            Kernel::Sm90Fwd => MOST_HOPPER_PAIRS,
+            Kernel::Sm80Mma | Kernel::Sm80Fwd => MOST_PAIRS,
+        };
         Self { name, device: Device::sim(gpu), most_pairs }
     }
 
@@ -100,7 +107,7 @@ impl DeviceEngine {
     /// a schedule for small grids.
     pub fn sim_hopper() -> Self {
         let device = Device::sim(SimGpu::new(Target::Sm90a));
-        Self { name: "sim-hopper".into(), device, most_pairs: MOST_PAIRS }
+        Self { name: "sim-hopper".into(), device, most_pairs: MOST_HOPPER_PAIRS }
     }
 
     /// Every kernel on the simulated GPU, in both asynchronous modes where it has anything asynchronous.
