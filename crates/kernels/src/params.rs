@@ -169,7 +169,7 @@ mod tests {
         let mut seen = 12345_u32;
         for divisor in (1..200).chain([255, 256, 257, 1000, 65535, 65536, 1 << 20, most - 1, most]) {
             let Divisor { mul, shift } = Divisor::new(divisor);
-            let mut check = |n: u32| {
+            let check = |n: u32| {
                 let quotient = (u64::from(n) * u64::from(mul)) >> shift;
                 assert_eq!(quotient, u64::from(n / divisor), "{n} / {divisor}");
             };

@@ -447,7 +447,7 @@ impl<'a> Consumer<'a> {
         }
         let base = k.param(Sm90Params::lse);
         let head = [Sm90Params::lse_batch, Sm90Params::lse_head];
-        let base = self.head_address(k, tile, base, head);
+        let base = Self::head_address(k, tile, base, head);
         let stride = k.param(Sm90Params::lse_row);
         for half in 0..2 {
             let row = self.problem_row(k, tile, half);
@@ -463,7 +463,6 @@ impl<'a> Consumer<'a> {
 
     /// The address of this tile's head in a tensor.
     pub fn head_address(
-        &self,
         k: &mut KernelBuilder,
         tile: &Tile,
         base: Reg<B64>,

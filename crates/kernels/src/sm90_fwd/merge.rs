@@ -82,7 +82,7 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     k.section("merge: this block's columns");
     let inverse = [0, 1].map(|half| of.inverse(k, half));
     let base = k.param(Sm90Params::o);
-    let base = of.head_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
+    let base = Consumer::head_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
     let stride = k.param(Sm90Params::o_row);
     let rows = [0, 1].map(|half| {
         let row = of.problem_row(k, tile, half);

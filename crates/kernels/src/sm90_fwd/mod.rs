@@ -118,6 +118,45 @@ impl Schedule {
     /// Columns of every box.
     pub const BOX_COLUMNS: u32 = PANEL;
 
+    /// Every schedule of the search space; [`crate::Schedule::check`] says which of them fit a spec. Knobs that change
+    /// nothing beside the others stay at one value.
+    pub fn grid() -> Vec<Schedule> {
+        let mut grid = Vec::new();
+        for warpgroups in 1..=3 {
+            let ctas = if warpgroups == 1 { 1..=3 } else { 1..=1 };
+            let turns: &[bool] = if warpgroups == 1 { &[false] } else { &[false, true] };
+            let ends = [1, 2, 4].map(|split| (false, false, split));
+            let stays = [false, true].map(|pairs| (true, pairs, 1));
+            let walks: Vec<(bool, bool, u32)> = ends.into_iter().chain(stays).collect();
+            for (block_n, stages) in (16..=256).step_by(16).flat_map(|n| (2..=4).map(move |s| (n, s))) {
+                for (q_stages, ctas) in (1..=2).flat_map(|q| ctas.clone().map(move |c| (q, c))) {
+                    for &(persistent, pairs, split) in &walks {
+                        for &pingpong in turns {
+                            for (lazy, poly) in
+                                [false, true].into_iter().flat_map(|l| (0..=4).map(move |p| (l, p)))
+                            {
+                                grid.push(Schedule {
+                                    warpgroups,
+                                    block_n,
+                                    stages,
+                                    q_stages,
+                                    ctas,
+                                    split,
+                                    pingpong,
+                                    lazy,
+                                    poly,
+                                    persistent,
+                                    pairs,
+                                });
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        grid
+    }
+
     /// The schedules to try for a spec, best first: those for many tiles of queries, then those for few.
     pub(crate) fn defaults(spec: &Spec) -> Vec<Schedule> {
         let few = [2, 1].into_iter().flat_map(|split| Self::for_few(spec, split));
@@ -141,8 +180,8 @@ impl Schedule {
         };
         match spec.head_dim.max(spec.head_dim_v) {
             ..=64 => vec![wide(3, 128, 2), wide(2, 128, 2)],
-            ..=128 => vec![wide(2, 128, 2), wide(2, 112, 2)],
-            ..=192 => vec![wide(2, 96, 1), wide(2, 80, 1)],
+            65..=128 => vec![wide(2, 128, 2), wide(2, 112, 2)],
+            129..=192 => vec![wide(2, 96, 1), wide(2, 80, 1)],
             _ => vec![wide(2, 64, 1), wide(2, 48, 1)],
         }
     }
@@ -163,7 +202,7 @@ impl Schedule {
         // The wider the head, the more there is to merge, and the sooner a block should have the next keys.
         let block_n: &[u32] = match spec.head_dim.max(spec.head_dim_v) {
             ..=64 => &[128, 64],
-            ..=128 => &[64, 32],
+            65..=128 => &[64, 32],
             _ => &[64, 32, 16],
         };
         let narrow = |block_n| Schedule {

@@ -21,6 +21,9 @@ pub(super) struct RowState {
     pub sum: Reg<F32>,
 }
 
+/// How a score becomes a probability, given its row and its place among the row's scores.
+type Exp<'a> = &'a dyn Fn(&mut KernelBuilder, Reg<F32>, usize, usize) -> Reg<F32>;
+
 /// What the output so far must be multiplied with.
 pub(super) struct Rescale {
     factors: [Reg<F32>; 2],
@@ -45,13 +48,13 @@ impl RowState {
         Self { reference: k.mov_f32(NEG_INF), sum: k.mov_f32(0.0) }
     }
 
-    pub fn reset(&self, k: &mut KernelBuilder) {
+    pub fn reset(self, k: &mut KernelBuilder) {
         k.set(self.reference, |k| k.mov_f32(NEG_INF));
         k.set(self.sum, |k| k.mov_f32(0.0));
     }
 
     /// Adds up the sums of the four threads that share the row.
-    pub fn finish(&self, k: &mut KernelBuilder) {
+    pub fn finish(self, k: &mut KernelBuilder) {
         for distance in [1u32, 2] {
             let other = k.shfl_bfly(self.sum, distance);
             k.set(self.sum, |k| k.add_f32(self.sum, other));
@@ -168,8 +171,7 @@ pub(super) fn step(
     let large = k.setp_gt_f32(largest, FUSED_UP_TO);
     let any_large = k.vote_any(large);
     // Each probability is added as soon as it is there: the additions then fall under the exponentials that follow.
-    let each = |k: &mut KernelBuilder,
-                exp: &dyn Fn(&mut KernelBuilder, Reg<F32>, usize, usize) -> Reg<F32>| {
+    let each = |k: &mut KernelBuilder, exp: Exp<'_>| {
         for (half, row) in rows.iter().enumerate() {
             let mut sums = [row.sum, row.sum];
             for (i, score) in row_elements(scores, half).enumerate() {

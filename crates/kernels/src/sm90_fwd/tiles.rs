@@ -97,6 +97,7 @@ pub(super) fn each_tile(
 }
 
 /// Where a tile of queries is: the head, over all batch entries, and the block of rows.
+#[derive(Clone, Copy)]
 struct Place {
     head: Reg<B32>,
     block: Reg<B32>,
