@@ -32,6 +32,7 @@ mod problem;
 pub mod sim;
 mod staging;
 mod tensor;
+pub mod tuned;
 
 pub use attention::{Attention, Output};
 pub use device::Device;

@@ -1,7 +1,7 @@
 //! Plan: a problem with a kernel, a schedule and a launch chosen for it.
 //!
-//! Choosing is a pure function of the problem and the hardware, so a plan can be printed, tested as a table and
-//! made for a GPU that is not there.
+//! Choosing is a pure function of the problem, the hardware and the table of what searches found, so a plan can be
+//! printed, tested as a table and made for a GPU that is not there.
 
 use flashcore_kernels::{
     Divisor, Dtype, FwdParams, ScheduleError, Sm90Params, Spec, sm90_fwd, sm90_fwd::Walk,
@@ -10,7 +10,7 @@ pub use flashcore_kernels::{Kernel, Schedule};
 pub use flashcore_ptx::Target;
 use flashcore_ptx::{GlobalPtr, KernelParams, Module, TensorMap};
 
-use crate::{DType, Error, Layout, Problem, Result};
+use crate::{DType, Error, Layout, Problem, Result, tuned::Table};
 
 /// The longest sequences that the kernels take: so that the sum of two lengths, a window and a tile fits 31 bits.
 pub const MAX_KERNEL_LEN: usize = 1 << 28;
@@ -96,7 +96,20 @@ pub struct Plan {
 impl Plan {
     /// The plan for a problem on some hardware.
     pub fn choose(problem: &Problem, hardware: &Hardware) -> Result<Self> {
+        Self::choose_by(problem, hardware, Table::current())
+    }
+
+    /// The plan for a problem on some hardware, by a given table of what searches found.
+    pub fn choose_by(problem: &Problem, hardware: &Hardware, tuned: &Table) -> Result<Self> {
         let spec = spec(problem, &hardware.name)?;
+        if let Some((entry, origin)) = tuned.find(problem, &spec, hardware) {
+            let gain = 100.0 * (entry.speed_up - 1.0);
+            let reason = format!(
+                "{origin}: {gain:.1} % faster than the planner's choice, measured on {}",
+                entry.problem
+            );
+            return Self::assemble(problem, spec, entry.schedule, hardware, reason);
+        }
         let (schedule, reason) = choose_schedule(problem, &spec, hardware)
             .map_err(|error| unsupported(&hardware.name, &spec, &error))?;
         Self::assemble(problem, spec, schedule, hardware, reason)

@@ -1,0 +1,332 @@
+//! The tuned table: schedules that a search found faster than the planner's own choice, by device and problem.
+//!
+//! One table is shipped with the crate; the user's own, for the GPUs at hand, stands in the cache folder and goes before
+//! it. An entry is used for the problem that it was measured on and for such that are near: the same kind of problem, of
+//! about the same size, that gives the multiprocessors as many rounds of work.
+//!
+//! A table is a text, one entry a line: `device | target | problem | schedule | speed-up`.
+
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    str::FromStr,
+    sync::OnceLock,
+};
+
+use flashcore_kernels::{Blocks, Schedule, Spec};
+use flashcore_ptx::Target;
+
+use crate::{DType, Mask, Problem, cuda::CubinCache, plan::Hardware};
+
+/// What is shipped.
+const SHIPPED: &str = include_str!("../tuned/h200.txt");
+
+/// The name of the user's table in the cache folder.
+const FILE: &str = "tuned.txt";
+
+/// How far a problem may be from the one that was measured: the sum of the binary logarithms of what its heads, queries
+/// and keys differ by.
+const NEAR: f64 = 0.5;
+
+/// From so many rounds of work on, one more or less does not matter.
+const MANY_ROUNDS: u64 = 8;
+
+/// Where an entry comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// It is shipped with the crate.
+    Shipped,
+    /// It was found on this machine.
+    User,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Origin::Shipped => "the shipped table",
+            Origin::User => "this machine's table",
+        })
+    }
+}
+
+/// A schedule that was measured to be faster than the planner's choice.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    /// The device's name.
+    pub device: String,
+    /// What the code is for.
+    pub target: Target,
+    /// The problem that it was measured on; its mask is none or causal.
+    pub problem: Problem,
+    /// The schedule.
+    pub schedule: Schedule,
+    /// How many times faster it was than the planner's choice.
+    pub speed_up: f64,
+}
+
+/// A table of entries.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Table {
+    entries: Vec<(Entry, Origin)>,
+}
+
+impl Table {
+    /// What plans are chosen by: the user's table and the shipped one, read once a process. A user's table that
+    /// cannot be read is as good as none.
+    pub fn current() -> &'static Self {
+        static CURRENT: OnceLock<Table> = OnceLock::new();
+        CURRENT.get_or_init(|| {
+            let user = user_file().and_then(|path| std::fs::read_to_string(path).ok()).unwrap_or_default();
+            let mut table = Self::parse(&user, Origin::User).unwrap_or_default();
+            table.entries.extend(Self::shipped().entries);
+            table
+        })
+    }
+
+    /// The table that is shipped.
+    pub fn shipped() -> Self {
+        Self::parse(SHIPPED, Origin::Shipped).unwrap_or_default()
+    }
+
+    /// Reads a table's text.
+    pub fn parse(text: &str, origin: Origin) -> Result<Self, String> {
+        let lines = (1..).zip(text.lines()).filter(|(_, line)| {
+            let line = line.trim();
+            !line.is_empty() && !line.starts_with('#')
+        });
+        let entry = |(number, line): (usize, &str)| {
+            line.parse().map(|entry| (entry, origin)).map_err(|why| format!("line {number}: {why}"))
+        };
+        lines.map(entry).collect::<Result<_, _>>().map(|entries| Self { entries })
+    }
+
+    /// The entries, with where they come from.
+    pub fn entries(&self) -> &[(Entry, Origin)] {
+        &self.entries
+    }
+
+    /// The entry for a problem on some hardware: the nearest that is near enough and whose schedule fits.
+    pub(crate) fn find(
+        &self,
+        problem: &Problem,
+        spec: &Spec,
+        hardware: &Hardware,
+    ) -> Option<&(Entry, Origin)> {
+        let near = |of: &&(Entry, Origin)| {
+            let entry = &of.0;
+            entry.target == hardware.target
+                && short_name(&entry.device) == short_name(&hardware.name)
+                && is_same_kind(&entry.problem, problem)
+                && distance(&entry.problem, problem) <= NEAR
+                && has_same_rounds(entry, problem, spec, hardware)
+                && entry.schedule.check(spec, hardware.target).is_ok()
+        };
+        let far = |of: &&(Entry, Origin)| distance(&of.0.problem, problem);
+        self.entries.iter().filter(near).min_by(|a, b| far(a).total_cmp(&far(b)))
+    }
+}
+
+/// Where the user's table is, if there is a cache folder.
+pub fn user_file() -> Option<PathBuf> {
+    CubinCache::of_user().folder().map(|folder| folder.join(FILE))
+}
+
+/// Puts entries into a table's file, in the place of those for the same device and problem. The file is replaced whole.
+pub fn record(path: &Path, found: &[Entry]) -> Result<(), String> {
+    let say = |what: &str, error: &dyn fmt::Display| format!("cannot {what} {}: {error}", path.display());
+    let before = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        Err(error) => return Err(say("read", &error)),
+    };
+    let kept = Table::parse(&before, Origin::User).map_err(|why| say("read", &why))?.entries;
+    let is_replaced = |old: &Entry| {
+        found
+            .iter()
+            .any(|new| (&new.device, new.target, new.problem) == (&old.device, old.target, old.problem))
+    };
+    let kept = kept.into_iter().map(|(entry, _)| entry).filter(|entry| !is_replaced(entry));
+    let lines: String = kept.chain(found.iter().cloned()).map(|entry| format!("{entry}\n")).collect();
+    let folder = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder).map_err(|error| say("write", &error))?;
+    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(|error| say("write", &error))?;
+    std::io::Write::write_all(&mut file, lines.as_bytes()).map_err(|error| say("write", &error))?;
+    file.persist(path).map_err(|error| say("write", &error.error))?;
+    Ok(())
+}
+
+fn short_name(device: &str) -> &str {
+    device.strip_prefix("NVIDIA ").unwrap_or(device)
+}
+
+/// Whether the same code computes both, but for the lse, which costs nothing.
+fn is_same_kind(a: &Problem, b: &Problem) -> bool {
+    let kind = |it: &Problem| (it.dtype, it.head_dim, it.head_dim_v, it.group(), it.mask);
+    kind(a) == kind(b) && !b.key_lengths && b.softcap.is_none()
+}
+
+fn distance(a: &Problem, b: &Problem) -> f64 {
+    let apart = |a: usize, b: usize| (a.max(1) as f64 / b.max(1) as f64).log2().abs();
+    apart(a.batch * a.heads_q, b.batch * b.heads_q) + apart(a.len_q, b.len_q) + apart(a.len_k, b.len_k)
+}
+
+/// Whether the multiprocessors take up tiles as often as they did when the entry was measured.
+fn has_same_rounds(entry: &Entry, problem: &Problem, spec: &Spec, hardware: &Hardware) -> bool {
+    let geometry = entry.schedule.geometry(spec);
+    let at_once = match geometry.blocks {
+        Blocks::Each(_) => hardware.sms,
+        Blocks::Row { cluster, resident } => hardware.sms * resident.unwrap_or(1) / cluster.max(1),
+    };
+    let rounds = |of: &Problem| {
+        geometry
+            .tiles(of.batch as u32, of.heads_q as u32, of.len_q as u32)
+            .div_ceil(u64::from(at_once.max(1)))
+    };
+    let (measured, asked) = (rounds(&entry.problem), rounds(problem));
+    measured == asked || measured.min(asked) >= MANY_ROUNDS
+}
+
+impl fmt::Display for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, mask, .. } =
+            self.problem;
+        write!(f, "{} | {} | ", self.device, self.target)?;
+        write!(f, "{batch}x{heads_q}/{heads_kv}x{len_q}/{len_k}x{head_dim}/{head_dim_v} {dtype} {mask}")?;
+        write!(f, " | {} | {:.4}", self.schedule, self.speed_up)
+    }
+}
+
+impl FromStr for Entry {
+    type Err = String;
+
+    fn from_str(line: &str) -> Result<Self, String> {
+        let fields: Vec<&str> = line.split('|').map(str::trim).collect();
+        let [device, target, problem, schedule, speed_up] = fields[..] else {
+            return Err("an entry is device | target | problem | schedule | speed-up".into());
+        };
+        Ok(Self {
+            device: device.into(),
+            target: Target::from_name(target).ok_or_else(|| format!("'{target}' is not a target"))?,
+            problem: parse_problem(problem).ok_or_else(|| format!("'{problem}' is not a problem"))?,
+            schedule: schedule.parse().map_err(|error| format!("{error}"))?,
+            speed_up: speed_up.parse().map_err(|_| format!("'{speed_up}' is not a number"))?,
+        })
+    }
+}
+
+/// `1x8/8x512/512x64/64 f16 causal`, each pair for queries and keys.
+fn parse_problem(text: &str) -> Option<Problem> {
+    let mut words = text.split_whitespace();
+    let (sizes, dtype, mask) = (words.next()?, words.next()?, words.next()?);
+    let pair = |part: &str| {
+        let (q, k) = part.split_once('/')?;
+        Some((q.parse::<usize>().ok()?, k.parse::<usize>().ok()?))
+    };
+    let parts: Vec<&str> = sizes.split('x').collect();
+    let [batch, heads, len, dim] = parts[..] else { return None };
+    let ((heads_q, heads_kv), (len_q, len_k), (head_dim, head_dim_v)) =
+        (pair(heads)?, pair(len)?, pair(dim)?);
+    let mask = [Mask::None, Mask::Causal].into_iter().find(|known| known.to_string() == mask)?;
+    let problem = Problem::new(batch.parse().ok()?, heads_q, len_q, head_dim, dtype.parse::<DType>().ok()?)
+        .with_kv(heads_kv, len_k)
+        .with_head_dim_v(head_dim_v)
+        .with_mask(mask);
+    problem.check().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Plan;
+
+    const SCHEDULE: &str = "sm80_fwd:block_m=64,block_n=32,warps=4,stages=3,q_in_regs=0,order=longest";
+
+    fn table(lines: &[&str]) -> Table {
+        Table::parse(&lines.join("\n"), Origin::User).unwrap()
+    }
+
+    fn line(problem: &str) -> String {
+        format!("NVIDIA A100 | sm_80 | {problem} | {SCHEDULE} | 1.05")
+    }
+
+    fn mission() -> Problem {
+        Problem::new(1, 8, 512, 64, DType::F16)
+    }
+
+    fn chosen(table: &Table, problem: &Problem, name: &str) -> Plan {
+        let hardware = Hardware { name: name.into(), ..Hardware::typical(Target::Sm80) };
+        Plan::choose_by(problem, &hardware, table).unwrap()
+    }
+
+    #[test]
+    fn an_entry_reads_back_what_it_prints() {
+        let text = line("1x8/2x512/600x64/128 bf16 causal");
+        let entry: Entry = text.parse().unwrap();
+        assert_eq!((entry.problem.heads_kv, entry.problem.len_k, entry.problem.head_dim_v), (2, 600, 128));
+        assert_eq!(entry.to_string().parse(), Ok(entry));
+    }
+
+    #[test]
+    fn what_is_shipped_can_be_read_and_every_schedule_fits_its_problem() {
+        let table = Table::parse(SHIPPED, Origin::Shipped).unwrap();
+        for (entry, _) in table.entries() {
+            let hardware = Hardware { name: entry.device.clone(), ..Hardware::typical(entry.target) };
+            assert!(Plan::with_schedule(&entry.problem, &hardware, entry.schedule).is_ok(), "{entry}");
+            assert!(entry.speed_up > 1.0);
+        }
+    }
+
+    #[test]
+    fn the_entry_of_a_problem_is_chosen_and_the_plan_says_where_it_is_from() {
+        let table = table(&[&line("1x8/8x512/512x64/64 f16 full")]);
+        let plan = chosen(&table, &mission(), "A100");
+        assert_eq!(plan.schedule.to_string(), SCHEDULE);
+        assert!(
+            plan.reason.contains("this machine's table") && plan.reason.contains("5.0 %"),
+            "{}",
+            plan.reason
+        );
+        let with_lse = chosen(&table, &mission().with_lse(), "A100");
+        assert_eq!(with_lse.schedule, plan.schedule);
+    }
+
+    #[test]
+    fn a_near_problem_takes_the_entry_and_one_that_is_far_or_of_another_kind_does_not() {
+        let table = table(&[&line("1x8/8x512/512x64/64 f16 full")]);
+        let tuned =
+            |problem: Problem, name: &str| chosen(&table, &problem, name).schedule.to_string() == SCHEDULE;
+        assert!(tuned(Problem::new(1, 8, 600, 64, DType::F16), "A100"));
+        assert!(!tuned(Problem::new(1, 8, 1024, 64, DType::F16), "A100"));
+        // 10 heads are near 8, but 14 x 10 blocks of 64 queries are more than 108 SMs take up at once.
+        assert!(!tuned(Problem::new(1, 14, 512, 64, DType::F16), "A100"));
+        assert!(!tuned(mission().with_mask(Mask::Causal), "A100"));
+        assert!(!tuned(Problem::new(1, 8, 512, 64, DType::BF16), "A100"));
+        assert!(!tuned(mission().with_softcap(5.0), "A100"));
+        assert!(!tuned(mission(), "A30"));
+    }
+
+    #[test]
+    fn of_two_near_entries_the_nearer_is_taken() {
+        let other = line("1x8/8x560/560x64/64 f16 full").replace("block_n=32", "block_n=48");
+        let table = table(&[&line("1x8/8x512/512x64/64 f16 full"), &other]);
+        let block_n =
+            |len| chosen(&table, &Problem::new(1, 8, len, 64, DType::F16), "A100").schedule.to_string();
+        assert!(block_n(520).contains("block_n=32") && block_n(550).contains("block_n=48"));
+    }
+
+    #[test]
+    fn what_is_recorded_replaces_the_entry_of_the_same_problem_and_keeps_the_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new").join(FILE);
+        let first: Entry = line("1x8/8x512/512x64/64 f16 full").parse().unwrap();
+        let other: Entry = line("1x8/8x512/512x64/64 bf16 full").parse().unwrap();
+        record(&path, &[first.clone(), other.clone()]).unwrap();
+        let better = Entry { speed_up: 1.2, ..first };
+        record(&path, std::slice::from_ref(&better)).unwrap();
+        let table = Table::parse(&std::fs::read_to_string(&path).unwrap(), Origin::User).unwrap();
+        let entries: Vec<&Entry> = table.entries().iter().map(|(entry, _)| entry).collect();
+        assert_eq!(entries, [&other, &better]);
+        std::fs::write(&path, "nonsense").unwrap();
+        assert!(record(&path, &[better]).unwrap_err().contains("line 1"));
+    }
+}
