@@ -1,0 +1,132 @@
+//! Attention of tensors with a batch dimension.
+
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use flashcore::{Device, Element, TensorMut};
+use half::{bf16, f16};
+
+use crate::options::{Options, dense, fail, view};
+
+/// The operation behind the functions for (batch, length, heads, head_dim) tensors.
+pub struct FlashAttn {
+    /// What scores are multiplied with.
+    pub softmax_scale: f32,
+    /// ALiBi slopes, which are refused.
+    pub alibi_slopes: Option<Tensor>,
+    /// Keys before its own place that a query sees.
+    pub window_size_left: Option<usize>,
+    /// Keys after its own place that a query sees.
+    pub window_size_right: Option<usize>,
+    /// Scores become `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
+}
+
+impl FlashAttn {
+    fn options(&self) -> Options {
+        Options {
+            scale: self.softmax_scale,
+            alibi: self.alibi_slopes.is_some(),
+            left: self.window_size_left,
+            right: self.window_size_right,
+            softcap: self.softcap.unwrap_or(0.0),
+        }
+    }
+
+    fn on_cpu<T: Element + Default>(
+        &self,
+        [q, k, v]: [&[T]; 3],
+        [q_layout, k_layout, v_layout]: [&Layout; 3],
+    ) -> Result<(Vec<T>, Shape)> {
+        let attention = self.options().attention()?;
+        let tensor = |name, data, layout: &Layout| view(data, layout.start_offset(), dense(name, layout)?);
+        let (q, k, v) = (tensor("q", q, q_layout)?, tensor("k", k, k_layout)?, tensor("v", v, v_layout)?);
+        let shape = out_shape(q.shape(), v.shape());
+        let mut o = vec![T::default(); shape.iter().product()];
+        let mut out = TensorMut::bshd(&mut o, &shape).map_err(fail)?;
+        attention.run_into(&Device::cpu(), &q, &k, &v, &mut out, None).map_err(fail)?;
+        Ok((o, Shape::from(shape.to_vec())))
+    }
+}
+
+/// (batch, length, heads, head_dim) of the output.
+fn out_shape([b, h, s, _]: [usize; 4], [_, _, _, d]: [usize; 4]) -> [usize; 4] {
+    [b, s, h, d]
+}
+
+impl CustomOp3 for FlashAttn {
+    fn name(&self) -> &'static str {
+        "flash-attn"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let layouts = [q_layout, k_layout, v_layout];
+        match (q, k, v) {
+            (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => {
+                let (o, shape) = self.on_cpu::<f16>([q, k, v], layouts)?;
+                Ok((CpuStorage::F16(o), shape))
+            }
+            (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => {
+                let (o, shape) = self.on_cpu::<bf16>([q, k, v], layouts)?;
+                Ok((CpuStorage::BF16(o), shape))
+            }
+            (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => {
+                let (o, shape) = self.on_cpu::<f32>([q, k, v], layouts)?;
+                Ok((CpuStorage::F32(o), shape))
+            }
+            _ => bail!("flash-attn takes q, k and v that are all f16, all bf16 or, on the CPU, all f32"),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &candle_core::CudaStorage,
+        q_layout: &Layout,
+        k: &candle_core::CudaStorage,
+        k_layout: &Layout,
+        v: &candle_core::CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        let (tensors, layouts) = ([q, k, v], [q_layout, k_layout, v_layout]);
+        match q.dtype() {
+            candle_core::DType::F16 => self.on_gpu::<f16>(tensors, layouts),
+            candle_core::DType::BF16 => self.on_gpu::<bf16>(tensors, layouts),
+            other => bail!("flash-attn takes f16 and bf16 on a GPU, not {other:?}"),
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl FlashAttn {
+    fn on_gpu<T: crate::gpu::GpuElement>(
+        &self,
+        [q, k, v]: [&candle_core::CudaStorage; 3],
+        [q_layout, k_layout, v_layout]: [&Layout; 3],
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        use flashcore_cudarc::{Input, Output};
+        let attention = self.options().attention()?;
+        let layouts = [dense("q", q_layout)?, dense("k", k_layout)?, dense("v", v_layout)?];
+        let shape = out_shape(layouts[0].shape, layouts[2].shape);
+        let device = q.device();
+        let (q, k, v) = (q.as_cuda_slice::<T>()?, k.as_cuda_slice::<T>()?, v.as_cuda_slice::<T>()?);
+        let q = q.slice(q_layout.start_offset()..);
+        let k = k.slice(k_layout.start_offset()..);
+        let v = v.slice(v_layout.start_offset()..);
+        let mut o = crate::gpu::output::<T>(device, shape.iter().product())?;
+        let inputs =
+            [Input::strided(&q, layouts[0]), Input::strided(&k, layouts[1]), Input::strided(&v, layouts[2])];
+        let gpu = crate::gpu::on(device)?;
+        gpu.run_into(&attention, inputs, Output::bshd(&mut o, shape), None).map_err(fail)?;
+        let storage = candle_core::CudaStorage::wrap_cuda_slice(o, device.clone());
+        Ok((storage, Shape::from(shape.to_vec())))
+    }
+}

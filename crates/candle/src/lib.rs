@@ -1,0 +1,272 @@
+//! FlashCore attention for candle, under the names, layouts and semantics of `candle-flash-attn`.
+//!
+//! To replace that crate, change its line in `Cargo.toml`, and nothing else:
+//!
+//! ```toml
+//! candle-flash-attn = { package = "flashcore-candle", version = "0.1", features = ["cuda"] }
+//! ```
+//!
+//! Tensors are (batch, length, heads, head_dim); k and v may have fewer heads than q. A causal mask and windows are
+//! aligned to the last query and key. Unlike `candle-flash-attn`, everything here also runs on the CPU, in f16, bf16
+//! and f32, and tensors are used with whatever strides they have, as long as the last dimension is contiguous.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//!
+//! let q = Tensor::randn(0_f32, 1.0, (2, 16, 8, 64), &Device::Cpu)?; // (batch, length, heads, head_dim)
+//! let kv = Tensor::randn(0_f32, 1.0, (2, 20, 2, 64), &Device::Cpu)?;
+//! let o = flashcore_candle::flash_attn(&q, &kv, &kv, 0.125, true)?;
+//! assert_eq!(o.dims(), [2, 16, 8, 64]);
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! ALiBi, paged caches and prefix ranges are not implemented, and refused with that reason. The variable-length
+//! functions run one call a sequence; on a GPU they read the cumulative lengths back first.
+
+mod dense;
+#[cfg(feature = "cuda")]
+mod gpu;
+mod options;
+mod varlen;
+
+use candle_core::{Result, Tensor, bail};
+pub use dense::FlashAttn;
+use options::Options;
+use varlen::FlashAttnVarLen;
+
+/// Attention of (batch, length, heads, head_dim) tensors.
+pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
+    flash_attn_windowed(q, k, v, softmax_scale, None, causal.then_some(0))
+}
+
+/// The same where each query sees so many keys before and after its own place; without a limit where there is none.
+/// Without one on the left and with 0 on the right it is causal.
+pub fn flash_attn_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    let op =
+        FlashAttn { softmax_scale, alibi_slopes: None, window_size_left, window_size_right, softcap: None };
+    q.apply_op3(k, v, op)
+}
+
+/// With ALiBi slopes, which FlashCore does not have: an error.
+pub fn flash_attn_alibi(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    softmax_scale: f32,
+    causal: bool,
+) -> Result<Tensor> {
+    flash_attn_alibi_windowed(q, k, v, alibi_slopes, softmax_scale, None, causal.then_some(0))
+}
+
+/// With ALiBi slopes, which FlashCore does not have: an error.
+pub fn flash_attn_alibi_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    let slopes = Some(alibi_slopes);
+    flash_attn_alibi_windowed_softcap(
+        q,
+        k,
+        v,
+        slopes,
+        softmax_scale,
+        window_size_left,
+        window_size_right,
+        0.0,
+    )
+}
+
+/// Windows, and scores that become `softcap · tanh(score / softcap)`; 0 turns that off. ALiBi slopes are refused.
+pub fn flash_attn_alibi_windowed_softcap(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: Option<&Tensor>,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    softcap: f32,
+) -> Result<Tensor> {
+    let op = FlashAttn {
+        softmax_scale,
+        alibi_slopes: alibi_slopes.cloned(),
+        window_size_left,
+        window_size_right,
+        softcap: Some(softcap),
+    };
+    q.apply_op3(k, v, op)
+}
+
+/// Attention of sequences that lie one behind the other: q is (all queries, heads, head_dim), k and v (all keys, heads,
+/// head_dim). `seqlens_q` and `seqlens_k` are cumulative, u32, from 0 to the end of the last sequence; no sequence is
+/// longer than `max_seqlen_q` and `max_seqlen_k`.
+pub fn flash_attn_varlen(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    causal: bool,
+) -> Result<Tensor> {
+    flash_attn_varlen_windowed(
+        q,
+        k,
+        v,
+        seqlens_q,
+        seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        None,
+        causal.then_some(0),
+    )
+}
+
+/// The same with a window, as [`flash_attn_windowed`] has it.
+pub fn flash_attn_varlen_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    flash_attn_varlen_alibi_windowed_softcap(
+        q,
+        k,
+        v,
+        None,
+        seqlens_q,
+        seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        window_size_left,
+        window_size_right,
+        0.0,
+    )
+}
+
+/// From a paged cache, which FlashCore does not have yet: an error.
+pub fn flash_attn_varlen_paged_windowed(
+    _q: &Tensor,
+    _k: &Tensor,
+    _v: &Tensor,
+    _seqlens_q: &Tensor,
+    _seqlens_k: &Tensor,
+    _block_table: &Tensor,
+    _mm_prefix_ranges: Option<&Tensor>,
+    _max_seqlen_q: usize,
+    _max_seqlen_k: usize,
+    _softmax_scale: f32,
+    _window_size_left: Option<usize>,
+    _window_size_right: Option<usize>,
+    _page_block_size: usize,
+    _softcap: Option<f32>,
+) -> Result<Tensor> {
+    bail!("FlashCore has no paged caches; gather the pages into k and v and call flash_attn_varlen_windowed")
+}
+
+/// With ALiBi slopes, which FlashCore does not have: an error.
+pub fn flash_attn_varlen_alibi(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    causal: bool,
+) -> Result<Tensor> {
+    flash_attn_varlen_alibi_windowed(
+        q,
+        k,
+        v,
+        alibi_slopes,
+        seqlens_q,
+        seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        None,
+        causal.then_some(0),
+    )
+}
+
+/// With ALiBi slopes, which FlashCore does not have: an error.
+pub fn flash_attn_varlen_alibi_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    flash_attn_varlen_alibi_windowed_softcap(
+        q,
+        k,
+        v,
+        Some(alibi_slopes),
+        seqlens_q,
+        seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        window_size_left,
+        window_size_right,
+        0.0,
+    )
+}
+
+/// Sequences one behind the other, with a window and a softcap; 0 turns the latter off. ALiBi slopes are refused.
+pub fn flash_attn_varlen_alibi_windowed_softcap(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: Option<&Tensor>,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    softcap: f32,
+) -> Result<Tensor> {
+    let options = Options {
+        scale: softmax_scale,
+        alibi: alibi_slopes.is_some(),
+        left: window_size_left,
+        right: window_size_right,
+        softcap,
+    };
+    let op = FlashAttnVarLen::new(options, [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])?;
+    q.apply_op3(k, v, op)
+}

@@ -1,0 +1,185 @@
+//! Attention of sequences that lie one behind the other.
+
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
+use flashcore::{Device, Element, TensorMut};
+use half::{bf16, f16};
+
+use crate::options::{Options, fail, part, view};
+
+/// The operation behind the functions for sequences of different lengths.
+pub(crate) struct FlashAttnVarLen {
+    options: Options,
+    /// Where each sequence's queries begin and end.
+    queries: Vec<[usize; 2]>,
+    /// Where its keys do.
+    keys: Vec<[usize; 2]>,
+}
+
+impl FlashAttnVarLen {
+    pub fn new(options: Options, [q, k]: [&Tensor; 2], [most_q, most_k]: [usize; 2]) -> Result<Self> {
+        let (queries, keys) = (ranges("seqlens_q", q, most_q)?, ranges("seqlens_k", k, most_k)?);
+        if queries.len() != keys.len() {
+            bail!("seqlens_q speaks of {} sequences and seqlens_k of {}", queries.len(), keys.len())
+        }
+        Ok(Self { options, queries, keys })
+    }
+
+    /// The shape of the output, after a look at whether the sequences lie within the tensors.
+    fn check(&self, [q, k, v]: [&Layout; 3]) -> Result<[usize; 3]> {
+        let rows = |name: &str, layout: &Layout, ranges: &[[usize; 2]]| {
+            let [rows, _, _] = layout.dims() else {
+                bail!(
+                    "{name} has {} dimensions; attention takes (all rows, heads, head_dim)",
+                    layout.dims().len()
+                )
+            };
+            match ranges.last() {
+                Some([_, end]) if end > rows => {
+                    bail!("the sequences end at row {end}, and {name} has {rows}")
+                }
+                _ => Ok(*rows),
+            }
+        };
+        let all = rows("q", q, &self.queries)?;
+        rows("k", k, &self.keys)?;
+        rows("v", v, &self.keys)?;
+        Ok([all, q.dims()[1], v.dims()[2]])
+    }
+
+    fn on_cpu<T: Element + Default>(
+        &self,
+        [q, k, v]: [&[T]; 3],
+        layouts: [&Layout; 3],
+    ) -> Result<(Vec<T>, Shape)> {
+        let attention = self.options.attention()?;
+        let shape @ [_, heads, width] = self.check(layouts)?;
+        let mut o = vec![T::default(); shape.iter().product()];
+        for (&queries, &keys) in self.queries.iter().zip(&self.keys) {
+            let tensor = |name, data, layout, range| {
+                let (layout, offset) = part(name, layout, range)?;
+                view(data, offset, layout)
+            };
+            let q = tensor("q", q, layouts[0], queries)?;
+            let k = tensor("k", k, layouts[1], keys)?;
+            let v = tensor("v", v, layouts[2], keys)?;
+            let [start, end] = queries;
+            let rows = &mut o[start * heads * width..end * heads * width];
+            let mut out = TensorMut::bshd(rows, &[1, end - start, heads, width]).map_err(fail)?;
+            attention.run_into(&Device::cpu(), &q, &k, &v, &mut out, None).map_err(fail)?;
+        }
+        Ok((o, Shape::from(shape.to_vec())))
+    }
+}
+
+/// Where sequences begin and end, from their cumulative lengths.
+fn ranges(name: &str, cumulative: &Tensor, most: usize) -> Result<Vec<[usize; 2]>> {
+    if cumulative.dtype() != DType::U32 || cumulative.dims().len() != 1 {
+        bail!(
+            "{name} is {:?} {:?}; it takes one u32 a sequence and one more",
+            cumulative.dtype(),
+            cumulative.dims()
+        )
+    }
+    let cumulative = cumulative.to_vec1::<u32>()?;
+    let mut ranges = Vec::new();
+    for (i, pair) in cumulative.windows(2).enumerate() {
+        let [start, end] = [pair[0] as usize, pair[1] as usize];
+        if end < start || end - start > most {
+            bail!("{name} gives sequence {i} from {start} to {end}; possible are lengths from 0 to {most}")
+        }
+        ranges.push([start, end]);
+    }
+    if ranges.is_empty() {
+        bail!("{name} has {} entries; a batch of n sequences has n + 1", cumulative.len())
+    }
+    Ok(ranges)
+}
+
+impl CustomOp3 for FlashAttnVarLen {
+    fn name(&self) -> &'static str {
+        "flash-attn-varlen"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let layouts = [q_layout, k_layout, v_layout];
+        match (q, k, v) {
+            (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => {
+                let (o, shape) = self.on_cpu::<f16>([q, k, v], layouts)?;
+                Ok((CpuStorage::F16(o), shape))
+            }
+            (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => {
+                let (o, shape) = self.on_cpu::<bf16>([q, k, v], layouts)?;
+                Ok((CpuStorage::BF16(o), shape))
+            }
+            (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => {
+                let (o, shape) = self.on_cpu::<f32>([q, k, v], layouts)?;
+                Ok((CpuStorage::F32(o), shape))
+            }
+            _ => bail!("flash-attn takes q, k and v that are all f16, all bf16 or, on the CPU, all f32"),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &candle_core::CudaStorage,
+        q_layout: &Layout,
+        k: &candle_core::CudaStorage,
+        k_layout: &Layout,
+        v: &candle_core::CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        let (tensors, layouts) = ([q, k, v], [q_layout, k_layout, v_layout]);
+        match q.dtype() {
+            DType::F16 => self.on_gpu::<f16>(tensors, layouts),
+            DType::BF16 => self.on_gpu::<bf16>(tensors, layouts),
+            other => bail!("flash-attn takes f16 and bf16 on a GPU, not {other:?}"),
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl FlashAttnVarLen {
+    fn on_gpu<T: crate::gpu::GpuElement>(
+        &self,
+        [q, k, v]: [&candle_core::CudaStorage; 3],
+        layouts: [&Layout; 3],
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        use flashcore_cudarc::{Input, Output};
+        let attention = self.options.attention()?;
+        let shape @ [_, heads, width] = self.check(layouts)?;
+        let device = q.device();
+        let slices = [q.as_cuda_slice::<T>()?, k.as_cuda_slice::<T>()?, v.as_cuda_slice::<T>()?];
+        let mut o = crate::gpu::output::<T>(device, shape.iter().product())?;
+        let gpu = crate::gpu::on(device)?;
+        for (&queries, &keys) in self.queries.iter().zip(&self.keys) {
+            let (q_layout, q_offset) = part("q", layouts[0], queries)?;
+            let (k_layout, k_offset) = part("k", layouts[1], keys)?;
+            let (v_layout, v_offset) = part("v", layouts[2], keys)?;
+            let [start, end] = queries;
+            if start == end {
+                continue;
+            }
+            let q = slices[0].slice(q_offset..);
+            let k = slices[1].slice(k_offset..);
+            let v = slices[2].slice(v_offset..);
+            let inputs =
+                [Input::strided(&q, q_layout), Input::strided(&k, k_layout), Input::strided(&v, v_layout)];
+            let mut rows = o.slice_mut(start * heads * width..end * heads * width);
+            let out = Output::bshd(&mut rows, [1, end - start, heads, width]);
+            gpu.run_into(&attention, inputs, out, None).map_err(fail)?;
+        }
+        let storage = candle_core::CudaStorage::wrap_cuda_slice(o, device.clone());
+        Ok((storage, Shape::from(shape.to_vec())))
+    }
+}
