@@ -8,6 +8,7 @@
 
 use std::{
     fmt,
+    io::Write,
     path::{Path, PathBuf},
     str::FromStr,
     sync::OnceLock,
@@ -146,11 +147,11 @@ pub fn record(path: &Path, found: &[Entry]) -> Result<(), String> {
             .any(|new| (&new.device, new.target, new.problem) == (&old.device, old.target, old.problem))
     };
     let kept = kept.into_iter().map(|(entry, _)| entry).filter(|entry| !is_replaced(entry));
-    let lines: String = kept.chain(found.iter().cloned()).map(|entry| format!("{entry}\n")).collect();
+    let lines: Vec<String> = kept.chain(found.iter().cloned()).map(|entry| entry.to_string()).collect();
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).map_err(|error| say("write", &error))?;
     let mut file = tempfile::NamedTempFile::new_in(folder).map_err(|error| say("write", &error))?;
-    std::io::Write::write_all(&mut file, lines.as_bytes()).map_err(|error| say("write", &error))?;
+    writeln!(file, "{}", lines.join("\n")).map_err(|error| say("write", &error))?;
     file.persist(path).map_err(|error| say("write", &error.error))?;
     Ok(())
 }

@@ -5,6 +5,7 @@
 //!   [`conditioning`] derives; [`explain`] says what went wrong.
 //! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
 //!   does so on a GPU, with everyone in a [`process`] of their own.
+//! - [`search`] looks for faster schedules, and believes none that it has not seen win twice.
 //! - [`evidence`] is what a report carries beside its numbers; [`files`] and [`interrupt`] see to it that a file is
 //!   written whole or not at all. [`cli`] is the command itself.
 //!
@@ -29,6 +30,7 @@ pub mod peers;
 pub mod process;
 pub mod rng;
 pub mod rule;
+pub mod search;
 pub mod shapes;
 pub mod stats;
 pub mod timing;

@@ -200,9 +200,9 @@ impl Options {
 
 /// Dtypes in a row, which clap would otherwise take for many values.
 #[derive(Clone, Debug)]
-struct Dtypes(Vec<DType>);
+pub(super) struct Dtypes(pub(super) Vec<DType>);
 
-fn dtypes(text: &str) -> Result<Dtypes, String> {
+pub(super) fn dtypes(text: &str) -> Result<Dtypes, String> {
     if text == "all" {
         return Ok(Dtypes(DType::ALL.to_vec()));
     }
@@ -227,7 +227,7 @@ fn peers(text: &str) -> Result<Peers, String> {
 }
 
 /// A time as 90, 90s, 2.5m or 1h.
-fn duration(text: &str) -> Result<Duration, String> {
+pub(super) fn duration(text: &str) -> Result<Duration, String> {
     let (number, unit) = match text.char_indices().last() {
         Some((end, 's')) => (&text[..end], 1.0),
         Some((end, 'm')) => (&text[..end], 60.0),

@@ -42,7 +42,7 @@ pub struct Options {
     json: Json,
 }
 
-fn target(name: &str) -> Result<Target, String> {
+pub(super) fn target(name: &str) -> Result<Target, String> {
     Target::from_name(name).ok_or_else(|| {
         format!("'{name}' is not a target; possible are {}", Target::ALL.map(Target::name).join(", "))
     })

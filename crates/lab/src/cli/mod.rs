@@ -3,7 +3,9 @@
 mod bench;
 mod bench_gpu;
 mod doctor;
+mod evolve;
 mod inspect;
+mod plan;
 mod run;
 mod screen;
 mod verify;
@@ -15,7 +17,7 @@ use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
 use crate::evidence::{Document, Environment};
-use crate::{files, gpu};
+use crate::{files, gpu, search};
 
 /// What a command without arguments says: ten lines on what to try first.
 const FIRST_STEPS: &str = "\
@@ -55,6 +57,13 @@ enum Command {
     Bench(bench::Options),
     /// Show the plan of a GPU kernel, what the assembler makes of it, and what the simulator counts
     Inspect(inspect::Options),
+    /// Say what would run for a shape, and why
+    Plan(plan::Options),
+    /// Search for faster schedules, and accept only what is right and wins twice
+    Evolve(evolve::Options),
+    /// Answer the workbench's requests on the CPU: how evolve keeps what it tries apart from itself
+    #[command(hide = true)]
+    CpuWorker,
     /// Answer the workbench's requests on a GPU: how bench keeps what it times apart from itself
     #[command(hide = true)]
     GpuWorker {
@@ -97,6 +106,9 @@ pub fn main() -> ExitCode {
         Some(Command::Verify(options)) => verify::verify(&options),
         Some(Command::Bench(options)) => bench::bench(&options),
         Some(Command::Inspect(options)) => inspect::inspect(&options),
+        Some(Command::Plan(options)) => plan::plan(&options),
+        Some(Command::Evolve(options)) => evolve::evolve(&options),
+        Some(Command::CpuWorker) => search::cpu_worker::serve().map(|()| Exit::Pass),
         Some(Command::GpuWorker { ordinal }) => gpu::worker::serve(ordinal).map(|()| Exit::Pass),
     };
     match result {

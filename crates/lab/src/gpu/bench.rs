@@ -3,6 +3,7 @@
 //! Nothing that goes wrong in a cell ends the run: it stands in the row of whoever it happened to.
 
 use std::cell::RefCell;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use flashcore::cuda::driver::{GpuState, Nvml};
@@ -33,7 +34,7 @@ const SEED: u64 = 2026;
 /// A rate above this share of the chip's peak is an error of the clock or of the count, not a record.
 const IMPOSSIBLE: f64 = 1.02;
 /// What a sample of the kernel clock takes at least: a thousand times what an event can tell apart.
-const SAMPLE: Duration = Duration::from_micros(500);
+pub(crate) const SAMPLE: Duration = Duration::from_micros(500);
 /// Samples of the call clock; fewer where a call is long.
 const CALLS: u32 = 300;
 /// Time for the samples of the call clock.
@@ -223,7 +224,7 @@ impl GpuBench {
             progress(&format!("judging {name}"), 0.0);
             let possible = if self.is_ours(host) { Ok(()) } else { Torch::supports(&problem) };
             let judged =
-                possible.and_then(|()| self.judge(&cell, host, &name, &rows, &yardstick, problem.dtype));
+                possible.and_then(|()| cell.judge(host, &name, self.folder.path(), &rows, &yardstick));
             racers.push((name, host, judged));
         }
         let limit = budget.saturating_sub(started.elapsed()).max(Duration::from_millis(100));
@@ -288,34 +289,6 @@ impl GpuBench {
             Cache::Warm => 1,
             Cache::Cold => sets_to_flush(problem.min_bytes(), l2),
         }
-    }
-
-    fn judge(
-        &self,
-        cell: &OnGpu<'_>,
-        host: &RefCell<Host>,
-        who: &str,
-        rows: &[Row],
-        yardstick: &Yardstick,
-        dtype: DType,
-    ) -> Result<Judgement, String> {
-        let Asked { q: [_, heads, len_q, _], .. } = cell.problem;
-        let index = |row: &Row| (row.batch * heads + row.head) * len_q + row.query;
-        let path = self.folder.path().join("o");
-        let request =
-            Request::Output { who: who.into(), rows: rows.iter().map(index).collect(), path: path.clone() };
-        cell.ask(host, &request)?;
-        let bytes = std::fs::read(&path).map_err(|error| format!("cannot read its output: {error}"))?;
-        let o: Vec<f32> = match dtype {
-            DType::F16 => elements::<f16>(&bytes).into_iter().map(f16::to_f32).collect(),
-            DType::BF16 => elements::<bf16>(&bytes).into_iter().map(bf16::to_f32).collect(),
-            DType::F32 => elements(&bytes),
-        };
-        let expected = rows.len() * cell.problem.v[3];
-        if o.len() != expected {
-            return Err(format!("{} elements came back where {expected} were expected", o.len()));
-        }
-        Ok(yardstick.judge(&o, None))
     }
 
     /// What else there is to say of a contender that was timed.
@@ -392,23 +365,51 @@ impl GpuBench {
 }
 
 /// A cell as workers are asked about it.
-struct OnGpu<'a> {
-    stored: &'a Stored,
-    problem: Asked,
-    sets: usize,
+pub(crate) struct OnGpu<'a> {
+    pub(crate) stored: &'a Stored,
+    pub(crate) problem: Asked,
+    pub(crate) sets: usize,
 }
 
 impl OnGpu<'_> {
-    fn ask(&self, host: &RefCell<Host>, request: &Request) -> Result<Value, String> {
+    pub(crate) fn ask(&self, host: &RefCell<Host>, request: &Request) -> Result<Value, String> {
         host.borrow_mut().ask_about(self.stored, &self.problem, self.sets, request)
+    }
+
+    /// Lets somebody compute into poisoned memory, and judges some rows of the output, which travel through a folder.
+    pub(crate) fn judge(
+        &self,
+        host: &RefCell<Host>,
+        who: &str,
+        folder: &Path,
+        rows: &[Row],
+        yardstick: &Yardstick,
+    ) -> Result<Judgement, String> {
+        let Asked { q: [_, heads, len_q, _], .. } = self.problem;
+        let index = |row: &Row| (row.batch * heads + row.head) * len_q + row.query;
+        let path = folder.join("o");
+        let request =
+            Request::Output { who: who.into(), rows: rows.iter().map(index).collect(), path: path.clone() };
+        self.ask(host, &request)?;
+        let bytes = std::fs::read(&path).map_err(|error| format!("cannot read its output: {error}"))?;
+        let o: Vec<f32> = match self.problem.dtype.parse()? {
+            DType::F16 => elements::<f16>(&bytes).into_iter().map(f16::to_f32).collect(),
+            DType::BF16 => elements::<bf16>(&bytes).into_iter().map(bf16::to_f32).collect(),
+            DType::F32 => elements(&bytes),
+        };
+        let expected = rows.len() * self.problem.v[3];
+        if o.len() != expected {
+            return Err(format!("{} elements came back where {expected} were expected", o.len()));
+        }
+        Ok(yardstick.judge(&o, None))
     }
 }
 
 /// A contender on the kernel clock.
-struct OnClock<'a> {
-    cell: &'a OnGpu<'a>,
-    host: &'a RefCell<Host>,
-    name: &'a str,
+pub(crate) struct OnClock<'a> {
+    pub(crate) cell: &'a OnGpu<'a>,
+    pub(crate) host: &'a RefCell<Host>,
+    pub(crate) name: &'a str,
 }
 
 impl Contender for OnClock<'_> {
@@ -441,18 +442,18 @@ fn race(
     measure(&mut contenders, effort, stop, &mut rounds)
 }
 
-fn largest_tensor(problem: &Problem) -> usize {
+pub(crate) fn largest_tensor(problem: &Problem) -> usize {
     let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
     batch * (heads_q * len_q * head_dim).max(heads_kv * len_k * head_dim.max(head_dim_v))
 }
 
 /// As many rows as the oracle can be asked about in reasonable time, spread over all heads.
-fn judged_rows(problem: &Problem) -> Vec<Row> {
+pub(crate) fn judged_rows(problem: &Problem) -> Vec<Row> {
     let work_of_row = problem.len_k as f64 * (problem.head_dim + problem.head_dim_v) as f64;
     sample_rows(problem, (ORACLE_WORK / work_of_row) as usize, SEED)
 }
 
-fn sets_to_flush(bytes: f64, l2: f64) -> usize {
+pub(crate) fn sets_to_flush(bytes: f64, l2: f64) -> usize {
     let enough = (2.0 * l2 / bytes).ceil() as usize + 1;
     let most = (MOST_BYTES / bytes) as usize;
     if bytes >= 2.0 * l2 { 1 } else { enough.min(most).clamp(1, MOST_SETS) }

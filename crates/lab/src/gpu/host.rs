@@ -1,5 +1,6 @@
 //! Keeps a worker running: starts it when it is first needed, again when it is lost, and hands it the inputs.
 
+use std::ffi::OsString;
 use std::process::Command;
 use std::time::Duration;
 
@@ -26,6 +27,8 @@ pub enum Kind {
     Ours,
     /// torch's, in a Python that has it.
     Torch,
+    /// Whatever a command runs that speaks the protocol, by the name that stands in messages.
+    Command(&'static str, Vec<OsString>),
 }
 
 /// A worker that is started again when it is lost.
@@ -33,6 +36,8 @@ pub struct Host {
     kind: Kind,
     ordinal: u32,
     environment: Vec<(String, String)>,
+    /// The longest that any answer is waited for.
+    watchdog: Duration,
     worker: Option<Worker>,
     /// The pool that the running worker holds.
     pool: Option<Stored>,
@@ -45,7 +50,22 @@ pub struct Host {
 impl Host {
     /// For the GPU of a number. Nothing is started yet.
     pub fn new(kind: Kind, ordinal: u32) -> Self {
-        Self { kind, ordinal, environment: Vec::new(), worker: None, pool: None, loaded: None, lost: 0 }
+        Self {
+            kind,
+            ordinal,
+            environment: Vec::new(),
+            watchdog: Duration::MAX,
+            worker: None,
+            pool: None,
+            loaded: None,
+            lost: 0,
+        }
+    }
+
+    /// With a limit on how long any answer is waited for, where the usual ones are too patient.
+    pub fn with_watchdog(mut self, limit: Duration) -> Self {
+        self.watchdog = limit;
+        self
     }
 
     /// With a variable in the worker's environment.
@@ -106,7 +126,8 @@ impl Host {
             Request::Hello => START,
             Request::Sample { .. } => SAMPLE,
             _ => PREPARE,
-        };
+        }
+        .min(self.watchdog);
         if self.worker.is_none() {
             self.worker = Some(self.start()?);
         }
@@ -124,11 +145,12 @@ impl Host {
         match self.kind {
             Kind::Ours => "flashcore worker",
             Kind::Torch => "torch worker",
+            Kind::Command(name, _) => name,
         }
     }
 
     fn start(&self) -> Result<Worker, String> {
-        let mut command = match self.kind {
+        let mut command = match &self.kind {
             Kind::Ours => {
                 let binary = std::env::current_exe().map_err(|error| format!("who am I? ({error})"))?;
                 let mut command = Command::new(binary);
@@ -139,6 +161,13 @@ impl Host {
                 peers::torch_is_there()?;
                 let mut command = Command::new(peers::python());
                 command.args(["-u", "-c", TORCH, &self.ordinal.to_string()]);
+                command
+            }
+            Kind::Command(name, words) => {
+                let (program, arguments) =
+                    words.split_first().ok_or_else(|| format!("the {name} has no command"))?;
+                let mut command = Command::new(program);
+                command.args(arguments);
                 command
             }
         };

@@ -1,0 +1,147 @@
+//! `flashcore plan`: what would run for a shape, and with --explain, why.
+
+use clap::Args;
+use flashcore::cuda::Cuda;
+use flashcore::plan::{Hardware, Plan, Target};
+use flashcore::tuned::{self, Table};
+use flashcore::{DType, Mask, Problem, cpu};
+use serde::Serialize;
+
+use super::screen::{Tone, say, toned};
+use super::{Exit, Json};
+use crate::evidence::Environment;
+use crate::search::config;
+
+#[derive(Args)]
+pub struct Options {
+    /// A shape by name, or BxHxSxD, with :causal, :full, :f16 or :bf16 behind it
+    #[arg(value_parser = config::target)]
+    shape: config::Target,
+    /// With a causal mask
+    #[arg(long)]
+    causal: bool,
+    /// f16, bf16 or f32
+    #[arg(long)]
+    dtype: Option<DType>,
+    /// Plan for a typical GPU of a target, such as sm_90a, rather than for this machine's
+    #[arg(long, value_parser = super::inspect::target)]
+    target: Option<Target>,
+    /// The GPU's name where a target is given: the tuned table goes by it
+    #[arg(long, value_name = "NAME", requires = "target")]
+    name: Option<String>,
+    /// Say where the choice came from, and what there was to choose from
+    #[arg(long)]
+    explain: bool,
+    #[command(flatten)]
+    json: Json,
+}
+
+#[derive(Serialize)]
+struct Report {
+    problem: String,
+    device: String,
+    /// Absent for the CPU engine.
+    kernel: Option<&'static str>,
+    schedule: String,
+    reason: String,
+    /// Absent for the CPU engine.
+    grid: Option<[u32; 3]>,
+    /// What the planner chooses where no table says otherwise.
+    untuned_schedule: Option<String>,
+    /// Entries of the tables for this device, whatever their problems.
+    tuned_entries: Vec<String>,
+    /// Where the user's table would be.
+    user_table: Option<String>,
+}
+
+pub fn plan(options: &Options) -> Result<Exit, String> {
+    options.json.check()?;
+    let cell = options.shape.cell;
+    let mask = if options.causal { Mask::Causal } else { cell.mask };
+    let problem = cell.shape.problem(mask, options.dtype.unwrap_or(cell.dtype));
+    let hardware = match options.target {
+        Some(target) => {
+            let typical = Hardware::typical(target);
+            let name = options.name.clone().unwrap_or(typical.name);
+            Some(Hardware { name, ..typical })
+        }
+        None => Cuda::new(0).ok().map(|cuda| cuda.hardware().clone()),
+    };
+    let (text, report) = match hardware {
+        Some(hardware) => on_gpu(&problem, &hardware, options.explain)?,
+        None => on_cpu(&problem, options.explain),
+    };
+    say(&text);
+    options.json.write("flashcore.plan/1", &Environment::read(), true, &report)?;
+    Ok(Exit::Pass)
+}
+
+fn on_gpu(problem: &Problem, hardware: &Hardware, explain: bool) -> Result<(String, Report), String> {
+    let say = |error: flashcore::Error| error.to_string();
+    let table = Table::current();
+    let plan = Plan::choose_by(problem, hardware, table).map_err(say)?;
+    let untuned = Plan::choose_by(problem, hardware, &Table::default()).map_err(say)?;
+    let of_device =
+        |name: &str| name.trim_start_matches("NVIDIA ") == hardware.name.trim_start_matches("NVIDIA ");
+    let entries: Vec<String> = table
+        .entries()
+        .iter()
+        .filter(|(entry, _)| of_device(&entry.device) && entry.target == hardware.target)
+        .map(|(entry, origin)| format!("{} from {origin}: {}", entry.problem, entry.schedule))
+        .collect();
+    let report = Report {
+        problem: problem.to_string(),
+        device: hardware.name.clone(),
+        kernel: Some(plan.kernel().name()),
+        schedule: plan.schedule.to_string(),
+        reason: plan.reason.clone(),
+        grid: Some(plan.grid),
+        untuned_schedule: Some(untuned.schedule.to_string()),
+        tuned_entries: entries,
+        user_table: tuned::user_file().map(|path| path.display().to_string()),
+    };
+    let mut text = plan.to_string();
+    if explain {
+        let mut lines = vec![toned(Tone::Strong, "\nwhere the choice came from")];
+        if plan.schedule == untuned.schedule {
+            lines.push("the planner's own rules; no entry of a tuned table changes them".into());
+        } else {
+            lines.push(plan.reason.clone());
+            lines.push(format!("without it  {}\n            {}", untuned.schedule, untuned.reason));
+        }
+        let folder = report.user_table.as_deref().unwrap_or("none, for there is no cache folder");
+        lines.push(format!(
+            "tables      {} entries for {}; this machine's: {folder}",
+            report.tuned_entries.len(),
+            hardware.name
+        ));
+        lines.extend(report.tuned_entries.iter().map(|entry| format!("            {entry}")));
+        text = format!("{text}\n{}", lines.join("\n"));
+    }
+    Ok((text, report))
+}
+
+fn on_cpu(problem: &Problem, explain: bool) -> (String, Report) {
+    let engine = cpu::Engine::new();
+    let schedule = engine.schedule(problem.head_dim, problem.head_dim_v).to_string();
+    let reason = "there is no GPU here; tiles by the head dims, threads by the cores".to_string();
+    let mut text =
+        format!("problem   {problem}\nengine    cpu ({engine})\nschedule  {schedule}\nwhy       {reason}");
+    if explain {
+        text += "\ncode      ";
+        text += &[engine.isa().name(), engine.why()].join(": ");
+        text += "\ntables    the CPU engine reads none; for a GPU's plan give --target sm_90a";
+    }
+    let report = Report {
+        problem: problem.to_string(),
+        device: format!("cpu ({engine})"),
+        kernel: None,
+        schedule,
+        reason,
+        grid: None,
+        untuned_schedule: None,
+        tuned_entries: Vec::new(),
+        user_table: None,
+    };
+    (text, report)
+}
