@@ -241,6 +241,12 @@ impl ClockPair {
         self.proxied.raise(agent, clock);
     }
 
+    /// Covers for both kinds of access what the clock covers.
+    pub fn join_both(&mut self, other: &VClock) {
+        self.generic.join(other);
+        self.proxied.join(other);
+    }
+
     /// Covers nothing any more.
     pub fn clear(&mut self) {
         self.generic.clear();
@@ -490,23 +496,34 @@ impl WarpClock {
         }
     }
 
-    /// What all of several warps may rely on: the clock of an access that they make together.
-    pub fn meet(warps: &[&WarpClock]) -> WarpClock {
-        let mut together = WarpClock::new(Agent::MAX);
-        let Some((first, rest)) = warps.split_first() else { return together };
-        together.seen.generic.whole.clone_from(&first.seen.generic.whole);
-        together.seen.proxied.whole.clone_from(&first.seen.proxied.whole);
-        for warp in rest {
-            for (mine, theirs) in [
-                (&mut together.seen.generic.whole, &warp.seen.generic),
-                (&mut together.seen.proxied.whole, &warp.seen.proxied),
-            ] {
-                for (agent, clock) in mine.iter_mut().enumerate() {
-                    *clock = (*clock).min(theirs.of(agent as Agent));
+    /// Whether some lanes have acquired what others have not.
+    pub fn is_parted(&self) -> bool {
+        !self.parted.is_empty()
+    }
+
+    /// Becomes the clock of an access that several warps make together: what all of them may rely on.
+    pub fn meet(&mut self, warps: [&WarpClock; 4]) {
+        let [first, rest @ ..] = warps;
+        for (mine, of) in [
+            (&mut self.seen.generic.whole, WarpClock::generic as fn(&WarpClock) -> &VClock),
+            (&mut self.seen.proxied.whole, WarpClock::proxied),
+        ] {
+            mine.clone_from(&of(first).whole);
+            for theirs in rest.map(of) {
+                mine.truncate(theirs.whole.len());
+                for (clock, &other) in mine.iter_mut().zip(&theirs.whole) {
+                    *clock = (*clock).min(other);
                 }
             }
         }
-        together
+    }
+
+    fn generic(&self) -> &VClock {
+        &self.seen.generic
+    }
+
+    fn proxied(&self) -> &VClock {
+        &self.seen.proxied
     }
 
     /// Whether an asynchronous operation is known to these lanes to have completed.

@@ -7,7 +7,7 @@
 
 use flashcore_ptx::{AtomOp, AtomTy, Op};
 
-use crate::clock::{Agent, ClockPair, Lanes, Proxy, Stamp};
+use crate::clock::{Agent, Lanes, Proxy, Stamp, VClock};
 use crate::config::AsyncMode;
 use crate::decode::Slot;
 use crate::exec::for_lanes;
@@ -81,8 +81,20 @@ enum Action {
     Store(SharedSide, GlobalSide, Option<(AtomOp, AtomTy)>),
     /// From a block's shared memory to that of another, replacing or reducing.
     Across(SharedSide, SharedSide, Option<(AtomOp, AtomTy)>),
-    /// Register values to the shared memory of a block.
-    Values(Vec<u8>, SharedSide),
+    /// Register values of some lanes to the shared memory of a block.
+    Values(LaneValues),
+}
+
+/// What an `st.async` of some lanes writes: to one block, and counted at one mbarrier.
+#[derive(Clone, Debug)]
+struct LaneValues {
+    block: usize,
+    /// Bytes of a lane.
+    bytes: u32,
+    /// Where each lane writes.
+    to: Vec<u32>,
+    /// What they write, one lane after the other.
+    data: Vec<u8>,
 }
 
 /// Stores of a warp that have read their source and whose write is kept back.
@@ -94,10 +106,11 @@ pub struct PendingCopy {
     action: Action,
     warp: usize,
     pc: u32,
-    /// The mbarrier, and the bytes to count there.
-    barrier: (usize, u32, u32),
+    /// The mbarrier: its block and address.
+    barrier: (usize, u32),
+    operation: (Agent, u32),
     /// What the copy itself came after.
-    after: ClockPair,
+    after: VClock,
 }
 
 /// A copy that belongs to a thread's bulk group.
@@ -235,20 +248,12 @@ impl Cluster<'_> {
                 };
                 let from = SharedSide::linear(own, from, bytes);
                 let to = SharedSide::linear(to_block, to, bytes);
-                let (agent, clock) = self.agents.start(w, lane, &self.warps[w].clocks);
+                let (agent, clock) = self.agents.start(w, 1 << lane, &self.warps[w].clocks);
                 let inside = self.record_side(w, pc, lane, from, false, Proxy::Async, (agent, clock))
                     && self.record_side(w, pc, lane, to, true, Proxy::Async, (agent, clock));
                 if inside {
                     let action = Action::Across(from, to, reduce);
-                    self.start_pending(
-                        w,
-                        pc,
-                        lane,
-                        action,
-                        (agent, clock),
-                        (bar_block, bar, bytes),
-                        Proxy::Async,
-                    );
+                    self.start_pending(w, pc, lane, action, (agent, clock), (bar_block, bar), Proxy::Async);
                 }
             }
             _ => {}
@@ -259,30 +264,52 @@ impl Cluster<'_> {
     pub fn store_async(&mut self, w: usize, pc: u32, mask: u32, size: u32, count: u32, src: &[Slot]) {
         let to = self.shared_addresses(w, src[0]);
         let barrier = self.shared_addresses(w, src[1 + count as usize]);
-        let mut lanes = mask;
-        while lanes != 0 {
-            let lane = lanes.trailing_zeros();
-            lanes &= lanes - 1;
-            let l = lane as usize;
-            let mut data = Vec::new();
-            for &slot in &src[1..=count as usize] {
-                let value = match slot {
-                    Slot::Long(_) => self.row64(w, slot)[l],
-                    slot => u64::from(self.row(w, slot)[l]),
-                };
-                data.extend_from_slice(&value.to_le_bytes()[..size as usize]);
+        // Lanes that write to one block and barrier are one operation, unless it matters which of them is first.
+        let apart =
+            self.warps[w].clocks.is_parted() || matches!(self.launch.config.async_mode, AsyncMode::Random(_));
+        let bytes = size * count;
+        let mut left = mask;
+        while left != 0 {
+            let lane = left.trailing_zeros();
+            let (block, _) = self.cluster_address(w, to[lane as usize]);
+            let (bar_block, bar) = self.cluster_address(w, barrier[lane as usize]);
+            let mut together = 1 << lane;
+            if !apart {
+                for_lanes(left, |l| {
+                    let same = self.cluster_address(w, to[l]).0 == block
+                        && self.cluster_address(w, barrier[l]) == (bar_block, bar);
+                    together |= u32::from(same) << l;
+                });
             }
-            let (block, address) = self.cluster_address(w, to[l]);
-            let (bar_block, bar) = self.cluster_address(w, barrier[l]);
-            let bytes = size * count;
-            let side = SharedSide::linear(block, address, bytes);
-            let operation = self.agents.start(w, lane, &self.warps[w].clocks);
-            if address % bytes != 0 {
-                let message = format!("address {address:#x} is not a multiple of {bytes}");
-                self.report_error(w, lane, pc, FindingKind::Misaligned, message);
-            } else if self.record_side(w, pc, lane, side, true, Proxy::Generic, operation) {
-                let action = Action::Values(data, side);
-                self.start_pending(w, pc, lane, action, operation, (bar_block, bar, bytes), Proxy::Generic);
+            left &= !together;
+            let operation = self.agents.start(w, together, &self.warps[w].clocks);
+            let mut values = LaneValues { block, bytes, to: Vec::new(), data: Vec::new() };
+            let mut lanes = together;
+            while lanes != 0 {
+                let lane = lanes.trailing_zeros();
+                lanes &= lanes - 1;
+                let l = lane as usize;
+                let (_, address) = self.cluster_address(w, to[l]);
+                let side = SharedSide::linear(block, address, bytes);
+                if address % bytes != 0 {
+                    let message = format!("address {address:#x} is not a multiple of {bytes}");
+                    self.report_error(w, lane, pc, FindingKind::Misaligned, message);
+                } else if self.record_side(w, pc, lane, side, true, Proxy::Generic, operation)
+                    && self.check_mbarrier(w, pc, lane, bar_block, bar, Proxy::Generic)
+                {
+                    values.to.push(address);
+                    for &slot in &src[1..=count as usize] {
+                        let value = match slot {
+                            Slot::Long(row) => self.warps[w].regs.r64[row as usize][l],
+                            slot => u64::from(self.warps[w].regs.r32[slot.word() as usize][l]),
+                        };
+                        values.data.extend_from_slice(&value.to_le_bytes()[..size as usize]);
+                    }
+                }
+            }
+            if !values.to.is_empty() {
+                let action = Action::Values(values);
+                self.launch_pending(w, pc, together, action, operation, (bar_block, bar), Proxy::Generic);
             }
         }
     }
@@ -380,7 +407,7 @@ impl Cluster<'_> {
         let mut first = true;
         for (block, bar_block) in targets {
             let side = SharedSide { block, address, ..to };
-            let operation = self.agents.start(w, lane, &self.warps[w].clocks);
+            let operation = self.agents.start(w, 1 << lane, &self.warps[w].clocks);
             let inside = self.record_side(w, pc, lane, side, true, Proxy::Async, operation);
             if first {
                 self.record_global(w, pc, lane, from, false, false, operation);
@@ -388,41 +415,54 @@ impl Cluster<'_> {
             }
             if inside {
                 let action = Action::Load(from.clone(), side);
-                let barrier = (bar_block, bar, side.bytes);
-                self.start_pending(w, pc, lane, action, operation, barrier, Proxy::Async);
+                self.start_pending(w, pc, lane, action, operation, (bar_block, bar), Proxy::Async);
             }
         }
     }
 
-    /// Puts a copy under way that completes at an mbarrier.
+    /// Puts a lane's copy under way that completes at an mbarrier, if there is one.
     fn start_pending(
         &mut self,
         w: usize,
         pc: u32,
         lane: u32,
         action: Action,
-        (agent, clock): (Agent, u32),
-        barrier: (usize, u32, u32),
+        operation: (Agent, u32),
+        barrier: (usize, u32),
         proxy: Proxy,
     ) {
-        if !self.check_mbarrier(w, pc, lane, barrier.0, barrier.1, proxy) {
-            return;
+        if self.check_mbarrier(w, pc, lane, barrier.0, barrier.1, proxy) {
+            self.launch_pending(w, pc, 1 << lane, action, operation, barrier, proxy);
         }
-        let mut after = ClockPair::default();
-        self.warps[w].clocks.reach(1 << lane, proxy, &mut after.generic);
-        after.proxied = after.generic.clone();
-        after.raise(agent, clock);
-        let copy = PendingCopy { action, warp: w, pc, barrier, after };
+    }
+
+    /// Puts a copy of some lanes under way that completes at an mbarrier.
+    fn launch_pending(
+        &mut self,
+        w: usize,
+        pc: u32,
+        lanes: u32,
+        action: Action,
+        operation: (Agent, u32),
+        barrier: (usize, u32),
+        proxy: Proxy,
+    ) {
+        let mut after = VClock::default();
+        self.warps[w].clocks.reach(lanes, proxy, &mut after);
+        let copy = PendingCopy { action, warp: w, pc, barrier, operation, after };
         if self.happens_now() {
             self.complete_pending(&copy);
-        } else {
-            if let Action::Load(_, side) | Action::Across(_, side, None) | Action::Values(_, side) =
-                &copy.action
-            {
-                self.poison_side(*side);
-            }
-            self.pending.push(copy);
+            return;
         }
+        match &copy.action {
+            Action::Load(_, side) | Action::Across(_, side, None) => self.poison_side(*side),
+            Action::Values(values) => {
+                let shared = &mut self.blocks[values.block].shared;
+                values.to.iter().for_each(|&to| shared.poison(to, values.bytes));
+            }
+            Action::Store(..) | Action::Across(..) => {}
+        }
+        self.pending.push(copy);
     }
 
     /// Whether an operation that is started now takes effect at once.
@@ -446,8 +486,11 @@ impl Cluster<'_> {
     fn complete_pending(&mut self, copy: &PendingCopy) {
         match &copy.action {
             Action::Load(from, to) => {
-                let data = self.read_global(from, to.bytes);
+                let mut data = std::mem::take(&mut self.staging);
+                self.read_global(from, to.bytes, &mut data);
                 self.write_shared(*to, &data);
+                self.staging = data;
+                self.count_bytes(copy, to.bytes, true);
             }
             Action::Across(from, to, reduce) => {
                 let data = self.read_shared(*from);
@@ -459,14 +502,33 @@ impl Cluster<'_> {
                         self.write_shared(*to, &sum);
                     }
                 }
+                self.count_bytes(copy, to.bytes, true);
             }
-            Action::Values(data, to) => self.write_shared(*to, data),
+            Action::Values(values) => {
+                // A phase that expects too few bytes ends in the middle; who waits for it has seen no lane's write.
+                let lanes = values.to.len();
+                for (i, data) in values.data.chunks_exact(values.bytes as usize).enumerate() {
+                    let shared = &mut self.blocks[values.block].shared;
+                    shared.at_mut(values.to[i], values.bytes).copy_from_slice(data);
+                    self.count_bytes(copy, values.bytes, i + 1 == lanes);
+                }
+            }
             Action::Store(..) => {}
         }
-        let (block, address, bytes) = copy.barrier;
+    }
+
+    /// Counts bytes of a copy at its mbarrier; with the last of them, the copy is complete.
+    fn count_bytes(&mut self, copy: &PendingCopy, bytes: u32, last: bool) {
+        let (block, address) = copy.barrier;
         if let Some(bar) = self.blocks[block].mbarriers.get_mut(&address) {
             bar.tx -= i64::from(bytes);
-            bar.publication().join(&copy.after);
+            let ends = bar.pending == 0 && bar.tx == 0;
+            if last || ends {
+                bar.publication().join_both(&copy.after);
+            }
+            if last {
+                bar.publication().raise(copy.operation.0, copy.operation.1);
+            }
         }
         self.progress += 1;
         self.settle_mbarrier(block, address, copy.warp, copy.pc);
@@ -474,18 +536,25 @@ impl Cluster<'_> {
 
     /// Nothing can run: completes a copy at an mbarrier that some warp waits at. False if there is none.
     pub fn complete_for_a_waiter(&mut self) -> bool {
-        let waited = |copy: &PendingCopy, c: &Self| {
-            c.warps.iter().any(|warp| {
-                matches!(warp.state, State::Waiting(Wait::Mbarrier { block, address, .. })
-                    if (block, address) == (copy.barrier.0, copy.barrier.1))
-            })
-        };
-        let candidates: Vec<usize> =
-            (0..self.pending.len()).filter(|&i| waited(&self.pending[i], self)).collect();
-        if candidates.is_empty() {
+        if self.pending.is_empty() {
             return false;
         }
-        let chosen = candidates[self.random.below(candidates.len())];
+        let mut barriers = Vec::with_capacity(self.warps.len());
+        for warp in &self.warps {
+            if let State::Waiting(Wait::Mbarrier { block, address, .. }) = warp.state
+                && !barriers.contains(&(block, address))
+            {
+                barriers.push((block, address));
+            }
+        }
+        let waited = |copy: &PendingCopy| barriers.contains(&copy.barrier);
+        let candidates = self.pending.iter().filter(|copy| waited(copy)).count();
+        if candidates == 0 {
+            return false;
+        }
+        let nth = self.random.below(candidates);
+        let chosen = self.pending.iter().enumerate().filter(|(_, copy)| waited(copy)).nth(nth);
+        let Some((chosen, _)) = chosen else { return false };
         let copy = self.pending.swap_remove(chosen);
         self.complete_pending(&copy);
         true
@@ -509,8 +578,8 @@ impl Cluster<'_> {
         to: GlobalSide,
         reduce: Option<(AtomOp, AtomTy)>,
     ) {
-        let reads = self.agents.start(w, lane, &self.warps[w].clocks);
-        let writes = self.agents.start(w, lane, &self.warps[w].clocks);
+        let reads = self.agents.start(w, 1 << lane, &self.warps[w].clocks);
+        let writes = self.agents.start(w, 1 << lane, &self.warps[w].clocks);
         if !self.record_side(w, pc, lane, from, false, Proxy::Async, reads) {
             return;
         }
@@ -690,7 +759,6 @@ impl Cluster<'_> {
         atomic: bool,
         (agent, clock): (Agent, u32),
     ) {
-        let runs = side.runs();
         let checks = self.launch.config.checks;
         let memory = self.launch.memory;
         let mut outside = None;
@@ -698,15 +766,15 @@ impl Cluster<'_> {
         let mut conflict = None;
         let mut sectors = 0;
         let mut total = 0;
-        for &(address, bytes) in &runs {
+        side.for_runs(|address, bytes| {
             sectors += ((address + u64::from(bytes) - 1) / 32 - address / 32 + 1) as u32;
             total += bytes;
             let Some((region, offset)) = memory.find(address, u64::from(bytes)) else {
                 outside.get_or_insert((address, bytes));
-                continue;
+                return;
             };
             if !checks.global {
-                continue;
+                return;
             }
             let lanes = Lanes::one(lane);
             let by = Accessor {
@@ -729,7 +797,7 @@ impl Cluster<'_> {
                     drop(guard);
                     guard = region.races.lock(at, self.launch.id);
                 }
-                if !write && !(at..at + count).all(|b| region.initialised(b, 1)) {
+                if !write && !region.all_initialised(at, count as u32) {
                     uninitialised.get_or_insert(region.base + at as u64);
                 }
                 if let Some(found) = guard.access(at, count as u32, write, &by) {
@@ -737,7 +805,7 @@ impl Cluster<'_> {
                 }
                 at += count;
             }
-        }
+        });
         if checks.costs {
             self.tally.counters[pc as usize].global(sectors, total);
         }
@@ -759,36 +827,37 @@ impl Cluster<'_> {
         }
     }
 
-    /// The bytes of a copy's source in global memory, in box order.
-    fn read_global(&self, side: &GlobalSide, bytes: u32) -> Vec<u8> {
+    /// Puts the bytes of a copy's source in global memory into `out`, in box order.
+    fn read_global(&self, side: &GlobalSide, bytes: u32, out: &mut Vec<u8>) {
         let memory = self.launch.memory;
-        let mut out = Vec::with_capacity(bytes as usize);
-        match side {
-            GlobalSide::Linear(address, _) => {
-                for at in (0..u64::from(bytes)).step_by(8) {
-                    let word = memory
-                        .find(address + at, 8)
-                        .map_or(POISON, |(region, offset)| region.load(offset, 8));
-                    out.extend_from_slice(&word.to_le_bytes());
+        // What lies outside of the allocations has been reported; it reads as poison, element by element.
+        let read = |address: u64, size: usize, out: &mut [u8]| match memory.find(address, out.len() as u64) {
+            Some((region, offset)) => region.read(offset, out),
+            None => {
+                for (i, element) in out.chunks_exact_mut(size).enumerate() {
+                    match memory.find(address + (i * size) as u64, size as u64) {
+                        Some((region, offset)) => region.read(offset, element),
+                        None => element.copy_from_slice(&POISON.to_le_bytes()[..size]),
+                    }
                 }
             }
+        };
+        out.clear();
+        out.resize(bytes as usize, 0);
+        match side {
+            GlobalSide::Linear(address, _) => read(*address, 8, out),
             GlobalSide::Tensor(map, at) => {
-                let size = map.element.bytes();
-                let fill = map.fill();
-                map.for_rows(at, |_, addresses| {
-                    for address in addresses {
-                        let value = match address {
-                            Some(a) => memory
-                                .find(*a, u64::from(size))
-                                .map_or(POISON, |(region, offset)| region.load(offset, size)),
-                            None => fill,
-                        };
-                        out.extend_from_slice(&value.to_le_bytes()[..size as usize]);
+                let size = map.element.bytes() as usize;
+                let fill = map.fill().to_le_bytes();
+                map.for_runs(at, |start, bytes, address| {
+                    let run = &mut out[start as usize..][..bytes as usize];
+                    match address {
+                        Some(address) => read(address, size, run),
+                        None => run.chunks_exact_mut(size).for_each(|e| e.copy_from_slice(&fill[..size])),
                     }
                 });
             }
         }
-        out
     }
 
     /// Writes or reduces a copy's bytes into global memory.
@@ -817,11 +886,15 @@ impl Cluster<'_> {
             }
             GlobalSide::Tensor(map, at) => {
                 let size = map.element.bytes() as usize;
-                map.for_rows(at, |start, addresses| {
-                    for (i, address) in addresses.iter().enumerate() {
-                        if let Some(address) = address {
-                            put(*address, &data[start as usize + i * size..][..size]);
-                        }
+                map.for_runs(at, |start, bytes, address| {
+                    let Some(address) = address else { return };
+                    let run = &data[start as usize..][..bytes as usize];
+                    // Whole words where nothing is reduced and the run allows it.
+                    let inside = memory.find(address, u64::from(bytes)).is_some();
+                    let whole = reduce.is_none() && inside && address % 8 == 0 && bytes % 8 == 0;
+                    let size = if whole { 8 } else { size };
+                    for (i, element) in run.chunks_exact(size).enumerate() {
+                        put(address + (i * size) as u64, element);
                     }
                 });
             }
@@ -851,22 +924,26 @@ impl Cluster<'_> {
 }
 
 impl GlobalSide {
-    /// The consecutive runs of bytes that it touches.
-    fn runs(&self) -> Vec<(u64, u32)> {
+    /// Calls `f` for the consecutive runs of bytes that it touches.
+    fn for_runs(&self, mut f: impl FnMut(u64, u32)) {
         match self {
-            GlobalSide::Linear(address, bytes) => vec![(*address, *bytes)],
+            GlobalSide::Linear(address, bytes) => f(*address, *bytes),
             GlobalSide::Tensor(map, at) => {
-                let size = map.element.bytes();
-                let mut runs: Vec<(u64, u32)> = Vec::new();
-                map.for_rows(at, |_, addresses| {
-                    for address in addresses.iter().flatten() {
-                        match runs.last_mut() {
-                            Some((start, len)) if *start + u64::from(*len) == *address => *len += size,
-                            _ => runs.push((*address, size)),
+                let mut run: Option<(u64, u32)> = None;
+                map.for_runs(at, |_, bytes, address| {
+                    let Some(address) = address else { return };
+                    match &mut run {
+                        Some((start, len)) if *start + u64::from(*len) == address => *len += bytes,
+                        _ => {
+                            if let Some((start, len)) = run.replace((address, bytes)) {
+                                f(start, len);
+                            }
                         }
                     }
                 });
-                runs
+                if let Some((start, len)) = run {
+                    f(start, len);
+                }
             }
         }
     }

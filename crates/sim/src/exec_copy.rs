@@ -41,7 +41,7 @@ impl Cluster<'_> {
         ok = self.check_copy_sources(w, pc, ok, bytes, &from, &read);
         let (agent, clock) = match self.warps[w].copies.open() {
             Some(open) => open,
-            None => self.agents.start(w, mask.trailing_zeros(), &self.warps[w].clocks),
+            None => self.agents.start(w, mask, &self.warps[w].clocks),
         };
         if checks.shared {
             self.record_copy(w, pc, block, ok, bytes, &to, agent, clock);

@@ -5,21 +5,22 @@
 //! are marked until the wait: late, the accumulators hold NaN until then, and the product is computed at the wait
 //! from what shared memory and the A registers hold at that time.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 
 use flashcore_ptx::{AccTy, MatrixTy, Op, Wgmma};
 
-use crate::clock::{Agent, Edge, Lanes, Proxy, Stamp, WarpClock};
+use crate::clock::{Agent, Edge, Lanes, Proxy, Stamp};
 use crate::decode::{Code, Slot};
 use crate::descriptor::Descriptor;
 use crate::findings::{FindingKind, Severity};
 use crate::machine::{Cluster, Step};
 use crate::memory::POISON;
-use crate::mma::{self, ATile, BTile, COLUMNS};
+use crate::mma::{self, ATile, PLACES};
 use crate::regs::Row;
 use crate::shadow::{Access, CELL, Conflict};
+use crate::shared::SharedMemory;
 use crate::simd;
-use crate::warp::{State, Wait};
+use crate::warp::{State, Wait, Warp};
 
 /// What is known of the registers of one warp that `wgmma` uses.
 #[derive(Clone, Default)]
@@ -32,6 +33,8 @@ pub struct WgmmaRegisters {
     feeds: Vec<u64>,
     /// Fences executed.
     interval: u32,
+    /// For each row, what it holds where nobody sees it, while a late product accumulates into it.
+    held: Vec<Option<Box<Row>>>,
     /// Products started since the last commit.
     open: Option<u64>,
     /// The last product of each group that has not been waited for, and its operation.
@@ -45,6 +48,7 @@ impl WgmmaRegisters {
             touched: vec![0; rows],
             accumulates: vec![0; rows],
             feeds: vec![0; rows],
+            held: vec![None; rows],
             interval: 0,
             open: None,
             groups: VecDeque::new(),
@@ -53,7 +57,7 @@ impl WgmmaRegisters {
 }
 
 /// A product that has been started.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 struct Product {
     /// Its number in the warpgroup, from 0.
     number: u64,
@@ -62,11 +66,10 @@ struct Product {
     a: ASource,
     b: Descriptor,
     scale_d: bool,
-    accumulators: Vec<u32>,
     done: bool,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum ASource {
     Shared(Descriptor),
     Rows([u32; 4]),
@@ -81,8 +84,6 @@ pub struct Warpgroup {
     started: u64,
     /// The operation that products since the last commit belong to.
     operation: Option<(Agent, u32)>,
-    /// Accumulators of late products: by warp and row.
-    held: HashMap<(usize, u32), Row>,
 }
 
 impl Cluster<'_> {
@@ -162,7 +163,6 @@ impl Cluster<'_> {
     fn wgmma_start(&mut self, first: usize, pc: u32, form: Wgmma, dst: &[Slot], src: &[Slot]) {
         let block = self.warps[first].block;
         let group = self.warps[first].index as usize / 4;
-        let accumulators: Vec<u32> = dst.iter().map(|slot| slot.word()).collect();
         let a_count = if form.a_in_regs { 4 } else { 1 };
         let Some(b) = self.descriptor(first, pc, src[a_count]) else { return };
         let a = if form.a_in_regs {
@@ -174,7 +174,7 @@ impl Cluster<'_> {
             }
         };
         let scale = src[a_count + 1].pred();
-        let votes: Vec<u32> = (first..first + 4).map(|w| self.warps[w].regs.pred[scale as usize]).collect();
+        let votes: [u32; 4] = std::array::from_fn(|i| self.warps[first + i].regs.pred[scale as usize]);
         if votes.iter().any(|&v| v != votes[0] || (v != 0 && v != u32::MAX)) {
             let message = "scale-d is not the same in all threads of the warpgroup".to_string();
             self.report_error(first, 0, pc, FindingKind::WarpgroupSplit, message);
@@ -187,32 +187,26 @@ impl Cluster<'_> {
             ASource::Shared(_) => &[],
         };
         for w in first..first + 4 {
-            self.check_wgmma_start(w, pc, &form, scale_d, &accumulators, fragments);
-            let registers = &mut self.warps[w].wgmma;
-            for &row in &accumulators {
-                registers.accumulates[row as usize] = number + 1;
+            self.check_wgmma_start(w, pc, &form, scale_d, dst, fragments);
+            let warp = &mut self.warps[w];
+            for row in dst.iter().map(|slot| slot.word() as usize) {
+                warp.wgmma.accumulates[row] = number + 1;
+                warp.regs.init32[row] = u32::MAX;
             }
             for &row in fragments {
-                registers.feeds[row as usize] = number + 1;
+                warp.wgmma.feeds[row as usize] = number + 1;
             }
-            registers.open = Some(number);
-            for &row in &accumulators {
-                self.warps[w].regs.init32[row as usize] = u32::MAX;
-            }
+            warp.wgmma.open = Some(number);
         }
+        let clocks = |i: usize| &self.warps[first + i].clocks;
+        self.together.meet([clocks(0), clocks(1), clocks(2), clocks(3)]);
         let operation = match self.blocks[block].warpgroups[group].operation {
             // Products since the last commit of the first warp are one operation.
             Some(operation) if self.warps[first].wgmma.groups.back().is_none_or(|g| g.1 != operation) => {
                 operation
             }
             _ => {
-                let together = WarpClock::meet(&[
-                    &self.warps[first].clocks,
-                    &self.warps[first + 1].clocks,
-                    &self.warps[first + 2].clocks,
-                    &self.warps[first + 3].clocks,
-                ]);
-                let operation = self.agents.start(first, 0, &together);
+                let operation = self.agents.start(first, u32::MAX, &self.together);
                 self.blocks[block].warpgroups[group].operation = Some(operation);
                 operation
             }
@@ -220,17 +214,18 @@ impl Cluster<'_> {
         if !self.record_operands(first, pc, &form, &a, &b, operation) {
             return;
         }
-        let mut product = Product { number, pc, form, a, b, scale_d, accumulators, done: false };
+        let mut product = Product { number, pc, form, a, b, scale_d, done: false };
         if self.happens_now() && self.blocks[block].warpgroups[group].products.iter().all(|p| p.done) {
             self.compute(first, &product);
             product.done = true;
         } else {
             // The accumulators go where nobody sees them until the wait.
             for w in first..first + 4 {
-                for &row in &product.accumulators {
-                    let value = &mut self.warps[w].regs.r32[row as usize];
-                    let held = &mut self.blocks[block].warpgroups[group].held;
-                    held.entry((w, row)).or_insert_with(|| std::mem::replace(value, [POISON as u32; 32]));
+                let warp = &mut self.warps[w];
+                for row in dst.iter().map(|slot| slot.word() as usize) {
+                    let value = &mut warp.regs.r32[row];
+                    warp.wgmma.held[row]
+                        .get_or_insert_with(|| Box::new(std::mem::replace(value, [POISON as u32; 32])));
                 }
             }
         }
@@ -260,24 +255,32 @@ impl Cluster<'_> {
         pc: u32,
         form: &Wgmma,
         scale_d: bool,
-        accumulators: &[u32],
+        accumulators: &[Slot],
         fragments: &[u32],
     ) {
+        let accumulators = || accumulators.iter().map(|slot| slot.word() as usize);
         let registers = &self.warps[w].wgmma;
         let now = registers.interval + 1;
-        let unfenced =
-            accumulators.iter().chain(fragments).any(|&row| registers.touched[row as usize] == now);
+        let unfenced = accumulators()
+            .chain(fragments.iter().map(|&row| row as usize))
+            .any(|row| registers.touched[row] == now);
         let in_flight = fragments.iter().any(|&row| registers.accumulates[row as usize] != 0);
         let (block, group) = (self.warps[w].block, self.warps[w].index as usize / 4);
         let products = &self.blocks[block].warpgroups[group].products;
-        let other_shape = accumulators.iter().any(|&row| {
-            let number = registers.accumulates[row as usize];
-            products.iter().any(|p| p.number + 1 == number && (p.form.n != form.n || p.form.acc != form.acc))
+        let mut last = 0;
+        let other_shape = accumulators().any(|row| {
+            // Rows of one accumulator mostly have one product in common.
+            let number = registers.accumulates[row];
+            let again = std::mem::replace(&mut last, number) == number;
+            !again
+                && products
+                    .iter()
+                    .any(|p| p.number + 1 == number && (p.form.n != form.n || p.form.acc != form.acc))
         });
         let unwritten = scale_d
-            && accumulators.iter().any(|&row| {
+            && accumulators().any(|row| {
                 let live = self.warps[w].live;
-                self.warps[w].regs.init32[row as usize] & live != live
+                self.warps[w].regs.init32[row] & live != live
             });
         if registers.interval == 0 {
             let message = "there is no wgmma.fence before the first wgmma".to_string();
@@ -363,7 +366,7 @@ impl Cluster<'_> {
             let products = &mut self.blocks[block].warpgroups[group].products;
             let Some(product) = products.iter_mut().find(|p| !p.done && p.number <= last) else { break };
             product.done = true;
-            let product = product.clone();
+            let product = *product;
             self.compute(first, &product);
         }
         // Give the accumulators back whose last product is among those.
@@ -371,14 +374,13 @@ impl Cluster<'_> {
         for number in registers.feeds.iter_mut().filter(|n| **n != 0 && **n <= last + 1) {
             *number = 0;
         }
-        let warpgroup = &mut self.blocks[block].warpgroups[group];
         let warp = &mut self.warps[w];
         for row in 0..warp.wgmma.accumulates.len() {
             let number = &mut warp.wgmma.accumulates[row];
             if *number != 0 && *number <= last + 1 {
                 *number = 0;
-                if let Some(value) = warpgroup.held.remove(&(w, row as u32)) {
-                    warp.regs.r32[row] = value;
+                if let Some(value) = warp.wgmma.held[row].take() {
+                    warp.regs.r32[row] = *value;
                 }
             }
         }
@@ -418,12 +420,6 @@ impl Cluster<'_> {
         (agent, clock): (Agent, u32),
     ) -> bool {
         let block = self.warps[first].block;
-        let together = WarpClock::meet(&[
-            &self.warps[first].clocks,
-            &self.warps[first + 1].clocks,
-            &self.warps[first + 2].clocks,
-            &self.warps[first + 3].clocks,
-        ]);
         let mut faults = OperandFaults::default();
         let checks = self.launch.config.checks.shared;
         let stamp = Stamp { clock, agent, lanes: Lanes::ALL };
@@ -439,7 +435,7 @@ impl Cluster<'_> {
                 });
             }
         }
-        let access = Access { clocks: &together, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
+        let access = Access { clocks: &self.together, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
         let shared = &mut self.blocks[block].shared;
         for_chunks(b, form.trans_b, form.b, 0..u32::from(form.n), |address| {
             faults.visit(shared, address, checks, &access);
@@ -480,108 +476,67 @@ impl Cluster<'_> {
     fn compute(&mut self, first: usize, product: &Product) {
         let level = self.launch.level;
         let form = &product.form;
-        let (block, group) = (self.warps[first].block, self.warps[first].index as usize / 4);
-        let depth = usize::from(form.k());
-        let b = self.read_tile(block, &product.b, form.b, form.trans_b, u32::from(form.n), form.negate_b);
-        let mut tiles: Vec<BTile> = Vec::with_capacity(usize::from(form.n) / 8);
-        for columns in b.chunks_exact(8) {
-            let mut tile: BTile = [[0.0; 8]; 32];
-            for (place, &column) in COLUMNS.iter().enumerate() {
-                for k in 0..depth {
-                    tile[k][place] = columns[column][k];
-                }
-            }
-            tiles.push(tile);
-        }
-        let a_rows = match &product.a {
-            ASource::Shared(descriptor) => {
-                Some(self.read_tile(block, descriptor, form.a, form.trans_a, 64, form.negate_a))
-            }
-            ASource::Rows(_) => None,
-        };
-        let per_block = if form.acc == AccTy::F32 { 4 } else { 2 };
-        for warp in 0..4 {
-            let w = first + warp;
-            let mut a: ATile = [[0.0; 32]; 16];
-            match (&a_rows, &product.a) {
-                (Some(rows), _) => a.copy_from_slice(&rows[16 * warp..16 * warp + 16]),
-                (None, ASource::Rows(fragment)) => {
-                    let regs = &self.warps[w].regs.r32;
-                    let rows = fragment.map(|row| &regs[row as usize]);
-                    simd::read_a(level, form.a, &rows, &mut self.tiles);
-                    a = self.tiles.a;
-                    if form.negate_a {
-                        a.iter_mut().flatten().for_each(|x| *x = -*x);
-                    }
-                }
-                (None, ASource::Shared(_)) => {}
-            }
-            for (tile, rows) in tiles.iter().zip(product.accumulators.chunks_exact(per_block)) {
-                let held = &self.blocks[block].warpgroups[group].held;
-                let regs = &self.warps[w].regs.r32;
-                let value = |row: u32| -> Row {
-                    if product.scale_d {
-                        held.get(&(w, row)).copied().unwrap_or(regs[row as usize])
-                    } else {
-                        [0; 32]
-                    }
-                };
-                let result: Vec<Row> = if form.acc == AccTy::F32 {
-                    let mut acc = [value(rows[0]), value(rows[1]), value(rows[2]), value(rows[3])];
-                    simd::multiply(level, depth, &a, tile, &mut acc);
-                    acc.to_vec()
-                } else {
-                    let mut acc = mma::unpack_f16([&value(rows[0]), &value(rows[1])]);
-                    simd::multiply(level, depth, &a, tile, &mut acc);
-                    mma::pack_f16(&acc).to_vec()
-                };
-                let held = &mut self.blocks[block].warpgroups[group].held;
-                for (&row, value) in rows.iter().zip(result) {
-                    match held.get_mut(&(w, row)) {
-                        Some(place) => *place = value,
-                        None => self.warps[w].regs.r32[row as usize] = value,
-                    }
-                }
-            }
-        }
-    }
-
-    /// Rows of an operand in shared memory, widened.
-    fn read_tile(
-        &self,
-        block: usize,
-        descriptor: &Descriptor,
-        ty: MatrixTy,
-        mn_major: bool,
-        rows: u32,
-        negate: bool,
-    ) -> Vec<[f32; 32]> {
+        let block = self.warps[first].block;
         let shared = &self.blocks[block].shared;
-        let mut out = vec![[0.0; 32]; rows as usize];
-        let per_chunk = 128 / ty.bits();
-        if mn_major {
-            for chunk in 0..rows / per_chunk {
-                for k in 0..256 / ty.bits() {
-                    let bytes = shared.at(descriptor.mn_major(chunk, k), 16);
-                    for i in 0..per_chunk as usize {
-                        out[(chunk * per_chunk) as usize + i][k as usize] = widen(ty, bytes, i);
+        let depth = usize::from(form.k());
+        let mut columns = std::mem::take(&mut self.tiles.b_columns);
+        columns.resize(usize::from(form.n) / 8, [[0.0; 8]; 32]);
+        for_elements(
+            shared,
+            &product.b,
+            form.trans_b,
+            form.b,
+            u32::from(form.n),
+            form.negate_b,
+            |n, k, x| {
+                columns[n / 8][k][PLACES[n % 8]] = x;
+            },
+        );
+        let mut rows = std::mem::take(&mut self.tiles.a_rows);
+        rows.resize(64, [0.0; 32]);
+        if let ASource::Shared(descriptor) = &product.a {
+            for_elements(shared, descriptor, form.trans_a, form.a, 64, form.negate_a, |m, k, x| {
+                rows[m][k] = x;
+            });
+        }
+        let program = self.launch.program;
+        let accumulators = program.dst(&program.code[product.pc as usize]);
+        for (warp, rows) in self.warps[first..first + 4].iter_mut().zip(rows.as_chunks::<16>().0) {
+            let mut negated: ATile;
+            let a: &ATile = match &product.a {
+                ASource::Shared(_) => rows,
+                ASource::Rows(fragment) => {
+                    let fragment = fragment.map(|row| &warp.regs.r32[row as usize]);
+                    simd::read_a(level, form.a, &fragment, &mut self.tiles);
+                    if form.negate_a {
+                        negated = self.tiles.a;
+                        negated.iter_mut().flatten().for_each(|x| *x = -*x);
+                        &negated
+                    } else {
+                        &self.tiles.a
                     }
                 }
-            }
-        } else {
-            for row in 0..rows {
-                for chunk in 0..2 {
-                    let bytes = shared.at(descriptor.k_major(row, chunk), 16);
-                    for i in 0..per_chunk as usize {
-                        out[row as usize][(chunk * per_chunk) as usize + i] = widen(ty, bytes, i);
-                    }
+            };
+            let per_tile = if form.acc == AccTy::F32 { 4 } else { 2 };
+            for (tile, slots) in columns.iter().zip(accumulators.chunks_exact(per_tile)) {
+                let mut value =
+                    |i: usize| if product.scale_d { *accumulator(warp, slots[i]) } else { [0; 32] };
+                if form.acc == AccTy::F32 {
+                    let mut acc = [value(0), value(1), value(2), value(3)];
+                    simd::multiply(level, depth, a, tile, &mut acc);
+                    slots.iter().zip(acc).for_each(|(&slot, value)| *accumulator(warp, slot) = value);
+                } else {
+                    let mut acc = mma::unpack_f16([&value(0), &value(1)]);
+                    simd::multiply(level, depth, a, tile, &mut acc);
+                    slots
+                        .iter()
+                        .zip(mma::pack_f16(&acc))
+                        .for_each(|(&slot, value)| *accumulator(warp, slot) = value);
                 }
             }
         }
-        if negate {
-            out.iter_mut().flatten().for_each(|x| *x = -*x);
-        }
-        out
+        self.tiles.b_columns = columns;
+        self.tiles.a_rows = rows;
     }
 }
 
@@ -595,13 +550,7 @@ struct OperandFaults {
 }
 
 impl OperandFaults {
-    fn visit(
-        &mut self,
-        shared: &mut crate::shared::SharedMemory,
-        address: u32,
-        checks: bool,
-        access: &Access<'_>,
-    ) {
+    fn visit(&mut self, shared: &mut SharedMemory, address: u32, checks: bool, access: &Access<'_>) {
         if !shared.contains(address, CELL) {
             self.outside.get_or_insert(address);
             return;
@@ -646,13 +595,61 @@ fn for_chunks(
     }
 }
 
-/// One element of a chunk.
-fn widen(ty: MatrixTy, bytes: &[u8], i: usize) -> f32 {
+/// Calls `f` with the row, the k and the value of every element of an operand in shared memory.
+#[inline]
+fn for_elements(
+    shared: &SharedMemory,
+    descriptor: &Descriptor,
+    mn_major: bool,
+    ty: MatrixTy,
+    rows: u32,
+    negate: bool,
+    mut f: impl FnMut(usize, usize, f32),
+) {
+    let per_chunk = 128 / ty.bits() as usize;
+    let chunk_at = |address: u32| {
+        let mut values = [0.0; 16];
+        widen(ty, shared.at(address, 16), &mut values);
+        if negate { values.map(|x| -x) } else { values }
+    };
+    if mn_major {
+        for chunk in 0..rows as usize / per_chunk {
+            for k in 0..256 / ty.bits() {
+                let values = chunk_at(descriptor.mn_major(chunk as u32, k));
+                for (i, &x) in values[..per_chunk].iter().enumerate() {
+                    f(chunk * per_chunk + i, k as usize, x);
+                }
+            }
+        }
+    } else {
+        for row in 0..rows {
+            for chunk in 0..2 {
+                let values = chunk_at(descriptor.k_major(row, chunk as u32));
+                for (i, &x) in values[..per_chunk].iter().enumerate() {
+                    f(row as usize, chunk * per_chunk + i, x);
+                }
+            }
+        }
+    }
+}
+
+/// Where an accumulator is: out of sight while a late product is under way.
+fn accumulator(warp: &mut Warp, slot: Slot) -> &mut Row {
+    let row = slot.word() as usize;
+    match &mut warp.wgmma.held[row] {
+        Some(value) => value,
+        None => &mut warp.regs.r32[row],
+    }
+}
+
+/// The elements of a chunk.
+fn widen(ty: MatrixTy, bytes: &[u8], out: &mut [f32; 16]) {
     use crate::numerics as num;
+    let halves = bytes.as_chunks::<2>().0.iter().map(|&half| u16::from_le_bytes(half));
     match ty {
-        MatrixTy::F16 => num::f16_to_f32(u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])),
-        MatrixTy::Bf16 => num::bf16_to_f32(u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])),
-        MatrixTy::E4m3 => num::e4m3_to_f32(bytes[i]),
-        MatrixTy::E5m2 => num::e5m2_to_f32(bytes[i]),
+        MatrixTy::F16 => out.iter_mut().zip(halves).for_each(|(x, half)| *x = num::f16_to_f32(half)),
+        MatrixTy::Bf16 => out.iter_mut().zip(halves).for_each(|(x, half)| *x = num::bf16_to_f32(half)),
+        MatrixTy::E4m3 => out.iter_mut().zip(bytes).for_each(|(x, &byte)| *x = num::e4m3_to_f32(byte)),
+        MatrixTy::E5m2 => out.iter_mut().zip(bytes).for_each(|(x, &byte)| *x = num::e5m2_to_f32(byte)),
     }
 }

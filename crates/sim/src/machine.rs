@@ -119,11 +119,11 @@ impl Agents {
         Agents { first: warps as Agent, clocks: Vec::new(), oldest: 0, started_by: Vec::new() }
     }
 
-    /// A number and clock for an operation that this lane of a warp starts.
-    pub fn start(&mut self, warp: usize, lane: u32, clocks: &WarpClock) -> (Agent, u32) {
+    /// A number and clock for an operation that these lanes of a warp start.
+    pub fn start(&mut self, warp: usize, lanes: u32, clocks: &WarpClock) -> (Agent, u32) {
         let first = self.first;
         let slot = (0..self.clocks.len())
-            .find(|&i| clocks.has_seen(1 << lane, first + i as Agent, self.clocks[i]))
+            .find(|&i| clocks.has_seen(lanes, first + i as Agent, self.clocks[i]))
             .unwrap_or_else(|| {
                 if self.clocks.len() == MAX_OPERATIONS {
                     self.oldest = (self.oldest + 1) % MAX_OPERATIONS;
@@ -162,6 +162,8 @@ pub struct Cluster<'a> {
     pub agents: Agents,
     /// Copies under way that complete at an mbarrier.
     pub pending: Vec<PendingCopy>,
+    /// The bytes of the copy that is taking effect.
+    pub staging: Vec<u8>,
     /// The cluster's barrier.
     pub barrier: ClusterBarrier,
     /// Its own source of random choices.
@@ -174,6 +176,8 @@ pub struct Cluster<'a> {
     pub slice: u64,
     /// Tiles that tensor instructions use.
     pub tiles: Box<Tiles>,
+    /// The clocks of the warpgroup whose product is being started.
+    pub together: WarpClock,
     /// What the clock registers show: it moves on whenever one is read.
     pub ticks: u64,
 }
@@ -244,12 +248,14 @@ impl<'a> Cluster<'a> {
             warps,
             agents,
             pending: Vec::new(),
+            staging: Vec::new(),
             barrier: ClusterBarrier::default(),
             random,
             tally: Tally::default(),
             progress: 0,
             slice: 0,
             tiles: Box::default(),
+            together: WarpClock::new(Agent::MAX),
             ticks: 0,
         }
     }

@@ -119,6 +119,20 @@ impl Region {
         true
     }
 
+    /// Copies bytes from an offset on.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        let mut at = offset;
+        let mut left = out;
+        while !left.is_empty() {
+            let count = (8 - at % 8).min(left.len());
+            let word = self.words[at / 8].load(Relaxed).to_le_bytes();
+            let (now, later) = left.split_at_mut(count);
+            now.copy_from_slice(&word[at % 8..][..count]);
+            at += count;
+            left = later;
+        }
+    }
+
     /// One byte.
     pub fn load_byte(&self, offset: usize) -> u8 {
         self.load(offset, 1) as u8

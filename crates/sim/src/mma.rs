@@ -17,6 +17,9 @@ use crate::regs::Row;
 /// The order in which a row of eight accumulator columns is kept.
 pub const COLUMNS: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
+/// Where each of the eight columns stands in that order.
+pub const PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+
 /// Sixteen rows of A, up to 32 deep.
 pub type ATile = [[f32; 32]; 16];
 /// Eight columns of B in the order of [`COLUMNS`], up to 32 deep.
@@ -28,13 +31,23 @@ pub struct Tiles {
     pub a: ATile,
     /// B, widened.
     pub b: BTile,
+    /// Rows of the A of a warpgroup, widened.
+    pub a_rows: Vec<[f32; 32]>,
+    /// The columns of the B of a warpgroup, eight by eight, widened.
+    pub b_columns: Vec<BTile>,
     /// What A was widened from: kernels multiply the same A by many Bs in a row.
     a_from: ([Row; 4], Option<MatrixTy>),
 }
 
 impl Default for Tiles {
     fn default() -> Self {
-        Tiles { a: [[0.0; 32]; 16], b: [[0.0; 8]; 32], a_from: ([[0; 32]; 4], None) }
+        Tiles {
+            a: [[0.0; 32]; 16],
+            b: [[0.0; 8]; 32],
+            a_rows: Vec::new(),
+            b_columns: Vec::new(),
+            a_from: ([[0; 32]; 4], None),
+        }
     }
 }
 

@@ -239,14 +239,18 @@ impl TensorMap {
         })
     }
 
-    /// Calls `f` for every innermost run of the box at these coordinates: where it lies in the box (plain bytes
-    /// from the start), and for each of its elements the global address, or none outside of the tensor.
-    pub fn for_rows(&self, coordinates: &[i32], mut f: impl FnMut(u32, &[Option<u64>])) {
+    /// Calls `f` for the box at these coordinates, run by run: where the run lies in the box (plain bytes from the
+    /// start), how many bytes it has, and its global address, or none outside of the tensor.
+    pub fn for_runs(&self, coordinates: &[i32], mut f: impl FnMut(u32, u32, Option<u64>)) {
         let rank = self.dims.len();
         let bytes = self.element.bytes();
         let inner = self.taken(0);
         let rows: u32 = (1..rank).map(|d| self.taken(d)).product();
-        let mut addresses = vec![None; inner as usize];
+        let first = i64::from(coordinates[0]);
+        let stride = i64::from(self.element_strides[0]);
+        // The elements of a row that lie in the tensor: those before come before its start, the rest after its end.
+        let reaching = |bound: i64| ((bound - first + stride - 1) / stride).clamp(0, i64::from(inner)) as u32;
+        let (begin, end) = (reaching(0), reaching(self.dims[0] as i64));
         for row in 0..rows {
             let mut rest = row;
             let mut base = Some(self.address);
@@ -257,12 +261,23 @@ impl TensorMap {
                 let inside = (0..self.dims[d] as i64).contains(&at);
                 base = base.filter(|_| inside).map(|b| b + at.unsigned_abs() * self.strides[d - 1]);
             }
-            for (i, address) in addresses.iter_mut().enumerate() {
-                let at = i64::from(coordinates[0]) + i64::from(i as u32 * self.element_strides[0]);
-                let inside = (0..self.dims[0] as i64).contains(&at);
-                *address = base.filter(|_| inside).map(|b| b + at.unsigned_abs() * u64::from(bytes));
+            let start = row * inner * bytes;
+            let Some(base) = base.filter(|_| begin < end) else {
+                f(start, inner * bytes, None);
+                continue;
+            };
+            let address = |i: u32| base + (first + i64::from(i) * stride).unsigned_abs() * u64::from(bytes);
+            if begin > 0 {
+                f(start, begin * bytes, None);
             }
-            f(row * inner * bytes, &addresses);
+            if stride == 1 {
+                f(start + begin * bytes, (end - begin) * bytes, Some(address(begin)));
+            } else {
+                (begin..end).for_each(|i| f(start + i * bytes, bytes, Some(address(i))));
+            }
+            if end < inner {
+                f(start + end * bytes, (inner - end) * bytes, None);
+            }
         }
     }
 
@@ -322,6 +337,29 @@ mod tests {
         assert!(refused(|m| m.swizzle = Swizzle::B64).contains("the swizzle allows 64"));
         assert!(refused(|m| m.element_strides[1] = 9).contains("element stride"));
         assert!(refused(|m| m.dims.truncate(2)).contains("strides"));
+    }
+
+    #[test]
+    fn a_box_is_runs_of_what_lies_in_the_tensor_and_of_what_does_not() {
+        let runs = |map: &TensorMap, at: &[i32]| {
+            let mut runs = Vec::new();
+            map.for_runs(at, |start, bytes, address| runs.push((start, bytes, address)));
+            runs
+        };
+        let map = TensorMap::new(TensorElement::U32, 4096, &[10, 3], &[64], &[8, 2]);
+        assert_eq!(runs(&map, &[0, 0]), [(0, 32, Some(4096)), (32, 32, Some(4160))]);
+        assert_eq!(
+            runs(&map, &[-2, 2]),
+            [(0, 8, None), (8, 24, Some(4096 + 128)), (32, 32, None)],
+            "it begins before the first element, and its second row is after the last"
+        );
+        assert_eq!(runs(&map, &[6, -1])[1..], [(32, 16, Some(4096 + 24)), (48, 16, None)]);
+        assert_eq!(runs(&map, &[10, 0]), [(0, 32, None), (32, 32, None)]);
+        let every_third = TensorMap { element_strides: vec![3, 1], box_dims: vec![12, 1], ..map };
+        assert_eq!(
+            runs(&every_third, &[-1, 0]),
+            [(0, 4, None), (4, 4, Some(4096 + 8)), (8, 4, Some(4096 + 20)), (12, 4, Some(4096 + 32))]
+        );
     }
 
     #[test]
