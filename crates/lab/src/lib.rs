@@ -6,6 +6,7 @@
 //! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
 //!   does so on a GPU, with everyone in a [`process`] of their own.
 //! - [`search`] looks for faster schedules, and believes none that it has not seen win twice.
+//! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
 //! - [`evidence`] is what a report carries beside its numbers; [`files`] and [`interrupt`] see to it that a file is
 //!   written whole or not at all. [`cli`] is the command itself.
 //!
@@ -24,6 +25,7 @@ pub mod gpu;
 pub mod guarded;
 pub mod inputs;
 pub mod interrupt;
+pub mod ncu;
 pub mod occupancy;
 pub mod operands;
 pub mod peers;

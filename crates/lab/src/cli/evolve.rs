@@ -159,12 +159,13 @@ pub fn evolve(options: &Options) -> Result<Exit, String> {
                 rule: setup.rule,
             };
             let sets = problems.iter().map(|problem| sets_to_flush(problem.min_bytes(), l2)).collect();
+            let workers = std::thread::available_parallelism().map_or(1, usize::from) / 2;
+            let drivers = Drivers::new(ordinal, workers)?;
             let assembler = if let Ok(ptxas) = Ptxas::find() {
-                Assembler::Ptxas(ptxas)
+                Assembler::Ptxas(ptxas, Some(drivers))
             } else {
                 say("no ptxas here: the driver assembles, and cannot say whether it serialised a wgmma");
-                let workers = std::thread::available_parallelism().map_or(1, usize::from) / 2;
-                Assembler::Driver(Drivers::new(ordinal, workers)?)
+                Assembler::Driver(drivers)
             };
             let gates = KernelGates::new(hardware.clone(), problems.clone(), assembler);
             let mut device = Workers::new(Host::new(Kind::Ours, ordinal), problems.clone(), sets, setup.seed);
@@ -465,7 +466,7 @@ fn dry_run(setup: &Setup, problems: &[Problem], place: &Place, sample: usize) ->
         Place::Nowhere(target) => Hardware::typical(*target),
     };
     let kernel = setup.kernel(&hardware);
-    let assembler = Ptxas::find().map_or(Assembler::Absent, Assembler::Ptxas);
+    let assembler = Ptxas::find().map_or(Assembler::Absent, |ptxas| Assembler::Ptxas(ptxas, None));
     if matches!(assembler, Assembler::Absent) {
         say("no ptxas here: the assembler's gate lets everything pass");
     }

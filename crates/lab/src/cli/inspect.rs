@@ -61,7 +61,7 @@ struct Assembly {
 
 /// What the simulator counted.
 #[derive(Serialize)]
-struct Counts {
+pub(super) struct Counts {
     /// What was simulated: the shape itself, or a smaller one with the same tiles.
     problem: String,
     warp_instructions: u64,
@@ -168,7 +168,7 @@ fn reduced(plan: &Plan) -> Problem {
     problem
 }
 
-fn count(plan: &Plan) -> Result<Counts, String> {
+pub(super) fn count(plan: &Plan) -> Result<Counts, String> {
     let problem = reduced(plan);
     let gpu = SimGpu::new(plan.target).with_schedule(plan.schedule);
     let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 0);
@@ -182,6 +182,19 @@ fn count(plan: &Plan) -> Result<Counts, String> {
 }
 
 impl Counts {
+    /// On one line, with what was simulated.
+    pub(super) fn line(&self) -> String {
+        format!(
+            "{} warp instructions, {} of them tensor, {} bank conflicts in {} passes, {:.1} sectors a request, for {}",
+            self.warp_instructions,
+            self.tensor_instructions,
+            self.bank_conflicts,
+            self.shared_passes,
+            self.sectors_per_request,
+            self.problem
+        )
+    }
+
     fn new(problem: &Problem, stats: &Stats) -> Self {
         let mut mix: Vec<(&'static str, u64)> =
             stats.mix.iter().map(|(&class, &count)| (class, count)).collect();

@@ -6,6 +6,7 @@ mod doctor;
 mod evolve;
 mod inspect;
 mod plan;
+mod profile;
 mod run;
 mod screen;
 mod verify;
@@ -59,6 +60,8 @@ enum Command {
     Inspect(inspect::Options),
     /// Say what would run for a shape, and why
     Plan(plan::Options),
+    /// Say what bounds a kernel, by Nsight Compute where it is, and from which figures
+    Profile(profile::Options),
     /// Search for faster schedules, and accept only what is right and wins twice
     Evolve(evolve::Options),
     /// Answer the workbench's requests on the CPU: how evolve keeps what it tries apart from itself
@@ -107,6 +110,7 @@ pub fn main() -> ExitCode {
         Some(Command::Bench(options)) => bench::bench(&options),
         Some(Command::Inspect(options)) => inspect::inspect(&options),
         Some(Command::Plan(options)) => plan::plan(&options),
+        Some(Command::Profile(options)) => profile::profile(&options),
         Some(Command::Evolve(options)) => evolve::evolve(&options),
         Some(Command::CpuWorker) => search::cpu_worker::serve().map(|()| Exit::Pass),
         Some(Command::GpuWorker { ordinal }) => gpu::worker::serve(ordinal).map(|()| Exit::Pass),

@@ -41,8 +41,9 @@ pub fn space(kernel: Kernel) -> Space {
 
 /// What makes machine code.
 pub enum Assembler {
-    /// ptxas, which says what it spilled and whether it serialised a `wgmma`.
-    Ptxas(Ptxas),
+    /// ptxas, which says what it spilled and whether it serialised a `wgmma`. Where there is a GPU, its driver then
+    /// assembles too, ahead of time: it leaves the code in its cache, where the device finds it.
+    Ptxas(Ptxas, Option<Drivers>),
     /// The driver, in workers of its own. It leaves the code in its cache, where the device finds it.
     Driver(Drivers),
     /// Nobody: the gate lets everything pass, and codes are told apart by their PTX.
@@ -142,7 +143,7 @@ impl KernelGates {
         let made = match &self.assembler {
             Assembler::Absent => Ok(key.clone()),
             Assembler::Driver(drivers) => drivers.assemble(candidate, &plan.problem).map(|()| key.clone()),
-            Assembler::Ptxas(ptxas) => match ptxas.assemble_text(&ptx, plan.target) {
+            Assembler::Ptxas(ptxas, drivers) => match ptxas.assemble_text(&ptx, plan.target) {
                 Err(error) => Err(error.to_string()),
                 Ok(assembled) => {
                     let spilled: u32 =
@@ -151,7 +152,10 @@ impl KernelGates {
                     match serialised {
                         _ if spilled > 0 => Err(format!("ptxas spills {spilled} bytes")),
                         Some(message) => Err(format!("ptxas serialises wgmma: {message}")),
-                        None => Ok(hash(&assembled.cubin)),
+                        None => {
+                            let ahead = drivers.as_ref().map(|it| it.assemble(candidate, &plan.problem));
+                            ahead.unwrap_or(Ok(())).map(|()| hash(&assembled.cubin))
+                        }
                     }
                 }
             },
@@ -290,7 +294,7 @@ mod tests {
     #[test]
     fn ptxas_refuses_what_spills_and_names_code_by_its_bytes() {
         let Some(ptxas) = Ptxas::find_or_skip().unwrap() else { return };
-        let gates = KernelGates { assembler: Assembler::Ptxas(ptxas), ..gates(Target::Sm80) };
+        let gates = KernelGates { assembler: Assembler::Ptxas(ptxas, None), ..gates(Target::Sm80) };
         let text =
             |n: u32| format!("sm80_fwd:block_m=64,block_n={n},warps=4,stages=2,q_in_regs=1,order=head");
         let (small, large) = (gates.assemble(&text(32), 0).unwrap(), gates.assemble(&text(64), 0).unwrap());

@@ -1,0 +1,356 @@
+//! `flashcore profile`: what bounds a kernel, from Nsight Compute where it is, and from what can be known without it.
+
+use std::process::Command;
+use std::time::Duration;
+
+use clap::Args;
+use flashcore::cuda::Cuda;
+use flashcore::plan::{Hardware, Kernel, Plan, Schedule, Target};
+use flashcore::{DType, Mask};
+use flashcore_ptx::ptxas::Ptxas;
+use serde::Serialize;
+
+use super::inspect::{self, Counts};
+use super::screen::{Tone, say, toned};
+use super::{Exit, Json};
+use crate::bench::Cell;
+use crate::evidence::Environment;
+use crate::gpu::bench::{Cache, GpuBench, Ours, Setup};
+use crate::gpu::cells::Member;
+use crate::ncu::{self, Bound, Figure, Ncu};
+use crate::occupancy::Occupancy;
+use crate::search::config;
+use crate::stats::MARGIN;
+
+#[derive(Args)]
+#[command(after_help = "\
+With a GPU and Nsight Compute ($FLASHCORE_NCU, PATH, or a CUDA toolkit) its counters say what bounds the kernel; clocks are \
+left as they are, and a metric that the GPU does not have is null. Without it, or where the driver refuses its counters, \
+the figures of ptxas and of the driver, the mix of the machine code, the occupancy, the roofline and the simulator's counts \
+stand for themselves, each with its source.")]
+pub struct Options {
+    /// A shape by name, or BxHxSxD, with :causal, :full, :f16 or :bf16 behind it
+    #[arg(value_parser = config::target)]
+    shape: config::Target,
+    /// Without this machine's GPU: a typical one of sm_80, sm_89 or sm_90a
+    #[arg(long, value_parser = inspect::target)]
+    target: Option<Target>,
+    /// A kernel with its default schedule instead of the planner's choice
+    #[arg(long, value_name = "NAME", conflicts_with = "schedule")]
+    kernel: Option<Kernel>,
+    /// A schedule as plan prints it
+    #[arg(long, value_name = "TEXT")]
+    schedule: Option<Schedule>,
+    #[command(flatten)]
+    json: Json,
+}
+
+/// What ptxas says.
+#[derive(Serialize)]
+struct Assembled {
+    source: String,
+    registers: u32,
+    spill_bytes: u32,
+    barriers: u32,
+    cubin_bytes: usize,
+    serialised_wgmma: usize,
+}
+
+/// What the driver says of the loaded code.
+#[derive(Serialize)]
+struct Loaded {
+    registers: u64,
+    local_bytes: u64,
+    shared_bytes: u32,
+}
+
+/// Instructions of the machine code by kind, as they stand there, not as they are executed.
+#[derive(Serialize)]
+struct Mix {
+    source: &'static str,
+    instructions: usize,
+    kinds: Vec<(String, usize)>,
+}
+
+/// Where the time stands between the ceilings.
+#[derive(Serialize)]
+struct Roofline {
+    flops: f64,
+    bytes: f64,
+    /// Floating-point operations a byte that must move.
+    intensity: f64,
+    /// Measured by the kernel clock.
+    time_us: Option<f64>,
+    tflops: Option<f64>,
+    /// Of a large matrix product, measured in the same run.
+    matmul_tflops: Option<f64>,
+    /// Of the data sheet.
+    peak_tflops: Option<f64>,
+}
+
+#[derive(Serialize)]
+struct Report {
+    problem: String,
+    device: String,
+    target: &'static str,
+    kernel: &'static str,
+    schedule: String,
+    reason: String,
+    profiled: Option<Vec<Figure>>,
+    /// Why there is no profile.
+    not_profiled: Option<String>,
+    bound: Option<Bound>,
+    assembled: Option<Assembled>,
+    loaded: Option<Loaded>,
+    machine_code: Option<Mix>,
+    occupancy: Option<Occupancy>,
+    roofline: Roofline,
+    simulated: Counts,
+}
+
+pub fn profile(options: &Options) -> Result<Exit, String> {
+    options.json.check()?;
+    let cell = options.shape.cell;
+    if cell.dtype == DType::F32 {
+        return Err("the GPU's kernels take f16 and bf16".into());
+    }
+    let problem = cell.problem();
+    let cuda = if options.target.is_some() { None } else { Cuda::new(0).ok() };
+    let hardware = match (&cuda, options.target) {
+        (Some(cuda), _) => cuda.hardware().clone(),
+        (None, target) => Hardware::typical(target.unwrap_or(Target::Sm90a)),
+    };
+    let plan = match (options.schedule, options.kernel) {
+        (Some(schedule), _) => Plan::with_schedule(&problem, &hardware, schedule),
+        (None, Some(kernel)) => Plan::with_kernel(&problem, &hardware, kernel),
+        (None, None) => Plan::choose(&problem, &hardware),
+    }
+    .map_err(|error| error.to_string())?;
+    let (profiled, not_profiled) = match counters(&cell, &plan, cuda.as_ref()) {
+        Ok(figures) => (Some(figures), None),
+        Err(why) => (None, Some(why)),
+    };
+    let (assembled, machine_code) = assemble(&plan)?;
+    let registers = assembled.as_ref().map(|it| it.registers);
+    let report = Report {
+        problem: problem.to_string(),
+        device: hardware.name.clone(),
+        target: plan.target.name(),
+        kernel: plan.kernel().name(),
+        schedule: plan.schedule.to_string(),
+        reason: plan.reason.clone(),
+        bound: profiled.as_deref().and_then(ncu::bound),
+        profiled,
+        not_profiled,
+        occupancy: registers
+            .map(|registers| Occupancy::of(plan.target, plan.threads, registers, plan.shared_bytes)),
+        loaded: cuda.as_ref().map(|cuda| loaded(cuda, &plan)).transpose()?,
+        roofline: roofline(&cell, &plan, cuda.is_some()),
+        assembled,
+        machine_code,
+        simulated: inspect::count(&plan)?,
+    };
+    say(&text(&report));
+    options.json.write("flashcore.profile/1", &Environment::read(), true, &report)?;
+    Ok(Exit::Pass)
+}
+
+/// The counters of one launch, or why there are none.
+fn counters(cell: &Cell, plan: &Plan, cuda: Option<&Cuda>) -> Result<Vec<Figure>, String> {
+    let cuda = cuda.ok_or("there is no GPU here")?;
+    let ncu = Ncu::find()?;
+    let capability = cuda.context().properties().compute_capability.to_string();
+    let binary = std::env::current_exe().map_err(|error| format!("who am I? ({error})"))?;
+    let mask = if cell.mask == Mask::Causal { "--causal" } else { "--no-causal" };
+    let command: Vec<String> = [
+        &binary.display().to_string(),
+        "bench",
+        &cell.shape.to_string(),
+        mask,
+        "--dtype",
+        cell.dtype.name(),
+        "--device",
+        "cuda",
+        "--no-peers",
+        "--samples",
+        "1",
+        "--schedule",
+        &plan.schedule.to_string(),
+    ]
+    .map(String::from)
+    .to_vec();
+    ncu.profile(&capability, &command)
+}
+
+/// What ptxas makes of the kernel, and the mix of its machine code where nvdisasm stands beside ptxas.
+fn assemble(plan: &Plan) -> Result<(Option<Assembled>, Option<Mix>), String> {
+    let Ok(ptxas) = Ptxas::find() else { return Ok((None, None)) };
+    let module = plan.module().map_err(|error| error.to_string())?;
+    let made = ptxas.assemble(&module, plan.target).map_err(|error| error.to_string())?;
+    let usage = made.kernels.first().ok_or("ptxas reported no kernel")?;
+    let assembled = Assembled {
+        source: format!("ptxas {}", ptxas.version().unwrap_or_else(|_| "of unknown version".into())),
+        registers: usage.registers,
+        spill_bytes: usage.spill_store_bytes + usage.spill_load_bytes,
+        barriers: usage.barriers,
+        cubin_bytes: made.cubin.len(),
+        serialised_wgmma: made.serialised_wgmma().count(),
+    };
+    let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+    let cubin = folder.path().join("kernel.cubin");
+    std::fs::write(&cubin, &made.cubin).map_err(|error| error.to_string())?;
+    let nvdisasm = ptxas.path().with_file_name("nvdisasm");
+    let said = Command::new(nvdisasm).arg("-c").arg(&cubin).output().ok();
+    let mix = said.filter(|it| it.status.success()).map(|it| mix(&String::from_utf8_lossy(&it.stdout)));
+    Ok((Some(assembled), mix))
+}
+
+/// Counts the instructions of a disassembly by what stands before the first dot of each.
+fn mix(disassembly: &str) -> Mix {
+    let mut counts = std::collections::BTreeMap::<String, usize>::new();
+    for line in disassembly.lines() {
+        // A line is `/*0010*/ @!P0 LDG.E.64 R2, … ;`.
+        let Some((_, rest)) = line.trim().strip_prefix("/*").and_then(|line| line.split_once("*/")) else {
+            continue;
+        };
+        let opcode = rest.split_whitespace().find(|word| !word.starts_with('@'));
+        let Some(kind) = opcode.and_then(|word| word.split(['.', ';']).next()) else { continue };
+        if !kind.is_empty() && kind.chars().all(|c| c.is_ascii_uppercase() || c.is_ascii_digit()) {
+            *counts.entry(kind.to_string()).or_default() += 1;
+        }
+    }
+    let mut kinds: Vec<(String, usize)> = counts.into_iter().collect();
+    kinds.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
+    let instructions = kinds.iter().map(|(_, count)| count).sum();
+    Mix { source: "nvdisasm of ptxas's code", instructions, kinds }
+}
+
+fn loaded(cuda: &Cuda, plan: &Plan) -> Result<Loaded, String> {
+    let cuda = cuda.with_schedule(plan.schedule);
+    let function = cuda.function(&plan.problem).map_err(|error| error.to_string())?;
+    let attributes = function.attributes().map_err(|error| error.to_string())?;
+    Ok(Loaded {
+        registers: attributes.registers as u64,
+        local_bytes: attributes.local_bytes as u64,
+        shared_bytes: plan.shared_bytes,
+    })
+}
+
+/// The kernel clock and the measured matrix product, where there is a GPU.
+fn roofline(cell: &Cell, plan: &Plan, gpu: bool) -> Roofline {
+    let (flops, bytes) = (plan.problem.flops(), plan.problem.min_bytes());
+    let mut roofline = Roofline {
+        flops,
+        bytes,
+        intensity: flops / bytes,
+        time_us: None,
+        tflops: None,
+        matmul_tflops: None,
+        peak_tflops: None,
+    };
+    if !gpu {
+        return roofline;
+    }
+    let setup = Setup {
+        ordinal: 0,
+        ours: Ours::Schedules(vec![plan.schedule.to_string()]),
+        peers: vec!["flash".into()],
+        cache: Cache::Warm,
+        call_clock: false,
+        first_call: false,
+        rounds: None,
+        margin: MARGIN,
+    };
+    let member = Member { cell: *cell, group: "all".into() };
+    let Ok(bench) = GpuBench::start(setup, std::slice::from_ref(&member), &mut |_| {}) else {
+        return roofline;
+    };
+    let outcome = bench.run(&member, Duration::from_secs(5), &|| false, &mut |_, _| {});
+    roofline.time_us = outcome.results.first().and_then(|ours| ours.p50_us);
+    roofline.tflops = roofline.time_us.map(|us| flops / us / 1e6);
+    roofline.matmul_tflops = bench.facts().matmul_tflops;
+    roofline.peak_tflops = bench.facts().peak_tflops;
+    roofline
+}
+
+fn text(report: &Report) -> String {
+    let mut lines = vec![
+        format!("{} on {}", report.problem, report.device),
+        format!("{}\n{}", report.schedule, report.reason),
+    ];
+    let heading = |text: &str| toned(Tone::Strong, text);
+    match (&report.profiled, &report.not_profiled) {
+        (Some(figures), _) => {
+            lines.push(heading("\nNsight Compute"));
+            for Figure { name, value, .. } in figures {
+                let value = value.map_or("not available".into(), |value| format!("{value:.2}"));
+                lines.push(format!("{name:<24} {value}"));
+            }
+        }
+        (None, why) => {
+            lines.push(format!("\nno counters: {}", why.as_deref().unwrap_or("unknown")));
+        }
+    }
+    lines.push(report.bound.as_ref().map_or_else(
+        || "bound     unknown without counters; the figures below stand for themselves".into(),
+        |bound| heading(&format!("bound     {}", bound.verdict)),
+    ));
+    if let Some(it) = &report.assembled {
+        lines.push(heading(&format!("\n{}", it.source)));
+        lines.push(format!(
+            "registers {}, spilled {} bytes, {} barriers, {} serialised wgmma, {} bytes of code",
+            it.registers, it.spill_bytes, it.barriers, it.serialised_wgmma, it.cubin_bytes
+        ));
+    }
+    if let Some(it) = &report.loaded {
+        lines.push(format!(
+            "driver    {} registers, {} bytes of local memory, {} bytes of shared memory",
+            it.registers, it.local_bytes, it.shared_bytes
+        ));
+    }
+    if let Some(it) = &report.machine_code {
+        let share = |count: usize| 100.0 * count as f64 / it.instructions.max(1) as f64;
+        let kinds: Vec<String> =
+            it.kinds.iter().take(10).map(|(kind, count)| format!("{kind} {:.0} %", share(*count))).collect();
+        lines.push(format!(
+            "code      {} instructions: {} ({})",
+            it.instructions,
+            kinds.join(", "),
+            it.source
+        ));
+    }
+    if let Some(occupancy) = &report.occupancy {
+        lines.push(format!("occupancy {occupancy} (computed)"));
+    }
+    let roofline = &report.roofline;
+    let known = |value: Option<f64>, unit: &str| {
+        value.map_or("not measured".into(), |value| format!("{value:.1} {unit}"))
+    };
+    lines.push(format!(
+        "roofline  {:.0} operations a byte; time {}, rate {}; matrix product {}; data sheet {}",
+        roofline.intensity,
+        known(roofline.time_us, "µs"),
+        known(roofline.tflops, "TFLOP/s"),
+        known(roofline.matmul_tflops, "TFLOP/s"),
+        known(roofline.peak_tflops, "TFLOP/s"),
+    ));
+    lines.push(format!("simulator {}", report.simulated.line()));
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mix_of_a_disassembly_counts_opcodes_and_not_comments_or_encodings() {
+        let text = "        /*0000*/                   LDC R1, c[0x0][0x28] ;\n\
+                    \x20       /*0010*/              @!P0 HGMMA.64x128x16.F32 R24, gdesc[UR4] ;\n\
+                    .L_x_1:\n\
+                    \x20       /*0020*/                   HGMMA.64x128x16.F32 R24, gdesc[UR4] ;\n\
+                    \x20                                  /* 0x000000ff00007b82 */\n";
+        let mix = mix(text);
+        assert_eq!(mix.kinds, [("HGMMA".to_string(), 2), ("LDC".to_string(), 1)]);
+        assert_eq!(mix.instructions, 3);
+    }
+}
