@@ -224,6 +224,12 @@ pub fn exp2(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(CANONICAL_NAN) } else { result }
 }
 
+/// 2^x with subnormal numbers taken for zero, before and after.
+#[inline(always)]
+pub fn exp2_flushed(x: f32) -> f32 {
+    flush(exp2(flush(x)))
+}
+
 /// log2(x), computed in double precision and rounded once.
 #[inline(always)]
 pub fn log2(x: f32) -> f32 {
