@@ -238,6 +238,7 @@ struct Decoder<'k> {
     slots: Vec<Slot>,
     constants: Constants,
     seen_words: HashMap<u32, u32>,
+    seen_shared: HashMap<u32, u32>,
     seen_longs: HashMap<u64, u32>,
     first_constant: [u32; 3],
 }
@@ -261,6 +262,7 @@ impl<'k> Decoder<'k> {
             slots: Vec::new(),
             constants: Constants::default(),
             seen_words: HashMap::new(),
+            seen_shared: HashMap::new(),
             seen_longs: HashMap::new(),
             first_constant: [0; 3],
         }
@@ -343,6 +345,16 @@ impl<'k> Decoder<'k> {
         })
     }
 
+    /// The row of an address of shared memory, which has the block's rank added to it.
+    fn shared_address(&mut self, value: u32) -> u32 {
+        let (constants, first) = (&mut self.constants, self.first_constant[0]);
+        *self.seen_shared.entry(value).or_insert_with(|| {
+            constants.shared.push(constants.words.len());
+            constants.words.push(value);
+            first + constants.words.len() as u32 - 1
+        })
+    }
+
     fn long(&mut self, value: u64) -> u32 {
         let (constants, first) = (&mut self.constants.longs, self.first_constant[1]);
         *self.seen_longs.entry(value).or_insert_with(|| {
@@ -373,7 +385,7 @@ impl<'k> Decoder<'k> {
                     return Err(self.unsupported(pc, "its shared allocation does not exist"));
                 };
                 let address = alloc.offset.wrapping_add_signed(offset);
-                Slot::Shared(self.word(address), 0)
+                Slot::Shared(self.shared_address(address), 0)
             }
             Arg::Mem { base: MemBase::Param(index), offset } => {
                 let Some(param) = self.kernel.params.get(index as usize) else {

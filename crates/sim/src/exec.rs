@@ -73,7 +73,7 @@ impl Cluster<'_> {
             }
             Op::AddrOf => match src[0] {
                 Slot::Shared(..) => {
-                    let address = self.shared_addresses(w, src[0]);
+                    let address = self.ranked_addresses(w, src[0]);
                     self.put(w, dst[0], mask, &address);
                 }
                 Slot::Param(offset) => {
@@ -157,12 +157,11 @@ impl Cluster<'_> {
                     self.report_error(w, lane as u32, pc, FindingKind::ClusterMisuse, message);
                 }
                 let low = (1 << RANK_SHIFT) - 1;
-                let out = std::array::from_fn(|l| (address[l] & low) | (rank[l] + 1) << RANK_SHIFT);
+                let out = std::array::from_fn(|l| (address[l] & low) | rank[l] << RANK_SHIFT);
                 self.put(w, dst[0], mask, &out);
             }
             Op::GetCtaRank => {
-                let own = self.warps[w].block as u32;
-                let out = self.row(w, src[0]).map(|a| (a >> RANK_SHIFT).checked_sub(1).unwrap_or(own));
+                let out = self.row(w, src[0]).map(|a| a >> RANK_SHIFT);
                 self.put(w, dst[0], mask, &out);
             }
             Op::StAsync { ty, width } => self.store_async(w, pc, mask, ty.bytes(), width.count(), src),
@@ -252,9 +251,24 @@ impl Cluster<'_> {
         }
     }
 
-    /// The shared addresses of a memory operand.
+    /// The addresses of a memory operand in the block's own shared memory, without the rank.
+    ///
+    /// An address in the memory of another block stays as it is, beyond all allocations.
     #[inline]
     pub fn shared_addresses(&self, w: usize, slot: Slot) -> Row {
+        let mut addresses = self.ranked_addresses(w, slot);
+        if self.blocks.len() > 1 {
+            let own = self.warps[w].block as u32;
+            for address in &mut addresses {
+                *address -= if *address >> RANK_SHIFT == own { own << RANK_SHIFT } else { 0 };
+            }
+        }
+        addresses
+    }
+
+    /// The addresses of a memory operand in the shared memory of the cluster.
+    #[inline]
+    pub fn ranked_addresses(&self, w: usize, slot: Slot) -> Row {
         match slot {
             Slot::Shared(row, offset) => {
                 let mut addresses = self.warps[w].regs.r32[row as usize];
@@ -284,11 +298,11 @@ impl Cluster<'_> {
 
     /// The block and the address in it of an address in the shared memory of the cluster.
     pub fn cluster_address(&self, w: usize, address: u32) -> (usize, u32) {
-        match (address >> RANK_SHIFT).checked_sub(1) {
-            Some(rank) if (rank as usize) < self.blocks.len() => {
-                (rank as usize, address & ((1 << RANK_SHIFT) - 1))
-            }
-            _ => (self.warps[w].block, address),
+        let rank = (address >> RANK_SHIFT) as usize;
+        if rank < self.blocks.len() {
+            (rank, address & ((1 << RANK_SHIFT) - 1))
+        } else {
+            (self.warps[w].block, address)
         }
     }
 

@@ -166,10 +166,12 @@ impl Cluster<'_> {
         let l = lane as usize;
         let own = self.warps[w].block;
         let shared = |c: &Self, slot: Slot| c.shared_addresses(w, slot)[l];
+        let in_cluster = |c: &Self, slot: Slot| c.ranked_addresses(w, slot)[l];
         let word = |c: &Self, slot: Slot| c.row(w, slot)[l];
         match op {
             Op::BulkLoad { multicast, .. } => {
-                let (to, bytes, barrier) = (shared(self, src[0]), word(self, src[2]), shared(self, src[3]));
+                let (to, barrier) = (in_cluster(self, src[0]), in_cluster(self, src[3]));
+                let bytes = word(self, src[2]);
                 let from = GlobalSide::Linear(self.global_addresses(w, src[1])[l], bytes);
                 if !self.bulk_sizes(w, pc, lane, bytes, &[to], 16) {
                     return;
@@ -181,7 +183,7 @@ impl Cluster<'_> {
             Op::TensorLoad { dims, multicast, .. } => {
                 let rank = dims.count();
                 let Some((map, at)) = self.tensor(w, pc, lane, src[1], &src[2..2 + rank]) else { return };
-                let (to, barrier) = (shared(self, src[0]), shared(self, src[2 + rank]));
+                let (to, barrier) = (in_cluster(self, src[0]), in_cluster(self, src[2 + rank]));
                 let side = SharedSide::boxed(own, to, &map);
                 if !self.bulk_sizes(w, pc, lane, side.bytes, &[to], 128) {
                     return;
@@ -231,8 +233,8 @@ impl Cluster<'_> {
                 self.start_store(w, pc, lane, from, GlobalSide::Tensor(map, at), reduce);
             }
             Op::BulkToCluster | Op::BulkReduceCluster { .. } => {
-                let (to, from) = (shared(self, src[0]), shared(self, src[1]));
-                let (bytes, barrier) = (word(self, src[2]), shared(self, src[3]));
+                let (to, from) = (in_cluster(self, src[0]), shared(self, src[1]));
+                let (bytes, barrier) = (word(self, src[2]), in_cluster(self, src[3]));
                 let (to_block, to) = self.cluster_address(w, to);
                 let (bar_block, bar) = self.cluster_address(w, barrier);
                 if !self.bulk_sizes(w, pc, lane, bytes, &[to, from], 16) {
@@ -262,8 +264,8 @@ impl Cluster<'_> {
 
     /// `st.async`.
     pub fn store_async(&mut self, w: usize, pc: u32, mask: u32, size: u32, count: u32, src: &[Slot]) {
-        let to = self.shared_addresses(w, src[0]);
-        let barrier = self.shared_addresses(w, src[1 + count as usize]);
+        let to = self.ranked_addresses(w, src[0]);
+        let barrier = self.ranked_addresses(w, src[1 + count as usize]);
         // Lanes that write to one block and barrier are one operation, unless it matters which of them is first.
         let apart =
             self.warps[w].clocks.is_parted() || matches!(self.launch.config.async_mode, AsyncMode::Random(_));
@@ -330,7 +332,7 @@ impl Cluster<'_> {
             return false;
         }
         if let Some(&address) = addresses.iter().find(|&&a| a % align != 0) {
-            let block = self.warps[w].block;
+            let (block, address) = self.cluster_address(w, address);
             self.report(w, lane, pc, FindingKind::Misaligned, Severity::Error, |c| {
                 let what = format!("shared address {address:#x} is not a multiple of {align}");
                 (what, Some(c.shared_place(block, address)))

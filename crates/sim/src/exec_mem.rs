@@ -310,8 +310,7 @@ impl Cluster<'_> {
                 self.acquire_global(w, mask, order, &addresses);
             }
             Space::Shared | Space::SharedCluster => {
-                let raw = self.shared_addresses(w, src[0]);
-                self.by_block(w, space, &raw, mask, |c, block, addresses, lanes| {
+                self.by_block(w, space, src[0], mask, |c, block, addresses, lanes| {
                     let ok = c.touch_shared(w, pc, block, addresses, lanes, size * count, Touch::Read);
                     let shared = &c.blocks[block].shared;
                     match (size, count) {
@@ -398,14 +397,16 @@ impl Cluster<'_> {
         &mut self,
         w: usize,
         space: Space,
-        raw: &Row,
+        operand: Slot,
         mask: u32,
         mut f: impl FnMut(&mut Self, usize, &Row, u32),
     ) {
         let own = self.warps[w].block;
         if space == Space::Shared {
-            return f(self, own, raw, mask);
+            let addresses = self.shared_addresses(w, operand);
+            return f(self, own, &addresses, mask);
         }
+        let raw = self.ranked_addresses(w, operand);
         let mut left = mask;
         while left != 0 {
             let (block, _) = self.cluster_address(w, raw[left.trailing_zeros() as usize]);
@@ -461,8 +462,7 @@ impl Cluster<'_> {
                 });
             }
             Space::Shared | Space::SharedCluster => {
-                let raw = self.shared_addresses(w, src[0]);
-                self.by_block(w, space, &raw, mask, |c, block, addresses, lanes| {
+                self.by_block(w, space, src[0], mask, |c, block, addresses, lanes| {
                     c.release_shared(w, block, lanes, order, addresses);
                     let distinct = without_repeats(addresses, &values[..count as usize], lanes);
                     let ok = c.touch_shared(w, pc, block, addresses, distinct, size * count, Touch::Write);
@@ -532,8 +532,7 @@ impl Cluster<'_> {
                 self.observe_global(w, mask, order.0, &addresses);
             }
             Space::Shared | Space::SharedCluster => {
-                let raw = self.shared_addresses(w, src[0]);
-                self.by_block(w, space, &raw, mask, |c, block, addresses, lanes| {
+                self.by_block(w, space, src[0], mask, |c, block, addresses, lanes| {
                     c.publish_shared(w, block, lanes, order.1, addresses);
                     let ok = c.touch_shared(w, pc, block, addresses, lanes, size * count, Touch::Atomic);
                     let shared = &mut c.blocks[block].shared;

@@ -68,12 +68,15 @@ impl Cluster<'_> {
 
     /// All mbarrier instructions.
     pub fn mbarrier(&mut self, w: usize, pc: u32, op: Op, mask: u32, dst: &[Slot], src: &[Slot]) -> Step {
-        let raw = self.shared_addresses(w, src[0]);
         let space = match op {
             Op::MbarrierArrive { space, .. }
             | Op::MbarrierArriveExpectTx { space }
             | Op::MbarrierExpectTx { space } => space,
             _ => Space::Shared,
+        };
+        let raw = match space {
+            Space::SharedCluster => self.ranked_addresses(w, src[0]),
+            _ => self.shared_addresses(w, src[0]),
         };
         match op {
             Op::MbarrierTestWait { parity, .. } => {

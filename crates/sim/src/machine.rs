@@ -30,7 +30,10 @@ use crate::warp::{State, Warp};
 pub const PARAM_BASE: u64 = 1 << 32;
 /// Where a block's own shared memory appears in the generic address space.
 pub const SHARED_BASE: u64 = 3 << 31;
-/// The bits of a shared address below the rank of a block of the cluster, which is stored plus one.
+/// The bits of a shared address below the rank of the block in its cluster.
+///
+/// As on hardware, the address of a block's own shared memory carries the rank as well; accesses to the block's own
+/// memory take it or leave it, and a matrix descriptor has no place for it.
 pub const RANK_SHIFT: u32 = 24;
 
 /// Asynchronous operations of a cluster that can be told apart.

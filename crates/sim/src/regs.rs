@@ -71,6 +71,8 @@ impl Regs {
 pub struct Constants {
     /// 32-bit values.
     pub words: Vec<u32>,
+    /// Which of the words are addresses of shared memory.
+    pub shared: Vec<usize>,
     /// 64-bit values.
     pub longs: Vec<u64>,
     /// Predicate values.

@@ -5,6 +5,7 @@ use crate::copies::CopyQueue;
 use crate::decode::{NEVER, Program};
 use crate::exec_bulk::BulkGroups;
 use crate::exec_wgmma::WgmmaRegisters;
+use crate::machine::RANK_SHIFT;
 use crate::races::Published;
 use crate::regs::{Regs, Row};
 
@@ -123,7 +124,7 @@ impl Warp {
         let y = std::array::from_fn(|l| flat(l) / dims[0] % dims[1]);
         let z = std::array::from_fn(|l| flat(l) / (dims[0] * dims[1]));
         Warp {
-            regs: fresh_registers(program),
+            regs: fresh_registers(program, block),
             pc: 0,
             active: live,
             live,
@@ -182,7 +183,8 @@ impl Warp {
 }
 
 /// Registers without values, and constants with theirs.
-fn fresh_registers(program: &Program) -> Regs {
+/// Registers at the start of a program, in the block of this rank in its cluster.
+fn fresh_registers(program: &Program, rank: usize) -> Regs {
     let poison = crate::memory::POISON;
     let mut regs = Regs {
         r32: vec![[poison as u32; 32]; program.words],
@@ -195,6 +197,10 @@ fn fresh_registers(program: &Program) -> Regs {
     let constants = &program.constants;
     for (i, &value) in constants.words.iter().enumerate() {
         regs.set32((program.words - constants.words.len() + i) as u32, u32::MAX, &[value; 32]);
+    }
+    for &i in &constants.shared {
+        let address = constants.words[i] | (rank as u32) << RANK_SHIFT;
+        regs.set32((program.words - constants.words.len() + i) as u32, u32::MAX, &[address; 32]);
     }
     for (i, &value) in constants.longs.iter().enumerate() {
         regs.set64((program.longs - constants.longs.len() + i) as u32, u32::MAX, &[value; 32]);

@@ -204,6 +204,132 @@ fn asynchronous_stores_and_copies_to_another_block_arrive_at_its_barrier() {
     }
 }
 
+/// A product with a B of two panels of 64 columns; panel `p` holds 2^p everywhere, and `panels` of them lie in shared
+/// memory. With `spoiled`, the descriptor is made of the whole address, so that the rank of the block gets into the
+/// offset from one panel to the next.
+fn product(spoiled: bool, panels: u32) -> Module {
+    let mut shared = SharedLayout::new();
+    let b = shared.alloc("b", 2048 * panels, 1024);
+    cluster(128, shared, move |k| {
+        let (tid, y) = (k.tid_x(), k.param(Maps::y));
+        let base = k.shared_addr(b);
+        k.for_s32(tid, 512 * panels, 128, |k, i, _| {
+            let (panel, to) = (k.shr_u32(i, 9), k.mad_lo_u32(i, 4, base));
+            // Two halves of one power of two.
+            let value = k.mad_lo_u32(panel, 0x0400_0400, 0x3C00_3C00);
+            k.st_shared(to, value);
+        });
+        k.fence_proxy_async(ProxySpace::Shared);
+        k.bar_sync_all();
+        let start = if spoiled { k.shr_u32(base, 4) } else { k.bfe_u32(base, 4u32, 14u32) };
+        let low = k.or_b32(start, (2048 / 16) << 16);
+        let descriptor = k.pack_b64(low, 1 << 30 | 1024 / 16);
+        let ones: [Reg<B32>; 4] = std::array::from_fn(|_| k.mov_b32(0x3C00_3C00));
+        let d: Vec<Reg<F32>> = k.reg_vec(64);
+        let form = Wgmma { trans_b: true, ..Wgmma::new(128, MatrixTy::F16) };
+        k.wgmma_fence();
+        k.wgmma_rs(form, &d, ones, descriptor, false);
+        k.wgmma_commit();
+        k.wgmma_wait(0);
+        let thread = global_thread(k);
+        let py = k.mad_wide_u32(thread, 8, y);
+        for (offset, register) in [(0, d[0]), (4, d[32])] {
+            let sum = k.f32_to_bits(register);
+            k.st_global(py.at(offset), sum);
+        }
+    })
+}
+
+#[test]
+fn an_address_carries_the_blocks_rank_which_spoils_a_descriptor_made_of_all_of_it() {
+    // The second panel is looked for 256 bytes too far: beyond all memory, or where other numbers lie.
+    planted(|bad| product(bad, 2), FindingKind::OutOfBounds);
+    for config in policies() {
+        let sums = |spoiled: bool| {
+            let outcome = run_cluster(&product(spoiled, 3), 4, config.clone());
+            assert_clean(&outcome, &config);
+            outcome.f32s()
+        };
+        assert!(sums(false).chunks(2).all(|sums| sums == [16.0, 32.0]));
+        for (thread, sums) in sums(true).chunks(2).enumerate() {
+            let first_block = thread / 128 % 2 == 0;
+            assert_eq!(sums, if first_block { [16.0, 32.0] } else { [16.0, 36.0] });
+        }
+    }
+}
+
+#[test]
+fn an_address_of_another_block_is_no_address_of_ones_own_memory() {
+    let mut shared = SharedLayout::new();
+    let words = shared.alloc("words", 128, 16);
+    let build = |bad: bool| {
+        cluster(32, shared.clone(), move |k| {
+            let (tid, y) = (k.tid_x(), k.param(Maps::y));
+            let rank = k.cluster_ctarank();
+            let base = k.shared_addr(words);
+            let whose = if bad { k.xor_b32(rank, 1) } else { rank };
+            // The same bytes by the address of the symbol, by the plain offset, and by rank and offset.
+            let plain = k.and_b32(base, 0x00FF_FFFF);
+            let ranked = k.mad_lo_u32(whose, 1 << 24, plain);
+            let mut sum = k.mov_b32(0);
+            for (i, at) in [base, plain, ranked].into_iter().enumerate() {
+                let mine = k.mad_lo_u32(tid, 4, at);
+                k.st_shared::<B32>(mine, i as u32 + 1);
+                let back = k.ld_shared::<B32>(mine);
+                sum = k.add_u32(sum, back);
+            }
+            k.bar_warp_sync();
+            let first = k.ld_shared::<B32>(words);
+            let sum = k.add_u32(sum, first);
+            let thread = global_thread(k);
+            let py = k.mad_wide_u32(thread, 4, y);
+            k.st_global(py, sum);
+        })
+    };
+    planted(build, FindingKind::OutOfBounds);
+    for config in policies() {
+        let sums = run_cluster(&build(false), 4, config).u32s();
+        assert_eq!(sums[..128], [9; 128]);
+    }
+}
+
+#[test]
+fn a_barrier_that_expects_too_few_bytes_of_an_asynchronous_store_orders_none_of_it() {
+    let build = |bytes: u32| {
+        let mut shared = SharedLayout::new();
+        let bar = shared.alloc("bar", 8, 8);
+        let words = shared.alloc("words", 128, 16);
+        cluster(32, shared, move |k| {
+            let (tid, y) = (k.tid_x(), k.param(Maps::y));
+            let first = k.setp_eq_u32(tid, 0);
+            k.if_(first, |k| {
+                k.mbarrier_init(bar, 1);
+                k.fence_mbarrier_init();
+                k.mbarrier_arrive_expect_tx(bar, bytes);
+            });
+            k.cluster_arrive(ClusterArrive::Release, true);
+            k.cluster_wait(true);
+            let rank = k.cluster_ctarank();
+            let other = k.xor_b32(rank, 1);
+            let (bar_at, words_at) = (k.shared_addr(bar), k.shared_addr(words));
+            let mine = k.mad_lo_u32(tid, 4, words_at);
+            let (to, bar_there) = (k.mapa(mine, other), k.mapa(bar_at, other));
+            k.st_async(to, [tid], bar_there);
+            k.mbarrier_wait_parity(bar, 0, Scope::Cluster);
+            let v = k.ld_shared::<B32>(mine);
+            let thread = global_thread(k);
+            let py = k.mad_wide_u32(thread, 4, y);
+            k.st_global(py, v);
+            k.cluster_arrive(ClusterArrive::Relaxed, true);
+            k.cluster_wait(true);
+        })
+    };
+    for config in policies() {
+        assert_clean(&run_cluster(&build(128), 4, config.clone()), &config);
+        assert_found(&run_cluster(&build(64), 4, config.clone()), &config, FindingKind::SharedRace);
+    }
+}
+
 /// Blocks add to the same words one after the other, in the order of their index, behind a semaphore.
 fn in_turn(release: bool, acquire: bool, barrier: bool) -> Module {
     kernel(64, SharedLayout::new(), Target::Sm80, move |k| {
