@@ -74,7 +74,8 @@ fn packed(problem: &Problem) -> (Plan, Vec<u8>, Vec<flashcore::plan::Map>) {
 
 #[test]
 fn tensor_maps_describe_the_tensors_as_they_lie() {
-    let (_, bytes, maps) = packed(&Problem::new(2, 8, 512, 64, DType::F16).with_kv(4, 300).with_head_dim_v(96));
+    let (_, bytes, maps) =
+        packed(&Problem::new(2, 8, 512, 64, DType::F16).with_kv(4, 300).with_head_dim_v(96));
     assert!(bytes.len() > 512);
     let [q, k, v, o] = maps[..] else { panic!("{} maps", maps.len()) };
     assert_eq!((q.address, q.dims, q.strides), (0x1000, [64, 512, 8, 2], [8 * 128, 128, 512 * 8 * 128]));
