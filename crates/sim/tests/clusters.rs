@@ -223,7 +223,7 @@ fn product(spoiled: bool, panels: u32) -> Module {
         k.bar_sync_all();
         let start = if spoiled { k.shr_u32(base, 4) } else { k.bfe_u32(base, 4u32, 14u32) };
         let low = k.or_b32(start, (2048 / 16) << 16);
-        let descriptor = k.pack_b64(low, 1 << 30 | 1024 / 16);
+        let descriptor = k.pack_b64(low, (1 << 30) | (1024 / 16));
         let ones: [Reg<B32>; 4] = std::array::from_fn(|_| k.mov_b32(0x3C00_3C00));
         let d: Vec<Reg<F32>> = k.reg_vec(64);
         let form = Wgmma { trans_b: true, ..Wgmma::new(128, MatrixTy::F16) };
