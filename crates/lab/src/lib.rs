@@ -6,6 +6,7 @@
 //! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
 //!   does so on a GPU, with everyone in a [`process`] of their own.
 //! - [`search`] looks for faster schedules, and believes none that it has not seen win twice.
+//! - [`micro`] measures the pieces that kernels are made of, to order what [`search`] tries.
 //! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
 //! - [`evidence`] is what a report carries beside its numbers; [`files`] and [`interrupt`] see to it that a file is
 //!   written whole or not at all. [`cli`] is the command itself.
@@ -25,6 +26,7 @@ pub mod gpu;
 pub mod guarded;
 pub mod inputs;
 pub mod interrupt;
+pub mod micro;
 pub mod ncu;
 pub mod occupancy;
 pub mod operands;

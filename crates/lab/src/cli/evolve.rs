@@ -94,6 +94,9 @@ pub struct Options {
     /// For a dry run: candidates that are put to the assembler and the simulator
     #[arg(long, value_name = "N", default_value_t = 8, requires = "dry_run")]
     sample: usize,
+    /// Costs of instructions as micro measured them, for the order in which candidates are tried; nothing else
+    #[arg(long, value_name = "micro_best.json")]
+    micro: Option<PathBuf>,
 }
 
 /// Where the results go where nobody says.
@@ -167,7 +170,10 @@ pub fn evolve(options: &Options) -> Result<Exit, String> {
                 say("no ptxas here: the driver assembles, and cannot say whether it serialised a wgmma");
                 Assembler::Driver(drivers)
             };
-            let gates = KernelGates::new(hardware.clone(), problems.clone(), assembler);
+            let mut gates = KernelGates::new(hardware.clone(), problems.clone(), assembler);
+            if let Some(path) = &options.micro {
+                gates = gates.with_costs(super::micro::costs(path)?);
+            }
             let mut device = Workers::new(Host::new(Kind::Ours, ordinal), problems.clone(), sets, setup.seed);
             let state = search(options, &setup, task, &kernels::space(kernel), &gates, &mut device)?;
             record(&state, &problems, &hardware)?;

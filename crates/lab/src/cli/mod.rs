@@ -5,6 +5,7 @@ mod bench_gpu;
 mod doctor;
 mod evolve;
 mod inspect;
+mod micro;
 mod plan;
 mod profile;
 mod run;
@@ -29,6 +30,8 @@ FlashCore: exact attention, fused, and the workbench that proves and times it. T
   flashcore bench long --dtype all   the same in f16, bf16 and f32, against torch where there is one
   flashcore verify                   put every engine of this machine through the quick corpus
   flashcore inspect mission          a GPU kernel: its plan, its registers, its bank conflicts; no GPU needed
+  flashcore evolve mission --budget 2m
+                                     search for a faster schedule; --dry-run shows the space
   flashcore run IN.safetensors -o OUT.safetensors --causal
                                      attention on tensors q, k and v of a file
 
@@ -60,6 +63,8 @@ enum Command {
     Inspect(inspect::Options),
     /// Say what would run for a shape, and why
     Plan(plan::Options),
+    /// Measure the pieces that kernels are made of, and order schedules by them
+    Micro(micro::Options),
     /// Say what bounds a kernel, by Nsight Compute where it is, and from which figures
     Profile(profile::Options),
     /// Search for faster schedules, and accept only what is right and wins twice
@@ -110,6 +115,7 @@ pub fn main() -> ExitCode {
         Some(Command::Bench(options)) => bench::bench(&options),
         Some(Command::Inspect(options)) => inspect::inspect(&options),
         Some(Command::Plan(options)) => plan::plan(&options),
+        Some(Command::Micro(options)) => micro::micro(&options),
         Some(Command::Profile(options)) => profile::profile(&options),
         Some(Command::Evolve(options)) => evolve::evolve(&options),
         Some(Command::CpuWorker) => search::cpu_worker::serve().map(|()| Exit::Pass),

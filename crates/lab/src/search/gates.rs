@@ -60,7 +60,7 @@ pub trait Gates: Sync {
     /// Runs a candidate in the simulator, on small problems of a case's kind.
     fn simulate(&self, candidate: &str, case: usize) -> Result<(), String>;
 
-    /// A guess at a candidate's time over a case's best known, to try promising ones first; nothing else depends on it.
+    /// A guess at what a simulated candidate costs, to try promising ones first; nothing else depends on it.
     fn guess(&self, _candidate: &str) -> Option<f64> {
         None
     }

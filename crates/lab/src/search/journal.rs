@@ -358,13 +358,7 @@ impl Journal {
         let mut file = OpenOptions::new().read(true).write(true).open(path).map_err(say("go on with"))?;
         let mut text = String::new();
         file.read_to_string(&mut text).map_err(say("read"))?;
-        let whole = text.rfind('\n').map_or(0, |end| end + 1);
-        let mut state = State::default();
-        for (number, line) in (1..).zip(text[..whole].lines()) {
-            let event: Event = serde_json::from_str(line)
-                .map_err(|error| format!("{} line {number} is no event: {error}", path.display()))?;
-            state.apply(&event);
-        }
+        let (state, whole) = replay(&text, path)?;
         file.set_len(whole as u64).map_err(say("cut"))?;
         file.seek(SeekFrom::End(0)).map_err(say("go on with"))?;
         Ok(Self { file: Some(file), state })
@@ -386,6 +380,24 @@ impl Journal {
     pub fn state(&self) -> &State {
         &self.state
     }
+}
+
+/// What a journal says, left as it is.
+pub fn read(path: &Path) -> Result<State, String> {
+    let text = std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))?;
+    replay(&text, path).map(|(state, _)| state)
+}
+
+/// What the whole lines of a journal say, and how many bytes they are.
+fn replay(text: &str, path: &Path) -> Result<(State, usize), String> {
+    let whole = text.rfind('\n').map_or(0, |end| end + 1);
+    let mut state = State::default();
+    for (number, line) in (1..).zip(text[..whole].lines()) {
+        let event: Event = serde_json::from_str(line)
+            .map_err(|error| format!("{} line {number} is no event: {error}", path.display()))?;
+        state.apply(&event);
+    }
+    Ok((state, whole))
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use crate::gpu::protocol::{Asked, Request};
 use crate::gpu::worker::SCHEDULE;
 use crate::guarded::Arrangement;
 use crate::inputs::Distribution;
+use crate::micro::Costs;
 use crate::operands::Operands;
 
 /// A hash as it stands in journals.
@@ -99,7 +100,9 @@ pub struct KernelGates {
     /// What became of each PTX text, by its hash: cases of one kind share one module.
     assembled: Mutex<HashMap<String, Result<String, String>>>,
     simulated: Mutex<HashMap<String, Result<(), String>>>,
-    guess: Option<HashMap<String, f64>>,
+    costs: Costs,
+    /// What the simulator's counts say of each candidate, by the costs of instructions.
+    guesses: Mutex<HashMap<String, f64>>,
 }
 
 /// Multiprocessors of the simulated GPU: so few that blocks that stay have several tiles to take up.
@@ -117,13 +120,14 @@ impl KernelGates {
             assembler,
             assembled: Mutex::default(),
             simulated: Mutex::default(),
-            guess: None,
+            costs: Costs::nominal(),
+            guesses: Mutex::default(),
         }
     }
 
-    /// With guesses at candidates' times, which order them.
-    pub fn with_guesses(self, guess: HashMap<String, f64>) -> Self {
-        Self { guess: Some(guess), ..self }
+    /// With costs of instructions that were measured, for the guesses that order candidates.
+    pub fn with_costs(self, costs: Costs) -> Self {
+        Self { costs, ..self }
     }
 
     fn plan(&self, candidate: &str, case: usize) -> Result<Plan, String> {
@@ -177,7 +181,7 @@ impl KernelGates {
         small
     }
 
-    fn run_simulated(&self, plan: &Plan) -> Result<(), String> {
+    fn run_simulated(&self, candidate: &str, plan: &Plan) -> Result<(), String> {
         let (block_n, stages) = match plan.schedule {
             Schedule::Sm90Fwd(it) => (it.block_n, it.stages),
             Schedule::Sm80Fwd(it) => (it.block_n, it.stages),
@@ -185,6 +189,7 @@ impl KernelGates {
             Schedule::Scalar(_) => (32, 1),
         };
         let problem = self.small(plan, block_n as usize, stages as usize);
+        let rows = plan.schedule.geometry(&plan.spec).rows;
         let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 11);
         let yardstick = operands.yardstick();
         for mode in [AsyncMode::Late, AsyncMode::Early] {
@@ -193,11 +198,18 @@ impl KernelGates {
                 SimGpu::new(plan.target).with_sms(FEW_SMS).with_schedule(plan.schedule).with_config(config);
             let out = operands
                 .attention()
-                .run(&Device::sim(gpu), &operands.q.view(), &operands.k.view(), &operands.v.view())
+                .run(&Device::sim(gpu.clone()), &operands.q.view(), &operands.k.view(), &operands.v.view())
                 .map_err(|error| format!("{problem}: {error}"))?;
             let judgement = yardstick.judge(&out.o.to_f32(), None);
             if !judgement.passed() {
                 return Err(format!("{problem} with asynchronous effects {mode:?}: wrong in the simulator"));
+            }
+            if let Some(report) = gpu.last_report() {
+                // Tiles are computed whole, whatever of them is there.
+                let whole = |len: usize, tile: u32| (len.div_ceil(tile as usize) * tile as usize) as f64;
+                let pairs = whole(problem.len_q, rows) * whole(problem.len_k, block_n);
+                let guess = self.costs.predict(&report.stats, pairs);
+                self.guesses.lock().unwrap_or_else(PoisonError::into_inner).insert(candidate.into(), guess);
             }
         }
         Ok(())
@@ -229,13 +241,13 @@ impl Gates for KernelGates {
         if let Some(known) = lock().get(&key) {
             return known.clone();
         }
-        let result = self.run_simulated(&plan);
+        let result = self.run_simulated(candidate, &plan);
         lock().insert(key, result.clone());
         result
     }
 
     fn guess(&self, candidate: &str) -> Option<f64> {
-        self.guess.as_ref()?.get(candidate).copied()
+        self.guesses.lock().unwrap_or_else(PoisonError::into_inner).get(candidate).copied()
     }
 
     fn can_overlap(&self) -> bool {
