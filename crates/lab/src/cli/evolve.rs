@@ -102,6 +102,9 @@ pub struct Options {
 /// Where the results go where nobody says.
 const OUT: &str = "evo";
 
+/// What an answer of a worker takes at most, starting it and handing it its inputs included; more is a hang.
+const WATCHDOG: Duration = Duration::from_secs(40);
+
 /// Where candidates run.
 enum Place {
     Cpu,
@@ -135,7 +138,7 @@ pub fn evolve(options: &Options) -> Result<Exit, String> {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             let words: Vec<OsString> =
                 vec![std::env::current_exe().map_err(|error| error.to_string())?.into(), "cpu-worker".into()];
-            let host = Host::new(Kind::Command("cpu worker", words), 0);
+            let host = Host::new(Kind::Command("cpu worker", words), 0).with_watchdog(WATCHDOG);
             let sets = vec![1; problems.len()];
             let task = Task {
                 device: Environment::read().cpu_name(),
@@ -174,7 +177,8 @@ pub fn evolve(options: &Options) -> Result<Exit, String> {
             if let Some(path) = &options.micro {
                 gates = gates.with_costs(super::micro::costs(path)?);
             }
-            let mut device = Workers::new(Host::new(Kind::Ours, ordinal), problems.clone(), sets, setup.seed);
+            let host = Host::new(Kind::Ours, ordinal).with_watchdog(WATCHDOG);
+            let mut device = Workers::new(host, problems.clone(), sets, setup.seed);
             let state = search(options, &setup, task, &kernels::space(kernel), &gates, &mut device)?;
             record(&state, &problems, &hardware)?;
             Ok(finish(&state))

@@ -139,6 +139,7 @@ fn rank(options: &Options, hardware: &Hardware, costs: &Costs) -> Result<Vec<Ran
             candidates.push(drawn.clone());
         }
     }
+    let drawn = candidates.len();
     let mut ranked: Vec<Ranked> = candidates
         .into_par_iter()
         .filter_map(|schedule| {
@@ -148,6 +149,12 @@ fn rank(options: &Options, hardware: &Hardware, costs: &Costs) -> Result<Vec<Ran
             Some(Ranked { schedule, predicted, measured_us })
         })
         .collect();
+    if ranked.len() < drawn {
+        say(&format!(
+            "{} of {drawn} schedules were refused by the simulator and have no place in the order",
+            drawn - ranked.len()
+        ));
+    }
     ranked.sort_by(|a, b| a.predicted.total_cmp(&b.predicted));
     Ok(ranked)
 }

@@ -30,8 +30,6 @@ FlashCore: exact attention, fused, and the workbench that proves and times it. T
   flashcore bench long --dtype all   the same in f16, bf16 and f32, against torch where there is one
   flashcore verify                   put every engine of this machine through the quick corpus
   flashcore inspect mission          a GPU kernel: its plan, its registers, its bank conflicts; no GPU needed
-  flashcore evolve mission --budget 2m
-                                     search for a faster schedule; --dry-run shows the space
   flashcore run IN.safetensors -o OUT.safetensors --causal
                                      attention on tensors q, k and v of a file
 
