@@ -127,6 +127,32 @@ fn a_schedule_over_the_shared_memory_of_a_target_is_refused_with_the_sizes() {
 }
 
 #[test]
+fn what_hopper_blocks_cannot_do_together_is_refused_with_the_reason() {
+    let text = |warpgroups: u32, split: u32, persistent: u32, ctas: u32| {
+        format!(
+            "sm90_fwd:warpgroups={warpgroups},block_n=64,stages=2,q_stages=1,ctas={ctas},split={split},pingpong=0,\
+             lazy=1,poly=0,persistent={persistent},pairs=0"
+        )
+    };
+    let check = |text: String, target: Target| {
+        let schedule: Schedule = text.parse().unwrap();
+        assert_eq!(schedule.to_string(), text);
+        schedule.check(&Spec::new(Dtype::F16, 64), target)
+    };
+    assert!(check(text(1, 2, 0, 1), Target::Sm90a).is_ok());
+    for (text, target, reason) in [
+        (text(2, 2, 0, 1), Target::Sm90a, "one warpgroup"),
+        (text(1, 2, 1, 1), Target::Sm90a, "persistent=0"),
+        (text(2, 1, 1, 2), Target::Sm90a, "1 to 4 blocks of one"),
+        (text(4, 1, 1, 1), Target::Sm90a, "possible are 1 to 3"),
+        (text(1, 1, 1, 1), Target::Sm80, "sm_90a"),
+    ] {
+        let refused = check(text, target).unwrap_err().to_string();
+        assert!(refused.contains(reason), "{reason} is missing in: {refused}");
+    }
+}
+
+#[test]
 fn text_that_names_no_schedule_is_refused_with_the_reason() {
     for (text, reason) in [
         ("sm80_fwd", "kernel:knob=value"),

@@ -328,6 +328,11 @@ impl Schedule {
                 self.split
             ));
         }
+        if self.split > 1 && self.warpgroups > 1 {
+            return refuse(
+                "blocks that share a tile have one warpgroup: take warpgroups=1 or split=1".into(),
+            );
+        }
         if self.split > 1 && self.persistent {
             return refuse("blocks that share a tile end with it: take persistent=0 or split=1".into());
         }
