@@ -134,11 +134,16 @@ __attribute__((visibility("default"))) const char *fake_calls(void) { return cal
 __attribute__((visibility("default"))) void fake_clear_calls(void) { calls[0] = 0; }
 #endif
 
+/* Whether this call was chosen to fail; a name that ends with * stands for all that begin so. */
+static int fails(const char *function) {
+    size_t length = strlen(failing);
+    if (length == 0) return 0;
+    int same = failing[length - 1] == '*' ? strncmp(failing, function, length - 1) == 0 : strcmp(failing, function) == 0;
+    if (same) failing[0] = 0;
+    return same;
+}
 #define MAY_FAIL                                                                                              \
-    if (failing[0] && strcmp(failing, __func__) == 0) {                                                       \
-        failing[0] = 0;                                                                                       \
-        return (CUresult)failing_status;                                                                      \
-    }
+    if (fails(__func__)) return (CUresult)failing_status;
 
 /* --- two GPUs ---------------------------------------------------------------------------------------- */
 

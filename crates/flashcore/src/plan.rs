@@ -89,6 +89,8 @@ pub struct Plan {
     pub shared_bytes: u32,
     /// Why this schedule.
     pub reason: String,
+    /// Queries a block.
+    rows: u32,
     /// Heads whose tiles of queries are taken up together.
     section: u32,
 }
@@ -161,6 +163,7 @@ impl Plan {
             cluster,
             shared_bytes,
             reason,
+            rows: geometry.rows,
             section: 1,
         };
         if let Schedule::Sm90Fwd(schedule) = schedule
@@ -231,12 +234,10 @@ impl Plan {
     }
 
     fn tile_params(&self, tensors: &Addresses, [q_map, k_map, v_map, o_map]: [TensorMap; 4]) -> Sm90Params {
-        let FwdParams { lse, key_lengths, o_batch, o_head, o_row, lse_batch, lse_head, lse_row, .. } =
-            self.params(tensors);
-        let FwdParams { o, len_q, len_k, group, left, right, exp_scale, tanh_scale, .. } =
-            self.params(tensors);
-        let rows = self.schedule.geometry(&self.spec).rows;
-        let blocks = len_q.div_ceil(rows);
+        let params = self.params(tensors);
+        let FwdParams { lse, key_lengths, o_batch, o_head, o_row, lse_batch, lse_head, lse_row, .. } = params;
+        let FwdParams { o, len_q, len_k, group, left, right, exp_scale, tanh_scale, .. } = params;
+        let blocks = len_q.div_ceil(self.rows);
         let heads = self.problem.heads_q as u32;
         let all_heads = self.problem.batch as u32 * heads;
         let paired =

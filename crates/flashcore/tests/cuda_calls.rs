@@ -125,14 +125,16 @@ fn a_warm_call_is_one_launch_and_nothing_else() {
 
 #[test]
 fn a_warm_call_allocates_nothing() {
-    let Some(mut setup) = setup(&[AMPERE]) else { return };
-    let attention = Attention::new().causal().scale(0.3);
-    setup.run(&attention).unwrap();
-    assert_eq!(allocations(|| setup.run(&attention).unwrap()), 0);
-    let lengths = setup.cuda.upload_lengths(&[64, 7]).unwrap();
-    let attention = attention.key_lengths_on_device(lengths.view().unwrap());
-    setup.run(&attention).unwrap();
-    assert_eq!(allocations(|| setup.run(&attention).unwrap()), 0);
+    for flags in [&[][..], &[AMPERE]] {
+        let Some(mut setup) = setup(flags) else { return };
+        let attention = Attention::new().causal().scale(0.3);
+        setup.run(&attention).unwrap();
+        assert_eq!(allocations(|| setup.run(&attention).unwrap()), 0, "{flags:?}");
+        let lengths = setup.cuda.upload_lengths(&[64, 7]).unwrap();
+        let attention = attention.key_lengths_on_device(lengths.view().unwrap());
+        setup.run(&attention).unwrap();
+        assert_eq!(allocations(|| setup.run(&attention).unwrap()), 0, "{flags:?}");
+    }
 }
 
 #[test]

@@ -96,6 +96,7 @@ fn a_wrong_result_is_timed_and_fails_the_command_and_everything_is_in_the_report
     assert_eq!((&report["clock"], &report["cache"]), (&"kernel".into(), &"cold".into()));
     assert_eq!(report["gpu"]["ours"]["device"], "Fake GPU 0");
     assert_eq!(report["gpu"]["ours"]["cuda"], "12.8");
+    assert!(report["gpu"]["ours"]["empty_launch"]["host_p50_us"].as_f64().unwrap() > 0.0);
     let cell = &report["cells"][0];
     let ours = &cell["results"][0];
     assert_eq!(ours["samples_us"].as_array().unwrap().len(), 6);

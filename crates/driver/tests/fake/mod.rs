@@ -88,7 +88,7 @@ impl Fake {
         lines
     }
 
-    /// Lets the next call of a function (by its exported name) fail.
+    /// Lets the next call of a function fail, by its exported name, or by how it begins and a `*`.
     pub fn fail(&self, function: &str, status: c_int) {
         let name = CString::new(function).unwrap();
         // SAFETY: the control function has this signature.

@@ -7,6 +7,7 @@
 #![allow(unsafe_code)] // A launch reaches memory through addresses; the contract of the call has checked them.
 
 mod cache;
+mod floor;
 mod key;
 mod lengths;
 mod maps;
@@ -29,15 +30,16 @@ use flashcore_driver::{
 use flashcore_kernels::{Kernel, MAX_ROW_STRIDE, Schedule};
 use flashcore_ptx::Target;
 
+pub use self::{
+    floor::LaunchFloor,
+    record::{Recorder, Recording},
+    tensor::{CudaLengths, CudaTensor},
+};
 use self::{
     key::{Choice, Key, QuickState},
     lengths::LengthsKernel,
     maps::KnownMaps,
     pointers::{BadPointer, KnownMemory, Span},
-};
-pub use self::{
-    record::{Recorder, Recording},
-    tensor::{CudaLengths, CudaTensor},
 };
 use crate::{
     Error, Name, Problem, Result,

@@ -158,7 +158,14 @@ fn heading(bench: &GpuBench, setup: &Setup, alone: bool) -> String {
     }
     let rate =
         |rate: &Option<f64>| rate.map_or_else(|| "unknown".into(), |rate| format!("{rate:.0} TFLOP/s"));
-    lines.push(format!("peak {}, matrix product {}", rate(peak_tflops), rate(matmul_tflops)));
+    let empty = |clock: &str| number(ours["empty_launch"][clock].as_f64(), 2);
+    lines.push(format!(
+        "peak {}, matrix product {}; an empty kernel takes {} µs by the call clock, {} of the host's",
+        rate(peak_tflops),
+        rate(matmul_tflops),
+        empty("call_p50_us"),
+        empty("host_p50_us"),
+    ));
     let cache = match setup.cache {
         Cache::Cold => "calls take turns on sets of tensors, so that none is in the L2 cache",
         Cache::Warm => "all calls work on one set of tensors, as the L2 cache holds it",

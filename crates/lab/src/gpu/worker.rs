@@ -13,9 +13,13 @@ use serde_json::{Value, json};
 use super::pool::NAMES;
 use super::protocol::Request;
 use crate::peers::crc32;
+use crate::stats;
 
 /// Calls that are queued before the host waits for the GPU, when its own time is measured.
 const QUEUED: usize = 32;
+
+/// Launches of an empty kernel that its cost is taken from.
+const FLOOR_LAUNCHES: usize = 300;
 
 /// Whose attention a request speaks of: the planner's choice, a kernel's default, or one schedule.
 pub const PLANNER: &str = "flashcore";
@@ -90,7 +94,7 @@ impl Server {
     fn answer(&mut self, request: Request) -> Result<Value, String> {
         let cuda = self.cuda.clone()?;
         match request {
-            Request::Hello => Ok(hello(&cuda)),
+            Request::Hello => hello(&cuda),
             Request::Pool { dtype, paths } => {
                 let (pool, sums) = load_pool(&cuda, &paths)?;
                 self.pools.insert(dtype, pool);
@@ -107,9 +111,10 @@ impl Server {
     }
 }
 
-fn hello(cuda: &Cuda) -> Value {
+fn hello(cuda: &Cuda) -> Result<Value, String> {
     let properties = cuda.context().properties();
-    json!({
+    let floor = cuda.launch_floor(FLOOR_LAUNCHES).map_err(say)?;
+    Ok(json!({
         "version": env!("CARGO_PKG_VERSION"),
         "commit": option_env!("FLASHCORE_COMMIT"),
         "device": properties.name,
@@ -120,7 +125,11 @@ fn hello(cuda: &Cuda) -> Value {
         "memory_bytes": properties.memory_bytes,
         "sm_clock_khz": properties.sm_clock_khz,
         "cuda": cuda.context().driver().version().to_string(),
-    })
+        "empty_launch": {
+            "host_p50_us": stats::median(&floor.host_us),
+            "call_p50_us": stats::median(&floor.call_us),
+        },
+    }))
 }
 
 fn load_pool(cuda: &Cuda, paths: &[PathBuf; 3]) -> Result<(PoolOnGpu, [u32; 3]), String> {
