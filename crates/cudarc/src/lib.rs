@@ -1,4 +1,4 @@
-//! FlashCore attention on [cudarc](cudarc) slices and streams.
+//! FlashCore attention on [cudarc] slices and streams.
 //!
 //! ```no_run
 //! use cudarc::driver::CudaContext;
