@@ -484,13 +484,19 @@ impl<'a> Consumer<'a> {
                 k.set(o, |k| k.mul_f32(o, inverse));
             }
         }
-        let packed: Vec<[Reg<B32>; 2]> = self
+        let mut packed: Vec<[Reg<B32>; 2]> = self
             .o
             .chunks_exact(4)
             .map(|quad| {
                 [pack(k, self.spec.dtype, quad[0], quad[1]), pack(k, self.spec.dtype, quad[2], quad[3])]
             })
             .collect();
+        // A box is stored whole, and cut at the tensor's edge: what lies beyond is read, so it is written.
+        let columns = (panels(self.spec.head_dim_v) * PANEL / 8) as usize;
+        if packed.len() < columns {
+            let zero = k.mov_b32(0u32);
+            packed.resize(columns, [zero; 2]);
+        }
         let own = k.add_u32(self.group, OWN);
         k.comment("no warp of the warpgroup reads its queries any more");
         k.bar_sync(own, 128u32);
@@ -511,10 +517,8 @@ impl<'a> Consumer<'a> {
             // Slots start at whole lines, so a step inside a line is an exclusive or.
             let at = if chunk == 0 { start } else { k.xor_b32(start, 16 * chunk) };
             let at = at.at((panel * self.sizes.q_panel) as i32);
-            match chunks {
-                [[a, b], [c, d]] => k.stmatrix(at, [*a, *b, *c, *d]),
-                [[a, b]] => k.stmatrix(at, [*a, *b]),
-                _ => {}
+            if let [[a, b], [c, d]] = chunks {
+                k.stmatrix(at, [*a, *b, *c, *d]);
             }
         }
         k.fence_proxy_async(ProxySpace::Shared);
