@@ -681,6 +681,9 @@ static CUresult launch(const char *how, CUfunction function, const CUlaunchConfi
     size_t offset, length;
     for (size_t field = 0; pointers && !cuFuncGetParamInfo(function, field, &offset, &length); field++)
         for (size_t i = 0; i < length; i++) note(" %02x", ((const unsigned char *)pointers[field])[i]);
+    /* Of a kernel that does not tell its parameters, the first word. */
+    if (pointers && cuFuncGetParamInfo(function, 0, &offset, &length))
+        for (size_t i = 0; i < 8; i++) note(" %02x", ((const unsigned char *)pointers[0])[i]);
     note("\n");
     return queue(config->hStream, (struct step){LAUNCH, NULL, function->name, 0, 0});
 }

@@ -138,6 +138,29 @@ fn a_warm_call_allocates_nothing() {
 }
 
 #[test]
+fn calls_that_take_turns_allocate_nothing_and_each_keeps_its_own_parameters() {
+    let Some(mut setup) = setup(&[AMPERE]) else { return };
+    let attention = Attention::new();
+    let queries: Vec<CudaTensor> =
+        (0..3).map(|_| setup.cuda.empty(DType::F16, Layout::bhsd(SHAPE)).unwrap()).collect();
+    let mut turn = || {
+        for q in &queries {
+            let (q, k, v) = (q.view().unwrap(), setup.k.view().unwrap(), setup.v.view().unwrap());
+            attention.run_into(&setup.device, &q, &k, &v, &mut setup.o.view_mut().unwrap(), None).unwrap();
+        }
+    };
+    // A launch's first parameter is where q lies.
+    let parameters = |fake: &Fake| -> Vec<String> {
+        fake.record().into_iter().filter(|line| line.starts_with("  params")).collect()
+    };
+    turn();
+    let first = parameters(&setup.fake);
+    assert_eq!(allocations(&mut turn), 0);
+    assert_eq!(parameters(&setup.fake), first);
+    assert_eq!(first.iter().collect::<std::collections::HashSet<_>>().len(), 3, "{first:?}");
+}
+
+#[test]
 fn key_lengths_on_the_gpu_cost_no_driver_call() {
     let Some(mut setup) = setup(COUNT_CALLS) else { return };
     let lengths = setup.cuda.upload_lengths(&[64, 7]).unwrap();

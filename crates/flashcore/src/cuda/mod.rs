@@ -6,6 +6,7 @@
 //! against the allocations that the driver knows, each of which it is asked for once.
 #![allow(unsafe_code)] // A launch reaches memory through addresses; the contract of the call has checked them.
 
+mod again;
 mod cache;
 mod floor;
 mod key;
@@ -30,21 +31,22 @@ use flashcore_driver::{
 use flashcore_kernels::{Kernel, MAX_ROW_STRIDE, Schedule};
 use flashcore_ptx::Target;
 
-pub use self::{
-    floor::LaunchFloor,
-    record::{Recorder, Recording},
-    tensor::{CudaLengths, CudaTensor},
-};
 use self::{
+    again::{CallKey, KnownCalls},
     key::{Choice, Key, QuickState},
     lengths::LengthsKernel,
     maps::KnownMaps,
     pointers::{BadPointer, KnownMemory, Span},
 };
+pub use self::{
+    floor::LaunchFloor,
+    record::{Recorder, Recording},
+    tensor::{CudaLengths, CudaTensor},
+};
 use crate::{
     Error, Name, Problem, Result,
     contract::Call,
-    plan::{ALIGNMENT, Addresses, Hardware, Plan},
+    plan::{ALIGNMENT, Addresses, Hardware, Packed, Plan},
     tensor::{Place, Raw},
 };
 
@@ -64,6 +66,7 @@ struct Shared {
     ordinal: u32,
     cache: CubinCache,
     ready: RwLock<HashMap<Key, Arc<Ready>, QuickState>>,
+    calls: KnownCalls,
     memory: KnownMemory,
     maps: KnownMaps,
     lengths: OnceLock<LengthsKernel>,
@@ -116,6 +119,7 @@ impl Cuda {
             ordinal,
             cache,
             ready: RwLock::default(),
+            calls: KnownCalls::default(),
             memory: KnownMemory::default(),
             maps: KnownMaps::default(),
             lengths: OnceLock::new(),
@@ -218,8 +222,12 @@ impl Cuda {
         device_error(self.shared.ordinal, error)
     }
 
+    fn key(&self, problem: &Problem) -> Key {
+        Key::new(problem, self.hardware.target, self.choice)
+    }
+
     fn ready(&self, problem: &Problem) -> Result<Arc<Ready>> {
-        let key = Key::new(problem, self.hardware.target, self.choice);
+        let key = self.key(problem);
         if let Some(ready) = self.shared.ready.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
             return Ok(Arc::clone(ready));
         }
@@ -279,6 +287,14 @@ impl Cuda {
         if call.q.place == Place::Host {
             return staged::run(self, call);
         }
+        let key = CallKey::new(self.key(&call.problem), call);
+        // Lengths that are on the host may differ from those of last time.
+        let repeatable = call.key_lengths.is_none();
+        if repeatable
+            && let Some(launched) = self.shared.calls.again(&key, |ready, packed| self.launch(ready, packed))
+        {
+            return launched;
+        }
         for (name, raw) in [(Name::Q, &call.q), (Name::K, &call.k), (Name::V, &call.v), (Name::O, &call.o)] {
             self.check_alignment(name, raw)?;
         }
@@ -293,7 +309,11 @@ impl Cuda {
             lse: call.lse.as_ref().map(at),
             key_lengths: lengths.as_ref().map(DeviceBuffer::address).or(call.device_lengths),
         };
-        self.launch(&call.problem, &addresses)?;
+        let (ready, packed) = self.pack(&call.problem, &addresses)?;
+        self.launch(&ready, &packed)?;
+        if repeatable {
+            self.shared.calls.remember(&key, ready, packed);
+        }
         // The lengths must outlive the kernel. Memory of a pool is freed in stream order, behind it.
         let freed_at_once = lengths.is_some() && !self.shared.context.properties().memory_pools;
         if freed_at_once { self.synchronize() } else { Ok(()) }
@@ -338,12 +358,17 @@ impl Cuda {
         }
     }
 
-    /// Queues the kernel.
-    fn launch(&self, problem: &Problem, addresses: &Addresses) -> Result<()> {
+    /// The kernel for a problem, and its parameters for tensors at these addresses.
+    fn pack(&self, problem: &Problem, addresses: &Addresses) -> Result<(Arc<Ready>, Packed)> {
         let ready = self.ready(problem)?;
-        let params = ready.plan.pack(addresses, &mut |map| {
+        let packed = ready.plan.pack(addresses, &mut |map| {
             self.shared.maps.get(&self.shared.context, map).map_err(|error| self.error(&error))
         })?;
+        Ok((ready, packed))
+    }
+
+    /// Queues the kernel.
+    fn launch(&self, ready: &Ready, params: &Packed) -> Result<()> {
         // SAFETY: the parameters are the kernel's own struct, and the call's contract holds for its tensors.
         unsafe {
             ready.function.launch_fields(&self.stream, &ready.launch, params.as_bytes(), params.places())

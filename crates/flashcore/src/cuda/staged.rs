@@ -15,7 +15,8 @@ struct Staged<'a> {
 pub(super) fn run(cuda: &Cuda, call: &Call<'_>) -> Result<()> {
     let mut memory = Staged { cuda, buffers: Vec::new() };
     staging::run(&mut memory, call, |memory, addresses| {
-        memory.cuda.launch(&call.problem, addresses)?;
+        let (ready, packed) = memory.cuda.pack(&call.problem, addresses)?;
+        memory.cuda.launch(&ready, &packed)?;
         memory.cuda.synchronize()
     })
 }
