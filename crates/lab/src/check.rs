@@ -13,6 +13,7 @@ use flashcore::{DType, Name, Problem};
 use serde::Serialize;
 
 use crate::cases::Case;
+use crate::diagnose::{Diagnosis, diagnose};
 use crate::engine::Engine;
 use crate::guarded::{Breach, Guarded, Poison};
 use crate::operands::Operands;
@@ -50,13 +51,15 @@ pub enum Fault {
         judgement: Box<Judgement>,
         /// Where the rows that break their bounds are.
         bad_rows: Vec<Row>,
+        /// What it looks like.
+        diagnosis: Diagnosis,
     },
     /// Two runs on the same inputs differ.
     NotRepeatable {
         /// How many elements differ.
         count: usize,
-        /// The first of them.
-        first: Row,
+        /// The rows that they lie in.
+        rows: Vec<Row>,
     },
     /// An output did not move though an input did, and the oracle's output with it.
     Ignored(Name),
@@ -176,11 +179,10 @@ impl Prepared {
             Ok(first) => first,
             Err(refusal) => return Outcome::Failed(vec![refusal]),
         };
-        let lse = first.lse.as_ref().map(Guarded::values);
-        let judgement = self.yardstick.judge(&first.o.values(), lse.as_deref());
+        let (o, lse) = (first.o.values(), first.lse.as_ref().map(Guarded::values));
+        let judgement = self.yardstick.judge(&o, lse.as_deref());
         if !judgement.passed() {
-            let bad_rows = judgement.bad_rows.iter().map(|&i| self.yardstick.rows()[i]).collect();
-            faults.push(Fault::Wrong { after: None, judgement: Box::new(judgement.clone()), bad_rows });
+            faults.push(wrong(None, &judgement, &self.operands, &self.yardstick, &o, lse.as_deref()));
         }
         match run(engine, &self.case, &self.operands, Poison::Second, &mut faults) {
             Ok(second) if engine.deterministic() => faults.extend(self.differs(&first, &second)),
@@ -203,8 +205,9 @@ impl Prepared {
     /// Whether the second run's bits differ from the first's.
     fn differs(&self, first: &Outputs, second: &Outputs) -> Option<Fault> {
         let changed = changed_rows(first, second, &self.case.problem);
-        let &(row, _) = changed.first()?;
-        Some(Fault::NotRepeatable { count: changed.iter().map(|(_, n)| n).sum(), first: row })
+        let count = changed.iter().map(|(_, n)| n).sum();
+        let rows: Vec<Row> = changed.into_iter().map(|(row, _)| row).collect();
+        (!rows.is_empty()).then_some(Fault::NotRepeatable { count, rows })
     }
 
     fn follows(
@@ -224,8 +227,7 @@ impl Prepared {
             faults.push(if stood_still {
                 Fault::Ignored(*operand)
             } else {
-                let bad_rows = judgement.bad_rows.iter().map(|&i| truth.rows()[i]).collect();
-                Fault::Wrong { after: Some(*operand), judgement: Box::new(judgement), bad_rows }
+                wrong(Some(*operand), &judgement, &redrawn.operands, truth, &o, lse.as_deref())
             });
         }
         if engine.deterministic() {
@@ -234,6 +236,20 @@ impl Prepared {
             faults.extend(outside.map(|&(first, _)| Fault::Leaked { operand: *operand, first }));
         }
     }
+}
+
+/// A result that the rule refused, with what it looks like.
+fn wrong(
+    after: Option<Name>,
+    judgement: &Judgement,
+    operands: &Operands,
+    truth: &Yardstick,
+    o: &[f32],
+    lse: Option<&[f32]>,
+) -> Fault {
+    let bad_rows = judgement.bad_rows.iter().map(|&i| truth.rows()[i]).collect();
+    let diagnosis = diagnose(operands, truth, o, lse, &judgement.bad_rows);
+    Fault::Wrong { after, judgement: Box::new(judgement.clone()), bad_rows, diagnosis }
 }
 
 /// The outputs of one run.

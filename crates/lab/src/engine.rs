@@ -3,6 +3,8 @@
 //! An [`Engine`] takes tensors on the host and leaves its result on the host, so that one adapter runs the corpus
 //! through all of them.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use flashcore::cuda::Cuda;
 use flashcore::plan::{Kernel, Target};
 use flashcore::sim::{AsyncMode, Config, SimGpu};
@@ -50,6 +52,8 @@ pub struct DeviceEngine {
     device: Device,
     /// The most pairs of queries and keys that it takes on; a simulator is not for large problems.
     most_pairs: u128,
+    /// Whose turn it is on a GPU: a kernel that breaks its context is then the one that is blamed.
+    turn: Option<Arc<Mutex<()>>>,
 }
 
 impl DeviceEngine {
@@ -57,7 +61,12 @@ impl DeviceEngine {
     pub fn cpu(isa: cpu::Isa, threads: usize) -> Result<Self, String> {
         let schedule = format!("threads={threads}").parse()?;
         let engine = cpu::Engine::new().with_isa(isa)?.with_schedule(schedule);
-        Ok(Self { name: format!("cpu-{isa}"), device: Device::cpu_with(engine), most_pairs: u128::MAX })
+        Ok(Self {
+            name: format!("cpu-{isa}"),
+            device: Device::cpu_with(engine),
+            most_pairs: u128::MAX,
+            turn: None,
+        })
     }
 
     /// The CPU on every instruction set that it has, the widest first.
@@ -70,10 +79,12 @@ impl DeviceEngine {
     /// code for older targets.
     pub fn cudas(ordinal: u32) -> flashcore::Result<Vec<Self>> {
         let cuda = Cuda::new(ordinal)?;
+        let turn = Arc::new(Mutex::new(()));
         let engine = |name: &str, cuda: Cuda| Self {
             name: format!("cuda-{ordinal}{name}"),
             device: Device::cuda_with(cuda),
             most_pairs: u128::MAX,
+            turn: Some(turn.clone()),
         };
         let own = cuda.hardware().target;
         let kernels = Kernel::ALL.into_iter().filter(|kernel| kernel.runs_on(own));
@@ -100,14 +111,14 @@ impl DeviceEngine {
             Kernel::Sm90Fwd => MOST_HOPPER_PAIRS,
             Kernel::Sm80Mma | Kernel::Sm80Fwd => MOST_PAIRS,
         };
-        Self { name, device: Device::sim(gpu), most_pairs }
+        Self { name, device: Device::sim(gpu), most_pairs, turn: None }
     }
 
     /// The simulated Hopper GPU with the planner's own choice, which for the sizes that a simulator takes on is mostly
     /// a schedule for small grids.
     pub fn sim_hopper() -> Self {
         let device = Device::sim(SimGpu::new(Target::Sm90a));
-        Self { name: "sim-hopper".into(), device, most_pairs: MOST_HOPPER_PAIRS }
+        Self { name: "sim-hopper".into(), device, most_pairs: MOST_HOPPER_PAIRS, turn: None }
     }
 
     /// Every kernel on the simulated GPU, in both asynchronous modes where it has anything asynchronous.
@@ -115,6 +126,11 @@ impl DeviceEngine {
         let late = Kernel::ALL.map(|kernel| Self::sim(kernel, AsyncMode::Late));
         let early = [Kernel::Sm80Fwd, Kernel::Sm90Fwd].map(|kernel| Self::sim(kernel, AsyncMode::Early));
         late.into_iter().chain(early).chain([Self::sim_hopper()]).collect()
+    }
+
+    /// Any device under a name, for problems of any size.
+    pub fn of(name: &str, device: Device) -> Self {
+        Self { name: name.into(), device, most_pairs: u128::MAX, turn: None }
     }
 
     /// The device.
@@ -147,6 +163,7 @@ impl Engine for DeviceEngine {
         o: &mut TensorMut<'_>,
         lse: Option<&mut TensorMut<'_>>,
     ) -> flashcore::Result<()> {
+        let _turn = self.turn.as_ref().map(|turn| turn.lock().unwrap_or_else(PoisonError::into_inner));
         attention.run_into(&self.device, q, k, v, o, lse)
     }
 }

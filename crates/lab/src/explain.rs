@@ -1,11 +1,11 @@
 //! A failure in words: where, what kind, the first bad element, and how to see it again.
 
-use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use flashcore::Name;
 
 use crate::check::{Fault, Prepared};
+use crate::diagnose::{Diagnosis, Kind, map, ranges};
 use crate::rule::{Bound, Judgement, Row};
 
 /// What is wrong with a case on an engine, as a few lines for a person.
@@ -20,8 +20,21 @@ pub fn explain(prepared: &Prepared, engine: &str, faults: &[Fault]) -> String {
             let _ = writeln!(text, "  {line}");
         }
     }
+    if let Some(rows) = faults.iter().find_map(rows).filter(|rows| !rows.is_empty()) {
+        for line in map(&case.problem, rows).lines() {
+            let _ = writeln!(text, "  {line}");
+        }
+    }
     let _ = write!(text, "  see it again: {}", reproduce(&case.name, engine));
     text
+}
+
+/// The rows that a fault lies in, where it is known.
+fn rows(fault: &Fault) -> Option<&[Row]> {
+    match fault {
+        Fault::Wrong { bad_rows: rows, .. } | Fault::NotRepeatable { rows, .. } => Some(rows),
+        _ => None,
+    }
 }
 
 /// The command that runs one case on one engine.
@@ -47,10 +60,13 @@ pub fn describe(fault: &Fault) -> String {
             format!("memory outside {tensor} was overwritten: {} elements, the first {place}", breach.count)
         }
         Fault::InputChanged(tensor) => format!("{tensor} was changed by the run, though it is an input"),
-        Fault::Wrong { after, judgement, bad_rows } => wrong(*after, judgement, bad_rows),
-        Fault::NotRepeatable { count, first } => format!(
-            "a second run on the same inputs differs in {count} elements, the first in {}",
-            at(*first)
+        Fault::Wrong { after, judgement, bad_rows, diagnosis } => {
+            wrong(*after, judgement, bad_rows, diagnosis)
+        }
+        Fault::NotRepeatable { count, rows } => format!(
+            "kind: {}: a second run on the same inputs differs in {count} elements: {}",
+            Kind::Race.name(),
+            places(rows)
         ),
         Fault::Ignored(operand) => {
             format!(
@@ -63,12 +79,13 @@ pub fn describe(fault: &Fault) -> String {
     }
 }
 
-fn wrong(after: Option<Name>, judgement: &Judgement, bad_rows: &[Row]) -> String {
+fn wrong(after: Option<Name>, judgement: &Judgement, bad_rows: &[Row], diagnosis: &Diagnosis) -> String {
     let mut text = String::from("the result is wrong");
     if let Some(operand) = after {
         let _ = write!(text, " after {operand} was redrawn");
     }
     let _ = writeln!(text, ":");
+    let _ = writeln!(text, "  kind: {}: {}", diagnosis.kind.name(), diagnosis.why);
     let bound = |name: &str, bound: &Bound| {
         let verdict = if bound.holds() { "holds" } else { "BROKEN" };
         format!(
@@ -112,34 +129,10 @@ fn places(rows: &[Row]) -> String {
     format!("batch {}, heads {}, queries {}", set(|row| row.batch), set(|row| row.head), set(|row| row.query))
 }
 
-/// Numbers as ranges: 0-3, 7, 9-12 …
-fn ranges(numbers: &BTreeSet<usize>) -> String {
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for &n in numbers {
-        match runs.last_mut() {
-            Some((_, last)) if *last + 1 == n => *last = n,
-            _ => runs.push((n, n)),
-        }
-    }
-    let shown: Vec<String> = runs
-        .iter()
-        .take(6)
-        .map(|&(first, last)| if first == last { first.to_string() } else { format!("{first}-{last}") })
-        .collect();
-    shown.join(", ") + if runs.len() > 6 { " …" } else { "" }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::guarded::Breach;
-
-    #[test]
-    fn numbers_read_as_ranges() {
-        let of = |numbers: &[usize]| ranges(&numbers.iter().copied().collect());
-        assert_eq!(of(&[0, 1, 2, 3, 7, 9, 10]), "0-3, 7, 9-10");
-        assert_eq!(of(&[0, 2, 4, 6, 8, 10, 12, 14]), "0, 2, 4, 6, 8, 10 …");
-    }
 
     #[test]
     fn a_breach_says_on_which_side_it_is() {

@@ -2,7 +2,8 @@
 //!
 //! - [`cases`] and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
 //! - An [`engine`] computes; [`check`] runs a case through it and [`rule`] judges the result, on the floor that
-//!   [`conditioning`] derives; [`explain`] says what went wrong.
+//!   [`conditioning`] derives; [`diagnose`] finds out what kind of fault it is and [`explain`] says it. A [`crew`] of
+//!   threads takes up many cases at once.
 //! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
 //!   does so on a GPU, with everyone in a [`process`] of their own.
 //! - [`search`] looks for faster schedules, and believes none that it has not seen win twice.
@@ -18,6 +19,8 @@ pub mod cases;
 pub mod check;
 pub mod cli;
 pub mod conditioning;
+pub mod crew;
+pub mod diagnose;
 pub mod engine;
 pub mod evidence;
 pub mod explain;

@@ -204,6 +204,19 @@ impl Yardstick {
         &self.oracle
     }
 
+    /// The largest error of one row of a result.
+    pub fn row_error(&self, i: usize, o: &[f32]) -> f64 {
+        let row = i * self.head_dim_v..(i + 1) * self.head_dim_v;
+        worst(o[row.clone()].iter().map(|&x| f64::from(x)).zip(&self.oracle.o[row]))
+    }
+
+    /// What one row may be off by.
+    pub fn row_allowed(&self, i: usize) -> f64 {
+        let row = i * self.head_dim_v..(i + 1) * self.head_dim_v;
+        let plain = worst(self.plain.o[row.clone()].iter().copied().zip(&self.oracle.o[row]));
+        2.0 * plain + self.floors[i].luck + self.floors[i].habit
+    }
+
     /// Judges a result: o as rows of head_dim_v, lse as one a row, both in the order of [`Yardstick::rows`].
     pub fn judge(&self, o: &[f32], lse: Option<&[f32]>) -> Judgement {
         assert_eq!(o.len(), self.oracle.o.len(), "o has one element for each of the oracle's");

@@ -10,6 +10,7 @@ use super::screen::{Progress, Tone, say, toned};
 use super::{Exit, Json};
 use crate::cases::{Case, Tier, corpus};
 use crate::check::{Outcome, Prepared, Status};
+use crate::crew;
 use crate::engine::{self, Engine};
 use crate::evidence::Environment;
 use crate::explain::{describe, explain, reproduce};
@@ -104,29 +105,24 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let total = cases.len();
     let mut progress = Progress::new(total as u64);
     let mut tallies: Vec<Tally> = engines.iter().map(|engine| Tally::new(engine.name())).collect();
-    let mut results = Vec::new();
-    let mut done = 0;
-    for case in cases {
-        if interrupt::requested() {
-            break;
-        }
-        progress.at(done as u64, &case.name);
-        let prepared = Prepared::new(case);
-        for (engine, tally) in engines.iter().zip(&mut tallies) {
-            let outcome = prepared.check(engine.as_ref());
-            tally.count(&prepared.case, &outcome);
-            if let Outcome::Failed(faults) = &outcome {
-                let failed =
-                    results.iter().filter(|record: &&Record| record.status == Status::Failed).count();
-                if failed < EXPLAINED {
-                    let title = toned(Tone::Bad, "FAILED");
-                    progress.say(&format!("\n{title} {}", explain(&prepared, engine.name(), faults)));
-                }
+    let mut results: Vec<Record> = Vec::new();
+    let (mut done, mut explained) = (0, 0);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let work = |case: &Case| check_on_all(case, &engines);
+    crew::in_order(&cases, threads, &interrupt::requested, work, |at, checked| {
+        for ((record, explanation), tally) in checked.into_iter().zip(&mut tallies) {
+            tally.count(&record);
+            if let Some(explanation) = explanation
+                && explained < EXPLAINED
+            {
+                explained += 1;
+                progress.say(&format!("\n{} {explanation}", toned(Tone::Bad, "FAILED")));
             }
-            results.push(Record::new(&prepared.case, engine.as_ref(), outcome));
+            results.push(record);
         }
         done += 1;
-    }
+        progress.at(done as u64, &cases[at].name);
+    });
     progress.finish();
     say(&table(&tallies));
     let complete = done == total;
@@ -137,6 +133,25 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let tone = if exit == Exit::Pass { Tone::Good } else { Tone::Bad };
     say(&format!("\n{} in {seconds:.1} s", toned(tone, &words)));
     Ok(exit)
+}
+
+/// One case on every engine, each with what to tell a person where it failed.
+fn check_on_all(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Record, Option<String>)> {
+    // The inputs are not drawn, and the oracle is not asked, for engines none of which computes the case.
+    let mut prepared: Option<Prepared> = None;
+    let check = |engine: &Box<dyn Engine>| {
+        let engine = engine.as_ref();
+        let outcome = match engine.supports(&case.problem) {
+            Err(why) => Outcome::Skipped(why),
+            Ok(()) => prepared.get_or_insert_with(|| Prepared::new(case.clone())).check(engine),
+        };
+        let explanation = match (&outcome, &prepared) {
+            (Outcome::Failed(faults), Some(prepared)) => Some(explain(prepared, engine.name(), faults)),
+            _ => None,
+        };
+        (Record::new(case, engine, outcome), explanation)
+    };
+    engines.iter().map(check).collect()
 }
 
 #[derive(Serialize)]
@@ -274,17 +289,15 @@ impl Tally {
         }
     }
 
-    fn count(&mut self, case: &Case, outcome: &Outcome) {
-        match outcome {
-            Outcome::Passed(judgement) => {
-                self.passed += 1;
-                let share = judgement.share_used();
-                if self.worst_share.is_none_or(|worst| share > worst) {
-                    (self.worst_share, self.worst_case) = (Some(share), Some(case.name.clone()));
-                }
-            }
-            Outcome::Skipped(_) => self.skipped += 1,
-            Outcome::Failed(_) => self.failed += 1,
+    fn count(&mut self, record: &Record) {
+        match record.status {
+            Status::Passed => self.passed += 1,
+            Status::Skipped => self.skipped += 1,
+            Status::Failed => self.failed += 1,
+        }
+        let share = record.judgement.as_ref().map(Judgement::share_used);
+        if share.is_some_and(|share| self.worst_share.is_none_or(|worst| share > worst)) {
+            (self.worst_share, self.worst_case) = (share, Some(record.case.clone()));
         }
     }
 }

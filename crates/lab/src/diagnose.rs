@@ -1,0 +1,667 @@
+//! What kind of fault a wrong result shows.
+//!
+//! The usual faults of an attention kernel leave marks of their own: a lost tile, a wrong scale and a mask that is off by
+//! one each give a certain other result. So a few of the wrong rows are computed again as each of these faults would
+//! have it, in f64, and the fault whose rows come out as the engine's did is named, with the number that goes with it.
+//! Where none does, that is said; a guess would send its reader the wrong way.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use flashcore::{Mask, Problem};
+use serde::Serialize;
+
+use crate::operands::Operands;
+use crate::rule::{Row, Yardstick};
+
+/// The kinds of faults that are told apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// Nothing was computed.
+    Zero,
+    /// NaN or infinity.
+    NotFinite,
+    /// Scores or outputs are multiplied by a wrong number.
+    Scale,
+    /// Errors lean to one side.
+    Bias,
+    /// Other keys than the mask allows.
+    Mask,
+    /// Some keys are missing, or stand in for others.
+    Tile,
+    /// The tensors of another head or batch entry, or rows in a wrong place.
+    Place,
+    /// Operands that stand in for each other.
+    Operands,
+    /// Two runs differ.
+    Race,
+    /// None of these.
+    Unknown,
+}
+
+impl Kind {
+    /// The word for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kind::Zero => "zero",
+            Kind::NotFinite => "not finite",
+            Kind::Scale => "scale",
+            Kind::Bias => "bias",
+            Kind::Mask => "mask",
+            Kind::Tile => "tile",
+            Kind::Place => "place",
+            Kind::Operands => "operands",
+            Kind::Race => "race",
+            Kind::Unknown => "unknown",
+        }
+    }
+}
+
+/// What a wrong result looks like.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Diagnosis {
+    /// What kind of fault.
+    pub kind: Kind,
+    /// What points to it.
+    pub why: String,
+}
+
+impl Diagnosis {
+    fn new(kind: Kind, why: impl Into<String>) -> Self {
+        Self { kind, why: why.into() }
+    }
+}
+
+/// Wrong rows that are computed again.
+const LOOKED_AT: usize = 6;
+
+/// Sizes that tiles of keys usually have, the largest first: a tile that is lost whole is not called several.
+const TILES: [usize; 10] = [256, 192, 128, 112, 96, 80, 64, 48, 32, 16];
+
+/// Diagnoses an output that the rule refused. `o` and `lse` are in the order of the yardstick's rows, `bad` are places
+/// among them.
+pub fn diagnose(
+    operands: &Operands,
+    yardstick: &Yardstick,
+    o: &[f32],
+    lse: Option<&[f32]>,
+    bad: &[usize],
+) -> Diagnosis {
+    let width = operands.problem.head_dim_v;
+    let wrong_o = |&i: &usize| yardstick.row_error(i, o) > yardstick.row_allowed(i);
+    let wrong: Vec<usize> = bad.iter().copied().filter(wrong_o).collect();
+    if wrong.is_empty() {
+        return match lse {
+            Some(lse) if !bad.is_empty() => lse_alone(yardstick, lse, bad),
+            _ => leaning(yardstick, o).unwrap_or_else(|| {
+                Diagnosis::new(Kind::Unknown, "every row is within its bound, and yet all together are not")
+            }),
+        };
+    }
+    let not_finite =
+        wrong.iter().filter(|&&i| o[i * width..][..width].iter().any(|x| !x.is_finite())).count();
+    if not_finite > 0 {
+        let why = format!("{not_finite} of {} bad rows hold a NaN or an infinity", wrong.len());
+        return Diagnosis::new(Kind::NotFinite, why);
+    }
+    if wrong.iter().all(|&i| o[i * width..][..width].iter().all(|&x| x == 0.0)) {
+        return Diagnosis::new(
+            Kind::Zero,
+            "every bad row is zero: nothing was computed, or nothing added up",
+        );
+    }
+    let rows: Vec<Seen> = spread(&wrong).map(|i| Seen::new(operands, yardstick, o, i)).collect();
+    scale(&rows)
+        .or_else(|| mask(&rows, &operands.problem))
+        .or_else(|| exchanged(&rows, operands))
+        .or_else(|| misplaced(&rows, yardstick))
+        .or_else(|| tile(&rows))
+        .or_else(|| offset(&rows))
+        .or_else(|| leaning(yardstick, o))
+        .unwrap_or_else(|| unknown(yardstick, o, &wrong))
+}
+
+/// A few of many, from the first to the last.
+fn spread(all: &[usize]) -> impl Iterator<Item = usize> {
+    let few = all.len().min(LOOKED_AT);
+    (0..few).map(move |n| all[n * (all.len() - 1) / (few - 1).max(1)])
+}
+
+/// A wrong row with all that is needed to compute it again.
+struct Seen {
+    row: Row,
+    got: Vec<f64>,
+    truth: Vec<f64>,
+    error: f64,
+    allowed: f64,
+    query: Vec<f64>,
+    /// All keys of the row's head, and their values; whether a key may be seen is another matter.
+    keys: Vec<Vec<f64>>,
+    values: Vec<Vec<f64>>,
+    scores: Vec<f64>,
+    range: Range<usize>,
+    problem: Problem,
+}
+
+impl Seen {
+    fn new(operands: &Operands, yardstick: &Yardstick, o: &[f32], at: usize) -> Self {
+        let problem = operands.problem;
+        let row = yardstick.rows()[at];
+        let width = problem.head_dim_v;
+        let mut query = vec![0.0; problem.head_dim];
+        operands.q.view().read_row(row.batch, row.head, row.query, &mut query);
+        let query: Vec<f64> = query.into_iter().map(f64::from).collect();
+        let len = operands.keys(row.batch);
+        let kv_head = row.head / problem.group();
+        let (keys, values) = read_head(operands, row.batch, kv_head);
+        let scores = keys.iter().map(|key| score(&problem, &query, key, 1.0)).collect();
+        Self {
+            row,
+            got: o[at * width..][..width].iter().map(|&x| f64::from(x)).collect(),
+            truth: yardstick.oracle().o[at * width..][..width].to_vec(),
+            error: yardstick.row_error(at, o),
+            allowed: yardstick.row_allowed(at),
+            query,
+            keys,
+            values,
+            scores,
+            range: problem.mask.keys(row.query, problem.len_q, len),
+            problem,
+        }
+    }
+
+    /// Whether another result than the truth is what the engine gave: near to it as the rule would have it, and much
+    /// nearer than the truth.
+    fn is(&self, other: &[f64]) -> bool {
+        let distance = self.got.iter().zip(other).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        distance <= self.error / 3.0 && distance <= 4.0 * self.allowed + 0.02 * self.error
+    }
+
+    /// Attention on some keys: which one gives the score, which one the value.
+    fn attend(&self, pairs: impl Iterator<Item = (usize, usize)>) -> Vec<f64> {
+        let pairs: Vec<(usize, usize)> = pairs.collect();
+        let weights = pairs.iter().map(|&(key, _)| self.scores[key]).collect::<Vec<_>>();
+        average(&weights, pairs.iter().map(|&(_, value)| &self.values[value][..]), self.got.len())
+    }
+
+    /// Attention on a range of keys.
+    fn on(&self, range: Range<usize>) -> Vec<f64> {
+        self.attend(range.map(|key| (key, key)))
+    }
+
+    /// Attention with scores that are multiplied once more.
+    fn scaled(&self, factor: f64) -> Vec<f64> {
+        let scores: Vec<f64> = self
+            .range
+            .clone()
+            .map(|key| score(&self.problem, &self.query, &self.keys[key], factor))
+            .collect();
+        average(&scores, self.range.clone().map(|key| &self.values[key][..]), self.got.len())
+    }
+}
+
+fn read_head(operands: &Operands, b: usize, kv_head: usize) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
+    let Problem { head_dim, head_dim_v, .. } = operands.problem;
+    let read = |tensor: &crate::guarded::Guarded, width: usize| {
+        let view = tensor.view();
+        (0..operands.keys(b))
+            .map(|s| {
+                let mut row = vec![0.0; width];
+                view.read_row(b, kv_head, s, &mut row);
+                row.into_iter().map(f64::from).collect()
+            })
+            .collect()
+    };
+    (read(&operands.k, head_dim), read(&operands.v, head_dim_v))
+}
+
+fn score(problem: &Problem, query: &[f64], key: &[f64], factor: f64) -> f64 {
+    let dot: f64 = query.iter().zip(key).map(|(a, b)| a * b).sum();
+    let scaled = dot * f64::from(problem.scale) * factor;
+    problem.softcap.map_or(scaled, |cap| f64::from(cap) * (scaled / f64::from(cap)).tanh())
+}
+
+/// The average of values by the softmax of scores; zeros without any.
+fn average<'a>(scores: &[f64], values: impl Iterator<Item = &'a [f64]>, width: usize) -> Vec<f64> {
+    let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mut sum = 0.0;
+    let mut out = vec![0.0; width];
+    for (score, value) in scores.iter().zip(values) {
+        let weight = (score - most).exp();
+        sum += weight;
+        out.iter_mut().zip(value).for_each(|(out, x)| *out += weight * x);
+    }
+    if sum > 0.0 {
+        out.iter_mut().for_each(|out| *out /= sum);
+    }
+    out
+}
+
+/// Whether one change to every row gives what the engine gave.
+fn all_are(rows: &[Seen], other: impl Fn(&Seen) -> Vec<f64>) -> bool {
+    rows.iter().all(|row| row.is(&other(row)))
+}
+
+/// Weights that do not depend on the scores, scores or outputs that are multiplied by a wrong number.
+fn scale(rows: &[Seen]) -> Option<Diagnosis> {
+    if all_are(rows, |row| row.scaled(0.0)) {
+        let why = "every key has the same weight: the scores are not used";
+        return Some(Diagnosis::new(Kind::Scale, why));
+    }
+    let pairs = || rows.iter().flat_map(|row| row.got.iter().zip(&row.truth));
+    let gain = pairs().map(|(a, b)| a * b).sum::<f64>() / pairs().map(|(_, b)| b * b).sum::<f64>();
+    if all_are(rows, |row| row.truth.iter().map(|x| x * gain).collect()) {
+        let why = format!(
+            "the output is {gain:.4} times what it should be: a wrong sum to divide by, or a rescaling that is missing"
+        );
+        return Some(Diagnosis::new(Kind::Scale, why));
+    }
+    let factor = best_factor(&rows[0]);
+    all_are(rows, |row| row.scaled(factor)).then(|| {
+        let why = format!("the scores are {factor:.4} times what they should be: a wrong scale");
+        Diagnosis::new(Kind::Scale, why)
+    })
+}
+
+/// The factor of the scores that brings a row nearest to what the engine gave: the best of a coarse grid, refined.
+fn best_factor(row: &Seen) -> f64 {
+    let distance = |power: f64| {
+        let other = row.scaled(power.exp2());
+        row.got.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>()
+    };
+    let (mut centre, mut step) = (0.0, 0.25);
+    let grid = (-24..=24).map(|n| f64::from(n) * step);
+    if let Some(best) = grid.min_by(|&a, &b| distance(a).total_cmp(&distance(b))) {
+        centre = best;
+    }
+    for _ in 0..24 {
+        step /= 2.0;
+        let near = [centre - step, centre, centre + step];
+        centre = near.into_iter().min_by(|&a, &b| distance(a).total_cmp(&distance(b))).unwrap_or(centre);
+    }
+    centre.exp2()
+}
+
+/// Other keys at the ends of what the mask allows.
+fn mask(rows: &[Seen], problem: &Problem) -> Option<Diagnosis> {
+    let all = |row: &Seen| 0..row.keys.len();
+    let masked = rows.iter().any(|row| row.range != all(row));
+    if masked && all_are(rows, |row| row.on(all(row))) {
+        return Some(Diagnosis::new(Kind::Mask, "every key is seen: the mask is not applied"));
+    }
+    if let Some(other) = match problem.mask {
+        Mask::Causal => Some(Mask::CausalTopLeft),
+        Mask::CausalTopLeft => Some(Mask::Causal),
+        _ => None,
+    } && problem.len_q != problem.len_k
+        && all_are(rows, |row| row.on(other.keys(row.row.query, problem.len_q, row.keys.len())))
+    {
+        return Some(Diagnosis::new(Kind::Mask, format!("the mask is {other}, aligned to the other corner")));
+    }
+    for ((first, last), words) in [
+        ((0, 1), "one key too many behind the last one: the mask is off by one"),
+        ((0, -1), "the last key is missing: the mask, or the number of keys, is off by one"),
+        ((-1, 0), "one key too many before the first one: the window is off by one"),
+        ((1, 0), "the first key is missing: the window is off by one"),
+    ] {
+        let shifted = |row: &Seen| -> Option<Range<usize>> {
+            let range = row.range.start.checked_add_signed(first)?..row.range.end.checked_add_signed(last)?;
+            (range.start <= range.end && range.end <= row.keys.len()).then_some(range)
+        };
+        if rows.iter().all(|row| shifted(row).is_some_and(|range| row.is(&row.on(range)))) {
+            return Some(Diagnosis::new(Kind::Mask, words));
+        }
+    }
+    None
+}
+
+/// K and V in each other's place, or one of them of another head.
+fn exchanged(rows: &[Seen], operands: &Operands) -> Option<Diagnosis> {
+    let problem = operands.problem;
+    if problem.head_dim == problem.head_dim_v
+        && all_are(rows, |row| {
+            let keys = || row.range.clone();
+            let scores: Vec<f64> =
+                keys().map(|key| score(&problem, &row.query, &row.values[key], 1.0)).collect();
+            average(&scores, keys().map(|key| &row.keys[key][..]), row.got.len())
+        })
+    {
+        return Some(Diagnosis::new(Kind::Operands, "k and v stand in for each other"));
+    }
+    // Which kv head each row was computed with, if with any.
+    let heads = rows.iter().map(|row| {
+        (0..problem.heads_kv).find(|&head| {
+            let (keys, values) = read_head(operands, row.row.batch, head);
+            let scores: Vec<f64> =
+                row.range.clone().map(|key| score(&problem, &row.query, &keys[key], 1.0)).collect();
+            row.is(&average(&scores, row.range.clone().map(|key| &values[key][..]), row.got.len()))
+        })
+    });
+    let heads: Vec<usize> = heads.collect::<Option<_>>()?;
+    let (first, head) = (rows[0].row.head, heads[0]);
+    let why = format!(
+        "k and v are those of another head: query head {first} reads kv head {head} rather than {}",
+        first / problem.group()
+    );
+    Some(Diagnosis::new(Kind::Place, why))
+}
+
+/// Right rows in wrong places.
+fn misplaced(rows: &[Seen], yardstick: &Yardstick) -> Option<Diagnosis> {
+    let width = rows[0].got.len();
+    let truths = || yardstick.oracle().o.chunks_exact(width).zip(yardstick.rows());
+    let found = |row: &Seen| truths().find(|(truth, of)| **of != row.row && row.is(truth)).map(|(_, of)| *of);
+    let found: Vec<Row> = rows.iter().map(found).collect::<Option<_>>()?;
+    let (here, from) = (rows[0].row, found[0]);
+    let why = format!(
+        "right rows in wrong places: batch {}, head {}, query {} holds the result of batch {}, head {}, query {}",
+        here.batch, here.head, here.query, from.batch, from.head, from.query
+    );
+    Some(Diagnosis::new(Kind::Place, why))
+}
+
+/// What may have happened to one tile of keys.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Mishap {
+    /// It is missing.
+    Dropped,
+    /// It is counted twice.
+    Doubled,
+    /// Its keys are those of the tile before.
+    KeysOfBefore,
+    /// Its values are those of the tile before.
+    ValuesOfBefore,
+    /// Its keys and values are those of the tile before.
+    BothOfBefore,
+}
+
+impl Mishap {
+    const ALL: [Mishap; 5] = [
+        Mishap::Dropped,
+        Mishap::Doubled,
+        Mishap::BothOfBefore,
+        Mishap::KeysOfBefore,
+        Mishap::ValuesOfBefore,
+    ];
+
+    /// Attention of a row where this happened to the tile of `size` keys from `first` on.
+    fn on(self, row: &Seen, first: usize, size: usize) -> Option<Vec<f64>> {
+        let inside = |key: &usize| (first..first + size).contains(key);
+        if self != Mishap::Dropped && self != Mishap::Doubled && first < size {
+            return None;
+        }
+        let keys = row.range.clone();
+        if !keys.clone().any(|key| inside(&key)) {
+            return None;
+        }
+        let of = |key: usize, here: bool| if here && inside(&key) { key - size } else { key };
+        Some(match self {
+            Mishap::Dropped => row.attend(keys.filter(|key| !inside(key)).map(|key| (key, key))),
+            Mishap::Doubled => {
+                let again = keys.clone().filter(inside);
+                row.attend(keys.chain(again).map(|key| (key, key)))
+            }
+            Mishap::KeysOfBefore => row.attend(keys.map(|key| (of(key, true), key))),
+            Mishap::ValuesOfBefore => row.attend(keys.map(|key| (key, of(key, true)))),
+            Mishap::BothOfBefore => row.attend(keys.map(|key| (of(key, true), of(key, true)))),
+        })
+    }
+
+    fn words(self, keys: &Range<usize>) -> String {
+        let (first, last) = (keys.start, keys.end - 1);
+        match self {
+            Mishap::Dropped => format!("keys {first} to {last} are missing: a tile is dropped"),
+            Mishap::Doubled => format!("keys {first} to {last} are counted twice: a tile is read again"),
+            Mishap::KeysOfBefore => {
+                format!(
+                    "for keys {first} to {last} the scores of the tile before are used: a tile of k is read twice"
+                )
+            }
+            Mishap::ValuesOfBefore => {
+                format!(
+                    "keys {first} to {last} weigh the values of the tile before: a tile of v is read twice"
+                )
+            }
+            Mishap::BothOfBefore => {
+                format!("keys {first} to {last} are those of the tile before: a tile is read twice")
+            }
+        }
+    }
+}
+
+/// One tile of keys that is missing, doubled, or another's; the same for all rows, or one for each.
+fn tile(rows: &[Seen]) -> Option<Diagnosis> {
+    // The tiles that would explain a row, by what happened, size and place.
+    let explain = |row: &Seen| -> BTreeSet<(Mishap, usize, usize)> {
+        let len = row.keys.len();
+        let mut found = BTreeSet::new();
+        for mishap in Mishap::ALL {
+            for size in TILES.into_iter().filter(|&size| size < len) {
+                for first in (0..len).step_by(size) {
+                    if mishap.on(row, first, size).is_some_and(|other| row.is(&other)) {
+                        found.insert((mishap, size, first));
+                    }
+                }
+            }
+        }
+        found
+    };
+    let explained: Vec<BTreeSet<(Mishap, usize, usize)>> = rows.iter().map(explain).collect();
+    let common = explained.iter().skip(1).fold(explained[0].clone(), |common, next| &common & next);
+    let keys = |first: usize, size: usize, row: &Seen| first..(first + size).min(row.keys.len());
+    if let Some(&(mishap, size, first)) =
+        common.iter().min_by_key(|(mishap, size, _)| (*mishap, usize::MAX - size))
+    {
+        return Some(Diagnosis::new(Kind::Tile, mishap.words(&keys(first, size, &rows[0]))));
+    }
+    // Where each row lost a tile of its own, such as the last one that a causal mask leaves it.
+    let kinds = |found: &BTreeSet<(Mishap, usize, usize)>| -> BTreeSet<(Mishap, usize)> {
+        found.iter().map(|&(mishap, size, _)| (mishap, size)).collect()
+    };
+    let shared = explained.iter().map(kinds).reduce(|shared, next| &shared & &next)?;
+    let &(mishap, size) = shared.iter().max_by_key(|(_, size)| *size)?;
+    let &(_, _, first) = explained[0].iter().find(|found| (found.0, found.1) == (mishap, size))?;
+    let why = format!(
+        "each row has a tile of {size} keys of its own; query {}: {}",
+        rows[0].row.query,
+        mishap.words(&keys(first, size, &rows[0]))
+    );
+    Some(Diagnosis::new(Kind::Tile, why))
+}
+
+/// The same number added to every element.
+fn offset(rows: &[Seen]) -> Option<Diagnosis> {
+    let differences = || rows.iter().flat_map(|row| row.got.iter().zip(&row.truth).map(|(a, b)| a - b));
+    let mean = differences().sum::<f64>() / differences().count() as f64;
+    all_are(rows, |row| row.truth.iter().map(|x| x + mean).collect())
+        .then(|| Diagnosis::new(Kind::Bias, format!("{mean:+.3e} is added to every element")))
+}
+
+/// Elements that a lean is looked for in, at most.
+const MANY: usize = 1 << 16;
+
+/// Errors that point one way far more often than chance has it: towards zero, away from it, down or up.
+fn leaning(yardstick: &Yardstick, o: &[f32]) -> Option<Diagnosis> {
+    let errors: Vec<(f64, f64)> = (0..)
+        .zip(o.iter().zip(&yardstick.oracle().o))
+        .step_by((o.len() / MANY).max(1))
+        .map(|(_, (&got, &truth))| (f64::from(got) - truth, truth))
+        .filter(|(error, truth)| error.is_finite() && *error != 0.0 && *truth != 0.0)
+        .collect();
+    if errors.len() < 64 {
+        return None;
+    }
+    let share = |test: fn(&(f64, f64)) -> bool| {
+        errors.iter().filter(|error| test(error)).count() as f64 / errors.len() as f64
+    };
+    let outward = share(|(error, truth)| (*error > 0.0) == (*truth > 0.0));
+    let upward = share(|(error, _)| *error > 0.0);
+    let (lean, words) = [
+        (1.0 - outward, "towards zero: something truncates where it should round"),
+        (outward, "away from zero: something rounds outward"),
+        (1.0 - upward, "down"),
+        (upward, "up"),
+    ]
+    .into_iter()
+    .max_by(|a, b| a.0.total_cmp(&b.0))?;
+    (lean > 0.75)
+        .then(|| Diagnosis::new(Kind::Bias, format!("{:.0} % of all errors point {words}", lean * 100.0)))
+}
+
+/// lse that is wrong beside a right output.
+fn lse_alone(yardstick: &Yardstick, lse: &[f32], bad: &[usize]) -> Diagnosis {
+    let pairs: Vec<(f64, f64)> =
+        bad.iter().map(|&i| (f64::from(lse[i]), yardstick.oracle().lse[i])).collect();
+    if pairs.iter().any(|(got, truth)| !got.is_finite() && truth.is_finite()) {
+        return Diagnosis::new(Kind::NotFinite, "o is right, but lse holds a NaN or an infinity");
+    }
+    let alike = |of: fn(&(f64, f64)) -> f64| -> Option<f64> {
+        let all = pairs.iter().map(of);
+        let (low, high) =
+            all.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+        (bad.len() > 1 && high - low <= 1e-3 * low.abs().max(high.abs())).then(|| f64::midpoint(low, high))
+    };
+    if let Some(gain) = alike(|(got, truth)| got / truth) {
+        let base2 = (gain - std::f64::consts::LOG2_E).abs() < 1e-3;
+        let hint = if base2 { ": it is a logarithm to base 2" } else { "" };
+        return Diagnosis::new(
+            Kind::Scale,
+            format!("o is right, but lse is {gain:.4} times what it should be{hint}"),
+        );
+    }
+    match alike(|(got, truth)| got - truth) {
+        Some(added) => Diagnosis::new(Kind::Bias, format!("o is right, but {added:+.4} is added to lse")),
+        None => Diagnosis::new(Kind::Unknown, "o is right, and lse is wrong in no regular way"),
+    }
+}
+
+/// What can be said of a result that no usual fault gives: which columns are wrong.
+fn unknown(yardstick: &Yardstick, o: &[f32], wrong: &[usize]) -> Diagnosis {
+    let width = o.len() / yardstick.rows().len();
+    let columns: BTreeSet<usize> = wrong
+        .iter()
+        .flat_map(|&i| {
+            let off = move |column: &usize| {
+                (f64::from(o[i * width + column]) - yardstick.oracle().o[i * width + column]).abs()
+                    > yardstick.row_allowed(i)
+            };
+            (0..width).filter(off)
+        })
+        .collect();
+    let which =
+        if columns.len() == width { "all columns".into() } else { format!("columns {}", ranges(&columns)) };
+    Diagnosis::new(Kind::Unknown, format!("no usual fault gives this result; {which} are wrong"))
+}
+
+/// Numbers as ranges: 0-3, 7, 9-12 …
+pub(crate) fn ranges(numbers: &BTreeSet<usize>) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &n in numbers {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == n => *last = n,
+            _ => runs.push((n, n)),
+        }
+    }
+    let shown: Vec<String> = runs
+        .iter()
+        .take(6)
+        .map(|&(first, last)| if first == last { first.to_string() } else { format!("{first}-{last}") })
+        .collect();
+    shown.join(", ") + if runs.len() > 6 { " …" } else { "" }
+}
+
+/// Characters of a map's line, at most.
+const MAP_WIDTH: usize = 64;
+
+/// Lines of a map, at most.
+const MAP_LINES: usize = 12;
+
+/// Where bad rows lie, as a small map: a line a head, a character for some queries. Heads that look alike share a line.
+pub fn map(problem: &Problem, bad: &[Row]) -> String {
+    let tile = problem.len_q.div_ceil(MAP_WIDTH).next_power_of_two().max(1);
+    let columns = problem.len_q.div_ceil(tile);
+    let mut counts = vec![vec![0_usize; columns]; problem.batch * problem.heads_q];
+    for row in bad {
+        counts[row.batch * problem.heads_q + row.head][row.query / tile] += 1;
+    }
+    let draw = |counts: &Vec<usize>| -> String {
+        let mark = |(column, &count): (usize, &usize)| match count {
+            0 => '.',
+            _ if count == tile.min(problem.len_q - column * tile) => '#',
+            _ => '+',
+        };
+        counts.iter().enumerate().map(mark).collect()
+    };
+    let name = |first: usize, last: usize| {
+        let (batch, head) = (first / problem.heads_q, first % problem.heads_q);
+        let heads =
+            if first == last { format!("{head}") } else { format!("{head}-{}", last % problem.heads_q) };
+        format!("batch {batch} head {heads}")
+    };
+    let mut lines: Vec<(usize, usize, String)> = Vec::new();
+    for (at, counts) in counts.iter().enumerate() {
+        let drawn = draw(counts);
+        match lines.last_mut() {
+            // Only heads of one batch entry share a line.
+            Some((first, last, same))
+                if *same == drawn && *first / problem.heads_q == at / problem.heads_q =>
+            {
+                *last = at;
+            }
+            _ => lines.push((at, at, drawn)),
+        }
+    }
+    let each = if tile == 1 { "a query".into() } else { format!("{tile} queries") };
+    let mut text = format!("bad rows, one character for {each} (. none, + some, # all):");
+    let names: Vec<String> =
+        lines.iter().take(MAP_LINES).map(|(first, last, _)| name(*first, *last)).collect();
+    let width = names.iter().map(String::len).max().unwrap_or(0);
+    for (name, (_, _, drawn)) in names.iter().zip(&lines) {
+        text += &format!("\n  {name:<width$}  {drawn}");
+    }
+    if lines.len() > MAP_LINES {
+        text += &format!("\n  … and {} lines more", lines.len() - MAP_LINES);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashcore::DType;
+
+    #[test]
+    fn numbers_read_as_ranges() {
+        let of = |numbers: &[usize]| ranges(&numbers.iter().copied().collect());
+        assert_eq!(of(&[0, 1, 2, 3, 7, 9, 10]), "0-3, 7, 9-10");
+        assert_eq!(of(&[0, 2, 4, 6, 8, 10, 12, 14]), "0, 2, 4, 6, 8, 10 …");
+    }
+
+    #[test]
+    fn a_map_shows_which_heads_and_queries_are_bad() {
+        let problem = Problem::new(2, 3, 100, 8, DType::F16);
+        let row = |batch, head, query| Row { batch, head, query };
+        let mut bad: Vec<Row> = (64..100).map(|query| row(0, 1, query)).collect();
+        bad.push(row(1, 0, 3));
+        let text = map(&problem, &bad);
+        let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+        assert!(lines[0].contains("2 queries"), "{text}");
+        assert_eq!(lines[1], format!("  batch 0 head 0    {}", ".".repeat(50)));
+        assert_eq!(lines[2], format!("  batch 0 head 1    {}{}", ".".repeat(32), "#".repeat(18)));
+        assert_eq!(lines[4], format!("  batch 1 head 0    .+{}", ".".repeat(48)));
+        assert_eq!(lines[5], format!("  batch 1 head 1-2  {}", ".".repeat(50)));
+    }
+
+    #[test]
+    fn a_map_of_many_heads_stays_small() {
+        let problem = Problem::new(1, 64, 8192, 8, DType::F16);
+        let bad: Vec<Row> = (0..64).map(|head| Row { batch: 0, head, query: head * 128 }).collect();
+        let text = map(&problem, &bad);
+        assert_eq!(text.lines().count(), MAP_LINES + 2);
+        assert!(
+            text.lines().all(|line| line.chars().count() < 100) && text.contains("128 queries"),
+            "{text}"
+        );
+    }
+}
