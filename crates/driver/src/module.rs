@@ -9,8 +9,8 @@ use crate::launch::LaunchConfig;
 use crate::sys::*;
 use std::ffi::{CString, c_int, c_void};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 struct Loaded {
     context: Context,
@@ -134,7 +134,7 @@ impl Module {
                 module: self.clone(),
                 raw,
                 name: name.to_owned(),
-                param_bytes: parameter_bytes(driver, raw),
+                param_bytes: OnceLock::new(),
                 max_threads: attribute(CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
                 dynamic_shared: AtomicU32::new(attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)?),
             }),
@@ -208,7 +208,8 @@ pub(crate) struct Kernel {
     module: Module,
     raw: CUfunction,
     name: String,
-    param_bytes: Option<usize>,
+    /// Asked for once, and only by launches that hand over bytes: the driver answers the last question with an error.
+    param_bytes: OnceLock<Option<usize>>,
     max_threads: u32,
     /// The limit for dynamic shared memory as last seen; see [`Function::set_max_dynamic_shared`].
     dynamic_shared: AtomicU32,
@@ -278,7 +279,7 @@ impl Function {
     /// How many bytes its parameters take, where the driver can tell (CUDA 12.4 and later); `None` also for a
     /// kernel without parameters.
     pub fn param_bytes(&self) -> Option<usize> {
-        self.kernel.param_bytes
+        *self.kernel.param_bytes.get_or_init(|| parameter_bytes(self.driver(), self.raw()))
     }
 
     /// What it uses.
@@ -444,7 +445,7 @@ impl fmt::Debug for Function {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Function")
             .field("name", &self.kernel.name)
-            .field("param_bytes", &self.kernel.param_bytes)
+            .field("param_bytes", &self.param_bytes())
             .finish_non_exhaustive()
     }
 }

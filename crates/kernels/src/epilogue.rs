@@ -41,7 +41,7 @@ pub(crate) fn store_lse(
     let first = k.setp_eq_u32(place.column, 0u32);
     for (tile, state) in softmax.rows.iter().enumerate() {
         for (half, row) in state.iter().enumerate() {
-            let value = softmax.params.lse(k, row.max, row.sum);
+            let value = softmax.params.lse(k, row.max, row.sum, 0.0);
             let index = place.row(k, rows, tile, half);
             let exists = k.setp_lt_s32(index, rows.len_q);
             let mine = k.and_pred(first, exists);

@@ -118,7 +118,7 @@ impl Schedule {
             let lse = work.rows.lse(k);
             let lse_row = k.param(FwdParams::lse_row);
             let address = Work::row_address(k, lse, row, lse_row);
-            let value = softmax.lse(k, max, sum);
+            let value = softmax.lse(k, max, sum, 0.0);
             let first = k.setp_eq_u32(lane, 0u32);
             k.when(first, |k| k.st_global(address, value));
         }

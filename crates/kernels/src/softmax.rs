@@ -76,6 +76,22 @@ impl SoftmaxParams {
         k.ex2_approx_ftz_f32(exponent)
     }
 
+    /// The same times 2^−shift.
+    pub fn exp_shifted(
+        &self,
+        k: &mut KernelBuilder,
+        score: Reg<F32>,
+        reference: Reg<F32>,
+        shift: f32,
+    ) -> Reg<F32> {
+        if shift == 0.0 {
+            return self.exp(k, score, reference);
+        }
+        let difference = k.sub_f32(score, reference);
+        let exponent = k.fma_f32(difference, self.exp_scale, -shift);
+        k.ex2_approx_ftz_f32(exponent)
+    }
+
     /// −reference · scale, for [`SoftmaxParams::exp_fused`].
     pub fn offset(&self, k: &mut KernelBuilder, reference: Reg<F32>) -> Reg<F32> {
         let scaled = k.mul_f32(reference, self.exp_scale);
@@ -96,10 +112,12 @@ impl SoftmaxParams {
         k.selp_f32(0.0, inverse, none)
     }
 
-    /// The natural logarithm of the sum of exponentials; −∞ for a row without keys.
-    pub fn lse(&self, k: &mut KernelBuilder, max: Reg<F32>, sum: Reg<F32>) -> Reg<F32> {
+    /// The natural logarithm of the sum of exponentials; −∞ for a row without keys. `shift`: the sum is smaller by
+    /// that power of two.
+    pub fn lse(&self, k: &mut KernelBuilder, max: Reg<F32>, sum: Reg<F32>, shift: f32) -> Reg<F32> {
         let reference = Self::reference(k, max, false);
         let log = k.lg2_approx_ftz_f32(sum);
+        let log = if shift == 0.0 { log } else { k.add_f32(log, shift) };
         let total = k.fma_f32(reference, self.exp_scale, log);
         k.mul_f32(total, std::f64::consts::LN_2)
     }

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 ring_attention.py
 
-On GPUs every process takes one of them and NCCL passes keys and values on; without GPUs gloo does.
+Where every process can have a GPU, NCCL passes keys and values on; elsewhere gloo does, on the CPU.
 """
 
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from flashcore_attn import attention
 from flashcore_attn.distributed import gather, ring_attention, shard
 
-gpus = torch.cuda.is_available()
+gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 dist.init_process_group("nccl" if gpus else "gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")

@@ -181,13 +181,16 @@ def test_gradients_are_as_good_as_torchs():
 @pytest.mark.skipif(not hasattr(torch.nn.attention, "activate_flash_attention_impl"), reason="torch has no registry")
 def test_torchs_function_is_computed_by_flashcore_and_differentiated_by_torch():
     q, k, v = (x.requires_grad_() for x in on_gpu(*MISSION))
-    flash = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
-    with flash:
+
+    def flash():
+        return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+
+    with flash():
         theirs = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True).sum(), (q, k, v))
     register_flash_attention_impl()
     torch.nn.attention.activate_flash_attention_impl("FlashCore")
     try:
-        with flash:
+        with flash():
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             ours = torch.autograd.grad(o.sum(), (q, k, v))
         with torch.no_grad():

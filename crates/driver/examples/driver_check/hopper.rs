@@ -70,9 +70,10 @@ fn load_tiles(context: &Context, module: &Module) -> Result<Seen> {
         for (column, row) in [(0, 0), (64, 128), (128, 160), (160, 32)] {
             let out = stream.upload_new(&[0xffffu16; BOX * BOX])?;
             let mut params = ParamBuffer::new();
+            let config = LaunchConfig::new([1; 3], [128, 1, 1]);
             params.push_u32(column)?.push_tensor_map(&map)?.push_u32(row)?.push_u64(out.address())?;
             // SAFETY: the kernel reads through the map and writes 8192 bytes of `out`.
-            unsafe { kernel.launch(&stream, &LaunchConfig::new([1; 3], [128, 1, 1]), params.as_bytes()) }?;
+            unsafe { kernel.launch_fields(&stream, &config, params.as_bytes(), &[0, 64, 192, 200]) }?;
             let got = stream.download_all::<u16>(&out)?;
             for r in 0..BOX {
                 for c in 0..BOX {

@@ -26,7 +26,8 @@ use std::{
 pub use cache::CubinCache;
 pub use flashcore_driver as driver;
 use flashcore_driver::{
-    Context, DeviceBuffer, Driver, DriverError, Function, JitOptions, LaunchConfig, Module, Stream, link_ptx,
+    Context, CudaVersion, DeviceBuffer, Driver, DriverError, Function, JitOptions, LaunchConfig, Module,
+    Stream, link_ptx,
 };
 use flashcore_kernels::{Kernel, MAX_ROW_STRIDE, Schedule};
 use flashcore_ptx::Target;
@@ -49,6 +50,9 @@ use crate::{
     plan::{ALIGNMENT, Addresses, Hardware, Packed, Plan},
     tensor::{Place, Raw},
 };
+
+/// The first driver that records launches that overlap with the one before them: graphs know of them from here on.
+const PROGRAMMATIC: CudaVersion = CudaVersion(12030);
 
 /// A CUDA GPU with the kernels that were made for it so far, and the stream that calls are queued in.
 ///
@@ -277,6 +281,9 @@ impl Cuda {
         let mut launch = LaunchConfig::new(plan.grid, [plan.threads, 1, 1]);
         launch.shared_bytes = plan.shared_bytes;
         launch.cluster = (plan.cluster > 1).then_some([plan.cluster, 1, 1]);
+        // The Hopper kernel sets itself up beside the one before it, and waits for that one before it reads anything.
+        launch.programmatic =
+            plan.schedule.kernel() == Kernel::Sm90Fwd && shared.context.driver().version() >= PROGRAMMATIC;
         Ok(Ready { plan, function, launch, code: blake3::hash(ptx.as_bytes()).to_hex().to_string() })
     }
 

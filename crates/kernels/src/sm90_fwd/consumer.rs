@@ -1,6 +1,6 @@
 //! A consumer warpgroup: 64 queries, their scores, probabilities and output in registers.
 
-use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Wgmma};
+use flashcore_ptx::{B32, B64, BulkHint, F32, GridDep, KernelBuilder, Operand, Pred, ProxySpace, Reg, Wgmma};
 
 use super::{
     Memory, PANEL, PITCH, ROWS, Schedule, Sizes, merge, panels,
@@ -101,6 +101,7 @@ impl<'a> Consumer<'a> {
         }
         // The slot whose output is still being stored, to be given back when it is.
         let owed = k.mov_b32(0u32);
+        k.griddepcontrol(GridDep::Wait);
         each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed));
         if self.takes_turns() {
             k.comment("the turn that nobody takes any more");
@@ -217,7 +218,7 @@ impl<'a> Consumer<'a> {
             partly = k.or_pred(partly, before);
         }
         k.if_(partly, |k| self.mask(k, tile, at));
-        let kind = Kind { masked: true, first: true, lazy: false, poly: 0 };
+        let kind = Kind { masked: true, first: true, lazy: false, shift: self.shift(), poly: 0 };
         softmax::step(k, self.params, &self.rows, &self.scores, kind);
         self.pack(k);
         k.set(at, |k| k.sub_s32(at, 1));
@@ -310,7 +311,7 @@ impl<'a> Consumer<'a> {
             self.mask(k, tile, at);
         }
         let Schedule { lazy, poly, .. } = self.schedule;
-        let kind = Kind { masked, first: false, lazy, poly };
+        let kind = Kind { masked, first: false, lazy, shift: self.shift(), poly };
         let rescale = softmax::step(k, self.params, &self.rows, &self.scores, kind);
         k.wgmma_wait(0);
         self.give_back(k, &self.v);
@@ -433,6 +434,11 @@ impl<'a> Consumer<'a> {
         });
     }
 
+    /// By which power of two this warpgroup's probabilities are smaller.
+    fn shift(&self) -> f32 {
+        softmax::shift(self.schedule.lazy, self.spec.dtype)
+    }
+
     /// Writes lse, if it is wanted: one thread of the four that share a row.
     fn store_lse(&self, k: &mut KernelBuilder, tile: &Tile, first_block_only: bool) {
         if !self.spec.lse {
@@ -452,7 +458,7 @@ impl<'a> Consumer<'a> {
         for half in 0..2 {
             let row = self.problem_row(k, tile, half);
             let RowState { reference, sum } = self.rows[half as usize];
-            let value = self.params.lse(k, reference, sum);
+            let value = self.params.lse(k, reference, sum, self.shift());
             let exists = k.setp_lt_s32(row, tile.rows.len_q);
             let mine = k.and_pred(first, exists);
             let row = k.cvt_u64_u32(row);

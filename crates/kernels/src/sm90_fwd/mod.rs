@@ -17,7 +17,7 @@ mod ring;
 mod softmax;
 mod tiles;
 
-use flashcore_ptx::{KernelBuilder, Shared, SharedLayout, Target};
+use flashcore_ptx::{GridDep, KernelBuilder, Shared, SharedLayout, Target};
 
 use self::{consumer::Consumer, producer::Producer};
 use crate::{
@@ -399,6 +399,9 @@ impl Schedule {
     /// Sets up the barriers, and lets everybody see them.
     fn initialise(self, k: &mut KernelBuilder, memory: &Memory) {
         k.section("barriers");
+        // Whoever comes next in the stream may set itself up beside this grid, as this one did beside the one before:
+        // up to here nothing was read from memory, and all that does so waits first.
+        k.griddepcontrol(GridDep::LaunchDependents);
         let tid = k.tid_x();
         let first = k.setp_eq_u32(tid, 0u32);
         k.if_(first, |k| {

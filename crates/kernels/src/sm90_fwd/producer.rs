@@ -1,6 +1,6 @@
 //! The thread that moves tiles from global to shared memory.
 
-use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg};
+use flashcore_ptx::{B32, B64, BulkHint, GridDep, KernelBuilder, L2Evict, Operand, Reg};
 
 use super::{
     Memory, PANEL, Schedule, Sizes, panels,
@@ -61,6 +61,7 @@ impl<'a> Producer<'a> {
     }
 
     pub fn run(&self, k: &mut KernelBuilder) {
+        k.griddepcontrol(GridDep::Wait);
         each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile));
     }
 

@@ -1,11 +1,15 @@
 //! The softmax of a warpgroup's rows: two rows a thread, each shared by four threads.
 //!
 //! Probabilities are 2^((score − reference) · scale), where the reference is the largest score so far or, with the lazy
-//! rescale, one whose probability is at most 2^8 times smaller.
+//! rescale, one whose probability is at most 2^8 times smaller. For bf16, whose values reach to the end of f32, the lazy
+//! ones are smaller by that factor, so that none is above 1 and no product overflows that would not otherwise.
 
 use flashcore_ptx::{F32, KernelBuilder, Pred, Reg};
 
-use crate::softmax::{FUSED_UP_TO, NEG_INF, SoftmaxParams};
+use crate::{
+    Dtype,
+    softmax::{FUSED_UP_TO, NEG_INF, SoftmaxParams},
+};
 
 /// How much a row's maximum may exceed its reference, as a power of two, before the lazy rescale moves it.
 const SLACK: f32 = 8.0;
@@ -31,6 +35,11 @@ pub(super) struct Rescale {
     any: Option<Reg<Pred>>,
 }
 
+/// By which power of two probabilities are made smaller.
+pub(super) fn shift(lazy: bool, dtype: Dtype) -> f32 {
+    if lazy && dtype == Dtype::Bf16 { SLACK } else { 0.0 }
+}
+
 /// How a tile's scores are treated.
 #[derive(Clone, Copy)]
 pub(super) struct Kind {
@@ -39,6 +48,8 @@ pub(super) struct Kind {
     /// No key has been seen before.
     pub first: bool,
     pub lazy: bool,
+    /// The power of two by which all probabilities of a row are smaller than said; see [`shift`].
+    pub shift: f32,
     /// Of eight exponentials, how many are computed by a polynomial.
     pub poly: u32,
 }
@@ -164,7 +175,8 @@ pub(super) fn step(
     };
     let used = [0, 1].map(|half| {
         let reference = SoftmaxParams::reference(k, rows[half].reference, !kind.masked);
-        (reference, params.offset(k, reference))
+        let offset = params.offset(k, reference);
+        (reference, if kind.shift == 0.0 { offset } else { k.sub_f32(offset, kind.shift) })
     });
     let sizes = used.map(|(_, offset)| k.abs_f32(offset));
     let largest = k.max_f32(sizes[0], sizes[1]);
@@ -183,7 +195,7 @@ pub(super) fn step(
     };
     k.if_else(
         any_large,
-        |k| each(k, &|k, score, half, _| params.exp(k, score, used[half].0)),
+        |k| each(k, &|k, score, half, _| params.exp_shifted(k, score, used[half].0, kind.shift)),
         |k| {
             each(k, &|k, score, half, i| {
                 // Spread over the row, so that both pipes are kept busy.

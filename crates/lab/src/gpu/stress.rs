@@ -67,18 +67,41 @@ impl Record {
     }
 }
 
-/// The problems: every kind of tile, mask and edge once.
+/// The problems: every kind of tile, mask, grid and edge once.
 fn problems() -> Vec<(Problem, Option<Vec<u32>>)> {
-    let window = Mask::Window { left: Some(100), right: Some(20) };
-    let decode = Problem::new(4, 8, 1, 128, DType::BF16);
-    vec![
-        (Problem::new(1, 8, 512, 64, DType::F16), None),
-        (Problem::new(1, 16, 2048, 64, DType::F16).with_mask(Mask::Causal).with_lse(), None),
-        (Problem::new(2, 8, 333, 128, DType::BF16).with_kv(2, 333).with_mask(Mask::Causal).with_lse(), None),
-        (Problem::new(3, 4, 97, 64, DType::F16).with_kv(4, 257).with_mask(window), None),
-        (Problem::new(1, 4, 200, 256, DType::F16).with_softcap(20.0), None),
-        (decode.with_kv(2, 1000).with_key_lengths(), Some(vec![1000, 1, 0, 513])),
+    use DType::{BF16, F16};
+    let window = |left, right| Mask::Window { left, right };
+    let problem = Problem::new;
+    let mut problems: Vec<_> = [
+        problem(1, 8, 512, 64, F16),
+        problem(1, 16, 2048, 64, F16).with_mask(Mask::Causal).with_lse(),
+        problem(2, 8, 333, 128, BF16).with_kv(2, 333).with_mask(Mask::Causal).with_lse(),
+        problem(3, 4, 97, 64, F16).with_kv(4, 257).with_mask(window(Some(100), Some(20))),
+        problem(1, 4, 200, 256, F16).with_softcap(20.0),
+        problem(8, 16, 512, 64, F16),
+        problem(2, 32, 1024, 64, BF16).with_mask(Mask::Causal),
+        problem(4, 16, 1000, 128, F16).with_lse(),
+        problem(1, 8, 1025, 256, BF16).with_mask(Mask::Causal),
+        problem(1, 1, 1, 64, F16).with_kv(1, 4096),
+        problem(1, 2, 65, 72, F16).with_kv(2, 513).with_mask(Mask::CausalTopLeft).with_lse(),
+        problem(2, 6, 129, 96, BF16).with_kv(3, 127),
+        problem(1, 3, 511, 192, F16).with_mask(window(Some(63), Some(0))),
+        problem(16, 8, 128, 64, F16).with_mask(Mask::Causal),
+        problem(1, 32, 64, 128, BF16).with_kv(8, 2048),
+        problem(1, 8, 7, 8, F16).with_kv(8, 97),
+        problem(5, 5, 250, 40, BF16).with_softcap(5.0).with_mask(Mask::Causal).with_lse(),
     ]
+    .map(|problem| (problem, None))
+    .to_vec();
+    let decode = problem(4, 8, 1, 128, BF16).with_kv(2, 1000);
+    let ragged = problem(3, 8, 300, 64, F16).with_mask(Mask::Causal);
+    let wide = problem(2, 4, 64, 256, BF16);
+    problems.extend([
+        (decode.with_key_lengths(), Some(vec![1000, 1, 0, 513])),
+        (ragged.with_key_lengths().with_lse(), Some(vec![300, 64, 129])),
+        (wide.with_key_lengths(), Some(vec![63, 17])),
+    ]);
+    problems
 }
 
 /// A problem with its inputs on the GPU and the bits that every run must give.

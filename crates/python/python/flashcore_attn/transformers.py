@@ -91,23 +91,29 @@ def attention_mask(
     Padding is read from the two-dimensional mask; nothing of the size queries × keys is made for it. Other patterns
     (windows, blocks, …) are made as ``"sdpa"`` has them and recognised.
     """
-    from transformers import masking_utils
+    # The package itself is a lazy one, which torch.compile does not see through.
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        prepare_padding_mask,
+        sdpa_mask,
+    )
 
-    mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
+    mask_function = causal_mask_function if mask_function is None else mask_function
 
     def as_sdpa(padding: Tensor | None) -> Tensor | None:
-        return masking_utils.sdpa_mask(
+        return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, padding, **options
         )  # fmt: skip
 
     if is_compiling() or isinstance(q_offset, Tensor):
         return as_sdpa(attention_mask)
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
     spans = _spans(padding, batch_size, kv_length)
     if spans is not None:
-        causal = mask_function is masking_utils.causal_mask_function
-        if causal or mask_function is masking_utils.bidirectional_mask_function:
+        causal = mask_function is causal_mask_function
+        if causal or mask_function is bidirectional_mask_function:
             found = _padded(*spans, q_length, kv_length, q_offset - kv_offset, None, 0 if causal else None)
         else:
             found = _other(as_sdpa(None), *spans, q_length, kv_length, q_offset - kv_offset, options)
