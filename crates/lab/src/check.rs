@@ -13,7 +13,7 @@ use flashcore::{DType, Name, Problem};
 use serde::Serialize;
 
 use crate::cases::Case;
-use crate::diagnose::{Diagnosis, diagnose};
+use crate::diagnose::{Diagnosis, Kind, diagnose};
 use crate::engine::Engine;
 use crate::guarded::{Breach, Guarded, Poison};
 use crate::operands::Operands;
@@ -70,6 +70,16 @@ pub enum Fault {
         /// The first row that moved.
         first: Row,
     },
+}
+
+impl Fault {
+    /// A wrong result that does not come again is a race, whatever else it looks like.
+    fn is_of_a_race(&mut self, differs: &Fault) {
+        if let (Fault::Wrong { diagnosis, .. }, Fault::NotRepeatable { count, rows }) = (self, differs) {
+            let why = format!("the next run gives other bits in {count} elements of {} rows", rows.len());
+            *diagnosis = Diagnosis { kind: Kind::Race, why };
+        }
+    }
 }
 
 /// How a case went.
@@ -185,7 +195,14 @@ impl Prepared {
             faults.push(wrong(None, &judgement, &self.operands, &self.yardstick, &o, lse.as_deref()));
         }
         match run(engine, &self.case, &self.operands, Poison::Second, &mut faults) {
-            Ok(second) if engine.deterministic() => faults.extend(self.differs(&first, &second)),
+            Ok(second) if engine.deterministic() => {
+                if let Some(differs) = self.differs(&first, &second) {
+                    for fault in &mut faults {
+                        fault.is_of_a_race(&differs);
+                    }
+                    faults.push(differs);
+                }
+            }
             Ok(_) => {}
             Err(refusal) => faults.push(refusal),
         }
@@ -193,7 +210,10 @@ impl Prepared {
         if faults.is_empty() {
             for redrawn in self.redrawn() {
                 match run(engine, &self.case, &redrawn.operands, Poison::First, &mut faults) {
-                    Ok(after) => self.follows(engine, redrawn, &first, &after, &mut faults),
+                    Ok(after) => {
+                        self.follows(engine, redrawn, &first, &after, &mut faults);
+                        self.try_again(engine, redrawn, &after, &mut faults);
+                    }
                     Err(refusal) => faults.push(refusal),
                 }
             }
@@ -208,6 +228,21 @@ impl Prepared {
         let count = changed.iter().map(|(_, n)| n).sum();
         let rows: Vec<Row> = changed.into_iter().map(|(row, _)| row).collect();
         (!rows.is_empty()).then_some(Fault::NotRepeatable { count, rows })
+    }
+
+    /// Looks whether what went wrong with changed inputs goes wrong again.
+    fn try_again(&self, engine: &dyn Engine, redrawn: &Redrawn, after: &Outputs, faults: &mut Vec<Fault>) {
+        if faults.is_empty() || !engine.deterministic() {
+            return;
+        }
+        if let Ok(again) = run(engine, &self.case, &redrawn.operands, Poison::Second, faults)
+            && let Some(differs) = self.differs(after, &again)
+        {
+            for fault in &mut *faults {
+                fault.is_of_a_race(&differs);
+            }
+            faults.push(differs);
+        }
     }
 
     fn follows(
@@ -270,7 +305,8 @@ fn run(
     // The engine works on a copy, so that what it does to its inputs shows and does not spread.
     let given = operands.clone();
     let mut o = Guarded::new(dtype, case.arrangement, [batch, heads_q, len_q, head_dim_v]);
-    let mut lse = lse.then(|| Guarded::new(DType::F32, case.arrangement, [batch, heads_q, len_q, 1]));
+    let mut lse = (lse && engine.gives_lse())
+        .then(|| Guarded::new(DType::F32, case.arrangement, [batch, heads_q, len_q, 1]));
     o.poison(poison);
     if let Some(lse) = &mut lse {
         lse.poison(poison);

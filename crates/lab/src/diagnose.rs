@@ -6,6 +6,7 @@
 //! Where none does, that is said; a guess would send its reader the wrong way.
 
 use std::collections::BTreeSet;
+use std::fmt::Write as _;
 use std::ops::Range;
 
 use flashcore::{Mask, Problem};
@@ -233,7 +234,9 @@ fn average<'a>(scores: &[f64], values: impl Iterator<Item = &'a [f64]>, width: u
         out.iter_mut().zip(value).for_each(|(out, x)| *out += weight * x);
     }
     if sum > 0.0 {
-        out.iter_mut().for_each(|out| *out /= sum);
+        for x in &mut out {
+            *x /= sum;
+        }
     }
     out
 }
@@ -618,10 +621,10 @@ pub fn map(problem: &Problem, bad: &[Row]) -> String {
         lines.iter().take(MAP_LINES).map(|(first, last, _)| name(*first, *last)).collect();
     let width = names.iter().map(String::len).max().unwrap_or(0);
     for (name, (_, _, drawn)) in names.iter().zip(&lines) {
-        text += &format!("\n  {name:<width$}  {drawn}");
+        let _ = write!(text, "\n  {name:<width$}  {drawn}");
     }
     if lines.len() > MAP_LINES {
-        text += &format!("\n  … and {} lines more", lines.len() - MAP_LINES);
+        let _ = write!(text, "\n  … and {} lines more", lines.len() - MAP_LINES);
     }
     text
 }

@@ -18,6 +18,16 @@ pub trait Engine: Send + Sync {
     /// Whether it computes this problem, or why not.
     fn supports(&self, problem: &Problem) -> Result<(), String>;
 
+    /// The option of `flashcore verify` that means it.
+    fn wish(&self) -> String {
+        format!("--device {}", self.name())
+    }
+
+    /// Whether it gives lse where that is wanted; one that does not is judged by its output alone.
+    fn gives_lse(&self) -> bool {
+        true
+    }
+
     /// Whether two runs on the same inputs give the same bits.
     fn deterministic(&self) -> bool {
         true

@@ -32,6 +32,35 @@ impl<'a, T: Serialize> Document<'a, T> {
         let command = std::env::args().collect();
         Self { schema, created: utc(SystemTime::now()), command, complete, environment, body }
     }
+
+    /// The text of the file, sealed: a field `hash` holds BLAKE3 of the text in which that field is empty, so that
+    /// whoever edits the file breaks it.
+    pub fn text(&self) -> serde_json::Result<String> {
+        let text = serde_json::to_string_pretty(self)? + "\n";
+        let created = "\n  \"created\": ";
+        Ok(seal(&text.replacen(created, &format!("\n  {},{created}", hash_field("")), 1)))
+    }
+}
+
+/// The field of the hash as it stands in a text.
+fn hash_field(hash: &str) -> String {
+    format!("\"hash\": \"{hash}\"")
+}
+
+fn hash_of(open: &str) -> String {
+    format!("blake3:{}", blake3::hash(open.as_bytes()).to_hex())
+}
+
+/// Puts the hash of a text into its empty field.
+pub fn seal(open: &str) -> String {
+    open.replacen(&hash_field(""), &hash_field(&hash_of(open)), 1)
+}
+
+/// Whether the hash in a text is that of the text; absent where it has none.
+pub fn hash_holds(text: &str, document: &serde_json::Value) -> Option<bool> {
+    let hash = document["hash"].as_str()?;
+    let open = text.replacen(&hash_field(hash), &hash_field(""), 1);
+    Some(hash == hash_of(&open))
 }
 
 /// The machine and the binary.
@@ -143,6 +172,27 @@ mod tests {
         assert_eq!(at(951_782_399), "2000-02-28T23:59:59Z");
         assert_eq!(at(951_782_400), "2000-02-29T00:00:00Z");
         assert_eq!(at(1_794_711_845), "2026-11-15T03:04:05Z");
+    }
+
+    #[test]
+    fn a_sealed_text_shows_every_edit() {
+        #[derive(Serialize)]
+        struct Body {
+            p50_us: f64,
+            hash: &'static str,
+        }
+        let body = Body { p50_us: 1.5, hash: "of something else" };
+        let text =
+            Document::new("flashcore.test/1", &Environment::read(), true, &Nested { body }).text().unwrap();
+        #[derive(Serialize)]
+        struct Nested {
+            body: Body,
+        }
+        let holds = |text: &str| hash_holds(text, &serde_json::from_str(text).unwrap());
+        assert_eq!(holds(&text), Some(true));
+        assert_eq!(holds(&text.replace("1.5", "1.4")), Some(false));
+        assert_eq!(holds(&text.replace("blake3:", "blake3:0")), Some(false));
+        assert_eq!(holds("{\"a\": 1}"), None);
     }
 
     #[test]

@@ -6,13 +6,15 @@ use flashcore::Name;
 
 use crate::check::{Fault, Prepared};
 use crate::diagnose::{Diagnosis, Kind, map, ranges};
+use crate::engine::Engine;
 use crate::rule::{Bound, Judgement, Row};
 
 /// What is wrong with a case on an engine, as a few lines for a person.
-pub fn explain(prepared: &Prepared, engine: &str, faults: &[Fault]) -> String {
+pub fn explain(prepared: &Prepared, engine: &dyn Engine, faults: &[Fault]) -> String {
     let case = &prepared.case;
+    let name = engine.name();
     let mut text = format!(
-        "{} on {engine}\n  {}, {} inputs, {}, seed {}\n",
+        "{} on {name}\n  {}, {} inputs, {}, seed {}\n",
         case.name, case.problem, case.inputs, case.arrangement, case.seed
     );
     for fault in faults {
@@ -38,8 +40,8 @@ fn rows(fault: &Fault) -> Option<&[Row]> {
 }
 
 /// The command that runs one case on one engine.
-pub fn reproduce(case: &str, engine: &str) -> String {
-    format!("flashcore verify --full --device {engine} --filter '={case}'")
+pub fn reproduce(case: &str, engine: &dyn Engine) -> String {
+    format!("flashcore verify --full {} --filter '={case}'", engine.wish())
 }
 
 /// One fault in words.

@@ -1,7 +1,7 @@
 //! The workbench behind the `flashcore` command: is an attention kernel right, how fast is it, and how sure are we.
 //!
 //! - [`cases`] and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
-//! - An [`engine`] computes; [`check`] runs a case through it and [`rule`] judges the result, on the floor that
+//! - An [`engine`] computes, ours or somebody else's ([`subject`]); [`check`] runs a case through it and [`rule`] judges the result, on the floor that
 //!   [`conditioning`] derives; [`diagnose`] finds out what kind of fault it is and [`explain`] says it. A [`crew`] of
 //!   threads takes up many cases at once.
 //! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
@@ -9,11 +9,14 @@
 //! - [`search`] looks for faster schedules, and believes none that it has not seen win twice.
 //! - [`micro`] measures the pieces that kernels are made of, to order what [`search`] tries.
 //! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
-//! - [`evidence`] is what a report carries beside its numbers; [`files`] and [`interrupt`] see to it that a file is
+//! - [`faults`] are planted to see whether all this would notice.
+//! - [`evidence`] is what a report carries beside its numbers, [`audit`] finds out whether they hold together, and
+//!   [`views`] are files that show a part of it; [`files`] and [`interrupt`] see to it that a file is
 //!   written whole or not at all. [`cli`] is the command itself.
 //!
 //! Use it through the command; as a library it serves the project's own tests.
 
+pub mod audit;
 pub mod bench;
 pub mod cases;
 pub mod check;
@@ -24,6 +27,7 @@ pub mod diagnose;
 pub mod engine;
 pub mod evidence;
 pub mod explain;
+pub mod faults;
 pub mod files;
 pub mod gpu;
 pub mod guarded;
@@ -40,4 +44,6 @@ pub mod rule;
 pub mod search;
 pub mod shapes;
 pub mod stats;
+pub mod subject;
 pub mod timing;
+pub mod views;

@@ -30,7 +30,7 @@ fn check(shared: &Shared, engine: &dyn Engine) -> Result<(), Failed> {
     let prepared = shared.prepared();
     match prepared.check(engine) {
         Outcome::Passed(_) | Outcome::Skipped(_) => Ok(()),
-        Outcome::Failed(faults) => Err(explain(prepared, engine.name(), &faults).into()),
+        Outcome::Failed(faults) => Err(explain(prepared, engine, &faults).into()),
     }
 }
 

@@ -3,152 +3,17 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::Duration;
 
+use flashcore_lab::faults::candidates::{self, CASES, PlantedDevice, PlantedGates, task};
 use flashcore_lab::rng::Rng;
-use flashcore_lab::search::decide::Rule;
-use flashcore_lab::search::device::{Device, Trouble};
-use flashcore_lab::search::gates::{Gate, Gates};
+use flashcore_lab::search::gates::Gate;
 use flashcore_lab::search::journal::{Event, Fate, Journal, State, Task};
-use flashcore_lab::search::propose::{Exhaustive, Proposer};
 use flashcore_lab::search::run::{Search, Settings};
 use flashcore_lab::search::space::Space;
-use flashcore_lab::timing::Effort;
-
-const INCUMBENT: &str = "kind=incumbent";
-const CASES: usize = 3;
-
-/// What each planted candidate is.
-const PLANTED: [&str; 12] = [
-    "kind=does-not-fit",
-    "kind=spills",
-    "kind=twin-of-slow",
-    "kind=races",
-    "kind=fast-and-wrong",
-    "kind=hangs",
-    "kind=crashes-on-the-clock",
-    "kind=slow",
-    "kind=lucky",
-    "kind=noisy",
-    "kind=fast-in-one-case",
-    "kind=fast",
-];
-
-struct PlantedGates {
-    overlap: bool,
-}
-
-impl Gates for PlantedGates {
-    fn check(&self, candidate: &str, _: usize) -> Result<(), String> {
-        if candidate == "kind=does-not-fit" { Err("too much shared memory".into()) } else { Ok(()) }
-    }
-
-    fn assemble(&self, candidate: &str, _: usize) -> Result<String, String> {
-        match candidate {
-            "kind=spills" => Err("spills 8 bytes".into()),
-            "kind=twin-of-slow" => Ok("kind=slow".into()),
-            _ => Ok(candidate.into()),
-        }
-    }
-
-    fn simulate(&self, candidate: &str, _: usize) -> Result<(), String> {
-        if candidate == "kind=races" { Err("a race".into()) } else { Ok(()) }
-    }
-
-    fn can_overlap(&self) -> bool {
-        self.overlap
-    }
-}
-
-/// A device that says what is planted, and counts how often it is asked for whom.
-struct PlantedDevice<'a> {
-    rng: Rng,
-    asked: &'a RefCell<BTreeMap<String, usize>>,
-    calls: &'a Cell<usize>,
-}
-
-impl PlantedDevice<'_> {
-    fn count(&mut self, candidate: &str) {
-        *self.asked.borrow_mut().entry(candidate.into()).or_default() += 1;
-        self.calls.set(self.calls.get() + 1);
-    }
-
-    /// One time of a candidate whose true time is 100 µs or less.
-    fn time(&mut self, candidate: &str, case: usize, data: u64) -> f64 {
-        let (median, spread) = match (candidate, case, data) {
-            ("kind=fast", ..) | ("kind=fast-in-one-case", 0, _) => (100.0 / 1.06, 0.01),
-            ("kind=fast-and-wrong" | "kind=races" | "kind=spills", ..) => (50.0, 0.01),
-            // On the data of the search it looks 10 % faster, for whatever reason; on others it is not.
-            ("kind=lucky", _, 0) => (90.0, 0.01),
-            ("kind=noisy", ..) => (100.0, 0.5),
-            ("kind=slow", ..) => (120.0, 0.01),
-            _ => (100.0, 0.01),
-        };
-        median * (spread * self.rng.normal()).exp()
-    }
-}
-
-impl Device for PlantedDevice<'_> {
-    fn parity(&mut self, candidate: &str, _: usize, _: u64) -> Result<(), Trouble> {
-        self.count(candidate);
-        match candidate {
-            "kind=fast-and-wrong" => Err(Trouble::Wrong("row 3 is off".into())),
-            "kind=hangs" => Err(Trouble::Lost("did not answer within 20 s".into())),
-            _ => Ok(()),
-        }
-    }
-
-    fn race(
-        &mut self,
-        contenders: &[&str],
-        case: usize,
-        data: u64,
-        effort: &Effort,
-        _: &dyn Fn() -> bool,
-    ) -> Vec<Result<Vec<f64>, Trouble>> {
-        let rounds = effort.rounds.unwrap_or(40);
-        let one = |who: &&str| {
-            self.count(who);
-            if *who == "kind=crashes-on-the-clock" {
-                return Err(Trouble::Lost("has ended (signal 11)".into()));
-            }
-            Ok((0..rounds).map(|_| self.time(who, case, data)).collect())
-        };
-        contenders.iter().map(one).collect()
-    }
-}
-
-fn task() -> Task {
-    Task {
-        device: "planted".into(),
-        target: "cpu".into(),
-        cases: (0..CASES).map(|case| format!("case {case}")).collect(),
-        incumbents: vec![INCUMBENT.into(); CASES],
-        rule: Rule::default(),
-    }
-}
 
 /// Searches through everything that is planted. `most` device calls, and then it is stopped as by a kill.
 fn search(journal: Journal, overlap: bool, seed: u64, most: usize) -> (State, BTreeMap<String, usize>) {
-    let (asked, calls) = (RefCell::default(), Cell::new(0));
-    let space = Space::of(PLANTED.map(String::from).to_vec());
-    let mut device = PlantedDevice { rng: Rng::new(seed), asked: &asked, calls: &calls };
-    let proposers: Vec<Box<dyn Proposer>> = vec![Box::new(Exhaustive::default())];
-    let mut search = Search {
-        task: task(),
-        space: &space,
-        gates: &PlantedGates { overlap },
-        device: &mut device,
-        proposers,
-        journal,
-        settings: Settings { generation: 20, budget: Duration::from_mins(5), ..Settings::default() },
-        stop: &|| calls.get() >= most,
-        view: &mut |_| {},
-        note: &mut |_| {},
-    };
-    search.run().unwrap();
-    let state = search.journal.state().clone();
-    (state, asked.take())
+    candidates::search(journal, overlap, seed, most).unwrap()
 }
 
 fn whole(overlap: bool, seed: u64) -> (State, BTreeMap<String, usize>) {
@@ -177,6 +42,7 @@ fn every_planted_candidate_meets_the_fate_that_is_specified() {
         let twins = ["slow", "twin-of-slow"].map(|kind| fate(&state, kind).clone());
         assert!(twins.iter().any(|fate| matches!(fate, Fate::Duplicate { .. })), "{twins:?}");
         assert!(twins.contains(&Fate::Slower), "{twins:?}");
+        assert!(matches!(fate(&state, "baseline-itself"), Fate::Duplicate { of } if of.contains("planner")));
         assert_eq!(fate(&state, "fast-in-one-case"), &Fate::Slower);
         assert_eq!(fate(&state, "fast"), &Fate::Accepted);
         assert_eq!(state.incumbents, ["kind=fast"; CASES]);
@@ -264,9 +130,10 @@ mod processes {
     use super::*;
     use flashcore::{DType, Mask, Problem};
     use flashcore_lab::gpu::host::{Host, Kind};
-    use flashcore_lab::search::device::Workers;
-    use flashcore_lab::timing::SAMPLE;
+    use flashcore_lab::search::device::{Device, Trouble, Workers};
+    use flashcore_lab::timing::{Effort, SAMPLE};
     use std::process::{Command, Stdio};
+    use std::time::Duration;
 
     const FLASHCORE: &str = env!("CARGO_BIN_EXE_flashcore");
     const SCHEDULE: &str = "block_q=48,block_k=64,split_k=512,threads=1";

@@ -2,87 +2,17 @@
 
 mod common;
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use common::{Honest, Numerics};
-use flashcore::{Attention, DType, Device, Mask, Name, Problem, Tensor, TensorBuf, TensorMut};
+use flashcore::{DType, Mask, Name, Problem};
 use flashcore_lab::cases::{self, Case, Tier};
 use flashcore_lab::check::{Fault, Outcome, Prepared};
+use flashcore_lab::diagnose::Kind;
 use flashcore_lab::engine::Engine;
 use flashcore_lab::explain::explain;
+use flashcore_lab::faults::planted::{Bending, Bent, Mood, Moody, swap_heads};
+use flashcore_lab::faults::{self, Nature};
 use flashcore_lab::guarded::Arrangement;
 use flashcore_lab::inputs::Distribution;
-
-/// The inputs of a call, to be bent before an honest engine computes them.
-struct Bent<'a> {
-    attention: Attention<'a>,
-    problem: Problem,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
-}
-
-impl Bent<'_> {
-    /// The elements of one kv head of k and v.
-    fn heads(&mut self) -> impl Iterator<Item = (&mut [f32], &mut [f32])> {
-        let Problem { len_k, head_dim, head_dim_v, .. } = self.problem;
-        self.k.chunks_exact_mut(len_k * head_dim).zip(self.v.chunks_exact_mut(len_k * head_dim_v))
-    }
-
-    /// Keeps only the first `len` keys.
-    fn truncate_keys(&mut self, len: usize) {
-        let Problem { len_k, head_dim, head_dim_v, .. } = self.problem;
-        let cut = |x: &[f32], width: usize| -> Vec<f32> {
-            x.chunks_exact(len_k * width).flat_map(|head| head[..len * width].to_vec()).collect()
-        };
-        (self.k, self.v) = (cut(&self.k, head_dim), cut(&self.v, head_dim_v));
-        self.problem.len_k = len;
-    }
-}
-
-/// An engine that computes something other than what was asked: right attention on bent inputs.
-struct Bending {
-    name: &'static str,
-    bend: fn(&mut Bent<'_>),
-    finish: fn(&mut Vec<f32>, &mut [f32], &Problem),
-}
-
-impl Engine for Bending {
-    fn name(&self) -> &str {
-        self.name
-    }
-
-    fn supports(&self, _: &Problem) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn run(
-        &self,
-        attention: &Attention<'_>,
-        [q, k, v]: [&Tensor<'_>; 3],
-        o: &mut TensorMut<'_>,
-        lse: Option<&mut TensorMut<'_>>,
-    ) -> flashcore::Result<()> {
-        let asked = attention.problem(q, k, v)?;
-        let mut bent =
-            Bent { attention: *attention, problem: asked, q: q.to_f32(), k: k.to_f32(), v: v.to_f32() };
-        (self.bend)(&mut bent);
-        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, .. } =
-            bent.problem;
-        let q = TensorBuf::from_f32(&bent.q, [batch, heads_q, len_q, head_dim], dtype)?;
-        let k = TensorBuf::from_f32(&bent.k, [batch, heads_kv, len_k, head_dim], dtype)?;
-        let v = TensorBuf::from_f32(&bent.v, [batch, heads_kv, len_k, head_dim_v], dtype)?;
-        let result = bent.attention.with_lse().run(&Device::cpu(), &q.view(), &k.view(), &v.view())?;
-        let (mut values, mut sums) = (result.o.to_f32(), result.lse.expect("asked for").to_f32());
-        (self.finish)(&mut values, &mut sums, &asked);
-        common::write(&values, o);
-        if let Some(lse) = lse {
-            common::write(&sums, lse);
-        }
-        Ok(())
-    }
-}
 
 fn untouched(_: &mut Vec<f32>, _: &mut [f32], _: &Problem) {}
 
@@ -188,20 +118,7 @@ fn swapped_keys_and_values_are_refused() {
 #[test]
 fn swapped_heads_under_grouped_queries_are_refused() {
     // Query head h reads kv head h % heads_kv instead of h / group.
-    wrong("heads swapped", Mask::Causal, |call| {
-        let Problem { heads_q, heads_kv, len_k, head_dim, .. } = call.problem;
-        let size = len_k * head_dim;
-        let expand = |x: &[f32]| -> Vec<f32> {
-            let batches = x.chunks_exact(heads_kv * size);
-            batches
-                .flat_map(|batch| {
-                    (0..heads_q).flat_map(move |h| batch[h % heads_kv * size..][..size].iter().copied())
-                })
-                .collect()
-        };
-        (call.k, call.v) = (expand(&call.k), expand(&call.v));
-        call.problem.heads_kv = heads_q;
-    });
+    wrong("heads swapped", Mask::Causal, swap_heads);
 }
 
 #[test]
@@ -271,73 +188,6 @@ fn keys_for_a_query_that_has_none_are_refused() {
     assert_eq!((bad_rows.len(), bad_rows[0].query), (1, 0));
 }
 
-/// An engine with a memory: what it does depends on how often it was called.
-struct Moody {
-    calls: AtomicUsize,
-    first_result: Mutex<Option<Vec<f32>>>,
-    mood: Mood,
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum Mood {
-    /// Never writes.
-    Idle,
-    /// Returns the first result for ever.
-    Stale,
-    /// Gets one row wrong in one of five runs.
-    Racy,
-    /// The last bit of one element depends on the run.
-    Unsteady,
-    /// Leaves one row as it was.
-    Forgetful,
-}
-
-impl Moody {
-    fn new(mood: Mood) -> Self {
-        Self { calls: AtomicUsize::new(0), first_result: Mutex::new(None), mood }
-    }
-}
-
-impl Engine for Moody {
-    fn name(&self) -> &'static str {
-        "moody"
-    }
-
-    fn supports(&self, _: &Problem) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn run(
-        &self,
-        attention: &Attention<'_>,
-        [q, k, v]: [&Tensor<'_>; 3],
-        o: &mut TensorMut<'_>,
-        lse: Option<&mut TensorMut<'_>>,
-    ) -> flashcore::Result<()> {
-        let call = self.calls.fetch_add(1, Ordering::Relaxed);
-        let result = attention.with_lse().run(&Device::cpu(), q, k, v)?;
-        let mut values = result.o.to_f32();
-        match self.mood {
-            Mood::Idle => return Ok(()),
-            Mood::Stale => {
-                values.clone_from(self.first_result.lock().unwrap().get_or_insert_with(|| values.clone()));
-            }
-            Mood::Racy if call % 5 == 4 => values[6400..6464].fill(0.25),
-            Mood::Unsteady if call % 2 == 1 => values[9] = f32::from_bits(values[9].to_bits() ^ (1 << 13)),
-            _ => {}
-        }
-        if self.mood == Mood::Forgetful {
-            let [.., width] = o.shape();
-            o.as_tensor().read_row(0, 0, 1, &mut values[width..2 * width]);
-        }
-        common::write(&values, o);
-        if let Some(lse) = lse {
-            common::write(&result.lse.expect("asked for").to_f32(), lse);
-        }
-        Ok(())
-    }
-}
-
 #[test]
 fn an_output_that_is_not_written_is_refused() {
     for faults in refused(&Moody::new(Mood::Idle), Mask::None) {
@@ -364,10 +214,13 @@ fn a_stale_result_is_refused_because_it_does_not_follow_its_inputs() {
 }
 
 #[test]
-fn a_race_that_passes_four_of_five_runs_is_refused() {
+fn a_race_that_passes_four_of_five_runs_is_refused_and_called_a_race() {
     for dtype in DType::ALL {
         let outcome = Prepared::new(case(dtype, Mask::None)).check(&Moody::new(Mood::Racy));
-        assert!(matches!(outcome, Outcome::Failed(_)), "{outcome:?}");
+        let Outcome::Failed(faults) = outcome else { panic!("{outcome:?}") };
+        let race =
+            |fault: &Fault| matches!(fault, Fault::Wrong { diagnosis, .. } if diagnosis.kind == Kind::Race);
+        assert!(faults.iter().any(race), "{faults:?}");
     }
 }
 
@@ -378,18 +231,98 @@ fn runs_that_differ_in_one_bit_are_refused() {
     assert!(matches!(faults[0], Fault::NotRepeatable { count: 1, .. }), "{faults:?}");
 }
 
+/// The diagnosis of a planted fault, which must be of one kind in every dtype; the words of the first.
+fn diagnosed(engine: &dyn Engine, mask: Mask, kind: Kind) -> String {
+    let all = refused(engine, mask).into_iter().map(|faults| match &faults[0] {
+        Fault::Wrong { diagnosis, .. } => diagnosis.clone(),
+        other => panic!("{}: {other:?}", engine.name()),
+    });
+    let all: Vec<_> = all.collect();
+    assert!(all.iter().all(|diagnosis| diagnosis.kind == kind), "{}: {all:?}", engine.name());
+    all[0].why.clone()
+}
+
+#[test]
+fn the_kind_of_each_fault_is_found_with_the_number_that_goes_with_it() {
+    let bent = |name, mask, kind, bend| diagnosed(&Bending::inputs(name, bend), mask, kind);
+    let why = bent("uniform", Mask::None, Kind::Scale, |call| call.q.fill(0.0));
+    assert!(why.contains("same weight"), "{why}");
+    let why = bent("scale", Mask::Causal, Kind::Scale, |call| {
+        call.attention = call.attention.scale(call.problem.scale * 1.25);
+    });
+    assert!(why.contains("scores are 1.2"), "{why}");
+    let why = bent("no mask", Mask::Causal, Kind::Mask, |call| {
+        call.attention = call.attention.mask(Mask::None);
+    });
+    assert!(why.contains("not applied"), "{why}");
+    let why = bent("one too many", Mask::Causal, Kind::Mask, |call| {
+        call.attention = call.attention.window(None, 1);
+    });
+    assert!(why.contains("too many behind"), "{why}");
+    let why = bent("dropped", Mask::None, Kind::Tile, |call| call.truncate_keys(192));
+    assert!(why.contains("keys 192 to 255 are missing"), "{why}");
+    let why = bent("k twice", Mask::None, Kind::Tile, |call| {
+        let width = 64 * call.problem.head_dim;
+        call.heads().for_each(|(k, _)| k.copy_within(0..width, width));
+    });
+    assert!(why.contains("keys 64 to 127") && why.contains("tile of k"), "{why}");
+    let why = bent("k and v", Mask::None, Kind::Operands, |call| std::mem::swap(&mut call.k, &mut call.v));
+    assert!(why.contains("stand in"), "{why}");
+    let why = bent("heads", Mask::None, Kind::Place, swap_heads);
+    assert!(why.contains("query head 1 reads kv head 1 rather than 0"), "{why}");
+    let why = bent("floor", Mask::None, Kind::Bias, |call| {
+        call.v.iter_mut().for_each(|x| *x = (*x * 8.0).floor() / 8.0);
+    });
+    assert!(why.contains('-') || why.contains("down"), "{why}");
+}
+
+#[test]
+fn the_kind_of_a_wrong_output_is_found() {
+    let after = |name, kind, finish| diagnosed(&Bending::outputs(name, finish), Mask::Causal, kind);
+    after("zeros", Kind::Zero, |o, _, _| o.fill(0.0));
+    after("nan", Kind::NotFinite, |o, _, _| o[77] = f32::NAN);
+    let why = after("gain", Kind::Scale, |o, _, _| o.iter_mut().for_each(|x| *x *= 1.1));
+    assert!(why.contains("1.1"), "{why}");
+    let why = after("offset", Kind::Bias, |o, _, _| o.iter_mut().for_each(|x| *x += 0.125));
+    assert!(why.contains("1.25"), "{why}");
+    let why = after("shifted rows", Kind::Place, |o, _, p| {
+        let width = p.head_dim_v;
+        o.copy_within(0..100 * width, width);
+    });
+    assert!(why.contains("wrong places"), "{why}");
+    let why =
+        after("lse", Kind::Scale, |_, lse, _| lse.iter_mut().for_each(|x| *x *= std::f32::consts::LOG2_E));
+    assert!(why.contains("base 2"), "{why}");
+    let why = after("columns", Kind::Unknown, |o, _, p| {
+        o.chunks_exact_mut(p.head_dim_v).for_each(|row| row.swap(3, 40));
+    });
+    assert!(why.contains("columns 3, 40"), "{why}");
+}
+
+#[test]
+fn every_planted_fault_is_caught_and_all_honest_work_accepted() {
+    let findings: Vec<_> = faults::all().iter().map(faults::Trial::run).collect();
+    let astray: Vec<_> = findings.iter().filter(|finding| !finding.as_it_should).collect();
+    assert!(astray.is_empty(), "{astray:#?}");
+    assert!(
+        faults::count(&findings, Nature::Fault).1 >= 40 && faults::count(&findings, Nature::Honest).1 >= 15
+    );
+}
+
 #[test]
 fn a_failure_is_explained_with_its_place_and_the_command_that_shows_it_again() {
     let engine =
         Bending { name: "last tile dropped", bend: |call| call.truncate_keys(192), finish: untouched };
     let prepared = Prepared::new(case(DType::F16, Mask::None));
     let Outcome::Failed(faults) = prepared.check(&engine) else { panic!("accepted") };
-    let text = explain(&prepared, engine.name(), &faults);
+    let text = explain(&prepared, &engine, &faults);
     for part in [
         "faults/planted",
         "2x4x256x64 f16",
         "BROKEN",
         "heads 0-3",
+        "kind: tile: keys 192 to 255 are missing",
+        "batch 1 head 0-3  ####",
         "expected",
         "actual",
         "--filter '=faults/planted'",
@@ -430,7 +363,7 @@ fn honest_engines_of_every_make_are_accepted_on_every_kind_of_input() {
         for numerics in Numerics::ALL {
             let engine = Honest { numerics };
             if let Outcome::Failed(faults) = prepared.check(&engine) {
-                panic!("{}", explain(&prepared, engine.name(), &faults));
+                panic!("{}", explain(&prepared, &engine, &faults));
             }
         }
     }

@@ -71,7 +71,7 @@ proptest! {
         let prepared = Prepared::new(case);
         for engine in engines() {
             if let Outcome::Failed(faults) = prepared.check(engine.as_ref()) {
-                prop_assert!(false, "{:#?}\n{}", prepared.case, explain(&prepared, engine.name(), &faults));
+                prop_assert!(false, "{:#?}\n{}", prepared.case, explain(&prepared, engine.as_ref(), &faults));
             }
         }
     }

@@ -3,6 +3,7 @@
 mod bench;
 mod bench_gpu;
 mod doctor;
+mod evidence;
 mod evolve;
 mod inspect;
 mod micro;
@@ -67,6 +68,8 @@ enum Command {
     Profile(profile::Options),
     /// Search for faster schedules, and accept only what is right and wins twice
     Evolve(evolve::Options),
+    /// Check, compare and show evidence files
+    Evidence(evidence::Options),
     /// Answer the workbench's requests on the CPU: how evolve keeps what it tries apart from itself
     #[command(hide = true)]
     CpuWorker,
@@ -116,6 +119,7 @@ pub fn main() -> ExitCode {
         Some(Command::Micro(options)) => micro::micro(&options),
         Some(Command::Profile(options)) => profile::profile(&options),
         Some(Command::Evolve(options)) => evolve::evolve(&options),
+        Some(Command::Evidence(options)) => evidence::evidence(&options),
         Some(Command::CpuWorker) => search::cpu_worker::serve().map(|()| Exit::Pass),
         Some(Command::GpuWorker { ordinal }) => gpu::worker::serve(ordinal).map(|()| Exit::Pass),
     };
@@ -160,10 +164,7 @@ impl Json {
     ) -> Result<(), String> {
         let Some(path) = &self.json else { return Ok(()) };
         let document = Document::new(schema, environment, complete, body);
-        files::write_whole(path, |out| {
-            serde_json::to_writer_pretty(&mut *out, &document)?;
-            out.write_all(b"\n")
-        })
-        .map_err(|error| files::explain("write", path, &error))
+        files::write_whole(path, |out| out.write_all(document.text()?.as_bytes()))
+            .map_err(|error| files::explain("write", path, &error))
     }
 }

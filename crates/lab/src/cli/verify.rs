@@ -1,6 +1,7 @@
 //! `flashcore verify`: the corpus through the engines, judged by the oracle.
 
-use std::time::Instant;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use flashcore::cuda::Cuda;
@@ -14,21 +15,48 @@ use crate::crew;
 use crate::engine::{self, Engine};
 use crate::evidence::Environment;
 use crate::explain::{describe, explain, reproduce};
+use crate::faults::{self, Finding, Nature, Trial};
 use crate::gpu::stress;
 use crate::interrupt::{self, On};
 use crate::rule::Judgement;
+use crate::subject::command::CommandEngine;
+use crate::subject::ptx::PtxEngine;
+use crate::subject::torch::TorchEngine;
 
 #[derive(Args)]
 pub struct Options {
     /// all, a kind (cpu, cuda, sim: every path or kernel of it), or one engine such as cpu-portable or cuda-0
     #[arg(long, default_value = "all")]
     device: String,
+    /// Somebody else's attention instead of a device: torch, or torch-flash, torch-cudnn, torch-efficient and torch-math
+    /// on a GPU
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["device", "command", "ptx"])]
+    subject: Option<String>,
+    /// A command instead of a device: it reads q, k and v from the safetensors file {in} and writes o, and lse if it can,
+    /// to {out}; what is asked is in the file's metadata, and in {mask}, {scale} and {softcap}
+    #[arg(long, value_name = "LINE", conflicts_with_all = ["device", "ptx"])]
+    command: Option<String>,
+    /// With --command: seconds that a call may take
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, requires = "command")]
+    limit: f64,
+    /// With --command: two runs need not give the same bits
+    #[arg(long, requires = "command")]
+    nondeterministic: bool,
+    /// A kernel as PTX text instead of a device, on the first GPU
+    #[arg(long, value_name = "FILE.ptx", conflicts_with = "device", requires = "launch")]
+    ptx: Option<PathBuf>,
+    /// With --ptx: how it is launched, and what it computes
+    #[arg(long, value_name = "FILE.toml", requires = "ptx")]
+    launch: Option<PathBuf>,
     /// The quick cases only (the default)
     #[arg(long, conflicts_with = "full")]
     quick: bool,
     /// All cases
     #[arg(long)]
     full: bool,
+    /// Instead of the corpus: plant every fault that the workbench must refuse, and honest work that it must accept
+    #[arg(long, conflicts_with_all = ["quick", "full", "filter", "stress"])]
+    faults: bool,
     /// GPU: instead of the corpus, calls from 8 threads on 4 streams, replays, and runs in a row must give the same bits
     #[arg(long, conflicts_with_all = ["quick", "full", "filter"])]
     stress: bool,
@@ -43,6 +71,24 @@ pub struct Options {
     filter: Vec<String>,
     #[command(flatten)]
     json: Json,
+}
+
+impl Options {
+    /// What is put under test.
+    fn engines(&self) -> Result<Vec<Box<dyn Engine>>, String> {
+        if let Some(name) = &self.subject {
+            return Ok(vec![Box::new(TorchEngine::start(name)?)]);
+        }
+        if let Some(line) = &self.command {
+            let limit = Duration::try_from_secs_f64(self.limit)
+                .map_err(|_| format!("--limit {} is no time in seconds", self.limit))?;
+            return Ok(vec![Box::new(CommandEngine::new(line, limit, !self.nondeterministic)?)]);
+        }
+        match (&self.ptx, &self.launch) {
+            (Some(ptx), Some(launch)) => Ok(vec![Box::new(PtxEngine::load(ptx, launch)?)]),
+            _ => engine::select(&self.device),
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -92,7 +138,10 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     if options.stress {
         return under_stress(options);
     }
-    let engines = engine::select(&options.device)?;
+    if options.faults {
+        return plant_faults(options);
+    }
+    let engines = options.engines()?;
     let tier = if options.full { Tier::Full } else { Tier::Quick };
     let cases = select(tier, &options.filter)?;
     interrupt::install(On::Finish);
@@ -139,19 +188,69 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
 fn check_on_all(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Record, Option<String>)> {
     // The inputs are not drawn, and the oracle is not asked, for engines none of which computes the case.
     let mut prepared: Option<Prepared> = None;
-    let check = |engine: &Box<dyn Engine>| {
-        let engine = engine.as_ref();
+    let mut check = |engine: &dyn Engine| {
         let outcome = match engine.supports(&case.problem) {
             Err(why) => Outcome::Skipped(why),
             Ok(()) => prepared.get_or_insert_with(|| Prepared::new(case.clone())).check(engine),
         };
         let explanation = match (&outcome, &prepared) {
-            (Outcome::Failed(faults), Some(prepared)) => Some(explain(prepared, engine.name(), faults)),
+            (Outcome::Failed(faults), Some(prepared)) => Some(explain(prepared, engine, faults)),
             _ => None,
         };
         (Record::new(case, engine, outcome), explanation)
     };
-    engines.iter().map(check).collect()
+    engines.iter().map(|engine| check(engine.as_ref())).collect()
+}
+
+#[derive(Serialize)]
+struct FaultsReport {
+    /// How many faults were refused, of how many.
+    caught: (usize, usize),
+    /// How many honest trials were accepted, of how many.
+    accepted: (usize, usize),
+    findings: Vec<Finding>,
+}
+
+/// Plants every fault.
+fn plant_faults(options: &Options) -> Result<Exit, String> {
+    interrupt::install(On::Finish);
+    let started = Instant::now();
+    let trials = faults::all();
+    let mut progress = Progress::new(trials.len() as u64);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut findings: Vec<Finding> = Vec::new();
+    let width = trials.iter().map(|trial| trial.name.chars().count()).max().unwrap_or(0);
+    crew::in_order(&trials, threads, &interrupt::requested, Trial::run, |at, finding| {
+        progress.at(at as u64 + 1, &finding.name);
+        let word = match (finding.as_it_should, finding.nature) {
+            (true, Nature::Fault) => toned(Tone::Good, "caught  "),
+            (true, Nature::Honest) => toned(Tone::Good, "accepted"),
+            (false, Nature::Fault) => toned(Tone::Bad, "MISSED  "),
+            (false, Nature::Honest) => toned(Tone::Bad, "ACCUSED "),
+        };
+        progress.say(&format!("{word} {:<width$}  {:<10} {}", finding.name, finding.judge, finding.said));
+        findings.push(finding);
+    });
+    progress.finish();
+    let complete = findings.len() == trials.len();
+    let (caught, accepted) =
+        (faults::count(&findings, Nature::Fault), faults::count(&findings, Nature::Honest));
+    let report = FaultsReport { caught, accepted, findings };
+    options.json.write("flashcore.faults/1", &Environment::read(), complete, &report)?;
+    let exit = if report.findings.iter().any(|finding| !finding.as_it_should) {
+        Exit::Fail
+    } else if complete {
+        Exit::Pass
+    } else {
+        Exit::CouldNot
+    };
+    let tone = if exit == Exit::Pass { Tone::Good } else { Tone::Bad };
+    let words = format!(
+        "{} of {} faults caught, {} of {} honest accepted",
+        caught.0, caught.1, accepted.0, accepted.1
+    );
+    say(&format!("\n{} in {:.1} s", toned(tone, &words), started.elapsed().as_secs_f64()));
+    Ok(exit)
 }
 
 #[derive(Serialize)]
@@ -266,7 +365,7 @@ impl Record {
             judgement: None,
             skipped: None,
             faults: Vec::new(),
-            reproduce: reproduce(&case.name, engine.name()),
+            reproduce: reproduce(&case.name, engine),
         };
         match outcome {
             Outcome::Passed(judgement) => record.judgement = Some(judgement),

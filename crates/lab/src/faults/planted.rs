@@ -1,0 +1,215 @@
+//! Engines with a planted fault: right attention, bent in one known way.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use flashcore::{Attention, DType, Device, Problem, Tensor, TensorBuf, TensorMut};
+
+use crate::engine::Engine;
+
+/// Writes values in the order (batch, heads, length, head_dim).
+pub fn write(values: &[f32], tensor: &mut TensorMut<'_>) {
+    let [_, nh, ns, nd] = tensor.shape();
+    for (i, row) in values.chunks_exact(nd.max(1)).enumerate() {
+        tensor.write_row(i / (nh * ns), i / ns % nh, i % ns, row);
+    }
+}
+
+/// The inputs of a call, to be bent before an honest engine computes them.
+pub struct Bent<'a> {
+    /// The call's options.
+    pub attention: Attention<'a>,
+    /// What is computed in the end.
+    pub problem: Problem,
+    /// The queries, in the order (batch, heads, length, head_dim).
+    pub q: Vec<f32>,
+    /// The keys.
+    pub k: Vec<f32>,
+    /// The values.
+    pub v: Vec<f32>,
+}
+
+impl Bent<'_> {
+    /// The elements of each kv head of k and v.
+    pub fn heads(&mut self) -> impl Iterator<Item = (&mut [f32], &mut [f32])> {
+        let Problem { len_k, head_dim, head_dim_v, .. } = self.problem;
+        self.k.chunks_exact_mut(len_k * head_dim).zip(self.v.chunks_exact_mut(len_k * head_dim_v))
+    }
+
+    /// Keeps only the first `len` keys.
+    pub fn truncate_keys(&mut self, len: usize) {
+        let Problem { len_k, head_dim, head_dim_v, .. } = self.problem;
+        let cut = |x: &[f32], width: usize| -> Vec<f32> {
+            x.chunks_exact(len_k * width).flat_map(|head| head[..len * width].to_vec()).collect()
+        };
+        (self.k, self.v) = (cut(&self.k, head_dim), cut(&self.v, head_dim_v));
+        self.problem.len_k = len;
+    }
+}
+
+/// Gives every query head kv head `h % heads_kv` instead of `h / group`.
+pub fn swap_heads(call: &mut Bent<'_>) {
+    let Problem { heads_q, heads_kv, len_k, head_dim, .. } = call.problem;
+    let size = len_k * head_dim;
+    let expand = |x: &[f32]| -> Vec<f32> {
+        let batches = x.chunks_exact(heads_kv * size);
+        batches
+            .flat_map(|batch| {
+                (0..heads_q).flat_map(move |h| batch[h % heads_kv * size..][..size].iter().copied())
+            })
+            .collect()
+    };
+    (call.k, call.v) = (expand(&call.k), expand(&call.v));
+    call.problem.heads_kv = heads_q;
+}
+
+/// An engine that computes something other than what was asked: right attention on bent inputs, or a right result that
+/// is bent afterwards.
+pub struct Bending {
+    /// Its name.
+    pub name: &'static str,
+    /// Bends the inputs.
+    pub bend: fn(&mut Bent<'_>),
+    /// Bends o and lse.
+    pub finish: fn(&mut Vec<f32>, &mut [f32], &Problem),
+}
+
+impl Bending {
+    /// One that bends nothing.
+    pub fn straight(name: &'static str) -> Self {
+        Self { name, bend: |_| {}, finish: |_, _, _| {} }
+    }
+
+    /// One that bends its inputs.
+    pub fn inputs(name: &'static str, bend: fn(&mut Bent<'_>)) -> Self {
+        Self { bend, ..Self::straight(name) }
+    }
+
+    /// One that bends its outputs.
+    pub fn outputs(name: &'static str, finish: fn(&mut Vec<f32>, &mut [f32], &Problem)) -> Self {
+        Self { finish, ..Self::straight(name) }
+    }
+}
+
+impl Engine for Bending {
+    fn name(&self) -> &str {
+        self.name
+    }
+
+    fn supports(&self, _: &Problem) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn run(
+        &self,
+        attention: &Attention<'_>,
+        [q, k, v]: [&Tensor<'_>; 3],
+        o: &mut TensorMut<'_>,
+        lse: Option<&mut TensorMut<'_>>,
+    ) -> flashcore::Result<()> {
+        let asked = attention.problem(q, k, v)?;
+        let mut bent =
+            Bent { attention: *attention, problem: asked, q: q.to_f32(), k: k.to_f32(), v: v.to_f32() };
+        (self.bend)(&mut bent);
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, .. } =
+            bent.problem;
+        let q = TensorBuf::from_f32(&bent.q, [batch, heads_q, len_q, head_dim], dtype)?;
+        let k = TensorBuf::from_f32(&bent.k, [batch, heads_kv, len_k, head_dim], dtype)?;
+        let v = TensorBuf::from_f32(&bent.v, [batch, heads_kv, len_k, head_dim_v], dtype)?;
+        let result = bent.attention.with_lse().run(&Device::cpu(), &q.view(), &k.view(), &v.view())?;
+        let (mut values, mut sums) = (result.o.to_f32(), result.lse.expect("asked for").to_f32());
+        (self.finish)(&mut values, &mut sums, &asked);
+        write(&values, o);
+        if let Some(lse) = lse {
+            write(&sums, lse);
+        }
+        Ok(())
+    }
+}
+
+/// What an engine with a memory does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mood {
+    /// Never writes.
+    Idle,
+    /// Returns the first result for ever.
+    Stale,
+    /// Returns before its result is there: what is read is what the call before has left.
+    Late,
+    /// Gets one row wrong in one of five runs.
+    Racy,
+    /// The last bit of one element depends on the run.
+    Unsteady,
+    /// Leaves one row as it was.
+    Forgetful,
+}
+
+/// An engine with a memory: what it does depends on how often it was called.
+pub struct Moody {
+    calls: AtomicUsize,
+    kept: Mutex<Option<Vec<f32>>>,
+    mood: Mood,
+}
+
+impl Moody {
+    /// One that was never called.
+    pub fn new(mood: Mood) -> Self {
+        Self { calls: AtomicUsize::new(0), kept: Mutex::new(None), mood }
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Option<Vec<f32>>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Engine for Moody {
+    fn name(&self) -> &'static str {
+        "moody"
+    }
+
+    fn supports(&self, _: &Problem) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn run(
+        &self,
+        attention: &Attention<'_>,
+        [q, k, v]: [&Tensor<'_>; 3],
+        o: &mut TensorMut<'_>,
+        lse: Option<&mut TensorMut<'_>>,
+    ) -> flashcore::Result<()> {
+        let call = self.calls.fetch_add(1, Ordering::Relaxed);
+        let result = attention.with_lse().run(&Device::cpu(), q, k, v)?;
+        let mut values = result.o.to_f32();
+        match self.mood {
+            Mood::Idle => return Ok(()),
+            Mood::Stale => values.clone_from(self.kept().get_or_insert_with(|| values.clone())),
+            Mood::Late => match self.kept().replace(values.clone()) {
+                Some(before) => values = before,
+                None => return Ok(()),
+            },
+            Mood::Racy if call % 5 == 4 => {
+                let width = result.o.shape()[3];
+                values[100 * width..101 * width].fill(0.25);
+            }
+            Mood::Unsteady if call % 2 == 1 => {
+                let last = match result.o.dtype() {
+                    DType::F16 => 13,
+                    DType::BF16 => 16,
+                    DType::F32 => 0,
+                };
+                values[9] = f32::from_bits(values[9].to_bits() ^ (1 << last));
+            }
+            _ => {}
+        }
+        if self.mood == Mood::Forgetful {
+            let [.., width] = o.shape();
+            o.as_tensor().read_row(0, 0, 1, &mut values[width..2 * width]);
+        }
+        write(&values, o);
+        if let Some(lse) = lse {
+            write(&result.lse.expect("asked for").to_f32(), lse);
+        }
+        Ok(())
+    }
+}

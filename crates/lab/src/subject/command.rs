@@ -1,0 +1,273 @@
+//! An external command as an engine: it reads q, k and v from one safetensors file, and writes o to another.
+
+use std::collections::HashMap;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use flashcore::{Attention, DType, Problem, Tensor, TensorMut};
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+
+use super::failed;
+use crate::engine::Engine;
+use crate::faults::planted::write;
+use crate::files;
+use crate::guarded::Arrangement;
+use crate::inputs::{Distribution, Values};
+use crate::operands::Operands;
+
+const NAME: &str = "command";
+
+/// How often a running command is looked at.
+const TICK: Duration = Duration::from_millis(2);
+
+/// A command with places for the names of its files, and for what is asked.
+pub struct CommandEngine {
+    template: String,
+    limit: Duration,
+    deterministic: bool,
+    gives_lse: bool,
+    folder: tempfile::TempDir,
+    calls: AtomicUsize,
+}
+
+/// What a command left.
+struct Answer {
+    o: Vec<f32>,
+    lse: Option<Vec<f32>>,
+}
+
+impl CommandEngine {
+    /// From a template in which `{in}` and `{out}` stand for files, and `{mask}`, `{scale}` and `{softcap}` for what is
+    /// asked. The command is tried on a small problem at once, which also shows whether it gives lse.
+    pub fn new(template: &str, limit: Duration, deterministic: bool) -> Result<Self, String> {
+        if !template.contains("{in}") || !template.contains("{out}") {
+            return Err(format!(
+                "--command '{template}' needs {{in}} and {{out}} where the names of its files go, as in \
+                 'python attention.py {{in}} {{out}}'"
+            ));
+        }
+        let folder = tempfile::tempdir().map_err(|error| format!("no folder for files: {error}"))?;
+        let calls = AtomicUsize::new(0);
+        let mut engine =
+            Self { template: template.into(), limit, deterministic, gives_lse: false, folder, calls };
+        let problem = Problem::new(1, 1, 3, 8, DType::F32).with_lse();
+        let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 1);
+        let (q, k, v) = (operands.q.view(), operands.k.view(), operands.v.view());
+        let answer = engine.call(&problem, [&q, &k, &v])?;
+        engine.gives_lse = answer.lse.is_some();
+        Ok(engine)
+    }
+
+    /// Runs the command on one problem. Its files are removed again.
+    fn call(&self, problem: &Problem, inputs: [&Tensor<'_>; 3]) -> Result<Answer, String> {
+        let number = self.calls.fetch_add(1, Ordering::Relaxed);
+        let path = |name: &str| self.folder.path().join(format!("{number}.{name}.safetensors"));
+        let (input, output) = (path("in"), path("out"));
+        std::fs::write(&input, file(problem, inputs)?)
+            .map_err(|error| files::explain("write", &input, &error))?;
+        let line = self
+            .template
+            .replace("{in}", &quoted(&input.to_string_lossy()))
+            .replace("{out}", &quoted(&output.to_string_lossy()))
+            .replace("{mask}", &quoted(&problem.mask.to_string().replace('∞', "inf")))
+            .replace("{scale}", &problem.scale.to_string())
+            .replace("{softcap}", &problem.softcap.unwrap_or(0.0).to_string());
+        let answer = self.run_line(&line).and_then(|()| {
+            let bytes = std::fs::read(&output)
+                .map_err(|error| format!("the command ended well, but its output cannot be read: {error}"))?;
+            read(&bytes, problem)
+        });
+        let _ = std::fs::remove_file(&input);
+        let _ = std::fs::remove_file(&output);
+        answer
+    }
+
+    /// Runs a line of shell, but not longer than the limit.
+    fn run_line(&self, line: &str) -> Result<(), String> {
+        let errors =
+            self.folder.path().join(format!("{}.errors", self.calls.fetch_add(1, Ordering::Relaxed)));
+        let sink =
+            std::fs::File::create(&errors).map_err(|error| files::explain("write", &errors, &error))?;
+        let mut child = Command::new("sh")
+            .args(["-c", line])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(sink)
+            .spawn()
+            .map_err(|error| format!("no shell to run the command: {error}"))?;
+        let started = Instant::now();
+        let status = loop {
+            match child.try_wait() {
+                Ok(Some(status)) => break Ok(status),
+                Ok(None) if started.elapsed() > self.limit => {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                    break Err(format!("the command did not end within {} s", self.limit.as_secs_f64()));
+                }
+                Ok(None) => std::thread::sleep(TICK),
+                Err(error) => break Err(format!("the command is lost: {error}")),
+            }
+        };
+        let said = std::fs::read_to_string(&errors).unwrap_or_default();
+        let _ = std::fs::remove_file(&errors);
+        match status? {
+            status if status.success() => Ok(()),
+            status => {
+                let last =
+                    said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("without a word");
+                Err(format!("the command failed ({status}): {last}"))
+            }
+        }
+    }
+}
+
+/// A word that a shell takes as it is.
+fn quoted(word: &str) -> String {
+    format!("'{}'", word.replace('\'', "'\\''"))
+}
+
+/// The input file: q, k and v as (batch, heads, length, head_dim), and what is asked as metadata.
+fn file(problem: &Problem, [q, k, v]: [&Tensor<'_>; 3]) -> Result<Vec<u8>, String> {
+    let values = Values { q: q.to_f32(), k: k.to_f32(), v: v.to_f32() };
+    let operands = Operands::with_values(*problem, None, Arrangement::Bhsd, &values);
+    let stored = match problem.dtype {
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+        DType::F32 => Dtype::F32,
+    };
+    let tensors = [("q", &operands.q), ("k", &operands.k), ("v", &operands.v)];
+    let data = tensors.map(|(name, tensor)| (name, tensor.shape().to_vec(), tensor.bytes()));
+    let views: Result<Vec<_>, safetensors::SafeTensorError> = data
+        .iter()
+        .map(|(name, shape, bytes)| Ok((*name, TensorView::new(stored, shape.clone(), bytes)?)))
+        .collect();
+    let views = views.map_err(|error| error.to_string())?;
+    let metadata = HashMap::from([
+        ("mask".to_string(), problem.mask.to_string().replace('∞', "inf")),
+        ("scale".to_string(), problem.scale.to_string()),
+        ("softcap".to_string(), problem.softcap.unwrap_or(0.0).to_string()),
+        ("problem".to_string(), problem.to_string()),
+    ]);
+    safetensors::serialize(views, Some(metadata)).map_err(|error| error.to_string())
+}
+
+/// Reads o, and lse where it is there.
+fn read(bytes: &[u8], problem: &Problem) -> Result<Answer, String> {
+    let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = *problem;
+    let file =
+        SafeTensors::deserialize(bytes).map_err(|error| format!("its output is no safetensors: {error}"))?;
+    let o = file
+        .tensor("o")
+        .map_err(|_| format!("its output has no tensor o, but {}", files::contents(&file)))?;
+    let expected = [batch, heads_q, len_q, head_dim_v];
+    if files::dtype(o.dtype()) != Some(dtype) || o.shape() != expected {
+        return Err(format!("its o is {:?} {:?}; {dtype} {expected:?} is asked for", o.dtype(), o.shape()));
+    }
+    let floats = |tensor: &TensorView<'_>| -> Vec<f32> {
+        match tensor.dtype() {
+            Dtype::F16 => {
+                files::elements::<half::f16>(tensor.data()).into_iter().map(half::f16::to_f32).collect()
+            }
+            Dtype::BF16 => {
+                files::elements::<half::bf16>(tensor.data()).into_iter().map(half::bf16::to_f32).collect()
+            }
+            _ => files::elements::<f32>(tensor.data()),
+        }
+    };
+    let lse = match file.tensor("lse") {
+        Err(_) => None,
+        Ok(lse)
+            if lse.dtype() == Dtype::F32
+                && lse.shape().iter().product::<usize>() == batch * heads_q * len_q =>
+        {
+            Some(floats(&lse))
+        }
+        Ok(lse) => {
+            return Err(format!(
+                "its lse is {:?} {:?}; F32 {:?} is asked for",
+                lse.dtype(),
+                lse.shape(),
+                &expected[..3]
+            ));
+        }
+    };
+    Ok(Answer { o: floats(&o), lse })
+}
+
+impl Engine for CommandEngine {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn wish(&self) -> String {
+        let unsteady = if self.deterministic { "" } else { " --nondeterministic" };
+        format!("--command {}{unsteady}", quoted(&self.template))
+    }
+
+    fn gives_lse(&self) -> bool {
+        self.gives_lse
+    }
+
+    fn deterministic(&self) -> bool {
+        self.deterministic
+    }
+
+    fn supports(&self, problem: &Problem) -> Result<(), String> {
+        if problem.batch * problem.heads_q * problem.len_q * problem.len_k == 0 {
+            return Err("a command is not asked about nothing".into());
+        }
+        if problem.key_lengths {
+            return Err("key lengths are not handed to a command".into());
+        }
+        Ok(())
+    }
+
+    fn run(
+        &self,
+        attention: &Attention<'_>,
+        inputs: [&Tensor<'_>; 3],
+        o: &mut TensorMut<'_>,
+        lse: Option<&mut TensorMut<'_>>,
+    ) -> flashcore::Result<()> {
+        let problem = attention.problem(inputs[0], inputs[1], inputs[2])?;
+        let answer = self.call(&problem, inputs).map_err(|why| failed(NAME, why))?;
+        write(&answer.o, o);
+        match (lse, answer.lse) {
+            (Some(lse), Some(values)) => write(&values, lse),
+            (Some(_), None) => return Err(failed(NAME, "it gave lse before and does not now")),
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_template_needs_places_for_its_files() {
+        let why = CommandEngine::new("cat {in}", Duration::from_secs(1), true).err().unwrap();
+        assert!(why.contains("{out}"), "{why}");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_command_that_fails_hangs_or_writes_nothing_is_refused_in_words() {
+        let of = |template: &str| {
+            CommandEngine::new(template, Duration::from_millis(500), true).err().unwrap_or_default()
+        };
+        assert!(of("echo no room >&2; : {in} {out}; exit 3").contains("no room"));
+        assert!(of(": {in} {out}; sleep 100").contains("did not end"));
+        assert!(of(": {in} {out}").contains("cannot be read"));
+        assert!(of("echo nonsense > {out}; : {in}").contains("no safetensors"));
+        assert!(of("cp {in} {out}").contains("no tensor o"));
+    }
+
+    #[test]
+    fn words_are_quoted_for_the_shell() {
+        assert_eq!(quoted("it's"), "'it'\\''s'");
+    }
+}

@@ -1,0 +1,97 @@
+//! Evidence, through the command: what is on record holds together, what is written holds, and what is edited does not.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn flashcore(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_flashcore")).args(arguments).output().unwrap()
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+fn record() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../record");
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    files.filter(|path| path.extension().is_some_and(|extension| extension == "json")).collect()
+}
+
+#[test]
+fn everything_on_record_holds_together() {
+    let files = record();
+    assert!(!files.is_empty());
+    for file in files {
+        let text = std::fs::read_to_string(&file).unwrap();
+        let audit = flashcore_lab::audit::audit(&text).unwrap();
+        assert!(audit.holds(), "{}: {:#?}", file.display(), audit.contradictions);
+        assert!(audit.checked > 0 || !audit.absent.is_empty(), "{}", file.display());
+    }
+}
+
+#[test]
+fn a_number_on_record_cannot_be_changed_without_notice() {
+    let file = record().into_iter().find(|path| path.to_string_lossy().contains("small")).unwrap();
+    let mut document: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    let cell = document["cells"][0].clone();
+    let audit = |document: &Value| flashcore_lab::audit::audit(&document.to_string()).unwrap();
+    assert!(audit(&document).holds());
+    for path in [
+        "/results/0/p50_us",
+        "/results/0/tflops",
+        "/comparisons/0/speed_up",
+        "/flops",
+        "/results/0/samples_us/3",
+    ] {
+        let mut changed = cell.clone();
+        let number = changed.pointer_mut(path).unwrap();
+        *number = Value::from(number.as_f64().unwrap() * 1.01);
+        document["cells"][0] = changed;
+        assert!(!audit(&document).holds(), "{path}");
+    }
+}
+
+#[test]
+fn what_verify_writes_holds_until_it_is_edited_and_has_views() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
+    let report = path("report.json");
+    let filter = ["--device", "cpu-portable", "--filter", "lengths/self-len7-f16", "--json", &report];
+    assert_eq!(flashcore(&[&["verify"], &filter[..]].concat()).status.code(), Some(0));
+
+    let output = flashcore(&["evidence", "verify", &report]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output));
+    assert!(text(&output).contains("holds") && !text(&output).contains("absent: hash"), "{}", text(&output));
+
+    let output = flashcore(&["evidence", "views", &report, "-o", &path("views")]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output));
+    for view in ["build_meta.json", "correctness_summary.json", "perf_baseline.json"] {
+        let text = std::fs::read_to_string(folder.path().join("views").join(view)).unwrap();
+        let view: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(view["evidence"]["file"], "report.json");
+    }
+
+    let edited = path("edited.json");
+    let original = std::fs::read_to_string(&report).unwrap();
+    std::fs::write(&edited, original.replace("\"passed\": 1", "\"passed\": 2")).unwrap();
+    let output = flashcore(&["evidence", "verify", &report, &edited]);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+    assert!(text(&output).contains("the file was changed"), "{}", text(&output));
+    assert_eq!(flashcore(&["evidence", "views", &edited, "-o", &path("views")]).status.code(), Some(2));
+
+    assert_eq!(flashcore(&["evidence", "diff", &report, &report]).status.code(), Some(0));
+    let output = flashcore(&["evidence", "diff", &report, &edited]);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+    assert!(text(&output).contains("engines[0].passed: 1 → 2"), "{}", text(&output));
+}
+
+#[test]
+fn what_is_no_evidence_could_not_be_checked() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.json").to_string_lossy().into_owned();
+    assert_eq!(flashcore(&["evidence", "verify", &path]).status.code(), Some(2));
+    std::fs::write(&path, "{\"schema\": \"other/1\"}").unwrap();
+    assert_eq!(flashcore(&["evidence", "verify", &path]).status.code(), Some(2));
+}
