@@ -215,11 +215,13 @@ impl Program {
     }
 
     /// Registers of `wgmma`s that an instruction which is none reads.
+    #[inline]
     pub fn wgmma_reads(&self, code: &Code) -> &[Slot] {
         self.pool(code.wgmma_reads)
     }
 
     /// Registers of `wgmma`s that an instruction which is none writes.
+    #[inline]
     pub fn wgmma_writes(&self, code: &Code) -> &[Slot] {
         self.pool(code.wgmma_writes)
     }

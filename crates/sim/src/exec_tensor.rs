@@ -7,7 +7,7 @@ use crate::clock::{Lanes, Proxy};
 use crate::decode::Slot;
 use crate::findings::FindingKind;
 use crate::machine::Cluster;
-use crate::mma::{self, Fragments};
+use crate::mma;
 use crate::regs::Row;
 use crate::shadow::{Access, CELL};
 use crate::simd;
@@ -101,18 +101,10 @@ impl Cluster<'_> {
                 if ok >> l & 1 == 0 {
                     continue;
                 }
-                let words = shared.words(addresses[l]);
-                if trans {
-                    // Element (row, column) goes to lane 4 column + row / 2, half row % 2.
-                    let shift = 16 * (row % 2);
-                    for column in 0..8 {
-                        let value = words[column / 2] >> (16 * (column % 2)) & 0xFFFF;
-                        let word = &mut matrix[4 * column + row / 2];
-                        *word = *word & !(0xFFFF << shift) | value << shift;
-                    }
-                } else {
-                    matrix[4 * row..4 * row + 4].copy_from_slice(&words);
-                }
+                matrix[4 * row..4 * row + 4].copy_from_slice(&shared.words(addresses[l]));
+            }
+            if trans {
+                *matrix = mma::transposed(matrix);
             }
         }
         for (slot, matrix) in dst.iter().zip(&out) {
@@ -123,27 +115,19 @@ impl Cluster<'_> {
     /// `stmatrix`.
     pub fn stmatrix(&mut self, w: usize, pc: u32, mask: u32, count: usize, trans: bool, src: &[Slot]) {
         let addresses = self.shared_addresses(w, src[0]);
-        let values: Vec<Row> = src[1..=count].iter().map(|&slot| self.row(w, slot)).collect();
         if mask == 0 {
             return;
         }
         let ok = self.touch_rows(w, pc, &addresses, count, trans, true);
-        let shared = &mut self.blocks[self.warps[w].block].shared;
-        for (i, matrix) in values.iter().enumerate() {
-            for row in 0..8 {
+        for (i, &slot) in src[1..=count].iter().enumerate() {
+            let matrix = self.row(w, slot);
+            let matrix = if trans { mma::transposed(&matrix) } else { matrix };
+            let shared = &mut self.blocks[self.warps[w].block].shared;
+            for (row, words) in matrix.as_chunks::<4>().0.iter().enumerate() {
                 let l = 8 * i + row;
-                if ok >> l & 1 == 0 {
-                    continue;
-                }
-                let bytes = shared.at_mut(addresses[l], 16);
-                if trans {
-                    for column in 0..8 {
-                        let value = (matrix[4 * column + row / 2] >> (16 * (row % 2))) as u16;
-                        bytes[2 * column..2 * column + 2].copy_from_slice(&value.to_le_bytes());
-                    }
-                } else {
-                    for t in 0..4 {
-                        bytes[4 * t..4 * t + 4].copy_from_slice(&matrix[4 * row + t].to_le_bytes());
+                if ok >> l & 1 == 1 {
+                    for (t, &word) in words.iter().enumerate() {
+                        shared.store_word(addresses[l] + 4 * t as u32, word);
                     }
                 }
             }
@@ -169,21 +153,25 @@ impl Cluster<'_> {
         };
         let regs = &self.warps[w].regs;
         let row = |i: usize| -> &Row { &regs.r32[src[i].word() as usize] };
-        let (a, b, c) = (0..a_regs, a_regs..a_regs + b_regs, a_regs + b_regs);
-        let a: [&Row; 4] = std::array::from_fn(|i| row(a.start + i.min(a_regs - 1)));
-        let b: [&Row; 2] = std::array::from_fn(|i| row(b.start + i.min(b_regs - 1)));
-        let fragments = Fragments { a_ty, b_ty, a: &a[..a_regs], b: &b[..b_regs], depth };
+        let a: [&Row; 4] = std::array::from_fn(|i| row(i.min(a_regs - 1)));
+        let b: [&Row; 2] = std::array::from_fn(|i| row(a_regs + i.min(b_regs - 1)));
+        let c = a_regs + b_regs;
+        let tiles = &mut *self.tiles;
+        if !tiles.has_a(a_ty, &a[..a_regs]) {
+            simd::read_a(level, a_ty, &a[..a_regs], &mut tiles.a);
+        }
+        simd::read_b(level, b_ty, &b[..b_regs], &mut tiles.b);
         match acc_ty {
             AccTy::F32 => {
                 let mut acc = [*row(c), *row(c + 1), *row(c + 2), *row(c + 3)];
-                simd::mma(level, &fragments, &mut self.tiles, &mut acc);
+                simd::multiply(level, depth, &tiles.a, &tiles.b, &mut acc);
                 for (slot, value) in dst.iter().zip(&acc) {
                     self.put(w, *slot, u32::MAX, value);
                 }
             }
             AccTy::F16 => {
                 let mut acc = mma::unpack_f16([row(c), row(c + 1)]);
-                simd::mma(level, &fragments, &mut self.tiles, &mut acc);
+                simd::multiply(level, depth, &tiles.a, &tiles.b, &mut acc);
                 for (slot, value) in dst.iter().zip(&mma::pack_f16(&acc)) {
                     self.put(w, *slot, u32::MAX, value);
                 }

@@ -15,7 +15,7 @@ use crate::descriptor::Descriptor;
 use crate::findings::{FindingKind, Severity};
 use crate::machine::{Cluster, Step};
 use crate::memory::POISON;
-use crate::mma::{self, ATile, PLACES};
+use crate::mma;
 use crate::regs::Row;
 use crate::shadow::{Access, CELL, Conflict};
 use crate::shared::SharedMemory;
@@ -25,34 +25,112 @@ use crate::warp::{State, Wait, Warp};
 /// What is known of the registers of one warp that `wgmma` uses.
 #[derive(Clone, Default)]
 pub struct WgmmaRegisters {
-    /// For each row, the fence interval in which an ordinary instruction touched it last.
-    touched: Vec<u32>,
-    /// For each row, one more than the product that accumulates into it, or 0.
-    accumulates: Vec<u64>,
-    /// For each row, one more than the latest product that reads it as A, or 0.
-    feeds: Vec<u64>,
+    rows: Vec<RowUse>,
+    /// The rows that a product accumulates into.
+    accumulating: Vec<u32>,
+    /// The rows that a product reads as A.
+    feeding: Vec<u32>,
+    /// What rows hold where nobody sees it, while a late product accumulates into them.
+    held: Vec<Row>,
     /// Fences executed.
     interval: u32,
-    /// For each row, what it holds where nobody sees it, while a late product accumulates into it.
-    held: Vec<Option<Box<Row>>>,
     /// Products started since the last commit.
     open: Option<u64>,
     /// The last product of each group that has not been waited for, and its operation.
     groups: VecDeque<(u64, (Agent, u32))>,
 }
 
+/// How `wgmma` uses one row.
+#[derive(Clone, Copy, Default)]
+struct RowUse {
+    /// One more than the product that accumulates into it, or 0.
+    accumulates: u64,
+    /// One more than the latest product that reads it as A, or 0.
+    feeds: u64,
+    /// The fence interval in which an ordinary instruction touched it last.
+    touched: u32,
+    /// Whether its value is out of sight.
+    held: bool,
+}
+
 impl WgmmaRegisters {
     /// No register is used yet.
     pub fn new(rows: usize) -> WgmmaRegisters {
-        WgmmaRegisters {
-            touched: vec![0; rows],
-            accumulates: vec![0; rows],
-            feeds: vec![0; rows],
-            held: vec![None; rows],
-            interval: 0,
-            open: None,
-            groups: VecDeque::new(),
+        WgmmaRegisters { rows: vec![RowUse::default(); rows], ..WgmmaRegisters::default() }
+    }
+
+    /// Notes that an ordinary instruction touches registers. False if a product under way uses one of them so that
+    /// it may not.
+    #[inline(always)]
+    pub fn touch(&mut self, reads: &[Slot], writes: &[Slot]) -> bool {
+        let now = self.interval + 1;
+        let mut allowed = true;
+        for slot in reads {
+            let row = &mut self.rows[slot.word() as usize];
+            row.touched = now;
+            allowed &= row.accumulates == 0;
         }
+        for slot in writes {
+            let row = &mut self.rows[slot.word() as usize];
+            row.touched = now;
+            allowed &= row.accumulates | row.feeds == 0;
+        }
+        allowed
+    }
+
+    /// A product uses these rows from now on.
+    fn start(&mut self, number: u64, accumulators: &[Slot], fragments: &[u32]) {
+        for slot in accumulators {
+            let row = slot.word();
+            if std::mem::replace(&mut self.rows[row as usize].accumulates, number + 1) == 0 {
+                self.accumulating.push(row);
+            }
+        }
+        for &row in fragments {
+            if std::mem::replace(&mut self.rows[row as usize].feeds, number + 1) == 0 {
+                self.feeding.push(row);
+            }
+        }
+        self.open = Some(number);
+    }
+
+    /// Puts the values of accumulators out of sight, unless they are.
+    fn hold(&mut self, accumulators: &[Slot], values: &mut [Row]) {
+        if self.held.is_empty() {
+            self.held.resize(self.rows.len(), [0; 32]);
+        }
+        for row in accumulators.iter().map(|slot| slot.word() as usize) {
+            if !std::mem::replace(&mut self.rows[row].held, true) {
+                self.held[row] = std::mem::replace(&mut values[row], [POISON as u32; 32]);
+            }
+        }
+    }
+
+    /// Products up to this one are complete: gives back the rows whose last product is among those.
+    fn retire(&mut self, last: u64, values: &mut [Row]) {
+        let WgmmaRegisters { rows, accumulating, feeding, held, .. } = self;
+        feeding.retain(|&row| {
+            let number = &mut rows[row as usize].feeds;
+            let done = *number <= last + 1;
+            *number = if done { 0 } else { *number };
+            !done
+        });
+        accumulating.retain(|&row| {
+            let of = &mut rows[row as usize];
+            let done = of.accumulates <= last + 1;
+            if done {
+                of.accumulates = 0;
+                if std::mem::take(&mut of.held) {
+                    values[row as usize] = held[row as usize];
+                }
+            }
+            !done
+        });
+    }
+
+    /// One more than the oldest product that accumulates into a row, if there is one.
+    fn oldest(&self) -> Option<u64> {
+        self.accumulating.iter().map(|&row| self.rows[row as usize].accumulates).min()
     }
 }
 
@@ -189,14 +267,10 @@ impl Cluster<'_> {
         for w in first..first + 4 {
             self.check_wgmma_start(w, pc, &form, scale_d, dst, fragments);
             let warp = &mut self.warps[w];
-            for row in dst.iter().map(|slot| slot.word() as usize) {
-                warp.wgmma.accumulates[row] = number + 1;
-                warp.regs.init32[row] = u32::MAX;
+            warp.wgmma.start(number, dst, fragments);
+            for slot in dst {
+                warp.regs.init32[slot.word() as usize] = u32::MAX;
             }
-            for &row in fragments {
-                warp.wgmma.feeds[row as usize] = number + 1;
-            }
-            warp.wgmma.open = Some(number);
         }
         let clocks = |i: usize| &self.warps[first + i].clocks;
         self.together.meet([clocks(0), clocks(1), clocks(2), clocks(3)]);
@@ -221,12 +295,8 @@ impl Cluster<'_> {
         } else {
             // The accumulators go where nobody sees them until the wait.
             for w in first..first + 4 {
-                let warp = &mut self.warps[w];
-                for row in dst.iter().map(|slot| slot.word() as usize) {
-                    let value = &mut warp.regs.r32[row];
-                    warp.wgmma.held[row]
-                        .get_or_insert_with(|| Box::new(std::mem::replace(value, [POISON as u32; 32])));
-                }
+                let Warp { wgmma, regs, .. } = &mut self.warps[w];
+                wgmma.hold(dst, &mut regs.r32);
             }
         }
         self.blocks[block].warpgroups[group].products.push_back(product);
@@ -263,14 +333,14 @@ impl Cluster<'_> {
         let now = registers.interval + 1;
         let unfenced = accumulators()
             .chain(fragments.iter().map(|&row| row as usize))
-            .any(|row| registers.touched[row] == now);
-        let in_flight = fragments.iter().any(|&row| registers.accumulates[row as usize] != 0);
+            .any(|row| registers.rows[row].touched == now);
+        let in_flight = fragments.iter().any(|&row| registers.rows[row as usize].accumulates != 0);
         let (block, group) = (self.warps[w].block, self.warps[w].index as usize / 4);
         let products = &self.blocks[block].warpgroups[group].products;
         let mut last = 0;
         let other_shape = accumulators().any(|row| {
             // Rows of one accumulator mostly have one product in common.
-            let number = registers.accumulates[row];
+            let number = registers.rows[row].accumulates;
             let again = std::mem::replace(&mut last, number) == number;
             !again
                 && products
@@ -305,26 +375,28 @@ impl Cluster<'_> {
 
     /// An ordinary instruction touches registers that `wgmma` uses.
     pub fn check_wgmma_registers(&mut self, w: usize, pc: u32, mask: u32) {
-        if mask == 0 {
-            return;
-        }
         let program = self.launch.program;
         let code = &program.code[pc as usize];
-        let now = self.warps[w].wgmma.interval + 1;
+        let (reads, writes) = (program.wgmma_reads(code), program.wgmma_writes(code));
+        if mask != 0 && !self.warps[w].wgmma.touch(reads, writes) {
+            self.report_wgmma_register(w, pc, mask);
+        }
+    }
+
+    /// Reports a register that a product uses and that the instruction may not touch.
+    #[cold]
+    pub fn report_wgmma_register(&mut self, w: usize, pc: u32, mask: u32) {
+        let program = self.launch.program;
+        let code = &program.code[pc as usize];
+        let rows = &self.warps[w].wgmma.rows;
         let mut fault = None;
         for (slots, writes) in [(program.wgmma_reads(code), false), (program.wgmma_writes(code), true)] {
             for slot in slots {
-                let row = slot.word() as usize;
-                let registers = &mut self.warps[w].wgmma;
-                registers.touched[row] = now;
-                if registers.accumulates[row] != 0 {
-                    fault = Some((
-                        if writes { "written" } else { "read" },
-                        "accumulator",
-                        registers.accumulates[row],
-                    ));
-                } else if writes && registers.feeds[row] != 0 {
-                    fault = Some(("written", "A register", registers.feeds[row]));
+                let row = rows[slot.word() as usize];
+                if row.accumulates != 0 {
+                    fault = Some((if writes { "written" } else { "read" }, "accumulator", row.accumulates));
+                } else if writes && row.feeds != 0 {
+                    fault = Some(("written", "A register", row.feeds));
                 }
             }
         }
@@ -369,28 +441,11 @@ impl Cluster<'_> {
             let product = *product;
             self.compute(first, &product);
         }
-        // Give the accumulators back whose last product is among those.
-        let registers = &mut self.warps[w].wgmma;
-        for number in registers.feeds.iter_mut().filter(|n| **n != 0 && **n <= last + 1) {
-            *number = 0;
-        }
-        let warp = &mut self.warps[w];
-        for row in 0..warp.wgmma.accumulates.len() {
-            let number = &mut warp.wgmma.accumulates[row];
-            if *number != 0 && *number <= last + 1 {
-                *number = 0;
-                if let Some(value) = warp.wgmma.held[row].take() {
-                    warp.regs.r32[row] = *value;
-                }
-            }
-        }
+        let Warp { wgmma, regs, .. } = &mut self.warps[w];
+        wgmma.retire(last, &mut regs.r32);
         // Products that all four warps have waited for are forgotten.
         let waited = (first..first + 4)
-            .map(|other| {
-                let registers = &self.warps[other].wgmma;
-                let open = registers.accumulates.iter().filter(|&&n| n != 0).min();
-                open.map_or(u64::MAX, |n| n - 1)
-            })
+            .map(|other| self.warps[other].wgmma.oldest().map_or(u64::MAX, |n| n - 1))
             .min()
             .unwrap_or(u64::MAX);
         self.blocks[block].warpgroups[group].products.retain(|p| !p.done || p.number >= waited);
@@ -476,67 +531,52 @@ impl Cluster<'_> {
     fn compute(&mut self, first: usize, product: &Product) {
         let level = self.launch.level;
         let form = &product.form;
-        let block = self.warps[first].block;
-        let shared = &self.blocks[block].shared;
-        let depth = usize::from(form.k());
-        let mut columns = std::mem::take(&mut self.tiles.b_columns);
-        columns.resize(usize::from(form.n) / 8, [[0.0; 8]; 32]);
-        for_elements(
-            shared,
-            &product.b,
-            form.trans_b,
-            form.b,
-            u32::from(form.n),
-            form.negate_b,
-            |n, k, x| {
-                columns[n / 8][k][PLACES[n % 8]] = x;
-            },
-        );
-        let mut rows = std::mem::take(&mut self.tiles.a_rows);
-        rows.resize(64, [0.0; 32]);
+        let shared = &self.blocks[self.warps[first].block].shared;
+        let tiles = &mut *self.tiles;
+        read_operand(shared, &product.b, form.trans_b, form.b, u32::from(form.n), &mut tiles.b_rows);
+        if form.negate_b {
+            negate(form.b, &mut tiles.b_rows);
+        }
+        tiles.b_columns.resize(usize::from(form.n) / 8, [[0.0; 16]; 16]);
+        for (tile, rows) in tiles.b_columns.iter_mut().zip(tiles.b_rows.as_chunks::<2>().0) {
+            simd::read_b(level, form.b, &rows.each_ref(), tile);
+        }
         if let ASource::Shared(descriptor) = &product.a {
-            for_elements(shared, descriptor, form.trans_a, form.a, 64, form.negate_a, |m, k, x| {
-                rows[m][k] = x;
-            });
+            read_operand(shared, descriptor, form.trans_a, form.a, 64, &mut tiles.a_rows);
         }
         let program = self.launch.program;
         let accumulators = program.dst(&program.code[product.pc as usize]);
-        for (warp, rows) in self.warps[first..first + 4].iter_mut().zip(rows.as_chunks::<16>().0) {
-            let mut negated: ATile;
-            let a: &ATile = match &product.a {
-                ASource::Shared(_) => rows,
-                ASource::Rows(fragment) => {
-                    let fragment = fragment.map(|row| &warp.regs.r32[row as usize]);
-                    simd::read_a(level, form.a, &fragment, &mut self.tiles);
-                    if form.negate_a {
-                        negated = self.tiles.a;
-                        negated.iter_mut().flatten().for_each(|x| *x = -*x);
-                        &negated
-                    } else {
-                        &self.tiles.a
-                    }
-                }
+        for (place, warp) in self.warps[first..first + 4].iter_mut().enumerate() {
+            let mut a: [Row; 4] = match &product.a {
+                // Read as B is, two fragments for eight rows; as A, fragments go down the rows first.
+                ASource::Shared(_) => [0, 2, 1, 3].map(|i| tiles.a_rows[4 * place + i]),
+                ASource::Rows(fragment) => fragment.map(|row| warp.regs.r32[row as usize]),
             };
+            if form.negate_a {
+                negate(form.a, &mut a);
+            }
+            if !tiles.has_a(form.a, &a.each_ref()) {
+                simd::read_a(level, form.a, &a.each_ref(), &mut tiles.a);
+            }
             let per_tile = if form.acc == AccTy::F32 { 4 } else { 2 };
-            for (tile, slots) in columns.iter().zip(accumulators.chunks_exact(per_tile)) {
+            for (tile, slots) in tiles.b_columns.iter().zip(accumulators.chunks_exact(per_tile)) {
                 let mut value =
                     |i: usize| if product.scale_d { *accumulator(warp, slots[i]) } else { [0; 32] };
+                let depth = usize::from(form.k());
                 if form.acc == AccTy::F32 {
                     let mut acc = [value(0), value(1), value(2), value(3)];
-                    simd::multiply(level, depth, a, tile, &mut acc);
-                    slots.iter().zip(acc).for_each(|(&slot, value)| *accumulator(warp, slot) = value);
+                    simd::multiply(level, depth, &tiles.a, tile, &mut acc);
+                    slots.iter().zip(&acc).for_each(|(&slot, value)| *accumulator(warp, slot) = *value);
                 } else {
                     let mut acc = mma::unpack_f16([&value(0), &value(1)]);
-                    simd::multiply(level, depth, a, tile, &mut acc);
+                    simd::multiply(level, depth, &tiles.a, tile, &mut acc);
                     slots
                         .iter()
-                        .zip(mma::pack_f16(&acc))
-                        .for_each(|(&slot, value)| *accumulator(warp, slot) = value);
+                        .zip(&mma::pack_f16(&acc))
+                        .for_each(|(&slot, value)| *accumulator(warp, slot) = *value);
                 }
             }
         }
-        self.tiles.b_columns = columns;
-        self.tiles.a_rows = rows;
     }
 }
 
@@ -595,61 +635,44 @@ fn for_chunks(
     }
 }
 
-/// Calls `f` with the row, the k and the value of every element of an operand in shared memory.
-#[inline]
-fn for_elements(
+/// Reads an operand in shared memory as fragments: for eight rows each, one for the first half of k and one for the
+/// second.
+fn read_operand(
     shared: &SharedMemory,
     descriptor: &Descriptor,
     mn_major: bool,
     ty: MatrixTy,
     rows: u32,
-    negate: bool,
-    mut f: impl FnMut(usize, usize, f32),
+    fragments: &mut Vec<Row>,
 ) {
-    let per_chunk = 128 / ty.bits() as usize;
-    let chunk_at = |address: u32| {
-        let mut values = [0.0; 16];
-        widen(ty, shared.at(address, 16), &mut values);
-        if negate { values.map(|x| -x) } else { values }
-    };
-    if mn_major {
-        for chunk in 0..rows as usize / per_chunk {
-            for k in 0..256 / ty.bits() {
-                let values = chunk_at(descriptor.mn_major(chunk as u32, k));
-                for (i, &x) in values[..per_chunk].iter().enumerate() {
-                    f(chunk * per_chunk + i, k as usize, x);
-                }
+    fragments.clear();
+    for eight in 0..rows / 8 {
+        for half in 0..2 {
+            let mut fragment: Row = [0; 32];
+            for (i, words) in fragment.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                let i = i as u32;
+                let address = if mn_major {
+                    descriptor.mn_major(eight, 8 * half + i)
+                } else {
+                    descriptor.k_major(8 * eight + i, half)
+                };
+                *words = shared.words(address);
             }
-        }
-    } else {
-        for row in 0..rows {
-            for chunk in 0..2 {
-                let values = chunk_at(descriptor.k_major(row, chunk as u32));
-                for (i, &x) in values[..per_chunk].iter().enumerate() {
-                    f(row as usize, chunk * per_chunk + i, x);
-                }
-            }
+            // A chunk along the rows has 16-bit elements of one k: eight of them are the matrix turned around.
+            debug_assert!(!mn_major || ty.bits() == 16);
+            fragments.push(if mn_major { mma::transposed(&fragment) } else { fragment });
         }
     }
+}
+
+/// Changes the sign of every element.
+fn negate(ty: MatrixTy, fragments: &mut [Row]) {
+    let signs = if ty.bits() == 16 { 0x8000_8000 } else { 0x8080_8080 };
+    fragments.iter_mut().flatten().for_each(|word| *word ^= signs);
 }
 
 /// Where an accumulator is: out of sight while a late product is under way.
 fn accumulator(warp: &mut Warp, slot: Slot) -> &mut Row {
     let row = slot.word() as usize;
-    match &mut warp.wgmma.held[row] {
-        Some(value) => value,
-        None => &mut warp.regs.r32[row],
-    }
-}
-
-/// The elements of a chunk.
-fn widen(ty: MatrixTy, bytes: &[u8], out: &mut [f32; 16]) {
-    use crate::numerics as num;
-    let halves = bytes.as_chunks::<2>().0.iter().map(|&half| u16::from_le_bytes(half));
-    match ty {
-        MatrixTy::F16 => out.iter_mut().zip(halves).for_each(|(x, half)| *x = num::f16_to_f32(half)),
-        MatrixTy::Bf16 => out.iter_mut().zip(halves).for_each(|(x, half)| *x = num::bf16_to_f32(half)),
-        MatrixTy::E4m3 => out.iter_mut().zip(bytes).for_each(|(x, &byte)| *x = num::e4m3_to_f32(byte)),
-        MatrixTy::E5m2 => out.iter_mut().zip(bytes).for_each(|(x, &byte)| *x = num::e5m2_to_f32(byte)),
-    }
+    if warp.wgmma.rows[row].held { &mut warp.wgmma.held[row] } else { &mut warp.regs.r32[row] }
 }

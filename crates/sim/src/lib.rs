@@ -89,6 +89,8 @@ mod machine;
 mod mbarrier;
 mod memory;
 mod mma;
+#[cfg(target_arch = "x86_64")]
+mod mma_avx512;
 pub mod numerics;
 mod races;
 mod random;

@@ -6,24 +6,30 @@
 //!
 //! A fragment register of a 16-bit operand is an 8x8 matrix in row-major order over the lanes, two elements a
 //! lane; of an 8-bit operand an 8x16 matrix, four elements a lane. An accumulator has four registers: rows
-//! `lane / 4` and `lane / 4 + 8`, columns `2 (lane % 4)` and the one after it. Here a row of the accumulator is
-//! kept as `[columns 0 2 4 6 1 3 5 7]`, which is two contiguous runs of the registers.
+//! `lane / 4` and `lane / 4 + 8`, columns `2 (lane % 4)` and the one after it. Operands are widened to where the
+//! lanes of the accumulators want them, so that a step of k is a fused multiply-add of whole registers.
 
 use flashcore_ptx::MatrixTy;
 
 use crate::numerics as num;
 use crate::regs::Row;
 
-/// The order in which a row of eight accumulator columns is kept.
-pub const COLUMNS: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+/// The deepest product.
+const DEPTH: usize = 32;
 
-/// Where each of the eight columns stands in that order.
-pub const PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+/// Sixteen rows of A: for each k, and for the upper and the lower eight rows, what each lane multiplies by.
+pub type ATile = [[[f32; 32]; 2]; DEPTH];
 
-/// Sixteen rows of A, up to 32 deep.
-pub type ATile = [[f32; 32]; 16];
-/// Eight columns of B in the order of [`COLUMNS`], up to 32 deep.
-pub type BTile = [[f32; 8]; 32];
+/// Eight columns of B. The even columns of a k stand together and so do the odd ones; [`quad`] says where.
+pub type BTile = [[f32; 16]; DEPTH / 2];
+
+/// Where the four even (0) or odd (1) columns of a k are in a [`BTile`]: the line, and the first place in it.
+///
+/// This is the order that 4x4 transpositions within the lines give.
+#[inline(always)]
+pub const fn quad(k: usize, odd: usize) -> (usize, usize) {
+    (k / 8 * 4 + k % 4, odd * 8 + k % 8 / 4 * 4)
+}
 
 /// Tiles that are used again from product to product.
 pub struct Tiles {
@@ -31,8 +37,10 @@ pub struct Tiles {
     pub a: ATile,
     /// B, widened.
     pub b: BTile,
-    /// Rows of the A of a warpgroup, widened.
-    pub a_rows: Vec<[f32; 32]>,
+    /// The A of a warpgroup as fragments, four a warp.
+    pub a_rows: Vec<Row>,
+    /// The B of a warpgroup as fragments, two for eight columns.
+    pub b_rows: Vec<Row>,
     /// The columns of the B of a warpgroup, eight by eight, widened.
     pub b_columns: Vec<BTile>,
     /// What A was widened from: kernels multiply the same A by many Bs in a row.
@@ -42,12 +50,29 @@ pub struct Tiles {
 impl Default for Tiles {
     fn default() -> Self {
         Tiles {
-            a: [[0.0; 32]; 16],
-            b: [[0.0; 8]; 32],
+            a: [[[0.0; 32]; 2]; DEPTH],
+            b: [[0.0; 16]; DEPTH / 2],
             a_rows: Vec::new(),
+            b_rows: Vec::new(),
             b_columns: Vec::new(),
             a_from: ([[0; 32]; 4], None),
         }
+    }
+}
+
+impl Tiles {
+    /// Whether A is the one that was widened last; if not, it will be.
+    #[inline(always)]
+    pub fn has_a(&mut self, ty: MatrixTy, regs: &[&Row]) -> bool {
+        let (from, of) = &mut self.a_from;
+        if regs.len() == 4 && *of == Some(ty) && regs.iter().zip(&*from).all(|(a, b)| *a == b) {
+            return true;
+        }
+        *of = (regs.len() == 4).then_some(ty);
+        for (from, row) in from.iter_mut().zip(regs) {
+            *from = **row;
+        }
+        false
     }
 }
 
@@ -85,76 +110,61 @@ const fn per_register(ty: MatrixTy) -> usize {
     (32 / ty.bits()) as usize
 }
 
-/// Reads the A fragment of a warp, unless it is the one that was read last.
+/// Widens the A fragment of a warp.
 #[inline(always)]
-pub fn read_a(ty: MatrixTy, regs: &[&Row], tiles: &mut Tiles) {
-    let same = tiles.a_from.1 == Some(ty) && regs.iter().zip(&tiles.a_from.0).all(|(a, b)| *a == b);
-    if same && regs.len() == 4 {
-        return;
+pub fn read_a(ty: MatrixTy, regs: &[&Row], tile: &mut ATile) {
+    // Told apart here, so that each format has loops of its own.
+    match ty {
+        MatrixTy::F16 => read_a_as(MatrixTy::F16, regs, tile),
+        MatrixTy::Bf16 => read_a_as(MatrixTy::Bf16, regs, tile),
+        ty => read_a_as(ty, regs, tile),
     }
-    tiles.a_from.1 = (regs.len() == 4).then_some(ty);
+}
+
+#[inline(always)]
+fn read_a_as(ty: MatrixTy, regs: &[&Row], tile: &mut ATile) {
     let per = per_register(ty);
     // Registers alternate between the upper and the lower eight rows, then go on along k.
     for (r, row) in regs.iter().enumerate() {
-        tiles.a_from.0[r] = **row;
-        let (first_row, first_k) = (8 * (r % 2), 4 * per * (r / 2));
         for i in 0..per {
             let values = widen(ty, row, i);
-            for g in 0..8 {
-                for t in 0..4 {
-                    tiles.a[first_row + g][first_k + per * t + i] = values[4 * g + t];
+            for t in 0..4 {
+                let line = &mut tile[4 * per * (r / 2) + per * t + i][r % 2];
+                for g in 0..8 {
+                    line[4 * g..4 * g + 4].copy_from_slice(&[values[4 * g + t]; 4]);
                 }
             }
         }
     }
 }
 
-/// Reads the B fragment of a warp.
+/// Widens the B fragment of a warp.
 #[inline(always)]
-fn read_b(ty: MatrixTy, regs: &[&Row], tile: &mut BTile) {
+pub fn read_b(ty: MatrixTy, regs: &[&Row], tile: &mut BTile) {
+    match ty {
+        MatrixTy::F16 => read_b_as(MatrixTy::F16, regs, tile),
+        MatrixTy::Bf16 => read_b_as(MatrixTy::Bf16, regs, tile),
+        ty => read_b_as(ty, regs, tile),
+    }
+}
+
+#[inline(always)]
+fn read_b_as(ty: MatrixTy, regs: &[&Row], tile: &mut BTile) {
     let per = per_register(ty);
     for (r, row) in regs.iter().enumerate() {
         for i in 0..per {
             let values = widen(ty, row, i);
             for t in 0..4 {
-                let line = &mut tile[4 * per * r + per * t + i];
-                for (place, column) in COLUMNS.into_iter().enumerate() {
-                    line[place] = values[4 * column + t];
+                let k = 4 * per * r + per * t + i;
+                for odd in 0..2 {
+                    let (line, first) = quad(k, odd);
+                    for j in 0..4 {
+                        tile[line][first + j] = values[4 * (2 * j + odd) + t];
+                    }
                 }
             }
         }
     }
-}
-
-/// The operands of one `mma.sync`.
-pub struct Fragments<'a> {
-    /// A's element.
-    pub a_ty: MatrixTy,
-    /// B's element.
-    pub b_ty: MatrixTy,
-    /// A's registers: two or four.
-    pub a: &'a [&'a Row],
-    /// B's registers: one or two.
-    pub b: &'a [&'a Row],
-    /// The depth: 8, 16 or 32.
-    pub depth: usize,
-}
-
-/// One `mma.sync` with f32 accumulators.
-#[inline(always)]
-pub fn mma(fragments: &Fragments<'_>, tiles: &mut Tiles, acc: &mut [Row; 4]) {
-    // Told apart here, so that each format has loops of its own.
-    match fragments.a_ty {
-        MatrixTy::F16 => read_a(MatrixTy::F16, fragments.a, tiles),
-        MatrixTy::Bf16 => read_a(MatrixTy::Bf16, fragments.a, tiles),
-        ty => read_a(ty, fragments.a, tiles),
-    }
-    match fragments.b_ty {
-        MatrixTy::F16 => read_b(MatrixTy::F16, fragments.b, &mut tiles.b),
-        MatrixTy::Bf16 => read_b(MatrixTy::Bf16, fragments.b, &mut tiles.b),
-        ty => read_b(ty, fragments.b, &mut tiles.b),
-    }
-    multiply(fragments.depth, &tiles.a, &tiles.b, acc);
 }
 
 /// Multiplies sixteen rows by eight columns into four accumulator registers of f32.
@@ -169,30 +179,44 @@ pub fn multiply(depth: usize, a: &ATile, b: &BTile, acc: &mut [Row; 4]) {
 
 #[inline(always)]
 fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, acc: &mut [Row; 4]) {
-    for half in 0..2 {
-        // Eight rows at a time, so that their sums stay in vector registers.
-        let mut sums = [[0.0f32; 8]; 8];
-        for (r, sum) in sums.iter_mut().enumerate() {
-            for t in 0..4 {
-                sum[t] = f32::from_bits(acc[2 * half][4 * r + t]);
-                sum[4 + t] = f32::from_bits(acc[2 * half + 1][4 * r + t]);
+    // Half of the lanes at a time, so that their sums stay in vector registers.
+    for first in [0, 16] {
+        let mut sums = [[0.0f32; 16]; 4];
+        for (sum, acc) in sums.iter_mut().zip(&*acc) {
+            for l in 0..16 {
+                sum[l] = f32::from_bits(acc[first + l]);
             }
         }
         for k in 0..DEPTH {
             for (r, sum) in sums.iter_mut().enumerate() {
-                let x = a[8 * half + r][k];
-                for (s, y) in sum.iter_mut().zip(&b[k]) {
-                    *s = x.mul_add(*y, *s);
+                let (line, place) = quad(k, r % 2);
+                let (x, y) = (&a[k][r / 2], &b[line]);
+                for l in 0..16 {
+                    sum[l] = x[first + l].mul_add(y[place + l % 4], sum[l]);
                 }
             }
         }
-        for (r, sum) in sums.iter().enumerate() {
-            for t in 0..4 {
-                acc[2 * half][4 * r + t] = num::canonical(sum[t]);
-                acc[2 * half + 1][4 * r + t] = num::canonical(sum[4 + t]);
+        for (sum, acc) in sums.iter().zip(&mut *acc) {
+            for l in 0..16 {
+                acc[first + l] = num::canonical(sum[l]);
             }
         }
     }
+}
+
+/// Turns an 8x8 matrix of 16-bit elements around: rows become columns.
+#[inline(always)]
+pub fn transposed(matrix: &Row) -> Row {
+    let mut out = [0; 32];
+    // Two rows and two columns at a time.
+    for row in 0..4 {
+        for column in 0..4 {
+            let (upper, lower) = (matrix[8 * row + column], matrix[8 * row + 4 + column]);
+            out[8 * column + row] = upper & 0xFFFF | lower << 16;
+            out[8 * column + 4 + row] = upper >> 16 | lower & 0xFFFF_0000;
+        }
+    }
+    out
 }
 
 /// Unpacks two registers of f16 pairs into four of f32.
@@ -212,4 +236,85 @@ pub fn pack_f16(acc: &[Row; 4]) -> [Row; 2] {
         })
     };
     [pair(0), pair(2)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use crate::simd::{self, Level};
+
+    /// Element (row, column) of a matrix of 16-bit elements in a register.
+    fn half(matrix: &Row, row: usize, column: usize) -> u16 {
+        (matrix[4 * row + column / 2] >> (16 * (column % 2))) as u16
+    }
+
+    #[test]
+    fn a_matrix_turned_around_has_its_rows_as_columns() {
+        let matrix: Row = std::array::from_fn(|l| ((2 * l as u32 + 1) << 16) | (2 * l as u32));
+        let turned = transposed(&matrix);
+        for (row, column) in (0..8).flat_map(|row| (0..8).map(move |column| (row, column))) {
+            assert_eq!(half(&turned, column, row), half(&matrix, row, column));
+        }
+        assert_eq!(transposed(&turned), matrix);
+    }
+
+    /// `D = A B + C` by the definition: one fused multiply-add after the other, k ascending.
+    fn defined(ty: MatrixTy, a: &[Row; 4], b: &[Row; 2], c: &[Row; 4]) -> [Row; 4] {
+        let per = 32 / ty.bits() as usize;
+        let value = |register: &Row, row: usize, column: usize| {
+            let word = register[4 * row + column / per] >> (column % per * ty.bits() as usize);
+            match ty {
+                MatrixTy::F16 => num::f16_to_f32(word as u16),
+                MatrixTy::Bf16 => num::bf16_to_f32(word as u16),
+                MatrixTy::E4m3 => num::e4m3_to_f32(word as u8),
+                MatrixTy::E5m2 => num::e5m2_to_f32(word as u8),
+            }
+        };
+        let mut d = *c;
+        for (m, n) in (0..16).flat_map(|m| (0..8).map(move |n| (m, n))) {
+            let at = &mut d[m / 8 * 2 + n % 2][4 * (m % 8) + n / 2];
+            let mut sum = f32::from_bits(*at);
+            for k in 0..8 * per {
+                let x = value(&a[m / 8 + k / (4 * per) * 2], m % 8, k % (4 * per));
+                sum = x.mul_add(value(&b[k / (4 * per)], n, k % (4 * per)), sum);
+            }
+            *at = num::canonical(sum);
+        }
+        d
+    }
+
+    #[test]
+    fn every_level_multiplies_each_format_to_the_bit_as_defined() {
+        let (mut random, best) = (Random::new(7), Level::detect());
+        for ty in [MatrixTy::F16, MatrixTy::Bf16, MatrixTy::E4m3, MatrixTy::E5m2] {
+            for round in 0..20 {
+                // All bit patterns at first, NaN and infinity among them; then numbers of moderate size.
+                let mut row = |moderate: u32| -> Row {
+                    std::array::from_fn(|_| {
+                        let word = random.next() as u32;
+                        if round < 3 { word } else { word & moderate }
+                    })
+                };
+                let moderate = match ty {
+                    MatrixTy::F16 => 0xBBFF_BBFF,
+                    MatrixTy::Bf16 => 0xBFFF_BFFF,
+                    _ => 0xBBBB_BBBB,
+                };
+                let a = [(); 4].map(|()| row(moderate));
+                let b = [(); 2].map(|()| row(moderate));
+                let c = [(); 4].map(|()| row(0xBFFF_FFFF));
+                let want = defined(ty, &a, &b, &c);
+                for level in [Level::Baseline, Level::Avx2, Level::Avx512].into_iter().filter(|&l| l <= best)
+                {
+                    let mut tiles = Tiles::default();
+                    let mut acc = c;
+                    simd::read_a(level, ty, &a.each_ref(), &mut tiles.a);
+                    simd::read_b(level, ty, &b.each_ref(), &mut tiles.b);
+                    simd::multiply(level, 256 / ty.bits() as usize, &tiles.a, &tiles.b, &mut acc);
+                    assert_eq!(acc, want, "{ty:?} {level:?}");
+                }
+            }
+        }
+    }
 }

@@ -99,8 +99,13 @@ impl Cluster<'_> {
                     self.report_unwritten(w, slot);
                     continue;
                 }
-                Pause::Wgmma => {
-                    self.plain_on_wgmma_registers(w, check);
+                Pause::Wgmma(mask) => {
+                    let pc = self.warps[w].pc;
+                    self.report_wgmma_register(w, pc, mask);
+                    let exec = &program.code[pc as usize].exec;
+                    simd::run_one(self.launch.level, &mut self.warps[w], exec, mask);
+                    self.warps[w].pc = pc + 1;
+                    self.tally.counters[pc as usize].executed += 1;
                     left -= 1;
                     continue;
                 }
@@ -162,33 +167,6 @@ impl Cluster<'_> {
             }
         }
         quantum - left
-    }
-
-    /// Executes a plain instruction that touches registers which `wgmma` uses.
-    fn plain_on_wgmma_registers(&mut self, w: usize, check: bool) {
-        let program = self.launch.program;
-        let pc = self.warps[w].pc;
-        let code = &program.code[pc as usize];
-        if check {
-            for &slot in program.births(code) {
-                simd::forget(&mut self.warps[w], slot);
-            }
-        }
-        let warp = &self.warps[w];
-        let mask = match code.guard {
-            None => warp.active,
-            Some(guard) => {
-                let holds = warp.regs.pred[guard.pred as usize];
-                warp.active & if guard.negated { !holds } else { holds }
-            }
-        };
-        if check && let Some(slot) = simd::unwritten(warp, program, pc as usize, mask) {
-            self.report_unwritten(w, slot);
-        }
-        self.check_wgmma_registers(w, pc, mask);
-        simd::run_one(self.launch.level, &mut self.warps[w], &code.exec, mask);
-        self.warps[w].pc = pc + 1;
-        self.tally.counters[pc as usize].executed += 1;
     }
 
     /// Reports a register without a value, and gives it one so that it is reported once.

@@ -49,7 +49,7 @@ struct Cell {
     parts: u32,
     /// The warps of this block that have read since the last write.
     readers: u32,
-    /// One more than the index of a list of other readers, or 0.
+    /// One more than the first of the other readers, or 0.
     others: u32,
 }
 
@@ -64,13 +64,24 @@ struct Read {
     pc_and_lanes: u32,
 }
 
+/// A read by somebody else than a warp of the block.
+#[derive(Clone, Copy)]
+struct OtherRead {
+    stamp: Stamp,
+    pc: u32,
+    /// One more than the next one of the same cell, or 0.
+    next: u32,
+}
+
 /// The shadow of one block's shared memory.
 pub struct SharedShadow {
     cells: Vec<Cell>,
     reads: Vec<Read>,
-    others: Vec<Vec<(Stamp, u32)>>,
+    /// Other readers, as lists; a cell that is read anew reuses the place of a read that came before.
+    others: Vec<OtherRead>,
+    /// One more than the first place that is free, or 0.
+    free_other: u32,
     free_parts: Vec<u32>,
-    free_others: Vec<u32>,
     first_warp: Agent,
     warps: usize,
 }
@@ -87,8 +98,8 @@ impl SharedShadow {
             cells: vec![Cell::FRESH; cells],
             reads: vec![Read::default(); cells * warps],
             others: Vec::new(),
+            free_other: 0,
             free_parts: Vec::new(),
-            free_others: Vec::new(),
             first_warp,
             warps,
         }
@@ -223,14 +234,15 @@ impl SharedShadow {
                 });
             }
         }
-        if cell.others != 0 {
-            for &(prior, prior_pc) in &self.others[cell.others as usize - 1] {
-                let edge = access.clocks.edge(prior, access.lanes, access.proxy);
-                if edge != Edge::Ordered && conflict.is_none() {
-                    conflict = Some(Conflict { prior, prior_pc, prior_wrote: false, edge, address });
-                }
+        let mut other = cell.others;
+        while other != 0 {
+            let OtherRead { stamp: prior, pc: prior_pc, next } = self.others[other as usize - 1];
+            let edge = access.clocks.edge(prior, access.lanes, access.proxy);
+            if edge != Edge::Ordered && conflict.is_none() {
+                conflict = Some(Conflict { prior, prior_pc, prior_wrote: false, edge, address });
             }
-            self.drop_others(cell.others);
+            self.drop_other(other);
+            other = next;
         }
         self.cells[node as usize] =
             Cell { write: access.stamp, write_pc: access.pc, parts: 0, readers: 0, others: 0 };
@@ -238,30 +250,49 @@ impl SharedShadow {
     }
 
     fn read_by_other(&mut self, node: u32, access: &Access<'_>) {
-        let list = self.cells[node as usize].others;
-        let list = if list == 0 {
-            let list = self.free_others.pop().unwrap_or_else(|| {
-                self.others.push(Vec::new());
-                self.others.len() as u32
-            });
-            self.cells[node as usize].others = list;
-            list
-        } else {
-            list
-        };
-        let readers = &mut self.others[list as usize - 1];
         // A read that the new one comes after needs no memory of its own: who comes after the new one comes
         // after it too.
-        readers.retain(|(prior, _)| {
-            prior.agent != access.stamp.agent
-                && access.clocks.edge(*prior, access.lanes, access.proxy) != Edge::Ordered
-        });
-        readers.push((access.stamp, access.pc));
+        let mut kept = 0;
+        let mut other = self.cells[node as usize].others;
+        while other != 0 {
+            let read = &mut self.others[other as usize - 1];
+            let next = read.next;
+            let stays = read.stamp.agent != access.stamp.agent
+                && access.clocks.edge(read.stamp, access.lanes, access.proxy) != Edge::Ordered;
+            if stays {
+                read.next = std::mem::replace(&mut kept, other);
+            } else {
+                self.drop_other(other);
+            }
+            other = next;
+        }
+        self.cells[node as usize].others = self.add_other(access.stamp, access.pc, kept);
+    }
+
+    /// Puts a read before the others of a list. Returns the list.
+    fn add_other(&mut self, stamp: Stamp, pc: u32, next: u32) -> u32 {
+        let read = OtherRead { stamp, pc, next };
+        let place = self.free_other;
+        if place == 0 {
+            self.others.push(read);
+            return self.others.len() as u32;
+        }
+        self.free_other = std::mem::replace(&mut self.others[place as usize - 1], read).next;
+        place
+    }
+
+    /// Gives the place of a read back.
+    fn drop_other(&mut self, place: u32) {
+        self.others[place as usize - 1].next = std::mem::replace(&mut self.free_other, place);
     }
 
     fn drop_others(&mut self, list: u32) {
-        self.others[list as usize - 1].clear();
-        self.free_others.push(list);
+        let mut other = list;
+        while other != 0 {
+            let next = self.others[other as usize - 1].next;
+            self.drop_other(other);
+            other = next;
+        }
     }
 
     fn split(&mut self, node: u32, depth: usize) {
@@ -275,16 +306,13 @@ impl SharedShadow {
         let size = SIZES[depth + 1];
         for i in 0..4u32 {
             let part = (parts + i) as usize;
-            let others = if whole.others == 0 {
-                0
-            } else {
-                let list = self.others[whole.others as usize - 1]
-                    .iter()
-                    .map(|&(stamp, pc)| (stamp.part(i * size, size), pc))
-                    .collect();
-                self.others.push(list);
-                self.others.len() as u32
-            };
+            let mut others = 0;
+            let mut other = whole.others;
+            while other != 0 {
+                let OtherRead { stamp, pc, next } = self.others[other as usize - 1];
+                others = self.add_other(stamp.part(i * size, size), pc, others);
+                other = next;
+            }
             self.cells[part] = Cell { write: whole.write.part(i * size, size), parts: 0, others, ..whole };
             for warp in 0..self.warps {
                 let read = self.reads[node as usize * self.warps + warp];
@@ -296,9 +324,7 @@ impl SharedShadow {
                 };
             }
         }
-        if whole.others != 0 {
-            self.drop_others(whole.others);
-        }
+        self.drop_others(whole.others);
         let cell = &mut self.cells[node as usize];
         cell.parts = parts;
         cell.others = 0;
@@ -313,10 +339,7 @@ impl SharedShadow {
         }
         for i in 0..4 {
             self.unite(parts + i);
-            let others = self.cells[(parts + i) as usize].others;
-            if others != 0 {
-                self.drop_others(others);
-            }
+            self.drop_others(self.cells[(parts + i) as usize].others);
             self.cells[(parts + i) as usize] = Cell::FRESH;
         }
         self.free_parts.push(parts);

@@ -1,22 +1,29 @@
 //! The hot loops, compiled for the processor at hand.
 //!
 //! Lane loops are ordinary Rust that the compiler vectorises. On x86 the baseline has no AVX2 and no fused
-//! multiply-add, so the loops are compiled a second time with both and chosen at run time. Results are the same.
+//! multiply-add, so the loops are compiled a second time with both and chosen at run time. Products of matrices
+//! have a third form, with AVX-512. Results are the same.
+
+use flashcore_ptx::MatrixTy;
 
 use crate::alu;
 use crate::decode::{Exec, Program, Slot};
-use crate::mma::{self, ATile, BTile, Fragments, Tiles};
+use crate::mma::{self, ATile, BTile};
+#[cfg(target_arch = "x86_64")]
+use crate::mma_avx512;
 use crate::regs::Row;
 use crate::stats::Counter;
 use crate::warp::Warp;
 
 /// The vector instructions that are used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
     /// What every processor of the architecture has.
     Baseline,
     /// AVX2 with FMA.
     Avx2,
+    /// That and AVX-512.
+    Avx512,
 }
 
 impl Level {
@@ -30,6 +37,9 @@ impl Level {
                 && std::arch::is_x86_feature_detected!("bmi2")
                 && std::arch::is_x86_feature_detected!("lzcnt")
                 && std::arch::is_x86_feature_detected!("popcnt");
+            if has && std::arch::is_x86_feature_detected!("avx512f") {
+                return Level::Avx512;
+            }
             if has {
                 return Level::Avx2;
             }
@@ -38,13 +48,18 @@ impl Level {
     }
 }
 
-/// Declares a function that runs `$body` compiled for the level given as its first argument.
+/// Declares a function that runs `$body` compiled for the level given as its first argument, or `$avx512` where
+/// there is such a form.
 macro_rules! for_level {
-    ($(#[$doc:meta])* $name:ident, $avx2:ident = $body:path, ($($arg:ident: $ty:ty),*) -> $ret:ty) => {
+    ($(#[$doc:meta])* $name:ident, $avx2:ident = $body:path, $avx512:path,
+     ($($arg:ident: $ty:ty),*) -> $ret:ty) => {
         $(#[$doc])*
         #[allow(unsafe_code)]
         pub fn $name(level: Level, $($arg: $ty),*) -> $ret {
             match level {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: `Level::Avx512` is made only by `Level::detect`, which has seen all these features.
+                Level::Avx512 => unsafe { $avx512($($arg),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: `Level::Avx2` is made only by `Level::detect`, which has seen all these features.
                 Level::Avx2 => unsafe { $avx2($($arg),*) },
@@ -62,31 +77,31 @@ macro_rules! for_level {
 
 for_level! {
     /// Runs plain instructions until one comes that is not, or something needs attention.
-    run_plain, run_plain_avx2 = plain,
+    run_plain, run_plain_avx2 = plain, run_plain_avx2,
     (warp: &mut Warp, program: &Program, counters: &mut [Counter], left: &mut u64, check: bool) -> Pause
 }
 
 for_level! {
     /// Executes the plain instruction or comparison at the warp's place, in the lanes of the mask.
-    run_one, run_one_avx2 = one,
+    run_one, run_one_avx2 = one, run_one_avx2,
     (warp: &mut Warp, exec: &Exec, mask: u32) -> ()
 }
 
 for_level! {
-    /// Reads the A fragment of a warp.
-    read_a, read_a_avx2 = mma::read_a,
-    (ty: flashcore_ptx::MatrixTy, regs: &[&Row], tiles: &mut Tiles) -> ()
+    /// Widens the A fragment of a warp.
+    read_a, read_a_avx2 = mma::read_a, mma_avx512::read_a,
+    (ty: MatrixTy, regs: &[&Row], tile: &mut ATile) -> ()
 }
 
 for_level! {
-    /// One `mma.sync` with f32 accumulators.
-    mma, mma_avx2 = mma::mma,
-    (fragments: &Fragments<'_>, tiles: &mut Tiles, acc: &mut [Row; 4]) -> ()
+    /// Widens the B fragment of a warp.
+    read_b, read_b_avx2 = mma::read_b, mma_avx512::read_b,
+    (ty: MatrixTy, regs: &[&Row], tile: &mut BTile) -> ()
 }
 
 for_level! {
     /// Multiplies sixteen rows by eight columns into four accumulator registers.
-    multiply, multiply_avx2 = mma::multiply,
+    multiply, multiply_avx2 = mma::multiply, mma_avx512::multiply,
     (depth: usize, a: &ATile, b: &BTile, acc: &mut [Row; 4]) -> ()
 }
 
@@ -99,8 +114,8 @@ pub enum Pause {
     Slice,
     /// The next instruction reads a register without a value.
     Unwritten(Slot),
-    /// The next instruction touches a register that `wgmma` uses.
-    Wgmma,
+    /// The next instruction touches, in these lanes, a register that a `wgmma` under way uses.
+    Wgmma(u32),
 }
 
 #[inline(always)]
@@ -143,9 +158,6 @@ fn plain(warp: &mut Warp, program: &Program, counters: &mut [Counter], left: &mu
                 }
             }
             exec => {
-                if code.touches_wgmma {
-                    return Pause::Wgmma;
-                }
                 if check {
                     for slot in program.births(code) {
                         forget(warp, *slot);
@@ -153,6 +165,12 @@ fn plain(warp: &mut Warp, program: &Program, counters: &mut [Counter], left: &mu
                     if let Some(slot) = unwritten(warp, program, pc, mask) {
                         return Pause::Unwritten(slot);
                     }
+                }
+                if code.touches_wgmma
+                    && mask != 0
+                    && !warp.wgmma.touch(program.wgmma_reads(code), program.wgmma_writes(code))
+                {
+                    return Pause::Wgmma(mask);
                 }
                 one(warp, exec, mask);
                 warp.pc += 1;
