@@ -22,7 +22,7 @@ pub(crate) struct Optional<F> {
 impl<F: Copy> Optional<F> {
     /// The function, or an error that names the CUDA version which brought it.
     pub(crate) fn get(&self, driver: CudaVersion) -> Result<F, DriverError> {
-        self.function.ok_or(DriverError::DriverTooOld {
+        self.function.ok_or_else(|| DriverError::DriverTooOld {
             what: self.name.to_owned(),
             needs: self.since,
             has: driver,

@@ -96,7 +96,9 @@ impl Setup {
         self.run(attention).unwrap();
         self.fake.calls();
         self.run(attention).unwrap();
-        self.fake.calls()
+        let mut calls = self.fake.calls();
+        calls.retain(|call| call != "cuCtxGetCurrent");
+        calls
     }
 }
 
@@ -121,6 +123,40 @@ fn a_warm_call_is_one_launch_and_nothing_else() {
             assert_one_launch(&setup.warm_calls(&attention));
         }
     }
+}
+
+#[test]
+fn a_call_that_keeps_coming_back_becomes_a_graph_launch() {
+    for flags in [COUNT_CALLS.to_vec(), with(AMPERE)] {
+        let Some(mut setup) = setup(&flags) else { return };
+        let attention = Attention::new();
+        for _ in 0..4 {
+            setup.run(&attention).unwrap();
+        }
+        assert_eq!(setup.warm_calls(&attention), ["cuStreamIsCapturing", "cuGraphLaunch"]);
+        assert_eq!(allocations(|| setup.run(&attention).unwrap()), 0);
+        // Other tensors are another call.
+        std::mem::swap(&mut setup.q, &mut setup.k);
+        assert_one_launch(&setup.warm_calls(&attention));
+        std::mem::swap(&mut setup.q, &mut setup.k);
+        assert_eq!(setup.warm_calls(&attention), ["cuStreamIsCapturing", "cuGraphLaunch"]);
+    }
+}
+
+#[test]
+fn a_stream_that_is_recorded_gets_the_kernel_and_not_its_graph() {
+    let Some(mut setup) = setup(COUNT_CALLS) else { return };
+    let attention = Attention::new();
+    for _ in 0..6 {
+        setup.run(&attention).unwrap();
+    }
+    setup.fake.calls();
+    let Setup { cuda, q, k, v, o, lse, fake, .. } = &setup;
+    let recording = cuda.record(|calls| calls.run(&attention, [q, k, v], o, Some(lse))).unwrap();
+    let calls = fake.calls();
+    assert!(calls.iter().any(|call| call.starts_with("cuLaunchKernel")), "{calls:?}");
+    assert!(!calls.iter().any(|call| call == "cuGraphLaunch"), "{calls:?}");
+    drop(recording);
 }
 
 #[test]

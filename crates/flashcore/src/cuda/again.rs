@@ -3,12 +3,20 @@
 //! Programs make the same calls over and over: the same problem on the same tensors. What such a call goes through
 //! (its addresses checked, its tensor maps made, its parameters packed) is kept, in a table of fixed size in which a new
 //! call takes the place of an old one: a call that is found again is one look-up and the launch, and one that is not
-//! allocates nothing either.
+//! allocates nothing either. Brief calls that keep coming back become graphs of one kernel, which the driver launches
+//! faster than a kernel with its parameters.
+
+#![allow(unsafe_code)] // A launch is unsafe by nature; a graph's is the launch that it was made of.
 
 use std::{
     hash::BuildHasher,
-    sync::{Arc, RwLock},
+    sync::{
+        Arc, Mutex, OnceLock, RwLock,
+        atomic::{AtomicU32, Ordering},
+    },
 };
+
+use flashcore_driver::{CaptureMode, CaptureStatus, Context, DriverError, GraphExec, Stream, StreamOptions};
 
 use super::{
     Ready,
@@ -18,6 +26,9 @@ use crate::{contract::Call, plan::Packed, tensor::Raw};
 
 /// Calls that are kept; a power of two.
 const SLOTS: usize = 256;
+
+/// How often a call is repeated before it becomes a graph, which costs as much as some ten launches.
+const REPEATS: u32 = 2;
 
 /// Everything that a launch depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -44,10 +55,58 @@ impl CallKey {
     }
 }
 
-struct Made {
+/// A call with everything that its launch takes.
+pub(super) struct Made {
     key: CallKey,
-    ready: Arc<Ready>,
-    packed: Packed,
+    pub ready: Arc<Ready>,
+    pub packed: Packed,
+    repeats: AtomicU32,
+    graph: OnceLock<Mutex<GraphExec>>,
+}
+
+impl Made {
+    /// Launches the call: as a graph, once it was repeated, because that costs the host a third of a kernel's launch;
+    /// as a kernel until then, where the stream is being recorded, and while another thread launches the graph.
+    pub fn launch(
+        &self,
+        stream: &Stream,
+        kernel: impl Fn(&Stream) -> Result<(), DriverError>,
+    ) -> Result<(), DriverError> {
+        if !self.ready.brief {
+            return kernel(stream);
+        }
+        if let Some(graph) = self.graph.get() {
+            return match graph.try_lock() {
+                // SAFETY: the graph is this call's launch; what holds for that holds for it.
+                Ok(graph) if records_nothing(stream) => unsafe { graph.launch(stream) },
+                _ => kernel(stream),
+            };
+        }
+        if self.repeats.fetch_add(1, Ordering::Relaxed) == REPEATS && records_nothing(stream) {
+            // A call that cannot be recorded is launched as before.
+            let recorded = stream.context().with_relaxed_capture(|| record(stream.context(), &kernel));
+            if let Ok(Ok(graph)) = recorded {
+                let _ = self.graph.set(Mutex::new(graph));
+            }
+        }
+        kernel(stream)
+    }
+}
+
+fn records_nothing(stream: &Stream) -> bool {
+    matches!(stream.capture_status(), Ok(CaptureStatus::None))
+}
+
+/// A graph of one launch.
+fn record(
+    context: &Context,
+    kernel: impl Fn(&Stream) -> Result<(), DriverError>,
+) -> Result<GraphExec, DriverError> {
+    let aside = context.stream(StreamOptions::default())?;
+    let graph = aside.capture(CaptureMode::Relaxed, kernel)?.instantiate()?;
+    graph.upload(&aside)?;
+    aside.synchronize()?;
+    Ok(graph)
 }
 
 /// Calls by what they depend on.
@@ -63,17 +122,18 @@ impl Default for KnownCalls {
 
 impl KnownCalls {
     /// Launches a call that was made before; `None` if it was not, or has made room for another.
-    pub(super) fn again<T>(&self, key: &CallKey, launch: impl FnOnce(&Ready, &Packed) -> T) -> Option<T> {
+    pub(super) fn again<T>(&self, key: &CallKey, launch: impl FnOnce(&Made) -> T) -> Option<T> {
         // Whoever is changing the slot is making another call.
         let slot = self.slots[key.slot()].try_read().ok()?;
         let made = slot.as_ref().filter(|made| made.key == *key)?;
-        Some(launch(&made.ready, &made.packed))
+        Some(launch(made))
     }
 
     /// Keeps a call.
     pub(super) fn remember(&self, key: &CallKey, ready: Arc<Ready>, packed: Packed) {
         if let Ok(mut slot) = self.slots[key.slot()].try_write() {
-            *slot = Some(Made { key: *key, ready, packed });
+            let (key, repeats, graph) = (*key, AtomicU32::new(0), OnceLock::new());
+            *slot = Some(Made { key, ready, packed, repeats, graph });
         }
     }
 }

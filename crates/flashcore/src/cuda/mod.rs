@@ -33,7 +33,7 @@ use flashcore_kernels::{Kernel, MAX_ROW_STRIDE, Schedule};
 use flashcore_ptx::Target;
 
 use self::{
-    again::{CallKey, KnownCalls},
+    again::{CallKey, KnownCalls, Made},
     key::{Choice, Key, QuickState},
     lengths::LengthsKernel,
     maps::KnownMaps,
@@ -50,6 +50,9 @@ use crate::{
     plan::{ALIGNMENT, Addresses, Hardware, Packed, Plan},
     tensor::{Place, Raw},
 };
+
+/// Calls of so many operations take about as long as their launch.
+const BRIEF_FLOPS: f64 = 4e9;
 
 /// The first driver that records launches that overlap with the one before them: graphs know of them from here on.
 const PROGRAMMATIC: CudaVersion = CudaVersion(12030);
@@ -83,6 +86,16 @@ struct Ready {
     launch: LaunchConfig,
     /// The hash of the PTX text.
     code: String,
+    /// Whether the launch takes about as long as the kernel.
+    brief: bool,
+}
+
+impl Ready {
+    /// Queues the kernel with these parameters.
+    fn queue(&self, stream: &Stream, params: &Packed) -> std::result::Result<(), DriverError> {
+        // SAFETY: the parameters are the kernel's own struct, and the call's contract holds for its tensors.
+        unsafe { self.function.launch_fields(stream, &self.launch, params.as_bytes(), params.places()) }
+    }
 }
 
 impl Cuda {
@@ -284,7 +297,8 @@ impl Cuda {
         // The Hopper kernel sets itself up beside the one before it, and waits for that one before it reads anything.
         launch.programmatic =
             plan.schedule.kernel() == Kernel::Sm90Fwd && shared.context.driver().version() >= PROGRAMMATIC;
-        Ok(Ready { plan, function, launch, code: blake3::hash(ptx.as_bytes()).to_hex().to_string() })
+        let brief = problem.flops() <= BRIEF_FLOPS;
+        Ok(Ready { plan, function, launch, brief, code: blake3::hash(ptx.as_bytes()).to_hex().to_string() })
     }
 
     pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
@@ -297,9 +311,7 @@ impl Cuda {
         let key = CallKey::new(self.key(&call.problem), call);
         // Lengths that are on the host may differ from those of last time.
         let repeatable = call.key_lengths.is_none();
-        if repeatable
-            && let Some(launched) = self.shared.calls.again(&key, |ready, packed| self.launch(ready, packed))
-        {
+        if repeatable && let Some(launched) = self.shared.calls.again(&key, |made| self.launch_again(made)) {
             return launched;
         }
         for (name, raw) in [(Name::Q, &call.q), (Name::K, &call.k), (Name::V, &call.v), (Name::O, &call.o)] {
@@ -376,11 +388,13 @@ impl Cuda {
 
     /// Queues the kernel.
     fn launch(&self, ready: &Ready, params: &Packed) -> Result<()> {
-        // SAFETY: the parameters are the kernel's own struct, and the call's contract holds for its tensors.
-        unsafe {
-            ready.function.launch_fields(&self.stream, &ready.launch, params.as_bytes(), params.places())
-        }
-        .map_err(|error| self.error(&error))
+        ready.queue(&self.stream, params).map_err(|error| self.error(&error))
+    }
+
+    /// Queues a call that was made before.
+    fn launch_again(&self, made: &Made) -> Result<()> {
+        made.launch(&self.stream, |stream| made.ready.queue(stream, &made.packed))
+            .map_err(|error| self.error(&error))
     }
 
     fn check_alignment(&self, tensor: Name, raw: &Raw) -> Result<()> {
