@@ -11,7 +11,7 @@
 //! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
 //! - [`faults`] are planted to see whether all this would notice.
 //! - [`evidence`] is what a report carries beside its numbers, [`audit`] finds out whether they hold together, and
-//!   [`views`] are files that show a part of it; [`files`] and [`interrupt`] see to it that a file is
+//!   [`views`] are files that show a part of it, [`report`] a page for people; [`files`] and [`interrupt`] see to it that a file is
 //!   written whole or not at all. [`cli`] is the command itself.
 //!
 //! Use it through the command; as a library it serves the project's own tests.
@@ -39,6 +39,7 @@ pub mod occupancy;
 pub mod operands;
 pub mod peers;
 pub mod process;
+pub mod report;
 pub mod rng;
 pub mod rule;
 pub mod search;

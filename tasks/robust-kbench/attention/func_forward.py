@@ -1,10 +1,8 @@
 """Exact attention as a task: what a kernel has to compute, the module that calls it, and inputs of any size."""
 
-from typing import List
-
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 
 def forward_fn(
@@ -95,7 +93,7 @@ def get_inputs(
     kv_len: int = 512,
     head_dim: int = 64,
     dtype: str = "float16",
-) -> List[torch.Tensor]:
+) -> list[torch.Tensor]:
     q = torch.randn(batch_size, num_heads, seq_len, head_dim)
     k = torch.randn(batch_size, num_kv_heads, kv_len, head_dim)
     v = torch.randn(batch_size, num_kv_heads, kv_len, head_dim)

@@ -9,6 +9,7 @@ mod inspect;
 mod micro;
 mod plan;
 mod profile;
+mod report;
 mod run;
 mod screen;
 mod verify;
@@ -70,6 +71,8 @@ enum Command {
     Evolve(evolve::Options),
     /// Check, compare and show evidence files
     Evidence(evidence::Options),
+    /// Show what evidence files say: one HTML file, a Markdown twin and charts
+    Report(report::Options),
     /// Answer the workbench's requests on the CPU: how evolve keeps what it tries apart from itself
     #[command(hide = true)]
     CpuWorker,
@@ -120,6 +123,7 @@ pub fn main() -> ExitCode {
         Some(Command::Profile(options)) => profile::profile(&options),
         Some(Command::Evolve(options)) => evolve::evolve(&options),
         Some(Command::Evidence(options)) => evidence::evidence(&options),
+        Some(Command::Report(options)) => report::report(&options),
         Some(Command::CpuWorker) => search::cpu_worker::serve().map(|()| Exit::Pass),
         Some(Command::GpuWorker { ordinal }) => gpu::worker::serve(ordinal).map(|()| Exit::Pass),
     };
