@@ -546,12 +546,16 @@ fn choose_tiles(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(
         let split = match () {
             () if 4 * narrow <= sms && key_tiles >= 8 => 4,
             () if 2 * narrow <= sms && key_tiles >= 2 => 2,
-            () if key_tiles >= 8 && spec.head_dim_v <= 64 => 2,
+            () if key_tiles >= 4 && spec.head_dim_v <= 64 => 2,
             () => 1,
         };
         let split = if spec.head_dim_v.is_multiple_of(8 * split) { split } else { 1 };
-        let few = fitting(sm90_fwd::Schedule::for_few(spec, split))
-            .or_else(|| fitting(sm90_fwd::Schedule::for_few(spec, 1)))?;
+        let for_few = |split| {
+            let alone = narrow * split as usize <= sms;
+            let all = [alone, false].into_iter();
+            fitting(all.flat_map(|alone| sm90_fwd::Schedule::for_few(spec, split, alone)).collect())
+        };
+        let few = for_few(split).or_else(|| for_few(1))?;
         let share =
             if few.split > 1 { format!(", so {} share the keys of one", few.split) } else { String::new() };
         (few, format!("{narrow} tiles of 64 queries leave SMs of {sms} idle{share}"))

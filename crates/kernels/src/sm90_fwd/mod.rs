@@ -159,7 +159,8 @@ impl Schedule {
 
     /// The schedules to try for a spec, best first: those for many tiles of queries, then those for few.
     pub(crate) fn defaults(spec: &Spec) -> Vec<Schedule> {
-        let few = [2, 1].into_iter().flat_map(|split| Self::for_few(spec, split));
+        let few = [(2, true), (2, false), (1, true), (1, false)];
+        let few = few.into_iter().flat_map(|(split, alone)| Self::for_few(spec, split, alone));
         Self::for_many(spec).into_iter().chain(Self::for_some(spec)).chain(few).collect()
     }
 
@@ -197,18 +198,22 @@ impl Schedule {
             .collect()
     }
 
-    /// For grids that leave multiprocessors idle: narrow blocks, `split` of which share the keys of a tile.
-    pub fn for_few(spec: &Spec, split: u32) -> Vec<Schedule> {
-        // The wider the head, the more there is to merge, and the sooner a block should have the next keys.
+    /// For grids that leave multiprocessors idle: narrow blocks, `split` of which share the keys of a tile. `alone`:
+    /// there are no more blocks than multiprocessors.
+    pub fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
+        // The wider the head and the more blocks merge, the sooner a block should have the next keys.
         let block_n: &[u32] = match spec.head_dim.max(spec.head_dim_v) {
             ..=64 => &[128, 64],
+            65..=128 if split <= 2 => &[128, 64, 32],
             65..=128 => &[64, 32],
             _ => &[64, 32, 16],
         };
         let narrow = |block_n| Schedule {
             warpgroups: 1,
             block_n,
-            stages: 2,
+            // With a third stage no two of the narrowest blocks fit on a multiprocessor, and the next launch cannot
+            // crowd where this one's blocks are still at work.
+            stages: if alone { 3 } else { 2 },
             q_stages: 1,
             ctas: 1,
             split,

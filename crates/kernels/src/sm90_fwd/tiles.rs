@@ -73,6 +73,7 @@ pub(super) fn each_tile(
             // Every other round runs backwards: tiles come longest first, and so the block that had the longest of
             // a round gets the shortest of the next.
             let last = k.sub_u32(blocks, 1u32);
+            let item = if schedule.ctas == 2 { beside_another(k, item, blocks, last) } else { item };
             let mirrored = k.sub_u32(last, item);
             let (mine, other) = (k.mov_b32(item), k.mov_b32(mirrored));
             let (start, item) = (k.mov_b32(0u32), k.mov_b32(item));
@@ -94,6 +95,16 @@ pub(super) fn each_tile(
             );
         }
     }
+}
+
+/// The place of a block in a round when two share a multiprocessor, those of the round's second half beside those of
+/// the first: the second half is taken backwards, so that a long tile has a short one beside it.
+fn beside_another(k: &mut KernelBuilder, item: Reg<B32>, blocks: Reg<B32>, last: Reg<B32>) -> Reg<B32> {
+    let half = k.shr_u32(blocks, 1u32);
+    let ends = k.add_u32(last, half);
+    let backwards = k.sub_u32(ends, item);
+    let first = k.setp_lt_u32(item, half);
+    k.selp_b32(item, backwards, first)
 }
 
 /// Where a tile of queries is: the head, over all batch entries, and the block of rows.
