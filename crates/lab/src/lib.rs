@@ -11,8 +11,8 @@
 //! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
 //! - [`faults`] are planted to see whether all this would notice.
 //! - [`evidence`] is what a report carries beside its numbers, [`audit`] finds out whether they hold together, and
-//!   [`views`] are files that show a part of it, [`report`] a page for people; [`files`] and [`interrupt`] see to it that a file is
-//!   written whole or not at all. [`cli`] is the command itself.
+//!   [`views`] are files that show a part of it, [`report`] a page for people; [`files`] and [`interrupt`] see to it
+//!   that a file is written whole or not at all. [`cli`] is the command itself.
 //!
 //! Use it through the command; as a library it serves the project's own tests.
 

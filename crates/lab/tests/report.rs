@@ -217,6 +217,10 @@ fn the_markdown_twin_links_every_number_to_its_field() {
         seen += 1;
     }
     assert!(seen > 500, "only {seen} numbers were found");
+    for (at, _) in markdown.match_indices("](") {
+        let link = &markdown[at + 2..][..markdown[at + 2..].find(')').expect("an end")];
+        assert!(link == report::HTML || files.iter().any(|file| file.link == link), "{link} leads nowhere");
+    }
 }
 
 /// A benchmark of one cell, in which a peer failed and a ceiling was not measured.
@@ -272,7 +276,8 @@ fn ceilings_are_those_that_were_measured_on_the_same_device() {
         let page = html(files);
         let document = parse(&page);
         let rows = document.descendants().filter(|node| node.tag_name().name() == "tr");
-        let cells = |row: Node<'_, '_>| row.children().filter(Node::is_element).map(words).collect::<Vec<_>>();
+        let cells =
+            |row: Node<'_, '_>| row.children().filter(Node::is_element).map(words).collect::<Vec<_>>();
         let drawn = document.descendants().filter(|node| class(node) == "ceiling").count();
         (rows.map(cells).collect::<Vec<_>>(), drawn)
     };
@@ -289,6 +294,40 @@ fn ceilings_are_those_that_were_measured_on_the_same_device() {
     let (found, drawn) = rows(&[of(&incomplete()), ceilings("NVIDIA X2")]);
     assert!(found.iter().any(|known| known[..] == ["memory, measured by copying", "absent", "GB/s"]));
     assert_eq!(drawn, 0, "another device's ceilings say nothing");
+}
+
+#[test]
+fn lengths_of_one_group_are_a_chart_of_lines_and_other_shapes_have_bars() {
+    let cell = |group: &str, shape: &str, mask: &str, rate: f64| {
+        let mut cell = incomplete()["cells"][0].clone();
+        (cell["group"], cell["shape"], cell["mask"]) = (json!(group), json!(shape), json!(mask));
+        cell["results"][0]["tflops"] = json!(rate);
+        cell
+    };
+    let mut value = incomplete();
+    value["cells"] = json!([
+        cell("long", "1x8x2048x64", "full", 300.0),
+        cell("long", "4x8x512x64", "full", 100.0),
+        cell("long", "2x8x1024x64", "full", 200.0),
+        cell("mixed", "1x8x512x64", "full", 50.0),
+        cell("mixed", "1x8x512x128", "full", 60.0),
+        cell("mixed", "1x8x1024x64", "causal", 70.0),
+    ]);
+    let page = html(&[of(&value)]);
+    let document = parse(&page);
+    let titles = |section: &str| {
+        let section =
+            document.descendants().find(|node| node.attribute("id") == Some(section)).expect("a section");
+        let charts = section.descendants().filter(|node| node.tag_name().name() == "svg");
+        charts.filter_map(|svg| Some(words(svg.first_element_child()?))).collect::<Vec<_>>()
+    };
+    assert_eq!(titles("speed"), ["head_dim 64, full, f16"]);
+    assert_eq!(titles("small"), ["Median time, full, f16", "Median time, causal, f16"]);
+    let marks = document.descendants().filter(|node| node.tag_name().name() == "title").map(words);
+    let of_lines: Vec<String> =
+        marks.filter(|title| title.contains(": ") && title.ends_with("TFLOP/s")).collect();
+    let order = ["512: 100", "1024: 200", "2048: 300"].map(|what| format!("FlashCore, {what} TFLOP/s"));
+    assert_eq!(of_lines[..3], order, "in the order of the lengths");
 }
 
 #[test]

@@ -60,7 +60,7 @@ fn stressed(root: &Field<'_>) -> Vec<Block> {
 }
 
 /// The section; absent without such evidence.
-pub fn section(files: &[Evidence], name: &dyn Fn(usize) -> Piece) -> Option<Section> {
+pub fn section(files: &[Evidence]) -> Option<Section> {
     let mut blocks = Vec::new();
     for file in 0..files.len() {
         let root = Field::root(files, file);
@@ -74,7 +74,7 @@ pub fn section(files: &[Evidence], name: &dyn Fn(usize) -> Piece) -> Option<Sect
         };
         let whole = if root.get("complete").flag() == Some(false) { ", which was interrupted" } else { "" };
         let mut words = text("From ");
-        words.push(name(file));
+        words.push(Piece::File(file));
         words.push(Piece::Text(format!("{whole}.")));
         blocks.push(Block::Text(words));
         blocks.extend(found);

@@ -13,7 +13,7 @@ const PAGE_LOOK: &str = include_str!("page.css");
 
 /// The page as HTML.
 pub fn render(page: &Page, files: &[Evidence]) -> String {
-    let mut html = Html::default();
+    let mut html = Html { files, out: String::new(), register: Register::default(), charts: 0 };
     let title = escape(&page.title);
     let lead = html.line(&page.lead);
     let _ = write!(
@@ -33,19 +33,19 @@ pub fn render(page: &Page, files: &[Evidence]) -> String {
     for section in &page.sections {
         html.section(section);
     }
-    html.evidence(files);
+    html.evidence();
     html.out.push_str("</main>\n</body>\n</html>\n");
     html.out
 }
 
-#[derive(Default)]
-struct Html {
+struct Html<'a> {
+    files: &'a [Evidence],
     out: String,
     register: Register,
     charts: usize,
 }
 
-impl Html {
+impl Html<'_> {
     fn section(&mut self, section: &Section) {
         let _ = writeln!(self.out, "<section id=\"{}\">\n<h2>{}</h2>", section.id, escape(&section.title));
         for block in &section.blocks {
@@ -140,7 +140,9 @@ impl Html {
             Piece::Best(number, style) => self.number(number, *style, "best"),
             Piece::Absent(why) if why.is_empty() => "<span class=\"absent\">absent</span>".into(),
             Piece::Absent(why) => format!("<span class=\"absent\" title=\"{}\">absent</span>", escape(why)),
-            Piece::Link(words, href) => format!("<a href=\"{}\">{}</a>", escape(href), escape(words)),
+            Piece::File(file) => {
+                format!("<a href=\"#file{}\">{}</a>", file + 1, escape(self.files[*file].short_name()))
+            }
         }
     }
 
@@ -155,13 +157,13 @@ impl Html {
     }
 
     /// The files, and the field of each number that stands above.
-    fn evidence(&mut self, files: &[Evidence]) {
+    fn evidence(&mut self) {
         self.out.push_str(
             "<section id=\"evidence\">\n<h2>Evidence</h2>\n<p>Every number above is a link to its line here: the field of \
              the file that it was read from, as a JSON pointer, and its value as it stands there. With a division sign \
              between two fields it is their quotient.</p>\n",
         );
-        for (i, file) in files.iter().enumerate() {
+        for (i, file) in self.files.iter().enumerate() {
             let (name, link) = (escape(&file.name), escape(&file.link));
             let _ = writeln!(
                 self.out,

@@ -88,7 +88,7 @@ fn first_call(cell: &Cell<'_>) -> Option<Table> {
 }
 
 /// The section; absent where no benchmark has the ladder or the call clock.
-pub fn section(benches: &[Bench<'_>], name: &dyn Fn(usize) -> Piece) -> Option<Section> {
+pub fn section(benches: &[Bench<'_>]) -> Option<Section> {
     let mut blocks = Vec::new();
     for bench in benches {
         let mut found = Vec::new();
@@ -102,7 +102,7 @@ pub fn section(benches: &[Bench<'_>], name: &dyn Fn(usize) -> Piece) -> Option<S
         if !found.is_empty() {
             let device = bench.device().unwrap_or("a device that has no name");
             let mut words = text(format!("On {device}, {}, from ", bench.conditions()));
-            words.push(name(bench.root.file()));
+            words.push(Piece::File(bench.root.file()));
             words.push(Piece::Text(
                 ". Every rung is a kernel by its default schedule; what FlashCore runs is planned for the shape. The \
                  call clock holds the host's work too."

@@ -9,7 +9,7 @@ use super::source::{Evidence, Number, Origin};
 
 /// The page as Markdown; its charts are in the file that is named.
 pub fn render(page: &Page, files: &[Evidence], with_charts: &str) -> String {
-    let mut md = Markdown::default();
+    let mut md = Markdown { files, out: String::new(), register: Register::default() };
     let lead = md.line(&page.lead);
     let _ =
         write!(md.out, "# {}\n\n{lead}\n\nThe charts are in [{with_charts}]({with_charts}).\n", page.title);
@@ -19,17 +19,17 @@ pub fn render(page: &Page, files: &[Evidence], with_charts: &str) -> String {
             md.block(block);
         }
     }
-    md.evidence(files);
+    md.evidence();
     md.out
 }
 
-#[derive(Default)]
-struct Markdown {
+struct Markdown<'a> {
+    files: &'a [Evidence],
     out: String,
     register: Register,
 }
 
-impl Markdown {
+impl Markdown<'_> {
     fn block(&mut self, block: &Block) {
         match block {
             Block::Text(line) => {
@@ -80,21 +80,21 @@ impl Markdown {
             }
             Piece::Absent(why) if why.is_empty() => "*absent*".into(),
             Piece::Absent(why) => format!("*absent ({})*", escape(why)),
-            Piece::Link(words, href) => format!("[{}]({href})", escape(words)),
+            Piece::File(file) => format!("[{}]({})", self.files[*file].short_name(), self.files[*file].link),
         }
     }
 
-    fn evidence(&mut self, files: &[Evidence]) {
+    fn evidence(&mut self) {
         self.out.push_str(
             "\n## Evidence\n\nEvery number is a link to its file; behind # stands the field as a JSON pointer, and the title is \
              its value as it stands there.\n\n| file | BLAKE3 |\n| --- | --- |\n",
         );
-        for file in files {
+        for file in self.files {
             let _ = writeln!(self.out, "| [{}]({}) | `{}` |", file.name, file.link, file.hash);
         }
         self.out.push('\n');
         for (name, number) in self.register.all() {
-            let _ = writeln!(self.out, "[{name}]: {} \"{}\"", target(number, files), describe(number));
+            let _ = writeln!(self.out, "[{name}]: {} \"{}\"", target(number, self.files), describe(number));
         }
     }
 }

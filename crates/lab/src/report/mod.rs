@@ -62,7 +62,7 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
     for bench in &benches {
         let Some(device) = bench.device().map(slug) else { continue };
         let source = &files[bench.root.file()].name;
-        let panels = speed::panels(bench);
+        let (panels, kind) = (speed::panels(bench), kind(bench));
         if !panels.is_empty() {
             // Full and causal of a head dimension stand below each other.
             let columns = panels.len().div_ceil(2).min(3);
@@ -70,14 +70,14 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
                 panels.iter().filter(|p| !p.title.contains("causal")).cloned().collect();
             ordered.extend(panels.iter().filter(|p| p.title.contains("causal")).cloned());
             let title = format!("{}: attention forward, TFLOP/s", bench.device().unwrap_or_default());
-            keep(format!("{device}.svg"), chart::grid(&title, &ordered, columns, source));
+            keep(format!("{device}{kind}.svg"), chart::grid(&title, &ordered, columns, source));
         }
         for (i, (bars, _)) in small::bars(bench).into_iter().enumerate() {
             let mask = bars.title.rsplit(", ").nth(1).map_or_else(|| i.to_string(), slug);
-            keep(format!("{device}-small-{mask}.svg"), chart::Chart::Bars(bars).file(source));
+            keep(format!("{device}-small-{mask}{kind}.svg"), chart::Chart::Bars(bars).file(source));
         }
         for bars in ladder::bars(std::slice::from_ref(bench)) {
-            keep(format!("{device}-ladder.svg"), chart::Chart::Bars(bars).file(source));
+            keep(format!("{device}-ladder{kind}.svg"), chart::Chart::Bars(bars).file(source));
         }
     }
     for (device, roofline) in roofline::charts(files, &benches) {
@@ -94,6 +94,13 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
     all
 }
 
+/// What sets a benchmark apart from the usual one, in f16 and with a cold cache, in a file's name.
+fn kind(bench: &Bench<'_>) -> String {
+    let dtype = bench.cells.first().map(|cell| cell.dtype).filter(|dtype| *dtype != "f16");
+    let cache = bench.root.get("cache").text().filter(|cache| *cache != "cold");
+    [dtype, cache].into_iter().flatten().map(|word| format!("-{}", slug(word))).collect()
+}
+
 /// A name as it may stand in a file's name: `NVIDIA H200` is `h200`.
 fn slug(name: &str) -> String {
     let lower = name.to_lowercase();
@@ -105,17 +112,15 @@ fn slug(name: &str) -> String {
 /// What the files say.
 fn page(files: &[Evidence]) -> Page {
     let benches = Bench::all(files);
-    let name = |file: usize| Piece::Link(files[file].short_name().to_string(), format!("#file{}", file + 1));
-    let in_page: &dyn Fn(usize) -> Piece = &name;
     let mut sections: Vec<Section> = Vec::new();
-    sections.extend(speed::summary(&benches, in_page));
-    sections.extend(speed::section(&benches, in_page));
-    sections.extend(small::section(&benches, in_page));
+    sections.extend(speed::summary(&benches));
+    sections.extend(speed::section(&benches));
+    sections.extend(small::section(&benches));
     sections.extend(roofline::section(files, &benches));
     sections.extend(errors::section(&benches));
-    sections.extend(ladder::section(&benches, in_page));
-    sections.extend(checks::section(files, in_page));
-    sections.extend(trials::section(files, in_page));
+    sections.extend(ladder::section(&benches));
+    sections.extend(checks::section(files));
+    sections.extend(trials::section(files));
     sections.push(environment::section(files));
     let mut devices: Vec<&str> = Vec::new();
     for file in 0..files.len() {

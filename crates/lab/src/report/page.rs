@@ -16,8 +16,8 @@ pub enum Piece {
     Best(Number, Style),
     /// A value that there is none of, and why if that is known.
     Absent(String),
-    /// A link to a file beside the report.
-    Link(String, String),
+    /// An evidence file, by its place in the list of files.
+    File(usize),
 }
 
 /// A cell of a table, or a paragraph.

@@ -128,9 +128,9 @@ pub fn comparison(found: &Field<'_>) -> Line {
         (Some(ratio), Some(low), Some(high)) => vec![
             Piece::Number(ratio, Style::Ratio),
             Piece::Text(" [".into()),
-            Piece::Number(low, Style::Digits),
+            Piece::Number(low, Style::Fine),
             Piece::Text(", ".into()),
-            Piece::Number(high, Style::Digits),
+            Piece::Number(high, Style::Fine),
             Piece::Text(format!("] {}", found.get("verdict").text().unwrap_or_default())),
         ],
         _ => vec![Piece::Absent(String::new())],

@@ -6,13 +6,12 @@ use super::page::{Block, Piece, Section, Table, text};
 use super::reading::{Bench, Cell};
 use super::speed;
 
-/// The cells of a benchmark that are timed for their latency, by mask and dtype: all, if there is no sweep.
+/// The cells of a benchmark that are part of no sweep and hold no ladder, by mask and dtype.
 fn groups<'a>(bench: &Bench<'a>) -> Vec<(String, Vec<Cell<'a>>)> {
-    if !speed::sweeps(bench).is_empty() || bench.cells.iter().any(is_ladder) {
-        return Vec::new();
-    }
+    let swept: Vec<String> =
+        speed::sweeps(bench).iter().flat_map(|s| s.cells.iter().map(Cell::label)).collect();
     let mut all: Vec<(String, Vec<Cell<'a>>)> = Vec::new();
-    for cell in &bench.cells {
+    for cell in bench.cells.iter().filter(|cell| !is_ladder(cell) && !swept.contains(&cell.label())) {
         let key = format!("{}, {}", cell.mask, cell.dtype);
         match all.iter_mut().find(|(known, _)| *known == key) {
             Some((_, cells)) => cells.push(cell.clone()),
@@ -62,7 +61,7 @@ fn table(title: &str, cells: &[Cell<'_>]) -> Table {
 }
 
 /// The section; absent if every benchmark is a sweep.
-pub fn section(benches: &[Bench<'_>], name: &dyn Fn(usize) -> Piece) -> Option<Section> {
+pub fn section(benches: &[Bench<'_>]) -> Option<Section> {
     let mut blocks = Vec::new();
     for bench in benches {
         let charts = bars(bench);
@@ -71,7 +70,7 @@ pub fn section(benches: &[Bench<'_>], name: &dyn Fn(usize) -> Piece) -> Option<S
         }
         let device = bench.device().unwrap_or("a device that has no name");
         let mut words = text(format!("On {device}, {}, from ", bench.conditions()));
-        words.push(name(bench.root.file()));
+        words.push(Piece::File(bench.root.file()));
         words.push(Piece::Text(".".into()));
         blocks.push(Block::Text(words));
         for (bars, cells) in charts {

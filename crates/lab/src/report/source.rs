@@ -165,6 +165,8 @@ impl Number {
 pub enum Style {
     /// Three digits or so: times and rates.
     Digits,
+    /// Three places behind the point: the ends of intervals.
+    Fine,
     /// As `1.13×`.
     Ratio,
     /// As `57.1 %`.
@@ -186,7 +188,7 @@ impl Style {
             Style::Percent => 100.0,
             Style::Gibibytes => 1.0 / f64::from(1 << 30),
             Style::Thousandths => 1e-3,
-            Style::Digits | Style::Ratio | Style::Error | Style::Exact => 1.0,
+            Style::Digits | Style::Fine | Style::Ratio | Style::Error | Style::Exact => 1.0,
         }
     }
 
@@ -194,6 +196,7 @@ impl Style {
     pub fn name(self) -> &'static str {
         match self {
             Style::Digits => "digits",
+            Style::Fine => "fine",
             Style::Ratio => "ratio",
             Style::Percent => "percent",
             Style::Error => "error",
@@ -210,6 +213,7 @@ impl Style {
             Style::Digits if value.abs() >= 100.0 => format!("{value:.0}"),
             Style::Digits if value.abs() >= 10.0 => format!("{value:.1}"),
             Style::Digits => format!("{value:.2}"),
+            Style::Fine => format!("{value:.3}"),
             Style::Ratio => format!("{value:.2}×"),
             Style::Percent => format!("{value:.1} %"),
             Style::Error => format!("{value:.1e}"),
@@ -259,6 +263,7 @@ mod tests {
         assert_eq!(write(1, Style::Digits), "20.8");
         assert_eq!(write(2, Style::Digits), "5.64");
         assert_eq!(write(3, Style::Ratio), "1.13×");
+        assert_eq!(write(3, Style::Fine), "1.128");
         assert_eq!(write(4, Style::Percent), "57.1 %");
         assert_eq!(write(5, Style::Error), "1.9e-4");
         assert_eq!(write(6, Style::Thousandths), "1980");

@@ -16,7 +16,8 @@ pub struct Sweep<'a> {
     pub title: String,
     /// Their dtype.
     pub dtype: &'a str,
-    cells: Vec<Cell<'a>>,
+    /// In the order of their lengths.
+    pub cells: Vec<Cell<'a>>,
 }
 
 /// What the cells of a sweep have in common: the group, the head dimension, the mask and the dtype.
@@ -131,7 +132,7 @@ fn scale(sweeps: &[Sweep<'_>], ceilings: &[(String, Number)]) -> f64 {
 }
 
 /// The section; absent without sweeps.
-pub fn section(benches: &[Bench<'_>], name: &dyn Fn(usize) -> Piece) -> Option<Section> {
+pub fn section(benches: &[Bench<'_>]) -> Option<Section> {
     let mut blocks = Vec::new();
     for bench in benches {
         let (sweeps, ceilings) = (sweeps(bench), ceilings(bench));
@@ -141,7 +142,7 @@ pub fn section(benches: &[Bench<'_>], name: &dyn Fn(usize) -> Piece) -> Option<S
         let largest = scale(&sweeps, &ceilings);
         let device = bench.device().unwrap_or("a device that has no name");
         let mut words = text(format!("On {device}, {}, from ", bench.conditions()));
-        words.push(name(bench.root.file()));
+        words.push(Piece::File(bench.root.file()));
         words.push(Piece::Text(
             ". Causal is counted half. Batch and heads change with the length so that the number of tokens stays.".into(),
         ));
@@ -154,7 +155,7 @@ pub fn section(benches: &[Bench<'_>], name: &dyn Fn(usize) -> Piece) -> Option<S
 }
 
 /// What the cells of each benchmark say together about every peer; absent where nobody was compared.
-pub fn summary(benches: &[Bench<'_>], name: &dyn Fn(usize) -> Piece) -> Option<Section> {
+pub fn summary(benches: &[Bench<'_>]) -> Option<Section> {
     let head =
         ["benchmark", "peer", "#cells", "#geometric mean", "#smallest", "smallest at", "#faster", "#same"];
     let head: Vec<&str> = head.into_iter().chain(["#slower", "#undecided"]).collect();
@@ -180,13 +181,13 @@ pub fn summary(benches: &[Bench<'_>], name: &dyn Fn(usize) -> Piece) -> Option<S
                 let mut label = text(format!("{}, geometric mean of ", contender::label(peer)));
                 label.push(Piece::Number(cells.clone(), Style::Exact));
                 label.push(Piece::Text(" cells of ".into()));
-                label.push(name(bench.root.file()));
+                label.push(Piece::File(bench.root.file()));
                 tiles.push(Tile { number: mean.clone(), style: Style::Ratio, label });
             }
             let verdicts = summary.get("verdicts").items();
             let one = |number: Option<Number>, style| super::page::number(number, style);
             let mut row: Vec<Line> = vec![
-                vec![name(bench.root.file())],
+                vec![Piece::File(bench.root.file())],
                 text(contender::label(peer)),
                 one(cells, Style::Exact),
                 one(mean, Style::Ratio),

@@ -44,7 +44,7 @@ fn table(root: &Field<'_>, device: &str) -> Table {
 }
 
 /// The section; absent without such evidence.
-pub fn section(files: &[Evidence], name: &dyn Fn(usize) -> Piece) -> Option<Section> {
+pub fn section(files: &[Evidence]) -> Option<Section> {
     let mut blocks = Vec::new();
     for file in 0..files.len() {
         let root = Field::root(files, file);
@@ -52,7 +52,7 @@ pub fn section(files: &[Evidence], name: &dyn Fn(usize) -> Piece) -> Option<Sect
             continue;
         }
         let device = root.get("device").text().unwrap_or("a device that has no name");
-        let mut words = vec![name(file)];
+        let mut words = vec![Piece::File(file)];
         words.push(Piece::Text(format!(": {}.", root.get("method").text().unwrap_or_default())));
         blocks.push(Block::Text(words));
         blocks.push(Block::Folded(
