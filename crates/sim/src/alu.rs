@@ -1,8 +1,8 @@
 //! The plain instructions: registers in, one register out, each lane for itself.
 //!
 //! A whole warp is computed at once by loops over the 32 lanes that the compiler turns into vector code. The
-//! loops are compiled twice, for the baseline and for AVX2 with FMA; the second is chosen at run time where the
-//! processor has it. Both give the same bits.
+//! loops are compiled for the baseline, for AVX2 with FMA and for AVX-512; the best that the processor has is
+//! chosen at run time. All give the same bits.
 
 use flashcore_ptx::{Alu, Cmp, NumType};
 

@@ -20,6 +20,13 @@ pub fn shared_wavefronts(addresses: &[u32; 32], mask: u32, bytes: u32) -> Wavefr
         5..=8 => 16,
         _ => 8,
     };
+    if mask == u32::MAX && bytes == 4 {
+        // Quick answer for words: every lane in a bank of its own.
+        let banks = addresses.iter().fold(0u32, |banks, &address| banks | 1 << (address / 4 % 32));
+        if banks == u32::MAX {
+            return Wavefronts { taken: 1, ideal: 1 };
+        }
+    }
     let words = bytes.div_ceil(4).max(1);
     let mut wavefronts = Wavefronts::default();
     for first in (0..32).step_by(lanes_in_a_pass) {
@@ -44,7 +51,17 @@ pub fn matrix_wavefronts(addresses: &[u32; 32], matrices: usize) -> Wavefronts {
 
 /// The most different words that one bank has to deliver.
 fn pass_cost(addresses: &[u32], mask: u32, words: u32) -> u32 {
-    // Quick answer first: every lane in banks of its own.
+    // Quick answers first: eight aligned rows of four banks each, and every lane in banks of its own.
+    if words == 4 && mask == 0xFF && addresses.len() == 8 {
+        let (mut slots, mut low) = (0u32, 0);
+        for &address in addresses {
+            slots |= 1 << (address / 16 % 8);
+            low |= address;
+        }
+        if slots == 0xFF && low % 16 == 0 {
+            return 1;
+        }
+    }
     let mut used = 0u32;
     let mut apart = true;
     for (lane, &address) in addresses.iter().enumerate() {

@@ -206,6 +206,7 @@ impl VClock {
     }
 
     /// The clock up to which the agent is covered in all its lanes.
+    #[inline(always)]
     pub fn of(&self, agent: Agent) -> u32 {
         self.whole.get(usize::from(agent)).copied().unwrap_or(0)
     }
@@ -315,30 +316,31 @@ impl WarpClock {
     }
 
     /// Whether an access by these lanes now comes after the access of `prior`.
-    #[inline]
+    #[inline(always)]
     pub fn edge(&self, prior: Stamp, lanes: Lanes, proxy: Proxy) -> Edge {
-        match proxy {
-            Proxy::Generic => {
-                if prior.agent == self.agent {
-                    if prior.clock < self.synced || (prior.lanes == lanes && lanes != Lanes::ALL) {
-                        Edge::Ordered
-                    } else {
-                        lanes_edge(prior, lanes)
-                    }
-                } else if self.seen.generic.covers(prior) {
-                    Edge::Ordered
-                } else {
-                    self.parted_edge(prior, lanes, proxy)
-                }
+        // What is ordered for all lanes is most of what there is.
+        let covered = match proxy {
+            Proxy::Generic if prior.agent == self.agent => self.synced - 1,
+            Proxy::Generic => self.seen.generic.of(prior.agent),
+            Proxy::Async => self.seen.proxied.of(prior.agent),
+        };
+        if prior.clock <= covered { Edge::Ordered } else { self.edge_of_lanes(prior, lanes, proxy) }
+    }
+
+    /// The same where not all lanes are ordered after the access.
+    #[inline(never)]
+    fn edge_of_lanes(&self, prior: Stamp, lanes: Lanes, proxy: Proxy) -> Edge {
+        if proxy == Proxy::Generic && prior.agent == self.agent {
+            if prior.lanes == lanes && lanes != Lanes::ALL {
+                return Edge::Ordered;
             }
-            Proxy::Async => {
-                if self.seen.proxied.covers(prior) {
-                    Edge::Ordered
-                } else {
-                    self.parted_edge(prior, lanes, proxy)
-                }
-            }
+            return lanes_edge(prior, lanes);
         }
+        let seen = match proxy {
+            Proxy::Generic => &self.seen.generic,
+            Proxy::Async => &self.seen.proxied,
+        };
+        if seen.covers(prior) { Edge::Ordered } else { self.parted_edge(prior, lanes, proxy) }
     }
 
     #[cold]

@@ -95,33 +95,36 @@ pub struct Span {
     len: u32,
 }
 
-/// A decoded instruction.
+/// A decoded instruction. What the loop of plain instructions looks at stands in one line of the cache.
 #[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
 pub struct Code {
     /// How it is executed.
     pub exec: Exec,
-    /// What it does, with all modifiers.
-    pub op: Op,
     /// Its guard.
     pub guard: Option<DecodedGuard>,
-    dst: Span,
-    src: Span,
-    /// Registers read, whose value is checked.
-    reads: Span,
+    /// Registers read that may lack a value in some lane.
+    unproven: Span,
     /// Registers that begin their life here without being written in all lanes.
     births: Span,
+    /// Where a branch goes.
+    pub target: u32,
+    /// Whether it touches registers that some `wgmma` uses.
+    pub touches_wgmma: bool,
+    /// Its class in the statistics.
+    pub class: Class,
+    /// What it does, with all modifiers.
+    pub op: Op,
+    dst: Span,
+    src: Span,
+    /// Registers read.
+    reads: Span,
     /// Registers that some `wgmma` uses and that this other instruction reads.
     wgmma_reads: Span,
     /// Registers that some `wgmma` uses and that this other instruction writes.
     wgmma_writes: Span,
-    /// Whether it touches any such register.
-    pub touches_wgmma: bool,
-    /// Where a branch goes.
-    pub target: u32,
     /// Where lanes that part at this branch meet.
     pub reconverge: u32,
-    /// Its class in the statistics.
-    pub class: Class,
 }
 
 /// What an instruction counts as in the statistics.
@@ -208,6 +211,12 @@ impl Program {
         self.pool(code.reads)
     }
 
+    /// Of those, the registers that may lack a value in some lane.
+    #[inline]
+    pub fn unproven(&self, code: &Code) -> &[Slot] {
+        self.pool(code.unproven)
+    }
+
     /// The registers whose old value ends before an instruction.
     #[inline]
     pub fn births(&self, code: &Code) -> &[Slot] {
@@ -237,6 +246,8 @@ struct Decoder<'k> {
     labels: HashMap<u32, u32>,
     rows: Vec<u32>,
     pinned: Vec<bool>,
+    /// For each register, one more than the basic block that has written it in all its lanes so far, or 0.
+    written: Vec<u32>,
     slots: Vec<Slot>,
     constants: Constants,
     seen_words: HashMap<u32, u32>,
@@ -261,6 +272,7 @@ impl<'k> Decoder<'k> {
             labels,
             rows: Vec::new(),
             pinned: wgmma_registers(kernel),
+            written: vec![0; kernel.regs.len()],
             slots: Vec::new(),
             constants: Constants::default(),
             seen_words: HashMap::new(),
@@ -451,7 +463,16 @@ impl<'k> Decoder<'k> {
         // wgmma reads its accumulators only where scale-d is true; its execution checks them.
         let sources =
             inst.guard.map(|g| g.reg.id()).into_iter().chain(inst.src.iter().filter_map(|a| a.reg()));
-        let reads: Vec<Slot> = sources.map(|id| self.register(id)).collect();
+        let sources: Vec<RegId> = sources.collect();
+        let reads: Vec<Slot> = sources.iter().map(|&id| self.register(id)).collect();
+        // Lanes do not join within a basic block: what it has written without a guard holds a value in all of them.
+        let block = flow.block_of[pc] + 1;
+        let proven = |id: RegId| self.written[id.0 as usize] == block;
+        let unproven: Vec<Slot> =
+            sources.iter().filter(|&&id| !proven(id)).map(|&id| self.register(id)).collect();
+        if inst.guard.is_none() && matches!(inst.op, Op::Alu(_) | Op::Setp { .. } | Op::Mma { .. }) {
+            inst.writes().for_each(|id| self.written[id.0 as usize] = block);
+        }
         let births: Vec<Slot> = births.iter().map(|&id| self.register(id)).collect();
         let pinned = |ids: &mut dyn Iterator<Item = RegId>| -> Vec<Slot> {
             let other = !matches!(inst.op, Op::Wgmma(_));
@@ -466,6 +487,7 @@ impl<'k> Decoder<'k> {
             dst: self.span(dst),
             src: self.span(src),
             reads: self.span(reads),
+            unproven: self.span(unproven),
             births: self.span(births),
             touches_wgmma: !wgmma_reads.is_empty() || !wgmma_writes.is_empty(),
             wgmma_reads: self.span(wgmma_reads),

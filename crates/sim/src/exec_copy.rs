@@ -161,8 +161,13 @@ impl Cluster<'_> {
         let memory = self.launch.memory;
         let shared = &mut self.blocks[self.warps[w].block].shared;
         for_lanes(copy.mask, |l| {
-            let mut at = 0;
             let read = u32::from(copy.read[l]);
+            if read == copy.bytes
+                && let Some((region, offset)) = memory.find(copy.from[l], u64::from(read))
+            {
+                return region.read(offset, shared.at_mut(copy.to[l], read));
+            }
+            let mut at = 0;
             while at < copy.bytes {
                 let size = (copy.bytes - at).min(8);
                 let mut value = 0;

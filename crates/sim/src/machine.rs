@@ -72,7 +72,9 @@ pub struct Launch<'a> {
 /// What the clusters of one host thread have counted and found.
 #[derive(Default)]
 pub struct Tally {
-    /// A counter an instruction.
+    /// How often each instruction was executed.
+    pub executed: Vec<u64>,
+    /// What each instruction cost.
     pub counters: Vec<Counter>,
     /// What was found.
     pub findings: FindingSet,

@@ -120,7 +120,15 @@ impl Region {
     }
 
     /// Copies bytes from an offset on.
+    #[inline]
     pub fn read(&self, offset: usize, out: &mut [u8]) {
+        if offset.is_multiple_of(8) && out.len().is_multiple_of(8) {
+            let words = &self.words[offset / 8..][..out.len() / 8];
+            for (out, word) in out.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+                *out = word.load(Relaxed).to_le_bytes();
+            }
+            return;
+        }
         let mut at = offset;
         let mut left = out;
         while !left.is_empty() {

@@ -39,24 +39,76 @@ pub struct GlobalConflict {
     pub offset: usize,
 }
 
+/// An access to bytes of a cell, packed; no bytes mean that there is none.
 #[derive(Clone, Copy)]
 struct Entry {
-    access: GlobalAccess,
+    cluster: u32,
+    clock: u32,
+    /// The instruction, and in the lowest bit whether the access is atomic.
+    pc_and_atomic: u32,
+    agent: u16,
+    lanes: u16,
     bytes: u16,
 }
 
-#[derive(Default)]
+impl Entry {
+    const NONE: Entry = Entry { cluster: 0, clock: 0, pc_and_atomic: 0, agent: 0, lanes: 0, bytes: 0 };
+
+    #[inline(always)]
+    fn new(access: &GlobalAccess, bytes: u16) -> Entry {
+        Entry {
+            cluster: access.cluster,
+            clock: access.stamp.clock,
+            pc_and_atomic: access.pc << 1 | u32::from(access.atomic),
+            agent: access.stamp.agent,
+            lanes: access.stamp.lanes.code(),
+            bytes,
+        }
+    }
+
+    fn atomic(&self) -> bool {
+        self.pc_and_atomic & 1 == 1
+    }
+
+    fn access(&self) -> GlobalAccess {
+        GlobalAccess {
+            cluster: self.cluster,
+            stamp: Stamp { clock: self.clock, agent: self.agent, lanes: Lanes::from_code(self.lanes) },
+            pc: self.pc_and_atomic >> 1,
+            atomic: self.atomic(),
+        }
+    }
+
+    /// Whether the same lanes of the same agent make the other access, in the same way.
+    #[inline(always)]
+    fn same_agent(&self, other: &Entry) -> bool {
+        self.cluster == other.cluster
+            && self.agent == other.agent
+            && self.lanes == other.lanes
+            && self.atomic() == other.atomic()
+    }
+}
+
+/// Who accessed sixteen bytes: as much as one line of the cache holds.
+#[derive(Clone)]
+#[repr(align(64))]
 struct Cell {
-    first_read: Option<Entry>,
-    last_read: Option<Entry>,
-    write: Option<Entry>,
-    /// Further writers of other bytes of the cell.
-    more_writes: Vec<Entry>,
+    first_read: Entry,
+    last_read: Entry,
+    write: Entry,
+    /// One more than the index of a list of further writers, of other bytes of the cell; or 0.
+    more_writes: u32,
+}
+
+impl Cell {
+    const FRESH: Cell =
+        Cell { first_read: Entry::NONE, last_read: Entry::NONE, write: Entry::NONE, more_writes: 0 };
 }
 
 struct Shard {
     launch: u64,
     cells: Vec<Cell>,
+    more_writes: Vec<Vec<Entry>>,
 }
 
 /// The shadow of one allocation.
@@ -79,9 +131,9 @@ pub struct Accessor<'a> {
 impl Accessor<'_> {
     /// Whether each of the bytes was accessed by the lane that accesses it now: then program order orders them.
     #[inline]
-    fn same_lanes(&self, prior: &Entry, bytes: u16) -> bool {
-        let (a, b) = (prior.access.stamp, self.access.stamp);
-        if prior.access.cluster != self.access.cluster || a.agent != b.agent {
+    fn same_lanes(&self, prior: &GlobalAccess, bytes: u16) -> bool {
+        let (a, b) = (prior.stamp, self.access.stamp);
+        if prior.cluster != self.access.cluster || a.agent != b.agent {
             return false;
         }
         if a.lanes == b.lanes && a.lanes != Lanes::ALL {
@@ -117,8 +169,8 @@ impl RaceShadow {
             Err(poisoned) => poisoned.into_inner(),
         };
         if shard.as_ref().is_none_or(|s| s.launch != launch) {
-            let cells = (0..SHARD / CELL).map(|_| Cell::default()).collect();
-            *shard = Some(Box::new(Shard { launch, cells }));
+            let cells = vec![Cell::FRESH; SHARD / CELL];
+            *shard = Some(Box::new(Shard { launch, cells, more_writes: Vec::new() }));
         }
         ShardGuard { first: offset / SHARD * SHARD, shard }
     }
@@ -145,11 +197,11 @@ impl ShardGuard<'_> {
         write: bool,
         by: &Accessor<'_>,
     ) -> Option<GlobalConflict> {
-        let shard = self.shard.as_mut()?;
-        let cell = &mut shard.cells[offset % SHARD / CELL];
+        let Shard { cells, more_writes, .. } = &mut **self.shard.as_mut()?;
+        let cell = &mut cells[offset % SHARD / CELL];
         let mask = (((1u32 << bytes) - 1) << (offset % CELL)) as u16;
         let base = offset - offset % CELL;
-        if write { cell.write(mask, base, by) } else { cell.read(mask, base, by) }
+        if write { cell.write(mask, base, by, more_writes) } else { cell.read(mask, base, by, more_writes) }
     }
 }
 
@@ -162,71 +214,79 @@ impl Cell {
         by: &Accessor<'_>,
     ) -> Option<GlobalConflict> {
         let overlap = entry.bytes & mask;
-        if overlap == 0 || (entry.access.atomic && by.access.atomic) {
+        if overlap == 0 || (entry.atomic() && by.access.atomic) {
             return None;
         }
-        let edge = if by.same_lanes(entry, overlap) { Edge::Ordered } else { by.edge(&entry.access) };
+        let prior = entry.access();
+        let edge = if by.same_lanes(&prior, overlap) { Edge::Ordered } else { by.edge(&prior) };
         (edge != Edge::Ordered).then(|| GlobalConflict {
-            prior: entry.access,
+            prior,
             prior_wrote: wrote,
             edge,
             offset: base + overlap.trailing_zeros() as usize,
         })
     }
 
+    fn writes<'a>(&'a self, more: &'a [Vec<Entry>]) -> impl Iterator<Item = &'a Entry> {
+        let more = (self.more_writes as usize).checked_sub(1).map(|list| &more[list]);
+        std::iter::once(&self.write).chain(more.into_iter().flatten())
+    }
+
     #[inline]
-    fn read(&mut self, mask: u16, base: usize, by: &Accessor<'_>) -> Option<GlobalConflict> {
-        let conflict = match &self.write {
-            None => None,
-            Some(first) => std::iter::once(first)
-                .chain(&self.more_writes)
-                .find_map(|entry| Self::check(entry, true, mask, base, by)),
+    fn read(
+        &mut self,
+        mask: u16,
+        base: usize,
+        by: &Accessor<'_>,
+        more: &[Vec<Entry>],
+    ) -> Option<GlobalConflict> {
+        let conflict = if self.write.bytes == 0 {
+            None
+        } else {
+            self.writes(more).find_map(|entry| Self::check(entry, true, mask, base, by))
         };
-        let entry = Entry { access: by.access, bytes: mask };
-        match &mut self.first_read {
-            None => self.first_read = Some(entry),
-            Some(first) if same_agent(first, &entry) => {
-                let bytes = first.bytes | mask;
-                *first = Entry { bytes, ..entry };
+        let entry = Entry::new(&by.access, mask);
+        for read in [&mut self.first_read, &mut self.last_read] {
+            if read.bytes == 0 || read.same_agent(&entry) {
+                *read = Entry { bytes: read.bytes | mask, ..entry };
+                return conflict;
             }
-            Some(_) => match &mut self.last_read {
-                Some(last) if same_agent(last, &entry) => {
-                    let bytes = last.bytes | mask;
-                    *last = Entry { bytes, ..entry };
-                }
-                last => *last = Some(entry),
-            },
         }
+        self.last_read = entry;
         conflict
     }
 
-    fn write(&mut self, mask: u16, base: usize, by: &Accessor<'_>) -> Option<GlobalConflict> {
-        let writes = self.write.iter().chain(&self.more_writes).map(|entry| (entry, true));
-        let reads = self.first_read.iter().chain(&self.last_read).map(|entry| (entry, false));
-        let conflict =
-            writes.chain(reads).find_map(|(entry, wrote)| Self::check(entry, wrote, mask, base, by));
-        let entry = Entry { access: by.access, bytes: mask };
-        match &mut self.write {
-            None => self.write = Some(entry),
-            Some(first) if first.bytes & !mask == 0 => *first = entry,
-            Some(first) => {
-                first.bytes &= !mask;
-                for other in &mut self.more_writes {
-                    other.bytes &= !mask;
-                }
-                self.more_writes.retain(|other| other.bytes != 0);
-                self.more_writes.push(entry);
+    fn write(
+        &mut self,
+        mask: u16,
+        base: usize,
+        by: &Accessor<'_>,
+        more: &mut Vec<Vec<Entry>>,
+    ) -> Option<GlobalConflict> {
+        let reads = [&self.first_read, &self.last_read].into_iter().map(|entry| (entry, false));
+        let conflict = self
+            .writes(more)
+            .map(|entry| (entry, true))
+            .chain(reads)
+            .find_map(|(entry, wrote)| Self::check(entry, wrote, mask, base, by));
+        let entry = Entry::new(&by.access, mask);
+        if self.write.bytes & !mask == 0 {
+            self.write = entry;
+        } else {
+            self.write.bytes &= !mask;
+            if self.more_writes == 0 {
+                more.push(Vec::new());
+                self.more_writes = more.len() as u32;
             }
+            let others = &mut more[self.more_writes as usize - 1];
+            for other in others.iter_mut() {
+                other.bytes &= !mask;
+            }
+            others.retain(|other| other.bytes != 0);
+            others.push(entry);
         }
         conflict
     }
-}
-
-fn same_agent(a: &Entry, b: &Entry) -> bool {
-    a.access.cluster == b.access.cluster
-        && a.access.stamp.agent == b.access.stamp.agent
-        && a.access.stamp.lanes == b.access.stamp.lanes
-        && a.access.atomic == b.access.atomic
 }
 
 /// What has been published through words of memory that blocks synchronise on.

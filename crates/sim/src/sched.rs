@@ -89,7 +89,7 @@ impl Cluster<'_> {
                 self.launch.level,
                 &mut self.warps[w],
                 program,
-                &mut self.tally.counters,
+                &mut self.tally.executed,
                 &mut left,
                 check,
             );
@@ -105,7 +105,7 @@ impl Cluster<'_> {
                     let exec = &program.code[pc as usize].exec;
                     simd::run_one(self.launch.level, &mut self.warps[w], exec, mask);
                     self.warps[w].pc = pc + 1;
-                    self.tally.counters[pc as usize].executed += 1;
+                    self.tally.executed[pc as usize] += 1;
                     left -= 1;
                     continue;
                 }
@@ -121,7 +121,7 @@ impl Cluster<'_> {
             left -= 1;
             let pc = self.warps[w].pc;
             let code = &program.code[pc as usize];
-            self.tally.counters[pc as usize].executed += 1;
+            self.tally.executed[pc as usize] += 1;
             if check {
                 for &slot in program.births(code) {
                     simd::forget(&mut self.warps[w], slot);

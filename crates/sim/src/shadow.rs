@@ -106,7 +106,7 @@ impl SharedShadow {
     }
 
     /// Records a read of the bytes of a cell that `mask` names.
-    #[inline]
+    #[inline(always)]
     pub fn read(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {
         if mask == 0xFFFF && self.cells[cell as usize].parts == 0 {
             return self.read_leaf(cell, cell * CELL, access);
@@ -115,7 +115,7 @@ impl SharedShadow {
     }
 
     /// Records a write of the bytes of a cell that `mask` names.
-    #[inline]
+    #[inline(always)]
     pub fn write(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {
         if mask == 0xFFFF && self.cells[cell as usize].parts == 0 {
             return self.write_leaf(cell, cell * CELL, access);
@@ -168,7 +168,7 @@ impl SharedShadow {
         first
     }
 
-    #[inline]
+    #[inline(always)]
     fn read_leaf(&mut self, node: u32, address: u32, access: &Access<'_>) -> Option<Conflict> {
         let cell = &mut self.cells[node as usize];
         let mut conflict = None;

@@ -32,8 +32,7 @@ impl SharedMemory {
     /// in the layout, all of it may.
     pub fn new(len: u32, layout: &SharedLayout, first_warp: Agent, warps: usize) -> SharedMemory {
         let cells = len.div_ceil(CELL) as usize;
-        let poison = POISON.to_le_bytes();
-        let bytes = (0..cells * CELL as usize).map(|i| poison[i % 8]).collect();
+        let bytes = POISON.to_le_bytes().repeat(cells * CELL as usize / 8);
         let mut allocated = vec![if layout.allocs().is_empty() { 0xFFFF } else { 0u16 }; cells];
         for alloc in layout.allocs() {
             for_cells(alloc.offset, alloc.bytes.min(len.saturating_sub(alloc.offset)), |cell, mask| {
@@ -153,8 +152,17 @@ impl SharedMemory {
     /// Fills bytes with the pattern of memory that holds no value.
     pub fn poison(&mut self, address: u32, bytes: u32) {
         let poison = POISON.to_le_bytes();
-        for (i, byte) in self.at_mut(address, bytes).iter_mut().enumerate() {
-            *byte = poison[(address as usize + i) % 8];
+        let first = address as usize % 8;
+        let at = self.at_mut(address, bytes);
+        if first == 0 {
+            // Whole words, and the beginning of one at the end.
+            for word in at.chunks_mut(8) {
+                word.copy_from_slice(&poison[..word.len()]);
+            }
+        } else {
+            for (i, byte) in at.iter_mut().enumerate() {
+                *byte = poison[(first + i) % 8];
+            }
         }
     }
 }

@@ -162,21 +162,23 @@ impl Sim {
             });
         }
         let mut total = Tally::default();
+        total.executed.resize(program.code.len(), 0);
         total.counters.resize(program.code.len(), Counter::default());
         for tally in tallies {
             if let Some(error) = tally.error {
                 return Err(error);
             }
             total.findings.merge(tally.findings);
+            for (sum, executed) in total.executed.iter_mut().zip(&tally.executed) {
+                *sum += executed;
+            }
             for (sum, counter) in total.counters.iter_mut().zip(&tally.counters) {
                 sum.add(counter);
             }
         }
         self.launches += 1;
-        Ok(Report {
-            findings: total.findings.into_findings(&program.kernel),
-            stats: Stats::new(program, &total.counters, started.elapsed(), threads),
-        })
+        let stats = Stats::new(program, &total, started.elapsed(), threads);
+        Ok(Report { findings: total.findings.into_findings(&program.kernel), stats })
     }
 
     fn prepare<'a>(
@@ -250,6 +252,7 @@ impl Sim {
 /// What one host thread does: takes clusters and runs them, a slice at a time, until none is left.
 fn work(launch: &Launch<'_>, next: &AtomicU32, clusters: u32) -> Tally {
     let mut tally = Tally::default();
+    tally.executed.resize(launch.program.code.len(), 0);
     tally.counters.resize(launch.program.code.len(), Counter::default());
     let mut under_way: std::collections::VecDeque<Cluster<'_>> = std::collections::VecDeque::new();
     loop {

@@ -1,8 +1,8 @@
 //! The hot loops, compiled for the processor at hand.
 //!
 //! Lane loops are ordinary Rust that the compiler vectorises. On x86 the baseline has no AVX2 and no fused
-//! multiply-add, so the loops are compiled a second time with both and chosen at run time. Products of matrices
-//! have a third form, with AVX-512. Results are the same.
+//! multiply-add, so the loops are compiled a second time with both, a third time with AVX-512, and chosen at run
+//! time. Products of matrices are written for AVX-512 by hand. Results are the same.
 
 use flashcore_ptx::MatrixTy;
 
@@ -12,7 +12,6 @@ use crate::mma::{self, ATile, BTile};
 #[cfg(target_arch = "x86_64")]
 use crate::mma_avx512;
 use crate::regs::Row;
-use crate::stats::Counter;
 use crate::warp::Warp;
 
 /// The vector instructions that are used.
@@ -37,7 +36,11 @@ impl Level {
                 && std::arch::is_x86_feature_detected!("bmi2")
                 && std::arch::is_x86_feature_detected!("lzcnt")
                 && std::arch::is_x86_feature_detected!("popcnt");
-            if has && std::arch::is_x86_feature_detected!("avx512f") {
+            let wide = std::arch::is_x86_feature_detected!("avx512f")
+                && std::arch::is_x86_feature_detected!("avx512bw")
+                && std::arch::is_x86_feature_detected!("avx512dq")
+                && std::arch::is_x86_feature_detected!("avx512vl");
+            if has && wide {
                 return Level::Avx512;
             }
             if has {
@@ -77,8 +80,20 @@ macro_rules! for_level {
 
 for_level! {
     /// Runs plain instructions until one comes that is not, or something needs attention.
-    run_plain, run_plain_avx2 = plain, run_plain_avx2,
-    (warp: &mut Warp, program: &Program, counters: &mut [Counter], left: &mut u64, check: bool) -> Pause
+    run_plain, run_plain_avx2 = plain, run_plain_avx512,
+    (warp: &mut Warp, program: &Program, executed: &mut [u64], left: &mut u64, check: bool) -> Pause
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
+fn run_plain_avx512(
+    warp: &mut Warp,
+    program: &Program,
+    executed: &mut [u64],
+    left: &mut u64,
+    check: bool,
+) -> Pause {
+    plain(warp, program, executed, left, check)
 }
 
 for_level! {
@@ -119,7 +134,7 @@ pub enum Pause {
 }
 
 #[inline(always)]
-fn plain(warp: &mut Warp, program: &Program, counters: &mut [Counter], left: &mut u64, check: bool) -> Pause {
+fn plain(warp: &mut Warp, program: &Program, executed: &mut [u64], left: &mut u64, check: bool) -> Pause {
     loop {
         if warp.pc == warp.reconverge || warp.active == 0 {
             warp.settle();
@@ -176,7 +191,7 @@ fn plain(warp: &mut Warp, program: &Program, counters: &mut [Counter], left: &mu
                 warp.pc += 1;
             }
         }
-        counters[pc].executed += 1;
+        executed[pc] += 1;
         *left -= 1;
     }
 }
@@ -197,7 +212,7 @@ fn one(warp: &mut Warp, exec: &Exec, mask: u32) {
 #[inline(always)]
 pub fn unwritten(warp: &Warp, program: &Program, pc: usize, mask: u32) -> Option<Slot> {
     let code = &program.code[pc];
-    for &slot in program.reads(code) {
+    for &slot in program.unproven(code) {
         let (init, needed) = match slot {
             Slot::Word(row) => (warp.regs.init32[row as usize], mask),
             Slot::Long(row) => (warp.regs.init64[row as usize], mask),

@@ -8,11 +8,11 @@ use flashcore_ptx::Kernel;
 use crate::banks::Wavefronts;
 use crate::decode::{Class, Program};
 use crate::findings::Site;
+use crate::machine::Tally;
 
-/// The counters of one instruction while a launch runs.
+/// What one instruction has cost while a launch runs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counter {
-    pub executed: u64,
     pub wavefronts: u64,
     pub ideal_wavefronts: u64,
     pub requests: u64,
@@ -33,7 +33,6 @@ impl Counter {
     }
 
     pub fn add(&mut self, other: &Counter) {
-        self.executed += other.executed;
         self.wavefronts += other.wavefronts;
         self.ideal_wavefronts += other.ideal_wavefronts;
         self.requests += other.requests;
@@ -107,23 +106,24 @@ pub struct Stats {
 }
 
 impl Stats {
-    pub(crate) fn new(program: &Program, counters: &[Counter], wall: Duration, threads: usize) -> Stats {
+    pub(crate) fn new(program: &Program, tally: &Tally, wall: Duration, threads: usize) -> Stats {
         let kernel: &Kernel = &program.kernel;
         let mut stats = Stats { wall, threads, ..Stats::default() };
-        for (pc, (counter, code)) in counters.iter().zip(&program.code).enumerate() {
-            if counter.executed == 0 {
+        let counted = tally.executed.iter().zip(&tally.counters).zip(&program.code);
+        for (pc, ((&executed, counter), code)) in counted.enumerate() {
+            if executed == 0 {
                 continue;
             }
-            stats.warp_instructions += counter.executed;
-            *stats.mix.entry(class_name(code.class)).or_default() += counter.executed;
+            stats.warp_instructions += executed;
+            *stats.mix.entry(class_name(code.class)).or_default() += executed;
             if code.class == Class::Tensor {
                 let warps = if matches!(code.op, flashcore_ptx::Op::Wgmma(_)) { 4 } else { 1 };
-                stats.tensor_instructions += counter.executed / warps;
+                stats.tensor_instructions += executed / warps;
             }
             if counter.wavefronts != 0 {
                 stats.banks.push(BankStats {
                     site: Site::of(kernel, pc as u32),
-                    executed: counter.executed,
+                    executed,
                     wavefronts: counter.wavefronts,
                     ideal: counter.ideal_wavefronts,
                 });
