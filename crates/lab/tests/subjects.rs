@@ -76,3 +76,67 @@ fn torch_is_judged_as_an_engine_is_where_there_is_one() {
         other => panic!("{other:?}: {said}"),
     }
 }
+
+fn example(name: &str) -> String {
+    format!("{}/../../examples/verify/{name}", env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn a_kernel_as_ptx_is_judged_in_the_simulator() {
+    let (ptx, launch) = (example("attention.ptx"), example("launch.toml"));
+    let cases = ["--filter", "lengths/self-len7-f16", "--filter", "=lengths/causal-len65-f16"];
+    let output = verify(&[&["--ptx", &ptx, "--launch", &launch, "--device", "sim"], &cases[..]].concat());
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("ptx-sim") && said.contains("PASSED"), "{said}");
+}
+
+#[test]
+fn a_fault_in_a_kernel_as_ptx_is_found_and_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let ptx = folder.path().join("kernel.ptx").to_string_lossy().into_owned();
+    let right = std::fs::read_to_string(example("attention.ptx")).unwrap();
+    let launch = example("launch.toml");
+    let judged = |wrong: String| {
+        assert_ne!(wrong, right);
+        std::fs::write(&ptx, wrong).unwrap();
+        let output = verify(&[
+            "--ptx",
+            &ptx,
+            "--launch",
+            &launch,
+            "--device",
+            "sim",
+            "--filter",
+            "=lengths/causal-len65-f16",
+        ]);
+        (output.status.code(), text(&output))
+    };
+    // One key fewer than the mask allows; the query that sees none divides by zero.
+    let (code, said) = judged(right.replace("add.u32 %r14, %r2, 1;", "mov.u32 %r14, %r2;"));
+    assert_eq!(code, Some(1), "{said}");
+    let (code, said) = judged(right.replace("add.u32 %r14, %r2, 1;", "add.u32 %r14, %r2, 2;"));
+    assert_eq!(code, Some(1), "{said}");
+    let (code, said) = judged(right.replace("mul.f32 %f10, %f10, %f1;", "mul.f32 %f10, %f10, 0f3F800000;"));
+    assert!(code == Some(1) && said.contains("kind: scale"), "{said}");
+    let (code, said) = judged(right.replace("st.global.f32 [%rd8], %f16;", ""));
+    assert!(code == Some(1) && said.contains("lse was not written"), "{said}");
+    let (code, said) = judged(right.replace("ret;\n", "frob;\n"));
+    assert!(code == Some(2) && said.contains("'frob' is not read here"), "{said}");
+}
+
+/// The example of a command, where there is a Python with NumPy.
+#[test]
+fn the_example_in_numpy_passes_where_there_is_numpy() {
+    let python = std::env::var("FLASHCORE_PYTHON").unwrap_or_else(|_| "python3".into());
+    let numpy = Command::new(&python).args(["-c", "import numpy"]).output();
+    if !numpy.is_ok_and(|output| output.status.success()) {
+        println!("{python} has no NumPy: the example was not run");
+        return;
+    }
+    let line = format!("{python} {} {{in}} {{out}}", example("numpy_attention.py"));
+    let cases = ["lengths/self-len7", "=lengths/causal-len65-bf16", "masks/window", "heads/grouped"];
+    let filters: Vec<&str> = cases.iter().flat_map(|case| ["--filter", case]).collect();
+    let output = verify(&[&["--command", &line], &filters[..]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output));
+}

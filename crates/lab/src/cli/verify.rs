@@ -42,8 +42,8 @@ pub struct Options {
     /// With --command: two runs need not give the same bits
     #[arg(long, requires = "command")]
     nondeterministic: bool,
-    /// A kernel as PTX text instead of a device, on the first GPU
-    #[arg(long, value_name = "FILE.ptx", conflicts_with = "device", requires = "launch")]
+    /// A kernel as PTX text, with --device sim in the simulator and with cuda on the first GPU
+    #[arg(long, value_name = "FILE.ptx", requires = "launch")]
     ptx: Option<PathBuf>,
     /// With --ptx: how it is launched, and what it computes
     #[arg(long, value_name = "FILE.toml", requires = "ptx")]
@@ -85,7 +85,7 @@ impl Options {
             return Ok(vec![Box::new(CommandEngine::new(line, limit, !self.nondeterministic)?)]);
         }
         match (&self.ptx, &self.launch) {
-            (Some(ptx), Some(launch)) => Ok(vec![Box::new(PtxEngine::load(ptx, launch)?)]),
+            (Some(ptx), Some(launch)) => PtxEngine::select(ptx, launch, &self.device),
             _ => engine::select(&self.device),
         }
     }

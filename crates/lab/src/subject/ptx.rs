@@ -1,4 +1,5 @@
-//! A kernel as PTX text under test, on a GPU: the text, and a TOML file that says how it is launched and what it computes.
+//! A kernel as PTX text under test, in the simulator or on a GPU: the text, and a TOML file that says how it is launched
+//! and what it computes.
 //!
 //! ```toml
 //! entry = "attention"                        # the kernel's name in the PTX
@@ -13,23 +14,26 @@
 //! mask = ["full", "causal"]
 //! ```
 //!
-//! Tensors are contiguous, as (batch, heads, length, head_dim), and lie between guard zones that must stay as they were.
+//! Tensors are contiguous, as (batch, heads, length, head_dim). On a GPU they lie between guard zones that must stay as
+//! they were; the simulator finds accesses out of bounds by itself, with races and values that nobody wrote, but reads
+//! only what [`reader`](super::reader) does.
 
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use flashcore::cuda::Cuda;
 use flashcore::cuda::driver::{self, JitOptions, LaunchConfig, ParamBuffer};
 use flashcore::{Attention, DType, Problem, Tensor, TensorMut};
+use flashcore_ptx::Module;
+use flashcore_sim::{Buffer, Config, LaunchDims, Sim};
 use serde::Deserialize;
 
-use super::failed;
+use super::{failed, reader};
 use crate::cases::parse_mask;
 use crate::engine::Engine;
 use crate::faults::planted::write;
 use crate::files;
 use crate::guarded::{Arrangement, Guarded};
-
-const NAME: &str = "ptx";
 
 /// Bytes before and after each tensor on the GPU.
 const GUARD: usize = 4096;
@@ -188,64 +192,177 @@ impl Launch {
     }
 }
 
-/// A kernel from a file.
-pub struct PtxEngine {
+/// Where a kernel runs.
+enum Place {
+    Gpu(Box<Gpu>),
+    Sim(Box<Module>),
+}
+
+struct Gpu {
     cuda: Cuda,
     function: driver::Function,
+    /// Whose turn it is: a kernel that breaks its context is then the one that is blamed.
+    turn: Mutex<()>,
+}
+
+/// A kernel from a file.
+pub struct PtxEngine {
+    name: &'static str,
+    place: Place,
     launch: Launch,
     wish: String,
 }
 
+/// Pairs of queries and keys that a kernel is simulated for, at most.
+const MOST_PAIRS: u128 = 30_000;
+
+fn read(path: &Path) -> Result<String, String> {
+    std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))
+}
+
 impl PtxEngine {
-    /// Assembles the PTX for the first GPU.
-    pub fn load(ptx: &Path, description: &Path) -> Result<Self, String> {
-        let read =
-            |path: &Path| std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error));
+    /// The kernel of a file wherever a wish for a device means it to run: `sim`, `cuda`, or `all` for the simulator and a
+    /// GPU where there is one.
+    pub fn select(ptx: &Path, description: &Path, device: &str) -> Result<Vec<Box<dyn Engine>>, String> {
         let launch =
             Launch::parse(&read(description)?).map_err(|why| format!("{}: {why}", description.display()))?;
         let text = read(ptx)?;
-        let cuda = Cuda::new(0).map_err(|error| error.to_string())?;
-        let module = driver::Module::from_ptx(
-            cuda.context(),
-            &ptx.display().to_string(),
-            &text,
-            &JitOptions::default(),
-        );
-        let function =
-            module.and_then(|module| module.function(&launch.entry)).map_err(|error| error.to_string())?;
-        if launch.shared > 0 {
-            function.set_max_dynamic_shared(launch.shared).map_err(|error| error.to_string())?;
+        let engine = |name: &'static str, place: Place, device: &str| -> Box<dyn Engine> {
+            let wish =
+                format!("--ptx {} --launch {} --device {device}", ptx.display(), description.display());
+            Box::new(Self { name, place, launch: launch.clone(), wish })
+        };
+        let in_sim = || -> Result<Box<dyn Engine>, String> {
+            let module = reader::read(&text).map_err(|why| format!("{}: {why}", ptx.display()))?;
+            let kernel = module.kernel(&launch.entry).ok_or(format!(
+                "{} has no kernel {}",
+                ptx.display(),
+                launch.entry
+            ))?;
+            let (takes, given) = (kernel.params.len(), launch.parameters.len());
+            if takes != given {
+                return Err(format!("{} takes {takes} parameters, and {given} are described", launch.entry));
+            }
+            Ok(engine("ptx-sim", Place::Sim(Box::new(module)), "sim"))
+        };
+        let on_gpu = |cuda: Cuda| -> Result<Box<dyn Engine>, String> {
+            let name = ptx.display().to_string();
+            let module = driver::Module::from_ptx(cuda.context(), &name, &text, &JitOptions::default());
+            let function = module
+                .and_then(|module| module.function(&launch.entry))
+                .map_err(|error| error.to_string())?;
+            if launch.shared > 0 {
+                function.set_max_dynamic_shared(launch.shared).map_err(|error| error.to_string())?;
+            }
+            let gpu = Gpu { cuda, function, turn: Mutex::new(()) };
+            Ok(engine("ptx-cuda", Place::Gpu(Box::new(gpu)), "cuda"))
+        };
+        match device {
+            "sim" => Ok(vec![in_sim()?]),
+            "cuda" => Ok(vec![on_gpu(Cuda::new(0).map_err(|error| error.to_string())?)?]),
+            "all" => match Cuda::new(0) {
+                Ok(cuda) => Ok(vec![on_gpu(cuda)?]),
+                Err(_) => Ok(vec![in_sim()?]),
+            },
+            other => Err(format!("--ptx runs on --device sim or cuda, not on {other}")),
         }
-        let wish = format!("--ptx {} --launch {}", ptx.display(), description.display());
-        Ok(Self { cuda, function, launch, wish })
+    }
+
+    /// The parameters' values, in the kernel's order.
+    fn parameters(&self, problem: &Problem) -> Result<Vec<Parameter>, String> {
+        self.launch.parameters.iter().map(|name| parameter(name, problem)).collect()
+    }
+
+    fn grid(&self, problem: &Problem) -> Result<[u32; 3], String> {
+        let [x, y, z] = &self.launch.grid;
+        Ok([x.of(problem)?, y.of(problem)?, z.of(problem)?])
+    }
+
+    /// Runs the kernel once on the bytes of q, k, v, o and lse; what these are afterwards.
+    fn compute(&self, problem: &Problem, tensors: [&[u8]; 5]) -> Result<[Vec<u8>; 5], String> {
+        match &self.place {
+            Place::Gpu(gpu) => self.on_gpu(gpu, problem, tensors),
+            Place::Sim(module) => self.in_sim(module, problem, tensors),
+        }
+    }
+
+    fn in_sim(
+        &self,
+        module: &Module,
+        problem: &Problem,
+        tensors: [&[u8]; 5],
+    ) -> Result<[Vec<u8>; 5], String> {
+        let mut sim = Sim::new(Config { threads: 1, ..Config::default() });
+        let buffers: Vec<Buffer> = TENSORS
+            .iter()
+            .zip(tensors)
+            .enumerate()
+            // What an output holds before is no value that a kernel may read.
+            .map(
+                |(n, (name, bytes))| {
+                    if n < 3 { sim.alloc_from(name, bytes) } else { sim.alloc(name, bytes.len()) }
+                },
+            )
+            .collect();
+        let kernel = module.kernel(&self.launch.entry).ok_or("the kernel is gone")?;
+        let mut params = vec![0; kernel.param_bytes() as usize];
+        for (param, value) in kernel.params.iter().zip(self.parameters(problem)?) {
+            let bytes = match value {
+                Parameter::Address(tensor) => buffers[tensor].address.to_le_bytes().to_vec(),
+                Parameter::U32(number) => number.to_le_bytes().to_vec(),
+                Parameter::F32(number) => number.to_le_bytes().to_vec(),
+            };
+            if bytes.len() != param.ty.bytes() as usize {
+                return Err(format!("the parameter {} has another size than what is described", param.name));
+            }
+            params[param.offset as usize..][..bytes.len()].copy_from_slice(&bytes);
+        }
+        let shared = self.launch.shared.max(kernel.shared_bytes());
+        let dims = LaunchDims {
+            grid: self.grid(problem)?,
+            block: self.launch.block,
+            cluster: None,
+            dynamic_shared: Some(shared),
+        };
+        let report =
+            sim.launch(module, &self.launch.entry, dims, &params).map_err(|error| error.to_string())?;
+        if let Some(finding) = report.findings.first() {
+            return Err(finding.to_string());
+        }
+        let outputs = if self.gives_lse() { 3..5 } else { 3..4 };
+        for n in outputs {
+            if let Some(range) = sim.unwritten(buffers[n]).first() {
+                return Err(format!("{} was not written: bytes {range:?}", TENSORS[n]));
+            }
+        }
+        Ok(std::array::from_fn(|n| sim.read(buffers[n])))
     }
 
     #[allow(unsafe_code)] // A launch reaches memory through addresses.
-    fn compute(&self, problem: &Problem, tensors: [&[u8]; 5]) -> Result<[Vec<u8>; 5], String> {
+    fn on_gpu(&self, gpu: &Gpu, problem: &Problem, tensors: [&[u8]; 5]) -> Result<[Vec<u8>; 5], String> {
+        let _turn = gpu.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let say = |error: driver::DriverError| error.to_string();
-        let stream = self.cuda.stream();
+        let stream = gpu.cuda.stream();
+        let guard = vec![GUARD_BYTE; GUARD];
         let mut buffers = Vec::new();
         for tensor in tensors {
-            let guard = vec![GUARD_BYTE; GUARD];
             buffers.push(stream.upload_new(&[&guard, tensor, &guard].concat()).map_err(say)?);
         }
         let mut params = ParamBuffer::new();
-        for name in &self.launch.parameters {
-            match parameter(name, problem)? {
+        for value in self.parameters(problem)? {
+            match value {
                 Parameter::Address(tensor) => params.push_u64(buffers[tensor].address() + GUARD as u64),
                 Parameter::U32(number) => params.push_u32(number),
                 Parameter::F32(number) => params.push_f32(number),
             }
             .map_err(say)?;
         }
-        let [x, y, z] = &self.launch.grid;
-        let grid = [x.of(problem)?, y.of(problem)?, z.of(problem)?];
-        let config =
-            LaunchConfig { shared_bytes: self.launch.shared, ..LaunchConfig::new(grid, self.launch.block) };
-        // SAFETY: the parameters are those that the user describes; the buffers outlive the synchronisation below. What
-        // a wrong description or kernel reaches beyond them is the GPU's fault handling, and this process's context.
-        unsafe { self.function.launch(stream, &config, params.as_bytes()) }.map_err(say)?;
-        self.cuda.synchronize().map_err(|error| error.to_string())?;
+        let plain = LaunchConfig::new(self.grid(problem)?, self.launch.block);
+        let config = LaunchConfig { shared_bytes: self.launch.shared, ..plain };
+        // SAFETY: the parameters are those that the user describes, and the buffers outlive the synchronisation below.
+        // What a wrong description or kernel does beyond them ends this process's context, and is reported.
+        unsafe { gpu.function.launch(stream, &config, params.as_bytes()) }.map_err(say)?;
+        gpu.cuda.synchronize().map_err(|error| error.to_string())?;
         let mut results = [const { Vec::new() }; 5];
         for ((buffer, name), result) in buffers.iter().zip(TENSORS).zip(&mut results) {
             let bytes = stream.download_all::<u8>(buffer).map_err(say)?;
@@ -262,7 +379,7 @@ impl PtxEngine {
 
 impl Engine for PtxEngine {
     fn name(&self) -> &str {
-        NAME
+        self.name
     }
 
     fn wish(&self) -> String {
@@ -274,7 +391,15 @@ impl Engine for PtxEngine {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), String> {
-        self.launch.supports(problem)
+        self.launch.supports(problem)?;
+        let pairs =
+            problem.mask.pairs(problem.len_q, problem.len_k) * (problem.batch * problem.heads_q) as u128;
+        match self.place {
+            Place::Sim(_) if pairs > MOST_PAIRS => Err(format!(
+                "{pairs} pairs of queries and keys would take long to simulate; {MOST_PAIRS} are the most"
+            )),
+            _ => Ok(()),
+        }
     }
 
     fn run(
@@ -285,19 +410,22 @@ impl Engine for PtxEngine {
         lse: Option<&mut TensorMut<'_>>,
     ) -> flashcore::Result<()> {
         let problem = attention.problem(q, k, v)?;
-        let plain = |tensor: &Tensor<'_>, dtype| {
-            Guarded::with_values(dtype, Arrangement::Bhsd, tensor.shape(), &tensor.to_f32()).bytes()
+        let plain = |tensor: &Tensor<'_>| {
+            Guarded::with_values(problem.dtype, Arrangement::Bhsd, tensor.shape(), &tensor.to_f32()).bytes()
         };
-        let inputs = [q, k, v].map(|tensor| plain(tensor, problem.dtype));
+        let inputs = [q, k, v].map(plain);
         // What stands in the outputs goes over too, so that what the kernel does not write shows.
-        let before = plain(&o.as_tensor(), problem.dtype);
-        let sums = vec![0xff_u8; problem.batch * problem.heads_q * problem.len_q * 4];
+        let before = plain(&o.as_tensor());
+        let sums = vec![0xff_u8; problem.batch * problem.heads_q * problem.len_q * size_of::<f32>()];
         let results = self
             .compute(&problem, [&inputs[0], &inputs[1], &inputs[2], &before, &sums])
-            .map_err(|why| failed(NAME, why))?;
+            .map_err(|why| failed(self.name, why))?;
         for ((name, sent), back) in TENSORS.iter().zip(&inputs).zip(&results) {
             if sent != back {
-                return Err(failed(NAME, format!("{name} was changed by the kernel, though it is an input")));
+                return Err(failed(
+                    self.name,
+                    format!("{name} was changed by the kernel, though it is an input"),
+                ));
             }
         }
         let values: Vec<f32> = match problem.dtype {
