@@ -12,6 +12,7 @@ use std::{
 
 use super::{
     isa::Isa,
+    math::Exp2Below,
     simd::{Simd, dispatch},
 };
 
@@ -19,6 +20,10 @@ use super::{
 const CHAINS: usize = 12;
 /// Rounds of all chains in one sample: about a millisecond.
 const ROUNDS: usize = 400_000;
+/// Independent exponentials in a row: they share the registers with the polynomial's coefficients.
+const EXP_CHAINS: usize = 6;
+/// Rounds of all of them in one sample: about a millisecond.
+const EXP_ROUNDS: usize = 60_000;
 
 /// The rate of multiply-adds that never leave the registers, in GFLOP/s, on `threads` threads at once: the best of
 /// the samples that fit into `budget`. An instruction set that this CPU lacks is replaced by the portable one.
@@ -45,6 +50,18 @@ pub fn read_bandwidth(isa: Isa, threads: usize, budget: Duration) -> f64 {
         black_box(unsafe { sum(isa, mine) });
     });
     (share * threads * size_of::<f32>()) as f64 / time / 1e9
+}
+
+/// The rate of exponentials as the engine computes them, in registers, in units of 1e9 a second, on `threads` threads at
+/// once: the best of the samples that fit into `budget`.
+pub fn exp_rate(isa: Isa, threads: usize, budget: Duration) -> f64 {
+    let isa = if isa.is_available() { isa } else { Isa::Portable };
+    let threads = threads.max(1);
+    let time = best_time(threads, budget, |_| {
+        // SAFETY: the CPU has the instruction set.
+        black_box(unsafe { exponentials(isa, black_box(0.5)) });
+    });
+    (EXP_CHAINS * isa.lanes() * EXP_ROUNDS * threads) as f64 / time / 1e9
 }
 
 /// The shortest time in seconds in which all threads did their `work(thread)`.
@@ -100,6 +117,30 @@ unsafe fn chains_of<S: Simd>(x: f32) -> f32 {
 }
 
 dispatch! {
+    /// Runs `EXP_ROUNDS` rounds of exponentials.
+    unsafe fn exponentials(x: f32) -> f32 = exponentials_of
+}
+
+#[inline(always)]
+unsafe fn exponentials_of<S: Simd>(x: f32) -> f32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let exp = Exp2Below::<S>::new(x);
+        let mut values = [S::splat(x); EXP_CHAINS];
+        for _ in 0..EXP_ROUNDS {
+            for value in &mut values {
+                *value = exp.of(*value);
+            }
+        }
+        let mut total = values[0];
+        for &value in &values[1..] {
+            total = S::add(total, value);
+        }
+        first_lane::<S>(total)
+    }
+}
+
+dispatch! {
     /// The sum of all elements.
     unsafe fn sum(memory: &[f32]) -> f32 = sum_of
 }
@@ -140,6 +181,8 @@ mod tests {
             for threads in [0, 1, 3] {
                 let rate = fma_peak(isa, threads, Duration::ZERO);
                 assert!(rate.is_finite() && rate > 0.01, "{isa}: {rate}");
+                let exponentials = exp_rate(isa, threads, Duration::ZERO);
+                assert!(exponentials.is_finite() && exponentials > 0.001, "{isa}: {exponentials}");
             }
         }
         let rate = read_bandwidth(Isa::Portable, 2, Duration::ZERO);
