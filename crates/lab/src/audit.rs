@@ -298,7 +298,9 @@ fn check_comparison(audit: &mut Audit, at: &str, said: &Value, ours: &Value, res
     check_interval(audit, &format!("{at}.verdict_interval"), &said["verdict_interval"], || {
         Some(made.verdict_interval)
     });
-    let follows = interval(&said["verdict_interval"]).map(|interval| stats::verdict(&interval, margin));
+    let rounds = samples(ours).len().min(samples(peer).len());
+    let follows =
+        interval(&said["verdict_interval"]).map(|interval| stats::verdict_after(rounds, &interval, margin));
     let verdict = follows.map_or(Value::Null, |verdict: Verdict| Value::from(verdict.to_string()));
     audit.same(&format!("{at}.verdict"), &said["verdict"], &verdict);
     if said["verdict"] == "FASTER" {

@@ -5,11 +5,13 @@ use std::time::{Duration, Instant};
 use flashcore::{DType, Mask, Problem, cpu};
 use serde::Serialize;
 
+use crate::ceilings::{Ceilings, Roofline};
 use crate::engine::{DeviceEngine, Engine};
 use crate::guarded::{Arrangement, Guarded, Poison};
 use crate::inputs::Distribution;
 use crate::operands::Operands;
 use crate::peers::{self, Torch};
+use crate::physics::{self, Rate};
 use crate::rule::{Judgement, Yardstick};
 use crate::shapes::Shape;
 use crate::stats::{self, Interval, Verdict};
@@ -19,8 +21,6 @@ use crate::timing::{Contender, Effort, Samples, measure};
 const ORACLE_WORK: f64 = 3e8;
 /// The seed of every benchmark's inputs.
 const SEED: u64 = 2026;
-/// A rate above this share of the measured peak is an error of the clock or of the count, not a record.
-const IMPOSSIBLE: f64 = 1.05;
 
 /// What is to be timed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -94,6 +94,8 @@ pub struct Measured {
     pub gbytes: Option<f64>,
     /// That as a share of the measured read bandwidth; only where memory is the limit.
     pub bandwidth_share: Option<f64>,
+    /// The time against the ceilings that were kept for this machine; absent where none were.
+    pub roofline: Option<Roofline>,
     /// The rule's judgement of its output.
     pub error: Option<Judgement>,
     /// Why it left before the end, if it did.
@@ -157,6 +159,8 @@ pub struct Outcome {
     pub comparisons: Vec<Comparison>,
     /// Ours ran faster than the machine can: the measurement is wrong.
     pub impossible: bool,
+    /// The rate is so low that the call is timed rather than the arithmetic.
+    pub launch_bound: bool,
     #[serde(skip)]
     cell: Option<Cell>,
 }
@@ -186,12 +190,126 @@ pub struct Bench {
     threads: usize,
     effort: Effort,
     torch: Option<Torch>,
+    warmups: u32,
+    ceilings: Option<Ceilings>,
+}
+
+/// What comparing a thing with itself, again and again, says of the procedure.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct AgainstItself {
+    /// The cell, as `1x8x512x64 f16 causal`.
+    pub cell: String,
+    /// What one side's times were multiplied with: 1.02 plants a slow-down of 2 %.
+    pub handicap: f64,
+    /// Measurements.
+    pub repetitions: usize,
+    /// How often each verdict was given: FASTER, SAME, SLOWER, UNDECIDED.
+    pub verdicts: [usize; 4],
+    /// How often the 95 % interval held the truth.
+    pub held: usize,
+    /// Every measurement's comparison, the handicapped side against the other.
+    pub comparisons: Vec<Comparison>,
+}
+
+/// The share of measurements in which FASTER, and SLOWER, may be said of two things that are one.
+pub const FALSE_POSITIVES: f64 = 0.03;
+
+impl AgainstItself {
+    /// Of comparisons of a thing, its times multiplied with `handicap`, with itself.
+    pub fn new(cell: String, handicap: f64, comparisons: Vec<Comparison>) -> Self {
+        let count = |verdict| comparisons.iter().filter(|it| it.verdict == verdict).count();
+        let truth = 1.0 / handicap;
+        let holds = |it: &&Comparison| (it.interval.low..=it.interval.high).contains(&truth);
+        Self {
+            cell,
+            handicap,
+            repetitions: comparisons.len(),
+            verdicts: [Verdict::Faster, Verdict::Same, Verdict::Slower, Verdict::Undecided].map(count),
+            held: comparisons.iter().filter(holds).count(),
+            comparisons,
+        }
+    }
+
+    /// Whether the procedure keeps what it promises: without a handicap FASTER and SLOWER within their rate of error
+    /// (or once, where that is less than one), with one SLOWER in nine of ten and never FASTER.
+    pub fn passed(&self) -> bool {
+        let [faster, _, slower, _] = self.verdicts;
+        let most = ((self.repetitions as f64 * FALSE_POSITIVES) as usize).max(1);
+        if self.handicap > 1.0 {
+            faster == 0 && slower * 10 >= self.repetitions * 9
+        } else {
+            faster <= most && slower <= most
+        }
+    }
+}
+
+/// Somebody whose times are multiplied with a number, to plant a slow-down that is known.
+pub(crate) struct Handicapped<C> {
+    pub(crate) contender: C,
+    pub(crate) name: &'static str,
+    pub(crate) factor: f64,
+}
+
+impl<C: Contender> Contender for Handicapped<C> {
+    fn name(&self) -> String {
+        self.name.into()
+    }
+
+    fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String> {
+        self.contender.sample(warm, calls).map(|us| us * self.factor)
+    }
 }
 
 impl Bench {
     /// With the CPU engine on given instructions and threads, and torch where there is one.
     pub fn new(isa: cpu::Isa, threads: usize, effort: Effort, torch: Option<Torch>) -> Result<Self, String> {
-        Ok(Self { engine: DeviceEngine::cpu(isa, threads)?, isa, threads, effort, torch })
+        let engine = DeviceEngine::cpu(isa, threads)?;
+        Ok(Self { engine, isa, threads, effort, torch, warmups: 0, ceilings: None })
+    }
+
+    /// With so many calls of everybody before the first sample, beside the one that finds out how long a call takes.
+    pub fn with_warmups(mut self, warmups: u32) -> Self {
+        self.warmups = warmups;
+        self
+    }
+
+    /// With ceilings that times are held against.
+    pub fn with_ceilings(mut self, ceilings: Option<Ceilings>) -> Self {
+        self.ceilings = ceilings;
+        self
+    }
+
+    /// Compares ours with itself so many times, each time by the whole procedure; one side's times are multiplied with
+    /// `handicap`. Stops early, with what there is, when `stop` says so.
+    pub fn against_itself(
+        &self,
+        cell: &Cell,
+        repetitions: usize,
+        handicap: f64,
+        stop: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<AgainstItself, String> {
+        let operands = Operands::draw(cell.problem(), None, Arrangement::Bhsd, Distribution::Normal, SEED);
+        // Nobody else's threads are about.
+        let effort = Effort { settle: Duration::ZERO, ..self.effort };
+        let side = |name, factor| -> Box<dyn Contender + '_> {
+            Box::new(Handicapped { contender: Ours::new(&self.engine, &operands), name, factor })
+        };
+        let mut comparisons = Vec::new();
+        while comparisons.len() < repetitions && !stop() {
+            progress(comparisons.len());
+            let mut contenders = [side("flashcore", handicap), side("itself", 1.0)];
+            let samples = measure(&mut contenders, &effort, stop, &mut |_, _| {});
+            if stop() {
+                break;
+            }
+            if let Some(why) = samples.iter().find_map(|samples| samples.failure.clone()) {
+                return Err(why);
+            }
+            let compared = Comparison::of(&samples[0].times, "itself", &samples[1].times, effort.margin);
+            comparisons.push(compared.ok_or("fewer than five rounds say nothing: give --samples 5 or more")?);
+        }
+        Ok(AgainstItself::new(cell.label(), handicap, comparisons))
     }
 
     /// The engine under test.
@@ -231,6 +349,13 @@ impl Bench {
                 Err(why) => absent = Some(why.clone()),
             }
         }
+        if self.warmups > 0 {
+            progress("warming up", 0.0);
+            for contender in &mut contenders {
+                // Whoever fails here fails again on the clock, where it is written down.
+                let _ = contender.sample(self.warmups, 1);
+            }
+        }
         let mut rounds = |round: usize, share: f64| progress(&format!("round {round}"), share.min(1.0));
         let mut samples = measure(&mut contenders, &self.effort, stop, &mut rounds);
         drop(contenders);
@@ -241,10 +366,16 @@ impl Bench {
         let results: Vec<Measured> = samples
             .into_iter()
             .zip(errors)
-            .map(|(samples, error)| summarise(samples, error.ok(), &problem, peak, bandwidth))
+            .map(|(samples, error)| {
+                let mut measured = summarise(samples, error.ok(), &problem, peak, bandwidth);
+                let roofline = |ceilings: &Ceilings| ceilings.roofline(&problem, measured.p50_us);
+                measured.roofline = self.ceilings.as_ref().and_then(roofline);
+                measured
+            })
             .collect();
-        let impossible = results[0].fma_peak_share.is_some_and(|share| share > IMPOSSIBLE)
-            || results[0].bandwidth_share.is_some_and(|share| share > IMPOSSIBLE);
+        let by_arithmetic = physics::rate(results[0].gflops, Some(peak), physics::ABOVE_MEASURED);
+        let by_memory = physics::rate(results[0].gbytes, bandwidth, physics::ABOVE_MEASURED);
+        let impossible = [by_arithmetic, by_memory].contains(&Rate::Impossible);
         Ok(Outcome {
             name: Some(cell.name).filter(|name| !name.is_empty()),
             shape: cell.shape.to_string(),
@@ -261,6 +392,7 @@ impl Bench {
             comparisons: compare(&results, self.effort.margin),
             results,
             impossible,
+            launch_bound: by_arithmetic == Rate::LaunchBound && !cell.is_decode(),
             cell: Some(*cell),
         })
     }
@@ -366,6 +498,7 @@ fn summarise(
         fma_peak_share: gflops.map(|gflops| gflops / peak),
         gbytes,
         bandwidth_share: gbytes.zip(bandwidth).map(|(gbytes, bandwidth)| gbytes / bandwidth),
+        roofline: None,
         error,
         failure: samples.failure,
         samples_us: samples.times,
@@ -374,6 +507,9 @@ fn summarise(
 
 /// Ours against every peer that ran to the end.
 fn compare(results: &[Measured], margin: f64) -> Vec<Comparison> {
+    if results[0].failure.is_some() {
+        return Vec::new();
+    }
     let ours = &results[0].samples_us;
     let peers = results[1..].iter().filter(|peer| peer.failure.is_none());
     peers.filter_map(|peer| Comparison::of(ours, &peer.name, &peer.samples_us, margin)).collect()
@@ -382,14 +518,15 @@ fn compare(results: &[Measured], margin: f64) -> Vec<Comparison> {
 impl Comparison {
     /// Ours against a peer by their samples, one a round each; absent where they are too few to say anything.
     pub fn of(ours: &[f64], peer: &str, theirs: &[f64], margin: f64) -> Option<Self> {
-        let ratio = stats::median_ratio(theirs, ours, 0.95)?;
-        let sure = stats::median_ratio(theirs, ours, stats::VERDICT_LEVEL)?;
+        let draws = stats::RatioDraws::paired(theirs, ours)?;
+        let (ratio, sure) = (draws.at(0.95), draws.at(stats::VERDICT_LEVEL));
+        let rounds = ours.len().min(theirs.len());
         Some(Self {
             peer: peer.into(),
             speed_up: ratio.estimate,
             interval: ratio.interval,
             verdict_interval: sure.interval,
-            verdict: stats::verdict(&sure.interval, margin),
+            verdict: stats::verdict_after(rounds, &sure.interval, margin),
             margin,
         })
     }
@@ -506,10 +643,46 @@ mod tests {
     }
 
     #[test]
+    fn five_rounds_have_a_ratio_and_no_verdict() {
+        let of = |rounds: usize| Comparison::of(&vec![100.0; rounds], "x", &vec![150.0; rounds], 0.02);
+        assert_eq!(of(4), None);
+        assert_eq!(of(5).map(|it| (it.speed_up, it.verdict)), Some((1.5, Verdict::Undecided)));
+        assert_eq!(of(6).map(|it| it.verdict), Some(Verdict::Faster));
+    }
+
+    #[test]
     fn a_peer_that_failed_is_not_compared() {
         let mut torch = result("torch", vec![150.0; 20]);
         torch.failure = Some("it died".into());
         assert!(compare(&[result("flashcore", vec![100.0; 20]), torch], 0.02).is_empty());
+    }
+
+    #[test]
+    fn a_thing_against_itself_may_be_called_faster_or_slower_in_3_of_100_measurements() {
+        let of = |low: f64, high: f64, verdict| Comparison {
+            peer: "itself".into(),
+            speed_up: 1.0,
+            interval: Interval { low, high, level: 0.95 },
+            verdict_interval: Interval { low, high, level: 0.99 },
+            verdict,
+            margin: 0.02,
+        };
+        let run = |faster: usize, same: usize| {
+            let mut all = vec![of(1.01, 1.05, Verdict::Faster); faster];
+            all.extend(vec![of(0.99, 1.01, Verdict::Same); same]);
+            AgainstItself::new("cell".into(), 1.0, all)
+        };
+        let good = run(6, 194);
+        assert_eq!((good.verdicts, good.held, good.passed()), ([6, 194, 0, 0], 194, true));
+        assert!(!run(7, 193).passed());
+        assert!(run(1, 9).passed() && !run(2, 8).passed());
+        let slow = |count: usize, others: usize| {
+            let mut all = vec![of(0.97, 0.985, Verdict::Slower); count];
+            all.extend(vec![of(0.97, 1.01, Verdict::Undecided); others]);
+            AgainstItself::new("cell".into(), 1.02, all)
+        };
+        assert!(slow(9, 1).passed() && !slow(8, 2).passed());
+        assert_eq!(slow(9, 1).held, 10, "both hold 1 / 1.02");
     }
 
     #[test]

@@ -6,6 +6,8 @@
 //!   threads takes up many cases at once.
 //! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
 //!   does so on a GPU, with everyone in a [`process`] of their own.
+//! - [`physics`] refuses what no machine can do, [`ceilings`] are what this one can; [`compare`] holds a run against a
+//!   [`saved`] one, [`rbk`] times a grid of a file, [`kept`] is what stays for later runs.
 //! - [`search`] looks for faster schedules, and believes none that it has not seen win twice.
 //! - [`micro`] measures the pieces that kernels are made of, to order what [`search`] tries.
 //! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
@@ -19,8 +21,10 @@
 pub mod audit;
 pub mod bench;
 pub mod cases;
+pub mod ceilings;
 pub mod check;
 pub mod cli;
+pub mod compare;
 pub mod conditioning;
 pub mod crew;
 pub mod diagnose;
@@ -33,15 +37,19 @@ pub mod gpu;
 pub mod guarded;
 pub mod inputs;
 pub mod interrupt;
+pub mod kept;
 pub mod micro;
 pub mod ncu;
 pub mod occupancy;
 pub mod operands;
 pub mod peers;
+pub mod physics;
 pub mod process;
+pub mod rbk;
 pub mod report;
 pub mod rng;
 pub mod rule;
+pub mod saved;
 pub mod search;
 pub mod shapes;
 pub mod stats;

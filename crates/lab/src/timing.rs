@@ -6,7 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::stats::{self, Interval, LOOKS, Verdict, median_ratio, verdict};
+use crate::physics;
+use crate::stats::{self, Interval, LOOKS, RatioDraws, Verdict, verdict};
 
 /// Something that can be put on the clock.
 pub trait Contender {
@@ -15,6 +16,22 @@ pub trait Contender {
 
     /// Makes `warm` calls off the clock and then `calls` on it, and returns the microseconds that one took.
     fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String>;
+}
+
+/// Somebody who looks at the machine around every round.
+pub trait Watch {
+    /// Looks now, and says whether something slows the machine down, so that a round that ends now does not count.
+    fn is_throttled(&mut self) -> bool;
+}
+
+/// Nobody looks.
+#[derive(Clone, Copy, Debug)]
+pub struct Unwatched;
+
+impl Watch for Unwatched {
+    fn is_throttled(&mut self) -> bool {
+        false
+    }
 }
 
 /// How long to measure.
@@ -35,9 +52,15 @@ pub struct Effort {
 /// Rounds before the first look at the samples.
 const FIRST_LOOK: usize = 10;
 /// Rounds that are needed at least, however long they take.
-const FEWEST: usize = 5;
+const FEWEST: usize = stats::VERDICT_ROUNDS;
 /// What a sample takes at least by the clock of the CPU.
 pub const SAMPLE: Duration = Duration::from_millis(2);
+/// Calls of one sample at most.
+const MOST_CALLS: u32 = 10_000;
+/// How often the number of calls is tried out at most.
+const CALIBRATIONS: usize = 4;
+/// A sample that is shorter than wanted by no more than this is long enough.
+const CLOSE: f64 = 0.8;
 /// Calls longer than this need no call before them to wake threads and fill caches.
 const LONG_CALL_US: f64 = 50_000.0;
 /// Between two turns, so that threads of the one before have stopped spinning: OpenMP's wait for more work for
@@ -57,19 +80,48 @@ pub struct Samples {
     pub failure: Option<String>,
 }
 
-/// Measures all contenders; the first is the one that the others are compared with. Stops when every comparison has
-/// its verdict and its ratio (alone, the median) is known within the margin, when the budget is spent, or when `stop`
-/// says so. `progress` is told the rounds done and the share of the effort that they are.
+/// What a measurement gave.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Measurement {
+    /// Of each contender.
+    pub samples: Vec<Samples>,
+    /// Rounds that were thrown away and taken again, since the machine was slowed down in them.
+    pub retaken: usize,
+    /// Rounds that count although the machine was slowed down in them: it did not recover.
+    pub throttled: usize,
+}
+
+/// Rounds that are taken again at most; a machine that stays slow is measured as it is, and that is said.
+const RETAKES: usize = 12;
+/// How long a machine that is slowed down is left alone.
+const REST: Duration = Duration::from_millis(250);
+
+/// Measures all contenders as [`measure_watched`] does, with nobody watching.
 pub fn measure(
     contenders: &mut [Box<dyn Contender + '_>],
     effort: &Effort,
     stop: &dyn Fn() -> bool,
     progress: &mut dyn FnMut(usize, f64),
 ) -> Vec<Samples> {
+    measure_watched(contenders, effort, &mut Unwatched, stop, progress).samples
+}
+
+/// Measures all contenders; the first is the one that the others are compared with. Stops when every comparison has
+/// its verdict and its ratio (alone, the median) is known within the margin, when the budget is spent, or when `stop`
+/// says so. A round in which `watch` saw the machine slowed down is taken again. `progress` is told the rounds done and
+/// the share of the effort that they are.
+pub fn measure_watched(
+    contenders: &mut [Box<dyn Contender + '_>],
+    effort: &Effort,
+    watch: &mut dyn Watch,
+    stop: &dyn Fn() -> bool,
+    progress: &mut dyn FnMut(usize, f64),
+) -> Measurement {
     let mut samples: Vec<Samples> =
         contenders.iter_mut().map(|contender| calibrate(contender.as_mut(), effort.sample)).collect();
     let started = Instant::now();
-    let mut round = 0;
+    let (mut round, mut retaken, mut throttled) = (0, 0, 0);
+    watch.is_throttled();
     while !stop() && samples[0].failure.is_none() {
         for turn in 0..contenders.len() {
             let who = (round + turn) % contenders.len();
@@ -81,10 +133,21 @@ pub fn measure(
                 std::thread::sleep(effort.settle);
             }
             let warm = u32::from(times.last().is_none_or(|&time| time < LONG_CALL_US));
-            match contenders[who].sample(warm, *calls) {
+            match contenders[who].sample(warm, *calls).and_then(physics::time) {
                 Ok(time) => times.push(time),
                 Err(why) => *failure = Some(why),
             }
+        }
+        if watch.is_throttled() {
+            if retaken < RETAKES && effort.share(round, started.elapsed()) < 1.0 {
+                for samples in &mut samples {
+                    samples.times.truncate(round);
+                }
+                retaken += 1;
+                std::thread::sleep(REST);
+                continue;
+            }
+            throttled += 1;
         }
         round += 1;
         let share = effort.share(round, started.elapsed());
@@ -94,7 +157,7 @@ pub fn measure(
             break;
         }
     }
-    samples
+    Measurement { samples, retaken, throttled }
 }
 
 impl Effort {
@@ -116,15 +179,24 @@ fn is_look(round: usize) -> bool {
     (0..LOOKS).any(|look| round == FIRST_LOOK << look)
 }
 
-/// Finds how many calls make a sample, which also warms everything up.
+/// Finds how many calls make a sample, which also warms everything up. The first call is slower than those after it, so
+/// the number is tried out, and corrected where a sample came out too short.
 fn calibrate(contender: &mut dyn Contender, least: Duration) -> Samples {
     let mut samples = Samples { name: contender.name(), calls: 1, times: Vec::new(), failure: None };
-    match contender.sample(1, 1) {
-        Ok(time) => {
-            let needed = least.as_secs_f64() * 1e6 / time.max(0.01);
-            samples.calls = (needed.ceil() as u32).clamp(1, 10_000);
+    for _ in 0..CALIBRATIONS {
+        match contender.sample(1, samples.calls).and_then(physics::time) {
+            Ok(time) => {
+                let needed = least.as_secs_f64() * 1e6 / time.max(0.01);
+                if f64::from(samples.calls) >= CLOSE * needed {
+                    break;
+                }
+                samples.calls = (needed.ceil() as u32).clamp(1, MOST_CALLS);
+            }
+            Err(why) => {
+                samples.failure = Some(why);
+                break;
+            }
         }
-        Err(why) => samples.failure = Some(why),
     }
     samples
 }
@@ -139,9 +211,10 @@ fn settled(samples: &[Samples], margin: f64) -> bool {
         return stats::median_interval(ours, 0.95).is_some_and(|interval| narrow(&interval));
     }
     peers.iter().all(|peer| {
-        let known = median_ratio(&peer.times, ours, 0.95).is_some_and(|ratio| narrow(&ratio.interval));
-        let sure = median_ratio(&peer.times, ours, stats::VERDICT_LEVEL);
-        known && sure.is_some_and(|ratio| verdict(&ratio.interval, margin) != Verdict::Undecided)
+        RatioDraws::paired(&peer.times, ours).is_some_and(|draws| {
+            let sure = draws.at(stats::VERDICT_LEVEL).interval;
+            narrow(&draws.at(0.95).interval) && verdict(&sure, margin) != Verdict::Undecided
+        })
     })
 }
 
@@ -207,6 +280,17 @@ mod tests {
     }
 
     #[test]
+    fn a_slow_first_call_does_not_make_samples_short() {
+        let log = RefCell::new(Vec::new());
+        let mut calls = 0;
+        let mut contenders = [scripted("a", &log, || {
+            calls += 1;
+            Ok(if calls == 1 { 1000.0 } else { 10.0 })
+        })];
+        assert_eq!(run(&mut contenders, &Effort { rounds: Some(1), ..LONG })[0].calls, 200);
+    }
+
+    #[test]
     fn a_clear_difference_ends_at_the_first_look_and_an_unclear_one_goes_on() {
         let log = RefCell::new(Vec::new());
         let mut rng = Rng::new(1);
@@ -222,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_spent_budget_ends_it_but_not_before_five_rounds() {
+    fn a_spent_budget_ends_it_but_not_before_there_can_be_a_verdict() {
         let log = RefCell::new(Vec::new());
         let mut contenders = [scripted("a", &log, || Ok(1e5))];
         let effort = Effort { budget: Duration::ZERO, ..LONG };
@@ -243,6 +327,65 @@ mod tests {
         let samples = run(&mut contenders, &Effort { rounds: Some(6), ..LONG });
         assert_eq!((samples[0].times.len(), samples[1].times.len()), (6, 1));
         assert_eq!(samples[1].failure.as_deref(), Some("it died"));
+    }
+
+    /// Sees a machine that is slowed down at some of the looks.
+    struct Scene<F: FnMut(usize) -> bool>(usize, F);
+
+    impl<F: FnMut(usize) -> bool> Watch for Scene<F> {
+        fn is_throttled(&mut self) -> bool {
+            self.0 += 1;
+            (self.1)(self.0 - 1)
+        }
+    }
+
+    #[test]
+    fn a_round_in_which_the_machine_was_slowed_down_is_taken_again_for_everybody() {
+        let log = RefCell::new(Vec::new());
+        let (mut a, mut b) = (0.0, 0.0);
+        let next = |x: &mut f64| {
+            *x += 1.0;
+            Ok(1e5 + *x)
+        };
+        let other = next;
+        let mut contenders = [scripted("a", &log, || next(&mut a)), scripted("b", &log, || other(&mut b))];
+        let effort = Effort { rounds: Some(3), ..LONG };
+        // Looks: before all, and after each round; the second round is slow.
+        let mut watch = Scene(0, |look| look == 2);
+        let got = measure_watched(&mut contenders, &effort, &mut watch, &|| false, &mut |_, _| {});
+        assert_eq!((got.retaken, got.throttled), (1, 0));
+        for samples in &got.samples {
+            // The first call of each went into calibration, the third was thrown away.
+            assert_eq!(samples.times, [1e5 + 2.0, 1e5 + 4.0, 1e5 + 5.0], "{}", samples.name);
+        }
+    }
+
+    #[test]
+    fn a_machine_that_stays_slow_is_measured_as_it_is_and_that_is_counted() {
+        let log = RefCell::new(Vec::new());
+        let mut contenders = [scripted("a", &log, || Ok(1e5))];
+        let effort = Effort { rounds: Some(2), ..LONG };
+        let got =
+            measure_watched(&mut contenders, &effort, &mut Scene(0, |_| true), &|| false, &mut |_, _| {});
+        assert_eq!((got.retaken, got.throttled, got.samples[0].times.len()), (RETAKES, 2, 2));
+    }
+
+    #[test]
+    fn a_time_that_was_not_measured_is_not_taken_for_zero() {
+        for nothing in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            let log = RefCell::new(Vec::new());
+            let mut left = 4;
+            let mut contenders = [
+                scripted("ours", &log, || Ok(1e5)),
+                scripted("theirs", &log, move || {
+                    left -= 1;
+                    Ok(if left > 0 { 1e5 } else { nothing })
+                }),
+            ];
+            let samples = run(&mut contenders, &Effort { rounds: Some(6), ..LONG });
+            assert_eq!((samples[0].times.len(), samples[1].times.len()), (6, 2));
+            assert!(samples[1].failure.as_ref().is_some_and(|why| why.contains("no time")), "{samples:?}");
+        }
     }
 
     #[test]

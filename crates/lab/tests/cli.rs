@@ -477,6 +477,7 @@ fn an_interrupted_bench_keeps_what_it_has() {
     let (output, report) = interrupted(&["bench", "mission", "--no-peers", "--samples", "100000"]);
     assert_eq!(code(&output), 2, "{}", stderr(&output));
     assert_eq!(report["complete"], false);
+    assert!(stdout(&output).contains("what was measured until then is kept"), "{}", stdout(&output));
 }
 
 #[test]

@@ -28,6 +28,20 @@ impl Machine {
         Some(Self { driver: fake::as_system_driver(flags)?, folder: tempfile::tempdir().unwrap() })
     }
 
+    /// Adds a library to those that the machine has, from a file in `tests/fake`.
+    fn with_library(self, source: &str, name: &str) -> Self {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake").join(source);
+        let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
+        let output = Command::new(compiler)
+            .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
+            .arg(self.driver.path().join(name))
+            .arg(source)
+            .output()
+            .expect("the compiler that built the fake driver");
+        assert!(output.status.success(), "{}", text(&output));
+        self
+    }
+
     fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_flashcore"));
         command
@@ -35,6 +49,16 @@ impl Machine {
             .env("FLASHCORE_CACHE", self.folder.path().join("cubins"))
             .env("FLASHCORE_PYTHON", NO_PYTHON);
         command
+    }
+
+    /// Runs the command with a report and a variable in its environment.
+    fn run_with(&self, arguments: &[&str], variable: &str, value: &str) -> (Output, Value) {
+        let json = self.folder.path().join("report.json");
+        let mut command = self.command();
+        command.args(arguments).arg("--json").arg(&json).env(variable, value);
+        let output = command.output().unwrap();
+        let report = std::fs::read(&json).unwrap_or_else(|_| panic!("no report: {}", text(&output)));
+        (output, serde_json::from_slice(&report).unwrap())
     }
 
     /// Runs the command with a report.
@@ -209,6 +233,140 @@ done"#;
     let (_, report) = machine.run_with_python(&arguments, &python);
     let flash = &report["cells"][0]["results"][1];
     assert!(flash["failure"].as_str().unwrap().contains("another q"), "{flash}");
+}
+
+#[test]
+fn a_round_in_which_heat_slowed_the_gpu_down_is_marked_and_taken_again() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let machine = machine.with_library("nvml.c", "libnvidia-ml.so.1");
+    // Readings: one before the first round and one after each; the second round is hot.
+    let (output, report) = machine.run_with(&TINY, "NVML_HOT", "3");
+    let cell = &report["cells"][0];
+    assert_eq!(
+        (&cell["retaken_rounds"], &cell["throttled_rounds"]),
+        (&1.into(), &0.into()),
+        "{}",
+        text(&output)
+    );
+    assert_eq!(cell["results"][0]["samples_us"].as_array().unwrap().len(), 6);
+    let states = cell["states"].as_array().unwrap();
+    assert_eq!(states.len(), 8, "one before, six rounds, and the one that was taken again");
+    assert_eq!((&states[1]["throttled"], &states[2]["throttled"]), (&false.into(), &true.into()));
+    assert_eq!(states[2]["throttled_by"][0], "hardware thermal slowdown");
+    assert_eq!(states[0]["sm_clock_mhz"], 1980);
+    assert_eq!(states[0]["power_w"].as_f64(), Some(350.5));
+    // What is not supported or does not exist is absent, whatever stands in memory.
+    assert_eq!((&states[0]["temperature_c"], &states[0]["power_limit_w"]), (&Value::Null, &Value::Null));
+    assert_eq!(report["gpu"]["driver"], "999.1");
+    assert!(text(&output).contains("taken again"), "{}", text(&output));
+}
+
+#[test]
+fn without_nvml_nothing_is_said_of_clocks_and_no_round_is_taken_again() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let (_, report) = machine.run(&TINY);
+    let cell = &report["cells"][0];
+    assert_eq!((cell["states"].as_array().unwrap().len(), &cell["retaken_rounds"]), (0, &0.into()));
+    assert_eq!(report["gpu"]["driver"], Value::Null);
+}
+
+#[test]
+fn unfused_attention_is_two_products_of_cublas_and_a_softmax_and_shared_heads_are_rows_of_one() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let machine = machine.with_library("cublas.c", "libcublas.so.12");
+    let log = machine.folder.path().join("log");
+    let arguments = [
+        "bench",
+        "2x4/2x16/40x64",
+        "--device",
+        "cuda",
+        "--samples",
+        "6",
+        "--dtype",
+        "bf16",
+        "--peers",
+        "cublas",
+    ];
+    let (output, report) = machine.run_with(&arguments, "CUBLAS_LOG", log.to_str().unwrap());
+    let cublas = &report["cells"][0]["results"][1];
+    assert_eq!((&cublas["name"], &cublas["failure"]), (&"cublas".into(), &Value::Null), "{}", text(&output));
+    assert_eq!(cublas["samples_us"].as_array().unwrap().len(), 6);
+    assert!(cublas["call"]["p50_us"].as_f64().unwrap() > 0.0 && cublas["error"]["max"]["error"].is_number());
+    let log = std::fs::read_to_string(log).unwrap();
+    let lines: Vec<&str> = log.lines().collect();
+    // K transposed times Q; then V times what became of it. The two heads of a group are 32 columns.
+    assert_eq!(
+        lines[0],
+        "1 0: 40 32 64 x 4, alpha 0.125, types 14 14 14, ld 64 64 40, strides 2560 2048 1280, compute 68"
+    );
+    assert_eq!(
+        lines[1],
+        "0 0: 64 32 40 x 4, alpha 1, types 14 14 14, ld 64 40 64, strides 2560 1280 2048, compute 68"
+    );
+    let (_, report) = machine.run_with(&arguments, "CUBLAS_FAILS", "1");
+    let results = &report["cells"][0]["results"];
+    assert!(results[1]["failure"].as_str().unwrap().contains("no memory"), "{results}");
+    assert_eq!(results[0]["failure"], Value::Null, "ours has its row all the same");
+}
+
+#[test]
+fn without_cublas_its_row_says_where_it_was_looked_for() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let mut arguments = TINY.to_vec();
+    arguments.extend(["--peers", "cublas"]);
+    let (_, report) = machine.run_with(&arguments, "FLASHCORE_CUBLAS", "/nonexistent/libcublas.so.12");
+    let failure = report["cells"][0]["results"][1]["failure"].as_str().unwrap();
+    assert!(failure.contains("/nonexistent/libcublas.so.12"), "{failure}");
+}
+
+#[test]
+fn ceilings_of_a_gpu_are_kept_for_it_and_times_are_held_against_them() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let (output, found) = machine.run(&["bench", "--ceilings", "--device", "cuda"]);
+    assert_eq!(code(&output), 0, "{}", text(&output));
+    assert_eq!((&found["schema"], &found["machine"]), (&"flashcore.ceilings/1".into(), &"Fake GPU 0".into()));
+    for rate in ["matmul_tflops", "memory_gbytes", "exp_gops", "launch_us", "launch_host_us"] {
+        assert!(found[rate].as_f64().unwrap() > 0.0, "{rate}: {found}");
+    }
+    let (_, report) = machine.run(&TINY);
+    assert_eq!(report["ceilings"]["matmul_tflops"], found["matmul_tflops"]);
+    assert!(report["cells"][0]["results"][0]["roofline"]["share"].as_f64().unwrap() > 0.0);
+    // Another GPU has ceilings of its own, and nobody measured them.
+    let (_, report) = machine.run(&["bench", "tiny", "--samples", "6", "--device", "cuda-1"]);
+    assert_eq!(report["cells"][0]["results"][0]["roofline"], Value::Null);
+}
+
+#[test]
+fn a_time_that_a_peer_divided_by_something_is_held_against_the_wall_and_is_no_result() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    // A replay takes 20 ms of the wall, and the peer says that a call took a microsecond.
+    let script = r#"
+while read -r line; do
+    case "$line" in
+    *'"op":"hello"'*) echo '{"version": "9.9", "cudnn": 1, "cuda": "13.0", "device": "Fake"}' ;;
+    *'"op":"matmul"'*) echo '{"tflops": 700.0}' ;;
+    *'"op":"pool"'*) echo "{\"checksums\": [$SUMS]}" ;;
+    *'"op":"load"'*) echo '{}' ;;
+    *'"op":"output"'*)
+        path=${line##*\"path\":\"}; path=${path%%\"*}
+        head -c 4096 /dev/zero > "$path"; echo '{"bytes": 4096}' ;;
+    *'"op":"sample"'*) sleep 0.1; echo '{"us": 1.0, "calls": 1}' ;;
+    *'"op":"calls"'*) echo '{"call_us": [50, 51, 52], "host_us": [40, 41, 42]}' ;;
+    esac
+done"#;
+    let (_, before) = machine.run(&TINY);
+    let sums: Vec<String> =
+        before["inputs"][0]["checksums"].as_array().unwrap().iter().map(Value::to_string).collect();
+    let python = machine.python(&format!("SUMS='{}'\n{script}", sums.join(", ")));
+    let arguments = ["bench", "tiny", "--device", "cuda", "--samples", "6", "--peers", "flash"];
+    let (output, report) = machine.run_with_python(&arguments, &python);
+    let flash = &report["cells"][0]["results"][1];
+    assert!(flash["failure"].as_str().unwrap().contains("divided by something"), "{}", text(&output));
+    assert_eq!(
+        report["cells"][0]["comparisons"].as_array().unwrap().len(),
+        0,
+        "and nobody is compared with it"
+    );
 }
 
 #[test]

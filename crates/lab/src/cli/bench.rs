@@ -1,5 +1,6 @@
 //! `flashcore bench`: how fast, how sure, how right, and against whom.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -8,16 +9,21 @@ use flashcore::plan::{Kernel, Schedule};
 use flashcore::{DType, Mask, cpu};
 use serde::Serialize;
 
+use super::after_bench::{self, AfterBench, Finished, percent};
 use super::screen::{Progress, Tone, say, toned};
 use super::{Exit, Json, bench_gpu};
 use crate::bench::{
-    Bench, CausalShare, Cell, Measured, Outcome, Summary, causal_shares, cpu_matrix, summarise_all,
+    AgainstItself, Bench, CausalShare, Cell, Measured, Outcome, Summary, causal_shares, cpu_matrix,
+    summarise_all,
 };
-use crate::evidence::Environment;
-use crate::gpu::bench::{Cache, PEERS};
+use crate::ceilings::Ceilings;
+use crate::evidence::{Document, Environment};
+use crate::files;
+use crate::gpu::bench::{self as gpu_bench, Cache};
 use crate::gpu::cells::{self, Member};
 use crate::interrupt::{self, On};
 use crate::peers::{Torch, TorchFacts};
+use crate::rbk;
 use crate::shapes;
 use crate::stats::{MARGIN, Verdict};
 use crate::timing::{Effort, SAMPLE, SETTLE};
@@ -32,14 +38,32 @@ microseconds; rates count causal as half.
 
 On the CPU the clock is that of the caller. On a GPU it is the kernel clock, with the caller's beside it for a shape that \
 is looked at alone, and everything runs in worker processes: one that crashes or hangs costs its own row and no other. \
-torch is looked for in $FLASHCORE_PYTHON, then python3.")]
+torch is looked for in $FLASHCORE_PYTHON, then python3.
+
+With --compare the exit code is the gate's: 0 nothing is slower by more than --fail-on, 1 something surely is, 2 the samples \
+do not say. By the kernel clock times are compared as they are; by the call clock of a CPU, by a peer's times where both runs \
+have one.")]
 pub struct Options {
     /// What to time, by name or as BxHxSxD
-    #[arg(value_name = "SHAPE", value_parser = shapes::parse, required_unless_present = "matrix")]
+    #[arg(value_name = "SHAPE", value_parser = shapes::parse,
+          required_unless_present_any = ["matrix", "config", "candidate", "ceilings"])]
     shapes: Vec<shapes::Named>,
     /// A set of cells
     #[arg(long, value_enum, conflicts_with = "shapes")]
     matrix: Option<Matrix>,
+    /// A grid of shapes in a file, as rbk_config.yaml; writes rbk_report.json, .csv and .md
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["shapes", "matrix", "samples", "dtype", "causal", "no_causal"])]
+    config: Option<PathBuf>,
+    /// Measure what this machine can do at most, and keep it: rates are shown as fractions of that from then on
+    #[arg(long, conflicts_with_all = ["matrix", "config", "candidate"])]
+    ceilings: bool,
+    /// Compare ours with itself N times, and say how often the verdict was wrong
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000),
+          conflicts_with_all = ["matrix", "config", "compare", "save_baseline", "ladder", "peers"])]
+    against_itself: Option<u32>,
+    /// Plant a slow-down in one side of --against-itself, such as 2%, which must then be called SLOWER
+    #[arg(long, value_name = "PERCENT", value_parser = percent, requires = "against_itself")]
+    handicap: Option<f64>,
     /// With a causal mask
     #[arg(long, conflicts_with_all = ["no_causal", "matrix"])]
     causal: bool,
@@ -68,7 +92,8 @@ pub struct Options {
     /// Do not look for torch
     #[arg(long)]
     no_peers: bool,
-    /// GPU: which of torch's backends: flash, cudnn, efficient, math; the first two by default in a matrix
+    /// GPU: torch's backends flash, cudnn, efficient, math (the first two by default in a matrix); flash_attn, xformers and
+    /// flex where they are installed; and cublas, which is unfused
     #[arg(long, value_name = "NAMES", value_parser = peers, conflicts_with = "no_peers")]
     peers: Option<Peers>,
     /// GPU: every kernel of ours, from the simplest up, with the gain of each rung
@@ -87,7 +112,18 @@ pub struct Options {
     #[arg(long)]
     calls: bool,
     #[command(flatten)]
+    after: AfterBench,
+    #[command(flatten)]
     json: Json,
+}
+
+/// What a run times: the options' own cells, or a file's.
+pub(super) struct Task {
+    pub cells: Vec<Cell>,
+    /// Rounds, if exactly so many are wanted.
+    pub rounds: Option<usize>,
+    pub warmups: u32,
+    pub config: Option<rbk::Config>,
 }
 
 /// A set of cells.
@@ -154,8 +190,32 @@ impl Options {
         self.calls
     }
 
-    pub(super) fn rounds(&self) -> Option<usize> {
-        self.samples.map(|samples| samples as usize)
+    pub(super) fn after(&self) -> &AfterBench {
+        &self.after
+    }
+
+    pub(super) fn ceilings(&self) -> bool {
+        self.ceilings
+    }
+
+    /// How often ours is compared with itself, and what one side's times are multiplied with.
+    pub(super) fn against_itself(&self) -> Option<(usize, f64)> {
+        self.against_itself.map(|times| (times as usize, 1.0 + self.handicap.unwrap_or(0.0)))
+    }
+
+    fn task(&self) -> Result<Task, String> {
+        let Some(path) = &self.config else {
+            let rounds = self.samples.map(|samples| samples as usize);
+            return Ok(Task { cells: self.cells(), rounds, warmups: 0, config: None });
+        };
+        let text = std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))?;
+        let config = rbk::Config::parse(&text).map_err(|why| format!("{}: {why}", path.display()))?;
+        Ok(Task {
+            cells: config.cells(),
+            rounds: Some(config.iterations as usize),
+            warmups: config.warmups,
+            config: Some(config),
+        })
     }
 
     pub(super) fn margin(&self) -> f64 {
@@ -190,10 +250,10 @@ impl Options {
     }
 
     /// The cells as a GPU times them.
-    fn members(&self) -> Vec<Member> {
+    fn members(&self, task: &Task) -> Vec<Member> {
         match self.matrix() {
             Some(matrix) => matrix.cells(),
-            None => self.cells().into_iter().map(|cell| Member { cell, group: "all".into() }).collect(),
+            None => task.cells.iter().map(|&cell| Member { cell, group: "all".into() }).collect(),
         }
     }
 }
@@ -216,11 +276,11 @@ struct Peers(Vec<String>);
 
 fn peers(text: &str) -> Result<Peers, String> {
     let one = |name: &str| {
-        let known = PEERS.contains(&name.trim());
-        if known {
+        let known = gpu_bench::peers();
+        if known.contains(&name.trim()) {
             Ok(name.trim().to_string())
         } else {
-            Err(format!("'{name}' is no peer; possible are {}", PEERS.join(", ")))
+            Err(format!("'{name}' is no peer; possible are {}", known.join(", ")))
         }
     };
     text.split(',').map(one).collect::<Result<_, _>>().map(Peers)
@@ -270,6 +330,7 @@ struct Report {
     threads: usize,
     torch: Option<TorchFacts>,
     no_torch_because: Option<String>,
+    ceilings: Option<Ceilings>,
     cells: Vec<Outcome>,
     summaries: Vec<Summary>,
     causal_shares: Vec<CausalShare>,
@@ -277,38 +338,62 @@ struct Report {
 
 pub fn bench(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
+    options.after.check()?;
     if !(0.0..100.0).contains(&options.margin) {
         return Err(format!("--margin {} is not a percentage from 0 to 100", options.margin));
     }
+    let margin = options.margin / 100.0;
+    if let Some(candidate) = options.after.candidate() {
+        return after_bench::compare_reports(&options.after, candidate, margin);
+    }
+    let task = options.task()?;
     let isa = match options.place()? {
-        Place::Cuda(ordinal) => return bench_gpu::bench(options, ordinal, &options.members(), &options.json),
+        Place::Cuda(ordinal) => {
+            return bench_gpu::bench(options, &task, ordinal, &options.members(&task), &options.json);
+        }
         Place::Cpu(isa) => isa,
         Place::Auto => cpu::Engine::new().isa(),
     };
     let environment = Environment::read();
     let threads = options.threads.map_or(environment.cpu.cores, |threads| threads as usize);
-    let cells = options.cells();
+    let machine = machine(&environment, isa, threads);
     interrupt::install(On::Finish);
-    let torch = if options.no_peers { Err(NO_PEERS.to_string()) } else { Torch::start(threads) };
+    if options.ceilings {
+        let created = Document::new("", &environment, true, &()).created;
+        let found = Ceilings::of_cpu(&machine, &created, isa, threads, Duration::from_secs(1));
+        keep_ceilings(&found);
+        if task.cells.is_empty() {
+            options.json.write("flashcore.ceilings/1", &environment, true, &found)?;
+            return Ok(Exit::Pass);
+        }
+    }
+    let no_peers = options.no_peers || options.against_itself.is_some();
+    let torch = if no_peers { Err(NO_PEERS.to_string()) } else { Torch::start(threads) };
     let (torch, no_torch) = match torch {
         Ok(torch) => (Some(torch), None),
         Err(why) => (None, Some(why)),
     };
     let facts = torch.as_ref().map(Torch::facts);
     let a_cell = Duration::from_secs(if torch.is_some() { 10 } else { 2 });
-    let budget = options.budget.map_or(a_cell, |all| all / cells.len().max(1) as u32);
-    let effort = Effort {
-        rounds: options.samples.map(|samples| samples as usize),
-        budget,
-        margin: options.margin / 100.0,
-        settle: SETTLE,
-        sample: SAMPLE,
-    };
-    let mut bench = Bench::new(isa, threads, effort, torch)?;
+    let budget = options.budget.map_or(a_cell, |all| all / task.cells.len().max(1) as u32);
+    let effort = Effort { rounds: task.rounds, budget, margin, settle: SETTLE, sample: SAMPLE };
+    let ceilings = Ceilings::kept(&machine)?;
+    let mut bench =
+        Bench::new(isa, threads, effort, torch)?.with_warmups(task.warmups).with_ceilings(ceilings.clone());
+    if let Some((repetitions, handicap)) = options.against_itself() {
+        let mut progress = Progress::new((repetitions * task.cells.len()) as u64);
+        let mut all = Vec::new();
+        for (i, cell) in task.cells.iter().enumerate() {
+            let mut tell = |done: usize| progress.at((i * repetitions + done) as u64, &cell.label());
+            all.push(bench.against_itself(cell, repetitions, handicap, &interrupt::requested, &mut tell)?);
+        }
+        progress.finish();
+        return conclude_against_itself(&all, &environment, &options.json);
+    }
     say(&heading(&environment, &bench, facts.as_ref(), no_torch.as_deref()));
-    let mut progress = Progress::new(cells.len() as u64 * 100);
+    let mut progress = Progress::new(task.cells.len() as u64 * 100);
     let mut outcomes = Vec::new();
-    for (i, cell) in cells.iter().enumerate() {
+    for (i, cell) in task.cells.iter().enumerate() {
         if interrupt::requested() {
             break;
         }
@@ -321,13 +406,14 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         outcomes.push(outcome);
     }
     progress.finish();
-    let complete = outcomes.len() == cells.len() && !interrupt::requested();
+    let complete = outcomes.len() == task.cells.len() && !interrupt::requested();
     let report = Report {
         clock: "call",
         device: bench.engine().device().to_string(),
         threads,
         torch: facts,
         no_torch_because: no_torch,
+        ceilings,
         summaries: summarise_all(&outcomes),
         causal_shares: causal_shares(&outcomes),
         cells: outcomes,
@@ -336,8 +422,73 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     if !closing.is_empty() {
         say(&closing);
     }
-    options.json.write("flashcore.bench/1", &environment, complete, &report)?;
-    Ok(exit(&report, complete))
+    let exit = exit(&report, complete);
+    Finished { schema: "flashcore.bench/1", environment: &environment, complete, report: &report, exit }
+        .conclude(&options.after, &options.json, task.config.as_ref(), margin)
+}
+
+/// What the ceilings of a CPU are kept for, as [`crate::saved::Saved::machine`] names it.
+fn machine(environment: &Environment, isa: cpu::Isa, threads: usize) -> String {
+    let model = environment.cpu.model.as_deref().unwrap_or("an unknown CPU");
+    format!("cpu-{isa} on {model}, {threads} threads")
+}
+
+/// Shows ceilings and keeps them.
+pub(super) fn keep_ceilings(found: &Ceilings) {
+    let rate = |rate: Option<f64>, unit: &str| {
+        rate.map_or_else(|| "not measured".into(), |rate| format!("{rate:.3} {unit}"))
+    };
+    say(&format!("the ceilings of {}", found.machine));
+    say(&format!("  products      {}", rate(found.matmul_tflops, "TFLOP/s")));
+    say(&format!("  memory        {}", rate(found.memory_gbytes, "GB/s")));
+    say(&format!("  exponentials  {}", rate(found.exp_gops, "G/s")));
+    if found.launch_us.is_some() {
+        say(&format!(
+            "  empty launch  {} by the call clock, {} of the host's",
+            rate(found.launch_us, "µs"),
+            rate(found.launch_host_us, "µs")
+        ));
+    }
+    match found.keep() {
+        Ok(path) => say(&format!("kept in {}", path.display())),
+        Err(why) => say(&why),
+    }
+}
+
+/// Says how often two things that are one were told apart, and whether that is as rare as it should be.
+pub(super) fn conclude_against_itself(
+    all: &[AgainstItself],
+    environment: &Environment,
+    json: &Json,
+) -> Result<Exit, String> {
+    #[derive(Serialize)]
+    struct Body<'a> {
+        cells: &'a [AgainstItself],
+    }
+    let complete = !interrupt::requested();
+    for cell in all {
+        let [faster, same, slower, undecided] = cell.verdicts;
+        let words =
+            if cell.passed() { toned(Tone::Good, "as it should be") } else { toned(Tone::Bad, "WRONG") };
+        let planted = if cell.handicap > 1.0 {
+            format!(" with a planted slow-down of {:.3} %", (cell.handicap - 1.0) * 100.0)
+        } else {
+            String::new()
+        };
+        say(&format!(
+            "{} against itself{planted}, {} times: {faster} FASTER, {same} SAME, {slower} SLOWER, {undecided} UNDECIDED; \
+             the 95 % interval held the truth {} times: {words}",
+            cell.cell, cell.repetitions, cell.held
+        ));
+    }
+    json.write("flashcore.against-itself/1", environment, complete, &Body { cells: all })?;
+    Ok(if all.iter().any(|cell| !cell.passed()) {
+        Exit::Fail
+    } else if complete {
+        Exit::Pass
+    } else {
+        Exit::CouldNot
+    })
 }
 
 /// Wrong or impossible results fail; an interrupt or an open question is no answer.
@@ -431,6 +582,17 @@ fn describe(outcome: &Outcome) -> String {
         let times = p90 / p50;
         lines.push(format!(
             "  noisy: p90 is {times:.1} times p50; close other programs, or give a longer --budget"
+        ));
+    }
+    if outcome.launch_bound {
+        lines.push("  under 1 % of the peak: this times the call, not the arithmetic".into());
+    }
+    if let Some(roofline) = outcome.ours().roofline {
+        lines.push(format!(
+            "  {:.0} % of what this machine could do: {:.1} µs at its measured ceilings, bound by {}",
+            roofline.share * 100.0,
+            roofline.floor_us,
+            roofline.bound
         ));
     }
     if outcome.impossible {

@@ -6,11 +6,13 @@ use std::time::{Duration, Instant};
 use flashcore::plan::Kernel;
 use serde::Serialize;
 
-use super::bench::Options;
+use super::after_bench::Finished;
+use super::bench::{Options, Task, conclude_against_itself, keep_ceilings};
 use super::screen::{Progress, Tone, say, toned};
 use super::{Exit, Json};
 use crate::bench::Comparison;
-use crate::evidence::Environment;
+use crate::ceilings::Ceilings;
+use crate::evidence::{Document, Environment};
 use crate::gpu::bench::{Cache, GpuBench, Ours, PEERS, Setup};
 use crate::gpu::cells::Member;
 use crate::gpu::outcome::{Facts, Measured, Outcome, Summary, not_run, summaries};
@@ -20,7 +22,9 @@ use crate::stats::Verdict;
 
 /// Time for a cell unless a limit for all is given.
 const A_CELL: Duration = Duration::from_secs(6);
-/// The same for a shape that is looked at alone.
+/// Time for one comparison of a thing with itself at most.
+const AGAINST_ITSELF: Duration = Duration::from_secs(1);
+/// Time for a shape that is looked at alone.
 const ALONE: Duration = Duration::from_secs(15);
 
 #[derive(Serialize)]
@@ -29,6 +33,7 @@ struct Report<'a> {
     cache: Cache,
     gpu: &'a Facts,
     no_torch_because: Option<&'a str>,
+    ceilings: Option<&'a Ceilings>,
     inputs: Vec<&'a Stored>,
     budget_seconds: f64,
     seconds: f64,
@@ -38,23 +43,59 @@ struct Report<'a> {
 }
 
 /// Times the cells on the GPU of a number.
-pub fn bench(options: &Options, ordinal: u32, cells: &[Member], json: &Json) -> Result<Exit, String> {
-    let alone = options.matrix().is_none();
+pub fn bench(
+    options: &Options,
+    task: &Task,
+    ordinal: u32,
+    cells: &[Member],
+    json: &Json,
+) -> Result<Exit, String> {
+    let alone = options.matrix().is_none() && task.config.is_none();
+    let itself = options.against_itself();
     let setup = Setup {
         ordinal,
         ours: ours(options),
-        peers: peers(options, alone),
+        peers: if itself.is_some() || cells.is_empty() { Vec::new() } else { peers(options, alone) },
+        installed: alone && options.peers().is_none() && itself.is_none() && !cells.is_empty(),
         cache: options.cache(),
         call_clock: alone || options.call_clock(),
         first_call: alone,
-        rounds: options.rounds(),
+        rounds: task.rounds,
+        warmups: task.warmups,
         margin: options.margin() / 100.0,
     };
     let budget = options.budget().unwrap_or(cells.len() as u32 * if alone { ALONE } else { A_CELL });
     interrupt::install(On::Finish);
     let started = Instant::now();
     let mut progress = Progress::new(cells.len() as u64 * 100);
-    let bench = GpuBench::start(setup.clone(), cells, &mut |what| progress.at(0, what))?;
+    let mut bench = GpuBench::start(setup.clone(), cells, &mut |what| progress.at(0, what))?;
+    if options.ceilings() {
+        progress.at(0, "measuring what the GPU can do at most");
+        let environment = Environment::read();
+        let created = Document::new("", &environment, true, &()).created;
+        let found = bench.measure_ceilings(&created)?;
+        progress.finish();
+        keep_ceilings(found);
+        if cells.is_empty() {
+            json.write("flashcore.ceilings/1", &environment, true, found)?;
+            return Ok(Exit::Pass);
+        }
+    }
+    if let Some(itself) = itself {
+        let mut all = Vec::new();
+        for member in cells {
+            let mut tell = |done: usize| {
+                let share = 100 * done / itself.0.max(1);
+                progress.at((all.len() * 100 + share) as u64, &member.cell.label());
+            };
+            let each = budget / (itself.0 * cells.len()).max(1) as u32;
+            let each = options.budget().map_or(AGAINST_ITSELF, |_| each);
+            let found = bench.against_itself(member, itself, each, &interrupt::requested, &mut tell)?;
+            all.push(found);
+        }
+        progress.finish();
+        return conclude_against_itself(&all, &Environment::read(), json);
+    }
     progress.say(&heading(&bench, &setup, alone));
     let mut outcomes = Vec::new();
     for (i, member) in cells.iter().enumerate() {
@@ -81,6 +122,7 @@ pub fn bench(options: &Options, ordinal: u32, cells: &[Member], json: &Json) -> 
         cache: setup.cache,
         gpu: bench.facts(),
         no_torch_because: bench.no_torch(),
+        ceilings: bench.ceilings(),
         inputs: bench.pools(),
         budget_seconds: budget.as_secs_f64(),
         seconds: started.elapsed().as_secs_f64(),
@@ -91,8 +133,10 @@ pub fn bench(options: &Options, ordinal: u32, cells: &[Member], json: &Json) -> 
     say(&closing(&report));
     let complete = outcomes.len() == cells.len() && outcomes.iter().all(|outcome| outcome.failure.is_none());
     let complete = complete && !interrupt::requested();
-    json.write("flashcore.bench-gpu/1", &Environment::read(), complete, &report)?;
-    Ok(exit(&outcomes, complete))
+    let environment = Environment::read();
+    let exit = exit(&outcomes, complete);
+    Finished { schema: "flashcore.bench-gpu/1", environment: &environment, complete, report: &report, exit }
+        .conclude(options.after(), json, task.config.as_ref(), setup.margin)
 }
 
 /// Who of ours: given schedules, given kernels, the whole ladder with its highest rung first, or the planner's choice.
@@ -151,7 +195,7 @@ fn heading(bench: &GpuBench, setup: &Setup, alone: bool) -> String {
             "torch {} with cuDNN {}: {}",
             text(&torch["version"]),
             torch["cudnn"],
-            setup.peers.join(", ")
+            bench.peers().join(", ")
         )),
         (None, Some(why)) => lines.push(format!("without torch: {why}")),
         (None, None) => {}
@@ -173,7 +217,7 @@ fn heading(bench: &GpuBench, setup: &Setup, alone: bool) -> String {
     lines.push(format!("kernel clock: a graph of calls between two events; {cache}; causal counted half"));
     if !alone {
         let mut columns = format!("\n{:<30} {:>10} {:>8} {:>6}", "", "µs", "TFLOP/s", "peak");
-        for peer in &setup.peers {
+        for peer in bench.peers() {
             let _ = write!(columns, " {peer:>30}");
         }
         columns += "   error";
@@ -344,8 +388,26 @@ fn remarks(outcome: &Outcome) -> Vec<String> {
     if outcome.is_launch_bound() {
         lines.push("    under 1 % of the peak: this times the launch".into());
     }
-    if outcome.measured_again {
-        lines.push(toned(Tone::Bad, "    the GPU was slowed down by heat or power, and measured again"));
+    if let Some(roofline) = outcome.ours().and_then(|ours| ours.roofline) {
+        lines.push(format!(
+            "    {:.0} % of what the GPU could do: {:.2} µs at its measured ceilings, bound by {}",
+            roofline.share * 100.0,
+            roofline.floor_us,
+            roofline.bound
+        ));
+    }
+    if outcome.retaken_rounds > 0 {
+        let rounds = outcome.retaken_rounds;
+        let text =
+            format!("    heat or power slowed the GPU down in {rounds} rounds, which were taken again");
+        lines.push(toned(Tone::Bad, &text));
+    }
+    if outcome.throttled_rounds > 0 {
+        let rounds = outcome.throttled_rounds;
+        let text = format!(
+            "    heat or power slowed the GPU down in {rounds} rounds that count: it did not recover"
+        );
+        lines.push(toned(Tone::Bad, &text));
     }
     lines
 }

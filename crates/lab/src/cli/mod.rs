@@ -1,5 +1,6 @@
 //! The command line: what can be asked, and the exit code of each answer.
 
+mod after_bench;
 mod bench;
 mod bench_gpu;
 mod doctor;

@@ -258,6 +258,8 @@ fn roofline(cell: &Cell, plan: &Plan, gpu: bool) -> Roofline {
         cache: Cache::Warm,
         call_clock: false,
         first_call: false,
+        warmups: 0,
+        installed: false,
         rounds: None,
         margin: MARGIN,
     };

@@ -45,6 +45,7 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 pub struct Progress {
     bar: Option<ProgressBar>,
     total: u64,
+    started: Instant,
     last_line: Instant,
 }
 
@@ -54,11 +55,11 @@ impl Progress {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
             let style =
-                ProgressStyle::with_template("{bar:30} {pos}/{len}  {elapsed} of about {duration}  {msg}");
+                ProgressStyle::with_template("{bar:30} {pos}/{len}  {elapsed}, about {eta} left  {msg}");
             bar.set_style(style.expect("a template that indicatif reads"));
             bar
         });
-        Self { bar, total, last_line: Instant::now() }
+        Self { bar, total, started: Instant::now(), last_line: Instant::now() }
     }
 
     /// Says what is going on; `done` steps are behind it.
@@ -70,7 +71,8 @@ impl Progress {
             }
             None if self.last_line.elapsed() >= LINE_EVERY => {
                 self.last_line = Instant::now();
-                eprintln!("{:>3} %  {what}", 100 * done / self.total.max(1));
+                let left = left(self.started.elapsed(), done, self.total);
+                eprintln!("{:>3} %  {what}{left}", 100 * done / self.total.max(1));
             }
             None => {}
         }
@@ -89,5 +91,32 @@ impl Progress {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+/// How long the rest will take if it goes on as so far, as `; about 3 min left`; nothing before there is a rate.
+fn left(spent: Duration, done: u64, total: u64) -> String {
+    if done == 0 || done >= total {
+        return String::new();
+    }
+    let seconds = spent.as_secs_f64() * (total - done) as f64 / done as f64;
+    if seconds < 90.0 {
+        format!("; about {seconds:.0} s left")
+    } else {
+        format!("; about {:.0} min left", seconds / 60.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_left_follows_from_the_time_spent_and_is_not_made_up() {
+        let minute = Duration::from_mins(1);
+        assert_eq!(left(minute, 0, 100), "");
+        assert_eq!(left(minute, 50, 100), "; about 60 s left");
+        assert_eq!(left(minute, 10, 100), "; about 9 min left");
+        assert_eq!(left(minute, 100, 100), "");
     }
 }

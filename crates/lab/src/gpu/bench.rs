@@ -14,6 +14,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::cells::Member;
+use super::cublas;
 use super::host::{Host, Kind};
 use super::outcome::{
     Facts, FirstCall, Measured, Outcome, State, blank, call_clock, compare, ladder, summarise,
@@ -21,18 +22,20 @@ use super::outcome::{
 use super::pool::{Pool, Stored};
 use super::protocol::{Asked, Request};
 use super::worker::{KERNEL, PLANNER, SCHEDULE};
+use crate::bench::{AgainstItself, Comparison, Handicapped};
+use crate::ceilings::Ceilings;
 use crate::files::elements;
 use crate::operands::sample_rows;
 use crate::peers::{Folder, Torch};
+use crate::physics::{self, Rate};
 use crate::rule::{Judgement, Row, Yardstick};
-use crate::timing::{Contender, Effort, Samples, measure};
+use crate::stats;
+use crate::timing::{Contender, Effort, Measurement, Samples, Watch, measure, measure_watched};
 
 /// Multiply-adds that are worth asking the oracle about in one cell.
 const ORACLE_WORK: f64 = 3e8;
 /// The seed of every benchmark's inputs.
 const SEED: u64 = 2026;
-/// A rate above this share of the chip's peak is an error of the clock or of the count, not a record.
-const IMPOSSIBLE: f64 = 1.02;
 /// What a sample of the kernel clock takes at least: a thousand times what an event can tell apart.
 pub(crate) const SAMPLE: Duration = Duration::from_micros(500);
 /// Samples of the call clock; fewer where a call is long.
@@ -46,6 +49,15 @@ const MOST_BYTES: f64 = 8e9;
 
 /// torch's backends.
 pub const PEERS: [&str; 4] = ["flash", "cudnn", "efficient", "math"];
+/// Who else computes attention in torch's Python, where it is installed.
+pub const IN_PYTHON: [&str; 3] = ["flash_attn", "xformers", "flex"];
+/// Unfused attention: two products of cuBLAS with a softmax of ours between them.
+pub const CUBLAS: &str = "cublas";
+
+/// Every peer there can be.
+pub fn peers() -> Vec<&'static str> {
+    PEERS.into_iter().chain(IN_PYTHON).chain([CUBLAS]).collect()
+}
 
 /// What calls find in the L2 cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize)]
@@ -86,8 +98,10 @@ pub struct Setup {
     pub ordinal: u32,
     /// Who of ours.
     pub ours: Ours,
-    /// Which of torch's backends.
+    /// Which peers.
     pub peers: Vec<String>,
+    /// Whether peers that turn out to be installed are added to them.
+    pub installed: bool,
     /// What calls find in the cache.
     pub cache: Cache,
     /// Whether the call clock is read too.
@@ -96,6 +110,8 @@ pub struct Setup {
     pub first_call: bool,
     /// Rounds, if exactly so many are wanted.
     pub rounds: Option<usize>,
+    /// Replays of everybody before the first sample.
+    pub warmups: u32,
     /// The smallest difference that matters.
     pub margin: f64,
 }
@@ -105,6 +121,8 @@ pub struct GpuBench {
     setup: Setup,
     ours: RefCell<Host>,
     torch: Option<RefCell<Host>>,
+    cublas: RefCell<Host>,
+    ceilings: Option<Ceilings>,
     facts: Facts,
     no_torch: Option<String>,
     nvml: Option<Nvml>,
@@ -114,7 +132,7 @@ pub struct GpuBench {
 
 impl GpuBench {
     /// Starts the workers and hands them the inputs that the cells need. Without torch it goes on alone.
-    pub fn start(setup: Setup, cells: &[Member], progress: &mut dyn FnMut(&str)) -> Result<Self, String> {
+    pub fn start(mut setup: Setup, cells: &[Member], progress: &mut dyn FnMut(&str)) -> Result<Self, String> {
         let folder = Folder::new()?;
         progress("starting the GPU");
         let mut ours = Host::new(Kind::Ours, setup.ordinal);
@@ -122,7 +140,7 @@ impl GpuBench {
         let mut no_torch = None;
         let mut torch = None;
         let mut torch_facts = None;
-        if !setup.peers.is_empty() {
+        if setup.installed || setup.peers.iter().any(|peer| peer != CUBLAS) {
             progress("starting torch");
             let mut host = Host::new(Kind::Torch, setup.ordinal);
             match host.hello() {
@@ -134,6 +152,14 @@ impl GpuBench {
             progress("measuring the rate of a matrix product");
             torch.ask(&Request::Matmul { dtype: "f16".into() }).ok()?["tflops"].as_f64()
         });
+        if setup.installed {
+            let installed = torch_facts.as_ref().and_then(|facts| facts["installed"].as_array());
+            let mut names: Vec<String> =
+                installed.into_iter().flatten().filter_map(Value::as_str).map(String::from).collect();
+            names.extend(cublas::find().map(|_| CUBLAS.into()));
+            names.retain(|name| !setup.peers.contains(name));
+            setup.peers.extend(names);
+        }
         let nvml = Nvml::load();
         let facts = Facts {
             peak_tflops: peak_tflops(&hello),
@@ -152,7 +178,18 @@ impl GpuBench {
                 pools.push((pool, stored));
             }
         }
+        let mut cublas = Host::new(Kind::Ours, setup.ordinal);
+        if let Some(library) = setup.peers.iter().find(|peer| *peer == CUBLAS).and_then(|_| cublas::find()) {
+            // So that it is looked for once.
+            cublas = cublas.with_variable(cublas::VARIABLE, &library.to_string_lossy());
+        }
+        let ceilings = match facts.ours["device"].as_str() {
+            Some(device) => Ceilings::kept(device)?,
+            None => None,
+        };
         Ok(Self {
+            cublas: RefCell::new(cublas),
+            ceilings,
             setup,
             ours: RefCell::new(ours),
             torch: torch.map(RefCell::new),
@@ -169,6 +206,68 @@ impl GpuBench {
         &self.facts
     }
 
+    /// Whom ours is timed against.
+    pub fn peers(&self) -> &[String] {
+        &self.setup.peers
+    }
+
+    /// The ceilings that times are held against; absent where none were kept.
+    pub fn ceilings(&self) -> Option<&Ceilings> {
+        self.ceilings.as_ref()
+    }
+
+    /// Measures what the GPU can do at most; times are held against that from now on.
+    pub fn measure_ceilings(&mut self, created: &str) -> Result<&Ceilings, String> {
+        let found = self.ours.borrow_mut().ask(&Request::Ceilings)?;
+        let number = |name: &str| found[name].as_f64().filter(|&rate| rate.is_finite() && rate > 0.0);
+        let empty = &self.facts.ours["empty_launch"];
+        Ok(self.ceilings.insert(Ceilings {
+            machine: self.facts.ours["device"].as_str().unwrap_or("an unknown GPU").into(),
+            created: created.into(),
+            matmul_tflops: number("matmul_tflops"),
+            memory_gbytes: number("memory_gbytes"),
+            exp_gops: number("exp_gops"),
+            launch_us: empty["call_p50_us"].as_f64(),
+            launch_host_us: empty["host_p50_us"].as_f64(),
+        }))
+    }
+
+    /// Compares ours with itself so many times, each time by the whole procedure, within about `budget` each; one side's
+    /// times are multiplied with `handicap`.
+    pub fn against_itself(
+        &self,
+        member: &Member,
+        (repetitions, handicap): (usize, f64),
+        budget: Duration,
+        stop: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<AgainstItself, String> {
+        let problem = member.cell.problem();
+        let stored = self.stored(&problem)?;
+        let cell = OnGpu { stored, problem: Asked::of(&problem), sets: self.sets(&problem) };
+        let who = self.setup.ours.names().swap_remove(0);
+        let effort = self.effort(budget);
+        let side = |name, factor| -> Box<dyn Contender + '_> {
+            let contender = OnClock { cell: &cell, host: &self.ours, name: &who };
+            Box::new(Handicapped { contender, name, factor })
+        };
+        let mut comparisons = Vec::new();
+        while comparisons.len() < repetitions && !stop() {
+            progress(comparisons.len());
+            let mut contenders = [side(PLANNER, handicap), side("itself", 1.0)];
+            let samples = measure(&mut contenders, &effort, stop, &mut |_, _| {});
+            if stop() {
+                break;
+            }
+            if let Some(why) = samples.iter().find_map(|samples| samples.failure.clone()) {
+                return Err(why);
+            }
+            let compared = Comparison::of(&samples[0].times, "itself", &samples[1].times, effort.margin);
+            comparisons.push(compared.ok_or("fewer than five rounds say nothing: give --samples 5 or more")?);
+        }
+        Ok(AgainstItself::new(member.cell.label(), handicap, comparisons))
+    }
+
     /// Why there is no torch, if one was wanted.
     pub fn no_torch(&self) -> Option<&str> {
         self.no_torch.as_deref()
@@ -181,7 +280,8 @@ impl GpuBench {
 
     /// How often a worker was lost and started again.
     pub fn lost_workers(&self) -> usize {
-        self.ours.borrow().lost() + self.torch.as_ref().map_or(0, |torch| torch.borrow().lost())
+        let torch = self.torch.as_ref().map_or(0, |torch| torch.borrow().lost());
+        self.ours.borrow().lost() + self.cublas.borrow().lost() + torch
     }
 
     /// Times one cell within about `budget`. `progress` is told what is going on and the share of it that is done.
@@ -211,8 +311,9 @@ impl GpuBench {
     ) -> Result<(), String> {
         let started = Instant::now();
         let problem = member.cell.problem();
-        let found = self.pools.iter().find(|(_, stored)| stored.dtype == problem.dtype.name());
-        let (pool, stored) = found.ok_or("the GPU's kernels take f16 and bf16")?;
+        let stored = self.stored(&problem)?;
+        let found = self.pools.iter().find(|(_, pool)| std::ptr::eq(pool, stored));
+        let (pool, _) = found.ok_or("there is no pool of this dtype")?;
         progress("asking the oracle", 0.0);
         let rows = judged_rows(&problem);
         let yardstick = pool.yardstick(&problem, &rows).ok_or("there is no row to judge")?;
@@ -222,27 +323,36 @@ impl GpuBench {
         let mut racers = Vec::new();
         for (name, host) in self.contenders() {
             progress(&format!("judging {name}"), 0.0);
-            let possible = if self.is_ours(host) { Ok(()) } else { Torch::supports(&problem) };
+            let possible = if is_ours(&name) { Ok(()) } else { Torch::supports(&problem) };
             let judged =
                 possible.and_then(|()| cell.judge(host, &name, self.folder.path(), &rows, &yardstick));
             racers.push((name, host, judged));
         }
         let limit = budget.saturating_sub(started.elapsed()).max(Duration::from_millis(100));
-        let effort = Effort {
-            rounds: self.setup.rounds,
-            budget: limit,
-            margin: self.setup.margin,
-            settle: Duration::ZERO,
-            sample: SAMPLE,
-        };
-        outcome.states.extend(self.state());
-        let mut samples = race(&cell, &racers, &effort, stop, progress);
-        let after = self.state_now();
-        if after.is_some_and(|state| state.is_unwell()) && !stop() {
-            outcome.measured_again = true;
-            samples = race(&cell, &racers, &effort, stop, progress);
+        let effort = self.effort(limit);
+        let mut watch = OnGpuState { bench: self, states: Vec::new() };
+        for (name, host, _) in racers.iter().filter(|_| self.setup.warmups > 0) {
+            progress(&format!("warming up {name}"), 0.0);
+            let request = Request::Sample { who: name.clone(), warm: self.setup.warmups, calls: 1 };
+            // Whoever fails here fails again on the clock, where it is written down.
+            let _ = cell.ask(host, &request);
         }
-        outcome.states.extend(self.state());
+        let measurement = race(&cell, &racers, &effort, &mut watch, stop, progress);
+        outcome.states = watch.states;
+        outcome.retaken_rounds = measurement.retaken;
+        outcome.throttled_rounds = measurement.throttled;
+        outcome.measured_again = measurement.retaken > 0;
+        let mut samples = measurement.samples;
+        for samples in samples.iter_mut().filter(|samples| samples.failure.is_none()) {
+            if stop() {
+                break;
+            }
+            let host = racers.iter().find(|(name, _, _)| *name == samples.name).map(|(_, host, _)| *host);
+            if let Some(host) = host {
+                progress(&format!("the clock of {} against the wall", samples.name), 1.0);
+                samples.failure = cell.check_clock(host, samples).err();
+            }
+        }
         for (name, host, judged) in &racers {
             let measured = match judged {
                 Err(why) => Measured::failed(name, why.clone()),
@@ -259,8 +369,9 @@ impl GpuBench {
         }
         outcome.comparisons = compare(&outcome.results, self.setup.margin);
         outcome.ladder = ladder(&outcome.results, self.setup.margin);
-        outcome.impossible =
-            outcome.results.iter().any(|result| result.peak_share.is_some_and(|share| share > IMPOSSIBLE));
+        let rate =
+            |result: &Measured| physics::rate(result.tflops, self.facts.peak_tflops, physics::ABOVE_PEAK);
+        outcome.impossible = outcome.results.iter().any(|result| rate(result) == Rate::Impossible);
         if self.setup.first_call && !stop() {
             progress("the first call", 1.0);
             outcome.first_call = Some(self.first_call(&cell));
@@ -271,15 +382,24 @@ impl GpuBench {
     /// Everyone who is timed, ours first.
     fn contenders(&self) -> Vec<(String, &RefCell<Host>)> {
         let ours = self.setup.ours.names().into_iter().map(|name| (name, &self.ours));
-        let peers = self
-            .torch
-            .iter()
-            .flat_map(|torch| self.setup.peers.iter().map(move |peer| (peer.clone(), torch)));
+        let host = |peer: &String| if peer == CUBLAS { Some(&self.cublas) } else { self.torch.as_ref() };
+        let peers = self.setup.peers.iter().filter_map(|peer| Some((peer.clone(), host(peer)?)));
         ours.chain(peers).collect()
     }
 
-    fn is_ours(&self, host: &RefCell<Host>) -> bool {
-        std::ptr::eq(host, &raw const self.ours)
+    fn stored(&self, problem: &Problem) -> Result<&Stored, String> {
+        let found = self.pools.iter().find(|(_, stored)| stored.dtype == problem.dtype.name());
+        found.map(|(_, stored)| stored).ok_or_else(|| "the GPU's kernels take f16 and bf16".into())
+    }
+
+    fn effort(&self, budget: Duration) -> Effort {
+        Effort {
+            rounds: self.setup.rounds,
+            budget,
+            margin: self.setup.margin,
+            settle: Duration::ZERO,
+            sample: SAMPLE,
+        }
     }
 
     /// So many sets of tensors that the calls on the others push one out of the cache before its turn comes again.
@@ -304,6 +424,8 @@ impl GpuBench {
         let Facts { peak_tflops, matmul_tflops, .. } = self.facts;
         let mut measured = summarise(name, times, calls, problem, peak_tflops, matmul_tflops);
         measured.error = Some(judgement.clone());
+        let roofline = |ceilings: &Ceilings| ceilings.roofline(problem, measured.p50_us);
+        measured.roofline = self.ceilings.as_ref().and_then(roofline);
         measured.failure = failure;
         if measured.failure.is_some() {
             return measured;
@@ -311,7 +433,7 @@ impl GpuBench {
         let more = |request: &Request| cell.ask(host, request);
         let who = || name.to_string();
         let mut failures = Vec::new();
-        if self.is_ours(host) {
+        if is_ours(name) {
             match more(&Request::Plan { who: who() }) {
                 Ok(plan) => measured.plan = Some(plan),
                 Err(why) => failures.push(why),
@@ -358,9 +480,24 @@ impl GpuBench {
         let uuid = self.facts.ours["uuid"].as_str()?;
         Some(self.nvml.as_ref()?.device(uuid)?.state())
     }
+}
 
-    fn state(&self) -> Option<State> {
-        self.state_now().map(State::from)
+/// Whether a contender is one of our kernels.
+fn is_ours(name: &str) -> bool {
+    name == PLANNER || name.starts_with(KERNEL) || name.starts_with(SCHEDULE)
+}
+
+/// Looks at the GPU around every round, and keeps what it saw.
+struct OnGpuState<'a> {
+    bench: &'a GpuBench,
+    states: Vec<State>,
+}
+
+impl Watch for OnGpuState<'_> {
+    fn is_throttled(&mut self) -> bool {
+        let Some(state) = self.bench.state_now() else { return false };
+        self.states.push(State::from(state));
+        state.is_unwell()
     }
 }
 
@@ -374,6 +511,20 @@ pub(crate) struct OnGpu<'a> {
 impl OnGpu<'_> {
     pub(crate) fn ask(&self, host: &RefCell<Host>, request: &Request) -> Result<Value, String> {
         host.borrow_mut().ask_about(self.stored, &self.problem, self.sets, request)
+    }
+
+    /// Holds a contender's clock against the wall, by replays that take as long as one can watch.
+    fn check_clock(&self, host: &RefCell<Host>, samples: &Samples) -> Result<(), String> {
+        let Some(us) = stats::median(&samples.times) else { return Ok(()) };
+        let a_replay = us * (samples.calls as usize).next_multiple_of(self.sets.max(1)) as f64;
+        let warm = (physics::WALL_WATCH.as_secs_f64() * 1e6 / a_replay).ceil().clamp(1.0, 2000.0);
+        physics::clock_against_wall((warm + 1.0) * a_replay, || {
+            let request =
+                Request::Sample { who: samples.name.clone(), warm: warm as u32, calls: samples.calls };
+            let start = Instant::now();
+            self.ask(host, &request)?;
+            Ok(start.elapsed().as_secs_f64() * 1e6)
+        })
     }
 
     /// Lets somebody compute into poisoned memory, and judges some rows of the output, which travel through a folder.
@@ -429,17 +580,18 @@ fn race(
     cell: &OnGpu<'_>,
     racers: &[(String, &RefCell<Host>, Result<Judgement, String>)],
     effort: &Effort,
+    watch: &mut dyn Watch,
     stop: &dyn Fn() -> bool,
     progress: &mut dyn FnMut(&str, f64),
-) -> Vec<Samples> {
+) -> Measurement {
     let running = racers.iter().filter(|(_, _, judged)| judged.is_ok());
     let mut contenders: Vec<Box<dyn Contender + '_>> =
         running.map(|(name, host, _)| Box::new(OnClock { cell, host, name }) as Box<dyn Contender>).collect();
     if contenders.is_empty() {
-        return Vec::new();
+        return Measurement { samples: Vec::new(), retaken: 0, throttled: 0 };
     }
     let mut rounds = |round: usize, share: f64| progress(&format!("round {round}"), share.min(1.0));
-    measure(&mut contenders, effort, stop, &mut rounds)
+    measure_watched(&mut contenders, effort, watch, stop, &mut rounds)
 }
 
 pub(crate) fn largest_tensor(problem: &Problem) -> usize {

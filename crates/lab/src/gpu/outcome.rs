@@ -9,11 +9,10 @@ use serde_json::Value;
 use super::cells::Member;
 use super::worker::KERNEL;
 use crate::bench::Comparison;
+use crate::ceilings::Roofline;
+use crate::physics::{self, Rate};
 use crate::rule::Judgement;
 use crate::stats::{self, Interval, Verdict};
-
-/// A rate below this share of the peak says that the launch is timed rather than the arithmetic.
-const LAUNCH_BOUND: f64 = 0.01;
 
 /// The GPU and its driver.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -43,8 +42,10 @@ pub struct State {
     pub power_limit_w: Option<f64>,
     /// Degrees Celsius.
     pub temperature_c: Option<u32>,
-    /// What holds the clocks back.
-    pub throttled_by: Vec<&'static str>,
+    /// What holds the clocks back; absent where NVML does not tell.
+    pub throttled_by: Option<Vec<&'static str>>,
+    /// Whether that is heat or a fault of the power supply, so that a round that ends here does not count.
+    pub throttled: Option<bool>,
 }
 
 impl From<GpuState> for State {
@@ -56,7 +57,8 @@ impl From<GpuState> for State {
             power_w: state.power_mw.map(watts),
             power_limit_w: state.power_limit_mw.map(watts),
             temperature_c: state.temperature_c,
-            throttled_by: state.throttle_reasons(),
+            throttled_by: state.throttle.map(|_| state.throttle_reasons()),
+            throttled: state.throttle.map(|_| state.is_unwell()),
         }
     }
 }
@@ -116,6 +118,8 @@ pub struct Measured {
     pub matmul_share: Option<f64>,
     /// Bytes that must move a second by the median, in units of 1e9.
     pub gbytes: Option<f64>,
+    /// The time against the ceilings that were kept for this GPU; absent where none were.
+    pub roofline: Option<Roofline>,
     /// What the call clock says.
     pub call: Option<CallClock>,
     /// The rule's judgement of its output.
@@ -181,10 +185,14 @@ pub struct Outcome {
     pub ladder: Vec<Rung>,
     /// The first call.
     pub first_call: Option<FirstCall>,
-    /// The GPU before the measurement and after it.
+    /// The GPU before the first round, and after every one; none without NVML.
     pub states: Vec<State>,
-    /// Whether the GPU was slowed down, and so was measured again.
+    /// Whether the GPU was slowed down, so that rounds were taken again.
     pub measured_again: bool,
+    /// Rounds that were taken again.
+    pub retaken_rounds: usize,
+    /// Rounds that count although the GPU was slowed down: it did not recover.
+    pub throttled_rounds: usize,
     /// Ours ran faster than the chip can: the measurement is wrong.
     pub impossible: bool,
     /// Why there is no result at all.
@@ -208,7 +216,8 @@ impl Outcome {
     pub fn is_launch_bound(&self) -> bool {
         let share = self.ours().and_then(|ours| ours.peak_share);
         // One query reads every key once: memory is its limit, and its rate says nothing.
-        !self.shape.contains("x1/") && share.is_some_and(|share| share < LAUNCH_BOUND)
+        !self.shape.contains("x1/")
+            && physics::rate(share, Some(1.0), physics::ABOVE_PEAK) == Rate::LaunchBound
     }
 }
 
@@ -232,6 +241,8 @@ pub(super) fn blank(member: &Member) -> Outcome {
         first_call: None,
         states: Vec::new(),
         measured_again: false,
+        retaken_rounds: 0,
+        throttled_rounds: 0,
         impossible: false,
         failure: None,
         seconds: 0.0,
@@ -267,6 +278,7 @@ pub(super) fn summarise(
         peak_share: tflops.zip(peak).map(|(rate, peak)| rate / peak),
         matmul_share: tflops.zip(matmul).map(|(rate, matmul)| rate / matmul),
         gbytes: p50.map(|time| problem.min_bytes() / time / 1e3),
+        roofline: None,
         call: None,
         error: None,
         replay_is_same: None,
@@ -293,6 +305,9 @@ pub(super) fn call_clock(reply: &Value) -> CallClock {
 /// The first against everyone else that ran to the end.
 pub(super) fn compare(results: &[Measured], margin: f64) -> Vec<Comparison> {
     let Some((ours, others)) = results.split_first() else { return Vec::new() };
+    if ours.failure.is_some() {
+        return Vec::new();
+    }
     let ran = others.iter().filter(|other| other.failure.is_none());
     ran.filter_map(|other| Comparison::of(&ours.samples_us, &other.name, &other.samples_us, margin)).collect()
 }
@@ -440,6 +455,24 @@ mod tests {
         assert_eq!(rungs[0].gain, None);
         assert_eq!(rungs[1].gain, None);
         assert_eq!(rungs[2].gain.as_ref().map(|gain| gain.speed_up), Some(100.0));
+    }
+
+    #[test]
+    fn what_nvml_does_not_tell_is_absent_and_never_zero_or_fine() {
+        let blind = serde_json::to_value(State::from(GpuState::default())).unwrap();
+        assert!(blind.as_object().unwrap().values().all(Value::is_null), "{blind}");
+        let hot = GpuState { throttle: Some(0x44), power_mw: Some(350_500), ..GpuState::default() };
+        let hot = State::from(hot);
+        assert_eq!((hot.power_w, hot.throttled), (Some(350.5), Some(true)));
+        assert_eq!(hot.throttled_by, Some(vec!["power cap", "hardware thermal slowdown"]));
+    }
+
+    #[test]
+    fn a_rate_below_a_hundredth_of_the_peak_times_the_launch_unless_it_is_a_decode() {
+        let mut outcome = outcome("a", 500.0, 500.0);
+        assert!(outcome.is_launch_bound(), "0.001 of the peak");
+        outcome.shape = "1x8x1/512x64".into();
+        assert!(!outcome.is_launch_bound());
     }
 
     #[test]

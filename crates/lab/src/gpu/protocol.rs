@@ -66,6 +66,8 @@ pub enum Request {
         /// Whose attention.
         who: String,
     },
+    /// What the GPU can do at most: products, copies, exponentials, launches. Ours only.
+    Ceilings,
     /// The rate of a large matrix product, in TFLOP/s. torch only.
     Matmul {
         /// The dtype.

@@ -1,9 +1,12 @@
-"""Runs torch's attention on a GPU for the flashcore workbench: one JSON request a line, one JSON reply a line.
+"""Runs attention of torch, and of who else is installed beside it, on a GPU for the flashcore workbench: one JSON
+request a line, one JSON reply a line.
 
 The timing protocol is that of the workbench's own worker: a CUDA graph of many calls, replayed between two events
 behind a replay that keeps the GPU busy; and for the call clock an event before and after every call.
 """
 
+import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -17,6 +20,9 @@ replies = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # What libraries print must not mix with the replies.
 
 QUEUED = 32
+
+# Who is timed without being asked for, where it is installed. flex compiles, which takes long, and so is asked for.
+UNASKED = {"flash_attn": "flash_attn", "xformers": "xformers"}
 
 
 class Server:
@@ -37,6 +43,8 @@ class Server:
         self.sets = []
         self.options = {}
         self.graphs = {}
+        self.problem = {}
+        self.others = {}
 
     def hello(self, request):
         torch = self.torch
@@ -45,6 +53,7 @@ class Server:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "device": torch.cuda.get_device_name(),
+            "installed": [who for who, module in UNASKED.items() if importlib.util.find_spec(module)],
         }
 
     def pool(self, request):
@@ -70,20 +79,85 @@ class Server:
 
         for _ in range(max(1, request["sets"])):
             self.sets.append([cut(pool, problem[name]) for pool, name in zip(pools, ("q", "k", "v"))])
+        self.problem = problem
+        self.others.clear()
         self.options = {"is_causal": problem["causal"], "scale": problem["scale"]}
         if problem["q"][1] != problem["k"][1]:
             self.options["enable_gqa"] = True
         torch.cuda.synchronize()
         return {}
 
-    def call(self, place):
+    def backend(self, who):
+        """What must be in force while somebody is called."""
+        return self.sdpa_kernel([self.backends[who]]) if who in self.backends else contextlib.nullcontext()
+
+    def call(self, who, place):
         q, k, v = self.sets[place % len(self.sets)]
-        return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, **self.options)
+        if who in self.backends:
+            return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, **self.options)
+        if who not in self.others:
+            self.others[who] = getattr(self, "make_" + who)()
+        return self.others[who](q, k, v)
+
+    # The others want (batch, length, heads, head_dim), which is another view of the same memory.
+
+    def make_flash_attn(self):
+        from flash_attn import flash_attn_func
+
+        options = {"causal": self.problem["causal"], "softmax_scale": self.problem["scale"]}
+
+        def call(q, k, v):
+            out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+            return out.transpose(1, 2)
+
+        return call
+
+    def make_xformers(self):
+        from xformers.ops import LowerTriangularMask, memory_efficient_attention
+
+        batch, heads, _, width = self.problem["q"]
+        shared = self.problem["k"][1]
+        options = {"scale": self.problem["scale"]}
+        if self.problem["causal"]:
+            options["attn_bias"] = LowerTriangularMask()
+
+        def call(q, k, v):
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            if shared == heads:
+                return memory_efficient_attention(q, k, v, **options).transpose(1, 2)
+            # With heads that share keys there are five dimensions: (batch, length, groups, heads of a group, head_dim).
+            group = heads // shared
+            q = q.reshape(batch, -1, shared, group, width)
+            k, v = (x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in (k, v))
+            out = memory_efficient_attention(q, k, v, **options)
+            return out.flatten(2, 3).transpose(1, 2)
+
+        return call
+
+    def make_flex(self):
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        options = {"scale": self.problem["scale"]}
+        if self.problem["q"][1] != self.problem["k"][1]:
+            options["enable_gqa"] = True
+        if self.problem["causal"]:
+
+            def earlier(batch, head, query, key):
+                return query >= key
+
+            lengths = self.problem["q"][2], self.problem["k"][2]
+            options["block_mask"] = create_block_mask(earlier, None, None, *lengths, device="cuda")
+        compiled = self.torch.compile(flex_attention)
+
+        def call(q, k, v):
+            return compiled(q, k, v, **options)
+
+        return call
 
     def output(self, request):
         torch = self.torch
-        with self.sdpa_kernel([self.backends[request["who"]]]):
-            out = self.call(0).contiguous()
+        with self.backend(request["who"]):
+            out = self.call(request["who"], 0).contiguous()
         rows = torch.tensor(request["rows"], device="cuda", dtype=torch.long)
         chosen = out.reshape(-1, out.shape[-1])[rows].contiguous()
         data = chosen.flatten().view(torch.uint8).cpu().numpy().tobytes()
@@ -97,13 +171,13 @@ class Server:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for place in range(3):
-                self.call(place)
+                self.call(who, place)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for place in range(calls):
-                self.call(place)
+                self.call(who, place)
         return graph
 
     def sample(self, request):
@@ -111,7 +185,7 @@ class Server:
         sets = len(self.sets)
         calls = -(-max(1, request["calls"]) // sets) * sets
         if (who, calls) not in self.graphs:
-            with self.sdpa_kernel([self.backends[who]]):
+            with self.backend(who):
                 self.graphs[who, calls] = self.record(who, calls)
         graph = self.graphs[who, calls]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -124,22 +198,22 @@ class Server:
         return {"us": start.elapsed_time(end) * 1e3 / calls, "calls": calls}
 
     def calls(self, request):
-        torch, calls = self.torch, request["calls"]
-        with self.sdpa_kernel([self.backends[request["who"]]]):
+        torch, who, calls = self.torch, request["who"], request["calls"]
+        with self.backend(who):
             for place in range(min(calls, QUEUED)):
-                self.call(place)
+                self.call(who, place)
             torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             call_us, host_us = [], []
             for place in range(calls):
                 start.record()
-                self.call(place)
+                self.call(who, place)
                 end.record()
                 torch.cuda.synchronize()
                 call_us.append(start.elapsed_time(end) * 1e3)
             for place in range(calls):
                 before = time.perf_counter_ns()
-                self.call(place)
+                self.call(who, place)
                 host_us.append((time.perf_counter_ns() - before) / 1e3)
                 if place % QUEUED == QUEUED - 1:
                     torch.cuda.synchronize()

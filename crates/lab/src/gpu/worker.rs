@@ -1,15 +1,19 @@
 //! Our worker: the `flashcore` binary, answering requests on the GPU of a number.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io::{BufRead, Lines, StdinLock, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use flashcore::cuda::driver::{DeviceBuffer, Event, EventKind};
+use flashcore::cuda::driver::{DeviceBuffer, Event, EventKind, GraphExec};
 use flashcore::cuda::{Cuda, CudaTensor, Recording};
 use flashcore::{Attention, DType, Device, Layout, Problem, Storage, TensorBuf};
 use serde_json::{Value, json};
 
+use super::bench::CUBLAS;
+use super::ceilings;
+use super::cublas::{Addresses, Unfused};
 use super::pool::NAMES;
 use super::protocol::Request;
 use crate::peers::crc32;
@@ -95,6 +99,7 @@ impl Server {
         let cuda = self.cuda.clone()?;
         match request {
             Request::Hello => hello(&cuda),
+            Request::Ceilings => ceilings::measure(&cuda),
             Request::Pool { dtype, paths } => {
                 let (pool, sums) = load_pool(&cuda, &paths)?;
                 self.pools.insert(dtype, pool);
@@ -149,6 +154,8 @@ fn load_pool(cuda: &Cuda, paths: &[PathBuf; 3]) -> Result<(PoolOnGpu, [u32; 3]),
 struct Set {
     inputs: [CudaTensor; 3],
     o: CudaTensor,
+    /// Where they are.
+    addresses: Addresses,
 }
 
 impl Set {
@@ -172,6 +179,8 @@ struct Ready {
     /// What direct calls write to when their result is wanted, and what a replay does.
     direct: CudaTensor,
     replayed: CudaTensor,
+    /// The peer that does not fuse, once it is asked for.
+    unfused: Option<Unfused>,
 }
 
 impl Ready {
@@ -188,14 +197,17 @@ impl Ready {
             for (shape, pool) in shapes.into_iter().zip(pool) {
                 inputs.push(cut(&cuda, pool, dtype, shape)?);
             }
-            let inputs = inputs.try_into().map_err(|_| "three inputs".to_string())?;
-            Ok(Set { inputs, o: output()? })
+            let mut inputs: [CudaTensor; 3] = inputs.try_into().map_err(|_| "three inputs".to_string())?;
+            let mut o = output()?;
+            let [q, k, v] = inputs.each_mut().map(|tensor| tensor.buffer_mut().address());
+            let addresses = [q, k, v, o.buffer_mut().address()];
+            Ok(Set { inputs, o, addresses })
         };
         let sets = (0..sets.max(1)).map(set).collect::<Result<Vec<Set>, String>>()?;
         let (direct, replayed) = (output()?, output()?);
         cuda.synchronize().map_err(say)?;
         let attention = Attention::new().mask(problem.mask).scale(problem.scale);
-        Ok(Self { cuda, problem: *problem, attention, sets, direct, replayed })
+        Ok(Self { cuda, problem: *problem, attention, sets, direct, replayed, unfused: None })
     }
 
     /// Answers requests about this problem, until one is about something else.
@@ -203,6 +215,7 @@ impl Ready {
         // Recordings borrow the sets, so these stand apart from what the other requests change.
         let sets = std::mem::take(&mut self.sets);
         let mut recordings: HashMap<(String, usize), Recording<'_>> = HashMap::new();
+        let mut graphs: HashMap<usize, GraphExec> = HashMap::new();
         loop {
             let request = match read(lines)? {
                 Ok(request) => request,
@@ -216,6 +229,10 @@ impl Ready {
                 Request::Output { who, rows, path } => self.output(&who, &sets, &rows, &path),
                 Request::Sample { who, warm, calls } => {
                     let calls = (calls.max(1) as usize).next_multiple_of(sets.len());
+                    if who == CUBLAS {
+                        reply(self.sample_unfused(&mut graphs, &sets, calls, warm));
+                        continue;
+                    }
                     self.sample(&mut recordings, &sets, &(who, calls), warm)
                 }
                 Request::Calls { who, calls } => self.calls(&who, &sets, calls as usize),
@@ -246,8 +263,54 @@ impl Ready {
         Ok(json!({ "us": start.elapsed().as_secs_f64() * 1e6 }))
     }
 
+    /// The peer that does not fuse, made ready when it is first asked for.
+    fn unfused(&mut self) -> Result<&Unfused, String> {
+        if self.unfused.is_none() {
+            self.unfused = Some(Unfused::new(&self.cuda, &self.problem)?);
+        }
+        self.unfused.as_ref().ok_or_else(|| "it is not ready".into())
+    }
+
+    /// Queues one of its calls on a set's inputs, into the tensor that direct calls write to.
+    #[allow(unsafe_code)] // Tensors go over as addresses.
+    fn call_unfused(&mut self, set: &Set) -> Result<(), String> {
+        let [q, k, v, _] = set.addresses;
+        let o = self.direct.buffer_mut().address();
+        // SAFETY: the tensors are the problem's, contiguous, and outlive every synchronisation of this worker.
+        unsafe { self.unfused()?.queue([q, k, v, o]) }
+    }
+
+    #[allow(unsafe_code)] // A replay reaches memory through addresses.
+    fn sample_unfused(
+        &mut self,
+        graphs: &mut HashMap<usize, GraphExec>,
+        sets: &[Set],
+        calls: usize,
+        warm: u32,
+    ) -> Result<Value, String> {
+        let cuda = self.cuda.clone();
+        if let Entry::Vacant(place) = graphs.entry(calls) {
+            let addresses: Vec<Addresses> = sets.iter().map(|set| set.addresses).collect();
+            // What cuBLAS loads when it is first called cannot be recorded.
+            self.call_unfused(&sets[0])?;
+            cuda.synchronize().map_err(say)?;
+            // SAFETY: as for a call; graphs go before the sets do.
+            let graph = unsafe { self.unfused()?.record(&addresses, calls) }?;
+            place.insert(graph);
+        }
+        let graph = &graphs[&calls];
+        // SAFETY: as above.
+        timed(&cuda, warm, calls, || unsafe { graph.launch(cuda.stream()) }.map_err(say))
+    }
+
     /// What one direct call writes into poisoned memory.
     fn direct_bits(&mut self, who: &str, sets: &[Set]) -> Result<Vec<u16>, String> {
+        if who == CUBLAS {
+            let cuda = self.cuda.clone();
+            poison(&cuda, &mut self.direct)?;
+            self.call_unfused(&sets[0])?;
+            return download(&cuda, &self.direct, &self.problem);
+        }
         let cuda = self.variant(who)?;
         poison(&cuda, &mut self.direct)?;
         sets[0].call(&self.attention, &Device::cuda_with(cuda.clone()), &mut self.direct)?;
@@ -290,55 +353,26 @@ impl Ready {
         if !recordings.contains_key(who) {
             let recording = cuda.record(|recorder| {
                 (0..calls).try_for_each(|call| {
-                    let Set { inputs: [q, k, v], o } = &sets[call % sets.len()];
+                    let Set { inputs: [q, k, v], o, .. } = &sets[call % sets.len()];
                     recorder.run(&self.attention, [q, k, v], o, None)
                 })
             });
             recordings.insert(who.clone(), recording.map_err(say)?);
         }
         let recording = &recordings[who];
-        let event = || Event::new(cuda.context(), EventKind::Timing).map_err(say);
-        let (start, end) = (event()?, event()?);
-        for _ in 0..warm.max(1) {
-            recording.replay().map_err(say)?;
-        }
-        start.record(cuda.stream()).map_err(say)?;
-        recording.replay().map_err(say)?;
-        end.record(cuda.stream()).map_err(say)?;
-        end.synchronize().map_err(say)?;
-        let ms = end.ms_since(&start).map_err(say)?;
-        Ok(json!({ "us": f64::from(ms) * 1e3 / calls as f64, "calls": calls }))
+        timed(&cuda, warm, calls, || recording.replay().map_err(say))
     }
 
     fn calls(&mut self, who: &str, sets: &[Set], calls: usize) -> Result<Value, String> {
+        if who == CUBLAS {
+            let cuda = self.cuda.clone();
+            return call_clock(&cuda, calls, |call| self.call_unfused(&sets[call % sets.len()]));
+        }
         let cuda = self.variant(who)?;
         let device = Device::cuda_with(cuda.clone());
-        let mut run = |call: usize| sets[call % sets.len()].call(&self.attention, &device, &mut self.direct);
-        for call in 0..calls.min(QUEUED) {
-            run(call)?;
-        }
-        cuda.synchronize().map_err(say)?;
-        let event = || Event::new(cuda.context(), EventKind::Timing).map_err(say);
-        let (start, end) = (event()?, event()?);
-        let mut call_us = Vec::with_capacity(calls);
-        for call in 0..calls {
-            start.record(cuda.stream()).map_err(say)?;
-            run(call)?;
-            end.record(cuda.stream()).map_err(say)?;
-            cuda.synchronize().map_err(say)?;
-            call_us.push(f64::from(end.ms_since(&start).map_err(say)?) * 1e3);
-        }
-        let mut host_us = Vec::with_capacity(calls);
-        for call in 0..calls {
-            let start = Instant::now();
-            run(call)?;
-            host_us.push(start.elapsed().as_secs_f64() * 1e6);
-            if call % QUEUED == QUEUED - 1 {
-                cuda.synchronize().map_err(say)?;
-            }
-        }
-        cuda.synchronize().map_err(say)?;
-        Ok(json!({ "call_us": call_us, "host_us": host_us }))
+        call_clock(&cuda, calls, |call| {
+            sets[call % sets.len()].call(&self.attention, &device, &mut self.direct)
+        })
     }
 
     fn plan(&self, who: &str) -> Result<Value, String> {
@@ -358,6 +392,59 @@ impl Ready {
             "code": cuda.code_hash(&self.problem).map_err(say)?,
         }))
     }
+}
+
+/// One replay of recorded calls between two events, behind `warm` replays that keep the GPU busy meanwhile.
+fn timed(
+    cuda: &Cuda,
+    warm: u32,
+    calls: usize,
+    replay: impl Fn() -> Result<(), String>,
+) -> Result<Value, String> {
+    let event = || Event::new(cuda.context(), EventKind::Timing).map_err(say);
+    let (start, end) = (event()?, event()?);
+    for _ in 0..warm.max(1) {
+        replay()?;
+    }
+    start.record(cuda.stream()).map_err(say)?;
+    replay()?;
+    end.record(cuda.stream()).map_err(say)?;
+    end.synchronize().map_err(say)?;
+    let ms = end.ms_since(&start).map_err(say)?;
+    Ok(json!({ "us": f64::from(ms) * 1e3 / calls as f64, "calls": calls }))
+}
+
+/// Samples of the call clock: every call between two events, and then the host's own time for as many.
+fn call_clock(
+    cuda: &Cuda,
+    calls: usize,
+    mut run: impl FnMut(usize) -> Result<(), String>,
+) -> Result<Value, String> {
+    for call in 0..calls.min(QUEUED) {
+        run(call)?;
+    }
+    cuda.synchronize().map_err(say)?;
+    let event = || Event::new(cuda.context(), EventKind::Timing).map_err(say);
+    let (start, end) = (event()?, event()?);
+    let mut call_us = Vec::with_capacity(calls);
+    for call in 0..calls {
+        start.record(cuda.stream()).map_err(say)?;
+        run(call)?;
+        end.record(cuda.stream()).map_err(say)?;
+        cuda.synchronize().map_err(say)?;
+        call_us.push(f64::from(end.ms_since(&start).map_err(say)?) * 1e3);
+    }
+    let mut host_us = Vec::with_capacity(calls);
+    for call in 0..calls {
+        let start = Instant::now();
+        run(call)?;
+        host_us.push(start.elapsed().as_secs_f64() * 1e6);
+        if call % QUEUED == QUEUED - 1 {
+            cuda.synchronize().map_err(say)?;
+        }
+    }
+    cuda.synchronize().map_err(say)?;
+    Ok(json!({ "call_us": call_us, "host_us": host_us }))
 }
 
 /// Every bit set: a NaN that no arithmetic gives.

@@ -1,0 +1,202 @@
+//! What a machine can do at most, measured once and kept, and how near to it a kernel comes.
+//!
+//! A ceiling is the best rate of one thing alone: products that never leave the registers or shared memory, copies,
+//! exponentials. Attention needs all three at once, so the **floor** of a problem is the longest of the three times
+//! that it would take at these rates, and its roofline figure is the share of its time that the floor is.
+
+use std::time::Duration;
+
+use flashcore::{Problem, cpu};
+use serde::{Deserialize, Serialize};
+
+use crate::{files, kept};
+
+/// The measured ceilings of a machine. What was not measured is absent.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Ceilings {
+    /// What they are of.
+    pub machine: String,
+    /// When they were measured, in UTC.
+    pub created: String,
+    /// Products: f16 with f32 sums in the tensor cores of a GPU, f32 multiply-adds of a CPU. In units of 1e12
+    /// floating-point operations a second.
+    pub matmul_tflops: Option<f64>,
+    /// Bytes read and written by a copy in a GPU's memory, bytes read by a CPU. In units of 1e9 a second.
+    pub memory_gbytes: Option<f64>,
+    /// Exponentials, in units of 1e9 a second.
+    pub exp_gops: Option<f64>,
+    /// An empty kernel from an event before it to one after it, in microseconds; a GPU's only.
+    pub launch_us: Option<f64>,
+    /// The host's own time for launching it.
+    pub launch_host_us: Option<f64>,
+}
+
+/// What limits a problem at the ceilings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Bound {
+    /// The products.
+    Matmul,
+    /// The bytes that must move.
+    Memory,
+    /// The exponentials.
+    Exponentials,
+}
+
+impl std::fmt::Display for Bound {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Bound::Matmul => "products",
+            Bound::Memory => "memory",
+            Bound::Exponentials => "exponentials",
+        })
+    }
+}
+
+/// A time against the ceilings.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Roofline {
+    /// What the products alone would take, in microseconds.
+    pub matmul_us: f64,
+    /// What moving the bytes alone would.
+    pub memory_us: f64,
+    /// What the exponentials alone would; absent where their rate was not measured.
+    pub exp_us: Option<f64>,
+    /// The longest of them.
+    pub floor_us: f64,
+    /// Which that is.
+    pub bound: Bound,
+    /// Floating-point operations for every byte that must move.
+    pub intensity: f64,
+    /// The floor as a share of the time; 1 is the machine's limit.
+    pub share: f64,
+    /// The rate of the products as a share of their ceiling.
+    pub matmul_share: f64,
+    /// The rate of the bytes as a share of theirs.
+    pub memory_share: f64,
+}
+
+/// The exponentials that a problem needs: one for every query and key that meet.
+pub fn exponentials(problem: &Problem) -> f64 {
+    problem.flops() / (2 * (problem.head_dim + problem.head_dim_v)) as f64
+}
+
+impl Ceilings {
+    /// A time in microseconds against these. Absent where products or memory were not measured.
+    pub fn roofline(&self, problem: &Problem, us: Option<f64>) -> Option<Roofline> {
+        let us = us.filter(|&us| us > 0.0)?;
+        let (flops, bytes) = (problem.flops(), problem.min_bytes());
+        let matmul_us = flops / self.matmul_tflops? / 1e6;
+        let memory_us = bytes / self.memory_gbytes? / 1e3;
+        let exp_us = self.exp_gops.map(|rate| exponentials(problem) / rate / 1e3);
+        let mut longest = (matmul_us, Bound::Matmul);
+        for (time, bound) in [(Some(memory_us), Bound::Memory), (exp_us, Bound::Exponentials)] {
+            longest = time.filter(|&time| time > longest.0).map_or(longest, |time| (time, bound));
+        }
+        let (floor_us, bound) = longest;
+        Some(Roofline {
+            matmul_us,
+            memory_us,
+            exp_us,
+            floor_us,
+            bound,
+            intensity: flops / bytes,
+            share: floor_us / us,
+            matmul_share: matmul_us / us,
+            memory_share: memory_us / us,
+        })
+    }
+
+    /// Of a CPU, measured now on so many threads, in about three times `budget`.
+    pub fn of_cpu(machine: &str, created: &str, isa: cpu::Isa, threads: usize, budget: Duration) -> Self {
+        Self {
+            machine: machine.into(),
+            created: created.into(),
+            matmul_tflops: Some(cpu::fma_peak(isa, threads, budget) / 1e3),
+            memory_gbytes: Some(cpu::read_bandwidth(isa, threads, budget)),
+            exp_gops: Some(cpu::exp_rate(isa, threads, budget)),
+            launch_us: None,
+            launch_host_us: None,
+        }
+    }
+
+    /// Those that were kept for a machine; absent where none were, an error where the file cannot be read.
+    pub fn kept(machine: &str) -> Result<Option<Self>, String> {
+        let Ok(path) = kept::path("ceilings", machine, NAME) else { return Ok(None) };
+        let text = match std::fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(files::explain("read", &path, &error)),
+        };
+        let found: Self = serde_json::from_slice(&text).map_err(|error| {
+            format!("{}: {error}; flashcore bench --ceilings measures them again", path.display())
+        })?;
+        Ok(Some(found).filter(|found| found.machine == machine))
+    }
+
+    /// Keeps them for the machine.
+    pub fn keep(&self) -> Result<std::path::PathBuf, String> {
+        kept::keep("ceilings", &self.machine, NAME, self)
+    }
+}
+
+/// The file's name in the machine's folder.
+const NAME: &str = "ceilings";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashcore::{DType, Mask};
+
+    fn ceilings() -> Ceilings {
+        Ceilings {
+            machine: "test".into(),
+            created: "now".into(),
+            matmul_tflops: Some(800.0),
+            memory_gbytes: Some(4000.0),
+            exp_gops: Some(4000.0),
+            launch_us: Some(2.0),
+            launch_host_us: None,
+        }
+    }
+
+    #[test]
+    fn a_long_problem_is_bound_by_products_and_a_decode_by_memory() {
+        let long = Problem::new(1, 16, 16384, 128, DType::F16);
+        let roofline = ceilings().roofline(&long, Some(5000.0)).unwrap();
+        assert_eq!(roofline.bound, Bound::Matmul);
+        let floor = 4.0 * 16.0 * 16384.0 * 16384.0 * 128.0 / 800e6;
+        assert!((roofline.floor_us - floor).abs() < 1e-6 && (roofline.share - floor / 5000.0).abs() < 1e-9);
+        let decode = Problem::new(1, 32, 1, 128, DType::BF16).with_kv(8, 32768);
+        assert_eq!(ceilings().roofline(&decode, Some(50.0)).unwrap().bound, Bound::Memory);
+        let narrow = Problem::new(1, 16, 8192, 32, DType::F16);
+        assert_eq!(ceilings().roofline(&narrow, Some(9e3)).unwrap().bound, Bound::Exponentials);
+    }
+
+    #[test]
+    fn one_exponential_is_counted_for_every_pair_and_half_of_them_under_a_causal_mask() {
+        let problem = Problem::new(2, 3, 64, 128, DType::F16).with_head_dim_v(64);
+        assert!((exponentials(&problem) - 2.0 * 3.0 * 64.0 * 64.0).abs() < 1e-6);
+        let causal = exponentials(&problem.with_mask(Mask::Causal));
+        assert!(causal < 0.6 * exponentials(&problem), "{causal}");
+    }
+
+    #[test]
+    fn without_a_time_or_a_ceiling_there_is_no_share() {
+        let problem = Problem::new(1, 8, 512, 64, DType::F16);
+        assert_eq!(ceilings().roofline(&problem, None), None);
+        assert_eq!(ceilings().roofline(&problem, Some(0.0)), None);
+        assert_eq!(Ceilings { matmul_tflops: None, ..ceilings() }.roofline(&problem, Some(5.0)), None);
+        let without_exp = Ceilings { exp_gops: None, ..ceilings() };
+        assert_eq!(without_exp.roofline(&problem, Some(5.0)).unwrap().exp_us, None);
+    }
+
+    #[test]
+    fn a_cpu_has_all_three_rates() {
+        let found = Ceilings::of_cpu("cpu", "now", cpu::Isa::Portable, 1, Duration::ZERO);
+        for rate in [found.matmul_tflops, found.memory_gbytes, found.exp_gops] {
+            assert!(rate.is_some_and(|rate| rate > 0.0), "{found:?}");
+        }
+        assert_eq!(found.launch_us, None);
+    }
+}

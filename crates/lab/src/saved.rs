@@ -1,0 +1,191 @@
+//! A report of `flashcore bench` as it stands in a file, of the CPU and of a GPU alike: as much of it as comparing two
+//! runs and writing tables needs. What a file does not say stays absent.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::files;
+use crate::stats::{Interval, Verdict};
+
+/// A report.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct Saved {
+    /// `flashcore.bench/1` or `flashcore.bench-gpu/1`.
+    pub schema: String,
+    /// When it was written.
+    pub created: String,
+    /// Whether the command ran to its end.
+    pub complete: bool,
+    /// Which clock the times are of: `kernel` or `call`.
+    pub clock: String,
+    /// What calls found in the L2 cache; a GPU's only.
+    pub cache: Option<String>,
+    /// The CPU's path, such as `cpu-avx2`.
+    pub device: Option<String>,
+    /// Its threads.
+    pub threads: Option<usize>,
+    /// The GPU, the driver and the versions.
+    #[serde(default)]
+    pub gpu: Value,
+    /// The machine and the binary.
+    #[serde(default)]
+    pub environment: Value,
+    /// What was timed.
+    pub cells: Vec<SavedCell>,
+}
+
+/// A cell of a report.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct SavedCell {
+    /// The shape's name, if it has one.
+    pub name: Option<String>,
+    /// As BxHxSxD.
+    pub shape: String,
+    /// The dtype.
+    pub dtype: String,
+    /// The mask.
+    pub mask: String,
+    /// Ours first.
+    pub results: Vec<SavedResult>,
+    /// Ours against others.
+    #[serde(default)]
+    pub comparisons: Vec<SavedComparison>,
+    /// Why there is no result at all.
+    pub failure: Option<String>,
+    /// Floating-point operations of a call, causal counted half.
+    pub flops: f64,
+}
+
+/// A contender of a cell.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct SavedResult {
+    /// Its name.
+    pub name: String,
+    /// Microseconds a call, one sample a round.
+    pub samples_us: Vec<f64>,
+    /// Their median.
+    pub p50_us: Option<f64>,
+    /// Their 90 % quantile.
+    pub p90_us: Option<f64>,
+    /// The least.
+    pub min_us: Option<f64>,
+    /// The 95 % interval of the median.
+    pub median_interval_us: Option<Interval>,
+    /// What the rule says of its output.
+    pub error: Option<SavedError>,
+    /// Why it has no result, or left before the end.
+    pub failure: Option<String>,
+}
+
+/// The rule's judgement of an output.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct SavedError {
+    /// The largest error.
+    pub max: SavedBound,
+    /// The root mean square.
+    pub rms: SavedBound,
+    /// The worst row.
+    pub row: SavedBound,
+    /// The first wrong element, where there is one.
+    #[serde(default)]
+    pub first_bad: Value,
+}
+
+/// An error with what it may be.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+pub struct SavedBound {
+    /// How far it is off; absent where it is no number.
+    pub error: Option<f64>,
+    /// How far it may be.
+    pub allowed: Option<f64>,
+}
+
+/// Ours against somebody.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+pub struct SavedComparison {
+    /// The peer.
+    pub peer: String,
+    /// Its median over ours.
+    pub speed_up: f64,
+    /// The 95 % interval.
+    pub interval: Interval,
+    /// The verdict.
+    pub verdict: Verdict,
+}
+
+impl Saved {
+    /// From a report's JSON.
+    pub fn of(report: &Value) -> Result<Self, String> {
+        let schema = report["schema"].as_str().unwrap_or("none");
+        if !schema.starts_with("flashcore.bench") {
+            return Err(format!("its schema is {schema}; wanted is a report of flashcore bench --json"));
+        }
+        Self::deserialize(report).map_err(|error| format!("it is no whole report ({error})"))
+    }
+
+    /// From a file.
+    pub fn read(path: &Path) -> Result<Self, String> {
+        let text = std::fs::read(path).map_err(|error| files::explain("read", path, &error))?;
+        let report: Value =
+            serde_json::from_slice(&text).map_err(|error| format!("{}: {error}", path.display()))?;
+        Self::of(&report).map_err(|why| format!("{}: {why}", path.display()))
+    }
+
+    /// What it ran on, so that times of different machines are never compared.
+    pub fn machine(&self) -> String {
+        if let Some(gpu) = self.gpu["ours"]["device"].as_str() {
+            return gpu.to_string();
+        }
+        let model = self.environment["cpu"]["model"].as_str().unwrap_or("an unknown CPU");
+        let threads = self.threads.map_or_else(String::new, |threads| format!(", {threads} threads"));
+        format!("{} on {model}{threads}", self.device.as_deref().unwrap_or("an unknown device"))
+    }
+}
+
+impl SavedCell {
+    /// As `1x8x512x64 f16 causal`.
+    pub fn label(&self) -> String {
+        format!("{} {} {}", self.shape, self.dtype, self.mask)
+    }
+
+    /// A contender by name.
+    pub fn result(&self, name: &str) -> Option<&SavedResult> {
+        self.results.iter().find(|result| result.name == name)
+    }
+}
+
+impl SavedError {
+    /// Whether every bound holds.
+    pub fn passed(&self) -> bool {
+        let holds = |bound: &SavedBound| {
+            bound.error.zip(bound.allowed).is_some_and(|(error, allowed)| error <= allowed)
+        };
+        self.first_bad.is_null() && [&self.max, &self.rms, &self.row].into_iter().all(holds)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_report_of_something_else_is_refused_by_its_schema() {
+        let why = Saved::of(&json!({"schema": "flashcore.verify/1"})).unwrap_err();
+        assert!(why.contains("flashcore.verify/1") && why.contains("bench --json"), "{why}");
+        assert!(Saved::of(&json!({"schema": "flashcore.bench/1"})).unwrap_err().contains("no whole report"));
+    }
+
+    #[test]
+    fn an_error_that_breaks_a_bound_or_is_no_number_is_not_right() {
+        let bound = |error: f64| SavedBound { error: Some(error), allowed: Some(1.0) };
+        let right = SavedError { max: bound(0.5), rms: bound(0.1), row: bound(1.0), first_bad: Value::Null };
+        assert!(right.passed());
+        assert!(!SavedError { row: bound(1.1), ..right.clone() }.passed());
+        let nothing = SavedBound { error: None, allowed: Some(1.0) };
+        assert!(!SavedError { max: nothing, ..right.clone() }.passed());
+        assert!(!SavedError { first_bad: json!({"query": 3}), ..right }.passed());
+    }
+}
