@@ -430,31 +430,84 @@ fn the_report_in_docs_is_what_the_command_makes_of_the_record() {
 }
 
 #[test]
-fn the_command_writes_the_same_bytes_every_time_and_refuses_what_is_no_evidence() {
+fn what_was_planted_and_missed_is_named() {
+    let finding = |name: &str, nature: &str, right: bool| json!({"name": name, "nature": nature, "judge": "the rule", "as_it_should": right, "said": "right"});
+    let value = json!({
+        "schema": "flashcore.faults/1", "caught": [22, 23], "accepted": [9, 9],
+        "findings": [finding("zeros", "fault", true), finding("a stale output", "fault", false)],
+    });
+    let page = html(&[of(&value)]);
+    let document = parse(&page);
+    let section =
+        document.descendants().find(|node| node.attribute("id") == Some("checks")).expect("a section");
+    let text = words(section);
+    assert!(text.contains("22") && text.contains("23") && text.contains("a stale output"), "{text}");
+    assert!(!text.contains("zeros"), "what was caught is not listed");
+}
+
+#[test]
+fn a_file_that_a_report_cannot_show_is_named() {
+    let shown = of(&incomplete());
+    let mut other = of(&json!({"schema": "flashcore.micro/1", "pieces": []}));
+    other.name = "made/pieces.json".into();
+    let page = html(&[shown.clone(), other]);
+    assert!(page.contains("Shown by their environment only: made/pieces.json."));
+    assert!(!html(&[shown]).contains("Shown by their environment only"));
+}
+
+/// What the command does in a folder: its exit code and its words.
+fn run(folder: &Path, arguments: &[&str]) -> (Option<i32>, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_flashcore"));
+    let output =
+        command.arg("report").args(arguments).current_dir(folder).output().expect("the command starts");
+    let words = [output.stdout, output.stderr].map(|words| String::from_utf8_lossy(&words).into_owned());
+    (output.status.code(), words.concat())
+}
+
+/// A benchmark of the record.
+fn benchmark() -> Evidence {
+    let is_one = |file: &Evidence| file.body["schema"] == "flashcore.bench-gpu/1";
+    record().into_iter().find(is_one).expect("the record holds a benchmark")
+}
+
+#[test]
+fn the_command_writes_the_same_bytes_every_time() {
     let folder = tempfile::tempdir().expect("a folder");
     let at = |name: &str| folder.path().join(name);
-    let run = |arguments: &[&str]| {
-        let output = Command::new(env!("CARGO_BIN_EXE_flashcore"))
-            .arg("report")
-            .args(arguments)
-            .current_dir(folder.path())
-            .output()
-            .expect("the command starts");
-        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
-    };
-    std::fs::write(at("up.json"), incomplete().to_string()).expect("a file");
+    std::fs::copy(root().join(benchmark().name), at("up.json")).expect("a copy");
     for out in ["one", "two"] {
-        assert_eq!(run(&["up.json", "-o", out, "--charts", out]).0, Some(0));
+        let (code, words) = run(folder.path(), &["up.json", "-o", out, "--charts", out]);
+        assert_eq!(code, Some(0), "{words}");
     }
-    for name in ["report.html", "report.md", "x1-roofline.svg", "x1-small-full.svg"] {
-        let read = |out: &str| std::fs::read_to_string(at(out).join(name)).expect(name);
-        assert_eq!(read("one"), read("two"), "{name}");
+    let names = |out: &str| {
+        let entries =
+            std::fs::read_dir(at(out)).expect("a folder").map(|entry| entry.expect("an entry").file_name());
+        entries.collect::<HashSet<_>>()
+    };
+    assert_eq!(names("one"), names("two"));
+    assert!(names("one").len() > 2, "two pages and a chart at least");
+    for name in names("one") {
+        let read = |out: &str| std::fs::read_to_string(at(out).join(&name)).expect("a file");
+        assert_eq!(read("one"), read("two"), "{name:?}");
     }
     assert!(std::fs::read_to_string(at("one/report.md")).expect("a report").contains("(../up.json)"));
-    let (code, words) = run(&["none.json", "-o", "three"]);
-    assert!(code == Some(2) && words.contains("none.json"), "{words}");
+}
+
+#[test]
+fn the_command_makes_nothing_of_what_is_no_evidence_or_contradicts_itself() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = |name: &str| folder.path().join(name);
+    let refused = |name: &str, code: i32, because: &str| {
+        let (given, words) = run(folder.path(), &[name, "-o", "out", "--charts", "out"]);
+        assert_eq!(given, Some(code), "{words}");
+        assert!(words.contains(because), "{words}");
+        assert!(!at("out").exists(), "nothing is written of a report that cannot be made");
+    };
+    refused("none.json", 2, "none.json");
     std::fs::write(at("other.json"), "{}").expect("a file");
-    let (code, words) = run(&["other.json", "-o", "three"]);
-    assert!(code == Some(2) && words.contains("schema"), "{words}");
-    assert!(!at("three").exists(), "nothing is written of a report that cannot be made");
+    refused("other.json", 2, "schema");
+    let mut edited = benchmark().body;
+    edited["cells"][0]["results"][0]["p50_us"] = json!(4.0);
+    std::fs::write(at("edited.json"), edited.to_string()).expect("a file");
+    refused("edited.json", 1, "contradicts itself");
 }

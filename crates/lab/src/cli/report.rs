@@ -5,7 +5,8 @@ use std::path::{Component, Path, PathBuf};
 use clap::Args;
 
 use super::Exit;
-use super::screen::say;
+use super::screen::{Tone, say, toned};
+use crate::audit::audit;
 use crate::files;
 use crate::report::{self, source::Evidence};
 
@@ -24,11 +25,24 @@ pub struct Options {
 
 pub fn report(options: &Options) -> Result<Exit, String> {
     let mut evidence = Vec::new();
+    let mut holds = true;
     for path in &options.evidence {
-        let bytes = std::fs::read(path).map_err(|error| files::explain("read", path, &error))?;
+        let text = std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))?;
+        let audit = audit(&text).map_err(|why| format!("{}: {why}", path.display()))?;
+        if !audit.holds() {
+            holds = false;
+            let first = audit.contradictions.first().map_or("", String::as_str);
+            say(&format!("{}  {}: {first}", toned(Tone::Bad, "FAILS"), path.display()));
+        }
         let name = path.display().to_string().replace('\\', "/");
         let link = relative(&absolute(path)?, &absolute(&options.output)?);
-        evidence.push(Evidence::parse(&name, &link, &bytes)?);
+        evidence.push(Evidence::parse(&name, &link, text.as_bytes())?);
+    }
+    if !holds {
+        say(
+            "No report is made of evidence that contradicts itself; flashcore evidence verify FILE says all.",
+        );
+        return Ok(Exit::Fail);
     }
     write(&options.output, &report::pages(&evidence))?;
     if let Some(folder) = &options.charts {

@@ -1,4 +1,4 @@
-//! What verify and its stress test found.
+//! What verify found: on the corpus, under stress, and of the faults that were planted to test it.
 
 use super::page::{Block, Piece, Section, Table, number, text};
 use super::source::{Evidence, Field, Style};
@@ -59,6 +59,26 @@ fn stressed(root: &Field<'_>) -> Vec<Block> {
     vec![Block::Table(table)]
 }
 
+fn planted(root: &Field<'_>) -> Vec<Block> {
+    let mut counts = Table::new("Planted faults and honest work", &["what", "#as it should be", "#of"]);
+    for (key, words) in
+        [("caught", "faults that were caught"), ("accepted", "honest trials that were accepted")]
+    {
+        let pair = root.get(key).items();
+        let of = |i: usize| number(pair.get(i).and_then(Field::number), Style::Exact);
+        counts.rows.push(vec![text(words), of(0), of(1)]);
+    }
+    let mut missed = Table::new("What was judged wrongly", &["trial", "nature", "judge", "what it said"]);
+    let findings = root.get("findings").items();
+    for finding in findings.iter().filter(|finding| finding.get("as_it_should").flag() != Some(true)) {
+        let of = |key: &str| text(finding.get(key).text().unwrap_or_default());
+        missed.rows.push(vec![of("name"), of("nature"), of("judge"), of("said")]);
+    }
+    let mut blocks = vec![Block::Table(counts)];
+    blocks.extend(Some(missed).filter(|missed| !missed.rows.is_empty()).map(Block::Table));
+    blocks
+}
+
 /// The section; absent without such evidence.
 pub fn section(files: &[Evidence]) -> Option<Section> {
     let mut blocks = Vec::new();
@@ -69,6 +89,8 @@ pub fn section(files: &[Evidence]) -> Option<Section> {
             verified(&root)
         } else if schema.starts_with("flashcore.stress/") {
             stressed(&root)
+        } else if schema.starts_with("flashcore.faults/") {
+            planted(&root)
         } else {
             continue;
         };

@@ -124,7 +124,8 @@ fn facts(root: &Field<'_>, evidence: &Evidence) -> Table {
 pub fn section(files: &[Evidence]) -> Section {
     let tables = (0..files.len()).map(|file| facts(&Field::root(files, file), &files[file])).collect();
     let words = "What a file does not say is left out.";
-    let blocks = vec![Block::Text(text(words)), Block::Tables(tables), Block::Table(seeds(files))];
+    let mut blocks = vec![Block::Text(text(words)), Block::Tables(tables)];
+    blocks.extend(Some(seeds(files)).filter(|seeds| !seeds.rows.is_empty()).map(Block::Table));
     Section { id: "environment", title: "Environment".into(), blocks }
 }
 

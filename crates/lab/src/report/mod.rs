@@ -33,9 +33,11 @@ pub const HTML: &str = "report.html";
 pub const MARKDOWN: &str = "report.md";
 
 /// The schemas that a report shows something of beside the environment.
-const SHOWN: [&str; 5] = [
+const SHOWN: [&str; 7] = [
     "flashcore.bench/",
     "flashcore.bench-gpu/",
+    "flashcore.ceilings/",
+    "flashcore.faults/",
     "flashcore.verify/",
     "flashcore.stress/",
     "flashcore.trial/",
@@ -98,15 +100,15 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
 fn kind(bench: &Bench<'_>) -> String {
     let dtype = bench.cells.first().map(|cell| cell.dtype).filter(|dtype| *dtype != "f16");
     let cache = bench.root.get("cache").text().filter(|cache| *cache != "cold");
-    [dtype, cache].into_iter().flatten().map(|word| format!("-{}", slug(word))).collect()
+    [Some(""), dtype, cache].into_iter().flatten().map(slug).collect::<Vec<_>>().join("-")
 }
 
 /// A name as it may stand in a file's name: `NVIDIA H200` is `h200`.
 fn slug(name: &str) -> String {
     let lower = name.to_lowercase();
     let name = lower.strip_prefix("nvidia ").unwrap_or(&lower);
-    let letters = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' });
-    letters.collect::<String>().trim_matches('-').to_string()
+    let words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+    words.collect::<Vec<_>>().join("-")
 }
 
 /// What the files say.

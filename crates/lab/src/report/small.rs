@@ -48,7 +48,8 @@ fn table(title: &str, cells: &[Cell<'_>]) -> Table {
     head.extend(names.iter().map(|name| format!("#{}", contender::label(name))));
     head.extend(peers.iter().map(|peer| format!("against {}", contender::label(peer))));
     let head: Vec<&str> = head.iter().map(String::as_str).collect();
-    let mut table = Table::new(format!("{title}: µs, and ours against each peer"), &head);
+    let against = if peers.is_empty() { "" } else { ", and ours against each peer" };
+    let mut table = Table::new(format!("{title}: µs{against}"), &head);
     for cell in cells {
         let times = names.iter().filter_map(|name| cell.number(name, "p50_us"));
         let best = times.map(|time| time.value()).reduce(f64::min);
@@ -78,5 +79,9 @@ pub fn section(benches: &[Bench<'_>]) -> Option<Section> {
             blocks.push(Block::Figure(Chart::Bars(bars), table));
         }
     }
-    (!blocks.is_empty()).then(|| Section { id: "small", title: "Small shapes".into(), blocks })
+    (!blocks.is_empty()).then(|| Section {
+        id: "small",
+        title: "Latency of small and single shapes".into(),
+        blocks,
+    })
 }

@@ -88,7 +88,7 @@ impl Sweep<'_> {
     fn table(&self) -> Table {
         let names = self.names();
         let peers: Vec<&String> = names.iter().filter(|name| contender::look(name) != 0).collect();
-        let mut head = vec!["length".to_string(), "batch × heads".to_string()];
+        let mut head = vec!["length".to_string(), "batch, heads".to_string()];
         head.extend(names.iter().map(|name| format!("#{}", contender::label(name))));
         head.extend(peers.iter().map(|peer| format!("against {}", contender::label(peer))));
         let head: Vec<&str> = head.iter().map(String::as_str).collect();
@@ -100,7 +100,7 @@ impl Sweep<'_> {
             let (batch, heads) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
             let mut row = vec![
                 text(cell.length().map_or("", |(_, text)| text)),
-                text(format!("{batch}\u{a0}×\u{a0}{heads}")),
+                text(format!("{batch},\u{a0}{heads}")),
             ];
             row.extend(names.iter().map(|name| cell.line(name, "tflops", best)));
             row.extend(peers.iter().map(|peer| cell.speed_up(peer)));
