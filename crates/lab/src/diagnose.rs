@@ -260,18 +260,22 @@ fn scale(rows: &[Seen]) -> Option<Diagnosis> {
         );
         return Some(Diagnosis::new(Kind::Scale, why));
     }
-    let factor = best_factor(&rows[0]);
+    let factor = best_factor(rows);
     all_are(rows, |row| row.scaled(factor)).then(|| {
         let why = format!("the scores are {factor:.4} times what they should be: a wrong scale");
         Diagnosis::new(Kind::Scale, why)
     })
 }
 
-/// The factor of the scores that brings a row nearest to what the engine gave: the best of a coarse grid, refined.
-fn best_factor(row: &Seen) -> f64 {
+/// The factor of the scores that brings the rows nearest to what the engine gave: the best of a coarse grid, refined. A
+/// row alone would not do, since one with few keys may give the same result for many factors.
+fn best_factor(rows: &[Seen]) -> f64 {
     let distance = |power: f64| {
-        let other = row.scaled(power.exp2());
-        row.got.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>()
+        let of = |row: &Seen| {
+            let other = row.scaled(power.exp2());
+            row.got.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>()
+        };
+        rows.iter().map(of).sum::<f64>()
     };
     let (mut centre, mut step) = (0.0, 0.25);
     let grid = (-24..=24).map(|n| f64::from(n) * step);
