@@ -320,14 +320,19 @@ impl WarpClock {
     pub fn edge(&self, prior: Stamp, lanes: Lanes, proxy: Proxy) -> Edge {
         // What is ordered for all lanes is most of what there is.
         let covered = match proxy {
-            Proxy::Generic if prior.agent == self.agent => self.synced - 1,
-            Proxy::Generic => self.seen.generic.of(prior.agent),
+            Proxy::Generic => self.covered(prior.agent),
             Proxy::Async => self.seen.proxied.of(prior.agent),
         };
         if prior.clock <= covered { Edge::Ordered } else { self.edge_of_lanes(prior, lanes, proxy) }
     }
 
-    /// The same where not all lanes are ordered after the access.
+    /// The clock up to which ordinary accesses of this warp, whatever the lane, come after those of an agent.
+    #[inline(always)]
+    pub fn covered(&self, agent: Agent) -> u32 {
+        if agent == self.agent { self.synced - 1 } else { self.seen.generic.of(agent) }
+    }
+
+    /// How the two relate where not all lanes are ordered after the earlier one.
     #[inline(never)]
     fn edge_of_lanes(&self, prior: Stamp, lanes: Lanes, proxy: Proxy) -> Edge {
         if proxy == Proxy::Generic && prior.agent == self.agent {

@@ -171,9 +171,9 @@ pub enum Class {
 }
 
 /// A kernel ready to run.
-pub struct Program {
+pub struct Program<'k> {
     /// The kernel it was made from.
-    pub kernel: Kernel,
+    pub kernel: &'k Kernel,
     /// The instructions, one for one with the kernel's body.
     pub code: Vec<Code>,
     slots: Vec<Slot>,
@@ -187,9 +187,9 @@ pub struct Program {
     pub constants: Constants,
 }
 
-impl Program {
+impl<'k> Program<'k> {
     /// Decodes a kernel.
-    pub fn new(kernel: &Kernel) -> Result<Program, SimError> {
+    pub fn new(kernel: &'k Kernel) -> Result<Program<'k>, SimError> {
         Decoder::new(kernel).run()
     }
 
@@ -282,7 +282,7 @@ impl<'k> Decoder<'k> {
         }
     }
 
-    fn run(mut self) -> Result<Program, SimError> {
+    fn run(mut self) -> Result<Program<'k>, SimError> {
         let body = &self.kernel.body;
         if body.len() >= MAX_BODY {
             return Err(self.unsupported(0, &format!("a kernel of more than {MAX_BODY} instructions")));
@@ -309,7 +309,7 @@ impl<'k> Decoder<'k> {
         }
         let [words, longs, preds] = self.first_constant;
         Ok(Program {
-            kernel: self.kernel.clone(),
+            kernel: self.kernel,
             code,
             words: words as usize + self.constants.words.len(),
             longs: longs as usize + self.constants.longs.len(),
@@ -411,10 +411,26 @@ impl<'k> Decoder<'k> {
         })
     }
 
-    fn span(&mut self, slots: impl IntoIterator<Item = Slot>) -> Span {
-        let start = self.slots.len() as u32;
-        self.slots.extend(slots);
-        Span { start, len: self.slots.len() as u32 - start }
+    /// What was added to the pool since it had `start` slots.
+    fn span_from(&self, start: usize) -> Span {
+        Span { start: start as u32, len: (self.slots.len() - start) as u32 }
+    }
+
+    fn operands(&mut self, pc: usize, args: &[Arg]) -> Result<Span, SimError> {
+        let start = self.slots.len();
+        for &arg in args {
+            let slot = self.operand(pc, arg)?;
+            self.slots.push(slot);
+        }
+        Ok(self.span_from(start))
+    }
+
+    fn registers(&mut self, ids: impl Iterator<Item = RegId>) -> Span {
+        let start = self.slots.len();
+        for id in ids {
+            self.slots.push(self.register(id));
+        }
+        self.span_from(start)
     }
 
     fn instruction(
@@ -424,10 +440,61 @@ impl<'k> Decoder<'k> {
         births: &[RegId],
         flow: &Flow,
     ) -> Result<Code, SimError> {
-        let dst: Vec<Slot> = inst.dst.iter().map(|&a| self.operand(pc, a)).collect::<Result<_, _>>()?;
-        let src: Vec<Slot> = inst.src.iter().map(|&a| self.operand(pc, a)).collect::<Result<_, _>>()?;
+        let (dst, src) = (self.operands(pc, &inst.dst)?, self.operands(pc, &inst.src)?);
         let guard =
             inst.guard.map(|g| DecodedGuard { pred: self.rows[g.reg.id().0 as usize], negated: g.negated });
+        if let Err(why) = implemented(&inst.op) {
+            return Err(self.unsupported(pc, why));
+        }
+        let exec = self.exec(pc, inst.op, dst, src)?;
+        // wgmma reads its accumulators only where scale-d is true; its execution checks them.
+        let sources =
+            || inst.guard.map(|g| g.reg.id()).into_iter().chain(inst.src.iter().filter_map(|a| a.reg()));
+        let reads = self.registers(sources());
+        // Lanes do not join within a basic block: what it has written without a guard holds a value in all of them.
+        let block = flow.block_of[pc] + 1;
+        let start = self.slots.len();
+        for id in sources().filter(|id| self.written[id.0 as usize] != block) {
+            self.slots.push(self.register(id));
+        }
+        let unproven = self.span_from(start);
+        if inst.guard.is_none() && matches!(inst.op, Op::Alu(_) | Op::Setp { .. } | Op::Mma { .. }) {
+            inst.writes().for_each(|id| self.written[id.0 as usize] = block);
+        }
+        let births = self.registers(births.iter().copied());
+        let start = self.slots.len();
+        let other = !matches!(inst.op, Op::Wgmma(_));
+        for id in inst.reads().filter(|id| other && self.pinned[id.0 as usize]) {
+            self.slots.push(self.register(id));
+        }
+        let wgmma_reads = self.span_from(start);
+        let start = self.slots.len();
+        for id in inst.writes().filter(|id| other && self.pinned[id.0 as usize]) {
+            self.slots.push(self.register(id));
+        }
+        let wgmma_writes = self.span_from(start);
+        Ok(Code {
+            exec,
+            guard,
+            unproven,
+            births,
+            target: self.target(pc)?.unwrap_or(NEVER),
+            touches_wgmma: wgmma_reads.len + wgmma_writes.len != 0,
+            class: classify(&inst.op),
+            op: inst.op,
+            dst,
+            src,
+            reads,
+            wgmma_reads,
+            wgmma_writes,
+            reconverge: flow.meeting_point(pc),
+        })
+    }
+
+    /// How an instruction is executed.
+    fn exec(&self, pc: usize, op: Op, dst: Span, src: Span) -> Result<Exec, SimError> {
+        let of = |span: Span| &self.slots[span.start as usize..][..span.len as usize];
+        let (dst, src) = (of(dst), of(src));
         let rows = |slots: &[Slot]| -> [u32; 4] {
             let mut rows = [0; 4];
             for (row, slot) in rows.iter_mut().zip(slots) {
@@ -438,19 +505,16 @@ impl<'k> Decoder<'k> {
             }
             rows
         };
-        if let Err(why) = implemented(&inst.op) {
-            return Err(self.unsupported(pc, why));
-        }
-        let exec = match inst.op {
+        Ok(match op {
             Op::Alu(alu) => {
                 let line = alu.line();
                 let plain = |s: &Slot| matches!(s, Slot::Word(_) | Slot::Long(_) | Slot::Pred(_));
-                if dst.len() != 1 || src.len() != line.src.len() || !dst.iter().chain(&src).all(plain) {
+                if dst.len() != 1 || src.len() != line.src.len() || !dst.iter().chain(src).all(plain) {
                     return Err(self.unsupported(pc, "its operands do not fit the instruction table"));
                 }
-                Exec::Alu(AluInst { alu, d: rows(&dst)[0], s: rows(&src) })
+                Exec::Alu(AluInst { alu, d: rows(dst)[0], s: rows(src) })
             }
-            Op::Setp { cmp, ty } => match (dst.as_slice(), src.as_slice()) {
+            Op::Setp { cmp, ty } => match (dst, src) {
                 ([Slot::Pred(d)], [Slot::Word(a), Slot::Word(b)] | [Slot::Long(a), Slot::Long(b)]) => {
                     Exec::Setp(SetpInst { cmp, ty, d: *d, a: *a, b: *b })
                 }
@@ -459,42 +523,6 @@ impl<'k> Decoder<'k> {
             Op::Label(_) => Exec::Nop,
             Op::Bra { .. } => Exec::Branch,
             _ => Exec::Op,
-        };
-        // wgmma reads its accumulators only where scale-d is true; its execution checks them.
-        let sources =
-            inst.guard.map(|g| g.reg.id()).into_iter().chain(inst.src.iter().filter_map(|a| a.reg()));
-        let sources: Vec<RegId> = sources.collect();
-        let reads: Vec<Slot> = sources.iter().map(|&id| self.register(id)).collect();
-        // Lanes do not join within a basic block: what it has written without a guard holds a value in all of them.
-        let block = flow.block_of[pc] + 1;
-        let proven = |id: RegId| self.written[id.0 as usize] == block;
-        let unproven: Vec<Slot> =
-            sources.iter().filter(|&&id| !proven(id)).map(|&id| self.register(id)).collect();
-        if inst.guard.is_none() && matches!(inst.op, Op::Alu(_) | Op::Setp { .. } | Op::Mma { .. }) {
-            inst.writes().for_each(|id| self.written[id.0 as usize] = block);
-        }
-        let births: Vec<Slot> = births.iter().map(|&id| self.register(id)).collect();
-        let pinned = |ids: &mut dyn Iterator<Item = RegId>| -> Vec<Slot> {
-            let other = !matches!(inst.op, Op::Wgmma(_));
-            ids.filter(|id| other && self.pinned[id.0 as usize]).map(|id| self.register(id)).collect()
-        };
-        let wgmma_reads = pinned(&mut inst.reads());
-        let wgmma_writes = pinned(&mut inst.writes());
-        Ok(Code {
-            exec,
-            op: inst.op,
-            guard,
-            dst: self.span(dst),
-            src: self.span(src),
-            reads: self.span(reads),
-            unproven: self.span(unproven),
-            births: self.span(births),
-            touches_wgmma: !wgmma_reads.is_empty() || !wgmma_writes.is_empty(),
-            wgmma_reads: self.span(wgmma_reads),
-            wgmma_writes: self.span(wgmma_writes),
-            target: self.target(pc)?.unwrap_or(NEVER),
-            reconverge: flow.meeting_point(pc),
-            class: classify(&inst.op),
         })
     }
 }

@@ -706,14 +706,18 @@ fn for_runs(
 }
 
 /// The lanes without those that write the same values to the same address as an earlier lane does.
-fn without_repeats<A: Copy + PartialOrd>(addresses: &[A; 32], values: &[Row64], mask: u32) -> u32 {
-    let mut ascending = true;
-    let mut last: Option<A> = None;
+fn without_repeats<A: Copy + PartialEq + Into<u64>>(addresses: &[A; 32], values: &[Row64], mask: u32) -> u32 {
+    // Addresses that fall into different places of a small table are different.
+    let mut table = [0u64; 32];
+    let mut apart = true;
     for_lanes(mask, |l| {
-        ascending &= last.is_none_or(|a| a < addresses[l]);
-        last = Some(addresses[l]);
+        let address: u64 = addresses[l].into();
+        let place = ((address / 2) ^ (address >> 12)) as usize % 2048;
+        let bit = 1 << (place % 64);
+        apart &= table[place / 64] & bit == 0;
+        table[place / 64] |= bit;
     });
-    if ascending {
+    if apart {
         return mask;
     }
     let mut distinct = mask;

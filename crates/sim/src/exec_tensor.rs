@@ -35,12 +35,30 @@ impl Cluster<'_> {
             return ok;
         }
         let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
+        // Row r of a matrix belongs to lanes 4r to 4r+3, four bytes each; transposed, to all.
+        let lanes_of = |l: usize| if trans { Lanes::ALL } else { Lanes::run(4 * (l as u32 % 8), 4, 1) };
+        let mut left = ok;
+        if !write {
+            // Most reads are of rows that hold a value and were written before a barrier.
+            for (l, address) in addresses[..8 * count].iter().enumerate() {
+                let cell = address / CELL;
+                if ok >> l & 1 == 1
+                    && shared.initialised(cell, 0xFFFF)
+                    && !shared.is_barrier(cell, 0xFFFF)
+                    && shared.shadow.read_after_all(cell, clocks, lanes_of(l), pc)
+                {
+                    left &= !(1 << l);
+                }
+            }
+            if left == 0 {
+                return ok;
+            }
+        }
         let mut conflict = None;
         let mut uninitialised = None;
         let mut barrier = None;
-        for l in (0..8 * count).filter(|l| ok >> l & 1 == 1) {
-            // Row r of a matrix belongs to lanes 4r to 4r+3, four bytes each; transposed, to all.
-            let lanes = if trans { Lanes::ALL } else { Lanes::run(4 * (l as u32 % 8), 4, 1) };
+        for l in (0..8 * count).filter(|l| left >> l & 1 == 1) {
+            let lanes = lanes_of(l);
             let access = Access { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc };
             let cell = addresses[l] / CELL;
             if shared.is_barrier(cell, 0xFFFF) {
@@ -161,18 +179,19 @@ impl Cluster<'_> {
             simd::read_a(level, a_ty, &a[..a_regs], &mut tiles.a);
         }
         simd::read_b(level, b_ty, &b[..b_regs], &mut tiles.b);
+        let mut sums = [[0; 32]; 4];
         match acc_ty {
             AccTy::F32 => {
-                let mut acc = [*row(c), *row(c + 1), *row(c + 2), *row(c + 3)];
-                simd::multiply(level, depth, &tiles.a, &tiles.b, &mut acc);
-                for (slot, value) in dst.iter().zip(&acc) {
+                let acc = [row(c), row(c + 1), row(c + 2), row(c + 3)];
+                simd::multiply(level, depth, &tiles.a, &tiles.b, &acc, &mut sums);
+                for (slot, value) in dst.iter().zip(&sums) {
                     self.put(w, *slot, u32::MAX, value);
                 }
             }
             AccTy::F16 => {
-                let mut acc = mma::unpack_f16([row(c), row(c + 1)]);
-                simd::multiply(level, depth, &tiles.a, &tiles.b, &mut acc);
-                for (slot, value) in dst.iter().zip(&mma::pack_f16(&acc)) {
+                let acc = mma::unpack_f16([row(c), row(c + 1)]);
+                simd::multiply(level, depth, &tiles.a, &tiles.b, &acc.each_ref(), &mut sums);
+                for (slot, value) in dst.iter().zip(&mma::pack_f16(&sums)) {
                     self.put(w, *slot, u32::MAX, value);
                 }
             }

@@ -560,20 +560,18 @@ impl Cluster<'_> {
             }
             let per_tile = if form.acc == AccTy::F32 { 4 } else { 2 };
             for (tile, slots) in tiles.b_columns.iter().zip(accumulators.chunks_exact(per_tile)) {
-                let mut value =
-                    |i: usize| if product.scale_d { *accumulator(warp, slots[i]) } else { [0; 32] };
                 let depth = usize::from(form.k());
+                let value = |i: usize| if product.scale_d { accumulator(warp, slots[i]) } else { &[0; 32] };
+                let mut sums = [[0; 32]; 4];
                 if form.acc == AccTy::F32 {
-                    let mut acc = [value(0), value(1), value(2), value(3)];
-                    simd::multiply(level, depth, &tiles.a, tile, &mut acc);
-                    slots.iter().zip(&acc).for_each(|(&slot, value)| *accumulator(warp, slot) = *value);
+                    let acc = [value(0), value(1), value(2), value(3)];
+                    simd::multiply(level, depth, &tiles.a, tile, &acc, &mut sums);
+                    slots.iter().zip(&sums).for_each(|(&slot, sum)| *accumulator_mut(warp, slot) = *sum);
                 } else {
-                    let mut acc = mma::unpack_f16([&value(0), &value(1)]);
-                    simd::multiply(level, depth, &tiles.a, tile, &mut acc);
-                    slots
-                        .iter()
-                        .zip(&mma::pack_f16(&acc))
-                        .for_each(|(&slot, value)| *accumulator(warp, slot) = *value);
+                    let acc = mma::unpack_f16([value(0), value(1)]);
+                    simd::multiply(level, depth, &tiles.a, tile, &acc.each_ref(), &mut sums);
+                    let sums = mma::pack_f16(&sums);
+                    slots.iter().zip(&sums).for_each(|(&slot, sum)| *accumulator_mut(warp, slot) = *sum);
                 }
             }
         }
@@ -672,7 +670,13 @@ fn negate(ty: MatrixTy, fragments: &mut [Row]) {
 }
 
 /// Where an accumulator is: out of sight while a late product is under way.
-fn accumulator(warp: &mut Warp, slot: Slot) -> &mut Row {
+fn accumulator(warp: &Warp, slot: Slot) -> &Row {
+    let row = slot.word() as usize;
+    if warp.wgmma.rows[row].held { &warp.wgmma.held[row] } else { &warp.regs.r32[row] }
+}
+
+/// The same to be written.
+fn accumulator_mut(warp: &mut Warp, slot: Slot) -> &mut Row {
     let row = slot.word() as usize;
     if warp.wgmma.rows[row].held { &mut warp.wgmma.held[row] } else { &mut warp.regs.r32[row] }
 }

@@ -42,7 +42,7 @@ const MAX_OPERATIONS: usize = 1024;
 /// A launch: what all clusters share.
 pub struct Launch<'a> {
     /// The program.
-    pub program: &'a Program,
+    pub program: &'a Program<'a>,
     /// Global memory.
     pub memory: &'a GlobalMemory,
     /// How to run.
@@ -305,7 +305,7 @@ impl<'a> Cluster<'a> {
     /// Ends the launch because of an instruction that is not implemented.
     #[cold]
     pub fn unsupported(&mut self, pc: u32, why: &str) {
-        let kernel = &self.launch.program.kernel;
+        let kernel = self.launch.program.kernel;
         self.tally.error.get_or_insert_with(|| SimError::Unsupported {
             kernel: kernel.name.clone(),
             instruction: kernel.line(&kernel.body[pc as usize]),
@@ -470,8 +470,8 @@ impl<'a> Cluster<'a> {
 }
 
 /// The registers a thread has at launch: what the kernel is limited to, or what the block leaves each thread.
-fn launch_registers(program: &Program, threads: u32) -> u32 {
-    let kernel = &program.kernel;
+fn launch_registers(program: &Program<'_>, threads: u32) -> u32 {
+    let kernel = program.kernel;
     if let Some(max) = kernel.max_regs {
         return max;
     }

@@ -114,6 +114,22 @@ impl SharedShadow {
         self.visit(cell, cell * CELL, 0, mask, access, false)
     }
 
+    /// Records an ordinary read of a whole cell by a warp of the block, if all its lanes come after the last write.
+    /// False where there is more to look at.
+    #[inline(always)]
+    pub fn read_after_all(&mut self, cell: u32, clocks: &WarpClock, lanes: Lanes, pc: u32) -> bool {
+        let Stamp { clock, agent, .. } = clocks.stamp(lanes);
+        let local = usize::from(agent.wrapping_sub(self.first_warp));
+        let of = &mut self.cells[cell as usize];
+        if of.parts != 0 || of.write.clock > clocks.covered(of.write.agent) || local >= self.warps {
+            return false;
+        }
+        of.readers |= 1 << local;
+        self.reads[cell as usize * self.warps + local] =
+            Read { clock, pc_and_lanes: pc << 11 | u32::from(lanes.code()) };
+        true
+    }
+
     /// Records a write of the bytes of a cell that `mask` names.
     #[inline(always)]
     pub fn write(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {

@@ -135,7 +135,7 @@ impl Sim {
     /// Runs a kernel that was decoded before.
     pub fn launch_program(
         &mut self,
-        program: &Program,
+        program: &Program<'_>,
         dims: LaunchDims,
         params: &[u8],
     ) -> Result<Report, SimError> {
@@ -178,16 +178,16 @@ impl Sim {
         }
         self.launches += 1;
         let stats = Stats::new(program, &total, started.elapsed(), threads);
-        Ok(Report { findings: total.findings.into_findings(&program.kernel), stats })
+        Ok(Report { findings: total.findings.into_findings(program.kernel), stats })
     }
 
     fn prepare<'a>(
         &'a self,
-        program: &'a Program,
+        program: &'a Program<'a>,
         dims: LaunchDims,
         params: &'a [u8],
     ) -> Result<Launch<'a>, SimError> {
-        let kernel = &program.kernel;
+        let kernel = program.kernel;
         let refuse = |why: String| Err(SimError::Launch { kernel: kernel.name.clone(), why });
         let cluster = dims.cluster.or(kernel.cluster).unwrap_or([1, 1, 1]);
         let threads: u64 = dims.block.iter().map(|&d| u64::from(d)).product();

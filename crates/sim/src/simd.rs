@@ -81,14 +81,14 @@ macro_rules! for_level {
 for_level! {
     /// Runs plain instructions until one comes that is not, or something needs attention.
     run_plain, run_plain_avx2 = plain, run_plain_avx512,
-    (warp: &mut Warp, program: &Program, executed: &mut [u64], left: &mut u64, check: bool) -> Pause
+    (warp: &mut Warp, program: &Program<'_>, executed: &mut [u64], left: &mut u64, check: bool) -> Pause
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
 fn run_plain_avx512(
     warp: &mut Warp,
-    program: &Program,
+    program: &Program<'_>,
     executed: &mut [u64],
     left: &mut u64,
     check: bool,
@@ -115,9 +115,9 @@ for_level! {
 }
 
 for_level! {
-    /// Multiplies sixteen rows by eight columns into four accumulator registers.
+    /// Multiplies sixteen rows by eight columns, adds four registers and puts the sums into four others.
     multiply, multiply_avx2 = mma::multiply, mma_avx512::multiply,
-    (depth: usize, a: &ATile, b: &BTile, acc: &mut [Row; 4]) -> ()
+    (depth: usize, a: &ATile, b: &BTile, c: &[&Row; 4], d: &mut [Row; 4]) -> ()
 }
 
 /// Why plain execution stopped.
@@ -134,7 +134,7 @@ pub enum Pause {
 }
 
 #[inline(always)]
-fn plain(warp: &mut Warp, program: &Program, executed: &mut [u64], left: &mut u64, check: bool) -> Pause {
+fn plain(warp: &mut Warp, program: &Program<'_>, executed: &mut [u64], left: &mut u64, check: bool) -> Pause {
     loop {
         if warp.pc == warp.reconverge || warp.active == 0 {
             warp.settle();
@@ -210,7 +210,7 @@ fn one(warp: &mut Warp, exec: &Exec, mask: u32) {
 
 /// The first register that the instruction reads in these lanes and that has no value in one of them.
 #[inline(always)]
-pub fn unwritten(warp: &Warp, program: &Program, pc: usize, mask: u32) -> Option<Slot> {
+pub fn unwritten(warp: &Warp, program: &Program<'_>, pc: usize, mask: u32) -> Option<Slot> {
     let code = &program.code[pc];
     for &slot in program.unproven(code) {
         let (init, needed) = match slot {

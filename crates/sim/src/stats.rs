@@ -106,8 +106,8 @@ pub struct Stats {
 }
 
 impl Stats {
-    pub(crate) fn new(program: &Program, tally: &Tally, wall: Duration, threads: usize) -> Stats {
-        let kernel: &Kernel = &program.kernel;
+    pub(crate) fn new(program: &Program<'_>, tally: &Tally, wall: Duration, threads: usize) -> Stats {
+        let kernel: &Kernel = program.kernel;
         let mut stats = Stats { wall, threads, ..Stats::default() };
         let counted = tally.executed.iter().zip(&tally.counters).zip(&program.code);
         for (pc, ((&executed, counter), code)) in counted.enumerate() {

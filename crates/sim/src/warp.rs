@@ -109,7 +109,7 @@ pub struct Strong {
 impl Warp {
     /// A warp at the start of a program. `first_thread` is the flat index of its first thread in the block.
     pub fn new(
-        program: &Program,
+        program: &Program<'_>,
         block: usize,
         index: u32,
         clocks: WarpClock,
@@ -184,7 +184,7 @@ impl Warp {
 
 /// Registers without values, and constants with theirs.
 /// Registers at the start of a program, in the block of this rank in its cluster.
-fn fresh_registers(program: &Program, rank: usize) -> Regs {
+fn fresh_registers(program: &Program<'_>, rank: usize) -> Regs {
     let poison = crate::memory::POISON;
     let mut regs = Regs {
         r32: vec![[poison as u32; 32]; program.words],
