@@ -169,7 +169,7 @@ impl Plan {
         if let Schedule::Sm90Fwd(schedule) = schedule
             && schedule.order(&plan.spec) == Walk::Sections
         {
-            plan.section = plan.choose_section(schedule.rows(), schedule.block_n);
+            plan.section = plan.choose_section(schedule);
         }
         Ok(plan)
     }
@@ -285,7 +285,8 @@ impl Plan {
 
     /// Heads whose tiles are taken up together, longest first: such that the blocks finish at about the same time,
     /// and if possible few enough that their keys and values stay in the cache.
-    fn choose_section(&self, rows: u32, block_n: u32) -> u32 {
+    fn choose_section(&self, schedule: sm90_fwd::Schedule) -> u32 {
+        let (rows, block_n) = (schedule.rows(), schedule.block_n);
         let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, .. } = self.problem;
         let heads = (batch * heads_q) as u32;
         let bytes = (len_k * (head_dim + head_dim_v) * self.problem.dtype.size()) as u64;
@@ -295,8 +296,8 @@ impl Plan {
             .map(|block| self.key_tiles(block, rows as usize, block_n as usize) + TILE_OVERHEAD)
             .collect();
         let candidates = (1..=heads).filter(|&section| heads.is_multiple_of(section));
-        if costs.len() as u64 * u64::from(heads) > MANY_TILES {
-            // So many rounds come out even whatever the order.
+        if !schedule.persistent || costs.len() as u64 * u64::from(heads) > MANY_TILES {
+            // So many rounds come out even whatever the order, and blocks that end make room for the next in any.
             return candidates.filter(|&section| u64::from(section) <= cached).max().unwrap_or(1);
         }
         let score = |section: u32| {
@@ -533,7 +534,11 @@ fn choose_tiles(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(
     let (schedule, what) = if wide >= enough {
         (many, format!("{wide} tiles of {} queries keep {sms} SMs busy", many.rows()))
     } else if narrow > sms && spec.head_dim.max(spec.head_dim_v) <= 64 {
-        let some = fitting(sm90_fwd::Schedule::for_some(spec))?;
+        let mut some = fitting(sm90_fwd::Schedule::for_some(spec))?;
+        if narrow <= some.ctas as usize * sms && !spec.right {
+            // A block each, and nothing that would have to come out even.
+            some = sm90_fwd::Schedule { persistent: false, q_stages: 1, ..some };
+        }
         (
             some,
             format!(

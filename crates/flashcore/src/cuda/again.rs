@@ -24,8 +24,11 @@ use super::{
 };
 use crate::{contract::Call, plan::Packed, tensor::Raw};
 
-/// Calls that are kept; a power of two.
+/// Calls that are kept.
 const SLOTS: usize = 256;
+
+/// Places that a call may take, so that two that come in turns hardly ever drive each other out.
+const WAYS: usize = 4;
 
 /// How often a call is repeated before it becomes a graph, which costs as much as some ten launches.
 const REPEATS: u32 = 2;
@@ -50,8 +53,8 @@ impl CallKey {
         Self { plan, tensors, lengths: call.device_lengths }
     }
 
-    fn slot(&self) -> usize {
-        QuickState::default().hash_one(self) as usize % SLOTS
+    fn hash(&self) -> usize {
+        QuickState::default().hash_one(self) as usize
     }
 }
 
@@ -123,15 +126,24 @@ impl Default for KnownCalls {
 impl KnownCalls {
     /// Launches a call that was made before; `None` if it was not, or has made room for another.
     pub(super) fn again<T>(&self, key: &CallKey, launch: impl FnOnce(&Made) -> T) -> Option<T> {
-        // Whoever is changing the slot is making another call.
-        let slot = self.slots[key.slot()].try_read().ok()?;
-        let made = slot.as_ref().filter(|made| made.key == *key)?;
-        Some(launch(made))
+        // Whoever is changing a slot is making another call.
+        let slots = self.ways(key.hash()).iter().filter_map(|slot| slot.try_read().ok());
+        let mut found = slots.filter(|slot| slot.as_ref().is_some_and(|made| made.key == *key));
+        found.next()?.as_ref().map(launch)
+    }
+
+    /// The places of calls with this hash.
+    fn ways(&self, hash: usize) -> &[RwLock<Option<Made>>] {
+        let first = hash % (SLOTS / WAYS) * WAYS;
+        &self.slots[first..first + WAYS]
     }
 
     /// Keeps a call.
     pub(super) fn remember(&self, key: &CallKey, ready: Arc<Ready>, packed: Packed) {
-        if let Ok(mut slot) = self.slots[key.slot()].try_write() {
+        let hash = key.hash();
+        let ways = self.ways(hash);
+        let free = ways.iter().find(|slot| slot.try_read().is_ok_and(|made| made.is_none()));
+        if let Ok(mut slot) = free.unwrap_or(&ways[hash / SLOTS % WAYS]).try_write() {
             let (key, repeats, graph) = (*key, AtomicU32::new(0), OnceLock::new());
             *slot = Some(Made { key, ready, packed, repeats, graph });
         }

@@ -62,14 +62,14 @@ pub struct Schedule {
     pub pairs: bool,
 }
 
-/// The order in which blocks that stay take up tiles of queries.
+/// The order in which tiles of queries are taken up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Walk {
     /// Head by head.
     Plain,
     /// Head by head, a long tile and a short one together, so that all pieces of work are of one size.
     Pairs,
-    /// Sections of heads, longest tiles first, every other round backwards.
+    /// Sections of heads, longest tiles first, every other round of blocks that stay backwards.
     Sections,
 }
 
@@ -236,9 +236,9 @@ impl Schedule {
         ROWS * self.warpgroups
     }
 
-    /// The order in which blocks that stay take up tiles of queries.
+    /// The order in which tiles of queries are taken up. Where there is no limit to the right, all are as long.
     pub fn order(self, spec: &Spec) -> Walk {
-        match (self.persistent && spec.right, self.pairs) {
+        match (spec.right, self.pairs && self.persistent) {
             (false, _) => Walk::Plain,
             (true, true) => Walk::Pairs,
             (true, false) => Walk::Sections,

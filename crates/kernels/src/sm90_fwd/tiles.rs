@@ -33,7 +33,10 @@ pub(super) fn each_tile(
 ) {
     let item = if schedule.split > 1 { k.clusterid_x() } else { k.ctaid_x() };
     if !schedule.persistent {
-        let place = Place::in_head(k, item, None);
+        let place = match schedule.order(spec) {
+            Walk::Sections => Place::in_section(k, item),
+            Walk::Plain | Walk::Pairs => Place::in_head(k, item, None),
+        };
         let tile = Tile::find(k, schedule, spec, place);
         body(k, &tile);
         return;

@@ -3,6 +3,9 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use flashcore::cuda::driver::{
+    DeviceBuffer, DriverError, Function, JitOptions, LaunchConfig, Module, ParamBuffer,
+};
 use flashcore::cuda::{Cuda, CudaTensor};
 use flashcore::{Attention, DType, Device, Layout, Mask, Problem, Storage, TensorBuf};
 use serde::Serialize;
@@ -210,6 +213,7 @@ impl Subject {
         Ok(count)
     }
 
+    /// Runs one after the other without a pause; the GPU itself compares every run's bits with the first's.
     fn repeated(
         &self,
         cuda: &Cuda,
@@ -218,17 +222,88 @@ impl Subject {
         tell: &mut dyn FnMut(&str, f64),
     ) -> flashcore::Result<Count> {
         let device = Device::cuda_with(cuda.clone());
-        let mut outputs = self.outputs(cuda)?;
+        let [mut expected, mut outputs] = [self.outputs(cuda)?, self.outputs(cuda)?];
         let mut count = Count::default();
+        // What the others are compared with is itself compared with the first run of all.
+        count.add(self.run_is_same(cuda, &device, &mut expected)?);
+        let mut comparison = Comparison::new(cuda)?;
         while count.runs < repeats && !stop() {
-            if count.runs.is_multiple_of(100) {
-                tell("again and again", 0.3 + 0.7 * count.runs as f64 / repeats as f64);
+            tell("again and again", 0.3 + 0.7 * count.runs as f64 / repeats as f64);
+            let runs = (repeats - count.runs).min(Comparison::RUNS);
+            for run in 0..runs {
+                outputs.poison(cuda)?;
+                self.run(&device, &mut outputs)?;
+                comparison.compare(cuda, run, &mut outputs, &mut expected)?;
             }
-            let same = self.run_is_same(cuda, &device, &mut outputs)?;
-            count.add(same);
+            for same in comparison.take(cuda, runs)? {
+                count.add(same);
+            }
         }
         Ok(count)
     }
+}
+
+/// Compares outputs on the GPU.
+struct Comparison {
+    differ: Function,
+    /// Words that differ, a run each.
+    counts: DeviceBuffer,
+}
+
+impl Comparison {
+    /// Runs between two looks at the counts.
+    const RUNS: usize = 500;
+
+    fn new(cuda: &Cuda) -> flashcore::Result<Self> {
+        let ptx = include_str!("differ.ptx");
+        let load = || {
+            let differ = Module::from_ptx(cuda.context(), "differ.ptx", ptx, &JitOptions::default())?
+                .function("flashcore_differ")?;
+            Ok(Self { differ, counts: cuda.stream().upload_new(&[0u32; Self::RUNS])? })
+        };
+        load().map_err(|error: DriverError| failed(cuda, &error))
+    }
+
+    #[allow(unsafe_code)] // A launch reaches memory through addresses.
+    fn compare(
+        &self,
+        cuda: &Cuda,
+        run: usize,
+        ours: &mut Outputs,
+        expected: &mut Outputs,
+    ) -> flashcore::Result<()> {
+        let mut pairs = vec![(&mut ours.o, &mut expected.o)];
+        pairs.extend(ours.lse.as_mut().zip(expected.lse.as_mut()));
+        for (ours, expected) in pairs {
+            let (ours, expected) = (ours.buffer_mut(), expected.buffer_mut());
+            let words = ours.len() / size_of::<u32>();
+            let launch = || {
+                let mut params = ParamBuffer::new();
+                params.push_u64(ours.address())?.push_u64(expected.address())?.push_u64(words as u64)?;
+                params.push_u64(self.counts.address() + (run * size_of::<u32>()) as u64)?;
+                let config = LaunchConfig::new([words.div_ceil(1024).min(264) as u32, 1, 1], [256, 1, 1]);
+                // SAFETY: both buffers have so many words, and the counts one for each of the runs.
+                unsafe { self.differ.launch(cuda.stream(), &config, params.as_bytes()) }
+            };
+            launch().map_err(|error: DriverError| failed(cuda, &error))?;
+        }
+        Ok(())
+    }
+
+    /// Whether the runs gave the expected bits; counts from zero again.
+    fn take(&mut self, cuda: &Cuda, runs: usize) -> flashcore::Result<Vec<bool>> {
+        let mut take = || {
+            let counts: Vec<u32> = cuda.stream().download_all(&self.counts)?;
+            cuda.stream().upload(&mut self.counts, 0, &[0u32; Self::RUNS])?;
+            Ok(counts.into_iter().take(runs).map(|words| words == 0).collect())
+        };
+        take().map_err(|error: DriverError| failed(cuda, &error))
+    }
+}
+
+/// A failure of the driver as one of the device.
+fn failed(cuda: &Cuda, error: &DriverError) -> flashcore::Error {
+    flashcore::Error::Device { device: cuda.to_string(), what: error.to_string() }
 }
 
 /// Calls from several threads that share streams, each into memory of its own.

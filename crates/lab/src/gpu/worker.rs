@@ -22,6 +22,9 @@ use crate::stats;
 /// Calls that are queued before the host waits for the GPU, when its own time is measured.
 const QUEUED: usize = 32;
 
+/// Calls of a set of tensors before the call clock looks.
+const WARM_UPS: usize = 5;
+
 /// Launches of an empty kernel that its cost is taken from.
 const FLOOR_LAUNCHES: usize = 300;
 
@@ -366,11 +369,11 @@ impl Ready {
     fn calls(&mut self, who: &str, sets: &[Set], calls: usize) -> Result<Value, String> {
         if who == CUBLAS {
             let cuda = self.cuda.clone();
-            return call_clock(&cuda, calls, |call| self.call_unfused(&sets[call % sets.len()]));
+            return call_clock(&cuda, calls, sets.len(), |call| self.call_unfused(&sets[call % sets.len()]));
         }
         let cuda = self.variant(who)?;
         let device = Device::cuda_with(cuda.clone());
-        call_clock(&cuda, calls, |call| {
+        call_clock(&cuda, calls, sets.len(), |call| {
             sets[call % sets.len()].call(&self.attention, &device, &mut self.direct)
         })
     }
@@ -414,13 +417,15 @@ fn timed(
     Ok(json!({ "us": f64::from(ms) * 1e3 / calls as f64, "calls": calls }))
 }
 
-/// Samples of the call clock: every call between two events, and then the host's own time for as many.
+/// Samples of the call clock: every call between two events, and then the host's own time for as many. Before that,
+/// each of the `sets` is used as often as it takes until a call is as fast as it will be.
 fn call_clock(
     cuda: &Cuda,
     calls: usize,
+    sets: usize,
     mut run: impl FnMut(usize) -> Result<(), String>,
 ) -> Result<Value, String> {
-    for call in 0..calls.min(QUEUED) {
+    for call in 0..(WARM_UPS * sets).max(QUEUED) {
         run(call)?;
     }
     cuda.synchronize().map_err(say)?;
