@@ -686,6 +686,23 @@ mod tests {
     }
 
     #[test]
+    fn a_handicap_makes_a_time_longer_by_just_so_much() {
+        struct Steady;
+        impl Contender for Steady {
+            fn name(&self) -> String {
+                "steady".into()
+            }
+
+            fn sample(&mut self, _: u32, calls: u32) -> Result<f64, String> {
+                if calls > 9 { Err("too many".into()) } else { Ok(50.0) }
+            }
+        }
+        let mut slowed = Handicapped { contender: Steady, name: "slowed", factor: 1.02 };
+        assert_eq!((slowed.name().as_str(), slowed.sample(1, 1)), ("slowed", Ok(51.0)));
+        assert_eq!(slowed.sample(1, 10), Err("too many".into()));
+    }
+
+    #[test]
     fn without_samples_everything_measured_is_absent() {
         let nothing = result("x", Vec::new());
         assert_eq!((nothing.p50_us, nothing.gflops, nothing.min_us), (None, None, None));
