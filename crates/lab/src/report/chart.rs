@@ -335,7 +335,7 @@ impl Roofline {
     fn draw(&self) -> Drawing {
         let mut svg = Svg::default();
         let (width, height) = (640.0, 380.0);
-        let (left, right, top, bottom) = (52.0, width - 18.0, 44.0, height - 44.0);
+        let (left, right, top, bottom) = (52.0, width - 172.0, 44.0, height - 44.0);
         svg.text((12.0, 18.0), Anchor::Start, "title", &self.title);
         let range = |values: &mut dyn Iterator<Item = f64>| {
             values.fold((f64::INFINITY, 0.0f64), |(low, high), value| (low.min(value), high.max(value)))
@@ -366,12 +366,17 @@ impl Roofline {
         let axis = "operations a byte that must move (logarithmic)";
         svg.text((f64::midpoint(left, right), bottom + 32.0), Anchor::Middle, "axis", axis);
         svg.text((12.0, top - 10.0), Anchor::Start, "axis", "TFLOP/s (logarithmic)");
-        for (i, (name, ceiling)) in self.ceilings.iter().enumerate() {
+        // Names stand behind the ends of their lines, each below the one before it.
+        let mut ceilings: Vec<&(String, Number)> = self.ceilings.iter().collect();
+        ceilings.sort_by(|a, b| b.1.value().total_cmp(&a.1.value()));
+        let mut lowest = f64::NEG_INFINITY;
+        for (name, ceiling) in ceilings {
             let at = y(ceiling.value());
             svg.line((left, at), (right, at), "ceiling");
-            let words = format!("{name}: {}", Style::Digits.write(ceiling));
-            // Names of ceilings that lie close together stand at other places.
-            svg.text((left + 6.0 + i as f64 * 195.0, at - 4.0), Anchor::Start, "ceiling-name", &words);
+            lowest = (at + 4.0).max(lowest + 13.0);
+            let short = name.split(',').next().unwrap_or(name);
+            let words = format!("{short}: {}", Style::Digits.write(ceiling));
+            svg.text((right + 6.0, lowest), Anchor::Start, "ceiling-name", &words);
         }
         if let Some(bandwidth) = &self.bandwidth {
             // A rate in TFLOP/s is the intensity times the bandwidth in TB/s, inside the frame.

@@ -48,7 +48,7 @@ pub type Written = (String, String);
 
 /// The HTML file and its twin.
 pub fn pages(files: &[Evidence]) -> [Written; 2] {
-    let page = page(files);
+    let page = compose(files);
     [(HTML.into(), html::render(&page, files)), (MARKDOWN.into(), markdown::render(&page, files, HTML))]
 }
 
@@ -112,7 +112,7 @@ fn slug(name: &str) -> String {
 }
 
 /// What the files say.
-fn page(files: &[Evidence]) -> Page {
+fn compose(files: &[Evidence]) -> Page {
     let benches = Bench::all(files);
     let mut sections: Vec<Section> = Vec::new();
     sections.extend(speed::summary(&benches));

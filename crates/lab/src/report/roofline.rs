@@ -37,7 +37,7 @@ fn ceilings<'a>(files: &'a [Evidence], device: &str, benches: &[&Bench<'a>]) -> 
     let told = |key: &str| gpus.iter().find_map(|bench| bench.root.get("gpu").get(key).number());
     let named = |name: &str, rate: Option<Number>| rate.map(|rate| (name.to_string(), rate));
     let products = [
-        named("dense peak at the highest clock", told("peak_tflops")),
+        named("dense peak, at the highest clock", told("peak_tflops")),
         named("products alone, measured", measured("matmul_tflops")),
         named("torch's matrix product, measured", told("matmul_tflops")),
     ];
