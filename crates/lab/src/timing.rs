@@ -1,12 +1,13 @@
 //! Timing: contenders take turns in rounds, in one process group and one state of the machine.
 //!
-//! In each round every contender is sampled once, and the order rotates, so that what the machine does to one it
-//! does to all. A sample is as many calls as it takes to be well past the clock's resolution. Which clock that is, is the
+//! In each round every contender is sampled once, and the order rotates by drawn steps, so that what the machine does to
+//! one it does to all, and no rhythm of its own falls on the same one again and again. A sample is as many calls as it takes to be well past the clock's resolution. Which clock that is, is the
 //! contender's affair: on the CPU it is the **call** clock, what a caller waits for from before the call to after it.
 
 use std::time::{Duration, Instant};
 
 use crate::physics;
+use crate::rng::Rng;
 use crate::stats::{self, Interval, LOOKS, RatioDraws, Verdict, verdict};
 
 /// Something that can be put on the clock.
@@ -121,10 +122,12 @@ pub fn measure_watched(
         contenders.iter_mut().map(|contender| calibrate(contender.as_mut(), effort.sample)).collect();
     let started = Instant::now();
     let (mut round, mut retaken, mut throttled) = (0, 0, 0);
+    let mut order = Order::new(contenders.len());
     watch.is_throttled();
     while !stop() && samples[0].failure.is_none() {
+        let first = order.next();
         for turn in 0..contenders.len() {
-            let who = (round + turn) % contenders.len();
+            let who = (first + turn) % contenders.len();
             let Samples { calls, times, failure, .. } = &mut samples[who];
             if failure.is_some() {
                 continue;
@@ -158,6 +161,26 @@ pub fn measure_watched(
         }
     }
     Measurement { samples, retaken, throttled }
+}
+
+/// Who begins each round: everybody once in as many rounds as there are contenders, in an order that is drawn.
+struct Order {
+    contenders: usize,
+    left: Vec<usize>,
+    rng: Rng,
+}
+
+impl Order {
+    fn new(contenders: usize) -> Self {
+        Self { contenders, left: Vec::new(), rng: Rng::new(contenders as u64) }
+    }
+
+    fn next(&mut self) -> usize {
+        if self.left.is_empty() {
+            self.left = (0..self.contenders).collect();
+        }
+        self.left.swap_remove(self.rng.below(self.left.len()))
+    }
 }
 
 impl Effort {
@@ -221,7 +244,6 @@ fn settled(samples: &[Samples], margin: f64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rng::Rng;
     use std::cell::RefCell;
 
     /// A contender that keeps no time but says what it takes.
@@ -263,13 +285,23 @@ mod tests {
     }
 
     #[test]
-    fn the_order_rotates_from_round_to_round() {
+    fn everybody_begins_equally_often_and_not_in_a_rhythm() {
         let log = RefCell::new(Vec::new());
-        let mut contenders = [scripted("a", &log, || Ok(9e4)), scripted("b", &log, || Ok(9e4))];
-        let effort = Effort { rounds: Some(3), ..LONG };
-        let samples = run(&mut contenders, &effort);
-        assert_eq!(*log.borrow(), ["a", "b", "a", "b", "b", "a", "a", "b"]);
-        assert!(samples.iter().all(|samples| samples.times.len() == 3 && samples.calls == 1));
+        let mut contenders = ["a", "b", "c"].map(|name| scripted(name, &log, || Ok(9e4)));
+        let samples = run(&mut contenders, &Effort { rounds: Some(60), ..LONG });
+        assert!(samples.iter().all(|samples| samples.times.len() == 60 && samples.calls == 1));
+        let log = log.borrow();
+        // The first three calls find out how many make a sample.
+        let rounds: Vec<&[&str]> = log[3..].chunks_exact(3).collect();
+        for round in &rounds {
+            assert!(["abc", "bca", "cab"].contains(&round.concat().as_str()), "{round:?}");
+        }
+        let blocks: Vec<String> =
+            rounds.chunks_exact(3).map(|block| block.iter().map(|round| round[0]).collect()).collect();
+        for block in &blocks {
+            assert!(["a", "b", "c"].iter().all(|name| block.contains(name)), "{block}");
+        }
+        assert!(blocks.iter().any(|block| *block != blocks[0]), "{blocks:?}");
     }
 
     #[test]
