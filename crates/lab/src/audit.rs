@@ -9,9 +9,8 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::bench::Comparison;
-use crate::evidence;
 use crate::stats::{self, Interval, Verdict};
-use crate::{cases, shapes};
+use crate::{cases, evidence, physics, shapes};
 
 /// What was found in a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -70,9 +69,6 @@ impl Audit {
     }
 }
 
-/// A rate may exceed a peak that was measured on a noisy machine by so much before it is impossible.
-const ABOVE_MEASURED: f64 = 1.05;
-
 fn near(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-9 * a.abs().max(b.abs())
 }
@@ -100,6 +96,7 @@ pub fn audit(text: &str) -> Result<Audit, String> {
     }
     match schema.as_str() {
         "flashcore.bench/1" | "flashcore.bench-gpu/1" => bench(&mut audit, &document),
+        "flashcore.against-itself/1" => against_itself(&mut audit, &document),
         "flashcore.verify/1" => verify(&mut audit, &document),
         "flashcore.faults/1" => faults(&mut audit, &document),
         "flashcore.stress/1" => stress(&mut audit, &document),
@@ -231,7 +228,7 @@ fn check_result(audit: &mut Audit, at: &str, cell: &Value, result: &Value, limit
         audit.agree(&field("peak_share"), &result["peak_share"], share(limits.peak));
         audit.agree(&field("matmul_share"), &result["matmul_share"], share(limits.matmul));
         if let Some(share) = share(limits.peak) {
-            audit.require(&field("tflops"), share <= 1.0, "is more than the chip can do");
+            audit.require(&field("tflops"), share <= physics::ABOVE_PEAK, "is more than the chip can do");
         }
     }
     if result.get("gflops").is_some() {
@@ -242,7 +239,11 @@ fn check_result(audit: &mut Audit, at: &str, cell: &Value, result: &Value, limit
         let of_bandwidth = share(rate("bytes", 1e3), "bandwidth_gbytes");
         audit.agree(&field("bandwidth_share"), &result["bandwidth_share"], of_bandwidth);
         if let Some(share) = share(gflops, "fma_peak_gflops") {
-            audit.require(&field("gflops"), share <= ABOVE_MEASURED, "is more than the machine can do");
+            audit.require(
+                &field("gflops"),
+                share <= physics::ABOVE_MEASURED,
+                "is more than the machine can do",
+            );
         }
     }
     if !result["call"].is_null() {
@@ -353,6 +354,22 @@ fn check_summaries(audit: &mut Audit, document: &Value, cells: &[Value]) {
         let count = |verdict: &str| pairs.iter().filter(|(_, given)| given == verdict).count();
         let counts = ["FASTER", "SAME", "SLOWER", "UNDECIDED"].map(count);
         audit.same(&format!("{at}.verdicts"), &said["verdicts"], &Value::from(counts.to_vec()));
+    }
+}
+
+fn against_itself(audit: &mut Audit, document: &Value) {
+    for (n, cell) in list(&document["cells"]).iter().enumerate() {
+        let comparisons = list(&cell["comparisons"]);
+        let count = |verdict: &str| comparisons.iter().filter(|it| it["verdict"] == verdict).count();
+        let counts = ["FASTER", "SAME", "SLOWER", "UNDECIDED"].map(count);
+        audit.same(&format!("cells[{n}].verdicts"), &cell["verdicts"], &Value::from(counts.to_vec()));
+        let truth = 1.0 / cell["handicap"].as_f64().unwrap_or(f64::NAN);
+        let holds =
+            |it: &&Value| interval(&it["interval"]).is_some_and(|it| it.low <= truth && truth <= it.high);
+        let held = comparisons.iter().filter(holds).count();
+        audit.agree(&format!("cells[{n}].held"), &cell["held"], Some(held as f64));
+        let all = comparisons.len() as f64;
+        audit.agree(&format!("cells[{n}].repetitions"), &cell["repetitions"], Some(all));
     }
 }
 

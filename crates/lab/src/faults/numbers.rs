@@ -1,17 +1,24 @@
 //! Times, verdicts and files that cannot be true, put to the statistics and to the audit of evidence; and true ones.
 
+use std::time::{Duration, Instant};
+
 use serde_json::{Value, json};
 
 use super::{Trial, Verdict};
 use crate::audit::audit;
 use crate::bench::Comparison;
+use crate::compare::{Gate, compare};
 use crate::evidence::seal;
 use crate::ncu::{self, Figure};
+use crate::physics::{self, Rate};
 use crate::rng::Rng;
+use crate::saved::Saved;
 use crate::stats::{self, MARGIN};
+use crate::timing::{Contender, Effort, SAMPLE, measure};
 
 const STATISTICS: &str = "statistics";
 const AUDIT: &str = "evidence";
+const BENCH: &str = "bench";
 
 /// Rounds of a synthetic measurement.
 const ROUNDS: usize = 40;
@@ -44,7 +51,7 @@ fn cell(shape: &str, flops: f64, bytes: f64, rows: usize, ours: &[f64], theirs: 
         })
     };
     json!({
-        "shape": shape, "dtype": "f16", "mask": "full", "group": "all", "flops": flops, "bytes": bytes, "rows": rows,
+        "name": null, "shape": shape, "dtype": "f16", "mask": "full", "group": "all", "flops": flops, "bytes": bytes, "rows": rows,
         "judged_rows": rows, "results": [result("flashcore", ours), result("peer", theirs)],
         "comparisons": Comparison::of(ours, "peer", theirs, MARGIN), "ladder": [], "impossible": false, "failure": null,
     })
@@ -52,7 +59,12 @@ fn cell(shape: &str, flops: f64, bytes: f64, rows: usize, ours: &[f64], theirs: 
 
 /// An honest file of one cell: 4 batch entries, the peer 1.3 times as slow, each comparison of its own samples.
 fn honest() -> Value {
-    let mut rng = Rng::new(5);
+    honest_run(5)
+}
+
+/// The same from another run.
+fn honest_run(seed: u64) -> Value {
+    let mut rng = Rng::new(seed);
     let (ours, theirs) = (times(&mut rng, 500.0, 0.003), times(&mut rng, 650.0, 0.003));
     let (batch, heads, len, dim) = (4.0, 16.0, 2048.0, 128.0);
     let (flops, bytes) = (4.0 * batch * heads * len * len * dim, 4.0 * batch * heads * len * dim * 2.0);
@@ -64,7 +76,7 @@ fn honest() -> Value {
     let verdicts = ["FASTER", "SAME", "SLOWER", "UNDECIDED"].map(count);
     json!({
         "schema": "flashcore.bench-gpu/1", "hash": "", "created": "2026-11-15T00:00:00Z", "command": ["flashcore"],
-        "complete": true, "environment": {"commit": "0", "dirty": false},
+        "complete": true, "clock": "kernel", "cache": "cold", "environment": {"commit": "0", "dirty": false},
         "gpu": {"peak_tflops": PEAK, "matmul_tflops": null}, "cells": [cell],
         "summaries": [{"group": "all", "peer": "peer", "cells": 1, "geometric_mean": speed_up, "smallest": speed_up,
             "smallest_cell": "4x16x2048x128 f16 full", "verdicts": verdicts}],
@@ -145,9 +157,91 @@ fn compared(speed_up: f64, spread: f64) -> Verdict {
     }
 }
 
+/// What the regression gate says of a run that comes after the honest one, with a change made to it.
+fn regression(change: fn(&mut Value)) -> Verdict {
+    let (then, mut now) = (honest(), honest_run(6));
+    now["created"] = json!("2026-11-16T00:00:00Z");
+    change(&mut now);
+    let compared = Saved::of(&then).and_then(|then| compare(&then, &Saved::of(&now)?, FAIL_ON, MARGIN));
+    match compared.map(|changes| changes.gate) {
+        Ok(Gate::Pass) => Verdict::Accepted("no regression".into()),
+        Ok(Gate::Regression) => Verdict::Refused("a regression".into()),
+        Ok(Gate::Undecided) => Verdict::Refused("undecided: the two runs share no cell that says it".into()),
+        Err(why) => Verdict::Refused(why),
+    }
+}
+
+/// A slow-down from which on the regression gate fails.
+const FAIL_ON: f64 = 0.03;
+
+/// A contender whose clock never moves.
+struct Stopped;
+
+impl Contender for Stopped {
+    fn name(&self) -> String {
+        "stopped".into()
+    }
+
+    fn sample(&mut self, _: u32, _: u32) -> Result<f64, String> {
+        Ok(0.0)
+    }
+}
+
+/// What a measurement makes of a clock that never moves.
+fn stopped_clock() -> Verdict {
+    let effort = Effort {
+        rounds: Some(6),
+        budget: Duration::ZERO,
+        margin: MARGIN,
+        settle: Duration::ZERO,
+        sample: SAMPLE,
+    };
+    let samples = measure(&mut [Box::new(Stopped)], &effort, &|| false, &mut |_, _| {});
+    match &samples[0].failure {
+        Some(why) => Verdict::Refused(why.clone()),
+        None => Verdict::Accepted(format!("{} samples", samples[0].times.len())),
+    }
+}
+
+/// What the wall says of a clock that divides what it counts.
+fn on_the_wall(divided_by: f64) -> Verdict {
+    let sleep = Duration::from_millis(10);
+    let watch = || {
+        let started = Instant::now();
+        std::thread::sleep(sleep);
+        Ok(started.elapsed().as_secs_f64() * 1e6)
+    };
+    match physics::clock_against_wall(sleep.as_secs_f64() * 1e6 / divided_by, watch) {
+        Ok(()) => Verdict::Accepted("the wall agrees".into()),
+        Err(why) => Verdict::Refused(why),
+    }
+}
+
+/// What is said of a rate, as a share of the chip's peak.
+fn rated(share: f64) -> Verdict {
+    match physics::rate(Some(share * PEAK), Some(PEAK), physics::ABOVE_PEAK) {
+        Rate::Possible => Verdict::Accepted("a possible rate".into()),
+        Rate::Impossible => Verdict::Refused("above what the chip can do".into()),
+        Rate::LaunchBound => Verdict::Refused("the launch is timed, not the arithmetic".into()),
+        Rate::Unknown => Verdict::NotRun("nothing is said".into()),
+    }
+}
+
 /// Every trial of numbers.
 pub fn trials() -> Vec<Trial> {
     vec![
+        Trial::fault("a time divided by the batch size, on the clock", BENCH, || on_the_wall(4.0)),
+        Trial::fault("a rate above the chip's peak, on the clock", BENCH, || rated(1.5)),
+        Trial::fault("a launch that passes for arithmetic", BENCH, || rated(0.005)),
+        Trial::fault("an unmeasured time of 0, on the clock", BENCH, stopped_clock),
+        Trial::fault("another shape as the baseline", BENCH, || {
+            regression(|now| now["cells"][0]["shape"] = json!("1x16x2048x128"))
+        }),
+        Trial::fault("another machine as the baseline", BENCH, || {
+            regression(|now| now["gpu"]["ours"] = json!({"device": "another GPU"}))
+        }),
+        Trial::fault("a run as its own baseline", BENCH, || regression(|now| *now = honest())),
+        Trial::fault("a slow-down of 10 %", BENCH, || regression(|now| speed_up(now, 1.0 / 1.1))),
         falsified("a time divided by the batch size", |document| speed_up(document, 4.0)),
         falsified("a rate above the chip's peak", |document| speed_up(document, 5.0)),
         falsified("a comparison of two shapes", |document| {
@@ -194,6 +288,10 @@ pub fn trials() -> Vec<Trial> {
                 None => Verdict::Refused("nothing is said of what bounds the kernel".into()),
             }
         }),
+        Trial::honest("a clock that the wall agrees with", BENCH, || on_the_wall(1.0)),
+        Trial::honest("a rate of 70 % of the peak", BENCH, || rated(0.7)),
+        Trial::honest("a later run that is as fast", BENCH, || regression(|_| {})),
+        Trial::honest("a later run that is faster", BENCH, || regression(|now| speed_up(now, 1.2))),
         Trial::honest("a true gain of 2 %", STATISTICS, || compared(1.02, 0.002)),
         Trial::honest("an evidence file that holds together", AUDIT, || audited(&text(&honest()))),
     ]
