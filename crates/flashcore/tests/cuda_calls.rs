@@ -160,6 +160,27 @@ fn a_stream_that_is_recorded_gets_the_kernel_and_not_its_graph() {
 }
 
 #[test]
+fn a_graph_that_makes_room_for_another_call_spoils_no_recording() {
+    let Some(mut setup) = setup(COUNT_CALLS) else { return };
+    let mut destroyed = 0;
+    // More calls than are kept.
+    for call in 1..=320u16 {
+        let attention = Attention::new().scale(f32::from(call) / 1000.0);
+        for _ in 0..4 {
+            setup.run(&attention).unwrap();
+        }
+        let calls = setup.fake.calls();
+        let gone = calls.iter().enumerate().filter(|(_, call)| *call == "cuGraphExecDestroy");
+        for (at, _) in gone {
+            let mode = |call: &&String| *call == "cuThreadExchangeStreamCaptureMode";
+            assert_eq!(calls[..at].iter().filter(mode).count() % 2, 1, "not relaxed: {calls:?}");
+            destroyed += 1;
+        }
+    }
+    assert!(destroyed > 20, "{destroyed}");
+}
+
+#[test]
 fn a_warm_call_allocates_nothing() {
     for flags in [&[][..], &[AMPERE]] {
         let Some(mut setup) = setup(flags) else { return };

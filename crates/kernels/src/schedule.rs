@@ -55,8 +55,9 @@ impl Kernel {
                 // head dims over 64, and then only short key tiles fit beside it.
                 let large = match widest {
                     ..=64 => vec![fwd(128, 64, 4, 2, true), fwd(128, 64, 4, 2, false)],
-                    _ if spec.right => vec![fwd(128, 32, 4, 3, false), fwd(128, 64, 8, 3, true)],
-                    _ => vec![fwd(128, 128, 8, 1, true), fwd(128, 64, 8, 2, true)],
+                    _ => {
+                        vec![fwd(128, 32, 4, 3, false), fwd(128, 64, 8, if spec.right { 3 } else { 2 }, true)]
+                    }
                 };
                 let rest = [
                     fwd(128, 64, 8, 1, false),

@@ -145,7 +145,12 @@ impl KnownCalls {
         let free = ways.iter().find(|slot| slot.try_read().is_ok_and(|made| made.is_none()));
         if let Ok(mut slot) = free.unwrap_or(&ways[hash / SLOTS % WAYS]).try_write() {
             let (key, repeats, graph) = (*key, AtomicU32::new(0), OnceLock::new());
-            *slot = Some(Made { key, ready, packed, repeats, graph });
+            let context = ready.function.module().context().clone();
+            let old = slot.replace(Made { key, ready, packed, repeats, graph });
+            // A graph that goes would spoil a recording that this thread is making.
+            if old.as_ref().is_some_and(|old| old.graph.get().is_some()) {
+                let _ = context.with_relaxed_capture(|| drop(old));
+            }
         }
     }
 }
