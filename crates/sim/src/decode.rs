@@ -458,7 +458,8 @@ impl<'k> Decoder<'k> {
             self.slots.push(self.register(id));
         }
         let unproven = self.span_from(start);
-        if inst.guard.is_none() && matches!(inst.op, Op::Alu(_) | Op::Setp { .. } | Op::Mma { .. }) {
+        let certain = matches!(inst.op, Op::Alu(_) | Op::Setp { .. } | Op::Mma { .. } | Op::Ldmatrix { .. });
+        if inst.guard.is_none() && certain {
             inst.writes().for_each(|id| self.written[id.0 as usize] = block);
         }
         let births = self.registers(births.iter().copied());

@@ -454,10 +454,18 @@ impl Cluster<'_> {
                 let touched = self.touch_global(w, pc, &addresses, distinct, size * count, Touch::Write);
                 let memory = self.launch.memory;
                 for_lanes(touched | mask & !distinct, |l| {
-                    if let Some((region, offset)) = memory.find(addresses[l], u64::from(size * count)) {
-                        for e in 0..count as usize {
-                            region.store(offset + e * size as usize, size, values[e][l]);
+                    let Some((region, offset)) = memory.find(addresses[l], u64::from(size * count)) else {
+                        return;
+                    };
+                    if size == 4 && offset.is_multiple_of(8) && count.is_multiple_of(2) {
+                        // Two words at once are one store to the host, too.
+                        for e in (0..count as usize).step_by(2) {
+                            region.store(offset + e * 4, 8, values[e + 1][l] << 32 | values[e][l]);
                         }
+                        return;
+                    }
+                    for e in 0..count as usize {
+                        region.store(offset + e * size as usize, size, values[e][l]);
                     }
                 });
             }

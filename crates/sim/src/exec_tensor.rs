@@ -179,19 +179,28 @@ impl Cluster<'_> {
             simd::read_a(level, a_ty, &a[..a_regs], &mut tiles.a);
         }
         simd::read_b(level, b_ty, &b[..b_regs], &mut tiles.b);
-        let mut sums = [[0; 32]; 4];
+        let c: [usize; 4] = std::array::from_fn(|i| src[(c + i).min(src.len() - 1)].word() as usize);
+        let regs = &mut self.warps[w].regs;
         match acc_ty {
             AccTy::F32 => {
-                let acc = [row(c), row(c + 1), row(c + 2), row(c + 3)];
-                simd::multiply(level, depth, &tiles.a, &tiles.b, &acc, &mut sums);
-                for (slot, value) in dst.iter().zip(&sums) {
+                let in_place = dst.iter().zip(c).all(|(slot, row)| *slot == Slot::Word(row as u32));
+                if in_place && let Ok(acc) = regs.r32.get_disjoint_mut(c) {
+                    simd::multiply(level, depth, &tiles.a, &tiles.b, acc);
+                    for row in c {
+                        regs.init32[row] = u32::MAX;
+                    }
+                    return;
+                }
+                let mut acc = c.map(|row| regs.r32[row]);
+                simd::multiply(level, depth, &tiles.a, &tiles.b, acc.each_mut());
+                for (slot, value) in dst.iter().zip(&acc) {
                     self.put(w, *slot, u32::MAX, value);
                 }
             }
             AccTy::F16 => {
-                let acc = mma::unpack_f16([row(c), row(c + 1)]);
-                simd::multiply(level, depth, &tiles.a, &tiles.b, &acc.each_ref(), &mut sums);
-                for (slot, value) in dst.iter().zip(&mma::pack_f16(&sums)) {
+                let mut acc = mma::unpack_f16([&regs.r32[c[0]], &regs.r32[c[1]]]);
+                simd::multiply(level, depth, &tiles.a, &tiles.b, acc.each_mut());
+                for (slot, value) in dst.iter().zip(&mma::pack_f16(&acc)) {
                     self.put(w, *slot, u32::MAX, value);
                 }
             }

@@ -561,17 +561,21 @@ impl Cluster<'_> {
             let per_tile = if form.acc == AccTy::F32 { 4 } else { 2 };
             for (tile, slots) in tiles.b_columns.iter().zip(accumulators.chunks_exact(per_tile)) {
                 let depth = usize::from(form.k());
-                let value = |i: usize| if product.scale_d { accumulator(warp, slots[i]) } else { &[0; 32] };
-                let mut sums = [[0; 32]; 4];
+                if !product.scale_d {
+                    for &slot in slots {
+                        *accumulator(warp, slot) = [0; 32];
+                    }
+                }
                 if form.acc == AccTy::F32 {
-                    let acc = [value(0), value(1), value(2), value(3)];
-                    simd::multiply(level, depth, &tiles.a, tile, &acc, &mut sums);
-                    slots.iter().zip(&sums).for_each(|(&slot, sum)| *accumulator_mut(warp, slot) = *sum);
+                    with_accumulators(warp, slots, |acc| {
+                        simd::multiply(level, depth, &tiles.a, tile, acc);
+                    });
                 } else {
-                    let acc = mma::unpack_f16([value(0), value(1)]);
-                    simd::multiply(level, depth, &tiles.a, tile, &acc.each_ref(), &mut sums);
-                    let sums = mma::pack_f16(&sums);
-                    slots.iter().zip(&sums).for_each(|(&slot, sum)| *accumulator_mut(warp, slot) = *sum);
+                    let [low, high] = [0, 1].map(|i| *accumulator(warp, slots[i]));
+                    let mut acc = mma::unpack_f16([&low, &high]);
+                    simd::multiply(level, depth, &tiles.a, tile, acc.each_mut());
+                    let sums = mma::pack_f16(&acc);
+                    slots.iter().zip(&sums).for_each(|(&slot, sum)| *accumulator(warp, slot) = *sum);
                 }
             }
         }
@@ -670,13 +674,22 @@ fn negate(ty: MatrixTy, fragments: &mut [Row]) {
 }
 
 /// Where an accumulator is: out of sight while a late product is under way.
-fn accumulator(warp: &Warp, slot: Slot) -> &Row {
-    let row = slot.word() as usize;
-    if warp.wgmma.rows[row].held { &warp.wgmma.held[row] } else { &warp.regs.r32[row] }
-}
-
-/// The same to be written.
-fn accumulator_mut(warp: &mut Warp, slot: Slot) -> &mut Row {
+fn accumulator(warp: &mut Warp, slot: Slot) -> &mut Row {
     let row = slot.word() as usize;
     if warp.wgmma.rows[row].held { &mut warp.wgmma.held[row] } else { &mut warp.regs.r32[row] }
+}
+
+/// Calls `f` with four accumulators, where they are if they are in one place.
+fn with_accumulators(warp: &mut Warp, slots: &[Slot], f: impl FnOnce([&mut Row; 4])) {
+    let rows: [usize; 4] = std::array::from_fn(|i| slots[i].word() as usize);
+    let held = rows.map(|row| warp.wgmma.rows[row].held);
+    if held == [held[0]; 4] {
+        let file = if held[0] { &mut warp.wgmma.held } else { &mut warp.regs.r32 };
+        if let Ok(accumulators) = file.get_disjoint_mut(rows) {
+            return f(accumulators);
+        }
+    }
+    let mut values: [Row; 4] = std::array::from_fn(|i| *accumulator(warp, slots[i]));
+    f(values.each_mut());
+    slots.iter().zip(values).for_each(|(&slot, value)| *accumulator(warp, slot) = value);
 }

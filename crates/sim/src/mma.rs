@@ -167,24 +167,24 @@ fn read_b_as(ty: MatrixTy, regs: &[&Row], tile: &mut BTile) {
     }
 }
 
-/// Multiplies sixteen rows by eight columns, adds four registers of f32 and puts the sums into four others.
+/// Multiplies sixteen rows by eight columns into four accumulator registers of f32.
 #[inline(always)]
-pub fn multiply(depth: usize, a: &ATile, b: &BTile, c: &[&Row; 4], d: &mut [Row; 4]) {
+pub fn multiply(depth: usize, a: &ATile, b: &BTile, acc: [&mut Row; 4]) {
     match depth {
-        8 => multiply_as::<8>(a, b, c, d),
-        16 => multiply_as::<16>(a, b, c, d),
-        _ => multiply_as::<32>(a, b, c, d),
+        8 => multiply_as::<8>(a, b, acc),
+        16 => multiply_as::<16>(a, b, acc),
+        _ => multiply_as::<32>(a, b, acc),
     }
 }
 
 #[inline(always)]
-fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, c: &[&Row; 4], d: &mut [Row; 4]) {
+fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, mut acc: [&mut Row; 4]) {
     // Half of the lanes at a time, so that their sums stay in vector registers.
     for first in [0, 16] {
         let mut sums = [[0.0f32; 16]; 4];
-        for (sum, c) in sums.iter_mut().zip(c) {
+        for (sum, acc) in sums.iter_mut().zip(&acc) {
             for l in 0..16 {
-                sum[l] = f32::from_bits(c[first + l]);
+                sum[l] = f32::from_bits(acc[first + l]);
             }
         }
         for k in 0..DEPTH {
@@ -196,9 +196,9 @@ fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, c: &[&Row; 4], d: &mut 
                 }
             }
         }
-        for (sum, d) in sums.iter().zip(&mut *d) {
+        for (sum, acc) in sums.iter().zip(&mut acc) {
             for l in 0..16 {
-                d[first + l] = num::canonical(sum[l]);
+                acc[first + l] = num::canonical(sum[l]);
             }
         }
     }
@@ -308,17 +308,10 @@ mod tests {
                 for level in [Level::Baseline, Level::Avx2, Level::Avx512].into_iter().filter(|&l| l <= best)
                 {
                     let mut tiles = Tiles::default();
-                    let mut d = [[0; 32]; 4];
+                    let mut d = c;
                     simd::read_a(level, ty, &a.each_ref(), &mut tiles.a);
                     simd::read_b(level, ty, &b.each_ref(), &mut tiles.b);
-                    simd::multiply(
-                        level,
-                        256 / ty.bits() as usize,
-                        &tiles.a,
-                        &tiles.b,
-                        &c.each_ref(),
-                        &mut d,
-                    );
+                    simd::multiply(level, 256 / ty.bits() as usize, &tiles.a, &tiles.b, d.each_mut());
                     assert_eq!(d, want, "{ty:?} {level:?}");
                 }
             }

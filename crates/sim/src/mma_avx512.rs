@@ -119,23 +119,23 @@ pub fn read_b(ty: MatrixTy, regs: &[&Row], tile: &mut BTile) {
     }
 }
 
-/// Multiplies sixteen rows by eight columns, adds four registers of f32 and puts the sums into four others.
+/// Multiplies sixteen rows by eight columns into four accumulator registers of f32.
 #[target_feature(enable = "avx512f")]
-pub fn multiply(depth: usize, a: &ATile, b: &BTile, c: &[&Row; 4], d: &mut [Row; 4]) {
+pub fn multiply(depth: usize, a: &ATile, b: &BTile, acc: [&mut Row; 4]) {
     match depth {
-        8 => multiply_as::<8>(a, b, c, d),
-        16 => multiply_as::<16>(a, b, c, d),
-        _ => multiply_as::<32>(a, b, c, d),
+        8 => multiply_as::<8>(a, b, acc),
+        16 => multiply_as::<16>(a, b, acc),
+        _ => multiply_as::<32>(a, b, acc),
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, c: &[&Row; 4], d: &mut [Row; 4]) {
+fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, acc: [&mut Row; 4]) {
     let mut sums = [[_mm512_setzero_ps(); 2]; 4];
-    for (sum, c) in sums.iter_mut().zip(c) {
-        for (sum, c) in sum.iter_mut().zip(c.as_chunks::<16>().0) {
-            *sum = _mm512_castsi512_ps(load_words(c));
+    for (sum, acc) in sums.iter_mut().zip(&acc) {
+        for (sum, acc) in sum.iter_mut().zip(acc.as_chunks::<16>().0) {
+            *sum = _mm512_castsi512_ps(load_words(acc));
         }
     }
     for (k, rows) in a[..DEPTH].iter().enumerate() {
@@ -151,10 +151,10 @@ fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, c: &[&Row; 4], d: &mut 
         }
     }
     let nan = _mm512_set1_epi32(CANONICAL_NAN as i32);
-    for (sum, d) in sums.iter().zip(d) {
-        for (&sum, d) in sum.iter().zip(d.as_chunks_mut::<16>().0) {
+    for (sum, acc) in sums.iter().zip(acc) {
+        for (&sum, acc) in sum.iter().zip(acc.as_chunks_mut::<16>().0) {
             let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(sum, sum);
-            store_words(d, _mm512_mask_blend_epi32(is_nan, _mm512_castps_si512(sum), nan));
+            store_words(acc, _mm512_mask_blend_epi32(is_nan, _mm512_castps_si512(sum), nan));
         }
     }
 }

@@ -115,9 +115,9 @@ for_level! {
 }
 
 for_level! {
-    /// Multiplies sixteen rows by eight columns, adds four registers and puts the sums into four others.
+    /// Multiplies sixteen rows by eight columns into four accumulator registers.
     multiply, multiply_avx2 = mma::multiply, mma_avx512::multiply,
-    (depth: usize, a: &ATile, b: &BTile, c: &[&Row; 4], d: &mut [Row; 4]) -> ()
+    (depth: usize, a: &ATile, b: &BTile, acc: [&mut Row; 4]) -> ()
 }
 
 /// Why plain execution stopped.
