@@ -639,7 +639,7 @@ mod tests {
     #[test]
     fn what_is_not_read_is_refused_with_its_line() {
         let wrong = |from: &str, to: &str| read(&TEXT.replace(from, to)).unwrap_err();
-        assert!(wrong("mul.wide.u32", "mul.strange.u32").contains("line 17"));
+        assert!(wrong("mul.wide.u32", "mul.strange.u32").contains("line 16"));
         assert!(wrong("%r2, 8", "%rd2, 8").contains("another class"));
         assert!(wrong("[out]", "[nowhere]").contains("nowhere"));
         assert!(wrong("sm_80", "sm_2").contains("sm_2"));
