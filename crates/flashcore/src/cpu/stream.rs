@@ -1,7 +1,8 @@
 //! Decode: few rows against many keys, which is a matter of reading K and V once, as they lie.
 //!
 //! Dot products run along the head dim and outputs along its columns, straight from the tensors' own type; while
-//! one block of K is multiplied its V is asked for, and then the next block's K, so that memory never waits.
+//! one block of K is multiplied its V is asked for, and then the next block's K, a few lines at a time, so that
+//! memory never waits: a core has only so many requests under way, and more at once than these hold up its sums.
 #![allow(unsafe_code)] // Raw tensors and scratch; the contract and the plan bound every index.
 
 use std::ops::Range;
@@ -136,14 +137,15 @@ pub(super) unsafe fn dots<S: Simd, E: Vectorised, const G: usize>(
 ) {
     let at_once = S::LANES / G;
     for first in (0..k.count).step_by(at_once) {
-        if let Some(ahead) = ahead {
-            ahead.prefetch::<S>(first..first + at_once);
-        }
         // SAFETY: keys beyond the last are read as the last, and queries have `len` elements.
         unsafe {
             let mut acc = [S::splat(0.0); MAX_LANES];
             let row = |i: usize| k.at.cast::<E>().add((first + i).min(k.count - 1) * k.stride);
             for d in (0..k.len).step_by(S::LANES) {
+                if let Some(ahead) = ahead {
+                    let row = |d: usize| first + d * at_once / k.len;
+                    ahead.prefetch::<S>(row(d)..row(d + S::LANES));
+                }
                 let mut queries = [S::splat(0.0); G];
                 for (g, query) in queries.iter_mut().enumerate() {
                     *query = S::load(q.add(g * k.len + d));
@@ -208,13 +210,20 @@ unsafe fn softmax<S: Simd>(job: &Job<'_>, row: &mut Row, keys: &Range<usize>, p:
     }
 }
 
-/// Folds the lanes of a vector.
+/// Folds the lanes of a vector, half onto half, and then onto `start`.
 #[inline(always)]
 unsafe fn fold<S: Simd>(x: S::V, start: f32, join: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [0.0; MAX_LANES];
     // SAFETY: no vector has more lanes.
     unsafe { S::store(lanes.as_mut_ptr(), x) };
-    lanes[..S::LANES].iter().fold(start, |a, &b| join(a, b))
+    let mut half = S::LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            lanes[i] = join(lanes[i], lanes[i + half]);
+        }
+        half /= 2;
+    }
+    join(start, lanes[0])
 }
 
 /// O = O · rescale + P V for G rows and a block of keys.
@@ -233,7 +242,13 @@ pub(super) unsafe fn outputs<S: Simd, E: Vectorised, const G: usize>(
     let mut vec = 0;
     // SAFETY: columns end at the last whole vector, which is the last of a row.
     unsafe {
-        // As many columns as there are registers for.
+        // As many columns as there are registers for; the fewer passes, the more evenly memory is asked.
+        if 8 * G < S::ROWS * S::VECS {
+            while vec + 8 <= vectors {
+                output_columns::<S, E, G, 8>(v, ahead.take(), rescale, p, o, vec);
+                vec += 8;
+            }
+        }
         if 4 * G < S::ROWS * S::VECS {
             while vec + 4 <= vectors {
                 output_columns::<S, E, G, 4>(v, ahead.take(), rescale, p, o, vec);
