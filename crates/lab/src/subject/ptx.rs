@@ -16,7 +16,7 @@
 //!
 //! Tensors are contiguous, as (batch, heads, length, head_dim). On a GPU they lie between guard zones that must stay as
 //! they were; the simulator finds accesses out of bounds by itself, with races and values that nobody wrote, but reads
-//! only what [`reader`](super::reader) does.
+//! only what [`super::reader`] does.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
