@@ -33,8 +33,10 @@ fn everything_on_record_holds_together() {
 
 #[test]
 fn a_number_on_record_cannot_be_changed_without_notice() {
-    let file = record().into_iter().find(|path| path.to_string_lossy().contains("small")).unwrap();
+    let file = record().into_iter().find(|path| path.to_string_lossy().ends_with("h200-small.json")).unwrap();
     let mut document: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    // Whoever changes a number can leave out the hash.
+    document.as_object_mut().unwrap().remove("hash").unwrap();
     let cell = document["cells"][0].clone();
     let audit = |document: &Value| flashcore_lab::audit::audit(&document.to_string()).unwrap();
     assert!(audit(&document).holds());
