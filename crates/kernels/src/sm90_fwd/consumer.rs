@@ -17,8 +17,8 @@ use crate::{
 /// Named barriers: 0 is the block's; then one a warpgroup for its turn at the tensor cores, one a warpgroup for its
 /// own threads, and one for all consumers.
 const TURN: u32 = 1;
-const OWN: u32 = 4;
-const ALL: u32 = 7;
+const OWN: u32 = 5;
+const ALL: u32 = 9;
 
 /// Swizzle of 128 bytes, and 1024 bytes from eight rows to the next eight: the upper half of every descriptor.
 const DESCRIPTOR_HIGH: u32 = 0x4000_0040;

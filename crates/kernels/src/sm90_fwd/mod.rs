@@ -37,7 +37,7 @@ const OTHER_REGISTERS: u32 = 26;
 /// The knobs of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Schedule {
-    /// Consumer warpgroups of 64 queries each: 1 to 3.
+    /// Consumer warpgroups of 64 queries each: 1 to 4.
     pub warpgroups: u32,
     /// Keys a tile: a multiple of 16.
     pub block_n: u32,
@@ -45,7 +45,7 @@ pub struct Schedule {
     pub stages: u32,
     /// Slots for Q tiles: with two, the next tile's queries are fetched while this one is computed.
     pub q_stages: u32,
-    /// Blocks that share a multiprocessor. More than one only with one warpgroup.
+    /// Blocks that share a multiprocessor: up to four of one warpgroup, or two of two.
     pub ctas: u32,
     /// Blocks of a cluster that share the keys of a tile.
     pub split: u32,
@@ -122,8 +122,8 @@ impl Schedule {
     /// nothing beside the others stay at one value.
     pub fn grid() -> Vec<Schedule> {
         let mut grid = Vec::new();
-        for warpgroups in 1..=3 {
-            let ctas = if warpgroups == 1 { 1..=3 } else { 1..=1 };
+        for warpgroups in 1..=4 {
+            let ctas = 1..=Self::most_ctas(warpgroups);
             let turns: &[bool] = if warpgroups == 1 { &[false] } else { &[false, true] };
             let ends = [1, 2, 4].map(|split| (false, false, split));
             let stays = [false, true].map(|pairs| (true, pairs, 1));
@@ -254,12 +254,24 @@ impl Schedule {
         self.consumer_threads() + if self.warpgroups == 1 { 32 } else { 128 }
     }
 
-    /// Registers of a producer's and of a consumer's thread, where they are shared out anew.
+    /// Registers of a producer's and of a consumer's thread, where they are shared out anew. A block has only those
+    /// that it was launched with: were the shares more, its warps would wait for the rest for ever.
     fn shares(self) -> Option<(u16, u16)> {
-        match self.warpgroups {
-            1 => None,
-            2 => Some((24, 240)),
-            _ => Some((32, 160)),
+        match (self.warpgroups, self.ctas) {
+            (1, _) => None,
+            (2, 1) => Some((24, 240)),
+            (2, _) => Some((24, 104)),
+            (3, _) => Some((32, 160)),
+            _ => Some((24, 112)),
+        }
+    }
+
+    /// Blocks of so many warpgroups that share a multiprocessor at most.
+    const fn most_ctas(warpgroups: u32) -> u32 {
+        match warpgroups {
+            1 => 4,
+            2 => 2,
+            _ => 1,
         }
     }
 
@@ -308,8 +320,8 @@ impl Schedule {
         if target != Target::Sm90a {
             return refuse(format!("sm90_fwd is for sm_90a, not for {target}"));
         }
-        if !(1..=3).contains(&self.warpgroups) {
-            return refuse(format!("{} warpgroups: possible are 1 to 3", self.warpgroups));
+        if !(1..=4).contains(&self.warpgroups) {
+            return refuse(format!("{} warpgroups: possible are 1 to 4", self.warpgroups));
         }
         if !(16..=256).contains(&self.block_n) || !self.block_n.is_multiple_of(16) {
             return refuse(format!("block_n {}: possible is a multiple of 16 from 16 to 256", self.block_n));
@@ -320,9 +332,9 @@ impl Schedule {
                 self.stages, self.q_stages
             ));
         }
-        if !(1..=4).contains(&self.ctas) || (self.ctas > 1 && self.warpgroups > 1) {
+        if !(1..=Self::most_ctas(self.warpgroups)).contains(&self.ctas) {
             return refuse(format!(
-                "{} blocks of {} warpgroups on a multiprocessor: possible are 1 to 4 blocks of one",
+                "{} blocks of {} warpgroups on a multiprocessor: possible are 1 to 4 blocks of one, or 2 of two",
                 self.ctas, self.warpgroups
             ));
         }
@@ -434,5 +446,26 @@ impl Schedule {
             k.comment("a block's shared memory may be written to once it has arrived here");
             k.cluster_arrive(flashcore_ptx::ClusterArrive::Release, true);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_shares_out_no_more_registers_than_it_is_launched_with() {
+        let shared_out = Schedule::grid().into_iter().filter_map(|it| it.shares().map(|shares| (it, shares)));
+        let mut seen = std::collections::BTreeSet::new();
+        for (schedule, (producer, consumer)) in shared_out {
+            // Registers are given to threads in steps of 8.
+            let launched = (65536 / (schedule.ctas * schedule.threads()) / 8 * 8).min(MAX_REGISTERS);
+            let (all, consumers) = (schedule.threads() * launched, schedule.consumer_threads());
+            let wanted =
+                consumers * u32::from(consumer) + (schedule.threads() - consumers) * u32::from(producer);
+            assert!(wanted <= all, "{schedule:?}: {wanted} of {all}");
+            seen.insert((schedule.warpgroups, schedule.ctas));
+        }
+        assert_eq!(seen.into_iter().collect::<Vec<_>>(), [(2, 1), (2, 2), (3, 1), (4, 1)]);
     }
 }
