@@ -30,6 +30,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (q, k, v) = (tensors[0].view(), tensors[1].view(), tensors[2].view());
     let on_cpu = attention.run(&flashcore::Device::cpu(), &q, &k, &v)?.o.to_f32();
     let worst = on_gpu.iter().zip(&on_cpu).map(|(a, b)| (a.to_f32() - b).abs()).fold(0.0, f32::max);
-    println!("{}: the GPU differs from the CPU by at most {worst:.2e}", gpu.device());
+    println!("{}: the GPU differs from the CPU by at most {worst:.2e}", gpu.cuda());
     if worst > 2e-3 { Err("that is too much".into()) } else { Ok(()) }
 }

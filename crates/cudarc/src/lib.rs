@@ -29,14 +29,16 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
+use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut};
 pub use flashcore::{Attention, Error, Layout, Result};
-use flashcore::{Device, DeviceLengths, Element, Place, Tensor, TensorMut, cuda::Cuda};
+use flashcore::{Device, DeviceLengths, Element, Name, Place, Tensor, TensorMut, cuda::Cuda};
 
 /// A GPU with the kernels that were made for it so far, and the stream that calls are queued in.
 #[derive(Clone, Debug)]
 pub struct Gpu {
+    /// The kernels. It does not use the stream below, so that whoever has a clone may let that stream go.
     cuda: Cuda,
+    /// The same GPU, queueing in the stream below. Nobody else gets hold of it.
     device: Device,
     stream: Arc<CudaStream>,
 }
@@ -44,24 +46,30 @@ pub struct Gpu {
 impl Gpu {
     /// For calls in a stream of cudarc's.
     pub fn new(stream: &Arc<CudaStream>) -> Result<Self> {
-        let cuda = Cuda::new(stream.context().ordinal() as u32)?;
-        Self::queueing(&cuda, stream)
+        Self::sharing(&Cuda::new(stream.context().ordinal() as u32)?, stream)
+    }
+
+    /// With the kernels of a device of FlashCore's, for calls in a stream of cudarc's.
+    pub fn sharing(cuda: &Cuda, stream: &Arc<CudaStream>) -> Result<Self> {
+        let context = stream.context();
+        let (stream_device, device) = (context.ordinal(), name(cuda));
+        // What the default and the per-thread stream belong to cannot be seen from their handles.
+        if stream_device as u32 != cuda.ordinal() || !context.is_primary() {
+            return Err(Error::ForeignStream { stream_device, device });
+        }
+        // SAFETY: the stream is held for as long as the device that uses it.
+        let device = Device::cuda_with(unsafe { cuda.on_stream(stream.cu_stream().cast()) }?);
+        Ok(Self { cuda: cuda.clone(), device, stream: Arc::clone(stream) })
     }
 
     /// The same GPU and kernels, queueing in another stream of cudarc's.
     pub fn on(&self, stream: &Arc<CudaStream>) -> Result<Self> {
-        Self::queueing(&self.cuda, stream)
+        Self::sharing(&self.cuda, stream)
     }
 
-    fn queueing(cuda: &Cuda, stream: &Arc<CudaStream>) -> Result<Self> {
-        // SAFETY: the stream is held for as long as the device that uses it.
-        let cuda = unsafe { cuda.on_stream(stream.cu_stream().cast()) }?;
-        Ok(Self { device: Device::cuda_with(cuda.clone()), cuda, stream: Arc::clone(stream) })
-    }
-
-    /// FlashCore's own device.
-    pub fn device(&self) -> &Device {
-        &self.device
+    /// FlashCore's own device, which has the kernels. What is called on it itself does not go through cudarc's stream.
+    pub fn cuda(&self) -> &Cuda {
+        &self.cuda
     }
 
     /// The stream that calls are queued in.
@@ -77,7 +85,14 @@ impl Gpu {
         o: Output<'_, T>,
         lse: Option<Output<'_, f32>>,
     ) -> Result<()> {
-        let stream = self.stream.as_ref();
+        let stream = self.enter()?;
+        for (name, slice) in [(Name::Q, q.slice), (Name::K, k.slice), (Name::V, v.slice)] {
+            self.check_context(name, slice.stream().context())?;
+        }
+        self.check_context(Name::O, o.slice.stream().context())?;
+        if let Some(lse) = &lse {
+            self.check_context(Name::Lse, lse.slice.stream().context())?;
+        }
         // What is returned beside an address marks, when it is dropped, how far the stream has come with the slice.
         let (q_ptr, _q) = q.slice.device_ptr(stream);
         let (k_ptr, _k) = k.slice.device_ptr(stream);
@@ -119,18 +134,49 @@ impl Gpu {
         o: Output<'_, T>,
         lse: Option<Output<'_, f32>>,
     ) -> Result<()> {
-        let (ptr, _lengths) = lengths.device_ptr(&self.stream);
-        let ordinal = self.stream.context().ordinal() as u32;
+        let stream = self.enter()?;
+        self.check_context(Name::KeyLengths, lengths.stream().context())?;
+        let (ptr, _lengths) = lengths.device_ptr(stream);
         // SAFETY: the slice holds so many numbers and is borrowed until the call is queued; the caller vouches for
         // their values.
-        let lengths =
-            unsafe { DeviceLengths::from_raw_parts(ptr as *const u32, lengths.len(), most, ordinal) }?;
+        let lengths = unsafe {
+            DeviceLengths::from_raw_parts(ptr as *const u32, lengths.len(), most, self.cuda.ordinal())
+        }?;
         self.run_into(&attention.key_lengths_on_device(lengths), inputs, o, lse)
     }
 
-    fn place(&self) -> Place {
-        Place::Cuda(self.stream.context().ordinal() as u32)
+    /// Makes the stream's context the thread's, as cudarc does before it queues anything: the default and the
+    /// per-thread stream are those of the context that is current.
+    fn enter(&self) -> Result<&CudaStream> {
+        let entered = self.stream.context().bind_to_thread();
+        entered.map_err(|error| Error::Device { device: name(&self.cuda), what: error.to_string() })?;
+        Ok(&self.stream)
     }
+
+    /// Refuses a slice of another context before cudarc lets the stream wait for it, which would leave an error behind.
+    fn check_context(&self, tensor: Name, context: &CudaContext) -> Result<()> {
+        if context == self.stream.context().as_ref() {
+            return Ok(());
+        }
+        let (given, device) = (context.ordinal() as u32, name(&self.cuda));
+        if given != self.cuda.ordinal() {
+            return Err(Error::PlaceMismatch { tensor, given: Place::Cuda(given), device });
+        }
+        Err(Error::Unsupported {
+            device,
+            what: format!("{tensor} in memory of another CUDA context"),
+            possible: "memory of the GPU's primary context, which CudaContext::new gives".into(),
+        })
+    }
+
+    fn place(&self) -> Place {
+        Place::Cuda(self.cuda.ordinal())
+    }
+}
+
+/// What errors call a GPU.
+fn name(cuda: &Cuda) -> String {
+    format!("cuda:{}", cuda.ordinal())
 }
 
 /// A slice to read, with its layout.

@@ -9,6 +9,7 @@ mod fake;
 use std::process::Command;
 
 use cudarc::driver::CudaContext;
+use flashcore::{Name, Place};
 use flashcore_cudarc::{Attention, Error, Gpu, Input, Output};
 use half::f16;
 
@@ -97,6 +98,53 @@ fn what_does_not_fit_is_an_error_and_the_next_call_goes_through() {
     assert!(matches!(run([2, 4, 65, 64]), Err(Error::OutOfBounds { .. })));
     assert!(matches!(run([1, 4, 64, 64]), Err(Error::SizeMismatch { .. })));
     assert_eq!(run(SHAPE), Ok(()));
-    let other = CudaContext::new(1).unwrap().new_stream().unwrap();
-    assert!(matches!(gpu.on(&other), Err(Error::ForeignStream { stream_device: 1, .. })));
+}
+
+#[test]
+fn streams_of_another_context_are_refused() {
+    if std::env::var_os(INSIDE).is_none() {
+        return inside("streams_of_another_context_are_refused");
+    }
+    let context = CudaContext::new(0).unwrap();
+    let gpu = Gpu::new(&context.default_stream()).unwrap();
+    let other = CudaContext::new(1).unwrap();
+    for stream in [other.new_stream().unwrap(), other.default_stream(), other.per_thread_stream()] {
+        assert!(matches!(gpu.on(&stream), Err(Error::ForeignStream { stream_device: 1, .. })));
+    }
+    // SAFETY: the context lives to the end of the process, and nobody destroys it, because the wrapper is forgotten.
+    let own = unsafe { CudaContext::from_raw_context(0, context.cu_device(), context.cu_ctx()) }.unwrap();
+    assert!(matches!(gpu.on(&own.default_stream()), Err(Error::ForeignStream { stream_device: 0, .. })));
+    std::mem::forget(own);
+}
+
+#[test]
+fn slices_of_another_gpu_are_refused_and_leave_no_error_behind() {
+    if std::env::var_os(INSIDE).is_none() {
+        return inside("slices_of_another_gpu_are_refused_and_leave_no_error_behind");
+    }
+    let [stream, other] = [0, 1].map(|gpu| CudaContext::new(gpu).unwrap().new_stream().unwrap());
+    let [q, q_there] = [&stream, &other].map(|stream| stream.clone_htod(&vec![f16::ONE; ELEMENTS]).unwrap());
+    let [mut o, mut o_there] = [&stream, &other].map(|stream| stream.alloc_zeros::<f16>(ELEMENTS).unwrap());
+    let mut lse_there = other.alloc_zeros::<f32>(2 * 4 * 64).unwrap();
+    let gpu = Gpu::new(&stream).unwrap();
+    let refused = |result: Result<(), Error>, name: Name| {
+        let elsewhere = matches!(&result, Err(Error::PlaceMismatch { tensor, given: Place::Cuda(1), .. }) if *tensor == name);
+        assert!(elsewhere, "{name}: {result:?}");
+        stream.context().check_err().unwrap();
+    };
+    let attention = Attention::new();
+    for (at, name) in [Name::Q, Name::K, Name::V].into_iter().enumerate() {
+        let slices = [0, 1, 2].map(|i| Input::bhsd(if i == at { &q_there } else { &q }, SHAPE));
+        refused(gpu.run_into(&attention, slices, Output::bhsd(&mut o, SHAPE), None), name);
+    }
+    let inputs = || [(); 3].map(|()| Input::bhsd(&q, SHAPE));
+    refused(gpu.run_into(&attention, inputs(), Output::bhsd(&mut o_there, SHAPE), None), Name::O);
+    let lse = Output::lse(&mut lse_there, [2, 4, 64]);
+    refused(gpu.run_into(&attention, inputs(), Output::bhsd(&mut o, SHAPE), Some(lse)), Name::Lse);
+    let lengths = other.clone_htod(&[64_u32, 3]).unwrap();
+    let out = Output::bhsd(&mut o, SHAPE);
+    // SAFETY: the lengths are at most 64.
+    refused(unsafe { gpu.run_with_lengths(&attention, &lengths, 64, inputs(), out, None) }, Name::KeyLengths);
+    assert_eq!(gpu.run_into(&attention, inputs(), Output::bhsd(&mut o, SHAPE), None), Ok(()));
+    stream.synchronize().unwrap();
 }
