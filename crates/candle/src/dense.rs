@@ -1,10 +1,10 @@
 //! Attention of tensors with a batch dimension.
 
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage};
 use flashcore::{Device, Element, TensorMut};
 use half::{bf16, f16};
 
-use crate::options::{Options, dense, fail, view};
+use crate::options::{Options, bad_dtypes, dense, fail, view};
 
 /// The operation behind the functions for (batch, length, heads, head_dim) tensors.
 pub struct FlashAttn {
@@ -80,7 +80,7 @@ impl CustomOp3 for FlashAttn {
                 let (o, shape) = self.on_cpu::<f32>([q, k, v], layouts)?;
                 Ok((CpuStorage::F32(o), shape))
             }
-            _ => bail!("flash-attn takes q, k and v that are all f16, all bf16 or, on the CPU, all f32"),
+            _ => bad_dtypes([q.dtype(), k.dtype(), v.dtype()]),
         }
     }
 
@@ -94,12 +94,12 @@ impl CustomOp3 for FlashAttn {
         v: &candle_core::CudaStorage,
         v_layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
+        use candle_core::DType::{BF16, F16};
         let (tensors, layouts) = ([q, k, v], [q_layout, k_layout, v_layout]);
-        match q.dtype() {
-            candle_core::DType::F16 => self.on_gpu::<f16>(tensors, layouts),
-            candle_core::DType::BF16 => self.on_gpu::<bf16>(tensors, layouts),
-            other => bail!("flash-attn takes f16 and bf16 on a GPU, not {other:?}"),
+        match tensors.map(BackendStorage::dtype) {
+            [F16, F16, F16] => self.on_gpu::<f16>(tensors, layouts),
+            [BF16, BF16, BF16] => self.on_gpu::<bf16>(tensors, layouts),
+            others => bad_dtypes(others),
         }
     }
 }
@@ -111,17 +111,15 @@ impl FlashAttn {
         [q, k, v]: [&candle_core::CudaStorage; 3],
         [q_layout, k_layout, v_layout]: [&Layout; 3],
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
         use flashcore_cudarc::{Input, Output};
         let attention = self.options().attention()?;
         let layouts = [dense("q", q_layout)?, dense("k", k_layout)?, dense("v", v_layout)?];
         let shape = out_shape(layouts[0].shape, layouts[2].shape);
         let device = q.device();
-        let (q, k, v) = (q.as_cuda_slice::<T>()?, k.as_cuda_slice::<T>()?, v.as_cuda_slice::<T>()?);
-        let q = q.slice(q_layout.start_offset()..);
-        let k = k.slice(k_layout.start_offset()..);
-        let v = v.slice(v_layout.start_offset()..);
-        let mut o = crate::gpu::output::<T>(device, shape.iter().product())?;
+        let q = crate::gpu::from_offset::<T>(q, q_layout.start_offset())?;
+        let k = crate::gpu::from_offset::<T>(k, k_layout.start_offset())?;
+        let v = crate::gpu::from_offset::<T>(v, v_layout.start_offset())?;
+        let mut o = crate::gpu::output::<T>(device, shape.iter().product(), true)?;
         let inputs =
             [Input::strided(&q, layouts[0]), Input::strided(&k, layouts[1]), Input::strided(&v, layouts[2])];
         let gpu = crate::gpu::on(device)?;

@@ -1,40 +1,62 @@
-//! candle's CUDA devices as FlashCore's.
+//! candle's CUDA devices and tensors as FlashCore takes them.
 #![allow(unsafe_code)] // Memory that a kernel is about to fill need not be cleared first.
 
-use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, PoisonError},
+};
 
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr};
-use candle_core::cuda_backend::{CudaDType, CudaDevice};
-use candle_core::{Result, backend::BackendDevice};
-use flashcore::Element;
+use candle_core::{
+    CudaStorage, Result,
+    cuda_backend::{
+        CudaDType, CudaDevice,
+        cudarc::driver::{CudaSlice, CudaView, DeviceRepr, ValidAsZeroBits},
+    },
+};
+use flashcore::{Element, cuda::Cuda};
 use flashcore_cudarc::Gpu;
 
 use crate::options::fail;
 
 /// What tensors on a GPU hold.
-pub(crate) trait GpuElement: Element + CudaDType + DeviceRepr {}
-impl<T: Element + CudaDType + DeviceRepr> GpuElement for T {}
+pub(crate) trait GpuElement: Element + CudaDType + DeviceRepr + ValidAsZeroBits {}
+impl<T: Element + CudaDType + DeviceRepr + ValidAsZeroBits> GpuElement for T {}
 
-/// FlashCore on a device's GPU, queueing in its stream. Kernels are kept for the life of the process.
+/// FlashCore on a device's GPU, queueing in its stream. Kernels are kept for the life of the process, by GPU; streams
+/// are not.
 pub(crate) fn on(device: &CudaDevice) -> Result<Gpu> {
-    static GPUS: Mutex<Option<HashMap<usize, Gpu>>> = Mutex::new(None);
-    let candle_core::DeviceLocation::Cuda { gpu_id } = device.location() else {
-        candle_core::bail!("a CUDA device lies on a GPU")
-    };
+    static GPUS: Mutex<BTreeMap<usize, Cuda>> = Mutex::new(BTreeMap::new());
     let stream = device.cuda_stream();
+    let ordinal = stream.context().ordinal();
     let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
-    let gpus = gpus.get_or_insert_default();
-    if let Some(gpu) = gpus.get(&gpu_id) {
-        return gpu.on(&stream).map_err(fail);
-    }
-    let gpu = Gpu::new(&stream).map_err(fail)?;
-    gpus.insert(gpu_id, gpu.clone());
-    Ok(gpu)
+    let cuda = if let Some(cuda) = gpus.get(&ordinal) {
+        cuda.clone()
+    } else {
+        let cuda = Cuda::new(ordinal as u32).map_err(fail)?;
+        gpus.insert(ordinal, cuda.clone());
+        cuda
+    };
+    drop(gpus);
+    Gpu::sharing(&cuda, &stream).map_err(fail)
 }
 
-/// Memory for an output.
-pub(crate) fn output<T: GpuElement>(device: &CudaDevice, elements: usize) -> Result<CudaSlice<T>> {
+/// A tensor's memory from an offset on. Where there is nothing to read, the offset may lie beyond the end.
+pub(crate) fn from_offset<T: GpuElement>(storage: &CudaStorage, offset: usize) -> Result<CudaView<'_, T>> {
+    let slice = storage.as_cuda_slice::<T>()?;
+    Ok(slice.slice(offset.min(slice.len())..))
+}
+
+/// Memory for an output: zeros if parts of it stay as they are, else anything.
+pub(crate) fn output<T: GpuElement>(
+    device: &CudaDevice,
+    elements: usize,
+    all_is_written: bool,
+) -> Result<CudaSlice<T>> {
+    // An empty output has room for one element, because a driver may refuse to allocate nothing.
+    let elements = elements.max(1);
+    if !all_is_written {
+        return device.alloc_zeros::<T>(elements);
+    }
     // SAFETY: the kernel writes every element before anybody reads one.
     unsafe { device.alloc::<T>(elements) }
 }

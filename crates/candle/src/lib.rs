@@ -112,7 +112,7 @@ pub fn flash_attn_alibi_windowed_softcap(
 
 /// Attention of sequences that lie one behind the other: q is (all queries, heads, head_dim), k and v (all keys, heads,
 /// head_dim). `seqlens_q` and `seqlens_k` are cumulative, u32, from 0 to the end of the last sequence; no sequence is
-/// longer than `max_seqlen_q` and `max_seqlen_k`.
+/// longer than `max_seqlen_q` and `max_seqlen_k`. Rows of q that are in no sequence give zeros.
 pub fn flash_attn_varlen(
     q: &Tensor,
     k: &Tensor,

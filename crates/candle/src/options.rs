@@ -1,6 +1,6 @@
 //! What a call asks for, and tensors as FlashCore takes them.
 
-use candle_core::{Error, Layout, Result, bail};
+use candle_core::{DType, Error, Layout, Result, bail};
 use flashcore::{Attention, Element, Mask};
 
 /// What a call asks for.
@@ -33,6 +33,13 @@ pub(crate) fn fail(error: flashcore::Error) -> Error {
     Error::wrap(error)
 }
 
+/// Refuses dtypes that attention does not take together, or not there.
+pub(crate) fn bad_dtypes<T>([q, k, v]: [DType; 3]) -> Result<T> {
+    bail!(
+        "flash-attn takes q, k and v that are all f16, all bf16 or, on the CPU, all f32, not {q:?}, {k:?} and {v:?}"
+    )
+}
+
 /// The layout of a (batch, length, heads, head_dim) tensor that begins at its offset.
 pub(crate) fn dense(name: &str, layout: &Layout) -> Result<flashcore::Layout> {
     let ([b, s, h, d], [b_stride, s_stride, h_stride, d_stride]) = (layout.dims(), layout.stride()) else {
@@ -41,7 +48,17 @@ pub(crate) fn dense(name: &str, layout: &Layout) -> Result<flashcore::Layout> {
             layout.dims().len()
         )
     };
-    Ok(flashcore::Layout { shape: [*b, *h, *s, *d], strides: [*b_stride, *h_stride, *s_stride, *d_stride] })
+    Ok(layout_of([*b, *h, *s, *d], [*b_stride, *h_stride, *s_stride, *d_stride]))
+}
+
+/// candle gives dimensions of size 1 any stride, which a GPU might find misaligned: here they have none.
+fn layout_of(shape: [usize; 4], mut strides: [usize; 4]) -> flashcore::Layout {
+    for (size, stride) in shape.iter().zip(&mut strides).take(3) {
+        if *size == 1 {
+            *stride = 0;
+        }
+    }
+    flashcore::Layout { shape, strides }
 }
 
 /// The layout of rows `start..end` of an (all rows, heads, head_dim) tensor, and where they begin.
@@ -53,10 +70,8 @@ pub(crate) fn part(
     let ([_, h, d], [s_stride, h_stride, d_stride]) = (layout.dims(), layout.stride()) else {
         bail!("{name} has {} dimensions; attention takes (all rows, heads, head_dim)", layout.dims().len())
     };
-    let shape = [1, *h, end - start, *d];
-    // There is one sequence: no other begins anywhere.
-    let strides = [0, *h_stride, *s_stride, *d_stride];
-    Ok((flashcore::Layout { shape, strides }, layout.start_offset() + start * s_stride))
+    let part = layout_of([1, *h, end - start, *d], [0, *h_stride, *s_stride, *d_stride]);
+    Ok((part, layout.start_offset() + start * s_stride))
 }
 
 /// A view of candle's memory.

@@ -1,10 +1,12 @@
 //! Attention of sequences that lie one behind the other.
 
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{
+    CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail,
+};
 use flashcore::{Device, Element, TensorMut};
 use half::{bf16, f16};
 
-use crate::options::{Options, fail, part, view};
+use crate::options::{Options, bad_dtypes, fail, part, view};
 
 /// The operation behind the functions for sequences of different lengths.
 pub(crate) struct FlashAttnVarLen {
@@ -123,7 +125,7 @@ impl CustomOp3 for FlashAttnVarLen {
                 let (o, shape) = self.on_cpu::<f32>([q, k, v], layouts)?;
                 Ok((CpuStorage::F32(o), shape))
             }
-            _ => bail!("flash-attn takes q, k and v that are all f16, all bf16 or, on the CPU, all f32"),
+            _ => bad_dtypes([q.dtype(), k.dtype(), v.dtype()]),
         }
     }
 
@@ -137,12 +139,11 @@ impl CustomOp3 for FlashAttnVarLen {
         v: &candle_core::CudaStorage,
         v_layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
         let (tensors, layouts) = ([q, k, v], [q_layout, k_layout, v_layout]);
-        match q.dtype() {
-            DType::F16 => self.on_gpu::<f16>(tensors, layouts),
-            DType::BF16 => self.on_gpu::<bf16>(tensors, layouts),
-            other => bail!("flash-attn takes f16 and bf16 on a GPU, not {other:?}"),
+        match tensors.map(BackendStorage::dtype) {
+            [DType::F16, DType::F16, DType::F16] => self.on_gpu::<f16>(tensors, layouts),
+            [DType::BF16, DType::BF16, DType::BF16] => self.on_gpu::<bf16>(tensors, layouts),
+            others => bad_dtypes(others),
         }
     }
 }
@@ -154,25 +155,24 @@ impl FlashAttnVarLen {
         [q, k, v]: [&candle_core::CudaStorage; 3],
         layouts: [&Layout; 3],
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
+        use crate::gpu::from_offset;
         use flashcore_cudarc::{Input, Output};
         let attention = self.options.attention()?;
-        let shape @ [_, heads, width] = self.check(layouts)?;
+        let shape @ [rows, heads, width] = self.check(layouts)?;
         let device = q.device();
-        let slices = [q.as_cuda_slice::<T>()?, k.as_cuda_slice::<T>()?, v.as_cuda_slice::<T>()?];
-        let mut o = crate::gpu::output::<T>(device, shape.iter().product())?;
+        let mut o = crate::gpu::output::<T>(device, shape.iter().product(), self.covers(rows))?;
         let gpu = crate::gpu::on(device)?;
         for (&queries, &keys) in self.queries.iter().zip(&self.keys) {
-            let (q_layout, q_offset) = part("q", layouts[0], queries)?;
-            let (k_layout, k_offset) = part("k", layouts[1], keys)?;
-            let (v_layout, v_offset) = part("v", layouts[2], keys)?;
             let [start, end] = queries;
             if start == end {
                 continue;
             }
-            let q = slices[0].slice(q_offset..);
-            let k = slices[1].slice(k_offset..);
-            let v = slices[2].slice(v_offset..);
+            let (q_layout, q_offset) = part("q", layouts[0], queries)?;
+            let (k_layout, k_offset) = part("k", layouts[1], keys)?;
+            let (v_layout, v_offset) = part("v", layouts[2], keys)?;
+            let q = from_offset::<T>(q, q_offset)?;
+            let k = from_offset::<T>(k, k_offset)?;
+            let v = from_offset::<T>(v, v_offset)?;
             let inputs =
                 [Input::strided(&q, q_layout), Input::strided(&k, k_layout), Input::strided(&v, v_layout)];
             let mut rows = o.slice_mut(start * heads * width..end * heads * width);
@@ -181,5 +181,10 @@ impl FlashAttnVarLen {
         }
         let storage = candle_core::CudaStorage::wrap_cuda_slice(o, device.clone());
         Ok((storage, Shape::from(shape.to_vec())))
+    }
+
+    /// Whether every row of q is in a sequence.
+    fn covers(&self, rows: usize) -> bool {
+        matches!(self.queries[..], [[0, _], ..]) && matches!(self.queries[..], [.., [_, end]] if end == rows)
     }
 }

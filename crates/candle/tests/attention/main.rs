@@ -1,0 +1,115 @@
+//! candle-flash-attn's functions against attention that candle computes step by step, on every device there is.
+
+mod devices;
+mod order;
+mod plain;
+mod refusals;
+mod sequences;
+
+use candle_core::{DType, Tensor};
+use flashcore_candle::*;
+
+use devices::{devices, dtypes};
+use plain::{ALL, CAUSAL, Given, tensor, values, worst};
+
+#[test]
+fn full_and_causal_attention_with_grouped_heads_in_every_dtype() {
+    for device in devices() {
+        for &dtype in dtypes(&device) {
+            let given = Given::new([2, 6, 2, 32], [17, 23], dtype);
+            let Given { q, k, v } = given.on(&device);
+            for (causal, sees) in [(false, ALL), (true, CAUSAL)] {
+                let o = flash_attn(&q, &k, &v, 0.2, causal).unwrap();
+                given.check(&o, 0.2, 0.0, sees, &format!("{dtype:?}, causal {causal}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn head_dims_up_to_256_with_fewer_more_and_as_many_queries_as_keys() {
+    for device in devices() {
+        for (head_dim, dtype) in [
+            (8, DType::F16),
+            (64, DType::BF16),
+            (64, DType::F16),
+            (96, DType::F16),
+            (128, DType::BF16),
+            (256, DType::F16),
+        ] {
+            for lengths in [[1, 130], [140, 70], [129, 129]] {
+                let given = Given::new([1, 2, 1, head_dim], lengths, dtype);
+                let Given { q, k, v } = given.on(&device);
+                let scale = (head_dim as f32).sqrt().recip();
+                let o = flash_attn(&q, &k, &v, scale, true).unwrap();
+                let case = format!("head_dim {head_dim}, lengths {lengths:?}, {dtype:?}");
+                given.check(&o, scale.into(), 0.0, CAUSAL, &case);
+            }
+        }
+    }
+}
+
+#[test]
+fn windows_and_softcap_are_those_of_candle_flash_attn() {
+    for device in devices() {
+        for &dtype in dtypes(&device) {
+            let given = Given::new([1, 4, 4, 16], [20, 31], dtype);
+            let Given { q, k, v } = given.on(&device);
+            let o = flash_attn_windowed(&q, &k, &v, 0.3, Some(5), Some(2)).unwrap();
+            given.check(&o, 0.3, 0.0, |i, j| j >= i - 5 && j <= i + 2, "5 before, 2 after");
+            let o = flash_attn_windowed(&q, &k, &v, 0.3, Some(7), None).unwrap();
+            given.check(&o, 0.3, 0.0, |i, j| j >= i - 7, "7 before");
+            let o = flash_attn_windowed(&q, &k, &v, 0.3, None, Some(0)).unwrap();
+            given.check(&o, 0.3, 0.0, CAUSAL, "none after");
+            let capped =
+                |right| flash_attn_alibi_windowed_softcap(&q, &k, &v, None, 2.0, None, right, 1.5).unwrap();
+            given.check(&capped(Some(0)), 2.0, 1.5, CAUSAL, "softcap, causal");
+            given.check(&capped(None), 2.0, 1.5, ALL, "softcap");
+        }
+    }
+}
+
+#[test]
+fn tensors_are_used_with_the_strides_that_they_have() {
+    for device in devices() {
+        // Parts of a packed projection.
+        let packed = tensor(4, (2, 11, 9, 16), DType::F16).to_device(&device).unwrap();
+        let parts: Vec<Tensor> = (0..3).map(|i| packed.narrow(2, 3 * i, 3).unwrap()).collect();
+        assert!(!parts[1].is_contiguous());
+        // (batch, heads, length, head_dim) in memory.
+        let swap = |x: &Tensor| x.transpose(1, 2).unwrap();
+        let transposed: Vec<Tensor> = parts.iter().map(|x| swap(&swap(x).contiguous().unwrap())).collect();
+        // One sequence, one head, one row: what is repeated has stride 0, and what there is one of has any stride.
+        let one = |dim: usize| -> Vec<Tensor> {
+            let shape = parts[0].dims();
+            parts.iter().map(|x| x.narrow(dim, 0, 1).unwrap().broadcast_as(shape).unwrap()).collect()
+        };
+        let unsqueezed: Vec<Tensor> = parts
+            .iter()
+            .map(|x| x.narrow(2, 1, 1).unwrap().squeeze(2).unwrap().unsqueeze(2).unwrap())
+            .collect();
+        assert_eq!(unsqueezed[0].stride()[2], 1);
+        let run = |x: &[Tensor]| flash_attn(&x[0], &x[1], &x[2], 0.25, true).unwrap();
+        for given in [parts.clone(), transposed, one(0), one(1), one(2), unsqueezed] {
+            let contiguous: Vec<Tensor> = given.iter().map(|x| x.contiguous().unwrap()).collect();
+            assert_eq!(worst(&run(&given), &run(&contiguous)), 0.0, "{:?} {device:?}", given[0].layout());
+        }
+    }
+}
+
+#[test]
+fn without_a_key_to_see_the_output_is_zero() {
+    for device in devices() {
+        let given = Given::new([2, 2, 2, 32], [5, 3], DType::F16);
+        let Given { q, k, v } = given.on(&device);
+        let (none_k, none_v) = (k.narrow(1, 3, 0).unwrap(), v.narrow(1, 3, 0).unwrap());
+        let o = flash_attn(&q, &none_k, &none_v, 0.2, false).unwrap();
+        assert_eq!(values(&o), [0.0; 2 * 5 * 2 * 32]);
+        // The first two queries come before all keys.
+        let o = flash_attn(&q, &k, &v, 0.2, true).unwrap();
+        assert_eq!(values(&o.narrow(1, 0, 2).unwrap()), [0.0; 2 * 2 * 2 * 32]);
+        given.check(&o, 0.2, 0.0, CAUSAL, "more queries than keys");
+        let none_q = q.narrow(1, 5, 0).unwrap();
+        assert_eq!(flash_attn(&none_q, &k, &v, 0.2, false).unwrap().dims(), [2, 0, 2, 32]);
+    }
+}
