@@ -69,30 +69,40 @@ fn windows_and_softcap_are_those_of_candle_flash_attn() {
     }
 }
 
+/// q, k and v as a model may have them, all in the memory of a packed projection, (batch, length, heads, head_dim).
+fn views(packed: &Tensor) -> Vec<[Tensor; 3]> {
+    let parts = [0, 3, 6].map(|head| packed.narrow(2, head, 3).unwrap());
+    let with = |view: &dyn Fn(&Tensor) -> Tensor| parts.each_ref().map(view);
+    let swap = |x: &Tensor| x.transpose(1, 2).unwrap();
+    let repeat = |x: &Tensor, dim| x.narrow(dim, 1, 1).unwrap().broadcast_as(x.dims()).unwrap();
+    let all = vec![
+        with(&Clone::clone),
+        // (batch, heads, length, head_dim) in memory.
+        with(&|x| swap(&swap(x).contiguous().unwrap())),
+        // One sequence, row or head is all of them: the stride is 0.
+        with(&|x| repeat(x, 0)),
+        with(&|x| repeat(x, 1)),
+        with(&|x| repeat(x, 2)),
+        // There is one head, whose stride candle chooses.
+        with(&|x| x.narrow(2, 1, 1).unwrap().squeeze(2).unwrap().unsqueeze(2).unwrap()),
+    ];
+    assert!(!all[0][1].is_contiguous() && all[2][0].stride()[0] == 0 && all[5][0].stride()[2] == 1);
+    all
+}
+
 #[test]
 fn tensors_are_used_with_the_strides_that_they_have() {
     for device in devices() {
-        // Parts of a packed projection.
-        let packed = tensor(4, (2, 11, 9, 16), DType::F16).to_device(&device).unwrap();
-        let parts: Vec<Tensor> = (0..3).map(|i| packed.narrow(2, 3 * i, 3).unwrap()).collect();
-        assert!(!parts[1].is_contiguous());
-        // (batch, heads, length, head_dim) in memory.
-        let swap = |x: &Tensor| x.transpose(1, 2).unwrap();
-        let transposed: Vec<Tensor> = parts.iter().map(|x| swap(&swap(x).contiguous().unwrap())).collect();
-        // One sequence, one head, one row: what is repeated has stride 0, and what there is one of has any stride.
-        let one = |dim: usize| -> Vec<Tensor> {
-            let shape = parts[0].dims();
-            parts.iter().map(|x| x.narrow(dim, 0, 1).unwrap().broadcast_as(shape).unwrap()).collect()
-        };
-        let unsqueezed: Vec<Tensor> = parts
-            .iter()
-            .map(|x| x.narrow(2, 1, 1).unwrap().squeeze(2).unwrap().unsqueeze(2).unwrap())
-            .collect();
-        assert_eq!(unsqueezed[0].stride()[2], 1);
-        let run = |x: &[Tensor]| flash_attn(&x[0], &x[1], &x[2], 0.25, true).unwrap();
-        for given in [parts.clone(), transposed, one(0), one(1), one(2), unsqueezed] {
-            let contiguous: Vec<Tensor> = given.iter().map(|x| x.contiguous().unwrap()).collect();
-            assert_eq!(worst(&run(&given), &run(&contiguous)), 0.0, "{:?} {device:?}", given[0].layout());
+        let packed = tensor(4, (2, 11, 9, 16), DType::F16);
+        for ([q, k, v], [q_cpu, k_cpu, v_cpu]) in
+            views(&packed.to_device(&device).unwrap()).into_iter().zip(views(&packed))
+        {
+            let case = format!("{:?}", q.layout());
+            let o = flash_attn(&q, &k, &v, 0.25, true).unwrap();
+            Given { q: q_cpu, k: k_cpu, v: v_cpu }.check(&o, 0.25, 0.0, CAUSAL, &case);
+            let [q, k, v] = [q, k, v].map(|x| x.contiguous().unwrap());
+            let same = flash_attn(&q, &k, &v, 0.25, true).unwrap();
+            assert_eq!(worst(&o, &same), 0.0, "{case} on {device:?}");
         }
     }
 }

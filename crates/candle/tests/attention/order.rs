@@ -10,9 +10,10 @@ use crate::plain::{CAUSAL, Given, plain, tensor, tolerance, values, worst};
 const WIDE: usize = 4096;
 /// One head's width, and the number of products that it takes to shift a matrix by one head.
 const HEAD: usize = 64;
-/// (length, heads, head_dim) of q, k and v.
-const LENGTH: usize = 48;
+/// Heads of q, of k and of v.
 const HEADS: usize = 4;
+/// Their rows.
+const LENGTH: usize = 48;
 
 /// A matrix that shifts the columns of another by one when it is multiplied with it.
 fn shift(n: usize, device: &Device) -> Tensor {
@@ -21,8 +22,8 @@ fn shift(n: usize, device: &Device) -> Tensor {
     Tensor::cat(&[columns(n - 1, 1), columns(0, n - 1)], 1).unwrap().contiguous().unwrap()
 }
 
-/// A packed projection that is there only when a long row of products is done: a matrix whose columns are shifted by one
-/// head. It comes with each product into other memory, or into that of an earlier one, where something else stands.
+/// A packed projection that is there only when a long row of products is done, which shift it by one head. Each product
+/// goes to other memory, or to that of an earlier one, where something else stands: who comes too early sees that.
 fn late(packed: &Tensor, shift: &Tensor) -> Tensor {
     let rows = packed.reshape((LENGTH, ())).unwrap().to_device(shift.device()).unwrap();
     let mut wide = rows.pad_with_zeros(0, 0, WIDE - LENGTH).unwrap();
@@ -101,8 +102,12 @@ fn calls_from_several_threads_give_what_one_gives() {
             Given::new([2, 4, 2, 64], [50, 70], DType::F16),
             Given::new([1, 2, 2, 128], [33, 33], DType::BF16),
         ];
-        let run = |Given { q, k, v }: &Given| values(&flash_attn(q, k, v, 0.125, true).unwrap());
+        let call = |Given { q, k, v }: &Given| flash_attn(q, k, v, 0.125, true).unwrap();
+        let run = |given: &Given| values(&call(given));
         let shared = given.each_ref().map(|given| given.on(&device));
+        for (given, shared) in given.iter().zip(&shared) {
+            given.check(&call(shared), 0.125, 0.0, CAUSAL, "one thread");
+        }
         let alone = shared.each_ref().map(run);
         // candle gives each thread a stream of its own: what is handed on must be there.
         device.synchronize().unwrap();
