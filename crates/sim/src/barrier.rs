@@ -13,6 +13,8 @@ pub struct NamedBarrier {
     pub clocks: ClockPair,
     /// The warps that came, and whether they wait.
     pub came: Vec<(usize, bool)>,
+    /// The instruction by which the last of them came.
+    pub pc: u32,
 }
 
 /// What is wrong with an arrival.

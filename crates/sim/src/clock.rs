@@ -533,6 +533,15 @@ impl WarpClock {
         &self.seen.proxied
     }
 
+    /// Those of the lanes that do not know what an agent did up to this clock.
+    pub fn unaware(&self, mask: u32, agent: Agent, clock: u32) -> u32 {
+        if self.seen.generic.of(agent) >= clock {
+            return 0;
+        }
+        let aware = self.parted.iter().filter(|(_, pair)| pair.generic.of(agent) >= clock);
+        aware.fold(mask, |left, (m, _)| left & !m)
+    }
+
     /// Whether an asynchronous operation is known to these lanes to have completed.
     pub fn has_seen(&self, mask: u32, agent: Agent, clock: u32) -> bool {
         // Copies that every lane has waited for count as well: what is started now comes after all of them.

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 
-use flashcore_ptx::{Alu, Arg, Inst, Kernel, MemBase, Op, RegClass, RegId};
+use flashcore_ptx::{Alu, Arg, GridDep, Inst, Kernel, MemBase, Op, RegClass, RegId};
 
 use crate::alu::{AluInst, SetpInst};
 use crate::error::SimError;
@@ -185,6 +185,8 @@ pub struct Program<'k> {
     pub preds: usize,
     /// The constants, which take the last rows of each file.
     pub constants: Constants,
+    /// Whether it waits for the grid before it anywhere.
+    pub waits_for_grid: bool,
 }
 
 impl<'k> Program<'k> {
@@ -316,6 +318,7 @@ impl<'k> Decoder<'k> {
             preds: preds as usize + self.constants.preds.len(),
             slots: self.slots,
             constants: self.constants,
+            waits_for_grid: self.kernel.body.iter().any(|inst| inst.op == Op::GridDepControl(GridDep::Wait)),
         })
     }
 

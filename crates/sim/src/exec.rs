@@ -1,6 +1,6 @@
 //! Executes one instruction of a warp that is not plain: dispatch, moves, control.
 
-use flashcore_ptx::{Op, Space, Special};
+use flashcore_ptx::{GridDep, Op, Space, Special};
 
 use crate::decode::{Code, Slot};
 use crate::findings::FindingKind;
@@ -110,7 +110,8 @@ impl Cluster<'_> {
             | Op::BulkPrefetch { .. }
             | Op::TensorPrefetch { .. }
             | Op::PrefetchTensormap
-            | Op::GridDepControl(_) => {}
+            | Op::GridDepControl(GridDep::LaunchDependents) => {}
+            Op::GridDepControl(GridDep::Wait) => self.grid_wait(w, mask),
             Op::Nanosleep => return Step::Yield,
             Op::Shfl(_)
             | Op::Vote(_)

@@ -529,7 +529,9 @@ impl Cluster<'_> {
                 bar.publication().join_both(&copy.after);
             }
             if last {
-                bar.publication().raise(copy.operation.0, copy.operation.1);
+                let (agent, clock) = copy.operation;
+                bar.publication().raise(agent, clock);
+                bar.note(Stamp { clock, agent, lanes: Lanes::ALL });
             }
         }
         self.progress += 1;
@@ -762,6 +764,7 @@ impl Cluster<'_> {
         (agent, clock): (Agent, u32),
     ) {
         let checks = self.launch.config.checks;
+        self.check_grid_wait(w, pc, 1 << lane);
         let memory = self.launch.memory;
         let mut outside = None;
         let mut uninitialised = None;

@@ -2,6 +2,7 @@
 
 use flashcore_ptx::{Op, Space};
 
+use crate::barrier::NamedBarrier;
 use crate::clock::{Edge, Lanes, Proxy};
 use crate::config::AsyncMode;
 use crate::decode::Slot;
@@ -36,6 +37,7 @@ impl Cluster<'_> {
             self.report_error(w, lane, pc, FindingKind::BarrierMisuse, message);
         }
         let barrier = &mut self.blocks[block].barriers[id as usize];
+        barrier.pc = pc;
         let warp = &mut self.warps[w];
         warp.clocks.publish(mask, warp.live, &mut barrier.clocks);
         // Coming to the barrier, even without waiting, brings the lanes of an aligned warp together.
@@ -62,6 +64,20 @@ impl Cluster<'_> {
                     warp.state = State::Ready;
                 }
                 self.progress += 1;
+            }
+        }
+    }
+
+    /// All warps have ended: a barrier that some came to and others did not was used unevenly.
+    pub fn check_barriers_at_end(&mut self) {
+        for block in 0..self.blocks.len() {
+            for id in 0..16 {
+                let NamedBarrier { expected, arrived, came, pc, .. } = &self.blocks[block].barriers[id];
+                let (Some(&(w, _)), Some(expected), pc) = (came.last(), expected, *pc) else { continue };
+                let message =
+                    format!("barrier {id}: the block ends when {arrived} of {expected} threads have come");
+                let kind = FindingKind::BarrierMisuse;
+                self.report(w, 0, pc, kind, Severity::Warning, |_| (message, None));
             }
         }
     }
@@ -257,6 +273,16 @@ impl Cluster<'_> {
         }
         let Some(bar) = self.blocks[block].mbarriers.get_mut(&address) else { return 0 };
         let warp = &mut self.warps[w];
+        let lanes_here = Lanes::one(lane);
+        let agent = warp.clocks.agent();
+        let unordered = bar
+            .came_before_with(agent)
+            .iter()
+            .any(|&came| {
+                came.agent != agent && warp.clocks.edge(came, lanes_here, Proxy::Generic) != Edge::Ordered
+            })
+            .then(|| bar.describe());
+        bar.note(warp.clocks.stamp(lanes_here));
         let token = bar.token();
         bar.tx += bytes * i64::from(lanes.count_ones());
         warp.clocks.publish(lanes, warp.live, bar.publication());
@@ -265,6 +291,14 @@ impl Cluster<'_> {
                 "{} arrivals at an mbarrier whose phase takes no more of them: {}",
                 count * lanes.count_ones(),
                 bar.describe()
+            );
+            self.report(w, lane, pc, FindingKind::MbarrierMisuse, Severity::Error, |c| {
+                (message, Some(c.shared_place(block, address)))
+            });
+        }
+        if let Some(state) = unordered {
+            let message = format!(
+                "an arrival that is not ordered after the end of the phase that the warp arrived in before; both may fall into one phase: {state}"
             );
             self.report(w, lane, pc, FindingKind::MbarrierMisuse, Severity::Error, |c| {
                 (message, Some(c.shared_place(block, address)))

@@ -49,6 +49,8 @@ pub enum FindingKind {
     BadDescriptor,
     /// A block ends while another of its cluster may still reach it, or a rank that does not exist.
     ClusterMisuse,
+    /// Global memory touched while the grid before may still write it: `griddepcontrol.wait` is missing.
+    EarlyGridAccess,
     /// `trap` was executed.
     Trap,
     /// The launch did not end within its budget of instructions.
@@ -79,6 +81,7 @@ impl FindingKind {
             FindingKind::RegisterPool => "register pool",
             FindingKind::BadDescriptor => "bad descriptor",
             FindingKind::ClusterMisuse => "cluster misuse",
+            FindingKind::EarlyGridAccess => "access before griddepcontrol.wait",
             FindingKind::Trap => "trap",
             FindingKind::Budget => "instruction budget used up",
         }

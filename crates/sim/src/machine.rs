@@ -110,6 +110,8 @@ pub struct Block {
 /// that knowing the new one implies knowing the old one. A cluster has [`MAX_OPERATIONS`] numbers; where more
 /// operations than that are never waited for, the oldest numbers are used again all the same, and a race with an
 /// operation that old may be missed.
+///
+/// One number between the warps and the operations stands for the grid before this one.
 pub struct Agents {
     first: Agent,
     clocks: Vec<u32>,
@@ -121,7 +123,12 @@ pub struct Agents {
 
 impl Agents {
     fn new(warps: usize) -> Agents {
-        Agents { first: warps as Agent, clocks: Vec::new(), oldest: 0, started_by: Vec::new() }
+        Agents { first: warps as Agent + 1, clocks: Vec::new(), oldest: 0, started_by: Vec::new() }
+    }
+
+    /// The grid before this one, which has completed once `griddepcontrol.wait` has returned.
+    pub fn grid_before(&self) -> Agent {
+        self.first - 1
     }
 
     /// A number and clock for an operation that these lanes of a warp start.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::clock::{ClockPair, Stamp};
+use crate::clock::{Agent, ClockPair, Stamp};
 
 /// One mbarrier in use.
 pub struct Mbarrier {
@@ -16,6 +16,8 @@ pub struct Mbarrier {
     pub phase: u64,
     /// What was published to each phase, by its parity.
     published: [ClockPair; 2],
+    /// Who has arrived in each phase, by its parity: warps, and copies that were counted.
+    came: [Vec<Stamp>; 2],
     /// When it was initialised, and by which instruction.
     pub init: (Stamp, u32),
     /// Whether the initialisation has been made visible to the asynchronous proxy.
@@ -44,6 +46,7 @@ impl Mbarrier {
             tx: 0,
             phase: 0,
             published: Default::default(),
+            came: Default::default(),
             init,
             fenced: false,
             seen: HashMap::new(),
@@ -59,6 +62,19 @@ impl Mbarrier {
     /// What a warp that has seen the phase of this parity complete may rely on.
     pub fn acquired(&self, parity: u32) -> &ClockPair {
         &self.published[parity as usize & 1]
+    }
+
+    /// Notes who arrives in the present phase.
+    pub fn note(&mut self, stamp: Stamp) {
+        self.came[(self.phase % 2) as usize].push(stamp);
+    }
+
+    /// Those who came in the phase before the present one, if this agent was among them.
+    ///
+    /// Who comes again must know that they all had come: else its two arrivals may fall into one phase.
+    pub fn came_before_with(&self, agent: Agent) -> &[Stamp] {
+        let came = &self.came[((self.phase + 1) % 2) as usize];
+        if came.iter().any(|stamp| stamp.agent == agent) { came } else { &[] }
     }
 
     /// Counts arrivals. False where the phase takes no more.
@@ -78,6 +94,7 @@ impl Mbarrier {
         self.phase += 1;
         self.pending = i64::from(self.count);
         self.publication().clear();
+        self.came[(self.phase % 2) as usize].clear();
         Some(self.waiting.iter().filter(|&&(_, phase)| phase < ended).map(|&(warp, _)| warp).collect())
     }
 

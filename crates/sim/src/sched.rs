@@ -50,6 +50,7 @@ impl Cluster<'_> {
             if ready.is_empty() {
                 if self.finished() {
                     self.check_end();
+                    self.check_barriers_at_end();
                     return Slice::Finished;
                 }
                 if self.complete_for_a_waiter() {

@@ -706,3 +706,130 @@ fn one_lane_that_frees_a_stage_for_its_warp_needs_a_warp_barrier_first() {
     };
     planted(build, FindingKind::SharedRace);
 }
+
+/// Two warps; the first reads a word of the grid before, and lets the second write where that grid may have read.
+fn after_the_grid_before(first_waits: bool, second_waits: bool, barrier: bool) -> Module {
+    hopper(64, SharedLayout::new(), move |k| {
+        let (tid, x, y) = (k.tid_x(), k.param(Maps::x), k.param(Maps::y));
+        let warp = k.shr_u32(tid, 5);
+        let (px, py) = (k.mad_wide_u32(tid, 4, x), k.mad_wide_u32(tid, 4, y));
+        k.griddepcontrol(GridDep::LaunchDependents);
+        k.roles(warp, |roles| {
+            roles.warps(0..1, |k| {
+                if first_waits {
+                    k.griddepcontrol(GridDep::Wait);
+                }
+                let v = k.ld_global::<B32>(px);
+                k.st_global(py, v);
+                if barrier {
+                    k.bar_sync(1, 64);
+                }
+            });
+            roles.others(|k| {
+                if second_waits {
+                    k.griddepcontrol(GridDep::Wait);
+                }
+                if barrier {
+                    k.bar_sync(1, 64);
+                }
+                k.st_global(py, tid);
+            });
+        });
+    })
+}
+
+#[test]
+fn a_thread_that_touches_global_memory_before_the_grid_before_has_ended_is_found() {
+    let kind = FindingKind::EarlyGridAccess;
+    let first = planted(|fault| after_the_grid_before(!fault, true, false), kind);
+    assert!(first.site.instruction.contains("ld.global"), "{first}");
+    let second = planted(|fault| after_the_grid_before(true, !fault, false), kind);
+    assert!(second.site.instruction.contains("st.global"), "{second}");
+}
+
+#[test]
+fn a_thread_may_learn_from_another_that_the_grid_before_has_ended() {
+    let told = planted(|fault| after_the_grid_before(true, false, !fault), FindingKind::EarlyGridAccess);
+    assert_eq!(told.thread.warp, 1, "{told}");
+}
+
+#[test]
+fn a_barrier_that_is_left_with_an_arrival_that_nobody_waited_for_is_found() {
+    let left_over = |fault: bool| {
+        hopper(64, SharedLayout::new(), move |k| {
+            let tid = k.tid_x();
+            let warp = k.shr_u32(tid, 5);
+            k.roles(warp, |roles| {
+                roles.warps(0..1, |k| {
+                    k.bar_sync(3, 64);
+                    if fault {
+                        k.bar_arrive(3, 64);
+                    }
+                });
+                roles.others(|k| k.bar_sync(3, 64));
+            });
+        })
+    };
+    let finding = planted(left_over, FindingKind::BarrierMisuse);
+    assert!(finding.message.contains("32 of 64"), "{finding}");
+}
+
+/// Two warps arrive twice at an mbarrier for both; between, each waits for the first phase, or the second warp does not.
+fn twice(fault: bool) -> Module {
+    let mut shared = SharedLayout::new();
+    let bar = shared.alloc("bar", 8, 8);
+    let word = shared.alloc("word", 4, 4);
+    hopper(64, shared, move |k| {
+        let (tid, y) = (k.tid_x(), k.param(Maps::y));
+        let (warp, lane) = (k.shr_u32(tid, 5), k.and_b32(tid, 31));
+        let (first, leader) = (k.setp_eq_u32(tid, 0), k.setp_eq_u32(lane, 0));
+        k.if_(first, |k| {
+            k.mbarrier_init(bar, 2);
+            k.fence_mbarrier_init();
+        });
+        k.bar_sync_all();
+        k.roles(warp, |roles| {
+            roles.warps(0..1, |k| {
+                k.if_(leader, |k| {
+                    k.st_shared(word, tid);
+                    k.mbarrier_arrive(bar);
+                });
+                k.bar_warp_sync();
+                k.mbarrier_wait_parity(bar, 0, Scope::Cta);
+                k.if_(leader, |k| k.mbarrier_arrive(bar));
+                k.bar_warp_sync();
+                k.mbarrier_wait_parity(bar, 1, Scope::Cta);
+            });
+            roles.others(|k| {
+                k.if_(leader, |k| k.mbarrier_arrive(bar));
+                k.bar_warp_sync();
+                if !fault {
+                    k.mbarrier_wait_parity(bar, 0, Scope::Cta);
+                }
+                k.comment("the second arrival");
+                k.if_(leader, |k| k.mbarrier_arrive(bar));
+                k.bar_warp_sync();
+                k.mbarrier_wait_parity(bar, 1, Scope::Cta);
+                let v = k.ld_shared::<B32>(word);
+                let py = k.mad_wide_u32(tid, 4, y);
+                k.st_global(py, v);
+            });
+        });
+    })
+}
+
+#[test]
+fn a_second_arrival_that_does_not_know_of_the_end_of_the_first_phase_is_found() {
+    let x = u32_bytes(0..4096);
+    for config in policies() {
+        assert_clean(&run_maps(&twice(false), 1, &x, 4096, 4096, &maps, config.clone()), &config);
+    }
+    // The first warp runs first here, so that the phases are what they should be: only the order tells.
+    for async_mode in [AsyncMode::Late, AsyncMode::Early] {
+        let config = Config { async_mode, ..Config::default() };
+        let wrong = run_maps(&twice(true), 1, &x, 4096, 4096, &maps, config.clone());
+        let finding = assert_found(&wrong, &config, FindingKind::MbarrierMisuse);
+        assert!(finding.message.contains("both may fall into one phase"), "{finding}");
+        assert_eq!(finding.site.comment.as_deref(), Some("the second arrival"));
+    }
+}

@@ -1,0 +1,121 @@
+//! Would a fault in a kernel be seen? Every barrier, wait, arrival, commit, fence, swizzle term, descriptor constant
+//! and bound of the emitted kernels is dropped or altered in turn; the simulator must object, or the numbers must.
+//!
+//! Mutants that survive are listed in `HARMLESS` with the reason why they change nothing. The list is exact: an
+//! entry that no mutant needs fails the test as much as a mutant without an entry.
+
+mod faults;
+mod harmless;
+mod trials;
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use flashcore::plan::{Schedule, Target};
+use flashcore::sim::SimGpu;
+use flashcore_ptx::check;
+use rayon::prelude::*;
+
+use self::faults::{Change, Fault, Mutants, apply, plant};
+use self::harmless::HARMLESS;
+use self::trials::Trial;
+
+/// Kernels that between them have every part: each rung, and the pipelines of one, two and three stages.
+const AMPERE: [&str; 5] = [
+    "scalar:warps=2",
+    "sm80_mma:block_n=32",
+    "sm80_fwd:block_m=64,block_n=32,warps=4,stages=1,q_in_regs=0,order=head",
+    "sm80_fwd:block_m=64,block_n=32,warps=4,stages=2,q_in_regs=1,order=longest",
+    "sm80_fwd:block_m=128,block_n=48,warps=4,stages=3,q_in_regs=0,order=head",
+];
+
+/// The Hopper kernel with turns between warpgroups and blocks that stay, alone with another block on its
+/// multiprocessor, and with keys split over a cluster.
+const HOPPER: [&str; 3] = [
+    "sm90_fwd:warpgroups=2,block_n=32,stages=2,q_stages=2,ctas=1,split=1,pingpong=1,lazy=1,poly=0,persistent=1,pairs=0",
+    "sm90_fwd:warpgroups=1,block_n=32,stages=2,q_stages=1,ctas=2,split=1,pingpong=0,lazy=0,poly=0,persistent=1,pairs=1",
+    "sm90_fwd:warpgroups=1,block_n=16,stages=2,q_stages=1,ctas=1,split=2,pingpong=0,lazy=1,poly=0,persistent=0,pairs=0",
+];
+
+/// The mutants that lived, by schedule and by where and what was changed.
+type Survivors = BTreeMap<(String, String, Change), usize>;
+
+/// Plants every fault in a kernel. Returns how many there are.
+fn survivors(text: &str, gpu: &SimGpu, trials: &[Trial], lived: &mut Survivors) -> usize {
+    let mut mutants = Mutants::new();
+    let mut modules = Vec::new();
+    for (i, trial) in trials.iter().enumerate() {
+        assert!(trial.passes(gpu), "{text} fails unchanged");
+        let module = gpu.plan(&trial.operands.problem).unwrap().module().unwrap();
+        plant(&module.kernels[0], i, &mut mutants);
+        modules.push(module);
+    }
+    let mutants: Vec<_> = mutants.into_iter().collect();
+    let lives = |(fault, places): &&(Fault, Vec<(usize, Vec<usize>)>)| {
+        let runs = places.iter().all(|(trial, at)| {
+            let (at, change) = (at.clone(), fault.change);
+            let mutant = gpu.clone().with_edit(move |module| apply(&mut module.kernels[0], &at, change));
+            trials[*trial].passes(&mutant)
+        });
+        // What can be seen without running it counts as found, too.
+        let refused = |(trial, at): &(usize, Vec<usize>)| {
+            let mut mutant = modules[*trial].clone();
+            apply(&mut mutant.kernels[0], at, fault.change);
+            !check::module(&mutant).is_empty()
+        };
+        runs && !places.iter().any(refused)
+    };
+    let living: Vec<_> = mutants.par_iter().filter(lives).map(|(fault, _)| fault).collect();
+    for Fault { place, file, line, change, nth } in living {
+        let place = format!("{place} #{nth} ({file}:{line})");
+        *lived.entry((text.to_string(), place, *change)).or_default() += 1;
+    }
+    mutants.len()
+}
+
+/// Requires that every mutant which lived is on the list, and that every entry of the list stands for as many mutants
+/// of each of its schedules as it says.
+fn judge(total: usize, lived: &Survivors, schedules: &[&str]) {
+    let mut report = String::new();
+    let mut unknown = 0;
+    for ((text, place, change), count) in lived {
+        if !HARMLESS.iter().any(|entry| entry.fits(text, place, *change)) {
+            unknown += count;
+            writeln!(report, "{count} × {change:?} at {place} in {text}").unwrap();
+        }
+    }
+    for entry in HARMLESS {
+        for text in schedules.iter().filter(|text| text.contains(entry.schedule)) {
+            let here = |key: &&(String, String, Change)| key.0 == *text && entry.fits(&key.0, &key.1, key.2);
+            let count: usize = lived.keys().filter(here).map(|key| lived[key]).sum();
+            if count != entry.count {
+                writeln!(report, "{count} lived, {} are known: {entry} in {text}", entry.count).unwrap();
+            }
+        }
+    }
+    let harmless: usize = lived.values().sum::<usize>() - unknown;
+    println!("{total} mutants, {harmless} harmless by the list, {unknown} others lived");
+    assert!(report.is_empty(), "{total} mutants; not as the list says:\n{report}");
+}
+
+fn every_fault_is_found(target: Target, sms: Option<u32>, schedules: &[&str], trials: &[Trial]) {
+    let mut lived = Survivors::new();
+    let mut total = 0;
+    for text in schedules {
+        let schedule: Schedule = text.parse().unwrap();
+        let gpu = SimGpu::new(target).with_schedule(schedule);
+        let gpu = sms.into_iter().fold(gpu, SimGpu::with_sms);
+        total += survivors(text, &gpu, trials, &mut lived);
+    }
+    judge(total, &lived, schedules);
+}
+
+#[test]
+fn every_fault_planted_in_a_kernel_for_ampere_is_found_or_known_to_be_harmless() {
+    every_fault_is_found(Target::Sm80, None, &AMPERE, &trials::ampere());
+}
+
+#[test]
+fn every_fault_planted_in_the_kernel_for_hopper_is_found_or_known_to_be_harmless() {
+    every_fault_is_found(Target::Sm90a, Some(2), &HOPPER, &trials::hopper());
+}

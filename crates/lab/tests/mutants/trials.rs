@@ -1,0 +1,78 @@
+//! The problems that a kernel with a fault must fail at: in them every bound is met exactly, and every part of a
+//! kernel has something to do.
+
+use flashcore::sim::{AsyncMode, Config, SimGpu};
+use flashcore::{DType, Device, Mask, Problem};
+use flashcore_lab::guarded::Arrangement;
+use flashcore_lab::inputs::Distribution;
+use flashcore_lab::operands::Operands;
+use flashcore_lab::rule::Yardstick;
+
+/// A problem with its inputs and the truth about them.
+pub struct Trial {
+    pub operands: Operands,
+    truth: Yardstick,
+}
+
+impl Trial {
+    fn new(problem: Problem, lengths: Option<Vec<u32>>) -> Trial {
+        let operands = Operands::draw(problem, lengths, Arrangement::Bhsd, Distribution::Normal, 7);
+        Trial { truth: operands.yardstick(), operands }
+    }
+
+    /// Whether a run is right and nothing is said against it, however asynchronous effects and warps fall.
+    pub fn passes(&self, gpu: &SimGpu) -> bool {
+        configs().into_iter().all(|config| self.passes_with(gpu, config))
+    }
+
+    fn passes_with(&self, gpu: &SimGpu, config: Config) -> bool {
+        let device = Device::sim(gpu.clone().with_config(config));
+        let Operands { q, k, v, .. } = &self.operands;
+        let run = self.operands.attention().with_lse().run(&device, &q.view(), &k.view(), &v.view());
+        run.is_ok_and(|out| {
+            let lse = out.lse.map(|lse| lse.to_f32());
+            self.truth.judge(&out.o.to_f32(), lse.as_deref()).passed()
+        })
+    }
+}
+
+fn problem(batch: usize, heads: usize, len: usize, head_dim: usize) -> Problem {
+    Problem::new(batch, heads, len, head_dim, DType::F16).with_lse()
+}
+
+/// Tails, empty rows, windows, groups, key lengths.
+pub fn ampere() -> Vec<Trial> {
+    let window = Mask::Window { left: Some(150), right: Some(10) };
+    vec![
+        Trial::new(problem(1, 2, 101, 64).with_kv(1, 300).with_mask(Mask::Causal), None),
+        Trial::new(problem(1, 1, 500, 64).with_head_dim_v(72).with_mask(window), None),
+        Trial::new(problem(3, 1, 70, 64).with_kv(1, 130).with_key_lengths(), Some(vec![130, 37, 0])),
+        Trial::new(problem(1, 1, 130, 8).with_kv(1, 65).with_mask(Mask::Causal), None),
+        Trial::new(problem(1, 1, 128, 96).with_kv(1, 384), None),
+    ]
+}
+
+/// The same for tiles of 64 queries and more: more tiles than blocks that stay, so that every slot is used again; rows
+/// and keys that leave a warpgroup or a block without work; windows wider and narrower than a key tile.
+pub fn hopper() -> Vec<Trial> {
+    let wide = Mask::Window { left: Some(100), right: Some(10) };
+    let narrow = Mask::Window { left: Some(19), right: Some(10) };
+    let lengths = vec![130, 10, 0, 0, 45, 64];
+    vec![
+        Trial::new(problem(1, 7, 100, 64).with_kv(1, 130).with_mask(Mask::Causal), None),
+        Trial::new(problem(1, 1, 300, 96).with_head_dim_v(80).with_mask(wide), None),
+        Trial::new(problem(6, 1, 40, 64).with_kv(1, 130).with_key_lengths(), Some(lengths)),
+        Trial::new(problem(1, 1, 70, 64).with_kv(1, 91).with_mask(narrow), None),
+    ]
+}
+
+/// The ways of running: asynchronous effects late and early, and warps interleaved.
+fn configs() -> [Config; 3] {
+    // A mutant may wait for ever; no honest run here needs a tenth of this. The first finding is enough.
+    let config = Config { budget: 4_000_000, threads: 1, max_findings: 1, ..Config::default() };
+    [
+        config.clone(),
+        Config { async_mode: AsyncMode::Early, ..config.clone() },
+        Config { async_mode: AsyncMode::Random(3), seed: 5, ..config },
+    ]
+}
