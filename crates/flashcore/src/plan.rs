@@ -3,6 +3,8 @@
 //! Choosing is a pure function of the problem, the hardware and the table of what searches found, so a plan can be
 //! printed, tested as a table and made for a GPU that is not there.
 
+mod hopper;
+
 use flashcore_kernels::{
     Divisor, Dtype, FwdParams, ScheduleError, Sm90Params, Spec, sm90_fwd, sm90_fwd::Walk,
 };
@@ -293,7 +295,7 @@ impl Plan {
         let cached = (SECTION_BYTES * self.problem.group() as u64 / bytes.max(1)).max(1);
         let costs: Vec<u64> = (0..len_q.div_ceil(rows as usize))
             .rev()
-            .map(|block| self.key_tiles(block, rows as usize, block_n as usize) + TILE_OVERHEAD)
+            .map(|block| key_tiles(&self.problem, block, rows as usize, block_n as usize) + TILE_OVERHEAD)
             .collect();
         let candidates = (1..=heads).filter(|&section| heads.is_multiple_of(section));
         if !schedule.persistent || costs.len() as u64 * u64::from(heads) > MANY_TILES {
@@ -306,15 +308,6 @@ impl Plan {
             if u64::from(section) > cached { longest + longest / 8 } else { longest }
         };
         candidates.min_by_key(|&section| score(section)).unwrap_or(1)
-    }
-
-    /// The key tiles that a block of rows sees.
-    fn key_tiles(&self, block: usize, rows: usize, block_n: usize) -> u64 {
-        let Problem { len_q, len_k, .. } = self.problem;
-        let last_row = ((block + 1) * rows).min(len_q) - 1;
-        let begin = self.problem.mask.keys(block * rows, len_q, len_k).start;
-        let end = self.problem.mask.keys(last_row, len_q, len_k).end;
-        if end <= begin { 0 } else { (end.div_ceil(block_n) - begin / block_n) as u64 }
     }
 
     fn params(&self, tensors: &Addresses) -> FwdParams {
@@ -478,7 +471,7 @@ fn choose_schedule(
     hardware: &Hardware,
 ) -> Result<(Schedule, String), ScheduleError> {
     if hardware.target == Target::Sm90a
-        && let Some(choice) = choose_tiles(problem, spec, hardware)
+        && let Some(choice) = hopper::choose(problem, spec, hardware)
     {
         return Ok(choice);
     }
@@ -504,6 +497,15 @@ fn choose_schedule(
     Err(refused.unwrap_or_else(|| ScheduleError::Malformed { reason: "no schedule to try".into() }))
 }
 
+/// The key tiles that a block of rows sees.
+fn key_tiles(problem: &Problem, block: usize, rows: usize, block_n: usize) -> u64 {
+    let Problem { len_q, len_k, mask, .. } = *problem;
+    let last_row = ((block + 1) * rows).min(len_q) - 1;
+    let begin = mask.keys(block * rows, len_q, len_k).start;
+    let end = mask.keys(last_row, len_q, len_k).end;
+    if end <= begin { 0 } else { (end.div_ceil(block_n) - begin / block_n) as u64 }
+}
+
 /// The work of the block that has the most of it, when tiles of these costs are taken up section by section, every other
 /// round backwards.
 fn longest_share(costs: &[u64], heads: u32, section: u32, blocks: u32) -> u64 {
@@ -516,56 +518,6 @@ fn longest_share(costs: &[u64], heads: u32, section: u32, blocks: u32) -> u64 {
         shares[at] += cost;
     }
     shares.into_iter().max().unwrap_or(0)
-}
-
-/// The schedule of the Hopper kernel for a problem, and why; `None` where none fits. The limits were measured on an
-/// H200.
-fn choose_tiles(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(Schedule, String)> {
-    type Candidates = Vec<sm90_fwd::Schedule>;
-    let fitting = |candidates: Candidates| {
-        candidates.into_iter().find(|&it| Schedule::Sm90Fwd(it).check(spec, hardware.target).is_ok())
-    };
-    let tiles = |rows: u32| problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
-    let sms = hardware.sms as usize;
-    let many = fitting(sm90_fwd::Schedule::for_many(spec))?;
-    let (wide, narrow) = (tiles(many.rows()), tiles(64));
-    // Three warpgroups a block overlap so well that it takes few tiles to lose more by an uneven last round.
-    let enough = if many.warpgroups == 3 { 5 * sms / 2 } else { sms * 9 / 10 };
-    let (schedule, what) = if wide >= enough {
-        (many, format!("{wide} tiles of {} queries keep {sms} SMs busy", many.rows()))
-    } else if narrow > sms && spec.head_dim.max(spec.head_dim_v) <= 64 {
-        let mut some = fitting(sm90_fwd::Schedule::for_some(spec))?;
-        if narrow <= some.ctas as usize * sms && !spec.right {
-            // A block each, and nothing that would have to come out even.
-            some = sm90_fwd::Schedule { persistent: false, q_stages: 1, ..some };
-        }
-        (
-            some,
-            format!(
-                "{wide} tiles of {} queries would not come out even on {sms} SMs, {narrow} of 64 do",
-                many.rows()
-            ),
-        )
-    } else {
-        let key_tiles = problem.len_k.div_ceil(128);
-        let split = match () {
-            () if 4 * narrow <= sms && key_tiles >= 8 => 4,
-            () if 2 * narrow <= sms && key_tiles >= 2 => 2,
-            () if key_tiles >= 4 && spec.head_dim_v <= 64 => 2,
-            () => 1,
-        };
-        let split = if spec.head_dim_v.is_multiple_of(8 * split) { split } else { 1 };
-        let for_few = |split| {
-            let alone = narrow * split as usize <= sms;
-            let all = [alone, false].into_iter();
-            fitting(all.flat_map(|alone| sm90_fwd::Schedule::for_few(spec, split, alone)).collect())
-        };
-        let few = for_few(split).or_else(|| for_few(1))?;
-        let share =
-            if few.split > 1 { format!(", so {} share the keys of one", few.split) } else { String::new() };
-        (few, format!("{narrow} tiles of 64 queries leave SMs of {sms} idle{share}"))
-    };
-    Some((Schedule::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")))
 }
 
 impl std::fmt::Display for Plan {

@@ -161,7 +161,26 @@ impl Schedule {
     pub(crate) fn defaults(spec: &Spec) -> Vec<Schedule> {
         let few = [(2, true), (2, false), (1, true), (1, false)];
         let few = few.into_iter().flat_map(|(split, alone)| Self::for_few(spec, split, alone));
-        Self::for_many(spec).into_iter().chain(Self::for_some(spec)).chain(few).collect()
+        let many = Self::for_many(spec).into_iter().chain(Self::widest(spec));
+        many.chain(Self::for_some(spec)).chain(few).collect()
+    }
+
+    /// The widest blocks, where heads are narrow enough: four warpgroups hide more of each other's softmax, and lengths
+    /// are oftener multiples of their 256 queries than of 192.
+    pub fn widest(spec: &Spec) -> Option<Schedule> {
+        (spec.head_dim.max(spec.head_dim_v) <= 64).then_some(Schedule {
+            warpgroups: 4,
+            block_n: 64,
+            stages: 4,
+            q_stages: 2,
+            ctas: 1,
+            split: 1,
+            pingpong: true,
+            lazy: true,
+            poly: 0,
+            persistent: true,
+            pairs: false,
+        })
     }
 
     /// For grids that fill the GPU several times: the widest blocks, which stay. Measured on an H200.

@@ -1,0 +1,182 @@
+//! The choice of the Hopper kernel's schedule. Every limit and pace here was measured on an H200.
+
+use flashcore_kernels::{Schedule, Spec, sm90_fwd};
+
+use super::{Hardware, key_tiles};
+use crate::Problem;
+
+/// Queries of a warpgroup.
+const GROUP: usize = 64;
+
+/// Keys of the tiles that a block is counted to walk over when there are few blocks.
+const KEY_TILE: usize = 128;
+
+/// Key tiles of a chain that is worth cutting in two, where nothing but the longest chain takes time.
+const LONG_CHAIN: usize = 16;
+
+/// The schedule of the Hopper kernel for a problem, and why; `None` where none fits.
+pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(Schedule, String)> {
+    type Candidates = Vec<sm90_fwd::Schedule>;
+    let fitting = |candidates: Candidates| {
+        candidates.into_iter().find(|&it| Schedule::Sm90Fwd(it).check(spec, hardware.target).is_ok())
+    };
+    let tiles = |rows: u32| problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
+    let sms = hardware.sms as usize;
+    let many = fitting(sm90_fwd::Schedule::for_many(spec))?;
+    let (wide, narrow) = (tiles(many.rows()), tiles(64));
+    let narrow_heads = spec.head_dim.max(spec.head_dim_v) <= 64;
+    let (schedule, what) = if narrow_heads && narrow > sms {
+        let some = fitting(sm90_fwd::Schedule::for_some(spec))?;
+        among(problem, spec, sms, many, some, narrow)
+    } else if wide >= sms * 9 / 10 {
+        (many, format!("{wide} tiles of {} queries keep {sms} SMs busy", many.rows()))
+    } else {
+        let key_tiles = problem.len_k.div_ceil(KEY_TILE);
+        let split = match () {
+            () if 4 * narrow <= sms && key_tiles >= 8 => 4,
+            () if 2 * narrow <= sms && key_tiles >= 2 => 2,
+            () if key_tiles >= 4 && spec.head_dim_v <= 64 => 2,
+            () => 1,
+        };
+        let split = if spec.head_dim_v.is_multiple_of(8 * split) { split } else { 1 };
+        let for_few = |split| {
+            let alone = narrow * split as usize <= sms;
+            let all = [alone, false].into_iter();
+            fitting(all.flat_map(|alone| sm90_fwd::Schedule::for_few(spec, split, alone)).collect())
+        };
+        let few = for_few(split).or_else(|| for_few(1))?;
+        let share =
+            if few.split > 1 { format!(", so {} share the keys of one", few.split) } else { String::new() };
+        (few, format!("{narrow} tiles of 64 queries leave SMs of {sms} idle{share}"))
+    };
+    Some((Schedule::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")))
+}
+
+/// For narrow heads, and a GPU that is full: the blocks that are likely to be done first. `narrow` is the number of
+/// tiles of 64 queries.
+fn among(
+    problem: &Problem,
+    spec: &Spec,
+    sms: usize,
+    many: sm90_fwd::Schedule,
+    some: sm90_fwd::Schedule,
+    narrow: usize,
+) -> (sm90_fwd::Schedule, String) {
+    let one_round = narrow <= some.ctas as usize * sms;
+    if one_round && spec.right && problem.len_k >= LONG_CHAIN * KEY_TILE && spec.head_dim_v.is_multiple_of(16)
+    {
+        let halves = sm90_fwd::Schedule { persistent: false, q_stages: 1, split: 2, ..some };
+        let what = format!(
+            "{narrow} tiles of 64 queries run at once on {sms} SMs: halves of the longest end sooner"
+        );
+        return (halves, what);
+    }
+    let candidates = [Some(many), sm90_fwd::Schedule::widest(spec), Some(some)].into_iter().flatten();
+    let best = candidates.min_by(|a, b| {
+        let estimate = |it: &sm90_fwd::Schedule| estimate(problem, spec, *it, sms);
+        estimate(a).total_cmp(&estimate(b))
+    });
+    let mut best = best.unwrap_or(many);
+    if best == some && one_round && !spec.right {
+        // A block each, and nothing that would have to come out even.
+        best = sm90_fwd::Schedule { persistent: false, q_stages: 1, ..best };
+    }
+    let rows = best.rows();
+    let tiles = problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
+    (best, format!("{tiles} tiles of {rows} queries are likely to be done first on {sms} SMs"))
+}
+
+/// How many TFLOP/s a whole H200 reaches with a schedule at head_dim 64 where nothing is uneven.
+fn pace(schedule: sm90_fwd::Schedule, uneven: bool) -> f64 {
+    match (schedule.warpgroups, uneven) {
+        (4, false) => 515.0,
+        // Its key tiles are half as long, and so is what lies beyond a mask's edge.
+        (4, true) => 540.0,
+        (3, _) => 553.0,
+        _ => 472.0,
+    }
+}
+
+/// How long a schedule of blocks that stay is likely to take, in units of its own.
+fn estimate(problem: &Problem, spec: &Spec, schedule: sm90_fwd::Schedule, sms: usize) -> f64 {
+    let heads = problem.heads_q * problem.batch;
+    let (slots, warpgroups) = (sms * schedule.ctas as usize, schedule.warpgroups as usize);
+    let pace = pace(schedule, spec.right) / f64::from(schedule.ctas);
+    let block_n = schedule.block_n as usize;
+    if !spec.right {
+        // Tiles are alike, so whole rounds of them are taken up.
+        let (rows, key_tiles) = (GROUP * warpgroups, problem.len_k.div_ceil(block_n));
+        let rounds = (problem.len_q.div_ceil(rows) * heads).div_ceil(slots);
+        return (rounds * rows * key_tiles * block_n) as f64 / pace;
+    }
+    // Each warpgroup walks over the keys that its own rows see. Blocks come out even, unless one is too long for that,
+    // which lasts as long as its longest warpgroup.
+    let groups: Vec<u64> = (0..problem.len_q.div_ceil(GROUP))
+        .map(|group| GROUP as u64 * key_tiles(problem, group, GROUP, block_n) * block_n as u64)
+        .collect();
+    let longest = groups.iter().max().map_or(0, |&longest| longest * warpgroups as u64);
+    let all = groups.iter().sum::<u64>() as f64 * heads as f64;
+    (longest as f64).max(all / slots as f64) / pace
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Plan, Target};
+    use super::*;
+    use crate::{DType, Mask};
+
+    /// What was fastest on an H200, or within 2 % of it: batch, heads, length, and the queries of a block without a mask
+    /// and with a causal one.
+    const FASTEST: [(usize, usize, usize, u32, u32); 17] = [
+        (4, 16, 512, 256, 64),
+        (8, 16, 512, 256, 256),
+        (16, 16, 512, 256, 256),
+        (32, 32, 512, 256, 256),
+        (16, 32, 1024, 256, 256),
+        (8, 32, 2048, 192, 256),
+        (4, 32, 4096, 192, 192),
+        (2, 32, 8192, 192, 192),
+        (1, 32, 16384, 192, 192),
+        (2, 16, 512, 64, 64),
+        (1, 16, 1024, 64, 64),
+        (2, 16, 1024, 256, 64),
+        (1, 8, 2048, 64, 64),
+        (1, 16, 2048, 256, 64),
+        (1, 8, 4096, 256, 64),
+        (2, 8, 1024, 64, 64),
+        (4, 16, 384, 192, 64),
+    ];
+
+    #[test]
+    fn narrow_heads_get_the_blocks_that_were_fastest() {
+        for (batch, heads, len, full, causal) in FASTEST {
+            for (mask, rows) in [(Mask::None, full), (Mask::Causal, causal)] {
+                let problem = Problem::new(batch, heads, len, 64, DType::F16).with_mask(mask);
+                let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
+                let Schedule::Sm90Fwd(schedule) = plan.schedule else { panic!("{plan}") };
+                assert_eq!(schedule.rows(), rows, "{plan}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_query_a_head_is_not_given_a_wide_block() {
+        let problem = Problem::new(64, 32, 1, 64, DType::F16).with_kv(32, 1024);
+        let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
+        let Schedule::Sm90Fwd(schedule) = plan.schedule else { panic!("{plan}") };
+        assert_eq!(schedule.rows(), 64);
+    }
+
+    #[test]
+    fn the_longest_chains_are_cut_in_two_where_they_alone_take_time() {
+        let causal = |heads, len| Problem::new(1, heads, len, 64, DType::F16).with_mask(Mask::Causal);
+        let split = |problem: &Problem| {
+            let plan = Plan::choose(problem, &Hardware::typical(Target::Sm90a)).unwrap();
+            plan.cluster
+        };
+        assert_eq!(split(&causal(8, 2048)), 2);
+        assert_eq!(split(&causal(8, 2048).with_mask(Mask::None)), 1);
+        assert_eq!(split(&causal(16, 1024)), 1);
+        assert_eq!(split(&causal(8, 4096)), 1);
+    }
+}
