@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flashcore::cuda::Cuda;
-use flashcore::plan::{Kernel, Target};
+use flashcore::plan::{Kernel, Schedule, Target};
 use flashcore::sim::{AsyncMode, Config, SimGpu};
 use flashcore::{Attention, Device, Problem, Tensor, TensorMut, cpu};
 
@@ -113,7 +113,7 @@ impl DeviceEngine {
             AsyncMode::Random(seed) => format!("sim-{kernel}-random{seed}"),
         };
         let config = Config { async_mode: mode, ..Config::default() };
-        let target = if kernel.runs_on(Target::Sm80) { Target::Sm80 } else { Target::Sm90a };
+        let target = simulated_target(kernel);
         // With few multiprocessors, blocks that stay have several tiles to take up.
         let gpu = SimGpu::new(target).with_sms(FEW_SMS).with_kernel(kernel).with_config(config);
         let most_pairs = match kernel {
@@ -199,6 +199,34 @@ pub fn select(wish: &str) -> Result<Vec<Box<dyn Engine>>, String> {
     Ok(engines)
 }
 
+/// One schedule on a kind of device: `cuda` means the first GPU, `sim` the simulated one in both asynchronous modes.
+pub fn with_schedule(wish: &str, schedule: &str) -> Result<Vec<Box<dyn Engine>>, String> {
+    let schedule: Schedule = schedule.parse().map_err(|error| format!("--schedule {schedule}: {error}"))?;
+    let engines = match wish {
+        "cuda" | "cuda-0" => {
+            let cuda = Cuda::new(0).map_err(|error| error.to_string())?;
+            vec![DeviceEngine::of("cuda-0-schedule", Device::cuda_with(cuda.with_schedule(schedule)))]
+        }
+        "sim" => [("sim-schedule", AsyncMode::Late), ("sim-schedule-early", AsyncMode::Early)]
+            .map(|(name, mode)| {
+                let kernel = schedule.kernel();
+                let engine = DeviceEngine::sim(kernel, mode);
+                let target = simulated_target(kernel);
+                let config = Config { async_mode: mode, ..Config::default() };
+                let gpu = SimGpu::new(target).with_sms(FEW_SMS).with_schedule(schedule).with_config(config);
+                DeviceEngine { name: name.into(), device: Device::sim(gpu), ..engine }
+            })
+            .into(),
+        _ => return Err(format!("--schedule is for --device cuda or sim, not {wish}")),
+    };
+    Ok(engines.into_iter().map(|engine| Box::new(engine) as Box<dyn Engine>).collect())
+}
+
+/// The oldest target that a kernel is simulated for.
+fn simulated_target(kernel: Kernel) -> Target {
+    if kernel.runs_on(Target::Sm80) { Target::Sm80 } else { Target::Sm90a }
+}
+
 /// The device that a name means: `auto`, `cpu`, a path of it such as `cpu-portable`, `cuda` with `-N` for the GPU of
 /// number N, or `sim` with `-KERNEL` for a kernel on the simulated GPU.
 pub fn device(wish: &str) -> Result<Device, String> {
@@ -241,6 +269,18 @@ mod tests {
         assert_eq!(select("cpu-portable").unwrap().len(), 1);
         assert!(select("cpu-port").err().unwrap().contains("cpu-portable"));
         assert!(select("tpu").err().unwrap().contains("'tpu' is not a device here"));
+    }
+
+    #[test]
+    fn a_schedule_is_put_under_test_in_both_modes_and_only_where_schedules_run() {
+        let text = "sm80_fwd:block_m=64,block_n=32,warps=4,stages=2,q_in_regs=1,order=head";
+        let engines = with_schedule("sim", text).unwrap();
+        assert_eq!(
+            engines.iter().map(|it| it.name()).collect::<Vec<_>>(),
+            ["sim-schedule", "sim-schedule-early"]
+        );
+        assert!(with_schedule("cpu", text).err().unwrap().contains("not cpu"));
+        assert!(with_schedule("sim", "sm80_fwd:block_m=64").err().unwrap().contains("--schedule"));
     }
 
     #[test]

@@ -28,6 +28,9 @@ pub struct Options {
     /// all, a kind (cpu, cuda, sim: every path or kernel of it), or one engine such as cpu-portable or cuda-0
     #[arg(long, default_value = "all")]
     device: String,
+    /// One schedule on --device cuda or sim, such as `flashcore plan` shows, instead of what the planner would choose
+    #[arg(long, value_name = "SCHEDULE", requires = "device", conflicts_with_all = ["subject", "command", "ptx"])]
+    schedule: Option<String>,
     /// Somebody else's attention instead of a device: torch, or torch-flash, torch-cudnn, torch-efficient and torch-math
     /// on a GPU
     #[arg(long, value_name = "NAME", conflicts_with_all = ["device", "command", "ptx"])]
@@ -83,6 +86,9 @@ impl Options {
             let limit = Duration::try_from_secs_f64(self.limit)
                 .map_err(|_| format!("--limit {} is no time in seconds", self.limit))?;
             return Ok(vec![Box::new(CommandEngine::new(line, limit, !self.nondeterministic)?)]);
+        }
+        if let Some(schedule) = &self.schedule {
+            return engine::with_schedule(&self.device, schedule);
         }
         match (&self.ptx, &self.launch) {
             (Some(ptx), Some(launch)) => PtxEngine::select(ptx, launch, &self.device),
