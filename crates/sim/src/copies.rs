@@ -3,6 +3,8 @@
 //! Groups belong to threads. Lanes that commit together share groups, and usually all 32 do; where they do not,
 //! a copy is kept once for each set of lanes that agree.
 
+#![expect(clippy::vec_box, reason = "a copy is large, and moves from list to list")]
+
 use crate::clock::Agent;
 
 /// One `cp.async` of a warp.
@@ -33,7 +35,7 @@ pub struct Copy {
 /// The copies of a warp.
 #[derive(Clone, Debug, Default)]
 pub struct CopyQueue {
-    copies: Vec<Copy>,
+    copies: Vec<Box<Copy>>,
     /// For each lane, the number of groups committed.
     committed: [u32; 32],
     /// The asynchronous operation that copies of the open group belong to.
@@ -49,7 +51,7 @@ impl CopyQueue {
     /// Adds a copy to the open group.
     pub fn push(&mut self, copy: Copy) {
         self.open = Some((copy.agent, copy.clock));
-        self.copies.push(copy);
+        self.copies.push(Box::new(copy));
     }
 
     /// Closes the open group of these lanes.
@@ -58,7 +60,7 @@ impl CopyQueue {
         for copy in self.copies.iter_mut().filter(|c| c.group.is_none() && c.mask & mask != 0) {
             let rest = copy.mask & !mask;
             if rest != 0 {
-                split.push(Copy { mask: rest, ..copy.clone() });
+                split.push(Box::new(Copy { mask: rest, ..(**copy).clone() }));
                 copy.mask &= mask;
             }
             let mut lanes = copy.mask;
@@ -78,7 +80,7 @@ impl CopyQueue {
                 let lane = strangers.trailing_zeros();
                 strangers &= strangers - 1;
                 let group = Some(self.committed[lane as usize]);
-                split.push(Copy { mask: 1 << lane, group, ..copy.clone() });
+                split.push(Box::new(Copy { mask: 1 << lane, group, ..(**copy).clone() }));
             }
         }
         self.copies.extend(split);
@@ -93,13 +95,13 @@ impl CopyQueue {
     }
 
     /// Takes out the copies that these lanes must have done when at most `pending` groups stay open.
-    pub fn retire(&mut self, mask: u32, pending: u32) -> Vec<Copy> {
+    pub fn retire(&mut self, mask: u32, pending: u32) -> Vec<Box<Copy>> {
         let committed = self.committed;
         self.take(mask, |copy, lane| copy.group.is_some_and(|g| g + pending < committed[lane]))
     }
 
     /// Takes out all copies of these lanes, committed or not.
-    pub fn retire_all(&mut self, mask: u32) -> Vec<Copy> {
+    pub fn retire_all(&mut self, mask: u32) -> Vec<Box<Copy>> {
         let all = self.take(mask, |_, _| true);
         if self.copies.is_empty() {
             self.open = None;
@@ -107,25 +109,37 @@ impl CopyQueue {
         all
     }
 
-    fn take(&mut self, mask: u32, retired: impl Fn(&Copy, usize) -> bool) -> Vec<Copy> {
-        let mut out = Vec::new();
-        self.copies.retain_mut(|copy| {
-            let lanes = (0..32)
-                .filter(|&lane| copy.mask & mask & 1 << lane != 0 && retired(copy, lane))
-                .fold(0, |lanes, lane| lanes | 1 << lane);
-            if lanes == 0 {
-                return true;
+    fn take(&mut self, mask: u32, retired: impl Fn(&Copy, usize) -> bool) -> Vec<Box<Copy>> {
+        // Lanes with one history are asked once.
+        let alike = self.committed.iter().all(|&count| count == self.committed[0]);
+        let lanes_of = |copy: &Copy| {
+            let lanes = copy.mask & mask;
+            if alike {
+                return if lanes != 0 && retired(copy, 0) { lanes } else { 0 };
             }
-            out.push(Copy { mask: lanes, ..copy.clone() });
-            copy.mask &= !lanes;
-            copy.mask != 0
-        });
+            (0..32)
+                .filter(|&lane| lanes >> lane & 1 == 1 && retired(copy, lane))
+                .fold(0, |l, lane| l | 1 << lane)
+        };
+        let mut out = Vec::new();
+        for mut copy in std::mem::take(&mut self.copies) {
+            let lanes = lanes_of(&copy);
+            if lanes == copy.mask {
+                out.push(copy);
+                continue;
+            }
+            if lanes != 0 {
+                out.push(Box::new(Copy { mask: lanes, ..(*copy).clone() }));
+                copy.mask &= !lanes;
+            }
+            self.copies.push(copy);
+        }
         out
     }
 
     /// All copies under way.
     pub fn iter(&self) -> impl Iterator<Item = &Copy> {
-        self.copies.iter()
+        self.copies.iter().map(Box::as_ref)
     }
 }
 

@@ -111,6 +111,8 @@ pub struct Code {
     pub target: u32,
     /// Whether it touches registers that some `wgmma` uses.
     pub touches_wgmma: bool,
+    /// Whether registers may lack a value before it, or begin their life at it.
+    pub watched: bool,
     /// Its class in the statistics.
     pub class: Class,
     /// What it does, with all modifiers.
@@ -484,6 +486,7 @@ impl<'k> Decoder<'k> {
             births,
             target: self.target(pc)?.unwrap_or(NEVER),
             touches_wgmma: wgmma_reads.len + wgmma_writes.len != 0,
+            watched: unproven.len + births.len != 0,
             class: classify(&inst.op),
             op: inst.op,
             dst,

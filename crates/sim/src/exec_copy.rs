@@ -14,7 +14,7 @@ use crate::exec_mem::Touch;
 use crate::findings::FindingKind;
 use crate::machine::Cluster;
 use crate::memory::POISON;
-use crate::shadow::{Access, CELL};
+use crate::shadow::{Access, CELL, Known};
 use crate::shared::cell_mask;
 
 impl Cluster<'_> {
@@ -107,9 +107,17 @@ impl Cluster<'_> {
         let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
         let mut conflict = None;
         let mut barrier = None;
+        let mut known = Known::new(clocks);
         for_lanes(mask, |l| {
             let lanes = Lanes::one(l as u32);
             let stamp = Stamp { clock, agent, lanes };
+            // Most copies fill whole cells that everybody is done with.
+            if bytes == CELL
+                && shared.is_plain(to[l] / CELL)
+                && shared.shadow.write_after_all(to[l] / CELL, &mut known, stamp, pc)
+            {
+                return;
+            }
             let access = Access { clocks, proxy: Proxy::Generic, stamp, lanes, pc };
             let (cell, bits) = (to[l] / CELL, cell_mask(to[l] % CELL, bytes));
             if shared.is_barrier(cell, bits) {

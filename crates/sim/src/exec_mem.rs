@@ -174,11 +174,17 @@ impl Cluster<'_> {
         let memory = self.launch.memory;
         let clocks = &self.warps[w].clocks;
         let mut ok = mask;
+        let mut left = mask;
+        if touch == Touch::Read && bytes == CELL && checks.global {
+            left = self.read_cells(w, pc, addresses, mask);
+            if left == 0 {
+                return ok;
+            }
+        }
         let mut bad = None;
         let mut uninitialised: Option<u32> = None;
         let mut conflict: Option<(u32, u64, GlobalConflict)> = None;
         let mut shard: Option<(u64, crate::races::ShardGuard<'_>)> = None;
-        let mut left = mask;
         while left != 0 {
             let l = left.trailing_zeros() as usize;
             let address = addresses[l];
@@ -256,6 +262,36 @@ impl Cluster<'_> {
             self.report_global_conflict(w, lane, pc, address, touch.writes(), found);
         }
         ok
+    }
+
+    /// Records the reads of whole cells that hold values and that nobody has written in this launch, which is most of
+    /// what there is. Returns the other lanes.
+    fn read_cells(&self, w: usize, pc: u32, addresses: &Row64, mask: u32) -> u32 {
+        let clocks = &self.warps[w].clocks;
+        let (mut todo, mut left) = (mask, mask);
+        while todo != 0 {
+            let first = addresses[todo.trailing_zeros() as usize];
+            let Some((region, offset)) = self.launch.memory.find(first, u64::from(CELL)) else {
+                todo &= todo - 1;
+                continue;
+            };
+            // All lanes whose cells are in the same shard, under one lock.
+            let mut guard = region.races.lock(offset, self.launch.id);
+            for_lanes(todo, |l| {
+                let offset = addresses[l].wrapping_sub(region.base) as usize;
+                if !guard.covers(offset) {
+                    return;
+                }
+                todo &= !(1 << l);
+                let whole = offset.is_multiple_of(CELL as usize) && offset + CELL as usize <= region.len;
+                let stamp = clocks.stamp(Lanes::one(l as u32));
+                let access = GlobalAccess { cluster: self.id, stamp, pc, atomic: false };
+                if whole && region.cell_initialised(offset) && guard.read_unwritten(offset, &access) {
+                    left &= !(1 << l);
+                }
+            });
+        }
+        left
     }
 
     /// `griddepcontrol.wait`: the grid before has completed, for these lanes.

@@ -9,7 +9,7 @@ use crate::findings::FindingKind;
 use crate::machine::Cluster;
 use crate::mma;
 use crate::regs::Row;
-use crate::shadow::{Access, CELL};
+use crate::shadow::{Access, CELL, Known};
 use crate::simd;
 
 impl Cluster<'_> {
@@ -40,12 +40,12 @@ impl Cluster<'_> {
         let mut left = ok;
         if !write {
             // Most reads are of rows that hold a value and were written before a barrier.
+            let mut known = Known::new(clocks);
             for (l, address) in addresses[..8 * count].iter().enumerate() {
                 let cell = address / CELL;
                 if ok >> l & 1 == 1
-                    && shared.initialised(cell, 0xFFFF)
-                    && !shared.is_barrier(cell, 0xFFFF)
-                    && shared.shadow.read_after_all(cell, clocks, lanes_of(l), pc)
+                    && shared.is_plain(cell)
+                    && shared.shadow.read_after_all(cell, &mut known, lanes_of(l), pc)
                 {
                     left &= !(1 << l);
                 }

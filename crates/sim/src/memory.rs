@@ -119,6 +119,13 @@ impl Region {
         true
     }
 
+    /// Whether the sixteen bytes at a multiple of sixteen hold a value.
+    #[inline(always)]
+    pub fn cell_initialised(&self, offset: usize) -> bool {
+        let first = offset / 8;
+        self.init[first].load(Relaxed) & self.init[first + 1].load(Relaxed) == 0xFF
+    }
+
     /// Copies bytes from an offset on.
     #[inline]
     pub fn read(&self, offset: usize, out: &mut [u8]) {

@@ -188,6 +188,18 @@ impl ShardGuard<'_> {
         offset / SHARD * SHARD == self.first
     }
 
+    /// Records a read of a whole cell, if nothing was written to it. False where there is more to look at.
+    #[inline(always)]
+    pub fn read_unwritten(&mut self, offset: usize, access: &GlobalAccess) -> bool {
+        let Some(shard) = self.shard.as_mut() else { return false };
+        let cell = &mut shard.cells[offset % SHARD / CELL];
+        let unwritten = cell.write.bytes == 0;
+        if unwritten {
+            cell.note_read(Entry::new(access, u16::MAX));
+        }
+        unwritten
+    }
+
     /// Records an access to bytes of one 16-byte cell.
     #[inline]
     pub fn access(
@@ -245,15 +257,19 @@ impl Cell {
         } else {
             self.writes(more).find_map(|entry| Self::check(entry, true, mask, base, by))
         };
-        let entry = Entry::new(&by.access, mask);
+        self.note_read(Entry::new(&by.access, mask));
+        conflict
+    }
+
+    #[inline(always)]
+    fn note_read(&mut self, entry: Entry) {
         for read in [&mut self.first_read, &mut self.last_read] {
             if read.bytes == 0 || read.same_agent(&entry) {
-                *read = Entry { bytes: read.bytes | mask, ..entry };
-                return conflict;
+                *read = Entry { bytes: read.bytes | entry.bytes, ..entry };
+                return;
             }
         }
         self.last_read = entry;
-        conflict
     }
 
     fn write(

@@ -123,7 +123,7 @@ impl Cluster<'_> {
             let pc = self.warps[w].pc;
             let code = &program.code[pc as usize];
             self.tally.executed[pc as usize] += 1;
-            if check {
+            if check && code.watched {
                 for &slot in program.births(code) {
                     simd::forget(&mut self.warps[w], slot);
                 }
@@ -136,7 +136,10 @@ impl Cluster<'_> {
                     warp.active & if guard.negated { !holds } else { holds }
                 }
             };
-            if check && let Some(slot) = simd::unwritten(warp, program, pc as usize, mask) {
+            if check
+                && code.watched
+                && let Some(slot) = simd::unwritten(warp, program, pc as usize, mask)
+            {
                 self.report_unwritten(w, slot);
             }
             if code.touches_wgmma {

@@ -26,6 +26,32 @@ pub struct Access<'a> {
     pub pc: u32,
 }
 
+/// What a warp's ordinary accesses, whatever the lane, come after: asked for one access after the other of the same
+/// agents, it remembers the last answer.
+pub struct Known<'a> {
+    clocks: &'a WarpClock,
+    agent: Agent,
+    covered: u32,
+}
+
+impl<'a> Known<'a> {
+    /// What the warp knows now.
+    pub fn new(clocks: &'a WarpClock) -> Known<'a> {
+        let agent = clocks.agent();
+        Known { clocks, agent, covered: clocks.covered(agent) }
+    }
+
+    /// Whether every lane comes after an access.
+    #[inline(always)]
+    fn covers(&mut self, agent: Agent, clock: u32) -> bool {
+        if agent != self.agent {
+            self.agent = agent;
+            self.covered = self.clocks.covered(agent);
+        }
+        clock <= self.covered
+    }
+}
+
 /// An earlier access that the present one is not ordered after.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conflict {
@@ -117,16 +143,38 @@ impl SharedShadow {
     /// Records an ordinary read of a whole cell by a warp of the block, if all its lanes come after the last write.
     /// False where there is more to look at.
     #[inline(always)]
-    pub fn read_after_all(&mut self, cell: u32, clocks: &WarpClock, lanes: Lanes, pc: u32) -> bool {
-        let Stamp { clock, agent, .. } = clocks.stamp(lanes);
+    pub fn read_after_all(&mut self, cell: u32, known: &mut Known<'_>, lanes: Lanes, pc: u32) -> bool {
+        let Stamp { clock, agent, .. } = known.clocks.stamp(lanes);
         let local = usize::from(agent.wrapping_sub(self.first_warp));
         let of = &mut self.cells[cell as usize];
-        if of.parts != 0 || of.write.clock > clocks.covered(of.write.agent) || local >= self.warps {
+        if of.parts != 0 || !known.covers(of.write.agent, of.write.clock) || local >= self.warps {
             return false;
         }
         of.readers |= 1 << local;
         self.reads[cell as usize * self.warps + local] =
             Read { clock, pc_and_lanes: pc << 11 | u32::from(lanes.code()) };
+        true
+    }
+
+    /// Records a write of a whole cell through ordinary addresses, if all lanes of the warp that makes or starts it
+    /// come after every earlier access. False where there is more to look at.
+    #[inline(always)]
+    pub fn write_after_all(&mut self, cell: u32, known: &mut Known<'_>, stamp: Stamp, pc: u32) -> bool {
+        let of = &mut self.cells[cell as usize];
+        if of.parts != 0 || of.others != 0 || !known.covers(of.write.agent, of.write.clock) {
+            return false;
+        }
+        let reads = &self.reads[cell as usize * self.warps..][..self.warps];
+        let mut readers = of.readers;
+        while readers != 0 {
+            let local = readers.trailing_zeros();
+            readers &= readers - 1;
+            let covered = known.clocks.covered(self.first_warp + local as Agent);
+            if reads[local as usize].clock > covered {
+                return false;
+            }
+        }
+        *of = Cell { write: stamp, write_pc: pc, ..Cell::FRESH };
         true
     }
 

@@ -9,17 +9,24 @@ use crate::shadow::{CELL, SharedShadow};
 /// One block's shared memory.
 pub struct SharedMemory {
     bytes: Vec<u8>,
-    /// One bit a byte: holds a value.
-    init: Vec<u16>,
+    /// What the bytes of each cell are.
+    contents: Vec<Contents>,
     /// One bit a byte: belongs to an allocation.
     allocated: Vec<u16>,
-    /// One bit a byte: belongs to an mbarrier in use.
-    barriers: Vec<u16>,
     /// Who wrote and read what.
     pub shadow: SharedShadow,
     len: u32,
     /// All bytes before this one belong to allocations.
     dense: u32,
+}
+
+/// What the bytes of a cell are: one bit a byte.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Contents {
+    /// Holds a value.
+    init: u16,
+    /// Belongs to an mbarrier in use.
+    barrier: u16,
 }
 
 /// The bits of the bytes `first..first + count` of a cell.
@@ -43,9 +50,8 @@ impl SharedMemory {
         SharedMemory {
             bytes,
             dense: (whole * CELL).min(len),
-            init: vec![0; cells],
+            contents: vec![Contents::default(); cells],
             allocated,
-            barriers: vec![0; cells],
             shadow: SharedShadow::new(len, first_warp, warps),
             len,
         }
@@ -81,25 +87,31 @@ impl SharedMemory {
     /// Whether bytes of a cell hold a value.
     #[inline]
     pub fn initialised(&self, cell: u32, mask: u16) -> bool {
-        self.init[cell as usize] & mask == mask
+        self.contents[cell as usize].init & mask == mask
+    }
+
+    /// Whether all bytes of a cell hold a value, and none belongs to an mbarrier in use.
+    #[inline(always)]
+    pub fn is_plain(&self, cell: u32) -> bool {
+        self.contents[cell as usize] == Contents { init: 0xFFFF, barrier: 0 }
     }
 
     /// Notes that bytes of a cell hold a value.
     #[inline]
     pub fn initialise(&mut self, cell: u32, mask: u16) {
-        self.init[cell as usize] |= mask;
+        self.contents[cell as usize].init |= mask;
     }
 
     /// Whether any of the bytes of a cell belongs to an mbarrier in use.
     #[inline]
     pub fn is_barrier(&self, cell: u32, mask: u16) -> bool {
-        self.barriers[cell as usize] & mask != 0
+        self.contents[cell as usize].barrier & mask != 0
     }
 
     /// Says whether the 8 bytes at this address are an mbarrier in use.
     pub fn set_barrier(&mut self, address: u32, in_use: bool) {
         let mask = cell_mask(address % CELL, 8);
-        let bits = &mut self.barriers[(address / CELL) as usize];
+        let bits = &mut self.contents[(address / CELL) as usize].barrier;
         *bits = if in_use { *bits | mask } else { *bits & !mask };
     }
 

@@ -173,7 +173,7 @@ fn plain(warp: &mut Warp, program: &Program<'_>, executed: &mut [u64], left: &mu
                 }
             }
             exec => {
-                if check {
+                if check && code.watched {
                     for slot in program.births(code) {
                         forget(warp, *slot);
                     }
