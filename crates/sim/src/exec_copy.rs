@@ -14,7 +14,7 @@ use crate::exec_mem::Touch;
 use crate::findings::FindingKind;
 use crate::machine::Cluster;
 use crate::memory::POISON;
-use crate::shadow::{Access, CELL, Known};
+use crate::shadow::{Access, CELL};
 use crate::shared::cell_mask;
 
 impl Cluster<'_> {
@@ -107,7 +107,7 @@ impl Cluster<'_> {
         let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
         let mut conflict = None;
         let mut barrier = None;
-        let mut known = Known::new(clocks);
+        let mut known = shared.shadow.known(clocks);
         for_lanes(mask, |l| {
             let lanes = Lanes::one(l as u32);
             let stamp = Stamp { clock, agent, lanes };

@@ -14,6 +14,7 @@ use crate::races::{Accessor, GlobalAccess, GlobalConflict};
 use crate::regs::{Row, Row64};
 use crate::shadow::{Access, CELL, Conflict};
 use crate::shared::cell_mask;
+use crate::simd;
 
 /// What an access does to memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,8 +127,7 @@ impl Cluster<'_> {
     ) -> u32 {
         let shared = &self.blocks[block].shared;
         if mask == u32::MAX {
-            let bits = addresses.iter().fold(0, |bits, a| bits | a);
-            let last = addresses.iter().fold(0, |last, &a| last.max(a));
+            let (bits, last) = simd::extremes(self.launch.level, addresses);
             if bits & (bytes - 1) == 0 && last < shared.dense() && last + bytes <= shared.dense() {
                 return mask;
             }

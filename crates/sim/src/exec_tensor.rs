@@ -9,7 +9,7 @@ use crate::findings::FindingKind;
 use crate::machine::Cluster;
 use crate::mma;
 use crate::regs::Row;
-use crate::shadow::{Access, CELL, Known};
+use crate::shadow::{Access, CELL};
 use crate::simd;
 
 impl Cluster<'_> {
@@ -40,16 +40,9 @@ impl Cluster<'_> {
         let mut left = ok;
         if !write {
             // Most reads are of rows that hold a value and were written before a barrier.
-            let mut known = Known::new(clocks);
-            for (l, address) in addresses[..8 * count].iter().enumerate() {
-                let cell = address / CELL;
-                if ok >> l & 1 == 1
-                    && shared.is_plain(cell)
-                    && shared.shadow.read_after_all(cell, &mut known, lanes_of(l), pc)
-                {
-                    left &= !(1 << l);
-                }
-            }
+            let rows = &addresses[..8 * count];
+            let plain = shared.plain_rows(rows, ok);
+            left &= !shared.shadow.read_after_all(rows, plain, clocks, lanes_of, pc);
             if left == 0 {
                 return ok;
             }
@@ -111,22 +104,25 @@ impl Cluster<'_> {
     ) {
         let addresses = self.shared_addresses(w, src[0]);
         let ok = self.touch_rows(w, pc, &addresses, count, trans, false);
-        let shared = &self.blocks[self.warps[w].block].shared;
-        let mut out = [[crate::memory::POISON as u32; 32]; 4];
-        for (i, matrix) in out.iter_mut().enumerate().take(count) {
-            for row in 0..8 {
+        let level = self.launch.level;
+        let whole = mask == u32::MAX && ok.count_ones() as usize == 8 * count;
+        for (i, (&slot, rows)) in dst.iter().zip(addresses.as_chunks::<8>().0).enumerate().take(count) {
+            let shared = &self.blocks[self.warps[w].block].shared;
+            if whole && let Slot::Word(row) = slot {
+                let regs = &mut self.warps[w].regs;
+                simd::load_matrix(level, shared.bytes(), rows, trans, &mut regs.r32[row as usize]);
+                regs.init32[row as usize] = mask;
+                continue;
+            }
+            let mut matrix = [crate::memory::POISON as u32; 32];
+            for (row, words) in matrix.as_chunks_mut::<4>().0.iter_mut().enumerate() {
                 let l = 8 * i + row;
-                if ok >> l & 1 == 0 {
-                    continue;
+                if ok >> l & 1 == 1 {
+                    *words = shared.words(addresses[l]);
                 }
-                matrix[4 * row..4 * row + 4].copy_from_slice(&shared.words(addresses[l]));
             }
-            if trans {
-                *matrix = mma::transposed(matrix);
-            }
-        }
-        for (slot, matrix) in dst.iter().zip(&out) {
-            self.put(w, *slot, mask, matrix);
+            let matrix = if trans { mma::transposed(&matrix) } else { matrix };
+            self.put(w, slot, mask, &matrix);
         }
     }
 
@@ -175,10 +171,7 @@ impl Cluster<'_> {
         let b: [&Row; 2] = std::array::from_fn(|i| row(a_regs + i.min(b_regs - 1)));
         let c = a_regs + b_regs;
         let tiles = &mut *self.tiles;
-        if !tiles.has_a(a_ty, &a[..a_regs]) {
-            simd::read_a(level, a_ty, &a[..a_regs], &mut tiles.a);
-        }
-        simd::read_b(level, b_ty, &b[..b_regs], &mut tiles.b);
+        simd::widen_both(level, a_ty, &a[..a_regs], b_ty, &b[..b_regs], tiles);
         let c: [usize; 4] = std::array::from_fn(|i| src[(c + i).min(src.len() - 1)].word() as usize);
         let regs = &mut self.warps[w].regs;
         match acc_ty {

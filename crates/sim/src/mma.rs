@@ -65,7 +65,9 @@ impl Tiles {
     #[inline(always)]
     pub fn has_a(&mut self, ty: MatrixTy, regs: &[&Row]) -> bool {
         let (from, of) = &mut self.a_from;
-        if regs.len() == 4 && *of == Some(ty) && regs.iter().zip(&*from).all(|(a, b)| *a == b) {
+        // Without a branch for each word, so that it becomes a few vector instructions.
+        let differs = |(a, b): (&&Row, &Row)| a.iter().zip(b).fold(0, |bits, (a, b)| bits | (a ^ b)) != 0;
+        if regs.len() == 4 && *of == Some(ty) && !regs.iter().zip(&*from).any(differs) {
             return true;
         }
         *of = (regs.len() == 4).then_some(ty);
@@ -201,6 +203,29 @@ fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, mut acc: [&mut Row; 4])
                 acc[first + l] = num::canonical(sum[l]);
             }
         }
+    }
+}
+
+/// Widens the fragments of a product, A only where it is not the one that was widened last.
+#[inline(always)]
+pub fn widen_both(a_ty: MatrixTy, a: &[&Row], b_ty: MatrixTy, b: &[&Row], tiles: &mut Tiles) {
+    if !tiles.has_a(a_ty, a) {
+        read_a(a_ty, a, &mut tiles.a);
+    }
+    read_b(b_ty, b, &mut tiles.b);
+}
+
+/// Loads an 8x8 matrix of 16-bit elements whose rows are at these places.
+#[inline(always)]
+pub fn load_matrix(bytes: &[u8], rows: &[u32; 8], trans: bool, matrix: &mut Row) {
+    for (words, &at) in matrix.as_chunks_mut::<4>().0.iter_mut().zip(rows) {
+        let row = &bytes[at as usize..][..16];
+        for (word, bytes) in words.iter_mut().zip(row.as_chunks().0) {
+            *word = u32::from_le_bytes(*bytes);
+        }
+    }
+    if trans {
+        *matrix = transposed(matrix);
     }
 }
 

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 
 use flashcore_ptx::MatrixTy;
 
-use crate::mma::{self, ATile, BTile, quad};
+use crate::mma::{self, ATile, BTile, Tiles, quad};
 use crate::numerics::CANONICAL_NAN;
 use crate::regs::Row;
 
@@ -97,6 +97,15 @@ pub fn read_a(ty: MatrixTy, regs: &[&Row], tile: &mut ATile) {
             }
         }
     }
+}
+
+/// Widens the fragments of a product, A only where it is not the one that was widened last.
+#[target_feature(enable = "avx512f")]
+pub fn widen_both(a_ty: MatrixTy, a: &[&Row], b_ty: MatrixTy, b: &[&Row], tiles: &mut Tiles) {
+    if !tiles.has_a(a_ty, a) {
+        read_a(a_ty, a, &mut tiles.a);
+    }
+    read_b(b_ty, b, &mut tiles.b);
 }
 
 /// Widens the B fragment of a warp.

@@ -32,13 +32,14 @@ pub struct Known<'a> {
     clocks: &'a WarpClock,
     agent: Agent,
     covered: u32,
+    /// The same for the warps of the block, where it was asked for.
+    warps: [u32; 32],
 }
 
 impl<'a> Known<'a> {
-    /// What the warp knows now.
-    pub fn new(clocks: &'a WarpClock) -> Known<'a> {
+    fn new(clocks: &'a WarpClock) -> Known<'a> {
         let agent = clocks.agent();
-        Known { clocks, agent, covered: clocks.covered(agent) }
+        Known { clocks, agent, covered: clocks.covered(agent), warps: [0; 32] }
     }
 
     /// Whether every lane comes after an access.
@@ -140,20 +141,48 @@ impl SharedShadow {
         self.visit(cell, cell * CELL, 0, mask, access, false)
     }
 
-    /// Records an ordinary read of a whole cell by a warp of the block, if all its lanes come after the last write.
-    /// False where there is more to look at.
+    /// Records ordinary reads of whole cells by a warp of the block, of those whose last write all its lanes come
+    /// after; `lanes_of` says which lanes have the cell of an address. Returns which of the addresses are done with.
     #[inline(always)]
-    pub fn read_after_all(&mut self, cell: u32, known: &mut Known<'_>, lanes: Lanes, pc: u32) -> bool {
-        let Stamp { clock, agent, .. } = known.clocks.stamp(lanes);
-        let local = usize::from(agent.wrapping_sub(self.first_warp));
-        let of = &mut self.cells[cell as usize];
-        if of.parts != 0 || !known.covers(of.write.agent, of.write.clock) || local >= self.warps {
-            return false;
+    pub fn read_after_all(
+        &mut self,
+        addresses: &[u32],
+        wanted: u32,
+        clocks: &WarpClock,
+        lanes_of: impl Fn(usize) -> Lanes,
+        pc: u32,
+    ) -> u32 {
+        let Stamp { clock, agent, .. } = clocks.stamp(Lanes::ALL);
+        let (warps, local) = (self.warps, usize::from(agent.wrapping_sub(self.first_warp)));
+        if local >= warps {
+            return 0;
         }
-        of.readers |= 1 << local;
-        self.reads[cell as usize * self.warps + local] =
-            Read { clock, pc_and_lanes: pc << 11 | u32::from(lanes.code()) };
-        true
+        let (cells, reads) = (&mut self.cells[..], &mut self.reads[..]);
+        let mut known = Known::new(clocks);
+        let mut done = 0;
+        for (l, address) in addresses.iter().enumerate() {
+            let cell = (address / CELL) as usize;
+            if wanted >> l & 1 == 0 {
+                continue;
+            }
+            let of = &mut cells[cell];
+            if of.parts == 0 && known.covers(of.write.agent, of.write.clock) {
+                of.readers |= 1 << local;
+                reads[cell * warps + local] =
+                    Read { clock, pc_and_lanes: pc << 11 | u32::from(lanes_of(l).code()) };
+                done |= 1 << l;
+            }
+        }
+        done
+    }
+
+    /// What a warp knows of all agents, the warps of the block among them.
+    pub fn known<'a>(&self, clocks: &'a WarpClock) -> Known<'a> {
+        let mut known = Known::new(clocks);
+        for (local, covered) in known.warps.iter_mut().enumerate().take(self.warps) {
+            *covered = clocks.covered(self.first_warp + local as Agent);
+        }
+        known
     }
 
     /// Records a write of a whole cell through ordinary addresses, if all lanes of the warp that makes or starts it
@@ -167,10 +196,9 @@ impl SharedShadow {
         let reads = &self.reads[cell as usize * self.warps..][..self.warps];
         let mut readers = of.readers;
         while readers != 0 {
-            let local = readers.trailing_zeros();
+            let local = readers.trailing_zeros() as usize;
             readers &= readers - 1;
-            let covered = known.clocks.covered(self.first_warp + local as Agent);
-            if reads[local as usize].clock > covered {
+            if reads[local].clock > known.warps[local] {
                 return false;
             }
         }

@@ -21,7 +21,7 @@ pub struct SharedMemory {
 }
 
 /// What the bytes of a cell are: one bit a byte.
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Default)]
 struct Contents {
     /// Holds a value.
     init: u16,
@@ -93,7 +93,17 @@ impl SharedMemory {
     /// Whether all bytes of a cell hold a value, and none belongs to an mbarrier in use.
     #[inline(always)]
     pub fn is_plain(&self, cell: u32) -> bool {
-        self.contents[cell as usize] == Contents { init: 0xFFFF, barrier: 0 }
+        let Contents { init, barrier } = self.contents[cell as usize];
+        !init | barrier == 0
+    }
+
+    /// Which of some rows of 16 bytes are such cells.
+    #[inline(always)]
+    pub fn plain_rows(&self, addresses: &[u32], wanted: u32) -> u32 {
+        let plain = |(l, address): (usize, &u32)| {
+            u32::from(wanted >> l & 1 == 1 && self.is_plain(address / CELL)) << l
+        };
+        addresses.iter().enumerate().map(plain).fold(0, |rows, row| rows | row)
     }
 
     /// Notes that bytes of a cell hold a value.
@@ -125,6 +135,12 @@ impl SharedMemory {
     #[inline]
     pub fn at_mut(&mut self, address: u32, bytes: u32) -> &mut [u8] {
         &mut self.bytes[address as usize..][..bytes as usize]
+    }
+
+    /// All its bytes.
+    #[inline]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
     }
 
     /// Loads 1, 2, 4 or 8 bytes.
@@ -166,6 +182,10 @@ impl SharedMemory {
         let poison = POISON.to_le_bytes();
         let first = address as usize % 8;
         let at = self.at_mut(address, bytes);
+        if let (0, Ok(cell)) = (first, <&mut [u8; CELL as usize]>::try_from(&mut *at)) {
+            cell.as_chunks_mut().0.fill(poison);
+            return;
+        }
         if first == 0 {
             // Whole words, and the beginning of one at the end.
             for word in at.chunks_mut(8) {

@@ -8,7 +8,7 @@ use flashcore_ptx::MatrixTy;
 
 use crate::alu;
 use crate::decode::{Exec, Program, Slot};
-use crate::mma::{self, ATile, BTile};
+use crate::mma::{self, ATile, BTile, Tiles};
 #[cfg(target_arch = "x86_64")]
 use crate::mma_avx512;
 use crate::regs::Row;
@@ -115,6 +115,24 @@ for_level! {
 }
 
 for_level! {
+    /// Widens the fragments of a product, A only where it is not the one that was widened last.
+    widen_both, widen_both_avx2 = mma::widen_both, mma_avx512::widen_both,
+    (a_ty: MatrixTy, a: &[&Row], b_ty: MatrixTy, b: &[&Row], tiles: &mut Tiles) -> ()
+}
+
+for_level! {
+    /// Loads an 8x8 matrix of 16-bit elements whose rows are at these places.
+    load_matrix, load_matrix_avx2 = mma::load_matrix, load_matrix_avx2,
+    (bytes: &[u8], rows: &[u32; 8], trans: bool, matrix: &mut Row) -> ()
+}
+
+for_level! {
+    /// All bits that occur in some words, and the largest of them.
+    extremes, extremes_avx2 = both_extremes, extremes_avx2,
+    (words: &Row) -> (u32, u32)
+}
+
+for_level! {
     /// Multiplies sixteen rows by eight columns into four accumulator registers.
     multiply, multiply_avx2 = mma::multiply, mma_avx512::multiply,
     (depth: usize, a: &ATile, b: &BTile, acc: [&mut Row; 4]) -> ()
@@ -206,6 +224,11 @@ fn one(warp: &mut Warp, exec: &Exec, mask: u32) {
         Exec::Setp(inst) => alu::compare(&mut warp.regs, inst, mask),
         Exec::Op | Exec::Branch | Exec::Nop => {}
     }
+}
+
+#[inline(always)]
+fn both_extremes(words: &Row) -> (u32, u32) {
+    words.iter().fold((0, 0), |(bits, largest), &word| (bits | word, largest.max(word)))
 }
 
 /// The first register that the instruction reads in these lanes and that has no value in one of them.
