@@ -64,7 +64,8 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
     for bench in &benches {
         let Some(device) = bench.device().map(slug) else { continue };
         let source = &files[bench.root.file()].name;
-        let (panels, kind) = (speed::panels(bench), kind(bench));
+        let (panels, kernel) = (speed::panels(bench), kernel(bench));
+        let kind_of = kind(bench, kernel.as_deref());
         if !panels.is_empty() {
             // Full and causal of a head dimension stand below each other.
             let columns = panels.len().div_ceil(2).min(3);
@@ -72,13 +73,14 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
                 panels.iter().filter(|p| !p.title.contains("causal")).cloned().collect();
             ordered.extend(panels.iter().filter(|p| p.title.contains("causal")).cloned());
             let title = format!("{}: attention forward, TFLOP/s", bench.device().unwrap_or_default());
-            keep(format!("{device}{kind}.svg"), chart::grid(&title, &ordered, columns, source));
+            keep(format!("{device}{kind_of}.svg"), chart::grid(&title, &ordered, columns, source));
         }
         for (i, (bars, _)) in small::bars(bench).into_iter().enumerate() {
             let mask = bars.title.rsplit(", ").nth(1).map_or_else(|| i.to_string(), slug);
-            keep(format!("{device}-small-{mask}{kind}.svg"), chart::Chart::Bars(bars).file(source));
+            keep(format!("{device}-small-{mask}{kind_of}.svg"), chart::Chart::Bars(bars).file(source));
         }
         for bars in ladder::bars(std::slice::from_ref(bench)) {
+            let kind = kind(bench, None);
             keep(format!("{device}-ladder{kind}.svg"), chart::Chart::Bars(bars).file(source));
         }
     }
@@ -96,11 +98,19 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
     all
 }
 
-/// What sets a benchmark apart from the usual one, in f16 and with a cold cache, in a file's name.
-fn kind(bench: &Bench<'_>) -> String {
+/// What sets a benchmark apart from the usual one, in f16 and with a cold cache, in a file's name; `of` is whose it is
+/// where it is not the planner's choice.
+fn kind(bench: &Bench<'_>, of: Option<&str>) -> String {
     let dtype = bench.cells.first().map(|cell| cell.dtype).filter(|dtype| *dtype != "f16");
     let cache = bench.root.get("cache").text().filter(|cache| *cache != "cold");
-    [Some(""), dtype, cache].into_iter().flatten().map(slug).collect::<Vec<_>>().join("-")
+    [Some(""), of, dtype, cache].into_iter().flatten().map(slug).collect::<Vec<_>>().join("-")
+}
+
+/// The kernel that was measured in place of the planner's choice, if one was.
+fn kernel(bench: &Bench<'_>) -> Option<String> {
+    let names = bench.cells.first().map(reading::Cell::names).unwrap_or_default();
+    let planned = names.iter().any(|name| name == "flashcore");
+    names.iter().find_map(|name| name.strip_prefix("kernel ")).filter(|_| !planned).map(String::from)
 }
 
 /// A name as it may stand in a file's name: `NVIDIA H200` is `h200`.
