@@ -102,8 +102,14 @@ struct OtherRead {
 
 /// The shadow of one block's shared memory.
 pub struct SharedShadow {
+    /// The cells of the memory, then parts of them.
     cells: Vec<Cell>,
+    /// The number of cells of the memory.
+    whole: usize,
+    /// The reads of cells, one warp after the other: a warp that reads many of them stays in its own lines of the cache.
     reads: Vec<Read>,
+    /// The reads of parts, one part after the other.
+    part_reads: Vec<Read>,
     /// Other readers, as lists; a cell that is read anew reuses the place of a read that came before.
     others: Vec<OtherRead>,
     /// One more than the first place that is free, or 0.
@@ -123,12 +129,23 @@ impl SharedShadow {
         let cells = bytes.div_ceil(CELL) as usize;
         SharedShadow {
             cells: vec![Cell::FRESH; cells],
+            whole: cells,
             reads: vec![Read::default(); cells * warps],
+            part_reads: Vec::new(),
             others: Vec::new(),
             free_other: 0,
             free_parts: Vec::new(),
             first_warp,
             warps,
+        }
+    }
+
+    /// The place of a warp's last read of a node.
+    #[inline(always)]
+    fn read_of(&mut self, node: u32, local: usize) -> &mut Read {
+        match (node as usize).checked_sub(self.whole) {
+            None => &mut self.reads[local * self.whole + node as usize],
+            Some(part) => &mut self.part_reads[part * self.warps + local],
         }
     }
 
@@ -157,7 +174,8 @@ impl SharedShadow {
         if local >= warps {
             return 0;
         }
-        let (cells, reads) = (&mut self.cells[..], &mut self.reads[..]);
+        let cells = &mut self.cells[..self.whole];
+        let reads = &mut self.reads[local * self.whole..][..self.whole];
         let mut known = Known::new(clocks);
         let mut done = 0;
         for (l, address) in addresses.iter().enumerate() {
@@ -168,8 +186,7 @@ impl SharedShadow {
             let of = &mut cells[cell];
             if of.parts == 0 && known.covers(of.write.agent, of.write.clock) {
                 of.readers |= 1 << local;
-                reads[cell * warps + local] =
-                    Read { clock, pc_and_lanes: pc << 11 | u32::from(lanes_of(l).code()) };
+                reads[cell] = Read { clock, pc_and_lanes: pc << 11 | u32::from(lanes_of(l).code()) };
                 done |= 1 << l;
             }
         }
@@ -193,12 +210,11 @@ impl SharedShadow {
         if of.parts != 0 || of.others != 0 || !known.covers(of.write.agent, of.write.clock) {
             return false;
         }
-        let reads = &self.reads[cell as usize * self.warps..][..self.warps];
         let mut readers = of.readers;
         while readers != 0 {
             let local = readers.trailing_zeros() as usize;
             readers &= readers - 1;
-            if reads[local].clock > known.warps[local] {
+            if self.reads[local * self.whole + cell as usize].clock > known.warps[local] {
                 return false;
             }
         }
@@ -279,7 +295,7 @@ impl SharedShadow {
         let local = usize::from(access.stamp.agent.wrapping_sub(self.first_warp));
         if local < self.warps {
             cell.readers |= 1 << local;
-            self.reads[node as usize * self.warps + local] = Read {
+            *self.read_of(node, local) = Read {
                 clock: access.stamp.clock,
                 pc_and_lanes: access.pc << 11 | u32::from(access.stamp.lanes.code()),
             };
@@ -309,7 +325,7 @@ impl SharedShadow {
         while readers != 0 {
             let local = readers.trailing_zeros();
             readers &= readers - 1;
-            let read = self.reads[node as usize * self.warps + local as usize];
+            let read = *self.read_of(node, local as usize);
             let prior = Stamp {
                 clock: read.clock,
                 agent: self.first_warp + local as Agent,
@@ -344,8 +360,17 @@ impl SharedShadow {
     fn read_by_other(&mut self, node: u32, access: &Access<'_>) {
         // A read that the new one comes after needs no memory of its own: who comes after the new one comes
         // after it too.
-        let mut kept = 0;
         let mut other = self.cells[node as usize].others;
+        if let Some(only) = other.checked_sub(1)
+            && let read = &mut self.others[only as usize]
+            && read.next == 0
+            && (read.stamp.agent == access.stamp.agent
+                || access.clocks.edge(read.stamp, access.lanes, access.proxy) == Edge::Ordered)
+        {
+            *read = OtherRead { stamp: access.stamp, pc: access.pc, next: 0 };
+            return;
+        }
+        let mut kept = 0;
         while other != 0 {
             let read = &mut self.others[other as usize - 1];
             let next = read.next;
@@ -391,7 +416,7 @@ impl SharedShadow {
         let parts = self.free_parts.pop().unwrap_or_else(|| {
             let first = self.cells.len() as u32;
             self.cells.resize(self.cells.len() + 4, Cell::FRESH);
-            self.reads.resize(self.cells.len() * self.warps, Read::default());
+            self.part_reads.resize((self.cells.len() - self.whole) * self.warps, Read::default());
             first
         });
         let whole = self.cells[node as usize];
@@ -407,10 +432,10 @@ impl SharedShadow {
             }
             self.cells[part] = Cell { write: whole.write.part(i * size, size), parts: 0, others, ..whole };
             for warp in 0..self.warps {
-                let read = self.reads[node as usize * self.warps + warp];
+                let read = *self.read_of(node, warp);
                 let lanes = Lanes::from_code(read.pc_and_lanes as u16 & 0x7FF);
                 let stamp = Stamp { clock: 0, agent: 0, lanes }.part(i * size, size);
-                self.reads[part * self.warps + warp] = Read {
+                *self.read_of(part as u32, warp) = Read {
                     clock: read.clock,
                     pc_and_lanes: read.pc_and_lanes & !0x7FF | u32::from(stamp.lanes.code()),
                 };
