@@ -6,8 +6,8 @@ use crate::faults::Change::{self, *};
 
 /// Some mutants that live, and why they may.
 pub struct Entry {
-    /// A part of the schedule's text.
-    pub schedule: &'static str,
+    /// Parts of the schedule's text.
+    schedule: &'static [&'static str],
     /// Parts of the place: the author's words, the instruction and which of them, the emitter's file.
     place: &'static [&'static str],
     /// What was done.
@@ -19,11 +19,14 @@ pub struct Entry {
 }
 
 impl Entry {
+    /// Whether it speaks of a schedule.
+    pub fn is_for(&self, schedule: &str) -> bool {
+        self.schedule.iter().all(|part| schedule.contains(part))
+    }
+
     /// Whether it speaks of a mutant.
     pub fn fits(&self, schedule: &str, place: &str, change: Change) -> bool {
-        schedule.contains(self.schedule)
-            && self.place.iter().all(|part| place.contains(part))
-            && self.change == change
+        self.is_for(schedule) && self.place.iter().all(|part| place.contains(part)) && self.change == change
     }
 }
 
@@ -34,7 +37,7 @@ impl fmt::Display for Entry {
 }
 
 const fn entry(
-    schedule: &'static str,
+    schedule: &'static [&'static str],
     place: &'static [&'static str],
     change: Change,
     count: usize,
@@ -60,241 +63,259 @@ const PASSED_KEYS: &str =
 /// All of them.
 pub const HARMLESS: &[Entry] = &[
     entry(
-        "sm80_fwd",
+        &["sm80_fwd"],
         &["masked tiles at the window's start", "fragment.rs"],
         OffByOne,
         1,
         BEFORE_THE_LAST_KEY,
     ),
     entry(
-        "sm80_fwd:block_m=64,block_n=32,warps=4,stages=1",
+        &["sm80_fwd:block_m=64,block_n=32,warps=4,stages=1"],
         &["masked tiles at the window's start / this tile's V", "copy.rs"],
         OffByOne,
         1,
         "these tiles have all their keys, so the comparison with the last one always holds",
     ),
     entry(
-        "sm80_fwd:block_m=64,block_n=32,warps=4,stages=1",
+        &["sm80_fwd:block_m=64,block_n=32,warps=4,stages=1"],
         &["epilogue: lse", "sm80_fwd.rs"],
         Drop,
         1,
         "with one stage the barrier after the scores already parts the reads of the queries from the output",
     ),
     entry(
-        "sm80_fwd:block_m=64,block_n=32,warps=4,stages=2,q_in_regs=1",
+        &["sm80_fwd:block_m=64,block_n=32,warps=4,stages=2,q_in_regs=1"],
         &["epilogue: lse", "sm80_fwd.rs"],
         Drop,
         1,
         "the queries were read into registers before the first tile's barrier",
     ),
-    entry("sm80_fwd:block_m=64", &["the last K tile", "copy.rs"], OffByOne, 1, FILLED_AFTER),
-    entry("sm80_fwd:block_m=128,block_n=48", &["tile ahead", "copy.rs"], OffByOne, 1, FILLED_AFTER),
+    entry(&["sm80_fwd:block_m=64"], &["the last K tile", "copy.rs"], OffByOne, 1, FILLED_AFTER),
+    entry(&["sm80_fwd:block_m=128,block_n=48"], &["tile ahead", "copy.rs"], OffByOne, 1, FILLED_AFTER),
     entry(
-        "sm80_mma",
+        &["sm80_mma"],
         &["main loop / -", "sm80_mma.rs"],
         OffByOne,
         1,
         "one tile more begins behind the last key, and is masked whole",
     ),
     entry(
-        "sm90_fwd",
+        &["sm90_fwd"],
         &["griddepcontrol.launch_dependents"],
         Drop,
         1,
         "the next grid starts later, and that is all",
     ),
     entry(
-        "sm90_fwd",
+        &["sm90_fwd"],
         &["S = Q K^T", "or.b32"],
         OtherLeading,
         8,
         "rows of 128 bytes are one panel wide: without another panel, there is no distance to it",
     ),
     entry(
-        "sm90_fwd",
+        &["sm90_fwd"],
         &["walk:", "S = Q K^T", "wgmma.fence"],
         Drop,
         3,
         "its registers are behind the fence before the scores; the assembler asks for it, because a loop lies between",
     ),
     entry(
-        "sm90_fwd",
+        &["sm90_fwd"],
         &["consumer: one tile of queries / -", "setp"],
         OffByOne,
         1,
         "a tile that is full has no row to clear",
     ),
     entry(
-        "sm90_fwd",
+        &["sm90_fwd"],
         &["walk: masked tiles at the window's start", "softmax.rs"],
         OffByOne,
         1,
         BEFORE_THE_LAST_KEY,
     ),
     entry(
-        "sm90_fwd",
+        &["sm90_fwd"],
         &["walk: the first key tile", "consumer.rs", "setp"],
         OffByOne,
         1,
         "a tile that every row sees is masked, and nothing in it is hidden",
     ),
     entry(
-        "sm90_fwd",
+        &["sm90_fwd"],
         &["a K tile, once its slot is free", "mbarrier.try_wait", "#0"],
         Drop,
         1,
         "the first K tile of a query tile: the wait for the slot of the values before it says that the keys of that tile, and of the one after, had been given back; of the first query tile, all slots are free",
     ),
     entry(
-        "split=1",
+        &["split=1"],
         &["no warp of the warpgroup reads its queries any more", "bar.sync", "#0"],
         Drop,
         1,
         "each warp overwrites the queries of its own products, and has waited for those",
     ),
     entry(
-        "q_stages=1,ctas=2",
+        &["q_stages=1", "persistent=1"],
         &["walk: the first key tile / the output before", "cp.async.bulk.wait_group"],
         Drop,
         1,
         NOTHING_OWED,
     ),
     entry(
-        "q_stages=1,ctas=2",
+        &["q_stages=1", "persistent=1"],
         &["walk: the first key tile / the output before", "cp.async.bulk.wait_group"],
         WaitLess,
         1,
         NOTHING_OWED,
     ),
     entry(
-        "q_stages=1,ctas=2",
+        &["q_stages=1", "persistent=1"],
         &["walk: the first key tile / the output before", "mbarrier.arrive"],
         Drop,
         1,
         NOTHING_OWED,
     ),
     entry(
-        "q_stages=1,ctas=2",
+        &["q_stages=1", "persistent=1"],
         &["walk: the last values / the output before", "cp.async.bulk.wait_group"],
         Drop,
         1,
         NOTHING_OWED,
     ),
     entry(
-        "q_stages=1,ctas=2",
+        &["q_stages=1", "persistent=1"],
         &["walk: the last values / the output before", "cp.async.bulk.wait_group"],
         WaitLess,
         1,
         NOTHING_OWED,
     ),
     entry(
-        "q_stages=1,ctas=2",
+        &["q_stages=1", "persistent=1"],
         &["walk: the last values / the output before", "mbarrier.arrive"],
         Drop,
         1,
         NOTHING_OWED,
     ),
     entry(
-        "q_stages=1,ctas=2",
+        &["q_stages=1", "persistent=1"],
         &["shared memory stays until the last output", "cp.async.bulk.wait_group"],
         Drop,
         1,
         WAITED_ALREADY,
     ),
     entry(
-        "q_stages=1,ctas=2",
+        &["q_stages=1", "persistent=1"],
         &["shared memory stays until the last output", "cp.async.bulk.wait_group"],
         WaitLess,
         1,
         WAITED_ALREADY,
     ),
     entry(
-        "warpgroups=2",
+        &["pingpong=1"],
         &["setmaxnreg.inc"],
         Drop,
         1,
         "the assembler has fewer registers to give, and spills: slow, not wrong",
     ),
-    entry("warpgroups=2", &["consumer / the first warpgroup's first turn", "setp"], OffByOne, 1, EMPTY_ROUND),
-    entry("warpgroups=2", &["producer / -", "setp"], OffByOne, 1, EMPTY_ROUND),
     entry(
-        "warpgroups=2",
+        &["pingpong=1", "pairs=0"],
+        &["consumer / the first warpgroup's first turn", "setp"],
+        OffByOne,
+        1,
+        EMPTY_ROUND,
+    ),
+    entry(&["pingpong=1", "pairs=0"], &["producer / -", "setp"], OffByOne, 1, EMPTY_ROUND),
+    entry(
+        &["pingpong=1"],
         &["work: which keys these rows see / - / setp"],
         OffByOne,
         1,
         "a warpgroup that begins with the first row that is not there computes rows that are not stored",
     ),
     entry(
-        "warpgroups=2",
+        &["pingpong=1"],
         &["work: which keys these rows see / tiles of the other warpgroups", "setp"],
         OffByOne,
         1,
         "the tile that is not let pass is walked over, and masked whole",
     ),
     entry(
-        "warpgroups=2",
+        &["warpgroups=2"],
         &["work: which keys these rows see / tiles of the other warpgroups", "mbarrier.try_wait", "#0"],
         Drop,
         1,
         "the keys are not read, and the wait for the queries says that their slot had been free",
     ),
     entry(
-        "warpgroups=2",
+        &["pingpong=1"],
         &["walk: the last values / tiles of the other warpgroups", "mbarrier.try_wait", "#0"],
         Drop,
         1,
         PASSED_KEYS,
     ),
     entry(
-        "warpgroups=2",
+        &["warpgroups=2"],
         &["walk: the last values / tiles of the other warpgroups", "mbarrier.try_wait", "#2"],
         Drop,
         1,
         PASSED_KEYS,
     ),
     entry(
-        "split=2",
+        &["split=2"],
         &["barriers", "mbarrier.init", "#0"],
         OneArrivalMore,
         1,
         "a block ends with its tile: nobody waits for the slot of its queries to be free",
     ),
     entry(
-        "split=2",
+        &["split=2"],
         &["producer: one tile of queries / - / mbarrier.try_wait"],
         Drop,
         1,
         "a block ends with its tile: the slot of its queries is free",
     ),
-    entry("split=2", &["consumer: lse", "ring.rs"], NoSwizzle, 1, NO_FURTHER_QUERIES),
-    entry("split=2", &["nothing to fetch, but the slot counts", "ring.rs"], NoSwizzle, 1, NO_FURTHER_QUERIES),
-    entry("split=2", &["a K tile, once its slot is free", "ring.rs", "#0"], NoSwizzle, 1, NO_TURN),
-    entry("split=2", &["walk: the first key tile", "ring.rs", "#0"], NoSwizzle, 1, NO_TURN),
-    entry("split=2", &["a V tile, once its slot is free", "ring.rs", "#1"], NoSwizzle, 1, NO_FURTHER_VALUES),
-    entry("split=2", &["walk: the last values / O += P V", "ring.rs"], NoSwizzle, 1, NO_FURTHER_VALUES),
+    entry(&["split=2"], &["consumer: lse", "ring.rs"], NoSwizzle, 1, NO_FURTHER_QUERIES),
     entry(
-        "split=2",
+        &["split=2"],
+        &["nothing to fetch, but the slot counts", "ring.rs"],
+        NoSwizzle,
+        1,
+        NO_FURTHER_QUERIES,
+    ),
+    entry(&["split=2"], &["a K tile, once its slot is free", "ring.rs", "#0"], NoSwizzle, 1, NO_TURN),
+    entry(&["split=2"], &["walk: the first key tile", "ring.rs", "#0"], NoSwizzle, 1, NO_TURN),
+    entry(
+        &["split=2"],
+        &["a V tile, once its slot is free", "ring.rs", "#1"],
+        NoSwizzle,
+        1,
+        NO_FURTHER_VALUES,
+    ),
+    entry(&["split=2"], &["walk: the last values / O += P V", "ring.rs"], NoSwizzle, 1, NO_FURTHER_VALUES),
+    entry(
+        &["split=2"],
         &["walk: the last values / O += P V", "mbarrier.arrive"],
         Drop,
         1,
         "a block ends with its tile: nobody fills the slot of the last values again",
     ),
     entry(
-        "split=2",
+        &["split=2"],
         &["every thread of a cluster waits", "bar.warp.sync"],
         Drop,
         1,
         "the lanes that parted meet behind the branch; the barrier says so to the assembler",
     ),
     entry(
-        "split=2",
+        &["split=2"],
         &["every thread of a cluster waits", "barrier.cluster.wait"],
         Drop,
         1,
         "a warp that ends has come for good, and its block's memory stays until the consumers have all that is sent to them",
     ),
     entry(
-        "split=2",
+        &["split=2"],
         &["work: which keys these rows see / -", "setp"],
         OffByOne,
         1,
