@@ -168,12 +168,16 @@ impl Cluster<'_> {
     fn move_bytes(&mut self, w: usize, copy: &Copy) {
         let memory = self.launch.memory;
         let shared = &mut self.blocks[self.warps[w].block].shared;
+        // Lanes usually read one allocation.
+        let near = memory.near(copy.from[copy.mask.trailing_zeros() as usize % 32]);
         for_lanes(copy.mask, |l| {
             let read = u32::from(copy.read[l]);
             if read == copy.bytes
-                && let Some((region, offset)) = memory.find(copy.from[l], u64::from(read))
+                && let Some(region) = near
+                && let offset = copy.from[l].wrapping_sub(region.base)
+                && offset.saturating_add(u64::from(read)) <= region.len as u64
             {
-                return region.read(offset, shared.at_mut(copy.to[l], read));
+                return region.read(offset as usize, shared.at_mut(copy.to[l], read));
             }
             let mut at = 0;
             while at < copy.bytes {

@@ -592,8 +592,9 @@ struct OperandFaults {
 }
 
 impl OperandFaults {
+    #[inline]
     fn visit(&mut self, shared: &mut SharedMemory, address: u32, checks: bool, access: &Access<'_>) {
-        if !shared.contains(address, CELL) {
+        if address.saturating_add(CELL) > shared.dense() && !shared.contains(address, CELL) {
             self.outside.get_or_insert(address);
             return;
         }
@@ -601,11 +602,13 @@ impl OperandFaults {
             return;
         }
         let cell = address / CELL;
-        if shared.is_barrier(cell, 0xFFFF) {
-            self.barrier.get_or_insert(address);
-        }
-        if !shared.initialised(cell, 0xFFFF) {
-            self.uninitialised.get_or_insert(address);
+        if !shared.is_plain(cell) {
+            if shared.is_barrier(cell, 0xFFFF) {
+                self.barrier.get_or_insert(address);
+            }
+            if !shared.initialised(cell, 0xFFFF) {
+                self.uninitialised.get_or_insert(address);
+            }
         }
         if let Some(found) = shared.shadow.read(cell, 0xFFFF, access) {
             self.conflict.get_or_insert(found);

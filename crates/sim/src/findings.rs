@@ -49,7 +49,8 @@ pub enum FindingKind {
     BadDescriptor,
     /// A block ends while another of its cluster may still reach it, or a rank that does not exist.
     ClusterMisuse,
-    /// Global memory touched while the grid before may still write it: `griddepcontrol.wait` is missing.
+    /// Global memory touched while the grid before may still write it: `griddepcontrol.wait` is missing. A kernel that
+    /// has one anywhere is taken to be launched beside the grid before it.
     EarlyGridAccess,
     /// `trap` was executed.
     Trap,

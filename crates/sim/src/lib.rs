@@ -7,7 +7,8 @@
 //!
 //! Beside the results it reports [findings](Finding): accesses out of bounds, reads of memory or registers without
 //! a value, races (with both sites and what is missing between them), missing proxy fences, `wgmma` registers
-//! touched too early, deadlocks with what every warp waits for, misuse of barriers, and more. Each carries the
+//! touched too early, deadlocks with what every warp waits for, misuse of barriers, memory touched before the grid
+//! before has ended, and more. Each carries the
 //! kernel author's comment and the line of Rust that emitted the instruction. And it counts: bank conflicts and
 //! sectors by instruction, instructions by class.
 //!

@@ -29,8 +29,8 @@ const AMPERE: [&str; 5] = [
     "sm80_fwd:block_m=128,block_n=48,warps=4,stages=3,q_in_regs=0,order=head",
 ];
 
-/// The Hopper kernel with turns between warpgroups and blocks that stay, alone with another block on its
-/// multiprocessor, and with keys split over a cluster.
+/// The Hopper kernel: warpgroups that take turns, in blocks that stay; one warpgroup, two blocks a multiprocessor and
+/// tiles in pairs; keys that the blocks of a cluster share.
 const HOPPER: [&str; 3] = [
     "sm90_fwd:warpgroups=2,block_n=32,stages=2,q_stages=2,ctas=1,split=1,pingpong=1,lazy=1,poly=0,persistent=1,pairs=0",
     "sm90_fwd:warpgroups=1,block_n=32,stages=2,q_stages=1,ctas=2,split=1,pingpong=0,lazy=0,poly=0,persistent=1,pairs=1",
