@@ -262,6 +262,13 @@ pub const HARMLESS: &[Entry] = &[
         PASSED_KEYS,
     ),
     entry(
+        &["warpgroups=4"],
+        &["walk: the last values / tiles of the other warpgroups", "mbarrier.try_wait", "#2"],
+        Drop,
+        1,
+        PASSED_KEYS,
+    ),
+    entry(
         &["split=2"],
         &["barriers", "mbarrier.init", "#0"],
         OneArrivalMore,
