@@ -143,8 +143,8 @@ fn what_hopper_blocks_cannot_do_together_is_refused_with_the_reason() {
     for (text, target, reason) in [
         (text(2, 2, 0, 1), Target::Sm90a, "one warpgroup"),
         (text(1, 2, 1, 1), Target::Sm90a, "persistent=0"),
-        (text(2, 1, 1, 2), Target::Sm90a, "1 to 4 blocks of one"),
-        (text(4, 1, 1, 1), Target::Sm90a, "possible are 1 to 3"),
+        (text(3, 1, 1, 2), Target::Sm90a, "1 to 4 blocks of one, or 2 of two"),
+        (text(5, 1, 1, 1), Target::Sm90a, "possible are 1 to 4"),
         (text(1, 1, 1, 1), Target::Sm80, "sm_90a"),
     ] {
         let refused = check(text, target).unwrap_err().to_string();
