@@ -527,7 +527,7 @@ fn a_kernel_tells_what_it_uses_and_how_many_fit() {
     let function =
         Module::from_ptx(&fake.context(), "m", PTX, &options()).unwrap().function("scale").unwrap();
     let used = function.attributes().unwrap();
-    assert_eq!((used.registers, used.static_shared_bytes, used.max_threads_per_block), (8, 1024, 512));
+    assert_eq!((used.registers, used.static_shared_bytes, used.max_threads_per_block), (8, 1024, 768));
     assert_eq!(
         (used.const_bytes, used.local_bytes, used.ptx_version, used.binary_version),
         (102, 103, 105, 106)

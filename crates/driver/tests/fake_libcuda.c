@@ -620,7 +620,7 @@ API cuLinkDestroy(CUlinkState state) { free(state->image); free(state); live--; 
 API cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
     NEEDS_CONTEXT
     switch ((int)attribute) {
-    case 0: *value = 512; return 0;
+    case 0: *value = 768; return 0;
     case 1: *value = 1024; return 0;
     case 4: *value = 8; return 0;
     case 8: *value = function->dynamic_shared; return 0;

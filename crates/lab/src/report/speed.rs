@@ -2,7 +2,7 @@
 
 use super::chart::{Chart, Lines, Series};
 use super::contender;
-use super::page::{Block, Line, Piece, Section, Table, Tile, text};
+use super::page::{Block, Line, Piece, Section, Table, Tile, number, text};
 use super::reading::{Bench, Cell, interval_level};
 use super::source::{Number, Style};
 
@@ -146,6 +146,11 @@ pub fn section(benches: &[Bench<'_>]) -> Option<Section> {
         words.push(Piece::Text(
             ". Causal is counted half. Batch and heads change with the length so that the number of tokens stays.".into(),
         ));
+        for (name, rate) in &ceilings {
+            words.push(Piece::Text(format!(" In the same run, {name}: ")));
+            words.extend(number(Some(rate.clone()), Style::Digits));
+            words.push(Piece::Text(" TFLOP/s.".into()));
+        }
         blocks.push(Block::Text(words));
         for sweep in &sweeps {
             blocks.push(Block::Figure(Chart::Lines(sweep.lines(largest, &ceilings)), sweep.table()));

@@ -188,7 +188,8 @@ impl KernelGates {
             Schedule::Sm80Mma(it) => (it.block_n, 1),
             Schedule::Scalar(_) => (32, 1),
         };
-        let problem = self.small(plan, block_n as usize, stages as usize);
+        // Whoever is accepted must also be right where lse is wanted.
+        let problem = self.small(plan, block_n as usize, stages as usize).with_lse();
         let rows = plan.schedule.geometry(&plan.spec).rows;
         let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 11);
         let yardstick = operands.yardstick();
@@ -198,9 +199,11 @@ impl KernelGates {
                 SimGpu::new(plan.target).with_sms(FEW_SMS).with_schedule(plan.schedule).with_config(config);
             let out = operands
                 .attention()
+                .with_lse()
                 .run(&Device::sim(gpu.clone()), &operands.q.view(), &operands.k.view(), &operands.v.view())
                 .map_err(|error| format!("{problem}: {error}"))?;
-            let judgement = yardstick.judge(&out.o.to_f32(), None);
+            let lse = out.lse.map(|lse| lse.to_f32());
+            let judgement = yardstick.judge(&out.o.to_f32(), lse.as_deref());
             if !judgement.passed() {
                 return Err(format!("{problem} with asynchronous effects {mode:?}: wrong in the simulator"));
             }
@@ -301,6 +304,19 @@ mod tests {
         for case in 0..2 {
             assert_eq!(gates.simulate(text, case), Ok(()));
         }
+    }
+
+    #[test]
+    fn the_simulator_refuses_exponentials_that_are_too_rough_for_lse() {
+        let gates = gates(Target::Sm90a);
+        let text = |poly: u32| {
+            format!(
+                "sm90_fwd:warpgroups=1,block_n=64,stages=2,q_stages=1,ctas=1,split=1,pingpong=0,lazy=1,poly={poly},\
+                 persistent=0,pairs=0"
+            )
+        };
+        assert_eq!(gates.simulate(&text(0), 0), Ok(()));
+        assert!(gates.simulate(&text(4), 0).unwrap_err().contains("wrong in the simulator"));
     }
 
     #[test]
