@@ -69,6 +69,9 @@ pub struct Options {
     /// With --stress: runs in a row of every problem
     #[arg(long, value_name = "N", default_value_t = stress::Plan::default().repeats, requires = "stress")]
     repeats: usize,
+    /// With --stress: only the first N problems
+    #[arg(long, value_name = "N", default_value_t = usize::MAX, hide_default_value = true, requires = "stress")]
+    problems: usize,
     /// Only cases whose name holds TEXT, or is TEXT when it begins with =; may be given more than once
     #[arg(long, value_name = "TEXT")]
     filter: Vec<String>,
@@ -290,7 +293,7 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
     ));
     let mut progress = Progress::new(1000);
     let mut tell = |what: &str, share: f64| progress.at((share * 1000.0) as u64, what);
-    let records = stress::stress(&cuda, &plan, &interrupt::requested, &mut tell);
+    let records = stress::stress(&cuda, &plan, options.problems, &interrupt::requested, &mut tell);
     progress.finish();
     let records = records.map_err(|error| error.to_string())?;
     let complete = !interrupt::requested();

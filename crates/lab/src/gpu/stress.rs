@@ -120,15 +120,17 @@ struct Outputs {
     lse: Option<CudaTensor>,
 }
 
-/// Puts every problem under stress. `progress` is told what is going on and the share of all that is done.
+/// Puts problems under stress, the first `most` of those that there are. `progress` is told what is going on and the share of all that is done.
 pub fn stress(
     cuda: &Cuda,
     plan: &Plan,
+    most: usize,
     stop: &(dyn Fn() -> bool + Sync),
     progress: &mut dyn FnMut(&str, f64),
 ) -> flashcore::Result<Vec<Record>> {
     let cuda = cuda.on_new_stream()?;
-    let problems = problems();
+    let mut problems = problems();
+    problems.truncate(most);
     let count = problems.len();
     let mut records = Vec::new();
     for (i, (problem, lengths)) in problems.into_iter().enumerate() {
