@@ -168,24 +168,13 @@ impl Schedule {
     /// The widest blocks, where heads are narrow enough: four warpgroups hide more of each other's softmax, and lengths
     /// are oftener multiples of their 256 queries than of 192.
     pub fn widest(spec: &Spec) -> Option<Schedule> {
-        (spec.head_dim.max(spec.head_dim_v) <= 64).then_some(Schedule {
-            warpgroups: 4,
-            block_n: 64,
-            stages: 4,
-            q_stages: 2,
-            ctas: 1,
-            split: 1,
-            pingpong: true,
-            lazy: true,
-            poly: 0,
-            persistent: true,
-            pairs: false,
-        })
+        let four = Schedule { stages: 4, ..Self::wide(4, 64, 2) };
+        (spec.head_dim.max(spec.head_dim_v) <= 64).then_some(four)
     }
 
-    /// For grids that fill the GPU several times: the widest blocks, which stay. Measured on an H200.
-    pub fn for_many(spec: &Spec) -> Vec<Schedule> {
-        let wide = |warpgroups, block_n, q_stages| Schedule {
+    /// Blocks that stay, one on a multiprocessor, whose warpgroups take turns.
+    fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
+        Schedule {
             warpgroups,
             block_n,
             stages: 2,
@@ -197,7 +186,12 @@ impl Schedule {
             poly: 0,
             persistent: true,
             pairs: false,
-        };
+        }
+    }
+
+    /// For grids that fill the GPU several times: the widest blocks, which stay. Measured on an H200.
+    pub fn for_many(spec: &Spec) -> Vec<Schedule> {
+        let wide = Self::wide;
         match spec.head_dim.max(spec.head_dim_v) {
             ..=64 => vec![wide(3, 128, 2), wide(2, 128, 2)],
             65..=128 => vec![wide(2, 128, 2), wide(2, 112, 2)],
