@@ -1,7 +1,7 @@
 //! The CPU engine: fused online-softmax attention.
 //!
 //! One algorithm, written over a small vector trait (`simd`), compiled for three instruction sets and chosen at run
-//! time. A call is cut into tasks of rows and keys (`plan`) that threads take one by one (`pool`). A task puts its
+//! time. A call is cut into tasks of rows and keys (`plan`) that threads (`helpers`) take one by one (`pool`). A task puts its
 //! queries into the lanes of vectors (`panel`) and goes through blocks of keys (`block`): scores by a register-tiled
 //! micro-kernel (`tile`), softmax (`column`), outputs by the same micro-kernel (`attend`). Few rows against many keys
 //! are another matter, that of reading K and V once (`stream`).
@@ -14,6 +14,7 @@ mod attend;
 mod block;
 mod column;
 mod finish;
+mod helpers;
 mod isa;
 mod job;
 mod math;
@@ -61,7 +62,8 @@ pub struct Engine {
     isa: Isa,
     why: Arc<str>,
     schedule: Schedule,
-    pool: Option<Arc<rayon::ThreadPool>>,
+    /// Threads of its own, where another number of them than rayon's is asked for.
+    helpers: Option<Arc<helpers::Helpers>>,
 }
 
 impl Engine {
@@ -69,7 +71,7 @@ impl Engine {
     /// ([`ISA_VARIABLE`]).
     pub fn new() -> Self {
         let (isa, why) = isa::choose(std::env::var(ISA_VARIABLE).ok().as_deref());
-        Self { isa, why: why.into(), schedule: Schedule::default(), pool: None }
+        Self { isa, why: why.into(), schedule: Schedule::default(), helpers: None }
     }
 
     /// With the given instructions, or what is wrong with them.
@@ -83,8 +85,9 @@ impl Engine {
 
     /// With the given knobs; those at 0 keep their defaults.
     pub fn with_schedule(self, schedule: Schedule) -> Self {
-        let pool = pool::of_its_own(schedule.threads);
-        Self { schedule, pool, ..self }
+        let shared = [0, rayon::current_num_threads()].contains(&schedule.threads);
+        let helpers = if shared { None } else { helpers::Helpers::new(schedule.threads).map(Arc::new) };
+        Self { schedule, helpers, ..self }
     }
 
     /// The instructions.
@@ -105,7 +108,7 @@ impl Engine {
     /// Computes a checked call.
     pub(crate) fn run(&self, call: &Call<'_>) {
         let schedule = self.schedule(call.problem.head_dim, call.problem.head_dim_v);
-        pool::run(self.isa, &schedule, self.pool.as_deref(), call);
+        pool::run(self.isa, &schedule, self.helpers.as_deref(), call);
     }
 }
 

@@ -8,6 +8,7 @@ use std::{
 
 use super::{
     attend,
+    helpers::Helpers,
     isa::Isa,
     job::{Job, Workspace},
     merge,
@@ -27,16 +28,8 @@ thread_local! {
     static WORKSPACE: RefCell<Workspace> = const { RefCell::new(Workspace::new()) };
 }
 
-/// Threads apart from rayon's own, where another number of them is asked for.
-pub(super) fn of_its_own(threads: usize) -> Option<std::sync::Arc<rayon::ThreadPool>> {
-    if threads <= 1 || threads == rayon::current_num_threads() {
-        return None;
-    }
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build().ok().map(std::sync::Arc::new)
-}
-
 /// Computes a call.
-pub(super) fn run(isa: Isa, schedule: &Schedule, pool: Option<&rayon::ThreadPool>, call: &Call<'_>) {
+pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Option<&Helpers>, call: &Call<'_>) {
     let plan = Plan::new(call, schedule, isa.panel());
     let mut job = Job {
         call,
@@ -49,14 +42,15 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, pool: Option<&rayon::ThreadPool
     job.parts = parts.reserve(plan.parts() * job.part_len());
     let threads = schedule.threads.min(1 + plan.work / WORTH_A_THREAD);
     // SAFETY: the engine has only an instruction set that this CPU has; the call is checked and the plan its own.
-    each(pool, threads, &plan.tasks, |task, space| unsafe { attend(isa, &job, task, space) });
+    each(helpers, threads, &plan.tasks, |task, space| unsafe { attend(isa, &job, task, space) });
+    let threads = threads.min(1 + plan.parts() * job.part_len() / WORTH_A_THREAD);
     // SAFETY: as above, and all tasks have run.
-    each(pool, threads, &plan.splits, |split, space| unsafe { merge(isa, &job, split, space) });
+    each(helpers, threads, &plan.splits, |split, space| unsafe { merge(isa, &job, split, space) });
 }
 
 /// Runs `work` on every item, on up to `threads` threads.
 fn each<T: Sync>(
-    pool: Option<&rayon::ThreadPool>,
+    helpers: Option<&Helpers>,
     threads: usize,
     items: &[T],
     work: impl Fn(&T, &mut Workspace) + Sync,
@@ -69,21 +63,10 @@ fn each<T: Sync>(
             }
         });
     };
-    let helpers = threads.min(items.len()).saturating_sub(1);
-    if helpers == 0 {
-        return take_all();
+    match threads.min(items.len()).saturating_sub(1) {
+        0 => take_all(),
+        others => Helpers::join(helpers, others, take_all),
     }
-    match pool {
-        Some(pool) => pool.in_place_scope(|scope| with_helpers(scope, helpers, &take_all)),
-        None => rayon::in_place_scope(|scope| with_helpers(scope, helpers, &take_all)),
-    }
-}
-
-fn with_helpers<'scope>(scope: &rayon::Scope<'scope>, helpers: usize, take_all: &'scope (impl Fn() + Sync)) {
-    for _ in 0..helpers {
-        scope.spawn(|_| take_all());
-    }
-    take_all();
 }
 
 dispatch! {
