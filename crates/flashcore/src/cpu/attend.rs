@@ -10,9 +10,9 @@ use std::ops::Range;
 use super::{
     block::{Ahead, Block},
     column::Column,
-    finish::{Stats, finish_row},
     job::{Job, Workspace, rows_of},
-    panel::{MAX_LANES, Panel, Segment},
+    lanes::{load_queries, store_outputs},
+    panel::{Panel, Segment},
     plan::Task,
     scratch::Carve,
     simd::Simd,
@@ -69,15 +69,23 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
         let rows = |raw, keys: &Range<usize>| rows_of(raw, task.batch, task.head, keys.start, keys.len());
         // Blocks begin at multiples of their length, so that a row's do not depend on its task.
         let from = |start: usize| start..(start / block_k + 1).saturating_mul(block_k).min(task.keys.end);
+        let (score_tiles, output_tiles) = (longest.div_ceil(S::ROWS), problem.head_dim_v.div_ceil(S::ROWS));
         let mut keys = from(task.keys.start);
         while !keys.is_empty() {
             let (k, v) = (rows(&job.call.k, &keys), rows(&job.call.v, &keys));
             let block = Block::new::<S>(keys.clone(), k, v, base.add(k_wide), base.add(v_wide));
             let next = from(keys.end);
-            let tiles = panel_count * longest.div_ceil(S::ROWS);
-            let mut ahead = Ahead::new(rows(&job.call.k, &next), rows(&job.call.v, &next), tiles);
+            let mut coming = Coming {
+                k: Ahead::new(rows(&job.call.k, &next), panel_count * score_tiles),
+                v: Ahead::new(rows(&job.call.v, &next), panel_count * output_tiles),
+                o: Ahead::new(rows(&job.call.o, &(0..0)), output_tiles),
+            };
             for panel in &mut workspace.panels {
-                step::<S>(job, panel, &block, s, &mut ahead);
+                // Rows of one head lie behind each other.
+                let last = panel.ends_in(&keys) && task.part.is_none() && problem.group() == 1;
+                let outputs = if last { panel.rows.clone() } else { 0..0 };
+                coming.o = Ahead::new(rows(&job.call.o, &outputs), output_tiles);
+                step::<S>(job, panel, &block, s, &mut coming);
             }
             keys = next;
         }
@@ -86,39 +94,6 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
                 clear_outputs::<S>(panel, problem.head_dim_v);
             }
             store_outputs::<S>(job, task, panel, strip);
-        }
-    }
-}
-
-/// Widens and transposes the panel's queries; lanes without a row become zeros.
-#[inline(always)]
-unsafe fn load_queries<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, strip: *mut f32) {
-    let raw = &job.call.q;
-    let head_dim = job.call.problem.head_dim;
-    let stride = head_dim.next_multiple_of(S::LANES);
-    // SAFETY: rows are inside q, and the strip holds `LANES` padded rows.
-    unsafe {
-        for vec in 0..panel.vecs {
-            for lane in 0..S::LANES {
-                let row = panel.rows.start + vec * S::LANES + lane;
-                let to = strip.add(lane * stride);
-                if row < panel.rows.end {
-                    let (h, s) = job.head_and_query(task.head, row);
-                    rows_of(raw, task.batch, h, s, 1).widen::<S>(to);
-                } else {
-                    std::ptr::write_bytes(to, 0, head_dim);
-                }
-            }
-            for d in (0..stride).step_by(S::LANES) {
-                let mut tile = [S::splat(0.0); MAX_LANES];
-                for (lane, x) in tile.iter_mut().enumerate().take(S::LANES) {
-                    *x = S::load(strip.add(lane * stride + d));
-                }
-                S::transpose(&mut tile[..S::LANES]);
-                for (i, &x) in tile.iter().enumerate().take(S::LANES) {
-                    S::store(panel.q.add(((d + i) * panel.vecs + vec) * S::LANES), x);
-                }
-            }
         }
     }
 }
@@ -157,7 +132,7 @@ macro_rules! tiles {
 
 /// One panel against one block of keys.
 #[inline(always)]
-unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut f32, ahead: &mut Ahead) {
+unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut f32, coming: &mut Coming) {
     let problem = &job.call.problem;
     let segments = panel.segments(&block.keys);
     if segments.is_empty() {
@@ -169,7 +144,7 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut
             S::store(panel.top.add(vec * S::LANES), S::splat(f32::NEG_INFINITY));
         }
         for &segment in segments.iter() {
-            scores::<S>(panel, block, segment, problem.head_dim, s, ahead);
+            scores::<S>(panel, block, segment, problem.head_dim, s, coming);
         }
         let mut masked = false;
         for vec in 0..panel.vecs {
@@ -189,22 +164,40 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut
             masked |= hidden;
             column.softmax::<S>(job.scoring.scale);
         }
-        // One rectangle of all vectors starts the outputs.
-        let whole = segments.len() == 1 && segments[0].end_vec - segments[0].first_vec == panel.vecs;
-        if panel.fresh && (masked || !whole) {
+        // A first rectangle of all vectors starts the outputs and takes their rescaling along.
+        let whole = segments[0].end_vec - segments[0].first_vec == panel.vecs;
+        let wild = masked && block.has_wild_values::<S>();
+        if panel.fresh && (wild || !whole) {
             clear_outputs::<S>(panel, problem.head_dim_v);
         }
-        // One rectangle takes the rescaling along; several would take it more than once.
-        if segments.len() > 1 {
-            rescale_outputs::<S>(panel, problem.head_dim_v);
-        }
-        if masked && block.has_wild_values::<S>() {
+        if wild {
             return exact_outputs::<S>(panel, block, s);
         }
-        for &segment in segments.iter() {
-            outputs::<S>(panel, block, segment, s);
+        // One rectangle takes that of its vectors along; several would take some more than once.
+        if segments.len() > 1 && !whole {
+            rescale_outputs::<S>(panel, problem.head_dim_v);
         }
-        panel.fresh = false;
+        for &segment in segments.iter() {
+            outputs::<S>(panel, block, segment, s, coming);
+            panel.fresh = false;
+            forget_rescaling::<S>(panel);
+        }
+    }
+}
+
+/// Rows that will be needed soon: keys and values of the next block, and where outputs that are done will go.
+struct Coming {
+    k: Ahead,
+    v: Ahead,
+    o: Ahead,
+}
+
+/// Notes that the outputs of a panel have been multiplied with their rescaling.
+#[inline(always)]
+unsafe fn forget_rescaling<S: Simd>(panel: &Panel) {
+    for vec in 0..panel.vecs {
+        // SAFETY: a panel has a row of them.
+        unsafe { S::store(panel.rescale.add(vec * S::LANES), S::splat(1.0)) };
     }
 }
 
@@ -216,7 +209,7 @@ unsafe fn scores<S: Simd>(
     segment: Segment,
     head_dim: usize,
     s: *mut f32,
-    ahead: &mut Ahead,
+    coming: &mut Coming,
 ) {
     let first = segment.first_key - block.keys.start;
     let lane = segment.first_vec * S::LANES;
@@ -226,7 +219,7 @@ unsafe fn scores<S: Simd>(
         let (k, s) = (block.k.add(first * block.k_stride), s.add(first * step + lane));
         let q = Vectors { at: panel.q.add(lane), width: panel.vecs };
         tiles!(S::score, segment, segment.end_key - segment.first_key, key => {
-            ahead.advance::<S>();
+            coming.k.advance::<S>();
             ScoreTile {
                 k: k.add(key * block.k_stride),
                 stride: block.k_stride,
@@ -259,14 +252,20 @@ unsafe fn rescale_outputs<S: Simd>(panel: &Panel, head_dim_v: usize) {
                 let at = panel.o.add((d * panel.vecs + vec) * S::LANES);
                 S::store(at, S::mul(S::load(at), S::load(factor)));
             }
-            S::store(factor, S::splat(1.0));
         }
+        forget_rescaling::<S>(panel);
     }
 }
 
 /// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of a segment; without the first term where the panel is fresh.
 #[inline(always)]
-unsafe fn outputs<S: Simd>(panel: &Panel, block: &Block, segment: Segment, p: *const f32) {
+unsafe fn outputs<S: Simd>(
+    panel: &Panel,
+    block: &Block,
+    segment: Segment,
+    p: *const f32,
+    coming: &mut Coming,
+) {
     let first = segment.first_key - block.keys.start;
     let lane = segment.first_vec * S::LANES;
     let step = panel.vecs * S::LANES;
@@ -275,14 +274,18 @@ unsafe fn outputs<S: Simd>(panel: &Panel, block: &Block, segment: Segment, p: *c
         let p = Vectors { at: p.add(first * step + lane), width: panel.vecs };
         let rescale = (!panel.fresh).then_some(panel.rescale.add(lane).cast_const());
         let o = panel.o.add(lane);
-        tiles!(S::output, segment, block.head_dim_v, d => OutputTile {
-            v: block.v.add(first * S::LANES),
-            panel: block.keys.len() * S::LANES,
-            d,
-            p,
-            len: segment.end_key - segment.first_key,
-            o: o.add(d * step),
-            rescale,
+        tiles!(S::output, segment, block.head_dim_v, d => {
+            coming.v.advance::<S>();
+            coming.o.advance::<S>();
+            OutputTile {
+                v: block.v.add(first * S::LANES),
+                panel: block.keys.len() * S::LANES,
+                d,
+                p,
+                len: segment.end_key - segment.first_key,
+                o: o.add(d * step),
+                rescale,
+            }
         });
     }
 }
@@ -305,41 +308,6 @@ unsafe fn exact_outputs<S: Simd>(panel: &Panel, block: &Block, p: *const f32) {
                     sum += *p.add(key * width + lane) * *block.value::<S>(key, d);
                 }
                 *o = sum;
-            }
-        }
-    }
-}
-
-/// Divides by the sums, transposes back and writes rows and lse; or leaves the part of a split task as it is.
-#[inline(always)]
-unsafe fn store_outputs<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, strip: *mut f32) {
-    let head_dim_v = job.call.problem.head_dim_v;
-    let stride = head_dim_v.next_multiple_of(S::LANES);
-    // SAFETY: rows are inside the outputs, parts inside their workspace, and the strip holds `LANES` padded rows.
-    unsafe {
-        for vec in 0..panel.vecs {
-            let start = panel.rows.start + vec * S::LANES;
-            let sums = S::load(panel.sum.add(vec * S::LANES));
-            let factor = if task.part.is_some() { S::splat(1.0) } else { S::div(S::splat(1.0), sums) };
-            for d in (0..stride).step_by(S::LANES) {
-                let mut tile = [S::splat(0.0); MAX_LANES];
-                for (i, x) in tile.iter_mut().enumerate().take(S::LANES) {
-                    *x = S::mul(S::load(panel.o.add(((d + i) * panel.vecs + vec) * S::LANES)), factor);
-                }
-                S::transpose(&mut tile[..S::LANES]);
-                for (lane, &x) in tile.iter().enumerate().take(S::LANES) {
-                    S::store(strip.add(lane * stride + d), x);
-                }
-            }
-            for row in start..(start + S::LANES).min(panel.rows.end) {
-                let lane = row - panel.rows.start;
-                let from = strip.add((row - start) * stride);
-                let stats = Stats {
-                    max: *panel.max.add(lane),
-                    sum: *panel.sum.add(lane),
-                    sees_keys: !panel.lanes[lane].is_empty(),
-                };
-                finish_row::<S>(job, task, row, from, stats);
             }
         }
     }

@@ -86,26 +86,25 @@ impl Block {
     }
 }
 
-/// Keys and values of the block after the one at work, brought into the cache bit by bit.
+/// Rows that will be needed soon, brought near bit by bit: a core has only so many requests for memory under
+/// way, and more at once hold up the loads of the products beside them.
 pub(super) struct Ahead {
-    k: Rows,
-    v: Rows,
+    rows: Rows,
     step: usize,
     done: usize,
 }
 
 impl Ahead {
     /// To be brought in by `steps` calls of [`advance`](Self::advance).
-    pub(super) fn new(k: Rows, v: Rows, steps: usize) -> Self {
-        Self { k, v, step: k.count.div_ceil(steps.max(1)), done: 0 }
+    pub(super) fn new(rows: Rows, steps: usize) -> Self {
+        Self { rows, step: rows.count.div_ceil(steps.max(1)), done: 0 }
     }
 
     /// Asks for some more rows.
     #[inline(always)]
     pub(super) fn advance<S: Simd>(&mut self) {
-        let rows = self.done..self.done + self.step;
-        self.k.prefetch::<S>(rows.clone());
-        self.v.prefetch::<S>(rows.clone());
-        self.done = rows.end;
+        let end = self.done + self.step;
+        self.rows.prefetch::<S>(self.done..end);
+        self.done = end;
     }
 }

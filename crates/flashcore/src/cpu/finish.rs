@@ -65,16 +65,26 @@ pub(super) unsafe fn write_row<S: Simd>(
         }
         let raw = &job.call.o;
         rows::narrow::<S>(raw.dtype, from, row_at(raw, batch, h, s), head_dim_v);
-        if let Some(raw) = &job.call.lse {
-            let lse = if !stats.sees_keys {
-                f32::NEG_INFINITY
-            } else if stats.sum == 0.0 {
-                // Every score was −∞: the same NaN that the outputs are.
-                f32::NAN
-            } else {
-                (f64::from(stats.max) * f64::from(job.scoring.scale) + f64::from(stats.sum).ln()) as f32
-            };
-            row_at(raw, batch, h, s).cast::<f32>().write(lse);
-        }
+        write_lse(job, batch, head_kv, row, stats);
     }
+}
+
+/// Writes the lse of one row, where it is wanted; without keys, −∞.
+///
+/// # Safety
+/// Requires a row of the plan.
+#[inline(always)]
+pub(super) unsafe fn write_lse(job: &Job<'_>, batch: usize, head_kv: usize, row: usize, stats: Stats) {
+    let Some(raw) = &job.call.lse else { return };
+    let (h, s) = job.head_and_query(head_kv, row);
+    let lse = if !stats.sees_keys {
+        f32::NEG_INFINITY
+    } else if stats.sum == 0.0 {
+        // Every score was −∞: the same NaN that the outputs are.
+        f32::NAN
+    } else {
+        (f64::from(stats.max) * f64::from(job.scoring.scale) + f64::from(stats.sum).ln()) as f32
+    };
+    // SAFETY: the caller's promise.
+    unsafe { row_at(raw, batch, h, s).cast::<f32>().write(lse) };
 }

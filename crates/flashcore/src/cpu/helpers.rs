@@ -4,7 +4,16 @@
 //! so more often than not, because a core that halts counts as taken away. Two threads then share a core for
 //! milliseconds, which is all that a short call takes.
 
-use std::sync::OnceLock;
+use std::{
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// How long a caller that has nothing left to do looks out for its helpers before it sleeps.
+const PATIENCE: Duration = Duration::from_micros(200);
 
 /// Threads beside the caller's.
 #[derive(Debug)]
@@ -39,25 +48,39 @@ impl Helpers {
             None => Self::shared(),
             own => own,
         };
-        match helpers {
-            Some(helpers) => {
-                helpers.place.clear();
-                helpers.pool.in_place_scope(|scope| with(scope, count, &work));
+        let Some(helpers) = helpers else {
+            return rayon::in_place_scope(|scope| with(scope, count, &work, &work));
+        };
+        let busy = AtomicUsize::new(count);
+        let help = || {
+            work();
+            busy.fetch_sub(1, Ordering::Release);
+        };
+        let lead = || {
+            work();
+            // Waking up costs as much as many a task that a helper is at.
+            let start = Instant::now();
+            while busy.load(Ordering::Acquire) > 0 && start.elapsed() < PATIENCE {
+                std::hint::spin_loop();
             }
-            None => rayon::in_place_scope(|scope| with(scope, count, &work)),
-        }
+        };
+        helpers.place.clear();
+        helpers.pool.in_place_scope(|scope| with(scope, count, &help, lead));
     }
 }
 
-fn with<'scope>(scope: &rayon::Scope<'scope>, count: usize, work: &'scope (impl Fn() + Sync)) {
+fn with<'scope>(
+    scope: &rayon::Scope<'scope>,
+    count: usize,
+    help: &'scope (impl Fn() + Sync),
+    lead: impl FnOnce(),
+) {
     for _ in 0..count {
-        scope.spawn(|_| work());
+        scope.spawn(|_| help());
     }
-    work();
+    lead();
 }
 
-#[cfg(not(target_os = "linux"))]
-use elsewhere::Place;
 #[cfg(target_os = "linux")]
 use linux::Place;
 
@@ -118,10 +141,7 @@ mod elsewhere {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{
-        Mutex,
-        atomic::{AtomicUsize, Ordering},
-    };
+    use std::sync::Mutex;
 
     use super::*;
 

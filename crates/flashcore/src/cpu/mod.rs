@@ -2,7 +2,7 @@
 //!
 //! One algorithm, written over a small vector trait (`simd`), compiled for three instruction sets and chosen at run
 //! time. A call is cut into tasks of rows and keys (`plan`) that threads (`helpers`) take one by one (`pool`). A task puts its
-//! queries into the lanes of vectors (`panel`) and goes through blocks of keys (`block`): scores by a register-tiled
+//! queries into the lanes of vectors (`panel`, `lanes`) and goes through blocks of keys (`block`): scores by a register-tiled
 //! micro-kernel (`tile`), softmax (`column`), outputs by the same micro-kernel (`attend`). Few rows against many keys
 //! are another matter, that of reading K and V once (`stream`).
 //!
@@ -17,6 +17,7 @@ mod finish;
 mod helpers;
 mod isa;
 mod job;
+mod lanes;
 mod math;
 mod merge;
 mod panel;

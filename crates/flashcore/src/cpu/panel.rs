@@ -86,6 +86,12 @@ impl Panel {
         start..self.any[vec].end.clamp(start, keys.end)
     }
 
+    /// Whether the last key that any of its lanes sees is among `keys`.
+    pub(super) fn ends_in(&self, keys: &Range<usize>) -> bool {
+        let end = self.any[..self.vecs].iter().map(|any| any.end).max().unwrap_or(0);
+        keys.start < end && end <= keys.end
+    }
+
     /// Cuts `keys` into rectangles that cover what the vectors see and little else.
     pub(super) fn segments(&self, keys: &Range<usize>) -> Segments {
         let mut bounds = [0; 2 * MAX_VECS];

@@ -131,16 +131,17 @@ pub(super) unsafe fn output<S: Simd, const R: usize, const V: usize>(tile: &Outp
         for (r, row) in rows.iter_mut().enumerate() {
             *row = values.add((d + r) / S::LANES * panel + (d + r) % S::LANES);
         }
-        let mut outputs = [[S::splat(0.0); V]; R];
+        // What was there before is added at the end: loads at the beginning would hold the sums up.
+        let zeros = [[S::splat(0.0); V]; R];
+        let mut outputs = S::accumulate::<R, V>(zeros, Scalars { rows, step: S::LANES }, p, len);
         if let Some(rescale) = rescale {
             for (r, row) in outputs.iter_mut().enumerate() {
                 for (v, x) in row.iter_mut().enumerate() {
                     let factor = S::load(rescale.add(v * S::LANES));
-                    *x = S::mul(S::load(o.add((r * p.width + v) * S::LANES)), factor);
+                    *x = S::fma(S::load(o.add((r * p.width + v) * S::LANES)), factor, *x);
                 }
             }
         }
-        let outputs = S::accumulate::<R, V>(outputs, Scalars { rows, step: S::LANES }, p, len);
         for (r, row) in outputs.iter().enumerate() {
             for (v, &x) in row.iter().enumerate() {
                 S::store(o.add((r * p.width + v) * S::LANES), x);

@@ -1,0 +1,152 @@
+//! Rows of queries into the lanes of vectors, and outputs from there back into rows.
+#![allow(unsafe_code)] // Raw tensors and scratch; the contract and the plan bound every index.
+
+use super::{
+    finish::{Stats, finish_row, write_lse},
+    job::{Job, row_at, rows_of},
+    panel::{MAX_LANES, Panel},
+    plan::Task,
+    rows::{Vectorised, by_type},
+    simd::Simd,
+};
+use crate::{DType, tensor::Raw};
+
+/// The rows of a vector, a lane each.
+type LaneRows = [*mut u8; MAX_LANES];
+
+/// `LANES` rows of a tensor of queries, from row `first` of a task.
+#[inline(always)]
+fn rows_at<S: Simd>(job: &Job<'_>, task: &Task, raw: &Raw, first: usize) -> LaneRows {
+    let mut rows = [std::ptr::null_mut(); MAX_LANES];
+    for (lane, at) in rows.iter_mut().enumerate().take(S::LANES) {
+        let (h, s) = job.head_and_query(task.head, first + lane);
+        *at = row_at(raw, task.batch, h, s);
+    }
+    rows
+}
+
+/// `LANES` rows of `len` elements, one behind the other.
+#[inline(always)]
+fn rows_in<S: Simd>(strip: *mut f32, len: usize) -> LaneRows {
+    let mut rows = [std::ptr::null_mut(); MAX_LANES];
+    for (lane, at) in rows.iter_mut().enumerate().take(S::LANES) {
+        *at = strip.wrapping_add(lane * len).cast();
+    }
+    rows
+}
+
+/// Widens and transposes the panel's queries; lanes without a row become zeros.
+///
+/// # Safety
+/// Requires a CPU with `S`, a panel of the task with its place in scratch, and room for `LANES` rows, padded to whole
+/// vectors, at `strip`.
+#[inline(always)]
+pub(super) unsafe fn load_queries<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, strip: *mut f32) {
+    let raw = &job.call.q;
+    let head_dim = job.call.problem.head_dim;
+    let padded = head_dim.next_multiple_of(S::LANES);
+    for vec in 0..panel.vecs {
+        let first = panel.rows.start + vec * S::LANES;
+        let to = panel.q.wrapping_add(vec * S::LANES);
+        // SAFETY: rows are inside q, and the strip holds `LANES` padded rows.
+        unsafe {
+            if padded == head_dim && first + S::LANES <= panel.rows.end {
+                let rows = rows_at::<S>(job, task, raw, first);
+                by_type!(raw.dtype, into_lanes::<S, _>(&rows, head_dim, to, panel.vecs));
+                continue;
+            }
+            for lane in 0..S::LANES {
+                let to = strip.add(lane * padded);
+                if first + lane < panel.rows.end {
+                    let (h, s) = job.head_and_query(task.head, first + lane);
+                    rows_of(raw, task.batch, h, s, 1).widen::<S>(to);
+                } else {
+                    std::ptr::write_bytes(to, 0, head_dim);
+                }
+            }
+            into_lanes::<S, f32>(&rows_in::<S>(strip, padded), padded, to, panel.vecs);
+        }
+    }
+}
+
+/// Element d of every row into the lanes of vector `d · step` from `to`; `len` is of whole vectors.
+#[inline(always)]
+unsafe fn into_lanes<S: Simd, E: Vectorised>(rows: &LaneRows, len: usize, to: *mut f32, step: usize) {
+    for d in (0..len).step_by(S::LANES) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut tile = [S::splat(0.0); MAX_LANES];
+            for (x, row) in tile.iter_mut().zip(rows).take(S::LANES) {
+                *x = E::load::<S>(row.cast::<E>().add(d));
+            }
+            S::transpose(&mut tile[..S::LANES]);
+            for (i, &x) in tile.iter().enumerate().take(S::LANES) {
+                S::store(to.add((d + i) * step * S::LANES), x);
+            }
+        }
+    }
+}
+
+/// Divides by the sums, transposes back and writes rows and lse; or leaves the part of a split task as it is.
+///
+/// # Safety
+/// As of [`load_queries`]; all keys of the task must have been worked on.
+#[inline(always)]
+pub(super) unsafe fn store_outputs<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, strip: *mut f32) {
+    let raw = &job.call.o;
+    let head_dim_v = job.call.problem.head_dim_v;
+    let padded = head_dim_v.next_multiple_of(S::LANES);
+    for vec in 0..panel.vecs {
+        let first = panel.rows.start + vec * S::LANES;
+        let lanes = vec * S::LANES..(vec + 1) * S::LANES;
+        // SAFETY: rows are inside the outputs, parts inside their workspace, and the strip holds `LANES` padded rows.
+        unsafe {
+            let from = panel.o.add(lanes.start);
+            let sums = S::load(panel.sum.add(lanes.start));
+            let factor = if task.part.is_some() { S::splat(1.0) } else { S::div(S::splat(1.0), sums) };
+            let stats = |lane: usize| Stats {
+                max: *panel.max.add(lane),
+                sum: *panel.sum.add(lane),
+                sees_keys: !panel.lanes[lane].is_empty(),
+            };
+            let whole = padded == head_dim_v && first + S::LANES <= panel.rows.end;
+            if whole && task.part.is_none() && panel.lanes[lanes.clone()].iter().all(|keys| !keys.is_empty())
+            {
+                let rows = rows_at::<S>(job, task, raw, first);
+                by_type!(raw.dtype, out_of_lanes::<S, _>(from, panel.vecs, factor, &rows, head_dim_v));
+                for lane in lanes {
+                    write_lse(job, task.batch, task.head, panel.rows.start + lane, stats(lane));
+                }
+                continue;
+            }
+            out_of_lanes::<S, f32>(from, panel.vecs, factor, &rows_in::<S>(strip, padded), padded);
+            for (i, lane) in lanes.enumerate().take(panel.rows.end - first) {
+                finish_row::<S>(job, task, first + i, strip.add(i * padded), stats(lane));
+            }
+        }
+    }
+}
+
+/// The lanes of vector `d · step` from `from`, times a factor, into element d of every row; `len` is of whole vectors.
+#[inline(always)]
+unsafe fn out_of_lanes<S: Simd, E: Vectorised>(
+    from: *const f32,
+    step: usize,
+    factor: S::V,
+    rows: &LaneRows,
+    len: usize,
+) {
+    for d in (0..len).step_by(S::LANES) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut tile = [S::splat(0.0); MAX_LANES];
+            for (i, x) in tile.iter_mut().enumerate().take(S::LANES) {
+                *x = S::mul(S::load(from.add((d + i) * step * S::LANES)), factor);
+            }
+            S::transpose(&mut tile[..S::LANES]);
+            for (&x, row) in tile.iter().zip(rows).take(S::LANES) {
+                E::store::<S>(row.cast::<E>().add(d), x);
+            }
+        }
+    }
+}
