@@ -3,16 +3,18 @@
 //! Choosing is a pure function of the problem, the hardware and the table of what searches found, so a plan can be
 //! printed, tested as a table and made for a GPU that is not there.
 
+mod fold;
 mod hopper;
 
+use self::fold::{fold, fold_tensors};
 use flashcore_kernels::{
-    Divisor, Dtype, FwdParams, ScheduleError, Sm90Params, Spec, sm90_fwd, sm90_fwd::Walk,
+    Divisor, Dtype, FwdParams, MAX_ROW_STRIDE, ScheduleError, Sm90Params, Spec, sm90_fwd, sm90_fwd::Walk,
 };
 pub use flashcore_kernels::{Kernel, Schedule};
 pub use flashcore_ptx::Target;
 use flashcore_ptx::{GlobalPtr, KernelParams, Module, TensorMap};
 
-use crate::{DType, Error, Layout, Problem, Result, tuned::Table};
+use crate::{DType, Error, Layout, Problem, Result, error::Name, tuned::Table};
 
 /// The longest sequences that the kernels take: so that the sum of two lengths, a window and a tile fits 31 bits.
 pub const MAX_KERNEL_LEN: usize = 1 << 28;
@@ -20,8 +22,8 @@ pub const MAX_KERNEL_LEN: usize = 1 << 28;
 /// The most blocks in the second and third dimension of a grid.
 const MAX_GRID_YZ: usize = 65535;
 
-/// The most tiles of queries in a launch: clusters of four are still fewer than 2^31 blocks.
-const MAX_TILES: u64 = 1 << 29;
+/// The most tiles of queries in a launch: clusters of eight are still fewer than 2^31 blocks.
+const MAX_TILES: u64 = 1 << 28;
 
 /// Keys and values of the heads that are taken up together, in bytes: they should stay in the L2 cache.
 const SECTION_BYTES: u64 = 32 << 20;
@@ -91,6 +93,8 @@ pub struct Plan {
     pub shared_bytes: u32,
     /// Why this schedule.
     pub reason: String,
+    /// The problem as the kernel sees it.
+    folded: Problem,
     /// Queries a block.
     rows: u32,
     /// Heads whose tiles of queries are taken up together.
@@ -105,7 +109,8 @@ impl Plan {
 
     /// The plan for a problem on some hardware, by a given table of what searches found.
     pub fn choose_by(problem: &Problem, hardware: &Hardware, tuned: &Table) -> Result<Self> {
-        let spec = spec(problem, &hardware.name)?;
+        let folded = &fold(problem);
+        let spec = spec(folded, &hardware.name)?;
         if let Some((entry, origin)) = tuned.find(problem, &spec, hardware) {
             let gain = 100.0 * (entry.speed_up - 1.0);
             let reason = format!(
@@ -114,21 +119,21 @@ impl Plan {
             );
             return Self::assemble(problem, spec, entry.schedule, hardware, reason);
         }
-        let (schedule, reason) = choose_schedule(problem, &spec, hardware)
+        let (schedule, reason) = choose_schedule(folded, &spec, hardware)
             .map_err(|error| unsupported(&hardware.name, &spec, &error))?;
         Self::assemble(problem, spec, schedule, hardware, reason)
     }
 
     /// The plan with a schedule of the caller's.
     pub fn with_schedule(problem: &Problem, hardware: &Hardware, schedule: Schedule) -> Result<Self> {
-        let spec = spec(problem, &hardware.name)?;
+        let spec = spec(&fold(problem), &hardware.name)?;
         schedule.check(&spec, hardware.target).map_err(|error| unsupported(&hardware.name, &spec, &error))?;
         Self::assemble(problem, spec, schedule, hardware, "asked for".into())
     }
 
     /// The plan with the default schedule of a kernel.
     pub fn with_kernel(problem: &Problem, hardware: &Hardware, kernel: Kernel) -> Result<Self> {
-        let spec = spec(problem, &hardware.name)?;
+        let spec = spec(&fold(problem), &hardware.name)?;
         let schedule = kernel
             .default_schedule(&spec, hardware.target)
             .map_err(|error| unsupported(&hardware.name, &spec, &error))?;
@@ -143,7 +148,8 @@ impl Plan {
         reason: String,
     ) -> Result<Self> {
         let geometry = schedule.geometry(&spec);
-        let (batch, heads, len_q) = (problem.batch as u32, problem.heads_q as u32, problem.len_q as u32);
+        let folded = fold(problem);
+        let (batch, heads, len_q) = (folded.batch as u32, folded.heads_q as u32, folded.len_q as u32);
         let target = hardware.target;
         let grid = geometry.grid(batch, heads, len_q, hardware.sms);
         let tiles = geometry.tiles(batch, heads, len_q);
@@ -157,6 +163,7 @@ impl Plan {
         let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
         let mut plan = Self {
             problem: *problem,
+            folded,
             spec,
             schedule,
             target,
@@ -200,33 +207,49 @@ impl Plan {
         tensors: &Addresses,
         encode: &mut dyn FnMut(&Map) -> Result<TensorMap>,
     ) -> Result<Packed> {
-        match self.schedule {
-            Schedule::Sm90Fwd(schedule) => {
-                let boxes = schedule.boxes();
-                let mut map = |tensor: &(u64, Layout), rows: u32| encode(&self.map(tensor, tensors, rows));
-                let maps = [
-                    map(&tensors.q, boxes.q)?,
-                    map(&tensors.k, boxes.kv)?,
-                    map(&tensors.v, boxes.kv)?,
-                    map(&tensors.o, boxes.o)?,
-                ];
-                Ok(Packed::new(&self.tile_params(tensors, maps)))
+        let tensors = &fold_tensors(tensors, &self.problem, &self.folded);
+        let Schedule::Sm90Fwd(schedule) = self.schedule else {
+            self.check_rows(tensors)?;
+            return Ok(Packed::new(&self.params(tensors)));
+        };
+        let boxes = schedule.boxes();
+        let mut map = |tensor: &(u64, Layout), rows: u32| encode(&self.map(tensor, tensors, rows));
+        let maps = [
+            map(&tensors.q, boxes.q)?,
+            map(&tensors.k, boxes.kv)?,
+            map(&tensors.v, boxes.kv)?,
+            map(&tensors.o, boxes.o)?,
+        ];
+        Ok(Packed::new(&self.tile_params(tensors, maps)))
+    }
+
+    /// Refuses rows that are further apart than the kernels without TMA can count.
+    fn check_rows(&self, tensors: &Addresses) -> Result<()> {
+        let Addresses { q, k, v, o, .. } = tensors;
+        for (tensor, (_, layout)) in [(Name::Q, q), (Name::K, k), (Name::V, v), (Name::O, o)] {
+            let row = (layout.strides[2] * self.folded.dtype.size()) as u64;
+            if layout.shape[2] > 1 && row > MAX_ROW_STRIDE {
+                return Err(Error::Unsupported {
+                    device: self.target.to_string(),
+                    what: format!("rows of {tensor} that are {row} bytes apart"),
+                    possible: format!("up to {MAX_ROW_STRIDE} bytes; copy {tensor} to a denser layout"),
+                });
             }
-            _ => Ok(Packed::new(&self.params(tensors))),
         }
+        Ok(())
     }
 
     /// What a tensor map describes: a tensor in boxes of so many rows.
     fn map(&self, tensor: &(u64, Layout), tensors: &Addresses, box_rows: u32) -> Map {
         let (address, Layout { shape: [batch, heads, len, dim], strides }) = *tensor;
-        let row_bytes = (dim * self.problem.dtype.size()) as u64;
+        let row_bytes = (dim * self.folded.dtype.size()) as u64;
         // Where there is one entry, any distance to the next will do.
         let distance = |size: usize, dim: usize| {
-            if size > 1 { (strides[dim] * self.problem.dtype.size()) as u64 } else { row_bytes }
+            if size > 1 { (strides[dim] * self.folded.dtype.size()) as u64 } else { row_bytes }
         };
         let empty = [batch, heads, len].contains(&0);
         Map {
-            dtype: self.problem.dtype,
+            dtype: self.folded.dtype,
             // Nothing is read of a tensor without elements, but its map needs an address.
             address: if empty { tensors.q.0 } else { address },
             dims: [dim, len, heads, batch].map(|size| size.max(1) as u64),
@@ -240,8 +263,8 @@ impl Plan {
         let FwdParams { lse, key_lengths, o_batch, o_head, o_row, lse_batch, lse_head, lse_row, .. } = params;
         let FwdParams { o, len_q, len_k, group, left, right, exp_scale, tanh_scale, .. } = params;
         let blocks = len_q.div_ceil(self.rows);
-        let heads = self.problem.heads_q as u32;
-        let all_heads = self.problem.batch as u32 * heads;
+        let heads = self.folded.heads_q as u32;
+        let all_heads = self.folded.batch as u32 * heads;
         let paired =
             matches!(self.schedule, Schedule::Sm90Fwd(schedule) if schedule.order(&self.spec) == Walk::Pairs);
         let head_items = if paired { blocks.div_ceil(2) } else { blocks };
@@ -289,13 +312,13 @@ impl Plan {
     /// and if possible few enough that their keys and values stay in the cache.
     fn choose_section(&self, schedule: sm90_fwd::Schedule) -> u32 {
         let (rows, block_n) = (schedule.rows(), schedule.block_n);
-        let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, .. } = self.problem;
+        let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, .. } = self.folded;
         let heads = (batch * heads_q) as u32;
-        let bytes = (len_k * (head_dim + head_dim_v) * self.problem.dtype.size()) as u64;
-        let cached = (SECTION_BYTES * self.problem.group() as u64 / bytes.max(1)).max(1);
+        let bytes = (len_k * (head_dim + head_dim_v) * self.folded.dtype.size()) as u64;
+        let cached = (SECTION_BYTES * self.folded.group() as u64 / bytes.max(1)).max(1);
         let costs: Vec<u64> = (0..len_q.div_ceil(rows as usize))
             .rev()
-            .map(|block| key_tiles(&self.problem, block, rows as usize, block_n as usize) + TILE_OVERHEAD)
+            .map(|block| key_tiles(&self.folded, block, rows as usize, block_n as usize) + TILE_OVERHEAD)
             .collect();
         let candidates = (1..=heads).filter(|&section| heads.is_multiple_of(section));
         if !schedule.persistent || costs.len() as u64 * u64::from(heads) > MANY_TILES {
@@ -311,7 +334,7 @@ impl Plan {
     }
 
     fn params(&self, tensors: &Addresses) -> FwdParams {
-        let problem = &self.problem;
+        let problem = &self.folded;
         let bytes = |layout: &Layout, dim: usize, size: usize| (layout.strides[dim] * size) as u64;
         let size = problem.dtype.size();
         let band = problem.mask.band();
@@ -523,6 +546,10 @@ fn longest_share(costs: &[u64], heads: u32, section: u32, blocks: u32) -> u64 {
 impl std::fmt::Display for Plan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(f, "problem   {}", self.problem)?;
+        if self.folded.len_q != self.problem.len_q {
+            let heads = self.folded.len_q;
+            writeln!(f, "folded    {heads} heads that share keys are the rows of one tile: {}", self.folded)?;
+        }
         writeln!(f, "kernel    {} for {}", self.kernel(), self.target)?;
         writeln!(f, "schedule  {}", self.schedule)?;
         writeln!(f, "why       {}", self.reason)?;

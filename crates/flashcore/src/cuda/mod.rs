@@ -29,7 +29,7 @@ use flashcore_driver::{
     Context, CudaVersion, DeviceBuffer, Driver, DriverError, Function, JitOptions, LaunchConfig, Module,
     Stream, link_ptx,
 };
-use flashcore_kernels::{Kernel, MAX_ROW_STRIDE, Schedule};
+use flashcore_kernels::{Kernel, Schedule};
 use flashcore_ptx::Target;
 
 use self::{
@@ -410,13 +410,6 @@ impl Cuda {
         .find(|(_, value)| !value.is_multiple_of(ALIGNMENT));
         if let Some((what, given)) = misaligned {
             return Err(Error::Alignment { tensor, what, given, needed: ALIGNMENT, device: self.name() });
-        }
-        if row as u64 > MAX_ROW_STRIDE {
-            return Err(Error::Unsupported {
-                device: self.name(),
-                what: format!("rows of {tensor} that are {row} bytes apart"),
-                possible: format!("up to {MAX_ROW_STRIDE} bytes; copy {tensor} to a denser layout"),
-            });
         }
         Ok(())
     }

@@ -14,6 +14,10 @@ const KEY_TILE: usize = 128;
 /// Key tiles of a chain that is worth cutting in two, where nothing but the longest chain takes time.
 const LONG_CHAIN: usize = 16;
 
+/// The share of the multiprocessors that larger clusters can take up at once: each lies in one group of
+/// multiprocessors, and groups are no multiples of it. 32 clusters of 4 already take two rounds on 132.
+const CLUSTERED: (usize, usize) = (9, 10);
+
 /// The schedule of the Hopper kernel for a problem, and why; `None` where none fits.
 pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(Schedule, String)> {
     type Candidates = Vec<sm90_fwd::Schedule>;
@@ -28,12 +32,17 @@ pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Opt
     let (schedule, what) = if narrow_heads && narrow > sms {
         let some = fitting(sm90_fwd::Schedule::for_some(spec))?;
         among(problem, spec, sms, many, some, narrow)
+    } else if problem.len_q <= GROUP && narrow >= sms * 9 / 10 {
+        let streams = fitting(sm90_fwd::Schedule::for_streams(spec, narrow <= sms))?;
+        (streams, format!("{narrow} tiles of up to {GROUP} queries keep {sms} SMs busy reading keys"))
     } else if wide >= sms * 9 / 10 {
         (many, format!("{wide} tiles of {} queries keep {sms} SMs busy", many.rows()))
     } else {
         let key_tiles = problem.len_k.div_ceil(KEY_TILE);
+        let together = |clusters: usize, size: usize| clusters * size <= sms * CLUSTERED.0 / CLUSTERED.1;
         let split = match () {
-            () if 4 * narrow <= sms && key_tiles >= 8 => 4,
+            () if together(narrow, 8) && key_tiles >= 16 => 8,
+            () if together(narrow, 4) && key_tiles >= 8 => 4,
             () if 2 * narrow <= sms && key_tiles >= 2 => 2,
             () if key_tiles >= 4 && spec.head_dim_v <= 64 => 2,
             () => 1,
@@ -156,6 +165,32 @@ mod tests {
                 let Schedule::Sm90Fwd(schedule) = plan.schedule else { panic!("{plan}") };
                 assert_eq!(schedule.rows(), rows, "{plan}");
             }
+        }
+    }
+
+    /// What was fastest on an H200 for 32 query heads that share 8 key heads, or within 3 % of it: batch, keys, head_dim,
+    /// and the blocks that share the keys of a tile.
+    const FASTEST_DECODE: [(usize, usize, usize, u32); 11] = [
+        (1, 4096, 128, 8),
+        (1, 32768, 128, 8),
+        (4, 4096, 128, 2),
+        (8, 4096, 128, 2),
+        (16, 4096, 128, 1),
+        (64, 4096, 128, 1),
+        (1, 4096, 64, 8),
+        (1, 32768, 64, 8),
+        (8, 4096, 64, 2),
+        (16, 4096, 64, 1),
+        (64, 4096, 64, 1),
+    ];
+
+    #[test]
+    fn one_query_a_head_gets_the_clusters_that_were_fastest() {
+        for (batch, keys, head_dim, split) in FASTEST_DECODE {
+            let problem = Problem::new(batch, 32, 1, head_dim, DType::BF16).with_kv(8, keys);
+            let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
+            let Schedule::Sm90Fwd(schedule) = plan.schedule else { panic!("{plan}") };
+            assert_eq!((schedule.split, schedule.rows()), (split, 64), "{plan}");
         }
     }
 

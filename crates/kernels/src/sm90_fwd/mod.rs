@@ -118,6 +118,9 @@ impl Schedule {
     /// Columns of every box.
     pub const BOX_COLUMNS: u32 = PANEL;
 
+    /// How many blocks can share the keys of a tile: as many as every GPU with clusters can run together.
+    pub const SPLITS: [u32; 4] = [1, 2, 4, 8];
+
     /// Every schedule of the search space; [`crate::Schedule::check`] says which of them fit a spec. Knobs that change
     /// nothing beside the others stay at one value.
     pub fn grid() -> Vec<Schedule> {
@@ -125,7 +128,7 @@ impl Schedule {
         for warpgroups in 1..=4 {
             let ctas = 1..=Self::most_ctas(warpgroups);
             let turns: &[bool] = if warpgroups == 1 { &[false] } else { &[false, true] };
-            let ends = [1, 2, 4].map(|split| (false, false, split));
+            let ends = Self::SPLITS.map(|split| (false, false, split));
             let stays = [false, true].map(|pairs| (true, pairs, 1));
             let walks: Vec<(bool, bool, u32)> = ends.into_iter().chain(stays).collect();
             for (block_n, stages) in (16..=256).step_by(16).flat_map(|n| (2..=4).map(move |s| (n, s))) {
@@ -209,6 +212,17 @@ impl Schedule {
                 [Schedule { ctas: 2, ..narrow }, narrow]
             })
             .collect()
+    }
+
+    /// For few queries against many keys, where reading the keys is what takes time: narrow blocks that stay, with as
+    /// many keys under way as fit. `alone`: there are no more tiles than multiprocessors. Measured on an H200.
+    pub fn for_streams(spec: &Spec, alone: bool) -> Vec<Schedule> {
+        let deep = Self::for_few(spec, 1, true)
+            .into_iter()
+            .flat_map(|few| [4, 3, 2].map(|stages| Schedule { stages, persistent: true, ..few }));
+        let short = deep.clone().filter(|deep| deep.block_n == 64);
+        let beside = short.map(|short| Schedule { ctas: 2, ..short }).filter(|_| !alone);
+        beside.chain(deep).collect()
     }
 
     /// For grids that leave multiprocessors idle: narrow blocks, `split` of which share the keys of a tile. `alone`:
@@ -352,10 +366,11 @@ impl Schedule {
             ));
         }
         let values = spec.head_dim_v / 8;
-        if ![1, 2, 4].contains(&self.split) || !values.is_multiple_of(self.split) {
+        if !Self::SPLITS.contains(&self.split) || !values.is_multiple_of(self.split) {
             return refuse(format!(
-                "split {}: possible are 1, 2 and 4, and head_dim_v / 8 must be a multiple",
-                self.split
+                "split {}: possible are {:?}, and head_dim_v / 8 must be a multiple",
+                self.split,
+                Self::SPLITS
             ));
         }
         if self.split > 1 && self.warpgroups > 1 {

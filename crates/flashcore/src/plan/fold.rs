@@ -1,0 +1,100 @@
+//! One query a head: the heads that share keys become the rows of one tile, so that the keys are read once for all of
+//! them.
+
+use super::Addresses;
+use crate::{Layout, Mask, Problem};
+
+/// The problem as a kernel is to see it. The only query of a head sees the same keys as that of the next, so query
+/// heads that share a key head are as good as queries of one head.
+pub(super) fn fold(problem: &Problem) -> Problem {
+    if problem.len_q != 1 || problem.heads_kv == 0 || !sees_all(problem) {
+        return *problem;
+    }
+    Problem { heads_q: problem.heads_kv, len_q: problem.group(), mask: Mask::None, ..*problem }
+}
+
+/// Whether the mask leaves every key to the only query.
+fn sees_all(problem: &Problem) -> bool {
+    let band = problem.mask.band();
+    let to_the_first = band.left.is_none_or(|left| left >= problem.len_k.saturating_sub(1));
+    // The query is aligned with the last key, unless with the first.
+    to_the_first && (band.right.is_none() || !band.top_left)
+}
+
+/// The tensors of a problem as those of the folded one.
+pub(super) fn fold_tensors(tensors: &Addresses, problem: &Problem, folded: &Problem) -> Addresses {
+    if problem.len_q == folded.len_q {
+        return *tensors;
+    }
+    let group = folded.len_q;
+    let rows = |(address, layout): (u64, Layout)| {
+        let Layout { shape: [batch, heads, _, dim], strides: [to_batch, to_head, _, to_next] } = layout;
+        let shape = [batch, heads / group, group, dim];
+        (address, Layout { shape, strides: [to_batch, group * to_head, to_head, to_next] })
+    };
+    Addresses { q: rows(tensors.q), o: rows(tensors.o), lse: tensors.lse.map(rows), ..*tensors }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+
+    fn decode() -> Problem {
+        Problem::new(2, 32, 1, 128, DType::BF16).with_kv(8, 1000)
+    }
+
+    #[test]
+    fn heads_of_a_group_become_rows_where_the_mask_leaves_them_every_key() {
+        let window = |left, right| Mask::Window { left, right };
+        let all = [
+            Mask::None,
+            Mask::Causal,
+            window(None, Some(0)),
+            window(Some(999), None),
+            window(Some(usize::MAX), Some(3)),
+        ];
+        for mask in all {
+            let folded = fold(&decode().with_mask(mask).with_softcap(3.0).with_lse());
+            assert_eq!(
+                folded,
+                Problem::new(2, 8, 4, 128, DType::BF16).with_kv(8, 1000).with_softcap(3.0).with_lse()
+            );
+        }
+        for mask in [Mask::CausalTopLeft, window(Some(998), None), window(Some(0), Some(0))] {
+            let problem = decode().with_mask(mask);
+            assert_eq!(fold(&problem), problem);
+        }
+        let several = Problem::new(2, 32, 2, 128, DType::BF16).with_kv(8, 1000);
+        assert_eq!(fold(&several), several);
+        let none = Problem::new(2, 0, 1, 128, DType::BF16).with_kv(0, 1000);
+        assert_eq!(fold(&none), none);
+    }
+
+    #[test]
+    fn every_row_of_the_folded_tensors_is_where_its_head_was() {
+        let problem = decode();
+        let folded = fold(&problem);
+        // Heads are further apart than they need be, and the batch is inside of them.
+        let layout = Layout { shape: [2, 32, 1, 128], strides: [128, 300, 7000, 1] };
+        let kv = (1, Layout::bhsd([2, 8, 1000, 128]));
+        let lse = (5, Layout { shape: [2, 32, 1, 1], strides: [32, 1, 1, 1] });
+        let given =
+            Addresses { q: (3, layout), k: kv, v: kv, o: (4, layout), lse: Some(lse), key_lengths: Some(6) };
+        let found = fold_tensors(&given, &problem, &folded);
+        let at = |layout: &Layout, place: [usize; 3]| {
+            place.iter().zip(layout.strides).map(|(at, stride)| at * stride).sum::<usize>()
+        };
+        let same = |was: &(u64, Layout), is: &(u64, Layout)| {
+            assert_eq!(was.0, is.0);
+            assert_eq!(is.1.shape[..3], [2, 8, 4]);
+            for (batch, head) in (0..2).flat_map(|batch| (0..32).map(move |head| (batch, head))) {
+                assert_eq!(at(&was.1, [batch, head, 0]), at(&is.1, [batch, head / 4, head % 4]));
+            }
+        };
+        same(&given.q, &found.q);
+        same(&given.o, &found.o);
+        same(&lse, &found.lse.unwrap());
+        assert_eq!((found.k, found.v, found.key_lengths), (kv, kv, Some(6)));
+    }
+}
