@@ -18,6 +18,8 @@
 //!
 //! Use it through the command; as a library it serves the project's own tests.
 
+pub use flashcore_judge::{conditioning, guarded, inputs, operands, rng, rule, stats};
+
 pub mod audit;
 pub mod bench;
 pub mod cases;
@@ -25,7 +27,6 @@ pub mod ceilings;
 pub mod check;
 pub mod cli;
 pub mod compare;
-pub mod conditioning;
 pub mod crew;
 pub mod diagnose;
 pub mod engine;
@@ -34,25 +35,19 @@ pub mod explain;
 pub mod faults;
 pub mod files;
 pub mod gpu;
-pub mod guarded;
-pub mod inputs;
 pub mod interrupt;
 pub mod kept;
 pub mod micro;
 pub mod ncu;
 pub mod occupancy;
-pub mod operands;
 pub mod peers;
 pub mod physics;
 pub mod process;
 pub mod rbk;
 pub mod report;
-pub mod rng;
-pub mod rule;
 pub mod saved;
 pub mod search;
 pub mod shapes;
-pub mod stats;
 pub mod subject;
 pub mod timing;
 pub mod views;

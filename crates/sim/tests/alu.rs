@@ -61,6 +61,15 @@ fn samples() -> Vec<[u64; 3]> {
 /// and keep a mark.
 #[track_caller]
 fn check(name: &str, emit: impl Fn(&mut KernelBuilder, D, D, D) -> D, want: impl Fn(u64, u64, u64) -> u64) {
+    on_samples(name, &emit, &want);
+}
+
+#[track_caller]
+fn on_samples(
+    name: &str,
+    emit: &dyn Fn(&mut KernelBuilder, D, D, D) -> D,
+    want: &dyn Fn(u64, u64, u64) -> u64,
+) {
     const MARK: u64 = 0x1234_5678_9ABC_DEF0;
     let samples = samples();
     let x: Vec<u8> = samples.iter().flatten().flat_map(|v| v.to_le_bytes()).collect();

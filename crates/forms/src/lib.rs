@@ -1,4 +1,8 @@
-//! Every form of every instruction of the table, each in a small kernel of its own.
+//! Every form of every instruction of the table, each in a small kernel of its own: for the tests of this crate, which
+//! put them before ptxas and before a parser of somebody else's.
+//!
+//! A crate apart, because that parser is large, and asks for other features of common crates than the rest of the
+//! workspace does.
 
 use flashcore_ptx::table::{COMPARISONS, OperandSpec};
 use flashcore_ptx::*;
@@ -17,15 +21,19 @@ kernel_params! {
 
 /// One form: a kernel for the newest target, and which of its instructions is meant.
 pub struct Form {
+    /// The kernel.
     pub kernel: Kernel,
+    /// Where in its body the instruction is.
     pub main: usize,
 }
 
 impl Form {
+    /// The instruction that is meant.
     pub fn inst(&self) -> &Inst {
         &self.kernel.body[self.main]
     }
 
+    /// That instruction as text.
     pub fn text(&self) -> String {
         self.kernel.line(self.inst())
     }
@@ -34,12 +42,19 @@ impl Form {
 /// Registers of every type, written, and shared memory.
 #[derive(Clone, Copy)]
 pub struct Fixture {
+    /// A predicate.
     pub p: Reg<Pred>,
+    /// Half a word.
     pub h: Reg<B16>,
+    /// A word.
     pub r: Reg<B32>,
+    /// A double word: an address.
     pub rd: Reg<B64>,
+    /// A float.
     pub f: Reg<F32>,
+    /// A barrier.
     pub bar: Shared,
+    /// A tile.
     pub tile: Shared,
 }
 
@@ -110,6 +125,7 @@ fn first_fixture(kernel: &Kernel) -> Fixture {
     fixture
 }
 
+/// A register of the fixture, of a class.
 pub fn register(x: Fixture, class: RegClass) -> Arg {
     match class {
         RegClass::Pred => x.p.into(),

@@ -3,9 +3,7 @@
 //! The parser is `ptx-syntax`, generated from the PTX grammar. What it does not know is listed, and the list is
 //! kept honest: a form that it has learned to read must leave the list.
 
-mod common;
-
-use common::{Form, all_forms, joined};
+use flashcore_forms::{Form, all_forms, joined};
 use flashcore_ptx::*;
 use proptest::prelude::*;
 use ptx_syntax::{

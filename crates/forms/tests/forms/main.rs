@@ -2,13 +2,11 @@
 //! that the table states, and refused one version and one target earlier.
 
 mod combinations;
-#[path = "../common/mod.rs"]
-mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-use common::{Form, all_forms, fixture, joined};
+use flashcore_forms::{Form, all_forms, fixture, joined};
 use flashcore_ptx::ptxas::{Ptxas, PtxasError};
 use flashcore_ptx::*;
 

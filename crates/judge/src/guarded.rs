@@ -242,9 +242,9 @@ impl Guarded {
         self.bits().iter().flat_map(|bits| bits.to_le_bytes().into_iter().take(size)).collect()
     }
 
-    /// Overwrites one element, counted from the tensor's first, wherever it lies.
-    #[cfg(test)]
-    pub(crate) fn tamper(&mut self, offset: isize) {
+    /// Overwrites one element, counted from the tensor's first, wherever it lies: as an engine would that writes where it
+    /// must not.
+    pub fn tamper(&mut self, offset: isize) {
         let place = self.start.checked_add_signed(offset).expect("inside the guards");
         self.set(place, 0);
     }

@@ -2,8 +2,8 @@
 
 use flashcore_ptx::*;
 
-use crate::common::{Fixture, fixture, register};
 use crate::ptxas;
+use flashcore_forms::{Fixture, fixture, register};
 
 /// An instruction of some family, whether PTX has it or not.
 struct Candidate {

@@ -1,0 +1,17 @@
+//! What decides whether a result is right and whether a time is shorter: inputs, operands in guarded memory, the rule,
+//! and the statistics.
+//!
+//! - [`inputs`] draws what a problem is run on, from the numbers of [`rng`]; [`operands`] puts it into [`guarded`]
+//!   memory.
+//! - [`rule`] judges a result by the oracle, on the floor that [`conditioning`] derives.
+//! - [`stats`] says what samples allow to be said.
+//!
+//! A crate of its own because it is small and must be fast, while the workbench around it is large and need not be.
+
+pub mod conditioning;
+pub mod guarded;
+pub mod inputs;
+pub mod operands;
+pub mod rng;
+pub mod rule;
+pub mod stats;
