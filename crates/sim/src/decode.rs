@@ -5,7 +5,7 @@
 //! whose lives do not overlap, so that a warp's registers stay in the cache. Operands of `wgmma` keep rows of
 //! their own, because they stay in use until the wait.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use flashcore_ptx::{Alu, Arg, GridDep, Inst, Kernel, MemBase, Op, RegClass, RegId};
 
@@ -20,7 +20,7 @@ const MAX_BODY: usize = 1 << 21;
 pub const NEVER: u32 = u32::MAX;
 
 /// A decoded operand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Slot {
     /// A row of 32-bit (or 16-bit) values.
     Word(u32),
@@ -95,12 +95,23 @@ pub struct Span {
     len: u32,
 }
 
+/// Plain instructions without a guard that follow each other: what is asked before each of them is asked once.
+#[derive(Clone, Copy, Debug)]
+pub struct Run {
+    /// How many.
+    pub len: u32,
+    /// Registers that they read and that may lack a value in some lane before the first of them.
+    unproven: Span,
+    /// Registers that some `wgmma` uses and that they read, each once.
+    wgmma_reads: Span,
+    /// Registers that some `wgmma` uses and that they write, each once.
+    wgmma_writes: Span,
+}
+
 /// A decoded instruction. What the loop of plain instructions looks at stands in one line of the cache.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub struct Code {
-    /// How it is executed.
-    pub exec: Exec,
     /// Its guard.
     pub guard: Option<DecodedGuard>,
     /// Registers read that may lack a value in some lane.
@@ -109,6 +120,8 @@ pub struct Code {
     births: Span,
     /// Where a branch goes.
     pub target: u32,
+    /// One more than the index of the run that begins here, or 0.
+    run: u32,
     /// Whether it touches registers that some `wgmma` uses.
     pub touches_wgmma: bool,
     /// Whether registers may lack a value before it, or begin their life at it.
@@ -178,6 +191,9 @@ pub struct Program<'k> {
     pub kernel: &'k Kernel,
     /// The instructions, one for one with the kernel's body.
     pub code: Vec<Code>,
+    /// How each instruction is executed.
+    pub steps: Vec<Exec>,
+    runs: Vec<Run>,
     slots: Vec<Slot>,
     /// Rows of words, constants included.
     pub words: usize,
@@ -207,6 +223,24 @@ impl<'k> Program<'k> {
     #[inline]
     pub fn src(&self, code: &Code) -> &[Slot] {
         self.pool(code.src)
+    }
+
+    /// The run of plain instructions that begins with an instruction.
+    #[inline]
+    pub fn run(&self, code: &Code) -> Option<&Run> {
+        self.runs.get((code.run as usize).wrapping_sub(1))
+    }
+
+    /// The registers that a run reads and that may lack a value in some lane.
+    #[inline]
+    pub fn unproven_in(&self, run: &Run) -> &[Slot] {
+        self.pool(run.unproven)
+    }
+
+    /// Registers of `wgmma`s that a run reads, and those that it writes.
+    #[inline]
+    pub fn wgmma_in(&self, run: &Run) -> (&[Slot], &[Slot]) {
+        (self.pool(run.wgmma_reads), self.pool(run.wgmma_writes))
     }
 
     /// The registers an instruction reads.
@@ -250,8 +284,9 @@ struct Decoder<'k> {
     labels: HashMap<u32, u32>,
     rows: Vec<u32>,
     pinned: Vec<bool>,
-    /// For each register, one more than the basic block that has written it in all its lanes so far, or 0.
-    written: Vec<u32>,
+    /// For each register, one more than the basic block in which it is known to hold a value in all lanes from here on,
+    /// or 0.
+    proven: Vec<u32>,
     slots: Vec<Slot>,
     constants: Constants,
     seen_words: HashMap<u32, u32>,
@@ -276,7 +311,7 @@ impl<'k> Decoder<'k> {
             labels,
             rows: Vec::new(),
             pinned: wgmma_registers(kernel),
-            written: vec![0; kernel.regs.len()],
+            proven: vec![0; kernel.regs.len()],
             slots: Vec::new(),
             constants: Constants::default(),
             seen_words: HashMap::new(),
@@ -307,14 +342,19 @@ impl<'k> Decoder<'k> {
             }
         }
         let mut code = Vec::with_capacity(body.len());
+        let mut steps = Vec::with_capacity(body.len());
         for (pc, inst) in body.iter().enumerate() {
-            let decoded = self.instruction(pc, inst, &births[pc], &flow)?;
+            let (decoded, step) = self.instruction(pc, inst, &births[pc], &flow)?;
             code.push(decoded);
+            steps.push(step);
         }
+        let runs = self.runs(&mut code, &steps);
         let [words, longs, preds] = self.first_constant;
         Ok(Program {
             kernel: self.kernel,
             code,
+            steps,
+            runs,
             words: words as usize + self.constants.words.len(),
             longs: longs as usize + self.constants.longs.len(),
             preds: preds as usize + self.constants.preds.len(),
@@ -444,7 +484,7 @@ impl<'k> Decoder<'k> {
         inst: &Inst,
         births: &[RegId],
         flow: &Flow,
-    ) -> Result<Code, SimError> {
+    ) -> Result<(Code, Exec), SimError> {
         let (dst, src) = (self.operands(pc, &inst.dst)?, self.operands(pc, &inst.src)?);
         let guard =
             inst.guard.map(|g| DecodedGuard { pred: self.rows[g.reg.id().0 as usize], negated: g.negated });
@@ -456,16 +496,19 @@ impl<'k> Decoder<'k> {
         let sources =
             || inst.guard.map(|g| g.reg.id()).into_iter().chain(inst.src.iter().filter_map(|a| a.reg()));
         let reads = self.registers(sources());
-        // Lanes do not join within a basic block: what it has written without a guard holds a value in all of them.
+        // Lanes do not join within a basic block: what it has written or read without a guard holds a value in all of
+        // them, or has been reported.
         let block = flow.block_of[pc] + 1;
         let start = self.slots.len();
-        for id in sources().filter(|id| self.written[id.0 as usize] != block) {
+        for id in sources().filter(|id| self.proven[id.0 as usize] != block) {
             self.slots.push(self.register(id));
         }
         let unproven = self.span_from(start);
-        let certain = matches!(inst.op, Op::Alu(_) | Op::Setp { .. } | Op::Mma { .. } | Op::Ldmatrix { .. });
-        if inst.guard.is_none() && certain {
-            inst.writes().for_each(|id| self.written[id.0 as usize] = block);
+        if inst.guard.is_none() {
+            sources().for_each(|id| self.proven[id.0 as usize] = block);
+            if matches!(inst.op, Op::Alu(_) | Op::Setp { .. } | Op::Mma { .. } | Op::Ldmatrix { .. }) {
+                inst.writes().for_each(|id| self.proven[id.0 as usize] = block);
+            }
         }
         let births = self.registers(births.iter().copied());
         let start = self.slots.len();
@@ -479,12 +522,12 @@ impl<'k> Decoder<'k> {
             self.slots.push(self.register(id));
         }
         let wgmma_writes = self.span_from(start);
-        Ok(Code {
-            exec,
+        let code = Code {
             guard,
             unproven,
             births,
             target: self.target(pc)?.unwrap_or(NEVER),
+            run: 0,
             touches_wgmma: wgmma_reads.len + wgmma_writes.len != 0,
             watched: unproven.len + births.len != 0,
             class: classify(&inst.op),
@@ -495,7 +538,47 @@ impl<'k> Decoder<'k> {
             wgmma_reads,
             wgmma_writes,
             reconverge: flow.meeting_point(pc),
-        })
+        };
+        Ok((code, exec))
+    }
+
+    /// Finds the runs of plain instructions. Labels and branches are none, so that lanes part and meet between runs.
+    fn runs(&mut self, code: &mut [Code], steps: &[Exec]) -> Vec<Run> {
+        let mut runs = Vec::new();
+        let plain = |pc: usize, code: &[Code]| {
+            matches!(steps[pc], Exec::Alu(_) | Exec::Setp(_))
+                && code[pc].guard.is_none()
+                && code[pc].births.len == 0
+        };
+        let mut pc = 0;
+        while pc < code.len() {
+            let end = (pc..code.len()).find(|&next| !plain(next, code)).unwrap_or(code.len());
+            if end - pc > 1 {
+                let unproven = self.union(&code[pc..end], |code| code.unproven);
+                let wgmma_reads = self.union(&code[pc..end], |code| code.wgmma_reads);
+                let wgmma_writes = self.union(&code[pc..end], |code| code.wgmma_writes);
+                runs.push(Run { len: (end - pc) as u32, unproven, wgmma_reads, wgmma_writes });
+                code[pc].run = runs.len() as u32;
+            }
+            pc = end + 1;
+        }
+        runs
+    }
+
+    /// All registers of a kind that some instructions have, each once.
+    fn union(&mut self, code: &[Code], span: impl Fn(&Code) -> Span) -> Span {
+        let start = self.slots.len();
+        let mut seen = HashSet::new();
+        for code in code {
+            let Span { start, len } = span(code);
+            for at in start..start + len {
+                let slot = self.slots[at as usize];
+                if seen.insert(slot) {
+                    self.slots.push(slot);
+                }
+            }
+        }
+        self.span_from(start)
     }
 
     /// How an instruction is executed.

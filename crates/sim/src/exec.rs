@@ -234,13 +234,13 @@ impl Cluster<'_> {
     /// The value of a word operand.
     #[inline]
     pub fn row(&self, w: usize, slot: Slot) -> Row {
-        self.warps[w].regs.r32[slot.word() as usize]
+        *self.warps[w].regs.r32[slot.word() as usize]
     }
 
     /// The value of a long operand.
     #[inline]
     pub fn row64(&self, w: usize, slot: Slot) -> Row64 {
-        self.warps[w].regs.r64[slot.long() as usize]
+        *self.warps[w].regs.r64[slot.long() as usize]
     }
 
     /// Writes a word operand, unless it is not wanted.
@@ -272,7 +272,7 @@ impl Cluster<'_> {
     pub fn ranked_addresses(&self, w: usize, slot: Slot) -> Row {
         match slot {
             Slot::Shared(row, offset) => {
-                let mut addresses = self.warps[w].regs.r32[row as usize];
+                let mut addresses = *self.warps[w].regs.r32[row as usize];
                 for address in &mut addresses {
                     *address = address.wrapping_add_signed(offset);
                 }
@@ -287,7 +287,7 @@ impl Cluster<'_> {
     pub fn global_addresses(&self, w: usize, slot: Slot) -> Row64 {
         match slot {
             Slot::Global(row, offset) => {
-                let mut addresses = self.warps[w].regs.r64[row as usize];
+                let mut addresses = *self.warps[w].regs.r64[row as usize];
                 for address in &mut addresses {
                     *address = address.wrapping_add_signed(i64::from(offset));
                 }

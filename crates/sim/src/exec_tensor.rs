@@ -178,13 +178,13 @@ impl Cluster<'_> {
             AccTy::F32 => {
                 let in_place = dst.iter().zip(c).all(|(slot, row)| *slot == Slot::Word(row as u32));
                 if in_place && let Ok(acc) = regs.r32.get_disjoint_mut(c) {
-                    simd::multiply(level, depth, &tiles.a, &tiles.b, acc);
+                    simd::multiply(level, depth, &tiles.a, &tiles.b, acc.map(|row| &mut **row));
                     for row in c {
                         regs.init32[row] = u32::MAX;
                     }
                     return;
                 }
-                let mut acc = c.map(|row| regs.r32[row]);
+                let mut acc = c.map(|row| *regs.r32[row]);
                 simd::multiply(level, depth, &tiles.a, &tiles.b, acc.each_mut());
                 for (slot, value) in dst.iter().zip(&acc) {
                     self.put(w, *slot, u32::MAX, value);

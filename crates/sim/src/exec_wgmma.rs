@@ -16,7 +16,7 @@ use crate::findings::{FindingKind, Severity};
 use crate::machine::{Cluster, Step};
 use crate::memory::POISON;
 use crate::mma;
-use crate::regs::Row;
+use crate::regs::{Aligned, Row};
 use crate::shadow::{Access, CELL, Conflict};
 use crate::shared::SharedMemory;
 use crate::simd;
@@ -31,7 +31,7 @@ pub struct WgmmaRegisters {
     /// The rows that a product reads as A.
     feeding: Vec<u32>,
     /// What rows hold where nobody sees it, while a late product accumulates into them.
-    held: Vec<Row>,
+    held: Vec<Aligned<Row>>,
     /// Fences executed.
     interval: u32,
     /// Products started since the last commit.
@@ -95,19 +95,19 @@ impl WgmmaRegisters {
     }
 
     /// Puts the values of accumulators out of sight, unless they are.
-    fn hold(&mut self, accumulators: &[Slot], values: &mut [Row]) {
+    fn hold(&mut self, accumulators: &[Slot], values: &mut [Aligned<Row>]) {
         if self.held.is_empty() {
-            self.held.resize(self.rows.len(), [0; 32]);
+            self.held.resize(self.rows.len(), Aligned([0; 32]));
         }
         for row in accumulators.iter().map(|slot| slot.word() as usize) {
             if !std::mem::replace(&mut self.rows[row].held, true) {
-                self.held[row] = std::mem::replace(&mut values[row], [POISON as u32; 32]);
+                self.held[row] = std::mem::replace(&mut values[row], Aligned([POISON as u32; 32]));
             }
         }
     }
 
     /// Products up to this one are complete: gives back the rows whose last product is among those.
-    fn retire(&mut self, last: u64, values: &mut [Row]) {
+    fn retire(&mut self, last: u64, values: &mut [Aligned<Row>]) {
         let WgmmaRegisters { rows, accumulating, feeding, held, .. } = self;
         feeding.retain(|&row| {
             let number = &mut rows[row as usize].feeds;
@@ -550,7 +550,7 @@ impl Cluster<'_> {
             let mut a: [Row; 4] = match &product.a {
                 // Read as B is, two fragments for eight rows; as A, fragments go down the rows first.
                 ASource::Shared(_) => [0, 2, 1, 3].map(|i| tiles.a_rows[4 * place + i]),
-                ASource::Rows(fragment) => fragment.map(|row| warp.regs.r32[row as usize]),
+                ASource::Rows(fragment) => fragment.map(|row| *warp.regs.r32[row as usize]),
             };
             if form.negate_a {
                 negate(form.a, &mut a);
@@ -689,7 +689,7 @@ fn with_accumulators(warp: &mut Warp, slots: &[Slot], f: impl FnOnce([&mut Row; 
     if held == [held[0]; 4] {
         let file = if held[0] { &mut warp.wgmma.held } else { &mut warp.regs.r32 };
         if let Ok(accumulators) = file.get_disjoint_mut(rows) {
-            return f(accumulators);
+            return f(accumulators.map(|row| &mut **row));
         }
     }
     let mut values: [Row; 4] = std::array::from_fn(|i| *accumulator(warp, slots[i]));

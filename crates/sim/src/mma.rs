@@ -31,7 +31,8 @@ pub const fn quad(k: usize, odd: usize) -> (usize, usize) {
     (k / 8 * 4 + k % 4, odd * 8 + k % 8 / 4 * 4)
 }
 
-/// Tiles that are used again from product to product.
+/// Tiles that are used again from product to product. The first two begin with a line of the cache.
+#[repr(C, align(64))]
 pub struct Tiles {
     /// A, widened.
     pub a: ATile,

@@ -4,18 +4,41 @@
 //! rows too, filled once, so that an operand is always a row. Beside each row stands the mask of lanes that
 //! hold a value.
 
+use std::ops::{Deref, DerefMut};
+
 /// A 32-bit register of all lanes.
 pub type Row = [u32; 32];
 /// A 64-bit register of all lanes.
 pub type Row64 = [u64; 32];
 
+/// A row that begins with a line of the cache, so that a vector of lanes never lies in two.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub struct Aligned<T>(pub T);
+
+impl<T> Deref for Aligned<T> {
+    type Target = T;
+
+    #[inline(always)]
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T> DerefMut for Aligned<T> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
+    }
+}
+
 /// The registers of one warp.
 #[derive(Clone, Default)]
 pub struct Regs {
     /// 32-bit and 16-bit registers; the upper half of a 16-bit one is zero.
-    pub r32: Vec<Row>,
+    pub r32: Vec<Aligned<Row>>,
     /// 64-bit registers.
-    pub r64: Vec<Row64>,
+    pub r64: Vec<Aligned<Row64>>,
     /// Predicates, one bit a lane.
     pub pred: Vec<u32>,
     /// The lanes of each 32-bit row that hold a value.
@@ -33,7 +56,7 @@ impl Regs {
         let d = d as usize;
         let row = &mut self.r32[d];
         if mask == u32::MAX {
-            *row = *value;
+            row.0 = *value;
         } else {
             for (lane, (old, new)) in row.iter_mut().zip(value).enumerate() {
                 *old = if mask >> lane & 1 == 1 { *new } else { *old };
@@ -48,7 +71,7 @@ impl Regs {
         let d = d as usize;
         let row = &mut self.r64[d];
         if mask == u32::MAX {
-            *row = *value;
+            row.0 = *value;
         } else {
             for (lane, (old, new)) in row.iter_mut().zip(value).enumerate() {
                 *old = if mask >> lane & 1 == 1 { *new } else { *old };

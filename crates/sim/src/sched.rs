@@ -103,8 +103,8 @@ impl Cluster<'_> {
                 Pause::Wgmma(mask) => {
                     let pc = self.warps[w].pc;
                     self.report_wgmma_register(w, pc, mask);
-                    let exec = &program.code[pc as usize].exec;
-                    simd::run_one(self.launch.level, &mut self.warps[w], exec, mask);
+                    let step = std::slice::from_ref(&program.steps[pc as usize]);
+                    simd::run_steps(self.launch.level, &mut self.warps[w].regs, step, mask);
                     self.warps[w].pc = pc + 1;
                     self.tally.executed[pc as usize] += 1;
                     left -= 1;

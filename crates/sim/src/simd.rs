@@ -7,11 +7,11 @@
 use flashcore_ptx::MatrixTy;
 
 use crate::alu;
-use crate::decode::{Exec, Program, Slot};
+use crate::decode::{Exec, Program, Run, Slot};
 use crate::mma::{self, ATile, BTile, Tiles};
 #[cfg(target_arch = "x86_64")]
 use crate::mma_avx512;
-use crate::regs::Row;
+use crate::regs::{Regs, Row};
 use crate::warp::Warp;
 
 /// The vector instructions that are used.
@@ -79,27 +79,15 @@ macro_rules! for_level {
 }
 
 for_level! {
-    /// Runs plain instructions until one comes that is not, or something needs attention.
-    run_plain, run_plain_avx2 = plain, run_plain_avx512,
-    (warp: &mut Warp, program: &Program<'_>, executed: &mut [u64], left: &mut u64, check: bool) -> Pause
+    /// Executes plain instructions and comparisons one after the other, in the lanes of the mask.
+    run_steps, run_steps_avx2 = all_steps, run_steps_avx512,
+    (regs: &mut Regs, steps: &[Exec], mask: u32) -> ()
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
-fn run_plain_avx512(
-    warp: &mut Warp,
-    program: &Program<'_>,
-    executed: &mut [u64],
-    left: &mut u64,
-    check: bool,
-) -> Pause {
-    plain(warp, program, executed, left, check)
-}
-
-for_level! {
-    /// Executes the plain instruction or comparison at the warp's place, in the lanes of the mask.
-    run_one, run_one_avx2 = one, run_one_avx2,
-    (warp: &mut Warp, exec: &Exec, mask: u32) -> ()
+fn run_steps_avx512(regs: &mut Regs, steps: &[Exec], mask: u32) {
+    all_steps(regs, steps, mask);
 }
 
 for_level! {
@@ -151,8 +139,15 @@ pub enum Pause {
     Wgmma(u32),
 }
 
-#[inline(always)]
-fn plain(warp: &mut Warp, program: &Program<'_>, executed: &mut [u64], left: &mut u64, check: bool) -> Pause {
+/// Runs plain instructions until one comes that is not, or something needs attention.
+pub fn run_plain(
+    level: Level,
+    warp: &mut Warp,
+    program: &Program<'_>,
+    executed: &mut [u64],
+    left: &mut u64,
+    check: bool,
+) -> Pause {
     loop {
         if warp.pc == warp.reconverge || warp.active == 0 {
             warp.settle();
@@ -165,6 +160,17 @@ fn plain(warp: &mut Warp, program: &Program<'_>, executed: &mut [u64], left: &mu
         }
         let pc = warp.pc as usize;
         let Some(code) = program.code.get(pc) else { return Pause::Op };
+        if let Some(run) = program.run(code)
+            && u64::from(run.len) <= *left
+            && run_begins(warp, program, run, check)
+        {
+            let end = pc + run.len as usize;
+            run_steps(level, &mut warp.regs, &program.steps[pc..end], warp.active);
+            executed[pc..end].iter_mut().for_each(|executed| *executed += 1);
+            *left -= u64::from(run.len);
+            warp.pc = end as u32;
+            continue;
+        }
         let mask = match code.guard {
             None => warp.active,
             Some(guard) => {
@@ -172,7 +178,8 @@ fn plain(warp: &mut Warp, program: &Program<'_>, executed: &mut [u64], left: &mu
                 warp.active & if guard.negated { !holds } else { holds }
             }
         };
-        match &code.exec {
+        let step = &program.steps[pc];
+        match step {
             Exec::Nop => {
                 warp.pc += 1;
                 continue;
@@ -190,7 +197,7 @@ fn plain(warp: &mut Warp, program: &Program<'_>, executed: &mut [u64], left: &mu
                     return Pause::Op;
                 }
             }
-            exec => {
+            Exec::Alu(_) | Exec::Setp(_) => {
                 if check && code.watched {
                     for slot in program.births(code) {
                         forget(warp, *slot);
@@ -199,13 +206,14 @@ fn plain(warp: &mut Warp, program: &Program<'_>, executed: &mut [u64], left: &mu
                         return Pause::Unwritten(slot);
                     }
                 }
-                if code.touches_wgmma
-                    && mask != 0
-                    && !warp.wgmma.touch(program.wgmma_reads(code), program.wgmma_writes(code))
-                {
-                    return Pause::Wgmma(mask);
+                if mask != 0 {
+                    if code.touches_wgmma
+                        && !warp.wgmma.touch(program.wgmma_reads(code), program.wgmma_writes(code))
+                    {
+                        return Pause::Wgmma(mask);
+                    }
+                    run_steps(level, &mut warp.regs, std::slice::from_ref(step), mask);
                 }
-                one(warp, exec, mask);
                 warp.pc += 1;
             }
         }
@@ -214,15 +222,34 @@ fn plain(warp: &mut Warp, program: &Program<'_>, executed: &mut [u64], left: &mu
     }
 }
 
-#[inline(always)]
-fn one(warp: &mut Warp, exec: &Exec, mask: u32) {
-    if mask == 0 {
-        return;
+/// Whether nothing is to be said of a run that all active lanes begin. Where there is, its instructions are executed
+/// one by one, and the one that it is to be said of is found.
+#[inline]
+fn run_begins(warp: &mut Warp, program: &Program<'_>, run: &Run, check: bool) -> bool {
+    let lacks = |slot: &Slot| {
+        let init = match *slot {
+            Slot::Word(row) => warp.regs.init32[row as usize],
+            Slot::Long(row) => warp.regs.init64[row as usize],
+            Slot::Pred(row) => warp.regs.init_pred[row as usize],
+            _ => return false,
+        };
+        warp.active & !init != 0
+    };
+    if check && program.unproven_in(run).iter().any(lacks) {
+        return false;
     }
-    match exec {
-        Exec::Alu(inst) => alu::execute(&mut warp.regs, inst, mask),
-        Exec::Setp(inst) => alu::compare(&mut warp.regs, inst, mask),
-        Exec::Op | Exec::Branch | Exec::Nop => {}
+    let (reads, writes) = program.wgmma_in(run);
+    warp.wgmma.touch(reads, writes)
+}
+
+#[inline(always)]
+fn all_steps(regs: &mut Regs, steps: &[Exec], mask: u32) {
+    for step in steps {
+        match step {
+            Exec::Alu(inst) => alu::execute(regs, inst, mask),
+            Exec::Setp(inst) => alu::compare(regs, inst, mask),
+            Exec::Op | Exec::Branch | Exec::Nop => {}
+        }
     }
 }
 

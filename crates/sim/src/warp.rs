@@ -7,7 +7,7 @@ use crate::exec_bulk::BulkGroups;
 use crate::exec_wgmma::WgmmaRegisters;
 use crate::machine::RANK_SHIFT;
 use crate::races::Published;
-use crate::regs::{Regs, Row};
+use crate::regs::{Aligned, Regs, Row};
 
 /// Lanes that parted from the others and wait for their turn.
 #[derive(Clone, Copy, Debug)]
@@ -182,13 +182,12 @@ impl Warp {
     }
 }
 
-/// Registers without values, and constants with theirs.
 /// Registers at the start of a program, in the block of this rank in its cluster.
 fn fresh_registers(program: &Program<'_>, rank: usize) -> Regs {
     let poison = crate::memory::POISON;
     let mut regs = Regs {
-        r32: vec![[poison as u32; 32]; program.words],
-        r64: vec![[poison; 32]; program.longs],
+        r32: vec![Aligned([poison as u32; 32]); program.words],
+        r64: vec![Aligned([poison; 32]); program.longs],
         pred: vec![0; program.preds],
         init32: vec![0; program.words],
         init64: vec![0; program.longs],
