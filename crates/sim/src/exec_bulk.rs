@@ -15,7 +15,7 @@ use crate::exec_mem::{apply, atom_bytes};
 use crate::findings::{FindingKind, Severity};
 use crate::machine::{Cluster, PARAM_BASE};
 use crate::memory::POISON;
-use crate::races::{Accessor, GlobalAccess};
+use crate::races::{Accessor, GlobalAccess, LINE};
 use crate::shadow::{Access, CELL, Conflict};
 use crate::shared::for_cells;
 use crate::tensor_map::{Swizzle, TensorElement, TensorMap};
@@ -801,6 +801,11 @@ impl Cluster<'_> {
                 if !guard.covers(at) {
                     drop(guard);
                     guard = region.races.lock(at, self.launch.id);
+                }
+                let line = !write && at.is_multiple_of(LINE) && at + LINE <= end;
+                if line && region.line_initialised(at) && guard.read_line(at, &by.access) {
+                    at += LINE;
+                    continue;
                 }
                 if !write && !region.all_initialised(at, count as u32) {
                     uninitialised.get_or_insert(region.base + at as u64);

@@ -10,7 +10,7 @@ use crate::findings::{FindingKind, Severity};
 use crate::machine::{Cluster, Step};
 use crate::memory::POISON;
 use crate::numerics as num;
-use crate::races::{Accessor, GlobalAccess, GlobalConflict};
+use crate::races::{Accessor, GlobalAccess, GlobalConflict, LINE};
 use crate::regs::{Row, Row64};
 use crate::shadow::{Access, CELL, Conflict};
 use crate::shared::cell_mask;
@@ -268,7 +268,14 @@ impl Cluster<'_> {
     /// what there is. Returns the other lanes.
     fn read_cells(&self, w: usize, pc: u32, addresses: &Row64, mask: u32) -> u32 {
         let clocks = &self.warps[w].clocks;
-        let (mut todo, mut left) = (mask, mask);
+        let access = |lane: usize| GlobalAccess {
+            cluster: self.id,
+            stamp: clocks.stamp(Lanes::one(lane as u32)),
+            pc,
+            atomic: false,
+        };
+        let mut left = self.read_lines(addresses, mask, access);
+        let mut todo = left;
         while todo != 0 {
             let first = addresses[todo.trailing_zeros() as usize];
             let Some((region, offset)) = self.launch.memory.find(first, u64::from(CELL)) else {
@@ -284,12 +291,40 @@ impl Cluster<'_> {
                 }
                 todo &= !(1 << l);
                 let whole = offset.is_multiple_of(CELL as usize) && offset + CELL as usize <= region.len;
-                let stamp = clocks.stamp(Lanes::one(l as u32));
-                let access = GlobalAccess { cluster: self.id, stamp, pc, atomic: false };
-                if whole && region.cell_initialised(offset) && guard.read_unwritten(offset, &access) {
+                if whole && region.cell_initialised(offset) && guard.read_unwritten(offset, &access(l)) {
                     left &= !(1 << l);
                 }
             });
+        }
+        left
+    }
+
+    /// Records the reads of eight lanes that have a line of cells, one cell after the other. Returns the other lanes.
+    fn read_lines(&self, addresses: &Row64, mask: u32, access: impl Fn(usize) -> GlobalAccess) -> u32 {
+        let mut left = mask;
+        let mut locked: Option<(u64, crate::races::ShardGuard<'_>)> = None;
+        for (eight, cells) in addresses.as_chunks::<8>().0.iter().enumerate() {
+            let (first, lanes) = (cells[0], 0xFF << (8 * eight));
+            // Without a branch for each lane, so that it becomes a few vector instructions.
+            let apart = cells
+                .iter()
+                .zip(0..)
+                .fold(0, |apart, (cell, i)| apart | (cell ^ first.wrapping_add(i * u64::from(CELL))));
+            if mask & lanes != lanes || apart != 0 || !first.is_multiple_of(LINE as u64) {
+                continue;
+            }
+            let Some((region, offset)) = self.launch.memory.find(first, LINE as u64) else { continue };
+            let guard = match &mut locked {
+                Some((base, guard)) if *base == region.base && guard.covers(offset) => guard,
+                other => {
+                    // The old lock is given up before the new one is taken.
+                    *other = None;
+                    &mut other.insert((region.base, region.races.lock(offset, self.launch.id))).1
+                }
+            };
+            if region.line_initialised(offset) && guard.read_line(offset, &access(8 * eight)) {
+                left &= !lanes;
+            }
         }
         left
     }

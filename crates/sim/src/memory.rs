@@ -5,9 +5,9 @@
 //! threads, so memory is made of atomic words; plain accesses are relaxed.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::races::RaceShadow;
+use crate::races::{LINE, RaceShadow};
 
 /// The byte pattern of memory that holds no value: a NaN in every float format, in either byte order of pairs.
 pub const POISON: u64 = 0x7FFF_7FFF_7FFF_7FFF;
@@ -33,9 +33,9 @@ pub(crate) struct Region {
     pub len: usize,
     words: Box<[AtomicU64]>,
     /// One bit a byte: holds a value.
-    init: Box<[AtomicU8]>,
+    init: Box<[AtomicU64]>,
     /// One bit a byte: written by a kernel since the host last asked to forget.
-    written: Box<[AtomicU8]>,
+    written: Box<[AtomicU64]>,
     pub races: RaceShadow,
 }
 
@@ -47,8 +47,8 @@ impl Region {
             base,
             len,
             words: (0..words).map(|_| AtomicU64::new(POISON)).collect(),
-            init: (0..words).map(|_| AtomicU8::new(if initialised { 0xFF } else { 0 })).collect(),
-            written: (0..words).map(|_| AtomicU8::new(0)).collect(),
+            init: bits(len, initialised),
+            written: bits(len, false),
             races: RaceShadow::new(len),
         }
     }
@@ -70,9 +70,7 @@ impl Region {
         } else {
             self.update(offset, bytes, |_| value);
         }
-        let bits = (((1u32 << bytes) - 1) << (offset % 8)) as u8;
-        mark(&self.init[offset / 8], bits);
-        mark(&self.written[offset / 8], bits);
+        self.note_written(offset, bytes);
     }
 
     /// Replaces 1, 2, 4 or 8 bytes by a function of them, atomically; returns the old value.
@@ -92,16 +90,8 @@ impl Region {
 
     /// Notes that a kernel has written these bytes, within one word.
     pub fn note_written(&self, offset: usize, bytes: u32) {
-        let bits = (((1u32 << bytes) - 1) << (offset % 8)) as u8;
-        mark(&self.init[offset / 8], bits);
-        mark(&self.written[offset / 8], bits);
-    }
-
-    /// Whether all these bytes, within one word, hold a value.
-    #[inline]
-    pub fn initialised(&self, offset: usize, bytes: u32) -> bool {
-        let bits = (((1u32 << bytes) - 1) << (offset % 8)) as u8;
-        self.init[offset / 8].load(Relaxed) & bits == bits
+        mark(&self.init, offset, bytes);
+        mark(&self.written, offset, bytes);
     }
 
     /// Whether all these bytes hold a value.
@@ -110,8 +100,9 @@ impl Region {
         let mut at = offset;
         let end = offset + bytes as usize;
         while at < end {
-            let count = (8 - at % 8).min(end - at);
-            if !self.initialised(at, count as u32) {
+            let count = (64 - at % 64).min(end - at);
+            let bits = u64::MAX >> (64 - count) << (at % 64);
+            if self.init[at / 64].load(Relaxed) & bits != bits {
                 return false;
             }
             at += count;
@@ -122,8 +113,13 @@ impl Region {
     /// Whether the sixteen bytes at a multiple of sixteen hold a value.
     #[inline(always)]
     pub fn cell_initialised(&self, offset: usize) -> bool {
-        let first = offset / 8;
-        self.init[first].load(Relaxed) & self.init[first + 1].load(Relaxed) == 0xFF
+        (self.init[offset / 64].load(Relaxed) >> (offset % 64)) as u16 == u16::MAX
+    }
+
+    /// Whether the line at a multiple of its size holds a value.
+    #[inline(always)]
+    pub fn line_initialised(&self, offset: usize) -> bool {
+        self.init[offset / 64..][..LINE / 64].iter().all(|bits| bits.load(Relaxed) == u64::MAX)
     }
 
     /// Copies bytes from an offset on.
@@ -154,8 +150,15 @@ impl Region {
     }
 }
 
+/// One bit for each of `len` bytes.
+fn bits(len: usize, set: bool) -> Box<[AtomicU64]> {
+    (0..len.div_ceil(64)).map(|_| AtomicU64::new(if set { u64::MAX } else { 0 })).collect()
+}
+
+/// Sets the bits of up to eight bytes, within one word of memory.
 #[inline]
-fn mark(bits: &AtomicU8, new: u8) {
+fn mark(bits: &[AtomicU64], offset: usize, bytes: u32) {
+    let (bits, new) = (&bits[offset / 64], ((1 << bytes) - 1) << (offset % 64));
     if bits.load(Relaxed) & new != new {
         bits.fetch_or(new, Relaxed);
     }
@@ -224,7 +227,7 @@ impl GlobalMemory {
             let mut word = region.words[i].load(Relaxed).to_le_bytes();
             word[..chunk.len()].copy_from_slice(chunk);
             region.words[i].store(u64::from_le_bytes(word), Relaxed);
-            region.init[i].fetch_or(((1u32 << chunk.len()) - 1) as u8, Relaxed);
+            mark(&region.init, 8 * i, chunk.len() as u32);
         }
     }
 
@@ -242,12 +245,12 @@ impl GlobalMemory {
         let mut gaps: Vec<Range<usize>> = Vec::new();
         let mut byte = 0;
         while byte < region.len {
-            let bits = region.written[byte / 8].load(Relaxed);
-            if bits == 0xFF && byte % 8 == 0 {
-                byte += 8;
+            let bits = region.written[byte / 64].load(Relaxed);
+            if bits == u64::MAX && byte % 64 == 0 {
+                byte += 64;
                 continue;
             }
-            if bits >> (byte % 8) & 1 == 0 {
+            if bits >> (byte % 64) & 1 == 0 {
                 match gaps.last_mut() {
                     Some(gap) if gap.end == byte => gap.end += 1,
                     _ => gaps.push(byte..byte + 1),
@@ -324,11 +327,11 @@ mod tests {
         let mut memory = GlobalMemory::default();
         let buffer = memory.allocate(None, 8, None);
         let (region, _) = memory.find(buffer.address, 8).expect("inside");
-        assert!(!region.initialised(0, 4));
+        assert!(!region.all_initialised(0, 4));
         assert!(f32::from_bits(region.load(0, 4) as u32).is_nan());
         region.store(0, 4, 1);
-        assert!(region.initialised(0, 4));
-        assert!(!region.initialised(0, 8));
+        assert!(region.all_initialised(0, 4));
+        assert!(!region.all_initialised(0, 8));
     }
 
     #[test]

@@ -3,7 +3,9 @@
 //! A cell covers 16 bytes and remembers the writes to its bytes in this launch and, of the readers, the first and
 //! the latest. Two readers do not make every write-after-read conflict visible when many blocks read a cell, but
 //! the first and the latest reader are ordered after each other only if the program orders all of them; what is
-//! reported is always a conflict. Cells live in shards of 4 KiB behind a lock, made when first touched.
+//! reported is always a conflict. Most memory is only read, and by whole lines of 128 bytes: the cells of a line are
+//! told apart from the first access on that is another one. Lines live in shards of 4 KiB behind a lock, made when
+//! first touched.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -11,6 +13,8 @@ use std::sync::{Mutex, MutexGuard};
 use crate::clock::{Edge, Lanes, Proxy, Stamp, WarpClock};
 
 const CELL: usize = 16;
+/// Bytes in a line of cells.
+pub const LINE: usize = 128;
 const SHARD: usize = 4096;
 
 /// An access to global memory.
@@ -53,6 +57,8 @@ struct Entry {
 
 impl Entry {
     const NONE: Entry = Entry { cluster: 0, clock: 0, pc_and_atomic: 0, agent: 0, lanes: 0, bytes: 0 };
+    /// Marks the lanes of a line: the first cell belongs to the lane, each further one to the lane after.
+    const STEPS: u16 = 0x800;
 
     #[inline(always)]
     fn new(access: &GlobalAccess, bytes: u16) -> Entry {
@@ -64,6 +70,21 @@ impl Entry {
             lanes: access.stamp.lanes.code(),
             bytes,
         }
+    }
+
+    /// A read of a whole line: by one lane after the other, or by nobody in particular.
+    #[inline(always)]
+    fn of_line(access: &GlobalAccess) -> Entry {
+        let steps = if access.stamp.lanes == Lanes::ALL { 0 } else { Entry::STEPS };
+        let entry = Entry::new(access, u16::MAX);
+        Entry { lanes: entry.lanes | steps, ..entry }
+    }
+
+    /// The same read of one cell of the line.
+    fn of_cell(self, cell: usize) -> Entry {
+        let steps = self.lanes & Entry::STEPS != 0;
+        let lanes = if steps { (self.lanes & !Entry::STEPS) + cell as u16 } else { self.lanes };
+        Entry { lanes, ..self }
     }
 
     fn atomic(&self) -> bool {
@@ -105,10 +126,46 @@ impl Cell {
         Cell { first_read: Entry::NONE, last_read: Entry::NONE, write: Entry::NONE, more_writes: 0 };
 }
 
+/// Who accessed 128 bytes.
+#[derive(Clone, Copy)]
+struct Line {
+    first_read: Entry,
+    last_read: Entry,
+    /// One more than the index of its cells, once they are told apart, or 0.
+    cells: u32,
+}
+
+impl Line {
+    const FRESH: Line = Line { first_read: Entry::NONE, last_read: Entry::NONE, cells: 0 };
+}
+
 struct Shard {
     launch: u64,
-    cells: Vec<Cell>,
+    lines: [Line; SHARD / LINE],
+    cells: Vec<[Cell; LINE / CELL]>,
     more_writes: Vec<Vec<Entry>>,
+}
+
+impl Shard {
+    fn new(launch: u64) -> Box<Shard> {
+        let lines = [Line::FRESH; SHARD / LINE];
+        Box::new(Shard { launch, lines, cells: Vec::new(), more_writes: Vec::new() })
+    }
+
+    /// The cell of an offset, told apart from the others of its line, and the lists of further writers.
+    #[inline]
+    fn cell(&mut self, offset: usize) -> (&mut Cell, &mut Vec<Vec<Entry>>) {
+        let line = &mut self.lines[offset % SHARD / LINE];
+        if line.cells == 0 {
+            self.cells.push(std::array::from_fn(|cell| Cell {
+                first_read: line.first_read.of_cell(cell),
+                last_read: line.last_read.of_cell(cell),
+                ..Cell::FRESH
+            }));
+            line.cells = self.cells.len() as u32;
+        }
+        (&mut self.cells[line.cells as usize - 1][offset % LINE / CELL], &mut self.more_writes)
+    }
 }
 
 /// The shadow of one allocation.
@@ -169,8 +226,7 @@ impl RaceShadow {
             Err(poisoned) => poisoned.into_inner(),
         };
         if shard.as_ref().is_none_or(|s| s.launch != launch) {
-            let cells = vec![Cell::FRESH; SHARD / CELL];
-            *shard = Some(Box::new(Shard { launch, cells, more_writes: Vec::new() }));
+            *shard = Some(Shard::new(launch));
         }
         ShardGuard { first: offset / SHARD * SHARD, shard }
     }
@@ -192,12 +248,25 @@ impl ShardGuard<'_> {
     #[inline(always)]
     pub fn read_unwritten(&mut self, offset: usize, access: &GlobalAccess) -> bool {
         let Some(shard) = self.shard.as_mut() else { return false };
-        let cell = &mut shard.cells[offset % SHARD / CELL];
+        let (cell, _) = shard.cell(offset);
         let unwritten = cell.write.bytes == 0;
         if unwritten {
             cell.note_read(Entry::new(access, u16::MAX));
         }
         unwritten
+    }
+
+    /// Records a read of a whole line: of its first cell by the lane of the access and of each further one by the lane
+    /// after, or of all of them by nobody in particular. False where the cells are told apart.
+    #[inline(always)]
+    pub fn read_line(&mut self, offset: usize, access: &GlobalAccess) -> bool {
+        let Some(shard) = self.shard.as_mut() else { return false };
+        let Line { first_read, last_read, cells } = &mut shard.lines[offset % SHARD / LINE];
+        let together = *cells == 0;
+        if together {
+            note_read(first_read, last_read, Entry::of_line(access));
+        }
+        together
     }
 
     /// Records an access to bytes of one 16-byte cell.
@@ -209,8 +278,7 @@ impl ShardGuard<'_> {
         write: bool,
         by: &Accessor<'_>,
     ) -> Option<GlobalConflict> {
-        let Shard { cells, more_writes, .. } = &mut **self.shard.as_mut()?;
-        let cell = &mut cells[offset % SHARD / CELL];
+        let (cell, more_writes) = self.shard.as_mut()?.cell(offset);
         let mask = (((1u32 << bytes) - 1) << (offset % CELL)) as u16;
         let base = offset - offset % CELL;
         if write { cell.write(mask, base, by, more_writes) } else { cell.read(mask, base, by, more_writes) }
@@ -263,13 +331,7 @@ impl Cell {
 
     #[inline(always)]
     fn note_read(&mut self, entry: Entry) {
-        for read in [&mut self.first_read, &mut self.last_read] {
-            if read.bytes == 0 || read.same_agent(&entry) {
-                *read = Entry { bytes: read.bytes | entry.bytes, ..entry };
-                return;
-            }
-        }
-        self.last_read = entry;
+        note_read(&mut self.first_read, &mut self.last_read, entry);
     }
 
     fn write(
@@ -303,6 +365,18 @@ impl Cell {
         }
         conflict
     }
+}
+
+/// Adds a read to the first and the latest one.
+#[inline(always)]
+fn note_read(first: &mut Entry, last: &mut Entry, entry: Entry) {
+    for read in [first, &mut *last] {
+        if read.bytes == 0 || read.same_agent(&entry) {
+            *read = Entry { bytes: read.bytes | entry.bytes, ..entry };
+            return;
+        }
+    }
+    *last = entry;
 }
 
 /// What has been published through words of memory that blocks synchronise on.
@@ -383,6 +457,30 @@ mod tests {
         assert!(touch(&shadow, 0, 16, false, &by(&a, 0, 0, false)).is_none());
         assert!(touch(&shadow, 0, 16, false, &by(&b, 1, 0, false)).is_none());
         assert!(!touch(&shadow, 8, 2, true, &by(&b, 1, 0, false)).expect("a race").prior_wrote);
+    }
+
+    #[test]
+    fn a_line_that_is_read_at_once_is_remembered_as_its_cells_are() {
+        let warps = [0, 1, 2].map(WarpClock::new);
+        let (whole, single) = (RaceShadow::new(4096), RaceShadow::new(4096));
+        for (clocks, lane) in [(&warps[0], 8), (&warps[1], 0), (&warps[2], 16)] {
+            assert!(whole.lock(256, 1).read_line(256, &by(clocks, 0, lane, false).access));
+            for cell in 0..8 {
+                let access = by(clocks, 0, lane + cell, false).access;
+                assert!(single.lock(256, 1).read_unwritten(256 + 16 * cell as usize, &access));
+            }
+        }
+        // A lane may write what it has read itself; then the latest reader objects, and else the first one.
+        for (cell, lane, prior) in [(3, 11, (2, 19)), (4, 9, (0, 12))] {
+            let writes = [&whole, &single].map(|shadow| {
+                touch(shadow, 256 + 16 * cell, 16, true, &by(&warps[0], 0, lane, false)).expect("a race")
+            });
+            assert_eq!(writes[0], writes[1]);
+            assert_eq!((writes[0].prior.stamp.agent, writes[0].prior.stamp.lanes.any()), prior);
+            assert!(!writes[0].prior_wrote);
+        }
+        let access = by(&warps[1], 0, 0, false).access;
+        assert!(!whole.lock(256, 1).read_line(256, &access), "its cells are told apart by now");
     }
 
     #[test]
