@@ -5,6 +5,8 @@
 //! later: copies that complete at an mbarrier when a warp waits there and nothing else can run (late), at once
 //! (early), or at any moment (random); copies of bulk groups at the wait for the group.
 
+use std::ops::Range;
+
 use flashcore_ptx::{AtomOp, AtomTy, Op};
 
 use crate::clock::{Agent, Lanes, Proxy, Stamp, VClock};
@@ -16,8 +18,8 @@ use crate::findings::{FindingKind, Severity};
 use crate::machine::{Cluster, PARAM_BASE};
 use crate::memory::POISON;
 use crate::races::{Accessor, GlobalAccess, LINE};
-use crate::shadow::{Access, CELL, Conflict};
-use crate::shared::for_cells;
+use crate::shadow::{Access, CELL, Conflict, PAGE, PAGE_BYTES};
+use crate::shared::{SharedMemory, for_cells};
 use crate::tensor_map::{Swizzle, TensorElement, TensorMap};
 use crate::warp::{State, Wait};
 
@@ -52,6 +54,13 @@ impl SharedSide {
             Swizzle::None => self.bytes,
             swizzle => self.bytes / self.row * swizzle.span(),
         }
+    }
+
+    /// The pages of shared memory that it is, if it is whole ones.
+    fn pages(&self) -> Option<Range<u32>> {
+        let dense = self.swizzle == Swizzle::None || self.row == self.swizzle.span();
+        let whole = (self.address | self.bytes).is_multiple_of(PAGE_BYTES);
+        (dense && whole).then(|| self.address / PAGE_BYTES..(self.address + self.bytes) / PAGE_BYTES)
     }
 
     /// Where each chunk of 16 bytes lies, in box order.
@@ -716,7 +725,7 @@ impl Cluster<'_> {
         let mut conflict: Option<Conflict> = None;
         let mut barrier = None;
         let mut uninitialised = None;
-        let mut visit = |cell: u32, mask: u16| {
+        let mut visit = |shared: &mut SharedMemory, cell: u32, mask: u16| {
             if shared.is_barrier(cell, mask) {
                 barrier.get_or_insert(cell * 16);
             }
@@ -731,9 +740,23 @@ impl Cluster<'_> {
             };
             conflict = conflict.or(found);
         };
-        match side.swizzle {
-            Swizzle::None => for_cells(address, bytes, |cell, mask| visit(cell as u32, mask)),
-            _ => side.chunks().for_each(|address| visit(address / CELL, 0xFFFF)),
+        match (side.pages(), side.swizzle) {
+            (Some(pages), _) => {
+                let mut chunks = side.chunks();
+                for page in pages {
+                    let chunks = chunks.by_ref().take(PAGE);
+                    if record_page(shared, page, write, &access) {
+                        chunks.for_each(drop);
+                        continue;
+                    }
+                    chunks.for_each(|address| visit(shared, address / CELL, 0xFFFF));
+                    if write {
+                        shared.shadow.unite(page, &access);
+                    }
+                }
+            }
+            (None, Swizzle::None) => for_cells(address, bytes, |cell, mask| visit(shared, cell as u32, mask)),
+            (None, _) => side.chunks().for_each(|address| visit(shared, address / CELL, 0xFFFF)),
         }
         if let Some(found) = conflict {
             self.report_conflict(w, lane, pc, block, write, found);
@@ -957,6 +980,22 @@ impl GlobalSide {
             }
         }
     }
+}
+
+/// Records a copy's access to a page that is kept as one, if it comes after every earlier one that it must come after.
+fn record_page(shared: &mut SharedMemory, page: u32, write: bool, access: &Access<'_>) -> bool {
+    if write {
+        let written = !shared.has_barriers(page) && shared.shadow.write_page(page, access);
+        if written {
+            shared.initialise_page(page);
+        }
+        return written;
+    }
+    let readable = shared.is_plain_page(page) && shared.shadow.is_readable(page, access);
+    if readable {
+        shared.shadow.read_page(page, u64::MAX, access);
+    }
+    readable
 }
 
 /// Reduces bytes element by element.

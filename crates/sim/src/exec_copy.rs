@@ -107,17 +107,15 @@ impl Cluster<'_> {
         let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
         let mut conflict = None;
         let mut barrier = None;
-        let mut known = shared.shadow.known(clocks);
-        for_lanes(mask, |l| {
+        let mut left = mask;
+        if bytes == CELL {
+            // Most copies fill whole cells that everybody is done with.
+            let plain = shared.plain_rows(to, mask);
+            left &= !shared.shadow.write_after_all(to, plain, clocks, (agent, clock), pc);
+        }
+        for_lanes(left, |l| {
             let lanes = Lanes::one(l as u32);
             let stamp = Stamp { clock, agent, lanes };
-            // Most copies fill whole cells that everybody is done with.
-            if bytes == CELL
-                && shared.is_plain(to[l] / CELL)
-                && shared.shadow.write_after_all(to[l] / CELL, &mut known, stamp, pc)
-            {
-                return;
-            }
             let access = Access { clocks, proxy: Proxy::Generic, stamp, lanes, pc };
             let (cell, bits) = (to[l] / CELL, cell_mask(to[l] % CELL, bytes));
             if shared.is_barrier(cell, bits) {

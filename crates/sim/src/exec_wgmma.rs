@@ -6,6 +6,7 @@
 //! from what shared memory and the A registers hold at that time.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use flashcore_ptx::{AccTy, MatrixTy, Op, Wgmma};
 
@@ -17,7 +18,7 @@ use crate::machine::{Cluster, Step};
 use crate::memory::POISON;
 use crate::mma;
 use crate::regs::{Aligned, Row};
-use crate::shadow::{Access, CELL, Conflict};
+use crate::shadow::{Access, CELL, Conflict, PAGE, PAGE_BYTES};
 use crate::shared::SharedMemory;
 use crate::simd;
 use crate::warp::{State, Wait, Warp};
@@ -485,16 +486,21 @@ impl Cluster<'_> {
                 let access = Access { clocks, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
                 let shared = &mut self.blocks[block].shared;
                 let rows = 16 * warp as u32..16 * warp as u32 + 16;
-                for_chunks(descriptor, form.trans_a, form.a, rows, |address| {
-                    faults.visit(shared, address, checks, &access);
-                });
+                if !(checks && read_pages(shared, descriptor, form.trans_a, form.a, rows.clone(), &access)) {
+                    for_chunks(descriptor, form.trans_a, form.a, rows, |address| {
+                        faults.visit(shared, address, checks, &access);
+                    });
+                }
             }
         }
         let access = Access { clocks: &self.together, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
         let shared = &mut self.blocks[block].shared;
-        for_chunks(b, form.trans_b, form.b, 0..u32::from(form.n), |address| {
-            faults.visit(shared, address, checks, &access);
-        });
+        let rows = 0..u32::from(form.n);
+        if !(checks && read_pages(shared, b, form.trans_b, form.b, rows.clone(), &access)) {
+            for_chunks(b, form.trans_b, form.b, rows, |address| {
+                faults.visit(shared, address, checks, &access);
+            });
+        }
         if let Some(mut found) = faults.conflict {
             // A write of the warpgroup itself that its own warp has not fenced lacks the fence first of all.
             let writer = usize::from(found.prior.agent);
@@ -616,12 +622,52 @@ impl OperandFaults {
     }
 }
 
+/// Records the read of these rows of an operand, if all of it lies in pages that are kept as one, hold values, and were
+/// written before it. False where there is more to look at.
+fn read_pages(
+    shared: &mut SharedMemory,
+    descriptor: &Descriptor,
+    mn_major: bool,
+    ty: MatrixTy,
+    rows: Range<u32>,
+    access: &Access<'_>,
+) -> bool {
+    // Rows of 64 elements, k by k or row by row, are one page after the other.
+    let mut pages = [(0, 0u64); 64];
+    let mut count = 0;
+    let mut fits = true;
+    for_chunks(descriptor, mn_major, ty, rows, |address| {
+        let (page, cell) = (address / PAGE_BYTES, 1 << (address / CELL % PAGE as u32));
+        if let Some((_, cells)) = pages[..count].iter_mut().rev().take(2).find(|(of, _)| *of == page) {
+            *cells |= cell;
+        } else if let Some(next) = pages.get_mut(count) {
+            *next = (page, cell);
+            count += 1;
+        } else {
+            fits = false;
+        }
+    });
+    let pages = &pages[..count];
+    let ordered = fits
+        && pages.iter().all(|&(page, _)| {
+            (page + 1) * PAGE_BYTES <= shared.dense()
+                && shared.is_plain_page(page)
+                && shared.shadow.is_readable(page, access)
+        });
+    if ordered {
+        for &(page, cells) in pages {
+            shared.shadow.read_page(page, cells, access);
+        }
+    }
+    ordered
+}
+
 /// Calls `f` with the address of every 16-byte chunk of these rows of an operand.
 fn for_chunks(
     descriptor: &Descriptor,
     mn_major: bool,
     ty: MatrixTy,
-    rows: std::ops::Range<u32>,
+    rows: Range<u32>,
     mut f: impl FnMut(u32),
 ) {
     if mn_major {

@@ -62,7 +62,7 @@
 //!
 //! `decode` turns a kernel into instructions on rows of a compact register file; `simd` and `alu` execute plain
 //! ones for whole warps in vector code; `exec*` the others; `sched` interleaves warps and sees deadlocks. `clock`
-//! holds the vector clocks, `shadow` and `races` what was accessed when in shared and global memory.
+//! holds the vector clocks, `shadow`, `cells` and `races` what was accessed when in shared and global memory.
 
 // Lane loops index several arrays by the same lane.
 #![allow(clippy::needless_range_loop)]
@@ -70,6 +70,7 @@
 mod alu;
 mod banks;
 mod barrier;
+mod cells;
 mod clock;
 mod config;
 mod copies;

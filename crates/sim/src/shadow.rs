@@ -1,15 +1,25 @@
 //! The shadow of a block's shared memory: for every byte, who wrote it last and who has read it since.
 //!
-//! The unit is a cell of 16 bytes, which is what TMA, `ldmatrix`, `cp.async` and vector accesses touch. A cell
-//! that is accessed in part is split into four words, and a word into four bytes, so that the answer is exact to
-//! the byte; a write to the whole makes it one cell again. Each cell keeps the last write and, for every warp of
-//! the block, its last read; readers from elsewhere (asynchronous operations, other blocks of the cluster) are
-//! few and kept in a list.
+//! The unit is a cell of 16 bytes, which is what `ldmatrix`, `cp.async` and vector accesses touch; [`Cells`] has them.
+//! TMA writes, and `wgmma` reads, many cells alike: 64 of them are a page, and a page that was last written as a whole
+//! is kept as one, with the asynchronous readers since and which of its cells they had. Any other access makes cells of
+//! it; the next write of the whole makes it one page again.
+//!
+//! What everybody is ordered after is most of what there is. Reads and writes of a whole warp are asked for that first,
+//! all cells in one go; only where the answer is no, cells are looked at one by one.
 
+use crate::cells::{Cell, Cells, Read};
 use crate::clock::{Agent, Edge, Lanes, Proxy, Stamp, WarpClock};
 
 /// Bytes in a cell.
 pub const CELL: u32 = 16;
+/// Cells in a page.
+pub const PAGE: usize = 64;
+/// Bytes in a page.
+pub const PAGE_BYTES: u32 = PAGE as u32 * CELL;
+
+/// In the place of the first cell of a page that is kept as one: no cell has such a number.
+const TOGETHER: u32 = u32::MAX / 2;
 
 /// Who accesses shared memory now.
 #[derive(Clone, Copy)]
@@ -24,33 +34,6 @@ pub struct Access<'a> {
     pub lanes: Lanes,
     /// The instruction.
     pub pc: u32,
-}
-
-/// What a warp's ordinary accesses, whatever the lane, come after: asked for one access after the other of the same
-/// agents, it remembers the last answer.
-pub struct Known<'a> {
-    clocks: &'a WarpClock,
-    agent: Agent,
-    covered: u32,
-    /// The same for the warps of the block, where it was asked for.
-    warps: [u32; 32],
-}
-
-impl<'a> Known<'a> {
-    fn new(clocks: &'a WarpClock) -> Known<'a> {
-        let agent = clocks.agent();
-        Known { clocks, agent, covered: clocks.covered(agent), warps: [0; 32] }
-    }
-
-    /// Whether every lane comes after an access.
-    #[inline(always)]
-    fn covers(&mut self, agent: Agent, clock: u32) -> bool {
-        if agent != self.agent {
-            self.agent = agent;
-            self.covered = self.clocks.covered(agent);
-        }
-        clock <= self.covered
-    }
 }
 
 /// An earlier access that the present one is not ordered after.
@@ -68,94 +51,91 @@ pub struct Conflict {
     pub address: u32,
 }
 
-#[derive(Clone, Copy)]
-struct Cell {
+/// A page that is kept as one, and where its cells are when it is not.
+struct Page {
+    /// The last write, of all its bytes.
     write: Stamp,
+    /// Its instruction.
     write_pc: u32,
-    /// The first of four parts, or 0.
-    parts: u32,
-    /// The warps of this block that have read since the last write.
-    readers: u32,
-    /// One more than the first of the other readers, or 0.
-    others: u32,
+    /// The first of its cells, once there were any.
+    cells: Option<u32>,
+    /// The asynchronous reads since the last write.
+    reads: Vec<PageRead>,
 }
 
-impl Cell {
-    const FRESH: Cell = Cell { write: Stamp::NEVER, write_pc: 0, parts: 0, readers: 0, others: 0 };
-}
-
-/// A warp's last read of a cell: its clock, and the instruction and lanes packed.
-#[derive(Clone, Copy, Default)]
-struct Read {
-    clock: u32,
-    pc_and_lanes: u32,
-}
-
-/// A read by somebody else than a warp of the block.
-#[derive(Clone, Copy)]
-struct OtherRead {
+/// An asynchronous read of some cells of a page.
+struct PageRead {
     stamp: Stamp,
     pc: u32,
-    /// One more than the next one of the same cell, or 0.
-    next: u32,
+    /// One bit a cell.
+    cells: u64,
 }
 
 /// The shadow of one block's shared memory.
 pub struct SharedShadow {
-    /// The cells of the memory, then parts of them.
-    cells: Vec<Cell>,
-    /// The number of cells of the memory.
-    whole: usize,
-    /// The reads of cells, one warp after the other: a warp that reads many of them stays in its own lines of the cache.
-    reads: Vec<Read>,
-    /// The reads of parts, one part after the other.
-    part_reads: Vec<Read>,
-    /// Other readers, as lists; a cell that is read anew reuses the place of a read that came before.
-    others: Vec<OtherRead>,
-    /// One more than the first place that is free, or 0.
-    free_other: u32,
-    free_parts: Vec<u32>,
-    first_warp: Agent,
+    pages: Vec<Page>,
+    /// For each page the first of its cells, or [`TOGETHER`].
+    first: Vec<u32>,
+    cells: Cells,
+    /// For each page, one warp of the block after the other: the clock of its latest read there.
+    latest: Vec<u32>,
     warps: usize,
 }
-
-/// The size of a node by its depth: cell, word, byte.
-const SIZES: [u32; 3] = [16, 4, 1];
-const FULL: [u16; 3] = [0xFFFF, 0xF, 1];
 
 impl SharedShadow {
     /// The shadow of `bytes` of memory of a block whose warps are the agents from `first_warp` on.
     pub fn new(bytes: u32, first_warp: Agent, warps: usize) -> SharedShadow {
-        let cells = bytes.div_ceil(CELL) as usize;
+        let pages = bytes.div_ceil(PAGE_BYTES) as usize;
+        let fresh = || Page { write: Stamp::NEVER, write_pc: 0, cells: None, reads: Vec::new() };
         SharedShadow {
-            cells: vec![Cell::FRESH; cells],
-            whole: cells,
-            reads: vec![Read::default(); cells * warps],
-            part_reads: Vec::new(),
-            others: Vec::new(),
-            free_other: 0,
-            free_parts: Vec::new(),
-            first_warp,
+            pages: (0..pages).map(|_| fresh()).collect(),
+            first: vec![TOGETHER; pages],
+            cells: Cells::new(first_warp, warps),
+            latest: vec![0; pages * warps],
             warps,
         }
     }
 
-    /// The place of a warp's last read of a node.
+    /// The number of a cell, told apart from the others of its page.
     #[inline(always)]
-    fn read_of(&mut self, node: u32, local: usize) -> &mut Read {
-        match (node as usize).checked_sub(self.whole) {
-            None => &mut self.reads[local * self.whole + node as usize],
-            Some(part) => &mut self.part_reads[part * self.warps + local],
+    fn cell(&mut self, cell: u32) -> u32 {
+        let (page, place) = (cell as usize / PAGE, cell % PAGE as u32);
+        if self.first[page] == TOGETHER {
+            self.tell_apart(page);
         }
+        self.first[page] + place
+    }
+
+    /// Makes cells of a page.
+    fn tell_apart(&mut self, page: usize) {
+        let Page { write, write_pc, cells, reads } = &mut self.pages[page];
+        let first = *cells.get_or_insert_with(|| self.cells.add_page());
+        for i in 0..PAGE {
+            let mut cell = Cell::written(*write, *write_pc);
+            for read in reads.iter().filter(|read| read.cells >> i & 1 == 1) {
+                cell.others = self.cells.add_other(read.stamp, read.pc, cell.others);
+            }
+            self.cells.whole[first as usize + i] = cell;
+        }
+        reads.clear();
+        self.first[page] = first;
     }
 
     /// Records a read of the bytes of a cell that `mask` names.
     #[inline(always)]
     pub fn read(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {
-        if mask == 0xFFFF && self.cells[cell as usize].parts == 0 {
-            return self.read_leaf(cell, cell * CELL, access);
+        let node = self.cell(cell);
+        if let Some(local) = self.cells.local(access.stamp.agent) {
+            self.latest[cell as usize / PAGE * self.warps + local] = access.stamp.clock;
         }
-        self.visit(cell, cell * CELL, 0, mask, access, false)
+        self.cells.access(node, cell * CELL, mask, access, false)
+    }
+
+    /// Records a write of the bytes of a cell that `mask` names.
+    #[inline(always)]
+    pub fn write(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {
+        let node = self.cell(cell);
+        self.cells.access(node, cell * CELL, mask, access, true)
     }
 
     /// Records ordinary reads of whole cells by a warp of the block, of those whose last write all its lanes come
@@ -170,297 +150,122 @@ impl SharedShadow {
         pc: u32,
     ) -> u32 {
         let Stamp { clock, agent, .. } = clocks.stamp(Lanes::ALL);
-        let (warps, local) = (self.warps, usize::from(agent.wrapping_sub(self.first_warp)));
-        if local >= warps {
-            return 0;
-        }
-        let cells = &mut self.cells[..self.whole];
-        let reads = &mut self.reads[local * self.whole..][..self.whole];
-        let mut known = Known::new(clocks);
+        let Some(local) = self.cells.local(agent) else { return 0 };
+        let (first, warps) = (&self.first[..], self.warps);
+        let number = |address: u32| {
+            let first = first.get((address / PAGE_BYTES) as usize).copied().unwrap_or(TOGETHER);
+            first + address / CELL % PAGE as u32
+        };
+        // All are looked at before any is noted: without branches, this takes a few instructions a row.
         let mut done = 0;
-        for (l, address) in addresses.iter().enumerate() {
-            let cell = (address / CELL) as usize;
-            if wanted >> l & 1 == 0 {
-                continue;
-            }
-            let of = &mut cells[cell];
-            if of.parts == 0 && known.covers(of.write.agent, of.write.clock) {
-                of.readers |= 1 << local;
-                reads[cell] = Read { clock, pc_and_lanes: pc << 11 | u32::from(lanes_of(l).code()) };
-                done |= 1 << l;
+        for (l, &address) in addresses.iter().enumerate() {
+            let ordered =
+                self.cells.whole.get(number(address) as usize).is_some_and(|cell| {
+                    cell.parts == 0 && cell.write.clock <= clocks.covered(cell.write.agent)
+                });
+            done |= u32::from(ordered) << l;
+        }
+        done &= wanted;
+        for (l, &address) in addresses.iter().enumerate() {
+            if done >> l & 1 == 1 {
+                let cell = number(address);
+                self.cells.whole[cell as usize].readers |= 1 << local;
+                self.cells.reads[Cells::place_of_read(cell, warps, local)] =
+                    Read::new(clock, pc, lanes_of(l));
+                self.latest[(address / PAGE_BYTES) as usize * warps + local] = clock;
             }
         }
         done
     }
 
-    /// What a warp knows of all agents, the warps of the block among them.
-    pub fn known<'a>(&self, clocks: &'a WarpClock) -> Known<'a> {
-        let mut known = Known::new(clocks);
-        for (local, covered) in known.warps.iter_mut().enumerate().take(self.warps) {
-            *covered = clocks.covered(self.first_warp + local as Agent);
-        }
-        known
-    }
-
-    /// Records a write of a whole cell through ordinary addresses, if all lanes of the warp that makes or starts it
-    /// come after every earlier access. False where there is more to look at.
+    /// Records a write of whole cells, one a lane, through ordinary addresses, of those where all lanes of the warp that
+    /// makes or starts it come after every earlier access. Returns which lanes are done with.
     #[inline(always)]
-    pub fn write_after_all(&mut self, cell: u32, known: &mut Known<'_>, stamp: Stamp, pc: u32) -> bool {
-        let of = &mut self.cells[cell as usize];
-        if of.parts != 0 || of.others != 0 || !known.covers(of.write.agent, of.write.clock) {
-            return false;
-        }
-        let mut readers = of.readers;
-        while readers != 0 {
-            let local = readers.trailing_zeros() as usize;
-            readers &= readers - 1;
-            if self.reads[local * self.whole + cell as usize].clock > known.warps[local] {
-                return false;
-            }
-        }
-        *of = Cell { write: stamp, write_pc: pc, ..Cell::FRESH };
-        true
-    }
-
-    /// Records a write of the bytes of a cell that `mask` names.
-    #[inline(always)]
-    pub fn write(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {
-        if mask == 0xFFFF && self.cells[cell as usize].parts == 0 {
-            return self.write_leaf(cell, cell * CELL, access);
-        }
-        self.visit(cell, cell * CELL, 0, mask, access, true)
-    }
-
-    /// Walks down to the parts that the mask names, splitting where it names only some.
-    fn visit(
+    pub fn write_after_all(
         &mut self,
-        node: u32,
-        address: u32,
-        depth: usize,
-        mask: u16,
-        access: &Access<'_>,
-        write: bool,
-    ) -> Option<Conflict> {
-        if self.cells[node as usize].parts == 0 {
-            if mask == FULL[depth] {
-                return if write {
-                    self.write_leaf(node, address, access)
-                } else {
-                    self.read_leaf(node, address, access)
-                };
+        addresses: &[u32; 32],
+        wanted: u32,
+        clocks: &WarpClock,
+        (agent, clock): (Agent, u32),
+        pc: u32,
+    ) -> u32 {
+        let mut done = 0;
+        let (mut page, mut quiet) = (usize::MAX, false);
+        crate::exec::for_lanes(wanted, |l| {
+            let address = addresses[l];
+            if page != (address / PAGE_BYTES) as usize {
+                page = (address / PAGE_BYTES) as usize;
+                quiet = self.readers_are_covered(page, clocks);
             }
-            self.split(node, depth);
-        }
-        let parts = self.cells[node as usize].parts;
-        let size = SIZES[depth + 1];
-        let mut first = None;
-        for i in 0..4 {
-            let part = (mask >> (i * size)) & FULL[depth + 1];
-            if part != 0 {
-                let access = Access {
-                    stamp: access.stamp.part(i * size, size),
-                    lanes: access.lanes.part(i * size, size),
-                    ..*access
-                };
-                let conflict = self.visit(parts + i, address + i * size, depth + 1, part, &access, write);
-                first = first.or(conflict);
+            let number = self.first[page] + address / CELL % PAGE as u32;
+            let Some(cell) = self.cells.whole.get_mut(number as usize) else { return };
+            if cell.parts | cell.others == 0
+                && (quiet || cell.readers == 0)
+                && cell.write.clock <= clocks.covered(cell.write.agent)
+            {
+                *cell = Cell::written(Stamp { clock, agent, lanes: Lanes::one(l as u32) }, pc);
+                done |= 1 << l;
             }
-        }
-        if write && mask == FULL[depth] {
-            self.unite(node);
-            let cell = &mut self.cells[node as usize];
-            cell.write = access.stamp;
-            cell.write_pc = access.pc;
-            cell.readers = 0;
-        }
-        first
-    }
-
-    #[inline(always)]
-    fn read_leaf(&mut self, node: u32, address: u32, access: &Access<'_>) -> Option<Conflict> {
-        let cell = &mut self.cells[node as usize];
-        let mut conflict = None;
-        if cell.write.clock != 0 {
-            let edge = access.clocks.edge(cell.write, access.lanes, access.proxy);
-            if edge != Edge::Ordered {
-                conflict = Some(Conflict {
-                    prior: cell.write,
-                    prior_pc: cell.write_pc,
-                    prior_wrote: true,
-                    edge,
-                    address,
-                });
-            }
-        }
-        let local = usize::from(access.stamp.agent.wrapping_sub(self.first_warp));
-        if local < self.warps {
-            cell.readers |= 1 << local;
-            *self.read_of(node, local) = Read {
-                clock: access.stamp.clock,
-                pc_and_lanes: access.pc << 11 | u32::from(access.stamp.lanes.code()),
-            };
-        } else {
-            self.read_by_other(node, access);
-        }
-        conflict
-    }
-
-    #[inline]
-    fn write_leaf(&mut self, node: u32, address: u32, access: &Access<'_>) -> Option<Conflict> {
-        let cell = self.cells[node as usize];
-        let mut conflict = None;
-        if cell.write.clock != 0 {
-            let edge = access.clocks.edge(cell.write, access.lanes, access.proxy);
-            if edge != Edge::Ordered {
-                conflict = Some(Conflict {
-                    prior: cell.write,
-                    prior_pc: cell.write_pc,
-                    prior_wrote: true,
-                    edge,
-                    address,
-                });
-            }
-        }
-        let mut readers = cell.readers;
-        while readers != 0 {
-            let local = readers.trailing_zeros();
-            readers &= readers - 1;
-            let read = *self.read_of(node, local as usize);
-            let prior = Stamp {
-                clock: read.clock,
-                agent: self.first_warp + local as Agent,
-                lanes: Lanes::from_code(read.pc_and_lanes as u16 & 0x7FF),
-            };
-            let edge = access.clocks.edge(prior, access.lanes, access.proxy);
-            if edge != Edge::Ordered && conflict.is_none() {
-                conflict = Some(Conflict {
-                    prior,
-                    prior_pc: read.pc_and_lanes >> 11,
-                    prior_wrote: false,
-                    edge,
-                    address,
-                });
-            }
-        }
-        let mut other = cell.others;
-        while other != 0 {
-            let OtherRead { stamp: prior, pc: prior_pc, next } = self.others[other as usize - 1];
-            let edge = access.clocks.edge(prior, access.lanes, access.proxy);
-            if edge != Edge::Ordered && conflict.is_none() {
-                conflict = Some(Conflict { prior, prior_pc, prior_wrote: false, edge, address });
-            }
-            self.drop_other(other);
-            other = next;
-        }
-        self.cells[node as usize] =
-            Cell { write: access.stamp, write_pc: access.pc, parts: 0, readers: 0, others: 0 };
-        conflict
-    }
-
-    fn read_by_other(&mut self, node: u32, access: &Access<'_>) {
-        // A read that the new one comes after needs no memory of its own: who comes after the new one comes
-        // after it too.
-        let mut other = self.cells[node as usize].others;
-        if let Some(only) = other.checked_sub(1)
-            && let read = &mut self.others[only as usize]
-            && read.next == 0
-            && (read.stamp.agent == access.stamp.agent
-                || access.clocks.edge(read.stamp, access.lanes, access.proxy) == Edge::Ordered)
-        {
-            *read = OtherRead { stamp: access.stamp, pc: access.pc, next: 0 };
-            return;
-        }
-        let mut kept = 0;
-        while other != 0 {
-            let read = &mut self.others[other as usize - 1];
-            let next = read.next;
-            let stays = read.stamp.agent != access.stamp.agent
-                && access.clocks.edge(read.stamp, access.lanes, access.proxy) != Edge::Ordered;
-            if stays {
-                read.next = std::mem::replace(&mut kept, other);
-            } else {
-                self.drop_other(other);
-            }
-            other = next;
-        }
-        self.cells[node as usize].others = self.add_other(access.stamp, access.pc, kept);
-    }
-
-    /// Puts a read before the others of a list. Returns the list.
-    fn add_other(&mut self, stamp: Stamp, pc: u32, next: u32) -> u32 {
-        let read = OtherRead { stamp, pc, next };
-        let place = self.free_other;
-        if place == 0 {
-            self.others.push(read);
-            return self.others.len() as u32;
-        }
-        self.free_other = std::mem::replace(&mut self.others[place as usize - 1], read).next;
-        place
-    }
-
-    /// Gives the place of a read back.
-    fn drop_other(&mut self, place: u32) {
-        self.others[place as usize - 1].next = std::mem::replace(&mut self.free_other, place);
-    }
-
-    fn drop_others(&mut self, list: u32) {
-        let mut other = list;
-        while other != 0 {
-            let next = self.others[other as usize - 1].next;
-            self.drop_other(other);
-            other = next;
-        }
-    }
-
-    fn split(&mut self, node: u32, depth: usize) {
-        let parts = self.free_parts.pop().unwrap_or_else(|| {
-            let first = self.cells.len() as u32;
-            self.cells.resize(self.cells.len() + 4, Cell::FRESH);
-            self.part_reads.resize((self.cells.len() - self.whole) * self.warps, Read::default());
-            first
         });
-        let whole = self.cells[node as usize];
-        let size = SIZES[depth + 1];
-        for i in 0..4u32 {
-            let part = (parts + i) as usize;
-            let mut others = 0;
-            let mut other = whole.others;
-            while other != 0 {
-                let OtherRead { stamp, pc, next } = self.others[other as usize - 1];
-                others = self.add_other(stamp.part(i * size, size), pc, others);
-                other = next;
-            }
-            self.cells[part] = Cell { write: whole.write.part(i * size, size), parts: 0, others, ..whole };
-            for warp in 0..self.warps {
-                let read = *self.read_of(node, warp);
-                let lanes = Lanes::from_code(read.pc_and_lanes as u16 & 0x7FF);
-                let stamp = Stamp { clock: 0, agent: 0, lanes }.part(i * size, size);
-                *self.read_of(part as u32, warp) = Read {
-                    clock: read.clock,
-                    pc_and_lanes: read.pc_and_lanes & !0x7FF | u32::from(stamp.lanes.code()),
-                };
-            }
-        }
-        self.drop_others(whole.others);
-        let cell = &mut self.cells[node as usize];
-        cell.parts = parts;
-        cell.others = 0;
-        cell.readers = 0;
+        done
     }
 
-    /// Gives the parts of a node back.
-    fn unite(&mut self, node: u32) {
-        let parts = self.cells[node as usize].parts;
-        if parts == 0 {
-            return;
+    /// Whether all lanes of a warp come after every read of a page that a warp of the block has made.
+    fn readers_are_covered(&self, page: usize, clocks: &WarpClock) -> bool {
+        let latest = &self.latest[page * self.warps..][..self.warps];
+        latest.iter().zip(self.cells.warps()).all(|(&clock, warp)| clock <= clocks.covered(warp))
+    }
+
+    /// Whether a page is kept as one and an access comes after its last write.
+    #[inline]
+    pub fn is_readable(&self, page: u32, access: &Access<'_>) -> bool {
+        let write = self.pages[page as usize].write;
+        self.first[page as usize] == TOGETHER
+            && access.clocks.edge(write, access.lanes, access.proxy) == Edge::Ordered
+    }
+
+    /// Records an asynchronous read of some cells of a page that is readable.
+    pub fn read_page(&mut self, page: u32, cells: u64, access: &Access<'_>) {
+        let mut noted = false;
+        // A read that the new one comes after needs no memory of its own.
+        let reads = &mut self.pages[page as usize].reads;
+        reads.retain_mut(|read| {
+            if read.stamp == access.stamp && read.pc == access.pc {
+                read.cells |= cells;
+                noted = true;
+            } else if read.cells & cells != 0
+                && (read.stamp.agent == access.stamp.agent
+                    || access.clocks.edge(read.stamp, access.lanes, access.proxy) == Edge::Ordered)
+            {
+                read.cells &= !cells;
+            }
+            read.cells != 0
+        });
+        if !noted {
+            reads.push(PageRead { stamp: access.stamp, pc: access.pc, cells });
         }
-        for i in 0..4 {
-            self.unite(parts + i);
-            self.drop_others(self.cells[(parts + i) as usize].others);
-            self.cells[(parts + i) as usize] = Cell::FRESH;
+    }
+
+    /// Records a write of a page that is kept as one, if it comes after every earlier access. False where there is more to
+    /// look at.
+    pub fn write_page(&mut self, page: u32, access: &Access<'_>) -> bool {
+        let after = |prior| access.clocks.edge(prior, access.lanes, access.proxy) == Edge::Ordered;
+        let of = &mut self.pages[page as usize];
+        let ordered = self.first[page as usize] == TOGETHER
+            && after(of.write)
+            && of.reads.iter().all(|read| after(read.stamp));
+        if ordered {
+            (of.write, of.write_pc) = (access.stamp, access.pc);
+            of.reads.clear();
         }
-        self.free_parts.push(parts);
-        self.cells[node as usize].parts = 0;
+        ordered
+    }
+
+    /// Makes one of a page of which an access has just written all cells.
+    pub fn unite(&mut self, page: u32, access: &Access<'_>) {
+        let of = &mut self.pages[page as usize];
+        (of.write, of.write_pc) = (access.stamp, access.pc);
+        self.first[page as usize] = TOGETHER;
     }
 }
 
@@ -535,7 +340,7 @@ mod tests {
             assert!(shadow.write(0, 0xFFFF, &access(&warps[0], Lanes::one(1), 2)).is_none());
             meet(&mut warps);
         }
-        assert!(shadow.cells.len() <= 9, "parts are reused: {}", shadow.cells.len());
+        assert!(shadow.cells.parts() <= 8, "parts are reused: {}", shadow.cells.parts());
     }
 
     #[test]
@@ -546,6 +351,69 @@ mod tests {
         assert!(shadow.read(0, 0x0F00, &access(&warp, Lanes::one(6), 2)).is_none());
         let conflict = shadow.read(0, 0x00F0, &access(&warp, Lanes::one(6), 3)).expect("lane 5 wrote it");
         assert_eq!(conflict.edge, Edge::MissingWarpBarrier);
+    }
+
+    /// An access of an asynchronous operation that lane 0 of a warp has started.
+    fn by(clocks: &WarpClock, agent: Agent, pc: u32) -> Access<'_> {
+        let stamp = Stamp { clock: 1, agent, lanes: Lanes::ALL };
+        Access { clocks, proxy: Proxy::Async, stamp, lanes: Lanes::one(0), pc }
+    }
+
+    #[test]
+    fn a_page_that_is_kept_as_one_tells_of_the_same_conflicts_as_its_cells() {
+        let mut warps = [WarpClock::new(0), WarpClock::new(1)];
+        for cell in [0, 9, 63] {
+            let (mut page, mut cells) = (SharedShadow::new(1024, 0, 2), SharedShadow::new(1024, 0, 2));
+            warps[0].acquire_completion(ALL_LANES, ALL_LANES, 5, 1);
+            assert!(page.write_page(0, &by(&warps[0], 5, 1)));
+            assert!(page.is_readable(0, &by(&warps[0], 6, 2)));
+            assert!(!page.is_readable(0, &by(&warps[1], 6, 2)), "it knows nothing of the write");
+            page.read_page(0, 0xFF, &by(&warps[0], 6, 2));
+            page.read_page(0, u64::MAX << 8, &by(&warps[0], 6, 3));
+            for i in 0..64 {
+                assert!(cells.write(i, 0xFFFF, &by(&warps[0], 5, 1)).is_none());
+                let pc = if i < 8 { 2 } else { 3 };
+                assert!(cells.read(i, 0xFFFF, &by(&warps[0], 6, pc)).is_none());
+            }
+            assert!(!page.write_page(0, &by(&warps[0], 7, 4)), "the reads are under way");
+            let found =
+                [&mut page, &mut cells].map(|shadow| shadow.write(cell, 0xFFFF, &by(&warps[0], 7, 4)));
+            assert_eq!(found[0], found[1]);
+            assert_eq!(found[0].expect("a race").prior_pc, if cell < 8 { 2 } else { 3 });
+        }
+        let mut page = SharedShadow::new(1024, 0, 2);
+        page.read(3, 0xFFFF, &access(&warps[1], Lanes::one(0), 9));
+        assert!(!page.write_page(0, &by(&warps[0], 5, 1)), "its cells are told apart");
+        page.write(3, 0xFFFF, &by(&warps[0], 5, 1)).expect("the read is not ordered");
+        page.unite(0, &by(&warps[0], 5, 1));
+        assert!(page.is_readable(0, &by(&warps[0], 6, 2)));
+    }
+
+    #[test]
+    fn rows_of_a_whole_warp_are_accessed_at_once_only_after_everybody() {
+        let mut warps = [WarpClock::new(0), WarpClock::new(1)];
+        let mut shadow = SharedShadow::new(4096, 0, 2);
+        let rows: [u32; 32] = std::array::from_fn(|l| 128 * l as u32);
+        let of = |l: usize| Lanes::one(l as u32);
+        assert_eq!(
+            shadow.write_after_all(&rows, ALL_LANES, &warps[0], (0, 1), 1),
+            0,
+            "pages are kept as one"
+        );
+        for (l, row) in rows.iter().enumerate() {
+            assert!(shadow.write(row / CELL, 0xFFFF, &access(&warps[0], of(l), 1)).is_none());
+        }
+        assert_eq!(shadow.read_after_all(&rows, ALL_LANES, &warps[1], of, 2), 0);
+        meet(&mut warps);
+        assert_eq!(shadow.read_after_all(&rows, 0xFF, &warps[1], of, 2), 0xFF);
+        let stamp = warps[0].stamp(Lanes::ALL);
+        let written = shadow.write_after_all(&rows, ALL_LANES, &warps[0], (0, stamp.clock), 3);
+        assert_eq!(written, !0xFF, "warp 1 may still read the others");
+        let conflict = shadow.write(0, 0xFFFF, &access(&warps[0], Lanes::one(0), 3)).expect("a race");
+        assert_eq!((conflict.prior_pc, conflict.prior_wrote), (2, false));
+        meet(&mut warps);
+        assert_eq!(shadow.write_after_all(&rows, ALL_LANES, &warps[1], (1, 9), 4), ALL_LANES);
+        assert_eq!(shadow.write_after_all(&rows, 1, &warps[1], (1, 9), 4), 0, "it has just been written");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use flashcore_ptx::SharedLayout;
 
 use crate::clock::Agent;
 use crate::memory::POISON;
-use crate::shadow::{CELL, SharedShadow};
+use crate::shadow::{CELL, PAGE, SharedShadow};
 
 /// One block's shared memory.
 pub struct SharedMemory {
@@ -27,6 +27,14 @@ struct Contents {
     init: u16,
     /// Belongs to an mbarrier in use.
     barrier: u16,
+}
+
+impl Contents {
+    /// Whether all bytes hold a value, and none belongs to an mbarrier in use.
+    #[inline(always)]
+    fn is_plain(self) -> bool {
+        !self.init | self.barrier == 0
+    }
 }
 
 /// The bits of the bytes `first..first + count` of a cell.
@@ -93,17 +101,38 @@ impl SharedMemory {
     /// Whether all bytes of a cell hold a value, and none belongs to an mbarrier in use.
     #[inline(always)]
     pub fn is_plain(&self, cell: u32) -> bool {
-        let Contents { init, barrier } = self.contents[cell as usize];
-        !init | barrier == 0
+        self.contents[cell as usize].is_plain()
     }
 
     /// Which of some rows of 16 bytes are such cells.
     #[inline(always)]
     pub fn plain_rows(&self, addresses: &[u32], wanted: u32) -> u32 {
-        let plain = |(l, address): (usize, &u32)| {
-            u32::from(wanted >> l & 1 == 1 && self.is_plain(address / CELL)) << l
-        };
-        addresses.iter().enumerate().map(plain).fold(0, |rows, row| rows | row)
+        let mut rows = 0;
+        for (l, address) in addresses.iter().enumerate() {
+            let cell = self.contents.get((address / CELL) as usize);
+            rows |= u32::from(cell.is_some_and(|cell| cell.is_plain())) << l;
+        }
+        rows & wanted
+    }
+
+    /// Whether all bytes of a page hold a value, and none belongs to an mbarrier in use.
+    #[inline]
+    pub fn is_plain_page(&self, page: u32) -> bool {
+        self.contents_of(page).iter().fold(0, |lack, cell| lack | !cell.init | cell.barrier) == 0
+    }
+
+    /// Whether any byte of a page belongs to an mbarrier in use.
+    pub fn has_barriers(&self, page: u32) -> bool {
+        self.contents_of(page).iter().fold(0, |bits, cell| bits | cell.barrier) != 0
+    }
+
+    fn contents_of(&self, page: u32) -> &[Contents] {
+        &self.contents[page as usize * PAGE..][..PAGE]
+    }
+
+    /// Notes that all bytes of a page hold a value.
+    pub fn initialise_page(&mut self, page: u32) {
+        self.contents[page as usize * PAGE..][..PAGE].iter_mut().for_each(|cell| cell.init = 0xFFFF);
     }
 
     /// Notes that bytes of a cell hold a value.
