@@ -7,10 +7,11 @@
 
 use std::collections::{HashMap, HashSet};
 
-use flashcore_ptx::{Alu, Arg, GridDep, Inst, Kernel, MemBase, Op, RegClass, RegId};
+use flashcore_ptx::{AccTy, Alu, Arg, GridDep, Inst, Kernel, MemBase, MmaShape, Op, RegClass, RegId};
 
 use crate::alu::{AluInst, SetpInst};
 use crate::error::SimError;
+use crate::mma::MmaInst;
 use crate::regs::Constants;
 
 /// Instructions that a kernel may have: what the shadow of shared memory has room to name.
@@ -80,6 +81,8 @@ pub enum Exec {
     Alu(AluInst),
     /// A comparison.
     Setp(SetpInst),
+    /// A product of a warp, with its index among those of the program.
+    Mma(u32),
     /// By its [`Op`].
     Op,
     /// A branch.
@@ -95,11 +98,14 @@ pub struct Span {
     len: u32,
 }
 
-/// Plain instructions without a guard that follow each other: what is asked before each of them is asked once.
+/// Plain instructions, or products of a warp, without a guard that follow each other: what is asked before each of them
+/// is asked once.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
     /// How many.
     pub len: u32,
+    /// The first of the products, if they are those.
+    product: Option<u32>,
     /// Registers that they read and that may lack a value in some lane before the first of them.
     unproven: Span,
     /// Registers that some `wgmma` uses and that they read, each once.
@@ -194,6 +200,7 @@ pub struct Program<'k> {
     /// How each instruction is executed.
     pub steps: Vec<Exec>,
     runs: Vec<Run>,
+    products: Vec<MmaInst>,
     slots: Vec<Slot>,
     /// Rows of words, constants included.
     pub words: usize,
@@ -229,6 +236,12 @@ impl<'k> Program<'k> {
     #[inline]
     pub fn run(&self, code: &Code) -> Option<&Run> {
         self.runs.get((code.run as usize).wrapping_sub(1))
+    }
+
+    /// The products that a run consists of, if it does.
+    #[inline]
+    pub fn products(&self, run: &Run) -> &[MmaInst] {
+        run.product.map_or(&[], |first| &self.products[first as usize..][..run.len as usize])
     }
 
     /// The registers that a run reads and that may lack a value in some lane.
@@ -288,6 +301,7 @@ struct Decoder<'k> {
     /// or 0.
     proven: Vec<u32>,
     slots: Vec<Slot>,
+    products: Vec<MmaInst>,
     constants: Constants,
     seen_words: HashMap<u32, u32>,
     seen_shared: HashMap<u32, u32>,
@@ -313,6 +327,7 @@ impl<'k> Decoder<'k> {
             pinned: wgmma_registers(kernel),
             proven: vec![0; kernel.regs.len()],
             slots: Vec::new(),
+            products: Vec::new(),
             constants: Constants::default(),
             seen_words: HashMap::new(),
             seen_shared: HashMap::new(),
@@ -355,6 +370,7 @@ impl<'k> Decoder<'k> {
             code,
             steps,
             runs,
+            products: self.products,
             words: words as usize + self.constants.words.len(),
             longs: longs as usize + self.constants.longs.len(),
             preds: preds as usize + self.constants.preds.len(),
@@ -545,22 +561,29 @@ impl<'k> Decoder<'k> {
     /// Finds the runs of plain instructions. Labels and branches are none, so that lanes part and meet between runs.
     fn runs(&mut self, code: &mut [Code], steps: &[Exec]) -> Vec<Run> {
         let mut runs = Vec::new();
-        let plain = |pc: usize, code: &[Code]| {
-            matches!(steps[pc], Exec::Alu(_) | Exec::Setp(_))
-                && code[pc].guard.is_none()
-                && code[pc].births.len == 0
-        };
         let mut pc = 0;
         while pc < code.len() {
-            let end = (pc..code.len()).find(|&next| !plain(next, code)).unwrap_or(code.len());
-            if end - pc > 1 {
+            let product = match steps[pc] {
+                Exec::Mma(product) => Some(product),
+                _ => None,
+            };
+            let belongs = |next: usize| {
+                let alike = match steps[next] {
+                    Exec::Mma(_) => product.is_some(),
+                    Exec::Alu(_) | Exec::Setp(_) => product.is_none(),
+                    Exec::Op | Exec::Branch | Exec::Nop => false,
+                };
+                alike && code[next].guard.is_none() && code[next].births.len == 0
+            };
+            let end = (pc..code.len()).find(|&next| !belongs(next)).unwrap_or(code.len());
+            if end > pc {
                 let unproven = self.union(&code[pc..end], |code| code.unproven);
                 let wgmma_reads = self.union(&code[pc..end], |code| code.wgmma_reads);
                 let wgmma_writes = self.union(&code[pc..end], |code| code.wgmma_writes);
-                runs.push(Run { len: (end - pc) as u32, unproven, wgmma_reads, wgmma_writes });
+                runs.push(Run { len: (end - pc) as u32, product, unproven, wgmma_reads, wgmma_writes });
                 code[pc].run = runs.len() as u32;
             }
-            pc = end + 1;
+            pc = end.max(pc + 1);
         }
         runs
     }
@@ -582,7 +605,7 @@ impl<'k> Decoder<'k> {
     }
 
     /// How an instruction is executed.
-    fn exec(&self, pc: usize, op: Op, dst: Span, src: Span) -> Result<Exec, SimError> {
+    fn exec(&mut self, pc: usize, op: Op, dst: Span, src: Span) -> Result<Exec, SimError> {
         let of = |span: Span| &self.slots[span.start as usize..][..span.len as usize];
         let (dst, src) = (of(dst), of(src));
         let rows = |slots: &[Slot]| -> [u32; 4] {
@@ -610,6 +633,27 @@ impl<'k> Decoder<'k> {
                 }
                 _ => return Err(self.unsupported(pc, "its operands do not fit the instruction table")),
             },
+            Op::Mma { shape: MmaShape::M16n8k16, a, b, acc: AccTy::F32, .. }
+                if a.bits() == 16 && b.bits() == 16 =>
+            {
+                let word = |slots: &[Slot], at: usize| match slots.get(at) {
+                    Some(Slot::Word(row)) => Some(*row),
+                    _ => None,
+                };
+                let four = |slots: &[Slot], at: usize| -> Option<[u32; 4]> {
+                    Some([word(slots, at)?, word(slots, at + 1)?, word(slots, at + 2)?, word(slots, at + 3)?])
+                };
+                let acc = four(dst, 0).filter(|acc| four(src, 6) == Some(*acc));
+                let apart = |acc: &[u32; 4]| (1..4).all(|i| !acc[..i].contains(&acc[i]));
+                match (four(src, 0), word(src, 4), word(src, 5), acc.filter(apart)) {
+                    (Some(rows), Some(b0), Some(b1), Some(acc)) => {
+                        let inst = MmaInst { a_ty: a, b_ty: b, a: rows, b: [b0, b1], acc };
+                        self.products.push(inst);
+                        Exec::Mma(self.products.len() as u32 - 1)
+                    }
+                    _ => Exec::Op,
+                }
+            }
             Op::Label(_) => Exec::Nop,
             Op::Bra { .. } => Exec::Branch,
             _ => Exec::Op,

@@ -40,9 +40,7 @@ impl Cluster<'_> {
         let mut left = ok;
         if !write {
             // Most reads are of rows that hold a value and were written before a barrier.
-            let rows = &addresses[..8 * count];
-            let plain = shared.plain_rows(rows, ok);
-            left &= !shared.shadow.read_after_all(rows, plain, clocks, lanes_of, pc);
+            left &= !shared.read_rows(&addresses[..8 * count], ok, clocks, trans, pc);
             if left == 0 {
                 return ok;
             }

@@ -12,7 +12,7 @@
 use flashcore_ptx::MatrixTy;
 
 use crate::numerics as num;
-use crate::regs::Row;
+use crate::regs::{Regs, Row};
 
 /// The deepest product.
 const DEPTH: usize = 32;
@@ -76,6 +76,49 @@ impl Tiles {
             *from = **row;
         }
         false
+    }
+}
+
+/// A product of a warp, m16n8k16 of 16-bit elements, added to f32 in place: its operands are rows.
+#[derive(Clone, Copy, Debug)]
+pub struct MmaInst {
+    /// The format of A.
+    pub a_ty: MatrixTy,
+    /// The format of B.
+    pub b_ty: MatrixTy,
+    /// The fragment of A.
+    pub a: [u32; 4],
+    /// The fragment of B.
+    pub b: [u32; 2],
+    /// The accumulators, four different rows.
+    pub acc: [u32; 4],
+}
+
+impl MmaInst {
+    /// Whether A is that of the product before, which has not written to it.
+    #[inline(always)]
+    pub fn has_a_of(&self, before: &MmaInst) -> bool {
+        self.a == before.a && self.a_ty == before.a_ty && !before.acc.iter().any(|row| self.a.contains(row))
+    }
+}
+
+/// Computes products one after the other.
+#[inline(always)]
+pub fn multiply_all(regs: &mut Regs, products: &[MmaInst], tiles: &mut Tiles) {
+    let mut before: Option<&MmaInst> = None;
+    for inst in products {
+        let row = |row: u32| -> &Row { &regs.r32[row as usize] };
+        if !before.is_some_and(|before| inst.has_a_of(before)) && !tiles.has_a(inst.a_ty, &inst.a.map(row)) {
+            read_a(inst.a_ty, &inst.a.map(row), &mut tiles.a);
+        }
+        read_b(inst.b_ty, &inst.b.map(row), &mut tiles.b);
+        if let Ok(acc) = regs.r32.get_disjoint_mut(inst.acc.map(|row| row as usize)) {
+            multiply(16, &tiles.a, &tiles.b, acc.map(|row| &mut **row));
+        }
+        for row in inst.acc {
+            regs.init32[row as usize] = u32::MAX;
+        }
+        before = Some(inst);
     }
 }
 

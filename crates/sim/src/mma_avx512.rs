@@ -7,9 +7,9 @@ use std::arch::x86_64::*;
 
 use flashcore_ptx::MatrixTy;
 
-use crate::mma::{self, ATile, BTile, Tiles, quad};
+use crate::mma::{self, ATile, BTile, MmaInst, Tiles, quad};
 use crate::numerics::CANONICAL_NAN;
-use crate::regs::Row;
+use crate::regs::{Regs, Row};
 
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -106,6 +106,26 @@ pub fn widen_both(a_ty: MatrixTy, a: &[&Row], b_ty: MatrixTy, b: &[&Row], tiles:
         read_a(a_ty, a, &mut tiles.a);
     }
     read_b(b_ty, b, &mut tiles.b);
+}
+
+/// Computes products one after the other.
+#[target_feature(enable = "avx512f")]
+pub fn multiply_all(regs: &mut Regs, products: &[MmaInst], tiles: &mut Tiles) {
+    let mut before: Option<&MmaInst> = None;
+    for inst in products {
+        let rows = |of: [u32; 4]| of.map(|row| &*regs.r32[row as usize]);
+        if !before.is_some_and(|before| inst.has_a_of(before)) && !tiles.has_a(inst.a_ty, &rows(inst.a)) {
+            read_a(inst.a_ty, &rows(inst.a), &mut tiles.a);
+        }
+        read_b(inst.b_ty, &inst.b.map(|row| &*regs.r32[row as usize]), &mut tiles.b);
+        if let Ok(acc) = regs.r32.get_disjoint_mut(inst.acc.map(|row| row as usize)) {
+            multiply_as::<16>(&tiles.a, &tiles.b, acc.map(|row| &mut **row));
+        }
+        for row in inst.acc {
+            regs.init32[row as usize] = u32::MAX;
+        }
+        before = Some(inst);
+    }
 }
 
 /// Widens the B fragment of a warp.

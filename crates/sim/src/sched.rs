@@ -92,6 +92,7 @@ impl Cluster<'_> {
                 program,
                 &mut self.tally.executed,
                 &mut left,
+                &mut self.tiles,
                 check,
             );
             match pause {

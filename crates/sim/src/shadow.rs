@@ -61,6 +61,12 @@ struct Page {
     cells: Option<u32>,
     /// The asynchronous reads since the last write.
     reads: Vec<PageRead>,
+    /// Of cells: who has written them and up to which clock, perhaps with some whose writes were written over.
+    writers: Vec<(Agent, u32)>,
+    /// Of cells: whether some were accessed in part.
+    split: bool,
+    /// Of cells: reads that are not noted there yet, in their order.
+    rows: Vec<RowsRead>,
 }
 
 /// An asynchronous read of some cells of a page.
@@ -70,6 +76,25 @@ struct PageRead {
     /// One bit a cell.
     cells: u64,
 }
+
+/// A warp's read of rows of an 8x8 matrix, each a cell.
+#[derive(Clone, Copy)]
+struct RowsRead {
+    /// The cells of the page that were not written since, one bit a cell.
+    cells: u64,
+    /// The cell of each row that is in the page.
+    rows: [u8; 8],
+    clock: u32,
+    pc: u32,
+    /// The warp's place in its block.
+    local: u8,
+    trans: bool,
+}
+
+/// Reads of rows of a page that wait to be noted at its cells.
+const MAX_PENDING: usize = 128;
+/// Writers of a page that are remembered before those are sought that have a cell left.
+const MAX_WRITERS: usize = 4;
 
 /// The shadow of one block's shared memory.
 pub struct SharedShadow {
@@ -86,7 +111,15 @@ impl SharedShadow {
     /// The shadow of `bytes` of memory of a block whose warps are the agents from `first_warp` on.
     pub fn new(bytes: u32, first_warp: Agent, warps: usize) -> SharedShadow {
         let pages = bytes.div_ceil(PAGE_BYTES) as usize;
-        let fresh = || Page { write: Stamp::NEVER, write_pc: 0, cells: None, reads: Vec::new() };
+        let fresh = || Page {
+            write: Stamp::NEVER,
+            write_pc: 0,
+            cells: None,
+            reads: Vec::new(),
+            writers: Vec::new(),
+            split: false,
+            rows: Vec::new(),
+        };
         SharedShadow {
             pages: (0..pages).map(|_| fresh()).collect(),
             first: vec![TOGETHER; pages],
@@ -102,13 +135,18 @@ impl SharedShadow {
         let (page, place) = (cell as usize / PAGE, cell % PAGE as u32);
         if self.first[page] == TOGETHER {
             self.tell_apart(page);
+        } else if !self.pages[page].rows.is_empty() {
+            self.settle(page);
         }
         self.first[page] + place
     }
 
     /// Makes cells of a page.
     fn tell_apart(&mut self, page: usize) {
-        let Page { write, write_pc, cells, reads } = &mut self.pages[page];
+        let Page { write, write_pc, cells, reads, writers, split, .. } = &mut self.pages[page];
+        *split = false;
+        writers.clear();
+        writers.push((write.agent, write.clock));
         let first = *cells.get_or_insert_with(|| self.cells.add_page());
         for i in 0..PAGE {
             let mut cell = Cell::written(*write, *write_pc);
@@ -128,6 +166,7 @@ impl SharedShadow {
         if let Some(local) = self.cells.local(access.stamp.agent) {
             self.latest[cell as usize / PAGE * self.warps + local] = access.stamp.clock;
         }
+        self.pages[cell as usize / PAGE].split |= mask != 0xFFFF;
         self.cells.access(node, cell * CELL, mask, access, false)
     }
 
@@ -135,79 +174,152 @@ impl SharedShadow {
     #[inline(always)]
     pub fn write(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {
         let node = self.cell(cell);
-        self.cells.access(node, cell * CELL, mask, access, true)
+        self.pages[cell as usize / PAGE].split |= mask != 0xFFFF;
+        let conflict = self.cells.access(node, cell * CELL, mask, access, true);
+        self.note_writer(cell as usize / PAGE, (access.stamp.agent, access.stamp.clock));
+        conflict
     }
 
-    /// Records ordinary reads of whole cells by a warp of the block, of those whose last write all its lanes come
-    /// after; `lanes_of` says which lanes have the cell of an address. Returns which of the addresses are done with.
+    /// Records a warp's reads of whole cells as the rows of 8x8 matrices, of those in pages of cells that are all plain and
+    /// whose last writes all lanes come after. `plain` says whether the cells of a page are plain. Returns which rows are
+    /// done with.
     #[inline(always)]
-    pub fn read_after_all(
+    pub fn read_rows(
         &mut self,
         addresses: &[u32],
         wanted: u32,
         clocks: &WarpClock,
-        lanes_of: impl Fn(usize) -> Lanes,
+        trans: bool,
         pc: u32,
+        mut plain: impl FnMut(u32) -> bool,
     ) -> u32 {
         let Stamp { clock, agent, .. } = clocks.stamp(Lanes::ALL);
         let Some(local) = self.cells.local(agent) else { return 0 };
-        let (first, warps) = (&self.first[..], self.warps);
-        let number = |address: u32| {
-            let first = first.get((address / PAGE_BYTES) as usize).copied().unwrap_or(TOGETHER);
-            first + address / CELL % PAGE as u32
-        };
-        // All are looked at before any is noted: without branches, this takes a few instructions a row.
         let mut done = 0;
-        for (l, &address) in addresses.iter().enumerate() {
-            let ordered =
-                self.cells.whole.get(number(address) as usize).is_some_and(|cell| {
-                    cell.parts == 0 && cell.write.clock <= clocks.covered(cell.write.agent)
-                });
-            done |= u32::from(ordered) << l;
-        }
-        done &= wanted;
-        for (l, &address) in addresses.iter().enumerate() {
-            if done >> l & 1 == 1 {
-                let cell = number(address);
-                self.cells.whole[cell as usize].readers |= 1 << local;
-                self.cells.reads[Cells::place_of_read(cell, warps, local)] =
-                    Read::new(clock, pc, lanes_of(l));
-                self.latest[(address / PAGE_BYTES) as usize * warps + local] = clock;
+        for (matrix, rows) in addresses.as_chunks::<8>().0.iter().enumerate() {
+            if wanted >> (8 * matrix) & 0xFF != 0xFF {
+                continue;
+            }
+            let mut r = 0;
+            while r < 8 {
+                // The rows that follow each other in one page are noted together.
+                let (begin, page) = (r, rows[r] / PAGE_BYTES);
+                let mut read =
+                    RowsRead { cells: 0, rows: [u8::MAX; 8], clock, pc, local: local as u8, trans };
+                while r < 8 && rows[r] / PAGE_BYTES == page {
+                    let cell = rows[r] / CELL % PAGE as u32;
+                    read.rows[r] = cell as u8;
+                    read.cells |= 1 << cell;
+                    r += 1;
+                }
+                if self.writers_are_covered(page as usize, clocks) && plain(page) {
+                    let pending = &mut self.pages[page as usize].rows;
+                    pending.push(read);
+                    if pending.len() == MAX_PENDING {
+                        self.settle(page as usize);
+                    }
+                    self.latest[page as usize * self.warps + local] = clock;
+                    done |= ((1 << (r - begin)) - 1) << (8 * matrix + begin);
+                }
             }
         }
         done
     }
 
+    /// Whether a page consists of whole cells whose last writes all lanes of a warp come after.
+    #[inline(always)]
+    fn writers_are_covered(&self, page: usize, clocks: &WarpClock) -> bool {
+        let of = &self.pages[page];
+        self.first[page] != TOGETHER
+            && !of.split
+            && of.writers.iter().all(|&(agent, clock)| clock <= clocks.covered(agent))
+    }
+
+    /// Notes the reads of rows that are pending in a page at its cells.
+    fn settle(&mut self, page: usize) {
+        let first = self.first[page];
+        for read in self.pages[page].rows.drain(..) {
+            for (r, &cell) in read.rows.iter().enumerate() {
+                if cell != u8::MAX && read.cells >> cell & 1 == 1 {
+                    let (cell, local) = (first + u32::from(cell), usize::from(read.local));
+                    // Row r of a matrix belongs to lanes 4r to 4r+3, four bytes each; transposed, to all.
+                    let lanes = if read.trans { Lanes::ALL } else { Lanes::run(4 * r as u32, 4, 1) };
+                    self.cells.whole[cell as usize].readers |= 1 << local;
+                    self.cells.reads[Cells::place_of_read(cell, self.warps, local)] =
+                        Read::new(read.clock, read.pc, lanes);
+                }
+            }
+        }
+    }
+
     /// Records a write of whole cells, one a lane, through ordinary addresses, of those where all lanes of the warp that
     /// makes or starts it come after every earlier access. Returns which lanes are done with.
-    #[inline(always)]
     pub fn write_after_all(
         &mut self,
         addresses: &[u32; 32],
         wanted: u32,
         clocks: &WarpClock,
-        (agent, clock): (Agent, u32),
+        by: (Agent, u32),
         pc: u32,
     ) -> u32 {
-        let mut done = 0;
-        let (mut page, mut quiet) = (usize::MAX, false);
-        crate::exec::for_lanes(wanted, |l| {
-            let address = addresses[l];
-            if page != (address / PAGE_BYTES) as usize {
-                page = (address / PAGE_BYTES) as usize;
-                quiet = self.readers_are_covered(page, clocks);
+        let (mut left, mut done) = (wanted, 0);
+        while left != 0 {
+            let page = (addresses[left.trailing_zeros() as usize] / PAGE_BYTES) as usize;
+            let quiet = self.readers_are_covered(page, clocks);
+            if !quiet && self.first[page] != TOGETHER {
+                self.settle(page);
             }
-            let number = self.first[page] + address / CELL % PAGE as u32;
-            let Some(cell) = self.cells.whole.get_mut(number as usize) else { return };
-            if cell.parts | cell.others == 0
-                && (quiet || cell.readers == 0)
-                && cell.write.clock <= clocks.covered(cell.write.agent)
-            {
-                *cell = Cell::written(Stamp { clock, agent, lanes: Lanes::one(l as u32) }, pc);
-                done |= 1 << l;
+            let mut written = 0u64;
+            // Lanes in their order: one that writes what another has just written is not done with.
+            while left != 0 {
+                let l = left.trailing_zeros();
+                let address = addresses[l as usize];
+                if (address / PAGE_BYTES) as usize != page {
+                    break;
+                }
+                left &= left - 1;
+                let place = address / CELL % PAGE as u32;
+                let number = self.first[page] + place;
+                let Some(cell) = self.cells.whole.get_mut(number as usize) else { continue };
+                if cell.parts | cell.others == 0
+                    && (quiet || cell.readers == 0)
+                    && cell.write.clock <= clocks.covered(cell.write.agent)
+                {
+                    *cell = Cell::written(Stamp { clock: by.1, agent: by.0, lanes: Lanes::one(l) }, pc);
+                    written |= 1 << place;
+                    done |= 1 << l;
+                }
             }
-        });
+            if written != 0 {
+                self.pages[page].rows.retain_mut(|read| {
+                    read.cells &= !written;
+                    read.cells != 0
+                });
+                self.note_writer(page, by);
+            }
+        }
         done
+    }
+
+    /// Notes who has written to a page of cells.
+    fn note_writer(&mut self, page: usize, (agent, clock): (Agent, u32)) {
+        let writers = &mut self.pages[page].writers;
+        if let Some((_, latest)) = writers.iter_mut().find(|(of, _)| *of == agent) {
+            *latest = clock.max(*latest);
+            return;
+        }
+        writers.push((agent, clock));
+        if writers.len() > MAX_WRITERS {
+            // Most of them have no cell left.
+            writers.clear();
+            for cell in &self.cells.whole[self.first[page] as usize..][..PAGE] {
+                let Stamp { agent, clock, .. } = cell.write;
+                match writers.iter_mut().find(|(of, _)| *of == agent) {
+                    Some((_, latest)) => *latest = clock.max(*latest),
+                    None => writers.push((agent, clock)),
+                }
+            }
+        }
     }
 
     /// Whether all lanes of a warp come after every read of a page that a warp of the block has made.
@@ -394,23 +506,24 @@ mod tests {
         let mut warps = [WarpClock::new(0), WarpClock::new(1)];
         let mut shadow = SharedShadow::new(4096, 0, 2);
         let rows: [u32; 32] = std::array::from_fn(|l| 128 * l as u32);
-        let of = |l: usize| Lanes::one(l as u32);
         assert_eq!(
             shadow.write_after_all(&rows, ALL_LANES, &warps[0], (0, 1), 1),
             0,
             "pages are kept as one"
         );
         for (l, row) in rows.iter().enumerate() {
-            assert!(shadow.write(row / CELL, 0xFFFF, &access(&warps[0], of(l), 1)).is_none());
+            assert!(shadow.write(row / CELL, 0xFFFF, &access(&warps[0], Lanes::one(l as u32), 1)).is_none());
         }
-        assert_eq!(shadow.read_after_all(&rows, ALL_LANES, &warps[1], of, 2), 0);
+        assert_eq!(shadow.read_rows(&rows, ALL_LANES, &warps[1], false, 2, |_| true), 0);
         meet(&mut warps);
-        assert_eq!(shadow.read_after_all(&rows, 0xFF, &warps[1], of, 2), 0xFF);
+        assert_eq!(shadow.read_rows(&rows, ALL_LANES, &warps[1], false, 2, |_| false), 0);
+        assert_eq!(shadow.read_rows(&rows, 0xFF, &warps[1], false, 2, |_| true), 0xFF);
         let stamp = warps[0].stamp(Lanes::ALL);
         let written = shadow.write_after_all(&rows, ALL_LANES, &warps[0], (0, stamp.clock), 3);
         assert_eq!(written, !0xFF, "warp 1 may still read the others");
-        let conflict = shadow.write(0, 0xFFFF, &access(&warps[0], Lanes::one(0), 3)).expect("a race");
+        let conflict = shadow.write(24, 0xFFFF, &access(&warps[0], Lanes::one(0), 3)).expect("a race");
         assert_eq!((conflict.prior_pc, conflict.prior_wrote), (2, false));
+        assert_eq!(conflict.prior.lanes.mask(), 0xF000, "row 3 belongs to lanes 12 to 15");
         meet(&mut warps);
         assert_eq!(shadow.write_after_all(&rows, ALL_LANES, &warps[1], (1, 9), 4), ALL_LANES);
         assert_eq!(shadow.write_after_all(&rows, 1, &warps[1], (1, 9), 4), 0, "it has just been written");

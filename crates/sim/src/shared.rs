@@ -2,15 +2,17 @@
 
 use flashcore_ptx::SharedLayout;
 
-use crate::clock::Agent;
+use crate::clock::{Agent, WarpClock};
 use crate::memory::POISON;
-use crate::shadow::{CELL, PAGE, SharedShadow};
+use crate::shadow::{CELL, PAGE, PAGE_BYTES, SharedShadow};
 
 /// One block's shared memory.
 pub struct SharedMemory {
     bytes: Vec<u8>,
     /// What the bytes of each cell are.
     contents: Vec<Contents>,
+    /// The pages of which all bytes are known to hold a value and not to belong to an mbarrier in use.
+    plain_pages: Vec<bool>,
     /// One bit a byte: belongs to an allocation.
     allocated: Vec<u16>,
     /// Who wrote and read what.
@@ -59,6 +61,7 @@ impl SharedMemory {
             bytes,
             dense: (whole * CELL).min(len),
             contents: vec![Contents::default(); cells],
+            plain_pages: vec![false; cells.div_ceil(PAGE)],
             allocated,
             shadow: SharedShadow::new(len, first_warp, warps),
             len,
@@ -126,6 +129,27 @@ impl SharedMemory {
         self.contents_of(page).iter().fold(0, |bits, cell| bits | cell.barrier) != 0
     }
 
+    /// Records the reads of rows of 16 bytes that hold values and were written before. Returns which rows are done with.
+    #[inline(always)]
+    pub fn read_rows(
+        &mut self,
+        addresses: &[u32],
+        wanted: u32,
+        clocks: &WarpClock,
+        trans: bool,
+        pc: u32,
+    ) -> u32 {
+        let SharedMemory { contents, plain_pages, shadow, .. } = self;
+        shadow.read_rows(addresses, wanted, clocks, trans, pc, |page| {
+            let page = page as usize;
+            if !plain_pages[page] {
+                let end = contents.len().min((page + 1) * PAGE);
+                plain_pages[page] = contents[page * PAGE..end].iter().all(|cell| cell.is_plain());
+            }
+            plain_pages[page]
+        })
+    }
+
     fn contents_of(&self, page: u32) -> &[Contents] {
         &self.contents[page as usize * PAGE..][..PAGE]
     }
@@ -150,6 +174,7 @@ impl SharedMemory {
     /// Says whether the 8 bytes at this address are an mbarrier in use.
     pub fn set_barrier(&mut self, address: u32, in_use: bool) {
         let mask = cell_mask(address % CELL, 8);
+        self.plain_pages[(address / PAGE_BYTES) as usize] = false;
         let bits = &mut self.contents[(address / CELL) as usize].barrier;
         *bits = if in_use { *bits | mask } else { *bits & !mask };
     }

@@ -8,7 +8,7 @@ use flashcore_ptx::MatrixTy;
 
 use crate::alu;
 use crate::decode::{Exec, Program, Run, Slot};
-use crate::mma::{self, ATile, BTile, Tiles};
+use crate::mma::{self, ATile, BTile, MmaInst, Tiles};
 #[cfg(target_arch = "x86_64")]
 use crate::mma_avx512;
 use crate::regs::{Regs, Row};
@@ -91,6 +91,12 @@ fn run_steps_avx512(regs: &mut Regs, steps: &[Exec], mask: u32) {
 }
 
 for_level! {
+    /// Computes products of a warp one after the other.
+    multiply_all, multiply_all_avx2 = mma::multiply_all, mma_avx512::multiply_all,
+    (regs: &mut Regs, products: &[MmaInst], tiles: &mut Tiles) -> ()
+}
+
+for_level! {
     /// Widens the A fragment of a warp.
     read_a, read_a_avx2 = mma::read_a, mma_avx512::read_a,
     (ty: MatrixTy, regs: &[&Row], tile: &mut ATile) -> ()
@@ -146,6 +152,7 @@ pub fn run_plain(
     program: &Program<'_>,
     executed: &mut [u64],
     left: &mut u64,
+    tiles: &mut Tiles,
     check: bool,
 ) -> Pause {
     loop {
@@ -165,7 +172,10 @@ pub fn run_plain(
             && run_begins(warp, program, run, check)
         {
             let end = pc + run.len as usize;
-            run_steps(level, &mut warp.regs, &program.steps[pc..end], warp.active);
+            match program.products(run) {
+                [] => run_steps(level, &mut warp.regs, &program.steps[pc..end], warp.active),
+                products => multiply_all(level, &mut warp.regs, products, tiles),
+            }
             executed[pc..end].iter_mut().for_each(|executed| *executed += 1);
             *left -= u64::from(run.len);
             warp.pc = end as u32;
@@ -184,7 +194,7 @@ pub fn run_plain(
                 warp.pc += 1;
                 continue;
             }
-            Exec::Op => return Pause::Op,
+            Exec::Op | Exec::Mma(_) => return Pause::Op,
             Exec::Branch => {
                 if check && let Some(slot) = unwritten(warp, program, pc, warp.active) {
                     return Pause::Unwritten(slot);
@@ -226,6 +236,10 @@ pub fn run_plain(
 /// one by one, and the one that it is to be said of is found.
 #[inline]
 fn run_begins(warp: &mut Warp, program: &Program<'_>, run: &Run, check: bool) -> bool {
+    // Products need all lanes.
+    if !program.products(run).is_empty() && warp.active != u32::MAX {
+        return false;
+    }
     let lacks = |slot: &Slot| {
         let init = match *slot {
             Slot::Word(row) => warp.regs.init32[row as usize],
@@ -248,7 +262,7 @@ fn all_steps(regs: &mut Regs, steps: &[Exec], mask: u32) {
         match step {
             Exec::Alu(inst) => alu::execute(regs, inst, mask),
             Exec::Setp(inst) => alu::compare(regs, inst, mask),
-            Exec::Op | Exec::Branch | Exec::Nop => {}
+            Exec::Mma(_) | Exec::Op | Exec::Branch | Exec::Nop => {}
         }
     }
 }
