@@ -40,6 +40,8 @@ pub struct CopyQueue {
     committed: [u32; 32],
     /// The asynchronous operation that copies of the open group belong to.
     open: Option<(Agent, u32)>,
+    /// Room for further copies.
+    spare: Vec<Box<Copy>>,
 }
 
 impl CopyQueue {
@@ -51,7 +53,19 @@ impl CopyQueue {
     /// Adds a copy to the open group.
     pub fn push(&mut self, copy: Copy) {
         self.open = Some((copy.agent, copy.clock));
-        self.copies.push(Box::new(copy));
+        let boxed = match self.spare.pop() {
+            Some(mut room) => {
+                *room = copy;
+                room
+            }
+            None => Box::new(copy),
+        };
+        self.copies.push(boxed);
+    }
+
+    /// Takes back the room of copies that are done with.
+    pub fn recycle(&mut self, copies: Vec<Box<Copy>>) {
+        self.spare.extend(copies);
     }
 
     /// Closes the open group of these lanes.
@@ -121,6 +135,9 @@ impl CopyQueue {
                 .filter(|&lane| lanes >> lane & 1 == 1 && retired(copy, lane))
                 .fold(0, |l, lane| l | 1 << lane)
         };
+        if alike && self.copies.iter().all(|copy| copy.mask & !mask == 0) {
+            return self.copies.extract_if(.., |copy| lanes_of(copy) != 0).collect();
+        }
         let mut out = Vec::new();
         for mut copy in std::mem::take(&mut self.copies) {
             let lanes = lanes_of(&copy);

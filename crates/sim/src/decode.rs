@@ -643,11 +643,14 @@ impl<'k> Decoder<'k> {
                 let four = |slots: &[Slot], at: usize| -> Option<[u32; 4]> {
                     Some([word(slots, at)?, word(slots, at + 1)?, word(slots, at + 2)?, word(slots, at + 3)?])
                 };
-                let acc = four(dst, 0).filter(|acc| four(src, 6) == Some(*acc));
-                let apart = |acc: &[u32; 4]| (1..4).all(|i| !acc[..i].contains(&acc[i]));
-                match (four(src, 0), word(src, 4), word(src, 5), acc.filter(apart)) {
-                    (Some(rows), Some(b0), Some(b1), Some(acc)) => {
-                        let inst = MmaInst { a_ty: a, b_ty: b, a: rows, b: [b0, b1], acc };
+                let apart = |(acc, c): &([u32; 4], [u32; 4])| {
+                    (1..4).all(|i| !acc[..i].contains(&acc[i]))
+                        && (acc == c || !acc.iter().any(|row| c.contains(row)))
+                };
+                let sums = four(dst, 0).zip(four(src, 6)).filter(apart);
+                match (four(src, 0), word(src, 4), word(src, 5), sums) {
+                    (Some(rows), Some(b0), Some(b1), Some((acc, c))) => {
+                        let inst = MmaInst { a_ty: a, b_ty: b, a: rows, b: [b0, b1], c, acc };
                         self.products.push(inst);
                         Exec::Mma(self.products.len() as u32 - 1)
                     }

@@ -56,7 +56,11 @@ impl Cluster<'_> {
             self.move_bytes(w, &copy);
         } else {
             let shared = &mut self.blocks[block].shared;
-            for_lanes(ok, |l| shared.poison(to[l], bytes));
+            if bytes == CELL {
+                for_lanes(ok, |l| shared.poison_cell(to[l]));
+            } else {
+                for_lanes(ok, |l| shared.poison(to[l], bytes));
+            }
         }
         self.warps[w].copies.push(copy);
     }
@@ -71,15 +75,14 @@ impl Cluster<'_> {
         from: &[u64; 32],
         read: &[u8; 32],
     ) -> u32 {
-        let mut whole = 0;
-        let mut part = 0;
-        for_lanes(mask, |l| {
-            if u32::from(read[l]) == bytes {
-                whole |= 1 << l;
-            } else if read[l] != 0 {
-                part |= 1 << l;
-            }
-        });
+        // Without a branch for each lane, so that it becomes a few vector instructions.
+        let (mut whole, mut none) = (0u32, 0u32);
+        for (l, &read) in read.iter().enumerate() {
+            whole |= u32::from(u32::from(read) == bytes) << l;
+            none |= u32::from(read == 0) << l;
+        }
+        let part = mask & !whole & !none;
+        let whole = mask & whole;
         let mut ok = mask & !whole | self.touch_global(w, pc, from, whole, bytes, Touch::Read);
         for_lanes(part, |l| {
             let address = from[l];
@@ -154,6 +157,7 @@ impl Cluster<'_> {
                 last = Some((copy.agent, copy.clock));
             }
         }
+        self.warps[w].copies.recycle(retired);
     }
 
     /// Makes a copy's effect happen, if it has not.
@@ -175,6 +179,9 @@ impl Cluster<'_> {
                 && let offset = copy.from[l].wrapping_sub(region.base)
                 && offset.saturating_add(u64::from(read)) <= region.len as u64
             {
+                if read == CELL && offset.is_multiple_of(8) {
+                    return shared.store_cell(copy.to[l], region.load_cell(offset as usize));
+                }
                 return region.read(offset as usize, shared.at_mut(copy.to[l], read));
             }
             let mut at = 0;

@@ -15,7 +15,7 @@ use crate::exec_bulk::PendingCopy;
 use crate::exec_cluster::ClusterBarrier;
 use crate::exec_wgmma::Warpgroup;
 use crate::findings::{FindingKind, FindingSet, Place, Raw, Severity, Thread};
-use crate::mbarrier::Mbarrier;
+use crate::mbarrier::{ByNumber, Mbarrier};
 use crate::memory::GlobalMemory;
 use crate::mma::Tiles;
 use crate::races::{GlobalConflict, SyncWords};
@@ -91,7 +91,7 @@ pub struct Block {
     /// Its barriers.
     pub barriers: [NamedBarrier; 16],
     /// Its mbarriers in use, by address.
-    pub mbarriers: HashMap<u32, Mbarrier>,
+    pub mbarriers: ByNumber<u32, Mbarrier>,
     /// Its first warp in the cluster.
     pub first_warp: usize,
     /// Its number of warps.
@@ -242,7 +242,7 @@ impl<'a> Cluster<'a> {
                     warps_in_block,
                 ),
                 barriers: Default::default(),
-                mbarriers: HashMap::new(),
+                mbarriers: ByNumber::default(),
                 first_warp,
                 warps: warps_in_block,
                 free_registers: 65536 - i64::from(registers) * 32 * warps_in_block as i64,

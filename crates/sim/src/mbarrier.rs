@@ -1,8 +1,40 @@
 //! mbarriers: phases that complete when all arrivals and all expected bytes have come.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 use crate::clock::{Agent, ClockPair, Stamp};
+
+/// A map from addresses or other small numbers, which are looked up often and chosen by nobody to collide.
+pub type ByNumber<K, V> = HashMap<K, V, BuildHasherDefault<NumberHasher>>;
+
+/// Spreads a number over all bits.
+#[derive(Default)]
+pub struct NumberHasher(u64);
+
+impl Hasher for NumberHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(self.0 << 8 | u64::from(byte));
+        }
+    }
+
+    fn write_u32(&mut self, number: u32) {
+        self.write_u64(u64::from(number));
+    }
+
+    fn write_usize(&mut self, number: usize) {
+        self.write_u64(number as u64);
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0 ^ self.0 >> 32
+    }
+}
 
 /// One mbarrier in use.
 pub struct Mbarrier {
@@ -23,7 +55,7 @@ pub struct Mbarrier {
     /// Whether the initialisation has been made visible to the asynchronous proxy.
     pub fenced: bool,
     /// The phase that each warp has seen complete last.
-    seen: HashMap<usize, u64>,
+    seen: ByNumber<usize, u64>,
     /// The warps that wait, and for which phase.
     pub waiting: Vec<(usize, u64)>,
 }
@@ -49,7 +81,7 @@ impl Mbarrier {
             came: Default::default(),
             init,
             fenced: false,
-            seen: HashMap::new(),
+            seen: ByNumber::default(),
             waiting: Vec::new(),
         }
     }

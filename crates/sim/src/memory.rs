@@ -144,6 +144,13 @@ impl Region {
         }
     }
 
+    /// Sixteen bytes at a multiple of eight, as two words.
+    #[inline(always)]
+    pub fn load_cell(&self, offset: usize) -> [u64; 2] {
+        let words = &self.words[offset / 8..][..2];
+        [words[0].load(Relaxed), words[1].load(Relaxed)]
+    }
+
     /// One byte.
     pub fn load_byte(&self, offset: usize) -> u8 {
         self.load(offset, 1) as u8

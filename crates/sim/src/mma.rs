@@ -79,7 +79,7 @@ impl Tiles {
     }
 }
 
-/// A product of a warp, m16n8k16 of 16-bit elements, added to f32 in place: its operands are rows.
+/// A product of a warp, m16n8k16 of 16-bit elements, added to f32: its operands are rows.
 #[derive(Clone, Copy, Debug)]
 pub struct MmaInst {
     /// The format of A.
@@ -90,11 +90,26 @@ pub struct MmaInst {
     pub a: [u32; 4],
     /// The fragment of B.
     pub b: [u32; 2],
+    /// What it is added to: the accumulators, or rows none of which is one.
+    pub c: [u32; 4],
     /// The accumulators, four different rows.
     pub acc: [u32; 4],
 }
 
 impl MmaInst {
+    /// Takes over what it is added to. Its A and B have been widened by then: accumulators may be among their rows.
+    #[inline(always)]
+    pub fn begin(&self, regs: &mut Regs) {
+        if self.c != self.acc {
+            for (acc, c) in self.acc.into_iter().zip(self.c) {
+                regs.r32[acc as usize] = regs.r32[c as usize];
+            }
+        }
+        for row in self.acc {
+            regs.init32[row as usize] = u32::MAX;
+        }
+    }
+
     /// Whether A is that of the product before, which has not written to it.
     #[inline(always)]
     pub fn has_a_of(&self, before: &MmaInst) -> bool {
@@ -112,11 +127,9 @@ pub fn multiply_all(regs: &mut Regs, products: &[MmaInst], tiles: &mut Tiles) {
             read_a(inst.a_ty, &inst.a.map(row), &mut tiles.a);
         }
         read_b(inst.b_ty, &inst.b.map(row), &mut tiles.b);
+        inst.begin(regs);
         if let Ok(acc) = regs.r32.get_disjoint_mut(inst.acc.map(|row| row as usize)) {
             multiply(16, &tiles.a, &tiles.b, acc.map(|row| &mut **row));
-        }
-        for row in inst.acc {
-            regs.init32[row as usize] = u32::MAX;
         }
         before = Some(inst);
     }

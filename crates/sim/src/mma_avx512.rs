@@ -118,11 +118,9 @@ pub fn multiply_all(regs: &mut Regs, products: &[MmaInst], tiles: &mut Tiles) {
             read_a(inst.a_ty, &rows(inst.a), &mut tiles.a);
         }
         read_b(inst.b_ty, &inst.b.map(|row| &*regs.r32[row as usize]), &mut tiles.b);
+        inst.begin(regs);
         if let Ok(acc) = regs.r32.get_disjoint_mut(inst.acc.map(|row| row as usize)) {
             multiply_as::<16>(&tiles.a, &tiles.b, acc.map(|row| &mut **row));
-        }
-        for row in inst.acc {
-            regs.init32[row as usize] = u32::MAX;
         }
         before = Some(inst);
     }

@@ -82,8 +82,8 @@ struct PageRead {
 struct RowsRead {
     /// The cells of the page that were not written since, one bit a cell.
     cells: u64,
-    /// The cell of each row that is in the page.
-    rows: [u8; 8],
+    /// The cell of each row that is in the page, a byte a row; 255 where it is not.
+    rows: u64,
     clock: u32,
     pc: u32,
     /// The warp's place in its block.
@@ -204,14 +204,14 @@ impl SharedShadow {
             while r < 8 {
                 // The rows that follow each other in one page are noted together.
                 let (begin, page) = (r, rows[r] / PAGE_BYTES);
-                let mut read =
-                    RowsRead { cells: 0, rows: [u8::MAX; 8], clock, pc, local: local as u8, trans };
+                let (mut cells, mut absent) = (0, u64::MAX);
                 while r < 8 && rows[r] / PAGE_BYTES == page {
                     let cell = rows[r] / CELL % PAGE as u32;
-                    read.rows[r] = cell as u8;
-                    read.cells |= 1 << cell;
+                    absent ^= u64::from(!cell as u8) << (8 * r);
+                    cells |= 1 << cell;
                     r += 1;
                 }
+                let read = RowsRead { cells, rows: absent, clock, pc, local: local as u8, trans };
                 if self.writers_are_covered(page as usize, clocks) && plain(page) {
                     let pending = &mut self.pages[page as usize].rows;
                     pending.push(read);
@@ -239,7 +239,7 @@ impl SharedShadow {
     fn settle(&mut self, page: usize) {
         let first = self.first[page];
         for read in self.pages[page].rows.drain(..) {
-            for (r, &cell) in read.rows.iter().enumerate() {
+            for (r, cell) in read.rows.to_le_bytes().into_iter().enumerate() {
                 if cell != u8::MAX && read.cells >> cell & 1 == 1 {
                     let (cell, local) = (first + u32::from(cell), usize::from(read.local));
                     // Row r of a matrix belongs to lanes 4r to 4r+3, four bytes each; transposed, to all.

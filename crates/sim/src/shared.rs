@@ -231,6 +231,19 @@ impl SharedMemory {
         self.at_mut(address, bytes).copy_from_slice(&value.to_le_bytes()[..bytes as usize]);
     }
 
+    /// Stores sixteen bytes as two words.
+    #[inline(always)]
+    pub fn store_cell(&mut self, address: u32, words: [u64; 2]) {
+        let cell = &mut self.bytes[address as usize..][..CELL as usize];
+        cell.as_chunks_mut::<8>().0.iter_mut().zip(words).for_each(|(to, word)| *to = word.to_le_bytes());
+    }
+
+    /// Fills sixteen bytes at a multiple of eight with the pattern of memory that holds no value.
+    #[inline(always)]
+    pub fn poison_cell(&mut self, address: u32) {
+        self.store_cell(address, [POISON; 2]);
+    }
+
     /// Fills bytes with the pattern of memory that holds no value.
     pub fn poison(&mut self, address: u32, bytes: u32) {
         let poison = POISON.to_le_bytes();
