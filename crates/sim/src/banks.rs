@@ -39,14 +39,9 @@ pub fn shared_wavefronts(addresses: &[u32; 32], mask: u32, bytes: u32) -> Wavefr
     wavefronts
 }
 
-/// The passes of `ldmatrix` or `stmatrix` over `matrices` groups of eight row addresses.
-pub fn matrix_wavefronts(addresses: &[u32; 32], matrices: usize) -> Wavefronts {
-    let mut wavefronts = Wavefronts::default();
-    for rows in addresses.chunks_exact(8).take(matrices) {
-        wavefronts.ideal += 1;
-        wavefronts.taken += pass_cost(rows, 0xFF, 4);
-    }
-    wavefronts
+/// The passes of `ldmatrix` or `stmatrix` over the eight rows of a matrix.
+pub fn row_passes(addresses: &[u32; 8]) -> u32 {
+    pass_cost(addresses, 0xFF, 4)
 }
 
 /// The most different words that one bank has to deliver.
@@ -153,11 +148,8 @@ mod tests {
 
     #[test]
     fn ldmatrix_is_free_of_conflicts_with_a_xor_swizzle_and_not_without() {
-        let plain = lanes32(|l| l * 128);
-        assert_eq!(matrix_wavefronts(&plain, 4), Wavefronts { taken: 32, ideal: 4 });
-        let swizzled = lanes32(|l| l * 128 + (l % 8) * 16);
-        assert_eq!(matrix_wavefronts(&swizzled, 4), Wavefronts { taken: 4, ideal: 4 });
-        assert_eq!(matrix_wavefronts(&swizzled, 2), Wavefronts { taken: 2, ideal: 2 });
+        assert_eq!(row_passes(&std::array::from_fn(|row| 128 * row as u32)), 8);
+        assert_eq!(row_passes(&std::array::from_fn(|row| 144 * row as u32)), 1);
     }
 
     #[test]

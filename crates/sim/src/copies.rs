@@ -70,6 +70,19 @@ impl CopyQueue {
 
     /// Closes the open group of these lanes.
     pub fn commit(&mut self, mask: u32) {
+        let group = self.committed[mask.trailing_zeros() as usize % 32];
+        if self.committed.iter().all(|&count| count == group) {
+            // Lanes with one history, of which usually all commit together.
+            let open = || self.copies.iter().filter(|copy| copy.group.is_none());
+            if open().all(|copy| copy.mask & !mask == 0) {
+                self.copies
+                    .iter_mut()
+                    .filter(|copy| copy.group.is_none())
+                    .for_each(|c| c.group = Some(group));
+                self.count_commit(mask);
+                return;
+            }
+        }
         let mut split = Vec::new();
         for copy in self.copies.iter_mut().filter(|c| c.group.is_none() && c.mask & mask != 0) {
             let rest = copy.mask & !mask;
@@ -98,10 +111,13 @@ impl CopyQueue {
             }
         }
         self.copies.extend(split);
-        for lane in 0..32 {
-            if mask >> lane & 1 == 1 {
-                self.committed[lane] += 1;
-            }
+        self.count_commit(mask);
+    }
+
+    /// These lanes have closed a group.
+    fn count_commit(&mut self, mask: u32) {
+        for (lane, committed) in self.committed.iter_mut().enumerate() {
+            *committed += mask >> lane & 1;
         }
         if !self.copies.iter().any(|c| c.group.is_none()) {
             self.open = None;

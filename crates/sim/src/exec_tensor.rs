@@ -2,7 +2,7 @@
 
 use flashcore_ptx::{AccTy, MatrixTy, MmaShape};
 
-use crate::banks;
+use crate::banks::{self, Wavefronts};
 use crate::clock::{Lanes, Proxy};
 use crate::decode::Slot;
 use crate::findings::FindingKind;
@@ -25,12 +25,20 @@ impl Cluster<'_> {
     ) -> u32 {
         let block = self.warps[w].block;
         let checks = self.launch.config.checks;
+        let surveyed = simd::survey(self.launch.level, addresses);
+        let matrices = &surveyed[..count];
         if checks.costs {
-            let wavefronts = banks::matrix_wavefronts(addresses, count);
+            let mut wavefronts = Wavefronts { taken: 0, ideal: count as u32 };
+            for (rows, of) in addresses.as_chunks().0.iter().zip(matrices) {
+                wavefronts.taken += if of.free_of_conflicts() { 1 } else { banks::row_passes(rows) };
+            }
             self.tally.counters[pc as usize].shared(wavefronts);
         }
-        let rows = if count == 4 { u32::MAX } else { (1 << (8 * count)) - 1 };
-        let ok = self.possible_shared(w, pc, block, addresses, rows, 16);
+        let mut ok = if count == 4 { u32::MAX } else { (1 << (8 * count)) - 1 };
+        let dense = self.blocks[block].shared.dense();
+        if !matrices.iter().all(|rows| rows.lie_below(dense)) {
+            ok = self.possible_shared(w, pc, block, addresses, ok, 16);
+        }
         if !checks.shared {
             return ok;
         }
@@ -40,7 +48,7 @@ impl Cluster<'_> {
         let mut left = ok;
         if !write {
             // Most reads are of rows that hold a value and were written before a barrier.
-            left &= !shared.read_rows(&addresses[..8 * count], ok, clocks, trans, pc);
+            left &= !shared.read_rows(addresses, matrices, ok, clocks, trans, pc);
             if left == 0 {
                 return ok;
             }

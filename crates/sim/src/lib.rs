@@ -88,6 +88,7 @@ mod exec_warp;
 mod exec_wgmma;
 mod findings;
 mod machine;
+mod matrices;
 mod mbarrier;
 mod memory;
 mod mma;

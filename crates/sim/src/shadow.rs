@@ -10,6 +10,8 @@
 
 use crate::cells::{Cell, Cells, Read};
 use crate::clock::{Agent, Edge, Lanes, Proxy, Stamp, WarpClock};
+use crate::matrices::MatrixRows;
+use crate::regs::Row;
 
 /// Bytes in a cell.
 pub const CELL: u32 = 16;
@@ -186,7 +188,8 @@ impl SharedShadow {
     #[inline(always)]
     pub fn read_rows(
         &mut self,
-        addresses: &[u32],
+        addresses: &Row,
+        matrices: &[MatrixRows],
         wanted: u32,
         clocks: &WarpClock,
         trans: bool,
@@ -196,8 +199,23 @@ impl SharedShadow {
         let Stamp { clock, agent, .. } = clocks.stamp(Lanes::ALL);
         let Some(local) = self.cells.local(agent) else { return 0 };
         let mut done = 0;
-        for (matrix, rows) in addresses.as_chunks::<8>().0.iter().enumerate() {
-            if wanted >> (8 * matrix) & 0xFF != 0xFF {
+        let mut note = |page: u32, cells: u64, rows: u64, lanes: u32| {
+            if self.writers_are_covered(page as usize, clocks) && plain(page) {
+                let pending = &mut self.pages[page as usize].rows;
+                pending.push(RowsRead { cells, rows, clock, pc, local: local as u8, trans });
+                if pending.len() == MAX_PENDING {
+                    self.settle(page as usize);
+                }
+                self.latest[page as usize * self.warps + local] = clock;
+                done |= lanes;
+            }
+        };
+        for (i, (of, rows)) in matrices.iter().zip(addresses.as_chunks::<8>().0).enumerate() {
+            if wanted >> (8 * i) & 0xFF != 0xFF {
+                continue;
+            }
+            if of.in_one_page {
+                note(of.page, of.cells, of.rows, 0xFF << (8 * i));
                 continue;
             }
             let mut r = 0;
@@ -211,16 +229,7 @@ impl SharedShadow {
                     cells |= 1 << cell;
                     r += 1;
                 }
-                let read = RowsRead { cells, rows: absent, clock, pc, local: local as u8, trans };
-                if self.writers_are_covered(page as usize, clocks) && plain(page) {
-                    let pending = &mut self.pages[page as usize].rows;
-                    pending.push(read);
-                    if pending.len() == MAX_PENDING {
-                        self.settle(page as usize);
-                    }
-                    self.latest[page as usize * self.warps + local] = clock;
-                    done |= ((1 << (r - begin)) - 1) << (8 * matrix + begin);
-                }
+                note(page, cells, absent, ((1 << (r - begin)) - 1) << (8 * i + begin));
             }
         }
         done
@@ -385,6 +394,7 @@ impl SharedShadow {
 mod tests {
     use super::*;
     use crate::clock::ClockPair;
+    use crate::matrices::survey;
 
     const ALL_LANES: u32 = u32::MAX;
 
@@ -514,10 +524,11 @@ mod tests {
         for (l, row) in rows.iter().enumerate() {
             assert!(shadow.write(row / CELL, 0xFFFF, &access(&warps[0], Lanes::one(l as u32), 1)).is_none());
         }
-        assert_eq!(shadow.read_rows(&rows, ALL_LANES, &warps[1], false, 2, |_| true), 0);
+        let matrices = survey(&rows);
+        assert_eq!(shadow.read_rows(&rows, &matrices, ALL_LANES, &warps[1], false, 2, |_| true), 0);
         meet(&mut warps);
-        assert_eq!(shadow.read_rows(&rows, ALL_LANES, &warps[1], false, 2, |_| false), 0);
-        assert_eq!(shadow.read_rows(&rows, 0xFF, &warps[1], false, 2, |_| true), 0xFF);
+        assert_eq!(shadow.read_rows(&rows, &matrices, ALL_LANES, &warps[1], false, 2, |_| false), 0);
+        assert_eq!(shadow.read_rows(&rows, &matrices, 0xFF, &warps[1], false, 2, |_| true), 0xFF);
         let stamp = warps[0].stamp(Lanes::ALL);
         let written = shadow.write_after_all(&rows, ALL_LANES, &warps[0], (0, stamp.clock), 3);
         assert_eq!(written, !0xFF, "warp 1 may still read the others");

@@ -3,7 +3,9 @@
 use flashcore_ptx::SharedLayout;
 
 use crate::clock::{Agent, WarpClock};
+use crate::matrices::MatrixRows;
 use crate::memory::POISON;
+use crate::regs::Row;
 use crate::shadow::{CELL, PAGE, PAGE_BYTES, SharedShadow};
 
 /// One block's shared memory.
@@ -133,14 +135,15 @@ impl SharedMemory {
     #[inline(always)]
     pub fn read_rows(
         &mut self,
-        addresses: &[u32],
+        addresses: &Row,
+        matrices: &[MatrixRows],
         wanted: u32,
         clocks: &WarpClock,
         trans: bool,
         pc: u32,
     ) -> u32 {
         let SharedMemory { contents, plain_pages, shadow, .. } = self;
-        shadow.read_rows(addresses, wanted, clocks, trans, pc, |page| {
+        shadow.read_rows(addresses, matrices, wanted, clocks, trans, pc, |page| {
             let page = page as usize;
             if !plain_pages[page] {
                 let end = contents.len().min((page + 1) * PAGE);

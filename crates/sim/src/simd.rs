@@ -8,6 +8,7 @@ use flashcore_ptx::MatrixTy;
 
 use crate::alu;
 use crate::decode::{Exec, Program, Run, Slot};
+use crate::matrices::{self, MatrixRows};
 use crate::mma::{self, ATile, BTile, MmaInst, Tiles};
 #[cfg(target_arch = "x86_64")]
 use crate::mma_avx512;
@@ -118,6 +119,18 @@ for_level! {
     /// Loads an 8x8 matrix of 16-bit elements whose rows are at these places.
     load_matrix, load_matrix_avx2 = mma::load_matrix, load_matrix_avx2,
     (bytes: &[u8], rows: &[u32; 8], trans: bool, matrix: &mut Row) -> ()
+}
+
+for_level! {
+    /// Where the rows of four 8x8 matrices lie in shared memory.
+    survey, survey_avx2 = matrices::survey, survey_avx512,
+    (addresses: &Row) -> [MatrixRows; 4]
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
+fn survey_avx512(addresses: &Row) -> [MatrixRows; 4] {
+    matrices::survey(addresses)
 }
 
 for_level! {
