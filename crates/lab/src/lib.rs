@@ -18,6 +18,7 @@
 //!
 //! Use it through the command; as a library it serves the project's own tests.
 
+pub use flashcore_clock::{physics, timing};
 pub use flashcore_judge::{conditioning, guarded, inputs, operands, rng, rule, stats};
 
 pub mod audit;
@@ -41,7 +42,6 @@ pub mod micro;
 pub mod ncu;
 pub mod occupancy;
 pub mod peers;
-pub mod physics;
 pub mod process;
 pub mod rbk;
 pub mod report;
@@ -49,5 +49,4 @@ pub mod saved;
 pub mod search;
 pub mod shapes;
 pub mod subject;
-pub mod timing;
 pub mod views;

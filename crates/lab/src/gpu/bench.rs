@@ -14,7 +14,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::cells::Member;
-use super::cublas;
+use super::cublas::{self, CUBLAS};
 use super::host::{Host, Kind};
 use super::outcome::{
     Facts, FirstCall, Measured, Outcome, State, blank, call_clock, compare, ladder, summarise,
@@ -51,8 +51,6 @@ const MOST_BYTES: f64 = 8e9;
 pub const PEERS: [&str; 4] = ["flash", "cudnn", "efficient", "math"];
 /// Who else computes attention in torch's Python, where it is installed.
 pub const IN_PYTHON: [&str; 3] = ["flash_attn", "xformers", "flex"];
-/// Unfused attention: two products of cuBLAS with a softmax of ours between them.
-pub const CUBLAS: &str = "cublas";
 
 /// Every peer there can be.
 pub fn peers() -> Vec<&'static str> {

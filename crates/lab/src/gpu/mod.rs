@@ -11,14 +11,9 @@
 //! events, behind a replay that keeps the GPU busy meanwhile, so that no launch is in it. The **call** clock is the
 //! caller's: an event before and after every single call, and the host's own time beside it.
 
+pub use flashcore_clock::{ceilings, cublas, pool, protocol, softmax, stress, worker};
+
 pub mod bench;
-pub mod ceilings;
 pub mod cells;
-pub mod cublas;
 pub mod host;
 pub mod outcome;
-pub mod pool;
-pub mod protocol;
-pub mod softmax;
-pub mod stress;
-pub mod worker;

@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use flashcore::{DType, Mask, Problem};
+pub use flashcore_clock::python::{PYTHON_VARIABLE, crc32, python};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -17,22 +18,11 @@ use crate::operands::Operands;
 use crate::process::{Silence, Worker};
 use crate::timing::Contender;
 
-/// The environment variable that names the Python to look for torch in.
-pub const PYTHON_VARIABLE: &str = "FLASHCORE_PYTHON";
-
 const WORKER: &str = include_str!("worker.py");
 /// Importing torch from a cold disk takes its time.
 const START: Duration = Duration::from_mins(2);
 /// No single request takes longer, or the worker hangs.
 const ANSWER: Duration = Duration::from_mins(5);
-
-/// The Python to look for torch in.
-pub fn python() -> String {
-    std::env::var(PYTHON_VARIABLE)
-        .ok()
-        .filter(|python| !python.is_empty())
-        .unwrap_or_else(|| "python3".into())
-}
 
 /// Whether that Python could import torch, found out without importing it; the reason if not.
 pub fn torch_is_there() -> Result<(), String> {
@@ -192,14 +182,6 @@ impl Contender for &mut Torch {
     }
 }
 
-/// The checksum of zlib's crc32, which Python has too.
-pub(crate) fn crc32(bytes: &[u8]) -> u32 {
-    let table: [u32; 256] = std::array::from_fn(|i| {
-        (0..8).fold(i as u32, |crc, _| if crc & 1 == 1 { 0xedb8_8320 ^ (crc >> 1) } else { crc >> 1 })
-    });
-    !bytes.iter().fold(!0, |crc, &byte| table[((crc ^ u32::from(byte)) & 0xff) as usize] ^ (crc >> 8))
-}
-
 /// The checksum of a tensor's elements in the order (batch, heads, length, head_dim).
 pub fn checksum(tensor: &Guarded) -> u32 {
     crc32(&tensor.bytes())
@@ -208,12 +190,6 @@ pub fn checksum(tensor: &Guarded) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_checksum_is_the_well_known_one() {
-        assert_eq!(crc32(b"123456789"), 0xcbf4_3926);
-        assert_eq!(crc32(b""), 0);
-    }
 
     #[test]
     fn what_torch_cannot_do_is_not_asked_of_it() {

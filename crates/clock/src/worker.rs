@@ -11,13 +11,12 @@ use flashcore::cuda::{Cuda, CudaTensor, Recording};
 use flashcore::{Attention, DType, Device, Layout, Problem, Storage, TensorBuf};
 use serde_json::{Value, json};
 
-use super::bench::CUBLAS;
-use super::ceilings;
-use super::cublas::{Addresses, Unfused};
-use super::pool::NAMES;
-use super::protocol::Request;
-use crate::peers::crc32;
-use crate::stats;
+use crate::ceilings;
+use crate::cublas::{Addresses, CUBLAS, Unfused};
+use crate::pool::NAMES;
+use crate::protocol::Request;
+use crate::python::crc32;
+use flashcore_judge::stats;
 
 /// Calls that are queued before the host waits for the GPU, when its own time is measured.
 const QUEUED: usize = 32;

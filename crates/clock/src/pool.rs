@@ -11,9 +11,9 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::peers::crc32;
-use crate::rng::Rng;
-use crate::rule::{Row, Yardstick};
+use crate::python::crc32;
+use flashcore_judge::rng::Rng;
+use flashcore_judge::rule::{Row, Yardstick};
 
 /// Elements of a pool: the largest prime below 2^25.
 pub const LEN: usize = 33_554_393;
@@ -150,7 +150,7 @@ mod tests {
         };
         let (q, k, v) = (whole(0, [2, 4, 9, 8]), whole(1, [2, 2, 13, 8]), whole(2, [2, 2, 13, 8]));
         let truth = oracle::attention(&problem, &q.view(), &k.view(), &v.view(), None);
-        let rows = crate::operands::sample_rows(&problem, 1000, 1);
+        let rows = flashcore_judge::operands::sample_rows(&problem, 1000, 1);
         assert_eq!(rows.len(), 72);
         let yardstick = pool.yardstick(&problem, &rows).unwrap();
         assert_eq!(yardstick.oracle().o, truth.o);

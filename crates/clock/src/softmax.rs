@@ -207,7 +207,7 @@ mod tests {
     fn rows_of_every_length_become_probabilities_and_a_row_that_sees_nothing_zeros() {
         for problem in cases() {
             let (rows, keys) = (2 * problem.len_q, problem.len_k);
-            let mut rng = crate::rng::Rng::new(3);
+            let mut rng = flashcore_judge::rng::Rng::new(3);
             let scores: Vec<(u16, f64)> =
                 (0..rows * keys).map(|_| round(problem.dtype, 4.0 * rng.normal())).collect();
             let bytes: Vec<u8> = scores.iter().flat_map(|(bits, _)| bits.to_le_bytes()).collect();

@@ -16,8 +16,11 @@ use flashcore::{DType, Mask, Problem};
 use flashcore_ptx::{GlobalPtr, KernelParams};
 use libloading::Library;
 
-use super::softmax;
-use crate::peers;
+use crate::python::{PYTHON_VARIABLE, python};
+use crate::softmax;
+
+/// Unfused attention among the peers: two products of cuBLAS with a softmax of ours between them.
+pub const CUBLAS: &str = "cublas";
 
 /// The environment variable that names the library.
 pub const VARIABLE: &str = "FLASHCORE_CUBLAS";
@@ -92,7 +95,7 @@ pub fn find() -> Option<PathBuf> {
 }
 
 fn beside_python() -> Option<PathBuf> {
-    let output = Command::new(peers::python())
+    let output = Command::new(python())
         .args(["-c", PROBE])
         .stdin(Stdio::null())
         .stderr(Stdio::null())
@@ -121,7 +124,7 @@ impl Cublas {
         let path = find().ok_or_else(|| {
             format!(
                 "there is no libcublas here; set {VARIABLE} to one, or {} to a Python that has it",
-                peers::PYTHON_VARIABLE
+                PYTHON_VARIABLE
             )
         })?;
         let mut libraries = Vec::new();
@@ -386,7 +389,7 @@ mod tests {
         let problem = Problem::new(2, 4, 3, 8, DType::F16).with_kv(2, 5).with_head_dim_v(6);
         let (nq, nk, nv) = (2 * 4 * 3 * 8, 2 * 2 * 5 * 8, 2 * 2 * 5 * 6);
         let (scores, o) = (nq + nk + nv, nq + nk + nv + 2 * 4 * 3 * 5);
-        let mut rng = crate::rng::Rng::new(8);
+        let mut rng = flashcore_judge::rng::Rng::new(8);
         let mut memory: Vec<f64> = (0..o + 2 * 4 * 3 * 6).map(|_| f64::from(rng.normal() as f32)).collect();
         let inputs: Vec<f32> = memory[..scores].iter().map(|&x| x as f32).collect();
         let addresses = [0, nq, nq + nk, o].map(|place| place as u64);

@@ -10,10 +10,10 @@ use flashcore::cuda::{Cuda, CudaTensor};
 use flashcore::{Attention, DType, Device, Layout, Mask, Problem, Storage, TensorBuf};
 use serde::Serialize;
 
-use crate::guarded::Arrangement;
-use crate::inputs::Distribution;
-use crate::operands::Operands;
-use crate::rule::Judgement;
+use flashcore_judge::guarded::Arrangement;
+use flashcore_judge::inputs::Distribution;
+use flashcore_judge::operands::Operands;
+use flashcore_judge::rule::Judgement;
 
 /// How much stress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -157,7 +157,7 @@ pub fn stress(
 impl Subject {
     fn new(cuda: &Cuda, problem: Problem, lengths: Option<Vec<u32>>) -> flashcore::Result<(Self, Judgement)> {
         let operands = Operands::draw(problem, lengths, Arrangement::Bhsd, Distribution::Normal, 41);
-        let upload = |tensor: &crate::guarded::Guarded| cuda.upload(&tensor.view());
+        let upload = |tensor: &flashcore_judge::guarded::Guarded| cuda.upload(&tensor.view());
         let inputs = [upload(&operands.q)?, upload(&operands.k)?, upload(&operands.v)?];
         let mut subject = Self { operands, inputs, expected: Vec::new() };
         let mut outputs = subject.outputs(cuda)?;

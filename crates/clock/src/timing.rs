@@ -7,8 +7,8 @@
 use std::time::{Duration, Instant};
 
 use crate::physics;
-use crate::rng::Rng;
-use crate::stats::{self, Interval, LOOKS, RatioDraws, Verdict, verdict};
+use flashcore_judge::rng::Rng;
+use flashcore_judge::stats::{self, Interval, LOOKS, RatioDraws, Verdict, verdict};
 
 /// Something that can be put on the clock.
 pub trait Contender {
