@@ -123,8 +123,7 @@ impl Cublas {
     fn open(cuda: &Cuda) -> Result<Self, String> {
         let path = find().ok_or_else(|| {
             format!(
-                "there is no libcublas here; set {VARIABLE} to one, or {} to a Python that has it",
-                PYTHON_VARIABLE
+                "there is no libcublas here; set {VARIABLE} to one, or {PYTHON_VARIABLE} to a Python that has it"
             )
         })?;
         let mut libraries = Vec::new();
