@@ -92,11 +92,11 @@ const SIZES: [u32; 3] = [16, 4, 1];
 const FULL: [u16; 3] = [0xFFFF, 0xF, 1];
 
 impl Cells {
-    /// None yet, of a block whose warps are the agents from `first_warp` on.
-    pub fn new(first_warp: Agent, warps: usize) -> Cells {
+    /// None yet, of a block of so many pages whose warps are the agents from `first_warp` on.
+    pub fn new(first_warp: Agent, warps: usize, pages: usize) -> Cells {
         Cells {
-            whole: Vec::new(),
-            reads: Vec::new(),
+            whole: Vec::with_capacity(pages * PAGE),
+            reads: Vec::with_capacity(pages * PAGE * warps),
             parts: Vec::new(),
             part_reads: Vec::new(),
             others: Vec::new(),

@@ -126,8 +126,6 @@ pub struct Code {
     births: Span,
     /// Where a branch goes.
     pub target: u32,
-    /// One more than the index of the run that begins here, or 0.
-    run: u32,
     /// Whether it touches registers that some `wgmma` uses.
     pub touches_wgmma: bool,
     /// Whether registers may lack a value before it, or begin their life at it.
@@ -199,6 +197,8 @@ pub struct Program<'k> {
     pub code: Vec<Code>,
     /// How each instruction is executed.
     pub steps: Vec<Exec>,
+    /// For each instruction, one more than the index of the run that begins with it, or 0.
+    run_at: Vec<u32>,
     runs: Vec<Run>,
     products: Vec<MmaInst>,
     slots: Vec<Slot>,
@@ -234,8 +234,8 @@ impl<'k> Program<'k> {
 
     /// The run of plain instructions that begins with an instruction.
     #[inline]
-    pub fn run(&self, code: &Code) -> Option<&Run> {
-        self.runs.get((code.run as usize).wrapping_sub(1))
+    pub fn run(&self, pc: usize) -> Option<&Run> {
+        self.runs.get((*self.run_at.get(pc)? as usize).wrapping_sub(1))
     }
 
     /// The products that a run consists of, if it does.
@@ -363,12 +363,13 @@ impl<'k> Decoder<'k> {
             code.push(decoded);
             steps.push(step);
         }
-        let runs = self.runs(&mut code, &steps);
+        let (run_at, runs) = self.runs(&code, &steps);
         let [words, longs, preds] = self.first_constant;
         Ok(Program {
             kernel: self.kernel,
             code,
             steps,
+            run_at,
             runs,
             products: self.products,
             words: words as usize + self.constants.words.len(),
@@ -543,7 +544,6 @@ impl<'k> Decoder<'k> {
             unproven,
             births,
             target: self.target(pc)?.unwrap_or(NEVER),
-            run: 0,
             touches_wgmma: wgmma_reads.len + wgmma_writes.len != 0,
             watched: unproven.len + births.len != 0,
             class: classify(&inst.op),
@@ -559,8 +559,8 @@ impl<'k> Decoder<'k> {
     }
 
     /// Finds the runs of plain instructions. Labels and branches are none, so that lanes part and meet between runs.
-    fn runs(&mut self, code: &mut [Code], steps: &[Exec]) -> Vec<Run> {
-        let mut runs = Vec::new();
+    fn runs(&mut self, code: &[Code], steps: &[Exec]) -> (Vec<u32>, Vec<Run>) {
+        let (mut run_at, mut runs) = (vec![0; code.len()], Vec::new());
         let mut pc = 0;
         while pc < code.len() {
             let product = match steps[pc] {
@@ -581,11 +581,11 @@ impl<'k> Decoder<'k> {
                 let wgmma_reads = self.union(&code[pc..end], |code| code.wgmma_reads);
                 let wgmma_writes = self.union(&code[pc..end], |code| code.wgmma_writes);
                 runs.push(Run { len: (end - pc) as u32, product, unproven, wgmma_reads, wgmma_writes });
-                code[pc].run = runs.len() as u32;
+                run_at[pc] = runs.len() as u32;
             }
             pc = end.max(pc + 1);
         }
-        runs
+        (run_at, runs)
     }
 
     /// All registers of a kind that some instructions have, each once.

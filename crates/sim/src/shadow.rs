@@ -96,7 +96,7 @@ struct RowsRead {
 /// Reads of rows of a page that wait to be noted at its cells.
 const MAX_PENDING: usize = 128;
 /// Writers of a page that are remembered before those are sought that have a cell left.
-const MAX_WRITERS: usize = 4;
+const MAX_WRITERS: usize = 8;
 
 /// The shadow of one block's shared memory.
 pub struct SharedShadow {
@@ -125,7 +125,7 @@ impl SharedShadow {
         SharedShadow {
             pages: (0..pages).map(|_| fresh()).collect(),
             first: vec![TOGETHER; pages],
-            cells: Cells::new(first_warp, warps),
+            cells: Cells::new(first_warp, warps, pages),
             latest: vec![0; pages * warps],
             warps,
         }

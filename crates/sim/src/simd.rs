@@ -58,6 +58,8 @@ macro_rules! for_level {
     ($(#[$doc:meta])* $name:ident, $avx2:ident = $body:path, $avx512:path,
      ($($arg:ident: $ty:ty),*) -> $ret:ty) => {
         $(#[$doc])*
+        // The form for the baseline is not for the caller's code: it is large, and seldom the one that runs.
+        #[inline(never)]
         #[allow(unsafe_code)]
         pub fn $name(level: Level, $($arg: $ty),*) -> $ret {
             match level {
@@ -179,8 +181,7 @@ pub fn run_plain(
             return Pause::Slice;
         }
         let pc = warp.pc as usize;
-        let Some(code) = program.code.get(pc) else { return Pause::Op };
-        if let Some(run) = program.run(code)
+        if let Some(run) = program.run(pc)
             && u64::from(run.len) <= *left
             && run_begins(warp, program, run, check)
         {
@@ -194,6 +195,7 @@ pub fn run_plain(
             warp.pc = end as u32;
             continue;
         }
+        let Some(code) = program.code.get(pc) else { return Pause::Op };
         let mask = match code.guard {
             None => warp.active,
             Some(guard) => {
