@@ -324,6 +324,7 @@ pub fn pack_f16(acc: &[Row; 4]) -> [Row; 2] {
 mod tests {
     use super::*;
     use crate::random::Random;
+    use crate::regs::Aligned;
     use crate::simd::{self, Level};
 
     /// Element (row, column) of a matrix of 16-bit elements in a register.
@@ -397,6 +398,38 @@ mod tests {
                     assert_eq!(d, want, "{ty:?} {level:?}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn products_in_a_row_are_what_each_is_alone_even_where_one_feeds_the_next() {
+        let (mut random, best) = (Random::new(11), Level::detect());
+        let mut row = || Aligned(std::array::from_fn(|_| random.next() as u32 & 0x3BFF_3BFF));
+        let rows: Vec<_> = (0..24).map(|_| row()).collect();
+        let inst = |a, b, c, acc| MmaInst { a_ty: MatrixTy::F16, b_ty: MatrixTy::F16, a, b, c, acc };
+        let products = [
+            inst([0, 1, 2, 3], [4, 5], [20, 21, 22, 23], [8, 9, 10, 11]),
+            // The same A and other accumulators, then into A itself, then by the A that came of it.
+            inst([0, 1, 2, 3], [6, 7], [12, 13, 14, 15], [12, 13, 14, 15]),
+            inst([0, 1, 2, 3], [4, 5], [20, 20, 21, 21], [0, 1, 2, 3]),
+            inst([0, 1, 2, 3], [6, 7], [8, 9, 10, 11], [8, 9, 10, 11]),
+            // The B of one is what the one before has computed.
+            inst([4, 5, 6, 7], [8, 9], [20, 21, 22, 23], [16, 17, 18, 19]),
+        ];
+        let mut want = rows.clone();
+        for MmaInst { a, b, c, acc, .. } in products {
+            let of = |row: u32| *want[row as usize];
+            let sums = defined(MatrixTy::F16, &a.map(of), &b.map(of), &c.map(of));
+            acc.iter().zip(sums).for_each(|(&row, sum)| want[row as usize] = Aligned(sum));
+        }
+        for level in [Level::Baseline, Level::Avx2, Level::Avx512].into_iter().filter(|&l| l <= best) {
+            let mut regs = Regs { r32: rows.clone(), init32: vec![0; rows.len()], ..Regs::default() };
+            simd::multiply_all(level, &mut regs, &products, &mut Tiles::default());
+            for (i, (got, want)) in regs.r32.iter().zip(&want).enumerate() {
+                assert_eq!(**got, **want, "row {i} {level:?}");
+            }
+            let written = products.iter().flat_map(|product| product.acc);
+            assert!(written.into_iter().all(|row| regs.init32[row as usize] == u32::MAX));
         }
     }
 }
