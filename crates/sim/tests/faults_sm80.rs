@@ -84,6 +84,35 @@ fn a_register_written_in_some_lanes_and_read_in_all_is_found() {
     assert!(finding.message.contains("%r"), "{}", finding.message);
 }
 
+#[test]
+fn a_register_without_a_value_is_named_at_the_first_of_the_plain_instructions_that_read_it() {
+    let build = |bad: bool| {
+        let mut module = kernel(32, SharedLayout::new(), Target::Sm80, |k| {
+            let (y, tid) = (k.param(Io::y), k.tid_x());
+            let py = k.mad_wide_u32(tid, 4, y);
+            let low = k.setp_lt_u32(tid, 8);
+            let v = k.mov_b32(1);
+            k.when(low, |k| k.set(v, |k| k.mov_b32(2)));
+            let one_more = k.add_u32(tid, 1);
+            let thrice = k.mul_lo_u32(one_more, 3);
+            k.comment("the first that reads it");
+            let sum = k.xor_b32(v, thrice);
+            k.comment("the second");
+            let sum = k.xor_b32(v, sum);
+            k.st_global(py, sum);
+        });
+        if bad {
+            let body = &mut module.kernels[0].body;
+            let first = body.iter().position(|i| i.op == Op::Alu(Alu::MovB32)).expect("the first move");
+            body.remove(first);
+        }
+        module
+    };
+    let finding = planted(build, 1, FindingKind::UninitialisedRegister);
+    assert_eq!(finding.site.comment.as_deref(), Some("the first that reads it"));
+    assert_eq!(finding.thread.lane, 8);
+}
+
 /// Each thread stores to shared memory, then reads another thread's word.
 fn exchange(distance: u32, sync: impl Fn(&mut KernelBuilder), again: impl Fn(&mut KernelBuilder)) -> Module {
     let mut shared = SharedLayout::new();
