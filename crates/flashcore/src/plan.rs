@@ -6,7 +6,6 @@
 mod fold;
 mod hopper;
 
-use self::fold::{fold, fold_tensors};
 use flashcore_kernels::{
     Divisor, Dtype, FwdParams, MAX_ROW_STRIDE, ScheduleError, Sm90Params, Spec, sm90_fwd, sm90_fwd::Walk,
 };
@@ -14,6 +13,8 @@ pub use flashcore_kernels::{Kernel, Schedule};
 pub use flashcore_ptx::Target;
 use flashcore_ptx::{GlobalPtr, KernelParams, Module, TensorMap};
 
+pub(crate) use self::fold::fold;
+use self::fold::fold_tensors;
 use crate::{DType, Error, Layout, Problem, Result, error::Name, tuned::Table};
 
 /// The longest sequences that the kernels take: so that the sum of two lengths, a window and a tile fits 31 bits.

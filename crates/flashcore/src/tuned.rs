@@ -17,7 +17,11 @@ use std::{
 use flashcore_kernels::{Blocks, Schedule, Spec};
 use flashcore_ptx::Target;
 
-use crate::{DType, Mask, Problem, cuda::CubinCache, plan::Hardware};
+use crate::{
+    DType, Mask, Problem,
+    cuda::CubinCache,
+    plan::{Hardware, fold},
+};
 
 /// What is shipped.
 const SHIPPED: &str = include_str!("../tuned/h200.txt");
@@ -179,6 +183,7 @@ fn has_same_rounds(entry: &Entry, problem: &Problem, spec: &Spec, hardware: &Har
         Blocks::Row { cluster, resident } => hardware.sms * resident.unwrap_or(1) / cluster.max(1),
     };
     let rounds = |of: &Problem| {
+        let of = fold(of);
         geometry
             .tiles(of.batch as u32, of.heads_q as u32, of.len_q as u32)
             .div_ceil(u64::from(at_once.max(1)))

@@ -6,7 +6,7 @@ use crate::{Layout, Mask, Problem};
 
 /// The problem as a kernel is to see it. The only query of a head sees the same keys as that of the next, so query
 /// heads that share a key head are as good as queries of one head.
-pub(super) fn fold(problem: &Problem) -> Problem {
+pub(crate) fn fold(problem: &Problem) -> Problem {
     if problem.len_q != 1 || problem.heads_kv == 0 || !sees_all(problem) {
         return *problem;
     }
