@@ -96,7 +96,7 @@ pub struct Block {
     pub first_warp: usize,
     /// Its number of warps.
     pub warps: usize,
-    /// Registers that no warp holds.
+    /// Registers that its warps have given back. A block has no others than those that it was launched with.
     pub free_registers: i64,
     /// Its warpgroups.
     pub warpgroups: Vec<Warpgroup>,
@@ -245,7 +245,7 @@ impl<'a> Cluster<'a> {
                 mbarriers: ByNumber::default(),
                 first_warp,
                 warps: warps_in_block,
-                free_registers: 65536 - i64::from(registers) * 32 * warps_in_block as i64,
+                free_registers: 0,
                 warpgroups: (0..warps_in_block.div_ceil(4)).map(|_| Warpgroup::default()).collect(),
                 sync: HashMap::new(),
             });

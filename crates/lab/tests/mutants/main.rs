@@ -37,10 +37,13 @@ const HOPPER: [&str; 3] = [
     "sm90_fwd:warpgroups=1,block_n=16,stages=2,q_stages=1,ctas=1,split=2,pingpong=0,lazy=1,poly=0,persistent=0,pairs=0",
 ];
 
-/// Three warpgroups, which take turns, with one slot of queries; and four.
-const HOPPER_TOO: [&str; 2] = [
+/// Three warpgroups, which take turns, with one slot of queries; and four; two blocks of two on a multiprocessor; and
+/// keys that four blocks share.
+const HOPPER_TOO: [&str; 4] = [
     "sm90_fwd:warpgroups=3,block_n=32,stages=2,q_stages=1,ctas=1,split=1,pingpong=1,lazy=0,poly=0,persistent=1,pairs=1",
     "sm90_fwd:warpgroups=4,block_n=32,stages=2,q_stages=2,ctas=1,split=1,pingpong=1,lazy=1,poly=0,persistent=1,pairs=0",
+    "sm90_fwd:warpgroups=2,block_n=32,stages=2,q_stages=1,ctas=2,split=1,pingpong=1,lazy=1,poly=0,persistent=1,pairs=0",
+    "sm90_fwd:warpgroups=1,block_n=16,stages=2,q_stages=1,ctas=1,split=4,pingpong=0,lazy=1,poly=0,persistent=0,pairs=0",
 ];
 
 /// The mutants that lived, by schedule and by where and what was changed.
@@ -126,9 +129,10 @@ fn every_fault_planted_in_the_kernel_for_hopper_is_found_or_known_to_be_harmless
     every_fault_is_found(Target::Sm90a, Some(2), &HOPPER, &trials::hopper());
 }
 
-/// Takes a minute: run it with `cargo test -p flashcore-lab --test mutants -- --ignored` after a change to the kernel.
+/// Takes minutes: run it with `cargo test --release -p flashcore-lab --test mutants -- --ignored` after a change to the
+/// kernel.
 #[test]
-#[ignore = "takes a minute, and shares most of its code with the others"]
-fn every_fault_planted_in_three_or_four_warpgroups_is_found_or_known_to_be_harmless() {
+#[ignore = "takes minutes, and shares most of its code with the others"]
+fn every_fault_planted_in_the_other_blocks_for_hopper_is_found_or_known_to_be_harmless() {
     every_fault_is_found(Target::Sm90a, Some(2), &HOPPER_TOO, &trials::hopper());
 }

@@ -53,17 +53,22 @@ pub fn ampere() -> Vec<Trial> {
     ]
 }
 
-/// The same for tiles of 64 queries and more: more tiles than blocks that stay, so that every slot is used again; rows
-/// and keys that leave a warpgroup or a block without work; windows wider and narrower than a key tile.
+/// The same for tiles of 64 queries and more: more tiles than blocks that stay, so that every slot is used again, and so
+/// many keys that each of four blocks that share them uses its slots again; rows and keys that leave a warpgroup or a
+/// block without work; windows wider and narrower than a key tile.
 pub fn hopper() -> Vec<Trial> {
     let wide = Mask::Window { left: Some(100), right: Some(10) };
     let narrow = Mask::Window { left: Some(19), right: Some(10) };
+    let long = Mask::Window { left: Some(170), right: Some(10) };
     let lengths = vec![130, 10, 0, 0, 45, 64];
     vec![
         Trial::new(problem(1, 7, 100, 64).with_kv(1, 130).with_mask(Mask::Causal), None),
         Trial::new(problem(1, 1, 300, 80).with_head_dim_v(96).with_mask(wide), None),
         Trial::new(problem(6, 1, 40, 64).with_kv(1, 130).with_key_lengths(), Some(lengths)),
         Trial::new(problem(1, 1, 70, 64).with_kv(1, 91).with_mask(narrow), None),
+        Trial::new(problem(1, 5, 260, 64).with_kv(1, 395).with_mask(Mask::Causal), None),
+        Trial::new(problem(1, 1, 70, 64).with_kv(1, 395).with_mask(long), None),
+        Trial::new(problem(2, 1, 40, 64).with_kv(1, 200).with_key_lengths(), Some(vec![90, 171])),
     ]
 }
 
