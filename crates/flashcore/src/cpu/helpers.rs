@@ -81,6 +81,8 @@ fn with<'scope>(
     lead();
 }
 
+#[cfg(not(target_os = "linux"))]
+use elsewhere::Place;
 #[cfg(target_os = "linux")]
 use linux::Place;
 
