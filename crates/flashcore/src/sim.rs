@@ -3,9 +3,12 @@
 //! A run fails on anything that the simulator has to say about it (races, reads of memory that holds no value,
 //! deadlocks, …) and on any output element that no thread wrote, so a result is one that no luck had a part in.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+};
 
-use flashcore_kernels::Schedule;
+use flashcore_kernels::{Schedule, Spec};
 use flashcore_ptx::{Module, Target, TensorMap};
 pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, Report, Stats};
 use flashcore_sim::{Buffer, LaunchDims, Sim, Swizzle, TensorElement};
@@ -25,7 +28,15 @@ pub struct SimGpu {
     choice: Choice,
     edit: Option<Edit>,
     last: Arc<Mutex<Option<Report>>>,
+    made: Arc<Mutex<Made>>,
 }
+
+/// Kernels that were emitted, by what they were emitted for. They are used again: emitting and checking a kernel takes
+/// as long as running it on a small problem.
+type Made = HashMap<(Schedule, Spec, Target), Arc<Module>>;
+
+/// The most kernels that are kept.
+const MOST_MADE: usize = 256;
 
 /// A change to a module before it runs.
 type Edit = Arc<dyn Fn(&mut Module) + Send + Sync>;
@@ -48,6 +59,7 @@ impl SimGpu {
             choice: Choice::Planner,
             edit: None,
             last: Arc::default(),
+            made: Arc::default(),
         }
     }
 
@@ -97,12 +109,27 @@ impl SimGpu {
         if plan.blocks() == 0 {
             return Ok(());
         }
-        let mut module = plan.module()?;
+        let mut module = self.module(&plan)?;
         if let Some(edit) = &self.edit {
-            edit(&mut module);
+            edit(Arc::make_mut(&mut module));
         }
         let mut memory = Memory { sim: Sim::new(self.config.clone()), buffers: Vec::new() };
         staging::run(&mut memory, call, |memory, addresses| self.launch(memory, &plan, &module, addresses))
+    }
+
+    /// The kernel of a plan.
+    fn module(&self, plan: &Plan) -> Result<Arc<Module>> {
+        let made = || self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (plan.schedule, plan.spec, plan.target);
+        if let Some(module) = made().get(&key) {
+            return Ok(Arc::clone(module));
+        }
+        let module = Arc::new(plan.module()?);
+        let mut all = made();
+        if all.len() >= MOST_MADE {
+            all.clear();
+        }
+        Ok(Arc::clone(all.entry(key).or_insert(module)))
     }
 
     fn launch(&self, memory: &mut Memory, plan: &Plan, module: &Module, addresses: &Addresses) -> Result<()> {

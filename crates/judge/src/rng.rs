@@ -6,7 +6,7 @@
 /// A stream of random numbers that its seed determines.
 ///
 /// ```
-/// use flashcore_lab::rng::Rng;
+/// use flashcore_judge::rng::Rng;
 /// assert_eq!(Rng::new(7).next_u64(), Rng::new(7).next_u64());
 /// assert_ne!(Rng::new(7).next_u64(), Rng::new(8).next_u64());
 /// ```
