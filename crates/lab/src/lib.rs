@@ -19,7 +19,7 @@
 //! Use it through the command; as a library it serves the project's own tests.
 
 pub use flashcore_clock::{physics, timing};
-pub use flashcore_judge::{conditioning, guarded, inputs, operands, rng, rule, stats};
+pub use flashcore_judge::{conditioning, guarded, honest, inputs, operands, rng, rule, stats};
 
 pub mod audit;
 pub mod bench;

@@ -2,6 +2,7 @@
 
 use flashcore::{Attention, Problem, Tensor, TensorMut};
 use flashcore_lab::engine::Engine;
+pub use flashcore_lab::honest::Numerics;
 
 /// Writes values in the order (batch, heads, length, head_dim).
 pub fn write(values: &[f32], tensor: &mut TensorMut<'_>) {
@@ -11,136 +12,9 @@ pub fn write(values: &[f32], tensor: &mut TensorMut<'_>) {
     }
 }
 
-/// How an honest engine rounds and in which order it sums.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Numerics {
-    /// Unfused: scores in f32, normalised probabilities in the dtype, keys summed from the last to the first.
-    PlainReversed,
-    /// A GPU kernel's: tiles of 64 keys, base 2 with the scale folded in, unnormalised probabilities in the dtype,
-    /// one reciprocal at the end.
-    TiledBase2,
-    /// A CPU engine's: tiles of 16 keys, f32 throughout, sums in eight lanes.
-    TiledLanes,
-    /// Four splits of the keys, each on its own, merged by their lse.
-    Split,
-}
-
-impl Numerics {
-    pub const ALL: [Numerics; 4] =
-        [Numerics::PlainReversed, Numerics::TiledBase2, Numerics::TiledLanes, Numerics::Split];
-}
-
 /// An engine that computes attention rightly, in one of the usual ways.
 pub struct Honest {
     pub numerics: Numerics,
-}
-
-/// One query's way: its keys and values, how to score, and the dtype.
-struct Row<'a> {
-    query: &'a [f32],
-    keys: &'a [f32],
-    values: &'a [f32],
-    problem: &'a Problem,
-}
-
-impl Row<'_> {
-    fn len(&self) -> usize {
-        self.keys.len() / self.problem.head_dim
-    }
-
-    fn dot(&self, key: usize, lanes: usize) -> f32 {
-        let d = self.problem.head_dim;
-        let mut sums = [0.0_f32; 8];
-        for (i, (&a, &b)) in self.query.iter().zip(&self.keys[key * d..][..d]).enumerate() {
-            sums[i % lanes] = a.mul_add(b, sums[i % lanes]);
-        }
-        sums.iter().sum()
-    }
-
-    fn capped(&self, score: f32) -> f32 {
-        self.problem.softcap.map_or(score, |cap| cap * (score / cap).tanh())
-    }
-
-    fn value(&self, key: usize) -> &[f32] {
-        &self.values[key * self.problem.head_dim_v..][..self.problem.head_dim_v]
-    }
-
-    fn plain_reversed(&self) -> (Vec<f32>, f32) {
-        let scores: Vec<f32> =
-            (0..self.len()).map(|key| self.capped(self.dot(key, 1) * self.problem.scale)).collect();
-        let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f32 = scores.iter().rev().map(|s| (s - max).exp()).sum();
-        let mut o = vec![0.0; self.problem.head_dim_v];
-        for key in (0..self.len()).rev() {
-            let p = self.problem.dtype.round((scores[key] - max).exp() / sum);
-            o.iter_mut().zip(self.value(key)).for_each(|(o, v)| *o += p * v);
-        }
-        (o, max + sum.ln())
-    }
-
-    /// Online softmax over tiles; `base2` folds the scale into base 2 and rounds the probabilities.
-    fn tiled(&self, tile: usize, base2: bool, lanes: usize) -> (Vec<f32>, f32) {
-        let log2e = std::f32::consts::LOG2_E;
-        let factor = if base2 { self.problem.scale * log2e } else { self.problem.scale };
-        let exp = |x: f32| if base2 { x.exp2() } else { x.exp() };
-        let round = |p: f32| if base2 { self.problem.dtype.round(p) } else { p };
-        let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0_f32);
-        let mut o = vec![0.0_f32; self.problem.head_dim_v];
-        for first in (0..self.len()).step_by(tile) {
-            let keys = first..(first + tile).min(self.len());
-            let scores: Vec<f32> = keys
-                .clone()
-                .map(|key| {
-                    let dot = self.dot(key, lanes);
-                    match (self.problem.softcap, base2) {
-                        (None, _) => dot * factor,
-                        (Some(_), true) => self.capped(dot * self.problem.scale) * log2e,
-                        (Some(_), false) => self.capped(dot * factor),
-                    }
-                })
-                .collect();
-            let new_max = scores.iter().copied().fold(max, f32::max);
-            let rescale = exp(max - new_max);
-            sum *= rescale;
-            for o in &mut o {
-                *o *= rescale;
-            }
-            max = new_max;
-            for (key, score) in keys.zip(scores) {
-                let p = exp(score - max);
-                sum += p;
-                o.iter_mut().zip(self.value(key)).for_each(|(o, v)| *o += round(p) * v);
-            }
-        }
-        let reciprocal = 1.0 / sum;
-        for o in &mut o {
-            *o *= reciprocal;
-        }
-        let lse = if base2 { (max + sum.log2()) / log2e } else { max + sum.ln() };
-        (o, lse)
-    }
-
-    fn split(&self) -> (Vec<f32>, f32) {
-        let Problem { head_dim, head_dim_v, .. } = *self.problem;
-        let size = self.len().div_ceil(4).max(1);
-        let parts: Vec<(Vec<f32>, f32)> = (0..self.len())
-            .step_by(size)
-            .map(|first| {
-                let len = size.min(self.len() - first);
-                let keys = &self.keys[first * head_dim..][..len * head_dim];
-                let values = &self.values[first * head_dim_v..][..len * head_dim_v];
-                Row { keys, values, ..*self }.tiled(64, false, 8)
-            })
-            .collect();
-        let max = parts.iter().map(|(_, lse)| *lse).fold(f32::NEG_INFINITY, f32::max);
-        let sum: f32 = parts.iter().map(|(_, lse)| (lse - max).exp()).sum();
-        let mut o = vec![0.0; head_dim_v];
-        for (part, lse) in &parts {
-            let weight = (lse - max).exp() / sum;
-            o.iter_mut().zip(part).for_each(|(o, x)| *o += weight * x);
-        }
-        (o, max + sum.ln())
-    }
 }
 
 impl Engine for Honest {
@@ -178,18 +52,9 @@ impl Engine for Honest {
                 continue;
             }
             let first = head * len_k + range.start;
-            let row = Row {
-                query,
-                keys: &k[first * head_dim..][..range.len() * head_dim],
-                values: &v[first * head_dim_v..][..range.len() * head_dim_v],
-                problem: &problem,
-            };
-            let (out, lse) = match self.numerics {
-                Numerics::PlainReversed => row.plain_reversed(),
-                Numerics::TiledBase2 => row.tiled(64, true, 1),
-                Numerics::TiledLanes => row.tiled(16, false, 8),
-                Numerics::Split => row.split(),
-            };
+            let keys = &k[first * head_dim..][..range.len() * head_dim];
+            let values = &v[first * head_dim_v..][..range.len() * head_dim_v];
+            let (out, lse) = self.numerics.attend(&problem, query, keys, values);
             all.extend(out);
             sums.push(lse);
         }
