@@ -2,7 +2,7 @@
 precision, against attention in float64; by row, by maximum and by RMS, and lse by a bound of its own.
 
 The floors, for rows where plain attention is exact by luck, follow from what rounding can do to a row: see
-crates/lab/src/rule.rs, whose formulas these are.
+crates/judge/src/rule.rs, whose formulas these are.
 """
 
 from __future__ import annotations

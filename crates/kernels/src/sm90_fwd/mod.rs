@@ -1,6 +1,6 @@
 //! The forward kernel for Hopper: `wgmma`, TMA, mbarrier pipelines, warp specialisation.
 //!
-//! One producer thread moves tiles of Q, K and V into swizzled shared memory by TMA. Each of one to three consumer
+//! One producer thread moves tiles of Q, K and V into swizzled shared memory by TMA. Each of one to four consumer
 //! warpgroups holds 64 queries: it multiplies them with a key tile from shared memory, turns the scores into
 //! probabilities in its registers, and multiplies those with the value tile. The product with the next key tile is
 //! issued before the product with this value tile, so that the tensor cores work while the softmax does; with several
