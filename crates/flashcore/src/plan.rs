@@ -616,6 +616,22 @@ mod tests {
     }
 
     #[test]
+    fn heads_that_are_too_far_apart_to_be_rows_are_refused_but_where_tma_counts() {
+        let decode = Problem::new(1, 4, 1, 64, DType::F16).with_kv(1, 100);
+        let packs = |target, to_head| {
+            let plan = Plan::choose(&decode, &Hardware::typical(target)).unwrap();
+            let apart = Layout { shape: [1, 4, 1, 64], strides: [4 * to_head, to_head, 64, 1] };
+            let (far, kv) = ((0, apart), (0, Layout::bhsd([1, 1, 100, 64])));
+            let tensors = Addresses { q: far, k: kv, v: kv, o: far, lse: None, key_lengths: None };
+            plan.pack(&tensors, &mut |_| Ok(TensorMap::default())).map(|_| ())
+        };
+        let (near, far) = (MAX_ROW_STRIDE as usize / 2, MAX_ROW_STRIDE as usize);
+        assert_eq!(packs(Target::Sm80, near), Ok(()));
+        assert!(matches!(packs(Target::Sm80, far), Err(Error::Unsupported { .. })));
+        assert_eq!(packs(Target::Sm90a, far), Ok(()));
+    }
+
+    #[test]
     fn windows_beyond_every_key_are_cut_to_fit_the_kernel() {
         let mask = Mask::Window { left: Some(usize::MAX), right: Some(0) };
         let plan = plan(Problem::new(1, 1, 100, 64, DType::F16).with_mask(mask));

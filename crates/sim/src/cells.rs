@@ -33,6 +33,17 @@ impl Cell {
     pub const fn written(write: Stamp, write_pc: u32) -> Cell {
         Cell { write, write_pc, parts: 0, readers: 0, others: 0 }
     }
+
+    /// The conflict of an access with the last write, if it does not come after it.
+    #[inline(always)]
+    fn after_write(&self, address: u32, access: &Access<'_>) -> Option<Conflict> {
+        if self.write.clock == 0 {
+            return None;
+        }
+        let edge = access.clocks.edge(self.write, access.lanes, access.proxy);
+        let (prior, prior_pc) = (self.write, self.write_pc);
+        (edge != Edge::Ordered).then_some(Conflict { prior, prior_pc, prior_wrote: true, edge, address })
+    }
 }
 
 /// A warp's last read of a cell: its clock, and the instruction and lanes packed.
@@ -223,20 +234,7 @@ impl Cells {
 
     #[inline(always)]
     fn read_leaf(&mut self, node: u32, address: u32, access: &Access<'_>) -> Option<Conflict> {
-        let cell = self.node(node);
-        let mut conflict = None;
-        if cell.write.clock != 0 {
-            let edge = access.clocks.edge(cell.write, access.lanes, access.proxy);
-            if edge != Edge::Ordered {
-                conflict = Some(Conflict {
-                    prior: cell.write,
-                    prior_pc: cell.write_pc,
-                    prior_wrote: true,
-                    edge,
-                    address,
-                });
-            }
-        }
+        let conflict = self.node(node).after_write(address, access);
         if let Some(local) = self.local(access.stamp.agent) {
             self.node(node).readers |= 1 << local;
             *self.read_of(node, local) = Read::new(access.stamp.clock, access.pc, access.stamp.lanes);
@@ -249,19 +247,7 @@ impl Cells {
     #[inline]
     fn write_leaf(&mut self, node: u32, address: u32, access: &Access<'_>) -> Option<Conflict> {
         let cell = *self.node(node);
-        let mut conflict = None;
-        if cell.write.clock != 0 {
-            let edge = access.clocks.edge(cell.write, access.lanes, access.proxy);
-            if edge != Edge::Ordered {
-                conflict = Some(Conflict {
-                    prior: cell.write,
-                    prior_pc: cell.write_pc,
-                    prior_wrote: true,
-                    edge,
-                    address,
-                });
-            }
-        }
+        let mut conflict = cell.after_write(address, access);
         let mut readers = cell.readers;
         while readers != 0 {
             let local = readers.trailing_zeros();

@@ -60,6 +60,13 @@ fn a_read_of_global_memory_without_a_value_is_found() {
     planted(build, 1, FindingKind::UninitialisedGlobal);
 }
 
+/// Takes a register its first value. The checker of the ptx crate would refuse this, so it is done to a finished module.
+fn drop_first_move(module: &mut Module) {
+    let body = &mut module.kernels[0].body;
+    let first = body.iter().position(|i| i.op == Op::Alu(Alu::MovB32)).expect("the first move");
+    body.remove(first);
+}
+
 #[test]
 fn a_register_written_in_some_lanes_and_read_in_all_is_found() {
     let build = |bad: bool| {
@@ -72,10 +79,7 @@ fn a_register_written_in_some_lanes_and_read_in_all_is_found() {
             k.st_global(py, v);
         });
         if bad {
-            // The checker of the ptx crate would refuse this, so it is planted in the finished module.
-            let body = &mut module.kernels[0].body;
-            let first = body.iter().position(|i| i.op == Op::Alu(Alu::MovB32)).expect("the first move");
-            body.remove(first);
+            drop_first_move(&mut module);
         }
         module
     };
@@ -102,9 +106,7 @@ fn a_register_without_a_value_is_named_at_the_first_of_the_plain_instructions_th
             k.st_global(py, sum);
         });
         if bad {
-            let body = &mut module.kernels[0].body;
-            let first = body.iter().position(|i| i.op == Op::Alu(Alu::MovB32)).expect("the first move");
-            body.remove(first);
+            drop_first_move(&mut module);
         }
         module
     };

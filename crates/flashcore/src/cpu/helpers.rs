@@ -1,8 +1,8 @@
 //! Threads that help a caller: rayon's, and kept off the core that the caller runs on.
 //!
-//! A kernel may wake a thread on the core of whoever woke it although another one is idle: inside a virtual machine it does
-//! so more often than not, because a core that halts counts as taken away. Two threads then share a core for
-//! milliseconds, which is all that a short call takes.
+//! The system may wake a thread on the core of whoever woke it although another one is idle; inside a virtual machine
+//! it was seen to do so often. Two threads then share a core for milliseconds, which is all that
+//! a short call takes.
 
 use std::{
     sync::{

@@ -15,7 +15,7 @@ const KEY_TILE: usize = 128;
 const LONG_CHAIN: usize = 16;
 
 /// The share of the multiprocessors that larger clusters can take up at once: each lies in one group of
-/// multiprocessors, and groups are no multiples of it. 32 clusters of 4 already take two rounds on 132.
+/// multiprocessors, and groups are no multiples of it. 32 clusters of 4 take as long as two rounds on 132.
 const CLUSTERED: (usize, usize) = (9, 10);
 
 /// The schedule of the Hopper kernel for a problem, and why; `None` where none fits.

@@ -160,12 +160,13 @@ impl Schedule {
         grid
     }
 
-    /// The schedules to try for a spec, best first: those for many tiles of queries, then those for few.
+    /// Every schedule that a plan may have for a spec, best first: those for many tiles of queries, then those for few.
     pub(crate) fn defaults(spec: &Spec) -> Vec<Schedule> {
-        let few = [(2, true), (2, false), (1, true), (1, false)];
-        let few = few.into_iter().flat_map(|(split, alone)| Self::for_few(spec, split, alone));
+        let few = Self::SPLITS.into_iter().flat_map(|split| [(split, true), (split, false)]);
+        let few = few.flat_map(|(split, alone)| Self::for_few(spec, split, alone));
+        let streams = [true, false].into_iter().flat_map(|alone| Self::for_streams(spec, alone));
         let many = Self::for_many(spec).into_iter().chain(Self::widest(spec));
-        many.chain(Self::for_some(spec)).chain(few).collect()
+        many.chain(Self::for_some(spec)).chain(few).chain(streams).collect()
     }
 
     /// The widest blocks, where heads are narrow enough: four warpgroups hide more of each other's softmax, and lengths
