@@ -3,7 +3,10 @@
 //! Beside it stands plain attention in the problem's own precision, as an unfused framework computes it. Its
 //! error against the oracle is the yardstick of the tolerance rule: a fused kernel may have at most twice that.
 //!
-//! Both read the tensors element by element and hold a whole row of scores: not for speed.
+//! Both read the tensors element by element and hold a whole row of scores: not for speed. Only the loops are in the
+//! order that lets a compiler work on several keys at once; every sum is taken one term after the other.
+
+use std::ops::Range;
 
 use rayon::prelude::*;
 
@@ -28,17 +31,18 @@ pub fn attention(
 ) -> Reference {
     by_row(problem, q, k, v, key_lengths, |head, query, keys, out| {
         let scale = f64::from(problem.scale);
-        let mut scores: Vec<f64> = keys
-            .clone()
-            .map(|key| {
-                let dot: f64 =
-                    query.iter().zip(head.key(key)).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
-                match problem.softcap.map(f64::from) {
-                    Some(cap) => cap * (dot * scale / cap).tanh(),
-                    None => dot * scale,
-                }
-            })
-            .collect();
+        let mut scores = vec![0.0; keys.len()];
+        for (d, &a) in query.iter().enumerate() {
+            for (dot, &b) in scores.iter_mut().zip(head.keys_at(d, &keys)) {
+                *dot += f64::from(a) * f64::from(b);
+            }
+        }
+        for score in &mut scores {
+            *score = match problem.softcap.map(f64::from) {
+                Some(cap) => cap * (*score * scale / cap).tanh(),
+                None => *score * scale,
+            };
+        }
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         for score in &mut scores {
             *score = (*score - max).exp();
@@ -75,17 +79,18 @@ pub fn same_precision(
     let dtype = problem.dtype;
     let keep_score = |x: f32| if rounding == Rounding::Probabilities { x } else { dtype.round(x) };
     by_row(problem, q, k, v, key_lengths, |head, query, keys, out| {
-        let mut scores: Vec<f32> = keys
-            .clone()
-            .map(|key| {
-                let dot: f32 = query.iter().zip(head.key(key)).map(|(&a, &b)| a * b).sum();
-                let score = keep_score(dot * problem.scale);
-                match problem.softcap {
-                    Some(cap) => keep_score(cap * keep_score(keep_score(score / cap).tanh())),
-                    None => score,
-                }
-            })
-            .collect();
+        let mut scores = vec![0.0_f32; keys.len()];
+        for (d, &a) in query.iter().enumerate() {
+            for (dot, &b) in scores.iter_mut().zip(head.keys_at(d, &keys)) {
+                *dot += a * b;
+            }
+        }
+        for score in &mut scores {
+            *score = keep_score(*score * problem.scale);
+            if let Some(cap) = problem.softcap {
+                *score = keep_score(cap * keep_score(keep_score(*score / cap).tanh()));
+            }
+        }
         let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         for score in &mut scores {
             *score = (*score - max).exp();
@@ -107,9 +112,10 @@ pub fn same_precision(
 
 /// The keys and values of one head, widened to f32 (which holds every dtype exactly).
 struct Head {
+    /// All keys' first elements, then all keys' second ones, and so on.
     keys: Vec<f32>,
     values: Vec<f32>,
-    head_dim: usize,
+    len_k: usize,
     head_dim_v: usize,
 }
 
@@ -119,11 +125,15 @@ impl Head {
         let mut head = Self {
             keys: vec![0.0; len_k * head_dim],
             values: vec![0.0; len_k * head_dim_v],
-            head_dim,
+            len_k,
             head_dim_v,
         };
-        for (s, row) in head.keys.chunks_exact_mut(head_dim).enumerate() {
-            k.read_row(b, h, s, row);
+        let mut row = vec![0.0; head_dim];
+        for s in 0..len_k {
+            k.read_row(b, h, s, &mut row);
+            for (d, &x) in row.iter().enumerate() {
+                head.keys[d * len_k + s] = x;
+            }
         }
         for (s, row) in head.values.chunks_exact_mut(head_dim_v).enumerate() {
             v.read_row(b, h, s, row);
@@ -131,8 +141,9 @@ impl Head {
         head
     }
 
-    fn key(&self, key: usize) -> &[f32] {
-        &self.keys[key * self.head_dim..][..self.head_dim]
+    /// Element `d` of some keys.
+    fn keys_at(&self, d: usize, keys: &Range<usize>) -> &[f32] {
+        &self.keys[d * self.len_k..][keys.clone()]
     }
 
     fn value(&self, key: usize) -> &[f32] {
@@ -147,7 +158,7 @@ fn by_row(
     k: &Tensor<'_>,
     v: &Tensor<'_>,
     key_lengths: Option<&[u32]>,
-    row: impl Fn(&Head, &[f32], std::ops::Range<usize>, &mut [f64]) -> f64 + Sync,
+    row: impl Fn(&Head, &[f32], Range<usize>, &mut [f64]) -> f64 + Sync,
 ) -> Reference {
     let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, mask, .. } = *problem;
     let rows = batch * heads_q * len_q;

@@ -26,8 +26,8 @@ impl Numerics {
         let row = Row { query, keys, values, problem };
         match self {
             Numerics::PlainReversed => row.plain_reversed(),
-            Numerics::TiledBase2 => row.tiled(64, true, 1),
-            Numerics::TiledLanes => row.tiled(16, false, 8),
+            Numerics::TiledBase2 => row.tiled::<1>(64, true),
+            Numerics::TiledLanes => row.tiled::<8>(16, false),
             Numerics::Split => row.split(),
         }
     }
@@ -46,11 +46,13 @@ impl Row<'_> {
         self.keys.len() / self.problem.head_dim
     }
 
-    fn dot(&self, key: usize, lanes: usize) -> f32 {
+    fn dot<const LANES: usize>(&self, key: usize) -> f32 {
         let d = self.problem.head_dim;
-        let mut sums = [0.0_f32; 8];
-        for (i, (&a, &b)) in self.query.iter().zip(&self.keys[key * d..][..d]).enumerate() {
-            sums[i % lanes] = a.mul_add(b, sums[i % lanes]);
+        let mut sums = [0.0_f32; LANES];
+        for (query, key) in self.query.chunks(LANES).zip(self.keys[key * d..][..d].chunks(LANES)) {
+            for (sum, (a, &b)) in sums.iter_mut().zip(query.iter().zip(key)) {
+                *sum = a.mul_add(b, *sum);
+            }
         }
         sums.iter().sum()
     }
@@ -65,7 +67,7 @@ impl Row<'_> {
 
     fn plain_reversed(&self) -> (Vec<f32>, f32) {
         let scores: Vec<f32> =
-            (0..self.len()).map(|key| self.capped(self.dot(key, 1) * self.problem.scale)).collect();
+            (0..self.len()).map(|key| self.capped(self.dot::<1>(key) * self.problem.scale)).collect();
         let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f32 = scores.iter().rev().map(|s| (s - max).exp()).sum();
         let mut o = vec![0.0; self.problem.head_dim_v];
@@ -77,7 +79,7 @@ impl Row<'_> {
     }
 
     /// Online softmax over tiles; `base2` folds the scale into base 2 and rounds the probabilities.
-    fn tiled(&self, tile: usize, base2: bool, lanes: usize) -> (Vec<f32>, f32) {
+    fn tiled<const LANES: usize>(&self, tile: usize, base2: bool) -> (Vec<f32>, f32) {
         let log2e = std::f32::consts::LOG2_E;
         let factor = if base2 { self.problem.scale * log2e } else { self.problem.scale };
         let exp = |x: f32| if base2 { x.exp2() } else { x.exp() };
@@ -89,7 +91,7 @@ impl Row<'_> {
             let scores: Vec<f32> = keys
                 .clone()
                 .map(|key| {
-                    let dot = self.dot(key, lanes);
+                    let dot = self.dot::<LANES>(key);
                     match (self.problem.softcap, base2) {
                         (None, _) => dot * factor,
                         (Some(_), true) => self.capped(dot * self.problem.scale) * log2e,
@@ -127,7 +129,7 @@ impl Row<'_> {
                 let len = size.min(self.len() - first);
                 let keys = &self.keys[first * head_dim..][..len * head_dim];
                 let values = &self.values[first * head_dim_v..][..len * head_dim_v];
-                Row { keys, values, ..*self }.tiled(64, false, 8)
+                Row { keys, values, ..*self }.tiled::<8>(64, false)
             })
             .collect();
         let max = parts.iter().map(|(_, lse)| *lse).fold(f32::NEG_INFINITY, f32::max);

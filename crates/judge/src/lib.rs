@@ -4,11 +4,13 @@
 //! - [`inputs`] draws what a problem is run on, from the numbers of [`rng`]; [`operands`] puts it into [`guarded`]
 //!   memory.
 //! - [`rule`] judges a result by the oracle, on the floor that [`conditioning`] derives; [`honest`] results must pass it.
+//!   [`diagnose`](mod@diagnose) finds out what kind of fault a refused one shows.
 //! - [`stats`] says what samples allow to be said.
 //!
 //! A crate of its own because it is small and must be fast, while the workbench around it is large and need not be.
 
 pub mod conditioning;
+pub mod diagnose;
 pub mod guarded;
 pub mod honest;
 pub mod inputs;

@@ -19,7 +19,7 @@
 //! Use it through the command; as a library it serves the project's own tests.
 
 pub use flashcore_clock::{physics, timing};
-pub use flashcore_judge::{conditioning, guarded, honest, inputs, operands, rng, rule, stats};
+pub use flashcore_judge::{conditioning, diagnose, guarded, honest, inputs, operands, rng, rule, stats};
 
 pub mod audit;
 pub mod bench;
@@ -29,7 +29,6 @@ pub mod check;
 pub mod cli;
 pub mod compare;
 pub mod crew;
-pub mod diagnose;
 pub mod engine;
 pub mod evidence;
 pub mod explain;

@@ -4,36 +4,22 @@ mod common;
 
 use common::{Honest, Numerics};
 use flashcore::{DType, Mask, Name, Problem};
-use flashcore_lab::cases::{self, Case, Tier};
+use flashcore_lab::cases;
 use flashcore_lab::check::{Fault, Outcome, Prepared};
 use flashcore_lab::diagnose::Kind;
 use flashcore_lab::engine::Engine;
 use flashcore_lab::explain::explain;
 use flashcore_lab::faults::planted::{Bending, Bent, Mood, Moody, swap_heads};
+use flashcore_lab::faults::results::planted_in;
 use flashcore_lab::faults::{self, Nature};
-use flashcore_lab::guarded::Arrangement;
 use flashcore_lab::inputs::Distribution;
 
 fn untouched(_: &mut Vec<f32>, _: &mut [f32], _: &Problem) {}
 
-/// A case of the kind that faults are planted in: causal, grouped heads, several tiles.
-fn case(dtype: DType, mask: Mask) -> Case {
-    let problem = Problem::new(2, 4, 256, 64, dtype).with_kv(2, 256).with_mask(mask).with_lse();
-    Case {
-        name: "faults/planted".into(),
-        tier: Tier::Quick,
-        problem,
-        key_lengths: None,
-        arrangement: Arrangement::Bshd,
-        inputs: Distribution::Normal,
-        seed: 42,
-    }
-}
-
 fn refused(engine: &dyn Engine, mask: Mask) -> Vec<Vec<Fault>> {
     DType::ALL
         .into_iter()
-        .map(|dtype| match Prepared::new(case(dtype, mask)).check(engine) {
+        .map(|dtype| match planted_in(dtype, mask).check(engine) {
             Outcome::Failed(faults) => faults,
             other => panic!("{} in {dtype} was not refused: {other:?}", engine.name()),
         })
@@ -59,7 +45,7 @@ fn the_planting_engine_without_a_fault_is_accepted() {
     let engine = Bending { name: "none", bend: |_| {}, finish: untouched };
     for mask in [Mask::None, Mask::Causal] {
         for dtype in DType::ALL {
-            let outcome = Prepared::new(case(dtype, mask)).check(&engine);
+            let outcome = planted_in(dtype, mask).check(&engine);
             assert!(matches!(outcome, Outcome::Passed(_)), "{dtype}: {outcome:?}");
         }
     }
@@ -139,7 +125,7 @@ fn one_bad_row_among_many_is_refused_and_named() {
 #[test]
 fn a_bad_row_too_faint_for_maximum_and_rms_is_refused_by_its_own_bound() {
     // Keys of large magnitude elsewhere make the whole's errors large; one quiet row is wrong by its own measure.
-    let mut case = case(DType::F16, Mask::Causal);
+    let mut case = planted_in(DType::F16, Mask::Causal).case.clone();
     case.inputs = Distribution::MixedMagnitudes;
     let prepared = Prepared::new(case);
     let truth = prepared.yardstick().oracle().o.clone();
@@ -172,7 +158,7 @@ fn a_wrong_lse_beside_a_right_output_is_refused() {
 
 #[test]
 fn keys_for_a_query_that_has_none_are_refused() {
-    let mut case = case(DType::F16, Mask::Causal);
+    let mut case = planted_in(DType::F16, Mask::Causal).case.clone();
     case.problem.len_q = 300;
     let engine = Bending {
         name: "no empty rows",
@@ -206,7 +192,7 @@ fn a_row_that_is_not_written_is_refused() {
 #[test]
 fn a_stale_result_is_refused_because_it_does_not_follow_its_inputs() {
     for dtype in DType::ALL {
-        let outcome = Prepared::new(case(dtype, Mask::None)).check(&Moody::new(Mood::Stale));
+        let outcome = planted_in(dtype, Mask::None).check(&Moody::new(Mood::Stale));
         let Outcome::Failed(faults) = outcome else { panic!("{outcome:?}") };
         let ignored = [Fault::Ignored(Name::Q), Fault::Ignored(Name::K), Fault::Ignored(Name::V)];
         assert_eq!(faults, ignored);
@@ -216,7 +202,7 @@ fn a_stale_result_is_refused_because_it_does_not_follow_its_inputs() {
 #[test]
 fn a_race_that_passes_four_of_five_runs_is_refused_and_called_a_race() {
     for dtype in DType::ALL {
-        let outcome = Prepared::new(case(dtype, Mask::None)).check(&Moody::new(Mood::Racy));
+        let outcome = planted_in(dtype, Mask::None).check(&Moody::new(Mood::Racy));
         let Outcome::Failed(faults) = outcome else { panic!("{outcome:?}") };
         let race =
             |fault: &Fault| matches!(fault, Fault::Wrong { diagnosis, .. } if diagnosis.kind == Kind::Race);
@@ -226,7 +212,7 @@ fn a_race_that_passes_four_of_five_runs_is_refused_and_called_a_race() {
 
 #[test]
 fn runs_that_differ_in_one_bit_are_refused() {
-    let outcome = Prepared::new(case(DType::F16, Mask::None)).check(&Moody::new(Mood::Unsteady));
+    let outcome = planted_in(DType::F16, Mask::None).check(&Moody::new(Mood::Unsteady));
     let Outcome::Failed(faults) = outcome else { panic!("{outcome:?}") };
     assert!(matches!(faults[0], Fault::NotRepeatable { count: 1, .. }), "{faults:?}");
 }
@@ -313,9 +299,9 @@ fn every_planted_fault_is_caught_and_all_honest_work_accepted() {
 fn a_failure_is_explained_with_its_place_and_the_command_that_shows_it_again() {
     let engine =
         Bending { name: "last tile dropped", bend: |call| call.truncate_keys(192), finish: untouched };
-    let prepared = Prepared::new(case(DType::F16, Mask::None));
+    let prepared = planted_in(DType::F16, Mask::None);
     let Outcome::Failed(faults) = prepared.check(&engine) else { panic!("accepted") };
-    let text = explain(&prepared, &engine, &faults);
+    let text = explain(prepared, &engine, &faults);
     for part in [
         "faults/planted",
         "2x4x256x64 f16",

@@ -562,7 +562,7 @@ fn unknown(yardstick: &Yardstick, o: &[f32], wrong: &[usize]) -> Diagnosis {
 }
 
 /// Numbers as ranges: 0-3, 7, 9-12 …
-pub(crate) fn ranges(numbers: &BTreeSet<usize>) -> String {
+pub fn ranges(numbers: &BTreeSet<usize>) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &n in numbers {
         match runs.last_mut() {
