@@ -157,6 +157,10 @@ fn check_cell(audit: &mut Audit, at: &str, cell: &Value, limits: &Limits) {
             "is null beside a time: nobody knows whether it is right",
         );
     }
+    if let Some(time) = stats::median(&numbers(&cell["fma_peak_samples_us"])) {
+        let peak = cell["flops"].as_f64().map(|flops| flops / time / 1e3);
+        audit.agree(&format!("{at}.fma_peak_gflops"), &cell["fma_peak_gflops"], peak);
+    }
     audit.require(&format!("{at}.impossible"), cell["impossible"] == false, "says that the clock is wrong");
     for (n, said) in list(&cell["comparisons"]).iter().enumerate() {
         check_comparison(audit, &format!("{at}.comparisons[{n}]"), said, ours, results);

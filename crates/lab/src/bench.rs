@@ -149,8 +149,11 @@ pub struct Outcome {
     pub judged_rows: usize,
     /// Rows of the output.
     pub rows: usize,
-    /// The FMA peak measured just before and after, in GFLOP/s.
+    /// The FMA peak in GFLOP/s, by the median of its samples.
     pub fma_peak_gflops: f64,
+    /// Microseconds that the operations of a call take as multiply-adds that never leave the registers, one sample a round,
+    /// in turn with the contenders.
+    pub fma_peak_samples_us: Vec<f64>,
     /// The read bandwidth measured just before, in GB/s; only where memory is the limit.
     pub bandwidth_gbytes: Option<f64>,
     /// Ours first.
@@ -338,9 +341,8 @@ impl Bench {
             errors.push(output.map(|o| judged.judge(&yardstick, &o)));
         }
         progress("measuring the machine's limits", 0.0);
-        let limit = Duration::from_millis(100);
-        let before = cpu::fma_peak(self.isa, self.threads, limit);
-        let bandwidth = cell.is_decode().then(|| cpu::read_bandwidth(self.isa, self.threads, 5 * limit));
+        let limit = Duration::from_millis(500);
+        let bandwidth = cell.is_decode().then(|| cpu::read_bandwidth(self.isa, self.threads, limit));
         let mut contenders: Vec<Box<dyn Contender + '_>> = vec![Box::new(ours)];
         let mut absent = None;
         if let Some(torch) = &mut self.torch {
@@ -349,6 +351,7 @@ impl Bench {
                 Err(why) => absent = Some(why.clone()),
             }
         }
+        contenders.push(Box::new(Peak { isa: self.isa, threads: self.threads, flops: problem.flops() }));
         if self.warmups > 0 {
             progress("warming up", 0.0);
             for contender in &mut contenders {
@@ -359,10 +362,14 @@ impl Bench {
         let mut rounds = |round: usize, share: f64| progress(&format!("round {round}"), share.min(1.0));
         let mut samples = measure(&mut contenders, &self.effort, stop, &mut rounds);
         drop(contenders);
+        let fma_peak_samples_us = samples.pop().map_or_else(Vec::new, |samples| samples.times);
+        let peak = match stats::median(&fma_peak_samples_us) {
+            Some(time) => problem.flops() / time / 1e3,
+            None => cpu::fma_peak(self.isa, self.threads, Duration::ZERO),
+        };
         if let Some(why) = absent {
             samples.push(Samples { name: "torch".into(), calls: 0, times: Vec::new(), failure: Some(why) });
         }
-        let peak = before.max(cpu::fma_peak(self.isa, self.threads, limit));
         let results: Vec<Measured> = samples
             .into_iter()
             .zip(errors)
@@ -388,6 +395,7 @@ impl Bench {
             judged_rows: yardstick.rows().len(),
             rows: problem.batch * problem.heads_q * problem.len_q,
             fma_peak_gflops: peak,
+            fma_peak_samples_us,
             bandwidth_gbytes: bandwidth,
             comparisons: compare(&results, self.effort.margin),
             results,
@@ -474,6 +482,25 @@ impl Contender for Ours<'_> {
             self.call()?;
         }
         Ok(start.elapsed().as_secs_f64() * 1e6 / f64::from(calls))
+    }
+}
+
+/// The operations of a problem with nothing in their way, on the clock: what everybody's rate is a share of.
+struct Peak {
+    isa: cpu::Isa,
+    threads: usize,
+    flops: f64,
+}
+
+impl Contender for Peak {
+    fn name(&self) -> String {
+        "FMA peak".into()
+    }
+
+    /// Its threads are new in every sample, and it touches no memory: there is nothing to warm.
+    fn sample(&mut self, _warm: u32, calls: u32) -> Result<f64, String> {
+        let flops = self.flops * f64::from(calls);
+        Ok(cpu::fma_time(self.isa, self.threads, flops) * 1e6 / f64::from(calls))
     }
 }
 

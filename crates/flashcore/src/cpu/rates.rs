@@ -20,6 +20,8 @@ use super::{
 const CHAINS: usize = 12;
 /// Rounds of all chains in one sample: about a millisecond.
 const ROUNDS: usize = 400_000;
+/// Such samples that are run at most for operations on the clock.
+const MOST_PASSES: f64 = 64.0;
 /// Independent exponentials in a row: they share the registers with the polynomial's coefficients.
 const EXP_CHAINS: usize = 6;
 /// Rounds of all of them in one sample: about a millisecond.
@@ -34,7 +36,28 @@ pub fn fma_peak(isa: Isa, threads: usize, budget: Duration) -> f64 {
         // SAFETY: the CPU has the instruction set.
         black_box(unsafe { chains(isa, black_box(0.5)) });
     });
-    (2 * CHAINS * isa.lanes() * ROUNDS * threads) as f64 / time / 1e9
+    pass_flops(isa, threads) / time / 1e9
+}
+
+/// The seconds that so many floating-point operations take `threads` threads as multiply-adds that never leave the
+/// registers, by one run of as many, or of a part of them if they are very many. Where [`fma_peak`] is the best that was
+/// ever seen, this is what the machine gives now, to be compared with what else it does now.
+pub fn fma_time(isa: Isa, threads: usize, flops: f64) -> f64 {
+    let isa = if isa.is_available() { isa } else { Isa::Portable };
+    let threads = threads.max(1);
+    let passes = (flops / pass_flops(isa, threads)).ceil().clamp(1.0, MOST_PASSES);
+    let time = best_time(threads, Duration::ZERO, |_| {
+        for _ in 0..passes as usize {
+            // SAFETY: the CPU has the instruction set.
+            black_box(unsafe { chains(isa, black_box(0.5)) });
+        }
+    });
+    time * flops / (passes * pass_flops(isa, threads))
+}
+
+/// Floating-point operations of one run of all chains on all threads.
+fn pass_flops(isa: Isa, threads: usize) -> f64 {
+    (2 * CHAINS * isa.lanes() * ROUNDS * threads) as f64
 }
 
 /// The rate at which `threads` threads read memory that no cache holds, in GB/s: the best of the passes that fit
@@ -181,6 +204,10 @@ mod tests {
             for threads in [0, 1, 3] {
                 let rate = fma_peak(isa, threads, Duration::ZERO);
                 assert!(rate.is_finite() && rate > 0.01, "{isa}: {rate}");
+                for flops in [1e3, 3e7] {
+                    let now = flops / fma_time(isa, threads, flops) / 1e9;
+                    assert!(now.is_finite() && now > 0.01, "{isa}: {now}");
+                }
                 let exponentials = exp_rate(isa, threads, Duration::ZERO);
                 assert!(exponentials.is_finite() && exponentials > 0.001, "{isa}: {exponentials}");
             }
