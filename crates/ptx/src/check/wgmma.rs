@@ -94,18 +94,18 @@ impl State {
         }
         let uses = uses(inst, spec);
         for (&reg, &how) in &uses {
-            let name = kernel.reg_name(reg);
+            let name = || kernel.reg_name(reg);
             if self.touched.contains(&reg) {
                 let what = match how {
                     Use::Accumulator(_) => "accumulator",
                     Use::Input => "A register",
                 };
-                let problem = format!("{what} {name} of a wgmma is touched after the last wgmma.fence");
+                let problem = format!("{what} {} of a wgmma is touched after the last wgmma.fence", name());
                 tell(Fault::Wgmma { code: Some(7519), problem });
                 break;
             }
             if self.in_flight(reg).is_some_and(|other| other != how) {
-                let problem = format!("register {name} is used by a wgmma in flight in another way");
+                let problem = format!("register {} is used by a wgmma in flight in another way", name());
                 tell(Fault::Wgmma { code: None, problem });
                 break;
             }

@@ -13,7 +13,7 @@ use crate::error::Fault;
 use crate::flow::Flow;
 use crate::inst::{Arg, Inst, Op};
 use crate::module::Kernel;
-use crate::types::{Guard, RegId};
+use crate::types::{Guard, RegClass, RegId};
 
 /// A predicate register and the value it has.
 type Known = (RegId, bool);
@@ -54,12 +54,14 @@ impl State {
             || self.known.iter().any(|&known| self.written_if.contains(&(reg, known)))
     }
 
-    /// Applies the writes of an instruction.
-    fn step(&mut self, inst: &Inst) {
+    /// Applies the writes of an instruction of the kernel.
+    fn step(&mut self, inst: &Inst, kernel: &Kernel) {
         for reg in inst.writes() {
             // What hung on the old value of a predicate is no longer known.
-            self.known.retain(|(pred, _)| *pred != reg);
-            self.written_if.retain(|(_, (pred, _))| *pred != reg);
+            if kernel.reg(reg).is_some_and(|info| info.class == RegClass::Pred) {
+                self.known.retain(|(pred, _)| *pred != reg);
+                self.written_if.retain(|(_, (pred, _))| *pred != reg);
+            }
             match inst.guard {
                 Some(guard) if guard.reg.id() != reg => {
                     let (pred, value) = (guard.reg.id(), !guard.negated);
@@ -154,7 +156,7 @@ pub(super) fn check(kernel: &Kernel, flow: &Flow, at: &mut dyn FnMut(usize, Faul
         changed = false;
         for (b, block) in flow.blocks.iter().enumerate() {
             let Some(mut state) = arrive(b, &at_end) else { continue };
-            kernel.body[block.start..block.end].iter().for_each(|inst| state.step(inst));
+            kernel.body[block.start..block.end].iter().for_each(|inst| state.step(inst, kernel));
             if at_end[b].as_ref() != Some(&state) {
                 at_end[b] = Some(state);
                 changed = true;
@@ -174,7 +176,7 @@ pub(super) fn check(kernel: &Kernel, flow: &Flow, at: &mut dyn FnMut(usize, Faul
                     at(i, Fault::Unwritten { reg: kernel.reg_name(reg) });
                 }
             }
-            state.step(inst);
+            state.step(inst, kernel);
         }
     }
 }
