@@ -8,24 +8,33 @@
 use std::ops::Range;
 
 use super::{
-    block::{Ahead, Block},
+    ahead::Ahead,
+    block::Block,
     column::Column,
     job::{Job, Workspace, rows_of},
     lanes::{load_queries, store_outputs},
-    panel::{Panel, Segment},
+    panel::{Panel, Segment, Stair},
     plan::Task,
+    queue::Queue,
+    rows::Rows,
     scratch::Carve,
     simd::Simd,
     tile::{OutputTile, ScoreTile, Vectors},
     visible::Visible,
 };
+use crate::tensor::Raw;
 
 /// Runs a task.
 ///
 /// # Safety
 /// Requires a CPU with `S`; the call must have passed the contract and the task be of its plan.
 #[inline(always)]
-pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
+pub(super) unsafe fn run<S: Simd>(
+    job: &Job<'_>,
+    task: &Task,
+    tasks: &Queue<'_, Task>,
+    workspace: &mut Workspace,
+) {
     let problem = &job.call.problem;
     let width = S::VECS * S::LANES;
     let padded = |n: usize| n.next_multiple_of(S::LANES);
@@ -59,49 +68,84 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
             panel.sum = panel.max.add(width);
             panel.top = panel.max.add(2 * width);
             panel.rescale = panel.max.add(3 * width);
-            load_queries::<S>(job, task, &panel, strip);
-            for lane in 0..panel.vecs * S::LANES {
-                *panel.max.add(lane) = f32::NEG_INFINITY;
-                *panel.sum.add(lane) = 0.0;
+            for vec in 0..panel.vecs {
+                S::store(panel.max.add(vec * S::LANES), S::splat(f32::NEG_INFINITY));
+                S::store(panel.sum.add(vec * S::LANES), S::splat(0.0));
             }
             workspace.panels.push(panel);
         }
-        let rows = |raw, keys: &Range<usize>| rows_of(raw, task.batch, task.head, keys.start, keys.len());
         // Blocks begin at multiples of their length, so that a row's do not depend on its task.
-        let from = |start: usize| start..(start / block_k + 1).saturating_mul(block_k).min(task.keys.end);
-        let (score_tiles, output_tiles) = (longest.div_ceil(S::ROWS), problem.head_dim_v.div_ceil(S::ROWS));
-        let mut keys = from(task.keys.start);
+        let block_of = |task: &Task, start: usize| {
+            start..(start / block_k + 1).saturating_mul(block_k).min(task.keys.end)
+        };
+        let mut keys = block_of(task, task.keys.start);
         while !keys.is_empty() {
-            let (k, v) = (rows(&job.call.k, &keys), rows(&job.call.v, &keys));
+            let (k, v) = (rows(&job.call.k, task, &keys), rows(&job.call.v, task, &keys));
             let block = Block::new::<S>(keys.clone(), k, v, base.add(k_wide), base.add(v_wide));
-            let next = from(keys.end);
-            let mut coming = Coming {
-                k: Ahead::new(rows(&job.call.k, &next), panel_count * score_tiles),
-                v: Ahead::new(rows(&job.call.v, &next), panel_count * output_tiles),
-                o: Ahead::new(rows(&job.call.o, &(0..0)), output_tiles),
+            let next = block_of(task, keys.end);
+            // At the end of a task comes what the next one begins with.
+            let (then, then_keys) = match tasks.peek() {
+                Some(then) if next.is_empty() => (then, block_of(then, then.keys.start)),
+                _ => (task, next.clone()),
             };
-            for panel in &mut workspace.panels {
-                // Rows of one head lie behind each other.
-                let last = panel.ends_in(&keys) && task.part.is_none() && problem.group() == 1;
-                let outputs = if last { panel.rows.clone() } else { 0..0 };
-                coming.o = Ahead::new(rows(&job.call.o, &outputs), output_tiles);
-                step::<S>(job, panel, &block, s, &mut coming);
+            let (k, v) = (rows(&job.call.k, then, &then_keys), rows(&job.call.v, then, &then_keys));
+            let panels = &mut workspace.panels;
+            let share =
+                then_keys.len().div_ceil(panels.iter().filter(|panel| panel.sees(&keys)).count().max(1));
+            let mut shares = (0..then_keys.len()).step_by(share.max(1));
+            for index in 0..panel_count {
+                if !panels[index].sees(&keys) {
+                    continue;
+                }
+                let queries = match panels.get(index + 1) {
+                    Some(panel) if panel.fresh && panel.sees(&keys) => panel.rows.clone(),
+                    None if next.is_empty() => then.rows.start..then.rows.end.min(then.rows.start + width),
+                    _ => 0..0,
+                };
+                let panel = &mut panels[index];
+                panel.done = !panel.sees(&(keys.end..task.keys.end));
+                let outputs = if panel.done && task.part.is_none() { panel.rows.clone() } else { 0..0 };
+                let part = shares.next().map_or(0..0, |start| start..(start + share).min(then_keys.len()));
+                let coming = [
+                    queries_of(job, &job.call.o, task, &outputs),
+                    queries_of(job, &job.call.q, then, &queries),
+                    k.part(part.clone()),
+                    v.part(part),
+                ];
+                let tiles = (keys.len() + problem.head_dim_v).div_ceil(S::ROWS);
+                if panel.fresh {
+                    load_queries::<S>(job, task, panel, strip);
+                }
+                step::<S>(job, panel, &block, s, &mut Ahead::new(coming, tiles));
+                if panel.done {
+                    store_outputs::<S>(job, task, panel, strip);
+                }
             }
             keys = next;
         }
-        for panel in &mut workspace.panels {
-            if panel.fresh {
-                clear_outputs::<S>(panel, problem.head_dim_v);
-            }
+        for panel in workspace.panels.iter_mut().filter(|panel| !panel.done) {
+            // No block of the task was seen.
+            clear_outputs::<S>(panel, problem.head_dim_v);
             store_outputs::<S>(job, task, panel, strip);
         }
     }
 }
 
-/// Calls `S::$tile::<rows, vectors>` over all rows of a segment, with tiles as tall as there are registers for.
+/// Rows of K or V.
+fn rows(raw: &Raw, task: &Task, keys: &Range<usize>) -> Rows {
+    rows_of(raw, task.batch, task.head, keys.start, keys.len())
+}
+
+/// Rows of Q or O; none where several heads' lie between each other.
+fn queries_of(job: &Job<'_>, raw: &Raw, task: &Task, rows: &Range<usize>) -> Rows {
+    let count = if job.call.problem.group() == 1 { rows.len() } else { 0 };
+    rows_of(raw, task.batch, task.head, rows.start, count)
+}
+
+/// Calls `S::$tile::<rows, vectors>` over all rows of a segment or stair, with tiles as tall as there are registers for.
 macro_rules! tiles {
-    ($s:ident::$tile:ident, $segment:expr, $rows:expr, $row:ident => $arg:expr) => {
-        match $segment.end_vec - $segment.first_vec {
+    ($s:ident::$tile:ident, $part:expr, $rows:expr, $row:ident => $arg:expr) => {
+        match $part.end_vec - $part.first_vec {
             1 => tiles!($s::$tile::<1>, $rows, $row => $arg),
             2 => tiles!($s::$tile::<2>, $rows, $row => $arg),
             3 if $s::VECS >= 3 => tiles!($s::$tile::<3>, $rows, $row => $arg),
@@ -150,8 +194,7 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut
         for vec in 0..panel.vecs {
             let seen = panel.seen(vec, &block.keys);
             let column = Column {
-                at: s.add(((seen.start - block.keys.start) * panel.vecs + vec) * S::LANES),
-                step: panel.vecs * S::LANES,
+                at: s.add(((seen.start - block.keys.start) * S::VECS + vec) * S::LANES),
                 keys: seen,
                 panel,
                 vec,
@@ -164,7 +207,7 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut
             masked |= hidden;
             column.softmax::<S>(job.scoring.scale);
         }
-        // A first rectangle of all vectors starts the outputs and takes their rescaling along.
+        // A first stair of all vectors starts the outputs and takes their rescaling along.
         let whole = segments[0].end_vec - segments[0].first_vec == panel.vecs;
         let wild = masked && block.has_wild_values::<S>();
         if panel.fresh && (wild || !whole) {
@@ -173,24 +216,21 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut
         if wild {
             return exact_outputs::<S>(panel, block, s);
         }
-        // One rectangle takes that of its vectors along; several would take some more than once.
-        if segments.len() > 1 && !whole {
+        // One stair takes that of its vectors along; several would take some more than once.
+        if !whole && segments.stairs().count() > 1 {
             rescale_outputs::<S>(panel, problem.head_dim_v);
         }
-        for &segment in segments.iter() {
-            outputs::<S>(panel, block, segment, s, coming);
+        for stair in segments.stairs() {
+            outputs::<S>(panel, block, stair, s, coming);
             panel.fresh = false;
             forget_rescaling::<S>(panel);
         }
     }
 }
 
-/// Rows that will be needed soon: keys and values of the next block, and where outputs that are done will go.
-struct Coming {
-    k: Ahead,
-    v: Ahead,
-    o: Ahead,
-}
+/// Rows that will be needed soon: where outputs that are done will go, the next panel's queries, and keys and values of
+/// the next block.
+type Coming = Ahead<4>;
 
 /// Notes that the outputs of a panel have been multiplied with their rescaling.
 #[inline(always)]
@@ -213,13 +253,12 @@ unsafe fn scores<S: Simd>(
 ) {
     let first = segment.first_key - block.keys.start;
     let lane = segment.first_vec * S::LANES;
-    let step = panel.vecs * S::LANES;
+    let step = S::VECS * S::LANES;
     // SAFETY: as of `step`.
     unsafe {
         let (k, s) = (block.k.add(first * block.k_stride), s.add(first * step + lane));
-        let q = Vectors { at: panel.q.add(lane), width: panel.vecs };
+        let q = Vectors { at: panel.q.add(lane) };
         tiles!(S::score, segment, segment.end_key - segment.first_key, key => {
-            coming.k.advance::<S>();
             ScoreTile {
                 k: k.add(key * block.k_stride),
                 stride: block.k_stride,
@@ -227,6 +266,7 @@ unsafe fn scores<S: Simd>(
                 head_dim,
                 s: s.add(key * step),
                 tops: panel.top.add(lane),
+                lines: coming.beside::<S>(head_dim, q.at),
             }
         });
     }
@@ -237,7 +277,7 @@ unsafe fn scores<S: Simd>(
 unsafe fn clear_outputs<S: Simd>(panel: &mut Panel, head_dim_v: usize) {
     let rows = head_dim_v.next_multiple_of(S::LANES);
     // SAFETY: a panel's outputs have that many rows.
-    unsafe { std::ptr::write_bytes(panel.o, 0, rows * panel.vecs * S::LANES) };
+    unsafe { std::ptr::write_bytes(panel.o, 0, rows * S::VECS * S::LANES) };
     panel.fresh = false;
 }
 
@@ -249,7 +289,7 @@ unsafe fn rescale_outputs<S: Simd>(panel: &Panel, head_dim_v: usize) {
         for vec in 0..panel.vecs {
             let factor = panel.rescale.add(vec * S::LANES);
             for d in 0..head_dim_v {
-                let at = panel.o.add((d * panel.vecs + vec) * S::LANES);
+                let at = panel.o.add((d * S::VECS + vec) * S::LANES);
                 S::store(at, S::mul(S::load(at), S::load(factor)));
             }
         }
@@ -257,34 +297,27 @@ unsafe fn rescale_outputs<S: Simd>(panel: &Panel, head_dim_v: usize) {
     }
 }
 
-/// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of a segment; without the first term where the panel is fresh.
+/// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of a stair; without the first term where the panel is fresh.
 #[inline(always)]
-unsafe fn outputs<S: Simd>(
-    panel: &Panel,
-    block: &Block,
-    segment: Segment,
-    p: *const f32,
-    coming: &mut Coming,
-) {
-    let first = segment.first_key - block.keys.start;
-    let lane = segment.first_vec * S::LANES;
-    let step = panel.vecs * S::LANES;
+unsafe fn outputs<S: Simd>(panel: &Panel, block: &Block, stair: Stair, p: *const f32, coming: &mut Coming) {
+    let first = stair.first_key - block.keys.start;
+    let lane = stair.first_vec * S::LANES;
+    let step = S::VECS * S::LANES;
     // SAFETY: as of `step`.
     unsafe {
-        let p = Vectors { at: p.add(first * step + lane), width: panel.vecs };
+        let p = Vectors { at: p.add(first * step + lane) };
         let rescale = (!panel.fresh).then_some(panel.rescale.add(lane).cast_const());
         let o = panel.o.add(lane);
-        tiles!(S::output, segment, block.head_dim_v, d => {
-            coming.v.advance::<S>();
-            coming.o.advance::<S>();
+        tiles!(S::output, stair, block.head_dim_v, d => {
             OutputTile {
                 v: block.v.add(first * S::LANES),
                 panel: block.keys.len() * S::LANES,
                 d,
                 p,
-                len: segment.end_key - segment.first_key,
+                keys: stair.keys,
                 o: o.add(d * step),
                 rescale,
+                lines: coming.beside::<S>(stair.keys[0], p.at),
             }
         });
     }
@@ -293,10 +326,10 @@ unsafe fn outputs<S: Simd>(
 /// The same, lane by lane and only for keys that the lane's row sees: where 0 · ∞ would spoil rows that do not.
 #[inline(always)]
 unsafe fn exact_outputs<S: Simd>(panel: &Panel, block: &Block, p: *const f32) {
-    let width = panel.vecs * S::LANES;
+    let width = S::VECS * S::LANES;
     // SAFETY: as of `step`.
     unsafe {
-        for lane in 0..width {
+        for lane in 0..panel.vecs * S::LANES {
             let factor = *panel.rescale.add(lane);
             let keys =
                 panel.lanes[lane].start.max(block.keys.start)..panel.lanes[lane].end.min(block.keys.end);

@@ -1,4 +1,4 @@
-//! A block of keys and values as f32, and the next one on its way.
+//! A block of keys and values as f32.
 #![allow(unsafe_code)] // Raw tensors and scratch; the contract and the plan bound every index.
 
 use std::{cell::Cell, ops::Range};
@@ -83,28 +83,5 @@ impl Block {
         };
         self.wild.set(Some(wild));
         wild
-    }
-}
-
-/// Rows that will be needed soon, brought near bit by bit: a core has only so many requests for memory under
-/// way, and more at once hold up the loads of the products beside them.
-pub(super) struct Ahead {
-    rows: Rows,
-    step: usize,
-    done: usize,
-}
-
-impl Ahead {
-    /// To be brought in by `steps` calls of [`advance`](Self::advance).
-    pub(super) fn new(rows: Rows, steps: usize) -> Self {
-        Self { rows, step: rows.count.div_ceil(steps.max(1)), done: 0 }
-    }
-
-    /// Asks for some more rows.
-    #[inline(always)]
-    pub(super) fn advance<S: Simd>(&mut self) {
-        let end = self.done + self.step;
-        self.rows.prefetch::<S>(self.done..end);
-        self.done = end;
     }
 }

@@ -17,9 +17,8 @@ pub(super) struct Column<'a> {
     pub panel: &'a Panel,
     pub vec: usize,
     pub keys: Range<usize>,
-    /// The first key's scores, and the step to the next.
+    /// The first key's scores; the next key's are `VECS` vectors further.
     pub at: *mut f32,
-    pub step: usize,
 }
 
 impl Column<'_> {
@@ -29,6 +28,12 @@ impl Column<'_> {
         row.wrapping_add(self.vec * S::LANES)
     }
 
+    /// The scores of a key of the column.
+    #[inline(always)]
+    fn score<S: Simd>(&self, key: usize) -> *mut f32 {
+        self.at.wrapping_add(key * S::VECS * S::LANES)
+    }
+
     /// Brings products into the scoring's form; whether that changed any.
     #[inline(always)]
     pub(super) unsafe fn change<S: Simd>(&self, scoring: Scoring) -> bool {
@@ -36,7 +41,7 @@ impl Column<'_> {
         // SAFETY: as of the type.
         unsafe {
             for key in 0..self.keys.len() {
-                let at = self.at.add(key * self.step);
+                let at = self.score::<S>(key);
                 S::store(at, math::change::<S>(change, S::load(at)));
             }
         }
@@ -50,17 +55,15 @@ impl Column<'_> {
         unsafe {
             // Several at once, because one chain would wait for each comparison.
             let mut tops = [S::splat(f32::NEG_INFINITY); 4];
-            let mut left = self.keys.len();
-            let mut at = self.at;
-            while left >= 4 {
+            let mut key = 0;
+            while key + 4 <= self.keys.len() {
                 for (i, top) in tops.iter_mut().enumerate() {
-                    *top = S::max(S::load(at.add(i * self.step)), *top);
+                    *top = S::max(S::load(self.score::<S>(key + i)), *top);
                 }
-                at = at.add(4 * self.step);
-                left -= 4;
+                key += 4;
             }
-            for i in 0..left {
-                tops[0] = S::max(S::load(at.add(i * self.step)), tops[0]);
+            for key in key..self.keys.len() {
+                tops[0] = S::max(S::load(self.score::<S>(key)), tops[0]);
             }
             let top = S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]));
             S::store(self.of::<S>(self.panel.top), top);
@@ -88,7 +91,7 @@ impl Column<'_> {
             let before = 0..from_start(all.start);
             let after = from_start(all.end).max(before.end)..keys.len();
             for key in before.chain(after) {
-                let at = self.at.add(key * self.step);
+                let at = self.score::<S>(key);
                 let key = S::splat(key as f32);
                 let x = S::select_less(key, end, S::load(at), hidden);
                 S::store(at, S::select_less(key, first, hidden, x));
@@ -113,7 +116,7 @@ impl Column<'_> {
             let rescale = exp.of(S::sub(base, old));
             let mut sum = S::splat(0.0);
             for key in 0..self.keys.len() {
-                let at = self.at.add(key * self.step);
+                let at = self.score::<S>(key);
                 let p = exp.of(S::sub(base, S::load(at)));
                 sum = S::add(sum, p);
                 S::store(at, p);

@@ -29,8 +29,10 @@ impl Job<'_> {
 
     /// The query head and the query of a row.
     pub(super) fn head_and_query(&self, head_kv: usize, row: usize) -> (usize, usize) {
-        let group = self.call.problem.group();
-        (head_kv * group + row % group, row / group)
+        match self.call.problem.group() {
+            1 => (head_kv, row),
+            group => (head_kv * group + row % group, row / group),
+        }
     }
 }
 

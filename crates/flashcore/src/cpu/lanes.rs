@@ -52,7 +52,7 @@ pub(super) unsafe fn load_queries<S: Simd>(job: &Job<'_>, task: &Task, panel: &P
         unsafe {
             if padded == head_dim && first + S::LANES <= panel.rows.end {
                 let rows = rows_at::<S>(job, task, raw, first);
-                by_type!(raw.dtype, into_lanes::<S, _>(&rows, head_dim, to, panel.vecs));
+                by_type!(raw.dtype, into_lanes::<S, _>(&rows, head_dim, to));
                 continue;
             }
             for lane in 0..S::LANES {
@@ -64,14 +64,14 @@ pub(super) unsafe fn load_queries<S: Simd>(job: &Job<'_>, task: &Task, panel: &P
                     std::ptr::write_bytes(to, 0, head_dim);
                 }
             }
-            into_lanes::<S, f32>(&rows_in::<S>(strip, padded), padded, to, panel.vecs);
+            into_lanes::<S, f32>(&rows_in::<S>(strip, padded), padded, to);
         }
     }
 }
 
-/// Element d of every row into the lanes of vector `d · step` from `to`; `len` is of whole vectors.
+/// Element d of every row into the lanes of vector `d · VECS` from `to`; `len` is of whole vectors.
 #[inline(always)]
-unsafe fn into_lanes<S: Simd, E: Vectorised>(rows: &LaneRows, len: usize, to: *mut f32, step: usize) {
+unsafe fn into_lanes<S: Simd, E: Vectorised>(rows: &LaneRows, len: usize, to: *mut f32) {
     for d in (0..len).step_by(S::LANES) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -81,7 +81,7 @@ unsafe fn into_lanes<S: Simd, E: Vectorised>(rows: &LaneRows, len: usize, to: *m
             }
             S::transpose(&mut tile[..S::LANES]);
             for (i, &x) in tile.iter().enumerate().take(S::LANES) {
-                S::store(to.add((d + i) * step * S::LANES), x);
+                S::store(to.add((d + i) * S::VECS * S::LANES), x);
             }
         }
     }
@@ -113,13 +113,13 @@ pub(super) unsafe fn store_outputs<S: Simd>(job: &Job<'_>, task: &Task, panel: &
             if whole && task.part.is_none() && panel.lanes[lanes.clone()].iter().all(|keys| !keys.is_empty())
             {
                 let rows = rows_at::<S>(job, task, raw, first);
-                by_type!(raw.dtype, out_of_lanes::<S, _>(from, panel.vecs, factor, &rows, head_dim_v));
+                by_type!(raw.dtype, out_of_lanes::<S, _>(from, factor, &rows, head_dim_v));
                 for lane in lanes {
                     write_lse(job, task.batch, task.head, panel.rows.start + lane, stats(lane));
                 }
                 continue;
             }
-            out_of_lanes::<S, f32>(from, panel.vecs, factor, &rows_in::<S>(strip, padded), padded);
+            out_of_lanes::<S, f32>(from, factor, &rows_in::<S>(strip, padded), padded);
             for (i, lane) in lanes.enumerate().take(panel.rows.end - first) {
                 finish_row::<S>(job, task, first + i, strip.add(i * padded), stats(lane));
             }
@@ -127,21 +127,15 @@ pub(super) unsafe fn store_outputs<S: Simd>(job: &Job<'_>, task: &Task, panel: &
     }
 }
 
-/// The lanes of vector `d · step` from `from`, times a factor, into element d of every row; `len` is of whole vectors.
+/// The lanes of vector `d · VECS` from `from`, times a factor, into element d of every row; `len` is of whole vectors.
 #[inline(always)]
-unsafe fn out_of_lanes<S: Simd, E: Vectorised>(
-    from: *const f32,
-    step: usize,
-    factor: S::V,
-    rows: &LaneRows,
-    len: usize,
-) {
+unsafe fn out_of_lanes<S: Simd, E: Vectorised>(from: *const f32, factor: S::V, rows: &LaneRows, len: usize) {
     for d in (0..len).step_by(S::LANES) {
         // SAFETY: the caller's promise.
         unsafe {
             let mut tile = [S::splat(0.0); MAX_LANES];
             for (i, x) in tile.iter_mut().enumerate().take(S::LANES) {
-                *x = S::mul(S::load(from.add((d + i) * step * S::LANES)), factor);
+                *x = S::mul(S::load(from.add((d + i) * S::VECS * S::LANES)), factor);
             }
             S::transpose(&mut tile[..S::LANES]);
             for (&x, row) in tile.iter().zip(rows).take(S::LANES) {

@@ -1,7 +1,7 @@
 //! The CPU engine: fused online-softmax attention.
 //!
 //! One algorithm, written over a small vector trait (`simd`), compiled for three instruction sets and chosen at run
-//! time. A call is cut into tasks of rows and keys (`plan`) that threads (`helpers`) take one by one (`pool`). A task puts its
+//! time. A call is cut into tasks of rows and keys (`plan`) that threads (`helpers`) take one by one (`pool`, `queue`). A task puts its
 //! queries into the lanes of vectors (`panel`, `lanes`) and goes through blocks of keys (`block`): scores by a register-tiled
 //! micro-kernel (`tile`), softmax (`column`), outputs by the same micro-kernel (`attend`). Few rows against many keys
 //! are another matter, that of reading K and V once (`stream`).
@@ -10,6 +10,7 @@
 //! ones. Scores and sums are f32. Outputs are summed before they are divided, so values whose weighted sum exceeds
 //! f32 overflow, as they would in any fused kernel.
 
+mod ahead;
 mod attend;
 mod block;
 mod column;
@@ -23,6 +24,7 @@ mod merge;
 mod panel;
 mod plan;
 mod pool;
+mod queue;
 mod rates;
 mod rows;
 mod schedule;

@@ -11,7 +11,7 @@ pub(super) const MAX_VECS: usize = 3;
 
 /// Some rows of a task, one a lane, with their place in scratch.
 ///
-/// In scratch, Qᵀ, Sᵀ and Oᵀ of a panel are rows of `vecs` vectors.
+/// In scratch, Qᵀ, Sᵀ and Oᵀ of a panel are rows of as many vectors as the micro-kernel's.
 pub(super) struct Panel {
     pub rows: Range<usize>,
     /// How many vectors the rows fill.
@@ -28,6 +28,8 @@ pub(super) struct Panel {
     pub o: *mut f32,
     /// Whether nothing has been added to Oᵀ, which is then unspecified rather than zero.
     pub fresh: bool,
+    /// Whether the outputs were written.
+    pub done: bool,
     /// A row of running maxima.
     pub max: *mut f32,
     /// A row of running sums.
@@ -61,6 +63,7 @@ impl Panel {
             q: std::ptr::null_mut(),
             o: std::ptr::null_mut(),
             fresh: true,
+            done: false,
             max: std::ptr::null_mut(),
             sum: std::ptr::null_mut(),
             top: std::ptr::null_mut(),
@@ -70,7 +73,8 @@ impl Panel {
             let (mut any, mut all) = (0..0, 0..usize::MAX);
             for lane in vec * lanes..(vec + 1) * lanes {
                 let row = (panel.rows.start + lane).min(panel.rows.end - 1);
-                let keys = visible.keys(row / group);
+                let query = if group == 1 { row } else { row / group };
+                let keys = visible.keys(query);
                 any = join(&any, &keys);
                 all = all.start.max(keys.start)..all.end.min(keys.end);
                 panel.lanes[lane] = keys;
@@ -86,10 +90,9 @@ impl Panel {
         start..self.any[vec].end.clamp(start, keys.end)
     }
 
-    /// Whether the last key that any of its lanes sees is among `keys`.
-    pub(super) fn ends_in(&self, keys: &Range<usize>) -> bool {
-        let end = self.any[..self.vecs].iter().map(|any| any.end).max().unwrap_or(0);
-        keys.start < end && end <= keys.end
+    /// Whether any of its vectors sees any of `keys`.
+    pub(super) fn sees(&self, keys: &Range<usize>) -> bool {
+        (0..self.vecs).any(|vec| !self.seen(vec, keys).is_empty())
     }
 
     /// Cuts `keys` into rectangles that cover what the vectors see and little else.
@@ -125,10 +128,47 @@ impl Segment {
     const EMPTY: Self = Self { first_key: 0, end_key: 0, first_vec: 0, end_vec: 0 };
 }
 
+/// Segments behind each other that end at the same vector, each later than the one before: a causal mask's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stair {
+    pub first_key: usize,
+    pub first_vec: usize,
+    pub end_vec: usize,
+    /// How many keys each of its vectors takes.
+    pub keys: [usize; MAX_VECS],
+}
+
 /// The rectangles of a panel and a block of keys, in the order of keys.
 pub(super) struct Segments {
     list: [Segment; 2 * MAX_VECS],
     len: usize,
+}
+
+impl Segments {
+    /// Segments taken together wherever they are a stair.
+    pub(super) fn stairs(&self) -> impl Iterator<Item = Stair> {
+        let mut left: &[Segment] = self;
+        std::iter::from_fn(move || {
+            let first = *left.first()?;
+            let mut stair = Stair {
+                first_key: first.first_key,
+                first_vec: first.first_vec,
+                end_vec: first.end_vec,
+                keys: [0; MAX_VECS],
+            };
+            let mut end = (first.first_key, first.first_vec);
+            while let [next, rest @ ..] = left
+                && next.first_key == end.0
+                && next.first_vec >= end.1
+                && next.end_vec == first.end_vec
+            {
+                stair.keys[next.first_vec - first.first_vec..].fill(next.end_key - first.first_key);
+                end = (next.end_key, next.first_vec);
+                left = rest;
+            }
+            Some(stair)
+        })
+    }
 }
 
 impl std::ops::Deref for Segments {
@@ -145,5 +185,55 @@ pub(super) fn join(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
         (true, _) => b.clone(),
         (_, true) => a.clone(),
         _ => a.start.min(b.start)..a.end.max(b.end),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A panel of three vectors that see these keys.
+    fn panel(any: [Range<usize>; 3]) -> Panel {
+        let visible = Visible::all(1000);
+        Panel { any, ..Panel::new(visible, 0..12, 1, 4) }
+    }
+
+    /// The keys and vectors of a stair's steps.
+    fn covered(stairs: impl Iterator<Item = Stair>) -> Vec<(usize, Range<usize>)> {
+        let columns = |stair: Stair| {
+            (stair.first_vec..stair.end_vec)
+                .map(move |vec| (vec, stair.first_key..stair.first_key + stair.keys[vec - stair.first_vec]))
+        };
+        stairs.flat_map(columns).filter(|(_, keys)| !keys.is_empty()).collect()
+    }
+
+    #[test]
+    fn a_causal_block_is_one_stair() {
+        let stairs = panel([0..5, 0..9, 0..13]).segments(&(0..11));
+        let only = Stair { first_key: 0, first_vec: 0, end_vec: 3, keys: [5, 9, 11] };
+        assert_eq!(stairs.stairs().collect::<Vec<_>>(), [only]);
+    }
+
+    #[test]
+    fn a_stair_begins_with_the_first_vector_that_sees_a_key() {
+        let stairs = panel([0..8, 0..12, 0..16]).segments(&(8..16));
+        let only = Stair { first_key: 8, first_vec: 1, end_vec: 3, keys: [4, 8, 8] };
+        assert_eq!(stairs.stairs().collect::<Vec<_>>(), [only]);
+    }
+
+    #[test]
+    fn a_window_s_stairs_cover_what_each_vector_sees_once() {
+        let seen = [2..10, 6..14, 10..18];
+        let segments = panel(seen.clone()).segments(&(0..16));
+        let mut pairs: Vec<(usize, usize)> = covered(segments.stairs())
+            .into_iter()
+            .flat_map(|(vec, keys)| keys.map(move |key| (vec, key)))
+            .collect();
+        pairs.sort_unstable();
+        let expected = seen
+            .into_iter()
+            .enumerate()
+            .flat_map(|(vec, keys)| (keys.start..keys.end.min(16)).map(move |key| (vec, key)));
+        assert_eq!(pairs, expected.collect::<Vec<_>>());
     }
 }

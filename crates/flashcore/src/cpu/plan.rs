@@ -8,8 +8,11 @@ use std::ops::Range;
 use super::{panel::join, schedule::Schedule, visible::Visible};
 use crate::contract::Call;
 
-/// Each thread is to have this many tasks, so that all end at about the same time.
-const TASKS_A_THREAD: usize = 8;
+/// Each thread is to have this many tasks at least.
+const TASKS_A_THREAD: usize = 4;
+/// No task is to be more than this part of a thread's share of what is left, so that all threads end at about the same
+/// time: the first tasks may be large, the last ones are small.
+const PART_OF_THE_REST: usize = 2;
 /// With fewer tasks than this, of so many rows, long rows are split over keys too.
 const ENOUGH_TASKS: usize = 64;
 const FEW_ROWS: usize = 96;
@@ -49,6 +52,42 @@ pub(super) struct Plan {
     pub work: usize,
 }
 
+/// Rows of any head, and the keys that some of them see.
+#[derive(Clone, Debug)]
+struct Piece {
+    rows: Range<usize>,
+    keys: Range<usize>,
+    /// How many pairs of a row and a key that it sees there are.
+    pairs: usize,
+}
+
+impl Piece {
+    fn new(visible: Visible, rows: Range<usize>, group: usize) -> Self {
+        let (mut keys, mut pairs) = (0..0, 0);
+        for query in rows.start / group..rows.end.div_ceil(group) {
+            let heads = rows.end.min((query + 1) * group) - rows.start.max(query * group);
+            let seen = visible.keys(query);
+            keys = join(&keys, &seen);
+            pairs += heads * seen.len();
+        }
+        Self { rows, keys, pairs }
+    }
+
+    /// Pairs of the largest task that it makes.
+    fn task(&self, split_k: usize) -> usize {
+        self.pairs.min(self.rows.len().saturating_mul(split_k))
+    }
+
+    /// Two of about as many panels each, the cheaper one first.
+    fn halves(&self, visible: Visible, group: usize, panel: usize) -> [Self; 2] {
+        let middle = self.rows.start + (self.rows.len() / 2).next_multiple_of(panel);
+        let halves = [self.rows.start..middle, middle..self.rows.end];
+        let mut halves = halves.map(|rows| Self::new(visible, rows, group));
+        halves.sort_by_key(|half| half.pairs);
+        halves
+    }
+}
+
 impl Plan {
     /// For panels of `panel` rows.
     pub(super) fn new(call: &Call<'_>, schedule: &Schedule, panel: usize) -> Self {
@@ -70,25 +109,35 @@ impl Plan {
         let split_k = if few { schedule.split_k.max(1) } else { usize::MAX };
         let mut plan = Self { part_rows: block, ..Self::default() };
         let width = problem.head_dim + problem.head_dim_v;
+        let mut batches = Vec::with_capacity(problem.batch);
+        let mut left = 0;
         for batch in 0..problem.batch {
             let visible = Visible::new(call, batch);
-            let mut pieces: Vec<(Range<usize>, Range<usize>)> = (0..rows)
+            let mut pieces: Vec<Piece> = (0..rows)
                 .step_by(block)
-                .map(|start| start..(start + block).min(rows))
-                .map(|rows| {
-                    let queries = rows.start / group..rows.end.div_ceil(group);
-                    let keys = queries.map(|query| visible.keys(query)).fold(0..0, |a, b| join(&a, &b));
-                    // Few rows cost as much as some more, because K and V are read all the same.
-                    plan.work += keys.len() * rows.len().max(16) * width * problem.heads_kv;
-                    (rows, keys)
-                })
+                .map(|start| Piece::new(visible, start..(start + block).min(rows), group))
                 .collect();
             // The dearest first, so that the cheap ones even out the end.
-            pieces.sort_by_key(|(rows, keys)| std::cmp::Reverse(rows.len() * keys.len()));
+            pieces.sort_by_key(|piece| std::cmp::Reverse(piece.pairs));
+            for piece in &pieces {
+                left += piece.pairs * problem.heads_kv;
+                // Few rows cost as much as some more, because K and V are read all the same.
+                plan.work += piece.keys.len() * piece.rows.len().max(16) * width * problem.heads_kv;
+            }
+            batches.push((visible, pieces));
+        }
+        for (batch, (visible, pieces)) in batches.iter().enumerate() {
             // Head by head, so that threads share what is in the cache.
             for head in 0..problem.heads_kv {
-                for (rows, keys) in &pieces {
-                    plan.push(batch, head, rows, keys, split_k);
+                let mut pieces: Vec<Piece> = pieces.iter().rev().cloned().collect();
+                while let Some(piece) = pieces.pop() {
+                    let most = left / (PART_OF_THE_REST * schedule.threads.max(1));
+                    if schedule.threads > 1 && piece.task(split_k) > most && piece.rows.len() > panel {
+                        pieces.extend(piece.halves(*visible, group, panel));
+                    } else {
+                        left -= piece.pairs;
+                        plan.push(batch, head, &piece.rows, &piece.keys, split_k);
+                    }
                 }
             }
         }
@@ -179,6 +228,25 @@ mod tests {
                 assert!(seen.iter().all(|&n| n == 1), "{problem} with '{schedule}'");
             }
         }
+    }
+
+    #[test]
+    fn tasks_become_small_towards_the_end_where_several_threads_share_them() {
+        let rows = |threads| {
+            let problem = Problem::new(2, 4, 96, 1, DType::F32);
+            let (plan, _) = counted(problem, &format!("block_q=96,threads={threads}"));
+            // The first batch entry has no keys.
+            plan.tasks.iter().filter(|task| task.batch == 1).map(|task| task.rows.len()).collect::<Vec<_>>()
+        };
+        assert_eq!(rows(1), [96; 4]);
+        let shared = rows(2);
+        let mut left = 4 * 96;
+        for &rows in &shared {
+            // A panel of this plan has six rows.
+            assert!(rows <= (left / 4).max(6), "{shared:?}");
+            left -= rows;
+        }
+        assert_eq!(left, 0);
     }
 
     #[test]

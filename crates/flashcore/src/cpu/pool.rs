@@ -1,10 +1,7 @@
 //! Threads: they take tasks one by one, dearest first, and the calling thread works too.
 #![allow(unsafe_code)] // Enters code that is compiled for an instruction set.
 
-use std::{
-    cell::RefCell,
-    sync::atomic::{AtomicUsize, Ordering},
-};
+use std::cell::RefCell;
 
 use super::{
     attend,
@@ -13,6 +10,7 @@ use super::{
     job::{Job, Workspace},
     merge,
     plan::{Plan, Split, Task},
+    queue::Queue,
     schedule::Schedule,
     scoring::Scoring,
     scratch::Scratch,
@@ -42,24 +40,26 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Option<&Helpers>, call
     job.parts = parts.reserve(plan.parts() * job.part_len());
     let threads = schedule.threads.min(1 + plan.work / WORTH_A_THREAD);
     // SAFETY: the engine has only an instruction set that this CPU has; the call is checked and the plan its own.
-    each(helpers, threads, &plan.tasks, |task, space| unsafe { attend(isa, &job, task, space) });
+    each(helpers, threads, &plan.tasks, |task, tasks, space| unsafe {
+        attend(isa, &job, task, tasks, space);
+    });
     let threads = threads.min(1 + plan.parts() * job.part_len() / WORTH_A_THREAD);
     // SAFETY: as above, and all tasks have run.
-    each(helpers, threads, &plan.splits, |split, space| unsafe { merge(isa, &job, split, space) });
+    each(helpers, threads, &plan.splits, |split, _, space| unsafe { merge(isa, &job, split, space) });
 }
 
-/// Runs `work` on every item, on up to `threads` threads.
+/// Runs `work` on every item, on up to `threads` threads; it is told the queue that items are taken from.
 fn each<T: Sync>(
     helpers: Option<&Helpers>,
     threads: usize,
     items: &[T],
-    work: impl Fn(&T, &mut Workspace) + Sync,
+    work: impl Fn(&T, &Queue<'_, T>, &mut Workspace) + Sync,
 ) {
-    let next = AtomicUsize::new(0);
+    let queue = Queue::new(items);
     let take_all = || {
         WORKSPACE.with_borrow_mut(|workspace| {
-            while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
-                work(item, workspace);
+            while let Some(item) = queue.take() {
+                work(item, &queue, workspace);
             }
         });
     };
@@ -71,17 +71,17 @@ fn each<T: Sync>(
 
 dispatch! {
     /// Runs a task.
-    unsafe fn attend(job: &Job<'_>, task: &Task, workspace: &mut Workspace) = attend_on
+    unsafe fn attend(job: &Job<'_>, task: &Task, tasks: &Queue<'_, Task>, workspace: &mut Workspace) = attend_on
 }
 
 #[inline(always)]
-unsafe fn attend_on<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
+unsafe fn attend_on<S: Simd>(job: &Job<'_>, task: &Task, tasks: &Queue<'_, Task>, workspace: &mut Workspace) {
     // SAFETY: the caller's promise.
     unsafe {
         if stream::suits::<S>(&job.call.problem) {
             stream::run::<S>(job, task, workspace);
         } else {
-            attend::run::<S>(job, task, workspace);
+            attend::run::<S>(job, task, tasks, workspace);
         }
     }
 }

@@ -75,17 +75,36 @@ pub(super) struct Rows {
 }
 
 impl Rows {
+    /// Bytes of a row.
+    #[inline(always)]
+    pub(super) fn bytes(self) -> usize {
+        self.len * self.dtype.size()
+    }
+
+    /// Some of the rows.
+    #[inline(always)]
+    pub(super) fn part(self, rows: std::ops::Range<usize>) -> Self {
+        let at = self.at.wrapping_add(rows.start * self.stride * self.dtype.size());
+        Self { at, count: rows.len(), ..self }
+    }
+
+    /// The same elements as one long row, where there are no gaps between the rows.
+    #[inline(always)]
+    pub(super) fn without_gaps(self) -> Self {
+        if self.stride == self.len && self.count > 0 {
+            let len = self.count * self.len;
+            return Self { stride: len, count: 1, len, ..self };
+        }
+        self
+    }
+
     /// Widens the rows, one behind the other.
     ///
     /// # Safety
     /// Requires a CPU with `S`, readable rows, and room at `to`.
     #[inline(always)]
     pub(super) unsafe fn widen<S: Simd>(self, to: *mut f32) {
-        // Rows without gaps are one long row.
-        let Self { at, dtype, stride, mut count, mut len } = self;
-        if stride == len {
-            (count, len) = (1, count * len);
-        }
+        let Self { at, dtype, stride, count, len } = self.without_gaps();
         // SAFETY: the caller's promise.
         unsafe { by_type!(dtype, widen::<S, _>(at.cast(), stride, count, len, to)) }
     }

@@ -20,7 +20,7 @@ impl Schedule {
     pub fn for_head_dims(head_dim: usize, head_dim_v: usize) -> Self {
         // Queries and outputs of a task are to stay in the second-level cache beside a block of keys and values.
         Self {
-            block_q: (288 * 256 / (head_dim + head_dim_v).max(1)).clamp(48, 576),
+            block_q: (576 * 256 / (head_dim + head_dim_v).max(1)).clamp(96, 576),
             block_k: if head_dim.max(head_dim_v) <= 256 { 128 } else { 64 },
             split_k: 1024,
             threads: rayon::current_num_threads(),

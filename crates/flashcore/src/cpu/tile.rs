@@ -4,7 +4,7 @@
 //! transposition nor padding, V only to be cut into panels.
 #![allow(unsafe_code)] // Raw pointers into panels whose sizes the caller knows.
 
-use super::simd::Simd;
+use super::{ahead::Lines, panel::MAX_VECS, simd::Simd};
 
 /// The scalars of a product: element k of row r is at `rows[r] + k · step`.
 #[derive(Clone, Copy)]
@@ -21,42 +21,46 @@ impl<const R: usize> Scalars<R> {
     }
 }
 
-/// The vectors of a product: vector v of step k is at `at + (k · width + v) · LANES`.
+/// The vectors of a product: vector v of step k is at `at + (k · VECS + v) · LANES`.
 #[derive(Clone, Copy)]
 pub(super) struct Vectors {
     pub at: *const f32,
-    pub width: usize,
 }
 
 impl Vectors {
     /// The same vectors without the first `k` steps.
     #[inline(always)]
     pub(super) fn skip<S: Simd>(self, k: usize) -> Self {
-        Self { at: self.at.wrapping_add(k * self.width * S::LANES), ..self }
+        Self { at: self.at.wrapping_add(k * S::VECS * S::LANES) }
     }
 }
 
-/// `acc[r][v] += Σ_k scalar(r, k) · vector(k, v)` for k below `len`, as the compiler arranges it.
+/// `acc[r][v] += Σ_k scalar(r, k) · vector(k, v)` for k below `len` and v from `F`, as the compiler arranges it; asks for
+/// `lines` in passing.
 ///
 /// # Safety
 /// Requires a CPU with `S`; the scalars and vectors must be readable.
 #[inline(always)]
-pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize>(
+pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize, const F: usize>(
     mut acc: [[S::V; V]; R],
     a: Scalars<R>,
     b: Vectors,
     len: usize,
+    lines: Lines,
 ) -> [[S::V; V]; R] {
     for k in 0..len {
+        if k.is_multiple_of(Lines::EVERY) {
+            S::prefetch(lines.at.wrapping_add(k / Lines::EVERY * lines.step));
+        }
         // SAFETY: the caller's promise.
         unsafe {
             let mut x = [S::splat(0.0); V];
-            for (v, x) in x.iter_mut().enumerate() {
-                *x = S::load(b.at.add((k * b.width + v) * S::LANES));
+            for (v, x) in x.iter_mut().enumerate().skip(F) {
+                *x = S::load(b.at.add((k * S::VECS + v) * S::LANES));
             }
             for (acc, row) in acc.iter_mut().zip(a.rows) {
                 let scalar = S::splat(*row.add(k * a.step));
-                for (acc, &x) in acc.iter_mut().zip(&x) {
+                for (acc, &x) in acc.iter_mut().zip(&x).skip(F) {
                     *acc = S::fma(scalar, x, *acc);
                 }
             }
@@ -73,17 +77,18 @@ pub(super) struct ScoreTile {
     pub stride: usize,
     pub q: Vectors,
     pub head_dim: usize,
-    /// Where the first key's scores go, in rows as wide as the queries'.
+    /// Where the first key's scores go, in rows of `VECS` vectors.
     pub s: *mut f32,
     /// The highest scores of each lane so far.
     pub tops: *mut f32,
+    pub lines: Lines,
 }
 
 /// # Safety
 /// Requires a CPU with `S`; all of the tile must be readable, or writable.
 #[inline(always)]
 pub(super) unsafe fn score<S: Simd, const R: usize, const V: usize>(tile: &ScoreTile) {
-    let &ScoreTile { k, stride, q, head_dim, s, tops } = tile;
+    let &ScoreTile { k, stride, q, head_dim, s, tops, lines } = tile;
     // SAFETY: the caller's promise.
     unsafe {
         let mut rows = [k; R];
@@ -91,11 +96,11 @@ pub(super) unsafe fn score<S: Simd, const R: usize, const V: usize>(tile: &Score
             *row = k.add(r * stride);
         }
         let zeros = [[S::splat(0.0); V]; R];
-        let scores = S::accumulate::<R, V>(zeros, Scalars { rows, step: 1 }, q, head_dim);
+        let scores = S::accumulate::<R, V, 0>(zeros, Scalars { rows, step: 1 }, q, head_dim, lines);
         for v in 0..V {
             let mut top = S::load(tops.add(v * S::LANES));
             for (r, row) in scores.iter().enumerate() {
-                S::store(s.add((r * q.width + v) * S::LANES), row[v]);
+                S::store(s.add((r * S::VECS + v) * S::LANES), row[v]);
                 top = S::max(row[v], top);
             }
             S::store(tops.add(v * S::LANES), top);
@@ -112,19 +117,20 @@ pub(super) struct OutputTile {
     /// The first column.
     pub d: usize,
     pub p: Vectors,
-    /// How many keys.
-    pub len: usize,
-    /// The first column's outputs, in rows as wide as the probabilities'.
+    /// How many keys each vector takes: none fewer than the one before it.
+    pub keys: [usize; MAX_VECS],
+    /// The first column's outputs, in rows of `VECS` vectors.
     pub o: *mut f32,
     /// What the outputs so far are to be multiplied with; without it they are taken for zeros.
     pub rescale: Option<*const f32>,
+    pub lines: Lines,
 }
 
 /// # Safety
 /// Requires a CPU with `S`; all of the tile must be readable, or writable.
 #[inline(always)]
 pub(super) unsafe fn output<S: Simd, const R: usize, const V: usize>(tile: &OutputTile) {
-    let &OutputTile { v: values, panel, d, p, len, o, rescale } = tile;
+    let &OutputTile { v: values, panel, d, p, keys, o, rescale, lines } = tile;
     // SAFETY: the caller's promise.
     unsafe {
         let mut rows = [values; R];
@@ -133,18 +139,28 @@ pub(super) unsafe fn output<S: Simd, const R: usize, const V: usize>(tile: &Outp
         }
         // What was there before is added at the end: loads at the beginning would hold the sums up.
         let zeros = [[S::splat(0.0); V]; R];
-        let mut outputs = S::accumulate::<R, V>(zeros, Scalars { rows, step: S::LANES }, p, len);
+        let v = Scalars { rows, step: S::LANES };
+        let mut outputs = S::accumulate::<R, V, 0>(zeros, v, p, keys[0], lines);
+        let lines = Lines::none(p.at);
+        if V > 1 && keys[1] > keys[0] {
+            let (v, p) = (v.skip(keys[0]), p.skip::<S>(keys[0]));
+            outputs = S::accumulate::<R, V, 1>(outputs, v, p, keys[1] - keys[0], lines);
+        }
+        if V > 2 && keys[2] > keys[1] {
+            let (v, p) = (v.skip(keys[1]), p.skip::<S>(keys[1]));
+            outputs = S::accumulate::<R, V, 2>(outputs, v, p, keys[2] - keys[1], lines);
+        }
         if let Some(rescale) = rescale {
             for (r, row) in outputs.iter_mut().enumerate() {
                 for (v, x) in row.iter_mut().enumerate() {
                     let factor = S::load(rescale.add(v * S::LANES));
-                    *x = S::fma(S::load(o.add((r * p.width + v) * S::LANES)), factor, *x);
+                    *x = S::fma(S::load(o.add((r * S::VECS + v) * S::LANES)), factor, *x);
                 }
             }
         }
         for (r, row) in outputs.iter().enumerate() {
             for (v, &x) in row.iter().enumerate() {
-                S::store(o.add((r * p.width + v) * S::LANES), x);
+                S::store(o.add((r * S::VECS + v) * S::LANES), x);
             }
         }
     }

@@ -13,6 +13,12 @@ pub(super) struct Visible {
 }
 
 impl Visible {
+    /// Every query sees all of `len` keys.
+    #[cfg(test)]
+    pub(super) fn all(len: usize) -> Self {
+        Self { first: i64::MIN / 2, end: i64::MAX / 2, len: len as i64 }
+    }
+
     pub(super) fn new(call: &Call<'_>, batch: usize) -> Self {
         // Beyond every key, yet far from overflow when a query is added.
         const FAR: i64 = 1 << 40;

@@ -2,7 +2,7 @@
 
 use std::arch::{asm, x86_64::*};
 
-use super::{OutputTile, Rows, Scalars, ScoreTile, Simd, Vectorised, Vectors, outlined, stream, tile};
+use super::{Lines, OutputTile, Rows, Scalars, ScoreTile, Simd, Vectorised, Vectors, outlined, stream, tile};
 
 /// AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
@@ -110,16 +110,17 @@ impl Simd for Avx2 {
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(x))) }
     }
     #[inline(always)]
-    unsafe fn accumulate<const R: usize, const V: usize>(
+    unsafe fn accumulate<const R: usize, const V: usize, const F: usize>(
         mut acc: [[__m256; V]; R],
         a: Scalars<R>,
         b: Vectors,
         len: usize,
+        lines: Lines,
     ) -> [[__m256; V]; R] {
         let steps = len / 4;
         let known = a.step == 1 || a.step == Self::LANES;
         unsafe {
-            if R == 4 && V == 3 && b.width == 3 && known && steps > 0 {
+            if R == 4 && V == 3 && F == 0 && known && steps > 0 {
                 let mut tile = [[_mm256_setzero_ps(); 3]; 4];
                 for (tile, acc) in tile.as_flattened_mut().iter_mut().zip(acc.as_flattened()) {
                     *tile = *acc;
@@ -127,17 +128,18 @@ impl Simd for Avx2 {
                 let mut rows = [std::ptr::null(); 4];
                 rows.copy_from_slice(&a.rows);
                 tile = if a.step == 1 {
-                    four_by_three::<1>(tile, rows, b.at, steps)
+                    four_by_three::<1>(tile, rows, b.at, steps, lines)
                 } else {
-                    four_by_three::<8>(tile, rows, b.at, steps)
+                    four_by_three::<8>(tile, rows, b.at, steps, lines)
                 };
                 for (tile, acc) in tile.as_flattened().iter().zip(acc.as_flattened_mut()) {
                     *acc = *tile;
                 }
                 let done = 4 * steps;
-                return tile::accumulate::<Self, R, V>(acc, a.skip(done), b.skip::<Self>(done), len - done);
+                let (a, b) = (a.skip(done), b.skip::<Self>(done));
+                return tile::accumulate::<Self, R, V, F>(acc, a, b, len - done, Lines::none(b.at));
             }
-            tile::accumulate::<Self, R, V>(acc, a, b, len)
+            tile::accumulate::<Self, R, V, F>(acc, a, b, len, lines)
         }
     }
     outlined! { #[target_feature(enable = "avx2,fma,f16c")] }
@@ -182,6 +184,7 @@ unsafe fn four_by_three<const STEP: usize>(
     rows: [*const f32; 4],
     b: *const f32,
     steps: usize,
+    lines: Lines,
 ) -> [[__m256; 3]; 4] {
     // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
     unsafe {
@@ -202,6 +205,8 @@ unsafe fn four_by_three<const STEP: usize>(
             "row {r2}+{k}+\\u*{step}, ymm6, ymm7, ymm8",
             "row {r3}+{k}+\\u*{step}, ymm9, ymm10, ymm11",
             ".endr",
+            "prefetcht1 [{line}]",
+            "add {line}, {line_step}",
             "add {k}, 4*{step}",
             "add {b}, 384",
             "dec {n}",
@@ -212,6 +217,8 @@ unsafe fn four_by_three<const STEP: usize>(
             k = inout(reg) 0_usize => _,
             b = inout(reg) b => _,
             n = inout(reg) steps => _,
+            line = inout(reg) lines.at => _,
+            line_step = in(reg) lines.step,
             inout("ymm0") acc[0][0], inout("ymm1") acc[0][1], inout("ymm2") acc[0][2],
             inout("ymm3") acc[1][0], inout("ymm4") acc[1][1], inout("ymm5") acc[1][2],
             inout("ymm6") acc[2][0], inout("ymm7") acc[2][1], inout("ymm8") acc[2][2],

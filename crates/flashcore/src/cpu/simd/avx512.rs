@@ -2,7 +2,7 @@
 
 use std::arch::{asm, x86_64::*};
 
-use super::{OutputTile, Rows, Scalars, ScoreTile, Simd, Vectorised, Vectors, outlined, stream, tile};
+use super::{Lines, OutputTile, Rows, Scalars, ScoreTile, Simd, Vectorised, Vectors, outlined, stream, tile};
 
 /// AVX-512F.
 #[derive(Clone, Copy)]
@@ -108,34 +108,42 @@ impl Simd for Avx512 {
         unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(x))) }
     }
     #[inline(always)]
-    unsafe fn accumulate<const R: usize, const V: usize>(
+    unsafe fn accumulate<const R: usize, const V: usize, const F: usize>(
         mut acc: [[__m512; V]; R],
         a: Scalars<R>,
         b: Vectors,
         len: usize,
+        lines: Lines,
     ) -> [[__m512; V]; R] {
         let steps = len / 4;
         let known = a.step == 1 || a.step == Self::LANES;
         unsafe {
-            if R == 8 && V == 3 && b.width == 3 && known && steps > 0 {
+            if R == 8 && known && steps > 0 {
+                // The tile's vectors are the last of the three that the registers hold.
+                let first = Self::VECS - V;
                 let mut tile = [[_mm512_setzero_ps(); 3]; 8];
-                for (tile, acc) in tile.as_flattened_mut().iter_mut().zip(acc.as_flattened()) {
-                    *tile = *acc;
+                for (tile, acc) in tile.iter_mut().zip(&acc) {
+                    tile[first..].copy_from_slice(acc);
                 }
                 let mut rows = [std::ptr::null(); 8];
                 rows.copy_from_slice(&a.rows);
-                tile = if a.step == 1 {
-                    eight_by_three::<1>(tile, rows, b.at, steps)
-                } else {
-                    eight_by_three::<16>(tile, rows, b.at, steps)
+                let at = b.at.wrapping_sub(first * Self::LANES);
+                tile = match (a.step, V - F) {
+                    (1, 1) => eight_rows::<1, 1>(tile, rows, at, steps, lines),
+                    (1, 2) => eight_rows::<1, 2>(tile, rows, at, steps, lines),
+                    (1, _) => eight_rows::<1, 3>(tile, rows, at, steps, lines),
+                    (_, 1) => eight_rows::<16, 1>(tile, rows, at, steps, lines),
+                    (_, 2) => eight_rows::<16, 2>(tile, rows, at, steps, lines),
+                    (_, _) => eight_rows::<16, 3>(tile, rows, at, steps, lines),
                 };
-                for (tile, acc) in tile.as_flattened().iter().zip(acc.as_flattened_mut()) {
-                    *acc = *tile;
+                for (tile, acc) in tile.iter().zip(&mut acc) {
+                    acc.copy_from_slice(&tile[first..]);
                 }
                 let done = 4 * steps;
-                return tile::accumulate::<Self, R, V>(acc, a.skip(done), b.skip::<Self>(done), len - done);
+                let (a, b) = (a.skip(done), b.skip::<Self>(done));
+                return tile::accumulate::<Self, R, V, F>(acc, a, b, len - done, Lines::none(b.at));
             }
-            tile::accumulate::<Self, R, V>(acc, a, b, len)
+            tile::accumulate::<Self, R, V, F>(acc, a, b, len, lines)
         }
     }
     outlined! { #[target_feature(enable = "avx512f")] }
@@ -173,34 +181,43 @@ impl Simd for Avx512 {
     }
 }
 
-/// The widest tile, four steps of k at a time, in the order and with the registers that it has to have: the
-/// compiler spills accumulators and spends additions on addresses, and both cost more than they seem where another
-/// thread shares the core's front end. `STEP` is the scalars'.
+/// The tallest tile and the last `VECS` of its three vectors, four steps of k at a time, in the order and with the registers
+/// that it has to have: the compiler spills accumulators and spends additions on addresses, and both cost more than they
+/// seem where another thread shares the core's front end. `STEP` is the scalars'.
 ///
 /// # Safety
 /// Requires AVX-512F, `steps` above 0, and `4 · steps` steps of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn eight_by_three<const STEP: usize>(
+unsafe fn eight_rows<const STEP: usize, const VECS: usize>(
     mut acc: [[__m512; 3]; 8],
     rows: [*const f32; 8],
     b: *const f32,
     steps: usize,
+    lines: Lines,
 ) -> [[__m512; 3]; 8] {
     // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
     unsafe {
         asm!(
             ".macro row scalar, x, y, z",
             "vbroadcastss zmm27, dword ptr [\\scalar]",
+            ".if {vecs} > 2",
             "vfmadd231ps \\x, zmm27, zmm24",
+            ".endif",
+            ".if {vecs} > 1",
             "vfmadd231ps \\y, zmm27, zmm25",
+            ".endif",
             "vfmadd231ps \\z, zmm27, zmm26",
             ".endm",
             "2:",
             ".irp u, 0, 1, 2, 3",
+            ".if {vecs} > 2",
             "vmovups zmm24, [{b} + \\u*192]",
+            ".endif",
+            ".if {vecs} > 1",
             "vmovups zmm25, [{b} + \\u*192 + 64]",
+            ".endif",
             "vmovups zmm26, [{b} + \\u*192 + 128]",
             "row {r0}+{k}+\\u*{step}, zmm0, zmm1, zmm2",
             "row {r1}+{k}+\\u*{step}, zmm3, zmm4, zmm5",
@@ -211,6 +228,8 @@ unsafe fn eight_by_three<const STEP: usize>(
             "row {r6}+{k}+\\u*{step}, zmm18, zmm19, zmm20",
             "row {r7}+{k}+\\u*{step}, zmm21, zmm22, zmm23",
             ".endr",
+            "prefetcht1 [{line}]",
+            "add {line}, {line_step}",
             "add {k}, 4*{step}",
             "add {b}, 768",
             "dec {n}",
@@ -219,9 +238,12 @@ unsafe fn eight_by_three<const STEP: usize>(
             r0 = in(reg) rows[0], r1 = in(reg) rows[1], r2 = in(reg) rows[2], r3 = in(reg) rows[3],
             r4 = in(reg) rows[4], r5 = in(reg) rows[5], r6 = in(reg) rows[6], r7 = in(reg) rows[7],
             step = const 4 * STEP,
+            vecs = const VECS,
             k = inout(reg) 0_usize => _,
             b = inout(reg) b => _,
             n = inout(reg) steps => _,
+            line = inout(reg) lines.at => _,
+            line_step = in(reg) lines.step,
             inout("zmm0") acc[0][0], inout("zmm1") acc[0][1], inout("zmm2") acc[0][2],
             inout("zmm3") acc[1][0], inout("zmm4") acc[1][1], inout("zmm5") acc[1][2],
             inout("zmm6") acc[2][0], inout("zmm7") acc[2][1], inout("zmm8") acc[2][2],

@@ -16,6 +16,7 @@ pub(super) use {avx2::Avx2, avx512::Avx512};
 pub(super) use portable::Portable;
 
 use super::{
+    ahead::Lines,
     rows::{Rows, Vectorised},
     stream,
     tile::{self, OutputTile, Scalars, ScoreTile, Vectors},
@@ -150,16 +151,18 @@ pub(super) trait Simd: Copy {
     unsafe fn copy_sign(x: Self::V, s: Self::V) -> Self::V;
     /// The bits of `x` shifted left by 23: a small integer in the low bits becomes an exponent.
     unsafe fn low_bits_to_exponent(x: Self::V) -> Self::V;
-    /// `acc[r][v] += Σ_k scalar(r, k) · vector(k, v)` for k below `len`.
+    /// `acc[r][v] += Σ_k scalar(r, k) · vector(k, v)` for k below `len` and v from `F`; asks for `lines` in
+    /// passing.
     #[inline(always)]
-    unsafe fn accumulate<const R: usize, const V: usize>(
+    unsafe fn accumulate<const R: usize, const V: usize, const F: usize>(
         acc: [[Self::V; V]; R],
         a: Scalars<R>,
         b: Vectors,
         len: usize,
+        lines: Lines,
     ) -> [[Self::V; V]; R] {
         // SAFETY: the caller's promise.
-        unsafe { tile::accumulate::<Self, R, V>(acc, a, b, len) }
+        unsafe { tile::accumulate::<Self, R, V, F>(acc, a, b, len, lines) }
     }
     /// [`tile::score`], compiled for the instruction set as a function of its own.
     unsafe fn score<const R: usize, const V: usize>(tile: &ScoreTile);
