@@ -20,6 +20,8 @@ pub struct Copy {
     pub bytes: u32,
     /// Bytes read; the rest is zero.
     pub read: [u8; 32],
+    /// The lanes that read lines of global memory, eight of them a line, one cell after the other.
+    pub lines: u32,
     /// The asynchronous operation it belongs to.
     pub agent: Agent,
     /// That operation's clock.
@@ -30,6 +32,23 @@ pub struct Copy {
     pub pc: u32,
     /// Whether the data has been moved already.
     pub done: bool,
+}
+
+impl Copy {
+    /// Nothing is copied.
+    const NONE: Copy = Copy {
+        mask: 0,
+        to: [0; 32],
+        from: [0; 32],
+        bytes: 0,
+        read: [0; 32],
+        lines: 0,
+        agent: 0,
+        clock: 0,
+        group: None,
+        pc: 0,
+        done: false,
+    };
 }
 
 /// The copies of a warp.
@@ -50,17 +69,15 @@ impl CopyQueue {
         self.open
     }
 
+    /// Room for a copy, with whatever an earlier one has left in it.
+    pub fn room(&mut self) -> Box<Copy> {
+        self.spare.pop().unwrap_or_else(|| Box::new(Copy::NONE))
+    }
+
     /// Adds a copy to the open group.
-    pub fn push(&mut self, copy: Copy) {
+    pub fn push(&mut self, copy: Box<Copy>) {
         self.open = Some((copy.agent, copy.clock));
-        let boxed = match self.spare.pop() {
-            Some(mut room) => {
-                *room = copy;
-                room
-            }
-            None => Box::new(copy),
-        };
-        self.copies.push(boxed);
+        self.copies.push(copy);
     }
 
     /// Takes back the room of copies that are done with.
@@ -180,19 +197,8 @@ impl CopyQueue {
 mod tests {
     use super::*;
 
-    fn copy(mask: u32, pc: u32) -> Copy {
-        Copy {
-            mask,
-            to: [0; 32],
-            from: [0; 32],
-            bytes: 16,
-            read: [16; 32],
-            agent: 1,
-            clock: 1,
-            group: None,
-            pc,
-            done: false,
-        }
+    fn copy(mask: u32, pc: u32) -> Box<Copy> {
+        Box::new(Copy { mask, bytes: 16, read: [16; 32], agent: 1, clock: 1, pc, ..Copy::NONE })
     }
 
     #[test]

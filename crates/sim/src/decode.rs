@@ -11,7 +11,7 @@ use flashcore_ptx::{AccTy, Alu, Arg, GridDep, Inst, Kernel, MemBase, MmaShape, O
 
 use crate::alu::{AluInst, SetpInst};
 use crate::error::SimError;
-use crate::mma::MmaInst;
+use crate::mma::{self, Company, MmaInst};
 use crate::regs::Constants;
 
 /// Instructions that a kernel may have: what the shadow of shared memory has room to name.
@@ -561,6 +561,7 @@ impl<'k> Decoder<'k> {
     /// Finds the runs of plain instructions. Labels and branches are none, so that lanes part and meet between runs.
     fn runs(&mut self, code: &[Code], steps: &[Exec]) -> (Vec<u32>, Vec<Run>) {
         let (mut run_at, mut runs) = (vec![0; code.len()], Vec::new());
+        let mut fragments = HashMap::new();
         let mut pc = 0;
         while pc < code.len() {
             let product = match steps[pc] {
@@ -577,6 +578,9 @@ impl<'k> Decoder<'k> {
             };
             let end = (pc..code.len()).find(|&next| !belongs(next)).unwrap_or(code.len());
             if end > pc {
+                if let Some(first) = product {
+                    mma::acquaint(&mut self.products[first as usize..][..end - pc], &mut fragments);
+                }
                 let unproven = self.union(&code[pc..end], |code| code.unproven);
                 let wgmma_reads = self.union(&code[pc..end], |code| code.wgmma_reads);
                 let wgmma_writes = self.union(&code[pc..end], |code| code.wgmma_writes);
@@ -650,7 +654,8 @@ impl<'k> Decoder<'k> {
                 let sums = four(dst, 0).zip(four(src, 6)).filter(apart);
                 match (four(src, 0), word(src, 4), word(src, 5), sums) {
                     (Some(rows), Some(b0), Some(b1), Some((acc, c))) => {
-                        let inst = MmaInst { a_ty: a, b_ty: b, a: rows, b: [b0, b1], c, acc };
+                        let company = Company::default();
+                        let inst = MmaInst { a_ty: a, b_ty: b, a: rows, b: [b0, b1], c, acc, company };
                         self.products.push(inst);
                         Exec::Mma(self.products.len() as u32 - 1)
                     }

@@ -825,10 +825,16 @@ impl Cluster<'_> {
                     drop(guard);
                     guard = region.races.lock(at, self.launch.id);
                 }
-                let line = !write && at.is_multiple_of(LINE) && at + LINE <= end;
-                if line && region.line_initialised(at) && guard.read_line(at, &by.access) {
-                    at += LINE;
-                    continue;
+                if at.is_multiple_of(LINE) && at + LINE <= end {
+                    let noted = if write {
+                        guard.write_line(at, &by.access)
+                    } else {
+                        region.line_initialised(at) && guard.read_line(at, &by.access)
+                    };
+                    if noted {
+                        at += LINE;
+                        continue;
+                    }
                 }
                 if !write && !region.all_initialised(at, count as u32) {
                     uninitialised.get_or_insert(region.base + at as u64);

@@ -4,7 +4,9 @@
 //! one for each group. Waiting for the group makes each lane see its own copies; a barrier makes the others see
 //! them.
 
-use crate::banks;
+use std::sync::atomic::Ordering::Relaxed;
+
+use crate::banks::{self, Wavefronts};
 use crate::clock::{Lanes, Proxy, Stamp};
 use crate::config::AsyncMode;
 use crate::copies::Copy;
@@ -14,18 +16,20 @@ use crate::exec_mem::Touch;
 use crate::findings::FindingKind;
 use crate::machine::Cluster;
 use crate::memory::POISON;
+use crate::races::LINE;
 use crate::shadow::{Access, CELL};
 use crate::shared::cell_mask;
+use crate::simd;
 
 impl Cluster<'_> {
     /// Starts a copy.
     pub fn copy_async(&mut self, w: usize, pc: u32, mask: u32, bytes: u32, src_size: bool, src: &[Slot]) {
-        let to = self.shared_addresses(w, src[0]);
-        let from = self.global_addresses(w, src[1]);
-        let mut read = [bytes as u8; 32];
+        let mut copy = self.warps[w].copies.room();
+        copy.from = self.global_addresses(w, src[1]);
+        copy.read = [bytes as u8; 32];
         if src_size {
             let sizes = self.row(w, src[2]);
-            for_lanes(mask, |l| read[l] = sizes[l].min(bytes) as u8);
+            for_lanes(mask, |l| copy.read[l] = sizes[l].min(bytes) as u8);
             if let Some(lane) = (0..32).find(|&l| mask >> l & 1 == 1 && sizes[l] > bytes) {
                 let message = format!("a source size of {} bytes for a copy of {bytes}", sizes[lane]);
                 self.report_error(w, lane as u32, pc, FindingKind::OutOfBounds, message);
@@ -33,33 +37,48 @@ impl Cluster<'_> {
         }
         let block = self.warps[w].block;
         let checks = self.launch.config.checks;
+        self.survey(w, src[0]);
+        copy.to = self.survey.addresses;
+        let whole = bytes == CELL && mask == u32::MAX;
         if checks.costs {
-            let wavefronts = banks::shared_wavefronts(&to, mask, bytes);
+            let free = whole && (0..4).all(|eight| self.survey.free_of_conflicts(eight));
+            let wavefronts = if free {
+                Wavefronts { taken: 4, ideal: 4 }
+            } else {
+                banks::shared_wavefronts(&copy.to, mask, bytes)
+            };
             self.tally.counters[pc as usize].shared(wavefronts);
         }
-        let mut ok = self.possible_shared(w, pc, block, &to, mask, bytes);
-        ok = self.check_copy_sources(w, pc, ok, bytes, &from, &read);
+        let mut ok = mask;
+        if !whole || self.survey.inside != u32::MAX {
+            ok = self.possible_shared(w, pc, block, &copy.to, mask, bytes);
+        }
+        ok = self.check_copy_sources(w, pc, ok, bytes, &copy.from, &copy.read);
         let (agent, clock) = match self.warps[w].copies.open() {
             Some(open) => open,
             None => self.agents.start(w, mask, &self.warps[w].clocks),
         };
         if checks.shared {
-            self.record_copy(w, pc, block, ok, bytes, &to, agent, clock);
+            self.record_copy(w, pc, block, ok, bytes, &copy.to, agent, clock);
         }
         let early = match self.launch.config.async_mode {
             AsyncMode::Early => true,
             AsyncMode::Late => false,
             AsyncMode::Random(_) => self.random.one_in(2),
         };
-        let copy = Copy { mask: ok, to, from, bytes, read, agent, clock, group: None, pc, done: early };
+        let level = self.launch.level;
+        let reads_all = bytes == CELL && copy.read == [CELL as u8; 32];
+        copy.lines = if reads_all { ok & simd::whole_lines(level, &copy.from) } else { 0 };
+        (copy.mask, copy.bytes, copy.pc) = (ok, bytes, pc);
+        (copy.agent, copy.clock, copy.group, copy.done) = (agent, clock, None, early);
         if early {
             self.move_bytes(w, &copy);
         } else {
             let shared = &mut self.blocks[block].shared;
             if bytes == CELL {
-                for_lanes(ok, |l| shared.poison_cell(to[l]));
+                for_lanes(ok, |l| shared.poison_cell(copy.to[l]));
             } else {
-                for_lanes(ok, |l| shared.poison(to[l], bytes));
+                for_lanes(ok, |l| shared.poison(copy.to[l], bytes));
             }
         }
         self.warps[w].copies.push(copy);
@@ -113,8 +132,7 @@ impl Cluster<'_> {
         let mut left = mask;
         if bytes == CELL {
             // Most copies fill whole cells that everybody is done with.
-            let plain = shared.plain_rows(to, mask);
-            left &= !shared.shadow.write_after_all(to, plain, clocks, (agent, clock), pc);
+            left &= !shared.write_after_all(to, mask, clocks, (agent, clock), pc);
         }
         for_lanes(left, |l| {
             let lanes = Lanes::one(l as u32);
@@ -170,9 +188,21 @@ impl Cluster<'_> {
     fn move_bytes(&mut self, w: usize, copy: &Copy) {
         let memory = self.launch.memory;
         let shared = &mut self.blocks[self.warps[w].block].shared;
+        let mut left = copy.mask;
+        for (eight, to) in copy.to.as_chunks::<8>().0.iter().enumerate() {
+            let lanes = 0xFF << (8 * eight);
+            if copy.lines & lanes == lanes
+                && let Some((region, offset)) = memory.find(copy.from[8 * eight], LINE as u64)
+            {
+                for (&to, cell) in to.iter().zip(region.line(offset).as_chunks::<2>().0) {
+                    shared.store_cell(to, cell.each_ref().map(|word| word.load(Relaxed)));
+                }
+                left &= !lanes;
+            }
+        }
         // Lanes usually read one allocation.
-        let near = memory.near(copy.from[copy.mask.trailing_zeros() as usize % 32]);
-        for_lanes(copy.mask, |l| {
+        let near = memory.near(copy.from[left.trailing_zeros() as usize % 32]);
+        for_lanes(left, |l| {
             let read = u32::from(copy.read[l]);
             if read == copy.bytes
                 && let Some(region) = near

@@ -7,6 +7,7 @@ use crate::clock::{ClockPair, Lanes, Proxy};
 use crate::decode::Slot;
 use crate::exec::for_lanes;
 use crate::findings::{FindingKind, Severity};
+use crate::lines;
 use crate::machine::{Cluster, Step};
 use crate::memory::POISON;
 use crate::numerics as num;
@@ -167,16 +168,22 @@ impl Cluster<'_> {
     ) -> u32 {
         let checks = self.launch.config.checks;
         self.check_grid_wait(w, pc, mask);
+        let lines = if bytes == CELL { simd::whole_lines(self.launch.level, addresses) } else { 0 };
         if checks.costs {
-            let sectors = banks::sectors(addresses, mask);
+            let four = if mask & lines == u32::MAX { lines::sectors_of_four(addresses) } else { None };
+            let sectors = four.unwrap_or_else(|| banks::sectors(addresses, mask));
             self.tally.counters[pc as usize].global(sectors, mask.count_ones() * bytes);
         }
         let memory = self.launch.memory;
         let clocks = &self.warps[w].clocks;
         let mut ok = mask;
         let mut left = mask;
-        if touch == Touch::Read && bytes == CELL && checks.global {
-            left = self.read_cells(w, pc, addresses, mask);
+        if bytes == CELL && checks.global {
+            left = match touch {
+                Touch::Read => self.read_cells(w, pc, addresses, lines, mask),
+                Touch::Write => self.touch_lines(w, pc, addresses, lines, mask, true),
+                Touch::Atomic => mask,
+            };
             if left == 0 {
                 return ok;
             }
@@ -266,15 +273,8 @@ impl Cluster<'_> {
 
     /// Records the reads of whole cells that hold values and that nobody has written in this launch, which is most of
     /// what there is. Returns the other lanes.
-    fn read_cells(&self, w: usize, pc: u32, addresses: &Row64, mask: u32) -> u32 {
-        let clocks = &self.warps[w].clocks;
-        let access = |lane: usize| GlobalAccess {
-            cluster: self.id,
-            stamp: clocks.stamp(Lanes::one(lane as u32)),
-            pc,
-            atomic: false,
-        };
-        let mut left = self.read_lines(addresses, mask, access);
+    fn read_cells(&self, w: usize, pc: u32, addresses: &Row64, lines: u32, mask: u32) -> u32 {
+        let mut left = self.touch_lines(w, pc, addresses, lines, mask, false);
         let mut todo = left;
         while todo != 0 {
             let first = addresses[todo.trailing_zeros() as usize];
@@ -291,7 +291,10 @@ impl Cluster<'_> {
                 }
                 todo &= !(1 << l);
                 let whole = offset.is_multiple_of(CELL as usize) && offset + CELL as usize <= region.len;
-                if whole && region.cell_initialised(offset) && guard.read_unwritten(offset, &access(l)) {
+                if whole
+                    && region.cell_initialised(offset)
+                    && guard.read_unwritten(offset, &self.by_lane(w, pc, l))
+                {
                     left &= !(1 << l);
                 }
             });
@@ -299,18 +302,21 @@ impl Cluster<'_> {
         left
     }
 
-    /// Records the reads of eight lanes that have a line of cells, one cell after the other. Returns the other lanes.
-    fn read_lines(&self, addresses: &Row64, mask: u32, access: impl Fn(usize) -> GlobalAccess) -> u32 {
+    /// An access that a lane makes now.
+    #[inline(always)]
+    fn by_lane(&self, w: usize, pc: u32, lane: usize) -> GlobalAccess {
+        let stamp = self.warps[w].clocks.stamp(Lanes::one(lane as u32));
+        GlobalAccess { cluster: self.id, stamp, pc, atomic: false }
+    }
+
+    /// Records the accesses of eight lanes that have a line of cells, one cell after the other: reads of what holds values
+    /// and was not written in this launch, and first writes. Returns the other lanes.
+    fn touch_lines(&self, w: usize, pc: u32, addresses: &Row64, lines: u32, mask: u32, write: bool) -> u32 {
         let mut left = mask;
         let mut locked: Option<(u64, crate::races::ShardGuard<'_>)> = None;
-        for (eight, cells) in addresses.as_chunks::<8>().0.iter().enumerate() {
-            let (first, lanes) = (cells[0], 0xFF << (8 * eight));
-            // Without a branch for each lane, so that it becomes a few vector instructions.
-            let apart = cells
-                .iter()
-                .zip(0..)
-                .fold(0, |apart, (cell, i)| apart | (cell ^ first.wrapping_add(i * u64::from(CELL))));
-            if mask & lanes != lanes || apart != 0 || !first.is_multiple_of(LINE as u64) {
+        for eight in 0..4 {
+            let (first, lanes) = (addresses[8 * eight], 0xFF << (8 * eight));
+            if mask & lines & lanes != lanes {
                 continue;
             }
             let Some((region, offset)) = self.launch.memory.find(first, LINE as u64) else { continue };
@@ -322,7 +328,13 @@ impl Cluster<'_> {
                     &mut other.insert((region.base, region.races.lock(offset, self.launch.id))).1
                 }
             };
-            if region.line_initialised(offset) && guard.read_line(offset, &access(8 * eight)) {
+            let access = self.by_lane(w, pc, 8 * eight);
+            let noted = if write {
+                guard.write_line(offset, &access)
+            } else {
+                region.line_initialised(offset) && guard.read_line(offset, &access)
+            };
+            if noted {
                 left &= !lanes;
             }
         }

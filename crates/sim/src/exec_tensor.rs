@@ -13,31 +13,32 @@ use crate::shadow::{Access, CELL};
 use crate::simd;
 
 impl Cluster<'_> {
-    /// The row addresses of a matrix instruction that are possible; each is 16 bytes.
-    fn touch_rows(
-        &mut self,
-        w: usize,
-        pc: u32,
-        addresses: &Row,
-        count: usize,
-        trans: bool,
-        write: bool,
-    ) -> u32 {
+    /// Looks at the addresses of the rows of a matrix instruction, or of the cells of a copy, all in one go.
+    pub fn survey(&mut self, w: usize, slot: Slot) {
+        let Slot::Shared(row, offset) = slot else {
+            unreachable!("a shared address was decoded as {slot:?}");
+        };
+        let warp = &self.warps[w];
+        let (base, end) = (&warp.regs.r32[row as usize], self.blocks[warp.block].shared.dense());
+        simd::survey(self.launch.level, base, offset as u32, warp.block as u32, end, &mut self.survey);
+    }
+
+    /// The rows of a matrix instruction that are possible; each is 16 bytes. Their addresses have been surveyed.
+    fn touch_rows(&mut self, w: usize, pc: u32, count: usize, trans: bool, write: bool) -> u32 {
         let block = self.warps[w].block;
         let checks = self.launch.config.checks;
-        let surveyed = simd::survey(self.launch.level, addresses);
-        let matrices = &surveyed[..count];
         if checks.costs {
             let mut wavefronts = Wavefronts { taken: 0, ideal: count as u32 };
-            for (rows, of) in addresses.as_chunks().0.iter().zip(matrices) {
-                wavefronts.taken += if of.free_of_conflicts() { 1 } else { banks::row_passes(rows) };
+            for (matrix, rows) in self.survey.addresses.as_chunks().0.iter().enumerate().take(count) {
+                let free = self.survey.free_of_conflicts(matrix);
+                wavefronts.taken += if free { 1 } else { banks::row_passes(rows) };
             }
             self.tally.counters[pc as usize].shared(wavefronts);
         }
         let mut ok = if count == 4 { u32::MAX } else { (1 << (8 * count)) - 1 };
-        let dense = self.blocks[block].shared.dense();
-        if !matrices.iter().all(|rows| rows.lie_below(dense)) {
-            ok = self.possible_shared(w, pc, block, addresses, ok, 16);
+        if self.survey.inside & ok != ok {
+            let addresses = self.survey.addresses;
+            ok = self.possible_shared(w, pc, block, &addresses, ok, 16);
         }
         if !checks.shared {
             return ok;
@@ -48,11 +49,12 @@ impl Cluster<'_> {
         let mut left = ok;
         if !write {
             // Most reads are of rows that hold a value and were written before a barrier.
-            left &= !shared.read_rows(addresses, matrices, ok, clocks, trans, pc);
+            left &= !shared.read_rows(&self.survey, ok, clocks, trans, pc);
             if left == 0 {
                 return ok;
             }
         }
+        let addresses = self.survey.addresses;
         let mut conflict = None;
         let mut uninitialised = None;
         let mut barrier = None;
@@ -108,18 +110,29 @@ impl Cluster<'_> {
         dst: &[Slot],
         src: &[Slot],
     ) {
-        let addresses = self.shared_addresses(w, src[0]);
-        let ok = self.touch_rows(w, pc, &addresses, count, trans, false);
-        let level = self.launch.level;
-        let whole = mask == u32::MAX && ok.count_ones() as usize == 8 * count;
-        for (i, (&slot, rows)) in dst.iter().zip(addresses.as_chunks::<8>().0).enumerate().take(count) {
-            let shared = &self.blocks[self.warps[w].block].shared;
-            if whole && let Slot::Word(row) = slot {
-                let regs = &mut self.warps[w].regs;
-                simd::load_matrix(level, shared.bytes(), rows, trans, &mut regs.r32[row as usize]);
-                regs.init32[row as usize] = mask;
-                continue;
+        self.survey(w, src[0]);
+        let ok = self.touch_rows(w, pc, count, trans, false);
+        if mask == u32::MAX && ok.count_ones() as usize == 8 * count {
+            let mut to = [0; 4];
+            let wanted = dst.iter().take(count).zip(&mut to).all(|(slot, to)| match slot {
+                Slot::Word(row) => {
+                    *to = *row;
+                    true
+                }
+                _ => false,
+            });
+            if wanted {
+                let shared = &self.blocks[self.warps[w].block].shared;
+                let (regs, to) = (&mut self.warps[w].regs, &to[..count]);
+                let (level, addresses) = (self.launch.level, &self.survey.addresses);
+                simd::load_matrices(level, shared.bytes(), addresses, trans, to, &mut regs.r32);
+                to.iter().for_each(|&row| regs.init32[row as usize] = mask);
+                return;
             }
+        }
+        let addresses = self.survey.addresses;
+        for (i, &slot) in dst.iter().enumerate().take(count) {
+            let shared = &self.blocks[self.warps[w].block].shared;
             let mut matrix = [crate::memory::POISON as u32; 32];
             for (row, words) in matrix.as_chunks_mut::<4>().0.iter_mut().enumerate() {
                 let l = 8 * i + row;
@@ -134,11 +147,12 @@ impl Cluster<'_> {
 
     /// `stmatrix`.
     pub fn stmatrix(&mut self, w: usize, pc: u32, mask: u32, count: usize, trans: bool, src: &[Slot]) {
-        let addresses = self.shared_addresses(w, src[0]);
         if mask == 0 {
             return;
         }
-        let ok = self.touch_rows(w, pc, &addresses, count, trans, true);
+        self.survey(w, src[0]);
+        let ok = self.touch_rows(w, pc, count, trans, true);
+        let addresses = self.survey.addresses;
         for (i, &slot) in src[1..=count].iter().enumerate() {
             let matrix = self.row(w, slot);
             let matrix = if trans { mma::transposed(&matrix) } else { matrix };
@@ -184,21 +198,21 @@ impl Cluster<'_> {
             AccTy::F32 => {
                 let in_place = dst.iter().zip(c).all(|(slot, row)| *slot == Slot::Word(row as u32));
                 if in_place && let Ok(acc) = regs.r32.get_disjoint_mut(c) {
-                    simd::multiply(level, depth, &tiles.a, &tiles.b, acc.map(|row| &mut **row));
+                    simd::multiply(level, depth, &tiles.a[0].tile, &tiles.b[0], acc.map(|row| &mut **row));
                     for row in c {
                         regs.init32[row] = u32::MAX;
                     }
                     return;
                 }
                 let mut acc = c.map(|row| *regs.r32[row]);
-                simd::multiply(level, depth, &tiles.a, &tiles.b, acc.each_mut());
+                simd::multiply(level, depth, &tiles.a[0].tile, &tiles.b[0], acc.each_mut());
                 for (slot, value) in dst.iter().zip(&acc) {
                     self.put(w, *slot, u32::MAX, value);
                 }
             }
             AccTy::F16 => {
                 let mut acc = mma::unpack_f16([&regs.r32[c[0]], &regs.r32[c[1]]]);
-                simd::multiply(level, depth, &tiles.a, &tiles.b, acc.each_mut());
+                simd::multiply(level, depth, &tiles.a[0].tile, &tiles.b[0], acc.each_mut());
                 for (slot, value) in dst.iter().zip(&mma::pack_f16(&acc)) {
                     self.put(w, *slot, u32::MAX, value);
                 }

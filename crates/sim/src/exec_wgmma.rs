@@ -16,11 +16,11 @@ use crate::descriptor::Descriptor;
 use crate::findings::{FindingKind, Severity};
 use crate::machine::{Cluster, Step};
 use crate::memory::POISON;
-use crate::mma;
+use crate::mma::{self, ATile, BTile};
 use crate::regs::{Aligned, Row};
 use crate::shadow::{Access, CELL, Conflict, PAGE, PAGE_BYTES};
 use crate::shared::SharedMemory;
-use crate::simd;
+use crate::simd::{self, Level};
 use crate::warp::{State, Wait, Warp};
 
 /// What is known of the registers of one warp that `wgmma` uses.
@@ -561,25 +561,25 @@ impl Cluster<'_> {
             if form.negate_a {
                 negate(form.a, &mut a);
             }
-            if !tiles.has_a(form.a, &a.each_ref()) {
-                simd::read_a(level, form.a, &a.each_ref(), &mut tiles.a);
+            let wide = &mut tiles.a[0];
+            if !wide.is_of(form.a, &a.each_ref()) {
+                simd::read_a(level, form.a, &a.each_ref(), &mut wide.tile);
             }
-            let per_tile = if form.acc == AccTy::F32 { 4 } else { 2 };
-            for (tile, slots) in tiles.b_columns.iter().zip(accumulators.chunks_exact(per_tile)) {
-                let depth = usize::from(form.k());
-                if !product.scale_d {
-                    for &slot in slots {
-                        *accumulator(warp, slot) = [0; 32];
-                    }
+            if !product.scale_d {
+                for &slot in accumulators {
+                    *accumulator(warp, slot) = [0; 32];
                 }
-                if form.acc == AccTy::F32 {
-                    with_accumulators(warp, slots, |acc| {
-                        simd::multiply(level, depth, &tiles.a, tile, acc);
-                    });
-                } else {
+            }
+            let (a, depth) = (&wide.tile, usize::from(form.k()));
+            if form.acc == AccTy::F32 {
+                for (tiles, slots) in tiles.b_columns.chunks(2).zip(accumulators.chunks(8)) {
+                    multiply_columns(level, depth, a, tiles, warp, slots);
+                }
+            } else {
+                for (tile, slots) in tiles.b_columns.iter().zip(accumulators.chunks_exact(2)) {
                     let [low, high] = [0, 1].map(|i| *accumulator(warp, slots[i]));
                     let mut acc = mma::unpack_f16([&low, &high]);
-                    simd::multiply(level, depth, &tiles.a, tile, acc.each_mut());
+                    simd::multiply(level, depth, a, tile, acc.each_mut());
                     let sums = mma::pack_f16(&acc);
                     slots.iter().zip(&sums).for_each(|(&slot, sum)| *accumulator(warp, slot) = *sum);
                 }
@@ -728,17 +728,22 @@ fn accumulator(warp: &mut Warp, slot: Slot) -> &mut Row {
     if warp.wgmma.rows[row].held { &mut warp.wgmma.held[row] } else { &mut warp.regs.r32[row] }
 }
 
-/// Calls `f` with four accumulators, where they are if they are in one place.
-fn with_accumulators(warp: &mut Warp, slots: &[Slot], f: impl FnOnce([&mut Row; 4])) {
-    let rows: [usize; 4] = std::array::from_fn(|i| slots[i].word() as usize);
-    let held = rows.map(|row| warp.wgmma.rows[row].held);
-    if held == [held[0]; 4] {
-        let file = if held[0] { &mut warp.wgmma.held } else { &mut warp.regs.r32 };
-        if let Ok(accumulators) = file.get_disjoint_mut(rows) {
-            return f(accumulators.map(|row| &mut **row));
+/// Multiplies by one or two tiles of columns into as many times four accumulators, where they are: two at once if all are
+/// in one place.
+fn multiply_columns(level: Level, depth: usize, a: &ATile, tiles: &[BTile], warp: &mut Warp, slots: &[Slot]) {
+    if let ([first, second], Ok(rows)) = (tiles, <&[Slot; 8]>::try_from(slots)) {
+        let rows = rows.map(Slot::word);
+        let held = warp.wgmma.rows[rows[0] as usize].held;
+        if rows.iter().all(|&row| warp.wgmma.rows[row as usize].held == held) {
+            let file = if held { &mut warp.wgmma.held } else { &mut warp.regs.r32 };
+            let [a0, a1, a2, a3, b0, b1, b2, b3] = rows;
+            let sums = [[a0, a1, a2, a3], [b0, b1, b2, b3]];
+            return simd::multiply_two(level, depth, a, [first, second], file, sums, sums);
         }
     }
-    let mut values: [Row; 4] = std::array::from_fn(|i| *accumulator(warp, slots[i]));
-    f(values.each_mut());
-    slots.iter().zip(values).for_each(|(&slot, value)| *accumulator(warp, slot) = value);
+    for (tile, slots) in tiles.iter().zip(slots.chunks_exact(4)) {
+        let mut values: [Row; 4] = std::array::from_fn(|i| *accumulator(warp, slots[i]));
+        simd::multiply(level, depth, a, tile, values.each_mut());
+        slots.iter().zip(values).for_each(|(&slot, value)| *accumulator(warp, slot) = value);
+    }
 }

@@ -87,8 +87,11 @@ mod exec_tensor;
 mod exec_warp;
 mod exec_wgmma;
 mod findings;
+mod lines;
 mod machine;
 mod matrices;
+#[cfg(target_arch = "x86_64")]
+mod matrices_avx512;
 mod mbarrier;
 mod memory;
 mod mma;

@@ -15,6 +15,7 @@ use crate::exec_bulk::PendingCopy;
 use crate::exec_cluster::ClusterBarrier;
 use crate::exec_wgmma::Warpgroup;
 use crate::findings::{FindingKind, FindingSet, Place, Raw, Severity, Thread};
+use crate::matrices::Survey;
 use crate::mbarrier::{ByNumber, Mbarrier};
 use crate::memory::GlobalMemory;
 use crate::mma::Tiles;
@@ -188,6 +189,8 @@ pub struct Cluster<'a> {
     pub slice: u64,
     /// Tiles that tensor instructions use.
     pub tiles: Box<Tiles>,
+    /// The addresses of the matrix instruction that is executed.
+    pub survey: Survey,
     /// The clocks of the warpgroup whose product is being started.
     pub together: WarpClock,
     /// What the clock registers show: it moves on whenever one is read.
@@ -267,6 +270,7 @@ impl<'a> Cluster<'a> {
             progress: 0,
             slice: 0,
             tiles: Box::default(),
+            survey: Survey::NONE,
             together: WarpClock::new(Agent::MAX),
             ticks: 0,
         }

@@ -151,6 +151,12 @@ impl Region {
         [words[0].load(Relaxed), words[1].load(Relaxed)]
     }
 
+    /// The words of the line at a multiple of its size.
+    #[inline(always)]
+    pub fn line(&self, offset: usize) -> &[AtomicU64] {
+        &self.words[offset / 8..][..LINE / 8]
+    }
+
     /// One byte.
     pub fn load_byte(&self, offset: usize) -> u8 {
         self.load(offset, 1) as u8

@@ -9,10 +9,12 @@
 //! `lane / 4` and `lane / 4 + 8`, columns `2 (lane % 4)` and the one after it. Operands are widened to where the
 //! lanes of the accumulators want them, so that a step of k is a fused multiply-add of whole registers.
 
+use std::collections::HashMap;
+
 use flashcore_ptx::MatrixTy;
 
 use crate::numerics as num;
-use crate::regs::{Regs, Row};
+use crate::regs::{Aligned, Regs, Row};
 
 /// The deepest product.
 const DEPTH: usize = 32;
@@ -31,51 +33,58 @@ pub const fn quad(k: usize, odd: usize) -> (usize, usize) {
     (k / 8 * 4 + k % 4, odd * 8 + k % 8 / 4 * 4)
 }
 
+/// A widened, and what it was widened from: kernels multiply the same A by many Bs.
+#[repr(C, align(64))]
+pub struct WideA {
+    /// As the lanes want it.
+    pub tile: ATile,
+    from: [Row; 4],
+    ty: Option<MatrixTy>,
+}
+
+impl WideA {
+    const NONE: WideA = WideA { tile: [[[0.0; 32]; 2]; DEPTH], from: [[0; 32]; 4], ty: None };
+
+    /// Whether it was widened from this A; if not, it will be.
+    #[inline(always)]
+    pub fn is_of(&mut self, ty: MatrixTy, regs: &[&Row]) -> bool {
+        // Without a branch for each word, so that it becomes a few vector instructions.
+        let differs = |(a, b): (&&Row, &Row)| a.iter().zip(b).fold(0, |bits, (a, b)| bits | (a ^ b)) != 0;
+        if regs.len() == 4 && self.ty == Some(ty) && !regs.iter().zip(&self.from).any(differs) {
+            return true;
+        }
+        self.ty = (regs.len() == 4).then_some(ty);
+        for (from, row) in self.from.iter_mut().zip(regs) {
+            *from = **row;
+        }
+        false
+    }
+}
+
 /// Tiles that are used again from product to product. The first two begin with a line of the cache.
 #[repr(C, align(64))]
 pub struct Tiles {
-    /// A, widened.
-    pub a: ATile,
-    /// B, widened.
-    pub b: BTile,
+    /// Two As, widened: warps with two blocks of rows multiply them in turns.
+    pub a: [WideA; 2],
+    /// The Bs of two products, widened.
+    pub b: [BTile; 2],
     /// The A of a warpgroup as fragments, four a warp.
     pub a_rows: Vec<Row>,
     /// The B of a warpgroup as fragments, two for eight columns.
     pub b_rows: Vec<Row>,
     /// The columns of the B of a warpgroup, eight by eight, widened.
     pub b_columns: Vec<BTile>,
-    /// What A was widened from: kernels multiply the same A by many Bs in a row.
-    a_from: ([Row; 4], Option<MatrixTy>),
 }
 
 impl Default for Tiles {
     fn default() -> Self {
         Tiles {
-            a: [[[0.0; 32]; 2]; DEPTH],
-            b: [[0.0; 16]; DEPTH / 2],
+            a: [WideA::NONE; 2],
+            b: [[[0.0; 16]; DEPTH / 2]; 2],
             a_rows: Vec::new(),
             b_rows: Vec::new(),
             b_columns: Vec::new(),
-            a_from: ([[0; 32]; 4], None),
         }
-    }
-}
-
-impl Tiles {
-    /// Whether A is the one that was widened last; if not, it will be.
-    #[inline(always)]
-    pub fn has_a(&mut self, ty: MatrixTy, regs: &[&Row]) -> bool {
-        let (from, of) = &mut self.a_from;
-        // Without a branch for each word, so that it becomes a few vector instructions.
-        let differs = |(a, b): (&&Row, &Row)| a.iter().zip(b).fold(0, |bits, (a, b)| bits | (a ^ b)) != 0;
-        if regs.len() == 4 && *of == Some(ty) && !regs.iter().zip(&*from).any(differs) {
-            return true;
-        }
-        *of = (regs.len() == 4).then_some(ty);
-        for (from, row) in from.iter_mut().zip(regs) {
-            *from = **row;
-        }
-        false
     }
 }
 
@@ -94,9 +103,59 @@ pub struct MmaInst {
     pub c: [u32; 4],
     /// The accumulators, four different rows.
     pub acc: [u32; 4],
+    /// How it is computed together with its neighbours.
+    pub company: Company,
+}
+
+/// What a product of a run shares with those beside it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Company {
+    /// Which of the two widened As it uses.
+    slot: u8,
+    /// The next product has the same A and needs nothing of this one: the two are computed at once.
+    pub joined: bool,
+    /// Its B, and that of the product it is computed with, are those that were widened before.
+    pub same_b: bool,
+}
+
+impl Company {
+    /// Which of the widened As the product uses.
+    #[inline(always)]
+    pub fn slot(self) -> usize {
+        usize::from(self.slot)
+    }
+}
+
+/// Finds out what each product of a run shares with those beside it. `seen` numbers the As.
+pub fn acquaint(run: &mut [MmaInst], seen: &mut HashMap<[u32; 4], u8>) {
+    let mut at = 0;
+    // The products that were computed before this one, and have widened their Bs.
+    let mut before = 0..0;
+    while at < run.len() {
+        let number = (seen.len() % 2) as u8;
+        let slot = *seen.entry(run[at].a).or_insert(number);
+        let joined = run.get(at + 1).is_some_and(|next| run[at].can_join(next));
+        let now = at..at + 1 + usize::from(joined);
+        let (earlier, present) = (&run[before.clone()], &run[now.clone()]);
+        let wrote = |row: &u32| earlier.iter().any(|product| product.acc.contains(row));
+        let same_b = earlier.len() == present.len()
+            && present.iter().zip(earlier).all(|(a, b)| a.b == b.b && a.b_ty == b.b_ty)
+            && !present.iter().flat_map(|product| &product.b).any(wrote);
+        run[at].company = Company { slot, joined, same_b };
+        at = now.end;
+        before = now;
+    }
 }
 
 impl MmaInst {
+    /// Whether it can be computed at the same time as the product after it, by the same A.
+    fn can_join(&self, next: &MmaInst) -> bool {
+        let needs = |row: &u32| next.a.contains(row) || next.b.contains(row) || next.c.contains(row);
+        self.a == next.a
+            && self.a_ty == next.a_ty
+            && !self.acc.iter().any(|row| needs(row) || next.acc.contains(row))
+    }
+
     /// Takes over what it is added to. Its A and B have been widened by then: accumulators may be among their rows.
     #[inline(always)]
     pub fn begin(&self, regs: &mut Regs) {
@@ -109,29 +168,41 @@ impl MmaInst {
             regs.init32[row as usize] = u32::MAX;
         }
     }
-
-    /// Whether A is that of the product before, which has not written to it.
-    #[inline(always)]
-    pub fn has_a_of(&self, before: &MmaInst) -> bool {
-        self.a == before.a && self.a_ty == before.a_ty && !before.acc.iter().any(|row| self.a.contains(row))
-    }
 }
 
 /// Computes products one after the other.
 #[inline(always)]
 pub fn multiply_all(regs: &mut Regs, products: &[MmaInst], tiles: &mut Tiles) {
-    let mut before: Option<&MmaInst> = None;
     for inst in products {
         let row = |row: u32| -> &Row { &regs.r32[row as usize] };
-        if !before.is_some_and(|before| inst.has_a_of(before)) && !tiles.has_a(inst.a_ty, &inst.a.map(row)) {
-            read_a(inst.a_ty, &inst.a.map(row), &mut tiles.a);
+        let a = &mut tiles.a[inst.company.slot()];
+        if !a.is_of(inst.a_ty, &inst.a.map(row)) {
+            read_a(inst.a_ty, &inst.a.map(row), &mut a.tile);
         }
-        read_b(inst.b_ty, &inst.b.map(row), &mut tiles.b);
+        read_b(inst.b_ty, &inst.b.map(row), &mut tiles.b[0]);
         inst.begin(regs);
         if let Ok(acc) = regs.r32.get_disjoint_mut(inst.acc.map(|row| row as usize)) {
-            multiply(16, &tiles.a, &tiles.b, acc.map(|row| &mut **row));
+            multiply(16, &a.tile, &tiles.b[0], acc.map(|row| &mut **row));
         }
-        before = Some(inst);
+    }
+}
+
+/// Computes two products of one A at once, each from four rows into four. What one writes, the other does not read.
+#[inline(always)]
+pub fn multiply_two(
+    depth: usize,
+    a: &ATile,
+    b: [&BTile; 2],
+    rows: &mut [Aligned<Row>],
+    from: [[u32; 4]; 2],
+    to: [[u32; 4]; 2],
+) {
+    for ((b, from), to) in b.into_iter().zip(from).zip(to) {
+        let mut sums = from.map(|row| *rows[row as usize]);
+        multiply(depth, a, b, sums.each_mut());
+        for (row, sum) in to.into_iter().zip(sums) {
+            rows[row as usize] = Aligned(sum);
+        }
     }
 }
 
@@ -266,24 +337,11 @@ fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, mut acc: [&mut Row; 4])
 /// Widens the fragments of a product, A only where it is not the one that was widened last.
 #[inline(always)]
 pub fn widen_both(a_ty: MatrixTy, a: &[&Row], b_ty: MatrixTy, b: &[&Row], tiles: &mut Tiles) {
-    if !tiles.has_a(a_ty, a) {
-        read_a(a_ty, a, &mut tiles.a);
+    let wide = &mut tiles.a[0];
+    if !wide.is_of(a_ty, a) {
+        read_a(a_ty, a, &mut wide.tile);
     }
-    read_b(b_ty, b, &mut tiles.b);
-}
-
-/// Loads an 8x8 matrix of 16-bit elements whose rows are at these places.
-#[inline(always)]
-pub fn load_matrix(bytes: &[u8], rows: &[u32; 8], trans: bool, matrix: &mut Row) {
-    for (words, &at) in matrix.as_chunks_mut::<4>().0.iter_mut().zip(rows) {
-        let row = &bytes[at as usize..][..16];
-        for (word, bytes) in words.iter_mut().zip(row.as_chunks().0) {
-            *word = u32::from_le_bytes(*bytes);
-        }
-    }
-    if trans {
-        *matrix = transposed(matrix);
-    }
+    read_b(b_ty, b, &mut tiles.b[0]);
 }
 
 /// Turns an 8x8 matrix of 16-bit elements around: rows become columns.
@@ -324,7 +382,6 @@ pub fn pack_f16(acc: &[Row; 4]) -> [Row; 2] {
 mod tests {
     use super::*;
     use crate::random::Random;
-    use crate::regs::Aligned;
     use crate::simd::{self, Level};
 
     /// Element (row, column) of a matrix of 16-bit elements in a register.
@@ -392,10 +449,17 @@ mod tests {
                 {
                     let mut tiles = Tiles::default();
                     let mut d = c;
-                    simd::read_a(level, ty, &a.each_ref(), &mut tiles.a);
-                    simd::read_b(level, ty, &b.each_ref(), &mut tiles.b);
-                    simd::multiply(level, 256 / ty.bits() as usize, &tiles.a, &tiles.b, d.each_mut());
+                    let depth = 256 / ty.bits() as usize;
+                    simd::read_a(level, ty, &a.each_ref(), &mut tiles.a[0].tile);
+                    simd::read_b(level, ty, &b.each_ref(), &mut tiles.b[0]);
+                    simd::multiply(level, depth, &tiles.a[0].tile, &tiles.b[0], d.each_mut());
                     assert_eq!(d, want, "{ty:?} {level:?}");
+                    let mut rows: Vec<_> = c.iter().map(|row| Aligned(*row)).collect();
+                    rows.resize(12, Aligned([0; 32]));
+                    let (from, to) = ([[0, 1, 2, 3]; 2], [[4, 5, 6, 7], [8, 9, 10, 11]]);
+                    let (a, b) = (&tiles.a[0].tile, &tiles.b[0]);
+                    simd::multiply_two(level, depth, a, [b, b], &mut rows, from, to);
+                    assert!(rows[4..].iter().zip(want.iter().cycle()).all(|(row, want)| **row == *want));
                 }
             }
         }
@@ -405,9 +469,17 @@ mod tests {
     fn products_in_a_row_are_what_each_is_alone_even_where_one_feeds_the_next() {
         let (mut random, best) = (Random::new(11), Level::detect());
         let mut row = || Aligned(std::array::from_fn(|_| random.next() as u32 & 0x3BFF_3BFF));
-        let rows: Vec<_> = (0..24).map(|_| row()).collect();
-        let inst = |a, b, c, acc| MmaInst { a_ty: MatrixTy::F16, b_ty: MatrixTy::F16, a, b, c, acc };
-        let products = [
+        let rows: Vec<_> = (0..46).map(|_| row()).collect();
+        let inst = |a, b, c, acc| MmaInst {
+            a_ty: MatrixTy::F16,
+            b_ty: MatrixTy::F16,
+            a,
+            b,
+            c,
+            acc,
+            company: Company::default(),
+        };
+        let mut products = [
             inst([0, 1, 2, 3], [4, 5], [20, 21, 22, 23], [8, 9, 10, 11]),
             // The same A and other accumulators, then into A itself, then by the A that came of it.
             inst([0, 1, 2, 3], [6, 7], [12, 13, 14, 15], [12, 13, 14, 15]),
@@ -415,7 +487,18 @@ mod tests {
             inst([0, 1, 2, 3], [6, 7], [8, 9, 10, 11], [8, 9, 10, 11]),
             // The B of one is what the one before has computed.
             inst([4, 5, 6, 7], [8, 9], [20, 21, 22, 23], [16, 17, 18, 19]),
+            // Two As by the same two Bs; the last changes the first B before it is wanted again.
+            inst([16, 17, 18, 19], [24, 25], [28, 29, 30, 31], [28, 29, 30, 31]),
+            inst([16, 17, 18, 19], [26, 27], [32, 33, 34, 35], [32, 33, 34, 35]),
+            inst([4, 5, 6, 7], [24, 25], [36, 37, 38, 39], [36, 37, 38, 39]),
+            inst([4, 5, 6, 7], [26, 27], [40, 41, 42, 43], [24, 25, 44, 45]),
+            inst([16, 17, 18, 19], [24, 25], [28, 29, 30, 31], [28, 29, 30, 31]),
+            inst([16, 17, 18, 19], [26, 27], [32, 33, 34, 35], [32, 33, 34, 35]),
         ];
+        acquaint(&mut products, &mut HashMap::new());
+        let companies = products.map(|product| (product.company.joined, product.company.same_b));
+        assert_eq!(companies.map(|(joined, _)| u8::from(joined)), [1, 0, 0, 0, 0, 1, 0, 1, 0, 1, 0]);
+        assert_eq!(companies.map(|(_, same)| u8::from(same)), [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]);
         let mut want = rows.clone();
         for MmaInst { a, b, c, acc, .. } in products {
             let of = |row: u32| *want[row as usize];

@@ -9,7 +9,7 @@ use flashcore_ptx::MatrixTy;
 
 use crate::mma::{self, ATile, BTile, MmaInst, Tiles, quad};
 use crate::numerics::CANONICAL_NAN;
-use crate::regs::{Regs, Row};
+use crate::regs::{Aligned, Regs, Row};
 
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -102,28 +102,131 @@ pub fn read_a(ty: MatrixTy, regs: &[&Row], tile: &mut ATile) {
 /// Widens the fragments of a product, A only where it is not the one that was widened last.
 #[target_feature(enable = "avx512f")]
 pub fn widen_both(a_ty: MatrixTy, a: &[&Row], b_ty: MatrixTy, b: &[&Row], tiles: &mut Tiles) {
-    if !tiles.has_a(a_ty, a) {
-        read_a(a_ty, a, &mut tiles.a);
+    let wide = &mut tiles.a[0];
+    if !wide.is_of(a_ty, a) {
+        read_a(a_ty, a, &mut wide.tile);
     }
-    read_b(b_ty, b, &mut tiles.b);
+    read_b(b_ty, b, &mut tiles.b[0]);
 }
 
-/// Computes products one after the other.
+/// Computes products one after the other, or two at once where they have one A.
 #[target_feature(enable = "avx512f")]
 pub fn multiply_all(regs: &mut Regs, products: &[MmaInst], tiles: &mut Tiles) {
-    let mut before: Option<&MmaInst> = None;
-    for inst in products {
-        let rows = |of: [u32; 4]| of.map(|row| &*regs.r32[row as usize]);
-        if !before.is_some_and(|before| inst.has_a_of(before)) && !tiles.has_a(inst.a_ty, &rows(inst.a)) {
-            read_a(inst.a_ty, &rows(inst.a), &mut tiles.a);
+    let mut left = products;
+    while let [inst, after @ ..] = left {
+        let Tiles { a, b, .. } = &mut *tiles;
+        let a = &mut a[inst.company.slot()];
+        let row = |row: u32| -> &Row { &regs.r32[row as usize] };
+        let rows = [row(inst.a[0]), row(inst.a[1]), row(inst.a[2]), row(inst.a[3])];
+        if !a.is_of(inst.a_ty, &rows) {
+            read_a(inst.a_ty, &rows, &mut a.tile);
         }
-        read_b(inst.b_ty, &inst.b.map(|row| &*regs.r32[row as usize]), &mut tiles.b);
-        inst.begin(regs);
-        if let Ok(acc) = regs.r32.get_disjoint_mut(inst.acc.map(|row| row as usize)) {
-            multiply_as::<16>(&tiles.a, &tiles.b, acc.map(|row| &mut **row));
+        let count = if inst.company.joined && !after.is_empty() { 2 } else { 1 };
+        let now = &left[..count];
+        if !inst.company.same_b {
+            for (product, b) in now.iter().zip(b.iter_mut()) {
+                read_b(product.b_ty, &[row(product.b[0]), row(product.b[1])], b);
+            }
         }
-        before = Some(inst);
+        match now {
+            [first, second] => {
+                let (from, to) = ([first.c, second.c], [first.acc, second.acc]);
+                sum_two::<16>(&a.tile, [&b[0], &b[1]], &mut regs.r32, from, to);
+            }
+            _ => {
+                inst.begin(regs);
+                if let Ok(acc) = regs.r32.get_disjoint_mut(inst.acc.map(|row| row as usize)) {
+                    multiply_as::<16>(&a.tile, &b[0], acc.map(|row| &mut **row));
+                }
+            }
+        }
+        for product in now {
+            for row in product.acc {
+                regs.init32[row as usize] = u32::MAX;
+            }
+        }
+        left = &left[count..];
     }
+}
+
+/// Computes two products of one A at once, each from four rows into four. What one writes, the other does not read.
+#[target_feature(enable = "avx512f")]
+pub fn multiply_two(
+    depth: usize,
+    a: &ATile,
+    b: [&BTile; 2],
+    rows: &mut [Aligned<Row>],
+    from: [[u32; 4]; 2],
+    to: [[u32; 4]; 2],
+) {
+    match depth {
+        8 => sum_two::<8>(a, b, rows, from, to),
+        16 => sum_two::<16>(a, b, rows, from, to),
+        _ => sum_two::<32>(a, b, rows, from, to),
+    }
+}
+
+/// Sixteen sums are under way at a time: as many as keep both multipliers busy, and each value of A is used four times.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn sum_two<const DEPTH: usize>(
+    a: &ATile,
+    b: [&BTile; 2],
+    rows: &mut [Aligned<Row>],
+    from: [[u32; 4]; 2],
+    to: [[u32; 4]; 2],
+) {
+    // No closures and no references to the sums, which are compiled for other processors or put them into memory.
+    let mut sums = [_mm512_setzero_ps(); 16];
+    for i in 0..8 {
+        let row = rows[from[i / 4][i % 4] as usize].as_chunks::<16>().0;
+        sums[2 * i] = _mm512_castsi512_ps(load_words(&row[0]));
+        sums[2 * i + 1] = _mm512_castsi512_ps(load_words(&row[1]));
+    }
+    for (k, x) in a[..DEPTH].iter().enumerate() {
+        let ((line, even), (_, odd)) = (quad(k, 0), quad(k, 1));
+        let (first, second) = (b[0][line].as_chunks().0, b[1][line].as_chunks().0);
+        let y = [
+            repeat(&first[even / 4]),
+            repeat(&first[odd / 4]),
+            repeat(&second[even / 4]),
+            repeat(&second[odd / 4]),
+        ];
+        for r in 0..2 {
+            let x = x[r].as_chunks::<16>().0;
+            for half in 0..2 {
+                let x = load(&x[half]);
+                for product in 0..2 {
+                    let sum = 8 * product + 4 * r + half;
+                    sums[sum] = _mm512_fmadd_ps(x, y[2 * product], sums[sum]);
+                    sums[sum + 2] = _mm512_fmadd_ps(x, y[2 * product + 1], sums[sum + 2]);
+                }
+            }
+        }
+    }
+    let mut nans = 0;
+    for i in 0..8 {
+        nans |= _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(sums[2 * i], sums[2 * i + 1]);
+    }
+    if nans != 0 {
+        for i in 0..16 {
+            sums[i] = with_canonical_nans(sums[i]);
+        }
+    }
+    for i in 0..8 {
+        let row = rows[to[i / 4][i % 4] as usize].as_chunks_mut::<16>().0;
+        store_words(&mut row[0], _mm512_castps_si512(sums[2 * i]));
+        store_words(&mut row[1], _mm512_castps_si512(sums[2 * i + 1]));
+    }
+}
+
+/// The same numbers, and the NaN that the hardware makes.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn with_canonical_nans(x: __m512) -> __m512 {
+    let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+    let nan = _mm512_castsi512_ps(_mm512_set1_epi32(CANONICAL_NAN as i32));
+    _mm512_mask_blend_ps(is_nan, x, nan)
 }
 
 /// Widens the B fragment of a warp.
@@ -177,11 +280,9 @@ fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, acc: [&mut Row; 4]) {
             }
         }
     }
-    let nan = _mm512_set1_epi32(CANONICAL_NAN as i32);
     for (sum, acc) in sums.iter().zip(acc) {
         for (&sum, acc) in sum.iter().zip(acc.as_chunks_mut::<16>().0) {
-            let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(sum, sum);
-            store_words(acc, _mm512_mask_blend_epi32(is_nan, _mm512_castps_si512(sum), nan));
+            store_words(acc, _mm512_castps_si512(with_canonical_nans(sum)));
         }
     }
 }

@@ -3,8 +3,8 @@
 //! A cell covers 16 bytes and remembers the writes to its bytes in this launch and, of the readers, the first and
 //! the latest. Two readers do not make every write-after-read conflict visible when many blocks read a cell, but
 //! the first and the latest reader are ordered after each other only if the program orders all of them; what is
-//! reported is always a conflict. Most memory is only read, and by whole lines of 128 bytes: the cells of a line are
-//! told apart from the first access on that is another one. Lines live in shards of 4 KiB behind a lock, made when
+//! reported is always a conflict. Most memory is only read, or written once, and by whole lines of 128 bytes: the cells of
+//! a line are told apart from the first access on that is another one. Lines live in shards of 4 KiB behind a lock, made when
 //! first touched.
 
 use std::collections::HashMap;
@@ -121,22 +121,19 @@ struct Cell {
     more_writes: u32,
 }
 
-impl Cell {
-    const FRESH: Cell =
-        Cell { first_read: Entry::NONE, last_read: Entry::NONE, write: Entry::NONE, more_writes: 0 };
-}
-
 /// Who accessed 128 bytes.
 #[derive(Clone, Copy)]
 struct Line {
     first_read: Entry,
     last_read: Entry,
+    write: Entry,
     /// One more than the index of its cells, once they are told apart, or 0.
     cells: u32,
 }
 
 impl Line {
-    const FRESH: Line = Line { first_read: Entry::NONE, last_read: Entry::NONE, cells: 0 };
+    const FRESH: Line =
+        Line { first_read: Entry::NONE, last_read: Entry::NONE, write: Entry::NONE, cells: 0 };
 }
 
 struct Shard {
@@ -160,7 +157,8 @@ impl Shard {
             self.cells.push(std::array::from_fn(|cell| Cell {
                 first_read: line.first_read.of_cell(cell),
                 last_read: line.last_read.of_cell(cell),
-                ..Cell::FRESH
+                write: line.write.of_cell(cell),
+                more_writes: 0,
             }));
             line.cells = self.cells.len() as u32;
         }
@@ -257,16 +255,28 @@ impl ShardGuard<'_> {
     }
 
     /// Records a read of a whole line: of its first cell by the lane of the access and of each further one by the lane
-    /// after, or of all of them by nobody in particular. False where the cells are told apart.
+    /// after, or of all of them by nobody in particular. False where the cells are told apart or were written.
     #[inline(always)]
     pub fn read_line(&mut self, offset: usize, access: &GlobalAccess) -> bool {
         let Some(shard) = self.shard.as_mut() else { return false };
-        let Line { first_read, last_read, cells } = &mut shard.lines[offset % SHARD / LINE];
-        let together = *cells == 0;
-        if together {
+        let Line { first_read, last_read, write, cells } = &mut shard.lines[offset % SHARD / LINE];
+        let unwritten = *cells == 0 && write.bytes == 0;
+        if unwritten {
             note_read(first_read, last_read, Entry::of_line(access));
         }
-        together
+        unwritten
+    }
+
+    /// Records a write of a whole line in the same way, if it is the first access to it. False where it is not.
+    #[inline(always)]
+    pub fn write_line(&mut self, offset: usize, access: &GlobalAccess) -> bool {
+        let Some(shard) = self.shard.as_mut() else { return false };
+        let line = &mut shard.lines[offset % SHARD / LINE];
+        let first = line.cells == 0 && line.write.bytes | line.first_read.bytes == 0;
+        if first {
+            line.write = Entry::of_line(access);
+        }
+        first
     }
 
     /// Records an access to bytes of one 16-byte cell.
@@ -481,6 +491,31 @@ mod tests {
         }
         let access = by(&warps[1], 0, 0, false).access;
         assert!(!whole.lock(256, 1).read_line(256, &access), "its cells are told apart by now");
+    }
+
+    #[test]
+    fn a_line_that_is_written_at_once_is_remembered_as_its_cells_are() {
+        let warps = [0, 1].map(WarpClock::new);
+        for (cell, lane) in [(0, 8), (5, 13), (5, 12)] {
+            let (whole, single) = (RaceShadow::new(4096), RaceShadow::new(4096));
+            assert!(whole.lock(512, 1).write_line(512, &by(&warps[0], 0, 8, false).access));
+            for cell in 0..8 {
+                let by = by(&warps[0], 0, 8 + cell, false);
+                assert!(touch(&single, 512 + 16 * cell as usize, 16, true, &by).is_none());
+            }
+            let access = by(&warps[1], 0, 0, false).access;
+            assert!(!whole.lock(512, 1).read_line(512, &access), "it was written");
+            assert!(!whole.lock(512, 1).write_line(512, &access), "it was written");
+            for (i, (clocks, write)) in
+                [(&warps[0], true), (&warps[0], false), (&warps[1], false)].into_iter().enumerate()
+            {
+                let found = [&whole, &single]
+                    .map(|shadow| touch(shadow, 512 + 16 * cell, 16, write, &by(clocks, 0, lane, false)));
+                assert_eq!(found[0], found[1]);
+                assert!(i > 0 || found[0].is_none() == (lane as usize == 8 + cell), "each has its own cell");
+                assert!(i < 2 || found[0].is_some(), "another warp has written it");
+            }
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@
 
 use crate::cells::{Cell, Cells, Read};
 use crate::clock::{Agent, Edge, Lanes, Proxy, Stamp, WarpClock};
-use crate::matrices::MatrixRows;
+use crate::matrices::Survey;
 use crate::regs::Row;
 
 /// Bytes in a cell.
@@ -67,6 +67,8 @@ struct Page {
     writers: Vec<(Agent, u32)>,
     /// Of cells: whether some were accessed in part.
     split: bool,
+    /// Of cells: whether others than warps of the block may have read some.
+    others: bool,
     /// Of cells: reads that are not noted there yet, in their order.
     rows: Vec<RowsRead>,
 }
@@ -79,13 +81,13 @@ struct PageRead {
     cells: u64,
 }
 
-/// A warp's read of rows of an 8x8 matrix, each a cell.
+/// A warp's read of rows of up to four 8x8 matrices, each a cell.
 #[derive(Clone, Copy)]
 struct RowsRead {
     /// The cells of the page that were not written since, one bit a cell.
     cells: u64,
     /// The cell of each row that is in the page, a byte a row; 255 where it is not.
-    rows: u64,
+    rows: [u64; 4],
     clock: u32,
     pc: u32,
     /// The warp's place in its block.
@@ -106,6 +108,9 @@ pub struct SharedShadow {
     cells: Cells,
     /// For each page, one warp of the block after the other: the clock of its latest read there.
     latest: Vec<u32>,
+    /// For each page, one bit a warp of the block: it is known that the page consists of whole cells that hold values, and
+    /// that the warp comes after its last writes. Warps only learn, so this holds until the page changes.
+    readable: Vec<u32>,
     warps: usize,
 }
 
@@ -120,6 +125,7 @@ impl SharedShadow {
             reads: Vec::new(),
             writers: Vec::new(),
             split: false,
+            others: false,
             rows: Vec::new(),
         };
         SharedShadow {
@@ -127,6 +133,7 @@ impl SharedShadow {
             first: vec![TOGETHER; pages],
             cells: Cells::new(first_warp, warps, pages),
             latest: vec![0; pages * warps],
+            readable: vec![0; pages],
             warps,
         }
     }
@@ -145,8 +152,9 @@ impl SharedShadow {
 
     /// Makes cells of a page.
     fn tell_apart(&mut self, page: usize) {
-        let Page { write, write_pc, cells, reads, writers, split, .. } = &mut self.pages[page];
-        *split = false;
+        let Page { write, write_pc, cells, reads, writers, split, others, .. } = &mut self.pages[page];
+        (*split, *others) = (false, !reads.is_empty());
+        self.readable[page] = 0;
         writers.clear();
         writers.push((write.agent, write.clock));
         let first = *cells.get_or_insert_with(|| self.cells.add_page());
@@ -167,8 +175,13 @@ impl SharedShadow {
         let node = self.cell(cell);
         if let Some(local) = self.cells.local(access.stamp.agent) {
             self.latest[cell as usize / PAGE * self.warps + local] = access.stamp.clock;
+        } else {
+            self.pages[cell as usize / PAGE].others = true;
         }
-        self.pages[cell as usize / PAGE].split |= mask != 0xFFFF;
+        if mask != 0xFFFF {
+            self.pages[cell as usize / PAGE].split = true;
+            self.readable[cell as usize / PAGE] = 0;
+        }
         self.cells.access(node, cell * CELL, mask, access, false)
     }
 
@@ -188,8 +201,7 @@ impl SharedShadow {
     #[inline(always)]
     pub fn read_rows(
         &mut self,
-        addresses: &Row,
-        matrices: &[MatrixRows],
+        survey: &Survey,
         wanted: u32,
         clocks: &WarpClock,
         trans: bool,
@@ -199,40 +211,63 @@ impl SharedShadow {
         let Stamp { clock, agent, .. } = clocks.stamp(Lanes::ALL);
         let Some(local) = self.cells.local(agent) else { return 0 };
         let mut done = 0;
-        let mut note = |page: u32, cells: u64, rows: u64, lanes: u32| {
-            if self.writers_are_covered(page as usize, clocks) && plain(page) {
-                let pending = &mut self.pages[page as usize].rows;
-                pending.push(RowsRead { cells, rows, clock, pc, local: local as u8, trans });
-                if pending.len() == MAX_PENDING {
-                    self.settle(page as usize);
+        let mut note = |page: u32, cells: u64, rows: [u64; 4], lanes: u32| {
+            if self.readable[page as usize] >> local & 1 == 0 {
+                if !self.writers_are_covered(page as usize, clocks) || !plain(page) {
+                    return;
                 }
-                self.latest[page as usize * self.warps + local] = clock;
-                done |= lanes;
+                self.readable[page as usize] |= 1 << local;
             }
+            let pending = &mut self.pages[page as usize].rows;
+            pending.push(RowsRead { cells, rows, clock, pc, local: local as u8, trans });
+            if pending.len() == MAX_PENDING {
+                self.settle(page as usize);
+            }
+            self.latest[page as usize * self.warps + local] = clock;
+            done |= lanes;
         };
-        for (i, (of, rows)) in matrices.iter().zip(addresses.as_chunks::<8>().0).enumerate() {
-            if wanted >> (8 * i) & 0xFF != 0xFF {
+        // Matrices that lie in one page are noted together, others by the rows that follow each other in one.
+        let matrix_lanes = |i: usize| 0xFFu32 << (8 * i);
+        let mut left = wanted;
+        for i in 0..4 {
+            if left & matrix_lanes(i) != matrix_lanes(i) {
                 continue;
             }
-            if of.in_one_page {
-                note(of.page, of.cells, of.rows, 0xFF << (8 * i));
+            if survey.together & matrix_lanes(i) == matrix_lanes(i) {
+                let page = survey.page(i);
+                let (mut cells, mut rows, mut lanes) = (0, [u64::MAX; 4], 0);
+                for j in i..4 {
+                    let all = matrix_lanes(j);
+                    if left & survey.together & all == all && survey.page(j) == page {
+                        cells |= survey.cells[j];
+                        rows[j] = survey.rows[j];
+                        lanes |= all;
+                    }
+                }
+                left &= !lanes;
+                note(page, cells, rows, lanes);
                 continue;
             }
+            let addresses = &survey.addresses[8 * i..8 * i + 8];
             let mut r = 0;
             while r < 8 {
-                // The rows that follow each other in one page are noted together.
-                let (begin, page) = (r, rows[r] / PAGE_BYTES);
-                let (mut cells, mut absent) = (0, u64::MAX);
-                while r < 8 && rows[r] / PAGE_BYTES == page {
-                    let cell = rows[r] / CELL % PAGE as u32;
-                    absent ^= u64::from(!cell as u8) << (8 * r);
+                let (begin, page) = (r, addresses[r] / PAGE_BYTES);
+                let (mut cells, mut rows) = (0, [u64::MAX; 4]);
+                while r < 8 && addresses[r] / PAGE_BYTES == page {
+                    let cell = addresses[r] / CELL % PAGE as u32;
+                    rows[i] ^= u64::from(!cell as u8) << (8 * r);
                     cells |= 1 << cell;
                     r += 1;
                 }
-                note(page, cells, absent, ((1 << (r - begin)) - 1) << (8 * i + begin));
+                note(page, cells, rows, ((1 << (r - begin)) - 1) << (8 * i + begin));
             }
         }
         done
+    }
+
+    /// Something has happened to a page: what was known of who can read it is no longer so.
+    pub fn doubt(&mut self, page: u32) {
+        self.readable[page as usize] = 0;
     }
 
     /// Whether a page consists of whole cells whose last writes all lanes of a warp come after.
@@ -248,7 +283,8 @@ impl SharedShadow {
     fn settle(&mut self, page: usize) {
         let first = self.first[page];
         for read in self.pages[page].rows.drain(..) {
-            for (r, cell) in read.rows.to_le_bytes().into_iter().enumerate() {
+            let rows = read.rows.iter().flat_map(|rows| rows.to_le_bytes().into_iter().enumerate());
+            for (r, cell) in rows {
                 if cell != u8::MAX && read.cells >> cell & 1 == 1 {
                     let (cell, local) = (first + u32::from(cell), usize::from(read.local));
                     // Row r of a matrix belongs to lanes 4r to 4r+3, four bytes each; transposed, to all.
@@ -262,22 +298,29 @@ impl SharedShadow {
     }
 
     /// Records a write of whole cells, one a lane, through ordinary addresses, of those where all lanes of the warp that
-    /// makes or starts it come after every earlier access. Returns which lanes are done with.
+    /// makes or starts it come after every earlier access, in pages that are `open` to it. Returns which lanes are done with.
     pub fn write_after_all(
         &mut self,
-        addresses: &[u32; 32],
+        addresses: &Row,
         wanted: u32,
         clocks: &WarpClock,
         by: (Agent, u32),
         pc: u32,
+        mut open: impl FnMut(u32) -> bool,
     ) -> u32 {
         let (mut left, mut done) = (wanted, 0);
         while left != 0 {
             let page = (addresses[left.trailing_zeros() as usize] / PAGE_BYTES) as usize;
+            let open = open(page as u32);
+            if open && self.first[page] == TOGETHER {
+                self.tell_apart(page);
+            }
             let quiet = self.readers_are_covered(page, clocks);
-            if !quiet && self.first[page] != TOGETHER {
+            let calm = quiet && !self.pages[page].others && self.writers_are_covered(page, clocks);
+            if open && !quiet {
                 self.settle(page);
             }
+            let first = self.first[page] as usize;
             let mut written = 0u64;
             // Lanes in their order: one that writes what another has just written is not done with.
             while left != 0 {
@@ -287,13 +330,16 @@ impl SharedShadow {
                     break;
                 }
                 left &= left - 1;
+                if !open {
+                    continue;
+                }
                 let place = address / CELL % PAGE as u32;
-                let number = self.first[page] + place;
-                let Some(cell) = self.cells.whole.get_mut(number as usize) else { continue };
-                if cell.parts | cell.others == 0
-                    && (quiet || cell.readers == 0)
-                    && cell.write.clock <= clocks.covered(cell.write.agent)
-                {
+                let cell = &mut self.cells.whole[first + place as usize];
+                let after = calm && written >> place & 1 == 0
+                    || cell.parts | cell.others == 0
+                        && (quiet || cell.readers == 0)
+                        && cell.write.clock <= clocks.covered(cell.write.agent);
+                if after {
                     *cell = Cell::written(Stamp { clock: by.1, agent: by.0, lanes: Lanes::one(l) }, pc);
                     written |= 1 << place;
                     done |= 1 << l;
@@ -312,6 +358,7 @@ impl SharedShadow {
 
     /// Notes who has written to a page of cells.
     fn note_writer(&mut self, page: usize, (agent, clock): (Agent, u32)) {
+        self.readable[page] = 0;
         let writers = &mut self.pages[page].writers;
         if let Some((_, latest)) = writers.iter_mut().find(|(of, _)| *of == agent) {
             *latest = clock.max(*latest);
@@ -387,6 +434,7 @@ impl SharedShadow {
         let of = &mut self.pages[page as usize];
         (of.write, of.write_pc) = (access.stamp, access.pc);
         self.first[page as usize] = TOGETHER;
+        self.readable[page as usize] = 0;
     }
 }
 
@@ -516,28 +564,32 @@ mod tests {
         let mut warps = [WarpClock::new(0), WarpClock::new(1)];
         let mut shadow = SharedShadow::new(4096, 0, 2);
         let rows: [u32; 32] = std::array::from_fn(|l| 128 * l as u32);
-        assert_eq!(
-            shadow.write_after_all(&rows, ALL_LANES, &warps[0], (0, 1), 1),
-            0,
-            "pages are kept as one"
-        );
-        for (l, row) in rows.iter().enumerate() {
-            assert!(shadow.write(row / CELL, 0xFFFF, &access(&warps[0], Lanes::one(l as u32), 1)).is_none());
+        let closed = shadow.write_after_all(&rows, ALL_LANES, &warps[0], (0, 1), 1, |page| page > 0);
+        assert_eq!(closed, !0xFF, "the first page is not open");
+        for l in 0..8 {
+            assert!(shadow.write(8 * l, 0xFFFF, &access(&warps[0], Lanes::one(l), 1)).is_none());
         }
-        let matrices = survey(&rows);
-        assert_eq!(shadow.read_rows(&rows, &matrices, ALL_LANES, &warps[1], false, 2, |_| true), 0);
+        let mut matrices = Survey::NONE;
+        survey(&rows, 0, 0, 4096, &mut matrices);
+        assert_eq!(shadow.read_rows(&matrices, ALL_LANES, &warps[1], false, 2, |_| true), 0);
         meet(&mut warps);
-        assert_eq!(shadow.read_rows(&rows, &matrices, ALL_LANES, &warps[1], false, 2, |_| false), 0);
-        assert_eq!(shadow.read_rows(&rows, &matrices, 0xFF, &warps[1], false, 2, |_| true), 0xFF);
+        assert_eq!(shadow.read_rows(&matrices, ALL_LANES, &warps[1], false, 2, |_| false), 0);
+        assert_eq!(shadow.read_rows(&matrices, 0xFF, &warps[1], false, 2, |_| true), 0xFF);
         let stamp = warps[0].stamp(Lanes::ALL);
-        let written = shadow.write_after_all(&rows, ALL_LANES, &warps[0], (0, stamp.clock), 3);
+        let by = (0, stamp.clock);
+        let written = shadow.write_after_all(&rows, ALL_LANES, &warps[0], by, 3, |_| true);
         assert_eq!(written, !0xFF, "warp 1 may still read the others");
         let conflict = shadow.write(24, 0xFFFF, &access(&warps[0], Lanes::one(0), 3)).expect("a race");
         assert_eq!((conflict.prior_pc, conflict.prior_wrote), (2, false));
         assert_eq!(conflict.prior.lanes.mask(), 0xF000, "row 3 belongs to lanes 12 to 15");
+        assert_eq!(shadow.read_rows(&matrices, ALL_LANES, &warps[1], false, 5, |_| true), 0, "written anew");
         meet(&mut warps);
-        assert_eq!(shadow.write_after_all(&rows, ALL_LANES, &warps[1], (1, 9), 4), ALL_LANES);
-        assert_eq!(shadow.write_after_all(&rows, 1, &warps[1], (1, 9), 4), 0, "it has just been written");
+        assert_eq!(shadow.write_after_all(&rows, ALL_LANES, &warps[1], (1, 9), 4, |_| true), ALL_LANES);
+        assert_eq!(
+            shadow.write_after_all(&rows, 1, &warps[1], (1, 9), 4, |_| true),
+            0,
+            "it has just been written"
+        );
     }
 
     #[test]

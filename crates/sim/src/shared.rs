@@ -3,7 +3,8 @@
 use flashcore_ptx::SharedLayout;
 
 use crate::clock::{Agent, WarpClock};
-use crate::matrices::MatrixRows;
+use crate::exec::for_lanes;
+use crate::matrices::Survey;
 use crate::memory::POISON;
 use crate::regs::Row;
 use crate::shadow::{CELL, PAGE, PAGE_BYTES, SharedShadow};
@@ -15,6 +16,8 @@ pub struct SharedMemory {
     contents: Vec<Contents>,
     /// The pages of which all bytes are known to hold a value and not to belong to an mbarrier in use.
     plain_pages: Vec<bool>,
+    /// The pages in which there has been an mbarrier.
+    barrier_pages: Vec<bool>,
     /// One bit a byte: belongs to an allocation.
     allocated: Vec<u16>,
     /// Who wrote and read what.
@@ -64,6 +67,7 @@ impl SharedMemory {
             dense: (whole * CELL).min(len),
             contents: vec![Contents::default(); cells],
             plain_pages: vec![false; cells.div_ceil(PAGE)],
+            barrier_pages: vec![false; cells.div_ceil(PAGE)],
             allocated,
             shadow: SharedShadow::new(len, first_warp, warps),
             len,
@@ -109,15 +113,25 @@ impl SharedMemory {
         self.contents[cell as usize].is_plain()
     }
 
-    /// Which of some rows of 16 bytes are such cells.
-    #[inline(always)]
-    pub fn plain_rows(&self, addresses: &[u32], wanted: u32) -> u32 {
-        let mut rows = 0;
-        for (l, address) in addresses.iter().enumerate() {
-            let cell = self.contents.get((address / CELL) as usize);
-            rows |= u32::from(cell.is_some_and(|cell| cell.is_plain())) << l;
-        }
-        rows & wanted
+    /// Records a write of whole cells, one a lane, of those where all lanes of the warp that makes or starts it come after
+    /// every earlier access and no mbarrier is near. Returns which lanes are done with.
+    pub fn write_after_all(
+        &mut self,
+        addresses: &Row,
+        wanted: u32,
+        clocks: &WarpClock,
+        by: (Agent, u32),
+        pc: u32,
+    ) -> u32 {
+        let SharedMemory { contents, plain_pages, barrier_pages, shadow, .. } = self;
+        let done =
+            shadow.write_after_all(addresses, wanted, clocks, by, pc, |page| !barrier_pages[page as usize]);
+        for_lanes(done, |l| {
+            if !plain_pages[(addresses[l] / PAGE_BYTES) as usize] {
+                contents[(addresses[l] / CELL) as usize].init = 0xFFFF;
+            }
+        });
+        done
     }
 
     /// Whether all bytes of a page hold a value, and none belongs to an mbarrier in use.
@@ -135,15 +149,14 @@ impl SharedMemory {
     #[inline(always)]
     pub fn read_rows(
         &mut self,
-        addresses: &Row,
-        matrices: &[MatrixRows],
+        survey: &Survey,
         wanted: u32,
         clocks: &WarpClock,
         trans: bool,
         pc: u32,
     ) -> u32 {
         let SharedMemory { contents, plain_pages, shadow, .. } = self;
-        shadow.read_rows(addresses, matrices, wanted, clocks, trans, pc, |page| {
+        shadow.read_rows(survey, wanted, clocks, trans, pc, |page| {
             let page = page as usize;
             if !plain_pages[page] {
                 let end = contents.len().min((page + 1) * PAGE);
@@ -178,6 +191,8 @@ impl SharedMemory {
     pub fn set_barrier(&mut self, address: u32, in_use: bool) {
         let mask = cell_mask(address % CELL, 8);
         self.plain_pages[(address / PAGE_BYTES) as usize] = false;
+        self.barrier_pages[(address / PAGE_BYTES) as usize] = true;
+        self.shadow.doubt(address / PAGE_BYTES);
         let bits = &mut self.contents[(address / CELL) as usize].barrier;
         *bits = if in_use { *bits | mask } else { *bits & !mask };
     }

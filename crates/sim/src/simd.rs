@@ -8,11 +8,14 @@ use flashcore_ptx::MatrixTy;
 
 use crate::alu;
 use crate::decode::{Exec, Program, Run, Slot};
-use crate::matrices::{self, MatrixRows};
+use crate::lines;
+use crate::matrices::{self, Survey};
+#[cfg(target_arch = "x86_64")]
+use crate::matrices_avx512;
 use crate::mma::{self, ATile, BTile, MmaInst, Tiles};
 #[cfg(target_arch = "x86_64")]
 use crate::mma_avx512;
-use crate::regs::{Regs, Row};
+use crate::regs::{Aligned, Regs, Row, Row64};
 use crate::warp::Warp;
 
 /// The vector instructions that are used.
@@ -118,21 +121,28 @@ for_level! {
 }
 
 for_level! {
-    /// Loads an 8x8 matrix of 16-bit elements whose rows are at these places.
-    load_matrix, load_matrix_avx2 = mma::load_matrix, load_matrix_avx2,
-    (bytes: &[u8], rows: &[u32; 8], trans: bool, matrix: &mut Row) -> ()
+    /// Loads 8x8 matrices of 16-bit elements, each into a row of registers, from rows that are all inside of memory.
+    load_matrices, load_matrices_avx2 = matrices::load, matrices_avx512::load,
+    (bytes: &[u8], addresses: &Row, trans: bool, to: &[u32], regs: &mut [Aligned<Row>]) -> ()
 }
 
 for_level! {
-    /// Where the rows of four 8x8 matrices lie in shared memory.
-    survey, survey_avx2 = matrices::survey, survey_avx512,
-    (addresses: &Row) -> [MatrixRows; 4]
+    /// Looks at the addresses `base + offset` of rows in the block of rank `own`, whose shared memory ends at `end`. The rank
+    /// may be part of the addresses.
+    survey, survey_avx2 = matrices::survey, matrices_avx512::survey,
+    (base: &Row, offset: u32, own: u32, end: u32, out: &mut Survey) -> ()
+}
+
+for_level! {
+    /// The lanes of each eight that have an aligned line of cells of global memory, one cell after the other.
+    whole_lines, whole_lines_avx2 = lines::whole_lines, whole_lines_avx512,
+    (addresses: &Row64) -> u32
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
-fn survey_avx512(addresses: &Row) -> [MatrixRows; 4] {
-    matrices::survey(addresses)
+fn whole_lines_avx512(addresses: &Row64) -> u32 {
+    lines::whole_lines(addresses)
 }
 
 for_level! {
@@ -145,6 +155,12 @@ for_level! {
     /// Multiplies sixteen rows by eight columns into four accumulator registers.
     multiply, multiply_avx2 = mma::multiply, mma_avx512::multiply,
     (depth: usize, a: &ATile, b: &BTile, acc: [&mut Row; 4]) -> ()
+}
+
+for_level! {
+    /// Computes two products of one A at once, each from four rows into four. What one writes, the other does not read.
+    multiply_two, multiply_two_avx2 = mma::multiply_two, mma_avx512::multiply_two,
+    (depth: usize, a: &ATile, b: [&BTile; 2], rows: &mut [Aligned<Row>], from: [[u32; 4]; 2], to: [[u32; 4]; 2]) -> ()
 }
 
 /// Why plain execution stopped.
