@@ -10,6 +10,7 @@ use std::collections::{HashMap, HashSet};
 use flashcore_ptx::{AccTy, Alu, Arg, GridDep, Inst, Kernel, MemBase, MmaShape, Op, RegClass, RegId};
 
 use crate::alu::{AluInst, SetpInst};
+use crate::assignment::{assigned_before, writes_surely};
 use crate::error::SimError;
 use crate::mma::{self, Company, MmaInst};
 use crate::regs::Constants;
@@ -232,10 +233,24 @@ impl<'k> Program<'k> {
         self.pool(code.src)
     }
 
-    /// The run of plain instructions that begins with an instruction.
+    /// The run of plain instructions that begins with an instruction, and its index.
     #[inline]
-    pub fn run(&self, pc: usize) -> Option<&Run> {
-        self.runs.get((*self.run_at.get(pc)? as usize).wrapping_sub(1))
+    pub fn run(&self, pc: usize) -> Option<(usize, &Run)> {
+        let index = (*self.run_at.get(pc)? as usize).wrapping_sub(1);
+        Some((index, self.runs.get(index)?))
+    }
+
+    /// How many runs there are.
+    pub fn run_count(&self) -> usize {
+        self.runs.len()
+    }
+
+    /// Adds how often each run was executed as a whole to the counts of its instructions.
+    pub fn spread(&self, runs: &[u64], executed: &mut [u64]) {
+        for (pc, &at) in self.run_at.iter().enumerate().filter(|&(_, &at)| at != 0) {
+            let (run, count) = (&self.runs[at as usize - 1], runs[at as usize - 1]);
+            executed[pc..pc + run.len as usize].iter_mut().for_each(|executed| *executed += count);
+        }
     }
 
     /// The products that a run consists of, if it does.
@@ -356,10 +371,11 @@ impl<'k> Decoder<'k> {
                 }
             }
         }
+        let assigned = assigned_before(self.kernel, &flow.starts, &flow.successors);
         let mut code = Vec::with_capacity(body.len());
         let mut steps = Vec::with_capacity(body.len());
         for (pc, inst) in body.iter().enumerate() {
-            let (decoded, step) = self.instruction(pc, inst, &births[pc], &flow)?;
+            let (decoded, step) = self.instruction(pc, inst, &births[pc], &flow, &assigned)?;
             code.push(decoded);
             steps.push(step);
         }
@@ -501,6 +517,7 @@ impl<'k> Decoder<'k> {
         inst: &Inst,
         births: &[RegId],
         flow: &Flow,
+        assigned: &[Vec<u64>],
     ) -> Result<(Code, Exec), SimError> {
         let (dst, src) = (self.operands(pc, &inst.dst)?, self.operands(pc, &inst.src)?);
         let guard =
@@ -516,14 +533,16 @@ impl<'k> Decoder<'k> {
         // Lanes do not join within a basic block: what it has written or read without a guard holds a value in all of
         // them, or has been reported.
         let block = flow.block_of[pc] + 1;
+        let assigned = &assigned[flow.block_of[pc] as usize];
+        let surely = |id: RegId| assigned[id.0 as usize / 64] >> (id.0 % 64) & 1 == 1;
         let start = self.slots.len();
-        for id in sources().filter(|id| self.proven[id.0 as usize] != block) {
+        for id in sources().filter(|&id| self.proven[id.0 as usize] != block && !surely(id)) {
             self.slots.push(self.register(id));
         }
         let unproven = self.span_from(start);
         if inst.guard.is_none() {
             sources().for_each(|id| self.proven[id.0 as usize] = block);
-            if matches!(inst.op, Op::Alu(_) | Op::Setp { .. } | Op::Mma { .. } | Op::Ldmatrix { .. }) {
+            if writes_surely(&inst.op) {
                 inst.writes().for_each(|id| self.proven[id.0 as usize] = block);
             }
         }

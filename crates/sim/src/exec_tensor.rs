@@ -126,7 +126,9 @@ impl Cluster<'_> {
                 let (regs, to) = (&mut self.warps[w].regs, &to[..count]);
                 let (level, addresses) = (self.launch.level, &self.survey.addresses);
                 simd::load_matrices(level, shared.bytes(), addresses, trans, to, &mut regs.r32);
-                to.iter().for_each(|&row| regs.init32[row as usize] = mask);
+                for &row in to {
+                    regs.init32[row as usize] = mask;
+                }
                 return;
             }
         }

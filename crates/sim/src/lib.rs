@@ -68,6 +68,9 @@
 #![allow(clippy::needless_range_loop)]
 
 mod alu;
+#[cfg(target_arch = "x86_64")]
+mod alu_avx512;
+mod assignment;
 mod banks;
 mod barrier;
 mod cells;

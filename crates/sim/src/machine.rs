@@ -73,8 +73,10 @@ pub struct Launch<'a> {
 /// What the clusters of one host thread have counted and found.
 #[derive(Default)]
 pub struct Tally {
-    /// How often each instruction was executed.
+    /// How often each instruction was executed, but for those of whole runs.
     pub executed: Vec<u64>,
+    /// How often each run of instructions was executed as a whole.
+    pub runs: Vec<u64>,
     /// What each instruction cost.
     pub counters: Vec<Counter>,
     /// What was found.

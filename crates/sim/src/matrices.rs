@@ -98,7 +98,7 @@ mod tests {
             |l| 16 * l + 8,
             |l| 1024 * l,
             |l| (3 << RANK_SHIFT) + 128 * l,
-            |l| (l % 5 << RANK_SHIFT) + u32::MAX / 2 * (l % 3),
+            |l| ((l % 5) << RANK_SHIFT) + u32::MAX / 2 * (l % 3),
         ];
         for (layout, end) in layouts.into_iter().flat_map(|layout| [(layout, 5000), (layout, 8)]) {
             let base: Row = std::array::from_fn(|l| layout(l as u32).wrapping_sub(96));
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn every_level_loads_the_same_matrices_straight_and_turned_around() {
-        let bytes: Vec<u8> = (0..4096u32).map(|i| (i * 37 >> 3) as u8).collect();
+        let bytes: Vec<u8> = (0..4096u32).map(|i| ((i * 37) >> 3) as u8).collect();
         let addresses: Row = std::array::from_fn(|l| (l as u32 * 7 % 32) * 128 + 16 * (l as u32 % 8));
         for (trans, count) in [(false, 4), (true, 4), (false, 2), (true, 1)] {
             let to = &[5, 0, 3, 2][..count];

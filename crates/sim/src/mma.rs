@@ -61,11 +61,11 @@ impl WideA {
     }
 }
 
-/// Tiles that are used again from product to product. The first two begin with a line of the cache.
+/// Tiles that are used again from product to product.
 #[repr(C, align(64))]
 pub struct Tiles {
     /// Two As, widened: warps with two blocks of rows multiply them in turns.
-    pub a: [WideA; 2],
+    pub a: [Box<WideA>; 2],
     /// The Bs of two products, widened.
     pub b: [BTile; 2],
     /// The A of a warpgroup as fragments, four a warp.
@@ -79,7 +79,7 @@ pub struct Tiles {
 impl Default for Tiles {
     fn default() -> Self {
         Tiles {
-            a: [WideA::NONE; 2],
+            a: [(); 2].map(|()| Box::new(WideA::NONE)),
             b: [[[0.0; 16]; DEPTH / 2]; 2],
             a_rows: Vec::new(),
             b_rows: Vec::new(),

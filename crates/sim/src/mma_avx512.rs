@@ -128,16 +128,13 @@ pub fn multiply_all(regs: &mut Regs, products: &[MmaInst], tiles: &mut Tiles) {
                 read_b(product.b_ty, &[row(product.b[0]), row(product.b[1])], b);
             }
         }
-        match now {
-            [first, second] => {
-                let (from, to) = ([first.c, second.c], [first.acc, second.acc]);
-                sum_two::<16>(&a.tile, [&b[0], &b[1]], &mut regs.r32, from, to);
-            }
-            _ => {
-                inst.begin(regs);
-                if let Ok(acc) = regs.r32.get_disjoint_mut(inst.acc.map(|row| row as usize)) {
-                    multiply_as::<16>(&a.tile, &b[0], acc.map(|row| &mut **row));
-                }
+        if let [first, second] = now {
+            let (from, to) = ([first.c, second.c], [first.acc, second.acc]);
+            sum_two::<16>(&a.tile, [&b[0], &b[1]], &mut regs.r32, from, to);
+        } else {
+            inst.begin(regs);
+            if let Ok(acc) = regs.r32.get_disjoint_mut(inst.acc.map(|row| row as usize)) {
+                multiply_as::<16>(&a.tile, &b[0], acc.map(|row| &mut **row));
             }
         }
         for product in now {

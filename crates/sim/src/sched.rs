@@ -90,7 +90,7 @@ impl Cluster<'_> {
                 self.launch.level,
                 &mut self.warps[w],
                 program,
-                &mut self.tally.executed,
+                &mut self.tally,
                 &mut left,
                 &mut self.tiles,
                 check,

@@ -172,6 +172,7 @@ impl Sim {
             for (sum, executed) in total.executed.iter_mut().zip(&tally.executed) {
                 *sum += executed;
             }
+            program.spread(&tally.runs, &mut total.executed);
             for (sum, counter) in total.counters.iter_mut().zip(&tally.counters) {
                 sum.add(counter);
             }
@@ -253,6 +254,7 @@ impl Sim {
 fn work(launch: &Launch<'_>, next: &AtomicU32, clusters: u32) -> Tally {
     let mut tally = Tally::default();
     tally.executed.resize(launch.program.code.len(), 0);
+    tally.runs.resize(launch.program.run_count(), 0);
     tally.counters.resize(launch.program.code.len(), Counter::default());
     let mut under_way: std::collections::VecDeque<Cluster<'_>> = std::collections::VecDeque::new();
     loop {

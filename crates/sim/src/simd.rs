@@ -7,8 +7,11 @@
 use flashcore_ptx::MatrixTy;
 
 use crate::alu;
+#[cfg(target_arch = "x86_64")]
+use crate::alu_avx512;
 use crate::decode::{Exec, Program, Run, Slot};
 use crate::lines;
+use crate::machine::Tally;
 use crate::matrices::{self, Survey};
 #[cfg(target_arch = "x86_64")]
 use crate::matrices_avx512;
@@ -86,14 +89,8 @@ macro_rules! for_level {
 
 for_level! {
     /// Executes plain instructions and comparisons one after the other, in the lanes of the mask.
-    run_steps, run_steps_avx2 = all_steps, run_steps_avx512,
+    run_steps, run_steps_avx2 = all_steps, alu_avx512::run_steps,
     (regs: &mut Regs, steps: &[Exec], mask: u32) -> ()
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
-fn run_steps_avx512(regs: &mut Regs, steps: &[Exec], mask: u32) {
-    all_steps(regs, steps, mask);
 }
 
 for_level! {
@@ -181,7 +178,7 @@ pub fn run_plain(
     level: Level,
     warp: &mut Warp,
     program: &Program<'_>,
-    executed: &mut [u64],
+    tally: &mut Tally,
     left: &mut u64,
     tiles: &mut Tiles,
     check: bool,
@@ -197,7 +194,7 @@ pub fn run_plain(
             return Pause::Slice;
         }
         let pc = warp.pc as usize;
-        if let Some(run) = program.run(pc)
+        if let Some((index, run)) = program.run(pc)
             && u64::from(run.len) <= *left
             && run_begins(warp, program, run, check)
         {
@@ -206,7 +203,7 @@ pub fn run_plain(
                 [] => run_steps(level, &mut warp.regs, &program.steps[pc..end], warp.active),
                 products => multiply_all(level, &mut warp.regs, products, tiles),
             }
-            executed[pc..end].iter_mut().for_each(|executed| *executed += 1);
+            tally.runs[index] += 1;
             *left -= u64::from(run.len);
             warp.pc = end as u32;
             continue;
@@ -258,7 +255,7 @@ pub fn run_plain(
                 warp.pc += 1;
             }
         }
-        executed[pc] += 1;
+        tally.executed[pc] += 1;
         *left -= 1;
     }
 }
