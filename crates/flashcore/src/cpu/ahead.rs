@@ -27,6 +27,10 @@ impl Lines {
     }
 }
 
+/// What a panel's step asks for: where outputs that are done will go, the next panel's queries, and keys and values of the
+/// next block.
+pub(super) type Coming = Ahead<4>;
+
 /// Rows that will be needed soon.
 pub(super) struct Ahead<const N: usize> {
     rows: [Rows; N],

@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use super::{
-    ahead::Ahead,
+    ahead::{Ahead, Coming},
     block::Block,
     column::Column,
     job::{Job, Workspace, rows_of},
@@ -19,7 +19,7 @@ use super::{
     rows::Rows,
     scratch::Carve,
     simd::Simd,
-    tile::{OutputTile, ScoreTile, Vectors},
+    tile::{Outputs, Scores, Vectors},
     visible::Visible,
 };
 use crate::tensor::Raw;
@@ -142,34 +142,30 @@ fn queries_of(job: &Job<'_>, raw: &Raw, task: &Task, rows: &Range<usize>) -> Row
     rows_of(raw, task.batch, task.head, rows.start, count)
 }
 
-/// Calls `S::$tile::<rows, vectors>` over all rows of a segment or stair, with tiles as tall as there are registers for.
+/// Calls `S::$tile::<rows, vectors>` for all rows of a segment or stair, with tiles as tall as there are registers for.
 macro_rules! tiles {
-    ($s:ident::$tile:ident, $part:expr, $rows:expr, $row:ident => $arg:expr) => {
+    ($s:ident::$tile:ident, $part:expr, $rows:expr, $product:expr, $coming:expr) => {
         match $part.end_vec - $part.first_vec {
-            1 => tiles!($s::$tile::<1>, $rows, $row => $arg),
-            2 => tiles!($s::$tile::<2>, $rows, $row => $arg),
-            3 if $s::VECS >= 3 => tiles!($s::$tile::<3>, $rows, $row => $arg),
+            1 => tiles!($s::$tile::<1>, $rows, $product, $coming),
+            2 => tiles!($s::$tile::<2>, $rows, $product, $coming),
+            3 if $s::VECS >= 3 => tiles!($s::$tile::<3>, $rows, $product, $coming),
             _ => unreachable!("a panel has at most VECS vectors"),
         }
     };
-    ($s:ident::$tile:ident::<$v:literal>, $rows:expr, $row:ident => $arg:expr) => {{
-        let mut $row = 0;
-        if $s::ROWS >= 8 {
-            while $row + 8 <= $rows {
-                $s::$tile::<8, $v>(&$arg);
-                $row += 8;
-            }
+    ($s:ident::$tile:ident::<$v:literal>, $rows:expr, $product:expr, $coming:expr) => {{
+        let (eights, fours, twos) = ($rows - $rows % 8, $rows - $rows % 4, $rows - $rows % 2);
+        let eights = if $s::ROWS >= 8 { eights } else { 0 };
+        if eights > 0 {
+            $s::$tile::<8, $v>($product, 0..eights, $coming);
         }
-        while $row + 4 <= $rows {
-            $s::$tile::<4, $v>(&$arg);
-            $row += 4;
+        if eights < fours {
+            $s::$tile::<4, $v>($product, eights..fours, $coming);
         }
-        if $row + 2 <= $rows {
-            $s::$tile::<2, $v>(&$arg);
-            $row += 2;
+        if fours < twos {
+            $s::$tile::<2, $v>($product, fours..twos, $coming);
         }
-        if $row < $rows {
-            $s::$tile::<1, $v>(&$arg);
+        if twos < $rows {
+            $s::$tile::<1, $v>($product, twos..$rows, $coming);
         }
     }};
 }
@@ -228,10 +224,6 @@ unsafe fn step<S: Simd>(job: &Job<'_>, panel: &mut Panel, block: &Block, s: *mut
     }
 }
 
-/// Rows that will be needed soon: where outputs that are done will go, the next panel's queries, and keys and values of
-/// the next block.
-type Coming = Ahead<4>;
-
 /// Notes that the outputs of a panel have been multiplied with their rescaling.
 #[inline(always)]
 unsafe fn forget_rescaling<S: Simd>(panel: &Panel) {
@@ -258,17 +250,8 @@ unsafe fn scores<S: Simd>(
     unsafe {
         let (k, s) = (block.k.add(first * block.k_stride), s.add(first * step + lane));
         let q = Vectors { at: panel.q.add(lane) };
-        tiles!(S::score, segment, segment.end_key - segment.first_key, key => {
-            ScoreTile {
-                k: k.add(key * block.k_stride),
-                stride: block.k_stride,
-                q,
-                head_dim,
-                s: s.add(key * step),
-                tops: panel.top.add(lane),
-                lines: coming.beside::<S>(head_dim, q.at),
-            }
-        });
+        let scores = Scores { k, stride: block.k_stride, q, head_dim, s, tops: panel.top.add(lane) };
+        tiles!(S::score, segment, segment.end_key - segment.first_key, &scores, coming);
     }
 }
 
@@ -307,19 +290,15 @@ unsafe fn outputs<S: Simd>(panel: &Panel, block: &Block, stair: Stair, p: *const
     unsafe {
         let p = Vectors { at: p.add(first * step + lane) };
         let rescale = (!panel.fresh).then_some(panel.rescale.add(lane).cast_const());
-        let o = panel.o.add(lane);
-        tiles!(S::output, stair, block.head_dim_v, d => {
-            OutputTile {
-                v: block.v.add(first * S::LANES),
-                panel: block.keys.len() * S::LANES,
-                d,
-                p,
-                keys: stair.keys,
-                o: o.add(d * step),
-                rescale,
-                lines: coming.beside::<S>(stair.keys[0], p.at),
-            }
-        });
+        let outputs = Outputs {
+            v: block.v.add(first * S::LANES),
+            panel: block.keys.len() * S::LANES,
+            p,
+            keys: stair.keys,
+            o: panel.o.add(lane),
+            rescale,
+        };
+        tiles!(S::output, stair, block.head_dim_v, &outputs, coming);
     }
 }
 
@@ -331,8 +310,8 @@ unsafe fn exact_outputs<S: Simd>(panel: &Panel, block: &Block, p: *const f32) {
     unsafe {
         for lane in 0..panel.vecs * S::LANES {
             let factor = *panel.rescale.add(lane);
-            let keys =
-                panel.lanes[lane].start.max(block.keys.start)..panel.lanes[lane].end.min(block.keys.end);
+            let seen = panel.keys(lane);
+            let keys = seen.start.max(block.keys.start)..seen.end.min(block.keys.end);
             for d in 0..block.head_dim_v {
                 let o = panel.o.add(d * width + lane);
                 let mut sum = *o * factor;

@@ -80,9 +80,9 @@ impl Column<'_> {
         // Counted from the column's first key, so that f32 holds them exactly.
         let (mut first, mut end) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
         let from_start = |key: usize| key.saturating_sub(keys.start).min(keys.len());
-        for (lane, seen) in self.panel.lanes[self.vec * S::LANES..][..S::LANES].iter().enumerate() {
-            first[lane] = from_start(seen.start) as f32;
-            end[lane] = from_start(seen.end) as f32;
+        for (lane, (first, end)) in first.iter_mut().zip(&mut end).take(S::LANES).enumerate() {
+            let seen = self.panel.bounds(self.vec * S::LANES + lane);
+            (*first, *end) = (from_start(seen.0) as f32, from_start(seen.1) as f32);
         }
         // SAFETY: as of the type; no vector has more than `MAX_LANES` lanes.
         unsafe {

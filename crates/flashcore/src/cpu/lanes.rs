@@ -9,7 +9,10 @@ use super::{
     rows::{Vectorised, by_type},
     simd::Simd,
 };
-use crate::{DType, tensor::Raw};
+use crate::{
+    DType,
+    tensor::{Layout, Raw},
+};
 
 /// The rows of a vector, a lane each.
 type LaneRows = [*mut u8; MAX_LANES];
@@ -18,9 +21,21 @@ type LaneRows = [*mut u8; MAX_LANES];
 #[inline(always)]
 fn rows_at<S: Simd>(job: &Job<'_>, task: &Task, raw: &Raw, first: usize) -> LaneRows {
     let mut rows = [std::ptr::null_mut(); MAX_LANES];
-    for (lane, at) in rows.iter_mut().enumerate().take(S::LANES) {
-        let (h, s) = job.head_and_query(task.head, first + lane);
-        *at = row_at(raw, task.batch, h, s);
+    let Layout { strides: [_, head, query, _], .. } = raw.layout;
+    let (bytes, group) = (raw.dtype.size(), job.call.problem.group());
+    let (first_head, first_query) = job.head_and_query(task.head, first);
+    let mut at = row_at(raw, task.batch, first_head, first_query);
+    // The next row is the next head's of the group, or the first one's of the next query.
+    let mut left = (task.head + 1) * group - first_head;
+    for row in rows.iter_mut().take(S::LANES) {
+        *row = at;
+        left -= 1;
+        at = if left > 0 {
+            at.wrapping_add(head.wrapping_mul(bytes))
+        } else {
+            left = group;
+            at.wrapping_add(query.wrapping_sub(head.wrapping_mul(group - 1)).wrapping_mul(bytes))
+        };
     }
     rows
 }
@@ -107,14 +122,14 @@ pub(super) unsafe fn store_outputs<S: Simd>(job: &Job<'_>, task: &Task, panel: &
             let stats = |lane: usize| Stats {
                 max: *panel.max.add(lane),
                 sum: *panel.sum.add(lane),
-                sees_keys: !panel.lanes[lane].is_empty(),
+                sees_keys: !panel.keys(lane).is_empty(),
             };
             let whole = padded == head_dim_v && first + S::LANES <= panel.rows.end;
-            if whole && task.part.is_none() && panel.lanes[lanes.clone()].iter().all(|keys| !keys.is_empty())
-            {
+            let all_see = !panel.keys(lanes.start).is_empty() && !panel.keys(lanes.end - 1).is_empty();
+            if whole && task.part.is_none() && all_see {
                 let rows = rows_at::<S>(job, task, raw, first);
                 by_type!(raw.dtype, out_of_lanes::<S, _>(from, factor, &rows, head_dim_v));
-                for lane in lanes {
+                for lane in lanes.filter(|_| job.call.lse.is_some()) {
                     write_lse(job, task.batch, task.head, panel.rows.start + lane, stats(lane));
                 }
                 continue;

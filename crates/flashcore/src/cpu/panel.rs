@@ -16,8 +16,9 @@ pub(super) struct Panel {
     pub rows: Range<usize>,
     /// How many vectors the rows fill.
     pub vecs: usize,
-    /// The keys of each lane's row; lanes beyond the rows repeat the last one.
-    pub lanes: [Range<usize>; MAX_LANES * MAX_VECS],
+    visible: Visible,
+    /// How many rows are the same query.
+    group: usize,
     /// For each vector, from the first key that any of its lanes sees to the last.
     pub any: [Range<usize>; MAX_VECS],
     /// For each vector, the keys that all of its lanes see.
@@ -57,7 +58,8 @@ impl Panel {
         let mut panel = Self {
             rows,
             vecs,
-            lanes: [const { 0..0 }; MAX_LANES * MAX_VECS],
+            visible,
+            group,
             any: [const { 0..0 }; MAX_VECS],
             all: [const { 0..0 }; MAX_VECS],
             q: std::ptr::null_mut(),
@@ -70,18 +72,29 @@ impl Panel {
             rescale: std::ptr::null_mut(),
         };
         for vec in 0..vecs {
-            let (mut any, mut all) = (0..0, 0..usize::MAX);
-            for lane in vec * lanes..(vec + 1) * lanes {
-                let row = (panel.rows.start + lane).min(panel.rows.end - 1);
-                let query = if group == 1 { row } else { row / group };
-                let keys = visible.keys(query);
-                any = join(&any, &keys);
-                all = all.start.max(keys.start)..all.end.min(keys.end);
-                panel.lanes[lane] = keys;
-            }
-            (panel.any[vec], panel.all[vec]) = (any, all);
+            let lanes = vec * lanes..(vec + 1) * lanes;
+            (panel.any[vec], panel.all[vec]) =
+                visible.any_and_all(panel.query(lanes.start)..=panel.query(lanes.end - 1));
         }
         panel
+    }
+
+    /// The query of a lane; lanes beyond the rows repeat the last one.
+    #[inline(always)]
+    fn query(&self, lane: usize) -> usize {
+        let row = (self.rows.start + lane).min(self.rows.end - 1);
+        if self.group == 1 { row } else { row / self.group }
+    }
+
+    /// As of [`Visible::bounds`], of a lane's row.
+    #[inline(always)]
+    pub(super) fn bounds(&self, lane: usize) -> (usize, usize) {
+        self.visible.bounds(self.query(lane))
+    }
+
+    /// The keys that a lane's row sees.
+    pub(super) fn keys(&self, lane: usize) -> Range<usize> {
+        self.visible.keys(self.query(lane))
     }
 
     /// What vector `vec` sees of `keys`.

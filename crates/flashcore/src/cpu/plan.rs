@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::{panel::join, schedule::Schedule, visible::Visible};
+use super::{schedule::Schedule, visible::Visible};
 use crate::contract::Call;
 
 /// Each thread is to have this many tasks at least.
@@ -57,19 +57,15 @@ pub(super) struct Plan {
 struct Piece {
     rows: Range<usize>,
     keys: Range<usize>,
-    /// How many pairs of a row and a key that it sees there are.
+    /// About how many pairs of a row and a key that it sees there are.
     pairs: usize,
 }
 
 impl Piece {
     fn new(visible: Visible, rows: Range<usize>, group: usize) -> Self {
-        let (mut keys, mut pairs) = (0..0, 0);
-        for query in rows.start / group..rows.end.div_ceil(group) {
-            let heads = rows.end.min((query + 1) * group) - rows.start.max(query * group);
-            let seen = visible.keys(query);
-            keys = join(&keys, &seen);
-            pairs += heads * seen.len();
-        }
+        let (first, last) = (rows.start / group, (rows.end - 1) / group);
+        let (keys, _) = visible.any_and_all(first..=last);
+        let pairs = rows.len() * (visible.keys(first).len() + visible.keys(last).len()).div_ceil(2);
         Self { rows, keys, pairs }
     }
 
@@ -135,7 +131,7 @@ impl Plan {
                     if schedule.threads > 1 && piece.task(split_k) > most && piece.rows.len() > panel {
                         pieces.extend(piece.halves(*visible, group, panel));
                     } else {
-                        left -= piece.pairs;
+                        left = left.saturating_sub(piece.pairs);
                         plan.push(batch, head, &piece.rows, &piece.keys, split_k);
                     }
                 }

@@ -168,10 +168,9 @@ unsafe fn widen_to_panels<S: Simd, E: Vectorised>(
     let whole = len - len % S::LANES;
     // SAFETY: the caller's promise; vectors end at `whole`.
     unsafe {
-        for d in (0..whole).step_by(S::LANES) {
-            let to = to.add(d * count);
-            for row in 0..count {
-                S::store(to.add(row * S::LANES), E::load::<S>(from.add(row * stride + d)));
+        for row in 0..count {
+            for d in (0..whole).step_by(S::LANES) {
+                S::store(to.add(d * count + row * S::LANES), E::load::<S>(from.add(row * stride + d)));
             }
         }
         if whole < len {

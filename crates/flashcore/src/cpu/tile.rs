@@ -4,7 +4,13 @@
 //! transposition nor padding, V only to be cut into panels.
 #![allow(unsafe_code)] // Raw pointers into panels whose sizes the caller knows.
 
-use super::{ahead::Lines, panel::MAX_VECS, simd::Simd};
+use std::ops::Range;
+
+use super::{
+    ahead::{Coming, Lines},
+    panel::MAX_VECS,
+    simd::Simd,
+};
 
 /// The scalars of a product: element k of row r is at `rows[r] + k · step`.
 #[derive(Clone, Copy)]
@@ -69,9 +75,9 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize, const F
     acc
 }
 
-/// A tile of Sᵀ = K Qᵀ: R keys against V vectors of queries.
+/// Sᵀ = K Qᵀ of some keys and vectors of queries.
 #[derive(Clone, Copy)]
-pub(super) struct ScoreTile {
+pub(super) struct Scores {
     /// The first key, and the step to the next.
     pub k: *const f32,
     pub stride: usize,
@@ -81,41 +87,48 @@ pub(super) struct ScoreTile {
     pub s: *mut f32,
     /// The highest scores of each lane so far.
     pub tops: *mut f32,
-    pub lines: Lines,
 }
 
+/// Tiles of R keys and V vectors; `keys` are as many as whole tiles have.
+///
 /// # Safety
-/// Requires a CPU with `S`; all of the tile must be readable, or writable.
+/// Requires a CPU with `S`; all of the tiles must be readable, or writable.
 #[inline(always)]
-pub(super) unsafe fn score<S: Simd, const R: usize, const V: usize>(tile: &ScoreTile) {
-    let &ScoreTile { k, stride, q, head_dim, s, tops, lines } = tile;
-    // SAFETY: the caller's promise.
-    unsafe {
-        let mut rows = [k; R];
-        for (r, row) in rows.iter_mut().enumerate() {
-            *row = k.add(r * stride);
-        }
-        let zeros = [[S::splat(0.0); V]; R];
-        let scores = S::accumulate::<R, V, 0>(zeros, Scalars { rows, step: 1 }, q, head_dim, lines);
-        for v in 0..V {
-            let mut top = S::load(tops.add(v * S::LANES));
-            for (r, row) in scores.iter().enumerate() {
-                S::store(s.add((r * S::VECS + v) * S::LANES), row[v]);
-                top = S::max(row[v], top);
+pub(super) unsafe fn score<S: Simd, const R: usize, const V: usize>(
+    scores: &Scores,
+    keys: Range<usize>,
+    coming: &mut Coming,
+) {
+    let &Scores { k, stride, q, head_dim, s, tops } = scores;
+    for first in keys.step_by(R) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (k, s) = (k.add(first * stride), s.add(first * S::VECS * S::LANES));
+            let mut rows = [k; R];
+            for (r, row) in rows.iter_mut().enumerate() {
+                *row = k.add(r * stride);
             }
-            S::store(tops.add(v * S::LANES), top);
+            let lines = coming.beside::<S>(head_dim, q.at);
+            let zeros = [[S::splat(0.0); V]; R];
+            let tile = S::accumulate::<R, V, 0>(zeros, Scalars { rows, step: 1 }, q, head_dim, lines);
+            for v in 0..V {
+                let mut top = S::load(tops.add(v * S::LANES));
+                for (r, row) in tile.iter().enumerate() {
+                    S::store(s.add((r * S::VECS + v) * S::LANES), row[v]);
+                    top = S::max(row[v], top);
+                }
+                S::store(tops.add(v * S::LANES), top);
+            }
         }
     }
 }
 
-/// A tile of Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ: R columns of V against V vectors of probabilities.
+/// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of some keys and vectors of probabilities.
 #[derive(Clone, Copy)]
-pub(super) struct OutputTile {
+pub(super) struct Outputs {
     /// The first key in the first panel of V, and the step to the next panel.
     pub v: *const f32,
     pub panel: usize,
-    /// The first column.
-    pub d: usize,
     pub p: Vectors,
     /// How many keys each vector takes: none fewer than the one before it.
     pub keys: [usize; MAX_VECS],
@@ -123,44 +136,57 @@ pub(super) struct OutputTile {
     pub o: *mut f32,
     /// What the outputs so far are to be multiplied with; without it they are taken for zeros.
     pub rescale: Option<*const f32>,
-    pub lines: Lines,
 }
 
+/// Tiles of R columns of V and V vectors; `columns` are as many as whole tiles have and begin at a multiple of R.
+///
 /// # Safety
-/// Requires a CPU with `S`; all of the tile must be readable, or writable.
+/// Requires a CPU with `S`; all of the tiles must be readable, or writable.
 #[inline(always)]
-pub(super) unsafe fn output<S: Simd, const R: usize, const V: usize>(tile: &OutputTile) {
-    let &OutputTile { v: values, panel, d, p, keys, o, rescale, lines } = tile;
-    // SAFETY: the caller's promise.
-    unsafe {
-        let mut rows = [values; R];
-        for (r, row) in rows.iter_mut().enumerate() {
-            *row = values.add((d + r) / S::LANES * panel + (d + r) % S::LANES);
-        }
-        // What was there before is added at the end: loads at the beginning would hold the sums up.
-        let zeros = [[S::splat(0.0); V]; R];
-        let v = Scalars { rows, step: S::LANES };
-        let mut outputs = S::accumulate::<R, V, 0>(zeros, v, p, keys[0], lines);
-        let lines = Lines::none(p.at);
-        if V > 1 && keys[1] > keys[0] {
-            let (v, p) = (v.skip(keys[0]), p.skip::<S>(keys[0]));
-            outputs = S::accumulate::<R, V, 1>(outputs, v, p, keys[1] - keys[0], lines);
-        }
-        if V > 2 && keys[2] > keys[1] {
-            let (v, p) = (v.skip(keys[1]), p.skip::<S>(keys[1]));
-            outputs = S::accumulate::<R, V, 2>(outputs, v, p, keys[2] - keys[1], lines);
-        }
-        if let Some(rescale) = rescale {
-            for (r, row) in outputs.iter_mut().enumerate() {
-                for (v, x) in row.iter_mut().enumerate() {
-                    let factor = S::load(rescale.add(v * S::LANES));
-                    *x = S::fma(S::load(o.add((r * S::VECS + v) * S::LANES)), factor, *x);
+pub(super) unsafe fn output<S: Simd, const R: usize, const V: usize>(
+    outputs: &Outputs,
+    columns: Range<usize>,
+    coming: &mut Coming,
+) {
+    debug_assert!(
+        S::LANES.is_multiple_of(R) && columns.start.is_multiple_of(R),
+        "a tile's columns lie in one panel"
+    );
+    let &Outputs { v: values, panel, p, keys, o, rescale } = outputs;
+    for d in columns.step_by(R) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let o = o.add(d * S::VECS * S::LANES);
+            let mut rows = [values.add(d / S::LANES * panel + d % S::LANES); R];
+            for (r, row) in rows.iter_mut().enumerate() {
+                *row = row.add(r);
+            }
+            let lines = coming.beside::<S>(keys[0], p.at);
+            // What was there before is added at the end: loads at the beginning would hold the sums up.
+            let zeros = [[S::splat(0.0); V]; R];
+            let v = Scalars { rows, step: S::LANES };
+            let mut tile = S::accumulate::<R, V, 0>(zeros, v, p, keys[0], lines);
+            let lines = Lines::none(p.at);
+            if V > 1 && keys[1] > keys[0] {
+                let (v, p) = (v.skip(keys[0]), p.skip::<S>(keys[0]));
+                tile = S::accumulate::<R, V, 1>(tile, v, p, keys[1] - keys[0], lines);
+            }
+            if V > 2 && keys[2] > keys[1] {
+                let (v, p) = (v.skip(keys[1]), p.skip::<S>(keys[1]));
+                tile = S::accumulate::<R, V, 2>(tile, v, p, keys[2] - keys[1], lines);
+            }
+            if let Some(rescale) = rescale {
+                for (r, row) in tile.iter_mut().enumerate() {
+                    for (v, x) in row.iter_mut().enumerate() {
+                        let factor = S::load(rescale.add(v * S::LANES));
+                        *x = S::fma(S::load(o.add((r * S::VECS + v) * S::LANES)), factor, *x);
+                    }
                 }
             }
-        }
-        for (r, row) in outputs.iter().enumerate() {
-            for (v, &x) in row.iter().enumerate() {
-                S::store(o.add((r * S::VECS + v) * S::LANES), x);
+            for (r, row) in tile.iter().enumerate() {
+                for (v, &x) in row.iter().enumerate() {
+                    S::store(o.add((r * S::VECS + v) * S::LANES), x);
+                }
             }
         }
     }

@@ -1,7 +1,8 @@
 //! Which keys a query sees, at a cost that can be paid for every row.
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
+use super::panel::join;
 use crate::{Band, contract::Call};
 
 /// The mask of one batch entry: query i sees keys from i + `first` up to, not including, i + `end`, of `len` keys.
@@ -32,9 +33,27 @@ impl Visible {
     /// The keys that a query sees; all of its empty ranges are 0..0.
     #[inline(always)]
     pub(super) fn keys(&self, query: usize) -> Range<usize> {
-        let first = (query as i64 + self.first).clamp(0, self.len);
-        let end = (query as i64 + self.end).clamp(0, self.len);
-        if first < end { first as usize..end as usize } else { 0..0 }
+        let (first, end) = self.bounds(query);
+        if first < end { first..end } else { 0..0 }
+    }
+
+    /// The first key that a query sees and the one after the last; not in this order if it sees none.
+    #[inline(always)]
+    pub(super) fn bounds(&self, query: usize) -> (usize, usize) {
+        let bound = |offset: i64| (query as i64 + offset).max(0).min(self.len) as usize;
+        (bound(self.first), bound(self.end))
+    }
+}
+
+impl Visible {
+    /// For queries behind each other, from the first key that any of them sees to the last, and the keys that all see.
+    pub(super) fn any_and_all(&self, queries: RangeInclusive<usize>) -> (Range<usize>, Range<usize>) {
+        let (first, last) = (self.keys(*queries.start()), self.keys(*queries.end()));
+        // What is seen moves with the queries, so where the outermost see keys, those between them do.
+        if !first.is_empty() && !last.is_empty() {
+            return (first.start..last.end, last.start..first.end);
+        }
+        (queries.map(|query| self.keys(query)).fold(0..0, |a, b| join(&a, &b)), 0..0)
     }
 }
 
@@ -68,6 +87,26 @@ mod tests {
                     for query in 0..len_q {
                         let exact = mask.keys(query, len_q, len as usize);
                         assert_eq!(Visible::new(&call, batch).keys(query), exact, "{mask} {len_q} {len}");
+                        for last in query..len_q {
+                            let (any, all) = Visible::new(&call, batch).any_and_all(query..=last);
+                            let seen = |key: &usize| {
+                                (query..=last)
+                                    .filter(|&q| mask.keys(q, len_q, len as usize).contains(key))
+                                    .count()
+                            };
+                            let some: Vec<usize> = (0..len as usize).filter(|key| seen(key) > 0).collect();
+                            let every = (0..len as usize).filter(|key| seen(key) == 1 + last - query);
+                            assert_eq!(
+                                (any.start, any.end),
+                                (some.first().copied().unwrap_or(0), some.last().map_or(0, |k| k + 1)),
+                                "{mask}"
+                            );
+                            assert_eq!(
+                                all.collect::<Vec<_>>(),
+                                every.collect::<Vec<_>>(),
+                                "{mask} {len_q} {len}"
+                            );
+                        }
                     }
                 }
             }

@@ -2,7 +2,9 @@
 
 use std::arch::{asm, x86_64::*};
 
-use super::{Lines, OutputTile, Rows, Scalars, ScoreTile, Simd, Vectorised, Vectors, outlined, stream, tile};
+use super::{
+    Coming, Lines, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, outlined, stream, tile,
+};
 
 /// AVX2, FMA and F16C.
 #[derive(Clone, Copy)]

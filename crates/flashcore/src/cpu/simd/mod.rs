@@ -15,11 +15,13 @@ pub(super) use {avx2::Avx2, avx512::Avx512};
 
 pub(super) use portable::Portable;
 
+use std::ops::Range;
+
 use super::{
-    ahead::Lines,
+    ahead::{Coming, Lines},
     rows::{Rows, Vectorised},
     stream,
-    tile::{self, OutputTile, Scalars, ScoreTile, Vectors},
+    tile::{self, Outputs, Scalars, Scores, Vectors},
 };
 
 /// Defines a function that takes an [`Isa`](super::Isa) before its other arguments and calls a generic one,
@@ -61,15 +63,23 @@ macro_rules! outlined {
     ($(#[$feature:meta])?) => {
         $(#[$feature])?
         #[inline(never)]
-        unsafe fn score<const R: usize, const V: usize>(tile: &ScoreTile) {
+        unsafe fn score<const R: usize, const V: usize>(
+            scores: &Scores,
+            keys: Range<usize>,
+            coming: &mut Coming,
+        ) {
             // SAFETY: the caller's promise.
-            unsafe { tile::score::<Self, R, V>(tile) }
+            unsafe { tile::score::<Self, R, V>(scores, keys, coming) }
         }
         $(#[$feature])?
         #[inline(never)]
-        unsafe fn output<const R: usize, const V: usize>(tile: &OutputTile) {
+        unsafe fn output<const R: usize, const V: usize>(
+            outputs: &Outputs,
+            columns: Range<usize>,
+            coming: &mut Coming,
+        ) {
             // SAFETY: the caller's promise.
-            unsafe { tile::output::<Self, R, V>(tile) }
+            unsafe { tile::output::<Self, R, V>(outputs, columns, coming) }
         }
         $(#[$feature])?
         #[inline(never)]
@@ -165,9 +175,13 @@ pub(super) trait Simd: Copy {
         unsafe { tile::accumulate::<Self, R, V, F>(acc, a, b, len, lines) }
     }
     /// [`tile::score`], compiled for the instruction set as a function of its own.
-    unsafe fn score<const R: usize, const V: usize>(tile: &ScoreTile);
+    unsafe fn score<const R: usize, const V: usize>(scores: &Scores, keys: Range<usize>, coming: &mut Coming);
     /// [`tile::output`], compiled for the instruction set as a function of its own.
-    unsafe fn output<const R: usize, const V: usize>(tile: &OutputTile);
+    unsafe fn output<const R: usize, const V: usize>(
+        outputs: &Outputs,
+        columns: Range<usize>,
+        coming: &mut Coming,
+    );
     /// [`stream::dots`], compiled for the instruction set as a function of its own.
     unsafe fn dots<E: Vectorised, const G: usize>(k: Rows, ahead: Option<Rows>, q: *const f32, p: *mut f32);
     /// [`stream::outputs`], compiled for the instruction set as a function of its own.

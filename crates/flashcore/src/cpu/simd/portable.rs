@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::{OutputTile, Rows, ScoreTile, Simd, Vectorised, outlined, stream, tile};
+use super::{Coming, Outputs, Range, Rows, Scores, Simd, Vectorised, outlined, stream, tile};
 
 /// Four lanes as an array: what every 64-bit CPU holds in one register.
 #[derive(Clone, Copy)]
