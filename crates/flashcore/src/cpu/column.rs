@@ -77,17 +77,11 @@ impl Column<'_> {
         if all.start <= keys.start && keys.end <= all.end {
             return false;
         }
-        // Counted from the column's first key, so that f32 holds them exactly.
-        let (mut first, mut end) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
         let from_start = |key: usize| key.saturating_sub(keys.start).min(keys.len());
-        for (lane, (first, end)) in first.iter_mut().zip(&mut end).take(S::LANES).enumerate() {
-            let seen = self.panel.bounds(self.vec * S::LANES + lane);
-            (*first, *end) = (from_start(seen.0) as f32, from_start(seen.1) as f32);
-        }
-        // SAFETY: as of the type; no vector has more than `MAX_LANES` lanes.
+        // SAFETY: as of the type.
         unsafe {
             let hidden = S::splat(f32::NEG_INFINITY);
-            let (first, end) = (S::load(first.as_ptr()), S::load(end.as_ptr()));
+            let (first, end) = self.bounds::<S>();
             let before = 0..from_start(all.start);
             let after = from_start(all.end).max(before.end)..keys.len();
             for key in before.chain(after) {
@@ -98,6 +92,35 @@ impl Column<'_> {
             }
         }
         true
+    }
+
+    /// The first key that each lane sees and the one after the last, counted from the column's first key, so that f32 holds
+    /// them exactly.
+    #[inline(always)]
+    unsafe fn bounds<S: Simd>(&self) -> (S::V, S::V) {
+        /// Farther than any key of a column, and not so far that f32 would round.
+        const FAR: i64 = 1 << 23;
+        const NUMBERS: [f32; MAX_LANES] =
+            [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
+        let from_start = |key: i64| (key - self.keys.start as i64).clamp(-FAR, FAR) as f32;
+        let bounds = |lane: usize| {
+            let (first, end) = self.panel.bounds(self.vec * S::LANES + lane);
+            (from_start(first), from_start(end))
+        };
+        let (mut first, mut end) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+        // SAFETY: as of the type; no vector has more than `MAX_LANES` lanes.
+        unsafe {
+            if self.panel.group == 1 {
+                // A query further, both are a key further.
+                let (first, end) = bounds(0);
+                let number = S::load(NUMBERS.as_ptr());
+                return (S::add(S::splat(first), number), S::add(S::splat(end), number));
+            }
+            for lane in 0..S::LANES {
+                (first[lane], end[lane]) = bounds(lane);
+            }
+            (S::load(first.as_ptr()), S::load(end.as_ptr()))
+        }
     }
 
     /// Moves the running maxima to the tops where these are higher, turns scores into exponentials, adds these to the

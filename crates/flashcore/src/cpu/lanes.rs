@@ -91,6 +91,10 @@ unsafe fn into_lanes<S: Simd, E: Vectorised>(rows: &LaneRows, len: usize, to: *m
         // SAFETY: the caller's promise.
         unsafe {
             let mut tile = [S::splat(0.0); MAX_LANES];
+            // Stores wait for their lines one after the other.
+            for i in 0..S::LANES {
+                S::prefetch_near(to.wrapping_add((d + i) * S::VECS * S::LANES).cast());
+            }
             for (x, row) in tile.iter_mut().zip(rows).take(S::LANES) {
                 *x = E::load::<S>(row.cast::<E>().add(d));
             }
@@ -149,6 +153,10 @@ unsafe fn out_of_lanes<S: Simd, E: Vectorised>(from: *const f32, factor: S::V, r
         // SAFETY: the caller's promise.
         unsafe {
             let mut tile = [S::splat(0.0); MAX_LANES];
+            // Stores wait for their lines one after the other.
+            for row in &rows[..S::LANES] {
+                S::prefetch_near(row.cast::<E>().wrapping_add(d).cast());
+            }
             for (i, x) in tile.iter_mut().enumerate().take(S::LANES) {
                 *x = S::mul(S::load(from.add((d + i) * S::VECS * S::LANES)), factor);
             }

@@ -18,7 +18,7 @@ pub(super) struct Panel {
     pub vecs: usize,
     visible: Visible,
     /// How many rows are the same query.
-    group: usize,
+    pub group: usize,
     /// For each vector, from the first key that any of its lanes sees to the last.
     pub any: [Range<usize>; MAX_VECS],
     /// For each vector, the keys that all of its lanes see.
@@ -88,7 +88,7 @@ impl Panel {
 
     /// As of [`Visible::bounds`], of a lane's row.
     #[inline(always)]
-    pub(super) fn bounds(&self, lane: usize) -> (usize, usize) {
+    pub(super) fn bounds(&self, lane: usize) -> (i64, i64) {
         self.visible.bounds(self.query(lane))
     }
 

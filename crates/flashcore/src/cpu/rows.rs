@@ -170,6 +170,8 @@ unsafe fn widen_to_panels<S: Simd, E: Vectorised>(
     unsafe {
         for row in 0..count {
             for d in (0..whole).step_by(S::LANES) {
+                // Stores wait for their lines one after the other.
+                S::prefetch_near(to.wrapping_add(d * count + (row + 2) * S::LANES).cast());
                 S::store(to.add(d * count + row * S::LANES), E::load::<S>(from.add(row * stride + d)));
             }
         }

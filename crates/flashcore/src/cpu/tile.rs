@@ -75,6 +75,33 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize, const F
     acc
 }
 
+/// `Σ_k scalar(r, k) · vector(k, v)` for k below `keys[v]`, which is not less than the one before it.
+///
+/// # Safety
+/// As of [`accumulate`].
+#[inline(always)]
+pub(super) unsafe fn stair<S: Simd, const R: usize, const V: usize>(
+    a: Scalars<R>,
+    b: Vectors,
+    keys: [usize; MAX_VECS],
+    lines: Lines,
+) -> [[S::V; V]; R] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut tile = S::accumulate::<R, V, 0>([[S::splat(0.0); V]; R], a, b, keys[0], lines);
+        let none = Lines::none(b.at);
+        if V > 1 && keys[1] > keys[0] {
+            let (a, b) = (a.skip(keys[0]), b.skip::<S>(keys[0]));
+            tile = S::accumulate::<R, V, 1>(tile, a, b, keys[1] - keys[0], none);
+        }
+        if V > 2 && keys[2] > keys[1] {
+            let (a, b) = (a.skip(keys[1]), b.skip::<S>(keys[1]));
+            tile = S::accumulate::<R, V, 2>(tile, a, b, keys[2] - keys[1], none);
+        }
+        tile
+    }
+}
+
 /// Sᵀ = K Qᵀ of some keys and vectors of queries.
 #[derive(Clone, Copy)]
 pub(super) struct Scores {
@@ -161,20 +188,9 @@ pub(super) unsafe fn output<S: Simd, const R: usize, const V: usize>(
             for (r, row) in rows.iter_mut().enumerate() {
                 *row = row.add(r);
             }
-            let lines = coming.beside::<S>(keys[0], p.at);
+            let lines = coming.beside::<S>(keys[V - 1], p.at);
             // What was there before is added at the end: loads at the beginning would hold the sums up.
-            let zeros = [[S::splat(0.0); V]; R];
-            let v = Scalars { rows, step: S::LANES };
-            let mut tile = S::accumulate::<R, V, 0>(zeros, v, p, keys[0], lines);
-            let lines = Lines::none(p.at);
-            if V > 1 && keys[1] > keys[0] {
-                let (v, p) = (v.skip(keys[0]), p.skip::<S>(keys[0]));
-                tile = S::accumulate::<R, V, 1>(tile, v, p, keys[1] - keys[0], lines);
-            }
-            if V > 2 && keys[2] > keys[1] {
-                let (v, p) = (v.skip(keys[1]), p.skip::<S>(keys[1]));
-                tile = S::accumulate::<R, V, 2>(tile, v, p, keys[2] - keys[1], lines);
-            }
+            let mut tile = S::stair::<R, V>(Scalars { rows, step: S::LANES }, p, keys, lines);
             if let Some(rescale) = rescale {
                 for (r, row) in tile.iter_mut().enumerate() {
                     for (v, x) in row.iter_mut().enumerate() {

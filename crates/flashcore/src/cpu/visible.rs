@@ -34,14 +34,14 @@ impl Visible {
     #[inline(always)]
     pub(super) fn keys(&self, query: usize) -> Range<usize> {
         let (first, end) = self.bounds(query);
-        if first < end { first..end } else { 0..0 }
+        let (first, end) = (first.clamp(0, self.len), end.clamp(0, self.len));
+        if first < end { first as usize..end as usize } else { 0..0 }
     }
 
-    /// The first key that a query sees and the one after the last; not in this order if it sees none.
+    /// The first key that a query would see if there were keys without end on both sides, and the one after the last.
     #[inline(always)]
-    pub(super) fn bounds(&self, query: usize) -> (usize, usize) {
-        let bound = |offset: i64| (query as i64 + offset).max(0).min(self.len) as usize;
-        (bound(self.first), bound(self.end))
+    pub(super) fn bounds(&self, query: usize) -> (i64, i64) {
+        (query as i64 + self.first, query as i64 + self.end)
     }
 }
 

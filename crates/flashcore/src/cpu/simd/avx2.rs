@@ -150,6 +150,10 @@ impl Simd for Avx2 {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
     #[inline(always)]
+    fn prefetch_near(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[inline(always)]
     unsafe fn transpose(rows: &mut [__m256]) {
         unsafe {
             let rows: &mut [__m256; 8] = rows.try_into().unwrap_unchecked();

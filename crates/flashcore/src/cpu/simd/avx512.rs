@@ -3,7 +3,8 @@
 use std::arch::{asm, x86_64::*};
 
 use super::{
-    Coming, Lines, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, outlined, stream, tile,
+    Coming, Lines, MAX_VECS, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, outlined,
+    stream, tile,
 };
 
 /// AVX-512F.
@@ -118,9 +119,8 @@ impl Simd for Avx512 {
         lines: Lines,
     ) -> [[__m512; V]; R] {
         let steps = len / 4;
-        let known = a.step == 1 || a.step == Self::LANES;
         unsafe {
-            if R == 8 && known && steps > 0 {
+            if R == 8 && F == 0 && a.step == 1 && steps > 0 {
                 // The tile's vectors are the last of the three that the registers hold.
                 let first = Self::VECS - V;
                 let mut tile = [[_mm512_setzero_ps(); 3]; 8];
@@ -130,13 +130,10 @@ impl Simd for Avx512 {
                 let mut rows = [std::ptr::null(); 8];
                 rows.copy_from_slice(&a.rows);
                 let at = b.at.wrapping_sub(first * Self::LANES);
-                tile = match (a.step, V - F) {
-                    (1, 1) => eight_rows::<1, 1>(tile, rows, at, steps, lines),
-                    (1, 2) => eight_rows::<1, 2>(tile, rows, at, steps, lines),
-                    (1, _) => eight_rows::<1, 3>(tile, rows, at, steps, lines),
-                    (_, 1) => eight_rows::<16, 1>(tile, rows, at, steps, lines),
-                    (_, 2) => eight_rows::<16, 2>(tile, rows, at, steps, lines),
-                    (_, _) => eight_rows::<16, 3>(tile, rows, at, steps, lines),
+                tile = match V {
+                    1 => eight_rows::<1>(tile, rows, at, steps, lines),
+                    2 => eight_rows::<2>(tile, rows, at, steps, lines),
+                    _ => eight_rows::<3>(tile, rows, at, steps, lines),
                 };
                 for (tile, acc) in tile.iter().zip(&mut acc) {
                     acc.copy_from_slice(&tile[first..]);
@@ -148,10 +145,39 @@ impl Simd for Avx512 {
             tile::accumulate::<Self, R, V, F>(acc, a, b, len, lines)
         }
     }
+    #[inline(always)]
+    unsafe fn stair<const R: usize, const V: usize>(
+        a: Scalars<R>,
+        b: Vectors,
+        keys: [usize; MAX_VECS],
+        lines: Lines,
+    ) -> [[__m512; V]; R] {
+        unsafe {
+            if R != 8 {
+                return tile::stair::<Self, R, V>(a, b, keys, lines);
+            }
+            // The tile's vectors are the last of the three that the registers hold.
+            let first = Self::VECS - V;
+            let (mut steps, mut done) = ([0; 3], 0);
+            for (steps, keys) in steps[first..].iter_mut().zip(keys) {
+                (*steps, done) = (keys - done, keys);
+            }
+            let tile = eight_columns(a.rows[0], b.at.wrapping_sub(first * Self::LANES), steps, lines);
+            let mut result = [[_mm512_setzero_ps(); V]; R];
+            for (result, tile) in result.iter_mut().zip(&tile) {
+                result.copy_from_slice(&tile[first..]);
+            }
+            result
+        }
+    }
     outlined! { #[target_feature(enable = "avx512f")] }
     #[inline(always)]
     fn prefetch(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+    #[inline(always)]
+    fn prefetch_near(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
     }
     #[inline(always)]
     unsafe fn transpose(rows: &mut [__m512]) {
@@ -185,14 +211,14 @@ impl Simd for Avx512 {
 
 /// The tallest tile and the last `VECS` of its three vectors, four steps of k at a time, in the order and with the registers
 /// that it has to have: the compiler spills accumulators and spends additions on addresses, and both cost more than they
-/// seem where another thread shares the core's front end. `STEP` is the scalars'.
+/// seem where another thread shares the core's front end.
 ///
 /// # Safety
 /// Requires AVX-512F, `steps` above 0, and `4 · steps` steps of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn eight_rows<const STEP: usize, const VECS: usize>(
+unsafe fn eight_rows<const VECS: usize>(
     mut acc: [[__m512; 3]; 8],
     rows: [*const f32; 8],
     b: *const f32,
@@ -221,29 +247,127 @@ unsafe fn eight_rows<const STEP: usize, const VECS: usize>(
             "vmovups zmm25, [{b} + \\u*192 + 64]",
             ".endif",
             "vmovups zmm26, [{b} + \\u*192 + 128]",
-            "row {r0}+{k}+\\u*{step}, zmm0, zmm1, zmm2",
-            "row {r1}+{k}+\\u*{step}, zmm3, zmm4, zmm5",
-            "row {r2}+{k}+\\u*{step}, zmm6, zmm7, zmm8",
-            "row {r3}+{k}+\\u*{step}, zmm9, zmm10, zmm11",
-            "row {r4}+{k}+\\u*{step}, zmm12, zmm13, zmm14",
-            "row {r5}+{k}+\\u*{step}, zmm15, zmm16, zmm17",
-            "row {r6}+{k}+\\u*{step}, zmm18, zmm19, zmm20",
-            "row {r7}+{k}+\\u*{step}, zmm21, zmm22, zmm23",
+            "row {r0}+{k}+\\u*4, zmm0, zmm1, zmm2",
+            "row {r1}+{k}+\\u*4, zmm3, zmm4, zmm5",
+            "row {r2}+{k}+\\u*4, zmm6, zmm7, zmm8",
+            "row {r3}+{k}+\\u*4, zmm9, zmm10, zmm11",
+            "row {r4}+{k}+\\u*4, zmm12, zmm13, zmm14",
+            "row {r5}+{k}+\\u*4, zmm15, zmm16, zmm17",
+            "row {r6}+{k}+\\u*4, zmm18, zmm19, zmm20",
+            "row {r7}+{k}+\\u*4, zmm21, zmm22, zmm23",
             ".endr",
             "prefetcht1 [{line}]",
             "add {line}, {line_step}",
-            "add {k}, 4*{step}",
+            "add {k}, 16",
             "add {b}, 768",
             "dec {n}",
             "jnz 2b",
             ".purgem row",
             r0 = in(reg) rows[0], r1 = in(reg) rows[1], r2 = in(reg) rows[2], r3 = in(reg) rows[3],
             r4 = in(reg) rows[4], r5 = in(reg) rows[5], r6 = in(reg) rows[6], r7 = in(reg) rows[7],
-            step = const 4 * STEP,
             vecs = const VECS,
             k = inout(reg) 0_usize => _,
             b = inout(reg) b => _,
             n = inout(reg) steps => _,
+            line = inout(reg) lines.at => _,
+            line_step = in(reg) lines.step,
+            inout("zmm0") acc[0][0], inout("zmm1") acc[0][1], inout("zmm2") acc[0][2],
+            inout("zmm3") acc[1][0], inout("zmm4") acc[1][1], inout("zmm5") acc[1][2],
+            inout("zmm6") acc[2][0], inout("zmm7") acc[2][1], inout("zmm8") acc[2][2],
+            inout("zmm9") acc[3][0], inout("zmm10") acc[3][1], inout("zmm11") acc[3][2],
+            inout("zmm12") acc[4][0], inout("zmm13") acc[4][1], inout("zmm14") acc[4][2],
+            inout("zmm15") acc[5][0], inout("zmm16") acc[5][1], inout("zmm17") acc[5][2],
+            inout("zmm18") acc[6][0], inout("zmm19") acc[6][1], inout("zmm20") acc[6][2],
+            inout("zmm21") acc[7][0], inout("zmm22") acc[7][1], inout("zmm23") acc[7][2],
+            out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _,
+            options(readonly, nostack),
+        );
+    }
+    acc
+}
+
+/// Eight neighbouring scalars, sixteen elements further in every step, times three vectors; times the last two of them for
+/// `steps[1]` steps after that, and times the last one for `steps[2]` more.
+///
+/// # Safety
+/// Requires AVX-512F and that many steps of scalars and vectors.
+#[rustfmt::skip] // Registers in rows of the tile.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn eight_columns(
+    a: *const f32,
+    b: *const f32,
+    steps: [usize; 3],
+    lines: Lines,
+) -> [[__m512; 3]; 8] {
+    let mut acc = [[_mm512_setzero_ps(); 3]; 8];
+    // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
+    unsafe {
+        asm!(
+            ".macro row vecs, at, x, y, z",
+            "vbroadcastss zmm27, dword ptr [{a} + \\at]",
+            ".if \\vecs > 2",
+            "vfmadd231ps \\x, zmm27, zmm24",
+            ".endif",
+            ".if \\vecs > 1",
+            "vfmadd231ps \\y, zmm27, zmm25",
+            ".endif",
+            "vfmadd231ps \\z, zmm27, zmm26",
+            ".endm",
+            ".macro step vecs, u",
+            ".if \\vecs > 2",
+            "vmovups zmm24, [{b} + \\u*192]",
+            ".endif",
+            ".if \\vecs > 1",
+            "vmovups zmm25, [{b} + \\u*192 + 64]",
+            ".endif",
+            "vmovups zmm26, [{b} + \\u*192 + 128]",
+            "row \\vecs, \\u*64, zmm0, zmm1, zmm2",
+            "row \\vecs, \\u*64+4, zmm3, zmm4, zmm5",
+            "row \\vecs, \\u*64+8, zmm6, zmm7, zmm8",
+            "row \\vecs, \\u*64+12, zmm9, zmm10, zmm11",
+            "row \\vecs, \\u*64+16, zmm12, zmm13, zmm14",
+            "row \\vecs, \\u*64+20, zmm15, zmm16, zmm17",
+            "row \\vecs, \\u*64+24, zmm18, zmm19, zmm20",
+            "row \\vecs, \\u*64+28, zmm21, zmm22, zmm23",
+            ".endm",
+            // Four steps at a time, then the rest one by one.
+            ".macro stage vecs, steps",
+            "sub \\steps, 4",
+            "jb 3f",
+            "2:",
+            "step \\vecs, 0",
+            "step \\vecs, 1",
+            "step \\vecs, 2",
+            "step \\vecs, 3",
+            "prefetcht1 [{line}]",
+            "add {line}, {line_step}",
+            "add {a}, 256",
+            "add {b}, 768",
+            "sub \\steps, 4",
+            "jae 2b",
+            "3:",
+            "add \\steps, 4",
+            "jz 5f",
+            "4:",
+            "step \\vecs, 0",
+            "add {a}, 64",
+            "add {b}, 192",
+            "dec \\steps",
+            "jnz 4b",
+            "5:",
+            ".endm",
+            "stage 3, {n3}",
+            "stage 2, {n2}",
+            "stage 1, {n1}",
+            ".purgem row",
+            ".purgem step",
+            ".purgem stage",
+            a = inout(reg) a => _,
+            b = inout(reg) b => _,
+            n3 = inout(reg) steps[0] => _,
+            n2 = inout(reg) steps[1] => _,
+            n1 = inout(reg) steps[2] => _,
             line = inout(reg) lines.at => _,
             line_step = in(reg) lines.step,
             inout("zmm0") acc[0][0], inout("zmm1") acc[0][1], inout("zmm2") acc[0][2],

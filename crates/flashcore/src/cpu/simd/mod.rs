@@ -19,6 +19,7 @@ use std::ops::Range;
 
 use super::{
     ahead::{Coming, Lines},
+    panel::MAX_VECS,
     rows::{Rows, Vectorised},
     stream,
     tile::{self, Outputs, Scalars, Scores, Vectors},
@@ -174,6 +175,17 @@ pub(super) trait Simd: Copy {
         // SAFETY: the caller's promise.
         unsafe { tile::accumulate::<Self, R, V, F>(acc, a, b, len, lines) }
     }
+    /// [`tile::stair`] of scalars that are neighbours, `LANES` elements further in every step.
+    #[inline(always)]
+    unsafe fn stair<const R: usize, const V: usize>(
+        a: Scalars<R>,
+        b: Vectors,
+        keys: [usize; MAX_VECS],
+        lines: Lines,
+    ) -> [[Self::V; V]; R] {
+        // SAFETY: the caller's promise.
+        unsafe { tile::stair::<Self, R, V>(a, b, keys, lines) }
+    }
     /// [`tile::score`], compiled for the instruction set as a function of its own.
     unsafe fn score<const R: usize, const V: usize>(scores: &Scores, keys: Range<usize>, coming: &mut Coming);
     /// [`tile::output`], compiled for the instruction set as a function of its own.
@@ -195,6 +207,9 @@ pub(super) trait Simd: Copy {
     /// Asks for a cache line to be brought near.
     #[inline(always)]
     fn prefetch(_: *const u8) {}
+    /// Asks for a cache line to be brought as near as can be.
+    #[inline(always)]
+    fn prefetch_near(_: *const u8) {}
     /// Turns `LANES` rows into `LANES` columns: `rows[i][j]` becomes `rows[j][i]`; `rows` has `LANES` vectors.
     unsafe fn transpose(rows: &mut [Self::V]);
 }
