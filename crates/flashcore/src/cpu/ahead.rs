@@ -3,10 +3,10 @@
 use super::{rows::Rows, simd::Simd};
 
 /// A cache line.
-const LINE: usize = 64;
+pub(super) const LINE: usize = 64;
 
-/// What a micro-kernel asks for in passing: the cache line at `at`, the one `step` bytes further, and so on, one for every
-/// [`EVERY`](Self::EVERY) steps of its own.
+/// What a micro-kernel asks for in passing: the cache line at `at` and the next one, those `step` bytes further, and so on,
+/// two for every [`EVERY`](Self::EVERY) steps of its own.
 ///
 /// So requests are spread: a core has only so many of them under way, and more at once hold up the loads of the products
 /// beside them.
@@ -17,7 +17,7 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// How many steps of a micro-kernel there are to a line.
+    /// How many steps of a micro-kernel there are to a request.
     pub(super) const EVERY: usize = 4;
 
     /// Nothing but what lies at `near`, which is in the cache already.
@@ -38,7 +38,7 @@ pub(super) struct Ahead<const N: usize> {
     which: usize,
     row: usize,
     asked: usize,
-    /// Lines a tile, where rows have gaps between them.
+    /// Lines a tile.
     lines: usize,
 }
 
@@ -53,7 +53,10 @@ impl<const N: usize> Ahead<N> {
     /// What a micro-kernel of `steps` steps is to ask for; its own data begin at `near`.
     #[inline(always)]
     pub(super) fn beside<S: Simd>(&mut self, steps: usize, near: *const f32) -> Lines {
-        let most = steps / Lines::EVERY * LINE;
+        let times = steps / Lines::EVERY;
+        // One line at a time is better where that is enough.
+        let pace = if self.lines > times { 2 * LINE } else { LINE };
+        let most = times * pace;
         let Some(rows) = self.rows.get(self.which).filter(|_| most > 0) else { return Lines::none(near) };
         if rows.count > 1 {
             for _ in 0..self.lines {
@@ -63,7 +66,7 @@ impl<const N: usize> Ahead<N> {
             return Lines::none(near);
         }
         let Some((at, bytes)) = self.next(most) else { return Lines::none(near) };
-        let step = if bytes == most { LINE } else { bytes.div_ceil(most / LINE) };
+        let step = if bytes == most { pace } else { bytes.div_ceil(times) };
         Lines { at, step }
     }
 
@@ -102,17 +105,21 @@ mod tests {
         assert_eq!(all, [(0, 64), (64, 16), (2000, 64), (2064, 16), (100_000, 64)]);
     }
 
+    /// What is asked for beside kernels of sixteen steps, four requests each, until nothing is left.
+    fn asked(tiles: usize) -> Vec<(usize, usize)> {
+        let mut ahead = Ahead::new([rows(0, 50, 0, 50), rows(6400, 50, 6, 50)], tiles);
+        let next = || Some(ahead.beside::<Portable>(16, std::ptr::null()));
+        let asked = std::iter::from_fn(next).take_while(|lines| lines.step > 0);
+        asked.map(|lines| (lines.at.addr(), lines.step)).collect()
+    }
+
     #[test]
-    fn rows_without_gaps_come_a_line_a_time_and_none_is_stepped_over() {
-        let mut ahead = Ahead::new([rows(0, 50, 0, 50), rows(6400, 50, 6, 50)], 1);
-        let near = [0.0_f32];
-        let mut next = || {
-            let lines = ahead.beside::<Portable>(16, near.as_ptr());
-            (lines.at.addr(), lines.step)
-        };
-        assert_eq!(next(), (6400, 64));
-        assert_eq!(next(), (6656, 64));
-        assert_eq!(next(), (6912, 22));
-        assert_eq!(next(), (near.as_ptr().addr(), 0));
+    fn rows_without_gaps_come_a_line_a_time_where_that_is_enough() {
+        assert_eq!(asked(3), [(6400, 64), (6656, 64), (6912, 22)]);
+    }
+
+    #[test]
+    fn rows_without_gaps_come_two_lines_a_time_where_there_are_few_tiles() {
+        assert_eq!(asked(1), [(6400, 128), (6912, 22)]);
     }
 }

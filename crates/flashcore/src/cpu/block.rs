@@ -66,20 +66,23 @@ impl Block {
         }
         // SAFETY: the panels hold whole vectors, and no vector has more than `MAX_LANES` lanes.
         let wild = unsafe {
-            // 0 · x is 0, or NaN where x is wild; two sums, so that neither waits for the other.
-            let (mut even, mut odd) = (S::splat(0.0), S::splat(0.0));
+            // 0 · x is 0, or NaN where x is wild; several sums, so that none waits for another.
+            let mut sums = [S::splat(0.0); 8];
             let vectors = self.keys.len() * self.head_dim_v.div_ceil(S::LANES);
-            for pair in 0..vectors / 2 {
-                let at = self.v.add(2 * pair * S::LANES);
-                even = S::fma(S::load(at), S::splat(0.0), even);
-                odd = S::fma(S::load(at.add(S::LANES)), S::splat(0.0), odd);
+            let whole = vectors - vectors % sums.len();
+            for first in (0..whole).step_by(sums.len()) {
+                for (i, sum) in sums.iter_mut().enumerate() {
+                    *sum = S::fma(S::load(self.v.add((first + i) * S::LANES)), S::splat(0.0), *sum);
+                }
             }
-            if !vectors.is_multiple_of(2) {
-                even = S::fma(S::load(self.v.add((vectors - 1) * S::LANES)), S::splat(0.0), even);
+            for vector in whole..vectors {
+                sums[0] = S::fma(S::load(self.v.add(vector * S::LANES)), S::splat(0.0), sums[0]);
             }
             let mut lanes = [0.0; MAX_LANES];
-            S::store(lanes.as_mut_ptr(), S::add(even, odd));
-            lanes.iter().any(|&x| x != 0.0)
+            sums.iter().any(|&sum| {
+                S::store(lanes.as_mut_ptr(), sum);
+                lanes.iter().any(|&x| x != 0.0)
+            })
         };
         self.wild.set(Some(wild));
         wild

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::{
-    ahead::{Coming, Lines},
+    ahead::{Coming, LINE, Lines},
     panel::MAX_VECS,
     simd::Simd,
 };
@@ -56,7 +56,9 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize, const F
 ) -> [[S::V; V]; R] {
     for k in 0..len {
         if k.is_multiple_of(Lines::EVERY) {
-            S::prefetch(lines.at.wrapping_add(k / Lines::EVERY * lines.step));
+            let line = lines.at.wrapping_add(k / Lines::EVERY * lines.step);
+            S::prefetch(line);
+            S::prefetch(line.wrapping_add(LINE));
         }
         // SAFETY: the caller's promise.
         unsafe {

@@ -212,6 +212,7 @@ unsafe fn four_by_three<const STEP: usize>(
             "row {r3}+{k}+\\u*{step}, ymm9, ymm10, ymm11",
             ".endr",
             "prefetcht1 [{line}]",
+            "prefetcht1 [{line} + 64]",
             "add {line}, {line_step}",
             "add {k}, 4*{step}",
             "add {b}, 384",
