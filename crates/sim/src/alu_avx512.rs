@@ -69,10 +69,21 @@ pub fn run_steps(regs: &mut Regs, steps: &[Exec], mask: u32) {
     for step in steps {
         match step {
             Exec::Alu(inst) if mask == u32::MAX => execute(regs, inst),
-            Exec::Alu(inst) => alu::execute(regs, inst, mask),
-            Exec::Setp(inst) => alu::compare(regs, inst, mask),
+            Exec::Alu(_) | Exec::Setp(_) => any(regs, step, mask),
             Exec::Mma(_) | Exec::Op | Exec::Branch | Exec::Nop => {}
         }
+    }
+}
+
+/// Executes any plain instruction by the loops of `alu`. Not a part of the loop over the instructions, which has all it
+/// needs in registers.
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
+fn any(regs: &mut Regs, step: &Exec, mask: u32) {
+    match step {
+        Exec::Alu(inst) => alu::execute(regs, inst, mask),
+        Exec::Setp(inst) => alu::compare(regs, inst, mask),
+        Exec::Mma(_) | Exec::Op | Exec::Branch | Exec::Nop => {}
     }
 }
 
@@ -107,7 +118,7 @@ fn execute(regs: &mut Regs, inst: &AluInst) {
         Alu::MaxF32 => {
             let (x, y) = (get(rows, a), get(rows, b));
             if any_nan(x[0], y[0]) || any_nan(x[1], y[1]) {
-                return one(regs, inst);
+                return any(regs, &Exec::Alu(*inst), u32::MAX);
             }
             // The larger, and of two zeros the positive one.
             let larger = [_mm512_range_ps::<0b0101>(x[0], y[0]), _mm512_range_ps::<0b0101>(x[1], y[1])];
@@ -116,26 +127,19 @@ fn execute(regs: &mut Regs, inst: &AluInst) {
         Alu::Ex2ApproxFtzF32 => {
             let x = get(rows, a);
             if any_nan(x[0], x[1]) {
-                return one(regs, inst);
+                return any(regs, &Exec::Alu(*inst), u32::MAX);
             }
             put(regs, d, exp2_flushed(x));
         }
         Alu::CvtRnF16x2F32 => {
             let (high, low) = (get(rows, a), get(rows, b));
             if any_nan(high[0], low[0]) || any_nan(high[1], low[1]) {
-                return one(regs, inst);
+                return any(regs, &Exec::Alu(*inst), u32::MAX);
             }
             put(regs, d, [half_pairs(high[0], low[0]), half_pairs(high[1], low[1])]);
         }
-        _ => alu::execute(regs, inst, u32::MAX),
+        _ => any(regs, &Exec::Alu(*inst), u32::MAX),
     }
-}
-
-/// Executes one instruction on all kinds of values.
-#[cold]
-#[inline(never)]
-fn one(regs: &mut Regs, inst: &AluInst) {
-    alu::execute(regs, inst, u32::MAX);
 }
 
 /// Pairs of halves, rounded to nearest even; none is NaN.

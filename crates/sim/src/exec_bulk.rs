@@ -16,7 +16,7 @@ use crate::exec::for_lanes;
 use crate::exec_mem::{apply, atom_bytes};
 use crate::findings::{FindingKind, Severity};
 use crate::machine::{Cluster, PARAM_BASE};
-use crate::memory::POISON;
+use crate::memory::{GlobalMemory, POISON};
 use crate::races::{Accessor, GlobalAccess, LINE};
 use crate::shadow::{Access, CELL, Conflict, PAGE, PAGE_BYTES};
 use crate::shared::{SharedMemory, for_cells};
@@ -932,6 +932,8 @@ impl Cluster<'_> {
                     let inside = memory.find(address, u64::from(bytes)).is_some();
                     let whole = reduce.is_none() && inside && address % 8 == 0 && bytes % 8 == 0;
                     let size = if whole { 8 } else { size };
+                    let lines = if whole { store_lines(memory, address, run) } else { 0 };
+                    let (address, run) = (address + lines as u64, &run[lines..]);
                     for (i, element) in run.chunks_exact(size).enumerate() {
                         put(address + (i * size) as u64, element);
                     }
@@ -986,6 +988,23 @@ impl GlobalSide {
             }
         }
     }
+}
+
+/// Stores the whole lines that a run of bytes begins with. Returns how many bytes they are.
+fn store_lines(memory: &GlobalMemory, address: u64, run: &[u8]) -> usize {
+    let Some((region, offset)) = memory.find(address, run.len() as u64) else { return 0 };
+    if !offset.is_multiple_of(LINE) {
+        return 0;
+    }
+    let lines = run.as_chunks::<LINE>().0;
+    for (i, bytes) in lines.iter().enumerate() {
+        let mut line = [0; LINE / 8];
+        for (word, bytes) in line.iter_mut().zip(bytes.as_chunks().0) {
+            *word = u64::from_le_bytes(*bytes);
+        }
+        region.store_line(offset + i * LINE, &line);
+    }
+    lines.len() * LINE
 }
 
 /// Records a copy's access to a page that is kept as one, if it comes after every earlier one that it must come after.

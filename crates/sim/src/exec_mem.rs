@@ -557,7 +557,11 @@ impl Cluster<'_> {
                 let distinct = without_repeats(&addresses, &values[..count as usize], mask);
                 let touched = self.touch_global(w, pc, &addresses, distinct, size * count, Touch::Write);
                 let memory = self.launch.memory;
-                for_lanes(touched | mask & !distinct, |l| {
+                let mut left = touched | mask & !distinct;
+                if size == 4 && count == 4 {
+                    left = self.store_lines(&addresses, &values, left);
+                }
+                for_lanes(left, |l| {
                     let Some((region, offset)) = memory.find(addresses[l], u64::from(size * count)) else {
                         return;
                     };
@@ -590,6 +594,27 @@ impl Cluster<'_> {
                 });
             }
         }
+    }
+
+    /// Stores the lines that eight lanes have, one cell after the other. Returns the other lanes.
+    fn store_lines(&self, addresses: &Row64, values: &[Row64; 4], mask: u32) -> u32 {
+        let lines = simd::whole_lines(self.launch.level, addresses);
+        let mut left = mask;
+        for eight in 0..4 {
+            let (first, lanes) = (8 * eight, 0xFF << (8 * eight));
+            if left & lines & lanes == lanes
+                && let Some((region, offset)) = self.launch.memory.find(addresses[first], LINE as u64)
+            {
+                let mut line = [0; LINE / 8];
+                for (i, words) in line.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                    let value = |e: usize| values[e][first + i];
+                    *words = [value(1) << 32 | value(0), value(3) << 32 | value(2)];
+                }
+                region.store_line(offset, &line);
+                left &= !lanes;
+            }
+        }
+        left
     }
 
     /// `atom` and `red`.

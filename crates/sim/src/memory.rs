@@ -157,6 +157,19 @@ impl Region {
         &self.words[offset / 8..][..LINE / 8]
     }
 
+    /// Stores a line at a multiple of its size, as a kernel does.
+    pub fn store_line(&self, offset: usize, line: &[u64; LINE / 8]) {
+        for (word, value) in self.line(offset).iter().zip(line) {
+            word.store(*value, Relaxed);
+        }
+        // Whole words of bits, which no other bytes share.
+        for bits in [&self.init, &self.written] {
+            for bits in &bits[offset / 64..][..LINE / 64] {
+                bits.store(u64::MAX, Relaxed);
+            }
+        }
+    }
+
     /// One byte.
     pub fn load_byte(&self, offset: usize) -> u8 {
         self.load(offset, 1) as u8

@@ -71,6 +71,21 @@ struct Page {
     others: bool,
     /// Of cells: reads that are not noted there yet, in their order.
     rows: Vec<RowsRead>,
+    /// The cells that were written after all of those, one bit a cell.
+    stale: u64,
+}
+
+impl Page {
+    /// Takes the cells that were written since from the reads that are not noted yet.
+    fn drop_stale(&mut self) {
+        let stale = std::mem::take(&mut self.stale);
+        if stale != 0 {
+            self.rows.retain_mut(|read| {
+                read.cells &= !stale;
+                read.cells != 0
+            });
+        }
+    }
 }
 
 /// An asynchronous read of some cells of a page.
@@ -127,6 +142,7 @@ impl SharedShadow {
             split: false,
             others: false,
             rows: Vec::new(),
+            stale: 0,
         };
         SharedShadow {
             pages: (0..pages).map(|_| fresh()).collect(),
@@ -218,6 +234,9 @@ impl SharedShadow {
                 }
                 self.readable[page as usize] |= 1 << local;
             }
+            if self.pages[page as usize].stale != 0 {
+                self.pages[page as usize].drop_stale();
+            }
             let pending = &mut self.pages[page as usize].rows;
             pending.push(RowsRead { cells, rows, clock, pc, local: local as u8, trans });
             if pending.len() == MAX_PENDING {
@@ -282,6 +301,7 @@ impl SharedShadow {
     /// Notes the reads of rows that are pending in a page at its cells.
     fn settle(&mut self, page: usize) {
         let first = self.first[page];
+        self.pages[page].drop_stale();
         for read in self.pages[page].rows.drain(..) {
             let rows = read.rows.iter().flat_map(|rows| rows.to_le_bytes().into_iter().enumerate());
             for (r, cell) in rows {
@@ -346,10 +366,14 @@ impl SharedShadow {
                 }
             }
             if written != 0 {
-                self.pages[page].rows.retain_mut(|read| {
-                    read.cells &= !written;
-                    read.cells != 0
-                });
+                let of = &mut self.pages[page];
+                of.stale |= written;
+                if of.stale == u64::MAX {
+                    of.rows.clear();
+                }
+                if of.rows.is_empty() {
+                    of.stale = 0;
+                }
                 self.note_writer(page, by);
             }
         }
