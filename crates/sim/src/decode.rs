@@ -317,6 +317,8 @@ struct Decoder<'k> {
     proven: Vec<u32>,
     slots: Vec<Slot>,
     products: Vec<MmaInst>,
+    /// The accumulators of the `wgmma`s so far, each list once, so that equal ones stand in one place.
+    accumulators: Vec<Span>,
     constants: Constants,
     seen_words: HashMap<u32, u32>,
     seen_shared: HashMap<u32, u32>,
@@ -343,6 +345,7 @@ impl<'k> Decoder<'k> {
             proven: vec![0; kernel.regs.len()],
             slots: Vec::new(),
             products: Vec::new(),
+            accumulators: Vec::new(),
             constants: Constants::default(),
             seen_words: HashMap::new(),
             seen_shared: HashMap::new(),
@@ -503,6 +506,17 @@ impl<'k> Decoder<'k> {
         Ok(self.span_from(start))
     }
 
+    /// The place where the accumulators that were added last stand already, or those.
+    fn same_accumulators(&mut self, new: Span) -> Span {
+        let of = |span: Span| &self.slots[span.start as usize..][..span.len as usize];
+        if let Some(&seen) = self.accumulators.iter().find(|&&seen| of(seen) == of(new)) {
+            self.slots.truncate(new.start as usize);
+            return seen;
+        }
+        self.accumulators.push(new);
+        new
+    }
+
     fn registers(&mut self, ids: impl Iterator<Item = RegId>) -> Span {
         let start = self.slots.len();
         for id in ids {
@@ -519,7 +533,11 @@ impl<'k> Decoder<'k> {
         flow: &Flow,
         assigned: &[Vec<u64>],
     ) -> Result<(Code, Exec), SimError> {
-        let (dst, src) = (self.operands(pc, &inst.dst)?, self.operands(pc, &inst.src)?);
+        let mut dst = self.operands(pc, &inst.dst)?;
+        if let Op::Wgmma(_) = inst.op {
+            dst = self.same_accumulators(dst);
+        }
+        let src = self.operands(pc, &inst.src)?;
         let guard =
             inst.guard.map(|g| DecodedGuard { pred: self.rows[g.reg.id().0 as usize], negated: g.negated });
         if let Err(why) = implemented(&inst.op) {

@@ -948,7 +948,11 @@ impl Cluster<'_> {
         if side.swizzle == Swizzle::None {
             return shared.at(side.address, side.bytes).to_vec();
         }
-        side.chunks().flat_map(|address| shared.at(address, 16)).copied().collect()
+        let mut bytes = Vec::with_capacity(side.bytes as usize);
+        for address in side.chunks() {
+            bytes.extend_from_slice(shared.at(address, 16));
+        }
+        bytes
     }
 
     /// Writes a copy's shared side.

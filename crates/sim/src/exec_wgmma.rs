@@ -37,6 +37,8 @@ pub struct WgmmaRegisters {
     interval: u32,
     /// Products started since the last commit.
     open: Option<u64>,
+    /// The products that were started last, one after the other.
+    series: Option<Series>,
     /// The last product of each group that has not been waited for, and its operation.
     groups: VecDeque<(u64, (Agent, u32))>,
 }
@@ -54,6 +56,22 @@ struct RowUse {
     held: bool,
 }
 
+/// Products with the same accumulators, between whose starts nothing has happened that concerns a register of theirs: what
+/// was asked of the accumulators before the first need not be asked again.
+#[derive(Clone, Copy)]
+struct Series {
+    /// Where the list of the accumulators stands.
+    accumulators: usize,
+    n: u16,
+    acc: AccTy,
+    /// The first product, whose number the rows carry.
+    first: u64,
+    /// The last one, whose number they ought to carry.
+    last: u64,
+    /// Whether the accumulators are out of sight.
+    held: bool,
+}
+
 impl WgmmaRegisters {
     /// No register is used yet.
     pub fn new(rows: usize) -> WgmmaRegisters {
@@ -64,6 +82,10 @@ impl WgmmaRegisters {
     /// it may not.
     #[inline(always)]
     pub fn touch(&mut self, reads: &[Slot], writes: &[Slot]) -> bool {
+        if reads.is_empty() && writes.is_empty() {
+            return true;
+        }
+        self.end_series();
         let now = self.interval + 1;
         let mut allowed = true;
         for slot in reads {
@@ -77,6 +99,41 @@ impl WgmmaRegisters {
             allowed &= row.accumulates | row.feeds == 0;
         }
         allowed
+    }
+
+    /// Something has happened that may concern the registers of the last products.
+    #[inline]
+    pub fn end_series(&mut self) {
+        if let Some(Series { first, last, .. }) = self.series.take() {
+            for &row in &self.accumulating {
+                let number = &mut self.rows[row as usize].accumulates;
+                *number = if *number == first + 1 { last + 1 } else { *number };
+            }
+        }
+    }
+
+    /// Goes on with the last products, if this one has the same accumulators and its fragments may be read.
+    fn goes_on(&mut self, number: u64, form: &Wgmma, accumulators: &[Slot], fragments: &[u32]) -> bool {
+        let now = self.interval + 1;
+        let rows = &mut self.rows;
+        let fit = |row: &u32| rows[*row as usize].touched != now && rows[*row as usize].accumulates == 0;
+        match &mut self.series {
+            Some(series)
+                if series.accumulators == accumulators.as_ptr().addr()
+                    && (series.n, series.acc) == (form.n, form.acc)
+                    && fragments.iter().all(fit) =>
+            {
+                series.last = number;
+            }
+            _ => return false,
+        }
+        for &row in fragments {
+            if std::mem::replace(&mut rows[row as usize].feeds, number + 1) == 0 {
+                self.feeding.push(row);
+            }
+        }
+        self.open = Some(number);
+        true
     }
 
     /// A product uses these rows from now on.
@@ -97,6 +154,11 @@ impl WgmmaRegisters {
 
     /// Puts the values of accumulators out of sight, unless they are.
     fn hold(&mut self, accumulators: &[Slot], values: &mut [Aligned<Row>]) {
+        if let Some(series) = &mut self.series
+            && std::mem::replace(&mut series.held, true)
+        {
+            return;
+        }
         if self.held.is_empty() {
             self.held.resize(self.rows.len(), Aligned([0; 32]));
         }
@@ -109,6 +171,7 @@ impl WgmmaRegisters {
 
     /// Products up to this one are complete: gives back the rows whose last product is among those.
     fn retire(&mut self, last: u64, values: &mut [Aligned<Row>]) {
+        self.end_series();
         let WgmmaRegisters { rows, accumulating, feeding, held, .. } = self;
         feeding.retain(|&row| {
             let number = &mut rows[row as usize].feeds;
@@ -131,7 +194,11 @@ impl WgmmaRegisters {
 
     /// One more than the oldest product that accumulates into a row, if there is one.
     fn oldest(&self) -> Option<u64> {
-        self.accumulating.iter().map(|&row| self.rows[row as usize].accumulates).min()
+        let number = |&row: &u32| match (self.rows[row as usize].accumulates, self.series) {
+            (number, Some(Series { first, last, .. })) if number == first + 1 => last + 1,
+            (number, _) => number,
+        };
+        self.accumulating.iter().map(number).min()
     }
 }
 
@@ -266,9 +333,21 @@ impl Cluster<'_> {
             ASource::Shared(_) => &[],
         };
         for w in first..first + 4 {
-            self.check_wgmma_start(w, pc, &form, scale_d, dst, fragments);
+            if self.warps[w].wgmma.goes_on(number, &form, dst, fragments) {
+                continue;
+            }
+            self.warps[w].wgmma.end_series();
+            let fine = self.check_wgmma_start(w, pc, &form, scale_d, dst, fragments);
             let warp = &mut self.warps[w];
             warp.wgmma.start(number, dst, fragments);
+            warp.wgmma.series = fine.then_some(Series {
+                accumulators: dst.as_ptr().addr(),
+                n: form.n,
+                acc: form.acc,
+                first: number,
+                last: number,
+                held: false,
+            });
             for slot in dst {
                 warp.regs.init32[slot.word() as usize] = u32::MAX;
             }
@@ -319,7 +398,7 @@ impl Cluster<'_> {
         }
     }
 
-    /// The registers of a product must be fenced, and not in use by a product of another shape.
+    /// The registers of a product must be fenced, and not in use by a product of another shape. Whether all is well.
     fn check_wgmma_start(
         &mut self,
         w: usize,
@@ -328,7 +407,7 @@ impl Cluster<'_> {
         scale_d: bool,
         accumulators: &[Slot],
         fragments: &[u32],
-    ) {
+    ) -> bool {
         let accumulators = || accumulators.iter().map(|slot| slot.word() as usize);
         let registers = &self.warps[w].wgmma;
         let now = registers.interval + 1;
@@ -353,6 +432,7 @@ impl Cluster<'_> {
                 let live = self.warps[w].live;
                 self.warps[w].regs.init32[row] & live != live
             });
+        let unfenced = unfenced || registers.interval == 0;
         if registers.interval == 0 {
             let message = "there is no wgmma.fence before the first wgmma".to_string();
             self.report_error(w, 0, pc, FindingKind::MissingWgmmaFence, message);
@@ -372,6 +452,7 @@ impl Cluster<'_> {
             let message = "an accumulator that is added to holds no value".to_string();
             self.report_error(w, 0, pc, FindingKind::UninitialisedRegister, message);
         }
+        !(unfenced || other_shape || in_flight || unwritten)
     }
 
     /// An ordinary instruction touches registers that `wgmma` uses.
@@ -539,27 +620,30 @@ impl Cluster<'_> {
         let form = &product.form;
         let shared = &self.blocks[self.warps[first].block].shared;
         let tiles = &mut *self.tiles;
-        read_operand(shared, &product.b, form.trans_b, form.b, u32::from(form.n), &mut tiles.b_rows);
+        let columns = u32::from(form.n);
+        read_operand(level, shared, &product.b, form.trans_b, form.b, columns, &mut tiles.b_rows);
         if form.negate_b {
-            negate(form.b, &mut tiles.b_rows);
+            tiles.b_rows.iter_mut().for_each(|fragment| negate(form.b, fragment));
         }
         tiles.b_columns.resize(usize::from(form.n) / 8, [[0.0; 16]; 16]);
         for (tile, rows) in tiles.b_columns.iter_mut().zip(tiles.b_rows.as_chunks::<2>().0) {
-            simd::read_b(level, form.b, &rows.each_ref(), tile);
+            simd::read_b(level, form.b, &[&*rows[0], &*rows[1]], tile);
         }
         if let ASource::Shared(descriptor) = &product.a {
-            read_operand(shared, descriptor, form.trans_a, form.a, 64, &mut tiles.a_rows);
+            read_operand(level, shared, descriptor, form.trans_a, form.a, 64, &mut tiles.a_rows);
         }
         let program = self.launch.program;
         let accumulators = program.dst(&program.code[product.pc as usize]);
         for (place, warp) in self.warps[first..first + 4].iter_mut().enumerate() {
             let mut a: [Row; 4] = match &product.a {
                 // Read as B is, two fragments for eight rows; as A, fragments go down the rows first.
-                ASource::Shared(_) => [0, 2, 1, 3].map(|i| tiles.a_rows[4 * place + i]),
+                ASource::Shared(_) => [0, 2, 1, 3].map(|i| *tiles.a_rows[4 * place + i]),
                 ASource::Rows(fragment) => fragment.map(|row| *warp.regs.r32[row as usize]),
             };
             if form.negate_a {
-                negate(form.a, &mut a);
+                for fragment in &mut a {
+                    negate(form.a, fragment);
+                }
             }
             let wide = &mut tiles.a[0];
             if !wide.is_of(form.a, &a.each_ref()) {
@@ -689,37 +773,38 @@ fn for_chunks(
 /// Reads an operand in shared memory as fragments: for eight rows each, one for the first half of k and one for the
 /// second.
 fn read_operand(
+    level: Level,
     shared: &SharedMemory,
     descriptor: &Descriptor,
     mn_major: bool,
     ty: MatrixTy,
     rows: u32,
-    fragments: &mut Vec<Row>,
+    fragments: &mut Vec<Aligned<Row>>,
 ) {
-    fragments.clear();
-    for eight in 0..rows / 8 {
-        for half in 0..2 {
-            let mut fragment: Row = [0; 32];
-            for (i, words) in fragment.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-                let i = i as u32;
-                let address = if mn_major {
-                    descriptor.mn_major(eight, 8 * half + i)
-                } else {
-                    descriptor.k_major(8 * eight + i, half)
-                };
-                *words = shared.words(address);
-            }
-            // A chunk along the rows has 16-bit elements of one k: eight of them are the matrix turned around.
-            debug_assert!(!mn_major || ty.bits() == 16);
-            fragments.push(if mn_major { mma::transposed(&fragment) } else { fragment });
+    // A chunk along the rows has 16-bit elements of one k: eight of them are the matrix turned around.
+    debug_assert!(!mn_major || ty.bits() == 16);
+    fragments.resize(rows as usize / 4, Aligned([0; 32]));
+    for (four, fragments) in fragments.chunks_mut(4).enumerate() {
+        let mut addresses: Row = [0; 32];
+        for (l, address) in (0..).zip(&mut addresses[..8 * fragments.len()]) {
+            let (eight, half, i) = (2 * four as u32 + l / 16, l / 8 % 2, l % 8);
+            *address = if mn_major {
+                descriptor.mn_major(eight, 8 * half + i)
+            } else {
+                descriptor.k_major(8 * eight + i, half)
+            };
         }
+        let to = &[0, 1, 2, 3][..fragments.len()];
+        simd::load_matrices(level, shared.bytes(), &addresses, mn_major, to, fragments);
     }
 }
 
 /// Changes the sign of every element.
-fn negate(ty: MatrixTy, fragments: &mut [Row]) {
+fn negate(ty: MatrixTy, fragment: &mut Row) {
     let signs = if ty.bits() == 16 { 0x8000_8000 } else { 0x8080_8080 };
-    fragments.iter_mut().flatten().for_each(|word| *word ^= signs);
+    for word in fragment {
+        *word ^= signs;
+    }
 }
 
 /// Where an accumulator is: out of sight while a late product is under way.

@@ -69,9 +69,9 @@ pub struct Tiles {
     /// The Bs of two products, widened.
     pub b: [BTile; 2],
     /// The A of a warpgroup as fragments, four a warp.
-    pub a_rows: Vec<Row>,
+    pub a_rows: Vec<Aligned<Row>>,
     /// The B of a warpgroup as fragments, two for eight columns.
-    pub b_rows: Vec<Row>,
+    pub b_rows: Vec<Aligned<Row>>,
     /// The columns of the B of a warpgroup, eight by eight, widened.
     pub b_columns: Vec<BTile>,
 }

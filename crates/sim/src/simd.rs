@@ -327,7 +327,10 @@ pub fn unwritten(warp: &Warp, program: &Program<'_>, pc: usize, mask: u32) -> Op
 pub fn forget(warp: &mut Warp, slot: Slot) {
     let lanes = !warp.active;
     match slot {
-        Slot::Word(row) => warp.regs.init32[row as usize] &= lanes,
+        Slot::Word(row) => {
+            warp.regs.init32[row as usize] &= lanes;
+            warp.wgmma.end_series();
+        }
         Slot::Long(row) => warp.regs.init64[row as usize] &= lanes,
         Slot::Pred(row) => warp.regs.init_pred[row as usize] &= lanes,
         _ => {}
