@@ -99,6 +99,14 @@ pub struct Span {
     len: u32,
 }
 
+impl Span {
+    /// Whether it has nothing.
+    #[inline]
+    pub fn is_empty(self) -> bool {
+        self.len == 0
+    }
+}
+
 /// Plain instructions, or products of a warp, without a guard that follow each other: what is asked before each of them
 /// is asked once.
 #[derive(Clone, Copy, Debug)]
@@ -267,8 +275,8 @@ impl<'k> Program<'k> {
 
     /// Registers of `wgmma`s that a run reads, and those that it writes.
     #[inline]
-    pub fn wgmma_in(&self, run: &Run) -> (&[Slot], &[Slot]) {
-        (self.pool(run.wgmma_reads), self.pool(run.wgmma_writes))
+    pub fn wgmma_in(&self, run: &Run) -> (Span, Span) {
+        (run.wgmma_reads, run.wgmma_writes)
     }
 
     /// The registers an instruction reads.
@@ -289,20 +297,15 @@ impl<'k> Program<'k> {
         self.pool(code.births)
     }
 
-    /// Registers of `wgmma`s that an instruction which is none reads.
+    /// Registers of `wgmma`s that an instruction which is none reads, and those that it writes.
     #[inline]
-    pub fn wgmma_reads(&self, code: &Code) -> &[Slot] {
-        self.pool(code.wgmma_reads)
+    pub fn wgmma_of(&self, code: &Code) -> (Span, Span) {
+        (code.wgmma_reads, code.wgmma_writes)
     }
 
-    /// Registers of `wgmma`s that an instruction which is none writes.
+    /// The operands of a range of the pool.
     #[inline]
-    pub fn wgmma_writes(&self, code: &Code) -> &[Slot] {
-        self.pool(code.wgmma_writes)
-    }
-
-    #[inline]
-    fn pool(&self, span: Span) -> &[Slot] {
+    pub fn pool(&self, span: Span) -> &[Slot] {
         &self.slots[span.start as usize..][..span.len as usize]
     }
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use flashcore_ptx::{AccTy, MatrixTy, Op, Wgmma};
 
 use crate::clock::{Agent, Edge, Lanes, Proxy, Stamp};
-use crate::decode::{Code, Slot};
+use crate::decode::{Code, Program, Slot, Span};
 use crate::descriptor::Descriptor;
 use crate::findings::{FindingKind, Severity};
 use crate::machine::{Cluster, Step};
@@ -31,8 +31,10 @@ pub struct WgmmaRegisters {
     accumulating: Vec<u32>,
     /// The rows that a product reads as A.
     feeding: Vec<u32>,
-    /// What rows hold where nobody sees it, while a late product accumulates into them.
+    /// What rows hold where nobody sees it, while a late product accumulates into them and somebody looks.
     held: Vec<Aligned<Row>>,
+    /// What ordinary instructions touched since the last fence while no product was under way: reads, and writes.
+    touched: Vec<(Span, Span)>,
     /// Fences executed.
     interval: u32,
     /// Products started since the last commit.
@@ -52,9 +54,14 @@ struct RowUse {
     feeds: u64,
     /// The fence interval in which an ordinary instruction touched it last.
     touched: u32,
-    /// Whether its value is out of sight.
+    /// Whether what it holds is not to be seen, because a late product accumulates into it.
+    late: bool,
+    /// Whether somebody has looked, and its value is out of sight.
     held: bool,
 }
+
+/// What ordinary instructions touched is noted later, up to so much of it.
+const MAX_TOUCHED: usize = 64;
 
 /// Products with the same accumulators, between whose starts nothing has happened that concerns a register of theirs: what
 /// was asked of the accumulators before the first need not be asked again.
@@ -68,8 +75,8 @@ struct Series {
     first: u64,
     /// The last one, whose number they ought to carry.
     last: u64,
-    /// Whether the accumulators are out of sight.
-    held: bool,
+    /// Whether what the accumulators hold is not to be seen.
+    late: bool,
 }
 
 impl WgmmaRegisters {
@@ -81,24 +88,43 @@ impl WgmmaRegisters {
     /// Notes that an ordinary instruction touches registers. False if a product under way uses one of them so that
     /// it may not.
     #[inline(always)]
-    pub fn touch(&mut self, reads: &[Slot], writes: &[Slot]) -> bool {
+    pub fn touch(&mut self, program: &Program<'_>, (reads, writes): (Span, Span)) -> bool {
         if reads.is_empty() && writes.is_empty() {
             return true;
         }
+        if self.accumulating.is_empty() && self.feeding.is_empty() && self.touched.len() < MAX_TOUCHED {
+            self.touched.push((reads, writes));
+            return true;
+        }
         self.end_series();
+        self.note_touched(program);
+        self.note_touch(program, (reads, writes))
+    }
+
+    /// Notes a touch. False if a product under way uses one of the registers so that it may not be.
+    fn note_touch(&mut self, program: &Program<'_>, (reads, writes): (Span, Span)) -> bool {
         let now = self.interval + 1;
         let mut allowed = true;
-        for slot in reads {
+        for slot in program.pool(reads) {
             let row = &mut self.rows[slot.word() as usize];
             row.touched = now;
             allowed &= row.accumulates == 0;
         }
-        for slot in writes {
+        for slot in program.pool(writes) {
             let row = &mut self.rows[slot.word() as usize];
             row.touched = now;
             allowed &= row.accumulates | row.feeds == 0;
         }
         allowed
+    }
+
+    /// Notes what was touched since the last fence.
+    fn note_touched(&mut self, program: &Program<'_>) {
+        let mut touched = std::mem::take(&mut self.touched);
+        for touch in touched.drain(..) {
+            self.note_touch(program, touch);
+        }
+        self.touched = touched;
     }
 
     /// Something has happened that may concern the registers of the last products.
@@ -152,20 +178,26 @@ impl WgmmaRegisters {
         self.open = Some(number);
     }
 
-    /// Puts the values of accumulators out of sight, unless they are.
-    fn hold(&mut self, accumulators: &[Slot], values: &mut [Aligned<Row>]) {
+    /// What these accumulators hold is not to be seen until the wait. Few look, so it stays where it is until then.
+    fn conceal(&mut self, accumulators: &[Slot]) {
         if let Some(series) = &mut self.series
-            && std::mem::replace(&mut series.held, true)
+            && std::mem::replace(&mut series.late, true)
         {
             return;
         }
+        for slot in accumulators {
+            self.rows[slot.word() as usize].late = true;
+        }
+    }
+
+    /// Somebody looks at a row: what is not to be seen is put out of sight.
+    #[cold]
+    fn hide(&mut self, row: usize, values: &mut [Aligned<Row>]) {
         if self.held.is_empty() {
             self.held.resize(self.rows.len(), Aligned([0; 32]));
         }
-        for row in accumulators.iter().map(|slot| slot.word() as usize) {
-            if !std::mem::replace(&mut self.rows[row].held, true) {
-                self.held[row] = std::mem::replace(&mut values[row], Aligned([POISON as u32; 32]));
-            }
+        if self.rows[row].late && !std::mem::replace(&mut self.rows[row].held, true) {
+            self.held[row] = std::mem::replace(&mut values[row], Aligned([POISON as u32; 32]));
         }
     }
 
@@ -184,6 +216,7 @@ impl WgmmaRegisters {
             let done = of.accumulates <= last + 1;
             if done {
                 of.accumulates = 0;
+                of.late = false;
                 if std::mem::take(&mut of.held) {
                     values[row as usize] = held[row as usize];
                 }
@@ -245,7 +278,9 @@ impl Cluster<'_> {
     ) -> Step {
         match code.op {
             Op::WgmmaFence => {
-                self.warps[w].wgmma.interval += 1;
+                let registers = &mut self.warps[w].wgmma;
+                registers.interval += 1;
+                registers.touched.clear();
                 Step::Next
             }
             Op::WgmmaCommit => {
@@ -333,6 +368,7 @@ impl Cluster<'_> {
             ASource::Shared(_) => &[],
         };
         for w in first..first + 4 {
+            self.warps[w].wgmma.note_touched(self.launch.program);
             if self.warps[w].wgmma.goes_on(number, &form, dst, fragments) {
                 continue;
             }
@@ -346,7 +382,7 @@ impl Cluster<'_> {
                 acc: form.acc,
                 first: number,
                 last: number,
-                held: false,
+                late: false,
             });
             for slot in dst {
                 warp.regs.init32[slot.word() as usize] = u32::MAX;
@@ -373,10 +409,8 @@ impl Cluster<'_> {
             self.compute(first, &product);
             product.done = true;
         } else {
-            // The accumulators go where nobody sees them until the wait.
             for w in first..first + 4 {
-                let Warp { wgmma, regs, .. } = &mut self.warps[w];
-                wgmma.hold(dst, &mut regs.r32);
+                self.warps[w].wgmma.conceal(dst);
             }
         }
         self.blocks[block].warpgroups[group].products.push_back(product);
@@ -447,6 +481,10 @@ impl Cluster<'_> {
             let message =
                 "an A register is the accumulator of a wgmma that has not been waited for".to_string();
             self.report_error(w, 0, pc, FindingKind::WgmmaRegister, message);
+            let Warp { wgmma, regs, .. } = &mut self.warps[w];
+            for &row in fragments {
+                wgmma.hide(row as usize, &mut regs.r32);
+            }
         }
         if unwritten {
             let message = "an accumulator that is added to holds no value".to_string();
@@ -459,22 +497,23 @@ impl Cluster<'_> {
     pub fn check_wgmma_registers(&mut self, w: usize, pc: u32, mask: u32) {
         let program = self.launch.program;
         let code = &program.code[pc as usize];
-        let (reads, writes) = (program.wgmma_reads(code), program.wgmma_writes(code));
-        if mask != 0 && !self.warps[w].wgmma.touch(reads, writes) {
+        if mask != 0 && !self.warps[w].wgmma.touch(program, program.wgmma_of(code)) {
             self.report_wgmma_register(w, pc, mask);
         }
     }
 
-    /// Reports a register that a product uses and that the instruction may not touch.
+    /// Reports a register that a product uses and that the instruction may not touch, and lets it see no value there.
     #[cold]
     pub fn report_wgmma_register(&mut self, w: usize, pc: u32, mask: u32) {
         let program = self.launch.program;
         let code = &program.code[pc as usize];
-        let rows = &self.warps[w].wgmma.rows;
+        let Warp { wgmma, regs, .. } = &mut self.warps[w];
+        let (reads, writes) = program.wgmma_of(code);
         let mut fault = None;
-        for (slots, writes) in [(program.wgmma_reads(code), false), (program.wgmma_writes(code), true)] {
-            for slot in slots {
-                let row = rows[slot.word() as usize];
+        for (slots, writes) in [(reads, false), (writes, true)] {
+            for slot in program.pool(slots) {
+                wgmma.hide(slot.word() as usize, &mut regs.r32);
+                let row = wgmma.rows[slot.word() as usize];
                 if row.accumulates != 0 {
                     fault = Some((if writes { "written" } else { "read" }, "accumulator", row.accumulates));
                 } else if writes && row.feeds != 0 {
@@ -567,7 +606,9 @@ impl Cluster<'_> {
                 let access = Access { clocks, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
                 let shared = &mut self.blocks[block].shared;
                 let rows = 16 * warp as u32..16 * warp as u32 + 16;
-                if !(checks && read_pages(shared, descriptor, form.trans_a, form.a, rows.clone(), &access)) {
+                let (pages, first) = (&mut self.operand_pages, descriptor.start / PAGE_BYTES);
+                let pages = pages.of(descriptor, form.trans_a, form.a, rows.clone());
+                if !(checks && read_pages(shared, first, pages, &access)) {
                     for_chunks(descriptor, form.trans_a, form.a, rows, |address| {
                         faults.visit(shared, address, checks, &access);
                     });
@@ -577,7 +618,8 @@ impl Cluster<'_> {
         let access = Access { clocks: &self.together, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
         let shared = &mut self.blocks[block].shared;
         let rows = 0..u32::from(form.n);
-        if !(checks && read_pages(shared, b, form.trans_b, form.b, rows.clone(), &access)) {
+        let pages = self.operand_pages.of(b, form.trans_b, form.b, rows.clone());
+        if !(checks && read_pages(shared, b.start / PAGE_BYTES, pages, &access)) {
             for_chunks(b, form.trans_b, form.b, rows, |address| {
                 faults.visit(shared, address, checks, &access);
             });
@@ -706,41 +748,68 @@ impl OperandFaults {
     }
 }
 
-/// Records the read of these rows of an operand, if all of it lies in pages that are kept as one, hold values, and were
-/// written before it. False where there is more to look at.
-fn read_pages(
-    shared: &mut SharedMemory,
-    descriptor: &Descriptor,
+/// Which cells of which pages an operand takes, by its layout and where it begins in a page: products of a loop repeat few.
+#[derive(Default)]
+pub struct OperandPages {
+    known: Vec<(Layout, Vec<(u32, u64)>)>,
+}
+
+/// What the cells of an operand depend on, but for the page that it begins in.
+#[derive(PartialEq)]
+struct Layout {
+    /// Begins in the first page.
+    descriptor: Descriptor,
     mn_major: bool,
     ty: MatrixTy,
     rows: Range<u32>,
-    access: &Access<'_>,
-) -> bool {
-    // Rows of 64 elements, k by k or row by row, are one page after the other.
-    let mut pages = [(0, 0u64); 64];
-    let mut count = 0;
-    let mut fits = true;
-    for_chunks(descriptor, mn_major, ty, rows, |address| {
-        let (page, cell) = (address / PAGE_BYTES, 1 << (address / CELL % PAGE as u32));
-        if let Some((_, cells)) = pages[..count].iter_mut().rev().take(2).find(|(of, _)| *of == page) {
-            *cells |= cell;
-        } else if let Some(next) = pages.get_mut(count) {
-            *next = (page, cell);
-            count += 1;
-        } else {
-            fits = false;
-        }
-    });
-    let pages = &pages[..count];
-    let ordered = fits
-        && pages.iter().all(|&(page, _)| {
-            (page + 1) * PAGE_BYTES <= shared.dense()
-                && shared.is_plain_page(page)
-                && shared.shadow.is_readable(page, access)
+}
+
+/// Layouts that are remembered.
+const MAX_LAYOUTS: usize = 64;
+
+impl OperandPages {
+    /// The pages of these rows of an operand, counted from the one that it begins in, and their cells, one bit a cell.
+    fn of(
+        &mut self,
+        descriptor: &Descriptor,
+        mn_major: bool,
+        ty: MatrixTy,
+        rows: Range<u32>,
+    ) -> &[(u32, u64)] {
+        let descriptor = Descriptor { start: descriptor.start % PAGE_BYTES, ..*descriptor };
+        let layout = Layout { descriptor, mn_major, ty, rows };
+        let known = self.known.iter().position(|(of, _)| *of == layout);
+        let place = known.unwrap_or_else(|| {
+            let mut pages: Vec<(u32, u64)> = Vec::new();
+            for_chunks(&layout.descriptor, mn_major, ty, layout.rows.clone(), |address| {
+                let (page, cell) = (address / PAGE_BYTES, 1 << (address / CELL % PAGE as u32));
+                match pages.iter_mut().rev().find(|(of, _)| *of == page) {
+                    Some((_, cells)) => *cells |= cell,
+                    None => pages.push((page, cell)),
+                }
+            });
+            if self.known.len() == MAX_LAYOUTS {
+                self.known.clear();
+            }
+            self.known.push((layout, pages));
+            self.known.len() - 1
         });
+        &self.known[place].1
+    }
+}
+
+/// Records the read of an operand whose cells are these, from the page on that it begins in, if all of it lies in pages that
+/// are kept as one, hold values, and were written before it. False where there is more to look at.
+fn read_pages(shared: &mut SharedMemory, first: u32, pages: &[(u32, u64)], access: &Access<'_>) -> bool {
+    let ordered = pages.iter().all(|&(page, _)| {
+        let page = first + page;
+        (page + 1) * PAGE_BYTES <= shared.dense()
+            && shared.is_plain_page(page)
+            && shared.shadow.is_readable(page, access)
+    });
     if ordered {
         for &(page, cells) in pages {
-            shared.shadow.read_page(page, cells, access);
+            shared.shadow.read_page(first + page, cells, access);
         }
     }
     ordered

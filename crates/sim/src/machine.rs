@@ -13,7 +13,7 @@ use crate::decode::Program;
 use crate::error::SimError;
 use crate::exec_bulk::PendingCopy;
 use crate::exec_cluster::ClusterBarrier;
-use crate::exec_wgmma::Warpgroup;
+use crate::exec_wgmma::{OperandPages, Warpgroup};
 use crate::findings::{FindingKind, FindingSet, Place, Raw, Severity, Thread};
 use crate::matrices::Survey;
 use crate::mbarrier::{ByNumber, Mbarrier};
@@ -193,6 +193,8 @@ pub struct Cluster<'a> {
     pub tiles: Box<Tiles>,
     /// The addresses of the matrix instruction that is executed.
     pub survey: Survey,
+    /// Where the operands of `wgmma`s lie.
+    pub operand_pages: OperandPages,
     /// The clocks of the warpgroup whose product is being started.
     pub together: WarpClock,
     /// What the clock registers show: it moves on whenever one is read.
@@ -273,6 +275,7 @@ impl<'a> Cluster<'a> {
             slice: 0,
             tiles: Box::default(),
             survey: Survey::NONE,
+            operand_pages: OperandPages::default(),
             together: WarpClock::new(Agent::MAX),
             ticks: 0,
         }

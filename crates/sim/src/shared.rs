@@ -136,8 +136,12 @@ impl SharedMemory {
 
     /// Whether all bytes of a page hold a value, and none belongs to an mbarrier in use.
     #[inline]
-    pub fn is_plain_page(&self, page: u32) -> bool {
-        self.contents_of(page).iter().fold(0, |lack, cell| lack | !cell.init | cell.barrier) == 0
+    pub fn is_plain_page(&mut self, page: u32) -> bool {
+        if !self.plain_pages[page as usize] {
+            let lack = self.contents_of(page).iter().fold(0, |lack, cell| lack | !cell.init | cell.barrier);
+            self.plain_pages[page as usize] = lack == 0;
+        }
+        self.plain_pages[page as usize]
     }
 
     /// Whether any byte of a page belongs to an mbarrier in use.

@@ -245,9 +245,7 @@ pub fn run_plain(
                     }
                 }
                 if mask != 0 {
-                    if code.touches_wgmma
-                        && !warp.wgmma.touch(program.wgmma_reads(code), program.wgmma_writes(code))
-                    {
+                    if code.touches_wgmma && !warp.wgmma.touch(program, program.wgmma_of(code)) {
                         return Pause::Wgmma(mask);
                     }
                     run_steps(level, &mut warp.regs, std::slice::from_ref(step), mask);
@@ -280,8 +278,7 @@ fn run_begins(warp: &mut Warp, program: &Program<'_>, run: &Run, check: bool) ->
     if check && program.unproven_in(run).iter().any(lacks) {
         return false;
     }
-    let (reads, writes) = program.wgmma_in(run);
-    warp.wgmma.touch(reads, writes)
+    warp.wgmma.touch(program, program.wgmma_in(run))
 }
 
 #[inline(always)]
