@@ -118,6 +118,17 @@ impl Cells {
         }
     }
 
+    /// None any more.
+    pub fn renew(&mut self) {
+        self.whole.clear();
+        self.reads.clear();
+        self.parts.clear();
+        self.part_reads.clear();
+        self.others.clear();
+        self.free_other = 0;
+        self.free_parts.clear();
+    }
+
     /// The number of parts that there are, used or not.
     #[cfg(test)]
     pub fn parts(&self) -> usize {

@@ -64,6 +64,11 @@ pub struct CopyQueue {
 }
 
 impl CopyQueue {
+    /// No copies yet, in the memory of those that are done with.
+    pub fn renewed(self) -> CopyQueue {
+        CopyQueue { spare: self.spare, ..CopyQueue::default() }
+    }
+
     /// The operation of the open group, if it has begun.
     pub fn open(&self) -> Option<(Agent, u32)> {
         self.open

@@ -85,6 +85,13 @@ impl WgmmaRegisters {
         WgmmaRegisters { rows: vec![RowUse::default(); rows], ..WgmmaRegisters::default() }
     }
 
+    /// No register is used yet, in the memory of those of a warp that has ended.
+    pub fn renewed(self) -> WgmmaRegisters {
+        let mut rows = self.rows;
+        rows.fill(RowUse::default());
+        WgmmaRegisters { rows, ..WgmmaRegisters::default() }
+    }
+
     /// Notes that an ordinary instruction touches registers. False if a product under way uses one of them so that
     /// it may not.
     #[inline(always)]

@@ -217,8 +217,8 @@ pub enum Step {
 }
 
 impl<'a> Cluster<'a> {
-    /// A cluster at the start of the program.
-    pub fn new(launch: &'a Launch<'a>, id: u32) -> Cluster<'a> {
+    /// A cluster at the start of the program, in the memory of one of the same launch that has come to its end.
+    pub fn new(launch: &'a Launch<'a>, id: u32, ended: Option<Cluster<'a>>) -> Cluster<'a> {
         let program = launch.program;
         let [cx, cy, cz] = launch.cluster;
         let blocks_in_cluster = (cx * cy * cz) as usize;
@@ -231,6 +231,14 @@ impl<'a> Cluster<'a> {
             id / (clusters[0] * clusters[1]) * cz,
         ];
         let registers = launch_registers(program, threads);
+        let (mut tiles, mut operand_pages) = (Box::default(), OperandPages::default());
+        let (mut old_blocks, mut old_warps) = (Vec::new(), Vec::new());
+        if let Some(ended) = ended {
+            (tiles, operand_pages) = (ended.tiles, ended.operand_pages);
+            (old_blocks, old_warps) = (ended.blocks, ended.warps);
+        }
+        let mut old_shared = old_blocks.into_iter().map(|block: Block| block.shared);
+        let mut old_warps = old_warps.into_iter();
         let mut blocks = Vec::with_capacity(blocks_in_cluster);
         let mut warps = Vec::with_capacity(blocks_in_cluster * warps_in_block);
         for rank in 0..blocks_in_cluster as u32 {
@@ -238,15 +246,19 @@ impl<'a> Cluster<'a> {
             let index = [origin[0] + rank % cx, origin[1] + rank / cx % cy, origin[2] + rank / (cx * cy)];
             for w in 0..warps_in_block {
                 let clocks = WarpClock::new((first_warp + w) as Agent);
-                warps.push(Warp::new(program, rank as usize, w as u32, clocks, launch.block, registers));
+                let (place, ended) = ((rank as usize, w as u32), old_warps.next());
+                warps.push(Warp::new(program, place, clocks, launch.block, registers, ended));
             }
             blocks.push(Block {
                 index,
-                shared: SharedMemory::new(
-                    launch.shared_bytes,
-                    &program.kernel.shared,
-                    first_warp as Agent,
-                    warps_in_block,
+                // The blocks of a cluster are alike, and so are the clusters of a launch.
+                shared: old_shared.next().map_or_else(
+                    || {
+                        let layout = &program.kernel.shared;
+                        let first_warp = first_warp as Agent;
+                        SharedMemory::new(launch.shared_bytes, layout, first_warp, warps_in_block)
+                    },
+                    SharedMemory::renewed,
                 ),
                 barriers: Default::default(),
                 mbarriers: ByNumber::default(),
@@ -273,9 +285,9 @@ impl<'a> Cluster<'a> {
             tally: Tally::default(),
             progress: 0,
             slice: 0,
-            tiles: Box::default(),
+            tiles,
             survey: Survey::NONE,
-            operand_pages: OperandPages::default(),
+            operand_pages,
             together: WarpClock::new(Agent::MAX),
             ticks: 0,
         }

@@ -76,6 +76,21 @@ struct Page {
 }
 
 impl Page {
+    /// Nobody has accessed it.
+    fn fresh(rows: Vec<RowsRead>) -> Page {
+        Page {
+            write: Stamp::NEVER,
+            write_pc: 0,
+            cells: None,
+            reads: Vec::new(),
+            writers: Vec::new(),
+            split: false,
+            others: false,
+            rows,
+            stale: 0,
+        }
+    }
+
     /// Takes the cells that were written since from the reads that are not noted yet.
     fn drop_stale(&mut self) {
         let stale = std::mem::take(&mut self.stale);
@@ -133,25 +148,26 @@ impl SharedShadow {
     /// The shadow of `bytes` of memory of a block whose warps are the agents from `first_warp` on.
     pub fn new(bytes: u32, first_warp: Agent, warps: usize) -> SharedShadow {
         let pages = bytes.div_ceil(PAGE_BYTES) as usize;
-        let fresh = || Page {
-            write: Stamp::NEVER,
-            write_pc: 0,
-            cells: None,
-            reads: Vec::new(),
-            writers: Vec::new(),
-            split: false,
-            others: false,
-            rows: Vec::new(),
-            stale: 0,
-        };
         SharedShadow {
-            pages: (0..pages).map(|_| fresh()).collect(),
+            pages: (0..pages).map(|_| Page::fresh(Vec::new())).collect(),
             first: vec![TOGETHER; pages],
             cells: Cells::new(first_warp, warps, pages),
             latest: vec![0; pages * warps],
             readable: vec![0; pages],
             warps,
         }
+    }
+
+    /// Forgets all accesses.
+    pub fn renew(&mut self) {
+        for page in &mut self.pages {
+            page.rows.clear();
+            *page = Page::fresh(std::mem::take(&mut page.rows));
+        }
+        self.first.fill(TOGETHER);
+        self.cells.renew();
+        self.latest.fill(0);
+        self.readable.fill(0);
     }
 
     /// The number of a cell, told apart from the others of its page.

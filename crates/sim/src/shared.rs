@@ -74,6 +74,16 @@ impl SharedMemory {
         }
     }
 
+    /// The same memory as it is before a block begins.
+    pub fn renewed(mut self) -> SharedMemory {
+        self.bytes.as_chunks_mut().0.fill(POISON.to_le_bytes());
+        self.contents.fill(Contents::default());
+        self.plain_pages.fill(false);
+        self.barrier_pages.fill(false);
+        self.shadow.renew();
+        self
+    }
+
     /// Its size in bytes.
     pub fn len(&self) -> u32 {
         self.len
@@ -316,6 +326,21 @@ mod tests {
         assert!(memory.contains(32, 64));
         assert!(!memory.contains(92, 8), "beyond the end");
         assert!(!memory.contains(u32::MAX, 4));
+    }
+
+    #[test]
+    fn renewed_memory_is_as_new() {
+        let mut memory = SharedMemory::new(2048, &SharedLayout::new(), 0, 2);
+        let clocks = [WarpClock::new(0), WarpClock::new(1)];
+        let rows: Row = std::array::from_fn(|l| 16 * l as u32);
+        memory.set_barrier(1024, true);
+        assert_eq!(memory.write_after_all(&rows, u32::MAX, &clocks[0], (0, 1), 1), u32::MAX);
+        memory.at_mut(0, 16).fill(0);
+        let mut memory = memory.renewed();
+        assert_eq!(memory.load(0, 8), POISON);
+        assert!(!memory.initialised(0, 1) && !memory.is_barrier(64, 0xFF));
+        let unordered = memory.write_after_all(&rows, u32::MAX, &clocks[1], (1, 1), 2);
+        assert_eq!(unordered, u32::MAX, "nobody has written before");
     }
 
     #[test]

@@ -257,6 +257,7 @@ fn work(launch: &Launch<'_>, next: &AtomicU32, clusters: u32) -> Tally {
     tally.runs.resize(launch.program.run_count(), 0);
     tally.counters.resize(launch.program.code.len(), Counter::default());
     let mut under_way: std::collections::VecDeque<Cluster<'_>> = std::collections::VecDeque::new();
+    let mut ended = None;
     loop {
         if launch.stop.load(Relaxed) {
             return tally;
@@ -267,7 +268,7 @@ fn work(launch: &Launch<'_>, next: &AtomicU32, clusters: u32) -> Tally {
                 let id = next.fetch_add(1, Relaxed);
                 if id < clusters {
                     under_way.extend(waiting);
-                    Cluster::new(launch, id)
+                    Cluster::new(launch, id, ended.take())
                 } else if let Some(cluster) = waiting {
                     cluster
                 } else {
@@ -282,6 +283,8 @@ fn work(launch: &Launch<'_>, next: &AtomicU32, clusters: u32) -> Tally {
             } else {
                 under_way.push_back(cluster);
             }
+        } else {
+            ended = Some(cluster);
         }
         if tally.findings.len() >= launch.config.max_findings {
             launch.stop.store(true, Relaxed);

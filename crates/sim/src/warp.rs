@@ -107,14 +107,14 @@ pub struct Strong {
 }
 
 impl Warp {
-    /// A warp at the start of a program. `first_thread` is the flat index of its first thread in the block.
+    /// A warp at the start of a program, in the memory of one that has ended; its block and its place there.
     pub fn new(
         program: &Program<'_>,
-        block: usize,
-        index: u32,
+        (block, index): (usize, u32),
         clocks: WarpClock,
         dims: [u32; 3],
         register_count: u32,
+        ended: Option<Warp>,
     ) -> Warp {
         let threads = dims[0] * dims[1] * dims[2];
         let first = index * 32;
@@ -123,8 +123,12 @@ impl Warp {
         let x = std::array::from_fn(|l| flat(l) % dims[0]);
         let y = std::array::from_fn(|l| flat(l) / dims[0] % dims[1]);
         let z = std::array::from_fn(|l| flat(l) / (dims[0] * dims[1]));
+        let (regs, copies, wgmma) = match ended {
+            Some(ended) => (ended.regs, ended.copies.renewed(), ended.wgmma.renewed()),
+            None => (Regs::default(), CopyQueue::default(), WgmmaRegisters::new(program.words)),
+        };
         Warp {
-            regs: fresh_registers(program, block),
+            regs: fresh_registers(program, block, regs),
             pc: 0,
             active: live,
             live,
@@ -134,9 +138,9 @@ impl Warp {
             block,
             index,
             clocks,
-            copies: CopyQueue::default(),
+            copies,
             bulk: BulkGroups::default(),
-            wgmma: WgmmaRegisters::new(program.words),
+            wgmma,
             cluster_phases: (0, 0),
             tid: [x, y, z],
             polls: (0, 0),
@@ -182,17 +186,15 @@ impl Warp {
     }
 }
 
-/// Registers at the start of a program, in the block of this rank in its cluster.
-fn fresh_registers(program: &Program<'_>, rank: usize) -> Regs {
+/// Registers at the start of a program, in the block of this rank in its cluster, in the memory of others.
+fn fresh_registers(program: &Program<'_>, rank: usize, mut regs: Regs) -> Regs {
     let poison = crate::memory::POISON;
-    let mut regs = Regs {
-        r32: vec![Aligned([poison as u32; 32]); program.words],
-        r64: vec![Aligned([poison; 32]); program.longs],
-        pred: vec![0; program.preds],
-        init32: vec![0; program.words],
-        init64: vec![0; program.longs],
-        init_pred: vec![0; program.preds],
-    };
+    refill(&mut regs.r32, program.words, Aligned([poison as u32; 32]));
+    refill(&mut regs.r64, program.longs, Aligned([poison; 32]));
+    refill(&mut regs.pred, program.preds, 0);
+    refill(&mut regs.init32, program.words, 0);
+    refill(&mut regs.init64, program.longs, 0);
+    refill(&mut regs.init_pred, program.preds, 0);
     let constants = &program.constants;
     for (i, &value) in constants.words.iter().enumerate() {
         regs.set32((program.words - constants.words.len() + i) as u32, u32::MAX, &[value; 32]);
@@ -209,4 +211,10 @@ fn fresh_registers(program: &Program<'_>, rank: usize) -> Regs {
         regs.set_pred(row, u32::MAX, if value { u32::MAX } else { 0 });
     }
     regs
+}
+
+/// Makes so many equal values of a list, in the memory that it has.
+fn refill<T: Clone>(list: &mut Vec<T>, len: usize, value: T) {
+    list.clear();
+    list.resize(len, value);
 }
