@@ -94,7 +94,9 @@ impl Cluster<'_> {
         from: &[u64; 32],
         read: &[u8; 32],
     ) -> u32 {
-        // Without a branch for each lane, so that it becomes a few vector instructions.
+        if *read == [bytes as u8; 32] {
+            return self.touch_global(w, pc, from, mask, bytes, Touch::Read);
+        }
         let (mut whole, mut none) = (0u32, 0u32);
         for (l, &read) in read.iter().enumerate() {
             whole |= u32::from(u32::from(read) == bytes) << l;
@@ -132,7 +134,7 @@ impl Cluster<'_> {
         let mut left = mask;
         if bytes == CELL {
             // Most copies fill whole cells that everybody is done with.
-            left &= !shared.write_after_all(to, mask, clocks, (agent, clock), pc);
+            left &= !shared.write_after_all(to, mask, clocks, (agent, clock), pc, Lanes::one);
         }
         for_lanes(left, |l| {
             let lanes = Lanes::one(l as u32);

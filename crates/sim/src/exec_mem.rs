@@ -69,6 +69,14 @@ impl Cluster<'_> {
             return ok;
         }
         let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
+        let mut left = ok;
+        if touch == Touch::Write && bytes == 4 && ok == u32::MAX {
+            // Most words are parts of fragments, whose rows are whole cells that everybody is done with.
+            left = !shared.write_quads(addresses, clocks, pc);
+            if left == 0 {
+                return ok;
+            }
+        }
         let mut faults = SharedFaults::default();
         let mut visit = |cell: u32, bits: u16, lane: u32, lanes: Lanes| {
             if shared.is_barrier(cell, bits) {
@@ -89,9 +97,9 @@ impl Cluster<'_> {
             }
         };
         if bytes == 16 {
-            for_lanes(ok, |l| visit(addresses[l] / CELL, 0xFFFF, l as u32, Lanes::one(l as u32)));
+            for_lanes(left, |l| visit(addresses[l] / CELL, 0xFFFF, l as u32, Lanes::one(l as u32)));
         } else {
-            for_runs(addresses, ok, bytes, touch == Touch::Read, visit);
+            for_runs(addresses, left, bytes, touch == Touch::Read, visit);
         }
         self.report_shared_faults(w, pc, block, touch, &faults);
         ok

@@ -334,7 +334,9 @@ impl SharedShadow {
     }
 
     /// Records a write of whole cells, one a lane, through ordinary addresses, of those where all lanes of the warp that
-    /// makes or starts it come after every earlier access, in pages that are `open` to it. Returns which lanes are done with.
+    /// makes or starts it come after every earlier access, in pages that are `open` to it; `lanes` says who has the bytes of
+    /// a cell. Returns which lanes are done with.
+    #[inline(always)]
     pub fn write_after_all(
         &mut self,
         addresses: &Row,
@@ -342,6 +344,7 @@ impl SharedShadow {
         clocks: &WarpClock,
         by: (Agent, u32),
         pc: u32,
+        lanes: impl Fn(u32) -> Lanes,
         mut open: impl FnMut(u32) -> bool,
     ) -> u32 {
         let (mut left, mut done) = (wanted, 0);
@@ -376,7 +379,7 @@ impl SharedShadow {
                         && (quiet || cell.readers == 0)
                         && cell.write.clock <= clocks.covered(cell.write.agent);
                 if after {
-                    *cell = Cell::written(Stamp { clock: by.1, agent: by.0, lanes: Lanes::one(l) }, pc);
+                    *cell = Cell::written(Stamp { clock: by.1, agent: by.0, lanes: lanes(l) }, pc);
                     written |= 1 << place;
                     done |= 1 << l;
                 }
@@ -604,7 +607,8 @@ mod tests {
         let mut warps = [WarpClock::new(0), WarpClock::new(1)];
         let mut shadow = SharedShadow::new(4096, 0, 2);
         let rows: [u32; 32] = std::array::from_fn(|l| 128 * l as u32);
-        let closed = shadow.write_after_all(&rows, ALL_LANES, &warps[0], (0, 1), 1, |page| page > 0);
+        let closed =
+            shadow.write_after_all(&rows, ALL_LANES, &warps[0], (0, 1), 1, Lanes::one, |page| page > 0);
         assert_eq!(closed, !0xFF, "the first page is not open");
         for l in 0..8 {
             assert!(shadow.write(8 * l, 0xFFFF, &access(&warps[0], Lanes::one(l), 1)).is_none());
@@ -617,16 +621,19 @@ mod tests {
         assert_eq!(shadow.read_rows(&matrices, 0xFF, &warps[1], false, 2, |_| true), 0xFF);
         let stamp = warps[0].stamp(Lanes::ALL);
         let by = (0, stamp.clock);
-        let written = shadow.write_after_all(&rows, ALL_LANES, &warps[0], by, 3, |_| true);
+        let written = shadow.write_after_all(&rows, ALL_LANES, &warps[0], by, 3, Lanes::one, |_| true);
         assert_eq!(written, !0xFF, "warp 1 may still read the others");
         let conflict = shadow.write(24, 0xFFFF, &access(&warps[0], Lanes::one(0), 3)).expect("a race");
         assert_eq!((conflict.prior_pc, conflict.prior_wrote), (2, false));
         assert_eq!(conflict.prior.lanes.mask(), 0xF000, "row 3 belongs to lanes 12 to 15");
         assert_eq!(shadow.read_rows(&matrices, ALL_LANES, &warps[1], false, 5, |_| true), 0, "written anew");
         meet(&mut warps);
-        assert_eq!(shadow.write_after_all(&rows, ALL_LANES, &warps[1], (1, 9), 4, |_| true), ALL_LANES);
         assert_eq!(
-            shadow.write_after_all(&rows, 1, &warps[1], (1, 9), 4, |_| true),
+            shadow.write_after_all(&rows, ALL_LANES, &warps[1], (1, 9), 4, Lanes::one, |_| true),
+            ALL_LANES
+        );
+        assert_eq!(
+            shadow.write_after_all(&rows, 1, &warps[1], (1, 9), 4, Lanes::one, |_| true),
             0,
             "it has just been written"
         );

@@ -2,7 +2,7 @@
 
 use flashcore_ptx::SharedLayout;
 
-use crate::clock::{Agent, WarpClock};
+use crate::clock::{Agent, Lanes, Stamp, WarpClock};
 use crate::exec::for_lanes;
 use crate::matrices::Survey;
 use crate::memory::POISON;
@@ -124,7 +124,9 @@ impl SharedMemory {
     }
 
     /// Records a write of whole cells, one a lane, of those where all lanes of the warp that makes or starts it come after
-    /// every earlier access and no mbarrier is near. Returns which lanes are done with.
+    /// every earlier access and no mbarrier is near; `lanes` says who has the bytes of a cell. Returns which lanes are done
+    /// with.
+    #[inline(always)]
     pub fn write_after_all(
         &mut self,
         addresses: &Row,
@@ -132,16 +134,37 @@ impl SharedMemory {
         clocks: &WarpClock,
         by: (Agent, u32),
         pc: u32,
+        lanes: impl Fn(u32) -> Lanes,
     ) -> u32 {
         let SharedMemory { contents, plain_pages, barrier_pages, shadow, .. } = self;
-        let done =
-            shadow.write_after_all(addresses, wanted, clocks, by, pc, |page| !barrier_pages[page as usize]);
-        for_lanes(done, |l| {
-            if !plain_pages[(addresses[l] / PAGE_BYTES) as usize] {
-                contents[(addresses[l] / CELL) as usize].init = 0xFFFF;
-            }
+        let mut plain = true;
+        let done = shadow.write_after_all(addresses, wanted, clocks, by, pc, lanes, |page| {
+            plain &= plain_pages[page as usize];
+            !barrier_pages[page as usize]
         });
+        if !plain {
+            for_lanes(done, |l| contents[(addresses[l] / CELL) as usize].init = 0xFFFF);
+        }
         done
+    }
+
+    /// Records a warp's write of words, of those cells in the same way that four lanes fill in order. Returns which lanes are
+    /// done with.
+    pub fn write_quads(&mut self, addresses: &Row, clocks: &WarpClock, pc: u32) -> u32 {
+        let mut heads = 0;
+        for (quad, words) in addresses.as_chunks::<4>().0.iter().enumerate() {
+            let first = words[0];
+            let apart = (first % CELL)
+                | (words[1] ^ first.wrapping_add(4))
+                | (words[2] ^ first.wrapping_add(8))
+                | (words[3] ^ first.wrapping_add(12));
+            heads |= u32::from(apart == 0) << (4 * quad);
+        }
+        let Stamp { agent, clock, .. } = clocks.stamp(Lanes::ALL);
+        let lanes = |first: u32| Lanes::run(first, 4, 1);
+        let done = self.write_after_all(addresses, heads, clocks, (agent, clock), pc, lanes);
+        // All four lanes of a cell.
+        done * 0xF
     }
 
     /// Whether all bytes of a page hold a value, and none belongs to an mbarrier in use.
@@ -313,6 +336,8 @@ pub fn for_cells(address: u32, bytes: u32, mut f: impl FnMut(usize, u16)) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::clock::{ClockPair, Proxy};
+    use crate::shadow::Access;
 
     #[test]
     fn only_allocated_bytes_may_be_accessed() {
@@ -329,17 +354,39 @@ mod tests {
     }
 
     #[test]
+    fn words_that_fill_cells_are_written_at_once_where_nobody_may_still_access_them() {
+        let mut memory = SharedMemory::new(2048, &SharedLayout::new(), 0, 2);
+        let mut clocks = [WarpClock::new(0), WarpClock::new(1)];
+        // Rows of 16 bytes, but for one whose lanes are in another order.
+        let mut words: Row = std::array::from_fn(|l| 64 * (l as u32 / 4) + 4 * (l as u32 % 4));
+        words.swap(5, 6);
+        assert_eq!(memory.write_quads(&words, &clocks[0], 1), !0xF0);
+        assert!(memory.initialised(0, 0xFFFF) && !memory.initialised(4, 1) && memory.initialised(8, 0xFFFF));
+        assert_eq!(memory.write_quads(&words, &clocks[1], 2), 0, "nothing orders the two");
+        let lanes = Lanes::one(9);
+        let stamp = clocks[0].stamp(lanes);
+        let access = Access { clocks: &clocks[0], proxy: Proxy::Generic, stamp, lanes, pc: 3 };
+        let race = memory.shadow.read(8, 0x000F, &access).expect("lane 8 wrote these bytes");
+        assert_eq!((race.prior.lanes.any(), race.prior_pc), (8, 1));
+        assert!(memory.shadow.read(8, 0x00F0, &access).is_none(), "lane 9 wrote these");
+        let mut barrier = ClockPair::default();
+        clocks[0].publish(u32::MAX, u32::MAX, &mut barrier);
+        clocks[1].acquire(u32::MAX, u32::MAX, &barrier);
+        assert_eq!(memory.write_quads(&words, &clocks[1], 4), !0xFF0, "the cell that is split is looked at");
+    }
+
+    #[test]
     fn renewed_memory_is_as_new() {
         let mut memory = SharedMemory::new(2048, &SharedLayout::new(), 0, 2);
         let clocks = [WarpClock::new(0), WarpClock::new(1)];
         let rows: Row = std::array::from_fn(|l| 16 * l as u32);
         memory.set_barrier(1024, true);
-        assert_eq!(memory.write_after_all(&rows, u32::MAX, &clocks[0], (0, 1), 1), u32::MAX);
+        assert_eq!(memory.write_after_all(&rows, u32::MAX, &clocks[0], (0, 1), 1, Lanes::one), u32::MAX);
         memory.at_mut(0, 16).fill(0);
         let mut memory = memory.renewed();
         assert_eq!(memory.load(0, 8), POISON);
         assert!(!memory.initialised(0, 1) && !memory.is_barrier(64, 0xFF));
-        let unordered = memory.write_after_all(&rows, u32::MAX, &clocks[1], (1, 1), 2);
+        let unordered = memory.write_after_all(&rows, u32::MAX, &clocks[1], (1, 1), 2, Lanes::one);
         assert_eq!(unordered, u32::MAX, "nobody has written before");
     }
 
