@@ -7,9 +7,9 @@
 use std::arch::x86_64::*;
 use std::f64::consts::LN_2;
 
-use flashcore_ptx::Alu;
+use flashcore_ptx::{Alu, Cmp, NumType};
 
-use crate::alu::{self, AluInst};
+use crate::alu::{self, AluInst, SetpInst};
 use crate::decode::Exec;
 use crate::numerics::CANONICAL_NAN;
 use crate::regs::{Aligned, Regs, Row};
@@ -69,6 +69,7 @@ pub fn run_steps(regs: &mut Regs, steps: &[Exec], mask: u32) {
     for step in steps {
         match step {
             Exec::Alu(inst) if mask == u32::MAX => execute(regs, inst),
+            Exec::Setp(inst) if mask == u32::MAX => compare(regs, inst),
             Exec::Alu(_) | Exec::Setp(_) => any(regs, step, mask),
             Exec::Mma(_) | Exec::Op | Exec::Branch | Exec::Nop => {}
         }
@@ -138,8 +139,83 @@ fn execute(regs: &mut Regs, inst: &AluInst) {
             }
             put(regs, d, [half_pairs(high[0], low[0]), half_pairs(high[1], low[1])]);
         }
+        Alu::AddU32 | Alu::AddS32 => {
+            let (x, y) = (words(rows, a), words(rows, b));
+            put_words(regs, d, [_mm512_add_epi32(x[0], y[0]), _mm512_add_epi32(x[1], y[1])]);
+        }
+        Alu::SubU32 | Alu::SubS32 => {
+            let (x, y) = (words(rows, a), words(rows, b));
+            put_words(regs, d, [_mm512_sub_epi32(x[0], y[0]), _mm512_sub_epi32(x[1], y[1])]);
+        }
+        Alu::MulLoU32 | Alu::MulLoS32 => {
+            let (x, y) = (words(rows, a), words(rows, b));
+            put_words(regs, d, [_mm512_mullo_epi32(x[0], y[0]), _mm512_mullo_epi32(x[1], y[1])]);
+        }
+        Alu::AndB32 => {
+            let (x, y) = (words(rows, a), words(rows, b));
+            put_words(regs, d, [_mm512_and_si512(x[0], y[0]), _mm512_and_si512(x[1], y[1])]);
+        }
+        Alu::OrB32 => {
+            let (x, y) = (words(rows, a), words(rows, b));
+            put_words(regs, d, [_mm512_or_si512(x[0], y[0]), _mm512_or_si512(x[1], y[1])]);
+        }
+        Alu::XorB32 => {
+            let (x, y) = (words(rows, a), words(rows, b));
+            put_words(regs, d, [_mm512_xor_si512(x[0], y[0]), _mm512_xor_si512(x[1], y[1])]);
+        }
+        // Shifts by the width or more give zero here, too.
+        Alu::ShlB32 => {
+            let (x, n) = (words(rows, a), words(rows, b));
+            put_words(regs, d, [_mm512_sllv_epi32(x[0], n[0]), _mm512_sllv_epi32(x[1], n[1])]);
+        }
+        Alu::ShrU32 => {
+            let (x, n) = (words(rows, a), words(rows, b));
+            put_words(regs, d, [_mm512_srlv_epi32(x[0], n[0]), _mm512_srlv_epi32(x[1], n[1])]);
+        }
+        Alu::SelpB32 | Alu::SelpF32 => {
+            let (x, y, holds) = (get(rows, a), get(rows, b), regs.pred[c as usize]);
+            let low = _mm512_mask_blend_ps(holds as u16, y[0], x[0]);
+            let high = _mm512_mask_blend_ps((holds >> 16) as u16, y[1], x[1]);
+            put(regs, d, [low, high]);
+        }
         _ => any(regs, &Exec::Alu(*inst), u32::MAX),
     }
+}
+
+/// Executes a comparison in all lanes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi1,bmi2,lzcnt,popcnt")]
+fn compare(regs: &mut Regs, inst: &SetpInst) {
+    let SetpInst { cmp, ty, d, a, b } = *inst;
+    if ty != NumType::S32 && (ty != NumType::U32 || !matches!(cmp, Cmp::Eq | Cmp::Ne)) {
+        return any(regs, &Exec::Setp(*inst), u32::MAX);
+    }
+    let rows = &regs.r32[..];
+    let (x, y) = (words(rows, a), words(rows, b));
+    let halves = match cmp {
+        Cmp::Eq => [_mm512_cmpeq_epi32_mask(x[0], y[0]), _mm512_cmpeq_epi32_mask(x[1], y[1])],
+        Cmp::Ne => [_mm512_cmpneq_epi32_mask(x[0], y[0]), _mm512_cmpneq_epi32_mask(x[1], y[1])],
+        Cmp::Lt => [_mm512_cmplt_epi32_mask(x[0], y[0]), _mm512_cmplt_epi32_mask(x[1], y[1])],
+        Cmp::Le => [_mm512_cmple_epi32_mask(x[0], y[0]), _mm512_cmple_epi32_mask(x[1], y[1])],
+        Cmp::Gt => [_mm512_cmpgt_epi32_mask(x[0], y[0]), _mm512_cmpgt_epi32_mask(x[1], y[1])],
+        Cmp::Ge => [_mm512_cmpge_epi32_mask(x[0], y[0]), _mm512_cmpge_epi32_mask(x[1], y[1])],
+        _ => return any(regs, &Exec::Setp(*inst), u32::MAX),
+    };
+    regs.set_pred(d, u32::MAX, u32::from(halves[1]) << 16 | u32::from(halves[0]));
+}
+
+/// A row of registers as integers.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn words(rows: &[Aligned<Row>], row: u32) -> [__m512i; 2] {
+    let [low, high] = get(rows, row);
+    [_mm512_castps_si512(low), _mm512_castps_si512(high)]
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn put_words(regs: &mut Regs, row: u32, value: [__m512i; 2]) {
+    put(regs, row, [_mm512_castsi512_ps(value[0]), _mm512_castsi512_ps(value[1])]);
 }
 
 /// Pairs of halves, rounded to nearest even; none is NaN.
@@ -260,10 +336,24 @@ mod tests {
                 Alu::MaxF32,
                 Alu::Ex2ApproxFtzF32,
                 Alu::CvtRnF16x2F32,
+                Alu::AddU32,
+                Alu::SubS32,
+                Alu::MulLoU32,
+                Alu::AndB32,
+                Alu::OrB32,
+                Alu::XorB32,
+                Alu::ShlB32,
+                Alu::ShrU32,
+                Alu::SelpF32,
             ] {
+                let mut rows = rows.clone();
+                if matches!(alu, Alu::ShlB32 | Alu::ShrU32) {
+                    rows[1].iter_mut().for_each(|n| *n %= 40);
+                }
                 let step = Exec::Alu(AluInst { alu, d: 3, s: [0, 1, 2, 0] });
                 let run = |level: Level| {
-                    let mut regs = Regs { r32: rows.clone(), init32: vec![0; 4], ..Regs::default() };
+                    let pred = vec![0, 0, 0xF0F0_1234];
+                    let mut regs = Regs { r32: rows.clone(), init32: vec![0; 4], pred, ..Regs::default() };
                     simd::run_steps(level, &mut regs, &[step], u32::MAX);
                     assert_eq!(regs.init32, [0, 0, 0, u32::MAX]);
                     *regs.r32[3]
@@ -274,6 +364,29 @@ mod tests {
                     let lane = (0..32).find(|&l| got[l] != want[l]);
                     let of = lane.map(|l| (rows[0][l], rows[1][l], rows[2][l], got[l], want[l]));
                     assert_eq!(of, None, "{alu:?} {level:?}: operands, result, and what it should be");
+                }
+            }
+        }
+    }
+    #[test]
+    fn every_level_compares_integers_alike() {
+        let (mut random, best) = (Random::new(9), Level::detect());
+        let mut row =
+            || Aligned(std::array::from_fn(|_| [0, 1, 7, 0x7FFF_FFFF, 0x8000_0000, !0][random.below(6)]));
+        let rows = vec![row(), row()];
+        for ty in [NumType::S32, NumType::U32] {
+            for cmp in [Cmp::Eq, Cmp::Ne, Cmp::Lt, Cmp::Le, Cmp::Gt, Cmp::Ge] {
+                let step = Exec::Setp(SetpInst { cmp, ty, d: 0, a: 0, b: 1 });
+                let run = |level: Level| {
+                    let (pred, init_pred) = (vec![0xDEAD_BEEF], vec![0]);
+                    let mut regs = Regs { r32: rows.clone(), pred, init_pred, ..Regs::default() };
+                    simd::run_steps(level, &mut regs, &[step], u32::MAX);
+                    (regs.pred[0], regs.init_pred[0])
+                };
+                let want = run(Level::Baseline);
+                assert_eq!(want.1, u32::MAX);
+                for level in [Level::Avx2, Level::Avx512].into_iter().filter(|&level| level <= best) {
+                    assert_eq!(run(level), want, "{cmp:?} {ty:?} {level:?}");
                 }
             }
         }
