@@ -67,6 +67,7 @@ impl SharedSide {
     fn chunks(self) -> impl Iterator<Item = u32> {
         (0..self.bytes).step_by(16).map(move |at| match self.swizzle {
             Swizzle::None => self.address + at,
+            swizzle if self.row == swizzle.span() => swizzle.apply(self.address + at),
             swizzle => swizzle.apply(self.address + at / self.row * swizzle.span() + at % self.row),
         })
     }
@@ -489,6 +490,8 @@ impl Cluster<'_> {
         let shared = &mut self.blocks[side.block].shared;
         match side.swizzle {
             Swizzle::None => shared.poison(side.address, side.bytes),
+            // A swizzle changes the order of the bytes of a page, and not which they are.
+            _ if side.pages().is_some() => shared.poison(side.address, side.bytes),
             _ => side.chunks().for_each(|address| shared.poison(address, 16)),
         }
     }

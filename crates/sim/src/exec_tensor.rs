@@ -3,7 +3,7 @@
 use flashcore_ptx::{AccTy, MatrixTy, MmaShape};
 
 use crate::banks::{self, Wavefronts};
-use crate::clock::{Lanes, Proxy};
+use crate::clock::{Lanes, Proxy, Stamp};
 use crate::decode::Slot;
 use crate::findings::FindingKind;
 use crate::machine::Cluster;
@@ -46,13 +46,18 @@ impl Cluster<'_> {
         let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
         // Row r of a matrix belongs to lanes 4r to 4r+3, four bytes each; transposed, to all.
         let lanes_of = |l: usize| if trans { Lanes::ALL } else { Lanes::run(4 * (l as u32 % 8), 4, 1) };
-        let mut left = ok;
-        if !write {
-            // Most reads are of rows that hold a value and were written before a barrier.
-            left &= !shared.read_rows(&self.survey, ok, clocks, trans, pc);
-            if left == 0 {
-                return ok;
-            }
+        // Most reads are of rows that hold a value and were written before a barrier, and most writes of rows that everybody
+        // is done with.
+        let done = if write {
+            let Stamp { agent, clock, .. } = clocks.stamp(Lanes::ALL);
+            let (addresses, by) = (&self.survey.addresses, (agent, clock));
+            shared.write_after_all(addresses, ok, clocks, by, pc, |l| lanes_of(l as usize))
+        } else {
+            shared.read_rows(&self.survey, ok, clocks, trans, pc)
+        };
+        let left = ok & !done;
+        if left == 0 {
+            return ok;
         }
         let addresses = self.survey.addresses;
         let mut conflict = None;
@@ -162,9 +167,8 @@ impl Cluster<'_> {
             for (row, words) in matrix.as_chunks::<4>().0.iter().enumerate() {
                 let l = 8 * i + row;
                 if ok >> l & 1 == 1 {
-                    for (t, &word) in words.iter().enumerate() {
-                        shared.store_word(addresses[l] + 4 * t as u32, word);
-                    }
+                    let [a, b, c, d] = words.map(u64::from);
+                    shared.store_cell(addresses[l], [b << 32 | a, d << 32 | c]);
                 }
             }
         }
