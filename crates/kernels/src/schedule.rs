@@ -295,11 +295,13 @@ impl fmt::Display for Schedule {
             }
             Schedule::Sm90Fwd(schedule) => {
                 let sm90_fwd::Schedule { warpgroups, block_n, stages, q_stages, ctas, split, .. } = *schedule;
-                let sm90_fwd::Schedule { pingpong, lazy, poly, persistent, pairs, .. } = *schedule;
+                let sm90_fwd::Schedule { pingpong, lazy, poly, persistent, pairs, together, .. } = *schedule;
                 write!(f, "warpgroups={warpgroups},block_n={block_n},stages={stages},q_stages={q_stages},")?;
                 write!(f, "ctas={ctas},split={split},pingpong={},", u32::from(pingpong))?;
                 write!(f, "lazy={},poly={poly},persistent={},", u32::from(lazy), u32::from(persistent))?;
-                write!(f, "pairs={}", u32::from(pairs))
+                write!(f, "pairs={}", u32::from(pairs))?;
+                // Most have them apart: said only where it is otherwise.
+                if together { write!(f, ",together=1") } else { Ok(()) }
             }
         }
     }
@@ -358,6 +360,7 @@ impl FromStr for Schedule {
                 poly: number("poly", take("poly")?)?,
                 persistent: number("persistent", take("persistent")?)? != 0,
                 pairs: number("pairs", take("pairs")?)? != 0,
+                together: take("together").map_or(Ok(0), |value| number("together", value))? != 0,
             }),
         };
         match pairs.first() {

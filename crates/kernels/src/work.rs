@@ -91,6 +91,7 @@ pub(crate) struct Band {
 
 /// The keys that a block's rows see: from `begin` to `end` by any of them, from `full_begin` to `full_end` by all.
 /// The end is not included. Nothing is seen where `end <= begin`.
+#[derive(Clone, Copy)]
 pub(crate) struct KeyRange {
     pub begin: Reg<B32>,
     pub end: Reg<B32>,

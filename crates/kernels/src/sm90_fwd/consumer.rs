@@ -3,7 +3,7 @@
 use flashcore_ptx::{B32, B64, BulkHint, F32, GridDep, KernelBuilder, Operand, Pred, ProxySpace, Reg, Wgmma};
 
 use super::{
-    Memory, PANEL, PITCH, ROWS, Schedule, Sizes, merge, panels,
+    Memory, PANEL, PITCH, ROWS, Schedule, Sizes, gather, merge, panels,
     ring::Ring,
     softmax::{self, Kind, RowState},
     tiles::{Keys, Tile, each_tile},
@@ -18,7 +18,7 @@ use crate::{
 /// own threads, and one for all consumers.
 const TURN: u32 = 1;
 const OWN: u32 = 5;
-const ALL: u32 = 9;
+pub(super) const ALL: u32 = 9;
 
 /// Swizzle of 128 bytes, and 1024 bytes from eight rows to the next eight: the upper half of every descriptor.
 const DESCRIPTOR_HIGH: u32 = 0x4000_0040;
@@ -39,7 +39,7 @@ pub(super) struct Consumer<'a> {
     /// Whether the output holds something that the next product adds to.
     more: Reg<Pred>,
     /// The warpgroup.
-    group: Reg<B32>,
+    pub group: Reg<B32>,
     /// The thread in the warpgroup.
     pub thread: Reg<B32>,
     /// Whether this is the first lane of its warp.
@@ -63,20 +63,25 @@ impl<'a> Consumer<'a> {
         let group = k.shfl_idx(group, 0u32);
         let thread = k.and_b32(tid, 127u32);
         let lane = k.and_b32(tid, 31u32);
-        let warp = k.shr_u32(tid, 5u32);
+        // Warpgroups that are together have the same rows.
+        let warp = k.shr_u32(if schedule.together { thread } else { tid }, 5u32);
         let g = k.shr_u32(lane, 2u32);
         let row = k.mad_lo_u32(warp, 16u32, g);
         let t = k.and_b32(lane, 3u32);
         let params = SoftmaxParams::read_from(k, spec, [Sm90Params::exp_scale, Sm90Params::tanh_scale]);
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
+        let tiles = |k: &mut KernelBuilder, slots, bytes, bars| {
+            let ring = Ring::consumer(k, slots, bytes, bars, stages);
+            if schedule.together { ring.starting_at(k, group, schedule.stride()) } else { ring }
+        };
         Self {
             schedule,
             spec,
             memory,
             sizes,
             q: Ring::consumer(k, memory.q, sizes.q_slot, memory.q_bars, q_stages),
-            k: Ring::consumer(k, memory.k, sizes.k, memory.k_bars, stages),
-            v: Ring::consumer(k, memory.v, sizes.v, memory.v_bars, stages),
+            k: tiles(k, memory.k, sizes.k, memory.k_bars),
+            v: tiles(k, memory.v, sizes.v, memory.v_bars),
             params,
             rows: [RowState::new(k), RowState::new(k)],
             scores: zeros(k, block_n / 2),
@@ -127,17 +132,27 @@ impl<'a> Consumer<'a> {
         k.set(self.more, |k| k.mov_pred(false));
         self.q.wait_filled(k);
         if self.spec.key_lengths {
-            k.if_(keys.any, |k| self.clear_values(k, tile, keys.last));
+            let mut who = keys.any;
+            if self.schedule.together {
+                k.comment("the last key tile is the first warpgroup's");
+                let first = k.setp_eq_u32(self.group, 0u32);
+                who = k.and_pred(who, first);
+            }
+            k.if_(who, |k| self.clear_values(k, tile, keys.last));
         }
-        // With several warpgroups, each walks over the tiles that its own rows see, and lets the others pass.
-        let own = (self.schedule.warpgroups > 1).then(|| tile.own_keys(k, self.schedule, self.group));
+        // With several warpgroups, each walks over the tiles that its own rows see, and lets the others pass; together,
+        // they take the tiles in turn.
+        let own = (self.schedule.warpgroups > 1).then(|| match self.schedule.together {
+            false => tile.own_keys(k, self.schedule, self.group),
+            true => keys.every(k, self.group),
+        });
         let mine = own.as_ref().unwrap_or(&keys);
         k.if_else(
             mine.any,
             |k| self.walk(k, tile, &keys, mine, owed),
             |k| {
                 self.give_back_queries(k, owed);
-                if own.is_some() {
+                if self.has_own_rows() {
                     k.if_(keys.any, |k| {
                         let at = k.mov_b32(keys.last);
                         self.pass_down_to(k, at, keys.first);
@@ -152,6 +167,34 @@ impl<'a> Consumer<'a> {
         for row in &self.rows {
             row.finish(k);
         }
+        if !self.schedule.together {
+            self.end(k, tile, owed);
+            return;
+        }
+        let first = k.setp_eq_u32(self.group, 0u32);
+        k.if_else(
+            first,
+            |k| {
+                gather::receive(k, self);
+                self.end(k, tile, owed);
+            },
+            |k| {
+                gather::send(k, self);
+                if self.schedule.split > 1 {
+                    k.comment("every thread of a cluster waits for what it arrived at");
+                    k.cluster_wait(true);
+                }
+            },
+        );
+    }
+
+    /// Whether each of several warpgroups has rows of its own.
+    fn has_own_rows(&self) -> bool {
+        self.schedule.warpgroups > 1 && !self.schedule.together
+    }
+
+    /// Merges with other blocks, and stores what the tile came to.
+    fn end(&self, k: &mut KernelBuilder, tile: &Tile, owed: Reg<B32>) {
         if self.schedule.split > 1 {
             merge::run(k, self, tile);
             self.store_lse(k, tile, true);
@@ -187,9 +230,9 @@ impl<'a> Consumer<'a> {
 
     /// The walk over the key tiles.
     fn walk(&self, k: &mut KernelBuilder, tile: &Tile, block: &Keys, keys: &Keys, owed: Reg<B32>) {
-        let Schedule { block_n, warpgroups, .. } = self.schedule;
-        let at = k.mov_b32(block.last);
-        if self.spec.right && warpgroups > 1 {
+        let Schedule { block_n, .. } = self.schedule;
+        let at = k.mov_b32(if self.schedule.together { keys.last } else { block.last });
+        if self.spec.right && self.has_own_rows() {
             let after = k.add_s32(keys.last, 1);
             self.pass_down_to(k, at, after);
         }
@@ -221,7 +264,7 @@ impl<'a> Consumer<'a> {
         let kind = Kind { masked: true, first: true, lazy: false, shift: self.shift(), poly: 0 };
         softmax::step(k, self.params, &self.rows, &self.scores, kind);
         self.pack(k);
-        k.set(at, |k| k.sub_s32(at, 1));
+        k.set(at, |k| k.sub_s32(at, self.schedule.stride()));
 
         k.section("walk: masked tiles from the end");
         self.tiles_down_to(k, tile, at, after_full, true);
@@ -240,7 +283,7 @@ impl<'a> Consumer<'a> {
         k.wgmma_commit();
         k.wgmma_wait(0);
         self.give_back(k, &self.v);
-        if self.spec.left && warpgroups > 1 {
+        if self.spec.left && self.has_own_rows() {
             self.pass_down_to(k, at, block.first);
         }
     }
@@ -286,7 +329,7 @@ impl<'a> Consumer<'a> {
             |k| k.setp_ge_s32(at, stop),
             |k, _| {
                 self.key_tile(k, tile, at, masked);
-                k.set(at, |k| k.sub_s32(at, 1));
+                k.set(at, |k| k.sub_s32(at, self.schedule.stride()));
             },
         );
     }
@@ -325,8 +368,10 @@ impl<'a> Consumer<'a> {
     /// S = Q Kᵀ, from the slots that come next.
     fn scores(&self, k: &mut KernelBuilder) {
         k.comment("S = Q K^T");
-        let q = self.q.address(k);
-        let q = k.mad_lo_u32(self.group, ROWS * PITCH, q);
+        let mut q = self.q.address(k);
+        if !self.schedule.together {
+            q = k.mad_lo_u32(self.group, ROWS * PITCH, q);
+        }
         let (q, keys) = (Descriptor::new(k, q, 16), self.k.address(k));
         let keys = Descriptor::new(k, keys, 16);
         let spec = Wgmma::new(self.schedule.block_n as u16, matrix_ty(self.spec.dtype));
@@ -412,7 +457,7 @@ impl<'a> Consumer<'a> {
             let slot = self.v.address(k);
             let zero = k.mov_f32(0.0);
             // Each thread clears 16 bytes of a row; rows do not mix in the swizzle.
-            let threads = self.schedule.consumer_threads();
+            let threads = 128 * self.schedule.readers();
             let tid = k.tid_x();
             let chunk = k.and_b32(tid, 7u32);
             let row = k.shr_u32(tid, 3u32);
@@ -430,7 +475,7 @@ impl<'a> Consumer<'a> {
                 },
             );
             k.fence_proxy_async(ProxySpace::Shared);
-            k.bar_sync(ALL, threads);
+            k.bar_sync(if self.schedule.together { OWN } else { ALL }, threads);
         });
     }
 

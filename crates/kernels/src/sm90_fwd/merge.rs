@@ -16,9 +16,9 @@ fn sender_bytes(schedule: Schedule, spec: &Spec) -> u32 {
     (1 + spec.head_dim_v / 8 / schedule.split) * chunk_bytes(schedule)
 }
 
-/// Bytes of 16 for each consumer's thread.
+/// Bytes of 16 for each thread that merges.
 fn chunk_bytes(schedule: Schedule) -> u32 {
-    16 * schedule.consumer_threads()
+    16 * 128 * schedule.readers()
 }
 
 /// Sends, waits, merges, and stores this block's columns.

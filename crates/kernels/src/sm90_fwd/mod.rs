@@ -7,10 +7,11 @@
 //! warpgroups, named barriers make them take turns at the tensor cores, so that one's softmax falls under another's
 //! products. A block takes up one tile of queries after the other, and the next one's copies run under this one's end.
 //!
-//! Where the tiles are too few to fill the GPU, the blocks of a cluster share the keys of one tile and merge what they
-//! have through distributed shared memory.
+//! Where the tiles are too few to fill the GPU, the warpgroups of a block share the keys of the same 64 queries, and the
+//! blocks of a cluster those of one tile; they merge what they have through shared memory, their own and each other's.
 
 mod consumer;
+mod gather;
 mod merge;
 mod producer;
 mod ring;
@@ -60,6 +61,8 @@ pub struct Schedule {
     /// Under a causal mask, whether blocks that stay take up tiles in pairs of a long and a short one, rather than
     /// longest first.
     pub pairs: bool,
+    /// Whether the warpgroups of a block share the keys of the same 64 queries, rather than having queries of their own.
+    pub together: bool,
 }
 
 /// The order in which tiles of queries are taken up.
@@ -79,6 +82,7 @@ struct Memory {
     q: Shared,
     k: Shared,
     v: Shared,
+    gathered: Shared,
     exchange: Shared,
     q_bars: Shared,
     k_bars: Shared,
@@ -127,14 +131,19 @@ impl Schedule {
         let mut grid = Vec::new();
         for warpgroups in 1..=4 {
             let ctas = 1..=Self::most_ctas(warpgroups);
-            let turns: &[bool] = if warpgroups == 1 { &[false] } else { &[false, true] };
+            // How warpgroups stand to each other: as they come, in turns, or together.
+            let each_other: &[(bool, bool)] = if warpgroups == 1 {
+                &[(false, false)]
+            } else {
+                &[(false, false), (true, false), (false, true)]
+            };
             let ends = Self::SPLITS.map(|split| (false, false, split));
             let stays = [false, true].map(|pairs| (true, pairs, 1));
             let walks: Vec<(bool, bool, u32)> = ends.into_iter().chain(stays).collect();
             for (block_n, stages) in (16..=256).step_by(16).flat_map(|n| (2..=4).map(move |s| (n, s))) {
                 for (q_stages, ctas) in (1..=2).flat_map(|q| ctas.clone().map(move |c| (q, c))) {
                     for &(persistent, pairs, split) in &walks {
-                        for &pingpong in turns {
+                        for &(pingpong, together) in each_other {
                             for (lazy, poly) in
                                 [false, true].into_iter().flat_map(|l| (0..=4).map(move |p| (l, p)))
                             {
@@ -150,6 +159,7 @@ impl Schedule {
                                     poly,
                                     persistent,
                                     pairs,
+                                    together,
                                 });
                             }
                         }
@@ -162,11 +172,12 @@ impl Schedule {
 
     /// Every schedule that a plan may have for a spec, best first: those for many tiles of queries, then those for few.
     pub(crate) fn defaults(spec: &Spec) -> Vec<Schedule> {
-        let few = Self::SPLITS.into_iter().flat_map(|split| [(split, true), (split, false)]);
-        let few = few.flat_map(|(split, alone)| Self::for_few(spec, split, alone));
+        let either = Self::SPLITS.into_iter().flat_map(|split| [(split, true), (split, false)]);
+        let few = either.clone().flat_map(|(split, alone)| Self::for_few(spec, split, alone));
+        let together = either.flat_map(|(split, long)| Self::together(spec, split, long));
         let streams = [true, false].into_iter().flat_map(|alone| Self::for_streams(spec, alone));
         let many = Self::for_many(spec).into_iter().chain(Self::widest(spec));
-        many.chain(Self::for_some(spec)).chain(few).chain(streams).collect()
+        many.chain(Self::for_some(spec)).chain(few).chain(together).chain(streams).collect()
     }
 
     /// The widest blocks, where heads are narrow enough: four warpgroups hide more of each other's softmax, and lengths
@@ -190,6 +201,7 @@ impl Schedule {
             poly: 0,
             persistent: true,
             pairs: false,
+            together: false,
         }
     }
 
@@ -215,15 +227,40 @@ impl Schedule {
             .collect()
     }
 
-    /// For few queries against many keys, where reading the keys is what takes time: narrow blocks that stay, with as
-    /// many keys under way as fit. `alone`: there are no more tiles than multiprocessors. Measured on an H200.
+    /// For grids that leave multiprocessors idle, or wait for their longest tiles: two warpgroups share the keys of the
+    /// same queries, and `split` blocks those of a tile. `long`: there are many keys. Measured on an H200.
+    pub fn together(spec: &Spec, split: u32, long: bool) -> Vec<Schedule> {
+        let tiles: &[(u32, u32)] = match spec.head_dim.max(spec.head_dim_v) {
+            ..=64 if long => &[(128, 4), (64, 4)],
+            ..=128 => &[(64, 4), (64, 2)],
+            _ => &[],
+        };
+        let both = |(block_n, stages)| Schedule {
+            pingpong: false,
+            persistent: false,
+            stages,
+            split,
+            together: true,
+            ..Self::wide(2, block_n, 1)
+        };
+        tiles.iter().copied().map(both).collect()
+    }
+
+    /// For few queries against many keys, where reading the keys is what takes time: where heads are not too wide, two
+    /// warpgroups share them; else narrow blocks that stay, with as many keys under way as fit. `alone`: there are no
+    /// more tiles than multiprocessors. Measured on an H200.
     pub fn for_streams(spec: &Spec, alone: bool) -> Vec<Schedule> {
+        let both =
+            Self::together(spec, 1, false).into_iter().map(|both| match spec.head_dim.max(spec.head_dim_v) {
+                ..=64 => both,
+                _ => Schedule { block_n: 32, stages: 4, ..both },
+            });
         let deep = Self::for_few(spec, 1, true)
             .into_iter()
             .flat_map(|few| [4, 3, 2].map(|stages| Schedule { stages, persistent: true, ..few }));
         let short = deep.clone().filter(|deep| deep.block_n == 64);
         let beside = short.map(|short| Schedule { ctas: 2, ..short }).filter(|_| !alone);
-        beside.chain(deep).collect()
+        both.chain(beside).chain(deep).collect()
     }
 
     /// For grids that leave multiprocessors idle: narrow blocks, `split` of which share the keys of a tile. `alone`:
@@ -236,12 +273,13 @@ impl Schedule {
             65..=128 => &[64, 32],
             _ => &[64, 32, 16],
         };
-        let narrow = |block_n| Schedule {
+        // With a third stage no two of the narrowest blocks fit on a multiprocessor, and the next launch cannot crowd where
+        // this one's blocks are still at work.
+        let stages: &[u32] = if alone { &[3, 2] } else { &[2] };
+        let narrow = |(block_n, stages)| Schedule {
             warpgroups: 1,
             block_n,
-            // With a third stage no two of the narrowest blocks fit on a multiprocessor, and the next launch cannot
-            // crowd where this one's blocks are still at work.
-            stages: if alone { 3 } else { 2 },
+            stages,
             q_stages: 1,
             ctas: 1,
             split,
@@ -250,8 +288,9 @@ impl Schedule {
             poly: 0,
             persistent: false,
             pairs: false,
+            together: false,
         };
-        block_n.iter().map(|&block_n| narrow(block_n)).collect()
+        block_n.iter().flat_map(|&n| stages.iter().map(move |&stages| (n, stages))).map(narrow).collect()
     }
 
     /// The rows of the boxes.
@@ -261,7 +300,17 @@ impl Schedule {
 
     /// Queries a block.
     pub fn rows(self) -> u32 {
-        ROWS * self.warpgroups
+        if self.together { ROWS } else { ROWS * self.warpgroups }
+    }
+
+    /// Warpgroups that read the same key tile.
+    fn readers(self) -> u32 {
+        if self.together { 1 } else { self.warpgroups }
+    }
+
+    /// How many key tiles further a warpgroup's next one is.
+    fn stride(self) -> u32 {
+        if self.together { self.warpgroups } else { 1 }
     }
 
     /// The order in which tiles of queries are taken up. Where there is no limit to the right, all are as long.
@@ -325,13 +374,14 @@ impl Schedule {
         let q = layout.alloc("q", self.q_stages * sizes.q_slot, 1024);
         let k = layout.alloc("k", self.stages * sizes.k, 1024);
         let v = layout.alloc("v", self.stages * sizes.v, 1024);
+        let gathered = layout.alloc("gathered", gather::bytes(self, spec), 16);
         let exchange = layout.alloc("exchange", merge::exchange_bytes(self, spec), 16);
         let mut bars = |name: &str, stages: u32| layout.alloc(name, 16 * stages, 8);
         let q_bars = bars("q barriers", self.q_stages);
         let k_bars = bars("k barriers", self.stages);
         let v_bars = bars("v barriers", self.stages);
         let merged = layout.alloc("merged", 8, 8);
-        Memory { layout, q, k, v, exchange, q_bars, k_bars, v_bars, merged }
+        Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged }
     }
 
     pub(crate) fn geometry(self, spec: &Spec) -> Geometry {
@@ -374,9 +424,25 @@ impl Schedule {
                 Self::SPLITS
             ));
         }
-        if self.split > 1 && self.warpgroups > 1 {
+        if self.split > 1 && self.warpgroups > 1 && !self.together {
             return refuse(
-                "blocks that share a tile have one warpgroup: take warpgroups=1 or split=1".into(),
+                "blocks that share a tile have one warpgroup, or several together: take warpgroups=1, split=1 or \
+                 together=1"
+                    .into(),
+            );
+        }
+        // Else a slot would come to a warpgroup that has not seen its phase before, and takes it for the one that it waits
+        // for: a phase is known by its parity alone.
+        if self.together && (self.warpgroups == 1 || !self.stages.is_multiple_of(self.warpgroups)) {
+            return refuse(format!(
+                "{} warpgroups together on {} stages: possible are 2 to 4, and a multiple of as many stages",
+                self.warpgroups, self.stages
+            ));
+        }
+        if self.together && (self.persistent || self.pingpong) {
+            return refuse(
+                "warpgroups together end with their tile, and take no turns: take persistent=0 and pingpong=0"
+                    .into(),
             );
         }
         if self.split > 1 && self.persistent {
@@ -459,8 +525,8 @@ impl Schedule {
             };
             // A slot of Q is given back by one thread of each warpgroup, one of K or V by one of each warp.
             pair(memory.q_bars, self.q_stages, self.warpgroups);
-            pair(memory.k_bars, self.stages, 4 * self.warpgroups);
-            pair(memory.v_bars, self.stages, 4 * self.warpgroups);
+            pair(memory.k_bars, self.stages, 4 * self.readers());
+            pair(memory.v_bars, self.stages, 4 * self.readers());
             if self.split > 1 {
                 k.mbarrier_init(memory.merged, 1u32);
             }

@@ -1,7 +1,7 @@
 //! A ring of slots in shared memory that one side fills and the other reads, with two barriers a slot: one that says
 //! it is filled, one that says it is free.
 
-use flashcore_ptx::{Addr, B32, KernelBuilder, Reg, Scope, Shared};
+use flashcore_ptx::{Addr, B32, KernelBuilder, Operand, Reg, Scope, Shared};
 
 /// One side's place in a ring. A slot's barriers lie side by side: filled, then free.
 pub(super) struct Ring {
@@ -11,6 +11,8 @@ pub(super) struct Ring {
     bars: Reg<B32>,
     slot: Reg<B32>,
     parity: Reg<B32>,
+    /// How many slots further the next one is.
+    stride: u32,
 }
 
 /// Offset of the barrier that says that a slot is free.
@@ -27,9 +29,16 @@ impl Ring {
         Self::new(k, slots, bytes, bars, stages, 0)
     }
 
+    /// From a slot on, and to one so many further each time: for several who share the slots out among themselves. There
+    /// must be a multiple of as many slots, so that each of them has always the same.
+    pub fn starting_at(self, k: &mut KernelBuilder, slot: Reg<B32>, stride: u32) -> Self {
+        k.set(self.slot, |k| k.mov_b32(slot));
+        Self { stride, ..self }
+    }
+
     fn new(k: &mut KernelBuilder, slots: Shared, bytes: u32, bars: Shared, stages: u32, parity: u32) -> Self {
         let (slots, bars) = (k.shared_addr(slots), k.shared_addr(bars));
-        Self { slots, bytes, stages, bars, slot: k.mov_b32(0u32), parity: k.mov_b32(parity) }
+        Self { slots, bytes, stages, bars, slot: k.mov_b32(0u32), parity: k.mov_b32(parity), stride: 1 }
     }
 
     /// The slot's address.
@@ -69,10 +78,14 @@ impl Ring {
             k.set(self.parity, |k| k.xor_b32(self.parity, 1u32));
             return;
         }
-        let next = k.add_u32(self.slot, 1u32);
-        let wraps = k.setp_eq_u32(next, self.stages);
+        let next = k.add_u32(self.slot, self.stride);
+        let (wraps, wrapped): (_, Operand<B32>) = if self.stride == 1 {
+            (k.setp_eq_u32(next, self.stages), 0u32.into())
+        } else {
+            (k.setp_ge_u32(next, self.stages), k.sub_u32(next, self.stages).into())
+        };
         let turned = k.xor_b32(self.parity, 1u32);
-        k.set(self.slot, |k| k.selp_b32(0u32, next, wraps));
+        k.set(self.slot, |k| k.selp_b32(wrapped, next, wraps));
         k.set(self.parity, |k| k.selp_b32(turned, self.parity, wraps));
     }
 }

@@ -24,6 +24,15 @@ pub(super) struct Keys {
     pub range: KeyRange,
 }
 
+impl Keys {
+    /// Those of one of several warpgroups that take them in turn: its first is so many before the last.
+    pub fn every(&self, k: &mut KernelBuilder, before: Reg<B32>) -> Keys {
+        let last = k.sub_s32(self.last, before);
+        let some = k.setp_ge_s32(last, self.first);
+        Keys { first: self.first, last, any: k.and_pred(self.any, some), range: self.range }
+    }
+}
+
 /// Runs the body for each tile of queries that this block takes up.
 pub(super) fn each_tile(
     k: &mut KernelBuilder,

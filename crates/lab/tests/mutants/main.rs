@@ -30,11 +30,12 @@ const AMPERE: [&str; 5] = [
 ];
 
 /// The Hopper kernel: warpgroups that take turns, in blocks that stay; one warpgroup, two blocks a multiprocessor and
-/// tiles in pairs; keys that the blocks of a cluster share.
-const HOPPER: [&str; 3] = [
+/// tiles in pairs; keys that the blocks of a cluster share, and their warpgroups.
+const HOPPER: [&str; 4] = [
     "sm90_fwd:warpgroups=2,block_n=32,stages=2,q_stages=2,ctas=1,split=1,pingpong=1,lazy=1,poly=0,persistent=1,pairs=0",
     "sm90_fwd:warpgroups=1,block_n=32,stages=2,q_stages=1,ctas=2,split=1,pingpong=0,lazy=0,poly=0,persistent=1,pairs=1",
     "sm90_fwd:warpgroups=1,block_n=16,stages=2,q_stages=1,ctas=1,split=2,pingpong=0,lazy=1,poly=0,persistent=0,pairs=0",
+    "sm90_fwd:warpgroups=2,block_n=16,stages=2,q_stages=1,ctas=1,split=2,pingpong=0,lazy=1,poly=0,persistent=0,pairs=0,together=1",
 ];
 
 /// Three warpgroups, which take turns, with one slot of queries; and four; two blocks of two on a multiprocessor; and

@@ -1,0 +1,77 @@
+//! The warpgroups of a block that shared the keys of the same queries: all but the first hand over what they have through
+//! shared memory, and the first goes on with the whole.
+
+use flashcore_ptx::{F32, KernelBuilder, Reg};
+
+use super::{
+    Schedule,
+    consumer::{ALL, Consumer},
+};
+use crate::{Spec, softmax::SoftmaxParams};
+
+/// Bytes of 16 for each thread of a warpgroup.
+const CHUNK: u32 = 16 * 128;
+
+/// Bytes that a block keeps for what is handed over.
+pub(super) fn bytes(schedule: Schedule, spec: &Spec) -> u32 {
+    if schedule.together { (schedule.warpgroups - 1) * part_bytes(spec) } else { 0 }
+}
+
+/// Bytes from one warpgroup: the state of two rows and all columns, 16 at a time and thread.
+fn part_bytes(spec: &Spec) -> u32 {
+    (1 + spec.head_dim_v / 8) * CHUNK
+}
+
+/// Hands over what a warpgroup other than the first has.
+pub(super) fn send(k: &mut KernelBuilder, of: &Consumer<'_>) {
+    k.section("gather: hand over");
+    let part = k.sub_u32(of.group, 1u32);
+    let base = k.shared_addr(of.memory.gathered);
+    let base = k.mad_lo_u32(part, part_bytes(of.spec), base);
+    let mine = k.mad_lo_u32(of.thread, 16u32, base);
+    let [upper, lower] = of.rows;
+    k.st_shared_vec(mine, [upper.reference, upper.sum, lower.reference, lower.sum]);
+    for (i, quad) in (1..).zip(of.o.chunks_exact(4)) {
+        k.st_shared_vec(mine.at((i * CHUNK) as i32), [quad[0], quad[1], quad[2], quad[3]]);
+    }
+    k.bar_arrive(ALL, of.schedule.consumer_threads());
+}
+
+/// Adds what the others hand over to what the first warpgroup has.
+pub(super) fn receive(k: &mut KernelBuilder, of: &Consumer<'_>) {
+    k.section("gather: receive");
+    k.bar_sync(ALL, of.schedule.consumer_threads());
+    let base = k.shared_addr(of.memory.gathered);
+    let mine = k.mad_lo_u32(of.thread, 16u32, base);
+    let place = |sender: u32, chunk: u32| (sender * part_bytes(of.spec) + chunk * CHUNK) as i32;
+    let senders = of.schedule.warpgroups - 1;
+    let states: Vec<[Reg<F32>; 4]> =
+        (0..senders).map(|sender| k.ld_shared_vec(mine.at(place(sender, 0)))).collect();
+    let mut weights: Vec<Vec<Reg<F32>>> = Vec::new();
+    for (half, row) in of.rows.iter().enumerate() {
+        let most = states.iter().fold(row.reference, |most, state| k.max_f32(most, state[2 * half]));
+        let reference = SoftmaxParams::reference(k, most, false);
+        let mut all = vec![of.params.exp(k, row.reference, reference)];
+        let mut sum = k.mul_f32(row.sum, all[0]);
+        for state in &states {
+            let theirs = of.params.exp(k, state[2 * half], reference);
+            sum = k.fma_f32(state[2 * half + 1], theirs, sum);
+            all.push(theirs);
+        }
+        k.set(row.sum, |k| k.mov_f32(sum));
+        k.set(row.reference, |k| k.mov_f32(most));
+        weights.push(all);
+    }
+    for (i, quad) in (1..).zip(of.o.chunks_exact(4)) {
+        let received: Vec<[Reg<F32>; 4]> =
+            (0..senders).map(|sender| k.ld_shared_vec(mine.at(place(sender, i)))).collect();
+        for (element, &o) in quad.iter().enumerate() {
+            let weights = &weights[element / 2];
+            let mut value = k.mul_f32(o, weights[0]);
+            for (received, &weight) in received.iter().zip(&weights[1..]) {
+                value = k.fma_f32(received[element], weight, value);
+            }
+            k.set(o, |k| k.mov_f32(value));
+        }
+    }
+}
