@@ -3,7 +3,8 @@
 use std::arch::{asm, x86_64::*};
 
 use super::{
-    Coming, Lines, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, outlined, stream, tile,
+    Coming, Lines, MAX_VECS, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, outlined,
+    stream, tile,
 };
 
 /// AVX2, FMA and F16C.
@@ -120,20 +121,15 @@ impl Simd for Avx2 {
         lines: Lines,
     ) -> [[__m256; V]; R] {
         let steps = len / 4;
-        let known = a.step == 1 || a.step == Self::LANES;
         unsafe {
-            if R == 4 && V == 3 && F == 0 && known && steps > 0 {
+            if R == 4 && V == 3 && F == 0 && a.step == 1 && steps > 0 {
                 let mut tile = [[_mm256_setzero_ps(); 3]; 4];
                 for (tile, acc) in tile.as_flattened_mut().iter_mut().zip(acc.as_flattened()) {
                     *tile = *acc;
                 }
                 let mut rows = [std::ptr::null(); 4];
                 rows.copy_from_slice(&a.rows);
-                tile = if a.step == 1 {
-                    four_by_three::<1>(tile, rows, b.at, steps, lines)
-                } else {
-                    four_by_three::<8>(tile, rows, b.at, steps, lines)
-                };
+                tile = four_rows(tile, rows, b.at, steps, lines);
                 for (tile, acc) in tile.as_flattened().iter().zip(acc.as_flattened_mut()) {
                     *acc = *tile;
                 }
@@ -142,6 +138,31 @@ impl Simd for Avx2 {
                 return tile::accumulate::<Self, R, V, F>(acc, a, b, len - done, Lines::none(b.at));
             }
             tile::accumulate::<Self, R, V, F>(acc, a, b, len, lines)
+        }
+    }
+    #[inline(always)]
+    unsafe fn stair<const R: usize, const V: usize>(
+        a: Scalars<R>,
+        b: Vectors,
+        keys: [usize; MAX_VECS],
+        lines: Lines,
+    ) -> [[__m256; V]; R] {
+        unsafe {
+            if R != 4 {
+                return tile::stair::<Self, R, V>(a, b, keys, lines);
+            }
+            // The tile's vectors are the last of the three that the registers hold.
+            let first = Self::VECS - V;
+            let (mut steps, mut done) = ([0; 3], 0);
+            for (steps, keys) in steps[first..].iter_mut().zip(keys) {
+                (*steps, done) = (keys - done, keys);
+            }
+            let tile = four_columns(a.rows[0], b.at.wrapping_sub(first * Self::LANES), steps, lines);
+            let mut result = [[_mm256_setzero_ps(); V]; R];
+            for (result, tile) in result.iter_mut().zip(&tile) {
+                result.copy_from_slice(&tile[first..]);
+            }
+            result
         }
     }
     outlined! { #[target_feature(enable = "avx2,fma,f16c")] }
@@ -178,14 +199,14 @@ impl Simd for Avx2 {
 }
 
 /// The widest tile, four steps of k at a time. It needs all sixteen registers, which the compiler does not manage
-/// without moving and spilling them. `STEP` is the scalars'.
+/// without moving and spilling them.
 ///
 /// # Safety
 /// Requires AVX2 and FMA, `steps` above 0, and `4 · steps` steps of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn four_by_three<const STEP: usize>(
+unsafe fn four_rows(
     mut acc: [[__m256; 3]; 4],
     rows: [*const f32; 4],
     b: *const f32,
@@ -206,24 +227,115 @@ unsafe fn four_by_three<const STEP: usize>(
             "vmovups ymm12, [{b} + \\u*96]",
             "vmovups ymm13, [{b} + \\u*96 + 32]",
             "vmovups ymm14, [{b} + \\u*96 + 64]",
-            "row {r0}+{k}+\\u*{step}, ymm0, ymm1, ymm2",
-            "row {r1}+{k}+\\u*{step}, ymm3, ymm4, ymm5",
-            "row {r2}+{k}+\\u*{step}, ymm6, ymm7, ymm8",
-            "row {r3}+{k}+\\u*{step}, ymm9, ymm10, ymm11",
+            "row {r0}+{k}+\\u*4, ymm0, ymm1, ymm2",
+            "row {r1}+{k}+\\u*4, ymm3, ymm4, ymm5",
+            "row {r2}+{k}+\\u*4, ymm6, ymm7, ymm8",
+            "row {r3}+{k}+\\u*4, ymm9, ymm10, ymm11",
             ".endr",
             "prefetcht1 [{line}]",
             "prefetcht1 [{line} + 64]",
             "add {line}, {line_step}",
-            "add {k}, 4*{step}",
+            "add {k}, 16",
             "add {b}, 384",
             "dec {n}",
             "jnz 2b",
             ".purgem row",
             r0 = in(reg) rows[0], r1 = in(reg) rows[1], r2 = in(reg) rows[2], r3 = in(reg) rows[3],
-            step = const 4 * STEP,
             k = inout(reg) 0_usize => _,
             b = inout(reg) b => _,
             n = inout(reg) steps => _,
+            line = inout(reg) lines.at => _,
+            line_step = in(reg) lines.step,
+            inout("ymm0") acc[0][0], inout("ymm1") acc[0][1], inout("ymm2") acc[0][2],
+            inout("ymm3") acc[1][0], inout("ymm4") acc[1][1], inout("ymm5") acc[1][2],
+            inout("ymm6") acc[2][0], inout("ymm7") acc[2][1], inout("ymm8") acc[2][2],
+            inout("ymm9") acc[3][0], inout("ymm10") acc[3][1], inout("ymm11") acc[3][2],
+            out("ymm12") _, out("ymm13") _, out("ymm14") _, out("ymm15") _,
+            options(readonly, nostack),
+        );
+    }
+    acc
+}
+
+/// Four neighbouring scalars, eight elements further in every step, times three vectors; times the last two of them for
+/// `steps[1]` steps after that, and times the last one for `steps[2]` more.
+///
+/// # Safety
+/// Requires AVX2 and FMA and that many steps of scalars and vectors.
+#[rustfmt::skip] // Registers in rows of the tile.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn four_columns(
+    a: *const f32,
+    b: *const f32,
+    steps: [usize; 3],
+    lines: Lines,
+) -> [[__m256; 3]; 4] {
+    let mut acc = [[_mm256_setzero_ps(); 3]; 4];
+    // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
+    unsafe {
+        asm!(
+            ".macro row vecs, at, x, y, z",
+            "vbroadcastss ymm15, dword ptr [{a} + \\at]",
+            ".if \\vecs > 2",
+            "vfmadd231ps \\x, ymm15, ymm12",
+            ".endif",
+            ".if \\vecs > 1",
+            "vfmadd231ps \\y, ymm15, ymm13",
+            ".endif",
+            "vfmadd231ps \\z, ymm15, ymm14",
+            ".endm",
+            ".macro step vecs, u",
+            ".if \\vecs > 2",
+            "vmovups ymm12, [{b} + \\u*96]",
+            ".endif",
+            ".if \\vecs > 1",
+            "vmovups ymm13, [{b} + \\u*96 + 32]",
+            ".endif",
+            "vmovups ymm14, [{b} + \\u*96 + 64]",
+            "row \\vecs, \\u*32, ymm0, ymm1, ymm2",
+            "row \\vecs, \\u*32+4, ymm3, ymm4, ymm5",
+            "row \\vecs, \\u*32+8, ymm6, ymm7, ymm8",
+            "row \\vecs, \\u*32+12, ymm9, ymm10, ymm11",
+            ".endm",
+            // Four steps at a time, then the rest one by one.
+            ".macro stage vecs, steps",
+            "sub \\steps, 4",
+            "jb 3f",
+            "2:",
+            "step \\vecs, 0",
+            "step \\vecs, 1",
+            "step \\vecs, 2",
+            "step \\vecs, 3",
+            "prefetcht1 [{line}]",
+            "prefetcht1 [{line} + 64]",
+            "add {line}, {line_step}",
+            "add {a}, 128",
+            "add {b}, 384",
+            "sub \\steps, 4",
+            "jae 2b",
+            "3:",
+            "add \\steps, 4",
+            "jz 5f",
+            "4:",
+            "step \\vecs, 0",
+            "add {a}, 32",
+            "add {b}, 96",
+            "dec \\steps",
+            "jnz 4b",
+            "5:",
+            ".endm",
+            "stage 3, {n3}",
+            "stage 2, {n2}",
+            "stage 1, {n1}",
+            ".purgem row",
+            ".purgem step",
+            ".purgem stage",
+            a = inout(reg) a => _,
+            b = inout(reg) b => _,
+            n3 = inout(reg) steps[0] => _,
+            n2 = inout(reg) steps[1] => _,
+            n1 = inout(reg) steps[2] => _,
             line = inout(reg) lines.at => _,
             line_step = in(reg) lines.step,
             inout("ymm0") acc[0][0], inout("ymm1") acc[0][1], inout("ymm2") acc[0][2],
