@@ -209,3 +209,72 @@ pub(super) unsafe fn output<S: Simd, const R: usize, const V: usize>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::{available, panel::MAX_LANES, simd::dispatch};
+
+    dispatch! { unsafe fn check(keys: [usize; MAX_VECS]) = check_on }
+
+    #[inline(always)]
+    unsafe fn check_on<S: Simd>(keys: [usize; MAX_VECS]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if S::ROWS >= 8 {
+                check_tile::<S, 8, 1>(keys);
+                check_tile::<S, 8, 2>(keys);
+            }
+            if S::ROWS >= 8 && S::VECS >= 3 {
+                check_tile::<S, 8, 3>(keys);
+            }
+            if S::VECS >= 3 {
+                check_tile::<S, 4, 3>(keys);
+            }
+            check_tile::<S, 4, 2>(keys);
+            check_tile::<S, 4, 1>(keys);
+            check_tile::<S, 1, 2>(keys);
+        }
+    }
+
+    /// Small whole numbers, whose sums f32 holds exactly.
+    fn numbers(len: usize, factor: usize) -> Vec<f32> {
+        (0..len).map(|i| (i * factor % 11) as f32 - 5.0).collect()
+    }
+
+    #[inline(always)]
+    unsafe fn check_tile<S: Simd, const R: usize, const V: usize>(keys: [usize; MAX_VECS]) {
+        let (a, b) = (numbers(100 * S::LANES, 7), numbers(100 * S::VECS * S::LANES, 3));
+        let rows = std::array::from_fn(|r| a[r..].as_ptr());
+        // SAFETY: the caller's promise; there are numbers for 100 keys.
+        let tile = unsafe {
+            let scalars = Scalars { rows, step: S::LANES };
+            S::stair::<R, V>(scalars, Vectors { at: b.as_ptr() }, keys, Lines::none(b.as_ptr()))
+        };
+        for (r, row) in tile.iter().enumerate() {
+            for (v, &sums) in row.iter().enumerate() {
+                let mut lanes = [0.0; MAX_LANES];
+                // SAFETY: the caller's promise; no vector has more than `MAX_LANES` lanes.
+                unsafe { S::store(lanes.as_mut_ptr(), sums) };
+                for (lane, &sum) in lanes.iter().enumerate().take(S::LANES) {
+                    let product = |k: usize| a[k * S::LANES + r] * b[(k * S::VECS + v) * S::LANES + lane];
+                    assert_eq!(
+                        sum,
+                        (0..keys[v]).map(product).sum::<f32>(),
+                        "{R}x{V}, {keys:?}: row {r}, vector {v}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_stair_sums_as_many_keys_as_each_vector_takes() {
+        for keys in [[0; 3], [5; 3], [64; 3], [0, 3, 9], [4, 8, 13], [1, 2, 3], [30, 46, 62], [7, 7, 90]] {
+            for isa in available() {
+                // SAFETY: the instruction set is available.
+                unsafe { check(isa, keys) };
+            }
+        }
+    }
+}
