@@ -1,10 +1,11 @@
 //! The CPU engine: fused online-softmax attention.
 //!
 //! One algorithm, written over a small vector trait (`simd`), compiled for three instruction sets and chosen at run
-//! time. A call is cut into tasks of rows and keys (`plan`) that threads (`helpers`) take one by one (`pool`, `queue`). A task puts its
-//! queries into the lanes of vectors (`panel`, `lanes`) and goes through blocks of keys (`block`): scores by a register-tiled
-//! micro-kernel (`tile`), softmax (`column`), outputs by the same micro-kernel (`attend`). Few rows against many keys
-//! are another matter, that of reading K and V once (`stream`).
+//! time. A call is cut into tasks of rows and keys (`plan`) that threads (`helpers`) take one by one (`pool`, `queue`).
+//! A task puts its queries into the lanes of vectors (`panel`, `lanes`) and goes through blocks of keys (`block`): scores by
+//! a register-tiled micro-kernel (`tile`), softmax (`column`), outputs by the same micro-kernel (`attend`), which asks for
+//! what comes next in passing (`ahead`). Few rows against many keys are another matter, that of reading K and V once
+//! (`stream`).
 //!
 //! The same call gives the same bits every time and on any number of threads; instruction sets differ in the last
 //! ones. Scores and sums are f32. Outputs are summed before they are divided, so values whose weighted sum exceeds

@@ -65,7 +65,7 @@ impl Schedule {
     }
 }
 
-/// As `block_q=288,block_k=128,split_k=1024,threads=2`.
+/// As `block_q=576,block_k=128,split_k=1024,threads=2`.
 impl std::fmt::Display for Schedule {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let knobs = self.knobs().map(|(name, value)| format!("{name}={value}"));
