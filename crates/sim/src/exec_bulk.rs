@@ -745,13 +745,11 @@ impl Cluster<'_> {
         };
         match (side.pages(), side.swizzle) {
             (Some(pages), _) => {
-                let mut chunks = side.chunks();
-                for page in pages {
-                    let chunks = chunks.by_ref().take(PAGE);
+                for (i, page) in pages.enumerate() {
                     if record_page(shared, page, write, &access) {
-                        chunks.for_each(drop);
                         continue;
                     }
+                    let chunks = side.chunks().skip(i * PAGE).take(PAGE);
                     chunks.for_each(|address| visit(shared, address / CELL, 0xFFFF));
                     if write {
                         shared.shadow.unite(page, &access);

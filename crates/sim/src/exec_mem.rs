@@ -9,7 +9,7 @@ use crate::exec::for_lanes;
 use crate::findings::{FindingKind, Severity};
 use crate::lines;
 use crate::machine::{Cluster, Step};
-use crate::memory::POISON;
+use crate::memory::{POISON, Written};
 use crate::numerics as num;
 use crate::races::{Accessor, GlobalAccess, GlobalConflict, LINE};
 use crate::regs::{Row, Row64};
@@ -569,21 +569,24 @@ impl Cluster<'_> {
                 if size == 4 && count == 4 {
                     left = self.store_lines(&addresses, &values, left);
                 }
+                let mut written = Written::default();
                 for_lanes(left, |l| {
                     let Some((region, offset)) = memory.find(addresses[l], u64::from(size * count)) else {
                         return;
                     };
+                    written.add(region, offset, size * count);
                     if size == 4 && offset.is_multiple_of(8) && count.is_multiple_of(2) {
                         // Two words at once are one store to the host, too.
                         for e in (0..count as usize).step_by(2) {
-                            region.store(offset + e * 4, 8, values[e + 1][l] << 32 | values[e][l]);
+                            region.put(offset + e * 4, 8, values[e + 1][l] << 32 | values[e][l]);
                         }
                         return;
                     }
                     for e in 0..count as usize {
-                        region.store(offset + e * size as usize, size, values[e][l]);
+                        region.put(offset + e * size as usize, size, values[e][l]);
                     }
                 });
+                written.note();
             }
             Space::Shared | Space::SharedCluster => {
                 self.by_block(w, space, src[0], mask, |c, block, addresses, lanes| {

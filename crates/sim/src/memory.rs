@@ -64,13 +64,19 @@ impl Region {
     /// Stores 1, 2, 4 or 8 bytes at a multiple of that size.
     #[inline]
     pub fn store(&self, offset: usize, bytes: u32, value: u64) {
+        self.put(offset, bytes, value);
+        self.note_written(offset, bytes);
+    }
+
+    /// Stores 1, 2, 4 or 8 bytes at a multiple of that size; that they were written is noted by the caller.
+    #[inline]
+    pub fn put(&self, offset: usize, bytes: u32, value: u64) {
         let word = &self.words[offset / 8];
         if bytes == 8 {
             word.store(value, Relaxed);
         } else {
             self.update(offset, bytes, |_| value);
         }
-        self.note_written(offset, bytes);
     }
 
     /// Replaces 1, 2, 4 or 8 bytes by a function of them, atomically; returns the old value.
@@ -176,6 +182,36 @@ impl Region {
     }
 }
 
+/// Bytes that a kernel writes one after the other, noted a word of bits at a time.
+#[derive(Default)]
+pub(crate) struct Written<'a> {
+    region: Option<&'a Region>,
+    word: usize,
+    bits: u64,
+}
+
+impl<'a> Written<'a> {
+    /// Up to sixteen bytes were written, at a multiple of their number.
+    #[inline]
+    pub fn add(&mut self, region: &'a Region, offset: usize, bytes: u32) {
+        let same = self.region.is_some_and(|of| std::ptr::eq(of, region)) && self.word == offset / 64;
+        if !same {
+            self.note();
+            *self = Written { region: Some(region), word: offset / 64, bits: 0 };
+        }
+        self.bits |= ((1 << bytes) - 1) << (offset % 64);
+    }
+
+    /// Notes what was added.
+    pub fn note(&mut self) {
+        if let Some(region) = self.region.take() {
+            for bits in [&region.init, &region.written] {
+                set(&bits[self.word], self.bits);
+            }
+        }
+    }
+}
+
 /// One bit for each of `len` bytes.
 fn bits(len: usize, set: bool) -> Box<[AtomicU64]> {
     (0..len.div_ceil(64)).map(|_| AtomicU64::new(if set { u64::MAX } else { 0 })).collect()
@@ -184,7 +220,12 @@ fn bits(len: usize, set: bool) -> Box<[AtomicU64]> {
 /// Sets the bits of up to eight bytes, within one word of memory.
 #[inline]
 fn mark(bits: &[AtomicU64], offset: usize, bytes: u32) {
-    let (bits, new) = (&bits[offset / 64], ((1 << bytes) - 1) << (offset % 64));
+    set(&bits[offset / 64], ((1 << bytes) - 1) << (offset % 64));
+}
+
+/// Sets bits of a word.
+#[inline]
+fn set(bits: &AtomicU64, new: u64) {
     if bits.load(Relaxed) & new != new {
         bits.fetch_or(new, Relaxed);
     }
@@ -346,6 +387,25 @@ mod tests {
         want[12..].copy_from_slice(&[4, 3, 2, 1]);
         assert_eq!(memory.download(buffer), want);
         assert_eq!(memory.unwritten(buffer), [0..6, 9..12]);
+    }
+
+    #[test]
+    fn what_is_stored_by_lines_and_by_many_lanes_is_known_to_be_written() {
+        let mut memory = GlobalMemory::default();
+        let buffers = [(); 2].map(|()| memory.allocate(None, 512, None));
+        let [first, second] = buffers.map(|buffer| memory.find(buffer.address, 512).expect("inside").0);
+        first.store_line(128, &std::array::from_fn(|i| i as u64));
+        assert_eq!((first.load(128, 8), first.load(248, 8)), (0, 15));
+        let mut written = Written::default();
+        for (region, offset) in [(first, 264), (first, 272), (first, 320), (second, 320), (first, 0)] {
+            region.put(offset, 8, 7);
+            written.add(region, offset, 8);
+        }
+        written.note();
+        assert_eq!((first.load(272, 8), second.load(320, 4)), (7, 7));
+        assert_eq!(memory.unwritten(buffers[0]), [8..128, 256..264, 280..320, 328..512]);
+        assert_eq!(memory.unwritten(buffers[1]), [0..320, 328..512]);
+        assert!(first.all_initialised(128, 128) && !first.all_initialised(256, 16));
     }
 
     #[test]
