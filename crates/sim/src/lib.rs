@@ -60,9 +60,11 @@
 //!
 //! # How it works
 //!
-//! `decode` turns a kernel into instructions on rows of a compact register file; `simd` and `alu` execute plain
-//! ones for whole warps in vector code; `exec*` the others; `sched` interleaves warps and sees deadlocks. `clock`
-//! holds the vector clocks, `shadow`, `cells` and `races` what was accessed when in shared and global memory.
+//! `decode` turns a kernel into instructions on rows of a compact register file, and `assignment` proves which of them
+//! need no check that they hold a value; `simd` and `alu` execute plain ones for whole warps in vector code, `mma` and
+//! `matrices` what tensor cores are fed with and compute (each also by hand for AVX-512); `exec*` the others; `sched`
+//! interleaves warps and sees deadlocks. `clock` holds the vector clocks, `shadow`, `cells` and `races` what was accessed
+//! when in shared and global memory, page by page and line by line where that says the same.
 
 // Lane loops index several arrays by the same lane.
 #![allow(clippy::needless_range_loop)]
