@@ -37,11 +37,11 @@ pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Opt
     let widest_head = spec.head_dim.max(spec.head_dim_v);
     let key_tiles = problem.len_k.div_ceil(KEY_TILE);
     let full = narrow >= sms * 9 / 10;
-    let together = |split| fitting(sm90_fwd::Schedule::together(spec, split, key_tiles >= LONG_WALK));
+    let together = || fitting(sm90_fwd::Schedule::together(spec, 1, key_tiles >= LONG_WALK));
     let (schedule, what) = if problem.len_q <= GROUP && full && key_tiles >= SHORT_WALK {
         let streams = fitting(sm90_fwd::Schedule::for_streams(spec, narrow <= sms))?;
         (streams, format!("{narrow} tiles of up to {GROUP} queries keep {sms} SMs busy reading keys"))
-    } else if let Some(both) = together(1).filter(|_| {
+    } else if let Some(both) = together().filter(|_| {
         // Twice as many tiles as multiprocessors take turns, and the longest decide.
         spec.right && narrow > sms && narrow <= 2 * sms && key_tiles > WALK
     }) {
@@ -109,9 +109,13 @@ fn few(
     };
     let split = if spec.head_dim_v.is_multiple_of(8 * split) { split } else { 1 };
     let alone = narrow * split as usize <= sms;
-    // Two warpgroups need a few key tiles each; with narrow heads they also need a multiprocessor for themselves.
-    if key_tiles > 2 && (alone || !narrow_heads && narrow <= sms) {
-        let both = fitting(sm90_fwd::Schedule::together(spec, split, key_tiles >= LONG_WALK));
+    // Two warpgroups need a few key tiles each; with narrow heads they also need a multiprocessor for themselves, and with
+    // wide ones four blocks or more read as fast as they can without.
+    let both = if narrow_heads { alone } else { narrow <= sms && split <= 2 };
+    if key_tiles > 2 && both {
+        let even = split == 2 && key_tiles.is_multiple_of(4);
+        let long = even || key_tiles >= LONG_WALK * split as usize;
+        let both = fitting(sm90_fwd::Schedule::together(spec, split, long));
         if both.is_some() {
             return both;
         }
@@ -253,9 +257,11 @@ mod tests {
         assert_eq!(schedule.rows(), 64);
     }
 
-    /// What was fastest on an H200, or within 3 % of it: heads, length, head_dim, causal, and how many warpgroups and blocks
-    /// share the keys of 64 queries.
-    const FASTEST_SHARED: [(usize, usize, usize, bool, (u32, u32)); 24] = [
+    /// Heads, length, head_dim, causal, and how many warpgroups and blocks share the keys of 64 queries.
+    type Shared = (usize, usize, usize, bool, (u32, u32));
+
+    /// What was fastest on an H200, or within 3 % of it.
+    const FASTEST_SHARED: [Shared; 24] = [
         (8, 256, 64, false, (1, 2)),
         (8, 384, 64, false, (2, 2)),
         (8, 512, 64, false, (2, 2)),

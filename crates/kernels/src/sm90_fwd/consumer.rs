@@ -142,9 +142,12 @@ impl<'a> Consumer<'a> {
         }
         // With several warpgroups, each walks over the tiles that its own rows see, and lets the others pass; together,
         // they take the tiles in turn.
-        let own = (self.schedule.warpgroups > 1).then(|| match self.schedule.together {
-            false => tile.own_keys(k, self.schedule, self.group),
-            true => keys.every(k, self.group),
+        let own = (self.schedule.warpgroups > 1).then(|| {
+            if self.schedule.together {
+                keys.every(k, self.group)
+            } else {
+                tile.own_keys(k, self.schedule, self.group)
+            }
         });
         let mine = own.as_ref().unwrap_or(&keys);
         k.if_else(
