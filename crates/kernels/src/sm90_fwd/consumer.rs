@@ -134,7 +134,7 @@ impl<'a> Consumer<'a> {
         if self.spec.key_lengths {
             let mut who = keys.any;
             if self.schedule.together {
-                k.comment("the last key tile is the first warpgroup's");
+                // The last key tile is the first warpgroup's.
                 let first = k.setp_eq_u32(self.group, 0u32);
                 who = k.and_pred(who, first);
             }

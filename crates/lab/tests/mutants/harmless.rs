@@ -56,6 +56,8 @@ const BEFORE_THE_LAST_KEY: &str =
     "these tiles end before the last key of every row, so the comparison with it always holds";
 const FILLED_AFTER: &str =
     "the row too many lands at the start of the next tile in shared memory, which is filled after it";
+const FEWER_REGISTERS: &str = "the assembler has fewer registers to give, and spills: slow, not wrong";
+const COME_FOR_GOOD: &str = "a warp that ends has come for good, and its block's memory stays until the consumers have all that is sent to them";
 const EMPTY_ROUND: &str = "one round more, in which no tile is left";
 const PASSED_KEYS: &str =
     "the keys are not read, and the wait for the values or queries before says that their slot had been free";
@@ -211,13 +213,8 @@ pub const HARMLESS: &[Entry] = &[
         1,
         WAITED_ALREADY,
     ),
-    entry(
-        &["pingpong=1"],
-        &["setmaxnreg.inc"],
-        Drop,
-        1,
-        "the assembler has fewer registers to give, and spills: slow, not wrong",
-    ),
+    entry(&["pingpong=1"], &["setmaxnreg.inc"], Drop, 1, FEWER_REGISTERS),
+    entry(&["together=1"], &["setmaxnreg.inc"], Drop, 1, FEWER_REGISTERS),
     entry(
         &["pingpong=1", "pairs=0"],
         &["consumer / the first warpgroup's first turn", "setp"],
@@ -241,7 +238,7 @@ pub const HARMLESS: &[Entry] = &[
         "the tile that is not let pass is walked over, and masked whole",
     ),
     entry(
-        &["warpgroups=2"],
+        &["warpgroups=2", "pingpong=1"],
         &["work: which keys these rows see / tiles of the other warpgroups", "mbarrier.try_wait", "#0"],
         Drop,
         1,
@@ -255,7 +252,7 @@ pub const HARMLESS: &[Entry] = &[
         PASSED_KEYS,
     ),
     entry(
-        &["warpgroups=2"],
+        &["warpgroups=2", "pingpong=1"],
         &["walk: the last values / tiles of the other warpgroups", "mbarrier.try_wait", "#2"],
         Drop,
         1,
@@ -298,7 +295,14 @@ pub const HARMLESS: &[Entry] = &[
         NO_FURTHER_QUERIES,
     ),
     entry(&["persistent=0"], &["a K tile, once its slot is free", "ring.rs", "#0"], NoSwizzle, 1, NO_TURN),
-    entry(&["persistent=0"], &["walk: the first key tile", "ring.rs", "#0"], NoSwizzle, 1, NO_TURN),
+    entry(
+        &["persistent=0", "warpgroups=1"],
+        &["walk: the first key tile", "ring.rs", "#0"],
+        NoSwizzle,
+        1,
+        NO_TURN,
+    ),
+    entry(&["together=1"], &["walk: the last values / O += P V", "setp"], OffByOne, 1, NO_FURTHER_VALUES),
     entry(
         &["persistent=0"],
         &["a V tile, once its slot is free", "ring.rs", "#1"],
@@ -328,11 +332,18 @@ pub const HARMLESS: &[Entry] = &[
         "the lanes that parted meet behind the branch; the barrier says so to the assembler",
     ),
     entry(
-        &["persistent=0"],
+        &["persistent=0", "warpgroups=1"],
         &["every thread of a cluster waits", "barrier.cluster.wait"],
         Drop,
         1,
-        "a warp that ends has come for good, and its block's memory stays until the consumers have all that is sent to them",
+        COME_FOR_GOOD,
+    ),
+    entry(
+        &["together=1"],
+        &["every thread of a cluster waits", "barrier.cluster.wait"],
+        Drop,
+        2,
+        COME_FOR_GOOD,
     ),
     entry(
         &["persistent=0"],
