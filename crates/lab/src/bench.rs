@@ -351,7 +351,8 @@ impl Bench {
                 Err(why) => absent = Some(why.clone()),
             }
         }
-        contenders.push(Box::new(Peak { isa: self.isa, threads: self.threads, flops: problem.flops() }));
+        let work = cpu::FmaWork::new(self.isa, self.threads);
+        contenders.push(Box::new(Peak { work, flops: problem.flops() }));
         if self.warmups > 0 {
             progress("warming up", 0.0);
             for contender in &mut contenders {
@@ -487,8 +488,7 @@ impl Contender for Ours<'_> {
 
 /// The operations of a problem with nothing in their way, on the clock: what everybody's rate is a share of.
 struct Peak {
-    isa: cpu::Isa,
-    threads: usize,
+    work: cpu::FmaWork,
     flops: f64,
 }
 
@@ -497,10 +497,11 @@ impl Contender for Peak {
         "FMA peak".into()
     }
 
-    /// Its threads are new in every sample, and it touches no memory: there is nothing to warm.
-    fn sample(&mut self, _warm: u32, calls: u32) -> Result<f64, String> {
-        let flops = self.flops * f64::from(calls);
-        Ok(cpu::fma_time(self.isa, self.threads, flops) * 1e6 / f64::from(calls))
+    fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String> {
+        for _ in 0..warm {
+            self.work.time(self.flops);
+        }
+        Ok(self.work.time(self.flops * f64::from(calls)) * 1e6 / f64::from(calls))
     }
 }
 

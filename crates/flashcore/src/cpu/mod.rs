@@ -41,7 +41,7 @@ mod visible;
 use std::sync::Arc;
 
 pub use isa::{Isa, available};
-pub use rates::{exp_rate, fma_peak, fma_time, read_bandwidth};
+pub use rates::{FmaWork, exp_rate, fma_peak, read_bandwidth};
 pub use schedule::Schedule;
 
 use crate::contract::Call;

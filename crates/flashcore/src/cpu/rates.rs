@@ -5,12 +5,13 @@ use std::{
     hint::black_box,
     sync::{
         Barrier,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use super::{
+    helpers::Helpers,
     isa::Isa,
     math::Exp2Below,
     simd::{Simd, dispatch},
@@ -20,8 +21,9 @@ use super::{
 const CHAINS: usize = 12;
 /// Rounds of all chains in one sample: about a millisecond.
 const ROUNDS: usize = 400_000;
-/// Such samples that are run at most for operations on the clock.
-const MOST_PASSES: f64 = 64.0;
+/// Rounds of one piece of work on the clock, which threads take one by one, and the most pieces a thread.
+const PIECE: usize = 20_000;
+const MOST_PIECES: f64 = 1000.0;
 /// Independent exponentials in a row: they share the registers with the polynomial's coefficients.
 const EXP_CHAINS: usize = 6;
 /// Rounds of all of them in one sample: about a millisecond.
@@ -34,30 +36,53 @@ pub fn fma_peak(isa: Isa, threads: usize, budget: Duration) -> f64 {
     let threads = threads.max(1);
     let time = best_time(threads, budget, |_| {
         // SAFETY: the CPU has the instruction set.
-        black_box(unsafe { chains(isa, black_box(0.5)) });
+        black_box(unsafe { chains(isa, black_box(0.5), ROUNDS) });
     });
-    pass_flops(isa, threads) / time / 1e9
+    flops_of(isa, ROUNDS) * threads as f64 / time / 1e9
 }
 
-/// The seconds that so many floating-point operations take `threads` threads as multiply-adds that never leave the
-/// registers, by one run of as many, or of a part of them if they are very many. Where [`fma_peak`] is the best that was
+/// Multiply-adds that never leave the registers, to be timed beside other work. Where [`fma_peak`] is the best that was
 /// ever seen, this is what the machine gives now, to be compared with what else it does now.
-pub fn fma_time(isa: Isa, threads: usize, flops: f64) -> f64 {
-    let isa = if isa.is_available() { isa } else { Isa::Portable };
-    let threads = threads.max(1);
-    let passes = (flops / pass_flops(isa, threads)).ceil().clamp(1.0, MOST_PASSES);
-    let time = best_time(threads, Duration::ZERO, |_| {
-        for _ in 0..passes as usize {
-            // SAFETY: the CPU has the instruction set.
-            black_box(unsafe { chains(isa, black_box(0.5)) });
-        }
-    });
-    time * flops / (passes * pass_flops(isa, threads))
+#[derive(Debug)]
+pub struct FmaWork {
+    isa: Isa,
+    threads: usize,
+    helpers: Option<Helpers>,
 }
 
-/// Floating-point operations of one run of all chains on all threads.
-fn pass_flops(isa: Isa, threads: usize) -> f64 {
-    (2 * CHAINS * isa.lanes() * ROUNDS * threads) as f64
+impl FmaWork {
+    /// On `threads` threads, woken and placed as the engine's are. An instruction set that this CPU lacks is replaced by the
+    /// portable one.
+    pub fn new(isa: Isa, threads: usize) -> Self {
+        let isa = if isa.is_available() { isa } else { Isa::Portable };
+        let threads = threads.max(1);
+        Self { isa, threads, helpers: Helpers::new(threads) }
+    }
+
+    /// The seconds that so many floating-point operations take, by one run of as many, or of a part of them if they are very
+    /// many.
+    pub fn time(&self, flops: f64) -> f64 {
+        let each = flops_of(self.isa, PIECE);
+        let pieces = (flops / each).ceil().clamp(self.threads as f64, MOST_PIECES * self.threads as f64);
+        let taken = AtomicUsize::new(0);
+        let work = || {
+            while taken.fetch_add(1, Ordering::Relaxed) < pieces as usize {
+                // SAFETY: the CPU has the instruction set.
+                black_box(unsafe { chains(self.isa, black_box(0.5), PIECE) });
+            }
+        };
+        let start = Instant::now();
+        match &self.helpers {
+            Some(helpers) => Helpers::join(Some(helpers), self.threads - 1, work),
+            None => work(),
+        }
+        start.elapsed().as_secs_f64() * flops / (pieces * each)
+    }
+}
+
+/// Floating-point operations of so many rounds of all chains on one thread.
+fn flops_of(isa: Isa, rounds: usize) -> f64 {
+    (2 * CHAINS * isa.lanes() * rounds) as f64
 }
 
 /// The rate at which `threads` threads read memory that no cache holds, in GB/s: the best of the passes that fit
@@ -116,17 +141,17 @@ fn best_time(threads: usize, budget: Duration, work: impl Fn(usize) + Sync) -> f
 }
 
 dispatch! {
-    /// Runs `ROUNDS` rounds of all chains.
-    unsafe fn chains(x: f32) -> f32 = chains_of
+    /// Runs rounds of all chains.
+    unsafe fn chains(x: f32, rounds: usize) -> f32 = chains_of
 }
 
 #[inline(always)]
-unsafe fn chains_of<S: Simd>(x: f32) -> f32 {
+unsafe fn chains_of<S: Simd>(x: f32, rounds: usize) -> f32 {
     // SAFETY: the caller's promise.
     unsafe {
         let (factor, term) = (S::splat(x), S::splat(1.0));
         let mut acc = [S::splat(0.0); CHAINS];
-        for _ in 0..ROUNDS {
+        for _ in 0..rounds {
             for acc in &mut acc {
                 *acc = S::fma(*acc, factor, term);
             }
@@ -204,8 +229,9 @@ mod tests {
             for threads in [0, 1, 3] {
                 let rate = fma_peak(isa, threads, Duration::ZERO);
                 assert!(rate.is_finite() && rate > 0.01, "{isa}: {rate}");
+                let work = FmaWork::new(isa, threads);
                 for flops in [1e3, 3e7] {
-                    let now = flops / fma_time(isa, threads, flops) / 1e9;
+                    let now = flops / work.time(flops) / 1e9;
                     assert!(now.is_finite() && now > 0.01, "{isa}: {now}");
                 }
                 let exponentials = exp_rate(isa, threads, Duration::ZERO);
