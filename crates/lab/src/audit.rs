@@ -157,9 +157,14 @@ fn check_cell(audit: &mut Audit, at: &str, cell: &Value, limits: &Limits) {
             "is null beside a time: nobody knows whether it is right",
         );
     }
-    if let Some(time) = stats::median(&numbers(&cell["fma_peak_samples_us"])) {
-        let peak = cell["flops"].as_f64().map(|flops| flops / time / 1e3);
-        audit.agree(&format!("{at}.fma_peak_gflops"), &cell["fma_peak_gflops"], peak);
+    for (rate, samples, amount) in [
+        ("fma_peak_gflops", "fma_peak_samples_us", "flops"),
+        ("bandwidth_gbytes", "bandwidth_samples_us", "bytes"),
+    ] {
+        if let Some(time) = stats::median(&numbers(&cell[samples])) {
+            let limit = cell[amount].as_f64().map(|amount| amount / time / 1e3);
+            audit.agree(&format!("{at}.{rate}"), &cell[rate], limit);
+        }
     }
     audit.require(&format!("{at}.impossible"), cell["impossible"] == false, "says that the clock is wrong");
     for (n, said) in list(&cell["comparisons"]).iter().enumerate() {

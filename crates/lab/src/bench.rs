@@ -154,8 +154,10 @@ pub struct Outcome {
     /// Microseconds that the operations of a call take as multiply-adds that never leave the registers, one sample a round,
     /// in turn with the contenders.
     pub fma_peak_samples_us: Vec<f64>,
-    /// The read bandwidth measured just before, in GB/s; only where memory is the limit.
+    /// The read bandwidth in GB/s, by the median of its samples; only where memory is the limit.
     pub bandwidth_gbytes: Option<f64>,
+    /// Microseconds that the bytes of a call take to be read where no cache holds them, as the samples above.
+    pub bandwidth_samples_us: Vec<f64>,
     /// Ours first.
     pub results: Vec<Measured>,
     /// Ours against each peer that ran.
@@ -340,9 +342,6 @@ impl Bench {
             let output = torch.load(&operands).and_then(|()| torch.output(&problem));
             errors.push(output.map(|o| judged.judge(&yardstick, &o)));
         }
-        progress("measuring the machine's limits", 0.0);
-        let limit = Duration::from_millis(500);
-        let bandwidth = cell.is_decode().then(|| cpu::read_bandwidth(self.isa, self.threads, limit));
         let mut contenders: Vec<Box<dyn Contender + '_>> = vec![Box::new(ours)];
         let mut absent = None;
         if let Some(torch) = &mut self.torch {
@@ -351,8 +350,13 @@ impl Bench {
                 Err(why) => absent = Some(why.clone()),
             }
         }
-        let work = cpu::FmaWork::new(self.isa, self.threads);
-        contenders.push(Box::new(Peak { work, flops: problem.flops() }));
+        let limits = contenders.len();
+        let work = cpu::Work::fma(self.isa, self.threads);
+        contenders.push(Box::new(Limit { name: "FMA peak", work, amount: problem.flops() }));
+        if cell.is_decode() {
+            let work = cpu::Work::read(self.isa, self.threads);
+            contenders.push(Box::new(Limit { name: "read bandwidth", work, amount: problem.min_bytes() }));
+        }
         if self.warmups > 0 {
             progress("warming up", 0.0);
             for contender in &mut contenders {
@@ -363,11 +367,14 @@ impl Bench {
         let mut rounds = |round: usize, share: f64| progress(&format!("round {round}"), share.min(1.0));
         let mut samples = measure(&mut contenders, &self.effort, stop, &mut rounds);
         drop(contenders);
-        let fma_peak_samples_us = samples.pop().map_or_else(Vec::new, |samples| samples.times);
+        let mut limits = samples.split_off(limits).into_iter().map(|samples| samples.times);
+        let fma_peak_samples_us = limits.next().unwrap_or_default();
+        let bandwidth_samples_us = limits.next().unwrap_or_default();
         let peak = match stats::median(&fma_peak_samples_us) {
             Some(time) => problem.flops() / time / 1e3,
             None => cpu::fma_peak(self.isa, self.threads, Duration::ZERO),
         };
+        let bandwidth = stats::median(&bandwidth_samples_us).map(|time| problem.min_bytes() / time / 1e3);
         if let Some(why) = absent {
             samples.push(Samples { name: "torch".into(), calls: 0, times: Vec::new(), failure: Some(why) });
         }
@@ -398,6 +405,7 @@ impl Bench {
             fma_peak_gflops: peak,
             fma_peak_samples_us,
             bandwidth_gbytes: bandwidth,
+            bandwidth_samples_us,
             comparisons: compare(&results, self.effort.margin),
             results,
             impossible,
@@ -486,22 +494,23 @@ impl Contender for Ours<'_> {
     }
 }
 
-/// The operations of a problem with nothing in their way, on the clock: what everybody's rate is a share of.
-struct Peak {
-    work: cpu::FmaWork,
-    flops: f64,
+/// The operations or the bytes of a problem with nothing in their way, on the clock: what everybody's rate is a share of.
+struct Limit {
+    name: &'static str,
+    work: cpu::Work,
+    amount: f64,
 }
 
-impl Contender for Peak {
+impl Contender for Limit {
     fn name(&self) -> String {
-        "FMA peak".into()
+        self.name.into()
     }
 
     fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String> {
         for _ in 0..warm {
-            self.work.time(self.flops);
+            self.work.time(self.amount);
         }
-        Ok(self.work.time(self.flops * f64::from(calls)) * 1e6 / f64::from(calls))
+        Ok(self.work.time(self.amount * f64::from(calls)) * 1e6 / f64::from(calls))
     }
 }
 

@@ -41,7 +41,7 @@ mod visible;
 use std::sync::Arc;
 
 pub use isa::{Isa, available};
-pub use rates::{FmaWork, exp_rate, fma_peak, read_bandwidth};
+pub use rates::{Work, exp_rate, fma_peak, read_bandwidth};
 pub use schedule::Schedule;
 
 use crate::contract::Call;

@@ -24,6 +24,9 @@ const ROUNDS: usize = 400_000;
 /// Rounds of one piece of work on the clock, which threads take one by one, and the most pieces a thread.
 const PIECE: usize = 20_000;
 const MOST_PIECES: f64 = 1000.0;
+/// Elements of memory that no cache holds, and of one piece of it that is read on the clock.
+const MEMORY: usize = 128 << 20;
+const READ: usize = 256 << 10;
 /// Independent exponentials in a row: they share the registers with the polynomial's coefficients.
 const EXP_CHAINS: usize = 6;
 /// Rounds of all of them in one sample: about a millisecond.
@@ -41,34 +44,54 @@ pub fn fma_peak(isa: Isa, threads: usize, budget: Duration) -> f64 {
     flops_of(isa, ROUNDS) * threads as f64 / time / 1e9
 }
 
-/// Multiply-adds that never leave the registers, to be timed beside other work. Where [`fma_peak`] is the best that was
+/// Work of one kind alone, to be timed beside other work. Where [`fma_peak`] and [`read_bandwidth`] are the best that was
 /// ever seen, this is what the machine gives now, to be compared with what else it does now.
 #[derive(Debug)]
-pub struct FmaWork {
+pub struct Work {
     isa: Isa,
     threads: usize,
     helpers: Option<Helpers>,
+    /// What is read; nothing where multiply-adds are done instead.
+    memory: Vec<f32>,
+    /// The piece of the memory that comes next.
+    next: AtomicUsize,
 }
 
-impl FmaWork {
-    /// On `threads` threads, woken and placed as the engine's are. An instruction set that this CPU lacks is replaced by the
-    /// portable one.
-    pub fn new(isa: Isa, threads: usize) -> Self {
+impl Work {
+    /// Multiply-adds that never leave the registers, on `threads` threads that are woken and placed as the engine's are. An
+    /// instruction set that this CPU lacks is replaced by the portable one.
+    pub fn fma(isa: Isa, threads: usize) -> Self {
         let isa = if isa.is_available() { isa } else { Isa::Portable };
         let threads = threads.max(1);
-        Self { isa, threads, helpers: Helpers::new(threads) }
+        let (helpers, next) = (Helpers::new(threads), AtomicUsize::new(0));
+        Self { isa, threads, helpers, memory: Vec::new(), next }
     }
 
-    /// The seconds that so many floating-point operations take, by one run of as many, or of a part of them if they are very
-    /// many.
-    pub fn time(&self, flops: f64) -> f64 {
-        let each = flops_of(self.isa, PIECE);
-        let pieces = (flops / each).ceil().clamp(self.threads as f64, MOST_PIECES * self.threads as f64);
-        let taken = AtomicUsize::new(0);
+    /// Reads of memory that no cache holds, half a GiB of it, on such threads.
+    pub fn read(isa: Isa, threads: usize) -> Self {
+        Self { memory: vec![1.0; MEMORY], ..Self::fma(isa, threads) }
+    }
+
+    /// The seconds that so many floating-point operations or bytes take, by one run of as many, or of a part of them if they
+    /// are very many.
+    pub fn time(&self, amount: f64) -> f64 {
+        let reads = !self.memory.is_empty();
+        let each = if reads { (READ * size_of::<f32>()) as f64 } else { flops_of(self.isa, PIECE) };
+        let pieces = (amount / each).ceil().clamp(self.threads as f64, MOST_PIECES * self.threads as f64);
+        let left = AtomicUsize::new(pieces as usize);
+        let take =
+            || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
         let work = || {
-            while taken.fetch_add(1, Ordering::Relaxed) < pieces as usize {
+            while take() {
                 // SAFETY: the CPU has the instruction set.
-                black_box(unsafe { chains(self.isa, black_box(0.5), PIECE) });
+                black_box(unsafe {
+                    if reads {
+                        let piece = self.next.fetch_add(1, Ordering::Relaxed) % (MEMORY / READ);
+                        sum(self.isa, &self.memory[piece * READ..][..READ])
+                    } else {
+                        chains(self.isa, black_box(0.5), PIECE)
+                    }
+                });
             }
         };
         let start = Instant::now();
@@ -76,7 +99,7 @@ impl FmaWork {
             Some(helpers) => Helpers::join(Some(helpers), self.threads - 1, work),
             None => work(),
         }
-        start.elapsed().as_secs_f64() * flops / (pieces * each)
+        start.elapsed().as_secs_f64() * amount / (pieces * each)
     }
 }
 
@@ -90,7 +113,7 @@ fn flops_of(isa: Isa, rounds: usize) -> f64 {
 pub fn read_bandwidth(isa: Isa, threads: usize, budget: Duration) -> f64 {
     let isa = if isa.is_available() { isa } else { Isa::Portable };
     let threads = threads.max(1);
-    let memory = vec![1.0_f32; 128 << 20];
+    let memory = vec![1.0_f32; MEMORY];
     let share = memory.len() / threads;
     let time = best_time(threads, budget, |thread| {
         let mine = &memory[thread * share..][..share];
@@ -229,7 +252,7 @@ mod tests {
             for threads in [0, 1, 3] {
                 let rate = fma_peak(isa, threads, Duration::ZERO);
                 assert!(rate.is_finite() && rate > 0.01, "{isa}: {rate}");
-                let work = FmaWork::new(isa, threads);
+                let work = Work::fma(isa, threads);
                 for flops in [1e3, 3e7] {
                     let now = flops / work.time(flops) / 1e9;
                     assert!(now.is_finite() && now > 0.01, "{isa}: {now}");
@@ -240,5 +263,7 @@ mod tests {
         }
         let rate = read_bandwidth(Isa::Portable, 2, Duration::ZERO);
         assert!(rate.is_finite() && rate > 0.01, "{rate}");
+        let now = 1e8 / Work::read(Isa::Portable, 2).time(1e8) / 1e9;
+        assert!(now.is_finite() && now > 0.01, "{now}");
     }
 }
