@@ -57,7 +57,7 @@ pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Opt
         && (2 * narrow <= 3 * sms || widest_head > 64 && wide < sms * 9 / 10)
     {
         // Somewhat more tiles than multiprocessors, and all of them long: blocks of which several fit on one.
-        let split = if widest_head <= 64 { 2 } else { 1 };
+        let split = if widest_head <= 64 && spec.head_dim_v.is_multiple_of(16) { 2 } else { 1 };
         let few = sm90_fwd::Schedule::for_few(spec, split, false).into_iter().filter(|few| few.block_n <= 64);
         let few = fitting(few.collect())?;
         (
@@ -246,6 +246,27 @@ mod tests {
             let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
             let Schedule::Sm90Fwd(schedule) = plan.schedule else { panic!("{plan}") };
             assert_eq!((schedule.split, schedule.rows()), (split, 64), "{plan}");
+        }
+    }
+
+    #[test]
+    fn every_head_dim_has_a_schedule_whatever_there_is_of_tiles_and_keys() {
+        for head_dim in (8..=256).step_by(8) {
+            for (heads, len_q, len_k) in [
+                (12, 1024, 1024),
+                (16, 1024, 1024),
+                (8, 512, 512),
+                (4, 2048, 2048),
+                (140, 1, 900),
+                (3, 40, 9000),
+            ] {
+                for mask in [Mask::None, Mask::Causal] {
+                    let problem = Problem::new(1, heads, len_q, head_dim, DType::F16);
+                    let problem = problem.with_kv(heads, len_k).with_mask(mask);
+                    let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
+                    assert!(matches!(plan.schedule, Schedule::Sm90Fwd(_)), "{plan}");
+                }
+            }
         }
     }
 
