@@ -5,24 +5,9 @@ use std::arch::x86_64::*;
 
 use crate::machine::RANK_SHIFT;
 use crate::matrices::Survey;
+use crate::mma_avx512::{load_words, store_words};
 use crate::regs::{Aligned, Row};
 use crate::shadow::{CELL, PAGE, PAGE_BYTES};
-
-#[inline]
-#[target_feature(enable = "avx512f")]
-#[allow(unsafe_code)]
-fn load_words(from: &[u32; 16]) -> __m512i {
-    // SAFETY: the reference is to the sixteen words that are read; no alignment is asked for.
-    unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
-}
-
-#[inline]
-#[target_feature(enable = "avx512f")]
-#[allow(unsafe_code)]
-fn store_words(to: &mut [u32; 16], value: __m512i) {
-    // SAFETY: the reference is to the sixteen words that are written; no alignment is asked for.
-    unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), value) }
-}
 
 /// The row of 16 bytes at an address.
 #[inline]

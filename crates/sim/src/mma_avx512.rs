@@ -27,18 +27,20 @@ fn store(to: &mut [f32; 16], value: __m512) {
     unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
 }
 
+/// Sixteen words of memory as a vector.
 #[inline]
 #[target_feature(enable = "avx512f")]
 #[allow(unsafe_code)]
-fn load_words(from: &[u32; 16]) -> __m512i {
+pub fn load_words(from: &[u32; 16]) -> __m512i {
     // SAFETY: the reference is to the sixteen words that are read; no alignment is asked for.
     unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
 }
 
+/// A vector as sixteen words of memory.
 #[inline]
 #[target_feature(enable = "avx512f")]
 #[allow(unsafe_code)]
-fn store_words(to: &mut [u32; 16], value: __m512i) {
+pub fn store_words(to: &mut [u32; 16], value: __m512i) {
     // SAFETY: the reference is to the sixteen words that are written; no alignment is asked for.
     unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), value) }
 }

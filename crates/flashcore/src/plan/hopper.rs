@@ -38,9 +38,16 @@ pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Opt
     let key_tiles = problem.len_k.div_ceil(KEY_TILE);
     let full = narrow >= sms * 9 / 10;
     let together = || fitting(sm90_fwd::Schedule::together(spec, 1, key_tiles >= LONG_WALK));
-    let (schedule, what) = if problem.len_q <= GROUP && full && key_tiles >= SHORT_WALK {
-        let streams = fitting(sm90_fwd::Schedule::for_streams(spec, narrow <= sms))?;
-        (streams, format!("{narrow} tiles of up to {GROUP} queries keep {sms} SMs busy reading keys"))
+    let streams = || fitting(sm90_fwd::Schedule::streams_together(spec));
+    let (schedule, what) = if let Some(streams) =
+        streams().filter(|_| problem.len_q <= GROUP && full && key_tiles >= SHORT_WALK)
+    {
+        (
+            streams,
+            format!(
+                "{narrow} tiles of up to {GROUP} queries keep {sms} SMs busy, two warpgroups reading for each"
+            ),
+        )
     } else if let Some(both) = together().filter(|_| {
         // Twice as many tiles as multiprocessors take turns, and the longest decide.
         spec.right && narrow > sms && narrow <= 2 * sms && key_tiles > WALK
@@ -70,8 +77,8 @@ pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Opt
         let some = fitting(sm90_fwd::Schedule::for_some(spec))?;
         among(problem, spec, sms, many, some, narrow)
     } else if problem.len_q <= GROUP && full {
-        let few = fitting(sm90_fwd::Schedule::for_streams(spec, narrow <= sms))?;
-        (few, format!("{narrow} tiles of up to {GROUP} queries keep {sms} SMs busy"))
+        let streams = fitting(sm90_fwd::Schedule::for_streams(spec, narrow <= sms))?;
+        (streams, format!("{narrow} tiles of up to {GROUP} queries keep {sms} SMs busy reading keys"))
     } else if wide >= sms * 9 / 10 {
         (many, format!("{wide} tiles of {} queries keep {sms} SMs busy", many.rows()))
     } else {

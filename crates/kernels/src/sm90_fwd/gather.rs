@@ -6,8 +6,9 @@ use flashcore_ptx::{F32, KernelBuilder, Reg};
 use super::{
     Schedule,
     consumer::{ALL, Consumer},
+    merge::{weigh, weighted},
 };
-use crate::{Spec, softmax::SoftmaxParams};
+use crate::Spec;
 
 /// Bytes of 16 for each thread of a warpgroup.
 const CHUNK: u32 = 16 * 128;
@@ -47,30 +48,13 @@ pub(super) fn receive(k: &mut KernelBuilder, of: &Consumer<'_>) {
     let senders = of.schedule.warpgroups - 1;
     let states: Vec<[Reg<F32>; 4]> =
         (0..senders).map(|sender| k.ld_shared_vec(mine.at(place(sender, 0)))).collect();
-    let mut weights: Vec<Vec<Reg<F32>>> = Vec::new();
-    for (half, row) in of.rows.iter().enumerate() {
-        let most = states.iter().fold(row.reference, |most, state| k.max_f32(most, state[2 * half]));
-        let reference = SoftmaxParams::reference(k, most, false);
-        let mut all = vec![of.params.exp(k, row.reference, reference)];
-        let mut sum = k.mul_f32(row.sum, all[0]);
-        for state in &states {
-            let theirs = of.params.exp(k, state[2 * half], reference);
-            sum = k.fma_f32(state[2 * half + 1], theirs, sum);
-            all.push(theirs);
-        }
-        k.set(row.sum, |k| k.mov_f32(sum));
-        k.set(row.reference, |k| k.mov_f32(most));
-        weights.push(all);
-    }
+    let weights = weigh(k, of, &states);
     for (i, quad) in (1..).zip(of.o.chunks_exact(4)) {
         let received: Vec<[Reg<F32>; 4]> =
             (0..senders).map(|sender| k.ld_shared_vec(mine.at(place(sender, i)))).collect();
         for (element, &o) in quad.iter().enumerate() {
-            let weights = &weights[element / 2];
-            let mut value = k.mul_f32(o, weights[0]);
-            for (received, &weight) in received.iter().zip(&weights[1..]) {
-                value = k.fma_f32(received[element], weight, value);
-            }
+            let theirs = received.iter().map(|received| received[element]);
+            let value = weighted(k, o, theirs, &weights[element / 2]);
             k.set(o, |k| k.mov_f32(value));
         }
     }

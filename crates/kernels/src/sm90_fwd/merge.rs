@@ -60,24 +60,7 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     let states: Vec<[Reg<F32>; 4]> = (1..split)
         .map(|step| k.ld_shared_vec(mine.at(((step - 1) * sender_bytes(schedule, spec)) as i32)))
         .collect();
-    // Each row's common reference is the largest.
-    let mut own = Vec::new();
-    let mut others: Vec<Vec<Reg<F32>>> = vec![Vec::new(); states.len()];
-    for (half, row) in of.rows.iter().enumerate() {
-        let most = states.iter().fold(row.reference, |most, state| k.max_f32(most, state[2 * half]));
-        let reference = SoftmaxParams::reference(k, most, false);
-        let weight = |k: &mut KernelBuilder, theirs: Reg<F32>| of.params.exp(k, theirs, reference);
-        let mine = weight(k, row.reference);
-        let mut sum = k.mul_f32(row.sum, mine);
-        for (state, others) in states.iter().zip(&mut others) {
-            let theirs = weight(k, state[2 * half]);
-            sum = k.fma_f32(state[2 * half + 1], theirs, sum);
-            others.push(theirs);
-        }
-        own.push(mine);
-        k.set(row.sum, |k| k.mov_f32(sum));
-        k.set(row.reference, |k| k.mov_f32(most));
-    }
+    let weights = weigh(k, of, &states);
 
     k.section("merge: this block's columns");
     let inverse = [0, 1].map(|half| of.inverse(k, half));
@@ -105,10 +88,8 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
                     .collect();
                 for (half, (address, exists)) in rows.into_iter().enumerate() {
                     let value = |k: &mut KernelBuilder, element: usize| {
-                        let mut value = k.mul_f32(quad[element], own[half]);
-                        for (received, others) in received.iter().zip(&others) {
-                            value = k.fma_f32(received[element], others[half], value);
-                        }
+                        let theirs = received.iter().map(|received| received[element]);
+                        let value = weighted(k, quad[element], theirs, &weights[half]);
                         k.mul_f32(value, inverse[half])
                     };
                     let (a, b) = (value(k, 2 * half), value(k, 2 * half + 1));
@@ -118,4 +99,40 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
             }
         });
     }
+}
+
+/// The weights of this thread's two rows, its own state's first and then those of the others, by which what each summed up
+/// is to be multiplied; the rows' state becomes that of all together.
+pub(super) fn weigh(
+    k: &mut KernelBuilder,
+    of: &Consumer<'_>,
+    states: &[[Reg<F32>; 4]],
+) -> [Vec<Reg<F32>>; 2] {
+    [0, 1].map(|half| {
+        let row = of.rows[half];
+        // A row's common reference is the largest.
+        let most = states.iter().fold(row.reference, |most, state| k.max_f32(most, state[2 * half]));
+        let reference = SoftmaxParams::reference(k, most, false);
+        let mut weights = vec![of.params.exp(k, row.reference, reference)];
+        let mut sum = k.mul_f32(row.sum, weights[0]);
+        for state in states {
+            let theirs = of.params.exp(k, state[2 * half], reference);
+            sum = k.fma_f32(state[2 * half + 1], theirs, sum);
+            weights.push(theirs);
+        }
+        k.set(row.sum, |k| k.mov_f32(sum));
+        k.set(row.reference, |k| k.mov_f32(most));
+        weights
+    })
+}
+
+/// An element of the output of all together.
+pub(super) fn weighted(
+    k: &mut KernelBuilder,
+    own: Reg<F32>,
+    theirs: impl Iterator<Item = Reg<F32>>,
+    weights: &[Reg<F32>],
+) -> Reg<F32> {
+    let first = k.mul_f32(own, weights[0]);
+    theirs.zip(&weights[1..]).fold(first, |sum, (theirs, &weight)| k.fma_f32(theirs, weight, sum))
 }

@@ -177,6 +177,7 @@ impl Schedule {
         let together = either.flat_map(|(split, long)| Self::together(spec, split, long));
         let streams = [true, false].into_iter().flat_map(|alone| Self::for_streams(spec, alone));
         let many = Self::for_many(spec).into_iter().chain(Self::widest(spec));
+        let streams = streams.chain(Self::streams_together(spec));
         many.chain(Self::for_some(spec)).chain(few).chain(together).chain(streams).collect()
     }
 
@@ -246,21 +247,22 @@ impl Schedule {
         tiles.iter().copied().map(both).collect()
     }
 
-    /// For few queries against many keys, where reading the keys is what takes time: where heads are not too wide, two
-    /// warpgroups share them; else narrow blocks that stay, with as many keys under way as fit. `alone`: there are no
-    /// more tiles than multiprocessors. Measured on an H200.
+    /// For few queries against many keys, where reading the keys is what takes time: narrow blocks that stay, with as
+    /// many keys under way as fit. `alone`: there are no more tiles than multiprocessors. Measured on an H200.
     pub fn for_streams(spec: &Spec, alone: bool) -> Vec<Schedule> {
-        let both =
-            Self::together(spec, 1, false).into_iter().map(|both| match spec.head_dim.max(spec.head_dim_v) {
-                ..=64 => both,
-                _ => Schedule { block_n: 32, stages: 4, ..both },
-            });
-        let deep = Self::for_few(spec, 1, true)
+        let deep = Self::for_few(spec, 1, false)
             .into_iter()
             .flat_map(|few| [4, 3, 2].map(|stages| Schedule { stages, persistent: true, ..few }));
         let short = deep.clone().filter(|deep| deep.block_n == 64);
         let beside = short.map(|short| Schedule { ctas: 2, ..short }).filter(|_| !alone);
-        both.chain(beside).chain(deep).collect()
+        beside.chain(deep).collect()
+    }
+
+    /// The same where the keys are enough for two warpgroups to share, and heads are not too wide for it.
+    pub fn streams_together(spec: &Spec) -> Vec<Schedule> {
+        let block_n = if spec.head_dim.max(spec.head_dim_v) <= 64 { 64 } else { 32 };
+        let both = Self::together(spec, 1, false).into_iter();
+        both.map(|both| Schedule { block_n, ..both }).collect()
     }
 
     /// For grids that leave multiprocessors idle: narrow blocks, `split` of which share the keys of a tile. `alone`:
