@@ -17,6 +17,7 @@
 //! Semantics: scores and sums are in f32 whatever the dtype; a query without keys gives zeros and lse = −∞,
 //! never NaN; [`Mask::Causal`] is aligned bottom-right when lengths differ; lse is a natural logarithm.
 
+mod aligned;
 mod attention;
 mod contract;
 pub mod cpu;
@@ -34,6 +35,7 @@ mod staging;
 mod tensor;
 pub mod tuned;
 
+pub use aligned::Aligned;
 pub use attention::{Attention, Output};
 pub use device::Device;
 pub use dtype::{DType, Element};

@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 
 use half::{bf16, f16};
 
-use crate::{DType, Element, Error, Name, Result};
+use crate::{Aligned, DType, Element, Error, Name, Result};
 
 /// Where a tensor's memory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -474,11 +474,11 @@ impl DeviceLengths<'_> {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Storage {
     /// f16 elements.
-    F16(Vec<f16>),
+    F16(Aligned<f16>),
     /// bf16 elements.
-    BF16(Vec<bf16>),
+    BF16(Aligned<bf16>),
     /// f32 elements.
-    F32(Vec<f32>),
+    F32(Aligned<f32>),
 }
 
 /// A tensor on the host that owns its memory.
@@ -495,9 +495,9 @@ impl TensorBuf {
             || Error::TooLarge { tensor: Name::Tensor, what: format!("shape {:?}", layout.shape) };
         let len = layout.reach().filter(|&n| n <= isize::MAX as usize / 4).ok_or_else(too_large)?;
         let storage = match dtype {
-            DType::F16 => Storage::F16(vec![f16::ZERO; len]),
-            DType::BF16 => Storage::BF16(vec![bf16::ZERO; len]),
-            DType::F32 => Storage::F32(vec![0.0; len]),
+            DType::F16 => Storage::F16(Aligned::zeros(len)),
+            DType::BF16 => Storage::BF16(Aligned::zeros(len)),
+            DType::F32 => Storage::F32(Aligned::zeros(len)),
         };
         Ok(Self { storage, layout })
     }
@@ -517,9 +517,9 @@ impl TensorBuf {
             });
         }
         let storage = match dtype {
-            DType::F16 => Storage::F16(values.iter().map(|&x| f16::from_f32(x)).collect()),
-            DType::BF16 => Storage::BF16(values.iter().map(|&x| bf16::from_f32(x)).collect()),
-            DType::F32 => Storage::F32(values.to_vec()),
+            DType::F16 => Storage::F16(Aligned::of(values, f16::from_f32)),
+            DType::BF16 => Storage::BF16(Aligned::of(values, bf16::from_f32)),
+            DType::F32 => Storage::F32(Aligned::of(values, |x| x)),
         };
         Ok(Self { storage, layout })
     }

@@ -4,7 +4,7 @@
 //! that an engine which reads there spoils its own result, and their bits are compared afterwards, so that an
 //! engine which writes there is found out.
 
-use flashcore::{DType, Layout, Storage, Tensor, TensorMut};
+use flashcore::{Aligned, DType, Layout, Storage, Tensor, TensorMut};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
@@ -121,9 +121,9 @@ impl Guarded {
         let len = start + reach(&layout) + GUARD;
         let bits = guard_bits(dtype);
         let storage = match dtype {
-            DType::F16 => Storage::F16(vec![f16::from_bits(bits as u16); len]),
-            DType::BF16 => Storage::BF16(vec![bf16::from_bits(bits as u16); len]),
-            DType::F32 => Storage::F32(vec![f32::from_bits(bits); len]),
+            DType::F16 => Storage::F16(Aligned::filled(f16::from_bits(bits as u16), len)),
+            DType::BF16 => Storage::BF16(Aligned::filled(bf16::from_bits(bits as u16), len)),
+            DType::F32 => Storage::F32(Aligned::filled(f32::from_bits(bits), len)),
         };
         Self { storage, layout, start }
     }

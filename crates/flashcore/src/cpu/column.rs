@@ -1,4 +1,4 @@
-//! The softmax of a column: what one vector of a panel sees of a block of keys.
+//! The softmax of a column: what one vector of a panel sees of some keys of a block.
 #![allow(unsafe_code)] // Raw scratch whose size the caller knows.
 
 use std::ops::Range;
@@ -10,7 +10,7 @@ use super::{
     simd::Simd,
 };
 
-/// What vector `vec` of a panel sees of a block of keys: scores in a column.
+/// Some keys that vector `vec` of a panel sees: scores in a column.
 ///
 /// Its methods require a CPU with the `S` of the panel, and that the column lies inside the block's scores.
 pub(super) struct Column<'a> {
@@ -34,64 +34,60 @@ impl Column<'_> {
         self.at.wrapping_add(key * S::VECS * S::LANES)
     }
 
-    /// Brings products into the scoring's form; whether that changed any.
+    /// Whether products are scores as they are, and all rows see all of the keys.
     #[inline(always)]
-    pub(super) unsafe fn change<S: Simd>(&self, scoring: Scoring) -> bool {
-        let Some(change) = scoring.change else { return false };
-        // SAFETY: as of the type.
-        unsafe {
-            for key in 0..self.keys.len() {
-                let at = self.score::<S>(key);
-                S::store(at, math::change::<S>(change, S::load(at)));
-            }
-        }
-        true
+    pub(super) fn is_settled(&self, scoring: Scoring) -> bool {
+        scoring.change.is_none() && !self.is_masked()
     }
 
-    /// Finds the highest scores of a column anew.
     #[inline(always)]
-    pub(super) unsafe fn find_top<S: Simd>(&self) {
+    fn is_masked(&self) -> bool {
+        let all = &self.panel.all[self.vec];
+        self.keys.start < all.start || all.end < self.keys.end
+    }
+
+    /// Brings products into the scoring's form, makes the scores of keys that a row does not see −∞, and raises the tops to
+    /// what is left.
+    #[inline(always)]
+    pub(super) unsafe fn settle<S: Simd>(&self, scoring: Scoring) {
+        let (keys, masked) = (&self.keys, self.is_masked());
         // SAFETY: as of the type.
         unsafe {
-            // Several at once, because one chain would wait for each comparison.
-            let mut tops = [S::splat(f32::NEG_INFINITY); 4];
-            let mut key = 0;
-            while key + 4 <= self.keys.len() {
-                for (i, top) in tops.iter_mut().enumerate() {
-                    *top = S::max(S::load(self.score::<S>(key + i)), *top);
+            if let Some(change) = scoring.change {
+                for key in 0..keys.len() {
+                    let at = self.score::<S>(key);
+                    S::store(at, math::change::<S>(change, S::load(at)));
                 }
-                key += 4;
             }
-            for key in key..self.keys.len() {
-                tops[0] = S::max(S::load(self.score::<S>(key)), tops[0]);
-            }
-            let top = S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]));
-            S::store(self.of::<S>(self.panel.top), top);
-        }
-    }
-
-    /// Makes the scores of keys that a row does not see −∞; whether there are any.
-    #[inline(always)]
-    pub(super) unsafe fn mask<S: Simd>(&self) -> bool {
-        let (keys, all) = (&self.keys, &self.panel.all[self.vec]);
-        if all.start <= keys.start && keys.end <= all.end {
-            return false;
-        }
-        let from_start = |key: usize| key.saturating_sub(keys.start).min(keys.len());
-        // SAFETY: as of the type.
-        unsafe {
             let hidden = S::splat(f32::NEG_INFINITY);
-            let (first, end) = self.bounds::<S>();
-            let before = 0..from_start(all.start);
-            let after = from_start(all.end).max(before.end)..keys.len();
-            for key in before.chain(after) {
-                let at = self.score::<S>(key);
-                let key = S::splat(key as f32);
-                let x = S::select_less(key, end, S::load(at), hidden);
-                S::store(at, S::select_less(key, first, hidden, x));
+            let (first, end) = if masked { self.bounds::<S>() } else { (hidden, hidden) };
+            let settled = |number: usize| {
+                let at = self.score::<S>(number);
+                let x = S::load(at);
+                if !masked {
+                    return x;
+                }
+                let key = S::splat(number as f32);
+                let x = S::select_less(key, end, x, hidden);
+                let x = S::select_less(key, first, hidden, x);
+                S::store(at, x);
+                x
+            };
+            // Several at once, because one chain would wait for each comparison.
+            let mut tops = [hidden; 4];
+            let fours = keys.len() - keys.len() % 4;
+            for first in (0..fours).step_by(4) {
+                for (i, top) in tops.iter_mut().enumerate() {
+                    *top = S::max(settled(first + i), *top);
+                }
             }
+            for key in fours..keys.len() {
+                tops[0] = S::max(settled(key), tops[0]);
+            }
+            let at = self.of::<S>(self.panel.top);
+            let top = S::max(S::max(tops[0], tops[1]), S::max(tops[2], tops[3]));
+            S::store(at, S::max(top, S::load(at)));
         }
-        true
     }
 
     /// The first key that each lane sees and the one after the last, counted from the column's first key, so that f32 holds

@@ -3,10 +3,49 @@
 
 use super::{
     job::{Job, row_at},
+    panel::Panel,
     plan::Task,
     rows,
     simd::Simd,
 };
+
+/// Multiplies the outputs of a panel that is done, in rows of `step`, with the inverse of their sums, and writes them; or
+/// leaves them as the part of a split task.
+///
+/// # Safety
+/// Requires a CPU with `S` and a panel of the task, all of whose keys have been worked on.
+#[inline(always)]
+pub(super) unsafe fn finish_panel<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, step: usize) {
+    for (lane, row) in panel.rows.clone().enumerate() {
+        // SAFETY: the caller's promise; rows are of whole vectors.
+        unsafe {
+            let from = panel.o.add(lane * step);
+            if task.part.is_none() {
+                let factor = S::splat(*panel.inverse.add(lane));
+                for d in (0..step).step_by(S::LANES) {
+                    S::store(from.add(d), S::mul(S::load(from.add(d)), factor));
+                }
+            }
+            finish_row::<S>(job, task, row, from, stats(panel, lane));
+        }
+    }
+}
+
+/// What the softmax of a panel's lane came to.
+///
+/// # Safety
+/// The lane's maximum and sum must have been set.
+#[inline(always)]
+pub(super) unsafe fn stats(panel: &Panel, lane: usize) -> Stats {
+    // SAFETY: the caller's promise.
+    unsafe {
+        Stats {
+            max: *panel.max.add(lane),
+            sum: *panel.sum.add(lane),
+            sees_keys: !panel.keys(lane).is_empty(),
+        }
+    }
+}
 
 /// What the softmax of a row came to.
 #[derive(Clone, Copy)]

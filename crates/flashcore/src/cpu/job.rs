@@ -1,7 +1,7 @@
 //! What the tasks of a call share, and what a thread keeps between them.
 #![allow(unsafe_code)] // Threads share raw outputs, of which each task writes its own rows.
 
-use super::{panel::Panel, rows::Rows, scoring::Scoring, scratch::Scratch};
+use super::{block::Block, panel::Panel, rows::Rows, scoring::Scoring, scratch::Scratch};
 use crate::{
     contract::Call,
     tensor::{Layout, Raw},
@@ -40,11 +40,13 @@ impl Job<'_> {
 pub(super) struct Workspace {
     pub floats: Scratch,
     pub panels: Vec<Panel>,
+    /// The blocks of the stretch of keys at work, as far as they were needed.
+    pub blocks: Vec<Option<Block>>,
 }
 
 impl Workspace {
     pub(super) const fn new() -> Self {
-        Self { floats: Scratch::new(), panels: Vec::new() }
+        Self { floats: Scratch::new(), panels: Vec::new(), blocks: Vec::new() }
     }
 }
 

@@ -1,8 +1,7 @@
-//! Rows of queries into the lanes of vectors, and outputs from there back into rows.
+//! Rows of queries into the lanes of vectors.
 #![allow(unsafe_code)] // Raw tensors and scratch; the contract and the plan bound every index.
 
 use super::{
-    finish::{Stats, finish_row, write_lse},
     job::{Job, row_at, rows_of},
     panel::{MAX_LANES, Panel},
     plan::Task,
@@ -15,11 +14,11 @@ use crate::{
 };
 
 /// The rows of a vector, a lane each.
-type LaneRows = [*mut u8; MAX_LANES];
+pub(super) type LaneRows = [*mut u8; MAX_LANES];
 
 /// `LANES` rows of a tensor of queries, from row `first` of a task.
 #[inline(always)]
-fn rows_at<S: Simd>(job: &Job<'_>, task: &Task, raw: &Raw, first: usize) -> LaneRows {
+pub(super) fn rows_at<S: Simd>(job: &Job<'_>, task: &Task, raw: &Raw, first: usize) -> LaneRows {
     let mut rows = [std::ptr::null_mut(); MAX_LANES];
     let Layout { strides: [_, head, query, _], .. } = raw.layout;
     let (bytes, group) = (raw.dtype.size(), job.call.problem.group());
@@ -90,80 +89,31 @@ unsafe fn into_lanes<S: Simd, E: Vectorised>(rows: &LaneRows, len: usize, to: *m
     for d in (0..len).step_by(S::LANES) {
         // SAFETY: the caller's promise.
         unsafe {
-            let mut tile = [S::splat(0.0); MAX_LANES];
             // Stores wait for their lines one after the other.
             for i in 0..S::LANES {
                 S::prefetch_near(to.wrapping_add((d + i) * S::VECS * S::LANES).cast());
             }
-            for (x, row) in tile.iter_mut().zip(rows).take(S::LANES) {
-                *x = E::load::<S>(row.cast::<E>().add(d));
-            }
-            S::transpose(&mut tile[..S::LANES]);
-            for (i, &x) in tile.iter().enumerate().take(S::LANES) {
+            let columns = E::columns::<S>(rows, d);
+            for (i, &x) in columns.iter().enumerate().take(S::LANES) {
                 S::store(to.add((d + i) * S::VECS * S::LANES), x);
             }
         }
     }
 }
 
-/// Divides by the sums, transposes back and writes rows and lse; or leaves the part of a split task as it is.
+/// `LANES` elements of as many rows, from element `d` on, as columns.
 ///
 /// # Safety
-/// As of [`load_queries`]; all keys of the task must have been worked on.
+/// Requires a CPU with `S` and readable rows.
 #[inline(always)]
-pub(super) unsafe fn store_outputs<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, strip: *mut f32) {
-    let raw = &job.call.o;
-    let head_dim_v = job.call.problem.head_dim_v;
-    let padded = head_dim_v.next_multiple_of(S::LANES);
-    for vec in 0..panel.vecs {
-        let first = panel.rows.start + vec * S::LANES;
-        let lanes = vec * S::LANES..(vec + 1) * S::LANES;
-        // SAFETY: rows are inside the outputs, parts inside their workspace, and the strip holds `LANES` padded rows.
-        unsafe {
-            let from = panel.o.add(lanes.start);
-            let sums = S::load(panel.sum.add(lanes.start));
-            let factor = if task.part.is_some() { S::splat(1.0) } else { S::div(S::splat(1.0), sums) };
-            let stats = |lane: usize| Stats {
-                max: *panel.max.add(lane),
-                sum: *panel.sum.add(lane),
-                sees_keys: !panel.keys(lane).is_empty(),
-            };
-            let whole = padded == head_dim_v && first + S::LANES <= panel.rows.end;
-            let all_see = !panel.keys(lanes.start).is_empty() && !panel.keys(lanes.end - 1).is_empty();
-            if whole && task.part.is_none() && all_see {
-                let rows = rows_at::<S>(job, task, raw, first);
-                by_type!(raw.dtype, out_of_lanes::<S, _>(from, factor, &rows, head_dim_v));
-                for lane in lanes.filter(|_| job.call.lse.is_some()) {
-                    write_lse(job, task.batch, task.head, panel.rows.start + lane, stats(lane));
-                }
-                continue;
-            }
-            out_of_lanes::<S, f32>(from, factor, &rows_in::<S>(strip, padded), padded);
-            for (i, lane) in lanes.enumerate().take(panel.rows.end - first) {
-                finish_row::<S>(job, task, first + i, strip.add(i * padded), stats(lane));
-            }
+pub(super) unsafe fn columns<S: Simd, E: Vectorised>(rows: &LaneRows, d: usize) -> [S::V; MAX_LANES] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut tile = [S::splat(0.0); MAX_LANES];
+        for (x, row) in tile.iter_mut().zip(rows).take(S::LANES) {
+            *x = E::load::<S>(row.cast::<E>().add(d));
         }
-    }
-}
-
-/// The lanes of vector `d · VECS` from `from`, times a factor, into element d of every row; `len` is of whole vectors.
-#[inline(always)]
-unsafe fn out_of_lanes<S: Simd, E: Vectorised>(from: *const f32, factor: S::V, rows: &LaneRows, len: usize) {
-    for d in (0..len).step_by(S::LANES) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let mut tile = [S::splat(0.0); MAX_LANES];
-            // Stores wait for their lines one after the other.
-            for row in &rows[..S::LANES] {
-                S::prefetch_near(row.cast::<E>().wrapping_add(d).cast());
-            }
-            for (i, x) in tile.iter_mut().enumerate().take(S::LANES) {
-                *x = S::mul(S::load(from.add((d + i) * S::VECS * S::LANES)), factor);
-            }
-            S::transpose(&mut tile[..S::LANES]);
-            for (&x, row) in tile.iter().zip(rows).take(S::LANES) {
-                E::store::<S>(row.cast::<E>().add(d), x);
-            }
-        }
+        S::transpose(&mut tile[..S::LANES]);
+        tile
     }
 }

@@ -2,9 +2,9 @@
 //!
 //! One algorithm, written over a small vector trait (`simd`), compiled for three instruction sets and chosen at run
 //! time. A call is cut into tasks of rows and keys (`plan`) that threads (`helpers`) take one by one (`pool`, `queue`).
-//! A task puts its queries into the lanes of vectors (`panel`, `lanes`) and goes through blocks of keys (`block`): scores by
-//! a register-tiled micro-kernel (`tile`), softmax (`column`), outputs by the same micro-kernel (`attend`), which asks for
-//! what comes next in passing (`ahead`). Few rows against many keys are another matter, that of reading K and V once
+//! A task puts its queries into the lanes of vectors (`panel`, `lanes`) and goes through blocks of keys (`cut`, `block`):
+//! scores by a register-tiled micro-kernel (`tile`), softmax (`column`), outputs by another one (`attend`), which both ask
+//! for what comes next in passing (`ahead`). Few rows against many keys are another matter, that of reading K and V once
 //! (`stream`).
 //!
 //! The same call gives the same bits every time and on any number of threads; instruction sets differ in the last
@@ -15,6 +15,7 @@ mod ahead;
 mod attend;
 mod block;
 mod column;
+mod cut;
 mod finish;
 mod helpers;
 mod isa;

@@ -7,11 +7,11 @@ use super::visible::Visible;
 /// Lanes of the widest vector.
 pub(super) const MAX_LANES: usize = 16;
 /// Vectors of the widest panel.
-pub(super) const MAX_VECS: usize = 3;
+pub(super) const MAX_VECS: usize = 4;
 
 /// Some rows of a task, one a lane, with their place in scratch.
 ///
-/// In scratch, Qᵀ, Sᵀ and Oᵀ of a panel are rows of as many vectors as the micro-kernel's.
+/// In scratch, Qᵀ and Sᵀ of a panel are rows of as many vectors as the micro-kernel's.
 pub(super) struct Panel {
     pub rows: Range<usize>,
     /// How many vectors the rows fill.
@@ -23,11 +23,14 @@ pub(super) struct Panel {
     pub any: [Range<usize>; MAX_VECS],
     /// For each vector, the keys that all of its lanes see.
     pub all: [Range<usize>; MAX_VECS],
+    /// From the first key that any of its lanes sees to the last, and the keys that all of them see.
+    any_at_all: Range<usize>,
+    all_of_all: Range<usize>,
     /// Qᵀ, head_dim rows.
     pub q: *mut f32,
-    /// Oᵀ, head_dim_v rows.
+    /// O, a row for each lane.
     pub o: *mut f32,
-    /// Whether nothing has been added to Oᵀ, which is then unspecified rather than zero.
+    /// Whether nothing has been added to O, which is then unspecified rather than zero, as the other places are.
     pub fresh: bool,
     /// Whether the outputs were written.
     pub done: bool,
@@ -39,6 +42,8 @@ pub(super) struct Panel {
     pub top: *mut f32,
     /// A row of what the outputs so far are to be multiplied with.
     pub rescale: *mut f32,
+    /// A row of what the outputs are to be multiplied with in the end.
+    pub inverse: *mut f32,
 }
 
 /// A rectangle of scores: some keys against some neighbouring vectors of a panel.
@@ -62,6 +67,8 @@ impl Panel {
             group,
             any: [const { 0..0 }; MAX_VECS],
             all: [const { 0..0 }; MAX_VECS],
+            any_at_all: 0..0,
+            all_of_all: 0..usize::MAX,
             q: std::ptr::null_mut(),
             o: std::ptr::null_mut(),
             fresh: true,
@@ -70,11 +77,15 @@ impl Panel {
             sum: std::ptr::null_mut(),
             top: std::ptr::null_mut(),
             rescale: std::ptr::null_mut(),
+            inverse: std::ptr::null_mut(),
         };
         for vec in 0..vecs {
             let lanes = vec * lanes..(vec + 1) * lanes;
             (panel.any[vec], panel.all[vec]) =
                 visible.any_and_all(panel.query(lanes.start)..=panel.query(lanes.end - 1));
+            panel.any_at_all = join(&panel.any_at_all, &panel.any[vec]);
+            let (whole, all) = (&panel.all_of_all, &panel.all[vec]);
+            panel.all_of_all = whole.start.max(all.start)..whole.end.min(all.end);
         }
         panel
     }
@@ -99,39 +110,76 @@ impl Panel {
 
     /// What vector `vec` sees of `keys`.
     pub(super) fn seen(&self, vec: usize, keys: &Range<usize>) -> Range<usize> {
-        let start = self.any[vec].start.clamp(keys.start, keys.end);
-        start..self.any[vec].end.clamp(start, keys.end)
+        meet(&self.any[vec], keys)
     }
 
-    /// Whether any of its vectors sees any of `keys`.
+    /// What some lanes see of `keys`.
+    #[inline(always)]
+    pub(super) fn seen_by(&self, lanes: Range<usize>, keys: &Range<usize>) -> Range<usize> {
+        let (any, _) = self.visible.any_and_all(self.query(lanes.start)..=self.query(lanes.end - 1));
+        meet(&any, keys)
+    }
+
+    /// Which of `keys` lie between the first and the last that any of its lanes sees.
+    #[inline(always)]
+    pub(super) fn reach(&self, keys: &Range<usize>) -> Range<usize> {
+        meet(&self.any_at_all, keys)
+    }
+
+    /// Whether any of its lanes sees any of `keys`.
+    #[inline(always)]
     pub(super) fn sees(&self, keys: &Range<usize>) -> bool {
-        (0..self.vecs).any(|vec| !self.seen(vec, keys).is_empty())
+        !self.reach(keys).is_empty()
+    }
+
+    /// Whether all of its lanes see all of `keys`.
+    #[inline(always)]
+    pub(super) fn sees_all(&self, keys: &Range<usize>) -> bool {
+        self.all_of_all.start <= keys.start && keys.end <= self.all_of_all.end
+    }
+
+    /// Up to where all of a segment's lanes see its keys.
+    #[inline(always)]
+    pub(super) fn plain(&self, segment: &Segment) -> usize {
+        self.all[segment.first_vec..segment.end_vec].iter().fold(segment.end_key, |end, all| {
+            if all.start <= segment.first_key {
+                end.min(all.end.max(segment.first_key))
+            } else {
+                segment.first_key
+            }
+        })
     }
 
     /// Cuts `keys` into rectangles that cover what the vectors see and little else.
     pub(super) fn segments(&self, keys: &Range<usize>) -> Segments {
-        let mut bounds = [0; 2 * MAX_VECS];
-        for vec in 0..self.vecs {
-            let seen = self.seen(vec, keys);
-            (bounds[2 * vec], bounds[2 * vec + 1]) = (seen.start, seen.end);
+        if self.sees_all(keys) {
+            let mut list = [Segment::EMPTY; 2 * MAX_VECS];
+            list[0] = Segment { first_key: keys.start, end_key: keys.end, first_vec: 0, end_vec: self.vecs };
+            return Segments { list, len: 1 };
         }
-        let bounds = &mut bounds[..2 * self.vecs];
-        bounds.sort_unstable();
+        let seen =
+            std::array::from_fn::<_, MAX_VECS, _>(
+                |vec| if vec < self.vecs { self.seen(vec, keys) } else { 0..0 },
+            );
         let mut segments = Segments { list: [Segment::EMPTY; 2 * MAX_VECS], len: 0 };
-        for pair in bounds.windows(2) {
-            let (first_key, end_key) = (pair[0], pair[1]);
-            if first_key == end_key {
-                continue;
+        // Ranges move with the rows, so the vectors that see any keys are neighbours, and so are those that see a key.
+        let Some(mut first_vec) = seen.iter().position(|seen| !seen.is_empty()) else { return segments };
+        let last_vec = seen.iter().rposition(|seen| !seen.is_empty()).unwrap_or(first_vec);
+        let (mut key, mut end_vec) = (seen[first_vec].start, first_vec);
+        while first_vec <= last_vec {
+            while end_vec <= last_vec && seen[end_vec].start <= key {
+                end_vec += 1;
             }
-            // Ranges move with the rows, so the vectors that see a key are neighbours.
-            let sees = |&vec: &usize| {
-                let seen = self.seen(vec, keys);
-                seen.start <= first_key && end_key <= seen.end
-            };
-            let Some(first_vec) = (0..self.vecs).find(sees) else { continue };
-            let end_vec = 1 + (first_vec..self.vecs).rfind(sees).unwrap_or(first_vec);
-            segments.list[segments.len] = Segment { first_key, end_key, first_vec, end_vec };
-            segments.len += 1;
+            let next = if end_vec <= last_vec { seen[end_vec].start } else { usize::MAX };
+            let end_key = next.min(seen[first_vec].end);
+            if first_vec < end_vec && key < end_key {
+                segments.list[segments.len] = Segment { first_key: key, end_key, first_vec, end_vec };
+                segments.len += 1;
+            }
+            key = key.max(end_key);
+            while first_vec <= last_vec && seen[first_vec].end <= key {
+                first_vec += 1;
+            }
         }
         segments
     }
@@ -141,47 +189,10 @@ impl Segment {
     const EMPTY: Self = Self { first_key: 0, end_key: 0, first_vec: 0, end_vec: 0 };
 }
 
-/// Segments behind each other that end at the same vector, each later than the one before: a causal mask's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stair {
-    pub first_key: usize,
-    pub first_vec: usize,
-    pub end_vec: usize,
-    /// How many keys each of its vectors takes.
-    pub keys: [usize; MAX_VECS],
-}
-
 /// The rectangles of a panel and a block of keys, in the order of keys.
 pub(super) struct Segments {
     list: [Segment; 2 * MAX_VECS],
     len: usize,
-}
-
-impl Segments {
-    /// Segments taken together wherever they are a stair.
-    pub(super) fn stairs(&self) -> impl Iterator<Item = Stair> {
-        let mut left: &[Segment] = self;
-        std::iter::from_fn(move || {
-            let first = *left.first()?;
-            let mut stair = Stair {
-                first_key: first.first_key,
-                first_vec: first.first_vec,
-                end_vec: first.end_vec,
-                keys: [0; MAX_VECS],
-            };
-            let mut end = (first.first_key, first.first_vec);
-            while let [next, rest @ ..] = left
-                && next.first_key == end.0
-                && next.first_vec >= end.1
-                && next.end_vec == first.end_vec
-            {
-                stair.keys[next.first_vec - first.first_vec..].fill(next.end_key - first.first_key);
-                end = (next.end_key, next.first_vec);
-                left = rest;
-            }
-            Some(stair)
-        })
-    }
 }
 
 impl std::ops::Deref for Segments {
@@ -201,6 +212,13 @@ pub(super) fn join(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     }
 }
 
+/// What is in both: with its end at its start, which lies in `b`, where there is nothing.
+#[inline(always)]
+pub(super) fn meet(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = a.start.clamp(b.start, b.end);
+    start..a.end.clamp(start, b.end)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -208,45 +226,46 @@ mod tests {
     /// A panel of three vectors that see these keys.
     fn panel(any: [Range<usize>; 3]) -> Panel {
         let visible = Visible::all(1000);
-        Panel { any, ..Panel::new(visible, 0..12, 1, 4) }
+        let [a, b, c] = any;
+        Panel { any: [a, b, c, 0..0], all_of_all: 0..0, ..Panel::new(visible, 0..12, 1, 4) }
     }
 
-    /// The keys and vectors of a stair's steps.
-    fn covered(stairs: impl Iterator<Item = Stair>) -> Vec<(usize, Range<usize>)> {
-        let columns = |stair: Stair| {
-            (stair.first_vec..stair.end_vec)
-                .map(move |vec| (vec, stair.first_key..stair.first_key + stair.keys[vec - stair.first_vec]))
-        };
-        stairs.flat_map(columns).filter(|(_, keys)| !keys.is_empty()).collect()
+    fn segment(keys: Range<usize>, vecs: Range<usize>) -> Segment {
+        Segment { first_key: keys.start, end_key: keys.end, first_vec: vecs.start, end_vec: vecs.end }
     }
 
     #[test]
-    fn a_causal_block_is_one_stair() {
-        let stairs = panel([0..5, 0..9, 0..13]).segments(&(0..11));
-        let only = Stair { first_key: 0, first_vec: 0, end_vec: 3, keys: [5, 9, 11] };
-        assert_eq!(stairs.stairs().collect::<Vec<_>>(), [only]);
+    fn a_causal_block_is_a_stair() {
+        let stair = panel([0..5, 0..9, 0..13]).segments(&(0..11));
+        assert_eq!(*stair, [segment(0..5, 0..3), segment(5..9, 1..3), segment(9..11, 2..3)]);
+        let stair = panel([0..8, 0..12, 0..16]).segments(&(8..16));
+        assert_eq!(*stair, [segment(8..12, 1..3), segment(12..16, 2..3)]);
     }
 
     #[test]
-    fn a_stair_begins_with_the_first_vector_that_sees_a_key() {
-        let stairs = panel([0..8, 0..12, 0..16]).segments(&(8..16));
-        let only = Stair { first_key: 8, first_vec: 1, end_vec: 3, keys: [4, 8, 8] };
-        assert_eq!(stairs.stairs().collect::<Vec<_>>(), [only]);
-    }
-
-    #[test]
-    fn a_window_s_stairs_cover_what_each_vector_sees_once() {
+    fn a_window_s_segments_cover_what_each_vector_sees_once() {
         let seen = [2..10, 6..14, 10..18];
         let segments = panel(seen.clone()).segments(&(0..16));
-        let mut pairs: Vec<(usize, usize)> = covered(segments.stairs())
-            .into_iter()
-            .flat_map(|(vec, keys)| keys.map(move |key| (vec, key)))
-            .collect();
+        let pairs = |s: &Segment| {
+            let (keys, vecs) = (s.first_key..s.end_key, s.first_vec..s.end_vec);
+            vecs.flat_map(move |vec| keys.clone().map(move |key| (vec, key)))
+        };
+        let mut pairs: Vec<(usize, usize)> = segments.iter().flat_map(pairs).collect();
         pairs.sort_unstable();
         let expected = seen
             .into_iter()
             .enumerate()
             .flat_map(|(vec, keys)| (keys.start..keys.end.min(16)).map(move |key| (vec, key)));
         assert_eq!(pairs, expected.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_segment_is_plain_up_to_the_first_key_that_a_lane_does_not_see() {
+        let panel = Panel { all: [0..2, 0..6, 3..9, 0..0], ..panel([0..5, 0..9, 0..13]) };
+        assert_eq!(panel.plain(&segment(0..5, 0..2)), 2);
+        assert_eq!(panel.plain(&segment(0..5, 1..2)), 5);
+        assert_eq!(panel.plain(&segment(5..9, 0..2)), 5);
+        assert_eq!(panel.plain(&segment(2..9, 1..3)), 2);
+        assert_eq!(panel.plain(&segment(3..13, 2..3)), 9);
     }
 }

@@ -3,13 +3,23 @@
 
 use half::{bf16, f16};
 
-use super::simd::Simd;
+use super::{
+    lanes::{self, LaneRows},
+    panel::MAX_LANES,
+    simd::Simd,
+};
 use crate::{DType, Element};
 
 /// An element type as vectors read and write it.
 pub(super) trait Vectorised: Element {
     unsafe fn load<S: Simd>(from: *const Self) -> S::V;
     unsafe fn store<S: Simd>(to: *mut Self, x: S::V);
+    /// [`lanes::columns`].
+    #[inline(always)]
+    unsafe fn columns<S: Simd>(rows: &LaneRows, d: usize) -> [S::V; MAX_LANES] {
+        // SAFETY: the caller's promise.
+        unsafe { lanes::columns::<S, Self>(rows, d) }
+    }
 }
 
 impl Vectorised for f32 {
@@ -17,6 +27,11 @@ impl Vectorised for f32 {
     unsafe fn load<S: Simd>(from: *const Self) -> S::V {
         // SAFETY: the caller's promise.
         unsafe { S::load(from) }
+    }
+    #[inline(always)]
+    unsafe fn columns<S: Simd>(rows: &LaneRows, d: usize) -> [S::V; MAX_LANES] {
+        // SAFETY: the caller's promise.
+        unsafe { S::columns_f32(rows, d) }
     }
     #[inline(always)]
     unsafe fn store<S: Simd>(to: *mut Self, x: S::V) {
@@ -43,6 +58,11 @@ impl Vectorised for bf16 {
     unsafe fn load<S: Simd>(from: *const Self) -> S::V {
         // SAFETY: the caller's promise.
         unsafe { S::load_bf16(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn columns<S: Simd>(rows: &LaneRows, d: usize) -> [S::V; MAX_LANES] {
+        // SAFETY: the caller's promise.
+        unsafe { S::columns_bf16(rows, d) }
     }
     #[inline(always)]
     unsafe fn store<S: Simd>(to: *mut Self, x: S::V) {
@@ -81,13 +101,6 @@ impl Rows {
         self.len * self.dtype.size()
     }
 
-    /// Some of the rows.
-    #[inline(always)]
-    pub(super) fn part(self, rows: std::ops::Range<usize>) -> Self {
-        let at = self.at.wrapping_add(rows.start * self.stride * self.dtype.size());
-        Self { at, count: rows.len(), ..self }
-    }
-
     /// The same elements as one long row, where there are no gaps between the rows.
     #[inline(always)]
     pub(super) fn without_gaps(self) -> Self {
@@ -109,8 +122,8 @@ impl Rows {
         unsafe { by_type!(dtype, widen::<S, _>(at.cast(), stride, count, len, to)) }
     }
 
-    /// Widens the rows and cuts them into panels of `LANES` columns: column d of row r comes to
-    /// `(d / LANES · count + r) · LANES + d % LANES`. Zeros fill the last panel.
+    /// Widens the rows and cuts them into panels as wide as tiles of outputs ([`column_tiles`]): column d of row r, in a
+    /// panel of w columns from column c on, comes to `c · count + r · w + d − c`. Zeros fill the last vector.
     ///
     /// # Safety
     /// Requires a CPU with `S`, readable rows, and room at `to`.
@@ -165,26 +178,44 @@ unsafe fn widen_to_panels<S: Simd, E: Vectorised>(
     len: usize,
     to: *mut f32,
 ) {
-    let whole = len - len % S::LANES;
-    // SAFETY: the caller's promise; vectors end at `whole`.
-    unsafe {
-        for row in 0..count {
-            for d in (0..whole).step_by(S::LANES) {
-                // Stores wait for their lines one after the other.
-                S::prefetch_near(to.wrapping_add(d * count + (row + 2) * S::LANES).cast());
-                S::store(to.add(d * count + row * S::LANES), E::load::<S>(from.add(row * stride + d)));
-            }
-        }
-        if whole < len {
-            for row in 0..count {
-                let to = to.add(whole * count + row * S::LANES);
-                S::store(to, S::splat(0.0));
-                for d in whole..len {
-                    *to.add(d - whole) = (*from.add(row * stride + d)).to_f32();
+    for row in 0..count {
+        for columns in column_tiles::<S>(len) {
+            let width = columns.len();
+            // SAFETY: the caller's promise; no vector that is read ends behind the row.
+            unsafe {
+                let from = from.add(row * stride + columns.start);
+                let to = to.add(columns.start * count + row * width);
+                let whole = width.min(len - columns.start) / S::LANES * S::LANES;
+                for d in (0..whole).step_by(S::LANES) {
+                    // Stores wait for their lines one after the other.
+                    S::prefetch_near(to.wrapping_add(8 * width + d).cast());
+                    S::store(to.add(d), E::load::<S>(from.add(d)));
+                }
+                if whole < width {
+                    S::store(to.add(whole), S::splat(0.0));
+                    for d in whole..len - columns.start {
+                        *to.add(d) = (*from.add(d)).to_f32();
+                    }
                 }
             }
         }
     }
+}
+
+/// How `len` columns, filled up to whole vectors, are cut into tiles of outputs: into as wide ones as there are, but none of
+/// a single vector where that can be avoided.
+#[inline(always)]
+pub(super) fn column_tiles<S: Simd>(len: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let end = len.div_ceil(S::LANES);
+    let mut next = 0;
+    std::iter::from_fn(move || {
+        let first = next;
+        next += match end - first {
+            left if left > 3 && left == S::COLUMNS + 1 => left - 2,
+            left => left.min(S::COLUMNS),
+        };
+        (first < next).then_some(first * S::LANES..next * S::LANES)
+    })
 }
 
 /// Rounds `len` elements to a row's type and writes them.

@@ -1,16 +1,19 @@
 //! The micro-kernels: scalars times rows of vectors, accumulated in registers.
 //!
-//! Queries lie in the lanes of the vectors in both products, so K and V are only ever broadcast: K needs neither
-//! transposition nor padding, V only to be cut into panels.
+//! Queries lie in the lanes of the vectors of scores, so that K is only ever broadcast, and columns of V in the lanes of the
+//! vectors of outputs, so that probabilities are: neither K nor V needs to be transposed.
 #![allow(unsafe_code)] // Raw pointers into panels whose sizes the caller knows.
 
 use std::ops::Range;
 
+use half::{bf16, f16};
+
 use super::{
     ahead::{Coming, LINE, Lines},
-    panel::MAX_VECS,
+    rows::Vectorised,
     simd::Simd,
 };
+use crate::DType;
 
 /// The scalars of a product: element k of row r is at `rows[r] + k · step`.
 #[derive(Clone, Copy)]
@@ -27,27 +30,27 @@ impl<const R: usize> Scalars<R> {
     }
 }
 
-/// The vectors of a product: vector v of step k is at `at + (k · VECS + v) · LANES`.
+/// The vectors of a product: vector v of step k is at `at + k · step + v · LANES`.
 #[derive(Clone, Copy)]
 pub(super) struct Vectors {
     pub at: *const f32,
+    pub step: usize,
 }
 
 impl Vectors {
     /// The same vectors without the first `k` steps.
     #[inline(always)]
-    pub(super) fn skip<S: Simd>(self, k: usize) -> Self {
-        Self { at: self.at.wrapping_add(k * S::VECS * S::LANES) }
+    pub(super) fn skip(self, k: usize) -> Self {
+        Self { at: self.at.wrapping_add(k * self.step), ..self }
     }
 }
 
-/// `acc[r][v] += Σ_k scalar(r, k) · vector(k, v)` for k below `len` and v from `F`, as the compiler arranges it; asks for
-/// `lines` in passing.
+/// `acc[r][v] += Σ_k scalar(r, k) · vector(k, v)` for k below `len`, as the compiler arranges it; asks for `lines` in passing.
 ///
 /// # Safety
 /// Requires a CPU with `S`; the scalars and vectors must be readable.
 #[inline(always)]
-pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize, const F: usize>(
+pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize>(
     mut acc: [[S::V; V]; R],
     a: Scalars<R>,
     b: Vectors,
@@ -63,12 +66,12 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize, const F
         // SAFETY: the caller's promise.
         unsafe {
             let mut x = [S::splat(0.0); V];
-            for (v, x) in x.iter_mut().enumerate().skip(F) {
-                *x = S::load(b.at.add((k * S::VECS + v) * S::LANES));
+            for (v, x) in x.iter_mut().enumerate() {
+                *x = S::load(b.at.add(k * b.step + v * S::LANES));
             }
             for (acc, row) in acc.iter_mut().zip(a.rows) {
                 let scalar = S::splat(*row.add(k * a.step));
-                for (acc, &x) in acc.iter_mut().zip(&x).skip(F) {
+                for (acc, &x) in acc.iter_mut().zip(&x) {
                     *acc = S::fma(scalar, x, *acc);
                 }
             }
@@ -77,31 +80,26 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize, const V: usize, const F
     acc
 }
 
-/// `Σ_k scalar(r, k) · vector(k, v)` for k below `keys[v]`, which is not less than the one before it.
+/// `Σ_k scalar(r, k) · vector(k, v)` for k below `keys`: R neighbouring scalars from `p`, `VECS` vectors further in every
+/// step, times the V vectors from `v`, which lie one behind the other.
 ///
 /// # Safety
 /// As of [`accumulate`].
 #[inline(always)]
-pub(super) unsafe fn stair<S: Simd, const R: usize, const V: usize>(
-    a: Scalars<R>,
-    b: Vectors,
-    keys: [usize; MAX_VECS],
+pub(super) unsafe fn product<S: Simd, const R: usize, const V: usize>(
+    p: *const f32,
+    v: *const f32,
+    keys: usize,
     lines: Lines,
 ) -> [[S::V; V]; R] {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let mut tile = S::accumulate::<R, V, 0>([[S::splat(0.0); V]; R], a, b, keys[0], lines);
-        let none = Lines::none(b.at);
-        if V > 1 && keys[1] > keys[0] {
-            let (a, b) = (a.skip(keys[0]), b.skip::<S>(keys[0]));
-            tile = S::accumulate::<R, V, 1>(tile, a, b, keys[1] - keys[0], none);
-        }
-        if V > 2 && keys[2] > keys[1] {
-            let (a, b) = (a.skip(keys[1]), b.skip::<S>(keys[1]));
-            tile = S::accumulate::<R, V, 2>(tile, a, b, keys[2] - keys[1], none);
-        }
-        tile
+    let mut rows = [p; R];
+    for (r, row) in rows.iter_mut().enumerate() {
+        *row = p.wrapping_add(r);
     }
+    let scalars = Scalars { rows, step: S::VECS * S::LANES };
+    let vectors = Vectors { at: v, step: V * S::LANES };
+    // SAFETY: the caller's promise.
+    unsafe { accumulate::<S, R, V>([[S::splat(0.0); V]; R], scalars, vectors, keys, lines) }
 }
 
 /// Sᵀ = K Qᵀ of some keys and vectors of queries.
@@ -110,7 +108,8 @@ pub(super) struct Scores {
     /// The first key, and the step to the next.
     pub k: *const f32,
     pub stride: usize,
-    pub q: Vectors,
+    /// The first vector of queries, in rows of `VECS` vectors.
+    pub q: *const f32,
     pub head_dim: usize,
     /// Where the first key's scores go, in rows of `VECS` vectors.
     pub s: *mut f32,
@@ -129,6 +128,7 @@ pub(super) unsafe fn score<S: Simd, const R: usize, const V: usize>(
     coming: &mut Coming,
 ) {
     let &Scores { k, stride, q, head_dim, s, tops } = scores;
+    let q = Vectors { at: q, step: S::VECS * S::LANES };
     for first in keys.step_by(R) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -139,7 +139,7 @@ pub(super) unsafe fn score<S: Simd, const R: usize, const V: usize>(
             }
             let lines = coming.beside::<S>(head_dim, q.at);
             let zeros = [[S::splat(0.0); V]; R];
-            let tile = S::accumulate::<R, V, 0>(zeros, Scalars { rows, step: 1 }, q, head_dim, lines);
+            let tile = S::accumulate::<R, V>(zeros, Scalars { rows, step: 1 }, q, head_dim, lines);
             for v in 0..V {
                 let mut top = S::load(tops.add(v * S::LANES));
                 for (r, row) in tile.iter().enumerate() {
@@ -152,59 +152,111 @@ pub(super) unsafe fn score<S: Simd, const R: usize, const V: usize>(
     }
 }
 
-/// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of some keys and vectors of probabilities.
+/// O = O · rescale + P V of a panel's rows and neighbouring columns.
 #[derive(Clone, Copy)]
 pub(super) struct Outputs {
-    /// The first key in the first panel of V, and the step to the next panel.
+    /// The first row's probability of the first key; the next row's is beside it, the next key's `VECS` vectors further.
+    pub p: *const f32,
+    /// The columns of the first key's value; those of the next one are behind it.
     pub v: *const f32,
-    pub panel: usize,
-    pub p: Vectors,
-    /// How many keys each vector takes: none fewer than the one before it.
-    pub keys: [usize; MAX_VECS],
-    /// The first column's outputs, in rows of `VECS` vectors.
+    pub keys: usize,
+    /// The columns of the first row's outputs, and the step to the next row.
     pub o: *mut f32,
-    /// What the outputs so far are to be multiplied with; without it they are taken for zeros.
+    pub step: usize,
+    /// What each row's outputs so far are to be multiplied with; without it they are taken for zeros.
     pub rescale: Option<*const f32>,
+    /// Where the outputs are done, where they go instead.
+    pub done: Option<Done>,
+    /// Whether some row does not see all of the keys: its probability of those is 0, but 0 · ∞ is not.
+    pub masked: bool,
 }
 
-/// Tiles of R columns of V and V vectors; `columns` are as many as whole tiles have and begin at a multiple of R.
+/// Where rows of outputs go that are done.
+#[derive(Clone, Copy)]
+pub(super) struct Done {
+    /// The rows, and the column where the tiles begin.
+    pub rows: *const *mut u8,
+    pub column: usize,
+    pub dtype: DType,
+    /// What each row is to be multiplied with at last.
+    pub factors: *const f32,
+}
+
+/// Tiles of R rows and V vectors of columns; `rows` are as many as whole tiles have. Returns whether they could be: of a
+/// tile whose products with keys that a row does not see may not be 0, and of those after it, nothing is changed.
 ///
 /// # Safety
 /// Requires a CPU with `S`; all of the tiles must be readable, or writable.
 #[inline(always)]
 pub(super) unsafe fn output<S: Simd, const R: usize, const V: usize>(
     outputs: &Outputs,
-    columns: Range<usize>,
+    rows: Range<usize>,
     coming: &mut Coming,
-) {
-    debug_assert!(
-        S::LANES.is_multiple_of(R) && columns.start.is_multiple_of(R),
-        "a tile's columns lie in one panel"
-    );
-    let &Outputs { v: values, panel, p, keys, o, rescale } = outputs;
-    for d in columns.step_by(R) {
+) -> bool {
+    let &Outputs { p, v, keys, o, step, rescale, done, masked } = outputs;
+    for first in rows.step_by(R) {
         // SAFETY: the caller's promise.
         unsafe {
-            let o = o.add(d * S::VECS * S::LANES);
-            let mut rows = [values.add(d / S::LANES * panel + d % S::LANES); R];
-            for (r, row) in rows.iter_mut().enumerate() {
-                *row = row.add(r);
-            }
-            let lines = coming.beside::<S>(keys[V - 1], p.at);
+            let (p, o) = (p.add(first), o.add(first * step));
+            let lines = coming.beside::<S>(keys, p);
             // What was there before is added at the end: loads at the beginning would hold the sums up.
-            let mut tile = S::stair::<R, V>(Scalars { rows, step: S::LANES }, p, keys, lines);
+            let mut tile = S::product::<R, V>(p, v, keys, lines);
+            if masked && !is_finite::<S, R, V>(&tile) {
+                return false;
+            }
             if let Some(rescale) = rescale {
                 for (r, row) in tile.iter_mut().enumerate() {
+                    let factor = S::splat(*rescale.add(first + r));
                     for (v, x) in row.iter_mut().enumerate() {
-                        let factor = S::load(rescale.add(v * S::LANES));
-                        *x = S::fma(S::load(o.add((r * S::VECS + v) * S::LANES)), factor, *x);
+                        *x = S::fma(S::load(o.add(r * step + v * S::LANES)), factor, *x);
                     }
                 }
             }
-            for (r, row) in tile.iter().enumerate() {
-                for (v, &x) in row.iter().enumerate() {
-                    S::store(o.add((r * S::VECS + v) * S::LANES), x);
+            match done.map(|done| (done, done.dtype)) {
+                None => {
+                    for (r, row) in tile.iter().enumerate() {
+                        for (v, &x) in row.iter().enumerate() {
+                            S::store(o.add(r * step + v * S::LANES), x);
+                        }
+                    }
                 }
+                Some((done, DType::F32)) => write::<S, f32, R, V>(&tile, done, first),
+                Some((done, DType::F16)) => write::<S, f16, R, V>(&tile, done, first),
+                Some((done, DType::BF16)) => write::<S, bf16, R, V>(&tile, done, first),
+            }
+        }
+    }
+    true
+}
+
+/// Whether no value was infinite or NaN: one that is makes a product with every row so, be the probability 0 or not.
+#[inline(always)]
+unsafe fn is_finite<S: Simd, const R: usize, const V: usize>(tile: &[[S::V; V]; R]) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // 0 · x is 0, or NaN where x is not finite.
+        let mut sum = S::splat(0.0);
+        for &x in &tile[0] {
+            sum = S::fma(x, S::splat(0.0), sum);
+        }
+        S::are_numbers(sum)
+    }
+}
+
+/// Writes a tile that is done, from row `first` on.
+#[inline(always)]
+unsafe fn write<S: Simd, E: Vectorised, const R: usize, const V: usize>(
+    tile: &[[S::V; V]; R],
+    done: Done,
+    first: usize,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for (r, row) in tile.iter().enumerate() {
+            let factor = S::splat(*done.factors.add(first + r));
+            let to = (*done.rows.add(first + r)).cast::<E>().add(done.column);
+            for (v, &x) in row.iter().enumerate() {
+                E::store::<S>(to.add(v * S::LANES), S::mul(x, factor));
             }
         }
     }
@@ -215,25 +267,25 @@ mod tests {
     use super::*;
     use crate::cpu::{available, panel::MAX_LANES, simd::dispatch};
 
-    dispatch! { unsafe fn check(keys: [usize; MAX_VECS]) = check_on }
+    dispatch! { unsafe fn check(keys: usize) = check_on }
 
     #[inline(always)]
-    unsafe fn check_on<S: Simd>(keys: [usize; MAX_VECS]) {
+    unsafe fn check_on<S: Simd>(keys: usize) {
         // SAFETY: the caller's promise.
         unsafe {
-            if S::ROWS >= 8 {
-                check_tile::<S, 8, 1>(keys);
-                check_tile::<S, 8, 2>(keys);
+            if S::COLUMNS >= 4 {
+                check_tile::<S, 6, 4>(keys);
+                check_tile::<S, 4, 4>(keys);
             }
-            if S::ROWS >= 8 && S::VECS >= 3 {
+            if S::COLUMNS >= 3 {
                 check_tile::<S, 8, 3>(keys);
-            }
-            if S::VECS >= 3 {
                 check_tile::<S, 4, 3>(keys);
             }
+            check_tile::<S, 8, 2>(keys);
+            check_tile::<S, 6, 2>(keys);
+            check_tile::<S, 8, 1>(keys);
             check_tile::<S, 4, 2>(keys);
             check_tile::<S, 4, 1>(keys);
-            check_tile::<S, 1, 2>(keys);
         }
     }
 
@@ -243,25 +295,22 @@ mod tests {
     }
 
     #[inline(always)]
-    unsafe fn check_tile<S: Simd, const R: usize, const V: usize>(keys: [usize; MAX_VECS]) {
-        let (a, b) = (numbers(100 * S::LANES, 7), numbers(100 * S::VECS * S::LANES, 3));
-        let rows = std::array::from_fn(|r| a[r..].as_ptr());
+    unsafe fn check_tile<S: Simd, const R: usize, const V: usize>(keys: usize) {
+        let width = S::VECS * S::LANES;
+        let (p, values) = (numbers(100 * width, 7), numbers(100 * V * S::LANES, 3));
         // SAFETY: the caller's promise; there are numbers for 100 keys.
-        let tile = unsafe {
-            let scalars = Scalars { rows, step: S::LANES };
-            S::stair::<R, V>(scalars, Vectors { at: b.as_ptr() }, keys, Lines::none(b.as_ptr()))
-        };
+        let tile = unsafe { S::product::<R, V>(p.as_ptr(), values.as_ptr(), keys, Lines::none(p.as_ptr())) };
         for (r, row) in tile.iter().enumerate() {
             for (v, &sums) in row.iter().enumerate() {
                 let mut lanes = [0.0; MAX_LANES];
                 // SAFETY: the caller's promise; no vector has more than `MAX_LANES` lanes.
                 unsafe { S::store(lanes.as_mut_ptr(), sums) };
                 for (lane, &sum) in lanes.iter().enumerate().take(S::LANES) {
-                    let product = |k: usize| a[k * S::LANES + r] * b[(k * S::VECS + v) * S::LANES + lane];
+                    let product = |k: usize| p[k * width + r] * values[(k * V + v) * S::LANES + lane];
                     assert_eq!(
                         sum,
-                        (0..keys[v]).map(product).sum::<f32>(),
-                        "{R}x{V}, {keys:?}: row {r}, vector {v}"
+                        (0..keys).map(product).sum::<f32>(),
+                        "{R}x{V}, {keys} keys: row {r}, vector {v}"
                     );
                 }
             }
@@ -269,8 +318,8 @@ mod tests {
     }
 
     #[test]
-    fn a_stair_sums_as_many_keys_as_each_vector_takes() {
-        for keys in [[0; 3], [5; 3], [64; 3], [0, 3, 9], [4, 8, 13], [1, 2, 3], [30, 46, 62], [7, 7, 90]] {
+    fn a_product_sums_as_many_keys_as_there_are() {
+        for keys in [0, 1, 3, 4, 5, 8, 63, 64, 90] {
             for isa in available() {
                 // SAFETY: the instruction set is available.
                 unsafe { check(isa, keys) };

@@ -3,8 +3,7 @@
 use std::arch::{asm, x86_64::*};
 
 use super::{
-    Coming, Lines, MAX_VECS, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, outlined,
-    stream, tile,
+    Coming, Lines, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, outlined, stream, tile,
 };
 
 /// AVX2, FMA and F16C.
@@ -19,6 +18,12 @@ impl Simd for Avx2 {
     const LANES: usize = 8;
     const ROWS: usize = 4;
     const VECS: usize = 3;
+    const COLUMNS: usize = 3;
+
+    #[inline(always)]
+    fn tall(vectors: usize) -> usize {
+        if vectors == 2 { 6 } else { 4 }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m256 {
@@ -98,6 +103,10 @@ impl Simd for Avx2 {
         unsafe { _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b)) }
     }
     #[inline(always)]
+    unsafe fn are_numbers(x: __m256) -> bool {
+        unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x)) == 0 }
+    }
+    #[inline(always)]
     unsafe fn abs(x: __m256) -> __m256 {
         unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), x) }
     }
@@ -113,7 +122,7 @@ impl Simd for Avx2 {
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(x))) }
     }
     #[inline(always)]
-    unsafe fn accumulate<const R: usize, const V: usize, const F: usize>(
+    unsafe fn accumulate<const R: usize, const V: usize>(
         mut acc: [[__m256; V]; R],
         a: Scalars<R>,
         b: Vectors,
@@ -122,7 +131,7 @@ impl Simd for Avx2 {
     ) -> [[__m256; V]; R] {
         let steps = len / 4;
         unsafe {
-            if R == 4 && V == 3 && F == 0 && a.step == 1 && steps > 0 {
+            if R == 4 && V == 3 && a.step == 1 && b.step == Self::VECS * Self::LANES && steps > 0 {
                 let mut tile = [[_mm256_setzero_ps(); 3]; 4];
                 for (tile, acc) in tile.as_flattened_mut().iter_mut().zip(acc.as_flattened()) {
                     *tile = *acc;
@@ -134,33 +143,36 @@ impl Simd for Avx2 {
                     *acc = *tile;
                 }
                 let done = 4 * steps;
-                let (a, b) = (a.skip(done), b.skip::<Self>(done));
-                return tile::accumulate::<Self, R, V, F>(acc, a, b, len - done, Lines::none(b.at));
+                let (a, b) = (a.skip(done), b.skip(done));
+                return tile::accumulate::<Self, R, V>(acc, a, b, len - done, Lines::none(b.at));
             }
-            tile::accumulate::<Self, R, V, F>(acc, a, b, len, lines)
+            tile::accumulate::<Self, R, V>(acc, a, b, len, lines)
         }
     }
     #[inline(always)]
-    unsafe fn stair<const R: usize, const V: usize>(
-        a: Scalars<R>,
-        b: Vectors,
-        keys: [usize; MAX_VECS],
+    unsafe fn product<const R: usize, const V: usize>(
+        p: *const f32,
+        v: *const f32,
+        keys: usize,
         lines: Lines,
     ) -> [[__m256; V]; R] {
         unsafe {
-            if R != 4 {
-                return tile::stair::<Self, R, V>(a, b, keys, lines);
-            }
-            // The tile's vectors are the last of the three that the registers hold.
-            let first = Self::VECS - V;
-            let (mut steps, mut done) = ([0; 3], 0);
-            for (steps, keys) in steps[first..].iter_mut().zip(keys) {
-                (*steps, done) = (keys - done, keys);
-            }
-            let tile = four_columns(a.rows[0], b.at.wrapping_sub(first * Self::LANES), steps, lines);
             let mut result = [[_mm256_setzero_ps(); V]; R];
-            for (result, tile) in result.iter_mut().zip(&tile) {
-                result.copy_from_slice(&tile[first..]);
+            if R == 6 && V == 2 {
+                for (result, tile) in result.iter_mut().zip(&six_times_two(p, v, keys, lines)) {
+                    result.copy_from_slice(tile);
+                }
+            } else if R == 4 && V <= 3 {
+                let tile = match V {
+                    1 => four_times::<1>(p, v, keys, lines),
+                    2 => four_times::<2>(p, v, keys, lines),
+                    _ => four_times::<3>(p, v, keys, lines),
+                };
+                for (result, tile) in result.iter_mut().zip(&tile) {
+                    result.copy_from_slice(&tile[..V]);
+                }
+            } else {
+                result = tile::product::<Self, R, V>(p, v, keys, lines);
             }
             result
         }
@@ -257,85 +269,78 @@ unsafe fn four_rows(
     acc
 }
 
-/// Four neighbouring scalars, eight elements further in every step, times three vectors; times the last two of them for
-/// `steps[1]` steps after that, and times the last one for `steps[2]` more.
+/// Four neighbouring scalars from `p` times `VECS` vectors from `v`, at most three; those of the next key are three vectors
+/// and `VECS` further.
 ///
 /// # Safety
-/// Requires AVX2 and FMA and that many steps of scalars and vectors.
+/// Requires AVX2 and FMA and that many keys of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn four_columns(
-    a: *const f32,
-    b: *const f32,
-    steps: [usize; 3],
+unsafe fn four_times<const VECS: usize>(
+    p: *const f32,
+    v: *const f32,
+    keys: usize,
     lines: Lines,
 ) -> [[__m256; 3]; 4] {
     let mut acc = [[_mm256_setzero_ps(); 3]; 4];
     // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
     unsafe {
         asm!(
-            ".macro row vecs, at, x, y, z",
-            "vbroadcastss ymm15, dword ptr [{a} + \\at]",
-            ".if \\vecs > 2",
+            ".macro row at, x, y, z",
+            "vbroadcastss ymm15, dword ptr [{p} + \\at]",
             "vfmadd231ps \\x, ymm15, ymm12",
-            ".endif",
-            ".if \\vecs > 1",
+            ".if {vecs} > 1",
             "vfmadd231ps \\y, ymm15, ymm13",
             ".endif",
+            ".if {vecs} > 2",
             "vfmadd231ps \\z, ymm15, ymm14",
-            ".endm",
-            ".macro step vecs, u",
-            ".if \\vecs > 2",
-            "vmovups ymm12, [{b} + \\u*96]",
             ".endif",
-            ".if \\vecs > 1",
-            "vmovups ymm13, [{b} + \\u*96 + 32]",
-            ".endif",
-            "vmovups ymm14, [{b} + \\u*96 + 64]",
-            "row \\vecs, \\u*32, ymm0, ymm1, ymm2",
-            "row \\vecs, \\u*32+4, ymm3, ymm4, ymm5",
-            "row \\vecs, \\u*32+8, ymm6, ymm7, ymm8",
-            "row \\vecs, \\u*32+12, ymm9, ymm10, ymm11",
             ".endm",
-            // Four steps at a time, then the rest one by one.
-            ".macro stage vecs, steps",
-            "sub \\steps, 4",
+            ".macro step u",
+            "vmovups ymm12, [{v} + \\u*{vecs}*32]",
+            ".if {vecs} > 1",
+            "vmovups ymm13, [{v} + \\u*{vecs}*32 + 32]",
+            ".endif",
+            ".if {vecs} > 2",
+            "vmovups ymm14, [{v} + \\u*{vecs}*32 + 64]",
+            ".endif",
+            "row \\u*96, ymm0, ymm1, ymm2",
+            "row \\u*96+4, ymm3, ymm4, ymm5",
+            "row \\u*96+8, ymm6, ymm7, ymm8",
+            "row \\u*96+12, ymm9, ymm10, ymm11",
+            ".endm",
+            // Four keys at a time, then the rest one by one.
+            "sub {n}, 4",
             "jb 3f",
             "2:",
-            "step \\vecs, 0",
-            "step \\vecs, 1",
-            "step \\vecs, 2",
-            "step \\vecs, 3",
+            "step 0",
+            "step 1",
+            "step 2",
+            "step 3",
             "prefetcht1 [{line}]",
             "prefetcht1 [{line} + 64]",
             "add {line}, {line_step}",
-            "add {a}, 128",
-            "add {b}, 384",
-            "sub \\steps, 4",
+            "add {p}, 384",
+            "add {v}, {vecs}*128",
+            "sub {n}, 4",
             "jae 2b",
             "3:",
-            "add \\steps, 4",
+            "add {n}, 4",
             "jz 5f",
             "4:",
-            "step \\vecs, 0",
-            "add {a}, 32",
-            "add {b}, 96",
-            "dec \\steps",
+            "step 0",
+            "add {p}, 96",
+            "add {v}, {vecs}*32",
+            "dec {n}",
             "jnz 4b",
             "5:",
-            ".endm",
-            "stage 3, {n3}",
-            "stage 2, {n2}",
-            "stage 1, {n1}",
             ".purgem row",
             ".purgem step",
-            ".purgem stage",
-            a = inout(reg) a => _,
-            b = inout(reg) b => _,
-            n3 = inout(reg) steps[0] => _,
-            n2 = inout(reg) steps[1] => _,
-            n1 = inout(reg) steps[2] => _,
+            vecs = const VECS,
+            p = inout(reg) p => _,
+            v = inout(reg) v => _,
+            n = inout(reg) keys => _,
             line = inout(reg) lines.at => _,
             line_step = in(reg) lines.step,
             inout("ymm0") acc[0][0], inout("ymm1") acc[0][1], inout("ymm2") acc[0][2],
@@ -343,6 +348,83 @@ unsafe fn four_columns(
             inout("ymm6") acc[2][0], inout("ymm7") acc[2][1], inout("ymm8") acc[2][2],
             inout("ymm9") acc[3][0], inout("ymm10") acc[3][1], inout("ymm11") acc[3][2],
             out("ymm12") _, out("ymm13") _, out("ymm14") _, out("ymm15") _,
+            options(readonly, nostack),
+        );
+    }
+    acc
+}
+
+/// Six neighbouring scalars from `p` times two vectors from `v`; those of the next key are three vectors and two further.
+///
+/// # Safety
+/// Requires AVX2 and FMA and that many keys of scalars and vectors.
+#[rustfmt::skip] // Registers in rows of the tile.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn six_times_two(
+    p: *const f32,
+    v: *const f32,
+    keys: usize,
+    lines: Lines,
+) -> [[__m256; 2]; 6] {
+    let mut acc = [[_mm256_setzero_ps(); 2]; 6];
+    // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
+    unsafe {
+        asm!(
+            ".macro row at, x, y",
+            "vbroadcastss ymm14, dword ptr [{p} + \\at]",
+            "vfmadd231ps \\x, ymm14, ymm12",
+            "vfmadd231ps \\y, ymm14, ymm13",
+            ".endm",
+            ".macro step u",
+            "vmovups ymm12, [{v} + \\u*64]",
+            "vmovups ymm13, [{v} + \\u*64 + 32]",
+            "row \\u*96, ymm0, ymm1",
+            "row \\u*96+4, ymm2, ymm3",
+            "row \\u*96+8, ymm4, ymm5",
+            "row \\u*96+12, ymm6, ymm7",
+            "row \\u*96+16, ymm8, ymm9",
+            "row \\u*96+20, ymm10, ymm11",
+            ".endm",
+            // Four keys at a time, then the rest one by one.
+            "sub {n}, 4",
+            "jb 3f",
+            "2:",
+            "step 0",
+            "step 1",
+            "step 2",
+            "step 3",
+            "prefetcht1 [{line}]",
+            "prefetcht1 [{line} + 64]",
+            "add {line}, {line_step}",
+            "add {p}, 384",
+            "add {v}, 256",
+            "sub {n}, 4",
+            "jae 2b",
+            "3:",
+            "add {n}, 4",
+            "jz 5f",
+            "4:",
+            "step 0",
+            "add {p}, 96",
+            "add {v}, 64",
+            "dec {n}",
+            "jnz 4b",
+            "5:",
+            ".purgem row",
+            ".purgem step",
+            p = inout(reg) p => _,
+            v = inout(reg) v => _,
+            n = inout(reg) keys => _,
+            line = inout(reg) lines.at => _,
+            line_step = in(reg) lines.step,
+            inout("ymm0") acc[0][0], inout("ymm1") acc[0][1],
+            inout("ymm2") acc[1][0], inout("ymm3") acc[1][1],
+            inout("ymm4") acc[2][0], inout("ymm5") acc[2][1],
+            inout("ymm6") acc[3][0], inout("ymm7") acc[3][1],
+            inout("ymm8") acc[4][0], inout("ymm9") acc[4][1],
+            inout("ymm10") acc[5][0], inout("ymm11") acc[5][1],
+            out("ymm12") _, out("ymm13") _, out("ymm14") _,
             options(readonly, nostack),
         );
     }

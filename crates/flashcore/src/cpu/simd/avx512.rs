@@ -1,24 +1,30 @@
-//! AVX-512F: sixteen lanes, thirty-two registers.
+//! AVX-512 (F and DQ): sixteen lanes, thirty-two registers.
 
 use std::arch::{asm, x86_64::*};
 
 use super::{
-    Coming, Lines, MAX_VECS, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, outlined,
-    stream, tile,
+    Coming, LaneRows, Lines, MAX_LANES, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors,
+    math, outlined, stream, tile,
 };
 
-/// AVX-512F.
+/// AVX-512F and DQ.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct Avx512;
 
-// SAFETY (of all blocks below): the trait requires a CPU with AVX-512F, and room for `LANES` elements where a
+// SAFETY (of all blocks below): the trait requires a CPU with AVX-512F and DQ, and room for `LANES` elements where a
 // method reads or writes.
 #[allow(clippy::undocumented_unsafe_blocks)] // One reason for all of these one-liners, stated above.
 impl Simd for Avx512 {
     type V = __m512;
     const LANES: usize = 16;
-    const ROWS: usize = 8;
-    const VECS: usize = 3;
+    const ROWS: usize = 6;
+    const VECS: usize = 4;
+    const COLUMNS: usize = 4;
+
+    #[inline(always)]
+    fn tall(vectors: usize) -> usize {
+        if vectors > 3 { 6 } else { 8 }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m512 {
@@ -95,6 +101,10 @@ impl Simd for Avx512 {
         unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), y, x) }
     }
     #[inline(always)]
+    unsafe fn are_numbers(x: __m512) -> bool {
+        unsafe { _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x) == 0 }
+    }
+    #[inline(always)]
     unsafe fn abs(x: __m512) -> __m512 {
         unsafe { _mm512_abs_ps(x) }
     }
@@ -111,7 +121,16 @@ impl Simd for Avx512 {
         unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(x))) }
     }
     #[inline(always)]
-    unsafe fn accumulate<const R: usize, const V: usize, const F: usize>(
+    unsafe fn exp2(x: __m512, scale: __m512, _most: __m512) -> __m512 {
+        unsafe {
+            let x = _mm512_mul_ps(x, scale);
+            // What lies above the next whole number below, which is where the scaling rounds to by itself.
+            let fraction = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
+            _mm512_scalef_ps(math::exp2_of_fraction::<Self>(&math::EXP2_FROM_0, fraction), x)
+        }
+    }
+    #[inline(always)]
+    unsafe fn accumulate<const R: usize, const V: usize>(
         mut acc: [[__m512; V]; R],
         a: Scalars<R>,
         b: Vectors,
@@ -120,57 +139,81 @@ impl Simd for Avx512 {
     ) -> [[__m512; V]; R] {
         let steps = len / 4;
         unsafe {
-            if R == 8 && F == 0 && a.step == 1 && steps > 0 {
-                // The tile's vectors are the last of the three that the registers hold.
-                let first = Self::VECS - V;
+            if a.step != 1 || b.step != Self::VECS * Self::LANES || steps == 0 {
+                return tile::accumulate::<Self, R, V>(acc, a, b, len, lines);
+            }
+            if (R == 6 || R == 4) && V == 4 {
+                let mut tile = [[_mm512_setzero_ps(); 4]; 6];
+                let mut rows = [a.rows[0]; 6];
+                for (tile, acc) in tile.iter_mut().zip(&acc) {
+                    tile.copy_from_slice(acc);
+                }
+                rows[..R].copy_from_slice(&a.rows);
+                tile = if R == 6 {
+                    six_rows::<6>(tile, rows, b.at, steps, lines)
+                } else {
+                    six_rows::<4>(tile, rows, b.at, steps, lines)
+                };
+                for (tile, acc) in tile.iter().zip(&mut acc) {
+                    acc.copy_from_slice(tile);
+                }
+            } else if R == 8 && V <= 3 {
                 let mut tile = [[_mm512_setzero_ps(); 3]; 8];
                 for (tile, acc) in tile.iter_mut().zip(&acc) {
-                    tile[first..].copy_from_slice(acc);
+                    tile[..V].copy_from_slice(acc);
                 }
                 let mut rows = [std::ptr::null(); 8];
                 rows.copy_from_slice(&a.rows);
-                let at = b.at.wrapping_sub(first * Self::LANES);
                 tile = match V {
-                    1 => eight_rows::<1>(tile, rows, at, steps, lines),
-                    2 => eight_rows::<2>(tile, rows, at, steps, lines),
-                    _ => eight_rows::<3>(tile, rows, at, steps, lines),
+                    1 => eight_rows::<1>(tile, rows, b.at, steps, lines),
+                    2 => eight_rows::<2>(tile, rows, b.at, steps, lines),
+                    _ => eight_rows::<3>(tile, rows, b.at, steps, lines),
                 };
                 for (tile, acc) in tile.iter().zip(&mut acc) {
-                    acc.copy_from_slice(&tile[first..]);
+                    acc.copy_from_slice(&tile[..V]);
                 }
-                let done = 4 * steps;
-                let (a, b) = (a.skip(done), b.skip::<Self>(done));
-                return tile::accumulate::<Self, R, V, F>(acc, a, b, len - done, Lines::none(b.at));
+            } else {
+                return tile::accumulate::<Self, R, V>(acc, a, b, len, lines);
             }
-            tile::accumulate::<Self, R, V, F>(acc, a, b, len, lines)
+            let done = 4 * steps;
+            let (a, b) = (a.skip(done), b.skip(done));
+            tile::accumulate::<Self, R, V>(acc, a, b, len - done, Lines::none(b.at))
         }
     }
     #[inline(always)]
-    unsafe fn stair<const R: usize, const V: usize>(
-        a: Scalars<R>,
-        b: Vectors,
-        keys: [usize; MAX_VECS],
+    unsafe fn product<const R: usize, const V: usize>(
+        p: *const f32,
+        v: *const f32,
+        keys: usize,
         lines: Lines,
     ) -> [[__m512; V]; R] {
         unsafe {
-            if R != 8 {
-                return tile::stair::<Self, R, V>(a, b, keys, lines);
-            }
-            // The tile's vectors are the last of the three that the registers hold.
-            let first = Self::VECS - V;
-            let (mut steps, mut done) = ([0; 3], 0);
-            for (steps, keys) in steps[first..].iter_mut().zip(keys) {
-                (*steps, done) = (keys - done, keys);
-            }
-            let tile = eight_columns(a.rows[0], b.at.wrapping_sub(first * Self::LANES), steps, lines);
             let mut result = [[_mm512_setzero_ps(); V]; R];
-            for (result, tile) in result.iter_mut().zip(&tile) {
-                result.copy_from_slice(&tile[first..]);
+            if V == 4 && (R == 4 || R == 6) {
+                let tile = if R > 4 {
+                    times_four::<6>(p, v, keys, lines)
+                } else {
+                    times_four::<4>(p, v, keys, lines)
+                };
+                for (result, tile) in result.iter_mut().zip(&tile) {
+                    result.copy_from_slice(&tile[..V]);
+                }
+            } else if V <= 3 && R == 8 {
+                let tile = match V {
+                    1 => eight_times::<1>(p, v, keys, lines),
+                    2 => eight_times::<2>(p, v, keys, lines),
+                    _ => eight_times::<3>(p, v, keys, lines),
+                };
+                for (result, tile) in result.iter_mut().zip(&tile) {
+                    result.copy_from_slice(&tile[..V]);
+                }
+            } else {
+                result = tile::product::<Self, R, V>(p, v, keys, lines);
             }
             result
         }
     }
-    outlined! { #[target_feature(enable = "avx512f")] }
+    outlined! { #[target_feature(enable = "avx512f,avx512dq")] }
     #[inline(always)]
     fn prefetch(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
@@ -178,6 +221,34 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn prefetch_near(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn columns_f32(rows: &LaneRows, d: usize) -> [__m512; MAX_LANES] {
+        unsafe {
+            let mut columns = [_mm512_setzero_ps(); MAX_LANES];
+            for (i, four) in columns.chunks_exact_mut(4).enumerate() {
+                let words = words(rows, 4 * d + 16 * i);
+                for (column, word) in four.iter_mut().zip(words) {
+                    *column = _mm512_castsi512_ps(word);
+                }
+            }
+            columns
+        }
+    }
+    #[inline(always)]
+    unsafe fn columns_bf16(rows: &LaneRows, d: usize) -> [__m512; MAX_LANES] {
+        unsafe {
+            let mut columns = [_mm512_setzero_ps(); MAX_LANES];
+            for (i, eight) in columns.chunks_exact_mut(8).enumerate() {
+                let words = words(rows, 2 * d + 16 * i);
+                for (two, word) in eight.chunks_exact_mut(2).zip(words) {
+                    let high = _mm512_and_epi32(word, _mm512_set1_epi32(-0x1_0000));
+                    two[0] = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(word));
+                    two[1] = _mm512_castsi512_ps(high);
+                }
+            }
+            columns
+        }
     }
     #[inline(always)]
     unsafe fn transpose(rows: &mut [__m512]) {
@@ -209,15 +280,114 @@ impl Simd for Avx512 {
     }
 }
 
-/// The tallest tile and the last `VECS` of its three vectors, four steps of k at a time, in the order and with the registers
-/// that it has to have: the compiler spills accumulators and spends additions on addresses, and both cost more than they
-/// seem where another thread shares the core's front end.
+/// Four words of each of sixteen rows, from a byte on, as columns.
+///
+/// # Safety
+/// Requires AVX-512F and so many readable bytes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+unsafe fn words(rows: &LaneRows, byte: usize) -> [__m512i; 4] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let at = |row: usize| _mm_loadu_si128(rows[row].add(byte).cast());
+        // Rows 0, 4, 8 and 12 behind each other, and so on: the blocks of 128 bits are where they have to be.
+        let mut x = [_mm512_setzero_si512(); 4];
+        for (i, x) in x.iter_mut().enumerate() {
+            *x = _mm512_castsi128_si512(at(i));
+            *x = _mm512_inserti32x4::<1>(*x, at(i + 4));
+            *x = _mm512_inserti32x4::<2>(*x, at(i + 8));
+            *x = _mm512_inserti32x4::<3>(*x, at(i + 12));
+        }
+        let [a, b, c, d] = x;
+        let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        [
+            _mm512_unpacklo_epi64(ab_low, cd_low),
+            _mm512_unpackhi_epi64(ab_low, cd_low),
+            _mm512_unpacklo_epi64(ab_high, cd_high),
+            _mm512_unpackhi_epi64(ab_high, cd_high),
+        ]
+    }
+}
+
+/// `ROWS` rows of scalars, four or six, times four vectors, four steps of k at a time, in the order and with the registers that it has to
+/// have: the compiler spills accumulators and spends additions on addresses, and both cost more than they seem where another
+/// thread shares the core's front end.
 ///
 /// # Safety
 /// Requires AVX-512F, `steps` above 0, and `4 · steps` steps of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx512dq")]
+unsafe fn six_rows<const ROWS: usize>(
+    mut acc: [[__m512; 4]; 6],
+    rows: [*const f32; 6],
+    b: *const f32,
+    steps: usize,
+    lines: Lines,
+) -> [[__m512; 4]; 6] {
+    // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
+    unsafe {
+        asm!(
+            ".macro row scalar, w, x, y, z",
+            "vbroadcastss zmm28, dword ptr [\\scalar]",
+            "vfmadd231ps \\w, zmm28, zmm24",
+            "vfmadd231ps \\x, zmm28, zmm25",
+            "vfmadd231ps \\y, zmm28, zmm26",
+            "vfmadd231ps \\z, zmm28, zmm27",
+            ".endm",
+            "2:",
+            ".irp u, 0, 1, 2, 3",
+            "vmovups zmm24, [{b} + \\u*256]",
+            "vmovups zmm25, [{b} + \\u*256 + 64]",
+            "vmovups zmm26, [{b} + \\u*256 + 128]",
+            "vmovups zmm27, [{b} + \\u*256 + 192]",
+            "row {r0}+{k}+\\u*4, zmm0, zmm1, zmm2, zmm3",
+            "row {r1}+{k}+\\u*4, zmm4, zmm5, zmm6, zmm7",
+            "row {r2}+{k}+\\u*4, zmm8, zmm9, zmm10, zmm11",
+            "row {r3}+{k}+\\u*4, zmm12, zmm13, zmm14, zmm15",
+            ".if {rows} > 4",
+            "row {r4}+{k}+\\u*4, zmm16, zmm17, zmm18, zmm19",
+            "row {r5}+{k}+\\u*4, zmm20, zmm21, zmm22, zmm23",
+            ".endif",
+            ".endr",
+            "prefetcht1 [{line}]",
+            "prefetcht1 [{line} + 64]",
+            "add {line}, {line_step}",
+            "add {k}, 16",
+            "add {b}, 1024",
+            "dec {n}",
+            "jnz 2b",
+            ".purgem row",
+            r0 = in(reg) rows[0], r1 = in(reg) rows[1], r2 = in(reg) rows[2],
+            r3 = in(reg) rows[3], r4 = in(reg) rows[4], r5 = in(reg) rows[5],
+            rows = const ROWS,
+            k = inout(reg) 0_usize => _,
+            b = inout(reg) b => _,
+            n = inout(reg) steps => _,
+            line = inout(reg) lines.at => _,
+            line_step = in(reg) lines.step,
+            inout("zmm0") acc[0][0], inout("zmm1") acc[0][1], inout("zmm2") acc[0][2], inout("zmm3") acc[0][3],
+            inout("zmm4") acc[1][0], inout("zmm5") acc[1][1], inout("zmm6") acc[1][2], inout("zmm7") acc[1][3],
+            inout("zmm8") acc[2][0], inout("zmm9") acc[2][1], inout("zmm10") acc[2][2], inout("zmm11") acc[2][3],
+            inout("zmm12") acc[3][0], inout("zmm13") acc[3][1], inout("zmm14") acc[3][2], inout("zmm15") acc[3][3],
+            inout("zmm16") acc[4][0], inout("zmm17") acc[4][1], inout("zmm18") acc[4][2], inout("zmm19") acc[4][3],
+            inout("zmm20") acc[5][0], inout("zmm21") acc[5][1], inout("zmm22") acc[5][2], inout("zmm23") acc[5][3],
+            out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm28") _,
+            options(readonly, nostack),
+        );
+    }
+    acc
+}
+
+/// The same of eight rows and `VECS` vectors, at most three. A single vector is summed in two columns of registers, because
+/// eight sums at a time would wait for each other.
+///
+/// # Safety
+/// As of [`six_rows`].
+#[rustfmt::skip] // Registers in rows of the tile.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
 unsafe fn eight_rows<const VECS: usize>(
     mut acc: [[__m512; 3]; 8],
     rows: [*const f32; 8],
@@ -228,39 +398,43 @@ unsafe fn eight_rows<const VECS: usize>(
     // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
     unsafe {
         asm!(
-            ".macro row scalar, x, y, z",
+            ".macro row odd, scalar, x, y, z",
             "vbroadcastss zmm27, dword ptr [\\scalar]",
-            ".if {vecs} > 2",
+            ".if {vecs} == 1 && \\odd",
+            "vfmadd231ps \\y, zmm27, zmm24",
+            ".else",
             "vfmadd231ps \\x, zmm27, zmm24",
             ".endif",
             ".if {vecs} > 1",
             "vfmadd231ps \\y, zmm27, zmm25",
             ".endif",
+            ".if {vecs} > 2",
             "vfmadd231ps \\z, zmm27, zmm26",
+            ".endif",
             ".endm",
             "2:",
             ".irp u, 0, 1, 2, 3",
-            ".if {vecs} > 2",
-            "vmovups zmm24, [{b} + \\u*192]",
-            ".endif",
+            "vmovups zmm24, [{b} + \\u*256]",
             ".if {vecs} > 1",
-            "vmovups zmm25, [{b} + \\u*192 + 64]",
+            "vmovups zmm25, [{b} + \\u*256 + 64]",
             ".endif",
-            "vmovups zmm26, [{b} + \\u*192 + 128]",
-            "row {r0}+{k}+\\u*4, zmm0, zmm1, zmm2",
-            "row {r1}+{k}+\\u*4, zmm3, zmm4, zmm5",
-            "row {r2}+{k}+\\u*4, zmm6, zmm7, zmm8",
-            "row {r3}+{k}+\\u*4, zmm9, zmm10, zmm11",
-            "row {r4}+{k}+\\u*4, zmm12, zmm13, zmm14",
-            "row {r5}+{k}+\\u*4, zmm15, zmm16, zmm17",
-            "row {r6}+{k}+\\u*4, zmm18, zmm19, zmm20",
-            "row {r7}+{k}+\\u*4, zmm21, zmm22, zmm23",
+            ".if {vecs} > 2",
+            "vmovups zmm26, [{b} + \\u*256 + 128]",
+            ".endif",
+            "row \\u%2, {r0}+{k}+\\u*4, zmm0, zmm1, zmm2",
+            "row \\u%2, {r1}+{k}+\\u*4, zmm3, zmm4, zmm5",
+            "row \\u%2, {r2}+{k}+\\u*4, zmm6, zmm7, zmm8",
+            "row \\u%2, {r3}+{k}+\\u*4, zmm9, zmm10, zmm11",
+            "row \\u%2, {r4}+{k}+\\u*4, zmm12, zmm13, zmm14",
+            "row \\u%2, {r5}+{k}+\\u*4, zmm15, zmm16, zmm17",
+            "row \\u%2, {r6}+{k}+\\u*4, zmm18, zmm19, zmm20",
+            "row \\u%2, {r7}+{k}+\\u*4, zmm21, zmm22, zmm23",
             ".endr",
             "prefetcht1 [{line}]",
             "prefetcht1 [{line} + 64]",
             "add {line}, {line_step}",
             "add {k}, 16",
-            "add {b}, 768",
+            "add {b}, 1024",
             "dec {n}",
             "jnz 2b",
             ".purgem row",
@@ -283,93 +457,176 @@ unsafe fn eight_rows<const VECS: usize>(
             out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _,
             options(readonly, nostack),
         );
+        if VECS == 1 {
+            for row in &mut acc {
+                row[0] = _mm512_add_ps(row[0], row[1]);
+            }
+        }
     }
     acc
 }
 
-/// Eight neighbouring scalars, sixteen elements further in every step, times three vectors; times the last two of them for
-/// `steps[1]` steps after that, and times the last one for `steps[2]` more.
+/// `ROWS` neighbouring scalars from `p`, at most six, times four vectors from `v`; those of the next key are four vectors
+/// further on both sides.
 ///
 /// # Safety
-/// Requires AVX-512F and that many steps of scalars and vectors.
+/// Requires AVX-512F and that many keys of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn eight_columns(
-    a: *const f32,
-    b: *const f32,
-    steps: [usize; 3],
+#[target_feature(enable = "avx512f,avx512dq")]
+unsafe fn times_four<const ROWS: usize>(
+    p: *const f32,
+    v: *const f32,
+    keys: usize,
+    lines: Lines,
+) -> [[__m512; 4]; 6] {
+    let mut acc = [[_mm512_setzero_ps(); 4]; 6];
+    // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
+    unsafe {
+        asm!(
+            ".macro row at, w, x, y, z",
+            "vbroadcastss zmm28, dword ptr [{p} + \\at]",
+            "vfmadd231ps \\w, zmm28, zmm24",
+            "vfmadd231ps \\x, zmm28, zmm25",
+            "vfmadd231ps \\y, zmm28, zmm26",
+            "vfmadd231ps \\z, zmm28, zmm27",
+            ".endm",
+            ".macro step u",
+            "vmovups zmm24, [{v} + \\u*256]",
+            "vmovups zmm25, [{v} + \\u*256 + 64]",
+            "vmovups zmm26, [{v} + \\u*256 + 128]",
+            "vmovups zmm27, [{v} + \\u*256 + 192]",
+            "row \\u*256, zmm0, zmm1, zmm2, zmm3",
+            "row \\u*256+4, zmm4, zmm5, zmm6, zmm7",
+            "row \\u*256+8, zmm8, zmm9, zmm10, zmm11",
+            "row \\u*256+12, zmm12, zmm13, zmm14, zmm15",
+            ".if {rows} > 4",
+            "row \\u*256+16, zmm16, zmm17, zmm18, zmm19",
+            "row \\u*256+20, zmm20, zmm21, zmm22, zmm23",
+            ".endif",
+            ".endm",
+            // Four keys at a time, then the rest one by one.
+            "sub {n}, 4",
+            "jb 3f",
+            "2:",
+            "step 0",
+            "step 1",
+            "step 2",
+            "step 3",
+            "prefetcht1 [{line}]",
+            "prefetcht1 [{line} + 64]",
+            "add {line}, {line_step}",
+            "add {p}, 1024",
+            "add {v}, 1024",
+            "sub {n}, 4",
+            "jae 2b",
+            "3:",
+            "add {n}, 4",
+            "jz 5f",
+            "4:",
+            "step 0",
+            "add {p}, 256",
+            "add {v}, 256",
+            "dec {n}",
+            "jnz 4b",
+            "5:",
+            ".purgem row",
+            ".purgem step",
+            rows = const ROWS,
+            p = inout(reg) p => _,
+            v = inout(reg) v => _,
+            n = inout(reg) keys => _,
+            line = inout(reg) lines.at => _,
+            line_step = in(reg) lines.step,
+            inout("zmm0") acc[0][0], inout("zmm1") acc[0][1], inout("zmm2") acc[0][2], inout("zmm3") acc[0][3],
+            inout("zmm4") acc[1][0], inout("zmm5") acc[1][1], inout("zmm6") acc[1][2], inout("zmm7") acc[1][3],
+            inout("zmm8") acc[2][0], inout("zmm9") acc[2][1], inout("zmm10") acc[2][2], inout("zmm11") acc[2][3],
+            inout("zmm12") acc[3][0], inout("zmm13") acc[3][1], inout("zmm14") acc[3][2], inout("zmm15") acc[3][3],
+            inout("zmm16") acc[4][0], inout("zmm17") acc[4][1], inout("zmm18") acc[4][2], inout("zmm19") acc[4][3],
+            inout("zmm20") acc[5][0], inout("zmm21") acc[5][1], inout("zmm22") acc[5][2], inout("zmm23") acc[5][3],
+            out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm28") _,
+            options(readonly, nostack),
+        );
+    }
+    acc
+}
+
+/// Eight neighbouring scalars from `p` times `VECS` vectors from `v`, at most three; those of the next key are four vectors
+/// and `VECS` further.
+///
+/// # Safety
+/// Requires AVX-512F and that many keys of scalars and vectors.
+#[rustfmt::skip] // Registers in rows of the tile.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+unsafe fn eight_times<const VECS: usize>(
+    p: *const f32,
+    v: *const f32,
+    keys: usize,
     lines: Lines,
 ) -> [[__m512; 3]; 8] {
     let mut acc = [[_mm512_setzero_ps(); 3]; 8];
     // SAFETY: the caller's promise; the block only reads, and only scalars and vectors.
     unsafe {
         asm!(
-            ".macro row vecs, at, x, y, z",
-            "vbroadcastss zmm27, dword ptr [{a} + \\at]",
-            ".if \\vecs > 2",
+            ".macro row at, x, y, z",
+            "vbroadcastss zmm27, dword ptr [{p} + \\at]",
             "vfmadd231ps \\x, zmm27, zmm24",
-            ".endif",
-            ".if \\vecs > 1",
+            ".if {vecs} > 1",
             "vfmadd231ps \\y, zmm27, zmm25",
             ".endif",
+            ".if {vecs} > 2",
             "vfmadd231ps \\z, zmm27, zmm26",
-            ".endm",
-            ".macro step vecs, u",
-            ".if \\vecs > 2",
-            "vmovups zmm24, [{b} + \\u*192]",
             ".endif",
-            ".if \\vecs > 1",
-            "vmovups zmm25, [{b} + \\u*192 + 64]",
-            ".endif",
-            "vmovups zmm26, [{b} + \\u*192 + 128]",
-            "row \\vecs, \\u*64, zmm0, zmm1, zmm2",
-            "row \\vecs, \\u*64+4, zmm3, zmm4, zmm5",
-            "row \\vecs, \\u*64+8, zmm6, zmm7, zmm8",
-            "row \\vecs, \\u*64+12, zmm9, zmm10, zmm11",
-            "row \\vecs, \\u*64+16, zmm12, zmm13, zmm14",
-            "row \\vecs, \\u*64+20, zmm15, zmm16, zmm17",
-            "row \\vecs, \\u*64+24, zmm18, zmm19, zmm20",
-            "row \\vecs, \\u*64+28, zmm21, zmm22, zmm23",
             ".endm",
-            // Four steps at a time, then the rest one by one.
-            ".macro stage vecs, steps",
-            "sub \\steps, 4",
+            ".macro step u",
+            "vmovups zmm24, [{v} + \\u*{vecs}*64]",
+            ".if {vecs} > 1",
+            "vmovups zmm25, [{v} + \\u*{vecs}*64 + 64]",
+            ".endif",
+            ".if {vecs} > 2",
+            "vmovups zmm26, [{v} + \\u*{vecs}*64 + 128]",
+            ".endif",
+            "row \\u*256, zmm0, zmm1, zmm2",
+            "row \\u*256+4, zmm3, zmm4, zmm5",
+            "row \\u*256+8, zmm6, zmm7, zmm8",
+            "row \\u*256+12, zmm9, zmm10, zmm11",
+            "row \\u*256+16, zmm12, zmm13, zmm14",
+            "row \\u*256+20, zmm15, zmm16, zmm17",
+            "row \\u*256+24, zmm18, zmm19, zmm20",
+            "row \\u*256+28, zmm21, zmm22, zmm23",
+            ".endm",
+            // Four keys at a time, then the rest one by one.
+            "sub {n}, 4",
             "jb 3f",
             "2:",
-            "step \\vecs, 0",
-            "step \\vecs, 1",
-            "step \\vecs, 2",
-            "step \\vecs, 3",
+            "step 0",
+            "step 1",
+            "step 2",
+            "step 3",
             "prefetcht1 [{line}]",
             "prefetcht1 [{line} + 64]",
             "add {line}, {line_step}",
-            "add {a}, 256",
-            "add {b}, 768",
-            "sub \\steps, 4",
+            "add {p}, 1024",
+            "add {v}, {vecs}*256",
+            "sub {n}, 4",
             "jae 2b",
             "3:",
-            "add \\steps, 4",
+            "add {n}, 4",
             "jz 5f",
             "4:",
-            "step \\vecs, 0",
-            "add {a}, 64",
-            "add {b}, 192",
-            "dec \\steps",
+            "step 0",
+            "add {p}, 256",
+            "add {v}, {vecs}*64",
+            "dec {n}",
             "jnz 4b",
             "5:",
-            ".endm",
-            "stage 3, {n3}",
-            "stage 2, {n2}",
-            "stage 1, {n1}",
             ".purgem row",
             ".purgem step",
-            ".purgem stage",
-            a = inout(reg) a => _,
-            b = inout(reg) b => _,
-            n3 = inout(reg) steps[0] => _,
-            n2 = inout(reg) steps[1] => _,
-            n1 = inout(reg) steps[2] => _,
+            vecs = const VECS,
+            p = inout(reg) p => _,
+            v = inout(reg) v => _,
+            n = inout(reg) keys => _,
             line = inout(reg) lines.at => _,
             line_step = in(reg) lines.step,
             inout("zmm0") acc[0][0], inout("zmm1") acc[0][1], inout("zmm2") acc[0][2],

@@ -17,9 +17,13 @@ pub(super) use portable::Portable;
 
 use std::ops::Range;
 
+use half::bf16;
+
 use super::{
     ahead::{Coming, Lines},
-    panel::MAX_VECS,
+    lanes::{self, LaneRows},
+    math,
+    panel::MAX_LANES,
     rows::{Rows, Vectorised},
     stream,
     tile::{self, Outputs, Scalars, Scores, Vectors},
@@ -33,7 +37,7 @@ macro_rules! dispatch {
         $(#[$doc])*
         $vis unsafe fn $name(isa: $crate::cpu::Isa, $($arg: $type),*) $(-> $result)? {
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f")]
+            #[target_feature(enable = "avx512f,avx512dq")]
             unsafe fn avx512($($arg: $type),*) $(-> $result)? {
                 // SAFETY: compiled for what the vectors need; the rest is the caller's promise.
                 unsafe { $($generic)::+::<$crate::cpu::simd::Avx512>($($arg),*) }
@@ -76,11 +80,11 @@ macro_rules! outlined {
         #[inline(never)]
         unsafe fn output<const R: usize, const V: usize>(
             outputs: &Outputs,
-            columns: Range<usize>,
+            rows: Range<usize>,
             coming: &mut Coming,
-        ) {
+        ) -> bool {
             // SAFETY: the caller's promise.
-            unsafe { tile::output::<Self, R, V>(outputs, columns, coming) }
+            unsafe { tile::output::<Self, R, V>(outputs, rows, coming) }
         }
         $(#[$feature])?
         #[inline(never)]
@@ -119,10 +123,17 @@ pub(super) trait Simd: Copy {
     type V: Copy;
     /// Its elements.
     const LANES: usize;
-    /// Rows of the widest micro-kernel.
+    /// Keys of the widest tile of scores.
     const ROWS: usize;
-    /// Vectors a row of the widest micro-kernel.
+    /// Vectors of queries of the widest tile of scores.
     const VECS: usize;
+    /// Vectors of columns of the widest tile of outputs.
+    const COLUMNS: usize;
+    /// Rows of a tile of so many vectors: 8, 6 or 4.
+    #[inline(always)]
+    fn tall(_vectors: usize) -> usize {
+        4
+    }
 
     /// All lanes `x`.
     unsafe fn splat(x: f32) -> Self::V;
@@ -156,16 +167,23 @@ pub(super) trait Simd: Copy {
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// `x` where a < b, `y` elsewhere (NaN included).
     unsafe fn select_less(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
+    /// Whether no lane is NaN.
+    unsafe fn are_numbers(x: Self::V) -> bool;
     /// |x|.
     unsafe fn abs(x: Self::V) -> Self::V;
     /// |x| with the sign of `s`.
     unsafe fn copy_sign(x: Self::V, s: Self::V) -> Self::V;
     /// The bits of `x` shifted left by 23: a small integer in the low bits becomes an exponent.
     unsafe fn low_bits_to_exponent(x: Self::V) -> Self::V;
-    /// `acc[r][v] += Σ_k scalar(r, k) · vector(k, v)` for k below `len` and v from `F`; asks for `lines` in
-    /// passing.
+    /// [`math::exp2`].
     #[inline(always)]
-    unsafe fn accumulate<const R: usize, const V: usize, const F: usize>(
+    unsafe fn exp2(x: Self::V, scale: Self::V, most: Self::V) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { math::exp2::<Self>(x, scale, most) }
+    }
+    /// [`tile::accumulate`].
+    #[inline(always)]
+    unsafe fn accumulate<const R: usize, const V: usize>(
         acc: [[Self::V; V]; R],
         a: Scalars<R>,
         b: Vectors,
@@ -173,27 +191,27 @@ pub(super) trait Simd: Copy {
         lines: Lines,
     ) -> [[Self::V; V]; R] {
         // SAFETY: the caller's promise.
-        unsafe { tile::accumulate::<Self, R, V, F>(acc, a, b, len, lines) }
+        unsafe { tile::accumulate::<Self, R, V>(acc, a, b, len, lines) }
     }
-    /// [`tile::stair`] of scalars that are neighbours, `LANES` elements further in every step.
+    /// [`tile::product`].
     #[inline(always)]
-    unsafe fn stair<const R: usize, const V: usize>(
-        a: Scalars<R>,
-        b: Vectors,
-        keys: [usize; MAX_VECS],
+    unsafe fn product<const R: usize, const V: usize>(
+        p: *const f32,
+        v: *const f32,
+        keys: usize,
         lines: Lines,
     ) -> [[Self::V; V]; R] {
         // SAFETY: the caller's promise.
-        unsafe { tile::stair::<Self, R, V>(a, b, keys, lines) }
+        unsafe { tile::product::<Self, R, V>(p, v, keys, lines) }
     }
     /// [`tile::score`], compiled for the instruction set as a function of its own.
     unsafe fn score<const R: usize, const V: usize>(scores: &Scores, keys: Range<usize>, coming: &mut Coming);
     /// [`tile::output`], compiled for the instruction set as a function of its own.
     unsafe fn output<const R: usize, const V: usize>(
         outputs: &Outputs,
-        columns: Range<usize>,
+        rows: Range<usize>,
         coming: &mut Coming,
-    );
+    ) -> bool;
     /// [`stream::dots`], compiled for the instruction set as a function of its own.
     unsafe fn dots<E: Vectorised, const G: usize>(k: Rows, ahead: Option<Rows>, q: *const f32, p: *mut f32);
     /// [`stream::outputs`], compiled for the instruction set as a function of its own.
@@ -210,6 +228,18 @@ pub(super) trait Simd: Copy {
     /// Asks for a cache line to be brought as near as can be.
     #[inline(always)]
     fn prefetch_near(_: *const u8) {}
+    /// [`lanes::columns`] of f32.
+    #[inline(always)]
+    unsafe fn columns_f32(rows: &LaneRows, d: usize) -> [Self::V; MAX_LANES] {
+        // SAFETY: the caller's promise.
+        unsafe { lanes::columns::<Self, f32>(rows, d) }
+    }
+    /// [`lanes::columns`] of bf16.
+    #[inline(always)]
+    unsafe fn columns_bf16(rows: &LaneRows, d: usize) -> [Self::V; MAX_LANES] {
+        // SAFETY: the caller's promise.
+        unsafe { lanes::columns::<Self, bf16>(rows, d) }
+    }
     /// Turns `LANES` rows into `LANES` columns: `rows[i][j]` becomes `rows[j][i]`; `rows` has `LANES` vectors.
     unsafe fn transpose(rows: &mut [Self::V]);
 }

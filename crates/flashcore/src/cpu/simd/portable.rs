@@ -30,6 +30,7 @@ impl Simd for Portable {
     const LANES: usize = 4;
     const ROWS: usize = 4;
     const VECS: usize = 2;
+    const COLUMNS: usize = 2;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Lanes {
@@ -110,6 +111,10 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn select_less(a: Lanes, b: Lanes, x: Lanes, y: Lanes) -> Lanes {
         each_lane!(i => if a.0[i] < b.0[i] { x.0[i] } else { y.0[i] })
+    }
+    #[inline(always)]
+    unsafe fn are_numbers(x: Lanes) -> bool {
+        !x.0.iter().any(|x| x.is_nan())
     }
     #[inline(always)]
     unsafe fn abs(x: Lanes) -> Lanes {
