@@ -64,6 +64,9 @@ const CALIBRATIONS: usize = 4;
 const CLOSE: f64 = 0.8;
 /// Calls longer than this need no call before them to wake threads and fill caches.
 const LONG_CALL_US: f64 = 50_000.0;
+/// How long calls go on before the clock starts after a pause: cores that were idle take a few milliseconds to be as fast as
+/// they can be, which short calls would feel more of.
+const WAKE_US: f64 = 4_000.0;
 /// Between two turns, so that threads of the one before have stopped spinning: OpenMP's wait for more work for
 /// about 15 ms before they sleep, and would slow down whoever comes next.
 pub const SETTLE: Duration = Duration::from_millis(25);
@@ -135,7 +138,7 @@ pub fn measure_watched(
             if contenders.len() > 1 {
                 std::thread::sleep(effort.settle);
             }
-            let warm = u32::from(times.last().is_none_or(|&time| time < LONG_CALL_US));
+            let warm = effort.warm(times.last().copied());
             match contenders[who].sample(warm, *calls).and_then(physics::time) {
                 Ok(time) => times.push(time),
                 Err(why) => *failure = Some(why),
@@ -184,6 +187,17 @@ impl Order {
 }
 
 impl Effort {
+    /// How many calls a contender makes before the clock starts, by the time of its last one.
+    fn warm(&self, last_us: Option<f64>) -> u32 {
+        match last_us {
+            Some(time) if time >= LONG_CALL_US => 0,
+            Some(time) if !self.settle.is_zero() => {
+                (WAKE_US / time).ceil().clamp(1.0, f64::from(MOST_CALLS)) as u32
+            }
+            _ => 1,
+        }
+    }
+
     /// The share of the effort that `round` rounds in a given time are; 1 ends it.
     fn share(&self, round: usize, spent: Duration) -> f64 {
         if let Some(rounds) = self.rounds {
@@ -282,6 +296,14 @@ mod tests {
 
     fn run(contenders: &mut [Box<dyn Contender + '_>], effort: &Effort) -> Vec<Samples> {
         measure(contenders, effort, &|| false, &mut |_, _| {})
+    }
+
+    #[test]
+    fn after_a_pause_short_calls_go_on_for_a_while_before_they_count() {
+        let paused = Effort { settle: SETTLE, ..LONG };
+        let warm = |effort: &Effort| [None, Some(10.0), Some(3e3), Some(9e4)].map(|last| effort.warm(last));
+        assert_eq!(warm(&LONG), [1, 1, 1, 0]);
+        assert_eq!(warm(&paused), [1, 400, 2, 0]);
     }
 
     #[test]

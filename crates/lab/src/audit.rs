@@ -5,6 +5,7 @@
 //! **contradiction** when it says something else than its sources, or cannot be true of the machine. Intervals are
 //! resampled, so theirs agree within half of their width; everything else agrees to nine digits.
 
+use flashcore::Mask;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -165,6 +166,15 @@ fn check_cell(audit: &mut Audit, at: &str, cell: &Value, limits: &Limits) {
             let limit = cell[amount].as_f64().map(|amount| amount / time / 1e3);
             audit.agree(&format!("{at}.{rate}"), &cell[rate], limit);
         }
+    }
+    if let Some(full_us) = stats::median(&numbers(&cell["full_samples_us"])) {
+        let text = |name: &str| cell[name].as_str().unwrap_or_default();
+        let full = shapes::parse(text("shape")).ok().zip(text("dtype").parse().ok());
+        let full = full.map(|(named, dtype)| named.shape.problem(Mask::None, dtype).flops());
+        let share = stats::median(&numbers(&ours["samples_us"]))
+            .zip(cell["flops"].as_f64().zip(full))
+            .map(|(us, (flops, full))| full_us / us * (flops / full));
+        audit.agree(&format!("{at}.causal_share"), &cell["causal_share"], share);
     }
     audit.require(&format!("{at}.impossible"), cell["impossible"] == false, "says that the clock is wrong");
     for (n, said) in list(&cell["comparisons"]).iter().enumerate() {

@@ -6,7 +6,7 @@
 
 use std::{
     sync::{
-        OnceLock,
+        Arc, OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
@@ -14,12 +14,16 @@ use std::{
 
 /// How long a caller that has nothing left to do looks out for its helpers before it sleeps.
 const PATIENCE: Duration = Duration::from_micros(200);
+/// How long a helper that has nothing left to do looks out for the next call: waking it up would take a good part of that.
+const LOOKOUT: Duration = Duration::from_micros(100);
 
 /// Threads beside the caller's.
 #[derive(Debug)]
 pub(super) struct Helpers {
     pool: rayon::ThreadPool,
     place: Place,
+    /// How many calls there have been.
+    calls: Arc<AtomicUsize>,
 }
 
 impl Helpers {
@@ -30,7 +34,7 @@ impl Helpers {
         let name = |index| format!("flashcore-{index}");
         let pool = rayon::ThreadPoolBuilder::new().num_threads(count).thread_name(name).build().ok()?;
         let place = Place::of(&pool);
-        Some(Self { pool, place })
+        Some(Self { pool, place, calls: Arc::default() })
     }
 
     /// Those that all engines share, for as many threads as rayon has.
@@ -55,17 +59,31 @@ impl Helpers {
         let help = || {
             work();
             busy.fetch_sub(1, Ordering::Release);
+            let calls = Arc::clone(&helpers.calls);
+            let call = calls.load(Ordering::Relaxed);
+            // Of the pool that this runs on, and nobody waits for it.
+            rayon::spawn(move || wait(LOOKOUT, || calls.load(Ordering::Relaxed) == call));
         };
         let lead = || {
             work();
             // Waking up costs as much as many a task that a helper is at.
-            let start = Instant::now();
-            while busy.load(Ordering::Acquire) > 0 && start.elapsed() < PATIENCE {
-                std::hint::spin_loop();
-            }
+            wait(PATIENCE, || busy.load(Ordering::Acquire) > 0);
         };
         helpers.place.clear();
-        helpers.pool.in_place_scope(|scope| with(scope, count, &help, lead));
+        helpers.pool.in_place_scope(|scope| {
+            with(scope, count, &help, || {
+                helpers.calls.fetch_add(1, Ordering::Relaxed);
+                lead();
+            });
+        });
+    }
+}
+
+/// Looks out, so long at most, until there is no reason to wait any more.
+fn wait(most: Duration, there_is_reason: impl Fn() -> bool) {
+    let start = Instant::now();
+    while there_is_reason() && start.elapsed() < most {
+        std::hint::spin_loop();
     }
 }
 

@@ -576,6 +576,9 @@ fn describe(outcome: &Outcome) -> String {
             comparison.interval.high,
         ));
     }
+    if let Some(share) = outcome.causal_share {
+        lines.push(format!("  {share:.2} of the rate without the mask, by useful operations"));
+    }
     if let (Some(p50), Some(p90)) = (outcome.ours().p50_us, outcome.ours().p90_us)
         && p90 > NOISY * p50
     {
