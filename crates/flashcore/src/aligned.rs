@@ -11,7 +11,7 @@ use std::{
 use crate::Element;
 
 /// A cache line, and a vector of any instruction set.
-pub(crate) const ALIGN: usize = 64;
+const ALIGN: usize = 64;
 
 /// A fixed number of elements, the first of which begins a cache line: so vectors of them do not lie across two, which some
 /// engines would copy them for.
@@ -32,11 +32,6 @@ unsafe impl<T: Element> Send for Aligned<T> {}
 unsafe impl<T: Element> Sync for Aligned<T> {}
 
 impl<T: Element> Aligned<T> {
-    /// No elements.
-    pub(crate) const fn empty() -> Self {
-        Self { ptr: NonNull::dangling(), len: 0 }
-    }
-
     /// `len` zeros.
     ///
     /// # Panics
@@ -44,7 +39,7 @@ impl<T: Element> Aligned<T> {
     pub fn zeros(len: usize) -> Self {
         let layout = Self::layout(len);
         if layout.size() == 0 {
-            return Self::empty();
+            return Self { ptr: NonNull::dangling(), len };
         }
         // SAFETY: the size is not 0.
         let ptr = unsafe { alloc_zeroed(layout) };

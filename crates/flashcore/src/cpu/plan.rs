@@ -103,7 +103,7 @@ impl Plan {
         // They do depend on the keys, so these must not.
         let few = heads * rows.div_ceil(FEW_ROWS) < ENOUGH_TASKS;
         let split_k = if few { schedule.split_k.max(1) } else { usize::MAX };
-        let mut plan = Self { part_rows: block, ..Self::default() };
+        let mut plan = Self { part_rows: block.min(rows), ..Self::default() };
         let width = problem.head_dim + problem.head_dim_v;
         let mut batches = Vec::with_capacity(problem.batch);
         let mut left = 0;

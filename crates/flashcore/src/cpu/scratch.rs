@@ -1,23 +1,55 @@
 //! Memory that a thread keeps between tasks, so that nothing is allocated while it works.
+#![allow(unsafe_code)] // Aligned memory is asked for by hand.
 
-use crate::aligned::{ALIGN, Aligned};
+use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+
+/// One cache line and one vector of any instruction set.
+const ALIGN: usize = 64;
 
 /// A growing block of f32, aligned to a cache line, whose content is whatever was there before.
-pub(super) struct Scratch(Aligned<f32>);
+pub(super) struct Scratch {
+    ptr: *mut f32,
+    len: usize,
+}
 
 impl Scratch {
     pub(super) const fn new() -> Self {
-        Self(Aligned::empty())
+        Self { ptr: std::ptr::null_mut(), len: 0 }
     }
 
     /// An address with room for at least `len` f32, valid until the next call.
     pub(super) fn reserve(&mut self, len: usize) -> *mut f32 {
-        if len > self.0.len() {
-            // The old one goes first, so that there are never both.
-            self.0 = Aligned::empty();
-            self.0 = Aligned::zeros(len);
+        if len > self.len {
+            self.release();
+            let layout = Self::layout(len);
+            // SAFETY: the size is not 0, because `len` is above a length.
+            let ptr = unsafe { alloc(layout) };
+            if ptr.is_null() {
+                handle_alloc_error(layout);
+            }
+            (self.ptr, self.len) = (ptr.cast(), len);
         }
-        self.0.as_mut_ptr()
+        self.ptr
+    }
+
+    fn layout(len: usize) -> Layout {
+        Layout::array::<f32>(len)
+            .and_then(|layout| layout.align_to(ALIGN))
+            .expect("scratch is far below the address space")
+    }
+
+    fn release(&mut self) {
+        if self.len > 0 {
+            // SAFETY: allocated by `reserve` with this layout.
+            unsafe { dealloc(self.ptr.cast(), Self::layout(self.len)) };
+            self.len = 0;
+        }
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        self.release();
     }
 }
 
