@@ -58,7 +58,7 @@ impl Isa {
                     && is_x86_feature_detected!("fma")
                     && is_x86_feature_detected!("f16c")
             }
-            Isa::Avx512 => is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512dq"),
+            Isa::Avx512 => is_x86_feature_detected!("avx512f"),
         }
         #[cfg(not(target_arch = "x86_64"))]
         {

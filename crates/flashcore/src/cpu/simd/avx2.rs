@@ -3,7 +3,8 @@
 use std::arch::{asm, x86_64::*};
 
 use super::{
-    Coming, Lines, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, outlined, stream, tile,
+    Coming, Lines, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, math, outlined, stream,
+    tile,
 };
 
 /// AVX2, FMA and F16C.
@@ -118,8 +119,16 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn low_bits_to_exponent(x: __m256) -> __m256 {
-        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(x))) }
+    unsafe fn exp2(x: __m256, scale: __m256, most: __m256) -> __m256 {
+        unsafe {
+            math::exp2::<Self>(
+                x,
+                scale,
+                most,
+                #[inline(always)]
+                |x| _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(x))),
+            )
+        }
     }
     #[inline(always)]
     unsafe fn accumulate<const R: usize, const V: usize>(

@@ -1,4 +1,4 @@
-//! AVX-512 (F and DQ): sixteen lanes, thirty-two registers.
+//! AVX-512F: sixteen lanes, thirty-two registers.
 
 use std::arch::{asm, x86_64::*};
 
@@ -7,11 +7,11 @@ use super::{
     math, outlined, stream, tile,
 };
 
-/// AVX-512F and DQ.
+/// AVX-512F.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct Avx512;
 
-// SAFETY (of all blocks below): the trait requires a CPU with AVX-512F and DQ, and room for `LANES` elements where a
+// SAFETY (of all blocks below): the trait requires a CPU with AVX-512F, and room for `LANES` elements where a
 // method reads or writes.
 #[allow(clippy::undocumented_unsafe_blocks)] // One reason for all of these one-liners, stated above.
 impl Simd for Avx512 {
@@ -117,16 +117,14 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
-    unsafe fn low_bits_to_exponent(x: __m512) -> __m512 {
-        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(x))) }
-    }
-    #[inline(always)]
-    unsafe fn exp2(x: __m512, scale: __m512, _most: __m512) -> __m512 {
+    unsafe fn exp2(x: __m512, scale: __m512, most: __m512) -> __m512 {
         unsafe {
-            let x = _mm512_mul_ps(x, scale);
-            // What lies above the next whole number below, which is where the scaling rounds to by itself.
-            let fraction = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
-            _mm512_scalef_ps(math::exp2_of_fraction::<Self>(&math::EXP2_FROM_0, fraction), x)
+            let round = Self::splat(math::ROUND);
+            let whole = Self::sub(Self::fma(x, scale, round), round);
+            let fraction = Self::fms(x, scale, whole);
+            // Below `most`, or NaN; an infinite x has left NaN in the fraction.
+            let some = _mm512_cmp_ps_mask::<_CMP_NGE_UQ>(x, most);
+            _mm512_maskz_scalef_ps(some, math::exp2_of_fraction::<Self>(fraction), whole)
         }
     }
     #[inline(always)]
@@ -150,9 +148,9 @@ impl Simd for Avx512 {
                 }
                 rows[..R].copy_from_slice(&a.rows);
                 tile = if R == 6 {
-                    six_rows::<6>(tile, rows, b.at, steps, lines)
+                    up_to_six_rows::<6>(tile, rows, b.at, steps, lines)
                 } else {
-                    six_rows::<4>(tile, rows, b.at, steps, lines)
+                    up_to_six_rows::<4>(tile, rows, b.at, steps, lines)
                 };
                 for (tile, acc) in tile.iter().zip(&mut acc) {
                     acc.copy_from_slice(tile);
@@ -213,7 +211,7 @@ impl Simd for Avx512 {
             result
         }
     }
-    outlined! { #[target_feature(enable = "avx512f,avx512dq")] }
+    outlined! { #[target_feature(enable = "avx512f")] }
     #[inline(always)]
     fn prefetch(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
@@ -285,7 +283,7 @@ impl Simd for Avx512 {
 /// # Safety
 /// Requires AVX-512F and so many readable bytes.
 #[inline]
-#[target_feature(enable = "avx512f,avx512dq")]
+#[target_feature(enable = "avx512f")]
 unsafe fn words(rows: &LaneRows, byte: usize) -> [__m512i; 4] {
     // SAFETY: the caller's promise.
     unsafe {
@@ -318,8 +316,8 @@ unsafe fn words(rows: &LaneRows, byte: usize) -> [__m512i; 4] {
 /// Requires AVX-512F, `steps` above 0, and `4 · steps` steps of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
-#[target_feature(enable = "avx512f,avx512dq")]
-unsafe fn six_rows<const ROWS: usize>(
+#[target_feature(enable = "avx512f")]
+unsafe fn up_to_six_rows<const ROWS: usize>(
     mut acc: [[__m512; 4]; 6],
     rows: [*const f32; 6],
     b: *const f32,
@@ -384,10 +382,10 @@ unsafe fn six_rows<const ROWS: usize>(
 /// eight sums at a time would wait for each other.
 ///
 /// # Safety
-/// As of [`six_rows`].
+/// As of [`up_to_six_rows`].
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
-#[target_feature(enable = "avx512f,avx512dq")]
+#[target_feature(enable = "avx512f")]
 unsafe fn eight_rows<const VECS: usize>(
     mut acc: [[__m512; 3]; 8],
     rows: [*const f32; 8],
@@ -473,7 +471,7 @@ unsafe fn eight_rows<const VECS: usize>(
 /// Requires AVX-512F and that many keys of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
-#[target_feature(enable = "avx512f,avx512dq")]
+#[target_feature(enable = "avx512f")]
 unsafe fn times_four<const ROWS: usize>(
     p: *const f32,
     v: *const f32,
@@ -558,7 +556,7 @@ unsafe fn times_four<const ROWS: usize>(
 /// Requires AVX-512F and that many keys of scalars and vectors.
 #[rustfmt::skip] // Registers in rows of the tile.
 #[inline]
-#[target_feature(enable = "avx512f,avx512dq")]
+#[target_feature(enable = "avx512f")]
 unsafe fn eight_times<const VECS: usize>(
     p: *const f32,
     v: *const f32,

@@ -37,7 +37,7 @@ macro_rules! dispatch {
         $(#[$doc])*
         $vis unsafe fn $name(isa: $crate::cpu::Isa, $($arg: $type),*) $(-> $result)? {
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512dq")]
+            #[target_feature(enable = "avx512f")]
             unsafe fn avx512($($arg: $type),*) $(-> $result)? {
                 // SAFETY: compiled for what the vectors need; the rest is the caller's promise.
                 unsafe { $($generic)::+::<$crate::cpu::simd::Avx512>($($arg),*) }
@@ -173,14 +173,8 @@ pub(super) trait Simd: Copy {
     unsafe fn abs(x: Self::V) -> Self::V;
     /// |x| with the sign of `s`.
     unsafe fn copy_sign(x: Self::V, s: Self::V) -> Self::V;
-    /// The bits of `x` shifted left by 23: a small integer in the low bits becomes an exponent.
-    unsafe fn low_bits_to_exponent(x: Self::V) -> Self::V;
-    /// [`math::exp2`].
-    #[inline(always)]
-    unsafe fn exp2(x: Self::V, scale: Self::V, most: Self::V) -> Self::V {
-        // SAFETY: the caller's promise.
-        unsafe { math::exp2::<Self>(x, scale, most) }
-    }
+    /// 2^(x · scale) for a negative scale, with x · scale = −127 at `most`, as of [`math::Exp2Below`].
+    unsafe fn exp2(x: Self::V, scale: Self::V, most: Self::V) -> Self::V;
     /// [`tile::accumulate`].
     #[inline(always)]
     unsafe fn accumulate<const R: usize, const V: usize>(

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::{Coming, Outputs, Range, Rows, Scores, Simd, Vectorised, outlined, stream, tile};
+use super::{Coming, Outputs, Range, Rows, Scores, Simd, Vectorised, math, outlined, stream, tile};
 
 /// Four lanes as an array: what every 64-bit CPU holds in one register.
 #[derive(Clone, Copy)]
@@ -125,8 +125,17 @@ impl Simd for Portable {
         each_lane!(i => x.0[i].copysign(s.0[i]))
     }
     #[inline(always)]
-    unsafe fn low_bits_to_exponent(x: Lanes) -> Lanes {
-        each_lane!(i => f32::from_bits(x.0[i].to_bits() << 23))
+    unsafe fn exp2(x: Lanes, scale: Lanes, most: Lanes) -> Lanes {
+        // SAFETY: every CPU has these vectors.
+        unsafe {
+            math::exp2::<Self>(
+                x,
+                scale,
+                most,
+                #[inline(always)]
+                |x| each_lane!(i => f32::from_bits(x.0[i].to_bits() << 23)),
+            )
+        }
     }
     outlined! {}
     #[inline(always)]
