@@ -2,7 +2,7 @@
 
 #[cfg(feature = "sim")]
 use crate::sim::SimGpu;
-use crate::{Error, Problem, Result, contract::Call, cpu, cuda::Cuda, tensor::Place};
+use crate::{Problem, Result, contract::Call, cpu, cuda::Cuda, plan::Kernel, tensor::Place};
 
 /// Where a call runs.
 ///
@@ -19,15 +19,15 @@ pub struct Device {
 enum Kind {
     Cpu(cpu::Engine),
     Cuda(Cuda),
-    /// The GPU, and the CPU for what the GPU's kernels do not take.
+    /// The GPU, and the CPU for host tensors that tensor cores do not take.
     Best(Cuda, cpu::Engine),
     #[cfg(feature = "sim")]
     Sim(SimGpu),
 }
 
 impl Device {
-    /// The fastest device of this machine: the first GPU where there is one, else the CPU. Host tensors that the
-    /// GPU's kernels do not take (f32, say) run on the CPU.
+    /// The fastest device of this machine: the first GPU where there is one, else the CPU. Host tensors that tensor
+    /// cores do not take (f32, say) run on the CPU.
     pub fn best() -> Self {
         match Cuda::new(0) {
             Ok(cuda) => Self { kind: Kind::Best(cuda, cpu::Engine::new()) },
@@ -89,10 +89,14 @@ impl Device {
             Kind::Cuda(cuda) => return cuda.run(call),
             #[cfg(feature = "sim")]
             Kind::Sim(gpu) => return gpu.run(call),
-            Kind::Best(cuda, engine) => match cuda.run(call) {
-                Err(Error::Unsupported { .. }) if call.q.place == Place::Host => engine.run(call),
-                result => return result,
-            },
+            Kind::Best(cuda, engine) => {
+                let on_cpu = call.q.place == Place::Host
+                    && !cuda.plan(&call.problem).is_ok_and(|plan| plan.kernel() != Kernel::Scalar);
+                if !on_cpu {
+                    return cuda.run(call);
+                }
+                engine.run(call);
+            }
         }
         Ok(())
     }

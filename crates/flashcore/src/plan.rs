@@ -120,15 +120,15 @@ impl Plan {
             );
             return Self::assemble(problem, spec, entry.schedule, hardware, reason);
         }
-        let (schedule, reason) = choose_schedule(folded, &spec, hardware)
-            .map_err(|error| unsupported(&hardware.name, &spec, &error))?;
+        let (schedule, reason) =
+            choose_schedule(folded, &spec, hardware).map_err(|error| unsupported(&hardware.name, &error))?;
         Self::assemble(problem, spec, schedule, hardware, reason)
     }
 
     /// The plan with a schedule of the caller's.
     pub fn with_schedule(problem: &Problem, hardware: &Hardware, schedule: Schedule) -> Result<Self> {
         let spec = spec(&fold(problem), &hardware.name)?;
-        schedule.check(&spec, hardware.target).map_err(|error| unsupported(&hardware.name, &spec, &error))?;
+        schedule.check(&spec, hardware.target).map_err(|error| unsupported(&hardware.name, &error))?;
         Self::assemble(problem, spec, schedule, hardware, "asked for".into())
     }
 
@@ -137,7 +137,7 @@ impl Plan {
         let spec = spec(&fold(problem), &hardware.name)?;
         let schedule = kernel
             .default_schedule(&spec, hardware.target)
-            .map_err(|error| unsupported(&hardware.name, &spec, &error))?;
+            .map_err(|error| unsupported(&hardware.name, &error))?;
         Self::assemble(problem, spec, schedule, hardware, format!("the default of {kernel}"))
     }
 
@@ -198,7 +198,7 @@ impl Plan {
     pub fn module(&self) -> Result<Module> {
         self.schedule
             .emit(&self.spec, self.target)
-            .map_err(|error| unsupported(&self.target.to_string(), &self.spec, &error))
+            .map_err(|error| unsupported(&self.target.to_string(), &error))
     }
 
     /// The launch parameters for tensors at these addresses, as the kernel reads them. `encode` makes the tensor maps
@@ -209,9 +209,13 @@ impl Plan {
         encode: &mut dyn FnMut(&Map) -> Result<TensorMap>,
     ) -> Result<Packed> {
         let tensors = &fold_tensors(tensors, &self.problem, &self.folded);
-        let Schedule::Sm90Fwd(schedule) = self.schedule else {
-            self.check_rows(tensors)?;
-            return Ok(Packed::new(&self.params(tensors)));
+        let schedule = match self.schedule {
+            Schedule::Sm90Fwd(schedule) => schedule,
+            Schedule::Scalar(_) => return Ok(Packed::new(&self.params(tensors))),
+            Schedule::Sm80Mma(_) | Schedule::Sm80Fwd(_) => {
+                self.check_rows(tensors)?;
+                return Ok(Packed::new(&self.params(tensors)));
+            }
         };
         let boxes = schedule.boxes();
         let mut map = |tensor: &(u64, Layout), rows: u32| encode(&self.map(tensor, tensors, rows));
@@ -262,7 +266,8 @@ impl Plan {
     fn tile_params(&self, tensors: &Addresses, [q_map, k_map, v_map, o_map]: [TensorMap; 4]) -> Sm90Params {
         let params = self.params(tensors);
         let FwdParams { lse, key_lengths, o_batch, o_head, o_row, lse_batch, lse_head, lse_row, .. } = params;
-        let FwdParams { o, len_q, len_k, group, left, right, exp_scale, tanh_scale, .. } = params;
+        let FwdParams { o, len_q, len_k, group, left, right, exp_scale, tanh_scale, scale, softcap, .. } =
+            params;
         let blocks = len_q.div_ceil(self.rows);
         let heads = self.folded.heads_q as u32;
         let all_heads = self.folded.batch as u32 * heads;
@@ -306,6 +311,8 @@ impl Plan {
             right,
             exp_scale,
             tanh_scale,
+            scale,
+            softcap,
         }
     }
 
@@ -373,7 +380,13 @@ impl Plan {
             left: bound(band.left),
             right: bound(band.right),
             exp_scale: problem.softcap.unwrap_or(problem.scale) * log2_e,
-            tanh_scale: problem.softcap.map_or(0.0, |softcap| problem.scale / softcap),
+            // Finite, so that a dot product of 0 stays 0 under the smallest softcap.
+            tanh_scale: problem
+                .softcap
+                .map_or(0.0, |softcap| (problem.scale / softcap).clamp(f32::MIN, f32::MAX)),
+            scale: problem.scale,
+            softcap: problem.softcap.unwrap_or(0.0),
+            heads: problem.heads_q as u32,
         }
     }
 }
@@ -455,17 +468,19 @@ fn spec(problem: &Problem, device: &str) -> Result<Spec> {
     let dtype = match problem.dtype {
         DType::F16 => Dtype::F16,
         DType::BF16 => Dtype::Bf16,
-        DType::F32 => return refuse("f32".into(), "f16 and bf16; f32 runs on the CPU"),
+        DType::F32 => Dtype::F32,
     };
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
         if len > MAX_KERNEL_LEN {
             return refuse(format!("{len} {what}"), "up to 2^28 a head");
         }
     }
-    for (what, count) in [("batch entries", problem.batch), ("heads", problem.heads_q)] {
-        if count > MAX_GRID_YZ {
-            return refuse(format!("{count} {what}"), "up to 65535");
-        }
+    let heads = problem.batch as u128 * problem.heads_q as u128;
+    if heads > u128::from(MAX_TILES) {
+        return refuse(
+            format!("{} batch entries of {} heads", problem.batch, problem.heads_q),
+            "up to 2^28 heads",
+        );
     }
     let band = problem.mask.band();
     let masked = band.left.is_some() || band.right.is_some();
@@ -477,15 +492,31 @@ fn spec(problem: &Problem, device: &str) -> Result<Spec> {
         right: band.right.is_some(),
         top_left: masked && band.top_left,
         softcap: problem.softcap.is_some(),
+        scaled_scores: Spec::needs_scaled_scores(dtype, problem.scale, problem.softcap),
         key_lengths: problem.key_lengths,
         grouped: problem.heads_kv != problem.heads_q,
         lse: problem.lse,
     })
 }
 
-fn unsupported(device: &str, spec: &Spec, error: &ScheduleError) -> Error {
-    let what = format!("head_dim {} with head_dim_v {} ({error})", spec.head_dim, spec.head_dim_v);
-    Error::Unsupported { device: device.into(), what, possible: "multiples of 8 up to 256".into() }
+fn unsupported(device: &str, error: &ScheduleError) -> Error {
+    let possible = "another kernel or schedule, or the planner's own choice".into();
+    Error::Unsupported { device: device.into(), what: error.to_string(), possible }
+}
+
+/// What of a problem the kernels with tensor cores do not take, if anything.
+fn no_tensor_cores(problem: &Problem, target: Target) -> Option<String> {
+    let Problem { batch, heads_q, head_dim, head_dim_v, .. } = *problem;
+    let possible = |dim: usize| dim.is_multiple_of(8) && dim <= flashcore_kernels::MAX_HEAD_DIM as usize;
+    if problem.dtype == DType::F32 {
+        return Some("f32".into());
+    }
+    if !possible(head_dim) || !possible(head_dim_v) {
+        return Some(format!("head_dim {head_dim} with head_dim_v {head_dim_v}"));
+    }
+    // Hopper's blocks lie in a row.
+    let many = batch.max(heads_q) > MAX_GRID_YZ && target != Target::Sm90a;
+    many.then(|| format!("more than {MAX_GRID_YZ} batch entries or heads"))
 }
 
 /// The schedule for a problem, and why.
@@ -494,6 +525,10 @@ fn choose_schedule(
     spec: &Spec,
     hardware: &Hardware,
 ) -> Result<(Schedule, String), ScheduleError> {
+    if let Some(what) = no_tensor_cores(problem, hardware.target) {
+        let schedule = Kernel::Scalar.default_schedule(spec, hardware.target)?;
+        return Ok((schedule, format!("{what} leaves the scalar kernel, which is right and slow")));
+    }
     if hardware.target == Target::Sm90a
         && let Some(choice) = hopper::choose(problem, spec, hardware)
     {
@@ -605,13 +640,49 @@ mod tests {
     fn what_the_kernels_do_not_take_is_refused_with_the_reason() {
         let hardware = Hardware::typical(Target::Sm80);
         for problem in [
-            Problem::new(1, 8, 512, 64, DType::F32),
-            Problem::new(1, 8, 512, 65, DType::F16),
-            Problem::new(1, 8, 512, 512, DType::F16),
             Problem::new(1, 8, MAX_KERNEL_LEN + 1, 64, DType::F16),
-            Problem::new(70_000, 8, 16, 64, DType::F16),
+            Problem::new(1 << 20, 1 << 10, 16, 64, DType::F16),
         ] {
             assert!(matches!(Plan::choose(&problem, &hardware), Err(Error::Unsupported { .. })), "{problem}");
+        }
+    }
+
+    #[test]
+    fn what_tensor_cores_do_not_take_runs_on_the_scalar_kernel() {
+        let chosen = |problem: &Problem, target| {
+            let plan = Plan::choose(problem, &Hardware::typical(target)).unwrap();
+            plan.module().unwrap();
+            plan.kernel()
+        };
+        for problem in [
+            Problem::new(1, 8, 512, 64, DType::F32),
+            Problem::new(1, 8, 512, 65, DType::F16),
+            Problem::new(1, 8, 512, 64, DType::BF16).with_head_dim_v(1),
+            Problem::new(1, 8, 512, 512, DType::F16),
+            Problem::new(1, 8, 512, 64, DType::BF16).with_head_dim_v(1024),
+        ] {
+            for target in [Target::Sm80, Target::Sm89, Target::Sm90a] {
+                assert_eq!(chosen(&problem, target), Kernel::Scalar, "{problem} on {target}");
+            }
+        }
+        for many in [Problem::new(70_000, 8, 16, 64, DType::F16), Problem::new(1, 70_000, 16, 64, DType::F16)]
+        {
+            assert_eq!(chosen(&many, Target::Sm80), Kernel::Scalar);
+            assert_eq!(chosen(&many, Target::Sm90a), Kernel::Sm90Fwd);
+        }
+    }
+
+    #[test]
+    fn scales_and_softcaps_that_the_fast_way_gets_wrong_are_computed_exactly() {
+        let mission = Problem::new(1, 8, 512, 64, DType::F16);
+        let scaled = |problem: Problem| plan(problem).spec.scaled_scores;
+        for usual in [mission, mission.with_softcap(50.0), mission.with_scale(1e-3), mission.with_scale(1e6)]
+        {
+            assert!(!scaled(usual), "{usual}");
+        }
+        let caps = [1e-39, 100.0, 1e3, 1e30, f32::MAX].map(|cap| mission.with_softcap(cap));
+        for unusual in caps.into_iter().chain([3e38, 1e-39].map(|scale| mission.with_scale(scale))) {
+            assert!(scaled(unusual), "{unusual}");
         }
     }
 

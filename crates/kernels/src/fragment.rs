@@ -24,6 +24,7 @@ pub(crate) fn matrix_ty(dtype: Dtype) -> MatrixTy {
     match dtype {
         Dtype::F16 => MatrixTy::F16,
         Dtype::Bf16 => MatrixTy::Bf16,
+        Dtype::F32 => unreachable!("schedules with tensor cores refuse f32"),
     }
 }
 
@@ -32,6 +33,7 @@ pub(crate) fn pack(k: &mut KernelBuilder, dtype: Dtype, first: Reg<F32>, second:
     match dtype {
         Dtype::F16 => k.cvt_rn_f16x2_f32(second, first),
         Dtype::Bf16 => k.cvt_rn_bf16x2_f32(second, first),
+        Dtype::F32 => unreachable!("schedules with tensor cores refuse f32"),
     }
 }
 
@@ -93,9 +95,8 @@ impl Place {
         scores: &mut [Vec<Acc>],
         first_key: Option<Reg<B32>>,
     ) {
-        for score in scores.iter_mut().flatten().flatten() {
-            *score = params.score(k, *score);
-        }
+        let dots: Vec<Reg<F32>> = scores.iter().flatten().flatten().copied().collect();
+        params.score(k, &dots);
         let Some(first_key) = first_key else { return };
         let origin = k.add_s32(first_key, self.column);
         for (tile, scores) in scores.iter_mut().enumerate() {

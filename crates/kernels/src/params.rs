@@ -58,10 +58,16 @@ kernel_params! {
         /// Keys after its own place that a query sees; read only by kernels with a right bound.
         right: i32,
         /// What a score is multiplied with before the exponential of base 2: scale · log2 e, or with a softcap
-        /// softcap · log2 e.
+        /// softcap · log2 e. Not read by kernels with scaled scores, where it is log2 e.
         exp_scale: f32,
         /// With a softcap, what a dot product is multiplied with before the tanh: scale / softcap.
         tanh_scale: f32,
+        /// The scale; read only by kernels with scaled scores.
+        scale: f32,
+        /// The softcap; read only by kernels with scaled scores and a softcap.
+        softcap: f32,
+        /// Query heads; read only by kernels whose blocks lie in a row.
+        heads: u32,
     }
 }
 
@@ -137,6 +143,10 @@ kernel_params! {
         exp_scale: f32,
         /// As in [`FwdParams`].
         tanh_scale: f32,
+        /// As in [`FwdParams`].
+        scale: f32,
+        /// As in [`FwdParams`].
+        softcap: f32,
     }
 }
 

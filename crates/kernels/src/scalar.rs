@@ -1,16 +1,21 @@
-//! The first rung of the ladder: attention without tensor cores, as simple as it can be, for any shape.
+//! The first rung of the ladder: attention without tensor cores, as simple as it can be, for any shape. It is also the
+//! way for what the kernels with tensor cores do not take: f32, head dims that are no multiples of 8 or above 256, and
+//! memory that is not aligned to 16 bytes.
 //!
 //! One warp takes one query. Its lanes share the head dim: lane l holds elements l, l + 32, … of the query and of
 //! the output row. For each key they multiply what they hold, sum over the warp, and take one step of the online
 //! softmax, the same in every lane.
 
-use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Pred, Reg, Target};
+use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Pred, Reg, RegType, Target};
 
 use crate::{
     Blocks, Dtype, FwdParams, Geometry, ScheduleError, Spec,
     softmax::{NEG_INF, SoftmaxParams},
-    work::{Order, Work},
+    work::{Rows, Work},
 };
+
+/// The largest head dim: a lane then holds 32 elements of the query and as many of the output.
+pub const MAX_HEAD_DIM: u32 = 1024;
 
 /// The knobs of the scalar kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -25,15 +30,20 @@ impl Schedule {
             rows: self.warps,
             threads: self.warps * 32,
             shared_bytes: 0,
-            blocks: Blocks::Each(Order::HeadByHead),
+            blocks: Blocks::Row { cluster: 1, resident: None },
         }
     }
 
-    pub(crate) fn check(self) -> Result<(), ScheduleError> {
-        if (1..=32).contains(&self.warps) {
+    pub(crate) fn check(self, spec: &Spec) -> Result<(), ScheduleError> {
+        let Spec { head_dim, head_dim_v, .. } = *spec;
+        if [head_dim, head_dim_v].iter().any(|dim| !(1..=MAX_HEAD_DIM).contains(dim)) {
+            return Err(ScheduleError::HeadDim { head_dim, head_dim_v, possible: "1 to 1024" });
+        }
+        // So that 65536 registers suffice for the block at any head dim.
+        if (1..=8).contains(&self.warps) {
             return Ok(());
         }
-        Err(ScheduleError::Malformed { reason: format!("{} warps: possible is 1 to 32", self.warps) })
+        Err(ScheduleError::Malformed { reason: format!("{} warps: possible is 1 to 8", self.warps) })
     }
 
     pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
@@ -45,7 +55,7 @@ impl Schedule {
 
     fn body(self, k: &mut KernelBuilder, spec: &Spec) {
         let rows = self.geometry().rows;
-        let work = Work::begin(k, spec, rows, Order::HeadByHead);
+        let work = Work::begin(k, spec, |k| Rows::find_in_row(k, rows));
         let softmax = SoftmaxParams::read(k, spec);
 
         k.section("one query a warp");
@@ -83,7 +93,8 @@ impl Schedule {
                 let other = k.shfl_bfly(dot, distance);
                 dot = k.add_f32(dot, other);
             }
-            let score = softmax.score(k, dot);
+            let score = dot;
+            softmax.score(k, &[score]);
             let new_max = k.max_f32(max, score);
             let reference = SoftmaxParams::reference(k, new_max, false);
             let rescale = softmax.exp(k, max, reference);
@@ -104,11 +115,21 @@ impl Schedule {
         let o_row = k.param(FwdParams::o_row);
         let o_head = work.rows.o(k);
         let out = Work::row_address(k, o_head, row, o_row);
-        let address = k.mad_wide_u32(lane, 2u32, out);
+        let address = v_lanes.address(k, out, spec.dtype);
         for (part, &o) in v_lanes.parts().zip(&o) {
             let x = k.mul_f32(o, inverse);
-            let x = narrow(k, spec.dtype, x);
-            let store = |k: &mut KernelBuilder| k.st_global(address.at(64 * part as i32), x);
+            let at = address.at(part_offset(part, spec.dtype));
+            let store = |k: &mut KernelBuilder| match spec.dtype {
+                Dtype::F32 => k.st_global(at, x),
+                Dtype::F16 => {
+                    let x = k.cvt_rn_f16_f32(x);
+                    k.st_global(at, x);
+                }
+                Dtype::Bf16 => {
+                    let x = k.cvt_rn_bf16_f32(x);
+                    k.st_global(at, x);
+                }
+            };
             match v_lanes.guard(part) {
                 Some(guard) => k.when(guard, store),
                 None => store(k),
@@ -147,23 +168,25 @@ impl Lanes {
         self.in_last.filter(|_| part + 1 == self.parts().end)
     }
 
+    /// Where this lane's first element of the row at an address is.
+    fn address(&self, k: &mut KernelBuilder, row: Reg<B64>, dtype: Dtype) -> Reg<B64> {
+        k.mad_wide_u32(self.lane, dtype.size(), row)
+    }
+
     /// This lane's elements of the row at an address, as f32; 0 where it has none.
     fn load(&self, k: &mut KernelBuilder, row: Reg<B64>, dtype: Dtype) -> Vec<Reg<F32>> {
-        let address = k.mad_wide_u32(self.lane, 2u32, row);
+        let address = self.address(k, row, dtype);
         self.parts()
             .map(|part| {
-                let at = address.at(64 * part as i32);
-                let half: Reg<B16> = match self.guard(part) {
-                    None => k.ld_global(at),
-                    Some(guard) => {
-                        let half = k.mov_b16(0u16);
-                        k.when(guard, |k| k.set(half, |k| k.ld_global(at)));
-                        half
-                    }
-                };
+                let (at, guard) = (address.at(part_offset(part, dtype)), self.guard(part));
                 match dtype {
-                    Dtype::F16 => k.cvt_f32_f16(half),
+                    Dtype::F32 => element(k, guard, |k| k.mov_f32(0.0), |k| k.ld_global(at)),
+                    Dtype::F16 => {
+                        let half = element(k, guard, |k| k.mov_b16(0u16), |k| k.ld_global::<B16>(at));
+                        k.cvt_f32_f16(half)
+                    }
                     Dtype::Bf16 => {
+                        let half = element(k, guard, |k| k.mov_b16(0u16), |k| k.ld_global::<B16>(at));
                         let low = k.mov_b16(0u16);
                         let bits = k.pack_b32(low, half);
                         k.f32_from_bits(bits)
@@ -174,10 +197,20 @@ impl Lanes {
     }
 }
 
-/// Rounds to the element type.
-fn narrow(k: &mut KernelBuilder, dtype: Dtype, x: Reg<F32>) -> Reg<B16> {
-    match dtype {
-        Dtype::F16 => k.cvt_rn_f16_f32(x),
-        Dtype::Bf16 => k.cvt_rn_bf16_f32(x),
-    }
+/// How far a lane's element of a part is from its first, in bytes.
+fn part_offset(part: u32, dtype: Dtype) -> i32 {
+    (32 * dtype.size() * part) as i32
+}
+
+/// An element that is loaded; where there is a guard, only in the lanes in which it holds.
+fn element<T: RegType>(
+    k: &mut KernelBuilder,
+    guard: Option<Reg<Pred>>,
+    zero: impl FnOnce(&mut KernelBuilder) -> Reg<T>,
+    load: impl FnOnce(&mut KernelBuilder) -> Reg<T>,
+) -> Reg<T> {
+    let Some(guard) = guard else { return load(k) };
+    let value = zero(k);
+    k.when(guard, |k| k.set(value, load));
+    value
 }

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use flashcore_ptx::{BuildErrors, Module, SharedError, Target};
 
-use crate::{MAX_HEAD_DIM, Order, Spec, scalar, sm80_fwd, sm80_mma, sm90_fwd};
+use crate::{Dtype, MAX_HEAD_DIM, Order, Spec, scalar, sm80_fwd, sm80_mma, sm90_fwd};
 
 /// A family of generated code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -206,14 +206,20 @@ pub enum ScheduleError {
         limit: u32,
     },
     /// A head dim that the kernels do not take.
-    #[error(
-        "head_dim {head_dim} and head_dim_v {head_dim_v}: possible are multiples of 8 from 8 to {MAX_HEAD_DIM}"
-    )]
+    #[error("head_dim {head_dim} and head_dim_v {head_dim_v}: possible are {possible}")]
     HeadDim {
         /// Elements of a query.
         head_dim: u32,
         /// Elements of a value.
         head_dim_v: u32,
+        /// What the kernel takes.
+        possible: &'static str,
+    },
+    /// An element type that tensor cores do not multiply exactly.
+    #[error("f32: {kernel} takes f16 and bf16; scalar takes f32")]
+    F32 {
+        /// The kernel asked for.
+        kernel: Kernel,
     },
     /// The kernel's own code is wrong; this is a fault of FlashCore.
     #[error("the kernel was built wrongly, please report this:\n{0}")]
@@ -230,6 +236,19 @@ pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result
     if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
 }
 
+/// Whether a spec is one for tensor cores.
+fn check_tensor_cores(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
+    let Spec { dtype, head_dim, head_dim_v, .. } = *spec;
+    if dtype == Dtype::F32 {
+        return Err(ScheduleError::F32 { kernel });
+    }
+    let possible = |dim: u32| (8..=MAX_HEAD_DIM).contains(&dim) && dim.is_multiple_of(8);
+    if possible(head_dim) && possible(head_dim_v) {
+        return Ok(());
+    }
+    Err(ScheduleError::HeadDim { head_dim, head_dim_v, possible: "multiples of 8 from 8 to 256" })
+}
+
 impl Schedule {
     /// The kernel whose knobs these are.
     pub fn kernel(&self) -> Kernel {
@@ -243,13 +262,11 @@ impl Schedule {
 
     /// Whether it fits the spec and the target, told from the knobs alone.
     pub fn check(&self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
-        let Spec { head_dim, head_dim_v, .. } = *spec;
-        let possible = |dim: u32| (8..=MAX_HEAD_DIM).contains(&dim) && dim.is_multiple_of(8);
-        if !possible(head_dim) || !possible(head_dim_v) {
-            return Err(ScheduleError::HeadDim { head_dim, head_dim_v });
+        if !matches!(self, Schedule::Scalar(_)) {
+            check_tensor_cores(self.kernel(), spec)?;
         }
         match self {
-            Schedule::Scalar(schedule) => schedule.check(),
+            Schedule::Scalar(schedule) => schedule.check(spec),
             Schedule::Sm80Mma(schedule) => schedule.check(spec, target),
             Schedule::Sm80Fwd(schedule) => schedule.check(spec, target),
             Schedule::Sm90Fwd(schedule) => schedule.check(spec, target),

@@ -148,7 +148,7 @@ impl Schedule {
 
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
         let tiles = self.tiles(spec);
-        let work = Work::begin(k, spec, self.block_m, self.order);
+        let work = Work::begin(k, spec, |k| Rows::find(k, self.block_m, self.order));
         let place = Place::new(k, self.block_m / self.warps);
         let params = SoftmaxParams::read(k, spec);
         let softmax = OnlineSoftmax::new(k, params, self.m_tiles() as usize);

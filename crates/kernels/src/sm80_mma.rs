@@ -12,7 +12,7 @@ use crate::{
     schedule::{MAX_REGISTERS, check_registers},
     softmax::{OnlineSoftmax, SoftmaxParams},
     swizzle::{CHUNK, Tile},
-    work::{Order, Work},
+    work::{Order, Rows, Work},
 };
 
 const WARPS: u32 = 4;
@@ -105,7 +105,7 @@ impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
         let (k_tile, v_tile, o_tile) = self.tiles(spec);
         let ty = matrix_ty(spec.dtype);
-        let work = Work::begin(k, spec, BLOCK_M, Order::HeadByHead);
+        let work = Work::begin(k, spec, |k| Rows::find(k, BLOCK_M, Order::HeadByHead));
         let place = Place::new(k, 16);
         let params = SoftmaxParams::read(k, spec);
         let softmax = OnlineSoftmax::new(k, params, 1);

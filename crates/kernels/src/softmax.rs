@@ -21,23 +21,52 @@ pub(crate) const FUSED_UP_TO: f32 = 4096.0;
 pub(crate) struct SoftmaxParams {
     exp_scale: Reg<F32>,
     tanh_scale: Option<Reg<F32>>,
+    /// With scaled scores, the scale and the softcap.
+    scaled: Option<(Reg<F32>, Option<Reg<F32>>)>,
 }
+
+/// Where a kernel's parameters have the numbers of [`SoftmaxParams`].
+pub(crate) struct ScoreHandles<P> {
+    pub exp_scale: ParamHandle<P, f32>,
+    pub tanh_scale: ParamHandle<P, f32>,
+    pub scale: ParamHandle<P, f32>,
+    pub softcap: ParamHandle<P, f32>,
+}
+
+/// tanh x / x − 1 over x², as a polynomial of x² for |x| up to 1, the highest power first: relative error of tanh under
+/// 8e-8.
+const TANH_POLYNOMIAL: [f32; 7] = [
+    -0.000_355_741_18,
+    0.002_291_876_8,
+    -0.007_933_086,
+    0.021_477_833,
+    -0.053_876_76,
+    0.133_322_95,
+    -0.333_332_93,
+];
 
 impl SoftmaxParams {
     /// Reads them from the launch.
     pub fn read(k: &mut KernelBuilder, spec: &Spec) -> Self {
-        Self::read_from(k, spec, [FwdParams::exp_scale, FwdParams::tanh_scale])
+        let handles = ScoreHandles {
+            exp_scale: FwdParams::exp_scale,
+            tanh_scale: FwdParams::tanh_scale,
+            scale: FwdParams::scale,
+            softcap: FwdParams::softcap,
+        };
+        Self::read_from(k, spec, &handles)
     }
 
     /// Reads them from these parameters.
-    pub fn read_from<P: KernelParams>(
-        k: &mut KernelBuilder,
-        spec: &Spec,
-        [exp_scale, tanh_scale]: [ParamHandle<P, f32>; 2],
-    ) -> Self {
-        let exp_scale = k.param(exp_scale);
-        let tanh_scale = spec.softcap.then(|| k.param(tanh_scale));
-        Self { exp_scale, tanh_scale }
+    pub fn read_from<P: KernelParams>(k: &mut KernelBuilder, spec: &Spec, handles: &ScoreHandles<P>) -> Self {
+        let exp_scale =
+            if spec.scaled_scores { k.mov_f32(std::f32::consts::LOG2_E) } else { k.param(handles.exp_scale) };
+        let tanh_scale = spec.softcap.then(|| k.param(handles.tanh_scale));
+        let scaled = spec.scaled_scores.then(|| {
+            let scale = k.param(handles.scale);
+            (scale, spec.softcap.then(|| k.param(handles.softcap)))
+        });
+        Self { exp_scale, tanh_scale, scaled }
     }
 
     /// What a score is multiplied with before the exponential of base 2.
@@ -45,18 +74,28 @@ impl SoftmaxParams {
         self.exp_scale
     }
 
-    /// The score of a dot product: itself, or with a softcap the tanh of it scaled.
-    ///
-    /// tanh x = 1 − 2 / (1 + e^2x): two fast instructions with an absolute error near 1e-7, where tanh.approx
-    /// has 5e-4, which the exponential after it would multiply with the softcap.
-    pub fn score(&self, k: &mut KernelBuilder, dot: Reg<F32>) -> Reg<F32> {
-        let Some(scale) = self.tanh_scale else { return dot };
-        let x = k.mul_f32(dot, scale);
-        let exponent = k.mul_f32(x, 2.0 * std::f64::consts::LOG2_E);
-        let power = k.ex2_approx_ftz_f32(exponent);
-        let sum = k.add_f32(power, 1.0);
-        let inverse = k.rcp_approx_ftz_f32(sum);
-        k.fma_f32(inverse, -2.0, 1.0)
+    /// Turns dot products into scores, in place.
+    pub fn score(&self, k: &mut KernelBuilder, dots: &[Reg<F32>]) {
+        match (self.scaled, self.tanh_scale) {
+            (None, None) => {}
+            (None, Some(tanh_scale)) => {
+                for &dot in dots {
+                    let x = k.mul_f32(dot, tanh_scale);
+                    k.set(dot, |k| tanh_beside_one(k, x));
+                }
+            }
+            (Some((scale, None)), _) | (Some((scale, _)), None) => {
+                for &dot in dots {
+                    k.set(dot, |k| k.mul_f32(dot, scale));
+                }
+            }
+            // A few at a time, so that what they need in between fits the registers.
+            (Some((scale, Some(softcap))), Some(tanh_scale)) => {
+                for dots in dots.chunks(16) {
+                    cap(k, dots, [scale, softcap, tanh_scale]);
+                }
+            }
+        }
     }
 
     /// What scores are taken relative to: the row's maximum; 0 for a row that has seen no key, so that −∞ − −∞ does
@@ -118,9 +157,65 @@ impl SoftmaxParams {
         let reference = Self::reference(k, max, false);
         let log = k.lg2_approx_ftz_f32(sum);
         let log = if shift == 0.0 { log } else { k.add_f32(log, shift) };
+        if self.scaled.is_some() {
+            return k.fma_f32(log, std::f64::consts::LN_2, reference);
+        }
         let total = k.fma_f32(reference, self.exp_scale, log);
         k.mul_f32(total, std::f64::consts::LN_2)
     }
+}
+
+/// Turns dot products into softcap · tanh(scale · dot / softcap), in place.
+fn cap(k: &mut KernelBuilder, dots: &[Reg<F32>], [scale, softcap, tanh_scale]: [Reg<F32>; 3]) {
+    // |x| below 1: tanh x as x · (1 + x² · P(x²)), so that its error is relative however large the softcap is.
+    let small = |k: &mut KernelBuilder, dot: Reg<F32>, x: Reg<F32>| {
+        let score = k.mul_f32(dot, scale);
+        let square = k.mul_f32(x, x);
+        let [highest, rest @ ..] = TANH_POLYNOMIAL;
+        let start = k.mov_f32(highest);
+        let p = rest.into_iter().fold(start, |p, coefficient| k.fma_f32(p, square, coefficient));
+        let p = k.mul_f32(p, square);
+        k.fma_f32(score, p, score)
+    };
+    // From 1 on, of |x|, where the error of the quotient is smallest.
+    let large = |k: &mut KernelBuilder, x: Reg<F32>| {
+        let size = k.abs_f32(x);
+        let tanh = tanh_beside_one(k, size);
+        let score = k.mul_f32(tanh, softcap);
+        k.copysign_f32(x, score)
+    };
+    let xs: Vec<Reg<F32>> = dots.iter().map(|&dot| k.mul_f32(dot, tanh_scale)).collect();
+    let sizes: Vec<Reg<F32>> = xs.iter().map(|&x| k.abs_f32(x)).collect();
+    // NaN is not below 1 either, but a maximum would lose it.
+    let every = sizes.iter().map(|&size| k.setp_lt_f32(size, 1.0)).collect::<Vec<_>>();
+    let all = every.into_iter().reduce(|all, one| k.and_pred(all, one)).expect("at least one score");
+    let all = k.vote_all(all);
+    k.if_else(
+        all,
+        |k| {
+            for (&dot, &x) in dots.iter().zip(&xs) {
+                k.set(dot, |k| small(k, dot, x));
+            }
+        },
+        |k| {
+            for (&dot, &x) in dots.iter().zip(&xs) {
+                let (small, large) = (small(k, dot, x), large(k, x));
+                let size = k.abs_f32(x);
+                let is_small = k.setp_lt_f32(size, 1.0);
+                k.set(dot, |k| k.selp_f32(small, large, is_small));
+            }
+        },
+    );
+}
+
+/// tanh x = 1 − 2 / (1 + e^2x): two fast instructions with an absolute error near 1e-7, where tanh.approx has 5e-4, which
+/// the exponential after it would multiply with the softcap.
+fn tanh_beside_one(k: &mut KernelBuilder, x: Reg<F32>) -> Reg<F32> {
+    let exponent = k.mul_f32(x, 2.0 * std::f64::consts::LOG2_E);
+    let power = k.ex2_approx_ftz_f32(exponent);
+    let sum = k.add_f32(power, 1.0);
+    let inverse = k.rcp_approx_ftz_f32(sum);
+    k.fma_f32(inverse, -2.0, 1.0)
 }
 
 /// How the score of a row becomes a probability; rows are counted over tiles and halves.

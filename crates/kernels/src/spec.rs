@@ -8,6 +8,18 @@ pub enum Dtype {
     F16,
     /// bfloat16.
     Bf16,
+    /// IEEE single precision, which only the scalar kernel takes.
+    F32,
+}
+
+impl Dtype {
+    /// Bytes of an element.
+    pub const fn size(self) -> u32 {
+        match self {
+            Dtype::F16 | Dtype::Bf16 => 2,
+            Dtype::F32 => 4,
+        }
+    }
 }
 
 /// What a kernel is compiled for. What a problem does not ask for costs nothing: it is not emitted.
@@ -15,9 +27,9 @@ pub enum Dtype {
 pub struct Spec {
     /// The element type.
     pub dtype: Dtype,
-    /// Elements of a query and of a key: a multiple of 8, at most 256.
+    /// Elements of a query and of a key; the kernels with tensor cores take multiples of 8 up to 256.
     pub head_dim: u32,
-    /// Elements of a value and of an output row: a multiple of 8, at most 256.
+    /// Elements of a value and of an output row, likewise.
     pub head_dim_v: u32,
     /// Whether a query sees only so many keys before its own place.
     pub left: bool,
@@ -27,6 +39,9 @@ pub struct Spec {
     pub top_left: bool,
     /// Whether scores go through softcap · tanh(score / softcap).
     pub softcap: bool,
+    /// Whether scores are scaled before the softmax, rather than within its exponential. It costs a few instructions
+    /// per score, and is right for every scale and softcap; see [`Spec::needs_scaled_scores`].
+    pub scaled_scores: bool,
     /// Whether each batch entry has a key length of its own.
     pub key_lengths: bool,
     /// Whether several query heads share one kv head.
@@ -35,8 +50,12 @@ pub struct Spec {
     pub lse: bool,
 }
 
-/// The largest head dim of the kernels.
+/// The largest head dim of the kernels with tensor cores.
 pub const MAX_HEAD_DIM: u32 = 256;
+
+/// The largest softcap whose error is far below that of 16-bit probabilities when it is computed the fast way: models
+/// use 15 to 50.
+const MAX_FAST_SOFTCAP: f32 = 64.0;
 
 impl Spec {
     /// Full attention with one head dim, nothing else.
@@ -49,6 +68,7 @@ impl Spec {
             right: false,
             top_left: false,
             softcap: false,
+            scaled_scores: false,
             key_lengths: false,
             grouped: false,
             lse: false,
@@ -63,6 +83,17 @@ impl Spec {
     /// The same with lse written.
     pub fn with_lse(self) -> Self {
         Self { lse: true, ..self }
+    }
+
+    /// Whether this scale and softcap need [`Spec::scaled_scores`].
+    ///
+    /// The fast way computes `softcap · (1 − 2 / (1 + e^2x))`, whose error is that of f32 beside 1 times the softcap. And
+    /// it multiplies with `scale · log2 e` what may be −∞, so that must be finite and above 0.
+    pub fn needs_scaled_scores(dtype: Dtype, scale: f32, softcap: Option<f32>) -> bool {
+        let factor = softcap.unwrap_or(scale) * std::f32::consts::LOG2_E;
+        let fast = factor.is_normal() && factor > 0.0 && softcap.is_none_or(|cap| cap <= MAX_FAST_SOFTCAP);
+        // In f32 the error of the fast tanh would be seen under any softcap.
+        !fast || dtype == Dtype::F32
     }
 
     /// Whether some queries may not see some keys that exist.

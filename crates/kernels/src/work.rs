@@ -53,6 +53,24 @@ impl Rows {
         Self { batch, head, len_q: k.param(FwdParams::len_q), first_row: k.mul_lo_u32(block, rows) }
     }
 
+    /// The same where blocks lie in one row, so that batch entries and heads are as many as there may be blocks.
+    pub fn find_in_row(k: &mut KernelBuilder, rows: u32) -> Self {
+        let len_q = k.param(FwdParams::len_q);
+        let heads = k.param(FwdParams::heads);
+        let tile = k.ctaid_x();
+        let past = k.add_u32(len_q, rows - 1);
+        let head_tiles = k.div_u32(past, rows);
+        let all_heads = k.div_u32(tile, head_tiles);
+        let batch = k.div_u32(all_heads, heads);
+        let remainder = |k: &mut KernelBuilder, n: Reg<B32>, quotient: Reg<B32>, by: Reg<B32>| {
+            let whole = k.mul_lo_u32(quotient, by);
+            k.sub_u32(n, whole)
+        };
+        let block = remainder(k, tile, all_heads, head_tiles);
+        let head = remainder(k, all_heads, batch, heads);
+        Self { batch, head, len_q, first_row: k.mul_lo_u32(block, rows) }
+    }
+
     /// The output of this head.
     pub fn o(&self, k: &mut KernelBuilder) -> Reg<B64> {
         head_address(k, FwdParams::o, FwdParams::o_batch, FwdParams::o_head, self.batch, self.head)
@@ -115,10 +133,10 @@ fn head_address(
 }
 
 impl Work {
-    /// Reads the parameters and finds this block's part, for blocks of so many rows.
-    pub fn begin(k: &mut KernelBuilder, spec: &Spec, rows: u32, order: Order) -> Self {
+    /// Reads the parameters and finds this block's part.
+    pub fn begin(k: &mut KernelBuilder, spec: &Spec, find: impl FnOnce(&mut KernelBuilder) -> Rows) -> Self {
         k.section("work: which rows of which head");
-        let rows = Rows::find(k, rows, order);
+        let rows = find(k);
         let Rows { batch, head, len_q, .. } = rows;
         let kv_head = if spec.grouped {
             let group = k.param(FwdParams::group);

@@ -28,8 +28,36 @@ fn specs() -> Vec<Spec> {
             ..new(96).causal().with_lse()
         },
         Spec { head_dim_v: 72, top_left: true, ..new(40).causal() },
+        Spec { softcap: true, scaled_scores: true, ..new(128).causal().with_lse() },
         new(8),
     ]
+}
+
+#[test]
+fn the_scalar_kernel_assembles_for_what_tensor_cores_do_not_take() {
+    let spec = |dtype, head_dim, head_dim_v| Spec {
+        head_dim_v,
+        softcap: true,
+        scaled_scores: true,
+        ..Spec::new(dtype, head_dim).causal().with_lse()
+    };
+    let specs = [
+        spec(Dtype::F32, 64, 64),
+        spec(Dtype::F32, 1024, 1024),
+        spec(Dtype::F16, 1, 1023),
+        spec(Dtype::Bf16, 59, 7),
+    ];
+    let work: Vec<_> = specs
+        .into_iter()
+        .flat_map(|spec| [Target::Sm80, Target::Sm89, Target::Sm90a].map(|target| (spec, target)))
+        .map(|(spec, target)| (Kernel::Scalar.default_schedule(&spec, target).unwrap(), spec, target))
+        .collect();
+    assert_eq!(assemble_all(&work), 12);
+    for kernel in [Kernel::Sm80Mma, Kernel::Sm80Fwd, Kernel::Sm90Fwd] {
+        for spec in specs {
+            assert!(kernel.default_schedule(&spec, Target::Sm90a).is_err(), "{kernel} for {spec:?}");
+        }
+    }
 }
 
 /// The faults of a schedule for a spec and a target, as ptxas sees them; `None` where the schedule is refused

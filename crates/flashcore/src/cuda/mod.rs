@@ -314,10 +314,25 @@ impl Cuda {
         if repeatable && let Some(launched) = self.shared.calls.again(&key, |made| self.launch_again(made)) {
             return launched;
         }
-        for (name, raw) in [(Name::Q, &call.q), (Name::K, &call.k), (Name::V, &call.v), (Name::O, &call.o)] {
-            self.check_alignment(name, raw)?;
-        }
         self.check_memory(call)?;
+        let scalar =
+            matches!(self.choice, Choice::Kernel(Kernel::Scalar) | Choice::Schedule(Schedule::Scalar(_)));
+        let launched = match self.misaligned(call) {
+            Some(misaligned) if !scalar => Err(misaligned),
+            _ => self.run_as(call, &key),
+        };
+        match launched {
+            // Whether it comes to this follows from the addresses and strides, which are part of the call's key.
+            Err(Error::Alignment { .. } | Error::Unsupported { .. }) if self.choice == Choice::Planner => {
+                self.with_kernel(Kernel::Scalar).run_as(call, &key)
+            }
+            launched => launched,
+        }
+    }
+
+    /// Launches the kernel that this device chooses, and remembers the call by a key.
+    fn run_as(&self, call: &Call<'_>, key: &CallKey) -> Result<()> {
+        let repeatable = call.key_lengths.is_none();
         let at = |raw: &Raw| (raw.ptr as u64, raw.layout);
         let lengths = call.key_lengths.map(|values| self.store_lengths(values)).transpose()?;
         let addresses = Addresses {
@@ -331,7 +346,7 @@ impl Cuda {
         let (ready, packed) = self.pack(&call.problem, &addresses)?;
         self.launch(&ready, &packed)?;
         if repeatable {
-            self.shared.calls.remember(&key, ready, packed);
+            self.shared.calls.remember(key, ready, packed);
         }
         // The lengths must outlive the kernel. Memory of a pool is freed in stream order, behind it.
         let freed_at_once = lengths.is_some() && !self.shared.context.properties().memory_pools;
@@ -397,21 +412,21 @@ impl Cuda {
             .map_err(|error| self.error(&error))
     }
 
-    fn check_alignment(&self, tensor: Name, raw: &Raw) -> Result<()> {
-        let size = raw.dtype.size();
-        let [batch, head, row, _] = raw.layout.strides.map(|stride| stride * size);
-        let misaligned = [
-            ("address", raw.ptr as usize),
-            ("batch stride", batch),
-            ("head stride", head),
-            ("row stride", row),
-        ]
-        .into_iter()
-        .find(|(_, value)| !value.is_multiple_of(ALIGNMENT));
-        if let Some((what, given)) = misaligned {
-            return Err(Error::Alignment { tensor, what, given, needed: ALIGNMENT, device: self.name() });
-        }
-        Ok(())
+    /// What is not aligned as the kernels with tensor cores need it, if anything.
+    fn misaligned(&self, call: &Call<'_>) -> Option<Error> {
+        let tensors = [(Name::Q, &call.q), (Name::K, &call.k), (Name::V, &call.v), (Name::O, &call.o)];
+        tensors.into_iter().find_map(|(tensor, raw)| {
+            let size = raw.dtype.size();
+            let [batch, head, row, _] = raw.layout.strides.map(|stride| stride * size);
+            let numbers = [
+                ("address", raw.ptr as usize),
+                ("batch stride", batch),
+                ("head stride", head),
+                ("row stride", row),
+            ];
+            let (what, given) = numbers.into_iter().find(|(_, value)| !value.is_multiple_of(ALIGNMENT))?;
+            Some(Error::Alignment { tensor, what, given, needed: ALIGNMENT, device: self.name() })
+        })
     }
 
     fn name(&self) -> String {

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     Sm90Params, Spec,
     fragment::{Acc, a_operands, matrix_ty, pack},
-    softmax::SoftmaxParams,
+    softmax::{ScoreHandles, SoftmaxParams},
 };
 
 /// Named barriers: 0 is the block's; then one a warpgroup for its turn at the tensor cores, one a warpgroup for its
@@ -68,7 +68,13 @@ impl<'a> Consumer<'a> {
         let g = k.shr_u32(lane, 2u32);
         let row = k.mad_lo_u32(warp, 16u32, g);
         let t = k.and_b32(lane, 3u32);
-        let params = SoftmaxParams::read_from(k, spec, [Sm90Params::exp_scale, Sm90Params::tanh_scale]);
+        let handles = ScoreHandles {
+            exp_scale: Sm90Params::exp_scale,
+            tanh_scale: Sm90Params::tanh_scale,
+            scale: Sm90Params::scale,
+            softcap: Sm90Params::softcap,
+        };
+        let params = SoftmaxParams::read_from(k, spec, &handles);
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
         let tiles = |k: &mut KernelBuilder, slots, bytes, bars| {
             let ring = Ring::consumer(k, slots, bytes, bars, stages);
@@ -253,7 +259,7 @@ impl<'a> Consumer<'a> {
         self.give_back_queries(k, owed);
         k.wgmma_wait(0);
         self.give_back(k, &self.k);
-        self.softcap(k);
+        self.params.score(k, &self.scores);
         let first_full = self.spec.left.then(|| {
             let up = k.add_u32(keys.range.full_begin, block_n - 1);
             k.div_u32(up, block_n)
@@ -352,7 +358,7 @@ impl<'a> Consumer<'a> {
         self.end_turn(k);
         k.wgmma_wait(1);
         self.give_back(k, &self.k);
-        self.softcap(k);
+        self.params.score(k, &self.scores);
         if masked {
             self.mask(k, tile, at);
         }
@@ -408,14 +414,6 @@ impl<'a> Consumer<'a> {
         let free = ring.free(k);
         k.when(self.first_lane, |k| k.mbarrier_arrive(free));
         ring.advance(k);
-    }
-
-    fn softcap(&self, k: &mut KernelBuilder) {
-        if self.spec.softcap {
-            for &score in &self.scores {
-                k.set(score, |k| self.params.score(k, score));
-            }
-        }
     }
 
     fn mask(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
