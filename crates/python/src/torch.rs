@@ -114,7 +114,11 @@ pub fn torch_attention<'py>(
     }
     let [q_sizes, k_sizes, v_sizes] = inputs.each_ref().map(Array::sizes);
     let heads = if options.order == Order::HeadsFirst { 1 } else { 2 };
-    if q_sizes[0] != k_sizes[0] || q_sizes[0] != v_sizes[0] || (!grouped && q_sizes[heads] != k_sizes[heads])
+    let same = |dim: usize, [a, b]: [&[i64]; 2]| a[dim] == b[dim];
+    if !same(0, [q_sizes, k_sizes])
+        || !same(0, [q_sizes, v_sizes])
+        || !same(heads, [k_sizes, v_sizes])
+        || (!grouped && !same(heads, [q_sizes, k_sizes]))
     {
         return decline();
     }
