@@ -80,7 +80,7 @@ def _positive(query: Tensor, scale: float) -> tuple[Tensor, float]:
     """The same scores with a scale above 0, which is what the kernels take."""
     if scale < 0.0:
         return -query, -scale
-    return (torch.zeros_like(query), 1.0) if scale == 0.0 else (query, scale)
+    return (query * 0.0, 1.0) if scale == 0.0 else (query, scale)
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: float | None, softcap: float = 0.0) -> Tensor:
