@@ -62,8 +62,8 @@ def arrays(q: Tensor, x: npt.NDArray[np.float32], lse: bool) -> None:
 def mistakes(q: Tensor) -> None:
     """Errors that a checker must see."""
     flashcore_attn.flash_attn_fun(q, q, q)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-    flash_attn_func(q, q, q, window_size=3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    flash_attn_func(q, q, q, window_size=3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     flash_attn_func(q, q, q, num_split=3)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     flash_attn_func(q, q, q)[1].shape.foo  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
-    attention(q, q, q, layout="sbhd")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    attention(q, q, q, layout="sbhd")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     attention(q, q, q).foo  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
