@@ -11,13 +11,13 @@ use std::{
 
 use flashcore::{DType, DeviceLengths, Error, Layout, Name, Place, Tensor, TensorMut};
 use pyo3::{
-    exceptions::PyTypeError,
+    exceptions::{PyBufferError, PyTypeError},
     intern,
     prelude::*,
     types::{PyCapsule, PyDict, PyType},
 };
 
-use crate::{dlpack, errors};
+use crate::{dlpack, errors, prepare};
 
 /// The most dimensions that a call takes. Of an array with more, only the number is known.
 const MAX_RANK: usize = 4;
@@ -176,7 +176,8 @@ impl<'py> Array<'py> {
             // Producers older than version 1 do not know the argument.
             Err(error) if error.is_instance_of::<PyTypeError>(py) => method.call((), Some(&plain)),
             result => result,
-        }?
+        }
+        .map_err(|error| unshared(py, name, error))?
         .cast_into::<PyCapsule>()
         .map_err(|_| errors::contract(py, &format!("{name} has a __dlpack__ that returns no capsule")))?;
         let (tensor, read_only) = managed(&capsule)?;
@@ -235,6 +236,16 @@ impl<'py> Array<'py> {
     /// lie two apart.
     pub fn has_rows(&self) -> bool {
         self.rank == 4 && self.strides[3] == 1 && self.sizes[3] > 1
+    }
+
+    /// Whether it is of a type that the kernels know, and nothing has to be done with it first.
+    pub fn is_ready(&self) -> bool {
+        let known = matches!(
+            (self.dtype.code, self.dtype.bits, self.dtype.lanes),
+            (dlpack::FLOAT | dlpack::BFLOAT, 16, 1) | (dlpack::FLOAT, 32, 1)
+        );
+        let bytes = i64::from(self.dtype.bits) / 8;
+        known && prepare::step(!self.on_host(), bytes, self.sizes, self.strides, self.data.addr()).is_none()
     }
 
     /// The first element.
@@ -402,6 +413,18 @@ fn first(values: &[i64]) -> [i64; MAX_RANK] {
 
 fn wrong_dtype(name: Name, given: &str) -> String {
     format!("{name} is {given}, possible are float16, bfloat16 and float32. Convert {name} to one of them")
+}
+
+/// What a producer says that cannot share an array, as a violation of the contract.
+fn unshared(py: Python<'_>, name: Name, error: PyErr) -> PyErr {
+    if !error.is_instance_of::<PyBufferError>(py) {
+        return error;
+    }
+    let text =
+        format!("{name} does not share its memory: {}. Give an array of floats that does", error.value(py));
+    let raised = errors::contract(py, &text);
+    raised.set_cause(py, Some(error));
+    raised
 }
 
 fn wrong_device(name: Name, given: &str) -> String {

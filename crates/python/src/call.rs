@@ -4,7 +4,12 @@ use flashcore::{Name, Place, Problem, plan};
 use flashcore_driver::Driver;
 use pyo3::{prelude::*, types::PyDict};
 
-use crate::{arrays::Array, devices, errors, lengths::Lengths, options::Options};
+use crate::{
+    arrays::Array,
+    devices, errors,
+    lengths::Lengths,
+    options::{self, Options},
+};
 
 /// Runs a call on arrays that were read.
 pub fn execute(
@@ -53,8 +58,8 @@ pub fn run(
     mask: &str,
     left: Option<usize>,
     right: Option<usize>,
-    scale: Option<f64>,
-    softcap: f64,
+    #[pyo3(from_py_with = options::scale)] scale: Option<f64>,
+    #[pyo3(from_py_with = options::softcap)] softcap: f64,
     layout: &str,
 ) -> PyResult<()> {
     let py = q.py();
@@ -109,8 +114,8 @@ pub fn check(
     mask: &str,
     left: Option<usize>,
     right: Option<usize>,
-    scale: Option<f64>,
-    softcap: f64,
+    #[pyo3(from_py_with = options::scale)] scale: Option<f64>,
+    #[pyo3(from_py_with = options::softcap)] softcap: f64,
     layout: &str,
 ) -> PyResult<String> {
     let py = q.py();
@@ -136,8 +141,8 @@ pub fn explain(
     mask: &str,
     left: Option<usize>,
     right: Option<usize>,
-    scale: Option<f64>,
-    softcap: f64,
+    #[pyo3(from_py_with = options::scale)] scale: Option<f64>,
+    #[pyo3(from_py_with = options::softcap)] softcap: f64,
     layout: &str,
     target: Option<&str>,
 ) -> PyResult<String> {

@@ -1,7 +1,7 @@
 //! FlashCore for Python: the extension module `flashcore_attn._native`.
 //!
-//! It reads arrays without a copy (`arrays`), recognises masks (`masks`), and runs calls (`call`, and `torch` for
-//! the thin path); what a user sees is the Python around it.
+//! It reads arrays without a copy (`arrays`), recognises masks (`masks`), says what torch has to copy first
+//! (`prepare`), and runs calls (`call`, and `torch` for the thin path); what a user sees is the Python around it.
 
 mod arrays;
 mod call;
@@ -11,6 +11,7 @@ mod errors;
 mod lengths;
 mod masks;
 mod options;
+mod prepare;
 mod torch;
 
 /// The functions behind the package `flashcore_attn`.
@@ -22,6 +23,8 @@ mod _native {
     use crate::call::{check, explain, machine, run};
     #[pymodule_export]
     use crate::masks::recognise_mask;
+    #[pymodule_export]
+    use crate::prepare::preparation;
     #[pymodule_export]
     use crate::torch::{bind_torch, torch_attention};
 

@@ -5,7 +5,7 @@
 //! else is refused with the reason.
 #![allow(unsafe_code)] // Reads elements through strides.
 
-use std::ops::Range;
+use std::{cell::Cell, cmp::Ordering, ops::Range};
 
 use flashcore::{
     Mask, Name,
@@ -21,14 +21,20 @@ struct Pattern {
     /// The keys of each batch entry (one for all if the mask is the same for all) that any query sees.
     keys: Vec<Range<usize>>,
     mask: Mask,
+    /// The finite number nearest to zero that hides a key; −∞ if none does.
+    weakest: f64,
 }
+
+/// A score that is this much below another has no weight beside it: its exponential is 0 in f32.
+const WEIGHTLESS: f64 = 104.0;
 
 /// What one element says of a key.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Sight {
     Seen,
     Hidden,
-    /// Hidden by the lowest finite number rather than −∞: the same, but for a query that sees no key.
+    /// Hidden by a finite number rather than −∞: the same where scores are far closer together than that number is
+    /// low, but for a query that sees no key.
     HiddenFinitely,
 }
 
@@ -37,6 +43,8 @@ struct View<'a> {
     array: &'a Array<'a>,
     sizes: [usize; 4],
     strides: [isize; 4],
+    /// The finite number nearest to zero that was met and hides a key.
+    weakest: Cell<f64>,
 }
 
 impl<'a> View<'a> {
@@ -56,17 +64,22 @@ impl<'a> View<'a> {
                 sizes[dim] = 1;
             }
         }
-        Ok(Self { array, sizes, strides })
+        Ok(Self { array, sizes, strides, weakest: Cell::new(f64::NEG_INFINITY) })
     }
 
     fn sight(&self, at: [usize; 4]) -> Result<Sight, String> {
         let offset: isize = at.iter().zip(&self.strides).map(|(&i, &stride)| i as isize * stride).sum();
         let data = self.array.data();
-        let float = |value: f32, lowest: f32| match value {
+        let float = |value: f64| match value {
             0.0 => Ok(Sight::Seen),
-            f32::NEG_INFINITY => Ok(Sight::Hidden),
-            _ if value == lowest => Ok(Sight::HiddenFinitely),
-            _ => Err(format!("it adds {value} to a score, possible are 0 and -inf: a bias is not fused")),
+            f64::NEG_INFINITY => Ok(Sight::Hidden),
+            _ if value <= -WEIGHTLESS => {
+                self.weakest.set(self.weakest.get().max(value));
+                Ok(Sight::HiddenFinitely)
+            }
+            _ => Err(format!(
+                "it adds {value} to a score, possible are 0 and -inf, or a number as low: a bias is not fused"
+            )),
         };
         // SAFETY: the index is inside the sizes that the array's owner gave for its memory.
         unsafe {
@@ -74,13 +87,10 @@ impl<'a> View<'a> {
                 (dlpack::BOOL, 8) => {
                     Ok(if data.offset(offset).read() != 0 { Sight::Seen } else { Sight::Hidden })
                 }
-                (dlpack::FLOAT, 32) => float(data.cast::<f32>().offset(offset).read(), f32::MIN),
-                (dlpack::FLOAT, 16) => {
-                    float(data.cast::<f16>().offset(offset).read().to_f32(), f16::MIN.to_f32())
-                }
-                (dlpack::BFLOAT, 16) => {
-                    float(data.cast::<bf16>().offset(offset).read().to_f32(), bf16::MIN.to_f32())
-                }
+                (dlpack::FLOAT, 64) => float(data.cast::<f64>().offset(offset).read()),
+                (dlpack::FLOAT, 32) => float(data.cast::<f32>().offset(offset).read().into()),
+                (dlpack::FLOAT, 16) => float(data.cast::<f16>().offset(offset).read().into()),
+                (dlpack::BFLOAT, 16) => float(data.cast::<bf16>().offset(offset).read().into()),
                 _ => Err("it is neither bool nor of the type of q".into()),
             }
         }
@@ -103,7 +113,7 @@ impl<'a> View<'a> {
         }
         if seen.is_none() && finite {
             return Err(format!(
-                "query {q} sees no key, which the lowest finite number turns into all keys equally; use -inf or bool"
+                "query {q} sees no key, and a finite number hides none where there is no other; use -inf or bool"
             ));
         }
         Ok(seen.unwrap_or(0..0))
@@ -176,31 +186,59 @@ fn recognise(view: &View<'_>, len_q: usize) -> Result<Pattern, String> {
     };
     let found = candidates.into_iter().find(|&mask| follows(mask));
     match found.or_else(|| window().filter(|&mask| follows(mask))) {
-        Some(mask) => Ok(Pattern { keys, mask }),
+        Some(mask) => Ok(Pattern { keys, mask, weakest: view.weakest.get() }),
         None => Err("what it hides is neither padding nor causal nor a window".into()),
+    }
+}
+
+/// The lowest finite number of a mask's type, which hides whatever the scores are.
+fn lowest(array: &Array<'_>) -> f64 {
+    match (array.dtype.code, array.dtype.bits) {
+        (dlpack::FLOAT, 16) => f16::MIN.into(),
+        (dlpack::BFLOAT, 16) => bf16::MIN.into(),
+        (dlpack::FLOAT, 32) => f32::MIN.into(),
+        _ => f64::MIN,
     }
 }
 
 /// The numbers behind a mask: the first key and the end of the keys of each batch entry, the mask's name and the
 /// window's sides.
+///
+/// `reach` says how low a number must be to hide any key of this call. It is asked only where a finite number is to
+/// hide one; without it only the lowest number of the mask's type does.
 #[pyfunction]
+#[pyo3(signature = (mask, len_q, reach=None))]
 #[allow(clippy::type_complexity)] // One tuple, taken apart where it is received.
 pub fn recognise_mask(
     mask: &Bound<'_, PyAny>,
     len_q: usize,
+    reach: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<(Vec<usize>, Vec<usize>, &'static str, Option<usize>, Option<usize>)> {
     let py = mask.py();
     let array = Array::read(mask, Name::Tensor)?;
     if !array.on_host() {
         return Err(errors::contract(py, "the mask to recognise must lie on the host"));
     }
-    let pattern = View::new(&array).and_then(|view| recognise(&view, len_q));
-    let pattern = pattern.map_err(|reason| {
+    let refuse = |reason: String| {
         let text = format!(
             "attn_mask is not one that FlashCore fuses: {reason}. Use is_causal, a window or key lengths, or torch's own attention for this mask"
         );
         errors::unsupported(py, &text)
-    })?;
+    };
+    let pattern = View::new(&array).and_then(|view| recognise(&view, len_q)).map_err(refuse)?;
+    if pattern.weakest.is_finite() {
+        let needed = match reach {
+            Some(reach) => -reach.call0()?.extract::<f64>()?,
+            None => lowest(&array),
+        };
+        // Not a number is not below anything.
+        if !matches!(pattern.weakest.partial_cmp(&needed), Some(Ordering::Less | Ordering::Equal)) {
+            return Err(refuse(format!(
+                "it adds {} to a score, but only {needed} and lower is sure to hide any key of these; use -inf or bool",
+                pattern.weakest
+            )));
+        }
+    }
     let (name, left, right) = options::of_mask(pattern.mask);
     let (starts, ends) = pattern.keys.into_iter().map(|keys| (keys.start, keys.end)).unzip();
     Ok((starts, ends, name, left, right))

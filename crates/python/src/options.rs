@@ -1,7 +1,11 @@
 //! The options of a call as Python gives them.
 
 use flashcore::{Attention, Mask};
-use pyo3::prelude::*;
+use pyo3::{
+    exceptions::{PyOverflowError, PyTypeError},
+    prelude::*,
+    types::PyBool,
+};
 
 use crate::{arrays::Order, errors};
 
@@ -59,5 +63,32 @@ pub fn of_mask(mask: Mask) -> (&'static str, Option<usize>, Option<usize>) {
         Mask::Causal => ("causal", None, None),
         Mask::CausalTopLeft => ("causal-top-left", None, None),
         Mask::Window { left, right } => ("window", left, right),
+    }
+}
+
+/// Reads the argument `scale`.
+pub fn scale(given: &Bound<'_, PyAny>) -> PyResult<Option<f64>> {
+    if given.is_none() { Ok(None) } else { number("scale", given).map(Some) }
+}
+
+/// Reads the argument `softcap`.
+pub fn softcap(given: &Bound<'_, PyAny>) -> PyResult<f64> {
+    number("softcap", given)
+}
+
+/// A number. A bool is none: it is an argument that got into the wrong place.
+fn number(name: &str, given: &Bound<'_, PyAny>) -> PyResult<f64> {
+    let py = given.py();
+    let value = if given.is_instance_of::<PyBool>() { None } else { Some(given.extract::<f64>()) };
+    match value {
+        Some(Ok(value)) => Ok(value),
+        Some(Err(error)) if error.is_instance_of::<PyOverflowError>(py) => Err(errors::contract(
+            py,
+            &format!("{name} is beyond the largest number, possible is a finite one"),
+        )),
+        _ => Err(PyTypeError::new_err(format!(
+            "{name} is a {}, possible is a number",
+            given.get_type().name()?
+        ))),
     }
 }

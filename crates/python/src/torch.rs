@@ -16,7 +16,7 @@ use crate::{
     arrays::{self, Array, Order},
     call,
     lengths::Lengths,
-    options::Options,
+    options::{self, Options},
 };
 
 /// What of torch the thin path needs, looked up once.
@@ -89,8 +89,8 @@ pub fn torch_attention<'py>(
     left: Option<usize>,
     right: Option<usize>,
     key_lengths: Option<&Bound<'py, PyAny>>,
-    scale: Option<f64>,
-    softcap: f64,
+    #[pyo3(from_py_with = options::scale)] scale: Option<f64>,
+    #[pyo3(from_py_with = options::softcap)] softcap: f64,
     layout: &str,
     with_lse: bool,
     grouped: bool,
@@ -102,13 +102,23 @@ pub fn torch_attention<'py>(
     if !torch.is_plain([q, k, v])? {
         return decline();
     }
-    let inputs = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
-    if !inputs.iter().all(Array::has_rows) {
+    let [Ok(q_in), Ok(k_in), Ok(v_in)] =
+        [(q, Name::Q), (k, Name::K), (v, Name::V)].map(|(tensor, name)| Array::read(tensor, name))
+    else {
+        // Tensors without memory that could be shown, such as torch's "meta" ones.
+        return decline();
+    };
+    let inputs = [q_in, k_in, v_in];
+    if !inputs.iter().all(|input| input.has_rows() && input.is_ready()) {
         return decline();
     }
     let [q_sizes, k_sizes, v_sizes] = inputs.each_ref().map(Array::sizes);
     let heads = if options.order == Order::HeadsFirst { 1 } else { 2 };
-    if q_sizes[0] != k_sizes[0] || q_sizes[0] != v_sizes[0] || (!grouped && q_sizes[heads] != k_sizes[heads])
+    let same = |dim: usize, [a, b]: [&[i64]; 2]| a[dim] == b[dim];
+    if !same(0, [q_sizes, k_sizes])
+        || !same(0, [q_sizes, v_sizes])
+        || !same(heads, [k_sizes, v_sizes])
+        || (!grouped && !same(heads, [q_sizes, k_sizes]))
     {
         return decline();
     }

@@ -51,12 +51,41 @@ def test_an_additive_mask_of_zero_and_minus_infinity_is_the_same(dtype):
     assert recognise_mask(added, 6) == recognise_mask(seen, 6)
 
 
-def test_the_lowest_number_hides_as_minus_infinity_does_where_something_is_seen():
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_the_lowest_number_hides_as_minus_infinity_does_where_something_is_seen(dtype):
     seen = mask_of(1, 6, 9, [(0, 9)], "causal")
-    lowest = np.where(seen, 0.0, np.finfo(np.float32).min).astype(np.float32)
+    lowest = np.where(seen, 0.0, np.finfo(dtype).min).astype(dtype)
     assert recognise_mask(lowest, 6) == recognise_mask(seen, 6)
-    with pytest.raises(UnsupportedError, match="query 0 sees no key, which the lowest finite number turns into"):
-        recognise_mask(np.full((1, 1, 2, 3), np.finfo(np.float32).min, np.float32), 2)
+    with pytest.raises(UnsupportedError, match="query 0 sees no key, and a finite number hides none"):
+        recognise_mask(np.full((1, 1, 2, 3), np.finfo(dtype).min, dtype), 2)
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, -500.0])
+def test_a_low_number_hides_if_it_reaches_below_every_score(low):
+    seen = mask_of(1, 6, 9, [(0, 9)], "causal")
+    added = np.where(seen, 0.0, low).astype(np.float32)
+    assert recognise_mask(added, 6, lambda: -low) == recognise_mask(seen, 6)
+    for reach in (1.001 * -low, float("nan"), float("inf")):
+        with pytest.raises(UnsupportedError, match="is sure to hide any key"):
+            recognise_mask(added, 6, lambda reach=reach: reach)
+    with pytest.raises(UnsupportedError, match="is sure to hide any key"):
+        recognise_mask(added, 6)
+
+
+def test_the_weakest_of_several_low_numbers_decides():
+    added = np.array([[0.0, -1e9, -2e3, -1e30]], np.float32)
+    assert recognise_mask(added, 1, lambda: 2e3) == ([0], [1], "none", None, None)
+    with pytest.raises(UnsupportedError, match="it adds -2000 to a score"):
+        recognise_mask(added, 1, lambda: 1e4)
+
+
+def test_how_far_scores_reach_is_asked_only_where_it_matters():
+    def never():
+        raise AssertionError("asked")
+
+    seen = mask_of(1, 6, 9, [(0, 9)], "causal")
+    for mask in (seen, np.where(seen, 0.0, -np.inf).astype(np.float32)):
+        recognise_mask(mask, 6, never)
 
 
 def test_one_row_for_all_queries_is_padding():
@@ -79,7 +108,8 @@ def test_two_dimensions_are_queries_and_keys():
     [
         (np.array([[True, False, True]]), "query 0 sees keys that do not lie side by side"),
         (np.eye(4, dtype=bool)[[0, 3, 1, 2]], "what it hides is neither padding nor causal nor a window"),
-        (np.array([[0.0, 0.5]], np.float32), "it adds 0.5 to a score, possible are 0 and -inf: a bias is not fused"),
+        (np.array([[0.0, 0.5]], np.float32), "it adds 0.5 to a score, possible are 0 and -inf"),
+        (np.array([[0.0, -100.0]], np.float32), "a bias is not fused"),
         (np.array([[0.0, np.nan]], np.float32), "it adds NaN to a score"),
         (np.ones((1, 1, 1, 4), np.int64), "it is neither bool nor of the type of q"),
         (np.ones((3, 4), bool), "it has 3 queries, but q has 4"),

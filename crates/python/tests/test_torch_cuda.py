@@ -128,18 +128,87 @@ def test_packed_sequences_run_on_a_gpu():
         check(*swapped, mask="causal")
 
 
-def test_what_the_kernels_do_not_take_is_refused():
-    q, k, v = on_gpu(*MISSION, dtype="float32")
-    with pytest.raises(UnsupportedError, match="does not do f32"):
-        sdpa(q, k, v)
-    half = [x.half() for x in (q, k, v)]
-    with pytest.raises(ContractError, match="multiple of 16 bytes"):
-        storage = torch.empty(half[0].numel() + 1, device="cuda", dtype=torch.float16)
-        sdpa(storage[1:].view(half[0].shape), *half[1:])
-    with pytest.raises((ContractError, RuntimeError)):
-        sdpa(half[0], half[1].cpu(), half[2])
+def test_tensors_on_two_devices_are_refused():
+    q, k, v = on_gpu(*MISSION)
+    with pytest.raises(ContractError):
+        sdpa(q, k.cpu(), v, scale=0.1, is_causal=True, enable_gqa=True)
+    with pytest.raises(ContractError):
+        attention(q, k, v.cpu())
     # The device is none the worse for it.
-    check(*half, sdpa(*half))
+    check(q, k, v, sdpa(q, k, v))
+
+
+@pytest.mark.parametrize("head_dim", [1, 5, 59, 111, 250])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_head_dims_that_are_no_multiples_of_eight_run(dtype, head_dim):
+    q, k, v = on_gpu((2, 4, 130, head_dim), (2, 2, 200, head_dim), (2, 2, 200, head_dim), dtype=dtype)
+    for asked, meant in (
+        ({}, {}),
+        ({"causal": True, "softcap": 5.0}, {"mask": "causal", "softcap": 5.0}),
+        ({"window": (40, 3), "scale": 0.2}, {"mask": "window", "left": 40, "right": 3, "scale": 0.2}),
+        ({"causal": True, "key_lengths": [200, 77]}, {"mask": "causal", "key_lengths": [200, 77]}),
+    ):
+        o, lse = attention(q, k, v, return_lse=True, **asked)
+        assert o.shape == q.shape
+        check(q, k, v, o, lse, **meant)
+    ends = torch.tensor([0, 30, 130], dtype=torch.int32, device="cuda")
+    packed = [x[0, :2, :130].transpose(0, 1) for x in (q, k, v)]
+    o = flash_attn_varlen_func(*packed, ends, ends, 100, 100)
+    for part in (slice(0, 30), slice(30, 130)):
+        check(*(x[None, part].transpose(1, 2) for x in (*packed, o)))
+    assert flashcore_attn.can_use(q, k, v)[0]
+
+
+def oddly_laid(x):
+    """The same tensor as it may lie in memory."""
+    yield x.mT.contiguous().mT
+    yield torch.empty(*x.shape[:3], x.size(3) + 4, dtype=x.dtype, device=x.device)[..., : x.size(3)].copy_(x)
+    yield torch.empty(x.numel() + 8, dtype=x.dtype, device=x.device)[1 : x.numel() + 1].view(x.shape).copy_(x)
+
+
+@pytest.mark.filterwarnings("ignore:. is copied")
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 512), ("float32", 64)])
+def test_tensors_may_lie_anyhow(dtype, head_dim):
+    q, k, v = on_gpu(*[(2, 4, 100, head_dim)] * 3, dtype=dtype)
+    for odd in zip(*(list(oddly_laid(x)) for x in (q, k, v))):
+        for tensors in ((odd[0], k, v), (q, odd[1], v), (q, k, odd[2]), odd):
+            check(q, k, v, sdpa(*tensors))
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 512), ("bfloat16", 264), ("float32", 64), ("float32", 59)])
+def test_wide_heads_and_float32_run(dtype, head_dim):
+    q, k, v = on_gpu((2, 4, 70, head_dim), (2, 2, 90, head_dim), (2, 2, 90, head_dim), dtype=dtype)
+    for asked, meant in (
+        ({}, {}),
+        ({"causal": True, "softcap": 5.0}, {"mask": "causal", "softcap": 5.0}),
+        ({"causal": True, "key_lengths": [90, 33]}, {"mask": "causal", "key_lengths": [90, 33]}),
+    ):
+        o, lse = attention(q, k, v, return_lse=True, **asked)
+        check(q, k, v, o, lse, **meant)
+
+
+@pytest.mark.parametrize("shape", [(70_000, 1, 3, 16), (1, 70_000, 3, 16)])
+def test_more_batch_entries_and_heads_than_a_grid_has_rows(shape):
+    q, k, v = on_gpu(*[shape] * 3)
+    o = sdpa(q, k, v, is_causal=True)
+    for x in (slice(0, 50), slice(69_950, None)):
+        part = (x,) if shape[0] > 1 else (slice(None), x)
+        check(*(t[part] for t in (q, k, v, o)), mask="causal-top-left")
+
+
+def test_float64_is_torchs():
+    q, k, v = (x.double() for x in on_gpu(*[(2, 4, 40, 16)] * 3, dtype="float32"))
+    ours, theirs = (f(q, k, v, is_causal=True) for f in (sdpa, F.scaled_dot_product_attention))
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_torch_func_has_the_gradients_of_autograd():
+    q, k, v = (x.requires_grad_() for x in on_gpu(*MISSION))
+    (expected,) = torch.autograd.grad(sdpa(q, k, v).float().square().sum(), q)
+    ours = torch.func.grad(lambda q: sdpa(q, k.detach(), v.detach()).float().square().sum())(q.detach())
+    torch.testing.assert_close(ours, expected)
+    with pytest.raises(UnsupportedError, match="forward mode"):
+        torch.func.jvp(lambda q: sdpa(q, k, v), (q.detach(),), (q.detach(),))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

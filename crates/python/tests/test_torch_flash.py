@@ -7,8 +7,11 @@ from flashcore_attn import (
     UnsupportedError,
     attention,
     flash_attn_func,
+    flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
 from torch_problem import DEVICES, check, draw
@@ -43,6 +46,73 @@ def test_qkvpacked_is_read_where_it_lies():
     assert torch.equal(flash_attn_qkvpacked_func(qkv, causal=True), flash_attn_func(*qkv.unbind(2), causal=True))
     with pytest.raises(ContractError, match="qkv has shape"):
         flash_attn_qkvpacked_func(qkv[:, :, :2])
+
+
+def test_kvpacked_is_read_where_it_lies():
+    q, kv = draw(0, (2, 5, 4, 16), (2, 9, 2, 2, 16))
+    ours = flash_attn_kvpacked_func(q, kv, causal=True, return_attn_probs=True)
+    for ours, expected in zip(ours, flash_attn_func(q, *kv.unbind(2), causal=True, return_attn_probs=True)):
+        assert ours is expected is None or torch.equal(ours, expected)
+    with pytest.raises(ContractError, match="kv has shape"):
+        flash_attn_kvpacked_func(q, kv[:, :, :1])
+
+
+def test_packed_sequences_may_be_packed_twice():
+    ends, ends_q = torch.tensor([0, 3, 9], dtype=torch.int32), torch.tensor([0, 2, 5], dtype=torch.int32)
+    qkv, q = draw(0, (9, 3, 4, 16), (5, 4, 16))
+    ours = flash_attn_varlen_qkvpacked_func(qkv, ends, 6, causal=True)
+    assert torch.equal(ours, flash_attn_varlen_func(*qkv.unbind(1), ends, ends, 6, 6, causal=True))
+    ours = flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], ends_q, ends, 3, 6, causal=True)
+    assert torch.equal(ours, flash_attn_varlen_func(q, *qkv[:, 1:].unbind(1), ends_q, ends, 3, 6, causal=True))
+    with pytest.raises(ContractError, match="qkv has shape"):
+        flash_attn_varlen_qkvpacked_func(qkv[:, 1:], ends, 6)
+    with pytest.raises(ContractError, match="kv has shape"):
+        flash_attn_varlen_kvpacked_func(q, qkv, ends_q, ends, 3, 6)
+
+
+def test_tokens_behind_the_last_sequence_give_zeros():
+    ends = torch.tensor([0, 3, 9], dtype=torch.int32)
+    q, k, v = (x.requires_grad_() for x in draw(0, (12, 4, 16), (15, 2, 16), (15, 2, 16)))
+    o, lse, _ = flash_attn_varlen_func(q, k, v, ends, ends, 6, 6, causal=True, return_attn_probs=True)
+    exact = flash_attn_varlen_func(*(x[:9] for x in (q, k, v)), ends, ends, 6, 6, causal=True)
+    assert torch.equal(o[:9], exact) and (o[9:] == 0).all() and (lse[:, 9:] == -torch.inf).all()
+    grads = torch.autograd.grad(o.square().sum(), (q, k, v))
+    for ours, expected in zip(grads, torch.autograd.grad(exact.square().sum(), (q, k, v))):
+        assert torch.equal(ours, expected)
+    assert all((grad[9:] == 0).all() for grad in grads)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sequences_may_use_only_some_of_their_tokens(causal):
+    ends_q, ends_k = torch.tensor([0, 4, 8, 11]), torch.tensor([0, 6, 12, 17])
+    used_q, used_k = torch.tensor([2, 2, 0]), torch.tensor([5, 5, 3])
+    q, k, v = (x.requires_grad_() for x in draw(0, (11, 4, 16), (17, 2, 16), (17, 2, 16)))
+    o, lse, _ = flash_attn_varlen_func(
+        q, k, v, ends_q, ends_k, 4, 6, causal=causal, return_attn_probs=True, seqused_q=used_q, seqused_k=used_k
+    )
+    grads = torch.autograd.grad(o.square().sum(), (q, k, v))
+    expected = torch.zeros_like(o)
+    for i in range(3):
+        of_q = slice(ends_q[i], ends_q[i] + used_q[i])
+        of_k = slice(ends_k[i], ends_k[i] + used_k[i])
+        if used_q[i]:
+            alone = attention(q[None, of_q], k[None, of_k], v[None, of_k], causal=causal, layout="bshd")
+            expected = torch.cat([expected[: ends_q[i]], alone[0], expected[ends_q[i] + used_q[i] :]])
+    torch.testing.assert_close(o, expected, atol=1e-6, rtol=1e-6)
+    assert (lse[:, 2:4] == -torch.inf).all()
+    for ours, truth in zip(grads, torch.autograd.grad(expected.square().sum(), (q, k, v))):
+        torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ContractError, match="seqused_k says that sequence 1 uses 7 tokens, but it has 6"):
+        flash_attn_varlen_func(q, k, v, ends_q, ends_k, 4, 6, seqused_k=torch.tensor([5, 7, 3]))
+
+
+def test_hints_of_flash_attn_3_change_nothing():
+    q, k, v = draw(0, *[(1, 9, 4, 16)] * 3)
+    expected, ends = flash_attn_func(q, k, v), torch.tensor([0, 9])
+    hints = {"num_splits": 4, "pack_gqa": True, "sm_margin": 8}
+    assert torch.equal(flash_attn_func(q, k, v, **hints, q_descale=None, attention_chunk=0, qv=None), expected)
+    assert torch.equal(flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 9, 9, **hints), expected[0])
+    assert torch.equal(flash_attn_with_kvcache(q, k, v, **hints, scheduler_metadata=None, page_table=None), expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -134,11 +204,26 @@ def test_a_cache_that_overflows_is_refused():
         (lambda x: flash_attn_func(x, x, x, alibi_slopes=torch.ones(4)), "alibi_slopes is a tensor"),
         (lambda x: flash_attn_with_kvcache(x, x, x, block_table=torch.ones(1, 1)), "block_table is a tensor"),
         (lambda x: flash_attn_with_kvcache(x, x, x, rotary_cos=torch.ones(1, 1)), "rotary_cos is a tensor"),
+        (lambda x: flash_attn_func(x, x, x, q_descale=torch.ones(1)), "q_descale is a tensor: there is no float8 here"),
+        (lambda x: flash_attn_func(x, x, x, attention_chunk=4), "attention_chunk is 4: .* Use window_size"),
+        (lambda x: flash_attn_func(x, x, x, qv=x), "qv is a tensor"),
+        (lambda x: flash_attn_with_kvcache(x, x, x, page_table=torch.ones(1, 1)), "page_table is a tensor: caches in"),
+        (lambda x: flash_attn_with_kvcache(x, x, x, cu_seqlens_q=torch.ones(2)), "cu_seqlens_q is a tensor: packed"),
     ],
 )
 def test_what_the_kernels_do_not_do_is_refused(call, option):
     with pytest.raises(UnsupportedError, match=option):
         call(torch.ones(1, 4, 4, 16))
+
+
+def test_arguments_that_flash_attn_3_has_in_other_places_are_not_mistaken():
+    x = torch.ones(1, 4, 4, 16)
+    with pytest.raises(UnsupportedError, match="dropout_p is 0.125"):
+        flash_attn_func(x, x, x, 0.125, True)
+    with pytest.raises(TypeError, match="dropout_p is a NoneType"):
+        flash_attn_func(x, x, x, None, True)
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'num_split'"):
+        flash_attn_func(x, x, x, num_split=3)
 
 
 def test_half_of_a_pair_is_refused():

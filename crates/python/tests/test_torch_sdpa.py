@@ -5,6 +5,7 @@ import itertools
 
 import flashcore_attn
 import pytest
+import rule
 import torch
 import torch.nn.functional as F
 from flashcore_attn import ContractError, UnsupportedError, scaled_dot_product_attention
@@ -153,8 +154,10 @@ def test_views_run_without_a_copy_and_the_output_lies_as_the_query_does(device):
 def test_a_last_dimension_that_is_not_contiguous_is_copied():
     q, k, v = draw(0, (1, 2, 9, 16), (1, 2, 16, 9), (1, 2, 9, 16))
     agree(q, k.transpose(2, 3), v)
-    with pytest.raises(ContractError, match="k has stride 9 in its last dimension"):
-        flashcore_attn.attention(q, k.transpose(2, 3), v)
+    expected = flashcore_attn.attention(q, k.transpose(2, 3).contiguous(), v)
+    assert torch.equal(flashcore_attn.attention(q, k.transpose(2, 3), v), expected)
+    out = torch.empty(1, 2, 16, 9).transpose(2, 3)
+    assert torch.equal(flashcore_attn.attention(q, k.transpose(2, 3), v, out=out), expected)
 
 
 def test_autocast_gives_the_type_that_torch_gives():
@@ -204,7 +207,7 @@ def test_an_output_may_be_given():
 
 def test_tensors_on_different_devices_are_refused():
     q, k, v = draw(0, *[(1, 2, 9, 16)] * 3)
-    with pytest.raises((ContractError, NotImplementedError, RuntimeError)):
+    with pytest.raises(ContractError, match="key lies on meta, but query on cpu. Copy key there"):
         scaled_dot_product_attention(q, k.to("meta"), v)
 
 
@@ -235,10 +238,119 @@ def test_tensors_are_read_without_the_exchange_table_as_well(monkeypatch):
         assert torch.equal(out, flashcore_attn.attention(q, k, v))
 
 
-def test_float64_is_refused_with_what_is_possible():
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({}, {}),
+        ({"causal": True, "softcap": 3.0}, {"mask": "causal", "softcap": 3.0}),
+        ({"window": (3, 1), "scale": 0.3}, {"mask": "window", "left": 3, "right": 1, "scale": 0.3}),
+        ({"key_lengths": [12, 0], "causal": True}, {"mask": "causal", "key_lengths": [12, 0]}),
+    ],
+)
+def test_float64_is_computed_in_float64(options, meant):
+    q, k, v = (x.double() + 1e-9 for x in draw(0, (2, 4, 9, 16), (2, 2, 12, 16), (2, 2, 12, 8)))
+    o, lse = flashcore_attn.attention(q, k, v, return_lse=True, **options)
+    assert o.dtype == lse.dtype == torch.float64
+    truth, true_lse = rule.attention(rule.Problem(q.numpy(), k.numpy(), v.numpy(), **meant))
+    torch.testing.assert_close(o.numpy(), truth, atol=1e-14, rtol=1e-12)
+    torch.testing.assert_close(lse.numpy(), true_lse, atol=1e-13, rtol=1e-12)
+
+
+def test_float64_breaks_the_same_contract():
     q, k, v = (x.double() for x in draw(0, *[(1, 2, 4, 16)] * 3))
-    with pytest.raises(ContractError, match="q is float64, possible are float16, bfloat16 and float32"):
-        scaled_dot_product_attention(q, k, v)
+    for bad in ({"softcap": -1.0}, {"scale": float("nan")}, {"key_lengths": [5]}):
+        with pytest.raises(ContractError):
+            flashcore_attn.attention(q, k, v, **bad)
+    with pytest.raises(ContractError, match="v has length 3"):
+        flashcore_attn.attention(q, k, v[:, :, :3])
+
+
+@pytest.mark.parametrize("scale", [-0.7, -1e-3, 0.0, -0.0, 1])
+def test_a_scale_of_zero_and_below_is_torchs(scale):
+    agree(*draw(0, (2, 4, 5, 16), (2, 4, 9, 16), (2, 4, 9, 16)), scale=scale)
+    agree(*draw(0, (2, 4, 5, 16), (2, 4, 9, 16), (2, 4, 9, 16)), scale=scale, attn_mask=list(masks(2, 5, 9))[3])
+
+
+@pytest.mark.parametrize("dims", [(0, 8), (0, 0), (4, 0)])
+def test_a_head_dim_of_zero_is_torchs(dims):
+    shapes = (2, 4, 5, dims[0]), (2, 4, 9, dims[0]), (2, 4, 9, dims[1])
+    agree(*draw(0, *shapes))
+    agree(*draw(0, *shapes), is_causal=True)
+    ours, theirs = (
+        torch.autograd.grad(f(*leaves).sum(), leaves[2])[0]
+        for f in (scaled_dot_product_attention, F.scaled_dot_product_attention)
+        for leaves in [[x.requires_grad_() for x in draw(0, *shapes)]]
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(6, 5, 16), (2, 9, 16), (2, 9, 8)],
+        [(3, 2, 6, 5, 16), (3, 2, 2, 9, 16), (3, 2, 2, 9, 8)],
+        [(3, 2, 6, 5, 16), (1, 2, 3, 9, 16), (3, 1, 3, 9, 8)],
+        [(2, 6, 5, 16), (2, 2, 9, 16), (2, 3, 9, 8)],
+        [(2, 6, 5, 16), (2, 9, 16), (1, 9, 8)],
+        [(1, 6, 5, 16), (2, 2, 9, 16), (2, 2, 9, 8)],
+    ],
+)
+def test_grouped_heads_in_any_number_of_dimensions(shapes):
+    tensors = draw(0, *shapes)
+    q, k, v = tensors
+    # torch's function takes some of these only with the heads repeated before.
+    repeated = [x.repeat_interleave(q.size(-3) // x.size(-3), -3) for x in (k, v)]
+    for options in ({}, {"is_causal": True}, {"attn_mask": torch.ones(5, 9, dtype=torch.bool).tril(2)}):
+        ours = scaled_dot_product_attention(*tensors, enable_gqa=True, **options)
+        theirs = F.scaled_dot_product_attention(q, *repeated, **options)
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_a_mask_of_low_numbers_hides_as_in_torch(low):
+    q, k, v = draw(0, (2, 4, 9, 16), (2, 4, 12, 16), (2, 4, 12, 16))
+    for mask in masks(2, 9, 12):
+        if mask.dtype == torch.bool:
+            added = torch.zeros(mask.shape).masked_fill(~mask, low)
+            agree(q, k, v, attn_mask=added)
+            exact = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            assert torch.equal(scaled_dot_product_attention(q, k, v, attn_mask=added), exact)
+
+
+def test_a_low_number_that_scores_could_reach_is_refused():
+    q, k, v = draw(0, *[(1, 2, 9, 16)] * 3)
+    mask = torch.zeros(9, 9).masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -1e4)
+    agree(q, k, v, attn_mask=mask)
+    for factor in (1e4, torch.nan, torch.inf):
+        with pytest.raises(UnsupportedError, match="it adds -10000 to a score, but only"):
+            scaled_dot_product_attention(q * factor, k, v, attn_mask=mask)
+    # With -inf it does not matter.
+    scaled_dot_product_attention(q * 1e4, k, v, attn_mask=mask.masked_fill(mask < 0, -torch.inf))
+
+
+def test_low_numbers_alone_in_a_row_are_refused():
+    q, k, v = draw(0, *[(1, 2, 4, 16)] * 3)
+    with pytest.raises(UnsupportedError, match="query 0 sees no key"):
+        scaled_dot_product_attention(q, k, v, attn_mask=torch.full((4, 4), -1e4))
+
+
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_meta_tensors_give_the_shape_and_strides_of_real_ones(enable_gqa):
+    real = draw(0, (2, 9, 6, 16), (2, 12, 2 if enable_gqa else 6, 16), (2, 12, 2 if enable_gqa else 6, 8))
+    for options in ({}, {"is_causal": True}, {"attn_mask": torch.ones(9, 12, dtype=torch.bool)}):
+        options["enable_gqa"] = enable_gqa
+        o = scaled_dot_product_attention(*(x.transpose(1, 2) for x in real), **options)
+        if "attn_mask" in options:
+            options["attn_mask"] = options["attn_mask"].to("meta")
+        meta = scaled_dot_product_attention(*(x.to("meta").transpose(1, 2) for x in real), **options)
+        assert meta.device.type == "meta"
+        assert (meta.shape, meta.stride(), meta.dtype) == (o.shape, o.stride(), o.dtype)
+    q, k, v = (x.to("meta") for x in real)
+    o, lse, _ = flashcore_attn.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert o.shape == (2, 9, 6, 8) and lse.shape == (2, 6, 9) and o.device == lse.device == q.device
+    with pytest.raises(ContractError, match="v has length 3, but k asks for 12"):
+        flashcore_attn.flash_attn_func(q, k, v[:, :3])
 
 
 def test_problem_reads_back_what_was_drawn():

@@ -21,8 +21,11 @@ from ._errors import ContractError, DeviceError, FlashCoreError, UnsupportedErro
 if TYPE_CHECKING:
     from ._flash import (
         flash_attn_func,
+        flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
         flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
     from ._implementation import register_flash_attention_impl
@@ -37,8 +40,11 @@ if hasattr(os, "register_at_fork"):
 #: Where what needs torch is defined; it is imported when it is first asked for.
 _WITH_TORCH = {
     "flash_attn_func": "_flash",
+    "flash_attn_kvpacked_func": "_flash",
     "flash_attn_qkvpacked_func": "_flash",
     "flash_attn_varlen_func": "_flash",
+    "flash_attn_varlen_kvpacked_func": "_flash",
+    "flash_attn_varlen_qkvpacked_func": "_flash",
     "flash_attn_with_kvcache": "_flash",
     "register_flash_attention_impl": "_implementation",
     "scaled_dot_product_attention": "_sdpa",
@@ -46,18 +52,23 @@ _WITH_TORCH = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    module = _WITH_TORCH.get(name)
-    if module is None:
-        raise AttributeError(f"module 'flashcore_attn' has no attribute '{name}'")
-    try:
-        value = getattr(importlib.import_module(f".{module}", __name__), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError(f"flashcore_attn.{name} needs PyTorch, which is not installed: pip install torch") from None
-    globals()[name] = value
-    return value
+# A type checker must not see this: it would take any misspelled name for one that exists.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        module = _WITH_TORCH.get(name)
+        if module is None:
+            raise AttributeError(f"module 'flashcore_attn' has no attribute '{name}'")
+        try:
+            value = getattr(importlib.import_module(f".{module}", __name__), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError(
+                f"flashcore_attn.{name} needs PyTorch, which is not installed: pip install torch"
+            ) from None
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
@@ -73,8 +84,11 @@ __all__ = [
     "can_use",
     "explain",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "info",
     "register_flash_attention_impl",

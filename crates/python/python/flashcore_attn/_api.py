@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 from . import _native
 from ._errors import FlashCoreError
-from ._options import mask_of
+from ._options import integers, mask_of
+
+#: Arrays of one library: torch's tensors, numpy's arrays, or others that speak DLPack.
+Array = TypeVar("Array")
+#: How many keys a query sees before and after its own place; None or -1 is all of them.
+Window = tuple[int | None, int | None]
+#: How the shape of arrays is ordered: (batch, heads, length, head_dim) or (batch, length, heads, head_dim).
+Layout = Literal["bhsd", "bshd"]
 
 #: What computes on torch tensors, imported when the first one comes.
 _attend: Callable[..., Any] | None = None
@@ -22,19 +29,35 @@ def _torch_attend() -> Callable[..., Any]:
     return attend
 
 
-def _torch_tensor(array: Any) -> bool:
+def _torch_tensor(array: object) -> bool:
     # A tensor cannot exist before torch is imported.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def _lengths(key_lengths: Any) -> list[int] | None:
+def _lengths(key_lengths: object) -> list[int] | None:
     """Key lengths as a list, whatever they came as."""
-    if key_lengths is None or isinstance(key_lengths, list):
-        return key_lengths
-    return key_lengths.tolist() if hasattr(key_lengths, "tolist") else list(key_lengths)
+    return None if key_lengths is None else integers("key_lengths", key_lengths)
 
 
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, causal: bool = ..., top_left: bool = ..., window: Window | None = ...,
+    key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
+    layout: Layout = ..., return_lse: Literal[False] = ..., out: Array | None = ...,
+) -> Array: ...  # fmt: skip
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, causal: bool = ..., top_left: bool = ..., window: Window | None = ...,
+    key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
+    layout: Layout = ..., return_lse: Literal[True], out: Array | None = ...,
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, causal: bool = ..., top_left: bool = ..., window: Window | None = ...,
+    key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
+    layout: Layout = ..., return_lse: bool, out: Array | None = ...,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
 def attention(
     q: Any,
     k: Any,
@@ -42,19 +65,20 @@ def attention(
     *,
     causal: bool = False,
     top_left: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     key_lengths: Sequence[int] | Any | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
-    layout: Literal["bhsd", "bshd"] = "bhsd",
+    layout: Layout = "bhsd",
     return_lse: bool = False,
     out: Any | None = None,
 ) -> Any:
     """Exact attention, softmax(scale · q kᵀ) v, in one pass.
 
     q is (batch, heads, length, head_dim), or (batch, length, heads, head_dim) with ``layout="bshd"``; k and v may
-    have another length and fewer heads (each serves as many query heads), v another head_dim. Nothing is copied:
-    strides may be any as long as the last is 1. The result is of q's kind, with its order in memory.
+    have another length and fewer heads (each serves as many query heads), v another head_dim. Arrays are read where
+    they lie, with any strides as long as the last is 1; torch tensors that lie otherwise, or that no fast kernel of
+    the GPU reads, are copied, which is said once. The result is of q's kind, with its order in memory.
 
     causal: a query sees the keys up to its own place. The last query sees the last key, or, with ``top_left``, the
         first query the first key.
@@ -62,7 +86,8 @@ def attention(
     key_lengths: how many keys each batch entry has, one integer each; the rest is never read.
     scale: what scores are multiplied with, by default 1/√head_dim.
     softcap: scores become softcap · tanh(score / softcap); 0 is off.
-    return_lse: also return the logarithm of the sum of exponentials, float32, as (batch, heads, length).
+    return_lse: also return the logarithm of the sum of exponentials, float32, as (batch, heads, length); beside
+        float64, which torch tensors may have, it is float64.
     out: an array to write into instead of a new one (not with gradients).
     """
     mask, left, right = mask_of(causal, top_left, window)
@@ -71,9 +96,10 @@ def attention(
         return attend(q, k, v, mask, left, right, None, key_lengths, scale, softcap, layout, return_lse, out)
     from . import _numpy
 
+    lengths = _lengths(key_lengths)
     made, lse = _numpy.outputs(q, v, layout, out is None, return_lse)
     out = made if out is None else out
-    _native.run(q, k, v, out, lse, _lengths(key_lengths), mask, left, right, scale, softcap, layout)
+    _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout)
     return (out, lse) if return_lse else out
 
 
@@ -84,11 +110,11 @@ def can_use(
     *,
     causal: bool = False,
     top_left: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     key_lengths: Sequence[int] | Any | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
-    layout: Literal["bhsd", "bshd"] = "bhsd",
+    layout: Layout = "bhsd",
 ) -> tuple[bool, str]:
     """Whether ``attention`` takes this call: (True, the device that would run it) or (False, why not).
 
@@ -96,7 +122,12 @@ def can_use(
     """
     try:
         mask, left, right = mask_of(causal, top_left, window)
-        return True, _native.check(q, k, v, _lengths(key_lengths), mask, left, right, scale, softcap, layout)
+        lengths = _lengths(key_lengths)
+        if _torch_tensor(q):
+            from ._torch import stand_ins
+
+            q, k, v = stand_ins(q, k, v, layout)
+        return True, _native.check(q, k, v, lengths, mask, left, right, scale, softcap, layout)
     except (FlashCoreError, TypeError) as error:
         return False, str(error)
 
@@ -108,11 +139,11 @@ def explain(
     *,
     causal: bool = False,
     top_left: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     key_lengths: Sequence[int] | Any | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
-    layout: Literal["bhsd", "bshd"] = "bhsd",
+    layout: Layout = "bhsd",
     target: str | None = None,
 ) -> str:
     """The plan of a call as text: the problem, the kernel, its schedule, why, and the launch.
@@ -121,6 +152,10 @@ def explain(
     ``"sm_90a"``, which need not be there.
     """
     mask, left, right = mask_of(causal, top_left, window)
+    if _torch_tensor(q):
+        from ._torch import stand_ins
+
+        q, k, v = stand_ins(q, k, v, layout)
     return _native.explain(q, k, v, _lengths(key_lengths), mask, left, right, scale, softcap, layout, target)
 
 

@@ -1,140 +1,431 @@
 """flash-attn's functions, with its signatures and its meaning, as far as the kernels reach.
 
 Shapes are (batch, length, heads, head_dim), packed sequences (token, heads, head_dim). Causal masks and windows are
-aligned bottom-right. What the kernels do not do (dropout, ALiBi, paged caches, …) raises ``UnsupportedError``.
+aligned bottom-right. The arguments are flash-attn 2's; those of flash-attn 3 may be given by name. What the kernels do
+not do (dropout, ALiBi, paged caches, …) raises ``UnsupportedError``.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+
 import torch
 from torch import Tensor
 
+from . import _arguments
 from ._errors import ContractError, UnsupportedError
-from ._options import mask_of
-from ._torch import attend, cast, check_gradient
+from ._options import mask_of, number
+from ._torch import attend, cast, check, check_gradient
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+#: How far a window reaches to the left and to the right; -1 is without limit.
+Window = tuple[int, int]
+
+
+class _Fa3(TypedDict, total=False):
+    # Taken as hints: how the work is laid out is decided here.
+    pack_gqa: bool | None
+    sm_margin: int
+    # Refused where they ask for something.
+    qv: Tensor | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    attention_chunk: int
+
+
+class Fa3(_Fa3, total=False):
+    """What flash-attn 3 takes beside the arguments of flash-attn 2."""
+
+    num_splits: int
+
+
+class Fa3Cache(_Fa3, total=False):
+    """What flash-attn 3's cache takes beside the arguments of flash-attn 2's."""
+
+    scheduler_metadata: Tensor | None
+    max_seqlen_q: int | None
+    page_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k_new: Tensor | None
+    rotary_seqlens: Tensor | None
+
+
+_HINTS = ("num_splits", "pack_gqa", "sm_margin")
+_ELSE = "FlashCore does not do that. Leave {name} out, or use flash-attn"
+_FLOAT8 = "there is no float8 here. Give float16 or bfloat16 that is scaled already, and leave {name} out"
+_PAGES = "caches in pages are not read. Give the cache as (batch, length, heads, head_dim), and leave {name} out"
+_PACKED_CACHE = "packed tokens do not go to a cache here. Give q, k and v as (batch, length, heads, head_dim)"
+_ROTATE = "positions are not rotated here. Rotate q and k before the call, and leave {name} out"
+
+#: What is refused where it asks for something, and what to do instead.
+_REFUSED = {
+    "qv": _ELSE,
+    "q_descale": _FLOAT8,
+    "k_descale": _FLOAT8,
+    "v_descale": _FLOAT8,
+    "attention_chunk": "attention in chunks is not done. Use window_size, or one call per chunk, and leave {name} out",
+    "dropout_p": "there is no dropout here. Leave {name} out, or use flash-attn",
+    "alibi_slopes": "a bias is not fused. Leave {name} out, or use flash-attn",
+    "block_table": _PAGES,
+    "page_table": _PAGES,
+    "cu_seqlens_q": _PACKED_CACHE,
+    "cu_seqlens_k_new": _PACKED_CACHE,
+    "rotary_cos": _ROTATE,
+    "rotary_sin": _ROTATE,
+    "rotary_seqlens": _ROTATE,
+    "cache_batch_idx": "entries are not looked up. Index the cache before the call, and leave {name} out",
+}
+_FA3 = (*_HINTS, "qv", "q_descale", "k_descale", "v_descale", "attention_chunk")
+_FA3_CACHE = (
+    *_FA3,
+    "scheduler_metadata",
+    "max_seqlen_q",
+    "page_table",
+    "cu_seqlens_q",
+    "cu_seqlens_k_new",
+    "rotary_seqlens",
+)
 
 
 def _refuse(**given: object) -> None:
     """Raises for the first option that asks for something."""
     for name, value in given.items():
         is_tensor = isinstance(value, Tensor)
-        if is_tensor or (value is not None and value != 0.0):
-            shown = "a tensor" if is_tensor else value
-            raise UnsupportedError(
-                f"{name} is {shown}: FlashCore does not do that. Leave {name} out, or use flash-attn"
-            )
+        if is_tensor or (value is not None and value != 0):
+            shown = "a tensor" if is_tensor else repr(value)
+            raise UnsupportedError(f"{name} is {shown}: {_REFUSED[name].format(name=name)}")
 
 
+def _fa3(function: str, known: tuple[str, ...], given: dict[str, Any]) -> None:
+    """Raises for what flash-attn 3 knows and FlashCore does not, and for what neither knows."""
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+        if name in _REFUSED:
+            _refuse(**{name: value})
+
+
+def _dropout(dropout_p: float) -> None:
+    """Raises unless it is 0. Something else than a number is an argument of flash-attn 3 in flash-attn 2's place."""
+    number("dropout_p", dropout_p)
+    _refuse(dropout_p=dropout_p)
+
+
+def _unpacked(name: str, packed: Tensor, dim: int, count: int, shape: str) -> tuple[Tensor, ...]:
+    """The tensors that lie side by side in one."""
+    _arguments.tensors(**{name: packed})
+    if packed.dim() != shape.count(",") + 1 or packed.size(dim) != count:
+        raise ContractError(f"{name} has shape {tuple(packed.shape)}, possible is {shape}")
+    return packed.unbind(dim)
+
+
+@overload
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ..., **fa3: Unpack[Fa3],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., *, return_attn_probs: Literal[True], **fa3: Unpack[Fa3],
+) -> tuple[Tensor, Tensor, None]: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ..., **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]: ...  # fmt: skip
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
     """Attention of q (batch, length, heads, head_dim) to k and v with as many or fewer heads.
 
     With ``return_attn_probs``, also lse (batch, heads, length) and None: probabilities are never made. The result
     is always deterministic.
     """
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    _dropout(dropout_p)
+    _refuse(alibi_slopes=alibi_slopes)
+    if fa3:
+        _fa3("flash_attn_func", _FA3, {**fa3})
     mask, left, right = mask_of(causal, False, window_size)
-    result = attend(
-        q, k, v, mask, left, right, scale=softmax_scale, softcap=softcap, layout="bshd", return_lse=return_attn_probs
-    )
-    return (*result, None) if return_attn_probs else result
+    if not return_attn_probs:
+        return attend(q, k, v, mask, left, right, None, None, softmax_scale, softcap, "bshd")
+    o, lse = attend(q, k, v, mask, left, right, None, None, softmax_scale, softcap, "bshd", return_lse=True)
+    return o, lse, None
 
 
+@overload
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ..., **fa3: Unpack[Fa3],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., *, return_attn_probs: Literal[True], **fa3: Unpack[Fa3],
+) -> tuple[Tensor, Tensor, None]: ...  # fmt: skip
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ..., **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]: ...  # fmt: skip
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
     """The same with q, k and v in one tensor (batch, length, 3, heads, head_dim), read where they lie."""
-    if qkv.dim() != 5 or qkv.size(2) != 3:
-        raise ContractError(f"qkv has shape {tuple(qkv.shape)}, possible is (batch, length, 3, heads, head_dim)")
-    q, k, v = qkv.unbind(2)
+    q, k, v = _unpacked("qkv", qkv, 2, 3, "(batch, length, 3, heads, head_dim)")
     return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, **fa3
+    )  # fmt: skip
 
 
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ..., **fa3: Unpack[Fa3],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., *, return_attn_probs: Literal[True], **fa3: Unpack[Fa3],
+) -> tuple[Tensor, Tensor, None]: ...  # fmt: skip
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ..., **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]: ...  # fmt: skip
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
+    """The same with k and v in one tensor (batch, length, 2, heads, head_dim), read where they lie."""
+    k, v = _unpacked("kv", kv, 2, 2, "(batch, length, 2, heads, head_dim)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, **fa3
+    )  # fmt: skip
+
+
+@overload
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ...,
+    *, seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ..., **fa3: Unpack[Fa3],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., *, return_attn_probs: Literal[True], block_table: Tensor | None = ...,
+    seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ..., **fa3: Unpack[Fa3],
+) -> tuple[Tensor, Tensor, None]: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ..., block_table: Tensor | None = ...,
+    *, seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ..., **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]: ...  # fmt: skip
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+    *, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
     """Attention of packed sequences, (token, heads, head_dim): sequence i has the tokens from cu_seqlens[i] to
-    cu_seqlens[i + 1]. One kernel call a run of sequences of the same lengths; lse is (heads, token).
+    cu_seqlens[i + 1], and uses the first seqused[i] of them. One kernel call for each run of sequences of the same
+    lengths; lse is (heads, token). Tokens that belong to no sequence, or are not used, give zeros and lse -inf.
 
     ``cu_seqlens`` is read on the host, so on a GPU the call waits for it and cannot be captured in a CUDA graph.
     """
     from . import _ops  # noqa: F401  (registers the operators)
 
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ContractError(f"{name} has {x.dim()} dimensions, packed sequences have 3: (token, heads, head_dim)")
-    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if ends.dim() != 1 or ends.numel() < 1:
-            raise ContractError(f"{name} has shape {tuple(ends.shape)}, possible is (sequences + 1,)")
-    if cu_seqlens_q.numel() != cu_seqlens_k.numel():
-        given = f"{cu_seqlens_q.numel()} and {cu_seqlens_k.numel()}"
-        raise ContractError(f"cu_seqlens_q and cu_seqlens_k have {given} elements. Give both one more than sequences")
+    _dropout(dropout_p)
+    _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
+    if fa3:
+        _fa3("flash_attn_varlen_func", _FA3, {**fa3})
+    _arguments.tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    sequences = cu_seqlens_q.numel() - 1
+    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if used is not None:
+            _arguments.tensors(**{name: used})
+            _arguments.lengths(name, used, sequences)
     check_gradient(q, k, v)
     mask, left, right = mask_of(causal, False, window_size)
+    scale, softcap = _arguments.options(softmax_scale, softcap)
+    q, k, v = cast(q, k, v)
+    _arguments.together(q=q, k=k, v=v)
     o, lse = torch.ops.flashcore.attention_varlen(
-        *cast(q, k, v), cu_seqlens_q, cu_seqlens_k, mask, left, right, softmax_scale, softcap
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, mask, left, right, scale, softcap
     )
     return (o, lse, None) if return_attn_probs else o
 
 
+def _check_packed(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor) -> None:
+    """Raises unless these can be packed sequences."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ContractError(f"{name} has {x.dim()} dimensions, packed sequences have 3: (token, heads, head_dim)")
+    for name, ends in (("cu_seqlens_q", ends_q), ("cu_seqlens_k", ends_k)):
+        if ends.dim() != 1 or ends.numel() < 1:
+            raise ContractError(f"{name} has shape {tuple(ends.shape)}, possible is (sequences + 1,)")
+        if ends.is_floating_point() or ends.is_complex() or ends.dtype == torch.bool:
+            raise TypeError(f"{name} is {ends.dtype}, possible are integers")
+    if ends_q.numel() != ends_k.numel():
+        given = f"{ends_q.numel()} and {ends_k.numel()}"
+        raise ContractError(f"cu_seqlens_q and cu_seqlens_k have {given} elements. Give both one more than sequences")
+    # As one sequence each, the tokens have four dimensions.
+    _arguments.fit(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ..., **fa3: Unpack[Fa3],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., *, return_attn_probs: Literal[True], **fa3: Unpack[Fa3],
+) -> tuple[Tensor, Tensor, None]: ...  # fmt: skip
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ..., **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]: ...  # fmt: skip
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
+    """``flash_attn_varlen_func`` with q, k and v in one tensor (token, 3, heads, head_dim), read where they lie."""
+    q, k, v = _unpacked("qkv", qkv, 1, 3, "(token, 3, heads, head_dim)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **fa3
+    )  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ..., **fa3: Unpack[Fa3],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., *, return_attn_probs: Literal[True], **fa3: Unpack[Fa3],
+) -> tuple[Tensor, Tensor, None]: ...  # fmt: skip
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ..., **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]: ...  # fmt: skip
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **fa3: Unpack[Fa3],
+) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
+    """``flash_attn_varlen_func`` with k and v in one tensor (token, 2, heads, head_dim), read where they lie."""
+    k, v = _unpacked("kv", kv, 1, 2, "(token, 2, heads, head_dim)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **fa3
+    )  # fmt: skip
+
+
+@overload
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ..., num_splits: int = ...,
+    return_softmax_lse: Literal[False] = ..., **fa3: Unpack[Fa3Cache],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ..., num_splits: int = ...,
+    *, return_softmax_lse: Literal[True], **fa3: Unpack[Fa3Cache],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ..., num_splits: int = ...,
+    return_softmax_lse: bool = ..., **fa3: Unpack[Fa3Cache],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False, **fa3: Unpack[Fa3Cache],
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of q (batch, length, heads, head_dim) to a cache (batch, cache length, heads, head_dim) of which
     entry b holds ``cache_seqlens[b]`` tokens; ``cache_leftpad[b]`` of them, at its start, are padding.
 
@@ -147,13 +438,14 @@ def flash_attn_with_kvcache(
         block_table=block_table,
         alibi_slopes=alibi_slopes,
     )
+    if fa3:
+        _fa3("flash_attn_with_kvcache", _FA3_CACHE, {**fa3})
+    check(q, k_cache, v_cache, "bshd")
     if (k is None) != (v is None):
         raise ContractError("of k and v only one was given. Give both new keys and values, or neither")
     if k is not None and cache_seqlens is None:
         raise ContractError("k and v were given without cache_seqlens, which says where in the cache they belong")
-    ends = cache_seqlens
-    if isinstance(ends, int):
-        ends = torch.full((q.size(0),), ends, dtype=torch.int32)
+    ends = _held(cache_seqlens, q.size(0))
     mask, left, right = mask_of(causal, False, window_size)
     with torch.no_grad():
         if k is not None and v is not None and ends is not None:
@@ -164,11 +456,29 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
 
 
+def _held(cache_seqlens: object, batch: int) -> Tensor | None:
+    """How many tokens each entry of a cache holds."""
+    if cache_seqlens is None:
+        return None
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        if not 0 <= cache_seqlens < 1 << 31:
+            raise ContractError(f"cache_seqlens is {cache_seqlens}, possible are integers from 0 on")
+        return torch.full((batch,), cache_seqlens, dtype=torch.int32)
+    given = _arguments.lengths("cache_seqlens", cache_seqlens, batch)
+    return given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64)
+
+
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
     """Writes new tokens behind those that the cache holds. Returns how many it holds then.
 
     Lengths on the host are checked. On a GPU torch checks them where it writes, without the host having to wait.
     """
+    _arguments.tensors(k=k, v=v)
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        shape = (cache.size(0), k.size(1) if k.dim() == 4 else "length", cache.size(2), cache.size(3))
+        if tuple(new.shape) != shape:
+            raise ContractError(f"{name} has shape {tuple(new.shape)}, possible for its cache is {shape}")
+    _arguments.together(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if not ends.is_cuda and not torch.compiler.is_compiling():
         for b, end in enumerate(ends.tolist()):
             if not 0 <= end <= k_cache.size(1) - k.size(1):

@@ -48,7 +48,8 @@ class _Handle:
 
 
 def _activate() -> _Handle:
-    library = torch.library.Library("aten", "IMPL")
+    torch_library: Any = torch.library  # torch has no types for it.
+    library = torch_library.Library("aten", "IMPL")
     for name, key, ours in ((_DENSE_CUDA, "CUDA", _dense_cuda), (_DENSE_CPU, "CPU", _dense_cpu)):
         library.impl(name, _or_before(name, key, ours), key, with_keyset=True)
     return _Handle(library)

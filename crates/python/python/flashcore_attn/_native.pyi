@@ -45,9 +45,14 @@ def explain(
     target: str | None,
 ) -> str: ...
 def machine() -> dict[str, Any]: ...
-def recognise_mask(mask: Any, len_q: int) -> tuple[list[int], list[int], str, int | None, int | None]: ...
+def recognise_mask(
+    mask: Any, len_q: int, reach: Callable[[], float] | None = None
+) -> tuple[list[int], list[int], str, int | None, int | None]: ...
+def preparation(
+    gpu: bool, element_bytes: int, sizes: tuple[int, ...], strides: tuple[int, ...], address: int
+) -> tuple[int | None, str | None] | None: ...
 def bind_torch(
-    plain: list[type],
+    plain: list[type[Any]],
     is_grad_enabled: Callable[[], bool],
     watchers: list[Callable[[], Any]],
     empty_like: Callable[[Any], Any],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from ._errors import UnsupportedError
@@ -42,9 +43,7 @@ def _namespace(q: Any) -> Any:
 
         return numpy
     if kind == "cupy":
-        import cupy
-
-        return cupy
+        return importlib.import_module("cupy")
     raise UnsupportedError(
         f"outputs for a {type(q).__module__}.{type(q).__qualname__} are not made here, possible are torch, numpy and "
         "cupy. Give out= (and leave out return_lse), an array that shares its memory through DLPack"

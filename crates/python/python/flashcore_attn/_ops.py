@@ -8,39 +8,95 @@ and a gradient.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
-from . import _native
-from ._backward import backward, visible_of
+from . import _arguments, _native, _prepare
+from ._blocks import backward, forward, scale_of, visible_of
 from ._errors import ContractError, UnsupportedError
-from ._torch import as_list, empty_lse, empty_output, native_lengths
+from ._torch import as_list, empty_lse, empty_output, lse_dtype, native_lengths, no_forward_mode
 
-_library = torch.library.Library("flashcore", "DEF")
+# torch has no types for these.
+_torch_library: Any = torch.library
+_library = _torch_library.Library("flashcore", "DEF")
 # Strides are part of what was asked for: the kernels read any order without a copy, as long as rows are whole.
 _strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+
+#: Results of an operator.
+Pair = tuple[Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def _define(schema: str) -> None:
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, _strides))
 
 
-def _implement(name: str, real, fake) -> None:
+def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
     for key in ("CPU", "CUDA"):
         _library.impl(name, real, key)
     torch.library.register_fake(f"flashcore::{name}", fake, lib=_library)
 
 
-def _differentiate(name: str, backward, setup_context) -> None:
-    torch.library.register_autograd(f"flashcore::{name}", backward, setup_context=setup_context, lib=_library)
+def _differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Gives an operator its gradient, also under torch.func, and the refusal of forward mode.
+
+    torch.library.register_autograd would do neither: its gradients are refused by torch.func, and it drops the
+    derivatives of forward mode without a word. So the kernel for autograd is written out here. torch.func calls it
+    once for each of its levels, and hence the function is one of a single level.
+    """
+    operator = getattr(torch.ops.flashcore, name).default
+
+    def compute(*args: Any) -> Any:
+        # Levels further out record what happens here, which a function's forward pass would keep from them.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+            return operator(*args)
+
+    def refuse(ctx: Any, *tangents: Any) -> Any:
+        raise no_forward_mode()
+
+    methods = {"forward": compute, "setup_context": setup_context, "backward": backward, "jvp": refuse}
+    function: Any = type(
+        f"Gradient_of_{name}",
+        (_SingleLevelFunction,),
+        {method: staticmethod(body) for method, body in methods.items()},
+    )
+
+    def kernel(*args: Any) -> Any:
+        with enable_single_level_autograd_function():
+            return function.apply(*args)
+
+    _library.impl(name, kernel, "Autograd")
 
 
 def _no_second_gradient(name: str) -> None:
-    def refuse(ctx, *grads):
+    def refuse(ctx: Any, *grads: Any) -> Any:
         raise UnsupportedError("attention has no second derivative here. Use torch's math backend for it")
 
     _differentiate(name, refuse, lambda ctx, inputs, output: None)
+
+
+def _vectorise(name: str) -> None:
+    """Lets vmap fold its dimension into the batch. All tensors of the operator begin with the batch."""
+    operator = getattr(torch.ops.flashcore, name).default
+
+    def fold(x: Any, dim: int | None, count: int) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return (x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        count = info.batch_size
+        outputs = operator(*(fold(x, dim, count) for x, dim in zip(args, in_dims, strict=True)))
+        batch = [x.size(0) // count if count else 0 for x in outputs]
+        return tuple(x.unflatten(0, (count, each)) for x, each in zip(outputs, batch, strict=True)), 0
+
+    torch.library.register_vmap(f"flashcore::{name}", rule, lib=_library)
 
 
 def into(
@@ -50,9 +106,14 @@ def into(
     """Runs attention where batch entry b has the keys from starts[b] to ends[b]: one call for all entries that
     start at the same key."""
     if starts is None:
-        _native.run(q, k, v, o, lse, native_lengths(ends, k.size(2)), mask, left, right, scale, softcap, "bhsd")
+        _run(q, k, v, o, lse, native_lengths(ends, k.size(2)), mask, left, right, scale, softcap)
         return
     stops = as_list(ends) or [k.size(2)] * q.size(0)
+    for b, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        if start < 0 or not 0 <= stop <= k.size(2):
+            raise ContractError(
+                f"batch entry {b} has the keys from {start} to {stop}, possible are those from 0 to {k.size(2)}"
+            )
     first = 0
     while first < q.size(0):
         start = starts[first]
@@ -60,11 +121,25 @@ def into(
         lengths = [max(stops[b] - start, 0) for b in range(first, end)]
         some, keys = slice(first, end), slice(start, start + max(lengths))
         same = None if min(lengths) == max(lengths) else lengths
-        _native.run(
-            q[some], k[some, :, keys], v[some, :, keys], o[some], lse[some], same, mask, left, right, scale, softcap,
-            "bhsd",
-        )  # fmt: skip
+        _run(q[some], k[some, :, keys], v[some, :, keys], o[some], lse[some], same, mask, left, right, scale, softcap)
         first = end
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lengths: list[int] | Tensor | None,
+    mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
+) -> None:  # fmt: skip
+    """One call: of the engine, or for float64 in torch's operations."""
+    if q.dtype != torch.float64:
+        _prepare.run(q, k, v, o, lse, lengths, mask, left, right, scale, softcap)
+        return
+    # The engine says what is wrong with a call of these shapes and options.
+    like_q, like_k, like_v = (_prepare.stand_in(x) for x in (q, k, v))
+    on_host = as_list(lengths)
+    factor = scale_of(scale, q.size(3))
+    _native.check(like_q, like_k, like_v, on_host, mask, left, right, factor, softcap, "bhsd")
+    ends = None if on_host is None else torch.tensor(on_host, dtype=torch.int64)
+    forward(q, k, v, o, lse, visible_of(q, k, None, ends, mask, left, right), scale, softcap)
 
 
 # -- attention --------------------------------------------------------------------------------------------------
@@ -78,33 +153,41 @@ _define(
 )
 
 
-def _attention(q, k, v, key_starts, key_ends, mask, left, right, scale, softcap):
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, key_starts: Tensor | None, key_ends: Tensor | None,
+    mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
+) -> Pair:  # fmt: skip
     o, lse = empty_output(q, v), empty_lse(q)
     into(q, k, v, o, lse, as_list(key_starts), key_ends, mask, left, right, scale, softcap)
     return o, lse
 
 
-def _attention_fake(q, k, v, key_starts, key_ends, mask, left, right, scale, softcap):
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Pair:
+    _arguments.fit(q, k, v)
     return empty_output(q, v), empty_lse(q)
 
 
 def _attention_backward(
-    grad_o, grad_lse, q, k, v, o, lse, key_starts, key_ends, mask, left, right, scale, softcap
-):  # fmt: skip
+    grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    key_starts: Tensor | None, key_ends: Tensor | None,
+    mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
+) -> Gradients:  # fmt: skip
     visible = visible_of(q, k, key_starts, key_ends, mask, left, right)
     return backward(grad_o, grad_lse, q, k, v, o, lse, visible, scale, softcap)
 
 
-def _gradients_fake(grad_o, grad_lse, q, k, v, *rest):
+def _gradients_fake(
+    grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> Gradients:  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _attention_setup(ctx, inputs, output):
+def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     q, k, v, key_starts, key_ends, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, key_starts, key_ends, *output)
 
 
-def _attention_gradient(ctx, grad_o, grad_lse):
+def _attention_gradient(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, key_starts, key_ends, o, lse = ctx.saved_tensors
     grads = torch.ops.flashcore.attention_backward(
         grad_o, grad_lse, q, k, v, o, lse, key_starts, key_ends, *ctx.options
@@ -116,20 +199,22 @@ _implement("attention", _attention, _attention_fake)
 _implement("attention_backward", _attention_backward, _gradients_fake)
 _differentiate("attention", _attention_gradient, _attention_setup)
 _no_second_gradient("attention_backward")
+_vectorise("attention")
+_vectorise("attention_backward")
 
 
 def _register_flops() -> None:
     """Lets torch's FlopCounterMode count the operators as it counts its own attention: without a mask."""
     from torch.utils.flop_counter import register_flop_formula
 
-    def forward(q, k, v, *args, **options) -> int:
+    def forwards(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
         return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
 
-    def backwards(grad_o, grad_lse, q, k, v, *args, **options) -> int:
+    def backwards(grad_o: Any, grad_lse: Any, q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
         # The scores again, and one product each for dv, the probabilities' gradient, dq and dk.
         return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
 
-    register_flop_formula([ops.attention, ops.attention_masked])(forward)
+    register_flop_formula([ops.attention, ops.attention_masked])(forwards)
     register_flop_formula([ops.attention_backward, ops.attention_masked_backward])(backwards)
 
 
@@ -144,8 +229,13 @@ _define(
 )
 
 
-def recognise(attn_mask: Tensor, batch: int, len_q: int) -> tuple[list[int], list[int], str, int | None, int | None]:
-    """The numbers behind a mask, for each batch entry. A mask on a GPU is copied to the host, and waited for."""
+def recognise(
+    attn_mask: Tensor, batch: int, len_q: int, reach: Callable[[], float] | None = None
+) -> tuple[list[int], list[int], str, int | None, int | None]:
+    """The numbers behind a mask, for each batch entry. A mask on a GPU is copied to the host, and waited for.
+
+    `reach` says how low a finite number must be to hide a key; without it only the lowest of all does.
+    """
     if attn_mask.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -157,24 +247,45 @@ def recognise(attn_mask: Tensor, batch: int, len_q: int) -> tuple[list[int], lis
             if attn_mask.stride(dim) == 0:
                 attn_mask = attn_mask.narrow(dim, 0, min(1, attn_mask.size(dim)))
         attn_mask = attn_mask.cpu()
-    starts, ends, mask, left, right = _native.recognise_mask(attn_mask.detach(), len_q)
+    starts, ends, mask, left, right = _native.recognise_mask(attn_mask.detach(), len_q, reach)
     if len(starts) == 1:
         starts, ends = starts * batch, ends * batch
+    if len(starts) != batch:
+        raise ContractError(f"attn_mask is for a batch of {len(starts)}, but q has one of {batch}")
     return starts, ends, mask, left, right
 
 
-def _masked(q, k, v, attn_mask, scale, softcap):
+def _reach(q: Tensor, k: Tensor, scale: float | None, softcap: float) -> float:
+    """How low a number must be to hide a key of this call, whichever it is added to: below that, the key's weight is 0
+    beside that of any key that is seen."""
+    norms = (torch.linalg.vector_norm(x.detach(), dim=-1, dtype=lse_dtype(q)) for x in (q, k))
+    longest = [float(x.max()) if x.numel() else 0.0 for x in norms]
+    # The product of the norms bounds a score; a hundredth is far more than rounding adds.
+    bound = 1.01 * abs(scale_of(scale, q.size(3))) * longest[0] * longest[1]
+    bound = min(bound, softcap) if softcap else bound
+    # The exponential of as much less is 0, in float64 and in float32.
+    return 2 * bound + (746.0 if q.dtype == torch.float64 else 104.0)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: float | None, softcap: float) -> Pair:
     o, lse = empty_output(q, v), empty_lse(q)
-    starts, ends, mask, left, right = recognise(attn_mask, q.size(0), q.size(2))
+    if attn_mask.size(-1) != k.size(2):
+        raise ContractError(f"attn_mask is for {attn_mask.size(-1)} keys, but k has {k.size(2)}")
+    reach = lambda: _reach(q, k, scale, softcap)
+    starts, ends, mask, left, right = recognise(attn_mask, q.size(0), q.size(2), reach)
     into(q, k, v, o, lse, starts, ends, mask, left, right, scale, softcap)
     return o, lse
 
 
-def _masked_fake(q, k, v, attn_mask, scale, softcap):
+def _masked_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Pair:
+    _arguments.fit(q, k, v)
     return empty_output(q, v), empty_lse(q)
 
 
-def _masked_backward(grad_o, grad_lse, q, k, v, o, lse, attn_mask, scale, softcap):
+def _masked_backward(
+    grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    attn_mask: Tensor, scale: float | None, softcap: float,
+) -> Gradients:  # fmt: skip
     seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask == 0
     seen = seen.expand(*seen.shape[:-2], q.size(2), k.size(2))
     seen = seen.view((1,) * (4 - seen.dim()) + seen.shape)[:, :1]
@@ -185,12 +296,12 @@ def _masked_backward(grad_o, grad_lse, q, k, v, o, lse, attn_mask, scale, softca
     return backward(grad_o, grad_lse, q, k, v, o, lse, visible, scale, softcap)
 
 
-def _masked_setup(ctx, inputs, output):
+def _masked_setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     q, k, v, attn_mask, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, attn_mask, *output)
 
 
-def _masked_gradient(ctx, grad_o, grad_lse):
+def _masked_gradient(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, attn_mask, o, lse = ctx.saved_tensors
     if ctx.needs_input_grad[3]:
         raise UnsupportedError("attn_mask has no gradient here: only masks of 0 and -inf are fused. Detach it")
@@ -205,7 +316,10 @@ _no_second_gradient("attention_masked_backward")
 
 # -- attention_varlen -------------------------------------------------------------------------------------------
 
-_VARLEN = "Tensor ends_q, Tensor ends_k, str mask, int? left, int? right, float? scale, float softcap"
+_VARLEN = (
+    "Tensor ends_q, Tensor ends_k, Tensor? used_q, Tensor? used_k, str mask, int? left, int? right, float? scale, "
+    "float softcap"
+)
 
 _define(f"attention_varlen(Tensor q, Tensor k, Tensor v, {_VARLEN}) -> (Tensor, Tensor)")
 _define(
@@ -218,81 +332,111 @@ def _ends(given: Tensor, tokens: int, name: str) -> list[int]:
     ends: list[int] = given.tolist()
     if ends[0] != 0 or any(end < start for start, end in itertools.pairwise(ends)):
         raise ContractError(f"{name} must begin with 0 and never fall, but it is {ends}")
-    if ends[-1] != tokens:
+    if ends[-1] > tokens:
         raise ContractError(f"{name} ends at {ends[-1]}, but there are {tokens} tokens")
     return ends
 
 
-def _sequences(q: Tensor, k: Tensor, ends_q: Tensor, ends_k: Tensor) -> list[tuple[int, int, int, int, int]]:
-    """Runs of neighbouring sequences of the same lengths: (first query, first key, how many, queries, keys)."""
-    of_q, of_k = _ends(ends_q, q.size(0), "cu_seqlens_q"), _ends(ends_k, k.size(0), "cu_seqlens_k")
-    runs: list[tuple[int, int, int, int, int]] = []
-    for i in range(len(of_q) - 1):
-        len_q, len_k = of_q[i + 1] - of_q[i], of_k[i + 1] - of_k[i]
-        if runs and runs[-1][3:] == (len_q, len_k):
-            first_q, first_k, count, *_ = runs.pop()
-            runs.append((first_q, first_k, count + 1, len_q, len_k))
+def _spans(ends: list[int], used: Tensor | None, name: str) -> Iterable[tuple[int, int, int]]:
+    """Each sequence's first token, how many lie there, and how many of them are used."""
+    sizes = [end - start for start, end in itertools.pairwise(ends)]
+    counts: list[int] = sizes if used is None else used.tolist()
+    for i, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        if not 0 <= count <= size:
+            raise ContractError(f"{name} says that sequence {i} uses {count} tokens, but it has {size}")
+    return zip(ends[:-1], sizes, counts, strict=True)
+
+
+#: Neighbouring sequences of the same sizes: how many, and of queries and keys the first token, the tokens that each
+#: sequence has, and those that it uses.
+Run = tuple[int, tuple[int, int, int], tuple[int, int, int]]
+
+
+def _sequences(
+    q: Tensor, k: Tensor, ends_q: Tensor, ends_k: Tensor, used_q: Tensor | None, used_k: Tensor | None
+) -> list[Run]:  # fmt: skip
+    of_q = _spans(_ends(ends_q, q.size(0), "cu_seqlens_q"), used_q, "seqused_q")
+    of_k = _spans(_ends(ends_k, k.size(0), "cu_seqlens_k"), used_k, "seqused_k")
+    runs: list[Run] = []
+    for queries, keys in zip(of_q, of_k, strict=True):
+        if runs and runs[-1][1][1:] == queries[1:] and runs[-1][2][1:] == keys[1:]:
+            count, *first = runs.pop()
+            runs.append((count + 1, first[0], first[1]))
         else:
-            runs.append((of_q[i], of_k[i], 1, len_q, len_k))
+            runs.append((1, queries, keys))
     return runs
 
 
-def _packed(x: Tensor, first: int, count: int, length: int) -> Tensor:
+def _packed(x: Tensor, count: int, span: tuple[int, int, int]) -> Tensor:
     """`count` sequences of packed tokens (token, heads, head_dim) as (sequence, heads, token, head_dim)."""
-    return x[first : first + count * length].unflatten(0, (count, length)).transpose(1, 2)
+    first, size, used = span
+    return x[first : first + count * size].view(count, size, *x.shape[1:])[:, :used].transpose(1, 2)
 
 
-def _varlen(q, k, v, ends_q, ends_k, mask, left, right, scale, softcap):
-    o, lse = q.new_empty((*q.shape[:2], v.size(2))), q.new_empty((q.size(1), q.size(0)), dtype=torch.float32)
-    for first_q, first_k, count, len_q, len_k in _sequences(q, k, ends_q, ends_k):
-        if len_q == 0:
+def _packed_lse(x: Tensor, count: int, span: tuple[int, int, int]) -> Tensor:
+    """`count` sequences of (heads, token) as (sequence, heads, token)."""
+    first, size, used = span
+    return x[:, first : first + count * size].view(x.size(0), count, size)[:, :, :used].transpose(0, 1)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, used_q: Tensor | None, used_k: Tensor | None,
+    mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
+) -> Pair:  # fmt: skip
+    o, lse = _varlen_fake(q, k, v)
+    # Tokens of no sequence see nothing.
+    o.zero_()
+    lse.fill_(-torch.inf)
+    for count, of_q, of_k in _sequences(q, k, ends_q, ends_k, used_q, used_k):
+        if of_q[2] == 0:
             continue
-        queries, out = (_packed(x, first_q, count, len_q) for x in (q, o))
-        keys, values = (_packed(x, first_k, count, len_k) for x in (k, v))
-        part = lse[:, first_q : first_q + count * len_q].unflatten(1, (count, len_q)).transpose(0, 1)
-        _native.run(queries, keys, values, out, part, None, mask, left, right, scale, softcap, "bhsd")
+        queries, out = (_packed(x, count, of_q) for x in (q, o))
+        keys, values = (_packed(x, count, of_k) for x in (k, v))
+        _run(queries, keys, values, out, _packed_lse(lse, count, of_q), None, mask, left, right, scale, softcap)
     return o, lse
 
 
-def _varlen_fake(q, k, v, ends_q, ends_k, mask, left, right, scale, softcap):
-    o = q.new_empty((q.size(0), q.size(1), v.size(2)))
-    return o, q.new_empty((q.size(1), q.size(0)), dtype=torch.float32)
+def _varlen_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Pair:
+    return q.new_empty((q.size(0), q.size(1), v.size(2))), q.new_empty((q.size(1), q.size(0)), dtype=lse_dtype(q))
 
 
 def _varlen_backward(
-    grad_o, grad_lse, q, k, v, o, lse, ends_q, ends_k, mask, left, right, scale, softcap
-):  # fmt: skip
+    grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    ends_q: Tensor, ends_k: Tensor, used_q: Tensor | None, used_k: Tensor | None,
+    mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
+) -> Gradients:  # fmt: skip
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for first_q, first_k, count, len_q, len_k in _sequences(q, k, ends_q, ends_k):
-        if len_q == 0 or len_k == 0:
+    for count, of_q, of_k in _sequences(q, k, ends_q, ends_k, used_q, used_k):
+        if of_q[2] == 0 or of_k[2] == 0:
             continue
-        of_q = [_packed(x, first_q, count, len_q) for x in (grad_o, q, o, dq)]
-        of_k = [_packed(x, first_k, count, len_k) for x in (k, v, dk, dv)]
-        parts = [
-            None if x is None else x[:, first_q : first_q + count * len_q].unflatten(1, (count, len_q)).transpose(0, 1)
-            for x in (lse, grad_lse)
-        ]
-        visible = visible_of(of_q[1], of_k[0], None, None, mask, left, right)
-        grads = backward(of_q[0], parts[1], of_q[1], *of_k[:2], of_q[2], parts[0], visible, scale, softcap)
-        for into, grad in zip((of_q[3], *of_k[2:]), grads, strict=True):
-            into.copy_(grad)
+        grads_o, queries, out, into_q = (_packed(x, count, of_q) for x in (grad_o, q, o, dq))
+        keys, values, into_k, into_v = (_packed(x, count, of_k) for x in (k, v, dk, dv))
+        grads_lse = None if grad_lse is None else _packed_lse(grad_lse, count, of_q)
+        visible = visible_of(queries, keys, None, None, mask, left, right)
+        sums = _packed_lse(lse, count, of_q)
+        grads = backward(grads_o, grads_lse, queries, keys, values, out, sums, visible, scale, softcap)
+        for place, grad in zip((into_q, into_k, into_v), grads, strict=True):
+            place.copy_(grad)
     return dq, dk, dv
 
 
-def _varlen_setup(ctx, inputs, output):
-    q, k, v, ends_q, ends_k, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, ends_q, ends_k, *output)
+def _varlen_setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+    *tensors, ctx.mask, ctx.left, ctx.right, ctx.scale, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
-def _varlen_gradient(ctx, grad_o, grad_lse):
-    q, k, v, ends_q, ends_k, o, lse = ctx.saved_tensors
+def _varlen_gradient(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, ends_q, ends_k, used_q, used_k, o, lse = ctx.saved_tensors
+    options = (ctx.mask, ctx.left, ctx.right, ctx.scale, ctx.softcap)
     grads = torch.ops.flashcore.attention_varlen_backward(
-        grad_o, grad_lse, q, k, v, o, lse, ends_q, ends_k, *ctx.options
+        grad_o, grad_lse, q, k, v, o, lse, ends_q, ends_k, used_q, used_k, *options
     )
-    return (*grads, None, None, *(None for _ in ctx.options))
+    return (*grads, None, None, None, None, *(None for _ in options))
 
 
-def _varlen_gradients_fake(grad_o, grad_lse, q, k, v, *rest):
+def _varlen_gradients_fake(
+    grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> Gradients:  # fmt: skip
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, SupportsFloat
+
 from ._errors import ContractError
 
 #: A mask's name with the sides of its window.
@@ -12,9 +15,15 @@ _NONE: Mask = ("none", None, None)
 _CAUSAL: Mask = ("causal", None, None)
 _TOP_LEFT: Mask = ("causal-top-left", None, None)
 
+#: A side of a window that reaches as far has no limit: no sequence is as long.
+_ENDLESS = 1 << 40
 
-def mask_of(causal: bool, top_left: bool, window: tuple[int | None, int | None] | None) -> Mask:
+
+def mask_of(causal: bool, top_left: bool, window: Iterable[int | None] | None) -> Mask:
     """The mask that these options ask for together; -1 and None are a window's side without limit."""
+    for name, flag in (("causal", causal), ("top_left", top_left)):
+        if type(flag) is not bool and flag not in (0, 1):
+            raise TypeError(f"{name} is a {type(flag).__name__}, possible are True and False")
     if top_left:
         if not causal:
             raise ContractError("top_left is how causal is aligned. Give causal=True with it")
@@ -23,10 +32,49 @@ def mask_of(causal: bool, top_left: bool, window: tuple[int | None, int | None] 
         return _TOP_LEFT
     if window is None or window == (-1, -1):
         return _CAUSAL if causal else _NONE
-    left, right = (None if side == -1 else side for side in window)
-    for side in (left, right):
-        if side is not None and side < 0:
-            raise ContractError(f"a side of the window is {side}, possible are 0 and more, and -1 or None for no limit")
+    left, right = _sides(window)
     if left is None and right is None:
         return _CAUSAL if causal else _NONE
     return ("window", left, 0 if causal else right)
+
+
+def _sides(window: Any) -> tuple[int | None, int | None]:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"the window is {window!r}, possible is a pair (left, right), where -1 or None is no limit")
+    found: list[int | None] = []
+    for side in window:
+        if side is None:
+            found.append(None)
+        elif isinstance(side, bool) or not hasattr(side, "__index__"):
+            raise TypeError(f"a side of the window is {side!r}, possible are integers, and -1 or None for no limit")
+        elif side < -1:
+            raise ContractError(f"a side of the window is {side}, possible are 0 and more, and -1 or None for no limit")
+        else:
+            found.append(None if side == -1 or side >= _ENDLESS else int(side))
+    return found[0], found[1]
+
+
+def number(name: str, value: object) -> float:
+    """A number as a float. A bool is none: it is an argument that got into the wrong place."""
+    if isinstance(value, float):
+        return value
+    # NumPy's arrays of several elements have the method, too.
+    several = getattr(value, "ndim", 0) != 0
+    if isinstance(value, (bool, str, bytes)) or not isinstance(value, SupportsFloat) or several:
+        raise TypeError(f"{name} is a {type(value).__name__}, possible is a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ContractError(f"{name} is beyond the largest number, possible is a finite one") from None
+
+
+def integers(name: str, given: Any) -> list[int]:
+    """Integers as a list, whatever they came as."""
+    found = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
+        raise TypeError(f"{name} is a {type(given).__name__}, possible is a list of integers, one per batch entry")
+    found = list(found)
+    for entry in found:
+        if isinstance(entry, bool) or not hasattr(entry, "__index__"):
+            raise TypeError(f"{name} is {found}, possible is a list of integers, one per batch entry")
+    return [int(entry) for entry in found]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import _native
+from . import _arguments, _native
 from ._errors import ContractError, UnsupportedError
 
 
@@ -26,13 +27,20 @@ def empty_output(q: Tensor, v: Tensor) -> Tensor:
 def empty_lse(q: Tensor, layout: str = "bhsd") -> Tensor:
     """Memory for lse, (batch, heads, length)."""
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
-    return q.new_empty((q.size(0), q.size(heads), q.size(length)), dtype=torch.float32)
+    return q.new_empty((q.size(0), q.size(heads), q.size(length)), dtype=lse_dtype(q))
 
 
-def _watchers() -> list:
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of lse: float64 beside float64, else float32."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _watchers() -> list[Callable[[], object]]:
     """Questions that are answered with something true where an operator must not be bypassed."""
     names = ("_len_torch_dispatch_stack", "_is_any_autocast_enabled", "_is_tracing")
-    watchers = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
+    watchers: list[Callable[[], object]] = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
+    # Derivatives of forward mode hang on tensors that look plain.
+    watchers.append(lambda: forward_ad._current_level >= 0)
     functorch = getattr(torch._C, "_functorch", None)
     if functorch is not None and hasattr(functorch, "maybe_current_level"):
         watchers.append(functorch.maybe_current_level)
@@ -60,6 +68,14 @@ def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def _has_tangent(*tensors: Tensor) -> bool:
+    """Whether a derivative of forward mode hangs on one of these."""
+    if forward_ad._current_level < 0:
+        return False
+    unpack: Any = forward_ad.unpack_dual  # torch has no types for it.
+    return any(unpack(x).tangent is not None for x in tensors)
+
+
 def check_gradient(*tensors: Tensor) -> None:
     """Raises if a gradient is needed that the user does not want to pay for."""
     if _gradients == "error" and _wants_gradient(*tensors):
@@ -72,24 +88,26 @@ def check_gradient(*tensors: Tensor) -> None:
 def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The dtype that autocast asks for, where it is on, as torch's own attention does it."""
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
+    # torch does not know autocast for devices such as "meta".
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v
 
 
-def _as_tensor(lengths: Sequence[int] | Tensor | None) -> Tensor | None:
-    if lengths is None or isinstance(lengths, Tensor):
-        return lengths
-    return torch.tensor([int(length) for length in lengths], dtype=torch.int64)
+def _as_tensor(name: str, lengths: Sequence[int] | Tensor | None, batch: int) -> Tensor | None:
+    if lengths is None:
+        return None
+    given = _arguments.lengths(name, lengths, batch)
+    return given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64)
 
 
 def as_list(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
     """Lengths on the host. Those on a GPU are copied, and waited for."""
     if lengths is None or isinstance(lengths, list):
         return lengths
-    return lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
+    return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
 
 
 def native_lengths(lengths: Sequence[int] | Tensor | None, len_k: int) -> list[int] | Tensor | None:
@@ -100,6 +118,48 @@ def native_lengths(lengths: Sequence[int] | Tensor | None, len_k: int) -> list[i
     return as_list(lengths)
 
 
+def check(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
+    """Raises unless these are tensors that a call can be about."""
+    _arguments.tensors(q=q, k=k, v=v)
+    if layout not in ("bhsd", "bshd"):
+        raise ContractError(
+            f"layout is {layout!r}, possible are 'bhsd' (batch, heads, length, head_dim) and 'bshd' (batch, length, "
+            "heads, head_dim)"
+        )
+    order = "(batch, heads, length, head_dim)" if layout == "bhsd" else "(batch, length, heads, head_dim)"
+    _arguments.dimensions(order, q=q, k=k, v=v)
+
+
+def stand_ins(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors that the engine reads as it would read these once they are padded or copied; none is filled."""
+    from ._prepare import stand_in
+
+    check(q, k, v, layout)
+    _arguments.together(q=q, k=k, v=v)
+    return stand_in(q), stand_in(k), stand_in(v)
+
+
+@overload
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: str, left: int | None = ..., right: int | None = ...,
+    key_starts: Sequence[int] | Tensor | None = ..., key_ends: Sequence[int] | Tensor | None = ...,
+    scale: float | None = ..., softcap: float = ..., layout: str = ..., return_lse: Literal[False] = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: str, left: int | None = ..., right: int | None = ...,
+    key_starts: Sequence[int] | Tensor | None = ..., key_ends: Sequence[int] | Tensor | None = ...,
+    scale: float | None = ..., softcap: float = ..., layout: str = ..., *, return_lse: Literal[True],
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: str, left: int | None = ..., right: int | None = ...,
+    key_starts: Sequence[int] | Tensor | None = ..., key_ends: Sequence[int] | Tensor | None = ...,
+    scale: float | None = ..., softcap: float = ..., layout: str = ..., return_lse: bool = ...,
+    out: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attend(
     q: Tensor,
     k: Tensor,
@@ -114,24 +174,78 @@ def attend(
     layout: str = "bhsd",
     return_lse: bool = False,
     out: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention on torch tensors; batch entry b has the keys from key_starts[b] to key_ends[b]. The output, or with
     ``return_lse`` (output, lse)."""
     if out is not None:
-        if _wants_gradient(q, k, v):
-            raise UnsupportedError("out= has no gradient. Leave it out, or call under torch.no_grad()")
-        lse = empty_lse(q, layout) if return_lse else None
-        lengths = native_lengths(key_ends, k.size(2 if layout == "bhsd" else 1))
-        _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout)
-        return (out, lse) if return_lse else out
+        return _into_given(
+            q, k, v, mask, left, right, key_starts, key_ends, scale, softcap, layout, return_lse, out
+        )  # fmt: skip
     if key_starts is None and not is_dynamo_compiling():
-        lengths = None if key_ends is None else native_lengths(key_ends, k.size(2 if layout == "bhsd" else 1))
+        lengths = None
+        if key_ends is not None:
+            check(q, k, v, layout)
+            given = _arguments.lengths("key_lengths", key_ends, q.size(0))
+            lengths = native_lengths(given, k.size(2 if layout == "bhsd" else 1))
         done = _native.torch_attention(
-            q, k, v, mask, left, right, lengths, scale, softcap, layout, return_lse, True
+            q, k, v, mask, left, right, lengths, scale, softcap, layout, bool(return_lse), True
         )  # fmt: skip
         if done is not NotImplemented:
-            return done
-    return dispatch(q, k, v, mask, left, right, key_starts, key_ends, scale, softcap, layout, return_lse)
+            found: Tensor | tuple[Tensor, Tensor] = done
+            return found
+    o, lse = dispatch(q, k, v, mask, left, right, key_starts, key_ends, scale, softcap, layout)
+    return (o, lse) if return_lse else o
+
+
+def _into_given(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    key_starts: Sequence[int] | Tensor | None,
+    key_ends: Sequence[int] | Tensor | None,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    return_lse: bool,
+    out: Tensor,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention into memory that the caller has."""
+    from ._ops import into
+
+    check(q, k, v, layout)
+    _arguments.tensors(out=out)
+    if _wants_gradient(q, k, v):
+        raise UnsupportedError("out= has no gradient. Leave it out, or call under torch.no_grad()")
+    if _has_tangent(q, k, v):
+        raise no_forward_mode()
+    scale, softcap = _arguments.options(scale, softcap)
+    _arguments.dimensions("(batch, heads, length, head_dim)", out=out)
+    _arguments.together(q=q, k=k, v=v, out=out)
+    queries, keys, values, o = (x.transpose(1, 2) if layout == "bshd" else x for x in (q, k, v, out))
+    _arguments.fit(queries, keys, values)
+    shape = (*queries.shape[:3], values.size(3))
+    if o.shape != shape:
+        raise ContractError(
+            f"out has shape {tuple(out.shape)}, possible is q's with v's head_dim, {(*q.shape[:3], v.size(3))}"
+        )
+    lse = empty_lse(queries)
+    starts, ends = (
+        None if x is None else _arguments.lengths(name, x, q.size(0))
+        for name, x in (("key_starts", key_starts), ("key_lengths", key_ends))
+    )
+    into(queries, keys, values, o, lse, as_list(starts), ends, mask, left, right, scale, softcap)
+    return (out, lse) if return_lse else out
+
+
+def no_forward_mode() -> UnsupportedError:
+    """The error of a derivative in forward mode."""
+    return UnsupportedError(
+        "attention has no derivative in forward mode (torch.func.jvp, torch.autograd.forward_ad) here. Use reverse "
+        "mode, or torch's math backend"
+    )
 
 
 def dispatch(
@@ -146,19 +260,18 @@ def dispatch(
     scale: float | None,
     softcap: float,
     layout: str,
-    return_lse: bool,
-) -> Any:
-    """Attention through torch's dispatcher, which sees to gradients, tracing and the like."""
+) -> tuple[Tensor, Tensor]:
+    """Attention and lse through torch's dispatcher, which sees to gradients, tracing and the like."""
     from . import _ops  # noqa: F401  (registers the operators)
 
+    check(q, k, v, layout)
+    scale, softcap = _arguments.options(scale, softcap)
     check_gradient(q, k, v)
     q, k, v = cast(q, k, v)
-    if layout not in ("bhsd", "bshd"):
-        raise ContractError(f"layout is '{layout}', possible are 'bhsd' and 'bshd'")
+    _arguments.together(q=q, k=k, v=v)
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o, lse = torch.ops.flashcore.attention(
-        q, k, v, _as_tensor(key_starts), _as_tensor(key_ends), mask, left, right, scale, softcap
-    )
-    o = o.transpose(1, 2) if layout == "bshd" else o
-    return (o, lse) if return_lse else o
+    _arguments.fit(q, k, v)
+    starts, ends = _as_tensor("key_starts", key_starts, q.size(0)), _as_tensor("key_lengths", key_ends, q.size(0))
+    o, lse = torch.ops.flashcore.attention(q, k, v, starts, ends, mask, left, right, scale, softcap)
+    return (o.transpose(1, 2) if layout == "bshd" else o), lse

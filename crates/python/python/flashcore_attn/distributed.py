@@ -16,21 +16,23 @@ cut and join in that order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import _arguments
 from ._errors import ContractError
 from ._ops import ops
-from ._torch import attend, check_gradient
+from ._torch import attend, check, check_gradient
 
 Group = dist.ProcessGroup | None
 
 
 def shard(x: Tensor, dim: int, group: Group = None) -> Tensor:
     """This process's part of a tensor that every process has whole, in the order of the zig-zag."""
+    _arguments.tensors(x=x)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if x.size(dim) % (2 * size) != 0:
         raise ContractError(
@@ -48,6 +50,21 @@ def gather(x: Tensor, dim: int, group: Group = None) -> Tensor:
     return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim)
 
 
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, causal: bool = ..., scale: float | None = ...,
+    softcap: float = ..., layout: str = ..., return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, causal: bool = ..., scale: float | None = ...,
+    softcap: float = ..., layout: str = ..., return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group = ..., *, causal: bool = ..., scale: float | None = ...,
+    softcap: float = ..., layout: str = ..., return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -65,8 +82,7 @@ def ring_attention(
     Parts are of one length in all processes. Without ``causal`` any order of the sequence is right; with it the parts
     are those of ``shard``. Gradients go round the same ring.
     """
-    if layout not in ("bhsd", "bshd"):
-        raise ContractError(f"layout is '{layout}', possible are 'bhsd' and 'bshd'")
+    check(q, k, v, layout)
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if causal and (q.size(2) != k.size(2) or q.size(2) % 2 != 0):
@@ -120,7 +136,9 @@ def _pass_on(tensors: list[Tensor], group: Group) -> tuple[list[Tensor], list[An
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, group, causal, scale, softcap):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, causal: bool, scale: float | None, softcap: float
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rank = dist.get_rank(group)
         o = q.new_zeros((*q.shape[:3], v.size(3)), dtype=torch.float32)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
@@ -136,7 +154,8 @@ class _Ring(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    def backward(ctx, grad_o, grad_lse):
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_o, grad_lse = grad_outputs
         q, k, v, o, lse = ctx.saved_tensors
         rank, size = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)

@@ -1,0 +1,98 @@
+"""Arguments as people give them: what is of the wrong kind is an error that says so, before anything looks inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._errors import ContractError, UnsupportedError
+from ._options import integers, number
+
+#: What computes: float64 in torch's operations, the others in the engine.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def tensors(**given: object) -> None:
+    """Raises unless all of these are torch tensors with memory of their own."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, possible is a torch tensor")
+        if x.is_nested or x.layout != torch.strided:
+            kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+            raise UnsupportedError(f"{name} is a {kind} tensor, possible are strided ones. Make it a plain tensor")
+
+
+def together(dtypes: Sequence[torch.dtype] = DTYPES, **given: Tensor) -> None:
+    """Raises unless the tensors are of one dtype that is possible, and on one device."""
+    (first, x), *others = given.items()
+    for name, dtype in ((name, y.dtype) for name, y in given.items()):
+        if dtype not in dtypes:
+            raise ContractError(
+                f"{name} is {_plain(dtype)}, possible are float16, bfloat16, float32 and, in torch's operations, "
+                f"float64. Convert {name} to one of them"
+            )
+    for name, y in others:
+        if y.dtype != x.dtype:
+            raise ContractError(
+                f"{name} is {_plain(y.dtype)}, but {first} is {_plain(x.dtype)}: they share one dtype. Convert one"
+            )
+        if y.device != x.device:
+            raise ContractError(f"{name} lies on {y.device}, but {first} on {x.device}. Copy {name} there")
+
+
+def dimensions(shape: str, **given: Tensor) -> None:
+    """Raises unless the tensors have the dimensions that a text names, such as "(batch, length)"."""
+    count = shape.count(",") + 1
+    for name, x in given.items():
+        if x.dim() != count:
+            raise ContractError(
+                f"{name} has {x.dim()} dimensions, possible are {count}: {shape}. Reshape it, or add the missing "
+                "dimensions with size 1"
+            )
+
+
+def fit(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises where sizes, (batch, heads, length, head_dim), are known not to fit. The engine checks them too; this is
+    for tensors without memory, which never get there."""
+    pairs = (
+        ("k", "batch", k.size(0), "q", q.size(0)),
+        ("v", "batch", v.size(0), "q", q.size(0)),
+        ("v", "heads", v.size(1), "k", k.size(1)),
+        ("v", "length", v.size(2), "k", k.size(2)),
+        ("k", "head_dim", k.size(3), "q", q.size(3)),
+    )
+    for name, what, given, other, asked in pairs:
+        # A size that is a symbol of torch.compile is compared when the compiled call runs.
+        if type(given) is int and type(asked) is int and given != asked:
+            raise ContractError(f"{name} has {what} {given}, but {other} asks for {asked}. Give both the same {what}")
+    heads, heads_kv = q.size(1), k.size(1)
+    if type(heads) is int and type(heads_kv) is int and (heads % heads_kv if heads_kv else heads):
+        raise ContractError(
+            f"q has {heads} heads and k has {heads_kv}: every kv head serves the same number of query heads, so q's "
+            "heads must be a multiple of k's"
+        )
+
+
+def options(scale: object, softcap: object) -> tuple[float | None, float]:
+    """The scale and the softcap, or an error if they are no numbers."""
+    return (None if scale is None else number("scale", scale)), number("softcap", softcap)
+
+
+def lengths(name: str, given: object, batch: int) -> Tensor | list[int]:
+    """Integers, one for each batch entry: a tensor as it is, anything else as a list."""
+    found = given if isinstance(given, Tensor) else integers(name, given)
+    if isinstance(found, Tensor):
+        if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+            raise TypeError(f"{name} is {_plain(found.dtype)}, possible are integers")
+        if found.dim() != 1:
+            raise ContractError(f"{name} has {found.dim()} dimensions, possible is 1: one integer per batch entry")
+    count = len(found)
+    if type(count) is int and type(batch) is int and count != batch:
+        raise ContractError(f"{name} has {count} elements for a batch of {batch}. Give one per batch entry")
+    return found
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,81 @@
+"""What torch does to tensors before a call and after it, where the kernels cannot read them as they are, or not fast.
+
+On a GPU the fast kernels take head dims that are multiples of 8: others are padded with zeros, which adds nothing to a
+score, and the output is cut. That costs a copy of q, k, v and o. A tensor whose elements do not lie as the kernels
+read them is copied, which is said once for each reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _native
+from ._blocks import scale_of
+
+#: Reasons for copies that were said.
+_said: set[str] = set()
+
+
+def ready(name: str, x: Tensor) -> Tensor:
+    """A tensor (batch, heads, length, head_dim) as the kernels read it: itself, padded, or copied."""
+    step = _step(x)
+    if step is None:
+        return x
+    size, why = step
+    if size is not None:
+        return F.pad(x, (0, size - x.size(3)))
+    if why is not None and why not in _said:
+        _said.add(why)
+        warnings.warn(
+            f"{name} is copied, because {why}; this costs time at every call. Give it contiguous to save that. Later "
+            "calls with the same reason are copied without a warning",
+            stacklevel=2,
+        )
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def stand_in(x: Tensor) -> Tensor:
+    """A tensor with the memory layout that `x` has when the kernels read it. For float64, which they do not read, it is
+    float32 on the CPU; for a tensor without memory it lies on the CPU, too."""
+    on_host = x.device.type not in ("cpu", "cuda") or x.dtype == torch.float64
+    dtype = torch.float32 if x.dtype == torch.float64 else x.dtype
+    if on_host:
+        return torch.empty((*x.shape[:3], max(x.size(3), 1)), dtype=dtype)
+    step = _step(x)
+    if step is None:
+        return x
+    return x.new_empty((*x.shape[:3], x.size(3) if step[0] is None else step[0]))
+
+
+def _step(x: Tensor) -> tuple[int | None, str | None] | None:
+    return _native.preparation(x.is_cuda, x.element_size(), tuple(x.shape), x.stride(), x.data_ptr())
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor | None,
+    key_lengths: list[int] | Tensor | None,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
+    softcap: float,
+) -> None:
+    """Attention into `o` and `lse` on tensors (batch, heads, length, head_dim) that lie anyhow."""
+    head_dim, head_dim_v = q.size(3), v.size(3)
+    q, k, v = ready("q", q), ready("k", k), ready("v", v)
+    if q.size(3) != head_dim:
+        scale = scale_of(scale, head_dim)
+    # The output goes where the kernels can write it, and from there to its place.
+    direct = o.size(3) != head_dim_v or (v.size(3) == head_dim_v and _step(o) is None)
+    out = o if direct else o.new_empty((*o.shape[:3], v.size(3)))
+    _native.run(q, k, v, out, lse, key_lengths, mask, left, right, scale, softcap, "bhsd")
+    if not direct:
+        o.copy_(out[..., :head_dim_v])
