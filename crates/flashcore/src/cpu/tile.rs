@@ -127,7 +127,8 @@ pub(super) fn chains(head_dim: usize) -> impl Iterator<Item = Range<usize>> {
     /// What a part has at most.
     const PART: usize = 128;
     // Even ones, of which kernels take four elements at a time.
-    let len = head_dim.div_ceil(head_dim.div_ceil(PART)).next_multiple_of(4);
+    let even = || head_dim.div_ceil(head_dim.div_ceil(PART)).next_multiple_of(4);
+    let len = if head_dim <= PART { PART } else { even() };
     (0..head_dim).step_by(len).map(move |start| start..(start + len).min(head_dim))
 }
 
@@ -280,18 +281,19 @@ unsafe fn write<S: Simd, E: Vectorised, const R: usize, const V: usize>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        // 0 · x is 0, or NaN where x is not finite.
-        let (zero, mut sum) = (S::splat(0.0), S::splat(0.0));
+        // 0 · x is 0, or NaN where x is not finite. Several sums, because one would wait for itself.
+        let mut sums = [S::splat(0.0); V];
         for (r, row) in tile.iter().enumerate() {
             let factor = S::splat(*done.factors.add(first + r));
             let to = (*done.rows.add(first + r)).cast::<E>().add(done.column);
             for (v, &x) in row.iter().enumerate() {
                 let x = S::mul(x, factor);
                 E::store::<S>(to.add(v * S::LANES), x);
-                sum = S::fma(x, zero, sum);
+                sums[v] = S::fma(x, S::splat(0.0), sums[v]);
             }
         }
-        if !S::are_numbers(sum) {
+        let sum = sums.into_iter().reduce(|a, b| S::add(a, b));
+        if sum.is_some_and(|sum| !S::are_numbers(sum)) {
             *done.wild = true;
         }
     }
