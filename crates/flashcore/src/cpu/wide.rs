@@ -5,6 +5,8 @@
 //! whose scale or softcap leaves f32 no room. This is slow and rare.
 #![allow(unsafe_code)] // Raw tensors; the contract and the plan bound every index.
 
+use std::ops::Range;
+
 use super::{
     job::{Job, row_at, rows_of},
     plan::Task,
@@ -12,7 +14,7 @@ use super::{
     simd::Simd,
     visible::Visible,
 };
-use crate::{Problem, contract::Call};
+use crate::{Problem, contract::Call, tensor::Raw};
 
 /// Keys that are read at a time.
 const BLOCK: usize = 64;
@@ -78,10 +80,13 @@ unsafe fn attend<S: Simd>(
     if visible.is_empty() {
         return f64::NEG_INFINITY;
     }
-    let mut narrow = vec![0.0; BLOCK * head_dim.max(head_dim_v)];
-    // SAFETY (of all blocks below): the caller's promise; no block has more than `BLOCK` rows.
-    unsafe { rows_of(&call.q, batch, h, s, 1).widen::<S>(narrow.as_mut_ptr()) };
-    let query: Vec<f64> = narrow[..head_dim].iter().map(|&x| f64::from(x)).collect();
+    let read = |raw: &Raw, head: usize, rows: Range<usize>| {
+        let mut wide = vec![0.0; rows.len() * raw.layout.shape[3]];
+        // SAFETY: the caller's promise; there is room for all of the rows.
+        unsafe { rows_of(raw, batch, head, rows.start, rows.len()).widen::<S>(wide.as_mut_ptr()) };
+        wide
+    };
+    let query: Vec<f64> = read(&call.q, h, s..s + 1).into_iter().map(f64::from).collect();
     let blocks = || visible.clone().step_by(BLOCK).map(|start| start..(start + BLOCK).min(visible.end));
     let score = |key: &[f32]| {
         let score = dot(&query, key) * f64::from(scale);
@@ -90,8 +95,7 @@ unsafe fn attend<S: Simd>(
 
     let mut max = f64::NEG_INFINITY;
     for keys in blocks() {
-        unsafe { rows_of(&call.k, batch, head_kv, keys.start, keys.len()).widen::<S>(narrow.as_mut_ptr()) };
-        for key in narrow[..keys.len() * head_dim].chunks_exact(head_dim) {
+        for key in read(&call.k, head_kv, keys).chunks_exact(head_dim) {
             let score = score(key);
             // ∞ − ∞ is NaN, and so is what is divided by a sum with it.
             if score.is_nan() || score == f64::INFINITY {
@@ -106,15 +110,12 @@ unsafe fn attend<S: Simd>(
         o.fill(f64::NAN);
         return max;
     }
-    let (mut sum, mut weights) = (0.0, Vec::with_capacity(BLOCK));
+    let mut sum = 0.0;
     for keys in blocks() {
-        unsafe { rows_of(&call.k, batch, head_kv, keys.start, keys.len()).widen::<S>(narrow.as_mut_ptr()) };
-        let keys_of_block = narrow[..keys.len() * head_dim].chunks_exact(head_dim);
-        weights.clear();
-        weights.extend(keys_of_block.map(|key| (score(key) - max).exp()));
-        sum += weights.iter().sum::<f64>();
-        unsafe { rows_of(&call.v, batch, head_kv, keys.start, keys.len()).widen::<S>(narrow.as_mut_ptr()) };
-        for (weight, value) in weights.iter().zip(narrow.chunks_exact(head_dim_v)) {
+        let (k, v) = (read(&call.k, head_kv, keys.clone()), read(&call.v, head_kv, keys));
+        for (key, value) in k.chunks_exact(head_dim).zip(v.chunks_exact(head_dim_v)) {
+            let weight = (score(key) - max).exp();
+            sum += weight;
             for (o, &x) in o.iter_mut().zip(value) {
                 *o += weight * f64::from(x);
             }
