@@ -280,7 +280,7 @@ mod tests {
 
     const LONG: Effort = Effort {
         rounds: None,
-        budget: Duration::from_mins(1),
+        budget: Duration::from_hours(1),
         margin: 0.02,
         settle: Duration::ZERO,
         sample: SAMPLE,

@@ -17,7 +17,7 @@ use crate::{Problem, Tensor};
 pub struct Reference {
     /// The output.
     pub o: Vec<f64>,
-    /// The natural logarithm of the sum of exponentials; −∞ for a query without keys.
+    /// The natural logarithm of the sum of exponentials; −∞ for a query without keys, or whose keys all score −∞.
     pub lse: Vec<f64>,
 }
 
@@ -43,6 +43,7 @@ pub fn attention(
                 None => *score * scale,
             };
         }
+        let nothing = scores.iter().all(|&score| score == f64::NEG_INFINITY);
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         for score in &mut scores {
             *score = (*score - max).exp();
@@ -53,7 +54,8 @@ pub fn attention(
                 *o += p / sum * f64::from(x);
             }
         }
-        max + sum.ln()
+        // The logarithm of 0; o is 0 / 0.
+        if nothing { f64::NEG_INFINITY } else { max + sum.ln() }
     })
 }
 
@@ -91,6 +93,7 @@ pub fn same_precision(
                 *score = keep_score(cap * keep_score(keep_score(*score / cap).tanh()));
             }
         }
+        let nothing = scores.iter().all(|&score| score == f32::NEG_INFINITY);
         let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         for score in &mut scores {
             *score = (*score - max).exp();
@@ -106,7 +109,7 @@ pub fn same_precision(
         for (o, x) in out.iter_mut().zip(row) {
             *o = f64::from(dtype.round(x));
         }
-        f64::from(max + sum.ln())
+        if nothing { f64::NEG_INFINITY } else { f64::from(max + sum.ln()) }
     })
 }
 
@@ -225,6 +228,23 @@ mod tests {
         let out = attention(&problem, &q.view(), &kv.view(), &kv.view(), None);
         assert_eq!((out.o[0], out.lse[0]), (0.0, f64::NEG_INFINITY));
         assert_eq!(out.o[1], 1.0);
+    }
+
+    #[test]
+    fn keys_that_all_score_minus_infinity_have_the_logarithm_of_zero() {
+        let problem = Problem::new(1, 1, 1, 1, DType::F32).with_kv(1, 2);
+        let lse = |keys: [f32; 2]| {
+            let (q, k) = (tensor(&[1.0], [1, 1, 1, 1]), tensor(&keys, [1, 1, 2, 1]));
+            let (q, k) = (q.view(), k.view());
+            let plain = same_precision(&problem, &q, &k, &k, None, Rounding::Probabilities);
+            let out = attention(&problem, &q, &k, &k, None);
+            assert!(out.o[0].is_nan() && plain.o[0].is_nan());
+            assert!(out.lse[0] == plain.lse[0] || out.lse[0].is_nan() && plain.lse[0].is_nan());
+            out.lse[0]
+        };
+        assert_eq!(lse([f32::NEG_INFINITY; 2]), f64::NEG_INFINITY);
+        assert!(lse([f32::NEG_INFINITY, f32::NAN]).is_nan());
+        assert!(lse([f32::NEG_INFINITY, f32::INFINITY]).is_nan());
     }
 
     #[test]

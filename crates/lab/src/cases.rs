@@ -12,12 +12,13 @@ use crate::inputs::Distribution;
 use crate::operands::Operands;
 
 /// The files of the corpus, by the name that their cases begin with.
-const FILES: [(&str, &str); 5] = [
+const FILES: [(&str, &str); 6] = [
     ("lengths", include_str!("../../../cases/lengths.toml")),
     ("masks", include_str!("../../../cases/masks.toml")),
     ("heads", include_str!("../../../cases/heads.toml")),
     ("inputs", include_str!("../../../cases/inputs.toml")),
     ("edges", include_str!("../../../cases/edges.toml")),
+    ("wide", include_str!("../../../cases/wide.toml")),
 ];
 
 /// When a case runs.

@@ -12,7 +12,7 @@ use crate::stats::{Interval, Verdict};
 /// A report.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Saved {
-    /// `flashcore.bench/1` or `flashcore.bench-gpu/1`.
+    /// `flashcore.bench/2` (or an older one) or `flashcore.bench-gpu/1`.
     pub schema: String,
     /// When it was written.
     pub created: String,

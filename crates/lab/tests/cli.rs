@@ -533,7 +533,7 @@ fn bench_shows_time_rate_and_error_and_keeps_its_samples() {
     );
     assert!(text.contains("without torch"), "{text}");
     let report: Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
-    assert_eq!((&report["schema"], &report["clock"]), (&"flashcore.bench/1".into(), &"call".into()));
+    assert_eq!((&report["schema"], &report["clock"]), (&"flashcore.bench/2".into(), &"call".into()));
     let cells = report["cells"].as_array().unwrap();
     assert_eq!(cells.len(), 6);
     for cell in cells {

@@ -24,8 +24,9 @@ use super::{
     rows::{Rows, column_tiles},
     scratch::Carve,
     simd::Simd,
-    tile::{Done, Outputs, Scores},
+    tile::{Done, Outputs, Scores, chains},
     visible::Visible,
+    wide,
 };
 use crate::tensor::Raw;
 
@@ -281,7 +282,7 @@ unsafe fn attend<S: Simd>(
             vec,
         };
         for &segment in panel.segments(&block.keys).iter() {
-            let plain = if job.scoring.change.is_none() { panel.plain(&segment) } else { segment.first_key };
+            let plain = if job.scoring.inner.is_none() { panel.plain(&segment) } else { segment.first_key };
             // Tiles whose scores count as they are, then others.
             let tiles = (plain - segment.first_key) / 8 * 8;
             let split = if plain == segment.end_key { plain } else { segment.first_key + tiles };
@@ -325,9 +326,14 @@ unsafe fn attend<S: Simd>(
                 let of_vec = rows_at::<S>(job, task, &job.call.o, panel.rows.start + first);
                 rows[first..first + S::LANES].copy_from_slice(&of_vec[..S::LANES]);
             }
-            outputs::<S>(job, panel, block, s, Some(&rows), coming);
-            for lane in (0..lanes).filter(|_| job.call.lse.is_some()) {
-                write_lse(job, task.batch, task.head, panel.rows.start + lane, stats(panel, lane));
+            let wild = outputs::<S>(job, panel, block, s, Some(&rows), coming);
+            for lane in (0..lanes).filter(|_| wild || job.call.lse.is_some()) {
+                let (row, stats) = (panel.rows.start + lane, stats(panel, lane));
+                if wild && !wide::is_finite::<S>(job, task.batch, task.head, row) {
+                    S::write_row(job, task.batch, task.head, row);
+                } else {
+                    write_lse(job, task.batch, task.head, row, stats);
+                }
             }
         } else {
             outputs::<S>(job, panel, block, s, None, coming);
@@ -353,21 +359,25 @@ unsafe fn scores<S: Simd>(
     let lane = segment.first_vec * S::LANES;
     // SAFETY: as of `attend`.
     unsafe {
-        let scores = Scores {
-            k: block.k.add(first * block.k_stride),
-            stride: block.k_stride,
-            q: panel.q.add(lane),
-            head_dim: job.call.problem.head_dim,
-            s: s.add(first * S::VECS * S::LANES + lane),
-            tops: panel.top.add(lane),
-        };
         let (vecs, keys) = (segment.end_vec - segment.first_vec, segment.end_key - segment.first_key);
-        score_tiles!(S, vecs, keys, &scores, coming);
+        let head_dim = job.call.problem.head_dim;
+        for elements in chains(head_dim) {
+            let scores = Scores {
+                k: block.k.add(first * block.k_stride + elements.start),
+                stride: block.k_stride,
+                q: panel.q.add(lane + elements.start * S::VECS * S::LANES),
+                len: elements.len(),
+                s: s.add(first * S::VECS * S::LANES + lane),
+                onto: elements.start > 0,
+                tops: (elements.end == head_dim).then_some(panel.top.add(lane)),
+            };
+            score_tiles!(S, vecs, keys, &scores, coming);
+        }
     }
 }
 
 /// O = O · rescale + P V of a panel and a block, without the first term where the panel is fresh; straight into `rows` of
-/// the output tensor where these are given.
+/// the output tensor where these are given. Returns whether something infinite or NaN was written there.
 #[inline(always)]
 unsafe fn outputs<S: Simd>(
     job: &Job<'_>,
@@ -376,7 +386,9 @@ unsafe fn outputs<S: Simd>(
     p: *const f32,
     rows: Option<&[*mut u8; MAX_VECS * MAX_LANES]>,
     coming: &mut Coming,
-) {
+) -> bool {
+    let mut wild = false;
+    let wild_at = &raw mut wild;
     let step = block.head_dim_v.next_multiple_of(S::LANES);
     let lanes = panel.vecs * S::LANES;
     let all = panel.sees_all(&block.keys);
@@ -397,6 +409,7 @@ unsafe fn outputs<S: Simd>(
                     column: columns.start,
                     dtype: job.call.o.dtype,
                     factors: panel.inverse,
+                    wild: wild_at,
                 }),
                 masked: !all,
             }
@@ -432,4 +445,5 @@ unsafe fn outputs<S: Simd>(
             }
         }
     }
+    wild
 }

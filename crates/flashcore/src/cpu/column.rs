@@ -37,7 +37,7 @@ impl Column<'_> {
     /// Whether products are scores as they are, and all rows see all of the keys.
     #[inline(always)]
     pub(super) fn is_settled(&self, scoring: Scoring) -> bool {
-        scoring.change.is_none() && !self.is_masked()
+        scoring.inner.is_none() && !self.is_masked()
     }
 
     #[inline(always)]
@@ -53,10 +53,10 @@ impl Column<'_> {
         let (keys, masked) = (&self.keys, self.is_masked());
         // SAFETY: as of the type.
         unsafe {
-            if let Some(change) = scoring.change {
+            if let Some(inner) = scoring.inner {
                 for key in 0..keys.len() {
                     let at = self.score::<S>(key);
-                    S::store(at, math::change::<S>(change, S::load(at)));
+                    S::store(at, math::capped::<S>(inner, S::load(at)));
                 }
             }
             let hidden = S::splat(f32::NEG_INFINITY);

@@ -82,7 +82,7 @@ pub(super) unsafe fn finish_row<S: Simd>(
     }
 }
 
-/// Writes one row of o and its lse; without keys, zeros and −∞.
+/// Writes one row of o and its lse; without keys, zeros and −∞. A row that f32 did not hold is computed again.
 ///
 /// # Safety
 /// Requires a CPU with `S`, `head_dim_v` f32 at `from`, which this may change, and a row of the plan.
@@ -101,6 +101,8 @@ pub(super) unsafe fn write_row<S: Simd>(
     unsafe {
         if !stats.sees_keys {
             std::ptr::write_bytes(from, 0, head_dim_v);
+        } else if !(stats.sum > 0.0 && rows::are_finite(from, head_dim_v)) {
+            return S::write_row(job, batch, head_kv, row);
         }
         let raw = &job.call.o;
         rows::narrow::<S>(raw.dtype, from, row_at(raw, batch, h, s), head_dim_v);
@@ -116,13 +118,10 @@ pub(super) unsafe fn write_row<S: Simd>(
 pub(super) unsafe fn write_lse(job: &Job<'_>, batch: usize, head_kv: usize, row: usize, stats: Stats) {
     let Some(raw) = &job.call.lse else { return };
     let (h, s) = job.head_and_query(head_kv, row);
-    let lse = if !stats.sees_keys {
-        f32::NEG_INFINITY
-    } else if stats.sum == 0.0 {
-        // Every score was −∞: the same NaN that the outputs are.
-        f32::NAN
-    } else {
+    let lse = if stats.sees_keys {
         (f64::from(stats.max) * f64::from(job.scoring.scale) + f64::from(stats.sum).ln()) as f32
+    } else {
+        f32::NEG_INFINITY
     };
     // SAFETY: the caller's promise.
     unsafe { row_at(raw, batch, h, s).cast::<f32>().write(lse) };

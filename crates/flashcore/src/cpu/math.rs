@@ -1,7 +1,7 @@
 //! Exponential and hyperbolic tangent of a vector, by polynomials.
 #![allow(unsafe_code)] // Calls vector instructions, so it must run where the CPU has them.
 
-use super::{scoring::Change, simd::Simd};
+use super::simd::Simd;
 
 /// 2^x − 1 = x·P(x) on [−½, ½], minimax by relative error (2.6e-9).
 #[allow(clippy::approx_constant)] // The last one is near ln 2, but fitted.
@@ -106,18 +106,14 @@ pub(super) unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
     }
 }
 
-/// What a [`Change`] makes of products.
+/// tanh(inner · x), and NaN where x is infinite: a sum that overflowed has lost its sign, which the tanh would hide.
 ///
 /// # Safety
 /// Requires a CPU with `S`.
 #[inline(always)]
-pub(super) unsafe fn change<S: Simd>(change: Change, x: S::V) -> S::V {
+pub(super) unsafe fn capped<S: Simd>(inner: f32, x: S::V) -> S::V {
     // SAFETY: the caller's promise.
-    unsafe {
-        let x = S::mul(x, S::splat(change.inner));
-        let x = if change.tanh { tanh::<S>(x) } else { x };
-        S::mul(x, S::splat(change.outer))
-    }
+    unsafe { S::fma(x, S::splat(0.0), tanh::<S>(S::mul(x, S::splat(inner)))) }
 }
 
 #[cfg(test)]

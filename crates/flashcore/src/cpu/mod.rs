@@ -8,8 +8,9 @@
 //! (`stream`).
 //!
 //! The same call gives the same bits every time and on any number of threads; instruction sets differ in the last
-//! ones. Scores and sums are f32. Outputs are summed before they are divided, so values whose weighted sum exceeds
-//! f32 overflow, as they would in any fused kernel.
+//! ones. Scores and sums are f32. A row that comes out infinite or NaN is computed again in f64 (`wide`): its scores or
+//! sums may have left f32 where the truth has not. Not noticed is a score that only its partial sums take to −∞, in a
+//! row with others that are finite; plain attention in f32 loses such a key too.
 
 mod ahead;
 mod attend;
@@ -38,6 +39,7 @@ mod stream;
 mod tests;
 mod tile;
 mod visible;
+mod wide;
 
 use std::sync::Arc;
 

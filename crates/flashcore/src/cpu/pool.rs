@@ -15,7 +15,7 @@ use super::{
     scoring::Scoring,
     scratch::Scratch,
     simd::{Simd, dispatch},
-    stream,
+    stream, wide,
 };
 use crate::contract::Call;
 
@@ -28,10 +28,13 @@ thread_local! {
 
 /// Computes a call.
 pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Option<&Helpers>, call: &Call<'_>) {
-    let plan = Plan::new(call, schedule, isa.panel());
+    let scoring = Scoring::of(&call.problem);
+    // Rows in f64 are not split.
+    let split_k = if scoring.fits { schedule.split_k } else { usize::MAX };
+    let plan = Plan::new(call, &Schedule { split_k, ..*schedule }, isa.panel());
     let mut job = Job {
         call,
-        scoring: Scoring::of(&call.problem),
+        scoring,
         block_k: schedule.block_k.max(1),
         parts: std::ptr::null_mut(),
         part_rows: plan.part_rows,
@@ -78,7 +81,9 @@ dispatch! {
 unsafe fn attend_on<S: Simd>(job: &Job<'_>, task: &Task, tasks: &Queue<'_, Task>, workspace: &mut Workspace) {
     // SAFETY: the caller's promise.
     unsafe {
-        if stream::suits::<S>(&job.call.problem) {
+        if !job.scoring.fits {
+            wide::run::<S>(job, task);
+        } else if stream::suits::<S>(&job.call.problem) {
             stream::run::<S>(job, task, workspace);
         } else {
             attend::run::<S>(job, task, tasks, workspace);

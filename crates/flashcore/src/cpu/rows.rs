@@ -218,6 +218,17 @@ pub(super) fn column_tiles<S: Simd>(len: usize) -> impl Iterator<Item = std::ops
     })
 }
 
+/// Whether none of `len` elements is infinite or NaN.
+///
+/// # Safety
+/// Requires `len` f32 at `from`.
+#[inline(always)]
+pub(super) unsafe fn are_finite(from: *const f32, len: usize) -> bool {
+    // Without a way out in the middle, so that it is done in vectors.
+    // SAFETY: the caller's promise.
+    (0..len).fold(true, |finite, d| finite & unsafe { (*from.add(d)).is_finite() })
+}
+
 /// Rounds `len` elements to a row's type and writes them.
 ///
 /// # Safety

@@ -1,37 +1,31 @@
 //! How products of queries and keys become what the softmax is of.
 
+use std::ops::Range;
+
 use super::math::SCALES;
 use crate::Problem;
 
-/// A score is `scale · change(product)`. The scale is left to the exponential, where it costs nothing and sees only
-/// differences of scores.
+/// What products may be multiplied with before the tanh: an infinite product is far beyond where that is 1, and none that
+/// matters vanishes.
+const INNER: Range<f32> = 1e-36..1e36;
+
+/// A score is `scale · product`, or with a softcap `scale · tanh(inner · product)`. The scale is left to the exponential,
+/// where it costs nothing and sees only differences of scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Scoring {
-    pub change: Option<Change>,
+    /// What the tanh is of, where there is a softcap.
+    pub inner: Option<f32>,
     pub scale: f32,
-}
-
-/// `outer · tanh(inner · x)`, or without the tanh.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Change {
-    pub inner: f32,
-    pub tanh: bool,
-    pub outer: f32,
+    /// Whether f32 holds all that lies between products and exponentials; if not, rows are computed in f64
+    /// ([`wide`](super::wide)).
+    pub fits: bool,
 }
 
 impl Scoring {
     pub(super) fn of(problem: &Problem) -> Self {
-        // Scales at the ends of f32 would overflow there, so they are multiplied in before.
-        let (outer, scale) = match problem.softcap.unwrap_or(problem.scale) {
-            scale if SCALES.contains(&scale) => (1.0, scale),
-            scale => (scale, 1.0),
-        };
-        let change = match problem.softcap {
-            // Kept finite, so that 0 stays 0.
-            Some(cap) => Some(Change { inner: (problem.scale / cap).min(f32::MAX), tanh: true, outer }),
-            None if outer != 1.0 => Some(Change { inner: outer, tanh: false, outer: 1.0 }),
-            None => None,
-        };
-        Self { change, scale }
+        let inner = problem.softcap.map(|cap| problem.scale / cap);
+        let scale = problem.softcap.unwrap_or(problem.scale);
+        let fits = SCALES.contains(&scale) && inner.is_none_or(|inner| INNER.contains(&inner));
+        Self { inner, scale, fits }
     }
 }

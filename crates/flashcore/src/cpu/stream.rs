@@ -183,9 +183,9 @@ unsafe fn softmax<S: Simd>(job: &Job<'_>, row: &mut Row, keys: &Range<usize>, p:
     let end = row.keys.end.saturating_sub(keys.start).min(keys.len());
     // SAFETY: a row of p has `BLOCK` elements, which is a multiple of the lanes.
     unsafe {
-        if let Some(change) = job.scoring.change {
+        if let Some(inner) = job.scoring.inner {
             for i in (0..len).step_by(S::LANES) {
-                S::store(p.add(i), math::change::<S>(change, S::load(p.add(i))));
+                S::store(p.add(i), math::capped::<S>(inner, S::load(p.add(i))));
             }
         }
         for i in (0..first).chain(end.max(first)..len) {
@@ -278,13 +278,8 @@ unsafe fn output_columns<S: Simd, E: Vectorised, const G: usize, const C: usize>
 ) {
     // SAFETY: the caller's promise.
     unsafe {
+        // What was there before is added at the end: in one chain, the rounding of every term would be that of the whole sum.
         let mut acc = [[S::splat(0.0); C]; G];
-        for (g, acc) in acc.iter_mut().enumerate() {
-            for (c, acc) in acc.iter_mut().enumerate() {
-                let at = o.add(g * v.len + (vec + c) * S::LANES);
-                *acc = S::mul(S::load(at), S::splat(rescale[g]));
-            }
-        }
         for key in 0..v.count {
             if let Some(ahead) = ahead {
                 ahead.prefetch::<S>(key..key + 1);
@@ -303,7 +298,8 @@ unsafe fn output_columns<S: Simd, E: Vectorised, const G: usize, const C: usize>
         }
         for (g, acc) in acc.iter().enumerate() {
             for (c, &acc) in acc.iter().enumerate() {
-                S::store(o.add(g * v.len + (vec + c) * S::LANES), acc);
+                let at = o.add(g * v.len + (vec + c) * S::LANES);
+                S::store(at, S::fma(S::load(at), S::splat(rescale[g]), acc));
             }
         }
     }

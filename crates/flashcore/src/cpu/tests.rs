@@ -254,6 +254,204 @@ fn scales_and_softcaps_at_the_ends_of_f32_follow_the_oracle() {
     }
 }
 
+/// Where f32 leaves its range plain attention is no yardstick: elements agree with the oracle itself, ∞ and NaN included.
+fn agree(name: &str, ours: &[f32], exact: &[f64], allowed: f64) {
+    assert_eq!(ours.len(), exact.len());
+    for (i, (&ours, &exact)) in ours.iter().zip(exact).enumerate() {
+        // What f64 holds and f32 does not is infinite.
+        let (ours, rounded) = (f64::from(ours), f64::from(exact as f32));
+        let close = (ours - exact).abs() <= allowed * exact.abs().max(1.0);
+        assert!(
+            close || ours == rounded || ours.is_nan() && exact.is_nan(),
+            "{name}: {i} is {ours:e}, not {exact:e}"
+        );
+    }
+}
+
+impl Case {
+    /// On every instruction set, o and lse agree with the oracle's.
+    fn agrees_with_the_oracle(&self, schedule: Schedule, what: &str) {
+        let exact = self.exact();
+        // Rounded products of large scores move the weights, as in plain attention; elsewhere a few roundings are left.
+        let plain = self.plain(Rounding::Probabilities);
+        let off = |(a, b): (&f64, &f64)| (a - b).abs();
+        let theirs = plain.o.iter().zip(&exact.o).map(off).filter(|x| x.is_finite()).fold(0.0, f64::max);
+        let rounding = f64::from(self.problem.dtype.epsilon());
+        for isa in available() {
+            let out = self.run(engine(isa).with_schedule(schedule));
+            let name = format!("{} on {isa}, {what}", self.problem);
+            agree(&name, &out.o.to_f32(), &exact.o, 2.0 * theirs + 4.0 * rounding);
+            agree(&format!("lse of {name}"), &out.lse.unwrap().to_f32(), &exact.lse, 4e-6);
+        }
+    }
+}
+
+/// Shapes that take every path: lanes, one query over rows of whole vectors and of others, keys that are split.
+fn paths(dtype: DType) -> [(Problem, Schedule); 4] {
+    let problem = |len_q, d| Problem::new(1, 1, len_q, d, dtype).with_kv(1, 40).with_mask(Mask::Causal);
+    let split = Schedule { split_k: 16, block_k: 8, ..Schedule::default() };
+    [
+        (problem(70, 16), Schedule::default()),
+        (problem(1, 16), Schedule::default()),
+        (problem(1, 13), split),
+        (problem(33, 16), split),
+    ]
+}
+
+#[test]
+fn scores_beyond_f32_agree_with_the_oracle() {
+    let scales = [f32::from_bits(1), 1e-38, 1e-29, 0.25, 1e20, 1.1e30, 3e38, f32::MAX];
+    let caps = [0.0, f32::from_bits(1), 1e-38, 1e-3, 1e3, 1e10, 1e30, 3e38];
+    let sizes = [(1.0, 1.0), (1e-19, 1e-19), (1e17, 1e17), (1e30, 1e30), (1e38, 1e-38), (1e20, 1e-3)];
+    for (problem, schedule) in paths(DType::F32) {
+        for (scale, cap) in scales.into_iter().flat_map(|scale| caps.map(|cap| (scale, cap))) {
+            for (q, k) in sizes {
+                let problem = problem.with_scale(scale).with_softcap(cap);
+                let case = Case::with_data(problem, |tensor, x| x * [q, k, 1.0][tensor]);
+                case.agrees_with_the_oracle(schedule, &format!("q of {q:e}, k of {k:e}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn values_whose_sum_is_beyond_f32_agree_with_the_oracle() {
+    for dtype in DType::ALL {
+        let largest = if dtype == DType::F16 { f32::from(f16::MAX) } else { 3e38 };
+        for (problem, schedule) in paths(dtype) {
+            // All of one sign, so that sums overflow; and of both, which must be told apart from NaN.
+            let same = Case::with_data(problem, |tensor, x| if tensor == 2 { largest } else { x });
+            same.agrees_with_the_oracle(schedule, "largest values");
+            let signs =
+                Case::with_data(problem, |tensor, x| if tensor == 2 { x.signum() * largest } else { x });
+            // The sums cancel, so that errors are of the values' size rather than of the result's.
+            let exact = signs.exact();
+            for isa in available() {
+                let o = signs.run(engine(isa).with_schedule(schedule)).o.to_f32();
+                let allowed = 8.0 * f64::from(dtype.epsilon()) * f64::from(largest);
+                let close = o.iter().zip(&exact.o).all(|(&a, b)| (f64::from(a) - b).abs() <= allowed);
+                assert!(close, "{problem} on {isa}");
+            }
+        }
+    }
+}
+
+#[test]
+fn infinite_scores_and_values_agree_with_the_oracle() {
+    let wild = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN];
+    for dtype in DType::ALL {
+        for (problem, schedule) in paths(dtype) {
+            for (tensor, wild) in [0, 1, 2].into_iter().flat_map(|tensor| wild.map(|wild| (tensor, wild))) {
+                // One element of one row in three, and one of every row.
+                for every in [1, 3] {
+                    for softcap in [0.0, 20.0] {
+                        let mut case = Case::with_data(problem.with_softcap(softcap), |t, x| {
+                            // Positive queries, so that −∞ in a key is −∞ in a score.
+                            if t == 0 { x.abs() + 0.1 } else { x }
+                        });
+                        let width = problem.head_dim;
+                        let changed = match tensor {
+                            0 => &mut case.q,
+                            1 => &mut case.k,
+                            _ => &mut case.v,
+                        };
+                        let mut data = changed.to_f32();
+                        for row in data.chunks_exact_mut(width).step_by(every) {
+                            row[width / 2] = wild;
+                        }
+                        *changed = TensorBuf::from_f32(&data, changed.shape(), dtype).unwrap();
+                        let what = format!("{wild} in one row of {every} of tensor {tensor}");
+                        case.agrees_with_the_oracle(schedule, &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_only_key_that_scores_minus_infinity_has_an_lse_of_minus_infinity() {
+    for dtype in DType::ALL {
+        for (len_q, head_dim) in [(1, 16), (1, 5), (64, 16), (9, 16)] {
+            let problem = Problem::new(1, 1, len_q, head_dim, dtype).with_kv(1, 1);
+            let case = Case::with_data(problem, |tensor, x| match tensor {
+                0 => 1.0,
+                1 => f32::NEG_INFINITY,
+                _ => x,
+            });
+            for isa in available() {
+                let out = case.run(engine(isa));
+                assert!(out.lse.unwrap().to_f32().iter().all(|&x| x == f32::NEG_INFINITY), "{dtype} {isa}");
+                assert!(out.o.to_f32().iter().all(|x| x.is_nan()), "{dtype} {isa}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_key_of_no_weight_in_f32_still_spreads_an_infinite_value() {
+    // e^−150 is 0 in f32, and 0 · ∞ would be NaN.
+    for (len_q, d) in [(1, 16), (1, 3), (64, 16)] {
+        let problem = Problem::new(1, 1, len_q, d, DType::F32).with_kv(1, 2).with_scale(1.0 / d as f32);
+        let mut case = Case::with_data(problem, |_, _| 1.0);
+        let keys = [vec![0.0; d], vec![-150.0; d]].concat();
+        let values = [vec![1.0; d], vec![f32::INFINITY; d]].concat();
+        case.k = TensorBuf::from_f32(&keys, [1, 1, 2, d], DType::F32).unwrap();
+        case.v = TensorBuf::from_f32(&values, [1, 1, 2, d], DType::F32).unwrap();
+        case.agrees_with_the_oracle(Schedule::default(), "an infinite value");
+        assert_eq!(case.run(Engine::new()).o.to_f32(), vec![f32::INFINITY; len_q * d]);
+    }
+}
+
+/// Plain attention in f32 as a library of matrix products computes it: long sums in parts of 128 terms.
+fn plain_in_parts(case: &Case) -> Vec<f64> {
+    let Problem { len_q, len_k, head_dim, head_dim_v, scale, .. } = case.problem;
+    let (q, k, v) = (case.q.to_f32(), case.k.to_f32(), case.v.to_f32());
+    let sum = |len: usize, term: &dyn Fn(usize) -> f32| -> f32 {
+        let part = |start: usize| (start..(start + 128).min(len)).map(term).sum::<f32>();
+        (0..len).step_by(128).map(part).sum()
+    };
+    let mut o = Vec::new();
+    for (i, query) in q.chunks_exact(head_dim).enumerate() {
+        let head = i / len_q;
+        let (k, v) = (&k[head * len_k * head_dim..], &v[head * len_k * head_dim_v..]);
+        let score = |key: usize| scale * sum(head_dim, &|d| query[d] * k[key * head_dim + d]);
+        let scores: Vec<f32> = (0..len_k).map(score).collect();
+        let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weights: Vec<f32> = scores.iter().map(|score| (score - max).exp()).collect();
+        let total = sum(len_k, &|key| weights[key]);
+        let output = |d: usize| sum(len_k, &|key| weights[key] / total * v[key * head_dim_v + d]);
+        o.extend((0..head_dim_v).map(|d| f64::from(output(d))));
+    }
+    o
+}
+
+#[test]
+fn long_sums_are_as_exact_as_those_of_matrix_products() {
+    // Head dims on both sides of where products are summed in parts; and many keys, in lanes and for one query.
+    let of_head_dim = [128, 256, 257, 512, 1000, 1024].map(|d| (d, 16, 100));
+    for (d, d_v, keys) in of_head_dim.into_iter().chain([(16, 16, 1024), (16, 16, 3000)]) {
+        for (heads, len_q) in [(48, 1), (1, 48), (1, 64)] {
+            let problem = Problem::new(1, heads, len_q, d, DType::F32).with_kv(heads, keys);
+            // Scores with a spread of 2, so that their errors show in the outputs.
+            let case = Case::new(problem.with_head_dim_v(d_v).with_scale(2.0 * problem.scale));
+            let exact = case.exact().o;
+            let rms = |o: &mut dyn Iterator<Item = f64>| {
+                let squares: f64 = o.zip(&exact).map(|(a, b)| (a - b).powi(2)).sum();
+                (squares / exact.len() as f64).sqrt()
+            };
+            let plain = rms(&mut plain_in_parts(&case).into_iter());
+            for isa in available() {
+                // One stretch of keys, which is where a chain is longest.
+                let schedule = Schedule { split_k: usize::MAX, ..Schedule::default() };
+                let out = case.run(engine(isa).with_schedule(schedule)).o.to_f32();
+                let share = rms(&mut out.into_iter().map(f64::from)) / plain;
+                assert!(share <= 1.5, "{problem} on {isa}: {share:.2} times plain attention's error");
+            }
+        }
+    }
+}
+
 #[test]
 fn both_layouts_and_broadcast_keys_follow_the_oracle() {
     let (b, h, hk, s, d) = (2, 4, 2, 45, 40);

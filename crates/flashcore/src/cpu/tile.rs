@@ -110,11 +110,26 @@ pub(super) struct Scores {
     pub stride: usize,
     /// The first vector of queries, in rows of `VECS` vectors.
     pub q: *const f32,
-    pub head_dim: usize,
+    /// How many elements of queries and keys are multiplied.
+    pub len: usize,
     /// Where the first key's scores go, in rows of `VECS` vectors.
     pub s: *mut f32,
-    /// The highest scores of each lane so far.
-    pub tops: *mut f32,
+    /// Whether they are added to what is there: the products of other elements.
+    pub onto: bool,
+    /// The highest scores of each lane so far; absent while elements are left.
+    pub tops: Option<*mut f32>,
+}
+
+/// How the elements of a head dim are cut for [`Scores`]. Long ones are summed in parts, because in one chain the rounding
+/// of every term is that of the whole sum.
+#[inline(always)]
+pub(super) fn chains(head_dim: usize) -> impl Iterator<Item = Range<usize>> {
+    /// What a part has at most.
+    const PART: usize = 128;
+    // Even ones, of which kernels take four elements at a time.
+    let even = || head_dim.div_ceil(head_dim.div_ceil(PART)).next_multiple_of(4);
+    let len = if head_dim <= PART { PART } else { even() };
+    (0..head_dim).step_by(len).map(move |start| start..(start + len).min(head_dim))
 }
 
 /// Tiles of R keys and V vectors; `keys` are as many as whole tiles have.
@@ -127,7 +142,7 @@ pub(super) unsafe fn score<S: Simd, const R: usize, const V: usize>(
     keys: Range<usize>,
     coming: &mut Coming,
 ) {
-    let &Scores { k, stride, q, head_dim, s, tops } = scores;
+    let &Scores { k, stride, q, len, s, onto, tops } = scores;
     let q = Vectors { at: q, step: S::VECS * S::LANES };
     for first in keys.step_by(R) {
         // SAFETY: the caller's promise.
@@ -137,16 +152,28 @@ pub(super) unsafe fn score<S: Simd, const R: usize, const V: usize>(
             for (r, row) in rows.iter_mut().enumerate() {
                 *row = k.add(r * stride);
             }
-            let lines = coming.beside::<S>(head_dim, q.at);
+            let lines = coming.beside::<S>(len, q.at);
             let zeros = [[S::splat(0.0); V]; R];
-            let tile = S::accumulate::<R, V>(zeros, Scalars { rows, step: 1 }, q, head_dim, lines);
-            for v in 0..V {
-                let mut top = S::load(tops.add(v * S::LANES));
-                for (r, row) in tile.iter().enumerate() {
-                    S::store(s.add((r * S::VECS + v) * S::LANES), row[v]);
-                    top = S::max(row[v], top);
+            let mut tile = S::accumulate::<R, V>(zeros, Scalars { rows, step: 1 }, q, len, lines);
+            let at = |r: usize, v: usize| s.add((r * S::VECS + v) * S::LANES);
+            if onto {
+                for (r, row) in tile.iter_mut().enumerate() {
+                    for (v, x) in row.iter_mut().enumerate() {
+                        *x = S::add(S::load(at(r, v)), *x);
+                    }
                 }
-                S::store(tops.add(v * S::LANES), top);
+            }
+            for v in 0..V {
+                for (r, row) in tile.iter().enumerate() {
+                    S::store(at(r, v), row[v]);
+                }
+                if let Some(tops) = tops {
+                    let mut top = S::load(tops.add(v * S::LANES));
+                    for row in &tile {
+                        top = S::max(row[v], top);
+                    }
+                    S::store(tops.add(v * S::LANES), top);
+                }
             }
         }
     }
@@ -180,6 +207,8 @@ pub(super) struct Done {
     pub dtype: DType,
     /// What each row is to be multiplied with at last.
     pub factors: *const f32,
+    /// Set where an output is infinite or NaN.
+    pub wild: *mut bool,
 }
 
 /// Tiles of R rows and V vectors of columns; `rows` are as many as whole tiles have. Returns whether they could be: of a
@@ -252,12 +281,20 @@ unsafe fn write<S: Simd, E: Vectorised, const R: usize, const V: usize>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
+        // 0 · x is 0, or NaN where x is not finite. Several sums, because one would wait for itself.
+        let mut sums = [S::splat(0.0); V];
         for (r, row) in tile.iter().enumerate() {
             let factor = S::splat(*done.factors.add(first + r));
             let to = (*done.rows.add(first + r)).cast::<E>().add(done.column);
             for (v, &x) in row.iter().enumerate() {
-                E::store::<S>(to.add(v * S::LANES), S::mul(x, factor));
+                let x = S::mul(x, factor);
+                E::store::<S>(to.add(v * S::LANES), x);
+                sums[v] = S::fma(x, S::splat(0.0), sums[v]);
             }
+        }
+        let sum = sums.into_iter().reduce(|a, b| S::add(a, b));
+        if sum.is_some_and(|sum| !S::are_numbers(sum)) {
+            *done.wild = true;
         }
     }
 }
@@ -314,6 +351,15 @@ mod tests {
                     );
                 }
             }
+        }
+    }
+
+    #[test]
+    fn long_head_dims_are_summed_in_even_parts() {
+        for head_dim in 1..=crate::MAX_HEAD_DIM {
+            let parts: Vec<_> = chains(head_dim).collect();
+            assert!(parts.iter().cloned().flatten().eq(0..head_dim), "{parts:?}");
+            assert!(parts.iter().all(|part| part.len() <= 128 && part.start.is_multiple_of(4)), "{parts:?}");
         }
     }
 

@@ -1,6 +1,6 @@
 //! Times, verdicts and files that cannot be true, put to the statistics and to the audit of evidence; and true ones.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -203,15 +203,11 @@ fn stopped_clock() -> Verdict {
     }
 }
 
-/// What the wall says of a clock that divides what it counts.
+/// What the wall says of a clock that divides what it counts. The wall is a known one, which a busy machine does not move:
+/// it counts 1 % more than the clock, as launches take.
 fn on_the_wall(divided_by: f64) -> Verdict {
-    let sleep = Duration::from_millis(10);
-    let watch = || {
-        let started = Instant::now();
-        std::thread::sleep(sleep);
-        Ok(started.elapsed().as_secs_f64() * 1e6)
-    };
-    match physics::clock_against_wall(sleep.as_secs_f64() * 1e6 / divided_by, watch) {
+    let us = 10e3;
+    match physics::clock_against_wall(us / divided_by, || Ok(1.01 * us)) {
         Ok(()) => Verdict::Accepted("the wall agrees".into()),
         Err(why) => Verdict::Refused(why),
     }

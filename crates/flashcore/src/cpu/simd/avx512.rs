@@ -3,8 +3,8 @@
 use std::arch::{asm, x86_64::*};
 
 use super::{
-    Coming, LaneRows, Lines, MAX_LANES, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors,
-    math, outlined, stream, tile,
+    Coming, Job, LaneRows, Lines, MAX_LANES, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised,
+    Vectors, math, outlined, stream, tile, wide,
 };
 
 /// AVX-512F.

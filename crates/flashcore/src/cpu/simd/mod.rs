@@ -21,12 +21,14 @@ use half::bf16;
 
 use super::{
     ahead::{Coming, Lines},
+    job::Job,
     lanes::{self, LaneRows},
     math,
     panel::MAX_LANES,
     rows::{Rows, Vectorised},
     stream,
     tile::{self, Outputs, Scalars, Scores, Vectors},
+    wide,
 };
 
 /// Defines a function that takes an [`Isa`](super::Isa) before its other arguments and calls a generic one,
@@ -108,6 +110,12 @@ macro_rules! outlined {
         ) {
             // SAFETY: the caller's promise.
             unsafe { stream::outputs::<Self, E, G>(v, ahead, rescale, p, o) }
+        }
+        $(#[$feature])?
+        #[inline(never)]
+        unsafe fn write_row(job: &Job<'_>, batch: usize, head_kv: usize, row: usize) {
+            // SAFETY: the caller's promise.
+            unsafe { wide::write_row::<Self>(job, batch, head_kv, row) }
         }
     };
 }
@@ -216,6 +224,8 @@ pub(super) trait Simd: Copy {
         p: *const f32,
         o: *mut f32,
     );
+    /// [`wide::write_row`], compiled for the instruction set as a function of its own.
+    unsafe fn write_row(job: &Job<'_>, batch: usize, head_kv: usize, row: usize);
     /// Asks for a cache line to be brought near.
     #[inline(always)]
     fn prefetch(_: *const u8) {}

@@ -2,7 +2,9 @@
 
 use half::{bf16, f16};
 
-use super::{Coming, Outputs, Range, Rows, Scores, Simd, Vectorised, math, outlined, stream, tile};
+use super::{
+    Coming, Job, Outputs, Range, Rows, Scores, Simd, Vectorised, math, outlined, stream, tile, wide,
+};
 
 /// Four lanes as an array: what every 64-bit CPU holds in one register.
 #[derive(Clone, Copy)]
