@@ -107,6 +107,11 @@ fn problems() -> Vec<(Problem, Option<Vec<u32>>)> {
     problems
 }
 
+/// How many problems there are.
+pub fn count() -> usize {
+    problems().len()
+}
+
 /// A problem with its inputs on the GPU and the bits that every run must give.
 struct Subject {
     operands: Operands,
