@@ -307,6 +307,8 @@ pub struct AgainstItself {
     pub comparisons: Vec<Comparison>,
     /// The samples that each rests on, of the handicapped side and of the other.
     pub samples_us: Vec<[Vec<f64>; 2]>,
+    /// The hash of these samples, round by round.
+    pub pairing: String,
 }
 
 /// Why a thing cannot be compared with itself.
@@ -329,6 +331,7 @@ impl AgainstItself {
             held: comparisons.iter().filter(holds).count(),
             comparisons,
             samples_us: Vec::new(),
+            pairing: String::new(),
         }
     }
 
@@ -336,7 +339,11 @@ impl AgainstItself {
     pub fn of(cell: String, handicap: f64, samples_us: Vec<[Vec<f64>; 2]>, margin: f64) -> Option<Self> {
         let compared = |[ours, other]: &[Vec<f64>; 2]| Comparison::of(ours, "itself", other, margin);
         let comparisons = samples_us.iter().map(compared).collect::<Option<_>>()?;
-        Some(Self { samples_us, ..Self::new(cell, handicap, comparisons) })
+        let sides =
+            [0, 1].map(|side: usize| samples_us.iter().flat_map(|pair| &pair[side]).copied().collect());
+        let [ours, other]: [Vec<f64>; 2] = sides;
+        let pairing = pairing(&[("flashcore", &ours), ("itself", &other)]);
+        Some(Self { samples_us, pairing, ..Self::new(cell, handicap, comparisons) })
     }
 
     /// Whether the procedure keeps what it promises: without a handicap FASTER and SLOWER within their rate of error

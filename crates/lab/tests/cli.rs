@@ -487,7 +487,7 @@ fn verify_judges_every_engine_and_says_so_in_json() {
     assert_eq!(code(&output), 0, "{}{}", stdout(&output), stderr(&output));
     assert!(stdout(&output).contains("PASSED"));
     let report: Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
-    assert_eq!(report["schema"], "flashcore.verify/1");
+    assert_eq!(report["schema"], "flashcore.verify/2");
     let results = report["results"].as_array().unwrap();
     let engines = report["engines"].as_array().unwrap();
     assert!(engines.iter().any(|engine| engine["engine"] == "cpu-portable"));
@@ -533,7 +533,7 @@ fn bench_shows_time_rate_and_error_and_keeps_its_samples() {
     );
     assert!(text.contains("without torch"), "{text}");
     let report: Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
-    assert_eq!((&report["schema"], &report["clock"]), (&"flashcore.bench/1".into(), &"call".into()));
+    assert_eq!((&report["schema"], &report["clock"]), (&"flashcore.bench/2".into(), &"call".into()));
     let cells = report["cells"].as_array().unwrap();
     assert_eq!(cells.len(), 6);
     for cell in cells {

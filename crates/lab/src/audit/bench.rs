@@ -63,7 +63,7 @@ pub(super) fn remake(
         let Some(cell) = cell(audit, &place) else { continue };
         let taken =
             Cpu { version, torch: !torch.is_null(), margin: margin(root), ceilings: ceilings.as_ref() };
-        let (outcome, again) = taken.cell(audit, &place, &cell);
+        let Some((outcome, again)) = taken.cell(audit, &place, &cell) else { continue };
         outcomes.push(outcome);
         cells.push(again);
     }
@@ -156,14 +156,14 @@ pub(super) fn together(audit: &mut Audit, at: &str, all: &[Contender]) {
     let first = yardsticks.next();
     let same = yardsticks.all(|other| Some(other) == first);
     audit.require(at, same, "judges its contenders by different yardsticks");
-    let rounds = all.iter().filter(|it| it.samples.failure.is_none()).map(|it| it.samples.times.len());
-    let same = rounds.clone().min() == rounds.clone().max();
-    let most = rounds.max().unwrap_or(usize::MAX);
-    let fewer = all.iter().all(|it| it.samples.times.len() <= most);
-    audit.require(at, same && fewer, "has contenders that were not sampled once a round");
-    let mut names: Vec<&str> = all.iter().map(|it| it.samples.name.as_str()).collect();
-    names.sort_unstable();
-    audit.require(at, names.windows(2).all(|two| two[0] != two[1]), "has one contender twice");
+    let rounds = all.iter().map(|it| it.samples.times.len()).max().unwrap_or(0);
+    // Where one leaves, a round may end before everybody had a turn.
+    let least = rounds.saturating_sub(usize::from(all.iter().any(|it| it.samples.failure.is_some())));
+    let stayed = |it: &&Contender| it.samples.failure.is_none();
+    let in_turn = all.iter().filter(stayed).all(|it| it.samples.times.len() >= least);
+    audit.require(at, in_turn, "has contenders that were not sampled once a round");
+    let names = all.iter().map(|it| it.samples.name.as_str()).collect();
+    audit.require(at, are_different(names), "has one contender twice");
 }
 
 /// How cells of a CPU are made again.
@@ -175,10 +175,12 @@ struct Cpu<'a> {
 }
 
 impl Cpu<'_> {
-    fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: &Cell) -> (Outcome, Value) {
+    /// Absent where what was taken cannot be: nothing follows from it.
+    fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: &Cell) -> Option<(Outcome, Value)> {
         let problem = cell.problem();
         let judged = bench::judged_rows(&problem).map_or(bench::rows(&problem), |rows| rows.len());
-        let judged = Judged { rows: judged, width: problem.head_dim_v, lse: Some(false) };
+        let judged =
+            Judged { rows: judged, width: problem.head_dim_v, lse: Some(false), normal: Some(problem.dtype) };
         let contenders: Vec<Contender> = audit
             .list(&place.get("results"))
             .iter()
@@ -188,14 +190,9 @@ impl Cpu<'_> {
         let names: Vec<&str> = contenders.iter().map(|it| it.samples.name.as_str()).collect();
         let expected: &[&str] = if self.torch { &["flashcore", "torch"] } else { &["flashcore"] };
         audit.require(&format!("{}.results", place.at), names == expected, "are not of those who were there");
-        let mut errors: Vec<Value> = contenders.iter().map(|it| it.error.clone()).collect();
-        let mut results: Vec<_> = contenders.into_iter().map(|it| (it.samples, it.judgement)).collect();
-        if results.is_empty() {
-            let nobody = Samples { name: String::new(), calls: 0, times: Vec::new(), failure: None };
-            results.push((nobody, None));
-            errors.push(Value::Null);
-        }
-        let ours = &results[0].0;
+        let errors: Vec<Value> = contenders.iter().map(|it| it.error.clone()).collect();
+        let results: Vec<_> = contenders.into_iter().map(|it| (it.samples, it.judgement)).collect();
+        let ours = results.first().map(|(ours, _)| ours)?;
         let rounds = ours.failure.is_none().then_some(ours.times.len());
         let mut samples = |name: &str, are_taken: bool| {
             let times = audit.times(&place.get(name));
@@ -208,6 +205,9 @@ impl Cpu<'_> {
         let bandwidth_us = samples("bandwidth_samples_us", cell.is_decode());
         let full_us = samples("full_samples_us", cell.mask == Mask::Causal);
         let fma_peak_gflops = audit.number(&place.get("fma_peak_gflops"), f64::MIN_POSITIVE..1e9);
+        if !audit.holds() {
+            return None;
+        }
         let taken = Taken { checksums: [0; 3], results, fma_peak_us, bandwidth_us, full_us, fma_peak_gflops };
         let outcome = taken.outcome(cell, self.ceilings, self.margin);
         let mut made = value(&outcome);
@@ -222,7 +222,7 @@ impl Cpu<'_> {
             made.as_object_mut().and_then(|made| made.remove("pairing"));
             audit.require(&place.at, !outcome.impossible, "is faster than the machine can be");
         }
-        (outcome, made)
+        Some((outcome, made))
     }
 }
 
@@ -267,7 +267,9 @@ pub(super) fn against_itself(
             let comparisons = audit.list(&place.get("comparisons"));
             let comparisons = comparisons.iter().map(|place| lone_comparison(audit, place, margin(root)));
             made = value(AgainstItself::new(label, handicap, comparisons.collect()));
-            made.as_object_mut().and_then(|made| made.remove("samples_us"));
+            for name in ["samples_us", "pairing"] {
+                made.as_object_mut().and_then(|made| made.remove(name));
+            }
             for comparison in made["comparisons"].as_array_mut().into_iter().flatten() {
                 comparison["speed_up"] = raw();
             }
@@ -279,7 +281,9 @@ pub(super) fn against_itself(
                     audit.deny(&pair.at, "is no pair of samples");
                     return [Vec::new(), Vec::new()];
                 };
-                [audit.times(ours), audit.times(other)]
+                let sides = [audit.times(ours), audit.times(other)];
+                audit.require(&pair.at, sides[0].len() == sides[1].len(), "are not one of each a round");
+                sides
             });
             let found = AgainstItself::of(label, handicap, pairs.collect(), margin(root));
             audit.require(&place.at, found.is_some(), "has too few samples for a comparison");
@@ -298,7 +302,15 @@ pub(super) fn against_itself(
         cells.push(made);
     }
     audit.require("cells", !cells.is_empty(), "are none: nothing was measured");
+    let labels = root.get("cells").items().iter().map(|place| place.get("cell").str()).collect();
+    audit.require("cells", are_different(labels), "hold one twice");
     Ok([("cells".to_string(), Value::Array(cells))].into_iter().collect())
+}
+
+/// Whether no text stands twice.
+pub(super) fn are_different(mut texts: Vec<&str>) -> bool {
+    texts.sort_unstable();
+    texts.windows(2).all(|two| two[0] != two[1])
 }
 
 /// How often the command was told to compare.

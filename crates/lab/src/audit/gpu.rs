@@ -4,7 +4,7 @@ use flashcore::plan::Target;
 use serde_json::{Map, Value, json};
 
 use super::Audit;
-use super::bench::{ceilings, cell, contender, drawn, together, value};
+use super::bench::{are_different, ceilings, cell, contender, drawn, together, value};
 use super::fields::{Place, any, is_hex, is_version, raw, raws};
 use super::header::{asked, margin};
 use super::judgement::Judged;
@@ -75,13 +75,13 @@ pub(super) fn remake(
     let (mut outcomes, mut cells) = (Vec::new(), Vec::new());
     for place in audit.list(&root.get("cells")) {
         let Some(cell) = cell(audit, &place) else { continue };
-        let (outcome, again) = bench.cell(audit, &place, cell);
+        let Some((outcome, again)) = bench.cell(audit, &place, cell) else { continue };
         outcomes.push(outcome);
         cells.push(again);
     }
     let spent: f64 = outcomes.iter().map(|outcome| outcome.seconds).sum();
     audit.require("seconds", spent <= seconds * (1.0 + 1e-9), "are fewer than those of the cells");
-    alike(audit, &outcomes);
+    alike(audit, root, &outcomes);
     let failed = outcomes.iter().any(|outcome| outcome.failure.is_some());
     let whole = !(failed && root.get("complete").value == &json!(true));
     audit.require("complete", whole, "is said of a run in which a cell has no result");
@@ -131,9 +131,12 @@ fn facts(audit: &mut Audit, root: &Place<'_>, peak: Option<f64>) -> Value {
         audit.text(&torch.get("cuda"), is_version);
         audit.count(&torch.get("cudnn"), 1..10_000_000);
         let known = peers();
-        for name in audit.list(&torch.get("installed")) {
-            audit.text(&name, |text| known.contains(&text));
+        let installed = audit.list(&torch.get("installed"));
+        for name in &installed {
+            audit.text(name, |text| known.contains(&text));
         }
+        let once = are_different(installed.iter().map(Place::str).collect());
+        audit.require("gpu.torch.installed", once, "hold one twice");
         theirs = Value::Object(raws(&["version", "cuda", "cudnn", "installed"]));
         theirs["device"] = ours.get("device").value.clone();
     }
@@ -141,7 +144,8 @@ fn facts(audit: &mut Audit, root: &Place<'_>, peak: Option<f64>) -> Value {
 }
 
 impl Bench {
-    fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: Cell) -> (Outcome, Value) {
+    /// Absent where what was taken cannot be: nothing follows from it.
+    fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: Cell) -> Option<(Outcome, Value)> {
         let problem = cell.problem();
         let group = audit.text(&place.get("group"), |group| is_group(&cell, group)).to_string();
         let mut outcome = blank(&Member { cell, group });
@@ -152,16 +156,20 @@ impl Bench {
             audit.miss(format!("{}: {why}", place.at));
             outcome.failure = Some(why.into());
             let made = value(&outcome);
-            return (outcome, self.of_version(made));
+            return Some((outcome, self.of_version(made)));
         }
         audit.require(&place.at, !results.is_empty(), "has neither a result nor a failure");
         let rows = judged_rows(&problem).len();
         outcome.judged_rows = rows;
         outcome.sets = if self.warm { 1 } else { sets_to_flush(problem.min_bytes(), self.l2_bytes) };
-        let judged = Judged { rows, width: problem.head_dim_v, lse: Some(false) };
+        let judged =
+            Judged { rows, width: problem.head_dim_v, lse: Some(false), normal: Some(problem.dtype) };
         let contenders: Vec<_> =
             results.iter().map(|result| contender(audit, result, self.version, judged)).collect();
         together(audit, &place.at, &contenders);
+        if !audit.holds() {
+            return None;
+        }
         let mut patches = Vec::new();
         let mut on_the_clock = 0.0;
         for (contender, result) in contenders.into_iter().zip(&results) {
@@ -193,7 +201,7 @@ impl Bench {
                 result["call"] = call;
             }
         }
-        (outcome, self.of_version(made))
+        Some((outcome, self.of_version(made)))
     }
 
     fn of_version(&self, mut made: Value) -> Value {
@@ -264,7 +272,7 @@ impl Bench {
 }
 
 /// Every cell has the same contenders, and all of them a call clock or none.
-fn alike(audit: &mut Audit, outcomes: &[Outcome]) {
+fn alike(audit: &mut Audit, root: &Place<'_>, outcomes: &[Outcome]) {
     let ran: Vec<&Outcome> = outcomes.iter().filter(|outcome| outcome.failure.is_none()).collect();
     let names = |outcome: &&Outcome| -> Vec<String> {
         outcome.results.iter().map(|result| result.name.clone()).collect()
@@ -276,7 +284,8 @@ fn alike(audit: &mut Audit, outcomes: &[Outcome]) {
     let whole = || ran.iter().flat_map(|outcome| &outcome.results).filter(|result| result.failure.is_none());
     let called = whole().filter(|result| result.call.is_some()).count();
     audit.require("cells", called == 0 || called == whole().count(), "have a call clock here and none there");
-    let firsts = ran.iter().filter(|outcome| outcome.first_call.is_some()).count();
+    let places = root.get("cells").items();
+    let firsts = places.iter().filter(|cell| !cell.get("first_call").is_null()).count();
     audit.require("cells", firsts == 0 || firsts == ran.len(), "have a first call here and none there");
 }
 

@@ -15,11 +15,16 @@ pub(super) fn remake(audit: &mut Audit, root: &Place<'_>, command: &str) -> Map<
     audit.text(&root.get("created"), is_time);
     let words = audit.list(&root.get("command"));
     let words: Vec<&str> = words.iter().map(|word| audit.text(word, any)).collect();
-    let is_command = words.get(1..).is_some_and(|words| words.contains(&command));
-    audit.require("command", is_command, &format!("is not of flashcore {command}, which writes this schema"));
+    let program = words.first().and_then(|program| program.rsplit(['/', '\\']).next());
+    let is_command =
+        program.is_some_and(|name| name.starts_with("flashcore")) && words.get(1) == Some(&command);
+    audit.require("command", is_command, &format!("is not flashcore {command}, which writes this schema"));
     audit.flag(&root.get("complete"));
     let mut made = raws(&["schema", "hash", "created", "command", "complete"]);
     made.insert("environment".into(), environment(audit, &root.get("environment")));
+    let optimised = root.get("environment").get("optimised").value == &json!(true);
+    let fit = optimised || command != "bench";
+    audit.require("environment.optimised", fit, "is false: times of such a build say nothing");
     made
 }
 

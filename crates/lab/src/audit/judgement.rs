@@ -1,5 +1,6 @@
 //! The rule's judgement of an output: what is allowed follows from its yardstick, and whether it is right from that.
 
+use flashcore::DType;
 use serde_json::{Value, json};
 
 use super::fields::{Place, raw, raws};
@@ -15,6 +16,8 @@ pub(super) struct Judged {
     pub width: usize,
     /// Whether lse was judged too; absent where that is not known.
     pub lse: Option<bool>,
+    /// The dtype, where the inputs are standard normal numbers: a floor is a few of its roundings then.
+    pub normal: Option<DType>,
 }
 
 /// Checks a judgement. What is right has every error within its bound, and no bad element.
@@ -27,6 +30,9 @@ pub(super) fn judgement(
     let mut made = json!({});
     let mut read = |audit: &mut Audit, name: &str| {
         let (bound, again) = bound(audit, &place.get(name), version);
+        let floor = judged.normal.map_or(f64::INFINITY, |dtype| 8.0 * f64::from(dtype.epsilon()) + 1e-4);
+        let few = name == "lse" || bound.allowed <= 2.0 * bound.plain + floor;
+        audit.require(&place.get(name).at, few, "allows more than roundings explain");
         made[name] = again;
         bound
     };

@@ -27,6 +27,8 @@ pub(super) fn rates(audit: &mut Audit, place: &Place<'_>) {
 
 pub(super) fn ceilings(audit: &mut Audit, root: &Place<'_>, _: u32) -> Result<Map<String, Value>, String> {
     rates(audit, root);
+    let whole = root.get("complete").value == &json!(true);
+    audit.require("complete", whole, "is false, but ceilings are all measured or not written");
     let machine = audit.text(&root.get("machine"), any);
     if let Some(rest) = machine.strip_prefix("cpu-") {
         let cpu = root.get("environment").get("cpu");
@@ -83,6 +85,10 @@ pub(super) fn profile(audit: &mut Audit, root: &Place<'_>, _: u32) -> Result<Map
         again.insert("registers".into(), registers.map_or_else(raw, Value::from));
         made.insert("loaded".into(), Value::Object(again));
     }
+    let on_gpu = !root.get("profiled").is_null() || !root.get("roofline").get("time_us").is_null();
+    audit.require("loaded", !on_gpu || !loaded.is_null(), "is null, but the kernel ran on a GPU");
+    let whole = root.get("complete").value == &json!(true);
+    audit.require("complete", whole, "is false, but a profile is whole or not written");
     made.insert("machine_code".into(), machine_code(audit, &root.get("machine_code")));
     made.insert("occupancy".into(), occupancy(audit, root, target, registers));
     made.insert("roofline".into(), roofline(audit, root));

@@ -107,6 +107,7 @@ fn document(ours: &[f64], theirs: &[f64]) -> Value {
     let checksums = Pool::draw(DType::F16, elements, SEED).checksums();
     let mut environment = serde_json::to_value(Environment::read()).unwrap_or_default();
     (environment["commit"], environment["dirty"]) = (json!("0".repeat(40)), json!(false));
+    environment["optimised"] = json!(true);
     json!({
         "schema": schemas::BENCH_GPU, "hash": "", "created": "2026-11-15T00:00:00Z",
         "command": ["flashcore", "bench", "4x1x8192x64"], "complete": true, "environment": environment, "clock": "kernel",
