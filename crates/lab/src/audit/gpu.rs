@@ -235,20 +235,23 @@ impl Bench {
         let roofline = |ceilings: &Ceilings| ceilings.roofline(&problem, measured.p50_us);
         measured.roofline = self.ceilings.as_ref().and_then(roofline);
         measured.error = judgement;
+        // Who gave no output was asked for nothing more.
+        let asked = measured.error.is_some();
         let whole = samples.failure.is_none();
         measured = measured.left(samples.failure);
         let replay = place.get("replay_is_same");
         if !replay.is_null() {
             measured.replay_is_same = Some(audit.flag(&replay));
         }
-        let told = if whole { replay.is_null() != ours } else { ours || replay.is_null() };
+        let told = if whole { replay.is_null() != ours } else { (ours && asked) || replay.is_null() };
         audit.require(&replay.at, told, "is told of others, or not of ours");
         let plan = place.get("plan");
-        let told = if whole { plan.is_null() != ours } else { ours || plan.is_null() };
+        let told = if whole { plan.is_null() != ours } else { (ours && asked) || plan.is_null() };
         audit.require(&plan.at, told, "is told of others, or not of ours");
         let plan = if plan.is_null() { Value::Null } else { self::plan(audit, &plan, &samples.name) };
         let mut patch = None;
         let call = place.get("call");
+        audit.require(&call.at, asked || call.is_null(), "is of somebody who gave no output");
         if !call.is_null() {
             let host_us = if self.version < 2 { Vec::new() } else { audit.times(&call.get("host_us")) };
             let clock = CallClock::of(audit.times(&call.get("call_us")), host_us);

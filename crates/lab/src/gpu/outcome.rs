@@ -133,7 +133,7 @@ pub struct Measured {
 }
 
 impl Measured {
-    pub(super) fn failed(name: &str, why: String) -> Self {
+    pub(crate) fn failed(name: &str, why: String) -> Self {
         let mut nothing = summarise(name, &[], 0, &Problem::new(1, 1, 1, 8, DType::F16), None, None);
         nothing.failure = Some(why);
         nothing
