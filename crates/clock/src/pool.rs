@@ -46,6 +46,10 @@ pub struct Stored {
     pub paths: [PathBuf; 3],
 }
 
+fn bytes(bits: &[u16]) -> Vec<u8> {
+    bits.iter().flat_map(|bits| bits.to_le_bytes()).collect()
+}
+
 impl Pool {
     /// Draws standard normal numbers in a 16-bit dtype, as many as `needed`, but not more than [`LEN`].
     pub fn draw(dtype: DType, needed: usize, seed: u64) -> Self {
@@ -67,16 +71,18 @@ impl Pool {
 
     /// Writes the three files.
     pub fn store(&self, folder: &Path) -> Result<Stored, String> {
-        let mut checksums = [0; 3];
         let paths = NAMES.map(|name| folder.join(format!("{name}.{}", self.dtype)));
-        for ((bits, path), sum) in self.bits.iter().zip(&paths).zip(&mut checksums) {
-            let bytes: Vec<u8> = bits.iter().flat_map(|bits| bits.to_le_bytes()).collect();
-            std::fs::write(path, &bytes)
+        for (bits, path) in self.bits.iter().zip(&paths) {
+            std::fs::write(path, bytes(bits))
                 .map_err(|error| format!("cannot write {}: {error}", path.display()))?;
-            *sum = crc32(&bytes);
         }
-        let elements = self.bits[0].len();
+        let (elements, checksums) = (self.bits[0].len(), self.checksums());
         Ok(Stored { dtype: self.dtype.name(), seed: self.seed, elements, checksums, paths })
+    }
+
+    /// The checksums of q, k and v.
+    pub fn checksums(&self) -> [u32; 3] {
+        [0, 1, 2].map(|tensor: usize| crc32(&bytes(&self.bits[tensor])))
     }
 
     /// Elements of a tensor (0 for q, 1 for k, 2 for v) from a place on, as f32.

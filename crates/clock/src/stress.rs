@@ -107,6 +107,19 @@ fn problems() -> Vec<(Problem, Option<Vec<u32>>)> {
     problems
 }
 
+/// The place of a problem in the order of all, by its text, and whether it is run with lse; absent where there is no such
+/// problem.
+pub fn find(text: &str) -> Option<(usize, bool)> {
+    let problems = problems();
+    let place = problems.iter().position(|(problem, _)| problem.to_string() == text)?;
+    Some((place, problems[place].0.lse))
+}
+
+/// How many problems there are.
+pub fn count() -> usize {
+    problems().len()
+}
+
 /// A problem with its inputs on the GPU and the bits that every run must give.
 struct Subject {
     operands: Operands,

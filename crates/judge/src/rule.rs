@@ -43,6 +43,7 @@ pub struct Row {
 
 /// An error with what it is measured against.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(into = "WrittenBound")]
 pub struct Bound {
     /// The engine's error against the oracle.
     pub error: f64,
@@ -50,6 +51,21 @@ pub struct Bound {
     pub plain: f64,
     /// What the rule allows: twice `plain`, and the floor.
     pub allowed: f64,
+}
+
+/// A bound as it is written down: with the floor, so that what is allowed can be made again.
+#[derive(Serialize)]
+struct WrittenBound {
+    error: f64,
+    plain: f64,
+    floor: f64,
+    allowed: f64,
+}
+
+impl From<Bound> for WrittenBound {
+    fn from(Bound { error, plain, allowed }: Bound) -> Self {
+        Self { error, plain, floor: allowed - 2.0 * plain, allowed }
+    }
 }
 
 impl Bound {

@@ -1,17 +1,27 @@
-//! Whether an evidence file holds together: every derived number is made again from the raw samples beside it, the hash
-//! from the text, and what a gate needs must be there.
+//! Whether an evidence file holds together: the whole document is made again from its raw part, and held against what the
+//! file says, field by field.
 //!
-//! A field is **checked** when it was made again and agrees, **absent** when an older file does not have it, and a
-//! **contradiction** when it says something else than its sources, or cannot be true of the machine. Intervals are
-//! resampled, so theirs agree within half of their width; everything else agrees to nine digits.
+//! **Raw** is what was measured or read off a machine: samples, errors, names, versions. It must have the right type and
+//! lie in a range that can be. Everything else **follows** from it by the very functions that wrote it, bootstrap included,
+//! and must agree to nine digits. A field that a schema does not have, or that is not there, is refused, and so is a schema
+//! that is not known: what nobody checks proves nothing.
 
-use flashcore::Mask;
+mod bench;
+mod checks;
+mod fields;
+mod gpu;
+mod header;
+mod judgement;
+mod machine;
+
+#[cfg(test)]
+mod attacks;
+
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
-use crate::bench::Comparison;
-use crate::stats::{self, Interval, Verdict};
-use crate::{cases, evidence, physics, shapes};
+use self::fields::{Place, RAW};
+use crate::evidence;
 
 /// What was found in a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -32,27 +42,39 @@ impl Audit {
         self.contradictions.is_empty()
     }
 
-    fn agree(&mut self, at: &str, said: &Value, made: Option<f64>) {
-        match (said.as_f64(), made) {
-            (None, None) => {}
-            (Some(said), Some(made)) if near(said, made) => self.checked += 1,
-            (Some(said), Some(made)) => self.deny(at, format!("is {said}, but its source makes it {made}")),
-            (Some(said), None) => self.deny(at, format!("is {said}, but nothing was measured")),
-            (None, Some(made)) if said.is_null() => {
-                self.deny(at, format!("is null, but its source makes it {made}"));
+    /// Holds what a file says against what was made again.
+    fn agree(&mut self, at: &str, said: &Value, made: &Value) {
+        match (said, made) {
+            (_, Value::String(made)) if made == RAW => {}
+            (Value::Object(said), Value::Object(made)) => {
+                let under =
+                    |name: &str| if at.is_empty() { name.to_string() } else { format!("{at}.{name}") };
+                for (name, made) in made {
+                    match said.get(name) {
+                        Some(said) => self.agree(&under(name), said, made),
+                        None => self.deny(&under(name), "is needed and is not there"),
+                    }
+                }
+                for name in said.keys().filter(|name| !made.contains_key(*name)) {
+                    self.deny(&under(name), "is no field of this schema");
+                }
             }
-            (None, Some(_)) => self.deny(at, format!("is no number: {said}")),
+            (Value::Array(said), Value::Array(made)) => {
+                if said.len() != made.len() {
+                    let why = format!("holds {} entries, but its source makes it {}", said.len(), made.len());
+                    self.deny(at, why);
+                }
+                for (n, (said, made)) in said.iter().zip(made).enumerate() {
+                    self.agree(&format!("{at}[{n}]"), said, made);
+                }
+            }
+            (Value::Number(a), Value::Number(b)) if a == b || is_near(a, b) => self.checked += 1,
+            _ if said == made => self.checked += 1,
+            _ => self.deny(at, format!("is {}, but its source makes it {}", brief(said), brief(made))),
         }
     }
 
-    fn same(&mut self, at: &str, said: &Value, made: &Value) {
-        if said == made {
-            self.checked += 1;
-        } else {
-            self.deny(at, format!("is {said}, but its source makes it {made}"));
-        }
-    }
-
+    /// Refuses a place unless something holds there.
     fn require(&mut self, at: &str, holds: bool, otherwise: &str) {
         if holds {
             self.checked += 1;
@@ -70,405 +92,86 @@ impl Audit {
     }
 }
 
+/// Whether numbers with a fraction agree to nine digits; those that count something agree or do not.
+fn is_near(a: &serde_json::Number, b: &serde_json::Number) -> bool {
+    a.is_f64() && b.is_f64() && a.as_f64().zip(b.as_f64()).is_some_and(|(a, b)| near(a, b))
+}
+
 fn near(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-9 * a.abs().max(b.abs())
 }
 
-/// Audits the text of a file. An error says why it is no evidence at all.
+/// A value as a message shows it.
+fn brief(value: &Value) -> String {
+    let text = value.to_string();
+    if text.chars().count() > 80 { text.chars().take(80).collect::<String>() + "…" } else { text }
+}
+
+/// How a kind of evidence is made again.
+struct Kind {
+    /// The command that writes it.
+    command: &'static str,
+    version: u32,
+    /// Everything but what all kinds begin with. An error says why this version cannot check it.
+    remake: fn(&mut Audit, &Place<'_>, u32) -> Result<Map<String, Value>, String>,
+    /// Whether it is of the inputs that its seed gives; asked last, since drawing them takes a while.
+    inputs: fn(&mut Audit, &Place<'_>),
+}
+
+/// What commands write that is no evidence: nothing in it can be made again.
+const NOTES: [&str; 8] = ["comparison", "doctor", "inspect", "leaderboard", "micro", "plan", "rbk", "run"];
+
+/// The schemas that are known, for messages.
+const KNOWN: &str = "against-itself/1 and /2, bench/1 and /2, bench-gpu/1 and /2, ceilings/1, faults/1, profile/1, \
+                     stress/1 and /2, verify/1 and /2";
+
+fn kind(schema: &str) -> Result<Kind, String> {
+    let name = schema
+        .strip_prefix("flashcore.")
+        .ok_or_else(|| format!("{schema} is not known here: it is no schema of flashcore's"))?;
+    let of = |command, version, remake| Kind { command, version, remake, inputs: |_, _| {} };
+    Ok(match name {
+        "bench/1" => Kind { inputs: bench::inputs, ..of("bench", 1, bench::remake) },
+        "bench/2" => Kind { inputs: bench::inputs, ..of("bench", 2, bench::remake) },
+        "bench-gpu/1" => Kind { inputs: gpu::inputs, ..of("bench", 1, gpu::remake) },
+        "bench-gpu/2" => Kind { inputs: gpu::inputs, ..of("bench", 2, gpu::remake) },
+        "against-itself/1" => of("bench", 1, bench::against_itself),
+        "against-itself/2" => of("bench", 2, bench::against_itself),
+        "verify/1" => of("verify", 1, checks::verify),
+        "verify/2" => of("verify", 2, checks::verify),
+        "faults/1" => of("verify", 1, checks::faults),
+        "stress/1" => of("verify", 1, checks::stress),
+        "stress/2" => of("verify", 2, checks::stress),
+        "ceilings/1" => of("bench", 1, machine::ceilings),
+        "profile/1" => of("profile", 1, machine::profile),
+        _ if NOTES.contains(&name.split('/').next().unwrap_or_default()) => {
+            return Err(format!("{schema} is a note and no evidence: nothing in it can be made again"));
+        }
+        _ => {
+            return Err(format!(
+                "{schema} is not known here, so nothing of it is checked; known are {KNOWN}"
+            ));
+        }
+    })
+}
+
+/// Audits the text of a file. An error says why it is no evidence, or none that this version can check.
 pub fn audit(text: &str) -> Result<Audit, String> {
     let document: Value = serde_json::from_str(text).map_err(|error| format!("it is not JSON: {error}"))?;
-    let schema = document["schema"].as_str().filter(|schema| schema.starts_with("flashcore."));
-    let schema = schema.ok_or("it has no schema of flashcore's")?.to_string();
-    let mut audit = Audit { schema: schema.clone(), ..Audit::default() };
-    match evidence::hash_holds(text, &document) {
-        Some(true) => audit.checked += 1,
-        Some(false) => audit.deny("hash", "is not that of the text: the file was changed"),
-        None => audit.miss("hash"),
-    }
-    if !schema.starts_with("flashcore.trial/") {
-        for field in ["commit", "dirty"] {
-            if document["environment"][field].is_null() {
-                audit.miss(format!("environment.{field}"));
-            }
-        }
-        for field in ["created", "command", "complete", "environment"] {
-            audit.require(field, !document[field].is_null(), "is needed and is not there");
-        }
-    }
-    match schema.as_str() {
-        "flashcore.bench/1" | "flashcore.bench/2" | "flashcore.bench-gpu/1" => bench(&mut audit, &document),
-        "flashcore.against-itself/1" => against_itself(&mut audit, &document),
-        "flashcore.verify/1" => verify(&mut audit, &document),
-        "flashcore.faults/1" => faults(&mut audit, &document),
-        "flashcore.stress/1" => stress(&mut audit, &document),
-        "flashcore.trial/1" => trial(&mut audit, &document),
-        _ => audit.miss("derived numbers of this schema"),
+    let schema = document["schema"].as_str().ok_or("it has no schema, so it is no evidence")?.to_string();
+    let kind = kind(&schema)?;
+    let whole = evidence::hash_holds(text, &document);
+    let whole = whole.ok_or("it has no hash, so it is no evidence: nobody knows whether it was changed")?;
+    let mut audit = Audit { schema, ..Audit::default() };
+    audit.require("hash", whole, "is not that of the text: the file was changed");
+    let root = Place::root(&document);
+    let mut made = header::remake(&mut audit, &root, kind.command);
+    made.extend((kind.remake)(&mut audit, &root, kind.version)?);
+    audit.agree("", &document, &Value::Object(made));
+    if audit.holds() {
+        (kind.inputs)(&mut audit, &root);
     }
     Ok(audit)
-}
-
-fn list(value: &Value) -> &[Value] {
-    value.as_array().map_or(&[], Vec::as_slice)
-}
-
-fn numbers(value: &Value) -> Vec<f64> {
-    list(value).iter().filter_map(Value::as_f64).collect()
-}
-
-/// What a machine can do at most, where the file says so.
-#[derive(Clone, Copy, Default)]
-struct Limits {
-    peak: Option<f64>,
-    matmul: Option<f64>,
-    /// Whether a CPU's limits are the best of their samples; before version 2 they were the medians, and no rate was above.
-    best: bool,
-}
-
-fn bench(audit: &mut Audit, document: &Value) {
-    let gpu = &document["gpu"];
-    let best = document["schema"] == "flashcore.bench/2";
-    let on_gpu = Limits { peak: gpu["peak_tflops"].as_f64(), matmul: gpu["matmul_tflops"].as_f64(), best };
-    if !gpu.is_null() {
-        for (name, limit) in [("peak_tflops", on_gpu.peak), ("matmul_tflops", on_gpu.matmul)] {
-            if limit.is_none() {
-                audit.miss(format!("gpu.{name}"));
-            }
-        }
-    }
-    let cells = list(&document["cells"]);
-    audit.require("cells", !cells.is_empty(), "are none: nothing was measured");
-    for (n, cell) in cells.iter().enumerate() {
-        check_cell(audit, &format!("cells[{n}]"), cell, &on_gpu);
-    }
-    check_summaries(audit, document, cells);
-}
-
-fn check_cell(audit: &mut Audit, at: &str, cell: &Value, limits: &Limits) {
-    let results = list(&cell["results"]);
-    if !cell["failure"].is_null() || results.is_empty() {
-        let why = cell["failure"].as_str().unwrap_or("there is no result");
-        return audit.miss(format!("{at}: {why}"));
-    }
-    check_size(audit, at, cell);
-    for (n, result) in results.iter().enumerate() {
-        check_result(audit, &format!("{at}.results[{n}]"), cell, result, limits);
-    }
-    let ours = &results[0];
-    if ours["failure"].is_null() {
-        audit.require(
-            &format!("{at}.results[0].error"),
-            !ours["error"].is_null(),
-            "is null beside a time: nobody knows whether it is right",
-        );
-    }
-    for (rate, samples, amount) in [
-        ("fma_peak_gflops", "fma_peak_samples_us", "flops"),
-        ("bandwidth_gbytes", "bandwidth_samples_us", "bytes"),
-    ] {
-        if let Some(time) = stats::quantile(&numbers(&cell[samples]), if limits.best { 0.0 } else { 0.5 }) {
-            let limit = cell[amount].as_f64().map(|amount| amount / time / 1e3);
-            audit.agree(&format!("{at}.{rate}"), &cell[rate], limit);
-        }
-    }
-    if let Some(full_us) = stats::median(&numbers(&cell["full_samples_us"])) {
-        let text = |name: &str| cell[name].as_str().unwrap_or_default();
-        let full = shapes::parse(text("shape")).ok().zip(text("dtype").parse().ok());
-        let full = full.map(|(named, dtype)| named.shape.problem(Mask::None, dtype).flops());
-        let share = stats::median(&numbers(&ours["samples_us"]))
-            .zip(cell["flops"].as_f64().zip(full))
-            .map(|(us, (flops, full))| full_us / us * (flops / full));
-        audit.agree(&format!("{at}.causal_share"), &cell["causal_share"], share);
-    }
-    let beyond = |share: &str| ours[share].as_f64().is_some_and(|share| share > physics::ABOVE_MEASURED);
-    let impossible = limits.best && (beyond("fma_peak_share") || beyond("bandwidth_share"));
-    audit.same(&format!("{at}.impossible"), &cell["impossible"], &Value::from(impossible));
-    for (n, said) in list(&cell["comparisons"]).iter().enumerate() {
-        check_comparison(audit, &format!("{at}.comparisons[{n}]"), said, ours, results, impossible);
-    }
-    let mut below: Option<&Value> = None;
-    for (n, rung) in list(&cell["ladder"]).iter().enumerate() {
-        let at = format!("{at}.ladder[{n}]");
-        let name = format!("kernel {}", rung["kernel"].as_str().unwrap_or_default());
-        let Some(result) = results.iter().find(|result| result["name"] == name.as_str()) else {
-            audit.deny(&at, format!("has no result named {name}"));
-            continue;
-        };
-        audit.agree(&format!("{at}.p50_us"), &rung["p50_us"], stats::median(&numbers(&result["samples_us"])));
-        if let (false, Some(below)) = (rung["gain"].is_null(), below) {
-            check_comparison(
-                audit,
-                &format!("{at}.gain"),
-                &rung["gain"],
-                result,
-                std::slice::from_ref(below),
-                false,
-            );
-        }
-        if !list(&result["samples_us"]).is_empty() {
-            below = Some(result);
-        }
-    }
-}
-
-/// Operations and bytes follow from the shape; rows that were judged are rows.
-fn check_size(audit: &mut Audit, at: &str, cell: &Value) {
-    let text = |name: &str| cell[name].as_str().unwrap_or_default();
-    let shape = shapes::parse(text("shape"));
-    let (Ok(named), Ok(mask), Ok(dtype)) = (shape, cases::parse_mask(text("mask")), text("dtype").parse())
-    else {
-        return audit.deny(at, "has a shape, a mask or a dtype that is none");
-    };
-    let problem = named.shape.problem(mask, dtype);
-    audit.agree(&format!("{at}.flops"), &cell["flops"], Some(problem.flops()));
-    audit.agree(&format!("{at}.bytes"), &cell["bytes"], Some(problem.min_bytes()));
-    let rows = problem.batch * problem.heads_q * problem.len_q;
-    audit.agree(&format!("{at}.rows"), &cell["rows"], Some(rows as f64));
-    let judged = cell["judged_rows"].as_u64().unwrap_or(0) as usize;
-    audit.require(
-        &format!("{at}.judged_rows"),
-        (1..=rows).contains(&judged),
-        "are none, or more than there are",
-    );
-}
-
-fn check_result(audit: &mut Audit, at: &str, cell: &Value, result: &Value, limits: &Limits) {
-    let samples = numbers(&result["samples_us"]);
-    audit.require(
-        &format!("{at}.samples_us"),
-        samples.len() == list(&result["samples_us"]).len() && samples.iter().all(|&time| time > 0.0),
-        "hold something that is no time",
-    );
-    check_quantiles(audit, at, result, &samples, "");
-    let field = |name: &str| format!("{at}.{name}");
-    check_interval(audit, &field("median_interval_us"), &result["median_interval_us"], || {
-        stats::median_interval(&samples, 0.95)
-    });
-    let p50 = stats::median(&samples);
-    let rate = |name: &str, unit: f64| Some(cell[name].as_f64()? / p50? / unit);
-    audit.agree(&field("gbytes"), &result["gbytes"], rate("bytes", 1e3));
-    if result.get("tflops").is_some() {
-        let tflops = rate("flops", 1e6);
-        let share = |of: Option<f64>| Some(tflops? / of?);
-        audit.agree(&field("tflops"), &result["tflops"], tflops);
-        audit.agree(&field("peak_share"), &result["peak_share"], share(limits.peak));
-        audit.agree(&field("matmul_share"), &result["matmul_share"], share(limits.matmul));
-        if let Some(share) = share(limits.peak) {
-            audit.require(&field("tflops"), share <= physics::ABOVE_PEAK, "is more than the chip can do");
-        }
-    }
-    if result.get("gflops").is_some() {
-        let gflops = rate("flops", 1e3);
-        let share = |rate: Option<f64>, of: &str| Some(rate? / cell[of].as_f64()?);
-        audit.agree(&field("gflops"), &result["gflops"], gflops);
-        audit.agree(&field("fma_peak_share"), &result["fma_peak_share"], share(gflops, "fma_peak_gflops"));
-        let of_bandwidth = share(rate("bytes", 1e3), "bandwidth_gbytes");
-        audit.agree(&field("bandwidth_share"), &result["bandwidth_share"], of_bandwidth);
-        if let (false, Some(share)) = (limits.best, share(gflops, "fma_peak_gflops")) {
-            audit.require(
-                &field("gflops"),
-                share <= physics::ABOVE_MEASURED,
-                "is more than the machine can do",
-            );
-        }
-    }
-    if !result["call"].is_null() {
-        let (call, at) = (&result["call"], field("call"));
-        let samples = numbers(&call["call_us"]);
-        check_quantiles(audit, &at, call, &samples, "");
-    }
-    if !result["error"].is_null() {
-        check_judgement(audit, &field("error"), &result["error"], None);
-    }
-}
-
-fn check_quantiles(audit: &mut Audit, at: &str, said: &Value, samples: &[f64], prefix: &str) {
-    for (name, p) in [("p50_us", 0.5), ("p90_us", 0.9), ("min_us", 0.0)] {
-        let name = format!("{prefix}{name}");
-        audit.agree(&format!("{at}.{name}"), &said[&name], stats::quantile(samples, p));
-    }
-}
-
-fn interval(value: &Value) -> Option<Interval> {
-    serde_json::from_value(value.clone()).ok()
-}
-
-fn check_interval(audit: &mut Audit, at: &str, said: &Value, made: impl FnOnce() -> Option<Interval>) {
-    match (interval(said), made()) {
-        (None, None) => {}
-        (Some(said), Some(made)) => {
-            let slack = 0.5 * (made.high - made.low) + 1e-9 * made.high.abs();
-            let agrees = (said.low - made.low).abs() <= slack && (said.high - made.high).abs() <= slack;
-            let why = format!(
-                "is {} to {}, but its samples make it {} to {}",
-                said.low, said.high, made.low, made.high
-            );
-            audit.require(at, agrees && said.low <= said.high, &why);
-        }
-        (Some(_), None) => audit.deny(at, "is given, but there are too few samples for one"),
-        (None, Some(_)) => audit.deny(at, "is absent, though there are samples for one"),
-    }
-}
-
-/// A comparison must be of the samples of this very cell, and its verdict must follow from its interval.
-/// Nothing is decided where ours is `impossible`.
-fn check_comparison(
-    audit: &mut Audit,
-    at: &str,
-    said: &Value,
-    ours: &Value,
-    results: &[Value],
-    impossible: bool,
-) {
-    let Some(peer) = results.iter().find(|result| result["name"] == said["peer"]) else {
-        return audit.deny(at, format!("is with {}, who has no result here", said["peer"]));
-    };
-    let samples = |of: &Value| numbers(&of["samples_us"]);
-    let margin = said["margin"].as_f64().unwrap_or(stats::MARGIN);
-    let Some(made) = Comparison::of(&samples(ours), "", &samples(peer), margin) else {
-        return audit.deny(at, "is made, but there are too few samples for it");
-    };
-    audit.agree(&format!("{at}.speed_up"), &said["speed_up"], Some(made.speed_up));
-    check_interval(audit, &format!("{at}.interval"), &said["interval"], || Some(made.interval));
-    check_interval(audit, &format!("{at}.verdict_interval"), &said["verdict_interval"], || {
-        Some(made.verdict_interval)
-    });
-    let rounds = samples(ours).len().min(samples(peer).len());
-    let follows =
-        interval(&said["verdict_interval"]).map(|interval| stats::verdict_after(rounds, &interval, margin));
-    let follows = if impossible { Some(Verdict::Undecided) } else { follows };
-    let verdict = follows.map_or(Value::Null, |verdict: Verdict| Value::from(verdict.to_string()));
-    audit.same(&format!("{at}.verdict"), &said["verdict"], &verdict);
-    if said["verdict"] == "FASTER" {
-        audit.require(at, !ours["error"].is_null(), "calls faster what nobody knows to be right");
-    }
-}
-
-fn check_judgement(audit: &mut Audit, at: &str, said: &Value, passed: Option<bool>) {
-    let mut holds = true;
-    for name in ["max", "rms", "row", "lse"] {
-        let bound = &said[name];
-        let (Some(error), Some(plain), Some(allowed)) =
-            (bound["error"].as_f64(), bound["plain"].as_f64(), bound["allowed"].as_f64())
-        else {
-            // An infinite error is null in JSON: that is not within any bound.
-            holds &= bound.is_null() && name == "lse";
-            continue;
-        };
-        holds &= error <= allowed;
-        let enough = allowed >= 2.0 * plain * (1.0 - 1e-9);
-        audit.require(
-            &format!("{at}.{name}"),
-            enough,
-            "allows less than twice the plain error, so it is not the rule's",
-        );
-    }
-    if let Some(passed) = passed {
-        audit.require(at, holds == passed, "does not fit the status beside it");
-    }
-}
-
-fn check_summaries(audit: &mut Audit, document: &Value, cells: &[Value]) {
-    for (n, said) in list(&document["summaries"]).iter().enumerate() {
-        let at = format!("summaries[{n}]");
-        let in_group = |cell: &&Value| {
-            let group = said["group"].as_str();
-            group.is_none_or(|group| group == "all" || cell["group"] == group)
-        };
-        let pair = |cell: &Value| {
-            let found = list(&cell["comparisons"]).iter().find(|it| it["peer"] == said["peer"])?;
-            Some((found["speed_up"].as_f64()?, found["verdict"].as_str()?.to_string()))
-        };
-        let pairs: Vec<(f64, String)> = cells.iter().filter(in_group).filter_map(pair).collect();
-        let ratios: Vec<f64> = pairs.iter().map(|(ratio, _)| *ratio).collect();
-        let smallest = ratios.iter().copied().min_by(f64::total_cmp);
-        audit.agree(&format!("{at}.cells"), &said["cells"], Some(pairs.len() as f64));
-        let mean = stats::geometric_mean(&ratios);
-        audit.agree(&format!("{at}.geometric_mean"), &said["geometric_mean"], mean);
-        audit.agree(&format!("{at}.smallest"), &said["smallest"], smallest);
-        let count = |verdict: &str| pairs.iter().filter(|(_, given)| given == verdict).count();
-        let counts = ["FASTER", "SAME", "SLOWER", "UNDECIDED"].map(count);
-        audit.same(&format!("{at}.verdicts"), &said["verdicts"], &Value::from(counts.to_vec()));
-    }
-}
-
-fn against_itself(audit: &mut Audit, document: &Value) {
-    for (n, cell) in list(&document["cells"]).iter().enumerate() {
-        let comparisons = list(&cell["comparisons"]);
-        let count = |verdict: &str| comparisons.iter().filter(|it| it["verdict"] == verdict).count();
-        let counts = ["FASTER", "SAME", "SLOWER", "UNDECIDED"].map(count);
-        audit.same(&format!("cells[{n}].verdicts"), &cell["verdicts"], &Value::from(counts.to_vec()));
-        let truth = 1.0 / cell["handicap"].as_f64().unwrap_or(f64::NAN);
-        let holds =
-            |it: &&Value| interval(&it["interval"]).is_some_and(|it| it.low <= truth && truth <= it.high);
-        let held = comparisons.iter().filter(holds).count();
-        audit.agree(&format!("cells[{n}].held"), &cell["held"], Some(held as f64));
-        let all = comparisons.len() as f64;
-        audit.agree(&format!("cells[{n}].repetitions"), &cell["repetitions"], Some(all));
-    }
-}
-
-fn verify(audit: &mut Audit, document: &Value) {
-    let results = list(&document["results"]);
-    audit.require("results", !results.is_empty(), "are none: nothing was verified");
-    for (n, record) in results.iter().enumerate() {
-        let (at, status) = (format!("results[{n}]"), record["status"].as_str().unwrap_or_default());
-        match status {
-            "passed" if record["judgement"].is_null() => audit.deny(&at, "passed without a judgement"),
-            "passed" => check_judgement(audit, &at, &record["judgement"], Some(true)),
-            "failed" => {
-                audit.require(&at, !list(&record["faults"]).is_empty(), "failed, and nobody says by what");
-            }
-            "skipped" => audit.require(&at, record["skipped"].is_string(), "is skipped, and nobody says why"),
-            _ => audit.deny(&at, format!("has no status: {}", record["status"])),
-        }
-    }
-    for (n, tally) in list(&document["engines"]).iter().enumerate() {
-        for status in ["passed", "skipped", "failed"] {
-            let of = |record: &&Value| record["engine"] == tally["engine"] && record["status"] == status;
-            let made = results.iter().filter(of).count() as f64;
-            audit.agree(&format!("engines[{n}].{status}"), &tally[status], Some(made));
-        }
-    }
-}
-
-fn faults(audit: &mut Audit, document: &Value) {
-    let findings = list(&document["findings"]);
-    for (nature, name) in [("fault", "caught"), ("honest", "accepted")] {
-        let of = || findings.iter().filter(|finding| finding["nature"] == nature);
-        let good = of().filter(|finding| finding["as_it_should"] == true).count();
-        let counts = Value::from(vec![good, of().count()]);
-        audit.same(name, &document[name], &counts);
-    }
-}
-
-fn stress(audit: &mut Audit, document: &Value) {
-    for (n, problem) in list(&document["problems"]).iter().enumerate() {
-        check_judgement(audit, &format!("problems[{n}].judgement"), &problem["judgement"], None);
-    }
-}
-
-/// A trial keeps no samples, only its times: what can be made again is each rate.
-fn trial(audit: &mut Audit, document: &Value) {
-    audit.miss("samples: times of a trial are medians alone");
-    let rows = list(&document["runs"]).iter().flat_map(|run| list(&run["rows"]));
-    for (n, row) in rows.enumerate() {
-        let (Some(us), Some(said)) = (row["us"].as_f64(), row["tflops"].as_f64()) else { continue };
-        let words: Vec<&str> = row["problem"].as_str().unwrap_or_default().split(' ').collect();
-        let [shape, dtype, rest @ ..] = &words[..] else { continue };
-        let mask = match rest {
-            [] => "full",
-            [mask] => mask,
-            _ => continue,
-        };
-        let (Ok(named), Ok(mask), Ok(dtype)) = (shapes::parse(shape), cases::parse_mask(mask), dtype.parse())
-        else {
-            continue;
-        };
-        let made = named.shape.problem(mask, dtype).flops() / us / 1e6;
-        let why = format!("has {said} TFLOP/s, but its time makes it {made:.1}");
-        // Rates were rounded to whole numbers, and times to hundredths.
-        audit.require(&format!("row {n}"), (said - made).abs() <= 0.51 + made * 0.01 / us, &why);
-    }
 }
 
 /// A difference between two files.
@@ -555,26 +258,30 @@ mod tests {
     fn what_is_no_evidence_is_said_to_be_none() {
         assert!(audit("{").unwrap_err().contains("not JSON"));
         assert!(audit("{}").unwrap_err().contains("schema"));
-        let nothing = json!({"schema": "flashcore.bench/1", "created": "x", "command": [], "complete": true,
-            "environment": {}, "cells": []});
-        let found = audit(&nothing.to_string()).unwrap();
-        assert!(!found.holds() && found.contradictions[0].contains("nothing was measured"), "{found:?}");
+        let without_hash = json!({"schema": "flashcore.bench/1", "cells": []}).to_string();
+        assert!(audit(&without_hash).unwrap_err().contains("no hash"));
+        for schema in
+            ["flashcore.bench/3", "flashcore.bench/", "flashcore.bench", "flashcore.verify/0", "other/1"]
+        {
+            let text = json!({"schema": schema, "hash": "blake3:0"}).to_string();
+            assert!(audit(&text).unwrap_err().contains("known"), "{schema}");
+        }
+        for note in NOTES {
+            let text = json!({"schema": format!("flashcore.{note}/1"), "hash": "blake3:0"}).to_string();
+            assert!(audit(&text).unwrap_err().contains("a note"), "{note}");
+        }
     }
 
     #[test]
-    fn a_tally_must_count_its_records() {
-        let judgement = json!({"max": {"error": 1.0, "plain": 1.0, "allowed": 2.0},
-            "rms": {"error": 1.0, "plain": 1.0, "allowed": 2.0},
-            "row": {"error": 1.0, "plain": 1.0, "allowed": 2.0}, "lse": null});
-        let of = |passed: usize, status: &str| {
-            json!({"schema": "flashcore.verify/1", "created": "x", "command": [], "complete": true, "environment": {},
-                "engines": [{"engine": "e", "passed": passed, "skipped": 0, "failed": 0}],
-                "results": [{"engine": "e", "status": status, "judgement": judgement, "faults": [], "skipped": null}]})
-            .to_string()
+    fn counts_agree_or_do_not_and_measures_agree_to_nine_digits() {
+        let agree = |said: Value, made: Value| {
+            let mut audit = Audit::default();
+            audit.agree("", &said, &made);
+            audit.holds()
         };
-        assert!(audit(&of(1, "passed")).unwrap().holds());
-        assert!(!audit(&of(2, "passed")).unwrap().holds());
-        assert!(!audit(&of(0, "failed")).unwrap().holds());
-        assert!(!audit(&of(0, "skipped")).unwrap().holds());
+        assert!(agree(json!(1.0), json!(1.0 + 1e-10)) && !agree(json!(1.0), json!(1.0 + 1e-8)));
+        assert!(!agree(json!(4_000_000_000_u32), json!(4_000_000_001_u32)));
+        assert!(!agree(json!({"a": 1, "b": 2}), json!({"a": 1})) && !agree(json!({}), json!({"a": 1})));
+        assert!(!agree(json!([1, 1]), json!([1])) && !agree(json!(null), json!(0.0)));
     }
 }

@@ -9,10 +9,10 @@ use crate::ceilings::{Ceilings, Roofline};
 use crate::engine::{DeviceEngine, Engine};
 use crate::guarded::{Arrangement, Guarded, Poison};
 use crate::inputs::Distribution;
-use crate::operands::Operands;
+use crate::operands::{Operands, sample_rows};
 use crate::peers::{self, Torch};
 use crate::physics::{self, Rate};
-use crate::rule::{Judgement, Yardstick};
+use crate::rule::{Judgement, Row, Yardstick};
 use crate::shapes::Shape;
 use crate::stats::{self, Interval, Verdict};
 use crate::timing::{Contender, Effort, Samples, measure};
@@ -164,6 +164,8 @@ pub struct Outcome {
     pub causal_share: Option<f64>,
     /// Ours first.
     pub results: Vec<Measured>,
+    /// The hash of all samples, round by round ([`pairing`]).
+    pub pairing: String,
     /// Ours against each peer that ran.
     pub comparisons: Vec<Comparison>,
     /// Ours came out faster than the best that was seen of the machine: its speed changed meanwhile, so that nothing is
@@ -195,7 +197,6 @@ impl Outcome {
 /// What was taken in a cell, from which all that is said of it follows.
 pub(crate) struct Taken {
     pub checksums: [u32; 3],
-    pub judged_rows: usize,
     /// Ours first, each with the rule's judgement of its output.
     pub results: Vec<(Samples, Option<Judgement>)>,
     /// The samples of the limits and of the call without its mask, as in [`Outcome`].
@@ -210,8 +211,9 @@ impl Taken {
     /// What follows from it.
     pub(crate) fn outcome(self, cell: &Cell, ceilings: Option<&Ceilings>, margin: f64) -> Outcome {
         let problem = cell.problem();
-        let peak = best_rate(problem.flops(), &self.fma_peak_us).unwrap_or(self.fma_peak_gflops);
-        let bandwidth = best_rate(problem.min_bytes(), &self.bandwidth_us);
+        let peak = stats::median(&self.fma_peak_us)
+            .map_or(self.fma_peak_gflops, |time| problem.flops() / time / 1e3);
+        let bandwidth = stats::median(&self.bandwidth_us).map(|time| problem.min_bytes() / time / 1e3);
         let results: Vec<Measured> = self
             .results
             .into_iter()
@@ -225,16 +227,17 @@ impl Taken {
         let by_arithmetic = physics::rate(results[0].gflops, Some(peak), physics::ABOVE_MEASURED);
         let by_memory = physics::rate(results[0].gbytes, bandwidth, physics::ABOVE_MEASURED);
         let impossible = [by_arithmetic, by_memory].contains(&Rate::Impossible);
-        let mut comparisons = compare(&results, margin);
-        if impossible {
-            for comparison in &mut comparisons {
-                comparison.verdict = Verdict::Undecided;
-            }
-        }
         let full = Cell { mask: Mask::None, ..*cell }.problem();
         let causal_share = stats::median(&self.full_us)
             .zip(results[0].p50_us)
             .map(|(full_us, us)| full_us / us * (problem.flops() / full.flops()));
+        let mut sampled: Vec<(&str, &[f64])> =
+            results.iter().map(|result| (result.name.as_str(), &result.samples_us[..])).collect();
+        sampled.extend([
+            ("FMA peak", &self.fma_peak_us[..]),
+            ("read bandwidth", &self.bandwidth_us),
+            ("without the mask", &self.full_us),
+        ]);
         Outcome {
             name: Some(cell.name).filter(|name| !name.is_empty()),
             shape: cell.shape.to_string(),
@@ -244,27 +247,36 @@ impl Taken {
             bytes: problem.min_bytes(),
             seed: SEED,
             checksums: self.checksums,
-            judged_rows: self.judged_rows,
-            rows: problem.batch * problem.heads_q * problem.len_q,
+            judged_rows: judged_rows(&problem).map_or(rows(&problem), |rows| rows.len()),
+            rows: rows(&problem),
             fma_peak_gflops: peak,
-            fma_peak_samples_us: self.fma_peak_us,
             bandwidth_gbytes: bandwidth,
-            bandwidth_samples_us: self.bandwidth_us,
-            full_samples_us: self.full_us,
             causal_share,
+            pairing: pairing(&sampled),
+            comparisons: compare(&results, margin),
             results,
-            comparisons,
             impossible,
             launch_bound: by_arithmetic == Rate::LaunchBound && !cell.is_decode(),
             cell: Some(*cell),
+            fma_peak_samples_us: self.fma_peak_us,
+            bandwidth_samples_us: self.bandwidth_us,
+            full_samples_us: self.full_us,
         }
     }
 }
 
-/// What a limit is by its samples, in units of 1e9 a second: the best that was seen, because whatever else runs on a machine
-/// only takes away from it.
-pub(crate) fn best_rate(amount: f64, samples_us: &[f64]) -> Option<f64> {
-    stats::quantile(samples_us, 0.0).map(|time| amount / time / 1e3)
+/// The hash of samples round by round: it shows who took which time beside whom, which comparisons rest on.
+pub(crate) fn pairing(of: &[(&str, &[f64])]) -> String {
+    let mut hasher = blake3::Hasher::new();
+    let rounds = of.iter().map(|(_, samples)| samples.len()).max().unwrap_or(0);
+    for round in 0..rounds {
+        for (name, samples) in of {
+            // Nobody's time is 0.
+            let time = samples.get(round).copied().unwrap_or(0.0);
+            hasher.update(name.as_bytes()).update(&time.to_le_bytes());
+        }
+    }
+    format!("blake3:{}", hasher.finalize().to_hex())
 }
 
 /// How cells are timed.
@@ -294,7 +306,14 @@ pub struct AgainstItself {
     pub held: usize,
     /// Every measurement's comparison, the handicapped side against the other.
     pub comparisons: Vec<Comparison>,
+    /// The samples that each rests on, of the handicapped side and of the other.
+    pub samples_us: Vec<[Vec<f64>; 2]>,
+    /// The hash of these samples, round by round.
+    pub pairing: String,
 }
+
+/// Why a thing cannot be compared with itself.
+pub(crate) const TOO_FEW: &str = "fewer than five rounds say nothing: give --samples 5 or more";
 
 /// The share of measurements in which FASTER, and SLOWER, may be said of two things that are one.
 pub const FALSE_POSITIVES: f64 = 0.03;
@@ -312,7 +331,20 @@ impl AgainstItself {
             verdicts: [Verdict::Faster, Verdict::Same, Verdict::Slower, Verdict::Undecided].map(count),
             held: comparisons.iter().filter(holds).count(),
             comparisons,
+            samples_us: Vec::new(),
+            pairing: String::new(),
         }
+    }
+
+    /// Of the samples of every measurement, the handicapped side's first; absent where one has too few.
+    pub fn of(cell: String, handicap: f64, samples_us: Vec<[Vec<f64>; 2]>, margin: f64) -> Option<Self> {
+        let compared = |[ours, other]: &[Vec<f64>; 2]| Comparison::of(ours, "itself", other, margin);
+        let comparisons = samples_us.iter().map(compared).collect::<Option<_>>()?;
+        let sides =
+            [0, 1].map(|side: usize| samples_us.iter().flat_map(|pair| &pair[side]).copied().collect());
+        let [ours, other]: [Vec<f64>; 2] = sides;
+        let pairing = pairing(&[("flashcore", &ours), ("itself", &other)]);
+        Some(Self { samples_us, pairing, ..Self::new(cell, handicap, comparisons) })
     }
 
     /// Whether the procedure keeps what it promises: without a handicap FASTER and SLOWER within their rate of error
@@ -374,27 +406,26 @@ impl Bench {
         stop: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(usize),
     ) -> Result<AgainstItself, String> {
-        let operands = Operands::draw(cell.problem(), None, Arrangement::Bhsd, Distribution::Normal, SEED);
+        let operands = inputs(cell);
         // Nobody else's threads are about.
         let effort = Effort { settle: Duration::ZERO, ..self.effort };
         let side = |name, factor| -> Box<dyn Contender + '_> {
             Box::new(Handicapped { contender: Ours::new(&self.engine, &operands), name, factor })
         };
-        let mut comparisons = Vec::new();
-        while comparisons.len() < repetitions && !stop() {
-            progress(comparisons.len());
+        let mut taken = Vec::new();
+        while taken.len() < repetitions && !stop() {
+            progress(taken.len());
             let mut contenders = [side("flashcore", handicap), side("itself", 1.0)];
-            let samples = measure(&mut contenders, &effort, stop, &mut |_, _| {});
+            let mut samples = measure(&mut contenders, &effort, stop, &mut |_, _| {});
             if stop() {
                 break;
             }
             if let Some(why) = samples.iter().find_map(|samples| samples.failure.clone()) {
                 return Err(why);
             }
-            let compared = Comparison::of(&samples[0].times, "itself", &samples[1].times, effort.margin);
-            comparisons.push(compared.ok_or("fewer than five rounds say nothing: give --samples 5 or more")?);
+            taken.push([0, 1].map(|side: usize| std::mem::take(&mut samples[side].times)));
         }
-        Ok(AgainstItself::new(cell.label(), handicap, comparisons))
+        AgainstItself::of(cell.label(), handicap, taken, effort.margin).ok_or_else(|| TOO_FEW.into())
     }
 
     /// The engine under test.
@@ -411,7 +442,7 @@ impl Bench {
     ) -> Result<Outcome, String> {
         let problem = cell.problem();
         progress("drawing inputs", 0.0);
-        let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, SEED);
+        let operands = inputs(cell);
         progress("asking the oracle", 0.0);
         let (yardstick, judged) = yardstick(&operands);
         let mut ours = Ours::new(&self.engine, &operands);
@@ -456,23 +487,28 @@ impl Bench {
         let fma_peak_us = limits.next().unwrap_or_default();
         let full_us = if causal { limits.next_back().unwrap_or_default() } else { Vec::new() };
         let bandwidth_us = limits.next().unwrap_or_default();
-        let unseen = fma_peak_us.is_empty();
-        let fma_peak_gflops =
-            if unseen { cpu::fma_peak(self.isa, self.threads, Duration::ZERO) } else { 0.0 };
+        let fma_peak_gflops = match fma_peak_us.is_empty() {
+            true => cpu::fma_peak(self.isa, self.threads, Duration::ZERO),
+            false => 0.0,
+        };
         if let Some(why) = absent {
             samples.push(Samples { name: "torch".into(), calls: 0, times: Vec::new(), failure: Some(why) });
         }
-        let taken = Taken {
-            checksums: [&operands.q, &operands.k, &operands.v].map(peers::checksum),
-            judged_rows: yardstick.rows().len(),
-            results: samples.into_iter().zip(errors).map(|(samples, error)| (samples, error.ok())).collect(),
-            fma_peak_us,
-            bandwidth_us,
-            full_us,
-            fma_peak_gflops,
-        };
+        let results = samples.into_iter().zip(errors).map(|(samples, error)| (samples, error.ok())).collect();
+        let checksums = checksums(&operands);
+        let taken = Taken { checksums, results, fma_peak_us, bandwidth_us, full_us, fma_peak_gflops };
         Ok(taken.outcome(cell, self.ceilings.as_ref(), self.effort.margin))
     }
+}
+
+/// A cell's inputs.
+pub(crate) fn inputs(cell: &Cell) -> Operands {
+    Operands::draw(cell.problem(), None, Arrangement::Bhsd, Distribution::Normal, SEED)
+}
+
+/// The checksums of q, k and v.
+pub(crate) fn checksums(operands: &Operands) -> [u32; 3] {
+    [&operands.q, &operands.k, &operands.v].map(peers::checksum)
 }
 
 /// Which rows of an output are judged.
@@ -497,15 +533,21 @@ impl Judged {
 /// The truth for all rows, or for as many as it takes reasonable time to know.
 fn yardstick(operands: &Operands) -> (Yardstick, Judged) {
     let problem = &operands.problem;
-    let rows = problem.batch * problem.heads_q * problem.len_q;
-    let work_of_row = problem.len_k as f64 * (problem.head_dim + problem.head_dim_v) as f64;
-    if work_of_row * rows as f64 <= ORACLE_WORK {
-        return (operands.yardstick(), Judged::All);
-    }
-    let chosen = operands.sample_rows((ORACLE_WORK / work_of_row) as usize, SEED);
-    let index = |row: &crate::rule::Row| (row.batch * problem.heads_q + row.head) * problem.len_q + row.query;
+    let Some(chosen) = judged_rows(problem) else { return (operands.yardstick(), Judged::All) };
+    let index = |row: &Row| (row.batch * problem.heads_q + row.head) * problem.len_q + row.query;
     let indices = chosen.iter().map(index).collect();
     (operands.yardstick_of_rows(&chosen), Judged::Rows(indices, problem.head_dim_v))
+}
+
+/// The rows that are judged where there are too many to judge all.
+pub(crate) fn judged_rows(problem: &Problem) -> Option<Vec<Row>> {
+    let work_of_row = problem.len_k as f64 * (problem.head_dim + problem.head_dim_v) as f64;
+    let all = work_of_row * rows(problem) as f64 <= ORACLE_WORK;
+    (!all).then(|| sample_rows(problem, (ORACLE_WORK / work_of_row) as usize, SEED))
+}
+
+pub(crate) fn rows(problem: &Problem) -> usize {
+    problem.batch * problem.heads_q * problem.len_q
 }
 
 /// The CPU engine on the clock.
@@ -583,16 +625,18 @@ fn summarise(
     peak: f64,
     bandwidth: Option<f64>,
 ) -> Measured {
-    let p50 = stats::median(&samples.times);
+    // Whoever left before the end has samples, and nothing is said of them.
+    let times = if samples.failure.is_none() { &samples.times[..] } else { &[] };
+    let p50 = stats::median(times);
     let gflops = p50.map(|time| problem.flops() / time / 1e3);
     let gbytes = p50.map(|time| problem.min_bytes() / time / 1e3);
     Measured {
         name: samples.name,
         calls_per_sample: samples.calls,
         p50_us: p50,
-        p90_us: stats::quantile(&samples.times, 0.9),
-        min_us: stats::quantile(&samples.times, 0.0),
-        median_interval_us: stats::median_interval(&samples.times, 0.95),
+        p90_us: stats::quantile(times, 0.9),
+        min_us: stats::quantile(times, 0.0),
+        median_interval_us: stats::median_interval(times, 0.95),
         gflops,
         fma_peak_share: gflops.map(|gflops| gflops / peak),
         gbytes,
@@ -610,8 +654,10 @@ fn compare(results: &[Measured], margin: f64) -> Vec<Comparison> {
         return Vec::new();
     }
     let ours = &results[0].samples_us;
+    let wrong = results[0].error.as_ref().is_some_and(|error| !error.passed());
     let peers = results[1..].iter().filter(|peer| peer.failure.is_none());
-    peers.filter_map(|peer| Comparison::of(ours, &peer.name, &peer.samples_us, margin)).collect()
+    let of = |peer: &Measured| Comparison::of(ours, &peer.name, &peer.samples_us, margin);
+    peers.filter_map(of).map(|comparison| comparison.unless(wrong)).collect()
 }
 
 impl Comparison {
@@ -628,6 +674,14 @@ impl Comparison {
             verdict: stats::verdict_after(rounds, &sure.interval, margin),
             margin,
         })
+    }
+
+    /// Without a verdict where ours is wrong: how fast it is decides nothing.
+    pub(crate) fn unless(mut self, wrong: bool) -> Self {
+        if wrong {
+            self.verdict = Verdict::Undecided;
+        }
+        self
     }
 }
 

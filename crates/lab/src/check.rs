@@ -82,6 +82,10 @@ impl Fault {
     }
 }
 
+/// What is asked of a result, in a sentence.
+pub const RULE: &str = "at most twice the error of plain same-precision attention against an f64 oracle, plus the \
+                    conditioned floor, by maximum, RMS and row; lse by its own bound";
+
 /// How a case went.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {

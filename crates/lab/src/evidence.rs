@@ -63,6 +63,28 @@ pub fn hash_holds(text: &str, document: &serde_json::Value) -> Option<bool> {
     Some(hash == hash_of(&open))
 }
 
+/// The schemas of evidence, in the version that is written now.
+///
+/// A version changes when a field comes, goes or changes its meaning: whoever reads a file must know every field of it.
+pub mod schemas {
+    /// Benchmarks of a CPU.
+    pub const BENCH: &str = "flashcore.bench/2";
+    /// Benchmarks of a GPU.
+    pub const BENCH_GPU: &str = "flashcore.bench-gpu/2";
+    /// A thing compared with itself.
+    pub const AGAINST_ITSELF: &str = "flashcore.against-itself/2";
+    /// The corpus on engines.
+    pub const VERIFY: &str = "flashcore.verify/2";
+    /// Planted faults.
+    pub const FAULTS: &str = "flashcore.faults/1";
+    /// A GPU under stress.
+    pub const STRESS: &str = "flashcore.stress/2";
+    /// What a machine can do at most.
+    pub const CEILINGS: &str = "flashcore.ceilings/1";
+    /// What bounds a kernel.
+    pub const PROFILE: &str = "flashcore.profile/1";
+}
+
 /// The machine and the binary.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Environment {

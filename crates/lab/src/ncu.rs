@@ -64,6 +64,11 @@ const METRICS: [Metric; 20] = [
     metric("stall_gmma", &["smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio"]),
 ];
 
+/// The names of the figures, each with the metrics that may give it.
+pub(crate) fn figures() -> impl Iterator<Item = (&'static str, &'static [&'static str])> {
+    METRICS.iter().map(|metric| (metric.figure, metric.names))
+}
+
 /// The chip's name for ncu.
 fn chip(capability: &str) -> Option<&'static str> {
     match capability {

@@ -6,13 +6,17 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::evidence::schemas;
 use crate::files;
 use crate::stats::{Interval, Verdict};
+
+/// The schemas that are read.
+const SCHEMAS: [&str; 4] = ["flashcore.bench/1", schemas::BENCH, "flashcore.bench-gpu/1", schemas::BENCH_GPU];
 
 /// A report.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Saved {
-    /// `flashcore.bench/2` (or an older one) or `flashcore.bench-gpu/1`.
+    /// One of a benchmark.
     pub schema: String,
     /// When it was written.
     pub created: String,
@@ -119,8 +123,11 @@ impl Saved {
     /// From a report's JSON.
     pub fn of(report: &Value) -> Result<Self, String> {
         let schema = report["schema"].as_str().unwrap_or("none");
-        if !schema.starts_with("flashcore.bench") {
-            return Err(format!("its schema is {schema}; wanted is a report of flashcore bench --json"));
+        if !SCHEMAS.contains(&schema) {
+            return Err(format!(
+                "its schema is {schema}; wanted is a report of flashcore bench --json: {}",
+                SCHEMAS.join(", ")
+            ));
         }
         Self::deserialize(report).map_err(|error| format!("it is no whole report ({error})"))
     }
@@ -176,6 +183,7 @@ mod tests {
         let why = Saved::of(&json!({"schema": "flashcore.verify/1"})).unwrap_err();
         assert!(why.contains("flashcore.verify/1") && why.contains("bench --json"), "{why}");
         assert!(Saved::of(&json!({"schema": "flashcore.bench/1"})).unwrap_err().contains("no whole report"));
+        assert!(Saved::of(&json!({"schema": "flashcore.bench/9"})).unwrap_err().contains("wanted is"));
     }
 
     #[test]

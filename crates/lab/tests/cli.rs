@@ -487,7 +487,7 @@ fn verify_judges_every_engine_and_says_so_in_json() {
     assert_eq!(code(&output), 0, "{}{}", stdout(&output), stderr(&output));
     assert!(stdout(&output).contains("PASSED"));
     let report: Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
-    assert_eq!(report["schema"], "flashcore.verify/1");
+    assert_eq!(report["schema"], "flashcore.verify/2");
     let results = report["results"].as_array().unwrap();
     let engines = report["engines"].as_array().unwrap();
     assert!(engines.iter().any(|engine| engine["engine"] == "cpu-portable"));

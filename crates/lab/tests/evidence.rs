@@ -31,14 +31,26 @@ fn everything_on_record_holds_together() {
     }
 }
 
+/// A document with the hash of its text, as whoever changes a number can write it.
+fn sealed(document: &Value) -> String {
+    let mut document = document.clone();
+    document["hash"] = Value::from("");
+    flashcore_lab::evidence::seal(&serde_json::to_string_pretty(&document).unwrap())
+}
+
 #[test]
 fn a_number_on_record_cannot_be_changed_without_notice() {
     let gpu = [
         "/results/0/p50_us",
         "/results/0/tflops",
+        "/results/0/median_interval_us/level",
         "/comparisons/0/speed_up",
+        "/comparisons/0/margin",
+        "/comparisons/0/interval/low",
         "/flops",
+        "/judged_rows",
         "/results/0/samples_us/3",
+        "/results/0/error/max/allowed",
     ];
     let cpu = ["/results/0/gflops", "/results/0/fma_peak_share", "/fma_peak_gflops"];
     // The second cell of the CPU's matrix is causal.
@@ -48,20 +60,59 @@ fn a_number_on_record_cannot_be_changed_without_notice() {
         ("xeon-cpu.json", 1, &["/causal_share"]),
     ] {
         let file = record().into_iter().find(|path| path.to_string_lossy().ends_with(name)).unwrap();
-        let mut document: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
-        // Whoever changes a number can leave out the hash.
-        document.as_object_mut().unwrap().remove("hash").unwrap();
-        let cell = document["cells"][n].clone();
-        let audit = |document: &Value| flashcore_lab::audit::audit(&document.to_string()).unwrap();
-        assert!(audit(&document).holds());
+        let honest: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+        let audit = |document: &Value| flashcore_lab::audit::audit(&sealed(document)).unwrap();
         for path in paths {
-            let mut changed = cell.clone();
-            let number = changed.pointer_mut(path).unwrap();
-            *number = Value::from(number.as_f64().unwrap() * 1.01);
-            document["cells"][n] = changed;
+            let mut document = honest.clone();
+            let number = document["cells"][n].pointer_mut(path).unwrap();
+            *number = match number.as_u64() {
+                Some(count) => Value::from(count - 1),
+                None => Value::from(number.as_f64().unwrap() * 1.01),
+            };
             assert!(!audit(&document).holds(), "{path}");
         }
+        let mut document = honest.clone();
+        document["cells"][n]["results"][0]["samples_us"].as_array_mut().unwrap().reverse();
+        assert!(!audit(&document).holds(), "shuffled");
     }
+}
+
+#[test]
+fn what_bench_writes_holds_and_no_reseal_hides_a_change_without_a_peer_to_compare_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
+    let (bench, itself) = (path("bench.json"), path("itself.json"));
+    let of = ["--device", "cpu-portable", "--no-peers", "--samples", "6", "--json"];
+    let code =
+        flashcore(&[&["bench", "tiny", "1x2x32x64", "--causal"][..], &of, &[&bench]].concat()).status.code();
+    assert!(code.is_some_and(|code| code < 3));
+    flashcore(&[&["bench", "tiny", "--against-itself", "2"][..], &of, &[&itself]].concat());
+    let output = flashcore(&["evidence", "verify", &bench, &itself]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output));
+
+    let honest: Value = serde_json::from_str(&std::fs::read_to_string(&bench).unwrap()).unwrap();
+    let changed = path("changed.json");
+    let verify = |document: &Value| {
+        std::fs::write(&changed, sealed(document)).unwrap();
+        flashcore(&["evidence", "verify", &changed]).status.code()
+    };
+    assert_eq!(verify(&honest), Some(0));
+    let mut shuffled = honest.clone();
+    shuffled["cells"][0]["results"][0]["samples_us"].as_array_mut().unwrap().reverse();
+    assert_eq!(verify(&shuffled), Some(1));
+    let mut failed = honest.clone();
+    failed["cells"][0]["results"][0]["failure"] = Value::from("it died");
+    assert_eq!(verify(&failed), Some(1));
+    let mut fewer = honest.clone();
+    fewer["cells"].as_array_mut().unwrap().pop();
+    assert_eq!(verify(&fewer), Some(1));
+    let mut unknown = honest.clone();
+    unknown["schema"] = Value::from("flashcore.bench/3");
+    assert_eq!(verify(&unknown), Some(2));
+    let mut open = honest;
+    open.as_object_mut().unwrap().remove("hash");
+    std::fs::write(&changed, open.to_string()).unwrap();
+    assert_eq!(flashcore(&["evidence", "verify", &changed]).status.code(), Some(2));
 }
 
 #[test]
@@ -105,4 +156,8 @@ fn what_is_no_evidence_could_not_be_checked() {
     assert_eq!(flashcore(&["evidence", "verify", &path]).status.code(), Some(2));
     std::fs::write(&path, "{\"schema\": \"other/1\"}").unwrap();
     assert_eq!(flashcore(&["evidence", "verify", &path]).status.code(), Some(2));
+    // A note is sealed too, and nothing in it can be made again.
+    assert_eq!(flashcore(&["plan", "tiny", "--json", &path]).status.code(), Some(0));
+    let output = flashcore(&["evidence", "verify", &path]);
+    assert!(output.status.code() == Some(2) && text(&output).contains("a note"), "{}", text(&output));
 }

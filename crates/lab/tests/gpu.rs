@@ -80,6 +80,15 @@ impl Machine {
         (output, serde_json::from_slice(&report).unwrap())
     }
 
+    /// What contradicts itself in the last report. The fake's clock counts operations, so its samples may take longer than
+    /// the wall; everything else must hold, whatever was measured.
+    fn contradictions(&self) -> Vec<String> {
+        let report = std::fs::read_to_string(self.folder.path().join("report.json")).unwrap();
+        let mut found = flashcore_lab::audit::audit(&report).unwrap().contradictions;
+        found.retain(|why| !why.contains("seconds are fewer"));
+        found
+    }
+
     /// A stand-in for a Python with torch, which answers requests by a shell script.
     fn python(&self, script: &str) -> std::path::PathBuf {
         let path = self.folder.path().join("python");
@@ -108,6 +117,7 @@ fn a_kernel_that_writes_nothing_is_found_out_before_it_is_timed() {
     let ours = &report["cells"][0]["results"][0];
     assert_eq!((&ours["p50_us"], &ours["error"]), (&Value::Null, &Value::Null));
     assert_eq!(report["complete"], true, "the cell has its row");
+    assert_eq!(machine.contradictions(), [""; 0]);
 }
 
 #[test]
@@ -116,7 +126,7 @@ fn a_wrong_result_is_timed_and_fails_the_command_and_everything_is_in_the_report
     let (output, report) = machine.run(&TINY);
     assert_eq!(code(&output), 1, "{}", text(&output));
     assert!(text(&output).contains("WRONG") && text(&output).contains("without torch"), "{}", text(&output));
-    assert_eq!(report["schema"], "flashcore.bench-gpu/1");
+    assert_eq!(report["schema"], "flashcore.bench-gpu/2");
     assert_eq!((&report["clock"], &report["cache"]), (&"kernel".into(), &"cold".into()));
     assert_eq!(report["gpu"]["ours"]["device"], "Fake GPU 0");
     assert_eq!(report["gpu"]["ours"]["cuda"], "12.8");
@@ -134,6 +144,7 @@ fn a_wrong_result_is_timed_and_fails_the_command_and_everything_is_in_the_report
     assert!(cell["first_call"]["warm_us"].as_f64().unwrap() > 0.0);
     assert!(report["environment"]["flashcore"].is_string() && report["command"][1] == "bench");
     assert!(report["inputs"][0]["checksums"][0].as_u64().is_some());
+    assert_eq!(machine.contradictions(), [""; 0]);
 }
 
 #[test]
@@ -154,6 +165,7 @@ fn a_crash_costs_its_own_rung_of_the_ladder_and_no_other() {
         }
     }
     assert_eq!(report["lost_workers"], 1);
+    assert_eq!(machine.contradictions(), [""; 0]);
     let ladder = report["cells"][0]["ladder"].as_array().unwrap();
     assert_eq!(ladder[0]["kernel"], "scalar");
     let fwd = ladder.iter().find(|rung| rung["kernel"] == "sm80_fwd").unwrap();
@@ -186,6 +198,7 @@ fn a_matrix_goes_on_past_its_budget_by_saying_what_was_not_run() {
     assert_eq!((cells.len(), &report["complete"]), (18, &Value::Bool(false)));
     assert!(cells.iter().all(|cell| cell["failure"] == "the budget is spent"));
     assert!(text(&output).contains("18 cells without a time"), "{}", text(&output));
+    assert_eq!(machine.contradictions(), [""; 0]);
 }
 
 #[test]
@@ -331,6 +344,7 @@ fn ceilings_of_a_gpu_are_kept_for_it_and_times_are_held_against_them() {
     let (_, report) = machine.run(&TINY);
     assert_eq!(report["ceilings"]["matmul_tflops"], found["matmul_tflops"]);
     assert!(report["cells"][0]["results"][0]["roofline"]["share"].as_f64().unwrap() > 0.0);
+    assert_eq!(machine.contradictions(), [""; 0]);
     // Another GPU has ceilings of its own, and nobody measured them.
     let (_, report) = machine.run(&["bench", "tiny", "--samples", "6", "--device", "cuda-1"]);
     assert_eq!(report["cells"][0]["results"][0]["roofline"], Value::Null);
@@ -375,7 +389,7 @@ fn stress_fails_a_gpu_whose_results_are_wrong_even_where_they_are_all_the_same()
     let sizes = ["--calls", "20", "--repeats", "3", "--problems", "3"];
     let (output, report) = machine.run(&[&["verify", "--device", "cuda", "--stress"][..], &sizes].concat());
     assert_eq!(code(&output), 1, "{}", text(&output));
-    assert_eq!(report["schema"], "flashcore.stress/1");
+    assert_eq!(report["schema"], "flashcore.stress/2");
     let problems = report["problems"].as_array().unwrap();
     assert_eq!(problems.len(), 3);
     for problem in problems {
@@ -387,6 +401,7 @@ fn stress_fails_a_gpu_whose_results_are_wrong_even_where_they_are_all_the_same()
         assert_eq!(problem["repeated"]["runs"], 3);
     }
     assert!(text(&output).contains("WRONG"), "{}", text(&output));
+    assert_eq!(machine.contradictions(), [""; 0]);
     let cpu = machine.command().args(["verify", "--device", "cpu", "--stress"]).output().unwrap();
     assert!(text(&cpu).contains("--stress is for a GPU"), "{}", text(&cpu));
 }

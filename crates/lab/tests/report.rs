@@ -24,14 +24,15 @@ fn record() -> Vec<Evidence> {
         .collect();
     names.sort();
     let read = |name: &String| {
-        let bytes = std::fs::read(root().join("record").join(name)).expect("a file of the record");
-        Evidence::parse(&format!("record/{name}"), &format!("../../record/{name}"), &bytes).expect("evidence")
+        let text = std::fs::read_to_string(root().join("record").join(name)).expect("a file of the record");
+        Evidence::read(&format!("record/{name}"), &format!("../../record/{name}"), &text).expect("evidence")
     };
     names.iter().map(read).collect()
 }
 
+/// What a page is made of, as if it had been audited.
 fn of(value: &Value) -> Evidence {
-    Evidence::parse("made/up.json", "up.json", value.to_string().as_bytes()).expect("evidence")
+    Evidence { name: "made/up.json".into(), link: "up.json".into(), hash: String::new(), body: value.clone() }
 }
 
 fn html(files: &[Evidence]) -> String {
@@ -512,8 +513,26 @@ fn the_command_makes_nothing_of_what_is_no_evidence_or_contradicts_itself() {
     refused("none.json", 2, "none.json");
     std::fs::write(at("other.json"), "{}").expect("a file");
     refused("other.json", 2, "schema");
+    let sealed = |name: &str, document: &mut Value| {
+        document["hash"] = json!("");
+        let text = serde_json::to_string_pretty(document).expect("JSON");
+        std::fs::write(at(name), flashcore_lab::evidence::seal(&text)).expect("a file");
+    };
     let mut edited = benchmark().body;
+    sealed("same.json", &mut edited);
+    assert_eq!(run(folder.path(), &["same.json", "-o", "same"]).0, Some(0));
     edited["cells"][0]["results"][0]["p50_us"] = json!(4.0);
-    std::fs::write(at("edited.json"), edited.to_string()).expect("a file");
+    sealed("edited.json", &mut edited);
     refused("edited.json", 1, "contradicts itself");
+    // What nobody checks is not shown.
+    let mut unknown = benchmark().body;
+    unknown["schema"] = json!("flashcore.bench-gpu/9");
+    sealed("unknown.json", &mut unknown);
+    refused("unknown.json", 2, "not known");
+    let mut open = benchmark().body;
+    open.as_object_mut().expect("a document").remove("hash");
+    std::fs::write(at("open.json"), open.to_string()).expect("a file");
+    refused("open.json", 2, "no hash");
+    sealed("note.json", &mut json!({"schema": "flashcore.micro/1", "pieces": []}));
+    refused("note.json", 2, "a note");
 }

@@ -17,7 +17,7 @@ use crate::bench::{
     summarise_all,
 };
 use crate::ceilings::Ceilings;
-use crate::evidence::{Document, Environment};
+use crate::evidence::{Document, Environment, schemas};
 use crate::files;
 use crate::gpu::bench::{self as gpu_bench, Cache};
 use crate::gpu::cells::{self, Member};
@@ -331,6 +331,8 @@ struct Report {
     torch: Option<TorchFacts>,
     no_torch_because: Option<String>,
     ceilings: Option<Ceilings>,
+    /// Cells that were asked for.
+    asked: usize,
     cells: Vec<Outcome>,
     summaries: Vec<Summary>,
     causal_shares: Vec<CausalShare>,
@@ -363,7 +365,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         let found = Ceilings::of_cpu(&machine, &created, isa, threads, Duration::from_secs(1));
         keep_ceilings(&found);
         if task.cells.is_empty() {
-            options.json.write("flashcore.ceilings/1", &environment, true, &found)?;
+            options.json.write(schemas::CEILINGS, &environment, true, &found)?;
             return Ok(Exit::Pass);
         }
     }
@@ -414,6 +416,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         torch: facts,
         no_torch_because: no_torch,
         ceilings,
+        asked: task.cells.len(),
         summaries: summarise_all(&outcomes),
         causal_shares: causal_shares(&outcomes),
         cells: outcomes,
@@ -423,8 +426,12 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         say(&closing);
     }
     let exit = exit(&report, complete);
-    Finished { schema: "flashcore.bench/2", environment: &environment, complete, report: &report, exit }
-        .conclude(&options.after, &options.json, task.config.as_ref(), margin)
+    Finished { schema: schemas::BENCH, environment: &environment, complete, report: &report, exit }.conclude(
+        &options.after,
+        &options.json,
+        task.config.as_ref(),
+        margin,
+    )
 }
 
 /// What the ceilings of a CPU are kept for, as [`crate::saved::Saved::machine`] names it.
@@ -481,7 +488,7 @@ pub(super) fn conclude_against_itself(
             cell.cell, cell.repetitions, cell.held
         ));
     }
-    json.write("flashcore.against-itself/1", environment, complete, &Body { cells: all })?;
+    json.write(schemas::AGAINST_ITSELF, environment, complete, &Body { cells: all })?;
     Ok(if all.iter().any(|cell| !cell.passed()) {
         Exit::Fail
     } else if complete {

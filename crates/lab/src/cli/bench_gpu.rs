@@ -12,7 +12,7 @@ use super::screen::{Progress, Tone, say, toned};
 use super::{Exit, Json};
 use crate::bench::Comparison;
 use crate::ceilings::Ceilings;
-use crate::evidence::{Document, Environment};
+use crate::evidence::{Document, Environment, schemas};
 use crate::gpu::bench::{Cache, GpuBench, Ours, PEERS, Setup};
 use crate::gpu::cells::Member;
 use crate::gpu::outcome::{Facts, Measured, Outcome, Summary, not_run, summaries};
@@ -38,6 +38,8 @@ struct Report<'a> {
     budget_seconds: f64,
     seconds: f64,
     lost_workers: usize,
+    /// Cells that were asked for.
+    asked: usize,
     cells: &'a [Outcome],
     summaries: &'a [Summary],
 }
@@ -77,7 +79,7 @@ pub fn bench(
         progress.finish();
         keep_ceilings(found);
         if cells.is_empty() {
-            json.write("flashcore.ceilings/1", &environment, true, found)?;
+            json.write(schemas::CEILINGS, &environment, true, found)?;
             return Ok(Exit::Pass);
         }
     }
@@ -127,6 +129,7 @@ pub fn bench(
         budget_seconds: budget.as_secs_f64(),
         seconds: started.elapsed().as_secs_f64(),
         lost_workers: bench.lost_workers(),
+        asked: cells.len(),
         cells: &outcomes,
         summaries: &all,
     };
@@ -135,7 +138,7 @@ pub fn bench(
     let complete = complete && !interrupt::requested();
     let environment = Environment::read();
     let exit = exit(&outcomes, complete);
-    Finished { schema: "flashcore.bench-gpu/1", environment: &environment, complete, report: &report, exit }
+    Finished { schema: schemas::BENCH_GPU, environment: &environment, complete, report: &report, exit }
         .conclude(options.after(), json, task.config.as_ref(), setup.margin)
 }
 

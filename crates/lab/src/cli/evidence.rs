@@ -64,7 +64,16 @@ const SHOWN: usize = 20;
 fn verify(paths: &[PathBuf]) -> Result<Exit, String> {
     let mut exit = Exit::Pass;
     for path in paths {
-        let audit = audit(&read(path)?).map_err(|why| format!("{}: {why}", path.display()))?;
+        let audit = match read(path).and_then(|text| audit(&text)) {
+            Ok(audit) => audit,
+            Err(why) => {
+                say(&format!("{}  {}: {why}", toned(Tone::Bad, "CANNOT be checked"), path.display()));
+                if exit == Exit::Pass {
+                    exit = Exit::CouldNot;
+                }
+                continue;
+            }
+        };
         let word = if audit.holds() { toned(Tone::Good, "holds") } else { toned(Tone::Bad, "FAILS") };
         say(&format!("{word}  {}  {}: {} made again and agree", path.display(), audit.schema, audit.checked));
         for absent in &audit.absent {

@@ -14,7 +14,7 @@ use super::inspect::{self, Counts};
 use super::screen::{Tone, say, toned};
 use super::{Exit, Json};
 use crate::bench::Cell;
-use crate::evidence::Environment;
+use crate::evidence::{Environment, schemas};
 use crate::gpu::bench::{Cache, GpuBench, Ours, Setup};
 use crate::gpu::cells::Member;
 use crate::ncu::{self, Bound, Figure, Ncu};
@@ -151,7 +151,7 @@ pub fn profile(options: &Options) -> Result<Exit, String> {
         simulated: inspect::count(&plan)?,
     };
     say(&text(&report));
-    options.json.write("flashcore.profile/1", &Environment::read(), true, &report)?;
+    options.json.write(schemas::PROFILE, &Environment::read(), true, &report)?;
     Ok(Exit::Pass)
 }
 

@@ -6,9 +6,9 @@ use clap::Args;
 
 use super::Exit;
 use super::screen::{Tone, say, toned};
-use crate::audit::audit;
 use crate::files;
-use crate::report::{self, source::Evidence};
+use crate::report;
+use crate::report::source::{Evidence, Refused};
 
 #[derive(Args)]
 pub struct Options {
@@ -25,20 +25,19 @@ pub struct Options {
 
 pub fn report(options: &Options) -> Result<Exit, String> {
     let mut evidence = Vec::new();
-    let mut holds = true;
     for path in &options.evidence {
         let text = std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))?;
-        let audit = audit(&text).map_err(|why| format!("{}: {why}", path.display()))?;
-        if !audit.holds() {
-            holds = false;
-            let first = audit.contradictions.first().map_or("", String::as_str);
-            say(&format!("{}  {}: {first}", toned(Tone::Bad, "FAILS"), path.display()));
-        }
         let name = path.display().to_string().replace('\\', "/");
         let link = relative(&absolute(path)?, &absolute(&options.output)?);
-        evidence.push(Evidence::parse(&name, &link, text.as_bytes())?);
+        match Evidence::read(&name, &link, &text) {
+            Ok(found) => evidence.push(found),
+            Err(Refused::Contradiction(first)) => {
+                say(&format!("{}  {name}: {first}", toned(Tone::Bad, "FAILS")));
+            }
+            Err(Refused::NoEvidence(why)) => return Err(format!("{name}: {why}")),
+        }
     }
-    if !holds {
+    if evidence.len() < options.evidence.len() {
         say(
             "No report is made of evidence that contradicts itself; flashcore evidence verify FILE says all.",
         );

@@ -10,10 +10,10 @@ use serde::Serialize;
 use super::screen::{Progress, Tone, say, toned};
 use super::{Exit, Json};
 use crate::cases::{Case, Tier, corpus};
-use crate::check::{Outcome, Prepared, Status};
+use crate::check::{Outcome, Prepared, RULE, Status};
 use crate::crew;
 use crate::engine::{self, Engine};
-use crate::evidence::Environment;
+use crate::evidence::{Environment, schemas};
 use crate::explain::{describe, explain, reproduce};
 use crate::faults::{self, Finding, Nature, Trial};
 use crate::gpu::stress;
@@ -104,6 +104,8 @@ impl Options {
 struct Report {
     tier: Tier,
     rule: &'static str,
+    /// Cases that were asked for.
+    asked: usize,
     engines: Vec<Tally>,
     results: Vec<Record>,
 }
@@ -135,9 +137,6 @@ struct Tally {
     worst_share: Option<f64>,
     worst_case: Option<String>,
 }
-
-const RULE: &str = "at most twice the error of plain same-precision attention against an f64 oracle, plus the \
-                    conditioned floor, by maximum, RMS and row; lse by its own bound";
 
 /// Failures that are explained at length; beyond these the first says more than another would.
 const EXPLAINED: usize = 10;
@@ -184,8 +183,8 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     progress.finish();
     say(&table(&tallies));
     let complete = done == total;
-    let report = Report { tier, rule: RULE, engines: tallies, results };
-    options.json.write("flashcore.verify/1", &Environment::read(), complete, &report)?;
+    let report = Report { tier, rule: RULE, asked: total, engines: tallies, results };
+    options.json.write(schemas::VERIFY, &Environment::read(), complete, &report)?;
     let seconds = started.elapsed().as_secs_f64();
     let (exit, words) = verdict(&report.engines, done, total);
     let tone = if exit == Exit::Pass { Tone::Good } else { Tone::Bad };
@@ -245,7 +244,7 @@ fn plant_faults(options: &Options) -> Result<Exit, String> {
     let (caught, accepted) =
         (faults::count(&findings, Nature::Fault), faults::count(&findings, Nature::Honest));
     let report = FaultsReport { caught, accepted, findings };
-    options.json.write("flashcore.faults/1", &Environment::read(), complete, &report)?;
+    options.json.write(schemas::FAULTS, &Environment::read(), complete, &report)?;
     let exit = if report.findings.iter().any(|finding| !finding.as_it_should) {
         Exit::Fail
     } else if complete {
@@ -266,6 +265,8 @@ fn plant_faults(options: &Options) -> Result<Exit, String> {
 struct StressReport {
     device: String,
     plan: stress::Plan,
+    /// Problems that were asked for.
+    asked: usize,
     problems: Vec<stress::Record>,
 }
 
@@ -311,8 +312,13 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
         ));
     }
     let passed = !records.is_empty() && records.iter().all(stress::Record::passed);
-    let report = StressReport { device: cuda.to_string(), plan, problems: records };
-    options.json.write("flashcore.stress/1", &Environment::read(), complete, &report)?;
+    let report = StressReport {
+        device: cuda.to_string(),
+        plan,
+        asked: options.problems.min(stress::count()),
+        problems: records,
+    };
+    options.json.write(schemas::STRESS, &Environment::read(), complete, &report)?;
     let exit = match (passed, complete) {
         (false, true) => Exit::Fail,
         (_, false) => Exit::CouldNot,

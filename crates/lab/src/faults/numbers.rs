@@ -2,17 +2,24 @@
 
 use std::time::Duration;
 
+use flashcore::{DType, Mask, Problem};
 use serde_json::{Value, json};
 
 use super::{Trial, Verdict};
 use crate::audit::audit;
-use crate::bench::Comparison;
+use crate::bench::{Cell, Comparison};
 use crate::compare::{Gate, compare};
-use crate::evidence::seal;
+use crate::evidence::{Environment, schemas, seal};
+use crate::gpu::bench::{SEED, judged_rows, largest_tensor, peak_tflops};
+use crate::gpu::cells::Member;
+use crate::gpu::outcome::{Outcome, blank, summaries, summarise};
+use crate::gpu::pool::Pool;
 use crate::ncu::{self, Figure};
 use crate::physics::{self, Rate};
 use crate::rng::Rng;
+use crate::rule::{Bound, Judgement};
 use crate::saved::Saved;
+use crate::shapes::Shape;
 use crate::stats::{self, MARGIN};
 use crate::timing::{Contender, Effort, SAMPLE, measure};
 
@@ -23,8 +30,19 @@ const BENCH: &str = "bench";
 /// Rounds of a synthetic measurement.
 const ROUNDS: usize = 40;
 
-/// A chip's dense peak, in TFLOP/s.
-const PEAK: f64 = 1000.0;
+/// What the worker says of an invented GPU.
+fn gpu() -> Value {
+    json!({
+        "capability": "9.0", "commit": null, "cuda": "13.0", "device": "a GPU", "uuid": "GPU-0", "l2_bytes": 1 << 20,
+        "memory_bytes": 1_u64 << 36, "sm_clock_khz": 1_900_000, "sms": 128, "version": env!("CARGO_PKG_VERSION"),
+        "empty_launch": {"call_p50_us": 5.0, "host_p50_us": 3.0},
+    })
+}
+
+/// Its dense peak, in TFLOP/s.
+fn peak() -> f64 {
+    peak_tflops(&gpu()).unwrap_or(f64::NAN)
+}
 
 /// Times as machines give them: a skewed spread about a median, and an outlier now and then.
 fn times(rng: &mut Rng, median: f64, spread: f64) -> Vec<f64> {
@@ -36,50 +54,67 @@ fn times(rng: &mut Rng, median: f64, spread: f64) -> Vec<f64> {
         .collect()
 }
 
-/// A cell of an evidence file, as bench writes it: ours at `ours` µs, a peer at `theirs`.
-fn cell(shape: &str, flops: f64, bytes: f64, rows: usize, ours: &[f64], theirs: &[f64]) -> Value {
-    let result = |name: &str, samples: &[f64]| {
-        let p50 = stats::median(samples);
-        let tflops = p50.map(|time| flops / time / 1e6);
-        let bound = json!({"error": 1e-4, "plain": 2e-4, "allowed": 5e-4});
-        json!({
-            "name": name, "samples_us": samples, "p50_us": p50, "p90_us": stats::quantile(samples, 0.9),
-            "min_us": stats::quantile(samples, 0.0), "median_interval_us": stats::median_interval(samples, 0.95),
-            "tflops": tflops, "peak_share": tflops.map(|rate| rate / PEAK), "matmul_share": null,
-            "gbytes": p50.map(|time| bytes / time / 1e3), "call": null, "failure": null,
-            "error": {"max": bound, "rms": bound, "row": bound, "lse": null},
-        })
-    };
-    json!({
-        "name": null, "shape": shape, "dtype": "f16", "mask": "full", "group": "all", "flops": flops, "bytes": bytes, "rows": rows,
-        "judged_rows": rows, "results": [result("flashcore", ours), result("peer", theirs)],
-        "comparisons": Comparison::of(ours, "peer", theirs, MARGIN), "ladder": [], "impossible": false, "failure": null,
-    })
+/// A cell of 4 batch entries as bench writes it: ours at some times, a peer at others.
+fn outcome(ours: &[f64], theirs: &[f64]) -> Outcome {
+    let shape = Shape { batch: 4, heads_q: 1, heads_kv: 1, len_q: 8192, len_k: 8192, head_dim: 64 };
+    let cell = Cell { name: "", shape, mask: Mask::None, dtype: DType::F16 };
+    let problem = cell.problem();
+    let bound = |error: f64| Bound { error, plain: 2.0 * error, allowed: 5.0 * error };
+    let mut outcome = blank(&Member { cell, group: "all".into() });
+    outcome.judged_rows = judged_rows(&problem).len();
+    outcome.sets = 1;
+    outcome.seconds = 10.0;
+    for (name, times) in [("flashcore", ours), ("cublas", theirs)] {
+        let mut measured = summarise(name, times, 1, &problem, Some(peak()), None);
+        measured.error = Some(Judgement {
+            max: bound(1e-4),
+            rms: bound(2e-5),
+            row: bound(1e-4),
+            lse: None,
+            rows: outcome.judged_rows,
+            bad_rows: Vec::new(),
+            first_bad: None,
+        });
+        if name == "flashcore" {
+            measured.replay_is_same = Some(true);
+            measured.plan = Some(json!({
+                "kernel": "sm80_fwd", "schedule": "sm80_fwd:block_m=64,block_n=64,warps=4,stages=2",
+                "target": "sm_90a", "reason": "asked for", "grid": [64, 4, 1], "threads": 128, "shared_bytes": 0,
+                "registers": 128, "local_bytes": 0, "code": "0".repeat(64),
+            }));
+        }
+        outcome.results.push(measured);
+    }
+    outcome.conclude(MARGIN, Some(peak()));
+    outcome
 }
 
-/// An honest file of one cell: 4 batch entries, the peer 1.3 times as slow, each comparison of its own samples.
-fn honest() -> Value {
+/// An honest file of one cell, in which the peer is 1.3 times as slow.
+pub(crate) fn honest() -> Value {
     honest_run(5)
 }
 
 /// The same from another run.
 fn honest_run(seed: u64) -> Value {
     let mut rng = Rng::new(seed);
-    let (ours, theirs) = (times(&mut rng, 500.0, 0.003), times(&mut rng, 650.0, 0.003));
-    let (batch, heads, len, dim) = (4.0, 16.0, 2048.0, 128.0);
-    let (flops, bytes) = (4.0 * batch * heads * len * len * dim, 4.0 * batch * heads * len * dim * 2.0);
-    let mut cell = cell("4x16x2048x128", flops, bytes, 4 * 16 * 2048, &ours, &theirs);
-    cell["comparisons"] = json!([cell["comparisons"]]);
-    let comparison = &cell["comparisons"][0];
-    let (speed_up, verdict) = (comparison["speed_up"].clone(), comparison["verdict"].clone());
-    let count = |word: &str| usize::from(verdict == word);
-    let verdicts = ["FASTER", "SAME", "SLOWER", "UNDECIDED"].map(count);
+    document(&times(&mut rng, 250.0, 0.003), &times(&mut rng, 325.0, 0.003))
+}
+
+/// A whole file.
+fn document(ours: &[f64], theirs: &[f64]) -> Value {
+    let outcomes = [outcome(ours, theirs)];
+    let elements = largest_tensor(&Problem::new(4, 1, 8192, 64, DType::F16));
+    let checksums = Pool::draw(DType::F16, elements, SEED).checksums();
+    let mut environment = serde_json::to_value(Environment::read()).unwrap_or_default();
+    (environment["commit"], environment["dirty"]) = (json!("0".repeat(40)), json!(false));
+    environment["optimised"] = json!(true);
     json!({
-        "schema": "flashcore.bench-gpu/1", "hash": "", "created": "2026-11-15T00:00:00Z", "command": ["flashcore"],
-        "complete": true, "clock": "kernel", "cache": "cold", "environment": {"commit": "0", "dirty": false},
-        "gpu": {"peak_tflops": PEAK, "matmul_tflops": null}, "cells": [cell],
-        "summaries": [{"group": "all", "peer": "peer", "cells": 1, "geometric_mean": speed_up, "smallest": speed_up,
-            "smallest_cell": "4x16x2048x128 f16 full", "verdicts": verdicts}],
+        "schema": schemas::BENCH_GPU, "hash": "", "created": "2026-11-15T00:00:00Z",
+        "command": ["flashcore", "bench", "4x1x8192x64"], "complete": true, "environment": environment, "clock": "kernel",
+        "cache": "warm", "no_torch_because": null, "ceilings": null, "budget_seconds": 15.0, "seconds": 12.0,
+        "lost_workers": 0, "asked": 1, "cells": outcomes, "summaries": summaries(&outcomes),
+        "gpu": {"ours": gpu(), "torch": null, "driver": "580.1", "peak_tflops": peak(), "matmul_tflops": null},
+        "inputs": [{"dtype": "f16", "seed": SEED, "elements": elements, "checksums": checksums}],
     })
 }
 
@@ -98,6 +133,14 @@ fn audited(text: &str) -> Verdict {
     }
 }
 
+/// What the audit says of a file that it must not take for evidence.
+fn not_evidence(text: &str) -> Verdict {
+    match audit(text) {
+        Err(why) => Verdict::Refused(why),
+        Ok(_) => Verdict::Accepted("it is taken for evidence".into()),
+    }
+}
+
 /// The honest file with a change that its hash was made after: the audit must see it in the numbers.
 fn falsified(name: &'static str, change: fn(&mut Value)) -> Trial {
     Trial::fault(name, AUDIT, move || {
@@ -110,21 +153,15 @@ fn falsified(name: &'static str, change: fn(&mut Value)) -> Trial {
 /// Divides every time of ours by a number, and makes all that is derived from them again, as a harness would that
 /// believes in it.
 fn speed_up(document: &mut Value, by: f64) {
-    let cell_of = |document: &Value| document["cells"][0].clone();
-    let samples = |cell: &Value, n: usize| -> Vec<f64> {
-        let samples = cell["results"][n]["samples_us"].as_array().cloned().unwrap_or_default();
+    let samples = |n: usize| -> Vec<f64> {
+        let samples =
+            document["cells"][0]["results"][n]["samples_us"].as_array().cloned().unwrap_or_default();
         samples.iter().filter_map(Value::as_f64).collect()
     };
-    let old = cell_of(document);
-    let ours: Vec<f64> = samples(&old, 0).iter().map(|time| time / by).collect();
-    let number = |name: &str| old[name].as_f64().unwrap_or(f64::NAN);
-    let rows = old["rows"].as_u64().unwrap_or(0) as usize;
-    let mut new = cell("4x16x2048x128", number("flops"), number("bytes"), rows, &ours, &samples(&old, 1));
-    let speed_up = new["comparisons"]["speed_up"].clone();
-    new["comparisons"] = json!([new["comparisons"]]);
-    document["cells"][0] = new;
-    document["summaries"][0]["geometric_mean"] = speed_up.clone();
-    document["summaries"][0]["smallest"] = speed_up;
+    let ours: Vec<f64> = samples(0).iter().map(|time| time / by).collect();
+    let mut made = self::document(&ours, &samples(1));
+    made["created"] = document["created"].clone();
+    *document = made;
 }
 
 /// Comparisons of a thing with itself, and how many of them may call a difference: 3 in 100, each way.
@@ -215,7 +252,7 @@ fn on_the_wall(divided_by: f64) -> Verdict {
 
 /// What is said of a rate, as a share of the chip's peak.
 fn rated(share: f64) -> Verdict {
-    match physics::rate(Some(share * PEAK), Some(PEAK), physics::ABOVE_PEAK) {
+    match physics::rate(Some(share * peak()), Some(peak()), physics::ABOVE_PEAK) {
         Rate::Possible => Verdict::Accepted("a possible rate".into()),
         Rate::Impossible => Verdict::Refused("above what the chip can do".into()),
         Rate::LaunchBound => Verdict::Refused("the launch is timed, not the arithmetic".into()),
@@ -231,7 +268,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::fault("a launch that passes for arithmetic", BENCH, || rated(0.005)),
         Trial::fault("an unmeasured time of 0, on the clock", BENCH, stopped_clock),
         Trial::fault("another shape as the baseline", BENCH, || {
-            regression(|now| now["cells"][0]["shape"] = json!("1x16x2048x128"))
+            regression(|now| now["cells"][0]["shape"] = json!("1x1x8192x64"))
         }),
         Trial::fault("another machine as the baseline", BENCH, || {
             regression(|now| now["gpu"]["ours"] = json!({"device": "another GPU"}))
@@ -269,6 +306,27 @@ pub fn trials() -> Vec<Trial> {
         falsified("operations that are counted twice", |document| {
             let flops = document["cells"][0]["flops"].as_f64().unwrap_or(f64::NAN);
             document["cells"][0]["flops"] = json!(flops * 2.0);
+        }),
+        falsified("an error above what is allowed beside a verdict", |document| {
+            document["cells"][0]["results"][0]["error"]["row"]["error"] = json!(1.0);
+            document["cells"][0]["results"][0]["error"]["max"]["error"] = json!(1.0);
+        }),
+        falsified("an allowed error that its yardstick does not give", |document| {
+            document["cells"][0]["results"][0]["error"]["row"]["allowed"] = json!(1.0);
+        }),
+        falsified("samples that were put in another order", |document| {
+            if let Some(samples) = document["cells"][0]["results"][0]["samples_us"].as_array_mut() {
+                samples.reverse();
+            }
+        }),
+        falsified("a field that nobody checks", |document| document["cells"][0]["note"] = json!("FASTER")),
+        Trial::fault("a file of a version that nobody knows", AUDIT, || {
+            let mut document = honest();
+            document["schema"] = json!("flashcore.bench-gpu/9");
+            not_evidence(&text(&document))
+        }),
+        Trial::fault("a file without its hash", AUDIT, || {
+            not_evidence(&text(&honest()).replacen("\"hash\"", "\"no_hash\"", 1))
         }),
         Trial::fault("a file that was edited", AUDIT, || {
             audited(&text(&honest()).replace("\"created\": \"2026", "\"created\": \"2027"))

@@ -16,18 +16,16 @@ use serde_json::Value;
 use super::cells::Member;
 use super::cublas::{self, CUBLAS};
 use super::host::{Host, Kind};
-use super::outcome::{
-    Facts, FirstCall, Measured, Outcome, State, blank, call_clock, compare, ladder, summarise,
-};
+use super::outcome::{Facts, FirstCall, Measured, Outcome, State, blank, call_clock, summarise};
 use super::pool::{Pool, Stored};
 use super::protocol::{Asked, Request};
 use super::worker::{KERNEL, PLANNER, SCHEDULE};
-use crate::bench::{AgainstItself, Comparison, Handicapped};
+use crate::bench::{AgainstItself, Handicapped, TOO_FEW};
 use crate::ceilings::Ceilings;
 use crate::files::elements;
 use crate::operands::sample_rows;
 use crate::peers::{Folder, Torch};
-use crate::physics::{self, Rate};
+use crate::physics;
 use crate::rule::{Judgement, Row, Yardstick};
 use crate::stats;
 use crate::timing::{Contender, Effort, Measurement, Samples, Watch, measure, measure_watched};
@@ -35,7 +33,7 @@ use crate::timing::{Contender, Effort, Measurement, Samples, Watch, measure, mea
 /// Multiply-adds that are worth asking the oracle about in one cell.
 const ORACLE_WORK: f64 = 3e8;
 /// The seed of every benchmark's inputs.
-const SEED: u64 = 2026;
+pub(crate) const SEED: u64 = 2026;
 /// What a sample of the kernel clock takes at least: a thousand times what an event can tell apart.
 pub(crate) const SAMPLE: Duration = Duration::from_micros(500);
 /// Samples of the call clock; fewer where a call is long.
@@ -249,21 +247,20 @@ impl GpuBench {
             let contender = OnClock { cell: &cell, host: &self.ours, name: &who };
             Box::new(Handicapped { contender, name, factor })
         };
-        let mut comparisons = Vec::new();
-        while comparisons.len() < repetitions && !stop() {
-            progress(comparisons.len());
+        let mut taken = Vec::new();
+        while taken.len() < repetitions && !stop() {
+            progress(taken.len());
             let mut contenders = [side(PLANNER, handicap), side("itself", 1.0)];
-            let samples = measure(&mut contenders, &effort, stop, &mut |_, _| {});
+            let mut samples = measure(&mut contenders, &effort, stop, &mut |_, _| {});
             if stop() {
                 break;
             }
             if let Some(why) = samples.iter().find_map(|samples| samples.failure.clone()) {
                 return Err(why);
             }
-            let compared = Comparison::of(&samples[0].times, "itself", &samples[1].times, effort.margin);
-            comparisons.push(compared.ok_or("fewer than five rounds say nothing: give --samples 5 or more")?);
+            taken.push([0, 1].map(|side: usize| std::mem::take(&mut samples[side].times)));
         }
-        Ok(AgainstItself::new(member.cell.label(), handicap, comparisons))
+        AgainstItself::of(member.cell.label(), handicap, taken, effort.margin).ok_or_else(|| TOO_FEW.into())
     }
 
     /// Why there is no torch, if one was wanted.
@@ -365,11 +362,7 @@ impl GpuBench {
             };
             outcome.results.push(measured);
         }
-        outcome.comparisons = compare(&outcome.results, self.setup.margin);
-        outcome.ladder = ladder(&outcome.results, self.setup.margin);
-        let rate =
-            |result: &Measured| physics::rate(result.tflops, self.facts.peak_tflops, physics::ABOVE_PEAK);
-        outcome.impossible = outcome.results.iter().any(|result| rate(result) == Rate::Impossible);
+        outcome.conclude(self.setup.margin, self.facts.peak_tflops);
         if self.setup.first_call && !stop() {
             progress("the first call", 1.0);
             outcome.first_call = Some(self.first_call(&cell));
@@ -424,9 +417,8 @@ impl GpuBench {
         measured.error = Some(judgement.clone());
         let roofline = |ceilings: &Ceilings| ceilings.roofline(problem, measured.p50_us);
         measured.roofline = self.ceilings.as_ref().and_then(roofline);
-        measured.failure = failure;
-        if measured.failure.is_some() {
-            return measured;
+        if failure.is_some() {
+            return measured.left(failure);
         }
         let more = |request: &Request| cell.ask(host, request);
         let who = || name.to_string();
@@ -448,8 +440,7 @@ impl GpuBench {
                 Err(why) => failures.push(why),
             }
         }
-        measured.failure = failures.into_iter().next();
-        measured
+        measured.left(failures.into_iter().next())
     }
 
     /// Times the first call in two fresh processes that share a new cache, so that the second finds the code there.
@@ -481,7 +472,7 @@ impl GpuBench {
 }
 
 /// Whether a contender is one of our kernels.
-fn is_ours(name: &str) -> bool {
+pub(crate) fn is_ours(name: &str) -> bool {
     name == PLANNER || name.starts_with(KERNEL) || name.starts_with(SCHEDULE)
 }
 
@@ -610,7 +601,7 @@ pub(crate) fn sets_to_flush(bytes: f64, l2: f64) -> usize {
 }
 
 /// Multiply-adds of 16-bit numbers, counted as two operations, that an SM's tensor cores do in a cycle.
-fn peak_tflops(hello: &Value) -> Option<f64> {
+pub(crate) fn peak_tflops(hello: &Value) -> Option<f64> {
     let per_cycle = match hello["capability"].as_str()? {
         "8.0" => 2048.0,
         "8.6" | "8.7" | "8.9" => 1024.0,

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::cells::Member;
 use super::worker::KERNEL;
-use crate::bench::Comparison;
+use crate::bench::{Comparison, pairing};
 use crate::ceilings::Roofline;
 use crate::physics::{self, Rate};
 use crate::rule::Judgement;
@@ -68,6 +68,8 @@ impl From<GpuState> for State {
 pub struct CallClock {
     /// Microseconds from an event before the call to one after it.
     pub call_us: Vec<f64>,
+    /// The host's own microseconds for each of these calls.
+    pub host_us: Vec<f64>,
     /// Their median.
     pub p50_us: Option<f64>,
     /// Their 90 % quantile.
@@ -131,10 +133,26 @@ pub struct Measured {
 }
 
 impl Measured {
-    pub(super) fn failed(name: &str, why: String) -> Self {
+    pub(crate) fn failed(name: &str, why: String) -> Self {
         let mut nothing = summarise(name, &[], 0, &Problem::new(1, 1, 1, 8, DType::F16), None, None);
         nothing.failure = Some(why);
         nothing
+    }
+
+    /// Whoever left before the end has samples, and nothing is said of them.
+    pub(crate) fn left(mut self, why: Option<String>) -> Self {
+        if why.is_some() {
+            (self.p50_us, self.p90_us, self.min_us, self.median_interval_us) = (None, None, None, None);
+            (self.tflops, self.peak_share, self.matmul_share, self.gbytes) = (None, None, None, None);
+            self.roofline = None;
+        }
+        self.failure = why;
+        self
+    }
+
+    /// Whether its output is known to break the rule, or a replay not to repeat it.
+    fn is_wrong(&self) -> bool {
+        self.error.as_ref().is_some_and(|error| !error.passed()) || self.replay_is_same == Some(false)
     }
 
     /// Whether its output obeys the rule, and a replay repeats it.
@@ -179,6 +197,8 @@ pub struct Outcome {
     pub rows: usize,
     /// Ours first.
     pub results: Vec<Measured>,
+    /// The hash of all samples, round by round.
+    pub pairing: String,
     /// The first of ours against everyone else that ran.
     pub comparisons: Vec<Comparison>,
     /// Each kernel against the one below it, where several of ours ran.
@@ -212,6 +232,17 @@ impl Outcome {
         self.results.first()
     }
 
+    /// What follows from the results.
+    pub(crate) fn conclude(&mut self, margin: f64, peak: Option<f64>) {
+        let sampled: Vec<(&str, &[f64])> =
+            self.results.iter().map(|result| (result.name.as_str(), &result.samples_us[..])).collect();
+        self.pairing = pairing(&sampled);
+        self.comparisons = compare(&self.results, margin);
+        self.ladder = ladder(&self.results, margin);
+        let rate = |result: &Measured| physics::rate(result.tflops, peak, physics::ABOVE_PEAK);
+        self.impossible = self.results.iter().any(|result| rate(result) == Rate::Impossible);
+    }
+
     /// Whether the arithmetic is so small that the kernel clock shows launches and little else.
     pub fn is_launch_bound(&self) -> bool {
         let share = self.ours().and_then(|ours| ours.peak_share);
@@ -222,7 +253,7 @@ impl Outcome {
 }
 
 /// A cell of which nothing is known yet.
-pub(super) fn blank(member: &Member) -> Outcome {
+pub(crate) fn blank(member: &Member) -> Outcome {
     let (cell, problem) = (&member.cell, member.cell.problem());
     Outcome {
         name: Some(cell.name).filter(|name| !name.is_empty()),
@@ -236,6 +267,7 @@ pub(super) fn blank(member: &Member) -> Outcome {
         judged_rows: 0,
         rows: problem.batch * problem.heads_q * problem.len_q,
         results: Vec::new(),
+        pairing: String::new(),
         comparisons: Vec::new(),
         ladder: Vec::new(),
         first_call: None,
@@ -255,7 +287,7 @@ pub fn not_run(member: &Member, why: &str) -> Outcome {
 }
 
 /// What samples of the kernel clock say.
-pub(super) fn summarise(
+pub(crate) fn summarise(
     name: &str,
     times: &[f64],
     calls: u32,
@@ -291,29 +323,42 @@ pub(super) fn call_clock(reply: &Value) -> CallClock {
     let numbers = |name: &str| -> Vec<f64> {
         reply[name].as_array().into_iter().flatten().filter_map(Value::as_f64).collect()
     };
-    let (call_us, host_us) = (numbers("call_us"), numbers("host_us"));
-    CallClock {
-        p50_us: stats::median(&call_us),
-        p90_us: stats::quantile(&call_us, 0.9),
-        min_us: stats::quantile(&call_us, 0.0),
-        host_p50_us: stats::median(&host_us),
-        host_p90_us: stats::quantile(&host_us, 0.9),
-        call_us,
+    CallClock::of(numbers("call_us"), numbers("host_us"))
+}
+
+impl CallClock {
+    /// What samples of both clocks say.
+    pub(crate) fn of(call_us: Vec<f64>, host_us: Vec<f64>) -> Self {
+        Self {
+            p50_us: stats::median(&call_us),
+            p90_us: stats::quantile(&call_us, 0.9),
+            min_us: stats::quantile(&call_us, 0.0),
+            host_p50_us: stats::median(&host_us),
+            host_p90_us: stats::quantile(&host_us, 0.9),
+            call_us,
+            host_us,
+        }
     }
 }
 
+/// One against another, with a verdict unless it is wrong.
+fn against(ours: &Measured, other: &Measured, margin: f64) -> Option<Comparison> {
+    let compared = Comparison::of(&ours.samples_us, &other.name, &other.samples_us, margin);
+    compared.map(|comparison| comparison.unless(ours.is_wrong()))
+}
+
 /// The first against everyone else that ran to the end.
-pub(super) fn compare(results: &[Measured], margin: f64) -> Vec<Comparison> {
+fn compare(results: &[Measured], margin: f64) -> Vec<Comparison> {
     let Some((ours, others)) = results.split_first() else { return Vec::new() };
     if ours.failure.is_some() {
         return Vec::new();
     }
     let ran = others.iter().filter(|other| other.failure.is_none());
-    ran.filter_map(|other| Comparison::of(&ours.samples_us, &other.name, &other.samples_us, margin)).collect()
+    ran.filter_map(|other| against(ours, other, margin)).collect()
 }
 
 /// The kernels among the results in the order of the ladder, each against the one below it that ran.
-pub(super) fn ladder(results: &[Measured], margin: f64) -> Vec<Rung> {
+fn ladder(results: &[Measured], margin: f64) -> Vec<Rung> {
     let of = |kernel: Kernel| results.iter().find(|result| result.name == format!("{KERNEL}{kernel}"));
     let rungs: Vec<&Measured> = Kernel::ALL.into_iter().filter_map(of).collect();
     if rungs.len() < 2 {
@@ -322,10 +367,10 @@ pub(super) fn ladder(results: &[Measured], margin: f64) -> Vec<Rung> {
     let mut below: Option<&Measured> = None;
     let mut all = Vec::new();
     for rung in rungs {
-        let gain =
-            below.and_then(|below| Comparison::of(&rung.samples_us, &below.name, &below.samples_us, margin));
+        let ran = rung.failure.is_none();
+        let gain = below.filter(|_| ran).and_then(|below| against(rung, below, margin));
         all.push(Rung { kernel: rung.name.replace(KERNEL, ""), p50_us: rung.p50_us, gain });
-        if !rung.samples_us.is_empty() {
+        if ran && !rung.samples_us.is_empty() {
             below = Some(rung);
         }
     }

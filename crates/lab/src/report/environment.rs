@@ -70,9 +70,8 @@ fn facts(root: &Field<'_>, evidence: &Evidence) -> Table {
     let mut facts = Facts { table: Table::new(evidence.short_name(), &["fact", "value"]) };
     let (environment, gpu) = (root.get("environment"), root.get("gpu"));
     let (ours, torch, cpu) = (gpu.get("ours"), gpu.get("torch"), environment.get("cpu"));
-    let either = |a: Option<&'_ str>, b: Option<&'_ str>| a.or(b).map(String::from);
     facts.words("schema", root.get("schema").text());
-    facts.words("taken", either(root.get("created").text(), root.get("date").text()).as_deref());
+    facts.words("taken", root.get("created").text());
     let command: Vec<&str> = root.get("command").items().iter().filter_map(Field::text).collect();
     if let Some((program, arguments)) = command.split_first() {
         let program = program.rsplit('/').next().unwrap_or(program);
@@ -81,23 +80,21 @@ fn facts(root: &Field<'_>, evidence: &Evidence) -> Table {
     if root.get("complete").flag() == Some(false) {
         facts.line("complete", text("no: it was interrupted"));
     }
-    if let Some(commit) = either(environment.get("commit").text(), root.get("base_commit").text()) {
-        let dirty = environment.get("dirty").flag().or_else(|| root.get("dirty").flag());
-        let dirty = match dirty {
+    if let Some(commit) = environment.get("commit").text() {
+        let dirty = match environment.get("dirty").flag() {
             Some(true) => ", with changes that no commit holds",
             Some(false) => ", unchanged",
             None => "",
         };
-        facts.line("commit", vec![Piece::Code(commit), Piece::Text(dirty.into())]);
+        facts.line("commit", vec![Piece::Code(commit.into()), Piece::Text(dirty.into())]);
     }
-    facts.words("device", either(ours.get("device").text(), root.get("device").text()).as_deref());
+    facts.words("device", ours.get("device").text().or_else(|| root.get("device").text()));
     facts.words("compute capability", ours.get("capability").text());
     facts.number("multiprocessors", ours.get("sms").number(), Style::Exact, "");
     facts.number("memory", ours.get("memory_bytes").number(), Style::Gibibytes, "");
-    facts.words("driver", either(gpu.get("driver").text(), root.get("driver").text()).as_deref());
+    facts.words("driver", gpu.get("driver").text());
     facts.words("CUDA of the driver", ours.get("cuda").text());
     facts.number("highest SM clock", ours.get("sm_clock_khz").number(), Style::Thousandths, "MHz");
-    facts.number("highest SM clock", root.get("sm_clock_mhz").number(), Style::Exact, "MHz");
     facts.range("SM clock", range(root, "sm_clock_mhz"), "MHz");
     facts.range("memory clock", range(root, "memory_clock_mhz"), "MHz");
     facts.range("power", range(root, "power_w"), "W");

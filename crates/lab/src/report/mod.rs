@@ -2,7 +2,7 @@
 //!
 //! A report is made from evidence and nothing else. [`source`] is the only way to a number, and it remembers the file
 //! and the field; what a file does not hold is shown as absent. The sections ([`speed`], [`small`], [`roofline`],
-//! [`errors`], [`ladder`], [`checks`], [`trials`], [`environment`]) read evidence into a [`page`], which [`html`] and
+//! [`errors`], [`ladder`], [`checks`], [`environment`]) read evidence into a [`page`], which [`html`] and
 //! [`markdown`] write; [`chart`] draws. The same evidence gives the same bytes.
 
 pub mod chart;
@@ -21,7 +21,6 @@ pub mod small;
 pub mod source;
 pub mod speed;
 pub mod svg;
-pub mod trials;
 
 use page::{Page, Piece, Section, text};
 use reading::Bench;
@@ -33,14 +32,13 @@ pub const HTML: &str = "report.html";
 pub const MARKDOWN: &str = "report.md";
 
 /// The schemas that a report shows something of beside the environment.
-const SHOWN: [&str; 7] = [
+const SHOWN: [&str; 6] = [
     "flashcore.bench/",
     "flashcore.bench-gpu/",
     "flashcore.ceilings/",
     "flashcore.faults/",
     "flashcore.verify/",
     "flashcore.stress/",
-    "flashcore.trial/",
 ];
 
 /// A file of a report: its name and its text.
@@ -132,7 +130,6 @@ fn compose(files: &[Evidence]) -> Page {
     sections.extend(errors::section(&benches));
     sections.extend(ladder::section(&benches));
     sections.extend(checks::section(files));
-    sections.extend(trials::section(files));
     sections.push(environment::section(files));
     let mut devices: Vec<&str> = Vec::new();
     for file in 0..files.len() {

@@ -4,7 +4,18 @@
 
 use serde_json::Value;
 
+use crate::audit::audit;
+
 static NOTHING: Value = Value::Null;
+
+/// Why no report is made of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// It is no evidence, or none that this version knows.
+    NoEvidence(String),
+    /// It contradicts itself; where it does so first.
+    Contradiction(String),
+}
 
 /// One evidence file.
 #[derive(Clone, Debug, PartialEq)]
@@ -20,17 +31,20 @@ pub struct Evidence {
 }
 
 impl Evidence {
-    /// Reads the bytes of a file.
-    pub fn parse(name: &str, link: &str, bytes: &[u8]) -> Result<Self, String> {
-        let body: Value =
-            serde_json::from_slice(bytes).map_err(|error| format!("{name} is not JSON: {error}"))?;
-        if body.get("schema").and_then(Value::as_str).is_none() {
-            return Err(format!(
-                "{name} names no schema, so it is no evidence; flashcore COMMAND --json FILE writes some"
-            ));
+    /// Reads the text of a file, which must hold together.
+    pub fn read(name: &str, link: &str, text: &str) -> Result<Self, Refused> {
+        let audit = audit(text).map_err(Refused::NoEvidence)?;
+        if let Some(first) = audit.contradictions.into_iter().next() {
+            return Err(Refused::Contradiction(first));
         }
-        let hash = blake3::hash(bytes).to_hex().to_string();
-        Ok(Self { name: name.into(), link: link.into(), hash, body })
+        let body = serde_json::from_str(text).map_err(|error| Refused::NoEvidence(error.to_string()))?;
+        Ok(Self::of(name, link, text, body))
+    }
+
+    /// Of a text that says `body`, unchecked.
+    fn of(name: &str, link: &str, text: &str, body: Value) -> Self {
+        let hash = blake3::hash(text.as_bytes()).to_hex().to_string();
+        Self { name: name.into(), link: link.into(), hash, body }
     }
 
     /// What it is called without its folder.
@@ -229,7 +243,7 @@ mod tests {
     use super::*;
 
     fn evidence(text: &str) -> Evidence {
-        Evidence::parse("a.json", "a.json", text.as_bytes()).unwrap()
+        Evidence::of("a.json", "a.json", text, serde_json::from_str(text).unwrap())
     }
 
     #[test]
@@ -272,8 +286,12 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_names_no_schema_is_no_evidence() {
-        assert!(Evidence::parse("a", "a", b"{}").unwrap_err().contains("schema"));
-        assert!(Evidence::parse("a", "a", b"{").unwrap_err().contains("not JSON"));
+    fn a_file_without_a_schema_or_a_hash_is_no_evidence() {
+        for (text, why) in
+            [("{}", "schema"), ("{", "not JSON"), (r#"{"schema": "flashcore.bench/2"}"#, "no hash")]
+        {
+            let Err(Refused::NoEvidence(said)) = Evidence::read("a", "a", text) else { panic!("{text}") };
+            assert!(said.contains(why), "{said}");
+        }
     }
 }

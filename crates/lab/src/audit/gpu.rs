@@ -1,0 +1,439 @@
+//! Benchmarks of a GPU.
+
+use flashcore::plan::Target;
+use serde_json::{Map, Value, json};
+
+use super::Audit;
+use super::bench::{are_different, ceilings, cell, contender, drawn, together, value};
+use super::fields::{Place, any, is_hex, is_version, raw, raws};
+use super::header::{asked, margin};
+use super::judgement::Judged;
+use crate::bench::Cell;
+use crate::ceilings::Ceilings;
+use crate::gpu::bench::{SEED, is_ours, judged_rows, largest_tensor, peak_tflops, peers, sets_to_flush};
+use crate::gpu::cells::{Matrix, Member};
+use crate::gpu::outcome::{CallClock, Measured, Outcome, blank, summaries, summarise};
+use crate::gpu::pool::Pool;
+use crate::gpu::worker::{KERNEL, SCHEDULE};
+use crate::physics;
+
+/// What may hold clocks back, and whether that is heat or a fault of the power supply.
+const REASONS: [(&str, bool); 8] = [
+    ("applications clocks", false),
+    ("power cap", false),
+    ("hardware slowdown", true),
+    ("sync boost", false),
+    ("software thermal slowdown", true),
+    ("hardware thermal slowdown", true),
+    ("power brake", true),
+    ("display clocks", false),
+];
+
+/// What cells are made again with.
+struct Bench {
+    version: u32,
+    margin: f64,
+    peak: Option<f64>,
+    matmul: Option<f64>,
+    torch: bool,
+    l2_bytes: f64,
+    warm: bool,
+    ceilings: Option<Ceilings>,
+}
+
+pub(super) fn remake(
+    audit: &mut Audit,
+    root: &Place<'_>,
+    version: u32,
+) -> Result<Map<String, Value>, String> {
+    let mut made = raws(&["cache", "no_torch_because", "budget_seconds", "seconds", "lost_workers"]);
+    made.insert("clock".into(), json!("kernel"));
+    let cache = audit.text(&root.get("cache"), |text| ["cold", "warm"].contains(&text));
+    let gpu = root.get("gpu");
+    let peak = peak_tflops(gpu.get("ours").value);
+    made.insert("gpu".into(), facts(audit, root, peak));
+    let torch = !gpu.get("torch").is_null();
+    audit.maybe_text(&root.get("no_torch_because"), any);
+    let either = !torch || root.get("no_torch_because").is_null();
+    audit.require("no_torch_because", either, "is told where there is torch");
+    let device = gpu.get("ours").get("device").str();
+    let (ceilings, again) = ceilings(audit, &root.get("ceilings"), device);
+    made.insert("ceilings".into(), again);
+    audit.number(&root.get("budget_seconds"), f64::MIN_POSITIVE..=86_400.0);
+    let seconds = audit.number(&root.get("seconds"), f64::MIN_POSITIVE..1e6);
+    audit.count(&root.get("lost_workers"), ..=10_000);
+    let bench = Bench {
+        version,
+        margin: margin(root),
+        peak,
+        matmul: gpu.get("matmul_tflops").value.as_f64(),
+        torch,
+        l2_bytes: gpu.get("ours").get("l2_bytes").value.as_f64().unwrap_or(0.0),
+        warm: cache == "warm",
+        ceilings,
+    };
+    let (mut outcomes, mut cells) = (Vec::new(), Vec::new());
+    for place in audit.list(&root.get("cells")) {
+        let Some(cell) = cell(audit, &place) else { continue };
+        let Some((outcome, again)) = bench.cell(audit, &place, cell) else { continue };
+        outcomes.push(outcome);
+        cells.push(again);
+    }
+    let spent: f64 = outcomes.iter().map(|outcome| outcome.seconds).sum();
+    audit.require("seconds", spent <= seconds * (1.0 + 1e-9), "are fewer than those of the cells");
+    alike(audit, root, &outcomes);
+    let failed = outcomes.iter().any(|outcome| outcome.failure.is_some());
+    let whole = !(failed && root.get("complete").value == &json!(true));
+    audit.require("complete", whole, "is said of a run in which a cell has no result");
+    asked(audit, root, version, cells.len(), &mut made);
+    made.insert("inputs".into(), pools(audit, root, &outcomes));
+    made.insert("cells".into(), Value::Array(cells));
+    made.insert("summaries".into(), value(summaries(&outcomes)));
+    Ok(made)
+}
+
+/// The GPU, the driver and torch, as they name themselves.
+fn facts(audit: &mut Audit, root: &Place<'_>, peak: Option<f64>) -> Value {
+    let (gpu, version) = (root.get("gpu"), root.get("environment").get("flashcore").value);
+    let (ours, torch) = (gpu.get("ours"), gpu.get("torch"));
+    audit.text(&ours.get("capability"), is_version);
+    audit.maybe_text(&ours.get("commit"), |text| is_hex(text, 40));
+    audit.text(&ours.get("cuda"), is_version);
+    audit.text(&ours.get("device"), any);
+    audit.text(&ours.get("uuid"), |text| text.starts_with("GPU-"));
+    audit.count(&ours.get("l2_bytes"), ..1 << 40);
+    audit.count(&ours.get("memory_bytes"), 1 << 20..1 << 50);
+    audit.count(&ours.get("sm_clock_khz"), ..=10_000_000);
+    audit.count(&ours.get("sms"), 1..=10_000);
+    for clock in ["call_p50_us", "host_p50_us"] {
+        audit.time(&ours.get("empty_launch").get(clock));
+    }
+    let mut own = raws(&["capability", "commit", "cuda", "device", "uuid"]);
+    own.extend(raws(&["l2_bytes", "memory_bytes", "sm_clock_khz", "sms"]));
+    own.insert("empty_launch".into(), Value::Object(raws(&["call_p50_us", "host_p50_us"])));
+    own.insert("version".into(), version.clone());
+    audit.maybe_text(&gpu.get("driver"), is_version);
+    let most = peak.map_or(1e6, |peak| peak * physics::ABOVE_PEAK);
+    let matmul = audit.maybe_number(&gpu.get("matmul_tflops"), f64::MIN_POSITIVE..=most);
+    audit.require(
+        "gpu.matmul_tflops",
+        matmul.is_none() || !torch.is_null(),
+        "is given, but torch measures it, and there is none",
+    );
+    for (name, known) in [("peak_tflops", peak.is_some()), ("matmul_tflops", matmul.is_some())] {
+        if !known {
+            audit.miss(format!("gpu.{name}"));
+        }
+    }
+    let mut theirs = Value::Null;
+    if !torch.is_null() {
+        audit.text(&torch.get("version"), |text| text.starts_with(|c: char| c.is_ascii_digit()));
+        audit.text(&torch.get("cuda"), is_version);
+        audit.count(&torch.get("cudnn"), 1..10_000_000);
+        let known = peers();
+        let installed = audit.list(&torch.get("installed"));
+        for name in &installed {
+            audit.text(name, |text| known.contains(&text));
+        }
+        let once = are_different(installed.iter().map(Place::str).collect());
+        audit.require("gpu.torch.installed", once, "hold one twice");
+        theirs = Value::Object(raws(&["version", "cuda", "cudnn", "installed"]));
+        theirs["device"] = ours.get("device").value.clone();
+    }
+    json!({"ours": own, "torch": theirs, "driver": raw(), "peak_tflops": peak, "matmul_tflops": raw()})
+}
+
+impl Bench {
+    /// Absent where what was taken cannot be: nothing follows from it.
+    fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: Cell) -> Option<(Outcome, Value)> {
+        let problem = cell.problem();
+        let group = audit.text(&place.get("group"), |group| is_group(&cell, group)).to_string();
+        let mut outcome = blank(&Member { cell, group });
+        outcome.seconds = audit.number(&place.get("seconds"), 0.0..1e6);
+        let results = audit.list(&place.get("results"));
+        if !place.get("failure").is_null() {
+            let why = audit.text(&place.get("failure"), any);
+            audit.miss(format!("{}: {why}", place.at));
+            outcome.failure = Some(why.into());
+            let made = value(&outcome);
+            return Some((outcome, self.of_version(made)));
+        }
+        audit.require(&place.at, !results.is_empty(), "has neither a result nor a failure");
+        let rows = judged_rows(&problem).len();
+        outcome.judged_rows = rows;
+        outcome.sets = if self.warm { 1 } else { sets_to_flush(problem.min_bytes(), self.l2_bytes) };
+        let judged =
+            Judged { rows, width: problem.head_dim_v, lse: Some(false), normal: Some(problem.dtype) };
+        let contenders: Vec<_> =
+            results.iter().map(|result| contender(audit, result, self.version, judged)).collect();
+        together(audit, &place.at, &contenders);
+        if !audit.holds() {
+            return None;
+        }
+        let mut patches = Vec::new();
+        let mut on_the_clock = 0.0;
+        for (contender, result) in contenders.into_iter().zip(&results) {
+            let calls = f64::from(contender.samples.calls);
+            on_the_clock += contender.samples.times.iter().sum::<f64>() * calls / 1e6;
+            let error = contender.error.clone();
+            let (measured, call, plan) = self.measured(audit, result, contender, &cell);
+            outcome.results.push(measured);
+            patches.push((error, call, plan));
+        }
+        audit.require(
+            &format!("{}.seconds", place.at),
+            on_the_clock <= outcome.seconds * (1.0 + 1e-9),
+            "are fewer than its samples took",
+        );
+        outcome.conclude(self.margin, self.peak);
+        audit.require(&place.at, !outcome.impossible, "is faster than the chip can be");
+        let rounds = outcome.results.iter().map(|result| result.samples_us.len()).max().unwrap_or(0);
+        outcome.retaken_rounds = audit.count(&place.get("retaken_rounds"), ..=10_000) as usize;
+        outcome.throttled_rounds = audit.count(&place.get("throttled_rounds"), ..=rounds as u64) as usize;
+        outcome.measured_again = outcome.retaken_rounds > 0;
+        let mut made = value(&outcome);
+        made["states"] = states(audit, place, &outcome, rounds);
+        made["first_call"] = first_call(audit, &place.get("first_call"));
+        for (n, (error, call, plan)) in patches.into_iter().enumerate() {
+            let result = &mut made["results"][n];
+            (result["error"], result["plan"]) = (error, plan);
+            if let Some(call) = call {
+                result["call"] = call;
+            }
+        }
+        Some((outcome, self.of_version(made)))
+    }
+
+    fn of_version(&self, mut made: Value) -> Value {
+        if self.version < 2 {
+            made.as_object_mut().and_then(|made| made.remove("pairing"));
+        }
+        made
+    }
+
+    /// A contender as it was summarised; what is patched into it is its call clock in an older version, and its plan.
+    fn measured(
+        &self,
+        audit: &mut Audit,
+        place: &Place<'_>,
+        contender: super::bench::Contender,
+        cell: &Cell,
+    ) -> (Measured, Option<Value>, Value) {
+        let super::bench::Contender { samples, judgement, .. } = contender;
+        let ours = is_ours(&samples.name);
+        let known =
+            ours || (peers().contains(&samples.name.as_str()) && (self.torch || samples.name == "cublas"));
+        audit.require(&format!("{}.name", place.at), known, "is nobody who could be timed here");
+        if ours {
+            let (kernel, schedule) = (samples.name.strip_prefix(KERNEL), samples.name.strip_prefix(SCHEDULE));
+            let real = kernel.is_none_or(is_name) && schedule.is_none_or(is_schedule);
+            audit.require(&format!("{}.name", place.at), real, "names no kernel or schedule");
+        }
+        let problem = cell.problem();
+        let mut measured =
+            summarise(&samples.name, &samples.times, samples.calls, &problem, self.peak, self.matmul);
+        let roofline = |ceilings: &Ceilings| ceilings.roofline(&problem, measured.p50_us);
+        measured.roofline = self.ceilings.as_ref().and_then(roofline);
+        measured.error = judgement;
+        // Who gave no output was asked for nothing more.
+        let asked = measured.error.is_some();
+        let whole = samples.failure.is_none();
+        measured = measured.left(samples.failure);
+        let replay = place.get("replay_is_same");
+        if !replay.is_null() {
+            measured.replay_is_same = Some(audit.flag(&replay));
+        }
+        let told = if whole { replay.is_null() != ours } else { (ours && asked) || replay.is_null() };
+        audit.require(&replay.at, told, "is told of others, or not of ours");
+        let plan = place.get("plan");
+        let told = if whole { plan.is_null() != ours } else { (ours && asked) || plan.is_null() };
+        audit.require(&plan.at, told, "is told of others, or not of ours");
+        let plan = if plan.is_null() { Value::Null } else { self::plan(audit, &plan, &samples.name) };
+        let mut patch = None;
+        let call = place.get("call");
+        audit.require(&call.at, asked || call.is_null(), "is of somebody who gave no output");
+        if !call.is_null() {
+            let host_us = if self.version < 2 { Vec::new() } else { audit.times(&call.get("host_us")) };
+            let clock = CallClock::of(audit.times(&call.get("call_us")), host_us);
+            if self.version < 2 {
+                let p50 = audit.time(&call.get("host_p50_us"));
+                let p90 = audit.time(&call.get("host_p90_us"));
+                audit.require(&call.at, p50 <= p90, "has a median above its 90 % quantile");
+                let mut made = value(&clock);
+                made.as_object_mut().and_then(|made| made.remove("host_us"));
+                (made["host_p50_us"], made["host_p90_us"]) = (raw(), raw());
+                patch = Some(made);
+            } else {
+                let both = clock.host_us.len() == clock.call_us.len();
+                audit.require(&call.at, both, "has not both clocks of every call");
+            }
+            audit.require(&call.at, clock.p50_us.is_some(), "has no samples");
+            measured.call = Some(clock);
+        }
+        (measured, patch, plan)
+    }
+}
+
+/// Every cell has the same contenders, and all of them a call clock or none.
+fn alike(audit: &mut Audit, root: &Place<'_>, outcomes: &[Outcome]) {
+    let ran: Vec<&Outcome> = outcomes.iter().filter(|outcome| outcome.failure.is_none()).collect();
+    let names = |outcome: &&Outcome| -> Vec<String> {
+        outcome.results.iter().map(|result| result.name.clone()).collect()
+    };
+    let same = ran.windows(2).all(|two| names(&two[0]) == names(&two[1]));
+    audit.require("cells", same, "have different contenders");
+    let ours_first = |outcome: &&Outcome| outcome.results.first().is_some_and(|first| is_ours(&first.name));
+    audit.require("cells", ran.iter().all(ours_first), "begin with somebody else than ours");
+    let whole = || ran.iter().flat_map(|outcome| &outcome.results).filter(|result| result.failure.is_none());
+    let called = whole().filter(|result| result.call.is_some()).count();
+    audit.require("cells", called == 0 || called == whole().count(), "have a call clock here and none there");
+    let places = root.get("cells").items();
+    let firsts = places.iter().filter(|cell| !cell.get("first_call").is_null()).count();
+    audit.require("cells", firsts == 0 || firsts == ran.len(), "have a first call here and none there");
+}
+
+/// Whether a cell is averaged in a group of this name.
+fn is_group(cell: &Cell, group: &str) -> bool {
+    let of = |matrix: Matrix| {
+        let same = |member: &Member| Cell { name: "", ..*cell } == member.cell && member.group == group;
+        matrix.cells().iter().any(same)
+    };
+    group == "all" || [Matrix::Anchors, Matrix::Small, Matrix::Decode].into_iter().any(of)
+}
+
+/// A name as kernels, knobs and their values have.
+fn is_name(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+}
+
+/// As `sm90_fwd:warpgroups=2,block_n=128`. Kernels come and go, and their knobs; what was measured stays.
+pub(super) fn is_schedule(text: &str) -> bool {
+    let is_knob =
+        |pair: &str| pair.split_once('=').is_some_and(|(knob, value)| is_name(knob) && is_name(value));
+    text.split_once(':').is_some_and(|(kernel, knobs)| is_name(kernel) && knobs.split(',').all(is_knob))
+}
+
+/// What was planned: of the kernel that was asked for, and possible on a GPU.
+fn plan(audit: &mut Audit, place: &Place<'_>, name: &str) -> Value {
+    let schedule = audit.text(&place.get("schedule"), is_schedule);
+    let kernel = schedule.split(':').next().unwrap_or_default();
+    let asked = match (name.strip_prefix(KERNEL), name.strip_prefix(SCHEDULE)) {
+        (Some(asked), _) => asked == kernel,
+        (_, Some(asked)) => asked == schedule,
+        _ => true,
+    };
+    audit.require(&place.at, asked, "is not of what was asked for");
+    audit.text(&place.get("target"), |text| Target::ALL.iter().any(|target| target.name() == text));
+    audit.text(&place.get("reason"), any);
+    audit.text(&place.get("code"), |text| is_hex(text, 64));
+    let grid = audit.list(&place.get("grid"));
+    audit.require(&place.at, grid.len() == 3, "has a grid that is none");
+    for side in grid {
+        audit.count(&side, 1..1 << 31);
+    }
+    let threads = audit.count(&place.get("threads"), 32..=1024);
+    audit.require(&place.at, threads % 32 == 0, "has a part of a warp");
+    audit.count(&place.get("shared_bytes"), ..=232_448);
+    audit.count(&place.get("registers"), 1..=255);
+    audit.count(&place.get("local_bytes"), ..1 << 30);
+    let mut made = raws(&["schedule", "target", "reason", "code", "grid"]);
+    made.extend(raws(&["threads", "shared_bytes", "registers", "local_bytes"]));
+    made.insert("kernel".into(), json!(kernel));
+    Value::Object(made)
+}
+
+/// The GPU before the first round and after every one; rounds that ended slowed down were taken again, or are counted.
+fn states(audit: &mut Audit, cell: &Place<'_>, outcome: &Outcome, rounds: usize) -> Value {
+    let places = audit.list(&cell.get("states"));
+    let again = outcome.retaken_rounds + outcome.throttled_rounds;
+    let looked = places.is_empty() || places.len() == 1 + rounds + outcome.retaken_rounds;
+    audit.require(&cell.get("states").at, looked, "are not one before the first round and one after each");
+    let mut made = Vec::new();
+    let mut unwell = 0;
+    for (n, place) in places.iter().enumerate() {
+        audit.maybe_number(&place.get("sm_clock_mhz"), 0.0..10_000.0);
+        audit.maybe_number(&place.get("memory_clock_mhz"), 0.0..20_000.0);
+        audit.maybe_number(&place.get("power_w"), 0.0..5_000.0);
+        audit.maybe_number(&place.get("power_limit_w"), 0.0..5_000.0);
+        audit.maybe_number(&place.get("temperature_c"), 0.0..150.0);
+        let mut state =
+            raws(&["sm_clock_mhz", "memory_clock_mhz", "power_w", "power_limit_w", "temperature_c"]);
+        let reasons = place.get("throttled_by");
+        let mut throttled = None;
+        if !reasons.is_null() {
+            let rank = |reason: &Place<'_>| REASONS.iter().position(|(name, _)| *name == reason.str());
+            let ranks: Vec<Option<usize>> = audit.list(&reasons).iter().map(rank).collect();
+            let known = ranks.iter().all(Option::is_some) && ranks.is_sorted_by(|a, b| a < b);
+            audit.require(&reasons.at, known, "are not what NVML names");
+            throttled = Some(ranks.into_iter().flatten().any(|rank| REASONS[rank].1));
+        }
+        unwell += usize::from(n > 0 && throttled == Some(true));
+        state.insert("throttled_by".into(), raw());
+        state.insert("throttled".into(), value(throttled));
+        made.push(Value::Object(state));
+    }
+    audit.require(
+        &cell.at,
+        unwell == again,
+        "has other rounds taken again or slowed down than its states say",
+    );
+    // The limits of a GPU do not change while it is timed.
+    let limits: Vec<Place<'_>> = places.iter().map(|place| place.get("power_limit_w")).collect();
+    let one = limits.windows(2).all(|two| two[0].value == two[1].value);
+    audit.require(&cell.get("states").at, one, "have different power limits");
+    let telling = |place: &Place<'_>| -> Vec<bool> {
+        let names = ["sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttled_by"];
+        names.iter().map(|name| place.get(name).is_null()).collect()
+    };
+    let alike = places.windows(2).all(|two| telling(&two[0]) == telling(&two[1]));
+    audit.require(&cell.get("states").at, alike, "tell something here that they do not tell there");
+    Value::Array(made)
+}
+
+/// The first call with empty caches and with the code on disk; one that is absent says why.
+fn first_call(audit: &mut Audit, place: &Place<'_>) -> Value {
+    if place.is_null() {
+        return Value::Null;
+    }
+    let mut absent = false;
+    for name in ["cold_us", "warm_us"] {
+        absent |= place.get(name).is_null();
+        if !place.get(name).is_null() {
+            audit.time(&place.get(name));
+        }
+    }
+    let why = audit.maybe_text(&place.get("failure"), any);
+    audit.require(&place.at, absent == why.is_some(), "is absent without a reason, or there with one");
+    Value::Object(raws(&["cold_us", "warm_us", "failure"]))
+}
+
+/// The pools of inputs: one of each dtype, as long as the largest tensor needs.
+fn pools(audit: &mut Audit, root: &Place<'_>, outcomes: &[Outcome]) -> Value {
+    for checksum in root.get("inputs").items().iter().flat_map(|input| input.get("checksums").items()) {
+        audit.count(&checksum, ..=u64::from(u32::MAX));
+    }
+    let mut made = Vec::new();
+    for dtype in ["f16", "bf16"] {
+        let places = root.get("cells").items();
+        let cells = places.iter().filter(|place| place.get("dtype").str() == dtype);
+        let largest =
+            cells.filter_map(|place| cell(audit, place)).map(|cell| largest_tensor(&cell.problem()));
+        if let Some(elements) = largest.max().filter(|_| !outcomes.is_empty()) {
+            let elements = elements.clamp(1, crate::gpu::pool::LEN);
+            let checksums = json!([raw(), raw(), raw()]);
+            made.push(json!({"dtype": dtype, "seed": SEED, "elements": elements, "checksums": checksums}));
+        }
+    }
+    Value::Array(made)
+}
+
+/// Inputs come from the seed.
+pub(super) fn inputs(audit: &mut Audit, root: &Place<'_>) {
+    for place in root.get("inputs").items() {
+        let Ok(dtype) = place.get("dtype").str().parse() else { continue };
+        let elements = place.get("elements").value.as_u64().unwrap_or(0) as usize;
+        let checksums =
+            drawn(format!("{elements} {dtype}"), || Pool::draw(dtype, elements, SEED).checksums());
+        audit.agree(&format!("{}.checksums", place.at), place.get("checksums").value, &value(checksums));
+    }
+}
