@@ -205,15 +205,17 @@ pub(crate) struct Taken {
     pub full_us: Vec<f64>,
     /// The FMA peak, where there is no round to take it from.
     pub fma_peak_gflops: f64,
+    /// Whether limits are medians, as in `flashcore.bench/1`, rather than the best that was seen.
+    pub limits_by_median: bool,
 }
 
 impl Taken {
     /// What follows from it.
     pub(crate) fn outcome(self, cell: &Cell, ceilings: Option<&Ceilings>, margin: f64) -> Outcome {
         let problem = cell.problem();
-        let peak = stats::median(&self.fma_peak_us)
-            .map_or(self.fma_peak_gflops, |time| problem.flops() / time / 1e3);
-        let bandwidth = stats::median(&self.bandwidth_us).map(|time| problem.min_bytes() / time / 1e3);
+        let rate = if self.limits_by_median { median_rate } else { best_rate };
+        let peak = rate(problem.flops(), &self.fma_peak_us).unwrap_or(self.fma_peak_gflops);
+        let bandwidth = rate(problem.min_bytes(), &self.bandwidth_us);
         let results: Vec<Measured> = self
             .results
             .into_iter()
@@ -227,6 +229,12 @@ impl Taken {
         let by_arithmetic = physics::rate(results[0].gflops, Some(peak), physics::ABOVE_MEASURED);
         let by_memory = physics::rate(results[0].gbytes, bandwidth, physics::ABOVE_MEASURED);
         let impossible = [by_arithmetic, by_memory].contains(&Rate::Impossible);
+        let mut comparisons = compare(&results, margin);
+        if impossible {
+            for comparison in &mut comparisons {
+                comparison.verdict = Verdict::Undecided;
+            }
+        }
         let full = Cell { mask: Mask::None, ..*cell }.problem();
         let causal_share = stats::median(&self.full_us)
             .zip(results[0].p50_us)
@@ -253,7 +261,7 @@ impl Taken {
             bandwidth_gbytes: bandwidth,
             causal_share,
             pairing: pairing(&sampled),
-            comparisons: compare(&results, margin),
+            comparisons,
             results,
             impossible,
             launch_bound: by_arithmetic == Rate::LaunchBound && !cell.is_decode(),
@@ -263,6 +271,17 @@ impl Taken {
             full_samples_us: self.full_us,
         }
     }
+}
+
+/// What a limit is by its samples, in units of 1e9 per second: the best that was seen, because whatever else runs on a
+/// machine only takes away from it.
+pub(crate) fn best_rate(amount: f64, samples_us: &[f64]) -> Option<f64> {
+    stats::quantile(samples_us, 0.0).map(|time| amount / time / 1e3)
+}
+
+/// The same as `flashcore.bench/1` has it.
+fn median_rate(amount: f64, samples_us: &[f64]) -> Option<f64> {
+    stats::median(samples_us).map(|time| amount / time / 1e3)
 }
 
 /// The hash of samples round by round: it shows who took which time beside whom, which comparisons rest on.
@@ -496,7 +515,15 @@ impl Bench {
         }
         let results = samples.into_iter().zip(errors).map(|(samples, error)| (samples, error.ok())).collect();
         let checksums = checksums(&operands);
-        let taken = Taken { checksums, results, fma_peak_us, bandwidth_us, full_us, fma_peak_gflops };
+        let taken = Taken {
+            checksums,
+            results,
+            fma_peak_us,
+            bandwidth_us,
+            full_us,
+            fma_peak_gflops,
+            limits_by_median: false,
+        };
         Ok(taken.outcome(cell, self.ceilings.as_ref(), self.effort.margin))
     }
 }
@@ -794,12 +821,12 @@ mod tests {
         };
         let taken = Taken {
             checksums: [0; 3],
-            judged_rows: 1,
             results: vec![(samples("flashcore", 1e3), None), (samples("torch", 2e3), None)],
             fma_peak_us: fma_peak_us.to_vec(),
             bandwidth_us: Vec::new(),
             full_us: Vec::new(),
             fma_peak_gflops: 0.0,
+            limits_by_median: false,
         };
         taken.outcome(&cell, None, 0.02)
     }

@@ -322,6 +322,7 @@ fn bench_cpu() -> Value {
             bandwidth_us: if decode { times(&mut rng, 15.0) } else { Vec::new() },
             full_us: if decode { Vec::new() } else { times(&mut rng, 35.0) },
             fma_peak_gflops: 0.0,
+            limits_by_median: false,
         };
         outcomes.push(taken.outcome(&cell, Some(&ceilings), MARGIN));
     }
