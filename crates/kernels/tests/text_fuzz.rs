@@ -339,7 +339,7 @@ fn damaged_text_is_read_or_refused_with_its_line_and_what_is_read_runs() {
     let mut random = Random(1);
     let (mut read, mut refused) = (0, 0);
     assert!(flashcore_ptx::read::module(PLAIN).is_ok());
-    for _ in 0..rounds(20_000) {
+    for _ in 0..rounds(10_000) {
         let text = damaged(&mut random, PLAIN);
         match without_panic(|| text.clone(), || flashcore_ptx::read::module(&text)) {
             Ok(module) => {
@@ -425,7 +425,7 @@ fn damaged_modules_that_the_checker_takes_are_simulated_without_a_panic() {
     let mut random = Random(3);
     let mut simulated = 0;
     let modules = emitted();
-    for round in 0..rounds(120) {
+    for round in 0..rounds(80) {
         let module = damaged_module(&mut random, &modules[round % modules.len()]);
         let seed = random.0;
         let what = || format!("{module}\nwith the random numbers from {seed}");
@@ -434,5 +434,5 @@ fn damaged_modules_that_the_checker_takes_are_simulated_without_a_panic() {
             without_panic(what, || simulate(&mut Random(seed), &module));
         }
     }
-    assert!(simulated * 10 > rounds(120), "the checker refuses all but {simulated}");
+    assert!(simulated * 10 > rounds(80), "the checker refuses all but {simulated}");
 }

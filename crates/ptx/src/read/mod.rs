@@ -51,7 +51,7 @@ const MOST_REGISTERS: usize = 1 << 16;
 const MOST_INSTRUCTIONS: usize = 1 << 17;
 
 /// Labels and branches times registers: what is known of a kernel is kept for each pair.
-const MOST_PAIRS: usize = 1 << 26;
+const MOST_PAIRS: usize = 1 << 24;
 
 /// Characters of a message.
 const MOST_WORDS: usize = 500;
