@@ -10,8 +10,8 @@ use std::{
 
 use flashcore_kernels::{Schedule, Spec};
 use flashcore_ptx::{Module, Target, TensorMap};
-pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, Report, Stats};
-use flashcore_sim::{Buffer, LaunchDims, Sim, Swizzle, TensorElement};
+pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, Report, Stats, Stop};
+use flashcore_sim::{Buffer, LaunchDims, MOST_BUFFER_BYTES, Sim, Swizzle, TensorElement};
 
 use crate::{
     DType, Error, Problem, Result,
@@ -185,14 +185,27 @@ impl Memory {
     }
 }
 
+/// Whether the simulator has room for a tensor of so many bytes.
+fn check_room(name: &str, bytes: usize) -> Result<()> {
+    if bytes > MOST_BUFFER_BYTES {
+        return Err(failed(&format!(
+            "{name} has {bytes} bytes, and the simulator takes tensors of up to {MOST_BUFFER_BYTES}; simulate a smaller \
+             problem"
+        )));
+    }
+    Ok(())
+}
+
 impl staging::Memory for Memory {
     fn upload(&mut self, name: &str, bytes: &[u8]) -> Result<u64> {
+        check_room(name, bytes.len())?;
         let buffer = self.sim.alloc_from(name, bytes);
         self.buffers.push(buffer);
         Ok(buffer.address)
     }
 
     fn reserve(&mut self, name: &str, len: usize) -> Result<u64> {
+        check_room(name, len)?;
         let buffer = self.sim.alloc(name, len);
         self.buffers.push(buffer);
         Ok(buffer.address)

@@ -125,6 +125,106 @@ fn a_fault_in_a_kernel_as_ptx_is_found_and_named() {
     assert!(code == Some(2) && said.contains("'frob' is not read here"), "{said}");
 }
 
+/// The example's kernel and description with a change, in a folder of their own.
+fn damaged(ptx: (&str, &str), launch: (&str, &str)) -> (tempfile::TempDir, [String; 2]) {
+    let folder = tempfile::tempdir().unwrap();
+    let files = [("attention.ptx", ptx), ("launch.toml", launch)].map(|(name, (from, to))| {
+        let right = std::fs::read_to_string(example(name)).unwrap();
+        assert!(right.contains(from), "{from}");
+        let path = folder.path().join(name);
+        std::fs::write(&path, right.replacen(from, to, 1)).unwrap();
+        path.to_string_lossy().into_owned()
+    });
+    (folder, files)
+}
+
+/// A kernel that waits for a flag that nobody sets.
+const ENDLESS: (&str, &str) = ("$end:", "$end:\n$for_ever:\n    bra $for_ever;");
+const AS_IT_IS: (&str, &str) = ("", "");
+const ONE_CASE: [&str; 4] = ["--device", "sim", "--filter", "=lengths/causal-len65-f16"];
+
+#[test]
+fn a_kernel_as_ptx_that_does_not_end_fails_with_its_place_and_the_limit() {
+    let (_folder, [ptx, launch]) = damaged(ENDLESS, AS_IT_IS);
+    let files = ["--ptx", &ptx, "--launch", &launch];
+    for limit in [&[][..], &["--limit", "5e4"]] {
+        let output = verify(&[&files, &ONE_CASE[..], limit].concat());
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        let number = if limit.is_empty() { "100000000" } else { "50000" };
+        for part in ["kernel `attention` did not end", number, "block (", "warp 0", "line ", "set by --limit"] {
+            assert!(said.contains(part), "{part} is missing in:\n{said}");
+        }
+        assert!(said.contains("see it again") && (limit.is_empty() || said.contains("--limit 50000")), "{said}");
+    }
+    for (wrong, words) in [
+        (&["--limit", "0"][..], "no number of warp instructions"),
+        (&["--limit", "NaN"], "no number of warp instructions"),
+        (&["--limit", "1.5"], "no number of warp instructions"),
+    ] {
+        let output = verify(&[&files, &ONE_CASE[..], wrong].concat());
+        assert!(output.status.code() == Some(2) && text(&output).contains(words), "{}", text(&output));
+    }
+    let output = verify(&["--device", "cpu", "--limit", "5"]);
+    assert!(output.status.code() == Some(2) && text(&output).contains("--limit is for"), "{}", text(&output));
+}
+
+#[test]
+fn a_launch_that_cannot_be_meant_is_refused_before_it_takes_time_or_memory() {
+    for (from, to, words) in [
+        ("\"len_q\", \"heads_q\", \"batch\"]", "4000000000, 1, 1]", "a grid of [4000000000, 1, 1] blocks"),
+        ("\"len_q\", \"heads_q\", \"batch\"]", "2000000000, 1, 1]", "set by --limit"),
+        ("\"len_q\", \"heads_q\", \"batch\"]", "65535, 65535, 65535]", "set by --limit"),
+        ("block = [32, 1, 1]", "block = [4194304, 2097152, 2097152]", "a block of"),
+        ("shared = 0", "shared = 4294967295", "shared memory"),
+    ] {
+        let (_folder, [ptx, launch]) = damaged(AS_IT_IS, (from, to));
+        let output = verify(&[&["--ptx", &ptx, "--launch", &launch], &ONE_CASE[..]].concat());
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(words), "{words} is missing in:\n{said}");
+    }
+    let huge = "\"99999999999*99999999999\", 1, 1]";
+    let (_folder, [ptx, launch]) = damaged(AS_IT_IS, ("\"len_q\", \"heads_q\", \"batch\"]", huge));
+    let output = verify(&[&["--ptx", &ptx, "--launch", &launch], &ONE_CASE[..]].concat());
+    assert!(output.status.code() == Some(2) && text(&output).contains("too large"), "{}", text(&output));
+}
+
+#[test]
+fn text_that_is_no_ptx_is_refused_with_its_line() {
+    for (from, to, words) in [
+        ("cvt.u64.u32 %rd1, %r12;", "cvta %rd1, %rd2;", "line 40: 'cvta %rd1, %rd2' is not read here"),
+        ("0fFF800000", "0fFF8", "0f with the eight digits"),
+        ("%rd<12>", "%rd<12>, %😀", "line 24"),
+        ("ld.global.b32 %r13, [%rd4];", "ld.global.b32 %r13, [%rd4]", "line 72"),
+    ] {
+        let (_folder, [ptx, launch]) = damaged((from, to), AS_IT_IS);
+        let output = verify(&[&["--ptx", &ptx, "--launch", &launch], &ONE_CASE[..]].concat());
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(words), "{words} is missing in:\n{said}");
+    }
+}
+
+/// However long the kernel may run, Ctrl-C is heard: else this does not end.
+#[test]
+fn ctrl_c_ends_a_kernel_that_does_not_end() {
+    use std::io::{BufRead, BufReader};
+    use std::process::Stdio;
+
+    let (_folder, [ptx, launch]) = damaged(ENDLESS, AS_IT_IS);
+    let files = ["--ptx", &ptx, "--launch", &launch, "--limit", "9e15"];
+    let mut command = Command::new(FLASHCORE);
+    command.arg("verify").args(files).args(ONE_CASE).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut verify = command.spawn().unwrap();
+    // It listens to Ctrl-C from before its first line on.
+    let mut said = BufReader::new(verify.stdout.take().unwrap());
+    said.read_line(&mut String::new()).unwrap();
+    let interrupted = Command::new("kill").args(["-INT", &verify.id().to_string()]).status().unwrap();
+    assert!(interrupted.success());
+    assert_eq!(verify.wait().unwrap().code(), Some(2));
+}
+
 /// The example of a command, where there is a Python with NumPy.
 #[test]
 fn the_example_in_numpy_passes_where_there_is_numpy() {

@@ -27,8 +27,8 @@ pub struct Inst {
     pub comment: Option<Arc<str>>,
     /// The section of the kernel that it belongs to: an index into [`Kernel::sections`](crate::Kernel::sections).
     pub section: Option<u32>,
-    /// The line of the kernel author's Rust code that emitted it.
-    pub loc: &'static Location<'static>,
+    /// The line of the kernel author's Rust code that emitted it; none where it was read from text.
+    pub loc: Option<&'static Location<'static>>,
 }
 
 /// An operand without its Rust type.

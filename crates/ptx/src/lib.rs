@@ -1,4 +1,4 @@
-//! PTX as Rust values: a typed assembler, a checker, a printer and the bridge to ptxas.
+//! PTX as Rust values: a typed assembler, a checker, a printer, a reader and the bridge to ptxas.
 //!
 //! A kernel is Rust code that calls a [`KernelBuilder`]: one method an instruction, named as in PTX, with typed
 //! virtual registers. What comes out is a [`Module`] of plain data, which prints as PTX, is assembled by
@@ -89,6 +89,7 @@ pub mod module;
 pub mod params;
 pub mod print;
 pub mod ptxas;
+pub mod read;
 pub mod shared;
 pub mod table;
 pub mod types;

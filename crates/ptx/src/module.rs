@@ -153,7 +153,7 @@ impl Kernel {
             .take_while(|i| i.section == inst.section)
             .find_map(|i| i.comment.as_deref());
         let section = inst.section.and_then(|s| self.sections.get(s as usize)).map(String::as_str);
-        Place { section, comment, loc: Some(inst.loc) }
+        Place { section, comment, loc: inst.loc }
     }
 }
 

@@ -1,5 +1,8 @@
 //! How a launch is simulated.
 
+use std::fmt;
+use std::sync::Arc;
+
 /// When the effects of asynchronous operations happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum AsyncMode {
@@ -42,8 +45,30 @@ impl Checks {
     pub const NONE: Checks = Checks { registers: false, shared: false, global: false, costs: false };
 }
 
+/// Ends launches from outside, as Ctrl-C does: a question that is asked every few thousand warp instructions.
+#[derive(Clone, Default)]
+pub struct Stop(Option<Arc<dyn Fn() -> bool + Send + Sync>>);
+
+impl Stop {
+    /// Ends a launch as soon as `asked` says so.
+    pub fn when(asked: impl Fn() -> bool + Send + Sync + 'static) -> Stop {
+        Stop(Some(Arc::new(asked)))
+    }
+
+    /// Whether launches shall end now.
+    pub(crate) fn asked(&self) -> bool {
+        self.0.as_ref().is_some_and(|asked| asked())
+    }
+}
+
+impl fmt::Debug for Stop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Stop::when(..)" } else { "Stop::default()" })
+    }
+}
+
 /// How a launch is simulated.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Config {
     /// When asynchronous effects happen.
     pub async_mode: AsyncMode,
@@ -55,8 +80,12 @@ pub struct Config {
     /// Host threads; 0 takes as many as the machine has cores. With one thread a launch is reproducible to the
     /// last bit; with several, only the order in which blocks reach the same atomic may differ.
     pub threads: usize,
-    /// Warp instructions after which a launch is taken to hang.
+    /// Warp instructions that a launch may execute; one that needs more is taken to hang. Setting up a block counts as
+    /// well, an instruction for each register of a warp and each 128 bytes of shared memory: a grid that is too large for
+    /// the budget is refused before it takes any time or memory.
     pub budget: u64,
+    /// Ends a launch before its time.
+    pub stop: Stop,
     /// Different findings after which a launch is ended.
     pub max_findings: usize,
 }
@@ -68,7 +97,8 @@ impl Default for Config {
             seed: 0,
             checks: Checks::ALL,
             threads: 0,
-            budget: 10_000_000_000,
+            budget: 1_000_000_000,
+            stop: Stop::default(),
             max_findings: 1000,
         }
     }

@@ -31,4 +31,25 @@ pub enum SimError {
         /// What is wrong.
         why: String,
     },
+    /// A grid that is larger than the budget, however little its blocks do.
+    #[error(
+        "launch of `{kernel}`: a grid of {blocks} blocks counts as {setup} warp instructions before the first one is \
+         executed, and the limit is {budget}; launch a smaller grid or raise the limit"
+    )]
+    Budget {
+        /// The kernel.
+        kernel: String,
+        /// The blocks of the grid.
+        blocks: u64,
+        /// What setting them up counts as.
+        setup: u64,
+        /// What the launch may take.
+        budget: u64,
+    },
+    /// The launch was ended by [`Config::stop`](crate::Config::stop).
+    #[error("launch of `{kernel}`: stopped before its end")]
+    Stopped {
+        /// The kernel.
+        kernel: String,
+    },
 }

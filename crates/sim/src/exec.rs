@@ -93,7 +93,10 @@ impl Cluster<'_> {
             }
             // A policy only steers caches.
             Op::CreatePolicy(_) => self.warps[w].regs.set64(dst[0].long(), mask, &[0; 32]),
-            Op::Ld { space, ty, width, order, .. } => {
+            Op::Ld { space, ty, width, order, cache } => {
+                if cache.non_coherent && self.launch.config.checks.global {
+                    self.check_read_only(w, pc, mask, ty.bytes() * width.count(), src[0]);
+                }
                 return self.load(w, pc, mask, space, ty, width.count(), order, dst, src);
             }
             Op::St { space, ty, width, order, .. } => {
@@ -315,7 +318,8 @@ impl Cluster<'_> {
         let [cx, cy, _] = launch.cluster;
         let in_cluster = [rank % cx, rank / cx % cy, rank / (cx * cy)];
         let clusters = |d: usize| launch.grid[d] / launch.cluster[d];
-        let flat_block = block.index[0] + launch.grid[0] * (block.index[1] + launch.grid[1] * block.index[2]);
+        let flat_block =
+            |along: u32, d: usize| along.wrapping_mul(launch.grid[d]).wrapping_add(block.index[d]);
         let all = |v: u32| -> Row { [v; 32] };
         let row = match special {
             Special::TidX => warp.tid[0],
@@ -333,7 +337,7 @@ impl Cluster<'_> {
             Special::LaneId => std::array::from_fn(|l| l as u32),
             Special::WarpId => all(warp.index),
             Special::LaneMaskLt => std::array::from_fn(|l| (1u32 << l) - 1),
-            Special::SmId => all(flat_block % 132),
+            Special::SmId => all([2, 1, 0].into_iter().fold(0, flat_block) % 132),
             Special::NsmId => all(132),
             Special::ClusterIdX => all(block.index[0] / launch.cluster[0]),
             Special::ClusterIdY => all(block.index[1] / launch.cluster[1]),

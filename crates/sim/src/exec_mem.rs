@@ -460,6 +460,26 @@ impl Cluster<'_> {
         if order == Order::Weak { Step::Next } else { Step::Yield }
     }
 
+    /// `ld.global.nc`, before it loads: its promise is that nobody writes the memory while the kernel runs.
+    pub fn check_read_only(&mut self, w: usize, pc: u32, mask: u32, bytes: u32, address: Slot) {
+        let addresses = self.global_addresses(w, address);
+        let memory = self.launch.memory;
+        let mut broken = None;
+        for_lanes(mask, |l| {
+            // What is misaligned or outside is reported by the load.
+            let aligned = addresses[l].is_multiple_of(u64::from(bytes));
+            if let Some((region, offset)) = memory.find(addresses[l], u64::from(bytes)).filter(|_| aligned) {
+                let mut guard = region.races.lock(offset, self.launch.id);
+                if let Some(found) = guard.read_only(offset, bytes, &self.by_lane(w, pc, l)) {
+                    broken.get_or_insert((l as u32, region.base + found.offset as u64, found));
+                }
+            }
+        });
+        if let Some((lane, address, found)) = broken {
+            self.report_global_conflict(w, lane, pc, address, false, found);
+        }
+    }
+
     /// One value of 2 or 4 bytes for each lane of the mask.
     fn gather(&self, addresses: &Row64, mask: u32, size: u32) -> Row {
         let mut row = [POISON as u32 & (u64::MAX >> (64 - 8 * size)) as u32; 32];

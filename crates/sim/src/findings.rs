@@ -23,6 +23,8 @@ pub enum FindingKind {
     SharedRace,
     /// Two accesses to global memory, one a write, that nothing orders.
     GlobalRace,
+    /// Global memory that the kernel writes and reads by `ld.global.nc`, whose cache does not see writes, in whatever order.
+    ReadOnlyWritten,
     /// Accesses by two lanes of one warp, one a write, without a warp barrier between them.
     WarpRace,
     /// An ordinary and an asynchronous access without `fence.proxy.async` between them.
@@ -69,6 +71,7 @@ impl FindingKind {
             FindingKind::UninitialisedRegister => "uninitialised register",
             FindingKind::SharedRace => "race in shared memory",
             FindingKind::GlobalRace => "race in global memory",
+            FindingKind::ReadOnlyWritten => "ld.global.nc of memory that is written",
             FindingKind::WarpRace => "race between lanes of a warp",
             FindingKind::MissingProxyFence => "missing fence.proxy.async",
             FindingKind::WgmmaRegister => "wgmma register in flight",

@@ -7,8 +7,8 @@
 //!
 //! Beside the results it reports [findings](Finding): accesses out of bounds, reads of memory or registers without
 //! a value, races (with both sites and what is missing between them), missing proxy fences, `wgmma` registers
-//! touched too early, deadlocks with what every warp waits for, misuse of barriers, memory touched before the grid
-//! before has ended, and more. Each carries the
+//! touched too early, deadlocks with what every warp waits for, launches that do not end, misuse of barriers, memory
+//! touched before the grid before has ended, and more. Each carries the
 //! kernel author's comment and the line of Rust that emitted the instruction. And it counts: bank conflicts and
 //! sectors by instruction, instructions by class.
 //!
@@ -115,11 +115,11 @@ mod stats;
 mod tensor_map;
 mod warp;
 
-pub use config::{AsyncMode, Checks, Config};
+pub use config::{AsyncMode, Checks, Config, Stop};
 pub use decode::Program;
 pub use error::SimError;
 pub use findings::{Finding, FindingKind, OtherAccess, Place, Severity, Site, Thread};
-pub use memory::Buffer;
+pub use memory::{Buffer, MOST_BUFFER_BYTES};
 pub use sim::{LaunchDims, Report, Sim};
 pub use stats::{BankStats, SectorStats, Stats};
 pub use tensor_map::{Swizzle, TensorElement, TensorMap};

@@ -4,6 +4,7 @@
 //! Different clusters share nothing but global memory.
 
 use std::collections::HashMap;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use crate::barrier::NamedBarrier;
@@ -21,6 +22,7 @@ use crate::memory::GlobalMemory;
 use crate::mma::Tiles;
 use crate::races::{GlobalConflict, SyncWords};
 use crate::random::Random;
+use crate::regs::{Row, Row64};
 use crate::shadow::Conflict;
 use crate::shared::SharedMemory;
 use crate::simd::Level;
@@ -56,18 +58,52 @@ pub struct Launch<'a> {
     pub block: [u32; 3],
     /// Blocks in a cluster.
     pub cluster: [u32; 3],
+    /// Clusters in the grid.
+    pub clusters: u64,
     /// Bytes of shared memory of a block.
     pub shared_bytes: u32,
     /// Which launch of the device it is.
     pub id: u64,
     /// Words of global memory that blocks synchronise on.
     pub sync: SyncWords,
-    /// Warp instructions executed by finished slices.
+    /// Warp instructions executed by finished slices, with what setting up clusters counts as.
     pub executed: AtomicU64,
     /// Set when the launch shall end early.
     pub stop: AtomicBool,
     /// The vector instructions to use.
     pub level: Level,
+}
+
+impl Launch<'_> {
+    /// Blocks in a cluster and warps in a block.
+    fn blocks_and_warps(&self) -> (u64, u64) {
+        let product = |dims: [u32; 3]| dims.iter().map(|&d| u64::from(d)).product::<u64>();
+        (product(self.cluster), product(self.block).div_ceil(32))
+    }
+
+    /// Ends the launch if that is asked for from outside.
+    pub fn stopped(&self) -> Option<SimError> {
+        self.config.stop.asked().then(|| {
+            self.stop.store(true, Relaxed);
+            SimError::Stopped { kernel: self.program.kernel.name.clone() }
+        })
+    }
+
+    /// The warp instructions that setting up a cluster counts as: one for each register that is cleared, which takes about
+    /// as long as an instruction, and one for each 128 bytes of shared memory.
+    pub fn cluster_setup(&self) -> u64 {
+        let (blocks, warps) = self.blocks_and_warps();
+        let registers = (self.program.words + self.program.longs) as u64;
+        blocks * (warps * (1 + registers) + u64::from(self.shared_bytes.div_ceil(128)))
+    }
+
+    /// About the bytes that a cluster takes: the rows of its registers, and its shared memory with the record of who
+    /// accessed it.
+    pub fn cluster_bytes(&self) -> u64 {
+        let (blocks, warps) = self.blocks_and_warps();
+        let rows = size_of::<Row>() * self.program.words + size_of::<Row64>() * self.program.longs;
+        blocks * (warps * (rows as u64 + 4096) + 8 * u64::from(self.shared_bytes))
+    }
 }
 
 /// What the clusters of one host thread have counted and found.
@@ -225,11 +261,8 @@ impl<'a> Cluster<'a> {
         let threads: u32 = launch.block.iter().product();
         let warps_in_block = threads.div_ceil(32) as usize;
         let clusters = [launch.grid[0] / cx, launch.grid[1] / cy, launch.grid[2] / cz];
-        let origin = [
-            id % clusters[0] * cx,
-            id / clusters[0] % clusters[1] * cy,
-            id / (clusters[0] * clusters[1]) * cz,
-        ];
+        let origin =
+            [id % clusters[0] * cx, id / clusters[0] % clusters[1] * cy, id / clusters[0] / clusters[1] * cz];
         let registers = launch_registers(program, threads);
         let (mut tiles, mut operand_pages) = (Box::default(), OperandPages::default());
         let (mut old_blocks, mut old_warps) = (Vec::new(), Vec::new());
@@ -340,7 +373,7 @@ impl<'a> Cluster<'a> {
             place: kernel.describe(pc as usize).to_string(),
             why: why.to_string(),
         });
-        self.launch.stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        self.launch.stop.store(true, Relaxed);
     }
 
     /// Where a shared address lies, in words.
@@ -443,10 +476,11 @@ impl<'a> Cluster<'a> {
         found: GlobalConflict,
     ) {
         let prior = found.prior;
-        if self.is_strong(pc) && self.is_strong(prior.pc) {
+        if !found.non_coherent && self.is_strong(pc) && self.is_strong(prior.pc) {
             return;
         }
         let (kind, severity) = match found.edge {
+            _ if found.non_coherent => (FindingKind::ReadOnlyWritten, Severity::Error),
             Edge::MissingProxyFence => (FindingKind::MissingProxyFence, Severity::Error),
             Edge::MissingWarpBarrier => (FindingKind::WarpRace, Severity::Warning),
             Edge::Missing | Edge::Ordered => (FindingKind::GlobalRace, Severity::Error),
@@ -463,16 +497,32 @@ impl<'a> Cluster<'a> {
             let by = format!("another block (cluster {})", prior.cluster);
             (by, "a release and an acquire between the two blocks, or atomics".to_string())
         };
+        let (message, missing) = if found.non_coherent {
+            let what = if write {
+                "a write of global memory that ld.global.nc has read"
+            } else {
+                "ld.global.nc of global memory that the kernel has written"
+            };
+            (
+                what.to_string(),
+                "ld.global without .nc, which promises that nobody writes the memory while the kernel runs"
+                    .to_string(),
+            )
+        } else {
+            let kind = |wrote: bool| if wrote { "a write" } else { "a read" };
+            let what = format!(
+                "{} of global memory that is not ordered after {}",
+                kind(write),
+                kind(found.prior_wrote)
+            );
+            (what, missing)
+        };
         let raw = Raw {
             kind,
             severity,
             pc,
             thread: self.thread(warp, lane),
-            message: format!(
-                "{} of global memory that is not ordered after {}",
-                if write { "a write" } else { "a read" },
-                if found.prior_wrote { "a write" } else { "a read" },
-            ),
+            message,
             place: Some(self.global_place(address)),
             other: Some((prior.pc, by, found.prior_wrote)),
             missing: Some(missing),

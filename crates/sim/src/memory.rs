@@ -17,6 +17,9 @@ const WINDOW_BITS: u32 = 33;
 /// Where in its window an allocation starts.
 const LEAD: u64 = 1 << 31;
 
+/// The largest allocation of global memory, in bytes.
+pub const MOST_BUFFER_BYTES: usize = (1 << 32) - 1;
+
 /// An allocation of global memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Buffer {
@@ -240,7 +243,10 @@ pub(crate) struct GlobalMemory {
 impl GlobalMemory {
     /// Adds an allocation; the contents hold no value unless bytes are given.
     pub fn allocate(&mut self, name: Option<String>, len: usize, contents: Option<&[u8]>) -> Buffer {
-        assert!(len < 1 << 32, "an allocation must be smaller than 4 GiB; {len} bytes were asked for");
+        assert!(
+            len <= MOST_BUFFER_BYTES,
+            "an allocation must be smaller than 4 GiB; {len} bytes were asked for"
+        );
         let index = self.regions.len() as u64;
         let base = (index + 1) << WINDOW_BITS | LEAD;
         let name = name.unwrap_or_else(|| format!("buffer {index}"));

@@ -5,7 +5,7 @@
 //! the first and the latest reader are ordered after each other only if the program orders all of them; what is
 //! reported is always a conflict. Most memory is only read, or written once, and by whole lines of 128 bytes: the cells of
 //! a line are told apart from the first access on that is another one. Lines live in shards of 4 KiB behind a lock, made when
-//! first touched.
+//! first touched. Reads by `ld.global.nc` are remembered apart, to the byte: no order allows a write to those.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -39,6 +39,8 @@ pub struct GlobalConflict {
     pub prior_wrote: bool,
     /// What is missing between the two.
     pub edge: Edge,
+    /// Whether the read of the two is an `ld.global.nc`: then nothing that comes between them would help.
+    pub non_coherent: bool,
     /// The first byte in question, from the start of the allocation.
     pub offset: usize,
 }
@@ -141,12 +143,14 @@ struct Shard {
     lines: [Line; SHARD / LINE],
     cells: Vec<[Cell; LINE / CELL]>,
     more_writes: Vec<Vec<Entry>>,
+    /// For each cell, the bytes that were read by `ld.global.nc`, and who read some of them first.
+    read_only: Option<Box<[Entry; SHARD / CELL]>>,
 }
 
 impl Shard {
     fn new(launch: u64) -> Box<Shard> {
         let lines = [Line::FRESH; SHARD / LINE];
-        Box::new(Shard { launch, lines, cells: Vec::new(), more_writes: Vec::new() })
+        Box::new(Shard { launch, lines, cells: Vec::new(), more_writes: Vec::new(), read_only: None })
     }
 
     /// The cell of an offset, told apart from the others of its line, and the lists of further writers.
@@ -271,12 +275,35 @@ impl ShardGuard<'_> {
     #[inline(always)]
     pub fn write_line(&mut self, offset: usize, access: &GlobalAccess) -> bool {
         let Some(shard) = self.shard.as_mut() else { return false };
+        if shard.read_only.is_some() {
+            return false;
+        }
         let line = &mut shard.lines[offset % SHARD / LINE];
         let first = line.cells == 0 && line.write.bytes | line.first_read.bytes == 0;
         if first {
             line.write = Entry::of_line(access);
         }
         first
+    }
+
+    /// Records a read by `ld.global.nc` of bytes of one 16-byte cell. Any write to them in this launch is a conflict.
+    pub fn read_only(&mut self, offset: usize, bytes: u32, access: &GlobalAccess) -> Option<GlobalConflict> {
+        let shard = self.shard.as_mut()?;
+        let mask = cell_bytes(offset, bytes);
+        let read_only =
+            shard.read_only.get_or_insert_with(|| Box::new([const { Entry::NONE }; SHARD / CELL]));
+        let entry = &mut read_only[offset % SHARD / CELL];
+        if entry.bytes == 0 {
+            *entry = Entry::new(access, 0);
+        }
+        entry.bytes |= mask;
+        let line = &shard.lines[offset % SHARD / LINE];
+        if line.cells == 0 && line.write.bytes == 0 {
+            return None;
+        }
+        let (cell, more) = shard.cell(offset);
+        let written = cell.writes(more).find(|write| write.bytes & mask != 0)?;
+        Some(GlobalConflict::with_read_only(written, true, written.bytes & mask, offset))
     }
 
     /// Records an access to bytes of one 16-byte cell.
@@ -288,10 +315,38 @@ impl ShardGuard<'_> {
         write: bool,
         by: &Accessor<'_>,
     ) -> Option<GlobalConflict> {
-        let (cell, more_writes) = self.shard.as_mut()?.cell(offset);
-        let mask = (((1u32 << bytes) - 1) << (offset % CELL)) as u16;
+        let shard = self.shard.as_mut()?;
+        let mask = cell_bytes(offset, bytes);
+        let read_only = shard.read_only.as_ref().map(|cells| cells[offset % SHARD / CELL]);
+        let (cell, more_writes) = shard.cell(offset);
         let base = offset - offset % CELL;
-        if write { cell.write(mask, base, by, more_writes) } else { cell.read(mask, base, by, more_writes) }
+        if !write {
+            return cell.read(mask, base, by, more_writes);
+        }
+        let conflict = cell.write(mask, base, by, more_writes);
+        match read_only.filter(|read| read.bytes & mask != 0) {
+            Some(read) => Some(GlobalConflict::with_read_only(&read, false, read.bytes & mask, offset)),
+            None => conflict,
+        }
+    }
+}
+
+/// The bits of some bytes of a cell.
+#[inline(always)]
+fn cell_bytes(offset: usize, bytes: u32) -> u16 {
+    (((1u32 << bytes) - 1) << (offset % CELL)) as u16
+}
+
+impl GlobalConflict {
+    /// Of an `ld.global.nc` and a write, of which `prior` is the earlier one.
+    fn with_read_only(prior: &Entry, prior_wrote: bool, overlap: u16, offset: usize) -> GlobalConflict {
+        GlobalConflict {
+            prior: prior.access(),
+            prior_wrote,
+            edge: Edge::Missing,
+            non_coherent: true,
+            offset: offset - offset % CELL + overlap.trailing_zeros() as usize,
+        }
     }
 }
 
@@ -313,6 +368,7 @@ impl Cell {
             prior,
             prior_wrote: wrote,
             edge,
+            non_coherent: false,
             offset: base + overlap.trailing_zeros() as usize,
         })
     }

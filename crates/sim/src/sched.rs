@@ -11,6 +11,9 @@ use crate::machine::{Cluster, Step, Tally};
 use crate::simd::{self, Pause};
 use crate::warp::{State, Wait};
 
+/// Warp instructions after which [`Config::stop`](crate::Config::stop) is asked again: some milliseconds of them.
+const ASK_AFTER: u64 = 1 << 13;
+
 /// How a slice of a cluster's work ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Slice {
@@ -35,14 +38,10 @@ impl Cluster<'_> {
         let mut ready: Vec<usize> = Vec::with_capacity(self.warps.len());
         let mut turn = 0;
         let mut last_unpark = u64::MAX;
+        let mut until_asked = ASK_AFTER;
         loop {
             if self.launch.stop.load(Relaxed) {
                 return Slice::Finished;
-            }
-            if self.slice == 0 {
-                // Warps that spin on something else must not keep a copy from completing for ever.
-                self.complete_for_a_waiter();
-                return Slice::Unfinished;
             }
             self.complete_some_at_random();
             ready.clear();
@@ -63,6 +62,11 @@ impl Cluster<'_> {
                 self.report_deadlock();
                 return Slice::Finished;
             }
+            if self.slice == 0 {
+                // Warps that spin on something else must not keep a copy from completing for ever.
+                self.complete_for_a_waiter();
+                return Slice::Unfinished;
+            }
             let seeded = self.launch.config.seed != 0;
             let (warp, quantum) = if seeded {
                 // Short turns mostly, long ones now and then: both kinds of interleaving occur.
@@ -72,9 +76,20 @@ impl Cluster<'_> {
                 turn = ready.iter().copied().find(|&w| w >= turn).unwrap_or(ready[0]);
                 (turn, u64::MAX)
             };
-            let quantum = quantum.min(self.slice);
-            self.slice -= self.run_warp(warp, quantum);
-            if !seeded {
+            let cut = quantum.min(self.slice).min(until_asked);
+            let used = self.run_warp(warp, cut);
+            self.slice -= used;
+            until_asked -= used;
+            if until_asked == 0 {
+                until_asked = ASK_AFTER;
+                if let Some(stopped) = self.launch.stopped() {
+                    self.tally.error.get_or_insert(stopped);
+                    return Slice::Finished;
+                }
+            }
+            // A turn that was cut short only to ask goes on.
+            let goes_on = used == cut && cut < quantum && self.warps[warp].state == State::Ready;
+            if !seeded && !goes_on {
                 turn = warp + 1;
             }
         }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
 
 use flashcore_ptx::{Module, Threads};
@@ -10,7 +10,7 @@ use flashcore_ptx::{Module, Threads};
 use crate::config::Config;
 use crate::decode::Program;
 use crate::error::SimError;
-use crate::findings::{Finding, FindingKind, Raw, Severity, Thread};
+use crate::findings::{Finding, FindingKind, Raw, Severity};
 use crate::machine::{Cluster, Launch, Tally};
 use crate::memory::{Buffer, GlobalMemory};
 use crate::races::SyncWords;
@@ -22,6 +22,12 @@ use crate::stats::{Counter, Stats};
 const SLICE: u64 = 1 << 20;
 /// Clusters that a host thread keeps under way at once, so that blocks can wait for each other.
 const RESIDENT: usize = 132;
+/// Bytes that all clusters under way may take together. Only kernels with tens of thousands of registers come near it.
+const MOST_BYTES: u64 = 4 << 30;
+/// The most blocks of a grid in each dimension, as on hardware.
+const MOST_BLOCKS: [u32; 3] = [(1 << 31) - 1, 65_535, 65_535];
+/// The most threads of a block in each dimension, as on hardware.
+const MOST_THREADS: [u32; 3] = [1024, 1024, 64];
 
 /// The dimensions of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -141,18 +147,19 @@ impl Sim {
     ) -> Result<Report, SimError> {
         let launch = self.prepare(program, dims, params)?;
         let started = Instant::now();
-        let clusters: u32 = (0..3).map(|d| launch.grid[d] / launch.cluster[d]).product();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if self.config.threads == 0 { cores } else { self.config.threads };
-        let threads = threads.min(clusters as usize).max(1);
-        let next = AtomicU32::new(0);
+        let room = (MOST_BYTES / launch.cluster_bytes()).max(1) as usize;
+        let threads = threads.min(launch.clusters as usize).min(room).max(1);
+        let resident = (room / threads).clamp(1, RESIDENT);
+        let next = AtomicU64::new(0);
         let mut tallies: Vec<Tally> = Vec::new();
         if threads == 1 {
-            tallies.push(work(&launch, &next, clusters));
+            tallies.push(work(&launch, &next, resident));
         } else {
             std::thread::scope(|scope| {
                 let workers: Vec<_> =
-                    (0..threads).map(|_| scope.spawn(|| work(&launch, &next, clusters))).collect();
+                    (0..threads).map(|_| scope.spawn(|| work(&launch, &next, resident))).collect();
                 for worker in workers {
                     match worker.join() {
                         Ok(tally) => tallies.push(tally),
@@ -191,21 +198,28 @@ impl Sim {
         let kernel = program.kernel;
         let refuse = |why: String| Err(SimError::Launch { kernel: kernel.name.clone(), why });
         let cluster = dims.cluster.or(kernel.cluster).unwrap_or([1, 1, 1]);
-        let threads: u64 = dims.block.iter().map(|&d| u64::from(d)).product();
+        let too_large = |dims: [u32; 3], most: [u32; 3]| (0..3).any(|d| dims[d] > most[d]);
         if dims.grid.contains(&0) || dims.block.contains(&0) || cluster.contains(&0) {
             return refuse(format!(
                 "a dimension is zero: grid {:?}, block {:?}, cluster {cluster:?}",
                 dims.grid, dims.block
             ));
         }
-        if threads > 1024 {
-            return refuse(format!("a block of {threads} threads; 1024 is the most"));
+        if too_large(dims.grid, MOST_BLOCKS) {
+            return refuse(format!("a grid of {:?} blocks; {MOST_BLOCKS:?} is the most", dims.grid));
+        }
+        let threads: u64 = dims.block.iter().fold(1, |count, &d| count.saturating_mul(u64::from(d)));
+        if threads > 1024 || too_large(dims.block, MOST_THREADS) {
+            return refuse(format!(
+                "a block of {:?} threads; 1024 is the most, and {MOST_THREADS:?} by dimension",
+                dims.block
+            ));
         }
         match kernel.threads {
             Some(Threads::Exactly(want)) if want != dims.block => {
                 return refuse(format!("the kernel is for blocks of {want:?} threads, not {:?}", dims.block));
             }
-            Some(Threads::AtMost(most)) if threads > most.iter().map(|&d| u64::from(d)).product() => {
+            Some(Threads::AtMost(most)) if threads > u64::from(Threads::AtMost(most).count()) => {
                 return refuse(format!(
                     "the kernel is for blocks of at most {most:?} threads, not {:?}",
                     dims.block
@@ -219,7 +233,7 @@ impl Sim {
                 dims.grid
             ));
         }
-        if cluster.iter().product::<u32>() > 16 {
+        if cluster.iter().fold(1, |count: u32, &d| count.saturating_mul(d)) > 16 {
             return refuse(format!("a cluster of {cluster:?} blocks; 16 is the most"));
         }
         let needed = kernel.param_bytes() as usize;
@@ -232,7 +246,7 @@ impl Sim {
                 "{shared_bytes} bytes of shared memory; 232448 is the most a block can have"
             ));
         }
-        Ok(Launch {
+        let launch = Launch {
             program,
             memory: &self.memory,
             config: &self.config,
@@ -240,18 +254,35 @@ impl Sim {
             grid: dims.grid,
             block: dims.block,
             cluster,
+            clusters: (0..3).map(|d| u64::from(dims.grid[d] / cluster[d])).product(),
             shared_bytes,
             id: self.launches + 1,
             sync: SyncWords::default(),
             executed: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             level: Level::detect(),
-        })
+        };
+        let (bytes, budget) = (launch.cluster_bytes(), self.config.budget);
+        if bytes > MOST_BYTES {
+            return refuse(format!(
+                "a cluster of {cluster:?} blocks takes {} MiB to simulate, most of it for {} registers a thread; {} MiB \
+                 is the most",
+                bytes >> 20,
+                program.words + program.longs,
+                MOST_BYTES >> 20
+            ));
+        }
+        let setup = launch.clusters.saturating_mul(launch.cluster_setup());
+        if setup > budget || launch.clusters > u64::from(u32::MAX) {
+            let blocks = dims.grid.iter().map(|&d| u64::from(d)).product();
+            return Err(SimError::Budget { kernel: kernel.name.clone(), blocks, setup, budget });
+        }
+        Ok(launch)
     }
 }
 
 /// What one host thread does: takes clusters and runs them, a slice at a time, until none is left.
-fn work(launch: &Launch<'_>, next: &AtomicU32, clusters: u32) -> Tally {
+fn work(launch: &Launch<'_>, next: &AtomicU64, resident: usize) -> Tally {
     let mut tally = Tally::default();
     tally.executed.resize(launch.program.code.len(), 0);
     tally.runs.resize(launch.program.run_count(), 0);
@@ -262,13 +293,18 @@ fn work(launch: &Launch<'_>, next: &AtomicU32, clusters: u32) -> Tally {
         if launch.stop.load(Relaxed) {
             return tally;
         }
+        if let Some(stopped) = launch.stopped() {
+            tally.error = Some(stopped);
+            return tally;
+        }
         let mut cluster = match under_way.pop_front() {
-            Some(cluster) if under_way.len() + 1 >= RESIDENT => cluster,
+            Some(cluster) if under_way.len() + 1 >= resident => cluster,
             waiting => {
                 let id = next.fetch_add(1, Relaxed);
-                if id < clusters {
+                if id < launch.clusters {
                     under_way.extend(waiting);
-                    Cluster::new(launch, id, ended.take())
+                    launch.executed.fetch_add(launch.cluster_setup(), Relaxed);
+                    Cluster::new(launch, id as u32, ended.take())
                 } else if let Some(cluster) = waiting {
                     cluster
                 } else {
@@ -276,8 +312,9 @@ fn work(launch: &Launch<'_>, next: &AtomicU32, clusters: u32) -> Tally {
                 }
             }
         };
-        if cluster.run(SLICE, &mut tally) == Slice::Unfinished {
-            if launch.executed.load(Relaxed) > launch.config.budget {
+        let left = launch.config.budget.saturating_sub(launch.executed.load(Relaxed));
+        if cluster.run(SLICE.min(left), &mut tally) == Slice::Unfinished {
+            if left <= SLICE && launch.executed.load(Relaxed) >= launch.config.budget {
                 out_of_budget(&cluster, &mut tally);
                 launch.stop.store(true, Relaxed);
             } else {
@@ -292,27 +329,35 @@ fn work(launch: &Launch<'_>, next: &AtomicU32, clusters: u32) -> Tally {
     }
 }
 
+/// Warps that a report of a launch without end names.
+const NAMED_WARPS: usize = 8;
+
 /// Reports that the launch does not end.
 fn out_of_budget(cluster: &Cluster<'_>, tally: &mut Tally) {
-    let Some(w) = cluster.warps.iter().position(|warp| warp.live != 0) else { return };
-    let warp = &cluster.warps[w];
-    let lines: Vec<String> = cluster
-        .warps
+    let live: Vec<usize> = (0..cluster.warps.len()).filter(|&w| cluster.warps[w].live != 0).collect();
+    let Some(&first) = live.first() else { return };
+    let kernel = cluster.launch.program.kernel;
+    let lane = |w: usize| cluster.warps[w].live.trailing_zeros();
+    let mut lines: Vec<String> = live
         .iter()
-        .enumerate()
-        .filter(|(_, warp)| warp.live != 0)
-        .map(|(w, warp)| {
-            let at = cluster.launch.program.kernel.describe(warp.pc as usize);
-            format!("{} at #{} {at}", cluster.thread(w, warp.live.trailing_zeros()), warp.pc)
+        .take(NAMED_WARPS)
+        .map(|&w| {
+            let pc = cluster.warps[w].pc;
+            format!("{} at #{pc} {}", cluster.thread(w, lane(w)), kernel.describe(pc as usize))
         })
         .collect();
+    if live.len() > NAMED_WARPS {
+        lines.push(format!("and {} more warps", live.len() - NAMED_WARPS));
+    }
     tally.findings.add(Raw {
         kind: FindingKind::Budget,
         severity: Severity::Error,
-        pc: warp.pc,
-        thread: Thread { lane: warp.live.trailing_zeros(), ..cluster.thread(w, 0) },
+        pc: cluster.warps[first].pc,
+        thread: cluster.thread(first, lane(first)),
         message: format!(
-            "the launch did not end within {} warp instructions\n    {}",
+            "kernel `{}` did not end within {} warp instructions: it loops for ever, waits for what nobody does, or \
+             needs a higher limit\n    {}",
+            kernel.name,
             cluster.launch.config.budget,
             lines.join("\n    ")
         ),

@@ -162,8 +162,7 @@ fn the_checker_refuses_every_form_on_every_target_that_does_not_claim_it() {
         for target in Target::ALL.into_iter().filter(|t| *t < needs) {
             let faults = check::kernel(&form.kernel, target);
             let refused = faults.iter().any(|e| {
-                matches!(e.fault, Fault::Target { needs: n, .. } if n == needs)
-                    && e.loc == Some(form.inst().loc)
+                matches!(e.fault, Fault::Target { needs: n, .. } if n == needs) && e.loc == form.inst().loc
             });
             assert!(refused, "{target}: {}", form.text());
         }

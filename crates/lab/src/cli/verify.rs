@@ -39,9 +39,10 @@ pub struct Options {
     /// to {out}; what is asked is in the file's metadata, and in {mask}, {scale} and {softcap}
     #[arg(long, value_name = "LINE", conflicts_with_all = ["device", "ptx"])]
     command: Option<String>,
-    /// With --command: seconds that a call may take
-    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, requires = "command")]
-    limit: f64,
+    /// With --command: seconds that a call may take [default: 60]. With --ptx in the simulator: warp instructions that a
+    /// launch may execute [default: 1e8]
+    #[arg(long, value_name = "NUMBER")]
+    limit: Option<f64>,
     /// With --command: two runs need not give the same bits
     #[arg(long, requires = "command")]
     nondeterministic: bool,
@@ -86,17 +87,33 @@ impl Options {
             return Ok(vec![Box::new(TorchEngine::start(name)?)]);
         }
         if let Some(line) = &self.command {
-            let limit = Duration::try_from_secs_f64(self.limit)
-                .map_err(|_| format!("--limit {} is no time in seconds", self.limit))?;
+            let seconds = self.limit.unwrap_or(60.0);
+            let limit = Duration::try_from_secs_f64(seconds)
+                .map_err(|_| format!("--limit {seconds} is no time in seconds"))?;
             return Ok(vec![Box::new(CommandEngine::new(line, limit, !self.nondeterministic)?)]);
+        }
+        if let (Some(ptx), Some(launch)) = (&self.ptx, &self.launch) {
+            let limit = self.limit.map(warp_instructions).transpose()?;
+            return PtxEngine::select(ptx, launch, &self.device, limit);
+        }
+        if self.limit.is_some() {
+            return Err("--limit is for --command (seconds) and --ptx (warp instructions)".into());
         }
         if let Some(schedule) = &self.schedule {
             return engine::with_schedule(&self.device, schedule);
         }
-        match (&self.ptx, &self.launch) {
-            (Some(ptx), Some(launch)) => PtxEngine::select(ptx, launch, &self.device),
-            _ => engine::select(&self.device),
-        }
+        engine::select(&self.device)
+    }
+}
+
+/// A limit of warp instructions, which may be written as 1e9.
+fn warp_instructions(limit: f64) -> Result<u64, String> {
+    // Beyond this, whole numbers have no exact f64; nobody waits that long.
+    let most = (1_u64 << 53) as f64;
+    if (1.0..=most).contains(&limit) && limit.fract() == 0.0 {
+        Ok(limit as u64)
+    } else {
+        Err(format!("--limit {limit} is no number of warp instructions: 1 to {most:e} are"))
     }
 }
 
@@ -167,6 +184,10 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let work = |case: &Case| check_on_all(case, &engines);
     crew::in_order(&cases, threads, &interrupt::requested, work, |at, checked| {
+        // A simulated launch is cut short by Ctrl-C, which says nothing about the case.
+        if interrupt::requested() && checked.iter().any(|(record, _)| record.status == Status::Failed) {
+            return;
+        }
         for ((record, explanation), tally) in checked.into_iter().zip(&mut tallies) {
             tally.count(&record);
             if let Some(explanation) = explanation

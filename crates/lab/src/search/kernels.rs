@@ -58,6 +58,10 @@ pub struct Drivers {
     _folder: tempfile::TempDir,
 }
 
+/// Warp instructions that a launch of the simulator gate may execute: some seconds of them, and far more than a right
+/// candidate needs for the small problems there.
+const GATE_BUDGET: u64 = 100_000_000;
+
 /// Elements of the inputs that an assembling worker is given; nothing is computed with them.
 const FEW: usize = 1 << 12;
 
@@ -194,7 +198,7 @@ impl KernelGates {
         let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 11);
         let yardstick = operands.yardstick();
         for mode in [AsyncMode::Late, AsyncMode::Early] {
-            let config = Config { async_mode: mode, threads: 1, ..Config::default() };
+            let config = Config { async_mode: mode, threads: 1, budget: GATE_BUDGET, ..Config::default() };
             let gpu =
                 SimGpu::new(plan.target).with_sms(FEW_SMS).with_schedule(plan.schedule).with_config(config);
             let out = operands

@@ -3,11 +3,11 @@
 //! - [`torch`]: torch's attention, on the CPU or one of its backends on a GPU, through the worker processes that bench
 //!   uses.
 //! - [`command`]: any program that reads and writes safetensors files.
-//! - [`ptx`]: a kernel as PTX text with a description of its launch, on a GPU or, read by [`reader`], in the simulator.
+//! - [`ptx`]: a kernel as PTX text with a description of its launch, on a GPU or, read by
+//!   [`flashcore_ptx::read`], in the simulator.
 
 pub mod command;
 pub mod ptx;
-pub mod reader;
 pub mod torch;
 
 use flashcore::Error;

@@ -16,7 +16,8 @@
 //!
 //! Tensors are contiguous, as (batch, heads, length, head_dim). On a GPU they lie between guard zones that must stay as
 //! they were; the simulator finds accesses out of bounds by itself, with races and values that nobody wrote, but reads
-//! only what [`super::reader`] does.
+//! only what [`flashcore_ptx::read`] does. There a launch may execute only so many warp instructions, so that one without
+//! end is a fault like any other.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -24,16 +25,17 @@ use std::sync::{Mutex, PoisonError};
 use flashcore::cuda::Cuda;
 use flashcore::cuda::driver::{self, JitOptions, LaunchConfig, ParamBuffer};
 use flashcore::{Attention, DType, Problem, Tensor, TensorMut};
-use flashcore_ptx::Module;
-use flashcore_sim::{Buffer, Config, LaunchDims, Sim};
+use flashcore_ptx::{Module, read as ptx_text};
+use flashcore_sim::{Buffer, Config, FindingKind, LaunchDims, Sim, SimError, Stop};
 use serde::Deserialize;
 
-use super::{failed, reader};
+use super::failed;
 use crate::cases::parse_mask;
 use crate::engine::Engine;
 use crate::faults::planted::write;
 use crate::files;
 use crate::guarded::{Arrangement, Guarded};
+use crate::interrupt;
 
 /// Bytes before and after each tensor on the GPU.
 const GUARD: usize = 4096;
@@ -96,7 +98,10 @@ impl Size {
         };
         let mut parts = text.split('/');
         let product = |text: &str| -> Result<usize, String> {
-            text.split('*').map(|factor| size(factor.trim(), problem)).product()
+            text.split('*').try_fold(1_usize, |product, factor| {
+                let factor = size(factor.trim(), problem)?;
+                product.checked_mul(factor).ok_or_else(|| format!("'{text}' is too large"))
+            })
         };
         let whole = product(parts.next().unwrap_or_default())?;
         let result = parts.try_fold(whole, |whole, part| match product(part)? {
@@ -210,8 +215,14 @@ pub struct PtxEngine {
     name: &'static str,
     place: Place,
     launch: Launch,
+    /// Warp instructions that a launch may execute in the simulator.
+    limit: u64,
     wish: String,
 }
+
+/// Warp instructions that a launch may execute in the simulator unless `--limit` says otherwise: some seconds of them, and
+/// a hundred times what a plain kernel needs for the largest problem that is simulated.
+pub const LIMIT: u64 = 100_000_000;
 
 /// Pairs of queries and keys that a kernel is simulated for, at most.
 const MOST_PAIRS: u128 = 30_000;
@@ -223,17 +234,27 @@ fn read(path: &Path) -> Result<String, String> {
 impl PtxEngine {
     /// The kernel of a file wherever a wish for a device means it to run: `sim`, `cuda`, or `all` for the simulator and a
     /// GPU where there is one.
-    pub fn select(ptx: &Path, description: &Path, device: &str) -> Result<Vec<Box<dyn Engine>>, String> {
+    ///
+    /// `limit` is of the warp instructions that a launch may execute in the simulator.
+    pub fn select(
+        ptx: &Path,
+        description: &Path,
+        device: &str,
+        limit: Option<u64>,
+    ) -> Result<Vec<Box<dyn Engine>>, String> {
         let launch =
             Launch::parse(&read(description)?).map_err(|why| format!("{}: {why}", description.display()))?;
         let text = read(ptx)?;
         let engine = |name: &'static str, place: Place, device: &str| -> Box<dyn Engine> {
-            let wish =
+            let mut wish =
                 format!("--ptx {} --launch {} --device {device}", ptx.display(), description.display());
-            Box::new(Self { name, place, launch: launch.clone(), wish })
+            if let Some(limit) = limit {
+                wish += &format!(" --limit {limit}");
+            }
+            Box::new(Self { name, place, launch: launch.clone(), limit: limit.unwrap_or(LIMIT), wish })
         };
         let in_sim = || -> Result<Box<dyn Engine>, String> {
-            let module = reader::read(&text).map_err(|why| format!("{}: {why}", ptx.display()))?;
+            let module = ptx_text::module(&text).map_err(|why| format!("{}: {why}", ptx.display()))?;
             let kernel = module.kernel(&launch.entry).ok_or(format!(
                 "{} has no kernel {}",
                 ptx.display(),
@@ -259,7 +280,11 @@ impl PtxEngine {
         };
         match device {
             "sim" => Ok(vec![in_sim()?]),
+            "cuda" if limit.is_some() => {
+                Err("--limit counts what the simulator executes: give it with --device sim".into())
+            }
             "cuda" => Ok(vec![on_gpu(Cuda::new(0).map_err(|error| error.to_string())?)?]),
+            "all" if limit.is_some() => Ok(vec![in_sim()?]),
             "all" => match Cuda::new(0) {
                 Ok(cuda) => Ok(vec![on_gpu(cuda)?]),
                 Err(_) => Ok(vec![in_sim()?]),
@@ -292,7 +317,8 @@ impl PtxEngine {
         problem: &Problem,
         tensors: [&[u8]; 5],
     ) -> Result<[Vec<u8>; 5], String> {
-        let mut sim = Sim::new(Config { threads: 1, ..Config::default() });
+        let stop = Stop::when(interrupt::requested);
+        let mut sim = Sim::new(Config { threads: 1, budget: self.limit, stop, ..Config::default() });
         let buffers: Vec<Buffer> = TENSORS
             .iter()
             .zip(tensors)
@@ -324,10 +350,14 @@ impl PtxEngine {
             cluster: None,
             dynamic_shared: Some(shared),
         };
-        let report =
-            sim.launch(module, &self.launch.entry, dims, &params).map_err(|error| error.to_string())?;
+        let raise = format!("\n  the limit of {} warp instructions is set by --limit", self.limit);
+        let report = sim.launch(module, &self.launch.entry, dims, &params).map_err(|error| match error {
+            SimError::Budget { .. } => format!("{error}{raise}"),
+            _ => error.to_string(),
+        })?;
         if let Some(finding) = report.findings.first() {
-            return Err(finding.to_string());
+            let raise = if finding.kind == FindingKind::Budget { raise.as_str() } else { "" };
+            return Err(format!("{finding}{raise}"));
         }
         let outputs = if self.gives_lse() { 3..5 } else { 3..4 };
         for n in outputs {

@@ -70,7 +70,7 @@ fn changes(kernel: &Kernel, at: usize) -> Vec<Change> {
 
 /// Whether an instruction stands where the emitter makes descriptors.
 fn descriptor(inst: &Inst) -> bool {
-    inst.loc.file().ends_with("sm90_fwd/consumer.rs")
+    inst.loc.is_some_and(|loc| loc.file().ends_with("sm90_fwd/consumer.rs"))
 }
 
 fn edge(cmp: Cmp) -> Cmp {
@@ -108,8 +108,8 @@ pub fn plant(kernel: &Kernel, trial: usize, mutants: &mut Mutants) {
     for (at, inst) in kernel.body.iter().enumerate() {
         for change in changes(kernel, at) {
             let place = place(kernel, at);
-            let file = inst.loc.file().to_string();
-            let mut fault = Fault { place, file, line: inst.loc.line(), change, nth: 0 };
+            let loc = inst.loc.expect("the emitter's line");
+            let mut fault = Fault { place, file: loc.file().to_string(), line: loc.line(), change, nth: 0 };
             if change == Change::OffByOne {
                 here.entry(fault).or_insert_with(|| vec![(trial, Vec::new())])[0].1.push(at);
             } else {

@@ -306,7 +306,7 @@ impl KernelBuilder {
     /// Emits one instruction.
     #[track_caller]
     pub(crate) fn emit(&mut self, op: Op, dst: Vec<Arg>, src: Vec<Arg>) {
-        let loc = Location::caller();
+        let loc = Some(Location::caller());
         let comment = self.comment.take().map(Arc::from);
         self.kernel.body.push(Inst { op, guard: self.guard, dst, src, comment, section: self.section, loc });
     }

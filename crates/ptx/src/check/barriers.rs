@@ -50,7 +50,7 @@ pub(super) fn check(kernel: &Kernel, at: &mut dyn FnMut(usize, Fault)) {
             None => barrier.count = Some((i, count)),
             Some((first, other)) if other != count => {
                 let (here, there) = (words(count), words(other));
-                let place = kernel.body[first].loc;
+                let place = kernel.describe(first);
                 at(i, fault(format!("is for {here} here, but for {there} at {place}")));
             }
             Some(_) => {}

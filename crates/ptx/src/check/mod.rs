@@ -72,7 +72,7 @@ pub fn kernel(kernel: &Kernel, target: Target) -> Vec<BuildError> {
 fn at(kernel: &Kernel, index: usize, fault: Fault) -> BuildError {
     let place = crate::module::Place { loc: None, ..kernel.describe(index) };
     let place = Some(place.to_string()).filter(|p| !p.is_empty());
-    BuildError { kernel: kernel.name.clone(), loc: kernel.body.get(index).map(|i| i.loc), place, fault }
+    BuildError { kernel: kernel.name.clone(), loc: kernel.body.get(index).and_then(|i| i.loc), place, fault }
 }
 
 /// A fault of a kernel as a whole.
