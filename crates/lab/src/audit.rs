@@ -34,6 +34,9 @@ pub struct Audit {
     pub absent: Vec<String>,
     /// What cannot be true.
     pub contradictions: Vec<String>,
+    /// Why this version cannot check the file.
+    #[serde(skip)]
+    beyond: Option<String>,
 }
 
 impl Audit {
@@ -112,8 +115,8 @@ struct Kind {
     /// The command that writes it.
     command: &'static str,
     version: u32,
-    /// Everything but what all kinds begin with. An error says why this version cannot check it.
-    remake: fn(&mut Audit, &Place<'_>, u32) -> Result<Map<String, Value>, String>,
+    /// Everything but what all kinds begin with.
+    remake: fn(&mut Audit, &Place<'_>, u32) -> Map<String, Value>,
     /// Whether it is of the inputs that its seed gives; asked last, since drawing them takes a while.
     inputs: fn(&mut Audit, &Place<'_>),
 }
@@ -166,7 +169,10 @@ pub fn audit(text: &str) -> Result<Audit, String> {
     audit.require("hash", whole, "is not that of the text: the file was changed");
     let root = Place::root(&document);
     let mut made = header::remake(&mut audit, &root, kind.command);
-    made.extend((kind.remake)(&mut audit, &root, kind.version)?);
+    made.extend((kind.remake)(&mut audit, &root, kind.version));
+    if let Some(why) = audit.beyond.take() {
+        return Err(why);
+    }
     audit.agree("", &document, &Value::Object(made));
     if audit.holds() {
         (kind.inputs)(&mut audit, &root);

@@ -506,10 +506,8 @@ impl Bench {
         let fma_peak_us = limits.next().unwrap_or_default();
         let full_us = if causal { limits.next_back().unwrap_or_default() } else { Vec::new() };
         let bandwidth_us = limits.next().unwrap_or_default();
-        let fma_peak_gflops = match fma_peak_us.is_empty() {
-            true => cpu::fma_peak(self.isa, self.threads, Duration::ZERO),
-            false => 0.0,
-        };
+        let peak = || cpu::fma_peak(self.isa, self.threads, Duration::ZERO);
+        let fma_peak_gflops = if fma_peak_us.is_empty() { peak() } else { 0.0 };
         if let Some(why) = absent {
             samples.push(Samples { name: "torch".into(), calls: 0, times: Vec::new(), failure: Some(why) });
         }

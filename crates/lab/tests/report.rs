@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 use flashcore_lab::report::{self, source::Evidence};
 use roxmltree::{Document, Node, NodeType, ParsingOptions};
@@ -17,6 +18,12 @@ fn root() -> PathBuf {
 
 /// The record, as the command sees it from the repository for a report in docs/report.
 fn record() -> Vec<Evidence> {
+    // Read once: every file is audited.
+    static RECORD: OnceLock<Vec<Evidence>> = OnceLock::new();
+    RECORD.get_or_init(read_record).clone()
+}
+
+fn read_record() -> Vec<Evidence> {
     let mut names: Vec<String> = std::fs::read_dir(root().join("record"))
         .expect("record/")
         .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())

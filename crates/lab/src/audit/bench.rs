@@ -31,11 +31,7 @@ pub(super) fn value(of: impl serde::Serialize) -> Value {
     serde_json::to_value(of).unwrap_or_default()
 }
 
-pub(super) fn remake(
-    audit: &mut Audit,
-    root: &Place<'_>,
-    version: u32,
-) -> Result<Map<String, Value>, String> {
+pub(super) fn remake(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<String, Value> {
     let mut made = raws(&["threads", "no_torch_because"]);
     made.insert("clock".into(), json!("call"));
     let threads = audit.count(&root.get("threads"), 1..=65_536);
@@ -71,7 +67,7 @@ pub(super) fn remake(
     made.insert("cells".into(), Value::Array(cells));
     made.insert("summaries".into(), value(summarise_all(&outcomes)));
     made.insert("causal_shares".into(), value(causal_shares(&outcomes)));
-    Ok(made)
+    made
 }
 
 /// The instruction set by the device's name, `cpu (avx2, 2 threads)`.
@@ -257,11 +253,7 @@ pub(super) fn drawn(key: String, draw: impl FnOnce() -> [u32; 3]) -> [u32; 3] {
     *drawn.get_or_insert_default().entry(key).or_insert_with(draw)
 }
 
-pub(super) fn against_itself(
-    audit: &mut Audit,
-    root: &Place<'_>,
-    version: u32,
-) -> Result<Map<String, Value>, String> {
+pub(super) fn against_itself(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<String, Value> {
     let mut cells = Vec::new();
     for place in audit.list(&root.get("cells")) {
         let label = audit.text(&place.get("cell"), is_label).to_string();
@@ -312,7 +304,7 @@ pub(super) fn against_itself(
     audit.require("cells", !cells.is_empty(), "are none: nothing was measured");
     let labels = root.get("cells").items().iter().map(|place| place.get("cell").str()).collect();
     audit.require("cells", are_different(labels), "hold one twice");
-    Ok([("cells".to_string(), Value::Array(cells))].into_iter().collect())
+    [("cells".to_string(), Value::Array(cells))].into_iter().collect()
 }
 
 /// Whether no text stands twice.

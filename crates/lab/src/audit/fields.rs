@@ -59,15 +59,18 @@ impl<'a> Place<'a> {
 }
 
 impl Audit {
+    /// Refuses a place where nothing that can be was found.
+    fn possible<T>(&mut self, place: &Place<'_>, found: Option<T>) -> Option<T> {
+        if found.is_none() {
+            self.deny(&place.at, format!("is {}, which cannot be", super::brief(place.value)));
+        }
+        found
+    }
+
     /// A number within a range; NaN where it is refused.
     pub(super) fn number(&mut self, place: &Place<'_>, range: impl RangeBounds<f64>) -> f64 {
-        match place.value.as_f64().filter(|number| range.contains(number)) {
-            Some(number) => number,
-            None => {
-                self.deny(&place.at, format!("is {}, which cannot be", super::brief(place.value)));
-                f64::NAN
-            }
-        }
+        let number = place.value.as_f64().filter(|number| range.contains(number));
+        self.possible(place, number).unwrap_or(f64::NAN)
     }
 
     /// The same where nothing may stand.
@@ -77,13 +80,8 @@ impl Audit {
 
     /// A number of things within a range; 0 where it is refused.
     pub(super) fn count(&mut self, place: &Place<'_>, range: impl RangeBounds<u64>) -> u64 {
-        match place.value.as_u64().filter(|count| range.contains(count)) {
-            Some(count) => count,
-            None => {
-                self.deny(&place.at, format!("is {}, which cannot be", super::brief(place.value)));
-                0
-            }
-        }
+        let count = place.value.as_u64().filter(|count| range.contains(count));
+        self.possible(place, count).unwrap_or(0)
     }
 
     /// A time in microseconds.
@@ -98,13 +96,8 @@ impl Audit {
 
     /// A text that passes.
     pub(super) fn text<'a>(&mut self, place: &Place<'a>, passes: impl Fn(&str) -> bool) -> &'a str {
-        match place.value.as_str().filter(|text| !text.trim().is_empty() && passes(text)) {
-            Some(text) => text,
-            None => {
-                self.deny(&place.at, format!("is {}, which cannot be", super::brief(place.value)));
-                ""
-            }
-        }
+        let text = place.value.as_str().filter(|text| !text.trim().is_empty() && passes(text));
+        self.possible(place, text).unwrap_or_default()
     }
 
     /// The same where nothing may stand.

@@ -41,11 +41,7 @@ struct Bench {
     ceilings: Option<Ceilings>,
 }
 
-pub(super) fn remake(
-    audit: &mut Audit,
-    root: &Place<'_>,
-    version: u32,
-) -> Result<Map<String, Value>, String> {
+pub(super) fn remake(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<String, Value> {
     let mut made = raws(&["cache", "no_torch_because", "budget_seconds", "seconds", "lost_workers"]);
     made.insert("clock".into(), json!("kernel"));
     let cache = audit.text(&root.get("cache"), |text| ["cold", "warm"].contains(&text));
@@ -89,7 +85,7 @@ pub(super) fn remake(
     made.insert("inputs".into(), pools(audit, root, &outcomes));
     made.insert("cells".into(), Value::Array(cells));
     made.insert("summaries".into(), value(summaries(&outcomes)));
-    Ok(made)
+    made
 }
 
 /// The GPU, the driver and torch, as they name themselves.
@@ -332,7 +328,7 @@ fn plan(audit: &mut Audit, place: &Place<'_>, name: &str) -> Value {
         audit.count(&side, 1..1 << 31);
     }
     let threads = audit.count(&place.get("threads"), 32..=1024);
-    audit.require(&place.at, threads % 32 == 0, "has a part of a warp");
+    audit.require(&place.at, threads.is_multiple_of(32), "has a part of a warp");
     audit.count(&place.get("shared_bytes"), ..=232_448);
     audit.count(&place.get("registers"), 1..=255);
     audit.count(&place.get("local_bytes"), ..1 << 30);

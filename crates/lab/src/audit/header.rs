@@ -44,7 +44,7 @@ fn environment(audit: &mut Audit, place: &Place<'_>) -> Value {
     cpu(audit, &place.get("cpu"));
     if !place.get("memory_bytes").is_null() {
         let bytes = audit.count(&place.get("memory_bytes"), 1 << 20..1 << 50);
-        audit.require("environment.memory_bytes", bytes % 1024 == 0, "is no whole number of KiB");
+        audit.require("environment.memory_bytes", bytes.is_multiple_of(1024), "is no whole number of KiB");
     }
     audit.flag(&place.get("optimised"));
     let cpu = raws(&["model", "cores", "paths", "chosen", "why"]);

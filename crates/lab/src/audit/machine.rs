@@ -25,7 +25,7 @@ pub(super) fn rates(audit: &mut Audit, place: &Place<'_>) {
     audit.require(&launches[0].at, both, "is one of two clocks, and the other is absent");
 }
 
-pub(super) fn ceilings(audit: &mut Audit, root: &Place<'_>, _: u32) -> Result<Map<String, Value>, String> {
+pub(super) fn ceilings(audit: &mut Audit, root: &Place<'_>, _: u32) -> Map<String, Value> {
     rates(audit, root);
     let whole = root.get("complete").value == &json!(true);
     audit.require("complete", whole, "is false, but ceilings are all measured or not written");
@@ -43,10 +43,10 @@ pub(super) fn ceilings(audit: &mut Audit, root: &Place<'_>, _: u32) -> Result<Ma
         audit.require("machine", known, "is not the CPU that the environment tells of");
         audit.require("launch_us", root.get("launch_us").is_null(), "is given, but a CPU launches nothing");
     }
-    Ok(raws(&["machine", "matmul_tflops", "memory_gbytes", "exp_gops", "launch_us", "launch_host_us"]))
+    raws(&["machine", "matmul_tflops", "memory_gbytes", "exp_gops", "launch_us", "launch_host_us"])
 }
 
-pub(super) fn profile(audit: &mut Audit, root: &Place<'_>, _: u32) -> Result<Map<String, Value>, String> {
+pub(super) fn profile(audit: &mut Audit, root: &Place<'_>, _: u32) -> Map<String, Value> {
     let mut made = raws(&["problem", "device", "target", "schedule", "reason", "not_profiled"]);
     let posed = problem(root.get("problem").str());
     audit.require("problem", posed.is_some(), "is no problem");
@@ -93,7 +93,7 @@ pub(super) fn profile(audit: &mut Audit, root: &Place<'_>, _: u32) -> Result<Map
     made.insert("occupancy".into(), occupancy(audit, root, target, registers));
     made.insert("roofline".into(), roofline(audit, root));
     made.insert("simulated".into(), simulated(audit, &root.get("simulated")));
-    Ok(made)
+    made
 }
 
 /// What Nsight Compute counted, and what bounds the kernel by that.
@@ -164,16 +164,14 @@ fn occupancy(audit: &mut Audit, root: &Place<'_>, target: Option<Target>, regist
     let shared = root.get("loaded").get("shared_bytes").value.as_u64();
     let threads = warps / blocks.max(1) * 32;
     let by = |shared: u32| Occupancy::of(target, threads, registers as u32, shared);
-    match shared {
-        Some(shared) => value(by(shared.min(1 << 20) as u32)),
-        None => {
-            let made = by(0);
-            let limits = [Limit::Threads, Limit::Registers, Limit::Shared, Limit::Blocks].map(value);
-            let known = limits.contains(place.get("limit").value) && blocks <= made.blocks;
-            audit.require(&place.at, known, "holds more blocks than there is room for");
-            json!({"blocks": raw(), "warps": raw(), "max_warps": made.max_warps, "limit": raw()})
-        }
+    if let Some(shared) = shared {
+        return value(by(shared.min(1 << 20) as u32));
     }
+    let made = by(0);
+    let limits = [Limit::Threads, Limit::Registers, Limit::Shared, Limit::Blocks].map(value);
+    let known = limits.contains(place.get("limit").value) && blocks <= made.blocks;
+    audit.require(&place.at, known, "holds more blocks than there is room for");
+    json!({"blocks": raw(), "warps": raw(), "max_warps": made.max_warps, "limit": raw()})
 }
 
 /// Operations and bytes follow from the problem, and the rate from the time.
