@@ -1,0 +1,133 @@
+"""The mask that models of transformers pass from layer to layer.
+
+A model asks for a mask before it knows, or says, who will read it: FlashCore, or attention of the model's own. So the
+mask is a tensor that both understand. FlashCore reads a few numbers from it; any other operation gets the mask of
+``"eager"`` in full, which is made only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._pytree import tree_map_only
+
+from ._backward import visible_of
+
+
+class Pattern(NamedTuple):
+    """What queries see, in the numbers that a call takes. None stands for the first key and the end of all keys.
+
+    Numbers that change from pass to pass are tensors: a compiled model neither reads them nor is compiled for them.
+    """
+
+    mask: str
+    left: int | None = None
+    right: int | None = None
+    key_starts: Tensor | None = None
+    key_ends: Tensor | None = None
+
+
+def _without_values() -> frozenset[Callable[..., Any]]:
+    """What can be asked of a tensor without looking at its elements."""
+    with_values = ("T", "mT", "H", "mH", "data", "real", "imag")
+    properties = {
+        getattr(Tensor, name).__get__
+        for name in dir(Tensor)
+        if type(getattr(Tensor, name)).__name__ in ("getset_descriptor", "property") and name not in with_values
+    }
+    names = (
+        "size stride dim ndimension numel nelement element_size storage_offset untyped_storage is_contiguous "
+        "is_floating_point is_complex is_signed is_conj is_neg is_inference is_shared _is_view __len__ get_device"
+    )
+    return frozenset(properties | {getattr(Tensor, name) for name in names.split()})
+
+
+_WITHOUT_VALUES = _without_values()
+
+
+class FusedMask(Tensor):
+    """A mask of shape (batch, 1, queries, keys): 0 where a query sees a key, the lowest number where it does not.
+
+    Behind it lies a single NaN, so that whoever reads the memory past ``__torch_function__`` cannot miss it.
+    """
+
+    #: A pattern, or what queries see as booleans where no pattern is known.
+    seen: Pattern | Tensor
+    _full: Tensor | None
+    _version_made: int
+
+    @staticmethod
+    def of(seen: Pattern | Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> FusedMask:
+        """A mask of this shape."""
+        mask = torch.full((), float("nan"), dtype=dtype, device=device).expand(shape).as_subclass(FusedMask)
+        mask.seen, mask._full = seen, None
+        return mask
+
+    def full(self) -> Tensor:
+        """The mask with all its elements, made once."""
+        if self._full is not None:
+            return self._full
+        if is_compiling():
+            self._full = self._made()
+            return self._full
+        # A tensor of inference mode would not count its changes.
+        with torch.inference_mode(False):
+            full = self._made()
+        self._full, self._version_made = full, full._version
+        return full
+
+    def unchanged(self) -> bool:
+        """Whether ``seen`` is still what the mask says. A graph cannot tell, so there it must not have been made."""
+        if self._full is None:
+            return True
+        return not is_compiling() and self._full._version == self._version_made
+
+    def _made(self) -> Tensor:
+        seen = self.seen
+        if not isinstance(seen, Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                plain = self.as_subclass(Tensor)
+                queries, keys = plain, plain.transpose(2, 3)
+            visible = visible_of(queries, keys, seen.key_starts, seen.key_ends, seen.mask, seen.left, seen.right)
+            seen = visible(0, queries.size(2))
+            if seen is None:
+                return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        # Expanded elements would share memory, which an operation in place must not find.
+        return torch.where(seen, zero, torch.finfo(self.dtype).min).expand(self.shape).contiguous()
+
+    def _moved(self, *args: Any, **options: Any) -> Tensor:
+        """``Tensor.to``, which keeps the pattern as long as the result is of floating point."""
+        to = torch.empty((), dtype=self.dtype, device=self.device).to(*args, **options)
+        if not to.is_floating_point() or not self.unchanged():
+            return self.full().to(*args, **options)
+        seen: Pattern | Tensor = self.seen
+        if isinstance(seen, Tensor):
+            seen = seen.to(to.device)
+        elif seen.key_starts is None and seen.key_ends is not None:
+            seen = seen._replace(key_ends=seen.key_ends.to(to.device))
+        return FusedMask.of(seen, tuple(self.shape), to.dtype, to.device)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.to and isinstance(args[0], FusedMask):
+            return args[0]._moved(*args[1:], **kwargs)
+        if func is Tensor.contiguous or func is Tensor.detach:
+            # A full mask is contiguous, and has no gradient.
+            return args[0]
+        args, kwargs = tree_map_only(FusedMask, FusedMask.full, (args, kwargs))
+        return func(*args, **kwargs)
