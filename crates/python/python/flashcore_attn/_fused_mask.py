@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
 from ._backward import visible_of
@@ -61,8 +61,13 @@ class FusedMask(Tensor):
     _version_made: int
 
     @staticmethod
-    def of(seen: Pattern | Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> FusedMask:
+    def of(seen: Pattern | Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A mask of this shape."""
+        if is_compiling() and not is_dynamo_compiling():
+            # torch.export has tensors of a class of its own. They are full, and only say what they stand for.
+            full = _full(seen, shape, dtype, device)
+            full._flashcore_seen = seen, full._version  # type: ignore[attr-defined]
+            return full
         mask = torch.full((), float("nan"), dtype=dtype, device=device).expand(shape).as_subclass(FusedMask)
         mask.seen, mask._full = seen, None
         return mask
@@ -71,12 +76,13 @@ class FusedMask(Tensor):
         """The mask with all its elements, made once."""
         if self._full is not None:
             return self._full
+        made = self.seen, tuple(self.shape), self.dtype, self.device
         if is_compiling():
-            self._full = self._made()
+            self._full = _full(*made)
             return self._full
         # A tensor of inference mode would not count its changes.
         with torch.inference_mode(False):
-            full = self._made()
+            full = _full(*made)
         self._full, self._version_made = full, full._version
         return full
 
@@ -85,20 +91,6 @@ class FusedMask(Tensor):
         if self._full is None:
             return True
         return not is_compiling() and self._full._version == self._version_made
-
-    def _made(self) -> Tensor:
-        seen = self.seen
-        if not isinstance(seen, Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
-                plain = self.as_subclass(Tensor)
-                queries, keys = plain, plain.transpose(2, 3)
-            visible = visible_of(queries, keys, seen.key_starts, seen.key_ends, seen.mask, seen.left, seen.right)
-            seen = visible(0, queries.size(2))
-            if seen is None:
-                return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        zero = torch.zeros((), dtype=self.dtype, device=self.device)
-        # Expanded elements would share memory, which an operation in place must not find.
-        return torch.where(seen, zero, torch.finfo(self.dtype).min).expand(self.shape).contiguous()
 
     def _moved(self, *args: Any, **options: Any) -> Tensor:
         """``Tensor.to``, which keeps the pattern as long as the result is of floating point."""
@@ -131,3 +123,29 @@ class FusedMask(Tensor):
             return args[0]
         args, kwargs = tree_map_only(FusedMask, FusedMask.full, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def seen_of(mask: Tensor) -> Pattern | Tensor | None:
+    """What a mask of ours stands for; None for any other mask, and for one that was changed since."""
+    if isinstance(mask, FusedMask):
+        return mask.seen if mask.unchanged() else None
+    if is_compiling() and not is_dynamo_compiling():
+        seen, version = getattr(mask, "_flashcore_seen", (None, None))
+        return seen if mask._version == version else None
+    return None
+
+
+def _full(seen: Pattern | Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The mask that "eager" has."""
+    visible: Tensor | None
+    if isinstance(seen, Tensor):
+        visible = seen
+    else:
+        queries = torch.empty((), device=device).expand(shape)
+        keys = queries.transpose(2, 3)
+        visible_to = visible_of(queries, keys, seen.key_starts, seen.key_ends, seen.mask, seen.left, seen.right)
+        visible = visible_to(0, queries.size(2))
+    zero = torch.zeros((), dtype=dtype, device=device)
+    mask = zero if visible is None else torch.where(visible, zero, torch.finfo(dtype).min)
+    # Expanded elements would share memory, which an operation in place must not find.
+    return mask.expand(shape).contiguous()

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ._errors import ContractError, UnsupportedError
-from ._fused_mask import FusedMask, Pattern
+from ._fused_mask import FusedMask, Pattern, seen_of
 from ._ops import recognise
 from ._sdpa import masked
 from ._torch import attend
@@ -52,7 +52,8 @@ def register(name: str = NAME) -> None:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
     if not _names:
-        PreTrainedModel.get_correct_attn_implementation = _checked(PreTrainedModel.get_correct_attn_implementation)
+        models: Any = PreTrainedModel
+        models.get_correct_attn_implementation = _checked(models.get_correct_attn_implementation)
     _names.add(name)
 
 
@@ -110,38 +111,34 @@ def attention_forward(
         if unknown or (option == "cache" and given is not None):
             raise UnsupportedError(f"this model gives {option} to attention, which is not fused. Use 'sdpa' or 'eager'")
     softcap = softcap or 0.0
-    if isinstance(attention_mask, FusedMask):
-        o = _fused(query, key, value, attention_mask, is_causal, scaling, softcap)
-    elif attention_mask is None:
+    if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = "causal-top-left" if causal and query.size(2) > 1 else "none"
         o = attend(query, key, value, mask, scale=scaling, softcap=softcap)
     else:
-        # A mask that somebody made by hand.
-        o = masked(query, key, value, attention_mask[..., : key.size(2)], scaling, softcap)
+        o = _under(attention_mask, query, key, value, is_causal, scaling, softcap)
     return o.transpose(1, 2).contiguous(), None
 
 
-def _fused(
+def _under(
+    mask: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: FusedMask,
     is_causal: bool | None,
     scaling: float | None,
     softcap: float,
 ) -> Tensor:
-    """Attention under a mask of ours."""
-    if not mask.unchanged():
-        return masked(query, key, value, mask.full()[..., : key.size(2)], scaling, softcap)
-    seen = mask.seen
-    if isinstance(seen, Tensor):
-        return masked(query, key, value, seen[..., : key.size(2)], scaling, softcap)
-    if mask.shape != (query.size(0), 1, query.size(2), key.size(2)):
+    """Attention under a mask."""
+    seen = seen_of(mask)
+    if isinstance(seen, Pattern) and mask.shape != (query.size(0), 1, query.size(2), key.size(2)):
         # Numbers hold for the keys that they were made for.
-        return masked(query, key, value, (mask.full() == 0)[..., : key.size(2)], scaling, softcap)
+        seen = mask == 0
+    if not isinstance(seen, Pattern):
+        # One that somebody made by hand or changed, or that is only known when a compiled graph runs.
+        return masked(query, key, value, (mask if seen is None else seen)[..., : key.size(2)], scaling, softcap)
     name = seen.mask
-    if is_causal is False and seen == _CAUSAL:
+    if is_causal is False and seen == _CAUSAL and query.size(2) == key.size(2):
         # Who switches causality off means a mask that says nothing else, as with "sdpa".
         name = "none"
     o: Tensor = attend(
@@ -184,7 +181,7 @@ def attention_mask(
     shape, device = (batch_size, 1, q_length, kv_length), torch.device(device)
 
     def as_sdpa(padding: Tensor | None) -> Tensor | None:
-        where = {"q_offset": q_offset, "kv_offset": kv_offset, "device": device, "dtype": dtype}
+        where: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "device": device, "dtype": dtype}
         mask: Tensor | None = sdpa_mask(
             batch_size, q_length, kv_length, mask_function=function, attention_mask=padding, **where, **options
         )  # fmt: skip
