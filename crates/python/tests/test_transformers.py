@@ -8,6 +8,7 @@ from flashcore_attn._fused_mask import FusedMask
 from transformers import (
     BertConfig,
     BertModel,
+    CompileConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     GitConfig,
@@ -157,6 +158,19 @@ def test_generation_with_a_static_cache_compiles_into_one_graph_for_all_steps(ki
     assert torch.equal(model.generate(ids, **options), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_generation_with_a_static_cache_runs_in_cuda_graphs(ids):
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build("llama").to("cuda", torch.bfloat16)
+    model.set_attn_implementation("fcore")
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    expected = model.generate(ids.cuda(), **options, disable_compile=True)
+    graphs = CompileConfig(fullgraph=True, backend="cudagraphs", mode=None)
+    assert torch.equal(model.generate(ids.cuda(), **options, compile_config=graphs), expected)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
 def test_a_static_cache_that_the_graph_reads_itself_needs_no_recompilation(ids):

@@ -65,7 +65,7 @@ class FusedMask(Tensor):
         """A mask of this shape."""
         if is_compiling() and not is_dynamo_compiling():
             # torch.export has tensors of a class of its own. They are full, and only say what they stand for.
-            full = _full(seen, shape, dtype, device)
+            full = _with_elements(seen, shape, dtype, device)
             full._flashcore_seen = seen, full._version  # type: ignore[attr-defined]
             return full
         mask = torch.full((), float("nan"), dtype=dtype, device=device).expand(shape).as_subclass(FusedMask)
@@ -78,11 +78,11 @@ class FusedMask(Tensor):
             return self._full
         made = self.seen, tuple(self.shape), self.dtype, self.device
         if is_compiling():
-            self._full = _full(*made)
+            self._full = _with_elements(*made)
             return self._full
         # A tensor of inference mode would not count its changes.
         with torch.inference_mode(False):
-            full = _full(*made)
+            full = _with_elements(*made)
         self._full, self._version_made = full, full._version
         return full
 
@@ -135,7 +135,7 @@ def seen_of(mask: Tensor) -> Pattern | Tensor | None:
     return None
 
 
-def _full(seen: Pattern | Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _with_elements(seen: Pattern | Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The mask that "eager" has."""
     visible: Tensor | None
     if isinstance(seen, Tensor):
