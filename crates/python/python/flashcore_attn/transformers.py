@@ -4,21 +4,26 @@
     flashcore_attn.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fcore")
 
-Padding on either side, caches, grouped heads, sliding windows and softcap are computed as with ``"sdpa"``, but for
+Padding on either side, caches, grouped heads, sliding windows and softcap are computed as with ``"eager"``, but for
 the queries of padding, whose outputs mean nothing. What the kernels cannot express raises ``UnsupportedError``
-instead of being left out.
+instead of being left out; so does a model whose attention does not come here.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from ._errors import ContractError, UnsupportedError
+from ._fused_mask import FusedMask, Pattern, seen_of
 from ._ops import recognise
 from ._sdpa import masked
 from ._torch import attend
@@ -26,20 +31,62 @@ from ._torch import attend
 #: transformers takes every name with "flash" in it for one of flash-attn's own.
 NAME = "fcore"
 
-#: A batch entry's row of a pattern: its first key, the end of its keys, the window's sides (-1 is no limit), and
-#: whether the window is aligned top-left.
-_COLUMNS = 5
+#: Tensors that come along with a call and say nothing about what attention computes.
+_HARMLESS = frozenset(
+    (
+        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "num_items_in_batch",
+        "position_ids", "seq_idx",
+    )
+)  # fmt: skip
+
+_names: set[str] = set()
 
 
 def register(name: str = NAME) -> None:
     """Registers FlashCore with transformers under this name, for ``attn_implementation=name``."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     if "flash" in name:
         raise ContractError(f"the name is '{name}', but transformers looks for flash-attn where it reads 'flash'")
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
+    if not _names:
+        models: Any = PreTrainedModel
+        models.get_correct_attn_implementation = _checked(models.get_correct_attn_implementation)
+    _names.add(name)
+
+
+def _checked(choose: Callable[..., str]) -> Callable[..., str]:
+    """The method by which a model takes its implementation, with a refusal by models that would not call it."""
+
+    @functools.wraps(choose)
+    def chosen(self: Any, *args: Any, **options: Any) -> str:
+        name = choose(self, *args, **options)
+        if name in _names and not _comes_here(type(self)):
+            raise UnsupportedError(
+                f"{type(self).__name__} computes attention by itself, not through transformers' AttentionInterface: "
+                f"'{name}' would never be called. Use attn_implementation='sdpa' or 'eager'. If it is one part of a "
+                f"model, choose for each part: attn_implementation={{'text_config': '{name}', …}}"
+            )
+        return name
+
+    return chosen
+
+
+def _comes_here(model: Any) -> bool:
+    """Whether the layers of a model class get attention from the interface, as far as its source says.
+
+    It is the question that transformers asks before it changes an implementation, and one more: whether layers are
+    chosen by the implementation's name, which knows only the names that transformers has.
+    """
+    if not model._can_set_attn_implementation():
+        return False
+    try:
+        source = inspect.getsource(sys.modules[model.__module__])
+    except (KeyError, OSError, TypeError):
+        return True
+    return re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]", source) is None
 
 
 def attention_forward(
@@ -57,36 +104,67 @@ def attention_forward(
     """What a model's layers call: (batch, heads, length, head_dim) in, (batch, length, heads, head_dim) out."""
     if dropout != 0.0:
         raise UnsupportedError(f"dropout is {dropout}: FlashCore has none. Set attention_dropout to 0, or model.eval()")
-    for option in ("position_bias", "s_aux", "cache"):
-        if others.get(option) is not None:
-            raise UnsupportedError(f"this model gives {option} to attention, which is not fused. Use 'sdpa' or 'eager'")
     if others.get("output_attentions"):
         raise UnsupportedError("output_attentions: probabilities are never made. Use 'eager' to see them")
+    for option, given in others.items():
+        unknown = isinstance(given, Tensor) and option not in _HARMLESS
+        if unknown or (option == "cache" and given is not None):
+            raise UnsupportedError(f"this model gives {option} to attention, which is not fused. Use 'sdpa' or 'eager'")
     softcap = softcap or 0.0
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = "causal-top-left" if causal and query.size(2) > 1 else "none"
         o = attend(query, key, value, mask, scale=scaling, softcap=softcap)
-    elif attention_mask.dtype == torch.int32 and attention_mask.size(-1) == _COLUMNS:
-        starts, ends, mask, left, right = _decode(attention_mask)
-        o = attend(query, key, value, mask, left, right, starts, ends, scaling, softcap)
     else:
-        # A mask that somebody made by hand, or one that is only known when a compiled graph runs.
-        o = masked(query, key, value, attention_mask[..., : key.size(2)], scaling, softcap)
+        o = _under(attention_mask, query, key, value, is_causal, scaling, softcap)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _under(
+    mask: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool | None,
+    scaling: float | None,
+    softcap: float,
+) -> Tensor:
+    """Attention under a mask."""
+    seen = seen_of(mask)
+    if isinstance(seen, Pattern) and mask.shape != (query.size(0), 1, query.size(2), key.size(2)):
+        # Numbers hold for the keys that they were made for.
+        seen = mask == 0
+    if not isinstance(seen, Pattern):
+        # One that somebody made by hand or changed, or that is only known when a compiled graph runs.
+        return masked(query, key, value, (mask if seen is None else seen)[..., : key.size(2)], scaling, softcap)
+    name = seen.mask
+    if is_causal is False and seen == _CAUSAL and query.size(2) == key.size(2):
+        # Who switches causality off means a mask that says nothing else, as with "sdpa".
+        name = "none"
+    o: Tensor = attend(
+        query, key, value, name, seen.left, seen.right, seen.key_starts, seen.key_ends, scaling, softcap
+    )  # fmt: skip
+    return o
+
+
+#: What ``is_causal`` says by itself.
+_CAUSAL = Pattern("causal-top-left")
 
 
 def attention_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor | None:
-    """What a model calls once a pass, before its layers: None if ``is_causal`` says it all, else a pattern as numbers.
+    """What a model calls once a pass, before its layers: a mask that FlashCore reads as numbers and everybody else as
+    the mask of "eager". None where "eager" has none: without causality and padding.
 
     Padding is read from the two-dimensional mask; nothing of the size queries × keys is made for it. Other patterns
     (windows, blocks, …) are made as ``"sdpa"`` has them and recognised.
@@ -99,35 +177,98 @@ def attention_mask(
         sdpa_mask,
     )
 
-    mask_function = causal_mask_function if mask_function is None else mask_function
+    function = causal_mask_function if mask_function is None else mask_function
+    shape, device = (batch_size, 1, q_length, kv_length), torch.device(device)
 
     def as_sdpa(padding: Tensor | None) -> Tensor | None:
-        return sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, padding, **options
+        where: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "device": device, "dtype": dtype}
+        mask: Tensor | None = sdpa_mask(
+            batch_size, q_length, kv_length, mask_function=function, attention_mask=padding, **where, **options
         )  # fmt: skip
+        return mask
 
-    if is_compiling() or isinstance(q_offset, Tensor):
-        return as_sdpa(attention_mask)
+    def fused(seen: Pattern | Tensor) -> Tensor:
+        return FusedMask.of(seen, shape, dtype, device)
+
+    if is_compiling():
+        if isinstance(q_offset, Tensor) and function is causal_mask_function and attention_mask is None:
+            # A cache of fixed size, whose length the graph reads on the device.
+            end = (q_offset - kv_offset + q_length).to(torch.int32)
+            return fused(Pattern("causal", key_ends=end.expand(batch_size).contiguous()))
+        seen = as_sdpa(attention_mask)
+        if seen is not None:
+            return fused(seen)
+        return (
+            fused(_CAUSAL if q_length > 1 else Pattern("none")) if options.get("allow_is_causal_skip", True) else None
+        )
+
+    offset, fixed_cache = int(q_offset) - kv_offset, isinstance(q_offset, Tensor)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
     spans = _spans(padding, batch_size, kv_length)
+    causal_if_none = bool(options.get("allow_is_causal_skip", True))
+    found: _Numbers | None = None
     if spans is not None:
-        causal = mask_function is causal_mask_function
-        if causal or mask_function is bidirectional_mask_function:
-            found = _padded(*spans, q_length, kv_length, q_offset - kv_offset, None, 0 if causal else None)
+        if function is bidirectional_mask_function:
+            found = _Numbers(*spans, None, None)
+        elif function is causal_mask_function:
+            found = _padded(*spans, q_length, offset, None, 0)
         else:
-            found = _other(as_sdpa(None), *spans, q_length, kv_length, q_offset - kv_offset, options)
-        if found is not None:
-            return found.mask
-    mask = as_sdpa(attention_mask)
-    return None if mask is None else _recognised(mask, batch_size, q_length)
+            found = _other(as_sdpa(None), *spans, q_length, kv_length, offset, causal_if_none)
+    if found is None:
+        seen = as_sdpa(attention_mask)
+        if seen is None:
+            return fused(_CAUSAL if q_length > 1 else Pattern("none")) if causal_if_none else None
+        try:
+            found = _Numbers.recognised(seen, batch_size, q_length)
+        except UnsupportedError:
+            # Refused when FlashCore is to compute it, not when a model asks for it.
+            return fused(seen)
+    if options.get("allow_is_bidirectional_skip") and found.whole(kv_length):
+        return None
+    return fused(found.pattern(q_length, kv_length, device, fixed_cache))
 
 
-class _Found:
-    """A pattern that was found; None is one, too."""
+class _Numbers(NamedTuple):
+    """A pattern on the host: the keys of each batch entry, the window's sides, and the corner it is aligned to."""
 
-    def __init__(self, mask: Tensor | None) -> None:
-        self.mask = mask
+    starts: list[int]
+    ends: list[int]
+    left: int | None
+    right: int | None
+    top_left: bool = False
+
+    @staticmethod
+    def recognised(mask: Tensor, batch: int, q_length: int) -> _Numbers:
+        """The numbers behind a mask, or ``UnsupportedError``."""
+        starts, ends, name, left, right = recognise(mask, batch, q_length)
+        if name in ("causal", "causal-top-left"):
+            left, right = None, 0
+        return _Numbers(starts, ends, left, right, name == "causal-top-left")
+
+    def whole(self, kv_length: int) -> bool:
+        """Whether every query sees every key."""
+        sides = self.left is None and self.right is None
+        return sides and not any(self.starts) and all(end == kv_length for end in self.ends)
+
+    def pattern(self, q_length: int, kv_length: int, device: torch.device, fixed_cache: bool) -> Pattern:
+        """The numbers as a mask carries them. A cache of fixed size keeps its ends even where they are those of all
+        keys, so that one compiled graph serves every step."""
+        left, right, all_keys = self.left, self.right, kv_length
+        if self.top_left:
+            # Queries see no key behind the last of them.
+            name, left, right, all_keys = "causal-top-left", None, None, min(q_length, kv_length)
+        elif left is None and (right is None or (right == 0 and q_length == 1)):
+            name, right = "none", None
+        else:
+            name = "causal" if left is None and right == 0 else "window"
+        if any(self.starts):
+            # Calls are cut where sequences begin, which takes numbers on the host.
+            starts, ends = (torch.tensor(x, dtype=torch.int32) for x in (self.starts, self.ends))
+            return Pattern(name, left, right, starts, ends)
+        if all(end >= all_keys for end in self.ends) and (self.top_left or not fixed_cache):
+            return Pattern(name, left, right)
+        return Pattern(name, left, right, None, torch.tensor(self.ends, dtype=torch.int32).to(device))
 
 
 def _spans(padding: Tensor | None, batch: int, kv_length: int) -> tuple[list[int], list[int]] | None:
@@ -145,65 +286,47 @@ def _spans(padding: Tensor | None, batch: int, kv_length: int) -> tuple[list[int
 
 
 def _padded(
-    starts: list[int], ends: list[int], q_length: int, kv_length: int, offset: int, left: int | None, right: int | None
-) -> _Found | None:  # fmt: skip
+    starts: list[int], ends: list[int], q_length: int, offset: int, left: int | None, right: int | None
+) -> _Numbers | None:  # fmt: skip
     """The pattern of padded sequences under a window whose query i stands at key i + offset."""
-    if left is None and right is None:
-        whole = not any(starts) and all(end == kv_length for end in ends)
-        return _Found(None if whole else _encode(starts, ends, None, None, False))
     # The window stands right if the last query has the last key; keys after it are never seen.
     last = offset + q_length
     if right == 0:
         ends = [min(end, last) for end in ends]
+    from_first = right == 0 and offset == 0 and not any(starts)
     if all(end == last for end in ends):
-        plain = left is None and not any(starts) and last == kv_length and (q_length == 1 or offset == 0)
-        return _Found(None if plain else _encode(starts, ends, left, right, False))
-    if right == 0 and offset == 0 and not any(starts):
+        return _Numbers(starts, ends, left, right, from_first and left is None)
+    if from_first:
         # Padding on the right, which only queries of padding could see.
         if left is None:
-            return _Found(_encode(starts, ends, None, 0, True))
-        return _Found(_encode(starts, [last] * len(ends), left, 0, False))
+            return _Numbers(starts, ends, None, 0, True)
+        return _Numbers(starts, [last] * len(ends), left, 0)
     return None
 
 
 def _other(
-    mask: Tensor | None, starts: list[int], ends: list[int], q_length: int, kv_length: int, offset: int, options: dict
-) -> _Found | None:  # fmt: skip
+    mask: Tensor | None,
+    starts: list[int],
+    ends: list[int],
+    q_length: int,
+    kv_length: int,
+    offset: int,
+    causal_if_none: bool,
+) -> _Numbers | None:
     """The pattern of padded sequences under a mask that was made without the padding."""
-    if mask is None:
-        right = 0 if options.get("allow_is_causal_skip", True) else None
-        return _padded(starts, ends, q_length, kv_length, offset, None, right)
-    firsts, lasts, name, left, right = recognise(mask, len(starts), q_length)
-    if any(firsts) or len(set(lasts)) > 1:
-        return None
-    if name == "causal-top-left" or name == "causal":
-        left, right = None, 0
-    return _padded(starts, ends, q_length, kv_length, offset, left, right)
-
-
-def _recognised(mask: Tensor, batch: int, q_length: int) -> Tensor:
-    starts, ends, name, left, right = recognise(mask, batch, q_length)
-    if name in ("causal", "causal-top-left"):
-        left, right = None, 0
-    return _encode(starts, ends, left, right, name == "causal-top-left")
-
-
-def _encode(starts: list[int], ends: list[int], left: int | None, right: int | None, top_left: bool) -> Tensor:
-    """A pattern as a tensor of four dimensions, which models pass on as they pass a mask."""
-    sides = (-1 if left is None else left, -1 if right is None else right, int(top_left))
-    rows = [(start, end, *sides) for start, end in zip(starts, ends, strict=True)]
-    return torch.tensor(rows, dtype=torch.int32).view(len(rows), 1, 1, _COLUMNS)
-
-
-def _decode(pattern: Tensor) -> tuple[list[int] | None, list[int], str, int | None, int | None]:
-    rows = pattern.view(-1, _COLUMNS).tolist()
-    starts, ends = [row[0] for row in rows], [row[1] for row in rows]
-    left, right, top_left = rows[0][2:] if rows else (-1, -1, 0)
-    left, right = (None if side == -1 else side for side in (left, right))
-    if top_left:
-        mask = "causal-top-left"
-    elif left is None and right is None:
-        mask = "none"
-    else:
-        mask = "causal" if left is None and right == 0 else "window"
-    return (starts if any(starts) else None), ends, mask, left, right
+    left, right = None, 0 if causal_if_none else None
+    if mask is not None:
+        try:
+            found = _Numbers.recognised(mask[:1] if mask.stride(0) == 0 else mask, len(starts), q_length)
+        except UnsupportedError:
+            return None
+        left, right = found.left, found.right
+        if q_length == 1 and left is None:
+            right = 0
+        # The window must be about the same keys, and only the padding may hide others.
+        end = min(offset + q_length, kv_length) if right == 0 else kv_length
+        if any(found.starts) or any(last != end for last in found.ends):
+            return None
+    if left is None and right is None:
+        return _Numbers(starts, ends, None, None)
+    return _padded(starts, ends, q_length, offset, left, right)
