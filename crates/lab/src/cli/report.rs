@@ -27,7 +27,7 @@ pub fn report(options: &Options) -> Result<Exit, String> {
     let mut evidence = Vec::new();
     let mut holds = true;
     for path in &options.evidence {
-        let text = std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))?;
+        let text = files::read_text(path)?;
         let audit = audit(&text).map_err(|why| format!("{}: {why}", path.display()))?;
         if !audit.holds() {
             holds = false;

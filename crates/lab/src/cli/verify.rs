@@ -1,6 +1,7 @@
 //! `flashcore verify`: the corpus through the engines, judged by the oracle.
 
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -17,7 +18,7 @@ use crate::evidence::Environment;
 use crate::explain::{describe, explain, reproduce};
 use crate::faults::{self, Finding, Nature, Trial};
 use crate::gpu::stress;
-use crate::interrupt::{self, On};
+use crate::interrupt;
 use crate::rule::Judgement;
 use crate::subject::command::CommandEngine;
 use crate::subject::ptx::PtxEngine;
@@ -153,8 +154,13 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let engines = options.engines()?;
     let tier = if options.full { Tier::Full } else { Tier::Quick };
     let cases = select(tier, &options.filter)?;
-    interrupt::install(On::Finish);
     let started = Instant::now();
+    let tallies = engines.iter().map(|engine| Tally::new(engine.name())).collect();
+    let found = Arc::new(Mutex::new(Report { tier, rule: RULE, engines: tallies, results: Vec::new() }));
+    interrupt::finish_steps({
+        let (found, json) = (Arc::clone(&found), options.json.clone());
+        move || keep_part(&found, &json)
+    });
     say(&format!(
         "{} cases on {}; {RULE}",
         cases.len(),
@@ -162,35 +168,44 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     ));
     let total = cases.len();
     let mut progress = Progress::new(total as u64);
-    let mut tallies: Vec<Tally> = engines.iter().map(|engine| Tally::new(engine.name())).collect();
-    let mut results: Vec<Record> = Vec::new();
     let (mut done, mut explained) = (0, 0);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let work = |case: &Case| check_on_all(case, &engines);
     crew::in_order(&cases, threads, &interrupt::requested, work, |at, checked| {
-        for ((record, explanation), tally) in checked.into_iter().zip(&mut tallies) {
-            tally.count(&record);
+        for (i, (record, explanation)) in checked.into_iter().enumerate() {
             if let Some(explanation) = explanation
                 && explained < EXPLAINED
             {
                 explained += 1;
                 progress.say(&format!("\n{} {explanation}", toned(Tone::Bad, "FAILED")));
             }
-            results.push(record);
+            let mut found = locked(&found);
+            found.engines[i].count(&record);
+            found.results.push(record);
         }
         done += 1;
         progress.at(done as u64, &cases[at].name);
     });
+    interrupt::finishing();
     progress.finish();
-    say(&table(&tallies));
+    let report = locked(&found);
+    say(&table(&report.engines));
     let complete = done == total;
-    let report = Report { tier, rule: RULE, engines: tallies, results };
-    options.json.write("flashcore.verify/1", &Environment::read(), complete, &report)?;
+    options.json.write("flashcore.verify/1", &Environment::read(), complete, &*report)?;
     let seconds = started.elapsed().as_secs_f64();
     let (exit, words) = verdict(&report.engines, done, total);
     let tone = if exit == Exit::Pass { Tone::Good } else { Tone::Bad };
     say(&format!("\n{} in {seconds:.1} s", toned(tone, &words)));
     Ok(exit)
+}
+
+/// Keeps what a run found until it is ended in the middle of a case.
+fn keep_part(found: &Mutex<Report>, json: &Json) {
+    let found = locked(found);
+    say(&table(&found.engines));
+    if let Err(why) = json.write("flashcore.verify/1", &Environment::read(), false, &*found) {
+        interrupt::tell(&format!("error: {why}"));
+    }
 }
 
 /// One case on every engine, each with what to tell a person where it failed.
@@ -220,14 +235,33 @@ struct FaultsReport {
     findings: Vec<Finding>,
 }
 
+impl FaultsReport {
+    fn new(findings: Vec<Finding>) -> Self {
+        let count = |nature| faults::count(&findings, nature);
+        Self { caught: count(Nature::Fault), accepted: count(Nature::Honest), findings }
+    }
+}
+
+fn locked<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Plants every fault.
 fn plant_faults(options: &Options) -> Result<Exit, String> {
-    interrupt::install(On::Finish);
+    let found = Arc::new(Mutex::new(Vec::new()));
+    interrupt::finish_steps({
+        let (found, json) = (Arc::clone(&found), options.json.clone());
+        move || {
+            let report = FaultsReport::new(std::mem::take(&mut *locked(&found)));
+            if let Err(why) = json.write("flashcore.faults/1", &Environment::read(), false, &report) {
+                interrupt::tell(&format!("error: {why}"));
+            }
+        }
+    });
     let started = Instant::now();
     let trials = faults::all();
     let mut progress = Progress::new(trials.len() as u64);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut findings: Vec<Finding> = Vec::new();
     let width = trials.iter().map(|trial| trial.name.chars().count()).max().unwrap_or(0);
     crew::in_order(&trials, threads, &interrupt::requested, Trial::run, |at, finding| {
         progress.at(at as u64 + 1, &finding.name);
@@ -238,13 +272,13 @@ fn plant_faults(options: &Options) -> Result<Exit, String> {
             (false, Nature::Honest) => toned(Tone::Bad, "ACCUSED "),
         };
         progress.say(&format!("{word} {:<width$}  {:<10} {}", finding.name, finding.judge, finding.said));
-        findings.push(finding);
+        locked(&found).push(finding);
     });
+    interrupt::finishing();
     progress.finish();
-    let complete = findings.len() == trials.len();
-    let (caught, accepted) =
-        (faults::count(&findings, Nature::Fault), faults::count(&findings, Nature::Honest));
-    let report = FaultsReport { caught, accepted, findings };
+    let report = FaultsReport::new(std::mem::take(&mut *locked(&found)));
+    let complete = report.findings.len() == trials.len();
+    let (caught, accepted) = (report.caught, report.accepted);
     options.json.write("flashcore.faults/1", &Environment::read(), complete, &report)?;
     let exit = if report.findings.iter().any(|finding| !finding.as_it_should) {
         Exit::Fail
@@ -285,7 +319,7 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
         repeats: options.repeats,
         ..stress::Plan::default()
     };
-    interrupt::install(On::Finish);
+    interrupt::finish_steps(|| {});
     let started = Instant::now();
     say(&format!(
         "{cuda}: {} calls from {} threads on {} streams, {} replays and {} runs in a row must give the same bits",
@@ -294,6 +328,7 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
     let mut progress = Progress::new(1000);
     let mut tell = |what: &str, share: f64| progress.at((share * 1000.0) as u64, what);
     let records = stress::stress(&cuda, &plan, options.problems, &interrupt::requested, &mut tell);
+    interrupt::finishing();
     progress.finish();
     let records = records.map_err(|error| error.to_string())?;
     let complete = !interrupt::requested();
