@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::process;
@@ -80,16 +80,33 @@ pub fn tell(text: &str) {
 /// Ends the command with 2 from wherever it is: with all that it started, and without partial files.
 pub fn end() -> ! {
     process::end_all();
-    // Held until the process is gone, so that no new partial file can appear behind this. Who holds it does so for a
-    // moment, unless it is this very thread.
-    for _ in 0..50 {
-        if let Ok(partial) = PARTIAL.try_lock() {
-            partial.iter().for_each(|path| drop(std::fs::remove_file(path)));
-            exit();
-        }
-        std::thread::sleep(Duration::from_millis(2));
+    // Held until the process is gone, so that no new partial file can appear behind this.
+    let partial = lock_soon(&PARTIAL);
+    for path in partial.iter().flat_map(|partial| partial.iter()) {
+        let _ = std::fs::remove_file(path);
     }
     exit()
+}
+
+/// Locks something that others hold for a moment only; none if it is this very thread that holds it.
+pub(crate) fn lock_soon<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    for _ in 0..50 {
+        match mutex.try_lock() {
+            Ok(guard) => return Some(guard),
+            Err(TryLockError::Poisoned(guard)) => return Some(guard.into_inner()),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(2)),
+        }
+    }
+    None
+}
+
+/// Ends the command because there is no memory for so many bytes. Nothing here asks for any.
+pub fn out_of_memory(bytes: usize) -> ! {
+    let _ = writeln!(
+        io::stderr(),
+        "error: there is no memory for another {bytes} bytes; choose a smaller problem"
+    );
+    end()
 }
 
 /// Without what libraries do at an exit: CUDA's would wait for the work that is to end.

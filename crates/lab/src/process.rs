@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::interrupt::lock_soon;
+
 /// Why a worker gave no answer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Silence {
@@ -40,8 +42,8 @@ fn groups() -> MutexGuard<'static, Vec<u32>> {
 
 /// Ends every group, and lets no other start: for a process that is about to end.
 pub(crate) fn end_all() {
-    let groups = groups();
-    groups.iter().for_each(|&id| kill_group(id));
+    let groups = lock_soon(&GROUPS);
+    groups.iter().flat_map(|groups| groups.iter()).for_each(|&id| kill_group(id));
     // Held until the process is gone, so that nothing starts behind this.
     std::mem::forget(groups);
 }

@@ -215,6 +215,10 @@ mod processes {
             }
             std::thread::sleep(Duration::from_millis(50));
         }
+        // While one search writes to the journal, no other does.
+        let second = evolve(out, &["--budget", "60s", "--resume"]).output().unwrap();
+        let said = String::from_utf8_lossy(&second.stderr);
+        assert!(second.status.code() == Some(2) && said.contains("another search"), "{said}");
         child.kill().unwrap();
         child.wait().unwrap();
         let before = journal(out).lines().count();
@@ -230,6 +234,44 @@ mod processes {
         assert!(board["candidates"].as_u64() >= Some(3), "{board}");
         let log = std::fs::read_to_string(out.join("evo_log.csv")).unwrap();
         assert!(log.starts_with("schedule,proposer,fate") && log.lines().count() > 3, "{log}");
+    }
+
+    /// Interrupts a search once it times something, and waits for its end.
+    fn interrupted(out: &Path, more: &[&str]) -> std::process::Output {
+        let child = evolve(out, &["--budget", "3000s"])
+            .args(more)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let before = journal(out).matches("\"begun\"").count();
+        while journal(out).matches("\"begun\"").count() == before {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let status = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+        assert!(status.success());
+        child.wait_with_output().unwrap()
+    }
+
+    #[test]
+    fn a_search_that_is_interrupted_again_and_again_suspects_nobody_and_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path();
+        for more in [&[][..], &["--resume"], &["--resume"]] {
+            let output = interrupted(out, more);
+            assert_eq!(output.status.code(), Some(2), "{}", String::from_utf8_lossy(&output.stderr));
+            let text = journal(out);
+            assert!(text.lines().last().unwrap().contains("\"end\""), "{text}");
+            assert!(!text.contains("ended twice"), "{text}");
+        }
+        // Half of the journal is lost: the search goes on, and says so.
+        let text = journal(out);
+        let lines: Vec<&str> = text.split_inclusive('\n').collect();
+        std::fs::write(out.join("journal.jsonl"), lines[lines.len() / 2..].concat()).unwrap();
+        let resumed = evolve(out, &["--budget", "30s", "--generations", "1", "--resume"]).output().unwrap();
+        assert!(resumed.status.success(), "{}", String::from_utf8_lossy(&resumed.stderr));
+        let said = String::from_utf8_lossy(&resumed.stdout);
+        assert!(said.contains("is damaged") && said.contains("its beginning among them"), "{said}");
     }
 
     #[test]

@@ -82,14 +82,56 @@ const HANG: Duration = Duration::from_secs(240);
 
 /// What stands where a number or a word is expected.
 const NASTY: [&str; 44] = [
-    "", "0", "-1", "1", "255", "65536", "4294967295", "4294967296", "9223372036854775807", "9223372036854775808",
-    "18446744073709551615", "18446744073709551616", "99999999999999999999999999", "1e308", "1e999", "-1e999", "1e-400",
-    "NaN", "nan", ".inf", "-0.0", "0x7fffffffffffffff", "007", "1_000", "null", "true", "~", "\0", "é", "∞", "\u{202e}",
-    "\u{feff}", "\r\n", "\n\n", "\"", "'", "\\", "*", "&a [*a]", "/", "|", "%s", "[", "{",
+    "",
+    "0",
+    "-1",
+    "1",
+    "255",
+    "65536",
+    "4294967295",
+    "4294967296",
+    "9223372036854775807",
+    "9223372036854775808",
+    "18446744073709551615",
+    "18446744073709551616",
+    "99999999999999999999999999",
+    "1e308",
+    "1e999",
+    "-1e999",
+    "1e-400",
+    "NaN",
+    "nan",
+    ".inf",
+    "-0.0",
+    "0x7fffffffffffffff",
+    "007",
+    "1_000",
+    "null",
+    "true",
+    "~",
+    "\0",
+    "é",
+    "∞",
+    "\u{202e}",
+    "\u{feff}",
+    "\r\n",
+    "\n\n",
+    "\"",
+    "'",
+    "\\",
+    "*",
+    "&a [*a]",
+    "/",
+    "|",
+    "%s",
+    "[",
+    "{",
 ];
 
 fn deep() -> Vec<Vec<u8>> {
-    ["[", "{\"a\":", "- ", "a = [", "a: {", "[[a]]\n", "(", "x=", "!!a "].map(|part| part.repeat(50_000).into()).to_vec()
+    ["[", "{\"a\":", "- ", "a = [", "a: {", "[[a]]\n", "(", "x=", "!!a "]
+        .map(|part| part.repeat(50_000).into())
+        .to_vec()
 }
 
 fn seconds() -> Duration {
@@ -168,7 +210,9 @@ fn fuzz(name: &'static str, seeds: Vec<Vec<u8>>, read: impl Fn(&[u8]) + Send + '
         fixed.extend(deep());
         // In the first seed every number becomes each that hurts.
         for (from, to) in runs(&seeds[0], u8::is_ascii_digit).into_iter().take(60) {
-            fixed.extend(NASTY.iter().map(|text| [&seeds[0][..from], text.as_bytes(), &seeds[0][to..]].concat()));
+            fixed.extend(
+                NASTY.iter().map(|text| [&seeds[0][..from], text.as_bytes(), &seeds[0][to..]].concat()),
+            );
         }
         let least = fixed.len() + 50;
         for number in 0.. {
@@ -293,15 +337,18 @@ fn searches_in_files() {
 
 #[test]
 fn shapes_on_the_command_line() {
-    let seeds = ["1x8x512x64", "2x32/8x1/4096x128", "mission", "4x16x512x64:causal:bf16", "1×1x1000000000X64"];
+    let seeds =
+        ["1x8x512x64", "2x32/8x1/4096x128", "mission", "4x16x512x64:causal:bf16", "1×1x1000000000X64"];
     fuzz_text("shapes", &seeds, |text| {
-        let (Ok(target), Ok(_)) = (config::target(text), shapes::parse(text.split(':').next().unwrap_or_default()))
+        let (Ok(target), Ok(_)) =
+            (config::target(text), shapes::parse(text.split(':').next().unwrap_or_default()))
         else {
             return;
         };
         for dtype in DType::ALL {
             let problem = target.cell.shape.problem(target.cell.mask, dtype).with_lse();
-            let _ = (problem.flops(), problem.min_bytes(), memory::to_judge(&problem), memory::to_call(&problem));
+            let _ =
+                (problem.flops(), problem.min_bytes(), memory::to_judge(&problem), memory::to_call(&problem));
             let _ = flashcore::cpu::Engine::new().schedule(problem.head_dim, problem.head_dim_v);
             for target in Target::ALL {
                 if let Ok(plan) = Plan::choose(&problem, &Hardware::typical(target)) {
@@ -410,7 +457,8 @@ fn journals() {
     let mut journal = Journal::create(&path).unwrap();
     history().iter().for_each(|event| journal.write(event).unwrap());
     drop(journal);
-    let events = history().iter().map(|event| serde_json::to_string(event).unwrap() + "\n").collect::<String>();
+    let events =
+        history().iter().map(|event| serde_json::to_string(event).unwrap() + "\n").collect::<String>();
     let seeds = vec![events.into_bytes(), std::fs::read(&path).unwrap()];
     let copy = folder.path().join("copy.jsonl");
     fuzz("journal", seeds, move |bytes| {
@@ -426,7 +474,8 @@ fn journals() {
         let (_, after) = journal::read(&copy).unwrap();
         assert_eq!((after.unreadable.len(), after.missing), (damage.unreadable.len(), damage.missing));
         let mut state = journal::State::default();
-        for event in String::from_utf8_lossy(bytes).lines().filter_map(|line| serde_json::from_str(line).ok()) {
+        for event in String::from_utf8_lossy(bytes).lines().filter_map(|line| serde_json::from_str(line).ok())
+        {
             state.apply(&event);
         }
         let _ = (state.elites(), state.unfinished(), state.refused());
@@ -489,8 +538,7 @@ fn requests_to_workers() {
         Request::Check { who: who.clone() },
         Request::Sample { who, warm: 1, calls: 2 },
     ];
-    let lines: Vec<String> =
-        requests.iter().map(|request| serde_json::to_string(request).unwrap()).collect();
+    let lines: Vec<String> = requests.iter().map(|request| serde_json::to_string(request).unwrap()).collect();
     let all = lines.join("\n");
     fuzz_text("requests", &[&all], move |text| {
         let mut server = Server::default();
@@ -533,8 +581,14 @@ fn ends_well(arguments: &[&str], input: &[u8]) {
     }
     let output = child.wait_with_output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
-    let ended = output.status.code().is_some_and(|code| code <= 2) && !said.contains("fault of flashcore itself");
-    assert!(ended, "{arguments:?} ended with {} and said {said}; it read {} bytes", output.status, input.len());
+    let ended =
+        output.status.code().is_some_and(|code| code <= 2) && !said.contains("fault of flashcore itself");
+    assert!(
+        ended,
+        "{arguments:?} ended with {} and said {said}; it read {} bytes",
+        output.status,
+        input.len()
+    );
 }
 
 #[cfg(unix)]
@@ -552,7 +606,8 @@ fn tensors_of_files() {
     let whole = safetensors::serialize(tensors, None).unwrap();
     // Shapes of no elements, whose other sizes may be anything.
     let empty = |shape: &str| {
-        let entry = |name: &str| format!("\"{name}\":{{\"dtype\":\"F16\",\"shape\":{shape},\"data_offsets\":[0,0]}}");
+        let entry =
+            |name: &str| format!("\"{name}\":{{\"dtype\":\"F16\",\"shape\":{shape},\"data_offsets\":[0,0]}}");
         let header = format!("{{{},{},{}}}", entry("q"), entry("k"), entry("v"));
         [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
     };
@@ -612,6 +667,9 @@ fn sizes_that_no_machine_has() {
         ends_well(&["inspect", shape, "--target", "sm_90a"], b"");
         ends_well(&["inspect", shape, "--kernel", "scalar"], b"");
         let out = folder.path().join(shape.replace('/', "-"));
-        ends_well(&["evolve", shape, "--device", "cpu", "--budget", "1s", "--out", out.to_str().unwrap()], b"");
+        ends_well(
+            &["evolve", shape, "--device", "cpu", "--budget", "1s", "--out", out.to_str().unwrap()],
+            b"",
+        );
     }
 }

@@ -110,7 +110,7 @@ impl From<Exit> for ExitCode {
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    std::panic::set_hook(Box::new(own_fault));
+    end_on_panic();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(answer) => {
@@ -152,7 +152,11 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// A panic, of whichever thread, ends the command as what could not run.
+/// From now on a panic, of whichever thread, ends the process as what could not run.
+pub fn end_on_panic() {
+    std::panic::set_hook(Box::new(own_fault));
+}
+
 fn own_fault(panic: &PanicHookInfo<'_>) {
     let what = panic.payload_as_str().unwrap_or("it panicked");
     let place = panic.location().map_or_else(String::new, |place| format!(" ({place})"));
