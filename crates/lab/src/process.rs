@@ -214,7 +214,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    const SOON: Duration = Duration::from_secs(20);
+    const SOON: Duration = Duration::from_mins(2);
 
     fn shell(script: &str) -> Worker {
         Worker::start("test worker", Command::new("sh").args(["-c", script])).unwrap()
@@ -283,6 +283,8 @@ mod tests {
         let Err(Silence::Lost(why)) = worker.ask(&json!({}), Duration::from_millis(50)) else { panic!() };
         assert!(why.contains("did not answer"), "{why}");
         let mut worker = shell("read line; echo 'Segmentation fault'; sleep 100");
+        assert!(matches!(worker.ask(&json!({}), SOON), Err(Silence::Lost(why)) if why.contains("no reply")));
+        let mut worker = shell("read line; exec cat /dev/zero");
         assert!(matches!(worker.ask(&json!({}), SOON), Err(Silence::Lost(why)) if why.contains("no reply")));
     }
 }

@@ -633,7 +633,9 @@ mod tests {
     fn written(folder: &Path) -> (std::path::PathBuf, Vec<String>) {
         let path = folder.join("journal.jsonl");
         let mut journal = Journal::create(&path).unwrap();
-        history().iter().for_each(|event| journal.write(event).unwrap());
+        for event in history() {
+            journal.write(&event).unwrap();
+        }
         let text = std::fs::read_to_string(&path).unwrap();
         (path, text.split_inclusive('\n').map(String::from).collect())
     }
