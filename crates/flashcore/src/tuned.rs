@@ -126,8 +126,9 @@ impl Table {
                 && short_name(&entry.device) == short_name(&hardware.name)
                 && is_same_kind(&entry.problem, problem)
                 && distance(&entry.problem, problem) <= NEAR
-                && has_same_rounds(entry, problem, spec, hardware)
+                // What fits no kernel has no geometry either.
                 && entry.schedule.check(spec, hardware.target).is_ok()
+                && has_same_rounds(entry, problem, spec, hardware)
         };
         let far = |of: &&(Entry, Origin)| distance(&of.0.problem, problem);
         self.entries.iter().filter(near).min_by(|a, b| far(a).total_cmp(&far(b)))
@@ -323,6 +324,13 @@ mod tests {
         assert!(!tuned(Problem::new(1, 8, 512, 64, DType::BF16), "A100"));
         assert!(!tuned(mission().with_softcap(5.0), "A100"));
         assert!(!tuned(mission(), "A30"));
+    }
+
+    #[test]
+    fn an_entry_whose_schedule_no_kernel_can_have_is_passed_over() {
+        let absurd = line("1x8/8x512/512x64/64 f16 full").replace("block_n=32", "block_n=4294967295");
+        let plan = chosen(&table(&[&absurd]), &mission(), "A100");
+        assert!(!plan.reason.contains("this machine's table"), "{}", plan.reason);
     }
 
     #[test]

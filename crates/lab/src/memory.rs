@@ -15,8 +15,13 @@ pub fn to_judge(problem: &Problem) -> u128 {
     let threads = std::thread::available_parallelism().map_or(1, usize::from) as u128;
     let head = size_of_all(&[problem.len_k, problem.head_dim + problem.head_dim_v, size_of::<f32>()]);
     // One after the other: inputs as they are drawn, in f32; the oracle's heads; the output and its values in f32.
-    let widest = (4 * inputs).max(rows.min(threads) * head).max(o * (size + 4));
+    let widest = (4 * inputs).max(rows.min(threads) * head + of_rows(problem)).max(o * (size + 4));
     inputs * size + widest
+}
+
+/// Bytes that the truth about a row of every head takes at the least, which is what is judged of the largest problems.
+pub fn of_rows(problem: &Problem) -> u128 {
+    512 * size_of_all(&[problem.batch, problem.heads_q])
 }
 
 /// Bytes that a problem's inputs and its output, with a copy of it, take.

@@ -19,8 +19,8 @@ use crate::gpu::bench::{Cache, GpuBench, Ours, PEERS, Setup};
 use crate::gpu::cells::Member;
 use crate::gpu::outcome::{Facts, Measured, Outcome, Summary, not_run, summaries};
 use crate::gpu::pool::Stored;
-use crate::interrupt;
 use crate::stats::Verdict;
+use crate::{interrupt, memory};
 
 /// Time for a cell unless a limit for all is given.
 const A_CELL: Duration = Duration::from_secs(6);
@@ -86,6 +86,9 @@ pub fn bench(
     cells: &[Member],
     json: &Json,
 ) -> Result<Exit, String> {
+    for Member { cell, .. } in cells {
+        memory::check(&cell.label(), memory::of_rows(&cell.problem()))?;
+    }
     let alone = options.matrix().is_none() && task.config.is_none();
     let itself = options.against_itself();
     let setup = Setup {

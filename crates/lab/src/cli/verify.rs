@@ -155,11 +155,11 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let tier = if options.full { Tier::Full } else { Tier::Quick };
     let cases = select(tier, &options.filter)?;
     let started = Instant::now();
-    let tallies = engines.iter().map(|engine| Tally::new(engine.name())).collect();
-    let found = Arc::new(Mutex::new(Report { tier, rule: RULE, engines: tallies, results: Vec::new() }));
+    let results: Arc<Mutex<Vec<Record>>> = Arc::default();
     interrupt::finish_steps({
-        let (found, json) = (Arc::clone(&found), options.json.clone());
-        move || keep_part(&found, &json)
+        let (results, json) = (Arc::clone(&results), options.json.clone());
+        let tallies = engines.iter().map(|engine| Tally::new(engine.name())).collect();
+        move || keep_part(tier, tallies, std::mem::take(&mut *locked(&results)), &json)
     });
     say(&format!(
         "{} cases on {}; {RULE}",
@@ -168,30 +168,31 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     ));
     let total = cases.len();
     let mut progress = Progress::new(total as u64);
+    let mut tallies: Vec<Tally> = engines.iter().map(|engine| Tally::new(engine.name())).collect();
     let (mut done, mut explained) = (0, 0);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let work = |case: &Case| check_on_all(case, &engines);
     crew::in_order(&cases, threads, &interrupt::requested, work, |at, checked| {
-        for (i, (record, explanation)) in checked.into_iter().enumerate() {
+        for ((record, explanation), tally) in checked.into_iter().zip(&mut tallies) {
+            tally.count(&record);
             if let Some(explanation) = explanation
                 && explained < EXPLAINED
             {
                 explained += 1;
                 progress.say(&format!("\n{} {explanation}", toned(Tone::Bad, "FAILED")));
             }
-            let mut found = locked(&found);
-            found.engines[i].count(&record);
-            found.results.push(record);
+            locked(&results).push(record);
         }
         done += 1;
         progress.at(done as u64, &cases[at].name);
     });
     interrupt::finishing();
     progress.finish();
-    let report = locked(&found);
-    say(&table(&report.engines));
+    say(&table(&tallies));
     let complete = done == total;
-    options.json.write("flashcore.verify/1", &Environment::read(), complete, &*report)?;
+    let results = std::mem::take(&mut *locked(&results));
+    let report = Report { tier, rule: RULE, engines: tallies, results };
+    options.json.write("flashcore.verify/1", &Environment::read(), complete, &report)?;
     let seconds = started.elapsed().as_secs_f64();
     let (exit, words) = verdict(&report.engines, done, total);
     let tone = if exit == Exit::Pass { Tone::Good } else { Tone::Bad };
@@ -200,10 +201,16 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
 }
 
 /// Keeps what a run found until it is ended in the middle of a case.
-fn keep_part(found: &Mutex<Report>, json: &Json) {
-    let found = locked(found);
-    say(&table(&found.engines));
-    if let Err(why) = json.write("flashcore.verify/1", &Environment::read(), false, &*found) {
+fn keep_part(tier: Tier, mut tallies: Vec<Tally>, results: Vec<Record>, json: &Json) {
+    for record in &results {
+        tallies
+            .iter_mut()
+            .filter(|tally| tally.engine == record.engine)
+            .for_each(|tally| tally.count(record));
+    }
+    say(&table(&tallies));
+    let report = Report { tier, rule: RULE, engines: tallies, results };
+    if let Err(why) = json.write("flashcore.verify/1", &Environment::read(), false, &report) {
         interrupt::tell(&format!("error: {why}"));
     }
 }

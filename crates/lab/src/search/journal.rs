@@ -10,6 +10,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -213,7 +214,8 @@ impl State {
     pub fn apply(&mut self, event: &Event) {
         match event {
             Event::Start { task, .. } => {
-                if self.task.is_none() {
+                // A case without an incumbent is of no search.
+                if self.task.is_none() && task.cases.len() == task.incumbents.len() {
                     self.incumbents.clone_from(&task.incumbents);
                     self.gains = vec![1.0; task.cases.len()];
                     self.named.extend(task.incumbents.iter().cloned());
@@ -469,9 +471,19 @@ impl Journal {
     }
 }
 
+/// How long a lock is waited for. A search that has just ended may be survived by its lock: a process that it was about
+/// to start holds all that was open until it has begun.
+const PATIENCE: Duration = Duration::from_secs(2);
+
 /// Locks a journal for as long as its file is open. The operating system lets go of it whatever happens to the process.
 fn lock(file: &File, path: &Path) -> Result<(), String> {
-    match file.try_lock() {
+    let started = Instant::now();
+    let mut locked = file.try_lock();
+    while matches!(locked, Err(TryLockError::WouldBlock)) && started.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(20));
+        locked = file.try_lock();
+    }
+    match locked {
         Ok(()) => Ok(()),
         Err(TryLockError::WouldBlock) => Err(format!(
             "another search writes to {}: wait for its end or stop it, or choose another --out",

@@ -95,12 +95,10 @@ impl Size {
             Size::Text(text) => text,
         };
         let mut parts = text.split('/');
-        let product = |part: &str| -> Result<usize, String> {
-            part.split('*').try_fold(1_usize, |product, factor| {
+        let product = |text: &str| -> Result<usize, String> {
+            text.split('*').try_fold(1_usize, |product, factor| {
                 let factor = size(factor.trim(), problem)?;
-                product
-                    .checked_mul(factor)
-                    .ok_or_else(|| format!("'{text}' is more than any grid has blocks"))
+                product.checked_mul(factor).ok_or_else(|| format!("'{text}' is too large"))
             })
         };
         let whole = product(parts.next().unwrap_or_default())?;
@@ -221,13 +219,17 @@ pub struct PtxEngine {
 /// Pairs of queries and keys that a kernel is simulated for, at most.
 const MOST_PAIRS: u128 = 30_000;
 
+fn read(path: &Path) -> Result<String, String> {
+    files::read_text(path)
+}
+
 impl PtxEngine {
     /// The kernel of a file wherever a wish for a device means it to run: `sim`, `cuda`, or `all` for the simulator and a
     /// GPU where there is one.
     pub fn select(ptx: &Path, description: &Path, device: &str) -> Result<Vec<Box<dyn Engine>>, String> {
-        let launch = Launch::parse(&files::read_text(description)?)
-            .map_err(|why| format!("{}: {why}", description.display()))?;
-        let text = files::read_text(ptx)?;
+        let launch =
+            Launch::parse(&read(description)?).map_err(|why| format!("{}: {why}", description.display()))?;
+        let text = read(ptx)?;
         let engine = |name: &'static str, place: Place, device: &str| -> Box<dyn Engine> {
             let wish =
                 format!("--ptx {} --launch {} --device {device}", ptx.display(), description.display());
@@ -492,7 +494,7 @@ mod tests {
         assert!(wrong("'len_q/64'", "'seqlen/64'").contains("'seqlen' is not a size"));
         assert!(wrong("'len_q/64'", "'len_q/0'").contains("divides by 0"));
         let large = "'18446744073709551615*18446744073709551615'";
-        assert!(wrong("'len_q/64'", large).contains("more than any grid"));
+        assert!(wrong("'len_q/64'", large).contains("too large"));
         assert!(wrong("'len_q/64'", "'4294967296*len_q'").contains("too large"));
         assert!(wrong("'scale_log2'", "'scale_ln'").contains("scale_log2"));
         assert!(wrong("'full'", "'half'").contains("not a mask"));
