@@ -29,6 +29,9 @@ const SHIPPED: &str = include_str!("../tuned/h200.txt");
 /// The name of the user's table in the cache folder.
 const FILE: &str = "tuned.txt";
 
+/// A file beside it that whoever records holds a lock on.
+const TURN: &str = ".tuned.lock";
+
 /// How far a problem may be from the one that was measured: the sum of the binary logarithms of what its heads, queries
 /// and keys differ by.
 const NEAR: f64 = 0.5;
@@ -123,8 +126,9 @@ impl Table {
                 && short_name(&entry.device) == short_name(&hardware.name)
                 && is_same_kind(&entry.problem, problem)
                 && distance(&entry.problem, problem) <= NEAR
-                && has_same_rounds(entry, problem, spec, hardware)
+                // What fits no kernel has no geometry either.
                 && entry.schedule.check(spec, hardware.target).is_ok()
+                && has_same_rounds(entry, problem, spec, hardware)
         };
         let far = |of: &&(Entry, Origin)| distance(&of.0.problem, problem);
         self.entries.iter().filter(near).min_by(|a, b| far(a).total_cmp(&far(b)))
@@ -136,9 +140,18 @@ pub fn user_file() -> Option<PathBuf> {
     CubinCache::of_user().folder().map(|folder| folder.join(FILE))
 }
 
-/// Puts entries into a table's file, in the place of those for the same device and problem. The file is replaced whole.
+/// Puts entries into a table's file, in the place of those for the same device and problem. The file is replaced whole,
+/// and who records at the same time waits.
 pub fn record(path: &Path, found: &[Entry]) -> Result<(), String> {
     let say = |what: &str, error: &dyn fmt::Display| format!("cannot {what} {}: {error}", path.display());
+    let folder = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder).map_err(|error| say("write", &error))?;
+    let turn = std::fs::File::create(folder.join(TURN)).map_err(|error| say("write", &error))?;
+    match turn.lock() {
+        // Some network file systems have no locks.
+        Err(error) if error.kind() != std::io::ErrorKind::Unsupported => return Err(say("lock", &error)),
+        _ => {}
+    }
     let before = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
@@ -152,8 +165,6 @@ pub fn record(path: &Path, found: &[Entry]) -> Result<(), String> {
     };
     let kept = kept.into_iter().map(|(entry, _)| entry).filter(|entry| !is_replaced(entry));
     let lines: Vec<String> = kept.chain(found.iter().cloned()).map(|entry| entry.to_string()).collect();
-    let folder = path.parent().unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder).map_err(|error| say("write", &error))?;
     let mut file = tempfile::NamedTempFile::new_in(folder).map_err(|error| say("write", &error))?;
     writeln!(file, "{}", lines.join("\n")).map_err(|error| say("write", &error))?;
     file.persist(path).map_err(|error| say("write", &error.error))?;
@@ -215,7 +226,11 @@ impl FromStr for Entry {
             target: Target::from_name(target).ok_or_else(|| format!("'{target}' is not a target"))?,
             problem: parse_problem(problem).ok_or_else(|| format!("'{problem}' is not a problem"))?,
             schedule: schedule.parse().map_err(|error| format!("{error}"))?,
-            speed_up: speed_up.parse().map_err(|_| format!("'{speed_up}' is not a number"))?,
+            speed_up: speed_up
+                .parse()
+                .ok()
+                .filter(|times: &f64| times.is_finite() && *times > 0.0)
+                .ok_or_else(|| format!("'{speed_up}' is not a number above 0"))?,
         })
     }
 }
@@ -312,6 +327,13 @@ mod tests {
     }
 
     #[test]
+    fn an_entry_whose_schedule_no_kernel_can_have_is_passed_over() {
+        let absurd = line("1x8/8x512/512x64/64 f16 full").replace("block_n=32", "block_n=4294967295");
+        let plan = chosen(&table(&[&absurd]), &mission(), "A100");
+        assert!(!plan.reason.contains("this machine's table"), "{}", plan.reason);
+    }
+
+    #[test]
     fn of_two_near_entries_the_nearer_is_taken() {
         let other = line("1x8/8x560/560x64/64 f16 full").replace("block_n=32", "block_n=48");
         let table = table(&[&line("1x8/8x512/512x64/64 f16 full"), &other]);
@@ -334,5 +356,32 @@ mod tests {
         assert_eq!(entries, [&other, &better]);
         std::fs::write(&path, "nonsense").unwrap();
         assert!(record(&path, &[better]).unwrap_err().contains("line 1"));
+    }
+
+    #[test]
+    fn what_is_recorded_at_the_same_time_is_all_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(FILE);
+        std::thread::scope(|scope| {
+            for thread in 1..5 {
+                let path = &path;
+                scope.spawn(move || {
+                    for number in 1..9 {
+                        let entry = line(&format!("{thread}x8/8x{number}/512x64/64 f16 full"));
+                        record(path, &[entry.parse().unwrap()]).unwrap();
+                    }
+                });
+            }
+        });
+        let table = Table::parse(&std::fs::read_to_string(&path).unwrap(), Origin::User).unwrap();
+        assert_eq!(table.entries().len(), 32);
+    }
+
+    #[test]
+    fn a_speed_up_that_is_no_number_above_zero_is_refused() {
+        for wrong in ["nan", "inf", "-1", "0", "1e999", "fast"] {
+            let text = line("1x8/8x512/512x64/64 f16 full").replace("1.05", wrong);
+            assert!(text.parse::<Entry>().unwrap_err().contains("above 0"), "{wrong}");
+        }
     }
 }

@@ -96,7 +96,17 @@ enum Many<T> {
     List(Vec<T>),
 }
 
+/// Cases of one table at most: lists multiply.
+const MOST_CASES: usize = 100_000;
+
 impl<T> Many<T> {
+    fn len(&self) -> usize {
+        match self {
+            Many::One(_) => 1,
+            Many::List(values) => values.len(),
+        }
+    }
+
     fn try_map<U>(&self, read: impl Fn(&T) -> Result<U, String>) -> Result<Many<U>, String> {
         Ok(match self {
             Many::One(value) => Many::One(read(value)?),
@@ -213,6 +223,28 @@ impl Table {
             Some(dtype) => dtype.try_map(|text| text.parse())?,
             None => Many::List(DType::ALL.to_vec()),
         };
+        let lists = [
+            self.inputs.as_ref().map(Many::len),
+            self.mask.as_ref().map(Many::len),
+            self.batch.as_ref().map(Many::len),
+            self.heads.as_ref().map(Many::len),
+            self.heads_kv.as_ref().map(Many::len),
+            self.len.as_ref().map(Many::len),
+            self.len_q.as_ref().map(Many::len),
+            self.len_k.as_ref().map(Many::len),
+            self.head_dim.as_ref().map(Many::len),
+            self.head_dim_v.as_ref().map(Many::len),
+            self.scale.as_ref().map(Many::len),
+            self.softcap.as_ref().map(Many::len),
+            self.lse.as_ref().map(Many::len),
+            self.arrangement.as_ref().map(Many::len),
+            self.seed.as_ref().map(Many::len),
+            Some(dtype.len()),
+        ];
+        let cases = lists.into_iter().flatten().fold(1, usize::saturating_mul);
+        if cases > MOST_CASES {
+            return Err(format!("its lists make {cases} cases; {MOST_CASES} are the most of a table"));
+        }
         let d = &mut drafts;
         vary(d, self.inputs.as_ref(), ToString::to_string, |d, x| d.inputs = x);
         vary(d, mask.as_ref(), ToString::to_string, |d, x| d.mask = x);
@@ -332,6 +364,11 @@ mod tests {
         assert!(refuse("batch = 2\nkey_lengths = [1]").contains("2 numbers"));
         assert!(refuse("heads = 3\nheads_kv = 2").contains("multiple"));
         assert!(refuse("seed = [1, 1]").contains("two cases are named"));
+        let many: Vec<String> = (1..=100).map(|n| n.to_string()).collect();
+        let many = many.join(", ");
+        assert!(
+            refuse(&format!("len = [{many}]\nseed = [{many}]\nbatch = [{many}]")).contains("3000000 cases")
+        );
     }
 
     #[test]

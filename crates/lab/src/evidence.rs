@@ -29,7 +29,7 @@ pub struct Document<'a, T: Serialize> {
 impl<'a, T: Serialize> Document<'a, T> {
     /// A report of this process, as of now.
     pub fn new(schema: &'a str, environment: &'a Environment, complete: bool, body: &'a T) -> Self {
-        let command = std::env::args().collect();
+        let command = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect();
         Self { schema, created: utc(SystemTime::now()), command, complete, environment, body }
     }
 

@@ -1,14 +1,14 @@
 //! Files: safetensors in and out, and writing that either happens whole or not at all.
 
 use std::ffi::OsString;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use flashcore::{DType, Element};
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 
-use crate::interrupt;
+use crate::{interrupt, memory};
 
 /// Writes a file under a temporary name in the same folder, and renames it when all of it is on the disk. What is
 /// not a regular file (a pipe, /dev/stdout) is written straight.
@@ -47,6 +47,35 @@ fn partial_name(name: &Path) -> io::Result<PathBuf> {
     partial.push(file);
     partial.push(format!(".{}.partial", std::process::id()));
     Ok(name.with_file_name(partial))
+}
+
+/// Bytes of a text file at most. What is larger, or has no end as /dev/zero has none, is no text that is meant.
+const LONGEST_TEXT: u64 = 1 << 30;
+
+/// The bytes of a file, unless they are more than half of the memory.
+pub fn read(path: &Path) -> Result<Vec<u8>, String> {
+    read_up_to(path, memory::available().map_or(u64::MAX, |free| free / 2))
+}
+
+/// The text of a file.
+pub fn read_text(path: &Path) -> Result<String, String> {
+    let most = memory::available().map_or(LONGEST_TEXT, |free| LONGEST_TEXT.min(free / 2));
+    String::from_utf8(read_up_to(path, most)?).map_err(|error| {
+        format!("{} is no text: byte {} is not UTF-8", path.display(), error.utf8_error().valid_up_to())
+    })
+}
+
+fn read_up_to(path: &Path, most: u64) -> Result<Vec<u8>, String> {
+    let too_large = || format!("{} is larger than the {most} bytes that are read here", path.display());
+    let explained = |error: io::Error| explain("read", path, &error);
+    let file = std::fs::File::open(path).map_err(explained)?;
+    let size = file.metadata().map_err(explained)?.len();
+    if size > most {
+        return Err(too_large());
+    }
+    let mut bytes = Vec::new();
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(explained)?;
+    if bytes.len() as u64 > most { Err(too_large()) } else { Ok(bytes) }
 }
 
 /// An error of a file in words that say what to do.
@@ -169,6 +198,20 @@ mod tests {
         write_whole(&link, |out| out.write_all(b"new")).unwrap();
         assert!(link.is_symlink());
         assert_eq!(std::fs::read(&target).unwrap(), b"new");
+    }
+
+    #[test]
+    fn a_file_without_end_or_without_text_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("in");
+        std::fs::write(&path, b"ab\xff").unwrap();
+        assert!(read_text(&path).unwrap_err().contains("byte 2 is not UTF-8"));
+        assert_eq!(read(&path).unwrap(), b"ab\xff");
+        assert!(read_up_to(&path, 2).unwrap_err().contains("larger than the 2 bytes"));
+        if cfg!(unix) {
+            assert!(read_up_to(Path::new("/dev/zero"), 1000).unwrap_err().contains("larger than"));
+        }
+        assert!(read(&folder.path().join("none")).unwrap_err().contains("check the path"));
     }
 
     #[test]

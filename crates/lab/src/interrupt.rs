@@ -1,49 +1,125 @@
-//! Ctrl-C: long commands stop between two steps and keep what they have, and no file is left half-written.
+//! Ctrl-C: a command ends within a second, keeps what it has, and leaves no file half-written and no process behind.
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::Duration;
+
+use crate::process;
 
 static REQUESTED: AtomicBool = AtomicBool::new(false);
+
+/// Whether a command may end the step that it is in.
+static MAY_FINISH: AtomicBool = AtomicBool::new(false);
+
+/// Whether a command is past its steps and writes what it found.
+static FINISHING: AtomicBool = AtomicBool::new(false);
 
 /// Files that are being written and have not got their name yet.
 static PARTIAL: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// What a command does when it is interrupted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum On {
-    /// Ends at once.
-    End,
-    /// Ends the step that it is in and reports; at once if it is asked a second time.
-    Finish,
-}
+/// Keeps what a command has when it must end in the middle of a step.
+type Save = Box<dyn FnOnce() + Send>;
 
-/// Handles Ctrl-C (and a polite request to terminate) from now on.
-pub fn install(on: On) {
-    let handler = move || {
+static SAVE: Mutex<Option<Save>> = Mutex::new(None);
+
+/// How long a step may go on after Ctrl-C. An oracle, a simulation or a call may take minutes more.
+const GRACE: Duration = Duration::from_millis(600);
+
+/// Handles Ctrl-C from now on. A command ends at once, unless it says otherwise.
+pub fn install() {
+    let handler = || {
         let again = REQUESTED.swap(true, Ordering::SeqCst);
-        if on == On::Finish && !again {
-            eprintln!("\nstopping after this step; press Ctrl-C again to stop at once");
-            return;
+        if again || !MAY_FINISH.load(Ordering::SeqCst) {
+            tell("\ninterrupted; no file was left half-written");
+            end();
         }
-        // Held until the process is gone, so that no new partial file can appear behind this.
-        let partial = partial();
-        for path in partial.iter() {
-            let _ = std::fs::remove_file(path);
-        }
-        eprintln!("\ninterrupted; nothing was written");
-        std::process::exit(2);
+        tell("\nstopping after this step; press Ctrl-C again to stop at once");
+        std::thread::spawn(|| {
+            std::thread::sleep(GRACE);
+            if FINISHING.load(Ordering::SeqCst) {
+                return;
+            }
+            let save = SAVE.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(save) = save {
+                save();
+            }
+            tell("interrupted in the middle of a step, which is lost; what was finished before it is kept");
+            end();
+        });
     };
     if let Err(error) = ctrlc::set_handler(handler) {
-        eprintln!("note: Ctrl-C will end this at once ({error})");
+        tell(&format!("note: Ctrl-C will end this at once ({error})"));
     }
+}
+
+/// From now on the command ends the step that it is in, if that takes a moment only, and reports. `save` keeps what it
+/// has where the step takes longer.
+pub fn finish_steps(save: impl FnOnce() + Send + 'static) {
+    *SAVE.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(save));
+    MAY_FINISH.store(true, Ordering::SeqCst);
+}
+
+/// Says that the steps are behind and what was found is being written, which is waited for.
+pub fn finishing() {
+    FINISHING.store(true, Ordering::SeqCst);
 }
 
 /// Whether the command was asked to stop.
 pub fn requested() -> bool {
     REQUESTED.load(Ordering::SeqCst)
+}
+
+/// Says something on stderr. That nobody can hear it is no reason to end.
+pub fn tell(text: &str) {
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
+/// Ends the command with 2 from wherever it is: with all that it started, and without partial files.
+pub fn end() -> ! {
+    process::end_all();
+    // Held until the process is gone, so that no new partial file can appear behind this.
+    let partial = lock_soon(&PARTIAL);
+    for path in partial.iter().flat_map(|partial| partial.iter()) {
+        let _ = std::fs::remove_file(path);
+    }
+    exit()
+}
+
+/// Locks something that others hold for a moment only; none if it is this very thread that holds it.
+pub(crate) fn lock_soon<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    for _ in 0..50 {
+        match mutex.try_lock() {
+            Ok(guard) => return Some(guard),
+            Err(TryLockError::Poisoned(guard)) => return Some(guard.into_inner()),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(2)),
+        }
+    }
+    None
+}
+
+/// Ends the command because there is no memory for so many bytes. Nothing here asks for any.
+pub fn out_of_memory(bytes: usize) -> ! {
+    let _ = writeln!(
+        io::stderr(),
+        "error: there is no memory for another {bytes} bytes; choose a smaller problem"
+    );
+    end()
+}
+
+/// Without what libraries do at an exit: CUDA's would wait for the work that is to end.
+#[cfg(unix)]
+#[allow(unsafe_code)]
+fn exit() -> ! {
+    // SAFETY: it ends the process without running anything of it, and whoever holds a lock is gone with it.
+    unsafe { nix::libc::_exit(2) }
+}
+
+#[cfg(not(unix))]
+fn exit() -> ! {
+    std::process::exit(2)
 }
 
 fn partial() -> MutexGuard<'static, Vec<PathBuf>> {

@@ -14,7 +14,7 @@
 //! - [`faults`] are planted to see whether all this would notice.
 //! - [`evidence`] is what a report carries beside its numbers, [`audit`] finds out whether they hold together, and
 //!   [`views`] are files that show a part of it, [`report`] a page for people; [`files`] and [`interrupt`] see to it
-//!   that a file is written whole or not at all. [`cli`] is the command itself.
+//!   that a file is written whole or not at all, [`memory`] that a problem fits the machine. [`cli`] is the command itself.
 //!
 //! Use it through the command; as a library it serves the project's own tests.
 
@@ -37,6 +37,7 @@ pub mod files;
 pub mod gpu;
 pub mod interrupt;
 pub mod kept;
+pub mod memory;
 pub mod micro;
 pub mod ncu;
 pub mod occupancy;

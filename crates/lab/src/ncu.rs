@@ -7,6 +7,8 @@ use std::process::Command;
 
 use serde::Serialize;
 
+use crate::process::Group;
+
 /// The variable that names ncu.
 pub const NCU_VARIABLE: &str = "FLASHCORE_NCU";
 
@@ -162,9 +164,7 @@ impl Ncu {
     }
 
     fn run(&self, arguments: &[&str]) -> Result<String, String> {
-        let output = Command::new(&self.path)
-            .args(arguments)
-            .output()
+        let output = Group::output(Command::new(&self.path).args(arguments))
             .map_err(|error| format!("{} does not start: {error}", self.path.display()))?;
         let said =
             String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);

@@ -134,9 +134,9 @@ impl Saved {
 
     /// From a file.
     pub fn read(path: &Path) -> Result<Self, String> {
-        let text = std::fs::read(path).map_err(|error| files::explain("read", path, &error))?;
+        let text = files::read_text(path)?;
         let report: Value =
-            serde_json::from_slice(&text).map_err(|error| format!("{}: {error}", path.display()))?;
+            serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))?;
         Self::of(&report).map_err(|why| format!("{}: {why}", path.display()))
     }
 

@@ -405,6 +405,204 @@ fn a_full_disk_is_said_and_leaves_nothing() {
     assert!(stderr(&output).contains("No space left"), "{}", stderr(&output));
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_behind_stdout_is_said_and_a_reader_that_went_away_is_not() {
+    for arguments in
+        [&["doctor"][..], &["--help"], &["bench", "--help"], &["--version"], &["plan", "mission"], &[]]
+    {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = flashcore().args(arguments).stdout(full).output().unwrap();
+        assert_eq!(code(&output), 2, "{arguments:?}");
+        assert!(stderr(&output).contains("No space left"), "{arguments:?}: {}", stderr(&output));
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = flashcore().args(arguments).stdout(writer).output().unwrap();
+        assert_eq!((code(&output), stderr(&output).as_str()), (2, ""), "{arguments:?}");
+    }
+    // Nobody needs stderr to compute.
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let verify = ["verify", "--device", "cpu", "--filter", "lengths/self-len7-f16"];
+    assert_eq!(code(&flashcore().args(verify).stderr(full).output().unwrap()), 0);
+}
+
+#[cfg(unix)]
+#[test]
+fn an_argument_that_is_no_text_stands_in_the_report_as_well_as_it_can() {
+    use std::os::unix::ffi::OsStrExt;
+    let place = Place::new();
+    place.save("in.safetensors", &qkv(Dtype::F16));
+    let (json, odd) = (place.path("report.json"), std::ffi::OsStr::from_bytes(b"out-\xff.safetensors"));
+    let output = flashcore()
+        .current_dir(place.folder.path())
+        .args(["run", "in.safetensors", "-o"])
+        .arg(odd)
+        .arg("--json")
+        .arg(&json)
+        .output()
+        .unwrap();
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    assert!(place.folder.path().join(odd).is_file());
+    let report: Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+    assert_eq!(report["output"], "out-\u{fffd}.safetensors");
+    assert!(report["command"].as_array().unwrap().iter().any(|it| it == "out-\u{fffd}.safetensors"));
+    // Where text is needed, it is refused.
+    let output = flashcore().args(["bench"]).arg(odd).arg("--json").arg(&json).output().unwrap();
+    assert_eq!(code(&output), 2, "{}", stderr(&output));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_shape_that_needs_more_memory_than_there_is_is_refused_before_anything_is_drawn() {
+    let output = answer(&["bench", "1x1x1000000000x64", "--no-peers", "--device", "cpu"]);
+    assert_eq!(code(&output), 2, "{}", stderr(&output));
+    assert!(stderr(&output).contains("TB of memory") && stderr(&output).contains("can be had"));
+    assert_eq!(stdout(&output), "");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_that_runs_out_all_the_same_ends_with_two() {
+    let place = Place::new();
+    place.save("in.safetensors", &qkv(Dtype::F16));
+    let script =
+        format!("ulimit -v 24000; exec {} verify --device cpu --full", env!("CARGO_BIN_EXE_flashcore"));
+    let output = Command::new("sh").args(["-c", &script]).output().unwrap();
+    assert_eq!(code(&output), 2, "{}", stderr(&output));
+}
+
+#[test]
+#[ignore = "the process of the test below"]
+fn a_process_that_panics() {
+    if std::env::var_os("FLASHCORE_TEST_PANIC").is_some() {
+        flashcore_lab::cli::end_on_panic();
+        let _ = std::thread::spawn(|| panic!("a planted fault")).join();
+        unreachable!("the panic of any thread ends the process");
+    }
+}
+
+#[test]
+fn a_panic_of_any_thread_ends_with_two_and_asks_for_a_report() {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_process_that_panics", "--ignored"])
+        .env("FLASHCORE_TEST_PANIC", "1")
+        .output()
+        .unwrap();
+    assert_eq!(code(&output), 2, "{}", stderr(&output));
+    let said = stderr(&output);
+    assert!(said.contains("a planted fault") && said.contains("Please report it"), "{said}");
+    assert!(!said.contains("backtrace"), "{said}");
+}
+
+/// The number that a process writes to a file, once it is there.
+#[cfg(target_os = "linux")]
+fn number_in(path: &Path) -> u32 {
+    loop {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        if let Some(number) = text.strip_suffix('\n') {
+            return number.parse().unwrap();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+/// Waits until a process is gone; forever where it is not.
+#[cfg(target_os = "linux")]
+fn wait_for_end_of(process: u32) {
+    let runs = || {
+        let state = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+        state.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
+    };
+    while runs() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+/// A command under test that starts a process which would run for long, and writes down its number.
+#[cfg(target_os = "linux")]
+fn lingering(place: &Place) -> (String, PathBuf) {
+    let number = place.path("number");
+    let line = format!(
+        ": {{in}} {{out}}; sh -c 'sleep 3000 & echo $! > {0}.part; mv {0}.part {0}; wait'; :",
+        number.display()
+    );
+    (line, number)
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_command_that_is_too_slow_ends_with_all_that_it_started() {
+    let place = Place::new();
+    let (line, number) = lingering(&place);
+    let output = answer(&["verify", "--command", &line, "--limit", "1"]);
+    assert_eq!(code(&output), 2, "{}", stderr(&output));
+    assert!(stderr(&output).contains("did not end within 1 s"), "{}", stderr(&output));
+    wait_for_end_of(number_in(&number));
+    // What a command leaves behind when it ends well goes, too.
+    let number = place.path("second");
+    let line = format!(": {{in}} {{out}}; sleep 3000 & echo $! > {}", number.display());
+    assert_eq!(code(&answer(&["verify", "--command", &line])), 2);
+    wait_for_end_of(number_in(&number));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_command_ends_with_the_workbench_whether_it_is_interrupted_or_killed() {
+    for signal in ["-INT", "-TERM", "-KILL"] {
+        let place = Place::new();
+        let (line, number) = lingering(&place);
+        let mut child = flashcore()
+            .args(["verify", "--command", &line, "--limit", "3000"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let grandchild = number_in(&number);
+        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+        let status = child.wait().unwrap();
+        if signal == "-INT" {
+            assert_eq!(status.code(), Some(2));
+        }
+        wait_for_end_of(grandchild);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn readers_of_evidence_hear_an_interrupt() {
+    for command in [&["report", "-o", "out"][..], &["evidence", "verify"]] {
+        let place = Place::new();
+        let pipe = place.path("pipe");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let child = flashcore()
+            .current_dir(place.folder.path())
+            .args(command)
+            .arg("pipe")
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let writer = std::fs::OpenOptions::new().write(true).open(&pipe).unwrap();
+        interrupt(&child);
+        let output = child.wait_with_output().unwrap();
+        drop(writer);
+        assert_eq!(code(&output), 2, "{}", stderr(&output));
+        assert!(stderr(&output).contains("interrupted"), "{}", stderr(&output));
+    }
+}
+
+/// A call of this takes far longer than the test may.
+#[cfg(unix)]
+#[test]
+fn an_interrupt_is_heard_in_the_middle_of_a_long_step() {
+    let shape = "1x1x4000000/2000000x1";
+    let (output, report) = interrupted(&["bench", shape, "--device", "cpu", "--no-peers", "--threads", "1"]);
+    assert_eq!(code(&output), 2, "{}", stderr(&output));
+    assert_eq!(report["complete"], false);
+    assert!(report["cells"].as_array().unwrap().is_empty());
+    assert!(stderr(&output).contains("in the middle of a step"), "{}", stderr(&output));
+    assert!(stdout(&output).contains("what was measured until then is kept"), "{}", stdout(&output));
+}
+
 #[cfg(unix)]
 fn interrupt(process: &std::process::Child) {
     let status = Command::new("kill").args(["-INT", &process.id().to_string()]).status().unwrap();

@@ -234,6 +234,69 @@ mod processes {
     }
 
     #[test]
+    fn of_two_searches_in_one_folder_the_second_is_refused_and_damages_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path();
+        let resume = ["--budget", "1h", "--generations", "1", "--resume"];
+        assert!(evolve(out, &resume[..4]).output().unwrap().status.success());
+        let before = journal(out);
+        let files = || std::fs::read_dir(out).unwrap().count();
+        let count = files();
+        // As a search holds it that runs.
+        let first = Journal::resume(&out.join("journal.jsonl")).unwrap();
+        let second = evolve(out, &resume).output().unwrap();
+        let said = String::from_utf8_lossy(&second.stderr);
+        assert!(second.status.code() == Some(2) && said.contains("another search"), "{said}");
+        assert_eq!((journal(out), files()), (before.clone(), count));
+        drop(first);
+        let third = evolve(out, &resume).output().unwrap();
+        assert!(third.status.success(), "{}", String::from_utf8_lossy(&third.stderr));
+        assert!(
+            journal(out).starts_with(&before) && !String::from_utf8_lossy(&third.stdout).contains("damaged")
+        );
+    }
+
+    /// Interrupts a search once it has begun, and waits for its end.
+    fn interrupted(out: &Path, more: &[&str]) -> std::process::Output {
+        let before = journal(out).matches("\"event\":\"start\"").count();
+        // Whoever proposes thinks for longer than the test runs.
+        let child = evolve(out, &["--budget", "3000s", "--external", "sleep 3000"])
+            .args(more)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // Every search begins by writing that it did, with its handler of interrupts in place.
+        let starts = |text: &str| text.matches("\"event\":\"start\"").count();
+        while starts(&journal(out)) == before {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let status = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+        assert!(status.success());
+        child.wait_with_output().unwrap()
+    }
+
+    #[test]
+    fn a_search_that_is_interrupted_again_and_again_writes_its_end_and_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path();
+        for more in [&[][..], &["--resume"], &["--resume"]] {
+            let output = interrupted(out, more);
+            assert_eq!(output.status.code(), Some(2), "{}", String::from_utf8_lossy(&output.stderr));
+            let text = journal(out);
+            assert!(text.lines().last().unwrap().contains("\"end\""), "{text}");
+        }
+        // Half of the journal is lost: the search goes on, and says so.
+        let text = journal(out);
+        let lines: Vec<&str> = text.split_inclusive('\n').collect();
+        std::fs::write(out.join("journal.jsonl"), lines[lines.len() / 2..].concat()).unwrap();
+        let resumed = evolve(out, &["--budget", "30s", "--generations", "1", "--resume"]).output().unwrap();
+        assert!(resumed.status.success(), "{}", String::from_utf8_lossy(&resumed.stderr));
+        let said = String::from_utf8_lossy(&resumed.stdout);
+        assert!(said.contains("is damaged") && said.contains("its beginning among them"), "{said}");
+    }
+
+    #[test]
     fn a_dry_run_shows_the_space_of_a_gpu_that_is_not_there() {
         let run = |arguments: &[&str]| {
             let output =

@@ -1,5 +1,8 @@
 //! The knobs of the engine: how a problem is cut into tasks and blocks.
 
+/// Threads that a schedule may ask for by name: more than any machine has cores.
+const MOST_THREADS: usize = 4096;
+
 /// How a problem is cut: 0 leaves a knob to the default for the head dim and the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -60,6 +63,9 @@ impl Schedule {
                 return Err(format!("'{knob}' is not a knob of the CPU engine; possible are {names}"));
             }
         };
+        if knob == "threads" && value > MOST_THREADS {
+            return Err(format!("{value} threads are too many; possible are up to {MOST_THREADS}"));
+        }
         *place = value;
         Ok(())
     }
@@ -104,6 +110,7 @@ mod tests {
         assert!("block=3".parse::<Schedule>().unwrap_err().contains("block_q"));
         assert!("block_q=x".parse::<Schedule>().is_err());
         assert!("block_q".parse::<Schedule>().is_err());
+        assert!("threads=18446744073709551615".parse::<Schedule>().unwrap_err().contains("4096"));
     }
 
     #[test]

@@ -57,6 +57,10 @@ impl AfterBench {
     }
 }
 
+/// What is said of a run that was interrupted.
+pub(super) const INTERRUPTED: &str =
+    "interrupted: what was measured until then is kept, and the rest is absent";
+
 /// A run that is over.
 pub(super) struct Finished<'a, T: Serialize> {
     pub schema: &'a str,
@@ -79,10 +83,7 @@ impl<T: Serialize> Finished<'_, T> {
         let Finished { schema, environment, complete, report, exit } = *self;
         json.write(schema, environment, complete, report)?;
         if interrupt::requested() {
-            say(&toned(
-                Tone::Bad,
-                "interrupted: what was measured until then is kept, and the rest is absent",
-            ));
+            say(&toned(Tone::Bad, INTERRUPTED));
         }
         if config.is_none() && options.save_baseline.is_none() && options.compare.is_none() {
             return Ok(exit);

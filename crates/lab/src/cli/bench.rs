@@ -1,6 +1,7 @@
 //! `flashcore bench`: how fast, how sure, how right, and against whom.
 
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -9,7 +10,7 @@ use flashcore::plan::{Kernel, Schedule};
 use flashcore::{DType, Mask, cpu};
 use serde::Serialize;
 
-use super::after_bench::{self, AfterBench, Finished, percent};
+use super::after_bench::{self, AfterBench, Finished, INTERRUPTED, percent};
 use super::screen::{Progress, Tone, say, toned};
 use super::{Exit, Json, bench_gpu};
 use crate::bench::{
@@ -18,15 +19,15 @@ use crate::bench::{
 };
 use crate::ceilings::Ceilings;
 use crate::evidence::{Document, Environment, schemas};
-use crate::files;
 use crate::gpu::bench::{self as gpu_bench, Cache};
 use crate::gpu::cells::{self, Member};
-use crate::interrupt::{self, On};
+use crate::interrupt;
 use crate::peers::{Torch, TorchFacts};
 use crate::rbk;
 use crate::shapes;
 use crate::stats::{MARGIN, Verdict};
 use crate::timing::{Effort, SAMPLE, SETTLE};
+use crate::{files, memory};
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -208,7 +209,7 @@ impl Options {
             let rounds = self.samples.map(|samples| samples as usize);
             return Ok(Task { cells: self.cells(), rounds, warmups: 0, config: None });
         };
-        let text = std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))?;
+        let text = files::read_text(path)?;
         let config = rbk::Config::parse(&text).map_err(|why| format!("{}: {why}", path.display()))?;
         Ok(Task {
             cells: config.cells(),
@@ -356,10 +357,13 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         Place::Cpu(isa) => isa,
         Place::Auto => cpu::Engine::new().isa(),
     };
+    // Before anything is drawn: a machine that runs out of memory kills whom it likes.
+    for cell in &task.cells {
+        memory::check(&cell.label(), memory::to_judge(&cell.problem()))?;
+    }
     let environment = Environment::read();
     let threads = options.threads.map_or(environment.cpu.cores, |threads| threads as usize);
     let machine = machine(&environment, isa, threads);
-    interrupt::install(On::Finish);
     if options.ceilings {
         let created = Document::new("", &environment, true, &()).created;
         let found = Ceilings::of_cpu(&machine, &created, isa, threads, Duration::from_secs(1));
@@ -383,6 +387,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     let mut bench =
         Bench::new(isa, threads, effort, torch)?.with_warmups(task.warmups).with_ceilings(ceilings.clone());
     if let Some((repetitions, handicap)) = options.against_itself() {
+        interrupt::finish_steps(|| {});
         let mut progress = Progress::new((repetitions * task.cells.len()) as u64);
         let mut all = Vec::new();
         for (i, cell) in task.cells.iter().enumerate() {
@@ -390,11 +395,27 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
             all.push(bench.against_itself(cell, repetitions, handicap, &interrupt::requested, &mut tell)?);
         }
         progress.finish();
+        interrupt::finishing();
         return conclude_against_itself(&all, &environment, &options.json);
     }
+    let found = Arc::new(Mutex::new(Report {
+        clock: "call",
+        device: bench.engine().device().to_string(),
+        threads,
+        torch: facts.clone(),
+        no_torch_because: no_torch.clone(),
+        ceilings,
+        asked: task.cells.len(),
+        summaries: Vec::new(),
+        causal_shares: Vec::new(),
+        cells: Vec::new(),
+    }));
+    interrupt::finish_steps({
+        let (found, json, environment) = (Arc::clone(&found), options.json.clone(), environment.clone());
+        move || keep_part(&found, &environment, &json)
+    });
     say(&heading(&environment, &bench, facts.as_ref(), no_torch.as_deref()));
     let mut progress = Progress::new(task.cells.len() as u64 * 100);
-    let mut outcomes = Vec::new();
     for (i, cell) in task.cells.iter().enumerate() {
         if interrupt::requested() {
             break;
@@ -405,33 +426,40 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         };
         let outcome = bench.run(cell, &interrupt::requested, &mut tell)?;
         progress.say(&describe(&outcome));
-        outcomes.push(outcome);
+        locked(&found).add(outcome);
     }
+    interrupt::finishing();
     progress.finish();
-    let complete = outcomes.len() == task.cells.len() && !interrupt::requested();
-    let report = Report {
-        clock: "call",
-        device: bench.engine().device().to_string(),
-        threads,
-        torch: facts,
-        no_torch_because: no_torch,
-        ceilings,
-        asked: task.cells.len(),
-        summaries: summarise_all(&outcomes),
-        causal_shares: causal_shares(&outcomes),
-        cells: outcomes,
-    };
+    let report = locked(&found);
+    let complete = report.cells.len() == task.cells.len() && !interrupt::requested();
     let closing = closing(&report);
     if !closing.is_empty() {
         say(&closing);
     }
     let exit = exit(&report, complete);
-    Finished { schema: schemas::BENCH, environment: &environment, complete, report: &report, exit }.conclude(
-        &options.after,
-        &options.json,
-        task.config.as_ref(),
-        margin,
-    )
+    Finished { schema: schemas::BENCH, environment: &environment, complete, report: &*report, exit }
+        .conclude(&options.after, &options.json, task.config.as_ref(), margin)
+}
+
+impl Report {
+    /// Takes in a cell, and what follows from it.
+    fn add(&mut self, outcome: Outcome) {
+        self.cells.push(outcome);
+        self.summaries = summarise_all(&self.cells);
+        self.causal_shares = causal_shares(&self.cells);
+    }
+}
+
+fn locked(found: &Mutex<Report>) -> MutexGuard<'_, Report> {
+    found.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps what a run found until it is ended in the middle of a cell.
+fn keep_part(found: &Mutex<Report>, environment: &Environment, json: &Json) {
+    say(&toned(Tone::Bad, INTERRUPTED));
+    if let Err(why) = json.write(schemas::BENCH, environment, false, &*locked(found)) {
+        interrupt::tell(&format!("error: {why}"));
+    }
 }
 
 /// What the ceilings of a CPU are kept for, as [`crate::saved::Saved::machine`] names it.
@@ -714,6 +742,7 @@ mod tests {
             torch: None,
             no_torch_because: None,
             ceilings: None,
+            asked: 1,
             cells: vec![taken.outcome(&cell, None, 0.02)],
             summaries: Vec::new(),
             causal_shares: Vec::new(),

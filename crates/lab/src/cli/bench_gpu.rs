@@ -1,12 +1,14 @@
 //! `flashcore bench --device cuda`: the kernel clock and the call clock, beside torch's backends.
 
 use std::fmt::Write as _;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use flashcore::plan::Kernel;
 use serde::Serialize;
+use serde_json::Value;
 
-use super::after_bench::Finished;
+use super::after_bench::{Finished, INTERRUPTED};
 use super::bench::{Options, Task, conclude_against_itself, keep_ceilings};
 use super::screen::{Progress, Tone, say, toned};
 use super::{Exit, Json};
@@ -17,8 +19,8 @@ use crate::gpu::bench::{Cache, GpuBench, Ours, PEERS, Setup};
 use crate::gpu::cells::Member;
 use crate::gpu::outcome::{Facts, Measured, Outcome, Summary, not_run, summaries};
 use crate::gpu::pool::Stored;
-use crate::interrupt::{self, On};
 use crate::stats::Verdict;
+use crate::{interrupt, memory};
 
 /// Time for a cell unless a limit for all is given.
 const A_CELL: Duration = Duration::from_secs(6);
@@ -44,6 +46,42 @@ struct Report<'a> {
     summaries: &'a [Summary],
 }
 
+impl<'a> Report<'a> {
+    fn new(
+        bench: &'a GpuBench,
+        setup: &Setup,
+        budget: Duration,
+        started: Instant,
+        asked: usize,
+        cells: &'a [Outcome],
+        summaries: &'a [Summary],
+    ) -> Self {
+        Self {
+            clock: "kernel",
+            cache: setup.cache,
+            gpu: bench.facts(),
+            no_torch_because: bench.no_torch(),
+            ceilings: bench.ceilings(),
+            inputs: bench.pools(),
+            budget_seconds: budget.as_secs_f64(),
+            seconds: started.elapsed().as_secs_f64(),
+            lost_workers: bench.lost_workers(),
+            asked,
+            cells,
+            summaries,
+        }
+    }
+}
+
+/// Keeps what a run found until it is ended in the middle of a cell.
+fn keep_part(part: &Mutex<Option<Value>>, json: &Json) {
+    let Some(part) = part.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+    say(&toned(Tone::Bad, INTERRUPTED));
+    if let Err(why) = json.write(schemas::BENCH_GPU, &Environment::read(), false, &part) {
+        interrupt::tell(&format!("error: {why}"));
+    }
+}
+
 /// Times the cells on the GPU of a number.
 pub fn bench(
     options: &Options,
@@ -52,6 +90,9 @@ pub fn bench(
     cells: &[Member],
     json: &Json,
 ) -> Result<Exit, String> {
+    for Member { cell, .. } in cells {
+        memory::check(&cell.label(), memory::of_rows(&cell.problem()))?;
+    }
     let alone = options.matrix().is_none() && task.config.is_none();
     let itself = options.against_itself();
     let setup = Setup {
@@ -67,7 +108,12 @@ pub fn bench(
         margin: options.margin() / 100.0,
     };
     let budget = options.budget().unwrap_or(cells.len() as u32 * if alone { ALONE } else { A_CELL });
-    interrupt::install(On::Finish);
+    // What there would be to report if the next cell had no end.
+    let part = Arc::new(Mutex::new(None));
+    interrupt::finish_steps({
+        let (part, json) = (Arc::clone(&part), json.clone());
+        move || keep_part(&part, &json)
+    });
     let started = Instant::now();
     let mut progress = Progress::new(cells.len() as u64 * 100);
     let mut bench = GpuBench::start(setup.clone(), cells, &mut |what| progress.at(0, what))?;
@@ -95,6 +141,7 @@ pub fn bench(
             let found = bench.against_itself(member, itself, each, &interrupt::requested, &mut tell)?;
             all.push(found);
         }
+        interrupt::finishing();
         progress.finish();
         return conclude_against_itself(&all, &Environment::read(), json);
     }
@@ -116,23 +163,14 @@ pub fn bench(
         };
         progress.say(&if alone { describe(&outcome) } else { row(&outcome) });
         outcomes.push(outcome);
+        let all = summaries(&outcomes);
+        let report = Report::new(&bench, &setup, budget, started, cells.len(), &outcomes, &all);
+        *part.lock().unwrap_or_else(PoisonError::into_inner) = serde_json::to_value(&report).ok();
     }
+    interrupt::finishing();
     progress.finish();
     let all = summaries(&outcomes);
-    let report = Report {
-        clock: "kernel",
-        cache: setup.cache,
-        gpu: bench.facts(),
-        no_torch_because: bench.no_torch(),
-        ceilings: bench.ceilings(),
-        inputs: bench.pools(),
-        budget_seconds: budget.as_secs_f64(),
-        seconds: started.elapsed().as_secs_f64(),
-        lost_workers: bench.lost_workers(),
-        asked: cells.len(),
-        cells: &outcomes,
-        summaries: &all,
-    };
+    let report = Report::new(&bench, &setup, budget, started, cells.len(), &outcomes, &all);
     say(&closing(&report));
     let complete = outcomes.len() == cells.len() && outcomes.iter().all(|outcome| outcome.failure.is_none());
     let complete = complete && !interrupt::requested();

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::Exit;
 use super::screen::{Tone, say, toned};
 use crate::audit::{Difference, audit, differences};
-use crate::files;
+use crate::files::{self, read_text as read};
 use crate::views::views;
 
 #[derive(Args)]
@@ -48,10 +48,6 @@ pub fn evidence(options: &Options) -> Result<Exit, String> {
         What::Diff { first, second } => diff(first, second),
         What::Views { file, out } => write_views(file, out),
     }
-}
-
-fn read(path: &Path) -> Result<String, String> {
-    std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))
 }
 
 fn parse(path: &Path, text: &str) -> Result<Value, String> {

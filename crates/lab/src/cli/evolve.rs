@@ -18,7 +18,6 @@ use crate::bench::Cell;
 use crate::evidence::Environment;
 use crate::gpu::bench::{SAMPLE, sets_to_flush};
 use crate::gpu::host::{Host, Kind};
-use crate::interrupt::{self, On};
 use crate::rng::Rng;
 use crate::search::config::{self, Config};
 use crate::search::decide::Rule;
@@ -30,6 +29,7 @@ use crate::search::propose::{Elites, Exhaustive, External, Proposer, Random};
 use crate::search::run::{Search, Settings, View};
 use crate::search::space::Space;
 use crate::search::{cpu, kernels, report};
+use crate::{interrupt, memory};
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -135,6 +135,7 @@ pub fn evolve(options: &Options) -> Result<Exit, String> {
     match place {
         Place::Nowhere(_) => Err("without a GPU only a dry run is possible".into()),
         Place::Cpu => {
+            problems.iter().try_for_each(|problem| memory::check(problem, memory::to_call(problem)))?;
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             let words: Vec<OsString> =
                 vec![std::env::current_exe().map_err(|error| error.to_string())?.into(), "cpu-worker".into()];
@@ -191,8 +192,7 @@ impl Setup {
         let file = match &options.config {
             None => Config::default(),
             Some(path) => {
-                let text = std::fs::read_to_string(path)
-                    .map_err(|error| crate::files::explain("read", path, &error))?;
+                let text = crate::files::read_text(path)?;
                 Config::parse(&text).map_err(|why| format!("{}: {why}", path.display()))?
             }
         };
@@ -334,7 +334,10 @@ fn search(
     std::fs::create_dir_all(&setup.out).map_err(|error| crate::files::explain("make", &setup.out, &error))?;
     let path = setup.out.join("journal.jsonl");
     let journal = if options.resume { Journal::resume(&path)? } else { Journal::create(&path)? };
-    interrupt::install(On::Finish);
+    if !journal.damage().is_none() {
+        say(&toned(Tone::Bad, &format!("{} is damaged: {}", path.display(), journal.damage())));
+    }
+    interrupt::finish_steps(journal.ender());
     let environment = Environment::read();
     let is_cpu = task.target == "cpu";
     for (case, incumbent) in task.cases.iter().zip(&task.incumbents) {
@@ -373,6 +376,7 @@ fn search(
         note: &mut note,
     };
     let ended = search.run();
+    interrupt::finishing();
     let state = search.journal.state().clone();
     progress.borrow().finish();
     report::write(&setup.out, &state, &environment, ended.is_ok() && !interrupt::requested())?;

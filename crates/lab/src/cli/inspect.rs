@@ -14,7 +14,7 @@ use crate::guarded::Arrangement;
 use crate::inputs::Distribution;
 use crate::occupancy::Occupancy;
 use crate::operands::Operands;
-use crate::shapes;
+use crate::{memory, shapes};
 
 #[derive(Args)]
 pub struct Options {
@@ -171,6 +171,7 @@ fn reduced(plan: &Plan) -> Problem {
 pub(super) fn count(plan: &Plan) -> Result<Counts, String> {
     let problem = reduced(plan);
     let gpu = SimGpu::new(plan.target).with_schedule(plan.schedule);
+    memory::check(&problem, memory::to_judge(&problem))?;
     let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 0);
     operands
         .attention()

@@ -161,7 +161,10 @@ fn rank(options: &Options, hardware: &Hardware, costs: &Costs) -> Result<Vec<Ran
 
 /// The times of a case in a journal.
 fn measured_times(path: &Path, case: &str) -> Result<Vec<(String, f64)>, String> {
-    let state = journal::read(path)?;
+    let (state, damage) = journal::read(path)?;
+    if !damage.is_none() {
+        say(&format!("{}: {damage}", path.display()));
+    }
     let cases = state.task.as_ref().map(|task| task.cases.clone()).unwrap_or_default();
     let at = cases.iter().position(|known| known == case).ok_or_else(|| {
         format!("{} is of a search for {}, not for {case}", path.display(), cases.join(", "))
@@ -175,7 +178,7 @@ fn measured_times(path: &Path, case: &str) -> Result<Vec<(String, f64)>, String>
 
 /// The costs that a file of this command holds.
 pub fn costs(path: &Path) -> Result<Costs, String> {
-    let text = std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))?;
+    let text = files::read_text(path)?;
     let mut file: serde_json::Value =
         serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))?;
     serde_json::from_value(file["costs"].take())

@@ -15,6 +15,7 @@ mod run;
 mod screen;
 mod verify;
 
+use std::panic::PanicHookInfo;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -22,7 +23,7 @@ use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
 use crate::evidence::{Document, Environment};
-use crate::{files, gpu, search};
+use crate::{files, gpu, interrupt, search};
 
 /// What a command without arguments says: ten lines on what to try first.
 const FIRST_STEPS: &str = "\
@@ -109,7 +110,21 @@ impl From<Exit> for ExitCode {
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    end_on_panic();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(answer) => {
+            // Help and the version are answers, the rest says what is wrong with the command line.
+            return match answer.print() {
+                Err(error) if !answer.use_stderr() => screen::cannot_write(&error),
+                _ => ExitCode::from(answer.exit_code() as u8),
+            };
+        }
+    };
+    if !matches!(cli.command, Some(Command::CpuWorker | Command::GpuWorker { .. })) {
+        interrupt::install();
+    }
+    let result = match cli.command {
         None => {
             screen::say(FIRST_STEPS);
             Ok(Exit::Pass)
@@ -131,10 +146,25 @@ pub fn main() -> ExitCode {
     match result {
         Ok(exit) => exit.into(),
         Err(message) => {
-            eprintln!("error: {message}");
+            interrupt::tell(&format!("error: {message}"));
             Exit::CouldNot.into()
         }
     }
+}
+
+/// From now on a panic, of whichever thread, ends the process as what could not run.
+pub fn end_on_panic() {
+    std::panic::set_hook(Box::new(own_fault));
+}
+
+fn own_fault(panic: &PanicHookInfo<'_>) {
+    let what = panic.payload_as_str().unwrap_or("it panicked");
+    let place = panic.location().map_or_else(String::new, |place| format!(" ({place})"));
+    interrupt::tell(&format!(
+        "error: this is a fault of flashcore itself: {what}{place}\nPlease report it, with the command line and the \
+         files that it read."
+    ));
+    interrupt::end();
 }
 
 /// `--json FILE`, which every command has.

@@ -26,7 +26,7 @@ pub struct Options {
 pub fn report(options: &Options) -> Result<Exit, String> {
     let mut evidence = Vec::new();
     for path in &options.evidence {
-        let text = std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))?;
+        let text = files::read_text(path)?;
         let name = path.display().to_string().replace('\\', "/");
         let link = relative(&absolute(path)?, &absolute(&options.output)?);
         match Evidence::read(&name, &link, &text) {

@@ -17,7 +17,7 @@ use crate::cases::{parse_mask, parse_window};
 use crate::engine;
 use crate::evidence::Environment;
 use crate::files::{self, Stored};
-use crate::interrupt::{self, On};
+use crate::memory;
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -76,8 +76,8 @@ enum Order {
 
 #[derive(Serialize)]
 struct Report {
-    input: PathBuf,
-    output: PathBuf,
+    input: String,
+    output: String,
     output_bytes: u64,
     problem: String,
     layout: Order,
@@ -98,9 +98,7 @@ struct Done {
 pub fn run(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     check_paths(&options.input, &options.output)?;
-    interrupt::install(On::End);
-    let bytes =
-        std::fs::read(&options.input).map_err(|error| files::explain("read", &options.input, &error))?;
+    let bytes = files::read(&options.input)?;
     let name = options.input.display();
     let file = SafeTensors::deserialize(&bytes).map_err(|error| {
         format!("{name} is not a safetensors file ({error}). Save q, k and v with safetensors.torch.save_file or alike")
@@ -115,8 +113,8 @@ pub fn run(options: &Options) -> Result<Exit, String> {
     let existed = options.output.exists();
     write(options, &done)?;
     let report = Report {
-        input: options.input.clone(),
-        output: options.output.clone(),
+        input: options.input.display().to_string(),
+        output: options.output.display().to_string(),
         output_bytes: std::fs::metadata(&options.output).map_or(0, |meta| meta.len()),
         problem: done.problem,
         layout: options.layout,
@@ -130,7 +128,7 @@ pub fn run(options: &Options) -> Result<Exit, String> {
         report.device,
         report.call_us,
         if existed { "replaced" } else { "wrote" },
-        report.output.display(),
+        report.output,
         report.output_bytes,
         if report.lse { ", lse" } else { "" },
     ));
@@ -231,23 +229,30 @@ fn key_lengths(tensor: &TensorView<'_>) -> Result<Vec<u32>, String> {
         .collect()
 }
 
-fn attend<T: Stored>(options: &Options, inputs: &Inputs<'_>) -> flashcore::Result<Done> {
+fn attend<T: Stored>(options: &Options, inputs: &Inputs<'_>) -> Result<Done, String> {
+    let say = |error: flashcore::Error| error.to_string();
     let order = options.layout;
     let data = [&inputs.q, &inputs.k, &inputs.v].map(|tensor| files::elements::<T>(tensor.data()));
     let view = |i: usize, tensor: &TensorView<'_>| {
         Tensor::strided(&data[i], arrange(order, swap(order, tensor.shape())))
     };
-    let (q, k, v) = (view(0, &inputs.q)?, view(1, &inputs.k)?, view(2, &inputs.v)?);
+    let (q, k, v) = (
+        view(0, &inputs.q).map_err(say)?,
+        view(1, &inputs.k).map_err(say)?,
+        view(2, &inputs.v).map_err(say)?,
+    );
     let attention = attention(options, inputs);
-    let problem = attention.problem(&q, &k, &v)?;
+    let problem = attention.problem(&q, &k, &v).map_err(say)?;
+    memory::check(&problem, memory::to_call(&problem))?;
     let shape = [problem.batch, problem.heads_q, problem.len_q, problem.head_dim_v];
     let [batch, heads, len, width] = shape;
     let mut o = vec![T::default(); batch * heads * len * width];
     let mut lse = vec![0.0_f32; batch * heads * len];
-    let mut o_view = TensorMut::strided(&mut o, arrange(order, shape))?;
-    let mut lse_view = TensorMut::strided(&mut lse, arrange(order, [batch, heads, len, 1]))?;
+    let mut o_view = TensorMut::strided(&mut o, arrange(order, shape)).map_err(say)?;
+    let mut lse_view = TensorMut::strided(&mut lse, arrange(order, [batch, heads, len, 1])).map_err(say)?;
     let start = Instant::now();
-    attention.run_into(&options.device, &q, &k, &v, &mut o_view, options.lse.then_some(&mut lse_view))?;
+    let lse_wanted = options.lse.then_some(&mut lse_view);
+    attention.run_into(&options.device, &q, &k, &v, &mut o_view, lse_wanted).map_err(say)?;
     let call_us = start.elapsed().as_secs_f64() * 1e6;
     let stored = swap(order, &shape);
     Ok(Done {

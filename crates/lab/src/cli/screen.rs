@@ -1,17 +1,27 @@
 //! What a person sees: text on stdout, and on stderr how far a long command is, as a bar on a terminal and as
 //! plain lines elsewhere.
 
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Prints lines. A reader that went away (`| head`) ends the command quietly.
+use crate::interrupt::{self, tell};
+
+/// Prints lines. A reader that went away (`| head`) ends the command quietly, and a full disk with a word.
 pub fn say(text: &str) {
     let mut out = std::io::stdout().lock();
-    if writeln!(out, "{text}").and_then(|()| out.flush()).is_err() {
-        std::process::exit(2);
+    if let Err(error) = writeln!(out, "{text}").and_then(|()| out.flush()) {
+        cannot_write(&error);
     }
+}
+
+/// Ends a command whose output cannot be written.
+pub fn cannot_write(error: &io::Error) -> ! {
+    if error.kind() != io::ErrorKind::BrokenPipe {
+        tell(&format!("error: what was found cannot be written to stdout: {error}"));
+    }
+    interrupt::end()
 }
 
 /// How words stand out.
@@ -72,7 +82,7 @@ impl Progress {
             None if self.last_line.elapsed() >= LINE_EVERY => {
                 self.last_line = Instant::now();
                 let left = left(self.started.elapsed(), done, self.total);
-                eprintln!("{:>3} %  {what}{left}", 100 * done / self.total.max(1));
+                tell(&format!("{:>3} %  {what}{left}", 100 * done / self.total.max(1)));
             }
             None => {}
         }

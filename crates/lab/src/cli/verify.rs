@@ -1,6 +1,7 @@
 //! `flashcore verify`: the corpus through the engines, judged by the oracle.
 
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -17,7 +18,7 @@ use crate::evidence::{Environment, schemas};
 use crate::explain::{describe, explain, reproduce};
 use crate::faults::{self, Finding, Nature, Trial};
 use crate::gpu::stress;
-use crate::interrupt::{self, On};
+use crate::interrupt;
 use crate::rule::Judgement;
 use crate::subject::command::CommandEngine;
 use crate::subject::ptx::PtxEngine;
@@ -169,8 +170,14 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let engines = options.engines()?;
     let tier = if options.full { Tier::Full } else { Tier::Quick };
     let cases = select(tier, &options.filter)?;
-    interrupt::install(On::Finish);
     let started = Instant::now();
+    let results: Arc<Mutex<Vec<Record>>> = Arc::default();
+    interrupt::finish_steps({
+        let (results, json) = (Arc::clone(&results), options.json.clone());
+        let tallies = engines.iter().map(|engine| Tally::new(engine.name())).collect();
+        let asked = cases.len();
+        move || keep_part(tier, asked, tallies, std::mem::take(&mut *locked(&results)), &json)
+    });
     say(&format!(
         "{} cases on {}; {RULE}",
         cases.len(),
@@ -179,7 +186,6 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let total = cases.len();
     let mut progress = Progress::new(total as u64);
     let mut tallies: Vec<Tally> = engines.iter().map(|engine| Tally::new(engine.name())).collect();
-    let mut results: Vec<Record> = Vec::new();
     let (mut done, mut explained) = (0, 0);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let work = |case: &Case| check_on_all(case, &engines);
@@ -196,14 +202,16 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
                 explained += 1;
                 progress.say(&format!("\n{} {explanation}", toned(Tone::Bad, "FAILED")));
             }
-            results.push(record);
+            locked(&results).push(record);
         }
         done += 1;
         progress.at(done as u64, &cases[at].name);
     });
+    interrupt::finishing();
     progress.finish();
     say(&table(&tallies));
     let complete = done == total;
+    let results = std::mem::take(&mut *locked(&results));
     let report = Report { tier, rule: RULE, asked: total, engines: tallies, results };
     options.json.write(schemas::VERIFY, &Environment::read(), complete, &report)?;
     let seconds = started.elapsed().as_secs_f64();
@@ -211,6 +219,21 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let tone = if exit == Exit::Pass { Tone::Good } else { Tone::Bad };
     say(&format!("\n{} in {seconds:.1} s", toned(tone, &words)));
     Ok(exit)
+}
+
+/// Keeps what a run found until it is ended in the middle of a case.
+fn keep_part(tier: Tier, asked: usize, mut tallies: Vec<Tally>, results: Vec<Record>, json: &Json) {
+    for record in &results {
+        tallies
+            .iter_mut()
+            .filter(|tally| tally.engine == record.engine)
+            .for_each(|tally| tally.count(record));
+    }
+    say(&table(&tallies));
+    let report = Report { tier, rule: RULE, asked, engines: tallies, results };
+    if let Err(why) = json.write(schemas::VERIFY, &Environment::read(), false, &report) {
+        interrupt::tell(&format!("error: {why}"));
+    }
 }
 
 /// One case on every engine, each with what to tell a person where it failed.
@@ -240,14 +263,33 @@ struct FaultsReport {
     findings: Vec<Finding>,
 }
 
+impl FaultsReport {
+    fn new(findings: Vec<Finding>) -> Self {
+        let count = |nature| faults::count(&findings, nature);
+        Self { caught: count(Nature::Fault), accepted: count(Nature::Honest), findings }
+    }
+}
+
+fn locked<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Plants every fault.
 fn plant_faults(options: &Options) -> Result<Exit, String> {
-    interrupt::install(On::Finish);
+    let found = Arc::new(Mutex::new(Vec::new()));
+    interrupt::finish_steps({
+        let (found, json) = (Arc::clone(&found), options.json.clone());
+        move || {
+            let report = FaultsReport::new(std::mem::take(&mut *locked(&found)));
+            if let Err(why) = json.write(schemas::FAULTS, &Environment::read(), false, &report) {
+                interrupt::tell(&format!("error: {why}"));
+            }
+        }
+    });
     let started = Instant::now();
     let trials = faults::all();
     let mut progress = Progress::new(trials.len() as u64);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut findings: Vec<Finding> = Vec::new();
     let width = trials.iter().map(|trial| trial.name.chars().count()).max().unwrap_or(0);
     crew::in_order(&trials, threads, &interrupt::requested, Trial::run, |at, finding| {
         progress.at(at as u64 + 1, &finding.name);
@@ -258,13 +300,13 @@ fn plant_faults(options: &Options) -> Result<Exit, String> {
             (false, Nature::Honest) => toned(Tone::Bad, "ACCUSED "),
         };
         progress.say(&format!("{word} {:<width$}  {:<10} {}", finding.name, finding.judge, finding.said));
-        findings.push(finding);
+        locked(&found).push(finding);
     });
+    interrupt::finishing();
     progress.finish();
-    let complete = findings.len() == trials.len();
-    let (caught, accepted) =
-        (faults::count(&findings, Nature::Fault), faults::count(&findings, Nature::Honest));
-    let report = FaultsReport { caught, accepted, findings };
+    let report = FaultsReport::new(std::mem::take(&mut *locked(&found)));
+    let complete = report.findings.len() == trials.len();
+    let (caught, accepted) = (report.caught, report.accepted);
     options.json.write(schemas::FAULTS, &Environment::read(), complete, &report)?;
     let exit = if report.findings.iter().any(|finding| !finding.as_it_should) {
         Exit::Fail
@@ -307,7 +349,7 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
         repeats: options.repeats,
         ..stress::Plan::default()
     };
-    interrupt::install(On::Finish);
+    interrupt::finish_steps(|| {});
     let started = Instant::now();
     say(&format!(
         "{cuda}: {} calls from {} threads on {} streams, {} replays and {} runs in a row must give the same bits",
@@ -316,6 +358,7 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
     let mut progress = Progress::new(1000);
     let mut tell = |what: &str, share: f64| progress.at((share * 1000.0) as u64, what);
     let records = stress::stress(&cuda, &plan, options.problems, &interrupt::requested, &mut tell);
+    interrupt::finishing();
     progress.finish();
     let records = records.map_err(|error| error.to_string())?;
     let complete = !interrupt::requested();

@@ -13,16 +13,18 @@ use serde_json::{Value, json};
 use crate::files::{Stored, bytes, elements};
 use crate::gpu::protocol::Request;
 use crate::gpu::worker::{PLANNER, SCHEDULE};
+use crate::memory;
 use crate::peers::crc32;
+
+/// Calls of one sample at most: a host that wants more has lost its count.
+pub const MOST_CALLS: u32 = 1_000_000;
 
 /// Answers requests from stdin until it ends.
 pub fn serve() -> Result<(), String> {
-    let mut server = Server { pools: HashMap::new(), ready: None, engines: HashMap::new() };
+    let mut server = Server::default();
     for line in std::io::stdin().lock().lines() {
         let line = line.map_err(|error| format!("stdin: {error}"))?;
-        let request = serde_json::from_str(&line).map_err(|error| format!("this is no request ({error})"));
-        let reply = request.and_then(|request| server.answer(request));
-        let reply = reply.unwrap_or_else(|why| json!({ "error": why }));
+        let reply = server.answer_line(&line);
         let mut out = std::io::stdout().lock();
         if writeln!(out, "{reply}").and_then(|()| out.flush()).is_err() {
             break;
@@ -31,7 +33,9 @@ pub fn serve() -> Result<(), String> {
     Ok(())
 }
 
-struct Server {
+/// What the worker knows between two requests.
+#[derive(Default)]
+pub struct Server {
     /// The numbers that tensors are cut from, as bytes.
     pools: HashMap<String, Vec<Vec<u8>>>,
     ready: Option<Box<dyn Calls>>,
@@ -100,6 +104,13 @@ impl<T: Stored + Element> Calls for Typed<T> {
 }
 
 impl Server {
+    /// The reply to a line.
+    pub fn answer_line(&mut self, line: &str) -> Value {
+        let request = serde_json::from_str(line).map_err(|error| format!("this is no request ({error})"));
+        let reply = request.and_then(|request| self.answer(request));
+        reply.unwrap_or_else(|why| json!({ "error": why }))
+    }
+
     fn answer(&mut self, request: Request) -> Result<Value, String> {
         match request {
             Request::Hello => Ok(json!({
@@ -109,6 +120,7 @@ impl Server {
             Request::Pool { dtype, paths } => self.read_pool(dtype, &paths),
             Request::Load { problem, .. } => {
                 let problem = problem.problem()?;
+                memory::check(&problem, memory::to_call(&problem))?;
                 let pool = self.pools.get(problem.dtype.name()).ok_or("there is no pool of this dtype")?;
                 self.ready = Some(match problem.dtype {
                     DType::F16 => Box::new(Typed::<f16>::new(problem, pool)),
@@ -118,6 +130,9 @@ impl Server {
                 Ok(json!({}))
             }
             Request::Output { who, rows, path } => self.output(&who, &rows, &path),
+            Request::Sample { warm, calls, .. } if warm.max(calls) > MOST_CALLS => {
+                Err(format!("{MOST_CALLS} calls are the most of a sample"))
+            }
             Request::Sample { who, warm, calls } => {
                 let (ready, device) = self.both(&who)?;
                 for _ in 0..warm {
@@ -177,11 +192,9 @@ impl Server {
         if unwritten > 0 {
             return Err(format!("{unwritten} of {} elements were never written", all.len() / size));
         }
-        let row = width * size;
-        let chosen: Vec<u8> = rows
-            .iter()
-            .flat_map(|at| all.get(at * row..(at + 1) * row).unwrap_or_default().to_vec())
-            .collect();
+        let all = all.chunks_exact(width * size);
+        let chosen: Vec<u8> =
+            rows.iter().flat_map(|&at| all.clone().nth(at).unwrap_or_default().to_vec()).collect();
         std::fs::write(path, &chosen).map_err(|error| format!("cannot write {}: {error}", path.display()))?;
         Ok(json!({ "bytes": chosen.len() }))
     }

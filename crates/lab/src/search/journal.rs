@@ -1,12 +1,16 @@
 //! The journal: everything that happened to every candidate, one line of JSON each, appended and never changed.
 //!
 //! A search that is killed at any moment goes on from its journal. A line that the kill cut short is left out, and what
-//! it would have said is done again.
+//! it would have said is done again. Lines are numbered and carry a checksum, so that one that is damaged is left out
+//! and lines that are gone are missed. Who writes to a journal holds a lock on it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::fmt;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read, Write};
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -210,11 +214,16 @@ impl State {
     pub fn apply(&mut self, event: &Event) {
         match event {
             Event::Start { task, .. } => {
-                if self.task.is_none() {
+                // A case without an incumbent is of no search.
+                if self.task.is_none() && task.cases.len() == task.incumbents.len() {
                     self.incumbents.clone_from(&task.incumbents);
                     self.gains = vec![1.0; task.cases.len()];
                     self.named.extend(task.incumbents.iter().cloned());
                     self.task = Some(task.clone());
+                    // Where the first start is lost, winners stand before the next one.
+                    for (candidate, standings) in std::mem::take(&mut self.accepted) {
+                        self.accept(&candidate, &standings);
+                    }
                 }
             }
             Event::Generation { number } => self.generations = *number,
@@ -258,15 +267,23 @@ impl State {
                 }
             }
             Event::Accepted { candidate, standings } => {
-                for standing in standings {
-                    self.incumbents[standing.case].clone_from(candidate);
-                    self.gains[standing.case] *= standing.speed_up;
-                }
-                self.accepted.push((candidate.clone(), standings.clone()));
+                self.accept(candidate, standings);
                 self.end(candidate, Fate::Accepted);
             }
-            Event::End { .. } => {}
+            // Who was under way when a person ended the search did not end it.
+            Event::End { .. } => self.records.values_mut().for_each(|record| record.begun = 0),
         }
+    }
+
+    fn accept(&mut self, candidate: &str, standings: &[Standing]) {
+        for standing in standings {
+            let of_case = self.incumbents.get_mut(standing.case).zip(self.gains.get_mut(standing.case));
+            if let Some((incumbent, gain)) = of_case {
+                *incumbent = candidate.into();
+                *gain *= standing.speed_up;
+            }
+        }
+        self.accepted.push((candidate.into(), standings.to_vec()));
     }
 
     fn end(&mut self, candidate: &str, fate: Fate) {
@@ -325,16 +342,77 @@ impl State {
     }
 }
 
+/// What is wrong with a journal's lines. It goes on without them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Damage {
+    /// The places in the file of lines that cannot be read, from 1.
+    pub unreadable: Vec<usize>,
+    /// How many lines are gone without a trace.
+    pub missing: u64,
+    /// Whether its beginning is among them.
+    pub headless: bool,
+}
+
+impl Damage {
+    /// Whether there is any.
+    pub fn is_none(&self) -> bool {
+        self.unreadable.is_empty() && self.missing == 0
+    }
+}
+
+impl fmt::Display for Damage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut parts = Vec::new();
+        if let Some(first) = self.unreadable.first() {
+            parts.push(format!(
+                "{} of its lines cannot be read, the first is line {first}",
+                self.unreadable.len()
+            ));
+        }
+        if self.missing > 0 {
+            let which = if self.headless { ", its beginning among them" } else { "" };
+            parts.push(format!("{} lines are missing{which}", self.missing));
+        }
+        write!(f, "{}; what they said is not known and may be tried again", parts.join(", and "))
+    }
+}
+
+/// Where lines are written.
+struct Pen {
+    file: Option<File>,
+    /// The number of the next line.
+    next: u64,
+}
+
+impl Pen {
+    /// Writes a line. It is with the operating system when this returns, so that whatever happens to this process, it
+    /// stays.
+    fn write(&mut self, event: &Event) -> Result<(), String> {
+        let Some(file) = &mut self.file else { return Ok(()) };
+        let event = serde_json::to_string(event).map_err(|error| error.to_string())?;
+        let line = line(self.next, &event);
+        file.write_all(line.as_bytes()).map_err(|error| format!("the journal cannot be written: {error}"))?;
+        self.next += 1;
+        Ok(())
+    }
+}
+
 /// A journal on disk with what it says.
 pub struct Journal {
-    file: Option<File>,
+    pen: Arc<Mutex<Pen>>,
     state: State,
+    damage: Damage,
 }
 
 impl Journal {
+    fn new(file: Option<File>, replay: Replay) -> Self {
+        let Replay { state, damage, next, .. } = replay;
+        Self { pen: Arc::new(Mutex::new(Pen { file, next })), state, damage }
+    }
+
     /// One that is kept in memory only.
     pub fn in_memory() -> Self {
-        Self { file: None, state: State::default() }
+        Self::new(None, replay(&[]))
     }
 
     /// Begins a journal. One that is there already is neither overwritten nor gone on with.
@@ -349,55 +427,139 @@ impl Journal {
                 files::explain("begin", path, &error)
             }
         })?;
-        Ok(Self { file: Some(file), state: State::default() })
+        lock(&file, path)?;
+        Ok(Self::new(Some(file), replay(&[])))
     }
 
     /// Goes on with a journal. A last line that was cut short is cut off.
     pub fn resume(path: &Path) -> Result<Self, String> {
         let say = |what: &'static str| move |error: std::io::Error| files::explain(what, path, &error);
-        let mut file = OpenOptions::new().read(true).write(true).open(path).map_err(say("go on with"))?;
-        let mut text = String::new();
-        file.read_to_string(&mut text).map_err(say("read"))?;
-        let (state, whole) = replay(&text, path)?;
-        file.set_len(whole as u64).map_err(say("cut"))?;
-        file.seek(SeekFrom::End(0)).map_err(say("go on with"))?;
-        Ok(Self { file: Some(file), state })
+        let mut file = OpenOptions::new().read(true).append(true).open(path).map_err(say("go on with"))?;
+        lock(&file, path)?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map_err(say("read"))?;
+        let replay = replay(&bytes);
+        file.set_len(replay.whole as u64).map_err(say("cut"))?;
+        Ok(Self::new(Some(file), replay))
     }
 
-    /// Writes a line, and takes it in. The line is with the operating system when this returns, so that whatever
-    /// happens to this process, it stays.
+    /// Writes a line, and takes it in.
     pub fn write(&mut self, event: &Event) -> Result<(), String> {
-        if let Some(file) = &mut self.file {
-            let mut line = serde_json::to_vec(event).map_err(|error| error.to_string())?;
-            line.push(b'\n');
-            file.write_all(&line).map_err(|error| format!("the journal cannot be written: {error}"))?;
-        }
+        self.pen.lock().unwrap_or_else(PoisonError::into_inner).write(event)?;
         self.state.apply(event);
         Ok(())
+    }
+
+    /// Writes down that somebody ended the search, from outside of it.
+    pub fn ender(&self) -> impl FnOnce() + Send + 'static {
+        let pen = Arc::clone(&self.pen);
+        move || {
+            let end = Event::End { why: "it was stopped".into() };
+            // Without this line it goes on as after a kill.
+            let _ = pen.lock().unwrap_or_else(PoisonError::into_inner).write(&end);
+        }
     }
 
     /// What it says so far.
     pub fn state(&self) -> &State {
         &self.state
     }
-}
 
-/// What a journal says, left as it is.
-pub fn read(path: &Path) -> Result<State, String> {
-    let text = std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))?;
-    replay(&text, path).map(|(state, _)| state)
-}
-
-/// What the whole lines of a journal say, and how many bytes they are.
-fn replay(text: &str, path: &Path) -> Result<(State, usize), String> {
-    let whole = text.rfind('\n').map_or(0, |end| end + 1);
-    let mut state = State::default();
-    for (number, line) in (1..).zip(text[..whole].lines()) {
-        let event: Event = serde_json::from_str(line)
-            .map_err(|error| format!("{} line {number} is no event: {error}", path.display()))?;
-        state.apply(&event);
+    /// What was wrong with it when it was gone on with.
+    pub fn damage(&self) -> &Damage {
+        &self.damage
     }
-    Ok((state, whole))
+}
+
+/// How long a lock is waited for. A search that has just ended may be survived by its lock: a process that it was about
+/// to start holds all that was open until it has begun.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Locks a journal for as long as its file is open. The operating system lets go of it whatever happens to the process.
+fn lock(file: &File, path: &Path) -> Result<(), String> {
+    let started = Instant::now();
+    let mut locked = file.try_lock();
+    while matches!(locked, Err(TryLockError::WouldBlock)) && started.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(20));
+        locked = file.try_lock();
+    }
+    match locked {
+        Ok(()) => Ok(()),
+        Err(TryLockError::WouldBlock) => Err(format!(
+            "another search writes to {}: wait for its end or stop it, or choose another --out",
+            path.display()
+        )),
+        // Some network file systems have no locks.
+        Err(TryLockError::Error(error)) if error.kind() == std::io::ErrorKind::Unsupported => Ok(()),
+        Err(TryLockError::Error(error)) => Err(files::explain("lock", path, &error)),
+    }
+}
+
+/// What a journal says, left as it is, and what is wrong with it.
+pub fn read(path: &Path) -> Result<(State, Damage), String> {
+    let Replay { state, damage, .. } = replay(&files::read(path)?);
+    Ok((state, damage))
+}
+
+/// What a journal's bytes say.
+pub struct Replay {
+    /// What its lines say.
+    pub state: State,
+    /// What is wrong with them.
+    pub damage: Damage,
+    /// Bytes of its whole lines.
+    whole: usize,
+    /// The number of the next line.
+    next: u64,
+}
+
+/// Takes in the whole lines of a journal.
+pub fn replay(bytes: &[u8]) -> Replay {
+    let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
+    let (mut state, mut damage, mut next) = (State::default(), Damage::default(), 1);
+    let mut unreadable = 0;
+    for (place, line) in (1..).zip(bytes[..whole].split_inclusive(|&byte| byte == b'\n')) {
+        match parse(line) {
+            Some((number, event)) if number >= next => {
+                // Lines that cannot be read stand where numbers are left out, and are not counted twice.
+                let missing = (number - next).saturating_sub(unreadable);
+                damage.headless |= next == 1 && missing > 0;
+                damage.missing += missing;
+                (next, unreadable) = (number + 1, 0);
+                state.apply(&event);
+            }
+            _ => {
+                unreadable += 1;
+                damage.unreadable.push(place);
+            }
+        }
+    }
+    next += unreadable;
+    Replay { state, damage, whole, next }
+}
+
+/// Characters of a line's checksum.
+const CHECKSUM: usize = 8;
+
+fn checksum(number: u64, event: &str) -> String {
+    blake3::hash(format!("{number} {event}").as_bytes()).to_hex()[..CHECKSUM].to_string()
+}
+
+/// An event as its line: the event's own fields behind the line's number and checksum.
+fn line(number: u64, event: &str) -> String {
+    format!("{{\"line\":{number},\"checksum\":\"{}\",{}\n", checksum(number, event), &event[1..])
+}
+
+/// The number and the event of a line, if it is what [`line`] made.
+fn parse(line: &[u8]) -> Option<(u64, Event)> {
+    let text = std::str::from_utf8(line).ok()?.strip_prefix("{\"line\":")?.strip_suffix('\n')?;
+    let (number, rest) = text.split_once(",\"checksum\":\"")?;
+    let (sum, fields) = rest.split_once("\",")?;
+    let (number, event) = (number.parse().ok()?, format!("{{{fields}"));
+    if number == u64::MAX || sum != checksum(number, &event) {
+        return None;
+    }
+    Some((number, serde_json::from_str(&event).ok()?))
 }
 
 #[cfg(test)]
@@ -456,6 +618,7 @@ mod tests {
         for event in history() {
             journal.write(&event).unwrap();
         }
+        drop(journal);
         let whole = std::fs::read(&path).unwrap();
         for cut in 0..=whole.len() {
             std::fs::write(&path, &whole[..cut]).unwrap();
@@ -474,17 +637,119 @@ mod tests {
             let text = std::fs::read_to_string(&path).unwrap();
             assert_eq!(text.lines().count(), lines + 1);
             assert!(text.lines().all(|line| serde_json::from_str::<Event>(line).is_ok()), "{text}");
+            drop(resumed);
+            assert!(Journal::resume(&path).unwrap().damage().is_none(), "{text}");
+        }
+    }
+
+    fn written(folder: &Path) -> (std::path::PathBuf, Vec<String>) {
+        let path = folder.join("journal.jsonl");
+        let mut journal = Journal::create(&path).unwrap();
+        for event in history() {
+            journal.write(&event).unwrap();
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        (path, text.split_inclusive('\n').map(String::from).collect())
+    }
+
+    #[test]
+    fn a_journal_that_somebody_writes_to_is_refused_and_stays_as_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, lines) = written(folder.path());
+        let first = Journal::resume(&path).unwrap();
+        let why = Journal::resume(&path).err().unwrap();
+        assert!(why.contains("another search") && why.contains("--out"), "{why}");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), lines.concat());
+        drop(first);
+        assert!(Journal::resume(&path).is_ok());
+    }
+
+    #[test]
+    fn a_damaged_line_costs_that_line_whatever_its_damage() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, lines) = written(folder.path());
+        for damaged in 0..lines.len() {
+            let events: Vec<Event> = history();
+            let mut expected = State::default();
+            let kept = events.iter().enumerate().filter(|(at, _)| *at != damaged);
+            kept.for_each(|(_, event)| expected.apply(event));
+            // A digit that became another, half of the line, bytes that are no text.
+            let line = lines[damaged].as_bytes();
+            let mut other = line.to_vec();
+            let digit = line.iter().rposition(u8::is_ascii_alphanumeric).unwrap();
+            other[digit] ^= 1;
+            let half = [&line[line.len() / 2..]].concat();
+            let garbage = [&[0xff, 0, 0xfe], &line[3..]].concat();
+            for bad in [other, half, garbage] {
+                let all: Vec<&[u8]> = (0..lines.len())
+                    .map(|at| if at == damaged { &bad[..] } else { lines[at].as_bytes() })
+                    .collect();
+                std::fs::write(&path, all.concat()).unwrap();
+                let mut journal = Journal::resume(&path).unwrap();
+                assert_eq!(journal.damage().unreadable, [damaged + 1]);
+                assert_eq!((journal.damage().missing, journal.damage().headless), (0, false));
+                assert_eq!(journal.state().records, expected.records);
+                // It is written to, and resumed again, with that one line lost and no other.
+                journal.write(&Event::End { why: "test".into() }).unwrap();
+                drop(journal);
+                let again = Journal::resume(&path).unwrap();
+                assert_eq!((again.damage().unreadable.len(), again.damage().missing), (1, 0));
+            }
         }
     }
 
     #[test]
-    fn a_journal_is_never_overwritten_and_a_damaged_one_is_named() {
+    fn lines_that_are_gone_are_missed_at_the_beginning_and_in_the_middle() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, lines) = written(folder.path());
+        for gone in [0..lines.len() / 2, 0..1, 3..5] {
+            let left: Vec<&str> =
+                (0..lines.len()).filter(|at| !gone.contains(at)).map(|at| lines[at].as_str()).collect();
+            std::fs::write(&path, left.concat()).unwrap();
+            let journal = Journal::resume(&path).unwrap();
+            assert_eq!(journal.damage().missing, gone.len() as u64);
+            assert_eq!(journal.damage().headless, gone.start == 0);
+            let said = journal.damage().to_string();
+            assert!(said.contains("missing") && said.contains("beginning") == (gone.start == 0), "{said}");
+        }
+    }
+
+    #[test]
+    fn winners_before_the_first_start_that_is_left_are_incumbents_all_the_same() {
+        let mut state = State::default();
+        for event in &history()[1..] {
+            state.apply(event);
+        }
+        state.apply(&history()[0]);
+        assert_eq!(state.incumbents, ["a=1", "a=1"]);
+        assert_eq!(state.gains, [1.1, 1.2]);
+        assert_eq!(state.accepted.len(), 1);
+    }
+
+    #[test]
+    fn who_is_under_way_when_a_person_stops_the_search_is_no_suspect() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.jsonl");
+        let mut journal = Journal::create(&path).unwrap();
+        let candidate = "a=1".to_string();
+        journal.write(&Event::Named { candidate: candidate.clone(), by: "random".into() }).unwrap();
+        for _ in 0..3 {
+            journal.write(&Event::Begun { candidate: candidate.clone() }).unwrap();
+            journal.ender()();
+            drop(journal);
+            journal = Journal::resume(&path).unwrap();
+            assert_eq!(journal.state().unfinished(), (vec![candidate.clone()], vec![]));
+        }
+    }
+
+    #[test]
+    fn a_journal_is_never_overwritten_and_what_is_none_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal.jsonl");
         Journal::create(&path).unwrap();
         assert!(Journal::create(&path).err().unwrap().contains("--resume"));
         std::fs::write(&path, "{}\n").unwrap();
-        assert!(Journal::resume(&path).err().unwrap().contains("line 1"));
+        assert!(Journal::resume(&path).unwrap().damage().to_string().contains("line 1"));
         assert!(Journal::resume(&folder.path().join("none")).is_err());
     }
 

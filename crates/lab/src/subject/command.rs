@@ -1,9 +1,12 @@
 //! An external command as an engine: it reads q, k and v from one safetensors file, and writes o to another.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use flashcore::{Attention, DType, Problem, Tensor, TensorMut};
 use safetensors::tensor::TensorView;
@@ -16,11 +19,12 @@ use crate::files;
 use crate::guarded::Arrangement;
 use crate::inputs::{Distribution, Values};
 use crate::operands::Operands;
+use crate::process::Group;
 
 const NAME: &str = "command";
 
-/// How often a running command is looked at.
-const TICK: Duration = Duration::from_millis(2);
+/// Bytes of what a command said that are looked at, from its end.
+const SAID: u64 = 1 << 16;
 
 /// A command with places for the names of its files, and for what is asked.
 pub struct CommandEngine {
@@ -75,8 +79,11 @@ impl CommandEngine {
             .replace("{scale}", &problem.scale.to_string())
             .replace("{softcap}", &problem.softcap.unwrap_or(0.0).to_string());
         let answer = self.run_line(&line).and_then(|()| {
-            let bytes = std::fs::read(&output)
-                .map_err(|error| format!("the command ended well, but its output cannot be read: {error}"))?;
+            if !output.is_file() {
+                return Err("the command ended well, but its output cannot be read: there is no file".into());
+            }
+            let bytes = files::read(&output)
+                .map_err(|why| format!("the command ended well, but its output cannot be read: {why}"))?;
             read(&bytes, problem)
         });
         let _ = std::fs::remove_file(&input);
@@ -88,31 +95,19 @@ impl CommandEngine {
     fn run_line(&self, line: &str) -> Result<(), String> {
         let errors =
             self.folder.path().join(format!("{}.errors", self.calls.fetch_add(1, Ordering::Relaxed)));
-        let sink =
-            std::fs::File::create(&errors).map_err(|error| files::explain("write", &errors, &error))?;
-        let mut child = Command::new("sh")
-            .args(["-c", line])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(sink)
-            .spawn()
-            .map_err(|error| format!("no shell to run the command: {error}"))?;
-        let started = Instant::now();
-        let status = loop {
-            match child.try_wait() {
-                Ok(Some(status)) => break Ok(status),
-                Ok(None) if started.elapsed() > self.limit => {
-                    let _ = child.kill();
-                    let _ = child.wait();
-                    break Err(format!("the command did not end within {} s", self.limit.as_secs_f64()));
-                }
-                Ok(None) => std::thread::sleep(TICK),
-                Err(error) => break Err(format!("the command is lost: {error}")),
-            }
-        };
-        let said = std::fs::read_to_string(&errors).unwrap_or_default();
+        let sink = File::create(&errors).map_err(|error| files::explain("write", &errors, &error))?;
+        let mut shell = Command::new("sh");
+        shell.args(["-c", line]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(sink);
+        let mut group =
+            Group::spawn(&mut shell).map_err(|error| format!("no shell to run the command: {error}"))?;
+        let status = group.wait(self.limit).map_err(|error| format!("the command is lost: {error}"));
+        // Whatever it left running ends with it, in time or not.
+        drop(group);
+        let said = end_of(&errors);
         let _ = std::fs::remove_file(&errors);
-        match status? {
+        match status?
+            .ok_or_else(|| format!("the command did not end within {} s", self.limit.as_secs_f64()))?
+        {
             status if status.success() => Ok(()),
             status => {
                 let last =
@@ -121,6 +116,17 @@ impl CommandEngine {
             }
         }
     }
+}
+
+/// The end of what stands in a file, as text.
+fn end_of(path: &Path) -> String {
+    let mut bytes = Vec::new();
+    let read = File::open(path).and_then(|mut file| {
+        let size = file.metadata()?.len();
+        file.seek(SeekFrom::Start(size.saturating_sub(SAID)))?;
+        file.take(SAID).read_to_end(&mut bytes)
+    });
+    read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// A word that a shell takes as it is.

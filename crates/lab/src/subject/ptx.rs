@@ -228,7 +228,7 @@ pub const LIMIT: u64 = 100_000_000;
 const MOST_PAIRS: u128 = 30_000;
 
 fn read(path: &Path) -> Result<String, String> {
-    std::fs::read_to_string(path).map_err(|error| files::explain("read", path, &error))
+    files::read_text(path)
 }
 
 impl PtxEngine {
@@ -520,6 +520,9 @@ mod tests {
         let wrong = |from: &str, to: &str| Launch::parse(&TEXT.replace(from, to)).unwrap_err();
         assert!(wrong("'len_q/64'", "'seqlen/64'").contains("'seqlen' is not a size"));
         assert!(wrong("'len_q/64'", "'len_q/0'").contains("divides by 0"));
+        let large = "'18446744073709551615*18446744073709551615'";
+        assert!(wrong("'len_q/64'", large).contains("too large"));
+        assert!(wrong("'len_q/64'", "'4294967296*len_q'").contains("too large"));
         assert!(wrong("'scale_log2'", "'scale_ln'").contains("scale_log2"));
         assert!(wrong("'full'", "'half'").contains("not a mask"));
         assert!(wrong("entry", "entrance").contains("entrance"));
