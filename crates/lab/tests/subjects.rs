@@ -152,10 +152,14 @@ fn a_kernel_as_ptx_that_does_not_end_fails_with_its_place_and_the_limit() {
         let said = text(&output);
         assert_eq!(output.status.code(), Some(1), "{said}");
         let number = if limit.is_empty() { "100000000" } else { "50000" };
-        for part in ["kernel `attention` did not end", number, "block (", "warp 0", "line ", "set by --limit"] {
+        for part in ["kernel `attention` did not end", number, "block (", "warp 0", "line ", "set by --limit"]
+        {
             assert!(said.contains(part), "{part} is missing in:\n{said}");
         }
-        assert!(said.contains("see it again") && (limit.is_empty() || said.contains("--limit 50000")), "{said}");
+        assert!(
+            said.contains("see it again") && (limit.is_empty() || said.contains("--limit 50000")),
+            "{said}"
+        );
     }
     for (wrong, words) in [
         (&["--limit", "0"][..], "no number of warp instructions"),

@@ -1,6 +1,6 @@
 //! Control flow of a kernel's body: basic blocks, their successors, and where parted lanes meet again.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use crate::inst::{LabelId, Op};
 use crate::module::Kernel;
@@ -129,6 +129,44 @@ fn meet(dominator: &[Option<usize>], position: &[Option<usize>], a: usize, b: us
     a.max(b)
 }
 
+/// Blocks that are looked at again as long as what is known of their neighbours changes.
+///
+/// A block comes before those that it leads to where it can, so that what is known travels far in one turn; and only what
+/// changed is passed on, so that a long way against that order does not cost a turn over all blocks a step.
+pub struct Worklist {
+    /// The blocks, in the order in which they come.
+    order: Vec<usize>,
+    /// The place of each block in it.
+    place: Vec<usize>,
+    /// The places of those that are to be looked at.
+    pending: BTreeSet<usize>,
+}
+
+impl Worklist {
+    /// All nodes of a graph, to be looked at once at least. Those that `root` leads to come first.
+    pub fn new(root: usize, edges: &[Vec<usize>]) -> Worklist {
+        let mut order = if edges.is_empty() { Vec::new() } else { post_order(root, edges) };
+        order.reverse();
+        let mut place = vec![usize::MAX; edges.len()];
+        order.iter().enumerate().for_each(|(at, &node)| place[node] = at);
+        for (node, place) in place.iter_mut().enumerate().filter(|(_, place)| **place == usize::MAX) {
+            *place = order.len();
+            order.push(node);
+        }
+        Worklist { pending: (0..order.len()).collect(), order, place }
+    }
+
+    /// The next one.
+    pub fn pop(&mut self) -> Option<usize> {
+        self.pending.pop_first().map(|place| self.order[place])
+    }
+
+    /// Adds one whose neighbour has changed.
+    pub fn push(&mut self, node: usize) {
+        self.pending.insert(self.place[node]);
+    }
+}
+
 /// The nodes reachable from `root`, each after those that it leads to.
 fn post_order(root: usize, edges: &[Vec<usize>]) -> Vec<usize> {
     let mut seen = vec![false; edges.len()];
@@ -171,12 +209,31 @@ pub fn set_reconvergence(kernel: &mut Kernel) {
         Op::Label(label) => Some(label),
         _ => None,
     };
-    let meet: Vec<Option<LabelId>> = (0..flow.blocks.len())
-        .map(|block| std::iter::successors(dominators[block], |&b| dominators[b]).find_map(label_of))
-        .collect();
+    // What is found on the way up is noted for all blocks on it, so that no way is gone twice.
+    let mut meet: Vec<Option<Option<LabelId>>> = vec![None; flow.blocks.len()];
+    for block in 0..flow.blocks.len() {
+        let (mut way, mut at) = (Vec::new(), block);
+        let label = loop {
+            match (meet[at], dominators[at]) {
+                (Some(label), _) => break label,
+                (None, None) => {
+                    way.push(at);
+                    break None;
+                }
+                (None, Some(up)) => {
+                    way.push(at);
+                    if let Some(label) = label_of(up) {
+                        break Some(label);
+                    }
+                    at = up;
+                }
+            }
+        };
+        way.into_iter().for_each(|block| meet[block] = Some(label));
+    }
     for (i, inst) in kernel.body.iter_mut().enumerate() {
         if let Op::Bra { reconverge, .. } = &mut inst.op {
-            *reconverge = if inst.guard.is_some() { meet[flow.block_of[i]] } else { None };
+            *reconverge = if inst.guard.is_some() { meet[flow.block_of[i]].flatten() } else { None };
         }
     }
 }

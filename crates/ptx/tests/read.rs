@@ -289,10 +289,20 @@ fn texts_that_are_far_too_large_or_deep_are_refused_before_they_take_memory() {
     assert!(refused(&" ".repeat((16 << 20) + 1)).contains("bytes"));
     assert!(refused(&with(&"ret;".repeat(200_000))).contains("instructions"));
     assert!(refused(&with(&many(3, &|n| format!(".reg .b32 %x{n}_<30000>;")))).contains("registers"));
-    let branches = many(40_000, &|n| format!("$l{n}: @%p1 bra $l{};\n", n / 2));
+    let branches = many(20_000, &|n| format!("$l{n}: @%p1 bra $l{};\n", n / 2));
     assert!(refused(&with(&format!(".reg .b32 %x<60000>; {branches} ret"))).contains("too large"));
-    // As many branches with few registers are only long.
+    // As many branches with few registers are only long, whichever way they lead.
     assert!(module(&with(&format!("{branches} ret"))).is_ok());
+    let back = many(20_000, &|n| format!("$l{n}: bra $l{};\n", n.wrapping_sub(1).min(19_999)));
+    assert!(module(&with(&format!("{back} ret"))).is_ok());
+    let ladder = many(20_000, &|n| format!("$l{n}: mov.u32 %r3, %r2; @%p1 bra $l{};\n", n.saturating_sub(1)));
+    assert!(module(&with(&format!("{ladder} ret"))).is_ok());
+    assert!(module(&with(&format!("{} ret", "@%p1 ret;\n".repeat(60_000)))).is_ok());
+    // What is written under one predicate after the other is remembered pair by pair.
+    let set = many(1000, &|n| format!("setp.eq.u32 %q{n}, %r2, {n};\n"));
+    let pairs = many(1000, &|n| format!("@%q{n} bra $l{n};\nmov.u32 %x{n}, %r2;\n$l{n}:\n"));
+    let declared = ".reg .b32 %x<1000>; .reg .pred %q<1000>;";
+    assert!(module(&with(&format!("{declared} {set} {pairs} ret"))).is_ok());
     let name = "a".repeat(1 << 20);
     let said = refused(&with(&format!("{name}.b32 %r1, %r2")));
     assert!(said.len() < 1000, "a message repeats {} characters", said.len());

@@ -3,6 +3,7 @@
 //! Every lane follows a path through the basic blocks. A register that is written without a guard on all paths to a block
 //! holds a value there in all lanes, however they part and meet; reads of it need no check while the kernel runs.
 
+use flashcore_ptx::flow::Worklist;
 use flashcore_ptx::{Kernel, Op};
 
 /// A set of registers.
@@ -55,16 +56,19 @@ pub fn assigned_before(kernel: &Kernel, starts: &[u32], successors: &[Vec<usize>
     if let Some(entry) = before.first_mut() {
         entry.fill(0);
     }
-    let mut changed = true;
-    while changed {
-        changed = false;
-        for block in 0..blocks {
-            for &next in successors[block].iter().filter(|&&next| next < blocks) {
-                for w in 0..words {
-                    let after = before[block][w] | written[block][w];
-                    changed |= before[next][w] & !after != 0;
-                    before[next][w] &= after;
-                }
+    let edges: Vec<Vec<usize>> =
+        successors.iter().map(|next| next.iter().copied().filter(|&next| next < blocks).collect()).collect();
+    let mut work = Worklist::new(0, &edges);
+    while let Some(block) = work.pop() {
+        for &next in &edges[block] {
+            let mut changed = false;
+            for w in 0..words {
+                let after = before[block][w] | written[block][w];
+                changed |= before[next][w] & !after != 0;
+                before[next][w] &= after;
+            }
+            if changed {
+                work.push(next);
             }
         }
     }

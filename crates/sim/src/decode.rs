@@ -7,6 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use flashcore_ptx::flow::Worklist;
 use flashcore_ptx::{AccTy, Alu, Arg, GridDep, Inst, Kernel, MemBase, MmaShape, Op, RegClass, RegId};
 
 use crate::alu::{AluInst, SetpInst};
@@ -772,16 +773,22 @@ impl Flow {
     }
 }
 
-/// The immediate post-dominator of each block, by iteration over the reversed graph. The end is block `n`.
-fn post_dominators(successors: &[Vec<usize>]) -> Vec<usize> {
-    let n = successors.len();
-    let end = n;
-    let mut predecessors = vec![Vec::new(); n + 1];
+/// The blocks that lead to each block, and after them those that lead to the end.
+fn predecessors(successors: &[Vec<usize>]) -> Vec<Vec<usize>> {
+    let mut predecessors = vec![Vec::new(); successors.len() + 1];
     for (block, next) in successors.iter().enumerate() {
         for &to in next {
             predecessors[to].push(block);
         }
     }
+    predecessors
+}
+
+/// The immediate post-dominator of each block, by iteration over the reversed graph. The end is block `n`.
+fn post_dominators(successors: &[Vec<usize>]) -> Vec<usize> {
+    let n = successors.len();
+    let end = n;
+    let predecessors = predecessors(successors);
     // Post-order of the reversed graph from the end.
     let mut order = Vec::with_capacity(n + 1);
     let mut state = vec![0u8; n + 1];
@@ -887,21 +894,24 @@ fn lives(kernel: &Kernel, flow: &Flow) -> Vec<Option<Life>> {
         }
     }
     let mut live_in = read_first.clone();
-    let mut changed = true;
-    while changed {
-        changed = false;
-        for block in (0..blocks).rev() {
-            for w in 0..words {
-                let out = flow.successors[block]
-                    .iter()
-                    .filter(|&&to| to < blocks)
-                    .fold(0, |bits, &to| bits | live_in[to][w]);
-                let new = read_first[block][w] | out & !killed[block][w];
-                if new != live_in[block][w] {
-                    live_in[block][w] = new;
-                    changed = true;
-                }
-            }
+    let predecessors = predecessors(&flow.successors);
+    let mut work = Worklist::new(blocks, &predecessors);
+    while let Some(block) = work.pop() {
+        if block == blocks {
+            continue;
+        }
+        let mut changed = false;
+        for w in 0..words {
+            let out = flow.successors[block]
+                .iter()
+                .filter(|&&to| to < blocks)
+                .fold(0, |bits, &to| bits | live_in[to][w]);
+            let new = read_first[block][w] | out & !killed[block][w];
+            changed |= new != live_in[block][w];
+            live_in[block][w] = new;
+        }
+        if changed {
+            predecessors[block].iter().for_each(|&before| work.push(before));
         }
     }
     for block in 0..blocks {

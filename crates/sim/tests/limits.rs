@@ -130,6 +130,23 @@ fn a_kernel_with_very_many_live_registers_runs_with_fewer_blocks_at_a_time() {
     assert!(report.is_clean(), "{:?}", report.findings);
 }
 
+/// Each step of such a way once cost a look at the whole kernel.
+#[test]
+fn long_ways_backwards_through_a_kernel_are_decoded_at_once() {
+    let count = 20_000;
+    let chain: String =
+        (0..count).map(|n: usize| format!("$l{n}: bra $l{};\n", n.wrapping_sub(1).min(count))).collect();
+    let ladder: String = (0..count)
+        .map(|n| format!("$m{n}: add.u32 %r1, %r1, 1; @%p1 bra $m{};\n", n.saturating_sub(1)))
+        .collect();
+    let module = text(&format!(
+        "setp.ne.u32 %p1, 0, 0; mov.u32 %r1, 0;\nbra $l{};\n{chain}$l{count}:\n{ladder} ret;",
+        count - 1
+    ));
+    let report = launch(&module, [1, 1, 1], [32, 1, 1], Config::default()).expect("it runs");
+    assert!(report.is_clean(), "{:?}", report.findings);
+}
+
 #[test]
 fn a_launch_ends_soon_after_it_is_asked_to() {
     for (body, grid) in [("$for_ever: bra $for_ever;", 1), (SPIN, 1), ("ret;", 1_000_000)] {

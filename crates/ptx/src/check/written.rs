@@ -10,7 +10,7 @@
 use std::collections::BTreeSet;
 
 use crate::error::Fault;
-use crate::flow::Flow;
+use crate::flow::{Flow, Worklist};
 use crate::inst::{Arg, Inst, Op};
 use crate::module::Kernel;
 use crate::types::{Guard, RegClass, RegId};
@@ -151,16 +151,15 @@ pub(super) fn check(kernel: &Kernel, flow: &Flow, at: &mut dyn FnMut(usize, Faul
         }
         (!states.is_empty()).then(|| State::meet(&states))
     };
-    let mut changed = true;
-    while changed {
-        changed = false;
-        for (b, block) in flow.blocks.iter().enumerate() {
-            let Some(mut state) = arrive(b, &at_end) else { continue };
-            kernel.body[block.start..block.end].iter().for_each(|inst| state.step(inst, kernel));
-            if at_end[b].as_ref() != Some(&state) {
-                at_end[b] = Some(state);
-                changed = true;
-            }
+    let edges: Vec<Vec<usize>> = flow.blocks.iter().map(|block| block.next.clone()).collect();
+    let mut work = Worklist::new(0, &edges);
+    while let Some(b) = work.pop() {
+        let Some(mut state) = arrive(b, &at_end) else { continue };
+        let block = &flow.blocks[b];
+        kernel.body[block.start..block.end].iter().for_each(|inst| state.step(inst, kernel));
+        if at_end[b].as_ref() != Some(&state) {
+            at_end[b] = Some(state);
+            block.next.iter().for_each(|&next| work.push(next));
         }
     }
 
