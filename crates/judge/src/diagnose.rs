@@ -100,6 +100,21 @@ pub fn diagnose(
             }),
         };
     }
+    let hidden = |&&i: &&usize| {
+        let row = i * width..(i + 1) * width;
+        o[row.clone()]
+            .iter()
+            .zip(&yardstick.oracle().o[row])
+            .any(|(x, truth)| x.is_finite() && !truth.is_finite())
+    };
+    let hidden = wrong.iter().filter(hidden).count();
+    if hidden > 0 {
+        let why = format!(
+            "{hidden} of {} bad rows hold numbers where a NaN or an infinity of the inputs must reach them",
+            wrong.len()
+        );
+        return Diagnosis::new(Kind::NotFinite, why);
+    }
     let not_finite =
         wrong.iter().filter(|&&i| o[i * width..][..width].iter().any(|x| !x.is_finite())).count();
     if not_finite > 0 {

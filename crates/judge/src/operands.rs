@@ -1,12 +1,15 @@
 //! Operands: the inputs of one call in guarded memory, with the options that go with them.
 
-use flashcore::{Attention, Mask, Problem};
+use flashcore::{Attention, Mask, Name, Problem};
 use rayon::prelude::*;
 
 use crate::guarded::{Arrangement, Guarded};
-use crate::inputs::{Distribution, Values, draw};
+use crate::inputs::{Distribution, Values, Wild, draw};
 use crate::rng::Rng;
 use crate::rule::{Row, Yardstick};
+
+/// Places that are tried for an element that is no number.
+const WILD_TRIES: usize = 64;
 
 /// The inputs of one call.
 #[derive(Clone, Debug)]
@@ -21,6 +24,23 @@ pub struct Operands {
     pub k: Guarded,
     /// The values.
     pub v: Guarded,
+    /// Where one element is no number, if one is.
+    pub wild: Option<Spot>,
+}
+
+/// One row of an input, and an element of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spot {
+    /// q, k or v.
+    pub operand: Name,
+    /// Batch entry.
+    pub batch: usize,
+    /// Head: a query head in q, a kv head in k and v.
+    pub head: usize,
+    /// Query or key.
+    pub row: usize,
+    /// Element of the row.
+    pub column: usize,
 }
 
 impl Operands {
@@ -52,6 +72,7 @@ impl Operands {
             q: tensor(heads_q, len_q, head_dim, &values.q),
             k: tensor(heads_kv, len_k, head_dim, &values.k),
             v: tensor(heads_kv, len_k, head_dim_v, &values.v),
+            wild: None,
         };
         for b in 0..batch {
             for s in operands.keys(b)..len_k {
@@ -67,6 +88,91 @@ impl Operands {
     /// How many keys batch entry `b` has.
     pub fn keys(&self, b: usize) -> usize {
         self.key_lengths.as_ref().map_or(self.problem.len_k, |lengths| lengths[b] as usize)
+    }
+
+    /// Puts one element that is no number where some query meets it, and remembers the place. Leaves the operands as
+    /// they are where no query sees two keys.
+    pub fn with_wild(mut self, wild: Wild, seed: u64) -> Self {
+        let mut rng = Rng::stream(seed, 200);
+        let value = if wild.is_nan() { f32::NAN } else { f32::INFINITY.copysign(rng.sign() as f32) };
+        let group = self.problem.group();
+        for _ in 0..WILD_TRIES {
+            let Some((reader, keys)) = self.reader(&mut rng, 2) else { break };
+            // Never the first key that a query sees: whoever sees the second sees a number beside it.
+            let key = keys.start + 1 + rng.below(keys.len() - 1);
+            let (head, row) = match wild.operand() {
+                Name::Q => (reader.head, reader.query),
+                _ => (reader.head / group, key),
+            };
+            let width = self.operand(wild.operand()).shape()[3];
+            let spot =
+                Spot { operand: wild.operand(), batch: reader.batch, head, row, column: rng.below(width) };
+            // An infinite query must score +∞ somewhere: a query all of whose scores are −∞ attends to nothing.
+            let meets =
+                |key: usize| self.row(Name::K, reader.batch, reader.head / group, key)[spot.column] * value;
+            if wild == Wild::InfinityInQ && !keys.clone().any(|key| meets(key) == f32::INFINITY) {
+                continue;
+            }
+            let mut elements = self.row(spot.operand, spot.batch, head, row);
+            elements[spot.column] = value;
+            self.operand_mut(spot.operand).view_mut().write_row(spot.batch, head, row, &elements);
+            self.wild = Some(spot);
+            break;
+        }
+        self
+    }
+
+    /// A random query that sees at least `least` keys, with the keys that it sees.
+    pub fn reader(&self, rng: &mut Rng, least: usize) -> Option<(Row, std::ops::Range<usize>)> {
+        let Problem { batch, heads_q, len_q, mask, .. } = self.problem;
+        let keys = |b: usize, query: usize| mask.keys(query, len_q, self.keys(b));
+        let sees = |b: usize, query: usize| keys(b, query).len() >= least;
+        let batches: Vec<usize> = (0..batch).filter(|&b| (0..len_q).any(|query| sees(b, query))).collect();
+        if batches.is_empty() || heads_q == 0 {
+            return None;
+        }
+        let (b, head) = (rng.pick(&batches), rng.below(heads_q));
+        let queries: Vec<usize> = (0..len_q).filter(|&query| sees(b, query)).collect();
+        let query = rng.pick(&queries);
+        Some((Row { batch: b, head, query }, keys(b, query)))
+    }
+
+    /// Whether a query's result depends on a row of an input.
+    pub fn depends(&self, reader: &Row, spot: &Spot) -> bool {
+        let sees = |row: usize| {
+            self.problem.mask.keys(reader.query, self.problem.len_q, self.keys(reader.batch)).contains(&row)
+        };
+        reader.batch == spot.batch
+            && match spot.operand {
+                Name::Q => reader.head == spot.head && reader.query == spot.row,
+                _ => reader.head / self.problem.group() == spot.head && sees(spot.row),
+            }
+    }
+
+    /// q, k or v.
+    pub fn operand(&self, name: Name) -> &Guarded {
+        match name {
+            Name::Q => &self.q,
+            Name::K => &self.k,
+            _ => &self.v,
+        }
+    }
+
+    /// q, k or v, to be changed.
+    pub fn operand_mut(&mut self, name: Name) -> &mut Guarded {
+        match name {
+            Name::Q => &mut self.q,
+            Name::K => &mut self.k,
+            _ => &mut self.v,
+        }
+    }
+
+    /// One row of q, k or v.
+    pub fn row(&self, operand: Name, b: usize, head: usize, row: usize) -> Vec<f32> {
+        let tensor = self.operand(operand);
+        let mut elements = vec![0.0; tensor.shape()[3]];
+        tensor.view().read_row(b, head, row, &mut elements);
+        elements
     }
 
     /// The public call with this problem's options.
@@ -210,6 +316,26 @@ mod tests {
         operands.k.view().read_row(1, 0, 7, &mut row);
         assert!(row.iter().all(|x| x.is_nan()));
         assert!(operands.yardstick().oracle().o.iter().all(|x| x.is_finite()));
+    }
+
+    #[test]
+    fn an_element_that_is_no_number_reaches_the_truth_of_whom_it_concerns() {
+        for wild in Wild::ALL {
+            // A softcap would make a number of an infinite score.
+            let problem = Problem::new(2, 4, 9, 8, DType::F16).with_kv(2, 13).with_mask(Mask::Causal);
+            let problem = problem.with_key_lengths().with_head_dim_v(6);
+            let operands =
+                Operands::draw(problem, Some(vec![13, 7]), Arrangement::Padded, Distribution::Normal, 3);
+            let operands = operands.with_wild(wild, 5);
+            let spot = operands.wild.unwrap();
+            assert!(!operands.row(spot.operand, spot.batch, spot.head, spot.row)[spot.column].is_finite());
+            let truth = operands.yardstick();
+            let spoilt = |i: usize| truth.oracle().o[i * 6..][..6].iter().any(|x| !x.is_finite());
+            let reached = |i: &usize| spoilt(*i) && operands.depends(&truth.rows()[*i], &spot);
+            assert!((0..truth.rows().len()).any(|i| reached(&i)), "{wild}");
+            assert!((0..truth.rows().len()).all(|i| !spoilt(i) || reached(&i)), "{wild}");
+            assert!((0..truth.rows().len()).any(|i| !spoilt(i)), "{wild}");
+        }
     }
 
     #[test]
