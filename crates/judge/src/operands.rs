@@ -191,23 +191,6 @@ impl Operands {
         Yardstick::new(&self.problem, &q, &k, &v, self.key_lengths.as_deref())
     }
 
-    /// The yardstick of the query heads that share one kv head of one batch entry.
-    pub fn yardstick_of_group(&self, b: usize, kv_head: usize) -> Yardstick {
-        let Problem { len_q, len_k, .. } = self.problem;
-        let group = self.problem.group();
-        let mut problem = self.problem.with_kv(1, len_k);
-        (problem.batch, problem.heads_q) = (1, group);
-        let lengths = self.key_lengths.as_ref().map(|lengths| [lengths[b]]);
-        let q = self.q.part(b, 1, kv_head * group, group, 0, len_q);
-        let k = self.k.part(b, 1, kv_head, 1, 0, len_k);
-        let v = self.v.part(b, 1, kv_head, 1, 0, len_k);
-        Yardstick::new(&problem, &q, &k, &v, lengths.as_ref().map(|lengths| &lengths[..])).at(Row {
-            batch: b,
-            head: kv_head * group,
-            query: 0,
-        })
-    }
-
     /// The yardstick of chosen rows, for problems too large to judge whole.
     pub fn yardstick_of_rows(&self, rows: &[Row]) -> Yardstick {
         let one = |row: &Row| {
@@ -283,12 +266,9 @@ mod tests {
     }
 
     #[test]
-    fn a_group_and_single_rows_have_the_truth_of_the_whole() {
+    fn single_rows_have_the_truth_of_the_whole() {
         let operands = operands();
         let all = operands.yardstick();
-        let group = operands.yardstick_of_group(1, 1);
-        assert_eq!(group.rows().len(), 2 * 9);
-        assert_eq!(truth(&all, group.rows()), (group.oracle().o.clone(), group.oracle().lse.clone()));
         let rows = operands.sample_rows(40, 1);
         let sampled = operands.yardstick_of_rows(&rows);
         assert_eq!(sampled.rows(), rows);

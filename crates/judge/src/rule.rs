@@ -229,9 +229,9 @@ impl Yardstick {
         2.0 * plain + self.floors[i].luck + self.floors[i].habit
     }
 
-    /// How far a row's element, and its lse, must move before no rounding explains that a result stood still.
-    pub fn row_floor(&self, i: usize) -> (f64, f64) {
-        (self.floors[i].luck + self.floors[i].habit, self.floors[i].lse)
+    /// What rounding alone may move a row by.
+    pub fn row_floor(&self, i: usize) -> f64 {
+        self.floors[i].luck + self.floors[i].habit
     }
 
     /// Judges a result: o as rows of head_dim_v, lse as one a row, both in the order of [`Yardstick::rows`].

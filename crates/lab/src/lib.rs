@@ -1,6 +1,6 @@
 //! The workbench behind the `flashcore` command: is an attention kernel right, how fast is it, and how sure are we.
 //!
-//! - [`cases`] and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
+//! - [`cases`] (by [covering designs](cover)) and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
 //! - An [`engine`] computes, ours or somebody else's ([`subject`]); [`check`] runs a case through it and [`rule`] judges the result, on the floor that
 //!   [`conditioning`] derives; [`diagnose`] finds out what kind of fault it is and [`explain`] says it. A [`crew`] of
 //!   threads takes up many cases at once.
@@ -28,6 +28,7 @@ pub mod ceilings;
 pub mod check;
 pub mod cli;
 pub mod compare;
+pub mod cover;
 pub mod crew;
 pub mod engine;
 pub mod evidence;

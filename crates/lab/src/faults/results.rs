@@ -36,7 +36,9 @@ fn case(problem: Problem, name: &str) -> Case {
         key_lengths: None,
         arrangement: Arrangement::Bshd,
         inputs: Distribution::Normal,
+        wild: None,
         seed: 42,
+        rows: None,
     }
 }
 

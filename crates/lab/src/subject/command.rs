@@ -210,6 +210,10 @@ impl Engine for CommandEngine {
         self.gives_lse
     }
 
+    fn hides_values(&self) -> bool {
+        false
+    }
+
     fn deterministic(&self) -> bool {
         self.deterministic
     }
