@@ -1,5 +1,7 @@
 //! Operands: the inputs of one call in guarded memory, with the options that go with them.
 
+use std::ops::Range;
+
 use flashcore::{Attention, Mask, Name, Problem};
 use rayon::prelude::*;
 
@@ -123,7 +125,7 @@ impl Operands {
     }
 
     /// A random query that sees at least `least` keys, with the keys that it sees.
-    pub fn reader(&self, rng: &mut Rng, least: usize) -> Option<(Row, std::ops::Range<usize>)> {
+    pub fn reader(&self, rng: &mut Rng, least: usize) -> Option<(Row, Range<usize>)> {
         let Problem { batch, heads_q, len_q, mask, .. } = self.problem;
         let keys = |b: usize, query: usize| mask.keys(query, len_q, self.keys(b));
         let sees = |b: usize, query: usize| keys(b, query).len() >= least;
@@ -147,6 +149,65 @@ impl Operands {
                 Name::Q => reader.head == spot.head && reader.query == spot.row,
                 _ => reader.head / self.problem.group() == spot.head && sees(spot.row),
             }
+    }
+
+    /// A key that a query attends to, drawn by its own weights from the keys that it sees.
+    pub fn attended(&self, reader: &Row, keys: Range<usize>, rng: &mut Rng) -> usize {
+        let problem = &self.problem;
+        let query = self.row(Name::Q, reader.batch, reader.head, reader.query);
+        let score = |key: usize| {
+            let key = self.row(Name::K, reader.batch, reader.head / problem.group(), key);
+            let dot: f64 = query.iter().zip(key).map(|(&a, b)| f64::from(a) * f64::from(b)).sum();
+            let score = dot * f64::from(problem.scale);
+            problem.softcap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh())
+        };
+        let scores: Vec<f64> = keys.clone().map(score).collect();
+        let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weights = scores.iter().map(|score| (score - most).exp());
+        let mut left = rng.unit() * weights.clone().sum::<f64>();
+        let drawn = weights.into_iter().position(|weight| {
+            left -= weight;
+            left < 0.0
+        });
+        keys.start + drawn.unwrap_or(0)
+    }
+
+    /// Another row in the place of one, of no larger magnitudes: its elements turned round, each smaller by a factor of
+    /// its own, and half of them with the other sign.
+    pub fn redrawn(&self, spot: &Spot, rng: &mut Rng) -> Vec<f32> {
+        let row = self.row(spot.operand, spot.batch, spot.head, spot.row);
+        let (turn, surely) = (rng.below(row.len()), rng.below(row.len()));
+        let mut element = |i: usize| {
+            let sign = if i == surely { -1.0 } else { rng.sign() };
+            row[(i + turn) % row.len()] * (sign * rng.range(0.5, 1.0)) as f32
+        };
+        (0..row.len()).map(&mut element).collect()
+    }
+
+    /// Elements of an output that are larger than every value of their head, or no number: how many, and the first one's
+    /// row.
+    pub fn beyond_values(&self, o: &Guarded) -> Option<(usize, Row)> {
+        let Problem { heads_q, heads_kv, len_q, len_k, head_dim_v, dtype, .. } = self.problem;
+        let group = self.problem.group();
+        // Values behind a key length are NaN, which is never the larger.
+        let largest: Vec<f32> = self
+            .v
+            .values()
+            .chunks((len_k * head_dim_v).max(1))
+            .map(|head| head.iter().fold(0.0_f32, |most, x| most.max(x.abs())))
+            .collect();
+        let beyond = |(i, x): &(usize, f32)| {
+            let head = i / (len_q * head_dim_v);
+            let of = head / heads_q * heads_kv + head % heads_q / group;
+            let most = largest.get(of).copied().unwrap_or(0.0);
+            // Rounding may reach beyond the largest, but not far.
+            x.is_nan() || x.abs() > most * (1.0 + 8.0 * dtype.epsilon())
+        };
+        let mut all = o.values().into_iter().enumerate().filter(beyond);
+        let (first, _) = all.next()?;
+        let row = first / head_dim_v;
+        let first = Row { batch: row / (heads_q * len_q), head: row / len_q % heads_q, query: row % len_q };
+        Some((1 + all.count(), first))
     }
 
     /// q, k or v.

@@ -147,14 +147,13 @@ pub struct Prepared {
     pub case: Case,
     operands: Operands,
     yardstick: OnceLock<Yardstick>,
-    fresh: OnceLock<Operands>,
 }
 
 impl Prepared {
     /// Draws the inputs. The oracle is asked when the first result is there.
     pub fn new(case: Case) -> Self {
         let operands = case.operands();
-        Self { case, operands, yardstick: OnceLock::new(), fresh: OnceLock::new() }
+        Self { case, operands, yardstick: OnceLock::new() }
     }
 
     /// The inputs.
@@ -191,17 +190,16 @@ impl Prepared {
 
     /// One row of q, k or v redrawn, such that somebody attends to it. None where nobody attends to anything.
     fn redraw(&self, operand: Name, rng: &mut Rng) -> Option<Redrawn> {
-        let fresh = self.fresh.get_or_init(|| self.case.operands_from(self.case.seed.wrapping_add(0x5eed)));
         let mut operands = self.operands.clone();
         for tries in 1.. {
             let (reader, keys) = self.operands.reader(rng, 1)?;
             let kv_head = reader.head / self.case.problem.group();
             let (head, row) = match operand {
                 Name::Q => (reader.head, reader.query),
-                _ => (kv_head, self.attended(&reader, keys, rng)),
+                _ => (kv_head, self.operands.attended(&reader, keys, rng)),
             };
             let spot = Spot { operand, batch: reader.batch, head, row, column: 0 };
-            let elements = fresh.row(operand, spot.batch, head, row);
+            let elements = self.operands.redrawn(&spot, rng);
             operands.operand_mut(operand).view_mut().write_row(spot.batch, head, row, &elements);
             let rows = self.followers(reader, &spot, rng);
             let truth = operands.yardstick_of_rows(&rows);
@@ -213,27 +211,6 @@ impl Prepared {
             operands.operand_mut(operand).view_mut().write_row(spot.batch, head, row, &before);
         }
         None
-    }
-
-    /// A key that a query attends to, drawn by its own weights.
-    fn attended(&self, reader: &Row, keys: std::ops::Range<usize>, rng: &mut Rng) -> usize {
-        let problem = &self.case.problem;
-        let query = self.operands.row(Name::Q, reader.batch, reader.head, reader.query);
-        let score = |key: usize| {
-            let key = self.operands.row(Name::K, reader.batch, reader.head / problem.group(), key);
-            let dot: f64 = query.iter().zip(key).map(|(&a, b)| f64::from(a) * f64::from(b)).sum();
-            let score = dot * f64::from(problem.scale);
-            problem.softcap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh())
-        };
-        let scores: Vec<f64> = keys.clone().map(score).collect();
-        let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let weights = scores.iter().map(|score| (score - most).exp());
-        let mut left = rng.unit() * weights.clone().sum::<f64>();
-        let drawn = weights.into_iter().position(|weight| {
-            left -= weight;
-            left < 0.0
-        });
-        keys.start + drawn.unwrap_or(0)
     }
 
     /// The rows that are judged after a redraw: one that attends to it, the first and the last that see it, and others.
@@ -272,8 +249,8 @@ impl Prepared {
         // What is looked at is drawn from the result itself: the same for the same engine, and unknown before.
         let mut rng = Rng::stream(self.case.seed, first.fingerprint());
         let truth = self.truth(&mut rng);
-        let mut o = gather(&first.o, truth.rows());
-        let lse = first.lse.as_ref().map(|lse| gather(lse, truth.rows()));
+        let mut o = first.o.gather(truth.rows());
+        let lse = first.lse.as_ref().map(|lse| lse.gather(truth.rows()));
         if !engine.hides_values() {
             self.forgive_values(&truth, &mut o);
         }
@@ -282,7 +259,8 @@ impl Prepared {
             faults.push(wrong(None, &judgement, &self.operands, &truth, &o, lse.as_deref()));
         }
         if self.case.rows.is_some() {
-            faults.extend(self.outlandish(&first.o));
+            let beyond = self.operands.beyond_values(&first.o);
+            faults.extend(beyond.map(|(count, first)| Fault::Outlandish { count, first }));
         }
         match run(engine, &self.case, &self.operands, Poison::Second, &mut faults) {
             Ok(second) if engine.deterministic() => {
@@ -328,29 +306,6 @@ impl Prepared {
         }
     }
 
-    /// Elements of o that are larger than every value of their head, or no number.
-    fn outlandish(&self, o: &Guarded) -> Option<Fault> {
-        let Problem { heads_q, heads_kv, len_q, len_k, head_dim_v, dtype, .. } = self.case.problem;
-        let values = self.operands.v.values();
-        // Rows behind a key length hold NaN, which is never the larger.
-        let largest: Vec<f32> = values
-            .chunks((len_k * head_dim_v).max(1))
-            .map(|head| head.iter().fold(0.0_f32, |most, x| most.max(x.abs())))
-            .collect();
-        let group = self.case.problem.group();
-        let beyond = |(i, x): &(usize, f32)| {
-            let head = i / (len_q * head_dim_v);
-            let of = head / heads_q * heads_kv + head % heads_q / group;
-            let most = largest.get(of).copied().unwrap_or(0.0);
-            // Rounding may reach beyond the largest, but not far.
-            !(x.abs() <= most * (1.0 + 8.0 * dtype.epsilon()))
-        };
-        let mut all = o.values().into_iter().enumerate().filter(beyond);
-        let (first, _) = all.next()?;
-        let first = row_of(first / head_dim_v, &self.case.problem);
-        Some(Fault::Outlandish { count: 1 + all.count(), first })
-    }
-
     /// Whether the second run's bits differ from the first's.
     fn differs(&self, first: &Outputs, second: &Outputs) -> Option<Fault> {
         let changed = changed_rows(first, second, &self.case.problem);
@@ -383,8 +338,8 @@ impl Prepared {
         faults: &mut Vec<Fault>,
     ) {
         let Redrawn { spot, truth, shows, .. } = redrawn;
-        let o = gather(&after.o, truth.rows());
-        let lse = after.lse.as_ref().map(|lse| gather(lse, truth.rows()));
+        let o = after.o.gather(truth.rows());
+        let lse = after.lse.as_ref().map(|lse| lse.gather(truth.rows()));
         let judgement = truth.judge(&o, lse.as_deref());
         let moved = changed_rows(before, after, &self.case.problem);
         let stood_still = !moved.iter().any(|(row, _)| truth.rows().binary_search(row).is_ok());
@@ -435,10 +390,7 @@ struct Outputs {
 impl Outputs {
     /// A number that depends on every bit of the result.
     fn fingerprint(&self) -> u64 {
-        let bits = self.o.bits().into_iter().chain(self.lse.iter().flat_map(Guarded::bits));
-        bits.fold(0, |sum: u64, bits| {
-            (sum ^ u64::from(bits)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
-        })
+        self.o.fingerprint() ^ self.lse.as_ref().map_or(0, |lse| lse.fingerprint().rotate_left(1))
     }
 }
 
@@ -504,28 +456,11 @@ fn row_of(index: usize, problem: &Problem) -> Row {
     Row { batch: index / (heads_q * len_q), head: index / len_q % heads_q, query: index % len_q }
 }
 
-/// The given rows of an output, one after the other.
-fn gather(output: &Guarded, rows: &[Row]) -> Vec<f32> {
-    let width = output.shape()[3];
-    let view = output.view();
-    let mut all = vec![0.0; rows.len() * width];
-    for (row, out) in rows.iter().zip(all.chunks_exact_mut(width)) {
-        view.read_row(row.batch, row.head, row.query, out);
-    }
-    all
-}
-
 /// The rows whose bits differ in o or lse, with how many elements do.
 fn changed_rows(before: &Outputs, after: &Outputs, problem: &Problem) -> Vec<(Row, usize)> {
-    let differing = |before: &Guarded, after: &Guarded| -> Vec<usize> {
-        let width = before.shape()[3];
-        let (before, after) = (before.bits(), after.bits());
-        let rows = before.chunks_exact(width).zip(after.chunks_exact(width));
-        rows.map(|(a, b)| a.iter().zip(b).filter(|(a, b)| a != b).count()).collect()
-    };
-    let mut counts = differing(&before.o, &after.o);
+    let mut counts = before.o.differences(&after.o);
     if let (Some(before), Some(after)) = (&before.lse, &after.lse) {
-        counts.iter_mut().zip(differing(before, after)).for_each(|(count, more)| *count += more);
+        counts.iter_mut().zip(before.differences(after)).for_each(|(count, more)| *count += more);
     }
     counts
         .into_iter()

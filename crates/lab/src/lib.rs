@@ -19,7 +19,9 @@
 //! Use it through the command; as a library it serves the project's own tests.
 
 pub use flashcore_clock::{physics, timing};
-pub use flashcore_judge::{conditioning, diagnose, guarded, honest, inputs, operands, rng, rule, stats};
+pub use flashcore_judge::{
+    conditioning, cover, diagnose, guarded, honest, inputs, operands, rng, rule, stats,
+};
 
 pub mod audit;
 pub mod bench;
@@ -28,7 +30,6 @@ pub mod ceilings;
 pub mod check;
 pub mod cli;
 pub mod compare;
-pub mod cover;
 pub mod crew;
 pub mod engine;
 pub mod evidence;

@@ -17,7 +17,7 @@ type Pair = [usize; 4];
 /// known, can be completed; pairs that no row can hold are left out. The same seed gives the same rows.
 ///
 /// ```
-/// use flashcore_lab::cover::pairs;
+/// use flashcore_judge::cover::pairs;
 /// let rows = pairs(&[3, 3, 3, 3], &|_| true, 1);
 /// assert!(rows.len() < 20); // of 81
 /// assert!(rows.iter().any(|row| row[1] == 2 && row[3] == 0));
