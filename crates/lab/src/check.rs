@@ -126,8 +126,9 @@ impl Outcome {
     }
 }
 
-/// Rows that are judged after a redraw, at most.
-const FOLLOWERS: usize = 12;
+/// Rows that are judged after a redraw where there are as many, and the multiply-adds that more of them may take.
+const FOLLOWERS: u64 = 12;
+const FOLLOWERS_WORK: u64 = 1_000_000;
 
 /// Rows that are tried for a redraw whose effect can be seen.
 const REDRAWS: usize = 3;
@@ -228,7 +229,13 @@ impl Prepared {
         let see: Vec<usize> = see.collect();
         let mut rows = vec![reader];
         rows.extend([see.first(), see.last()].into_iter().flatten().map(|&query| Row { query, ..reader }));
-        while rows.len() < FOLLOWERS.min(see.len() * heads.len()) {
+        let Problem { len_k, head_dim, head_dim_v, .. } = self.case.problem;
+        let most = FOLLOWERS.max(FOLLOWERS_WORK / (len_k * (head_dim + head_dim_v)).max(1) as u64) as usize;
+        if most >= see.len() * heads.len() {
+            let all = heads.flat_map(|head| see.iter().map(move |&query| (head, query)));
+            return all.map(|(head, query)| Row { batch: spot.batch, head, query }).collect();
+        }
+        while rows.len() < most {
             rows.push(Row { batch: spot.batch, head: first + rng.below(heads.len()), query: rng.pick(&see) });
         }
         rows.sort_unstable();
@@ -262,20 +269,8 @@ impl Prepared {
             let beyond = self.operands.beyond_values(&first.o);
             faults.extend(beyond.map(|(count, first)| Fault::Outlandish { count, first }));
         }
-        match run(engine, &self.case, &self.operands, Poison::Second, &mut faults) {
-            Ok(second) if engine.deterministic() => {
-                if let Some(differs) = self.differs(&first, &second) {
-                    for fault in &mut faults {
-                        fault.is_of_a_race(&differs);
-                    }
-                    faults.push(differs);
-                }
-            }
-            Ok(_) => {}
-            Err(refusal) => faults.push(refusal),
-        }
-        // What a wrong or unsteady engine does with changed inputs says nothing more. Nor does a row that moves beside
-        // an element that is no number.
+        // What a wrong engine does with changed inputs says nothing more. Nor does a row that moves beside an element
+        // that is no number.
         if faults.is_empty() && self.case.wild.is_none() {
             for operand in [Name::Q, Name::K, Name::V] {
                 let Some(redrawn) = self.redraw(operand, &mut rng) else { break };
@@ -287,6 +282,19 @@ impl Prepared {
                     Err(refusal) => faults.push(refusal),
                 }
             }
+        }
+        // Last, so that whatever the runs between have left behind shows.
+        match run(engine, &self.case, &self.operands, Poison::Second, &mut faults) {
+            Ok(second) if engine.deterministic() => {
+                if let Some(differs) = self.differs(&first, &second) {
+                    for fault in &mut faults {
+                        fault.is_of_a_race(&differs);
+                    }
+                    faults.push(differs);
+                }
+            }
+            Ok(_) => {}
+            Err(refusal) => faults.push(refusal),
         }
         faults.dedup();
         if faults.is_empty() { Outcome::Passed(judgement) } else { Outcome::Failed(faults) }
