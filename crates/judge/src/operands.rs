@@ -172,16 +172,17 @@ impl Operands {
         keys.start + drawn.unwrap_or(0)
     }
 
-    /// Another row in the place of one, of no larger magnitudes: its elements turned round, each smaller by a factor of
-    /// its own, and half of them with the other sign.
+    /// Another row in the place of one: half of its elements, and one at least, get the other sign and a smaller
+    /// magnitude. The others stay, so that no result can be kept by a few elements of every row.
     pub fn redrawn(&self, spot: &Spot, rng: &mut Rng) -> Vec<f32> {
-        let row = self.row(spot.operand, spot.batch, spot.head, spot.row);
-        let (turn, surely) = (rng.below(row.len()), rng.below(row.len()));
-        let mut element = |i: usize| {
-            let sign = if i == surely { -1.0 } else { rng.sign() };
-            row[(i + turn) % row.len()] * (sign * rng.range(0.5, 1.0)) as f32
-        };
-        (0..row.len()).map(&mut element).collect()
+        let mut row = self.row(spot.operand, spot.batch, spot.head, spot.row);
+        let surely = rng.below(row.len());
+        for (i, x) in row.iter_mut().enumerate() {
+            if rng.chance(0.5) || i == surely {
+                *x *= rng.range(-1.0, -0.5) as f32;
+            }
+        }
+        row
     }
 
     /// Elements of an output that are larger than every value of their head, or no number: how many, and the first one's
