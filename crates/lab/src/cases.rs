@@ -365,7 +365,8 @@ impl Table {
 /// What covering designs are made from: another seed gives other cases that cover the same pairs.
 const COVER_SEED: u64 = 16;
 
-/// A number of keys for each batch entry: all, none or one of them now and then, and any number between.
+/// A number of keys for each batch entry: all, none or one of them now and then, and any number between. One entry has
+/// at least half of them, so that there is something to see.
 fn draw_lengths(problem: &Problem, seed: u64) -> Vec<u32> {
     let mut rng = Rng::stream(seed, (problem.batch * 1_000_003 + problem.len_k) as u64);
     let all = problem.len_k;
@@ -375,7 +376,11 @@ fn draw_lengths(problem: &Problem, seed: u64) -> Vec<u32> {
         2 => all.min(1),
         _ => rng.below(all + 1),
     };
-    (0..problem.batch).map(|_| one(&mut rng) as u32).collect()
+    let mut lengths: Vec<u32> = (0..problem.batch).map(|_| one(&mut rng) as u32).collect();
+    if !lengths.is_empty() {
+        lengths[rng.below(problem.batch)] = (all - rng.below(all / 2 + 1)) as u32;
+    }
+    lengths
 }
 
 /// Reads a mask: `none`, `causal`, `causal-top-left` or `window(LEFT,RIGHT)`.
@@ -486,12 +491,54 @@ mod tests {
         has("a scale", &|p| p.scale != flashcore::default_scale(p.head_dim));
         has("key lengths under a causal mask", &|p| p.key_lengths && p.mask == Mask::Causal);
         has("no lse", &|p| !p.lse);
+        has("many batch entries", &|p| p.batch > 64);
+        has("many heads", &|p| p.heads_q > 64);
+        has("several kv heads of groups", &|p| p.heads_kv > 4 && p.group() > 2);
+        has("many queries", &|p| p.len_q > 4600);
+        has("many keys", &|p| p.len_k > 16400);
+        has("a softcap far beyond the scores", &|p| p.softcap == Some(1e30));
+        has("a softcap far below the scores", &|p| p.softcap == Some(1e-3));
         has("no queries", &|p| p.len_q == 0 && p.len_k > 0);
         has("no keys", &|p| p.len_k == 0 && p.len_q > 0);
         has("no batch", &|p| p.batch == 0);
         has("decode", &|p| p.len_q == 1 && p.len_k > 256);
         has("a head_dim that is no multiple of 8", &|p| p.head_dim % 8 != 0);
         has("the largest head_dim", &|p| p.head_dim == flashcore::MAX_HEAD_DIM);
+    }
+
+    #[test]
+    fn the_covering_design_meets_every_pair_of_its_values() {
+        let pairs: Vec<Case> =
+            corpus().into_iter().filter(|case| case.name.starts_with("cover/pairs")).collect();
+        assert!(pairs.len() < 100, "{}", pairs.len());
+        let met = |with: &dyn Fn(&Case) -> bool| pairs.iter().any(with);
+        for dtype in DType::ALL {
+            for arrangement in Arrangement::ALL {
+                assert!(met(&|case| case.problem.dtype == dtype && case.arrangement == arrangement));
+            }
+            for batch in [1, 2, 3, 5] {
+                assert!(met(&|case| case.problem.dtype == dtype && case.problem.batch == batch));
+            }
+        }
+        for len_q in [1, 2, 17, 65, 130, 1301] {
+            for head_dim in [8, 24, 40, 64, 72, 96, 128, 200] {
+                assert!(met(&|case| (case.problem.len_q, case.problem.head_dim) == (len_q, head_dim)));
+            }
+            for lengths in [false, true] {
+                assert!(met(&|case| case.problem.len_q == len_q && case.problem.key_lengths == lengths));
+            }
+        }
+    }
+
+    #[test]
+    fn every_element_that_is_no_number_finds_a_place_in_every_dtype() {
+        for dtype in DType::ALL {
+            for wild in Wild::ALL {
+                let quick = corpus().into_iter().filter(|case| case.tier == Tier::Quick);
+                let mut of = quick.filter(|case| case.wild == Some(wild) && case.problem.dtype == dtype);
+                assert!(of.any(|case| case.operands().wild.is_some()), "{wild} {dtype}");
+            }
+        }
     }
 
     #[test]

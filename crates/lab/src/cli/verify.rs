@@ -17,11 +17,13 @@ use crate::evidence::Environment;
 use crate::explain::{describe, explain, reproduce};
 use crate::faults::{self, Finding, Nature, Trial};
 use crate::gpu::stress;
+use crate::inputs::Wild;
 use crate::interrupt::{self, On};
 use crate::rule::Judgement;
 use crate::subject::command::CommandEngine;
 use crate::subject::ptx::PtxEngine;
 use crate::subject::torch::TorchEngine;
+use crate::tally::Tally;
 
 #[derive(Args)]
 pub struct Options {
@@ -36,7 +38,8 @@ pub struct Options {
     #[arg(long, value_name = "NAME", conflicts_with_all = ["device", "command", "ptx"])]
     subject: Option<String>,
     /// A command instead of a device: it reads q, k and v from the safetensors file {in} and writes o, and lse if it can,
-    /// to {out}; what is asked is in the file's metadata, and in {mask}, {scale} and {softcap}
+    /// to {out}; key lengths are a tensor beside them, and what else is asked is in the file's metadata, and in {mask},
+    /// {scale} and {softcap}
     #[arg(long, value_name = "LINE", conflicts_with_all = ["device", "ptx"])]
     command: Option<String>,
     /// With --command: seconds that a call may take
@@ -116,24 +119,13 @@ struct Record {
     status: Status,
     problem: String,
     inputs: &'static str,
+    wild: Option<&'static str>,
     arrangement: &'static str,
     seed: u64,
     judgement: Option<Judgement>,
     skipped: Option<String>,
     faults: Vec<String>,
     reproduce: String,
-}
-
-/// One engine over all cases.
-#[derive(Clone, Serialize)]
-struct Tally {
-    engine: String,
-    passed: usize,
-    skipped: usize,
-    failed: usize,
-    /// The largest share of what is allowed that any case used, with its name.
-    worst_share: Option<f64>,
-    worst_case: Option<String>,
 }
 
 const RULE: &str = "at most twice the error of plain same-precision attention against an f64 oracle, plus the \
@@ -168,15 +160,17 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let work = |case: &Case| check_on_all(case, &engines);
     crew::in_order(&cases, threads, &interrupt::requested, work, |at, checked| {
-        for ((record, explanation), tally) in checked.into_iter().zip(&mut tallies) {
-            tally.count(&record);
+        for ((outcome, explanation), (tally, engine)) in
+            checked.into_iter().zip(tallies.iter_mut().zip(&engines))
+        {
+            tally.count(&cases[at].name, &outcome);
             if let Some(explanation) = explanation
                 && explained < EXPLAINED
             {
                 explained += 1;
                 progress.say(&format!("\n{} {explanation}", toned(Tone::Bad, "FAILED")));
             }
-            results.push(record);
+            results.push(Record::new(&cases[at], engine.as_ref(), outcome));
         }
         done += 1;
         progress.at(done as u64, &cases[at].name);
@@ -194,7 +188,7 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
 }
 
 /// One case on every engine, each with what to tell a person where it failed.
-fn check_on_all(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Record, Option<String>)> {
+fn check_on_all(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Outcome, Option<String>)> {
     // The inputs are not drawn, and the oracle is not asked, for engines none of which computes the case.
     let mut prepared: Option<Prepared> = None;
     let mut check = |engine: &dyn Engine| {
@@ -206,7 +200,7 @@ fn check_on_all(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Record, Option
             (Outcome::Failed(faults), Some(prepared)) => Some(explain(prepared, engine, faults)),
             _ => None,
         };
-        (Record::new(case, engine, outcome), explanation)
+        (outcome, explanation)
     };
     engines.iter().map(|engine| check(engine.as_ref())).collect()
 }
@@ -369,6 +363,7 @@ impl Record {
             status: outcome.status(),
             problem: case.problem.to_string(),
             inputs: case.inputs.name(),
+            wild: case.wild.map(Wild::name),
             arrangement: case.arrangement.name(),
             seed: case.seed,
             judgement: None,
@@ -385,31 +380,6 @@ impl Record {
     }
 }
 
-impl Tally {
-    fn new(engine: &str) -> Self {
-        Self {
-            engine: engine.to_string(),
-            passed: 0,
-            skipped: 0,
-            failed: 0,
-            worst_share: None,
-            worst_case: None,
-        }
-    }
-
-    fn count(&mut self, record: &Record) {
-        match record.status {
-            Status::Passed => self.passed += 1,
-            Status::Skipped => self.skipped += 1,
-            Status::Failed => self.failed += 1,
-        }
-        let share = record.judgement.as_ref().map(Judgement::share_used);
-        if share.is_some_and(|share| self.worst_share.is_none_or(|worst| share > worst)) {
-            (self.worst_share, self.worst_case) = (share, Some(record.case.clone()));
-        }
-    }
-}
-
 fn table(tallies: &[Tally]) -> String {
     let heading =
         format!("\n{:<16} {:>7} {:>7} {:>7}   nearest to its bound", "engine", "passed", "skipped", "failed");
@@ -421,7 +391,10 @@ fn table(tallies: &[Tally]) -> String {
         let Tally { engine, passed, skipped, failed, .. } = tally;
         format!("\n{engine:<16} {passed:>7} {skipped:>7} {failed:>7}   {nearest}")
     };
-    toned(Tone::Strong, &heading) + &tallies.iter().map(line).collect::<String>()
+    let skipped =
+        |tally: &Tally| format!("\n  {} skipped by {}: {}", tally.skipped, tally.engine, tally.reasons());
+    let why: String = tallies.iter().filter(|tally| tally.skipped > 0).map(skipped).collect();
+    toned(Tone::Strong, &heading) + &tallies.iter().map(line).collect::<String>() + &why
 }
 
 #[cfg(test)]
