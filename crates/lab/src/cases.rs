@@ -207,12 +207,20 @@ impl Draft {
     }
 }
 
+/// What a value does to a draft, given by its place in the list.
+type Set<'a> = Box<dyn Fn(&mut Draft, usize) + 'a>;
+
+/// What a value is called in the names of cases.
+type Label<'a> = Box<dyn Fn(usize) -> String + 'a>;
+
 /// A field of a table, with what each of its values does to a draft.
 struct Field<'a> {
     values: usize,
     /// The value that makes the least work.
     least: usize,
-    set: Box<dyn Fn(&mut Draft, usize) + 'a>,
+    set: Set<'a>,
+    /// What a value adds to the case's name, if the field is a list.
+    label: Option<Label<'a>>,
 }
 
 /// Adds a field, if the table has it. A list puts its values into the cases' names.
@@ -229,14 +237,12 @@ fn vary<'a, T: Clone + 'a>(
         Some(Many::List(values)) => (&values[..], true),
     };
     let least = (0..values.len()).min_by_key(|&i| size(&values[i])).unwrap_or(0);
-    let set = move |draft: &mut Draft, i: usize| {
-        if listed {
-            draft.suffix.push('-');
-            draft.suffix += &label(&values[i]);
-        }
-        set(draft, values[i].clone());
-    };
-    fields.push(Field { values: values.len(), least, set: Box::new(set) });
+    fields.push(Field {
+        values: values.len(),
+        least,
+        set: Box::new(move |draft, i| set(draft, values[i].clone())),
+        label: if listed { Some(Box::new(move |i| label(&values[i]))) } else { None },
+    });
 }
 
 /// Every way to take one value of each field, the last field's changing fastest.
@@ -309,6 +315,12 @@ impl Table {
             fields.iter().zip(row).for_each(|(field, value)| (field.set)(&mut draft, value));
             draft
         };
+        let named = |row: &[usize]| {
+            let labels =
+                fields.iter().zip(row).filter_map(|(field, &value)| field.label.as_ref().map(|it| it(value)));
+            let suffix = labels.fold(String::new(), |suffix, label| suffix + "-" + &label);
+            Draft { suffix, ..draft(&mut row.iter().copied()) }
+        };
         let rows = match self.cover {
             None => combinations(&fields),
             Some(most) => {
@@ -320,7 +332,7 @@ impl Table {
                 cover::pairs(&values, &fits, COVER_SEED)
             }
         };
-        rows.into_iter().map(|row| self.case(file, &draft(&mut row.into_iter()))).collect()
+        rows.iter().map(|row| self.case(file, &named(row))).collect()
     }
 
     fn case(&self, file: &str, draft: &Draft) -> Result<Case, String> {
@@ -532,9 +544,10 @@ mod tests {
 
     #[test]
     fn every_element_that_is_no_number_finds_a_place_in_every_dtype() {
+        let corpus = corpus();
         for dtype in DType::ALL {
             for wild in Wild::ALL {
-                let quick = corpus().into_iter().filter(|case| case.tier == Tier::Quick);
+                let quick = corpus.iter().filter(|case| case.tier == Tier::Quick);
                 let mut of = quick.filter(|case| case.wild == Some(wild) && case.problem.dtype == dtype);
                 assert!(of.any(|case| case.operands().wild.is_some()), "{wild} {dtype}");
             }

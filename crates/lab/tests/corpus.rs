@@ -35,7 +35,7 @@ fn check(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Outcome, Option<Strin
 /// What an engine need not compute: the CPU computes everything; a GPU's kernels take 16-bit types and head dims in
 /// multiples of 8 up to 256, and a simulated one nothing large.
 fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
-    let odd = |head_dim: usize| head_dim % 8 != 0 || head_dim > 256;
+    let odd = |head_dim: usize| !head_dim.is_multiple_of(8) || head_dim > 256;
     let beyond = problem.dtype == DType::F32 || odd(problem.head_dim) || odd(problem.head_dim_v);
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
     !engine.starts_with("cpu") && (beyond || large)

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use flashcore::{DType, Mask, Problem};
 
-use super::planted::{Hidden, Keeping, ThroughFile};
+use super::planted::{Bent, Hidden, Keeping, ThroughFile};
 use super::{Trial, Verdict};
 use crate::cases::{Case, Tier, corpus};
 use crate::check::{Outcome, Prepared};
@@ -234,7 +234,9 @@ pub fn trials() -> Vec<Trial> {
             })
         }),
         Trial::fault("key lengths ignored", JUDGE, || {
-            let engine = Hidden::inputs(|call| call.forget_key_lengths());
+            let engine = Hidden::inputs(|call: &mut Bent<'_>| {
+                call.forget_key_lengths();
+            });
             through_corpus(&engine, |case| case.problem.key_lengths)
         }),
         Trial::fault("key lengths ignored, and what lies behind them cleared", JUDGE, || {

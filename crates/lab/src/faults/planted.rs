@@ -261,7 +261,9 @@ impl Hidden {
             for (i, row) in o.chunks_exact_mut(head_dim_v).enumerate() {
                 let at = Row { batch: i / (heads_q * len_q), head: i / len_q % heads_q, query: i % len_q };
                 if wrong(problem, at) {
-                    row.iter_mut().for_each(|x| *x *= 1.05);
+                    for x in row {
+                        *x *= 1.05;
+                    }
                 }
             }
         })
