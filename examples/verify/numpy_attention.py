@@ -24,7 +24,10 @@ def read(path):
             bits = np.frombuffer(raw, np.uint16).astype(np.uint32) << 16
             array = bits.view(np.float32)
         else:
-            array = np.frombuffer(raw, {"F16": np.float16, "F32": np.float32}[info["dtype"]]).astype(np.float32)
+            kind = {"F16": np.float16, "F32": np.float32, "I32": np.int32}[info["dtype"]]
+            array = np.frombuffer(raw, kind)
+            if kind != np.int32:
+                array = array.astype(np.float32)
         tensors[name] = array.reshape(info["shape"])
     return tensors, header["q"]["dtype"], meta
 
@@ -50,18 +53,19 @@ def write(path, tensors):
         file.write(struct.pack("<Q", len(text)) + text + b"".join(raw for *_, raw in tensors))
 
 
-def seen(mask, len_q, len_k):
-    """Which keys each query sees."""
+def seen(mask, len_q, len_k, keys):
+    """Which of len_k keys each query sees, if only the first `keys` of them exist."""
     place, key = np.arange(len_q)[:, None], np.arange(len_k)[None, :]
+    exists = np.broadcast_to(key < keys, (len_q, len_k))
     if mask == "full":
-        return np.ones((len_q, len_k), bool)
+        return exists
     if mask == "causal-top-left":
-        return key <= place
-    place = place + len_k - len_q
+        return exists & (key <= place)
+    place = place + keys - len_q
     if mask == "causal":
-        return key <= place
+        return exists & (key <= place)
     left, right = (np.inf if side == "inf" else int(side) for side in mask[len("window(") : -1].split(","))
-    return (key >= place - left) & (key <= place + right)
+    return exists & (key >= place - left) & (key <= place + right)
 
 
 def main():
@@ -74,7 +78,11 @@ def main():
     softcap = float(meta["softcap"])
     if softcap > 0:
         scores = softcap * np.tanh(scores / softcap)
-    scores = np.where(seen(meta["mask"], q.shape[2], k.shape[2]), scores, -np.inf)
+    lengths = tensors.get("key_lengths", [k.shape[2]] * k.shape[0])
+    visible = np.stack([seen(meta["mask"], q.shape[2], k.shape[2], keys) for keys in lengths])[:, None]
+    scores = np.where(visible, scores, -np.inf)
+    # What no query sees may be anything, and 0 times NaN is NaN.
+    v = np.where(visible.any(axis=2)[..., None], v, 0)
     most = scores.max(axis=-1, keepdims=True)
     most = np.where(np.isfinite(most), most, 0)
     weights = np.exp(scores - most)

@@ -125,6 +125,11 @@ impl<'a> Attention<'a> {
         Self { lse: true, ..self }
     }
 
+    /// The lengths that [`Attention::key_lengths`] was given, if it was.
+    pub fn host_key_lengths(&self) -> Option<&'a [u32]> {
+        self.key_lengths.and_then(KeyLengths::on_host)
+    }
+
     /// The problem that these options and tensors pose, or what is wrong with them.
     pub fn problem(&self, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> Result<Problem> {
         let [batch, heads_q, len_q, head_dim] = q.shape();

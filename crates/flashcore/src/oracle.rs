@@ -90,7 +90,8 @@ pub fn same_precision(
         for score in &mut scores {
             *score = keep_score(*score * problem.scale);
             if let Some(cap) = problem.softcap {
-                *score = keep_score(cap * keep_score(keep_score(*score / cap).tanh()));
+                // Kept only when it is a score again: what stands between would be lost beside a large cap.
+                *score = keep_score(cap * (*score / cap).tanh());
             }
         }
         let nothing = scores.iter().all(|&score| score == f32::NEG_INFINITY);

@@ -60,22 +60,30 @@ pub fn conditioning(
                     cap * (dot * scale / cap).tanh()
                 });
                 let p = (score - oracle.lse[index]).exp();
-                // Below this a key adds nothing to a sum that f64 could see.
-                if p < 1e-40 {
+                // Below this a key adds nothing to a sum that f64 could see; and where a score is no number, no
+                // rounding matters any more.
+                if p < 1e-40 || p.is_nan() {
                     continue;
                 }
-                row.score_magnitude += p * size * scale;
+                // Products beyond all numbers leave a softcap's score where it is, at the cap.
+                let felt = if size.is_finite() { size * scale } else { 0.0 };
+                row.score_magnitude += p * felt;
                 let value = &values[key * head_dim_v..][..head_dim_v];
                 for j in 0..head_dim_v {
                     magnitudes[j] += p * value[j].abs();
-                    sensitivities[j] += p * size * scale * (value[j] - o[j]).abs();
+                    sensitivities[j] += p * felt * (value[j] - o[j]).abs();
                 }
             }
-            row.magnitude = magnitudes.into_iter().fold(0.0, f64::max);
-            row.sensitivity = sensitivities.into_iter().fold(0.0, f64::max);
+            row.magnitude = largest_number(&magnitudes);
+            row.sensitivity = largest_number(&sensitivities);
         }
     });
     rows
+}
+
+/// The largest of the numbers among some columns; one that holds a NaN or an infinity feels no rounding.
+fn largest_number(columns: &[f64]) -> f64 {
+    columns.iter().copied().filter(|x| x.is_finite()).fold(0.0, f64::max)
 }
 
 fn read_head(tensor: &Tensor<'_>, b: usize, h: usize, len: usize, head_dim: usize) -> Vec<f64> {

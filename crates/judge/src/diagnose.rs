@@ -80,6 +80,9 @@ const LOOKED_AT: usize = 6;
 /// Sizes that tiles of keys usually have, the largest first: a tile that is lost whole is not called several.
 const TILES: [usize; 10] = [256, 192, 128, 112, 96, 80, 64, 48, 32, 16];
 
+/// Tiles of one size that are tried; a row is computed again for each of them, and long ones take long.
+const MOST_TILES: usize = 100;
+
 /// Diagnoses an output that the rule refused. `o` and `lse` are in the order of the yardstick's rows, `bad` are places
 /// among them.
 pub fn diagnose(
@@ -99,6 +102,21 @@ pub fn diagnose(
                 Diagnosis::new(Kind::Unknown, "every row is within its bound, and yet all together are not")
             }),
         };
+    }
+    let hidden = |&&i: &&usize| {
+        let row = i * width..(i + 1) * width;
+        o[row.clone()]
+            .iter()
+            .zip(&yardstick.oracle().o[row])
+            .any(|(x, truth)| x.is_finite() && !truth.is_finite())
+    };
+    let hidden = wrong.iter().filter(hidden).count();
+    if hidden > 0 {
+        let why = format!(
+            "{hidden} of {} bad rows hold numbers where a NaN or an infinity of the inputs must reach them",
+            wrong.len()
+        );
+        return Diagnosis::new(Kind::NotFinite, why);
     }
     let not_finite =
         wrong.iter().filter(|&&i| o[i * width..][..width].iter().any(|x| !x.is_finite())).count();
@@ -444,7 +462,7 @@ fn tile(rows: &[Seen]) -> Option<Diagnosis> {
         let len = row.keys.len();
         let mut found = BTreeSet::new();
         for mishap in Mishap::ALL {
-            for size in TILES.into_iter().filter(|&size| size < len) {
+            for size in TILES.into_iter().filter(|&size| size < len && len / size < MOST_TILES) {
                 for first in (0..len).step_by(size) {
                     if mishap.on(row, first, size).is_some_and(|other| row.is(&other)) {
                         found.insert((mishap, size, first));

@@ -8,6 +8,8 @@ use flashcore::{Aligned, DType, Layout, Storage, Tensor, TensorMut};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
+use crate::rule::Row;
+
 /// How a tensor lies in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -94,6 +96,50 @@ const fn poison_bits(dtype: DType, poison: Poison) -> u32 {
     }
 }
 
+/// An element as its bits.
+trait Bits: Copy {
+    fn bits(self) -> u32;
+    fn of_bits(bits: u32) -> Self;
+}
+
+impl Bits for f16 {
+    fn bits(self) -> u32 {
+        u32::from(self.to_bits())
+    }
+    fn of_bits(bits: u32) -> Self {
+        f16::from_bits(bits as u16)
+    }
+}
+
+impl Bits for bf16 {
+    fn bits(self) -> u32 {
+        u32::from(self.to_bits())
+    }
+    fn of_bits(bits: u32) -> Self {
+        bf16::from_bits(bits as u16)
+    }
+}
+
+impl Bits for f32 {
+    fn bits(self) -> u32 {
+        self.to_bits()
+    }
+    fn of_bits(bits: u32) -> Self {
+        f32::from_bits(bits)
+    }
+}
+
+/// Does the same with a storage's elements, whatever their type is.
+macro_rules! elements {
+    ($storage:expr, $data:ident => $does:expr) => {
+        match $storage {
+            Storage::F16($data) => $does,
+            Storage::BF16($data) => $does,
+            Storage::F32($data) => $does,
+        }
+    };
+}
+
 /// A guard that a run has overwritten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Breach {
@@ -106,11 +152,18 @@ pub struct Breach {
 }
 
 /// A tensor with guard zones around it and in its gaps.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Guarded {
     storage: Storage,
     layout: Layout,
     start: usize,
+}
+
+// Written out: a derived one is compiled where it is used, and the workbench is not optimised.
+impl Clone for Guarded {
+    fn clone(&self) -> Self {
+        Self { storage: self.storage.clone(), layout: self.layout, start: self.start }
+    }
 }
 
 impl Guarded {
@@ -176,29 +229,32 @@ impl Guarded {
     /// Fills every element with a poison.
     pub fn poison(&mut self, poison: Poison) {
         let bits = poison_bits(self.dtype(), poison);
-        for place in self.places() {
-            self.set(place, bits);
-        }
+        let (rows, width) = (self.rows(), self.layout.shape[3]);
+        elements!(&mut self.storage, data => rows.into_iter().for_each(|row| fill(&mut data[row..row + width], bits)));
     }
 
     /// Makes row (b, h, s) unreadable: a NaN in every element, as in memory that was never written.
     pub fn spoil_row(&mut self, b: usize, h: usize, s: usize) {
         let bits = guard_bits(self.dtype());
         let first = self.start + offset(&self.layout, b, h, s);
-        for place in first..first + self.layout.shape[3] {
-            self.set(place, bits);
-        }
+        let width = self.layout.shape[3];
+        elements!(&mut self.storage, data => fill(&mut data[first..first + width], bits));
     }
 
     /// The elements in the order (batch, heads, length, head_dim) that still hold the poison.
     pub fn unwritten(&self, poison: Poison) -> Vec<usize> {
         let bits = poison_bits(self.dtype(), poison);
-        (0..).zip(self.places()).filter(|&(_, place)| self.get(place) == bits).map(|(i, _)| i).collect()
+        (0..).zip(self.bits()).filter(|&(_, element)| element == bits).map(|(i, _)| i).collect()
     }
 
     /// The bits of all elements in the order (batch, heads, length, head_dim).
     pub fn bits(&self) -> Vec<u32> {
-        self.places().into_iter().map(|place| self.get(place)).collect()
+        let width = self.layout.shape[3];
+        let mut bits = Vec::with_capacity(self.layout.shape.iter().product());
+        elements!(&self.storage, data => for row in self.rows() {
+            bits.extend(data[row..row + width].iter().map(|x| x.bits()));
+        });
+        bits
     }
 
     /// All elements in the order (batch, heads, length, head_dim), widened to f32.
@@ -206,25 +262,70 @@ impl Guarded {
         self.view().to_f32()
     }
 
+    /// The given rows one after the other, widened to f32.
+    pub fn gather(&self, rows: &[Row]) -> Vec<f32> {
+        let width = self.layout.shape[3];
+        let view = self.view();
+        let mut all = vec![0.0; rows.len() * width];
+        for (row, out) in rows.iter().zip(all.chunks_exact_mut(width.max(1))) {
+            view.read_row(row.batch, row.head, row.query, out);
+        }
+        all
+    }
+
+    /// How many elements of each row have other bits in another tensor of the same shape.
+    pub fn differences(&self, other: &Guarded) -> Vec<usize> {
+        let width = self.layout.shape[3].max(1);
+        let (ours, theirs) = (self.bits(), other.bits());
+        let rows = ours.chunks_exact(width).zip(theirs.chunks_exact(width));
+        rows.map(|(a, b)| a.iter().zip(b).filter(|(a, b)| a != b).count()).collect()
+    }
+
+    /// A number that depends on every bit of every element.
+    pub fn fingerprint(&self) -> u64 {
+        let add =
+            |sum: u64, bits: u32| (sum ^ u64::from(bits)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23);
+        self.bits().into_iter().fold(0, add)
+    }
+
     /// The first guard that was overwritten, if any was.
     pub fn breach(&self) -> Option<Breach> {
-        let mut inside = vec![false; self.len()];
-        for place in self.places() {
-            inside[place] = true;
-        }
         let bits = guard_bits(self.dtype());
-        let broken: Vec<usize> =
-            (0..self.len()).filter(|&place| !inside[place] && self.get(place) != bits).collect();
-        broken.first().map(|&first| Breach {
+        let mut rows = self.rows();
+        rows.sort_unstable();
+        let width = self.layout.shape[3];
+        let mut broken: Option<(usize, usize)> = None;
+        let mut guards = |from: usize, to: usize| {
+            let found = elements!(&self.storage, data => differing(&data[from..to], bits));
+            if let Some((first, count)) = found {
+                let (place, sum) = broken.unwrap_or((from + first, 0));
+                broken = Some((place, sum + count));
+            }
+        };
+        let mut from = 0;
+        for row in rows {
+            guards(from, row);
+            from = row + width;
+        }
+        guards(from, self.len());
+        broken.map(|(first, count)| Breach {
             offset: first as isize - self.start as isize,
-            count: broken.len(),
+            count,
             reach: reach(&self.layout),
         })
     }
 
     /// Whether every bit of two tensors' memory is the same, guards included.
     pub fn same_memory(&self, other: &Guarded) -> bool {
-        self.len() == other.len() && (0..self.len()).all(|place| self.get(place) == other.get(place))
+        fn same<T: Bits>(a: &[T], b: &[T]) -> bool {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.bits() == b.bits())
+        }
+        match (&self.storage, &other.storage) {
+            (Storage::F16(a), Storage::F16(b)) => same(a, b),
+            (Storage::BF16(a), Storage::BF16(b)) => same(a, b),
+            (Storage::F32(a), Storage::F32(b)) => same(a, b),
+            _ => false,
+        }
     }
 
     /// The element type.
@@ -246,47 +347,38 @@ impl Guarded {
     /// must not.
     pub fn tamper(&mut self, offset: isize) {
         let place = self.start.checked_add_signed(offset).expect("inside the guards");
-        self.set(place, 0);
+        elements!(&mut self.storage, data => fill(&mut data[place..=place], 0));
     }
 
     fn len(&self) -> usize {
-        match &self.storage {
-            Storage::F16(data) => data.len(),
-            Storage::BF16(data) => data.len(),
-            Storage::F32(data) => data.len(),
-        }
+        elements!(&self.storage, data => data.len())
     }
 
-    /// Where each element lies, in the order (batch, heads, length, head_dim).
-    fn places(&self) -> Vec<usize> {
+    /// Where each row begins, in the order (batch, heads, length).
+    fn rows(&self) -> Vec<usize> {
         let [nb, nh, ns, nd] = self.layout.shape;
-        let mut places = Vec::with_capacity(nb * nh * ns * nd);
+        if nd == 0 {
+            return Vec::new();
+        }
+        let mut rows = Vec::with_capacity(nb * nh * ns);
         for b in 0..nb {
             for h in 0..nh {
-                for s in 0..ns {
-                    let first = self.start + offset(&self.layout, b, h, s);
-                    places.extend(first..first + nd);
-                }
+                rows.extend((0..ns).map(|s| self.start + offset(&self.layout, b, h, s)));
             }
         }
-        places
+        rows
     }
+}
 
-    fn get(&self, place: usize) -> u32 {
-        match &self.storage {
-            Storage::F16(data) => u32::from(data[place].to_bits()),
-            Storage::BF16(data) => u32::from(data[place].to_bits()),
-            Storage::F32(data) => data[place].to_bits(),
-        }
-    }
+fn fill<T: Bits>(elements: &mut [T], bits: u32) {
+    elements.fill(T::of_bits(bits));
+}
 
-    fn set(&mut self, place: usize, bits: u32) {
-        match &mut self.storage {
-            Storage::F16(data) => data[place] = f16::from_bits(bits as u16),
-            Storage::BF16(data) => data[place] = bf16::from_bits(bits as u16),
-            Storage::F32(data) => data[place] = f32::from_bits(bits),
-        }
-    }
+/// Where the first element lies that has other bits, and how many there are.
+fn differing<T: Bits>(elements: &[T], bits: u32) -> Option<(usize, usize)> {
+    let differs = |x: &T| x.bits() != bits;
+    let first = elements.iter().position(differs)?;
+    Some((first, elements[first..].iter().filter(|x| differs(x)).count()))
 }
 
 fn offset(layout: &Layout, b: usize, h: usize, s: usize) -> usize {
@@ -361,6 +453,21 @@ mod tests {
                 tensor.tamper(outside);
                 assert_eq!(tensor.breach().unwrap().offset, outside, "{arrangement}");
             }
+        }
+    }
+
+    #[test]
+    fn one_other_bit_shows_in_its_row_and_in_the_fingerprint() {
+        for arrangement in Arrangement::ALL {
+            let tensor = Guarded::with_values(DType::F16, arrangement, SHAPE, &ramp());
+            let mut other = tensor.clone();
+            assert_eq!(tensor.fingerprint(), other.fingerprint());
+            assert_eq!(tensor.differences(&other), [0; 24]);
+            other.view_mut().write_row(1, 2, 3, &[115.0, 116.0, 118.0, 118.0, 119.0]);
+            assert_ne!(tensor.fingerprint(), other.fingerprint());
+            assert_eq!(tensor.differences(&other)[23], 1, "{arrangement}");
+            let last = Row { batch: 1, head: 2, query: 3 };
+            assert_eq!(other.gather(&[last]), [115.0, 116.0, 118.0, 118.0, 119.0]);
         }
     }
 

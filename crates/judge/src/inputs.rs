@@ -6,7 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use flashcore::{DType, Problem};
+use flashcore::{DType, Name, Problem};
 use serde::{Deserialize, Serialize};
 
 use crate::rng::Rng;
@@ -92,6 +92,62 @@ impl FromStr for Distribution {
             let names: Vec<_> = Self::ALL.iter().map(|d| d.name()).collect();
             format!("'{s}' is not a distribution; possible are {}", names.join(", "))
         })
+    }
+}
+
+/// One element of an input that is no number. It must reach whatever depends on it, and nothing else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Wild {
+    /// A query with a NaN.
+    NanInQ,
+    /// A key with a NaN.
+    NanInK,
+    /// A value with a NaN.
+    NanInV,
+    /// A query with an infinity.
+    InfinityInQ,
+    /// A key with an infinity.
+    InfinityInK,
+    /// A value with an infinity.
+    InfinityInV,
+}
+
+impl Wild {
+    /// Every kind.
+    pub const ALL: [Wild; 6] =
+        [Wild::NanInQ, Wild::NanInK, Wild::NanInV, Wild::InfinityInQ, Wild::InfinityInK, Wild::InfinityInV];
+
+    /// The name used in the corpus and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Wild::NanInQ => "nan-in-q",
+            Wild::NanInK => "nan-in-k",
+            Wild::NanInV => "nan-in-v",
+            Wild::InfinityInQ => "infinity-in-q",
+            Wild::InfinityInK => "infinity-in-k",
+            Wild::InfinityInV => "infinity-in-v",
+        }
+    }
+
+    /// The input that holds it.
+    pub const fn operand(self) -> Name {
+        match self {
+            Wild::NanInQ | Wild::InfinityInQ => Name::Q,
+            Wild::NanInK | Wild::InfinityInK => Name::K,
+            Wild::NanInV | Wild::InfinityInV => Name::V,
+        }
+    }
+
+    /// Whether it is NaN rather than an infinity.
+    pub const fn is_nan(self) -> bool {
+        matches!(self, Wild::NanInQ | Wild::NanInK | Wild::NanInV)
+    }
+}
+
+impl fmt::Display for Wild {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
     }
 }
 

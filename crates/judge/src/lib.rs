@@ -1,7 +1,7 @@
 //! What decides whether a result is right and whether a time is shorter: inputs, operands in guarded memory, the rule,
 //! and the statistics.
 //!
-//! - [`inputs`] draws what a problem is run on, from the numbers of [`rng`]; [`operands`] puts it into [`guarded`]
+//! - [`cover`] chooses few cases among many. [`inputs`] draws what a problem is run on, from the numbers of [`rng`]; [`operands`] puts it into [`guarded`]
 //!   memory.
 //! - [`rule`] judges a result by the oracle, on the floor that [`conditioning`] derives; [`honest`] results must pass it.
 //!   [`diagnose`](mod@diagnose) finds out what kind of fault a refused one shows.
@@ -10,6 +10,7 @@
 //! A crate of its own because it is small and must be fast, while the workbench around it is large and need not be.
 
 pub mod conditioning;
+pub mod cover;
 pub mod diagnose;
 pub mod guarded;
 pub mod honest;

@@ -1,12 +1,17 @@
 //! Operands: the inputs of one call in guarded memory, with the options that go with them.
 
-use flashcore::{Attention, Mask, Problem};
+use std::ops::Range;
+
+use flashcore::{Attention, Mask, Name, Problem};
 use rayon::prelude::*;
 
 use crate::guarded::{Arrangement, Guarded};
-use crate::inputs::{Distribution, Values, draw};
+use crate::inputs::{Distribution, Values, Wild, draw};
 use crate::rng::Rng;
 use crate::rule::{Row, Yardstick};
+
+/// Places that are tried for an element that is no number.
+const WILD_TRIES: usize = 64;
 
 /// The inputs of one call.
 #[derive(Clone, Debug)]
@@ -21,6 +26,23 @@ pub struct Operands {
     pub k: Guarded,
     /// The values.
     pub v: Guarded,
+    /// Where one element is no number, if one is.
+    pub wild: Option<Spot>,
+}
+
+/// One row of an input, and an element of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spot {
+    /// q, k or v.
+    pub operand: Name,
+    /// Batch entry.
+    pub batch: usize,
+    /// Head: a query head in q, a kv head in k and v.
+    pub head: usize,
+    /// Query or key.
+    pub row: usize,
+    /// Element of the row.
+    pub column: usize,
 }
 
 impl Operands {
@@ -52,6 +74,7 @@ impl Operands {
             q: tensor(heads_q, len_q, head_dim, &values.q),
             k: tensor(heads_kv, len_k, head_dim, &values.k),
             v: tensor(heads_kv, len_k, head_dim_v, &values.v),
+            wild: None,
         };
         for b in 0..batch {
             for s in operands.keys(b)..len_k {
@@ -69,6 +92,151 @@ impl Operands {
         self.key_lengths.as_ref().map_or(self.problem.len_k, |lengths| lengths[b] as usize)
     }
 
+    /// Puts one element that is no number where some query meets it, and remembers the place. Leaves the operands as
+    /// they are where no query sees two keys.
+    pub fn with_wild(mut self, wild: Wild, seed: u64) -> Self {
+        let mut rng = Rng::stream(seed, 200);
+        let value = if wild.is_nan() { f32::NAN } else { f32::INFINITY.copysign(rng.sign() as f32) };
+        let group = self.problem.group();
+        for _ in 0..WILD_TRIES {
+            let Some((reader, keys)) = self.reader(&mut rng, 2) else { break };
+            // Never the first key that a query sees: whoever sees the second sees a number beside it.
+            let key = keys.start + 1 + rng.below(keys.len() - 1);
+            let (head, row) = match wild.operand() {
+                Name::Q => (reader.head, reader.query),
+                _ => (reader.head / group, key),
+            };
+            let width = self.operand(wild.operand()).shape()[3];
+            let spot =
+                Spot { operand: wild.operand(), batch: reader.batch, head, row, column: rng.below(width) };
+            // An infinite query must score +∞ somewhere: a query all of whose scores are −∞ attends to nothing.
+            let meets =
+                |key: usize| self.row(Name::K, reader.batch, reader.head / group, key)[spot.column] * value;
+            if wild == Wild::InfinityInQ && !keys.clone().any(|key| meets(key) == f32::INFINITY) {
+                continue;
+            }
+            let mut elements = self.row(spot.operand, spot.batch, head, row);
+            elements[spot.column] = value;
+            self.operand_mut(spot.operand).view_mut().write_row(spot.batch, head, row, &elements);
+            self.wild = Some(spot);
+            break;
+        }
+        self
+    }
+
+    /// A random query that sees at least `least` keys, with the keys that it sees.
+    pub fn reader(&self, rng: &mut Rng, least: usize) -> Option<(Row, Range<usize>)> {
+        let Problem { batch, heads_q, len_q, mask, .. } = self.problem;
+        let keys = |b: usize, query: usize| mask.keys(query, len_q, self.keys(b));
+        let sees = |b: usize, query: usize| keys(b, query).len() >= least;
+        let batches: Vec<usize> = (0..batch).filter(|&b| (0..len_q).any(|query| sees(b, query))).collect();
+        if batches.is_empty() || heads_q == 0 {
+            return None;
+        }
+        let (b, head) = (rng.pick(&batches), rng.below(heads_q));
+        let queries: Vec<usize> = (0..len_q).filter(|&query| sees(b, query)).collect();
+        let query = rng.pick(&queries);
+        Some((Row { batch: b, head, query }, keys(b, query)))
+    }
+
+    /// Whether a query's result depends on a row of an input.
+    pub fn depends(&self, reader: &Row, spot: &Spot) -> bool {
+        let sees = |row: usize| {
+            self.problem.mask.keys(reader.query, self.problem.len_q, self.keys(reader.batch)).contains(&row)
+        };
+        reader.batch == spot.batch
+            && match spot.operand {
+                Name::Q => reader.head == spot.head && reader.query == spot.row,
+                _ => reader.head / self.problem.group() == spot.head && sees(spot.row),
+            }
+    }
+
+    /// A key that a query attends to, drawn by its own weights from the keys that it sees.
+    pub fn attended(&self, reader: &Row, keys: Range<usize>, rng: &mut Rng) -> usize {
+        let problem = &self.problem;
+        let query = self.row(Name::Q, reader.batch, reader.head, reader.query);
+        let score = |key: usize| {
+            let key = self.row(Name::K, reader.batch, reader.head / problem.group(), key);
+            let dot: f64 = query.iter().zip(key).map(|(&a, b)| f64::from(a) * f64::from(b)).sum();
+            let score = dot * f64::from(problem.scale);
+            problem.softcap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh())
+        };
+        let scores: Vec<f64> = keys.clone().map(score).collect();
+        let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weights = scores.iter().map(|score| (score - most).exp());
+        let mut left = rng.unit() * weights.clone().sum::<f64>();
+        let drawn = weights.into_iter().position(|weight| {
+            left -= weight;
+            left < 0.0
+        });
+        keys.start + drawn.unwrap_or(0)
+    }
+
+    /// Another row in the place of one: half of its elements, and one at least, get the other sign and a smaller
+    /// magnitude. The others stay, so that no result can be kept by a few elements of every row.
+    pub fn redrawn(&self, spot: &Spot, rng: &mut Rng) -> Vec<f32> {
+        let mut row = self.row(spot.operand, spot.batch, spot.head, spot.row);
+        let surely = rng.below(row.len());
+        for (i, x) in row.iter_mut().enumerate() {
+            if rng.chance(0.5) || i == surely {
+                *x *= rng.range(-1.0, -0.5) as f32;
+            }
+        }
+        row
+    }
+
+    /// Elements of an output that are larger than every value of their head, or no number: how many, and the first one's
+    /// row.
+    pub fn beyond_values(&self, o: &Guarded) -> Option<(usize, Row)> {
+        let Problem { heads_q, heads_kv, len_q, len_k, head_dim_v, dtype, .. } = self.problem;
+        let group = self.problem.group();
+        // Values behind a key length are NaN, which is never the larger.
+        let largest: Vec<f32> = self
+            .v
+            .values()
+            .chunks((len_k * head_dim_v).max(1))
+            .map(|head| head.iter().fold(0.0_f32, |most, x| most.max(x.abs())))
+            .collect();
+        let beyond = |(i, x): &(usize, f32)| {
+            let head = i / (len_q * head_dim_v);
+            let of = head / heads_q * heads_kv + head % heads_q / group;
+            let most = largest.get(of).copied().unwrap_or(0.0);
+            // Rounding may reach beyond the largest, but not far.
+            x.is_nan() || x.abs() > most * (1.0 + 8.0 * dtype.epsilon())
+        };
+        let mut all = o.values().into_iter().enumerate().filter(beyond);
+        let (first, _) = all.next()?;
+        let row = first / head_dim_v;
+        let first = Row { batch: row / (heads_q * len_q), head: row / len_q % heads_q, query: row % len_q };
+        Some((1 + all.count(), first))
+    }
+
+    /// q, k or v.
+    pub fn operand(&self, name: Name) -> &Guarded {
+        match name {
+            Name::Q => &self.q,
+            Name::K => &self.k,
+            _ => &self.v,
+        }
+    }
+
+    /// q, k or v, to be changed.
+    pub fn operand_mut(&mut self, name: Name) -> &mut Guarded {
+        match name {
+            Name::Q => &mut self.q,
+            Name::K => &mut self.k,
+            _ => &mut self.v,
+        }
+    }
+
+    /// One row of q, k or v.
+    pub fn row(&self, operand: Name, b: usize, head: usize, row: usize) -> Vec<f32> {
+        let tensor = self.operand(operand);
+        let mut elements = vec![0.0; tensor.shape()[3]];
+        tensor.view().read_row(b, head, row, &mut elements);
+        elements
+    }
+
     /// The public call with this problem's options.
     pub fn attention(&self) -> Attention<'_> {
         let attention = Attention::new().mask(self.problem.mask).scale(self.problem.scale);
@@ -83,23 +251,6 @@ impl Operands {
     pub fn yardstick(&self) -> Yardstick {
         let (q, k, v) = (self.q.view(), self.k.view(), self.v.view());
         Yardstick::new(&self.problem, &q, &k, &v, self.key_lengths.as_deref())
-    }
-
-    /// The yardstick of the query heads that share one kv head of one batch entry.
-    pub fn yardstick_of_group(&self, b: usize, kv_head: usize) -> Yardstick {
-        let Problem { len_q, len_k, .. } = self.problem;
-        let group = self.problem.group();
-        let mut problem = self.problem.with_kv(1, len_k);
-        (problem.batch, problem.heads_q) = (1, group);
-        let lengths = self.key_lengths.as_ref().map(|lengths| [lengths[b]]);
-        let q = self.q.part(b, 1, kv_head * group, group, 0, len_q);
-        let k = self.k.part(b, 1, kv_head, 1, 0, len_k);
-        let v = self.v.part(b, 1, kv_head, 1, 0, len_k);
-        Yardstick::new(&problem, &q, &k, &v, lengths.as_ref().map(|lengths| &lengths[..])).at(Row {
-            batch: b,
-            head: kv_head * group,
-            query: 0,
-        })
     }
 
     /// The yardstick of chosen rows, for problems too large to judge whole.
@@ -177,12 +328,9 @@ mod tests {
     }
 
     #[test]
-    fn a_group_and_single_rows_have_the_truth_of_the_whole() {
+    fn single_rows_have_the_truth_of_the_whole() {
         let operands = operands();
         let all = operands.yardstick();
-        let group = operands.yardstick_of_group(1, 1);
-        assert_eq!(group.rows().len(), 2 * 9);
-        assert_eq!(truth(&all, group.rows()), (group.oracle().o.clone(), group.oracle().lse.clone()));
         let rows = operands.sample_rows(40, 1);
         let sampled = operands.yardstick_of_rows(&rows);
         assert_eq!(sampled.rows(), rows);
@@ -210,6 +358,26 @@ mod tests {
         operands.k.view().read_row(1, 0, 7, &mut row);
         assert!(row.iter().all(|x| x.is_nan()));
         assert!(operands.yardstick().oracle().o.iter().all(|x| x.is_finite()));
+    }
+
+    #[test]
+    fn an_element_that_is_no_number_reaches_the_truth_of_whom_it_concerns() {
+        for wild in Wild::ALL {
+            // A softcap would make a number of an infinite score.
+            let problem = Problem::new(2, 4, 9, 8, DType::F16).with_kv(2, 13).with_mask(Mask::Causal);
+            let problem = problem.with_key_lengths().with_head_dim_v(6);
+            let operands =
+                Operands::draw(problem, Some(vec![13, 7]), Arrangement::Padded, Distribution::Normal, 3);
+            let operands = operands.with_wild(wild, 5);
+            let spot = operands.wild.unwrap();
+            assert!(!operands.row(spot.operand, spot.batch, spot.head, spot.row)[spot.column].is_finite());
+            let truth = operands.yardstick();
+            let spoilt = |i: usize| truth.oracle().o[i * 6..][..6].iter().any(|x| !x.is_finite());
+            let reached = |i: &usize| spoilt(*i) && operands.depends(&truth.rows()[*i], &spot);
+            assert!((0..truth.rows().len()).any(|i| reached(&i)), "{wild}");
+            assert!((0..truth.rows().len()).all(|i| !spoilt(i) || reached(&i)), "{wild}");
+            assert!((0..truth.rows().len()).any(|i| !spoilt(i)), "{wild}");
+        }
     }
 
     #[test]

@@ -22,6 +22,12 @@
 //! divided by √n, n being the number of rows that carry it: (Σl²)²/Σl⁴, which is 1 when one row outweighs all
 //! others. The floor is small: a row of standard normal inputs may be off by ε times its magnitude, where a dropped
 //! tile or a wrong scale is off by a hundred times that; and over a whole head it all but vanishes.
+//!
+//! # NaN and infinity
+//!
+//! Where the truth is no number, because an input is none, a result must be none either: hiding it is as wrong as
+//! spreading it. Where the oracle has NaN, NaN or an infinity is right. Where it has an infinity in o, that infinity is
+//! right, and so is NaN, since a probability that was rounded to 0 makes 0·∞. A −∞ in lse must be exactly that.
 
 use flashcore::oracle::{self, Reference, Rounding};
 use flashcore::{Problem, Tensor};
@@ -175,6 +181,12 @@ impl Yardstick {
                 row.copy_from_slice(&unrounded.o[i * width..][..width]);
             }
         }
+        // Where even that overflows, only the floor allows anything.
+        for (plain, truth) in rounded.o.iter_mut().zip(&oracle.o) {
+            if !plain.is_finite() && truth.is_finite() {
+                *plain = *truth;
+            }
+        }
         let felt = conditioning(problem, q, k, v, key_lengths, &oracle);
         let floors = felt.iter().zip(&oracle.lse).map(|(felt, lse)| floor(problem, felt, *lse)).collect();
         let Problem { batch, heads_q, len_q, .. } = *problem;
@@ -231,6 +243,11 @@ impl Yardstick {
         let row = i * self.head_dim_v..(i + 1) * self.head_dim_v;
         let plain = worst(self.plain.o[row.clone()].iter().copied().zip(&self.oracle.o[row]));
         2.0 * plain + self.floors[i].luck + self.floors[i].habit
+    }
+
+    /// What rounding alone may move a row by.
+    pub fn row_floor(&self, i: usize) -> f64 {
+        self.floors[i].luck + self.floors[i].habit
     }
 
     /// Judges a result: o as rows of head_dim_v, lse as one a row, both in the order of [`Yardstick::rows`].
@@ -294,8 +311,8 @@ impl Yardstick {
 
     fn rms(&self, o: &[f32]) -> Bound {
         let truth = &self.oracle.o;
-        let ours = rms(o.iter().zip(truth).map(|(&x, truth)| distance(f64::from(x), *truth)));
-        let plain = rms(self.plain.o.iter().zip(truth).map(|(x, truth)| distance(*x, *truth)));
+        let ours = rms(o.iter().zip(truth).map(|(&x, truth)| output_distance(f64::from(x), *truth)));
+        let plain = rms(self.plain.o.iter().zip(truth).map(|(x, truth)| output_distance(*x, *truth)));
         let luck = rms(self.floors.iter().map(|floor| floor.luck)) / self.carriers().sqrt();
         let habit = rms(self.floors.iter().map(|floor| floor.habit));
         Bound { error: ours, plain, allowed: 2.0 * plain + luck + habit }
@@ -328,7 +345,7 @@ impl Yardstick {
             actual: f64::from(o[i * width + column]),
             allowed,
         };
-        let error = |i: usize| distance(f64::from(o[i]), self.oracle.o[i]);
+        let error = |i: usize| output_distance(f64::from(o[i]), self.oracle.o[i]);
         if let Some(&i) = judgement.bad_rows.first() {
             let allowed = row_bounds[i].allowed;
             let column = (0..width).find(|column| !matches!(error(i * width + column), e if e <= allowed));
@@ -358,26 +375,34 @@ fn floor(problem: &Problem, row: &Conditioning, lse: f64) -> Floor {
     let epsilon = f64::from(problem.dtype.epsilon());
     let single = f64::from(f32::EPSILON);
     let (keys, head_dim) = (row.keys as f64, problem.head_dim as f64);
+    // One that is no number is right or wrong, never near.
+    let lse = if lse.is_finite() { lse.abs() } else { 0.0 };
     let smallest = smallest_subnormal(problem.dtype) + keys * f64::from(f32::from_bits(1));
     Floor {
         luck: epsilon * row.magnitude
             + single * (head_dim.sqrt() * row.sensitivity + keys.sqrt() * row.magnitude),
         habit: single * (4.0 * row.magnitude + row.sensitivity) + smallest,
-        lse: single * ((head_dim.sqrt() + 4.0) * row.score_magnitude + 4.0 + keys.sqrt() + lse.abs()),
+        lse: single * ((head_dim.sqrt() + 4.0) * row.score_magnitude + 4.0 + keys.sqrt() + lse),
     }
 }
 
-/// The distance of two values; 0 for the same infinity, and infinite for a NaN.
+/// The distance of two values; 0 for the same infinity, and for anything that is no number where the truth is NaN.
+/// Infinite where only one is a number.
 fn distance(got: f64, truth: f64) -> f64 {
-    if got == truth {
+    if got == truth || truth.is_nan() && !got.is_finite() {
         return 0.0;
     }
     let distance = (got - truth).abs();
     if distance.is_nan() { f64::INFINITY } else { distance }
 }
 
+/// The same for an element of o, where NaN may stand for an infinity.
+fn output_distance(got: f64, truth: f64) -> f64 {
+    if truth.is_infinite() && got.is_nan() { 0.0 } else { distance(got, truth) }
+}
+
 fn worst<'a>(pairs: impl Iterator<Item = (f64, &'a f64)>) -> f64 {
-    pairs.map(|(got, truth)| distance(got, *truth)).fold(0.0, f64::max)
+    pairs.map(|(got, truth)| output_distance(got, *truth)).fold(0.0, f64::max)
 }
 
 fn max(a: f64, b: f64) -> f64 {
@@ -488,6 +513,58 @@ mod tests {
         let mut tiny = o;
         tiny[3] = 1e-30;
         assert_eq!(yardstick.judge(&tiny, Some(&[f32::NEG_INFINITY, lse])).bad_rows, [0]);
+    }
+
+    /// A yardstick where one element of an input is none.
+    fn with_one_element(operand: usize, at: usize, wild: f32) -> Yardstick {
+        let problem = Problem::new(1, 1, 6, 4, DType::F32).with_mask(Mask::Causal).with_lse();
+        let mut values = crate::inputs::draw(&problem, Distribution::Normal, 8);
+        [&mut values.q, &mut values.k, &mut values.v][operand][at] = wild;
+        Operands::with_values(problem, None, Arrangement::Bhsd, &values).yardstick()
+    }
+
+    #[test]
+    fn a_nan_must_reach_the_rows_that_see_it_and_no_other() {
+        for (operand, wild) in [(0, f32::NAN), (1, f32::NAN), (2, f32::NAN), (2, f32::INFINITY)] {
+            // Element 1 of row 2: seen by query 2 alone in q, and by queries 2 to 5 in k and v.
+            let yardstick = with_one_element(operand, 2 * 4 + 1, wild);
+            let o = best(&yardstick, DType::F32);
+            let lse: Vec<f32> = yardstick.oracle().lse.iter().map(|&x| x as f32).collect();
+            let spoilt: Vec<usize> = (0..24).filter(|&i| !o[i].is_finite()).collect();
+            let expected: Vec<usize> = match operand {
+                0 => (8..12).collect(),
+                1 => (8..24).collect(),
+                _ => (8..24).filter(|i| i % 4 == 1).collect(),
+            };
+            assert_eq!(spoilt, expected, "{operand} {wild}");
+            assert!(yardstick.judge(&o, Some(&lse)).passed(), "{operand} {wild}");
+            for i in 0..24 {
+                let mut other = o.clone();
+                other[i] = if spoilt.contains(&i) { 0.0 } else { f32::NAN };
+                assert_eq!(yardstick.judge(&other, None).bad_rows, [i / 4], "{operand} {wild} at {i}");
+                // What is a number must be right beside what is none.
+                if !spoilt.contains(&i) {
+                    other[i] = o[i] * 1.001 + 1e-3;
+                    assert_eq!(yardstick.judge(&other, None).bad_rows, [i / 4], "{operand} {wild} at {i}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_infinite_key_that_weighs_nothing_leaves_numbers_that_are_judged_as_ever() {
+        let yardstick = with_one_element(1, 2 * 4 + 1, f32::INFINITY);
+        let o = best(&yardstick, DType::F32);
+        let numbers = |row: usize| o[row * 4..][..4].iter().all(|x| x.is_finite());
+        let seeing: Vec<bool> = (2..6).map(numbers).collect();
+        assert!(seeing.contains(&true) && seeing.contains(&false), "{seeing:?}");
+        let judgement = yardstick.judge(&o, None);
+        assert!(judgement.passed() && judgement.row.allowed.is_finite(), "{judgement:?}");
+        for row in (2..6).filter(|&row| numbers(row)) {
+            let mut other = o.clone();
+            other[row * 4] += 1e-3;
+            assert_eq!(yardstick.judge(&other, None).bad_rows, [row]);
+        }
     }
 
     #[test]

@@ -1,24 +1,29 @@
 //! The corpus: cases in TOML, one set for every engine.
 //!
-//! Each file under `cases/` holds `[[case]]` tables. A field given as a list stands for one case an entry, and
-//! several lists for all their combinations, so that a table of ten lines covers what ten pages would. The binary
-//! carries the files, so `flashcore verify` needs nothing beside it.
+//! Each file under `cases/` holds `[[case]]` tables. A field given as a list stands for one case per entry, and
+//! several lists for all their combinations, so that a table of ten lines covers what ten pages would. With `cover`
+//! they stand for a [covering design](crate::cover) instead: every pair of entries of two lists, in few cases. The
+//! binary carries the files, so `flashcore verify` needs nothing beside it.
 
 use flashcore::{DType, Mask, Problem};
 use serde::{Deserialize, Serialize};
 
+use crate::cover;
 use crate::guarded::Arrangement;
-use crate::inputs::Distribution;
+use crate::inputs::{Distribution, Wild};
 use crate::operands::Operands;
+use crate::rng::Rng;
 
 /// The files of the corpus, by the name that their cases begin with.
-const FILES: [(&str, &str); 6] = [
+const FILES: [(&str, &str); 8] = [
     ("lengths", include_str!("../../../cases/lengths.toml")),
     ("masks", include_str!("../../../cases/masks.toml")),
     ("heads", include_str!("../../../cases/heads.toml")),
     ("inputs", include_str!("../../../cases/inputs.toml")),
     ("edges", include_str!("../../../cases/edges.toml")),
     ("wide", include_str!("../../../cases/wide.toml")),
+    ("cover", include_str!("../../../cases/cover.toml")),
+    ("wild", include_str!("../../../cases/wild.toml")),
 ];
 
 /// When a case runs.
@@ -46,14 +51,22 @@ pub struct Case {
     pub arrangement: Arrangement,
     /// How the values are spread.
     pub inputs: Distribution,
+    /// The element that is no number, if one is.
+    pub wild: Option<Wild>,
     /// What they are drawn from.
     pub seed: u64,
+    /// How many rows are judged; all where nothing is said.
+    pub rows: Option<usize>,
 }
 
 impl Case {
     /// Draws the case's inputs.
     pub fn operands(&self) -> Operands {
-        self.operands_from(self.seed)
+        let operands = self.operands_from(self.seed);
+        match self.wild {
+            Some(wild) => operands.with_wild(wild, self.seed),
+            None => operands,
+        }
     }
 
     /// Draws inputs of the same kind from another seed.
@@ -125,6 +138,8 @@ struct Table {
     batch: Option<Many<usize>>,
     heads: Option<Many<usize>>,
     heads_kv: Option<Many<usize>>,
+    /// Query heads per kv head, instead of `heads`.
+    group: Option<Many<usize>>,
     /// Queries and keys alike; `len_q` and `len_k` where they differ.
     len: Option<Many<usize>>,
     len_q: Option<Many<usize>>,
@@ -134,12 +149,26 @@ struct Table {
     mask: Option<Many<String>>,
     scale: Option<Many<f32>>,
     softcap: Option<Many<f32>>,
-    /// One a batch entry; the same for all combinations.
-    key_lengths: Option<Vec<u32>>,
+    key_lengths: Option<KeyLengths>,
     lse: Option<Many<bool>>,
     arrangement: Option<Many<Arrangement>>,
     inputs: Option<Many<Distribution>>,
+    wild: Option<Many<Wild>>,
     seed: Option<Many<u64>>,
+    /// How many rows are judged, chosen once a result exists; all where nothing is said.
+    rows: Option<usize>,
+    /// Every pair of entries of two lists, rather than all combinations, within so many multiply-adds per case.
+    cover: Option<u64>,
+}
+
+/// How many keys batch entries have.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+enum KeyLengths {
+    /// One number per batch entry; the same for all combinations.
+    Given(Vec<u32>),
+    /// Whether each batch entry has a number of its own, drawn from the seed.
+    Drawn(Many<bool>),
 }
 
 /// One way through a table's lists: a draft, and the parts of its name that the lists gave.
@@ -152,8 +181,10 @@ struct Draft {
     scale: Option<f32>,
     softcap: f32,
     lse: bool,
+    draws_lengths: bool,
     arrangement: Arrangement,
     inputs: Distribution,
+    wild: Option<Wild>,
     seed: u64,
 }
 
@@ -162,37 +193,76 @@ struct Sizes {
     batch: usize,
     heads: usize,
     heads_kv: Option<usize>,
+    group: Option<usize>,
     len_q: usize,
     len_k: Option<usize>,
     head_dim: usize,
     head_dim_v: Option<usize>,
 }
 
-/// Multiplies the drafts out over one field.
-fn vary<T: Clone>(
-    drafts: &mut Vec<Draft>,
-    field: Option<&Many<T>>,
-    label: impl Fn(&T) -> String,
-    set: impl Fn(&mut Draft, T),
+impl Draft {
+    fn heads_kv(&self) -> usize {
+        self.sizes.heads_kv.unwrap_or(if self.sizes.group.is_some() { 1 } else { self.sizes.heads })
+    }
+
+    fn heads(&self) -> usize {
+        self.sizes.group.map_or(self.sizes.heads, |group| group.saturating_mul(self.heads_kv()))
+    }
+
+    /// Multiply-adds, as if there were no mask, and those that reading and writing count for.
+    fn work(&self) -> u64 {
+        let Sizes { batch, len_q, len_k, head_dim, head_dim_v, .. } = self.sizes;
+        let len_k = len_k.unwrap_or(len_q);
+        let elements = head_dim.saturating_add(head_dim_v.unwrap_or(head_dim));
+        let pairs = len_q.saturating_mul(len_k).saturating_add(len_q).saturating_add(len_k);
+        [batch, self.heads(), pairs, elements].into_iter().fold(1, usize::saturating_mul) as u64
+    }
+}
+
+/// What a value does to a draft, given by its place in the list.
+type Set<'a> = Box<dyn Fn(&mut Draft, usize) + 'a>;
+
+/// What a value is called in the names of cases.
+type Label<'a> = Box<dyn Fn(usize) -> String + 'a>;
+
+/// A field of a table, with what each of its values does to a draft.
+struct Field<'a> {
+    values: usize,
+    /// The value that makes the least work.
+    least: usize,
+    set: Set<'a>,
+    /// What a value adds to the case's name, if the field is a list.
+    label: Option<Label<'a>>,
+}
+
+/// Adds a field, if the table has it. A list puts its values into the cases' names.
+fn vary<'a, T: Clone + 'a>(
+    fields: &mut Vec<Field<'a>>,
+    field: Option<&'a Many<T>>,
+    size: impl Fn(&T) -> usize,
+    label: impl Fn(&T) -> String + 'a,
+    set: impl Fn(&mut Draft, T) + 'a,
 ) {
     let (values, listed) = match field {
         None => return,
         Some(Many::One(value)) => (std::slice::from_ref(value), false),
         Some(Many::List(values)) => (&values[..], true),
     };
-    let mut varied = Vec::with_capacity(drafts.len() * values.len());
-    for draft in drafts.iter() {
-        for value in values {
-            let mut draft = draft.clone();
-            if listed {
-                draft.suffix.push('-');
-                draft.suffix += &label(value);
-            }
-            set(&mut draft, value.clone());
-            varied.push(draft);
-        }
-    }
-    *drafts = varied;
+    let least = (0..values.len()).min_by_key(|&i| size(&values[i])).unwrap_or(0);
+    fields.push(Field {
+        values: values.len(),
+        least,
+        set: Box::new(move |draft, i| set(draft, values[i].clone())),
+        label: if listed { Some(Box::new(move |i| label(&values[i]))) } else { None },
+    });
+}
+
+/// Every way to take one value of each field, the last field's changing fastest.
+fn combinations(fields: &[Field<'_>]) -> Vec<Vec<usize>> {
+    fields.iter().fold(vec![Vec::new()], |rows, field| {
+        let with = |row: &Vec<usize>, value| row.iter().copied().chain([value]).collect();
+        rows.iter().flat_map(|row| (0..field.values).map(move |value| with(row, value))).collect()
+    })
 }
 
 impl Table {
@@ -201,12 +271,13 @@ impl Table {
             batch: 1,
             heads: 2,
             heads_kv: None,
+            group: None,
             len_q: 64,
             len_k: None,
             head_dim: 64,
             head_dim_v: None,
         };
-        let mut drafts = vec![Draft {
+        let plain = Draft {
             suffix: String::new(),
             dtype: DType::F16,
             sizes,
@@ -214,61 +285,76 @@ impl Table {
             scale: None,
             softcap: 0.0,
             lse: true,
+            draws_lengths: false,
             arrangement: Arrangement::Bhsd,
             inputs: Distribution::Normal,
+            wild: None,
             seed: 1,
-        }];
+        };
         let mask = self.mask.as_ref().map(|mask| mask.try_map(|text| parse_mask(text))).transpose()?;
         let dtype = match &self.dtype {
             Some(dtype) => dtype.try_map(|text| text.parse())?,
             None => Many::List(DType::ALL.to_vec()),
         };
-        let lists = [
-            self.inputs.as_ref().map(Many::len),
-            self.mask.as_ref().map(Many::len),
-            self.batch.as_ref().map(Many::len),
-            self.heads.as_ref().map(Many::len),
-            self.heads_kv.as_ref().map(Many::len),
-            self.len.as_ref().map(Many::len),
-            self.len_q.as_ref().map(Many::len),
-            self.len_k.as_ref().map(Many::len),
-            self.head_dim.as_ref().map(Many::len),
-            self.head_dim_v.as_ref().map(Many::len),
-            self.scale.as_ref().map(Many::len),
-            self.softcap.as_ref().map(Many::len),
-            self.lse.as_ref().map(Many::len),
-            self.arrangement.as_ref().map(Many::len),
-            self.seed.as_ref().map(Many::len),
-            Some(dtype.len()),
-        ];
-        let cases = lists.into_iter().flatten().fold(1, usize::saturating_mul);
-        if cases > MOST_CASES {
-            return Err(format!("its lists make {cases} cases; {MOST_CASES} are the most of a table"));
+        let drawn = match &self.key_lengths {
+            Some(KeyLengths::Drawn(drawn)) => Some(drawn),
+            _ => None,
+        };
+        let mut fields = Vec::new();
+        let f = &mut fields;
+        let (one, this) = (|| 1, |x: &usize| *x);
+        vary(f, self.inputs.as_ref(), |_| one(), ToString::to_string, |d, x| d.inputs = x);
+        vary(f, self.wild.as_ref(), |_| one(), ToString::to_string, |d, x| d.wild = Some(x));
+        vary(f, mask.as_ref(), |_| one(), ToString::to_string, |d, x| d.mask = x);
+        vary(f, self.batch.as_ref(), this, |x| format!("b{x}"), |d, x| d.sizes.batch = x);
+        vary(f, self.heads.as_ref(), this, |x| format!("h{x}"), |d, x| d.sizes.heads = x);
+        vary(f, self.heads_kv.as_ref(), this, |x| format!("kv{x}"), |d, x| d.sizes.heads_kv = Some(x));
+        vary(f, self.group.as_ref(), this, |x| format!("g{x}"), |d, x| d.sizes.group = Some(x));
+        vary(f, self.len.as_ref(), this, |x| format!("len{x}"), |d, x| d.sizes.len_q = x);
+        vary(f, self.len_q.as_ref(), this, |x| format!("q{x}"), |d, x| d.sizes.len_q = x);
+        vary(f, self.len_k.as_ref(), this, |x| format!("k{x}"), |d, x| d.sizes.len_k = Some(x));
+        vary(f, self.head_dim.as_ref(), this, |x| format!("d{x}"), |d, x| d.sizes.head_dim = x);
+        vary(f, self.head_dim_v.as_ref(), this, |x| format!("dv{x}"), |d, x| d.sizes.head_dim_v = Some(x));
+        vary(f, self.scale.as_ref(), |_| one(), |x| format!("scale{x}"), |d, x| d.scale = Some(x));
+        vary(f, self.softcap.as_ref(), |_| one(), |x| format!("cap{x}"), |d, x| d.softcap = x);
+        vary(f, self.lse.as_ref(), |_| one(), |x| format!("lse-{x}"), |d, x| d.lse = x);
+        vary(f, drawn, |_| one(), |x| format!("lengths-{x}"), |d, x| d.draws_lengths = x);
+        vary(f, self.arrangement.as_ref(), |_| one(), ToString::to_string, |d, x| d.arrangement = x);
+        vary(f, self.seed.as_ref(), |_| one(), |x| format!("seed{x}"), |d, x| d.seed = x);
+        vary(f, Some(&dtype), |_| one(), ToString::to_string, |d, x| d.dtype = x);
+        let draft = |row: &mut dyn Iterator<Item = usize>| {
+            let mut draft = plain.clone();
+            fields.iter().zip(row).for_each(|(field, value)| (field.set)(&mut draft, value));
+            draft
+        };
+        let named = |row: &[usize]| {
+            let labels =
+                fields.iter().zip(row).filter_map(|(field, &value)| field.label.as_ref().map(|it| it(value)));
+            let suffix = labels.fold(String::new(), |suffix, label| suffix + "-" + &label);
+            Draft { suffix, ..draft(&mut row.iter().copied()) }
+        };
+        let count = fields.iter().map(|field| field.values).fold(1, usize::saturating_mul);
+        if self.cover.is_none() && count > MOST_CASES {
+            return Err(format!("its lists make {count} cases; {MOST_CASES} are the most of a table"));
         }
-        let d = &mut drafts;
-        vary(d, self.inputs.as_ref(), ToString::to_string, |d, x| d.inputs = x);
-        vary(d, mask.as_ref(), ToString::to_string, |d, x| d.mask = x);
-        vary(d, self.batch.as_ref(), |x| format!("b{x}"), |d, x| d.sizes.batch = x);
-        vary(d, self.heads.as_ref(), |x| format!("h{x}"), |d, x| d.sizes.heads = x);
-        vary(d, self.heads_kv.as_ref(), |x| format!("kv{x}"), |d, x| d.sizes.heads_kv = Some(x));
-        vary(d, self.len.as_ref(), |x| format!("len{x}"), |d, x| d.sizes.len_q = x);
-        vary(d, self.len_q.as_ref(), |x| format!("q{x}"), |d, x| d.sizes.len_q = x);
-        vary(d, self.len_k.as_ref(), |x| format!("k{x}"), |d, x| d.sizes.len_k = Some(x));
-        vary(d, self.head_dim.as_ref(), |x| format!("d{x}"), |d, x| d.sizes.head_dim = x);
-        vary(d, self.head_dim_v.as_ref(), |x| format!("dv{x}"), |d, x| d.sizes.head_dim_v = Some(x));
-        vary(d, self.scale.as_ref(), |x| format!("scale{x}"), |d, x| d.scale = Some(x));
-        vary(d, self.softcap.as_ref(), |x| format!("cap{x}"), |d, x| d.softcap = x);
-        vary(d, self.lse.as_ref(), |x| format!("lse-{x}"), |d, x| d.lse = x);
-        vary(d, self.arrangement.as_ref(), ToString::to_string, |d, x| d.arrangement = x);
-        vary(d, self.seed.as_ref(), |x| format!("seed{x}"), |d, x| d.seed = x);
-        vary(d, Some(&dtype), ToString::to_string, |d, x| d.dtype = x);
-        drafts.iter().map(|draft| self.case(file, draft)).collect()
+        let rows = match self.cover {
+            None => combinations(&fields),
+            Some(most) => {
+                let fits = |row: &[Option<usize>]| {
+                    let least = fields.iter().zip(row).map(|(field, value)| value.unwrap_or(field.least));
+                    draft(&mut { least }).work() <= most
+                };
+                let values: Vec<usize> = fields.iter().map(|field| field.values).collect();
+                cover::pairs(&values, &fits, COVER_SEED)
+            }
+        };
+        rows.iter().map(|row| self.case(file, &named(row))).collect()
     }
 
     fn case(&self, file: &str, draft: &Draft) -> Result<Case, String> {
-        let Sizes { batch, heads, heads_kv, len_q, len_k, head_dim, head_dim_v } = draft.sizes;
-        let mut problem = Problem::new(batch, heads, len_q, head_dim, draft.dtype)
-            .with_kv(heads_kv.unwrap_or(heads), len_k.unwrap_or(len_q))
+        let Sizes { batch, len_q, len_k, head_dim, head_dim_v, .. } = draft.sizes;
+        let mut problem = Problem::new(batch, draft.heads(), len_q, head_dim, draft.dtype)
+            .with_kv(draft.heads_kv(), len_k.unwrap_or(len_q))
             .with_head_dim_v(head_dim_v.unwrap_or(head_dim))
             .with_mask(draft.mask)
             .with_softcap(draft.softcap);
@@ -276,8 +362,12 @@ impl Table {
             problem = problem.with_scale(scale);
         }
         problem.lse = draft.lse;
-        problem.key_lengths = self.key_lengths.is_some();
-        if let Some(lengths) = &self.key_lengths {
+        let key_lengths = match &self.key_lengths {
+            Some(KeyLengths::Given(lengths)) => Some(lengths.clone()),
+            _ => draft.draws_lengths.then(|| draw_lengths(&problem, draft.seed)),
+        };
+        problem.key_lengths = key_lengths.is_some();
+        if let Some(lengths) = &key_lengths {
             let most = lengths.iter().max().copied().unwrap_or(0) as usize;
             if lengths.len() != batch || most > problem.len_k {
                 return Err(format!(
@@ -290,12 +380,35 @@ impl Table {
             name: format!("{file}/{}{}", self.name, draft.suffix),
             tier: self.tier,
             problem: problem.check().map_err(|error| error.to_string())?,
-            key_lengths: self.key_lengths.clone(),
+            key_lengths,
             arrangement: draft.arrangement,
             inputs: draft.inputs,
+            wild: draft.wild,
             seed: draft.seed,
+            rows: self.rows,
         })
     }
+}
+
+/// What covering designs are made from: another seed gives other cases that cover the same pairs.
+const COVER_SEED: u64 = 16;
+
+/// A number of keys for each batch entry: all, none or one of them now and then, and any number between. One entry has
+/// at least half of them, so that there is something to see.
+fn draw_lengths(problem: &Problem, seed: u64) -> Vec<u32> {
+    let mut rng = Rng::stream(seed, (problem.batch * 1_000_003 + problem.len_k) as u64);
+    let all = problem.len_k;
+    let one = |rng: &mut Rng| match rng.below(6) {
+        0 => all,
+        1 => 0,
+        2 => all.min(1),
+        _ => rng.below(all + 1),
+    };
+    let mut lengths: Vec<u32> = (0..problem.batch).map(|_| one(&mut rng) as u32).collect();
+    if !lengths.is_empty() {
+        lengths[rng.below(problem.batch)] = (all - rng.below(all / 2 + 1)) as u32;
+    }
+    lengths
 }
 
 /// Reads a mask: `none`, `causal`, `causal-top-left` or `window(LEFT,RIGHT)`.
@@ -411,12 +524,55 @@ mod tests {
         has("a scale", &|p| p.scale != flashcore::default_scale(p.head_dim));
         has("key lengths under a causal mask", &|p| p.key_lengths && p.mask == Mask::Causal);
         has("no lse", &|p| !p.lse);
+        has("many batch entries", &|p| p.batch > 64);
+        has("many heads", &|p| p.heads_q > 64);
+        has("several kv heads of groups", &|p| p.heads_kv > 4 && p.group() > 2);
+        has("many queries", &|p| p.len_q > 4600);
+        has("many keys", &|p| p.len_k > 16400);
+        has("a softcap far beyond the scores", &|p| p.softcap == Some(1e30));
+        has("a softcap far below the scores", &|p| p.softcap == Some(1e-3));
         has("no queries", &|p| p.len_q == 0 && p.len_k > 0);
         has("no keys", &|p| p.len_k == 0 && p.len_q > 0);
         has("no batch", &|p| p.batch == 0);
         has("decode", &|p| p.len_q == 1 && p.len_k > 256);
         has("a head_dim that is no multiple of 8", &|p| p.head_dim % 8 != 0);
         has("the largest head_dim", &|p| p.head_dim == flashcore::MAX_HEAD_DIM);
+    }
+
+    #[test]
+    fn the_covering_design_meets_every_pair_of_its_values() {
+        let pairs: Vec<Case> =
+            corpus().into_iter().filter(|case| case.name.starts_with("cover/pairs")).collect();
+        assert!(pairs.len() < 100, "{}", pairs.len());
+        let met = |with: &dyn Fn(&Case) -> bool| pairs.iter().any(with);
+        for dtype in DType::ALL {
+            for arrangement in Arrangement::ALL {
+                assert!(met(&|case| case.problem.dtype == dtype && case.arrangement == arrangement));
+            }
+            for batch in [1, 2, 3, 5] {
+                assert!(met(&|case| case.problem.dtype == dtype && case.problem.batch == batch));
+            }
+        }
+        for len_q in [1, 2, 17, 65, 130, 1301] {
+            for head_dim in [8, 24, 40, 64, 72, 96, 128, 200] {
+                assert!(met(&|case| (case.problem.len_q, case.problem.head_dim) == (len_q, head_dim)));
+            }
+            for lengths in [false, true] {
+                assert!(met(&|case| case.problem.len_q == len_q && case.problem.key_lengths == lengths));
+            }
+        }
+    }
+
+    #[test]
+    fn every_element_that_is_no_number_finds_a_place_in_every_dtype() {
+        let corpus = corpus();
+        for dtype in DType::ALL {
+            for wild in Wild::ALL {
+                let quick = corpus.iter().filter(|case| case.tier == Tier::Quick);
+                let mut of = quick.filter(|case| case.wild == Some(wild) && case.problem.dtype == dtype);
+                assert!(of.any(|case| case.operands().wild.is_some()), "{wild} {dtype}");
+            }
+        }
     }
 
     #[test]

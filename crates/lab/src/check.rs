@@ -2,11 +2,14 @@
 //!
 //! - Outputs are poisoned before each run, and every element must be written.
 //! - Guard zones around and inside every tensor must stay as they were, and so must the inputs.
-//! - The result obeys the [tolerance rule](crate::rule).
+//! - The result obeys the [tolerance rule](crate::rule): in all rows, or in a large problem in rows that are chosen once
+//!   the result exists, while every other row must be an average of its values by size.
 //! - A second run, over another poison, gives the same bits (unless the engine says that it does not).
-//! - q, k and v of one kv head are redrawn one at a time: the output must follow as the oracle's does, and the
-//!   heads that do not see the change must not move at all.
+//! - One row of q, of k and of v is redrawn at a time: what sees it must follow as the oracle's does, and what does not
+//!   see it must not move at all. Which rows these are depends on the engine's own result, so that no engine knows.
+//! - An element that is no number reaches what depends on it, and nothing else.
 
+use std::borrow::Cow;
 use std::sync::OnceLock;
 
 use flashcore::{DType, Name, Problem};
@@ -16,7 +19,7 @@ use crate::cases::Case;
 use crate::diagnose::{Diagnosis, Kind, diagnose};
 use crate::engine::Engine;
 use crate::guarded::{Breach, Guarded, Poison};
-use crate::operands::Operands;
+use crate::operands::{Operands, Spot};
 use crate::rng::Rng;
 use crate::rule::{Judgement, Row, Yardstick};
 
@@ -61,9 +64,16 @@ pub enum Fault {
         /// The rows that they lie in.
         rows: Vec<Row>,
     },
+    /// Elements outside the rows that were judged that no average of the values can be.
+    Outlandish {
+        /// How many elements.
+        count: usize,
+        /// The first of them.
+        first: Row,
+    },
     /// An output did not move though an input did, and the oracle's output with it.
     Ignored(Name),
-    /// Heads moved that do not see the operand that was redrawn.
+    /// Rows moved that do not see what was redrawn.
     Leaked {
         /// What was redrawn.
         operand: Name,
@@ -120,11 +130,20 @@ impl Outcome {
     }
 }
 
-/// A redrawn operand of one kv head, with the truth that goes with it.
+/// Rows that are judged after a redraw where there are as many, and the multiply-adds that more of them may take.
+const FOLLOWERS: u64 = 12;
+const FOLLOWERS_WORK: u64 = 1_000_000;
+
+/// Rows that are tried for a redraw whose effect can be seen.
+const REDRAWS: usize = 3;
+
+/// Operands of which one row was redrawn, with the truth about some of the rows that depend on it.
 struct Redrawn {
-    operand: Name,
+    spot: Spot,
     operands: Operands,
     truth: Yardstick,
+    /// Whether the truth moved so far that a result cannot stand still.
+    shows: bool,
 }
 
 /// A case with its inputs and the truth about them, shared by all engines.
@@ -132,16 +151,14 @@ pub struct Prepared {
     /// The case.
     pub case: Case,
     operands: Operands,
-    yardstick: Yardstick,
-    redrawn: OnceLock<Vec<Redrawn>>,
+    yardstick: OnceLock<Yardstick>,
 }
 
 impl Prepared {
-    /// Draws the inputs and asks the oracle.
+    /// Draws the inputs. The oracle is asked when the first result is there.
     pub fn new(case: Case) -> Self {
         let operands = case.operands();
-        let yardstick = operands.yardstick();
-        Self { case, operands, yardstick, redrawn: OnceLock::new() }
+        Self { case, operands, yardstick: OnceLock::new() }
     }
 
     /// The inputs.
@@ -149,38 +166,85 @@ impl Prepared {
         &self.operands
     }
 
-    /// The truth.
+    /// The truth about all rows.
     pub fn yardstick(&self) -> &Yardstick {
-        &self.yardstick
+        self.yardstick.get_or_init(|| self.operands.yardstick())
     }
 
-    /// q, k and v redrawn one at a time in the kv head of one batch entry that has keys.
-    fn redrawn(&self) -> &[Redrawn] {
-        self.redrawn.get_or_init(|| {
-            let Problem { batch, heads_q, heads_kv, len_q, .. } = self.case.problem;
-            let candidates: Vec<usize> = (0..batch).filter(|&b| self.operands.keys(b) > 0).collect();
-            if candidates.is_empty() || heads_q * len_q == 0 {
-                return Vec::new();
+    /// The truth about the rows that are judged.
+    fn truth(&self, rng: &mut Rng) -> Cow<'_, Yardstick> {
+        match self.case.rows {
+            None => Cow::Borrowed(self.yardstick()),
+            Some(most) => {
+                let rows = self.operands.sample_rows(most, rng.next_u64());
+                Cow::Owned(self.operands.yardstick_of_rows(&rows))
             }
-            let mut rng = Rng::stream(self.case.seed, 77);
-            let (b, kv_head) = (rng.pick(&candidates), rng.below(heads_kv));
-            let fresh = self.case.operands_from(self.case.seed.wrapping_add(0x5eed));
-            let group = self.case.problem.group();
-            [Name::Q, Name::K, Name::V]
-                .into_iter()
-                .map(|operand| {
-                    let mut operands = self.operands.clone();
-                    let (to, from, first, heads) = match operand {
-                        Name::Q => (&mut operands.q, &fresh.q, kv_head * group, group),
-                        Name::K => (&mut operands.k, &fresh.k, kv_head, 1),
-                        _ => (&mut operands.v, &fresh.v, kv_head, 1),
-                    };
-                    copy_heads(to, from, b, first, heads);
-                    let truth = operands.yardstick_of_group(b, kv_head);
-                    Redrawn { operand, operands, truth }
-                })
-                .collect()
-        })
+        }
+    }
+
+    /// The oracle's o of some rows, before anything is redrawn.
+    fn truth_before(&self, rows: &[Row]) -> Vec<f64> {
+        if self.case.rows.is_some() {
+            return self.operands.yardstick_of_rows(rows).oracle().o.clone();
+        }
+        let Problem { heads_q, len_q, head_dim_v, .. } = self.case.problem;
+        let index = |row: &Row| (row.batch * heads_q + row.head) * len_q + row.query;
+        let truth = &self.yardstick().oracle().o;
+        rows.iter().flat_map(|row| &truth[index(row) * head_dim_v..][..head_dim_v]).copied().collect()
+    }
+
+    /// One row of q, k or v redrawn, such that somebody attends to it. None where nobody attends to anything.
+    fn redraw(&self, operand: Name, rng: &mut Rng) -> Option<Redrawn> {
+        let mut operands = self.operands.clone();
+        for tries in 1.. {
+            let (reader, keys) = self.operands.reader(rng, 1)?;
+            let kv_head = reader.head / self.case.problem.group();
+            let (head, row) = match operand {
+                Name::Q => (reader.head, reader.query),
+                _ => (kv_head, self.operands.attended(&reader, keys, rng)),
+            };
+            let spot = Spot { operand, batch: reader.batch, head, row, column: 0 };
+            let elements = self.operands.redrawn(&spot, rng);
+            operands.operand_mut(operand).view_mut().write_row(spot.batch, head, row, &elements);
+            let rows = self.followers(reader, &spot, rng);
+            let truth = operands.yardstick_of_rows(&rows);
+            let shows = moved(&self.truth_before(&rows), &truth);
+            if shows || tries == REDRAWS {
+                return Some(Redrawn { spot, operands, truth, shows });
+            }
+            let before = self.operands.row(operand, spot.batch, head, row);
+            operands.operand_mut(operand).view_mut().write_row(spot.batch, head, row, &before);
+        }
+        None
+    }
+
+    /// The rows that are judged after a redraw: one that attends to it, the first and the last that see it, and others.
+    fn followers(&self, reader: Row, spot: &Spot, rng: &mut Rng) -> Vec<Row> {
+        let Problem { len_q, .. } = self.case.problem;
+        let group = self.case.problem.group();
+        let heads = if spot.operand == Name::Q {
+            spot.head..spot.head + 1
+        } else {
+            spot.head * group..(spot.head + 1) * group
+        };
+        let first = heads.start;
+        let see = (0..len_q)
+            .filter(|&query| self.operands.depends(&Row { batch: spot.batch, head: first, query }, spot));
+        let see: Vec<usize> = see.collect();
+        let mut rows = vec![reader];
+        rows.extend([see.first(), see.last()].into_iter().flatten().map(|&query| Row { query, ..reader }));
+        let Problem { len_k, head_dim, head_dim_v, .. } = self.case.problem;
+        let most = FOLLOWERS.max(FOLLOWERS_WORK / (len_k * (head_dim + head_dim_v)).max(1) as u64) as usize;
+        if most >= see.len() * heads.len() {
+            let all = heads.flat_map(|head| see.iter().map(move |&query| (head, query)));
+            return all.map(|(head, query)| Row { batch: spot.batch, head, query }).collect();
+        }
+        while rows.len() < most {
+            rows.push(Row { batch: spot.batch, head: first + rng.below(heads.len()), query: rng.pick(&see) });
+        }
+        rows.sort_unstable();
+        rows.dedup();
+        rows
     }
 
     /// Runs the case through an engine and checks everything.
@@ -193,11 +257,37 @@ impl Prepared {
             Ok(first) => first,
             Err(refusal) => return Outcome::Failed(vec![refusal]),
         };
-        let (o, lse) = (first.o.values(), first.lse.as_ref().map(Guarded::values));
-        let judgement = self.yardstick.judge(&o, lse.as_deref());
-        if !judgement.passed() {
-            faults.push(wrong(None, &judgement, &self.operands, &self.yardstick, &o, lse.as_deref()));
+        // What is looked at is drawn from the result itself: the same for the same engine, and unknown before.
+        let mut rng = Rng::stream(self.case.seed, first.fingerprint());
+        let truth = self.truth(&mut rng);
+        let mut o = first.o.gather(truth.rows());
+        let lse = first.lse.as_ref().map(|lse| lse.gather(truth.rows()));
+        if !engine.hides_values() {
+            self.forgive_values(&truth, &mut o);
         }
+        let judgement = truth.judge(&o, lse.as_deref());
+        if !judgement.passed() {
+            faults.push(wrong(None, &judgement, &self.operands, &truth, &o, lse.as_deref()));
+        }
+        if self.case.rows.is_some() {
+            let beyond = self.operands.beyond_values(&first.o);
+            faults.extend(beyond.map(|(count, first)| Fault::Outlandish { count, first }));
+        }
+        // What a wrong engine does with changed inputs says nothing more. Nor does a row that moves beside an element
+        // that is no number.
+        if faults.is_empty() && self.case.wild.is_none() {
+            for operand in [Name::Q, Name::K, Name::V] {
+                let Some(redrawn) = self.redraw(operand, &mut rng) else { break };
+                match run(engine, &self.case, &redrawn.operands, Poison::First, &mut faults) {
+                    Ok(after) => {
+                        self.follows(engine, &redrawn, &first, &after, &mut faults);
+                        self.try_again(engine, &redrawn, &after, &mut faults);
+                    }
+                    Err(refusal) => faults.push(refusal),
+                }
+            }
+        }
+        // Last, so that whatever the runs between have left behind shows.
         match run(engine, &self.case, &self.operands, Poison::Second, &mut faults) {
             Ok(second) if engine.deterministic() => {
                 if let Some(differs) = self.differs(&first, &second) {
@@ -210,20 +300,26 @@ impl Prepared {
             Ok(_) => {}
             Err(refusal) => faults.push(refusal),
         }
-        // What a wrong or unsteady engine does with changed inputs says nothing more.
-        if faults.is_empty() {
-            for redrawn in self.redrawn() {
-                match run(engine, &self.case, &redrawn.operands, Poison::First, &mut faults) {
-                    Ok(after) => {
-                        self.follows(engine, redrawn, &first, &after, &mut faults);
-                        self.try_again(engine, redrawn, &after, &mut faults);
-                    }
-                    Err(refusal) => faults.push(refusal),
-                }
-            }
+        // A row of an unsteady engine that moved by itself was not moved by a redraw.
+        if faults.iter().any(|fault| matches!(fault, Fault::NotRepeatable { .. })) {
+            faults.retain(|fault| !matches!(fault, Fault::Leaked { .. }));
         }
         faults.dedup();
         if faults.is_empty() { Outcome::Passed(judgement) } else { Outcome::Failed(faults) }
+    }
+
+    /// Lets pass what a product with a probability of 0 makes of a value that is no number, in its own column.
+    fn forgive_values(&self, truth: &Yardstick, o: &mut [f32]) {
+        let Some(spot) = self.operands.wild.filter(|spot| spot.operand == Name::V) else { return };
+        let Problem { head_dim_v, .. } = self.case.problem;
+        let group = self.case.problem.group();
+        for (i, row) in truth.rows().iter().enumerate() {
+            let at = i * head_dim_v + spot.column;
+            let same_values = row.batch == spot.batch && row.head / group == spot.head;
+            if same_values && !self.operands.depends(row, &spot) && !o[at].is_finite() {
+                o[at] = truth.oracle().o[at] as f32;
+            }
+        }
     }
 
     /// Whether the second run's bits differ from the first's.
@@ -257,24 +353,34 @@ impl Prepared {
         after: &Outputs,
         faults: &mut Vec<Fault>,
     ) {
-        let Redrawn { operand, truth, .. } = redrawn;
-        let o = gather(&after.o, truth.rows());
-        let lse = after.lse.as_ref().map(|lse| gather(lse, truth.rows()));
+        let Redrawn { spot, truth, shows, .. } = redrawn;
+        let o = after.o.gather(truth.rows());
+        let lse = after.lse.as_ref().map(|lse| lse.gather(truth.rows()));
         let judgement = truth.judge(&o, lse.as_deref());
-        if !judgement.passed() {
-            let stood_still = o == gather(&before.o, truth.rows());
-            faults.push(if stood_still {
-                Fault::Ignored(*operand)
-            } else {
-                wrong(Some(*operand), &judgement, &redrawn.operands, truth, &o, lse.as_deref())
-            });
+        let stood_still = o == before.o.gather(truth.rows());
+        if stood_still && (*shows || !judgement.passed()) {
+            faults.push(Fault::Ignored(spot.operand));
+        } else if !judgement.passed() {
+            faults.push(wrong(Some(spot.operand), &judgement, &redrawn.operands, truth, &o, lse.as_deref()));
         }
         if engine.deterministic() {
             let moved = changed_rows(before, after, &self.case.problem);
-            let outside = moved.iter().find(|(row, _)| !truth.rows().contains(row));
-            faults.extend(outside.map(|&(first, _)| Fault::Leaked { operand: *operand, first }));
+            let outside = moved.iter().find(|(row, _)| !self.operands.depends(row, spot));
+            faults.extend(outside.map(|&(first, _)| Fault::Leaked { operand: spot.operand, first }));
         }
     }
+}
+
+/// Whether the truth about some rows' outputs moved so far that rounding cannot hide it.
+fn moved(before: &[f64], after: &Yardstick) -> bool {
+    let rows = after.rows().len();
+    let width = before.len() / rows.max(1);
+    (0..rows).any(|i| {
+        let floor = after.row_floor(i);
+        let columns = i * width..(i + 1) * width;
+        let far = |(before, after): (&f64, &f64)| (before - after).abs() > floor;
+        before[columns.clone()].iter().zip(&after.oracle().o[columns]).any(far)
+    })
 }
 
 /// A result that the rule refused, with what it looks like.
@@ -295,6 +401,13 @@ fn wrong(
 struct Outputs {
     o: Guarded,
     lse: Option<Guarded>,
+}
+
+impl Outputs {
+    /// A number that depends on every bit of the result.
+    fn fingerprint(&self) -> u64 {
+        self.o.fingerprint() ^ self.lse.as_ref().map_or(0, |lse| lse.fingerprint().rotate_left(1))
+    }
 }
 
 /// Runs once into poisoned outputs, and adds what is wrong with the memory around the result.
@@ -354,47 +467,16 @@ fn memory_faults(
     faults
 }
 
-fn copy_heads(to: &mut Guarded, from: &Guarded, b: usize, first: usize, heads: usize) {
-    let [_, _, len, width] = to.shape();
-    let mut row = vec![0.0; width];
-    for h in first..first + heads {
-        for s in 0..len {
-            from.view().read_row(b, h, s, &mut row);
-            // A row that does not exist stays as unreadable as it was.
-            if !row.iter().any(|x| x.is_nan()) {
-                to.view_mut().write_row(b, h, s, &row);
-            }
-        }
-    }
-}
-
 fn row_of(index: usize, problem: &Problem) -> Row {
     let Problem { heads_q, len_q, .. } = *problem;
     Row { batch: index / (heads_q * len_q), head: index / len_q % heads_q, query: index % len_q }
 }
 
-/// The given rows of an output, one after the other.
-fn gather(output: &Guarded, rows: &[Row]) -> Vec<f32> {
-    let width = output.shape()[3];
-    let view = output.view();
-    let mut all = vec![0.0; rows.len() * width];
-    for (row, out) in rows.iter().zip(all.chunks_exact_mut(width)) {
-        view.read_row(row.batch, row.head, row.query, out);
-    }
-    all
-}
-
 /// The rows whose bits differ in o or lse, with how many elements do.
 fn changed_rows(before: &Outputs, after: &Outputs, problem: &Problem) -> Vec<(Row, usize)> {
-    let differing = |before: &Guarded, after: &Guarded| -> Vec<usize> {
-        let width = before.shape()[3];
-        let (before, after) = (before.bits(), after.bits());
-        let rows = before.chunks_exact(width).zip(after.chunks_exact(width));
-        rows.map(|(a, b)| a.iter().zip(b).filter(|(a, b)| a != b).count()).collect()
-    };
-    let mut counts = differing(&before.o, &after.o);
+    let mut counts = before.o.differences(&after.o);
     if let (Some(before), Some(after)) = (&before.lse, &after.lse) {
-        counts.iter_mut().zip(differing(before, after)).for_each(|(count, more)| *count += more);
+        counts.iter_mut().zip(before.differences(after)).for_each(|(count, more)| *count += more);
     }
     counts
         .into_iter()

@@ -33,6 +33,12 @@ pub trait Engine: Send + Sync {
         true
     }
 
+    /// Whether a value that a query does not see never reaches it, even if it is no number. One that multiplies whole
+    /// tiles makes 0·NaN = NaN of it, in the value's own column.
+    fn hides_values(&self) -> bool {
+        true
+    }
+
     /// Computes into o, and into lse where there is a place for it.
     fn run(
         &self,
@@ -52,6 +58,12 @@ const MOST_SCALAR_PAIRS: u128 = 30_000;
 /// The same for the Hopper kernel, whose every block has a producer and wide tiles however small the problem is.
 const MOST_HOPPER_PAIRS: u128 = 100_000;
 
+/// Queries that a block takes on.
+const TILE_OF_BLOCK: usize = 64;
+
+/// Pairs that a block costs as much as, however few it has.
+const PAIRS_OF_BLOCK: u128 = 1000;
+
 /// Multiprocessors of the simulated GPU.
 const FEW_SMS: u32 = 3;
 
@@ -62,6 +74,8 @@ pub struct DeviceEngine {
     device: Device,
     /// The most pairs of queries and keys that it takes on; a simulator is not for large problems.
     most_pairs: u128,
+    /// Whether values that a query does not see never reach it.
+    hides_values: bool,
     /// Whose turn it is on a GPU: a kernel that breaks its context is then the one that is blamed.
     turn: Option<Arc<Mutex<()>>>,
 }
@@ -75,6 +89,7 @@ impl DeviceEngine {
             name: format!("cpu-{isa}"),
             device: Device::cpu_with(engine),
             most_pairs: u128::MAX,
+            hides_values: true,
             turn: None,
         })
     }
@@ -94,11 +109,15 @@ impl DeviceEngine {
             name: format!("cuda-{ordinal}{name}"),
             device: Device::cuda_with(cuda),
             most_pairs: u128::MAX,
+            hides_values: false,
             turn: Some(turn.clone()),
         };
         let own = cuda.hardware().target;
         let kernels = Kernel::ALL.into_iter().filter(|kernel| kernel.runs_on(own));
-        let kernels = kernels.map(|kernel| engine(&format!("-{kernel}"), cuda.with_kernel(kernel)));
+        let kernels = kernels.map(|kernel| Self {
+            hides_values: hides_values(kernel),
+            ..engine(&format!("-{kernel}"), cuda.with_kernel(kernel))
+        });
         let older = [Target::Sm80, Target::Sm89].into_iter().filter(|&target| target != own);
         let older = older.filter(|&target| target == Target::Sm80 || own == Target::Sm90a);
         let older = older.map(|target| engine(&format!("-{target}"), cuda.with_target(target)));
@@ -121,14 +140,20 @@ impl DeviceEngine {
             Kernel::Sm90Fwd => MOST_HOPPER_PAIRS,
             Kernel::Sm80Mma | Kernel::Sm80Fwd => MOST_PAIRS,
         };
-        Self { name, device: Device::sim(gpu), most_pairs, turn: None }
+        Self { name, device: Device::sim(gpu), most_pairs, hides_values: hides_values(kernel), turn: None }
     }
 
     /// The simulated Hopper GPU with the planner's own choice, which for the sizes that a simulator takes on is mostly
     /// a schedule for small grids.
     pub fn sim_hopper() -> Self {
         let device = Device::sim(SimGpu::new(Target::Sm90a));
-        Self { name: "sim-hopper".into(), device, most_pairs: MOST_HOPPER_PAIRS, turn: None }
+        Self {
+            name: "sim-hopper".into(),
+            device,
+            most_pairs: MOST_HOPPER_PAIRS,
+            hides_values: false,
+            turn: None,
+        }
     }
 
     /// Every kernel on the simulated GPU, in both asynchronous modes where it has anything asynchronous.
@@ -140,7 +165,7 @@ impl DeviceEngine {
 
     /// Any device under a name, for problems of any size.
     pub fn of(name: &str, device: Device) -> Self {
-        Self { name: name.into(), device, most_pairs: u128::MAX, turn: None }
+        Self { name: name.into(), device, most_pairs: u128::MAX, hides_values: false, turn: None }
     }
 
     /// The device.
@@ -155,15 +180,22 @@ impl Engine for DeviceEngine {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), String> {
-        let pairs =
-            problem.mask.pairs(problem.len_q, problem.len_k) * (problem.batch * problem.heads_q) as u128;
-        if pairs > self.most_pairs {
-            let most = self.most_pairs;
+        let heads = (problem.batch * problem.heads_q) as u128;
+        let pairs = problem.mask.pairs(problem.len_q, problem.len_k) * heads;
+        // A block costs something however little it has to do.
+        let blocks = problem.len_q.div_ceil(TILE_OF_BLOCK) as u128 * heads;
+        if pairs.max(blocks * PAIRS_OF_BLOCK) > self.most_pairs {
             return Err(format!(
-                "{pairs} pairs of queries and keys would take long to simulate; {most} are the most"
+                "more than {} pairs of queries and keys, or {} blocks, would take long to simulate",
+                self.most_pairs,
+                self.most_pairs / PAIRS_OF_BLOCK
             ));
         }
         self.device.supports(problem).map_err(|error| error.to_string())
+    }
+
+    fn hides_values(&self) -> bool {
+        self.hides_values
     }
 
     fn run(
@@ -220,6 +252,11 @@ pub fn with_schedule(wish: &str, schedule: &str) -> Result<Vec<Box<dyn Engine>>,
         _ => return Err(format!("--schedule is for --device cuda or sim, not {wish}")),
     };
     Ok(engines.into_iter().map(|engine| Box::new(engine) as Box<dyn Engine>).collect())
+}
+
+/// Whether a kernel reads only the values that its queries see, and no whole tiles of them.
+const fn hides_values(kernel: Kernel) -> bool {
+    matches!(kernel, Kernel::Scalar)
 }
 
 /// The oldest target that a kernel is simulated for.

@@ -14,8 +14,13 @@ pub fn explain(prepared: &Prepared, engine: &dyn Engine, faults: &[Fault]) -> St
     let case = &prepared.case;
     let name = engine.name();
     let mut text = format!(
-        "{} on {name}\n  {}, {} inputs, {}, seed {}\n",
-        case.name, case.problem, case.inputs, case.arrangement, case.seed
+        "{} on {name}\n  {}, {} inputs{}, {}, seed {}\n",
+        case.name,
+        case.problem,
+        case.inputs,
+        case.wild.map_or_else(String::new, |wild| format!(" with {wild}")),
+        case.arrangement,
+        case.seed
     );
     for fault in faults {
         for line in describe(fault).lines() {
@@ -70,13 +75,18 @@ pub fn describe(fault: &Fault) -> String {
             Kind::Race.name(),
             places(rows)
         ),
+        Fault::Outlandish { count, first } => format!(
+            "{count} elements of o are larger than every value of their head, or no number, the first in {}",
+            at(*first)
+        ),
         Fault::Ignored(operand) => {
             format!(
-                "{operand} was redrawn and o did not move: {operand} is not read, or an old result is returned"
+                "a row of {operand} was redrawn and o did not move: {operand} is not read there, or an old result is \
+                 returned"
             )
         }
         Fault::Leaked { operand, first } => {
-            format!("{operand} was redrawn in one head, and {} moved, which does not see it", at(*first))
+            format!("one row of {operand} was redrawn, and {} moved, which does not see it", at(*first))
         }
     }
 }

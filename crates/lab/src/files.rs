@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use flashcore::{DType, Element};
 use half::{bf16, f16};
+use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
 use crate::{interrupt, memory};
@@ -144,6 +145,15 @@ pub fn dtype(stored: Dtype) -> Option<DType> {
         Dtype::F32 => Some(DType::F32),
         _ => None,
     }
+}
+
+/// The elements of a stored tensor as f32, if attention runs on its dtype.
+pub fn floats(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
+    Some(match dtype(tensor.dtype())? {
+        DType::F16 => elements::<f16>(tensor.data()).into_iter().map(f16::to_f32).collect(),
+        DType::BF16 => elements::<bf16>(tensor.data()).into_iter().map(bf16::to_f32).collect(),
+        DType::F32 => elements::<f32>(tensor.data()),
+    })
 }
 
 /// The tensors of a file as a list for messages: name, dtype and shape of each.

@@ -1,9 +1,9 @@
 //! The workbench behind the `flashcore` command: is an attention kernel right, how fast is it, and how sure are we.
 //!
-//! - [`cases`] and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
+//! - [`cases`] (by [covering designs](cover)) and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
 //! - An [`engine`] computes, ours or somebody else's ([`subject`]); [`check`] runs a case through it and [`rule`] judges the result, on the floor that
 //!   [`conditioning`] derives; [`diagnose`] finds out what kind of fault it is and [`explain`] says it. A [`crew`] of
-//!   threads takes up many cases at once.
+//!   threads takes up many cases at once, and a [`tally`] counts them.
 //! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
 //!   does so on a GPU, with everyone in a [`process`] of their own.
 //! - [`physics`] refuses what no machine can do, [`ceilings`] are what this one can; [`compare`] holds a run against a
@@ -19,7 +19,9 @@
 //! Use it through the command; as a library it serves the project's own tests.
 
 pub use flashcore_clock::{physics, timing};
-pub use flashcore_judge::{conditioning, diagnose, guarded, honest, inputs, operands, rng, rule, stats};
+pub use flashcore_judge::{
+    conditioning, cover, diagnose, guarded, honest, inputs, operands, rng, rule, stats,
+};
 
 pub mod audit;
 pub mod bench;
@@ -49,4 +51,5 @@ pub mod saved;
 pub mod search;
 pub mod shapes;
 pub mod subject;
+pub mod tally;
 pub mod views;

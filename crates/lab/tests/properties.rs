@@ -54,7 +54,17 @@ fn case() -> impl Strategy<Value = Case> {
         problem.key_lengths = key_lengths.is_some();
         let key_lengths =
             key_lengths.map(|shares| (0..batch).map(|b| (shares[b] * len_k as f64) as u32).collect());
-        Case { name: "properties".into(), tier: Tier::Quick, problem, key_lengths, arrangement, inputs, seed }
+        Case {
+            name: "properties".into(),
+            tier: Tier::Quick,
+            problem,
+            key_lengths,
+            arrangement,
+            inputs,
+            wild: None,
+            seed,
+            rows: None,
+        }
     })
 }
 

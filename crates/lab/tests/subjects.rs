@@ -31,6 +31,25 @@ fn a_command_that_reads_and_writes_safetensors_is_judged_as_an_engine_is() {
 }
 
 #[test]
+fn a_command_is_given_key_lengths() {
+    let line = format!(
+        "{FLASHCORE} run {{in}} -o {{out}} --device cpu --mask {{mask}} --scale {{scale}} --softcap {{softcap}}"
+    );
+    let output = verify(&[
+        "--command",
+        &line,
+        "--filter",
+        "=masks/key-lengths-causal-f16",
+        "--filter",
+        "edges/no-keys",
+    ]);
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    // What it is not asked about is counted with the reason.
+    assert!(said.contains("a command is not asked about nothing"), "{said}");
+}
+
+#[test]
 fn a_command_that_ignores_the_mask_is_found_out_and_told_how_to_see_it_again() {
     let line = format!("{FLASHCORE} run {{in}} -o {{out}} --device cpu --scale {{scale}}");
     let output = verify(&["--command", &line, "--filter", "=lengths/causal-len65-f16"]);
@@ -239,7 +258,13 @@ fn the_example_in_numpy_passes_where_there_is_numpy() {
         return;
     }
     let line = format!("{python} {} {{in}} {{out}}", example("numpy_attention.py"));
-    let cases = ["lengths/self-len7", "=lengths/causal-len65-bf16", "masks/window", "heads/grouped"];
+    let cases = [
+        "lengths/self-len7",
+        "=lengths/causal-len65-bf16",
+        "masks/window",
+        "heads/grouped",
+        "masks/key-lengths",
+    ];
     let filters: Vec<&str> = cases.iter().flat_map(|case| ["--filter", case]).collect();
     let output = verify(&[&["--command", &line], &filters[..]].concat());
     assert_eq!(output.status.code(), Some(0), "{}", text(&output));

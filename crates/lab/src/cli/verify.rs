@@ -18,11 +18,13 @@ use crate::evidence::{Environment, schemas};
 use crate::explain::{describe, explain, reproduce};
 use crate::faults::{self, Finding, Nature, Trial};
 use crate::gpu::stress;
+use crate::inputs::Wild;
 use crate::interrupt;
 use crate::rule::Judgement;
 use crate::subject::command::CommandEngine;
 use crate::subject::ptx::PtxEngine;
 use crate::subject::torch::TorchEngine;
+use crate::tally::Tally;
 
 #[derive(Args)]
 pub struct Options {
@@ -37,7 +39,8 @@ pub struct Options {
     #[arg(long, value_name = "NAME", conflicts_with_all = ["device", "command", "ptx"])]
     subject: Option<String>,
     /// A command instead of a device: it reads q, k and v from the safetensors file {in} and writes o, and lse if it can,
-    /// to {out}; what is asked is in the file's metadata, and in {mask}, {scale} and {softcap}
+    /// to {out}; key lengths are a tensor beside them, and what else is asked is in the file's metadata, and in {mask},
+    /// {scale} and {softcap}
     #[arg(long, value_name = "LINE", conflicts_with_all = ["device", "ptx"])]
     command: Option<String>,
     /// With --command: seconds that a call may take [default: 60]. With --ptx in the simulator: warp instructions that a
@@ -136,6 +139,7 @@ struct Record {
     status: Status,
     problem: String,
     inputs: &'static str,
+    wild: Option<&'static str>,
     arrangement: &'static str,
     seed: u64,
     judgement: Option<Judgement>,
@@ -144,16 +148,11 @@ struct Record {
     reproduce: String,
 }
 
-/// One engine over all cases.
-#[derive(Clone, Serialize)]
-struct Tally {
-    engine: String,
-    passed: usize,
-    skipped: usize,
-    failed: usize,
-    /// The largest share of what is allowed that any case used, with its name.
-    worst_share: Option<f64>,
-    worst_case: Option<String>,
+/// What was found so far.
+#[derive(Default)]
+struct Found {
+    tallies: Vec<Tally>,
+    results: Vec<Record>,
 }
 
 /// Failures that are explained at length; beyond these the first says more than another would.
@@ -171,12 +170,11 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let tier = if options.full { Tier::Full } else { Tier::Quick };
     let cases = select(tier, &options.filter)?;
     let started = Instant::now();
-    let results: Arc<Mutex<Vec<Record>>> = Arc::default();
+    let tallies = engines.iter().map(|engine| Tally::new(engine.name())).collect();
+    let found = Arc::new(Mutex::new(Found { tallies, results: Vec::new() }));
     interrupt::finish_steps({
-        let (results, json) = (Arc::clone(&results), options.json.clone());
-        let tallies = engines.iter().map(|engine| Tally::new(engine.name())).collect();
-        let asked = cases.len();
-        move || keep_part(tier, asked, tallies, std::mem::take(&mut *locked(&results)), &json)
+        let (found, json, asked) = (Arc::clone(&found), options.json.clone(), cases.len());
+        move || keep_part(tier, asked, std::mem::take(&mut *locked(&found)), &json)
     });
     say(&format!(
         "{} cases on {}; {RULE}",
@@ -185,33 +183,33 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     ));
     let total = cases.len();
     let mut progress = Progress::new(total as u64);
-    let mut tallies: Vec<Tally> = engines.iter().map(|engine| Tally::new(engine.name())).collect();
     let (mut done, mut explained) = (0, 0);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let work = |case: &Case| check_on_all(case, &engines);
     crew::in_order(&cases, threads, &interrupt::requested, work, |at, checked| {
         // A simulated launch is cut short by Ctrl-C, which says nothing about the case.
-        if interrupt::requested() && checked.iter().any(|(record, _)| record.status == Status::Failed) {
+        if interrupt::requested() && checked.iter().any(|(outcome, _)| matches!(outcome, Outcome::Failed(_))) {
             return;
         }
-        for ((record, explanation), tally) in checked.into_iter().zip(&mut tallies) {
-            tally.count(&record);
+        let mut found = locked(&found);
+        for ((outcome, explanation), (n, engine)) in checked.into_iter().zip(engines.iter().enumerate()) {
+            found.tallies[n].count(&cases[at].name, &outcome);
             if let Some(explanation) = explanation
                 && explained < EXPLAINED
             {
                 explained += 1;
                 progress.say(&format!("\n{} {explanation}", toned(Tone::Bad, "FAILED")));
             }
-            locked(&results).push(record);
+            found.results.push(Record::new(&cases[at], engine.as_ref(), outcome));
         }
         done += 1;
         progress.at(done as u64, &cases[at].name);
     });
     interrupt::finishing();
     progress.finish();
+    let Found { tallies, results } = std::mem::take(&mut *locked(&found));
     say(&table(&tallies));
     let complete = done == total;
-    let results = std::mem::take(&mut *locked(&results));
     let report = Report { tier, rule: RULE, asked: total, engines: tallies, results };
     options.json.write(schemas::VERIFY, &Environment::read(), complete, &report)?;
     let seconds = started.elapsed().as_secs_f64();
@@ -222,13 +220,7 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
 }
 
 /// Keeps what a run found until it is ended in the middle of a case.
-fn keep_part(tier: Tier, asked: usize, mut tallies: Vec<Tally>, results: Vec<Record>, json: &Json) {
-    for record in &results {
-        tallies
-            .iter_mut()
-            .filter(|tally| tally.engine == record.engine)
-            .for_each(|tally| tally.count(record));
-    }
+fn keep_part(tier: Tier, asked: usize, Found { tallies, results }: Found, json: &Json) {
     say(&table(&tallies));
     let report = Report { tier, rule: RULE, asked, engines: tallies, results };
     if let Err(why) = json.write(schemas::VERIFY, &Environment::read(), false, &report) {
@@ -237,7 +229,7 @@ fn keep_part(tier: Tier, asked: usize, mut tallies: Vec<Tally>, results: Vec<Rec
 }
 
 /// One case on every engine, each with what to tell a person where it failed.
-fn check_on_all(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Record, Option<String>)> {
+fn check_on_all(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Outcome, Option<String>)> {
     // The inputs are not drawn, and the oracle is not asked, for engines none of which computes the case.
     let mut prepared: Option<Prepared> = None;
     let mut check = |engine: &dyn Engine| {
@@ -249,7 +241,7 @@ fn check_on_all(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Record, Option
             (Outcome::Failed(faults), Some(prepared)) => Some(explain(prepared, engine, faults)),
             _ => None,
         };
-        (Record::new(case, engine, outcome), explanation)
+        (outcome, explanation)
     };
     engines.iter().map(|engine| check(engine.as_ref())).collect()
 }
@@ -439,6 +431,7 @@ impl Record {
             status: outcome.status(),
             problem: case.problem.to_string(),
             inputs: case.inputs.name(),
+            wild: case.wild.map(Wild::name),
             arrangement: case.arrangement.name(),
             seed: case.seed,
             judgement: None,
@@ -455,31 +448,6 @@ impl Record {
     }
 }
 
-impl Tally {
-    fn new(engine: &str) -> Self {
-        Self {
-            engine: engine.to_string(),
-            passed: 0,
-            skipped: 0,
-            failed: 0,
-            worst_share: None,
-            worst_case: None,
-        }
-    }
-
-    fn count(&mut self, record: &Record) {
-        match record.status {
-            Status::Passed => self.passed += 1,
-            Status::Skipped => self.skipped += 1,
-            Status::Failed => self.failed += 1,
-        }
-        let share = record.judgement.as_ref().map(Judgement::share_used);
-        if share.is_some_and(|share| self.worst_share.is_none_or(|worst| share > worst)) {
-            (self.worst_share, self.worst_case) = (share, Some(record.case.clone()));
-        }
-    }
-}
-
 fn table(tallies: &[Tally]) -> String {
     let heading =
         format!("\n{:<16} {:>7} {:>7} {:>7}   nearest to its bound", "engine", "passed", "skipped", "failed");
@@ -491,7 +459,10 @@ fn table(tallies: &[Tally]) -> String {
         let Tally { engine, passed, skipped, failed, .. } = tally;
         format!("\n{engine:<16} {passed:>7} {skipped:>7} {failed:>7}   {nearest}")
     };
-    toned(Tone::Strong, &heading) + &tallies.iter().map(line).collect::<String>()
+    let skipped =
+        |tally: &Tally| format!("\n  {} skipped by {}: {}", tally.skipped, tally.engine, tally.reasons());
+    let why: String = tallies.iter().filter(|tally| tally.skipped > 0).map(skipped).collect();
+    toned(Tone::Strong, &heading) + &tallies.iter().map(line).collect::<String>() + &why
 }
 
 #[cfg(test)]

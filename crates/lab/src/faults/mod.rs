@@ -3,10 +3,11 @@
 //!
 //! A harness that passes everything is as good as none, and one that refuses honest work is soon switched off. So
 //! `flashcore verify --faults` plants, one after another, what has fooled harnesses before: results that are wrong in a
-//! known way ([`results`]), clocks and numbers that cannot be ([`numbers`]), candidates of a search that misbehave
+//! known way ([`results`]) or only where few look ([`hidden`]), clocks and numbers that cannot be ([`numbers`]), candidates of a search that misbehave
 //! ([`candidates`]); and beside each kind, something honest.
 
 pub mod candidates;
+pub mod hidden;
 pub mod numbers;
 pub mod planted;
 pub mod results;
@@ -94,7 +95,10 @@ pub struct Finding {
 /// Every trial, faults first.
 pub fn all() -> Vec<Trial> {
     let mut trials: Vec<Trial> =
-        [results::trials(), numbers::trials(), candidates::trials()].into_iter().flatten().collect();
+        [results::trials(), hidden::trials(), numbers::trials(), candidates::trials()]
+            .into_iter()
+            .flatten()
+            .collect();
     trials.sort_by_key(|trial| trial.nature == Nature::Honest);
     trials
 }

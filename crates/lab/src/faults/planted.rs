@@ -1,11 +1,17 @@
 //! Engines with a planted fault: right attention, bent in one known way.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use flashcore::{Attention, DType, Device, Problem, Tensor, TensorBuf, TensorMut};
+use flashcore::{Attention, DType, Device, Mask, Problem, Tensor, TensorBuf, TensorMut};
+use safetensors::SafeTensors;
 
 use crate::engine::Engine;
+use crate::files;
+use crate::rule::Row;
+use crate::subject::command;
+use crate::subject::failed;
 
 /// Writes values in the order (batch, heads, length, head_dim).
 pub fn write(values: &[f32], tensor: &mut TensorMut<'_>) {
@@ -34,6 +40,23 @@ impl Bent<'_> {
     pub fn heads(&mut self) -> impl Iterator<Item = (&mut [f32], &mut [f32])> {
         let Problem { len_k, head_dim, head_dim_v, .. } = self.problem;
         self.k.chunks_exact_mut(len_k * head_dim).zip(self.v.chunks_exact_mut(len_k * head_dim_v))
+    }
+
+    /// Lets every batch entry have all keys.
+    pub fn forget_key_lengths(&mut self) {
+        let Problem { mask, scale, softcap, .. } = self.problem;
+        self.attention = Attention::new().mask(mask).scale(scale).softcap(softcap.unwrap_or(0.0));
+    }
+
+    /// Computes attention on the inputs as they are: o and lse.
+    fn attend(&self) -> flashcore::Result<(Vec<f32>, Vec<f32>)> {
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, .. } =
+            self.problem;
+        let q = TensorBuf::from_f32(&self.q, [batch, heads_q, len_q, head_dim], dtype)?;
+        let k = TensorBuf::from_f32(&self.k, [batch, heads_kv, len_k, head_dim], dtype)?;
+        let v = TensorBuf::from_f32(&self.v, [batch, heads_kv, len_k, head_dim_v], dtype)?;
+        let result = self.attention.with_lse().run(&Device::cpu(), &q.view(), &k.view(), &v.view())?;
+        Ok((result.o.to_f32(), result.lse.expect("asked for").to_f32()))
     }
 
     /// Keeps only the first `len` keys.
@@ -111,13 +134,7 @@ impl Engine for Bending {
         let mut bent =
             Bent { attention: *attention, problem: asked, q: q.to_f32(), k: k.to_f32(), v: v.to_f32() };
         (self.bend)(&mut bent);
-        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, .. } =
-            bent.problem;
-        let q = TensorBuf::from_f32(&bent.q, [batch, heads_q, len_q, head_dim], dtype)?;
-        let k = TensorBuf::from_f32(&bent.k, [batch, heads_kv, len_k, head_dim], dtype)?;
-        let v = TensorBuf::from_f32(&bent.v, [batch, heads_kv, len_k, head_dim_v], dtype)?;
-        let result = bent.attention.with_lse().run(&Device::cpu(), &q.view(), &k.view(), &v.view())?;
-        let (mut values, mut sums) = (result.o.to_f32(), result.lse.expect("asked for").to_f32());
+        let (mut values, mut sums) = bent.attend()?;
         (self.finish)(&mut values, &mut sums, &asked);
         write(&values, o);
         if let Some(lse) = lse {
@@ -142,6 +159,8 @@ pub enum Mood {
     Unsteady,
     /// Leaves one row as it was.
     Forgetful,
+    /// Is right once, and never again.
+    Worn,
 }
 
 /// An engine with a memory: what it does depends on how often it was called.
@@ -188,6 +207,7 @@ impl Engine for Moody {
                 Some(before) => values = before,
                 None => return Ok(()),
             },
+            Mood::Worn if call > 0 => values.iter_mut().for_each(|x| *x *= 1.01),
             Mood::Racy if call % 5 == 4 => {
                 let width = result.o.shape()[3];
                 values[100 * width..101 * width].fill(0.25);
@@ -211,5 +231,191 @@ impl Engine for Moody {
             write(&result.lse.expect("asked for").to_f32(), lse);
         }
         Ok(())
+    }
+}
+
+type Bend = Box<dyn Fn(&mut Bent<'_>) + Send + Sync>;
+type Finish = Box<dyn Fn(&Problem, &mut [f32], &mut [f32]) + Send + Sync>;
+
+/// An engine that is right but where its fault shows: on some inputs, or in some of its outputs.
+pub struct Hidden {
+    bend: Bend,
+    finish: Finish,
+}
+
+impl Hidden {
+    /// One that bends its inputs.
+    pub fn inputs(bend: impl Fn(&mut Bent<'_>) + Send + Sync + 'static) -> Self {
+        Self { bend: Box::new(bend), finish: Box::new(|_, _, _| {}) }
+    }
+
+    /// One that bends o and lse.
+    pub fn outputs(finish: impl Fn(&Problem, &mut [f32], &mut [f32]) + Send + Sync + 'static) -> Self {
+        Self { bend: Box::new(|_| {}), finish: Box::new(finish) }
+    }
+
+    /// One that gets some rows wrong by 5 %.
+    pub fn rows(wrong: impl Fn(&Problem, Row) -> bool + Send + Sync + 'static) -> Self {
+        Self::outputs(move |problem, o, _| {
+            let Problem { heads_q, len_q, head_dim_v, .. } = *problem;
+            for (i, row) in o.chunks_exact_mut(head_dim_v).enumerate() {
+                let at = Row { batch: i / (heads_q * len_q), head: i / len_q % heads_q, query: i % len_q };
+                if wrong(problem, at) {
+                    for x in row {
+                        *x *= 1.05;
+                    }
+                }
+            }
+        })
+    }
+}
+
+impl Engine for Hidden {
+    fn name(&self) -> &'static str {
+        "hidden"
+    }
+
+    fn supports(&self, _: &Problem) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn run(
+        &self,
+        attention: &Attention<'_>,
+        [q, k, v]: [&Tensor<'_>; 3],
+        o: &mut TensorMut<'_>,
+        lse: Option<&mut TensorMut<'_>>,
+    ) -> flashcore::Result<()> {
+        let mut asked = attention.problem(q, k, v)?;
+        asked.lse = lse.is_some();
+        let mut bent =
+            Bent { attention: *attention, problem: asked, q: q.to_f32(), k: k.to_f32(), v: v.to_f32() };
+        (self.bend)(&mut bent);
+        let (mut values, mut sums) = bent.attend()?;
+        (self.finish)(&asked, &mut values, &mut sums);
+        write(&values, o);
+        if let Some(lse) = lse {
+            write(&sums, lse);
+        }
+        Ok(())
+    }
+}
+
+/// What a result is kept by: a part of a tensor's elements, given with its shape.
+type Key = fn(&[f32], [usize; 4]) -> Vec<f32>;
+
+/// An engine that keeps its results, and returns them when the inputs look the same.
+pub struct Keeping {
+    key: Key,
+    kept: Mutex<HashMap<Vec<u32>, Answer>>,
+}
+
+/// o and lse.
+type Answer = (Vec<f32>, Vec<f32>);
+
+impl Keeping {
+    /// One that has kept nothing yet.
+    pub fn new(key: Key) -> Self {
+        Self { key, kept: Mutex::new(HashMap::new()) }
+    }
+}
+
+impl Engine for Keeping {
+    fn name(&self) -> &'static str {
+        "keeping"
+    }
+
+    fn supports(&self, _: &Problem) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn run(
+        &self,
+        attention: &Attention<'_>,
+        [q, k, v]: [&Tensor<'_>; 3],
+        o: &mut TensorMut<'_>,
+        lse: Option<&mut TensorMut<'_>>,
+    ) -> flashcore::Result<()> {
+        let problem = attention.problem(q, k, v)?;
+        let parts = [q, k, v].map(|tensor| (self.key)(&tensor.to_f32(), tensor.shape()));
+        let asked = format!("{problem} {attention:?}").into_bytes().into_iter().map(u32::from);
+        let key: Vec<u32> = asked.chain(parts.iter().flatten().map(|x| x.to_bits())).collect();
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if !kept.contains_key(&key) {
+            let bent = Bent { attention: *attention, problem, q: q.to_f32(), k: k.to_f32(), v: v.to_f32() };
+            kept.insert(key.clone(), bent.attend()?);
+        }
+        let (values, sums) = &kept[&key];
+        write(values, o);
+        if let Some(lse) = lse {
+            write(sums, lse);
+        }
+        Ok(())
+    }
+}
+
+/// An engine that is handed its call as a command is: in the bytes of a file, from which it reads key lengths or does
+/// not.
+pub struct ThroughFile {
+    /// Whether it reads key lengths.
+    pub reads_lengths: bool,
+}
+
+impl Engine for ThroughFile {
+    fn name(&self) -> &'static str {
+        "through a file"
+    }
+
+    fn supports(&self, problem: &Problem) -> Result<(), String> {
+        command::supports(problem)
+    }
+
+    fn run(
+        &self,
+        attention: &Attention<'_>,
+        inputs: [&Tensor<'_>; 3],
+        o: &mut TensorMut<'_>,
+        lse: Option<&mut TensorMut<'_>>,
+    ) -> flashcore::Result<()> {
+        let problem = attention.problem(inputs[0], inputs[1], inputs[2])?;
+        let answer = self.answer(&problem, attention, inputs).map_err(|why| failed(self.name(), why))?;
+        write(&answer.0, o);
+        if let Some(lse) = lse {
+            write(&answer.1, lse);
+        }
+        Ok(())
+    }
+}
+
+impl ThroughFile {
+    fn answer(
+        &self,
+        problem: &Problem,
+        attention: &Attention<'_>,
+        inputs: [&Tensor<'_>; 3],
+    ) -> Result<Answer, String> {
+        let bytes = command::file(problem, attention.host_key_lengths(), inputs)?;
+        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|error| error.to_string())?;
+        let file = SafeTensors::deserialize(&bytes).map_err(|error| error.to_string())?;
+        let said = header.metadata().clone().unwrap_or_default();
+        let number = |name: &str| -> Result<f32, String> {
+            said.get(name).and_then(|text| text.parse().ok()).ok_or(format!("the file has no {name}"))
+        };
+        let mask: Mask = crate::cases::parse_mask(said.get("mask").ok_or("the file has no mask")?)?;
+        let mut called = Attention::new().mask(mask).scale(number("scale")?).softcap(number("softcap")?);
+        let lengths = file.tensor("key_lengths").ok().map(|tensor| -> Vec<u32> {
+            let (numbers, _) = tensor.data().as_chunks();
+            numbers.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect()
+        });
+        if let Some(lengths) = lengths.as_ref().filter(|_| self.reads_lengths) {
+            called = called.key_lengths(lengths);
+        }
+        let values = |name: &str| {
+            let tensor = file.tensor(name).map_err(|error| error.to_string())?;
+            files::floats(&tensor).ok_or(format!("{name} is no float"))
+        };
+        let bent =
+            Bent { attention: called, problem: *problem, q: values("q")?, k: values("k")?, v: values("v")? };
+        bent.attend().map_err(|error| error.to_string())
     }
 }

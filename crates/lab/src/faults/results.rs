@@ -36,7 +36,9 @@ fn case(problem: Problem, name: &str) -> Case {
         key_lengths: None,
         arrangement: Arrangement::Bshd,
         inputs: Distribution::Normal,
+        wild: None,
         seed: 42,
+        rows: None,
     }
 }
 
@@ -139,6 +141,7 @@ pub fn trials() -> Vec<Trial> {
         moody("an output that is never written", Mood::Idle),
         moody("a row that is not written", Mood::Forgetful),
         moody("a stale output", Mood::Stale),
+        moody("right at the first call only", Mood::Worn),
         moody("a result written on another stream, late", Mood::Late),
         moody("a race that passes 4 of 5 runs", Mood::Racy),
         moody("runs that differ in one bit", Mood::Unsteady),

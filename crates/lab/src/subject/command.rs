@@ -59,17 +59,22 @@ impl CommandEngine {
         let problem = Problem::new(1, 1, 3, 8, DType::F32).with_lse();
         let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 1);
         let (q, k, v) = (operands.q.view(), operands.k.view(), operands.v.view());
-        let answer = engine.call(&problem, [&q, &k, &v])?;
+        let answer = engine.call(&problem, None, [&q, &k, &v])?;
         engine.gives_lse = answer.lse.is_some();
         Ok(engine)
     }
 
     /// Runs the command on one problem. Its files are removed again.
-    fn call(&self, problem: &Problem, inputs: [&Tensor<'_>; 3]) -> Result<Answer, String> {
+    fn call(
+        &self,
+        problem: &Problem,
+        key_lengths: Option<&[u32]>,
+        inputs: [&Tensor<'_>; 3],
+    ) -> Result<Answer, String> {
         let number = self.calls.fetch_add(1, Ordering::Relaxed);
         let path = |name: &str| self.folder.path().join(format!("{number}.{name}.safetensors"));
         let (input, output) = (path("in"), path("out"));
-        std::fs::write(&input, file(problem, inputs)?)
+        std::fs::write(&input, file(problem, key_lengths, inputs)?)
             .map_err(|error| files::explain("write", &input, &error))?;
         let line = self
             .template
@@ -134,8 +139,21 @@ fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''"))
 }
 
-/// The input file: q, k and v as (batch, heads, length, head_dim), and what is asked as metadata.
-fn file(problem: &Problem, [q, k, v]: [&Tensor<'_>; 3]) -> Result<Vec<u8>, String> {
+/// Whether a command is asked about a problem, or why not.
+pub(crate) fn supports(problem: &Problem) -> Result<(), String> {
+    if problem.batch * problem.heads_q * problem.len_q * problem.len_k == 0 {
+        return Err("a command is not asked about nothing".into());
+    }
+    Ok(())
+}
+
+/// The input file: q, k and v as (batch, heads, length, head_dim), key lengths where there are any, and what else is
+/// asked as metadata.
+pub(crate) fn file(
+    problem: &Problem,
+    key_lengths: Option<&[u32]>,
+    [q, k, v]: [&Tensor<'_>; 3],
+) -> Result<Vec<u8>, String> {
     let values = Values { q: q.to_f32(), k: k.to_f32(), v: v.to_f32() };
     let operands = Operands::with_values(*problem, None, Arrangement::Bhsd, &values);
     let stored = match problem.dtype {
@@ -149,11 +167,18 @@ fn file(problem: &Problem, [q, k, v]: [&Tensor<'_>; 3]) -> Result<Vec<u8>, Strin
         .iter()
         .map(|(name, shape, bytes)| Ok((*name, TensorView::new(stored, shape.clone(), bytes)?)))
         .collect();
-    let views = views.map_err(|error| error.to_string())?;
+    let mut views = views.map_err(|error| error.to_string())?;
+    let lengths: Vec<u8> =
+        key_lengths.unwrap_or_default().iter().flat_map(|&length| (length as i32).to_le_bytes()).collect();
+    if key_lengths.is_some() {
+        let view = TensorView::new(Dtype::I32, vec![problem.batch], &lengths);
+        views.push(("key_lengths", view.map_err(|error| error.to_string())?));
+    }
     let metadata = HashMap::from([
         ("mask".to_string(), problem.mask.to_string().replace('∞', "inf")),
         ("scale".to_string(), problem.scale.to_string()),
         ("softcap".to_string(), problem.softcap.unwrap_or(0.0).to_string()),
+        ("lse".to_string(), problem.lse.to_string()),
         ("problem".to_string(), problem.to_string()),
     ]);
     safetensors::serialize(views, Some(metadata)).map_err(|error| error.to_string())
@@ -171,17 +196,7 @@ fn read(bytes: &[u8], problem: &Problem) -> Result<Answer, String> {
     if files::dtype(o.dtype()) != Some(dtype) || o.shape() != expected {
         return Err(format!("its o is {:?} {:?}; {dtype} {expected:?} is asked for", o.dtype(), o.shape()));
     }
-    let floats = |tensor: &TensorView<'_>| -> Vec<f32> {
-        match tensor.dtype() {
-            Dtype::F16 => {
-                files::elements::<half::f16>(tensor.data()).into_iter().map(half::f16::to_f32).collect()
-            }
-            Dtype::BF16 => {
-                files::elements::<half::bf16>(tensor.data()).into_iter().map(half::bf16::to_f32).collect()
-            }
-            _ => files::elements::<f32>(tensor.data()),
-        }
-    };
+    let floats = |tensor: &TensorView<'_>| files::floats(tensor).unwrap_or_default();
     let lse = match file.tensor("lse") {
         Err(_) => None,
         Ok(lse)
@@ -216,18 +231,16 @@ impl Engine for CommandEngine {
         self.gives_lse
     }
 
+    fn hides_values(&self) -> bool {
+        false
+    }
+
     fn deterministic(&self) -> bool {
         self.deterministic
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), String> {
-        if problem.batch * problem.heads_q * problem.len_q * problem.len_k == 0 {
-            return Err("a command is not asked about nothing".into());
-        }
-        if problem.key_lengths {
-            return Err("key lengths are not handed to a command".into());
-        }
-        Ok(())
+        supports(problem)
     }
 
     fn run(
@@ -237,8 +250,10 @@ impl Engine for CommandEngine {
         o: &mut TensorMut<'_>,
         lse: Option<&mut TensorMut<'_>>,
     ) -> flashcore::Result<()> {
-        let problem = attention.problem(inputs[0], inputs[1], inputs[2])?;
-        let answer = self.call(&problem, inputs).map_err(|why| failed(NAME, why))?;
+        let mut problem = attention.problem(inputs[0], inputs[1], inputs[2])?;
+        problem.lse = lse.is_some();
+        let answer =
+            self.call(&problem, attention.host_key_lengths(), inputs).map_err(|why| failed(NAME, why))?;
         write(&answer.o, o);
         match (lse, answer.lse) {
             (Some(lse), Some(values)) => write(&values, lse),

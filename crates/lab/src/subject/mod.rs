@@ -13,6 +13,6 @@ pub mod torch;
 use flashcore::Error;
 
 /// What went wrong with a subject, as the library's error.
-fn failed(subject: &str, what: impl Into<String>) -> Error {
+pub(crate) fn failed(subject: &str, what: impl Into<String>) -> Error {
     Error::Device { device: subject.into(), what: what.into() }
 }

@@ -420,6 +420,10 @@ impl Engine for PtxEngine {
         self.launch.parameters.iter().any(|name| name == "lse")
     }
 
+    fn hides_values(&self) -> bool {
+        false
+    }
+
     fn supports(&self, problem: &Problem) -> Result<(), String> {
         self.launch.supports(problem)?;
         let pairs =

@@ -74,6 +74,10 @@ impl Engine for TorchEngine {
         false
     }
 
+    fn hides_values(&self) -> bool {
+        false
+    }
+
     fn supports(&self, problem: &Problem) -> Result<(), String> {
         Torch::supports(problem)?;
         if problem.batch * problem.heads_q * problem.len_q * problem.len_k == 0 {
