@@ -149,12 +149,12 @@ pub struct Outcome {
     pub judged_rows: usize,
     /// Rows of the output.
     pub rows: usize,
-    /// The FMA peak in GFLOP/s, by the median of its samples.
+    /// The FMA peak in GFLOP/s, by the best of its samples ([`best_rate`]).
     pub fma_peak_gflops: f64,
     /// Microseconds that the operations of a call take as multiply-adds that never leave the registers, one sample a round,
     /// in turn with the contenders.
     pub fma_peak_samples_us: Vec<f64>,
-    /// The read bandwidth in GB/s, by the median of its samples; only where memory is the limit.
+    /// The read bandwidth in GB/s, likewise; only where memory is the limit.
     pub bandwidth_gbytes: Option<f64>,
     /// Microseconds that the bytes of a call take to be read where no cache holds them, as the samples above.
     pub bandwidth_samples_us: Vec<f64>,
@@ -168,7 +168,8 @@ pub struct Outcome {
     pub pairing: String,
     /// Ours against each peer that ran.
     pub comparisons: Vec<Comparison>,
-    /// Ours ran faster than the machine can: the measurement is wrong.
+    /// Ours came out faster than the best that was seen of the machine: its speed changed meanwhile, so that nothing is
+    /// decided.
     pub impossible: bool,
     /// The rate is so low that the call is timed rather than the arithmetic.
     pub launch_bound: bool,
@@ -196,6 +197,7 @@ impl Outcome {
 /// What was taken in a cell, from which all that is said of it follows.
 pub(crate) struct Taken {
     pub checksums: [u32; 3],
+    pub judged_rows: usize,
     /// Ours first, each with the rule's judgement of its output.
     pub results: Vec<(Samples, Option<Judgement>)>,
     /// The samples of the limits and of the call without its mask, as in [`Outcome`].
@@ -210,9 +212,8 @@ impl Taken {
     /// What follows from it.
     pub(crate) fn outcome(self, cell: &Cell, ceilings: Option<&Ceilings>, margin: f64) -> Outcome {
         let problem = cell.problem();
-        let peak = stats::median(&self.fma_peak_us)
-            .map_or(self.fma_peak_gflops, |time| problem.flops() / time / 1e3);
-        let bandwidth = stats::median(&self.bandwidth_us).map(|time| problem.min_bytes() / time / 1e3);
+        let peak = best_rate(problem.flops(), &self.fma_peak_us).unwrap_or(self.fma_peak_gflops);
+        let bandwidth = best_rate(problem.min_bytes(), &self.bandwidth_us);
         let results: Vec<Measured> = self
             .results
             .into_iter()
@@ -226,6 +227,12 @@ impl Taken {
         let by_arithmetic = physics::rate(results[0].gflops, Some(peak), physics::ABOVE_MEASURED);
         let by_memory = physics::rate(results[0].gbytes, bandwidth, physics::ABOVE_MEASURED);
         let impossible = [by_arithmetic, by_memory].contains(&Rate::Impossible);
+        let mut comparisons = compare(&results, margin);
+        if impossible {
+            for comparison in &mut comparisons {
+                comparison.verdict = Verdict::Undecided;
+            }
+        }
         let full = Cell { mask: Mask::None, ..*cell }.problem();
         let causal_share = stats::median(&self.full_us)
             .zip(results[0].p50_us)
@@ -237,6 +244,7 @@ impl Taken {
             ("read bandwidth", &self.bandwidth_us),
             ("without the mask", &self.full_us),
         ]);
+        let pairing = pairing(&sampled);
         Outcome {
             name: Some(cell.name).filter(|name| !name.is_empty()),
             shape: cell.shape.to_string(),
@@ -246,22 +254,28 @@ impl Taken {
             bytes: problem.min_bytes(),
             seed: SEED,
             checksums: self.checksums,
-            judged_rows: judged_rows(&problem).map_or(rows(&problem), |rows| rows.len()),
+            judged_rows: self.judged_rows,
             rows: rows(&problem),
             fma_peak_gflops: peak,
+            fma_peak_samples_us: self.fma_peak_us,
             bandwidth_gbytes: bandwidth,
+            bandwidth_samples_us: self.bandwidth_us,
+            full_samples_us: self.full_us,
             causal_share,
-            pairing: pairing(&sampled),
-            comparisons: compare(&results, margin),
             results,
+            pairing,
+            comparisons,
             impossible,
             launch_bound: by_arithmetic == Rate::LaunchBound && !cell.is_decode(),
             cell: Some(*cell),
-            fma_peak_samples_us: self.fma_peak_us,
-            bandwidth_samples_us: self.bandwidth_us,
-            full_samples_us: self.full_us,
         }
     }
+}
+
+/// What a limit is by its samples, in units of 1e9 a second: the best that was seen, because whatever else runs on a machine
+/// only takes away from it.
+pub(crate) fn best_rate(amount: f64, samples_us: &[f64]) -> Option<f64> {
+    stats::quantile(samples_us, 0.0).map(|time| amount / time / 1e3)
 }
 
 /// The hash of samples round by round: it shows who took which time beside whom, which comparisons rest on.
@@ -486,14 +500,21 @@ impl Bench {
         let fma_peak_us = limits.next().unwrap_or_default();
         let full_us = if causal { limits.next_back().unwrap_or_default() } else { Vec::new() };
         let bandwidth_us = limits.next().unwrap_or_default();
-        let peak = || cpu::fma_peak(self.isa, self.threads, Duration::ZERO);
-        let fma_peak_gflops = if fma_peak_us.is_empty() { peak() } else { 0.0 };
+        let unseen = fma_peak_us.is_empty();
+        let fma_peak_gflops =
+            if unseen { cpu::fma_peak(self.isa, self.threads, Duration::ZERO) } else { 0.0 };
         if let Some(why) = absent {
             samples.push(Samples { name: "torch".into(), calls: 0, times: Vec::new(), failure: Some(why) });
         }
-        let results = samples.into_iter().zip(errors).map(|(samples, error)| (samples, error.ok())).collect();
-        let checksums = checksums(&operands);
-        let taken = Taken { checksums, results, fma_peak_us, bandwidth_us, full_us, fma_peak_gflops };
+        let taken = Taken {
+            checksums: checksums(&operands),
+            judged_rows: yardstick.rows().len(),
+            results: samples.into_iter().zip(errors).map(|(samples, error)| (samples, error.ok())).collect(),
+            fma_peak_us,
+            bandwidth_us,
+            full_us,
+            fma_peak_gflops,
+        };
         Ok(taken.outcome(cell, self.ceilings.as_ref(), self.effort.margin))
     }
 }
@@ -536,8 +557,13 @@ fn yardstick(operands: &Operands) -> (Yardstick, Judged) {
     (operands.yardstick_of_rows(&chosen), Judged::Rows(indices, problem.head_dim_v))
 }
 
+/// How many rows are judged.
+pub(crate) fn judged(problem: &Problem) -> usize {
+    judged_rows(problem).map_or(rows(problem), |rows| rows.len())
+}
+
 /// The rows that are judged where there are too many to judge all.
-pub(crate) fn judged_rows(problem: &Problem) -> Option<Vec<Row>> {
+fn judged_rows(problem: &Problem) -> Option<Vec<Row>> {
     let work_of_row = problem.len_k as f64 * (problem.head_dim + problem.head_dim_v) as f64;
     let all = work_of_row * rows(problem) as f64 <= ORACLE_WORK;
     (!all).then(|| sample_rows(problem, (ORACLE_WORK / work_of_row) as usize, SEED))

@@ -23,7 +23,7 @@ use crate::gpu::pool::Pool;
 use crate::rng::Rng;
 use crate::rule::{Bound, Judgement};
 use crate::shapes;
-use crate::stats::MARGIN;
+use crate::stats::{self, MARGIN};
 use crate::timing::Samples;
 
 /// What nothing in a file can contradict: the kinds (`*` for all), the places, the changes, and why.
@@ -317,6 +317,7 @@ fn bench_cpu() -> Value {
         let decode = cell.is_decode();
         let taken = Taken {
             checksums: checksums(&inputs(&cell)),
+            judged_rows: rows,
             results,
             fma_peak_us: times(&mut rng, 10.0),
             bandwidth_us: if decode { times(&mut rng, 15.0) } else { Vec::new() },
@@ -428,9 +429,29 @@ fn older(mut document: Value) -> Value {
         names.push("samples_us");
     }
     without(&mut document, &names);
+    if document["schema"] == schemas::BENCH {
+        limits_by_the_median(&mut document);
+    }
     let schema = document["schema"].as_str().unwrap().replace("/2", "/1");
     document["schema"] = json!(schema);
     document
+}
+
+/// What limits are, and shares of them, in the first version.
+fn limits_by_the_median(document: &mut Value) {
+    for cell in document["cells"].as_array_mut().unwrap() {
+        for (limit, unit, amount) in [("fma_peak", "gflops", "flops"), ("bandwidth", "gbytes", "bytes")] {
+            let samples = cell[format!("{limit}_samples_us")].clone();
+            let samples: Vec<f64> = serde_json::from_value(samples).unwrap();
+            let (rate, share) = (format!("{limit}_{unit}"), format!("{limit}_share"));
+            let Some(median) = stats::median(&samples) else { continue };
+            let limit = cell[amount].as_f64().unwrap() / median / 1e3;
+            cell[&rate] = json!(limit);
+            for result in cell["results"].as_array_mut().unwrap() {
+                result[&share] = json!(result[unit].as_f64().unwrap() / limit);
+            }
+        }
+    }
 }
 
 fn sealed(document: &Value) -> String {
