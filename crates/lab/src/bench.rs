@@ -197,6 +197,7 @@ impl Outcome {
 /// What was taken in a cell, from which all that is said of it follows.
 pub(crate) struct Taken {
     pub checksums: [u32; 3],
+    pub judged_rows: usize,
     /// Ours first, each with the rule's judgement of its output.
     pub results: Vec<(Samples, Option<Judgement>)>,
     /// The samples of the limits and of the call without its mask, as in [`Outcome`].
@@ -205,17 +206,14 @@ pub(crate) struct Taken {
     pub full_us: Vec<f64>,
     /// The FMA peak, where there is no round to take it from.
     pub fma_peak_gflops: f64,
-    /// Whether limits are medians, as in `flashcore.bench/1`, rather than the best that was seen.
-    pub limits_by_median: bool,
 }
 
 impl Taken {
     /// What follows from it.
     pub(crate) fn outcome(self, cell: &Cell, ceilings: Option<&Ceilings>, margin: f64) -> Outcome {
         let problem = cell.problem();
-        let rate = if self.limits_by_median { median_rate } else { best_rate };
-        let peak = rate(problem.flops(), &self.fma_peak_us).unwrap_or(self.fma_peak_gflops);
-        let bandwidth = rate(problem.min_bytes(), &self.bandwidth_us);
+        let peak = best_rate(problem.flops(), &self.fma_peak_us).unwrap_or(self.fma_peak_gflops);
+        let bandwidth = best_rate(problem.min_bytes(), &self.bandwidth_us);
         let results: Vec<Measured> = self
             .results
             .into_iter()
@@ -246,6 +244,7 @@ impl Taken {
             ("read bandwidth", &self.bandwidth_us),
             ("without the mask", &self.full_us),
         ]);
+        let pairing = pairing(&sampled);
         Outcome {
             name: Some(cell.name).filter(|name| !name.is_empty()),
             shape: cell.shape.to_string(),
@@ -255,33 +254,28 @@ impl Taken {
             bytes: problem.min_bytes(),
             seed: SEED,
             checksums: self.checksums,
-            judged_rows: judged_rows(&problem).map_or(rows(&problem), |rows| rows.len()),
+            judged_rows: self.judged_rows,
             rows: rows(&problem),
             fma_peak_gflops: peak,
+            fma_peak_samples_us: self.fma_peak_us,
             bandwidth_gbytes: bandwidth,
+            bandwidth_samples_us: self.bandwidth_us,
+            full_samples_us: self.full_us,
             causal_share,
-            pairing: pairing(&sampled),
-            comparisons,
             results,
+            pairing,
+            comparisons,
             impossible,
             launch_bound: by_arithmetic == Rate::LaunchBound && !cell.is_decode(),
             cell: Some(*cell),
-            fma_peak_samples_us: self.fma_peak_us,
-            bandwidth_samples_us: self.bandwidth_us,
-            full_samples_us: self.full_us,
         }
     }
 }
 
-/// What a limit is by its samples, in units of 1e9 per second: the best that was seen, because whatever else runs on a
-/// machine only takes away from it.
+/// What a limit is by its samples, in units of 1e9 a second: the best that was seen, because whatever else runs on a machine
+/// only takes away from it.
 pub(crate) fn best_rate(amount: f64, samples_us: &[f64]) -> Option<f64> {
     stats::quantile(samples_us, 0.0).map(|time| amount / time / 1e3)
-}
-
-/// The same as `flashcore.bench/1` has it.
-fn median_rate(amount: f64, samples_us: &[f64]) -> Option<f64> {
-    stats::median(samples_us).map(|time| amount / time / 1e3)
 }
 
 /// The hash of samples round by round: it shows who took which time beside whom, which comparisons rest on.
@@ -506,21 +500,20 @@ impl Bench {
         let fma_peak_us = limits.next().unwrap_or_default();
         let full_us = if causal { limits.next_back().unwrap_or_default() } else { Vec::new() };
         let bandwidth_us = limits.next().unwrap_or_default();
-        let peak = || cpu::fma_peak(self.isa, self.threads, Duration::ZERO);
-        let fma_peak_gflops = if fma_peak_us.is_empty() { peak() } else { 0.0 };
+        let unseen = fma_peak_us.is_empty();
+        let fma_peak_gflops =
+            if unseen { cpu::fma_peak(self.isa, self.threads, Duration::ZERO) } else { 0.0 };
         if let Some(why) = absent {
             samples.push(Samples { name: "torch".into(), calls: 0, times: Vec::new(), failure: Some(why) });
         }
-        let results = samples.into_iter().zip(errors).map(|(samples, error)| (samples, error.ok())).collect();
-        let checksums = checksums(&operands);
         let taken = Taken {
-            checksums,
-            results,
+            checksums: checksums(&operands),
+            judged_rows: yardstick.rows().len(),
+            results: samples.into_iter().zip(errors).map(|(samples, error)| (samples, error.ok())).collect(),
             fma_peak_us,
             bandwidth_us,
             full_us,
             fma_peak_gflops,
-            limits_by_median: false,
         };
         Ok(taken.outcome(cell, self.ceilings.as_ref(), self.effort.margin))
     }
@@ -564,8 +557,13 @@ fn yardstick(operands: &Operands) -> (Yardstick, Judged) {
     (operands.yardstick_of_rows(&chosen), Judged::Rows(indices, problem.head_dim_v))
 }
 
+/// How many rows are judged.
+pub(crate) fn judged(problem: &Problem) -> usize {
+    judged_rows(problem).map_or(rows(problem), |rows| rows.len())
+}
+
 /// The rows that are judged where there are too many to judge all.
-pub(crate) fn judged_rows(problem: &Problem) -> Option<Vec<Row>> {
+fn judged_rows(problem: &Problem) -> Option<Vec<Row>> {
     let work_of_row = problem.len_k as f64 * (problem.head_dim + problem.head_dim_v) as f64;
     let all = work_of_row * rows(problem) as f64 <= ORACLE_WORK;
     (!all).then(|| sample_rows(problem, (ORACLE_WORK / work_of_row) as usize, SEED))
@@ -819,12 +817,12 @@ mod tests {
         };
         let taken = Taken {
             checksums: [0; 3],
+            judged_rows: 1,
             results: vec![(samples("flashcore", 1e3), None), (samples("torch", 2e3), None)],
             fma_peak_us: fma_peak_us.to_vec(),
             bandwidth_us: Vec::new(),
             full_us: Vec::new(),
             fma_peak_gflops: 0.0,
-            limits_by_median: false,
         };
         taken.outcome(&cell, None, 0.02)
     }

@@ -23,7 +23,7 @@ use crate::gpu::pool::Pool;
 use crate::rng::Rng;
 use crate::rule::{Bound, Judgement};
 use crate::shapes;
-use crate::stats::MARGIN;
+use crate::stats::{self, MARGIN};
 use crate::timing::Samples;
 
 /// What nothing in a file can contradict: the kinds (`*` for all), the places, the changes, and why.
@@ -317,12 +317,12 @@ fn bench_cpu() -> Value {
         let decode = cell.is_decode();
         let taken = Taken {
             checksums: checksums(&inputs(&cell)),
+            judged_rows: rows,
             results,
             fma_peak_us: times(&mut rng, 10.0),
             bandwidth_us: if decode { times(&mut rng, 15.0) } else { Vec::new() },
             full_us: if decode { Vec::new() } else { times(&mut rng, 35.0) },
             fma_peak_gflops: 0.0,
-            limits_by_median: false,
         };
         outcomes.push(taken.outcome(&cell, Some(&ceilings), MARGIN));
     }
@@ -356,7 +356,7 @@ fn verify() -> Value {
             }
             results.push(json!({
                 "case": case.name, "engine": engine, "status": status, "problem": case.problem.to_string(),
-                "inputs": case.inputs.name(), "arrangement": case.arrangement.name(), "seed": case.seed,
+                "inputs": case.inputs.name(), "wild": case.wild.map(crate::inputs::Wild::name), "arrangement": case.arrangement.name(), "seed": case.seed,
                 "judgement": (status == "passed").then_some(&judgement),
                 "skipped": (status == "skipped").then_some("it does not compute this"),
                 "faults": if status == "failed" { json!(["row 7 is off"]) } else { json!([]) },
@@ -367,8 +367,8 @@ fn verify() -> Value {
     let first = judgement(1, 1e-4, cases[0].problem.lse).share_used();
     let body = json!({
         "tier": "quick", "rule": RULE, "asked": 3, "results": results, "engines": [
-            {"engine": engines[0], "passed": 3, "skipped": 0, "failed": 0, "worst_share": worst, "worst_case": cases[2].name},
-            {"engine": engines[1], "passed": 1, "skipped": 1, "failed": 1, "worst_share": first, "worst_case": cases[0].name},
+            {"engine": engines[0], "passed": 3, "skipped": 0, "failed": 0, "skipped_why": {}, "worst_share": worst, "worst_case": cases[2].name},
+            {"engine": engines[1], "passed": 1, "skipped": 1, "failed": 1, "skipped_why": {"it does not compute this": 1}, "worst_share": first, "worst_case": cases[0].name},
         ],
     });
     document(schemas::VERIFY, "flashcore verify --filter x", &body)
@@ -424,14 +424,34 @@ fn older(mut document: Value) -> Value {
             _ => {}
         }
     }
-    let mut names = vec!["asked", "floor", "pairing", "host_us"];
+    let mut names = vec!["asked", "floor", "pairing", "host_us", "wild", "skipped_why"];
     if document["schema"] == schemas::AGAINST_ITSELF {
         names.push("samples_us");
     }
     without(&mut document, &names);
+    if document["schema"] == schemas::BENCH {
+        limits_by_the_median(&mut document);
+    }
     let schema = document["schema"].as_str().unwrap().replace("/2", "/1");
     document["schema"] = json!(schema);
     document
+}
+
+/// What limits are, and shares of them, in the first version.
+fn limits_by_the_median(document: &mut Value) {
+    for cell in document["cells"].as_array_mut().unwrap() {
+        for (limit, unit, amount) in [("fma_peak", "gflops", "flops"), ("bandwidth", "gbytes", "bytes")] {
+            let samples = cell[format!("{limit}_samples_us")].clone();
+            let samples: Vec<f64> = serde_json::from_value(samples).unwrap();
+            let (rate, share) = (format!("{limit}_{unit}"), format!("{limit}_share"));
+            let Some(median) = stats::median(&samples) else { continue };
+            let limit = cell[amount].as_f64().unwrap() / median / 1e3;
+            cell[&rate] = json!(limit);
+            for result in cell["results"].as_array_mut().unwrap() {
+                result[&share] = json!(result[unit].as_f64().unwrap() / limit);
+            }
+        }
+    }
 }
 
 fn sealed(document: &Value) -> String {

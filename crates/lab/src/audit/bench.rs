@@ -174,9 +174,13 @@ impl Cpu<'_> {
     /// Absent where what was taken cannot be: nothing follows from it.
     fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: &Cell) -> Option<(Outcome, Value)> {
         let problem = cell.problem();
-        let judged = bench::judged_rows(&problem).map_or(bench::rows(&problem), |rows| rows.len());
-        let judged =
-            Judged { rows: judged, width: problem.head_dim_v, lse: Some(false), normal: Some(problem.dtype) };
+        let judged_rows = bench::judged(&problem);
+        let judged = Judged {
+            rows: judged_rows,
+            width: problem.head_dim_v,
+            lse: Some(false),
+            normal: Some(problem.dtype),
+        };
         let contenders: Vec<Contender> = audit
             .list(&place.get("results"))
             .iter()
@@ -197,22 +201,21 @@ impl Cpu<'_> {
             audit.require(&format!("{}.{name}", place.at), fits, "are not one a round, or not of this cell");
             times
         };
-        let fma_peak_us = samples("fma_peak_samples_us", true);
-        let bandwidth_us = samples("bandwidth_samples_us", cell.is_decode());
+        let mut fma_peak_us = samples("fma_peak_samples_us", true);
+        let mut bandwidth_us = samples("bandwidth_samples_us", cell.is_decode());
         let full_us = samples("full_samples_us", cell.mask == Mask::Causal);
         let fma_peak_gflops = audit.number(&place.get("fma_peak_gflops"), f64::MIN_POSITIVE..1e9);
         if !audit.holds() {
             return None;
         }
-        let taken = Taken {
-            checksums: [0; 3],
-            results,
-            fma_peak_us,
-            bandwidth_us,
-            full_us,
-            fma_peak_gflops,
-            limits_by_median: self.version < 2,
-        };
+        if self.version < 2 {
+            // A limit was the median of its samples then.
+            fma_peak_us = stats::median(&fma_peak_us).into_iter().collect();
+            bandwidth_us = stats::median(&bandwidth_us).into_iter().collect();
+        }
+        let checksums = [0; 3];
+        let taken =
+            Taken { checksums, judged_rows, results, fma_peak_us, bandwidth_us, full_us, fma_peak_gflops };
         let outcome = taken.outcome(cell, self.ceilings, self.margin);
         let mut made = value(&outcome);
         made["checksums"] = json!([raw(), raw(), raw()]);
@@ -224,6 +227,7 @@ impl Cpu<'_> {
         }
         if self.version < 2 {
             made.as_object_mut().and_then(|made| made.remove("pairing"));
+            (made["fma_peak_samples_us"], made["bandwidth_samples_us"]) = (raw(), raw());
             audit.require(&place.at, !outcome.impossible, "is faster than the machine can be");
         }
         Some((outcome, made))

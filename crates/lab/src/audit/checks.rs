@@ -14,10 +14,12 @@ use super::header::asked;
 use super::judgement::{Judged, judgement};
 use crate::bench::rows;
 use crate::cases::{Case, Tier, corpus, parse_mask};
-use crate::check::RULE;
+use crate::check::{Outcome, RULE};
 use crate::faults::{self, Nature};
 use crate::gpu::stress;
+use crate::inputs::Wild;
 use crate::rule::Judgement;
+use crate::tally::Tally;
 
 /// The cases of this version by name, each with its place in the corpus.
 fn cases() -> &'static HashMap<String, (usize, Case)> {
@@ -37,7 +39,7 @@ pub(super) fn verify(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
     let tier = if full { Tier::Full } else { Tier::Quick };
     let tallies = audit.list(&root.get("engines"));
     let engines: Vec<&str> = tallies.iter().map(|tally| audit.text(&tally.get("engine"), any)).collect();
-    let mut tallied: Vec<Tally> = engines.iter().map(|_| Tally::default()).collect();
+    let mut tallied: Vec<Tally> = engines.iter().map(|engine| Tally::new(engine)).collect();
     let places = audit.list(&root.get("results"));
     let (mut results, mut last) = (Vec::new(), None);
     for (n, place) in places.iter().enumerate() {
@@ -55,7 +57,13 @@ pub(super) fn verify(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
         let (made, judgement) = record(audit, place, version, case, engine);
         results.push(made);
         if let Some(tally) = tallied.get_mut(n % engines.len().max(1)) {
-            tally.count(place.get("status").str(), judgement.as_ref(), name);
+            let why = place.get("skipped").str();
+            let outcome = match (place.get("status").str(), judgement) {
+                ("skipped", _) => Outcome::Skipped(why.into()),
+                (_, Some(judgement)) => Outcome::Passed(judgement),
+                _ => Outcome::Failed(Vec::new()),
+            };
+            tally.count(name, &outcome);
         }
     }
     let whole = !engines.is_empty() && results.len() % engines.len() == 0;
@@ -73,7 +81,14 @@ pub(super) fn verify(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
     }
     made.insert("rule".into(), json!(RULE));
     made.insert("results".into(), Value::Array(results));
-    made.insert("engines".into(), tallied.into_iter().map(Tally::written).collect());
+    let written = |tally: Tally| {
+        let mut written = value(tally);
+        if version < 2 {
+            written.as_object_mut().and_then(|written| written.remove("skipped_why"));
+        }
+        written
+    };
+    made.insert("engines".into(), tallied.into_iter().map(written).collect());
     made
 }
 
@@ -89,6 +104,9 @@ fn record(
     made.insert("engine".into(), json!(engine));
     made.insert("problem".into(), json!(case.problem.to_string()));
     made.insert("inputs".into(), json!(case.inputs.name()));
+    if version >= 2 {
+        made.insert("wild".into(), json!(case.wild.map(Wild::name)));
+    }
     made.insert("arrangement".into(), json!(case.arrangement.name()));
     made.insert("seed".into(), json!(case.seed));
     made.extend([("judgement".into(), Value::Null), ("skipped".into(), Value::Null)]);
@@ -104,7 +122,13 @@ fn record(
         // Somebody else's engine may give no lse.
         let gives = ["cpu", "cuda", "sim"].iter().any(|kind| engine.starts_with(kind));
         let lse = (gives || !case.problem.lse).then_some(case.problem.lse);
-        let of = Judged { rows: rows(&case.problem), width: case.problem.head_dim_v, lse, normal: None };
+        let all = rows(&case.problem);
+        let judged = case.rows.map_or(all, |most| {
+            // Of a large problem, which ones follows from the engine's own result, and some are drawn twice.
+            let most = most.max(case.problem.batch * case.problem.heads_q).min(all);
+            audit.count(&place.get("judgement").get("rows"), 1..=most as u64) as usize
+        });
+        let of = Judged { rows: judged, width: case.problem.head_dim_v, lse, normal: None };
         let (judgement, again) = judgement(audit, &place.get("judgement"), version, of);
         let right = judgement.passed();
         audit.require(&place.at, right, "passed, though its judgement does not");
@@ -125,34 +149,6 @@ fn record(
     };
     audit.text(&place.get("reproduce"), again);
     (Value::Object(made), judged)
-}
-
-/// One engine over all cases.
-#[derive(Default)]
-struct Tally {
-    counts: [usize; 3],
-    worst: Option<(f64, String)>,
-}
-
-impl Tally {
-    fn count(&mut self, status: &str, judgement: Option<&Judgement>, case: &str) {
-        let at = ["passed", "skipped", "failed"].iter().position(|name| *name == status);
-        if let Some(at) = at {
-            self.counts[at] += 1;
-        }
-        let share = judgement.map(Judgement::share_used);
-        if let Some(share) = share.filter(|share| self.worst.as_ref().is_none_or(|(worst, _)| share > worst))
-        {
-            self.worst = Some((share, case.into()));
-        }
-    }
-
-    fn written(self) -> Value {
-        let [passed, skipped, failed] = self.counts;
-        let (share, case) = self.worst.unzip();
-        json!({"engine": raw(), "passed": passed, "skipped": skipped, "failed": failed,
-               "worst_share": share, "worst_case": case})
-    }
 }
 
 pub(super) fn faults(audit: &mut Audit, root: &Place<'_>, _: u32) -> Map<String, Value> {

@@ -726,12 +726,12 @@ mod tests {
         };
         let taken = Taken {
             checksums: [0; 3],
+            judged_rows: 1,
             results: vec![(samples("flashcore", 1e3), Some(judgement)), (samples("torch", 2e3), None)],
             fma_peak_us: vec![limit_us; 10],
             bandwidth_us: Vec::new(),
             full_us: Vec::new(),
             fma_peak_gflops: 0.0,
-            limits_by_median: false,
         };
         let named = crate::shapes::parse("mission").unwrap();
         let cell = Cell { name: named.name, shape: named.shape, mask: Mask::None, dtype: named.dtype };
