@@ -233,3 +233,28 @@ fn encode(map: &Map) -> Result<TensorMap> {
 fn failed(what: &str) -> Error {
     Error::Device { device: "sim".into(), what: what.into() }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Attention, Device, Tensor};
+
+    /// A small call on a GPU that is simulated in this way.
+    fn run(config: Config) -> Result<()> {
+        let data = vec![half::f16::ONE; 64 * 64];
+        let tensor = Tensor::new(&data, &[1, 1, 64, 64])?;
+        let device = Device::sim(SimGpu::new(Target::Sm80).with_config(config));
+        Attention::new().run(&device, &tensor, &tensor, &tensor).map(|_| ())
+    }
+
+    #[test]
+    fn a_call_that_takes_too_long_or_is_stopped_is_an_error_that_says_so() {
+        assert!(run(Config::default()).is_ok());
+        let said = run(Config { budget: 3000, ..Config::default() }).unwrap_err().to_string();
+        assert!(said.contains("did not end within 3000 warp instructions"), "{said}");
+        let said = run(Config { budget: 3, ..Config::default() }).unwrap_err().to_string();
+        assert!(said.contains("the limit is 3"), "{said}");
+        let said = run(Config { stop: Stop::when(|| true), ..Config::default() }).unwrap_err().to_string();
+        assert!(said.contains("stopped before its end"), "{said}");
+    }
+}

@@ -229,7 +229,9 @@ pub fn set_reconvergence(kernel: &mut Kernel) {
                 }
             }
         };
-        way.into_iter().for_each(|block| meet[block] = Some(label));
+        for block in way {
+            meet[block] = Some(label);
+        }
     }
     for (i, inst) in kernel.body.iter_mut().enumerate() {
         if let Op::Bra { reconverge, .. } = &mut inst.op {

@@ -35,7 +35,7 @@ use crate::shared::SharedLayout;
 use crate::types::{Guard, IsaVersion, Reg, RegClass, RegId, Target};
 use instructions::Parts;
 use operands::Operands;
-use source::Source;
+use source::{Source, unexpected};
 use tokens::{Token, Tokens, integer};
 
 /// Bytes of a text: what is longer was not written for a person or made by a compiler.
@@ -69,7 +69,7 @@ pub enum ReadError {
     },
     /// A kernel that the checker refuses; its instructions are named by their lines.
     #[error("{0}")]
-    Checked(BuildError),
+    Checked(Box<BuildError>),
 }
 
 /// An error at a line. What it repeats of the text is cut where nobody reads on.
@@ -117,7 +117,7 @@ pub fn module(text: &str) -> Result<Module, ReadError> {
         return Err(at(source.line()?, "there is no kernel in it (.visible .entry)"));
     }
     match check::module(&module).into_iter().next() {
-        Some(error) => Err(ReadError::Checked(error)),
+        Some(error) => Err(ReadError::Checked(Box::new(error))),
         None => Ok(module),
     }
 }
@@ -263,7 +263,7 @@ impl<'a> Reader<'a> {
             let ty = match source.some("a parameter's type")? {
                 (_, Token::Dot(ty)) => param_type(ty)
                     .ok_or_else(|| at(line, format!("a parameter of the type .{ty} is not read here")))?,
-                (line, token) => return source.unexpected(line, token, "a parameter's type"),
+                (line, token) => return unexpected(line, token, "a parameter's type"),
             };
             // What a pointer points to says nothing that is needed.
             if source.peek()? == Some(Token::Dot("ptr")) {
@@ -301,7 +301,7 @@ impl<'a> Reader<'a> {
                 "reqntid" => self.kernel.threads = Some(Threads::Exactly(dimensions(source)?)),
                 "maxntid" => self.kernel.threads = Some(Threads::AtMost(dimensions(source)?)),
                 "minnctapersm" => {
-                    self.kernel.min_blocks_per_sm = Some(source.positive("a number of blocks")?)
+                    self.kernel.min_blocks_per_sm = Some(source.positive("a number of blocks")?);
                 }
                 "maxnreg" => self.kernel.max_regs = Some(source.positive("a number of registers")?),
                 other => return Err(at(line, format!("'.{other}' is not read here"))),

@@ -7,6 +7,11 @@ use crate::types::{IsaVersion, Target};
 /// Characters of a statement that a message repeats.
 const MOST_REPEATED: usize = 120;
 
+/// Something stands where another thing must.
+pub fn unexpected<T>(line: usize, token: Token<'_>, wanted: &str) -> Result<T, ReadError> {
+    Err(at(line, format!("{} stands where {wanted} must", word(token))))
+}
+
 /// The text from the place that is read next.
 pub struct Source<'a> {
     pub tokens: Tokens<'a>,
@@ -36,15 +41,11 @@ impl<'a> Source<'a> {
         }
     }
 
-    pub fn unexpected<T>(&self, line: usize, token: Token<'_>, wanted: &str) -> Result<T, ReadError> {
-        Err(at(line, format!("{} stands where {wanted} must", word(token))))
-    }
-
     pub fn mark(&mut self, mark: char) -> Result<(), ReadError> {
         let wanted = format!("'{mark}'");
         match self.some(&wanted)? {
             (_, token) if token == Token::Mark(mark) => Ok(()),
-            (line, token) => self.unexpected(line, token, &wanted),
+            (line, token) => unexpected(line, token, &wanted),
         }
     }
 
@@ -60,7 +61,7 @@ impl<'a> Source<'a> {
     pub fn name(&mut self, wanted: &str) -> Result<&'a str, ReadError> {
         match self.some(wanted)? {
             (_, Token::Name(name)) => Ok(name),
-            (line, token) => self.unexpected(line, token, wanted),
+            (line, token) => unexpected(line, token, wanted),
         }
     }
 
@@ -68,7 +69,7 @@ impl<'a> Source<'a> {
         let wanted = format!("'.{word}'");
         match self.some(&wanted)? {
             (_, Token::Dot(there)) if there == word => Ok(()),
-            (line, token) => self.unexpected(line, token, &wanted),
+            (line, token) => unexpected(line, token, &wanted),
         }
     }
 
@@ -78,7 +79,7 @@ impl<'a> Source<'a> {
             (line, Token::Number(text)) => integer(text)
                 .and_then(|number| u32::try_from(number).ok())
                 .ok_or_else(|| at(line, format!("'{text}' is no number of 32 bits, as {wanted} must be"))),
-            (line, token) => self.unexpected(line, token, wanted),
+            (line, token) => unexpected(line, token, wanted),
         }
     }
 
@@ -106,7 +107,7 @@ impl<'a> Source<'a> {
                     )
                 })
             }
-            (line, token) => self.unexpected(line, token, "a version such as 7.0"),
+            (line, token) => unexpected(line, token, "a version such as 7.0"),
         }
     }
 
