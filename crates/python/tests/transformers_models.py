@@ -506,6 +506,8 @@ def training(model: Model, ours: Subject, theirs: Subject) -> None:
     """The gradients of all weights; their error beside float64 may be twice that of eager in float32."""
     exact = Subject(model, "eager", theirs)
     exact.model.double()
+    # The fused matrix products of experts have no float64.
+    exact.model.set_experts_implementation("eager")
     truth, plain, found = (_gradients(subject) for subject in (exact, theirs, ours))
     if plain.keys() != found.keys():
         raise Wrong(f"gradients are missing: {sorted(plain.keys() ^ found.keys())[:3]}")
@@ -564,7 +566,7 @@ def run(model: Model, checks: list[str] | None = None) -> dict[str, Cell]:
         if checks is not None and name not in checks:
             continue
         if name not in _OF_KIND[model.kind]:
-            cells[name] = Cell(NONE, "no such thing")
+            cells[name] = Cell(NONE)
         elif isinstance(ours, Exception):
             cells[name] = _failed(ours)
         else:
