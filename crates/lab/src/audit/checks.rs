@@ -123,12 +123,12 @@ fn record(
         let gives = ["cpu", "cuda", "sim"].iter().any(|kind| engine.starts_with(kind));
         let lse = (gives || !case.problem.lse).then_some(case.problem.lse);
         let all = rows(&case.problem);
-        let judged = case.rows.map_or(all, |most| {
+        let count = case.rows.map_or(all, |most| {
             // Of a large problem, which ones follows from the engine's own result, and some are drawn twice.
             let most = most.max(case.problem.batch * case.problem.heads_q).min(all);
             audit.count(&place.get("judgement").get("rows"), 1..=most as u64) as usize
         });
-        let of = Judged { rows: judged, width: case.problem.head_dim_v, lse, normal: None };
+        let of = Judged { rows: count, width: case.problem.head_dim_v, lse, normal: None };
         let (judgement, again) = judgement(audit, &place.get("judgement"), version, of);
         let right = judgement.passed();
         audit.require(&place.at, right, "passed, though its judgement does not");

@@ -437,8 +437,12 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         say(&closing);
     }
     let exit = exit(&report, complete);
-    Finished { schema: schemas::BENCH, environment: &environment, complete, report: &*report, exit }
-        .conclude(&options.after, &options.json, task.config.as_ref(), margin)
+    Finished { schema: schemas::BENCH, environment: &environment, complete, report: &*report, exit }.conclude(
+        &options.after,
+        &options.json,
+        task.config.as_ref(),
+        margin,
+    )
 }
 
 impl Report {

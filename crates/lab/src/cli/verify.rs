@@ -188,7 +188,8 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     let work = |case: &Case| check_on_all(case, &engines);
     crew::in_order(&cases, threads, &interrupt::requested, work, |at, checked| {
         // A simulated launch is cut short by Ctrl-C, which says nothing about the case.
-        if interrupt::requested() && checked.iter().any(|(outcome, _)| matches!(outcome, Outcome::Failed(_))) {
+        if interrupt::requested() && checked.iter().any(|(outcome, _)| matches!(outcome, Outcome::Failed(_)))
+        {
             return;
         }
         let mut found = locked(&found);
