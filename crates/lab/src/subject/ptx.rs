@@ -246,11 +246,9 @@ impl PtxEngine {
             Launch::parse(&read(description)?).map_err(|why| format!("{}: {why}", description.display()))?;
         let text = read(ptx)?;
         let engine = |name: &'static str, place: Place, device: &str| -> Box<dyn Engine> {
-            let mut wish =
-                format!("--ptx {} --launch {} --device {device}", ptx.display(), description.display());
-            if let Some(limit) = limit {
-                wish += &format!(" --limit {limit}");
-            }
+            let given = limit.map_or_else(String::new, |limit| format!(" --limit {limit}"));
+            let (ptx, description) = (ptx.display(), description.display());
+            let wish = format!("--ptx {ptx} --launch {description} --device {device}{given}");
             Box::new(Self { name, place, launch: launch.clone(), limit: limit.unwrap_or(LIMIT), wish })
         };
         let in_sim = || -> Result<Box<dyn Engine>, String> {
