@@ -113,13 +113,6 @@ enum Many<T> {
 const MOST_CASES: usize = 100_000;
 
 impl<T> Many<T> {
-    fn len(&self) -> usize {
-        match self {
-            Many::One(_) => 1,
-            Many::List(values) => values.len(),
-        }
-    }
-
     fn try_map<U>(&self, read: impl Fn(&T) -> Result<U, String>) -> Result<Many<U>, String> {
         Ok(match self {
             Many::One(value) => Many::One(read(value)?),
