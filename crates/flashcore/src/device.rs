@@ -2,7 +2,14 @@
 
 #[cfg(feature = "sim")]
 use crate::sim::SimGpu;
-use crate::{Problem, Result, contract::Call, cpu, cuda::Cuda, plan::Kernel, tensor::Place};
+use crate::{
+    Problem, Result,
+    contract::Call,
+    cpu,
+    cuda::Cuda,
+    plan::{Kernel, Plan},
+    tensor::Place,
+};
 
 /// Where a call runs.
 ///
@@ -59,6 +66,16 @@ impl Device {
     #[cfg(feature = "sim")]
     pub fn sim(gpu: SimGpu) -> Self {
         Self { kind: Kind::Sim(gpu) }
+    }
+
+    /// The plan for a problem; none on the CPU, which has no kernels to choose from.
+    pub fn plan(&self, problem: &Problem) -> Option<Result<Plan>> {
+        match &self.kind {
+            Kind::Cpu(_) => None,
+            Kind::Cuda(cuda) | Kind::Best(cuda, _) => Some(cuda.plan(problem)),
+            #[cfg(feature = "sim")]
+            Kind::Sim(gpu) => Some(gpu.plan(problem)),
+        }
     }
 
     /// Whether the device takes a problem, and if not, why.

@@ -55,6 +55,9 @@ const MOST_PAIRS: u128 = 1_000_000;
 /// The same for the scalar kernel, which executes some forty warp instructions a pair.
 const MOST_SCALAR_PAIRS: u128 = 30_000;
 
+/// Elements of a query and a value for which that is so; with more of them, a pair takes longer.
+const SCALAR_ELEMENTS: usize = 256;
+
 /// The same for the Hopper kernel, whose every block has a producer and wide tiles however small the problem is.
 const MOST_HOPPER_PAIRS: u128 = 100_000;
 
@@ -184,11 +187,18 @@ impl Engine for DeviceEngine {
         let pairs = problem.mask.pairs(problem.len_q, problem.len_k) * heads;
         // A block costs something however little it has to do.
         let blocks = problem.len_q.div_ceil(TILE_OF_BLOCK) as u128 * heads;
-        if pairs.max(blocks * PAIRS_OF_BLOCK) > self.most_pairs {
+        let plan = self.device.plan(problem).and_then(Result::ok);
+        let scalar = plan.is_some_and(|plan| plan.kernel() == Kernel::Scalar);
+        let (pairs, most) = if scalar && self.most_pairs != u128::MAX {
+            let wide = (problem.head_dim + problem.head_dim_v).div_ceil(SCALAR_ELEMENTS);
+            (pairs * wide as u128, self.most_pairs.min(MOST_SCALAR_PAIRS))
+        } else {
+            (pairs, self.most_pairs)
+        };
+        if pairs.max(blocks * PAIRS_OF_BLOCK) > most {
             return Err(format!(
-                "more than {} pairs of queries and keys, or {} blocks, would take long to simulate",
-                self.most_pairs,
-                self.most_pairs / PAIRS_OF_BLOCK
+                "more than {most} pairs of queries and keys, or {} blocks, would take long to simulate",
+                most / PAIRS_OF_BLOCK
             ));
         }
         self.device.supports(problem).map_err(|error| error.to_string())
