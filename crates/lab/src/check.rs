@@ -132,7 +132,7 @@ impl Outcome {
 
 /// Rows that are judged after a redraw where there are as many, and the multiply-adds that more of them may take.
 const FOLLOWERS: u64 = 12;
-const FOLLOWERS_WORK: u64 = 1_000_000;
+const FOLLOWERS_WORK: u64 = 200_000;
 
 /// Rows that are tried for a redraw whose effect can be seen.
 const REDRAWS: usize = 3;
