@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
-from ._backward import visible_of
+from ._blocks import visible_of
 
 
 class Pattern(NamedTuple):
