@@ -174,7 +174,7 @@ const WORDS: &[&str] = &[
 /// A text with a few random changes.
 fn damaged(random: &mut Random, text: &str) -> String {
     let mut text = text.to_owned();
-    for _ in 0..1 + random.below(3) {
+    for _ in 0..=random.below(3) {
         text = if random.below(4) == 0 { with_noise(random, &text) } else { with_other_words(random, &text) };
     }
     text
@@ -208,7 +208,7 @@ fn with_other_words(random: &mut Random, text: &str) -> String {
             let other = random.below(words.len());
             words.swap(at, other);
         }
-        3 => words[at] = (*random.of(WORDS)).to_owned(),
+        3 => (*random.of(WORDS)).clone_into(&mut words[at]),
         4 => words.insert(at, format!(" {} ", random.of(WORDS))),
         _ => {
             // A number becomes another one, or a register another one.
@@ -235,7 +235,7 @@ fn with_noise(random: &mut Random, text: &str) -> String {
     match random.below(5) {
         0 => {
             let mut bytes = text.as_bytes().to_vec();
-            for _ in 0..1 + random.below(4) {
+            for _ in 0..=random.below(4) {
                 if !bytes.is_empty() {
                     let at = random.below(bytes.len());
                     bytes[at] = random.next() as u8;
@@ -377,7 +377,7 @@ fn damaged_text_of_our_own_kernels_is_refused_in_words() {
 fn damaged_module(random: &mut Random, module: &Module) -> Module {
     let mut module = module.clone();
     let kernel = &mut module.kernels[0];
-    for _ in 0..1 + random.below(3) {
+    for _ in 0..=random.below(3) {
         let len = kernel.body.len();
         let (at, other) = (random.below(len), random.below(len));
         match random.below(7) {
@@ -407,7 +407,7 @@ fn damaged_module(random: &mut Random, module: &Module) -> Module {
                     match arg {
                         Arg::Imm(imm) => imm.bits = *random.of(&[0, 1, 2, 15, 16, 0x7fff_ffff, 0xffff_ffff]),
                         Arg::Mem { offset, .. } => {
-                            *offset = *random.of(&[0, -4, 1, 16, 1 << 20, i32::MIN, i32::MAX])
+                            *offset = *random.of(&[0, -4, 1, 16, 1 << 20, i32::MIN, i32::MAX]);
                         }
                         _ => {}
                     }

@@ -123,8 +123,8 @@ fn sizes_whose_products_overflow_are_refused() {
 #[test]
 fn a_kernel_with_very_many_live_registers_runs_with_fewer_blocks_at_a_time() {
     let count = 20_000;
-    let set: String = (0..count).map(|n| format!("mov.u32 %x{n}, %tid.x;\n")).collect();
-    let add: String = (0..count).map(|n| format!("add.u32 %r1, %r1, %x{n};\n")).collect();
+    let set = (0..count).map(|n| format!("mov.u32 %x{n}, %tid.x;\n")).collect::<Vec<_>>().concat();
+    let add = (0..count).map(|n| format!("add.u32 %r1, %r1, %x{n};\n")).collect::<Vec<_>>().concat();
     let module = text(&format!(".reg .b32 %x<{count}>; mov.u32 %r1, 0;\n{set}{add} ret;"));
     let report = launch(&module, [4, 1, 1], [32, 1, 1], Config::default()).expect("it runs");
     assert!(report.is_clean(), "{:?}", report.findings);
@@ -134,11 +134,9 @@ fn a_kernel_with_very_many_live_registers_runs_with_fewer_blocks_at_a_time() {
 #[test]
 fn long_ways_backwards_through_a_kernel_are_decoded_at_once() {
     let count = 20_000;
-    let chain: String =
-        (0..count).map(|n: usize| format!("$l{n}: bra $l{};\n", n.wrapping_sub(1).min(count))).collect();
-    let ladder: String = (0..count)
-        .map(|n| format!("$m{n}: add.u32 %r1, %r1, 1; @%p1 bra $m{};\n", n.saturating_sub(1)))
-        .collect();
+    let lines = |line: &dyn Fn(usize) -> String| (0..count).map(line).collect::<Vec<_>>().concat();
+    let chain = lines(&|n| format!("$l{n}: bra $l{};\n", n.wrapping_sub(1).min(count)));
+    let ladder = lines(&|n| format!("$m{n}: add.u32 %r1, %r1, 1; @%p1 bra $m{};\n", n.saturating_sub(1)));
     let module = text(&format!(
         "setp.ne.u32 %p1, 0, 0; mov.u32 %r1, 0;\nbra $l{};\n{chain}$l{count}:\n{ladder} ret;",
         count - 1
