@@ -66,7 +66,8 @@ class FusedMask(Tensor):
         if is_compiling() and not is_dynamo_compiling():
             # torch.export has tensors of a class of its own. They are full, and only say what they stand for.
             full = _with_elements(seen, shape, dtype, device)
-            full._flashcore_seen = seen, full._version  # type: ignore[attr-defined]
+            noted: Any = full
+            noted._flashcore_seen = seen, full._version
             return full
         mask = torch.full((), float("nan"), dtype=dtype, device=device).expand(shape).as_subclass(FusedMask)
         mask.seen, mask._full = seen, None
