@@ -112,7 +112,7 @@ pub fn profile(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let cell = options.shape.cell;
     if cell.dtype == DType::F32 {
-        return Err("the GPU's kernels take f16 and bf16".into());
+        return Err("on a GPU f16 and bf16 are timed".into());
     }
     let problem = cell.problem();
     let cuda = if options.target.is_some() { None } else { Cuda::new(0).ok() };

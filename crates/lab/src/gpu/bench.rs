@@ -380,7 +380,7 @@ impl GpuBench {
 
     fn stored(&self, problem: &Problem) -> Result<&Stored, String> {
         let found = self.pools.iter().find(|(_, stored)| stored.dtype == problem.dtype.name());
-        found.map(|(_, stored)| stored).ok_or_else(|| "the GPU's kernels take f16 and bf16".into())
+        found.map(|(_, stored)| stored).ok_or_else(|| "on a GPU f16 and bf16 are timed".into())
     }
 
     fn effort(&self, budget: Duration) -> Effort {

@@ -80,7 +80,7 @@ impl Drivers {
         let at = rayon::current_thread_index().unwrap_or(0) % self.hosts.len();
         let mut host = self.hosts[at].lock().unwrap_or_else(PoisonError::into_inner);
         let pool = self.pools.iter().find(|pool| pool.dtype == problem.dtype.name());
-        let pool = pool.ok_or("the GPU's kernels take f16 and bf16")?;
+        let pool = pool.ok_or("on a GPU f16 and bf16 are timed")?;
         // The code depends on the kind of the problem only, so the smallest of its kind will do.
         let mut small = problem.with_kv(1, 1);
         (small.batch, small.heads_q, small.len_q) =
