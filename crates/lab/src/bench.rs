@@ -149,7 +149,7 @@ pub struct Outcome {
     pub judged_rows: usize,
     /// Rows of the output.
     pub rows: usize,
-    /// The FMA peak in GFLOP/s, by the best of its samples ([`best_rate`]).
+    /// The FMA peak in GFLOP/s, by the best of its samples.
     pub fma_peak_gflops: f64,
     /// Microseconds that the operations of a call take as multiply-adds that never leave the registers, one sample a round,
     /// in turn with the contenders.
@@ -164,7 +164,7 @@ pub struct Outcome {
     pub causal_share: Option<f64>,
     /// Ours first.
     pub results: Vec<Measured>,
-    /// The hash of all samples, round by round ([`pairing`]).
+    /// The hash of all samples, round by round.
     pub pairing: String,
     /// Ours against each peer that ran.
     pub comparisons: Vec<Comparison>,
