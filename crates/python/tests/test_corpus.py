@@ -21,17 +21,23 @@ DEFAULTS = {
 
 
 def cases():
-    """Every quick case with inputs of a standard normal, as a name and its values."""
+    """Every quick case with inputs of a standard normal, as a name and its values.
+
+    Of a covering design, as many cases as its longest list has values. Designs of sizes and of elements that are no
+    number are left to the workbench."""
     for file in sorted(FOLDER.glob("*.toml")):
         for number, case in enumerate(tomllib.loads(file.read_text())["case"]):
             inputs = case.get("inputs", ["normal"])
-            if case["tier"] != "quick" or "normal" not in inputs:
+            if case["tier"] != "quick" or "normal" not in inputs or file.stem in ("cover", "wild"):
                 continue
             values = {**DEFAULTS, **case}
             fixed = {key: values.pop(key) for key in ("name", "tier", "key_lengths") if key in values}
             values.pop("inputs", None)
+            covers = values.pop("cover", None) is not None
             lists = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
-            for combination in itertools.product(*lists.values()):
+            longest = max(len(value) for value in lists.values())
+            each = [itertools.islice(itertools.cycle(value), longest) for value in lists.values()]
+            for combination in zip(*each) if covers else itertools.product(*lists.values()):
                 one = dict(zip(lists, combination))
                 if one["dtype"] in DTYPES:
                     yield f"{file.stem}-{number}-{fixed['name']}", {**one, **fixed}
