@@ -1,0 +1,76 @@
+//! The text of every kernel, as hashes: a change that is meant to leave the kernels alone leaves these alone. One that is
+//! meant to change a kernel renews the snapshot (`cargo insta accept`), and the lines that differ say which kernels it
+//! changed.
+
+use std::fmt::Write;
+
+use flashcore_kernels::{Dtype, Kernel, Spec};
+use flashcore_ptx::Target;
+
+/// Pairs of head dims, those of the quick test first.
+const DIMS: [(u32, u32); 8] =
+    [(64, 64), (128, 128), (40, 72), (192, 128), (8, 8), (96, 96), (256, 256), (59, 7)];
+
+/// Specs of a pair of head dims: none of the features, all of them, and mixtures that differ from pair to pair; with
+/// `each`, also each feature alone.
+fn specs((head_dim, head_dim_v): (u32, u32), each: bool) -> Vec<Spec> {
+    let with = |features: u32| {
+        let has = |bit: u32| features >> bit & 1 == 1;
+        let dtype = if has(8) { Dtype::Bf16 } else { Dtype::F16 };
+        Spec {
+            head_dim_v,
+            left: has(0),
+            right: has(1),
+            top_left: has(2) && features & 3 != 0,
+            softcap: has(3),
+            scaled_scores: has(4),
+            key_lengths: has(5),
+            grouped: has(6),
+            lse: has(7),
+            ..Spec::new(dtype, head_dim)
+        }
+    };
+    let (alone, mixed) = if each { (0..9, 1..=4_u32) } else { (0..0, 1..=1) };
+    let mixed = mixed.map(|i| (head_dim * 31 + head_dim_v + i).wrapping_mul(0x9e37_79b9) >> 23);
+    let features = [0, 0x1ff].into_iter().chain(alone.map(|bit| 1 << bit)).chain(mixed);
+    let mut specs: Vec<Spec> = features.map(with).collect();
+    specs.push(Spec { dtype: Dtype::F32, ..with(0xff) });
+    specs
+}
+
+/// One line per kernel, target and head dims, with the hash of all texts.
+fn table(each: bool) -> String {
+    let mut table = String::new();
+    for kernel in Kernel::ALL {
+        let targets = [Target::Sm80, Target::Sm90a, Target::Sm89];
+        for target in targets.into_iter().take(if each { 3 } else { 2 }) {
+            for dims in DIMS.into_iter().take(if each { DIMS.len() } else { 4 }) {
+                let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
+                for spec in specs(dims, each) {
+                    for schedule in kernel.schedules(&spec) {
+                        let Ok(module) = schedule.emit(&spec, target) else { continue };
+                        hasher.update(module.to_string().as_bytes());
+                        modules += 1;
+                    }
+                }
+                if modules > 0 {
+                    let ((head_dim, head_dim_v), hash) = (dims, hasher.finalize().to_hex());
+                    let what = format!("{kernel} {target} {head_dim}/{head_dim_v}");
+                    writeln!(table, "{what}: {modules} kernels, {}", &hash[..32]).unwrap();
+                }
+            }
+        }
+    }
+    table
+}
+
+#[test]
+fn no_kernel_changes_unless_it_is_meant_to() {
+    insta::assert_snapshot!(table(false));
+}
+
+#[test]
+#[ignore = "a minute; run it by hand before and after a change that touches all kernels"]
+fn no_kernel_changes_in_any_feature_unless_it_is_meant_to() {
+    insta::assert_snapshot!(table(true));
+}
