@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use flashcore::{DType, Mask, Problem};
+use flashcore::{Mask, Problem};
 use serde::{Deserialize, Serialize};
 
 /// One request.
@@ -75,9 +75,11 @@ pub enum Request {
     },
 }
 
-/// A problem as it goes over the wire.
+/// A problem as it goes over the wire: as its text, and in fields for those who read no such text.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Asked {
+    /// The text, which says everything.
+    pub text: String,
     /// The dtype.
     pub dtype: String,
     /// (batch, heads, length, head_dim) of q.
@@ -93,10 +95,11 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// The problem on the wire; its mask must be none or causal.
+    /// The problem on the wire.
     pub fn of(problem: &Problem) -> Self {
         let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
         Self {
+            text: problem.to_string(),
             dtype: problem.dtype.name().into(),
             q: [batch, heads_q, len_q, head_dim],
             k: [batch, heads_kv, len_k, head_dim],
@@ -109,29 +112,31 @@ impl Asked {
 
     /// The problem that was meant.
     pub fn problem(&self) -> Result<Problem, String> {
-        let [batch, heads, len, head_dim] = self.q;
-        let dtype: DType = self.dtype.parse()?;
-        let problem = Problem::new(batch, heads, len, head_dim, dtype)
-            .with_kv(self.k[1], self.k[2])
-            .with_head_dim_v(self.v[3])
-            .with_mask(if self.causal { Mask::Causal } else { Mask::None })
-            .with_scale(self.scale);
-        problem.check().map_err(|error| error.to_string())
+        self.text.parse().map_err(|error: flashcore::Error| error.to_string())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use flashcore::DType;
+
     use super::*;
 
     #[test]
     fn a_problem_comes_back_from_the_wire_as_it_was() {
-        let problem = Problem::new(2, 8, 33, 64, DType::BF16).with_kv(2, 70).with_mask(Mask::Causal);
-        let request = Request::Load { problem: Asked::of(&problem), sets: 3 };
-        let line = serde_json::to_string(&request).unwrap();
-        let Ok(Request::Load { problem: asked, sets: 3 }) = serde_json::from_str(&line) else {
-            panic!("{line}")
-        };
-        assert_eq!(asked.problem(), Ok(problem));
+        let plain = Problem::new(2, 8, 33, 64, DType::BF16).with_kv(2, 70).with_mask(Mask::Causal);
+        let window = Mask::Window { left: Some(7), right: None };
+        for problem in [
+            plain,
+            plain.with_mask(Mask::CausalTopLeft).with_softcap(30.0).with_key_lengths(),
+            plain.with_mask(window).with_scale(0.1).with_head_dim_v(32).with_lse(),
+        ] {
+            let request = Request::Load { problem: Asked::of(&problem), sets: 3 };
+            let line = serde_json::to_string(&request).unwrap();
+            let Ok(Request::Load { problem: asked, sets: 3 }) = serde_json::from_str(&line) else {
+                panic!("{line}")
+            };
+            assert_eq!(asked.problem(), Ok(problem));
+        }
     }
 }

@@ -160,7 +160,7 @@ pub fn stress(
         tell("replays", 0.2);
         let replayed = subject.replayed(&cuda, plan.replays)?;
         let repeated = subject.repeated(&cuda, plan.repeats, stop, &mut tell)?;
-        let schedule = cuda.plan(&problem)?.schedule.to_string();
+        let schedule = cuda.plan(&problem)?.main().schedule.to_string();
         let problem = problem.to_string();
         records.push(Record { problem, schedule, judgement, threaded, replayed, repeated });
     }

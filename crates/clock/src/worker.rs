@@ -383,12 +383,12 @@ impl Ready {
         let attributes = cuda.function(&self.problem).map_err(say)?.attributes().map_err(say)?;
         Ok(json!({
             "kernel": plan.kernel().name(),
-            "schedule": plan.schedule.to_string(),
+            "schedule": plan.main().schedule.to_string(),
             "target": plan.target.name(),
             "reason": plan.reason,
-            "grid": plan.grid,
-            "threads": plan.threads,
-            "shared_bytes": plan.shared_bytes,
+            "grid": plan.main().grid,
+            "threads": plan.main().threads,
+            "shared_bytes": plan.main().shared_bytes,
             "registers": attributes.registers,
             "local_bytes": attributes.local_bytes,
             "code": cuda.code_hash(&self.problem).map_err(say)?,

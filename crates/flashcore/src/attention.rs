@@ -1,11 +1,11 @@
 //! The public call: what to compute, on which device, into which memory.
 
-use crate::{DType, Error, Name};
 use crate::{
-    Device, Mask, Problem, Result, Tensor, TensorBuf, TensorMut,
+    DType, Device, Error, Mask, Name, Problem, Result, Tensor, TensorBuf, TensorMut,
     contract::{self, Call},
     problem::default_scale,
-    tensor::{DeviceLengths, Layout},
+    signature::{PerTensor, Role},
+    tensor::{DeviceLengths, Layout, Raw},
 };
 
 /// Attention with its options, ready to run on tensors.
@@ -142,7 +142,7 @@ impl<'a> Attention<'a> {
             .with_softcap(self.softcap.unwrap_or(0.0));
         problem.key_lengths = self.key_lengths.is_some();
         problem.lse = self.lse;
-        contract::check_inputs(&problem, q, k, v)?;
+        contract::check(&problem, &inputs(q, k, v), Role::In)?;
         if let Some(lengths) = self.key_lengths {
             match lengths {
                 KeyLengths::Host(lengths) => contract::check_key_lengths(&problem, lengths)?,
@@ -159,7 +159,8 @@ impl<'a> Attention<'a> {
         let mut o = TensorBuf::zeros(problem.dtype, Layout::ordered_like(shape, &q.layout()))?;
         let lse_layout = Layout::bhsd([problem.batch, problem.heads_q, problem.len_q, 1]);
         let mut lse = problem.lse.then(|| TensorBuf::zeros(DType::F32, lse_layout)).transpose()?;
-        self.run_into(device, q, k, v, &mut o.view_mut(), lse.as_mut().map(TensorBuf::view_mut).as_mut())?;
+        let (o_view, lse_view) = (o.view_mut(), lse.as_mut().map(TensorBuf::view_mut));
+        self.run_checked(device, problem, inputs(q, k, v), &o_view, lse_view.as_ref())?;
         Ok(Output { o, lse })
     }
 
@@ -192,30 +193,45 @@ impl<'a> Attention<'a> {
     ) -> Result<()> {
         let mut problem = self.problem(q, k, v)?;
         problem.lse = lse.is_some();
-        contract::check_outputs(&problem, [q, k, v], o, lse.as_deref())?;
-        let tensors =
-            [(Name::Q, q.place()), (Name::K, k.place()), (Name::V, v.place()), (Name::O, o.place())];
-        let lse_place = lse.as_ref().map(|lse| (Name::Lse, lse.place()));
+        self.run_checked(device, problem, inputs(q, k, v), o, lse.as_deref())
+    }
+
+    /// Runs a problem whose inputs were checked.
+    fn run_checked(
+        &self,
+        device: &Device,
+        problem: Problem,
+        inputs: PerTensor<Raw>,
+        o: &TensorMut<'_>,
+        lse: Option<&TensorMut<'_>>,
+    ) -> Result<()> {
+        let mut tensors = inputs.with(Name::O, o.raw);
+        if let Some(lse) = lse {
+            tensors = tensors.with(Name::Lse, lse.raw);
+        }
+        contract::check(&problem, &tensors, Role::Out)?;
+        let signature = problem.signature();
+        let places = signature.iter().map(|it| (it.name, tensors[it.name].place));
         let device_lengths = self.key_lengths.and_then(KeyLengths::on_device);
         let lengths_place = device_lengths.map(|lengths| (Name::KeyLengths, lengths.place()));
-        for (tensor, given) in tensors.into_iter().chain(lse_place).chain(lengths_place) {
-            if given != q.place() || !device.takes(given) {
+        for (tensor, given) in places.chain(lengths_place) {
+            if given != tensors[Name::Q].place || !device.takes(given) {
                 return Err(Error::PlaceMismatch { tensor, given, device: device.to_string() });
             }
         }
         // Whatever the other sizes say, there is nothing to write and so nothing to compute.
-        if o.shape().contains(&0) && lse.as_ref().is_none_or(|lse| lse.shape().contains(&0)) {
+        if signature.outputs().all(|output| output.shape.contains(&0)) {
             return Ok(());
         }
         device.run(&Call {
             problem,
-            q: q.raw,
-            k: k.raw,
-            v: v.raw,
-            o: o.raw,
-            lse: lse.map(|lse| lse.raw),
+            tensors,
             key_lengths: self.key_lengths.and_then(KeyLengths::on_host),
             device_lengths: device_lengths.map(|lengths| lengths.address()),
         })
     }
+}
+
+fn inputs(q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> PerTensor<Raw> {
+    PerTensor::default().with(Name::Q, q.raw).with(Name::K, k.raw).with(Name::V, v.raw)
 }

@@ -1,42 +1,73 @@
 //! The contract of a call: tensors and problem fit each other, or the call is refused with the reason.
 
 use crate::{
-    DType, Error, Name, Problem, Result,
-    tensor::{DeviceLengths, Raw, Tensor, TensorMut},
+    Error, Name, Problem, Result,
+    signature::{Parameter, PerTensor, Role},
+    tensor::{DeviceLengths, Place, Raw},
 };
 
 /// The tensors of one call, checked against its problem.
 #[derive(Debug)]
 pub(crate) struct Call<'a> {
     pub problem: Problem,
-    pub q: Raw,
-    pub k: Raw,
-    pub v: Raw,
-    pub o: Raw,
-    pub lse: Option<Raw>,
+    pub tensors: PerTensor<Raw>,
     pub key_lengths: Option<&'a [u32]>,
     /// The address of key lengths that lie beside the tensors, in a GPU's memory.
     pub device_lengths: Option<u64>,
 }
 
-/// Checks that the inputs fit the problem that was read off them.
-pub(crate) fn check_inputs(problem: &Problem, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> Result<()> {
-    for (tensor, given) in [(Name::K, k.dtype()), (Name::V, v.dtype())] {
-        if given != problem.dtype {
-            return Err(Error::DTypeMismatch { tensor, given, expected: problem.dtype });
-        }
+impl Call<'_> {
+    pub fn q(&self) -> &Raw {
+        &self.tensors[Name::Q]
     }
-    let [batch, heads, len_k, _] = k.shape();
-    let sizes = [
-        (Name::K, "batch", batch, problem.batch, Name::Q),
-        (Name::K, "head_dim", k.shape()[3], q.shape()[3], Name::Q),
-        (Name::V, "batch", v.shape()[0], problem.batch, Name::Q),
-        (Name::V, "heads", v.shape()[1], heads, Name::K),
-        (Name::V, "length", v.shape()[2], len_k, Name::K),
-    ];
-    for (tensor, what, given, expected, other) in sizes {
-        if given != expected {
-            return Err(Error::SizeMismatch { tensor, what, given, expected, other });
+
+    pub fn k(&self) -> &Raw {
+        &self.tensors[Name::K]
+    }
+
+    pub fn v(&self) -> &Raw {
+        &self.tensors[Name::V]
+    }
+
+    pub fn o(&self) -> &Raw {
+        &self.tensors[Name::O]
+    }
+
+    pub fn lse(&self) -> Option<&Raw> {
+        self.tensors.get(Name::Lse)
+    }
+
+    /// Where the tensors lie.
+    pub fn place(&self) -> Place {
+        self.q().place
+    }
+}
+
+/// Checks the tensors of a role against the problem that was read off the inputs: dtypes, sizes, and that no output
+/// overlaps another tensor.
+pub(crate) fn check(problem: &Problem, tensors: &PerTensor<Raw>, role: Role) -> Result<()> {
+    let signature = problem.signature();
+    let given = |parameter: &Parameter| tensors.get(parameter.name).map(|raw| (*parameter, *raw));
+    for (Parameter { name, dtype, shape, decided_by, .. }, raw) in
+        signature.iter().filter(|it| it.role == role).filter_map(given)
+    {
+        if raw.dtype != dtype {
+            return Err(Error::DTypeMismatch { tensor: name, given: raw.dtype, expected: dtype });
+        }
+        let what = ["batch", "heads", "length", "head_dim"];
+        for (dim, (given, expected)) in raw.layout.shape.into_iter().zip(shape).enumerate() {
+            if given != expected {
+                let (what, other) = (what[dim], decided_by[dim]);
+                return Err(Error::SizeMismatch { tensor: name, what, given, expected, other });
+            }
+        }
+        if role == Role::Out {
+            let before = signature.iter().take_while(|other| other.name != name).filter_map(given);
+            for (other, theirs) in before {
+                if overlap(&raw, &theirs) {
+                    return Err(Error::Aliasing { output: name, other: other.name });
+                }
+            }
         }
     }
     Ok(())
@@ -60,41 +91,6 @@ pub(crate) fn check_device_lengths(problem: &Problem, lengths: &DeviceLengths<'_
     }
     if lengths.most() as usize > problem.len_k {
         return Err(Error::KeyLengthBound { given: lengths.most(), len_k: problem.len_k });
-    }
-    Ok(())
-}
-
-/// Checks that the outputs fit the problem and overlap nothing.
-pub(crate) fn check_outputs(
-    problem: &Problem,
-    inputs: [&Tensor<'_>; 3],
-    o: &TensorMut<'_>,
-    lse: Option<&TensorMut<'_>>,
-) -> Result<()> {
-    let Problem { batch, heads_q, len_q, head_dim_v, .. } = *problem;
-    let o_output = (Name::O, o, problem.dtype, [batch, heads_q, len_q, head_dim_v]);
-    let lse_output = lse.map(|lse| (Name::Lse, lse, DType::F32, [batch, heads_q, len_q, 1]));
-    let names = ["batch", "heads", "length", "head_dim"];
-    for (tensor, output, dtype, shape) in [o_output].into_iter().chain(lse_output) {
-        if output.dtype() != dtype {
-            return Err(Error::DTypeMismatch { tensor, given: output.dtype(), expected: dtype });
-        }
-        for ((&what, given), expected) in names.iter().zip(output.shape()).zip(shape) {
-            if given != expected {
-                let other = if what == "head_dim" && tensor == Name::O { Name::V } else { Name::Q };
-                return Err(Error::SizeMismatch { tensor, what, given, expected, other });
-            }
-        }
-        for (other, input) in [Name::Q, Name::K, Name::V].into_iter().zip(inputs) {
-            if overlap(&output.raw, &input.raw) {
-                return Err(Error::Aliasing { output: tensor, other });
-            }
-        }
-    }
-    if let Some(lse) = lse
-        && overlap(&o.raw, &lse.raw)
-    {
-        return Err(Error::Aliasing { output: Name::Lse, other: Name::O });
     }
     Ok(())
 }

@@ -107,7 +107,7 @@ impl Device {
             #[cfg(feature = "sim")]
             Kind::Sim(gpu) => return gpu.run(call),
             Kind::Best(cuda, engine) => {
-                let on_cpu = call.q.place == Place::Host
+                let on_cpu = call.place() == Place::Host
                     && !cuda.plan(&call.problem).is_ok_and(|plan| plan.kernel() != Kernel::Scalar);
                 if !on_cpu {
                     return cuda.run(call);

@@ -4,6 +4,7 @@ use half::{bf16, f16};
 
 /// The type of q, k, v and o. Accumulation is always in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
 pub enum DType {
     /// IEEE half precision.
     F16,
@@ -60,14 +61,18 @@ impl std::fmt::Display for DType {
 }
 
 impl std::str::FromStr for DType {
-    type Err = String;
+    type Err = crate::Error;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> crate::Result<Self> {
         match s.to_ascii_lowercase().as_str() {
             "f16" | "fp16" | "float16" | "half" => Ok(DType::F16),
             "bf16" | "bfloat16" => Ok(DType::BF16),
             "f32" | "fp32" | "float32" | "float" => Ok(DType::F32),
-            _ => Err(format!("'{s}' is not a dtype; possible are f16, bf16 and f32")),
+            _ => Err(crate::Error::Text {
+                what: "dtype",
+                given: s.into(),
+                why: "possible are f16, bf16 and f32".into(),
+            }),
         }
     }
 }

@@ -8,8 +8,9 @@ use crate::{DType, tensor::Place};
 /// The result of everything in this crate that can fail.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Which tensor of a call an error speaks of.
+/// A tensor of a call, by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
 pub enum Name {
     /// The queries.
     Q,
@@ -19,7 +20,7 @@ pub enum Name {
     V,
     /// The output.
     O,
-    /// The logarithm of the sum of exponentials, one a query.
+    /// The logarithm of the sum of exponentials, one per query.
     Lse,
     /// How many keys each batch entry has.
     KeyLengths,
@@ -92,6 +93,24 @@ pub enum Error {
         expected: usize,
         /// The tensor that it must fit.
         other: Name,
+    },
+    /// The caller's workspace is too small.
+    #[error("the workspace has {given} bytes, and the plan needs {needed}: its workspace_bytes() says how many")]
+    Workspace {
+        /// What there is.
+        given: usize,
+        /// What is needed.
+        needed: usize,
+    },
+    /// A text that does not name what it should.
+    #[error("'{given}' is not a {what}: {why}")]
+    Text {
+        /// What it should name.
+        what: &'static str,
+        /// The text.
+        given: String,
+        /// What is wrong with it, or what is possible.
+        why: String,
     },
     /// The query heads are not a multiple of the kv heads.
     #[error(

@@ -29,6 +29,7 @@ mod mask;
 pub mod oracle;
 pub mod plan;
 mod problem;
+pub mod signature;
 #[cfg(feature = "sim")]
 pub mod sim;
 mod staging;

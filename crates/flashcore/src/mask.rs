@@ -15,6 +15,7 @@ use std::ops::Range;
 /// assert_eq!(Mask::CausalTopLeft.keys(0, 2, 4), 0..1);
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
 pub enum Mask {
     /// Every query attends to every key.
     #[default]
@@ -86,9 +87,52 @@ impl std::fmt::Display for Mask {
     }
 }
 
+impl std::str::FromStr for Mask {
+    type Err = crate::Error;
+
+    /// Reads what a mask prints: `full`, `causal`, `causal-top-left`, `window(128,0)`, with ∞ or inf where there is no
+    /// limit.
+    fn from_str(text: &str) -> crate::Result<Self> {
+        let possible = "possible are full, causal, causal-top-left and window(left,right)";
+        let refuse = || crate::Error::Text { what: "mask", given: text.into(), why: possible.into() };
+        match text {
+            "full" => return Ok(Mask::None),
+            "causal" => return Ok(Mask::Causal),
+            "causal-top-left" => return Ok(Mask::CausalTopLeft),
+            _ => {}
+        }
+        let sides = text.strip_prefix("window(").and_then(|rest| rest.strip_suffix(')'));
+        let (left, right) = sides.and_then(|sides| sides.split_once(',')).ok_or_else(refuse)?;
+        let side = |text: &str| match text.trim() {
+            "∞" | "inf" => Ok(None),
+            number => number.parse().map(Some).map_err(|_| refuse()),
+        };
+        Ok(Mask::Window { left: side(left)?, right: side(right)? })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::Mask;
+
+    #[test]
+    fn a_mask_reads_back_what_it_prints() {
+        let window = |left, right| Mask::Window { left, right };
+        for mask in [
+            Mask::None,
+            Mask::Causal,
+            Mask::CausalTopLeft,
+            window(Some(3), Some(0)),
+            window(None, None),
+            window(Some(usize::MAX), None),
+        ] {
+            assert_eq!(mask.to_string().parse(), Ok(mask));
+        }
+        assert_eq!("window(inf, 2)".parse(), Ok(window(None, Some(2))));
+        for wrong in ["", "Causal", "window", "window(1)", "window(1,2", "window(-1,2)", "window(1,2,3)"] {
+            assert!(wrong.parse::<Mask>().is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn bottom_right_causal_lets_the_last_query_see_the_last_key() {

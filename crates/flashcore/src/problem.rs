@@ -17,7 +17,20 @@ pub const MAX_LEN: usize = i32::MAX as usize;
 /// assert_eq!(problem.scale, 0.125);
 /// assert_eq!(problem.to_string(), "1x8x512x64 f16 causal");
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// Two problems are the same if everything in them is, numbers bit by bit: a problem is its own key.
+///
+/// Its text parses back to it. Sizes are (batch, heads, length, head_dim), with a slash where those of keys or values
+/// differ; then the dtype, and whatever is not as usual:
+///
+/// ```
+/// # use flashcore::Problem;
+/// let text = "1x32/8x1/65536x128 bf16 softcap=50 lse";
+/// let problem: Problem = text.parse()?;
+/// assert_eq!((problem.heads_q, problem.heads_kv, problem.len_k), (32, 8, 65536));
+/// assert_eq!(problem.to_string(), text);
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Problem {
     /// Batch entries.
@@ -26,9 +39,9 @@ pub struct Problem {
     pub heads_q: usize,
     /// Heads of k and v; divides `heads_q`.
     pub heads_kv: usize,
-    /// Queries a head.
+    /// Queries per head.
     pub len_q: usize,
-    /// Keys a head.
+    /// Keys per head.
     pub len_k: usize,
     /// Elements of a query and of a key.
     pub head_dim: usize,
@@ -44,7 +57,7 @@ pub struct Problem {
     pub scale: f32,
     /// Scores become `softcap · tanh(score / softcap)` before the mask.
     pub softcap: Option<f32>,
-    /// Whether lse, the natural logarithm of the sum of exponentials a query, is wanted.
+    /// Whether lse, the natural logarithm of the sum of exponentials per query, is wanted.
     pub lse: bool,
 }
 
@@ -183,32 +196,108 @@ pub fn default_scale(head_dim: usize) -> f32 {
     (1.0 / (head_dim.max(1) as f64).sqrt()) as f32
 }
 
+impl Problem {
+    /// Everything that makes a problem what it is. Whoever adds a field meets this line.
+    #[rustfmt::skip]
+    fn identity(&self) -> impl Eq + std::hash::Hash + use<> {
+        let Self {
+            batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, mask, key_lengths, scale, softcap, lse,
+        } = *self;
+        let sizes = [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v];
+        (sizes, dtype, mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
+    }
+}
+
+impl PartialEq for Problem {
+    fn eq(&self, other: &Self) -> bool {
+        self.identity() == other.identity()
+    }
+}
+
+impl Eq for Problem {}
+
+impl std::hash::Hash for Problem {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.identity().hash(state);
+    }
+}
+
 impl std::fmt::Display for Problem {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}x{}x{}x{} {}", self.batch, self.heads_q, self.len_q, self.head_dim, self.dtype)?;
+        let pair = |a: usize, b: usize| if a == b { a.to_string() } else { format!("{a}/{b}") };
+        let heads = pair(self.heads_q, self.heads_kv);
+        let len = pair(self.len_q, self.len_k);
+        let dim = pair(self.head_dim, self.head_dim_v);
+        write!(f, "{}x{heads}x{len}x{dim} {}", self.batch, self.dtype)?;
         if self.mask != Mask::None {
             write!(f, " {}", self.mask)?;
-        }
-        if self.len_k != self.len_q {
-            write!(f, " len_k={}", self.len_k)?;
-        }
-        if self.heads_kv != self.heads_q {
-            write!(f, " heads_kv={}", self.heads_kv)?;
-        }
-        if self.head_dim_v != self.head_dim {
-            write!(f, " head_dim_v={}", self.head_dim_v)?;
         }
         if let Some(softcap) = self.softcap {
             write!(f, " softcap={softcap}")?;
         }
-        if self.scale != default_scale(self.head_dim) {
+        if self.scale.to_bits() != default_scale(self.head_dim).to_bits() {
             write!(f, " scale={}", self.scale)?;
         }
         if self.key_lengths {
             write!(f, " key-lengths")?;
         }
+        if self.lse {
+            write!(f, " lse")?;
+        }
         Ok(())
     }
+}
+
+impl std::str::FromStr for Problem {
+    type Err = Error;
+
+    /// Reads the text of a problem and checks it against the contract. Words may come in any order; without a dtype it is
+    /// f16.
+    fn from_str(text: &str) -> Result<Self> {
+        let refuse = |why: &str| {
+            let why = format!("{why}; write it as 1x32/8x1/4096x128 bf16 causal");
+            Error::Text { what: "problem", given: text.into(), why }
+        };
+        let mut words = text.split_whitespace();
+        let sizes = words.next().unwrap_or_default();
+        let mut problem = sizes_of(sizes).ok_or_else(|| refuse(&format!("'{sizes}' is not BxHxSxD")))?;
+        for word in words {
+            let wrong = |text: &str| refuse(&format!("'{text}' is not a number"));
+            let number = |text: &str| text.parse::<f32>().map_err(|_| wrong(text));
+            let size = |text: &str| text.parse::<usize>().map_err(|_| wrong(text));
+            if let Ok(dtype) = word.parse() {
+                problem.dtype = dtype;
+            } else if let Ok(mask) = word.parse() {
+                problem.mask = mask;
+            } else {
+                match word.split_once('=') {
+                    Some(("softcap", value)) => problem.softcap = Some(number(value)?),
+                    Some(("scale", value)) => problem.scale = number(value)?,
+                    // As evidence from before the slashes has it.
+                    Some(("len_k", value)) => problem.len_k = size(value)?,
+                    Some(("heads_kv", value)) => problem.heads_kv = size(value)?,
+                    Some(("head_dim_v", value)) => problem.head_dim_v = size(value)?,
+                    None if word == "key-lengths" => problem.key_lengths = true,
+                    None if word == "lse" => problem.lse = true,
+                    _ => return Err(refuse(&format!("'{word}' is unknown"))),
+                }
+            }
+        }
+        problem.check()
+    }
+}
+
+/// The sizes of a problem: `1x32/8x1/65536x128/64`, each pair for queries and keys, or keys and values.
+fn sizes_of(text: &str) -> Option<Problem> {
+    let pair = |part: &str| {
+        let (a, b) = part.split_once('/').unwrap_or((part, part));
+        Some((a.parse::<usize>().ok()?, b.parse::<usize>().ok()?))
+    };
+    let parts: Vec<&str> = text.split(['x', 'X', '×']).collect();
+    let [batch, heads, len, dim] = parts[..] else { return None };
+    let ((heads_q, heads_kv), (len_q, len_k), (dim, dim_v)) = (pair(heads)?, pair(len)?, pair(dim)?);
+    let problem = Problem::new(batch.parse().ok()?, heads_q, len_q, dim, DType::F16);
+    Some(problem.with_kv(heads_kv, len_k).with_head_dim_v(dim_v))
 }
 
 #[cfg(test)]
@@ -254,6 +343,24 @@ mod tests {
         }
         assert!(mission().with_scale(0.0).check().is_err());
         assert_eq!(mission().with_softcap(0.0).softcap, None);
+    }
+
+    #[test]
+    fn a_text_that_is_no_problem_is_refused_with_the_word_that_is_wrong() {
+        for (text, what) in [
+            ("", "BxHxSxD"),
+            ("1x8x512", "1x8x512"),
+            ("1x8x-1x64", "1x8x-1x64"),
+            ("1x8x512x64 f17", "f17"),
+            ("1x8x512x64 window(3", "window(3"),
+            ("1x8x512x64 softcap=much", "much"),
+            ("1x8/3x512x64", "multiple"),
+            ("1x8x512x4096", "head_dim"),
+        ] {
+            let said = text.parse::<Problem>().unwrap_err().to_string();
+            assert!(said.contains(what), "{text}: {said}");
+        }
+        assert_eq!("1×8x512X64".parse(), Ok(mission()));
     }
 
     #[test]

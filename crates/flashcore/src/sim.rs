@@ -8,16 +8,16 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use flashcore_kernels::{Schedule, Spec};
+use flashcore_kernels::{Dtype, Schedule, Spec};
 use flashcore_ptx::{Module, Target, TensorMap};
 pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, Report, Stats, Stop};
 use flashcore_sim::{Buffer, LaunchDims, MOST_BUFFER_BYTES, Sim, Swizzle, TensorElement};
 
 use crate::{
-    DType, Error, Problem, Result,
+    Error, Problem, Result,
     contract::Call,
-    plan::{Addresses, Hardware, Kernel, Map, Plan},
-    staging,
+    plan::{Bindings, Hardware, Kernel, Launch, Map, Plan},
+    staging::{self, Memory as _},
 };
 
 /// A GPU that is simulated.
@@ -106,25 +106,29 @@ impl SimGpu {
 
     pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
         let plan = self.plan(&call.problem)?;
-        if plan.blocks() == 0 {
+        if plan.is_empty() {
             return Ok(());
         }
-        let mut module = self.module(&plan)?;
-        if let Some(edit) = &self.edit {
-            edit(Arc::make_mut(&mut module));
+        let mut modules = Vec::new();
+        for launch in &plan.launches {
+            let mut module = self.module(launch, plan.target)?;
+            if let Some(edit) = &self.edit {
+                edit(Arc::make_mut(&mut module));
+            }
+            modules.push(module);
         }
         let mut memory = Memory { sim: Sim::new(self.config.clone()), buffers: Vec::new() };
-        staging::run(&mut memory, call, |memory, addresses| self.launch(memory, &plan, &module, addresses))
+        staging::run(&mut memory, call, |memory, bindings| self.launch(memory, &plan, &modules, bindings))
     }
 
-    /// The kernel of a plan.
-    fn module(&self, plan: &Plan) -> Result<Arc<Module>> {
+    /// The kernel of a launch.
+    fn module(&self, launch: &Launch, target: Target) -> Result<Arc<Module>> {
         let made = || self.made.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (plan.schedule, plan.spec, plan.target);
+        let key = (launch.schedule, launch.spec, target);
         if let Some(module) = made().get(&key) {
             return Ok(Arc::clone(module));
         }
-        let module = Arc::new(plan.module()?);
+        let module = Arc::new(launch.module(target)?);
         let mut all = made();
         if all.len() >= MOST_MADE {
             all.clear();
@@ -132,24 +136,36 @@ impl SimGpu {
         Ok(Arc::clone(all.entry(key).or_insert(module)))
     }
 
-    fn launch(&self, memory: &mut Memory, plan: &Plan, module: &Module, addresses: &Addresses) -> Result<()> {
-        let params = plan.pack(addresses, &mut encode)?;
-        let dims = LaunchDims {
-            grid: plan.grid,
-            block: [plan.threads, 1, 1],
-            cluster: (plan.cluster > 1).then_some([plan.cluster, 1, 1]),
-            dynamic_shared: Some(plan.shared_bytes),
-        };
-        let report = memory.sim.launch(module, &module.kernels[0].name, dims, params.as_bytes());
-        let report = report.map_err(|error| failed(&error.to_string()))?;
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.clone());
-        if let Some(first) = report.findings.first() {
-            let more = report.findings.len() - 1;
-            let rest = if more > 0 { format!("\n(and {more} more)") } else { String::new() };
-            return Err(failed(&format!("{first}{rest}")));
+    /// Runs the launches one after the other, over the same memory.
+    fn launch(
+        &self,
+        memory: &mut Memory,
+        plan: &Plan,
+        modules: &[Arc<Module>],
+        bindings: &Bindings,
+    ) -> Result<()> {
+        let workspace = memory.reserve("workspace", plan.workspace_bytes())?;
+        let params = plan.bind(&Bindings { workspace, ..*bindings }, &mut encode)?;
+        for (index, (launch, module)) in plan.launches.iter().zip(modules).enumerate() {
+            let dims = LaunchDims {
+                grid: launch.grid,
+                block: [launch.threads, 1, 1],
+                cluster: (launch.cluster > 1).then_some([launch.cluster, 1, 1]),
+                dynamic_shared: Some(launch.shared_bytes),
+            };
+            let (bytes, _) = params.launch(index);
+            let report = memory.sim.launch(module, &module.kernels[0].name, dims, bytes);
+            let report = report.map_err(|error| failed(&error.to_string()))?;
+            *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.clone());
+            if let Some(first) = report.findings.first() {
+                let more = report.findings.len() - 1;
+                let rest = if more > 0 { format!("\n(and {more} more)") } else { String::new() };
+                return Err(failed(&format!("{first}{rest}")));
+            }
         }
-        for (name, address) in [("o", Some(addresses.o.0)), ("lse", addresses.lse.map(|lse| lse.0))] {
-            let Some(buffer) = address.and_then(|address| memory.find(address)) else { continue };
+        for output in plan.problem.signature().outputs() {
+            let (name, (address, _)) = (output.name, bindings.tensors[output.name]);
+            let Some(buffer) = memory.find(address) else { continue };
             if let Some(range) = memory.sim.unwritten(buffer).first() {
                 return Err(failed(&format!("{name} was not written: bytes {range:?} of {}", buffer.len)));
             }
@@ -221,9 +237,9 @@ impl staging::Memory for Memory {
 /// A tensor map as the simulator reads it.
 fn encode(map: &Map) -> Result<TensorMap> {
     let element = match map.dtype {
-        DType::F16 => TensorElement::F16,
-        DType::BF16 => TensorElement::Bf16,
-        DType::F32 => TensorElement::F32,
+        Dtype::F16 => TensorElement::F16,
+        Dtype::Bf16 => TensorElement::Bf16,
+        Dtype::F32 => TensorElement::F32,
     };
     let described =
         flashcore_sim::TensorMap::new(element, map.address, &map.dims, &map.strides, &map.box_dims);

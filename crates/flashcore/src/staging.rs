@@ -2,12 +2,7 @@
 //!
 //! This is the convenient way, not the fast one: tensors that already lie on the device are used where they are.
 
-use crate::{
-    Layout, Result,
-    contract::Call,
-    plan::{ALIGNMENT, Addresses},
-    tensor::Raw,
-};
+use crate::{Layout, Result, contract::Call, plan::Bindings, signature::Role, tensor::Raw};
 
 /// A device's memory, as much of it as staging needs.
 pub(crate) trait Memory {
@@ -28,36 +23,44 @@ pub(crate) trait Memory {
 pub(crate) fn run<M: Memory>(
     memory: &mut M,
     call: &Call<'_>,
-    launch: impl FnOnce(&mut M, &Addresses) -> Result<()>,
+    launch: impl FnOnce(&mut M, &Bindings) -> Result<()>,
 ) -> Result<()> {
-    let mut input = |name: &str, raw: &Raw| {
-        let (bytes, layout) = read(raw);
-        Ok((memory.upload(name, &bytes)?, layout))
-    };
-    let (q, k, v) = (input("q", &call.q)?, input("k", &call.k)?, input("v", &call.v)?);
-    let key_lengths = call.key_lengths.map(|lengths| memory.lengths(lengths)).transpose()?;
-    let mut output = |name: &str, raw: &Raw| {
-        let layout = Layout::ordered_like(raw.layout.shape, &raw.layout);
-        Ok((memory.reserve(name, layout.elements().unwrap_or(0) * raw.dtype.size())?, layout))
-    };
-    let o = output("o", &call.o)?;
-    let lse = call.lse.as_ref().map(|lse| output("lse", lse)).transpose()?;
-    launch(memory, &Addresses { q, k, v, o, lse, key_lengths })?;
-    for (raw, (address, layout)) in
-        [(Some(call.o), Some(o)), (call.lse, lse)].into_iter().filter_map(|(raw, at)| raw.zip(at))
-    {
-        let mut bytes = vec![0; layout.elements().unwrap_or(0) * raw.dtype.size()];
+    let signature = call.problem.signature();
+    let mut bindings = Bindings::default();
+    for parameter in &signature {
+        let (name, raw) = (parameter.name, &call.tensors[parameter.name]);
+        let (address, layout) = match parameter.role {
+            Role::In => {
+                let (bytes, layout) = read(raw, parameter.alignment);
+                (memory.upload(&name.to_string(), &bytes)?, layout)
+            }
+            Role::Out => {
+                let layout = Layout::ordered_like(raw.layout.shape, &raw.layout);
+                (memory.reserve(&name.to_string(), bytes_of(raw, &layout))?, layout)
+            }
+        };
+        bindings.tensors = bindings.tensors.with(name, (address, layout));
+    }
+    bindings.key_lengths = call.key_lengths.map(|lengths| memory.lengths(lengths)).transpose()?;
+    launch(memory, &bindings)?;
+    for parameter in signature.outputs() {
+        let (raw, (address, layout)) = (&call.tensors[parameter.name], bindings.tensors[parameter.name]);
+        let mut bytes = vec![0; bytes_of(raw, &layout)];
         memory.download(address, &mut bytes)?;
         raw.write_rows(&bytes, &layout);
     }
     Ok(())
 }
 
+fn bytes_of(raw: &Raw, layout: &Layout) -> usize {
+    layout.elements().unwrap_or(0) * raw.dtype.size()
+}
+
 /// The bytes of a host tensor: as they lie, where a kernel can read them so; else row by row.
-fn read(raw: &Raw) -> (Vec<u8>, Layout) {
+fn read(raw: &Raw, alignment: usize) -> (Vec<u8>, Layout) {
     let size = raw.dtype.size();
     let strides = &raw.layout.strides[..3];
-    if strides.iter().all(|stride| (stride * size).is_multiple_of(ALIGNMENT)) {
+    if strides.iter().all(|stride| (stride * size).is_multiple_of(alignment)) {
         return (raw.bytes().to_vec(), raw.layout);
     }
     (raw.rows(), Layout::bhsd(raw.layout.shape))

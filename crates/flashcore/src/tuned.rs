@@ -18,7 +18,7 @@ use flashcore_kernels::{Blocks, Schedule, Spec};
 use flashcore_ptx::Target;
 
 use crate::{
-    DType, Mask, Problem,
+    Problem,
     cuda::CubinCache,
     plan::{Hardware, fold},
 };
@@ -175,10 +175,19 @@ fn short_name(device: &str) -> &str {
     device.strip_prefix("NVIDIA ").unwrap_or(device)
 }
 
-/// Whether the same code computes both, but for the lse, which costs nothing.
+/// Whether two problems differ in nothing but sizes, the scale, and the lse, which costs nothing.
 fn is_same_kind(a: &Problem, b: &Problem) -> bool {
-    let kind = |it: &Problem| (it.dtype, it.head_dim, it.head_dim_v, it.group(), it.mask);
-    kind(a) == kind(b) && !b.key_lengths && b.softcap.is_none()
+    let kind = |it: &Problem| Problem {
+        batch: 1,
+        heads_q: it.group(),
+        heads_kv: 1,
+        len_q: 1,
+        len_k: 1,
+        scale: 1.0,
+        lse: false,
+        ..*it
+    };
+    kind(a) == kind(b)
 }
 
 fn distance(a: &Problem, b: &Problem) -> f64 {
@@ -191,7 +200,7 @@ fn has_same_rounds(entry: &Entry, problem: &Problem, spec: &Spec, hardware: &Har
     let geometry = entry.schedule.geometry(spec);
     let at_once = match geometry.blocks {
         Blocks::Each(_) => hardware.sms,
-        Blocks::Row { cluster, resident } => hardware.sms * resident.unwrap_or(1) / cluster.max(1),
+        Blocks::Row { cluster, resident, .. } => hardware.sms * resident.unwrap_or(1) / cluster.max(1),
     };
     let rounds = |of: &Problem| {
         let of = fold(of);
@@ -205,11 +214,8 @@ fn has_same_rounds(entry: &Entry, problem: &Problem, spec: &Spec, hardware: &Har
 
 impl fmt::Display for Entry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, mask, .. } =
-            self.problem;
-        write!(f, "{} | {} | ", self.device, self.target)?;
-        write!(f, "{batch}x{heads_q}/{heads_kv}x{len_q}/{len_k}x{head_dim}/{head_dim_v} {dtype} {mask}")?;
-        write!(f, " | {} | {:.4}", self.schedule, self.speed_up)
+        let Self { device, target, problem, schedule, speed_up } = self;
+        write!(f, "{device} | {target} | {problem} | {schedule} | {speed_up:.4}")
     }
 }
 
@@ -224,7 +230,7 @@ impl FromStr for Entry {
         Ok(Self {
             device: device.into(),
             target: Target::from_name(target).ok_or_else(|| format!("'{target}' is not a target"))?,
-            problem: parse_problem(problem).ok_or_else(|| format!("'{problem}' is not a problem"))?,
+            problem: problem.parse().map_err(|error: crate::Error| error.to_string())?,
             schedule: schedule.parse().map_err(|error| format!("{error}"))?,
             speed_up: speed_up
                 .parse()
@@ -235,30 +241,10 @@ impl FromStr for Entry {
     }
 }
 
-/// `1x8/8x512/512x64/64 f16 causal`, each pair for queries and keys.
-fn parse_problem(text: &str) -> Option<Problem> {
-    let mut words = text.split_whitespace();
-    let (sizes, dtype, mask) = (words.next()?, words.next()?, words.next()?);
-    let pair = |part: &str| {
-        let (q, k) = part.split_once('/')?;
-        Some((q.parse::<usize>().ok()?, k.parse::<usize>().ok()?))
-    };
-    let parts: Vec<&str> = sizes.split('x').collect();
-    let [batch, heads, len, dim] = parts[..] else { return None };
-    let ((heads_q, heads_kv), (len_q, len_k), (head_dim, head_dim_v)) =
-        (pair(heads)?, pair(len)?, pair(dim)?);
-    let mask = [Mask::None, Mask::Causal].into_iter().find(|known| known.to_string() == mask)?;
-    let problem = Problem::new(batch.parse().ok()?, heads_q, len_q, head_dim, dtype.parse::<DType>().ok()?)
-        .with_kv(heads_kv, len_k)
-        .with_head_dim_v(head_dim_v)
-        .with_mask(mask);
-    problem.check().ok()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::Plan;
+    use crate::{DType, Mask, plan::Plan};
 
     const SCHEDULE: &str = "sm80_fwd:block_m=64,block_n=32,warps=4,stages=3,q_in_regs=0,order=longest";
 
@@ -301,21 +287,21 @@ mod tests {
     fn the_entry_of_a_problem_is_chosen_and_the_plan_says_where_it_is_from() {
         let table = table(&[&line("1x8/8x512/512x64/64 f16 full")]);
         let plan = chosen(&table, &mission(), "A100");
-        assert_eq!(plan.schedule.to_string(), SCHEDULE);
+        assert_eq!(plan.main().schedule.to_string(), SCHEDULE);
         assert!(
             plan.reason.contains("this machine's table") && plan.reason.contains("5.0 %"),
             "{}",
             plan.reason
         );
         let with_lse = chosen(&table, &mission().with_lse(), "A100");
-        assert_eq!(with_lse.schedule, plan.schedule);
+        assert_eq!(with_lse.main().schedule, plan.main().schedule);
     }
 
     #[test]
     fn a_near_problem_takes_the_entry_and_one_that_is_far_or_of_another_kind_does_not() {
         let table = table(&[&line("1x8/8x512/512x64/64 f16 full")]);
         let tuned =
-            |problem: Problem, name: &str| chosen(&table, &problem, name).schedule.to_string() == SCHEDULE;
+            |problem: Problem, name: &str| chosen(&table, &problem, name).main().schedule.to_string() == SCHEDULE;
         assert!(tuned(Problem::new(1, 8, 600, 64, DType::F16), "A100"));
         assert!(!tuned(Problem::new(1, 8, 1024, 64, DType::F16), "A100"));
         // 10 heads are near 8, but 14 x 10 blocks of 64 queries are more than 108 SMs take up at once.
@@ -338,7 +324,7 @@ mod tests {
         let other = line("1x8/8x560/560x64/64 f16 full").replace("block_n=32", "block_n=48");
         let table = table(&[&line("1x8/8x512/512x64/64 f16 full"), &other]);
         let block_n =
-            |len| chosen(&table, &Problem::new(1, 8, len, 64, DType::F16), "A100").schedule.to_string();
+            |len| chosen(&table, &Problem::new(1, 8, len, 64, DType::F16), "A100").main().schedule.to_string();
         assert!(block_n(520).contains("block_n=32") && block_n(550).contains("block_n=48"));
     }
 

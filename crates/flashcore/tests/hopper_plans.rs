@@ -1,16 +1,16 @@
 //! What the planner makes of problems on Hopper: which schedule, and parameters that reach every tile.
 
-use flashcore::plan::{Addresses, Hardware, Kernel, Plan, Schedule, Target};
+use flashcore::plan::{Bindings, Hardware, Kernel, Plan, Schedule, Target};
 use flashcore::{DType, Layout, Mask, Problem};
-use flashcore_kernels::sm90_fwd;
+use flashcore_kernels::sm90;
 use flashcore_ptx::TensorMap;
 
 fn h200() -> Hardware {
     Hardware::typical(Target::Sm90a)
 }
 
-fn schedule(problem: &Problem) -> sm90_fwd::Schedule {
-    match Plan::choose(problem, &h200()).unwrap().schedule {
+fn schedule(problem: &Problem) -> sm90::fwd::Schedule {
+    match Plan::choose(problem, &h200()).unwrap().main().schedule {
         Schedule::Sm90Fwd(schedule) => schedule,
         other => panic!("{problem} is planned with {other}"),
     }
@@ -35,7 +35,7 @@ fn large_grids_get_wide_blocks_that_stay() {
     let wide_heads = schedule(&Problem::new(8, 16, 2048, 128, DType::F16));
     assert_eq!((wide_heads.warpgroups, wide_heads.persistent), (2, true));
     let plan = Plan::choose(&Problem::new(8, 32, 2048, 64, DType::F16), &h200()).unwrap();
-    assert_eq!(plan.grid, [132, 1, 1]);
+    assert_eq!(plan.main().grid, [132, 1, 1]);
 }
 
 #[test]
@@ -43,7 +43,7 @@ fn small_grids_share_the_keys_of_a_tile() {
     let mission = Problem::new(1, 8, 512, 64, DType::F16);
     assert_eq!(schedule(&mission).split, 2);
     let plan = Plan::choose(&mission, &h200()).unwrap();
-    assert_eq!((plan.grid, plan.cluster), ([128, 1, 1], 2));
+    assert_eq!((plan.main().grid, plan.main().cluster), ([128, 1, 1], 2));
     // One key tile cannot be shared.
     assert_eq!(schedule(&Problem::new(1, 8, 128, 64, DType::F16)).split, 1);
     // Nor can columns that do not come out even.
@@ -53,22 +53,15 @@ fn small_grids_share_the_keys_of_a_tile() {
 /// The parameters of a plan as a launch would get them, with the maps that were asked for.
 fn packed(problem: &Problem) -> (Plan, Vec<u8>, Vec<flashcore::plan::Map>) {
     let plan = Plan::choose(problem, &h200()).unwrap();
-    let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
-    let at = |address: u64, shape| (address, Layout::bshd(shape));
-    let addresses = Addresses {
-        q: at(0x1000, [batch, heads_q, len_q, head_dim]),
-        k: at(0x2000, [batch, heads_kv, len_k, head_dim]),
-        v: at(0x3000, [batch, heads_kv, len_k, head_dim_v]),
-        o: at(0x4000, [batch, heads_q, len_q, head_dim_v]),
-        lse: None,
-        key_lengths: None,
-    };
+    let tensors = problem.signature();
+    let tensors = tensors.iter().zip(1..).map(|(it, n)| (it.name, 0x1000 * n, Layout::bshd(it.shape)));
+    let bindings = Bindings::of(tensors);
     let mut maps = Vec::new();
     let mut encode = |map: &flashcore::plan::Map| {
         maps.push(*map);
         Ok(TensorMap::default())
     };
-    let packed = plan.pack(&addresses, &mut encode).unwrap().as_bytes().to_vec();
+    let packed = plan.bind(&bindings, &mut encode).unwrap().launch(0).0.to_vec();
     (plan, packed, maps)
 }
 

@@ -1,38 +1,40 @@
 //! FlashCore's attention kernels: Rust that, for a target and a schedule, emits one PTX module.
 //!
-//! A [`Kernel`] is a family of generated code, a [`Schedule`] its knobs, a [`Spec`] what it is compiled for, and
-//! [`FwdParams`] or [`Sm90Params`] what a launch is given. The kernels are a ladder: [`Kernel::Scalar`] is the simplest
-//! right one, [`Kernel::Sm80Mma`] adds tensor cores, [`Kernel::Sm80Fwd`] is the real one for Ampere and Ada, and
-//! [`Kernel::Sm90Fwd`] the one for Hopper.
+//! A [`Kernel`] is a [`Family`] of generated code, a [`Schedule`] its knobs, a [`Spec`] what it is compiled for, and
+//! [`Args`] what a launch is bound to. The forward kernels are a ladder: [`Kernel::Scalar`] is the simplest right one,
+//! [`Kernel::Sm80Mma`] adds tensor cores, [`Kernel::Sm80Fwd`] is the real one for Ampere and Ada, and [`Kernel::Sm90Fwd`]
+//! the one for Hopper. [`Kernel::Combine`] merges what the parts of a long sequence came to.
 //!
 //! ```
-//! use flashcore_kernels::{Dtype, Kernel, Spec};
+//! use flashcore_kernels::{Dtype, Schedule, Spec};
 //! use flashcore_ptx::Target;
 //!
 //! let spec = Spec::new(Dtype::F16, 64).causal();
-//! let schedule = Kernel::Sm80Fwd.default_schedule(&spec, Target::Sm80)?;
+//! let schedule: Schedule = "sm80_fwd:block_m=64,block_n=64,warps=4,stages=2,q_in_regs=1,order=longest".parse()?;
 //! let module = schedule.emit(&spec, Target::Sm80)?;
 //! assert!(module.to_string().contains("ldmatrix"));
 //! # Ok::<(), flashcore_kernels::ScheduleError>(())
 //! ```
+//!
+//! # How it is laid out
+//!
+//! `registry` lists the families. Each has a file: the ladder's first rungs in [`ladder`], the others by generation of
+//! GPU in [`sm80`] and [`sm90`]. What they are made of lies in `parts`: tiles and their swizzle, copies, fragments, the
+//! online softmax, the walk over keys, the epilogue. `family` says what a family must know, `bind` what its launches are
+//! bound to.
 
-mod copy;
-mod epilogue;
-mod fragment;
-mod params;
-mod schedule;
-mod softmax;
+mod bind;
+mod family;
+mod parts;
+mod registry;
 mod spec;
-mod swizzle;
-mod work;
 
-pub mod scalar;
-pub mod sm80_fwd;
-pub mod sm80_mma;
-pub mod sm90_fwd;
+pub mod ladder;
+pub mod sm80;
+pub mod sm90;
 
-pub use copy::MAX_ROW_STRIDE;
-pub use params::{Divisor, FwdParams, Sm90Params};
-pub use schedule::{Blocks, Geometry, Kernel, Schedule, ScheduleError};
+pub use bind::{Args, BindError, Map, Operand, Packed, TensorArg};
+pub use family::{Blocks, Family, Geometry, ScheduleError};
+pub use parts::{copy::MAX_ROW_STRIDE, params::FwdParams, work::Order};
+pub use registry::{Kernel, Schedule};
 pub use spec::{Dtype, MAX_HEAD_DIM, Spec};
-pub use work::Order;

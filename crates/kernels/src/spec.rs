@@ -85,14 +85,16 @@ impl Spec {
         Self { lse: true, ..self }
     }
 
-    /// Whether this scale and softcap need [`Spec::scaled_scores`].
+    /// Whether this scale and softcap need [`Spec::scaled_scores`], for an output of this type and perhaps lse.
     ///
     /// The fast way computes `softcap · (1 − 2 / (1 + e^2x))`, whose error is that of f32 beside 1 times the softcap. And
     /// it multiplies with `scale · log2 e` what may be −∞, so that must be finite and above 0.
-    pub fn needs_scaled_scores(dtype: Dtype, scale: f32, softcap: Option<f32>) -> bool {
+    pub fn needs_scaled_scores(dtype: Dtype, scale: f32, softcap: Option<f32>, lse: bool) -> bool {
         let factor = softcap.unwrap_or(scale) * std::f32::consts::LOG2_E;
-        let fast = factor.is_normal() && factor > 0.0 && softcap.is_none_or(|cap| cap <= MAX_FAST_SOFTCAP);
-        // In f32 the error of the fast tanh would be seen under any softcap.
+        // In f32, and so in lse, the error of the fast tanh would be seen under any softcap.
+        let in_f32 = lse || dtype == Dtype::F32;
+        let fast_tanh = softcap.is_none_or(|cap| cap <= MAX_FAST_SOFTCAP && !in_f32);
+        let fast = factor.is_normal() && factor > 0.0 && fast_tanh;
         !fast || dtype == Dtype::F32
     }
 

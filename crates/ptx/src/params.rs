@@ -146,14 +146,17 @@ pub trait KernelParams: 'static {
     fn pack_into(&self, bytes: &mut [u8]) -> usize;
 
     /// Where each field starts in the packed bytes.
-    fn offsets() -> impl Iterator<Item = usize> {
-        place(0, Self::FIELDS.iter().map(|&(_, ty)| ty)).map(|(start, _)| start)
+    const OFFSETS: &'static [u16];
+
+    /// How many bytes the packed values have.
+    fn packed_bytes() -> usize {
+        let last = Self::OFFSETS.last().zip(Self::FIELDS.last());
+        last.map_or(0, |(&start, &(_, ty))| usize::from(start) + ty.bytes() as usize)
     }
 
     /// The values as the bytes that a launch passes.
     fn pack(&self) -> Vec<u8> {
-        let end = place(0, Self::FIELDS.iter().map(|&(_, ty)| ty)).last().map_or(0, |(_, end)| end);
-        let mut bytes = vec![0; end];
+        let mut bytes = vec![0; Self::packed_bytes()];
         self.pack_into(&mut bytes);
         bytes
     }
@@ -205,6 +208,21 @@ pub fn layout(fields: &[(&str, ParamType)]) -> Vec<Param> {
     fields.iter().zip(places).map(param).collect()
 }
 
+/// Where each of `N` fields starts, by the rules of [`layout`]; for [`kernel_params!`](crate::kernel_params).
+#[doc(hidden)]
+pub const fn offsets<const N: usize>(fields: &[(&str, ParamType)]) -> [u16; N] {
+    let (mut offsets, mut end, mut i) = ([0; N], 0_u32, 0);
+    while i < N {
+        let ty = fields[i].1;
+        let start = end.next_multiple_of(ty.align());
+        // The hardware's limit is far below what 16 bits hold.
+        offsets[i] = start as u16;
+        end = start + ty.bytes();
+        i += 1;
+    }
+    offsets
+}
+
 /// Writes one field's bytes; for [`kernel_params!`](crate::kernel_params).
 #[doc(hidden)]
 pub type Writer<'a> = &'a dyn Fn(&mut [u8]);
@@ -234,6 +252,10 @@ macro_rules! kernel_params {
             const NAME: &'static str = stringify!($name);
             const FIELDS: &'static [(&'static str, $crate::ParamType)] =
                 &[$((stringify!($field), <$ty as $crate::ParamValue>::TYPE)),*];
+            const OFFSETS: &'static [u16] =
+                &$crate::params::offsets::<{ <$name as $crate::KernelParams>::FIELDS.len() }>(
+                    <$name as $crate::KernelParams>::FIELDS,
+                );
             fn pack_into(&self, bytes: &mut [u8]) -> usize {
                 $crate::params::pack_into(
                     Self::FIELDS,

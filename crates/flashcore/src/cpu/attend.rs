@@ -92,7 +92,7 @@ pub(super) unsafe fn run<S: Simd>(
                 blocks.resize_with(number + 1, || None);
             }
             if blocks[number].is_none() {
-                let (k, v) = (rows(&job.call.k, task, &keys), rows(&job.call.v, task, &keys));
+                let (k, v) = (rows(job.call.k(), task, &keys), rows(job.call.v(), task, &keys));
                 let k_wide = base.add(k_wide + number * longest * problem.head_dim);
                 let v_wide = base.add(v_wide + number * longest * o_step);
                 blocks[number] = Some(Block::new::<S>(keys.clone(), k, v, k_wide, v_wide));
@@ -150,7 +150,7 @@ fn what_comes(
         }
         None => tasks.peek().map_or_else(none, |then| (then, cut_of(job, then).first_keys())),
     };
-    let keys_and_values = [&job.call.k, &job.call.v].map(|raw| rows(raw, k_task, &keys));
+    let keys_and_values = [job.call.k(), job.call.v()].map(|raw| rows(raw, k_task, &keys));
     // Queries of the next panel, and the places of this one's outputs, come with its first block.
     let panel = &panels[step.panel];
     let stretch = cut.keys(step.stretch.clone());
@@ -169,7 +169,7 @@ fn what_comes(
     let ends = task.part.is_none() && !panel.sees(&(stretch.end..task.keys.end));
     let outputs = if ends { panel.rows.clone() } else { 0..0 };
     let [k, v] = keys_and_values;
-    [queries_of(job, &job.call.o, task, &outputs), queries_of(job, &job.call.q, q_task, &queries), k, v]
+    [queries_of(job, job.call.o(), task, &outputs), queries_of(job, job.call.q(), q_task, &queries), k, v]
 }
 
 /// Rows of K or V.
@@ -323,11 +323,11 @@ unsafe fn attend<S: Simd>(
         if straight {
             let mut rows = [std::ptr::null_mut(); MAX_VECS * MAX_LANES];
             for first in (0..lanes).step_by(S::LANES) {
-                let of_vec = rows_at::<S>(job, task, &job.call.o, panel.rows.start + first);
+                let of_vec = rows_at::<S>(job, task, job.call.o(), panel.rows.start + first);
                 rows[first..first + S::LANES].copy_from_slice(&of_vec[..S::LANES]);
             }
             let wild = outputs::<S>(job, panel, block, s, Some(&rows), coming);
-            for lane in (0..lanes).filter(|_| wild || job.call.lse.is_some()) {
+            for lane in (0..lanes).filter(|_| wild || job.call.lse().is_some()) {
                 let (row, stats) = (panel.rows.start + lane, stats(panel, lane));
                 if wild && !wide::is_finite::<S>(job, task.batch, task.head, row) {
                     S::write_row(job, task.batch, task.head, row);
@@ -407,7 +407,7 @@ unsafe fn outputs<S: Simd>(
                 done: rows.map(|rows| Done {
                     rows: rows.as_ptr(),
                     column: columns.start,
-                    dtype: job.call.o.dtype,
+                    dtype: job.call.o().dtype,
                     factors: panel.inverse,
                     wild: wild_at,
                 }),

@@ -104,7 +104,7 @@ pub(super) unsafe fn write_row<S: Simd>(
         } else if !(stats.sum > 0.0 && rows::are_finite(from, head_dim_v)) {
             return S::write_row(job, batch, head_kv, row);
         }
-        let raw = &job.call.o;
+        let raw = job.call.o();
         rows::narrow::<S>(raw.dtype, from, row_at(raw, batch, h, s), head_dim_v);
         write_lse(job, batch, head_kv, row, stats);
     }
@@ -116,7 +116,7 @@ pub(super) unsafe fn write_row<S: Simd>(
 /// Requires a row of the plan.
 #[inline(always)]
 pub(super) unsafe fn write_lse(job: &Job<'_>, batch: usize, head_kv: usize, row: usize, stats: Stats) {
-    let Some(raw) = &job.call.lse else { return };
+    let Some(raw) = job.call.lse() else { return };
     let (h, s) = job.head_and_query(head_kv, row);
     let lse = if stats.sees_keys {
         (f64::from(stats.max) * f64::from(job.scoring.scale) + f64::from(stats.sum).ln()) as f32

@@ -56,7 +56,7 @@ fn rows_in<S: Simd>(strip: *mut f32, len: usize) -> LaneRows {
 /// vectors, at `strip`.
 #[inline(always)]
 pub(super) unsafe fn load_queries<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, strip: *mut f32) {
-    let raw = &job.call.q;
+    let raw = job.call.q();
     let head_dim = job.call.problem.head_dim;
     let padded = head_dim.next_multiple_of(S::LANES);
     for vec in 0..panel.vecs {

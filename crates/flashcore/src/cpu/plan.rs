@@ -168,7 +168,7 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Attention, DType, Mask, Problem, TensorBuf};
+    use crate::{Attention, DType, Mask, Name, Problem, TensorBuf, signature::PerTensor};
 
     /// The plan of a problem, and how often each (batch, head, row, key) is in one of its tasks.
     fn counted(problem: Problem, schedule: &str) -> (Plan, Vec<u8>) {
@@ -185,11 +185,11 @@ mod tests {
         let attention = Attention::new().mask(mask).key_lengths(&lengths);
         let call = Call {
             problem: attention.problem(&q.view(), &kv.view(), &kv.view()).unwrap(),
-            q: q.view().raw,
-            k: kv.view().raw,
-            v: kv.view().raw,
-            o: q.view().raw,
-            lse: None,
+            tensors: PerTensor::default()
+                .with(Name::Q, q.view().raw)
+                .with(Name::K, kv.view().raw)
+                .with(Name::V, kv.view().raw)
+                .with(Name::O, q.view().raw),
             key_lengths: Some(&lengths),
             device_lengths: None,
         };

@@ -69,7 +69,7 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
         let visible = Visible::new(job.call, task.batch);
         for (i, row) in rows.iter_mut().enumerate() {
             let (h, s) = job.head_and_query(task.head, task.rows.start + i);
-            rows_of(&job.call.q, task.batch, h, s, 1).widen::<S>(q.add(i * head_dim));
+            rows_of(job.call.q(), task.batch, h, s, 1).widen::<S>(q.add(i * head_dim));
             row.keys = visible.keys(s);
         }
         std::ptr::write_bytes(o, 0, count * head_dim_v);
@@ -77,7 +77,7 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
         let tensor = |raw, keys: &Range<usize>| rows_of(raw, task.batch, task.head, keys.start, keys.len());
         for start in task.keys.clone().step_by(BLOCK) {
             let keys = from(start);
-            let (k, v) = (tensor(&job.call.k, &keys), tensor(&job.call.v, &keys));
+            let (k, v) = (tensor(job.call.k(), &keys), tensor(job.call.v(), &keys));
             let mut ahead = Some(v);
             let mut i = 0;
             while i + 4 <= count {
@@ -91,7 +91,7 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
             for (i, row) in rows.iter_mut().enumerate() {
                 softmax::<S>(job, row, &keys, p.add(i * BLOCK));
             }
-            let mut ahead = Some(tensor(&job.call.k, &from(keys.end)));
+            let mut ahead = Some(tensor(job.call.k(), &from(keys.end)));
             let mut i = 0;
             // Rows that see the same keys share the reading of V.
             while i + 4 <= count && rows.iter().all(|row| row.keys == rows[0].keys) {

@@ -60,7 +60,7 @@ impl Visible {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Attention, Mask, Tensor};
+    use crate::{Attention, Mask, Name, Tensor, signature::PerTensor};
 
     #[test]
     fn it_follows_the_mask() {
@@ -75,11 +75,7 @@ mod tests {
                 let attention = Attention::new().mask(mask).key_lengths(&lengths);
                 let call = Call {
                     problem: attention.problem(&q, &k, &k).unwrap(),
-                    q: q.raw,
-                    k: k.raw,
-                    v: k.raw,
-                    o: q.raw,
-                    lse: None,
+                    tensors: PerTensor::default().with(Name::Q, q.raw).with(Name::K, k.raw),
                     key_lengths: Some(&lengths),
                     device_lengths: None,
                 };

@@ -41,7 +41,7 @@ pub(super) unsafe fn is_finite<S: Simd>(job: &Job<'_>, batch: usize, head_kv: us
     let mut written = vec![0.0; job.call.problem.head_dim_v];
     // SAFETY: the caller's promise.
     unsafe {
-        rows_of(&job.call.o, batch, h, s, 1).widen::<S>(written.as_mut_ptr());
+        rows_of(job.call.o(), batch, h, s, 1).widen::<S>(written.as_mut_ptr());
         rows::are_finite(written.as_ptr(), written.len())
     }
 }
@@ -59,8 +59,8 @@ pub(super) unsafe fn write_row<S: Simd>(job: &Job<'_>, batch: usize, head_kv: us
     unsafe {
         let lse = attend::<S>(call, batch, head_kv, [h, s], &mut o);
         let o: Vec<f32> = o.into_iter().map(|x| x as f32).collect();
-        rows::narrow::<S>(call.o.dtype, o.as_ptr(), row_at(&call.o, batch, h, s), o.len());
-        if let Some(raw) = &call.lse {
+        rows::narrow::<S>(call.o().dtype, o.as_ptr(), row_at(call.o(), batch, h, s), o.len());
+        if let Some(raw) = call.lse() {
             row_at(raw, batch, h, s).cast::<f32>().write(lse as f32);
         }
     }
@@ -86,7 +86,7 @@ unsafe fn attend<S: Simd>(
         unsafe { rows_of(raw, batch, head, rows.start, rows.len()).widen::<S>(wide.as_mut_ptr()) };
         wide
     };
-    let query: Vec<f64> = read(&call.q, h, s..s + 1).into_iter().map(f64::from).collect();
+    let query: Vec<f64> = read(call.q(), h, s..s + 1).into_iter().map(f64::from).collect();
     let blocks = || visible.clone().step_by(BLOCK).map(|start| start..(start + BLOCK).min(visible.end));
     let score = |key: &[f32]| {
         let score = dot(&query, key) * f64::from(scale);
@@ -95,7 +95,7 @@ unsafe fn attend<S: Simd>(
 
     let mut max = f64::NEG_INFINITY;
     for keys in blocks() {
-        for key in read(&call.k, head_kv, keys).chunks_exact(head_dim) {
+        for key in read(call.k(), head_kv, keys).chunks_exact(head_dim) {
             let score = score(key);
             // ∞ − ∞ is NaN, and so is what is divided by a sum with it.
             if score.is_nan() || score == f64::INFINITY {
@@ -112,7 +112,7 @@ unsafe fn attend<S: Simd>(
     }
     let mut sum = 0.0;
     for keys in blocks() {
-        let (k, v) = (read(&call.k, head_kv, keys.clone()), read(&call.v, head_kv, keys));
+        let (k, v) = (read(call.k(), head_kv, keys.clone()), read(call.v(), head_kv, keys));
         for (key, value) in k.chunks_exact(head_dim).zip(v.chunks_exact(head_dim_v)) {
             let weight = (score(key) - max).exp();
             sum += weight;

@@ -3,8 +3,8 @@
 //! Programs make the same calls over and over: the same problem on the same tensors. What such a call goes through
 //! (its addresses checked, its tensor maps made, its parameters packed) is kept, in a table of fixed size in which a new
 //! call takes the place of an old one: a call that is found again is one look-up and the launch, and one that is not
-//! allocates nothing either. Brief calls that keep coming back become graphs of one kernel, which the driver launches
-//! faster than a kernel with its parameters.
+//! allocates nothing either. Brief calls that keep coming back become graphs, which the driver launches faster than
+//! kernels with their parameters.
 
 #![allow(unsafe_code)] // A launch is unsafe by nature; a graph's is the launch that it was made of.
 
@@ -22,7 +22,7 @@ use super::{
     Ready,
     key::{Key, QuickState},
 };
-use crate::{contract::Call, plan::Packed, tensor::Raw};
+use crate::{contract::Call, plan::Packed, signature::PerTensor, tensor::Raw};
 
 /// Calls that are kept.
 const SLOTS: usize = 256;
@@ -37,20 +37,20 @@ const REPEATS: u32 = 2;
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct CallKey {
     plan: Key,
-    /// Address and strides of q, k, v, o and lse; the problem has the shapes.
-    tensors: [(usize, [usize; 3]); 5],
+    /// Address and strides of each tensor; the problem has the shapes.
+    tensors: PerTensor<(usize, [usize; 3])>,
     lengths: Option<u64>,
+    /// What the workspace depends on: the stream, and the caller's own if there is one.
+    workspace: (usize, Option<u64>),
 }
 
 impl CallKey {
-    pub(super) fn new(plan: Key, call: &Call<'_>) -> Self {
+    pub(super) fn new(plan: Key, call: &Call<'_>, workspace: (usize, Option<u64>)) -> Self {
         let at = |raw: &Raw| {
             let [batch, head, row, _] = raw.layout.strides;
             (raw.ptr as usize, [batch, head, row])
         };
-        let lse = call.lse.as_ref().map_or((0, [0; 3]), at);
-        let tensors = [at(&call.q), at(&call.k), at(&call.v), at(&call.o), lse];
-        Self { plan, tensors, lengths: call.device_lengths }
+        Self { plan, tensors: call.tensors.map(at), lengths: call.device_lengths, workspace }
     }
 
     fn hash(&self) -> usize {
@@ -100,7 +100,7 @@ fn records_nothing(stream: &Stream) -> bool {
     matches!(stream.capture_status(), Ok(CaptureStatus::None))
 }
 
-/// A graph of one launch.
+/// A graph of one call.
 fn record(
     context: &Context,
     kernel: impl Fn(&Stream) -> Result<(), DriverError>,
@@ -145,7 +145,7 @@ impl KnownCalls {
         let free = ways.iter().find(|slot| slot.try_read().is_ok_and(|made| made.is_none()));
         if let Ok(mut slot) = free.unwrap_or(&ways[hash / SLOTS % WAYS]).try_write() {
             let (key, repeats, graph) = (*key, AtomicU32::new(0), OnceLock::new());
-            let context = ready.function.module().context().clone();
+            let context = ready.context().clone();
             let old = slot.replace(Made { key, ready, packed, repeats, graph });
             // A graph that goes would spoil a recording that this thread is making.
             if old.as_ref().is_some_and(|old| old.graph.get().is_some()) {

@@ -5,7 +5,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use flashcore_kernels::{Kernel, Schedule};
 use flashcore_ptx::Target;
 
-use crate::{DType, Mask, Problem};
+use crate::Problem;
 
 /// Who chooses the schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -15,33 +15,12 @@ pub(super) enum Choice {
     Schedule(Schedule),
 }
 
-/// What a plan depends on. Floats are compared by their bits.
+/// What a plan depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Key {
-    sizes: [usize; 7],
-    dtype: DType,
-    mask: Mask,
-    scale: u32,
-    softcap: Option<u32>,
-    flags: [bool; 2],
-    target: Target,
-    choice: Choice,
-}
-
-impl Key {
-    pub(super) fn new(problem: &Problem, target: Target, choice: Choice) -> Self {
-        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
-        Self {
-            sizes: [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v],
-            dtype: problem.dtype,
-            mask: problem.mask,
-            scale: problem.scale.to_bits(),
-            softcap: problem.softcap.map(f32::to_bits),
-            flags: [problem.key_lengths, problem.lse],
-            target,
-            choice,
-        }
-    }
+    pub problem: Problem,
+    pub target: Target,
+    pub choice: Choice,
 }
 
 /// Hashes word by word, by multiplying and rotating. Nobody gains from choosing problems whose keys collide, so
@@ -98,6 +77,11 @@ mod tests {
     };
 
     use super::*;
+    use crate::{DType, Mask};
+
+    fn key(problem: &Problem, target: Target, choice: Choice) -> Key {
+        Key { problem: *problem, target, choice }
+    }
 
     fn keys() -> Vec<Key> {
         let mut keys = Vec::new();
@@ -107,11 +91,11 @@ mod tests {
                     for dtype in [DType::F16, DType::BF16] {
                         for mask in [Mask::None, Mask::Causal, Mask::Window { left: Some(8), right: None }] {
                             let problem = Problem::new(batch, heads, len, 64, dtype).with_mask(mask);
-                            keys.push(Key::new(&problem, Target::Sm80, Choice::Planner));
-                            keys.push(Key::new(&problem.with_lse(), Target::Sm80, Choice::Planner));
-                            keys.push(Key::new(&problem.with_softcap(30.0), Target::Sm80, Choice::Planner));
-                            keys.push(Key::new(&problem, Target::Sm80, Choice::Kernel(Kernel::Scalar)));
-                            keys.push(Key::new(&problem, Target::Sm90a, Choice::Planner));
+                            keys.push(key(&problem, Target::Sm80, Choice::Planner));
+                            keys.push(key(&problem.with_lse(), Target::Sm80, Choice::Planner));
+                            keys.push(key(&problem.with_softcap(30.0), Target::Sm80, Choice::Planner));
+                            keys.push(key(&problem, Target::Sm80, Choice::Kernel(Kernel::Scalar)));
+                            keys.push(key(&problem, Target::Sm90a, Choice::Planner));
                         }
                     }
                 }

@@ -11,10 +11,11 @@ use std::{
 use flashcore_driver::{
     Context, DriverError, L2Promotion, OutOfBounds, Swizzle, TensorMapElement, TensorMapSpec,
 };
+use flashcore_kernels::Dtype;
 use flashcore_ptx::TensorMap;
 
 use super::key::QuickState;
-use crate::{DType, plan::Map};
+use crate::plan::Map;
 
 /// Maps that are kept; with more, all are forgotten and made again.
 const MOST: usize = 4096;
@@ -43,7 +44,11 @@ impl KnownMaps {
 
 fn encode(context: &Context, map: &Map) -> Result<TensorMap, DriverError> {
     let spec = TensorMapSpec {
-        element: if map.dtype == DType::BF16 { TensorMapElement::Bf16 } else { TensorMapElement::F16 },
+        element: match map.dtype {
+            Dtype::F16 => TensorMapElement::F16,
+            Dtype::Bf16 => TensorMapElement::Bf16,
+            Dtype::F32 => TensorMapElement::F32,
+        },
         address: map.address,
         dims: &map.dims,
         strides: &map.strides,

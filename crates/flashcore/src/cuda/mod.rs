@@ -16,6 +16,7 @@ mod pointers;
 mod record;
 mod staged;
 mod tensor;
+mod workspace;
 
 use std::{
     collections::HashMap,
@@ -38,6 +39,7 @@ use self::{
     lengths::LengthsKernel,
     maps::KnownMaps,
     pointers::{BadPointer, KnownMemory, Span},
+    workspace::{Lease, Workspaces},
 };
 pub use self::{
     floor::LaunchFloor,
@@ -47,8 +49,8 @@ pub use self::{
 use crate::{
     Error, Name, Problem, Result,
     contract::Call,
-    plan::{ALIGNMENT, Addresses, Hardware, Packed, Plan},
-    tensor::{Place, Raw},
+    plan::{Bindings, Hardware, Launch, Packed, Plan},
+    tensor::Place,
 };
 
 /// Calls of so many operations take about as long as their launch.
@@ -66,6 +68,8 @@ pub struct Cuda {
     stream: Stream,
     hardware: Arc<Hardware>,
     choice: Choice,
+    /// The caller's workspace: its address and how many bytes it has.
+    workspace: Option<(u64, usize)>,
 }
 
 struct Shared {
@@ -77,24 +81,33 @@ struct Shared {
     memory: KnownMemory,
     maps: KnownMaps,
     lengths: OnceLock<LengthsKernel>,
+    workspaces: Workspaces,
 }
 
 /// A plan whose code is loaded.
 struct Ready {
     plan: Plan,
-    function: Function,
-    launch: LaunchConfig,
-    /// The hash of the PTX text.
+    /// The kernel of each launch, and how it is launched.
+    kernels: Vec<(Function, LaunchConfig)>,
+    /// The hash of the PTX texts.
     code: String,
     /// Whether the launch takes about as long as the kernel.
     brief: bool,
 }
 
 impl Ready {
-    /// Queues the kernel with these parameters.
+    /// Queues the launches with these parameters.
     fn queue(&self, stream: &Stream, params: &Packed) -> std::result::Result<(), DriverError> {
-        // SAFETY: the parameters are the kernel's own struct, and the call's contract holds for its tensors.
-        unsafe { self.function.launch_fields(stream, &self.launch, params.as_bytes(), params.places()) }
+        for (index, (function, launch)) in self.kernels.iter().enumerate() {
+            let (bytes, places) = params.launch(index);
+            // SAFETY: the parameters are the kernel's own struct, and the call's contract holds for its tensors.
+            unsafe { function.launch_fields(stream, launch, bytes, places) }?;
+        }
+        Ok(())
+    }
+
+    fn context(&self) -> &Context {
+        self.kernels[0].0.module().context()
     }
 }
 
@@ -140,8 +153,10 @@ impl Cuda {
             memory: KnownMemory::default(),
             maps: KnownMaps::default(),
             lengths: OnceLock::new(),
+            workspaces: Workspaces::default(),
         };
-        Ok(Self { shared: Arc::new(shared), stream, hardware: Arc::new(hardware), choice: Choice::Planner })
+        let (shared, hardware) = (Arc::new(shared), Arc::new(hardware));
+        Ok(Self { shared, stream, hardware, choice: Choice::Planner, workspace: None })
     }
 
     /// The same GPU and kernels, queueing in a stream of the caller's.
@@ -168,6 +183,16 @@ impl Cuda {
     pub fn on_new_stream(&self) -> Result<Self> {
         let stream = self.shared.context.stream(driver::StreamOptions::default());
         self.with_stream(&stream.map_err(|error| self.error(&error))?)
+    }
+
+    /// The same GPU and kernels, with a workspace of the caller's: plans say how many bytes they need
+    /// ([`Plan::workspace_bytes`]). Without one, each stream has its own.
+    ///
+    /// # Safety
+    /// So many bytes at this address of the GPU's memory are aligned to 256 bytes and belong to the calls on this device,
+    /// one after the other, until the last of them has run, and as long as a graph that captured one can run.
+    pub unsafe fn with_workspace(&self, address: u64, bytes: usize) -> Self {
+        Self { workspace: Some((address, bytes)), ..self.clone() }
     }
 
     /// The same GPU, with the default schedule of one kernel for every problem.
@@ -225,9 +250,9 @@ impl Cuda {
         self.ready(problem).map(|_| ())
     }
 
-    /// The loaded kernel of a problem, for those who ask for its attributes.
+    /// The loaded main kernel of a problem, for those who ask for its attributes.
     pub fn function(&self, problem: &Problem) -> Result<Function> {
-        Ok(self.ready(problem)?.function.clone())
+        Ok(self.ready(problem)?.kernels[0].0.clone())
     }
 
     /// The hash of the code for a problem, as PTX: two schedules with one hash are one kernel.
@@ -240,7 +265,7 @@ impl Cuda {
     }
 
     fn key(&self, problem: &Problem) -> Key {
-        Key::new(problem, self.hardware.target, self.choice)
+        Key { problem: *problem, target: self.hardware.target, choice: self.choice }
     }
 
     fn ready(&self, problem: &Problem) -> Result<Arc<Ready>> {
@@ -257,61 +282,78 @@ impl Cuda {
 
     fn make(&self, problem: &Problem) -> Result<Ready> {
         let plan = self.plan(problem)?;
-        let module = plan.module()?;
-        let entry = module.kernels[0].name.clone();
-        let shared = &self.shared;
-        let opted_in = |function: Function| {
-            if plan.shared_bytes > 0 {
-                function.set_max_dynamic_shared(plan.shared_bytes)?;
-            }
-            Ok(function)
-        };
-        let ptx = module.to_string();
-        let load = || {
-            if plan.target == Target::Sm90a {
-                // The linker assembles for code it does not know, and then ignores setmaxnreg: the kernel would
-                // spill. Loading assembles the module as a whole, and the driver keeps the result in its own cache.
-                let loaded = Module::from_ptx(&shared.context, &entry, &ptx, &JitOptions::default())?;
-                return opted_in(loaded.function(&entry)?);
-            }
-            let gpu = shared.context.properties().compute_capability.to_string();
-            let key = CubinCache::key(&ptx, &gpu, &shared.context.driver().version().to_string());
-            let kept = shared
-                .cache
-                .get(&key)
-                .and_then(|cubin| Module::from_cubin(&shared.context, &entry, &cubin).ok());
+        let mut hasher = blake3::Hasher::new();
+        let mut kernels = Vec::new();
+        for launch in &plan.launches {
+            let module = launch.module(plan.target)?;
+            let ptx = module.to_string();
+            hasher.update(ptx.as_bytes());
+            let function = self.load(&module.kernels[0].name, &ptx, plan.target, launch.shared_bytes);
+            kernels.push((function.map_err(|error| self.error(&error))?, self.config(launch)));
+        }
+        let (code, brief) = (hasher.finalize().to_hex().to_string(), problem.flops() <= BRIEF_FLOPS);
+        Ok(Ready { plan, kernels, code, brief })
+    }
+
+    /// How a kernel of a plan is launched.
+    fn config(&self, launch: &Launch) -> LaunchConfig {
+        let mut config = LaunchConfig::new(launch.grid, [launch.threads, 1, 1]);
+        config.shared_bytes = launch.shared_bytes;
+        config.cluster = (launch.cluster > 1).then_some([launch.cluster, 1, 1]);
+        // Such a kernel sets itself up beside the one before it, and waits for that one before it reads anything.
+        config.programmatic = launch.schedule.is_programmatic()
+            && self.hardware.target == Target::Sm90a
+            && self.shared.context.driver().version() >= PROGRAMMATIC;
+        config
+    }
+
+    /// The machine code of a kernel, loaded.
+    fn load(
+        &self,
+        entry: &str,
+        ptx: &str,
+        target: Target,
+        shared_bytes: u32,
+    ) -> std::result::Result<Function, DriverError> {
+        let Shared { context, cache, .. } = &*self.shared;
+        let function = if target == Target::Sm90a {
+            // The linker assembles for code it does not know, and then ignores setmaxnreg: the kernel would
+            // spill. Loading assembles the module as a whole, and the driver keeps the result in its own cache.
+            Module::from_ptx(context, entry, ptx, &JitOptions::default())?.function(entry)?
+        } else {
+            let gpu = context.properties().compute_capability.to_string();
+            let key = CubinCache::key(ptx, &gpu, &context.driver().version().to_string());
+            let kept = cache.get(&key).and_then(|cubin| Module::from_cubin(context, entry, &cubin).ok());
             let loaded = if let Some(loaded) = kept {
                 loaded
             } else {
-                let cubin = link_ptx(&shared.context, &entry, &ptx, &JitOptions::default())?.bytes;
+                let cubin = link_ptx(context, entry, ptx, &JitOptions::default())?.bytes;
                 // A cache that cannot be written costs time, not the call.
-                let _ = shared.cache.put(&key, &cubin);
-                Module::from_cubin(&shared.context, &entry, &cubin)?
+                let _ = cache.put(&key, &cubin);
+                Module::from_cubin(context, entry, &cubin)?
             };
-            opted_in(loaded.function(&entry)?)
+            loaded.function(entry)?
         };
-        let function = load().map_err(|error: DriverError| self.error(&error))?;
-        let mut launch = LaunchConfig::new(plan.grid, [plan.threads, 1, 1]);
-        launch.shared_bytes = plan.shared_bytes;
-        launch.cluster = (plan.cluster > 1).then_some([plan.cluster, 1, 1]);
-        // The Hopper kernel sets itself up beside the one before it, and waits for that one before it reads anything.
-        launch.programmatic =
-            plan.schedule.kernel() == Kernel::Sm90Fwd && shared.context.driver().version() >= PROGRAMMATIC;
-        let brief = problem.flops() <= BRIEF_FLOPS;
-        Ok(Ready { plan, function, launch, brief, code: blake3::hash(ptx.as_bytes()).to_hex().to_string() })
+        if shared_bytes > 0 {
+            function.set_max_dynamic_shared(shared_bytes)?;
+        }
+        Ok(function)
     }
 
     pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
-        if call.o.layout.elements() == Some(0) {
+        if call.o().layout.elements() == Some(0) {
             return Ok(());
         }
-        if call.q.place == Place::Host {
+        if call.place() == Place::Host {
             return staged::run(self, call);
         }
-        let key = CallKey::new(self.key(&call.problem), call);
+        let workspace = (workspace::stream_key(&self.stream), self.workspace.map(|(address, _)| address));
+        let key = CallKey::new(self.key(&call.problem), call, workspace);
         // Lengths that are on the host may differ from those of last time.
         let repeatable = call.key_lengths.is_none();
-        if repeatable && let Some(launched) = self.shared.calls.again(&key, |made| self.launch_again(made)) {
+        if repeatable
+            && let Some(launched) = self.shared.calls.again(&key, |made| self.launch_again(made)).flatten()
+        {
             return launched;
         }
         self.check_memory(call)?;
@@ -330,27 +372,40 @@ impl Cuda {
         }
     }
 
-    /// Launches the kernel that this device chooses, and remembers the call by a key.
+    /// Launches the kernels that this device chooses, and remembers the call by a key.
     fn run_as(&self, call: &Call<'_>, key: &CallKey) -> Result<()> {
-        let repeatable = call.key_lengths.is_none();
-        let at = |raw: &Raw| (raw.ptr as u64, raw.layout);
         let lengths = call.key_lengths.map(|values| self.store_lengths(values)).transpose()?;
-        let addresses = Addresses {
-            q: at(&call.q),
-            k: at(&call.k),
-            v: at(&call.v),
-            o: at(&call.o),
-            lse: call.lse.as_ref().map(at),
+        let ready = self.ready(&call.problem)?;
+        let workspace = self.lease(&ready.plan)?;
+        let bindings = Bindings {
+            tensors: call.tensors.map(|raw| (raw.ptr as u64, raw.layout)),
             key_lengths: lengths.as_ref().map(DeviceBuffer::address).or(call.device_lengths),
+            workspace: workspace.address,
         };
-        let (ready, packed) = self.pack(&call.problem, &addresses)?;
+        let packed = self.bind(&ready.plan, &bindings)?;
         self.launch(&ready, &packed)?;
-        if repeatable {
+        if call.key_lengths.is_none() && workspace.stays {
             self.shared.calls.remember(key, ready, packed);
         }
         // The lengths must outlive the kernel. Memory of a pool is freed in stream order, behind it.
         let freed_at_once = lengths.is_some() && !self.shared.context.properties().memory_pools;
         if freed_at_once { self.synchronize() } else { Ok(()) }
+    }
+
+    /// The workspace for a plan's launches, for as long as they are queued.
+    fn lease(&self, plan: &Plan) -> Result<Lease> {
+        let needed = plan.workspace_bytes();
+        match self.workspace {
+            _ if needed == 0 => Ok(Lease::kept(0)),
+            Some((address, given)) if given >= needed => Ok(Lease::kept(address)),
+            Some((_, given)) => Err(Error::Workspace { given, needed }),
+            None => {
+                let context = &self.shared.context;
+                let leased =
+                    context.with_relaxed_capture(|| self.shared.workspaces.get(&self.stream, needed));
+                leased.and_then(|leased| leased).map_err(|error| self.error(&error))
+            }
+        }
     }
 
     /// Puts key lengths where a kernel that is queued next finds them.
@@ -368,21 +423,14 @@ impl Cuda {
 
     /// Refuses tensors that are not in this GPU's memory, which would cost the whole context.
     fn check_memory(&self, call: &Call<'_>) -> Result<()> {
-        let span = |name: Name, raw: &Raw| -> Span {
-            let span = raw.span();
-            (name, span.start as u64..span.end as u64)
-        };
         let batch = call.problem.batch as u64;
         let lengths = call.device_lengths.map(|start| (Name::KeyLengths, start..start + 4 * batch));
-        let spans = [
-            Some(span(Name::Q, &call.q)),
-            Some(span(Name::K, &call.k)),
-            Some(span(Name::V, &call.v)),
-            Some(span(Name::O, &call.o)),
-            call.lse.as_ref().map(|lse| span(Name::Lse, lse)),
-            lengths,
-        ];
-        let spans = spans.into_iter().flatten().filter(|(_, span)| !span.is_empty());
+        let signature = call.problem.signature();
+        let tensors = signature.iter().map(|parameter| -> Span {
+            let span = call.tensors[parameter.name].span();
+            (parameter.name, span.start as u64..span.end as u64)
+        });
+        let spans = tensors.chain(lengths).filter(|(_, span)| !span.is_empty());
         match self.shared.memory.check(&self.shared.context, spans) {
             Ok(Ok(())) => Ok(()),
             Ok(Err(BadPointer { tensor, address, fault })) => {
@@ -392,30 +440,34 @@ impl Cuda {
         }
     }
 
-    /// The kernel for a problem, and its parameters for tensors at these addresses.
-    fn pack(&self, problem: &Problem, addresses: &Addresses) -> Result<(Arc<Ready>, Packed)> {
-        let ready = self.ready(problem)?;
-        let packed = ready.plan.pack(addresses, &mut |map| {
+    /// The parameters of a plan's launches for tensors that lie there.
+    fn bind(&self, plan: &Plan, bindings: &Bindings) -> Result<Packed> {
+        plan.bind(bindings, &mut |map| {
             self.shared.maps.get(&self.shared.context, map).map_err(|error| self.error(&error))
-        })?;
-        Ok((ready, packed))
+        })
     }
 
-    /// Queues the kernel.
+    /// Queues the launches.
     fn launch(&self, ready: &Ready, params: &Packed) -> Result<()> {
         ready.queue(&self.stream, params).map_err(|error| self.error(&error))
     }
 
-    /// Queues a call that was made before.
-    fn launch_again(&self, made: &Made) -> Result<()> {
-        made.launch(&self.stream, |stream| made.ready.queue(stream, &made.packed))
-            .map_err(|error| self.error(&error))
+    /// Queues a call that was made before; `None` if it has to be made anew, because its workspace cannot be used again.
+    fn launch_again(&self, made: &Made) -> Option<Result<()>> {
+        if made.ready.plan.workspace_bytes() > 0
+            && self.workspace.is_none()
+            && workspace::is_shared(&self.stream)
+        {
+            return None;
+        }
+        let launched = made.launch(&self.stream, |stream| made.ready.queue(stream, &made.packed));
+        Some(launched.map_err(|error| self.error(&error)))
     }
 
     /// What is not aligned as the kernels with tensor cores need it, if anything.
     fn misaligned(&self, call: &Call<'_>) -> Option<Error> {
-        let tensors = [(Name::Q, &call.q), (Name::K, &call.k), (Name::V, &call.v), (Name::O, &call.o)];
-        tensors.into_iter().find_map(|(tensor, raw)| {
+        call.problem.signature().iter().find_map(|parameter| {
+            let (raw, needed) = (&call.tensors[parameter.name], parameter.alignment);
             let size = raw.dtype.size();
             let [batch, head, row, _] = raw.layout.strides.map(|stride| stride * size);
             let numbers = [
@@ -424,8 +476,8 @@ impl Cuda {
                 ("head stride", head),
                 ("row stride", row),
             ];
-            let (what, given) = numbers.into_iter().find(|(_, value)| !value.is_multiple_of(ALIGNMENT))?;
-            Some(Error::Alignment { tensor, what, given, needed: ALIGNMENT, device: self.name() })
+            let (what, given) = numbers.into_iter().find(|(_, value)| !value.is_multiple_of(needed))?;
+            Some(Error::Alignment { tensor: parameter.name, what, given, needed, device: self.name() })
         })
     }
 

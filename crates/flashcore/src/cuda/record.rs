@@ -16,16 +16,17 @@
 
 use std::{marker::PhantomData, sync::Arc};
 
-use flashcore_driver::{CaptureMode, DriverError, GraphExec};
+use flashcore_driver::{CaptureMode, DeviceBuffer, DriverError, GraphExec};
 
 use super::{Cuda, CudaTensor, Ready};
 use crate::{Attention, Device, Error, Result};
 
 /// Takes calls into a recording.
 pub struct Recorder<'a> {
-    device: Device,
     cuda: Cuda,
     kernels: Vec<Arc<Ready>>,
+    /// The workspace of all calls, which run one after the other; the last is the largest.
+    workspaces: Vec<DeviceBuffer>,
     calls: usize,
     tensors: PhantomData<&'a [u8]>,
 }
@@ -37,6 +38,8 @@ pub struct Recording<'a> {
     calls: usize,
     /// The code that the graph refers to.
     _kernels: Vec<Arc<Ready>>,
+    /// The memory that it refers to.
+    _workspaces: Vec<DeviceBuffer>,
     tensors: PhantomData<&'a [u8]>,
 }
 
@@ -44,9 +47,9 @@ impl Cuda {
     /// Records the calls that `work` makes, instead of running them. The stream must not be the default one.
     pub fn record<'a>(&self, work: impl FnOnce(&mut Recorder<'a>) -> Result<()>) -> Result<Recording<'a>> {
         let mut recorder = Recorder {
-            device: Device::cuda_with(self.clone()),
             cuda: self.clone(),
             kernels: Vec::new(),
+            workspaces: Vec::new(),
             calls: 0,
             tensors: PhantomData,
         };
@@ -62,8 +65,15 @@ impl Cuda {
             Ok(exec)
         };
         let exec = ready().map_err(|error: DriverError| self.error(&error))?;
-        let Recorder { cuda, kernels, calls, .. } = recorder;
-        Ok(Recording { exec, cuda, calls, _kernels: kernels, tensors: PhantomData })
+        let Recorder { cuda, kernels, workspaces, calls, .. } = recorder;
+        Ok(Recording {
+            exec,
+            cuda,
+            calls,
+            _kernels: kernels,
+            _workspaces: workspaces,
+            tensors: PhantomData,
+        })
     }
 }
 
@@ -93,12 +103,32 @@ impl<'a> Recorder<'a> {
         let mut problem = attention.problem(&q, &k, &v)?;
         problem.lse = lse.is_some();
         let mut lse = lse.map(CudaTensor::target).transpose()?;
-        attention.run_into(&self.device, &q, &k, &v, &mut o.target()?, lse.as_mut())?;
+        let mut cuda = self.cuda.clone();
         if problem.batch * problem.heads_q * problem.len_q > 0 {
-            self.kernels.push(self.cuda.ready(&problem)?);
+            let ready = cuda.ready(&problem)?;
+            let needed = ready.plan.workspace_bytes();
+            self.kernels.push(ready);
+            if needed > 0 && cuda.workspace.is_none() {
+                let (address, bytes) = self.workspace(needed)?;
+                // SAFETY: the recording keeps it, and its calls run one after the other.
+                cuda = unsafe { cuda.with_workspace(address, bytes) };
+            }
         }
+        let device = Device::cuda_with(cuda);
+        attention.run_into(&device, &q, &k, &v, &mut o.target()?, lse.as_mut())?;
         self.calls += 1;
         Ok(())
+    }
+
+    /// Memory of at least so many bytes that lives as long as the recording.
+    fn workspace(&mut self, bytes: usize) -> Result<(u64, usize)> {
+        if self.workspaces.last().is_none_or(|last| last.len() < bytes) {
+            let context = &self.cuda.shared.context;
+            let made = context.with_relaxed_capture(|| context.alloc(bytes)).and_then(|made| made);
+            self.workspaces.push(made.map_err(|error| self.cuda.error(&error))?);
+        }
+        let last = &self.workspaces[self.workspaces.len() - 1];
+        Ok((last.address(), last.len()))
     }
 }
 

@@ -3,7 +3,7 @@
 use flashcore_driver::DeviceBuffer;
 
 use super::Cuda;
-use crate::{Result, contract::Call, staging};
+use crate::{Result, contract::Call, plan::Bindings, staging};
 
 /// Buffers that live for one staged call.
 struct Staged<'a> {
@@ -14,10 +14,13 @@ struct Staged<'a> {
 /// Runs a call on host tensors and waits for its end.
 pub(super) fn run(cuda: &Cuda, call: &Call<'_>) -> Result<()> {
     let mut memory = Staged { cuda, buffers: Vec::new() };
-    staging::run(&mut memory, call, |memory, addresses| {
-        let (ready, packed) = memory.cuda.pack(&call.problem, addresses)?;
-        memory.cuda.launch(&ready, &packed)?;
-        memory.cuda.synchronize()
+    staging::run(&mut memory, call, |memory, bindings| {
+        let cuda = memory.cuda;
+        let ready = cuda.ready(&call.problem)?;
+        let workspace = cuda.lease(&ready.plan)?;
+        let packed = cuda.bind(&ready.plan, &Bindings { workspace: workspace.address, ..*bindings })?;
+        cuda.launch(&ready, &packed)?;
+        cuda.synchronize()
     })
 }
 

@@ -1,8 +1,10 @@
-//! One query a head: the heads that share keys become the rows of one tile, so that the keys are read once for all of
+//! One query per head: the heads that share keys become the rows of one tile, so that the keys are read once for all of
 //! them.
 
-use super::Addresses;
-use crate::{Layout, Mask, Problem};
+use crate::{
+    Layout, Mask, Problem,
+    signature::{Parameter, Rows},
+};
 
 /// The problem as a kernel is to see it. The only query of a head sees the same keys as that of the next, so query
 /// heads that share a key head are as good as queries of one head.
@@ -21,18 +23,20 @@ fn sees_all(problem: &Problem) -> bool {
     to_the_first && (band.right.is_none() || !band.top_left)
 }
 
-/// The tensors of a problem as those of the folded one.
-pub(super) fn fold_tensors(tensors: &Addresses, problem: &Problem, folded: &Problem) -> Addresses {
-    if problem.len_q == folded.len_q {
-        return *tensors;
+/// The layout of a tensor of a problem as the folded one has it.
+pub(super) fn fold_tensors(
+    layout: &Layout,
+    of: &Parameter,
+    problem: &Problem,
+    folded: &Problem,
+) -> Layout {
+    if problem.len_q == folded.len_q || of.rows != Rows::Queries {
+        return *layout;
     }
     let group = folded.len_q;
-    let rows = |(address, layout): (u64, Layout)| {
-        let Layout { shape: [batch, heads, _, dim], strides: [to_batch, to_head, _, to_next] } = layout;
-        let shape = [batch, heads / group, group, dim];
-        (address, Layout { shape, strides: [to_batch, group * to_head, to_head, to_next] })
-    };
-    Addresses { q: rows(tensors.q), o: rows(tensors.o), lse: tensors.lse.map(rows), ..*tensors }
+    let Layout { shape: [batch, heads, _, dim], strides: [to_batch, to_head, _, to_next] } = *layout;
+    let shape = [batch, heads / group, group, dim];
+    Layout { shape, strides: [to_batch, group * to_head, to_head, to_next] }
 }
 
 #[cfg(test)]
@@ -73,28 +77,24 @@ mod tests {
 
     #[test]
     fn every_row_of_the_folded_tensors_is_where_its_head_was() {
-        let problem = decode();
+        let problem = decode().with_lse();
         let folded = fold(&problem);
         // Heads are further apart than they need be, and the batch is inside of them.
-        let layout = Layout { shape: [2, 32, 1, 128], strides: [128, 300, 7000, 1] };
-        let kv = (1, Layout::bhsd([2, 8, 1000, 128]));
-        let lse = (5, Layout { shape: [2, 32, 1, 1], strides: [32, 1, 1, 1] });
-        let given =
-            Addresses { q: (3, layout), k: kv, v: kv, o: (4, layout), lse: Some(lse), key_lengths: Some(6) };
-        let found = fold_tensors(&given, &problem, &folded);
+        let strides = [128, 300, 7000, 1];
         let at = |layout: &Layout, place: [usize; 3]| {
             place.iter().zip(layout.strides).map(|(at, stride)| at * stride).sum::<usize>()
         };
-        let same = |was: &(u64, Layout), is: &(u64, Layout)| {
-            assert_eq!(was.0, is.0);
-            assert_eq!(is.1.shape[..3], [2, 8, 4]);
-            for (batch, head) in (0..2).flat_map(|batch| (0..32).map(move |head| (batch, head))) {
-                assert_eq!(at(&was.1, [batch, head, 0]), at(&is.1, [batch, head / 4, head % 4]));
+        for parameter in &problem.signature() {
+            let was = Layout { shape: parameter.shape, strides };
+            let is = fold_tensors(&was, parameter, &problem, &folded);
+            if parameter.rows == Rows::Keys {
+                assert_eq!(is, was);
+                continue;
             }
-        };
-        same(&given.q, &found.q);
-        same(&given.o, &found.o);
-        same(&lse, &found.lse.unwrap());
-        assert_eq!((found.k, found.v, found.key_lengths), (kv, kv, Some(6)));
+            assert_eq!(is.shape[..3], [2, 8, 4]);
+            for (batch, head) in (0..2).flat_map(|batch| (0..32).map(move |head| (batch, head))) {
+                assert_eq!(at(&was, [batch, head, 0]), at(&is, [batch, head / 4, head % 4]));
+            }
+        }
     }
 }

@@ -7,11 +7,11 @@
 
 use flashcore_ptx::{B32, F32, KernelBuilder, MatrixTy, Reg};
 
-use crate::{
-    Dtype,
+use super::{
     softmax::{NEG_INF, SoftmaxParams},
     work::{Rows, Work},
 };
+use crate::Dtype;
 
 /// One thread's part of a 16×8 accumulator.
 pub(crate) type Acc = [Reg<F32>; 4];

@@ -2,7 +2,25 @@
 
 use flashcore_ptx::{B32, B64, GlobalPtr, KernelBuilder, KernelParams, ParamHandle, Reg};
 
-use crate::{FwdParams, Spec};
+use crate::{FwdParams, Spec, family::Knob};
+
+impl Knob for Order {
+    fn text(self) -> String {
+        match self {
+            Order::HeadByHead => "head",
+            Order::LongestFirst => "longest",
+        }
+        .into()
+    }
+
+    fn read(text: &str) -> Result<Self, &'static str> {
+        match text {
+            "head" => Ok(Order::HeadByHead),
+            "longest" => Ok(Order::LongestFirst),
+            _ => Err("possible are head and longest"),
+        }
+    }
+}
 
 /// The order in which blocks take up the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

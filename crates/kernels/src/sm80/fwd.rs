@@ -5,37 +5,41 @@
 //! shared-memory slots that `cp.async` fills ahead. A warp holds 16 or 32 queries: its scores, probabilities and
 //! output never leave its registers.
 
-use flashcore_ptx::{Addr, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
+use flashcore_ptx::{Addr, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target, TensorMap};
 
 use crate::{
-    Blocks, FwdParams, Geometry, ScheduleError, Spec,
-    copy::{Share, TileCopy},
-    epilogue,
-    fragment::{Acc, Place, a_operands, matrix_ty},
-    schedule::{MAX_REGISTERS, check_registers},
-    softmax::{OnlineSoftmax, SoftmaxParams},
-    swizzle::{CHUNK, Tile},
-    work::{KeyRange, Order, Rows, Work},
+    Args, BindError, Blocks, Family, FwdParams, Geometry, Map, Packed, ScheduleError, Spec,
+    family::{MAX_REGISTERS, check_registers, schedule},
+    parts::{
+        copy::{Share, TileCopy},
+        epilogue,
+        fragment::{Acc, Place, a_operands, matrix_ty},
+        params::check_rows,
+        softmax::{OnlineSoftmax, SoftmaxParams},
+        swizzle::{CHUNK, Tile},
+        work::{KeyRange, Order, Rows, Work},
+    },
 };
 
 /// Registers beside the fragments: operands on their way to the tensor cores, addresses, softmax state.
 const OTHER_REGISTERS: u32 = 87;
 
-/// The knobs of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Schedule {
-    /// Queries a block: 64 or 128.
-    pub block_m: u32,
-    /// Keys a tile: a multiple of 16.
-    pub block_n: u32,
-    /// Warps a block, of 16 or 32 queries each.
-    pub warps: u32,
-    /// Slots for K and V tiles; with one slot, a tile's V is fetched during its QKᵀ and the next K during its PV.
-    pub stages: u32,
-    /// Whether the queries are kept in registers rather than read from shared memory for every key tile.
-    pub q_in_regs: bool,
-    /// The order of the blocks.
-    pub order: Order,
+schedule! {
+    /// The knobs of the kernel.
+    pub struct Schedule {
+        /// Queries per block: 64 or 128.
+        pub block_m: u32,
+        /// Keys per tile: a multiple of 16.
+        pub block_n: u32,
+        /// Warps per block, of 16 or 32 queries each.
+        pub warps: u32,
+        /// Slots for K and V tiles; with one slot, a tile's V is fetched during its QKᵀ and the next K during its PV.
+        pub stages: u32,
+        /// Whether the queries are kept in registers rather than read from shared memory for every key tile.
+        pub q_in_regs: bool,
+        /// The order of the blocks.
+        pub order: Order,
+    }
 }
 
 /// A kernel's shared memory.
@@ -100,7 +104,10 @@ impl Schedule {
         self.block_m / self.warps / 16
     }
 
-    pub(crate) fn geometry(self, spec: &Spec) -> Geometry {
+}
+
+impl Family for Schedule {
+    fn geometry(self, spec: &Spec) -> Geometry {
         let shared_bytes = self.memory(spec).layout.bytes();
         Geometry {
             rows: self.block_m,
@@ -110,7 +117,7 @@ impl Schedule {
         }
     }
 
-    pub(crate) fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
+    fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
         let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
         if ![(64, 4), (128, 4), (128, 8)].contains(&(self.block_m, self.warps)) {
             return refuse(format!(
@@ -134,7 +141,7 @@ impl Schedule {
         )
     }
 
-    pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
+    fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
         let memory = self.memory(spec);
         let mut k = KernelBuilder::new("flashcore_sm80_fwd", target)
             .params::<FwdParams>()
@@ -146,6 +153,23 @@ impl Schedule {
         k
     }
 
+    fn check_args(self, args: &Args) -> Result<(), BindError> {
+        check_rows(args)
+    }
+
+    fn bind<E>(
+        self,
+        _: &Spec,
+        args: &Args,
+        _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+        packed: &mut Packed,
+    ) -> Result<(), E> {
+        packed.push(&FwdParams::bind(args));
+        Ok(())
+    }
+}
+
+impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
         let tiles = self.tiles(spec);
         let work = Work::begin(k, spec, |k| Rows::find(k, self.block_m, self.order));

@@ -1,9 +1,16 @@
 //! The choice of the Hopper kernel's schedule. Every limit and pace here was measured on an H200.
 
-use flashcore_kernels::{Schedule, Spec, sm90_fwd};
+mod blocks;
+mod section;
 
-use super::{Hardware, key_tiles};
-use crate::Problem;
+use flashcore_kernels::{Schedule as Any, Spec, sm90::fwd::Schedule};
+
+pub(in crate::plan) use self::{blocks::schedules, section::section};
+use self::{
+    blocks::{for_few, for_many, for_parts, for_some, for_streams, streams_together, together, widest},
+    section::key_tiles,
+};
+use crate::{Problem, plan::Hardware};
 
 /// Queries of a warpgroup.
 const GROUP: usize = 64;
@@ -11,10 +18,13 @@ const GROUP: usize = 64;
 /// Keys of the tiles that a block is counted to walk over when there are few blocks.
 const KEY_TILE: usize = 128;
 
-/// Key tiles of a short walk, where two warpgroups are better than two blocks; of one that is long enough to share where
-/// it decides; and of one for which key tiles should be large.
+/// Key tiles of a short walk, where two warpgroups are better than two blocks.
 const SHORT_WALK: usize = 4;
+
+/// Key tiles of a walk that is long enough to be shared where it decides how long everything takes.
 const WALK: usize = 5;
+
+/// Key tiles of a walk that is so long that its tiles should be large.
 const LONG_WALK: usize = 12;
 
 /// Key tiles of a chain that is worth cutting in two, where nothing but the longest chain takes time.
@@ -24,21 +34,27 @@ const LONG_CHAIN: usize = 16;
 /// multiprocessors, and groups are no multiples of it. 32 clusters of 4 take as long as two rounds on 132.
 const CLUSTERED: (usize, usize) = (9, 10);
 
+/// The share of the multiprocessors below which clusters leave too many of them idle.
+const IDLE: (usize, usize) = (3, 4);
+
+/// Key tiles of a part of the keys that is worth a block of its own.
+const PART: usize = 2;
+
 /// The schedule of the Hopper kernel for a problem, and why; `None` where none fits.
-pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(Schedule, String)> {
-    type Candidates = Vec<sm90_fwd::Schedule>;
+pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(Any, String)> {
+    type Candidates = Vec<Schedule>;
     let fitting = |candidates: Candidates| {
-        candidates.into_iter().find(|&it| Schedule::Sm90Fwd(it).check(spec, hardware.target).is_ok())
+        candidates.into_iter().find(|&it| Any::Sm90Fwd(it).check(spec, hardware.target).is_ok())
     };
     let tiles = |rows: u32| problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
     let sms = hardware.sms as usize;
-    let many = fitting(sm90_fwd::Schedule::for_many(spec))?;
+    let many = fitting(for_many(spec))?;
     let (wide, narrow) = (tiles(many.rows()), tiles(64));
     let widest_head = spec.head_dim.max(spec.head_dim_v);
     let key_tiles = problem.len_k.div_ceil(KEY_TILE);
     let full = narrow >= sms * 9 / 10;
-    let together = || fitting(sm90_fwd::Schedule::together(spec, 1, key_tiles >= LONG_WALK));
-    let streams = || fitting(sm90_fwd::Schedule::streams_together(spec));
+    let together = || fitting(together(spec, 1, key_tiles >= LONG_WALK));
+    let streams = || fitting(streams_together(spec));
     let (schedule, what) = if let Some(streams) =
         streams().filter(|_| problem.len_q <= GROUP && full && key_tiles >= SHORT_WALK)
     {
@@ -65,7 +81,7 @@ pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Opt
     {
         // Somewhat more tiles than multiprocessors, and all of them long: blocks of which several fit on one.
         let split = if widest_head <= 64 && spec.head_dim_v.is_multiple_of(16) { 2 } else { 1 };
-        let few = sm90_fwd::Schedule::for_few(spec, split, false).into_iter().filter(|few| few.block_n <= 64);
+        let few = for_few(spec, split, false).into_iter().filter(|few| few.block_n <= 64);
         let few = fitting(few.collect())?;
         (
             few,
@@ -74,16 +90,19 @@ pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Opt
             ),
         )
     } else if widest_head <= 64 && narrow > sms {
-        let some = fitting(sm90_fwd::Schedule::for_some(spec))?;
+        let some = fitting(for_some(spec))?;
         among(problem, spec, sms, many, some, narrow)
     } else if problem.len_q <= GROUP && full {
-        let streams = fitting(sm90_fwd::Schedule::for_streams(spec, narrow <= sms))?;
+        let streams = fitting(for_streams(spec, narrow <= sms))?;
         (streams, format!("{narrow} tiles of up to {GROUP} queries keep {sms} SMs busy reading keys"))
     } else if wide >= sms * 9 / 10 {
         (many, format!("{wide} tiles of {} queries keep {sms} SMs busy", many.rows()))
     } else {
         let few = few(problem, spec, sms, narrow, &fitting)?;
         let share = match (few.split, few.together) {
+            _ if few.parts > 1 => {
+                format!(", so {} share the keys of one, and a second launch merges what they have", few.parts)
+            }
             (1, false) => String::new(),
             (1, true) => ", so two warpgroups share the keys of each".into(),
             (split, false) => format!(", so {split} share the keys of one"),
@@ -91,7 +110,7 @@ pub(super) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Opt
         };
         (few, format!("{narrow} tiles of {GROUP} queries leave SMs of {sms} idle{share}"))
     };
-    Some((Schedule::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")))
+    Some((Any::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")))
 }
 
 /// For a GPU that the tiles do not fill: how many warpgroups and blocks share the keys of each of `narrow` tiles.
@@ -100,8 +119,8 @@ fn few(
     spec: &Spec,
     sms: usize,
     narrow: usize,
-    fitting: &dyn Fn(Vec<sm90_fwd::Schedule>) -> Option<sm90_fwd::Schedule>,
-) -> Option<sm90_fwd::Schedule> {
+    fitting: &dyn Fn(Vec<Schedule>) -> Option<Schedule>,
+) -> Option<Schedule> {
     let key_tiles = problem.len_k.div_ceil(KEY_TILE);
     let clusters = |size: usize| narrow * size <= sms * CLUSTERED.0 / CLUSTERED.1;
     let narrow_heads = spec.head_dim.max(spec.head_dim_v) <= 64;
@@ -115,6 +134,14 @@ fn few(
         () => 1,
     };
     let split = if spec.head_dim_v.is_multiple_of(8 * split) { split } else { 1 };
+    let parts = (sms / narrow.max(1)).min(Schedule::MOST_PARTS as usize);
+    // Clusters that leave so much idle lose more than a second launch costs, if each part is worth a block's start.
+    if narrow * split as usize * IDLE.1 < sms * IDLE.0 && key_tiles >= PART * parts {
+        let parts = fitting(for_parts(spec, parts as u32));
+        if parts.is_some() {
+            return parts;
+        }
+    }
     let alone = narrow * split as usize <= sms;
     // Two warpgroups need a few key tiles each; with narrow heads they also need a multiprocessor for themselves, and with
     // wide ones four blocks or more read as fast as they can without.
@@ -122,12 +149,12 @@ fn few(
     if key_tiles > 2 && both {
         let even = split == 2 && key_tiles.is_multiple_of(4);
         let long = even || key_tiles >= LONG_WALK * split as usize;
-        let both = fitting(sm90_fwd::Schedule::together(spec, split, long));
+        let both = fitting(together(spec, split, long));
         if both.is_some() {
             return both;
         }
     }
-    let for_few = |split| fitting(sm90_fwd::Schedule::for_few(spec, split, narrow * split as usize <= sms));
+    let for_few = |split| fitting(for_few(spec, split, narrow * split as usize <= sms));
     for_few(split).or_else(|| for_few(1))
 }
 
@@ -137,20 +164,20 @@ fn among(
     problem: &Problem,
     spec: &Spec,
     sms: usize,
-    many: sm90_fwd::Schedule,
-    some: sm90_fwd::Schedule,
+    many: Schedule,
+    some: Schedule,
     narrow: usize,
-) -> (sm90_fwd::Schedule, String) {
+) -> (Schedule, String) {
     let one_round = narrow <= some.ctas as usize * sms;
-    let candidates = [Some(many), sm90_fwd::Schedule::widest(spec), Some(some)].into_iter().flatten();
+    let candidates = [Some(many), widest(spec), Some(some)].into_iter().flatten();
     let best = candidates.min_by(|a, b| {
-        let estimate = |it: &sm90_fwd::Schedule| estimate(problem, spec, *it, sms);
+        let estimate = |it: &Schedule| estimate(problem, spec, *it, sms);
         estimate(a).total_cmp(&estimate(b))
     });
     let mut best = best.unwrap_or(many);
     if best == some && one_round && !spec.right {
         // A block each, and nothing that would have to come out even.
-        best = sm90_fwd::Schedule { persistent: false, q_stages: 1, ..best };
+        best = Schedule { persistent: false, q_stages: 1, ..best };
     }
     let rows = best.rows();
     let tiles = problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
@@ -158,7 +185,7 @@ fn among(
 }
 
 /// How many TFLOP/s a whole H200 reaches with a schedule at head_dim 64 where nothing is uneven.
-fn pace(schedule: sm90_fwd::Schedule, uneven: bool) -> f64 {
+fn pace(schedule: Schedule, uneven: bool) -> f64 {
     match (schedule.warpgroups, uneven) {
         (4, false) => 515.0,
         // Its key tiles are half as long, and so is what lies beyond a mask's edge.
@@ -169,7 +196,7 @@ fn pace(schedule: sm90_fwd::Schedule, uneven: bool) -> f64 {
 }
 
 /// How long a schedule of blocks that stay is likely to take, in units of its own.
-fn estimate(problem: &Problem, spec: &Spec, schedule: sm90_fwd::Schedule, sms: usize) -> f64 {
+fn estimate(problem: &Problem, spec: &Spec, schedule: Schedule, sms: usize) -> f64 {
     let heads = problem.heads_q * problem.batch;
     let (slots, warpgroups) = (sms * schedule.ctas as usize, schedule.warpgroups as usize);
     let pace = pace(schedule, spec.right) / f64::from(schedule.ctas);
@@ -192,7 +219,7 @@ fn estimate(problem: &Problem, spec: &Spec, schedule: sm90_fwd::Schedule, sms: u
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Plan, Target};
+    use crate::plan::{Plan, Target};
     use super::*;
     use crate::{DType, Mask};
 
@@ -224,7 +251,7 @@ mod tests {
             for (mask, rows) in [(Mask::None, full), (Mask::Causal, causal)] {
                 let problem = Problem::new(batch, heads, len, 64, DType::F16).with_mask(mask);
                 let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
-                let Schedule::Sm90Fwd(schedule) = plan.schedule else { panic!("{plan}") };
+                let Any::Sm90Fwd(schedule) = plan.main().schedule else { panic!("{plan}") };
                 assert_eq!(schedule.rows(), rows, "{plan}");
             }
         }
@@ -251,7 +278,7 @@ mod tests {
         for (batch, keys, head_dim, split) in FASTEST_DECODE {
             let problem = Problem::new(batch, 32, 1, head_dim, DType::BF16).with_kv(8, keys);
             let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
-            let Schedule::Sm90Fwd(schedule) = plan.schedule else { panic!("{plan}") };
+            let Any::Sm90Fwd(schedule) = plan.main().schedule else { panic!("{plan}") };
             assert_eq!((schedule.split, schedule.rows()), (split, 64), "{plan}");
         }
     }
@@ -271,7 +298,7 @@ mod tests {
                     let problem = Problem::new(1, heads, len_q, head_dim, DType::F16);
                     let problem = problem.with_kv(heads, len_k).with_mask(mask);
                     let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
-                    assert!(matches!(plan.schedule, Schedule::Sm90Fwd(_)), "{plan}");
+                    assert!(matches!(plan.main().schedule, Any::Sm90Fwd(_)), "{plan}");
                 }
             }
         }
@@ -281,7 +308,7 @@ mod tests {
     fn one_query_a_head_is_not_given_a_wide_block() {
         let problem = Problem::new(64, 32, 1, 64, DType::F16).with_kv(32, 1024);
         let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
-        let Schedule::Sm90Fwd(schedule) = plan.schedule else { panic!("{plan}") };
+        let Any::Sm90Fwd(schedule) = plan.main().schedule else { panic!("{plan}") };
         assert_eq!(schedule.rows(), 64);
     }
 
@@ -322,7 +349,7 @@ mod tests {
             let mask = if causal { Mask::Causal } else { Mask::None };
             let problem = Problem::new(1, heads, len, head_dim, DType::F16).with_mask(mask);
             let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
-            let Schedule::Sm90Fwd(schedule) = plan.schedule else { panic!("{plan}") };
+            let Any::Sm90Fwd(schedule) = plan.main().schedule else { panic!("{plan}") };
             let warpgroups = if schedule.together { schedule.warpgroups } else { 1 };
             assert_eq!((warpgroups, schedule.split), shared, "{plan}");
             assert_eq!(schedule.rows(), 64, "{plan}");

@@ -9,21 +9,25 @@
 //!
 //! Where the tiles are too few to fill the GPU, the warpgroups of a block share the keys of the same 64 queries, and the
 //! blocks of a cluster those of one tile; they merge what they have through shared memory, their own and each other's.
+//! Where even a cluster is too small, the keys are cut into parts, each a block of its own anywhere on the GPU: it writes
+//! what it has to global memory, and [`combine`](super::combine) merges it.
 
 mod consumer;
 mod gather;
 mod merge;
+mod partial;
 mod producer;
 mod ring;
 mod softmax;
 mod tiles;
 
-use flashcore_ptx::{GridDep, KernelBuilder, Shared, SharedLayout, Target};
+use flashcore_ptx::{GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
 use self::{consumer::Consumer, producer::Producer};
+use super::Sm90Params;
 use crate::{
-    Blocks, Geometry, ScheduleError, Sm90Params, Spec,
-    schedule::{MAX_REGISTERS, check_registers},
+    Args, Blocks, Family, Geometry, Map, Packed, ScheduleError, Spec,
+    family::{MAX_REGISTERS, check_registers, schedule},
 };
 
 /// Queries of a warpgroup: what one `wgmma` takes.
@@ -35,34 +39,38 @@ pub(crate) const PITCH: u32 = 2 * PANEL;
 /// Registers beside the fragments: softmax state, addresses, barriers.
 const OTHER_REGISTERS: u32 = 26;
 
-/// The knobs of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Schedule {
-    /// Consumer warpgroups of 64 queries each: 1 to 4.
-    pub warpgroups: u32,
-    /// Keys a tile: a multiple of 16.
-    pub block_n: u32,
-    /// Slots for K tiles, and as many for V tiles.
-    pub stages: u32,
-    /// Slots for Q tiles: with two, the next tile's queries are fetched while this one is computed.
-    pub q_stages: u32,
-    /// Blocks that share a multiprocessor: up to four of one warpgroup, or two of two.
-    pub ctas: u32,
-    /// Blocks of a cluster that share the keys of a tile.
-    pub split: u32,
-    /// Whether warpgroups take turns at the tensor cores.
-    pub pingpong: bool,
-    /// Whether the output is rescaled only when a row's maximum has grown by more than 2^8.
-    pub lazy: bool,
-    /// Of eight exponentials in unmasked tiles, how many are computed by a polynomial.
-    pub poly: u32,
-    /// Whether blocks stay and take up further tiles.
-    pub persistent: bool,
-    /// Under a causal mask, whether blocks that stay take up tiles in pairs of a long and a short one, rather than
-    /// longest first.
-    pub pairs: bool,
-    /// Whether the warpgroups of a block share the keys of the same 64 queries, rather than having queries of their own.
-    pub together: bool,
+schedule! {
+    /// The knobs of the kernel.
+    pub struct Schedule {
+        /// Consumer warpgroups of 64 queries each: 1 to 4.
+        pub warpgroups: u32,
+        /// Keys per tile: a multiple of 16.
+        pub block_n: u32,
+        /// Slots for K tiles, and as many for V tiles.
+        pub stages: u32,
+        /// Slots for Q tiles: with two, the next tile's queries are fetched while this one is computed.
+        pub q_stages: u32,
+        /// Blocks that share a multiprocessor: up to four of one warpgroup, or two of two.
+        pub ctas: u32,
+        /// Blocks of a cluster that share the keys of a tile.
+        pub split: u32,
+        /// Whether warpgroups take turns at the tensor cores.
+        pub pingpong: bool,
+        /// Whether the output is rescaled only when a row's maximum has grown by more than 2^8.
+        pub lazy: bool,
+        /// Of eight exponentials in unmasked tiles, how many are computed by a polynomial.
+        pub poly: u32,
+        /// Whether blocks stay and take up further tiles.
+        pub persistent: bool,
+        /// Under a causal mask, whether blocks that stay take up tiles in pairs of a long and a short one, rather than
+        /// longest first.
+        pub pairs: bool,
+        /// Whether the warpgroups of a block share the keys of the same 64 queries, rather than having queries of their own.
+        pub together: bool = false,
+        /// Parts that the keys of a tile are cut into, each for a block of its own; [`combine`](super::combine) merges what
+        /// they write to global memory.
+        pub parts: u32 = 1,
+    }
 }
 
 /// The order in which tiles of queries are taken up.
@@ -125,6 +133,9 @@ impl Schedule {
     /// How many blocks can share the keys of a tile: as many as every GPU with clusters can run together.
     pub const SPLITS: [u32; 4] = [1, 2, 4, 8];
 
+    /// The most parts of the keys: two for every multiprocessor of the largest Hopper.
+    pub const MOST_PARTS: u32 = 264;
+
     /// Every schedule of the search space; [`crate::Schedule::check`] says which of them fit a spec. Knobs that change
     /// nothing beside the others stay at one value.
     pub fn grid() -> Vec<Schedule> {
@@ -160,6 +171,7 @@ impl Schedule {
                                     persistent,
                                     pairs,
                                     together,
+                                    parts: 1,
                                 });
                             }
                         }
@@ -170,137 +182,12 @@ impl Schedule {
         grid
     }
 
-    /// Every schedule that a plan may have for a spec, best first: those for many tiles of queries, then those for few.
-    pub(crate) fn defaults(spec: &Spec) -> Vec<Schedule> {
-        let either = Self::SPLITS.into_iter().flat_map(|split| [(split, true), (split, false)]);
-        let few = either.clone().flat_map(|(split, alone)| Self::for_few(spec, split, alone));
-        let together = either.flat_map(|(split, long)| Self::together(spec, split, long));
-        let streams = [true, false].into_iter().flat_map(|alone| Self::for_streams(spec, alone));
-        let many = Self::for_many(spec).into_iter().chain(Self::widest(spec));
-        let streams = streams.chain(Self::streams_together(spec));
-        many.chain(Self::for_some(spec)).chain(few).chain(together).chain(streams).collect()
-    }
-
-    /// The widest blocks, where heads are narrow enough: four warpgroups hide more of each other's softmax, and lengths
-    /// are oftener multiples of their 256 queries than of 192.
-    pub fn widest(spec: &Spec) -> Option<Schedule> {
-        let four = Schedule { stages: 4, ..Self::wide(4, 64, 2) };
-        (spec.head_dim.max(spec.head_dim_v) <= 64).then_some(four)
-    }
-
-    /// Blocks that stay, one on a multiprocessor, whose warpgroups take turns.
-    fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
-        Schedule {
-            warpgroups,
-            block_n,
-            stages: 2,
-            q_stages,
-            ctas: 1,
-            split: 1,
-            pingpong: true,
-            lazy: true,
-            poly: 0,
-            persistent: true,
-            pairs: false,
-            together: false,
-        }
-    }
-
-    /// For grids that fill the GPU several times: the widest blocks, which stay. Measured on an H200.
-    pub fn for_many(spec: &Spec) -> Vec<Schedule> {
-        let wide = Self::wide;
-        match spec.head_dim.max(spec.head_dim_v) {
-            ..=64 => vec![wide(3, 128, 2), wide(2, 128, 2)],
-            65..=128 => vec![wide(2, 128, 2), wide(2, 112, 2)],
-            129..=192 => vec![wide(2, 96, 1), wide(2, 80, 1)],
-            _ => vec![wide(2, 64, 1), wide(2, 48, 1)],
-        }
-    }
-
-    /// For grids that fill the GPU, but not often: narrow blocks that stay, two on a multiprocessor where they fit.
-    pub fn for_some(spec: &Spec) -> Vec<Schedule> {
-        Self::for_many(spec)
-            .into_iter()
-            .flat_map(|wide| {
-                let narrow = Schedule { warpgroups: 1, q_stages: 2, pingpong: false, ..wide };
-                [Schedule { ctas: 2, ..narrow }, narrow]
-            })
-            .collect()
-    }
-
-    /// For grids that leave multiprocessors idle, or wait for their longest tiles: two warpgroups share the keys of the
-    /// same queries, and `split` blocks those of a tile. `long`: there are many keys. Measured on an H200.
-    pub fn together(spec: &Spec, split: u32, long: bool) -> Vec<Schedule> {
-        let tiles: &[(u32, u32)] = match spec.head_dim.max(spec.head_dim_v) {
-            ..=64 if long => &[(128, 4), (64, 4)],
-            ..=128 => &[(64, 4), (64, 2)],
-            _ => &[],
-        };
-        let both = |(block_n, stages)| Schedule {
-            pingpong: false,
-            persistent: false,
-            stages,
-            split,
-            together: true,
-            ..Self::wide(2, block_n, 1)
-        };
-        tiles.iter().copied().map(both).collect()
-    }
-
-    /// For few queries against many keys, where reading the keys is what takes time: narrow blocks that stay, with as
-    /// many keys under way as fit. `alone`: there are no more tiles than multiprocessors. Measured on an H200.
-    pub fn for_streams(spec: &Spec, alone: bool) -> Vec<Schedule> {
-        let deep = Self::for_few(spec, 1, false)
-            .into_iter()
-            .flat_map(|few| [4, 3, 2].map(|stages| Schedule { stages, persistent: true, ..few }));
-        let short = deep.clone().filter(|deep| deep.block_n == 64);
-        let beside = short.map(|short| Schedule { ctas: 2, ..short }).filter(|_| !alone);
-        beside.chain(deep).collect()
-    }
-
-    /// The same where the keys are enough for two warpgroups to share, and heads are not too wide for it.
-    pub fn streams_together(spec: &Spec) -> Vec<Schedule> {
-        let block_n = if spec.head_dim.max(spec.head_dim_v) <= 64 { 64 } else { 32 };
-        let both = Self::together(spec, 1, false).into_iter();
-        both.map(|both| Schedule { block_n, ..both }).collect()
-    }
-
-    /// For grids that leave multiprocessors idle: narrow blocks, `split` of which share the keys of a tile. `alone`:
-    /// there are no more blocks than multiprocessors.
-    pub fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
-        // The wider the head and the more blocks merge, the sooner a block should have the next keys.
-        let block_n: &[u32] = match spec.head_dim.max(spec.head_dim_v) {
-            ..=64 => &[128, 64],
-            65..=128 if split <= 2 => &[128, 64, 32],
-            65..=128 => &[64, 32],
-            _ => &[64, 32, 16],
-        };
-        // With a third stage no two of the narrowest blocks fit on a multiprocessor, and the next launch cannot crowd where
-        // this one's blocks are still at work.
-        let stages: &[u32] = if alone { &[3, 2] } else { &[2] };
-        let narrow = |(block_n, stages)| Schedule {
-            warpgroups: 1,
-            block_n,
-            stages,
-            q_stages: 1,
-            ctas: 1,
-            split,
-            pingpong: false,
-            lazy: true,
-            poly: 0,
-            persistent: false,
-            pairs: false,
-            together: false,
-        };
-        block_n.iter().flat_map(|&n| stages.iter().map(move |&stages| (n, stages))).map(narrow).collect()
-    }
-
     /// The rows of the boxes.
     pub fn boxes(self) -> Boxes {
         Boxes { q: self.rows(), kv: self.block_n, o: ROWS }
     }
 
-    /// Queries a block.
+    /// Queries per block.
     pub fn rows(self) -> u32 {
         if self.together { ROWS } else { ROWS * self.warpgroups }
     }
@@ -322,6 +209,21 @@ impl Schedule {
             (true, true) => Walk::Pairs,
             (true, false) => Walk::Sections,
         }
+    }
+
+    /// Whether the output is stored from shared memory, by TMA; else from registers.
+    fn stores_by_tma(self) -> bool {
+        self.split == 1 && self.parts == 1
+    }
+
+    /// Whether the order of the tiles depends on how many heads are taken up together.
+    pub fn has_sections(self, spec: &Spec) -> bool {
+        self.order(spec) == Walk::Sections
+    }
+
+    /// The power of two by which the sums of weights that it leaves are smaller than said.
+    pub fn shift(self, spec: &Spec) -> u32 {
+        softmax::shift(self.lazy, spec.dtype) as u32
     }
 
     fn consumer_threads(self) -> u32 {
@@ -386,20 +288,26 @@ impl Schedule {
         Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged }
     }
 
-    pub(crate) fn geometry(self, spec: &Spec) -> Geometry {
+}
+
+impl Family for Schedule {
+    const PROGRAMMATIC: bool = true;
+
+    fn geometry(self, spec: &Spec) -> Geometry {
         Geometry {
             rows: self.rows(),
             threads: self.threads(),
             shared_bytes: self.memory(spec).layout.bytes(),
-            blocks: Blocks::Row { cluster: self.split, resident: self.persistent.then_some(self.ctas) },
+            blocks: Blocks::Row {
+                cluster: self.split,
+                resident: self.persistent.then_some(self.ctas),
+                parts: self.parts,
+            },
         }
     }
 
-    pub(crate) fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
+    fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
         let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
-        if target != Target::Sm90a {
-            return refuse(format!("sm90_fwd is for sm_90a, not for {target}"));
-        }
         if !(1..=4).contains(&self.warpgroups) {
             return refuse(format!("{} warpgroups: possible are 1 to 4", self.warpgroups));
         }
@@ -450,6 +358,15 @@ impl Schedule {
         if self.split > 1 && self.persistent {
             return refuse("blocks that share a tile end with it: take persistent=0 or split=1".into());
         }
+        if !(1..=Self::MOST_PARTS).contains(&self.parts) {
+            return refuse(format!("{} parts: possible are 1 to {}", self.parts, Self::MOST_PARTS));
+        }
+        if self.parts > 1 && (self.persistent || self.split > 1) {
+            return refuse(
+                "blocks that take a part of the keys end with it, and are in no cluster: take persistent=0 and split=1"
+                    .into(),
+            );
+        }
         if self.poly > 8 {
             return refuse(format!("poly {}: possible are 0 to 8 of eight", self.poly));
         }
@@ -467,7 +384,7 @@ impl Schedule {
         check_registers(fragments, OTHER_REGISTERS, self.register_limit())
     }
 
-    pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
+    fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
         let memory = self.memory(spec);
         let mut k = KernelBuilder::new("flashcore_sm90_fwd", target)
             .params::<Sm90Params>()
@@ -481,6 +398,19 @@ impl Schedule {
         k
     }
 
+    fn bind<E>(
+        self,
+        spec: &Spec,
+        args: &Args,
+        encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+        packed: &mut Packed,
+    ) -> Result<(), E> {
+        packed.push(&Sm90Params::bind(self, spec, args, encode)?);
+        Ok(())
+    }
+}
+
+impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
         let tid = k.tid_x();
         let warp = k.shr_u32(tid, 5u32);

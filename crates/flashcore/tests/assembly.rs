@@ -6,7 +6,8 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-use flashcore_kernels::{Dtype, Kernel, Schedule, Spec, sm80_fwd};
+use flashcore::plan::choose::{default_schedule, schedules};
+use flashcore_kernels::{Dtype, Kernel, Schedule, Spec, sm80};
 use flashcore_ptx::{Target, ptxas::Ptxas};
 
 /// Specs that between them reach every part of the kernels' code.
@@ -50,12 +51,12 @@ fn the_scalar_kernel_assembles_for_what_tensor_cores_do_not_take() {
     let work: Vec<_> = specs
         .into_iter()
         .flat_map(|spec| [Target::Sm80, Target::Sm89, Target::Sm90a].map(|target| (spec, target)))
-        .map(|(spec, target)| (Kernel::Scalar.default_schedule(&spec, target).unwrap(), spec, target))
+        .map(|(spec, target)| (default_schedule(Kernel::Scalar, &spec, target).unwrap(), spec, target))
         .collect();
     assert_eq!(assemble_all(&work), 12);
     for kernel in [Kernel::Sm80Mma, Kernel::Sm80Fwd, Kernel::Sm90Fwd] {
         for spec in specs {
-            assert!(kernel.default_schedule(&spec, Target::Sm90a).is_err(), "{kernel} for {spec:?}");
+            assert!(default_schedule(kernel, &spec, Target::Sm90a).is_err(), "{kernel} for {spec:?}");
         }
     }
 }
@@ -110,10 +111,10 @@ fn every_default_schedule_assembles_without_a_spill() {
     let mut work = Vec::new();
     for spec in specs() {
         for target in [Target::Sm80, Target::Sm89, Target::Sm90a] {
-            for kernel in Kernel::ALL.into_iter().filter(|kernel| kernel.runs_on(target)) {
+            for kernel in Kernel::LADDER.into_iter().filter(|kernel| kernel.runs_on(target)) {
                 // Those that the planner may come to: each is the first that fits on some target.
-                let first = kernel.default_schedule(&spec, target).unwrap();
-                let small = kernel.schedules(&spec).into_iter().find(|schedule| {
+                let first = default_schedule(kernel, &spec, target).unwrap();
+                let small = schedules(kernel, &spec).into_iter().find(|schedule| {
                     schedule.check(&spec, target).is_ok() && schedule.geometry(&spec).rows <= 64
                 });
                 work.push((first, spec, target));
@@ -132,7 +133,7 @@ fn every_default_schedule_assembles_without_a_spill() {
 fn hopper_choices() -> Vec<(Schedule, Spec)> {
     let mut families: BTreeMap<String, Vec<(Schedule, Spec)>> = BTreeMap::new();
     for spec in specs() {
-        for schedule in Kernel::Sm90Fwd.schedules(&spec) {
+        for schedule in schedules(Kernel::Sm90Fwd, &spec) {
             if schedule.check(&spec, Target::Sm90a).is_ok() {
                 families.entry(family(schedule)).or_default().push((schedule, spec));
             }
@@ -170,7 +171,7 @@ fn every_choice_on_hopper_is_assembled_for_some_spec() {
     let chosen = hopper_choices();
     for spec in specs() {
         assert!(chosen.iter().any(|(_, of)| *of == spec), "{spec:?}");
-        for schedule in Kernel::Sm90Fwd.schedules(&spec) {
+        for schedule in schedules(Kernel::Sm90Fwd, &spec) {
             let possible = schedule.check(&spec, Target::Sm90a).is_ok();
             assert!(!possible || chosen.iter().any(|(of, _)| *of == schedule), "{schedule}");
             let of_family =
@@ -185,7 +186,7 @@ fn every_choice_on_hopper_is_assembled_for_some_spec() {
 #[ignore = "assembles the whole search space, which takes minutes"]
 fn the_whole_grid_assembles_without_a_spill() {
     let hopper = specs().into_iter().flat_map(|spec| {
-        let choices = Kernel::Sm90Fwd.schedules(&spec).into_iter();
+        let choices = schedules(Kernel::Sm90Fwd, &spec).into_iter();
         choices.map(move |schedule| (schedule, spec, Target::Sm90a))
     });
     assert!(assemble_all(&hopper.collect::<Vec<_>>()) > 200);
@@ -193,7 +194,7 @@ fn the_whole_grid_assembles_without_a_spill() {
         .map(|head_dim| [Spec::new(Dtype::F16, head_dim), Spec::new(Dtype::F16, head_dim).causal()]);
     let mut work = Vec::new();
     for spec in specs.into_iter().flatten() {
-        let grid = sm80_fwd::Schedule::grid().into_iter().map(Schedule::Sm80Fwd);
+        let grid = sm80::fwd::Schedule::grid().into_iter().map(Schedule::Sm80Fwd);
         work.extend(grid.map(|schedule| (schedule, spec, Target::Sm80)));
     }
     assert!(assemble_all(&work) > 100);

@@ -3,15 +3,18 @@
 use flashcore_ptx::{B32, B64, BulkHint, F32, GridDep, KernelBuilder, Operand, Pred, ProxySpace, Reg, Wgmma};
 
 use super::{
-    Memory, PANEL, PITCH, ROWS, Schedule, Sizes, gather, merge, panels,
+    Memory, PANEL, PITCH, ROWS, Schedule, Sizes, gather, merge, panels, partial,
     ring::Ring,
     softmax::{self, Kind, RowState},
     tiles::{Keys, Tile, each_tile},
 };
 use crate::{
-    Sm90Params, Spec,
-    fragment::{Acc, a_operands, matrix_ty, pack},
-    softmax::{ScoreHandles, SoftmaxParams},
+    Spec,
+    parts::{
+        fragment::{Acc, a_operands, matrix_ty, pack},
+        softmax::{ScoreHandles, SoftmaxParams},
+    },
+    sm90::Sm90Params,
 };
 
 /// Named barriers: 0 is the block's; then one a warpgroup for its turn at the tensor cores, one a warpgroup for its
@@ -100,7 +103,7 @@ impl<'a> Consumer<'a> {
             leader: k.setp_eq_u32(thread, 0u32),
             row,
             column: k.shl_b32(t, 1u32),
-            o_map: (schedule.split == 1).then(|| k.tensor_map(Sm90Params::o_map)),
+            o_map: schedule.stores_by_tma().then(|| k.tensor_map(Sm90Params::o_map)),
         }
     }
 
@@ -119,7 +122,7 @@ impl<'a> Consumer<'a> {
             let first = k.setp_eq_u32(self.group, 0u32);
             k.if_(first, |k| k.bar_sync(TURN, 256u32));
         }
-        if self.schedule.split == 1 {
+        if self.schedule.stores_by_tma() {
             k.comment("shared memory stays until the last output has been read from it");
             k.if_(self.leader, |k| k.bulk_wait_read(0));
         }
@@ -204,6 +207,11 @@ impl<'a> Consumer<'a> {
 
     /// Merges with other blocks, and stores what the tile came to.
     fn end(&self, k: &mut KernelBuilder, tile: &Tile, owed: Reg<B32>) {
+        if self.schedule.parts > 1 {
+            partial::store(k, self, tile);
+            self.q.advance(k);
+            return;
+        }
         if self.schedule.split > 1 {
             merge::run(k, self, tile);
             self.store_lse(k, tile, true);

@@ -4,10 +4,8 @@
 
 use flashcore_ptx::{F32, KernelBuilder, KernelParams, ParamHandle, Reg};
 
-use crate::{
-    FwdParams, Spec,
-    fragment::{Acc, HALVES},
-};
+use super::fragment::{Acc, HALVES};
+use crate::{FwdParams, Spec};
 
 /// −∞ as a constant operand.
 pub(crate) const NEG_INF: f32 = f32::NEG_INFINITY;

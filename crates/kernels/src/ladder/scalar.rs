@@ -6,35 +6,39 @@
 //! the output row. For each key they multiply what they hold, sum over the warp, and take one step of the online
 //! softmax, the same in every lane.
 
-use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Pred, Reg, RegType, Target};
+use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Pred, Reg, RegType, Target, TensorMap};
 
 use crate::{
-    Blocks, Dtype, FwdParams, Geometry, ScheduleError, Spec,
-    softmax::{NEG_INF, SoftmaxParams},
-    work::{Rows, Work},
+    Args, Blocks, Dtype, Family, FwdParams, Geometry, Map, Packed, ScheduleError, Spec,
+    family::schedule,
+    parts::{
+        softmax::{NEG_INF, SoftmaxParams},
+        work::{Rows, Work},
+    },
 };
 
 /// The largest head dim: a lane then holds 32 elements of the query and as many of the output.
 pub const MAX_HEAD_DIM: u32 = 1024;
 
-/// The knobs of the scalar kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Schedule {
-    /// Warps of a block; each takes one query.
-    pub warps: u32,
+schedule! {
+    /// The knobs of the scalar kernel.
+    pub struct Schedule {
+        /// Warps of a block; each takes one query.
+        pub warps: u32,
+    }
 }
 
-impl Schedule {
-    pub(crate) fn geometry(self) -> Geometry {
+impl Family for Schedule {
+    fn geometry(self, _: &Spec) -> Geometry {
         Geometry {
             rows: self.warps,
             threads: self.warps * 32,
             shared_bytes: 0,
-            blocks: Blocks::Row { cluster: 1, resident: None },
+            blocks: Blocks::Row { cluster: 1, resident: None, parts: 1 },
         }
     }
 
-    pub(crate) fn check(self, spec: &Spec) -> Result<(), ScheduleError> {
+    fn check(self, spec: &Spec, _: Target) -> Result<(), ScheduleError> {
         let Spec { head_dim, head_dim_v, .. } = *spec;
         if [head_dim, head_dim_v].iter().any(|dim| !(1..=MAX_HEAD_DIM).contains(dim)) {
             return Err(ScheduleError::HeadDim { head_dim, head_dim_v, possible: "1 to 1024" });
@@ -43,19 +47,31 @@ impl Schedule {
         if (1..=8).contains(&self.warps) {
             return Ok(());
         }
-        Err(ScheduleError::Malformed { reason: format!("{} warps: possible is 1 to 8", self.warps) })
+        Err(ScheduleError::malformed(format!("{} warps: possible is 1 to 8", self.warps)))
     }
 
-    pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
-        let threads = self.geometry().threads;
+    fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
+        let threads = self.geometry(spec).threads;
         let mut k = KernelBuilder::new("flashcore_scalar", target).params::<FwdParams>().threads(threads);
         self.body(&mut k, spec);
         k
     }
 
+    fn bind<E>(
+        self,
+        _: &Spec,
+        args: &Args,
+        _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+        packed: &mut Packed,
+    ) -> Result<(), E> {
+        packed.push(&FwdParams::bind(args));
+        Ok(())
+    }
+}
+
+impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec) {
-        let rows = self.geometry().rows;
-        let work = Work::begin(k, spec, |k| Rows::find_in_row(k, rows));
+        let work = Work::begin(k, spec, |k| Rows::find_in_row(k, self.warps));
         let softmax = SoftmaxParams::read(k, spec);
 
         k.section("one query a warp");

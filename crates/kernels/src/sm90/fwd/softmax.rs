@@ -8,7 +8,7 @@ use flashcore_ptx::{F32, KernelBuilder, Pred, Reg};
 
 use crate::{
     Dtype,
-    softmax::{FUSED_UP_TO, NEG_INF, SoftmaxParams},
+    parts::softmax::{FUSED_UP_TO, NEG_INF, SoftmaxParams},
 };
 
 /// How much a row's maximum may exceed its reference, as a power of two, before the lazy rescale moves it.

@@ -4,8 +4,9 @@ use flashcore_ptx::{B32, KernelBuilder, ParamHandle, Pred, Reg};
 
 use super::{ROWS, Schedule, Walk};
 use crate::{
-    Sm90Params, Spec,
-    work::{Band, KeyRange, Rows},
+    Spec,
+    parts::work::{Band, KeyRange, Rows},
+    sm90::Sm90Params,
 };
 
 /// A tile of queries.
@@ -210,6 +211,23 @@ impl Tile {
             let share = k.add_u32(count, schedule.split - 1);
             let share = k.shr_u32(share, schedule.split.trailing_zeros());
             let before = k.mul_lo_u32(rank, share);
+            keys.last = k.sub_s32(keys.last, before);
+            let past_mine = k.sub_s32(keys.last, share);
+            let first_mine = k.add_s32(past_mine, 1);
+            let some = k.setp_ge_s32(keys.last, keys.first);
+            keys.any = k.and_pred(keys.any, some);
+            keys.first = k.max_s32(keys.first, first_mine);
+        }
+        if schedule.parts > 1 {
+            k.comment("this part of the key tiles");
+            let (part, parts) = (k.ctaid_y(), k.nctaid_y());
+            let past = k.add_s32(keys.last, 1);
+            let count = k.sub_s32(past, keys.first);
+            let count = k.max_s32(count, 0);
+            let up = k.add_u32(parts, count);
+            let up = k.sub_u32(up, 1u32);
+            let share = k.div_u32(up, parts);
+            let before = k.mul_lo_u32(part, share);
             keys.last = k.sub_s32(keys.last, before);
             let past_mine = k.sub_s32(keys.last, share);
             let first_mine = k.add_s32(past_mine, 1);

@@ -4,7 +4,7 @@ use flashcore_ptx::{
     B32, B64, CpAsyncBytes, CpAsyncCache, KernelBuilder, L2Prefetch, Operand, Pred, Reg, Shared,
 };
 
-use crate::swizzle::{CHUNK, Tile};
+use super::swizzle::{CHUNK, Tile};
 
 /// The largest distance between two rows, in bytes, so that a tile's rows can be counted in 32 bits.
 pub const MAX_ROW_STRIDE: u64 = 1 << 23;

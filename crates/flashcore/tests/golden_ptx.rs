@@ -4,6 +4,7 @@
 
 use std::fmt::Write;
 
+use flashcore::plan::choose;
 use flashcore_kernels::{Dtype, Kernel, Spec};
 use flashcore_ptx::Target;
 
@@ -41,13 +42,13 @@ fn specs((head_dim, head_dim_v): (u32, u32), each: bool) -> Vec<Spec> {
 /// One line per kernel, target and head dims, with the hash of all texts.
 fn table(each: bool) -> String {
     let mut table = String::new();
-    for kernel in Kernel::ALL {
+    for kernel in Kernel::LADDER {
         let targets = [Target::Sm80, Target::Sm90a, Target::Sm89];
         for target in targets.into_iter().take(if each { 3 } else { 2 }) {
             for dims in DIMS.into_iter().take(if each { DIMS.len() } else { 4 }) {
                 let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
                 for spec in specs(dims, each) {
-                    for schedule in kernel.schedules(&spec) {
+                    for schedule in choose::schedules(kernel, &spec) {
                         let Ok(module) = schedule.emit(&spec, target) else { continue };
                         hasher.update(module.to_string().as_bytes());
                         modules += 1;

@@ -7,7 +7,7 @@ use super::{
     ring::Ring,
     tiles::{Tile, each_tile},
 };
-use crate::{Sm90Params, Spec};
+use crate::{Spec, sm90::Sm90Params};
 
 pub(super) struct Producer<'a> {
     schedule: Schedule,

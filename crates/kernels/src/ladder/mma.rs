@@ -4,15 +4,19 @@
 //! tile into shared memory, wait, multiply, wait, and copy the next: no pipeline, no swizzle, operands read
 //! element pair by element pair.
 
-use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
+use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target, TensorMap};
 
 use crate::{
-    Blocks, FwdParams, Geometry, ScheduleError, Spec, epilogue,
-    fragment::{Acc, Place, a_operands, matrix_ty},
-    schedule::{MAX_REGISTERS, check_registers},
-    softmax::{OnlineSoftmax, SoftmaxParams},
-    swizzle::{CHUNK, Tile},
-    work::{Order, Rows, Work},
+    Args, BindError, Blocks, Family, FwdParams, Geometry, Map, Packed, ScheduleError, Spec,
+    family::{MAX_REGISTERS, check_registers, schedule},
+    parts::{
+        epilogue,
+        fragment::{Acc, Place, a_operands, matrix_ty},
+        params::check_rows,
+        softmax::{OnlineSoftmax, SoftmaxParams},
+        swizzle::{CHUNK, Tile},
+        work::{Order, Rows, Work},
+    },
 };
 
 const WARPS: u32 = 4;
@@ -21,11 +25,12 @@ const BLOCK_M: u32 = 16 * WARPS;
 /// Registers beside the fragments: operands, addresses, softmax state.
 const OTHER_REGISTERS: u32 = 44;
 
-/// The knobs of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Schedule {
-    /// Keys a tile: a multiple of 16.
-    pub block_n: u32,
+schedule! {
+    /// The knobs of the kernel.
+    pub struct Schedule {
+        /// Keys per tile: a multiple of 16.
+        pub block_n: u32,
+    }
 }
 
 /// A tile whose rows are a chunk longer than they need, so that rows do not all start at the same bank.
@@ -73,12 +78,15 @@ impl Schedule {
         Memory { layout, k, v, o }
     }
 
-    pub(crate) fn geometry(self, spec: &Spec) -> Geometry {
+}
+
+impl Family for Schedule {
+    fn geometry(self, spec: &Spec) -> Geometry {
         let shared_bytes = self.memory(spec).layout.bytes();
         Geometry { rows: BLOCK_M, threads: 32 * WARPS, shared_bytes, blocks: Blocks::Each(Order::HeadByHead) }
     }
 
-    pub(crate) fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
+    fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
         if !(16..=128).contains(&self.block_n) || !self.block_n.is_multiple_of(16) {
             let reason = format!("block_n {}: possible is a multiple of 16 from 16 to 128", self.block_n);
             return Err(ScheduleError::Malformed { reason });
@@ -92,7 +100,7 @@ impl Schedule {
         )
     }
 
-    pub(crate) fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
+    fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
         let memory = self.memory(spec);
         let mut k = KernelBuilder::new("flashcore_sm80_mma", target)
             .params::<FwdParams>()
@@ -102,6 +110,23 @@ impl Schedule {
         k
     }
 
+    fn check_args(self, args: &Args) -> Result<(), BindError> {
+        check_rows(args)
+    }
+
+    fn bind<E>(
+        self,
+        _: &Spec,
+        args: &Args,
+        _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+        packed: &mut Packed,
+    ) -> Result<(), E> {
+        packed.push(&FwdParams::bind(args));
+        Ok(())
+    }
+}
+
+impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
         let (k_tile, v_tile, o_tile) = self.tiles(spec);
         let ty = matrix_ty(spec.dtype);

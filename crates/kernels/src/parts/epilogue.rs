@@ -2,13 +2,13 @@
 
 use flashcore_ptx::{B32, F32, KernelBuilder, Reg, Shared};
 
-use crate::{
-    FwdParams, Spec,
+use super::{
     fragment::{Acc, HALVES, Place, pack},
     softmax::{OnlineSoftmax, SoftmaxParams},
     swizzle::{CHUNK, Tile},
     work::{Rows, Work},
 };
+use crate::{FwdParams, Spec};
 
 /// Divides each row of the output by its sum.
 pub(crate) fn normalise(k: &mut KernelBuilder, softmax: &OnlineSoftmax, o: &[Vec<Acc>]) {

@@ -1,75 +1,12 @@
-//! The launch parameters: one struct for the kernels that reach memory by addresses, one for those with tensor maps.
+//! The parameters of the Hopper kernel.
 
 use flashcore_ptx::{GlobalPtr, TensorMap, kernel_params};
 
-kernel_params! {
-    /// What a launch of a forward kernel is given. Strides are in bytes.
-    pub struct FwdParams {
-        /// The queries.
-        q: GlobalPtr,
-        /// The keys.
-        k: GlobalPtr,
-        /// The values.
-        v: GlobalPtr,
-        /// The output.
-        o: GlobalPtr,
-        /// One f32 a query; read only by kernels that write lse.
-        lse: GlobalPtr,
-        /// One u32 a batch entry; read only by kernels with key lengths.
-        key_lengths: GlobalPtr,
-        /// From one batch entry of q to the next.
-        q_batch: u64,
-        /// From one head of q to the next.
-        q_head: u64,
-        /// From one query to the next.
-        q_row: u64,
-        /// From one batch entry of k to the next.
-        k_batch: u64,
-        /// From one head of k to the next.
-        k_head: u64,
-        /// From one key to the next.
-        k_row: u64,
-        /// From one batch entry of v to the next.
-        v_batch: u64,
-        /// From one head of v to the next.
-        v_head: u64,
-        /// From one value to the next.
-        v_row: u64,
-        /// From one batch entry of o to the next.
-        o_batch: u64,
-        /// From one head of o to the next.
-        o_head: u64,
-        /// From one row of o to the next.
-        o_row: u64,
-        /// From one batch entry of lse to the next.
-        lse_batch: u64,
-        /// From one head of lse to the next.
-        lse_head: u64,
-        /// From one query's lse to the next.
-        lse_row: u64,
-        /// Queries a head.
-        len_q: u32,
-        /// Keys a head.
-        len_k: u32,
-        /// Query heads a kv head; read only by grouped kernels.
-        group: u32,
-        /// Keys before its own place that a query sees; read only by kernels with a left bound.
-        left: i32,
-        /// Keys after its own place that a query sees; read only by kernels with a right bound.
-        right: i32,
-        /// What a score is multiplied with before the exponential of base 2: scale · log2 e, or with a softcap
-        /// softcap · log2 e. Not read by kernels with scaled scores, where it is log2 e.
-        exp_scale: f32,
-        /// With a softcap, what a dot product is multiplied with before the tanh: scale / softcap.
-        tanh_scale: f32,
-        /// The scale; read only by kernels with scaled scores.
-        scale: f32,
-        /// The softcap; read only by kernels with scaled scores and a softcap.
-        softcap: f32,
-        /// Query heads; read only by kernels whose blocks lie in a row.
-        heads: u32,
-    }
-}
+use super::fwd::{Schedule, Walk};
+use crate::{
+    Spec,
+    bind::{Args, Map, Operand, TensorArg},
+};
 
 kernel_params! {
     /// What a launch of the Hopper kernel is given. Strides are in bytes; a division by a number that only the launch
@@ -139,14 +76,98 @@ kernel_params! {
         left: i32,
         /// Keys after its own place that a query sees; read only by kernels with a right bound.
         right: i32,
-        /// As in [`FwdParams`].
+        /// As in [`crate::FwdParams`].
         exp_scale: f32,
-        /// As in [`FwdParams`].
+        /// As in [`crate::FwdParams`].
         tanh_scale: f32,
-        /// As in [`FwdParams`].
+        /// As in [`crate::FwdParams`].
         scale: f32,
-        /// As in [`FwdParams`].
+        /// As in [`crate::FwdParams`].
         softcap: f32,
+    }
+}
+
+impl Sm90Params {
+    /// The parameters of a launch; `encode` makes tensor maps.
+    pub(crate) fn bind<E>(
+        schedule: Schedule,
+        spec: &Spec,
+        args: &Args,
+        encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+    ) -> Result<Self, E> {
+        let of = |operand| args.tensor(operand);
+        let boxes = schedule.boxes();
+        let mut map = |operand, rows: u32| encode(&describe(spec, args, of(operand), rows));
+        let (q_map, k_map) = (map(Operand::Q, boxes.q)?, map(Operand::K, boxes.kv)?);
+        let (v_map, o_map) = (map(Operand::V, boxes.kv)?, map(Operand::O, boxes.o)?);
+        // Parts of the keys write what they have beside each other, and somebody else merges it.
+        let (o, lse) = if schedule.parts > 1 {
+            (of(Operand::PartialO), of(Operand::PartialState))
+        } else {
+            (of(Operand::O), of(Operand::Lse))
+        };
+        let [batch, heads, len_q] = args.queries();
+        let blocks = len_q.div_ceil(schedule.rows());
+        let paired = schedule.order(spec) == Walk::Pairs;
+        let head_items = if paired { blocks.div_ceil(2) } else { blocks };
+        let section = args.section;
+        let by = Divisor::new;
+        let scores = args.scores();
+        Ok(Self {
+            q_map,
+            k_map,
+            v_map,
+            o_map,
+            o: o.pointer(),
+            lse: lse.pointer(),
+            key_lengths: of(Operand::KeyLengths).pointer(),
+            o_batch: o.strides[0],
+            o_head: o.strides[1],
+            o_row: o.strides[2],
+            lse_batch: lse.strides[0],
+            lse_head: lse.strides[1],
+            lse_row: lse.strides[2],
+            len_q,
+            len_k: of(Operand::K).shape[2] as u32,
+            items: head_items * batch * heads,
+            head_items,
+            blocks,
+            section,
+            heads,
+            section_tiles_mul: by(section * blocks).mul,
+            section_tiles_shift: by(section * blocks).shift,
+            section_mul: by(section).mul,
+            section_shift: by(section).shift,
+            items_mul: by(head_items).mul,
+            items_shift: by(head_items).shift,
+            heads_mul: by(heads).mul,
+            heads_shift: by(heads).shift,
+            group_mul: by(args.group()).mul,
+            group_shift: by(args.group()).shift,
+            left: args.left,
+            right: args.right,
+            exp_scale: scores.exp_scale,
+            tanh_scale: scores.tanh_scale,
+            scale: scores.scale,
+            softcap: scores.softcap,
+        })
+    }
+}
+
+/// What a tensor map describes: a tensor in boxes of so many rows.
+fn describe(spec: &Spec, args: &Args, tensor: &TensorArg, box_rows: u32) -> Map {
+    let TensorArg { address, shape: [batch, heads, len, dim], strides: [to_batch, to_head, to_row] } = *tensor;
+    let row_bytes = dim as u64 * u64::from(spec.dtype.size());
+    // Where there is one entry, any distance to the next will do.
+    let distance = |size: usize, stride: u64| if size > 1 { stride } else { row_bytes };
+    let empty = [batch, heads, len].contains(&0);
+    Map {
+        dtype: spec.dtype,
+        // Nothing is read of a tensor without elements, but its map needs an address.
+        address: if empty { args.tensor(Operand::Q).address } else { address },
+        dims: [dim, len, heads, batch].map(|size| size.max(1) as u64),
+        strides: [distance(len, to_row), distance(heads, to_head), distance(batch, to_batch)],
+        box_dims: [Schedule::BOX_COLUMNS, box_rows, 1, 1],
     }
 }
 

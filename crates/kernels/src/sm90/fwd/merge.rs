@@ -4,7 +4,11 @@
 use flashcore_ptx::{B32, ClusterAddr, F32, KernelBuilder, Reg, Scope};
 
 use super::{Schedule, consumer::Consumer, tiles::Tile};
-use crate::{Sm90Params, Spec, fragment::pack, softmax::SoftmaxParams};
+use crate::{
+    Spec,
+    parts::{fragment::pack, softmax::SoftmaxParams},
+    sm90::Sm90Params,
+};
 
 /// Bytes that a block keeps for what the others send.
 pub(super) fn exchange_bytes(schedule: Schedule, spec: &Spec) -> u32 {

@@ -1,0 +1,56 @@
+//! The choice of the schedule for Ampere and Ada. The schedules were measured on an H200, for want of their own GPUs.
+
+use flashcore_kernels::{Order, Schedule, ScheduleError, Spec, sm80::fwd};
+
+use crate::{Problem, plan::Hardware};
+
+/// The schedules to try for a spec, best first.
+pub(super) fn schedules(spec: &Spec) -> Vec<Schedule> {
+    let order = if spec.right { Order::LongestFirst } else { Order::HeadByHead };
+    let fwd = |block_m, block_n, warps, stages, q_in_regs| {
+        Schedule::Sm80Fwd(fwd::Schedule { block_m, block_n, warps, stages, q_in_regs, order })
+    };
+    let widest = spec.head_dim.max(spec.head_dim_v);
+    // Warps of 32 queries read keys and values half as often; their output fills the registers at head dims over 64, and
+    // then only short key tiles fit beside it.
+    let large = match widest {
+        ..=64 => vec![fwd(128, 64, 4, 2, true), fwd(128, 64, 4, 2, false)],
+        _ => vec![fwd(128, 32, 4, 3, false), fwd(128, 64, 8, if spec.right { 3 } else { 2 }, true)],
+    };
+    let rest = [
+        fwd(128, 64, 8, 1, false),
+        fwd(64, 64, 4, 2, true),
+        fwd(64, 64, 4, 2, false),
+        fwd(64, 64, 4, 1, false),
+        fwd(64, 32, 4, 1, false),
+    ];
+    large.into_iter().chain(rest).collect()
+}
+
+/// The schedule for a problem, and why.
+pub(super) fn choose(
+    problem: &Problem,
+    spec: &Spec,
+    hardware: &Hardware,
+) -> Result<(Schedule, String), ScheduleError> {
+    let blocks = |rows: usize| problem.len_q.div_ceil(rows) * problem.heads_q * problem.batch;
+    let fills = blocks(128) >= hardware.sms as usize;
+    let reason = if fills {
+        format!("{} blocks of 128 queries fill {} SMs", blocks(128), hardware.sms)
+    } else {
+        let (large, small, sms) = (blocks(128), blocks(64), hardware.sms);
+        format!("{large} blocks of 128 queries would leave SMs of {sms} idle; 64 make {small}")
+    };
+    let candidates = schedules(spec);
+    let rows = |schedule: &Schedule| schedule.geometry(spec).rows;
+    let (large, small): (Vec<Schedule>, Vec<Schedule>) = candidates.into_iter().partition(|s| rows(s) > 64);
+    let candidates = if fills { [large, small] } else { [small, large] };
+    let mut refused = None;
+    for schedule in candidates.into_iter().flatten() {
+        match schedule.check(spec, hardware.target) {
+            Ok(()) => return Ok((schedule, reason)),
+            Err(error) => refused = refused.or(Some(error)),
+        }
+    }
+    Err(refused.unwrap_or_else(|| ScheduleError::Malformed { reason: "no schedule to try".into() }))
+}

@@ -1,0 +1,136 @@
+//! The blocks that Hopper's forward kernel has for a spec, by what there is of them. All were measured on an H200.
+
+use flashcore_kernels::{Spec, sm90::fwd::Schedule};
+
+/// Every schedule that a plan may have for a spec, best first: those for many tiles of queries, then those for few.
+pub(in crate::plan) fn schedules(spec: &Spec) -> Vec<Schedule> {
+    let either = Schedule::SPLITS.into_iter().flat_map(|split| [(split, true), (split, false)]);
+    let few = either.clone().flat_map(|(split, alone)| for_few(spec, split, alone));
+    let together = either.flat_map(|(split, long)| together(spec, split, long));
+    let streams = [true, false].into_iter().flat_map(|alone| for_streams(spec, alone));
+    let many = for_many(spec).into_iter().chain(widest(spec));
+    let streams = streams.chain(streams_together(spec));
+    many.chain(for_some(spec)).chain(few).chain(together).chain(streams).collect()
+}
+
+/// The widest blocks, where heads are narrow enough: four warpgroups hide more of each other's softmax, and lengths
+/// are oftener multiples of their 256 queries than of 192.
+pub(super) fn widest(spec: &Spec) -> Option<Schedule> {
+    let four = Schedule { stages: 4, ..wide(4, 64, 2) };
+    (spec.head_dim.max(spec.head_dim_v) <= 64).then_some(four)
+}
+
+/// Blocks that stay, one on a multiprocessor, whose warpgroups take turns.
+fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
+    Schedule {
+        warpgroups,
+        block_n,
+        stages: 2,
+        q_stages,
+        ctas: 1,
+        split: 1,
+        pingpong: true,
+        lazy: true,
+        poly: 0,
+        persistent: true,
+        pairs: false,
+        together: false,
+        parts: 1,
+    }
+}
+
+/// For grids that fill the GPU several times: the widest blocks, which stay. Measured on an H200.
+pub(super) fn for_many(spec: &Spec) -> Vec<Schedule> {
+    match spec.head_dim.max(spec.head_dim_v) {
+        ..=64 => vec![wide(3, 128, 2), wide(2, 128, 2)],
+        65..=128 => vec![wide(2, 128, 2), wide(2, 112, 2)],
+        129..=192 => vec![wide(2, 96, 1), wide(2, 80, 1)],
+        _ => vec![wide(2, 64, 1), wide(2, 48, 1)],
+    }
+}
+
+/// For grids that fill the GPU, but not often: narrow blocks that stay, two on a multiprocessor where they fit.
+pub(super) fn for_some(spec: &Spec) -> Vec<Schedule> {
+    for_many(spec)
+        .into_iter()
+        .flat_map(|wide| {
+            let narrow = Schedule { warpgroups: 1, q_stages: 2, pingpong: false, ..wide };
+            [Schedule { ctas: 2, ..narrow }, narrow]
+        })
+        .collect()
+}
+
+/// For grids that leave multiprocessors idle, or wait for their longest tiles: two warpgroups share the keys of the
+/// same queries, and `split` blocks those of a tile. `long`: there are many keys. Measured on an H200.
+pub(super) fn together(spec: &Spec, split: u32, long: bool) -> Vec<Schedule> {
+    let tiles: &[(u32, u32)] = match spec.head_dim.max(spec.head_dim_v) {
+        ..=64 if long => &[(128, 4), (64, 4)],
+        ..=128 => &[(64, 4), (64, 2)],
+        _ => &[],
+    };
+    let both = |(block_n, stages)| Schedule {
+        pingpong: false,
+        persistent: false,
+        stages,
+        split,
+        together: true,
+        ..wide(2, block_n, 1)
+    };
+    tiles.iter().copied().map(both).collect()
+}
+
+/// For few queries against many keys, where reading the keys is what takes time: narrow blocks that stay, with as
+/// many keys under way as fit. `alone`: there are no more tiles than multiprocessors. Measured on an H200.
+pub(super) fn for_streams(spec: &Spec, alone: bool) -> Vec<Schedule> {
+    let deep = for_few(spec, 1, false)
+        .into_iter()
+        .flat_map(|few| [4, 3, 2].map(|stages| Schedule { stages, persistent: true, ..few }));
+    let short = deep.clone().filter(|deep| deep.block_n == 64);
+    let beside = short.map(|short| Schedule { ctas: 2, ..short }).filter(|_| !alone);
+    beside.chain(deep).collect()
+}
+
+/// The same where the keys are enough for two warpgroups to share, and heads are not too wide for it.
+pub(super) fn streams_together(spec: &Spec) -> Vec<Schedule> {
+    let block_n = if spec.head_dim.max(spec.head_dim_v) <= 64 { 64 } else { 32 };
+    let both = together(spec, 1, false).into_iter();
+    both.map(|both| Schedule { block_n, ..both }).collect()
+}
+
+/// For grids that leave multiprocessors idle: narrow blocks, `split` of which share the keys of a tile. `alone`:
+/// there are no more blocks than multiprocessors.
+pub(super) fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
+    // The wider the head and the more blocks merge, the sooner a block should have the next keys.
+    let block_n: &[u32] = match spec.head_dim.max(spec.head_dim_v) {
+        ..=64 => &[128, 64],
+        65..=128 if split <= 2 => &[128, 64, 32],
+        65..=128 => &[64, 32],
+        _ => &[64, 32, 16],
+    };
+    // With a third stage no two of the narrowest blocks fit on a multiprocessor, and the next launch cannot crowd where
+    // this one's blocks are still at work.
+    let stages: &[u32] = if alone { &[3, 2] } else { &[2] };
+    let narrow = |(block_n, stages)| Schedule {
+        warpgroups: 1,
+        block_n,
+        stages,
+        q_stages: 1,
+        ctas: 1,
+        split,
+        pingpong: false,
+        lazy: true,
+        poly: 0,
+        persistent: false,
+        pairs: false,
+        together: false,
+        parts: 1,
+    };
+    block_n.iter().flat_map(|&n| stages.iter().map(move |&stages| (n, stages))).map(narrow).collect()
+}
+
+/// For few tiles against very many keys: narrow blocks with as many keys in flight as fit, each for one of `parts` parts of
+/// the keys.
+pub(super) fn for_parts(spec: &Spec, parts: u32) -> Vec<Schedule> {
+    let alone = for_few(spec, 1, true).into_iter().chain(together(spec, 1, true));
+    alone.map(|alone| Schedule { parts, ..alone }).collect()
+}

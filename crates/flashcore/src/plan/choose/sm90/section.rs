@@ -1,0 +1,62 @@
+//! The order in which tiles of queries of different lengths are taken up.
+
+use flashcore_kernels::sm90::fwd::Schedule;
+
+use crate::Problem;
+
+/// Keys and values of the heads that are taken up together, in bytes: they should stay in the L2 cache.
+const SECTION_BYTES: u64 = 32 << 20;
+
+/// From so many tiles of queries on, how they are ordered is not worth working out.
+const MANY_TILES: u64 = 1 << 16;
+
+/// What a tile of queries costs beside its key tiles, in key tiles.
+const TILE_OVERHEAD: u64 = 1;
+
+/// Heads whose tiles are taken up together, longest first: such that the blocks finish at about the same time,
+/// and if possible few enough that their keys and values stay in the cache.
+pub(in crate::plan) fn section(problem: &Problem, schedule: Schedule, blocks: u32) -> u32 {
+    let (rows, block_n) = (schedule.rows(), schedule.block_n);
+    let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
+    let heads = (batch * heads_q) as u32;
+    let bytes = (len_k * (head_dim + head_dim_v) * problem.dtype.size()) as u64;
+    let cached = (SECTION_BYTES * problem.group() as u64 / bytes.max(1)).max(1);
+    let costs: Vec<u64> = (0..len_q.div_ceil(rows as usize))
+        .rev()
+        .map(|block| key_tiles(problem, block, rows as usize, block_n as usize) + TILE_OVERHEAD)
+        .collect();
+    let candidates = (1..=heads).filter(|&section| heads.is_multiple_of(section));
+    if !schedule.persistent || costs.len() as u64 * u64::from(heads) > MANY_TILES {
+        // So many rounds come out even whatever the order, and blocks that end make room for the next in any.
+        return candidates.filter(|&section| u64::from(section) <= cached).max().unwrap_or(1);
+    }
+    let score = |section: u32| {
+        let longest = longest_share(&costs, heads, section, blocks);
+        // Keys and values that fall out of the cache cost about as much as one block in eight more.
+        if u64::from(section) > cached { longest + longest / 8 } else { longest }
+    };
+    candidates.min_by_key(|&section| score(section)).unwrap_or(1)
+}
+
+/// The key tiles that a block of rows sees.
+pub(super) fn key_tiles(problem: &Problem, block: usize, rows: usize, block_n: usize) -> u64 {
+    let Problem { len_q, len_k, mask, .. } = *problem;
+    let last_row = ((block + 1) * rows).min(len_q) - 1;
+    let begin = mask.keys(block * rows, len_q, len_k).start;
+    let end = mask.keys(last_row, len_q, len_k).end;
+    if end <= begin { 0 } else { (end.div_ceil(block_n) - begin / block_n) as u64 }
+}
+
+/// The work of the block that has the most of it, when tiles of these costs are taken up section by section, every other
+/// round backwards.
+fn longest_share(costs: &[u64], heads: u32, section: u32, blocks: u32) -> u64 {
+    let mut shares = vec![0_u64; blocks as usize];
+    let tiles =
+        (0..heads / section).flat_map(|_| costs.iter().flat_map(|&cost| (0..section).map(move |_| cost)));
+    for (i, cost) in tiles.enumerate() {
+        let (round, place) = (i / shares.len(), i % shares.len());
+        let at = if round.is_multiple_of(2) { place } else { shares.len() - 1 - place };
+        shares[at] += cost;
+    }
+    shares.into_iter().max().unwrap_or(0)
+}

@@ -1,0 +1,182 @@
+//! Signature: the tensors of a problem, in order. Whoever walks over the tensors of a call walks over this.
+
+use crate::{DType, Name, Problem};
+
+/// Whether a tensor is read or written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Role {
+    /// It is read.
+    In,
+    /// It is written.
+    Out,
+}
+
+/// What the rows of a tensor are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Rows {
+    /// One per query of a query head.
+    Queries,
+    /// One per key of a key head.
+    Keys,
+}
+
+/// A tensor of a problem.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Parameter {
+    /// Its name.
+    pub name: Name,
+    /// Whether it is read or written.
+    pub role: Role,
+    /// Its element type.
+    pub dtype: DType,
+    /// What its rows are.
+    pub rows: Rows,
+    /// Sizes as (batch, heads, length, head_dim).
+    pub shape: [usize; 4],
+    /// The tensor that decides each of the sizes.
+    pub decided_by: [Name; 4],
+    /// What addresses and distances between rows must be multiples of for the kernels with tensor cores, in bytes.
+    pub alignment: usize,
+}
+
+/// The most tensors that a problem has.
+const MOST: usize = 5;
+
+/// The tensors of a problem, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Signature {
+    parameters: [Parameter; MOST],
+    count: usize,
+}
+
+/// Alignment of addresses and row strides: the kernels with tensor cores move 16 bytes at once.
+const ALIGNMENT: usize = 16;
+
+impl Problem {
+    /// The tensors of the problem, in order.
+    pub fn signature(&self) -> Signature {
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, lse, .. } = *self;
+        let tensor = |name, role, rows, dim: usize, [of_heads, of_dim]: [Name; 2]| {
+            let (heads, len) = match rows {
+                Rows::Queries => (heads_q, len_q),
+                Rows::Keys => (heads_kv, len_k),
+            };
+            let decided_by = [Name::Q, of_heads, of_heads, of_dim];
+            Parameter {
+                name,
+                role,
+                dtype,
+                rows,
+                shape: [batch, heads, len, dim],
+                decided_by,
+                alignment: ALIGNMENT,
+            }
+        };
+        let parameters = [
+            tensor(Name::Q, Role::In, Rows::Queries, head_dim, [Name::Q, Name::Q]),
+            tensor(Name::K, Role::In, Rows::Keys, head_dim, [Name::K, Name::Q]),
+            tensor(Name::V, Role::In, Rows::Keys, head_dim_v, [Name::K, Name::V]),
+            tensor(Name::O, Role::Out, Rows::Queries, head_dim_v, [Name::Q, Name::V]),
+            Parameter {
+                dtype: DType::F32,
+                alignment: DType::F32.size(),
+                ..tensor(Name::Lse, Role::Out, Rows::Queries, 1, [Name::Q, Name::Q])
+            },
+        ];
+        Signature { parameters, count: if lse { MOST } else { MOST - 1 } }
+    }
+}
+
+impl Signature {
+    /// The tensors, in order.
+    pub fn iter(&self) -> std::slice::Iter<'_, Parameter> {
+        self.parameters[..self.count].iter()
+    }
+
+    /// The tensors that are written.
+    pub fn outputs(&self) -> impl Iterator<Item = &Parameter> {
+        self.iter().filter(|parameter| parameter.role == Role::Out)
+    }
+}
+
+impl<'a> IntoIterator for &'a Signature {
+    type Item = &'a Parameter;
+    type IntoIter = std::slice::Iter<'a, Parameter>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
+    }
+}
+
+/// Something for each tensor of a call, by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PerTensor<T> {
+    values: [Option<T>; MOST],
+}
+
+/// Where a tensor stands in [`PerTensor`].
+fn place(name: Name) -> usize {
+    match name {
+        Name::Q => 0,
+        Name::K => 1,
+        Name::V => 2,
+        Name::O => 3,
+        Name::Lse => 4,
+        Name::KeyLengths | Name::Tensor => unreachable!("no tensor of a signature"),
+    }
+}
+
+impl<T> Default for PerTensor<T> {
+    fn default() -> Self {
+        Self { values: [const { None }; MOST] }
+    }
+}
+
+impl<T> PerTensor<T> {
+    /// With something for one tensor more.
+    pub fn with(mut self, name: Name, value: T) -> Self {
+        self.values[place(name)] = Some(value);
+        self
+    }
+
+    /// What there is for a tensor.
+    pub fn get(&self, name: Name) -> Option<&T> {
+        self.values[place(name)].as_ref()
+    }
+
+    /// The same with every value changed.
+    pub(crate) fn map<U>(&self, mut change: impl FnMut(&T) -> U) -> PerTensor<U> {
+        PerTensor { values: self.values.each_ref().map(|value| value.as_ref().map(&mut change)) }
+    }
+}
+
+impl<T> std::ops::Index<Name> for PerTensor<T> {
+    type Output = T;
+
+    fn index(&self, name: Name) -> &T {
+        self.get(name).unwrap_or_else(|| panic!("the call has no {name}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signature_lists_inputs_and_outputs_with_their_shapes() {
+        let problem: Problem = "2x8/2x5/7x64/32 bf16".parse().unwrap();
+        let shapes: Vec<(String, [usize; 4])> =
+            problem.signature().iter().map(|it| (it.name.to_string(), it.shape)).collect();
+        let expected =
+            [("q", [2, 8, 5, 64]), ("k", [2, 2, 7, 64]), ("v", [2, 2, 7, 32]), ("o", [2, 8, 5, 32])];
+        assert_eq!(shapes, expected.map(|(name, shape)| (name.to_string(), shape)));
+        let with_lse = problem.with_lse().signature();
+        let outputs: Vec<Name> = with_lse.outputs().map(|it| it.name).collect();
+        assert_eq!(outputs, [Name::O, Name::Lse]);
+        let lse = with_lse.outputs().last().unwrap();
+        assert_eq!((lse.shape, lse.dtype), ([2, 8, 5, 1], DType::F32));
+    }
+}

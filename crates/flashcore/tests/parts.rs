@@ -1,0 +1,89 @@
+//! Keys that are cut into parts, computed apart and merged by a second launch: on the simulator, against the oracle.
+#![cfg(feature = "sim")]
+
+use flashcore::{
+    Attention, Device, Mask, Problem, TensorBuf, oracle,
+    plan::{Hardware, Kernel, Plan, Schedule, Target},
+    sim::SimGpu,
+};
+
+/// A schedule with so many parts.
+fn schedule(parts: u32, together: bool) -> Schedule {
+    let (warpgroups, stages) = if together { (2, 4) } else { (1, 2) };
+    let text = format!(
+        "sm90_fwd:warpgroups={warpgroups},block_n=32,stages={stages},q_stages=1,ctas=1,split=1,pingpong=0,lazy=1,poly=0,\
+         persistent=0,pairs=0,together={},parts={parts}",
+        u32::from(together)
+    );
+    text.parse().unwrap()
+}
+
+/// Numbers that look random.
+fn noise(len: usize, seed: usize) -> Vec<f32> {
+    let word = |i: usize| (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed) >> 20;
+    (0..len).map(|i| (word(word(i)) % 2001) as f32 / 1000.0 - 1.0).collect()
+}
+
+/// The largest errors of o and lse, relative where they are above 1, for a problem with a schedule, beside the f64 oracle.
+fn errors(text: &str, schedule: Schedule, key_lengths: Option<&[u32]>) -> (f64, f64) {
+    let problem: Problem = text.parse().unwrap();
+    let buffer = |shape: [usize; 4], seed| {
+        TensorBuf::from_f32(&noise(shape.iter().product(), seed), shape, problem.dtype).unwrap()
+    };
+    let inputs: Vec<TensorBuf> =
+        problem.signature().iter().take(3).zip(0..).map(|(it, seed)| buffer(it.shape, seed)).collect();
+    let [q, k, v] = [0, 1, 2].map(|i| inputs[i].view());
+    let mut attention = Attention::new().mask(problem.mask).scale(problem.scale).with_lse();
+    attention = attention.softcap(problem.softcap.unwrap_or(0.0));
+    if let Some(lengths) = key_lengths {
+        attention = attention.key_lengths(lengths);
+    }
+    let device = Device::sim(SimGpu::new(Target::Sm90a).with_schedule(schedule));
+    let found = attention.run(&device, &q, &k, &v).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let truth = oracle::attention(&attention.problem(&q, &k, &v).unwrap(), &q, &k, &v, key_lengths);
+    let apart = |found: &[f32], truth: &[f64]| {
+        found.iter().zip(truth).fold(0.0_f64, |most, (&a, &b)| {
+            if f64::from(a) == b { most } else { most.max((f64::from(a) - b).abs() / b.abs().max(1.0)) }
+        })
+    };
+    let lse = found.lse.unwrap();
+    (apart(&found.o.to_f32(), &truth.o), apart(&lse.to_f32(), &truth.lse))
+}
+
+#[test]
+fn parts_come_to_what_attention_is() {
+    for (text, parts, together) in [
+        ("1x4/1x1/200x64 f16", 3, false),
+        ("2x2x70/150x64 bf16 causal", 2, false),
+        ("1x3x5/333x128 bf16 window(100,20)", 4, true),
+        ("1x2x3/97x40/72 f16 softcap=5", 5, false),
+        ("1x8/1x1/300x256 bf16", 8, false),
+        ("1x2x9/64x8 f16 scale=1000000", 2, true),
+    ] {
+        let (o, lse) = errors(text, schedule(parts, together), None);
+        assert!(o < 8e-3 && lse < 2e-3, "{text} in {parts} parts: o is off by {o:.1e}, lse by {lse:.1e}");
+    }
+}
+
+#[test]
+fn parts_without_keys_count_for_nothing() {
+    for lengths in [[0, 1], [33, 0], [200, 31]] {
+        let (o, lse) = errors("2x4/2x1/200x64 bf16 key-lengths", schedule(6, false), Some(&lengths));
+        assert!(o < 8e-3 && lse < 2e-3, "{lengths:?}: o is off by {o:.1e}, lse by {lse:.1e}");
+    }
+}
+
+#[test]
+fn a_plan_with_parts_is_two_launches_and_says_what_they_share() {
+    let problem: Problem = "1x8/2x1/4096x64 f16 lse".parse().unwrap();
+    let hardware = Hardware::typical(Target::Sm90a);
+    let plan = Plan::with_schedule(&problem, &hardware, schedule(16, false)).unwrap();
+    let kernels: Vec<Kernel> = plan.launches.iter().map(|launch| launch.kernel()).collect();
+    assert_eq!(kernels, [Kernel::Sm90Fwd, Kernel::Combine]);
+    assert_eq!((plan.launches[0].grid, plan.launches[1].grid), ([2, 16, 1], [8, 1, 1]));
+    // 2 heads of 4 queries, 16 parts: 64 columns and two numbers of 4 bytes each.
+    assert_eq!(plan.workspace_bytes(), 2 * 4 * 16 * 4 * (64 + 2));
+    assert!(plan.to_string().contains("workspace 33792 bytes"), "{plan}");
+    let causal = problem.with_mask(Mask::Causal);
+    assert!(Plan::with_kernel(&causal, &hardware, Kernel::Combine).is_err());
+}

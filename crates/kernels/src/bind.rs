@@ -1,0 +1,179 @@
+//! What a launch is bound to: tensors in a GPU's memory and a few numbers, and the bytes that they become.
+
+use flashcore_ptx::{GlobalPtr, KernelParams};
+use smallvec::SmallVec;
+
+use crate::Dtype;
+
+/// A tensor that a kernel reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operand {
+    /// The queries.
+    Q,
+    /// The keys.
+    K,
+    /// The values.
+    V,
+    /// One u32 per batch entry: how many keys it has.
+    KeyLengths,
+    /// The output.
+    O,
+    /// One f32 per query: the logarithm of the sum of exponentials.
+    Lse,
+    /// The outputs of parts of the keys in f32, not yet divided by their sums. Its rows are those of the first part, then
+    /// those of the second, and so on.
+    PartialO,
+    /// What the outputs of the parts are relative to, and their sums: two f32 per row of [`Operand::PartialO`].
+    PartialState,
+}
+
+impl Operand {
+    const COUNT: usize = Operand::PartialState as usize + 1;
+}
+
+/// A tensor of shape (batch, heads, length, head dim) in a GPU's memory. Rows are contiguous; strides are in bytes, from
+/// one batch entry, head and row to the next.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TensorArg {
+    /// The address of the first element.
+    pub address: u64,
+    /// Batch entries, heads, rows, elements per row.
+    pub shape: [usize; 4],
+    /// Bytes from one batch entry, head and row to the next.
+    pub strides: [u64; 3],
+}
+
+impl TensorArg {
+    /// The address as a parameter.
+    pub(crate) fn pointer(&self) -> GlobalPtr {
+        GlobalPtr(self.address)
+    }
+}
+
+/// What a launch is bound to.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Args {
+    tensors: [TensorArg; Operand::COUNT],
+    /// What the scores are multiplied with before the softmax.
+    pub scale: f32,
+    /// Scores become `softcap · tanh(score / softcap)` before the mask.
+    pub softcap: Option<f32>,
+    /// Keys before its own place that a query sees.
+    pub left: i32,
+    /// Keys after its own place that a query sees.
+    pub right: i32,
+    /// Heads whose tiles of queries are taken up together, longest first.
+    pub section: u32,
+    /// Parts of the keys whose outputs are merged at the end.
+    pub parts: u32,
+}
+
+/// The numbers that turn dot products into exponents, as the kernels read them.
+pub(crate) struct ScoreNumbers {
+    pub exp_scale: f32,
+    pub tanh_scale: f32,
+    pub scale: f32,
+    pub softcap: f32,
+}
+
+impl Args {
+    /// Gives a tensor.
+    pub fn set(&mut self, operand: Operand, tensor: TensorArg) {
+        self.tensors[operand as usize] = tensor;
+    }
+
+    /// A tensor; one that was not given is at address 0 and has no elements.
+    pub fn tensor(&self, operand: Operand) -> &TensorArg {
+        &self.tensors[operand as usize]
+    }
+
+    /// Batch entries, query heads and queries per head.
+    pub(crate) fn queries(&self) -> [u32; 3] {
+        let [batch, heads, len, _] = self.tensor(Operand::Q).shape;
+        [batch, heads, len].map(|size| size as u32)
+    }
+
+    /// Query heads per key head.
+    pub(crate) fn group(&self) -> u32 {
+        (self.tensor(Operand::Q).shape[1] / self.tensor(Operand::K).shape[1].max(1)) as u32
+    }
+
+    pub(crate) fn scores(&self) -> ScoreNumbers {
+        let Args { scale, softcap, .. } = *self;
+        ScoreNumbers {
+            exp_scale: softcap.unwrap_or(scale) * std::f32::consts::LOG2_E,
+            // Finite, so that a dot product of 0 stays 0 under the smallest softcap.
+            tanh_scale: softcap.map_or(0.0, |softcap| (scale / softcap).clamp(f32::MIN, f32::MAX)),
+            scale,
+            softcap: softcap.unwrap_or(0.0),
+        }
+    }
+}
+
+/// Why a launch cannot be bound to its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BindError {
+    /// Rows that are further apart than the kernel can count.
+    RowStride {
+        /// Which tensor.
+        operand: Operand,
+        /// Bytes from one row to the next.
+        given: u64,
+        /// The most that are possible.
+        most: u64,
+    },
+}
+
+/// What a tensor map describes; dimensions are counted from the innermost. Its boxes are permuted within 128 bytes, and
+/// read zeros outside of the tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Map {
+    /// The element type.
+    pub dtype: Dtype,
+    /// The address of the first element.
+    pub address: u64,
+    /// Elements of each dimension.
+    pub dims: [u64; 4],
+    /// Bytes between neighbours in each dimension but the first.
+    pub strides: [u64; 3],
+    /// Elements of a box in each dimension.
+    pub box_dims: [u32; 4],
+}
+
+/// Bytes of parameters that are kept without an allocation: those of a forward launch and of one that merges.
+const INLINE_BYTES: usize = 1024;
+
+/// The parameters of a plan's launches, as bytes.
+#[derive(Default)]
+pub struct Packed {
+    bytes: SmallVec<[u8; INLINE_BYTES]>,
+    launches: SmallVec<[Bound; 2]>,
+}
+
+/// Where the parameters of one launch lie.
+struct Bound {
+    start: usize,
+    places: &'static [u16],
+}
+
+impl Packed {
+    /// Adds the parameters of the next launch.
+    pub fn push<P: KernelParams>(&mut self, params: &P) {
+        let start = self.bytes.len();
+        self.bytes.resize(start + P::packed_bytes(), 0);
+        params.pack_into(&mut self.bytes[start..]);
+        self.launches.push(Bound { start, places: P::OFFSETS });
+    }
+
+    /// The bytes of a launch, and where each parameter starts in them.
+    pub fn launch(&self, index: usize) -> (&[u8], &'static [u16]) {
+        let Bound { start, places } = &self.launches[index];
+        let end = self.launches.get(index + 1).map_or(self.bytes.len(), |next| next.start);
+        (&self.bytes[*start..end], places)
+    }
+
+    /// How many launches there are.
+    pub fn launches(&self) -> usize {
+        self.launches.len()
+    }
+}

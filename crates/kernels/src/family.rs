@@ -1,0 +1,280 @@
+//! Family: a kind of generated code. What every family says of its schedules, and the text that names a schedule.
+
+use std::{fmt, str::FromStr};
+
+use flashcore_ptx::{BuildErrors, KernelBuilder, SharedError, Target, TensorMap};
+
+use crate::{
+    Dtype, Kernel, MAX_HEAD_DIM, Order, Spec,
+    bind::{Args, BindError, Map, Packed},
+};
+
+/// A kind of generated code, implemented by its schedules: for a spec and a target it emits one kernel, and it knows how
+/// that kernel's parameters are bound.
+pub trait Family: Copy + fmt::Display {
+    /// Whether its kernels wait for the launch before theirs by themselves (`griddepcontrol.wait`), so that they may be
+    /// started before that one has ended.
+    const PROGRAMMATIC: bool = false;
+
+    /// Whether the schedule fits the spec and the target, told from the knobs alone.
+    fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError>;
+
+    /// Rows, threads, shared memory and blocks of a launch. The schedule fits the spec.
+    fn geometry(self, spec: &Spec) -> Geometry;
+
+    /// The kernel. The schedule fits the spec and the target.
+    fn emit(self, spec: &Spec, target: Target) -> KernelBuilder;
+
+    /// Whether a launch can be bound to these tensors.
+    fn check_args(self, _args: &Args) -> Result<(), BindError> {
+        Ok(())
+    }
+
+    /// Packs the parameters of a launch. `encode` makes the tensor maps that the kernel copies with, if it does. Nothing
+    /// is allocated.
+    fn bind<E>(
+        self,
+        spec: &Spec,
+        args: &Args,
+        encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+        packed: &mut Packed,
+    ) -> Result<(), E>;
+}
+
+/// What a schedule makes of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Queries per block.
+    pub rows: u32,
+    /// Threads per block.
+    pub threads: u32,
+    /// Bytes of shared memory per block.
+    pub shared_bytes: u32,
+    /// Which blocks there are.
+    pub blocks: Blocks,
+}
+
+/// Which blocks a launch has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blocks {
+    /// One for each tile of queries, in this order.
+    Each(Order),
+    /// A row of blocks that find their tiles themselves.
+    Row {
+        /// Blocks per cluster, which share a tile.
+        cluster: u32,
+        /// How many blocks stay on a multiprocessor until all tiles are done; `None`: each ends with its tile.
+        resident: Option<u32>,
+        /// Parts of the keys: each is a row of blocks of its own.
+        parts: u32,
+    },
+}
+
+impl Geometry {
+    /// Tiles of queries, for so many batch entries, heads and queries.
+    pub fn tiles(&self, batch: u32, heads: u32, len_q: u32) -> u64 {
+        u64::from(len_q.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch)
+    }
+
+    /// The grid for so many batch entries, heads and queries, on so many multiprocessors.
+    pub fn grid(&self, batch: u32, heads: u32, len_q: u32, sms: u32) -> [u32; 3] {
+        match self.blocks {
+            Blocks::Each(order) => order.grid(len_q.div_ceil(self.rows), heads, batch),
+            Blocks::Row { cluster, resident, parts } => {
+                let tiles = self.tiles(batch, heads, len_q);
+                let most = resident.map_or(u64::MAX, |blocks| u64::from((sms * blocks / cluster).max(1)));
+                [u32::try_from(tiles.min(most) * u64::from(cluster)).unwrap_or(u32::MAX), parts, 1]
+            }
+        }
+    }
+
+    /// Blocks per cluster.
+    pub fn cluster(&self) -> u32 {
+        match self.blocks {
+            Blocks::Each(_) => 1,
+            Blocks::Row { cluster, .. } => cluster,
+        }
+    }
+}
+
+/// Why a schedule was refused. Nothing was emitted.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ScheduleError {
+    /// The knobs do not make a kernel, or their text does not name them.
+    #[error("{reason}")]
+    Malformed {
+        /// What is wrong and what is possible.
+        reason: String,
+    },
+    /// More shared memory than a block of the target can have.
+    #[error(transparent)]
+    Shared(#[from] SharedError),
+    /// More registers than a thread can have.
+    #[error(
+        "about {needs} registers per thread are needed, {limit} there are: take a smaller block_n, more warps, or leave the queries in shared memory"
+    )]
+    Registers {
+        /// The estimate.
+        needs: u32,
+        /// What a thread can have.
+        limit: u32,
+    },
+    /// A head dim that the kernels do not take.
+    #[error("head_dim {head_dim} and head_dim_v {head_dim_v}: possible are {possible}")]
+    HeadDim {
+        /// Elements of a query.
+        head_dim: u32,
+        /// Elements of a value.
+        head_dim_v: u32,
+        /// What the kernel takes.
+        possible: &'static str,
+    },
+    /// An element type that tensor cores do not multiply exactly.
+    #[error("f32: {kernel} takes f16 and bf16; scalar takes f32")]
+    F32 {
+        /// The kernel asked for.
+        kernel: Kernel,
+    },
+    /// The kernel's own code is wrong; this is a fault of FlashCore.
+    #[error("the kernel was built wrongly, please report this:\n{0}")]
+    Build(#[from] BuildErrors),
+}
+
+impl ScheduleError {
+    pub(crate) fn malformed(reason: impl Into<String>) -> Self {
+        ScheduleError::Malformed { reason: reason.into() }
+    }
+}
+
+/// The most registers that a thread can have.
+pub(crate) const MAX_REGISTERS: u32 = 255;
+
+/// Whether a thread can have so many registers of fragments and `others` beside them. Each kernel's number of
+/// others is such that ptxas spills nothing over its schedules.
+pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result<(), ScheduleError> {
+    let needs = fragments + others;
+    if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
+}
+
+/// Whether a spec is one for tensor cores.
+pub(crate) fn check_tensor_cores(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
+    let Spec { dtype, head_dim, head_dim_v, .. } = *spec;
+    if dtype == Dtype::F32 {
+        return Err(ScheduleError::F32 { kernel });
+    }
+    let possible = |dim: u32| (8..=MAX_HEAD_DIM).contains(&dim) && dim.is_multiple_of(8);
+    if possible(head_dim) && possible(head_dim_v) {
+        return Ok(());
+    }
+    Err(ScheduleError::HeadDim { head_dim, head_dim_v, possible: "multiples of 8 from 8 to 256" })
+}
+
+/// A type that a knob can have.
+pub(crate) trait Knob: Copy + PartialEq {
+    /// The value as text.
+    fn text(self) -> String;
+    /// The value of a text, or what is possible.
+    fn read(text: &str) -> Result<Self, &'static str>;
+}
+
+impl Knob for u32 {
+    fn text(self) -> String {
+        self.to_string()
+    }
+
+    fn read(text: &str) -> Result<Self, &'static str> {
+        text.parse().map_err(|_| "a whole number is needed")
+    }
+}
+
+impl Knob for bool {
+    fn text(self) -> String {
+        u32::from(self).to_string()
+    }
+
+    fn read(text: &str) -> Result<Self, &'static str> {
+        u32::read(text).map(|number| number != 0)
+    }
+}
+
+/// Declares the schedule of a family: a struct whose fields are the knobs, printed and read as `knob=value,knob=value`. A
+/// knob with a default is printed only where it has another value, and may be left out.
+macro_rules! schedule {
+    (
+        $(#[$meta:meta])*
+        pub struct $name:ident { $($(#[$doc:meta])* pub $knob:ident: $ty:ty $(= $default:expr)?,)* }
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name { $($(#[$doc])* pub $knob: $ty,)* }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                let mut separator = "";
+                $(
+                    let default: Option<$ty> = None $(.or(Some($default)))?;
+                    if default != Some(self.$knob) {
+                        let value = $crate::family::Knob::text(self.$knob);
+                        write!(f, concat!("{}", stringify!($knob), "={}"), separator, value)?;
+                        separator = ",";
+                    }
+                )*
+                let _ = separator;
+                Ok(())
+            }
+        }
+
+        impl $name {
+            pub(crate) fn read(knobs: &mut $crate::family::Knobs<'_>) -> Result<Self, $crate::ScheduleError> {
+                Ok(Self { $($knob: knobs.take(stringify!($knob), None $(.or(Some($default)))?)?,)* })
+            }
+        }
+    };
+}
+pub(crate) use schedule;
+
+/// The knobs of a text that were not read yet.
+pub(crate) struct Knobs<'a> {
+    kernel: Kernel,
+    pairs: Vec<(&'a str, &'a str)>,
+}
+
+impl<'a> Knobs<'a> {
+    /// Splits `kernel:knob=value,knob=value`.
+    pub fn split(text: &'a str) -> Result<(Kernel, Self), ScheduleError> {
+        let (kernel, knobs) = text.split_once(':').ok_or_else(|| {
+            let why = "is not a schedule: write kernel:knob=value,knob=value,…";
+            ScheduleError::malformed(format!("'{text}' {why}"))
+        })?;
+        let kernel = Kernel::from_str(kernel)?;
+        let pair = |pair: &'a str| {
+            let found = pair.split_once('=');
+            found
+                .ok_or_else(|| ScheduleError::malformed(format!("'{pair}' is not of the form knob=value")))
+        };
+        let pairs = knobs.split(',').filter(|pair| !pair.is_empty()).map(pair).collect::<Result<_, _>>()?;
+        Ok((kernel, Self { kernel, pairs }))
+    }
+
+    /// A knob's value, or its default.
+    pub fn take<T: Knob>(&mut self, knob: &str, default: Option<T>) -> Result<T, ScheduleError> {
+        let kernel = self.kernel;
+        let Some(at) = self.pairs.iter().position(|&(name, _)| name == knob) else {
+            let missing = || ScheduleError::malformed(format!("{kernel} needs the knob {knob}"));
+            return default.ok_or_else(missing);
+        };
+        let (_, value) = self.pairs.remove(at);
+        T::read(value).map_err(|why| ScheduleError::malformed(format!("{knob}={value}: {why}")))
+    }
+
+    /// Refuses what nobody has taken.
+    pub fn end(self) -> Result<(), ScheduleError> {
+        match self.pairs.first() {
+            Some((knob, _)) => {
+                Err(ScheduleError::malformed(format!("{} has no knob {knob}, or it is given twice", self.kernel)))
+            }
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! The parameters of the kernels that reach memory by addresses.
+
+use flashcore_ptx::{GlobalPtr, kernel_params};
+
+use crate::bind::{Args, BindError, Operand};
+use crate::parts::copy::MAX_ROW_STRIDE;
+
+kernel_params! {
+    /// What a launch of a forward kernel is given. Strides are in bytes.
+    pub struct FwdParams {
+        /// The queries.
+        q: GlobalPtr,
+        /// The keys.
+        k: GlobalPtr,
+        /// The values.
+        v: GlobalPtr,
+        /// The output.
+        o: GlobalPtr,
+        /// One f32 a query; read only by kernels that write lse.
+        lse: GlobalPtr,
+        /// One u32 a batch entry; read only by kernels with key lengths.
+        key_lengths: GlobalPtr,
+        /// From one batch entry of q to the next.
+        q_batch: u64,
+        /// From one head of q to the next.
+        q_head: u64,
+        /// From one query to the next.
+        q_row: u64,
+        /// From one batch entry of k to the next.
+        k_batch: u64,
+        /// From one head of k to the next.
+        k_head: u64,
+        /// From one key to the next.
+        k_row: u64,
+        /// From one batch entry of v to the next.
+        v_batch: u64,
+        /// From one head of v to the next.
+        v_head: u64,
+        /// From one value to the next.
+        v_row: u64,
+        /// From one batch entry of o to the next.
+        o_batch: u64,
+        /// From one head of o to the next.
+        o_head: u64,
+        /// From one row of o to the next.
+        o_row: u64,
+        /// From one batch entry of lse to the next.
+        lse_batch: u64,
+        /// From one head of lse to the next.
+        lse_head: u64,
+        /// From one query's lse to the next.
+        lse_row: u64,
+        /// Queries a head.
+        len_q: u32,
+        /// Keys a head.
+        len_k: u32,
+        /// Query heads a kv head; read only by grouped kernels.
+        group: u32,
+        /// Keys before its own place that a query sees; read only by kernels with a left bound.
+        left: i32,
+        /// Keys after its own place that a query sees; read only by kernels with a right bound.
+        right: i32,
+        /// What a score is multiplied with before the exponential of base 2: scale · log2 e, or with a softcap
+        /// softcap · log2 e. Not read by kernels with scaled scores, where it is log2 e.
+        exp_scale: f32,
+        /// With a softcap, what a dot product is multiplied with before the tanh: scale / softcap.
+        tanh_scale: f32,
+        /// The scale; read only by kernels with scaled scores.
+        scale: f32,
+        /// The softcap; read only by kernels with scaled scores and a softcap.
+        softcap: f32,
+        /// Query heads; read only by kernels whose blocks lie in a row.
+        heads: u32,
+    }
+}
+
+impl FwdParams {
+    /// The parameters of a launch.
+    pub(crate) fn bind(args: &Args) -> Self {
+        let of = |operand| args.tensor(operand);
+        let (q, k, v) = (of(Operand::Q), of(Operand::K), of(Operand::V));
+        let (o, lse) = (of(Operand::O), of(Operand::Lse));
+        let [_, heads, len_q] = args.queries();
+        let scores = args.scores();
+        Self {
+            q: q.pointer(),
+            k: k.pointer(),
+            v: v.pointer(),
+            o: o.pointer(),
+            lse: lse.pointer(),
+            key_lengths: of(Operand::KeyLengths).pointer(),
+            q_batch: q.strides[0],
+            q_head: q.strides[1],
+            q_row: q.strides[2],
+            k_batch: k.strides[0],
+            k_head: k.strides[1],
+            k_row: k.strides[2],
+            v_batch: v.strides[0],
+            v_head: v.strides[1],
+            v_row: v.strides[2],
+            o_batch: o.strides[0],
+            o_head: o.strides[1],
+            o_row: o.strides[2],
+            lse_batch: lse.strides[0],
+            lse_head: lse.strides[1],
+            lse_row: lse.strides[2],
+            len_q,
+            len_k: k.shape[2] as u32,
+            group: args.group(),
+            left: args.left,
+            right: args.right,
+            exp_scale: scores.exp_scale,
+            tanh_scale: scores.tanh_scale,
+            scale: scores.scale,
+            softcap: scores.softcap,
+            heads,
+        }
+    }
+}
+
+/// Refuses rows that are further apart than the kernels without TMA can count.
+pub(crate) fn check_rows(args: &Args) -> Result<(), BindError> {
+    for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {
+        let tensor = args.tensor(operand);
+        let given = tensor.strides[2];
+        if tensor.shape[2] > 1 && given > MAX_ROW_STRIDE {
+            return Err(BindError::RowStride { operand, given, most: MAX_ROW_STRIDE });
+        }
+    }
+    Ok(())
+}

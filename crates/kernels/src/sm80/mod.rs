@@ -1,0 +1,3 @@
+//! Kernels for Ampere and Ada.
+
+pub mod fwd;
