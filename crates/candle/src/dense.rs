@@ -8,13 +8,13 @@ use crate::options::{Options, bad_dtypes, dense, fail, view};
 
 /// The operation behind the functions for (batch, length, heads, head_dim) tensors.
 pub struct FlashAttn {
-    /// What scores are multiplied with.
+    /// What scores are multiplied by.
     pub softmax_scale: f32,
     /// ALiBi slopes, which are refused.
     pub alibi_slopes: Option<Tensor>,
-    /// Keys before its own place that a query sees.
+    /// Keys before its own position that a query sees.
     pub window_size_left: Option<usize>,
-    /// Keys after its own place that a query sees.
+    /// Keys after its own position that a query sees.
     pub window_size_right: Option<usize>,
     /// Scores become `softcap · tanh(score / softcap)`.
     pub softcap: Option<f32>,

@@ -22,7 +22,7 @@ use crate::options::fail;
 pub(crate) trait GpuElement: Element + CudaDType + DeviceRepr + ValidAsZeroBits {}
 impl<T: Element + CudaDType + DeviceRepr + ValidAsZeroBits> GpuElement for T {}
 
-/// FlashCore on a device's GPU, queueing in its stream. Kernels are kept for the life of the process, by GPU; streams
+/// FlashCore on a device's GPU, queueing in its stream. Kernels are kept per GPU for the life of the process; streams
 /// are not.
 pub(crate) fn on(device: &CudaDevice) -> Result<Gpu> {
     static GPUS: Mutex<BTreeMap<usize, Cuda>> = Mutex::new(BTreeMap::new());
@@ -46,7 +46,7 @@ pub(crate) fn from_offset<T: GpuElement>(storage: &CudaStorage, offset: usize) -
     Ok(slice.slice(offset.min(slice.len())..))
 }
 
-/// Memory for an output: zeros if parts of it stay as they are, else anything.
+/// Memory for an output: zeros where parts of it are not written, else uninitialised.
 pub(crate) fn output<T: GpuElement>(
     device: &CudaDevice,
     elements: usize,
@@ -57,6 +57,6 @@ pub(crate) fn output<T: GpuElement>(
     if !all_is_written {
         return device.alloc_zeros::<T>(elements);
     }
-    // SAFETY: the kernel writes every element before anybody reads one.
+    // SAFETY: the kernel writes every element before anything reads one.
     unsafe { device.alloc::<T>(elements) }
 }

@@ -21,7 +21,7 @@
 //! ```
 //!
 //! ALiBi, paged caches and prefix ranges are not implemented, and refused with that reason. The variable-length
-//! functions run one call a sequence; on a GPU they read the cumulative lengths back first.
+//! functions run one call per sequence; on a GPU they read the cumulative lengths back first.
 
 mod dense;
 #[cfg(feature = "cuda")]
@@ -39,8 +39,8 @@ pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal
     flash_attn_windowed(q, k, v, softmax_scale, None, causal.then_some(0))
 }
 
-/// The same where each query sees so many keys before and after its own place; without a limit where there is none.
-/// Without one on the left and with 0 on the right it is causal.
+/// The same where each query sees `window_size_left` keys before and `window_size_right` after its own position; `None`
+/// is no limit. No limit on the left and 0 on the right is causal.
 pub fn flash_attn_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -110,7 +110,7 @@ pub fn flash_attn_alibi_windowed_softcap(
     q.apply_op3(k, v, op)
 }
 
-/// Attention of sequences that lie one behind the other: q is (all queries, heads, head_dim), k and v (all keys, heads,
+/// Attention of packed sequences, one after the other: q is (all queries, heads, head_dim), k and v (all keys, heads,
 /// head_dim). `seqlens_q` and `seqlens_k` are cumulative, u32, from 0 to the end of the last sequence; no sequence is
 /// longer than `max_seqlen_q` and `max_seqlen_k`. Rows of q that are in no sequence give zeros.
 pub fn flash_attn_varlen(
@@ -245,7 +245,7 @@ pub fn flash_attn_varlen_alibi_windowed(
     )
 }
 
-/// Sequences one behind the other, with a window and a softcap; 0 turns the latter off. ALiBi slopes are refused.
+/// Packed sequences, with a window and a softcap; 0 turns the latter off. ALiBi slopes are refused.
 pub fn flash_attn_varlen_alibi_windowed_softcap(
     q: &Tensor,
     k: &Tensor,

@@ -14,7 +14,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// As FlashCore takes it, or what it does not have.
+    /// The same for FlashCore, or an error for what it does not have.
     pub fn attention(&self) -> Result<Attention<'static>> {
         if self.alibi {
             bail!("FlashCore has no ALiBi slopes; add the bias to the scores with candle's own operations")
@@ -33,7 +33,7 @@ pub(crate) fn fail(error: flashcore::Error) -> Error {
     Error::wrap(error)
 }
 
-/// Refuses dtypes that attention does not take together, or not there.
+/// Refuses dtypes that attention does not accept together, or not on this device.
 pub(crate) fn bad_dtypes<T>([q, k, v]: [DType; 3]) -> Result<T> {
     bail!(
         "flash-attn takes q, k and v that are all f16, all bf16 or, on the CPU, all f32, not {q:?}, {k:?} and {v:?}"
@@ -51,7 +51,7 @@ pub(crate) fn dense(name: &str, layout: &Layout) -> Result<flashcore::Layout> {
     Ok(layout_of([*b, *h, *s, *d], [*b_stride, *h_stride, *s_stride, *d_stride]))
 }
 
-/// candle gives dimensions of size 1 any stride, which a GPU might find misaligned: here they have none.
+/// candle gives dimensions of size 1 any stride, which may be misaligned for a GPU: here it becomes 0.
 fn layout_of(shape: [usize; 4], mut strides: [usize; 4]) -> flashcore::Layout {
     for (size, stride) in shape.iter().zip(&mut strides).take(3) {
         if *size == 1 {

@@ -1,4 +1,4 @@
-//! Attention of sequences that lie one behind the other.
+//! Attention of packed sequences, one after the other.
 
 use candle_core::{
     CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail,
@@ -21,12 +21,12 @@ impl FlashAttnVarLen {
     pub fn new(options: Options, [q, k]: [&Tensor; 2], [most_q, most_k]: [usize; 2]) -> Result<Self> {
         let (queries, keys) = (ranges("seqlens_q", q, most_q)?, ranges("seqlens_k", k, most_k)?);
         if queries.len() != keys.len() {
-            bail!("seqlens_q speaks of {} sequences and seqlens_k of {}", queries.len(), keys.len())
+            bail!("seqlens_q has {} sequences and seqlens_k has {}", queries.len(), keys.len())
         }
         Ok(Self { options, queries, keys })
     }
 
-    /// The shape of the output, after a look at whether the sequences lie within the tensors.
+    /// The shape of the output, after a check that the sequences lie within the tensors.
     fn check(&self, [q, k, v]: [&Layout; 3]) -> Result<[usize; 3]> {
         let rows = |name: &str, layout: &Layout, ranges: &[[usize; 2]]| {
             let [rows, _, _] = layout.dims() else {
@@ -77,7 +77,7 @@ impl FlashAttnVarLen {
 fn ranges(name: &str, cumulative: &Tensor, most: usize) -> Result<Vec<[usize; 2]>> {
     if cumulative.dtype() != DType::U32 || cumulative.dims().len() != 1 {
         bail!(
-            "{name} is {:?} {:?}; it takes one u32 a sequence and one more",
+            "{name} is {:?} {:?}; it must be u32, with one element per sequence and one more",
             cumulative.dtype(),
             cumulative.dims()
         )

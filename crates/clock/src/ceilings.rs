@@ -1,7 +1,7 @@
-//! What a GPU can do at most, measured: the rates of products, copies and exponentials when nothing else is in the way.
+//! The measured peak rates of a GPU: matrix products, copies and exponentials when nothing else is in the way.
 //!
-//! The operands of the products are drawn, not zeros: multiplying zeros takes less power, and a GPU that needs less power
-//! runs at a higher clock than any real work lets it.
+//! The operands of the products are random, not zeros: multiplying zeros takes less power, and a GPU that needs less
+//! power runs at a higher clock than with real work.
 
 use flashcore::cuda::Cuda;
 use flashcore::cuda::driver::{self, Event, EventKind, JitOptions, LaunchConfig};
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 kernel_params! {
     /// Where each thread writes something that depends on everything it computed.
     pub struct Sunk {
-        /// Four bytes a thread.
+        /// Four bytes per thread.
         sink: GlobalPtr,
     }
 }
@@ -25,13 +25,13 @@ const ENTRY: &str = "flashcore_ceiling";
 const TILE_BYTES: u32 = (64 + 256) * 64 * 2;
 /// The upper half of a descriptor: a swizzle of 128 bytes, and 1024 bytes from eight rows to the next eight.
 const DESCRIPTOR_HIGH: u32 = 0x4000_0040;
-/// Threads of a block.
+/// Threads per block.
 const THREADS: u32 = 256;
-/// Launches before the clock.
+/// Warm-up launches.
 const WARM: usize = 3;
-/// Launches on the clock; the best of them is the ceiling.
+/// Timed launches; the best of them is the ceiling.
 const TIMED: usize = 10;
-/// Bytes of a copy, where the GPU has eight times as many.
+/// The most bytes of a copy: at most an eighth of the GPU's memory is copied.
 const COPIED: usize = 1 << 28;
 
 /// What is measured by a kernel.
@@ -44,7 +44,7 @@ pub enum Ceiling {
 }
 
 impl Ceiling {
-    /// Blocks of a multiprocessor.
+    /// Blocks per multiprocessor.
     fn blocks(self, target: Target) -> u32 {
         match (self, target) {
             (Ceiling::Matmul, Target::Sm90a) => 1,
@@ -53,7 +53,7 @@ impl Ceiling {
         }
     }
 
-    /// Turns of a launch, so that it takes milliseconds.
+    /// Loop iterations per launch, so that it takes milliseconds.
     fn turns(self, target: Target) -> u32 {
         match (self, target) {
             (Ceiling::Matmul, Target::Sm90a) => 2_000,
@@ -62,7 +62,7 @@ impl Ceiling {
         }
     }
 
-    /// Operations that a block does in one turn: floating-point operations, or exponentials.
+    /// Operations per block and iteration: floating-point operations, or exponentials.
     fn per_turn(self, target: Target) -> f64 {
         match (self, target) {
             // Two warpgroups, sixteen products of 64x256x16 each.
@@ -73,7 +73,7 @@ impl Ceiling {
         }
     }
 
-    /// The kernel that does so many turns.
+    /// The kernel that does this many iterations.
     pub fn module(self, target: Target, turns: u32) -> Result<Module, BuildErrors> {
         let mut shared = SharedLayout::new();
         let tile = shared.alloc("tile", TILE_BYTES, 1024);
@@ -105,7 +105,7 @@ impl Ceiling {
     }
 }
 
-/// Bits that look random, as two 16-bit floats between 1 and 2 with either sign.
+/// Pseudo-random bits, as two 16-bit floats between 1 and 2 with either sign.
 fn drawn(k: &mut KernelBuilder, index: Reg<B32>) -> Reg<B32> {
     let spread = k.mul_lo_u32(index, 0x9e37_79b1u32);
     let high = k.shr_u32(spread, 15u32);
@@ -115,7 +115,7 @@ fn drawn(k: &mut KernelBuilder, index: Reg<B32>) -> Reg<B32> {
     k.or_b32(fraction, 0x3c00_3c00u32)
 }
 
-/// Fills the tile with drawn numbers.
+/// Fills the tile with random numbers.
 fn fill(k: &mut KernelBuilder, tile: Shared, tid: Reg<B32>, threads: u32) {
     let base = k.shared_addr(tile);
     k.for_s32(0u32, TILE_BYTES / 4, threads, |k, at, _| {
@@ -126,7 +126,7 @@ fn fill(k: &mut KernelBuilder, tile: Shared, tid: Reg<B32>, threads: u32) {
     });
 }
 
-/// Sixteen products of a warpgroup in flight at a time.
+/// Sixteen products per warpgroup in flight at a time.
 fn wgmma(k: &mut KernelBuilder, tile: Shared, turns: u32) -> Vec<Reg<F32>> {
     let sums: Vec<Reg<F32>> = (0..128).map(|_| k.mov_f32(0.0)).collect();
     let base = k.shared_addr(tile);
@@ -135,7 +135,7 @@ fn wgmma(k: &mut KernelBuilder, tile: Shared, turns: u32) -> Vec<Reg<F32>> {
         .map(|step| {
             let low = k.add_u32(start, 2 * step);
             let a = k.pack_b64(low, DESCRIPTOR_HIGH);
-            // Behind the 64 rows of A.
+            // After the 64 rows of A.
             let low = k.add_u32(low, 8192u32 >> 4);
             (a, k.pack_b64(low, DESCRIPTOR_HIGH))
         })
@@ -153,7 +153,7 @@ fn wgmma(k: &mut KernelBuilder, tile: Shared, turns: u32) -> Vec<Reg<F32>> {
     sums
 }
 
-/// Sixteen products of a warp, on eight sums.
+/// Sixteen products per warp, on eight accumulators.
 fn mma(k: &mut KernelBuilder, tid: Reg<B32>, turns: u32) -> Vec<Reg<F32>> {
     let sums: Vec<[Reg<F32>; 4]> = (0..8).map(|_| std::array::from_fn(|_| k.mov_f32(0.0))).collect();
     let mut word = |salt: u32| {
@@ -171,7 +171,7 @@ fn mma(k: &mut KernelBuilder, tid: Reg<B32>, turns: u32) -> Vec<Reg<F32>> {
     sums.into_iter().flatten().collect()
 }
 
-/// Eight exponentials of a thread.
+/// Eight exponentials per thread.
 fn exp(k: &mut KernelBuilder, tid: Reg<B32>, turns: u32) -> Vec<Reg<F32>> {
     let seed = k.cvt_rn_f32_u32(tid);
     let values: Vec<Reg<F32>> = (0..8).map(|i| k.mul_f32(seed, -1e-3 * (i + 1) as f32)).collect();
@@ -187,7 +187,7 @@ fn say(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// All that is measured, as a worker's reply.
+/// Everything that is measured, as a worker's reply.
 pub fn measure(cuda: &Cuda) -> Result<Value, String> {
     Ok(json!({
         "matmul_tflops": rate(Ceiling::Matmul, cuda)? / 1e12,
@@ -214,7 +214,7 @@ fn best(cuda: &Cuda, mut run: impl FnMut() -> Result<(), String>) -> Result<f64,
     if best > 0.0 { Ok(best) } else { Err("the GPU's clock stands still".into()) }
 }
 
-/// Operations a second.
+/// Operations per second.
 #[allow(unsafe_code)] // A launch reaches memory through an address.
 fn rate(ceiling: Ceiling, cuda: &Cuda) -> Result<f64, String> {
     let hardware = cuda.hardware();
@@ -232,13 +232,13 @@ fn rate(ceiling: Ceiling, cuda: &Cuda) -> Result<f64, String> {
         config.shared_bytes = TILE_BYTES;
     }
     let seconds = best(cuda, || {
-        // SAFETY: each thread writes four bytes of a buffer that has as many for each, and outlives the launches.
+        // SAFETY: each thread writes its own four bytes of a buffer that is large enough and outlives the launches.
         unsafe { function.launch(cuda.stream(), &config, &params) }.map_err(say)
     })?;
     Ok(ceiling.per_turn(target) * f64::from(turns) * f64::from(blocks) / seconds)
 }
 
-/// Bytes that a copy reads and writes in a second.
+/// Bytes that a copy reads and writes per second.
 fn copied(cuda: &Cuda) -> Result<f64, String> {
     let bytes = COPIED.min(cuda.context().properties().memory_bytes as usize / 8);
     let from = cuda.context().alloc(bytes).map_err(say)?;

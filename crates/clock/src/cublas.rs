@@ -1,4 +1,4 @@
-//! Unfused attention as a peer: two strided-batched products of cuBLAS with a softmax of ours between them.
+//! Unfused attention as a peer: two strided-batched cuBLAS products with a softmax of ours between them.
 //!
 //! This is what attention costs without fusing: scores and probabilities go through memory in the input's dtype, sums are
 //! kept in f32. cuBLAS is found at run time; nothing of it is needed to build.
@@ -19,12 +19,12 @@ use libloading::Library;
 use crate::python::{PYTHON_VARIABLE, python};
 use crate::softmax;
 
-/// Unfused attention among the peers: two products of cuBLAS with a softmax of ours between them.
+/// The name of unfused attention among the peers: two cuBLAS products with a softmax of ours between them.
 pub const CUBLAS: &str = "cublas";
 
-/// The environment variable that names the library.
+/// The environment variable that holds the library's path.
 pub const VARIABLE: &str = "FLASHCORE_CUBLAS";
-/// What it is called, the newest first.
+/// Its file names, the newest first.
 const NAMES: [&str; 3] = ["libcublas.so.13", "libcublas.so.12", "libcublas.so.11"];
 /// Where distributions and CUDA's own installer put it.
 const FOLDERS: [&str; 5] = [
@@ -34,12 +34,12 @@ const FOLDERS: [&str; 5] = [
     "/usr/lib64",
     "/usr/lib",
 ];
-/// Prints where Python packages of NVIDIA's keep it.
+/// Prints where NVIDIA's Python packages keep it.
 const PROBE: &str = "import glob, importlib.util
 spec = importlib.util.find_spec('nvidia')
 for place in (spec.submodule_search_locations or []) if spec else []:
     print('\\n'.join(glob.glob(place + '/*/lib/libcublas.so.1[1-9]')))";
-/// What NVIDIA recommends for Hopper; smaller GPUs need less.
+/// Bytes of workspace: what NVIDIA recommends for Hopper; smaller GPUs need less.
 const WORKSPACE: usize = 32 << 20;
 
 type Handle = *mut c_void;
@@ -74,7 +74,7 @@ type Gemm = unsafe extern "C" fn(
     c_int,
 ) -> Status;
 
-// Of cublas_api.h and library_types.h.
+// From cublas_api.h and library_types.h.
 const OP_N: c_int = 0;
 const OP_T: c_int = 1;
 const R_16F: c_int = 2;
@@ -82,7 +82,7 @@ const R_16BF: c_int = 14;
 const COMPUTE_32F: c_int = 68;
 const GEMM_DEFAULT: c_int = -1;
 
-/// Where the library is: the one that the environment names, on the loader's path, in the usual folders, or beside the
+/// Where the library is: the one that the environment names, on the loader's path, in the usual folders, or next to the
 /// Python that peers run in. Nothing is loaded.
 pub fn find() -> Option<PathBuf> {
     if let Some(named) = std::env::var_os(VARIABLE).filter(|named| !named.is_empty()) {
@@ -127,10 +127,10 @@ impl Cublas {
             )
         })?;
         let mut libraries = Vec::new();
-        // It needs this one, which the loader finds by its name once it is there.
+        // libcublas depends on this one; the loader finds it by name once it is loaded.
         let lighter = path.to_string_lossy().replace("libcublas.so", "libcublasLt.so");
         if Path::new(&lighter).is_file() {
-            // SAFETY: a library of NVIDIA's, whose initialisers are meant to run on load.
+            // SAFETY: NVIDIA's library, whose initialisers are meant to run on load.
             libraries.extend(unsafe { Library::new(&lighter) }.ok());
         }
         // SAFETY: as above.
@@ -155,7 +155,7 @@ impl Cublas {
         Ok(cublas)
     }
 
-    /// C = alpha · op(A) · B for each of a batch, column by column, with sums in f32.
+    /// C = alpha · op(A) · B for each matrix of a batch, column-major, accumulating in f32.
     ///
     /// # Safety
     /// The matrices must hold what their sizes and strides say, and stay until the products are done.
@@ -208,7 +208,7 @@ impl Drop for Cublas {
     }
 }
 
-/// A batch of products, column by column: (m, n) = op(A) of (m, k) times B of (k, n), one behind the other.
+/// A batch of column-major products: (m, n) = op(A) of (m, k) times B of (k, n), one after the other in memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Product {
     dtype: DType,
@@ -226,8 +226,8 @@ struct Product {
 /// Where a call's tensors are: q, k, v and o.
 pub type Addresses = [u64; 4];
 
-/// The two products of a problem, given where its tensors and its scores are. Queries of heads that share keys stand one
-/// behind the other, and so are rows of one product.
+/// The two products of a problem, given where its tensors and its scores are. Queries of heads that share keys follow
+/// each other in memory, and so are rows of one product.
 fn products(problem: &Problem, [q, k, v, o]: Addresses, scores: u64) -> [Product; 2] {
     let queries = problem.group() * problem.len_q;
     let batch = problem.batch * problem.heads_kv;
@@ -300,7 +300,7 @@ impl Unfused {
     pub unsafe fn queue(&self, tensors: Addresses) -> Result<(), String> {
         let [scores, output] = products(&self.problem, tensors, self.scores.address());
         let params = softmax::Rows { scores: GlobalPtr(self.scores.address()) }.pack();
-        // SAFETY: the caller's promise for the tensors; the scores are ours, as large as the problem needs, and the
+        // SAFETY: the caller's promise for the tensors; we own the scores, as large as the problem needs, and the
         // three run one after the other in one stream.
         unsafe {
             self.cublas.product(&scores)?;
@@ -309,7 +309,7 @@ impl Unfused {
         }
     }
 
-    /// Records calls on sets of tensors in turn.
+    /// Records `calls` calls, on the sets of tensors in turn.
     ///
     /// # Safety
     /// As for [`Unfused::queue`], for as long as the graph is replayed.
@@ -347,8 +347,8 @@ fn check(what: &str, status: Status) -> Result<(), String> {
         0 => return Ok(()),
         1 => "not initialised",
         3 => "no memory",
-        7 => "a value it does not take",
-        8 => "a GPU that it does not know",
+        7 => "an invalid value",
+        8 => "an unsupported GPU",
         13 => "a failed launch",
         14 => "an internal error",
         15 => "not supported",
@@ -365,7 +365,7 @@ fn say(error: impl std::fmt::Display) -> String {
 mod tests {
     use super::*;
 
-    /// Products of small matrices on the host, by the book of cuBLAS: columns one behind the other.
+    /// Products of small matrices on the host, column-major as cuBLAS defines them.
     fn on_host(product: &Product, memory: &mut [f64]) {
         let Product { transposed, m, n, k, alpha, a, b, c, batch, .. } = *product;
         let (a, b, c) = (a as usize, b as usize, c as usize);

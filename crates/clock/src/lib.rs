@@ -1,12 +1,12 @@
-//! What runs while time is taken, and what is asked of it.
+//! The code that runs while time is measured.
 //!
-//! - [`timing`] lets contenders take turns on the CPU's clock; [`physics`] refuses times that no machine can reach.
-//! - [`worker`] times ours on a GPU, in a process of its own, asked by [`protocol`] for what lies in the files of
-//!   [`pool`]; [`cublas`] is a peer that does not fuse, with [`softmax`] between its products; [`ceilings`] measures
-//!   what the GPU can do at most, and [`stress`] runs calls again and again and compares bits.
-//! - [`python`] is where peers of Python's live.
+//! - [`timing`] lets contenders take turns, timed on the CPU; [`physics`] refuses times that no machine can reach.
+//! - [`worker`] times FlashCore on a GPU, in a process of its own. It is asked by [`protocol`] and reads its inputs from
+//!   the files of [`pool`]. [`cublas`] is a peer that does not fuse, with [`softmax`] between its products;
+//!   [`ceilings`] measures the GPU's peak rates; [`stress`] repeats calls and compares their bits.
+//! - [`python`] finds the Python that peers run in.
 //!
-//! A crate of its own because what stands between two clocks must be fast, while the workbench around it need not be.
+//! A crate of its own because timed code must be optimised, while the workbench around it need not be.
 
 pub mod ceilings;
 pub mod cublas;

@@ -1,42 +1,42 @@
-//! What a machine cannot do: gates between a clock and a report.
+//! What a machine cannot do: checks between a clock and a report.
 //!
-//! A time is wrong more often than a record is broken. A rate above the peak of the machine, a clock that counts less
-//! than the wall, a time of zero: each is an error of the measurement, and none of them becomes a result.
+//! A surprising time is more often a wrong measurement than a new record. A rate above the peak of the machine, a clock
+//! that counts less than the wall clock, a time of zero: each is a measurement error, and never becomes a result.
 
 use std::time::Duration;
 
 /// A rate above this share of a data sheet's peak is an error of the clock or of the count.
 pub const ABOVE_PEAK: f64 = 1.02;
-/// The same where the peak was measured, and so has some noise of its own.
+/// The same where the peak was measured, which has some noise of its own.
 pub const ABOVE_MEASURED: f64 = 1.05;
-/// A rate below this share of the peak says that the launch is timed rather than the arithmetic.
+/// Below this share of the peak, the time is that of the launch rather than of the arithmetic.
 pub const LAUNCH_BOUND: f64 = 0.01;
-/// What the wall may count in excess of a clock: launches, pipes and a busy host, but not another call for each.
+/// By what factor the wall clock may exceed a clock: room for launches, pipes and a busy host, not for twice the calls.
 const WALL_EXCESS: f64 = 1.7;
-/// How long the wall is watched for.
+/// How long the wall clock is watched for.
 pub const WALL_WATCH: Duration = Duration::from_millis(30);
-/// How often the wall may be watched again: a host that is busy can only make it longer.
+/// How often the comparison is tried: a busy host can only make the wall time longer.
 const WALL_TRIES: usize = 5;
 
-/// A time in microseconds, unless it is none: what was not measured is never zero.
+/// A time in microseconds, or an error where it is not a positive number: what was not measured is never zero.
 pub fn time(us: f64) -> Result<f64, String> {
-    if us.is_finite() && us > 0.0 { Ok(us) } else { Err(format!("{us} µs is no time; it was not measured")) }
+    if us.is_finite() && us > 0.0 { Ok(us) } else { Err(format!("{us} µs is no time: it was not measured")) }
 }
 
-/// What a rate says by itself.
+/// Whether a rate is plausible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rate {
-    /// There is no rate, or no peak to hold it against.
+    /// There is no rate, or no peak to compare it with.
     Unknown,
-    /// So low that a launch is timed, not the arithmetic.
+    /// So low that the time is that of the launch, not of the arithmetic.
     LaunchBound,
-    /// Nothing speaks against it.
+    /// Plausible.
     Possible,
     /// Above what the machine can do: the measurement is wrong.
     Impossible,
 }
 
-/// Judges a rate by the peak, in the same unit; `slack` is the share of the peak that is still believed.
+/// Judges a rate by the peak, in the same unit; above `slack` times the peak it is not believed.
 pub fn rate(rate: Option<f64>, peak: Option<f64>, slack: f64) -> Rate {
     match rate.zip(peak).map(|(rate, peak)| rate / peak) {
         Some(share) if share > slack => Rate::Impossible,
@@ -46,8 +46,8 @@ pub fn rate(rate: Option<f64>, peak: Option<f64>, slack: f64) -> Rate {
     }
 }
 
-/// Holds a clock against the wall: `watch` runs calls that take `claimed_us` in all by the clock, and returns what the
-/// wall counted. A time that was divided by something, such as the batch, cannot hide from it.
+/// Compares a clock with the wall clock: `watch` runs calls that take `claimed_us` in all by the clock, and returns
+/// their wall time. This finds a time that was divided by something, such as the batch.
 pub fn clock_against_wall(
     claimed_us: f64,
     mut watch: impl FnMut() -> Result<f64, String>,

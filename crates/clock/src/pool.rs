@@ -1,8 +1,8 @@
-//! The inputs of GPU benchmarks: a pool of numbers for each of q, k and v, drawn once and used by every cell.
+//! The inputs of GPU benchmarks: a pool of random numbers for each of q, k and v, drawn once and used by every cell.
 //!
-//! Element `i` of a tensor is the pool's element `i mod len`, so that a worker reads three files once and cuts every
-//! cell's tensors from them, and the host finds the rows that it wants to judge without holding gigabytes. The length
-//! is a prime, so that where a tensor goes through the pool more than once no row or head repeats.
+//! Element `i` of a tensor is the pool's element `i mod len`, so that a worker reads three files once and takes every
+//! cell's tensors from them, and the host can compute the rows that it judges without holding gigabytes. The length
+//! is a prime, so that no row or head repeats where a tensor goes through the pool more than once.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ use flashcore_judge::rule::{Row, Yardstick};
 
 /// Elements of a pool: the largest prime below 2^25.
 pub const LEN: usize = 33_554_393;
-/// Elements that one stream of random numbers gives.
+/// Elements per stream of random numbers.
 const PART: usize = 1 << 16;
 
 /// The names of the tensors, and of their files.
@@ -37,7 +37,7 @@ pub struct Stored {
     pub dtype: &'static str,
     /// Its seed.
     pub seed: u64,
-    /// Elements of each tensor's pool.
+    /// Elements per tensor's pool.
     pub elements: usize,
     /// The checksums of q, k and v.
     pub checksums: [u32; 3],
@@ -51,7 +51,7 @@ fn bytes(bits: &[u16]) -> Vec<u8> {
 }
 
 impl Pool {
-    /// Draws standard normal numbers in a 16-bit dtype, as many as `needed`, but not more than [`LEN`].
+    /// Draws standard normal numbers in a 16-bit dtype: `needed` of them, at most [`LEN`].
     pub fn draw(dtype: DType, needed: usize, seed: u64) -> Self {
         let len = needed.clamp(1, LEN);
         let round = |x: f64| match dtype {

@@ -18,14 +18,14 @@ pub enum Request {
         /// The files of q, k and v.
         paths: [PathBuf; 3],
     },
-    /// Get ready for a problem: so many sets of tensors, each element `i` of a tensor being the pool's `i mod len`.
+    /// Get ready for a problem with this many sets of tensors; element `i` of a tensor is the pool's `i mod len`.
     Load {
         /// What is asked.
         problem: Asked,
-        /// Sets of tensors that calls take in turns.
+        /// Sets of tensors that calls use in turn.
         sets: usize,
     },
-    /// Make the first call of the problem, and say how long it took to the end.
+    /// Make the first call of the problem, and say how long it took until it was done.
     First {
         /// Whose attention.
         who: String,
@@ -39,34 +39,34 @@ pub enum Request {
         /// Where to.
         path: PathBuf,
     },
-    /// One sample of the kernel clock: `warm` replays off the clock, and then one replay of a graph of at least
-    /// `calls` calls on it.
+    /// One sample of the kernel clock: `warm` untimed replays, then one timed replay of a graph of at least
+    /// `calls` calls.
     Sample {
         /// Whose attention.
         who: String,
-        /// Replays before the clock.
+        /// Untimed replays before it.
         warm: u32,
-        /// Calls at least.
+        /// The fewest calls of the graph.
         calls: u32,
     },
-    /// So many samples of the call clock, each with the host's time.
+    /// Samples of the call clock, each with the host's time.
     Calls {
         /// Whose attention.
         who: String,
-        /// How many.
+        /// How many samples.
         calls: u32,
     },
-    /// Whether a replayed call gives the bits of a direct one.
+    /// Whether a replayed call gives the same bits as a direct one.
     Check {
         /// Whose attention.
         who: String,
     },
-    /// What was chosen for the problem. Ours only.
+    /// The plan chosen for the problem. FlashCore's worker only.
     Plan {
         /// Whose attention.
         who: String,
     },
-    /// What the GPU can do at most: products, copies, exponentials, launches. Ours only.
+    /// The GPU's peak rates: products, copies, exponentials, launches. FlashCore's worker only.
     Ceilings,
     /// The rate of a large matrix product, in TFLOP/s. torch only.
     Matmul {
@@ -88,9 +88,9 @@ pub struct Asked {
     pub k: [usize; 4],
     /// The same of v.
     pub v: [usize; 4],
-    /// Whether a query sees only keys up to its own place.
+    /// Whether a query sees only keys up to its own position.
     pub causal: bool,
-    /// What scores are multiplied with.
+    /// What scores are multiplied by.
     pub scale: f32,
 }
 

@@ -9,7 +9,7 @@ use flashcore_ptx::{
 };
 
 kernel_params! {
-    /// The scores of all rows, one behind the other.
+    /// The scores of all rows, one after the other.
     pub struct Rows {
         /// Where they are, and where the probabilities go.
         scores: GlobalPtr,
@@ -18,12 +18,12 @@ kernel_params! {
 
 /// The kernel's name.
 pub const ENTRY: &str = "flashcore_softmax";
-/// Scores that a thread holds at most.
+/// The most scores per thread.
 const HELD: usize = 32;
-/// Keys of a row at most: a block has 1024 threads.
+/// The most keys per row: a block has at most 1024 threads.
 pub const MOST_KEYS: usize = 1024 * HELD;
 
-/// Threads of a block for a problem.
+/// Threads per block for a problem.
 pub fn threads(problem: &Problem) -> u32 {
     problem.len_k.div_ceil(HELD).next_power_of_two().clamp(32, 1024) as u32
 }
@@ -33,7 +33,7 @@ fn vector(problem: &Problem) -> usize {
     if problem.len_k.is_multiple_of(8) { 8 } else { 1 }
 }
 
-/// The kernel for the rows of a problem. Its grid has a block for every query of every head.
+/// The kernel for the rows of a problem. Its grid has one block per query and head.
 pub fn module(problem: &Problem, target: Target) -> Result<Module, BuildErrors> {
     let (threads, vector) = (threads(problem), vector(problem));
     let warps = threads / 32;
@@ -46,7 +46,7 @@ pub fn module(problem: &Problem, target: Target) -> Result<Module, BuildErrors> 
     let chunks = problem.len_k.div_ceil(threads as usize * vector);
     let own = k.mul_lo_u32(tid, vector as u32);
     let own_start = k.mad_wide_u32(own, 2, start);
-    // Everything of a chunk lies a fixed way behind the first, so that no chunk holds addresses of its own.
+    // Every chunk lies at a fixed offset from the first, so that no chunk needs address registers of its own.
     let step = threads as usize * vector;
     let inside =
         |k: &mut KernelBuilder, chunk: usize| k.setp_lt_s32(own, (problem.len_k - chunk * step) as i32);
@@ -140,7 +140,7 @@ fn pack(k: &mut KernelBuilder, dtype: DType, high: Reg<F32>, low: Reg<F32>) -> R
     }
 }
 
-/// What all threads of the block hold together, in every one of them.
+/// Reduces a value over all threads of the block; every thread gets the result.
 fn over_block(
     k: &mut KernelBuilder,
     value: Reg<F32>,
@@ -168,7 +168,7 @@ fn over_block(
     let own = k.mad_lo_u32(warp, 4u32, base);
     k.if_(first, |k| k.st_shared(own, value));
     k.bar_sync_all();
-    // As many lanes as there are warps take one slot each, again and again over the warp.
+    // Lane i reads the slot of warp i modulo the number of warps.
     let slot = k.and_b32(lane, warps - 1);
     let place = k.mad_lo_u32(slot, 4u32, base);
     let value = k.ld_shared::<F32>(place);

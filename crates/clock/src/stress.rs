@@ -1,4 +1,4 @@
-//! Stress: the same calls from many threads on several streams, replayed from graphs, and again and again, must give
+//! Stress: the same calls from many threads on several streams, replayed from graphs, and repeated many times must give
 //! the same bits every time.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,15 +18,15 @@ use flashcore_judge::rule::Judgement;
 /// How much stress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Plan {
-    /// Threads that call side by side.
+    /// Threads that call concurrently.
     pub threads: usize,
     /// Streams that they share.
     pub streams: usize,
     /// Calls of all threads together.
     pub calls: usize,
-    /// Replays of a recorded call.
+    /// Replays per recorded call.
     pub replays: usize,
-    /// Runs of every problem one after the other.
+    /// Back-to-back runs per problem.
     pub repeats: usize,
 }
 
@@ -107,8 +107,8 @@ fn problems() -> Vec<(Problem, Option<Vec<u32>>)> {
     problems
 }
 
-/// The place of a problem in the order of all, by its text, and whether it is run with lse; absent where there is no such
-/// problem.
+/// The index of a problem, given as text, among all problems, and whether it is run with lse. Absent where there is no
+/// such problem.
 pub fn find(text: &str) -> Option<(usize, bool)> {
     let problems = problems();
     let place = problems.iter().position(|(problem, _)| problem.to_string() == text)?;
@@ -133,7 +133,7 @@ struct Outputs {
     lse: Option<CudaTensor>,
 }
 
-/// Puts problems under stress, the first `most` of those that there are. `progress` is told what is going on and the share of all that is done.
+/// Stresses the first `most` problems. `progress` is told what is going on and the share of all work that is done.
 pub fn stress(
     cuda: &Cuda,
     plan: &Plan,
@@ -201,7 +201,7 @@ impl Subject {
         self.attention().run_into(device, &q, &k, &v, &mut outputs.o.view_mut()?, lse.as_mut())
     }
 
-    /// Runs into poisoned memory, and tells whether the bits are those of the first run of all.
+    /// Runs into poisoned memory, and returns whether the bits are those of the first run.
     fn run_is_same(&self, cuda: &Cuda, device: &Device, outputs: &mut Outputs) -> flashcore::Result<bool> {
         outputs.poison(cuda)?;
         self.run(device, outputs)?;
@@ -218,7 +218,7 @@ impl Subject {
                 let [q, k, v] = &self.inputs;
                 calls.run(&self.attention(), [q, k, v], &outputs.o, outputs.lse.as_ref())
             })?;
-            // Only the second replay is looked at: the first must not have spoiled it.
+            // Only the second replay is compared: the first must not have spoiled it.
             recording.replay()?;
             recording.replay()?;
             drop(recording);
@@ -228,7 +228,7 @@ impl Subject {
         Ok(count)
     }
 
-    /// Runs one after the other without a pause; the GPU itself compares every run's bits with the first's.
+    /// Runs back to back without a pause; the GPU itself compares every run's bits with the first's.
     fn repeated(
         &self,
         cuda: &Cuda,
@@ -239,7 +239,7 @@ impl Subject {
         let device = Device::cuda_with(cuda.clone());
         let [mut expected, mut outputs] = [self.outputs(cuda)?, self.outputs(cuda)?];
         let mut count = Count::default();
-        // What the others are compared with is itself compared with the first run of all.
+        // The reference of these runs is itself compared with the first run of all.
         count.add(self.run_is_same(cuda, &device, &mut expected)?);
         let mut comparison = Comparison::new(cuda)?;
         while count.runs < repeats && !stop() {
@@ -261,12 +261,12 @@ impl Subject {
 /// Compares outputs on the GPU.
 struct Comparison {
     differ: Function,
-    /// Words that differ, a run each.
+    /// Words that differ, one count per run.
     counts: DeviceBuffer,
 }
 
 impl Comparison {
-    /// Runs between two looks at the counts.
+    /// Runs between two readings of the counts.
     const RUNS: usize = 500;
 
     fn new(cuda: &Cuda) -> flashcore::Result<Self> {
@@ -297,7 +297,7 @@ impl Comparison {
                 params.push_u64(ours.address())?.push_u64(expected.address())?.push_u64(words as u64)?;
                 params.push_u64(self.counts.address() + (run * size_of::<u32>()) as u64)?;
                 let config = LaunchConfig::new([words.div_ceil(1024).min(264) as u32, 1, 1], [256, 1, 1]);
-                // SAFETY: both buffers have so many words, and the counts one for each of the runs.
+                // SAFETY: both buffers have this many words, and the counts have one per run.
                 unsafe { self.differ.launch(cuda.stream(), &config, params.as_bytes()) }
             };
             launch().map_err(|error: DriverError| failed(cuda, &error))?;
@@ -305,7 +305,7 @@ impl Comparison {
         Ok(())
     }
 
-    /// Whether the runs gave the expected bits; counts from zero again.
+    /// Whether the runs gave the expected bits; resets the counts.
     fn take(&mut self, cuda: &Cuda, runs: usize) -> flashcore::Result<Vec<bool>> {
         let mut take = || {
             let counts: Vec<u32> = cuda.stream().download_all(&self.counts)?;

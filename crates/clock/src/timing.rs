@@ -1,8 +1,9 @@
 //! Timing: contenders take turns in rounds, in one process group and one state of the machine.
 //!
-//! In each round every contender is sampled once, and the order rotates by drawn steps, so that what the machine does to
-//! one it does to all, and no rhythm of its own falls on the same one again and again. A sample is as many calls as it takes to be well past the clock's resolution. Which clock that is, is the
-//! contender's affair: on the CPU it is the **call** clock, what a caller waits for from before the call to after it.
+//! In each round every contender is sampled once, and the order rotates by random steps, so that a slow phase of the
+//! machine meets all of them, and no rhythm of it keeps meeting the same one. A sample is as many calls as it takes to
+//! be well past the clock's resolution. Each contender brings its clock: on the CPU it is the **call** clock, from
+//! before the call to after it.
 
 use std::time::{Duration, Instant};
 
@@ -10,22 +11,22 @@ use crate::physics;
 use flashcore_judge::rng::Rng;
 use flashcore_judge::stats::{self, Interval, LOOKS, RatioDraws, Verdict, verdict};
 
-/// Something that can be put on the clock.
+/// Something that can be timed.
 pub trait Contender {
     /// The name in tables and in JSON.
     fn name(&self) -> String;
 
-    /// Makes `warm` calls off the clock and then `calls` on it, and returns the microseconds that one took.
+    /// Makes `warm` untimed calls and then `calls` timed ones, and returns the microseconds per call.
     fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String>;
 }
 
-/// Somebody who looks at the machine around every round.
+/// Watches the machine around every round.
 pub trait Watch {
-    /// Looks now, and says whether something slows the machine down, so that a round that ends now does not count.
+    /// Whether something slows the machine down now, so that a round that ends now does not count.
     fn is_throttled(&mut self) -> bool;
 }
 
-/// Nobody looks.
+/// No watching.
 #[derive(Clone, Copy, Debug)]
 pub struct Unwatched;
 
@@ -38,37 +39,37 @@ impl Watch for Unwatched {
 /// How long to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Effort {
-    /// Rounds, if exactly so many are wanted.
+    /// The number of rounds, if it is fixed.
     pub rounds: Option<usize>,
-    /// Time for all contenders together; the rounds that are needed at least may take longer.
+    /// Time for all contenders together; the fewest rounds needed may take longer.
     pub budget: Duration,
     /// The smallest difference that matters.
     pub margin: f64,
     /// The pause between two contenders' turns.
     pub settle: Duration,
-    /// What a sample takes at least.
+    /// The shortest time of a sample.
     pub sample: Duration,
 }
 
 /// Rounds before the first look at the samples.
 const FIRST_LOOK: usize = 10;
-/// Rounds that are needed at least, however long they take.
+/// The fewest rounds, however long they take.
 const FEWEST: usize = stats::VERDICT_ROUNDS;
-/// What a sample takes at least by the clock of the CPU.
+/// The shortest time of a sample on the CPU.
 pub const SAMPLE: Duration = Duration::from_millis(2);
-/// Calls of one sample at most.
+/// The most calls per sample.
 const MOST_CALLS: u32 = 10_000;
-/// How often the number of calls is tried out at most.
+/// The most attempts to find the number of calls.
 const CALIBRATIONS: usize = 4;
-/// A sample that is shorter than wanted by no more than this is long enough.
+/// A sample of at least this share of the wanted time is long enough.
 const CLOSE: f64 = 0.8;
-/// Calls longer than this need no call before them to wake threads and fill caches.
+/// Calls longer than this need no warm-up call to wake threads and fill caches.
 const LONG_CALL_US: f64 = 50_000.0;
-/// How long calls go on before the clock starts after a pause: cores that were idle take a few milliseconds to be as fast as
-/// they can be, which short calls would feel more of.
+/// How long to warm up after a pause: idle cores take a few milliseconds to reach full speed, which short calls would
+/// feel more of.
 const WAKE_US: f64 = 4_000.0;
-/// Between two turns, so that threads of the one before have stopped spinning: OpenMP's wait for more work for
-/// about 15 ms before they sleep, and would slow down whoever comes next.
+/// The pause between two turns, so that threads of the one before have stopped spinning: OpenMP's threads wait for
+/// about 15 ms before they sleep, and would slow down the next contender.
 pub const SETTLE: Duration = Duration::from_millis(25);
 
 /// One contender's samples.
@@ -78,7 +79,7 @@ pub struct Samples {
     pub name: String,
     /// Calls in one sample.
     pub calls: u32,
-    /// Microseconds a call, one a round.
+    /// Microseconds per call, one value per round.
     pub times: Vec<f64>,
     /// Why it left before the end, if it did.
     pub failure: Option<String>,
@@ -87,20 +88,20 @@ pub struct Samples {
 /// What a measurement gave.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measurement {
-    /// Of each contender.
+    /// One entry per contender.
     pub samples: Vec<Samples>,
-    /// Rounds that were thrown away and taken again, since the machine was slowed down in them.
+    /// Rounds that were discarded and repeated because the machine was slowed down in them.
     pub retaken: usize,
     /// Rounds that count although the machine was slowed down in them: it did not recover.
     pub throttled: usize,
 }
 
-/// Rounds that are taken again at most; a machine that stays slow is measured as it is, and that is said.
+/// The most rounds that are repeated; a machine that stays slow is measured as it is, and the result says so.
 const RETAKES: usize = 12;
 /// How long a machine that is slowed down is left alone.
 const REST: Duration = Duration::from_millis(250);
 
-/// Measures all contenders as [`measure_watched`] does, with nobody watching.
+/// Measures all contenders as [`measure_watched`] does, without watching the machine.
 pub fn measure(
     contenders: &mut [Box<dyn Contender + '_>],
     effort: &Effort,
@@ -112,7 +113,7 @@ pub fn measure(
 
 /// Measures all contenders; the first is the one that the others are compared with. Stops when every comparison has
 /// its verdict and its ratio (alone, the median) is known within the margin, when the budget is spent, or when `stop`
-/// says so. A round in which `watch` saw the machine slowed down is taken again. `progress` is told the rounds done and
+/// says so. A round in which `watch` saw the machine slowed down is repeated. `progress` is told the rounds done and
 /// the share of the effort that they are.
 pub fn measure_watched(
     contenders: &mut [Box<dyn Contender + '_>],
@@ -166,7 +167,7 @@ pub fn measure_watched(
     Measurement { samples, retaken, throttled }
 }
 
-/// Who begins each round: everybody once in as many rounds as there are contenders, in an order that is drawn.
+/// Which contender begins each round: in n rounds each of the n contenders begins once, in random order.
 struct Order {
     contenders: usize,
     left: Vec<usize>,
@@ -198,7 +199,7 @@ impl Effort {
         }
     }
 
-    /// The share of the effort that `round` rounds in a given time are; 1 ends it.
+    /// The share of the effort spent after `round` rounds in a given time; 1 ends it.
     fn share(&self, round: usize, spent: Duration) -> f64 {
         if let Some(rounds) = self.rounds {
             return round as f64 / rounds as f64;
@@ -260,7 +261,7 @@ mod tests {
     use super::*;
     use std::cell::RefCell;
 
-    /// A contender that keeps no time but says what it takes.
+    /// A contender that measures nothing but reports given times.
     struct Scripted<'a> {
         name: &'static str,
         log: &'a RefCell<Vec<&'static str>>,
@@ -383,7 +384,7 @@ mod tests {
         assert_eq!(samples[1].failure.as_deref(), Some("it died"));
     }
 
-    /// Sees a machine that is slowed down at some of the looks.
+    /// Sees a slowed-down machine at some of the looks.
     struct Scene<F: FnMut(usize) -> bool>(usize, F);
 
     impl<F: FnMut(usize) -> bool> Watch for Scene<F> {
@@ -409,7 +410,7 @@ mod tests {
         let got = measure_watched(&mut contenders, &effort, &mut watch, &|| false, &mut |_, _| {});
         assert_eq!((got.retaken, got.throttled), (1, 0));
         for samples in &got.samples {
-            // The first call of each went into calibration, the third was thrown away.
+            // The first call of each went into calibration, the third was discarded.
             assert_eq!(samples.times, [1e5 + 2.0, 1e5 + 4.0, 1e5 + 5.0], "{}", samples.name);
         }
     }

@@ -1,4 +1,4 @@
-//! Our worker: the `flashcore` binary, answering requests on the GPU of a number.
+//! FlashCore's worker: the `flashcore` binary, answering requests about one GPU.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -21,17 +21,17 @@ use flashcore_judge::stats;
 /// Calls that are queued before the host waits for the GPU, when its own time is measured.
 const QUEUED: usize = 32;
 
-/// Calls of a set of tensors before the call clock looks.
+/// Warm-up calls per set of tensors before the call clock starts.
 const WARM_UPS: usize = 5;
 
-/// Launches of an empty kernel that its cost is taken from.
+/// Launches of an empty kernel, from which the cost of a launch is taken.
 const FLOOR_LAUNCHES: usize = 300;
 
-/// Whose attention a request speaks of: the planner's choice, a kernel's default, or one schedule.
+/// `who` of a request: the planner's choice.
 pub const PLANNER: &str = "flashcore";
-/// Before a kernel's name.
+/// `who` of a request begins with this: the default schedule of the kernel whose name follows.
 pub const KERNEL: &str = "kernel ";
-/// Before a schedule's text.
+/// `who` of a request begins with this: the schedule whose text follows.
 pub const SCHEDULE: &str = "schedule ";
 
 /// Answers requests from stdin until it ends.
@@ -67,7 +67,7 @@ pub fn serve(ordinal: u32) -> Result<(), String> {
     Ok(())
 }
 
-/// The next request, if there is one; an error where a line is none.
+/// The next request, if there is one; an error where a line is not a request.
 fn read(lines: &mut Lines<StdinLock<'_>>) -> Option<Result<Request, String>> {
     let line = lines.next()?.ok()?;
     Some(serde_json::from_str(&line).map_err(|error| format!("this is no request ({error})")))
@@ -76,7 +76,7 @@ fn read(lines: &mut Lines<StdinLock<'_>>) -> Option<Result<Request, String>> {
 fn reply(answer: Result<Value, String>) {
     let line = answer.unwrap_or_else(|why| json!({ "error": why }));
     let mut out = std::io::stdout().lock();
-    // Nobody is left to hear of an error here.
+    // An error here cannot be reported to anyone.
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
@@ -88,7 +88,7 @@ fn say(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// Numbers on the GPU that tensors are cut from.
+/// Numbers on the GPU that tensors are taken from.
 type PoolOnGpu = [DeviceBuffer; 3];
 
 struct Server {
@@ -178,8 +178,9 @@ struct Ready {
     problem: Problem,
     attention: Attention<'static>,
     sets: Vec<Set>,
-    /// What direct calls write to when their result is wanted, and what a replay does.
+    /// What direct calls write to when their result is wanted.
     direct: CudaTensor,
+    /// The same for replays.
     replayed: CudaTensor,
     /// The peer that does not fuse, once it is asked for.
     unfused: Option<Unfused>,
@@ -214,7 +215,7 @@ impl Ready {
 
     /// Answers requests about this problem, until one is about something else.
     fn serve(mut self, lines: &mut Lines<StdinLock<'_>>) -> Option<Result<Request, String>> {
-        // Recordings borrow the sets, so these stand apart from what the other requests change.
+        // Recordings borrow the sets, so these are kept apart from what the other requests change.
         let sets = std::mem::take(&mut self.sets);
         let mut recordings: HashMap<(String, usize), Recording<'_>> = HashMap::new();
         let mut graphs: HashMap<usize, GraphExec> = HashMap::new();
@@ -253,7 +254,7 @@ impl Ready {
         if let Some(schedule) = who.strip_prefix(SCHEDULE) {
             return Ok(self.cuda.with_schedule(schedule.parse().map_err(say)?));
         }
-        if who == PLANNER { Ok(self.cuda.clone()) } else { Err(format!("'{who}' is nobody here")) }
+        if who == PLANNER { Ok(self.cuda.clone()) } else { Err(format!("'{who}' is not known here")) }
     }
 
     fn first(&mut self, who: &str, sets: &[Set]) -> Result<Value, String> {
@@ -274,7 +275,7 @@ impl Ready {
     }
 
     /// Queues one of its calls on a set's inputs, into the tensor that direct calls write to.
-    #[allow(unsafe_code)] // Tensors go over as addresses.
+    #[allow(unsafe_code)] // Tensors are passed as addresses.
     fn call_unfused(&mut self, set: &Set) -> Result<(), String> {
         let [q, k, v, _] = set.addresses;
         let o = self.direct.buffer_mut().address();
@@ -293,10 +294,10 @@ impl Ready {
         let cuda = self.cuda.clone();
         if let Entry::Vacant(place) = graphs.entry(calls) {
             let addresses: Vec<Addresses> = sets.iter().map(|set| set.addresses).collect();
-            // What cuBLAS loads when it is first called cannot be recorded.
+            // What cuBLAS loads on its first call cannot be recorded.
             self.call_unfused(&sets[0])?;
             cuda.synchronize().map_err(say)?;
-            // SAFETY: as for a call; graphs go before the sets do.
+            // SAFETY: as for a call; graphs are dropped before the sets.
             let graph = unsafe { self.unfused()?.record(&addresses, calls) }?;
             place.insert(graph);
         }
@@ -396,7 +397,7 @@ impl Ready {
     }
 }
 
-/// One replay of recorded calls between two events, behind `warm` replays that keep the GPU busy meanwhile.
+/// One replay of recorded calls between two events, after `warm` replays that keep the GPU busy meanwhile.
 fn timed(
     cuda: &Cuda,
     warm: u32,
@@ -417,7 +418,7 @@ fn timed(
 }
 
 /// Samples of the call clock: every call between two events, and then the host's own time for as many. Before that,
-/// each of the `sets` is used as often as it takes until a call is as fast as it will be.
+/// each of the `sets` is called until it is warm.
 fn call_clock(
     cuda: &Cuda,
     calls: usize,
@@ -471,7 +472,7 @@ fn download(cuda: &Cuda, o: &CudaTensor, problem: &Problem) -> Result<Vec<u16>, 
     }
 }
 
-/// A tensor cut from a pool, going through it as often as it takes.
+/// A tensor taken from a pool, going through it as often as it takes.
 fn cut(cuda: &Cuda, pool: &DeviceBuffer, dtype: DType, shape: [usize; 4]) -> Result<CudaTensor, String> {
     let mut tensor = cuda.empty(dtype, Layout::bhsd(shape)).map_err(say)?;
     let total = shape.iter().product::<usize>() * dtype.size();

@@ -11,7 +11,7 @@
 //! let (q, k, v) = (stream.clone_htod(&data)?, stream.clone_htod(&data)?, stream.clone_htod(&data)?);
 //! let mut o = stream.alloc_zeros::<f16>(data.len())?;
 //!
-//! let gpu = Gpu::new(&stream)?; // kernels are made once a problem: keep it
+//! let gpu = Gpu::new(&stream)?; // kernels are made once per problem: keep it
 //! gpu.run_into(
 //!     &Attention::new().causal(),
 //!     [Input::bhsd(&q, shape), Input::bhsd(&k, shape), Input::bhsd(&v, shape)],
@@ -22,7 +22,7 @@
 //! ```
 //!
 //! Both libraries use the GPU's primary context, so that memory and streams are shared as they are. A call is queued in
-//! its stream behind what the slices wait for, as cudarc's own launches are, and returns before it is done.
+//! its stream after what the slices wait for, as cudarc's own launches are, and returns before it is done.
 //!
 //! No CUDA version is pinned: the feature that an application chooses for cudarc is the one that counts.
 #![allow(unsafe_code)] // Slices become addresses here; they are borrowed until the call is queued.
@@ -36,24 +36,24 @@ use flashcore::{Device, DeviceLengths, Element, Name, Place, Tensor, TensorMut, 
 /// A GPU with the kernels that were made for it so far, and the stream that calls are queued in.
 #[derive(Clone, Debug)]
 pub struct Gpu {
-    /// The kernels. It does not use the stream below, so that whoever has a clone may let that stream go.
+    /// The kernels. It does not use the stream below, so that a clone of it may outlive that stream.
     cuda: Cuda,
-    /// The same GPU, queueing in the stream below. Nobody else gets hold of it.
+    /// The same GPU, queueing in the stream below. It is never handed out.
     device: Device,
     stream: Arc<CudaStream>,
 }
 
 impl Gpu {
-    /// For calls in a stream of cudarc's.
+    /// For calls in a cudarc stream.
     pub fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         Self::sharing(&Cuda::new(stream.context().ordinal() as u32)?, stream)
     }
 
-    /// With the kernels of a device of FlashCore's, for calls in a stream of cudarc's.
+    /// With the kernels of a FlashCore device, for calls in a cudarc stream.
     pub fn sharing(cuda: &Cuda, stream: &Arc<CudaStream>) -> Result<Self> {
         let context = stream.context();
         let (stream_device, device) = (context.ordinal(), name(cuda));
-        // What the default and the per-thread stream belong to cannot be seen from their handles.
+        // The handles of the default and the per-thread stream do not tell their context.
         if stream_device as u32 != cuda.ordinal() || !context.is_primary() {
             return Err(Error::ForeignStream { stream_device, device });
         }
@@ -62,12 +62,12 @@ impl Gpu {
         Ok(Self { cuda: cuda.clone(), device, stream: Arc::clone(stream) })
     }
 
-    /// The same GPU and kernels, queueing in another stream of cudarc's.
+    /// The same GPU and kernels, queueing in another cudarc stream.
     pub fn on(&self, stream: &Arc<CudaStream>) -> Result<Self> {
         Self::sharing(&self.cuda, stream)
     }
 
-    /// FlashCore's own device, which has the kernels. What is called on it itself does not go through cudarc's stream.
+    /// FlashCore's own device, which has the kernels. Calls made directly on it do not go through cudarc's stream.
     pub fn cuda(&self) -> &Cuda {
         &self.cuda
     }
@@ -93,13 +93,13 @@ impl Gpu {
         if let Some(lse) = &lse {
             self.check_context(Name::Lse, lse.slice.stream().context())?;
         }
-        // What is returned beside an address marks, when it is dropped, how far the stream has come with the slice.
+        // The guard returned with an address records, when dropped, how far the stream has come with the slice.
         let (q_ptr, _q) = q.slice.device_ptr(stream);
         let (k_ptr, _k) = k.slice.device_ptr(stream);
         let (v_ptr, _v) = v.slice.device_ptr(stream);
         let input = |ptr: u64, len: usize, layout: Layout| {
-            // SAFETY: the slice holds so many elements of its type, and is borrowed until the call is queued; cudarc
-            // orders what happens to it later behind that.
+            // SAFETY: the slice holds this many elements of its type, and is borrowed until the call is queued; cudarc
+            // orders later uses after that.
             unsafe { Tensor::from_raw_parts(ptr as *const u8, len, T::DTYPE, self.place(), layout) }
         };
         let q = input(q_ptr, q.slice.len(), q.layout)?;
@@ -121,10 +121,10 @@ impl Gpu {
         attention.run_into(&self.device, &q, &k, &v, &mut o, Some(&mut lse))
     }
 
-    /// Queues a call with key lengths that lie on the GPU, one a batch entry; none of them may be above `most`.
+    /// Queues a call with key lengths that lie on the GPU, one per batch entry; none of them may be above `most`.
     ///
     /// # Safety
-    /// None of the lengths is above `most`: the GPU's memory is not looked at.
+    /// None of the lengths may be above `most`: the GPU's memory is not read to check them.
     pub unsafe fn run_with_lengths<T: Element>(
         &self,
         attention: &Attention<'_>,
@@ -137,7 +137,7 @@ impl Gpu {
         let stream = self.enter()?;
         self.check_context(Name::KeyLengths, lengths.stream().context())?;
         let (ptr, _lengths) = lengths.device_ptr(stream);
-        // SAFETY: the slice holds so many numbers and is borrowed until the call is queued; the caller vouches for
+        // SAFETY: the slice holds this many numbers and is borrowed until the call is queued; the caller vouches for
         // their values.
         let lengths = unsafe {
             DeviceLengths::from_raw_parts(ptr as *const u32, lengths.len(), most, self.cuda.ordinal())
@@ -145,7 +145,7 @@ impl Gpu {
         self.run_into(&attention.key_lengths_on_device(lengths), inputs, o, lse)
     }
 
-    /// Makes the stream's context the thread's, as cudarc does before it queues anything: the default and the
+    /// Makes the stream's context current, as cudarc does before it queues anything: the default and the
     /// per-thread stream are those of the context that is current.
     fn enter(&self) -> Result<&CudaStream> {
         let entered = self.stream.context().bind_to_thread();
@@ -153,7 +153,7 @@ impl Gpu {
         Ok(&self.stream)
     }
 
-    /// Refuses a slice of another context before cudarc lets the stream wait for it, which would leave an error behind.
+    /// Refuses a slice of another context before cudarc makes the stream wait for it, which would leave an error behind.
     fn check_context(&self, tensor: Name, context: &CudaContext) -> Result<()> {
         if context == self.stream.context().as_ref() {
             return Ok(());
@@ -174,7 +174,7 @@ impl Gpu {
     }
 }
 
-/// What errors call a GPU.
+/// The name of a GPU in errors.
 fn name(cuda: &Cuda) -> String {
     format!("cuda:{}", cuda.ordinal())
 }
@@ -202,7 +202,7 @@ impl<'a, T> Input<'a, T> {
         Self::strided(slice, Layout::bshd([b, h, s, d]))
     }
 
-    /// With any strides, as long as those of the last dimension are 1.
+    /// With any strides, as long as that of the last dimension is 1.
     pub fn strided(slice: &'a dyn DevicePtr<T>, layout: Layout) -> Self {
         Self { slice, layout }
     }
@@ -226,7 +226,7 @@ impl<'a, T> Output<'a, T> {
 }
 
 impl<'a> Output<'a, f32> {
-    /// For lse: one f32 a query, contiguous in the order (batch, heads, length).
+    /// For lse: one f32 per query, contiguous in the order (batch, heads, length).
     pub fn lse(slice: &'a mut dyn DevicePtrMut<f32>, [b, h, s]: [usize; 3]) -> Self {
         Self::bhsd(slice, [b, h, s, 1])
     }

@@ -1,7 +1,7 @@
-//! The adapter on a GPU that is not there: cudarc and FlashCore both load a fake driver, in a process of its own.
+//! The adapter without a GPU: cudarc and FlashCore both load a fake driver, in a separate process.
 
 #![cfg(target_os = "linux")]
-#![allow(unsafe_code)] // The fake driver's harness, and lengths that nobody can look at.
+#![allow(unsafe_code)] // The fake driver's harness, and lengths that are not checked.
 
 #[path = "../../driver/tests/fake/mod.rs"]
 mod fake;
@@ -13,7 +13,7 @@ use flashcore::{Name, Place};
 use flashcore_cudarc::{Attention, Error, Gpu, Input, Output};
 use half::f16;
 
-/// Set in the process that has the fake driver.
+/// The environment variable that is set in the process with the fake driver.
 const INSIDE: &str = "FLASHCORE_TEST_INSIDE";
 
 /// Runs one of the tests below where `libcuda` is the fake one.

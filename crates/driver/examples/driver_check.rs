@@ -1,4 +1,4 @@
-//! Checks this crate against a real GPU and its driver, and says PASS or FAIL for each thing it promises.
+//! Checks this crate against a real GPU and its driver, and prints PASS or FAIL for each thing it promises.
 //!
 //! ```text
 //! cargo run --release -p flashcore-driver --example driver_check -- [--gpu N] [--json PATH]

@@ -1,9 +1,9 @@
 //! The table of driver functions, and how each is found.
 //!
-//! A driver exports several layouts of one function under one base name (`cuMemAlloc` of CUDA 2.0 takes
-//! 32-bit sizes, that of 3.2 takes `size_t`). `cuGetProcAddress(name, version)` returns the newest layout
+//! A driver exports several versions of one function under one base name (`cuMemAlloc` of CUDA 2.0 takes
+//! 32-bit sizes, that of 3.2 takes `size_t`). `cuGetProcAddress(name, version)` returns the newest signature
 //! that is not newer than `version`, so each row names the version whose signature it declares, and the
-//! driver can never hand out another one. Drivers before 11.3 have no `cuGetProcAddress`: there the exported
+//! driver can never return another one. Drivers before 11.3 have no `cuGetProcAddress`: there the exported
 //! name of the same row is looked up in the library itself.
 
 use crate::driver::CudaVersion;
@@ -61,7 +61,7 @@ impl Resolver {
         Resolver::Exports
     }
 
-    /// How functions are found, in a word: for reports.
+    /// How functions are found, in a few words: for reports.
     pub(crate) fn describe(&self) -> &'static str {
         match self {
             Resolver::ProcAddressV2(_) => "cuGetProcAddress_v2",
@@ -70,7 +70,7 @@ impl Resolver {
         }
     }
 
-    /// The address of the layout of `base` that CUDA `version` had, or null.
+    /// The address of `base` with the signature that CUDA `version` had, or null.
     fn address(&self, library: &Library, base: &str, version: c_int, export: &str) -> *mut c_void {
         let Ok(name) = CString::new(base) else { return std::ptr::null_mut() };
         let mut address: *mut c_void = std::ptr::null_mut();
@@ -235,8 +235,8 @@ symbols! {
     }
 }
 
-/// Calls a required driver function and turns its status into a `Result`. Expands to an unsafe call: it
-/// stands inside the caller's `unsafe` block, beside the reason why that call is sound.
+/// Calls a required driver function and turns its status into a `Result`. Expands to an unsafe call, which
+/// belongs inside the caller's `unsafe` block, next to the reason why that call is sound.
 macro_rules! call {
     ($driver:expr, $function:ident ( $($argument:expr),* $(,)? )) => {
         $driver.check(stringify!($function), ($driver.api().$function)($($argument),*))

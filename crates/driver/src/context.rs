@@ -1,12 +1,12 @@
 //! The primary context of a GPU, and making it current.
 //!
 //! A driver call works in the context that is current on the calling thread. Every call of this crate makes
-//! its own context current first and puts the former one back afterwards, so that it disturbs nobody. When
-//! the context is current already, which is so on any thread of a torch process, that costs one look-up in
-//! thread-local storage.
+//! its own context current first and restores the former one afterwards, so that it does not disturb other
+//! users of CUDA. When the context is current already, as on any thread of a torch process, that costs one
+//! look-up in thread-local storage.
 //!
-//! A launch does not even look: it tries, and only when the driver says that another context is current is
-//! this one made so. A thread that had none keeps the first GPU's from then on, which is the one that the CUDA
+//! A launch does not even look: it tries, and makes its context current only when the driver says that another
+//! one is. A thread that had no context keeps the first GPU's from then on, which is the one that the CUDA
 //! runtime would have given it.
 
 use crate::api::call;
@@ -226,7 +226,7 @@ impl Drop for BoundThread {
         let mut current = std::ptr::null_mut();
         // SAFETY: the out pointer is a live local.
         let known = unsafe { call!(driver, cuCtxGetCurrent(&raw mut current)) };
-        // Somebody may have changed the stack since: then popping would take what is theirs.
+        // Other code may have changed the stack since: then popping would remove its context.
         if known.is_ok() && current == self.context.raw() {
             pop(driver);
         }

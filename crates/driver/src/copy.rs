@@ -105,7 +105,7 @@ impl Stream {
         unsafe { call!(self.driver(), cuMemsetD32Async(address, value, words, self.raw())) }
     }
 
-    /// Queues a copy from page-locked memory into a buffer. It runs beside the CPU.
+    /// Queues a copy from page-locked memory into a buffer. It runs while the CPU goes on.
     ///
     /// # Safety
     ///
@@ -123,7 +123,7 @@ impl Stream {
     }
 
     /// Queues a copy from a buffer, from byte `offset` on, into the whole of a page-locked one. It runs
-    /// beside the CPU.
+    /// while the CPU goes on.
     ///
     /// # Safety
     ///

@@ -36,21 +36,21 @@ pub struct DeviceProperties {
     pub compute_capability: ComputeCapability,
     /// Streaming multiprocessors.
     pub sm_count: u32,
-    /// Threads that an SM holds at once.
+    /// The most threads that an SM holds at once.
     pub max_threads_per_sm: u32,
-    /// Blocks that an SM holds at once.
+    /// The most blocks that an SM holds at once.
     pub max_blocks_per_sm: u32,
-    /// Threads that a block may have.
+    /// The most threads per block.
     pub max_threads_per_block: u32,
-    /// 32-bit registers of an SM.
+    /// 32-bit registers per SM.
     pub registers_per_sm: u32,
-    /// Shared memory of an SM.
+    /// Shared memory per SM.
     pub shared_per_sm: u32,
-    /// Shared memory of a block without asking.
+    /// The most shared memory per block without opting in.
     pub shared_per_block: u32,
-    /// Shared memory of a block that asks for it.
+    /// The most shared memory per block with opting in.
     pub shared_per_block_optin: u32,
-    /// Shared memory of each block that the system keeps for itself.
+    /// Shared memory per block that the system reserves.
     pub shared_reserved_per_block: u32,
     /// The L2 cache.
     pub l2_bytes: u64,
@@ -167,7 +167,7 @@ impl Device {
 
     fn uuid(&self) -> Result<String, DriverError> {
         let mut uuid = CUuuid { bytes: [0; 16] };
-        // The newer layout tells the parts of a divided GPU (MIG) apart.
+        // The newer function tells the parts of a divided GPU (MIG) apart.
         match self.driver.api().cuDeviceGetUuid_v2.available() {
             // SAFETY: the out pointer is a live local of 16 bytes.
             Some(get) => self.driver.check("cuDeviceGetUuid_v2", unsafe { get(&raw mut uuid, self.raw) }),

@@ -84,7 +84,7 @@ impl Driver {
         self.version
     }
 
-    /// The library as it was asked of the loader.
+    /// The library's name as it was passed to the loader.
     pub fn library(&self) -> &Path {
         &self.path
     }
@@ -138,7 +138,7 @@ fn not_found(tried: Vec<(String, String)>) -> DriverError {
     DriverError::LibraryNotFound { tried }
 }
 
-/// The loader's own words, which libloading keeps behind its error.
+/// The loader's own message, which libloading keeps as the source of its error.
 fn reason(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(source) => source.to_string(),

@@ -346,7 +346,7 @@ pub enum DriverError {
         /// What it is.
         what: &'static str,
     },
-    /// A tensor map that cannot be.
+    /// A tensor map that is not possible.
     #[error("no such tensor map: {0}")]
     TensorMap(#[from] TensorMapError),
 }

@@ -39,7 +39,7 @@ pub enum CaptureStatus {
 }
 
 impl Stream {
-    /// Whether somebody captures this stream.
+    /// Whether this stream is being captured.
     pub fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
         let _entered = self.context().enter()?;
         let mut status = 0;
@@ -142,7 +142,7 @@ impl Drop for Graph {
     }
 }
 
-/// A graph that is ready to run. One replay of it runs after another, never beside another.
+/// A graph that is ready to run. Its replays run one after another, never at the same time.
 #[derive(Debug)]
 pub struct GraphExec {
     context: Context,
@@ -153,7 +153,7 @@ pub struct GraphExec {
 unsafe impl Send for GraphExec {}
 
 impl GraphExec {
-    /// Brings it to the GPU, so that the first replay is as fast as the others.
+    /// Uploads it to the GPU, so that the first replay is as fast as the others.
     pub fn upload(&self, stream: &Stream) -> Result<(), DriverError> {
         let _entered = self.context.enter()?;
         // SAFETY: both handles live.

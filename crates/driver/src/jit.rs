@@ -13,11 +13,11 @@ use std::ffi::{CStr, CString, c_uint, c_void};
 /// How PTX is assembled. The default is what `ptxas` does without options.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct JitOptions {
-    /// The most registers a thread may use.
+    /// The most registers per thread.
     pub max_registers: Option<u32>,
     /// The level of optimisation, 0 to 4; 4 where none is given.
     pub optimization: Option<u8>,
-    /// Whether the log tells registers, shared memory and spills of each kernel.
+    /// Whether the log reports registers, shared memory and spills of each kernel.
     pub verbose: bool,
     /// Whether line numbers are kept for profilers.
     pub line_info: bool,
@@ -30,7 +30,7 @@ pub struct JitLog {
     pub info: String,
     /// Errors.
     pub errors: String,
-    /// The time it took by its own clock, where it told; 0 when the driver found the result in its cache.
+    /// The time it took by its own clock, where it reports one; 0 when the driver found the result in its cache.
     pub wall_ms: Option<f32>,
 }
 
@@ -43,7 +43,7 @@ pub struct Cubin {
     pub log: JitLog,
 }
 
-/// Enough for the verbose log of hundreds of kernels; what is longer is cut by the driver.
+/// Bytes of a log: enough for the verbose log of hundreds of kernels; the driver cuts what is longer.
 const LOG_BYTES: usize = 64 * 1024;
 
 /// The option arrays in the form that the driver takes: two of equal length, where a value is a number or a
@@ -131,7 +131,7 @@ pub(crate) fn with_log(error: DriverError, source_name: &str, log: JitLog) -> Dr
     }
 }
 
-/// PTX as the driver takes it. What is no PTX at all is refused here: the driver guesses what an image is
+/// PTX as the driver takes it. What is not PTX at all is refused here: the driver guesses what an image is
 /// from its first bytes, and reads on from there.
 pub(crate) fn ptx_text(call: &'static str, name: &str, ptx: &str) -> Result<CString, DriverError> {
     if !ptx.contains(".version") {
@@ -160,7 +160,7 @@ impl Drop for Link {
     }
 }
 
-/// Assembles one PTX module for the context's GPU and returns the machine code. `name` stands in messages.
+/// Assembles one PTX module for the context's GPU and returns the machine code. `name` appears in messages.
 pub fn link_ptx(
     context: &Context,
     name: &str,

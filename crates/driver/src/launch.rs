@@ -2,15 +2,15 @@
 //!
 //! # Parameters are one packed buffer
 //!
-//! The driver takes parameters as an array of pointers, one a parameter, or as one buffer that has the
+//! The driver takes parameters as an array of pointers, one per parameter, or as one buffer that has the
 //! kernel's parameter layout (`CU_LAUNCH_PARAM_BUFFER_POINTER`). This crate uses the buffer. The layout is
 //! known where the kernel is generated, so a launch hands over one pointer and one length: nothing to build
-//! for each call, and a 128-byte tensor map that stands at its 64-byte-aligned offset is copied like any
+//! for each call, and a 128-byte tensor map at its 64-byte-aligned offset is copied like any
 //! other bytes. (With pointers the driver would look up each size in the module and copy the parameters one
 //! by one.) What counts is the *offset* in the buffer, not where the buffer lies on the host.
 //!
 //! The length must be exactly the end of the last parameter, *without* padding at the end; otherwise the
-//! driver answers `LAUNCH_OUT_OF_RESOURCES`, which says nothing. So the length is checked here first,
+//! driver answers `LAUNCH_OUT_OF_RESOURCES`, which does not name the cause. So the length is checked here first,
 //! wherever the driver can tell the layout (CUDA 12.4).
 
 use crate::error::{DriverError, Status};
@@ -33,11 +33,11 @@ use std::fmt;
 pub struct LaunchConfig {
     /// Blocks in x, y and z.
     pub grid: [u32; 3],
-    /// Threads of a block in x, y and z.
+    /// Threads per block in x, y and z.
     pub block: [u32; 3],
-    /// Bytes of dynamic shared memory a block.
+    /// Bytes of dynamic shared memory per block.
     pub shared_bytes: u32,
-    /// Blocks of a cluster in x, y and z; each divides the grid's. Needs compute capability 9.0.
+    /// Blocks per cluster in x, y and z; each divides the grid's. Needs compute capability 9.0.
     pub cluster: Option<[u32; 3]>,
     /// Programmatic dependent launch: the kernel may start before the one in front of it in the stream is
     /// finished, and waits for it itself (`griddepcontrol.wait`). Needs compute capability 9.0.
@@ -52,7 +52,7 @@ impl LaunchConfig {
         Self { grid, block, shared_bytes: 0, cluster: None, programmatic: false, priority: None }
     }
 
-    /// Threads of a block.
+    /// Threads per block.
     pub fn threads_per_block(&self) -> u64 {
         self.block.iter().map(|n| u64::from(*n)).product()
     }
@@ -157,8 +157,8 @@ impl Function {
     }
 
     /// As [`Function::launch`], with the place of every parameter in `params`. The driver then puts each where the
-    /// kernel wants it, which is the only way for parameters that are aligned to more than 16 bytes, such as tensor
-    /// maps: where the whole begins, in absolute addresses, is the driver's business.
+    /// kernel wants it. Parameters that are aligned to more than 16 bytes, such as tensor maps, need this: the driver
+    /// alone decides at which absolute address the parameters begin.
     ///
     /// # Safety
     ///
@@ -220,7 +220,7 @@ impl Function {
         self.driver().check(name, status.0)
     }
 
-    /// Refuses what cannot work, in words; the driver would only say "invalid argument".
+    /// Refuses what cannot work, with the reason; the driver would only say "invalid argument".
     fn check_launch(&self, stream: &Stream, config: &LaunchConfig) -> Result<(), DriverError> {
         if let Some(fault) = config.fault() {
             return Err(self.refuse(fault));

@@ -1,8 +1,8 @@
-//! The CUDA driver as a safe, small Rust interface, loaded when it is first asked for.
+//! The CUDA driver as a safe, small Rust interface, loaded on first use.
 //!
 //! Nothing of CUDA is needed to build this crate: no headers, no toolkit, no `nvcc`. [`Driver::load`] opens
 //! the library that comes with the GPU's kernel driver (`libcuda.so.1`, `nvcuda.dll`) and takes every entry
-//! point by name *and* CUDA version, so that the layout called is the layout declared here. Where there is
+//! point by name *and* CUDA version, so that the signature called is the one declared here. Where there is
 //! no library, no GPU, or too old a driver, it answers with a [`DriverError`] that says what to do; nothing
 //! in this crate panics.
 //!
@@ -21,7 +21,7 @@
 //! }
 //! ```
 //!
-//! # The way through
+//! # Overview
 //!
 //! | step | type |
 //! |---|---|
@@ -37,7 +37,7 @@
 //! # What is `unsafe` here
 //!
 //! A call is `unsafe` when it can reach memory that this crate does not hold: launching a kernel (its
-//! parameters hold raw pointers), replaying a graph, wrapping a stream that somebody else owns, copying
+//! parameters hold raw pointers), replaying a graph, wrapping a stream that other code owns, copying
 //! through raw pointers, and asynchronous copies from or to host memory. Everything else is safe: sizes are
 //! checked, handles live as long as what was made from them, and a bad argument is an error.
 //! Device memory is plain bytes: two streams that race on one buffer give unspecified bytes, no more.
@@ -45,11 +45,11 @@
 //! # Threads
 //!
 //! [`Context`], [`Stream`], [`Module`], [`Function`] and [`DeviceBuffer`] are `Send + Sync`. Each call makes
-//! the right context current for its own duration and puts the former one back, so it is a good neighbour to
-//! other CUDA users on the same thread; [`Context::bind_to_thread`] makes that check free of pushes. A thread
+//! the right context current for its own duration and restores the former one, so it does not disturb
+//! other CUDA users on the same thread; [`Context::bind_to_thread`] saves the pushes and pops. A thread
 //! that has no context at all keeps the first GPU's after its first launch.
 
-// This crate is the one place where FlashCore speaks to C: every block below states why it is sound.
+// This crate is the one place where FlashCore calls C: every unsafe block states why it is sound.
 #![allow(unsafe_code)]
 
 #[cfg(not(target_pointer_width = "64"))]

@@ -12,7 +12,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A number that is nothing but its bytes: what buffers are filled from and read into. 16-bit floats travel
+/// A plain number: what buffers are filled from and read into. 16-bit floats are passed
 /// as `u16`, 8-bit floats as `u8`.
 ///
 /// # Safety

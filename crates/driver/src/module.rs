@@ -39,7 +39,7 @@ pub struct Module {
 }
 
 impl Module {
-    /// Assembles PTX for the context's GPU and loads it. `name` stands in messages.
+    /// Assembles PTX for the context's GPU and loads it. `name` appears in messages.
     pub fn from_ptx(
         context: &Context,
         name: &str,
@@ -50,7 +50,7 @@ impl Module {
         Self::load(context, name, text.as_bytes_with_nul(), options)
     }
 
-    /// Loads machine code that [`crate::link_ptx`] or `ptxas` made. `name` stands in messages.
+    /// Loads machine code that [`crate::link_ptx`] or `ptxas` made. `name` appears in messages.
     pub fn from_cubin(context: &Context, name: &str, cubin: &[u8]) -> Result<Self, DriverError> {
         let refuse = |log: &str| {
             let log = JitLog { errors: log.to_owned(), ..JitLog::default() };
@@ -63,7 +63,7 @@ impl Module {
                 log: Box::new(log),
             })
         };
-        // The driver is not told the length: it trusts the ELF headers, so a cut file would be read beyond
+        // The driver is not told the length: it trusts the ELF headers, so a truncated file would be read beyond
         // its end.
         match elf_length(cubin) {
             None => refuse("not an ELF image for a GPU"),
@@ -148,7 +148,7 @@ impl fmt::Debug for Module {
     }
 }
 
-/// How many bytes the headers of an ELF image speak of, or `None` when it is not one.
+/// How many bytes an ELF image has according to its headers, or `None` when it is not one.
 fn elf_length(image: &[u8]) -> Option<u64> {
     const HEADER: usize = 64;
     const CUDA_MACHINE: [u8; 2] = [190, 0];
@@ -175,7 +175,7 @@ fn elf_length(image: &[u8]) -> Option<u64> {
     for index in 0..sections {
         let header = section_table.checked_add(index * section_size)?;
         let Ok(header) = usize::try_from(header) else { return Some(u64::MAX) };
-        // A header beyond the end of the file: `end` tells so already.
+        // A header beyond the end of the file: `end` shows that already.
         let Some(kind) = number(header.checked_add(4)?, 4) else { break };
         if kind != NO_BITS
             && let (Some(offset), Some(size)) = (number(header + 24, 8), number(header + 32, 8))
@@ -186,8 +186,8 @@ fn elf_length(image: &[u8]) -> Option<u64> {
     Some(end)
 }
 
-/// The bytes of all parameters, without padding at the end, where the driver can tell (CUDA 12.4). No answer
-/// for the first one may mean no parameters or no knowledge: then nothing is claimed.
+/// The bytes of all parameters, without padding at the end, where the driver can tell (CUDA 12.4). `None` where it
+/// does not answer for the first one, which means either no parameters or an unknown layout.
 fn parameter_bytes(driver: &'static Driver, function: CUfunction) -> Option<usize> {
     let info = driver.api().cuFuncGetParamInfo.available()?;
     let mut end = 0;
@@ -208,7 +208,7 @@ pub(crate) struct Kernel {
     module: Module,
     raw: CUfunction,
     name: String,
-    /// Asked for once, and only by launches that hand over bytes: the driver answers the last question with an error.
+    /// Asked for once, and only by launches that pass packed bytes: the driver ends the list with an error.
     param_bytes: OnceLock<Option<usize>>,
     max_threads: u32,
     /// The limit for dynamic shared memory as last seen; see [`Function::set_max_dynamic_shared`].
@@ -229,17 +229,17 @@ pub struct Function {
 /// What a kernel uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FunctionAttributes {
-    /// Registers a thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Bytes of static shared memory a block.
+    /// Bytes of static shared memory per block.
     pub static_shared_bytes: u32,
-    /// Bytes of local memory a thread: the stack and spilled registers.
+    /// Bytes of local memory per thread: the stack and spilled registers.
     pub local_bytes: u32,
     /// Bytes of constant memory, without the parameters.
     pub const_bytes: u32,
     /// Threads that a block may have with these registers.
     pub max_threads_per_block: u32,
-    /// Bytes of dynamic shared memory that a launch may ask for at present.
+    /// Bytes of dynamic shared memory that a launch may currently ask for.
     pub max_dynamic_shared_bytes: u32,
     /// The target of the PTX it came from, times ten: 90 for sm_90.
     pub ptx_version: u32,
@@ -250,7 +250,7 @@ pub struct FunctionAttributes {
 /// How an SM's memory is divided between L1 cache and shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CarveOut {
-    /// As the driver thinks best.
+    /// The driver chooses.
     Default,
     /// At least this much of the largest shared memory, in percent.
     Percent(u8),
@@ -259,9 +259,9 @@ pub enum CarveOut {
 /// How many blocks an SM holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Occupancy {
-    /// Blocks an SM.
+    /// Blocks per SM.
     pub blocks_per_sm: u32,
-    /// Threads an SM.
+    /// Threads per SM.
     pub threads_per_sm: u32,
 }
 
@@ -411,8 +411,8 @@ impl Function {
         self.kernel.max_threads
     }
 
-    /// Whether a launch may ask for so much dynamic shared memory. The limit may have been raised through
-    /// another handle of the same kernel, so before saying no the driver is asked.
+    /// Whether a launch may ask for that much dynamic shared memory. The limit may have been raised through
+    /// another handle of the same kernel, so the driver is asked before a launch is refused.
     pub(crate) fn dynamic_shared_limit(&self, asked: u32) -> Result<u32, DriverError> {
         let known = self.kernel.dynamic_shared.load(Ordering::Relaxed);
         if asked <= known {

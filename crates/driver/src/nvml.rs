@@ -1,7 +1,7 @@
 //! What the GPU is doing: clocks, power, temperature and what holds the clocks back, through NVML.
 //!
-//! NVML comes with the driver (`libnvidia-ml.so.1`) and needs no CUDA context, so a process that only watches stays
-//! out of the way of those that compute. All of it is optional: what NVML does not tell is absent.
+//! NVML comes with the driver (`libnvidia-ml.so.1`) and needs no CUDA context, so a process that only monitors stays
+//! out of the way of those that compute. All of it is optional: what NVML does not report is absent.
 
 use libloading::Library;
 use std::ffi::{CString, c_char, c_int, c_uint, c_ulonglong, c_void};
@@ -30,7 +30,7 @@ pub struct NvmlDevice<'n> {
     handle: Handle,
 }
 
-/// What the GPU is doing at one moment. What NVML does not tell is absent.
+/// What the GPU is doing at one moment. What NVML does not report is absent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct GpuState {
     /// The SM clock in MHz.
@@ -48,7 +48,7 @@ pub struct GpuState {
 }
 
 impl GpuState {
-    /// The reasons by name that hold the clocks back at this moment; idling is none.
+    /// The names of the reasons that hold the clocks back at this moment; idling does not count.
     pub fn throttle_reasons(&self) -> Vec<&'static str> {
         const REASONS: [(u64, &str); 8] = [
             (0x2, "applications clocks"),

@@ -1,4 +1,4 @@
-//! What an address is: so that a host pointer, or one of another GPU, is an error and not a lost context.
+//! What an address points to, so that a host pointer, or one of another GPU, is an error and not a lost context.
 
 use crate::api::call;
 use crate::context::Context;
@@ -19,7 +19,7 @@ pub enum MemoryKind {
     Managed,
 }
 
-/// What the driver knows of an address.
+/// What the driver knows about an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PointerInfo {
     /// The kind of memory.

@@ -1,4 +1,4 @@
-//! Streams: queues of work, own or somebody else's.
+//! Streams: queues of work, owned or borrowed.
 
 use crate::api::call;
 use crate::context::Context;
@@ -66,7 +66,7 @@ impl Stream {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Uses a stream that somebody else owns (a `CUstream` or `cudaStream_t`; null is the default stream).
+    /// Uses a stream that other code owns (a `CUstream` or `cudaStream_t`; null is the default stream).
     /// A stream of another context is refused.
     ///
     /// # Safety
@@ -117,7 +117,7 @@ impl Stream {
         }
     }
 
-    /// Lets what is queued here from now on wait for the event.
+    /// Makes what is queued here from now on wait for the event.
     pub fn wait(&self, event: &Event) -> Result<(), DriverError> {
         let _entered = self.context().enter()?;
         // SAFETY: both handles live as long as their owners.

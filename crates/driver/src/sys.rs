@@ -1,6 +1,6 @@
 //! The driver's C types, constants and structures, as far as this crate uses them.
 //!
-//! Names are NVIDIA's, so that a reader can hold this file beside the driver API's reference; values and
+//! Names are NVIDIA's, so that a reader can compare this file with the driver API's reference; values and
 //! layouts are those of the public header of CUDA 11.0 to 13.0 (none of the ones below changed in between).
 
 use std::ffi::{c_char, c_int, c_uint, c_void};

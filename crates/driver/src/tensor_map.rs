@@ -11,7 +11,7 @@ use crate::sys::*;
 use std::ffi::c_uint;
 use std::fmt;
 
-/// The type of an element. 8-bit floats travel as [`TensorMapElement::U8`].
+/// The type of an element. 8-bit floats are [`TensorMapElement::U8`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)] // The names say it.
 pub enum TensorMapElement {
@@ -221,7 +221,7 @@ pub struct TensorMapSpec<'a> {
     pub swizzle: Swizzle,
     /// How much a miss fetches.
     pub l2_promotion: L2Promotion,
-    /// What stands outside the tensor.
+    /// What is loaded for elements outside the tensor.
     pub out_of_bounds: OutOfBounds,
 }
 

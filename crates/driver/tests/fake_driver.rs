@@ -1,6 +1,6 @@
 //! The whole crate against a CUDA driver that needs no GPU: `fake_libcuda.c`, compiled here by the system's C
 //! compiler. It proves what can be proved without hardware: that functions are taken by name and version,
-//! that arguments reach the driver as declared, that answers become the right errors, and that everything
+//! that arguments reach the driver as declared, that statuses become the right errors, and that everything
 //! made is given back.
 
 #![cfg(target_os = "linux")]
@@ -56,7 +56,7 @@ fn a_driver_of_today_hands_out_functions_by_name_and_version() {
     let Some(fake) = Fake::start(&[]) else { return };
     assert_eq!(fake.driver.symbol_source(), "cuGetProcAddress_v2");
     assert_eq!(fake.driver.version().to_string(), "12.8");
-    // These have older or newer layouts under the same name, which the fake records when called.
+    // These have older or newer signatures under the same name, which the fake records when called.
     let context = fake.context();
     let stream = context.stream(StreamOptions::default()).unwrap();
     let buffer = stream.upload_new(&[1u32, 2, 3]).unwrap();

@@ -101,7 +101,7 @@ static void note(const char *format, ...) {
 __attribute__((visibility("default"))) const char *fake_record(void) { return record; }
 __attribute__((visibility("default"))) void fake_clear(void) { record[0] = 0; record_used = 0; }
 __attribute__((visibility("default"))) int fake_live(void) { return live; }
-/* Lets the next call of a function fail. */
+/* Makes the next call of a function fail. */
 __attribute__((visibility("default"))) void fake_fail(const char *function, int status) {
     snprintf(failing, sizeof failing, "%s", function);
     failing_status = status;
@@ -134,7 +134,7 @@ __attribute__((visibility("default"))) const char *fake_calls(void) { return cal
 __attribute__((visibility("default"))) void fake_clear_calls(void) { calls[0] = 0; }
 #endif
 
-/* Whether this call was chosen to fail; a name that ends with * stands for all that begin so. */
+/* Whether this call was chosen to fail; a name that ends with * means all that begin with it. */
 static int fails(const char *function) {
     size_t length = strlen(failing);
     if (length == 0) return 0;
@@ -681,7 +681,7 @@ static CUresult launch(const char *how, CUfunction function, const CUlaunchConfi
     size_t offset, length;
     for (size_t field = 0; pointers && !cuFuncGetParamInfo(function, field, &offset, &length); field++)
         for (size_t i = 0; i < length; i++) note(" %02x", ((const unsigned char *)pointers[field])[i]);
-    /* Of a kernel that does not tell its parameters, the first word. */
+    /* For a kernel that does not report its parameters, the first word. */
     if (pointers && cuFuncGetParamInfo(function, 0, &offset, &length))
         for (size_t i = 0; i < 8; i++) note(" %02x", ((const unsigned char *)pointers[0])[i]);
     note("\n");
@@ -729,7 +729,7 @@ API cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_
 /* --- handing out functions ---------------------------------------------------------------------------- */
 
 #if PROC_ADDRESS > 0
-/* Stands for a layout of another version than the one declared: calling it is a mistake. */
+/* Represents a signature of another version than the one declared: calling it is a mistake. */
 static CUresult wrong_layout(void) { note("WRONG LAYOUT\n"); return 999; }
 
 #define ROW(base, version, function) {base, version, (void *)function}
@@ -791,7 +791,7 @@ static const struct { const char *base; int version; void *function; } rows[] = 
     ROW("cuTensorMapEncodeTiled", 12000, cuTensorMapEncodeTiled),
 };
 
-/* The newest layout that is not newer than `version`; a version newer than the driver is refused. */
+/* The newest signature that is not newer than `version`; a version newer than the driver is refused. */
 static CUresult find(const char *base, void **function, int version) {
     *function = NULL;
     if (version > VERSION) return 1;

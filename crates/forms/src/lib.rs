@@ -1,7 +1,7 @@
-//! Every form of every instruction of the table, each in a small kernel of its own: for the tests of this crate, which
-//! put them before ptxas and before a parser of somebody else's.
+//! Every form of every instruction of the table, each in a small kernel of its own. The tests of this crate give them to
+//! ptxas and to an independent parser.
 //!
-//! A crate apart, because that parser is large, and asks for other features of common crates than the rest of the
+//! A separate crate, because that parser is large, and needs other features of common crates than the rest of the
 //! workspace does.
 
 use flashcore_ptx::table::{COMPARISONS, OperandSpec};
@@ -19,7 +19,7 @@ kernel_params! {
     }
 }
 
-/// One form: a kernel for the newest target, and which of its instructions is meant.
+/// One form: a kernel for the newest target, and which of its instructions is the one tested.
 pub struct Form {
     /// The kernel.
     pub kernel: Kernel,
@@ -28,7 +28,7 @@ pub struct Form {
 }
 
 impl Form {
-    /// The instruction that is meant.
+    /// The instruction that is tested.
     pub fn inst(&self) -> &Inst {
         &self.kernel.body[self.main]
     }

@@ -1,7 +1,7 @@
-//! Printed modules before a parser of somebody else's: every form is read back token for token.
+//! Printed modules given to an independent parser: every form is read back token for token.
 //!
 //! The parser is `ptx-syntax`, generated from the PTX grammar. What it does not know is listed, and the list is
-//! kept honest: a form that it has learned to read must leave the list.
+//! kept up to date: a form that it has learned to read must leave the list.
 
 use flashcore_forms::{Form, all_forms, joined};
 use flashcore_ptx::*;
@@ -10,7 +10,7 @@ use ptx_syntax::{
     PtxParseError, PtxToken, PtxUnlexer, PtxUnparser, parse_ptx, run_with_large_stack, tokenize,
 };
 
-/// The tokens of a text without space, and those that the parser prints of what it understood.
+/// The tokens of a text without whitespace, and those that the parser prints from what it understood.
 fn read_back(text: &str) -> Result<(String, String), PtxParseError> {
     let written = tokenize(text).expect("the text has only PTX tokens");
     let written: Vec<PtxToken> = written.into_iter().map(|(token, _)| token).collect();
@@ -64,7 +64,7 @@ fn every_form_is_read_back_token_for_token() {
         let forms = all_forms();
         let (unknown, known): (Vec<&Form>, Vec<&Form>) =
             forms.iter().partition(|f| unknown_to_the_parser(f.inst()).is_some());
-        // Many forms to a kernel, since the parser is slow; where one is not read, each by itself.
+        // Many forms per kernel, since the parser is slow; where one is not read, each form by itself.
         let unread = known.chunks(32).filter(|forms| {
             let read = read_back(&module(&narrow(&joined(forms))));
             !read.is_ok_and(|(written, understood)| written == understood)
@@ -79,7 +79,7 @@ fn every_form_is_read_back_token_for_token() {
     );
 }
 
-/// What is wrong with a form read back.
+/// What is wrong with a form that was read back.
 fn problem(form: &Form) -> Option<String> {
     match (read_back(&module(&narrow(&form.kernel))), unknown_to_the_parser(form.inst())) {
         (Ok((written, understood)), None) => {

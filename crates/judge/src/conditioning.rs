@@ -1,11 +1,11 @@
-//! How much rounding a row of attention can feel: first-order error analysis in f64.
+//! How sensitive a row of attention is to rounding: first-order error analysis in f64.
 //!
-//! The tolerance rule needs a floor for rows where plain attention happens to be nearly exact. A floor that is
-//! guessed lets faults through or accuses the innocent, so it is derived from two numbers of each row:
+//! The tolerance rule needs a floor for rows where plain attention happens to be nearly exact. A guessed floor
+//! lets faults through or refuses correct results, so it is derived from two numbers per row:
 //!
 //! - its **magnitude**, Σ pₖ·|vₖ|: rounding the probabilities and the output moves the output by a fraction of it;
 //! - its **sensitivity**, Σ pₖ·aₖ·|vₖ − o| with aₖ = scale·Σ|qᵢ·kᵢ|: a relative error in the products of a score
-//!   moves the output by that fraction of it. A row with one dominant key has none, however large its scores.
+//!   moves the output by that fraction of it. A row with one dominant key has no sensitivity, however large its scores.
 
 use flashcore::oracle::Reference;
 use flashcore::{Problem, Tensor};
@@ -60,12 +60,12 @@ pub fn conditioning(
                     cap * (dot * scale / cap).tanh()
                 });
                 let p = (score - oracle.lse[index]).exp();
-                // Below this a key adds nothing to a sum that f64 could see; and where a score is no number, no
-                // rounding matters any more.
+                // Below this a key adds nothing that an f64 sum could show. Where a score is not finite, rounding
+                // no longer matters.
                 if p < 1e-40 || p.is_nan() {
                     continue;
                 }
-                // Products beyond all numbers leave a softcap's score where it is, at the cap.
+                // Products that overflow leave a softcap's score where it is, at the cap.
                 let felt = if size.is_finite() { size * scale } else { 0.0 };
                 row.score_magnitude += p * felt;
                 let value = &values[key * head_dim_v..][..head_dim_v];
@@ -81,7 +81,7 @@ pub fn conditioning(
     rows
 }
 
-/// The largest of the numbers among some columns; one that holds a NaN or an infinity feels no rounding.
+/// The largest finite value of some columns; one that holds NaN or infinity is not sensitive to rounding.
 fn largest_number(columns: &[f64]) -> f64 {
     columns.iter().copied().filter(|x| x.is_finite()).fold(0.0, f64::max)
 }
@@ -153,7 +153,7 @@ mod tests {
         assert_eq!(rows[1].keys, 1);
     }
 
-    /// Moves every product of every score by a relative 1e-6 and sees what the output does.
+    /// Moves every product of every score by a relative 1e-6 and measures how the output moves.
     #[test]
     fn sensitivity_bounds_what_an_error_in_the_products_does() {
         let problem = Problem::new(1, 1, 1, 4, DType::F32).with_kv(1, 9);

@@ -1,20 +1,20 @@
-//! Covering designs: few rows that between them hold every pair of values of any two fields.
+//! Covering designs: few rows that together contain every pair of values of any two fields.
 //!
-//! Most faults that hide show when two things meet: a batch and a mask, a head dim and a layout. All combinations are far
-//! too many to run; a covering design meets every pair in about as many rows as the two longest lists have combinations.
+//! Most hidden faults show when two things meet: a batch and a mask, a head dim and a layout. All combinations are far
+//! too many to run; a covering design has every pair in about as many rows as the two longest lists have combinations.
 
 use std::collections::BTreeSet;
 
 use crate::rng::Rng;
 
-/// Rows that are made for each one that is taken: the one that meets most new pairs.
+/// Candidate rows for each row that is taken: the one with the most new pairs wins.
 const CANDIDATES: usize = 24;
 
-/// A value of one field beside a value of a later one: field, value, field, value.
+/// A value of one field together with a value of a later one: field, value, field, value.
 type Pair = [usize; 4];
 
-/// Rows over fields with so many values each, as indices of values. `fits` says whether a row, given as far as it is
-/// known, can be completed; pairs that no row can hold are left out. The same seed gives the same rows.
+/// Rows over fields that have `values[i]` values each, as indices of values. `fits` says whether a row, given as far as
+/// it is known, can be completed; pairs that no row can hold are left out. The same seed gives the same rows.
 ///
 /// ```
 /// use flashcore_judge::cover::pairs;
@@ -41,7 +41,7 @@ pub fn pairs(values: &[usize], fits: &dyn Fn(&[Option<usize>]) -> bool, seed: u6
         let candidates =
             (0..CANDIDATES).filter_map(|_| complete(with(&first), values, &open, fits, &mut rng));
         let best = candidates.max_by_key(|row| met(row).filter(|pair| open.contains(pair)).count());
-        // A pair that `fits` let pass and that no row holds must not be tried for ever.
+        // A pair that `fits` allowed but that no row can hold must not be tried forever.
         open.remove(&first);
         if let Some(row) = best {
             for pair in met(&row) {
@@ -58,7 +58,7 @@ fn met(row: &[usize]) -> impl Iterator<Item = Pair> + '_ {
     (0..row.len()).flat_map(move |a| (a + 1..row.len()).map(move |b| [a, row[a], b, row[b]]))
 }
 
-/// Fills a row field by field, each with the value that meets most new pairs.
+/// Fills a row field by field, each with the value that adds the most new pairs.
 fn complete(
     mut row: Vec<Option<usize>>,
     values: &[usize],

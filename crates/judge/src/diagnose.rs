@@ -1,9 +1,9 @@
 //! What kind of fault a wrong result shows.
 //!
-//! The usual faults of an attention kernel leave marks of their own: a lost tile, a wrong scale and a mask that is off by
-//! one each give a certain other result. So a few of the wrong rows are computed again as each of these faults would
-//! have it, in f64, and the fault whose rows come out as the engine's did is named, with the number that goes with it.
-//! Where none does, that is said; a guess would send its reader the wrong way.
+//! Each usual fault of an attention kernel gives a certain wrong result: a lost tile, a wrong scale, a mask that is off
+//! by one. So a few of the wrong rows are computed again in f64 with each of these faults, and the fault that reproduces
+//! the engine's rows is named, with its number (which tile, which factor). Where none does, the diagnosis says so rather
+//! than guess.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -25,15 +25,15 @@ pub enum Kind {
     NotFinite,
     /// Scores or outputs are multiplied by a wrong number.
     Scale,
-    /// Errors lean to one side.
+    /// Errors are biased to one side.
     Bias,
     /// Other keys than the mask allows.
     Mask,
-    /// Some keys are missing, or stand in for others.
+    /// Some keys are missing, or replaced by others.
     Tile,
     /// The tensors of another head or batch entry, or rows in a wrong place.
     Place,
-    /// Operands that stand in for each other.
+    /// Swapped operands.
     Operands,
     /// Two runs differ.
     Race,
@@ -74,13 +74,13 @@ impl Diagnosis {
     }
 }
 
-/// Wrong rows that are computed again.
+/// The most wrong rows that are computed again.
 const LOOKED_AT: usize = 6;
 
-/// Sizes that tiles of keys usually have, the largest first: a tile that is lost whole is not called several.
+/// Usual sizes of key tiles, the largest first, so that one lost tile is not taken for several smaller ones.
 const TILES: [usize; 10] = [256, 192, 128, 112, 96, 80, 64, 48, 32, 16];
 
-/// Tiles of one size that are tried; a row is computed again for each of them, and long ones take long.
+/// The most tiles of one size that are tried: a row is computed again for each of them.
 const MOST_TILES: usize = 100;
 
 /// Diagnoses an output that the rule refused. `o` and `lse` are in the order of the yardstick's rows, `bad` are places
@@ -141,13 +141,13 @@ pub fn diagnose(
         .unwrap_or_else(|| unknown(yardstick, o, &wrong))
 }
 
-/// A few of many, from the first to the last.
+/// A few of many, evenly spread from the first to the last.
 fn spread(all: &[usize]) -> impl Iterator<Item = usize> {
     let few = all.len().min(LOOKED_AT);
     (0..few).map(move |n| all[n * (all.len() - 1) / (few - 1).max(1)])
 }
 
-/// A wrong row with all that is needed to compute it again.
+/// A wrong row with everything needed to compute it again.
 struct Seen {
     row: Row,
     got: Vec<f64>,
@@ -155,7 +155,7 @@ struct Seen {
     error: f64,
     allowed: f64,
     query: Vec<f64>,
-    /// All keys of the row's head, and their values; whether a key may be seen is another matter.
+    /// All keys of the row's head and their values, whether the mask allows them or not.
     keys: Vec<Vec<f64>>,
     values: Vec<Vec<f64>>,
     scores: Vec<f64>,
@@ -190,14 +190,14 @@ impl Seen {
         }
     }
 
-    /// Whether another result than the truth is what the engine gave: near to it as the rule would have it, and much
-    /// nearer than the truth.
+    /// Whether the engine gave this result instead of the truth: it is within the rule's tolerance of it, and much
+    /// nearer to it than to the truth.
     fn is(&self, other: &[f64]) -> bool {
         let distance = self.got.iter().zip(other).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         distance <= self.error / 3.0 && distance <= 4.0 * self.allowed + 0.02 * self.error
     }
 
-    /// Attention on some keys: which one gives the score, which one the value.
+    /// Attention on pairs of keys: one gives the score, the other the value.
     fn attend(&self, pairs: impl Iterator<Item = (usize, usize)>) -> Vec<f64> {
         let pairs: Vec<(usize, usize)> = pairs.collect();
         let weights = pairs.iter().map(|&(key, _)| self.scores[key]).collect::<Vec<_>>();
@@ -264,7 +264,7 @@ fn all_are(rows: &[Seen], other: impl Fn(&Seen) -> Vec<f64>) -> bool {
     rows.iter().all(|row| row.is(&other(row)))
 }
 
-/// Weights that do not depend on the scores, scores or outputs that are multiplied by a wrong number.
+/// Weights that do not depend on the scores, or scores or outputs that are multiplied by a wrong number.
 fn scale(rows: &[Seen]) -> Option<Diagnosis> {
     if all_are(rows, |row| row.scaled(0.0)) {
         let why = "every key has the same weight: the scores are not used";
@@ -285,8 +285,8 @@ fn scale(rows: &[Seen]) -> Option<Diagnosis> {
     })
 }
 
-/// The factor of the scores that brings the rows nearest to what the engine gave: the best of a coarse grid, refined. A
-/// row alone would not do, since one with few keys may give the same result for many factors.
+/// The factor of the scores that brings the rows nearest to what the engine gave: the best of a coarse grid, refined.
+/// One row is not enough, since a row with few keys may give the same result for many factors.
 fn best_factor(rows: &[Seen]) -> f64 {
     let distance = |power: f64| {
         let of = |row: &Seen| {
@@ -308,7 +308,7 @@ fn best_factor(rows: &[Seen]) -> f64 {
     centre.exp2()
 }
 
-/// Other keys at the ends of what the mask allows.
+/// Keys too many or too few at either end of what the mask allows.
 fn mask(rows: &[Seen], problem: &Problem) -> Option<Diagnosis> {
     let all = |row: &Seen| 0..row.keys.len();
     let masked = rows.iter().any(|row| row.range != all(row));
@@ -341,7 +341,7 @@ fn mask(rows: &[Seen], problem: &Problem) -> Option<Diagnosis> {
     None
 }
 
-/// K and V in each other's place, or one of them of another head.
+/// K and V swapped, or taken from another head.
 fn exchanged(rows: &[Seen], operands: &Operands) -> Option<Diagnosis> {
     let problem = operands.problem;
     if problem.head_dim == problem.head_dim_v
@@ -352,9 +352,9 @@ fn exchanged(rows: &[Seen], operands: &Operands) -> Option<Diagnosis> {
             average(&scores, keys().map(|key| &row.keys[key][..]), row.got.len())
         })
     {
-        return Some(Diagnosis::new(Kind::Operands, "k and v stand in for each other"));
+        return Some(Diagnosis::new(Kind::Operands, "k and v are swapped"));
     }
-    // Which kv head each row was computed with, if with any.
+    // The kv head that each row was computed with, if there is one.
     let heads = rows.iter().map(|row| {
         (0..problem.heads_kv).find(|&head| {
             let (keys, values) = read_head(operands, row.row.batch, head);
@@ -455,7 +455,7 @@ impl Mishap {
     }
 }
 
-/// One tile of keys that is missing, doubled, or another's; the same for all rows, or one for each.
+/// One tile of keys that is missing, doubled or replaced; the same for all rows, or one per row.
 fn tile(rows: &[Seen]) -> Option<Diagnosis> {
     // The tiles that would explain a row, by what happened, size and place.
     let explain = |row: &Seen| -> BTreeSet<(Mishap, usize, usize)> {
@@ -480,7 +480,7 @@ fn tile(rows: &[Seen]) -> Option<Diagnosis> {
     {
         return Some(Diagnosis::new(Kind::Tile, mishap.words(&keys(first, size, &rows[0]))));
     }
-    // Where each row lost a tile of its own, such as the last one that a causal mask leaves it.
+    // Each row may have lost a tile of its own, such as the last one that a causal mask leaves it.
     let kinds = |found: &BTreeSet<(Mishap, usize, usize)>| -> BTreeSet<(Mishap, usize)> {
         found.iter().map(|&(mishap, size, _)| (mishap, size)).collect()
     };
@@ -503,10 +503,10 @@ fn offset(rows: &[Seen]) -> Option<Diagnosis> {
         .then(|| Diagnosis::new(Kind::Bias, format!("{mean:+.3e} is added to every element")))
 }
 
-/// Elements that a lean is looked for in, at most.
+/// The most elements that are searched for a bias.
 const MANY: usize = 1 << 16;
 
-/// Errors that point one way far more often than chance has it: towards zero, away from it, down or up.
+/// Errors that point one way far more often than by chance: towards zero, away from it, down or up.
 fn leaning(yardstick: &Yardstick, o: &[f32]) -> Option<Diagnosis> {
     let errors: Vec<(f64, f64)> = (0..)
         .zip(o.iter().zip(&yardstick.oracle().o))
@@ -534,7 +534,7 @@ fn leaning(yardstick: &Yardstick, o: &[f32]) -> Option<Diagnosis> {
         .then(|| Diagnosis::new(Kind::Bias, format!("{:.0} % of all errors point {words}", lean * 100.0)))
 }
 
-/// lse that is wrong beside a right output.
+/// A wrong lse with a right output.
 fn lse_alone(yardstick: &Yardstick, lse: &[f32], bad: &[usize]) -> Diagnosis {
     let pairs: Vec<(f64, f64)> =
         bad.iter().map(|&i| (f64::from(lse[i]), yardstick.oracle().lse[i])).collect();
@@ -557,11 +557,11 @@ fn lse_alone(yardstick: &Yardstick, lse: &[f32], bad: &[usize]) -> Diagnosis {
     }
     match alike(|(got, truth)| got - truth) {
         Some(added) => Diagnosis::new(Kind::Bias, format!("o is right, but {added:+.4} is added to lse")),
-        None => Diagnosis::new(Kind::Unknown, "o is right, and lse is wrong in no regular way"),
+        None => Diagnosis::new(Kind::Unknown, "o is right, and lse is wrong without a pattern"),
     }
 }
 
-/// What can be said of a result that no usual fault gives: which columns are wrong.
+/// What can be said about a result that no usual fault gives: which columns are wrong.
 fn unknown(yardstick: &Yardstick, o: &[f32], wrong: &[usize]) -> Diagnosis {
     let width = o.len() / yardstick.rows().len();
     let columns: BTreeSet<usize> = wrong
@@ -596,13 +596,13 @@ pub fn ranges(numbers: &BTreeSet<usize>) -> String {
     shown.join(", ") + if runs.len() > 6 { " …" } else { "" }
 }
 
-/// Characters of a map's line, at most.
+/// The most characters of a map's line.
 const MAP_WIDTH: usize = 64;
 
-/// Lines of a map, at most.
+/// The most lines of a map.
 const MAP_LINES: usize = 12;
 
-/// Where bad rows lie, as a small map: a line a head, a character for some queries. Heads that look alike share a line.
+/// Where bad rows are, as a small map: one line per head, one character for some queries. Equal heads share a line.
 pub fn map(problem: &Problem, bad: &[Row]) -> String {
     let tile = problem.len_q.div_ceil(MAP_WIDTH).next_power_of_two().max(1);
     let columns = problem.len_q.div_ceil(tile);

@@ -1,8 +1,8 @@
 //! Tensors in guarded memory: what lies outside a tensor is marked before a run and checked after it.
 //!
-//! Guard zones stand before and after every tensor, and in the gaps that its strides leave. They hold a NaN, so
-//! that an engine which reads there spoils its own result, and their bits are compared afterwards, so that an
-//! engine which writes there is found out.
+//! Guard zones lie before and after every tensor, and in the gaps that its strides leave. They hold a NaN, so
+//! that an engine that reads there spoils its own result. Their bits are compared afterwards, so that an
+//! engine that writes there is detected.
 
 use flashcore::{Aligned, DType, Layout, Storage, Tensor, TensorMut};
 use half::{bf16, f16};
@@ -21,8 +21,8 @@ pub enum Arrangement {
     Bshd,
     /// (length, batch, heads, head_dim), contiguous.
     Sbhd,
-    /// (batch, heads, length, head_dim) with gaps after every row and head, at an address that is aligned to
-    /// nothing but the element.
+    /// (batch, heads, length, head_dim) with gaps after every row and head, at an address aligned to
+    /// the element only.
     Padded,
     /// One third of a (batch, length, 3, heads, head_dim) projection.
     Packed,
@@ -64,7 +64,7 @@ impl std::fmt::Display for Arrangement {
     }
 }
 
-/// What an output holds before a run. Two of them, so that no value of theirs can pass for a result twice.
+/// What an output holds before a run. There are two, so that a poison value cannot pass for a result in both runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Poison {
     /// Before the first run.
@@ -73,7 +73,7 @@ pub enum Poison {
     Second,
 }
 
-/// Elements before and after a tensor: more than the widest tile's overhang.
+/// Guard elements before and after a tensor: more than the widest tile can reach beyond its end.
 const GUARD: usize = 4096;
 
 /// The NaN of the guard zones.
@@ -129,7 +129,7 @@ impl Bits for f32 {
     }
 }
 
-/// Does the same with a storage's elements, whatever their type is.
+/// Runs the same code on a storage's elements, whatever their type.
 macro_rules! elements {
     ($storage:expr, $data:ident => $does:expr) => {
         match $storage {
@@ -159,7 +159,7 @@ pub struct Guarded {
     start: usize,
 }
 
-// Written out: a derived one is compiled where it is used, and the workbench is not optimised.
+// Not derived: a derived clone is compiled in the crate that uses it, and the workbench is not optimised.
 impl Clone for Guarded {
     fn clone(&self) -> Self {
         Self { storage: self.storage.clone(), layout: self.layout, start: self.start }
@@ -343,8 +343,8 @@ impl Guarded {
         self.bits().iter().flat_map(|bits| bits.to_le_bytes().into_iter().take(size)).collect()
     }
 
-    /// Overwrites one element, counted from the tensor's first, wherever it lies: as an engine would that writes where it
-    /// must not.
+    /// Overwrites one element, counted from the tensor's first, even outside the tensor: as an engine would that writes
+    /// where it must not.
     pub fn tamper(&mut self, offset: isize) {
         let place = self.start.checked_add_signed(offset).expect("inside the guards");
         elements!(&mut self.storage, data => fill(&mut data[place..=place], 0));

@@ -1,4 +1,4 @@
-//! Attention as others would write it, with roundings of their own: what the rule must let pass.
+//! Attention as other engines would write it, with their own roundings: the rule must accept all of these.
 
 use flashcore::Problem;
 
@@ -7,10 +7,10 @@ use flashcore::Problem;
 pub enum Numerics {
     /// Unfused: scores in f32, normalised probabilities in the dtype, keys summed from the last to the first.
     PlainReversed,
-    /// A GPU kernel's: tiles of 64 keys, base 2 with the scale folded in, unnormalised probabilities in the dtype,
+    /// As a GPU kernel: tiles of 64 keys, base 2 with the scale folded in, unnormalised probabilities in the dtype,
     /// one reciprocal at the end.
     TiledBase2,
-    /// A CPU engine's: tiles of 16 keys, f32 throughout, sums in eight lanes.
+    /// As a CPU engine: tiles of 16 keys, f32 throughout, sums in eight lanes.
     TiledLanes,
     /// Four splits of the keys, each on its own, merged by their lse.
     Split,
@@ -33,7 +33,7 @@ impl Numerics {
     }
 }
 
-/// One query's way: its keys and values, how to score, and the dtype.
+/// One query: its keys and values, how to score, and the dtype.
 struct Row<'a> {
     query: &'a [f32],
     keys: &'a [f32],

@@ -1,4 +1,4 @@
-//! Inputs: q, k and v drawn from a seed and a distribution, the friendly one and those that hurt.
+//! Inputs: q, k and v drawn from a seed and a distribution, a well-behaved one or a difficult one.
 //!
 //! Values come out as f32 in the order (batch, heads, length, head_dim), clamped to what the dtype can hold;
 //! rounding to the dtype happens where they are stored.
@@ -15,7 +15,7 @@ use crate::rng::Rng;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Distribution {
-    /// Standard normal, everywhere independent.
+    /// Standard normal, all elements independent.
     #[default]
     Normal,
     /// Scores with a standard deviation of 36: the softmax is nearly one-hot.
@@ -43,7 +43,7 @@ pub enum Distribution {
 }
 
 impl Distribution {
-    /// Every distribution, the friendly one first.
+    /// Every distribution, the well-behaved one first.
     pub const ALL: [Distribution; 12] = [
         Distribution::Normal,
         Distribution::LargeScores,
@@ -95,7 +95,7 @@ impl FromStr for Distribution {
     }
 }
 
-/// One element of an input that is no number. It must reach whatever depends on it, and nothing else.
+/// One element of an input that is NaN or infinite. It must reach whatever depends on it, and nothing else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Wild {
@@ -194,7 +194,7 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
     let draw = Draw { problem, seed };
     let (mut q, mut k, mut v) = (draw.normal(0), draw.normal(1), draw.normal(2));
     let Problem { heads_kv, len_k, head_dim, head_dim_v, dtype, .. } = *problem;
-    // With unit normals and the default scale a score has variance 1; `reach` is what a shared direction of
+    // With standard normals and the default scale a score has variance 1; `reach` is what a shared direction of
     // ±1 in q and k adds to a score before any factor.
     let reach = head_dim as f64 * f64::from(problem.scale);
     match distribution {
@@ -254,7 +254,7 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
             }
         }
         Distribution::Extremes => {
-            // A fused kernel sums p·v before it divides, so v leaves room for len_k of them in f32.
+            // A fused kernel sums p·v before it divides, so v is small enough for a sum of len_k of them in f32.
             let (huge_q, huge_v) = match dtype {
                 DType::F16 => (largest(dtype) / 8.0, largest(dtype) / 3.0),
                 DType::BF16 | DType::F32 => (100_f64.exp2(), largest(dtype) / 8.0 / len_k.max(1) as f64),
@@ -300,7 +300,7 @@ struct Draw<'a> {
 }
 
 impl Draw<'_> {
-    /// Standard normal values for q (0), k (1) or v (2), each from a stream of its own.
+    /// Standard normal values for q (0), k (1) or v (2), each from its own random stream.
     fn normal(&self, tensor: u64) -> Vec<f32> {
         let p = self.problem;
         let len = p.batch

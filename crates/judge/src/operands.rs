@@ -10,7 +10,7 @@ use crate::inputs::{Distribution, Values, Wild, draw};
 use crate::rng::Rng;
 use crate::rule::{Row, Yardstick};
 
-/// Places that are tried for an element that is no number.
+/// How many places are tried for an element that is NaN or infinite.
 const WILD_TRIES: usize = 64;
 
 /// The inputs of one call.
@@ -26,7 +26,7 @@ pub struct Operands {
     pub k: Guarded,
     /// The values.
     pub v: Guarded,
-    /// Where one element is no number, if one is.
+    /// Where one element is NaN or infinite, if one is.
     pub wild: Option<Spot>,
 }
 
@@ -46,7 +46,7 @@ pub struct Spot {
 }
 
 impl Operands {
-    /// Draws inputs for a problem. Keys behind a key length do not exist, so they are made unreadable.
+    /// Draws inputs for a problem. Keys beyond a key length do not exist, so they are made unreadable.
     pub fn draw(
         problem: Problem,
         key_lengths: Option<Vec<u32>>,
@@ -92,15 +92,15 @@ impl Operands {
         self.key_lengths.as_ref().map_or(self.problem.len_k, |lengths| lengths[b] as usize)
     }
 
-    /// Puts one element that is no number where some query meets it, and remembers the place. Leaves the operands as
-    /// they are where no query sees two keys.
+    /// Puts one NaN or infinity where it reaches some query, and remembers the place. Leaves the operands unchanged
+    /// where no query sees two keys.
     pub fn with_wild(mut self, wild: Wild, seed: u64) -> Self {
         let mut rng = Rng::stream(seed, 200);
         let value = if wild.is_nan() { f32::NAN } else { f32::INFINITY.copysign(rng.sign() as f32) };
         let group = self.problem.group();
         for _ in 0..WILD_TRIES {
             let Some((reader, keys)) = self.reader(&mut rng, 2) else { break };
-            // Never the first key that a query sees: whoever sees the second sees a number beside it.
+            // Never the first key that a query sees: then every query that sees it sees a finite key too.
             let key = keys.start + 1 + rng.below(keys.len() - 1);
             let (head, row) = match wild.operand() {
                 Name::Q => (reader.head, reader.query),
@@ -109,7 +109,7 @@ impl Operands {
             let width = self.operand(wild.operand()).shape()[3];
             let spot =
                 Spot { operand: wild.operand(), batch: reader.batch, head, row, column: rng.below(width) };
-            // An infinite query must score +∞ somewhere: a query all of whose scores are −∞ attends to nothing.
+            // An infinite query must score +∞ somewhere: where all scores are −∞, a query attends to nothing.
             let meets =
                 |key: usize| self.row(Name::K, reader.batch, reader.head / group, key)[spot.column] * value;
             if wild == Wild::InfinityInQ && !keys.clone().any(|key| meets(key) == f32::INFINITY) {
@@ -172,8 +172,8 @@ impl Operands {
         keys.start + drawn.unwrap_or(0)
     }
 
-    /// Another row in the place of one: half of its elements, and one at least, get the other sign and a smaller
-    /// magnitude. The others stay, so that no result can be kept by a few elements of every row.
+    /// A changed copy of one row: half of its elements, at least one, get the other sign and a smaller magnitude. The
+    /// others stay, so that an engine cannot look at a few elements of every row to recognise inputs and reuse a result.
     pub fn redrawn(&self, spot: &Spot, rng: &mut Rng) -> Vec<f32> {
         let mut row = self.row(spot.operand, spot.batch, spot.head, spot.row);
         let surely = rng.below(row.len());
@@ -185,12 +185,12 @@ impl Operands {
         row
     }
 
-    /// Elements of an output that are larger than every value of their head, or no number: how many, and the first one's
-    /// row.
+    /// Elements of an output that are larger than every value of their head, or not finite: how many, and the first
+    /// one's row.
     pub fn beyond_values(&self, o: &Guarded) -> Option<(usize, Row)> {
         let Problem { heads_q, heads_kv, len_q, len_k, head_dim_v, dtype, .. } = self.problem;
         let group = self.problem.group();
-        // Values behind a key length are NaN, which is never the larger.
+        // Values beyond a key length are NaN, which a maximum ignores.
         let largest: Vec<f32> = self
             .v
             .values()
@@ -201,7 +201,7 @@ impl Operands {
             let head = i / (len_q * head_dim_v);
             let of = head / heads_q * heads_kv + head % heads_q / group;
             let most = largest.get(of).copied().unwrap_or(0.0);
-            // Rounding may reach beyond the largest, but not far.
+            // Rounding may exceed the largest, but not by much.
             x.is_nan() || x.abs() > most * (1.0 + 8.0 * dtype.epsilon())
         };
         let mut all = o.values().into_iter().enumerate().filter(beyond);
@@ -363,7 +363,7 @@ mod tests {
     #[test]
     fn an_element_that_is_no_number_reaches_the_truth_of_whom_it_concerns() {
         for wild in Wild::ALL {
-            // A softcap would make a number of an infinite score.
+            // A softcap would make an infinite score finite.
             let problem = Problem::new(2, 4, 9, 8, DType::F16).with_kv(2, 13).with_mask(Mask::Causal);
             let problem = problem.with_key_lengths().with_head_dim_v(6);
             let operands =

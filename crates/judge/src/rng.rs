@@ -28,7 +28,7 @@ impl Rng {
         Self { state: mix(seed.wrapping_add(0x9e37_79b9_7f4a_7c15)) }
     }
 
-    /// A stream of its own for part `index` of what `seed` stands for.
+    /// The stream for part `index` of what `seed` determines.
     pub fn stream(seed: u64, index: u64) -> Self {
         Self::new(mix(seed) ^ index.wrapping_mul(0xd605_bbb5_8c8a_bbfd))
     }
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn the_stream_of_a_seed_never_changes() {
-        // Pinned: seeds in kept reports must go on meaning the same inputs.
+        // Pinned: seeds in stored reports must keep meaning the same inputs.
         let mut rng = Rng::new(1);
         assert_eq!([rng.next_u64(), rng.next_u64()], [6_791_897_765_849_424_158, 17_405_687_883_870_564_846]);
     }

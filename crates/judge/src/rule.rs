@@ -3,13 +3,13 @@
 //! An engine is compared with the f64 oracle, and may be at most **twice as wrong as plain attention of the same
 //! precision** (scores and probabilities rounded to the dtype, as an unfused framework keeps them), by maximum,
 //! by RMS, and by row, so that one bad row cannot hide among many. lse has a bound of its own. Where plain
-//! attention overflows (f16 scores beyond 65504) it is no yardstick; for those rows it keeps its scores in f32.
+//! attention overflows (f16 scores beyond 65504) it measures nothing; for those rows it keeps its scores in f32.
 //!
 //! # The floor
 //!
-//! Twice an error that is zero by luck is zero, and would accuse every honest engine: the first row of a causal
+//! Twice an error that is zero by luck is zero, and every correct engine would fail: the first row of a causal
 //! problem has one key, and plain attention returns its value exactly. So each row has a floor, derived from its
-//! [`Conditioning`] rather than guessed. An honest engine keeps scores and sums in f32, and may round its
+//! [`Conditioning`] rather than guessed. A correct engine keeps scores and sums in f32, and may round its
 //! probabilities and its output to the dtype. With ε the dtype's epsilon and ε₃₂ that of f32, to first order:
 //!
 //! - **luck**, which differs from row to row: rounding the output and the probabilities, ε/2 each, moves a row by
@@ -19,15 +19,15 @@
 //!   roundings in f32, `ε₃₂·(4·magnitude + sensitivity)`, and nothing below the smallest subnormal can be held.
 //!
 //! A row's floor is luck plus habit. Over many rows luck averages out, so the floors of maximum and RMS take luck
-//! divided by √n, n being the number of rows that carry it: (Σl²)²/Σl⁴, which is 1 when one row outweighs all
+//! divided by √n, where n is the effective number of rows, (Σl²)²/Σl⁴, which is 1 when one row outweighs all
 //! others. The floor is small: a row of standard normal inputs may be off by ε times its magnitude, where a dropped
 //! tile or a wrong scale is off by a hundred times that; and over a whole head it all but vanishes.
 //!
 //! # NaN and infinity
 //!
-//! Where the truth is no number, because an input is none, a result must be none either: hiding it is as wrong as
-//! spreading it. Where the oracle has NaN, NaN or an infinity is right. Where it has an infinity in o, that infinity is
-//! right, and so is NaN, since a probability that was rounded to 0 makes 0·∞. A −∞ in lse must be exactly that.
+//! Where the truth is NaN or infinite because an input is, the result must not be finite either: hiding it is as wrong
+//! as spreading it. Where the oracle has NaN, NaN or an infinity is right. Where it has an infinity in o, that infinity
+//! is right, and so is NaN, since a probability that was rounded to 0 makes 0·∞. A −∞ in lse must be exactly that.
 
 use flashcore::oracle::{self, Reference, Rounding};
 use flashcore::{Problem, Tensor};
@@ -47,7 +47,7 @@ pub struct Row {
     pub query: usize,
 }
 
-/// An error with what it is measured against.
+/// An error with what it is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(into = "WrittenBound")]
 pub struct Bound {
@@ -59,7 +59,7 @@ pub struct Bound {
     pub allowed: f64,
 }
 
-/// A bound as it is written down: with the floor, so that what is allowed can be made again.
+/// A bound as it is serialised: with the floor, so that what is allowed can be recomputed.
 #[derive(Serialize)]
 struct WrittenBound {
     error: f64,
@@ -75,7 +75,7 @@ impl From<Bound> for WrittenBound {
 }
 
 impl Bound {
-    /// The error as a share of what is allowed; no error is none of it, even where nothing is allowed.
+    /// The error as a share of what is allowed; an error of 0 is a share of 0, even where nothing is allowed.
     pub fn share(&self) -> f64 {
         if self.error == 0.0 { 0.0 } else { self.error / self.allowed }
     }
@@ -103,23 +103,23 @@ pub struct BadElement {
     pub allowed: f64,
 }
 
-/// What the rule says of one result.
+/// What the rule says about one result.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Judgement {
     /// The largest error of any element.
     pub max: Bound,
     /// The root mean square of all errors.
     pub rms: Bound,
-    /// The row that is worst against what it is allowed.
+    /// The row with the largest error relative to what it is allowed.
     pub row: Bound,
-    /// The lse that is worst against what it is allowed; absent if lse was not wanted.
+    /// The lse with the largest error relative to what it is allowed; absent if lse was not wanted.
     pub lse: Option<Bound>,
     /// How many rows were judged.
     pub rows: usize,
-    /// The rows that break a bound of theirs, as indices into the yardstick's rows.
+    /// The rows that exceed one of their bounds, as indices into the yardstick's rows.
     #[serde(skip)]
     pub bad_rows: Vec<usize>,
-    /// The first element that is wrong, or the worst one when only maximum or RMS is broken.
+    /// The first element that is wrong, or the worst one when only the maximum or RMS bound is exceeded.
     pub first_bad: Option<BadElement>,
 }
 
@@ -129,7 +129,7 @@ impl Judgement {
         self.bad_rows.is_empty() && self.max.holds() && self.rms.holds()
     }
 
-    /// The largest share of what any bound allows that the result used.
+    /// The largest share of any bound that the result used.
     pub fn share_used(&self) -> f64 {
         [Some(self.max), Some(self.rms), Some(self.row), self.lse]
             .into_iter()
@@ -144,7 +144,7 @@ impl Judgement {
     }
 }
 
-/// What a row may be off by beside twice plain attention's error.
+/// What a row may be off by in addition to twice plain attention's error.
 #[derive(Clone, Copy, Debug, Default)]
 struct Floor {
     luck: f64,
@@ -181,7 +181,7 @@ impl Yardstick {
                 row.copy_from_slice(&unrounded.o[i * width..][..width]);
             }
         }
-        // Where even that overflows, only the floor allows anything.
+        // Where even that overflows, only the floor is allowed.
         for (plain, truth) in rounded.o.iter_mut().zip(&oracle.o) {
             if !plain.is_finite() && truth.is_finite() {
                 *plain = *truth;
@@ -198,7 +198,7 @@ impl Yardstick {
         Self { rows, head_dim_v: width, oracle, plain, floors }
     }
 
-    /// The same rows as part of a larger problem: `first` is where they begin in it.
+    /// The same rows as part of a larger problem, where they begin at `first`.
     pub fn at(mut self, first: Row) -> Self {
         for row in &mut self.rows {
             row.batch += first.batch;
@@ -250,7 +250,7 @@ impl Yardstick {
         self.floors[i].luck + self.floors[i].habit
     }
 
-    /// Judges a result: o as rows of head_dim_v, lse as one a row, both in the order of [`Yardstick::rows`].
+    /// Judges a result: o as rows of head_dim_v, lse as one value per row, both in the order of [`Yardstick::rows`].
     pub fn judge(&self, o: &[f32], lse: Option<&[f32]>) -> Judgement {
         assert_eq!(o.len(), self.oracle.o.len(), "o has one element for each of the oracle's");
         let width = self.head_dim_v.max(1);
@@ -272,7 +272,7 @@ impl Yardstick {
             })
             .collect();
         let lse_bounds: Option<Vec<Bound>> = lse.map(|lse| {
-            assert_eq!(lse.len(), self.rows.len(), "lse has one element a row");
+            assert_eq!(lse.len(), self.rows.len(), "lse has one element per row");
             (0..lse.len())
                 .map(|i| {
                     let truth = self.oracle.lse[i];
@@ -318,7 +318,7 @@ impl Yardstick {
         Bound { error: ours, plain, allowed: 2.0 * plain + luck + habit }
     }
 
-    /// How many rows carry the luck: all when they are alike, one when it outweighs the others.
+    /// The effective number of rows for luck: all when they are alike, one when it outweighs the others.
     fn carriers(&self) -> f64 {
         let most = self.floors.iter().map(|floor| floor.luck).fold(0.0, f64::max);
         if most == 0.0 {
@@ -375,7 +375,7 @@ fn floor(problem: &Problem, row: &Conditioning, lse: f64) -> Floor {
     let epsilon = f64::from(problem.dtype.epsilon());
     let single = f64::from(f32::EPSILON);
     let (keys, head_dim) = (row.keys as f64, problem.head_dim as f64);
-    // One that is no number is right or wrong, never near.
+    // One that is not finite is right or wrong, never near.
     let lse = if lse.is_finite() { lse.abs() } else { 0.0 };
     let smallest = smallest_subnormal(problem.dtype) + keys * f64::from(f32::from_bits(1));
     Floor {
@@ -386,8 +386,8 @@ fn floor(problem: &Problem, row: &Conditioning, lse: f64) -> Floor {
     }
 }
 
-/// The distance of two values; 0 for the same infinity, and for anything that is no number where the truth is NaN.
-/// Infinite where only one is a number.
+/// The distance of two values; 0 for the same infinity, and for anything not finite where the truth is NaN. Infinite
+/// where only one is finite.
 fn distance(got: f64, truth: f64) -> f64 {
     if got == truth || truth.is_nan() && !got.is_finite() {
         return 0.0;
@@ -468,7 +468,7 @@ mod tests {
                 exact.iter().map(|&x| x + ulps * dtype.epsilon() * x.abs() / 2.0).collect()
             };
             assert!(yardstick.judge(&off(1.0), None).passed(), "{dtype}");
-            // A value that is off by sixteen roundings is no luck.
+            // A value that is off by sixteen roundings is not luck.
             assert!(!yardstick.judge(&off(-16.0), None).passed(), "{dtype}");
         }
     }
@@ -485,7 +485,7 @@ mod tests {
 
     #[test]
     fn a_bias_that_no_row_shows_is_seen_by_the_whole() {
-        // Every output 2 % too large in bf16: within each row's own floor, and not by luck.
+        // Every output 2 % too large in bf16: within each row's own floor, but in every row.
         let yardstick = yardstick(Problem::new(1, 4, 512, 64, DType::BF16), Distribution::Normal);
         let biased: Vec<f32> =
             yardstick.oracle().o.iter().map(|&x| DType::BF16.round(x as f32 * 1.02)).collect();
@@ -515,7 +515,7 @@ mod tests {
         assert_eq!(yardstick.judge(&tiny, Some(&[f32::NEG_INFINITY, lse])).bad_rows, [0]);
     }
 
-    /// A yardstick where one element of an input is none.
+    /// A yardstick where one element of an input is NaN or infinite.
     fn with_one_element(operand: usize, at: usize, wild: f32) -> Yardstick {
         let problem = Problem::new(1, 1, 6, 4, DType::F32).with_mask(Mask::Causal).with_lse();
         let mut values = crate::inputs::draw(&problem, Distribution::Normal, 8);
@@ -542,7 +542,7 @@ mod tests {
                 let mut other = o.clone();
                 other[i] = if spoilt.contains(&i) { 0.0 } else { f32::NAN };
                 assert_eq!(yardstick.judge(&other, None).bad_rows, [i / 4], "{operand} {wild} at {i}");
-                // What is a number must be right beside what is none.
+                // The finite elements must be right as well.
                 if !spoilt.contains(&i) {
                     other[i] = o[i] * 1.001 + 1e-3;
                     assert_eq!(yardstick.judge(&other, None).bad_rows, [i / 4], "{operand} {wild} at {i}");

@@ -1,8 +1,8 @@
 //! Statistics of timings: quantiles, bootstrap intervals, and verdicts that say how sure they are.
 //!
-//! Times are skewed and have outliers, so everything here speaks of medians and takes its uncertainty from
+//! Times are skewed and have outliers, so everything here uses medians and takes its uncertainty from
 //! resampling. Two things are compared by the ratio of their medians over the rounds in which both ran:
-//! resampling rounds rather than samples keeps together what the machine did to both at once.
+//! resampling rounds rather than samples keeps times together that were measured under the same conditions.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +18,7 @@ pub struct Interval {
     pub low: f64,
     /// Its upper end.
     pub high: f64,
-    /// How often intervals made this way hold the truth.
+    /// How often intervals made this way contain the truth.
     pub level: f64,
 }
 
@@ -51,7 +51,7 @@ impl Ranked {
         Self(ranked)
     }
 
-    /// The median of a resample in which the value of each place stands so many times; as many in all as there are
+    /// The median of a resample: `drawn` says how often the value of each place is in it, in all as many as there are
     /// values.
     fn median(&self, drawn: &[u32]) -> f64 {
         let half = drawn.len() as u32 / 2;
@@ -71,7 +71,7 @@ impl Ranked {
     }
 }
 
-/// Draws places with replacement, and counts how often each was.
+/// Draws places with replacement, and counts how often each was drawn.
 fn draw(drawn: &mut [u32], rng: &mut Rng) {
     drawn.fill(0);
     for _ in 0..drawn.len() {
@@ -120,14 +120,14 @@ pub struct RatioDraws {
 }
 
 impl RatioDraws {
-    /// Of times that were taken in the same rounds, one a round each: rounds are drawn, so that what the machine did to
-    /// both at once stays together. Absent with fewer than five rounds, or where a median is not positive.
+    /// For times of the same rounds, one per round each: whole rounds are resampled, so that what slowed both at once
+    /// stays together. Absent with fewer than five rounds, or where a median is not positive.
     pub fn paired(numerator: &[f64], denominator: &[f64]) -> Option<Self> {
         let rounds = numerator.len().min(denominator.len());
         Self::of(&numerator[..rounds], &denominator[..rounds], true)
     }
 
-    /// Of times that were taken in two runs, which have no round in common: each side is drawn on its own.
+    /// For times of two runs, which have no round in common: each side is resampled on its own.
     pub fn independent(numerator: &[f64], denominator: &[f64]) -> Option<Self> {
         Self::of(numerator, denominator, false)
     }
@@ -157,7 +157,7 @@ impl RatioDraws {
         Some(Self { estimate: above / below, draws })
     }
 
-    /// This ratio over another that was drawn from other samples.
+    /// This ratio divided by another that was drawn from other samples.
     pub fn over(&self, other: &Self) -> Self {
         let mut rng = Rng::new(self.draws.len() as u64);
         let mut drawn = |from: &[f64]| from[rng.below(from.len())];
@@ -172,7 +172,7 @@ impl RatioDraws {
     }
 }
 
-/// The ratio of the medians of `numerator` and `denominator`, which hold one time a round each. Absent with fewer
+/// The ratio of the medians of `numerator` and `denominator`, which hold one time per round each. Absent with fewer
 /// than five rounds, or where a median is not positive.
 pub fn median_ratio(numerator: &[f64], denominator: &[f64], level: f64) -> Option<Ratio> {
     RatioDraws::paired(numerator, denominator).map(|draws| draws.at(level))
@@ -188,7 +188,7 @@ pub enum Verdict {
     Slower,
     /// Any difference is smaller than what matters.
     Same,
-    /// The samples do not say.
+    /// The samples do not decide.
     Undecided,
 }
 
@@ -206,22 +206,22 @@ impl std::fmt::Display for Verdict {
 /// The smallest difference that matters, unless another is asked for.
 pub const MARGIN: f64 = 0.02;
 
-/// How often the samples are looked at before the budget ends, at most.
+/// How often at most the samples are looked at before the budget ends.
 pub const LOOKS: usize = 5;
 
 /// The confidence of the interval that a verdict rests on. The 5 % of error that a reader expects are shared
 /// among the looks, since each of them could end the measurement by chance.
 pub const VERDICT_LEVEL: f64 = 1.0 - 0.05 / LOOKS as f64;
 
-/// Rounds that a verdict rests on at least. With five, chance alone says FASTER in more than 3 of 100 measurements of
-/// two things that are one.
+/// The fewest rounds for a verdict. With five, chance alone gives FASTER in more than 3 of 100 measurements of a thing
+/// against itself.
 pub const VERDICT_ROUNDS: usize = 6;
 
-/// The verdict on a speed-up, the other's time over ours: `interval` holds it, `margin` is the smallest difference
+/// The verdict on a speed-up, the other's time over ours: `interval` contains it, `margin` is the smallest difference
 /// that matters.
 ///
-/// The interval must leave 1 out for a difference to be one, and reach the margin for it to matter; it must stay
-/// within the margin on both sides for the two to be the same.
+/// Faster and slower: the interval excludes 1 and reaches the margin. Same: it stays within the margin on both sides.
+/// Anything else is undecided.
 pub fn verdict(interval: &Interval, margin: f64) -> Verdict {
     let (low, high) = (interval.low, interval.high);
     let (faster, slower) = (1.0 + margin, 1.0 / (1.0 + margin));
@@ -236,7 +236,7 @@ pub fn verdict(interval: &Interval, margin: f64) -> Verdict {
     }
 }
 
-/// The verdict after so many rounds: none before there are enough of them.
+/// The verdict after this many rounds: undecided before there are enough of them.
 pub fn verdict_after(rounds: usize, interval: &Interval, margin: f64) -> Verdict {
     if rounds < VERDICT_ROUNDS { Verdict::Undecided } else { verdict(interval, margin) }
 }
@@ -253,7 +253,7 @@ pub fn geometric_mean(values: &[f64]) -> Option<f64> {
 mod tests {
     use super::*;
 
-    /// Times as machines give them: a floor, a skewed spread, and an outlier now and then.
+    /// Realistic times: a floor, a skewed spread, and an occasional outlier.
     fn times(rng: &mut Rng, count: usize, median: f64) -> Vec<f64> {
         (0..count)
             .map(|_| {

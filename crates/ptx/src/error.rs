@@ -1,11 +1,11 @@
-//! What can be wrong with a kernel, said to the person who wrote it: which line, what was given, what is possible.
+//! What can be wrong with a kernel, told to its author: which line, what was given, what is possible.
 
 use std::fmt;
 use std::panic::Location;
 
 use crate::types::Target;
 
-/// A shared-memory layout that cannot be.
+/// A shared-memory layout that is not possible.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SharedError {
     /// An alignment that is not a power of two.
@@ -16,7 +16,7 @@ pub enum SharedError {
         /// Its alignment.
         align: u32,
     },
-    /// An alias that does not lie within what it is laid over.
+    /// An alias that does not fit within the allocations it reuses.
     #[error(
         "shared allocation `{name}` of {bytes} bytes does not fit over the allocations it reuses, which have \
          {available} bytes in a row"
@@ -58,7 +58,7 @@ pub struct BuildError {
     pub kernel: String,
     /// The kernel author's line, where the fault belongs to one.
     pub loc: Option<&'static Location<'static>>,
-    /// The section and comment that the instruction stands under.
+    /// The section and comment that the instruction belongs to.
     pub place: Option<String>,
     /// The fault.
     pub fault: Fault,
@@ -113,7 +113,7 @@ pub enum Fault {
     /// A combination that PTX forbids.
     #[error("{0}")]
     Forbidden(String),
-    /// Shared memory that cannot be.
+    /// Shared memory that is not possible.
     #[error(transparent)]
     Shared(#[from] SharedError),
     /// A register read where a path reaches it without a write.
@@ -129,9 +129,9 @@ pub enum Fault {
         syntax: &'static str,
         /// Which operand.
         operand: String,
-        /// What stands there.
+        /// What was given.
         found: String,
-        /// What must.
+        /// What is expected.
         expected: String,
     },
     /// A label that is not where it must be.

@@ -1,4 +1,4 @@
-//! Control flow of a kernel's body: basic blocks, their successors, and where parted lanes meet again.
+//! Control flow of a kernel's body: basic blocks, their successors, and where diverged lanes reconverge.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -28,7 +28,7 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// The graph of a kernel. A branch to a label that is not in the body leads nowhere.
+    /// The graph of a kernel. A branch to a label that is not in the body has no successor.
     pub fn new(kernel: &Kernel) -> Flow {
         let body = &kernel.body;
         let mut block_of = Vec::with_capacity(body.len());
@@ -68,8 +68,8 @@ impl Flow {
     /// For each block, its immediate post-dominator: the nearest block that every path from it passes, or none
     /// where that is only the kernel's end.
     ///
-    /// Lanes that leave the kernel early do not come to any meeting point, so an `exit` before the last block
-    /// is treated as if it fell through: the lanes that stay meet where they would have without it.
+    /// Lanes that leave the kernel early do not reconverge anywhere, so an `exit` before the last block
+    /// is treated as if it fell through: the lanes that stay reconverge where they would have without it.
     pub fn post_dominators(&self) -> Vec<Option<usize>> {
         let end = self.blocks.len();
         let next = |b: usize| {
@@ -129,21 +129,21 @@ fn meet(dominator: &[Option<usize>], position: &[Option<usize>], a: usize, b: us
     a.max(b)
 }
 
-/// Blocks that are looked at again as long as what is known of their neighbours changes.
+/// A worklist: blocks are visited again as long as what is known of their neighbours changes.
 ///
-/// A block comes before those that it leads to where it can, so that what is known travels far in one turn; and only what
-/// changed is passed on, so that a long way against that order does not cost a turn over all blocks a step.
+/// Where possible a block comes before its successors, so that facts travel far in one pass. Only changes are passed
+/// on, so that a long way against that order does not cost one pass over all blocks per step.
 pub struct Worklist {
-    /// The blocks, in the order in which they come.
+    /// The blocks, in visiting order.
     order: Vec<usize>,
     /// The place of each block in it.
     place: Vec<usize>,
-    /// The places of those that are to be looked at.
+    /// The places of those still to be visited.
     pending: BTreeSet<usize>,
 }
 
 impl Worklist {
-    /// All nodes of a graph, to be looked at once at least. Those that `root` leads to come first.
+    /// All nodes of a graph, each to be visited at least once. Those reachable from `root` come first.
     pub fn new(root: usize, edges: &[Vec<usize>]) -> Worklist {
         let mut order = if edges.is_empty() { Vec::new() } else { post_order(root, edges) };
         order.reverse();
@@ -167,7 +167,7 @@ impl Worklist {
     }
 }
 
-/// The nodes reachable from `root`, each after those that it leads to.
+/// The nodes reachable from `root`, each after its successors.
 fn post_order(root: usize, edges: &[Vec<usize>]) -> Vec<usize> {
     let mut seen = vec![false; edges.len()];
     let mut order = Vec::new();
@@ -187,7 +187,7 @@ fn post_order(root: usize, edges: &[Vec<usize>]) -> Vec<usize> {
     order
 }
 
-/// Where each label stands; the first place where it stands twice.
+/// Where each label is placed; the first place if there are two.
 fn labels(kernel: &Kernel) -> HashMap<LabelId, usize> {
     let mut labels = HashMap::new();
     for (i, inst) in kernel.body.iter().enumerate() {
@@ -198,10 +198,10 @@ fn labels(kernel: &Kernel) -> HashMap<LabelId, usize> {
     labels
 }
 
-/// Writes into every guarded branch where its lanes meet again. To be called anew after the body was edited.
+/// Writes into every guarded branch where its lanes reconverge. To be called again after the body was edited.
 ///
 /// That is the nearest post-dominator that has a label. One without is entered from this branch alone (the jump of
-/// `if_(p, |k| k.break_(l))`), so that lanes which come to it at different times need not wait there.
+/// `if_(p, |k| k.break_(l))`), so lanes that reach it at different times need not wait there.
 pub fn set_reconvergence(kernel: &mut Kernel) {
     let flow = Flow::new(kernel);
     let dominators = flow.post_dominators();
@@ -209,7 +209,7 @@ pub fn set_reconvergence(kernel: &mut Kernel) {
         Op::Label(label) => Some(label),
         _ => None,
     };
-    // What is found on the way up is noted for all blocks on it, so that no way is gone twice.
+    // What is found on the way up is noted for all blocks on it, so that no path is walked twice.
     let mut meet: Vec<Option<Option<LabelId>>> = vec![None; flow.blocks.len()];
     for block in 0..flow.blocks.len() {
         let (mut way, mut at) = (Vec::new(), block);

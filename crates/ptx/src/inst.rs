@@ -19,11 +19,11 @@ pub struct Inst {
     pub op: Op,
     /// The predicate that must hold for a lane to execute it.
     pub guard: Option<Guard>,
-    /// Where results go: [`Arg::Reg`], or [`Arg::Sink`] where the result is not wanted.
+    /// Where results go: [`Arg::Reg`], or [`Arg::Sink`] where the result is discarded.
     pub dst: Vec<Arg>,
     /// What it reads. `wgmma` reads its destinations, too: see [`Inst::reads_dst`].
     pub src: Vec<Arg>,
-    /// The kernel author's words on it, printed above it.
+    /// The kernel author's comment on it, printed above it.
     pub comment: Option<Arc<str>>,
     /// The section of the kernel that it belongs to: an index into [`Kernel::sections`](crate::Kernel::sections).
     pub section: Option<u32>,
@@ -45,7 +45,7 @@ pub enum Arg {
         /// Bytes after that.
         offset: i32,
     },
-    /// `_`: the result is not wanted.
+    /// `_`: the result is discarded.
     Sink,
 }
 
@@ -116,7 +116,7 @@ pub enum Op {
     Bra {
         /// Where lanes go that take it.
         target: LabelId,
-        /// Where lanes that parted here meet again: the immediate post-dominator, or none where they meet only
+        /// Where lanes that diverged here reconverge: the immediate post-dominator, or none where they meet only
         /// at the end of the kernel. Present on guarded branches.
         reconverge: Option<LabelId>,
     },
@@ -202,7 +202,7 @@ pub enum Op {
         /// The element: `U32`, `S32`, or `B32` for the bitwise operations.
         ty: AtomTy,
     },
-    /// `elect.sync`: destinations the elected lane (or sink) and the predicate that is true in it. Source: the mask.
+    /// `elect.sync`. Destinations: the elected lane (or sink), the predicate that is true in it. Source: the mask.
     Elect,
     /// `activemask`.
     ActiveMask,
@@ -252,25 +252,25 @@ pub enum Op {
     },
     /// `cp.async.commit_group`.
     CpAsyncCommit,
-    /// `cp.async.wait_group N`: at most N of this thread's groups stay open.
+    /// `cp.async.wait_group N`: at most N of this thread's groups stay in flight.
     CpAsyncWait(u8),
     /// `cp.async.wait_all`.
     CpAsyncWaitAll,
     /// `cp.async.mbarrier.arrive`: arrives when this thread's copies so far are done. Source: the mbarrier.
     CpAsyncMbarrierArrive {
-        /// Whether the arrival is one of those the barrier was initialised for.
+        /// Whether the arrival counts as one of those the barrier was initialised for.
         noinc: bool,
     },
 
     // Matrix fragments and tensor cores of a warp.
-    /// `ldmatrix`. Source: the address. One 32-bit destination a matrix.
+    /// `ldmatrix`. Source: the address. One 32-bit destination per matrix.
     Ldmatrix {
         /// The number of matrices.
         count: MatrixCount,
         /// Whether each is transposed.
         trans: bool,
     },
-    /// `stmatrix`. Sources: the address, one 32-bit register a matrix.
+    /// `stmatrix`. Sources: the address, one 32-bit register per matrix.
     Stmatrix {
         /// The number of matrices.
         count: MatrixCount,
@@ -408,7 +408,7 @@ pub enum Op {
     },
     /// `cp.async.bulk.commit_group`.
     BulkCommit,
-    /// `cp.async.bulk.wait_group N`: at most N of this thread's bulk groups stay open.
+    /// `cp.async.bulk.wait_group N`: at most N of this thread's bulk groups stay in flight.
     BulkWait {
         /// The number.
         pending: u8,
@@ -432,7 +432,7 @@ pub enum Op {
     SetMaxNReg {
         /// Whether the warps take registers; else they give some back.
         inc: bool,
-        /// The number a thread has after it.
+        /// Registers per thread after it.
         count: u16,
     },
 

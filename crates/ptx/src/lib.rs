@@ -1,6 +1,6 @@
 //! PTX as Rust values: a typed assembler, a checker, a printer, a reader and the bridge to ptxas.
 //!
-//! A kernel is Rust code that calls a [`KernelBuilder`]: one method an instruction, named as in PTX, with typed
+//! A kernel is Rust code that calls a [`KernelBuilder`]: one method per instruction, named as in PTX, with typed
 //! virtual registers. What comes out is a [`Module`] of plain data, which prints as PTX, is assembled by
 //! [`ptxas`], or is run by a simulator.
 //!
@@ -59,7 +59,7 @@
 //! - **Guards**: `k.when(p, |k| ...)` emits `@p` instructions, `!p` negates. Control flow proper is
 //!   [`if_`](KernelBuilder::if_), [`if_else`](KernelBuilder::if_else), [`loop_`](KernelBuilder::loop_),
 //!   [`while_`](KernelBuilder::while_), [`for_s32`](KernelBuilder::for_s32), [`roles`](KernelBuilder::roles).
-//!   It is lowered to labels and branches; each guarded branch carries the label where its lanes meet again.
+//!   It is lowered to labels and branches; each guarded branch carries the label where its lanes reconverge.
 //! - **Shared memory** is a [`SharedLayout`]: named allocations whose offsets Rust knows, checked against the
 //!   target's limit. An address is a register, an allocation, or either with `.at(bytes)`.
 //! - **Mistakes** are values: [`KernelBuilder::finish`] returns every one with the Rust line that made it.
@@ -72,7 +72,7 @@
 //! k.add_u32(x, 1); // an integer addition of a float register
 //! ```
 //!
-//! # For those who read modules
+//! # Reading a finished module
 //!
 //! [`Kernel::body`] is a flat list of [`Inst`]: an [`Op`], an optional [`Guard`], destinations, sources, the
 //! author's comment and line. Every modifier is an enum field of the [`Op`]; the plain instructions are

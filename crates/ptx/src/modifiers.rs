@@ -1,4 +1,4 @@
-//! The modifiers of instructions: what stands behind the points of a PTX mnemonic, as enums.
+//! The modifiers of instructions: what follows the dots of a PTX mnemonic, as enums.
 //!
 //! Each variant knows its text, so that the printer has no second list of them.
 
@@ -11,7 +11,7 @@ macro_rules! ptx_enum {
         impl $name {
             /// All variants.
             pub const ALL: &'static [$name] = &[$($name::$variant),*];
-            /// The text in PTX, with its leading point where it is a modifier.
+            /// The text in PTX, with its leading dot where it is a modifier.
             pub const fn text(self) -> &'static str {
                 match self { $($name::$variant => $text),* }
             }
@@ -108,7 +108,7 @@ ptx_enum! {
         LaneMaskLt = "%lanemask_lt",
         /// The multiprocessor's number.
         SmId = "%smid",
-        /// The number of multiprocessor numbers.
+        /// How many multiprocessor numbers there are.
         NsmId = "%nsmid",
         /// Cluster index in the grid, x.
         ClusterIdX = "%clusterid.x",
@@ -341,7 +341,7 @@ ptx_enum! {
     }
 }
 
-/// How a load or store treats the caches. [`CacheHint::default`] says nothing.
+/// How a load or store treats the caches. [`CacheHint::default`] asks for nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct CacheHint {
     /// A cache operator. Not together with [`CacheHint::l1`].
@@ -500,9 +500,9 @@ impl MatrixTy {
 ptx_enum! {
     /// The element type of an accumulator.
     AccTy {
-        /// Single precision, one a register.
+        /// Single precision, one per register.
         F32 = ".f32",
-        /// Half precision, two a 32-bit register.
+        /// Half precision, two per 32-bit register.
         F16 = ".f16",
     }
 }
@@ -740,7 +740,7 @@ impl Wgmma {
         (256 / self.a.bits()) as u16
     }
 
-    /// The accumulator registers a thread holds.
+    /// Accumulator registers per thread.
     pub const fn acc_regs(&self) -> usize {
         match self.acc {
             AccTy::F32 => self.n as usize / 2,

@@ -86,7 +86,7 @@ impl fmt::Display for RegInfo {
     }
 }
 
-/// What the kernel says of its block size.
+/// What the kernel states about its block size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threads {
     /// Exactly this.
@@ -125,7 +125,7 @@ impl Kernel {
         self.regs.get(id.0 as usize)
     }
 
-    /// Where in the body a label stands.
+    /// Where in the body a label is placed.
     pub fn label_index(&self, label: LabelId) -> Option<usize> {
         self.body.iter().position(|inst| inst.op == Op::Label(label))
     }
@@ -141,7 +141,7 @@ impl Kernel {
         }
     }
 
-    /// What a message about an instruction should say of it: the section, the author's nearest comment, and
+    /// How a message should name an instruction: the section, the author's nearest comment, and
     /// the Rust line.
     pub fn describe(&self, index: usize) -> Place<'_> {
         let Some(inst) = self.body.get(index) else {
@@ -157,7 +157,7 @@ impl Kernel {
     }
 }
 
-/// Where an instruction stands, in the kernel author's words.
+/// Where an instruction is, in the kernel author's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place<'k> {
     /// The section.

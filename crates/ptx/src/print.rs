@@ -85,7 +85,7 @@ impl fmt::Display for Kernel {
     }
 }
 
-/// Words as one line of ASCII: ptxas refuses anything else, even in a comment.
+/// Text as one line of ASCII: ptxas refuses anything else, even in a comment.
 fn ascii(words: &str) -> String {
     let mut text = String::with_capacity(words.len());
     for c in words.chars() {
@@ -150,7 +150,7 @@ impl Kernel {
             MemBase::Shared(_) => (SMEM.to_owned(), self.shared_offset(arg).unwrap_or(0)),
             MemBase::Param(index) => (self.param_name(index), i64::from(offset)),
         };
-        // PTX has no subtraction there: a negative offset is added.
+        // PTX has no subtraction here: a negative offset is added.
         if offset == 0 { base } else { format!("{base}+{offset}") }
     }
 

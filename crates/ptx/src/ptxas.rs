@@ -1,4 +1,4 @@
-//! The bridge to ptxas: assembles a module and returns what ptxas says of it as values.
+//! The bridge to ptxas: assembles a module and returns what ptxas reports, as values.
 //!
 //! ptxas is only for those who develop kernels: the driver assembles PTX for users. It is looked for in
 //! `$FLASHCORE_PTXAS`, in `PATH`, and where the PyPI package `nvidia-cuda-nvcc` puts it in a virtual
@@ -26,10 +26,10 @@ use std::process::Command;
 use crate::module::Module;
 use crate::types::Target;
 
-/// The variable that names ptxas.
+/// The environment variable that holds the path of ptxas.
 pub const PTXAS_VARIABLE: &str = "FLASHCORE_PTXAS";
 
-/// The variable that, set to `1`, makes tests fail where they would skip for want of ptxas.
+/// The environment variable that, set to `1`, makes tests fail where they would skip because ptxas is missing.
 pub const REQUIRE_VARIABLE: &str = "FLASHCORE_REQUIRE_PTXAS";
 
 /// Where PyPI packages put ptxas, below `site-packages`.
@@ -58,27 +58,27 @@ impl Assembled {
         self.kernels.iter().find(|k| k.name == name)
     }
 
-    /// The C75xx notes: each means that `wgmma`s wait for each other, or that a wait was put in.
+    /// The C75xx notes: each means that `wgmma`s were serialised, or that a wait was put in.
     pub fn serialised_wgmma(&self) -> impl Iterator<Item = &Message> {
         self.remarks.iter().filter(|m| m.code.is_some_and(|c| (7500..7600).contains(&c)))
     }
 }
 
-/// What a kernel uses, by ptxas.
+/// What a kernel uses, as reported by ptxas.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct KernelUsage {
     /// The kernel.
     pub name: String,
-    /// Registers a thread.
+    /// Registers per thread.
     pub registers: u32,
     /// Static shared memory, which includes what the hardware reserves where ptxas counts it; the dynamic part
     /// is the launch's.
     pub static_shared_bytes: u32,
-    /// The stack frame of a thread.
+    /// The stack frame, in bytes per thread.
     pub stack_bytes: u32,
-    /// Bytes that are stored because registers ran out.
+    /// Bytes of spill stores: registers ran out.
     pub spill_store_bytes: u32,
-    /// Bytes that are loaded again for the same reason.
+    /// Bytes of spill loads.
     pub spill_load_bytes: u32,
     /// Named barriers.
     pub barriers: u32,
@@ -86,7 +86,7 @@ pub struct KernelUsage {
     pub constant_bytes: u32,
 }
 
-/// How grave a message is.
+/// How severe a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Severity {
     /// For information.
@@ -100,7 +100,7 @@ pub enum Severity {
 /// One message of ptxas.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message {
-    /// How grave it is.
+    /// How severe it is.
     pub severity: Severity,
     /// Its number, such as 7510 of C7510.
     pub code: Option<u16>,
@@ -140,7 +140,7 @@ pub enum PtxasError {
     /// The variable names something that is not there.
     #[error("{PTXAS_VARIABLE} is {}, which is not a file", .0.display())]
     NotThere(PathBuf),
-    /// It could not be run, or its files not be written or read.
+    /// It could not be run, or its files could not be written or read.
     #[error("{} could not be run: {source}", .path.display())]
     Run {
         /// The program.

@@ -1,4 +1,4 @@
-//! Shared memory as named, aligned allocations whose places Rust knows.
+//! Shared memory as named, aligned allocations whose offsets are known in Rust.
 //!
 //! All of a kernel's shared memory is one dynamic block. A [`SharedLayout`] is a plain value, so that a planner
 //! can ask whether a schedule fits a target before anything is emitted, and the kernel then uses the same value.
@@ -18,7 +18,7 @@ pub struct SharedAlloc {
     pub align: u32,
     /// Its start in the block's shared memory.
     pub offset: u32,
-    /// The allocations whose bytes it uses again, as indices; empty for one with bytes of its own.
+    /// The allocations whose bytes it reuses, as indices; empty for one with bytes of its own.
     pub over: Vec<u32>,
 }
 
@@ -86,16 +86,16 @@ impl SharedLayout {
         if !align.is_power_of_two() {
             self.errors.push(SharedError::Alignment { name: name.to_owned(), align });
         }
-        // Numbers beyond 32 bits stay at the largest: no target has so much, and the layout is refused by its size.
+        // Numbers beyond 32 bits saturate: no target has that much, and the layout is refused by its size.
         let align = align.checked_next_power_of_two().unwrap_or(1);
         let offset = self.bytes().checked_next_multiple_of(align).unwrap_or(u32::MAX);
         self.push(name, bytes, align, offset, Vec::new())
     }
 
-    /// Uses the bytes of other allocations again, from the start of the first of `over` on.
+    /// Reuses the bytes of other allocations, from the start of the first of `over` on.
     ///
     /// The new allocation must end within them, and they must follow each other; [`SharedLayout::fits`] says
-    /// where that is not so. Whether the old content is dead by then is the kernel's business.
+    /// where that is not so. The kernel must make sure that the old content is dead by then.
     pub fn alias(&mut self, name: &str, bytes: u32, over: &[Shared]) -> Shared {
         let offset = over.first().map_or(0, |s| s.offset);
         let end = over.iter().map(|s| s.end()).max().unwrap_or(0);

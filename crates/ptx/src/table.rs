@@ -1,4 +1,4 @@
-//! The instruction table: one line an instruction, with the oldest PTX version and the oldest target that have it.
+//! The instruction table: one line per instruction, with the oldest PTX version and the oldest target that have it.
 //!
 //! The first half holds the plain instructions (registers in, one register out). A line gives the builder's
 //! method, the variant of [`Alu`], the mnemonic, the operand types, and what it needs; the macro makes the enum,
@@ -8,7 +8,7 @@
 //! Operand types: `Pred`, `B16`, `B32`, `B64`, `F32` take a register or a constant; `P`, `H`, `H2` take only a
 //! register (predicate, half, pair of halves: PTX has no constants of these); `C` takes only a constant.
 //!
-//! Tests assemble every line with ptxas for each target from the one it names on, see it refused one version
+//! Tests assemble every line with ptxas for each target from the one it names on, check that it is refused one version
 //! and one target earlier, and require that every family line is reached.
 
 use crate::builder::KernelBuilder;
@@ -103,7 +103,7 @@ macro_rules! alu_table {
         $dst:ident = ($($arg:ident: $src:ident),*) $isa:ident $target:ident;)*) => {
         /// A plain instruction: registers in, one register out, each lane for itself.
         ///
-        /// One variant a line of the table; [`Alu::line`] gives the line.
+        /// One variant per line of the table; [`Alu::line`] gives the line.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(u16)]
         pub enum Alu {
@@ -130,7 +130,7 @@ macro_rules! alu_table {
             }
         }
 
-        /// Plain instructions, one method a line of the table.
+        /// Plain instructions, one method per line of the table.
         impl KernelBuilder {
             $(#[doc = concat!("`", $text, "`", $(" ", $doc),*)]
             #[track_caller]
@@ -231,7 +231,7 @@ alu_table! {
     /// Inserts the low bits of `a` into `b`.
     bfi_b32 BfiB32 "bfi.b32" B32 = (a: B32, b: B32, start: B32, len: B32) V7_0 Sm80;
     bfi_b64 BfiB64 "bfi.b64" B64 = (a: B64, b: B64, start: B32, len: B32) V7_0 Sm80;
-    /// Picks four of the eight bytes `b:a`, one a nibble of the selector.
+    /// Picks four of the eight bytes `b:a`, one per nibble of the selector.
     prmt_b32 PrmtB32 "prmt.b32" B32 = (a: B32, b: B32, selector: B32) V7_0 Sm80;
     popc_b32 PopcB32 "popc.b32" B32 = (a: B32) V7_0 Sm80;
     clz_b32 ClzB32 "clz.b32" B32 = (a: B32) V7_0 Sm80;
@@ -295,7 +295,7 @@ alu_table! {
     cos_approx_f32 CosApproxF32 "cos.approx.f32" F32 = (a: F32) V7_0 Sm80;
     tanh_approx_f32 TanhApproxF32 "tanh.approx.f32" F32 = (a: F32) V7_0 Sm80;
 
-    // Half precision, one a register.
+    // Half precision, one per register.
     add_f16 AddF16 "add.rn.f16" B16 = (a: H, b: H) V7_0 Sm80;
     sub_f16 SubF16 "sub.rn.f16" B16 = (a: H, b: H) V7_0 Sm80;
     mul_f16 MulF16 "mul.rn.f16" B16 = (a: H, b: H) V7_0 Sm80;
@@ -390,7 +390,7 @@ alu_table! {
 
 macro_rules! setp_table {
     ($($method:ident $cmp:ident $ty:ident $src:ident;)*) => {
-        /// Comparisons, one method a line of the table.
+        /// Comparisons, one method per line of the table.
         impl KernelBuilder {
             $(#[doc = concat!("`setp`, comparing as ", stringify!($cmp), " ", stringify!($ty))]
             #[track_caller]

@@ -1,4 +1,4 @@
-//! The words an instruction is made of: targets, ISA versions, register classes, typed registers and operands.
+//! What an instruction is made of: targets, ISA versions, register classes, typed registers and operands.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -350,7 +350,7 @@ immediates! {
     F32: f32 as |v| u64::from(v.to_bits()), f64 as |v| u64::from((v as f32).to_bits());
 }
 
-/// A predicate with its sign: what an instruction or a branch is guarded by.
+/// A predicate, possibly negated: what an instruction or a branch is guarded by.
 ///
 /// `!p` on a predicate register makes the negated guard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

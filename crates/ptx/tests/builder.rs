@@ -1,4 +1,4 @@
-//! What the builder emits: destinations, guards, control flow and where lanes meet again, parameters, words.
+//! What the builder emits: destinations, guards, control flow and where lanes reconverge, parameters, comments.
 
 use flashcore_ptx::*;
 

@@ -1,4 +1,4 @@
-//! The checker: one fault planted at a time is found, at its line; the right way of doing the same is not accused.
+//! The checker: one fault planted at a time is found, at its line; the correct way of doing the same passes.
 
 use flashcore_ptx::*;
 

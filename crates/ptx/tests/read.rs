@@ -1,11 +1,11 @@
-//! The reader of PTX text: what it reads is what was written, and what is no PTX is refused with its line. ptxas is asked,
-//! too: what it refuses in these ways, the reader refuses.
+//! The reader of PTX text: what it reads is what was written, and what is not PTX is refused with its line. ptxas is
+//! asked too: what it refuses in these ways, the reader refuses.
 
 use flashcore_ptx::ptxas::{Ptxas, PtxasError};
 use flashcore_ptx::read::{ReadError, module};
 use flashcore_ptx::*;
 
-/// A kernel with something of everything that is read.
+/// A kernel with one of everything that is read.
 const TEXT: &str = "\
 .version 7.0
 .target sm_80   // a comment
@@ -147,7 +147,7 @@ const WRONG: &[(&str, &str)] = &[
     (STORE, "st.global.u32 [%rd1-4], %r3"),
 ];
 
-/// What both take.
+/// What both accept.
 const RIGHT: &[(&str, &str)] = &[
     ("0f3F800000", "0F3f800000"),
     ("0f3F800000", "0d3FF0000000000000"),
@@ -271,7 +271,7 @@ fn what_is_not_read_is_refused_in_words_with_its_line() {
     assert!(module(&TEXT[..TEXT.find(".visible").unwrap()]).unwrap_err().to_string().contains("no kernel"));
 }
 
-/// Texts that are made to take long or much: each is read or refused at once, on the stack of a thread.
+/// Texts made to take much time or memory: each is read or refused at once, on a thread's stack.
 #[test]
 fn texts_that_are_far_too_large_or_deep_are_refused_before_they_take_memory() {
     let with = |statement: &str| changed((STORE, statement));

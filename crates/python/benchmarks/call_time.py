@@ -1,12 +1,12 @@
-"""What one eager call costs from Python, beside torch's function in the same run.
+"""What one eager call costs from Python, compared with torch's function in the same run.
 
     python call_time.py [--json FILE] [--rounds N]
 
-host: time until the call returns, in a row of calls that nothing waits for.
-call: what a caller waits, from an event before the call to an event after it, one call at a time (on a GPU).
+host: time until the call returns, in a series of calls without synchronisation.
+call: time that a caller waits, from an event before the call to an event after it, one call at a time (on a GPU).
 
-Both functions are called in turns, round by round, on the shapes below. Every result is compared with attention in
-float64 before it is timed, and a wrong one is not timed.
+Both functions take turns, round by round, on the shapes below. Every result is compared with attention in float64
+before it is timed, and a wrong one is not timed.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def host_time(call, calls: int = 200) -> float:
 
 
 def call_time(call, calls: int = 50) -> list[float]:
-    """Microseconds that a caller waits, one at a time."""
+    """Microseconds that a caller waits, one call at a time."""
     times = []
     for _ in range(calls):
         if torch.cuda.is_available():

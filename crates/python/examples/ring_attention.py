@@ -1,4 +1,4 @@
-"""A sequence that is shared among processes, each with a part of it.
+"""A sequence that is split among processes, each with a part of it.
 
     torchrun --nproc-per-node 4 ring_attention.py
 

@@ -1,4 +1,4 @@
-"""One line changes, and a model's attention is FlashCore's.
+"""One changed line makes a model use FlashCore's attention.
 
     python sdpa_swap.py
 

@@ -36,5 +36,5 @@ for implementation in ("eager", "sdpa", "fcore"):
     print(f"{implementation:6} {tokens[implementation][0, 12:].tolist()}")
 same = torch.equal(tokens["fcore"], tokens["sdpa"])
 print(f"the same tokens as sdpa: {same}")
-# In bfloat16 two right results may differ in the last bit, and a random model's tokens follow it.
+# In bfloat16 two correct results may differ in the last bit, and the tokens of a random model with it.
 assert same or device == "cuda"

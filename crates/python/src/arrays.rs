@@ -19,7 +19,7 @@ use pyo3::{
 
 use crate::{dlpack, errors, prepare};
 
-/// The most dimensions that a call takes. Of an array with more, only the number is known.
+/// The most dimensions that a call takes. Of an array with more, only their number is kept.
 const MAX_RANK: usize = 4;
 
 /// How the shape of a call's tensors is ordered.
@@ -54,7 +54,7 @@ impl Order {
     }
 }
 
-/// How an array was read, which decides what stream its work belongs in.
+/// How an array was read, which decides the stream that its work belongs in.
 #[derive(Clone, Copy)]
 enum Source {
     Exchange(&'static dlpack::ExchangeApi),
@@ -62,16 +62,16 @@ enum Source {
     Capsule,
 }
 
-/// The queue that a call on a GPU belongs in.
+/// The stream that a call on a GPU belongs in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream {
     /// The `CUstream`; null is the default one.
     pub raw: usize,
-    /// Whether the owner does not know that work was queued there, so that the call has to wait for its end.
+    /// Whether the owner does not know that work was queued there, so that the call has to wait until it is done.
     pub wait: bool,
 }
 
-/// Somebody's array: an address with sizes and strides. Valid while the object that it was read from lives.
+/// An array of another library: an address with sizes and strides. Valid while the object that it was read from lives.
 pub struct Array<'py> {
     data: *mut u8,
     rank: usize,
@@ -87,7 +87,7 @@ pub struct Array<'py> {
 }
 
 impl<'py> Array<'py> {
-    /// Reads an array, or says why it is none.
+    /// Reads an array, or says why the object is not one.
     pub fn read(object: &Bound<'py, PyAny>, name: Name) -> PyResult<Self> {
         if let Some(api) = exchange_api(object)? {
             return Self::through(object, api);
@@ -166,7 +166,7 @@ impl<'py> Array<'py> {
         let (kind, _): (i32, i32) = object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
         let options = PyDict::new(py);
         if kind == dlpack::CUDA || kind == dlpack::CUDA_MANAGED {
-            // 1 is the default stream: the producer lets it wait for whatever still writes the array.
+            // 1 is the default stream: the producer makes it wait for whatever still writes the array.
             options.set_item(intern!(py, "stream"), 1)?;
         }
         let plain = options.copy()?;
@@ -231,14 +231,13 @@ impl<'py> Array<'py> {
         &self.strides[..self.rank.min(MAX_RANK)]
     }
 
-    /// Whether it has four dimensions, and the elements of the last, which has several, lie side by side. The memory
-    /// of such a tensor holds its values: what torch puts off, it puts off on the parts of complex numbers, which
-    /// lie two apart.
+    /// Whether it has four dimensions and the last one, of several elements, is contiguous. The memory of such a tensor
+    /// holds its values: torch negates lazily only in views of complex numbers' parts, whose elements are two apart.
     pub fn has_rows(&self) -> bool {
         self.rank == 4 && self.strides[3] == 1 && self.sizes[3] > 1
     }
 
-    /// Whether it is of a type that the kernels know, and nothing has to be done with it first.
+    /// Whether the kernels read its type, and nothing has to be done with it first.
     pub fn is_ready(&self) -> bool {
         let known = matches!(
             (self.dtype.code, self.dtype.bits, self.dtype.lanes),
@@ -343,7 +342,7 @@ impl<'py> Array<'py> {
             return Err(errors::contract(py, &text));
         }
         let (dtype, place) = (self.element(py, name)?, self.place(py, name)?);
-        // SAFETY: as for an input; that nobody else uses the memory meanwhile is the caller's part, as with every
+        // SAFETY: as for an input; the caller must not use the memory meanwhile, as with every
         // function that writes into an array.
         unsafe { TensorMut::from_raw_parts(self.data, len, dtype, place, layout) }
             .map_err(|error| errors::raise(py, &errors::named(error, name)))
@@ -362,11 +361,11 @@ impl<'py> Array<'py> {
             return Err(errors::contract(py, "key_lengths on the host are given as a list of integers"));
         };
         if !fits {
-            let text = "key_lengths on a GPU must be one contiguous int32 a batch entry";
+            let text = "key_lengths on a GPU must be contiguous, with one int32 per batch entry";
             return Err(errors::contract(py, text));
         }
         let len = self.sizes[0].max(0) as usize;
-        // SAFETY: the array lives as long as the view; Python cut the numbers to the length of the keys.
+        // SAFETY: the array lives as long as the view; Python clamped the numbers to the length of the keys.
         unsafe { DeviceLengths::from_raw_parts(self.data.cast_const().cast(), len, most, ordinal) }
             .map_err(|error| errors::raise(py, &error))
     }
@@ -397,7 +396,7 @@ impl<'py> Array<'py> {
     }
 }
 
-/// How many elements lie between the first and the last, both included.
+/// How many elements there are from the first to the last, both included.
 fn span(layout: &Layout) -> usize {
     if layout.shape.contains(&0) {
         return 0;
@@ -415,7 +414,7 @@ fn wrong_dtype(name: Name, given: &str) -> String {
     format!("{name} is {given}, possible are float16, bfloat16 and float32. Convert {name} to one of them")
 }
 
-/// What a producer says that cannot share an array, as a violation of the contract.
+/// The error of a producer that cannot share an array, as a violation of the contract.
 fn unshared(py: Python<'_>, name: Name, error: PyErr) -> PyErr {
     if !error.is_instance_of::<PyBufferError>(py) {
         return error;
@@ -453,7 +452,7 @@ fn managed(capsule: &Bound<'_, PyCapsule>) -> PyResult<(*const dlpack::Tensor, b
     }
 }
 
-/// What is known of a type: it is kept alive, so that its address stays its own.
+/// What is known about a type. It is kept alive, so that no other type gets its address.
 struct Known {
     class: Py<PyType>,
     api: Option<&'static dlpack::ExchangeApi>,
@@ -464,7 +463,7 @@ unsafe impl Send for Known {}
 
 static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
 
-/// Types that are remembered; later ones are asked every time.
+/// The most types that are remembered; later ones are asked every time.
 const MAX_KNOWN: usize = 16;
 
 /// The exchange table of an object's type, if it has one that can be used.
@@ -474,7 +473,7 @@ fn exchange_api(object: &Bound<'_, PyAny>) -> PyResult<Option<&'static dlpack::E
     if let Some(found) = known.iter().find(|known| known.class.as_ptr() == class) {
         return Ok(found.api);
     }
-    // Asking runs Python, which may come back here.
+    // Asking runs Python, which may call this function again.
     drop(known);
     let class = object.get_type();
     let api = ask_exchange_api(&class)?;

@@ -66,7 +66,7 @@ pub fn run(
     let options = Options::new(py, mask, left, right, scale, softcap, layout)?;
     let lengths = key_lengths.map(Lengths::read).transpose()?;
     let inputs = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
-    // What is wrong with an input comes before what follows from it: no output.
+    // An error in an input is reported before the missing output that follows from it.
     for (input, name) in inputs.iter().zip([Name::Q, Name::K, Name::V]) {
         input.tensor(py, name, options.order)?;
     }
@@ -172,7 +172,7 @@ pub fn explain(
     plan.map(|plan| plan.to_string()).map_err(|error| errors::raise(py, &error))
 }
 
-/// What this machine has, as `flashcore_attn.info` shows it. Asking loads the CUDA driver, nothing else does.
+/// What this machine has, as `flashcore_attn.info` shows it. This loads the CUDA driver.
 #[pyfunction]
 pub fn machine(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let info = PyDict::new(py);

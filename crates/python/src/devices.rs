@@ -11,13 +11,13 @@ use rayon::ThreadPool;
 
 use crate::arrays::Stream;
 
-/// Streams that are remembered; torch has 32 a device and priority.
+/// The most streams that are remembered; torch has 32 per device and priority.
 const MAX_STREAMS: usize = 128;
 
 /// The GPUs that were used so far.
 static GPUS: Mutex<Vec<Cuda>> = Mutex::new(Vec::new());
 
-/// A GPU with a stream of somebody else's.
+/// A GPU with a stream of another library.
 struct Queue {
     ordinal: u32,
     stream: usize,
@@ -48,7 +48,7 @@ pub fn gpu(ordinal: u32) -> Result<Cuda> {
 pub struct Placed {
     /// Where the call runs.
     pub device: Device,
-    /// What to wait for after the call, if its owner cannot know of it.
+    /// What to wait for after the call, if the stream's owner cannot know about it.
     pub wait_for: Option<Cuda>,
 }
 
@@ -85,13 +85,13 @@ static FORKED_POOL: Mutex<Option<Arc<ThreadPool>>> = Mutex::new(None);
 /// Has to be called in the child of a fork.
 pub fn after_fork() {
     FORKED.store(true, Ordering::Relaxed);
-    // A pool inherited from a process that was itself a fork is dead too; there is nobody to stop.
+    // A pool inherited from a process that was itself a fork is dead too; it has no threads to stop.
     if let Ok(mut pool) = FORKED_POOL.try_lock() {
         std::mem::forget(pool.take());
     }
 }
 
-/// Runs a call on threads that exist.
+/// Runs a call on threads that are alive in this process.
 pub fn on_live_threads<T: Send>(call: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     if !FORKED.load(Ordering::Relaxed) {
         return call();

@@ -1,7 +1,7 @@
 //! DLPack 1.x: the C structs in which array libraries describe memory to each other.
 //!
 //! Only what is read here: a tensor, the two managed forms that a capsule holds, and the table of functions that
-//! a library hangs on its array type (`__dlpack_c_exchange_api__`) so that C code need not go through Python.
+//! a library puts on its array type (`__dlpack_c_exchange_api__`) so that C code need not go through Python.
 
 use std::ffi::c_void;
 
@@ -48,11 +48,11 @@ pub struct DataType {
     pub code: u8,
     /// Bits of one lane.
     pub bits: u8,
-    /// 1, but for vector types.
+    /// 1, except for vector types.
     pub lanes: u16,
 }
 
-/// A view of memory; shape and strides (in elements) belong to whoever made it.
+/// A view of memory; its maker owns shape and strides (in elements).
 #[derive(Debug)]
 #[repr(C)]
 pub struct Tensor {

@@ -39,12 +39,12 @@ pub fn raise(py: Python<'_>, error: &Error) -> PyErr {
     exception(py, kind, &error.to_string())
 }
 
-/// A violation of the contract that only Python can commit.
+/// A violation of the contract that is only possible from Python.
 pub fn contract(py: Python<'_>, text: &str) -> PyErr {
     exception(py, |classes| classes.contract.clone_ref(py), text)
 }
 
-/// Something that nothing here does.
+/// Something that is not supported.
 pub fn unsupported(py: Python<'_>, text: &str) -> PyErr {
     exception(py, |classes| classes.unsupported.clone_ref(py), text)
 }
@@ -56,7 +56,7 @@ fn exception(py: Python<'_>, class: impl FnOnce(&Classes) -> Py<PyType>, text: &
     }
 }
 
-/// The error of a view, which does not know what it is a view of, with the tensor's name.
+/// The error of a view with the tensor's name, which the view itself does not know.
 pub fn named(error: Error, name: Name) -> Error {
     let mut error = error;
     match &mut error {

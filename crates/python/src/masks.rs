@@ -1,8 +1,8 @@
-//! Recognises masks: what the kernels compute from a few numbers, people often give as a tensor.
+//! Recognises masks: callers often give a tensor for what the kernels compute from a few numbers.
 //!
-//! A mask is taken if it hides the same keys from all heads, if what an entry of the batch sees lies between a
-//! first and a last key, and if that is cut per query as no mask, causal or a window would cut it. Everything
-//! else is refused with the reason.
+//! A mask is accepted if it hides the same keys from all heads, if the keys that a batch entry sees are one range,
+//! and if each query sees the part of it that no mask, a causal one or a window would leave. Everything else is
+//! refused with the reason.
 #![allow(unsafe_code)] // Reads elements through strides.
 
 use std::{cell::Cell, cmp::Ordering, ops::Range};
@@ -25,16 +25,16 @@ struct Pattern {
     weakest: f64,
 }
 
-/// A score that is this much below another has no weight beside it: its exponential is 0 in f32.
+/// A score that is this much below another has no weight next to it: its exponential is 0 in f32.
 const WEIGHTLESS: f64 = 104.0;
 
-/// What one element says of a key.
+/// What one element says about a key.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Sight {
     Seen,
     Hidden,
-    /// Hidden by a finite number rather than −∞: the same where scores are far closer together than that number is
-    /// low, but for a query that sees no key.
+    /// Hidden by a finite number rather than −∞. The effect is the same where that number is far below any
+    /// difference of scores, except for a query that sees no key.
     HiddenFinitely,
 }
 
@@ -59,7 +59,7 @@ impl<'a> View<'a> {
             strides[4 - rank + dim] = array.strides()[dim] as isize;
         }
         for dim in 0..3 {
-            // An expanded dimension says the same everywhere.
+            // An expanded dimension has the same values everywhere.
             if strides[dim] == 0 && sizes[dim] > 1 {
                 sizes[dim] = 1;
             }
@@ -96,7 +96,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The keys that a query sees, which must lie side by side.
+    /// The keys that a query sees, which must be one range.
     fn row(&self, b: usize, h: usize, q: usize) -> Result<Range<usize>, String> {
         let mut seen: Option<Range<usize>> = None;
         let mut finite = false;
@@ -125,7 +125,7 @@ fn recognise(view: &View<'_>, len_q: usize) -> Result<Pattern, String> {
     if rows != len_q && rows != 1 {
         return Err(format!("it has {rows} queries, but q has {len_q}"));
     }
-    // What each query of each entry sees, and what all of an entry see together.
+    // What each query of each entry sees, and what all queries of an entry see together.
     let (mut all, mut keys) = (Vec::with_capacity(batch * rows), Vec::with_capacity(batch));
     for b in 0..batch {
         let mut of_entry: Option<Range<usize>> = None;
@@ -164,7 +164,7 @@ fn recognise(view: &View<'_>, len_q: usize) -> Result<Pattern, String> {
     };
     let candidates = [Mask::None, Mask::CausalTopLeft, Mask::Causal];
     let window = || {
-        // The window that the rows which are cut on a side ask for; one that is right explains every row.
+        // The window that the cut rows ask for; the right one explains every row.
         let (mut left, mut right) = (None, None);
         for (b, entry) in keys.iter().enumerate() {
             for q in 0..len_q {
@@ -204,7 +204,7 @@ fn lowest(array: &Array<'_>) -> f64 {
 /// The numbers behind a mask: the first key and the end of the keys of each batch entry, the mask's name and the
 /// window's sides.
 ///
-/// `reach` says how low a number must be to hide any key of this call. It is asked only where a finite number is to
+/// `reach` says how low a number must be to hide any key of this call. It is called only where a finite number is to
 /// hide one; without it only the lowest number of the mask's type does.
 #[pyfunction]
 #[pyo3(signature = (mask, len_q, reach=None))]
@@ -231,7 +231,7 @@ pub fn recognise_mask(
             Some(reach) => -reach.call0()?.extract::<f64>()?,
             None => lowest(&array),
         };
-        // Not a number is not below anything.
+        // NaN is not below anything.
         if !matches!(pattern.weakest.partial_cmp(&needed), Some(Ordering::Less | Ordering::Equal)) {
             return Err(refuse(format!(
                 "it adds {} to a score, but only {needed} and lower is sure to hide any key of these; use -inf or bool",

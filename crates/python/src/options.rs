@@ -9,7 +9,7 @@ use pyo3::{
 
 use crate::{arrays::Order, errors};
 
-/// Everything that is asked of a call but the tensors.
+/// Everything that a call is given besides the tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     mask: Mask,
@@ -76,7 +76,7 @@ pub fn softcap(given: &Bound<'_, PyAny>) -> PyResult<f64> {
     number("softcap", given)
 }
 
-/// A number. A bool is none: it is an argument that got into the wrong place.
+/// A number. A bool is refused: it is an argument in the wrong place.
 fn number(name: &str, given: &Bound<'_, PyAny>) -> PyResult<f64> {
     let py = given.py();
     let value = if given.is_instance_of::<PyBool>() { None } else { Some(given.extract::<f64>()) };

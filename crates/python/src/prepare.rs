@@ -1,15 +1,15 @@
-//! What torch does to a tensor first, so that the kernels can read it, or can read it fast.
+//! What torch does to a tensor before a call, so that the kernels can read it, or can read it fast.
 //!
-//! The CPU engine takes rows whose elements lie side by side. The fast kernels of GPUs take 16-bit types with head
-//! dims that are multiples of 8 up to 256, and move 16 bytes at once. What is beyond those, f32 and larger head
-//! dims, goes to the general kernel, which takes rows at any distance.
+//! The CPU engine takes contiguous rows. The fast kernels of GPUs take 16-bit types with head dims that are multiples
+//! of 8 up to 256, and move 16 bytes at once. Everything else, f32 and larger head dims, goes to the general kernel,
+//! which takes rows with any stride.
 
 use pyo3::prelude::*;
 
 /// The largest head dim of the fast kernels.
 const MAX_FAST_HEAD_DIM: i64 = 256;
 
-/// What the fast kernels move at once, in bytes.
+/// How many bytes the fast kernels move at once.
 const ALIGNMENT: i64 = 16;
 
 /// Something to do with a tensor before a call.
@@ -21,7 +21,7 @@ pub enum Step {
     Copy(&'static str),
 }
 
-/// What a tensor of four dimensions needs first, head_dim last; strides in elements.
+/// What a tensor of four dimensions, head_dim last, needs before a call; strides in elements.
 pub fn step(
     gpu: bool,
     element_bytes: i64,

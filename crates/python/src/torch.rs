@@ -1,7 +1,7 @@
 //! The thin path for torch: an eager call goes from Python to the engine without torch's dispatcher.
 //!
-//! It takes plain calls only. Whatever needs the dispatcher (gradients, tracing, functorch, autocast, modes,
-//! tensor subclasses), or a look at its shapes, is declined with `NotImplemented`, and goes through the registered
+//! It takes plain calls only. Anything that needs the dispatcher (gradients, tracing, functorch, autocast, modes,
+//! tensor subclasses), or work on its shapes, is declined with `NotImplemented`, and goes through the registered
 //! operator instead.
 
 use flashcore::Name;
@@ -19,12 +19,12 @@ use crate::{
     options::{self, Options},
 };
 
-/// What of torch the thin path needs, looked up once.
+/// What the thin path needs from torch, looked up once.
 struct Torch {
-    /// Classes whose instances are nothing but memory.
+    /// Classes whose instances are plain memory.
     plain: Vec<Py<PyType>>,
     is_grad_enabled: Py<PyAny>,
-    /// Questions whose answer is true if something wants to see every operator.
+    /// Functions that return true if something has to see every operator.
     watchers: Vec<Py<PyAny>>,
     empty_like: Py<PyAny>,
     empty_output: Py<PyAny>,
@@ -33,7 +33,7 @@ struct Torch {
 
 static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
 
-/// Gives the thin path what it needs of torch. Returns whether tensors can be read without going through Python.
+/// Gives the thin path what it needs from torch. Returns whether tensors can be read without going through Python.
 #[pyfunction]
 pub fn bind_torch(
     py: Python<'_>,
@@ -52,7 +52,7 @@ pub fn bind_torch(
 }
 
 impl Torch {
-    /// Whether nothing but the numbers matters for a call on these tensors.
+    /// Whether only the values matter for a call on these tensors.
     fn is_plain(&self, tensors: [&Bound<'_, PyAny>; 3]) -> PyResult<bool> {
         let py = tensors[0].py();
         for tensor in tensors {
@@ -105,7 +105,7 @@ pub fn torch_attention<'py>(
     let [Ok(q_in), Ok(k_in), Ok(v_in)] =
         [(q, Name::Q), (k, Name::K), (v, Name::V)].map(|(tensor, name)| Array::read(tensor, name))
     else {
-        // Tensors without memory that could be shown, such as torch's "meta" ones.
+        // Tensors without readable memory, such as torch's "meta" ones.
         return decline();
     };
     let inputs = [q_in, k_in, v_in];

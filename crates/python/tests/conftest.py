@@ -5,19 +5,19 @@ import os
 
 import pytest
 
-#: Files whose tests need more than numpy, and what.
+#: Files whose tests need more than numpy, and which package.
 NEEDS = {"test_torch": "torch", "test_transformers": "transformers"}
-#: Set where nothing may be skipped for want of a package.
+#: Whether a missing package is an error rather than a skip.
 REQUIRED = os.environ.get("FLASHCORE_REQUIRE_TORCH", "") not in ("", "0")
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leaves out files that could not even be imported."""
+    """Leaves out files that cannot be imported."""
     return True if missing(collection_path.name) and not REQUIRED else None
 
 
 def missing(name: str) -> str | None:
-    """The package that a test file needs and that is not there."""
+    """The package that a test file needs and that is missing."""
     for prefix, package in NEEDS.items():
         if name.startswith(prefix):
             wanted = ("torch", package)

@@ -1,5 +1,5 @@
-"""The tolerance rule of the project, in numpy: a result may be at most twice as wrong as plain attention of the same
-precision, against attention in float64; by row, by maximum and by RMS, and lse by a bound of its own.
+"""The project's tolerance rule, in numpy: a result may be at most twice as wrong as plain attention of the same
+precision, compared with attention in float64; by row, by maximum and by RMS. lse has a bound of its own.
 
 The floors, for rows where plain attention is exact by luck, follow from what rounding can do to a row: see
 crates/judge/src/rule.rs, whose formulas these are.
@@ -137,7 +137,7 @@ def _floors(problem: Problem, o: np.ndarray, lse: np.ndarray):
         size = np.abs(q)[rows] @ np.abs(k).T * problem.factor
         weighted = p * size
         magnitude = (p @ np.abs(v)).max(-1)
-        # Σ p·a·|v − o|, a column at a time: the whole would be queries × keys × columns.
+        # Σ p·a·|v − o|, one column at a time: all of it would be queries × keys × columns.
         sensitivity = np.zeros(rows.sum())
         for column in range(v.shape[1]):
             gap = np.abs(v[None, :, column] - o[at][rows][:, column, None])

@@ -12,7 +12,7 @@ import rule
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML; 3.10 does not")
 
 FOLDER = pathlib.Path(__file__).parents[3] / "cases"
-#: numpy has no bfloat16; torch's tests have.
+#: numpy has no bfloat16; the tests with torch cover it.
 DTYPES = {"f16": "float16", "f32": "float32"}
 DEFAULTS = {
     "batch": 1, "heads": 2, "len": 64, "head_dim": 64, "dtype": ["f16", "f32"], "mask": "none", "softcap": 0.0,
@@ -21,10 +21,10 @@ DEFAULTS = {
 
 
 def cases():
-    """Every quick case with inputs of a standard normal, as a name and its values.
+    """Every quick case with standard normal inputs, as a name and its values.
 
-    Of a covering design, as many cases as its longest list has values. Designs of sizes and of elements that are no
-    number are left to the workbench."""
+    Of a covering design, as many cases as its longest list has values. The designs of sizes, and of NaN and infinite
+    elements, are left to the workbench."""
     for file in sorted(FOLDER.glob("*.toml")):
         for number, case in enumerate(tomllib.loads(file.read_text())["case"]):
             inputs = case.get("inputs", ["normal"])
@@ -51,7 +51,7 @@ def by_name():
 
 
 def arranged(x: np.ndarray, arrangement: str) -> np.ndarray:
-    """The same values (batch, heads, length, head_dim), lying otherwise in memory."""
+    """The same values (batch, heads, length, head_dim) in another memory layout."""
     order = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}.get(arrangement)
     if order is not None:
         return np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))

@@ -1,4 +1,4 @@
-"""What the package says of itself, and what importing it does not do."""
+"""What the package reports about itself, and what importing it does not do."""
 
 import ast
 import inspect
@@ -63,7 +63,7 @@ def test_explain_says_what_tensor_cores_do_not_take():
 
 
 def test_importing_brings_neither_torch_nor_a_gpu():
-    # A GPU is touched through the driver's library, which would be mapped.
+    # Using a GPU would load the driver's library, which shows in the process's maps.
     code = """
 import sys, numpy, flashcore_attn
 x = numpy.ones((1, 1, 4, 8), numpy.float32)

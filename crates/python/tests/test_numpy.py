@@ -112,7 +112,7 @@ def test_a_query_without_keys_gives_zeros():
 
 def test_any_producer_of_dlpack_is_taken(generator):
     class Wrapped:
-        """An array of a library that knows nothing but DLPack, in its old form."""
+        """An array of a library that supports only DLPack, in its old form."""
 
         def __init__(self, array):
             self.array = array

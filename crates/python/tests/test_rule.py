@@ -6,7 +6,7 @@ import rule
 
 
 def faults(p: rule.Problem):
-    """Results that are wrong in the ways that kernels are wrong."""
+    """Results that are wrong in ways that kernels usually are."""
     o, _ = rule.attention(p)
     half = p.k.shape[2] // 2
     drop = rule.Problem(p.q, p.k[:, :, :-8], p.v[:, :, :-8], p.dtype)

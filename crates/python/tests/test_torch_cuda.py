@@ -134,7 +134,7 @@ def test_tensors_on_two_devices_are_refused():
         sdpa(q, k.cpu(), v, scale=0.1, is_causal=True, enable_gqa=True)
     with pytest.raises(ContractError):
         attention(q, k, v.cpu())
-    # The device is none the worse for it.
+    # The device still works.
     check(q, k, v, sdpa(q, k, v))
 
 
@@ -160,7 +160,7 @@ def test_head_dims_that_are_no_multiples_of_eight_run(dtype, head_dim):
 
 
 def oddly_laid(x):
-    """The same tensor as it may lie in memory."""
+    """The same tensor in another memory layout."""
     yield x.mT.contiguous().mT
     yield torch.empty(*x.shape[:3], x.size(3) + 4, dtype=x.dtype, device=x.device)[..., : x.size(3)].copy_(x)
     yield torch.empty(x.numel() + 8, dtype=x.dtype, device=x.device)[1 : x.numel() + 1].view(x.shape).copy_(x)
@@ -282,7 +282,7 @@ def test_a_mask_on_the_gpu_is_recognised_but_not_under_capture():
 
 
 def test_memory_that_torch_gives_out_again_is_not_written_late():
-    """Outputs that are dropped at once are taken by the next call in the same stream, which the stream orders."""
+    """Memory of outputs that are dropped at once is reused by the next call in the same stream, in stream order."""
     q, k, v = on_gpu(*MISSION)
     expected = attention(q, k, v)
     for _ in range(200):

@@ -25,7 +25,7 @@ def _process(rank: int, size: int, file: str) -> None:
     try:
         length = 48
         whole = torch.arange(length)
-        assert torch.equal(gather(shard(whole, 0), 0), whole), "cutting and joining is nothing"
+        assert torch.equal(gather(shard(whole, 0), 0), whole), "splitting and joining gives the whole"
 
         for dtype in ("float32", "bfloat16"):
             for causal in (False, True):

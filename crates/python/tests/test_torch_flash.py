@@ -1,4 +1,4 @@
-"""flash-attn's functions, with its shapes and its meaning."""
+"""flash-attn's functions, with its shapes and semantics."""
 
 import pytest
 import torch

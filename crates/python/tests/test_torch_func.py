@@ -1,4 +1,4 @@
-"""Derivatives as torch.func and forward mode ask for them: right, or refused; never zeros without a word."""
+"""Derivatives by torch.func and forward mode: right, or refused; never silently zero."""
 
 import flashcore_attn._ops
 import pytest

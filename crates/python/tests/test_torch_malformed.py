@@ -1,4 +1,4 @@
-"""Malformed arguments: every failure is one that is documented, whatever was wrong with the call."""
+"""Malformed arguments: every failure is a documented error, whatever was wrong with the call."""
 
 import itertools
 
@@ -9,7 +9,7 @@ import torch
 from flashcore_attn import FlashCoreError
 from torch_problem import draw
 
-#: ContractError, UnsupportedError and DeviceError are FlashCoreErrors; what is of the wrong kind is a TypeError.
+#: ContractError, UnsupportedError and DeviceError are FlashCoreErrors; an argument of the wrong kind is a TypeError.
 DOCUMENTED = (FlashCoreError, TypeError)
 
 BAD_TENSORS = {
@@ -75,7 +75,7 @@ PACKED = {"q": (4, 4, 16), "k": (4, 4, 16), "v": (4, 4, 16)}
 ENDS = {
     "cu_seqlens_q": torch.tensor([0, 4]), "cu_seqlens_k": torch.tensor([0, 4]), "max_seqlen_q": 4, "max_seqlen_k": 4,
 }  # fmt: skip
-#: Functions with the shapes of their tensors, what else they need, and the options to make worse.
+#: Functions with the shapes of their tensors, what else they need, and the options to malform.
 FUNCTIONS = {
     "attention": (FOUR, {}, ["causal", "window", "key_lengths", "scale", "softcap", "layout", "out"]),
     "can_use": (FOUR, {}, ["causal", "window", "key_lengths", "scale", "softcap", "layout"]),

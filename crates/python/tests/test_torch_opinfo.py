@@ -13,7 +13,7 @@ REFUSED = ("dropout_p is 0.5", "a bias is not fused")
 
 
 def results(function, sample, gradient, dtype):
-    """What a function gives for a sample of torch's in a dtype: the output, and the gradients where they are wanted."""
+    """What a function gives for one of torch's samples in a dtype: the output, and the gradients where wanted."""
     inputs = [x.detach().to(dtype).requires_grad_(gradient) for x in (sample.input, *sample.args)]
     kwargs = {
         name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -27,8 +27,8 @@ def results(function, sample, gradient, dtype):
 
 
 def floor(sample, dtype, truth):
-    """What rounding may do to a result: that of the result itself, and that of scores, which weights are as sensitive
-    to as the scores are large. Sums are float32 where they are not float64."""
+    """What rounding may do to a result: rounding of the result itself, and of the scores, to which weights are more
+    sensitive the larger the scores are. Sums are float32 where they are not float64."""
     norms = [x.detach().double().norm(dim=-1).max() for x in (sample.input, sample.args[0])]
     score = norms[0] * norms[1] * sample.kwargs.get("scale", sample.input.size(-1) ** -0.5)
     sums = torch.finfo(dtype if dtype == torch.float64 else torch.float32).eps
@@ -36,7 +36,7 @@ def floor(sample, dtype, truth):
 
 
 def as_near_to_the_truth(ours, theirs, truth, floor):
-    """At most twice as far from float64 as torch is, and what rounding may do."""
+    """At most twice as far from float64 as torch is, plus what rounding may do."""
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
     assert torch.equal(ours.isnan(), theirs.isnan())
     off, theirs_off = ((x.double() - truth).nan_to_num().abs().max() for x in (ours, theirs))

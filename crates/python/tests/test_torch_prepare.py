@@ -46,7 +46,7 @@ def test_only_odd_head_dims_of_the_fast_kernels_are_padded(gpu, size, head_dim):
 )
 def test_what_the_fast_kernels_cannot_read_is_copied(sizes, strides, address, reason):
     assert preparation(True, 2, sizes, strides, address) == (None if reason is None else (None, reason))
-    # The general kernel and the CPU read everything whose rows are whole.
+    # The general kernel and the CPU read everything whose rows are contiguous.
     whole = (None, APART) if reason == APART else None
     assert preparation(True, 4, sizes, strides, 2 * address) == whole
     assert preparation(False, 2, sizes, strides, address) == whole
@@ -59,7 +59,7 @@ def test_a_head_dim_of_zero_becomes_one():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Tensors of the CPU are prepared as those of a GPU."""
+    """Tensors on the CPU are prepared as on a GPU."""
     monkeypatch.setattr(_prepare, "_said", set())
     monkeypatch.setattr(
         _prepare,
@@ -80,7 +80,7 @@ def test_padding_changes_nothing(as_on_a_gpu, dims, dtype):
 
 
 def oddly_laid():
-    """The same tensor as it may lie in memory, and why it is copied."""
+    """The same tensor in another memory layout, and why it is copied."""
     (x,) = draw(0, (2, 3, 9, 16), dtype="float16")
     yield x.mT.contiguous().mT, APART
     yield torch.empty(2, 3, 9, 20, dtype=x.dtype)[..., :16].copy_(x), STRIDES

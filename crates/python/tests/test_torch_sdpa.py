@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention has torch's signature and meaning."""
+"""scaled_dot_product_attention has torch's signature and semantics."""
 
 import inspect
 import itertools
@@ -59,7 +59,7 @@ def test_the_signature_is_torchs():
 
 
 def agree(*args, **options) -> None:
-    """Ours and torch's give the same within float32."""
+    """Our function and torch's agree within float32."""
     ours, theirs = scaled_dot_product_attention(*args, **options), F.scaled_dot_product_attention(*args, **options)
     assert ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
@@ -216,10 +216,10 @@ def test_info_says_how_tensors_are_read():
 
 
 def test_tensors_are_read_without_the_exchange_table_as_well(monkeypatch):
-    """As torch before 2.10 has it: through the tensor's attributes, whatever requires a gradient."""
+    """As with torch before 2.10: read through the tensor's attributes, with and without a gradient."""
 
     class Old:
-        """A tensor of which only the attributes can be seen."""
+        """A tensor that only shows its attributes."""
 
         def __init__(self, tensor):
             self.tensor = tensor
@@ -298,7 +298,7 @@ def test_a_head_dim_of_zero_is_torchs(dims):
 def test_grouped_heads_in_any_number_of_dimensions(shapes):
     tensors = draw(0, *shapes)
     q, k, v = tensors
-    # torch's function takes some of these only with the heads repeated before.
+    # torch's function takes some of these only with the heads repeated first.
     repeated = [x.repeat_interleave(q.size(-3) // x.size(-3), -3) for x in (k, v)]
     for options in ({}, {"is_causal": True}, {"attn_mask": torch.ones(5, 9, dtype=torch.bool).tril(2)}):
         ours = scaled_dot_product_attention(*tensors, enable_gqa=True, **options)

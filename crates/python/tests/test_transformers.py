@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers give the same with FlashCore as with sdpa and eager."""
+"""Hugging Face transformers models give the same results with FlashCore as with sdpa and eager."""
 
 import flashcore_attn.transformers
 import pytest
@@ -87,7 +87,7 @@ def test_the_attention_of_a_model_is_computed_by_flashcore(ids, monkeypatch):
     real = flashcore_attn.transformers.attend
     monkeypatch.setattr(flashcore_attn.transformers, "attend", lambda *args, **kw: calls.append(1) or real(*args, **kw))
     outputs(model, ids, None, "fcore")
-    assert len(calls) == 2, "one a layer"
+    assert len(calls) == 2, "one per layer"
 
 
 def test_training_has_gradients(ids):
@@ -285,7 +285,7 @@ def test_a_tensor_that_attention_does_not_know_is_refused():
 
 
 def test_a_model_that_picks_its_layers_by_name_is_refused_when_it_is_built():
-    """Git has both: layers of the interface, and others that it looks up by the name."""
+    """Git has both: layers that use the interface, and others that it looks up by name."""
     with pytest.raises(UnsupportedError, match="GitModel computes attention by itself"):
         GitModel._from_config(GitConfig(num_hidden_layers=1), attn_implementation="fcore")
 

@@ -1,4 +1,4 @@
-"""The quick part of scripts/transformers-models: models of transformers are right beside eager, or refused."""
+"""The quick part of scripts/transformers-models: transformers models agree with eager, or are refused."""
 
 import flashcore_attn.transformers
 import pytest

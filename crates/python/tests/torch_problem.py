@@ -7,12 +7,12 @@ import rule
 import torch
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-#: The GPU where there is one that FlashCore takes, else the CPU.
+#: The CPU, and the GPU where there is one.
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 def draw(seed: int, *shapes: tuple[int, ...], dtype: str = "float32", device: str = "cpu") -> list[torch.Tensor]:
-    """Standard normal tensors of a seed."""
+    """Standard normal tensors from a seed."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(device, DTYPES[dtype]) for shape in shapes]
 

@@ -1,8 +1,8 @@
-"""Tiny models of many architectures of transformers, with FlashCore beside "eager".
+"""Tiny models of many transformers architectures, with FlashCore compared with "eager".
 
 ``scripts/transformers-models`` runs all of them and writes the table of docs/transformers.md; a part of them is in
 ``test_transformers_models.py``. Weights are random, and those of q and k are enlarged, so that attention looks at few
-keys and a wrong mask shows: every result is also compared with what comes out where the mask is left out.
+keys and a wrong mask shows: every result is also compared with the result without the mask.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask
 
 LENGTH, BATCH, VOCABULARY, NEW_TOKENS = 17, 3, 99, 7
-#: Largest difference to eager, as a part of the largest value. Both compute in float32.
+#: The largest allowed difference from eager, relative to the largest value. Both compute in float32.
 TOLERANCE = 1e-5
-#: What leaving out the mask must change at least, as a part of the largest value.
+#: The smallest change that leaving out the mask must cause, relative to the largest value.
 NOTICEABLE = 1e-2
 
 RIGHT, REFUSED, WRONG, NONE = "right", "refused", "WRONG", "—"
@@ -44,7 +44,7 @@ class Model:
 
 @dataclass
 class Cell:
-    """What came out of one check of one model."""
+    """The result of one check of one model."""
 
     verdict: str
     detail: str = ""
@@ -90,7 +90,7 @@ def _seq2seq(name: str, prefix: str, **options: Any) -> Model:
 
 
 def _of_openai(**others: Any) -> dict[str, Any]:
-    """Sizes in the words of GPT-2's time."""
+    """Sizes under GPT-2's names."""
     return {
         "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 64,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -236,7 +236,7 @@ def _plain_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention that takes the mask and nothing else."""
+    """Attention that uses the mask and no other option."""
     group = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.transpose(2, 3) * (query.size(3) ** -0.5 if scaling is None else scaling)
@@ -259,8 +259,8 @@ def _no_window(*args: Any, **options: Any) -> Tensor | None:
 
 
 def register() -> None:
-    """Registers FlashCore, and what is made to be wrong."""
-    # Threads only wait for each other in models of this size.
+    """Registers FlashCore, and implementations that are wrong on purpose."""
+    # In models of this size threads only wait for each other.
     torch.set_num_threads(1)
     flashcore_attn.transformers.register()
     for name, mask in (("unmasked", _no_mask), ("windowless", _no_window)):
@@ -321,7 +321,7 @@ class Subject:
         if self.kind == "vision":
             return {"pixel_values": torch.randn(BATCH, 3, 12, 12, generator=draw)}
         if self.kind == "images":
-            # Nine tokens stand for an image, behind one of text and before text.
+            # Nine tokens represent an image, after one token of text and before more text.
             place = slice(6, 15)
             ids[:, place] = 9
             given["pixel_values"] = torch.randn(BATCH, 3, 12, 12, generator=draw)
@@ -367,7 +367,7 @@ def _enlarge(model: Any) -> None:
     """Makes the weights of q and k large, so that each query looks at few keys."""
     words = {
         6: "q k qkv query key q_proj k_proj qkv_proj Wqkv c_attn query_key_value q_lin k_lin q_b_proj kv_b_proj q_attn",
-        # Beside these, what attention brings would drown in what goes past it.
+        # Otherwise the residual stream would hide what attention adds.
         4: "v value v_proj v_lin o_proj out_proj out_lin c_proj dense Wo",
     }
     with torch.no_grad():
@@ -381,7 +381,7 @@ def _enlarge(model: Any) -> None:
 
 
 class Wrong(Exception):
-    """A result that is not the one of eager."""
+    """A result that differs from eager's."""
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
@@ -418,7 +418,7 @@ def _compare(model: Model, ours: Subject, theirs: Subject, padding: str) -> None
             tokens = given["attention_mask"].bool()
             _noticeable(found if "decoder_input_ids" in given else found[tokens], expected, "no padding mask")
         elif causal:
-            # Tokens never see padding behind them, if they see no token behind them.
+            # Causal tokens never see padding after them, so only the mask itself is left out.
             _noticeable(Subject(model, "unmasked", theirs).output(given), expected, "no mask")
         if "window" in model.note:
             _noticeable(Subject(model, "windowless", theirs).output(given), expected, "no window")
@@ -503,7 +503,7 @@ def compiled(model: Model, ours: Subject, theirs: Subject) -> None:
 
 
 def training(model: Model, ours: Subject, theirs: Subject) -> None:
-    """The gradients of all weights; their error beside float64 may be twice that of eager in float32."""
+    """The gradients of all weights; their error relative to float64 may be twice that of eager in float32."""
     exact = Subject(model, "eager", theirs)
     exact.model.double()
     # The fused matrix products of experts have no float64.
@@ -554,7 +554,7 @@ _OF_KIND = {
 
 
 def run(model: Model, checks: list[str] | None = None) -> dict[str, Cell]:
-    """Runs checks of a model. What eager does not run, either, is no check."""
+    """Runs checks of a model. A check that eager cannot run either does not count."""
     theirs = Subject(model, "eager")
     ours: Subject | Exception
     try:
@@ -588,7 +588,7 @@ def run(model: Model, checks: list[str] | None = None) -> dict[str, Cell]:
 def _failed(error: Exception) -> Cell:
     if isinstance(error, FlashCoreError):
         return Cell(REFUSED, _line(error))
-    # The compiler tells what was raised while it looked at the model, as text.
+    # The compiler reports as text what was raised while it traced the model.
     told = re.search(r"raised exception UnsupportedError\(([\"'])(.*)\1\)", str(error))
     if told:
         return Cell(REFUSED, told[2])

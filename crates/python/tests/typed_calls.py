@@ -1,6 +1,6 @@
-"""What type checkers must know of the package; scripts/python-tests --with-torch has mypy and pyright read it.
+"""What type checkers must know about the package; scripts/python-tests --with-torch runs mypy and pyright on it.
 
-A line with an ignored error is one that must be an error: a checker says so if it is none.
+A line with an ignored error must be an error: a checker complains if it is not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def outputs(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, lse: bool) -> None:
-    """What functions return, by what they are asked for."""
+    """What functions return, depending on their options."""
     assert_type(flash_attn_func(q, k, v).shape, torch.Size)
     assert_type(flash_attn_func(q, k, v, causal=True, num_splits=2), Tensor)
     assert_type(flash_attn_func(q, k, v, return_attn_probs=True), tuple[Tensor, Tensor, None])
@@ -50,7 +50,7 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, lse: bool) -> None:
 
 
 def arrays(q: Tensor, x: npt.NDArray[np.float32], lse: bool) -> None:
-    """``attention`` returns what it is given."""
+    """``attention`` returns the kind of array that it is given."""
     assert_type(attention(q, q, q), Tensor)
     assert_type(attention(q, q, q, return_lse=True), tuple[Tensor, Tensor])
     assert_type(attention(q, q, q, return_lse=lse), Tensor | tuple[Tensor, Tensor])

@@ -9,7 +9,7 @@ pub fn devices() -> Vec<Device> {
     std::iter::once(Device::Cpu).chain(gpu()).collect()
 }
 
-/// The GPU, by a handle of the caller's own. Where there is none, that is said, once, past the capture of the tests'
+/// The GPU, by a handle of the caller's own. Where there is none, that is printed once, past the capture of the tests'
 /// output; where FLASHCORE_REQUIRE_CUDA is set it is an error.
 pub fn gpu() -> Option<Device> {
     static SAID: std::sync::Once = std::sync::Once::new();
@@ -38,7 +38,7 @@ fn open() -> Result<Device> {
     candle_core::bail!("built without the feature cuda")
 }
 
-/// What attention takes on a device.
+/// The dtypes that attention accepts on a device.
 pub fn dtypes(device: &Device) -> &'static [DType] {
     if device.is_cpu() { &[DType::F32, DType::F16, DType::BF16] } else { &[DType::F16, DType::BF16] }
 }

@@ -69,7 +69,7 @@ fn windows_and_softcap_are_those_of_candle_flash_attn() {
     }
 }
 
-/// q, k and v as a model may have them, all in the memory of a packed projection, (batch, length, heads, head_dim).
+/// q, k and v as views of a packed projection, as a model may have them: (batch, length, heads, head_dim).
 fn views(packed: &Tensor) -> Vec<[Tensor; 3]> {
     let parts = [0, 3, 6].map(|head| packed.narrow(2, head, 3).unwrap());
     let with = |view: &dyn Fn(&Tensor) -> Tensor| parts.each_ref().map(view);
@@ -79,7 +79,7 @@ fn views(packed: &Tensor) -> Vec<[Tensor; 3]> {
         with(&Clone::clone),
         // (batch, heads, length, head_dim) in memory.
         with(&|x| swap(&swap(x).contiguous().unwrap())),
-        // One sequence, row or head is all of them: the stride is 0.
+        // Broadcast: one sequence, row or head stands for all of them, with a stride of 0.
         with(&|x| repeat(x, 0)),
         with(&|x| repeat(x, 1)),
         with(&|x| repeat(x, 2)),

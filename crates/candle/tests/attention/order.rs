@@ -1,4 +1,4 @@
-//! Calls among candle's own operations, with nobody waiting in between, and calls from several threads.
+//! Calls among candle's own operations, without synchronising in between, and calls from several threads.
 
 use candle_core::{DType, Device, Tensor};
 use flashcore_candle::*;
@@ -12,18 +12,18 @@ const WIDE: usize = 4096;
 const HEAD: usize = 64;
 /// Heads of q, of k and of v.
 const HEADS: usize = 4;
-/// Their rows.
+/// Rows of q, of k and of v.
 const LENGTH: usize = 48;
 
-/// A matrix that shifts the columns of another by one when it is multiplied with it.
+/// A matrix that shifts the columns of another by one when multiplied with it.
 fn shift(n: usize, device: &Device) -> Tensor {
     let eye = Tensor::eye(n, DType::F16, device).unwrap();
     let columns = |at, count| eye.narrow(1, at, count).unwrap();
     Tensor::cat(&[columns(n - 1, 1), columns(0, n - 1)], 1).unwrap().contiguous().unwrap()
 }
 
-/// A packed projection that is there only when a long row of products is done, which shift it by one head. Each product
-/// goes to other memory, or to that of an earlier one, where something else stands: who comes too early sees that.
+/// A packed projection that is ready only after a long chain of products, which shift it by one head. Each product is
+/// written to new memory, or over an earlier one, which holds other values: a call that runs too early reads those.
 fn late(packed: &Tensor, shift: &Tensor) -> Tensor {
     let rows = packed.reshape((LENGTH, ())).unwrap().to_device(shift.device()).unwrap();
     let mut wide = rows.pad_with_zeros(0, 0, WIDE - LENGTH).unwrap();
@@ -41,7 +41,7 @@ fn parts(packed: &Tensor) -> Given {
     Given { q: part(0), k: part(1), v: part(2) }
 }
 
-/// What comes of shifting the output by one column, on the CPU.
+/// The output shifted by one column, on the CPU.
 fn expected(Given { q, k, v }: &Given) -> Tensor {
     let o = plain(q, k, v, 0.125, 0.0, CAUSAL).unwrap().reshape((LENGTH, HEADS * HEAD)).unwrap();
     let columns = |at, count| o.narrow(1, at, count).unwrap();
@@ -68,7 +68,7 @@ fn attention_runs_behind_the_products_before_it_and_before_those_behind_it() {
             let o = o.reshape((LENGTH, HEADS * HEAD)).unwrap();
             (o.matmul(&out_shift).unwrap(), parts(&packed))
         };
-        // Nothing is read, and so nothing waited for, before all is queued.
+        // Nothing is read back, and so nothing is waited for, before everything is queued.
         let results: Vec<_> = (0..5).map(run).collect();
         check(&results);
     }
@@ -84,7 +84,7 @@ fn tensors_of_several_streams_are_waited_for() {
     let out_shift = shift(HEADS * HEAD, &a);
     let run = |seed| {
         let packed = tensor(seed, (1, LENGTH, 3 * HEADS, HEAD), DType::F16);
-        // Keys and values are made in another stream than the queries, and their memory is given back there at once.
+        // Keys and values are made in another stream than the queries, and their memory is freed there at once.
         let (Given { q, .. }, Given { k, v, .. }) =
             (parts(&late(&packed, &shift_a)), parts(&late(&packed, &shift_b)));
         let o = flash_attn(&q, &k, &v, 0.125, true).unwrap();
@@ -109,7 +109,7 @@ fn calls_from_several_threads_give_what_one_gives() {
             given.check(&call(shared), 0.125, 0.0, CAUSAL, "one thread");
         }
         let alone = shared.each_ref().map(run);
-        // candle gives each thread a stream of its own: what is handed on must be there.
+        // candle gives each thread a stream of its own: what is passed between threads must be ready.
         device.synchronize().unwrap();
         std::thread::scope(|scope| {
             for thread in 0..4 {

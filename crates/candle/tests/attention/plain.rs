@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
-/// Numbers that look random and are the same everywhere, as (batch, length, heads, head_dim) on the CPU.
+/// Pseudo-random numbers, the same on every machine, as (batch, length, heads, head_dim) on the CPU.
 pub fn tensor(seed: u64, shape: (usize, usize, usize, usize), dtype: DType) -> Tensor {
     let count = shape.0 * shape.1 * shape.2 * shape.3;
     let value = |i: usize| {
@@ -15,12 +15,12 @@ pub fn tensor(seed: u64, shape: (usize, usize, usize, usize), dtype: DType) -> T
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Whether the query at place `i` sees key `j`; the last query's place is that of the last key.
+/// Whether the query at position `i` sees key `j`; the last query's position is that of the last key.
 pub type Sees = fn(i: i64, j: i64) -> bool;
 
 /// Every query sees every key.
 pub const ALL: Sees = |_, _| true;
-/// A query sees no key after its own place.
+/// A query sees no key after its own position.
 pub const CAUSAL: Sees = |i, j| j <= i;
 
 /// Attention of CPU tensors in f32. A query that sees no key gives zeros.
@@ -52,7 +52,7 @@ pub fn plain(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, softcap: f64, sees:
     weights.matmul(&v)?.transpose(1, 2)?.contiguous()
 }
 
-/// The largest difference; infinite where one of the two is no number.
+/// The largest difference; infinite where one of the two is not finite.
 pub fn worst(a: &Tensor, b: &Tensor) -> f32 {
     assert_eq!(a.dims(), b.dims());
     let differences = values(a).into_iter().zip(values(b)).map(|(a, b)| (a - b).abs());
@@ -65,7 +65,7 @@ pub fn values(x: &Tensor) -> Vec<f32> {
     x.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Twice the last place of the dtype near 1, which plain attention rounds to as well.
+/// Two units in the last place of the dtype near 1, which plain attention rounds to as well.
 pub fn tolerance(dtype: DType) -> f32 {
     match dtype {
         DType::F32 => 2e-6,

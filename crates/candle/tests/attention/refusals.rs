@@ -1,4 +1,4 @@
-//! What cannot be done is said, and nothing is the worse for it.
+//! What cannot be done is refused with its reason, and later calls still work.
 
 use candle_core::{DType, Device, Result, Tensor};
 use flashcore_candle::*;

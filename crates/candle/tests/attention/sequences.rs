@@ -1,4 +1,4 @@
-//! Sequences that lie one behind the other.
+//! Packed sequences, one after the other.
 
 use candle_core::{DType, Device, Tensor};
 use flashcore_candle::*;
@@ -68,7 +68,7 @@ fn every_sequence_attends_to_itself_alone() {
 #[test]
 fn parts_of_a_packed_projection_are_used_where_they_lie() {
     for device in devices() {
-        // Keys and values side by side; the last sequence is empty, and would begin behind the end of the memory.
+        // Keys and values side by side; the last sequence is empty, and would begin beyond the end of the memory.
         let packed = rows(4, [7, 5, 16], DType::F16).to_device(&device).unwrap();
         let part = |at| packed.narrow(1, at, 1).unwrap();
         let (q, k, v) = (packed.narrow(1, 0, 2).unwrap(), part(3), part(4));

@@ -1,4 +1,4 @@
-//! PTX in, cubins out, and what a loaded kernel says of itself.
+//! PTX in, cubins out, and the attributes of a loaded kernel.
 
 use crate::kernels::{BASIC, Kernels};
 use crate::report::{Report, Seen, ensure};

@@ -1,4 +1,4 @@
-//! Mistakes on purpose: each must be an error in words, and the context must work afterwards.
+//! Mistakes on purpose: each must be an error that says what is wrong, and the context must work afterwards.
 
 use crate::kernels::{BASIC, Kernels};
 use crate::report::{Report, Result, Seen, ensure};

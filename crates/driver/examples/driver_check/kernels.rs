@@ -29,8 +29,8 @@ impl Kernels {
         })
     }
 
-    /// Runs `y = a x + y` over a few thousand numbers and compares every one. What works after this has run
-    /// works: copies, launch, parameters, results.
+    /// Runs `y = a x + y` over a few thousand numbers and compares every one: this shows that copies, launch,
+    /// parameters and results work.
     pub fn prove(&self, stream: &Stream) -> Result<()> {
         let n = 5000usize;
         let x: Vec<f32> = (0..n).map(|i| i as f32).collect();

@@ -1,4 +1,4 @@
-//! What calls cost on the host: the numbers that a warm call of the library rests on.
+//! What calls cost on the host: what the time of a warm call of the library is made of.
 
 use crate::code::uncached;
 use crate::kernels::{BASIC, Kernels};

@@ -1,5 +1,5 @@
 //! The fake driver (`fake_libcuda.c`), built here by the system's C compiler and loaded like the real one. Tests of
-//! other crates use it too, each what it needs of it.
+//! other crates use parts of it too.
 #![allow(dead_code)]
 
 use flashcore_driver::{Context, Driver, DriverError};
@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::Mutex;
 use tempfile::TempDir;
 
-/// Lets the fake keep the name of every driver function that is called, for [`Fake::calls`].
+/// Makes the fake keep the name of every driver function that is called, for [`Fake::calls`].
 pub const COUNT_CALLS: &[&str] = &["-DCOUNT_CALLS", "-finstrument-functions"];
 
 /// One private copy of the fake driver: tests run side by side, and each has its own state.
@@ -75,7 +75,7 @@ impl Fake {
         unsafe { self.control.get::<extern "C" fn() -> T>(name).unwrap()() }
     }
 
-    /// What the driver was asked for since the last call, without the pushing and popping of contexts.
+    /// What the driver was asked for since the last time, without pushes and pops of contexts.
     pub fn record(&self) -> Vec<String> {
         self.raw_record().into_iter().filter(|line| line != "push" && line != "pop").collect()
     }
@@ -88,7 +88,7 @@ impl Fake {
         lines
     }
 
-    /// Lets the next call of a function fail, by its exported name, or by how it begins and a `*`.
+    /// Makes the next call of a function fail, by its exported name, or by a prefix and a `*`.
     pub fn fail(&self, function: &str, status: c_int) {
         let name = CString::new(function).unwrap();
         // SAFETY: the control function has this signature.
@@ -118,7 +118,7 @@ pub fn load_error(flags: &[&str]) -> Option<DriverError> {
     Some(unsafe { Driver::load_from(&library) }.expect_err("this library must be refused"))
 }
 
-/// A folder with the fake under the name that the system's driver has, for `LD_LIBRARY_PATH` of another process.
+/// A folder with the fake under the name of the system's driver, for `LD_LIBRARY_PATH` of another process.
 pub fn as_system_driver(flags: &[&str]) -> Option<TempDir> {
     let (directory, library) = fake_library(flags)?;
     std::fs::rename(library, directory.path().join("libcuda.so.1")).expect("room for the library");

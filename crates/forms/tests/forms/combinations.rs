@@ -1,4 +1,4 @@
-//! All combinations of an instruction's modifiers: what the checker takes, ptxas takes.
+//! All combinations of an instruction's modifiers: what the checker accepts, ptxas accepts.
 
 use flashcore_ptx::*;
 
@@ -252,7 +252,7 @@ fn kernel_of<'c>(candidates: impl IntoIterator<Item = &'c Candidate>) -> Kernel 
     kernel
 }
 
-/// Whether the checker takes the form of an instruction; what surrounds it is not its business here.
+/// Whether the checker accepts the form of an instruction; faults of the code around it do not count.
 fn is_taken(candidate: &Candidate) -> bool {
     let faults = check::kernel(&kernel_of([candidate]), Target::Sm90a);
     !faults.iter().any(|e| matches!(e.fault, Fault::Forbidden(_) | Fault::Operand { .. }))

@@ -1,4 +1,4 @@
-//! Every form of the instruction table, before ptxas: accepted by every target that claims it, at the version
+//! Every form of the instruction table, given to ptxas: accepted by every target that claims it, at the version
 //! that the table states, and refused one version and one target earlier.
 
 mod combinations;
@@ -10,7 +10,7 @@ use flashcore_forms::{Form, all_forms, fixture, joined};
 use flashcore_ptx::ptxas::{Ptxas, PtxasError};
 use flashcore_ptx::*;
 
-/// The ptxas of this machine, or none with a word on why the test is skipped.
+/// The ptxas of this machine. `None`, with the reason printed, where the test is skipped.
 pub(crate) fn ptxas() -> Option<Ptxas> {
     let found = Ptxas::find_or_skip().unwrap_or_else(|error| panic!("{error}"));
     if found.is_none() {
@@ -19,7 +19,7 @@ pub(crate) fn ptxas() -> Option<Ptxas> {
     found
 }
 
-/// A module text of several forms, and for each line with a form's main instruction which form that is.
+/// A module text of several forms, and a map from the lines of their main instructions to the forms.
 fn text<'f>(forms: &[&'f Form], isa: IsaVersion, target: Target) -> (String, BTreeMap<usize, &'f Form>) {
     let mut text = format!(".version {isa}\n.target {target}\n.address_size 64\n");
     text.push_str(".extern .shared .align 1024 .b8 smem[];\n");
@@ -27,7 +27,7 @@ fn text<'f>(forms: &[&'f Form], isa: IsaVersion, target: Target) -> (String, BTr
     for form in forms {
         let kernel = form.kernel.to_string();
         let wanted = form.text();
-        // The main instruction is the last with its text: some begin with what the fixture has, too.
+        // The main instruction is the last one with its text: the fixture may have the same one.
         let at = kernel.lines().collect::<Vec<_>>().iter().rposition(|l| l.trim() == wanted);
         lines.insert(text.lines().count() + at.expect("the instruction is printed") + 1, *form);
         write!(text, "{kernel}").expect("a string takes text");
@@ -77,7 +77,7 @@ fn ptxas_takes_every_form_on_every_target_that_claims_it_at_the_version_stated()
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
-/// The forms whose line ptxas does not complain of, of those given.
+/// Those of the given forms that ptxas does not complain about.
 fn accepted<'f>(ptxas: &Ptxas, forms: &[&'f Form], isa: IsaVersion, target: Target) -> Vec<&'f Form> {
     let (text, lines) = text(forms, isa, target);
     let refused: BTreeSet<usize> = match ptxas.assemble_text(&text, target) {
@@ -104,7 +104,7 @@ fn ptxas_refuses_every_form_one_version_earlier_than_the_table_states() {
     for pair in IsaVersion::ALL.windows(2) {
         let (earlier, version) = (pair[0], pair[1]);
         for target in Target::ALL.into_iter().filter(|t| t.isa() <= earlier) {
-            // An arrival that keeps the state is older than one that drops it; the table has one line for both.
+            // An arrival that returns the state is older than one that discards it; the table has one line for both.
             let older =
                 |f: &Form| matches!(f.inst().op, Op::MbarrierArrive { .. }) && f.inst().dst != [Arg::Sink];
             let here = |f: &&Form| f.inst().op.needs() == Needs { isa: version, target } && !older(f);

@@ -6,7 +6,7 @@ use crate::inst::*;
 use crate::modifiers::*;
 use crate::types::*;
 
-/// What a bulk copy may be given beside its addresses. `BulkHint::new()` says nothing.
+/// What a bulk copy can be given besides its addresses. `BulkHint::new()` asks for nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BulkHint {
     multicast: Option<Operand<B16>>,
@@ -14,7 +14,7 @@ pub struct BulkHint {
 }
 
 impl BulkHint {
-    /// No wish.
+    /// No hint.
     pub fn new() -> BulkHint {
         BulkHint::default()
     }
@@ -131,7 +131,7 @@ impl KernelBuilder {
         self.emit(Op::BulkCommit, Vec::new(), Vec::new());
     }
 
-    /// Waits until at most `pending` of this thread's bulk groups are open.
+    /// Waits until at most `pending` of this thread's bulk groups are in flight.
     #[track_caller]
     pub fn bulk_wait(&mut self, pending: u8) {
         self.emit(Op::BulkWait { pending, read: false }, Vec::new(), Vec::new());
@@ -234,7 +234,7 @@ impl KernelBuilder {
         self.emit(op, Vec::new(), args);
     }
 
-    /// The rank that the coordinates have; none, with the mistake recorded, where there is no such.
+    /// The rank that the coordinates have. `None`, with the mistake recorded, where no such rank exists.
     #[track_caller]
     fn rank(&mut self, coordinates: &[Operand<B32>]) -> Option<Dims> {
         let dims = Dims::from_count(coordinates.len());

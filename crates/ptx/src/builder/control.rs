@@ -114,7 +114,7 @@ impl KernelBuilder {
         self.branch(of.end, None);
     }
 
-    /// Goes on with the loop's next turn in lanes where the guard holds.
+    /// Goes on with the loop's next iteration in lanes where the guard holds.
     #[track_caller]
     pub fn continue_if(&mut self, of: Loop, guard: impl Into<Guard>) {
         self.branch(of.next, Some(guard.into()));
@@ -176,7 +176,7 @@ impl KernelBuilder {
         self.comment = comment;
     }
 
-    /// Waits by a loop on a predicate that the closure computes anew each time.
+    /// Loops until a predicate holds, which the closure computes anew each time.
     #[track_caller]
     pub(super) fn spin_until(&mut self, poll: impl FnOnce(&mut Self) -> Reg<Pred>) {
         let again = self.new_label("wait");
@@ -205,7 +205,7 @@ impl Roles<'_> {
         k.label(other);
     }
 
-    /// The code of the warps that no role was given to so far.
+    /// The code of the warps that have no role so far.
     #[track_caller]
     pub fn others(&mut self, body: impl FnOnce(&mut KernelBuilder)) {
         body(self.k);

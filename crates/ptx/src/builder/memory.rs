@@ -16,7 +16,7 @@ impl From<ClusterAddr> for Addr<B32> {
     }
 }
 
-/// How a load or store is ordered and cached. `MemHint::new()` says nothing.
+/// How a load or store is ordered and cached. `MemHint::new()` asks for nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MemHint {
     order: Order,
@@ -25,7 +25,7 @@ pub struct MemHint {
 }
 
 impl MemHint {
-    /// No wish.
+    /// No hint.
     pub fn new() -> MemHint {
         MemHint::default()
     }
@@ -71,7 +71,7 @@ fn mem_ty<T: MemType>() -> MemTy {
     }
 }
 
-/// The width for `N` elements of a type; does not compile where PTX has none.
+/// The width for `N` elements of a type. Where PTX has none, this does not compile.
 fn width<T: MemType, const N: usize>() -> Width {
     const {
         assert!(N == 1 || N == 2 || N == 4, "a load or store moves 1, 2 or 4 elements");
@@ -337,7 +337,7 @@ impl KernelBuilder {
         self.emit(op, Vec::new(), vec![dst.into().into(), src.into().into(), src_bytes.into().into()]);
     }
 
-    /// `cp.async` with everything it can be given.
+    /// `cp.async` with all its options.
     #[track_caller]
     pub fn cp_async_hint(
         &mut self,
@@ -368,7 +368,7 @@ impl KernelBuilder {
         self.emit(Op::CpAsyncCommit, Vec::new(), Vec::new());
     }
 
-    /// Waits until at most `pending` of this thread's groups are open.
+    /// Waits until at most `pending` of this thread's groups are in flight.
     #[track_caller]
     pub fn cp_async_wait(&mut self, pending: u8) {
         self.emit(Op::CpAsyncWait(pending), Vec::new(), Vec::new());
@@ -380,7 +380,7 @@ impl KernelBuilder {
         self.emit(Op::CpAsyncWaitAll, Vec::new(), Vec::new());
     }
 
-    /// Arrives at an mbarrier when this thread's copies so far are done. With `noinc` the arrival is one of
+    /// Arrives at an mbarrier when this thread's copies so far are done. With `noinc` the arrival counts as one of
     /// those that the barrier was initialised for.
     #[track_caller]
     pub fn cp_async_mbarrier_arrive(&mut self, bar: impl Into<Addr<B32>>, noinc: bool) {

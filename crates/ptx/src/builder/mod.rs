@@ -2,8 +2,8 @@
 //!
 //! A method emits one instruction and returns the registers it writes; [`KernelBuilder::set`] makes an
 //! instruction write registers that exist already. Static choices are Rust `if` and `for`; run-time control
-//! flow is structured, from [`KernelBuilder::if_`] to [`KernelBuilder::roles`]. A mistake is recorded with the author's line and comes back from
-//! [`KernelBuilder::finish`]; nothing panics.
+//! flow is structured, from [`KernelBuilder::if_`] to [`KernelBuilder::roles`]. Nothing panics: a mistake is
+//! recorded with the author's line and returned by [`KernelBuilder::finish`].
 
 mod atomics;
 mod bulk;
@@ -100,7 +100,7 @@ impl KernelBuilder {
         self
     }
 
-    /// ptxas shall leave room for this many blocks on a multiprocessor.
+    /// ptxas must leave room for this many blocks per multiprocessor.
     pub fn min_blocks_per_sm(mut self, blocks: u32) -> Self {
         self.kernel.min_blocks_per_sm = Some(blocks);
         self
@@ -145,7 +145,7 @@ impl KernelBuilder {
         (0..count).map(|_| self.reg()).collect()
     }
 
-    /// Words on what comes next: printed above the next instruction, and the label of what a simulator or the
+    /// Says what comes next: printed above the next instruction, and the label of what a simulator or the
     /// checker finds there.
     pub fn comment(&mut self, words: &str) {
         match &mut self.comment {
@@ -165,8 +165,8 @@ impl KernelBuilder {
 
     /// Emits under a predicate: only lanes where it holds execute what the closure emits.
     ///
-    /// Registers written there keep their old value in the other lanes, so give them one before. Labels and
-    /// guards cannot stand inside; for those there is [`KernelBuilder::if_`].
+    /// Registers written there keep their old value in the other lanes, so give them a value first. Labels and
+    /// guards are not allowed inside: use [`KernelBuilder::if_`] for those.
     #[track_caller]
     pub fn when<R>(&mut self, guard: impl Into<Guard>, emit: impl FnOnce(&mut Self) -> R) -> R {
         let outer = self.guard;
@@ -179,7 +179,7 @@ impl KernelBuilder {
         result
     }
 
-    /// Lets what the closure computes be written to registers that exist already.
+    /// Writes what the closure computes to registers that exist already.
     ///
     /// ```
     /// # use flashcore_ptx::{KernelBuilder, Target};
@@ -221,7 +221,7 @@ impl KernelBuilder {
         }
     }
 
-    /// Moves registers to others at once: where one is both, through new registers.
+    /// Moves registers to others, all at once: a register that is both source and destination goes through a new one.
     #[track_caller]
     fn move_all(&mut self, from: &[RegId], to: &[RegId]) {
         let crossed = to.iter().enumerate().any(|(i, id)| from[i + 1..].contains(id));
@@ -240,7 +240,7 @@ impl KernelBuilder {
         }
     }
 
-    /// The class of a register; none, with the mistake recorded, where the kernel has no such register.
+    /// The class of a register. `None`, with the mistake recorded, where the kernel has no such register.
     #[track_caller]
     fn class(&mut self, id: RegId) -> Option<RegClass> {
         let class = self.kernel.reg(id).map(|reg| reg.class);

@@ -14,25 +14,25 @@ impl KernelBuilder {
         self.emit(Op::BarSync { aligned: true }, Vec::new(), vec![Operand::<B32>::from(0).into()]);
     }
 
-    /// `bar.sync id, threads`: waits until that many threads have come to the barrier.
+    /// `bar.sync id, threads`: waits until that many threads have arrived at the barrier.
     #[track_caller]
     pub fn bar_sync(&mut self, id: impl Into<Operand<B32>>, threads: impl Into<Operand<B32>>) {
         self.emit(Op::BarSync { aligned: true }, Vec::new(), vec![id.into().into(), threads.into().into()]);
     }
 
-    /// `bar.arrive id, threads`: comes to the barrier without waiting.
+    /// `bar.arrive id, threads`: arrives at the barrier without waiting.
     #[track_caller]
     pub fn bar_arrive(&mut self, id: impl Into<Operand<B32>>, threads: impl Into<Operand<B32>>) {
         self.emit(Op::BarArrive { aligned: true }, Vec::new(), vec![id.into().into(), threads.into().into()]);
     }
 
-    /// `barrier.sync id, threads`: as [`KernelBuilder::bar_sync`], where the lanes of a warp may be apart.
+    /// `barrier.sync id, threads`: as [`KernelBuilder::bar_sync`], where the lanes of a warp may have diverged.
     #[track_caller]
     pub fn barrier_sync(&mut self, id: impl Into<Operand<B32>>, threads: impl Into<Operand<B32>>) {
         self.emit(Op::BarSync { aligned: false }, Vec::new(), vec![id.into().into(), threads.into().into()]);
     }
 
-    /// `barrier.arrive id, threads`: as [`KernelBuilder::bar_arrive`], where the lanes of a warp may be apart.
+    /// `barrier.arrive id, threads`: as [`KernelBuilder::bar_arrive`], where the lanes of a warp may have diverged.
     #[track_caller]
     pub fn barrier_arrive(&mut self, id: impl Into<Operand<B32>>, threads: impl Into<Operand<B32>>) {
         self.emit(
@@ -84,7 +84,7 @@ impl KernelBuilder {
 
 /// mbarriers.
 impl KernelBuilder {
-    /// Initialises an mbarrier for this many arrivals a phase.
+    /// Initialises an mbarrier for this many arrivals per phase.
     #[track_caller]
     pub fn mbarrier_init(&mut self, bar: impl Into<Addr<B32>>, arrivals: impl Into<Operand<B32>>) {
         self.emit(Op::MbarrierInit, Vec::new(), vec![bar.into().into(), arrivals.into().into()]);

@@ -50,7 +50,7 @@ impl Accumulator for B32 {
     const TYPE: AccTy = AccTy::F16;
 }
 
-/// The count for `N` matrices; does not compile where PTX has none.
+/// The count for `N` matrices. Where PTX has none, this does not compile.
 fn count<const N: usize>() -> MatrixCount {
     const { assert!(N == 1 || N == 2 || N == 4, "ldmatrix and stmatrix move 1, 2 or 4 matrices") };
     match N {
@@ -202,7 +202,7 @@ impl KernelBuilder {
         self.emit(Op::WgmmaCommit, Vec::new(), Vec::new());
     }
 
-    /// Waits until at most `pending` of the warpgroup's groups are open.
+    /// Waits until at most `pending` of the warpgroup's groups are in flight.
     #[track_caller]
     pub fn wgmma_wait(&mut self, pending: u8) {
         self.emit(Op::WgmmaWait(pending), Vec::new(), Vec::new());

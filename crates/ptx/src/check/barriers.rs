@@ -1,4 +1,4 @@
-//! The block's barriers: all who come to a barrier agree on how many they are, and whoever arrives is awaited.
+//! The block's barriers: every use of a barrier states the same number of threads, and every arrival has a wait.
 //!
 //! Only constant ids and counts can be compared. A barrier whose id is in a register may be any.
 

@@ -1,7 +1,7 @@
 //! Combinations of modifiers and constants that PTX forbids.
 //!
-//! What is taken here, ptxas takes: a test tries all combinations. The other way round a few are refused that ptxas
-//! would take, because they say nothing, such as a cache hint on a parameter.
+//! What passes here, ptxas accepts: a test tries all combinations. A few that ptxas would accept are refused here
+//! because they have no effect, such as a cache hint on a parameter.
 
 use crate::inst::*;
 use crate::modifiers::*;

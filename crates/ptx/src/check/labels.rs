@@ -1,4 +1,4 @@
-//! Labels: each stands once, and every branch finds its own.
+//! Labels: each is placed once, and every branch has its target.
 
 use std::collections::HashMap;
 

@@ -1,6 +1,6 @@
-//! The checker: what can be seen wrong in a kernel without running it.
+//! The checker: finds what is wrong in a kernel without running it.
 //!
-//! [`KernelBuilder::finish`](crate::KernelBuilder::finish) runs it; after an edit of a finished kernel it can be
+//! [`KernelBuilder::finish`](crate::KernelBuilder::finish) runs it. After an edit of a finished kernel it can be
 //! run again. It looks at each instruction (operands, forbidden combinations, the target), at labels and
 //! barriers, at constant shared addresses, and along every path at registers that are read before they are
 //! written and at `wgmma` stages.
@@ -21,7 +21,7 @@ use crate::inst::Op;
 use crate::module::{Kernel, Module};
 use crate::types::Target;
 
-/// The most bytes of parameters that every driver takes.
+/// The most bytes of parameters that every driver accepts.
 const MAX_PARAM_BYTES: u32 = 4096;
 
 /// Every fault of a module.

@@ -1,7 +1,7 @@
 //! The operands of an instruction: how many it has, and of which class.
 //!
-//! The builder's types give the right ones. Looking at finished instructions, and not only at the builder's calls,
-//! covers kernels that a test has edited, too.
+//! The builder's types enforce the right ones. Checking finished instructions, and not only the builder's calls,
+//! also covers kernels that a test has edited.
 
 use crate::error::Fault;
 use crate::inst::*;
@@ -268,7 +268,7 @@ fn atom_value(ty: AtomTy) -> Slot {
     }
 }
 
-/// Every operand of an instruction that is not what its place takes.
+/// Every operand of an instruction that its place does not accept.
 pub(super) fn faults(kernel: &Kernel, inst: &Inst) -> Vec<Fault> {
     let (dst, src) = signature(inst);
     let fault = |operand: String, found: String, expected: String| Fault::Operand {

@@ -1,9 +1,9 @@
-//! `wgmma` stages: what PTX leaves undefined, and ptxas answers with a C75xx note and instructions that wait for
-//! each other, or with nothing at all.
+//! `wgmma` stages that PTX leaves undefined: ptxas answers them with a C75xx note and serialised instructions, or
+//! says nothing at all.
 //!
 //! A stage is: `wgmma.fence`, one or more `mma_async`, `commit_group`, and later a `wait_group` that covers it.
 //! Between an `mma_async` and its wait nothing else may touch its accumulators or its A registers; whatever
-//! touched them before must lie before a fence. Descriptors are free: they are read when the instruction is
+//! touched them before must come before a fence. Descriptors are exempt: they are read when the instruction is
 //! issued, and ptxas takes them from wherever they are computed.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
@@ -29,7 +29,7 @@ enum Use {
 
 type Uses = BTreeMap<RegId, Use>;
 
-/// The registers that any `wgmma` of the kernel uses: no others need be followed.
+/// The registers that any `wgmma` of the kernel uses: no others need to be tracked.
 type Used = HashSet<RegId>;
 
 /// How a `wgmma` uses its registers.
@@ -39,7 +39,7 @@ fn uses(inst: &Inst, spec: &Wgmma) -> Uses {
     inst.writes().map(|reg| (reg, Use::Accumulator(spec.n))).chain(inputs).collect()
 }
 
-/// What is in flight where control stands.
+/// What is in flight at one point of the program.
 #[derive(Clone, PartialEq, Default)]
 struct State {
     /// A fence has been executed on every path.

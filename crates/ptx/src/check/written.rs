@@ -5,7 +5,7 @@
 //! branches: what an `if_` on a predicate writes can be read in a later `if_` or guard on that predicate.
 //!
 //! Whether an accumulator of `wgmma` is read depends on scale-d. It counts as read only where scale-d is the
-//! constant true: with a predicate the first turn of a loop overwrites it.
+//! constant true: with a predicate the first iteration of a loop overwrites it.
 
 use std::collections::BTreeSet;
 
@@ -18,10 +18,10 @@ use crate::types::{Guard, RegClass, RegId};
 /// A predicate register and the value it has.
 type Known = (RegId, bool);
 
-/// What is known where control stands.
+/// What is known at one point of the program.
 #[derive(Clone, PartialEq, Default)]
 struct State {
-    /// Registers that are written on every path: a bit each.
+    /// Registers that are written on every path: one bit per register.
     written: Vec<u64>,
     /// Registers that are written wherever a predicate has a value.
     written_if: BTreeSet<(RegId, Known)>,
@@ -57,7 +57,7 @@ impl State {
     /// Applies the writes of an instruction of the kernel.
     fn step(&mut self, inst: &Inst, kernel: &Kernel) {
         for reg in inst.writes() {
-            // What hung on the old value of a predicate is no longer known.
+            // What depended on the old value of a predicate is no longer known.
             if kernel.reg(reg).is_some_and(|info| info.class == RegClass::Pred) {
                 self.known.retain(|(pred, _)| *pred != reg);
                 self.written_if.retain(|(_, (pred, _))| *pred != reg);
@@ -71,7 +71,7 @@ impl State {
                         self.written_if.insert((reg, (pred, value)));
                     }
                 }
-                Some(_) => {} // `@p` writes its own p: nothing is gained
+                Some(_) => {} // `@p` writes its own p: nothing is learned
                 None => self.write(reg),
             }
         }
@@ -87,8 +87,8 @@ impl State {
         }
         let mut candidates: BTreeSet<(RegId, Known)> =
             states.iter().flat_map(|s| s.written_if.iter().copied()).collect();
-        // Written on one path, while on another a predicate has a value: then it is written where the
-        // predicate has not that value.
+        // Written on one path, while on another a predicate has a known value: then it is written where the
+        // predicate does not have that value.
         for state in states {
             let elsewhere: Vec<Known> = states
                 .iter()
@@ -113,7 +113,7 @@ impl State {
     }
 }
 
-/// The registers that an instruction needs written; see the module's words on accumulators.
+/// The registers that must be written before an instruction; see the module's text on accumulators.
 fn reads(inst: &Inst) -> Vec<RegId> {
     let accumulates =
         matches!(inst.op, Op::Wgmma(_)) && matches!(inst.src.last(), Some(Arg::Imm(imm)) if imm.bits == 1);
@@ -135,7 +135,7 @@ pub(super) fn check(kernel: &Kernel, flow: &Flow, at: &mut dyn FnMut(usize, Faul
         }
     }
 
-    // Forward to a fixed point; a block that is not reached yet says nothing.
+    // Forward to a fixed point; a block that is not reached yet contributes nothing.
     let mut at_end: Vec<Option<State>> = vec![None; flow.blocks.len()];
     let arrive = |b: usize, at_end: &[Option<State>]| {
         let mut states: Vec<State> = before[b]

@@ -2,7 +2,7 @@
 //!
 //! It reads one module of kernels with scalar parameters, registers of every class, static shared memory, and the
 //! instructions that need no description of their own: arithmetic, comparisons, conversions, branches, loads and stores,
-//! shuffles and block barriers. What else PTX has is refused with its line, never guessed at; the whole is then put to
+//! shuffles and block barriers. Anything else is refused with its line, never guessed at. The module then goes through
 //! the same checks as a kernel that was built here.
 //!
 //! ```
@@ -38,28 +38,28 @@ use operands::Operands;
 use source::{Source, unexpected};
 use tokens::{Token, Tokens, integer};
 
-/// Bytes of a text: what is longer was not written for a person or made by a compiler.
+/// The most bytes of a text: anything longer was neither written by a person nor made by a compiler.
 const MOST_TEXT: usize = 16 << 20;
 
-/// Bytes of shared memory that a text can declare; a launch may give more of it, without a name.
+/// The most bytes of shared memory that a text can declare; a launch can give more, without a name.
 const MOST_STATIC_SHARED: u32 = 48 << 10;
 
-/// Registers that a kernel may declare.
+/// The most registers that a kernel can declare.
 const MOST_REGISTERS: usize = 1 << 16;
 
-/// Instructions and labels that a kernel may have.
+/// The most instructions and labels of a kernel.
 const MOST_INSTRUCTIONS: usize = 1 << 17;
 
-/// Labels and branches times registers: what is known of a kernel is kept for each pair.
+/// The most labels and branches times registers: the checker keeps facts for each pair.
 const MOST_PAIRS: usize = 1 << 24;
 
-/// Characters of a message.
+/// The most characters of a message.
 const MOST_WORDS: usize = 500;
 
-/// Why a text is not read.
+/// Why a text is refused.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ReadError {
-    /// Something that is no PTX, or PTX that is not read here.
+    /// Something that is not PTX, or PTX that is not read here.
     #[error("line {line}: {what}")]
     At {
         /// The line of the text.
@@ -72,7 +72,7 @@ pub enum ReadError {
     Checked(Box<BuildError>),
 }
 
-/// An error at a line. What it repeats of the text is cut where nobody reads on.
+/// An error at a line. What it quotes of the text is cut to a readable length.
 fn at(line: usize, what: impl Into<String>) -> ReadError {
     let mut what = what.into();
     if let Some((end, _)) = what.char_indices().nth(MOST_WORDS) {
@@ -152,7 +152,7 @@ struct Reader<'a> {
     joints: usize,
 }
 
-/// `.reqntid` and its like: up to three numbers.
+/// `.reqntid` and similar: up to three numbers.
 fn dimensions(source: &mut Source<'_>) -> Result<[u32; 3], ReadError> {
     let mut dims = [1; 3];
     for (d, dim) in dims.iter_mut().enumerate() {
@@ -265,7 +265,7 @@ impl<'a> Reader<'a> {
                     .ok_or_else(|| at(line, format!("a parameter of the type .{ty} is not read here")))?,
                 (line, token) => return unexpected(line, token, "a parameter's type"),
             };
-            // What a pointer points to says nothing that is needed.
+            // What a pointer points to is not needed.
             if source.peek()? == Some(Token::Dot("ptr")) {
                 source.next()?;
                 if matches!(source.peek()?, Some(Token::Dot("global" | "shared" | "const" | "local"))) {

@@ -1,13 +1,13 @@
-//! The text of a module, read word by word: what must stand next, and what is said where something else does.
+//! The text of a module, read word by word: what must come next, and the error where something else does.
 
 use super::tokens::{Token, Tokens, integer};
 use super::{ReadError, at, word};
 use crate::types::{IsaVersion, Target};
 
-/// Characters of a statement that a message repeats.
+/// The most characters of a statement that a message quotes.
 const MOST_REPEATED: usize = 120;
 
-/// Something stands where another thing must.
+/// The error for one thing where another must be.
 pub fn unexpected<T>(line: usize, token: Token<'_>, wanted: &str) -> Result<T, ReadError> {
     Err(at(line, format!("{} stands where {wanted} must", word(token))))
 }
@@ -128,7 +128,7 @@ impl<'a> Source<'a> {
         Ok(target)
     }
 
-    /// The tokens of a statement up to its semicolon, and its text as a message repeats it.
+    /// The tokens of a statement up to its semicolon, and its text as a message quotes it.
     pub fn statement(&mut self) -> Result<(Vec<Token<'a>>, String), ReadError> {
         let line = self.line()?;
         let start = self.tokens.rest();

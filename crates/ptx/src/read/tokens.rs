@@ -22,7 +22,7 @@ pub struct Tokens<'a> {
     line: usize,
 }
 
-/// Whether a character may stand in a name after the first one.
+/// Whether a character may follow the first one in a name.
 fn follows(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '_' || c == '$'
 }
@@ -53,7 +53,7 @@ impl<'a> Tokens<'a> {
         self.take(self.rest.find(|c| !belongs(c)).unwrap_or(self.rest.len()))
     }
 
-    /// Goes to the next token, over space and comments.
+    /// Goes to the next token, past whitespace and comments.
     pub fn skip_space(&mut self) -> Result<(), ReadError> {
         loop {
             let space = self.take_while(|c| matches!(c, ' ' | '\t' | '\r' | '\n'));
@@ -143,7 +143,7 @@ pub fn integer(text: &str) -> Option<u64> {
 }
 
 /// The value of a float: `0f` and the eight digits of its bits, `0d` and sixteen, or a decimal number with a point or an
-/// exponent. Only that one may have a minus before it.
+/// exponent. Only a decimal number may have a minus before it.
 pub fn float(negative: bool, text: &str) -> Option<f32> {
     let bits = |digits: &str, count: usize| {
         let whole = digits.len() == count && digits.bytes().all(|b| b.is_ascii_hexdigit());

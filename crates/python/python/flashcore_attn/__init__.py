@@ -4,7 +4,7 @@
     from flashcore_attn import flash_attn_func                # flash-attn's
     from flashcore_attn import attention                      # our own: torch, numpy, DLPack
 
-``info()`` says what there is to run on, ``can_use(...)`` whether a call is taken and why not, ``explain(...)`` how
+``info()`` says what there is to run on, ``can_use(...)`` whether a call is supported and why not, ``explain(...)`` how
 it would run. Importing this touches no GPU and does not import torch.
 """
 
@@ -37,7 +37,7 @@ __version__: str = _native.__version__
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_native.after_fork)
 
-#: Where what needs torch is defined; it is imported when it is first asked for.
+#: The modules of the names that need torch; they are imported on first use.
 _WITH_TORCH = {
     "flash_attn_func": "_flash",
     "flash_attn_kvpacked_func": "_flash",
@@ -52,7 +52,7 @@ _WITH_TORCH = {
 }
 
 
-# A type checker must not see this: it would take any misspelled name for one that exists.
+# Hidden from type checkers: they would accept any misspelled name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""FlashCore's own functions, for torch tensors, numpy arrays and whatever speaks DLPack."""
+"""FlashCore's own functions, for torch tensors, numpy arrays and other arrays that support DLPack."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from . import _native
 from ._errors import FlashCoreError
 from ._options import integers, mask_of
 
-#: Arrays of one library: torch's tensors, numpy's arrays, or others that speak DLPack.
+#: Arrays of one library: torch tensors, numpy arrays, or others that support DLPack.
 Array = TypeVar("Array")
-#: How many keys a query sees before and after its own place; None or -1 is all of them.
+#: How many keys a query sees before and after its own position; None or -1 is all of them.
 Window = tuple[int | None, int | None]
 #: How the shape of arrays is ordered: (batch, heads, length, head_dim) or (batch, length, heads, head_dim).
 Layout = Literal["bhsd", "bshd"]
 
-#: What computes on torch tensors, imported when the first one comes.
+#: The function for torch tensors, imported at the first call with one.
 _attend: Callable[..., Any] | None = None
 
 
@@ -36,7 +36,7 @@ def _torch_tensor(array: object) -> bool:
 
 
 def _lengths(key_lengths: object) -> list[int] | None:
-    """Key lengths as a list, whatever they came as."""
+    """Key lengths of any kind as a list."""
     return None if key_lengths is None else integers("key_lengths", key_lengths)
 
 
@@ -76,18 +76,18 @@ def attention(
     """Exact attention, softmax(scale · q kᵀ) v, in one pass.
 
     q is (batch, heads, length, head_dim), or (batch, length, heads, head_dim) with ``layout="bshd"``; k and v may
-    have another length and fewer heads (each serves as many query heads), v another head_dim. Arrays are read where
-    they lie, with any strides as long as the last is 1; torch tensors that lie otherwise, or that no fast kernel of
-    the GPU reads, are copied, which is said once. The result is of q's kind, with its order in memory.
+    have another length and fewer heads (each serves as many query heads), v another head_dim. Arrays are read in
+    place, with any strides as long as the last is 1; torch tensors with other strides, or that no fast kernel of the
+    GPU reads, are copied, with one warning. The result is of q's kind, with its order in memory.
 
-    causal: a query sees the keys up to its own place. The last query sees the last key, or, with ``top_left``, the
+    causal: a query sees the keys up to its own position. The last query sees the last key, or, with ``top_left``, the
         first query the first key.
-    window: (left, right), how many keys a query sees before and after its own place; None or -1 is all of them.
+    window: (left, right), how many keys a query sees before and after its own position; None or -1 is all of them.
     key_lengths: how many keys each batch entry has, one integer each; the rest is never read.
-    scale: what scores are multiplied with, by default 1/√head_dim.
+    scale: what scores are multiplied by, by default 1/√head_dim.
     softcap: scores become softcap · tanh(score / softcap); 0 is off.
-    return_lse: also return the logarithm of the sum of exponentials, float32, as (batch, heads, length); beside
-        float64, which torch tensors may have, it is float64.
+    return_lse: also return the logarithm of the sum of exponentials, float32, as (batch, heads, length); for float64
+        torch tensors it is float64.
     out: an array to write into instead of a new one (not with gradients).
     """
     mask, left, right = mask_of(causal, top_left, window)
@@ -116,7 +116,7 @@ def can_use(
     softcap: float = 0.0,
     layout: Layout = "bhsd",
 ) -> tuple[bool, str]:
-    """Whether ``attention`` takes this call: (True, the device that would run it) or (False, why not).
+    """Whether ``attention`` supports this call: (True, the device that would run it) or (False, why not).
 
     Nothing is computed, and arrays are not read beyond their shapes.
     """
@@ -148,8 +148,8 @@ def explain(
 ) -> str:
     """The plan of a call as text: the problem, the kernel, its schedule, why, and the launch.
 
-    The plan is made for the device where the tensors lie, or for a typical GPU of a target such as ``"sm_80"`` or
-    ``"sm_90a"``, which need not be there.
+    The plan is made for the device that the tensors are on, or for a typical GPU of a target such as ``"sm_80"`` or
+    ``"sm_90a"``, which this machine need not have.
     """
     mask, left, right = mask_of(causal, top_left, window)
     if _torch_tensor(q):

@@ -1,4 +1,4 @@
-"""Arguments as people give them: what is of the wrong kind is an error that says so, before anything looks inside."""
+"""Checks of arguments: one of the wrong kind is an error that says so, before anything uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ._errors import ContractError, UnsupportedError
 from ._options import integers, number
 
-#: What computes: float64 in torch's operations, the others in the engine.
+#: The supported dtypes: float64 in torch's operations, the others in the engine.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -43,7 +43,7 @@ def together(dtypes: Sequence[torch.dtype] = DTYPES, **given: Tensor) -> None:
 
 
 def dimensions(shape: str, **given: Tensor) -> None:
-    """Raises unless the tensors have the dimensions that a text names, such as "(batch, length)"."""
+    """Raises unless the tensors have the dimensions that `shape` names, such as "(batch, length)"."""
     count = shape.count(",") + 1
     for name, x in given.items():
         if x.dim() != count:
@@ -76,12 +76,12 @@ def fit(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def options(scale: object, softcap: object) -> tuple[float | None, float]:
-    """The scale and the softcap, or an error if they are no numbers."""
+    """The scale and the softcap, or an error if they are not numbers."""
     return (None if scale is None else number("scale", scale)), number("softcap", softcap)
 
 
 def lengths(name: str, given: object, batch: int) -> Tensor | list[int]:
-    """Integers, one for each batch entry: a tensor as it is, anything else as a list."""
+    """Integers, one per batch entry: a tensor as it is, anything else as a list."""
     found = given if isinstance(given, Tensor) else integers(name, given)
     if isinstance(found, Tensor):
         if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:

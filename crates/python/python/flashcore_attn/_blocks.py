@@ -1,8 +1,8 @@
 """Attention and its gradient in plain torch operations.
 
 The gradient computes scores again from q and k, a block of queries at a time, so memory stays bounded however long the
-sequences are; the saved lse makes the second softmax a single exp. Sums are float32, and float64 for float64, whose
-forward pass is here, too: the engine has no float64.
+sequences are; the saved lse makes the second softmax a single exp. Sums are float32, and float64 for float64. The
+forward pass of float64 is here too: the engine has no float64.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-#: Scores that are held at once.
+#: The most scores that are held at once.
 _BLOCK_ELEMENTS = 1 << 24
 
 #: Which keys the queries from `first` to `end` see, broadcastable to (batch, heads, queries, keys); None is all.
@@ -58,7 +58,7 @@ def visible_of(
 
 
 def scale_of(scale: float | None, head_dim: int) -> float:
-    """The scale that a call has by default. Without a head_dim all scores are 0 whatever it is."""
+    """The default scale. With a head_dim of 0 all scores are 0 whatever it is."""
     return float(max(head_dim, 1)) ** -0.5 if scale is None else scale
 
 
@@ -83,7 +83,7 @@ def forward(
         if seen is not None:
             scores = torch.where(_per_group(seen), scores, -torch.inf)
         part = torch.logsumexp(scores, -1, keepdim=True)
-        # Where no key is seen every weight is exp(-inf - 0).
+        # Where no key is seen, every weight is exp(-inf - 0).
         weights = torch.exp(scores - torch.where(part == -torch.inf, 0.0, part))
         o[:, :, rows] = (weights @ values).flatten(1, 2).to(o.dtype)
         lse[:, :, rows] = part.flatten(1, 2).squeeze(-1)
@@ -130,7 +130,7 @@ def backward(
 
 
 class _Group:
-    """Query heads beside the kv head that serves them: (batch, kv heads, query heads of one, length, head_dim)."""
+    """Query heads grouped by kv head: (batch, kv heads, query heads per kv head, length, head_dim)."""
 
     def __init__(self, q: Tensor, k: Tensor) -> None:
         self.heads_kv, self.len_q = k.size(1), q.size(2)
@@ -145,13 +145,13 @@ class _Group:
         return x.to(self.dtype).unsqueeze(2)
 
     def blocks(self) -> Iterator[slice]:
-        """Queries, as many at once as may be held."""
+        """Blocks of queries, as many at once as may be held."""
         step = max(1, _BLOCK_ELEMENTS // max(self.row, 1))
         for first in range(0, self.len_q, step):
             yield slice(first, min(first + step, self.len_q))
 
     def scores(self, q: Tensor, keys: Tensor, scale: float | None, softcap: float) -> tuple[Tensor, Tensor | None]:
-        """Scores of queries, and the tanh that bent them if there is a softcap."""
+        """Scores of queries, and their tanh if there is a softcap."""
         scores = self.split(q) @ keys.mT * scale_of(scale, q.size(3))
         if not softcap:
             return scores, None

@@ -1,4 +1,4 @@
-"""What a call can raise. Each error is also of the builtin class that a caller would expect."""
+"""The errors of a call. Each is also an instance of the builtin class that a caller would expect."""
 
 
 class FlashCoreError(Exception):
@@ -10,11 +10,11 @@ class ContractError(FlashCoreError, ValueError):
 
 
 class UnsupportedError(FlashCoreError, NotImplementedError):
-    """The call is right, but this device or this function does not do it."""
+    """The call is valid, but this device or this function does not support it."""
 
 
 class DeviceError(FlashCoreError, RuntimeError):
-    """The device is not there, or failed."""
+    """The device is missing, or failed."""
 
 
 for _class in (FlashCoreError, ContractError, UnsupportedError, DeviceError):

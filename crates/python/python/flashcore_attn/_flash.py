@@ -1,8 +1,8 @@
-"""flash-attn's functions, with its signatures and its meaning, as far as the kernels reach.
+"""flash-attn's functions, with its signatures and semantics, as far as the kernels support them.
 
 Shapes are (batch, length, heads, head_dim), packed sequences (token, heads, head_dim). Causal masks and windows are
-aligned bottom-right. The arguments are flash-attn 2's; those of flash-attn 3 may be given by name. What the kernels do
-not do (dropout, ALiBi, paged caches, …) raises ``UnsupportedError``.
+aligned bottom-right. The arguments are flash-attn 2's; those of flash-attn 3 can be given by name. What the kernels do
+not support (dropout, ALiBi, paged caches, …) raises ``UnsupportedError``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ._torch import attend, cast, check, check_gradient
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: How far a window reaches to the left and to the right; -1 is without limit.
+#: How far a window reaches to the left and to the right; -1 is no limit.
 Window = tuple[int, int]
 
 
 class _Fa3(TypedDict, total=False):
-    # Taken as hints: how the work is laid out is decided here.
+    # Accepted as hints and ignored: FlashCore plans the work itself.
     pack_gqa: bool | None
     sm_margin: int
-    # Refused where they ask for something.
+    # Refused unless None or 0.
     qv: Tensor | None
     q_descale: Tensor | None
     k_descale: Tensor | None
@@ -37,13 +37,13 @@ class _Fa3(TypedDict, total=False):
 
 
 class Fa3(_Fa3, total=False):
-    """What flash-attn 3 takes beside the arguments of flash-attn 2."""
+    """What flash-attn 3 takes in addition to the arguments of flash-attn 2."""
 
     num_splits: int
 
 
 class Fa3Cache(_Fa3, total=False):
-    """What flash-attn 3's cache takes beside the arguments of flash-attn 2's."""
+    """What flash-attn 3's cache takes in addition to the arguments of flash-attn 2's."""
 
     scheduler_metadata: Tensor | None
     max_seqlen_q: int | None
@@ -60,7 +60,7 @@ _PAGES = "caches in pages are not read. Give the cache as (batch, length, heads,
 _PACKED_CACHE = "packed tokens do not go to a cache here. Give q, k and v as (batch, length, heads, head_dim)"
 _ROTATE = "positions are not rotated here. Rotate q and k before the call, and leave {name} out"
 
-#: What is refused where it asks for something, and what to do instead.
+#: What is refused unless it is None or 0, and what to do instead.
 _REFUSED = {
     "qv": _ELSE,
     "q_descale": _FLOAT8,
@@ -91,7 +91,7 @@ _FA3_CACHE = (
 
 
 def _refuse(**given: object) -> None:
-    """Raises for the first option that asks for something."""
+    """Raises for the first option that is neither None nor 0."""
     for name, value in given.items():
         is_tensor = isinstance(value, Tensor)
         if is_tensor or (value is not None and value != 0):
@@ -100,7 +100,7 @@ def _refuse(**given: object) -> None:
 
 
 def _fa3(function: str, known: tuple[str, ...], given: dict[str, Any]) -> None:
-    """Raises for what flash-attn 3 knows and FlashCore does not, and for what neither knows."""
+    """Raises for options that flash-attn 3 has and FlashCore does not, and for unknown ones."""
     for name, value in given.items():
         if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
@@ -109,13 +109,13 @@ def _fa3(function: str, known: tuple[str, ...], given: dict[str, Any]) -> None:
 
 
 def _dropout(dropout_p: float) -> None:
-    """Raises unless it is 0. Something else than a number is an argument of flash-attn 3 in flash-attn 2's place."""
+    """Raises unless it is 0. What is not a number is an argument of flash-attn 3 in the place of flash-attn 2's."""
     number("dropout_p", dropout_p)
     _refuse(dropout_p=dropout_p)
 
 
 def _unpacked(name: str, packed: Tensor, dim: int, count: int, shape: str) -> tuple[Tensor, ...]:
-    """The tensors that lie side by side in one."""
+    """The tensors that are packed into one."""
     _arguments.tensors(**{name: packed})
     if packed.dim() != shape.count(",") + 1 or packed.size(dim) != count:
         raise ContractError(f"{name} has shape {tuple(packed.shape)}, possible is {shape}")
@@ -151,7 +151,7 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
     """Attention of q (batch, length, heads, head_dim) to k and v with as many or fewer heads.
 
-    With ``return_attn_probs``, also lse (batch, heads, length) and None: probabilities are never made. The result
+    With ``return_attn_probs``, also lse (batch, heads, length) and None: probabilities are never stored. The result
     is always deterministic.
     """
     _dropout(dropout_p)
@@ -192,7 +192,7 @@ def flash_attn_qkvpacked_func(
     window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, **fa3: Unpack[Fa3],
 ) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
-    """The same with q, k and v in one tensor (batch, length, 3, heads, head_dim), read where they lie."""
+    """The same with q, k and v in one tensor (batch, length, 3, heads, head_dim), read in place."""
     q, k, v = _unpacked("qkv", qkv, 2, 3, "(batch, length, 3, heads, head_dim)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -227,7 +227,7 @@ def flash_attn_kvpacked_func(
     window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, **fa3: Unpack[Fa3],
 ) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
-    """The same with k and v in one tensor (batch, length, 2, heads, head_dim), read where they lie."""
+    """The same with k and v in one tensor (batch, length, 2, heads, head_dim), read in place."""
     k, v = _unpacked("kv", kv, 2, 2, "(batch, length, 2, heads, head_dim)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -313,7 +313,7 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tenso
     if ends_q.numel() != ends_k.numel():
         given = f"{ends_q.numel()} and {ends_k.numel()}"
         raise ContractError(f"cu_seqlens_q and cu_seqlens_k have {given} elements. Give both one more than sequences")
-    # As one sequence each, the tokens have four dimensions.
+    # Taken as one sequence, the tokens have four dimensions.
     _arguments.fit(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
 
 
@@ -344,7 +344,7 @@ def flash_attn_varlen_qkvpacked_func(
     window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, **fa3: Unpack[Fa3],
 ) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
-    """``flash_attn_varlen_func`` with q, k and v in one tensor (token, 3, heads, head_dim), read where they lie."""
+    """``flash_attn_varlen_func`` with q, k and v in one tensor (token, 3, heads, head_dim), read in place."""
     q, k, v = _unpacked("qkv", qkv, 1, 3, "(token, 3, heads, head_dim)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
@@ -383,7 +383,7 @@ def flash_attn_varlen_kvpacked_func(
     window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, **fa3: Unpack[Fa3],
 ) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
-    """``flash_attn_varlen_func`` with k and v in one tensor (token, 2, heads, head_dim), read where they lie."""
+    """``flash_attn_varlen_func`` with k and v in one tensor (token, 2, heads, head_dim), read in place."""
     k, v = _unpacked("kv", kv, 1, 2, "(token, 2, heads, head_dim)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -429,7 +429,7 @@ def flash_attn_with_kvcache(
     """Attention of q (batch, length, heads, head_dim) to a cache (batch, cache length, heads, head_dim) of which
     entry b holds ``cache_seqlens[b]`` tokens; ``cache_leftpad[b]`` of them, at its start, are padding.
 
-    k and v, if given, are new tokens that are first written into the cache behind those. There is no gradient.
+    k and v, if given, are new tokens that are first written into the cache after those. There is no gradient.
     """
     _refuse(
         rotary_cos=rotary_cos,
@@ -469,7 +469,7 @@ def _held(cache_seqlens: object, batch: int) -> Tensor | None:
 
 
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-    """Writes new tokens behind those that the cache holds. Returns how many it holds then.
+    """Writes new tokens after those that the cache holds. Returns how many it holds then.
 
     Lengths on the host are checked. On a GPU torch checks them where it writes, without the host having to wait.
     """

@@ -1,8 +1,8 @@
-"""The mask that models of transformers pass from layer to layer.
+"""The mask that transformers models pass from layer to layer.
 
-A model asks for a mask before it knows, or says, who will read it: FlashCore, or attention of the model's own. So the
-mask is a tensor that both understand. FlashCore reads a few numbers from it; any other operation gets the mask of
-``"eager"`` in full, which is made only then.
+A model asks for a mask before it is known what will read it: FlashCore, or the model's own attention. So the mask is a
+tensor that both understand. FlashCore reads a few numbers from it; any other operation gets the mask of ``"eager"`` in
+full, which is made only then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._blocks import visible_of
 
 
 class Pattern(NamedTuple):
-    """What queries see, in the numbers that a call takes. None stands for the first key and the end of all keys.
+    """What queries see, as the numbers that a call takes. None means the first key or the end of all keys.
 
     Numbers that change from pass to pass are tensors: a compiled model neither reads them nor is compiled for them.
     """
@@ -32,7 +32,7 @@ class Pattern(NamedTuple):
 
 
 def _without_values() -> frozenset[Callable[..., Any]]:
-    """What can be asked of a tensor without looking at its elements."""
+    """What a tensor answers without reading its elements."""
     with_values = ("T", "mT", "H", "mH", "data", "real", "imag")
     properties = {
         getattr(Tensor, name).__get__
@@ -52,7 +52,7 @@ _WITHOUT_VALUES = _without_values()
 class FusedMask(Tensor):
     """A mask of shape (batch, 1, queries, keys): 0 where a query sees a key, the lowest number where it does not.
 
-    Behind it lies a single NaN, so that whoever reads the memory past ``__torch_function__`` cannot miss it.
+    Its memory holds a single NaN, so that code which bypasses ``__torch_function__`` cannot miss it.
     """
 
     #: A pattern, or what queries see as booleans where no pattern is known.
@@ -64,7 +64,7 @@ class FusedMask(Tensor):
     def of(seen: Pattern | Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A mask of this shape."""
         if is_compiling() and not is_dynamo_compiling():
-            # torch.export has tensors of a class of its own. They are full, and only say what they stand for.
+            # torch.export has its own tensor class. There the mask has all its elements, and carries its pattern.
             full = _with_elements(seen, shape, dtype, device)
             noted: Any = full
             noted._flashcore_seen = seen, full._version
@@ -81,20 +81,20 @@ class FusedMask(Tensor):
         if is_compiling():
             self._full = _with_elements(*made)
             return self._full
-        # A tensor of inference mode would not count its changes.
+        # A tensor made in inference mode would not count its changes.
         with torch.inference_mode(False):
             full = _with_elements(*made)
         self._full, self._version_made = full, full._version
         return full
 
     def unchanged(self) -> bool:
-        """Whether ``seen`` is still what the mask says. A graph cannot tell, so there it must not have been made."""
+        """Whether ``seen`` still describes the mask. A graph cannot tell once the full mask was made."""
         if self._full is None:
             return True
         return not is_compiling() and self._full._version == self._version_made
 
     def _moved(self, *args: Any, **options: Any) -> Tensor:
-        """``Tensor.to``, which keeps the pattern as long as the result is of floating point."""
+        """``Tensor.to``, which keeps the pattern as long as the result is floating-point."""
         to = torch.empty((), dtype=self.dtype, device=self.device).to(*args, **options)
         if not to.is_floating_point() or not self.unchanged():
             return self.full().to(*args, **options)
@@ -127,7 +127,7 @@ class FusedMask(Tensor):
 
 
 def seen_of(mask: Tensor) -> Pattern | Tensor | None:
-    """What a mask of ours stands for; None for any other mask, and for one that was changed since."""
+    """The pattern of one of our masks; None for any other mask, and for one that was changed since."""
     if isinstance(mask, FusedMask):
         return mask.seen if mask.unchanged() else None
     if is_compiling() and not is_dynamo_compiling():
@@ -148,5 +148,5 @@ def _with_elements(seen: Pattern | Tensor, shape: tuple[int, ...], dtype: torch.
         visible = visible_to(0, queries.size(2))
     zero = torch.zeros((), dtype=dtype, device=device)
     mask = zero if visible is None else torch.where(visible, zero, torch.finfo(dtype).min)
-    # Expanded elements would share memory, which an operation in place must not find.
+    # Expanded elements would share memory, which breaks in-place operations.
     return mask.expand(shape).contiguous()

@@ -1,8 +1,8 @@
 """FlashCore behind torch's own ``scaled_dot_product_attention``.
 
-torch lets libraries register an implementation of its flash attention, which the user then activates: from there on
-every call that torch would give to its flash kernels comes here, forward; the backward pass stays torch's own, which
-needs nothing but the output and lse. Calls that FlashCore does not take go to the kernel that was there before.
+torch lets libraries register an implementation of its flash attention, which the user then activates. From then on
+every forward call that torch would give to its flash kernels comes here. The backward pass stays torch's own, which
+needs only the output and lse. Calls that FlashCore does not support go to the kernel that was there before.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _activate() -> _Handle:
 
 
 def _or_before(name: str, key: str, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Our kernel, and the one that was there before for what ours declines."""
+    """Our kernel, with the one that was there before for what ours declines."""
     before = torch.library.get_kernel(f"aten::{name}", key)
 
     def kernel(keyset: Any, *args: Any, **options: Any) -> Any:

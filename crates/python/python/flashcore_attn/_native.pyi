@@ -1,4 +1,4 @@
-"""The extension module. Its functions are what the package's own are made of; they may change at any time."""
+"""The extension module behind the package. Its functions are not public and may change at any time."""
 
 from collections.abc import Callable
 from typing import Any

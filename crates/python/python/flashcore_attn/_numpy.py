@@ -1,4 +1,4 @@
-"""Outputs for arrays that are not torch's: numpy's own, or what the array's library makes."""
+"""Outputs for arrays that are not torch's: made by numpy, or by the array's own library."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ._errors import UnsupportedError
 
 
 def outputs(q: Any, v: Any, layout: str, with_out: bool, with_lse: bool) -> tuple[Any | None, Any | None]:
-    """An output and a place for lse beside q, as far as they are wanted."""
+    """An output and memory for lse like q, as far as they are wanted."""
     if not (with_out or with_lse):
         return None, None
     if not (hasattr(q, "shape") and len(q.shape) == 4 and hasattr(v, "shape") and len(v.shape) == 4):
-        # Whatever is wrong, the call says it; it comes to that before it looks at outputs.
+        # The call reports what is wrong before it uses the outputs.
         return None, None
     namespace = _namespace(q)
     on_device = {} if namespace.__name__ == "numpy" else {"device": q.device}
@@ -30,13 +30,13 @@ def outputs(q: Any, v: Any, layout: str, with_out: bool, with_lse: bool) -> tupl
 
 
 def _heads_inside(q: Any) -> bool:
-    """Whether q's second dimension lies inside its third in memory, so that the output does too."""
+    """Whether q's second dimension is inside its third in memory, as it will be in the output."""
     strides = getattr(q, "strides", None)
     return strides is not None and q.shape[1] > 1 and q.shape[2] > 1 and 0 < strides[1] < strides[2]
 
 
 def _namespace(q: Any) -> Any:
-    """The library that makes arrays like q which may be written."""
+    """The library that makes writable arrays like q."""
     kind = type(q).__module__.partition(".")[0]
     if kind == "numpy":
         import numpy

@@ -1,7 +1,7 @@
 """The operators ``torch.ops.flashcore.*``: what torch.compile, export, autograd and dispatch modes see.
 
 Shapes are (batch, heads, length, head_dim). ``attention`` takes its mask as numbers, ``attention_masked`` as a
-tensor whose values are looked at when it runs, ``attention_varlen`` takes packed sequences. Each has a fake kernel
+tensor whose values are read when it runs, ``attention_varlen`` takes packed sequences. Each has a fake kernel
 and a gradient.
 """
 
@@ -25,7 +25,7 @@ from ._torch import as_list, empty_lse, empty_output, lse_dtype, native_lengths,
 # torch has no types for these.
 _torch_library: Any = torch.library
 _library = _torch_library.Library("flashcore", "DEF")
-# Strides are part of what was asked for: the kernels read any order without a copy, as long as rows are whole.
+# Strides must reach the operator unchanged: the kernels read any order without a copy, as long as rows are contiguous.
 _strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 #: Results of an operator.
@@ -44,16 +44,16 @@ def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) ->
 
 
 def _differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """Gives an operator its gradient, also under torch.func, and the refusal of forward mode.
+    """Gives an operator its gradient, also under torch.func, and makes it refuse forward mode.
 
-    torch.library.register_autograd would do neither: its gradients are refused by torch.func, and it drops the
-    derivatives of forward mode without a word. So the kernel for autograd is written out here. torch.func calls it
-    once for each of its levels, and hence the function is one of a single level.
+    torch.library.register_autograd would do neither: torch.func refuses its gradients, and it silently drops the
+    derivatives of forward mode. So the kernel for autograd is written out here. torch.func calls it once per level,
+    so the function is a single-level one.
     """
     operator = getattr(torch.ops.flashcore, name).default
 
     def compute(*args: Any) -> Any:
-        # Levels further out record what happens here, which a function's forward pass would keep from them.
+        # Outer levels must record what happens here, which a function's forward pass would hide from them.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
 
@@ -133,7 +133,7 @@ def _run(
     if q.dtype != torch.float64:
         _prepare.run(q, k, v, o, lse, lengths, mask, left, right, scale, softcap)
         return
-    # The engine says what is wrong with a call of these shapes and options.
+    # The engine reports what is wrong with the shapes and options of a call.
     like_q, like_k, like_v = (_prepare.stand_in(x) for x in (q, k, v))
     on_host = as_list(lengths)
     factor = scale_of(scale, q.size(3))
@@ -232,7 +232,7 @@ _define(
 def recognise(
     attn_mask: Tensor, batch: int, len_q: int, reach: Callable[[], float] | None = None
 ) -> tuple[list[int], list[int], str, int | None, int | None]:
-    """The numbers behind a mask, for each batch entry. A mask on a GPU is copied to the host, and waited for.
+    """The numbers behind a mask, per batch entry. For a mask on a GPU this waits for a copy to the host.
 
     `reach` says how low a finite number must be to hide a key; without it only the lowest of all does.
     """
@@ -242,7 +242,7 @@ def recognise(
                 "attn_mask cannot be looked at while a CUDA graph is captured. Use is_causal, or attention() with "
                 "window and key_lengths"
             )
-        # What is repeated need not be copied.
+        # Repeated elements need not be copied.
         for dim in range(attn_mask.dim() - 1):
             if attn_mask.stride(dim) == 0:
                 attn_mask = attn_mask.narrow(dim, 0, min(1, attn_mask.size(dim)))
@@ -256,14 +256,14 @@ def recognise(
 
 
 def _reach(q: Tensor, k: Tensor, scale: float | None, softcap: float) -> float:
-    """How low a number must be to hide a key of this call, whichever it is added to: below that, the key's weight is 0
-    beside that of any key that is seen."""
+    """How low a number must be to hide any key of this call: a key to whose score it is added has a weight of 0 next
+    to that of any key that is seen."""
     norms = (torch.linalg.vector_norm(x.detach(), dim=-1, dtype=lse_dtype(q)) for x in (q, k))
     longest = [float(x.max()) if x.numel() else 0.0 for x in norms]
     # The product of the norms bounds a score; a hundredth is far more than rounding adds.
     bound = 1.01 * abs(scale_of(scale, q.size(3))) * longest[0] * longest[1]
     bound = min(bound, softcap) if softcap else bound
-    # The exponential of as much less is 0, in float64 and in float32.
+    # The exponential of such a difference is 0, in float64 and in float32.
     return 2 * bound + (746.0 if q.dtype == torch.float64 else 104.0)
 
 
@@ -338,7 +338,7 @@ def _ends(given: Tensor, tokens: int, name: str) -> list[int]:
 
 
 def _spans(ends: list[int], used: Tensor | None, name: str) -> Iterable[tuple[int, int, int]]:
-    """Each sequence's first token, how many lie there, and how many of them are used."""
+    """Each sequence's first token, how many tokens it has, and how many of them are used."""
     sizes = [end - start for start, end in itertools.pairwise(ends)]
     counts: list[int] = sizes if used is None else used.tolist()
     for i, (size, count) in enumerate(zip(sizes, counts, strict=True)):
@@ -347,8 +347,8 @@ def _spans(ends: list[int], used: Tensor | None, name: str) -> Iterable[tuple[in
     return zip(ends[:-1], sizes, counts, strict=True)
 
 
-#: Neighbouring sequences of the same sizes: how many, and of queries and keys the first token, the tokens that each
-#: sequence has, and those that it uses.
+#: Neighbouring sequences of the same sizes: how many there are, and for queries and for keys the first token, the
+#: tokens per sequence, and how many of these are used.
 Run = tuple[int, tuple[int, int, int], tuple[int, int, int]]
 
 

@@ -1,4 +1,4 @@
-"""The options of a call, as people say them, turned into what the kernels know."""
+"""The options of a call, turned into what the kernels take."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NONE: Mask = ("none", None, None)
 _CAUSAL: Mask = ("causal", None, None)
 _TOP_LEFT: Mask = ("causal-top-left", None, None)
 
-#: A side of a window that reaches as far has no limit: no sequence is as long.
+#: A window's side of this size is no limit: no sequence is that long.
 _ENDLESS = 1 << 40
 
 
 def mask_of(causal: bool, top_left: bool, window: Iterable[int | None] | None) -> Mask:
-    """The mask that these options ask for together; -1 and None are a window's side without limit."""
+    """The mask that these options ask for together; -1 and None mean no limit on a window's side."""
     for name, flag in (("causal", causal), ("top_left", top_left)):
         if type(flag) is not bool and flag not in (0, 1):
             raise TypeError(f"{name} is a {type(flag).__name__}, possible are True and False")
@@ -55,7 +55,7 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
 
 
 def number(name: str, value: object) -> float:
-    """A number as a float. A bool is none: it is an argument that got into the wrong place."""
+    """A number as a float. A bool is refused: it is an argument in the wrong place."""
     if isinstance(value, float):
         return value
     # NumPy's arrays of several elements have the method, too.
@@ -69,7 +69,7 @@ def number(name: str, value: object) -> float:
 
 
 def integers(name: str, given: Any) -> list[int]:
-    """Integers as a list, whatever they came as."""
+    """Integers of any kind as a list."""
     found = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
         raise TypeError(f"{name} is a {type(given).__name__}, possible is a list of integers, one per batch entry")

@@ -1,8 +1,8 @@
-"""What torch does to tensors before a call and after it, where the kernels cannot read them as they are, or not fast.
+"""What torch does to tensors before and after a call, where the kernels cannot read them as they are, or not fast.
 
 On a GPU the fast kernels take head dims that are multiples of 8: others are padded with zeros, which adds nothing to a
-score, and the output is cut. That costs a copy of q, k, v and o. A tensor whose elements do not lie as the kernels
-read them is copied, which is said once for each reason.
+score, and the output is cut. That costs a copy of q, k, v and o. A tensor with a memory layout that the kernels do not
+read is copied, with one warning per reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from . import _native
 from ._blocks import scale_of
 
-#: Reasons for copies that were said.
+#: Reasons for copies that were already warned about.
 _said: set[str] = set()
 
 
@@ -40,7 +40,7 @@ def ready(name: str, x: Tensor) -> Tensor:
 
 def stand_in(x: Tensor) -> Tensor:
     """A tensor with the memory layout that `x` has when the kernels read it. For float64, which they do not read, it is
-    float32 on the CPU; for a tensor without memory it lies on the CPU, too."""
+    float32 on the CPU; for a tensor without memory it is on the CPU too."""
     on_host = x.device.type not in ("cpu", "cuda") or x.dtype == torch.float64
     dtype = torch.float32 if x.dtype == torch.float64 else x.dtype
     if on_host:
@@ -68,12 +68,12 @@ def run(
     scale: float | None,
     softcap: float,
 ) -> None:
-    """Attention into `o` and `lse` on tensors (batch, heads, length, head_dim) that lie anyhow."""
+    """Attention into `o` and `lse` on tensors (batch, heads, length, head_dim) of any memory layout."""
     head_dim, head_dim_v = q.size(3), v.size(3)
     q, k, v = ready("q", q), ready("k", k), ready("v", v)
     if q.size(3) != head_dim:
         scale = scale_of(scale, head_dim)
-    # The output goes where the kernels can write it, and from there to its place.
+    # Where the kernels cannot write the output in place, they write to other memory that is then copied to it.
     direct = o.size(3) != head_dim_v or (v.size(3) == head_dim_v and _step(o) is None)
     out = o if direct else o.new_empty((*o.shape[:3], v.size(3)))
     _native.run(q, k, v, out, lse, key_lengths, mask, left, right, scale, softcap, "bhsd")

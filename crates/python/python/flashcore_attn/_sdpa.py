@@ -1,4 +1,4 @@
-"""``scaled_dot_product_attention`` with torch's signature and meaning."""
+"""``scaled_dot_product_attention`` with torch's signature and semantics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention, computed by FlashCore.
 
     Shapes are (..., heads, length, head_dim). ``is_causal`` is aligned top-left, as in torch. ``attn_mask`` may be
-    bool or additive where it says padding, causal or a window, which is looked at when the call runs; any other
+    bool or additive. It must describe padding, causality or a window, which is checked when the call runs; any other
     mask raises ``UnsupportedError``, as does dropout. A query that sees no key gives zeros.
     """
     plain = attn_mask is None and dropout_p == 0.0 and (scale is None or (type(scale) is float and scale > 0.0))
@@ -50,7 +50,7 @@ def _general(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """Everything that torch allows in shapes, brought to four dimensions and through the operators."""
+    """Everything that torch allows in shapes, brought to four dimensions and given to the operators."""
     _arguments.tensors(query=query, key=key, value=value)
     if number("dropout_p", dropout_p) != 0.0:
         raise UnsupportedError(
@@ -105,7 +105,7 @@ def _four(
     same_batch = query.dim() == key.dim() == value.dim() == 4 and query.size(0) == key.size(0) == value.size(0)
     if same_batch and key.size(1) == value.size(1) and (enable_gqa or query.size(1) == key.size(1)):
         return query, key, value, None
-    # With enable_gqa heads are not broadcast: each of key's and value's serves as many of query's.
+    # With enable_gqa heads are not broadcast: each head of key and value serves a group of query heads.
     last = 3 if enable_gqa else 2
     if enable_gqa and min(query.dim(), key.dim(), value.dim()) < 3:
         raise ContractError("enable_gqa takes 3 dimensions and more: (..., heads, length, head_dim)")

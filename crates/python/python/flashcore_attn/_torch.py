@@ -31,15 +31,15 @@ def empty_lse(q: Tensor, layout: str = "bhsd") -> Tensor:
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of lse: float64 beside float64, else float32."""
+    """The dtype of lse: float64 for float64, else float32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _watchers() -> list[Callable[[], object]]:
-    """Questions that are answered with something true where an operator must not be bypassed."""
+    """Functions that return true where an operator must not be bypassed."""
     names = ("_len_torch_dispatch_stack", "_is_any_autocast_enabled", "_is_tracing")
     watchers: list[Callable[[], object]] = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
-    # Derivatives of forward mode hang on tensors that look plain.
+    # Tensors that look plain may carry derivatives of forward mode.
     watchers.append(lambda: forward_ad._current_level >= 0)
     functorch = getattr(torch._C, "_functorch", None)
     if functorch is not None and hasattr(functorch, "maybe_current_level"):
@@ -56,8 +56,8 @@ _gradients = "recompute"
 
 
 def set_gradients(mode: str) -> None:
-    """How gradients are made: ``"recompute"`` (the default) runs attention's backward pass in plain torch operations,
-    block by block; ``"error"`` raises when a call would need them, for those who want only what is fast."""
+    """How gradients are computed: ``"recompute"`` (the default) runs attention's backward pass in plain torch
+    operations, block by block; ``"error"`` raises when a call would need them, so that nothing slow runs unnoticed."""
     global _gradients
     if mode not in ("recompute", "error"):
         raise ContractError(f"gradients are '{mode}', possible are 'recompute' and 'error'")
@@ -69,7 +69,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 
 def _has_tangent(*tensors: Tensor) -> bool:
-    """Whether a derivative of forward mode hangs on one of these."""
+    """Whether one of these carries a derivative of forward mode."""
     if forward_ad._current_level < 0:
         return False
     unpack: Any = forward_ad.unpack_dual  # torch has no types for it.
@@ -77,7 +77,7 @@ def _has_tangent(*tensors: Tensor) -> bool:
 
 
 def check_gradient(*tensors: Tensor) -> None:
-    """Raises if a gradient is needed that the user does not want to pay for."""
+    """Raises if a gradient is needed and the user has turned gradients off."""
     if _gradients == "error" and _wants_gradient(*tensors):
         raise UnsupportedError(
             "a gradient is asked for, and set_gradients('error') is on. Call under torch.no_grad(), or allow "
@@ -104,22 +104,22 @@ def _as_tensor(name: str, lengths: Sequence[int] | Tensor | None, batch: int) ->
 
 
 def as_list(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
-    """Lengths on the host. Those on a GPU are copied, and waited for."""
+    """Lengths on the host. For those on a GPU this waits for a copy."""
     if lengths is None or isinstance(lengths, list):
         return lengths
     return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
 
 
 def native_lengths(lengths: Sequence[int] | Tensor | None, len_k: int) -> list[int] | Tensor | None:
-    """Lengths as the engine takes them. Those on a GPU stay there: they are not looked at, but cut to what there is,
-    so that no number leads outside of the keys."""
+    """Lengths as the engine takes them. Those on a GPU stay there: the host does not read them, but they are clamped,
+    so that none leads beyond the keys."""
     if isinstance(lengths, Tensor) and lengths.is_cuda:
         return lengths.clamp(0, len_k).to(torch.int32).contiguous()
     return as_list(lengths)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
-    """Raises unless these are tensors that a call can be about."""
+    """Raises unless a call can take these tensors."""
     _arguments.tensors(q=q, k=k, v=v)
     if layout not in ("bhsd", "bshd"):
         raise ContractError(
@@ -131,7 +131,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
 
 
 def stand_ins(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors that the engine reads as it would read these once they are padded or copied; none is filled."""
+    """Tensors with the shapes and layouts that these have once they are padded or copied; their values are not set."""
     from ._prepare import stand_in
 
     check(q, k, v, layout)
@@ -212,7 +212,7 @@ def _into_given(
     return_lse: bool,
     out: Tensor,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention into memory that the caller has."""
+    """Attention into the caller's memory."""
     from ._ops import into
 
     check(q, k, v, layout)
@@ -261,7 +261,7 @@ def dispatch(
     softcap: float,
     layout: str,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and lse through torch's dispatcher, which sees to gradients, tracing and the like."""
+    """Attention and lse through torch's dispatcher, which handles gradients, tracing and so on."""
     from . import _ops  # noqa: F401  (registers the operators)
 
     check(q, k, v, layout)

@@ -1,16 +1,16 @@
 """Ring attention: sequences that are longer than one device's memory.
 
 Every process of a group holds a part of the sequence. Keys and values go round the ring while each process computes
-with those that it has; partial results are merged by their lse, so the result is attention over the whole sequence,
-exactly. Works on ``torch.distributed`` with NCCL (GPUs) and gloo (CPU), forward and backward.
+with those that it has. Partial results are merged by their lse, so the result is exact attention over the whole
+sequence. Works on ``torch.distributed`` with NCCL (GPUs) and gloo (CPU), forward and backward.
 
     local = [shard(x, 2) for x in (q, k, v)]          # or read only your part to begin with
     o = ring_attention(*local, causal=True)           # this process's part of the output
     whole = gather(o, 2)
 
-A causal mask would leave the first processes idle and the last ones with all the work. So the sequence is dealt out in
-a zig-zag: of 2n pieces, process i holds pieces i and 2n-1-i, and all have the same to do. ``shard`` and ``gather``
-cut and join in that order.
+A causal mask would leave the first processes idle and the last ones with all the work. So the sequence is split in
+a zig-zag: of 2n pieces, process i holds pieces i and 2n-1-i, and all have the same work. ``shard`` and ``gather``
+split and join in that order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def shard(x: Tensor, dim: int, group: Group = None) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, group: Group = None) -> Tensor:
-    """The whole of a tensor of which every process has the part that ``shard`` gave it."""
+    """The whole tensor, of which every process has the part that ``shard`` gave it."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group=group)
     halves = [part.chunk(2, dim) for part in parts]
@@ -79,7 +79,7 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence of which this process holds a part: this process's part of the output.
 
-    Parts are of one length in all processes. Without ``causal`` any order of the sequence is right; with it the parts
+    Parts have the same length in all processes. Without ``causal`` any order of the sequence works; with it the parts
     are those of ``shard``. Gradients go round the same ring.
     """
     check(q, k, v, layout)
@@ -103,13 +103,13 @@ def _blocks(rank: int, owner: int, length: int, causal: bool) -> tuple[slice, sl
         return whole, whole, "none"
     if owner == rank:
         return whole, whole, "causal"
-    # Of an earlier process all queries see the first piece; a later one's are seen by the second piece of queries.
+    # All queries see the first piece of an earlier process; the second piece of queries sees all keys of a later one.
     return (whole, slice(0, half), "none") if owner < rank else (slice(half, None), whole, "none")
 
 
 def _round(tensors: list[Tensor], group: Group) -> Iterator[tuple[int, list[Tensor]]]:
-    """The tensors of every process, this one's first, with the number of their owner. The next ones are on their way
-    while the caller computes."""
+    """The tensors of every process, this one's first, with the rank of their owner. The next ones are in flight while
+    the caller computes."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     for step in range(size):
         pending: list[Any] = []
@@ -170,7 +170,7 @@ class _Ring(torch.autograd.Function):
             dq[some] += parts[0]
             for total, part in zip(sums, parts[1:], strict=True):
                 total[block] += part
-            # The sums follow the keys and values that they belong to, home after the last step.
+            # The sums travel with their keys and values, and are back home after the last step.
             if size > 1:
                 sums, pending = _pass_on(sums, ctx.group)
                 for request in pending:
@@ -181,7 +181,7 @@ class _Ring(torch.autograd.Function):
 def _merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Adds a partial result to those before it, in place."""
     both = torch.logaddexp(lse, part_lse)
-    # Where neither has seen a key, both weigh nothing.
+    # Where neither has seen a key, both weights are 0.
     weight = torch.where(both == -torch.inf, 0.0, torch.exp(lse - both))
     part_weight = torch.where(both == -torch.inf, 0.0, torch.exp(part_lse - both))
     o.mul_(weight.unsqueeze(-1)).addcmul_(part.float(), part_weight.unsqueeze(-1))

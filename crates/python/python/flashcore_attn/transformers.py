@@ -4,9 +4,9 @@
     flashcore_attn.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fcore")
 
-Padding on either side, caches, grouped heads, sliding windows and softcap are computed as with ``"eager"``, but for
+Padding on either side, caches, grouped heads, sliding windows and softcap are computed as with ``"eager"``, except for
 the queries of padding, whose outputs mean nothing. What the kernels cannot express raises ``UnsupportedError``
-instead of being left out; so does a model whose attention does not come here.
+instead of being left out; so does a model that computes attention by itself.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ._ops import recognise
 from ._sdpa import masked
 from ._torch import attend
 
-#: transformers takes every name with "flash" in it for one of flash-attn's own.
+#: transformers takes every name with "flash" in it for one of flash-attn's.
 NAME = "fcore"
 
-#: Tensors that come along with a call and say nothing about what attention computes.
+#: Arguments of a call that do not change what attention computes.
 _HARMLESS = frozenset(
     (
         "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "num_items_in_batch",
@@ -58,7 +58,7 @@ def register(name: str = NAME) -> None:
 
 
 def _checked(choose: Callable[..., str]) -> Callable[..., str]:
-    """The method by which a model takes its implementation, with a refusal by models that would not call it."""
+    """The method by which a model sets its implementation; models that would never call it refuse it."""
 
     @functools.wraps(choose)
     def chosen(self: Any, *args: Any, **options: Any) -> str:
@@ -75,10 +75,10 @@ def _checked(choose: Callable[..., str]) -> Callable[..., str]:
 
 
 def _comes_here(model: Any) -> bool:
-    """Whether the layers of a model class get attention from the interface, as far as its source says.
+    """Whether the layers of a model class get attention from the interface, judged by its source.
 
-    It is the question that transformers asks before it changes an implementation, and one more: whether layers are
-    chosen by the implementation's name, which knows only the names that transformers has.
+    This is the check that transformers makes before it changes an implementation, and one more: whether layers are
+    chosen by the implementation's name, which works only for transformers' own names.
     """
     if not model._can_set_attn_implementation():
         return False
@@ -132,14 +132,14 @@ def _under(
     """Attention under a mask."""
     seen = seen_of(mask)
     if isinstance(seen, Pattern) and mask.shape != (query.size(0), 1, query.size(2), key.size(2)):
-        # Numbers hold for the keys that they were made for.
+        # The numbers are only valid for the keys that they were made for.
         seen = mask == 0
     if not isinstance(seen, Pattern):
-        # One that somebody made by hand or changed, or that is only known when a compiled graph runs.
+        # A mask that was made by hand or changed, or that is only known when a compiled graph runs.
         return masked(query, key, value, (mask if seen is None else seen)[..., : key.size(2)], scaling, softcap)
     name = seen.mask
     if is_causal is False and seen == _CAUSAL and query.size(2) == key.size(2):
-        # Who switches causality off means a mask that says nothing else, as with "sdpa".
+        # is_causal=False with a purely causal mask turns causality off, as with "sdpa".
         name = "none"
     o: Tensor = attend(
         query, key, value, name, seen.left, seen.right, seen.key_starts, seen.key_ends, scaling, softcap
@@ -147,7 +147,7 @@ def _under(
     return o
 
 
-#: What ``is_causal`` says by itself.
+#: The pattern of ``is_causal`` alone.
 _CAUSAL = Pattern("causal-top-left")
 
 
@@ -163,13 +163,13 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor | None:
-    """What a model calls once a pass, before its layers: a mask that FlashCore reads as numbers and everybody else as
-    the mask of "eager". None where "eager" has none: without causality and padding.
+    """What a model calls once per pass, before its layers: a mask that FlashCore reads as numbers and other code as the
+    mask of "eager". None where "eager" has none: without causality and padding.
 
     Padding is read from the two-dimensional mask; nothing of the size queries × keys is made for it. Other patterns
     (windows, blocks, …) are made as ``"sdpa"`` has them and recognised.
     """
-    # The package itself is a lazy one, which torch.compile does not see through.
+    # The package loads its modules lazily, which torch.compile cannot trace.
     from transformers.masking_utils import (
         bidirectional_mask_function,
         causal_mask_function,
@@ -222,7 +222,7 @@ def attention_mask(
         try:
             found = _Numbers.recognised(seen, batch_size, q_length)
         except UnsupportedError:
-            # Refused when FlashCore is to compute it, not when a model asks for it.
+            # Refused when FlashCore has to compute it, not when a model asks for it.
             return fused(seen)
     if options.get("allow_is_bidirectional_skip") and found.whole(kv_length):
         return None
@@ -256,14 +256,14 @@ class _Numbers(NamedTuple):
         keys, so that one compiled graph serves every step."""
         left, right, all_keys = self.left, self.right, kv_length
         if self.top_left:
-            # Queries see no key behind the last of them.
+            # Queries see no key after the last query.
             name, left, right, all_keys = "causal-top-left", None, None, min(q_length, kv_length)
         elif left is None and (right is None or (right == 0 and q_length == 1)):
             name, right = "none", None
         else:
             name = "causal" if left is None and right == 0 else "window"
         if any(self.starts):
-            # Calls are cut where sequences begin, which takes numbers on the host.
+            # Batches are split by where sequences begin, which takes numbers on the host.
             starts, ends = (torch.tensor(x, dtype=torch.int32) for x in (self.starts, self.ends))
             return Pattern(name, left, right, starts, ends)
         if all(end >= all_keys for end in self.ends) and (self.top_left or not fixed_cache):
@@ -278,7 +278,7 @@ def _spans(padding: Tensor | None, batch: int, kv_length: int) -> tuple[list[int
     keys = torch.arange(kv_length, device=padding.device)
     first = torch.where(padding, keys, kv_length).amin(-1)
     end = torch.where(padding, keys + 1, 0).amax(-1)
-    # One copy to the host, which waits, a pass.
+    # One blocking copy to the host per pass.
     firsts, ends, counts = torch.stack([first, end, padding.sum(-1)]).tolist()
     if any(count and end - first != count for first, end, count in zip(firsts, ends, counts, strict=True)):
         return None
@@ -288,8 +288,8 @@ def _spans(padding: Tensor | None, batch: int, kv_length: int) -> tuple[list[int
 def _padded(
     starts: list[int], ends: list[int], q_length: int, offset: int, left: int | None, right: int | None
 ) -> _Numbers | None:  # fmt: skip
-    """The pattern of padded sequences under a window whose query i stands at key i + offset."""
-    # The window stands right if the last query has the last key; keys after it are never seen.
+    """The pattern of padded sequences under a window whose query i is at key i + offset."""
+    # The alignment is right if the last query is at the last key; keys after it are never seen.
     last = offset + q_length
     if right == 0:
         ends = [min(end, last) for end in ends]
@@ -313,7 +313,7 @@ def _other(
     offset: int,
     causal_if_none: bool,
 ) -> _Numbers | None:
-    """The pattern of padded sequences under a mask that was made without the padding."""
+    """The pattern of padded sequences under a mask that does not include the padding."""
     left, right = None, 0 if causal_if_none else None
     if mask is not None:
         try:
@@ -323,7 +323,7 @@ def _other(
         left, right = found.left, found.right
         if q_length == 1 and left is None:
             right = 0
-        # The window must be about the same keys, and only the padding may hide others.
+        # The window must cover the same keys, and only the padding may hide others.
         end = min(offset + q_length, kv_length) if right == 0 else kv_length
         if any(found.starts) or any(last != end for last in found.ends):
             return None
