@@ -8,15 +8,15 @@ use std::time::Instant;
 use flashcore_ptx::{Module, Threads};
 
 use crate::config::Config;
-use crate::decode::Program;
 use crate::error::SimError;
 use crate::findings::{Finding, FindingKind, Raw, Severity};
+use crate::machine::sched::Slice;
 use crate::machine::{Cluster, Launch, Tally};
-use crate::memory::{Buffer, GlobalMemory};
-use crate::races::SyncWords;
-use crate::sched::Slice;
-use crate::simd::Level;
+use crate::memory::global::{Buffer, GlobalMemory};
+use crate::program::decode::Program;
+use crate::races::global_shadow::SyncWords;
 use crate::stats::{Counter, Stats};
+use crate::vectors::Level;
 
 /// Warp instructions that a cluster runs before another one gets its turn.
 const SLICE: u64 = 1 << 20;

@@ -1,0 +1,4 @@
+//! A kernel made ready to run.
+
+mod assignment;
+pub mod decode;
