@@ -90,6 +90,6 @@ pub use error::SimError;
 pub use findings::{Finding, FindingKind, OtherAccess, Place, Severity, Site, Thread};
 pub use memory::global::{Buffer, MOST_BUFFER_BYTES};
 pub use memory::tensor_map::{Swizzle, TensorElement, TensorMap};
-pub use program::decode::Program;
+pub use program::Program;
 pub use sim::{LaunchDims, Report, Sim};
 pub use stats::{BankStats, SectorStats, Stats};

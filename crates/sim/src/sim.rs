@@ -13,8 +13,8 @@ use crate::findings::{Finding, FindingKind, Raw, Severity};
 use crate::machine::sched::Slice;
 use crate::machine::{Cluster, Launch, Tally};
 use crate::memory::global::{Buffer, GlobalMemory};
-use crate::program::decode::Program;
-use crate::races::global_shadow::SyncWords;
+use crate::program::Program;
+use crate::races::sync_words::SyncWords;
 use crate::stats::{Counter, Stats};
 use crate::vectors::Level;
 

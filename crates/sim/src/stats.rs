@@ -8,7 +8,7 @@ use flashcore_ptx::Kernel;
 use crate::findings::Site;
 use crate::machine::Tally;
 use crate::memory::banks::Wavefronts;
-use crate::program::decode::{Class, Program};
+use crate::program::{Class, Program};
 
 /// What one instruction has cost while a launch runs.
 #[derive(Clone, Copy, Debug, Default)]

@@ -8,14 +8,14 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::config::AsyncMode;
 use crate::exec::for_lanes;
-use crate::exec::mem::Touch;
+use crate::exec::touch::Touch;
 use crate::findings::FindingKind;
 use crate::machine::Cluster;
 use crate::machine::copy_queue::Copy;
 use crate::memory::banks::{self, Wavefronts};
 use crate::memory::global::POISON;
 use crate::memory::shared::cell_mask;
-use crate::program::decode::Slot;
+use crate::program::Slot;
 use crate::races::clock::{Lanes, Proxy, Stamp};
 use crate::races::global_shadow::LINE;
 use crate::races::shared_shadow::{Access, CELL};

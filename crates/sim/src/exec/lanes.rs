@@ -6,7 +6,7 @@ use crate::exec::for_lanes;
 use crate::findings::FindingKind;
 use crate::machine::Cluster;
 use crate::machine::regs::Row;
-use crate::program::decode::Slot;
+use crate::program::Slot;
 
 impl Cluster<'_> {
     /// Executes an instruction between lanes.

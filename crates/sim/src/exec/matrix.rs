@@ -6,7 +6,7 @@ use crate::findings::FindingKind;
 use crate::machine::Cluster;
 use crate::machine::regs::Row;
 use crate::memory::banks::{self, Wavefronts};
-use crate::program::decode::Slot;
+use crate::program::Slot;
 use crate::races::clock::{Lanes, Proxy, Stamp};
 use crate::races::shared_shadow::{Access, CELL};
 use crate::vectors;

@@ -1,12 +1,16 @@
 //! Executes one instruction of a warp that is not plain: dispatch, moves, control.
 
+mod atomic;
 pub mod bulk;
 pub mod cluster;
 mod copy;
+mod grid;
 mod lanes;
+mod load_store;
 mod matrix;
-pub mod mem;
+mod order;
 pub mod sync;
+mod touch;
 pub mod wgmma;
 
 use flashcore_ptx::{GridDep, Op, Space, Special};
@@ -14,7 +18,7 @@ use flashcore_ptx::{GridDep, Op, Space, Special};
 use crate::findings::FindingKind;
 use crate::machine::regs::{Row, Row64};
 use crate::machine::{Cluster, PARAM_BASE, RANK_SHIFT, SHARED_BASE, Step};
-use crate::program::decode::{Code, Slot};
+use crate::program::{Code, Slot};
 
 /// Calls `f` for each lane of a mask, lowest first.
 #[inline(always)]

@@ -10,7 +10,7 @@ use crate::machine::mbarrier::Mbarrier;
 use crate::machine::warp::{State, Wait};
 use crate::machine::{Cluster, Step};
 use crate::memory::shared::cell_mask;
-use crate::program::decode::Slot;
+use crate::program::Slot;
 use crate::races::clock::{Edge, Lanes, Proxy};
 use crate::races::shared_shadow::{Access, CELL};
 

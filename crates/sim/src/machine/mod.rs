@@ -1,12 +1,14 @@
-//! A cluster of blocks at work: the state that the instructions act on, and the words for what they do wrong.
+//! A cluster of blocks at work: the state that the instructions act on.
 //!
 //! Blocks of a cluster run interleaved on one host thread; a launch without clusters has clusters of one block.
 //! Different clusters share nothing but global memory.
 
+mod agents;
 pub mod barrier;
 pub mod copy_queue;
 pub mod mbarrier;
 pub mod regs;
+mod report;
 pub mod sched;
 pub mod warp;
 
@@ -19,17 +21,17 @@ use crate::error::SimError;
 use crate::exec::bulk::PendingCopy;
 use crate::exec::cluster::ClusterBarrier;
 use crate::exec::wgmma::{OperandPages, Warpgroup};
-use crate::findings::{FindingKind, FindingSet, Place, Raw, Severity, Thread};
+use crate::findings::{FindingSet, Thread};
+use crate::machine::agents::Agents;
 use crate::machine::barrier::NamedBarrier;
 use crate::machine::mbarrier::{ByNumber, Mbarrier};
 use crate::machine::regs::{Row, Row64};
 use crate::machine::warp::{State, Warp};
 use crate::memory::global::GlobalMemory;
 use crate::memory::shared::SharedMemory;
-use crate::program::decode::Program;
-use crate::races::clock::{Agent, ClockPair, Edge, Stamp, WarpClock};
-use crate::races::global_shadow::{GlobalConflict, SyncWords};
-use crate::races::shared_shadow::Conflict;
+use crate::program::Program;
+use crate::races::clock::{Agent, ClockPair, WarpClock};
+use crate::races::sync_words::SyncWords;
 use crate::random::Random;
 use crate::stats::Counter;
 use crate::vectors::Level;
@@ -38,16 +40,15 @@ use crate::vectors::mma::Tiles;
 
 /// Where the parameters appear in the generic address space.
 pub const PARAM_BASE: u64 = 1 << 32;
+
 /// Where a block's own shared memory appears in the generic address space.
 pub const SHARED_BASE: u64 = 3 << 31;
+
 /// The bits of a shared address below the rank of the block in its cluster.
 ///
 /// As on hardware, the address of a block's own shared memory carries the rank as well; accesses to the block's own
 /// memory take it or leave it, and a matrix descriptor has no place for it.
 pub const RANK_SHIFT: u32 = 24;
-
-/// Asynchronous operations of a cluster that can be told apart.
-const MAX_OPERATIONS: usize = 1024;
 
 /// A launch: what all clusters share.
 pub struct Launch<'a> {
@@ -148,62 +149,6 @@ pub struct Block {
     pub warpgroups: Vec<Warpgroup>,
     /// What was published through words of shared memory, by address.
     pub sync: HashMap<u32, ClockPair>,
-}
-
-/// The asynchronous operations of a cluster, numbered after its warps.
-///
-/// A number is used again for a new operation only if the warp that starts it has seen the old one complete, so
-/// that knowing the new one implies knowing the old one. A cluster has [`MAX_OPERATIONS`] numbers; where more
-/// operations than that are never waited for, the oldest numbers are used again all the same, and a race with an
-/// operation that old may be missed.
-///
-/// One number between the warps and the operations stands for the grid before this one.
-pub struct Agents {
-    first: Agent,
-    clocks: Vec<u32>,
-    /// The number that is used again next where none is free.
-    oldest: usize,
-    /// The warp that started the latest operation of each number.
-    pub started_by: Vec<usize>,
-}
-
-impl Agents {
-    fn new(warps: usize) -> Agents {
-        Agents { first: warps as Agent + 1, clocks: Vec::new(), oldest: 0, started_by: Vec::new() }
-    }
-
-    /// The grid before this one, which has completed once `griddepcontrol.wait` has returned.
-    pub fn grid_before(&self) -> Agent {
-        self.first - 1
-    }
-
-    /// A number and clock for an operation that these lanes of a warp start.
-    pub fn start(&mut self, warp: usize, lanes: u32, clocks: &WarpClock) -> (Agent, u32) {
-        let first = self.first;
-        let slot = (0..self.clocks.len())
-            .find(|&i| clocks.has_seen(lanes, first + i as Agent, self.clocks[i]))
-            .unwrap_or_else(|| {
-                if self.clocks.len() == MAX_OPERATIONS {
-                    self.oldest = (self.oldest + 1) % MAX_OPERATIONS;
-                    return self.oldest;
-                }
-                self.clocks.push(0);
-                self.started_by.push(warp);
-                self.clocks.len() - 1
-            });
-        self.clocks[slot] += 1;
-        self.started_by[slot] = warp;
-        (first + slot as Agent, self.clocks[slot])
-    }
-
-    /// The warp that an agent is, or that started it, and whether it is an asynchronous operation.
-    pub fn warp_of(&self, agent: Agent) -> (usize, bool) {
-        if agent < self.first {
-            (usize::from(agent), false)
-        } else {
-            (self.started_by[usize::from(agent - self.first)], true)
-        }
-    }
 }
 
 /// A cluster at work.
@@ -342,215 +287,6 @@ impl<'a> Cluster<'a> {
     pub fn thread(&self, warp: usize, lane: u32) -> Thread {
         let w = &self.warps[warp];
         Thread { block: self.blocks[w.block].index, warp: w.index, lane }
-    }
-
-    /// Reports something at an instruction of a warp.
-    #[cold]
-    pub fn report(
-        &mut self,
-        warp: usize,
-        lane: u32,
-        pc: u32,
-        kind: FindingKind,
-        severity: Severity,
-        message: impl FnOnce(&Self) -> (String, Option<Place>),
-    ) {
-        if self.tally.findings.again(kind, pc, u32::MAX) {
-            return;
-        }
-        let (message, place) = message(self);
-        let thread = self.thread(warp, lane);
-        let raw = Raw { kind, severity, pc, thread, message, place, other: None, missing: None };
-        self.tally.findings.add(raw);
-    }
-
-    /// Reports an error at an instruction of a warp that concerns no address.
-    #[cold]
-    pub fn report_error(&mut self, warp: usize, lane: u32, pc: u32, kind: FindingKind, message: String) {
-        self.report(warp, lane, pc, kind, Severity::Error, |_| (message, None));
-    }
-
-    /// Ends the launch because of an instruction that is not implemented.
-    #[cold]
-    pub fn unsupported(&mut self, pc: u32, why: &str) {
-        let kernel = self.launch.program.kernel;
-        self.tally.error.get_or_insert_with(|| SimError::Unsupported {
-            kernel: kernel.name.clone(),
-            instruction: kernel.line(&kernel.body[pc as usize]),
-            place: kernel.describe(pc as usize).to_string(),
-            why: why.to_string(),
-        });
-        self.launch.stop.store(true, Relaxed);
-    }
-
-    /// Where a shared address lies, in words.
-    pub fn shared_place(&self, block: usize, address: u32) -> Place {
-        let allocs = self.launch.program.kernel.shared.allocs();
-        let names: Vec<String> = allocs
-            .iter()
-            .filter(|a| (a.offset..a.offset + a.bytes).contains(&address))
-            .map(|a| format!("{} + {}", a.name, address - a.offset))
-            .collect();
-        let len = self.blocks[block].shared.len();
-        let mut description = if names.is_empty() && address >= len {
-            format!("shared memory ends at {len}")
-        } else if names.is_empty() && allocs.is_empty() {
-            format!("shared memory + {address}")
-        } else if names.is_empty() {
-            "shared memory between allocations".to_string()
-        } else {
-            format!("shared {}", names.join(" = "))
-        };
-        if self.blocks.len() > 1 {
-            description = format!("{description} of block {block} of the cluster");
-        }
-        Place { address: u64::from(address), description }
-    }
-
-    /// Where a global address lies, in words.
-    pub fn global_place(&self, address: u64) -> Place {
-        Place { address, description: format!("global {}", self.launch.memory.describe(address)) }
-    }
-
-    /// Who made an access, in words.
-    fn agent_name(&self, stamp: Stamp) -> String {
-        let (warp, asynchronous) = self.agents.warp_of(stamp.agent);
-        let thread = self.thread(warp, stamp.lanes.any());
-        if asynchronous { format!("an asynchronous operation of {thread}") } else { thread.to_string() }
-    }
-
-    /// Whether an instruction's accesses are atomic or ordered, so that two such do not race.
-    pub fn is_strong(&self, pc: u32) -> bool {
-        use flashcore_ptx::{Op, Order};
-        match self.launch.program.code[pc as usize].op {
-            Op::Atom { .. } | Op::Red { .. } | Op::BulkReduce { .. } | Op::TensorReduce { .. } => true,
-            Op::Ld { order, .. } | Op::St { order, .. } => order != Order::Weak,
-            _ => false,
-        }
-    }
-
-    /// Reports a conflict in the shared memory of a block.
-    #[cold]
-    pub fn report_conflict(
-        &mut self,
-        warp: usize,
-        lane: u32,
-        pc: u32,
-        block: usize,
-        write: bool,
-        found: Conflict,
-    ) {
-        if self.is_strong(pc) && self.is_strong(found.prior_pc) {
-            return;
-        }
-        let (kind, severity) = match found.edge {
-            Edge::MissingProxyFence if !found.prior_wrote => {
-                (FindingKind::MissingProxyFence, Severity::Warning)
-            }
-            Edge::MissingProxyFence => (FindingKind::MissingProxyFence, Severity::Error),
-            Edge::MissingWarpBarrier => (FindingKind::WarpRace, Severity::Warning),
-            Edge::Missing | Edge::Ordered => (FindingKind::SharedRace, Severity::Error),
-        };
-        if self.tally.findings.again(kind, pc, found.prior_pc) {
-            return;
-        }
-        let raw = Raw {
-            kind,
-            severity,
-            pc,
-            thread: self.thread(warp, lane),
-            message: format!(
-                "{} of shared memory that is not ordered after {}",
-                if write { "a write" } else { "a read" },
-                if found.prior_wrote { "a write" } else { "a read" },
-            ),
-            place: Some(self.shared_place(block, found.address)),
-            other: Some((found.prior_pc, self.agent_name(found.prior), found.prior_wrote)),
-            missing: Some(self.missing_edge(found.edge, found.prior, write, found.prior_wrote)),
-        };
-        self.tally.findings.add(raw);
-    }
-
-    /// Reports a conflict in global memory.
-    #[cold]
-    pub fn report_global_conflict(
-        &mut self,
-        warp: usize,
-        lane: u32,
-        pc: u32,
-        address: u64,
-        write: bool,
-        found: GlobalConflict,
-    ) {
-        let prior = found.prior;
-        if !found.non_coherent && self.is_strong(pc) && self.is_strong(prior.pc) {
-            return;
-        }
-        let (kind, severity) = match found.edge {
-            _ if found.non_coherent => (FindingKind::ReadOnlyWritten, Severity::Error),
-            Edge::MissingProxyFence => (FindingKind::MissingProxyFence, Severity::Error),
-            Edge::MissingWarpBarrier => (FindingKind::WarpRace, Severity::Warning),
-            Edge::Missing | Edge::Ordered => (FindingKind::GlobalRace, Severity::Error),
-        };
-        if self.tally.findings.again(kind, pc, prior.pc) {
-            return;
-        }
-        let (by, missing) = if prior.cluster == self.id {
-            (
-                self.agent_name(prior.stamp),
-                self.missing_edge(found.edge, prior.stamp, write, found.prior_wrote),
-            )
-        } else {
-            let by = format!("another block (cluster {})", prior.cluster);
-            (by, "a release and an acquire between the two blocks, or atomics".to_string())
-        };
-        let (message, missing) = if found.non_coherent {
-            let what = if write {
-                "a write of global memory that ld.global.nc has read"
-            } else {
-                "ld.global.nc of global memory that the kernel has written"
-            };
-            (
-                what.to_string(),
-                "ld.global without .nc, which promises that nobody writes the memory while the kernel runs"
-                    .to_string(),
-            )
-        } else {
-            let kind = |wrote: bool| if wrote { "a write" } else { "a read" };
-            let what = format!(
-                "{} of global memory that is not ordered after {}",
-                kind(write),
-                kind(found.prior_wrote)
-            );
-            (what, missing)
-        };
-        let raw = Raw {
-            kind,
-            severity,
-            pc,
-            thread: self.thread(warp, lane),
-            message,
-            place: Some(self.global_place(address)),
-            other: Some((prior.pc, by, found.prior_wrote)),
-            missing: Some(missing),
-        };
-        self.tally.findings.add(raw);
-    }
-
-    fn missing_edge(&self, edge: Edge, prior: Stamp, write: bool, prior_wrote: bool) -> String {
-        let kind = |w: bool| if w { "write" } else { "read" };
-        let (_, asynchronous) = self.agents.warp_of(prior.agent);
-        match edge {
-            Edge::MissingProxyFence => {
-                format!("generic {} -> async {} without fence.proxy.async", kind(prior_wrote), kind(write))
-            }
-            Edge::MissingWarpBarrier => "bar.warp.sync between the lanes".to_string(),
-            Edge::Missing | Edge::Ordered if asynchronous => {
-                "a wait for the asynchronous operation, and a barrier if another warp waited for it"
-                    .to_string()
-            }
-            Edge::Missing | Edge::Ordered => "a barrier between the two".to_string(),
-        }
     }
 }
 

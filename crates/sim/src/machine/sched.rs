@@ -8,7 +8,7 @@ use crate::config::AsyncMode;
 use crate::findings::{FindingKind, Severity};
 use crate::machine::warp::{State, Wait};
 use crate::machine::{Cluster, Step, Tally};
-use crate::program::decode::Slot;
+use crate::program::Slot;
 use crate::vectors::{self, Pause};
 
 /// Warp instructions after which [`Config::stop`](crate::Config::stop) is asked again: some milliseconds of them.

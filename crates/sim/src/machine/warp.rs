@@ -5,9 +5,9 @@ use crate::exec::wgmma::WgmmaRegisters;
 use crate::machine::RANK_SHIFT;
 use crate::machine::copy_queue::CopyQueue;
 use crate::machine::regs::{Aligned, Regs, Row};
-use crate::program::decode::{NEVER, Program};
+use crate::program::{NEVER, Program};
 use crate::races::clock::{ClockPair, WarpClock};
-use crate::races::global_shadow::Published;
+use crate::races::sync_words::Published;
 
 /// Lanes that parted from the others and wait for their turn.
 #[derive(Clone, Copy, Debug)]

@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use crate::races::global_shadow::{Published, join};
+use crate::races::sync_words::{Published, join};
 
 /// The number of an agent in its cluster.
 pub type Agent = u16;

@@ -7,7 +7,6 @@
 //! a line are told apart from the first access on that is another one. Lines live in shards of 4 KiB behind a lock, made when
 //! first touched. Reads by `ld.global.nc` are remembered apart, to the byte: no order allows a write to those.
 
-use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
 
 use crate::races::clock::{Edge, Lanes, Proxy, Stamp, WarpClock};
@@ -445,50 +444,10 @@ fn note_read(first: &mut Entry, last: &mut Entry, entry: Entry) {
     *last = entry;
 }
 
-/// What has been published through words of memory that blocks synchronise on.
-#[derive(Default)]
-pub struct SyncWords {
-    words: Mutex<HashMap<u64, Published>>,
-}
-
-/// For each cluster, how far its agents' accesses are ordered before whoever acquires.
-pub type Published = HashMap<u32, Vec<u32>>;
-
-impl SyncWords {
-    /// Adds what a warp publishes by a release to the word at this address.
-    pub fn release(&self, address: u64, published: &Published) {
-        let mut words = match self.words.lock() {
-            Ok(words) => words,
-            Err(poisoned) => poisoned.into_inner(),
-        };
-        join(words.entry(address).or_default(), published);
-    }
-
-    /// What an acquire of the word at this address sees.
-    pub fn acquire(&self, address: u64) -> Option<Published> {
-        match self.words.lock() {
-            Ok(words) => words.get(&address).cloned(),
-            Err(poisoned) => poisoned.into_inner().get(&address).cloned(),
-        }
-    }
-}
-
-/// Raises one record of what is published to another.
-pub fn join(into: &mut Published, from: &Published) {
-    for (&cluster, clocks) in from {
-        let mine = into.entry(cluster).or_default();
-        if mine.len() < clocks.len() {
-            mine.resize(clocks.len(), 0);
-        }
-        for (a, &b) in mine.iter_mut().zip(clocks) {
-            *a = (*a).max(b);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::races::sync_words::SyncWords;
 
     fn touch(
         shadow: &RaceShadow,

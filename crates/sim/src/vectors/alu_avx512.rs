@@ -11,7 +11,7 @@ use flashcore_ptx::{Alu, Cmp, NumType};
 
 use crate::machine::regs::{Aligned, Regs, Row};
 use crate::numerics::CANONICAL_NAN;
-use crate::program::decode::Exec;
+use crate::program::Exec;
 use crate::vectors::alu::{self, AluInst, SetpInst};
 
 /// A row of registers as two vectors.

@@ -20,7 +20,7 @@ use crate::machine::Tally;
 use crate::machine::regs::{Aligned, Regs, Row, Row64};
 use crate::machine::warp::Warp;
 use crate::memory::lines;
-use crate::program::decode::{Exec, Program, Run, Slot};
+use crate::program::{Exec, Program, Run, Slot};
 use crate::vectors::matrices::Survey;
 use crate::vectors::mma::{ATile, BTile, MmaInst, Tiles};
 
