@@ -163,7 +163,7 @@ impl fmt::Display for Thread {
 
 /// Where in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct MemoryPlace {
     /// The address as the kernel has it.
     pub address: u64,
     /// The allocation and the offset in it, in words.
@@ -195,7 +195,7 @@ pub struct Finding {
     /// Who executed it, the first time.
     pub thread: Thread,
     /// Where in memory, if it concerns memory.
-    pub place: Option<Place>,
+    pub place: Option<MemoryPlace>,
     /// The access that it conflicts with.
     pub other: Option<OtherAccess>,
     /// What would have ordered the two.
@@ -237,7 +237,7 @@ pub(crate) struct Raw {
     pub pc: u32,
     pub thread: Thread,
     pub message: String,
-    pub place: Option<Place>,
+    pub place: Option<MemoryPlace>,
     /// The other access: its instruction, who, and whether it wrote.
     pub other: Option<(u32, String, bool)>,
     pub missing: Option<String>,

@@ -87,9 +87,9 @@ mod vectors;
 
 pub use config::{AsyncMode, Checks, Config, Stop};
 pub use error::SimError;
-pub use findings::{Finding, FindingKind, OtherAccess, Place, Severity, Site, Thread};
+pub use findings::{Finding, FindingKind, MemoryPlace, OtherAccess, Severity, Site, Thread};
 pub use memory::global::{Buffer, MOST_BUFFER_BYTES};
 pub use memory::tensor_map::{Swizzle, TensorElement, TensorMap};
 pub use program::Program;
-pub use sim::{LaunchDims, Report, Sim};
+pub use sim::{LaunchDims, LaunchReport, Sim};
 pub use stats::{BankStats, SectorStats, Stats};

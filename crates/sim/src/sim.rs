@@ -51,14 +51,14 @@ impl LaunchDims {
 
 /// What a launch did.
 #[derive(Clone, Debug, Default)]
-pub struct Report {
+pub struct LaunchReport {
     /// What is wrong, errors first.
     pub findings: Vec<Finding>,
     /// What was counted.
     pub stats: Stats,
 }
 
-impl Report {
+impl LaunchReport {
     /// Whether nothing at all was found.
     pub fn is_clean(&self) -> bool {
         self.findings.is_empty()
@@ -128,7 +128,7 @@ impl Sim {
         kernel: &str,
         dims: LaunchDims,
         params: &[u8],
-    ) -> Result<Report, SimError> {
+    ) -> Result<LaunchReport, SimError> {
         let Some(kernel) = module.kernel(kernel) else {
             return Err(SimError::NoKernel {
                 name: kernel.to_string(),
@@ -144,7 +144,7 @@ impl Sim {
         program: &Program<'_>,
         dims: LaunchDims,
         params: &[u8],
-    ) -> Result<Report, SimError> {
+    ) -> Result<LaunchReport, SimError> {
         let launch = self.prepare(program, dims, params)?;
         let started = Instant::now();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -186,7 +186,7 @@ impl Sim {
         }
         self.launches += 1;
         let stats = Stats::new(program, &total, started.elapsed(), threads);
-        Ok(Report { findings: total.findings.into_findings(program.kernel), stats })
+        Ok(LaunchReport { findings: total.findings.into_findings(program.kernel), stats })
     }
 
     fn prepare<'a>(

@@ -4,7 +4,7 @@ use flashcore_ptx::ClusterArrive;
 
 use crate::findings::FindingKind;
 use crate::machine::warp::{State, Wait};
-use crate::machine::{Cluster, Step};
+use crate::machine::{Cluster, Outcome};
 use crate::races::clock::ClockPair;
 
 /// The barrier of a cluster.
@@ -20,13 +20,13 @@ pub struct ClusterBarrier {
 
 impl Cluster<'_> {
     /// `barrier.cluster.arrive`.
-    pub fn cluster_arrive(&mut self, w: usize, pc: u32, mask: u32, sem: ClusterArrive) -> Step {
+    pub fn cluster_arrive(&mut self, w: usize, pc: u32, mask: u32, sem: ClusterArrive) -> Outcome {
         let warp = &mut self.warps[w];
         let (arrived, waited) = warp.cluster_phases;
         if arrived > waited {
             let message = "the warp comes to the cluster's barrier again without having waited".to_string();
             self.report_error(w, mask.trailing_zeros(), pc, FindingKind::ClusterMisuse, message);
-            return Step::Next;
+            return Outcome::Next;
         }
         warp.cluster_phases.0 += 1;
         if sem == ClusterArrive::Release {
@@ -34,26 +34,26 @@ impl Cluster<'_> {
         }
         self.progress += 1;
         self.settle_cluster_barrier();
-        Step::Next
+        Outcome::Next
     }
 
     /// `barrier.cluster.wait`.
-    pub fn cluster_wait(&mut self, w: usize, pc: u32, mask: u32) -> Step {
+    pub fn cluster_wait(&mut self, w: usize, pc: u32, mask: u32) -> Outcome {
         let warp = &mut self.warps[w];
         let (arrived, waited) = warp.cluster_phases;
         if arrived == waited {
             let message = "the warp waits at the cluster's barrier without having come to it".to_string();
             self.report_error(w, mask.trailing_zeros(), pc, FindingKind::ClusterMisuse, message);
-            return Step::Next;
+            return Outcome::Next;
         }
         if self.barrier.phase < arrived {
             warp.state = State::Waiting(Wait::Cluster);
-            return Step::Retry;
+            return Outcome::Retry;
         }
         warp.cluster_phases.1 = arrived;
         warp.clocks.acquire(mask, warp.live, &self.barrier.came);
         warp.clocks.sync_lanes();
-        Step::Next
+        Outcome::Next
     }
 
     /// Ends the phase of the cluster's barrier if all live warps have come.
@@ -86,7 +86,7 @@ impl Cluster<'_> {
     }
 
     /// `setmaxnreg`.
-    pub fn set_max_registers(&mut self, w: usize, pc: u32, inc: bool, count: u32) -> Step {
+    pub fn set_max_registers(&mut self, w: usize, pc: u32, inc: bool, count: u32) -> Outcome {
         let block = self.warps[w].block;
         let had = self.warps[w].register_count;
         let change = i64::from(count.abs_diff(had)) * 32;
@@ -101,7 +101,7 @@ impl Cluster<'_> {
         };
         if let Some(message) = problem {
             self.report_error(w, 0, pc, FindingKind::RegisterPool, message);
-            return Step::Next;
+            return Outcome::Next;
         }
         let free = &mut self.blocks[block].free_registers;
         if !inc {
@@ -110,13 +110,13 @@ impl Cluster<'_> {
             *free -= change;
         } else {
             self.warps[w].state = State::Waiting(Wait::Registers(count));
-            return Step::Retry;
+            return Outcome::Retry;
         }
         self.warps[w].register_count = count;
         if !inc {
             self.settle_registers(block);
         }
-        Step::Next
+        Outcome::Next
     }
 
     /// Wakes warps that wait for registers: some have been given back.

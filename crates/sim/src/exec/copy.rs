@@ -11,14 +11,14 @@ use crate::exec::for_lanes;
 use crate::exec::touch::Touch;
 use crate::findings::FindingKind;
 use crate::machine::Cluster;
-use crate::machine::copy_queue::Copy;
+use crate::machine::copy_queue::WarpCopy;
 use crate::memory::banks::{self, Wavefronts};
 use crate::memory::global::POISON;
 use crate::memory::shared::cell_mask;
 use crate::program::Slot;
 use crate::races::clock::{Lanes, Proxy, Stamp};
 use crate::races::global_shadow::LINE;
-use crate::races::shared_shadow::{Access, CELL};
+use crate::races::shared_shadow::{CELL, SharedAccess};
 use crate::vectors;
 
 impl Cluster<'_> {
@@ -139,7 +139,7 @@ impl Cluster<'_> {
         for_lanes(left, |l| {
             let lanes = Lanes::one(l as u32);
             let stamp = Stamp { clock, agent, lanes };
-            let access = Access { clocks, proxy: Proxy::Generic, stamp, lanes, pc };
+            let access = SharedAccess { clocks, proxy: Proxy::Generic, stamp, lanes, pc };
             let (cell, bits) = (to[l] / CELL, cell_mask(to[l] % CELL, bytes));
             if shared.is_barrier(cell, bits) {
                 barrier.get_or_insert((l, to[l]));
@@ -181,13 +181,13 @@ impl Cluster<'_> {
     }
 
     /// Makes a copy's effect happen, if it has not.
-    pub fn perform_copy(&mut self, w: usize, copy: &Copy) {
+    pub fn perform_copy(&mut self, w: usize, copy: &WarpCopy) {
         if !copy.done {
             self.move_bytes(w, copy);
         }
     }
 
-    fn move_bytes(&mut self, w: usize, copy: &Copy) {
+    fn move_bytes(&mut self, w: usize, copy: &WarpCopy) {
         let memory = self.launch.memory;
         let shared = &mut self.blocks[self.warps[w].block].shared;
         let mut left = copy.mask;

@@ -6,7 +6,7 @@ use crate::exec::for_lanes;
 use crate::exec::touch::Touch;
 use crate::findings::FindingKind;
 use crate::machine::regs::{Row, Row64};
-use crate::machine::{Cluster, Step};
+use crate::machine::{Cluster, Outcome};
 use crate::memory::global::{POISON, Written};
 use crate::program::Slot;
 use crate::races::global_shadow::LINE;
@@ -25,7 +25,7 @@ impl Cluster<'_> {
         order: Order,
         dst: &[Slot],
         src: &[Slot],
-    ) -> Step {
+    ) -> Outcome {
         let size = ty.bytes();
         // The usual loads of one word or half a lane go straight into a row.
         if count == 1
@@ -37,7 +37,7 @@ impl Cluster<'_> {
             let ok = self.touch_global(w, pc, &addresses, mask, size, Touch::Read);
             let row = self.gather(&addresses, ok, size);
             self.put(w, dst[0], mask, &row);
-            return Step::Next;
+            return Outcome::Next;
         }
         let mut values = [[POISON; 32]; 4];
         match space {
@@ -91,7 +91,7 @@ impl Cluster<'_> {
             }
         }
         // A load that others' stores are awaited with lets them run.
-        if order == Order::Weak { Step::Next } else { Step::Yield }
+        if order == Order::Weak { Outcome::Next } else { Outcome::Yield }
     }
 
     /// One value of 2 or 4 bytes for each lane of the mask.

@@ -8,7 +8,7 @@ use crate::machine::regs::Row;
 use crate::memory::banks::{self, Wavefronts};
 use crate::program::Slot;
 use crate::races::clock::{Lanes, Proxy, Stamp};
-use crate::races::shared_shadow::{Access, CELL};
+use crate::races::shared_shadow::{CELL, SharedAccess};
 use crate::vectors;
 use crate::vectors::mma;
 
@@ -65,7 +65,8 @@ impl Cluster<'_> {
         let mut barrier = None;
         for l in (0..8 * count).filter(|l| left >> l & 1 == 1) {
             let lanes = lanes_of(l);
-            let access = Access { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc };
+            let access =
+                SharedAccess { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc };
             let cell = addresses[l] / CELL;
             if shared.is_barrier(cell, 0xFFFF) {
                 barrier.get_or_insert(l);

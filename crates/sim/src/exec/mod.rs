@@ -17,7 +17,7 @@ use flashcore_ptx::{GridDep, Op, Space, Special};
 
 use crate::findings::FindingKind;
 use crate::machine::regs::{Row, Row64};
-use crate::machine::{Cluster, PARAM_BASE, RANK_SHIFT, SHARED_BASE, Step};
+use crate::machine::{Cluster, Outcome, PARAM_BASE, RANK_SHIFT, SHARED_BASE};
 use crate::program::{Code, Slot};
 
 /// Calls `f` for each lane of a mask, lowest first.
@@ -31,14 +31,14 @@ pub fn for_lanes(mut mask: u32, mut f: impl FnMut(usize)) {
 
 impl Cluster<'_> {
     /// Executes the instruction in the lanes of the mask.
-    pub fn execute(&mut self, w: usize, pc: u32, code: &Code, mask: u32) -> Step {
+    pub fn execute(&mut self, w: usize, pc: u32, code: &Code, mask: u32) -> Outcome {
         let program = self.launch.program;
         let (dst, src) = (program.dst(code), program.src(code));
         match code.op {
             Op::Exit | Op::Ret => {
                 self.warps[w].pc = pc + 1;
                 self.end_lanes(w, mask);
-                return Step::Jumped;
+                return Outcome::Jumped;
             }
             Op::Trap => {
                 if mask != 0 {
@@ -46,7 +46,7 @@ impl Cluster<'_> {
                     self.report_error(w, mask.trailing_zeros(), pc, FindingKind::Trap, message);
                     self.warps[w].pc = pc + 1;
                     self.end_lanes(w, u32::MAX);
-                    return Step::Jumped;
+                    return Outcome::Jumped;
                 }
             }
             // Instructions that all lanes execute together see to an empty mask themselves.
@@ -63,7 +63,7 @@ impl Cluster<'_> {
             | Op::SetMaxNReg { .. }
             | Op::ClusterArrive { .. }
             | Op::ClusterWait { .. } => return self.execute_together(w, pc, code, mask, dst, src),
-            _ if mask == 0 => return Step::Next,
+            _ if mask == 0 => return Outcome::Next,
             Op::MovSpecial(special) => self.special(w, special, dst[0], mask),
             Op::PackB64 => {
                 let (lo, hi) = (self.row(w, src[0]), self.row(w, src[1]));
@@ -117,7 +117,7 @@ impl Cluster<'_> {
             }
             Op::Atom { space, op, ty, sem, .. } => {
                 self.atomic(w, pc, mask, space, op, ty, 1, sem, dst, src);
-                return Step::Yield;
+                return Outcome::Yield;
             }
             Op::Red { space, op, ty, width, sem, .. } => {
                 self.atomic(w, pc, mask, space, op, ty, width.count(), sem, dst, src);
@@ -128,7 +128,7 @@ impl Cluster<'_> {
             | Op::PrefetchTensormap
             | Op::GridDepControl(GridDep::LaunchDependents) => {}
             Op::GridDepControl(GridDep::Wait) => self.grid_wait(w, mask),
-            Op::Nanosleep => return Step::Yield,
+            Op::Nanosleep => return Outcome::Yield,
             Op::Shfl(_)
             | Op::Vote(_)
             | Op::Ballot
@@ -185,7 +185,7 @@ impl Cluster<'_> {
             // Executed before they come here.
             Op::Alu(_) | Op::Setp { .. } | Op::Label(_) | Op::Bra { .. } => {}
         }
-        Step::Next
+        Outcome::Next
     }
 
     /// Executes an instruction that all live lanes of the warp must execute together.
@@ -197,7 +197,7 @@ impl Cluster<'_> {
         mask: u32,
         dst: &[Slot],
         src: &[Slot],
-    ) -> Step {
+    ) -> Outcome {
         let aligned = match code.op {
             Op::BarSync { aligned }
             | Op::BarArrive { aligned }
@@ -207,7 +207,7 @@ impl Cluster<'_> {
             _ => true,
         };
         if mask == 0 {
-            return Step::Next;
+            return Outcome::Next;
         }
         let live = self.warps[w].live;
         if mask != live && !matches!(code.op, Op::BarWarpSync) {
@@ -226,19 +226,19 @@ impl Cluster<'_> {
             Op::BarArrive { .. } => self.bar(w, pc, mask, false, src),
             Op::BarWarpSync => {
                 self.bar_warp_sync(w, pc, mask, src);
-                Step::Next
+                Outcome::Next
             }
             Op::Ldmatrix { count, trans } => {
                 self.ldmatrix(w, pc, mask, count.count() as usize, trans, dst, src);
-                Step::Next
+                Outcome::Next
             }
             Op::Stmatrix { count, trans } => {
                 self.stmatrix(w, pc, mask, count.count() as usize, trans, src);
-                Step::Next
+                Outcome::Next
             }
             Op::Mma { shape, a, b, acc } => {
                 self.mma(w, shape, a, b, acc, dst, src);
-                Step::Next
+                Outcome::Next
             }
             Op::ClusterArrive { sem, .. } => self.cluster_arrive(w, pc, mask, sem),
             Op::ClusterWait { .. } => self.cluster_wait(w, pc, mask),

@@ -8,11 +8,11 @@ use crate::findings::{FindingKind, Severity};
 use crate::machine::barrier::NamedBarrier;
 use crate::machine::mbarrier::Mbarrier;
 use crate::machine::warp::{State, Wait};
-use crate::machine::{Cluster, Step};
+use crate::machine::{Cluster, Outcome};
 use crate::memory::shared::cell_mask;
 use crate::program::Slot;
 use crate::races::clock::{Edge, Lanes, Proxy};
-use crate::races::shared_shadow::{Access, CELL};
+use crate::races::shared_shadow::{CELL, SharedAccess};
 
 /// Failed polls of one mbarrier after which a warp sleeps until the barrier moves.
 pub const POLLS_BEFORE_PARKING: u32 = 2;
@@ -21,14 +21,14 @@ const MAX_ARRIVALS: u32 = (1 << 20) - 1;
 
 impl Cluster<'_> {
     /// `bar.sync` (waits) and `bar.arrive` (does not).
-    pub fn bar(&mut self, w: usize, pc: u32, mask: u32, waits: bool, src: &[Slot]) -> Step {
+    pub fn bar(&mut self, w: usize, pc: u32, mask: u32, waits: bool, src: &[Slot]) -> Outcome {
         let lane = mask.trailing_zeros();
         let id = self.row(w, src[0])[lane as usize];
         let threads = src.get(1).map(|&slot| self.row(w, slot)[lane as usize]);
         if id > 15 {
             let message = format!("barrier {id} does not exist; a block has 0 to 15");
             self.report_error(w, lane, pc, FindingKind::BarrierMisuse, message);
-            return Step::Next;
+            return Outcome::Next;
         }
         let block = self.warps[w].block;
         let barrier = &mut self.blocks[block].barriers[id as usize];
@@ -47,7 +47,7 @@ impl Cluster<'_> {
             self.warps[w].state = State::Waiting(Wait::Barrier(id));
         }
         self.settle_barriers(block);
-        if waits { Step::Wait } else { Step::Next }
+        if waits { Outcome::Wait } else { Outcome::Next }
     }
 
     /// Ends every phase of a block's barriers that is complete.
@@ -83,7 +83,7 @@ impl Cluster<'_> {
     }
 
     /// All mbarrier instructions.
-    pub fn mbarrier(&mut self, w: usize, pc: u32, op: Op, mask: u32, dst: &[Slot], src: &[Slot]) -> Step {
+    pub fn mbarrier(&mut self, w: usize, pc: u32, op: Op, mask: u32, dst: &[Slot], src: &[Slot]) -> Outcome {
         let space = match op {
             Op::MbarrierArrive { space, .. }
             | Op::MbarrierArriveExpectTx { space }
@@ -153,7 +153,7 @@ impl Cluster<'_> {
         if let Some(Slot::Long(d)) = dst.first() {
             self.warps[w].regs.set64(*d, mask, &tokens);
         }
-        Step::Next
+        Outcome::Next
     }
 
     fn mbarrier_init(&mut self, w: usize, pc: u32, lane: u32, block: usize, address: u32, count: u32) {
@@ -175,7 +175,7 @@ impl Cluster<'_> {
         let lanes = Lanes::one(lane);
         let clocks = &self.warps[w].clocks;
         let stamp = clocks.stamp(lanes);
-        let access = Access { clocks, proxy: Proxy::Generic, stamp, lanes, pc };
+        let access = SharedAccess { clocks, proxy: Proxy::Generic, stamp, lanes, pc };
         let shared = &mut self.blocks[block].shared;
         let conflict = shared.shadow.write(address / CELL, cell_mask(address % CELL, 8), &access);
         shared.set_barrier(address, true);
@@ -345,7 +345,7 @@ impl Cluster<'_> {
         raw: &[u32; 32],
         dst: &[Slot],
         src: &[Slot],
-    ) -> Step {
+    ) -> Outcome {
         let block = self.warps[w].block;
         let lane = mask.trailing_zeros();
         let l = lane as usize;
@@ -358,13 +358,13 @@ impl Cluster<'_> {
         for_lanes(mask, |other| uniform &= raw[other] == address && parity_of(self, other) == parity);
         if !uniform {
             self.unsupported(pc, "lanes of one warp wait for different phases");
-            return Step::Next;
+            return Outcome::Next;
         }
         if !self.check_mbarrier(w, pc, lane, block, address, Proxy::Generic) {
             self.warps[w].regs.set_pred(dst[0].pred(), mask, u32::MAX);
-            return Step::Next;
+            return Outcome::Next;
         }
-        let Some(bar) = self.blocks[block].mbarriers.get_mut(&address) else { return Step::Next };
+        let Some(bar) = self.blocks[block].mbarriers.get_mut(&address) else { return Outcome::Next };
         let answer = bar.test(w, parity);
         if answer.lapped {
             let message = format!(
@@ -375,14 +375,14 @@ impl Cluster<'_> {
                 (message, Some(c.shared_place(block, address)))
             });
         }
-        let Some(bar) = self.blocks[block].mbarriers.get_mut(&address) else { return Step::Next };
+        let Some(bar) = self.blocks[block].mbarriers.get_mut(&address) else { return Outcome::Next };
         let warp = &mut self.warps[w];
         if answer.complete {
             bar.waiting.retain(|&(waiter, _)| waiter != w);
             warp.clocks.acquire(mask, warp.live, bar.acquired(parity));
             warp.polls = (0, pc);
             warp.regs.set_pred(dst[0].pred(), mask, u32::MAX);
-            return Step::Next;
+            return Outcome::Next;
         }
         // Not complete. A try_wait may give up early; in the random mode it sometimes does.
         let phase = bar.phase;
@@ -400,11 +400,11 @@ impl Cluster<'_> {
             if !may_block {
                 warp.polls.0 = POLLS_BEFORE_PARKING;
             }
-            return Step::Retry;
+            return Outcome::Retry;
         }
         warp.polls.0 += 1;
         warp.regs.set_pred(dst[0].pred(), mask, 0);
-        Step::Yield
+        Outcome::Yield
     }
 
     /// `fence.mbarrier_init`: the barriers that this warp has initialised are visible to copies from here on.

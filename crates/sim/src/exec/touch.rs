@@ -9,7 +9,7 @@ use crate::memory::{banks, lines};
 use crate::program::Slot;
 use crate::races::clock::{Lanes, Proxy};
 use crate::races::global_shadow::{Accessor, GlobalAccess, GlobalConflict, LINE};
-use crate::races::shared_shadow::{Access, CELL, Conflict};
+use crate::races::shared_shadow::{CELL, SharedAccess, SharedConflict};
 use crate::vectors;
 
 /// What an access does to memory.
@@ -36,7 +36,7 @@ impl Touch {
 /// The first fault of each kind that an instruction's accesses to shared memory show.
 #[derive(Default)]
 struct SharedFaults {
-    conflict: Option<(u32, Conflict)>,
+    conflict: Option<(u32, SharedConflict)>,
     uninitialised: Option<(u32, u32)>,
     barrier: Option<(u32, u32)>,
 }
@@ -80,7 +80,8 @@ impl Cluster<'_> {
             if touch.reads() && !shared.initialised(cell, bits) {
                 faults.uninitialised.get_or_insert((lane, cell));
             }
-            let access = Access { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc };
+            let access =
+                SharedAccess { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc };
             let conflict = if touch.writes() {
                 shared.initialise(cell, bits);
                 shared.shadow.write(cell, bits, &access)

@@ -9,7 +9,7 @@ use crate::races::clock::Agent;
 
 /// One `cp.async` of a warp.
 #[derive(Clone, Debug)]
-pub struct Copy {
+pub struct WarpCopy {
     /// The lanes.
     pub mask: u32,
     /// Shared addresses.
@@ -34,9 +34,9 @@ pub struct Copy {
     pub done: bool,
 }
 
-impl Copy {
+impl WarpCopy {
     /// Nothing is copied.
-    const NONE: Copy = Copy {
+    const NONE: WarpCopy = WarpCopy {
         mask: 0,
         to: [0; 32],
         from: [0; 32],
@@ -54,13 +54,13 @@ impl Copy {
 /// The copies of a warp.
 #[derive(Clone, Debug, Default)]
 pub struct CopyQueue {
-    copies: Vec<Box<Copy>>,
+    copies: Vec<Box<WarpCopy>>,
     /// For each lane, the number of groups committed.
     committed: [u32; 32],
     /// The asynchronous operation that copies of the open group belong to.
     open: Option<(Agent, u32)>,
     /// Room for further copies.
-    spare: Vec<Box<Copy>>,
+    spare: Vec<Box<WarpCopy>>,
 }
 
 impl CopyQueue {
@@ -75,18 +75,18 @@ impl CopyQueue {
     }
 
     /// Room for a copy, with whatever an earlier one has left in it.
-    pub fn room(&mut self) -> Box<Copy> {
-        self.spare.pop().unwrap_or_else(|| Box::new(Copy::NONE))
+    pub fn room(&mut self) -> Box<WarpCopy> {
+        self.spare.pop().unwrap_or_else(|| Box::new(WarpCopy::NONE))
     }
 
     /// Adds a copy to the open group.
-    pub fn push(&mut self, copy: Box<Copy>) {
+    pub fn push(&mut self, copy: Box<WarpCopy>) {
         self.open = Some((copy.agent, copy.clock));
         self.copies.push(copy);
     }
 
     /// Takes back the room of copies that are done with.
-    pub fn recycle(&mut self, copies: Vec<Box<Copy>>) {
+    pub fn recycle(&mut self, copies: Vec<Box<WarpCopy>>) {
         self.spare.extend(copies);
     }
 
@@ -109,7 +109,7 @@ impl CopyQueue {
         for copy in self.copies.iter_mut().filter(|c| c.group.is_none() && c.mask & mask != 0) {
             let rest = copy.mask & !mask;
             if rest != 0 {
-                split.push(Box::new(Copy { mask: rest, ..(**copy).clone() }));
+                split.push(Box::new(WarpCopy { mask: rest, ..(**copy).clone() }));
                 copy.mask &= mask;
             }
             let mut lanes = copy.mask;
@@ -129,7 +129,7 @@ impl CopyQueue {
                 let lane = strangers.trailing_zeros();
                 strangers &= strangers - 1;
                 let group = Some(self.committed[lane as usize]);
-                split.push(Box::new(Copy { mask: 1 << lane, group, ..(**copy).clone() }));
+                split.push(Box::new(WarpCopy { mask: 1 << lane, group, ..(**copy).clone() }));
             }
         }
         self.copies.extend(split);
@@ -147,13 +147,13 @@ impl CopyQueue {
     }
 
     /// Takes out the copies that these lanes must have done when at most `pending` groups stay open.
-    pub fn retire(&mut self, mask: u32, pending: u32) -> Vec<Box<Copy>> {
+    pub fn retire(&mut self, mask: u32, pending: u32) -> Vec<Box<WarpCopy>> {
         let committed = self.committed;
         self.take(mask, |copy, lane| copy.group.is_some_and(|g| g + pending < committed[lane]))
     }
 
     /// Takes out all copies of these lanes, committed or not.
-    pub fn retire_all(&mut self, mask: u32) -> Vec<Box<Copy>> {
+    pub fn retire_all(&mut self, mask: u32) -> Vec<Box<WarpCopy>> {
         let all = self.take(mask, |_, _| true);
         if self.copies.is_empty() {
             self.open = None;
@@ -161,10 +161,10 @@ impl CopyQueue {
         all
     }
 
-    fn take(&mut self, mask: u32, retired: impl Fn(&Copy, usize) -> bool) -> Vec<Box<Copy>> {
+    fn take(&mut self, mask: u32, retired: impl Fn(&WarpCopy, usize) -> bool) -> Vec<Box<WarpCopy>> {
         // Lanes with one history are asked once.
         let alike = self.committed.iter().all(|&count| count == self.committed[0]);
-        let lanes_of = |copy: &Copy| {
+        let lanes_of = |copy: &WarpCopy| {
             let lanes = copy.mask & mask;
             if alike {
                 return if lanes != 0 && retired(copy, 0) { lanes } else { 0 };
@@ -184,7 +184,7 @@ impl CopyQueue {
                 continue;
             }
             if lanes != 0 {
-                out.push(Box::new(Copy { mask: lanes, ..(*copy).clone() }));
+                out.push(Box::new(WarpCopy { mask: lanes, ..(*copy).clone() }));
                 copy.mask &= !lanes;
             }
             self.copies.push(copy);
@@ -193,7 +193,7 @@ impl CopyQueue {
     }
 
     /// All copies under way.
-    pub fn iter(&self) -> impl Iterator<Item = &Copy> {
+    pub fn iter(&self) -> impl Iterator<Item = &WarpCopy> {
         self.copies.iter().map(Box::as_ref)
     }
 }
@@ -202,8 +202,8 @@ impl CopyQueue {
 mod tests {
     use super::*;
 
-    fn copy(mask: u32, pc: u32) -> Box<Copy> {
-        Box::new(Copy { mask, bytes: 16, read: [16; 32], agent: 1, clock: 1, pc, ..Copy::NONE })
+    fn copy(mask: u32, pc: u32) -> Box<WarpCopy> {
+        Box::new(WarpCopy { mask, bytes: 16, read: [16; 32], agent: 1, clock: 1, pc, ..WarpCopy::NONE })
     }
 
     #[test]

@@ -191,7 +191,7 @@ pub struct Cluster<'a> {
 
 /// What the scheduler does after an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum Outcome {
     /// Goes on with the next instruction.
     Next,
     /// The instruction has set the place to go on at.

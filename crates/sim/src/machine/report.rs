@@ -3,11 +3,11 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::error::SimError;
-use crate::findings::{FindingKind, Place, Raw, Severity};
+use crate::findings::{FindingKind, MemoryPlace, Raw, Severity};
 use crate::machine::Cluster;
 use crate::races::clock::{Edge, Stamp};
 use crate::races::global_shadow::GlobalConflict;
-use crate::races::shared_shadow::Conflict;
+use crate::races::shared_shadow::SharedConflict;
 
 impl<'a> Cluster<'a> {
     /// Reports something at an instruction of a warp.
@@ -19,7 +19,7 @@ impl<'a> Cluster<'a> {
         pc: u32,
         kind: FindingKind,
         severity: Severity,
-        message: impl FnOnce(&Self) -> (String, Option<Place>),
+        message: impl FnOnce(&Self) -> (String, Option<MemoryPlace>),
     ) {
         if self.tally.findings.again(kind, pc, u32::MAX) {
             return;
@@ -50,7 +50,7 @@ impl<'a> Cluster<'a> {
     }
 
     /// Where a shared address lies, in words.
-    pub fn shared_place(&self, block: usize, address: u32) -> Place {
+    pub fn shared_place(&self, block: usize, address: u32) -> MemoryPlace {
         let allocs = self.launch.program.kernel.shared.allocs();
         let names: Vec<String> = allocs
             .iter()
@@ -70,12 +70,12 @@ impl<'a> Cluster<'a> {
         if self.blocks.len() > 1 {
             description = format!("{description} of block {block} of the cluster");
         }
-        Place { address: u64::from(address), description }
+        MemoryPlace { address: u64::from(address), description }
     }
 
     /// Where a global address lies, in words.
-    pub fn global_place(&self, address: u64) -> Place {
-        Place { address, description: format!("global {}", self.launch.memory.describe(address)) }
+    pub fn global_place(&self, address: u64) -> MemoryPlace {
+        MemoryPlace { address, description: format!("global {}", self.launch.memory.describe(address)) }
     }
 
     /// Who made an access, in words.
@@ -104,7 +104,7 @@ impl<'a> Cluster<'a> {
         pc: u32,
         block: usize,
         write: bool,
-        found: Conflict,
+        found: SharedConflict,
     ) {
         if self.is_strong(pc) && self.is_strong(found.prior_pc) {
             return;

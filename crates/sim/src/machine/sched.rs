@@ -7,7 +7,7 @@ use flashcore_ptx::Op;
 use crate::config::AsyncMode;
 use crate::findings::{FindingKind, Severity};
 use crate::machine::warp::{State, Wait};
-use crate::machine::{Cluster, Step, Tally};
+use crate::machine::{Cluster, Outcome, Tally};
 use crate::program::Slot;
 use crate::vectors::{self, Pause};
 
@@ -165,19 +165,19 @@ impl Cluster<'_> {
                 let taken_first = self.launch.config.seed != 0 && self.random.one_in(2);
                 let warp = &mut self.warps[w];
                 warp.diverge(mask, code.target, pc + 1, code.reconverge, taken_first);
-                Step::Jumped
+                Outcome::Jumped
             } else {
                 self.execute(w, pc, code, mask)
             };
             match step {
-                Step::Next => self.warps[w].pc = pc + 1,
-                Step::Jumped => {}
-                Step::Yield => {
+                Outcome::Next => self.warps[w].pc = pc + 1,
+                Outcome::Jumped => {}
+                Outcome::Yield => {
                     self.warps[w].pc = pc + 1;
                     break;
                 }
-                Step::Retry => break,
-                Step::Wait => {
+                Outcome::Retry => break,
+                Outcome::Wait => {
                     self.warps[w].pc = pc + 1;
                     break;
                 }

@@ -337,7 +337,7 @@ pub fn for_cells(address: u32, bytes: u32, mut f: impl FnMut(usize, u16)) {
 mod tests {
     use super::*;
     use crate::races::clock::{ClockPair, Proxy};
-    use crate::races::shared_shadow::Access;
+    use crate::races::shared_shadow::SharedAccess;
 
     #[test]
     fn only_allocated_bytes_may_be_accessed() {
@@ -365,7 +365,7 @@ mod tests {
         assert_eq!(memory.write_quads(&words, &clocks[1], 2), 0, "nothing orders the two");
         let lanes = Lanes::one(9);
         let stamp = clocks[0].stamp(lanes);
-        let access = Access { clocks: &clocks[0], proxy: Proxy::Generic, stamp, lanes, pc: 3 };
+        let access = SharedAccess { clocks: &clocks[0], proxy: Proxy::Generic, stamp, lanes, pc: 3 };
         let race = memory.shadow.read(8, 0x000F, &access).expect("lane 8 wrote these bytes");
         assert_eq!((race.prior.lanes.any(), race.prior_pc), (8, 1));
         assert!(memory.shadow.read(8, 0x00F0, &access).is_none(), "lane 9 wrote these");

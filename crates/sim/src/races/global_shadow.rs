@@ -114,7 +114,7 @@ impl Entry {
 /// Who accessed sixteen bytes: as much as one line of the cache holds.
 #[derive(Clone)]
 #[repr(align(64))]
-struct Cell {
+struct GlobalCell {
     first_read: Entry,
     last_read: Entry,
     write: Entry,
@@ -140,7 +140,7 @@ impl Line {
 struct Shard {
     launch: u64,
     lines: [Line; SHARD / LINE],
-    cells: Vec<[Cell; LINE / CELL]>,
+    cells: Vec<[GlobalCell; LINE / CELL]>,
     more_writes: Vec<Vec<Entry>>,
     /// For each cell, the bytes that were read by `ld.global.nc`, and who read some of them first.
     read_only: Option<Box<[Entry; SHARD / CELL]>>,
@@ -154,10 +154,10 @@ impl Shard {
 
     /// The cell of an offset, told apart from the others of its line, and the lists of further writers.
     #[inline]
-    fn cell(&mut self, offset: usize) -> (&mut Cell, &mut Vec<Vec<Entry>>) {
+    fn cell(&mut self, offset: usize) -> (&mut GlobalCell, &mut Vec<Vec<Entry>>) {
         let line = &mut self.lines[offset % SHARD / LINE];
         if line.cells == 0 {
-            self.cells.push(std::array::from_fn(|cell| Cell {
+            self.cells.push(std::array::from_fn(|cell| GlobalCell {
                 first_read: line.first_read.of_cell(cell),
                 last_read: line.last_read.of_cell(cell),
                 write: line.write.of_cell(cell),
@@ -349,7 +349,7 @@ impl GlobalConflict {
     }
 }
 
-impl Cell {
+impl GlobalCell {
     fn check(
         entry: &Entry,
         wrote: bool,

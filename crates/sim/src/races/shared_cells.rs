@@ -5,14 +5,14 @@
 //! from elsewhere (asynchronous operations, other blocks of the cluster) are few and kept in a list.
 
 use crate::races::clock::{Agent, Edge, Lanes, Stamp};
-use crate::races::shared_shadow::{Access, Conflict, PAGE};
+use crate::races::shared_shadow::{PAGE, SharedAccess, SharedConflict};
 
 /// The first number of a part; smaller ones are cells.
 const PARTS: u32 = 1 << 24;
 
 /// What is known of a cell, or of a part of one.
 #[derive(Clone, Copy)]
-pub struct Cell {
+pub struct SharedCell {
     /// The last write.
     pub write: Stamp,
     /// Its instruction.
@@ -25,24 +25,30 @@ pub struct Cell {
     pub others: u32,
 }
 
-impl Cell {
+impl SharedCell {
     /// Nobody has accessed it.
-    const FRESH: Cell = Cell::written(Stamp::NEVER, 0);
+    const FRESH: SharedCell = SharedCell::written(Stamp::NEVER, 0);
 
     /// It was written, and nothing happened since.
-    pub const fn written(write: Stamp, write_pc: u32) -> Cell {
-        Cell { write, write_pc, parts: 0, readers: 0, others: 0 }
+    pub const fn written(write: Stamp, write_pc: u32) -> SharedCell {
+        SharedCell { write, write_pc, parts: 0, readers: 0, others: 0 }
     }
 
     /// The conflict of an access with the last write, if it does not come after it.
     #[inline(always)]
-    fn after_write(&self, address: u32, access: &Access<'_>) -> Option<Conflict> {
+    fn after_write(&self, address: u32, access: &SharedAccess<'_>) -> Option<SharedConflict> {
         if self.write.clock == 0 {
             return None;
         }
         let edge = access.clocks.edge(self.write, access.lanes, access.proxy);
         let (prior, prior_pc) = (self.write, self.write_pc);
-        (edge != Edge::Ordered).then_some(Conflict { prior, prior_pc, prior_wrote: true, edge, address })
+        (edge != Edge::Ordered).then_some(SharedConflict {
+            prior,
+            prior_pc,
+            prior_wrote: true,
+            edge,
+            address,
+        })
     }
 }
 
@@ -82,11 +88,11 @@ struct OtherRead {
 /// The cells of one block's shared memory, as far as they are told apart.
 pub struct Cells {
     /// The cells, a page after the other.
-    pub whole: Vec<Cell>,
+    pub whole: Vec<SharedCell>,
     /// The reads of cells: a page after the other, and in a page one warp after the other, so that a warp that reads many
     /// of them stays in its own lines of the cache.
     pub reads: Vec<Read>,
-    parts: Vec<Cell>,
+    parts: Vec<SharedCell>,
     /// The reads of parts, one part after the other.
     part_reads: Vec<Read>,
     /// Other readers, as lists; a cell that is read anew reuses the place of a read that came before.
@@ -138,7 +144,7 @@ impl Cells {
     /// Makes the cells of a page. Returns the number of the first.
     pub fn add_page(&mut self) -> u32 {
         let first = self.whole.len();
-        self.whole.resize(first + PAGE, Cell::FRESH);
+        self.whole.resize(first + PAGE, SharedCell::FRESH);
         self.reads.resize((first + PAGE) * self.warps, Read::default());
         first as u32
     }
@@ -162,7 +168,7 @@ impl Cells {
     }
 
     #[inline(always)]
-    fn node(&mut self, node: u32) -> &mut Cell {
+    fn node(&mut self, node: u32) -> &mut SharedCell {
         match node.checked_sub(PARTS) {
             None => &mut self.whole[node as usize],
             Some(part) => &mut self.parts[part as usize],
@@ -185,9 +191,9 @@ impl Cells {
         cell: u32,
         address: u32,
         mask: u16,
-        access: &Access<'_>,
+        access: &SharedAccess<'_>,
         write: bool,
-    ) -> Option<Conflict> {
+    ) -> Option<SharedConflict> {
         if mask == 0xFFFF && self.whole[cell as usize].parts == 0 {
             return if write {
                 self.write_leaf(cell, address, access)
@@ -205,9 +211,9 @@ impl Cells {
         address: u32,
         depth: usize,
         mask: u16,
-        access: &Access<'_>,
+        access: &SharedAccess<'_>,
         write: bool,
-    ) -> Option<Conflict> {
+    ) -> Option<SharedConflict> {
         if self.node(node).parts == 0 {
             if mask == FULL[depth] {
                 return if write {
@@ -224,7 +230,7 @@ impl Cells {
         for i in 0..4 {
             let part = (mask >> (i * size)) & FULL[depth + 1];
             if part != 0 {
-                let access = Access {
+                let access = SharedAccess {
                     stamp: access.stamp.part(i * size, size),
                     lanes: access.lanes.part(i * size, size),
                     ..*access
@@ -244,7 +250,7 @@ impl Cells {
     }
 
     #[inline(always)]
-    fn read_leaf(&mut self, node: u32, address: u32, access: &Access<'_>) -> Option<Conflict> {
+    fn read_leaf(&mut self, node: u32, address: u32, access: &SharedAccess<'_>) -> Option<SharedConflict> {
         let conflict = self.node(node).after_write(address, access);
         if let Some(local) = self.local(access.stamp.agent) {
             self.node(node).readers |= 1 << local;
@@ -256,7 +262,7 @@ impl Cells {
     }
 
     #[inline]
-    fn write_leaf(&mut self, node: u32, address: u32, access: &Access<'_>) -> Option<Conflict> {
+    fn write_leaf(&mut self, node: u32, address: u32, access: &SharedAccess<'_>) -> Option<SharedConflict> {
         let cell = *self.node(node);
         let mut conflict = cell.after_write(address, access);
         let mut readers = cell.readers;
@@ -268,7 +274,8 @@ impl Cells {
                 Stamp { clock: read.clock, agent: self.first_warp + local as Agent, lanes: read.lanes() };
             let edge = access.clocks.edge(prior, access.lanes, access.proxy);
             if edge != Edge::Ordered && conflict.is_none() {
-                conflict = Some(Conflict { prior, prior_pc: read.pc(), prior_wrote: false, edge, address });
+                conflict =
+                    Some(SharedConflict { prior, prior_pc: read.pc(), prior_wrote: false, edge, address });
             }
         }
         let mut other = cell.others;
@@ -276,16 +283,16 @@ impl Cells {
             let OtherRead { stamp: prior, pc: prior_pc, next } = self.others[other as usize - 1];
             let edge = access.clocks.edge(prior, access.lanes, access.proxy);
             if edge != Edge::Ordered && conflict.is_none() {
-                conflict = Some(Conflict { prior, prior_pc, prior_wrote: false, edge, address });
+                conflict = Some(SharedConflict { prior, prior_pc, prior_wrote: false, edge, address });
             }
             self.drop_other(other);
             other = next;
         }
-        *self.node(node) = Cell::written(access.stamp, access.pc);
+        *self.node(node) = SharedCell::written(access.stamp, access.pc);
         conflict
     }
 
-    fn read_by_other(&mut self, node: u32, access: &Access<'_>) {
+    fn read_by_other(&mut self, node: u32, access: &SharedAccess<'_>) {
         // A read that the new one comes after needs no memory of its own: who comes after the new one comes
         // after it too.
         let mut other = self.node(node).others;
@@ -344,7 +351,7 @@ impl Cells {
     fn split(&mut self, node: u32, depth: usize) {
         let parts = self.free_parts.pop().unwrap_or_else(|| {
             let first = self.parts.len();
-            self.parts.resize(first + 4, Cell::FRESH);
+            self.parts.resize(first + 4, SharedCell::FRESH);
             self.part_reads.resize((first + 4) * self.warps, Read::default());
             PARTS + first as u32
         });
@@ -359,7 +366,8 @@ impl Cells {
                 others = self.add_other(stamp.part(i * size, size), pc, others);
                 other = next;
             }
-            *self.node(part) = Cell { write: whole.write.part(i * size, size), parts: 0, others, ..whole };
+            *self.node(part) =
+                SharedCell { write: whole.write.part(i * size, size), parts: 0, others, ..whole };
             for warp in 0..self.warps {
                 let read = *self.read_of(node, warp);
                 *self.read_of(part, warp) =
@@ -381,7 +389,7 @@ impl Cells {
         }
         for i in 0..4 {
             self.unite(parts + i);
-            let others = std::mem::replace(self.node(parts + i), Cell::FRESH).others;
+            let others = std::mem::replace(self.node(parts + i), SharedCell::FRESH).others;
             self.drop_others(others);
         }
         self.free_parts.push(parts);

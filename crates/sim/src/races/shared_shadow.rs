@@ -10,7 +10,7 @@
 
 use crate::machine::regs::Row;
 use crate::races::clock::{Agent, Edge, Lanes, Proxy, Stamp, WarpClock};
-use crate::races::shared_cells::{Cell, Cells, Read};
+use crate::races::shared_cells::{Cells, Read, SharedCell};
 use crate::vectors::matrices::Survey;
 
 /// Bytes in a cell.
@@ -25,7 +25,7 @@ const TOGETHER: u32 = u32::MAX / 2;
 
 /// Who accesses shared memory now.
 #[derive(Clone, Copy)]
-pub struct Access<'a> {
+pub struct SharedAccess<'a> {
     /// The clocks of the warp that accesses, or that started the asynchronous operation.
     pub clocks: &'a WarpClock,
     /// Through which proxy.
@@ -40,7 +40,7 @@ pub struct Access<'a> {
 
 /// An earlier access that the present one is not ordered after.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Conflict {
+pub struct SharedConflict {
     /// The earlier access.
     pub prior: Stamp,
     /// Its instruction.
@@ -191,7 +191,7 @@ impl SharedShadow {
         writers.push((write.agent, write.clock));
         let first = *cells.get_or_insert_with(|| self.cells.add_page());
         for i in 0..PAGE {
-            let mut cell = Cell::written(*write, *write_pc);
+            let mut cell = SharedCell::written(*write, *write_pc);
             for read in reads.iter().filter(|read| read.cells >> i & 1 == 1) {
                 cell.others = self.cells.add_other(read.stamp, read.pc, cell.others);
             }
@@ -203,7 +203,7 @@ impl SharedShadow {
 
     /// Records a read of the bytes of a cell that `mask` names.
     #[inline(always)]
-    pub fn read(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {
+    pub fn read(&mut self, cell: u32, mask: u16, access: &SharedAccess<'_>) -> Option<SharedConflict> {
         let node = self.cell(cell);
         if let Some(local) = self.cells.local(access.stamp.agent) {
             self.latest[cell as usize / PAGE * self.warps + local] = access.stamp.clock;
@@ -219,7 +219,7 @@ impl SharedShadow {
 
     /// Records a write of the bytes of a cell that `mask` names.
     #[inline(always)]
-    pub fn write(&mut self, cell: u32, mask: u16, access: &Access<'_>) -> Option<Conflict> {
+    pub fn write(&mut self, cell: u32, mask: u16, access: &SharedAccess<'_>) -> Option<SharedConflict> {
         let node = self.cell(cell);
         self.pages[cell as usize / PAGE].split |= mask != 0xFFFF;
         let conflict = self.cells.access(node, cell * CELL, mask, access, true);
@@ -379,7 +379,7 @@ impl SharedShadow {
                         && (quiet || cell.readers == 0)
                         && cell.write.clock <= clocks.covered(cell.write.agent);
                 if after {
-                    *cell = Cell::written(Stamp { clock: by.1, agent: by.0, lanes: lanes(l) }, pc);
+                    *cell = SharedCell::written(Stamp { clock: by.1, agent: by.0, lanes: lanes(l) }, pc);
                     written |= 1 << place;
                     done |= 1 << l;
                 }
@@ -429,14 +429,14 @@ impl SharedShadow {
 
     /// Whether a page is kept as one and an access comes after its last write.
     #[inline]
-    pub fn is_readable(&self, page: u32, access: &Access<'_>) -> bool {
+    pub fn is_readable(&self, page: u32, access: &SharedAccess<'_>) -> bool {
         let write = self.pages[page as usize].write;
         self.first[page as usize] == TOGETHER
             && access.clocks.edge(write, access.lanes, access.proxy) == Edge::Ordered
     }
 
     /// Records an asynchronous read of some cells of a page that is readable.
-    pub fn read_page(&mut self, page: u32, cells: u64, access: &Access<'_>) {
+    pub fn read_page(&mut self, page: u32, cells: u64, access: &SharedAccess<'_>) {
         let mut noted = false;
         // A read that the new one comes after needs no memory of its own.
         let reads = &mut self.pages[page as usize].reads;
@@ -459,7 +459,7 @@ impl SharedShadow {
 
     /// Records a write of a page that is kept as one, if it comes after every earlier access. False where there is more to
     /// look at.
-    pub fn write_page(&mut self, page: u32, access: &Access<'_>) -> bool {
+    pub fn write_page(&mut self, page: u32, access: &SharedAccess<'_>) -> bool {
         let after = |prior| access.clocks.edge(prior, access.lanes, access.proxy) == Edge::Ordered;
         let of = &mut self.pages[page as usize];
         let ordered = self.first[page as usize] == TOGETHER
@@ -473,7 +473,7 @@ impl SharedShadow {
     }
 
     /// Makes one of a page of which an access has just written all cells.
-    pub fn unite(&mut self, page: u32, access: &Access<'_>) {
+    pub fn unite(&mut self, page: u32, access: &SharedAccess<'_>) {
         let of = &mut self.pages[page as usize];
         (of.write, of.write_pc) = (access.stamp, access.pc);
         self.first[page as usize] = TOGETHER;
@@ -489,8 +489,8 @@ mod tests {
 
     const ALL_LANES: u32 = u32::MAX;
 
-    fn access(clocks: &WarpClock, lanes: Lanes, pc: u32) -> Access<'_> {
-        Access { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc }
+    fn access(clocks: &WarpClock, lanes: Lanes, pc: u32) -> SharedAccess<'_> {
+        SharedAccess { clocks, proxy: Proxy::Generic, stamp: clocks.stamp(lanes), lanes, pc }
     }
 
     fn meet(warps: &mut [WarpClock]) {
@@ -567,9 +567,9 @@ mod tests {
     }
 
     /// An access of an asynchronous operation that lane 0 of a warp has started.
-    fn by(clocks: &WarpClock, agent: Agent, pc: u32) -> Access<'_> {
+    fn by(clocks: &WarpClock, agent: Agent, pc: u32) -> SharedAccess<'_> {
         let stamp = Stamp { clock: 1, agent, lanes: Lanes::ALL };
-        Access { clocks, proxy: Proxy::Async, stamp, lanes: Lanes::one(0), pc }
+        SharedAccess { clocks, proxy: Proxy::Async, stamp, lanes: Lanes::one(0), pc }
     }
 
     #[test]
@@ -643,7 +643,7 @@ mod tests {
     fn asynchronous_readers_are_remembered_until_the_write() {
         let mut warp = WarpClock::new(0);
         let mut shadow = SharedShadow::new(16, 0, 1);
-        let by_tensor_core = Access {
+        let by_tensor_core = SharedAccess {
             clocks: &warp,
             proxy: Proxy::Async,
             stamp: Stamp { clock: 1, agent: 1, lanes: Lanes::ALL },

@@ -15,12 +15,12 @@ use crate::program::Exec;
 use crate::vectors::alu::{self, AluInst, SetpInst};
 
 /// A row of registers as two vectors.
-type Lanes = [__m512; 2];
+type WideRow = [__m512; 2];
 
 #[inline]
 #[target_feature(enable = "avx512f")]
 #[allow(unsafe_code)]
-fn get(rows: &[Aligned<Row>], row: u32) -> Lanes {
+fn get(rows: &[Aligned<Row>], row: u32) -> WideRow {
     let row = rows[row as usize].as_ptr().cast::<f32>();
     // SAFETY: a row is 32 words, which are read as floats; no alignment is asked for.
     unsafe { [_mm512_loadu_ps(row), _mm512_loadu_ps(row.add(16))] }
@@ -29,7 +29,7 @@ fn get(rows: &[Aligned<Row>], row: u32) -> Lanes {
 #[inline]
 #[target_feature(enable = "avx512f")]
 #[allow(unsafe_code)]
-fn put(regs: &mut Regs, row: u32, value: Lanes) {
+fn put(regs: &mut Regs, row: u32, value: WideRow) {
     let to = regs.r32[row as usize].as_mut_ptr().cast::<f32>();
     // SAFETY: a row is 32 words, which are written as floats; no alignment is asked for.
     unsafe {
@@ -49,7 +49,7 @@ fn any_nan(x: __m512, y: __m512) -> bool {
 /// Writes the result of an arithmetic instruction.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn put_result(regs: &mut Regs, row: u32, mut value: Lanes) {
+fn put_result(regs: &mut Regs, row: u32, mut value: WideRow) {
     if any_nan(value[0], value[1]) {
         value = [with_canonical_nans(value[0]), with_canonical_nans(value[1])];
     }
@@ -245,7 +245,7 @@ const SERIES: [f64; 11] = [
 /// 2^x with subnormal numbers taken for zero, as `numerics::exp2_flushed` computes it, step by step; no lane is NaN.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
-fn exp2_flushed(x: Lanes) -> Lanes {
+fn exp2_flushed(x: WideRow) -> WideRow {
     let quarter = |x: __m512, upper: bool| {
         // A subnormal number has the power of zero, and adds less than the rounding of it.
         let half = if upper { _mm512_extractf32x8_ps::<1>(x) } else { _mm512_castps512_ps256(x) };

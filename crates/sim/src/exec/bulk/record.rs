@@ -7,7 +7,7 @@ use crate::memory::shared::{SharedMemory, for_cells};
 use crate::memory::tensor_map::Swizzle;
 use crate::races::clock::{Agent, Lanes, Proxy, Stamp};
 use crate::races::global_shadow::{Accessor, GlobalAccess, LINE};
-use crate::races::shared_shadow::{Access, CELL, Conflict, PAGE};
+use crate::races::shared_shadow::{CELL, PAGE, SharedAccess, SharedConflict};
 
 impl Cluster<'_> {
     /// Checks and records what a copy does in shared memory. False where it is not possible.
@@ -36,8 +36,9 @@ impl Cluster<'_> {
         }
         let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
         let lanes = Lanes::one(lane);
-        let access = Access { clocks, proxy, stamp: Stamp { clock, agent, lanes: Lanes::ALL }, lanes, pc };
-        let mut conflict: Option<Conflict> = None;
+        let access =
+            SharedAccess { clocks, proxy, stamp: Stamp { clock, agent, lanes: Lanes::ALL }, lanes, pc };
+        let mut conflict: Option<SharedConflict> = None;
         let mut barrier = None;
         let mut uninitialised = None;
         let mut visit = |shared: &mut SharedMemory, cell: u32, mask: u16| {
@@ -181,7 +182,7 @@ impl Cluster<'_> {
 }
 
 /// Records a copy's access to a page that is kept as one, if it comes after every earlier one that it must come after.
-fn record_page(shared: &mut SharedMemory, page: u32, write: bool, access: &Access<'_>) -> bool {
+fn record_page(shared: &mut SharedMemory, page: u32, write: bool, access: &SharedAccess<'_>) -> bool {
     if write {
         let written = !shared.has_barriers(page) && shared.shadow.write_page(page, access);
         if written {

@@ -19,7 +19,7 @@ use flashcore_ptx::{Op, Wgmma};
 use crate::exec::wgmma::registers::Series;
 use crate::findings::FindingKind;
 use crate::machine::warp::{State, Wait, Warp};
-use crate::machine::{Cluster, Step};
+use crate::machine::{Cluster, Outcome};
 use crate::memory::descriptor::Descriptor;
 use crate::program::{Code, Slot};
 use crate::races::clock::Agent;
@@ -64,13 +64,13 @@ impl Cluster<'_> {
         mask: u32,
         dst: &[Slot],
         src: &[Slot],
-    ) -> Step {
+    ) -> Outcome {
         match code.op {
             Op::WgmmaFence => {
                 let registers = &mut self.warps[w].wgmma;
                 registers.interval += 1;
                 registers.touched.clear();
-                Step::Next
+                Outcome::Next
             }
             Op::WgmmaCommit => {
                 let (block, group) = (self.warps[w].block, self.warps[w].index as usize / 4);
@@ -83,32 +83,32 @@ impl Cluster<'_> {
                 {
                     registers.groups.push_back((last, operation));
                 }
-                Step::Next
+                Outcome::Next
             }
             Op::WgmmaWait(pending) => {
                 self.wgmma_wait(w, mask, usize::from(pending));
-                Step::Next
+                Outcome::Next
             }
             Op::Wgmma(form) => self.wgmma_arrive(w, pc, form, dst, src),
-            _ => Step::Next,
+            _ => Outcome::Next,
         }
     }
 
     /// A warp comes to a product; the last of the four starts it.
-    fn wgmma_arrive(&mut self, w: usize, pc: u32, form: Wgmma, dst: &[Slot], src: &[Slot]) -> Step {
+    fn wgmma_arrive(&mut self, w: usize, pc: u32, form: Wgmma, dst: &[Slot], src: &[Slot]) -> Outcome {
         let block = self.warps[w].block;
         let (group, place) = (self.warps[w].index as usize / 4, self.warps[w].index % 4);
         let first = self.blocks[block].first_warp + 4 * group;
         if group * 4 + 4 > self.blocks[block].warps {
             let message = "the warp has no complete warpgroup: the block has too few warps".to_string();
             self.report_error(w, 0, pc, FindingKind::WarpgroupSplit, message);
-            return Step::Next;
+            return Outcome::Next;
         }
         let warpgroup = &mut self.blocks[block].warpgroups[group];
         warpgroup.arrived |= 1 << place;
         if warpgroup.arrived != 0xF {
             self.warps[w].state = State::Waiting(Wait::Warpgroup);
-            return Step::Retry;
+            return Outcome::Retry;
         }
         warpgroup.arrived = 0;
         if let Some(other) = (first..first + 4).find(|&other| self.warps[other].pc != pc) {
@@ -127,7 +127,7 @@ impl Cluster<'_> {
             }
         }
         self.progress += 1;
-        Step::Jumped
+        Outcome::Jumped
     }
 
     fn wgmma_start(&mut self, first: usize, pc: u32, form: Wgmma, dst: &[Slot], src: &[Slot]) {

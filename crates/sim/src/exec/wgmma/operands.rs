@@ -10,7 +10,7 @@ use crate::machine::Cluster;
 use crate::memory::descriptor::Descriptor;
 use crate::memory::shared::SharedMemory;
 use crate::races::clock::{Agent, Edge, Lanes, Proxy, Stamp};
-use crate::races::shared_shadow::{Access, CELL, Conflict, PAGE, PAGE_BYTES};
+use crate::races::shared_shadow::{CELL, PAGE, PAGE_BYTES, SharedAccess, SharedConflict};
 
 impl Cluster<'_> {
     /// Checks and records what a product reads in shared memory. False where it is not possible.
@@ -31,7 +31,7 @@ impl Cluster<'_> {
             // Each warp reads sixteen rows of A of its own.
             for warp in 0..4 {
                 let clocks = &self.warps[first + warp].clocks;
-                let access = Access { clocks, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
+                let access = SharedAccess { clocks, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
                 let shared = &mut self.blocks[block].shared;
                 let rows = 16 * warp as u32..16 * warp as u32 + 16;
                 let (pages, first) = (&mut self.operand_pages, descriptor.start / PAGE_BYTES);
@@ -43,7 +43,8 @@ impl Cluster<'_> {
                 }
             }
         }
-        let access = Access { clocks: &self.together, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
+        let access =
+            SharedAccess { clocks: &self.together, proxy: Proxy::Async, stamp, lanes: Lanes::ALL, pc };
         let shared = &mut self.blocks[block].shared;
         let rows = 0..u32::from(form.n);
         let pages = self.operand_pages.of(b, form.trans_b, form.b, rows.clone());
@@ -88,7 +89,7 @@ impl Cluster<'_> {
 /// The first fault of each kind that the operands of a product show.
 #[derive(Default)]
 struct OperandFaults {
-    conflict: Option<Conflict>,
+    conflict: Option<SharedConflict>,
     outside: Option<u32>,
     uninitialised: Option<u32>,
     barrier: Option<u32>,
@@ -96,7 +97,7 @@ struct OperandFaults {
 
 impl OperandFaults {
     #[inline]
-    fn visit(&mut self, shared: &mut SharedMemory, address: u32, checks: bool, access: &Access<'_>) {
+    fn visit(&mut self, shared: &mut SharedMemory, address: u32, checks: bool, access: &SharedAccess<'_>) {
         if address.saturating_add(CELL) > shared.dense() && !shared.contains(address, CELL) {
             self.outside.get_or_insert(address);
             return;
@@ -171,7 +172,12 @@ impl OperandPages {
 
 /// Records the read of an operand whose cells are these, from the page on that it begins in, if all of it lies in pages that
 /// are kept as one, hold values, and were written before it. False where there is more to look at.
-fn read_pages(shared: &mut SharedMemory, first: u32, pages: &[(u32, u64)], access: &Access<'_>) -> bool {
+fn read_pages(
+    shared: &mut SharedMemory,
+    first: u32,
+    pages: &[(u32, u64)],
+    access: &SharedAccess<'_>,
+) -> bool {
     let ordered = pages.iter().all(|&(page, _)| {
         let page = first + page;
         (page + 1) * PAGE_BYTES <= shared.dense()
