@@ -83,6 +83,7 @@ mod races;
 mod random;
 mod sim;
 mod stats;
+mod stream;
 mod vectors;
 
 pub use config::{AsyncMode, Checks, Config, Stop};
@@ -93,3 +94,4 @@ pub use memory::tensor_map::{Swizzle, TensorElement, TensorMap};
 pub use program::Program;
 pub use sim::{LaunchDims, LaunchReport, Sim};
 pub use stats::{BankStats, SectorStats, Stats};
+pub use stream::Launching;

@@ -108,7 +108,9 @@ impl Cluster<'_> {
         for_lanes(part, |l| {
             let address = from[l];
             let inside = self.launch.memory.find(address, u64::from(read[l])).is_some();
-            if !address.is_multiple_of(u64::from(bytes)) || !inside {
+            if address.is_multiple_of(u64::from(bytes)) && inside {
+                self.touch_part(w, pc, l, address, u32::from(read[l]));
+            } else {
                 ok &= !(1 << l);
                 self.report_bad_global(w, l as u32, pc, address, bytes);
             }

@@ -122,11 +122,9 @@ impl Cluster<'_> {
             Op::Red { space, op, ty, width, sem, .. } => {
                 self.atomic(w, pc, mask, space, op, ty, width.count(), sem, dst, src);
             }
-            Op::Prefetch(_)
-            | Op::BulkPrefetch { .. }
-            | Op::TensorPrefetch { .. }
-            | Op::PrefetchTensormap
-            | Op::GridDepControl(GridDep::LaunchDependents) => {}
+            Op::Prefetch(_) | Op::BulkPrefetch { .. } | Op::TensorPrefetch { .. } | Op::PrefetchTensormap => {
+            }
+            Op::GridDepControl(GridDep::LaunchDependents) => self.launch_dependents(w, mask),
             Op::GridDepControl(GridDep::Wait) => self.grid_wait(w, mask),
             Op::Nanosleep => return Outcome::Yield,
             Op::Shfl(_)

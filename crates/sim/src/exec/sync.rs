@@ -4,7 +4,7 @@ use flashcore_ptx::{Op, Space};
 
 use crate::config::AsyncMode;
 use crate::exec::for_lanes;
-use crate::findings::{FindingKind, Severity};
+use crate::findings::{FindingKind, Raw, RawOther, Severity, THIS_LAUNCH};
 use crate::machine::barrier::NamedBarrier;
 use crate::machine::mbarrier::Mbarrier;
 use crate::machine::warp::{State, Wait};
@@ -236,15 +236,15 @@ impl Cluster<'_> {
         } else {
             return true;
         };
-        if !self.tally.findings.again(FindingKind::MbarrierMisuse, pc, init_pc) {
-            let raw = crate::findings::Raw {
+        if !self.tally.findings.again(FindingKind::MbarrierMisuse, pc, (THIS_LAUNCH, init_pc)) {
+            let raw = Raw {
                 kind: FindingKind::MbarrierMisuse,
                 severity: Severity::Error,
                 pc,
                 thread: self.thread(w, lane),
                 message: message.to_string(),
                 place: Some(self.shared_place(block, address)),
-                other: Some((
+                other: Some(RawOther::own(
                     init_pc,
                     self.thread(usize::from(init.agent), init.lanes.any()).to_string(),
                     true,

@@ -171,7 +171,7 @@ impl Cluster<'_> {
         touch: Touch,
     ) -> u32 {
         let checks = self.launch.config.checks;
-        self.check_grid_wait(w, pc, mask);
+        self.check_in_flight(w, pc, mask, addresses, bytes, touch.writes());
         let lines = if bytes == CELL { vectors::whole_lines(self.launch.level, addresses) } else { 0 };
         if checks.costs {
             let four = if mask & lines == u32::MAX { lines::sectors_of_four(addresses) } else { None };
@@ -249,7 +249,7 @@ impl Cluster<'_> {
                 other => {
                     // The old lock is given up before the new one is taken.
                     *other = None;
-                    &mut other.insert((region.base, region.races.lock(offset, self.launch.id))).1
+                    &mut other.insert((region.base, region.races.lock(offset, self.launch.era))).1
                 }
             };
             if let Some(found) = guard.access(offset, total, touch.writes(), &by) {
@@ -275,6 +275,25 @@ impl Cluster<'_> {
         ok
     }
 
+    /// Checks and records a lane's read of the first bytes of what a copy could read.
+    pub fn touch_part(&mut self, w: usize, pc: u32, lane: usize, address: u64, bytes: u32) {
+        if self.beside_others(w, 1 << lane) != 0 {
+            self.check_run_in_flight(w, pc, lane as u32, (address, u64::from(bytes)), false);
+        }
+        if !self.launch.config.checks.global {
+            return;
+        }
+        let Some((region, offset)) = self.launch.memory.find(address, u64::from(bytes)) else { return };
+        let lanes = Lanes::one(lane as u32);
+        let access = self.by_lane(w, pc, lane);
+        let by = Accessor { access, clocks: &self.warps[w].clocks, lanes, proxy: Proxy::Generic };
+        let found = region.races.lock(offset, self.launch.era).access(offset, bytes, false, &by);
+        if let Some(found) = found {
+            let address = region.base + found.offset as u64;
+            self.report_global_conflict(w, lane as u32, pc, address, false, found);
+        }
+    }
+
     /// Records the reads of whole cells that hold values and that nobody has written in this launch, which is most of
     /// what there is. Returns the other lanes.
     fn read_cells(&self, w: usize, pc: u32, addresses: &Row64, lines: u32, mask: u32) -> u32 {
@@ -287,7 +306,7 @@ impl Cluster<'_> {
                 continue;
             };
             // All lanes whose cells are in the same shard, under one lock.
-            let mut guard = region.races.lock(offset, self.launch.id);
+            let mut guard = region.races.lock(offset, self.launch.era);
             for_lanes(todo, |l| {
                 let offset = addresses[l].wrapping_sub(region.base) as usize;
                 if !guard.covers(offset) {
@@ -329,7 +348,7 @@ impl Cluster<'_> {
                 other => {
                     // The old lock is given up before the new one is taken.
                     *other = None;
-                    &mut other.insert((region.base, region.races.lock(offset, self.launch.id))).1
+                    &mut other.insert((region.base, region.races.lock(offset, self.launch.era))).1
                 }
             };
             let access = self.by_lane(w, pc, 8 * eight);
@@ -364,7 +383,7 @@ impl Cluster<'_> {
             // What is misaligned or outside is reported by the load.
             let aligned = addresses[l].is_multiple_of(u64::from(bytes));
             if let Some((region, offset)) = memory.find(addresses[l], u64::from(bytes)).filter(|_| aligned) {
-                let mut guard = region.races.lock(offset, self.launch.id);
+                let mut guard = region.races.lock(offset, self.launch.era);
                 if let Some(found) = guard.read_only(offset, bytes, &self.by_lane(w, pc, l)) {
                     broken.get_or_insert((l as u32, region.base + found.offset as u64, found));
                 }

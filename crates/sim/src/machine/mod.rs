@@ -31,9 +31,11 @@ use crate::memory::global::GlobalMemory;
 use crate::memory::shared::SharedMemory;
 use crate::program::Program;
 use crate::races::clock::{Agent, ClockPair, WarpClock};
+use crate::races::global_shadow::Era;
 use crate::races::sync_words::SyncWords;
 use crate::random::Random;
 use crate::stats::Counter;
+use crate::stream::InFlight;
 use crate::vectors::Level;
 use crate::vectors::matrices::Survey;
 use crate::vectors::mma::Tiles;
@@ -71,7 +73,13 @@ pub struct Launch<'a> {
     /// Bytes of shared memory of a block.
     pub shared_bytes: u32,
     /// Which launch of the device it is.
-    pub id: u64,
+    pub era: Era,
+    /// Earlier launches that may be in flight beside it.
+    pub in_flight: Vec<InFlight>,
+    /// Whether a thread has waited for them.
+    pub waited: AtomicBool,
+    /// Whether a block has let dependents start, or has ended, without having waited for them.
+    pub unwaited: AtomicBool,
     /// Words of global memory that blocks synchronise on.
     pub sync: SyncWords,
     /// Warp instructions executed by finished slices, with what setting up clusters counts as.
@@ -149,6 +157,10 @@ pub struct Block {
     pub warpgroups: Vec<Warpgroup>,
     /// What was published through words of shared memory, by address.
     pub sync: HashMap<u32, ClockPair>,
+    /// Whether a thread of it has waited for the grids before.
+    pub waited: bool,
+    /// Whether it has let the grids after it start.
+    pub released: bool,
 }
 
 /// A cluster at work.
@@ -252,6 +264,8 @@ impl<'a> Cluster<'a> {
                 free_registers: 0,
                 warpgroups: (0..warps_in_block.div_ceil(4)).map(|_| Warpgroup::default()).collect(),
                 sync: HashMap::new(),
+                waited: false,
+                released: false,
             });
         }
         let agents = Agents::new(warps.len());

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::error::SimError;
-use crate::findings::{FindingKind, MemoryPlace, Raw, Severity};
+use crate::findings::{FindingKind, MemoryPlace, NO_OTHER, Raw, RawOther, Severity, THIS_LAUNCH};
 use crate::machine::Cluster;
 use crate::races::clock::{Edge, Stamp};
 use crate::races::global_shadow::GlobalConflict;
@@ -21,7 +21,7 @@ impl<'a> Cluster<'a> {
         severity: Severity,
         message: impl FnOnce(&Self) -> (String, Option<MemoryPlace>),
     ) {
-        if self.tally.findings.again(kind, pc, u32::MAX) {
+        if self.tally.findings.again(kind, pc, NO_OTHER) {
             return;
         }
         let (message, place) = message(self);
@@ -117,7 +117,7 @@ impl<'a> Cluster<'a> {
             Edge::MissingWarpBarrier => (FindingKind::WarpRace, Severity::Warning),
             Edge::Missing | Edge::Ordered => (FindingKind::SharedRace, Severity::Error),
         };
-        if self.tally.findings.again(kind, pc, found.prior_pc) {
+        if self.tally.findings.again(kind, pc, (THIS_LAUNCH, found.prior_pc)) {
             return;
         }
         let raw = Raw {
@@ -131,7 +131,7 @@ impl<'a> Cluster<'a> {
                 if found.prior_wrote { "a write" } else { "a read" },
             ),
             place: Some(self.shared_place(block, found.address)),
-            other: Some((found.prior_pc, self.agent_name(found.prior), found.prior_wrote)),
+            other: Some(RawOther::own(found.prior_pc, self.agent_name(found.prior), found.prior_wrote)),
             missing: Some(self.missing_edge(found.edge, found.prior, write, found.prior_wrote)),
         };
         self.tally.findings.add(raw);
@@ -158,7 +158,7 @@ impl<'a> Cluster<'a> {
             Edge::MissingWarpBarrier => (FindingKind::WarpRace, Severity::Warning),
             Edge::Missing | Edge::Ordered => (FindingKind::GlobalRace, Severity::Error),
         };
-        if self.tally.findings.again(kind, pc, prior.pc) {
+        if self.tally.findings.again(kind, pc, (THIS_LAUNCH, prior.pc)) {
             return;
         }
         let (by, missing) = if prior.cluster == self.id {
@@ -197,7 +197,7 @@ impl<'a> Cluster<'a> {
             thread: self.thread(warp, lane),
             message,
             place: Some(self.global_place(address)),
-            other: Some((prior.pc, by, found.prior_wrote)),
+            other: Some(RawOther::own(prior.pc, by, found.prior_wrote)),
             missing: Some(missing),
         };
         self.tally.findings.add(raw);

@@ -49,6 +49,7 @@ impl Cluster<'_> {
             if ready.is_empty() {
                 if self.finished() {
                     self.check_end();
+                    self.end_grid();
                     self.check_barriers_at_end();
                     return Slice::Finished;
                 }

@@ -7,6 +7,7 @@
 //! a line are told apart from the first access on that is another one. Lines live in shards of 4 KiB behind a lock, made when
 //! first touched. Reads by `ld.global.nc` are remembered apart, to the byte: no order allows a write to those.
 
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
 use crate::races::clock::{Edge, Lanes, Proxy, Stamp, WarpClock};
@@ -15,6 +16,15 @@ const CELL: usize = 16;
 /// Bytes in a line of cells.
 pub const LINE: usize = 128;
 const SHARD: usize = 4096;
+
+/// Which launch accesses memory now, and from which launch on earlier ones may be in flight beside it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Era {
+    /// The launch.
+    pub launch: u64,
+    /// The oldest launch that may be in flight: the launch itself if there is no other.
+    pub oldest: u64,
+}
 
 /// An access to global memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +50,19 @@ pub struct GlobalConflict {
     pub edge: Edge,
     /// Whether the read of the two is an `ld.global.nc`: then nothing that comes between them would help.
     pub non_coherent: bool,
+    /// The first byte in question, from the start of the allocation.
+    pub offset: usize,
+}
+
+/// An access of an earlier launch that is in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EarlierAccess {
+    /// The launch.
+    pub launch: u64,
+    /// The instruction.
+    pub pc: u32,
+    /// Whether it wrote.
+    pub wrote: bool,
     /// The first byte in question, from the start of the allocation.
     pub offset: usize,
 }
@@ -118,8 +141,10 @@ struct GlobalCell {
     first_read: Entry,
     last_read: Entry,
     write: Entry,
+    /// The bytes that anybody has read.
+    read_bytes: u16,
     /// One more than the index of a list of further writers, of other bytes of the cell; or 0.
-    more_writes: u32,
+    more_writes: u16,
 }
 
 /// Who accessed 128 bytes.
@@ -139,6 +164,8 @@ impl Line {
 
 struct Shard {
     launch: u64,
+    /// The same bytes as an earlier launch has accessed them, if it may be in flight.
+    earlier: Option<Box<Shard>>,
     lines: [Line; SHARD / LINE],
     cells: Vec<[GlobalCell; LINE / CELL]>,
     more_writes: Vec<Vec<Entry>>,
@@ -147,9 +174,36 @@ struct Shard {
 }
 
 impl Shard {
-    fn new(launch: u64) -> Box<Shard> {
+    fn new(launch: u64, earlier: Option<Box<Shard>>) -> Box<Shard> {
         let lines = [Line::FRESH; SHARD / LINE];
-        Box::new(Shard { launch, lines, cells: Vec::new(), more_writes: Vec::new(), read_only: None })
+        let (cells, more_writes) = (Vec::new(), Vec::new());
+        Box::new(Shard { launch, earlier, lines, cells, more_writes, read_only: None })
+    }
+
+    /// An access of this launch to some of these bytes of a cell: a write, or for a write also a read.
+    fn accessed(&self, offset: usize, mask: u16, write: bool) -> Option<EarlierAccess> {
+        let line = &self.lines[offset % SHARD / LINE];
+        let found = |entry: &Entry, wrote: bool, overlap: u16| EarlierAccess {
+            launch: self.launch,
+            pc: entry.access().pc,
+            wrote,
+            offset: offset - offset % CELL + overlap.trailing_zeros() as usize,
+        };
+        let Some(cells) = (line.cells as usize).checked_sub(1) else {
+            let written = line.write.bytes & mask;
+            if written != 0 {
+                return Some(found(&line.write, true, written));
+            }
+            let read = line.first_read.bytes & mask;
+            return (write && read != 0).then(|| found(&line.first_read, false, read));
+        };
+        let cell = &self.cells[cells][offset % LINE / CELL];
+        if let Some(entry) = cell.writes(&self.more_writes).find(|entry| entry.bytes & mask != 0) {
+            return Some(found(entry, true, entry.bytes & mask));
+        }
+        let read = cell.read_bytes & mask;
+        let reader = if cell.last_read.bytes & read != 0 { &cell.last_read } else { &cell.first_read };
+        (write && read != 0).then(|| found(reader, false, read))
     }
 
     /// The cell of an offset, told apart from the others of its line, and the lists of further writers.
@@ -161,6 +215,7 @@ impl Shard {
                 first_read: line.first_read.of_cell(cell),
                 last_read: line.last_read.of_cell(cell),
                 write: line.write.of_cell(cell),
+                read_bytes: line.first_read.bytes,
                 more_writes: 0,
             }));
             line.cells = self.cells.len() as u32;
@@ -220,16 +275,46 @@ impl RaceShadow {
         RaceShadow { shards: (0..len.div_ceil(SHARD)).map(|_| Mutex::new(None)).collect() }
     }
 
-    /// Locks the shard of an offset for accesses of this launch.
-    pub fn lock(&self, offset: usize, launch: u64) -> ShardGuard<'_> {
+    /// Locks the shard of an offset for accesses of the launch.
+    pub fn lock(&self, offset: usize, era: Era) -> ShardGuard<'_> {
         let mut shard = match self.shards[offset / SHARD].lock() {
             Ok(shard) => shard,
             Err(poisoned) => poisoned.into_inner(),
         };
-        if shard.as_ref().is_none_or(|s| s.launch != launch) {
-            *shard = Some(Shard::new(launch));
+        if shard.as_ref().is_none_or(|s| s.launch != era.launch) {
+            let earlier = shard.take().filter(|s| s.launch >= era.oldest);
+            *shard = Some(Shard::new(era.launch, earlier));
         }
         ShardGuard { first: offset / SHARD * SHARD, shard }
+    }
+
+    /// An access to some of these bytes by an earlier launch in flight that an access now conflicts with: a write, or
+    /// for a write also a read.
+    pub fn earlier_access(
+        &self,
+        bytes: Range<usize>,
+        write: bool,
+        era: Era,
+        in_flight: impl Fn(u64) -> bool,
+    ) -> Option<EarlierAccess> {
+        let mut at = bytes.start;
+        while at < bytes.end {
+            let guard = self.lock(at, era);
+            while at < bytes.end && guard.covers(at) {
+                let count = (CELL - at % CELL).min(bytes.end - at);
+                let mut earlier = guard.shard.as_ref().and_then(|shard| shard.earlier.as_deref());
+                while let Some(shard) = earlier {
+                    if in_flight(shard.launch)
+                        && let Some(found) = shard.accessed(at, cell_bytes(at, count as u32), write)
+                    {
+                        return Some(found);
+                    }
+                    earlier = shard.earlier.as_deref();
+                }
+                at += count;
+            }
+        }
+        None
     }
 }
 
@@ -396,6 +481,7 @@ impl GlobalCell {
 
     #[inline(always)]
     fn note_read(&mut self, entry: Entry) {
+        self.read_bytes |= entry.bytes;
         note_read(&mut self.first_read, &mut self.last_read, entry);
     }
 
@@ -419,7 +505,7 @@ impl GlobalCell {
             self.write.bytes &= !mask;
             if self.more_writes == 0 {
                 more.push(Vec::new());
-                self.more_writes = more.len() as u32;
+                self.more_writes = more.len() as u16;
             }
             let others = &mut more[self.more_writes as usize - 1];
             for other in others.iter_mut() {
@@ -449,6 +535,10 @@ mod tests {
     use super::*;
     use crate::races::sync_words::SyncWords;
 
+    /// The first launch, or the second in stream order.
+    const FIRST: Era = Era { launch: 1, oldest: 1 };
+    const SECOND: Era = Era { launch: 2, oldest: 2 };
+
     fn touch(
         shadow: &RaceShadow,
         offset: usize,
@@ -456,7 +546,7 @@ mod tests {
         write: bool,
         by: &Accessor<'_>,
     ) -> Option<GlobalConflict> {
-        shadow.lock(offset, 1).access(offset, bytes, write, by)
+        shadow.lock(offset, FIRST).access(offset, bytes, write, by)
     }
 
     fn by(clocks: &WarpClock, cluster: u32, lane: u32, atomic: bool) -> Accessor<'_> {
@@ -489,10 +579,10 @@ mod tests {
         let warps = [0, 1, 2].map(WarpClock::new);
         let (whole, single) = (RaceShadow::new(4096), RaceShadow::new(4096));
         for (clocks, lane) in [(&warps[0], 8), (&warps[1], 0), (&warps[2], 16)] {
-            assert!(whole.lock(256, 1).read_line(256, &by(clocks, 0, lane, false).access));
+            assert!(whole.lock(256, FIRST).read_line(256, &by(clocks, 0, lane, false).access));
             for cell in 0..8 {
                 let access = by(clocks, 0, lane + cell, false).access;
-                assert!(single.lock(256, 1).read_unwritten(256 + 16 * cell as usize, &access));
+                assert!(single.lock(256, FIRST).read_unwritten(256 + 16 * cell as usize, &access));
             }
         }
         // A lane may write what it has read itself; then the latest reader objects, and else the first one.
@@ -505,7 +595,7 @@ mod tests {
             assert!(!writes[0].prior_wrote);
         }
         let access = by(&warps[1], 0, 0, false).access;
-        assert!(!whole.lock(256, 1).read_line(256, &access), "its cells are told apart by now");
+        assert!(!whole.lock(256, FIRST).read_line(256, &access), "its cells are told apart by now");
     }
 
     #[test]
@@ -513,14 +603,14 @@ mod tests {
         let warps = [0, 1].map(WarpClock::new);
         for (cell, lane) in [(0, 8), (5, 13), (5, 12)] {
             let (whole, single) = (RaceShadow::new(4096), RaceShadow::new(4096));
-            assert!(whole.lock(512, 1).write_line(512, &by(&warps[0], 0, 8, false).access));
+            assert!(whole.lock(512, FIRST).write_line(512, &by(&warps[0], 0, 8, false).access));
             for cell in 0..8 {
                 let by = by(&warps[0], 0, 8 + cell, false);
                 assert!(touch(&single, 512 + 16 * cell as usize, 16, true, &by).is_none());
             }
             let access = by(&warps[1], 0, 0, false).access;
-            assert!(!whole.lock(512, 1).read_line(512, &access), "it was written");
-            assert!(!whole.lock(512, 1).write_line(512, &access), "it was written");
+            assert!(!whole.lock(512, FIRST).read_line(512, &access), "it was written");
+            assert!(!whole.lock(512, FIRST).write_line(512, &access), "it was written");
             for (i, (clocks, write)) in
                 [(&warps[0], true), (&warps[0], false), (&warps[1], false)].into_iter().enumerate()
             {
@@ -547,7 +637,42 @@ mod tests {
         let (a, b) = (WarpClock::new(0), WarpClock::new(0));
         let shadow = RaceShadow::new(64);
         touch(&shadow, 0, 4, true, &by(&a, 0, 0, false));
-        assert!(shadow.lock(0, 2).access(0, 4, true, &by(&b, 1, 0, false)).is_none());
+        assert!(shadow.lock(0, SECOND).access(0, 4, true, &by(&b, 1, 0, false)).is_none());
+    }
+
+    #[test]
+    fn an_earlier_launch_in_flight_is_remembered_to_the_byte_and_one_in_stream_order_is_not() {
+        let warps = [0, 1, 2, 3].map(WarpClock::new);
+        let shadow = RaceShadow::new(8192);
+        let first = |offset, bytes, write, warp: usize| {
+            shadow.lock(offset, FIRST).access(offset, bytes, write, &by(&warps[warp], 7, 0, false));
+        };
+        first(4, 4, true, 0);
+        first(8, 2, true, 1);
+        // Three warps read different bytes of one cell, of which the shadow names the first and the latest.
+        (1..4).for_each(|warp| first(16 + 4 * warp, 4, false, warp));
+        assert!(shadow.lock(4096, FIRST).write_line(4096, &by(&warps[0], 7, 0, false).access));
+        assert!(shadow.lock(4224, FIRST).read_line(4224, &by(&warps[0], 7, 0, false).access));
+        let beside = Era { launch: 3, oldest: 1 };
+        let found = |bytes: Range<usize>, write| {
+            let found = shadow.earlier_access(bytes, write, beside, |launch| launch == 1)?;
+            assert_eq!((found.launch, found.pc), (1, 7));
+            Some((found.offset, found.wrote))
+        };
+        assert_eq!((found(0..4, true), found(10..20, true)), (None, None), "nobody touched these");
+        assert_eq!((found(0..16, false), found(9..12, false)), (Some((4, true)), Some((9, true))));
+        for at in [20, 24, 28] {
+            assert_eq!((found(at..at + 2, false), found(at..at + 2, true)), (None, Some((at, false))));
+        }
+        assert_eq!(found(4000..8192, false), Some((4096, true)), "across cells and shards");
+        assert_eq!((found(4224..4352, false), found(4232..4233, true)), (None, Some((4232, false))));
+        // What launch 3 itself does hides nothing of launch 1, which stays in flight beside launch 4.
+        shadow.lock(4, beside).access(4, 4, true, &by(&warps[0], 9, 0, false));
+        let next = Era { launch: 4, oldest: 1 };
+        let of = |id: u64| shadow.earlier_access(4..8, false, next, |launch| launch == id).map(|e| e.pc);
+        assert_eq!([of(1), of(2), of(3)], [Some(7), None, Some(9)]);
+        let alone = Era { launch: 5, oldest: 5 };
+        assert!(shadow.earlier_access(0..8192, true, alone, |_| true).is_none());
     }
 
     #[test]

@@ -101,7 +101,11 @@ impl Cluster<'_> {
         (agent, clock): (Agent, u32),
     ) {
         let checks = self.launch.config.checks;
-        self.check_grid_wait(w, pc, 1 << lane);
+        if self.beside_others(w, 1 << lane) != 0 {
+            side.for_runs(|address, bytes| {
+                self.check_run_in_flight(w, pc, lane, (address, u64::from(bytes)), write);
+            });
+        }
         let memory = self.launch.memory;
         let mut outside = None;
         let mut uninitialised = None;
@@ -132,12 +136,12 @@ impl Cluster<'_> {
             };
             let mut at = offset;
             let end = offset + bytes as usize;
-            let mut guard = region.races.lock(at, self.launch.id);
+            let mut guard = region.races.lock(at, self.launch.era);
             while at < end {
                 let count = (16 - at % 16).min(end - at);
                 if !guard.covers(at) {
                     drop(guard);
-                    guard = region.races.lock(at, self.launch.id);
+                    guard = region.races.lock(at, self.launch.era);
                 }
                 if at.is_multiple_of(LINE) && at + LINE <= end {
                     let noted = if write {

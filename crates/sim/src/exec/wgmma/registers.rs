@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use flashcore_ptx::{AccTy, Wgmma};
 
-use crate::findings::{FindingKind, Severity};
+use crate::findings::{FindingKind, Raw, RawOther, Severity, THIS_LAUNCH};
 use crate::machine::Cluster;
 use crate::machine::regs::{Aligned, Row};
 use crate::machine::warp::Warp;
@@ -331,15 +331,19 @@ impl Cluster<'_> {
             let (block, group) = (self.warps[w].block, self.warps[w].index as usize / 4);
             let products = &self.blocks[block].warpgroups[group].products;
             let by = products.iter().find(|p| p.number + 1 == number).map_or(pc, |p| p.pc);
-            if !self.tally.findings.again(FindingKind::WgmmaRegister, pc, by) {
-                let raw = crate::findings::Raw {
+            if !self.tally.findings.again(FindingKind::WgmmaRegister, pc, (THIS_LAUNCH, by)) {
+                let raw = Raw {
                     kind: FindingKind::WgmmaRegister,
                     severity: Severity::Error,
                     pc,
                     thread: self.thread(w, mask.trailing_zeros()),
                     message: format!("the {what} of a wgmma is {did} before the wait"),
                     place: None,
-                    other: Some((by, "the warpgroup's wgmma".to_string(), what == "accumulator")),
+                    other: Some(RawOther::own(
+                        by,
+                        "the warpgroup's wgmma".to_string(),
+                        what == "accumulator",
+                    )),
                     missing: Some("wgmma.wait_group for the group of that wgmma".to_string()),
                 };
                 self.tally.findings.add(raw);
