@@ -10,7 +10,7 @@ use std::{
 
 use flashcore_kernels::{Dtype, Schedule, Spec};
 use flashcore_ptx::{Module, Target, TensorMap};
-pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, Report, Stats, Stop};
+pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, LaunchReport as Report, Stats, Stop};
 use flashcore_sim::{Buffer, LaunchDims, MOST_BUFFER_BYTES, Sim, Swizzle, TensorElement};
 
 use crate::{

@@ -3,8 +3,11 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
+use std::sync::Arc;
 
 use flashcore_ptx::Kernel;
+
+use crate::stream::PastLaunch;
 
 /// What is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -51,8 +54,8 @@ pub enum FindingKind {
     BadDescriptor,
     /// A block ends while another of its cluster may still reach it, or a rank that does not exist.
     ClusterMisuse,
-    /// Global memory touched while the grid before may still write it: `griddepcontrol.wait` is missing. A kernel that
-    /// has one anywhere is taken to be launched beside the grid before it.
+    /// Global memory touched while a grid before may still write it, or written while one may still read it:
+    /// `griddepcontrol.wait` is missing. [`Launching`](crate::Launching) says which grids may be in flight.
     EarlyGridAccess,
     /// `trap` was executed.
     Trap,
@@ -85,7 +88,7 @@ impl FindingKind {
             FindingKind::RegisterPool => "register pool",
             FindingKind::BadDescriptor => "bad descriptor",
             FindingKind::ClusterMisuse => "cluster misuse",
-            FindingKind::EarlyGridAccess => "access before griddepcontrol.wait",
+            FindingKind::EarlyGridAccess => "access beside a grid in flight",
             FindingKind::Trap => "trap",
             FindingKind::Budget => "instruction budget used up",
         }
@@ -163,7 +166,7 @@ impl fmt::Display for Thread {
 
 /// Where in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct MemoryPlace {
     /// The address as the kernel has it.
     pub address: u64,
     /// The allocation and the offset in it, in words.
@@ -173,6 +176,8 @@ pub struct Place {
 /// The other of two accesses that conflict.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OtherAccess {
+    /// Its kernel, if that is the kernel of an earlier launch.
+    pub kernel: Option<String>,
     /// Its instruction.
     pub site: Site,
     /// Who: a thread, or an asynchronous operation.
@@ -195,7 +200,7 @@ pub struct Finding {
     /// Who executed it, the first time.
     pub thread: Thread,
     /// Where in memory, if it concerns memory.
-    pub place: Option<Place>,
+    pub place: Option<MemoryPlace>,
     /// The access that it conflicts with.
     pub other: Option<OtherAccess>,
     /// What would have ordered the two.
@@ -237,23 +242,60 @@ pub(crate) struct Raw {
     pub pc: u32,
     pub thread: Thread,
     pub message: String,
-    pub place: Option<Place>,
-    /// The other access: its instruction, who, and whether it wrote.
-    pub other: Option<(u32, String, bool)>,
+    pub place: Option<MemoryPlace>,
+    pub other: Option<RawOther>,
     pub missing: Option<String>,
 }
+
+/// The other of two accesses before its site is put into words.
+#[derive(Clone, Debug)]
+pub(crate) struct RawOther {
+    pub pc: u32,
+    /// The launch that it belongs to, if that is an earlier one.
+    pub launch: Option<Arc<PastLaunch>>,
+    pub by: String,
+    pub wrote: bool,
+}
+
+impl RawOther {
+    /// An access of the launch that the finding is about.
+    pub fn own(pc: u32, by: String, wrote: bool) -> RawOther {
+        RawOther { pc, launch: None, by, wrote }
+    }
+
+    /// What tells it apart from other accesses: its launch and its instruction.
+    fn key(&self) -> OtherKey {
+        (self.launch.as_ref().map_or(THIS_LAUNCH, |launch| launch.id), self.pc)
+    }
+
+    fn into_words(self, kernel: &Kernel) -> OtherAccess {
+        let own = || Site::of(kernel, self.pc);
+        let (site, kernel) = match &self.launch {
+            None => (own(), None),
+            Some(past) => (past.sites.get(&self.pc).cloned().unwrap_or_else(own), Some(past.kernel.clone())),
+        };
+        OtherAccess { kernel, site, by: self.by, wrote: self.wrote }
+    }
+}
+
+/// The launch and the instruction of the other access.
+pub(crate) type OtherKey = (u64, u32);
+/// The launch that runs, in an [`OtherKey`].
+pub(crate) const THIS_LAUNCH: u64 = 0;
+/// There is no other access.
+pub(crate) const NO_OTHER: OtherKey = (THIS_LAUNCH, u32::MAX);
 
 /// The findings of a launch, each kind once for an instruction (and the one it conflicts with).
 #[derive(Default)]
 pub(crate) struct FindingSet {
-    seen: HashMap<(FindingKind, u32, u32), usize>,
+    seen: HashMap<(FindingKind, u32, OtherKey), usize>,
     list: Vec<(Raw, u64)>,
 }
 
 impl FindingSet {
     /// Whether this is known already; then it is only counted.
-    pub fn again(&mut self, kind: FindingKind, pc: u32, other_pc: u32) -> bool {
-        match self.seen.get(&(kind, pc, other_pc)) {
+    pub fn again(&mut self, kind: FindingKind, pc: u32, other: OtherKey) -> bool {
+        match self.seen.get(&(kind, pc, other)) {
             Some(&i) => {
                 self.list[i].1 += 1;
                 true
@@ -268,9 +310,9 @@ impl FindingSet {
     }
 
     fn add_counted(&mut self, raw: Raw, count: u64) {
-        let other_pc = raw.other.as_ref().map_or(u32::MAX, |o| o.0);
+        let other = raw.other.as_ref().map_or(NO_OTHER, RawOther::key);
         let list = &mut self.list;
-        let i = *self.seen.entry((raw.kind, raw.pc, other_pc)).or_insert_with(|| {
+        let i = *self.seen.entry((raw.kind, raw.pc, other)).or_insert_with(|| {
             list.push((raw, 0));
             list.len() - 1
         });
@@ -300,7 +342,7 @@ impl FindingSet {
             site: Site::of(kernel, raw.pc),
             thread: raw.thread,
             place: raw.place,
-            other: raw.other.map(|(pc, by, wrote)| OtherAccess { site: Site::of(kernel, pc), by, wrote }),
+            other: raw.other.map(|other| other.into_words(kernel)),
             missing: raw.missing,
             occurrences,
         };

@@ -60,66 +60,38 @@
 //!
 //! # How it works
 //!
-//! `decode` turns a kernel into instructions on rows of a compact register file, and `assignment` proves which of them
-//! need no check that they hold a value; `simd` and `alu` execute plain ones for whole warps in vector code, `mma` and
-//! `matrices` what tensor cores are fed with and compute (each also by hand for AVX-512); `exec*` the others; `sched`
-//! interleaves warps and sees deadlocks. `clock` holds the vector clocks, `shadow`, `cells` and `races` what was accessed
-//! when in shared and global memory, page by page and line by line where that says the same.
+//! Folders are named by what they simulate. `program` turns a kernel into instructions on rows of a compact register file,
+//! and proves which reads need no check that the register holds a value. `machine` is the state that instructions act on
+//! (clusters, blocks, warps, barriers) and the scheduler that interleaves warps and sees deadlocks. `exec` executes
+//! instructions on it, one file for each kind. `vectors` executes plain instructions and products of matrices for whole
+//! warps in vector code, also written by hand for AVX-512. `memory` holds global and shared memory, tensor maps and matrix
+//! descriptors. `races` holds the vector clocks and the shadows: which bytes were accessed when, by page and by line where
+//! that says the same.
 
 // Lane loops index several arrays by the same lane.
 #![allow(clippy::needless_range_loop)]
 
-mod alu;
-#[cfg(target_arch = "x86_64")]
-mod alu_avx512;
-mod assignment;
-mod banks;
-mod barrier;
-mod cells;
-mod clock;
 mod config;
-mod copies;
-mod decode;
-mod descriptor;
 mod error;
 mod exec;
-mod exec_bulk;
-mod exec_cluster;
-mod exec_copy;
-mod exec_mem;
-mod exec_sync;
-mod exec_tensor;
-mod exec_warp;
-mod exec_wgmma;
 mod findings;
-mod lines;
 mod machine;
-mod matrices;
-#[cfg(target_arch = "x86_64")]
-mod matrices_avx512;
-mod mbarrier;
 mod memory;
-mod mma;
-#[cfg(target_arch = "x86_64")]
-mod mma_avx512;
 pub mod numerics;
+mod program;
 mod races;
 mod random;
-mod regs;
-mod sched;
-mod shadow;
-mod shared;
 mod sim;
-mod simd;
 mod stats;
-mod tensor_map;
-mod warp;
+mod stream;
+mod vectors;
 
 pub use config::{AsyncMode, Checks, Config, Stop};
-pub use decode::Program;
 pub use error::SimError;
-pub use findings::{Finding, FindingKind, OtherAccess, Place, Severity, Site, Thread};
-pub use memory::{Buffer, MOST_BUFFER_BYTES};
-pub use sim::{LaunchDims, Report, Sim};
+pub use findings::{Finding, FindingKind, MemoryPlace, OtherAccess, Severity, Site, Thread};
+pub use memory::global::{Buffer, MOST_BUFFER_BYTES};
+pub use memory::tensor_map::{Swizzle, TensorElement, TensorMap};
+pub use program::Program;
+pub use sim::{LaunchDims, LaunchReport, Sim};
 pub use stats::{BankStats, SectorStats, Stats};
-pub use tensor_map::{Swizzle, TensorElement, TensorMap};
+pub use stream::Launching;

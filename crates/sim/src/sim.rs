@@ -8,15 +8,17 @@ use std::time::Instant;
 use flashcore_ptx::{Module, Threads};
 
 use crate::config::Config;
-use crate::decode::Program;
 use crate::error::SimError;
 use crate::findings::{Finding, FindingKind, Raw, Severity};
+use crate::machine::sched::Slice;
 use crate::machine::{Cluster, Launch, Tally};
-use crate::memory::{Buffer, GlobalMemory};
-use crate::races::SyncWords;
-use crate::sched::Slice;
-use crate::simd::Level;
+use crate::memory::global::{Buffer, GlobalMemory};
+use crate::program::Program;
+use crate::races::global_shadow::Era;
+use crate::races::sync_words::SyncWords;
 use crate::stats::{Counter, Stats};
+use crate::stream::{Conduct, Launching, PastLaunch, Stream};
+use crate::vectors::Level;
 
 /// Warp instructions that a cluster runs before another one gets its turn.
 const SLICE: u64 = 1 << 20;
@@ -51,14 +53,14 @@ impl LaunchDims {
 
 /// What a launch did.
 #[derive(Clone, Debug, Default)]
-pub struct Report {
+pub struct LaunchReport {
     /// What is wrong, errors first.
     pub findings: Vec<Finding>,
     /// What was counted.
     pub stats: Stats,
 }
 
-impl Report {
+impl LaunchReport {
     /// Whether nothing at all was found.
     pub fn is_clean(&self) -> bool {
         self.findings.is_empty()
@@ -76,13 +78,14 @@ pub struct Sim {
     /// How launches are simulated.
     pub config: Config,
     memory: GlobalMemory,
+    stream: Stream,
     launches: u64,
 }
 
 impl Sim {
     /// A device without allocations.
     pub fn new(config: Config) -> Sim {
-        Sim { config, memory: GlobalMemory::default(), launches: 0 }
+        Sim { config, ..Sim::default() }
     }
 
     /// Allocates global memory that holds no value.
@@ -121,31 +124,57 @@ impl Sim {
         self.memory.forget_written(buffer);
     }
 
-    /// Runs a kernel of a module to its end.
+    /// Runs a kernel of a module to its end, after everything before it: in [stream order](Launching::StreamOrder).
     pub fn launch(
         &mut self,
         module: &Module,
         kernel: &str,
         dims: LaunchDims,
         params: &[u8],
-    ) -> Result<Report, SimError> {
+    ) -> Result<LaunchReport, SimError> {
+        self.launch_as(module, kernel, dims, params, Launching::StreamOrder)
+    }
+
+    /// Runs a kernel of a module to its end, started as `launching` says.
+    ///
+    /// The launches of a device are on one stream. They are simulated one after the other; that a programmatic one may run
+    /// beside those before it on a GPU is checked, access by access.
+    pub fn launch_as(
+        &mut self,
+        module: &Module,
+        kernel: &str,
+        dims: LaunchDims,
+        params: &[u8],
+        launching: Launching,
+    ) -> Result<LaunchReport, SimError> {
         let Some(kernel) = module.kernel(kernel) else {
             return Err(SimError::NoKernel {
                 name: kernel.to_string(),
                 available: module.kernels.iter().map(|k| k.name.clone()).collect(),
             });
         };
-        self.launch_program(&Program::new(kernel)?, dims, params)
+        self.launch_program_as(&Program::new(kernel)?, dims, params, launching)
     }
 
-    /// Runs a kernel that was decoded before.
+    /// Runs a kernel that was decoded before, in [stream order](Launching::StreamOrder).
     pub fn launch_program(
         &mut self,
         program: &Program<'_>,
         dims: LaunchDims,
         params: &[u8],
-    ) -> Result<Report, SimError> {
-        let launch = self.prepare(program, dims, params)?;
+    ) -> Result<LaunchReport, SimError> {
+        self.launch_program_as(program, dims, params, Launching::StreamOrder)
+    }
+
+    /// Runs a kernel that was decoded before, started as `launching` says.
+    pub fn launch_program_as(
+        &mut self,
+        program: &Program<'_>,
+        dims: LaunchDims,
+        params: &[u8],
+        launching: Launching,
+    ) -> Result<LaunchReport, SimError> {
+        let launch = self.prepare(program, dims, params, launching)?;
         let started = Instant::now();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if self.config.threads == 0 { cores } else { self.config.threads };
@@ -184,9 +213,14 @@ impl Sim {
                 sum.add(counter);
             }
         }
+        let conduct =
+            Conduct { waited: launch.waited.into_inner(), waited_first: !launch.unwaited.into_inner() };
+        let beside = launch.in_flight;
         self.launches += 1;
+        let past = PastLaunch::new(self.launches, program, &total.executed);
+        self.stream.launched(launching, past, beside, conduct);
         let stats = Stats::new(program, &total, started.elapsed(), threads);
-        Ok(Report { findings: total.findings.into_findings(program.kernel), stats })
+        Ok(LaunchReport { findings: total.findings.into_findings(program.kernel), stats })
     }
 
     fn prepare<'a>(
@@ -194,6 +228,7 @@ impl Sim {
         program: &'a Program<'a>,
         dims: LaunchDims,
         params: &'a [u8],
+        launching: Launching,
     ) -> Result<Launch<'a>, SimError> {
         let kernel = program.kernel;
         let refuse = |why: String| Err(SimError::Launch { kernel: kernel.name.clone(), why });
@@ -246,6 +281,9 @@ impl Sim {
                 "{shared_bytes} bytes of shared memory; 232448 is the most a block can have"
             ));
         }
+        let id = self.launches + 1;
+        let in_flight = self.stream.in_flight(launching, program.waits_for_grid);
+        let oldest = in_flight.iter().filter_map(|grid| Some(grid.launch.as_ref()?.id)).min();
         let launch = Launch {
             program,
             memory: &self.memory,
@@ -256,7 +294,10 @@ impl Sim {
             cluster,
             clusters: (0..3).map(|d| u64::from(dims.grid[d] / cluster[d])).product(),
             shared_bytes,
-            id: self.launches + 1,
+            era: Era { launch: id, oldest: oldest.unwrap_or(id) },
+            in_flight,
+            waited: AtomicBool::new(false),
+            unwaited: AtomicBool::new(false),
             sync: SyncWords::default(),
             executed: AtomicU64::new(0),
             stop: AtomicBool::new(false),

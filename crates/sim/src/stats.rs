@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use flashcore_ptx::Kernel;
 
-use crate::banks::Wavefronts;
-use crate::decode::{Class, Program};
 use crate::findings::Site;
 use crate::machine::Tally;
+use crate::memory::banks::Wavefronts;
+use crate::program::{Class, Program};
 
 /// What one instruction has cost while a launch runs.
 #[derive(Clone, Copy, Debug, Default)]

@@ -23,7 +23,12 @@ fn text(body: &str) -> Module {
     read::module(&text).expect("the test's text is PTX")
 }
 
-fn launch(module: &Module, grid: [u32; 3], block: [u32; 3], config: Config) -> Result<Report, SimError> {
+fn launch(
+    module: &Module,
+    grid: [u32; 3],
+    block: [u32; 3],
+    config: Config,
+) -> Result<LaunchReport, SimError> {
     let mut sim = Sim::new(config);
     let (x, y) = (sim.alloc_from("x", &[0; 4096]), sim.alloc("y", 4096));
     let params = Io { x: GlobalPtr(x.address), y: GlobalPtr(y.address), n: 7 };

@@ -69,7 +69,7 @@ pub fn try_hopper(
 
 /// What a run left behind.
 pub struct Outcome {
-    pub report: Report,
+    pub report: LaunchReport,
     pub y: Vec<u8>,
     pub unwritten: Vec<std::ops::Range<usize>>,
 }
