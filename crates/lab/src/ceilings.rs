@@ -9,7 +9,8 @@ use std::time::Duration;
 use flashcore::{Problem, cpu};
 use serde::{Deserialize, Serialize};
 
-use crate::{files, kept};
+use crate::evidence::kept;
+use crate::files;
 
 /// The measured ceilings of a machine. What was not measured is absent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -6,15 +6,14 @@
 //!   threads takes up many cases at once, and a [`tally`] counts them.
 //! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
 //!   does so on a GPU, with everyone in a [`process`] of their own.
-//! - [`physics`] refuses what no machine can do, [`ceilings`] are what this one can; [`compare`] holds a run against a
-//!   [`saved`] one, [`rbk`] times a grid of a file, [`kept`] is what stays for later runs.
+//! - [`physics`] refuses what no machine can do, [`ceilings`] are what this one can; [`rbk`] times a grid of a file.
 //! - [`search`] looks for faster schedules, and believes none that it has not seen win twice.
 //! - [`micro`] measures the pieces that kernels are made of, to order what [`search`] tries.
 //! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
 //! - [`faults`] are planted to see whether all this would notice.
-//! - [`evidence`] is what a report carries beside its numbers, [`audit`] finds out whether they hold together, and
-//!   [`views`] are files that show a part of it, [`report`] a page for people; [`files`] and [`interrupt`] see to it
-//!   that a file is written whole or not at all, [`memory`] that a problem fits the machine. [`cli`] is the command itself.
+//! - [`evidence`] is what a command leaves in a file, and how it is checked, compared and kept; [`report`] makes a page
+//!   for people of it. [`files`] and [`interrupt`] see to it that a file is written whole or not at all, [`memory`] that
+//!   a problem fits the machine. [`cli`] is the command itself.
 //!
 //! Use it through the command; as a library it serves the project's own tests.
 
@@ -23,13 +22,11 @@ pub use flashcore_judge::{
     conditioning, cover, diagnose, guarded, honest, inputs, operands, rng, rule, stats,
 };
 
-pub mod audit;
 pub mod bench;
 pub mod cases;
 pub mod ceilings;
 pub mod check;
 pub mod cli;
-pub mod compare;
 pub mod crew;
 pub mod engine;
 pub mod evidence;
@@ -38,7 +35,6 @@ pub mod faults;
 pub mod files;
 pub mod gpu;
 pub mod interrupt;
-pub mod kept;
 pub mod memory;
 pub mod micro;
 pub mod ncu;
@@ -47,9 +43,7 @@ pub mod peers;
 pub mod process;
 pub mod rbk;
 pub mod report;
-pub mod saved;
 pub mod search;
 pub mod shapes;
 pub mod subject;
 pub mod tally;
-pub mod views;

@@ -84,7 +84,7 @@ impl Machine {
     /// the wall; everything else must hold, whatever was measured.
     fn contradictions(&self) -> Vec<String> {
         let report = std::fs::read_to_string(self.folder.path().join("report.json")).unwrap();
-        let mut found = flashcore_lab::audit::audit(&report).unwrap().contradictions;
+        let mut found = flashcore_lab::evidence::audit::audit(&report).unwrap().contradictions;
         found.retain(|why| !why.contains("seconds are fewer"));
         found
     }

@@ -8,10 +8,11 @@ use serde_json::Value;
 
 use super::screen::{Tone, say, toned};
 use super::{Exit, Json};
-use crate::compare::{Change, Changes, Gate, compare};
+use crate::evidence::compare::{Change, Changes, Gate, compare};
 use crate::evidence::{Document, Environment};
+use crate::evidence::{kept, saved::Saved};
 use crate::stats::Verdict;
-use crate::{files, interrupt, kept, rbk, saved::Saved};
+use crate::{files, interrupt, rbk};
 
 #[derive(Args, Clone, Debug)]
 pub struct AfterBench {

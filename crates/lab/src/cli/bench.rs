@@ -466,7 +466,7 @@ fn keep_part(found: &Mutex<Report>, environment: &Environment, json: &Json) {
     }
 }
 
-/// What the ceilings of a CPU are kept for, as [`crate::saved::Saved::machine`] names it.
+/// What the ceilings of a CPU are kept for, as [`crate::evidence::saved::Saved::machine`] names it.
 fn machine(environment: &Environment, isa: cpu::Isa, threads: usize) -> String {
     let model = environment.cpu.model.as_deref().unwrap_or("an unknown CPU");
     format!("cpu-{isa} on {model}, {threads} threads")

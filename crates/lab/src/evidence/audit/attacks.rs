@@ -408,7 +408,7 @@ fn ceilings_of(machine: &str) -> Value {
 }
 
 fn profile() -> Value {
-    let text = include_str!("../../../../record/2026-11-15-h200-profile-mission.json");
+    let text = include_str!("../../../../../record/2026-11-15-h200-profile-mission.json");
     serde_json::from_str(text).unwrap()
 }
 

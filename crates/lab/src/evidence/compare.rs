@@ -10,8 +10,8 @@
 
 use serde::Serialize;
 
+use crate::evidence::saved::{Saved, SavedCell, SavedResult};
 use crate::gpu::worker::{KERNEL, PLANNER, SCHEDULE};
-use crate::saved::{Saved, SavedCell, SavedResult};
 use crate::stats::{Interval, RatioDraws, VERDICT_LEVEL, VERDICT_ROUNDS, Verdict, verdict_after};
 
 /// What the gate says of one change.

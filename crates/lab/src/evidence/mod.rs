@@ -1,7 +1,19 @@
-//! What a report carries beside its numbers: the machine, the versions, the command and the time.
+//! Evidence: what a command leaves in a file, and what is done with such files later.
 //!
-//! Everything here is read or measured; what cannot be known is null, never guessed. A document has a schema name
-//! with a version, so that what reads it later knows what it reads.
+//! A [`Document`] carries, beside its numbers, the machine, the versions, the command and the time. All of that is read
+//! or measured; what cannot be known is null, never guessed. Its schema has a name and a version, so that what reads it
+//! later knows what it reads.
+//!
+//! - [`audit`] finds out whether a file holds together.
+//! - [`saved`] reads a benchmark back, and [`compare`] holds two of them against each other.
+//! - [`views`] are files that show a part of one.
+//! - [`kept`] is what stays in the user's cache folder for later runs.
+
+pub mod audit;
+pub mod compare;
+pub mod kept;
+pub mod saved;
+pub mod views;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
