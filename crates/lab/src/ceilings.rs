@@ -130,7 +130,7 @@ impl Ceilings {
             Err(error) => return Err(files::explain("read", &path, &error)),
         };
         let found: Self = serde_json::from_slice(&text).map_err(|error| {
-            format!("{}: {error}; flashcore bench --ceilings measures them again", path.display())
+            format!("{}: {error}; flashcore ceilings measures them again", path.display())
         })?;
         Ok(Some(found).filter(|found| found.machine == machine))
     }

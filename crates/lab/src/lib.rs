@@ -1,11 +1,11 @@
 //! The workbench behind the `flashcore` command: is an attention kernel right, how fast is it, and how sure are we.
 //!
 //! - [`cases`] (by [covering designs](cover)) and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
-//! - An [`engine`] computes, ours or somebody else's ([`subject`]); [`check`] runs a case through it and [`rule`] judges the result, on the floor that
+//! - An [`engine`] computes, ours on a [`device`] or somebody else's ([`subject`]); [`check`] runs a case through it and [`rule`] judges the result, on the floor that
 //!   [`conditioning`] derives; [`diagnose`] finds out what kind of fault it is and [`explain`] says it. A [`crew`] of
 //!   threads takes up many cases at once, and a [`tally`] counts them.
-//! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
-//!   does so on a GPU, with everyone in a [`process`] of their own.
+//! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; on a
+//!   [`gpu`] everyone runs in a [`process`] of their own.
 //! - [`physics`] refuses what no machine can do, [`ceilings`] are what this one can; [`rbk`] times a grid of a file.
 //! - [`search`] looks for faster schedules, and believes none that it has not seen win twice.
 //! - [`micro`] measures the pieces that kernels are made of, to order what [`search`] tries.
@@ -28,6 +28,7 @@ pub mod ceilings;
 pub mod check;
 pub mod cli;
 pub mod crew;
+pub mod device;
 pub mod engine;
 pub mod evidence;
 pub mod explain;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use flashcore::{DType, Mask};
 use serde::{Deserialize, Serialize};
 
-use crate::bench::Cell;
+use crate::bench::cells::Cell;
 use crate::evidence::saved::{Saved, SavedCell, SavedResult};
 use crate::shapes;
 use crate::stats::{self, Verdict};

@@ -86,7 +86,8 @@ fn what_bench_writes_holds_and_no_reseal_hides_a_change_without_a_peer_to_compar
     let code =
         flashcore(&[&["bench", "tiny", "1x2x32x64", "--causal"][..], &of, &[&bench]].concat()).status.code();
     assert!(code.is_some_and(|code| code < 3));
-    flashcore(&[&["bench", "tiny", "--against-itself", "2"][..], &of, &[&itself]].concat());
+    let of = ["--device", "cpu-portable", "--samples", "6", "--json"];
+    flashcore(&[&["against-itself", "tiny", "--times", "2"][..], &of, &[&itself]].concat());
     let output = flashcore(&["evidence", "verify", &bench, &itself]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output));
 

@@ -687,7 +687,7 @@ fn sizes_that_no_machine_has() {
     for shape in shapes {
         for command in [
             &["bench", "--no-peers", "--device", "cpu", "--samples", "5"][..],
-            &["bench", "--no-peers", "--device", "cpu", "--dtype", "f32", "--against-itself", "2"],
+            &["against-itself", "--device", "cpu", "--dtype", "f32", "--times", "2"],
             &["plan"],
             &["plan", "--target", "sm_90a", "--explain"],
             &["plan", "--target", "sm_80"],

@@ -336,7 +336,7 @@ fn without_cublas_its_row_says_where_it_was_looked_for() {
 #[test]
 fn ceilings_of_a_gpu_are_kept_for_it_and_times_are_held_against_them() {
     let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
-    let (output, found) = machine.run(&["bench", "--ceilings", "--device", "cuda"]);
+    let (output, found) = machine.run(&["ceilings", "--device", "cuda"]);
     assert_eq!(code(&output), 0, "{}", text(&output));
     assert_eq!((&found["schema"], &found["machine"]), (&"flashcore.ceilings/1".into(), &"Fake GPU 0".into()));
     for rate in ["matmul_tflops", "memory_gbytes", "exp_gops", "launch_us", "launch_host_us"] {

@@ -6,10 +6,10 @@ use std::sync::{Mutex, PoisonError};
 use flashcore::{Attention, DType, Mask, Problem, Tensor, TensorMut};
 
 use super::failed;
+use crate::bench::gpu::PEERS;
 use crate::engine::Engine;
 use crate::faults::planted::write;
 use crate::files::elements;
-use crate::gpu::bench::PEERS;
 use crate::gpu::host::{Host, Kind};
 use crate::gpu::pool::{NAMES, Stored};
 use crate::gpu::protocol::{Asked, Request};
