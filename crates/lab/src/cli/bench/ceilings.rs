@@ -5,7 +5,7 @@ use clap::Args;
 use super::{Place, Task};
 use crate::cli::screen::{Progress, say};
 use crate::cli::{Exit, Json};
-use crate::evidence::{Document, Environment, schemas};
+use crate::evidence::{Environment, now, schemas};
 use crate::stats::MARGIN;
 
 #[derive(Args)]
@@ -25,8 +25,7 @@ pub fn ceilings(options: &Options) -> Result<Exit, String> {
     let task = Task::new(Vec::new(), &options.place, MARGIN);
     let mut bench = task.start(&environment, &mut |what| progress.at(0, what))?;
     progress.at(0, "measuring what the machine can do at most");
-    let created = Document::new("", &environment, true, &()).created;
-    let found = bench.measure_ceilings(&created)?;
+    let found = bench.measure_ceilings(&now())?;
     progress.finish();
     let rate = |rate: Option<f64>, unit: &str| {
         rate.map_or_else(|| "not measured".into(), |rate| format!("{rate:.3} {unit}"))

@@ -415,7 +415,10 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
     interrupt::finishing();
     progress.finish();
     let report = Report::new(&*bench, &outcomes, asked, budget, started);
-    say(&show::closing(&report, started.elapsed()));
+    let closing = show::closing(&report, started.elapsed());
+    if !closing.is_empty() {
+        say(&closing);
+    }
     if interrupt::requested() {
         say(&toned(Tone::Bad, INTERRUPTED));
     }

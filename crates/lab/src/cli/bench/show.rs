@@ -287,7 +287,7 @@ fn short(why: &str) -> String {
 
 /// What all cells say together.
 pub(super) fn closing(report: &Report<'_>, spent: Duration) -> String {
-    let mut lines = vec![String::new()];
+    let mut lines = Vec::new();
     for summary in report.summaries.iter().filter(|summary| summary.cells > 1) {
         let [faster, same, slower, undecided] = summary.verdicts;
         let mean = toned(Tone::Strong, &format!("{:.2}x", summary.geometric_mean));
@@ -321,7 +321,9 @@ pub(super) fn closing(report: &Report<'_>, spent: Duration) -> String {
     if let Machine::Gpu { lost_workers: lost @ 1.., .. } = report.machine {
         lines.push(toned(Tone::Bad, &format!("a worker was lost {lost} times and started again")));
     }
-    lines.push(format!("{} cells in {:.0} s", report.cells.len(), spent.as_secs_f64()));
+    if report.cells.len() > 1 {
+        lines.push(format!("{} cells in {:.0} s", report.cells.len(), spent.as_secs_f64()));
+    }
     lines.join("\n")
 }
 
