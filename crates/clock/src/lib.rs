@@ -1,6 +1,7 @@
 //! The code that runs while time is measured.
 //!
-//! - [`timing`] lets contenders take turns, timed on the CPU; [`physics`] refuses times that no machine can reach.
+//! - [`timing`] lets contenders take turns on a clock; [`cpu`] times FlashCore on the CPU, beside the machine's own
+//!   limits; [`physics`] refuses times that no machine can reach.
 //! - [`worker`] times FlashCore on a GPU, in a process of its own. It is asked by [`protocol`] and reads its inputs from
 //!   the files of [`pool`]. [`cublas`] is a peer that does not fuse, with [`softmax`] between its products;
 //!   [`ceilings`] measures the GPU's peak rates; [`stress`] repeats calls and compares their bits.
@@ -9,6 +10,7 @@
 //! A crate of its own because timed code must be optimised, while the workbench around it need not be.
 
 pub mod ceilings;
+pub mod cpu;
 pub mod cublas;
 pub mod physics;
 pub mod pool;

@@ -11,7 +11,6 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::python::crc32;
 use flashcore_judge::rng::Rng;
 use flashcore_judge::rule::{Row, Yardstick};
 
@@ -82,7 +81,7 @@ impl Pool {
 
     /// The checksums of q, k and v.
     pub fn checksums(&self) -> [u32; 3] {
-        [0, 1, 2].map(|tensor: usize| crc32(&bytes(&self.bits[tensor])))
+        [0, 1, 2].map(|tensor: usize| crc32fast::hash(&bytes(&self.bits[tensor])))
     }
 
     /// Elements of a tensor (0 for q, 1 for k, 2 for v) from a place on, as f32.
@@ -137,7 +136,7 @@ mod tests {
         assert_eq!(stored.elements, 100_000);
         for ((path, sum), bits) in stored.paths.iter().zip(stored.checksums).zip(&pool.bits) {
             let bytes = std::fs::read(path).unwrap();
-            assert_eq!((bytes.len(), crc32(&bytes)), (200_000, sum));
+            assert_eq!((bytes.len(), crc32fast::hash(&bytes)), (200_000, sum));
             assert_eq!(bytes[2..4], bits[1].to_le_bytes());
         }
         assert_ne!(stored.checksums[0], stored.checksums[1]);

@@ -15,7 +15,6 @@ use crate::ceilings;
 use crate::cublas::{Addresses, CUBLAS, Unfused};
 use crate::pool::NAMES;
 use crate::protocol::Request;
-use crate::python::crc32;
 use flashcore_judge::stats;
 
 /// Calls that are queued before the host waits for the GPU, when its own time is measured.
@@ -145,7 +144,7 @@ fn load_pool(cuda: &Cuda, paths: &[PathBuf; 3]) -> Result<(PoolOnGpu, [u32; 3]),
     for (path, sum) in paths.iter().zip(&mut sums) {
         let bytes =
             std::fs::read(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
-        *sum = crc32(&bytes);
+        *sum = crc32fast::hash(&bytes);
         buffers.push(cuda.stream().upload_new(&bytes).map_err(say)?);
     }
     let pool = buffers.try_into().map_err(|_| format!("a pool has {} tensors", NAMES.len()))?;

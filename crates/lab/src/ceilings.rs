@@ -9,7 +9,8 @@ use std::time::Duration;
 use flashcore::{Problem, cpu};
 use serde::{Deserialize, Serialize};
 
-use crate::{files, kept};
+use crate::evidence::kept;
+use crate::files;
 
 /// The measured ceilings of a machine. What was not measured is absent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -129,7 +130,7 @@ impl Ceilings {
             Err(error) => return Err(files::explain("read", &path, &error)),
         };
         let found: Self = serde_json::from_slice(&text).map_err(|error| {
-            format!("{}: {error}; flashcore bench --ceilings measures them again", path.display())
+            format!("{}: {error}; flashcore ceilings measures them again", path.display())
         })?;
         Ok(Some(found).filter(|found| found.machine == machine))
     }

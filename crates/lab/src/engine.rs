@@ -10,6 +10,8 @@ use flashcore::plan::{Kernel, Schedule, Target};
 use flashcore::sim::{AsyncMode, Config, SimGpu};
 use flashcore::{Attention, Device, Problem, Tensor, TensorMut, cpu};
 
+use crate::device::{Code, DeviceName, Simulated};
+
 /// Something that computes attention.
 pub trait Engine: Send + Sync {
     /// The name in tables, in JSON and for `--device`.
@@ -89,7 +91,7 @@ impl DeviceEngine {
         let schedule = format!("threads={threads}").parse()?;
         let engine = cpu::Engine::new().with_isa(isa)?.with_schedule(schedule);
         Ok(Self {
-            name: format!("cpu-{isa}"),
+            name: DeviceName::Cpu(Some(isa)).to_string(),
             device: Device::cpu_with(engine),
             most_pairs: u128::MAX,
             hides_values: true,
@@ -108,8 +110,8 @@ impl DeviceEngine {
     pub fn cudas(ordinal: u32) -> flashcore::Result<Vec<Self>> {
         let cuda = Cuda::new(ordinal)?;
         let turn = Arc::new(Mutex::new(()));
-        let engine = |name: &str, cuda: Cuda| Self {
-            name: format!("cuda-{ordinal}{name}"),
+        let engine = |code: Option<Code>, cuda: Cuda| Self {
+            name: DeviceName::Cuda(Some(ordinal), code).to_string(),
             device: Device::cuda_with(cuda),
             most_pairs: u128::MAX,
             hides_values: false,
@@ -119,21 +121,16 @@ impl DeviceEngine {
         let kernels = Kernel::ALL.into_iter().filter(|kernel| kernel.runs_on(own));
         let kernels = kernels.map(|kernel| Self {
             hides_values: hides_values(kernel),
-            ..engine(&format!("-{kernel}"), cuda.with_kernel(kernel))
+            ..engine(Some(Code::Kernel(kernel)), cuda.with_kernel(kernel))
         });
         let older = [Target::Sm80, Target::Sm89].into_iter().filter(|&target| target != own);
         let older = older.filter(|&target| target == Target::Sm80 || own == Target::Sm90a);
-        let older = older.map(|target| engine(&format!("-{target}"), cuda.with_target(target)));
-        Ok([engine("", cuda.clone())].into_iter().chain(kernels).chain(older).collect())
+        let older = older.map(|target| engine(Some(Code::Target(target)), cuda.with_target(target)));
+        Ok([engine(None, cuda.clone())].into_iter().chain(kernels).chain(older).collect())
     }
 
     /// A kernel on the simulated GPU, with asynchronous effects as late or as early as they may come.
     pub fn sim(kernel: Kernel, mode: AsyncMode) -> Self {
-        let name = match mode {
-            AsyncMode::Late => format!("sim-{kernel}"),
-            AsyncMode::Early => format!("sim-{kernel}-early"),
-            AsyncMode::Random(seed) => format!("sim-{kernel}-random{seed}"),
-        };
         let config = Config { async_mode: mode, ..Config::default() };
         let target = simulated_target(kernel);
         // With few multiprocessors, blocks that stay have several tiles to take up.
@@ -143,7 +140,13 @@ impl DeviceEngine {
             Kernel::Sm90Fwd => MOST_HOPPER_PAIRS,
             Kernel::Sm80Mma | Kernel::Sm80Fwd => MOST_PAIRS,
         };
-        Self { name, device: Device::sim(gpu), most_pairs, hides_values: hides_values(kernel), turn: None }
+        Self {
+            name: DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))).to_string(),
+            device: Device::sim(gpu),
+            most_pairs,
+            hides_values: hides_values(kernel),
+            turn: None,
+        }
     }
 
     /// The simulated Hopper GPU with the planner's own choice, which for the sizes that a simulator takes on is mostly
@@ -151,7 +154,7 @@ impl DeviceEngine {
     pub fn sim_hopper() -> Self {
         let device = Device::sim(SimGpu::new(Target::Sm90a));
         Self {
-            name: "sim-hopper".into(),
+            name: DeviceName::Sim(Some(Simulated::Hopper)).to_string(),
             device,
             most_pairs: MOST_HOPPER_PAIRS,
             hides_values: false,
@@ -220,48 +223,65 @@ impl Engine for DeviceEngine {
     }
 }
 
-/// Every engine of this build that runs on this machine, the simulated ones last.
-pub fn all() -> Vec<Box<dyn Engine>> {
-    let gpu = DeviceEngine::cudas(0).unwrap_or_default();
-    let real = DeviceEngine::cpu_paths().into_iter().chain(gpu);
-    real.chain(DeviceEngine::sims()).map(|engine| Box::new(engine) as Box<dyn Engine>).collect()
+fn boxed(engines: impl IntoIterator<Item = DeviceEngine>) -> Vec<Box<dyn Engine>> {
+    engines.into_iter().map(|engine| Box::new(engine) as Box<dyn Engine>).collect()
 }
 
-/// The engines that a name means: `all` that are real, one by its own name, or all of a kind (`cpu`, `cuda`, `sim`).
-pub fn select(wish: &str) -> Result<Vec<Box<dyn Engine>>, String> {
-    let mut engines = all();
-    let names = engines.iter().map(|engine| engine.name()).collect::<Vec<_>>().join(", ");
-    engines.retain(|engine| {
-        let kind = engine.name().split('-').next();
-        (wish == "all" && kind != Some("sim")) || wish == engine.name() || Some(wish) == kind
-    });
-    if engines.is_empty() {
-        return Err(not_here(wish, &format!("all, cpu, cuda, sim, {names}")));
-    }
-    Ok(engines)
+/// Every engine that is real: the paths of the CPU, and the first GPU's where there is one.
+fn real() -> Vec<DeviceEngine> {
+    DeviceEngine::cpu_paths().into_iter().chain(DeviceEngine::cudas(0).unwrap_or_default()).collect()
+}
+
+/// Every engine of this build that runs on this machine, the simulated ones last.
+pub fn all() -> Vec<Box<dyn Engine>> {
+    boxed(real().into_iter().chain(DeviceEngine::sims()))
+}
+
+/// The engines that a name means: one by its own name, or all of a kind. A GPU is opened only where one is meant.
+pub fn select(wish: DeviceName) -> Result<Vec<Box<dyn Engine>>, String> {
+    let cudas = |ordinal| DeviceEngine::cudas(ordinal).map_err(|error| error.to_string());
+    Ok(match wish {
+        DeviceName::All => boxed(real()),
+        DeviceName::Auto => {
+            let cpu = DeviceName::Cpu(Some(cpu::Engine::new().isa()));
+            return select(wish.gpu().map_or(cpu, |ordinal| DeviceName::Cuda(Some(ordinal), None)));
+        }
+        DeviceName::Cpu(None) => boxed(DeviceEngine::cpu_paths()),
+        DeviceName::Cpu(Some(isa)) => boxed([DeviceEngine::cpu(isa, 0)?]),
+        DeviceName::Cuda(None, _) => boxed(cudas(0)?),
+        DeviceName::Cuda(Some(ordinal), _) => {
+            let name = wish.to_string();
+            let found = cudas(ordinal)?.into_iter().find(|engine| engine.name() == name);
+            boxed([found.ok_or_else(|| format!("that GPU does not run {name}"))?])
+        }
+        DeviceName::Sim(None) => boxed(DeviceEngine::sims()),
+        DeviceName::Sim(Some(Simulated::Hopper)) => boxed([DeviceEngine::sim_hopper()]),
+        DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))) => boxed([DeviceEngine::sim(kernel, mode)]),
+    })
 }
 
 /// One schedule on a kind of device: `cuda` means the first GPU, `sim` the simulated one in both asynchronous modes.
-pub fn with_schedule(wish: &str, schedule: &str) -> Result<Vec<Box<dyn Engine>>, String> {
+pub fn with_schedule(wish: DeviceName, schedule: &str) -> Result<Vec<Box<dyn Engine>>, String> {
     let schedule: Schedule = schedule.parse().map_err(|error| format!("--schedule {schedule}: {error}"))?;
     let engines = match wish {
-        "cuda" | "cuda-0" => {
-            let cuda = Cuda::new(0).map_err(|error| error.to_string())?;
-            vec![DeviceEngine::of("cuda-0-schedule", Device::cuda_with(cuda.with_schedule(schedule)))]
+        DeviceName::Cuda(ordinal, None) => {
+            let ordinal = ordinal.unwrap_or(0);
+            let cuda = Cuda::new(ordinal).map_err(|error| error.to_string())?.with_schedule(schedule);
+            vec![DeviceEngine::of(&format!("cuda-{ordinal}-schedule"), Device::cuda_with(cuda))]
         }
-        "sim" => [("sim-schedule", AsyncMode::Late), ("sim-schedule-early", AsyncMode::Early)]
-            .map(|(name, mode)| {
+        DeviceName::Sim(None) => {
+            let engine = |(name, mode): (&str, AsyncMode)| {
                 let kernel = schedule.kernel();
-                let engine = DeviceEngine::sim(kernel, mode);
-                let target = simulated_target(kernel);
                 let config = Config { async_mode: mode, ..Config::default() };
-                let gpu = SimGpu::new(target).with_sms(FEW_SMS).with_schedule(schedule).with_config(config);
-                DeviceEngine { name: name.into(), device: Device::sim(gpu), ..engine }
-            })
-            .into(),
+                let gpu = SimGpu::new(simulated_target(kernel)).with_sms(FEW_SMS);
+                let device = Device::sim(gpu.with_schedule(schedule).with_config(config));
+                DeviceEngine { name: name.into(), device, ..DeviceEngine::sim(kernel, mode) }
+            };
+            [("sim-schedule", AsyncMode::Late), ("sim-schedule-early", AsyncMode::Early)].map(engine).into()
+        }
         _ => return Err(format!("--schedule is for --device cuda or sim, not {wish}")),
     };
-    Ok(engines.into_iter().map(|engine| Box::new(engine) as Box<dyn Engine>).collect())
+    Ok(boxed(engines))
 }
 
 /// Whether a kernel reads only the values that its queries see, and no whole tiles of them.
@@ -274,69 +294,70 @@ fn simulated_target(kernel: Kernel) -> Target {
     if kernel.runs_on(Target::Sm80) { Target::Sm80 } else { Target::Sm90a }
 }
 
-/// The device that a name means: `auto`, `cpu`, a path of it such as `cpu-portable`, `cuda` with `-N` for the GPU of
-/// number N, or `sim` with `-KERNEL` for a kernel on the simulated GPU.
-pub fn device(wish: &str) -> Result<Device, String> {
-    match wish.split_once('-').unwrap_or((wish, "")) {
-        ("auto", "") => Ok(Device::best()),
-        ("cpu", "") => Ok(Device::cpu()),
-        ("cpu", isa) => Ok(Device::cpu_with(cpu::Engine::new().with_isa(isa.parse()?)?)),
-        ("cuda", "") => Device::cuda(0).map_err(|error| error.to_string()),
-        ("cuda", ordinal) if ordinal.parse::<u32>().is_ok() => {
-            Device::cuda(ordinal.parse().unwrap_or_default()).map_err(|error| error.to_string())
+/// The device that a name means.
+pub fn device(wish: DeviceName) -> Result<Device, String> {
+    let cuda = |ordinal| Cuda::new(ordinal).map_err(|error| error.to_string());
+    Ok(match wish {
+        DeviceName::Auto => Device::best(),
+        DeviceName::All => return Err("all is many devices; one is needed here, such as auto".into()),
+        DeviceName::Cpu(None) => Device::cpu(),
+        DeviceName::Cpu(Some(isa)) => Device::cpu_with(cpu::Engine::new().with_isa(isa)?),
+        DeviceName::Cuda(ordinal, code) => {
+            let cuda = cuda(ordinal.unwrap_or(0))?;
+            Device::cuda_with(match code {
+                None => cuda,
+                Some(Code::Kernel(kernel)) => cuda.with_kernel(kernel),
+                Some(Code::Target(target)) => cuda.with_target(target),
+            })
         }
-        ("sim", "") => Ok(Device::sim(SimGpu::new(Target::Sm80))),
-        ("sim", kernel) => {
-            let kernel = kernel.parse::<Kernel>().map_err(|error| error.to_string())?;
-            Ok(Device::sim(SimGpu::new(Target::Sm80).with_kernel(kernel)))
+        DeviceName::Sim(None) => Device::sim(SimGpu::new(Target::Sm80)),
+        DeviceName::Sim(Some(Simulated::Hopper)) => Device::sim(SimGpu::new(Target::Sm90a)),
+        DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))) => {
+            let config = Config { async_mode: mode, ..Config::default() };
+            Device::sim(SimGpu::new(simulated_target(kernel)).with_kernel(kernel).with_config(config))
         }
-        _ => {
-            let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
-            Err(not_here(wish, &format!("auto, cpu, {}, cuda, sim", paths.join(", "))))
-        }
-    }
-}
-
-/// What is wrong with a wish for a device; for a GPU, why it cannot be used.
-fn not_here(wish: &str, possible: &str) -> String {
-    match Device::cuda(0) {
-        Err(error) if wish.starts_with("cuda") => format!("{error}; possible are {possible}"),
-        _ => format!("'{wish}' is not a device here; possible are {possible}"),
-    }
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn name(text: &str) -> DeviceName {
+        text.parse().unwrap()
+    }
+
     #[test]
     fn cpu_means_every_instruction_set_and_a_name_means_one() {
-        assert_eq!(select("cpu").unwrap().len(), cpu::available().len());
-        assert!(select("all").unwrap().len() >= cpu::available().len());
-        assert_eq!(select("cpu-portable").unwrap().len(), 1);
-        assert!(select("cpu-port").err().unwrap().contains("cpu-portable"));
-        assert!(select("tpu").err().unwrap().contains("'tpu' is not a device here"));
+        assert_eq!(select(name("cpu")).unwrap().len(), cpu::available().len());
+        assert!(select(name("all")).unwrap().len() >= cpu::available().len());
+        assert_eq!(select(name("cpu-portable")).unwrap().len(), 1);
+        for engine in all() {
+            let [one] = &select(name(engine.name())).unwrap()[..] else { panic!("{}", engine.name()) };
+            assert_eq!(one.name(), engine.name());
+        }
     }
 
     #[test]
     fn a_schedule_is_put_under_test_in_both_modes_and_only_where_schedules_run() {
         let text = "sm80_fwd:block_m=64,block_n=32,warps=4,stages=2,q_in_regs=1,order=head";
-        let engines = with_schedule("sim", text).unwrap();
+        let engines = with_schedule(name("sim"), text).unwrap();
         assert_eq!(
             engines.iter().map(|it| it.name()).collect::<Vec<_>>(),
             ["sim-schedule", "sim-schedule-early"]
         );
-        assert!(with_schedule("cpu", text).err().unwrap().contains("not cpu"));
-        assert!(with_schedule("sim", "sm80_fwd:block_m=64").err().unwrap().contains("--schedule"));
+        assert!(with_schedule(name("cpu"), text).err().unwrap().contains("not cpu"));
+        assert!(with_schedule(name("sim"), "sm80_fwd:block_m=64").err().unwrap().contains("--schedule"));
     }
 
     #[test]
-    fn a_device_is_found_by_its_name() {
-        assert!(device("cpu").unwrap().to_string().starts_with("cpu ("));
-        assert!(device("cpu-portable").unwrap().to_string().starts_with("cpu (portable"));
-        assert!(device("cpu-sse9").unwrap_err().contains("portable"));
-        for wish in ["gpu", "cuda-x", "auto-1", ""] {
-            assert!(device(wish).unwrap_err().contains("cpu-portable"), "{wish}");
+    fn a_device_is_found_by_its_name_and_simulates_a_gpu_that_its_kernel_runs_on() {
+        assert!(device(name("cpu")).unwrap().to_string().starts_with("cpu ("));
+        assert!(device(name("cpu-portable")).unwrap().to_string().starts_with("cpu (portable"));
+        let problem = Problem::new(1, 1, 64, 64, flashcore::DType::F16);
+        for kernel in Kernel::ALL {
+            let device = device(name(&format!("sim-{kernel}"))).unwrap();
+            assert_eq!(device.supports(&problem), Ok(()), "{kernel}");
         }
     }
 }

@@ -1,20 +1,19 @@
 //! The workbench behind the `flashcore` command: is an attention kernel right, how fast is it, and how sure are we.
 //!
 //! - [`cases`] (by [covering designs](cover)) and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
-//! - An [`engine`] computes, ours or somebody else's ([`subject`]); [`check`] runs a case through it and [`rule`] judges the result, on the floor that
+//! - An [`engine`] computes, ours on a [`device`] or somebody else's ([`subject`]); [`check`] runs a case through it and [`rule`] judges the result, on the floor that
 //!   [`conditioning`] derives; [`diagnose`] finds out what kind of fault it is and [`explain`] says it. A [`crew`] of
 //!   threads takes up many cases at once, and a [`tally`] counts them.
-//! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; [`gpu`]
-//!   does so on a GPU, with everyone in a [`process`] of their own.
-//! - [`physics`] refuses what no machine can do, [`ceilings`] are what this one can; [`compare`] holds a run against a
-//!   [`saved`] one, [`rbk`] times a grid of a file, [`kept`] is what stays for later runs.
+//! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; on a
+//!   [`gpu`] everyone runs in a [`process`] of their own.
+//! - [`physics`] refuses what no machine can do, [`ceilings`] are what this one can; [`rbk`] times a grid of a file.
 //! - [`search`] looks for faster schedules, and believes none that it has not seen win twice.
 //! - [`micro`] measures the pieces that kernels are made of, to order what [`search`] tries.
 //! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
 //! - [`faults`] are planted to see whether all this would notice.
-//! - [`evidence`] is what a report carries beside its numbers, [`audit`] finds out whether they hold together, and
-//!   [`views`] are files that show a part of it, [`report`] a page for people; [`files`] and [`interrupt`] see to it
-//!   that a file is written whole or not at all, [`memory`] that a problem fits the machine. [`cli`] is the command itself.
+//! - [`evidence`] is what a command leaves in a file, and how it is checked, compared and kept; [`report`] makes a page
+//!   for people of it. [`files`] and [`interrupt`] see to it that a file is written whole or not at all, [`memory`] that
+//!   a problem fits the machine. [`cli`] is the command itself.
 //!
 //! Use it through the command; as a library it serves the project's own tests.
 
@@ -23,14 +22,13 @@ pub use flashcore_judge::{
     conditioning, cover, diagnose, guarded, honest, inputs, operands, rng, rule, stats,
 };
 
-pub mod audit;
 pub mod bench;
 pub mod cases;
 pub mod ceilings;
 pub mod check;
 pub mod cli;
-pub mod compare;
 pub mod crew;
+pub mod device;
 pub mod engine;
 pub mod evidence;
 pub mod explain;
@@ -38,7 +36,6 @@ pub mod faults;
 pub mod files;
 pub mod gpu;
 pub mod interrupt;
-pub mod kept;
 pub mod memory;
 pub mod micro;
 pub mod ncu;
@@ -47,9 +44,7 @@ pub mod peers;
 pub mod process;
 pub mod rbk;
 pub mod report;
-pub mod saved;
 pub mod search;
 pub mod shapes;
 pub mod subject;
 pub mod tally;
-pub mod views;

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use flashcore::{DType, Mask};
 use serde::{Deserialize, Serialize};
 
-use crate::bench::Cell;
-use crate::saved::{Saved, SavedCell, SavedResult};
+use crate::bench::cells::Cell;
+use crate::evidence::saved::{Saved, SavedCell, SavedResult};
 use crate::shapes;
 use crate::stats::{self, Verdict};
 
@@ -302,7 +302,7 @@ fn row(wanted: &Wanted, cell: &SavedCell, result: &SavedResult) -> Row {
     Row {
         shape: wanted.clone(),
         contender: result.name.clone(),
-        correct: result.error.as_ref().map(crate::saved::SavedError::passed),
+        correct: result.error.as_ref().map(crate::evidence::saved::SavedError::passed),
         max_error: result.error.as_ref().and_then(|error| error.max.error),
         max_error_allowed: result.error.as_ref().and_then(|error| error.max.allowed),
         rms_error: result.error.as_ref().and_then(|error| error.rms.error),

@@ -1,4 +1,4 @@
-//! `flashcore bench` as a gate and as a keeper of records: comparing runs, baselines, grids in a file, ceilings, and a
+//! What stands around `flashcore bench`: comparing runs, baselines, grids in a file, ceilings, and a
 //! thing against itself. Reports with known times stand in for runs where it is the judgement that is tested.
 
 use std::path::{Path, PathBuf};
@@ -70,7 +70,7 @@ fn the_gate_passes_faster_and_equal_runs_fails_slower_ones_and_leaves_noisy_ones
         ("noisy.json", 10.3, 0.3, 2, "UNDECIDED"),
     ] {
         place.report(name, 2, us, spread);
-        let output = place.run(&["bench", "--compare", "base.json", "--candidate", name, "--fail-on", "3%"]);
+        let output = place.run(&["compare", "base.json", name, "--fail-on", "3%"]);
         assert_eq!(code(&output), expected, "{name}: {}", text(&output));
         assert!(text(&output).contains(word), "{name}: {}", text(&output));
         let comparison = place.json("comparison.json");
@@ -86,17 +86,7 @@ fn what_is_let_pass_is_what_was_asked_for() {
     let place = Place::new();
     place.report("base.json", 1, 10.0, 0.003);
     place.report("new.json", 2, 10.5, 0.003);
-    let gate = |fail_on: &str| {
-        code(&place.run(&[
-            "bench",
-            "--compare",
-            "base.json",
-            "--candidate",
-            "new.json",
-            "--fail-on",
-            fail_on,
-        ]))
-    };
+    let gate = |fail_on: &str| code(&place.run(&["compare", "base.json", "new.json", "--fail-on", fail_on]));
     assert_eq!((gate("3%"), gate("10%"), gate("2.5")), (1, 0, 1));
     assert_eq!(gate("-3%"), 2, "a negative slow-down is a mistake");
 }
@@ -105,13 +95,13 @@ fn what_is_let_pass_is_what_was_asked_for() {
 fn a_run_is_not_compared_with_itself_nor_with_what_is_no_run() {
     let place = Place::new();
     place.report("base.json", 1, 10.0, 0.01);
-    let output = place.run(&["bench", "--compare", "base.json", "--candidate", "base.json"]);
+    let output = place.run(&["compare", "base.json", "base.json"]);
     assert_eq!(code(&output), 2);
     assert!(text(&output).contains("with itself"), "{}", text(&output));
     std::fs::write(place.path("other.json"), r#"{"schema": "flashcore.verify/1"}"#).unwrap();
-    let output = place.run(&["bench", "--compare", "other.json", "--candidate", "base.json"]);
+    let output = place.run(&["compare", "other.json", "base.json"]);
     assert!(code(&output) == 2 && text(&output).contains("flashcore.verify/1"), "{}", text(&output));
-    let output = place.run(&["bench", "--compare", "main", "--candidate", "base.json"]);
+    let output = place.run(&["compare", "main", "base.json"]);
     assert!(code(&output) == 2 && text(&output).contains("--save-baseline main"), "{}", text(&output));
     assert!(!place.path("comparison.json").exists());
 }
@@ -124,7 +114,8 @@ fn a_baseline_is_kept_by_name_and_found_again() {
     assert_eq!(code(&output), 0, "{}", text(&output));
     assert!(text(&output).contains("kept as main"), "{}", text(&output));
     // What this machine made of a time of microseconds meanwhile is not known; that the code says what the file does, is.
-    let output = place.run(&[&bench[..], &["--compare", "main", "--fail-on", "99%"]].concat());
+    assert_eq!(code(&place.run(&[&bench[..], &["--json", "new.json"]].concat())), 0);
+    let output = place.run(&["compare", "main", "new.json", "--fail-on", "99%"]);
     let comparison = place.json("comparison.json");
     let codes = json!({"pass": 0, "regression": 1, "undecided": 2});
     let gate = comparison["gate"].as_str().unwrap().to_lowercase();
@@ -142,7 +133,7 @@ fn a_grid_in_a_file_becomes_three_reports_with_every_error_beside_its_time() {
         - { name: first, batch_size: 1, num_heads: 2, seq_len: 33, head_dim: 64, causal: true, dtype: float16 }\n  \
         - { name: second, batch_size: 2, num_heads: 1, seq_len: 16, head_dim: 32, causal: false, dtype: f32 }\n";
     std::fs::write(place.path("rbk_config.yaml"), config).unwrap();
-    let output = place.run(&["bench", "--config", "rbk_config.yaml", "--device", "cpu"]);
+    let output = place.run(&["grid", "rbk_config.yaml", "--device", "cpu"]);
     assert_eq!(code(&output), 0, "{}", text(&output));
     let report = place.json("out/rbk_report.json");
     assert_eq!((&report["schema"], &report["clock"]), (&"flashcore.rbk/1".into(), &"call".into()));
@@ -158,7 +149,7 @@ fn a_grid_in_a_file_becomes_three_reports_with_every_error_beside_its_time() {
     assert!(
         std::fs::read_to_string(place.path("out/rbk_report.md")).unwrap().contains("| first (1, 2, 33, 64)")
     );
-    let output = place.run(&["bench", "--config", "nowhere.yaml"]);
+    let output = place.run(&["grid", "nowhere.yaml"]);
     assert!(code(&output) == 2 && text(&output).contains("nowhere.yaml"), "{}", text(&output));
 }
 
@@ -173,7 +164,7 @@ fn the_example_in_the_repository_is_a_grid() {
 fn ceilings_are_measured_once_and_every_later_time_is_a_fraction_of_them() {
     let place = Place::new();
     let cpu = ["--device", "cpu", "--threads", "1"];
-    let output = place.run(&[&["bench", "--ceilings", "--json", "ceilings.json"][..], &cpu].concat());
+    let output = place.run(&[&["ceilings", "--json", "ceilings.json"][..], &cpu].concat());
     assert_eq!(code(&output), 0, "{}", text(&output));
     let found = place.json("ceilings.json");
     assert_eq!(found["schema"], "flashcore.ceilings/1");
@@ -201,13 +192,13 @@ fn ceilings_are_measured_once_and_every_later_time_is_a_fraction_of_them() {
 fn a_thing_against_itself_is_counted_verdict_by_verdict() {
     let place = Place::new();
     let arguments = [
-        "bench",
+        "against-itself",
         "tiny",
         "--device",
         "cpu",
         "--threads",
         "1",
-        "--against-itself",
+        "--times",
         "3",
         "--samples",
         "10",

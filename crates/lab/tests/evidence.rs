@@ -25,7 +25,7 @@ fn everything_on_record_holds_together() {
     assert!(!files.is_empty());
     for file in files {
         let text = std::fs::read_to_string(&file).unwrap();
-        let audit = flashcore_lab::audit::audit(&text).unwrap();
+        let audit = flashcore_lab::evidence::audit::audit(&text).unwrap();
         assert!(audit.holds(), "{}: {:#?}", file.display(), audit.contradictions);
         assert!(audit.checked > 0 || !audit.absent.is_empty(), "{}", file.display());
     }
@@ -61,7 +61,7 @@ fn a_number_on_record_cannot_be_changed_without_notice() {
     ] {
         let file = record().into_iter().find(|path| path.to_string_lossy().ends_with(name)).unwrap();
         let honest: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
-        let audit = |document: &Value| flashcore_lab::audit::audit(&sealed(document)).unwrap();
+        let audit = |document: &Value| flashcore_lab::evidence::audit::audit(&sealed(document)).unwrap();
         for path in paths {
             let mut document = honest.clone();
             let number = document["cells"][n].pointer_mut(path).unwrap();
@@ -86,7 +86,8 @@ fn what_bench_writes_holds_and_no_reseal_hides_a_change_without_a_peer_to_compar
     let code =
         flashcore(&[&["bench", "tiny", "1x2x32x64", "--causal"][..], &of, &[&bench]].concat()).status.code();
     assert!(code.is_some_and(|code| code < 3));
-    flashcore(&[&["bench", "tiny", "--against-itself", "2"][..], &of, &[&itself]].concat());
+    let of = ["--device", "cpu-portable", "--samples", "6", "--json"];
+    flashcore(&[&["against-itself", "tiny", "--times", "2"][..], &of, &[&itself]].concat());
     let output = flashcore(&["evidence", "verify", &bench, &itself]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output));
 

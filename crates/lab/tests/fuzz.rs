@@ -21,11 +21,12 @@ use flashcore::cuda::CubinCache;
 use flashcore::plan::{Hardware, Plan, Target};
 use flashcore::tuned::{Origin, Table};
 use flashcore::{DType, Mask, Problem};
+use flashcore_lab::evidence::saved::Saved;
+use flashcore_lab::evidence::{audit, compare, views};
 use flashcore_lab::gpu::protocol::{Asked, Request};
 use flashcore_lab::gpu::worker::{PLANNER, SCHEDULE};
 use flashcore_lab::report::{self, source::Evidence};
 use flashcore_lab::rng::Rng;
-use flashcore_lab::saved::Saved;
 use flashcore_lab::search::cpu_worker::Server;
 use flashcore_lab::search::decide::{Rule, Standing};
 use flashcore_lab::search::gates::Gate;
@@ -33,7 +34,7 @@ use flashcore_lab::search::journal::{self, Event, Journal, Task};
 use flashcore_lab::search::{config, cpu_worker, space};
 use flashcore_lab::stats::Interval;
 use flashcore_lab::subject::ptx::Launch;
-use flashcore_lab::{audit, cases, compare, memory, rbk, shapes, views};
+use flashcore_lab::{cases, memory, rbk, shapes};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -686,7 +687,7 @@ fn sizes_that_no_machine_has() {
     for shape in shapes {
         for command in [
             &["bench", "--no-peers", "--device", "cpu", "--samples", "5"][..],
-            &["bench", "--no-peers", "--device", "cpu", "--dtype", "f32", "--against-itself", "2"],
+            &["against-itself", "--device", "cpu", "--dtype", "f32", "--times", "2"],
             &["plan"],
             &["plan", "--target", "sm_90a", "--explain"],
             &["plan", "--target", "sm_80"],

@@ -84,7 +84,7 @@ impl Machine {
     /// the wall; everything else must hold, whatever was measured.
     fn contradictions(&self) -> Vec<String> {
         let report = std::fs::read_to_string(self.folder.path().join("report.json")).unwrap();
-        let mut found = flashcore_lab::audit::audit(&report).unwrap().contradictions;
+        let mut found = flashcore_lab::evidence::audit::audit(&report).unwrap().contradictions;
         found.retain(|why| !why.contains("seconds are fewer"));
         found
     }
@@ -336,7 +336,7 @@ fn without_cublas_its_row_says_where_it_was_looked_for() {
 #[test]
 fn ceilings_of_a_gpu_are_kept_for_it_and_times_are_held_against_them() {
     let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
-    let (output, found) = machine.run(&["bench", "--ceilings", "--device", "cuda"]);
+    let (output, found) = machine.run(&["ceilings", "--device", "cuda"]);
     assert_eq!(code(&output), 0, "{}", text(&output));
     assert_eq!((&found["schema"], &found["machine"]), (&"flashcore.ceilings/1".into(), &"Fake GPU 0".into()));
     for rate in ["matmul_tflops", "memory_gbytes", "exp_gops", "launch_us", "launch_host_us"] {

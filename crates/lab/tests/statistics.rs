@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use flashcore_lab::bench::Comparison;
+use flashcore_lab::bench::outcome::Comparison;
 use flashcore_lab::rng::Rng;
 use flashcore_lab::stats::{MARGIN, Verdict};
 use flashcore_lab::timing::{Contender, Effort, measure};

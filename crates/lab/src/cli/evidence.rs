@@ -7,9 +7,9 @@ use serde_json::Value;
 
 use super::Exit;
 use super::screen::{Tone, say, toned};
-use crate::audit::{Difference, audit, differences};
+use crate::evidence::audit::{Difference, audit, differences};
+use crate::evidence::views::views;
 use crate::files::{self, read_text as read};
-use crate::views::views;
 
 #[derive(Args)]
 pub struct Options {

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use flashcore::cuda::Cuda;
-use flashcore::cuda::driver::Driver;
 use flashcore::plan::{Hardware, Kernel, Plan, Target};
 use flashcore::{DType, Problem, tuned};
 use flashcore_ptx::ptxas::Ptxas;
@@ -14,9 +13,10 @@ use flashcore_ptx::ptxas::Ptxas;
 use super::Exit;
 use super::bench::{Dtypes, dtypes, duration};
 use super::screen::{Progress, Tone, say, toned};
-use crate::bench::Cell;
+use crate::bench::cells::Cell;
+use crate::bench::gpu::{SAMPLE, sets_to_flush};
+use crate::device::DeviceName;
 use crate::evidence::Environment;
-use crate::gpu::bench::{SAMPLE, sets_to_flush};
 use crate::gpu::host::{Host, Kind};
 use crate::rng::Rng;
 use crate::search::config::{self, Config};
@@ -57,7 +57,7 @@ pub struct Options {
     dtype: Option<Dtypes>,
     /// auto (the GPU where there is one), cpu, or cuda, with -N for the GPU of number N
     #[arg(long, default_value = "auto")]
-    device: String,
+    device: DeviceName,
     /// The kernel whose schedules are searched; the planner's by default
     #[arg(long, value_name = "NAME")]
     kernel: Option<Kernel>,
@@ -310,15 +310,14 @@ fn place(options: &Options) -> Result<Place, String> {
     if let Some(target) = options.target {
         return Ok(Place::Nowhere(target));
     }
-    let is_there = || Driver::load().and_then(Driver::device_count).is_ok_and(|count| count > 0);
-    let cuda = |ordinal: u32| {
-        Cuda::new(ordinal).map(|cuda| Place::Cuda(ordinal, cuda)).map_err(|error| error.to_string())
-    };
-    match options.device.split_once('-').unwrap_or((&options.device, "0")) {
-        ("auto", "0") if is_there() => cuda(0),
-        ("auto" | "cpu", "0") => Ok(Place::Cpu),
-        ("cuda", ordinal) if ordinal.parse::<u32>().is_ok() => cuda(ordinal.parse().unwrap_or_default()),
-        _ => Err(format!("'{}' is not a device; possible are auto, cpu, cuda and cuda-N", options.device)),
+    match (options.device, options.device.gpu()) {
+        (_, Some(ordinal)) => {
+            Cuda::new(ordinal).map(|cuda| Place::Cuda(ordinal, cuda)).map_err(|error| error.to_string())
+        }
+        (DeviceName::Auto | DeviceName::Cpu(None), None) => Ok(Place::Cpu),
+        (other, None) => {
+            Err(format!("schedules are searched on --device auto, cpu, cuda or cuda-N, not on {other}"))
+        }
     }
 }
 

@@ -1,8 +1,7 @@
 //! The command line: what can be asked, and the exit code of each answer.
 
-mod after_bench;
 mod bench;
-mod bench_gpu;
+mod compare;
 mod doctor;
 mod evidence;
 mod evolve;
@@ -61,6 +60,14 @@ enum Command {
     Verify(verify::Options),
     /// Time attention, beside torch where there is one
     Bench(bench::Options),
+    /// Time the shapes of a file, and write tables of them
+    Grid(bench::grid::Options),
+    /// Hold a run of bench against an earlier one: has something become slower?
+    Compare(compare::Options),
+    /// Measure what this machine can do at most
+    Ceilings(bench::ceilings::Options),
+    /// Compare ours with itself, and say how often the verdict is wrong
+    AgainstItself(bench::itself::Options),
     /// Show the plan of a GPU kernel, what the assembler makes of it, and what the simulator counts
     Inspect(inspect::Options),
     /// Say what would run for a shape, and why
@@ -133,6 +140,10 @@ pub fn main() -> ExitCode {
         Some(Command::Run(options)) => run::run(&options),
         Some(Command::Verify(options)) => verify::verify(&options),
         Some(Command::Bench(options)) => bench::bench(&options),
+        Some(Command::Grid(options)) => bench::grid::grid(&options),
+        Some(Command::Compare(options)) => compare::compare(&options),
+        Some(Command::Ceilings(options)) => bench::ceilings::ceilings(&options),
+        Some(Command::AgainstItself(options)) => bench::itself::against_itself(&options),
         Some(Command::Inspect(options)) => inspect::inspect(&options),
         Some(Command::Plan(options)) => plan::plan(&options),
         Some(Command::Micro(options)) => micro::micro(&options),
@@ -165,6 +176,13 @@ fn own_fault(panic: &PanicHookInfo<'_>) {
          files that it read."
     ));
     interrupt::end();
+}
+
+/// A share as 3, 3% or 2.5%.
+fn percent(text: &str) -> Result<f64, String> {
+    let number = text.strip_suffix('%').unwrap_or(text).trim().parse::<f64>().ok();
+    let share = number.map(|number| number / 100.0).filter(|share| (0.0..1.0).contains(share));
+    share.ok_or_else(|| "give a percentage from 0 to 100, such as 3%".into())
 }
 
 /// `--json FILE`, which every command has.
@@ -201,5 +219,18 @@ impl Json {
         let document = Document::new(schema, environment, complete, body);
         files::write_whole(path, |out| out.write_all(document.text()?.as_bytes()))
             .map_err(|error| files::explain("write", path, &error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentages_are_read_with_and_without_their_sign_and_never_negative() {
+        assert_eq!((percent("3%"), percent("2.5")), (Ok(0.03), Ok(0.025)));
+        for bad in ["-3%", "100%", "three", "%"] {
+            assert!(percent(bad).is_err(), "{bad}");
+        }
     }
 }

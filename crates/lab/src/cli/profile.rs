@@ -13,10 +13,10 @@ use serde::Serialize;
 use super::inspect::{self, Counts};
 use super::screen::{Tone, say, toned};
 use super::{Exit, Json};
-use crate::bench::Cell;
+use crate::bench::Bench as _;
+use crate::bench::cells::{Cell, Member};
+use crate::bench::gpu::{Cache, GpuBench, Ours, Setup};
 use crate::evidence::{Environment, schemas};
-use crate::gpu::bench::{Cache, GpuBench, Ours, Setup};
-use crate::gpu::cells::Member;
 use crate::ncu::{self, Bound, Figure, Ncu};
 use crate::occupancy::Occupancy;
 use crate::search::config;
@@ -263,12 +263,12 @@ fn roofline(cell: &Cell, plan: &Plan, gpu: bool) -> Roofline {
         rounds: None,
         margin: MARGIN,
     };
-    let member = Member { cell: *cell, group: "all".into() };
-    let Ok(bench) = GpuBench::start(setup, std::slice::from_ref(&member), &mut |_| {}) else {
+    let member = Member::of_all(*cell);
+    let Ok(mut bench) = GpuBench::start(setup, std::slice::from_ref(&member), &mut |_| {}) else {
         return roofline;
     };
     let outcome = bench.run(&member, Duration::from_secs(5), &|| false, &mut |_, _| {});
-    roofline.time_us = outcome.results.first().and_then(|ours| ours.p50_us);
+    roofline.time_us = outcome.ok().and_then(|outcome| outcome.ours()?.p50_us);
     roofline.tflops = roofline.time_us.map(|us| flops / us / 1e6);
     roofline.matmul_tflops = bench.facts().matmul_tflops;
     roofline.peak_tflops = bench.facts().peak_tflops;

@@ -59,10 +59,14 @@ pub struct Options {
     #[arg(long)]
     lse: bool,
     /// auto, cpu, one path of the CPU engine such as cpu-portable, or cuda
-    #[arg(long, default_value = "auto", value_parser = engine::device)]
+    #[arg(long, default_value = "auto", value_parser = device)]
     device: Device,
     #[command(flatten)]
     json: Json,
+}
+
+fn device(name: &str) -> Result<Device, String> {
+    engine::device(name.parse()?)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]

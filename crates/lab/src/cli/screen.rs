@@ -4,6 +4,7 @@
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
+use console::Style;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::interrupt::{self, tell};
@@ -37,15 +38,12 @@ pub enum Tone {
 
 /// Text in a tone, where the terminal shows tones.
 pub fn toned(tone: Tone, text: &str) -> String {
-    if !std::io::stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some() {
-        return text.to_string();
-    }
-    let code = match tone {
-        Tone::Good => "32",
-        Tone::Bad => "31;1",
-        Tone::Strong => "1",
+    let style = match tone {
+        Tone::Good => Style::new().green(),
+        Tone::Bad => Style::new().red().bold(),
+        Tone::Strong => Style::new().bold(),
     };
-    format!("\x1b[{code}m{text}\x1b[0m")
+    style.apply_to(text).to_string()
 }
 
 /// Without a terminal a line is due this often.

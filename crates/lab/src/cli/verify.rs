@@ -13,6 +13,7 @@ use super::{Exit, Json};
 use crate::cases::{Case, Tier, corpus};
 use crate::check::{Outcome, Prepared, RULE, Status};
 use crate::crew;
+use crate::device::DeviceName;
 use crate::engine::{self, Engine};
 use crate::evidence::{Environment, schemas};
 use crate::explain::{describe, explain, reproduce};
@@ -30,7 +31,7 @@ use crate::tally::Tally;
 pub struct Options {
     /// all, a kind (cpu, cuda, sim: every path or kernel of it), or one engine such as cpu-portable or cuda-0
     #[arg(long, default_value = "all")]
-    device: String,
+    device: DeviceName,
     /// One schedule on --device cuda or sim, such as `flashcore plan` shows, instead of what the planner would choose
     #[arg(long, value_name = "SCHEDULE", requires = "device", conflicts_with_all = ["subject", "command", "ptx"])]
     schedule: Option<String>,
@@ -98,15 +99,15 @@ impl Options {
         }
         if let (Some(ptx), Some(launch)) = (&self.ptx, &self.launch) {
             let limit = self.limit.map(warp_instructions).transpose()?;
-            return PtxEngine::select(ptx, launch, &self.device, limit);
+            return PtxEngine::select(ptx, launch, self.device, limit);
         }
         if self.limit.is_some() {
             return Err("--limit is for --command (seconds) and --ptx (warp instructions)".into());
         }
         if let Some(schedule) = &self.schedule {
-            return engine::with_schedule(&self.device, schedule);
+            return engine::with_schedule(self.device, schedule);
         }
-        engine::select(&self.device)
+        engine::select(self.device)
     }
 }
 
@@ -328,12 +329,10 @@ struct StressReport {
 
 /// Puts a GPU under stress.
 fn under_stress(options: &Options) -> Result<Exit, String> {
-    let ordinal = match options.device.as_str() {
-        "all" | "cuda" => 0,
-        device => device
-            .strip_prefix("cuda-")
-            .and_then(|ordinal| ordinal.parse().ok())
-            .ok_or_else(|| format!("--stress is for a GPU: give --device cuda, not {device}"))?,
+    let ordinal = match options.device {
+        DeviceName::All => 0,
+        DeviceName::Cuda(ordinal, None) => ordinal.unwrap_or(0),
+        other => return Err(format!("--stress is for a GPU: give --device cuda, not {other}")),
     };
     let cuda = Cuda::new(ordinal).map_err(|error| error.to_string())?;
     let plan = stress::Plan {

@@ -6,22 +6,23 @@ use flashcore::{DType, Mask, Problem};
 use serde_json::{Value, json};
 
 use super::{Trial, Verdict};
-use crate::audit::audit;
-use crate::bench::{Cell, Comparison};
-use crate::compare::{Gate, compare};
+use crate::bench::cells::Cell;
+use crate::bench::gpu::{largest_tensor, peak_tflops};
+use crate::bench::outcome::{
+    Comparison, Conditions, Details, GpuConditions, Limits, Measured, Outcome, SEED, judged_rows, summaries,
+};
+use crate::evidence::audit::audit;
+use crate::evidence::compare::{Gate, compare};
+use crate::evidence::saved::Saved;
 use crate::evidence::{Environment, schemas, seal};
-use crate::gpu::bench::{SEED, judged_rows, largest_tensor, peak_tflops};
-use crate::gpu::cells::Member;
-use crate::gpu::outcome::{Outcome, blank, summaries, summarise};
 use crate::gpu::pool::Pool;
 use crate::ncu::{self, Figure};
 use crate::physics::{self, Rate};
 use crate::rng::Rng;
 use crate::rule::{Bound, Judgement};
-use crate::saved::Saved;
 use crate::shapes::Shape;
 use crate::stats::{self, MARGIN};
-use crate::timing::{Contender, Effort, SAMPLE, measure};
+use crate::timing::{Contender, Effort, SAMPLE, Samples, measure};
 
 const STATISTICS: &str = "statistics";
 const AUDIT: &str = "evidence";
@@ -60,33 +61,34 @@ fn outcome(ours: &[f64], theirs: &[f64]) -> Outcome {
     let cell = Cell { name: "", shape, mask: Mask::None, dtype: DType::F16 };
     let problem = cell.problem();
     let bound = |error: f64| Bound { error, plain: 2.0 * error, allowed: 5.0 * error };
-    let mut outcome = blank(&Member { cell, group: "all".into() });
-    outcome.judged_rows = judged_rows(&problem).len();
-    outcome.sets = 1;
-    outcome.seconds = 10.0;
-    for (name, times) in [("flashcore", ours), ("cublas", theirs)] {
-        let mut measured = summarise(name, times, 1, &problem, Some(peak()), None);
-        measured.error = Some(Judgement {
+    let rows = judged_rows(&problem).len();
+    let limits = Limits::Gpu { peak_tflops: Some(peak()), matmul_tflops: None };
+    let results = [("flashcore", ours), ("cublas", theirs)].map(|(name, times)| {
+        let judgement = Judgement {
             max: bound(1e-4),
             rms: bound(2e-5),
             row: bound(1e-4),
             lse: None,
-            rows: outcome.judged_rows,
+            rows,
             bad_rows: Vec::new(),
             first_bad: None,
-        });
+        };
+        let mut details = Details::default();
         if name == "flashcore" {
-            measured.replay_is_same = Some(true);
-            measured.plan = Some(json!({
+            details.replay_is_same = Some(true);
+            details.plan = Some(json!({
                 "kernel": "sm80_fwd", "schedule": "sm80_fwd:block_m=64,block_n=64,warps=4,stages=2",
                 "target": "sm_90a", "reason": "asked for", "grid": [64, 4, 1], "threads": 128, "shared_bytes": 0,
                 "registers": 128, "local_bytes": 0, "code": "0".repeat(64),
             }));
         }
-        outcome.results.push(measured);
-    }
-    outcome.conclude(MARGIN, Some(peak()));
-    outcome
+        let samples = Samples { name: name.into(), calls: 1, times: times.to_vec(), failure: None };
+        let measured = Measured::new(samples, Some(judgement), &problem, &limits, None);
+        Measured { details: Some(details), ..measured }
+    });
+    let conditions =
+        GpuConditions { group: "all".into(), sets: 1, seconds: 10.0, ..GpuConditions::default() };
+    Outcome::new(&cell, rows, results.into(), Conditions::Gpu(conditions), MARGIN)
 }
 
 /// An honest file of one cell, in which the peer is 1.3 times as slow.

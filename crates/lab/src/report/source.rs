@@ -4,7 +4,7 @@
 
 use serde_json::Value;
 
-use crate::audit::audit;
+use crate::evidence::audit::audit;
 
 static NOTHING: Value = Value::Null;
 

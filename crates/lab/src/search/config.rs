@@ -3,7 +3,7 @@
 use flashcore::{DType, Mask};
 use serde::Deserialize;
 
-use crate::bench::Cell;
+use crate::bench::cells::Cell;
 use crate::shapes;
 
 /// The file's fields; all may be left out.

@@ -9,7 +9,8 @@ use std::collections::btree_map::Entry;
 
 use flashcore::{DType, Problem};
 
-use crate::gpu::bench::{OnClock, OnGpu, judged_rows, largest_tensor};
+use crate::bench::gpu::{OnClock, OnGpu, largest_tensor};
+use crate::bench::outcome::judged_rows;
 use crate::gpu::host::Host;
 use crate::gpu::pool::{Pool, Stored};
 use crate::gpu::protocol::{Asked, Request};

@@ -31,6 +31,7 @@ use serde::Deserialize;
 
 use super::failed;
 use crate::cases::parse_mask;
+use crate::device::DeviceName;
 use crate::engine::Engine;
 use crate::faults::planted::write;
 use crate::files;
@@ -239,7 +240,7 @@ impl PtxEngine {
     pub fn select(
         ptx: &Path,
         description: &Path,
-        device: &str,
+        device: DeviceName,
         limit: Option<u64>,
     ) -> Result<Vec<Box<dyn Engine>>, String> {
         let launch =
@@ -277,13 +278,15 @@ impl PtxEngine {
             Ok(engine("ptx-cuda", Place::Gpu(Box::new(gpu)), "cuda"))
         };
         match device {
-            "sim" => Ok(vec![in_sim()?]),
-            "cuda" if limit.is_some() => {
+            DeviceName::Sim(None) => Ok(vec![in_sim()?]),
+            DeviceName::Cuda(None, None) if limit.is_some() => {
                 Err("--limit counts what the simulator executes: give it with --device sim".into())
             }
-            "cuda" => Ok(vec![on_gpu(Cuda::new(0).map_err(|error| error.to_string())?)?]),
-            "all" if limit.is_some() => Ok(vec![in_sim()?]),
-            "all" => match Cuda::new(0) {
+            DeviceName::Cuda(None, None) => {
+                Ok(vec![on_gpu(Cuda::new(0).map_err(|error| error.to_string())?)?])
+            }
+            DeviceName::All if limit.is_some() => Ok(vec![in_sim()?]),
+            DeviceName::All => match Cuda::new(0) {
                 Ok(cuda) => Ok(vec![on_gpu(cuda)?]),
                 Err(_) => Ok(vec![in_sim()?]),
             },

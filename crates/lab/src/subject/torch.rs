@@ -6,17 +6,17 @@ use std::sync::{Mutex, PoisonError};
 use flashcore::{Attention, DType, Mask, Problem, Tensor, TensorMut};
 
 use super::failed;
+use crate::bench::gpu::PEERS;
 use crate::engine::Engine;
 use crate::faults::planted::write;
 use crate::files::elements;
-use crate::gpu::bench::PEERS;
 use crate::gpu::host::{Host, Kind};
 use crate::gpu::pool::{NAMES, Stored};
 use crate::gpu::protocol::{Asked, Request};
 use crate::guarded::Arrangement;
 use crate::inputs::Values;
 use crate::operands::Operands;
-use crate::peers::{Torch, crc32};
+use crate::peers::Torch;
 
 /// Who computes.
 enum Place {
@@ -129,7 +129,7 @@ fn on_gpu(
         [&operands.q, &operands.k, &operands.v].into_iter().zip(&paths).zip(&mut checksums)
     {
         let bytes = tensor.bytes();
-        *sum = crc32(&bytes);
+        *sum = crc32fast::hash(&bytes);
         std::fs::write(path, bytes).map_err(|error| cannot("write", &error))?;
     }
     let elements_of_q = operands.q.shape().iter().product();

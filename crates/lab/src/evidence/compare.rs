@@ -10,8 +10,9 @@
 
 use serde::Serialize;
 
-use crate::gpu::worker::{KERNEL, PLANNER, SCHEDULE};
-use crate::saved::{Saved, SavedCell, SavedResult};
+use crate::bench::outcome::is_ours;
+use crate::evidence::saved::{Saved, SavedCell, SavedResult};
+use crate::gpu::worker::PLANNER;
 use crate::stats::{Interval, RatioDraws, VERDICT_LEVEL, VERDICT_ROUNDS, Verdict, verdict_after};
 
 /// What the gate says of one change.
@@ -139,10 +140,6 @@ pub fn compare(base: &Saved, new: &Saved, fail_on: f64, margin: f64) -> Result<C
 
 fn is_measured(results: &[SavedResult]) -> bool {
     results.iter().any(|result| !result.samples_us.is_empty())
-}
-
-fn is_ours(name: &str) -> bool {
-    name == PLANNER || name.starts_with(KERNEL) || name.starts_with(SCHEDULE)
 }
 
 /// A change of which nothing can be said.

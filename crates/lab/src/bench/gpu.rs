@@ -1,4 +1,4 @@
-//! One cell of a GPU benchmark: everyone who computes it, how right and how fast each is, and who is faster.
+//! Timing on a GPU, by the kernel clock and the caller's, with everyone in a process of their own.
 //!
 //! Nothing that goes wrong in a cell ends the run: it stands in the row of whoever it happened to.
 
@@ -14,26 +14,26 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::cells::Member;
-use super::cublas::{self, CUBLAS};
-use super::host::{Host, Kind};
-use super::outcome::{Facts, FirstCall, Measured, Outcome, State, blank, call_clock, summarise};
-use super::pool::{Pool, Stored};
-use super::protocol::{Asked, Request};
-use super::worker::{KERNEL, PLANNER, SCHEDULE};
-use crate::bench::{AgainstItself, Handicapped, TOO_FEW};
+use super::itself::{AgainstItself, Repetitions};
+use super::outcome::{
+    CallClock, Conditions, Details, FirstCall, GpuConditions, Limits, Measured, Outcome, SEED, State,
+    is_ours, judged_rows,
+};
+use super::{Bench, Machine};
 use crate::ceilings::Ceilings;
+use crate::evidence::schemas;
 use crate::files::elements;
-use crate::operands::sample_rows;
+use crate::gpu::cublas::{self, CUBLAS};
+use crate::gpu::host::{Host, Kind};
+use crate::gpu::pool::{Pool, Stored};
+use crate::gpu::protocol::{Asked, Request};
+use crate::gpu::worker::{KERNEL, PLANNER, SCHEDULE};
 use crate::peers::{Folder, Torch};
 use crate::physics;
 use crate::rule::{Judgement, Row, Yardstick};
 use crate::stats;
-use crate::timing::{Contender, Effort, Measurement, Samples, Watch, measure, measure_watched};
+use crate::timing::{Contender, Effort, Measurement, Samples, Watch, measure_watched};
 
-/// Multiply-adds that are worth asking the oracle about in one cell.
-const ORACLE_WORK: f64 = 3e8;
-/// The seed of every benchmark's inputs.
-pub(crate) const SEED: u64 = 2026;
 /// What a sample of the kernel clock takes at least: a thousand times what an event can tell apart.
 pub(crate) const SAMPLE: Duration = Duration::from_micros(500);
 /// Samples of the call clock; fewer where a call is long.
@@ -53,6 +53,21 @@ pub const IN_PYTHON: [&str; 3] = ["flash_attn", "xformers", "flex"];
 /// Every peer there can be.
 pub fn peers() -> Vec<&'static str> {
     PEERS.into_iter().chain(IN_PYTHON).chain([CUBLAS]).collect()
+}
+
+/// The GPU and its driver.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Facts {
+    /// What our worker says of the GPU and of itself.
+    pub ours: Value,
+    /// What torch's worker says of itself; absent without torch.
+    pub torch: Option<Value>,
+    /// The version of the kernel driver.
+    pub driver: Option<String>,
+    /// The dense peak of the tensor cores at the highest clock in TFLOP/s, where the generation is known.
+    pub peak_tflops: Option<f64>,
+    /// The rate of an 8192³ matrix product in f16, measured by torch.
+    pub matmul_tflops: Option<f64>,
 }
 
 /// What calls find in the L2 cache.
@@ -202,119 +217,20 @@ impl GpuBench {
         &self.facts
     }
 
-    /// Whom ours is timed against.
-    pub fn peers(&self) -> &[String] {
-        &self.setup.peers
-    }
-
-    /// The ceilings that times are held against; absent where none were kept.
-    pub fn ceilings(&self) -> Option<&Ceilings> {
-        self.ceilings.as_ref()
-    }
-
-    /// Measures what the GPU can do at most; times are held against that from now on.
-    pub fn measure_ceilings(&mut self, created: &str) -> Result<&Ceilings, String> {
-        let found = self.ours.borrow_mut().ask(&Request::Ceilings)?;
-        let number = |name: &str| found[name].as_f64().filter(|&rate| rate.is_finite() && rate > 0.0);
-        let empty = &self.facts.ours["empty_launch"];
-        Ok(self.ceilings.insert(Ceilings {
-            machine: self.facts.ours["device"].as_str().unwrap_or("an unknown GPU").into(),
-            created: created.into(),
-            matmul_tflops: number("matmul_tflops"),
-            memory_gbytes: number("memory_gbytes"),
-            exp_gops: number("exp_gops"),
-            launch_us: empty["call_p50_us"].as_f64(),
-            launch_host_us: empty["host_p50_us"].as_f64(),
-        }))
-    }
-
-    /// Compares ours with itself so many times, each time by the whole procedure, within about `budget` each; one side's
-    /// times are multiplied with `handicap`.
-    pub fn against_itself(
-        &self,
-        member: &Member,
-        (repetitions, handicap): (usize, f64),
-        budget: Duration,
-        stop: &dyn Fn() -> bool,
-        progress: &mut dyn FnMut(usize),
-    ) -> Result<AgainstItself, String> {
-        let problem = member.cell.problem();
-        let stored = self.stored(&problem)?;
-        let cell = OnGpu { stored, problem: Asked::of(&problem), sets: self.sets(&problem) };
-        let who = self.setup.ours.names().swap_remove(0);
-        let effort = self.effort(budget);
-        let side = |name, factor| -> Box<dyn Contender + '_> {
-            let contender = OnClock { cell: &cell, host: &self.ours, name: &who };
-            Box::new(Handicapped { contender, name, factor })
-        };
-        let mut taken = Vec::new();
-        while taken.len() < repetitions && !stop() {
-            progress(taken.len());
-            let mut contenders = [side(PLANNER, handicap), side("itself", 1.0)];
-            let mut samples = measure(&mut contenders, &effort, stop, &mut |_, _| {});
-            if stop() {
-                break;
-            }
-            if let Some(why) = samples.iter().find_map(|samples| samples.failure.clone()) {
-                return Err(why);
-            }
-            taken.push([0, 1].map(|side: usize| std::mem::take(&mut samples[side].times)));
-        }
-        AgainstItself::of(member.cell.label(), handicap, taken, effort.margin).ok_or_else(|| TOO_FEW.into())
-    }
-
-    /// Why there is no torch, if one was wanted.
-    pub fn no_torch(&self) -> Option<&str> {
-        self.no_torch.as_deref()
-    }
-
-    /// The inputs.
-    pub fn pools(&self) -> Vec<&Stored> {
-        self.pools.iter().map(|(_, stored)| stored).collect()
-    }
-
-    /// How often a worker was lost and started again.
-    pub fn lost_workers(&self) -> usize {
-        let torch = self.torch.as_ref().map_or(0, |torch| torch.borrow().lost());
-        self.ours.borrow().lost() + self.cublas.borrow().lost() + torch
-    }
-
-    /// Times one cell within about `budget`. `progress` is told what is going on and the share of it that is done.
-    pub fn run(
+    fn measure(
         &self,
         member: &Member,
         budget: Duration,
         stop: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(&str, f64),
-    ) -> Outcome {
-        let started = Instant::now();
-        let mut outcome = blank(member);
-        if let Err(why) = self.fill(member, budget, stop, progress, &mut outcome) {
-            outcome.failure = Some(why);
-        }
-        outcome.seconds = started.elapsed().as_secs_f64();
-        outcome
-    }
-
-    fn fill(
-        &self,
-        member: &Member,
-        budget: Duration,
-        stop: &dyn Fn() -> bool,
-        progress: &mut dyn FnMut(&str, f64),
-        outcome: &mut Outcome,
-    ) -> Result<(), String> {
+    ) -> Result<Outcome, String> {
         let started = Instant::now();
         let problem = member.cell.problem();
-        let stored = self.stored(&problem)?;
-        let found = self.pools.iter().find(|(_, pool)| std::ptr::eq(pool, stored));
-        let (pool, _) = found.ok_or("there is no pool of this dtype")?;
+        let (pool, stored) = self.pool(&problem)?;
         progress("asking the oracle", 0.0);
         let rows = judged_rows(&problem);
         let yardstick = pool.yardstick(&problem, &rows).ok_or("there is no row to judge")?;
-        outcome.judged_rows = rows.len();
-        outcome.sets = self.sets(&problem);
-        let cell = OnGpu { stored, problem: Asked::of(&problem), sets: outcome.sets };
+        let cell = OnGpu { stored, problem: Asked::of(&problem), sets: self.sets(&problem) };
         let mut racers = Vec::new();
         for (name, host) in self.contenders() {
             progress(&format!("judging {name}"), 0.0);
@@ -332,13 +248,8 @@ impl GpuBench {
             // Whoever fails here fails again on the clock, where it is written down.
             let _ = cell.ask(host, &request);
         }
-        let measurement = race(&cell, &racers, &effort, &mut watch, stop, progress);
-        outcome.states = watch.states;
-        outcome.retaken_rounds = measurement.retaken;
-        outcome.throttled_rounds = measurement.throttled;
-        outcome.measured_again = measurement.retaken > 0;
-        let mut samples = measurement.samples;
-        for samples in samples.iter_mut().filter(|samples| samples.failure.is_none()) {
+        let mut measurement = race(&cell, &racers, &effort, &mut watch, stop, progress);
+        for samples in measurement.samples.iter_mut().filter(|samples| samples.failure.is_none()) {
             if stop() {
                 break;
             }
@@ -348,26 +259,45 @@ impl GpuBench {
                 samples.failure = cell.check_clock(host, samples).err();
             }
         }
-        for (name, host, judged) in &racers {
-            let measured = match judged {
-                Err(why) => Measured::failed(name, why.clone()),
-                Ok(judgement) => {
-                    let position = samples.iter().position(|samples| samples.name == *name);
-                    let taken = position.map(|position| samples.swap_remove(position));
-                    let empty = Samples { name: name.clone(), calls: 0, times: Vec::new(), failure: None };
-                    let Samples { calls, times, failure, .. } = taken.unwrap_or(empty);
-                    progress(&format!("the call clock of {name}"), 1.0);
-                    self.complete(&cell, host, name, (&times, calls, failure), &problem, judgement)
+        let mut results = Vec::new();
+        for (name, host, judged) in racers {
+            let samples = &mut measurement.samples;
+            let taken = samples.iter().position(|samples| samples.name == name);
+            let mut samples = taken.map_or_else(
+                || Samples { name: name.clone(), calls: 0, times: Vec::new(), failure: None },
+                |position| samples.swap_remove(position),
+            );
+            let mut details = Details::default();
+            let judgement = match judged {
+                Ok(judgement) => Some(judgement),
+                Err(why) => {
+                    samples.failure = Some(why);
+                    None
                 }
             };
-            outcome.results.push(measured);
+            if samples.failure.is_none() {
+                progress(&format!("the call clock of {name}"), 1.0);
+                (details, samples.failure) = self.details(&cell, host, &samples);
+            }
+            let limits = self.limits();
+            let measured = Measured::new(samples, judgement, &problem, &limits, self.ceilings.as_ref());
+            results.push(Measured { details: Some(details), ..measured });
         }
-        outcome.conclude(self.setup.margin, self.facts.peak_tflops);
-        if self.setup.first_call && !stop() {
-            progress("the first call", 1.0);
-            outcome.first_call = Some(self.first_call(&cell));
-        }
-        Ok(())
+        let conditions = GpuConditions {
+            group: member.group.clone(),
+            sets: cell.sets,
+            states: watch.states,
+            measured_again: measurement.retaken > 0,
+            retaken_rounds: measurement.retaken,
+            throttled_rounds: measurement.throttled,
+            first_call: (self.setup.first_call && !stop()).then(|| {
+                progress("the first call", 1.0);
+                self.first_call(&cell)
+            }),
+            ..GpuConditions::default()
+        };
+        let conditions = Conditions::Gpu(conditions);
+        Ok(Outcome::new(&member.cell, rows.len(), results, conditions, self.setup.margin))
     }
 
     /// Everyone who is timed, ours first.
@@ -378,9 +308,14 @@ impl GpuBench {
         ours.chain(peers).collect()
     }
 
-    fn stored(&self, problem: &Problem) -> Result<&Stored, String> {
+    fn pool(&self, problem: &Problem) -> Result<&(Pool, Stored), String> {
         let found = self.pools.iter().find(|(_, stored)| stored.dtype == problem.dtype.name());
-        found.map(|(_, stored)| stored).ok_or_else(|| "on a GPU f16 and bf16 are timed".into())
+        found.ok_or_else(|| "on a GPU f16 and bf16 are timed".into())
+    }
+
+    fn limits(&self) -> Limits {
+        let Facts { peak_tflops, matmul_tflops, .. } = self.facts;
+        Limits::Gpu { peak_tflops, matmul_tflops }
     }
 
     fn effort(&self, budget: Duration) -> Effort {
@@ -402,45 +337,35 @@ impl GpuBench {
         }
     }
 
-    /// What else there is to say of a contender that was timed.
-    fn complete(
+    /// What else a worker tells of a contender that was timed, and what went wrong in asking it.
+    fn details(
         &self,
         cell: &OnGpu<'_>,
         host: &RefCell<Host>,
-        name: &str,
-        (times, calls, failure): (&[f64], u32, Option<String>),
-        problem: &Problem,
-        judgement: &Judgement,
-    ) -> Measured {
-        let Facts { peak_tflops, matmul_tflops, .. } = self.facts;
-        let mut measured = summarise(name, times, calls, problem, peak_tflops, matmul_tflops);
-        measured.error = Some(judgement.clone());
-        let roofline = |ceilings: &Ceilings| ceilings.roofline(problem, measured.p50_us);
-        measured.roofline = self.ceilings.as_ref().and_then(roofline);
-        if failure.is_some() {
-            return measured.left(failure);
-        }
-        let more = |request: &Request| cell.ask(host, request);
-        let who = || name.to_string();
-        let mut failures = Vec::new();
-        if is_ours(name) {
-            match more(&Request::Plan { who: who() }) {
-                Ok(plan) => measured.plan = Some(plan),
-                Err(why) => failures.push(why),
+        samples: &Samples,
+    ) -> (Details, Option<String>) {
+        let who = || samples.name.clone();
+        let mut details = Details::default();
+        let mut failure = None;
+        let mut ask = |request: Request| match cell.ask(host, &request) {
+            Ok(reply) => Some(reply),
+            Err(why) => {
+                failure.get_or_insert(why);
+                None
             }
-            match more(&Request::Check { who: who() }) {
-                Ok(reply) => measured.replay_is_same = reply["same"].as_bool(),
-                Err(why) => failures.push(why),
-            }
+        };
+        if is_ours(&samples.name) {
+            details.plan = ask(Request::Plan { who: who() });
+            details.replay_is_same =
+                ask(Request::Check { who: who() }).and_then(|reply| reply["same"].as_bool());
         }
         if self.setup.call_clock {
-            let room = measured.p50_us.map_or(CALLS, |p50| (CALLS_TIME_US / p50.max(1.0)) as u32);
-            match more(&Request::Calls { who: who(), calls: room.clamp(5, CALLS) }) {
-                Ok(reply) => measured.call = Some(call_clock(&reply)),
-                Err(why) => failures.push(why),
-            }
+            let p50 = stats::median(&samples.times);
+            let room = p50.map_or(CALLS, |p50| (CALLS_TIME_US / p50.max(1.0)) as u32);
+            let reply = ask(Request::Calls { who: who(), calls: room.clamp(5, CALLS) });
+            details.call = reply.map(|reply| call_clock(&reply));
         }
-        measured.left(failures.into_iter().next())
+        (details, failure)
     }
 
     /// Times the first call in two fresh processes that share a new cache, so that the second finds the code there.
@@ -471,9 +396,95 @@ impl GpuBench {
     }
 }
 
-/// Whether a contender is one of our kernels.
-pub(crate) fn is_ours(name: &str) -> bool {
-    name == PLANNER || name.starts_with(KERNEL) || name.starts_with(SCHEDULE)
+impl Bench for GpuBench {
+    fn schema(&self) -> &'static str {
+        schemas::BENCH_GPU
+    }
+
+    fn clock(&self) -> &'static str {
+        "kernel"
+    }
+
+    fn machine(&self) -> Machine<'_> {
+        let torch = self.torch.as_ref().map_or(0, |torch| torch.borrow().lost());
+        Machine::Gpu {
+            cache: self.setup.cache,
+            gpu: &self.facts,
+            inputs: self.pools.iter().map(|(_, stored)| stored).collect(),
+            lost_workers: self.ours.borrow().lost() + self.cublas.borrow().lost() + torch,
+        }
+    }
+
+    fn peers(&self) -> Vec<String> {
+        self.setup.peers.clone()
+    }
+
+    fn no_torch(&self) -> Option<&str> {
+        self.no_torch.as_deref()
+    }
+
+    fn ceilings(&self) -> Option<&Ceilings> {
+        self.ceilings.as_ref()
+    }
+
+    fn measure_ceilings(&mut self, created: &str) -> Result<&Ceilings, String> {
+        let found = self.ours.borrow_mut().ask(&Request::Ceilings)?;
+        let number = |name: &str| found[name].as_f64().filter(|&rate| rate.is_finite() && rate > 0.0);
+        let empty = &self.facts.ours["empty_launch"];
+        Ok(self.ceilings.insert(Ceilings {
+            machine: self.facts.ours["device"].as_str().unwrap_or("an unknown GPU").into(),
+            created: created.into(),
+            matmul_tflops: number("matmul_tflops"),
+            memory_gbytes: number("memory_gbytes"),
+            exp_gops: number("exp_gops"),
+            launch_us: empty["call_p50_us"].as_f64(),
+            launch_host_us: empty["host_p50_us"].as_f64(),
+        }))
+    }
+
+    /// What goes wrong stands in the outcome.
+    fn run(
+        &mut self,
+        member: &Member,
+        budget: Duration,
+        stop: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(&str, f64),
+    ) -> Result<Outcome, String> {
+        let started = Instant::now();
+        let mut outcome =
+            self.measure(member, budget, stop, progress).unwrap_or_else(|why| Outcome::not_run(member, &why));
+        if let Conditions::Gpu(gpu) = &mut outcome.conditions {
+            gpu.seconds = started.elapsed().as_secs_f64();
+        }
+        Ok(outcome)
+    }
+
+    fn against_itself(
+        &self,
+        Member { cell, .. }: &Member,
+        repetitions: Repetitions,
+        budget: Duration,
+        stop: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<AgainstItself, String> {
+        let problem = cell.problem();
+        let (_, stored) = self.pool(&problem)?;
+        let on_gpu = OnGpu { stored, problem: Asked::of(&problem), sets: self.sets(&problem) };
+        let name = self.setup.ours.names().swap_remove(0);
+        let side = || -> Box<dyn Contender + '_> {
+            Box::new(OnClock { cell: &on_gpu, host: &self.ours, name: &name })
+        };
+        let effort = self.effort(budget);
+        AgainstItself::measure(cell, repetitions, [side(), side()], &effort, stop, progress)
+    }
+}
+
+/// What a worker's samples of the call clock say.
+fn call_clock(reply: &Value) -> CallClock {
+    let numbers = |name: &str| -> Vec<f64> {
+        reply[name].as_array().into_iter().flatten().filter_map(Value::as_f64).collect()
+    };
+    CallClock::of(numbers("call_us"), numbers("host_us"))
 }
 
 /// Looks at the GPU around every round, and keeps what it saw.
@@ -586,12 +597,6 @@ fn race(
 pub(crate) fn largest_tensor(problem: &Problem) -> usize {
     let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
     batch * (heads_q * len_q * head_dim).max(heads_kv * len_k * head_dim.max(head_dim_v))
-}
-
-/// As many rows as the oracle can be asked about in reasonable time, spread over all heads.
-pub(crate) fn judged_rows(problem: &Problem) -> Vec<Row> {
-    let work_of_row = problem.len_k as f64 * (problem.head_dim + problem.head_dim_v) as f64;
-    sample_rows(problem, (ORACLE_WORK / work_of_row) as usize, SEED)
 }
 
 pub(crate) fn sets_to_flush(bytes: f64, l2: f64) -> usize {

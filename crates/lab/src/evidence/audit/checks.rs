@@ -12,7 +12,7 @@ use super::fields::{Place, any, raw, raws};
 use super::gpu::is_schedule;
 use super::header::asked;
 use super::judgement::{Judged, judgement};
-use crate::bench::rows;
+use crate::bench::outcome::rows;
 use crate::cases::{Case, Tier, corpus, parse_mask};
 use crate::check::{Outcome, RULE};
 use crate::faults::{self, Nature};

@@ -1,9 +1,21 @@
-//! What a report carries beside its numbers: the machine, the versions, the command and the time.
+//! Evidence: what a command leaves in a file, and what is done with such files later.
 //!
-//! Everything here is read or measured; what cannot be known is null, never guessed. A document has a schema name
-//! with a version, so that what reads it later knows what it reads.
+//! A [`Document`] carries, beside its numbers, the machine, the versions, the command and the time. All of that is read
+//! or measured; what cannot be known is null, never guessed. Its schema has a name and a version, so that what reads it
+//! later knows what it reads.
+//!
+//! - [`audit`] finds out whether a file holds together.
+//! - [`saved`] reads a benchmark back, and [`compare`] holds two of them against each other.
+//! - [`views`] are files that show a part of one.
+//! - [`kept`] is what stays in the user's cache folder for later runs.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+pub mod audit;
+pub mod compare;
+pub mod kept;
+pub mod saved;
+pub mod views;
+
+use std::time::SystemTime;
 
 use flashcore::cpu;
 use serde::Serialize;
@@ -30,7 +42,7 @@ impl<'a, T: Serialize> Document<'a, T> {
     /// A report of this process, as of now.
     pub fn new(schema: &'a str, environment: &'a Environment, complete: bool, body: &'a T) -> Self {
         let command = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect();
-        Self { schema, created: utc(SystemTime::now()), command, complete, environment, body }
+        Self { schema, created: now(), command, complete, environment, body }
     }
 
     /// The text of the file, sealed: a field `hash` holds BLAKE3 of the text in which that field is empty, so that
@@ -40,6 +52,11 @@ impl<'a, T: Serialize> Document<'a, T> {
         let created = "\n  \"created\": ";
         Ok(seal(&text.replacen(created, &format!("\n  {},{created}", hash_field("")), 1)))
     }
+}
+
+/// The time as 2026-11-15T03:00:00Z.
+pub fn now() -> String {
+    humantime::format_rfc3339_seconds(SystemTime::now()).to_string()
 }
 
 /// The field of the hash as it stands in a text.
@@ -165,36 +182,9 @@ fn kilobytes(text: &str) -> Option<u64> {
     Some(text.strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
 }
 
-/// A time as 2026-11-15T03:00:00Z.
-fn utc(time: SystemTime) -> String {
-    let seconds = time.duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
-    let (days, second) = ((seconds / 86_400) as i64, seconds % 86_400);
-    // Days are counted from 0000-03-01, so that a leap day is the last of its year.
-    let days = days + 719_468;
-    let era = days.div_euclid(146_097);
-    let day_of_era = days.rem_euclid(146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
-    let year = year_of_era + era * 400 + i64::from(month <= 2);
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn times_are_written_in_utc() {
-        let at = |seconds| utc(UNIX_EPOCH + Duration::from_secs(seconds));
-        assert_eq!(at(0), "1970-01-01T00:00:00Z");
-        assert_eq!(at(951_782_399), "2000-02-28T23:59:59Z");
-        assert_eq!(at(951_782_400), "2000-02-29T00:00:00Z");
-        assert_eq!(at(1_794_711_845), "2026-11-15T03:04:05Z");
-    }
 
     #[test]
     fn a_sealed_text_shows_every_edit() {

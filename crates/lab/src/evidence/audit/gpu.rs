@@ -4,15 +4,16 @@ use flashcore::plan::Target;
 use serde_json::{Map, Value, json};
 
 use super::Audit;
-use super::bench::{are_different, ceilings, cell, contender, drawn, together, value};
+use super::bench::{are_different, ceilings, cell, cells, contender, drawn, together, value};
 use super::fields::{Place, any, is_hex, is_version, raw, raws};
-use super::header::{asked, margin};
+use super::header::margin;
 use super::judgement::Judged;
-use crate::bench::Cell;
+use crate::bench::cells::{Cell, Matrix, Member};
+use crate::bench::gpu::{largest_tensor, peak_tflops, peers, sets_to_flush};
+use crate::bench::outcome::{
+    CallClock, Conditions, Details, GpuConditions, Limits, Measured, Outcome, SEED, is_ours, judged_rows,
+};
 use crate::ceilings::Ceilings;
-use crate::gpu::bench::{SEED, is_ours, judged_rows, largest_tensor, peak_tflops, peers, sets_to_flush};
-use crate::gpu::cells::{Matrix, Member};
-use crate::gpu::outcome::{CallClock, Measured, Outcome, blank, summaries, summarise};
 use crate::gpu::pool::Pool;
 use crate::gpu::worker::{KERNEL, SCHEDULE};
 use crate::physics;
@@ -33,8 +34,7 @@ const REASONS: [(&str, bool); 8] = [
 struct Bench {
     version: u32,
     margin: f64,
-    peak: Option<f64>,
-    matmul: Option<f64>,
+    limits: Limits,
     torch: bool,
     l2_bytes: f64,
     warm: bool,
@@ -61,30 +61,21 @@ pub(super) fn remake(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
     let bench = Bench {
         version,
         margin: margin(root),
-        peak,
-        matmul: gpu.get("matmul_tflops").value.as_f64(),
+        limits: Limits::Gpu { peak_tflops: peak, matmul_tflops: gpu.get("matmul_tflops").value.as_f64() },
         torch,
         l2_bytes: gpu.get("ours").get("l2_bytes").value.as_f64().unwrap_or(0.0),
         warm: cache == "warm",
         ceilings,
     };
-    let (mut outcomes, mut cells) = (Vec::new(), Vec::new());
-    for place in audit.list(&root.get("cells")) {
-        let Some(cell) = cell(audit, &place) else { continue };
-        let Some((outcome, again)) = bench.cell(audit, &place, cell) else { continue };
-        outcomes.push(outcome);
-        cells.push(again);
-    }
-    let spent: f64 = outcomes.iter().map(|outcome| outcome.seconds).sum();
+    let outcomes =
+        cells(audit, root, version, &mut made, |audit, place, cell| bench.cell(audit, place, cell));
+    let spent: f64 = outcomes.iter().filter_map(Outcome::gpu).map(|gpu| gpu.seconds).sum();
     audit.require("seconds", spent <= seconds * (1.0 + 1e-9), "are fewer than those of the cells");
     alike(audit, root, &outcomes);
-    let failed = outcomes.iter().any(|outcome| outcome.failure.is_some());
+    let failed = outcomes.iter().any(|outcome| outcome.failure().is_some());
     let whole = !(failed && root.get("complete").value == &json!(true));
     audit.require("complete", whole, "is said of a run in which a cell has no result");
-    asked(audit, root, version, cells.len(), &mut made);
     made.insert("inputs".into(), pools(audit, root, &outcomes));
-    made.insert("cells".into(), Value::Array(cells));
-    made.insert("summaries".into(), value(summaries(&outcomes)));
     made
 }
 
@@ -144,20 +135,20 @@ impl Bench {
     fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: Cell) -> Option<(Outcome, Value)> {
         let problem = cell.problem();
         let group = audit.text(&place.get("group"), |group| is_group(&cell, group)).to_string();
-        let mut outcome = blank(&Member { cell, group });
-        outcome.seconds = audit.number(&place.get("seconds"), 0.0..1e6);
+        let seconds = audit.number(&place.get("seconds"), 0.0..1e6);
         let results = audit.list(&place.get("results"));
         if !place.get("failure").is_null() {
             let why = audit.text(&place.get("failure"), any);
             audit.miss(format!("{}: {why}", place.at));
-            outcome.failure = Some(why.into());
+            let mut outcome = Outcome::not_run(&Member { cell, group }, why);
+            if let Conditions::Gpu(gpu) = &mut outcome.conditions {
+                gpu.seconds = seconds;
+            }
             let made = value(&outcome);
             return Some((outcome, self.of_version(made)));
         }
         audit.require(&place.at, !results.is_empty(), "has neither a result nor a failure");
         let rows = judged_rows(&problem).len();
-        outcome.judged_rows = rows;
-        outcome.sets = if self.warm { 1 } else { sets_to_flush(problem.min_bytes(), self.l2_bytes) };
         let judged =
             Judged { rows, width: problem.head_dim_v, lse: Some(false), normal: Some(problem.dtype) };
         let contenders: Vec<_> =
@@ -166,29 +157,38 @@ impl Bench {
         if !audit.holds() {
             return None;
         }
-        let mut patches = Vec::new();
+        let (mut measured, mut patches) = (Vec::new(), Vec::new());
         let mut on_the_clock = 0.0;
         for (contender, result) in contenders.into_iter().zip(&results) {
             let calls = f64::from(contender.samples.calls);
             on_the_clock += contender.samples.times.iter().sum::<f64>() * calls / 1e6;
             let error = contender.error.clone();
-            let (measured, call, plan) = self.measured(audit, result, contender, &cell);
-            outcome.results.push(measured);
+            let (found, call, plan) = self.measured(audit, result, contender, &cell);
+            measured.push(found);
             patches.push((error, call, plan));
         }
         audit.require(
             &format!("{}.seconds", place.at),
-            on_the_clock <= outcome.seconds * (1.0 + 1e-9),
+            on_the_clock <= seconds * (1.0 + 1e-9),
             "are fewer than its samples took",
         );
-        outcome.conclude(self.margin, self.peak);
+        let rounds = measured.iter().map(|result| result.samples_us.len()).max().unwrap_or(0);
+        let retaken_rounds = audit.count(&place.get("retaken_rounds"), ..=10_000) as usize;
+        let conditions = GpuConditions {
+            group,
+            sets: if self.warm { 1 } else { sets_to_flush(problem.min_bytes(), self.l2_bytes) },
+            retaken_rounds,
+            throttled_rounds: audit.count(&place.get("throttled_rounds"), ..=rounds as u64) as usize,
+            measured_again: retaken_rounds > 0,
+            seconds,
+            ..GpuConditions::default()
+        };
+        let unwell = conditions.retaken_rounds + conditions.throttled_rounds;
+        let states = states(audit, place, (retaken_rounds, unwell), rounds);
+        let outcome = Outcome::new(&cell, rows, measured, Conditions::Gpu(conditions), self.margin);
         audit.require(&place.at, !outcome.impossible, "is faster than the chip can be");
-        let rounds = outcome.results.iter().map(|result| result.samples_us.len()).max().unwrap_or(0);
-        outcome.retaken_rounds = audit.count(&place.get("retaken_rounds"), ..=10_000) as usize;
-        outcome.throttled_rounds = audit.count(&place.get("throttled_rounds"), ..=rounds as u64) as usize;
-        outcome.measured_again = outcome.retaken_rounds > 0;
         let mut made = value(&outcome);
-        made["states"] = states(audit, place, &outcome, rounds);
+        made["states"] = states;
         made["first_call"] = first_call(audit, &place.get("first_call"));
         for (n, (error, call, plan)) in patches.into_iter().enumerate() {
             let result = &mut made["results"][n];
@@ -225,19 +225,12 @@ impl Bench {
             let real = kernel.is_none_or(is_name) && schedule.is_none_or(is_schedule);
             audit.require(&format!("{}.name", place.at), real, "names no kernel or schedule");
         }
-        let problem = cell.problem();
-        let mut measured =
-            summarise(&samples.name, &samples.times, samples.calls, &problem, self.peak, self.matmul);
-        let roofline = |ceilings: &Ceilings| ceilings.roofline(&problem, measured.p50_us);
-        measured.roofline = self.ceilings.as_ref().and_then(roofline);
-        measured.error = judgement;
         // Who gave no output was asked for nothing more.
-        let asked = measured.error.is_some();
-        let whole = samples.failure.is_none();
-        measured = measured.left(samples.failure);
+        let (asked, whole) = (judgement.is_some(), samples.failure.is_none());
+        let mut details = Details::default();
         let replay = place.get("replay_is_same");
         if !replay.is_null() {
-            measured.replay_is_same = Some(audit.flag(&replay));
+            details.replay_is_same = Some(audit.flag(&replay));
         }
         let told = if whole { replay.is_null() != ours } else { (ours && asked) || replay.is_null() };
         audit.require(&replay.at, told, "is told of others, or not of ours");
@@ -264,15 +257,17 @@ impl Bench {
                 audit.require(&call.at, both, "has not both clocks of every call");
             }
             audit.require(&call.at, clock.p50_us.is_some(), "has no samples");
-            measured.call = Some(clock);
+            details.call = Some(clock);
         }
-        (measured, patch, plan)
+        let problem = cell.problem();
+        let found = Measured::new(samples, judgement, &problem, &self.limits, self.ceilings.as_ref());
+        (Measured { details: Some(details), ..found }, patch, plan)
     }
 }
 
 /// Every cell has the same contenders, and all of them a call clock or none.
 fn alike(audit: &mut Audit, root: &Place<'_>, outcomes: &[Outcome]) {
-    let ran: Vec<&Outcome> = outcomes.iter().filter(|outcome| outcome.failure.is_none()).collect();
+    let ran: Vec<&Outcome> = outcomes.iter().filter(|outcome| outcome.failure().is_none()).collect();
     let names = |outcome: &&Outcome| -> Vec<String> {
         outcome.results.iter().map(|result| result.name.clone()).collect()
     };
@@ -281,7 +276,7 @@ fn alike(audit: &mut Audit, root: &Place<'_>, outcomes: &[Outcome]) {
     let ours_first = |outcome: &&Outcome| outcome.results.first().is_some_and(|first| is_ours(&first.name));
     audit.require("cells", ran.iter().all(ours_first), "begin with somebody else than ours");
     let whole = || ran.iter().flat_map(|outcome| &outcome.results).filter(|result| result.failure.is_none());
-    let called = whole().filter(|result| result.call.is_some()).count();
+    let called = whole().filter(|result| result.call().is_some()).count();
     audit.require("cells", called == 0 || called == whole().count(), "have a call clock here and none there");
     let places = root.get("cells").items();
     let firsts = places.iter().filter(|cell| !cell.get("first_call").is_null()).count();
@@ -339,10 +334,9 @@ fn plan(audit: &mut Audit, place: &Place<'_>, name: &str) -> Value {
 }
 
 /// The GPU before the first round and after every one; rounds that ended slowed down were taken again, or are counted.
-fn states(audit: &mut Audit, cell: &Place<'_>, outcome: &Outcome, rounds: usize) -> Value {
+fn states(audit: &mut Audit, cell: &Place<'_>, (retaken, again): (usize, usize), rounds: usize) -> Value {
     let places = audit.list(&cell.get("states"));
-    let again = outcome.retaken_rounds + outcome.throttled_rounds;
-    let looked = places.is_empty() || places.len() == 1 + rounds + outcome.retaken_rounds;
+    let looked = places.is_empty() || places.len() == 1 + rounds + retaken;
     audit.require(&cell.get("states").at, looked, "are not one before the first round and one after each");
     let mut made = Vec::new();
     let mut unwell = 0;

@@ -8,9 +8,11 @@
 
 mod bench;
 mod checks;
+mod cpu;
 mod fields;
 mod gpu;
 mod header;
+mod itself;
 mod judgement;
 mod machine;
 
@@ -112,14 +114,18 @@ fn brief(value: &Value) -> String {
 
 /// How a kind of evidence is made again.
 struct Kind {
-    /// The command that writes it.
-    command: &'static str,
+    /// The commands that write it, or wrote it once.
+    commands: &'static [&'static str],
     version: u32,
     /// Everything but what all kinds begin with.
     remake: fn(&mut Audit, &Place<'_>, u32) -> Map<String, Value>,
     /// Whether it is of the inputs that its seed gives; asked last, since drawing them takes a while.
     inputs: fn(&mut Audit, &Place<'_>),
 }
+
+const BENCH: &[&str] = &["bench", "grid"];
+const AGAINST_ITSELF: &[&str] = &["against-itself", "bench"];
+const CEILINGS: &[&str] = &["ceilings", "bench"];
 
 /// What commands write that is no evidence: nothing in it can be made again.
 const NOTES: [&str; 8] = ["comparison", "doctor", "inspect", "leaderboard", "micro", "plan", "rbk", "run"];
@@ -132,21 +138,21 @@ fn kind(schema: &str) -> Result<Kind, String> {
     let name = schema
         .strip_prefix("flashcore.")
         .ok_or_else(|| format!("{schema} is not known here: it is no schema of flashcore's"))?;
-    let of = |command, version, remake| Kind { command, version, remake, inputs: |_, _| {} };
+    let of = |commands, version, remake| Kind { commands, version, remake, inputs: |_, _| {} };
     Ok(match name {
-        "bench/1" => Kind { inputs: bench::inputs, ..of("bench", 1, bench::remake) },
-        "bench/2" => Kind { inputs: bench::inputs, ..of("bench", 2, bench::remake) },
-        "bench-gpu/1" => Kind { inputs: gpu::inputs, ..of("bench", 1, gpu::remake) },
-        "bench-gpu/2" => Kind { inputs: gpu::inputs, ..of("bench", 2, gpu::remake) },
-        "against-itself/1" => of("bench", 1, bench::against_itself),
-        "against-itself/2" => of("bench", 2, bench::against_itself),
-        "verify/1" => of("verify", 1, checks::verify),
-        "verify/2" => of("verify", 2, checks::verify),
-        "faults/1" => of("verify", 1, checks::faults),
-        "stress/1" => of("verify", 1, checks::stress),
-        "stress/2" => of("verify", 2, checks::stress),
-        "ceilings/1" => of("bench", 1, machine::ceilings),
-        "profile/1" => of("profile", 1, machine::profile),
+        "bench/1" => Kind { inputs: cpu::inputs, ..of(BENCH, 1, cpu::remake) },
+        "bench/2" => Kind { inputs: cpu::inputs, ..of(BENCH, 2, cpu::remake) },
+        "bench-gpu/1" => Kind { inputs: gpu::inputs, ..of(BENCH, 1, gpu::remake) },
+        "bench-gpu/2" => Kind { inputs: gpu::inputs, ..of(BENCH, 2, gpu::remake) },
+        "against-itself/1" => of(AGAINST_ITSELF, 1, itself::remake),
+        "against-itself/2" => of(AGAINST_ITSELF, 2, itself::remake),
+        "verify/1" => of(&["verify"], 1, checks::verify),
+        "verify/2" => of(&["verify"], 2, checks::verify),
+        "faults/1" => of(&["verify"], 1, checks::faults),
+        "stress/1" => of(&["verify"], 1, checks::stress),
+        "stress/2" => of(&["verify"], 2, checks::stress),
+        "ceilings/1" => of(CEILINGS, 1, machine::ceilings),
+        "profile/1" => of(&["profile"], 1, machine::profile),
         _ if NOTES.contains(&name.split('/').next().unwrap_or_default()) => {
             return Err(format!("{schema} is a note and no evidence: nothing in it can be made again"));
         }
@@ -168,7 +174,7 @@ pub fn audit(text: &str) -> Result<Audit, String> {
     let mut audit = Audit { schema, ..Audit::default() };
     audit.require("hash", whole, "is not that of the text: the file was changed");
     let root = Place::root(&document);
-    let mut made = header::remake(&mut audit, &root, kind.command);
+    let mut made = header::remake(&mut audit, &root, kind.commands);
     made.extend((kind.remake)(&mut audit, &root, kind.version));
     if let Some(why) = audit.beyond.take() {
         return Err(why);

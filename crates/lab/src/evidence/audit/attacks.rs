@@ -8,17 +8,19 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use super::audit;
-use crate::bench::{
-    self, AgainstItself, Cell, Comparison, Taken, causal_shares, checksums, inputs, summarise_all,
+use crate::bench::cells::Cell;
+use crate::bench::cpu::{checksums, inputs};
+use crate::bench::gpu::{largest_tensor, peak_tflops, sets_to_flush};
+use crate::bench::itself::AgainstItself;
+use crate::bench::outcome::{
+    CallClock, Comparison, Conditions, Details, FirstCall, GpuConditions, Limits, Measured, Outcome, SEED,
+    Taken, causal_shares, judged_rows, rows, summaries,
 };
 use crate::cases::{Tier, corpus};
 use crate::ceilings::Ceilings;
 use crate::check::RULE;
 use crate::evidence::{Environment, schemas, seal};
 use crate::faults;
-use crate::gpu::bench::{SEED, judged_rows, largest_tensor, peak_tflops, sets_to_flush};
-use crate::gpu::cells::Member;
-use crate::gpu::outcome::{CallClock, FirstCall, Measured, Outcome, blank, summaries, summarise};
 use crate::gpu::pool::Pool;
 use crate::rng::Rng;
 use crate::rule::{Bound, Judgement};
@@ -247,36 +249,42 @@ fn bench_gpu() -> Value {
     for (shape, mask) in [("small", Mask::None), ("1x2x128x64", Mask::Causal)] {
         let cell = cell(shape, mask);
         let problem = cell.problem();
-        let mut outcome = blank(&Member { cell, group: "all".into() });
-        outcome.judged_rows = judged_rows(&problem).len();
-        outcome.sets = sets_to_flush(problem.min_bytes(), f64::from(1 << 22));
-        outcome.seconds = 2.0;
-        for (name, median) in [("kernel sm80_fwd", 10.0), ("kernel scalar", 40.0), ("flash", 13.0)] {
+        let rows = judged_rows(&problem).len();
+        let limits = Limits::Gpu { peak_tflops: peak, matmul_tflops: matmul };
+        let results = [("kernel sm80_fwd", 10.0), ("kernel scalar", 40.0), ("flash", 13.0)].map(|(name, median)| {
+            let mut samples = Samples { name: name.into(), calls: 0, times: Vec::new(), failure: None };
             if mask == Mask::Causal {
-                outcome.results.push(Measured::failed(name, "it ran out of memory".into()));
-                continue;
+                samples.failure = Some("it ran out of memory".into());
+                return Measured::new(samples, None, &problem, &limits, None);
             }
-            let taken = times(&mut rng, median);
-            let mut measured = summarise(name, &taken, 50, &problem, peak, matmul);
-            measured.roofline = ceilings.roofline(&problem, measured.p50_us);
-            measured.error = Some(judgement(outcome.judged_rows, 1e-4, false));
-            measured.call = Some(CallClock::of(times(&mut rng, median + 5.0), times(&mut rng, 3.0)));
+            (samples.calls, samples.times) = (50, times(&mut rng, median));
+            let mut details = Details {
+                call: Some(CallClock::of(times(&mut rng, median + 5.0), times(&mut rng, 3.0))),
+                ..Details::default()
+            };
             if let Some(kernel) = name.strip_prefix("kernel ") {
-                measured.replay_is_same = Some(true);
-                measured.plan = Some(json!({
+                details.replay_is_same = Some(true);
+                details.plan = Some(json!({
                     "kernel": kernel, "schedule": format!("{kernel}:block_m=64,warps=4"), "target": "sm_90a",
                     "reason": "asked for", "grid": [8, 4, 1], "threads": 128, "shared_bytes": 1024, "registers": 128,
                     "local_bytes": 0, "code": "0123456789abcdef".repeat(4),
                 }));
             }
-            outcome.results.push(measured);
-        }
-        outcome.conclude(MARGIN, peak);
-        outcome.first_call = Some(FirstCall { cold_us: Some(4e5), warm_us: Some(2e4), failure: None });
-        if mask == Mask::None {
-            (outcome.retaken_rounds, outcome.measured_again) = (1, true);
-        }
-        outcomes.push(outcome);
+            let error = Some(judgement(rows, 1e-4, false));
+            let found = Measured::new(samples, error, &problem, &limits, Some(&ceilings));
+            Measured { details: Some(details), ..found }
+        });
+        let again = mask == Mask::None;
+        let conditions = GpuConditions {
+            group: "all".into(),
+            sets: sets_to_flush(problem.min_bytes(), f64::from(1 << 22)),
+            seconds: 2.0,
+            first_call: Some(FirstCall { cold_us: Some(4e5), warm_us: Some(2e4), failure: None }),
+            retaken_rounds: usize::from(again),
+            measured_again: again,
+            ..GpuConditions::default()
+        };
+        outcomes.push(Outcome::new(&cell, rows, results.into(), Conditions::Gpu(conditions), MARGIN));
     }
     let mut cells = serde_json::to_value(&outcomes).unwrap();
     let state = |n: usize| {
@@ -307,7 +315,7 @@ fn bench_cpu() -> Value {
     let mut outcomes = Vec::new();
     for (shape, mask) in [("small", Mask::Causal), ("1x2x1/512x64", Mask::None)] {
         let cell = cell(shape, mask);
-        let rows = bench::rows(&cell.problem());
+        let rows = self::rows(&cell.problem());
         let mut of = |name: &str, median: f64| {
             let samples =
                 Samples { name: name.into(), calls: 100, times: times(&mut rng, median), failure: None };
@@ -329,7 +337,7 @@ fn bench_cpu() -> Value {
     let body = json!({
         "clock": "call", "device": "cpu (avx2, 2 threads)", "threads": 2, "no_torch_because": null, "ceilings": ceilings,
         "torch": {"version": "2.11.0", "threads": 2, "python": "python3"}, "asked": 2, "cells": outcomes,
-        "summaries": summarise_all(&outcomes), "causal_shares": causal_shares(&outcomes),
+        "summaries": summaries(&outcomes), "causal_shares": causal_shares(&outcomes),
     });
     document(schemas::BENCH, "flashcore bench small 1x2x1/512x64 --margin 2", &body)
 }
@@ -338,7 +346,7 @@ fn against_itself() -> Value {
     let mut rng = Rng::new(3);
     let samples = (0..4).map(|_| [times(&mut rng, 10.2), times(&mut rng, 10.0)]).collect();
     let found = AgainstItself::of("1x8x512x64 f16 full".into(), 1.02, samples, MARGIN).unwrap();
-    let command = "flashcore bench mission --against-itself 4 --handicap 2%";
+    let command = "flashcore against-itself mission --times 4 --handicap 2%";
     document(schemas::AGAINST_ITSELF, command, &json!({"cells": [found]}))
 }
 
@@ -349,7 +357,7 @@ fn verify() -> Value {
     let (mut results, mut worst) = (Vec::new(), 0.0);
     for (n, case) in cases.iter().enumerate() {
         for engine in engines {
-            let judgement = judgement(bench::rows(&case.problem), 1e-4 * (n + 1) as f64, case.problem.lse);
+            let judgement = judgement(rows(&case.problem), 1e-4 * (n + 1) as f64, case.problem.lse);
             let status = ["passed", "skipped", "failed"][if engine == engines[0] { 0 } else { n }];
             if engine == engines[0] {
                 worst = judgement.share_used();
@@ -386,7 +394,7 @@ fn planted() -> Value {
 
 fn stress() -> Value {
     let problem = |text: &str, lse: bool| {
-        let rows = bench::rows(&super::checks::problem(text).unwrap());
+        let rows = self::rows(&super::checks::problem(text).unwrap());
         json!({
             "problem": text, "schedule": "sm90_fwd:warpgroups=2,block_n=128", "judgement": judgement(rows, 1e-4, lse),
             "threaded": {"runs": 100, "different": 0}, "replayed": {"runs": 10, "different": 0},
@@ -404,11 +412,11 @@ fn stress() -> Value {
 fn ceilings_of(machine: &str) -> Value {
     let mut found = serde_json::to_value(ceilings(machine)).unwrap();
     found.as_object_mut().unwrap().remove("created");
-    document(schemas::CEILINGS, "flashcore bench --ceilings", &found)
+    document(schemas::CEILINGS, "flashcore ceilings", &found)
 }
 
 fn profile() -> Value {
-    let text = include_str!("../../../../record/2026-11-15-h200-profile-mission.json");
+    let text = include_str!("../../../../../record/2026-11-15-h200-profile-mission.json");
     serde_json::from_str(text).unwrap()
 }
 

@@ -1,14 +1,61 @@
-//! What is timed on a GPU: the matrices whose results are kept, and shapes by name.
+//! What is timed: shapes by name, and the matrices whose results are kept.
 
 use clap::ValueEnum;
-use flashcore::{DType, Mask};
+use flashcore::{DType, Mask, Problem};
 
-use crate::bench::Cell;
-use crate::shapes::Shape;
+use crate::shapes::{self, Shape};
+
+/// What is to be timed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cell {
+    /// Its name, if it has one.
+    pub name: &'static str,
+    /// Its sizes.
+    pub shape: Shape,
+    /// Its mask.
+    pub mask: Mask,
+    /// Its dtype.
+    pub dtype: DType,
+}
+
+impl Cell {
+    /// The problem to compute.
+    pub fn problem(&self) -> Problem {
+        self.shape.problem(self.mask, self.dtype)
+    }
+
+    /// As `1x8x512x64 f16 causal`.
+    pub fn label(&self) -> String {
+        format!("{} {} {}", self.shape, self.dtype, self.mask)
+    }
+
+    /// Whether memory rather than arithmetic sets its limit: one query reads every key and value once.
+    pub fn is_decode(&self) -> bool {
+        self.shape.len_q == 1
+    }
+}
+
+/// A cell with the group that it is averaged in.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Member {
+    /// What is timed.
+    pub cell: Cell,
+    /// The group's name.
+    pub group: String,
+}
+
+impl Member {
+    /// A cell that is averaged with all others of its run.
+    pub fn of_all(cell: Cell) -> Self {
+        Self { cell, group: "all".into() }
+    }
+}
 
 /// A set of cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Matrix {
+    /// The CPU engine's record: four shapes in f32, bf16 and f16, causal and not, and a decode (25 cells)
+    Cpu,
     /// 16k tokens, heads·head_dim 2048, head_dim 64, 128 and 256, lengths 512 to 16k, causal and not (36 cells)
     Anchors,
     /// The small shapes in which launches and idle SMs count, causal and not (18 cells)
@@ -17,14 +64,7 @@ pub enum Matrix {
     Decode,
 }
 
-/// A cell of a matrix with the group that it is averaged in.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Member {
-    /// What is timed.
-    pub cell: Cell,
-    /// The group's name.
-    pub group: String,
-}
+const CPU: [[usize; 4]; 4] = [[1, 8, 512, 64], [1, 8, 2048, 64], [1, 8, 2048, 128], [1, 32, 1024, 128]];
 
 const SMALL: [[usize; 4]; 9] = [
     [1, 8, 512, 64],
@@ -62,6 +102,18 @@ impl Matrix {
             members.push(Member { cell: Cell { name: "", shape, mask, dtype }, group });
         };
         match self {
+            Matrix::Cpu => {
+                for shape in CPU {
+                    for dtype in [DType::F32, DType::BF16, DType::F16] {
+                        for mask in masks {
+                            add(square(shape), mask, dtype, "all".into());
+                        }
+                    }
+                }
+                let decode = shapes::parse("decode").expect("a shape by name");
+                let shapes::Named { name, shape, dtype, .. } = decode;
+                members.push(Member::of_all(Cell { name, shape, mask: Mask::None, dtype }));
+            }
             Matrix::Anchors => {
                 for head_dim in [64, 128, 256] {
                     for mask in masks {
@@ -99,7 +151,6 @@ mod tests {
     #[test]
     fn every_anchor_has_16k_tokens_of_width_2048() {
         let members = Matrix::Anchors.cells();
-        assert_eq!(members.len(), 36);
         for Member { cell: Cell { shape, .. }, .. } in &members {
             assert_eq!((shape.batch * shape.len_q, shape.heads_q * shape.head_dim), (16384, 2048));
         }
@@ -109,13 +160,15 @@ mod tests {
 
     #[test]
     fn matrices_have_no_cell_twice_and_every_cell_can_be_posed() {
-        for matrix in [Matrix::Anchors, Matrix::Small, Matrix::Decode] {
+        for (matrix, count) in
+            [(Matrix::Cpu, 25), (Matrix::Anchors, 36), (Matrix::Small, 18), (Matrix::Decode, 5)]
+        {
             let members = matrix.cells();
+            assert_eq!(members.len(), count, "{matrix:?}");
             for (i, member) in members.iter().enumerate() {
                 assert!(member.cell.problem().check().is_ok());
                 assert!(!members[..i].contains(member), "{}", member.cell.label());
             }
         }
-        assert_eq!((Matrix::Small.cells().len(), Matrix::Decode.cells().len()), (18, 5));
     }
 }

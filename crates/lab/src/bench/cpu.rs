@@ -1,0 +1,210 @@
+//! Timing on the CPU, by the caller's clock, in turn with torch and with the machine's own limits.
+
+use std::time::Duration;
+
+use flashcore::{Device, Mask, cpu};
+
+use super::cells::{Cell, Member};
+use super::itself::{AgainstItself, Repetitions};
+use super::outcome::{Outcome, SEED, Taken, judged_rows, rows};
+use super::{Bench, Machine};
+use crate::ceilings::Ceilings;
+use crate::engine::DeviceEngine;
+use crate::evidence::{Environment, schemas};
+use crate::guarded::Arrangement;
+use crate::inputs::Distribution;
+use crate::operands::Operands;
+use crate::peers::{self, Torch};
+use crate::rule::Row;
+use crate::timing::{Contender, Effort, SAMPLE, SETTLE, Samples, measure};
+use flashcore_clock::cpu::{Calls, Limit};
+
+/// Why there is no torch when none was wanted.
+pub(crate) const NO_PEERS: &str = "--no-peers";
+
+/// How cells are timed.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    /// The CPU's instructions.
+    pub isa: cpu::Isa,
+    /// Threads of every contender.
+    pub threads: usize,
+    /// Whether torch is looked for.
+    pub peers: bool,
+    /// Rounds, if exactly so many are wanted.
+    pub rounds: Option<usize>,
+    /// Calls of everybody before the first sample, beside the one that finds out how long a call takes.
+    pub warmups: u32,
+    /// The smallest difference that matters.
+    pub margin: f64,
+}
+
+/// Times cells on the CPU.
+pub struct CpuBench {
+    setup: Setup,
+    device: Device,
+    machine: String,
+    torch: Option<Torch>,
+    no_torch: Option<String>,
+    ceilings: Option<Ceilings>,
+}
+
+impl CpuBench {
+    /// With torch where it is wanted and there is one.
+    pub fn start(setup: Setup, environment: &Environment) -> Result<Self, String> {
+        let device = DeviceEngine::cpu(setup.isa, setup.threads)?.device().clone();
+        let torch = if setup.peers { Torch::start(setup.threads) } else { Err(NO_PEERS.into()) };
+        let (torch, no_torch) = match torch {
+            Ok(torch) => (Some(torch), None),
+            Err(why) => (None, Some(why)),
+        };
+        let model = environment.cpu.model.as_deref().unwrap_or("an unknown CPU");
+        let machine = format!("cpu-{} on {model}, {} threads", setup.isa, setup.threads);
+        let ceilings = Ceilings::kept(&machine)?;
+        Ok(Self { setup, device, machine, torch, no_torch, ceilings })
+    }
+
+    fn effort(&self, budget: Duration) -> Effort {
+        let Setup { rounds, margin, .. } = self.setup;
+        Effort { rounds, budget, margin, settle: SETTLE, sample: SAMPLE }
+    }
+}
+
+impl Bench for CpuBench {
+    fn schema(&self) -> &'static str {
+        schemas::BENCH
+    }
+
+    fn clock(&self) -> &'static str {
+        "call"
+    }
+
+    fn machine(&self) -> Machine<'_> {
+        Machine::Cpu {
+            device: self.device.to_string(),
+            threads: self.setup.threads,
+            torch: self.torch.as_ref().map(Torch::facts),
+        }
+    }
+
+    fn peers(&self) -> Vec<String> {
+        self.torch.iter().map(|_| "torch".into()).collect()
+    }
+
+    fn no_torch(&self) -> Option<&str> {
+        self.no_torch.as_deref()
+    }
+
+    fn ceilings(&self) -> Option<&Ceilings> {
+        self.ceilings.as_ref()
+    }
+
+    fn measure_ceilings(&mut self, created: &str) -> Result<&Ceilings, String> {
+        let Setup { isa, threads, .. } = self.setup;
+        let found = Ceilings::of_cpu(&self.machine, created, isa, threads, Duration::from_secs(1));
+        Ok(self.ceilings.insert(found))
+    }
+
+    fn run(
+        &mut self,
+        Member { cell, .. }: &Member,
+        budget: Duration,
+        stop: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(&str, f64),
+    ) -> Result<Outcome, String> {
+        let (problem, effort) = (cell.problem(), self.effort(budget));
+        progress("drawing inputs", 0.0);
+        let operands = inputs(cell);
+        progress("asking the oracle", 0.0);
+        let judged = judged_rows(&problem);
+        let all = judged.len() == rows(&problem);
+        let yardstick = if all { operands.yardstick() } else { operands.yardstick_of_rows(&judged) };
+        let judge = |o: Vec<f32>| {
+            let width = problem.head_dim_v;
+            let index = |row: &Row| (row.batch * problem.heads_q + row.head) * problem.len_q + row.query;
+            let chosen = |row: &Row| o[index(row) * width..][..width].to_vec();
+            yardstick.judge(&judged.iter().flat_map(chosen).collect::<Vec<f32>>(), None)
+        };
+        let mut ours = Calls::new(&self.device, &operands);
+        let mut errors = vec![Ok(judge(ours.output()?))];
+        if let Some(torch) = &mut self.torch {
+            progress("handing the inputs to torch", 0.0);
+            errors.push(torch.load(&operands).and_then(|()| torch.output(&problem)).map(judge));
+        }
+        let mut contenders: Vec<Box<dyn Contender + '_>> = vec![Box::new(ours)];
+        let mut absent = None;
+        if let Some(torch) = &mut self.torch {
+            match &errors[1] {
+                Ok(_) => contenders.push(Box::new(torch)),
+                Err(why) => absent = Some(why.clone()),
+            }
+        }
+        let limits = contenders.len();
+        let Setup { isa, threads, warmups, margin, .. } = self.setup;
+        let work = cpu::Work::fma(isa, threads);
+        contenders.push(Box::new(Limit::new("FMA peak", work, problem.flops())));
+        if cell.is_decode() {
+            let work = cpu::Work::read(isa, threads);
+            contenders.push(Box::new(Limit::new("read bandwidth", work, problem.min_bytes())));
+        }
+        // A rate that was taken minutes earlier says nothing on a machine whose neighbours come and go.
+        let causal = cell.mask == Mask::Causal;
+        if causal {
+            contenders.push(Box::new(Calls::new(&self.device, &operands).with_mask(Mask::None)));
+        }
+        if warmups > 0 {
+            progress("warming up", 0.0);
+            for contender in &mut contenders {
+                // Whoever fails here fails again on the clock, where it is written down.
+                let _ = contender.sample(warmups, 1);
+            }
+        }
+        let mut round = |round: usize, share: f64| progress(&format!("round {round}"), share.min(1.0));
+        let mut samples = measure(&mut contenders, &effort, stop, &mut round);
+        drop(contenders);
+        let mut limits = samples.split_off(limits).into_iter().map(|samples| samples.times);
+        let fma_peak_us = limits.next().unwrap_or_default();
+        let full_us = if causal { limits.next_back().unwrap_or_default() } else { Vec::new() };
+        let bandwidth_us = limits.next().unwrap_or_default();
+        let unseen = fma_peak_us.is_empty();
+        let fma_peak_gflops = if unseen { cpu::fma_peak(isa, threads, Duration::ZERO) } else { 0.0 };
+        if let Some(why) = absent {
+            samples.push(Samples { name: "torch".into(), calls: 0, times: Vec::new(), failure: Some(why) });
+        }
+        let taken = Taken {
+            checksums: checksums(&operands),
+            judged_rows: judged.len(),
+            results: samples.into_iter().zip(errors).map(|(samples, error)| (samples, error.ok())).collect(),
+            fma_peak_us,
+            bandwidth_us,
+            full_us,
+            fma_peak_gflops,
+        };
+        Ok(taken.outcome(cell, self.ceilings.as_ref(), margin))
+    }
+
+    fn against_itself(
+        &self,
+        Member { cell, .. }: &Member,
+        repetitions: Repetitions,
+        budget: Duration,
+        stop: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<AgainstItself, String> {
+        let operands = inputs(cell);
+        // Nobody else's threads are about.
+        let effort = Effort { settle: Duration::ZERO, ..self.effort(budget) };
+        let side = || -> Box<dyn Contender + '_> { Box::new(Calls::new(&self.device, &operands)) };
+        AgainstItself::measure(cell, repetitions, [side(), side()], &effort, stop, progress)
+    }
+}
+
+/// A cell's inputs.
+pub(crate) fn inputs(cell: &Cell) -> Operands {
+    Operands::draw(cell.problem(), None, Arrangement::Bhsd, Distribution::Normal, SEED)
+}
+
+/// The checksums of q, k and v.
+pub(crate) fn checksums(operands: &Operands) -> [u32; 3] {
+    [&operands.q, &operands.k, &operands.v].map(peers::checksum)
+}
