@@ -110,8 +110,13 @@ fn problems() -> Vec<(Problem, Option<Vec<u32>>)> {
 /// The index of a problem, given as text, among all problems, and whether it is run with lse. Absent where there is no
 /// such problem.
 pub fn find(text: &str) -> Option<(usize, bool)> {
+    let mut wanted: Problem = text.parse().ok()?;
     let problems = problems();
-    let place = problems.iter().position(|(problem, _)| problem.to_string() == text)?;
+    let place = problems.iter().position(|&(problem, _)| {
+        // Older texts did not say whether lse is wanted.
+        wanted.lse = problem.lse;
+        problem == wanted
+    })?;
     Some((place, problems[place].0.lse))
 }
 

@@ -96,7 +96,7 @@ impl std::str::FromStr for Mask {
         let possible = "possible are full, causal, causal-top-left and window(left,right)";
         let refuse = || crate::Error::Text { what: "mask", given: text.into(), why: possible.into() };
         match text {
-            "full" => return Ok(Mask::None),
+            "full" | "none" => return Ok(Mask::None),
             "causal" => return Ok(Mask::Causal),
             "causal-top-left" => return Ok(Mask::CausalTopLeft),
             _ => {}

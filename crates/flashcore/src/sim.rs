@@ -11,7 +11,7 @@ use std::{
 use flashcore_kernels::{Dtype, Schedule, Spec};
 use flashcore_ptx::{Module, Target, TensorMap};
 pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, LaunchReport as Report, Stats, Stop};
-use flashcore_sim::{Buffer, LaunchDims, MOST_BUFFER_BYTES, Sim, Swizzle, TensorElement};
+use flashcore_sim::{Buffer, LaunchDims, Launching, MOST_BUFFER_BYTES, Sim, Swizzle, TensorElement};
 
 use crate::{
     Error, Problem, Result,
@@ -154,9 +154,15 @@ impl SimGpu {
                 dynamic_shared: Some(launch.shared_bytes),
             };
             let (bytes, _) = params.launch(index);
-            let report = memory.sim.launch(module, &module.kernels[0].name, dims, bytes);
+            // What runs before the first launch is not known; the others run beside the one before them, if they may.
+            let beside = index > 0 && launch.schedule.is_programmatic();
+            let launching = if beside { Launching::Programmatic } else { Launching::StreamOrder };
+            let report = memory.sim.launch_as(module, &module.kernels[0].name, dims, bytes, launching);
             let report = report.map_err(|error| failed(&error.to_string()))?;
-            *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.clone());
+            // What is said of a run is said of its main launch, unless another went wrong.
+            if index == 0 || !report.is_clean() {
+                *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.clone());
+            }
             if let Some(first) = report.findings.first() {
                 let more = report.findings.len() - 1;
                 let rest = if more > 0 { format!("\n(and {more} more)") } else { String::new() };

@@ -16,7 +16,7 @@ macro_rules! families {
     ($($(#[$doc:meta])* $variant:ident($schedule:ty) = $name:literal,)*) => {
         /// A family of generated code.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        #[non_exhaustive]
+        #[cfg_attr(not(feature = "workbench"), non_exhaustive)]
         pub enum Kernel { $($(#[$doc])* $variant,)* }
 
         impl Kernel {
@@ -39,7 +39,7 @@ macro_rules! families {
         /// # Ok::<(), flashcore_kernels::ScheduleError>(())
         /// ```
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        #[non_exhaustive]
+        #[cfg_attr(not(feature = "workbench"), non_exhaustive)]
         pub enum Schedule { $(#[doc = concat!("Of [`Kernel::", stringify!($variant), "`].")] $variant($schedule),)* }
 
         /// Does the same for a schedule of any family.

@@ -284,9 +284,9 @@ impl Table {
             wild: None,
             seed: 1,
         };
-        let mask = self.mask.as_ref().map(|mask| mask.try_map(|text| parse_mask(text))).transpose()?;
+        let mask = self.mask.as_ref().map(|mask| mask.try_map(|text| text.parse().map_err(say))).transpose()?;
         let dtype = match &self.dtype {
-            Some(dtype) => dtype.try_map(|text| text.parse())?,
+            Some(dtype) => dtype.try_map(|text| text.parse().map_err(say))?,
             None => Many::List(DType::ALL.to_vec()),
         };
         let drawn = match &self.key_lengths {
@@ -404,43 +404,18 @@ fn draw_lengths(problem: &Problem, seed: u64) -> Vec<u32> {
     lengths
 }
 
-/// Reads a mask: `none`, `causal`, `causal-top-left` or `window(LEFT,RIGHT)`.
-///
-/// ```
-/// use flashcore::Mask;
-/// use flashcore_lab::cases::parse_mask;
-/// assert_eq!(parse_mask("causal"), Ok(Mask::Causal));
-/// assert_eq!(parse_mask("window(128,inf)"), Ok(Mask::Window { left: Some(128), right: None }));
-/// ```
-pub fn parse_mask(text: &str) -> Result<Mask, String> {
-    match text {
-        "none" | "full" => return Ok(Mask::None),
-        "causal" => return Ok(Mask::Causal),
-        "causal-top-left" => return Ok(Mask::CausalTopLeft),
-        _ => {}
-    }
-    match text.strip_prefix("window(").and_then(|rest| rest.strip_suffix(')')) {
-        Some(sides) => parse_window(sides),
-        None => Err(format!(
-            "'{text}' is not a mask; possible are none, causal, causal-top-left and window(LEFT,RIGHT)"
-        )),
-    }
+fn say(error: flashcore::Error) -> String {
+    error.to_string()
 }
 
 /// Reads the sides of a window: `LEFT,RIGHT`, each a number of keys or `inf`.
 pub fn parse_window(text: &str) -> Result<Mask, String> {
-    let side = |side: &str| match side.trim() {
-        "inf" | "∞" => Ok(None),
-        number => number.parse().map(Some).map_err(|_| ()),
-    };
-    let sides = text.split_once(',').map(|(left, right)| (side(left), side(right)));
-    match sides {
-        Some((Ok(left), Ok(right))) => Ok(Mask::Window { left, right }),
-        _ => Err(format!(
-            "'{text}' is not a window; give LEFT,RIGHT: how many keys before and after its own place a query \
-             sees, each a number or inf, such as 128,0"
-        )),
-    }
+    format!("window({text})").parse().map_err(|_| {
+        format!(
+            "'{text}' is not a window; give LEFT,RIGHT: how many keys before and after its own place a query sees, each a \
+             number or inf, such as 128,0"
+        )
+    })
 }
 
 #[cfg(test)]

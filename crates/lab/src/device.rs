@@ -85,7 +85,7 @@ impl FromStr for DeviceName {
         };
         found.ok_or_else(|| {
             let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
-            let kernels: Vec<String> = Kernel::ALL.iter().map(|kernel| format!("sim-{kernel}")).collect();
+            let kernels: Vec<String> = Kernel::LADDER.iter().map(|kernel| format!("sim-{kernel}")).collect();
             format!(
                 "'{text}' is not a device; possible are auto, all, cpu, {}, cuda, cuda-N for the GPU of number N, sim, {}",
                 paths.join(", "),

@@ -118,7 +118,7 @@ impl DeviceEngine {
             turn: Some(turn.clone()),
         };
         let own = cuda.hardware().target;
-        let kernels = Kernel::ALL.into_iter().filter(|kernel| kernel.runs_on(own));
+        let kernels = Kernel::LADDER.into_iter().filter(|kernel| kernel.runs_on(own));
         let kernels = kernels.map(|kernel| Self {
             hides_values: hides_values(kernel),
             ..engine(Some(Code::Kernel(kernel)), cuda.with_kernel(kernel))
@@ -138,7 +138,7 @@ impl DeviceEngine {
         let most_pairs = match kernel {
             Kernel::Scalar => MOST_SCALAR_PAIRS,
             Kernel::Sm90Fwd => MOST_HOPPER_PAIRS,
-            Kernel::Sm80Mma | Kernel::Sm80Fwd => MOST_PAIRS,
+            Kernel::Sm80Mma | Kernel::Sm80Fwd | Kernel::Combine => MOST_PAIRS,
         };
         Self {
             name: DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))).to_string(),
@@ -164,7 +164,7 @@ impl DeviceEngine {
 
     /// Every kernel on the simulated GPU, in both asynchronous modes where it has anything asynchronous.
     pub fn sims() -> Vec<Self> {
-        let late = Kernel::ALL.map(|kernel| Self::sim(kernel, AsyncMode::Late));
+        let late = Kernel::LADDER.map(|kernel| Self::sim(kernel, AsyncMode::Late));
         let early = [Kernel::Sm80Fwd, Kernel::Sm90Fwd].map(|kernel| Self::sim(kernel, AsyncMode::Early));
         late.into_iter().chain(early).chain([Self::sim_hopper()]).collect()
     }
@@ -355,7 +355,7 @@ mod tests {
         assert!(device(name("cpu")).unwrap().to_string().starts_with("cpu ("));
         assert!(device(name("cpu-portable")).unwrap().to_string().starts_with("cpu (portable"));
         let problem = Problem::new(1, 1, 64, 64, flashcore::DType::F16);
-        for kernel in Kernel::ALL {
+        for kernel in Kernel::LADDER {
             let device = device(name(&format!("sim-{kernel}"))).unwrap();
             assert_eq!(device.supports(&problem), Ok(()), "{kernel}");
         }

@@ -109,12 +109,7 @@ impl Wanted {
     fn cell(&self) -> Result<Cell, String> {
         let Wanted { batch_size, num_heads, seq_len, head_dim, causal, dtype, .. } = self;
         let named = shapes::parse(&format!("{batch_size}x{num_heads}x{seq_len}x{head_dim}"))?;
-        let dtype: DType = match dtype.as_str() {
-            "float16" | "fp16" | "half" => DType::F16,
-            "bfloat16" => DType::BF16,
-            "float32" | "fp32" | "float" => DType::F32,
-            other => other.parse()?,
-        };
+        let dtype: DType = dtype.parse().map_err(|error: flashcore::Error| error.to_string())?;
         let mask = if *causal { Mask::Causal } else { Mask::None };
         Ok(Cell { name: "", shape: named.shape, mask, dtype })
     }

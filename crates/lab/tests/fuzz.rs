@@ -377,11 +377,11 @@ fn times_masks_and_schedules_on_the_command_line() {
     seeds.push(cpu);
     for target in Target::ALL {
         let problem = Problem::new(1, 8, 512, 64, DType::F16);
-        seeds.push(Plan::choose(&problem, &Hardware::typical(target)).unwrap().schedule.to_string());
+        seeds.push(Plan::choose(&problem, &Hardware::typical(target)).unwrap().main().schedule.to_string());
     }
     let seeds: Vec<&str> = seeds.iter().map(String::as_str).collect();
     fuzz_text("schedules", &seeds, |text| {
-        let (mask, window) = (cases::parse_mask(text), cases::parse_window(text));
+        let (mask, window) = (text.parse::<Mask>(), cases::parse_window(text));
         for mask in [mask, window].into_iter().flatten() {
             let problem = Problem::new(2, 4, 33, 64, DType::F16).with_kv(2, 70).with_mask(mask);
             let _ = (problem.flops(), (0..33).map(|query| mask.keys(query, 33, 70).len()).sum::<usize>());
@@ -506,7 +506,7 @@ fn tuned_tables() {
     let text = format!(
         "# a comment\nNVIDIA A100 | sm_80 | 1x8/8x512/512x64/64 f16 full | {schedule} | 1.05\n\
          NVIDIA H200 | sm_90a | 4x16/16x4096/4096x128/128 bf16 causal | {} | 1.0700\n",
-        hopper.schedule
+        hopper.main().schedule
     );
     assert_eq!(Table::parse(&text, Origin::User).unwrap().entries().len(), 2);
     let shipped = file("crates/flashcore/tuned/h200.txt");

@@ -543,7 +543,7 @@ impl OnGpu<'_> {
             Request::Output { who: who.into(), rows: rows.iter().map(index).collect(), path: path.clone() };
         self.ask(host, &request)?;
         let bytes = std::fs::read(&path).map_err(|error| format!("cannot read its output: {error}"))?;
-        let o: Vec<f32> = match self.problem.dtype.parse()? {
+        let o: Vec<f32> = match self.problem.problem()?.dtype {
             DType::F16 => elements::<f16>(&bytes).into_iter().map(f16::to_f32).collect(),
             DType::BF16 => elements::<bf16>(&bytes).into_iter().map(bf16::to_f32).collect(),
             DType::F32 => elements(&bytes),

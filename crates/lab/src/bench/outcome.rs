@@ -339,7 +339,7 @@ pub struct Rung {
 /// The kernels among the results in the order of the ladder, each against the one below it that ran.
 fn ladder(results: &[Measured], margin: f64) -> Vec<Rung> {
     let of = |kernel: Kernel| results.iter().find(|result| result.name == format!("{KERNEL}{kernel}"));
-    let rungs: Vec<&Measured> = Kernel::ALL.into_iter().filter_map(of).collect();
+    let rungs: Vec<&Measured> = Kernel::LADDER.into_iter().filter_map(of).collect();
     if rungs.len() < 2 {
         return Vec::new();
     }

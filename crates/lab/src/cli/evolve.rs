@@ -277,7 +277,7 @@ impl Setup {
             if plan.kernel() == kernel { Ok(plan) } else { Plan::with_kernel(problem, hardware, kernel) }
         };
         let text = |plan: flashcore::Result<Plan>| {
-            plan.map(|plan| plan.schedule.to_string()).map_err(|error| error.to_string())
+            plan.map(|plan| plan.main().schedule.to_string()).map_err(|error| error.to_string())
         };
         problems.iter().map(|problem| text(plan(problem))).collect()
     }

@@ -108,7 +108,7 @@ pub fn inspect(options: &Options) -> Result<Exit, String> {
         (None, None) => Plan::choose(&problem, &hardware),
     };
     let plan = plan.map_err(|error| error.to_string())?;
-    let module = plan.module().map_err(|error| error.to_string())?;
+    let module = plan.main().module(plan.target).map_err(|error| error.to_string())?;
     if options.ptx {
         say(&module.to_string());
         return Ok(Exit::Pass);
@@ -132,17 +132,17 @@ pub fn inspect(options: &Options) -> Result<Exit, String> {
     };
     let occupancy = assembly
         .as_ref()
-        .map(|assembly| Occupancy::of(plan.target, plan.threads, assembly.registers, plan.shared_bytes));
+        .map(|assembly| Occupancy::of(plan.target, plan.main().threads, assembly.registers, plan.main().shared_bytes));
     let counts = count(&plan)?;
     let report = Report {
         problem: problem.to_string(),
         target: plan.target.name(),
         kernel: plan.kernel().name(),
-        schedule: plan.schedule.to_string(),
+        schedule: plan.main().schedule.to_string(),
         reason: plan.reason.clone(),
-        grid: plan.grid,
-        threads: plan.threads,
-        shared_bytes: plan.shared_bytes,
+        grid: plan.main().grid,
+        threads: plan.main().threads,
+        shared_bytes: plan.main().shared_bytes,
         shared_limit: plan.target.max_shared_bytes(),
         instructions: module.kernels[0].body.len(),
         assembly,
@@ -158,7 +158,7 @@ pub fn inspect(options: &Options) -> Result<Exit, String> {
 /// As much of the problem as takes the simulator a moment: a few blocks and a few key tiles.
 fn reduced(plan: &Plan) -> Problem {
     let mut problem = plan.problem;
-    let rows = plan.schedule.geometry(&plan.spec).rows as usize;
+    let rows = plan.main().schedule.geometry(&plan.main().spec).rows as usize;
     problem.batch = problem.batch.min(1);
     problem.heads_kv = problem.heads_kv.min(1);
     problem.heads_q = problem.heads_kv * plan.problem.group();
@@ -170,7 +170,7 @@ fn reduced(plan: &Plan) -> Problem {
 
 pub(super) fn count(plan: &Plan) -> Result<Counts, String> {
     let problem = reduced(plan);
-    let gpu = SimGpu::new(plan.target).with_schedule(plan.schedule);
+    let gpu = SimGpu::new(plan.target).with_schedule(plan.main().schedule);
     memory::check(&problem, memory::to_judge(&problem))?;
     let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 0);
     operands

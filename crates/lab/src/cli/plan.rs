@@ -2,7 +2,7 @@
 
 use clap::Args;
 use flashcore::cuda::Cuda;
-use flashcore::plan::{Hardware, Plan, Target};
+use flashcore::plan::{Hardware, Launch, Plan, Target};
 use flashcore::tuned::{self, Table};
 use flashcore::{DType, Mask, Problem, cpu};
 use serde::Serialize;
@@ -46,12 +46,44 @@ struct Report {
     reason: String,
     /// Absent for the CPU engine.
     grid: Option<[u32; 3]>,
+    /// Every launch, in order; none for the CPU engine.
+    launches: Vec<LaunchRow>,
+    /// Memory that the launches need beside the tensors.
+    workspace_bytes: usize,
     /// What the planner chooses where no table says otherwise.
     untuned_schedule: Option<String>,
     /// Entries of the tables for this device, whatever their problems.
     tuned_entries: Vec<String>,
     /// Where the user's table would be.
     user_table: Option<String>,
+}
+
+/// One launch of a plan.
+#[derive(Serialize)]
+struct LaunchRow {
+    kernel: &'static str,
+    schedule: String,
+    grid: [u32; 3],
+    threads: u32,
+    cluster: u32,
+    shared_bytes: u32,
+    /// Whether it may start beside the launch before it.
+    programmatic: bool,
+}
+
+impl LaunchRow {
+    fn of(launch: &Launch) -> Self {
+        let Launch { schedule, grid, threads, cluster, shared_bytes, .. } = *launch;
+        Self {
+            kernel: schedule.kernel().name(),
+            schedule: schedule.to_string(),
+            grid,
+            threads,
+            cluster,
+            shared_bytes,
+            programmatic: schedule.is_programmatic(),
+        }
+    }
 }
 
 pub fn plan(options: &Options) -> Result<Exit, String> {
@@ -93,21 +125,23 @@ fn on_gpu(problem: &Problem, hardware: &Hardware, explain: bool) -> Result<(Stri
         problem: problem.to_string(),
         device: hardware.name.clone(),
         kernel: Some(plan.kernel().name()),
-        schedule: plan.schedule.to_string(),
+        schedule: plan.main().schedule.to_string(),
         reason: plan.reason.clone(),
-        grid: Some(plan.grid),
-        untuned_schedule: Some(untuned.schedule.to_string()),
+        grid: Some(plan.main().grid),
+        launches: plan.launches.iter().map(LaunchRow::of).collect(),
+        workspace_bytes: plan.workspace_bytes(),
+        untuned_schedule: Some(untuned.main().schedule.to_string()),
         tuned_entries: entries,
         user_table: tuned::user_file().map(|path| path.display().to_string()),
     };
     let mut text = plan.to_string();
     if explain {
         let mut lines = vec![toned(Tone::Strong, "\nwhere the choice came from")];
-        if plan.schedule == untuned.schedule {
+        if plan.main().schedule == untuned.main().schedule {
             lines.push("the planner's own rules; no entry of a tuned table changes them".into());
         } else {
             lines.push(plan.reason.clone());
-            lines.push(format!("without it  {}\n            {}", untuned.schedule, untuned.reason));
+            lines.push(format!("without it  {}\n            {}", untuned.main().schedule, untuned.reason));
         }
         let folder = report.user_table.as_deref().unwrap_or("none, for there is no cache folder");
         lines.push(format!(
@@ -139,6 +173,8 @@ fn on_cpu(problem: &Problem, explain: bool) -> (String, Report) {
         schedule,
         reason,
         grid: None,
+        launches: Vec::new(),
+        workspace_bytes: 0,
         untuned_schedule: None,
         tuned_entries: Vec::new(),
         user_table: None,

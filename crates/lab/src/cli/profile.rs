@@ -137,13 +137,13 @@ pub fn profile(options: &Options) -> Result<Exit, String> {
         device: hardware.name.clone(),
         target: plan.target.name(),
         kernel: plan.kernel().name(),
-        schedule: plan.schedule.to_string(),
+        schedule: plan.main().schedule.to_string(),
         reason: plan.reason.clone(),
         bound: profiled.as_deref().and_then(ncu::bound),
         profiled,
         not_profiled,
         occupancy: registers
-            .map(|registers| Occupancy::of(plan.target, plan.threads, registers, plan.shared_bytes)),
+            .map(|registers| Occupancy::of(plan.target, plan.main().threads, registers, plan.main().shared_bytes)),
         loaded: cuda.as_ref().map(|cuda| loaded(cuda, &plan)).transpose()?,
         roofline: roofline(&cell, &plan, cuda.is_some()),
         assembled,
@@ -175,7 +175,7 @@ fn counters(cell: &Cell, plan: &Plan, cuda: Option<&Cuda>) -> Result<Vec<Figure>
         "--samples",
         "1",
         "--schedule",
-        &plan.schedule.to_string(),
+        &plan.main().schedule.to_string(),
     ]
     .map(String::from)
     .to_vec();
@@ -185,7 +185,7 @@ fn counters(cell: &Cell, plan: &Plan, cuda: Option<&Cuda>) -> Result<Vec<Figure>
 /// What ptxas makes of the kernel, and the mix of its machine code where nvdisasm stands beside ptxas.
 fn assemble(plan: &Plan) -> Result<(Option<Assembled>, Option<Mix>), String> {
     let Ok(ptxas) = Ptxas::find() else { return Ok((None, None)) };
-    let module = plan.module().map_err(|error| error.to_string())?;
+    let module = plan.main().module(plan.target).map_err(|error| error.to_string())?;
     let made = ptxas.assemble(&module, plan.target).map_err(|error| error.to_string())?;
     let usage = made.kernels.first().ok_or("ptxas reported no kernel")?;
     let assembled = Assembled {
@@ -226,13 +226,13 @@ fn mix(disassembly: &str) -> Mix {
 }
 
 fn loaded(cuda: &Cuda, plan: &Plan) -> Result<Loaded, String> {
-    let cuda = cuda.with_schedule(plan.schedule);
+    let cuda = cuda.with_schedule(plan.main().schedule);
     let function = cuda.function(&plan.problem).map_err(|error| error.to_string())?;
     let attributes = function.attributes().map_err(|error| error.to_string())?;
     Ok(Loaded {
         registers: attributes.registers as u64,
         local_bytes: attributes.local_bytes as u64,
-        shared_bytes: plan.shared_bytes,
+        shared_bytes: plan.main().shared_bytes,
     })
 }
 
@@ -253,7 +253,7 @@ fn roofline(cell: &Cell, plan: &Plan, gpu: bool) -> Roofline {
     }
     let setup = Setup {
         ordinal: 0,
-        ours: Ours::Schedules(vec![plan.schedule.to_string()]),
+        ours: Ours::Schedules(vec![plan.main().schedule.to_string()]),
         peers: vec!["flash".into()],
         cache: Cache::Warm,
         call_clock: false,

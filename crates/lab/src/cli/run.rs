@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::screen::say;
 use super::{Exit, Json};
-use crate::cases::{parse_mask, parse_window};
+use crate::cases::parse_window;
 use crate::engine;
 use crate::evidence::Environment;
 use crate::files::{self, Stored};
@@ -38,7 +38,7 @@ pub struct Options {
     #[arg(long, value_enum, default_value_t = Order::Bhsd)]
     layout: Order,
     /// none, causal, causal-top-left or window(LEFT,RIGHT)
-    #[arg(long, value_name = "MASK", value_parser = parse_mask, group = "which")]
+    #[arg(long, value_name = "MASK", group = "which")]
     mask: Option<Mask>,
     /// Each query sees keys up to its own place, counted from the end
     #[arg(long, group = "which")]

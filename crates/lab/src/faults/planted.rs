@@ -401,7 +401,8 @@ impl ThroughFile {
         let number = |name: &str| -> Result<f32, String> {
             said.get(name).and_then(|text| text.parse().ok()).ok_or(format!("the file has no {name}"))
         };
-        let mask: Mask = crate::cases::parse_mask(said.get("mask").ok_or("the file has no mask")?)?;
+        let mask = said.get("mask").ok_or("the file has no mask")?;
+        let mask: Mask = mask.parse().map_err(|error: flashcore::Error| error.to_string())?;
         let mut called = Attention::new().mask(mask).scale(number("scale")?).softcap(number("softcap")?);
         let lengths = file.tensor("key_lengths").ok().map(|tensor| -> Vec<u32> {
             let (numbers, _) = tensor.data().as_chunks();

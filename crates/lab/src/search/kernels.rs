@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use flashcore::plan::{Hardware, Kernel, Plan, Schedule};
 use flashcore::sim::{AsyncMode, Config, SimGpu};
 use flashcore::{DType, Device, Mask, Problem};
-use flashcore_kernels::{sm80_fwd, sm90_fwd};
+use flashcore_kernels::{sm80, sm90};
 use flashcore_ptx::ptxas::Ptxas;
 
 use super::gates::Gates;
@@ -29,13 +29,15 @@ pub fn hash(bytes: &[u8]) -> String {
 pub fn space(kernel: Kernel) -> Space {
     let texts: Vec<String> = match kernel {
         Kernel::Sm80Fwd => {
-            sm80_fwd::Schedule::grid().into_iter().map(|it| Schedule::Sm80Fwd(it).to_string()).collect()
+            sm80::fwd::Schedule::grid().into_iter().map(|it| Schedule::Sm80Fwd(it).to_string()).collect()
         }
         Kernel::Sm90Fwd => {
-            sm90_fwd::Schedule::grid().into_iter().map(|it| Schedule::Sm90Fwd(it).to_string()).collect()
+            sm90::fwd::Schedule::grid().into_iter().map(|it| Schedule::Sm90Fwd(it).to_string()).collect()
         }
         Kernel::Scalar => (1..=8).map(|warps| format!("scalar:warps={warps}")).collect(),
         Kernel::Sm80Mma => (1..=8).map(|n| format!("sm80_mma:block_n={}", 16 * n)).collect(),
+        // It computes no attention by itself.
+        Kernel::Combine => Vec::new(),
     };
     Space::of(texts)
 }
@@ -141,7 +143,7 @@ impl KernelGates {
 
     /// Assembles a module, or finds out what became of it before.
     fn machine_code(&self, candidate: &str, plan: &Plan) -> Result<String, String> {
-        let module = plan.module().map_err(|error| error.to_string())?;
+        let module = plan.main().module(plan.target).map_err(|error| error.to_string())?;
         let ptx = module.to_string();
         let key = hash(ptx.as_bytes());
         let lock = || self.assembled.lock().unwrap_or_else(PoisonError::into_inner);
@@ -175,7 +177,7 @@ impl KernelGates {
     /// A small problem of a case's kind, in which tiles are full, partial and several.
     fn small(&self, plan: &Plan, block_n: usize, stages: usize) -> Problem {
         let problem = self.problems[plan_case(&self.problems, &plan.problem)];
-        let rows = plan.schedule.geometry(&plan.spec).rows as usize;
+        let rows = plan.main().schedule.geometry(&plan.main().spec).rows as usize;
         let len_k = (block_n * (stages + 1) + 9).min(MOST_KEYS);
         let mut small = problem.with_kv(1, len_k);
         (small.batch, small.heads_q, small.len_q) = (1, problem.group().min(2), rows + 7);
@@ -186,21 +188,21 @@ impl KernelGates {
     }
 
     fn run_simulated(&self, candidate: &str, plan: &Plan) -> Result<(), String> {
-        let (block_n, stages) = match plan.schedule {
+        let (block_n, stages) = match plan.main().schedule {
             Schedule::Sm90Fwd(it) => (it.block_n, it.stages),
             Schedule::Sm80Fwd(it) => (it.block_n, it.stages),
             Schedule::Sm80Mma(it) => (it.block_n, 1),
-            Schedule::Scalar(_) => (32, 1),
+            Schedule::Scalar(_) | Schedule::Combine(_) => (32, 1),
         };
         // Whoever is accepted must also be right where lse is wanted.
         let problem = self.small(plan, block_n as usize, stages as usize).with_lse();
-        let rows = plan.schedule.geometry(&plan.spec).rows;
+        let rows = plan.main().schedule.geometry(&plan.main().spec).rows;
         let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 11);
         let yardstick = operands.yardstick();
         for mode in [AsyncMode::Late, AsyncMode::Early] {
             let config = Config { async_mode: mode, threads: 1, budget: GATE_BUDGET, ..Config::default() };
             let gpu =
-                SimGpu::new(plan.target).with_sms(FEW_SMS).with_schedule(plan.schedule).with_config(config);
+                SimGpu::new(plan.target).with_sms(FEW_SMS).with_schedule(plan.main().schedule).with_config(config);
             let out = operands
                 .attention()
                 .with_lse()
@@ -237,13 +239,17 @@ impl Gates for KernelGates {
         let plan = self.plan(candidate, case)?;
         let code = self.machine_code(candidate, &plan)?;
         // One binary launched in two ways is two candidates.
-        let Plan { grid, threads, cluster, shared_bytes, .. } = plan;
-        Ok(format!("{code}/{grid:?}x{threads}/{cluster}/{shared_bytes}"))
+        let launches: Vec<String> = plan
+            .launches
+            .iter()
+            .map(|it| format!("{:?}x{}/{}/{}", it.grid, it.threads, it.cluster, it.shared_bytes))
+            .collect();
+        Ok(format!("{code}/{}", launches.join("+")))
     }
 
     fn simulate(&self, candidate: &str, case: usize) -> Result<(), String> {
         let plan = self.plan(candidate, case)?;
-        let key = format!("{candidate} {:?}", plan.spec);
+        let key = format!("{candidate} {:?}", plan.main().spec);
         let lock = || self.simulated.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = lock().get(&key) {
             return known.clone();

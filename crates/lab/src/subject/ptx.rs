@@ -24,13 +24,12 @@ use std::sync::{Mutex, PoisonError};
 
 use flashcore::cuda::Cuda;
 use flashcore::cuda::driver::{self, JitOptions, LaunchConfig, ParamBuffer};
-use flashcore::{Attention, DType, Problem, Tensor, TensorMut};
+use flashcore::{Attention, DType, Mask, Problem, Tensor, TensorMut};
 use flashcore_ptx::{Module, read as ptx_text};
 use flashcore_sim::{Buffer, Config, FindingKind, LaunchDims, Sim, SimError, Stop};
 use serde::Deserialize;
 
 use super::failed;
-use crate::cases::parse_mask;
 use crate::device::DeviceName;
 use crate::engine::Engine;
 use crate::faults::planted::write;
@@ -171,15 +170,16 @@ impl Launch {
             parameter(name, &problem)?;
         }
         launch.grid.iter().try_for_each(|size| size.of(&problem).map(|_| ()))?;
-        launch.computes.dtype.iter().try_for_each(|dtype| dtype.parse::<DType>().map(|_| ()))?;
-        launch.computes.mask.iter().try_for_each(|mask| parse_mask(mask).map(|_| ()))?;
+        let say = |error: flashcore::Error| error.to_string();
+        launch.computes.dtype.iter().try_for_each(|dtype| dtype.parse::<DType>().map(|_| ())).map_err(say)?;
+        launch.computes.mask.iter().try_for_each(|mask| mask.parse::<Mask>().map(|_| ())).map_err(say)?;
         Ok(launch)
     }
 
     /// Whether the kernel computes a problem, or why not.
     fn supports(&self, problem: &Problem) -> Result<(), String> {
         let computes = &self.computes;
-        let masks = computes.mask.iter().filter_map(|mask| parse_mask(mask).ok());
+        let masks = computes.mask.iter().filter_map(|mask| mask.parse::<Mask>().ok());
         let no = |what: &str| Err(format!("the description does not say that it computes {what}"));
         match problem {
             _ if !computes.dtype.iter().any(|dtype| dtype == problem.dtype.name()) => {

@@ -56,7 +56,8 @@ fn survivors(text: &str, gpu: &SimGpu, trials: &[Trial], lived: &mut Survivors) 
     let mut modules = Vec::new();
     for (i, trial) in trials.iter().enumerate() {
         trial.run(gpu).unwrap_or_else(|why| panic!("{text} fails unchanged: {why}"));
-        let module = gpu.plan(&trial.operands.problem).unwrap().module().unwrap();
+        let plan = gpu.plan(&trial.operands.problem).unwrap();
+        let module = plan.main().module(plan.target).unwrap();
         plant(&module.kernels[0], i, &mut mutants);
         modules.push(module);
     }

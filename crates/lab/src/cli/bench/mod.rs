@@ -165,7 +165,7 @@ pub(super) fn dtypes(text: &str) -> Result<Dtypes, String> {
     if text == "all" {
         return Ok(Dtypes(DType::ALL.to_vec()));
     }
-    let one = |part: &str| part.trim().parse().map_err(|why: String| format!("{why}, and all"));
+    let one = |part: &str| part.trim().parse().map_err(|why: flashcore::Error| format!("{why}, and all"));
     text.split(',').map(one).collect::<Result<_, _>>().map(Dtypes)
 }
 
@@ -454,7 +454,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     let ours = if !schedule.is_empty() {
         Ours::Schedules(schedule.iter().map(ToString::to_string).collect())
     } else if *ladder {
-        Ours::Kernels(Kernel::ALL.into_iter().rev().collect())
+        Ours::Kernels(Kernel::LADDER.into_iter().rev().collect())
     } else if kernel.is_empty() {
         Ours::Planner
     } else {

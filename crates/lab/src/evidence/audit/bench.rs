@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Mutex;
 
+use flashcore::Mask;
 use serde_json::{Map, Value, json};
 
 use super::Audit;
@@ -11,7 +12,6 @@ use super::header::{asked, is_time};
 use super::judgement::{Judged, judgement};
 use crate::bench::cells::Cell;
 use crate::bench::outcome::{Outcome, summaries};
-use crate::cases::parse_mask;
 use crate::ceilings::Ceilings;
 use crate::rule::Judgement;
 use crate::shapes;
@@ -66,7 +66,7 @@ pub(super) fn cell(audit: &mut Audit, place: &Place<'_>) -> Option<Cell> {
     let text = |name: &str| place.get(name).str();
     let shape = shapes::parse(text("shape")).ok().map(|named| named.shape);
     let shape = shape.filter(|shape| shape.to_string() == text("shape"));
-    let mask = parse_mask(text("mask")).ok().filter(|mask| mask.to_string() == text("mask"));
+    let mask = text("mask").parse::<Mask>().ok().filter(|mask| mask.to_string() == text("mask"));
     let dtype = text("dtype").parse::<flashcore::DType>().ok().filter(|dtype| dtype.name() == text("dtype"));
     let (Some(shape), Some(mask), Some(dtype)) = (shape, mask, dtype) else {
         audit.deny(&place.at, "has a shape, a mask or a dtype that is none");

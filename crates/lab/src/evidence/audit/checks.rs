@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-use flashcore::Problem;
+use flashcore::{Mask, Problem};
 use serde_json::{Map, Value, json};
 
 use super::Audit;
@@ -13,7 +13,7 @@ use super::gpu::is_schedule;
 use super::header::asked;
 use super::judgement::{Judged, judgement};
 use crate::bench::outcome::rows;
-use crate::cases::{Case, Tier, corpus, parse_mask};
+use crate::cases::{Case, Tier, corpus};
 use crate::check::{Outcome, RULE};
 use crate::faults::{self, Nature};
 use crate::gpu::stress;
@@ -232,27 +232,25 @@ pub(super) fn stress(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
     made
 }
 
-/// A problem by its text, as `1x8x512x64 f16 causal len_k=97`.
+/// A problem by its text, as it is written now or was written before: `1x8x512x64 f16 causal len_k=97`.
 pub(super) fn problem(text: &str) -> Option<Problem> {
-    let mut words = text.split(' ');
-    let sizes: Vec<usize> = words.next()?.split('x').map(str::parse).collect::<Result<_, _>>().ok()?;
-    let [batch, heads, len, head_dim] = sizes[..] else { return None };
-    if sizes.iter().any(|&size| size == 0 || size > 1 << 20) {
-        return None;
-    }
-    let mut problem = Problem::new(batch, heads, len, head_dim, words.next()?.parse().ok()?);
-    for word in words {
-        problem = match word.split_once('=') {
-            Some(("len_k", n)) => problem.with_kv(problem.heads_kv, n.parse().ok()?),
-            Some(("heads_kv", n)) => problem.with_kv(n.parse().ok()?, problem.len_k),
-            Some(("head_dim_v", n)) => problem.with_head_dim_v(n.parse().ok()?),
-            Some(("softcap", x)) => problem.with_softcap(x.parse().ok()?),
-            Some(("scale", x)) => problem.with_scale(x.parse().ok()?),
-            None if word == "key-lengths" => problem.with_key_lengths(),
-            _ => problem.with_mask(parse_mask(word).ok()?),
-        };
-    }
-    (problem.to_string() == text).then_some(problem)
+    let problem: Problem = text.parse().ok()?;
+    let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, .. } = problem;
+    let usual = [batch, heads_q, heads_kv, len_q, len_k, head_dim].iter().all(|size| (1..=1 << 20).contains(size));
+    (usual && (problem.to_string() == text || former_text(&problem) == text)).then_some(problem)
+}
+
+/// The text of a problem before sizes had slashes.
+fn former_text(problem: &Problem) -> String {
+    let Problem { heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, lse: _, .. } = *problem;
+    let square = problem.with_kv(heads_q, len_q).with_head_dim_v(head_dim).to_string();
+    let mut words: Vec<String> = square.split(' ').filter(|&word| word != "lse").map(str::to_string).collect();
+    // Sizes that differ came behind the mask.
+    let at = if problem.mask == Mask::None { 2 } else { 3 };
+    let differing = [("len_k", len_k, len_q), ("heads_kv", heads_kv, heads_q), ("head_dim_v", head_dim_v, head_dim)];
+    let differing = differing.into_iter().filter(|(_, own, usual)| own != usual);
+    words.splice(at..at, differing.map(|(name, own, _)| format!("{name}={own}")));
+    words.join(" ")
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! A thing compared with itself.
 
+use flashcore::Mask;
 use serde_json::{Map, Value, json};
 
 use super::bench::{are_different, value};
@@ -8,7 +9,6 @@ use super::header::{margin, option};
 use super::{Audit, near};
 use crate::bench::itself::{AgainstItself, TIMES};
 use crate::bench::outcome::Comparison;
-use crate::cases::parse_mask;
 use crate::shapes;
 use crate::stats::{self, Interval};
 
@@ -78,7 +78,7 @@ fn is_label(text: &str) -> bool {
     let [shape, dtype, mask] = words[..] else { return false };
     let shape = shapes::parse(shape).is_ok_and(|named| named.shape.to_string() == shape);
     let dtype = dtype.parse::<flashcore::DType>().is_ok_and(|known| known.name() == dtype);
-    shape && dtype && parse_mask(mask).is_ok_and(|known| known.to_string() == mask)
+    shape && dtype && mask.parse::<Mask>().is_ok_and(|known| known.to_string() == mask)
 }
 
 /// A comparison whose samples are not kept: its intervals lie in each other, and its verdict follows from the wider one.
