@@ -21,7 +21,7 @@ use crate::{
 const COLUMNS: u32 = 128;
 
 /// Parts that a warp reads before it waits for any of them.
-const AT_ONCE: u32 = 4;
+pub const AT_ONCE: u32 = 4;
 
 kernel_params! {
     /// What a launch is given. Strides are in bytes.
@@ -241,70 +241,39 @@ impl Schedule {
             [CombineParams::partial_o_batch, CombineParams::partial_o_head, CombineParams::partial_o_row],
         );
         let next_partial = query.to_next_part(k, CombineParams::partial_o_row);
-        let part_address = |k: &mut KernelBuilder, base: Reg<B64>, part: Reg<B32>, stride: Reg<B64>| {
-            let part = k.cvt_u64_u32(part);
-            k.mad_lo_u64(part, stride, base)
-        };
         k.griddepcontrol(GridDep::Wait);
+
+        // The values do not wait for their weights: all that a warp reads first is in flight at once.
+        let columns = Columns::new(k, spec, lane);
+        let first = columns.address(k, partial);
+        let reader = Reader { columns: &columns, values: first, next_values: next_partial, state, next_state, parts };
+        k.section("the first parts of this warp");
+        let read = reader.read(k, warp, self.warps);
 
         k.section("the largest reference, and the sum relative to it: every warp for itself");
         let most = k.mov_f32(NEG_INF);
-        k.for_s32(lane, parts, 32, |k, part, _| {
-            let at = part_address(k, state, part, next_state);
-            let reference = k.ld_global::<F32>(at);
-            k.set(most, |k| k.max_f32(most, reference));
-        });
-        let most = reduce(k, most, |k, a, b| k.max_f32(a, b));
-        let reference = SoftmaxParams::reference(k, most, false);
         let sum = k.mov_f32(0.0);
         k.for_s32(lane, parts, 32, |k, part, _| {
             let at = part_address(k, state, part, next_state);
             let [theirs, weights]: [Reg<F32>; 2] = k.ld_global_vec(at);
-            let factor = softmax.exp(k, theirs, reference);
-            k.set(sum, |k| k.fma_f32(weights, factor, sum));
+            let larger = k.max_f32(most, theirs);
+            let reference = SoftmaxParams::reference(k, larger, false);
+            let (before, now) = (softmax.exp(k, most, reference), softmax.exp(k, theirs, reference));
+            let scaled = k.mul_f32(sum, before);
+            k.set(sum, |k| k.fma_f32(weights, now, scaled));
+            k.set(most, |k| k.mov_f32(larger));
         });
+        let of_lane = most;
+        let most = reduce(k, most, |k, a, b| k.max_f32(a, b));
+        let reference = SoftmaxParams::reference(k, most, false);
+        let factor = softmax.exp(k, of_lane, reference);
+        let sum = k.mul_f32(sum, factor);
         let sum = reduce(k, sum, |k, a, b| k.add_f32(a, b));
 
         k.section("the parts of this warp");
-        let groups = spec.head_dim_v.div_ceil(COLUMNS);
-        let column = k.shl_b32(lane, 2u32);
-        // Only the last group of columns can be incomplete.
-        let held: Vec<Option<Reg<Pred>>> = (0..groups)
-            .map(|group| {
-                let left = spec.head_dim_v - group * COLUMNS;
-                (left < COLUMNS).then(|| k.setp_lt_u32(column, left))
-            })
-            .collect();
-        let totals: Vec<[Reg<F32>; 4]> =
-            (0..groups).map(|_| std::array::from_fn(|_| k.mov_f32(0.0))).collect();
-        let columns = k.mad_wide_u32(column, 4u32, partial);
-        k.for_s32(warp, parts, (AT_ONCE * self.warps) as i32, |k, first, _| {
-            let mut read = Vec::new();
-            for step in 0..AT_ONCE {
-                let part = if step == 0 { first } else { k.add_u32(first, step * self.warps) };
-                let exists = k.setp_lt_u32(part, parts);
-                let at = part_address(k, state, part, next_state);
-                let theirs = k.mov_f32(NEG_INF);
-                k.when(exists, |k| k.set(theirs, |k| k.ld_global::<F32>(at)));
-                let at = part_address(k, columns, part, next_partial);
-                let values: Vec<[Reg<F32>; 4]> = (0..groups)
-                    .zip(&held)
-                    .map(|(group, &held)| {
-                        let wanted = held.map_or(exists, |held| k.and_pred(exists, held));
-                        let values: [Reg<F32>; 4] = std::array::from_fn(|_| k.mov_f32(0.0));
-                        let at = at.at((4 * group * COLUMNS) as i32);
-                        k.if_(wanted, |k| {
-                            let read: [Reg<F32>; 4] = k.ld_global_vec(at);
-                            for (value, read) in values.into_iter().zip(read) {
-                                k.set(value, |k| k.mov_f32(read));
-                            }
-                        });
-                        values
-                    })
-                    .collect();
-                read.push((theirs, values));
-            }
-            for (theirs, values) in read {
+        let totals = columns.zeros(k);
+        let add = |k: &mut KernelBuilder, read: Vec<Part>| {
+            for Part { reference: theirs, values } in read {
                 let factor = softmax.exp(k, theirs, reference);
                 for (totals, values) in totals.iter().zip(values) {
                     for (&total, value) in totals.iter().zip(values) {
@@ -312,16 +281,22 @@ impl Schedule {
                     }
                 }
             }
+        };
+        add(k, read);
+        let at_once = AT_ONCE * self.warps;
+        let second = k.add_u32(warp, at_once);
+        k.for_s32(second, parts, at_once as i32, |k, first, _| {
+            let read = reader.read(k, first, self.warps);
+            add(k, read);
         });
 
         k.section("all warps together");
         let (_, sums) = self.shared(spec);
         let sums = k.shared_addr(sums);
         let mine = k.mad_lo_u32(warp, 4 * spec.head_dim_v, sums);
-        let mine = k.mad_lo_u32(column, 4u32, mine);
-        for ((group, &held), totals) in (0..groups).zip(&held).zip(&totals) {
-            let at = mine.at((4 * group * COLUMNS) as i32);
-            let store = |k: &mut KernelBuilder| k.st_shared_vec(at, *totals);
+        let mine = k.mad_lo_u32(columns.first, 4u32, mine);
+        for ((offset, held), totals) in columns.groups().zip(&totals) {
+            let store = |k: &mut KernelBuilder| k.st_shared_vec(mine.at(offset), *totals);
             match held {
                 Some(held) => k.when(held, store),
                 None => store(k),
@@ -363,6 +338,87 @@ impl Schedule {
             k.when(first, |k| k.st_global(lse, value));
         }
     }
+}
+
+/// The columns of a lane: four of every [`COLUMNS`].
+struct Columns {
+    /// The first of them.
+    first: Reg<B32>,
+    /// For each group of columns, which lanes have some; `None` where all have.
+    held: Vec<Option<Reg<Pred>>>,
+}
+
+impl Columns {
+    fn new(k: &mut KernelBuilder, spec: &Spec, lane: Reg<B32>) -> Self {
+        let first = k.shl_b32(lane, 2u32);
+        let held = (0..spec.head_dim_v.div_ceil(COLUMNS))
+            .map(|group| {
+                let left = spec.head_dim_v - group * COLUMNS;
+                (left < COLUMNS).then(|| k.setp_lt_u32(first, left))
+            })
+            .collect();
+        Self { first, held }
+    }
+
+    /// Where this lane's first column is, in a row of f32 at an address.
+    fn address(&self, k: &mut KernelBuilder, row: Reg<B64>) -> Reg<B64> {
+        k.mad_wide_u32(self.first, 4u32, row)
+    }
+
+    /// How many bytes further each group of columns is, and which lanes have some of it.
+    fn groups(&self) -> impl Iterator<Item = (i32, Option<Reg<Pred>>)> {
+        (0..).step_by(4 * COLUMNS as usize).zip(self.held.iter().copied())
+    }
+
+    fn zeros(&self, k: &mut KernelBuilder) -> Vec<[Reg<F32>; 4]> {
+        self.held.iter().map(|_| std::array::from_fn(|_| k.mov_f32(0.0))).collect()
+    }
+}
+
+/// What was read of a part: its reference, and this lane's values.
+struct Part {
+    reference: Reg<F32>,
+    values: Vec<[Reg<F32>; 4]>,
+}
+
+/// Reads parts of a query.
+struct Reader<'a> {
+    columns: &'a Columns,
+    /// This lane's first value of the first part.
+    values: Reg<B64>,
+    /// Bytes to the next part's.
+    next_values: Reg<B64>,
+    state: Reg<B64>,
+    next_state: Reg<B64>,
+    parts: Reg<B32>,
+}
+
+impl Reader<'_> {
+    /// Starts to read a part and others of the same warp behind it. Parts that do not exist have no weight.
+    fn read(&self, k: &mut KernelBuilder, first: Reg<B32>, step: u32) -> Vec<Part> {
+        (0..AT_ONCE)
+            .map(|i| {
+                let part = if i == 0 { first } else { k.add_u32(first, i * step) };
+                let exists = k.setp_lt_u32(part, self.parts);
+                let at = part_address(k, self.state, part, self.next_state);
+                let reference = k.mov_f32(NEG_INF);
+                k.when(exists, |k| k.set(reference, |k| k.ld_global::<F32>(at)));
+                let at = part_address(k, self.values, part, self.next_values);
+                let values = self.columns.zeros(k);
+                for ((offset, held), values) in self.columns.groups().zip(&values) {
+                    let wanted = held.map_or(exists, |held| k.and_pred(exists, held));
+                    k.when(wanted, |k| k.set(*values, |k| k.ld_global_vec(at.at(offset))));
+                }
+                Part { reference, values }
+            })
+            .collect()
+    }
+}
+
+/// Where a part's own is, for parts that are so many bytes apart.
+fn part_address(k: &mut KernelBuilder, base: Reg<B64>, part: Reg<B32>, stride: Reg<B64>) -> Reg<B64> {
+    let part = k.cvt_u64_u32(part);
+    k.mad_lo_u64(part, stride, base)
 }
 
 /// What the lanes of a warp have together, in every lane.

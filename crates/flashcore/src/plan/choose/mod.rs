@@ -39,14 +39,13 @@ pub fn default_schedule(kernel: Kernel, spec: &Spec, target: Target) -> Result<S
 pub fn merge(spec: &Spec, schedule: &Schedule) -> Option<Schedule> {
     match schedule {
         Schedule::Sm90Fwd(parts) if parts.parts > 1 => {
-            Some(Schedule::Combine(combine::Schedule { warps: MERGING_WARPS, shift: parts.shift(spec) }))
+            // So many that all parts of a query are read at once, if possible.
+            let warps = parts.parts.div_ceil(combine::AT_ONCE).clamp(4, 16);
+            Some(Schedule::Combine(combine::Schedule { warps, shift: parts.shift(spec) }))
         }
         _ => None,
     }
 }
-
-/// Warps per query that merge the parts of the keys.
-const MERGING_WARPS: u32 = 8;
 
 /// Heads whose tiles of queries are taken up together.
 pub(super) fn section(problem: &Problem, launch: &Launch) -> u32 {

@@ -128,9 +128,16 @@ pub(super) fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
     block_n.iter().flat_map(|&n| stages.iter().map(move |&stages| (n, stages))).map(narrow).collect()
 }
 
-/// For few tiles against very many keys: narrow blocks with as many keys in flight as fit, each for one of `parts` parts of
-/// the keys.
-pub(super) fn for_parts(spec: &Spec, parts: u32) -> Vec<Schedule> {
-    let alone = for_few(spec, 1, true).into_iter().chain(together(spec, 1, true));
-    alone.map(|alone| Schedule { parts, ..alone }).collect()
+/// For few tiles against many keys: narrow blocks with as many keys in flight as fit, each for one of `parts` parts of the
+/// keys, of `keys` each. `filled`: most rows of a tile are queries, so that there is as much to compute as to read.
+pub(super) fn for_parts(spec: &Spec, parts: u32, keys: usize, filled: bool) -> Vec<Schedule> {
+    let few = for_few(spec, 1, true).into_iter().map(|few| Schedule { parts, ..few });
+    let both = together(spec, 1, true).into_iter().map(|both| Schedule { parts, ..both });
+    // Short walks should begin with the first keys that arrive.
+    let short = few.clone().take(1).map(|few| Schedule { block_n: 64, stages: 6, ..few });
+    let short = short.filter(|_| keys < SHORT_PART && spec.head_dim.max(spec.head_dim_v) > 64);
+    if filled { both.chain(few).collect() } else { short.chain(few).collect() }
 }
+
+/// Keys of a part that is short.
+const SHORT_PART: usize = 512;

@@ -37,8 +37,11 @@ const CLUSTERED: (usize, usize) = (9, 10);
 /// The share of the multiprocessors below which clusters leave too many of them idle.
 const IDLE: (usize, usize) = (3, 4);
 
-/// Key tiles of a part of the keys that is worth a block of its own.
-const PART: usize = 2;
+/// The fewest keys of a part that is worth a block of its own.
+const PART_KEYS: usize = 128;
+
+/// The fewest bytes of its keys and values.
+const PART_BYTES: usize = 64 << 10;
 
 /// The schedule of the Hopper kernel for a problem, and why; `None` where none fits.
 pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(Any, String)> {
@@ -134,12 +137,17 @@ fn few(
         () => 1,
     };
     let split = if spec.head_dim_v.is_multiple_of(8 * split) { split } else { 1 };
-    let parts = (sms / narrow.max(1)).min(Schedule::MOST_PARTS as usize);
-    // Clusters that leave so much idle lose more than a second launch costs, if each part is worth a block's start.
-    if narrow * split as usize * IDLE.1 < sms * IDLE.0 && key_tiles >= PART * parts {
-        let parts = fitting(for_parts(spec, parts as u32));
-        if parts.is_some() {
-            return parts;
+    // Clusters that leave so many multiprocessors idle lose more than a second launch costs.
+    if key_tiles >= LONG_CHAIN && narrow * (split as usize) * IDLE.1 < sms * IDLE.0 {
+        let row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.size();
+        let part = PART_KEYS.max(PART_BYTES.div_ceil(row_bytes as usize));
+        let parts = (sms / narrow.max(1)).min(problem.len_k / part);
+        if parts > 1 {
+            let filled = problem.len_q.min(GROUP) > GROUP / 2;
+            let fits = fitting(for_parts(spec, parts as u32, problem.len_k / parts, filled));
+            if fits.is_some() {
+                return fits;
+            }
         }
     }
     let alone = narrow * split as usize <= sms;
