@@ -9,7 +9,7 @@ use crate::races::clock::{Edge, Stamp};
 use crate::races::global_shadow::GlobalConflict;
 use crate::races::shared_shadow::SharedConflict;
 
-impl<'a> Cluster<'a> {
+impl Cluster<'_> {
     /// Reports something at an instruction of a warp.
     #[cold]
     pub fn report(
