@@ -41,11 +41,11 @@ pub struct Checks {
 impl Checks {
     /// Everything.
     pub const ALL: Checks = Checks { registers: true, shared: true, global: true, costs: true };
-    /// Only what must be known to go on: bounds, alignment, deadlock.
+    /// Only what a run cannot do without: bounds, alignment, deadlocks.
     pub const NONE: Checks = Checks { registers: false, shared: false, global: false, costs: false };
 }
 
-/// Ends launches from outside, as Ctrl-C does: a question that is asked every few thousand warp instructions.
+/// Ends launches from outside, as Ctrl-C does. It is polled every few thousand warp instructions.
 #[derive(Clone, Default)]
 pub struct Stop(Option<Arc<dyn Fn() -> bool + Send + Sync>>);
 
@@ -55,7 +55,7 @@ impl Stop {
         Stop(Some(Arc::new(asked)))
     }
 
-    /// Whether launches shall end now.
+    /// Whether launches are to end now.
     pub(crate) fn asked(&self) -> bool {
         self.0.as_ref().is_some_and(|asked| asked())
     }
@@ -80,13 +80,13 @@ pub struct Config {
     /// Host threads; 0 takes as many as the machine has cores. With one thread a launch is reproducible to the
     /// last bit; with several, only the order in which blocks reach the same atomic may differ.
     pub threads: usize,
-    /// Warp instructions that a launch may execute; one that needs more is taken to hang. Setting up a block counts as
-    /// well, an instruction for each register of a warp and each 128 bytes of shared memory: a grid that is too large for
-    /// the budget is refused before it takes any time or memory.
+    /// Warp instructions that a launch may execute; one that needs more is taken to hang. Setting up a block counts,
+    /// too: one instruction per register of a warp, and one per 128 bytes of shared memory. So a grid that is too large
+    /// for the budget is refused before it takes any time or memory.
     pub budget: u64,
-    /// Ends a launch before its time.
+    /// Ends a launch early.
     pub stop: Stop,
-    /// Different findings after which a launch is ended.
+    /// How many different findings end a launch.
     pub max_findings: usize,
 }
 

@@ -8,7 +8,7 @@ pub enum SimError {
     NoKernel {
         /// The name asked for.
         name: String,
-        /// The kernels there are.
+        /// The kernels that the module has.
         available: Vec<String>,
     },
     /// An instruction, or a form of one, that is not implemented.
@@ -20,7 +20,7 @@ pub enum SimError {
         instruction: String,
         /// Section, comment and Rust line.
         place: String,
-        /// What about it.
+        /// What is not implemented about it.
         why: String,
     },
     /// Launch dimensions that the kernel or the hardware does not allow.

@@ -1,4 +1,4 @@
-//! What the simulator has to say about a kernel.
+//! What the simulator finds wrong with a kernel.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -38,21 +38,22 @@ pub enum FindingKind {
     MissingWgmmaFence,
     /// Warps of a warpgroup that do not execute `wgmma` together.
     WarpgroupSplit,
-    /// All warps wait, and nothing is under way that could wake one.
+    /// All warps wait, and nothing is in flight that could wake one.
     Deadlock,
     /// A block barrier used with the wrong number of threads, or left incomplete.
     BarrierMisuse,
-    /// An mbarrier used outside of its life, over its count, or lapped.
+    /// An mbarrier used before its initialisation or after its end, with more arrivals than it expects, or waited for after
+    /// it has moved on by two phases.
     MbarrierMisuse,
     /// Lanes that should execute an instruction together do not.
     DivergentCollective,
-    /// A block ends while asynchronous operations are under way.
+    /// A block ends while asynchronous operations are in flight.
     PendingAtExit,
     /// Registers asked for or given back beyond the block's pool.
     RegisterPool,
     /// A tensor map, descriptor or copy that the hardware does not accept.
     BadDescriptor,
-    /// A block ends while another of its cluster may still reach it, or a rank that does not exist.
+    /// A block that ends while another block of its cluster may still access it, or a rank that does not exist.
     ClusterMisuse,
     /// Global memory touched while a grid before may still write it, or written while one may still read it:
     /// `griddepcontrol.wait` is missing. [`Launching`](crate::Launching) says which grids may be in flight.
@@ -304,7 +305,7 @@ impl FindingSet {
         }
     }
 
-    /// Adds a finding, or counts it if its like is known.
+    /// Adds a finding, or counts it if it is known.
     pub fn add(&mut self, raw: Raw) {
         self.add_counted(raw, 1);
     }

@@ -3,18 +3,21 @@
 //! The simulator executes the modules of [`flashcore_ptx`]: 32-lane warps that part and meet, blocks, clusters,
 //! barriers, `cp.async`, mbarriers, TMA with real tensor-map semantics, `ldmatrix`, `mma.sync`, `wgmma` by its
 //! descriptors. It needs no GPU. Integer work, data movement and layouts are exact to the bit; f32 is IEEE;
-//! tensor cores multiply exactly and add in f32, k ascending; `ex2` and its like are correct to the last place.
+//! tensor cores multiply exactly and add in f32, k ascending; `ex2` and similar functions are correct to the last place.
 //!
 //! Beside the results it reports [findings](Finding): accesses out of bounds, reads of memory or registers without
 //! a value, races (with both sites and what is missing between them), missing proxy fences, `wgmma` registers
 //! touched too early, deadlocks with what every warp waits for, launches that do not end, misuse of barriers, memory
-//! touched before the grid before has ended, and more. Each carries the
-//! kernel author's comment and the line of Rust that emitted the instruction. And it counts: bank conflicts and
-//! sectors by instruction, instructions by class.
+//! touched while an earlier launch may use it, and more. Each carries the kernel author's comment and the line of Rust that
+//! emitted the instruction. And it counts: bank conflicts and sectors by instruction, instructions by class.
 //!
 //! Asynchrony is adversarial: by [`AsyncMode`] an asynchronous copy or product takes effect as late as its wait
 //! allows, with NaN in its place until then, or as early as possible, or at random moments; and warps interleave
 //! as the seed says. Races are found by vector clocks, whatever the interleaving.
+//!
+//! Launches of a [`Sim`] are on one stream, over the same memory. [`Launching`] says whether one starts in stream order or
+//! programmatically, beside the launch before it; then every access before `griddepcontrol.wait` is checked against what
+//! the launches in flight have accessed.
 //!
 //! ```
 //! use flashcore_ptx::*;

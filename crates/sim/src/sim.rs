@@ -22,23 +22,23 @@ use crate::vectors::Level;
 
 /// Warp instructions that a cluster runs before another one gets its turn.
 const SLICE: u64 = 1 << 20;
-/// Clusters that a host thread keeps under way at once, so that blocks can wait for each other.
+/// Clusters that a host thread runs in turn, so that blocks can wait for each other.
 const RESIDENT: usize = 132;
-/// Bytes that all clusters under way may take together. Only kernels with tens of thousands of registers come near it.
+/// Bytes that all clusters that run in turn may take together. Only kernels with tens of thousands of registers come near it.
 const MOST_BYTES: u64 = 4 << 30;
-/// The most blocks of a grid in each dimension, as on hardware.
+/// The most blocks per grid in each dimension, as on hardware.
 const MOST_BLOCKS: [u32; 3] = [(1 << 31) - 1, 65_535, 65_535];
-/// The most threads of a block in each dimension, as on hardware.
+/// The most threads per block in each dimension, as on hardware.
 const MOST_THREADS: [u32; 3] = [1024, 1024, 64];
 
 /// The dimensions of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchDims {
-    /// Blocks.
+    /// Blocks per grid.
     pub grid: [u32; 3],
-    /// Threads of a block.
+    /// Threads per block.
     pub block: [u32; 3],
-    /// Blocks of a cluster, or what the kernel says.
+    /// Blocks per cluster, or what the kernel says.
     pub cluster: Option<[u32; 3]>,
     /// Bytes of dynamic shared memory, or what the kernel's layout needs.
     pub dynamic_shared: Option<u32>,
@@ -306,7 +306,7 @@ impl Sim {
         let (bytes, budget) = (launch.cluster_bytes(), self.config.budget);
         if bytes > MOST_BYTES {
             return refuse(format!(
-                "a cluster of {cluster:?} blocks takes {} MiB to simulate, most of it for {} registers a thread; {} MiB \
+                "a cluster of {cluster:?} blocks takes {} MiB to simulate, most of it for {} registers per thread; {} MiB \
                  is the most",
                 bytes >> 20,
                 program.words + program.longs,
@@ -370,7 +370,7 @@ fn work(launch: &Launch<'_>, next: &AtomicU64, resident: usize) -> Tally {
     }
 }
 
-/// Warps that a report of a launch without end names.
+/// How many warps the finding of a launch without end names.
 const NAMED_WARPS: usize = 8;
 
 /// Reports that the launch does not end.
@@ -396,8 +396,8 @@ fn out_of_budget(cluster: &Cluster<'_>, tally: &mut Tally) {
         pc: cluster.warps[first].pc,
         thread: cluster.thread(first, lane(first)),
         message: format!(
-            "kernel `{}` did not end within {} warp instructions: it loops for ever, waits for what nobody does, or \
-             needs a higher limit\n    {}",
+            "kernel `{}` did not end within {} warp instructions: it loops forever, waits for something that never \
+             happens, or needs a higher limit\n    {}",
             kernel.name,
             cluster.launch.config.budget,
             lines.join("\n    ")

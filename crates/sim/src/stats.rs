@@ -75,7 +75,7 @@ pub struct SectorStats {
 }
 
 impl SectorStats {
-    /// Sectors a request touches.
+    /// Sectors per request.
     pub fn sectors_per_request(&self) -> f64 {
         self.sectors as f64 / self.requests.max(1) as f64
     }
@@ -95,9 +95,9 @@ pub struct Stats {
     pub mix: BTreeMap<&'static str, u64>,
     /// Tensor-core instructions: a `wgmma` counts once for its warpgroup.
     pub tensor_instructions: u64,
-    /// Use of shared memory, one entry an instruction that was executed.
+    /// Use of shared memory, one entry per instruction that was executed.
     pub banks: Vec<BankStats>,
-    /// Use of global memory, one entry an instruction that was executed.
+    /// Use of global memory, one entry per instruction that was executed.
     pub sectors: Vec<SectorStats>,
     /// How long the launch took to simulate.
     pub wall: Duration,
@@ -145,7 +145,7 @@ impl Stats {
         self.banks.iter().map(BankStats::conflicts).sum()
     }
 
-    /// Warp instructions a second that were simulated, all threads together.
+    /// Warp instructions per second that were simulated, all threads together.
     pub fn rate(&self) -> f64 {
         self.warp_instructions as f64 / self.wall.as_secs_f64().max(1e-9)
     }

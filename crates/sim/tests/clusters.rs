@@ -428,3 +428,45 @@ fn a_fence_before_a_relaxed_atomic_and_one_after_it_order_as_well() {
         assert_found(&wrong, &config, FindingKind::GlobalRace);
     }
 }
+
+#[test]
+fn warps_of_a_block_may_synchronise_through_a_word_of_global_memory() {
+    let build = |release: bool| {
+        kernel(64, SharedLayout::new(), Target::Sm80, move |k| {
+            let (x, y, tid) = (k.param(Io::x), k.param(Io::y), k.tid_x());
+            let (warp, lane) = (k.shr_u32(tid, 5), k.and_b32(tid, 31));
+            let (first, at) = (k.setp_eq_u32(lane, 0), k.mad_wide_u32(lane, 4, x));
+            k.roles(warp, |roles| {
+                roles.warps(0..1, |k| {
+                    k.st_global(at.at(128), lane);
+                    k.bar_warp_sync();
+                    let order = if release { Order::Release(Scope::Gpu) } else { Order::Relaxed(Scope::Gpu) };
+                    let flag = k.mov_b32(1);
+                    k.if_(first, |k| k.st_global_hint(x, flag, MemHint::new().order(order)));
+                });
+                roles.others(|k| {
+                    k.if_(first, |k| {
+                        k.loop_(|k, l| {
+                            let acquire = MemHint::new().order(Order::Acquire(Scope::Gpu));
+                            let flag = k.ld_global_hint::<B32>(x, acquire);
+                            let set = k.setp_eq_u32(flag, 1);
+                            k.break_if(l, set);
+                        });
+                    });
+                    k.bar_warp_sync();
+                    let v = k.ld_global::<B32>(at.at(128));
+                    let py = k.mad_wide_u32(lane, 4, y);
+                    k.st_global(py, v);
+                });
+            });
+        })
+    };
+    for seed in [0, 1, 2] {
+        let config = Config { seed, threads: 1, ..Config::default() };
+        let right = run(&build(true), 1, &vec![0; 512], 128, 0, config.clone());
+        assert_clean(&right, &config);
+        assert_eq!(right.u32s(), (0..32).collect::<Vec<u32>>());
+        let wrong = run(&build(false), 1, &vec![0; 512], 128, 0, config.clone());
+        assert_found(&wrong, &config, FindingKind::GlobalRace);
+    }
+}

@@ -232,7 +232,7 @@ fn refill(wait_for_readers: bool, fence: bool, early_arrival: bool) -> Module {
 
 #[test]
 fn a_stage_that_is_refilled_while_it_is_read_is_found() {
-    // Without the wait the producer may also lap the consumer, who then waits for ever: any of these may be first.
+    // Without the wait the producer may also lap the consumer, who then waits forever: any of these may be first.
     let x = u32_bytes(0..4096);
     for config in policies() {
         let right = run_maps(&refill(true, true, false), 1, &x, 4096, 0, &maps, config.clone());
@@ -577,7 +577,7 @@ fn registers_that_nobody_gives_back_deadlock_and_wrong_counts_are_named() {
     };
     let finding = planted(build, FindingKind::Deadlock);
     assert!(
-        finding.message.contains("waits for 240 registers a thread (0 are free in the block)"),
+        finding.message.contains("waits for 240 registers per thread (0 are free in the block)"),
         "{}",
         finding.message
     );

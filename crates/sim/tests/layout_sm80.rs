@@ -7,7 +7,7 @@ use common::*;
 use flashcore_ptx::*;
 use flashcore_sim::Config;
 
-/// One warp copies x (so many words a lane) to shared memory as it is.
+/// One warp copies x (so many words per lane) to shared memory as it is.
 fn fill(k: &mut KernelBuilder, tile: Shared, words: u32) -> (Reg<B32>, Reg<B32>) {
     let (x, lane) = (k.param(Io::x), k.tid_x());
     let base = k.shared_addr(tile);
@@ -21,7 +21,7 @@ fn fill(k: &mut KernelBuilder, tile: Shared, words: u32) -> (Reg<B32>, Reg<B32>)
     (base, lane)
 }
 
-/// Stores one word a lane at y[32 index + lane].
+/// Stores one word per lane at y[32 index + lane].
 fn put(k: &mut KernelBuilder, index: u32, value: Reg<B32>) {
     let (y, lane) = (k.param(Io::y), k.tid_x());
     let py = k.mad_wide_u32(lane, 4, y);
@@ -40,7 +40,7 @@ fn ldmatrix_gives_lane_4r_plus_t_the_words_of_row_r_and_transposed_the_columns()
         let tile = shared.alloc("tile", 512, 16);
         let module = kernel(32, shared, Target::Sm80, |k| {
             let (base, lane) = fill(k, tile, 4);
-            // Lane l gives the address of row l; 16 bytes a row.
+            // Lane l gives the address of row l; 16 bytes per row.
             let row = k.mad_lo_u32(lane, 16, base);
             let m: [Reg<B32>; 4] = if trans { k.ldmatrix_trans(row) } else { k.ldmatrix(row) };
             for (i, r) in m.into_iter().enumerate() {
@@ -187,7 +187,7 @@ fn mma_multiplies_rows_by_columns_in_every_shape_and_format() {
 }
 
 #[test]
-fn mma_accumulates_in_ascending_k_with_one_rounding_a_step() {
+fn mma_accumulates_in_ascending_k_with_one_rounding_per_step() {
     // 1 + 2^-12 - 1 in this order loses nothing; 2^24 + 1 - 2^24 does: the order shows.
     let a: Vec<Vec<f32>> =
         (0..16).map(|_| (0..16).map(|k| [2048.0, 1.0, -2048.0][k % 3]).collect()).collect();

@@ -1,6 +1,6 @@
 //! `atom` and `red`, and the new value of an atomic.
 
-use flashcore_ptx::{AtomOp, AtomSem, AtomTy, Space};
+use flashcore_ptx::{AtomOp, AtomSem, AtomTy, Scope, Space};
 
 use crate::exec::for_lanes;
 use crate::exec::touch::Touch;
@@ -22,6 +22,7 @@ impl Cluster<'_> {
         ty: AtomTy,
         count: u32,
         sem: AtomSem,
+        scope: Scope,
         dst: &[Slot],
         src: &[Slot],
     ) {
@@ -42,11 +43,13 @@ impl Cluster<'_> {
             AtomSem::Release => (false, true),
             AtomSem::AcqRel => (true, true),
         };
+        // A reduction returns nothing, so nobody learns from it.
+        let observes = !dst.is_empty();
         match space {
             Space::Param => self.unsupported(pc, "parameters cannot be written"),
             Space::Global => {
                 let addresses = self.global_addresses(w, src[0]);
-                self.publish_global(w, mask, order.1, &addresses);
+                self.publish_global(w, mask, order.1, scope, &addresses);
                 let ok = self.touch_global(w, pc, &addresses, mask, size * count, Touch::Atomic);
                 let memory = self.launch.memory;
                 for_lanes(ok, |l| {
@@ -60,7 +63,9 @@ impl Cluster<'_> {
                         }
                     }
                 });
-                self.observe_global(w, mask, order.0, &addresses);
+                if observes {
+                    self.observe_global(w, mask, order.0, scope, &addresses);
+                }
             }
             Space::Shared | Space::SharedCluster => {
                 self.by_block(w, space, src[0], mask, |c, block, addresses, lanes| {
@@ -74,7 +79,9 @@ impl Cluster<'_> {
                             shared.store(at, size, apply(op, ty, old[l], row[l], compare[l], false));
                         }
                     });
-                    c.observe_shared(w, block, lanes, order.0, addresses);
+                    if observes {
+                        c.observe_shared(w, block, lanes, order.0, addresses);
+                    }
                 });
             }
         }

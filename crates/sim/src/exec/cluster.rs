@@ -93,7 +93,7 @@ impl Cluster<'_> {
         let name = if inc { "inc" } else { "dec" };
         let wrong_way = if inc { count < had } else { count > had };
         let problem = if !(24..=256).contains(&count) || !count.is_multiple_of(8) {
-            Some(format!("{count} registers a thread; multiples of 8 from 24 to 256 are possible"))
+            Some(format!("{count} registers per thread; multiples of 8 from 24 to 256 are possible"))
         } else if wrong_way {
             Some(format!("setmaxnreg.{name} to {count} where a thread has {had}"))
         } else {

@@ -16,8 +16,9 @@ use crate::memory::banks::{self, Wavefronts};
 use crate::memory::global::POISON;
 use crate::memory::shared::cell_mask;
 use crate::program::Slot;
-use crate::races::clock::{Lanes, Proxy, Stamp};
+use crate::races::clock::{Proxy, Stamp};
 use crate::races::global_shadow::LINE;
+use crate::races::lanes::Lanes;
 use crate::races::shared_shadow::{CELL, SharedAccess};
 use crate::vectors;
 
@@ -135,7 +136,7 @@ impl Cluster<'_> {
         let mut barrier = None;
         let mut left = mask;
         if bytes == CELL {
-            // Most copies fill whole cells that everybody is done with.
+            // Most copies fill whole cells, after everybody's accesses to them.
             left &= !shared.write_after_all(to, mask, clocks, (agent, clock), pc, Lanes::one);
         }
         for_lanes(left, |l| {
@@ -243,7 +244,7 @@ impl Cluster<'_> {
 
     /// `cp.async.mbarrier.arrive`: the arrival happens when the copies so far of each lane are done.
     ///
-    /// Here the copies are done at once, and the lanes arrive: no other order can be told apart by waiting.
+    /// Here the copies happen at once and then the lanes arrive: a waiter cannot tell this from any other order.
     pub fn copy_mbarrier_arrive(&mut self, w: usize, pc: u32, mask: u32, noinc: bool, src: &[Slot]) {
         let raw = self.shared_addresses(w, src[0]);
         let lane = mask.trailing_zeros();

@@ -143,7 +143,7 @@ impl Cluster<'_> {
             _ if launch.program.waits_for_grid => {
                 "griddepcontrol.wait before it, or a barrier after the wait of another thread".to_string()
             }
-            _ => "griddepcontrol.wait, which this kernel has nowhere".to_string(),
+            _ => "griddepcontrol.wait: this kernel has none".to_string(),
         };
         let raw = Raw {
             kind,

@@ -72,7 +72,7 @@ impl Cluster<'_> {
         }
     }
 
-    /// The lanes that execute must be the ones that the member mask names, as far as they live.
+    /// The lanes that execute must be the live lanes of the member mask.
     fn check_members(&mut self, w: usize, pc: u32, mask: u32, members: Slot) {
         let members = self.row(w, members);
         let first = mask.trailing_zeros() as usize;
@@ -151,7 +151,7 @@ impl Cluster<'_> {
     /// `bar.warp.sync`.
     pub fn bar_warp_sync(&mut self, w: usize, pc: u32, mask: u32, src: &[Slot]) {
         self.check_members(w, pc, mask, src[0]);
-        // A barrier of some lanes is taken to order all: nobody is accused wrongly.
+        // A barrier of some lanes is taken to order all lanes, so that no correct kernel is reported.
         self.warps[w].clocks.sync_lanes();
     }
 }

@@ -27,7 +27,7 @@ impl Cluster<'_> {
         src: &[Slot],
     ) -> Outcome {
         let size = ty.bytes();
-        // The usual loads of one word or half a lane go straight into a row.
+        // The usual loads, of one word or half word per lane, go straight into a row.
         if count == 1
             && order == Order::Weak
             && space == Space::Global
@@ -90,7 +90,7 @@ impl Cluster<'_> {
                 }
             }
         }
-        // A load that others' stores are awaited with lets them run.
+        // A strong load usually polls for another warp's store: let the other warps run.
         if order == Order::Weak { Outcome::Next } else { Outcome::Yield }
     }
 
@@ -101,7 +101,7 @@ impl Cluster<'_> {
         let Some(first) = addresses.get(mask.trailing_zeros() as usize) else { return row };
         let Some(region) = memory.near(*first) else { return row };
         for_lanes(mask, |l| {
-            // Lanes usually read one allocation; the checks before have seen that the address is inside of some.
+            // Lanes usually read one allocation. Earlier checks made sure that each address lies in one.
             let offset = addresses[l].wrapping_sub(region.base);
             if offset < region.len as u64 {
                 row[l] = region.load(offset as usize, size) as u32;
@@ -210,7 +210,7 @@ impl Cluster<'_> {
                     };
                     written.add(region, offset, size * count);
                     if size == 4 && offset.is_multiple_of(8) && count.is_multiple_of(2) {
-                        // Two words at once are one store to the host, too.
+                        // Two words at once are a single store on the host, too.
                         for e in (0..count as usize).step_by(2) {
                             region.put(offset + e * 4, 8, values[e + 1][l] << 32 | values[e][l]);
                         }

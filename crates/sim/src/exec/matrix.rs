@@ -7,13 +7,14 @@ use crate::machine::Cluster;
 use crate::machine::regs::Row;
 use crate::memory::banks::{self, Wavefronts};
 use crate::program::Slot;
-use crate::races::clock::{Lanes, Proxy, Stamp};
+use crate::races::clock::{Proxy, Stamp};
+use crate::races::lanes::Lanes;
 use crate::races::shared_shadow::{CELL, SharedAccess};
 use crate::vectors;
 use crate::vectors::mma;
 
 impl Cluster<'_> {
-    /// Looks at the addresses of the rows of a matrix instruction, or of the cells of a copy, all in one go.
+    /// Surveys the addresses of the rows of a matrix instruction, or of the cells of a copy.
     pub fn survey(&mut self, w: usize, slot: Slot) {
         let Slot::Shared(row, offset) = slot else {
             unreachable!("a shared address was decoded as {slot:?}");
@@ -46,8 +47,8 @@ impl Cluster<'_> {
         let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
         // Row r of a matrix belongs to lanes 4r to 4r+3, four bytes each; transposed, to all.
         let lanes_of = |l: usize| if trans { Lanes::ALL } else { Lanes::run(4 * (l as u32 % 8), 4, 1) };
-        // Most reads are of rows that hold a value and were written before a barrier, and most writes of rows that everybody
-        // is done with.
+        // Most reads are of rows that hold a value and were written before a barrier; most writes come after everybody's
+        // accesses.
         let done = if write {
             let Stamp { agent, clock, .. } = clocks.stamp(Lanes::ALL);
             let (addresses, by) = (&self.survey.addresses, (agent, clock));

@@ -13,8 +13,9 @@ pub mod sync;
 mod touch;
 pub mod wgmma;
 
-use flashcore_ptx::{GridDep, Op, Space, Special};
+use flashcore_ptx::{GridDep, MembarLevel, Op, Space, Special};
 
+use crate::exec::order::is_wide;
 use crate::findings::FindingKind;
 use crate::machine::regs::{Row, Row64};
 use crate::machine::{Cluster, Outcome, PARAM_BASE, RANK_SHIFT, SHARED_BASE};
@@ -49,7 +50,7 @@ impl Cluster<'_> {
                     return Outcome::Jumped;
                 }
             }
-            // Instructions that all lanes execute together see to an empty mask themselves.
+            // Instructions that all lanes execute together handle an empty mask themselves.
             Op::BarSync { .. }
             | Op::BarArrive { .. }
             | Op::BarWarpSync
@@ -115,12 +116,12 @@ impl Cluster<'_> {
             Op::St { space, ty, width, order, .. } => {
                 self.store(w, pc, mask, space, ty, width.count(), order, src);
             }
-            Op::Atom { space, op, ty, sem, .. } => {
-                self.atomic(w, pc, mask, space, op, ty, 1, sem, dst, src);
+            Op::Atom { space, op, ty, sem, scope } => {
+                self.atomic(w, pc, mask, space, op, ty, 1, sem, scope, dst, src);
                 return Outcome::Yield;
             }
-            Op::Red { space, op, ty, width, sem, .. } => {
-                self.atomic(w, pc, mask, space, op, ty, width.count(), sem, dst, src);
+            Op::Red { space, op, ty, width, sem, scope } => {
+                self.atomic(w, pc, mask, space, op, ty, width.count(), sem, scope, dst, src);
             }
             Op::Prefetch(_) | Op::BulkPrefetch { .. } | Op::TensorPrefetch { .. } | Op::PrefetchTensormap => {
             }
@@ -134,7 +135,8 @@ impl Cluster<'_> {
             | Op::Redux { .. }
             | Op::Elect
             | Op::ActiveMask => self.between_lanes(w, pc, code.op, mask, dst, src),
-            Op::Membar(_) | Op::Fence { .. } => self.fence(w, mask),
+            Op::Membar(level) => self.fence(w, mask, level != MembarLevel::Cta),
+            Op::Fence { scope, .. } => self.fence(w, mask, is_wide(scope)),
             Op::FenceProxyAsync(_) => {
                 let warp = &mut self.warps[w];
                 warp.clocks.fence_proxy(mask, warp.live);
@@ -257,7 +259,7 @@ impl Cluster<'_> {
         *self.warps[w].regs.r64[slot.long() as usize]
     }
 
-    /// Writes a word operand, unless it is not wanted.
+    /// Writes a word operand, unless the result is discarded.
     #[inline]
     pub fn put(&mut self, w: usize, slot: Slot, mask: u32, value: &Row) {
         match slot {

@@ -11,7 +11,8 @@ use crate::machine::warp::{State, Wait};
 use crate::machine::{Cluster, Outcome};
 use crate::memory::shared::cell_mask;
 use crate::program::Slot;
-use crate::races::clock::{Edge, Lanes, Proxy};
+use crate::races::clock::{Edge, Proxy};
+use crate::races::lanes::Lanes;
 use crate::races::shared_shadow::{CELL, SharedAccess};
 
 /// Failed polls of one mbarrier after which a warp sleeps until the barrier moves.
@@ -40,7 +41,7 @@ impl Cluster<'_> {
         barrier.pc = pc;
         let warp = &mut self.warps[w];
         warp.clocks.publish(mask, warp.live, &mut barrier.clocks);
-        // Coming to the barrier, even without waiting, brings the lanes of an aligned warp together.
+        // Arriving at an aligned barrier, even without waiting, orders the lanes of a warp.
         warp.clocks.sync_lanes();
         self.progress += 1;
         if waits {
@@ -68,7 +69,7 @@ impl Cluster<'_> {
         }
     }
 
-    /// All warps have ended: a barrier that some came to and others did not was used unevenly.
+    /// All warps have ended: reports barriers at which some threads arrived and others did not.
     pub fn check_barriers_at_end(&mut self) {
         for block in 0..self.blocks.len() {
             for id in 0..16 {
@@ -103,7 +104,7 @@ impl Cluster<'_> {
             }
             _ => {}
         }
-        // Each lane is a thread of its own: its arrivals count for themselves.
+        // Each lane is a thread of its own, and arrives for itself.
         let operand = src.get(1).map(|&slot| self.row(w, slot));
         let mut tokens = [0u64; 32];
         let mut left = mask;
@@ -114,7 +115,7 @@ impl Cluster<'_> {
                 Space::SharedCluster => self.cluster_address(w, raw[l]),
                 _ => (self.warps[w].block, raw[l]),
             };
-            // Lanes that do the same to the same barrier do it at once: they publish together.
+            // Lanes that do the same to the same barrier do it together, and publish together.
             let mut together = 0;
             for_lanes(left, |other| {
                 let same = raw[other] == raw[l] && operand.is_none_or(|o| o[other] == o[l]);
@@ -368,7 +369,7 @@ impl Cluster<'_> {
         let answer = bar.test(w, parity);
         if answer.lapped {
             let message = format!(
-                "the barrier has gone round since this warp last saw a phase complete; parity {parity} now means another phase: {}",
+                "the barrier has moved on by two phases since this warp last saw one complete; parity {parity} now means another phase: {}",
                 bar.describe()
             );
             self.report(w, lane, pc, FindingKind::MbarrierMisuse, Severity::Error, |c| {

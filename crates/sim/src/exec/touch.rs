@@ -7,8 +7,9 @@ use crate::machine::regs::{Row, Row64};
 use crate::memory::shared::cell_mask;
 use crate::memory::{banks, lines};
 use crate::program::Slot;
-use crate::races::clock::{Lanes, Proxy};
+use crate::races::clock::Proxy;
 use crate::races::global_shadow::{Accessor, GlobalAccess, GlobalConflict, LINE};
+use crate::races::lanes::Lanes;
 use crate::races::shared_shadow::{CELL, SharedAccess, SharedConflict};
 use crate::vectors;
 
@@ -42,7 +43,7 @@ struct SharedFaults {
 }
 
 impl Cluster<'_> {
-    /// Checks and records a warp's access to the shared memory of a block, `bytes` a lane. Returns the lanes
+    /// Checks and records a warp's access to the shared memory of a block, `bytes` per lane. Returns the lanes
     /// whose access is possible.
     pub fn touch_shared(
         &mut self,
@@ -66,7 +67,7 @@ impl Cluster<'_> {
         let (shared, clocks) = (&mut self.blocks[block].shared, &self.warps[w].clocks);
         let mut left = ok;
         if touch == Touch::Write && bytes == 4 && ok == u32::MAX {
-            // Most words are parts of fragments, whose rows are whole cells that everybody is done with.
+            // Most words are parts of fragments: four lanes fill a whole cell, after everybody's accesses to it.
             left = !shared.write_quads(addresses, clocks, pc);
             if left == 0 {
                 return ok;
@@ -159,7 +160,7 @@ impl Cluster<'_> {
         ok
     }
 
-    /// Checks and records a warp's access to global memory, `bytes` a lane. Returns the lanes whose access is
+    /// Checks and records a warp's access to global memory, `bytes` per lane. Returns the lanes whose access is
     /// possible.
     pub fn touch_global(
         &mut self,
@@ -199,7 +200,7 @@ impl Cluster<'_> {
         while left != 0 {
             let l = left.trailing_zeros() as usize;
             let address = addresses[l];
-            // Lanes that fill a cell in order are looked at together.
+            // Lanes that fill a cell in order are checked together.
             let mut lanes_here = 1;
             if (2..CELL).contains(&bytes) && address.is_multiple_of(u64::from(CELL)) {
                 while lanes_here < (CELL / bytes) as usize
@@ -275,7 +276,7 @@ impl Cluster<'_> {
         ok
     }
 
-    /// Checks and records a lane's read of the first bytes of what a copy could read.
+    /// Checks and records the read of a lane whose copy reads only some of its bytes and fills the rest with zeros.
     pub fn touch_part(&mut self, w: usize, pc: u32, lane: usize, address: u64, bytes: u32) {
         if self.beside_others(w, 1 << lane) != 0 {
             self.check_run_in_flight(w, pc, lane as u32, (address, u64::from(bytes)), false);
@@ -294,8 +295,8 @@ impl Cluster<'_> {
         }
     }
 
-    /// Records the reads of whole cells that hold values and that nobody has written in this launch, which is most of
-    /// what there is. Returns the other lanes.
+    /// Records the reads of whole cells that hold values and that nobody has written in this launch: the usual case.
+    /// Returns the other lanes.
     fn read_cells(&self, w: usize, pc: u32, addresses: &Row64, lines: u32, mask: u32) -> u32 {
         let mut left = self.touch_lines(w, pc, addresses, lines, mask, false);
         let mut todo = left;

@@ -2,14 +2,14 @@
 
 use crate::races::clock::{Agent, WarpClock};
 
-/// Asynchronous operations of a cluster that can be told apart.
+/// How many asynchronous operations of a cluster have a number of their own at a time.
 const MAX_OPERATIONS: usize = 1024;
 
 /// The asynchronous operations of a cluster, numbered after its warps.
 ///
 /// A number is used again for a new operation only if the warp that starts it has seen the old one complete, so
-/// that knowing the new one implies knowing the old one. A cluster has [`MAX_OPERATIONS`] numbers; where more
-/// operations than that are never waited for, the oldest numbers are used again all the same, and a race with an
+/// that knowing the new one implies knowing the old one. A cluster has [`MAX_OPERATIONS`] numbers; if more
+/// operations than that are never waited for, the oldest numbers are used again nevertheless, and a race with an
 /// operation that old may be missed.
 ///
 /// One number between the warps and the operations stands for the grid before this one.

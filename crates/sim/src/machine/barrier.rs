@@ -62,7 +62,7 @@ impl std::fmt::Display for BarrierFault {
 }
 
 impl NamedBarrier {
-    /// A warp comes to the barrier. The faults are reported; the arrival counts all the same.
+    /// A warp comes to the barrier. A fault is reported, and the arrival still counts.
     pub fn arrive(&mut self, warp: usize, waits: bool, expected: Option<u32>) -> Vec<BarrierFault> {
         let mut faults = Vec::new();
         if let Some(n) = expected

@@ -1,4 +1,4 @@
-//! The non-bulk `cp.async` copies of a warp: which are under way, and to which group each belongs.
+//! The non-bulk `cp.async` copies of a warp: which are in flight, and to which group each belongs.
 //!
 //! Groups belong to threads. Lanes that commit together share groups, and usually all 32 do; where they do not,
 //! a copy is kept once for each set of lanes that agree.
@@ -20,7 +20,7 @@ pub struct WarpCopy {
     pub bytes: u32,
     /// Bytes read; the rest is zero.
     pub read: [u8; 32],
-    /// The lanes that read lines of global memory, eight of them a line, one cell after the other.
+    /// The lanes that read lines of global memory: eight consecutive lanes per line, one cell each.
     pub lines: u32,
     /// The asynchronous operation it belongs to.
     pub agent: Agent,
@@ -59,12 +59,12 @@ pub struct CopyQueue {
     committed: [u32; 32],
     /// The asynchronous operation that copies of the open group belong to.
     open: Option<(Agent, u32)>,
-    /// Room for further copies.
+    /// Copies that are done, kept to reuse their memory.
     spare: Vec<Box<WarpCopy>>,
 }
 
 impl CopyQueue {
-    /// No copies yet, in the memory of those that are done with.
+    /// No copies yet; reuses the memory of an ended warp's queue.
     pub fn renewed(self) -> CopyQueue {
         CopyQueue { spare: self.spare, ..CopyQueue::default() }
     }
@@ -74,7 +74,7 @@ impl CopyQueue {
         self.open
     }
 
-    /// Room for a copy, with whatever an earlier one has left in it.
+    /// Memory for a copy, with the stale contents of an earlier one.
     pub fn room(&mut self) -> Box<WarpCopy> {
         self.spare.pop().unwrap_or_else(|| Box::new(WarpCopy::NONE))
     }
@@ -85,7 +85,7 @@ impl CopyQueue {
         self.copies.push(copy);
     }
 
-    /// Takes back the room of copies that are done with.
+    /// Takes back the memory of copies that are done.
     pub fn recycle(&mut self, copies: Vec<Box<WarpCopy>>) {
         self.spare.extend(copies);
     }
@@ -94,7 +94,7 @@ impl CopyQueue {
     pub fn commit(&mut self, mask: u32) {
         let group = self.committed[mask.trailing_zeros() as usize % 32];
         if self.committed.iter().all(|&count| count == group) {
-            // Lanes with one history, of which usually all commit together.
+            // Lanes with the same history usually all commit together.
             let open = || self.copies.iter().filter(|copy| copy.group.is_none());
             if open().all(|copy| copy.mask & !mask == 0) {
                 self.copies
@@ -162,7 +162,7 @@ impl CopyQueue {
     }
 
     fn take(&mut self, mask: u32, retired: impl Fn(&WarpCopy, usize) -> bool) -> Vec<Box<WarpCopy>> {
-        // Lanes with one history are asked once.
+        // Lanes with the same history have the same answer.
         let alike = self.committed.iter().all(|&count| count == self.committed[0]);
         let lanes_of = |copy: &WarpCopy| {
             let lanes = copy.mask & mask;
@@ -192,7 +192,7 @@ impl CopyQueue {
         out
     }
 
-    /// All copies under way.
+    /// All copies in flight.
     pub fn iter(&self) -> impl Iterator<Item = &WarpCopy> {
         self.copies.iter().map(Box::as_ref)
     }

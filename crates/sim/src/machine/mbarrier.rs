@@ -5,7 +5,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use crate::races::clock::{Agent, ClockPair, Stamp};
 
-/// A map from addresses or other small numbers, which are looked up often and chosen by nobody to collide.
+/// A map from addresses or other small numbers. It is looked up often, and nobody chooses the keys to collide.
 pub type ByNumber<K, V> = HashMap<K, V, BuildHasherDefault<NumberHasher>>;
 
 /// Spreads a number over all bits.
@@ -65,12 +65,12 @@ pub struct Mbarrier {
 pub struct Answer {
     /// Whether the phase asked for is complete.
     pub complete: bool,
-    /// The barrier has gone round since this warp looked: the parity it asks for means another phase by now.
+    /// The barrier has moved on by two phases since this warp looked: the parity it asks for now means another phase.
     pub lapped: bool,
 }
 
 impl Mbarrier {
-    /// A fresh barrier for this many arrivals a phase.
+    /// A fresh barrier for this many arrivals per phase.
     pub fn new(count: u32, init: (Stamp, u32)) -> Mbarrier {
         Mbarrier {
             count,
@@ -103,13 +103,13 @@ impl Mbarrier {
 
     /// Those who came in the phase before the present one, if this agent was among them.
     ///
-    /// Who comes again must know that they all had come: else its two arrivals may fall into one phase.
+    /// An agent that arrives again must know that all of them had arrived: else its two arrivals may fall into one phase.
     pub fn came_before_with(&self, agent: Agent) -> &[Stamp] {
         let came = &self.came[((self.phase + 1) % 2) as usize];
         if came.iter().any(|stamp| stamp.agent == agent) { came } else { &[] }
     }
 
-    /// Counts arrivals. False where the phase takes no more.
+    /// Counts arrivals. False if that is more than the phase expects.
     pub fn arrive(&mut self, count: u32) -> bool {
         let enough = self.pending >= i64::from(count);
         self.pending -= i64::from(count).min(self.pending);

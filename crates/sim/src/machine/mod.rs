@@ -64,13 +64,13 @@ pub struct Launch<'a> {
     pub params: &'a [u8],
     /// Blocks in the grid.
     pub grid: [u32; 3],
-    /// Threads in a block.
+    /// Threads per block.
     pub block: [u32; 3],
-    /// Blocks in a cluster.
+    /// Blocks per cluster.
     pub cluster: [u32; 3],
     /// Clusters in the grid.
     pub clusters: u64,
-    /// Bytes of shared memory of a block.
+    /// Bytes of shared memory per block.
     pub shared_bytes: u32,
     /// Which launch of the device it is.
     pub era: Era,
@@ -84,14 +84,14 @@ pub struct Launch<'a> {
     pub sync: SyncWords,
     /// Warp instructions executed by finished slices, with what setting up clusters counts as.
     pub executed: AtomicU64,
-    /// Set when the launch shall end early.
+    /// Set to end the launch early.
     pub stop: AtomicBool,
     /// The vector instructions to use.
     pub level: Level,
 }
 
 impl Launch<'_> {
-    /// Blocks in a cluster and warps in a block.
+    /// Blocks per cluster and warps per block.
     fn blocks_and_warps(&self) -> (u64, u64) {
         let product = |dims: [u32; 3]| dims.iter().map(|&d| u64::from(d)).product::<u64>();
         (product(self.cluster), product(self.block).div_ceil(32))
@@ -113,8 +113,7 @@ impl Launch<'_> {
         blocks * (warps * (1 + registers) + u64::from(self.shared_bytes.div_ceil(128)))
     }
 
-    /// About the bytes that a cluster takes: the rows of its registers, and its shared memory with the record of who
-    /// accessed it.
+    /// About how many bytes a cluster takes: the rows of its registers, and its shared memory with its shadow.
     pub fn cluster_bytes(&self) -> u64 {
         let (blocks, warps) = self.blocks_and_warps();
         let rows = size_of::<Row>() * self.program.words + size_of::<Row64>() * self.program.longs;
@@ -125,7 +124,7 @@ impl Launch<'_> {
 /// What the clusters of one host thread have counted and found.
 #[derive(Default)]
 pub struct Tally {
-    /// How often each instruction was executed, but for those of whole runs.
+    /// How often each instruction was executed outside of whole runs.
     pub executed: Vec<u64>,
     /// How often each run of instructions was executed as a whole.
     pub runs: Vec<u64>,
@@ -175,7 +174,7 @@ pub struct Cluster<'a> {
     pub warps: Vec<Warp>,
     /// Its asynchronous operations.
     pub agents: Agents,
-    /// Copies under way that complete at an mbarrier.
+    /// Copies in flight that complete at an mbarrier.
     pub pending: Vec<PendingCopy>,
     /// The bytes of the copy that is taking effect.
     pub staging: Vec<u8>,
@@ -197,7 +196,7 @@ pub struct Cluster<'a> {
     pub operand_pages: OperandPages,
     /// The clocks of the warpgroup whose product is being started.
     pub together: WarpClock,
-    /// What the clock registers show: it moves on whenever one is read.
+    /// What the clock registers show: it advances whenever one is read.
     pub ticks: u64,
 }
 
@@ -208,7 +207,7 @@ pub enum Outcome {
     Next,
     /// The instruction has set the place to go on at.
     Jumped,
-    /// Goes on with the next instruction, after other warps had their turn.
+    /// Goes on with the next instruction, after other warps have had their turn.
     Yield,
     /// The warp waits; it executes the instruction again when woken.
     Retry,
@@ -217,7 +216,7 @@ pub enum Outcome {
 }
 
 impl<'a> Cluster<'a> {
-    /// A cluster at the start of the program, in the memory of one of the same launch that has come to its end.
+    /// A cluster at the start of the program; reuses the memory of an ended cluster of the same launch.
     pub fn new(launch: &'a Launch<'a>, id: u32, ended: Option<Cluster<'a>>) -> Cluster<'a> {
         let program = launch.program;
         let [cx, cy, cz] = launch.cluster;
@@ -304,7 +303,7 @@ impl<'a> Cluster<'a> {
     }
 }
 
-/// The registers a thread has at launch: what the kernel is limited to, or what the block leaves each thread.
+/// The registers per thread at launch: what the kernel is limited to, or what the block leaves each thread.
 fn launch_registers(program: &Program<'_>, threads: u32) -> u32 {
     let kernel = program.kernel;
     if let Some(max) = kernel.max_regs {

@@ -1,4 +1,4 @@
-//! The register file of a warp: one row of 32 lanes a register, predicates as masks.
+//! The register file of a warp: one row of 32 lanes per register, predicates as masks.
 //!
 //! 16-bit and 32-bit registers share the rows of words; 64-bit registers have rows of their own. Constants are
 //! rows too, filled once, so that an operand is always a row. Beside each row stands the mask of lanes that
@@ -11,7 +11,7 @@ pub type Row = [u32; 32];
 /// A 64-bit register of all lanes.
 pub type Row64 = [u64; 32];
 
-/// A row that begins with a line of the cache, so that a vector of lanes never lies in two.
+/// A row aligned to a cache line, so that no vector of lanes crosses one.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 pub struct Aligned<T>(pub T);
@@ -39,7 +39,7 @@ pub struct Regs {
     pub r32: Vec<Aligned<Row>>,
     /// 64-bit registers.
     pub r64: Vec<Aligned<Row64>>,
-    /// Predicates, one bit a lane.
+    /// Predicates, one bit per lane.
     pub pred: Vec<u32>,
     /// The lanes of each 32-bit row that hold a value.
     pub init32: Vec<u32>,

@@ -9,7 +9,7 @@ use crate::races::clock::{Edge, Stamp};
 use crate::races::global_shadow::GlobalConflict;
 use crate::races::shared_shadow::SharedConflict;
 
-impl<'a> Cluster<'a> {
+impl Cluster<'_> {
     /// Reports something at an instruction of a warp.
     #[cold]
     pub fn report(
@@ -168,7 +168,9 @@ impl<'a> Cluster<'a> {
             )
         } else {
             let by = format!("another block (cluster {})", prior.cluster);
-            (by, "a release and an acquire between the two blocks, or atomics".to_string())
+            (by, "a release and an acquire of gpu scope between the two blocks, with a barrier where other threads made \
+                 the accesses; or atomics"
+                .to_string())
         };
         let (message, missing) = if found.non_coherent {
             let what = if write {

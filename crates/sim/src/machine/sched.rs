@@ -1,4 +1,4 @@
-//! Which warp runs when, and what it means that none can.
+//! Which warp runs when, and what is reported when none can.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -11,7 +11,7 @@ use crate::machine::{Cluster, Outcome, Tally};
 use crate::program::Slot;
 use crate::vectors::{self, Pause};
 
-/// Warp instructions after which [`Config::stop`](crate::Config::stop) is asked again: some milliseconds of them.
+/// Warp instructions between two polls of [`Config::stop`](crate::Config::stop): some milliseconds of them.
 const ASK_AFTER: u64 = 1 << 13;
 
 /// How a slice of a cluster's work ended.
@@ -64,7 +64,7 @@ impl Cluster<'_> {
                 return Slice::Finished;
             }
             if self.slice == 0 {
-                // Warps that spin on something else must not keep a copy from completing for ever.
+                // Warps that spin on something else must not keep a copy from completing forever.
                 self.complete_for_a_waiter();
                 return Slice::Unfinished;
             }
@@ -88,7 +88,7 @@ impl Cluster<'_> {
                     return Slice::Finished;
                 }
             }
-            // A turn that was cut short only to ask goes on.
+            // A turn that was interrupted only for the poll continues.
             let goes_on = used == cut && cut < quantum && self.warps[warp].state == State::Ready;
             if !seeded && !goes_on {
                 turn = warp + 1;
@@ -234,7 +234,7 @@ impl Cluster<'_> {
         }
     }
 
-    /// A warp has ended, perhaps with copies or products under way.
+    /// A warp has ended, perhaps with copies or products in flight.
     fn check_warp_end(&mut self, w: usize) {
         self.end_bulk(w);
         self.end_wgmma(w);
@@ -278,7 +278,7 @@ impl Cluster<'_> {
         let mut first = None;
         for (w, warp) in self.warps.iter().enumerate() {
             let State::Waiting(wait) = warp.state else { continue };
-            // A warp that goes on after its wait has its place behind the instruction it waits at.
+            // A warp that waits at a block barrier already stands after the instruction.
             let pc = match wait {
                 Wait::Barrier(_) => warp.pc - 1,
                 _ => warp.pc,
@@ -330,7 +330,7 @@ impl Cluster<'_> {
             }
             Wait::Warpgroup => "the other warps of its warpgroup".to_string(),
             Wait::Registers(n) => format!(
-                "{n} registers a thread ({} are free in the block)",
+                "{n} registers per thread ({} are free in the block)",
                 self.blocks[self.warps[w].block].free_registers
             ),
             Wait::Cluster => "the cluster's barrier".to_string(),

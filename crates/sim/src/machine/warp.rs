@@ -6,8 +6,7 @@ use crate::machine::RANK_SHIFT;
 use crate::machine::copy_queue::CopyQueue;
 use crate::machine::regs::{Aligned, Regs, Row};
 use crate::program::{NEVER, Program};
-use crate::races::clock::{ClockPair, WarpClock};
-use crate::races::sync_words::Published;
+use crate::races::clock::WarpClock;
 
 /// Lanes that parted from the others and wait for their turn.
 #[derive(Clone, Copy, Debug)]
@@ -89,25 +88,12 @@ pub struct Warp {
     pub tid: [Row; 3],
     /// Failed polls of an mbarrier in a row, and where.
     pub polls: (u32, u32),
-    /// Registers a thread has, by `setmaxnreg`.
+    /// Registers per thread, by `setmaxnreg`.
     pub register_count: u32,
-    /// What strong writes publish since the last fence.
-    pub fenced: Option<Box<Strong>>,
-    /// What strong reads have observed since the last fence.
-    pub observed: Strong,
-}
-
-/// What travels through words of memory that are read and written strongly.
-#[derive(Clone, Default)]
-pub struct Strong {
-    /// Within the cluster.
-    pub pair: ClockPair,
-    /// Between clusters.
-    pub abroad: Published,
 }
 
 impl Warp {
-    /// A warp at the start of a program, in the memory of one that has ended; its block and its place there.
+    /// A warp at the start of a program, given its block and its index there; reuses the memory of an ended warp.
     pub fn new(
         program: &Program<'_>,
         (block, index): (usize, u32),
@@ -145,12 +131,10 @@ impl Warp {
             tid: [x, y, z],
             polls: (0, 0),
             register_count,
-            fenced: None,
-            observed: Strong::default(),
         }
     }
 
-    /// Ends lanes: they take no part in anything any more.
+    /// Ends lanes: they take part in nothing from here on.
     pub fn exit(&mut self, mask: u32) {
         self.live &= !mask;
         self.active &= !mask;
@@ -159,7 +143,7 @@ impl Warp {
         }
     }
 
-    /// Goes on with lanes that wait, where the active ones have met them or are none.
+    /// Switches to waiting lanes if the active ones have met them, or have all exited.
     pub fn settle(&mut self) {
         while self.active == 0 || self.pc == self.reconverge {
             match self.stack.pop() {
@@ -186,7 +170,7 @@ impl Warp {
     }
 }
 
-/// Registers at the start of a program, in the block of this rank in its cluster, in the memory of others.
+/// Registers at the start of a program, in the block of this rank in its cluster; reuses the memory of others.
 fn fresh_registers(program: &Program<'_>, rank: usize, mut regs: Regs) -> Regs {
     let poison = crate::memory::global::POISON;
     refill(&mut regs.r32, program.words, Aligned([poison as u32; 32]));
@@ -213,7 +197,7 @@ fn fresh_registers(program: &Program<'_>, rank: usize, mut regs: Regs) -> Regs {
     regs
 }
 
-/// Makes so many equal values of a list, in the memory that it has.
+/// Fills a list with `len` equal values, in its own memory.
 fn refill<T: Clone>(list: &mut Vec<T>, len: usize, value: T) {
     list.clear();
     list.resize(len, value);

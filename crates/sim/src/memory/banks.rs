@@ -1,6 +1,6 @@
 //! What a memory instruction costs: passes through the 32 banks of shared memory, sectors of global memory.
 //!
-//! Shared memory has 32 banks of 4 bytes. A warp's access is served in passes: all lanes at once up to 4 bytes a
+//! Shared memory has 32 banks of 4 bytes. A warp's access is served in passes: all lanes at once up to 4 bytes per
 //! lane, half a warp for 8, a quarter for 16. Within a pass each bank delivers one word, to any number of lanes;
 //! different words of one bank take further passes.
 
@@ -13,7 +13,7 @@ pub struct Wavefronts {
     pub ideal: u32,
 }
 
-/// The passes of an access of `bytes` a lane (1 to 16) at these shared addresses.
+/// The passes of an access of `bytes` per lane (1 to 16) at these shared addresses.
 pub fn shared_wavefronts(addresses: &[u32; 32], mask: u32, bytes: u32) -> Wavefronts {
     let lanes_in_a_pass = match bytes {
         0..=4 => 32,

@@ -35,9 +35,9 @@ pub(crate) struct Region {
     pub base: u64,
     pub len: usize,
     words: Box<[AtomicU64]>,
-    /// One bit a byte: holds a value.
+    /// One bit per byte: holds a value.
     init: Box<[AtomicU64]>,
-    /// One bit a byte: written by a kernel since the host last asked to forget.
+    /// One bit per byte: written by a kernel since the host last asked to forget.
     written: Box<[AtomicU64]>,
     pub races: RaceShadow,
 }
@@ -185,7 +185,7 @@ impl Region {
     }
 }
 
-/// Bytes that a kernel writes one after the other, noted a word of bits at a time.
+/// Bytes that a kernel writes one after the other, noted 64 at a time.
 #[derive(Default)]
 pub(crate) struct Written<'a> {
     region: Option<&'a Region>,
@@ -194,7 +194,7 @@ pub(crate) struct Written<'a> {
 }
 
 impl<'a> Written<'a> {
-    /// Up to sixteen bytes were written, at a multiple of their number.
+    /// Adds up to sixteen bytes, at a multiple of their number.
     #[inline]
     pub fn add(&mut self, region: &'a Region, offset: usize, bytes: u32) {
         let same = self.region.is_some_and(|of| std::ptr::eq(of, region)) && self.word == offset / 64;

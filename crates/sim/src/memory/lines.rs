@@ -1,5 +1,5 @@
-//! Lines of global memory: warps mostly access 128 bytes with eight lanes, 16 bytes each, one lane after the other. What
-//! is asked of such an access is asked once for the line.
+//! Lines of global memory: warps mostly access 128 bytes with eight lanes, 16 bytes each, one lane after the other. Such
+//! an access is checked once for the whole line.
 
 use crate::machine::regs::Row64;
 use crate::races::global_shadow::LINE;

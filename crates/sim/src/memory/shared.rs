@@ -5,7 +5,8 @@ use flashcore_ptx::SharedLayout;
 use crate::exec::for_lanes;
 use crate::machine::regs::Row;
 use crate::memory::global::POISON;
-use crate::races::clock::{Agent, Lanes, Stamp, WarpClock};
+use crate::races::clock::{Agent, Stamp, WarpClock};
+use crate::races::lanes::Lanes;
 use crate::races::shared_shadow::{CELL, PAGE, PAGE_BYTES, SharedShadow};
 use crate::vectors::matrices::Survey;
 
@@ -18,7 +19,7 @@ pub struct SharedMemory {
     plain_pages: Vec<bool>,
     /// The pages in which there has been an mbarrier.
     barrier_pages: Vec<bool>,
-    /// One bit a byte: belongs to an allocation.
+    /// One bit per byte: belongs to an allocation.
     allocated: Vec<u16>,
     /// Who wrote and read what.
     pub shadow: SharedShadow,
@@ -27,7 +28,7 @@ pub struct SharedMemory {
     dense: u32,
 }
 
-/// What the bytes of a cell are: one bit a byte.
+/// What the bytes of a cell are: one bit per byte.
 #[derive(Clone, Copy, Default)]
 struct Contents {
     /// Holds a value.
@@ -123,9 +124,9 @@ impl SharedMemory {
         self.contents[cell as usize].is_plain()
     }
 
-    /// Records a write of whole cells, one a lane, of those where all lanes of the warp that makes or starts it come after
-    /// every earlier access and no mbarrier is near; `lanes` says who has the bytes of a cell. Returns which lanes are done
-    /// with.
+    /// Records a write of whole cells, one per lane, where all lanes of the warp that makes or starts it come after every
+    /// earlier access and the page has no mbarrier. `lanes` says which lanes have the bytes of a cell. Returns the lanes
+    /// whose write is recorded.
     #[inline(always)]
     pub fn write_after_all(
         &mut self,
@@ -148,8 +149,8 @@ impl SharedMemory {
         done
     }
 
-    /// Records a warp's write of words, of those cells in the same way that four lanes fill in order. Returns which lanes are
-    /// done with.
+    /// Records a warp's write of words in the same way, for the cells that four lanes fill in order. Returns the lanes whose
+    /// write is recorded.
     pub fn write_quads(&mut self, addresses: &Row, clocks: &WarpClock, pc: u32) -> u32 {
         let mut heads = 0;
         for (quad, words) in addresses.as_chunks::<4>().0.iter().enumerate() {
@@ -182,7 +183,7 @@ impl SharedMemory {
         self.contents_of(page).iter().fold(0, |bits, cell| bits | cell.barrier) != 0
     }
 
-    /// Records the reads of rows of 16 bytes that hold values and were written before. Returns which rows are done with.
+    /// Records the reads of rows of 16 bytes that hold values and were written before. Returns the rows that are recorded.
     #[inline(always)]
     pub fn read_rows(
         &mut self,

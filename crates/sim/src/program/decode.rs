@@ -221,7 +221,7 @@ impl<'k> Decoder<'k> {
         Ok(self.span_from(start))
     }
 
-    /// The place where the accumulators that were added last stand already, or those.
+    /// An earlier list equal to the accumulators that were added last, which are then dropped; or that list itself.
     fn same_accumulators(&mut self, new: Span) -> Span {
         let of = |span: Span| &self.slots[span.start as usize..][..span.len as usize];
         if let Some(&seen) = self.accumulators.iter().find(|&&seen| of(seen) == of(new)) {
@@ -310,7 +310,7 @@ impl<'k> Decoder<'k> {
         Ok((code, exec))
     }
 
-    /// Finds the runs of plain instructions. Labels and branches are none, so that lanes part and meet between runs.
+    /// Finds the runs of plain instructions. Labels and branches are not plain, so lanes part and meet only between runs.
     fn runs(&mut self, code: &[Code], steps: &[Exec]) -> (Vec<u32>, Vec<Run>) {
         let (mut run_at, mut runs) = (vec![0; code.len()], Vec::new());
         let mut fragments = HashMap::new();

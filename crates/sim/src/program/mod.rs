@@ -39,7 +39,7 @@ pub enum Slot {
     Global(u32, i32),
     /// Bytes of the parameters, from this one on.
     Param(u32),
-    /// A result that is not wanted.
+    /// A result that is discarded.
     Sink,
 }
 
@@ -103,20 +103,20 @@ pub struct Span {
 }
 
 impl Span {
-    /// Whether it has nothing.
+    /// Whether it is empty.
     #[inline]
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
 }
 
-/// Plain instructions, or products of a warp, without a guard that follow each other: what is asked before each of them
-/// is asked once.
+/// Plain instructions, or products of a warp, without a guard that follow each other. What has to be checked before each
+/// of them is checked once.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
     /// How many.
     pub len: u32,
-    /// The first of the products, if they are those.
+    /// The first of the products, if it is a run of products.
     product: Option<u32>,
     /// Registers that they read and that may lack a value in some lane before the first of them.
     unproven: Span,
@@ -126,7 +126,7 @@ pub struct Run {
     wgmma_writes: Span,
 }
 
-/// A decoded instruction. What the loop of plain instructions looks at stands in one line of the cache.
+/// A decoded instruction. What the loop of plain instructions needs is in one cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub struct Code {
@@ -179,7 +179,7 @@ pub struct Program<'k> {
     pub preds: usize,
     /// The constants, which take the last rows of each file.
     pub constants: Constants,
-    /// Whether it waits for the grid before it anywhere.
+    /// Whether it has a `griddepcontrol.wait` anywhere.
     pub waits_for_grid: bool,
 }
 
@@ -221,7 +221,7 @@ impl<'k> Program<'k> {
         }
     }
 
-    /// The products that a run consists of, if it does.
+    /// The products of a run, if it is a run of products.
     #[inline]
     pub fn products(&self, run: &Run) -> &[MmaInst] {
         run.product.map_or(&[], |first| &self.products[first as usize..][..run.len as usize])
@@ -257,7 +257,7 @@ impl<'k> Program<'k> {
         self.pool(code.births)
     }
 
-    /// Registers of `wgmma`s that an instruction which is none reads, and those that it writes.
+    /// The `wgmma` registers that an instruction other than `wgmma` reads, and those that it writes.
     #[inline]
     pub fn wgmma_of(&self, code: &Code) -> (Span, Span) {
         (code.wgmma_reads, code.wgmma_writes)

@@ -10,98 +10,18 @@
 //!
 //! Within a warp, lanes are ordered among each other only by a barrier, so a stamp says which lanes accessed
 //! which bytes, and a release by some lanes publishes only what those lanes did since the last warp barrier.
+//!
+//! A fence orders nothing by itself, and neither does a relaxed (strong, but not releasing or acquiring) access: only a
+//! strong write after a fence publishes, and only a fence after a strong read takes in. What is half ordered in this way
+//! travels through barriers with the rest, so that one thread may fence and another write, with a barrier between them.
 
 use std::sync::Arc;
 
+use crate::races::lanes::Lanes;
 use crate::races::sync_words::{Published, join};
 
 /// The number of an agent in its cluster.
 pub type Agent = u16;
-
-/// Which lane of a warp accessed each byte of a 16-byte cell (or of a quarter of one, or of one byte).
-///
-/// Packed: bits 0-4 the first lane, bits 5-6 log2 of the bytes a lane has (8 for one lane, by bit 9), bits 7-8
-/// log2 of the lanes' distance.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lanes(u16);
-
-impl Lanes {
-    /// Several lanes, or nobody in particular.
-    pub const ALL: Lanes = Lanes(0x7FF);
-    /// Marks a run of lanes.
-    const RUN: u16 = 0x200;
-    /// Marks half of a run of 2-byte lanes: four bytes, two lanes.
-    const PAIR: u16 = 0x400;
-
-    /// One lane has all bytes.
-    pub const fn one(lane: u32) -> Lanes {
-        Lanes(lane as u16)
-    }
-
-    /// Byte `b` of a cell belongs to lane `first + distance * (b / bytes)`, for `bytes` of 2, 4 or 8 and a
-    /// distance of 1, 2, 4 or 8.
-    pub const fn run(first: u32, bytes: u32, distance: u32) -> Lanes {
-        let code = bytes.trailing_zeros() << 5 | distance.trailing_zeros() << 7 | first;
-        Lanes(Lanes::RUN | code as u16)
-    }
-
-    const fn first(self) -> u32 {
-        (self.0 & 0x1F) as u32
-    }
-
-    /// The lanes of the part of `size` bytes (4 or 1) that starts at `offset`.
-    pub(crate) const fn part(self, offset: u32, size: u32) -> Lanes {
-        if self.0 == Lanes::ALL.0 || self.0 & Lanes::RUN == 0 {
-            return self;
-        }
-        let bytes = 1 << (self.0 >> 5 & 3);
-        let first = self.first() + ((offset / bytes) << (self.0 >> 7 & 3));
-        if size > bytes {
-            // Four bytes of a run of 2-byte lanes.
-            Lanes(self.0 & !0x1F | Lanes::PAIR | first as u16)
-        } else {
-            Lanes::one(first)
-        }
-    }
-
-    /// The set of lanes as a mask.
-    pub fn mask(self) -> u32 {
-        if self == Lanes::ALL {
-            return u32::MAX;
-        }
-        if self.0 & Lanes::RUN == 0 {
-            return 1 << self.first();
-        }
-        let bytes = 1u32 << (self.0 >> 5 & 3);
-        let count = if self.0 & Lanes::PAIR != 0 { 2 } else { 16 / bytes };
-        (0..count).fold(0, |mask, i| mask | 1 << (self.first() + (i << (self.0 >> 7 & 3))))
-    }
-
-    /// The lane that has a byte of the cell, if it is one.
-    #[inline]
-    pub fn at(self, byte: u32) -> Option<u32> {
-        if self == Lanes::ALL {
-            None
-        } else if self.0 & Lanes::RUN == 0 {
-            Some(self.first())
-        } else {
-            Some(self.first() + (byte >> (self.0 >> 5 & 3) << (self.0 >> 7 & 3)))
-        }
-    }
-
-    /// Some lane of the set, to name in a report.
-    pub fn any(self) -> u32 {
-        self.mask().trailing_zeros()
-    }
-
-    pub(crate) const fn code(self) -> u16 {
-        self.0
-    }
-
-    pub(crate) const fn from_code(code: u16) -> Lanes {
-        Lanes(code)
-    }
-}
 
 /// When an access happened, and whose it was. Clock 0 means: never.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -226,6 +146,35 @@ pub struct ClockPair {
     pub generic: VClock,
     /// For asynchronous operations.
     pub proxied: VClock,
+    /// What fences and strong accesses have half ordered, where there were any.
+    strong: Option<Arc<Strong>>,
+}
+
+/// What a fence and a strong access order only together.
+#[derive(Clone, Debug, Default)]
+struct Strong {
+    /// What was done before a fence: strong writes after it publish that.
+    fenced: Option<Box<Words>>,
+    /// What strong reads have seen: a fence after them takes that in.
+    observed: Option<Box<Words>>,
+}
+
+/// What is published through words of memory.
+#[derive(Clone, Debug, Default)]
+struct Words {
+    /// Through words of shared memory, within the cluster.
+    shared: ClockPair,
+    /// Through words of global memory.
+    global: Published,
+}
+
+impl Words {
+    fn join(into: &mut Option<Box<Words>>, from: Option<&Words>) {
+        let Some(from) = from else { return };
+        let into = into.get_or_insert_default();
+        into.shared.join(&from.shared);
+        join(&mut into.global, &from.global);
+    }
 }
 
 impl ClockPair {
@@ -233,6 +182,27 @@ impl ClockPair {
     pub fn join(&mut self, other: &ClockPair) {
         self.generic.join(&other.generic);
         self.proxied.join(&other.proxied);
+        if let Some(theirs) = &other.strong {
+            self.join_strong(theirs);
+        }
+    }
+
+    #[cold]
+    fn join_strong(&mut self, theirs: &Arc<Strong>) {
+        match &mut self.strong {
+            None => self.strong = Some(Arc::clone(theirs)),
+            Some(mine) if Arc::ptr_eq(mine, theirs) => {}
+            Some(mine) => {
+                let mine = Arc::make_mut(mine);
+                Words::join(&mut mine.fenced, theirs.fenced.as_deref());
+                Words::join(&mut mine.observed, theirs.observed.as_deref());
+            }
+        }
+    }
+
+    /// A pair that covers nothing but what fences and strong accesses have half ordered.
+    fn half_ordered(strong: Strong) -> ClockPair {
+        ClockPair { strong: Some(Arc::new(strong)), ..ClockPair::default() }
     }
 
     /// Covers an asynchronous operation that has completed: for both kinds of access, because completion
@@ -252,6 +222,7 @@ impl ClockPair {
     pub fn clear(&mut self) {
         self.generic.clear();
         self.proxied.clear();
+        self.strong = None;
     }
 }
 
@@ -267,6 +238,21 @@ pub struct WarpClock {
     parted: Vec<(u32, ClockPair)>,
     /// Copies of its own lanes that each lane has waited for, but the others have not.
     own_copies: Vec<(Agent, u32)>,
+    /// Fences since the last warp barrier.
+    fences: Vec<Fence>,
+}
+
+/// A fence since the last warp barrier: until that comes, each lane has fenced only what it did itself.
+#[derive(Clone, Debug)]
+struct Fence {
+    /// The lanes, all bits if all live ones have fenced.
+    lanes: u32,
+    /// The warp's clock.
+    clock: u32,
+    /// The cluster, if the fence reaches beyond it.
+    cluster: Option<u32>,
+    /// What the lanes came after.
+    past: Words,
 }
 
 /// How an access relates to an earlier one that it conflicts with.
@@ -301,6 +287,7 @@ impl WarpClock {
             seen: ClockPair::default(),
             parted: Vec::new(),
             own_copies: Vec::new(),
+            fences: Vec::new(),
         }
     }
 
@@ -318,7 +305,7 @@ impl WarpClock {
     /// Whether an access by these lanes now comes after the access of `prior`.
     #[inline(always)]
     pub fn edge(&self, prior: Stamp, lanes: Lanes, proxy: Proxy) -> Edge {
-        // What is ordered for all lanes is most of what there is.
+        // Mostly the access is ordered for all lanes.
         let covered = match proxy {
             Proxy::Generic => self.covered(prior.agent),
             Proxy::Async => self.seen.proxied.of(prior.agent),
@@ -388,6 +375,9 @@ impl WarpClock {
                 into.join(pair);
             }
         }
+        if !self.fences.is_empty() {
+            into.join_strong(&Arc::new(Strong { fenced: self.fenced_since(mask, live), observed: None }));
+        }
         self.now += 1;
     }
 
@@ -439,6 +429,11 @@ impl WarpClock {
 
     /// All lanes have met: what each did is ordered before what any does next.
     pub fn sync_lanes(&mut self) {
+        if !self.fences.is_empty() {
+            let fenced = self.fenced_since(u32::MAX, u32::MAX);
+            self.seen.join_strong(&Arc::new(Strong { fenced, observed: None }));
+            self.fences.clear();
+        }
         self.now += 1;
         self.synced = self.now;
         for (_, pair) in std::mem::take(&mut self.parted) {
@@ -453,7 +448,7 @@ impl WarpClock {
     pub fn fence_proxy(&mut self, mask: u32, live: u32) {
         let mut past = VClock::default();
         self.own_past(mask, live, &mut past);
-        let ClockPair { generic, proxied } = &mut self.seen;
+        let ClockPair { generic, proxied, .. } = &mut self.seen;
         proxied.join(generic);
         proxied.join(&past);
         for (m, pair) in &mut self.parted {
@@ -464,31 +459,136 @@ impl WarpClock {
         self.now += 1;
     }
 
-    /// What these lanes publish to other clusters by a release through a word of global memory.
+    /// What these lanes publish by a release through a word of global memory.
     pub fn publish_abroad(&mut self, cluster: u32, mask: u32, live: u32) -> Published {
         let mut past = self.seen.generic.clone();
+        for (_, pair) in self.parted.iter().filter(|(m, _)| mask & m != 0) {
+            past.join(&pair.generic);
+        }
         self.own_past(mask, live, &mut past);
         self.now += 1;
-        let mut published = past.abroad.as_deref().cloned().unwrap_or_default();
-        // Other clusters see warps, not lanes: what some lanes released counts for the warp.
-        for s in std::mem::take(&mut past.some) {
-            past.raise(s.agent, s.clock);
-        }
-        published.insert(cluster, past.whole);
+        let mut published = past.abroad.take().as_deref().cloned().unwrap_or_default();
+        published.entry(cluster).or_default().join(&past);
         published
     }
 
-    /// Takes in what other clusters have published.
-    pub fn acquire_abroad(&mut self, published: &Published) {
-        let abroad = self.seen.generic.abroad.get_or_insert_with(Arc::default);
-        join(Arc::make_mut(abroad), published);
+    /// Takes in what was published through a word of global memory, for these lanes.
+    pub fn acquire_abroad(&mut self, cluster: u32, mask: u32, live: u32, published: &Published) {
+        let mut pair = ClockPair::default();
+        if let Some(own) = published.get(&cluster) {
+            pair.generic.join(own);
+        }
+        pair.generic.abroad = Some(Arc::new(published.clone()));
+        self.acquire(mask, live, &pair);
     }
 
-    /// Whether an access of another cluster is ordered before this warp.
-    pub fn covers_foreign(&self, cluster: u32, stamp: Stamp) -> bool {
-        let Some(abroad) = &self.seen.generic.abroad else { return false };
-        let clocks = abroad.get(&cluster);
-        clocks.and_then(|c| c.get(usize::from(stamp.agent))).is_some_and(|&c| c >= stamp.clock)
+    /// Whether an access of another cluster is ordered before an access by these lanes now.
+    pub fn covers_foreign(&self, cluster: u32, stamp: Stamp, lanes: Lanes) -> bool {
+        let covers = |pair: &ClockPair| {
+            let abroad = pair.generic.abroad.as_ref();
+            abroad.and_then(|abroad| abroad.get(&cluster)).is_some_and(|clock| clock.covers(stamp))
+        };
+        let mask = lanes.mask();
+        covers(&self.seen) || self.parted.iter().any(|(m, pair)| mask & !m == 0 && covers(pair))
+    }
+
+    /// `fence`: these lanes take in what their strong reads have seen, and their strong writes from here on publish what
+    /// they have done so far. Beyond the cluster only if the fence is `wide`.
+    pub fn fence(&mut self, cluster: u32, mask: u32, live: u32, wide: bool) {
+        let observed: Vec<_> = self
+            .half_ordered(mask)
+            .filter_map(|(lanes, strong)| Some((lanes & mask, strong.observed.clone()?)))
+            .collect();
+        for (lanes, words) in observed {
+            self.acquire(lanes, live, &words.shared);
+            if wide && !words.global.is_empty() {
+                self.acquire_abroad(cluster, lanes, live, &words.global);
+            }
+        }
+        let mut past = Words::default();
+        past.shared.join(&self.seen);
+        for (_, pair) in self.parted.iter().filter(|(m, _)| mask & m != 0) {
+            past.shared.join(pair);
+        }
+        past.shared.strong = None;
+        past.shared.generic.raise(self.agent, self.synced - 1);
+        if wide {
+            let mut own = past.shared.generic.clone();
+            past.global = own.abroad.take().as_deref().cloned().unwrap_or_default();
+            past.global.entry(cluster).or_default().join(&own);
+        }
+        let lanes = all_lanes(mask, live);
+        // A fence of the same lanes that reaches as far covers what an earlier one did.
+        self.fences.retain(|fence| fence.lanes & !lanes != 0 || fence.cluster.is_some() && !wide);
+        self.fences.push(Fence { lanes, clock: self.now, cluster: wide.then_some(cluster), past });
+        self.now += 1;
+    }
+
+    /// What these lanes have fenced since the last warp barrier.
+    fn fenced_since(&self, mask: u32, live: u32) -> Option<Box<Words>> {
+        let mask = all_lanes(mask, live);
+        let mut fenced = None;
+        for fence in self.fences.iter().filter(|fence| fence.lanes & mask != 0) {
+            let lanes = fence.lanes & mask;
+            let own = |into: &mut VClock| {
+                let past = std::iter::once((self.agent, fence.clock)).chain(self.own_copies.iter().copied());
+                for (agent, clock) in past {
+                    if lanes == u32::MAX {
+                        into.raise(agent, clock);
+                    } else {
+                        into.raise_lanes(SomeLanes { agent, clock, lanes });
+                    }
+                }
+            };
+            let mut words = fence.past.clone();
+            own(&mut words.shared.generic);
+            if let Some(cluster) = fence.cluster {
+                own(words.global.entry(cluster).or_default());
+            }
+            Words::join(&mut fenced, Some(&words));
+        }
+        fenced
+    }
+
+    /// What fences and strong accesses have half ordered for all lanes, and for some of these.
+    fn half_ordered(&self, mask: u32) -> impl Iterator<Item = (u32, &Strong)> {
+        let some = self.parted.iter().filter(move |(m, _)| mask & m != 0).map(|(m, pair)| (*m, pair));
+        let all = std::iter::once((u32::MAX, &self.seen));
+        all.chain(some).filter_map(|(lanes, pair)| Some((lanes, pair.strong.as_deref()?)))
+    }
+
+    /// What a strong write of these lanes to a word of shared memory publishes: what was done before a fence.
+    pub fn fenced(&self, mask: u32, live: u32) -> Option<ClockPair> {
+        Some(self.fenced_words(mask, live)?.shared)
+    }
+
+    /// The same for a word of global memory.
+    pub fn fenced_abroad(&self, mask: u32, live: u32) -> Option<Published> {
+        Some(self.fenced_words(mask, live)?.global).filter(|fenced| !fenced.is_empty())
+    }
+
+    fn fenced_words(&self, mask: u32, live: u32) -> Option<Box<Words>> {
+        let mut fenced = self.fenced_since(mask, live);
+        for (_, strong) in self.half_ordered(mask) {
+            Words::join(&mut fenced, strong.fenced.as_deref());
+        }
+        fenced
+    }
+
+    /// A strong read of these lanes sees what was published through a word of shared memory.
+    pub fn observe(&mut self, mask: u32, live: u32, published: &ClockPair) {
+        let words = Words { shared: published.clone(), global: Published::default() };
+        self.observe_words(mask, live, words);
+    }
+
+    /// The same for a word of global memory.
+    pub fn observe_abroad(&mut self, mask: u32, live: u32, published: Published) {
+        self.observe_words(mask, live, Words { shared: ClockPair::default(), global: published });
+    }
+
+    fn observe_words(&mut self, mask: u32, live: u32, words: Words) {
+        let observed = Strong { fenced: None, observed: Some(Box::new(words)) };
+        self.acquire(mask, live, &ClockPair::half_ordered(observed));
     }
 
     /// Adds what an access by these lanes now may rely on.
@@ -549,6 +649,11 @@ impl WarpClock {
             || self.own_copies.iter().any(|&(a, c)| a == agent && c >= clock)
             || self.parted.iter().any(|(m, pair)| mask & !m == 0 && pair.generic.of(agent) >= clock)
     }
+}
+
+/// The lanes of a mask, with all bits if it has all live lanes.
+fn all_lanes(mask: u32, live: u32) -> u32 {
+    if mask & live == live { u32::MAX } else { mask }
 }
 
 /// The order of two accesses of one warp since its last barrier.
@@ -638,21 +743,5 @@ mod tests {
         assert_eq!(a.edge(run.part(8, 4), Lanes::one(5), Proxy::Generic), Edge::MissingWarpBarrier);
         a.sync_lanes();
         assert_eq!(a.edge(run, Lanes::one(1), Proxy::Generic), Edge::Ordered);
-    }
-
-    #[test]
-    fn parts_of_a_run_name_the_lane_that_has_the_byte() {
-        let halves = Lanes::run(8, 2, 1);
-        assert_eq!(halves.mask(), 0xFF00);
-        assert_eq!(halves.part(4, 4).mask(), 0b11 << 10);
-        assert_eq!(halves.part(4, 4).part(2, 1), Lanes::one(11));
-        assert_eq!(Lanes::run(0, 8, 1).part(8, 4), Lanes::one(1));
-        assert_eq!(Lanes::one(7).part(12, 4), Lanes::one(7));
-        let strided = Lanes::run(1, 2, 4);
-        assert_eq!(strided.mask(), 0x2222_2222);
-        assert_eq!(strided.part(8, 4).mask(), 1 << 17 | 1 << 21);
-        assert_eq!(strided.part(8, 4).part(3, 1), Lanes::one(21));
-        assert_eq!(Lanes::run(2, 4, 8).part(12, 4), Lanes::one(26));
-        assert_eq!(Lanes::ALL.part(4, 4), Lanes::ALL);
     }
 }

@@ -3,14 +3,18 @@
 //! A cell covers 16 bytes and remembers the writes to its bytes in this launch and, of the readers, the first and
 //! the latest. Two readers do not make every write-after-read conflict visible when many blocks read a cell, but
 //! the first and the latest reader are ordered after each other only if the program orders all of them; what is
-//! reported is always a conflict. Most memory is only read, or written once, and by whole lines of 128 bytes: the cells of
-//! a line are told apart from the first access on that is another one. Lines live in shards of 4 KiB behind a lock, made when
-//! first touched. Reads by `ld.global.nc` are remembered apart, to the byte: no order allows a write to those.
+//! reported is always a conflict. Most memory is only read, or written once, and by whole lines of 128 bytes: a line has
+//! one record until another kind of access makes cells of it. Lines are in shards of 4 KiB behind a lock, made when first
+//! touched. Reads by `ld.global.nc` are recorded separately, to the byte: no order allows a write to those.
+//!
+//! A shard belongs to a launch. When a later launch touches it, it is dropped, or kept behind the new one if its launch may
+//! be in flight.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
-use crate::races::clock::{Edge, Lanes, Proxy, Stamp, WarpClock};
+use crate::races::clock::{Edge, Proxy, Stamp, WarpClock};
+use crate::races::lanes::Lanes;
 
 const CELL: usize = 16;
 /// Bytes in a line of cells.
@@ -96,7 +100,7 @@ impl Entry {
         }
     }
 
-    /// A read of a whole line: by one lane after the other, or by nobody in particular.
+    /// A read of a whole line: by one lane after the other, or by no particular lane.
     #[inline(always)]
     fn of_line(access: &GlobalAccess) -> Entry {
         let steps = if access.stamp.lanes == Lanes::ALL { 0 } else { Entry::STEPS };
@@ -153,7 +157,7 @@ struct Line {
     first_read: Entry,
     last_read: Entry,
     write: Entry,
-    /// One more than the index of its cells, once they are told apart, or 0.
+    /// One more than the index of its cells, once it has them, or 0.
     cells: u32,
 }
 
@@ -164,7 +168,7 @@ impl Line {
 
 struct Shard {
     launch: u64,
-    /// The same bytes as an earlier launch has accessed them, if it may be in flight.
+    /// The accesses of an earlier launch to the same bytes, if it may be in flight.
     earlier: Option<Box<Shard>>,
     lines: [Line; SHARD / LINE],
     cells: Vec<[GlobalCell; LINE / CELL]>,
@@ -206,7 +210,7 @@ impl Shard {
         (write && read != 0).then(|| found(reader, false, read))
     }
 
-    /// The cell of an offset, told apart from the others of its line, and the lists of further writers.
+    /// The cell of an offset, made from its line if need be, and the lists of further writers.
     #[inline]
     fn cell(&mut self, offset: usize) -> (&mut GlobalCell, &mut Vec<Vec<Entry>>) {
         let line = &mut self.lines[offset % SHARD / LINE];
@@ -235,7 +239,7 @@ pub struct Accessor<'a> {
     pub access: GlobalAccess,
     /// The clocks of the warp.
     pub clocks: &'a WarpClock,
-    /// The lanes of the warp that stand for it.
+    /// The lanes of the warp that make or start it.
     pub lanes: Lanes,
     /// Through which proxy.
     pub proxy: Proxy,
@@ -261,7 +265,7 @@ impl Accessor<'_> {
     fn edge(&self, prior: &GlobalAccess) -> Edge {
         if prior.cluster == self.access.cluster {
             self.clocks.edge(prior.stamp, self.lanes, self.proxy)
-        } else if self.clocks.covers_foreign(prior.cluster, prior.stamp) {
+        } else if self.clocks.covers_foreign(prior.cluster, prior.stamp, self.lanes) {
             Edge::Ordered
         } else {
             Edge::Missing
@@ -330,7 +334,7 @@ impl ShardGuard<'_> {
         offset / SHARD * SHARD == self.first
     }
 
-    /// Records a read of a whole cell, if nothing was written to it. False where there is more to look at.
+    /// Records a read of a whole cell, if nothing was written to it. False if the read must be checked.
     #[inline(always)]
     pub fn read_unwritten(&mut self, offset: usize, access: &GlobalAccess) -> bool {
         let Some(shard) = self.shard.as_mut() else { return false };
@@ -343,7 +347,7 @@ impl ShardGuard<'_> {
     }
 
     /// Records a read of a whole line: of its first cell by the lane of the access and of each further one by the lane
-    /// after, or of all of them by nobody in particular. False where the cells are told apart or were written.
+    /// after, or of all of them by no particular lane. False if the line has cells of its own or was written.
     #[inline(always)]
     pub fn read_line(&mut self, offset: usize, access: &GlobalAccess) -> bool {
         let Some(shard) = self.shard.as_mut() else { return false };
@@ -683,7 +687,7 @@ mod tests {
         touch(&shadow, 0, 4, true, &by(&a, 0, 0, false));
         words.release(64, &a.publish_abroad(0, u32::MAX, u32::MAX));
         touch(&shadow, 4, 4, true, &by(&a, 0, 0, false));
-        b.acquire_abroad(&words.acquire(64).expect("published"));
+        b.acquire_abroad(1, u32::MAX, u32::MAX, &words.acquire(64).expect("published"));
         assert!(touch(&shadow, 0, 4, true, &by(&b, 1, 0, false)).is_none());
         assert!(touch(&shadow, 4, 4, true, &by(&b, 1, 0, false)).is_some());
     }

@@ -6,6 +6,7 @@
 
 pub mod clock;
 pub mod global_shadow;
+pub mod lanes;
 pub mod shared_cells;
 pub mod shared_shadow;
 pub mod sync_words;

@@ -4,7 +4,8 @@
 //! whole makes it one cell again. Each keeps the last write and, for every warp of the block, its last read; readers
 //! from elsewhere (asynchronous operations, other blocks of the cluster) are few and kept in a list.
 
-use crate::races::clock::{Agent, Edge, Lanes, Stamp};
+use crate::races::clock::{Agent, Edge, Stamp};
+use crate::races::lanes::Lanes;
 use crate::races::shared_shadow::{PAGE, SharedAccess, SharedConflict};
 
 /// The first number of a part; smaller ones are cells.
@@ -76,7 +77,7 @@ impl Read {
     }
 }
 
-/// A read by somebody else than a warp of the block.
+/// A read by anything but a warp of the block.
 #[derive(Clone, Copy)]
 struct OtherRead {
     stamp: Stamp,
@@ -85,7 +86,7 @@ struct OtherRead {
     next: u32,
 }
 
-/// The cells of one block's shared memory, as far as they are told apart.
+/// The cells of one block's shared memory, for the pages that have cells.
 pub struct Cells {
     /// The cells, a page after the other.
     pub whole: Vec<SharedCell>,
@@ -109,7 +110,7 @@ const SIZES: [u32; 3] = [16, 4, 1];
 const FULL: [u16; 3] = [0xFFFF, 0xF, 1];
 
 impl Cells {
-    /// None yet, of a block of so many pages whose warps are the agents from `first_warp` on.
+    /// No cells yet, for a block of `pages` pages whose warps are the agents from `first_warp` on.
     pub fn new(first_warp: Agent, warps: usize, pages: usize) -> Cells {
         Cells {
             whole: Vec::with_capacity(pages * PAGE),
@@ -124,7 +125,7 @@ impl Cells {
         }
     }
 
-    /// None any more.
+    /// Drops all cells.
     pub fn renew(&mut self) {
         self.whole.clear();
         self.reads.clear();
@@ -293,7 +294,7 @@ impl Cells {
     }
 
     fn read_by_other(&mut self, node: u32, access: &SharedAccess<'_>) {
-        // A read that the new one comes after needs no memory of its own: who comes after the new one comes
+        // A read that the new one comes after need not be kept: whatever comes after the new one comes
         // after it too.
         let mut other = self.node(node).others;
         if let Some(only) = other.checked_sub(1)
@@ -334,7 +335,7 @@ impl Cells {
         place
     }
 
-    /// Gives the place of a read back.
+    /// Frees the place of a read.
     fn drop_other(&mut self, place: u32) {
         self.others[place as usize - 1].next = std::mem::replace(&mut self.free_other, place);
     }
@@ -381,7 +382,7 @@ impl Cells {
         cell.readers = 0;
     }
 
-    /// Gives the parts of a node back.
+    /// Frees the parts of a node.
     fn unite(&mut self, node: u32) {
         let parts = self.node(node).parts;
         if parts == 0 {

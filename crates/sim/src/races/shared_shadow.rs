@@ -1,15 +1,16 @@
 //! The shadow of a block's shared memory: for every byte, who wrote it last and who has read it since.
 //!
 //! The unit is a cell of 16 bytes, which is what `ldmatrix`, `cp.async` and vector accesses touch; [`Cells`] has them.
-//! TMA writes, and `wgmma` reads, many cells alike: 64 of them are a page, and a page that was last written as a whole
-//! is kept as one, with the asynchronous readers since and which of its cells they had. Any other access makes cells of
-//! it; the next write of the whole makes it one page again.
+//! TMA writes, and `wgmma` reads, many cells alike. 64 cells are a page, and a page that was last written as a whole is
+//! tracked as a whole, with the asynchronous reads since then and which cells they read. Any other access makes cells of
+//! it; the next write of the whole page unites it again.
 //!
-//! What everybody is ordered after is most of what there is. Reads and writes of a whole warp are asked for that first,
-//! all cells in one go; only where the answer is no, cells are looked at one by one.
+//! Mostly everything before an access is ordered before all lanes of the warp. That is checked first, for all cells that a
+//! warp accesses at once; only if it does not hold are cells checked one by one.
 
 use crate::machine::regs::Row;
-use crate::races::clock::{Agent, Edge, Lanes, Proxy, Stamp, WarpClock};
+use crate::races::clock::{Agent, Edge, Proxy, Stamp, WarpClock};
+use crate::races::lanes::Lanes;
 use crate::races::shared_cells::{Cells, Read, SharedCell};
 use crate::vectors::matrices::Survey;
 
@@ -20,7 +21,7 @@ pub const PAGE: usize = 64;
 /// Bytes in a page.
 pub const PAGE_BYTES: u32 = PAGE as u32 * CELL;
 
-/// In the place of the first cell of a page that is kept as one: no cell has such a number.
+/// Stands for the first cell of a page that is tracked as a whole: no cell has such a number.
 const TOGETHER: u32 = u32::MAX / 2;
 
 /// Who accesses shared memory now.
@@ -32,7 +33,7 @@ pub struct SharedAccess<'a> {
     pub proxy: Proxy,
     /// The stamp to leave behind.
     pub stamp: Stamp,
-    /// The lanes of the warp that stand for the access; the stamp's agent may be another one.
+    /// The lanes of the warp that make or start the access; the stamp's agent may be an asynchronous operation.
     pub lanes: Lanes,
     /// The instruction.
     pub pc: u32,
@@ -53,7 +54,7 @@ pub struct SharedConflict {
     pub address: u32,
 }
 
-/// A page that is kept as one, and where its cells are when it is not.
+/// A page that is tracked as a whole, and where its cells are when it is not.
 struct Page {
     /// The last write, of all its bytes.
     write: Stamp,
@@ -71,7 +72,7 @@ struct Page {
     others: bool,
     /// Of cells: reads that are not noted there yet, in their order.
     rows: Vec<RowsRead>,
-    /// The cells that were written after all of those, one bit a cell.
+    /// The cells that were written after all of those, one bit per cell.
     stale: u64,
 }
 
@@ -107,16 +108,16 @@ impl Page {
 struct PageRead {
     stamp: Stamp,
     pc: u32,
-    /// One bit a cell.
+    /// One bit per cell.
     cells: u64,
 }
 
 /// A warp's read of rows of up to four 8x8 matrices, each a cell.
 #[derive(Clone, Copy)]
 struct RowsRead {
-    /// The cells of the page that were not written since, one bit a cell.
+    /// The cells of the page that were not written since, one bit per cell.
     cells: u64,
-    /// The cell of each row that is in the page, a byte a row; 255 where it is not.
+    /// The cell of each row that is in the page, one byte per row; 255 where it is not.
     rows: [u64; 4],
     clock: u32,
     pc: u32,
@@ -125,9 +126,9 @@ struct RowsRead {
     trans: bool,
 }
 
-/// Reads of rows of a page that wait to be noted at its cells.
+/// How many reads of rows of a page are collected before they are noted at its cells.
 const MAX_PENDING: usize = 128;
-/// Writers of a page that are remembered before those are sought that have a cell left.
+/// How many writers of a page are remembered before those without a cell left are dropped.
 const MAX_WRITERS: usize = 8;
 
 /// The shadow of one block's shared memory.
@@ -138,7 +139,7 @@ pub struct SharedShadow {
     cells: Cells,
     /// For each page, one warp of the block after the other: the clock of its latest read there.
     latest: Vec<u32>,
-    /// For each page, one bit a warp of the block: it is known that the page consists of whole cells that hold values, and
+    /// For each page, one bit per warp of the block: it is known that the page consists of whole cells that hold values, and
     /// that the warp comes after its last writes. Warps only learn, so this holds until the page changes.
     readable: Vec<u32>,
     warps: usize,
@@ -170,7 +171,7 @@ impl SharedShadow {
         self.readable.fill(0);
     }
 
-    /// The number of a cell, told apart from the others of its page.
+    /// The number of a cell, made from its page if need be.
     #[inline(always)]
     fn cell(&mut self, cell: u32) -> u32 {
         let (page, place) = (cell as usize / PAGE, cell % PAGE as u32);
@@ -227,9 +228,8 @@ impl SharedShadow {
         conflict
     }
 
-    /// Records a warp's reads of whole cells as the rows of 8x8 matrices, of those in pages of cells that are all plain and
-    /// whose last writes all lanes come after. `plain` says whether the cells of a page are plain. Returns which rows are
-    /// done with.
+    /// Records a warp's reads of whole cells as the rows of 8x8 matrices, in pages whose cells are all plain and whose last
+    /// writes all lanes come after. `plain` says whether the cells of a page are plain. Returns the rows that are recorded.
     #[inline(always)]
     pub fn read_rows(
         &mut self,
@@ -300,7 +300,7 @@ impl SharedShadow {
         done
     }
 
-    /// Something has happened to a page: what was known of who can read it is no longer so.
+    /// A page has changed: which warps may read it must be found out again.
     pub fn doubt(&mut self, page: u32) {
         self.readable[page as usize] = 0;
     }
@@ -333,9 +333,9 @@ impl SharedShadow {
         }
     }
 
-    /// Records a write of whole cells, one a lane, through ordinary addresses, of those where all lanes of the warp that
-    /// makes or starts it come after every earlier access, in pages that are `open` to it; `lanes` says who has the bytes of
-    /// a cell. Returns which lanes are done with.
+    /// Records a write of whole cells, one per lane, where all lanes of the warp that makes or starts it come after every
+    /// earlier access, in pages that are `open` to it. `lanes` says which lanes have the bytes of a cell. Returns the lanes
+    /// whose write is recorded.
     #[inline(always)]
     pub fn write_after_all(
         &mut self,
@@ -361,7 +361,7 @@ impl SharedShadow {
             }
             let first = self.first[page] as usize;
             let mut written = 0u64;
-            // Lanes in their order: one that writes what another has just written is not done with.
+            // Lanes in their order: one that writes what another has just written is left for the careful check.
             while left != 0 {
                 let l = left.trailing_zeros();
                 let address = addresses[l as usize];
@@ -409,7 +409,7 @@ impl SharedShadow {
         }
         writers.push((agent, clock));
         if writers.len() > MAX_WRITERS {
-            // Most of them have no cell left.
+            // Most of their writes have been overwritten.
             writers.clear();
             for cell in &self.cells.whole[self.first[page] as usize..][..PAGE] {
                 let Stamp { agent, clock, .. } = cell.write;
@@ -427,7 +427,7 @@ impl SharedShadow {
         latest.iter().zip(self.cells.warps()).all(|(&clock, warp)| clock <= clocks.covered(warp))
     }
 
-    /// Whether a page is kept as one and an access comes after its last write.
+    /// Whether a page is tracked as a whole and an access comes after its last write.
     #[inline]
     pub fn is_readable(&self, page: u32, access: &SharedAccess<'_>) -> bool {
         let write = self.pages[page as usize].write;
@@ -438,7 +438,7 @@ impl SharedShadow {
     /// Records an asynchronous read of some cells of a page that is readable.
     pub fn read_page(&mut self, page: u32, cells: u64, access: &SharedAccess<'_>) {
         let mut noted = false;
-        // A read that the new one comes after needs no memory of its own.
+        // A read that the new one comes after need not be kept.
         let reads = &mut self.pages[page as usize].reads;
         reads.retain_mut(|read| {
             if read.stamp == access.stamp && read.pc == access.pc {
@@ -457,8 +457,8 @@ impl SharedShadow {
         }
     }
 
-    /// Records a write of a page that is kept as one, if it comes after every earlier access. False where there is more to
-    /// look at.
+    /// Records a write of a page that is tracked as a whole, if it comes after every earlier access. False if it must be
+    /// checked cell by cell.
     pub fn write_page(&mut self, page: u32, access: &SharedAccess<'_>) -> bool {
         let after = |prior| access.clocks.edge(prior, access.lanes, access.proxy) == Edge::Ordered;
         let of = &mut self.pages[page as usize];
@@ -472,7 +472,7 @@ impl SharedShadow {
         ordered
     }
 
-    /// Makes one of a page of which an access has just written all cells.
+    /// Unites a page of which an access has just written all cells.
     pub fn unite(&mut self, page: u32, access: &SharedAccess<'_>) {
         let of = &mut self.pages[page as usize];
         (of.write, of.write_pc) = (access.stamp, access.pc);
@@ -588,7 +588,7 @@ mod tests {
                 let pc = if i < 8 { 2 } else { 3 };
                 assert!(cells.read(i, 0xFFFF, &by(&warps[0], 6, pc)).is_none());
             }
-            assert!(!page.write_page(0, &by(&warps[0], 7, 4)), "the reads are under way");
+            assert!(!page.write_page(0, &by(&warps[0], 7, 4)), "the reads are in flight");
             let found =
                 [&mut page, &mut cells].map(|shadow| shadow.write(cell, 0xFFFF, &by(&warps[0], 7, 4)));
             assert_eq!(found[0], found[1]);

@@ -3,14 +3,16 @@
 use std::collections::HashMap;
 use std::sync::Mutex;
 
+use crate::races::clock::VClock;
+
 /// What has been published through words of memory that blocks synchronise on.
 #[derive(Default)]
 pub struct SyncWords {
     words: Mutex<HashMap<u64, Published>>,
 }
 
-/// For each cluster, how far its agents' accesses are ordered before whoever acquires.
-pub type Published = HashMap<u32, Vec<u32>>;
+/// For each cluster, which of its accesses are ordered before whoever acquires. These clocks know of no other clusters.
+pub type Published = HashMap<u32, VClock>;
 
 impl SyncWords {
     /// Adds what a warp publishes by a release to the word at this address.
@@ -31,15 +33,9 @@ impl SyncWords {
     }
 }
 
-/// Raises one record of what is published to another.
+/// Adds what is published in `from` to `into`.
 pub fn join(into: &mut Published, from: &Published) {
-    for (&cluster, clocks) in from {
-        let mine = into.entry(cluster).or_default();
-        if mine.len() < clocks.len() {
-            mine.resize(clocks.len(), 0);
-        }
-        for (a, &b) in mine.iter_mut().zip(clocks) {
-            *a = (*a).max(b);
-        }
+    for (&cluster, clock) in from {
+        into.entry(cluster).or_default().join(clock);
     }
 }

@@ -1,7 +1,7 @@
 //! The plain instructions that kernels consist of, with AVX-512: a row of 32 lanes is two vectors.
 //!
-//! Single-precision results must hold the canonical NaN. That one occurs is rare, so a row is asked whether it holds any,
-//! in one comparison, and only then changed. What is not written here is computed by the loops of `alu`; so is `max` or
+//! Single-precision results must hold the canonical NaN. A NaN is rare, so one comparison tests the row for any, and only
+//! then is it changed. What is not written here is computed by the loops of `alu`; so is `max` or
 //! `cvt` of a row that holds a NaN. All give the same bits.
 
 use std::arch::x86_64::*;
@@ -22,7 +22,7 @@ type WideRow = [__m512; 2];
 #[allow(unsafe_code)]
 fn get(rows: &[Aligned<Row>], row: u32) -> WideRow {
     let row = rows[row as usize].as_ptr().cast::<f32>();
-    // SAFETY: a row is 32 words, which are read as floats; no alignment is asked for.
+    // SAFETY: a row is 32 words, which are read as floats; no alignment is required.
     unsafe { [_mm512_loadu_ps(row), _mm512_loadu_ps(row.add(16))] }
 }
 
@@ -31,7 +31,7 @@ fn get(rows: &[Aligned<Row>], row: u32) -> WideRow {
 #[allow(unsafe_code)]
 fn put(regs: &mut Regs, row: u32, value: WideRow) {
     let to = regs.r32[row as usize].as_mut_ptr().cast::<f32>();
-    // SAFETY: a row is 32 words, which are written as floats; no alignment is asked for.
+    // SAFETY: a row is 32 words, which are written as floats; no alignment is required.
     unsafe {
         _mm512_storeu_ps(to, value[0]);
         _mm512_storeu_ps(to.add(16), value[1]);

@@ -1,12 +1,12 @@
-//! Where the rows of 8x8 matrices lie in shared memory: what `ldmatrix` and `stmatrix` have to ask of their addresses, all
-//! of it found out in one go; and the matrices themselves, read from there.
+//! Where the rows of 8x8 matrices lie in shared memory: everything that `ldmatrix` and `stmatrix` must know of their
+//! addresses, found out at once; and the matrices themselves, read from there.
 
 use crate::machine::RANK_SHIFT;
 use crate::machine::regs::{Aligned, Row};
 use crate::races::shared_shadow::{CELL, PAGE, PAGE_BYTES};
 use crate::vectors::mma;
 
-/// The addresses of the rows of four matrices, eight rows of 16 bytes each, and what is asked of them.
+/// The addresses of the rows of four matrices, eight rows of 16 bytes each, and what is known of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub struct Survey {
@@ -16,9 +16,9 @@ pub struct Survey {
     pub inside: u32,
     /// The rows that are in the same page as the first row of their matrix.
     pub together: u32,
-    /// The cells of the rows of each matrix in their pages, one bit a cell.
+    /// The cells of the rows of each matrix in their pages, one bit per cell.
     pub cells: [u64; 4],
-    /// The same, a byte a row.
+    /// The same, one byte per row.
     pub rows: [u64; 4],
 }
 
@@ -42,7 +42,7 @@ impl Survey {
     }
 }
 
-/// Looks at the addresses `base + offset` of rows in the block of rank `own`, whose shared memory ends at `end`. The rank
+/// Surveys the addresses `base + offset` of rows in the block of rank `own`, whose shared memory ends at `end`. The rank
 /// may be part of the addresses.
 #[inline(always)]
 pub fn survey(base: &Row, offset: u32, own: u32, end: u32, out: &mut Survey) {

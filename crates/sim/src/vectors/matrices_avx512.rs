@@ -1,4 +1,4 @@
-//! What matrix instructions ask of their addresses, and the loads of their matrices, with AVX-512: a matrix has eight rows
+//! What matrix instructions must know of their addresses, and the loads of their matrices, with AVX-512: a matrix has eight rows
 //! of 16 bytes, so its addresses are half a vector, and its elements are two vectors.
 
 use std::arch::x86_64::*;
@@ -15,7 +15,7 @@ use crate::vectors::mma_avx512::{load_words, store_words};
 #[allow(unsafe_code)]
 fn load_row(bytes: &[u8], at: u32) -> __m128i {
     let row = &bytes[at as usize..][..CELL as usize];
-    // SAFETY: the slice has the sixteen bytes that are read; no alignment is asked for.
+    // SAFETY: the slice has the sixteen bytes that are read; no alignment is required.
     unsafe { _mm_loadu_si128(row.as_ptr().cast()) }
 }
 
@@ -62,7 +62,7 @@ pub fn load(bytes: &[u8], addresses: &Row, trans: bool, to: &[u32], regs: &mut [
 /// The lane that the first row of a lane's matrix belongs to, in half a warp.
 const FIRST: [u32; 16] = [0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8];
 
-/// Looks at the addresses `base + offset` of rows in the block of rank `own`, whose shared memory ends at `end`.
+/// Surveys the addresses `base + offset` of rows in the block of rank `own`, whose shared memory ends at `end`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub fn survey(base: &Row, offset: u32, own: u32, end: u32, out: &mut Survey) {
     let word = |value: u32| _mm512_set1_epi32(value as i32);

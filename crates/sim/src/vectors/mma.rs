@@ -4,8 +4,8 @@
 //! k ascending, each addition rounded to nearest f32 (a fused multiply-add chain that starts from C). Hardware
 //! adds blocks of products with truncation, so its low bits differ; both are within the usual error bounds.
 //!
-//! A fragment register of a 16-bit operand is an 8x8 matrix in row-major order over the lanes, two elements a
-//! lane; of an 8-bit operand an 8x16 matrix, four elements a lane. An accumulator has four registers: rows
+//! A fragment register of a 16-bit operand is an 8x8 matrix in row-major order over the lanes, two elements
+//! per lane; of an 8-bit operand an 8x16 matrix, four elements per lane. An accumulator has four registers: rows
 //! `lane / 4` and `lane / 4 + 8`, columns `2 (lane % 4)` and the one after it. Operands are widened to where the
 //! lanes of the accumulators want them, so that a step of k is a fused multiply-add of whole registers.
 
@@ -68,7 +68,7 @@ pub struct Tiles {
     pub a: [Box<WideA>; 2],
     /// The Bs of two products, widened.
     pub b: [BTile; 2],
-    /// The A of a warpgroup as fragments, four a warp.
+    /// The A of a warpgroup as fragments, four per warp.
     pub a_rows: Vec<Aligned<Row>>,
     /// The B of a warpgroup as fragments, two for eight columns.
     pub b_rows: Vec<Aligned<Row>>,
@@ -103,7 +103,7 @@ pub struct MmaInst {
     pub c: [u32; 4],
     /// The accumulators, four different rows.
     pub acc: [u32; 4],
-    /// How it is computed together with its neighbours.
+    /// How it is computed together with those beside it.
     pub company: Company,
 }
 
@@ -235,7 +235,7 @@ fn widen(ty: MatrixTy, row: &Row, i: usize) -> [f32; 32] {
     out
 }
 
-/// Elements a 32-bit register holds.
+/// Elements per 32-bit register.
 const fn per_register(ty: MatrixTy) -> usize {
     (32 / ty.bits()) as usize
 }
@@ -243,7 +243,7 @@ const fn per_register(ty: MatrixTy) -> usize {
 /// Widens the A fragment of a warp.
 #[inline(always)]
 pub fn read_a(ty: MatrixTy, regs: &[&Row], tile: &mut ATile) {
-    // Told apart here, so that each format has loops of its own.
+    // Decided here, so that each format has loops of its own.
     match ty {
         MatrixTy::F16 => read_a_as(MatrixTy::F16, regs, tile),
         MatrixTy::Bf16 => read_a_as(MatrixTy::Bf16, regs, tile),

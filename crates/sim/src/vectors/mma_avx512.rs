@@ -15,7 +15,7 @@ use crate::vectors::mma::{self, ATile, BTile, MmaInst, Tiles, quad};
 #[target_feature(enable = "avx512f")]
 #[allow(unsafe_code)]
 fn load(from: &[f32; 16]) -> __m512 {
-    // SAFETY: the reference is to the sixteen floats that are read; no alignment is asked for.
+    // SAFETY: the reference is to the sixteen floats that are read; no alignment is required.
     unsafe { _mm512_loadu_ps(from.as_ptr()) }
 }
 
@@ -23,7 +23,7 @@ fn load(from: &[f32; 16]) -> __m512 {
 #[target_feature(enable = "avx512f")]
 #[allow(unsafe_code)]
 fn store(to: &mut [f32; 16], value: __m512) {
-    // SAFETY: the reference is to the sixteen floats that are written; no alignment is asked for.
+    // SAFETY: the reference is to the sixteen floats that are written; no alignment is required.
     unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
 }
 
@@ -32,7 +32,7 @@ fn store(to: &mut [f32; 16], value: __m512) {
 #[target_feature(enable = "avx512f")]
 #[allow(unsafe_code)]
 pub fn load_words(from: &[u32; 16]) -> __m512i {
-    // SAFETY: the reference is to the sixteen words that are read; no alignment is asked for.
+    // SAFETY: the reference is to the sixteen words that are read; no alignment is required.
     unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
 }
 
@@ -41,7 +41,7 @@ pub fn load_words(from: &[u32; 16]) -> __m512i {
 #[target_feature(enable = "avx512f")]
 #[allow(unsafe_code)]
 pub fn store_words(to: &mut [u32; 16], value: __m512i) {
-    // SAFETY: the reference is to the sixteen words that are written; no alignment is asked for.
+    // SAFETY: the reference is to the sixteen words that are written; no alignment is required.
     unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), value) }
 }
 
@@ -50,7 +50,7 @@ pub fn store_words(to: &mut [u32; 16], value: __m512i) {
 #[target_feature(enable = "avx512f")]
 #[allow(unsafe_code)]
 fn repeat(quad: &[f32; 4]) -> __m512 {
-    // SAFETY: the reference is to the four floats that are read; no alignment is asked for.
+    // SAFETY: the reference is to the four floats that are read; no alignment is required.
     _mm512_broadcast_f32x4(unsafe { _mm_loadu_ps(quad.as_ptr()) })
 }
 
@@ -59,7 +59,7 @@ fn repeat(quad: &[f32; 4]) -> __m512 {
 #[target_feature(enable = "avx512f")]
 #[allow(unsafe_code)]
 fn widen(ty: MatrixTy, from: &[u32; 8]) -> __m512 {
-    // SAFETY: the reference is to the eight words that are read; no alignment is asked for.
+    // SAFETY: the reference is to the eight words that are read; no alignment is required.
     let halves = unsafe { _mm256_loadu_si256(from.as_ptr().cast()) };
     if ty == MatrixTy::F16 {
         _mm512_cvtph_ps(halves)
@@ -165,7 +165,7 @@ pub fn multiply_two(
     }
 }
 
-/// Sixteen sums are under way at a time: as many as keep both multipliers busy, and each value of A is used four times.
+/// Sixteen sums are in flight at a time: as many as keep both multipliers busy, and each value of A is used four times.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn sum_two<const DEPTH: usize>(

@@ -67,7 +67,7 @@ macro_rules! for_level {
     ($(#[$doc:meta])* $name:ident, $avx2:ident = $body:path, $avx512:path,
      ($($arg:ident: $ty:ty),*) -> $ret:ty) => {
         $(#[$doc])*
-        // The form for the baseline is not for the caller's code: it is large, and seldom the one that runs.
+        // The baseline form is not inlined into the caller: it is large, and seldom the one that runs.
         #[inline(never)]
         #[allow(unsafe_code)]
         pub fn $name(level: Level, $($arg: $ty),*) -> $ret {
@@ -127,7 +127,7 @@ for_level! {
 }
 
 for_level! {
-    /// Looks at the addresses `base + offset` of rows in the block of rank `own`, whose shared memory ends at `end`. The rank
+    /// Surveys the addresses `base + offset` of rows in the block of rank `own`, whose shared memory ends at `end`. The rank
     /// may be part of the addresses.
     survey, survey_avx2 = matrices::survey, matrices_avx512::survey,
     (base: &Row, offset: u32, own: u32, end: u32, out: &mut Survey) -> ()
@@ -172,7 +172,7 @@ pub enum Pause {
     Slice,
     /// The next instruction reads a register without a value.
     Unwritten(Slot),
-    /// The next instruction touches, in these lanes, a register that a `wgmma` under way uses.
+    /// The next instruction touches, in these lanes, a register that a `wgmma` in flight uses.
     Wgmma(u32),
 }
 
@@ -261,8 +261,8 @@ pub fn run_plain(
     }
 }
 
-/// Whether nothing is to be said of a run that all active lanes begin. Where there is, its instructions are executed
-/// one by one, and the one that it is to be said of is found.
+/// Whether a run that all active lanes begin has nothing to report. If it has, its instructions are executed one by one to
+/// find the one to report.
 #[inline]
 fn run_begins(warp: &mut Warp, program: &Program<'_>, run: &Run, check: bool) -> bool {
     // Products need all lanes.

@@ -9,7 +9,7 @@ use crate::findings::FindingKind;
 use crate::machine::Cluster;
 use crate::races::clock::{Agent, Proxy};
 
-/// Stores of a warp that have read their source and whose write is kept back.
+/// How many stores of a warp, after they have read their source, have their writes delayed.
 const MAX_UNWRITTEN: usize = 16;
 
 /// A copy that belongs to a thread's bulk group.
@@ -22,7 +22,7 @@ pub struct GroupCopy {
     reads: (Agent, u32),
     writes: (Agent, u32),
     group: Option<u32>,
-    /// The bytes read from shared memory, once they are.
+    /// The bytes read from shared memory, once that has happened.
     data: Option<Vec<u8>>,
     /// Whether the thread has waited for that.
     read_awaited: bool,
@@ -47,7 +47,7 @@ impl BulkGroups {
 }
 
 impl Cluster<'_> {
-    /// Puts a copy from shared to global memory under way, in the lane's open group.
+    /// Starts a copy from shared to global memory, in the lane's open group.
     pub(super) fn start_store(
         &mut self,
         w: usize,

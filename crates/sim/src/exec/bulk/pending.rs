@@ -10,13 +10,14 @@ use crate::machine::Cluster;
 use crate::machine::warp::{State, Wait};
 use crate::memory::tensor_map::Swizzle;
 use crate::program::Slot;
-use crate::races::clock::{Agent, Lanes, Proxy, Stamp, VClock};
+use crate::races::clock::{Agent, Proxy, Stamp, VClock};
+use crate::races::lanes::Lanes;
 
 /// What an `st.async` of some lanes writes: to one block, and counted at one mbarrier.
 #[derive(Clone, Debug)]
 pub(super) struct LaneValues {
     block: usize,
-    /// Bytes of a lane.
+    /// Bytes per lane.
     bytes: u32,
     /// Where each lane writes.
     to: Vec<u32>,
@@ -131,7 +132,7 @@ impl Cluster<'_> {
         }
     }
 
-    /// Puts a lane's copy under way that completes at an mbarrier, if there is one.
+    /// Starts a lane's copy that completes at an mbarrier, if there is one.
     pub(super) fn start_pending(
         &mut self,
         w: usize,
@@ -147,7 +148,7 @@ impl Cluster<'_> {
         }
     }
 
-    /// Puts a copy of some lanes under way that completes at an mbarrier.
+    /// Starts a copy of some lanes that completes at an mbarrier.
     fn launch_pending(
         &mut self,
         w: usize,
@@ -180,7 +181,7 @@ impl Cluster<'_> {
         let shared = &mut self.blocks[side.block].shared;
         match side.swizzle {
             Swizzle::None => shared.poison(side.address, side.bytes),
-            // A swizzle changes the order of the bytes of a page, and not which they are.
+            // A swizzle changes the order of the bytes within a page, not which bytes belong to it.
             _ if side.pages().is_some() => shared.poison(side.address, side.bytes),
             _ => side.chunks().for_each(|address| shared.poison(address, 16)),
         }
@@ -209,7 +210,7 @@ impl Cluster<'_> {
                 self.count_bytes(copy, to.bytes, true);
             }
             Action::Values(values) => {
-                // A phase that expects too few bytes ends in the middle; who waits for it has seen no lane's write.
+                // A phase that expects too few bytes ends halfway; its waiters have then seen no lane's write.
                 let lanes = values.to.len();
                 for (i, data) in values.data.chunks_exact(values.bytes as usize).enumerate() {
                     let shared = &mut self.blocks[values.block].shared;

@@ -5,8 +5,9 @@ use crate::findings::{FindingKind, Severity};
 use crate::machine::Cluster;
 use crate::memory::shared::{SharedMemory, for_cells};
 use crate::memory::tensor_map::Swizzle;
-use crate::races::clock::{Agent, Lanes, Proxy, Stamp};
+use crate::races::clock::{Agent, Proxy, Stamp};
 use crate::races::global_shadow::{Accessor, GlobalAccess, LINE};
+use crate::races::lanes::Lanes;
 use crate::races::shared_shadow::{CELL, PAGE, SharedAccess, SharedConflict};
 
 impl Cluster<'_> {
@@ -185,7 +186,8 @@ impl Cluster<'_> {
     }
 }
 
-/// Records a copy's access to a page that is kept as one, if it comes after every earlier one that it must come after.
+/// Records a copy's access to a page that is tracked as a whole, if it is ordered after all accesses that it conflicts
+/// with. False if it has to be recorded cell by cell.
 fn record_page(shared: &mut SharedMemory, page: u32, write: bool, access: &SharedAccess<'_>) -> bool {
     if write {
         let written = !shared.has_barriers(page) && shared.shadow.write_page(page, access);

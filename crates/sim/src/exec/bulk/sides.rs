@@ -30,7 +30,7 @@ impl SharedSide {
         SharedSide { block, address, bytes: map.box_bytes(), swizzle: map.swizzle, row }
     }
 
-    /// The bytes from the first to the last, those between short rows included.
+    /// The bytes from the first to the last, including gaps between short rows.
     pub(super) fn extent(&self) -> u32 {
         match self.swizzle {
             Swizzle::None => self.bytes,
@@ -38,7 +38,7 @@ impl SharedSide {
         }
     }
 
-    /// The pages of shared memory that it is, if it is whole ones.
+    /// The pages of shared memory that it covers, if it covers whole pages only.
     pub(super) fn pages(&self) -> Option<Range<u32>> {
         let dense = self.swizzle == Swizzle::None || self.row == self.swizzle.span();
         let whole = (self.address | self.bytes).is_multiple_of(PAGE_BYTES);

@@ -35,7 +35,7 @@ impl Cluster<'_> {
         let accumulators = program.dst(&program.code[product.pc as usize]);
         for (place, warp) in self.warps[first..first + 4].iter_mut().enumerate() {
             let mut a: [Row; 4] = match &product.a {
-                // Read as B is, two fragments for eight rows; as A, fragments go down the rows first.
+                // They were read in the order of B, two fragments for eight rows; A has the rows first.
                 ASource::Shared(_) => [0, 2, 1, 3].map(|i| *tiles.a_rows[4 * place + i]),
                 ASource::Rows(fragment) => fragment.map(|row| *warp.regs.r32[row as usize]),
             };
@@ -108,14 +108,14 @@ fn negate(ty: MatrixTy, fragment: &mut Row) {
     }
 }
 
-/// Where an accumulator is: out of sight while a late product is under way.
+/// Where an accumulator is: set aside while a late product is in flight and somebody has looked at it.
 pub(super) fn accumulator(warp: &mut Warp, slot: Slot) -> &mut Row {
     let row = slot.word() as usize;
     if warp.wgmma.rows[row].held { &mut warp.wgmma.held[row] } else { &mut warp.regs.r32[row] }
 }
 
-/// Multiplies by one or two tiles of columns into as many times four accumulators, where they are: two at once if all are
-/// in one place.
+/// Multiplies by one or two tiles of columns, into four accumulators for each tile. Two tiles are computed at once if all
+/// accumulators are in the same place.
 fn multiply_columns(level: Level, depth: usize, a: &ATile, tiles: &[BTile], warp: &mut Warp, slots: &[Slot]) {
     if let ([first, second], Ok(rows)) = (tiles, <&[Slot; 8]>::try_from(slots)) {
         let rows = rows.map(Slot::word);

@@ -2,8 +2,8 @@
 //!
 //! The four warps of a warpgroup meet at a `wgmma.mma_async`; the last one starts the product. What it reads in
 //! shared memory is checked and recorded then (`operands`), under one operation for each group. Registers that a product
-//! uses are marked until the wait (`registers`): late, the accumulators hold NaN until then, and the product is computed
-//! (`compute`) at the wait from what shared memory and the A registers hold at that time.
+//! uses are marked until the wait (`registers`). In the late mode the accumulators hold NaN until then, and the product is
+//! computed (`compute`) at the wait, from what shared memory and the A registers hold at that time.
 
 mod compute;
 mod operands;
@@ -76,7 +76,7 @@ impl Cluster<'_> {
                 let (block, group) = (self.warps[w].block, self.warps[w].index as usize / 4);
                 let operation = self.blocks[block].warpgroups[group].operation;
                 let registers = &mut self.warps[w].wgmma;
-                // An empty group counts as one, too; it is complete with what came before it.
+                // An empty group counts, too: it is complete when what came before it is.
                 let last = registers.open.take().or(registers.groups.back().map(|g| g.0));
                 if let (Some(last), Some(operation)) =
                     (last, operation.or(registers.groups.back().map(|g| g.1)))

@@ -9,7 +9,8 @@ use crate::findings::{FindingKind, Severity};
 use crate::machine::Cluster;
 use crate::memory::descriptor::Descriptor;
 use crate::memory::shared::SharedMemory;
-use crate::races::clock::{Agent, Edge, Lanes, Proxy, Stamp};
+use crate::races::clock::{Agent, Edge, Proxy, Stamp};
+use crate::races::lanes::Lanes;
 use crate::races::shared_shadow::{CELL, PAGE, PAGE_BYTES, SharedAccess, SharedConflict};
 
 impl Cluster<'_> {
@@ -54,7 +55,7 @@ impl Cluster<'_> {
             });
         }
         if let Some(mut found) = faults.conflict {
-            // A write of the warpgroup itself that its own warp has not fenced lacks the fence first of all.
+            // If the writing warp belongs to this warpgroup and has not fenced, the fence is what is missing first.
             let writer = usize::from(found.prior.agent);
             if (first..first + 4).contains(&writer)
                 && self.warps[writer].clocks.edge(found.prior, Lanes::ALL, Proxy::Async) != Edge::Ordered
@@ -120,13 +121,14 @@ impl OperandFaults {
     }
 }
 
-/// Which cells of which pages an operand takes, by its layout and where it begins in a page: products of a loop repeat few.
+/// Which cells of which pages an operand takes, by its layout and where it begins in a page. The products of a loop have
+/// few layouts, so they are remembered.
 #[derive(Default)]
 pub struct OperandPages {
     known: Vec<(Layout, Vec<(u32, u64)>)>,
 }
 
-/// What the cells of an operand depend on, but for the page that it begins in.
+/// What the cells of an operand depend on, except the page that it begins in.
 #[derive(PartialEq)]
 struct Layout {
     /// Begins in the first page.
@@ -136,11 +138,11 @@ struct Layout {
     rows: Range<u32>,
 }
 
-/// Layouts that are remembered.
+/// How many layouts are remembered.
 const MAX_LAYOUTS: usize = 64;
 
 impl OperandPages {
-    /// The pages of these rows of an operand, counted from the one that it begins in, and their cells, one bit a cell.
+    /// The pages of these rows of an operand, counted from the one that it begins in, and their cells, one bit per cell.
     pub(super) fn of(
         &mut self,
         descriptor: &Descriptor,
@@ -170,8 +172,8 @@ impl OperandPages {
     }
 }
 
-/// Records the read of an operand whose cells are these, from the page on that it begins in, if all of it lies in pages that
-/// are kept as one, hold values, and were written before it. False where there is more to look at.
+/// Records the read of an operand with these cells, counted from page `first`, if all of it lies in pages that are tracked
+/// as a whole, hold values, and were written before it. False if it has to be recorded cell by cell.
 fn read_pages(
     shared: &mut SharedMemory,
     first: u32,

@@ -20,9 +20,9 @@ pub struct WgmmaRegisters {
     accumulating: Vec<u32>,
     /// The rows that a product reads as A.
     feeding: Vec<u32>,
-    /// What rows hold where nobody sees it, while a late product accumulates into them and somebody looks.
+    /// The values of rows that are set aside: a late product accumulates into them, and somebody has looked at them.
     pub(super) held: Vec<Aligned<Row>>,
-    /// What ordinary instructions touched since the last fence while no product was under way: reads, and writes.
+    /// What ordinary instructions touched since the last fence while no product was in flight: reads, and writes.
     pub(super) touched: Vec<(Span, Span)>,
     /// Fences executed.
     pub(super) interval: u32,
@@ -43,17 +43,17 @@ pub(super) struct RowUse {
     feeds: u64,
     /// The fence interval in which an ordinary instruction touched it last.
     touched: u32,
-    /// Whether what it holds is not to be seen, because a late product accumulates into it.
+    /// Whether its value must not be seen yet, because a late product accumulates into it.
     late: bool,
-    /// Whether somebody has looked, and its value is out of sight.
+    /// Whether somebody has looked at it, and its value is set aside.
     pub(super) held: bool,
 }
 
-/// What ordinary instructions touched is noted later, up to so much of it.
+/// How many touches by ordinary instructions are collected before they are noted.
 const MAX_TOUCHED: usize = 64;
 
-/// Products with the same accumulators, between whose starts nothing has happened that concerns a register of theirs: what
-/// was asked of the accumulators before the first need not be asked again.
+/// Products with the same accumulators that were started one after the other, with nothing between them that touches their
+/// registers. The accumulators were checked before the first of them and need not be checked again.
 #[derive(Clone, Copy)]
 pub(super) struct Series {
     /// Where the list of the accumulators stands.
@@ -64,7 +64,7 @@ pub(super) struct Series {
     pub(super) first: u64,
     /// The last one, whose number they ought to carry.
     pub(super) last: u64,
-    /// Whether what the accumulators hold is not to be seen.
+    /// Whether the accumulators' values must not be seen yet.
     pub(super) late: bool,
 }
 
@@ -81,8 +81,8 @@ impl WgmmaRegisters {
         WgmmaRegisters { rows, ..WgmmaRegisters::default() }
     }
 
-    /// Notes that an ordinary instruction touches registers. False if a product under way uses one of them so that
-    /// it may not.
+    /// Notes that an ordinary instruction touches registers. False if a product in flight uses one of them in a way that
+    /// forbids it.
     #[inline(always)]
     pub fn touch(&mut self, program: &Program<'_>, (reads, writes): (Span, Span)) -> bool {
         if reads.is_empty() && writes.is_empty() {
@@ -97,7 +97,7 @@ impl WgmmaRegisters {
         self.note_touch(program, (reads, writes))
     }
 
-    /// Notes a touch. False if a product under way uses one of the registers so that it may not be.
+    /// Notes a touch. False if a product in flight uses one of the registers in a way that forbids it.
     fn note_touch(&mut self, program: &Program<'_>, (reads, writes): (Span, Span)) -> bool {
         let now = self.interval + 1;
         let mut allowed = true;
@@ -134,7 +134,7 @@ impl WgmmaRegisters {
         }
     }
 
-    /// Goes on with the last products, if this one has the same accumulators and its fragments may be read.
+    /// Continues the series, if this product has the same accumulators and its fragments may be read.
     pub(super) fn goes_on(
         &mut self,
         number: u64,
@@ -180,7 +180,8 @@ impl WgmmaRegisters {
         self.open = Some(number);
     }
 
-    /// What these accumulators hold is not to be seen until the wait. Few look, so it stays where it is until then.
+    /// The values of these accumulators must not be seen until the wait. Few instructions look at them, so they stay in place
+    /// until one does.
     pub(super) fn conceal(&mut self, accumulators: &[Slot]) {
         if let Some(series) = &mut self.series
             && std::mem::replace(&mut series.late, true)
@@ -192,7 +193,7 @@ impl WgmmaRegisters {
         }
     }
 
-    /// Somebody looks at a row: what is not to be seen is put out of sight.
+    /// Somebody looks at a row: a value that must not be seen is set aside.
     #[cold]
     fn hide(&mut self, row: usize, values: &mut [Aligned<Row>]) {
         if self.held.is_empty() {
@@ -203,7 +204,7 @@ impl WgmmaRegisters {
         }
     }
 
-    /// Products up to this one are complete: gives back the rows whose last product is among those.
+    /// Products up to this one are complete: frees the rows that no later product uses.
     pub(super) fn retire(&mut self, last: u64, values: &mut [Aligned<Row>]) {
         self.end_series();
         let WgmmaRegisters { rows, accumulating, feeding, held, .. } = self;
@@ -308,7 +309,7 @@ impl Cluster<'_> {
         }
     }
 
-    /// Reports a register that a product uses and that the instruction may not touch, and lets it see no value there.
+    /// Reports a register that a product uses and that the instruction may not touch; the instruction reads NaN there.
     #[cold]
     pub fn report_wgmma_register(&mut self, w: usize, pc: u32, mask: u32) {
         let program = self.launch.program;
