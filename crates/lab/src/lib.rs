@@ -18,33 +18,24 @@
 //! Use it through the command; as a library it serves the project's own tests.
 
 pub use flashcore_clock::{physics, timing};
+pub use flashcore_corpus::{cases, check, crew, device, engine, explain, tally};
+pub use flashcore_host::{files, interrupt, memory, process};
 pub use flashcore_judge::{
     conditioning, cover, diagnose, guarded, honest, inputs, operands, rng, rule, stats,
 };
+pub use flashcore_report as report;
 
 pub mod bench;
-pub mod cases;
 pub mod ceilings;
-pub mod check;
 pub mod cli;
-pub mod crew;
-pub mod device;
-pub mod engine;
 pub mod evidence;
-pub mod explain;
 pub mod faults;
-pub mod files;
 pub mod gpu;
-pub mod interrupt;
-pub mod memory;
 pub mod micro;
 pub mod ncu;
 pub mod occupancy;
 pub mod peers;
-pub mod process;
 pub mod rbk;
-pub mod report;
 pub mod search;
 pub mod shapes;
 pub mod subject;
-pub mod tally;

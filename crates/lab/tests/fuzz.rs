@@ -428,7 +428,7 @@ fn evidence_and_what_is_made_of_it() {
         if let Ok(run) = Saved::of(&document) {
             let _ = (compare::compare(&base, &run, 0.03, 0.02), compare::compare(&run, &run, 0.03, 0.02));
         }
-        if let Ok(evidence) = Evidence::read("a", "b", text) {
+        if let Ok(evidence) = Evidence::read("a", "b", text, audit::contradictions) {
             let all = [evidence];
             let _ = (report::pages(&all), report::charts(&all));
         }

@@ -9,6 +9,8 @@ use flashcore::{DType, Device, Mask, Problem};
 use flashcore_kernels::{sm80_fwd, sm90_fwd};
 use flashcore_ptx::ptxas::Ptxas;
 
+use flashcore_search::hash;
+
 use super::gates::Gates;
 use super::space::Space;
 use crate::gpu::host::{Host, Kind};
@@ -19,11 +21,6 @@ use crate::guarded::Arrangement;
 use crate::inputs::Distribution;
 use crate::micro::Costs;
 use crate::operands::Operands;
-
-/// A hash as it stands in journals.
-pub fn hash(bytes: &[u8]) -> String {
-    blake3::hash(bytes).to_hex()[..32].to_string()
-}
 
 /// Every schedule of a kernel's search space.
 pub fn space(kernel: Kernel) -> Space {

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::decide::{Rule, Standing};
 use super::gates::Gate;
-use crate::files;
+use flashcore_host::files;
 
 /// What a search is for. A journal is gone on with only for the same.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -565,7 +565,7 @@ fn parse(line: &[u8]) -> Option<(u64, Event)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::stats::Interval;
+    use flashcore_judge::stats::Interval;
 
     fn task() -> Task {
         Task {

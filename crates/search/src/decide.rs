@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::stats::{self, Interval, VERDICT_LEVEL};
+use flashcore_judge::stats::{self, Interval, VERDICT_LEVEL};
 
 /// When a candidate is better than what it is to replace.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -75,7 +75,7 @@ impl Rule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rng::Rng;
+    use flashcore_judge::rng::Rng;
 
     fn noisy(rng: &mut Rng, rounds: usize, median: f64, spread: f64) -> Vec<f64> {
         (0..rounds).map(|_| median * (spread * rng.normal()).exp()).collect()

@@ -2,17 +2,17 @@
 //!
 //! Each file under `cases/` holds `[[case]]` tables. A field given as a list stands for one case per entry, and
 //! several lists for all their combinations, so that a table of ten lines covers what ten pages would. With `cover`
-//! they stand for a [covering design](crate::cover) instead: every pair of entries of two lists, in few cases. The
+//! they stand for a [covering design](flashcore_judge::cover) instead: every pair of entries of two lists, in few cases. The
 //! binary carries the files, so `flashcore verify` needs nothing beside it.
 
 use flashcore::{DType, Mask, Problem};
 use serde::{Deserialize, Serialize};
 
-use crate::cover;
-use crate::guarded::Arrangement;
-use crate::inputs::{Distribution, Wild};
-use crate::operands::Operands;
-use crate::rng::Rng;
+use flashcore_judge::cover;
+use flashcore_judge::guarded::Arrangement;
+use flashcore_judge::inputs::{Distribution, Wild};
+use flashcore_judge::operands::Operands;
+use flashcore_judge::rng::Rng;
 
 /// The files of the corpus, by the name that their cases begin with.
 const FILES: [(&str, &str); 8] = [
@@ -408,7 +408,7 @@ fn draw_lengths(problem: &Problem, seed: u64) -> Vec<u32> {
 ///
 /// ```
 /// use flashcore::Mask;
-/// use flashcore_lab::cases::parse_mask;
+/// use flashcore_corpus::cases::parse_mask;
 /// assert_eq!(parse_mask("causal"), Ok(Mask::Causal));
 /// assert_eq!(parse_mask("window(128,inf)"), Ok(Mask::Window { left: Some(128), right: None }));
 /// ```

@@ -10,10 +10,11 @@ use flashcore::half::{bf16, f16};
 use flashcore::{Attention, DType, Device, Element, Problem, Tensor, TensorMut, cpu};
 use serde_json::{Value, json};
 
-use crate::files::{Stored, bytes, elements};
-use crate::gpu::protocol::Request;
-use crate::gpu::worker::{PLANNER, SCHEDULE};
-use crate::memory;
+use flashcore_host::files::{Stored, bytes, elements};
+use flashcore_host::memory;
+
+use crate::protocol::Request;
+use crate::worker::{PLANNER, SCHEDULE};
 
 /// Calls of one sample at most: a host that wants more has lost its count.
 pub const MOST_CALLS: u32 = 1_000_000;
