@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 kernel_params! {
     /// Where each thread writes something that depends on everything it computed.
     pub struct Sunk {
-        /// Four bytes a thread.
+        /// Four bytes per thread.
         sink: GlobalPtr,
     }
 }
@@ -214,7 +214,7 @@ fn best(cuda: &Cuda, mut run: impl FnMut() -> Result<(), String>) -> Result<f64,
     if best > 0.0 { Ok(best) } else { Err("the GPU's clock stands still".into()) }
 }
 
-/// Operations a second.
+/// Operations per second.
 #[allow(unsafe_code)] // A launch reaches memory through an address.
 fn rate(ceiling: Ceiling, cuda: &Cuda) -> Result<f64, String> {
     let hardware = cuda.hardware();

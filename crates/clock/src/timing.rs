@@ -78,7 +78,7 @@ pub struct Samples {
     pub name: String,
     /// Calls in one sample.
     pub calls: u32,
-    /// Microseconds a call, one a round.
+    /// Microseconds per call, one per round.
     pub times: Vec<f64>,
     /// Why it left before the end, if it did.
     pub failure: Option<String>,

@@ -37,7 +37,7 @@ pub struct Standing {
 }
 
 impl Standing {
-    /// From times of one race, one a round each; none with fewer than five rounds.
+    /// From times of one race, one per round each; none with fewer than five rounds.
     pub fn of(case: usize, incumbent: &[f64], candidate: &[f64]) -> Option<Self> {
         let ratio = stats::median_ratio(incumbent, candidate, VERDICT_LEVEL)?;
         Some(Self {

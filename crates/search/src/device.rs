@@ -27,7 +27,7 @@ pub trait Device {
     /// Whether a candidate's result is right.
     fn parity(&mut self, candidate: &str, case: usize, data: u64) -> Result<(), Trouble>;
 
-    /// Lets contenders take turns in rounds; the times of each, one a round.
+    /// Lets contenders take turns in rounds; the times of each, one per round.
     fn race(
         &mut self,
         contenders: &[&str],

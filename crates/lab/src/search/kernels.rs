@@ -87,7 +87,7 @@ impl Drivers {
         let reply = host.ask_about(pool, &Asked::of(&small), 1, &request)?;
         match reply["local_bytes"].as_u64() {
             Some(0) => Ok(()),
-            Some(bytes) => Err(format!("the driver spills {bytes} bytes a thread")),
+            Some(bytes) => Err(format!("the driver spills {bytes} bytes per thread")),
             None => Err("the driver does not say what it spills".into()),
         }
     }
