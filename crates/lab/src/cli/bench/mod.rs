@@ -379,9 +379,10 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
     let environment = Environment::read();
     let asked = task.members.len();
     let mut progress = Progress::new(asked as u64 * 100);
+    // Starting everybody takes its share of the budget.
+    let started = Instant::now();
     let mut bench = task.start(&environment, &mut |what| progress.at(0, what))?;
     let budget = task.budget.unwrap_or_else(|| task.usual_budget(&*bench));
-    let started = Instant::now();
     let mut outcomes = Vec::new();
     let part = |bench: &dyn Bench, outcomes: &[Outcome]| {
         serde_json::to_value(Report::new(bench, outcomes, asked, budget, started)).unwrap_or_default()
