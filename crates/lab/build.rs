@@ -9,7 +9,7 @@ fn git(arguments: &[&str]) -> Option<String> {
 
 fn main() {
     // What the binary is made of: when nothing of it changed, the last answer stands.
-    for path in ["build.rs", "src", "../flashcore/src", "../../cases", "../../Cargo.lock"] {
+    for path in ["..", "../../cases", "../../Cargo.lock"] {
         println!("cargo::rerun-if-changed={path}");
     }
     let Some(commit) = git(&["rev-parse", "HEAD"]) else { return };
@@ -22,7 +22,7 @@ fn main() {
         }
     }
     println!("cargo::rustc-env=FLASHCORE_COMMIT={commit}");
-    if let Some(changes) = git(&["status", "--porcelain", "--", ".", "../flashcore", "../../cases"]) {
+    if let Some(changes) = git(&["status", "--porcelain", "--", "..", "../../cases"]) {
         println!("cargo::rustc-env=FLASHCORE_DIRTY={}", !changes.is_empty());
     }
 }

@@ -5,12 +5,14 @@
 //! - [`worker`] times FlashCore on a GPU, in a process of its own. It is asked by [`protocol`] and reads its inputs from
 //!   the files of [`pool`]. [`cublas`] is a peer that does not fuse, with [`softmax`] between its products;
 //!   [`ceilings`] measures the GPU's peak rates; [`stress`] repeats calls and compares their bits.
+//! - [`cpu_worker`] times the CPU engine in a process of its own, by the same protocol.
 //! - [`python`] finds the Python that peers run in.
 //!
 //! A crate of its own because timed code must be optimised, while the workbench around it need not be.
 
 pub mod ceilings;
 pub mod cpu;
+pub mod cpu_worker;
 pub mod cublas;
 pub mod physics;
 pub mod pool;

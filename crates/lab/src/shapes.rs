@@ -24,9 +24,9 @@ pub struct Shape {
     pub heads_q: usize,
     /// Key and value heads.
     pub heads_kv: usize,
-    /// Queries a head.
+    /// Queries per head.
     pub len_q: usize,
-    /// Keys a head.
+    /// Keys per head.
     pub len_k: usize,
     /// Elements of a query, a key and a value.
     pub head_dim: usize,

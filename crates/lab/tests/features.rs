@@ -30,7 +30,7 @@ fn the_command_and_the_tests_ask_for_the_same_features() {
             .filter(|(name, features)| tests.get(*name) != Some(*features))
             .map(|(name, features)| format!("{name}: {features}; tests: {:?}", tests.get(name)))
             .collect();
-        let advice = "ask for the missing ones in crates/lab/Cargo.toml";
+        let advice = "ask for the missing ones in crates/features/Cargo.toml";
         assert!(differ.is_empty(), "{advice}\n{}", differ.join("\n"));
     }
 }

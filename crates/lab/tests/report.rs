@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
+use flashcore_lab::evidence::audit::contradictions;
 use flashcore_lab::report::{self, source::Evidence};
 use roxmltree::{Document, Node, NodeType, ParsingOptions};
 use serde_json::{Value, json};
@@ -32,7 +33,8 @@ fn read_record() -> Vec<Evidence> {
     names.sort();
     let read = |name: &String| {
         let text = std::fs::read_to_string(root().join("record").join(name)).expect("a file of the record");
-        Evidence::read(&format!("record/{name}"), &format!("../../record/{name}"), &text).expect("evidence")
+        Evidence::read(&format!("record/{name}"), &format!("../../record/{name}"), &text, contradictions)
+            .expect("evidence")
     };
     names.iter().map(read).collect()
 }

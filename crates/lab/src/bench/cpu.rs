@@ -6,7 +6,7 @@ use flashcore::{Device, Mask, cpu};
 
 use super::cells::{Cell, Member};
 use super::itself::{AgainstItself, Repetitions};
-use super::outcome::{Outcome, SEED, Taken, judged_rows, rows};
+use super::outcome::{CpuConditions, Outcome, SEED, judged_rows, rows};
 use super::{Bench, Machine};
 use crate::ceilings::Ceilings;
 use crate::engine::DeviceEngine;
@@ -119,14 +119,14 @@ impl Bench for CpuBench {
         let judged = judged_rows(&problem);
         let all = judged.len() == rows(&problem);
         let yardstick = if all { operands.yardstick() } else { operands.yardstick_of_rows(&judged) };
-        let judge = |o: Vec<f32>| {
+        let of_rows = |o: Vec<f32>| -> Vec<f32> {
             let width = problem.head_dim_v;
             let index = |row: &Row| (row.batch * problem.heads_q + row.head) * problem.len_q + row.query;
-            let chosen = |row: &Row| o[index(row) * width..][..width].to_vec();
-            yardstick.judge(&judged.iter().flat_map(chosen).collect::<Vec<f32>>(), None)
+            judged.iter().flat_map(|row| o[index(row) * width..][..width].to_vec()).collect()
         };
+        let judge = |o: Vec<f32>| yardstick.judge(&of_rows(o), None);
         let mut ours = Calls::new(&self.device, &operands);
-        let mut errors = vec![Ok(judge(ours.output()?))];
+        let mut errors = vec![Ok(judge(ours.output()?.values()))];
         if let Some(torch) = &mut self.torch {
             progress("handing the inputs to torch", 0.0);
             errors.push(torch.load(&operands).and_then(|()| torch.output(&problem)).map(judge));
@@ -163,24 +163,24 @@ impl Bench for CpuBench {
         let mut samples = measure(&mut contenders, &effort, stop, &mut round);
         drop(contenders);
         let mut limits = samples.split_off(limits).into_iter().map(|samples| samples.times);
-        let fma_peak_us = limits.next().unwrap_or_default();
-        let full_us = if causal { limits.next_back().unwrap_or_default() } else { Vec::new() };
-        let bandwidth_us = limits.next().unwrap_or_default();
-        let unseen = fma_peak_us.is_empty();
+        let fma_peak_samples_us = limits.next().unwrap_or_default();
+        let full_samples_us = if causal { limits.next_back().unwrap_or_default() } else { Vec::new() };
+        let bandwidth_samples_us = limits.next().unwrap_or_default();
+        let unseen = fma_peak_samples_us.is_empty();
         let fma_peak_gflops = if unseen { cpu::fma_peak(isa, threads, Duration::ZERO) } else { 0.0 };
         if let Some(why) = absent {
             samples.push(Samples { name: "torch".into(), calls: 0, times: Vec::new(), failure: Some(why) });
         }
-        let taken = Taken {
+        let conditions = CpuConditions {
             checksums: checksums(&operands),
-            judged_rows: judged.len(),
-            results: samples.into_iter().zip(errors).map(|(samples, error)| (samples, error.ok())).collect(),
-            fma_peak_us,
-            bandwidth_us,
-            full_us,
             fma_peak_gflops,
+            fma_peak_samples_us,
+            bandwidth_samples_us,
+            full_samples_us,
+            ..CpuConditions::default()
         };
-        Ok(taken.outcome(cell, self.ceilings.as_ref(), margin))
+        let taken = samples.into_iter().zip(errors).map(|(samples, error)| (samples, error.ok())).collect();
+        Ok(Outcome::on_cpu(cell, judged.len(), taken, conditions, self.ceilings.as_ref(), margin))
     }
 
     fn against_itself(

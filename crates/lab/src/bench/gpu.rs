@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use flashcore::cuda::driver::{GpuState, Nvml};
 use flashcore::plan::Kernel;
 use flashcore::{DType, Problem};
-use half::{bf16, f16};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -22,7 +21,7 @@ use super::outcome::{
 use super::{Bench, Machine};
 use crate::ceilings::Ceilings;
 use crate::evidence::schemas;
-use crate::files::elements;
+use crate::files::widened;
 use crate::gpu::cublas::{self, CUBLAS};
 use crate::gpu::host::{Host, Kind};
 use crate::gpu::pool::{Pool, Stored};
@@ -543,11 +542,7 @@ impl OnGpu<'_> {
             Request::Output { who: who.into(), rows: rows.iter().map(index).collect(), path: path.clone() };
         self.ask(host, &request)?;
         let bytes = std::fs::read(&path).map_err(|error| format!("cannot read its output: {error}"))?;
-        let o: Vec<f32> = match self.problem.problem()?.dtype {
-            DType::F16 => elements::<f16>(&bytes).into_iter().map(f16::to_f32).collect(),
-            DType::BF16 => elements::<bf16>(&bytes).into_iter().map(bf16::to_f32).collect(),
-            DType::F32 => elements(&bytes),
-        };
+        let o = widened(&bytes, self.problem.problem()?.dtype);
         let expected = rows.len() * self.problem.v[3];
         if o.len() != expected {
             return Err(format!("{} elements came back where {expected} were expected", o.len()));

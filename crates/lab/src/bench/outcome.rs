@@ -527,7 +527,9 @@ impl Outcome {
         let impossible = results.iter().take(held).any(|result| result.rates.are_impossible());
         let mut comparisons = compare(&results, margin);
         if impossible {
-            comparisons.iter_mut().for_each(|comparison| comparison.verdict = Verdict::Undecided);
+            for comparison in &mut comparisons {
+                comparison.verdict = Verdict::Undecided;
+            }
         }
         Self {
             cell: *cell,
@@ -547,6 +549,31 @@ impl Outcome {
         }
     }
 
+    /// Of a CPU, by samples with the rule's judgement of what gave them, ours first. Of the conditions, only what was
+    /// measured is needed; their FMA peak counts where there is no sample of it.
+    pub(crate) fn on_cpu(
+        cell: &Cell,
+        judged_rows: usize,
+        samples: Vec<(Samples, Option<Judgement>)>,
+        mut cpu: CpuConditions,
+        ceilings: Option<&Ceilings>,
+        margin: f64,
+    ) -> Self {
+        let problem = cell.problem();
+        let fma_gflops = best_rate(problem.flops(), &cpu.fma_peak_samples_us).unwrap_or(cpu.fma_peak_gflops);
+        let read_gbytes = best_rate(problem.min_bytes(), &cpu.bandwidth_samples_us);
+        let limits = Limits::Cpu { fma_gflops, read_gbytes };
+        let measured = |(samples, error)| Measured::new(samples, error, &problem, &limits, ceilings);
+        let results: Vec<Measured> = samples.into_iter().map(measured).collect();
+        let full = Cell { mask: Mask::None, ..*cell }.problem();
+        let causal_share = stats::median(&cpu.full_samples_us)
+            .zip(results[0].p50_us)
+            .map(|(full_us, us)| full_us / us * (problem.flops() / full.flops()));
+        (cpu.seed, cpu.fma_peak_gflops, cpu.bandwidth_gbytes) = (SEED, fma_gflops, read_gbytes);
+        (cpu.causal_share, cpu.launch_bound) = (causal_share, is_launch_bound(cell, results.first()));
+        Self::new(cell, judged_rows, results, Conditions::Cpu(cpu), margin)
+    }
+
     /// A cell of a GPU that has no result, and why.
     pub fn not_run(member: &Member, why: &str) -> Self {
         let (group, failure) = (member.group.clone(), Some(why.into()));
@@ -564,11 +591,9 @@ impl Outcome {
         self.results.first()
     }
 
-    /// Whether the arithmetic is so small that the clock shows launches and little else. One query reads every key once:
-    /// memory is its limit, and its rate says nothing.
+    /// Whether the arithmetic is so small that the clock shows launches and little else.
     pub fn is_launch_bound(&self) -> bool {
-        let share = self.ours().and_then(|ours| ours.rates.peak_share());
-        !self.cell.is_decode() && physics::rate(share, Some(1.0), physics::ABOVE_PEAK) == Rate::LaunchBound
+        is_launch_bound(&self.cell, self.ours())
     }
 
     /// How it was measured, on a GPU.
@@ -592,51 +617,11 @@ impl Outcome {
     }
 }
 
-/// What was taken in a cell of a CPU, from which all that is said of it follows.
-pub(crate) struct Taken {
-    pub checksums: [u32; 3],
-    pub judged_rows: usize,
-    /// Ours first, each with the rule's judgement of its output.
-    pub results: Vec<(Samples, Option<Judgement>)>,
-    /// The samples of the limits and of the call without its mask, as in [`CpuConditions`].
-    pub fma_peak_us: Vec<f64>,
-    pub bandwidth_us: Vec<f64>,
-    pub full_us: Vec<f64>,
-    /// The FMA peak, where there is no round to take it from.
-    pub fma_peak_gflops: f64,
-}
-
-impl Taken {
-    /// What follows from it.
-    pub(crate) fn outcome(self, cell: &Cell, ceilings: Option<&Ceilings>, margin: f64) -> Outcome {
-        let problem = cell.problem();
-        let fma_gflops = best_rate(problem.flops(), &self.fma_peak_us).unwrap_or(self.fma_peak_gflops);
-        let read_gbytes = best_rate(problem.min_bytes(), &self.bandwidth_us);
-        let limits = Limits::Cpu { fma_gflops, read_gbytes };
-        let measured = |(samples, error)| Measured::new(samples, error, &problem, &limits, ceilings);
-        let results: Vec<Measured> = self.results.into_iter().map(measured).collect();
-        let full = Cell { mask: Mask::None, ..*cell }.problem();
-        let causal_share = stats::median(&self.full_us)
-            .zip(results[0].p50_us)
-            .map(|(full_us, us)| full_us / us * (problem.flops() / full.flops()));
-        let conditions = CpuConditions {
-            seed: SEED,
-            checksums: self.checksums,
-            fma_peak_gflops: fma_gflops,
-            fma_peak_samples_us: self.fma_peak_us,
-            bandwidth_gbytes: read_gbytes,
-            bandwidth_samples_us: self.bandwidth_us,
-            full_samples_us: self.full_us,
-            causal_share,
-            launch_bound: false,
-        };
-        let mut outcome = Outcome::new(cell, self.judged_rows, results, Conditions::Cpu(conditions), margin);
-        let is_launch_bound = outcome.is_launch_bound();
-        if let Conditions::Cpu(cpu) = &mut outcome.conditions {
-            cpu.launch_bound = is_launch_bound;
-        }
-        outcome
-    }
+/// Whether ours is so slow that launches are timed. One query reads every key once: memory is its limit, and its rate says
+/// nothing.
+fn is_launch_bound(cell: &Cell, ours: Option<&Measured>) -> bool {
+    let share = ours.and_then(|ours| ours.rates.peak_share());
+    !cell.is_decode() && physics::rate(share, Some(1.0), physics::ABOVE_PEAK) == Rate::LaunchBound
 }
 
 /// What a limit is by its samples, in units of 1e9 per second: the best that was seen, because whatever else runs on a
@@ -710,10 +695,10 @@ pub fn summaries(outcomes: &[Outcome]) -> Vec<Summary> {
     }
     let mut all = Vec::new();
     for peer in peers {
-        let of_group = |group: &Option<&str>| {
-            Summary::of(outcomes.iter().filter(|outcome| outcome.group() == *group), peer, *group)
+        let of_group = |group: Option<&str>| {
+            Summary::of(outcomes.iter().filter(|outcome| outcome.group() == group), peer, group)
         };
-        all.extend(groups.iter().filter_map(of_group));
+        all.extend(groups.iter().copied().filter_map(of_group));
         if groups.len() > 1 {
             all.extend(Summary::of(outcomes.iter(), peer, Some("all")));
         }
@@ -776,19 +761,11 @@ mod tests {
     /// The mission's cell on a CPU where ours took 1 ms per round, the multiply-adds these times, and torch 2 ms.
     fn beside(fma_peak_us: &[f64]) -> Outcome {
         let rounds = fma_peak_us.len();
-        let taken = Taken {
-            checksums: [0; 3],
-            judged_rows: 1,
-            results: vec![
-                (samples("flashcore", &vec![1e3; rounds]), None),
-                (samples("torch", &vec![2e3; rounds]), None),
-            ],
-            fma_peak_us: fma_peak_us.to_vec(),
-            bandwidth_us: Vec::new(),
-            full_us: Vec::new(),
-            fma_peak_gflops: 0.0,
-        };
-        taken.outcome(&cell("mission"), None, 0.02)
+        let taken =
+            [("flashcore", 1e3), ("torch", 2e3)].map(|(name, us)| (samples(name, &vec![us; rounds]), None));
+        let conditions =
+            CpuConditions { fma_peak_samples_us: fma_peak_us.to_vec(), ..CpuConditions::default() };
+        Outcome::on_cpu(&cell("mission"), 1, taken.into(), conditions, None, 0.02)
     }
 
     #[test]

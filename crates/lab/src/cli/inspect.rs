@@ -263,7 +263,7 @@ fn text(plan: &Plan, report: &Report) -> String {
         100.0 * counts.sector_efficiency
     ));
     lines.push(format!(
-        "speed     {:.1} M warp instructions a second",
+        "speed     {:.1} M warp instructions per second",
         counts.warp_instructions_per_second / 1e6
     ));
     lines.join("\n")

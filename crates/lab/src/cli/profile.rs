@@ -77,7 +77,7 @@ struct Mix {
 struct Roofline {
     flops: f64,
     bytes: f64,
-    /// Floating-point operations a byte that must move.
+    /// Floating-point operations per byte that must move.
     intensity: f64,
     /// Measured by the kernel clock.
     time_us: Option<f64>,
@@ -329,7 +329,7 @@ fn text(report: &Report) -> String {
         value.map_or("not measured".into(), |value| format!("{value:.1} {unit}"))
     };
     lines.push(format!(
-        "roofline  {:.0} operations a byte; time {}, rate {}; matrix product {}; data sheet {}",
+        "roofline  {:.0} operations per byte; time {}, rate {}; matrix product {}; data sheet {}",
         roofline.intensity,
         known(roofline.time_us, "µs"),
         known(roofline.tflops, "TFLOP/s"),

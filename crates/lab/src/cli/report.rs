@@ -6,6 +6,7 @@ use clap::Args;
 
 use super::Exit;
 use super::screen::{Tone, say, toned};
+use crate::evidence::audit::contradictions;
 use crate::files;
 use crate::report;
 use crate::report::source::{Evidence, Refused};
@@ -29,7 +30,7 @@ pub fn report(options: &Options) -> Result<Exit, String> {
         let text = files::read_text(path)?;
         let name = path.display().to_string().replace('\\', "/");
         let link = relative(&absolute(path)?, &absolute(&options.output)?);
-        match Evidence::read(&name, &link, &text) {
+        match Evidence::read(&name, &link, &text, contradictions) {
             Ok(found) => evidence.push(found),
             Err(Refused::Contradiction(first)) => {
                 say(&format!("{}  {name}: {first}", toned(Tone::Bad, "FAILS")));

@@ -1,14 +1,13 @@
 //! A report of `flashcore bench` as it stands in a file, of the CPU and of a GPU alike: as much of it as comparing two
-//! runs and writing tables needs. What a file does not say stays absent.
+//! runs needs. What a file does not say stays absent.
 
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::Value;
 
 use crate::evidence::schemas;
 use crate::files;
-use crate::stats::{Interval, Verdict};
 
 /// The schemas that are read.
 const SCHEMAS: [&str; 4] = ["flashcore.bench/1", schemas::BENCH, "flashcore.bench-gpu/1", schemas::BENCH_GPU];
@@ -53,13 +52,8 @@ pub struct SavedCell {
     pub mask: String,
     /// Ours first.
     pub results: Vec<SavedResult>,
-    /// Ours against others.
-    #[serde(default)]
-    pub comparisons: Vec<SavedComparison>,
     /// Why there is no result at all.
     pub failure: Option<String>,
-    /// Floating-point operations of a call, causal counted half.
-    pub flops: f64,
 }
 
 /// A contender of a cell.
@@ -67,56 +61,12 @@ pub struct SavedCell {
 pub struct SavedResult {
     /// Its name.
     pub name: String,
-    /// Microseconds a call, one sample a round.
+    /// Microseconds per call, one sample per round.
     pub samples_us: Vec<f64>,
     /// Their median.
     pub p50_us: Option<f64>,
-    /// Their 90 % quantile.
-    pub p90_us: Option<f64>,
-    /// The least.
-    pub min_us: Option<f64>,
-    /// The 95 % interval of the median.
-    pub median_interval_us: Option<Interval>,
-    /// What the rule says of its output.
-    pub error: Option<SavedError>,
     /// Why it has no result, or left before the end.
     pub failure: Option<String>,
-}
-
-/// The rule's judgement of an output.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-pub struct SavedError {
-    /// The largest error.
-    pub max: SavedBound,
-    /// The root mean square.
-    pub rms: SavedBound,
-    /// The worst row.
-    pub row: SavedBound,
-    /// The first wrong element, where there is one.
-    #[serde(default)]
-    pub first_bad: Value,
-}
-
-/// An error with what it may be.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
-pub struct SavedBound {
-    /// How far it is off; absent where it is no number.
-    pub error: Option<f64>,
-    /// How far it may be.
-    pub allowed: Option<f64>,
-}
-
-/// Ours against somebody.
-#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
-pub struct SavedComparison {
-    /// The peer.
-    pub peer: String,
-    /// Its median over ours.
-    pub speed_up: f64,
-    /// The 95 % interval.
-    pub interval: Interval,
-    /// The verdict.
-    pub verdict: Verdict,
 }
 
 impl Saved {
@@ -163,16 +113,6 @@ impl SavedCell {
     }
 }
 
-impl SavedError {
-    /// Whether every bound holds.
-    pub fn passed(&self) -> bool {
-        let holds = |bound: &SavedBound| {
-            bound.error.zip(bound.allowed).is_some_and(|(error, allowed)| error <= allowed)
-        };
-        self.first_bad.is_null() && [&self.max, &self.rms, &self.row].into_iter().all(holds)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -184,16 +124,5 @@ mod tests {
         assert!(why.contains("flashcore.verify/1") && why.contains("bench --json"), "{why}");
         assert!(Saved::of(&json!({"schema": "flashcore.bench/1"})).unwrap_err().contains("no whole report"));
         assert!(Saved::of(&json!({"schema": "flashcore.bench/9"})).unwrap_err().contains("wanted is"));
-    }
-
-    #[test]
-    fn an_error_that_breaks_a_bound_or_is_no_number_is_not_right() {
-        let bound = |error: f64| SavedBound { error: Some(error), allowed: Some(1.0) };
-        let right = SavedError { max: bound(0.5), rms: bound(0.1), row: bound(1.0), first_bad: Value::Null };
-        assert!(right.passed());
-        assert!(!SavedError { row: bound(1.1), ..right.clone() }.passed());
-        let nothing = SavedBound { error: None, allowed: Some(1.0) };
-        assert!(!SavedError { max: nothing, ..right.clone() }.passed());
-        assert!(!SavedError { first_bad: json!({"query": 3}), ..right }.passed());
     }
 }

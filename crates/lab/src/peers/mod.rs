@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use flashcore::{DType, Mask, Problem};
+use flashcore::{Mask, Problem};
 pub use flashcore_clock::python::{PYTHON_VARIABLE, python};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::files::elements;
+use crate::files::widened;
 use crate::guarded::Guarded;
 use crate::operands::Operands;
 use crate::process::{Silence, Worker};
@@ -157,11 +157,7 @@ impl Torch {
         if bytes.len() != expected {
             return Err(format!("torch returned {} bytes where {expected} were expected", bytes.len()));
         }
-        Ok(match dtype {
-            DType::F16 => elements::<half::f16>(&bytes).into_iter().map(half::f16::to_f32).collect(),
-            DType::BF16 => elements::<half::bf16>(&bytes).into_iter().map(half::bf16::to_f32).collect(),
-            DType::F32 => elements::<f32>(&bytes),
-        })
+        Ok(widened(&bytes, dtype))
     }
 
     /// Sends a request and waits for its reply.
@@ -190,6 +186,7 @@ pub fn checksum(tensor: &Guarded) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flashcore::DType;
 
     #[test]
     fn what_torch_cannot_do_is_not_asked_of_it() {

@@ -54,7 +54,7 @@ pub struct Fields {
     pub batch_size: usize,
     /// Heads.
     pub num_heads: usize,
-    /// Queries and keys a head.
+    /// Queries and keys per head.
     pub seq_len: usize,
     /// Elements of a query, a key and a value.
     pub head_dim: usize,

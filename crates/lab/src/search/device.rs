@@ -9,6 +9,8 @@ use std::collections::btree_map::Entry;
 
 use flashcore::{DType, Problem};
 
+pub use flashcore_search::device::{Device, Trouble};
+
 use crate::bench::gpu::{OnClock, OnGpu, largest_tensor};
 use crate::bench::outcome::judged_rows;
 use crate::gpu::host::Host;
@@ -17,42 +19,6 @@ use crate::gpu::protocol::{Asked, Request};
 use crate::gpu::worker::SCHEDULE;
 use crate::rule::{Row, Yardstick};
 use crate::timing::{Contender, Effort, measure};
-
-/// Why there is no result.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Trouble {
-    /// The result is wrong.
-    Wrong(String),
-    /// The device said why it does not run this.
-    Refused(String),
-    /// The worker crashed or hung.
-    Lost(String),
-}
-
-impl Trouble {
-    /// What to tell a person.
-    pub fn why(&self) -> &str {
-        let (Trouble::Wrong(why) | Trouble::Refused(why) | Trouble::Lost(why)) = self;
-        why
-    }
-}
-
-/// Something that computes and times candidates. `data` tells inputs apart: 0 are those of the search, and every other
-/// number stands for fresh ones.
-pub trait Device {
-    /// Whether a candidate's result is right.
-    fn parity(&mut self, candidate: &str, case: usize, data: u64) -> Result<(), Trouble>;
-
-    /// Lets contenders take turns in rounds; the times of each, one a round.
-    fn race(
-        &mut self,
-        contenders: &[&str],
-        case: usize,
-        data: u64,
-        effort: &Effort,
-        stop: &dyn Fn() -> bool,
-    ) -> Vec<Result<Vec<f64>, Trouble>>;
-}
 
 /// Inputs of one number and dtype, in memory and on disk.
 struct Drawn {

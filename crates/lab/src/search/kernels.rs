@@ -9,6 +9,8 @@ use flashcore::{DType, Device, Mask, Problem};
 use flashcore_kernels::{sm80, sm90};
 use flashcore_ptx::ptxas::Ptxas;
 
+use flashcore_search::hash;
+
 use super::gates::Gates;
 use super::space::Space;
 use crate::gpu::host::{Host, Kind};
@@ -19,11 +21,6 @@ use crate::guarded::Arrangement;
 use crate::inputs::Distribution;
 use crate::micro::Costs;
 use crate::operands::Operands;
-
-/// A hash as it stands in journals.
-pub fn hash(bytes: &[u8]) -> String {
-    blake3::hash(bytes).to_hex()[..32].to_string()
-}
 
 /// Every schedule of a kernel's search space.
 pub fn space(kernel: Kernel) -> Space {
@@ -92,7 +89,7 @@ impl Drivers {
         let reply = host.ask_about(pool, &Asked::of(&small), 1, &request)?;
         match reply["local_bytes"].as_u64() {
             Some(0) => Ok(()),
-            Some(bytes) => Err(format!("the driver spills {bytes} bytes a thread")),
+            Some(bytes) => Err(format!("the driver spills {bytes} bytes per thread")),
             None => Err("the driver does not say what it spills".into()),
         }
     }

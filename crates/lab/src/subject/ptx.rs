@@ -463,16 +463,7 @@ impl Engine for PtxEngine {
                 ));
             }
         }
-        let values: Vec<f32> = match problem.dtype {
-            DType::F16 => {
-                files::elements::<half::f16>(&results[3]).into_iter().map(half::f16::to_f32).collect()
-            }
-            DType::BF16 => {
-                files::elements::<half::bf16>(&results[3]).into_iter().map(half::bf16::to_f32).collect()
-            }
-            DType::F32 => files::elements::<f32>(&results[3]),
-        };
-        write(&values, o);
+        write(&files::widened(&results[3], problem.dtype), o);
         if let Some(lse) = lse {
             write(&files::elements::<f32>(&results[4]), lse);
         }

@@ -9,7 +9,7 @@ use super::failed;
 use crate::bench::gpu::PEERS;
 use crate::engine::Engine;
 use crate::faults::planted::write;
-use crate::files::elements;
+use crate::files::widened;
 use crate::gpu::host::{Host, Kind};
 use crate::gpu::pool::{NAMES, Stored};
 use crate::gpu::protocol::{Asked, Request};
@@ -143,10 +143,7 @@ fn on_gpu(
     if bytes.len() != expected {
         return Err(format!("torch returned {} bytes where {expected} were expected", bytes.len()));
     }
-    Ok(match problem.dtype {
-        DType::BF16 => elements::<half::bf16>(&bytes).into_iter().map(half::bf16::to_f32).collect(),
-        DType::F16 | DType::F32 => elements::<half::f16>(&bytes).into_iter().map(half::f16::to_f32).collect(),
-    })
+    Ok(widened(&bytes, problem.dtype))
 }
 
 #[cfg(test)]

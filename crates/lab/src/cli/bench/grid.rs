@@ -49,7 +49,7 @@ pub fn grid(options: &Options) -> Result<Exit, String> {
 
 /// Writes the tables that the grid asks for.
 fn write(config: &rbk::Config, finished: &Finished) -> Result<(), String> {
-    let report = rbk::Report::new(config, &Saved::of(&finished.document)?)?;
+    let report = rbk::Report::new(config, &Saved::of(&finished.document)?, &finished.outcomes)?;
     let folder = &config.output_dir;
     std::fs::create_dir_all(folder).map_err(|error| files::explain("make", folder, &error))?;
     let text = |ending: &str, text: &str| {

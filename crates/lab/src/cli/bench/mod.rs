@@ -223,6 +223,13 @@ enum Only {
     Gpu,
 }
 
+/// The path of the CPU, or the number of the GPU, that a task runs on.
+#[derive(Clone, Copy)]
+enum On {
+    Cpu(cpu::Isa),
+    Gpu(u32),
+}
+
 impl<'a> Task<'a> {
     /// Ours alone, as the planner chooses.
     fn new(members: Vec<Member>, place: &'a Place, margin: f64) -> Self {
@@ -241,13 +248,12 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// Where it runs: on the GPU of a number, or on a path of the CPU.
-    fn device(&self) -> Result<Result<u32, cpu::Isa>, String> {
+    fn device(&self) -> Result<On, String> {
         let engine = cpu::Engine::new();
         match (self.place.device, self.only) {
-            (DeviceName::Auto, Some(Only::Gpu)) => Ok(Ok(0)),
-            (DeviceName::Auto, Some(Only::Cpu)) => Ok(Err(engine.isa())),
-            (DeviceName::Auto, None) => Ok(self.place.device.gpu().ok_or(engine.isa())),
+            (DeviceName::Auto, Some(Only::Gpu)) => Ok(On::Gpu(0)),
+            (DeviceName::Auto, Some(Only::Cpu)) => Ok(On::Cpu(engine.isa())),
+            (DeviceName::Auto, None) => Ok(self.place.device.gpu().map_or(On::Cpu(engine.isa()), On::Gpu)),
             (DeviceName::Cpu(_), Some(Only::Gpu)) => {
                 Err("kernels, schedules and their matrices are a GPU's: leave --device away, or give cuda"
                     .into())
@@ -255,9 +261,9 @@ impl<'a> Task<'a> {
             (DeviceName::Cuda(..), Some(Only::Cpu)) => {
                 Err("--matrix cpu is the CPU engine's: leave --device away, or give cpu".into())
             }
-            (DeviceName::Cpu(None), _) => Ok(Err(engine.isa())),
-            (DeviceName::Cpu(Some(isa)), _) => Ok(Err(engine.with_isa(isa)?.isa())),
-            (DeviceName::Cuda(ordinal, None), _) => Ok(Ok(ordinal.unwrap_or(0))),
+            (DeviceName::Cpu(None), _) => Ok(On::Cpu(engine.isa())),
+            (DeviceName::Cpu(Some(isa)), _) => Ok(On::Cpu(engine.with_isa(isa)?.isa())),
+            (DeviceName::Cuda(ordinal, None), _) => Ok(On::Gpu(ordinal.unwrap_or(0))),
             (other, _) => Err(format!("the CPU engine and a GPU are timed, not {other}; give cpu or cuda")),
         }
     }
@@ -267,17 +273,16 @@ impl<'a> Task<'a> {
         let device = self.device()?;
         // Before anything is drawn: a machine that runs out of memory kills whom it likes.
         for Member { cell, .. } in &self.members {
-            let needed = if device.is_ok() {
-                memory::of_rows(&cell.problem())
-            } else {
-                memory::to_judge(&cell.problem())
+            let needed = match device {
+                On::Cpu(_) => memory::to_judge(&cell.problem()),
+                On::Gpu(_) => memory::of_rows(&cell.problem()),
             };
             memory::check(&cell.label(), needed)?;
         }
         let Task { margin, rounds, warmups, alone, .. } = *self;
         let ordinal = match device {
-            Ok(ordinal) => ordinal,
-            Err(isa) => {
+            On::Gpu(ordinal) => ordinal,
+            On::Cpu(isa) => {
                 let threads = self.place.threads.map_or(environment.cpu.cores, |threads| threads as usize);
                 let peers = self.peers.as_ref().is_none_or(|peers| !peers.is_empty());
                 let setup = on_cpu::Setup { isa, threads, peers, rounds, warmups, margin };
@@ -346,7 +351,7 @@ impl<'a> Report<'a> {
             machine: bench.machine(),
             no_torch_because: bench.no_torch(),
             ceilings: bench.ceilings(),
-            budget_seconds: by_kernel.then(|| budget.as_secs_f64()),
+            budget_seconds: by_kernel.then_some(budget.as_secs_f64()),
             seconds: by_kernel.then(|| started.elapsed().as_secs_f64()),
             asked,
             cells,
@@ -361,6 +366,7 @@ struct Finished {
     exit: Exit,
     complete: bool,
     environment: Environment,
+    outcomes: Vec<Outcome>,
     document: Value,
 }
 
@@ -373,9 +379,10 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
     let environment = Environment::read();
     let asked = task.members.len();
     let mut progress = Progress::new(asked as u64 * 100);
+    // Starting everybody takes its share of the budget.
+    let started = Instant::now();
     let mut bench = task.start(&environment, &mut |what| progress.at(0, what))?;
     let budget = task.budget.unwrap_or_else(|| task.usual_budget(&*bench));
-    let started = Instant::now();
     let mut outcomes = Vec::new();
     let part = |bench: &dyn Bench, outcomes: &[Outcome]| {
         serde_json::to_value(Report::new(bench, outcomes, asked, budget, started)).unwrap_or_default()
@@ -428,7 +435,7 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
     let document = Document::new(bench.schema(), &environment, complete, &report);
     let document = serde_json::to_value(&document).map_err(|error| error.to_string())?;
     let exit = exit(&outcomes, complete);
-    Ok(Finished { exit, complete, environment, document })
+    Ok(Finished { exit, complete, environment, outcomes, document })
 }
 
 /// Wrong results of ours fail, and so does a rate above a GPU's peak; a cell without a result or an interrupt is no answer.
@@ -491,7 +498,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::outcome::Taken;
+    use crate::bench::outcome::CpuConditions;
     use crate::rule::{Bound, Judgement};
     use crate::timing::Samples;
 
@@ -509,18 +516,12 @@ mod tests {
             bad_rows: Vec::new(),
             first_bad: None,
         };
-        let taken = Taken {
-            checksums: [0; 3],
-            judged_rows: 1,
-            results: vec![(samples("flashcore", 1e3), Some(judgement)), (samples("torch", 2e3), None)],
-            fma_peak_us: vec![limit_us; 10],
-            bandwidth_us: Vec::new(),
-            full_us: Vec::new(),
-            fma_peak_gflops: 0.0,
-        };
+        let taken = vec![(samples("flashcore", 1e3), Some(judgement)), (samples("torch", 2e3), None)];
+        let conditions =
+            CpuConditions { fma_peak_samples_us: vec![limit_us; 10], ..CpuConditions::default() };
         let named = shapes::parse("mission").unwrap();
         let cell = Cell { name: named.name, shape: named.shape, mask: Mask::None, dtype: named.dtype };
-        taken.outcome(&cell, None, 0.02)
+        Outcome::on_cpu(&cell, 1, taken, conditions, None, 0.02)
     }
 
     #[test]

@@ -13,8 +13,8 @@ use crate::bench::cpu::{checksums, inputs};
 use crate::bench::gpu::{largest_tensor, peak_tflops, sets_to_flush};
 use crate::bench::itself::AgainstItself;
 use crate::bench::outcome::{
-    CallClock, Comparison, Conditions, Details, FirstCall, GpuConditions, Limits, Measured, Outcome, SEED,
-    Taken, causal_shares, judged_rows, rows, summaries,
+    CallClock, Comparison, Conditions, CpuConditions, Details, FirstCall, GpuConditions, Limits, Measured,
+    Outcome, SEED, causal_shares, judged_rows, rows, summaries,
 };
 use crate::cases::{Tier, corpus};
 use crate::ceilings::Ceilings;
@@ -323,16 +323,14 @@ fn bench_cpu() -> Value {
         };
         let results = vec![of("flashcore", 20.0), of("torch", 30.0)];
         let decode = cell.is_decode();
-        let taken = Taken {
+        let conditions = CpuConditions {
             checksums: checksums(&inputs(&cell)),
-            judged_rows: rows,
-            results,
-            fma_peak_us: times(&mut rng, 10.0),
-            bandwidth_us: if decode { times(&mut rng, 15.0) } else { Vec::new() },
-            full_us: if decode { Vec::new() } else { times(&mut rng, 35.0) },
-            fma_peak_gflops: 0.0,
+            fma_peak_samples_us: times(&mut rng, 10.0),
+            bandwidth_samples_us: if decode { times(&mut rng, 15.0) } else { Vec::new() },
+            full_samples_us: if decode { Vec::new() } else { times(&mut rng, 35.0) },
+            ..CpuConditions::default()
         };
-        outcomes.push(taken.outcome(&cell, Some(&ceilings), MARGIN));
+        outcomes.push(Outcome::on_cpu(&cell, rows, results, conditions, Some(&ceilings), MARGIN));
     }
     let body = json!({
         "clock": "call", "device": "cpu (avx2, 2 threads)", "threads": 2, "no_torch_because": null, "ceilings": ceilings,

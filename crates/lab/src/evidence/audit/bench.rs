@@ -111,7 +111,7 @@ pub(super) fn contender(audit: &mut Audit, place: &Place<'_>, version: u32, judg
     Contender { samples: Samples { name, calls, times, failure }, judgement, error }
 }
 
-/// Everybody in a cell is judged by one yardstick, and who stays to the end is sampled once a round.
+/// Everybody in a cell is judged by one yardstick, and who stays to the end is sampled once per round.
 pub(super) fn together(audit: &mut Audit, at: &str, all: &[Contender]) {
     let yardstick =
         |it: &Contender| it.judgement.as_ref().map(|it| [it.max, it.rms].map(|it| (it.plain, it.allowed)));
@@ -124,7 +124,7 @@ pub(super) fn together(audit: &mut Audit, at: &str, all: &[Contender]) {
     let least = rounds.saturating_sub(usize::from(all.iter().any(|it| it.samples.failure.is_some())));
     let stayed = |it: &&Contender| it.samples.failure.is_none();
     let in_turn = all.iter().filter(stayed).all(|it| it.samples.times.len() >= least);
-    audit.require(at, in_turn, "has contenders that were not sampled once a round");
+    audit.require(at, in_turn, "has contenders that were not sampled once per round");
     let names = all.iter().map(|it| it.samples.name.as_str()).collect();
     audit.require(at, are_different(names), "has one contender twice");
 }

@@ -11,7 +11,7 @@ use super::judgement::Judged;
 use crate::bench::cells::Cell;
 use crate::bench::cpu::{checksums, inputs as draw};
 use crate::bench::gpu::largest_tensor;
-use crate::bench::outcome::{Outcome, Taken, causal_shares, judged_rows};
+use crate::bench::outcome::{CpuConditions, Outcome, causal_shares, judged_rows};
 use crate::ceilings::Ceilings;
 use crate::stats;
 
@@ -93,7 +93,11 @@ impl Cpu {
             let times = audit.times(&place.get(name));
             let expected = if are_taken { rounds } else { Some(0) };
             let fits = expected.is_none_or(|expected| times.len() == expected);
-            audit.require(&format!("{}.{name}", place.at), fits, "are not one a round, or not of this cell");
+            audit.require(
+                &format!("{}.{name}", place.at),
+                fits,
+                "are not one per round, or not of this cell",
+            );
             times
         };
         let mut fma_peak_us = samples("fma_peak_samples_us", true);
@@ -108,10 +112,15 @@ impl Cpu {
             fma_peak_us = stats::median(&fma_peak_us).into_iter().collect();
             bandwidth_us = stats::median(&bandwidth_us).into_iter().collect();
         }
-        let checksums = [0; 3];
-        let taken =
-            Taken { checksums, judged_rows, results, fma_peak_us, bandwidth_us, full_us, fma_peak_gflops };
-        let outcome = taken.outcome(cell, self.ceilings.as_ref(), self.margin);
+        let conditions = CpuConditions {
+            fma_peak_gflops,
+            fma_peak_samples_us: fma_peak_us,
+            bandwidth_samples_us: bandwidth_us,
+            full_samples_us: full_us,
+            ..CpuConditions::default()
+        };
+        let ceilings = self.ceilings.as_ref();
+        let outcome = Outcome::on_cpu(cell, judged_rows, results, conditions, ceilings, self.margin);
         let mut made = value(&outcome);
         made["checksums"] = json!([raw(), raw(), raw()]);
         for checksum in audit.list(&place.get("checksums")) {

@@ -186,6 +186,11 @@ pub fn audit(text: &str) -> Result<Audit, String> {
     Ok(audit)
 }
 
+/// What contradicts itself in the text of a file, or why it is no evidence.
+pub fn contradictions(text: &str) -> Result<Vec<String>, String> {
+    audit(text).map(|audit| audit.contradictions)
+}
+
 /// A difference between two files.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Difference {

@@ -51,10 +51,10 @@ pub trait Engine: Send + Sync {
     ) -> flashcore::Result<()>;
 }
 
-/// What the simulator takes on in a second or so a run.
+/// What the simulator takes on in about a second per run.
 const MOST_PAIRS: u128 = 1_000_000;
 
-/// The same for the scalar kernel, which executes some forty warp instructions a pair.
+/// The same for the scalar kernel, which executes some forty warp instructions per pair.
 const MOST_SCALAR_PAIRS: u128 = 30_000;
 
 /// Elements of a query and a value for which that is so; with more of them, a pair takes longer.

@@ -5,9 +5,9 @@ use std::fmt::Write as _;
 use flashcore::Name;
 
 use crate::check::{Fault, Prepared};
-use crate::diagnose::{Diagnosis, Kind, map, ranges};
 use crate::engine::Engine;
-use crate::rule::{Bound, Judgement, Row};
+use flashcore_judge::diagnose::{Diagnosis, Kind, map, ranges};
+use flashcore_judge::rule::{Bound, Judgement, Row};
 
 /// What is wrong with a case on an engine, as a few lines for a person.
 pub fn explain(prepared: &Prepared, engine: &dyn Engine, faults: &[Fault]) -> String {
@@ -144,7 +144,7 @@ fn places(rows: &[Row]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::guarded::Breach;
+    use flashcore_judge::guarded::Breach;
 
     #[test]
     fn a_breach_says_on_which_side_it_is() {

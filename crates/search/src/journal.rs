@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::decide::{Rule, Standing};
 use super::gates::Gate;
-use crate::files;
+use flashcore_host::files;
 
 /// What a search is for. A journal is gone on with only for the same.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -27,7 +27,7 @@ pub struct Task {
     pub target: String,
     /// The target cases.
     pub cases: Vec<String>,
-    /// The schedules that are to be beaten, one a case.
+    /// The schedules that are to be beaten, one per case.
     pub incumbents: Vec<String>,
     /// The rule of acceptance.
     pub rule: Rule,
@@ -193,7 +193,7 @@ const MAY_BE_THERE: usize = 2;
 pub struct State {
     /// What for.
     pub task: Option<Task>,
-    /// The schedules to beat, one a case.
+    /// The schedules to beat, one per case.
     pub incumbents: Vec<String>,
     /// How many times faster each case's incumbent is than what the search began with.
     pub gains: Vec<f64>,
@@ -565,7 +565,7 @@ fn parse(line: &[u8]) -> Option<(u64, Event)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::stats::Interval;
+    use flashcore_judge::stats::Interval;
 
     fn task() -> Task {
         Task {

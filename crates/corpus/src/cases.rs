@@ -2,17 +2,17 @@
 //!
 //! Each file under `cases/` holds `[[case]]` tables. A field given as a list stands for one case per entry, and
 //! several lists for all their combinations, so that a table of ten lines covers what ten pages would. With `cover`
-//! they stand for a [covering design](crate::cover) instead: every pair of entries of two lists, in few cases. The
+//! they stand for a [covering design](flashcore_judge::cover) instead: every pair of entries of two lists, in few cases. The
 //! binary carries the files, so `flashcore verify` needs nothing beside it.
 
 use flashcore::{DType, Mask, Problem};
 use serde::{Deserialize, Serialize};
 
-use crate::cover;
-use crate::guarded::Arrangement;
-use crate::inputs::{Distribution, Wild};
-use crate::operands::Operands;
-use crate::rng::Rng;
+use flashcore_judge::cover;
+use flashcore_judge::guarded::Arrangement;
+use flashcore_judge::inputs::{Distribution, Wild};
+use flashcore_judge::operands::Operands;
+use flashcore_judge::rng::Rng;
 
 /// The files of the corpus, by the name that their cases begin with.
 const FILES: [(&str, &str); 8] = [

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::rng::Rng;
+use flashcore_judge::rng::Rng;
 
 /// The schedules that a search draws from.
 #[derive(Clone, Debug, PartialEq)]

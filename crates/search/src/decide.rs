@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::stats::{self, Interval, VERDICT_LEVEL};
+use flashcore_judge::stats::{self, Interval, VERDICT_LEVEL};
 
 /// When a candidate is better than what it is to replace.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -37,7 +37,7 @@ pub struct Standing {
 }
 
 impl Standing {
-    /// From times of one race, one a round each; none with fewer than five rounds.
+    /// From times of one race, one per round each; none with fewer than five rounds.
     pub fn of(case: usize, incumbent: &[f64], candidate: &[f64]) -> Option<Self> {
         let ratio = stats::median_ratio(incumbent, candidate, VERDICT_LEVEL)?;
         Some(Self {
@@ -75,7 +75,7 @@ impl Rule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rng::Rng;
+    use flashcore_judge::rng::Rng;
 
     fn noisy(rng: &mut Rng, rounds: usize, median: f64, spread: f64) -> Vec<f64> {
         (0..rounds).map(|_| median * (spread * rng.normal()).exp()).collect()

@@ -149,11 +149,16 @@ pub fn dtype(stored: Dtype) -> Option<DType> {
 
 /// The elements of a stored tensor as f32, if attention runs on its dtype.
 pub fn floats(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
-    Some(match dtype(tensor.dtype())? {
-        DType::F16 => elements::<f16>(tensor.data()).into_iter().map(f16::to_f32).collect(),
-        DType::BF16 => elements::<bf16>(tensor.data()).into_iter().map(bf16::to_f32).collect(),
-        DType::F32 => elements::<f32>(tensor.data()),
-    })
+    dtype(tensor.dtype()).map(|dtype| widened(tensor.data(), dtype))
+}
+
+/// Elements of a dtype from their bytes, as f32.
+pub fn widened(bytes: &[u8], dtype: DType) -> Vec<f32> {
+    match dtype {
+        DType::F16 => elements::<f16>(bytes).into_iter().map(f16::to_f32).collect(),
+        DType::BF16 => elements::<bf16>(bytes).into_iter().map(bf16::to_f32).collect(),
+        DType::F32 => elements::<f32>(bytes),
+    }
 }
 
 /// The tensors of a file as a list for messages: name, dtype and shape of each.

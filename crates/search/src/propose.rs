@@ -7,8 +7,8 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::space::Space;
-use crate::process::Worker;
-use crate::rng::Rng;
+use flashcore_host::process::Worker;
+use flashcore_judge::rng::Rng;
 
 /// What proposers may know of the search.
 pub struct SoFar<'a> {
@@ -199,7 +199,7 @@ impl Proposer for External {
             knobs: so_far.space.values(),
             tried: so_far.named.len(),
         };
-        let reply = self.worker.ask(&request, THINK).map_err(crate::process::Silence::reason)?;
+        let reply = self.worker.ask(&request, THINK).map_err(flashcore_host::process::Silence::reason)?;
         let schedules = reply["schedules"]
             .as_array()
             .ok_or("the proposer sent no list under \"schedules\"; an empty one means that it has no more")?;

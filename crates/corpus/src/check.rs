@@ -2,7 +2,7 @@
 //!
 //! - Outputs are poisoned before each run, and every element must be written.
 //! - Guard zones around and inside every tensor must stay as they were, and so must the inputs.
-//! - The result obeys the [tolerance rule](crate::rule): in all rows, or in a large problem in rows that are chosen once
+//! - The result obeys the [tolerance rule](flashcore_judge::rule): in all rows, or in a large problem in rows that are chosen once
 //!   the result exists, while every other row must be an average of its values by size.
 //! - A second run, over another poison, gives the same bits (unless the engine says that it does not).
 //! - One row of q, of k and of v is redrawn at a time: what sees it must follow as the oracle's does, and what does not
@@ -16,12 +16,12 @@ use flashcore::{DType, Name, Problem};
 use serde::Serialize;
 
 use crate::cases::Case;
-use crate::diagnose::{Diagnosis, Kind, diagnose};
 use crate::engine::Engine;
-use crate::guarded::{Breach, Guarded, Poison};
-use crate::operands::{Operands, Spot};
-use crate::rng::Rng;
-use crate::rule::{Judgement, Row, Yardstick};
+use flashcore_judge::diagnose::{Diagnosis, Kind, diagnose};
+use flashcore_judge::guarded::{Breach, Guarded, Poison};
+use flashcore_judge::operands::{Operands, Spot};
+use flashcore_judge::rng::Rng;
+use flashcore_judge::rule::{Judgement, Row, Yardstick};
 
 /// One thing that is wrong.
 #[derive(Clone, Debug, PartialEq)]

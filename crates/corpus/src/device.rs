@@ -11,7 +11,7 @@ use flashcore::sim::AsyncMode;
 /// A device by its name.
 ///
 /// ```
-/// use flashcore_lab::device::DeviceName;
+/// use flashcore_corpus::device::DeviceName;
 /// assert_eq!("cuda-1".parse(), Ok(DeviceName::Cuda(Some(1), None)));
 /// assert_eq!(DeviceName::Cuda(Some(1), None).to_string(), "cuda-1");
 /// ```

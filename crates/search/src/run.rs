@@ -16,7 +16,7 @@ use super::gates::{Gate, Gates, Refusal};
 use super::journal::{Event, Journal, State, Task};
 use super::propose::{Proposer, SoFar};
 use super::space::Space;
-use crate::timing::Effort;
+use flashcore_clock::timing::Effort;
 
 /// How a search goes about it.
 #[derive(Clone, Debug, PartialEq)]
@@ -171,7 +171,7 @@ impl Preparer<'_> {
         if kept.len() < self.needed {
             return (kept, Err(refused.unwrap_or_else(|| "it fits too few cases".into())));
         }
-        (kept, Ok(super::kernels::hash(codes.concat().as_bytes())))
+        (kept, Ok(crate::hash(codes.concat().as_bytes())))
     }
 }
 
@@ -262,7 +262,7 @@ impl Search<'_> {
             Some(format!("{case}:{code};"))
         });
         let codes: Option<String> = codes.collect();
-        Some(super::kernels::hash(codes?.as_bytes()))
+        Some(crate::hash(codes?.as_bytes()))
     }
 
     fn generations(

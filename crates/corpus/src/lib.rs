@@ -1,0 +1,14 @@
+//! The corpus of cases, and what puts an engine of attention through it.
+//!
+//! - [`cases`] says what is run (long lists of parameters stand for covering designs).
+//! - An [`engine`] computes: ours on a [`device`], or anybody else's.
+//! - [`check`] runs a case through an engine and judges the result, and [`explain`] says what is wrong with it.
+//! - A [`crew`] of threads takes up many cases at once, and a [`tally`] counts them.
+
+pub mod cases;
+pub mod check;
+pub mod crew;
+pub mod device;
+pub mod engine;
+pub mod explain;
+pub mod tally;
