@@ -96,8 +96,7 @@ impl FromStr for DeviceName {
 }
 
 fn code(text: &str) -> Option<Code> {
-    let target = [Target::Sm80, Target::Sm89, Target::Sm90a].into_iter().find(|it| it.name() == text);
-    target.map(Code::Target).or_else(|| text.parse().ok().map(Code::Kernel))
+    Target::from_name(text).map(Code::Target).or_else(|| text.parse().ok().map(Code::Kernel))
 }
 
 fn simulated(kernel: &str, mode: &str) -> Option<DeviceName> {

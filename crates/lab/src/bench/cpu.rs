@@ -7,10 +7,10 @@ use flashcore::{Device, Mask, cpu};
 use super::cells::{Cell, Member};
 use super::itself::{AgainstItself, Repetitions};
 use super::outcome::{CpuConditions, Outcome, SEED, judged_rows, rows};
-use super::{Bench, Machine};
+use super::{Bench, Clock, Machine};
 use crate::ceilings::Ceilings;
 use crate::engine::DeviceEngine;
-use crate::evidence::{Environment, schemas};
+use crate::evidence::Environment;
 use crate::guarded::Arrangement;
 use crate::inputs::Distribution;
 use crate::operands::Operands;
@@ -71,12 +71,8 @@ impl CpuBench {
 }
 
 impl Bench for CpuBench {
-    fn schema(&self) -> &'static str {
-        schemas::BENCH
-    }
-
-    fn clock(&self) -> &'static str {
-        "call"
+    fn clock(&self) -> Clock {
+        Clock::Call
     }
 
     fn machine(&self) -> Machine<'_> {

@@ -18,9 +18,8 @@ use super::outcome::{
     CallClock, Conditions, Details, FirstCall, GpuConditions, Limits, Measured, Outcome, SEED, State,
     is_ours, judged_rows,
 };
-use super::{Bench, Machine};
+use super::{Bench, Clock, Machine};
 use crate::ceilings::Ceilings;
-use crate::evidence::schemas;
 use crate::files::widened;
 use crate::gpu::cublas::{self, CUBLAS};
 use crate::gpu::host::{Host, Kind};
@@ -396,12 +395,8 @@ impl GpuBench {
 }
 
 impl Bench for GpuBench {
-    fn schema(&self) -> &'static str {
-        schemas::BENCH_GPU
-    }
-
-    fn clock(&self) -> &'static str {
-        "kernel"
+    fn clock(&self) -> Clock {
+        Clock::Kernel
     }
 
     fn machine(&self) -> Machine<'_> {

@@ -18,16 +18,34 @@ use self::gpu::{Cache, Facts};
 use self::itself::{AgainstItself, Repetitions};
 use self::outcome::Outcome;
 use crate::ceilings::Ceilings;
+use crate::evidence::schemas;
 use crate::gpu::pool::Stored;
 use crate::peers::TorchFacts;
 
+/// Whose time it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Clock {
+    /// What a caller waits: a CPU's.
+    Call,
+    /// Device time: a GPU's.
+    Kernel,
+}
+
+impl Clock {
+    /// The schema of reports by this clock.
+    pub fn schema(self) -> &'static str {
+        match self {
+            Clock::Call => schemas::BENCH,
+            Clock::Kernel => schemas::BENCH_GPU,
+        }
+    }
+}
+
 /// A device that cells are timed on, by its clock.
 pub trait Bench {
-    /// The schema of its reports.
-    fn schema(&self) -> &'static str;
-
-    /// The clock that verdicts rest on: `call` or `kernel`.
-    fn clock(&self) -> &'static str;
+    /// The clock that verdicts rest on.
+    fn clock(&self) -> Clock;
 
     /// What a report says of the machine.
     fn machine(&self) -> Machine<'_>;

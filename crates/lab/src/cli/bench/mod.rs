@@ -20,7 +20,7 @@ use crate::bench::cells::{Cell, Matrix, Member};
 use crate::bench::cpu::{self as on_cpu, CpuBench};
 use crate::bench::gpu::{self as on_gpu, Cache, GpuBench, Ours, PEERS};
 use crate::bench::outcome::{CausalShare, Outcome, Summary, causal_shares, is_ours, summaries};
-use crate::bench::{Bench, Machine};
+use crate::bench::{Bench, Clock, Machine};
 use crate::ceilings::Ceilings;
 use crate::device::DeviceName;
 use crate::evidence::{Document, Environment, kept, saved::Saved};
@@ -309,10 +309,10 @@ impl<'a> Task<'a> {
     /// Time for all cells, where nobody says.
     fn usual_budget(&self, bench: &dyn Bench) -> Duration {
         let a_cell = match (bench.clock(), self.alone) {
-            ("kernel", true) => 15,
-            ("kernel", false) => 6,
-            _ if bench.peers().is_empty() => 2,
-            _ => 10,
+            (Clock::Kernel, true) => 15,
+            (Clock::Kernel, false) => 6,
+            (Clock::Call, _) if bench.peers().is_empty() => 2,
+            (Clock::Call, _) => 10,
         };
         Duration::from_secs(a_cell) * self.members.len() as u32
     }
@@ -320,7 +320,7 @@ impl<'a> Task<'a> {
 
 #[derive(Serialize)]
 struct Report<'a> {
-    clock: &'static str,
+    clock: Clock,
     #[serde(flatten)]
     machine: Machine<'a>,
     no_torch_because: Option<&'a str>,
@@ -345,7 +345,7 @@ impl<'a> Report<'a> {
         budget: Duration,
         started: Instant,
     ) -> Self {
-        let by_kernel = bench.clock() == "kernel";
+        let by_kernel = bench.clock() == Clock::Kernel;
         Self {
             clock: bench.clock(),
             machine: bench.machine(),
@@ -391,7 +391,7 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
     let kept = Arc::new(Mutex::new(part(&*bench, &outcomes)));
     interrupt::finish_steps({
         let (kept, json, environment, schema) =
-            (Arc::clone(&kept), json.clone(), environment.clone(), bench.schema());
+            (Arc::clone(&kept), json.clone(), environment.clone(), bench.clock().schema());
         move || {
             say(&toned(Tone::Bad, INTERRUPTED));
             let part = kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -411,9 +411,11 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
         };
         let left = budget.saturating_sub(started.elapsed());
         let outcome = match bench.clock() {
-            "kernel" if left.is_zero() => Outcome::not_run(member, "the budget is spent"),
-            "kernel" => bench.run(member, left / (asked - i) as u32, &interrupt::requested, &mut tell)?,
-            _ => bench.run(member, budget / asked as u32, &interrupt::requested, &mut tell)?,
+            Clock::Kernel if left.is_zero() => Outcome::not_run(member, "the budget is spent"),
+            Clock::Kernel => {
+                bench.run(member, left / (asked - i) as u32, &interrupt::requested, &mut tell)?
+            }
+            Clock::Call => bench.run(member, budget / asked as u32, &interrupt::requested, &mut tell)?,
         };
         progress.say(&if task.alone { show::describe(&outcome) } else { show::row(&outcome) });
         outcomes.push(outcome);
@@ -431,8 +433,8 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
     }
     let all_ran = outcomes.len() == asked && outcomes.iter().all(|outcome| outcome.failure().is_none());
     let complete = all_ran && !interrupt::requested();
-    json.write(bench.schema(), &environment, complete, &report)?;
-    let document = Document::new(bench.schema(), &environment, complete, &report);
+    json.write(bench.clock().schema(), &environment, complete, &report)?;
+    let document = Document::new(bench.clock().schema(), &environment, complete, &report);
     let document = serde_json::to_value(&document).map_err(|error| error.to_string())?;
     let exit = exit(&outcomes, complete);
     Ok(Finished { exit, complete, environment, outcomes, document })
