@@ -133,10 +133,13 @@ pub(super) fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
 pub(super) fn for_parts(spec: &Spec, parts: u32, keys: usize, filled: bool) -> Vec<Schedule> {
     let few = for_few(spec, 1, true).into_iter().map(|few| Schedule { parts, ..few });
     let both = together(spec, 1, true).into_iter().map(|both| Schedule { parts, ..both });
-    // Short walks should begin with the first keys that arrive.
-    let short = few.clone().take(1).map(|few| Schedule { block_n: 64, stages: 6, ..few });
-    let short = short.filter(|_| keys < SHORT_PART && spec.head_dim.max(spec.head_dim_v) > 64);
-    if filled { both.chain(few).collect() } else { short.chain(few).collect() }
+    let deep = few.clone().take(1).map(|few| match spec.head_dim.max(spec.head_dim_v) {
+        ..=64 => Schedule { stages: 4, ..few },
+        // Short walks should begin with the first keys that arrive.
+        _ if keys < SHORT_PART => Schedule { block_n: 64, stages: 6, ..few },
+        _ => few,
+    });
+    if filled { both.chain(few).collect() } else { deep.chain(few).collect() }
 }
 
 /// Keys of a part that is short.

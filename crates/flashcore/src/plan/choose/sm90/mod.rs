@@ -137,8 +137,12 @@ fn few(
         () => 1,
     };
     let split = if spec.head_dim_v.is_multiple_of(8 * split) { split } else { 1 };
-    // Clusters that leave so many multiprocessors idle lose more than a second launch costs.
-    if key_tiles >= LONG_CHAIN && narrow * (split as usize) * IDLE.1 < sms * IDLE.0 {
+    // Clusters that leave so many multiprocessors idle lose more than a second launch costs. Pairs of blocks with two
+    // warpgroups each do not: they read as fast as the memory gives, unless heads share it.
+    let idle = narrow * (split as usize) * IDLE.1 < sms * IDLE.0;
+    let pairs = split == 2 && 4 * narrow <= sms && !spec.grouped;
+    let long = if narrow_heads { 2 * LONG_CHAIN } else { LONG_CHAIN };
+    if key_tiles >= long && idle && !pairs {
         let row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.size();
         let part = PART_KEYS.max(PART_BYTES.div_ceil(row_bytes as usize));
         let parts = (sms / narrow.max(1)).min(problem.len_k / part);
@@ -267,27 +271,31 @@ mod tests {
 
     /// What was fastest on an H200 for 32 query heads that share 8 key heads, or within 3 % of it: batch, keys, head_dim,
     /// and the blocks that share the keys of a tile.
-    const FASTEST_DECODE: [(usize, usize, usize, u32); 11] = [
-        (1, 4096, 128, 8),
-        (1, 32768, 128, 8),
+    const FASTEST_DECODE: [(usize, usize, usize, u32); 15] = [
+        (1, 1024, 128, 4),
+        (1, 2048, 128, 16),
+        (1, 4096, 128, 16),
+        (1, 32768, 128, 16),
+        (2, 32768, 128, 8),
         (4, 4096, 128, 2),
+        (5, 8192, 128, 3),
         (8, 4096, 128, 2),
         (16, 4096, 128, 1),
         (64, 4096, 128, 1),
-        (1, 4096, 64, 8),
-        (1, 32768, 64, 8),
+        (1, 4096, 64, 16),
+        (1, 32768, 64, 16),
         (8, 4096, 64, 2),
         (16, 4096, 64, 1),
         (64, 4096, 64, 1),
     ];
 
     #[test]
-    fn one_query_a_head_gets_the_clusters_that_were_fastest() {
+    fn one_query_per_head_gets_the_blocks_that_were_fastest() {
         for (batch, keys, head_dim, split) in FASTEST_DECODE {
             let problem = Problem::new(batch, 32, 1, head_dim, DType::BF16).with_kv(8, keys);
             let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
             let Any::Sm90Fwd(schedule) = plan.main().schedule else { panic!("{plan}") };
-            assert_eq!((schedule.split, schedule.rows()), (split, 64), "{plan}");
+            assert_eq!((schedule.split * schedule.parts, schedule.rows()), (split, 64), "{plan}");
         }
     }
 
@@ -313,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn one_query_a_head_is_not_given_a_wide_block() {
+    fn one_query_per_head_is_not_given_a_wide_block() {
         let problem = Problem::new(64, 32, 1, 64, DType::F16).with_kv(32, 1024);
         let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
         let Any::Sm90Fwd(schedule) = plan.main().schedule else { panic!("{plan}") };
