@@ -68,7 +68,9 @@ impl Server {
                 "version": env!("CARGO_PKG_VERSION"),
                 "device": cpu::Engine::new().to_string(),
             })),
-            Request::Pool { dtype, paths } => self.read_pool(dtype.parse().map_err(|error: flashcore::Error| error.to_string())?, &paths),
+            Request::Pool { dtype, paths } => {
+                self.read_pool(dtype.parse().map_err(|error: flashcore::Error| error.to_string())?, &paths)
+            }
             Request::Load { problem, .. } => {
                 let problem = problem.problem()?;
                 memory::check(&problem, memory::to_judge(&problem))?;

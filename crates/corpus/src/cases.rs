@@ -284,7 +284,8 @@ impl Table {
             wild: None,
             seed: 1,
         };
-        let mask = self.mask.as_ref().map(|mask| mask.try_map(|text| text.parse().map_err(say))).transpose()?;
+        let mask =
+            self.mask.as_ref().map(|mask| mask.try_map(|text| text.parse().map_err(say))).transpose()?;
         let dtype = match &self.dtype {
             Some(dtype) => dtype.try_map(|text| text.parse().map_err(say))?,
             None => Many::List(DType::ALL.to_vec()),
@@ -404,7 +405,7 @@ fn draw_lengths(problem: &Problem, seed: u64) -> Vec<u32> {
     lengths
 }
 
-fn say(error: flashcore::Error) -> String {
+fn say(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 

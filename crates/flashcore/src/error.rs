@@ -95,7 +95,9 @@ pub enum Error {
         other: Name,
     },
     /// The caller's workspace is too small.
-    #[error("the workspace has {given} bytes, and the plan needs {needed}: its workspace_bytes() says how many")]
+    #[error(
+        "the workspace has {given} bytes, and the plan needs {needed}: its workspace_bytes() says how many"
+    )]
     Workspace {
         /// What there is.
         given: usize,

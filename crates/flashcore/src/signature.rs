@@ -138,8 +138,13 @@ impl<T> Default for PerTensor<T> {
 impl<T> PerTensor<T> {
     /// With something for one tensor more.
     pub fn with(mut self, name: Name, value: T) -> Self {
-        self.values[place(name)] = Some(value);
+        self.set(name, value);
         self
+    }
+
+    /// Says what there is for a tensor.
+    pub fn set(&mut self, name: Name, value: T) {
+        self.values[place(name)] = Some(value);
     }
 
     /// What there is for a tensor.

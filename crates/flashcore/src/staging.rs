@@ -39,7 +39,7 @@ pub(crate) fn run<M: Memory>(
                 (memory.reserve(&name.to_string(), bytes_of(raw, &layout))?, layout)
             }
         };
-        bindings.tensors = bindings.tensors.with(name, (address, layout));
+        bindings.tensors.set(name, (address, layout));
     }
     bindings.key_lengths = call.key_lengths.map(|lengths| memory.lengths(lengths)).transpose()?;
     launch(memory, &bindings)?;

@@ -6,7 +6,7 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-use flashcore::plan::choose::{default_schedule, schedules};
+use flashcore::plan::choose::{default_schedule, merge, schedules};
 use flashcore_kernels::{Dtype, Kernel, Schedule, Spec, sm80};
 use flashcore_ptx::{Target, ptxas::Ptxas};
 
@@ -126,6 +126,29 @@ fn every_default_schedule_assembles_without_a_spill() {
     work.sort_by_key(|(schedule, _, target)| (schedule.to_string(), *target));
     work.dedup();
     assert!(assemble_all(&work) >= specs().len() * 9);
+}
+
+#[test]
+fn parts_of_the_keys_and_what_merges_them_assemble_without_a_spill() {
+    let mut work = Vec::new();
+    for spec in specs() {
+        let alone = |schedule: &Schedule| {
+            matches!(schedule, Schedule::Sm90Fwd(it) if it.split == 1 && !it.persistent)
+                && schedule.check(&spec, Target::Sm90a).is_ok()
+        };
+        for schedule in schedules(Kernel::Sm90Fwd, &spec).into_iter().filter(alone).take(2) {
+            let Schedule::Sm90Fwd(mut parts) = schedule else { continue };
+            parts.parts = 16;
+            let parts = Schedule::Sm90Fwd(parts);
+            let combine = merge(&spec, &parts).expect("parts are merged");
+            work.push((parts, Spec { lse: false, ..spec }, Target::Sm90a));
+            work.push((combine, spec, Target::Sm90a));
+        }
+    }
+    work.sort_by_key(|(schedule, spec, _)| (schedule.to_string(), format!("{spec:?}")));
+    work.dedup();
+    assert_eq!(assemble_all(&work), work.len());
+    assert!(work.len() >= 2 * specs().len());
 }
 
 /// What the planner has to choose from on Hopper. Of schedules that differ in nothing but how many stages there are and

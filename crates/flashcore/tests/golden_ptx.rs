@@ -5,7 +5,7 @@
 use std::fmt::Write;
 
 use flashcore::plan::choose;
-use flashcore_kernels::{Dtype, Kernel, Spec};
+use flashcore_kernels::{Dtype, Kernel, Schedule, Spec, sm90};
 use flashcore_ptx::Target;
 
 /// Pairs of head dims, those of the quick test first.
@@ -63,6 +63,25 @@ fn table(each: bool) -> String {
         }
     }
     table
+}
+
+#[test]
+fn neither_does_the_kernel_that_merges_parts() {
+    let mut table = String::new();
+    for dims in DIMS.into_iter().take(4) {
+        let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
+        for spec in specs(dims, true) {
+            let schedule = Schedule::Combine(sm90::combine::Schedule { warps: 4, shift: 8 });
+            let Ok(module) = schedule.emit(&spec, Target::Sm90a) else { continue };
+            hasher.update(module.to_string().as_bytes());
+            modules += 1;
+        }
+        let (head_dim, head_dim_v) = dims;
+        let hash = hasher.finalize().to_hex();
+        writeln!(table, "combine sm_90a {head_dim}/{head_dim_v}: {modules} kernels, {}", &hash[..32])
+            .unwrap();
+    }
+    insta::assert_snapshot!(table);
 }
 
 #[test]

@@ -250,8 +250,7 @@ impl<'a> Knobs<'a> {
         let kernel = Kernel::from_str(kernel)?;
         let pair = |pair: &'a str| {
             let found = pair.split_once('=');
-            found
-                .ok_or_else(|| ScheduleError::malformed(format!("'{pair}' is not of the form knob=value")))
+            found.ok_or_else(|| ScheduleError::malformed(format!("'{pair}' is not of the form knob=value")))
         };
         let pairs = knobs.split(',').filter(|pair| !pair.is_empty()).map(pair).collect::<Result<_, _>>()?;
         Ok((kernel, Self { kernel, pairs }))
@@ -271,9 +270,10 @@ impl<'a> Knobs<'a> {
     /// Refuses what nobody has taken.
     pub fn end(self) -> Result<(), ScheduleError> {
         match self.pairs.first() {
-            Some((knob, _)) => {
-                Err(ScheduleError::malformed(format!("{} has no knob {knob}, or it is given twice", self.kernel)))
-            }
+            Some((knob, _)) => Err(ScheduleError::malformed(format!(
+                "{} has no knob {knob}, or it is given twice",
+                self.kernel
+            ))),
             None => Ok(()),
         }
     }

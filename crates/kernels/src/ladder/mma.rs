@@ -77,7 +77,6 @@ impl Schedule {
         let o = layout.alloc("o", o_tile.bytes(), 128);
         Memory { layout, k, v, o }
     }
-
 }
 
 impl Family for Schedule {

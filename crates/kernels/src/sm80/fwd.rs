@@ -103,7 +103,6 @@ impl Schedule {
     fn m_tiles(self) -> u32 {
         self.block_m / self.warps / 16
     }
-
 }
 
 impl Family for Schedule {

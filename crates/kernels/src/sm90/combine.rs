@@ -5,7 +5,8 @@
 //! The warps of a block take parts in turn and add up through shared memory; a lane has four columns of every 128.
 
 use flashcore_ptx::{
-    B32, B64, F32, GlobalPtr, GridDep, KernelBuilder, Pred, Reg, SharedLayout, Target, TensorMap, kernel_params,
+    B32, B64, F32, GlobalPtr, GridDep, KernelBuilder, Pred, Reg, SharedLayout, Target, TensorMap,
+    kernel_params,
 };
 
 use crate::{
@@ -170,7 +171,8 @@ type Stride = flashcore_ptx::ParamHandle<CombineParams, u64>;
 impl Query {
     fn find(k: &mut KernelBuilder) -> Self {
         k.section("which query");
-        let (len_q, heads, item) = (k.param(CombineParams::len_q), k.param(CombineParams::heads), k.ctaid_x());
+        let (len_q, heads, item) =
+            (k.param(CombineParams::len_q), k.param(CombineParams::heads), k.ctaid_x());
         let all_heads = k.div_u32(item, len_q);
         let batch = k.div_u32(all_heads, heads);
         let rest = |k: &mut KernelBuilder, n: Reg<B32>, quotient: Reg<B32>, by: Reg<B32>| {
@@ -212,7 +214,9 @@ impl Schedule {
     }
 
     fn body(self, k: &mut KernelBuilder, spec: &Spec) {
-        k.comment("whoever comes next may set itself up beside this grid, as this one does beside the one before");
+        k.comment(
+            "whoever comes next may set itself up beside this grid, as this one does beside the one before",
+        );
         k.griddepcontrol(GridDep::LaunchDependents);
         let tid = k.tid_x();
         let (lane, warp) = (k.and_b32(tid, 31u32), k.shr_u32(tid, 5u32));
@@ -246,7 +250,8 @@ impl Schedule {
         // The values do not wait for their weights: all that a warp reads first is in flight at once.
         let columns = Columns::new(k, spec, lane);
         let first = columns.address(k, partial);
-        let reader = Reader { columns: &columns, values: first, next_values: next_partial, state, next_state, parts };
+        let reader =
+            Reader { columns: &columns, values: first, next_values: next_partial, state, next_state, parts };
         k.section("the first parts of this warp");
         let read = reader.read(k, warp, self.warps);
 

@@ -156,7 +156,8 @@ impl Sm90Params {
 
 /// What a tensor map describes: a tensor in boxes of so many rows.
 fn describe(spec: &Spec, args: &Args, tensor: &TensorArg, box_rows: u32) -> Map {
-    let TensorArg { address, shape: [batch, heads, len, dim], strides: [to_batch, to_head, to_row] } = *tensor;
+    let TensorArg { address, shape: [batch, heads, len, dim], strides: [to_batch, to_head, to_row] } =
+        *tensor;
     let row_bytes = dim as u64 * u64::from(spec.dtype.size());
     // Where there is one entry, any distance to the next will do.
     let distance = |size: usize, stride: u64| if size > 1 { stride } else { row_bytes };

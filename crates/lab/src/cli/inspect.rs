@@ -130,9 +130,9 @@ pub fn inspect(options: &Options) -> Result<Exit, String> {
         Err(error @ PtxasError::NotFound) => (None, Some(error.to_string())),
         Err(error) => return Err(error.to_string()),
     };
-    let occupancy = assembly
-        .as_ref()
-        .map(|assembly| Occupancy::of(plan.target, plan.main().threads, assembly.registers, plan.main().shared_bytes));
+    let occupancy = assembly.as_ref().map(|assembly| {
+        Occupancy::of(plan.target, plan.main().threads, assembly.registers, plan.main().shared_bytes)
+    });
     let counts = count(&plan)?;
     let report = Report {
         problem: problem.to_string(),

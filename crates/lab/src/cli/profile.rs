@@ -142,8 +142,9 @@ pub fn profile(options: &Options) -> Result<Exit, String> {
         bound: profiled.as_deref().and_then(ncu::bound),
         profiled,
         not_profiled,
-        occupancy: registers
-            .map(|registers| Occupancy::of(plan.target, plan.main().threads, registers, plan.main().shared_bytes)),
+        occupancy: registers.map(|registers| {
+            Occupancy::of(plan.target, plan.main().threads, registers, plan.main().shared_bytes)
+        }),
         loaded: cuda.as_ref().map(|cuda| loaded(cuda, &plan)).transpose()?,
         roofline: roofline(&cell, &plan, cuda.is_some()),
         assembled,

@@ -198,8 +198,10 @@ impl KernelGates {
         let yardstick = operands.yardstick();
         for mode in [AsyncMode::Late, AsyncMode::Early] {
             let config = Config { async_mode: mode, threads: 1, budget: GATE_BUDGET, ..Config::default() };
-            let gpu =
-                SimGpu::new(plan.target).with_sms(FEW_SMS).with_schedule(plan.main().schedule).with_config(config);
+            let gpu = SimGpu::new(plan.target)
+                .with_sms(FEW_SMS)
+                .with_schedule(plan.main().schedule)
+                .with_config(config);
             let out = operands
                 .attention()
                 .with_lse()

@@ -10,6 +10,7 @@ use super::{Hardware, Launch, MAX_GRID_YZ};
 use crate::{DType, Problem};
 
 /// The schedules to try for a kernel and a spec, best first. The search goes beyond them.
+#[allow(clippy::match_wildcard_for_single_variants)] // It is one variant for the workbench, and any for others.
 pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
     match kernel {
         Kernel::Scalar => vec![Schedule::Scalar(ladder::scalar::Schedule { warps: 4 })],

@@ -287,7 +287,6 @@ impl Schedule {
         let merged = layout.alloc("merged", 8, 8);
         Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged }
     }
-
 }
 
 impl Family for Schedule {

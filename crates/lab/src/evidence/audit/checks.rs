@@ -236,7 +236,8 @@ pub(super) fn stress(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
 pub(super) fn problem(text: &str) -> Option<Problem> {
     let problem: Problem = text.parse().ok()?;
     let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, .. } = problem;
-    let usual = [batch, heads_q, heads_kv, len_q, len_k, head_dim].iter().all(|size| (1..=1 << 20).contains(size));
+    let usual =
+        [batch, heads_q, heads_kv, len_q, len_k, head_dim].iter().all(|size| (1..=1 << 20).contains(size));
     (usual && (problem.to_string() == text || former_text(&problem) == text)).then_some(problem)
 }
 
@@ -244,10 +245,12 @@ pub(super) fn problem(text: &str) -> Option<Problem> {
 fn former_text(problem: &Problem) -> String {
     let Problem { heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, lse: _, .. } = *problem;
     let square = problem.with_kv(heads_q, len_q).with_head_dim_v(head_dim).to_string();
-    let mut words: Vec<String> = square.split(' ').filter(|&word| word != "lse").map(str::to_string).collect();
+    let mut words: Vec<String> =
+        square.split(' ').filter(|&word| word != "lse").map(str::to_string).collect();
     // Sizes that differ came behind the mask.
     let at = if problem.mask == Mask::None { 2 } else { 3 };
-    let differing = [("len_k", len_k, len_q), ("heads_kv", heads_kv, heads_q), ("head_dim_v", head_dim_v, head_dim)];
+    let differing =
+        [("len_k", len_k, len_q), ("heads_kv", heads_kv, heads_q), ("head_dim_v", head_dim_v, head_dim)];
     let differing = differing.into_iter().filter(|(_, own, usual)| own != usual);
     words.splice(at..at, differing.map(|(name, own, _)| format!("{name}={own}")));
     words.join(" ")
