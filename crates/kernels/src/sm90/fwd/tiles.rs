@@ -160,7 +160,7 @@ impl Place {
     }
 }
 
-/// n / divisor, and the remainder.
+/// n / divisor.
 fn divide(
     k: &mut KernelBuilder,
     n: Reg<B32>,
@@ -173,6 +173,7 @@ fn divide(
     k.cvt_u32_u64(quotient)
 }
 
+/// What remains of n, given the quotient.
 fn remainder(k: &mut KernelBuilder, n: Reg<B32>, quotient: Reg<B32>, divisor: Reg<B32>) -> Reg<B32> {
     let taken = k.mul_lo_u32(quotient, divisor);
     k.sub_u32(n, taken)
