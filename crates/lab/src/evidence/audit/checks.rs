@@ -1,4 +1,4 @@
-//! What verify finds out: the corpus on engines, planted faults, a GPU under stress.
+//! The results of verify: the corpus on engines, planted faults, a GPU under stress.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -29,7 +29,7 @@ fn cases() -> &'static HashMap<String, (usize, Case)> {
     })
 }
 
-/// What a file of another version's corpus is answered with.
+/// The answer to a file from another version's corpus.
 fn other_version(at: &str, what: &str) -> String {
     format!("{at}: this version has no {what}, so it cannot check it; the version that wrote the file can")
 }
@@ -124,7 +124,7 @@ fn record(
         let lse = (gives || !case.problem.lse).then_some(case.problem.lse);
         let all = rows(&case.problem);
         let count = case.rows.map_or(all, |most| {
-            // Of a large problem, which ones follows from the engine's own result, and some are drawn twice.
+            // In a large problem, the judged rows depend on the engine's own result, and some are drawn twice.
             let most = most.max(case.problem.batch * case.problem.heads_q).min(all);
             audit.count(&place.get("judgement").get("rows"), 1..=most as u64) as usize
         });
@@ -219,7 +219,7 @@ pub(super) fn stress(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
         problems.push(made);
     }
     let texts: Vec<&str> = places.iter().map(|place| place.get("problem").str()).collect();
-    // A problem that this version does not have may stand anywhere.
+    // A problem that this version does not have may be anywhere in the list.
     let order: Vec<usize> =
         texts.iter().filter_map(|text| stress::find(text)).map(|(place, _)| place).collect();
     let in_order = order.is_sorted() && are_different(texts);
@@ -245,7 +245,7 @@ fn former_text(problem: &Problem) -> String {
     let Problem { heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, lse: _, .. } = *problem;
     let square = problem.with_kv(heads_q, len_q).with_head_dim_v(head_dim).to_string();
     let mut words: Vec<String> = square.split(' ').filter(|&word| word != "lse").map(str::to_string).collect();
-    // Sizes that differ came behind the mask.
+    // Sizes that differ came after the mask.
     let at = if problem.mask == Mask::None { 2 } else { 3 };
     let differing = [("len_k", len_k, len_q), ("heads_kv", heads_kv, heads_q), ("head_dim_v", head_dim_v, head_dim)];
     let differing = differing.into_iter().filter(|(_, own, usual)| own != usual);
