@@ -8,7 +8,7 @@ fn git(arguments: &[&str]) -> Option<String> {
 }
 
 fn main() {
-    // What the binary is made of: when nothing of it changed, the last answer stands.
+    // The binary's sources: as long as none of them changes, the last answer stands.
     for path in ["..", "../../cases", "../../Cargo.lock"] {
         println!("cargo::rerun-if-changed={path}");
     }

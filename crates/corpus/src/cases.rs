@@ -1,9 +1,9 @@
 //! The corpus: cases in TOML, one set for every engine.
 //!
-//! Each file under `cases/` holds `[[case]]` tables. A field given as a list stands for one case per entry, and
-//! several lists for all their combinations, so that a table of ten lines covers what ten pages would. With `cover`
-//! they stand for a [covering design](flashcore_judge::cover) instead: every pair of entries of two lists, in few cases. The
-//! binary carries the files, so `flashcore verify` needs nothing beside it.
+//! Each file under `cases/` holds `[[case]]` tables. A field given as a list stands for one case per entry, and several
+//! lists for all their combinations, so that a table of ten lines stands for many cases. With `cover` they stand for a
+//! [covering design](flashcore_judge::cover) instead: every pair of entries of two lists, in few cases. The binary
+//! contains the files, so `flashcore verify` needs nothing else.
 
 use flashcore::{DType, Mask, Problem};
 use serde::{Deserialize, Serialize};
@@ -14,7 +14,7 @@ use flashcore_judge::inputs::{Distribution, Wild};
 use flashcore_judge::operands::Operands;
 use flashcore_judge::rng::Rng;
 
-/// The files of the corpus, by the name that their cases begin with.
+/// The files of the corpus, by the prefix of their cases' names.
 const FILES: [(&str, &str); 8] = [
     ("lengths", include_str!("../../../cases/lengths.toml")),
     ("masks", include_str!("../../../cases/masks.toml")),
@@ -32,30 +32,30 @@ const FILES: [(&str, &str); 8] = [
 pub enum Tier {
     /// Always.
     Quick,
-    /// Only when everything is asked for.
+    /// Only in a full run.
     Full,
 }
 
 /// A problem with its inputs: what verify runs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Case {
-    /// File, table and what its lists were at.
+    /// File, table, and the values taken from its lists.
     pub name: String,
     /// When it runs.
     pub tier: Tier,
-    /// What is asked.
+    /// The problem.
     pub problem: Problem,
     /// How many keys each batch entry has.
     pub key_lengths: Option<Vec<u32>>,
     /// How the tensors lie in memory.
     pub arrangement: Arrangement,
-    /// How the values are spread.
+    /// The distribution of the values.
     pub inputs: Distribution,
-    /// The element that is no number, if one is.
+    /// The element that is NaN or infinite, if there is one.
     pub wild: Option<Wild>,
-    /// What they are drawn from.
+    /// The seed of the inputs.
     pub seed: u64,
-    /// How many rows are judged; all where nothing is said.
+    /// How many rows are judged; all by default.
     pub rows: Option<usize>,
 }
 
@@ -109,7 +109,7 @@ enum Many<T> {
     List(Vec<T>),
 }
 
-/// Cases of one table at most: lists multiply.
+/// The most cases of one table: lists multiply.
 const MOST_CASES: usize = 100_000;
 
 impl<T> Many<T> {
@@ -121,7 +121,7 @@ impl<T> Many<T> {
     }
 }
 
-/// One `[[case]]` table. What is absent has the default in [`Table::expand`].
+/// One `[[case]]` table. Absent fields have the defaults of [`Table::expand`].
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Table {
@@ -133,7 +133,7 @@ struct Table {
     heads_kv: Option<Many<usize>>,
     /// Query heads per kv head, instead of `heads`.
     group: Option<Many<usize>>,
-    /// Queries and keys alike; `len_q` and `len_k` where they differ.
+    /// The length of both queries and keys; `len_q` and `len_k` where they differ.
     len: Option<Many<usize>>,
     len_q: Option<Many<usize>>,
     len_k: Option<Many<usize>>,
@@ -148,9 +148,9 @@ struct Table {
     inputs: Option<Many<Distribution>>,
     wild: Option<Many<Wild>>,
     seed: Option<Many<u64>>,
-    /// How many rows are judged, chosen once a result exists; all where nothing is said.
+    /// How many rows are judged, chosen once a result exists; all by default.
     rows: Option<usize>,
-    /// Every pair of entries of two lists, rather than all combinations, within so many multiply-adds per case.
+    /// Every pair of entries of two lists, rather than all combinations, with at most this many multiply-adds per case.
     cover: Option<u64>,
 }
 
@@ -160,11 +160,11 @@ struct Table {
 enum KeyLengths {
     /// One number per batch entry; the same for all combinations.
     Given(Vec<u32>),
-    /// Whether each batch entry has a number of its own, drawn from the seed.
+    /// Whether each batch entry has its own number, drawn from the seed.
     Drawn(Many<bool>),
 }
 
-/// One way through a table's lists: a draft, and the parts of its name that the lists gave.
+/// One choice from a table's lists: a draft, and the parts of its name that come from the lists.
 #[derive(Clone)]
 struct Draft {
     suffix: String,
@@ -202,7 +202,7 @@ impl Draft {
         self.sizes.group.map_or(self.sizes.heads, |group| group.saturating_mul(self.heads_kv()))
     }
 
-    /// Multiply-adds, as if there were no mask, and those that reading and writing count for.
+    /// The cost in multiply-adds as if there were no mask, including an equivalent for reading and writing.
     fn work(&self) -> u64 {
         let Sizes { batch, len_q, len_k, head_dim, head_dim_v, .. } = self.sizes;
         let len_k = len_k.unwrap_or(len_q);
@@ -212,13 +212,13 @@ impl Draft {
     }
 }
 
-/// What a value does to a draft, given by its place in the list.
+/// How a value changes a draft, given its index in the list.
 type Set<'a> = Box<dyn Fn(&mut Draft, usize) + 'a>;
 
 /// What a value is called in the names of cases.
 type Label<'a> = Box<dyn Fn(usize) -> String + 'a>;
 
-/// A field of a table, with what each of its values does to a draft.
+/// A field of a table, with how each of its values changes a draft.
 struct Field<'a> {
     values: usize,
     /// The value that makes the least work.
@@ -384,7 +384,7 @@ impl Table {
     }
 }
 
-/// What covering designs are made from: another seed gives other cases that cover the same pairs.
+/// The seed of covering designs: another seed gives other cases that cover the same pairs.
 const COVER_SEED: u64 = 16;
 
 /// A number of keys for each batch entry: all, none or one of them now and then, and any number between. One entry has

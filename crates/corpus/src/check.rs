@@ -2,12 +2,14 @@
 //!
 //! - Outputs are poisoned before each run, and every element must be written.
 //! - Guard zones around and inside every tensor must stay as they were, and so must the inputs.
-//! - The result obeys the [tolerance rule](flashcore_judge::rule): in all rows, or in a large problem in rows that are chosen once
-//!   the result exists, while every other row must be an average of its values by size.
+//! - The result obeys the [tolerance rule](flashcore_judge::rule): in all rows, or in a large problem in rows that are
+//! chosen once the result exists, while every element of the other rows must be in the range of an average of the
+//! values.
 //! - A second run, over another poison, gives the same bits (unless the engine says that it does not).
-//! - One row of q, of k and of v is redrawn at a time: what sees it must follow as the oracle's does, and what does not
-//!   see it must not move at all. Which rows these are depends on the engine's own result, so that no engine knows.
-//! - An element that is no number reaches what depends on it, and nothing else.
+//! - One row of q, of k and of v is redrawn at a time: rows that see it must change as the oracle's do, and rows that
+//! do not see it must not change at all. Which rows are redrawn depends on the engine's own result, so no engine can
+//! know in advance.
+//! - A NaN or infinite element reaches what depends on it, and nothing else.
 
 use std::borrow::Cow;
 use std::sync::OnceLock;
@@ -52,7 +54,7 @@ pub enum Fault {
         after: Option<Name>,
         /// The rule's judgement.
         judgement: Box<Judgement>,
-        /// Where the rows that break their bounds are.
+        /// The rows that break their bounds.
         bad_rows: Vec<Row>,
         /// What it looks like.
         diagnosis: Diagnosis,
@@ -64,26 +66,26 @@ pub enum Fault {
         /// The rows that they lie in.
         rows: Vec<Row>,
     },
-    /// Elements outside the rows that were judged that no average of the values can be.
+    /// Elements outside the judged rows that cannot be an average of the values.
     Outlandish {
         /// How many elements.
         count: usize,
         /// The first of them.
         first: Row,
     },
-    /// An output did not move though an input did, and the oracle's output with it.
+    /// An output did not change although an input did, and the oracle's output with it.
     Ignored(Name),
-    /// Rows moved that do not see what was redrawn.
+    /// Rows changed that do not see what was redrawn.
     Leaked {
         /// What was redrawn.
         operand: Name,
-        /// The first row that moved.
+        /// The first row that changed.
         first: Row,
     },
 }
 
 impl Fault {
-    /// A wrong result that does not come again is a race, whatever else it looks like.
+    /// A wrong result that is not reproducible is a race, whatever else it looks like.
     fn is_of_a_race(&mut self, differs: &Fault) {
         if let (Fault::Wrong { diagnosis, .. }, Fault::NotRepeatable { count, rows }) = (self, differs) {
             let why = format!("the next run gives other bits in {count} elements of {} rows", rows.len());
@@ -92,7 +94,7 @@ impl Fault {
     }
 }
 
-/// What is asked of a result, in a sentence.
+/// What a result must satisfy, in a sentence.
 pub const RULE: &str = "at most twice the error of plain same-precision attention against an f64 oracle, plus the \
                     conditioned floor, by maximum, RMS and row; lse by its own bound";
 
@@ -130,19 +132,20 @@ impl Outcome {
     }
 }
 
-/// Rows that are judged after a redraw where there are as many, and the multiply-adds that more of them may take.
+/// Rows that are judged after a redraw, where there are as many.
 const FOLLOWERS: u64 = 12;
+/// Multiply-adds that judging more of them may take.
 const FOLLOWERS_WORK: u64 = 200_000;
 
-/// Rows that are tried for a redraw whose effect can be seen.
+/// How many rows are tried for a redraw whose effect is visible.
 const REDRAWS: usize = 3;
 
-/// Operands of which one row was redrawn, with the truth about some of the rows that depend on it.
+/// Operands with one row redrawn, and the truth about some of the rows that depend on it.
 struct Redrawn {
     spot: Spot,
     operands: Operands,
     truth: Yardstick,
-    /// Whether the truth moved so far that a result cannot stand still.
+    /// Whether the truth changed so much that a result must change too.
     shows: bool,
 }
 
@@ -155,7 +158,7 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// Draws the inputs. The oracle is asked when the first result is there.
+    /// Draws the inputs. The oracle runs when the first result is there.
     pub fn new(case: Case) -> Self {
         let operands = case.operands();
         Self { case, operands, yardstick: OnceLock::new() }
@@ -193,7 +196,8 @@ impl Prepared {
         rows.iter().flat_map(|row| &truth[index(row) * head_dim_v..][..head_dim_v]).copied().collect()
     }
 
-    /// One row of q, k or v redrawn, such that somebody attends to it. None where nobody attends to anything.
+    /// One row of q, k or v redrawn, chosen such that some query attends to it. None where no query attends to
+    /// anything.
     fn redraw(&self, operand: Name, rng: &mut Rng) -> Option<Redrawn> {
         let mut operands = self.operands.clone();
         for tries in 1.. {
@@ -257,7 +261,7 @@ impl Prepared {
             Ok(first) => first,
             Err(refusal) => return Outcome::Failed(vec![refusal]),
         };
-        // What is looked at is drawn from the result itself: the same for the same engine, and unknown before.
+        // The rows to check are drawn from the result itself: the same for the same engine, and unknown in advance.
         let mut rng = Rng::stream(self.case.seed, first.fingerprint());
         let truth = self.truth(&mut rng);
         let mut o = first.o.gather(truth.rows());
@@ -273,8 +277,8 @@ impl Prepared {
             let beyond = self.operands.beyond_values(&first.o);
             faults.extend(beyond.map(|(count, first)| Fault::Outlandish { count, first }));
         }
-        // What a wrong engine does with changed inputs says nothing more. Nor does a row that moves beside an element
-        // that is no number.
+        // What a wrong engine does with changed inputs says nothing more. Nor does a row that changes where an element
+        // is NaN or infinite.
         if faults.is_empty() && self.case.wild.is_none() {
             for operand in [Name::Q, Name::K, Name::V] {
                 let Some(redrawn) = self.redraw(operand, &mut rng) else { break };
@@ -287,7 +291,7 @@ impl Prepared {
                 }
             }
         }
-        // Last, so that whatever the runs between have left behind shows.
+        // Last, so that anything the runs in between left behind shows.
         match run(engine, &self.case, &self.operands, Poison::Second, &mut faults) {
             Ok(second) if engine.deterministic() => {
                 if let Some(differs) = self.differs(&first, &second) {
@@ -300,7 +304,7 @@ impl Prepared {
             Ok(_) => {}
             Err(refusal) => faults.push(refusal),
         }
-        // A row of an unsteady engine that moved by itself was not moved by a redraw.
+        // In an engine whose runs differ, a row that changes by itself was not changed by a redraw.
         if faults.iter().any(|fault| matches!(fault, Fault::NotRepeatable { .. })) {
             faults.retain(|fault| !matches!(fault, Fault::Leaked { .. }));
         }
@@ -308,7 +312,7 @@ impl Prepared {
         if faults.is_empty() { Outcome::Passed(judgement) } else { Outcome::Failed(faults) }
     }
 
-    /// Lets pass what a product with a probability of 0 makes of a value that is no number, in its own column.
+    /// Accepts the NaN that a probability of 0 times a NaN or infinite value gives, in the value's own column.
     fn forgive_values(&self, truth: &Yardstick, o: &mut [f32]) {
         let Some(spot) = self.operands.wild.filter(|spot| spot.operand == Name::V) else { return };
         let Problem { head_dim_v, .. } = self.case.problem;
@@ -330,7 +334,7 @@ impl Prepared {
         (!rows.is_empty()).then_some(Fault::NotRepeatable { count, rows })
     }
 
-    /// Looks whether what went wrong with changed inputs goes wrong again.
+    /// Checks whether a failure with changed inputs happens again.
     fn try_again(&self, engine: &dyn Engine, redrawn: &Redrawn, after: &Outputs, faults: &mut Vec<Fault>) {
         if faults.is_empty() || !engine.deterministic() {
             return;
@@ -371,7 +375,7 @@ impl Prepared {
     }
 }
 
-/// Whether the truth about some rows' outputs moved so far that rounding cannot hide it.
+/// Whether the truth about some rows' outputs changed so much that rounding cannot hide it.
 fn moved(before: &[f64], after: &Yardstick) -> bool {
     let rows = after.rows().len();
     let width = before.len() / rows.max(1);

@@ -1,14 +1,14 @@
 //! Many jobs on a few threads, with the results in the order of the jobs.
 //!
 //! The threads are not rayon's own: what a job does may wait for its turn on a device, and may itself use rayon, whose
-//! threads would take up another job while they wait, and with it the wait for a turn that they hold.
+//! threads would start another job while they wait, and then wait for a turn that they hold themselves.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 
 /// Does every job on up to `threads` threads, and hands the results over on the calling thread, in order and as soon as
-/// those before them are there. When `stop` says so no further job is taken up, and those that were are finished.
+/// those before them are there. When `stop` says so, no further job is started, and those in flight are finished.
 pub fn in_order<J: Sync, R: Send>(
     jobs: &[J],
     threads: usize,

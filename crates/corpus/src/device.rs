@@ -19,11 +19,11 @@ use flashcore::sim::AsyncMode;
 pub enum DeviceName {
     /// `auto`: the first GPU where there is one, else the CPU.
     Auto,
-    /// `all` that are real.
+    /// `all` real ones.
     All,
     /// `cpu`, or one of its paths, such as `cpu-portable`.
     Cpu(Option<Isa>),
-    /// `cuda`, the GPU of a number, such as `cuda-0`, or one kind of code on it, such as `cuda-0-sm80_fwd`.
+    /// `cuda`, a GPU by number, such as `cuda-0`, or one kind of code on it, such as `cuda-0-sm80_fwd`.
     Cuda(Option<u32>, Option<Code>),
     /// `sim`, or one kernel in the simulator, such as `sim-sm80_fwd`.
     Sim(Option<Simulated>),
@@ -49,7 +49,7 @@ pub enum Simulated {
 }
 
 impl DeviceName {
-    /// The number of the GPU that is meant; `auto` means the first where there is one. Absent where none is.
+    /// The number of the GPU; `auto` means the first where there is one. Absent where no GPU is meant.
     pub fn gpu(self) -> Option<u32> {
         let is_there = || Driver::load().and_then(Driver::device_count).is_ok_and(|count| count > 0);
         match self {
@@ -87,7 +87,7 @@ impl FromStr for DeviceName {
             let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
             let kernels: Vec<String> = Kernel::LADDER.iter().map(|kernel| format!("sim-{kernel}")).collect();
             format!(
-                "'{text}' is not a device; possible are auto, all, cpu, {}, cuda, cuda-N for the GPU of number N, sim, {}",
+                "'{text}' is not a device; possible are auto, all, cpu, {}, cuda, cuda-N for GPU number N, sim, {}",
                 paths.join(", "),
                 kernels.join(", ")
             )

@@ -20,7 +20,7 @@ pub trait Engine: Send + Sync {
     /// Whether it computes this problem, or why not.
     fn supports(&self, problem: &Problem) -> Result<(), String>;
 
-    /// The option of `flashcore verify` that means it.
+    /// The option of `flashcore verify` that selects it.
     fn wish(&self) -> String {
         format!("--device {}", self.name())
     }
@@ -35,8 +35,8 @@ pub trait Engine: Send + Sync {
         true
     }
 
-    /// Whether a value that a query does not see never reaches it, even if it is no number. One that multiplies whole
-    /// tiles makes 0·NaN = NaN of it, in the value's own column.
+    /// Whether a value that a query does not see never reaches it, even if it is NaN or infinite. An engine that
+    /// multiplies whole tiles computes 0·NaN = NaN, in the value's own column.
     fn hides_values(&self) -> bool {
         true
     }
@@ -51,22 +51,22 @@ pub trait Engine: Send + Sync {
     ) -> flashcore::Result<()>;
 }
 
-/// What the simulator takes on in about a second per run.
+/// The most pairs of queries and keys that the simulator takes: about a second per run.
 const MOST_PAIRS: u128 = 1_000_000;
 
 /// The same for the scalar kernel, which executes some forty warp instructions per pair.
 const MOST_SCALAR_PAIRS: u128 = 30_000;
 
-/// Elements of a query and a value for which that is so; with more of them, a pair takes longer.
+/// The number of elements of a query and a value for which that holds; with more, a pair takes longer.
 const SCALAR_ELEMENTS: usize = 256;
 
 /// The same for the Hopper kernel, whose every block has a producer and wide tiles however small the problem is.
 const MOST_HOPPER_PAIRS: u128 = 100_000;
 
-/// Queries that a block takes on.
+/// Queries per block.
 const TILE_OF_BLOCK: usize = 64;
 
-/// Pairs that a block costs as much as, however few it has.
+/// The fixed cost of a block, in pairs.
 const PAIRS_OF_BLOCK: u128 = 1000;
 
 /// Multiprocessors of the simulated GPU.
@@ -77,11 +77,11 @@ const FEW_SMS: u32 = 3;
 pub struct DeviceEngine {
     name: String,
     device: Device,
-    /// The most pairs of queries and keys that it takes on; a simulator is not for large problems.
+    /// The most pairs of queries and keys that it takes; a simulator is not for large problems.
     most_pairs: u128,
     /// Whether values that a query does not see never reach it.
     hides_values: bool,
-    /// Whose turn it is on a GPU: a kernel that breaks its context is then the one that is blamed.
+    /// Held by the engine that runs on a GPU, so that a kernel that breaks the context is the one that is blamed.
     turn: Option<Arc<Mutex<()>>>,
 }
 
@@ -105,8 +105,8 @@ impl DeviceEngine {
         cpu::available().into_iter().rev().map(engine).collect()
     }
 
-    /// The GPU of a number in every way that it can be used: as the planner would, every kernel that it runs, and with
-    /// code for older targets.
+    /// A GPU by number in every way that it can be used: the planner's choice, every kernel that it runs, and code for
+    /// older targets.
     pub fn cudas(ordinal: u32) -> flashcore::Result<Vec<Self>> {
         let cuda = Cuda::new(ordinal)?;
         let turn = Arc::new(Mutex::new(()));
@@ -133,7 +133,7 @@ impl DeviceEngine {
     pub fn sim(kernel: Kernel, mode: AsyncMode) -> Self {
         let config = Config { async_mode: mode, ..Config::default() };
         let target = simulated_target(kernel);
-        // With few multiprocessors, blocks that stay have several tiles to take up.
+        // With few multiprocessors, persistent blocks have several tiles each.
         let gpu = SimGpu::new(target).with_sms(FEW_SMS).with_kernel(kernel).with_config(config);
         let most_pairs = match kernel {
             Kernel::Scalar => MOST_SCALAR_PAIRS,
@@ -149,8 +149,8 @@ impl DeviceEngine {
         }
     }
 
-    /// The simulated Hopper GPU with the planner's own choice, which for the sizes that a simulator takes on is mostly
-    /// a schedule for small grids.
+    /// The simulated Hopper GPU with the planner's own choice, which for the sizes that a simulator takes is mostly a
+    /// schedule for small grids.
     pub fn sim_hopper() -> Self {
         let device = Device::sim(SimGpu::new(Target::Sm90a));
         Self {
@@ -188,7 +188,7 @@ impl Engine for DeviceEngine {
     fn supports(&self, problem: &Problem) -> Result<(), String> {
         let heads = (problem.batch * problem.heads_q) as u128;
         let pairs = problem.mask.pairs(problem.len_q, problem.len_k) * heads;
-        // A block costs something however little it has to do.
+        // A block has a fixed cost, however little work it has.
         let blocks = problem.len_q.div_ceil(TILE_OF_BLOCK) as u128 * heads;
         let plan = self.device.plan(problem).and_then(Result::ok);
         let scalar = plan.is_some_and(|plan| plan.kernel() == Kernel::Scalar);
@@ -237,7 +237,7 @@ pub fn all() -> Vec<Box<dyn Engine>> {
     boxed(real().into_iter().chain(DeviceEngine::sims()))
 }
 
-/// The engines that a name means: one by its own name, or all of a kind. A GPU is opened only where one is meant.
+/// The engines that a name selects: one by its own name, or all of a kind. A GPU is opened only where one is selected.
 pub fn select(wish: DeviceName) -> Result<Vec<Box<dyn Engine>>, String> {
     let cudas = |ordinal| DeviceEngine::cudas(ordinal).map_err(|error| error.to_string());
     Ok(match wish {
@@ -284,7 +284,7 @@ pub fn with_schedule(wish: DeviceName, schedule: &str) -> Result<Vec<Box<dyn Eng
     Ok(boxed(engines))
 }
 
-/// Whether a kernel reads only the values that its queries see, and no whole tiles of them.
+/// Whether a kernel reads only the values that its queries see, rather than whole tiles.
 const fn hides_values(kernel: Kernel) -> bool {
     matches!(kernel, Kernel::Scalar)
 }
@@ -294,7 +294,7 @@ fn simulated_target(kernel: Kernel) -> Target {
     if kernel.runs_on(Target::Sm80) { Target::Sm80 } else { Target::Sm90a }
 }
 
-/// The device that a name means.
+/// The device that a name selects.
 pub fn device(wish: DeviceName) -> Result<Device, String> {
     let cuda = |ordinal| Cuda::new(ordinal).map_err(|error| error.to_string());
     Ok(match wish {

@@ -60,7 +60,7 @@ pub fn describe(fault: &Fault) -> String {
             let place = match breach.offset {
                 before if before < 0 => format!("{} elements before it", -before),
                 after if after as usize >= breach.reach => {
-                    format!("{} elements behind it", after as usize - breach.reach + 1)
+                    format!("{} elements after it", after as usize - breach.reach + 1)
                 }
                 inside => format!("in the gap at element {inside}"),
             };
@@ -76,7 +76,7 @@ pub fn describe(fault: &Fault) -> String {
             places(rows)
         ),
         Fault::Outlandish { count, first } => format!(
-            "{count} elements of o are larger than every value of their head, or no number, the first in {}",
+            "{count} elements of o are larger than every value of their head, or NaN or infinite, the first in {}",
             at(*first)
         ),
         Fault::Ignored(operand) => {
@@ -152,7 +152,7 @@ mod tests {
             describe(&Fault::Guard { tensor: Name::O, breach: Breach { offset, count: 2, reach: 100 } })
         };
         assert!(say(-3).contains("3 elements before it"));
-        assert!(say(100).contains("1 elements behind it"));
+        assert!(say(100).contains("1 elements after it"));
         assert!(say(50).contains("in the gap at element 50"));
     }
 }

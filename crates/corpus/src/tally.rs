@@ -66,7 +66,7 @@ impl Tally {
     }
 }
 
-/// A reason without what differs from case to case: its numbers, and what it adds in parentheses or behind a colon.
+/// A reason without what differs from case to case: its numbers, and what follows in parentheses or after a colon.
 fn kind(why: &str) -> String {
     let short = why.split([':', '(']).next().unwrap_or(why).trim();
     let word = |word: &str| if word.parse::<u128>().is_ok() { "N".to_string() } else { word.to_string() };

@@ -11,8 +11,8 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::{interrupt, memory};
 
-/// Writes a file under a temporary name in the same folder, and renames it when all of it is on the disk. What is
-/// not a regular file (a pipe, /dev/stdout) is written straight.
+/// Writes a file under a temporary name in the same folder, and renames it when all of it is on the disk. Anything but
+/// a regular file (a pipe, /dev/stdout) is written directly.
 pub fn write_whole(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
     match std::fs::metadata(path) {
         Ok(meta) if meta.is_dir() => {
@@ -50,7 +50,7 @@ fn partial_name(name: &Path) -> io::Result<PathBuf> {
     Ok(name.with_file_name(partial))
 }
 
-/// Bytes of a text file at most. What is larger, or has no end as /dev/zero has none, is no text that is meant.
+/// The most bytes of a text file. A larger or endless one, such as /dev/zero, is not a text that a user means.
 const LONGEST_TEXT: u64 = 1 << 30;
 
 /// The bytes of a file, unless they are more than half of the memory.
@@ -98,7 +98,7 @@ pub trait Stored: Element {
     /// The name of its dtype in safetensors.
     const STORED: Dtype;
 
-    /// From its bytes; there are as many as the dtype's size.
+    /// From its bytes, as many as the dtype's size.
     fn from_bytes(bytes: &[u8]) -> Self;
 
     /// Appends its bytes.

@@ -17,18 +17,18 @@ static MAY_FINISH: AtomicBool = AtomicBool::new(false);
 /// Whether a command is past its steps and writes what it found.
 static FINISHING: AtomicBool = AtomicBool::new(false);
 
-/// Files that are being written and have not got their name yet.
+/// Files that are being written under a temporary name.
 static PARTIAL: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Keeps what a command has when it must end in the middle of a step.
+/// Saves the results so far when a command must end in the middle of a step.
 type Save = Box<dyn FnOnce() + Send>;
 
 static SAVE: Mutex<Option<Save>> = Mutex::new(None);
 
-/// How long a step may go on after Ctrl-C. An oracle, a simulation or a call may take minutes more.
+/// How long a step may go on after Ctrl-C. An oracle, a simulation or a call could take minutes more.
 const GRACE: Duration = Duration::from_millis(600);
 
-/// Handles Ctrl-C from now on. A command ends at once, unless it says otherwise.
+/// Handles Ctrl-C from now on. A command ends at once, unless it asks to finish its step.
 pub fn install() {
     let handler = || {
         let again = REQUESTED.swap(true, Ordering::SeqCst);
@@ -55,14 +55,14 @@ pub fn install() {
     }
 }
 
-/// From now on the command ends the step that it is in, if that takes a moment only, and reports. `save` keeps what it
-/// has where the step takes longer.
+/// From now on the command finishes its current step on Ctrl-C, if that takes only a moment, and reports. `save` keeps
+/// the results so far where the step takes longer.
 pub fn finish_steps(save: impl FnOnce() + Send + 'static) {
     *SAVE.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(save));
     MAY_FINISH.store(true, Ordering::SeqCst);
 }
 
-/// Says that the steps are behind and what was found is being written, which is waited for.
+/// Says that all steps are done and the results are being written, which Ctrl-C waits for.
 pub fn finishing() {
     FINISHING.store(true, Ordering::SeqCst);
 }
@@ -72,15 +72,16 @@ pub fn requested() -> bool {
     REQUESTED.load(Ordering::SeqCst)
 }
 
-/// Says something on stderr. That nobody can hear it is no reason to end.
+/// Says something on stderr. A closed stderr is no reason to end.
 pub fn tell(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Ends the command with 2 from wherever it is: with all that it started, and without partial files.
+/// Ends the command with exit code 2 from anywhere, together with all processes that it started, and removes partial
+/// files.
 pub fn end() -> ! {
     process::end_all();
-    // Held until the process is gone, so that no new partial file can appear behind this.
+    // Held until the process is gone, so that no new partial file can appear after this.
     let partial = lock_soon(&PARTIAL);
     for path in partial.iter().flat_map(|partial| partial.iter()) {
         let _ = std::fs::remove_file(path);
@@ -88,7 +89,7 @@ pub fn end() -> ! {
     exit()
 }
 
-/// Locks something that others hold for a moment only; none if it is this very thread that holds it.
+/// Locks something that others hold only for a moment; none if this very thread holds it.
 pub(crate) fn lock_soon<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     for _ in 0..50 {
         match mutex.try_lock() {
@@ -100,7 +101,7 @@ pub(crate) fn lock_soon<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     None
 }
 
-/// Ends the command because there is no memory for so many bytes. Nothing here asks for any.
+/// Ends the command because this many bytes could not be allocated. Nothing here allocates.
 pub fn out_of_memory(bytes: usize) -> ! {
     let _ = writeln!(
         io::stderr(),
@@ -109,11 +110,11 @@ pub fn out_of_memory(bytes: usize) -> ! {
     end()
 }
 
-/// Without what libraries do at an exit: CUDA's would wait for the work that is to end.
+/// Exits without the libraries' exit handlers: CUDA's would wait for the work that is to be ended.
 #[cfg(unix)]
 #[allow(unsafe_code)]
 fn exit() -> ! {
-    // SAFETY: it ends the process without running anything of it, and whoever holds a lock is gone with it.
+    // SAFETY: it ends the process without running any more of its code, and holders of locks are gone with it.
     unsafe { nix::libc::_exit(2) }
 }
 

@@ -1,11 +1,11 @@
-//! Memory: how much a problem takes and how much there is, asked before anything is drawn. A machine that runs out of it
-//! kills whom it likes.
+//! Memory: how much a problem takes and how much there is, asked before anything is drawn. A machine that runs out of
+//! memory may kill any process.
 
 use std::path::Path;
 
 use flashcore::Problem;
 
-/// Bytes that drawing a problem's inputs, calling an engine and judging its result take at the least.
+/// The least memory, in bytes, for drawing a problem's inputs, calling an engine and judging its result.
 pub fn to_judge(problem: &Problem) -> u128 {
     let [q, k, v, o] = elements(problem);
     let inputs = q + k + v;
@@ -19,7 +19,7 @@ pub fn to_judge(problem: &Problem) -> u128 {
     inputs * size + widest
 }
 
-/// Bytes that the truth about a row of every head takes at the least, which is what is judged of the largest problems.
+/// The least memory, in bytes, for the truth about one row per head, which is what is judged in the largest problems.
 pub fn of_rows(problem: &Problem) -> u128 {
     512 * size_of_all(&[problem.batch, problem.heads_q])
 }
@@ -41,7 +41,8 @@ fn elements(problem: &Problem) -> [u128; 4] {
     ]
 }
 
-/// A product of sizes; far more than any machine has where it is too large, so that sums of some do not overflow.
+/// A product of sizes; where it overflows, a number far beyond any machine's memory, but small enough that sums of a
+/// few do not overflow.
 fn size_of_all(sizes: &[usize]) -> u128 {
     sizes.iter().fold(1, |product: u128, &size| product.saturating_mul(size as u128)).min(1 << 100)
 }
@@ -68,8 +69,7 @@ fn bytes(count: u128) -> String {
     if unit == 0 { format!("{count} bytes") } else { format!("{number:.1} {}", units[unit]) }
 }
 
-/// Bytes that this process can still get: of the machine, of its control group, and of its own limit. Absent where nobody
-/// says.
+/// Bytes that this process can still get, by the machine, its control group and its own limit. Absent where unknown.
 pub fn available() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let of_machine = read("/proc/meminfo").and_then(|text| {
@@ -90,7 +90,7 @@ pub fn available() -> Option<u64> {
     [of_machine, of_group, of_process].into_iter().flatten().min()
 }
 
-/// What a control group leaves, if it has a limit. What caches files can be given back.
+/// What a control group's limit leaves, if it has one. Memory that caches files counts as free.
 fn free_of_group(read: &dyn Fn(&str) -> Option<String>) -> Option<u64> {
     let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
     let stat = read("memory.stat").unwrap_or_default();

@@ -1,8 +1,8 @@
 //! Processes that are started here: a [`Group`] ends with all that it started, and a [`Worker`] is a group that answers
 //! requests, one line of JSON each.
 //!
-//! Whatever computes on a GPU, ours or a peer's, runs in a worker: it may crash or hang, and then it costs its own result
-//! and nobody else's.
+//! Whatever computes on a GPU, ours or a peer's, runs in a worker: it may crash or hang, and then it costs only its own
+//! result.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Output, Stdio};
@@ -20,12 +20,12 @@ use crate::interrupt::lock_soon;
 pub enum Silence {
     /// It said what went wrong, and can be asked again.
     Refused(String),
-    /// It is gone or must be taken for it; it is not asked again.
+    /// It is gone or must be treated as gone; it is not asked again.
     Lost(String),
 }
 
 impl Silence {
-    /// What to tell a person.
+    /// The message for the user.
     pub fn reason(self) -> String {
         match self {
             Silence::Refused(why) | Silence::Lost(why) => why,
@@ -33,18 +33,18 @@ impl Silence {
     }
 }
 
-/// The groups that run.
+/// The running groups.
 static GROUPS: Mutex<Vec<u32>> = Mutex::new(Vec::new());
 
 fn groups() -> MutexGuard<'static, Vec<u32>> {
     GROUPS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Ends every group, and lets no other start: for a process that is about to end.
+/// Ends every group, and prevents new ones: for a process that is about to end.
 pub(crate) fn end_all() {
     let groups = lock_soon(&GROUPS);
     groups.iter().flat_map(|groups| groups.iter()).for_each(|&id| kill_group(id));
-    // Held until the process is gone, so that nothing starts behind this.
+    // Held until the process is gone, so that nothing starts after this.
     std::mem::forget(groups);
 }
 
@@ -63,13 +63,13 @@ fn kill_group(_: u32) {}
 #[derive(Debug)]
 pub struct Group {
     child: Child,
-    /// A member that waits for the end of its input, which comes when this process ends, and then kills the group. While
-    /// it is there, nobody else's group can have the number.
+    /// A member that waits for the end of its input, which comes when this process ends, and then kills the group.
+    /// While it is there, no other group can get the same number.
     leash: Option<Child>,
 }
 
 impl Group {
-    /// Starts a command as the first of its group.
+    /// Starts a command as the leader of its group.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         let mut groups = groups();
         #[cfg(unix)]
@@ -139,13 +139,13 @@ fn leash(_: u32) -> Option<Child> {
     None
 }
 
-/// How often a running process is looked at.
+/// How often a running process is polled.
 const TICK: Duration = Duration::from_millis(2);
 
-/// Bytes of a reply's line at most: more is babble.
+/// The most bytes of a reply's line: more is not a reply.
 const LONGEST_LINE: u64 = 64 << 20;
 
-/// Replies that wait to be read at most, so that a worker which babbles waits rather than filling the memory.
+/// The most unread replies, so that a worker that writes without end waits rather than filling the memory.
 const WAITING: usize = 16;
 
 /// A process that answers requests.
@@ -158,7 +158,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts one. `name` stands in messages.
+    /// Starts one. `name` is used in messages.
     pub fn start(name: &'static str, command: &mut Command) -> Result<Self, String> {
         let mut group =
             Group::spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()))
@@ -214,7 +214,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// However busy the machine is.
+    /// Long enough for any busy machine.
     const SOON: Duration = Duration::from_mins(10);
 
     fn shell(script: &str) -> Worker {
@@ -248,7 +248,7 @@ mod tests {
     }
 
     fn runs(process: i32) -> bool {
-        // What is killed stays as a zombie until whoever inherits it looks.
+        // A killed process stays a zombie until its new parent waits for it.
         let state = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
         state.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
     }

@@ -1,4 +1,4 @@
-//! What a launch is bound to: tensors in a GPU's memory and a few numbers, and the bytes that they become.
+//! What a launch is bound to: tensors in a GPU's memory and a few numbers, and the parameter bytes made of them.
 
 use flashcore_ptx::{GlobalPtr, KernelParams};
 use smallvec::SmallVec;
@@ -23,7 +23,7 @@ pub enum Operand {
     /// The outputs of parts of the keys in f32, not yet divided by their sums. Its rows are those of the first part, then
     /// those of the second, and so on.
     PartialO,
-    /// What the outputs of the parts are relative to, and their sums: two f32 per row of [`Operand::PartialO`].
+    /// The reference score and the sum of weights of each partial output: two f32 per row of [`Operand::PartialO`].
     PartialState,
 }
 
@@ -54,15 +54,15 @@ impl TensorArg {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Args {
     tensors: [TensorArg; Operand::COUNT],
-    /// What the scores are multiplied with before the softmax.
+    /// The factor applied to the scores before the softmax.
     pub scale: f32,
     /// Scores become `softcap · tanh(score / softcap)` before the mask.
     pub softcap: Option<f32>,
-    /// Keys before its own place that a query sees.
+    /// How many keys before its own position a query sees.
     pub left: i32,
-    /// Keys after its own place that a query sees.
+    /// How many keys after its own position a query sees.
     pub right: i32,
-    /// Heads whose tiles of queries are taken up together, longest first.
+    /// Heads whose query tiles are processed together, longest first.
     pub section: u32,
     /// Parts of the keys whose outputs are merged at the end.
     pub parts: u32,
@@ -82,7 +82,7 @@ impl Args {
         self.tensors[operand as usize] = tensor;
     }
 
-    /// A tensor; one that was not given is at address 0 and has no elements.
+    /// A tensor; one that was not given has address 0 and no elements.
     pub fn tensor(&self, operand: Operand) -> &TensorArg {
         &self.tensors[operand as usize]
     }
@@ -113,19 +113,19 @@ impl Args {
 /// Why a launch cannot be bound to its tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BindError {
-    /// Rows that are further apart than the kernel can count.
+    /// Rows that are further apart than the kernel can address.
     RowStride {
         /// Which tensor.
         operand: Operand,
         /// Bytes from one row to the next.
         given: u64,
-        /// The most that are possible.
+        /// The largest possible.
         most: u64,
     },
 }
 
-/// What a tensor map describes; dimensions are counted from the innermost. Its boxes are permuted within 128 bytes, and
-/// read zeros outside of the tensor.
+/// What a tensor map describes, innermost dimension first. Its boxes are swizzled within 128 bytes, and read zeros
+/// outside the tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Map {
     /// The element type.
@@ -140,7 +140,7 @@ pub struct Map {
     pub box_dims: [u32; 4],
 }
 
-/// Bytes of parameters that are kept without an allocation: those of a forward launch and of one that merges.
+/// Bytes of parameters that are kept without an allocation: enough for a forward launch and a merging one.
 const INLINE_BYTES: usize = 1024;
 
 /// The parameters of a plan's launches, as bytes.

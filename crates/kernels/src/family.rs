@@ -9,14 +9,14 @@ use crate::{
     bind::{Args, BindError, Map, Packed},
 };
 
-/// A kind of generated code, implemented by its schedules: for a spec and a target it emits one kernel, and it knows how
-/// that kernel's parameters are bound.
+/// A kind of generated code. Its schedule type implements this: for a spec and a target it emits one kernel, and it
+/// knows how to bind that kernel's parameters.
 pub trait Family: Copy + fmt::Display {
-    /// Whether its kernels wait for the launch before theirs by themselves (`griddepcontrol.wait`), so that they may be
-    /// started before that one has ended.
+    /// Whether its kernels wait for the previous launch themselves (`griddepcontrol.wait`), so that they may start
+    /// before that one has ended.
     const PROGRAMMATIC: bool = false;
 
-    /// Whether the schedule fits the spec and the target, told from the knobs alone.
+    /// Whether the schedule fits the spec and the target, judged from the knobs alone.
     fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError>;
 
     /// Rows, threads, shared memory and blocks of a launch. The schedule fits the spec.
@@ -30,8 +30,8 @@ pub trait Family: Copy + fmt::Display {
         Ok(())
     }
 
-    /// Packs the parameters of a launch. `encode` makes the tensor maps that the kernel copies with, if it does. Nothing
-    /// is allocated.
+    /// Packs the parameters of a launch. `encode` makes the tensor maps, for kernels that copy by TMA. Nothing is
+    /// allocated.
     fn bind<E>(
         self,
         spec: &Spec,
@@ -41,7 +41,7 @@ pub trait Family: Copy + fmt::Display {
     ) -> Result<(), E>;
 }
 
-/// What a schedule makes of a launch.
+/// The shape that a schedule gives a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// Queries per block.
@@ -57,26 +57,27 @@ pub struct Geometry {
 /// Which blocks a launch has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blocks {
-    /// One for each tile of queries, in this order.
+    /// One per query tile, in this order.
     Each(Order),
-    /// A row of blocks that find their tiles themselves.
+    /// A one-dimensional grid of blocks that find their tiles themselves.
     Row {
         /// Blocks per cluster, which share a tile.
         cluster: u32,
-        /// How many blocks stay on a multiprocessor until all tiles are done; `None`: each ends with its tile.
+        /// Persistent blocks per multiprocessor, which run until all tiles are done; `None`: each block ends with its
+        /// tile.
         resident: Option<u32>,
-        /// Parts of the keys: each is a row of blocks of its own.
+        /// Parts of the keys; each has its own row of blocks.
         parts: u32,
     },
 }
 
 impl Geometry {
-    /// Tiles of queries, for so many batch entries, heads and queries.
+    /// The number of query tiles for these batch entries, heads and queries.
     pub fn tiles(&self, batch: u32, heads: u32, len_q: u32) -> u64 {
         u64::from(len_q.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch)
     }
 
-    /// The grid for so many batch entries, heads and queries, on so many multiprocessors.
+    /// The grid for these batch entries, heads and queries on this many multiprocessors.
     pub fn grid(&self, batch: u32, heads: u32, len_q: u32, sms: u32) -> [u32; 3] {
         match self.blocks {
             Blocks::Each(order) => order.grid(len_q.div_ceil(self.rows), heads, batch),
@@ -112,7 +113,7 @@ pub enum ScheduleError {
     Shared(#[from] SharedError),
     /// More registers than a thread can have.
     #[error(
-        "about {needs} registers per thread are needed, {limit} there are: take a smaller block_n, more warps, or leave the queries in shared memory"
+        "about {needs} registers per thread are needed, but a thread can have {limit}: take a smaller block_n, more warps, or leave the queries in shared memory"
     )]
     Registers {
         /// The estimate.
@@ -150,14 +151,14 @@ impl ScheduleError {
 /// The most registers that a thread can have.
 pub(crate) const MAX_REGISTERS: u32 = 255;
 
-/// Whether a thread can have so many registers of fragments and `others` beside them. Each kernel's number of
-/// others is such that ptxas spills nothing over its schedules.
+/// Whether a thread can have this many registers for fragments plus `others`. Each kernel's `others` is large enough
+/// that ptxas spills in none of its schedules.
 pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result<(), ScheduleError> {
     let needs = fragments + others;
     if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
 }
 
-/// Whether a spec is one for tensor cores.
+/// Whether tensor cores can compute a spec.
 pub(crate) fn check_tensor_cores(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let Spec { dtype, head_dim, head_dim_v, .. } = *spec;
     if dtype == Dtype::F32 {
@@ -174,7 +175,7 @@ pub(crate) fn check_tensor_cores(kernel: Kernel, spec: &Spec) -> Result<(), Sche
 pub(crate) trait Knob: Copy + PartialEq {
     /// The value as text.
     fn text(self) -> String;
-    /// The value of a text, or what is possible.
+    /// Parses a value; the error says what is possible.
     fn read(text: &str) -> Result<Self, &'static str>;
 }
 
@@ -198,8 +199,8 @@ impl Knob for bool {
     }
 }
 
-/// Declares the schedule of a family: a struct whose fields are the knobs, printed and read as `knob=value,knob=value`. A
-/// knob with a default is printed only where it has another value, and may be left out.
+/// Declares the schedule of a family: a struct whose fields are the knobs, printed and read as `knob=value,knob=value`.
+/// A knob with a default may be left out, and is printed only where its value differs.
 macro_rules! schedule {
     (
         $(#[$meta:meta])*
@@ -234,7 +235,7 @@ macro_rules! schedule {
 }
 pub(crate) use schedule;
 
-/// The knobs of a text that were not read yet.
+/// The knobs of a text that have not been read yet.
 pub(crate) struct Knobs<'a> {
     kernel: Kernel,
     pairs: Vec<(&'a str, &'a str)>,
@@ -267,7 +268,7 @@ impl<'a> Knobs<'a> {
         T::read(value).map_err(|why| ScheduleError::malformed(format!("{knob}={value}: {why}")))
     }
 
-    /// Refuses what nobody has taken.
+    /// Refuses knobs that nobody has read.
     pub fn end(self) -> Result<(), ScheduleError> {
         match self.pairs.first() {
             Some((knob, _)) => Err(ScheduleError::malformed(format!(

@@ -2,8 +2,8 @@
 //!
 //! A [`Kernel`] is a [`Family`] of generated code, a [`Schedule`] its knobs, a [`Spec`] what it is compiled for, and
 //! [`Args`] what a launch is bound to. The forward kernels are a ladder: [`Kernel::Scalar`] is the simplest right one,
-//! [`Kernel::Sm80Mma`] adds tensor cores, [`Kernel::Sm80Fwd`] is the real one for Ampere and Ada, and [`Kernel::Sm90Fwd`]
-//! the one for Hopper. [`Kernel::Combine`] merges what the parts of a long sequence came to.
+//! [`Kernel::Sm80Mma`] adds tensor cores, [`Kernel::Sm80Fwd`] is the real one for Ampere and Ada, and
+//! [`Kernel::Sm90Fwd`] the one for Hopper. [`Kernel::Combine`] merges the partial results of a long sequence.
 //!
 //! ```
 //! use flashcore_kernels::{Dtype, Schedule, Spec};
@@ -20,8 +20,8 @@
 //!
 //! `registry` lists the families. Each has a file: the ladder's first rungs in [`ladder`], the others by generation of
 //! GPU in [`sm80`] and [`sm90`]. What they are made of lies in `parts`: tiles and their swizzle, copies, fragments, the
-//! online softmax, the walk over keys, the epilogue. `family` says what a family must know, `bind` what its launches are
-//! bound to.
+//! online softmax, the walk over keys, the epilogue. `family` says what a family must provide, `bind` what its launches
+//! are bound to.
 
 mod bind;
 mod family;

@@ -1,4 +1,4 @@
-//! The families that there are: one line each.
+//! All kernel families: one line each.
 
 use std::{fmt, str::FromStr};
 
@@ -65,9 +65,9 @@ macro_rules! families {
 families! {
     /// Forward without tensor cores, for any shape.
     Scalar(scalar::Schedule) = "scalar",
-    /// Forward by tensor cores, not pipelined.
+    /// Forward on tensor cores, not pipelined.
     Sm80Mma(mma::Schedule) = "sm80_mma",
-    /// Forward by tensor cores, with swizzled, pipelined tiles.
+    /// Forward on tensor cores, with swizzled, pipelined tiles.
     Sm80Fwd(sm80::fwd::Schedule) = "sm80_fwd",
     /// Forward on Hopper: `wgmma`, TMA, warp specialisation.
     Sm90Fwd(sm90::fwd::Schedule) = "sm90_fwd",
@@ -103,7 +103,7 @@ impl FromStr for Kernel {
 }
 
 impl Schedule {
-    /// Whether it fits the spec and the target, told from the knobs alone.
+    /// Whether it fits the spec and the target, judged from the knobs alone.
     pub fn check(&self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
         let kernel = self.kernel();
         if kernel != Kernel::Scalar {
@@ -127,7 +127,7 @@ impl Schedule {
         Ok(Module::new(target).with(builder.finish()?))
     }
 
-    /// Whether its kernels wait for the launch before theirs by themselves.
+    /// Whether its kernels wait for the previous launch themselves.
     pub fn is_programmatic(&self) -> bool {
         fn of<F: Family>(_: &F) -> bool {
             F::PROGRAMMATIC
@@ -140,7 +140,7 @@ impl Schedule {
         of_each!(*self, it => it.check_args(args))
     }
 
-    /// Packs the parameters of a launch. `encode` makes the tensor maps that the kernel copies with, if it does.
+    /// Packs the parameters of a launch. `encode` makes the tensor maps, for kernels that copy by TMA.
     pub fn bind<E>(
         &self,
         spec: &Spec,

@@ -1,5 +1,5 @@
-//! Spec: the part of an attention problem that a kernel is compiled for. Sizes beside the head dims are
-//! parameters of the launch, so one module serves every batch, head count and length.
+//! Spec: the part of an attention problem that a kernel is compiled for. Sizes other than the head dims are launch
+//! parameters, so one module serves every batch, head count and length.
 
 /// The element type of q, k, v and o.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -13,7 +13,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes of an element.
+    /// Bytes per element.
     pub const fn size(self) -> u32 {
         match self {
             Dtype::F16 | Dtype::Bf16 => 2,
@@ -27,15 +27,15 @@ impl Dtype {
 pub struct Spec {
     /// The element type.
     pub dtype: Dtype,
-    /// Elements of a query and of a key; the kernels with tensor cores take multiples of 8 up to 256.
+    /// Elements of a query and of a key; the tensor-core kernels take multiples of 8 up to 256.
     pub head_dim: u32,
     /// Elements of a value and of an output row, likewise.
     pub head_dim_v: u32,
-    /// Whether a query sees only so many keys before its own place.
+    /// Whether the keys before its own position that a query sees are limited.
     pub left: bool,
-    /// Whether a query sees only so many keys after its own place (causal: none).
+    /// Whether the keys after its own position that a query sees are limited (causal: to none).
     pub right: bool,
-    /// Whether a query's own place counts from the first key rather than from the last.
+    /// Whether a query's own position counts from the first key rather than from the last.
     pub top_left: bool,
     /// Whether scores go through softcap · tanh(score / softcap).
     pub softcap: bool,
@@ -50,7 +50,7 @@ pub struct Spec {
     pub lse: bool,
 }
 
-/// The largest head dim of the kernels with tensor cores.
+/// The largest head dim of the tensor-core kernels.
 pub const MAX_HEAD_DIM: u32 = 256;
 
 /// The largest softcap whose error is far below that of 16-bit probabilities when it is computed the fast way: models
@@ -87,8 +87,8 @@ impl Spec {
 
     /// Whether this scale and softcap need [`Spec::scaled_scores`], for an output of this type and perhaps lse.
     ///
-    /// The fast way computes `softcap · (1 − 2 / (1 + e^2x))`, whose error is that of f32 beside 1 times the softcap. And
-    /// it multiplies with `scale · log2 e` what may be −∞, so that must be finite and above 0.
+    /// The fast way computes `softcap · (1 − 2 / (1 + e^2x))`, whose error is the f32 rounding error at 1, times the
+    /// softcap. And it multiplies by `scale · log2 e` scores that may be −∞, so that factor must be finite and above 0.
     pub fn needs_scaled_scores(dtype: Dtype, scale: f32, softcap: Option<f32>, lse: bool) -> bool {
         let factor = softcap.unwrap_or(scale) * std::f32::consts::LOG2_E;
         // In f32, and so in lse, the error of the fast tanh would be seen under any softcap.

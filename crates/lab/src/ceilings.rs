@@ -1,8 +1,8 @@
-//! What a machine can do at most, measured once and kept, and how near to it a kernel comes.
+//! The highest rates a machine can reach, measured once and kept, and how near a kernel comes to them.
 //!
 //! A ceiling is the best rate of one thing alone: products that never leave the registers or shared memory, copies,
 //! exponentials. Attention needs all three at once, so the **floor** of a problem is the longest of the three times
-//! that it would take at these rates, and its roofline figure is the share of its time that the floor is.
+//! that it would take at these rates, and its roofline figure is the floor divided by its time.
 
 use std::time::Duration;
 
@@ -15,16 +15,16 @@ use crate::files;
 /// The measured ceilings of a machine. What was not measured is absent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Ceilings {
-    /// What they are of.
+    /// The machine that they are of.
     pub machine: String,
     /// When they were measured, in UTC.
     pub created: String,
     /// Products: f16 with f32 sums in the tensor cores of a GPU, f32 multiply-adds of a CPU. In units of 1e12
     /// floating-point operations per second.
     pub matmul_tflops: Option<f64>,
-    /// Bytes read and written by a copy in a GPU's memory, bytes read by a CPU. In units of 1e9 a second.
+    /// Bytes read and written by a copy in a GPU's memory, bytes read by a CPU. In units of 1e9 per second.
     pub memory_gbytes: Option<f64>,
-    /// Exponentials, in units of 1e9 a second.
+    /// Exponentials, in units of 1e9 per second.
     pub exp_gops: Option<f64>,
     /// An empty kernel from an event before it to one after it, in microseconds; a GPU's only.
     pub launch_us: Option<f64>,
@@ -54,20 +54,20 @@ impl std::fmt::Display for Bound {
     }
 }
 
-/// A time against the ceilings.
+/// A time compared with the ceilings.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Roofline {
-    /// What the products alone would take, in microseconds.
+    /// Time that the products alone would take, in microseconds.
     pub matmul_us: f64,
-    /// What moving the bytes alone would.
+    /// Time that moving the bytes alone would take.
     pub memory_us: f64,
-    /// What the exponentials alone would; absent where their rate was not measured.
+    /// Time that the exponentials alone would take; absent where their rate was not measured.
     pub exp_us: Option<f64>,
     /// The longest of them.
     pub floor_us: f64,
-    /// Which that is.
+    /// Which of the three is the longest.
     pub bound: Bound,
-    /// Floating-point operations for every byte that must move.
+    /// Floating-point operations per byte that must move.
     pub intensity: f64,
     /// The floor as a share of the time; 1 is the machine's limit.
     pub share: f64,
@@ -77,13 +77,13 @@ pub struct Roofline {
     pub memory_share: f64,
 }
 
-/// The exponentials that a problem needs: one for every query and key that meet.
+/// The exponentials that a problem needs: one per pair of a query and a key that it sees.
 pub fn exponentials(problem: &Problem) -> f64 {
     problem.flops() / (2 * (problem.head_dim + problem.head_dim_v)) as f64
 }
 
 impl Ceilings {
-    /// A time in microseconds against these. Absent where products or memory were not measured.
+    /// Compares a time in microseconds with these. Absent where products or memory were not measured.
     pub fn roofline(&self, problem: &Problem, us: Option<f64>) -> Option<Roofline> {
         let us = us.filter(|&us| us > 0.0)?;
         let (flops, bytes) = (problem.flops(), problem.min_bytes());
@@ -108,7 +108,7 @@ impl Ceilings {
         })
     }
 
-    /// Of a CPU, measured now on so many threads, in about three times `budget`.
+    /// Measures a CPU's ceilings on this many threads, in about three times `budget`.
     pub fn of_cpu(machine: &str, created: &str, isa: cpu::Isa, threads: usize, budget: Duration) -> Self {
         Self {
             machine: machine.into(),

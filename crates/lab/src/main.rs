@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use flashcore_lab::{cli, interrupt};
 
-/// The system's memory. Where there is no more, the command ends with 2 rather than by a signal.
+/// The system's allocator. When memory runs out, the command ends with exit code 2 rather than by a signal.
 struct OrEnd;
 
 fn or_end(at: *mut u8, bytes: usize) -> *mut u8 {

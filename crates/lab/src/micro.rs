@@ -1,4 +1,4 @@
-//! Microbenchmarks of the pieces that kernels are made of, and a simple model built of them.
+//! Microbenchmarks of the pieces that kernels are made of, and a simple model built from them.
 //!
 //! A piece is a generated kernel that does one thing again and again. On a GPU it reads the clock around that; in the
 //! simulator its instructions are counted, which says what a piece is made of but not what it costs.
@@ -34,7 +34,7 @@ const TILE_BYTES: u32 = 48 << 10;
 /// The upper half of a descriptor: a swizzle of 128 bytes, and 1024 bytes from eight rows to the next eight.
 const DESCRIPTOR_HIGH: u32 = 0x4000_0040;
 
-/// Schedulers of a multiprocessor, each with its share of the warps.
+/// Schedulers per multiprocessor, each with its share of the warps.
 const SCHEDULERS: f64 = 4.0;
 
 /// One of the things that kernels are made of.
@@ -48,11 +48,11 @@ pub enum Piece {
     Shuffle,
     /// Products of a warp: 16x8x16.
     Mma,
-    /// Four 8x8 matrices from shared memory, rows of 128 bytes, permuted so that no two meet in a bank.
+    /// Four 8x8 matrices from shared memory, rows of 128 bytes, permuted so that there are no bank conflicts.
     LoadSwizzled,
     /// The same without the permutation.
     LoadPlain,
-    /// One step of the online softmax on eight scores a lane.
+    /// One step of the online softmax on eight scores per lane.
     Softmax,
     /// A barrier of the whole block.
     Barrier,
@@ -88,7 +88,7 @@ impl Piece {
         }
     }
 
-    /// Threads of a block.
+    /// Threads per block.
     fn threads(self) -> u32 {
         match self {
             Piece::HandOver => 64,
@@ -106,7 +106,7 @@ impl Piece {
         }
     }
 
-    /// Warps that share a scheduler, for what each warp does on its own.
+    /// Warps per scheduler, for what each warp does on its own.
     fn warps_beside(self) -> f64 {
         match self {
             Piece::Barrier | Piece::HandOver | Piece::Wgmma(_) => 1.0,
@@ -114,7 +114,7 @@ impl Piece {
         }
     }
 
-    /// The kernel that does it so many times.
+    /// The kernel that does it this many times.
     pub fn module(self, target: Target, turns: u32) -> Result<Module, BuildErrors> {
         let mut shared = SharedLayout::new();
         let tile = shared.alloc("tile", TILE_BYTES, 1024);
@@ -192,7 +192,7 @@ impl Piece {
                 let [a, b, c, d] = k.ldmatrix::<4>(at);
                 let (ab, cd) = (k.or_b32(a, b), k.or_b32(c, d));
                 let zero = k.or_b32(ab, cd);
-                // The tile holds zeros, which the assembler does not know.
+                // The tile holds zeros, but the assembler does not know that.
                 k.set(at, |k| k.add_u32(at, zero));
             }),
             Piece::Softmax => {
@@ -235,7 +235,7 @@ impl Piece {
                 for step in 0..4u32 {
                     let low = k.add_u32(start_of_tile, 2 * step);
                     let a = k.pack_b64(low, DESCRIPTOR_HIGH);
-                    // Behind the 64 rows of A.
+                    // After the 64 rows of A.
                     let low = k.add_u32(low, 8192u32 >> 4);
                     let b = k.pack_b64(low, DESCRIPTOR_HIGH);
                     k.wgmma_ss(Wgmma::new(n, MatrixTy::F16), &wide, a, b, true);
@@ -270,16 +270,16 @@ fn fill(k: &mut KernelBuilder, tile: Shared, tid: Reg<B32>, threads: u32) {
     });
 }
 
-/// What is known of a piece.
+/// What is known about a piece.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Measured {
     /// Its name.
     pub piece: String,
-    /// Cycles of a multiprocessor's scheduler that one of it takes, measured on the device; absent without one.
+    /// Scheduler cycles per execution of the piece, measured on the device; absent without one.
     pub cycles: Option<f64>,
-    /// Warp instructions of a turn, counted by the simulator.
+    /// Warp instructions per turn, counted by the simulator.
     pub instructions_per_turn: f64,
-    /// Passes through the banks of shared memory in a turn.
+    /// Passes through the banks of shared memory per turn.
     pub passes_per_turn: f64,
     /// Passes lost to conflicts.
     pub conflicts_per_turn: f64,
@@ -325,8 +325,8 @@ fn shared_bytes() -> u32 {
     TILE_BYTES + 16
 }
 
-/// The cycles that one of a piece takes on the GPU: the median over its multiprocessors, less what an empty loop takes
-/// by comparing many turns with few.
+/// The cycles per execution of a piece on the GPU: the median over its multiprocessors. Comparing many turns with few
+/// removes the cost of the surrounding code.
 #[allow(unsafe_code)] // A launch reaches memory through an address.
 pub fn time(piece: Piece, cuda: &Cuda) -> Result<f64, String> {
     const FEW: u32 = 512;
@@ -360,7 +360,7 @@ pub fn time(piece: Piece, cuda: &Cuda) -> Result<f64, String> {
 /// What a warp instruction of each class costs a scheduler, in cycles.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
-    /// By the simulator's names of classes; what is not named costs one.
+    /// By the simulator's class names; a class that is not named costs one.
     pub cycles: BTreeMap<String, f64>,
     /// Whether they were measured, rather than taken from the ratios that data sheets give.
     pub measured: bool,
@@ -371,7 +371,7 @@ impl Costs {
     pub fn nominal() -> Self {
         let cycles = [("function", 8.0), ("warp", 2.0), ("matrix", 4.0), ("convert", 2.0), ("sync", 8.0)];
         let cycles = cycles.map(|(class, cycles)| (class.to_string(), cycles));
-        // What the tensor cores do is the same for every schedule.
+        // The tensor cores' work is the same for every schedule.
         Self { cycles: cycles.into_iter().chain([("tensor".into(), 0.0)]).collect(), measured: false }
     }
 
@@ -395,7 +395,7 @@ impl Costs {
         costs
     }
 
-    /// What a launch costs by the simulator's counts, a pair of a query and a key.
+    /// The cost of a launch by the simulator's counts, per pair of a query and a key.
     pub fn predict(&self, stats: &Stats, pairs: f64) -> f64 {
         let cost = |class: &str| self.cycles.get(class).copied().unwrap_or(1.0);
         let total: f64 = stats.mix.iter().map(|(class, &count)| count as f64 * cost(class)).sum();

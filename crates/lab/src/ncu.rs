@@ -12,7 +12,7 @@ use crate::process::Group;
 /// The variable that names ncu.
 pub const NCU_VARIABLE: &str = "FLASHCORE_NCU";
 
-/// A figure and the metrics that give it, the first that a GPU has being taken.
+/// A figure and the metrics that may give it; the first that a GPU has is taken.
 struct Metric {
     figure: &'static str,
     names: &'static [&'static str],
@@ -22,7 +22,8 @@ const fn metric(figure: &'static str, names: &'static [&'static str]) -> Metric 
     Metric { figure, names }
 }
 
-/// What is asked for. Generations name the tensor cores' pipe differently, so some figures have several names.
+/// The figures that are asked for. GPU generations name the tensor cores' pipe differently, so some figures have
+/// several metrics.
 const METRICS: [Metric; 20] = [
     metric("duration_ns", &["gpu__time_duration.sum"]),
     metric("sm_percent", &["sm__throughput.avg.pct_of_peak_sustained_elapsed"]),
@@ -180,7 +181,7 @@ impl Ncu {
 fn choose(names: &[&'static str], listed: &str) -> Option<&'static str> {
     let base = |name: &str| name.split('.').next().unwrap_or(name).to_string();
     names.iter().copied().find(|name| {
-        // What describes the launch is no counter, and is not listed.
+        // Metrics that describe the launch are not counters, and are not listed.
         name.starts_with("launch__")
             || listed.lines().any(|line| line.split_whitespace().next() == Some(base(name).as_str()))
     })
@@ -199,7 +200,7 @@ fn fields(line: &str) -> Vec<String> {
     line.trim().trim_matches('"').split("\",\"").map(String::from).collect()
 }
 
-/// What bounds a kernel, and from which figures that is said.
+/// What bounds a kernel, and the figures that show it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Bound {
     /// In a few words.
@@ -211,7 +212,7 @@ pub struct Bound {
 /// A unit that is busy for this share of the time is what bounds a kernel.
 const BUSY: f64 = 60.0;
 
-/// What bounds a kernel, from ncu's figures; absent where those that it takes are absent.
+/// What bounds a kernel, from ncu's figures; absent where the necessary figures are.
 pub fn bound(figures: &[Figure]) -> Option<Bound> {
     let value = |name: &str| figures.iter().find(|figure| figure.name == name)?.value;
     let units = [

@@ -20,9 +20,9 @@ pub enum Limit {
 /// Blocks and warps that an SM holds at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Occupancy {
-    /// Blocks an SM.
+    /// Blocks per SM.
     pub blocks: u32,
-    /// Warps an SM.
+    /// Warps per SM.
     pub warps: u32,
     /// Warps that an SM could hold.
     pub max_warps: u32,
@@ -39,7 +39,7 @@ struct Sm {
 
 const REGISTERS: u32 = 65_536;
 
-/// Shared memory of a block that the system keeps for itself.
+/// Shared memory per block that the system keeps for itself.
 const RESERVED: u32 = 1024;
 
 fn sm(target: Target) -> Sm {
@@ -51,11 +51,11 @@ fn sm(target: Target) -> Sm {
 }
 
 impl Occupancy {
-    /// For blocks of so many threads with so many registers each and so much shared memory.
+    /// For blocks with these threads, registers per thread and shared memory.
     pub fn of(target: Target, threads: u32, registers: u32, shared: u32) -> Self {
         let sm = sm(target);
         let warps = threads.div_ceil(32).max(1);
-        // Registers are given out to a warp in units of 256.
+        // Registers are allocated to a warp in units of 256.
         let registers_per_warp = (registers * 32).next_multiple_of(256).max(256);
         let by = [
             (sm.warps / warps, Limit::Threads),
@@ -78,7 +78,7 @@ impl std::fmt::Display for Occupancy {
         };
         write!(
             f,
-            "{} blocks an SM, {} of {} warps, limited by {limit}",
+            "{} blocks per SM, {} of {} warps, limited by {limit}",
             self.blocks, self.warps, self.max_warps
         )
     }

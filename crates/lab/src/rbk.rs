@@ -19,10 +19,10 @@ use crate::stats::{self, Verdict};
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// Calls of everybody before the first sample.
+    /// Calls of each contender before the first sample.
     #[serde(default = "default_warmups")]
     pub warmups: u32,
-    /// Samples of everybody, one per round.
+    /// Samples of each contender, one per round.
     #[serde(default = "default_iterations")]
     pub iterations: u32,
     /// Where the reports go; relative to where the command runs.
@@ -55,7 +55,7 @@ pub struct Wanted {
     pub seq_len: usize,
     /// Elements of a query, a key and a value.
     pub head_dim: usize,
-    /// Whether a query sees only keys up to its own place.
+    /// Whether a query sees only keys up to its own position.
     #[serde(default)]
     pub causal: bool,
     /// f16 (float16, fp16), bf16 (bfloat16) or f32 (float32, fp32).
@@ -124,7 +124,7 @@ pub struct Row {
     /// The shape, as the file has it.
     #[serde(flatten)]
     pub shape: Wanted,
-    /// Who.
+    /// The contender.
     pub contender: String,
     /// Whether its output obeys the rule.
     pub correct: Option<bool>,
@@ -150,11 +150,11 @@ pub struct Row {
     pub p50_high_us: Option<f64>,
     /// Their 90 % quantile.
     pub p90_us: Option<f64>,
-    /// The least.
+    /// Their minimum.
     pub min_us: Option<f64>,
     /// Floating-point operations per second by the median, causal counted half, in units of 1e12.
     pub tflops: Option<f64>,
-    /// This contender's median over ours: what ours is faster by. Absent for ours.
+    /// This contender's median over ours: how many times faster ours is. Absent for ours.
     pub flashcore_speedup: Option<f64>,
     /// The verdict on ours against it.
     pub verdict: Option<Verdict>,
@@ -190,7 +190,7 @@ const COLUMNS: [&str; 24] = [
     "failure",
 ];
 
-/// The content of `rbk_report.json` beside its environment.
+/// The content of `rbk_report.json` apart from its environment.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// What was asked for.
@@ -206,7 +206,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Of a run of the config's cells, which stand in it in the order of the file.
+    /// From a run of the config's cells, which has them in the order of the file.
     pub fn new(config: &Config, run: &Saved, outcomes: &[Outcome]) -> Result<Self, String> {
         let mut results = Vec::new();
         for (wanted, outcome) in config.shapes.iter().zip(outcomes) {
@@ -326,7 +326,7 @@ fn quoted(text: &str) -> String {
     }
 }
 
-/// Where a report of an ending goes.
+/// Where the report with this file extension goes.
 pub fn path(config: &Config, ending: &str) -> PathBuf {
     Path::new(&config.output_dir).join(format!("rbk_report.{ending}"))
 }

@@ -2,7 +2,7 @@
 
 use flashcore::{DType, Mask, Problem};
 
-/// A shape that people of this project call by name.
+/// A shape that has a name in this project.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Named {
     /// The name.
@@ -15,7 +15,7 @@ pub struct Named {
     pub dtype: DType,
 }
 
-/// Sizes of a problem: batch, heads, length and head dim, queries and keys apart where they differ.
+/// Sizes of a problem: batch, heads, length and head dim, with separate sizes for queries and keys where they differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Batch entries.
@@ -58,7 +58,7 @@ pub const NAMED: [Named; 13] = [
     named("long", square(1, 8, 2048, 64)),
     Named { dtype: DType::BF16, ..causal(named("large", square(4, 16, 4096, 128))) },
     named("wide", square(1, 32, 512, 128)),
-    // One new token against a cache that no last-level cache holds.
+    // One new token against a KV cache that is larger than any last-level cache.
     named("decode", Shape { len_q: 1, ..square(1, 32, 8192, 128) }),
 ];
 

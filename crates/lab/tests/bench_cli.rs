@@ -1,5 +1,5 @@
-//! What stands around `flashcore bench`: comparing runs, baselines, grids in a file, ceilings, and a
-//! thing against itself. Reports with known times stand in for runs where it is the judgement that is tested.
+//! The commands around `flashcore bench`: comparing runs, baselines, grids in a file, ceilings, and a thing against
+//! itself. Where the judgement is tested, reports with known times stand in for runs.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -113,7 +113,7 @@ fn a_baseline_is_kept_by_name_and_found_again() {
     let output = place.run(&[&bench[..], &["--save-baseline", "main"]].concat());
     assert_eq!(code(&output), 0, "{}", text(&output));
     assert!(text(&output).contains("kept as main"), "{}", text(&output));
-    // What this machine made of a time of microseconds meanwhile is not known; that the code says what the file does, is.
+    // How fast this machine is at the moment is not known; that the exit code agrees with the file is.
     assert_eq!(code(&place.run(&[&bench[..], &["--json", "new.json"]].concat())), 0);
     let output = place.run(&["compare", "main", "new.json", "--fail-on", "99%"]);
     let comparison = place.json("comparison.json");
@@ -210,7 +210,7 @@ fn a_thing_against_itself_is_counted_verdict_by_verdict() {
     let cell = &place.json("itself.json")["cells"][0];
     let verdicts: u64 = cell["verdicts"].as_array().unwrap().iter().filter_map(Value::as_u64).sum();
     assert_eq!((verdicts, cell["comparisons"].as_array().unwrap().len()), (3, 3));
-    // What is planted is said, and how the truth then reads.
+    // The output names the planted slow-down and the true ratio.
     let output = place.run(&[&arguments[..], &["--handicap", "2%"]].concat());
     assert!(text(&output).contains("with a planted slow-down of 2.000 %, 3 times:"), "{}", text(&output));
     assert_eq!(place.json("itself.json")["cells"][0]["handicap"].as_f64(), Some(1.02));

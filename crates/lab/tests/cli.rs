@@ -306,7 +306,7 @@ fn wrong_key_lengths_are_named() {
     refuses(&with(Dtype::U32, &[2], vec![8, 0, 0, 0, 1, 0, 0, 0]), &[], &["is 8", "length 7"]);
     refuses(&with(Dtype::I32, &[2], vec![255; 8]), &[], &["holds -1"]);
     refuses(&with(Dtype::F32, &[2], vec![0; 8]), &[], &["key_lengths is F32", "I64"]);
-    refuses(&with(Dtype::I32, &[2, 1], vec![0; 8]), &[], &["one number a batch entry"]);
+    refuses(&with(Dtype::I32, &[2, 1], vec![0; 8]), &[], &["one number per batch entry"]);
 }
 
 #[test]
@@ -347,7 +347,7 @@ fn a_damaged_file_never_panics_and_never_leaves_anything() {
         if round % 3 == 0 {
             bytes.truncate(rng.below(bytes.len()));
         } else {
-            // Most of the damage goes to the header, where it hurts.
+            // Most of the damage goes to the header, where it has the most effect.
             for _ in 0..=rng.below(4) {
                 let place = rng.below(300);
                 bytes[place] = rng.next_u64() as u8;
@@ -538,7 +538,7 @@ fn a_command_that_is_too_slow_ends_with_all_that_it_started() {
     assert_eq!(code(&output), 2, "{}", stderr(&output));
     assert!(stderr(&output).contains("did not end within 1 s"), "{}", stderr(&output));
     wait_for_end_of(number_in(&number));
-    // What a command leaves behind when it ends well goes, too.
+    // What a command leaves running when it ends normally is ended, too.
     let number = place.path("second");
     let line = format!(": {{in}} {{out}}; sleep 3000 & echo $! > {}", number.display());
     assert_eq!(code(&answer(&["verify", "--command", &line])), 2);

@@ -1,4 +1,4 @@
-//! Evidence, through the command: what is on record holds together, what is written holds, and what is edited does not.
+//! Evidence, through the command: what is on record is consistent, new files pass the audit, and edited ones fail.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -31,7 +31,7 @@ fn everything_on_record_holds_together() {
     }
 }
 
-/// A document with the hash of its text, as whoever changes a number can write it.
+/// A document with the hash of its text, as anyone who changes a number can write it.
 fn sealed(document: &Value) -> String {
     let mut document = document.clone();
     document["hash"] = Value::from("");
@@ -157,7 +157,7 @@ fn what_is_no_evidence_could_not_be_checked() {
     assert_eq!(flashcore(&["evidence", "verify", &path]).status.code(), Some(2));
     std::fs::write(&path, "{\"schema\": \"other/1\"}").unwrap();
     assert_eq!(flashcore(&["evidence", "verify", &path]).status.code(), Some(2));
-    // A note is sealed too, and nothing in it can be made again.
+    // A note has a hash too, but nothing in it can be recomputed.
     assert_eq!(flashcore(&["plan", "tiny", "--json", &path]).status.code(), Some(0));
     let output = flashcore(&["evidence", "verify", &path]);
     assert!(output.status.code() == Some(2) && text(&output).contains("a note"), "{}", text(&output));

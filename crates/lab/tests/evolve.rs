@@ -1,4 +1,5 @@
-//! The search as specified: what is planted must be refused, quarantined or seen through, and what is better accepted.
+//! The search as specified: planted candidates must be refused, quarantined or found not to be better, and better ones
+//! accepted.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -11,7 +12,7 @@ use flashcore_lab::search::journal::{Event, Fate, Journal, State, Task};
 use flashcore_lab::search::run::{Search, Settings};
 use flashcore_lab::search::space::Space;
 
-/// Searches through everything that is planted. `most` device calls, and then it is stopped as by a kill.
+/// Searches through everything that is planted. After `most` device calls it is stopped as by a kill.
 fn search(journal: Journal, overlap: bool, seed: u64, most: usize) -> (State, BTreeMap<String, usize>) {
     candidates::search(journal, overlap, seed, most).unwrap()
 }
@@ -46,7 +47,7 @@ fn every_planted_candidate_meets_the_fate_that_is_specified() {
         assert_eq!(fate(&state, "fast-in-one-case"), &Fate::Slower);
         assert_eq!(fate(&state, "fast"), &Fate::Accepted);
         assert_eq!(state.incumbents, ["kind=fast"; CASES]);
-        // A cheap gate comes before a dear one: what an early one refuses never reaches the device.
+        // A cheap gate comes before an expensive one: what an early one refuses never reaches the device.
         for kind in ["does-not-fit", "spills", "races"] {
             assert!(!asked.contains_key(&format!("kind={kind}")), "{kind}");
         }
@@ -86,7 +87,7 @@ fn a_search_killed_at_any_moment_ends_where_one_that_ran_through_does() {
         for (candidate, record) in &state.records {
             assert_ne!(record.fate, Fate::Open, "{candidate} after {kill_after}");
         }
-        // Whoever was quarantined before the kill is not run again.
+        // A candidate quarantined before the kill is not run again.
         let before = std::fs::read_to_string(&path).unwrap();
         let quarantined = before.lines().filter(|line| line.contains("\"quarantined\"")).count();
         assert_eq!(quarantined, 2, "after {kill_after}");
@@ -124,7 +125,7 @@ fn a_journal_of_another_search_is_not_gone_on_with() {
     assert!(result.unwrap_err().contains("another"));
 }
 
-/// Real worker processes, of this crate's own binary and of such that misbehave.
+/// Real worker processes: this crate's own binary, and ones that misbehave.
 #[cfg(unix)]
 mod processes {
     use super::*;
@@ -242,7 +243,7 @@ mod processes {
         let before = journal(out);
         let files = || std::fs::read_dir(out).unwrap().count();
         let count = files();
-        // As a search holds it that runs.
+        // As a running search holds it.
         let first = Journal::resume(&out.join("journal.jsonl")).unwrap();
         let second = evolve(out, &resume).output().unwrap();
         let said = String::from_utf8_lossy(&second.stderr);
@@ -259,7 +260,7 @@ mod processes {
     /// Interrupts a search once it has begun, and waits for its end.
     fn interrupted(out: &Path, more: &[&str]) -> std::process::Output {
         let before = journal(out).matches("\"event\":\"start\"").count();
-        // Whoever proposes thinks for longer than the test runs.
+        // The proposer thinks for longer than the test runs.
         let child = evolve(out, &["--budget", "3000s", "--external", "sleep 3000"])
             .args(more)
             .stdout(Stdio::piped())

@@ -1,8 +1,8 @@
-//! Every reader before inputs that nobody meant: none may panic, hang, or ask for memory that no input is worth.
+//! Every reader on malformed inputs: none may panic, hang, or allocate too much memory.
 //!
-//! Inputs are made from good ones by small steps, always in the same order. Each target runs for about a second; by hand,
-//! for as long as it takes: `FLASHCORE_FUZZ_SECONDS=600 cargo test --release -p flashcore-lab --test fuzz`. What a reader
-//! stumbles over is kept in a file that the message names. The reader of PTX has its own tests.
+//! Inputs are made from good ones by small steps, always in the same order. Each target runs for about a second; by
+//! hand, for as long as you like: `FLASHCORE_FUZZ_SECONDS=600 cargo test --release -p flashcore-lab --test fuzz`. What
+//! a reader stumbles over is kept in a file that the message names. The reader of PTX has its own tests.
 
 #![allow(unsafe_code)] // An allocator that counts.
 
@@ -39,7 +39,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
 thread_local! {
-    /// The largest piece of memory that this thread has asked for.
+    /// The largest allocation that this thread has made.
     static LARGEST: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -78,10 +78,10 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// No input here is worth a larger piece of memory.
+/// No input here needs a larger allocation.
 const LARGEST_PIECE: usize = 256 << 20;
 
-/// An input that takes so long hangs; a busy machine takes a hundredth.
+/// An input that takes this long hangs; even a busy machine needs a hundredth of it.
 const HANG: Duration = Duration::from_mins(4);
 
 /// What stands where a number or a word is expected.
@@ -201,7 +201,7 @@ fn mutant(rng: &mut Rng, seeds: &[Vec<u8>]) -> Vec<u8> {
     bytes
 }
 
-/// Puts inputs before a reader: the seeds, such as hurt, and mutants for as long as there is time.
+/// Runs a reader on inputs: the seeds, known bad ones, and mutants for as long as there is time.
 fn fuzz(name: &'static str, seeds: Vec<Vec<u8>>, read: impl Fn(&[u8]) + Send + 'static) {
     let (done, waiting) = sync_channel::<Result<(), String>>(64);
     let current = Arc::new(Mutex::new(Vec::new()));
@@ -212,7 +212,7 @@ fn fuzz(name: &'static str, seeds: Vec<Vec<u8>>, read: impl Fn(&[u8]) + Send + '
         let mut fixed = seeds.clone();
         fixed.extend(NASTY.iter().map(|text| text.as_bytes().to_vec()));
         fixed.extend(deep());
-        // In the first seed every number becomes each that hurts.
+        // In the first seed, every number is replaced by each bad one.
         for (from, to) in runs(&seeds[0], u8::is_ascii_digit).into_iter().take(60) {
             fixed.extend(
                 NASTY.iter().map(|text| [&seeds[0][..from], text.as_bytes(), &seeds[0][to..]].concat()),
@@ -256,7 +256,7 @@ fn fuzz(name: &'static str, seeds: Vec<Vec<u8>>, read: impl Fn(&[u8]) + Send + '
     println!("{name}: {inputs} inputs");
 }
 
-/// A reader of text gets what is text; files see to the rest.
+/// A reader of text gets valid text; reading files deals with the rest.
 fn fuzz_text(name: &'static str, seeds: &[&str], read: impl Fn(&str) + Send + 'static) {
     let seeds = seeds.iter().map(|seed| seed.as_bytes().to_vec()).collect();
     fuzz(name, seeds, move |bytes| read(&String::from_utf8_lossy(bytes)));

@@ -20,7 +20,7 @@ struct Machine {
     folder: TempDir,
 }
 
-/// One that is no Python: there is no torch on this machine.
+/// A program that is not Python: there is no torch on this machine.
 const NO_PYTHON: &str = "no-such-python";
 
 impl Machine {
@@ -269,7 +269,7 @@ fn a_round_in_which_heat_slowed_the_gpu_down_is_marked_and_taken_again() {
     assert_eq!(states[2]["throttled_by"][0], "hardware thermal slowdown");
     assert_eq!(states[0]["sm_clock_mhz"], 1980);
     assert_eq!(states[0]["power_w"].as_f64(), Some(350.5));
-    // What is not supported or does not exist is absent, whatever stands in memory.
+    // What is not supported or does not exist is absent, whatever is in memory.
     assert_eq!((&states[0]["temperature_c"], &states[0]["power_limit_w"]), (&Value::Null, &Value::Null));
     assert_eq!(report["gpu"]["driver"], "999.1");
     assert!(text(&output).contains("taken again"), "{}", text(&output));
@@ -308,7 +308,7 @@ fn unfused_attention_is_two_products_of_cublas_and_a_softmax_and_shared_heads_ar
     assert!(cublas["call"]["p50_us"].as_f64().unwrap() > 0.0 && cublas["error"]["max"]["error"].is_number());
     let log = std::fs::read_to_string(log).unwrap();
     let lines: Vec<&str> = log.lines().collect();
-    // K transposed times Q; then V times what became of it. The two heads of a group are 32 columns.
+    // K transposed times Q; then V times the result. The two heads of a group are 32 columns.
     assert_eq!(
         lines[0],
         "1 0: 40 32 64 x 4, alpha 0.125, types 14 14 14, ld 64 64 40, strides 2560 2048 1280, compute 68"

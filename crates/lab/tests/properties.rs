@@ -22,7 +22,7 @@ fn mask() -> impl Strategy<Value = Mask> {
     ]
 }
 
-/// Batch, kv heads, queries a kv head, lengths and head dims: mostly small, some across several tiles.
+/// Batch, kv heads, query heads per kv head, lengths and head dims: mostly small, some across several tiles.
 fn sizes() -> impl Strategy<Value = [usize; 7]> {
     let length = || prop_oneof![4 => 0_usize..40, 2 => 40_usize..200, 1 => 200_usize..420];
     let width = || prop_oneof![3 => 1_usize..40, 2 => select(vec![64_usize, 80, 96, 128]), 1 => 1_usize..200];

@@ -32,13 +32,13 @@ pub struct Lines {
     pub unit: &'static str,
     /// The largest value that the vertical axis must hold, so that charts can be compared.
     pub largest: f64,
-    /// Who was measured.
+    /// The contenders.
     pub series: Vec<Series>,
     /// Lines that nothing should be above, with their names.
     pub ceilings: Vec<(String, Number)>,
 }
 
-/// Times of several contenders, a row for each thing measured.
+/// Times of several contenders, one row per thing measured.
 #[derive(Clone, Debug)]
 pub struct Bars {
     /// What it shows.
@@ -56,7 +56,7 @@ pub struct Bars {
 pub struct Roofline {
     /// What it shows.
     pub title: String,
-    /// A name, whether it is hollow, operations per byte, TFLOP/s.
+    /// Name, whether the mark is hollow, operations per byte, TFLOP/s.
     pub points: Vec<(String, bool, Number, Number)>,
     /// Rates that arithmetic is bounded by, in TFLOP/s, with their names.
     pub ceilings: Vec<(String, Number)>,
@@ -64,7 +64,7 @@ pub struct Roofline {
     pub bandwidth: Option<Number>,
 }
 
-/// Shares of what is allowed, a row for each contender.
+/// Shares of what is allowed, one row per contender.
 #[derive(Clone, Debug)]
 pub struct Strip {
     /// What it shows.
@@ -172,7 +172,7 @@ const LETTER: f64 = 6.3;
 /// The same with room for letters that are wider, so that no name is cut.
 const WIDE_LETTER: f64 = 7.0;
 
-/// Marks with names from a corner on, in as many rows as it takes; returns how high it is.
+/// A legend of marks and names, from a corner on, in as many rows as needed; returns its height.
 fn legend(svg: &mut Svg, corner: (f64, f64), width: f64, names: &[String]) -> f64 {
     let (mut x, mut y) = corner;
     for name in names {
@@ -266,7 +266,7 @@ impl Bars {
         let names = contender::sorted(
             self.rows.iter().flat_map(|(_, bars)| bars.iter().map(|(name, _)| name.clone())),
         );
-        // With one bar a row its name says who it is.
+        // With one bar per row, the row's name says whose it is.
         let crowded = self.rows.iter().any(|(_, bars)| bars.len() > 1);
         let mut y = 32.0;
         if crowded {
@@ -366,7 +366,7 @@ impl Roofline {
         let axis = "operations a byte that must move (logarithmic)";
         svg.text((f64::midpoint(left, right), bottom + 32.0), Anchor::Middle, "axis", axis);
         svg.text((12.0, top - 10.0), Anchor::Start, "axis", "TFLOP/s (logarithmic)");
-        // Names stand behind the ends of their lines, each below the one before it.
+        // Names stand after the ends of their lines, each below the previous one.
         let mut ceilings: Vec<&(String, Number)> = self.ceilings.iter().collect();
         ceilings.sort_by(|a, b| b.1.value().total_cmp(&a.1.value()));
         let mut lowest = f64::NEG_INFINITY;

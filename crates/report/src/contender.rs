@@ -1,6 +1,6 @@
 //! Who was measured: what a contender is called in a report, and which colour, mark and dash it always has.
 
-/// Colours that there are; the last is shared by everyone who has none of their own.
+/// The number of colours; the last is shared by all contenders without one of their own.
 pub const LOOKS: usize = 10;
 
 /// The names in evidence files that have a look and a label of their own, in the order in which they are shown.
@@ -26,7 +26,7 @@ pub fn label(name: &str) -> String {
     }
 }
 
-/// Which colour, mark and dash it has. Kernels of ours by name have the look of FlashCore.
+/// Which colour, mark and dash it has. All of our kernels have the look of FlashCore.
 pub fn look(name: &str) -> usize {
     if name.starts_with("kernel ") || name.starts_with("cpu") {
         return 0;

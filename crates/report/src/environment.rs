@@ -10,7 +10,7 @@ fn range(root: &Field<'_>, key: &str) -> Option<(Number, Number)> {
     Some((values.iter().cloned().reduce(Number::min)?, values.into_iter().reduce(Number::max)?))
 }
 
-/// Everything that held clocks back; absent where no state tells.
+/// Everything that throttled clocks; absent where no state says.
 fn throttles(root: &Field<'_>) -> Option<Vec<String>> {
     let states = root.get("cells").items().into_iter().flat_map(|cell| cell.get("states").items());
     let told: Vec<Field<'_>> =

@@ -55,7 +55,7 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
     let benches = Bench::all(files);
     let mut all: Vec<Written> = Vec::new();
     let mut keep = |name: String, svg: String| match all.iter_mut().find(|(known, _)| *known == name) {
-        // A later file of the list has the last word.
+        // A later file in the list wins.
         Some(found) => found.1 = svg,
         None => all.push((name, svg)),
     };
@@ -65,7 +65,7 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
         let (panels, kernel) = (speed::panels(bench), kernel(bench));
         let kind_of = kind(bench, kernel.as_deref());
         if !panels.is_empty() {
-            // Full and causal of a head dimension stand below each other.
+            // Full and causal of one head dimension are placed one below the other.
             let columns = panels.len().div_ceil(2).min(3);
             let mut ordered: Vec<chart::Lines> =
                 panels.iter().filter(|p| !p.title.contains("causal")).cloned().collect();
@@ -96,8 +96,8 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
     all
 }
 
-/// What sets a benchmark apart from the usual one, in f16 and with a cold cache, in a file's name; `of` is whose it is
-/// where it is not the planner's choice.
+/// What sets a benchmark apart from the usual one, in f16 and with a cold cache, in a file's name; `of` names the
+/// kernel where it is not the planner's choice.
 fn kind(bench: &Bench<'_>, of: Option<&str>) -> String {
     let dtype = bench.cells.first().map(|cell| cell.dtype).filter(|dtype| *dtype != "f16");
     let cache = bench.root.get("cache").text().filter(|cache| *cache != "cold");
@@ -111,7 +111,7 @@ fn kernel(bench: &Bench<'_>) -> Option<String> {
     names.iter().find_map(|name| name.strip_prefix("kernel ")).filter(|_| !planned).map(String::from)
 }
 
-/// A name as it may stand in a file's name: `NVIDIA H200` is `h200`.
+/// A name in the form used in file names: `NVIDIA H200` is `h200`.
 fn slug(name: &str) -> String {
     let lower = name.to_lowercase();
     let name = lower.strip_prefix("nvidia ").unwrap_or(&lower);

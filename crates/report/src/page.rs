@@ -8,13 +8,13 @@ use super::source::{Number, Style};
 pub enum Piece {
     /// Words.
     Text(String),
-    /// Something to be read letter by letter.
+    /// Code, to be read letter by letter.
     Code(String),
     /// A number with its source.
     Number(Number, Style),
     /// The same for the best of a row.
     Best(Number, Style),
-    /// A value that there is none of, and why if that is known.
+    /// An absent value, and the reason if it is known.
     Absent(String),
     /// An evidence file, by its place in the list of files.
     File(usize),
@@ -90,7 +90,7 @@ pub enum Block {
     Tiles(Vec<Tile>),
     /// A table.
     Table(Table),
-    /// A table that is shown when it is asked for.
+    /// A table that is shown on request.
     Folded(String, Table),
     /// A chart with the table of what it draws beside it.
     Figure(Chart, Table),

@@ -35,7 +35,7 @@ impl<'a> Bench<'a> {
         self.root.get("gpu").get("ours").get("device").text().or_else(|| self.root.get("device").text())
     }
 
-    /// Which clock and cache the times are of.
+    /// The clock and cache mode of the times.
     pub fn conditions(&self) -> String {
         let clock = self.root.get("clock").text().map(|clock| format!("{clock} clock"));
         let cache = self.root.get("cache").text().map(|cache| format!("{cache} cache"));

@@ -6,16 +6,16 @@ use super::page::{Block, Piece, Section, Table, number, text};
 use super::reading::{Bench, Cell};
 use super::source::{Evidence, Field, Number, Style};
 
-/// The one of our results that a cell is compared by.
+/// The result of ours that a cell is compared by.
 const OURS: &str = "flashcore";
 
-/// What a device can do at most, each where some file measured it, by the newest that did.
+/// The ceilings of a device, each from the newest file that measured it.
 struct Ceilings {
     /// Rates of products in TFLOP/s, with their names.
     products: Vec<(String, Number)>,
     /// GB/s.
     memory: Option<Number>,
-    /// Exponentials, in units of 1e9 a second.
+    /// Exponentials, in units of 1e9 per second.
     exponentials: Option<Number>,
     /// Microseconds of an empty kernel.
     launch: Option<Number>,
@@ -86,7 +86,7 @@ fn chart(device: &str, benches: &[&Bench<'_>], ceilings: &Ceilings) -> Roofline 
     }
 }
 
-/// Operations for every byte that must move.
+/// Operations per byte that must move.
 fn intensity(cell: &Cell<'_>) -> Option<Number> {
     Some(cell.field.get("flops").number()?.over(&cell.field.get("bytes").number()?))
 }

@@ -29,7 +29,7 @@ pub struct Evidence {
 }
 
 impl Evidence {
-    /// Reads the text of a file, which must hold together: `audit` says what contradicts itself in it, or why it is no
+    /// Reads the text of a file, which must be consistent: `audit` says what contradicts itself in it, or why it is no
     /// evidence.
     pub fn read(
         name: &str,
@@ -145,7 +145,7 @@ impl Number {
 
     /// This one divided by another.
     pub fn over(&self, other: &Number) -> Number {
-        // No error is no share of anything, even where nothing is allowed.
+        // An error of 0 is a share of 0, even where nothing is allowed.
         let value = if self.value == 0.0 { 0.0 } else { self.value / other.value };
         Number { value, origin: Origin::Quotient(Box::new(self.clone()), Box::new(other.clone())) }
     }
@@ -182,7 +182,7 @@ impl Number {
 pub enum Style {
     /// Three digits or so: times and rates.
     Digits,
-    /// Three places behind the point: the ends of intervals.
+    /// Three decimal places: the ends of intervals.
     Fine,
     /// As `1.13×`.
     Ratio,
@@ -199,7 +199,7 @@ pub enum Style {
 }
 
 impl Style {
-    /// What a value is multiplied with before it is written.
+    /// The factor applied to a value before it is written.
     pub fn factor(self) -> f64 {
         match self {
             Style::Percent => 100.0,

@@ -1,4 +1,4 @@
-//! Speed over sequence length, a chart for each head dimension and mask; what all cells say together.
+//! Speed over sequence length, one chart per head dimension and mask; and a summary over all cells.
 
 use super::chart::{Chart, Lines, Series};
 use super::contender;
@@ -159,7 +159,7 @@ pub fn section(benches: &[Bench<'_>]) -> Option<Section> {
     (!blocks.is_empty()).then(|| Section { id: "speed", title: "Speed over sequence length".into(), blocks })
 }
 
-/// What the cells of each benchmark say together about every peer; absent where nobody was compared.
+/// The summary over the cells of each benchmark for every peer; absent where nobody was compared.
 pub fn summary(benches: &[Bench<'_>]) -> Option<Section> {
     let head =
         ["benchmark", "peer", "#cells", "#geometric mean", "#smallest", "smallest at", "#faster", "#same"];

@@ -2,12 +2,12 @@
 
 use std::fmt::Write;
 
-/// Text as it may stand in HTML and SVG.
+/// Text escaped for HTML and SVG.
 pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// Where a text is held.
+/// Where a text is anchored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Anchor {
     /// At its beginning.
@@ -100,7 +100,7 @@ impl Svg {
         self.push(&format!(r#"<polygon class="{class}" points="{points}">{title}</polygon>"#));
     }
 
-    /// Everything of another drawing, moved.
+    /// Adds another drawing, moved.
     pub fn place(&mut self, other: &Svg, at: (f64, f64)) {
         let (x, y) = at;
         self.push(&format!(r#"<g transform="translate({x:.1} {y:.1})">"#));

@@ -9,7 +9,7 @@ use flashcore_judge::stats::{self, Interval, VERDICT_LEVEL};
 pub struct Rule {
     /// How much faster it must be: 0.03 for 3 %.
     pub gain: f64,
-    /// In how many of the target cases.
+    /// In how many of the target cases it must win.
     pub cases: usize,
 }
 
@@ -30,7 +30,7 @@ pub struct Standing {
     pub incumbent_us: f64,
     /// How many times faster the candidate is, by the medians.
     pub speed_up: f64,
-    /// The interval of that; absent where the rounds were too few.
+    /// Its interval; absent where there were too few rounds.
     pub interval: Interval,
     /// Rounds.
     pub rounds: usize,
@@ -52,7 +52,7 @@ impl Standing {
 }
 
 impl Rule {
-    /// Whether the candidate wins a case: faster by the gain, and surely not slower.
+    /// Whether the candidate wins a case: faster by the gain, and with confidence not slower.
     pub fn wins(&self, standing: &Standing) -> bool {
         standing.speed_up >= 1.0 + self.gain && standing.interval.low > 1.0
     }
@@ -64,7 +64,7 @@ impl Rule {
         (won.len() >= self.cases).then_some(won)
     }
 
-    /// What candidates are ranked by: the speed-up that is reached in as many cases as must be won.
+    /// The score that ranks candidates: the speed-up that is reached in as many cases as must be won.
     pub fn score(&self, speed_ups: &[f64]) -> Option<f64> {
         let mut speed_ups = speed_ups.to_vec();
         speed_ups.sort_by(|a, b| b.total_cmp(a));

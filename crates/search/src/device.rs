@@ -14,20 +14,20 @@ pub enum Trouble {
 }
 
 impl Trouble {
-    /// What to tell a person.
+    /// The message for the user.
     pub fn why(&self) -> &str {
         let (Trouble::Wrong(why) | Trouble::Refused(why) | Trouble::Lost(why)) = self;
         why
     }
 }
 
-/// Something that computes and times candidates. `data` tells inputs apart: 0 are those of the search, and every other
-/// number stands for fresh ones.
+/// Something that computes and times candidates. `data` selects the inputs: 0 are those of the search, every other
+/// number gives fresh ones.
 pub trait Device {
     /// Whether a candidate's result is right.
     fn parity(&mut self, candidate: &str, case: usize, data: u64) -> Result<(), Trouble>;
 
-    /// Lets contenders take turns in rounds; the times of each, one per round.
+    /// Lets contenders take turns in rounds; returns the times of each, one per round.
     fn race(
         &mut self,
         contenders: &[&str],

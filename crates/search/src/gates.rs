@@ -2,15 +2,15 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What a candidate must pass. A cheap gate never comes after a dear one.
+/// What a candidate must pass. A cheap gate never comes after an expensive one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Gate {
     /// Shared memory, registers, threads, from the knobs alone.
     Static,
-    /// Assembled without spills and without serialised `wgmma`; and machine code that is not known yet.
+    /// It assembles without spills and without serialised `wgmma`, and its machine code is new.
     Assembler,
-    /// Right on small cases in the simulator, with nothing found.
+    /// Right on small cases in the simulator, with no findings.
     Simulator,
     /// Right on the device, by the oracle.
     Parity,
@@ -49,12 +49,12 @@ pub struct Refusal {
     pub why: String,
 }
 
-/// What the gates before the device are made of. They run beside each other, on many threads.
+/// The gates before the device. They run in parallel, on many threads.
 pub trait Gates: Sync {
     /// Whether the knobs alone let a candidate run a case.
     fn check(&self, candidate: &str, case: usize) -> Result<(), String>;
 
-    /// Assembles a candidate for a case. Gives what identifies it: the hash of its machine code and of its launch.
+    /// Assembles a candidate for a case. Returns its identity: the hash of its machine code and of its launch.
     fn assemble(&self, candidate: &str, case: usize) -> Result<String, String>;
 
     /// Runs a candidate in the simulator, on small problems of a case's kind.

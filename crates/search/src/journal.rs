@@ -1,8 +1,8 @@
 //! The journal: everything that happened to every candidate, one line of JSON each, appended and never changed.
 //!
-//! A search that is killed at any moment goes on from its journal. A line that the kill cut short is left out, and what
-//! it would have said is done again. Lines are numbered and carry a checksum, so that one that is damaged is left out
-//! and lines that are gone are missed. Who writes to a journal holds a lock on it.
+//! A search that is killed at any moment can continue from its journal. A line that the kill cut short is left out, and
+//! what it would have said is done again. Lines are numbered and carry a checksum, so that a damaged line is left out
+//! and missing lines are noticed. The writer of a journal holds a lock on it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,16 +18,16 @@ use super::decide::{Rule, Standing};
 use super::gates::Gate;
 use flashcore_host::files;
 
-/// What a search is for. A journal is gone on with only for the same.
+/// What a search is for. A journal is continued only for the same task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Task {
     /// The device's name.
     pub device: String,
-    /// What the code is for; `cpu` for the CPU engine.
+    /// The target of the code; `cpu` for the CPU engine.
     pub target: String,
     /// The target cases.
     pub cases: Vec<String>,
-    /// The schedules that are to be beaten, one per case.
+    /// The schedules to beat, one per case.
     pub incumbents: Vec<String>,
     /// The rule of acceptance.
     pub rule: Rule,
@@ -37,7 +37,7 @@ pub struct Task {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// The search began, or went on after a kill.
+    /// The search began, or continued after a kill.
     Start {
         /// What for.
         task: Task,
@@ -138,7 +138,7 @@ pub enum Event {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "fate", rename_all = "snake_case")]
 pub enum Fate {
-    /// It is under way.
+    /// It is in flight.
     Open,
     /// A gate refused it.
     Refused {
@@ -185,7 +185,7 @@ pub struct Record {
     begun: usize,
 }
 
-/// How often a candidate may be under way when a search is killed. The first time is bad luck.
+/// How often a candidate may be in flight when a search is killed. The first time may be bad luck.
 const MAY_BE_THERE: usize = 2;
 
 /// What a journal says, line after line.
@@ -201,7 +201,7 @@ pub struct State {
     pub records: BTreeMap<String, Record>,
     /// The names of all candidates, and of the incumbents.
     pub named: BTreeSet<String>,
-    /// Whose code a hash is.
+    /// The candidate that a code hash belongs to.
     pub identities: BTreeMap<String, String>,
     /// The generations so far.
     pub generations: usize,
@@ -214,13 +214,13 @@ impl State {
     pub fn apply(&mut self, event: &Event) {
         match event {
             Event::Start { task, .. } => {
-                // A case without an incumbent is of no search.
+                // A case without an incumbent belongs to no search.
                 if self.task.is_none() && task.cases.len() == task.incumbents.len() {
                     self.incumbents.clone_from(&task.incumbents);
                     self.gains = vec![1.0; task.cases.len()];
                     self.named.extend(task.incumbents.iter().cloned());
                     self.task = Some(task.clone());
-                    // Where the first start is lost, winners stand before the next one.
+                    // Where the first start is lost, winners come before the next one.
                     for (candidate, standings) in std::mem::take(&mut self.accepted) {
                         self.accept(&candidate, &standings);
                     }
@@ -270,7 +270,7 @@ impl State {
                 self.accept(candidate, standings);
                 self.end(candidate, Fate::Accepted);
             }
-            // Who was under way when a person ended the search did not end it.
+            // A candidate in flight when a person ended the search did not cause the end.
             Event::End { .. } => self.records.values_mut().for_each(|record| record.begun = 0),
         }
     }
@@ -321,8 +321,8 @@ impl State {
         elites
     }
 
-    /// Candidates that were under way when the search was killed: those to take up again, and those that were there
-    /// too often for it to be chance.
+    /// Candidates that were in flight when the search was killed: those to try again, and those for which it happened
+    /// too often to be chance.
     pub fn unfinished(&self) -> (Vec<String>, Vec<String>) {
         let open = self.records.iter().filter(|(_, record)| record.fate == Fate::Open);
         let (again, suspects): (Vec<_>, Vec<_>) = open.partition(|(_, record)| record.begun < MAY_BE_THERE);
@@ -342,7 +342,7 @@ impl State {
     }
 }
 
-/// What is wrong with a journal's lines. It goes on without them.
+/// What is wrong with a journal's lines. The search continues without them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Damage {
     /// The places in the file of lines that cannot be read, from 1.
@@ -385,8 +385,8 @@ struct Pen {
 }
 
 impl Pen {
-    /// Writes a line. It is with the operating system when this returns, so that whatever happens to this process, it
-    /// stays.
+    /// Writes a line. The operating system has it when this returns, so that it survives whatever happens to this
+    /// process.
     fn write(&mut self, event: &Event) -> Result<(), String> {
         let Some(file) = &mut self.file else { return Ok(()) };
         let event = serde_json::to_string(event).map_err(|error| error.to_string())?;
@@ -415,7 +415,7 @@ impl Journal {
         Self::new(None, replay(&[]))
     }
 
-    /// Begins a journal. One that is there already is neither overwritten nor gone on with.
+    /// Begins a journal. An existing one is neither overwritten nor continued.
     pub fn create(path: &Path) -> Result<Self, String> {
         let file = OpenOptions::new().append(true).create_new(true).open(path).map_err(|error| {
             if error.kind() == std::io::ErrorKind::AlreadyExists {
@@ -431,7 +431,7 @@ impl Journal {
         Ok(Self::new(Some(file), replay(&[])))
     }
 
-    /// Goes on with a journal. A last line that was cut short is cut off.
+    /// Continues a journal. A last line that was cut short is removed.
     pub fn resume(path: &Path) -> Result<Self, String> {
         let say = |what: &'static str| move |error: std::io::Error| files::explain(what, path, &error);
         let mut file = OpenOptions::new().read(true).append(true).open(path).map_err(say("go on with"))?;
@@ -455,7 +455,7 @@ impl Journal {
         let pen = Arc::clone(&self.pen);
         move || {
             let end = Event::End { why: "it was stopped".into() };
-            // Without this line it goes on as after a kill.
+            // Without this line it continues as after a kill.
             let _ = pen.lock().unwrap_or_else(PoisonError::into_inner).write(&end);
         }
     }
@@ -465,17 +465,17 @@ impl Journal {
         &self.state
     }
 
-    /// What was wrong with it when it was gone on with.
+    /// What was wrong with it when it was continued.
     pub fn damage(&self) -> &Damage {
         &self.damage
     }
 }
 
-/// How long a lock is waited for. A search that has just ended may be survived by its lock: a process that it was about
-/// to start holds all that was open until it has begun.
+/// How long a lock is waited for. The lock of a search that has just ended may outlive it: a process that it was just
+/// starting holds all open files until it has begun.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Locks a journal for as long as its file is open. The operating system lets go of it whatever happens to the process.
+/// Locks a journal for as long as its file is open. The operating system releases it whatever happens to the process.
 fn lock(file: &File, path: &Path) -> Result<(), String> {
     let started = Instant::now();
     let mut locked = file.try_lock();
@@ -545,7 +545,7 @@ fn checksum(number: u64, event: &str) -> String {
     blake3::hash(format!("{number} {event}").as_bytes()).to_hex()[..CHECKSUM].to_string()
 }
 
-/// An event as its line: the event's own fields behind the line's number and checksum.
+/// An event as its line: the event's own fields after the line's number and checksum.
 fn line(number: u64, event: &str) -> String {
     format!("{{\"line\":{number},\"checksum\":\"{}\",{}\n", checksum(number, event), &event[1..])
 }

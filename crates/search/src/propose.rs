@@ -10,7 +10,7 @@ use super::space::Space;
 use flashcore_host::process::Worker;
 use flashcore_judge::rng::Rng;
 
-/// What proposers may know of the search.
+/// What proposers may know about the search.
 pub struct SoFar<'a> {
     /// The space.
     pub space: &'a Space,
@@ -18,7 +18,7 @@ pub struct SoFar<'a> {
     pub named: &'a BTreeSet<String>,
     /// The best candidates that were timed, with their scores, best first: how many times faster than the incumbent.
     pub elites: &'a [(String, f64)],
-    /// What is to be beaten in each case.
+    /// The schedule to beat in each case.
     pub incumbents: &'a [String],
     /// The cases.
     pub cases: &'a [String],
@@ -31,7 +31,7 @@ impl SoFar<'_> {
     }
 }
 
-/// Somebody who proposes candidates.
+/// Something that proposes candidates.
 pub trait Proposer {
     /// The name in the journal.
     fn name(&self) -> &'static str;
@@ -40,7 +40,7 @@ pub trait Proposer {
     fn propose(&mut self, want: usize, so_far: &SoFar<'_>) -> Result<Vec<String>, String>;
 }
 
-/// Everything, in the order of the space.
+/// All schedules, in the order of the space.
 #[derive(Default)]
 pub struct Exhaustive {
     next: usize,
@@ -131,7 +131,7 @@ impl Proposer for Elites {
         if parents.is_empty() {
             return Ok(found);
         }
-        // Most children of a parent that has had many are known already; then it is somebody else's turn.
+        // Most children of a parent that has had many are known already; then it is another parent's turn.
         for _ in 0..want * 20 {
             if found.len() == want {
                 break;
@@ -150,7 +150,7 @@ impl Proposer for Elites {
     }
 }
 
-/// How long an external command may think: a language model may be behind it.
+/// How long an external command may take: it may ask a language model.
 const THINK: Duration = Duration::from_mins(5);
 
 /// A command that is told what happened and answers with candidates, one line of JSON each way.
@@ -228,7 +228,7 @@ mod tests {
         Space::of((0..20).map(|i| format!("k:a={},b={}", i % 5, i / 5)).collect())
     }
 
-    /// Asks again and again until there is nothing more, remembering what was named.
+    /// Asks again and again until there are no more, remembering what was named.
     fn all(proposer: &mut dyn Proposer, elites: &[(String, f64)]) -> BTreeSet<String> {
         let space = space();
         let (mut named, incumbents) = (BTreeSet::new(), vec!["k:a=0,b=0".to_string()]);

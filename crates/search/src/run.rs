@@ -1,8 +1,8 @@
 //! The search: generations of candidates through the gates, onto the clock, and against the incumbents.
 //!
-//! Within a generation the candidates that are right take turns beside the incumbents, in rungs: each rung has twice the
-//! rounds of the one before and half the candidates. Who looks better after the last one challenges the incumbents until
-//! the comparison is decided; who wins, has to win again on fresh data.
+//! Within a generation the candidates that are right take turns beside the incumbents, in rungs: each rung has twice
+//! the rounds of the one before and half the candidates. A candidate that looks better after the last rung challenges
+//! the incumbents until the comparison is decided; if it wins, it has to win again on fresh data.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -18,10 +18,10 @@ use super::propose::{Proposer, SoFar};
 use super::space::Space;
 use flashcore_clock::timing::Effort;
 
-/// How a search goes about it.
+/// The settings of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
-    /// Candidates of a generation that pass the static gate.
+    /// Candidates per generation that pass the static gate.
     pub generation: usize,
     /// Time for all of it.
     pub budget: Duration,
@@ -31,9 +31,9 @@ pub struct Settings {
     pub rounds: usize,
     /// Time to decide between a challenger and the incumbent in one case.
     pub challenge: Duration,
-    /// What a sample takes at least.
+    /// The least duration of a sample.
     pub sample: Duration,
-    /// Generations at most.
+    /// The most generations.
     pub generations: usize,
 }
 
@@ -51,7 +51,7 @@ impl Default for Settings {
     }
 }
 
-/// Candidates that are on the clock in one race, beside the incumbent.
+/// Candidates that are timed in one race, along with the incumbent.
 const RACERS: usize = 7;
 
 /// What is shown while a search runs.
@@ -78,13 +78,13 @@ pub struct Search<'a> {
     pub proposers: Vec<Box<dyn Proposer>>,
     /// Its memory.
     pub journal: Journal,
-    /// How it goes about it.
+    /// Its settings.
     pub settings: Settings,
     /// Whether somebody wants it to stop.
     pub stop: &'a dyn Fn() -> bool,
-    /// Is shown how far it is.
+    /// Shows its progress.
     pub view: &'a mut dyn FnMut(&View<'_>),
-    /// Is told what a person should know.
+    /// Gets notes for the user.
     pub note: &'a mut dyn FnMut(&str),
 }
 
@@ -109,7 +109,7 @@ type Checked = (String, Vec<usize>);
 struct Preparer<'a> {
     gates: &'a dyn Gates,
     needed: usize,
-    /// Whose machine code a hash is.
+    /// The candidate that a code hash belongs to.
     known: BTreeMap<String, String>,
 }
 
@@ -175,7 +175,7 @@ impl Preparer<'_> {
     }
 }
 
-/// Where candidates are prepared: beside the clock, or before it where that would disturb the clock.
+/// When candidates are prepared: while others are timed, or before, where that would disturb the clock.
 enum Kitchen<'a> {
     Here(Preparer<'a>, Option<Vec<Checked>>),
     Beside { ask: Sender<Vec<Checked>>, given: Receiver<Vec<(String, Prepared)>>, waiting: bool },
@@ -189,7 +189,7 @@ impl Kitchen<'_> {
         }
     }
 
-    /// What became of the batch that was started last, if one was.
+    /// The results of the batch that was started last, if one was.
     fn finish(&mut self) -> Option<Vec<(String, Prepared)>> {
         match self {
             Kitchen::Here(preparer, place) => place.take().map(|batch| preparer.prepare(batch)),
@@ -313,13 +313,13 @@ impl Search<'_> {
         (self.view)(&View { state: self.journal.state(), doing: doing.into(), left });
     }
 
-    /// The next generation: candidates that pass the static gate. Those that do not are written down and left.
+    /// The next generation: candidates that pass the static gate. Those that do not are recorded and dropped.
     fn name_candidates(&mut self, ends: Instant, first: bool) -> Result<Vec<Checked>, String> {
         let number = self.journal.state().generations + 1;
         self.journal.write(&Event::Generation { number })?;
         let mut batch = Vec::new();
         if first {
-            // What one case's incumbent does in the others is the cheapest question of all.
+            // Trying one case's incumbent in the others is the cheapest idea of all.
             let mut others = self.task.incumbents.clone();
             others.sort();
             others.dedup();
@@ -404,7 +404,7 @@ impl Search<'_> {
         Ok(all)
     }
 
-    /// Parity, the halving, and the challenges of one generation. What the time does not suffice for stays open.
+    /// Parity, the halving, and the challenges of one generation. Candidates for which time runs out stay open.
     fn compete(&mut self, ready: &[Ready], ends: Instant) -> Result<(), String> {
         let mut alive = Vec::new();
         for (done, one) in ready.iter().enumerate() {
@@ -432,7 +432,7 @@ impl Search<'_> {
             let mut ranked: Vec<(&Ready, (f64, f64), bool)> = Vec::new();
             for one in alive {
                 let Some(standing) = standings.remove(&one.candidate) else { continue };
-                // By the lower end of the interval: noise would lift an equal above a true gain.
+                // By the lower end of the interval: otherwise noise could rank an equal above a true gain.
                 let sure: Vec<f64> = standing.iter().map(|standing| standing.interval.low).collect();
                 let speed_ups: Vec<f64> = standing.iter().map(|standing| standing.speed_up).collect();
                 let score = self.task.rule.score(&sure).zip(self.task.rule.score(&speed_ups));
@@ -454,7 +454,7 @@ impl Search<'_> {
             alive = Vec::new();
             for (place, (one, (_, score), wins)) in ranked.into_iter().enumerate() {
                 let promising = !last || score >= 1.0 + self.task.rule.gain / 2.0;
-                // Who wins by the rule already has a right to a challenge, whoever else is better.
+                // A candidate that already wins by the rule gets its challenge, even if others are better.
                 if wins || (place < keep && promising) {
                     alive.push(one);
                 } else {
@@ -501,7 +501,7 @@ impl Search<'_> {
         })
     }
 
-    /// Times candidates beside the incumbents; those that fail are written down and left out.
+    /// Times candidates beside the incumbents; those that fail are recorded and left out.
     fn rung(
         &mut self,
         alive: &[&Ready],

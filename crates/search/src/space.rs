@@ -1,7 +1,7 @@
 //! The space of a search: schedules as texts `kernel:knob=value,…`, and the values that each knob takes.
 //!
-//! A proposer need not know what a knob means. It changes values and joins texts; the static gate says what of it is a
-//! schedule.
+//! A proposer need not know what a knob means. It changes values and joins texts; the static gate decides which texts
+//! are schedules.
 
 use std::collections::BTreeMap;
 

@@ -1,8 +1,8 @@
 //! The second rung of the ladder: tensor cores, and nothing else yet.
 //!
-//! A block of four warps takes 64 queries, 16 a warp, and walks over the keys in tiles of 64. All threads copy a
-//! tile into shared memory, wait, multiply, wait, and copy the next: no pipeline, no swizzle, operands read
-//! element pair by element pair.
+//! A block of four warps takes 64 queries, 16 per warp, and walks over the keys in tiles of 64. All threads copy a tile
+//! into shared memory, wait, multiply, wait, and copy the next: no pipeline, no swizzle, operands read two elements at
+//! a time.
 
 use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target, TensorMap};
 
@@ -22,7 +22,7 @@ use crate::{
 const WARPS: u32 = 4;
 const BLOCK_M: u32 = 16 * WARPS;
 
-/// Registers beside the fragments: operands, addresses, softmax state.
+/// Registers besides the fragments: operands, addresses, softmax state.
 const OTHER_REGISTERS: u32 = 44;
 
 schedule! {
@@ -33,7 +33,7 @@ schedule! {
     }
 }
 
-/// A tile whose rows are a chunk longer than they need, so that rows do not all start at the same bank.
+/// A tile whose rows are padded by one chunk, so that they do not all start at the same bank.
 #[derive(Clone, Copy)]
 struct PaddedTile {
     rows: u32,
@@ -195,7 +195,7 @@ impl Schedule {
     }
 }
 
-/// The query fragments of this warp, one entry 16 columns, straight from global memory; zeros outside.
+/// The query fragments of this warp, one entry per 16 columns, straight from global memory; zeros outside the tensor.
 fn load_queries(k: &mut KernelBuilder, spec: &Spec, work: &Work, place: Place) -> Vec<[Reg<B32>; 4]> {
     k.section("the queries");
     let stride = k.param(FwdParams::q_row);
@@ -225,7 +225,7 @@ fn load_queries(k: &mut KernelBuilder, spec: &Spec, work: &Work, place: Place) -
         .collect()
 }
 
-/// Copies a tile by all threads, chunk by chunk; rows beyond the keys and columns beyond the head dim become zeros.
+/// Copies a tile with all threads, chunk by chunk; rows beyond the keys and columns beyond the head dim become zeros.
 fn copy_tile(
     k: &mut KernelBuilder,
     tile: PaddedTile,

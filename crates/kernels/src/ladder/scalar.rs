@@ -1,9 +1,9 @@
 //! The first rung of the ladder: attention without tensor cores, as simple as it can be, for any shape. It is also the
-//! way for what the kernels with tensor cores do not take: f32, head dims that are no multiples of 8 or above 256, and
-//! memory that is not aligned to 16 bytes.
+//! fallback for what the tensor-core kernels do not take: f32, head dims that are not multiples of 8 or are above 256,
+//! and memory that is not aligned to 16 bytes.
 //!
-//! One warp takes one query. Its lanes share the head dim: lane l holds elements l, l + 32, … of the query and of
-//! the output row. For each key they multiply what they hold, sum over the warp, and take one step of the online
+//! One warp takes one query. Its lanes share the head dim: lane l holds elements l, l + 32, … of the query and of the
+//! output row. For each key the lanes multiply their elements, sum over the warp, and take one step of the online
 //! softmax, the same in every lane.
 
 use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Pred, Reg, RegType, Target, TensorMap};
@@ -23,7 +23,7 @@ pub const MAX_HEAD_DIM: u32 = 1024;
 schedule! {
     /// The knobs of the scalar kernel.
     pub struct Schedule {
-        /// Warps of a block; each takes one query.
+        /// Warps per block; each takes one query.
         pub warps: u32,
     }
 }
@@ -166,7 +166,7 @@ impl Schedule {
 struct Lanes {
     lane: Reg<B32>,
     count: u32,
-    /// Holds in the lanes that have an element in the last part; `None` where all have.
+    /// True in the lanes that have an element in the last part; `None` where all have one.
     in_last: Option<Reg<Pred>>,
 }
 
@@ -218,7 +218,7 @@ fn part_offset(part: u32, dtype: Dtype) -> i32 {
     (32 * dtype.size() * part) as i32
 }
 
-/// An element that is loaded; where there is a guard, only in the lanes in which it holds.
+/// Loads an element; with a guard, only in the lanes where it is true.
 fn element<T: RegType>(
     k: &mut KernelBuilder,
     guard: Option<Reg<Pred>>,

@@ -6,15 +6,15 @@ use flashcore_ptx::{
 
 use super::swizzle::{CHUNK, Tile};
 
-/// The largest distance between two rows, in bytes, so that a tile's rows can be counted in 32 bits.
+/// The largest distance between two rows, in bytes, such that offsets within a tile fit in 32 bits.
 pub const MAX_ROW_STRIDE: u64 = 1 << 23;
 
-/// How the threads of a block share the copy of a tile: a thread has one chunk column of a panel, in every so
-/// many rows. Tiles of one shape share this.
+/// How the threads of a block share the copy of a tile: a thread copies one chunk column of a panel, at a fixed stride
+/// of rows. Tiles of the same shape share this.
 #[derive(Clone, Copy)]
 pub(crate) struct Share {
     tile: Tile,
-    /// Rows that all threads together cover at once.
+    /// Rows that all threads together cover in one step.
     rows_at_once: u32,
     /// This thread's first row.
     row: Reg<B32>,
@@ -22,7 +22,7 @@ pub(crate) struct Share {
     chunk: Reg<B32>,
     /// The offset of its first chunk in the tile.
     offset: Reg<B32>,
-    /// Holds where its chunk of the last panel lies beyond the head dim.
+    /// True where its chunk of the last panel lies beyond the head dim.
     padding: Option<Reg<Pred>>,
 }
 
@@ -73,7 +73,7 @@ impl TileCopy {
         k.set(source, |k| k.sub_u64(source, tile));
     }
 
-    /// Copies a tile to `slot` bytes after the start of an allocation. With `rows`, only so many rows exist; the
+    /// Copies a tile to `slot` bytes after the start of an allocation. With `rows`, only that many rows exist; the
     /// others become zeros.
     pub fn start(
         &self,

@@ -24,7 +24,7 @@ pub(crate) fn normalise(k: &mut KernelBuilder, softmax: &OnlineSoftmax, o: &[Vec
     }
 }
 
-/// Writes lse, if it is wanted: one thread of the four that share a row.
+/// Writes lse, if it is wanted: by one of the four threads that share a row.
 pub(crate) fn store_lse(
     k: &mut KernelBuilder,
     spec: &Spec,

@@ -1,9 +1,9 @@
 //! How `mma.sync` lays a warp's tiles over its threads.
 //!
-//! With g = lane / 4 and t = lane % 4, a thread holds of a 16×8 accumulator the elements (g, 2t), (g, 2t + 1),
-//! (g + 8, 2t), (g + 8, 2t + 1): two neighbours of an upper row and two of a lower row. Two accumulators side by
-//! side, rounded to 16 bits, are an A operand as they stand, so probabilities go from one product into the next
-//! without leaving their thread.
+//! With g = lane / 4 and t = lane % 4, a thread holds these elements of a 16×8 accumulator: (g, 2t), (g, 2t + 1), (g +
+//! 8, 2t), (g + 8, 2t + 1): two neighbours of an upper row and two of a lower row. Two accumulators side by side,
+//! rounded to 16 bits, are an A operand as they stand, so probabilities go from one product into the next without
+//! leaving their thread.
 
 use flashcore_ptx::{B32, F32, KernelBuilder, MatrixTy, Reg};
 
@@ -66,7 +66,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// For warps that have so many rows each.
+    /// For warps with this many rows each.
     pub fn new(k: &mut KernelBuilder, rows_per_warp: u32) -> Self {
         let tid = k.tid_x();
         let warp = k.shr_u32(tid, 5u32);
@@ -78,7 +78,7 @@ impl Place {
         Self { lane, warp_row, g, column }
     }
 
-    /// The row in the problem of the upper or lower half of a 16-row tile.
+    /// The problem's row for the upper or lower half of a 16-row tile.
     pub fn row(&self, k: &mut KernelBuilder, rows: &Rows, tile: usize, half: usize) -> Reg<B32> {
         let first = k.add_u32(rows.first_row, self.warp_row);
         let row = k.add_u32(first, self.g);

@@ -1,4 +1,4 @@
-//! The parameters of the kernels that reach memory by addresses.
+//! The parameters of the kernels that access memory by address rather than by TMA.
 
 use flashcore_ptx::{GlobalPtr, kernel_params};
 
@@ -16,9 +16,9 @@ kernel_params! {
         v: GlobalPtr,
         /// The output.
         o: GlobalPtr,
-        /// One f32 a query; read only by kernels that write lse.
+        /// One f32 per query; read only by kernels that write lse.
         lse: GlobalPtr,
-        /// One u32 a batch entry; read only by kernels with key lengths.
+        /// One u32 per batch entry; read only by kernels with key lengths.
         key_lengths: GlobalPtr,
         /// From one batch entry of q to the next.
         q_batch: u64,
@@ -50,26 +50,26 @@ kernel_params! {
         lse_head: u64,
         /// From one query's lse to the next.
         lse_row: u64,
-        /// Queries a head.
+        /// Queries per head.
         len_q: u32,
-        /// Keys a head.
+        /// Keys per head.
         len_k: u32,
-        /// Query heads a kv head; read only by grouped kernels.
+        /// Query heads per kv head; read only by grouped kernels.
         group: u32,
-        /// Keys before its own place that a query sees; read only by kernels with a left bound.
+        /// How many keys before its own position a query sees; read only by kernels with a left bound.
         left: i32,
-        /// Keys after its own place that a query sees; read only by kernels with a right bound.
+        /// How many keys after its own position a query sees; read only by kernels with a right bound.
         right: i32,
-        /// What a score is multiplied with before the exponential of base 2: scale · log2 e, or with a softcap
-        /// softcap · log2 e. Not read by kernels with scaled scores, where it is log2 e.
+        /// The factor applied to a score before the base-2 exponential: scale · log2 e, or with a softcap softcap ·
+        /// log2 e. Not read by kernels with scaled scores, where it is log2 e.
         exp_scale: f32,
-        /// With a softcap, what a dot product is multiplied with before the tanh: scale / softcap.
+        /// With a softcap, the factor applied to a dot product before the tanh: scale / softcap.
         tanh_scale: f32,
         /// The scale; read only by kernels with scaled scores.
         scale: f32,
         /// The softcap; read only by kernels with scaled scores and a softcap.
         softcap: f32,
-        /// Query heads; read only by kernels whose blocks lie in a row.
+        /// Query heads; read only by kernels with a one-dimensional grid.
         heads: u32,
     }
 }
@@ -118,7 +118,7 @@ impl FwdParams {
     }
 }
 
-/// Refuses rows that are further apart than the kernels without TMA can count.
+/// Refuses rows that are further apart than the kernels without TMA can address.
 pub(crate) fn check_rows(args: &Args) -> Result<(), BindError> {
     for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {
         let tensor = args.tensor(operand);

@@ -1,4 +1,4 @@
-//! The online softmax: exponentials of base 2 with the scale folded in, running maximum and sum.
+//! The online softmax: base-2 exponentials with the scale folded in, running maximum and sum.
 //!
 //! A row without keys keeps the maximum −∞ and the sum 0: its output is 0 and its lse −∞, never NaN.
 
@@ -10,8 +10,8 @@ use crate::{FwdParams, Spec};
 /// −∞ as a constant operand.
 pub(crate) const NEG_INF: f32 = f32::NEG_INFINITY;
 
-/// The largest exponent offset with which the maximum's probability, rounded to 16 bits, is still 1: the rounding of
-/// an offset of 2^12 is 2^-12 at most, which f16 does not see beside 1.
+/// The largest exponent offset with which the maximum's probability, rounded to 16 bits, is still 1: an offset of 2^12
+/// is rounded by at most 2^-12, which vanishes next to 1 in f16.
 pub(crate) const FUSED_UP_TO: f32 = 4096.0;
 
 /// The numbers that turn dot products into exponents.
@@ -19,7 +19,7 @@ pub(crate) const FUSED_UP_TO: f32 = 4096.0;
 pub(crate) struct SoftmaxParams {
     exp_scale: Reg<F32>,
     tanh_scale: Option<Reg<F32>>,
-    /// With scaled scores, the scale and the softcap.
+    /// The scale and the softcap, for kernels with scaled scores.
     scaled: Option<(Reg<F32>, Option<Reg<F32>>)>,
 }
 
@@ -31,8 +31,8 @@ pub(crate) struct ScoreHandles<P> {
     pub softcap: ParamHandle<P, f32>,
 }
 
-/// tanh x / x − 1 over x², as a polynomial of x² for |x| up to 1, the highest power first: relative error of tanh under
-/// 8e-8.
+/// (tanh x / x − 1) / x² as a polynomial in x² for |x| up to 1, highest power first; tanh then has a relative error
+/// below 8e-8.
 const TANH_POLYNOMIAL: [f32; 7] = [
     -0.000_355_741_18,
     0.002_291_876_8,
@@ -67,7 +67,7 @@ impl SoftmaxParams {
         Self { exp_scale, tanh_scale, scaled }
     }
 
-    /// What a score is multiplied with before the exponential of base 2.
+    /// The factor applied to a score before the base-2 exponential.
     pub fn exp_scale(&self) -> Reg<F32> {
         self.exp_scale
     }
@@ -87,7 +87,7 @@ impl SoftmaxParams {
                     k.set(dot, |k| k.mul_f32(dot, scale));
                 }
             }
-            // A few at a time, so that what they need in between fits the registers.
+            // A few at a time, so that their intermediate values fit in registers.
             (Some((scale, Some(softcap))), Some(tanh_scale)) => {
                 for dots in dots.chunks(16) {
                     cap(k, dots, [scale, softcap, tanh_scale]);
@@ -96,8 +96,8 @@ impl SoftmaxParams {
         }
     }
 
-    /// What scores are taken relative to: the row's maximum; 0 for a row that has seen no key, so that −∞ − −∞ does
-    /// not arise. `seen`: every row is known to have seen a key.
+    /// The reference subtracted from scores: the row's maximum, or 0 for a row that has seen no key, so that −∞ − −∞
+    /// does not arise. `seen`: every row is known to have seen a key.
     pub fn reference(k: &mut KernelBuilder, max: Reg<F32>, seen: bool) -> Reg<F32> {
         if seen {
             return max;
@@ -135,8 +135,8 @@ impl SoftmaxParams {
         k.neg_f32(scaled)
     }
 
-    /// 2^(score · scale + offset): one instruction less, but off by the rounding of the offset, in all keys of a row
-    /// alike.
+    /// 2^(score · scale + offset): one instruction less, but off by the rounding of the offset, equally for all keys of
+    /// a row.
     fn exp_fused(&self, k: &mut KernelBuilder, score: Reg<F32>, offset: Reg<F32>) -> Reg<F32> {
         let exponent = k.fma_f32(score, self.exp_scale, offset);
         k.ex2_approx_ftz_f32(exponent)
@@ -149,7 +149,7 @@ impl SoftmaxParams {
         k.selp_f32(0.0, inverse, none)
     }
 
-    /// The natural logarithm of the sum of exponentials; −∞ for a row without keys. `shift`: the sum is smaller by
+    /// The natural logarithm of the sum of exponentials; −∞ for a row without keys. `shift`: the sum was scaled down by
     /// that power of two.
     pub fn lse(&self, k: &mut KernelBuilder, max: Reg<F32>, sum: Reg<F32>, shift: f32) -> Reg<F32> {
         let reference = Self::reference(k, max, false);
@@ -175,7 +175,7 @@ fn cap(k: &mut KernelBuilder, dots: &[Reg<F32>], [scale, softcap, tanh_scale]: [
         let p = k.mul_f32(p, square);
         k.fma_f32(score, p, score)
     };
-    // From 1 on, of |x|, where the error of the quotient is smallest.
+    // For |x| from 1 on: tanh of |x|, where the error of the quotient is smallest.
     let large = |k: &mut KernelBuilder, x: Reg<F32>| {
         let size = k.abs_f32(x);
         let tanh = tanh_beside_one(k, size);
@@ -184,7 +184,7 @@ fn cap(k: &mut KernelBuilder, dots: &[Reg<F32>], [scale, softcap, tanh_scale]: [
     };
     let xs: Vec<Reg<F32>> = dots.iter().map(|&dot| k.mul_f32(dot, tanh_scale)).collect();
     let sizes: Vec<Reg<F32>> = xs.iter().map(|&x| k.abs_f32(x)).collect();
-    // NaN is not below 1 either, but a maximum would lose it.
+    // NaN compares as not below 1, as wanted; a maximum would lose it.
     let every = sizes.iter().map(|&size| k.setp_lt_f32(size, 1.0)).collect::<Vec<_>>();
     let all = every.into_iter().reduce(|all, one| k.and_pred(all, one)).expect("at least one score");
     let all = k.vote_all(all);
@@ -206,8 +206,8 @@ fn cap(k: &mut KernelBuilder, dots: &[Reg<F32>], [scale, softcap, tanh_scale]: [
     );
 }
 
-/// tanh x = 1 − 2 / (1 + e^2x): two fast instructions with an absolute error near 1e-7, where tanh.approx has 5e-4, which
-/// the exponential after it would multiply with the softcap.
+/// tanh x = 1 − 2 / (1 + e^2x): two fast instructions with an absolute error near 1e-7, where tanh.approx has 5e-4,
+/// which the softcap would multiply before the exponential.
 fn tanh_beside_one(k: &mut KernelBuilder, x: Reg<F32>) -> Reg<F32> {
     let exponent = k.mul_f32(x, 2.0 * std::f64::consts::LOG2_E);
     let power = k.ex2_approx_ftz_f32(exponent);
@@ -226,10 +226,10 @@ pub(crate) struct RowState {
     pub sum: Reg<F32>,
 }
 
-/// The softmax of the rows that a warp holds as fragments: two rows a thread and 16-row tile.
+/// The softmax of the rows that a warp holds as fragments: two rows per thread and 16-row tile.
 pub(crate) struct OnlineSoftmax {
     pub params: SoftmaxParams,
-    /// One entry a 16-row tile: the upper row, the lower row.
+    /// One entry per 16-row tile: the upper row, the lower row.
     pub rows: Vec<[RowState; 2]>,
 }
 

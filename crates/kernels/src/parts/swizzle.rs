@@ -1,9 +1,9 @@
-//! Tiles of 16-bit elements in shared memory, laid out so that neither copies nor matrix loads meet in a bank.
+//! Tiles of 16-bit elements in shared memory, laid out so that neither copies nor matrix loads have bank conflicts.
 //!
-//! A tile is cut into panels of 64, 32 or 16 columns, whichever is the widest that divides it. A panel's rows lie
-//! one behind the other, and inside a row the 16-byte chunks are permuted: the chunk's index is exclusive-ored
-//! with the number of the 128-byte line that the row lies in. Eight rows of one column then fall on eight
-//! different groups of four banks, which is what `ldmatrix`, `cp.async` and 16-byte accesses need.
+//! A tile is cut into panels of 64, 32 or 16 columns, whichever is the widest that divides it. A panel's rows lie one
+//! after another, and inside a row the 16-byte chunks are permuted: the chunk's index is XORed with the number of the
+//! 128-byte line that holds the row. Eight rows of one column then fall on eight different groups of four banks, which
+//! is what `ldmatrix`, `cp.async` and 16-byte accesses need.
 
 /// Bytes of a chunk: the unit of `cp.async` and of a row of `ldmatrix`.
 pub const CHUNK: u32 = 16;
@@ -53,7 +53,7 @@ impl Tile {
         self.pitch() / CHUNK
     }
 
-    /// What the chunk index of a row is exclusive-ored with: `(row >> shift) & mask`.
+    /// What the chunk index of a row is XORed with: `(row >> shift) & mask`.
     pub fn swizzle(self) -> (u32, u32) {
         ((128 / self.pitch()).trailing_zeros(), self.chunks() - 1)
     }

@@ -22,7 +22,7 @@ impl Knob for Order {
     }
 }
 
-/// The order in which blocks take up the work.
+/// The order in which blocks take their work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Order {
     /// All rows of a head, then the next head: neighbours share keys and values in the cache.
@@ -33,7 +33,7 @@ pub enum Order {
 }
 
 impl Order {
-    /// The grid for so many row blocks, heads and batch entries.
+    /// The grid for this many row blocks, heads and batch entries.
     pub fn grid(self, row_blocks: u32, heads: u32, batch: u32) -> [u32; 3] {
         match self {
             Order::HeadByHead => [row_blocks, heads, batch],
@@ -49,15 +49,15 @@ pub(crate) struct Rows {
     pub batch: Reg<B32>,
     /// The query head.
     pub head: Reg<B32>,
-    /// Queries a head.
+    /// Queries per head.
     pub len_q: Reg<B32>,
     /// The first row of this block.
     pub first_row: Reg<B32>,
 }
 
 impl Rows {
-    /// Finds this block's rows, for blocks of so many rows. The epilogue asks again, so that the main loop does
-    /// not carry along what only the epilogue needs.
+    /// Finds this block's rows, given the rows per block. The epilogue computes them again, so that the main loop keeps
+    /// no registers for values that only the epilogue needs.
     pub fn find(k: &mut KernelBuilder, rows: u32, order: Order) -> Self {
         let (x, y, z) = (k.ctaid_x(), k.ctaid_y(), k.ctaid_z());
         let (block, head, batch) = match order {
@@ -71,7 +71,7 @@ impl Rows {
         Self { batch, head, len_q: k.param(FwdParams::len_q), first_row: k.mul_lo_u32(block, rows) }
     }
 
-    /// The same where blocks lie in one row, so that batch entries and heads are as many as there may be blocks.
+    /// The same for a one-dimensional grid, where only the number of blocks limits batch entries and heads.
     pub fn find_in_row(k: &mut KernelBuilder, rows: u32) -> Self {
         let len_q = k.param(FwdParams::len_q);
         let heads = k.param(FwdParams::heads);
@@ -119,7 +119,7 @@ pub(crate) struct Work {
 pub(crate) struct Band {
     /// Keys of this batch entry.
     pub keys: Reg<B32>,
-    /// A query's own place is its row plus this; present where a bound counts from it.
+    /// A query's own position is its row plus this; present where a bound is relative to it.
     shift: Option<Reg<B32>>,
     left: Option<Reg<B32>>,
     right: Option<Reg<B32>>,
@@ -176,20 +176,20 @@ impl Work {
         Self { rows, q, k: key, v: value, band }
     }
 
-    /// The address of a row of a tensor whose rows are so many bytes apart.
+    /// The address of a row of a tensor, given the bytes between rows.
     pub fn row_address(k: &mut KernelBuilder, base: Reg<B64>, row: Reg<B32>, stride: Reg<B64>) -> Reg<B64> {
         let row = k.cvt_u64_u32(row);
         k.mad_lo_u64(row, stride, base)
     }
 
-    /// The keys that this block's rows see, for blocks of so many rows.
+    /// The keys that this block's rows see, given the rows per block.
     pub fn key_range(&self, k: &mut KernelBuilder, rows: u32) -> KeyRange {
         self.band.key_range(k, &self.rows, rows)
     }
 }
 
 impl Band {
-    /// For a batch entry with so many keys; `bounds` are the parameters of the left and the right bound.
+    /// For a batch entry with this many keys; `bounds` are the parameters of the left and the right bound.
     pub fn new<P: KernelParams>(
         k: &mut KernelBuilder,
         spec: &Spec,
@@ -205,7 +205,7 @@ impl Band {
         Self { keys, shift, left, right }
     }
 
-    /// One past the last key that a row sees, as a signed number that may lie outside the keys below 0.
+    /// One past the last key that a row sees, as a signed number that may be negative.
     pub fn row_end(&self, k: &mut KernelBuilder, row: Reg<B32>) -> Reg<B32> {
         let (Some(shift), Some(right)) = (self.shift, self.right) else { return self.keys };
         let place = k.add_s32(row, shift);
@@ -222,7 +222,7 @@ impl Band {
         Some(k.max_s32(first, 0))
     }
 
-    /// The keys that a block's rows see, for blocks of so many rows.
+    /// The keys that a block's rows see, given the rows per block.
     pub fn key_range(&self, k: &mut KernelBuilder, block: &Rows, rows: u32) -> KeyRange {
         k.section("work: which keys these rows see");
         let past = k.add_s32(block.first_row, rows as i32);

@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-/// Registers beside the fragments: operands on their way to the tensor cores, addresses, softmax state.
+/// Registers besides the fragments: operands on their way to the tensor cores, addresses, softmax state.
 const OTHER_REGISTERS: u32 = 87;
 
 schedule! {
@@ -31,7 +31,7 @@ schedule! {
         pub block_m: u32,
         /// Keys per tile: a multiple of 16.
         pub block_n: u32,
-        /// Warps per block, of 16 or 32 queries each.
+        /// Warps per block, with 16 or 32 queries each.
         pub warps: u32,
         /// Slots for K and V tiles; with one slot, a tile's V is fetched during its QKᵀ and the next K during its PV.
         pub stages: u32,
@@ -99,7 +99,7 @@ impl Schedule {
         Memory { layout, q, k, v, o }
     }
 
-    /// 16-row tiles of a warp.
+    /// 16-row tiles per warp.
     fn m_tiles(self) -> u32 {
         self.block_m / self.warps / 16
     }
@@ -146,7 +146,7 @@ impl Family for Schedule {
             .params::<FwdParams>()
             .shared(memory.layout.clone())
             .threads(32 * self.warps)
-            // Without a number, ptxas may spill for the sake of one more block on a multiprocessor.
+            // Without a minimum, ptxas may spill to fit one more block on a multiprocessor.
             .min_blocks_per_sm(1);
         self.body(&mut k, spec, &memory);
         k
@@ -189,8 +189,8 @@ impl Schedule {
         let rows = Rows::find(k, self.block_m, self.order);
         let place = Place::new(k, self.block_m / self.warps);
         epilogue::store_lse(k, spec, &rows, &place, &softmax);
-        // A warp stages its output where it read its own queries. Where the two tiles have panels of another width,
-        // its rows lie elsewhere, and the other warps must be done with their queries.
+        // A warp stages its output where it read its own queries. Where the two tiles differ in panel width, its rows
+        // lie elsewhere, and the other warps must be done with their queries first.
         if tiles.o.panel() != tiles.q.panel() {
             k.bar_sync_all();
         }
@@ -334,7 +334,7 @@ impl<'a> MainLoop<'a> {
         }
     }
 
-    /// Waits until the tile that comes next is there, in every thread's view.
+    /// Waits until the next tile has arrived and every thread can see it.
     fn wait_for_tile(&self, k: &mut KernelBuilder) {
         k.comment("this thread's copies of the next tile are done");
         k.cp_async_wait(self.schedule.stages.saturating_sub(2) as u8);
@@ -366,7 +366,7 @@ impl<'a> MainLoop<'a> {
         self.v_copy.step_back(k, cursor.v_source);
     }
 
-    /// Fetches the tile that comes `ahead` tiles after the cursor's, if there is one. The group is closed either
+    /// Fetches the tile that comes `ahead` tiles after the cursor's, if there is one. The group is committed either
     /// way, so that counting groups counts tiles.
     fn fetch_ahead(&self, k: &mut KernelBuilder, cursor: &Cursor, ahead: u32, slot: Reg<B32>) {
         let tile = k.sub_s32(cursor.tile, ahead as i32);
@@ -380,7 +380,7 @@ impl<'a> MainLoop<'a> {
         k.cp_async_commit();
     }
 
-    /// The query fragments of this warp, one entry a 16-row tile and 16 columns.
+    /// The query fragments of this warp, one entry per 16-row tile and 16 columns.
     fn load_queries(&self, k: &mut KernelBuilder) -> Vec<Vec<[Reg<B32>; 4]>> {
         let rows = 0..self.schedule.m_tiles();
         rows.map(|m| (0..self.tiles.q.cols / 16).map(|c| self.query(k, m, c)).collect()).collect()
@@ -537,8 +537,8 @@ struct LaneAddress {
 
 impl LaneAddress {
     fn new(k: &mut KernelBuilder, tile: Tile, memory: Shared, place: Place, operand: Operand) -> Self {
-        // Lane l gives row l % 8 of matrix l / 8. One bit of the matrix's number is its row half, the other its
-        // column half, in the order that the operand wants.
+        // Lane l gives row l % 8 of matrix l / 8. One bit of the matrix's index is its row half, the other its column
+        // half, in the order that the operand needs.
         let row = k.and_b32(place.lane, 7u32);
         let low = k.bfe_u32(place.lane, 3u32, 1u32);
         let high = k.bfe_u32(place.lane, 4u32, 1u32);
@@ -558,8 +558,8 @@ impl LaneAddress {
         Self { tile: self.tile, first: bytes.map_or(self.first, |bytes| k.add_u32(self.first, bytes)) }
     }
 
-    /// For 16 columns of a panel; `column` counts in 16s. The chunk bits of an address are those of the swizzle
-    /// alone, as tiles start at whole lines, so a step inside a panel is an exclusive or.
+    /// For 16 columns of a panel; `column` counts in 16s. The chunk bits of an address are those of the swizzle alone,
+    /// as tiles start at whole lines, so a step inside a panel is an XOR.
     fn step(&self, k: &mut KernelBuilder, column: u32) -> Reg<B32> {
         match column % (self.tile.chunks() / 2) {
             0 => self.first,

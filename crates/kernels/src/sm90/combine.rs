@@ -1,8 +1,9 @@
-//! Merges what the parts of the keys came to: one block per query.
+//! Merges the partial results of the parts of the keys: one block per query.
 //!
-//! A part's output is the sum of its values, each times 2^((score − reference) · scale), with the reference and the sum of
-//! those weights beside it. The parts of a query are brought to their largest reference, added up, and divided by the sum.
-//! The warps of a block take parts in turn and add up through shared memory; a lane has four columns of every 128.
+//! A part's output is the sum of its values, each times 2^((score − reference) · scale), stored with the reference and
+//! the sum of those weights. The parts of a query are rescaled to their largest reference, added up, and divided by the
+//! total of the weights. The warps of a block take parts in turn and add up through shared memory; a lane holds four
+//! columns of every 128.
 
 use flashcore_ptx::{
     B32, B64, F32, GlobalPtr, GridDep, KernelBuilder, Pred, Reg, SharedLayout, Target, TensorMap,
@@ -18,10 +19,10 @@ use crate::{
     },
 };
 
-/// Columns that the lanes of a warp have at once.
+/// Columns that the lanes of a warp hold together in one step.
 const COLUMNS: u32 = 128;
 
-/// Parts that a warp reads before it waits for any of them.
+/// Parts that a warp has in flight before it waits for any of them.
 pub const AT_ONCE: u32 = 4;
 
 kernel_params! {
@@ -29,7 +30,7 @@ kernel_params! {
     pub struct CombineParams {
         /// The outputs of the parts.
         partial_o: GlobalPtr,
-        /// What they are relative to, and their sums.
+        /// Their references and sums.
         partial_state: GlobalPtr,
         /// The output.
         o: GlobalPtr,
@@ -79,9 +80,9 @@ kernel_params! {
 schedule! {
     /// The knobs of the kernel.
     pub struct Schedule {
-        /// Warps of a block, which take parts in turn: 1 to 16.
+        /// Warps per block, which take parts in turn: 1 to 16.
         pub warps: u32,
-        /// The power of two by which the sums are smaller than said; see `shift` of the forward kernel's softmax.
+        /// The power of two by which the sums were scaled down; see `shift` of the forward kernel's softmax.
         pub shift: u32 = 0,
     }
 }
@@ -206,7 +207,7 @@ impl Query {
 }
 
 impl Schedule {
-    /// Room for what each warp has added up.
+    /// Room for the sums of each warp.
     fn shared(self, spec: &Spec) -> (SharedLayout, flashcore_ptx::Shared) {
         let mut layout = SharedLayout::new();
         let sums = layout.alloc("sums", self.warps * 4 * spec.head_dim_v, 16);
@@ -247,7 +248,7 @@ impl Schedule {
         let next_partial = query.to_next_part(k, CombineParams::partial_o_row);
         k.griddepcontrol(GridDep::Wait);
 
-        // The values do not wait for their weights: all that a warp reads first is in flight at once.
+        // The values do not wait for their weights: all of a warp's first reads are in flight at once.
         let columns = Columns::new(k, spec, lane);
         let first = columns.address(k, partial);
         let reader =
@@ -349,7 +350,7 @@ impl Schedule {
 struct Columns {
     /// The first of them.
     first: Reg<B32>,
-    /// For each group of columns, which lanes have some; `None` where all have.
+    /// For each group of columns, which lanes have some of it; `None` where all do.
     held: Vec<Option<Reg<Pred>>>,
 }
 
@@ -380,7 +381,7 @@ impl Columns {
     }
 }
 
-/// What was read of a part: its reference, and this lane's values.
+/// What was read from a part: its reference, and this lane's values.
 struct Part {
     reference: Reg<F32>,
     values: Vec<[Reg<F32>; 4]>,
@@ -399,7 +400,7 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Starts to read a part and others of the same warp behind it. Parts that do not exist have no weight.
+    /// Starts to read a part and the same warp's parts after it. Parts that do not exist have weight 0.
     fn read(&self, k: &mut KernelBuilder, first: Reg<B32>, step: u32) -> Vec<Part> {
         (0..AT_ONCE)
             .map(|i| {
@@ -420,13 +421,13 @@ impl Reader<'_> {
     }
 }
 
-/// Where a part's own is, for parts that are so many bytes apart.
+/// The address of a part's data, given the bytes from one part to the next.
 fn part_address(k: &mut KernelBuilder, base: Reg<B64>, part: Reg<B32>, stride: Reg<B64>) -> Reg<B64> {
     let part = k.cvt_u64_u32(part);
     k.mad_lo_u64(part, stride, base)
 }
 
-/// What the lanes of a warp have together, in every lane.
+/// Reduces over the lanes of a warp; every lane gets the result.
 fn reduce(
     k: &mut KernelBuilder,
     value: Reg<F32>,

@@ -9,8 +9,8 @@ use crate::{
 };
 
 kernel_params! {
-    /// What a launch of the Hopper kernel is given. Strides are in bytes; a division by a number that only the launch
-    /// knows is a multiplication and a shift, as [`Divisor`] has them.
+    /// What a launch of the Hopper kernel is given. Strides are in bytes; a division by a number known only at launch
+    /// is a multiplication and a shift, given by [`Divisor`].
     pub struct Sm90Params {
         /// The queries, in boxes of a block's rows.
         q_map: TensorMap,
@@ -22,9 +22,9 @@ kernel_params! {
         o_map: TensorMap,
         /// The output; read only by kernels that split the keys.
         o: GlobalPtr,
-        /// One f32 a query; read only by kernels that write lse.
+        /// One f32 per query; read only by kernels that write lse.
         lse: GlobalPtr,
-        /// One u32 a batch entry; read only by kernels with key lengths.
+        /// One u32 per batch entry; read only by kernels with key lengths.
         key_lengths: GlobalPtr,
         /// From one batch entry of o to the next.
         o_batch: u64,
@@ -38,17 +38,17 @@ kernel_params! {
         lse_head: u64,
         /// From one query's lse to the next.
         lse_row: u64,
-        /// Queries a head.
+        /// Queries per head.
         len_q: u32,
-        /// Keys a head.
+        /// Keys per head.
         len_k: u32,
-        /// Pieces of work, over all heads and batch entries: tiles of queries, or pairs of them.
+        /// Work tiles over all heads and batch entries: query tiles, or pairs of them.
         items: u32,
-        /// Pieces of work a head.
+        /// Work tiles per head.
         head_items: u32,
-        /// Tiles of queries a head.
+        /// Query tiles per head.
         blocks: u32,
-        /// Heads whose tiles are taken up together, longest first.
+        /// Heads whose tiles are processed together, longest first.
         section: u32,
         /// Query heads.
         heads: u32,
@@ -60,21 +60,21 @@ kernel_params! {
         section_mul: u32,
         /// Divides by the heads of a section.
         section_shift: u32,
-        /// Divides by the pieces of work a head.
+        /// Divides by the work tiles per head.
         items_mul: u32,
-        /// Divides by the pieces of work a head.
+        /// Divides by the work tiles per head.
         items_shift: u32,
         /// Divides by the query heads.
         heads_mul: u32,
         /// Divides by the query heads.
         heads_shift: u32,
-        /// Divides by the query heads a kv head; read only by grouped kernels.
+        /// Divides by the query heads per kv head; read only by grouped kernels.
         group_mul: u32,
-        /// Divides by the query heads a kv head; read only by grouped kernels.
+        /// Divides by the query heads per kv head; read only by grouped kernels.
         group_shift: u32,
-        /// Keys before its own place that a query sees; read only by kernels with a left bound.
+        /// How many keys before its own position a query sees; read only by kernels with a left bound.
         left: i32,
-        /// Keys after its own place that a query sees; read only by kernels with a right bound.
+        /// How many keys after its own position a query sees; read only by kernels with a right bound.
         right: i32,
         /// As in [`crate::FwdParams`].
         exp_scale: f32,
@@ -100,7 +100,7 @@ impl Sm90Params {
         let mut map = |operand, rows: u32| encode(&describe(spec, args, of(operand), rows));
         let (q_map, k_map) = (map(Operand::Q, boxes.q)?, map(Operand::K, boxes.kv)?);
         let (v_map, o_map) = (map(Operand::V, boxes.kv)?, map(Operand::O, boxes.o)?);
-        // Parts of the keys write what they have beside each other, and somebody else merges it.
+        // Parts of the keys write their partial results side by side, and the combine kernel merges them.
         let (o, lse) = if schedule.parts > 1 {
             (of(Operand::PartialO), of(Operand::PartialState))
         } else {
@@ -154,17 +154,17 @@ impl Sm90Params {
     }
 }
 
-/// What a tensor map describes: a tensor in boxes of so many rows.
+/// What a tensor map describes: a tensor in boxes of this many rows.
 fn describe(spec: &Spec, args: &Args, tensor: &TensorArg, box_rows: u32) -> Map {
     let TensorArg { address, shape: [batch, heads, len, dim], strides: [to_batch, to_head, to_row] } =
         *tensor;
     let row_bytes = dim as u64 * u64::from(spec.dtype.size());
-    // Where there is one entry, any distance to the next will do.
+    // With a single entry, any distance to the next will do.
     let distance = |size: usize, stride: u64| if size > 1 { stride } else { row_bytes };
     let empty = [batch, heads, len].contains(&0);
     Map {
         dtype: spec.dtype,
-        // Nothing is read of a tensor without elements, but its map needs an address.
+        // Nothing is read from a tensor without elements, but its map needs an address.
         address: if empty { args.tensor(Operand::Q).address } else { address },
         dims: [dim, len, heads, batch].map(|size| size.max(1) as u64),
         strides: [distance(len, to_row), distance(heads, to_head), distance(batch, to_batch)],

@@ -1,4 +1,4 @@
-//! Timing on the CPU, by the caller's clock, in turn with torch and with the machine's own limits.
+//! Timing on the CPU by the call clock, in turns with torch and with measurements of the machine's own limits.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::rule::Row;
 use crate::timing::{Contender, Effort, SAMPLE, SETTLE, Samples, measure};
 use flashcore_clock::cpu::{Calls, Limit};
 
-/// Why there is no torch when none was wanted.
+/// The reason for the absence of torch when none was wanted.
 pub(crate) const NO_PEERS: &str = "--no-peers";
 
 /// How cells are timed.
@@ -27,13 +27,13 @@ pub(crate) const NO_PEERS: &str = "--no-peers";
 pub struct Setup {
     /// The CPU's instructions.
     pub isa: cpu::Isa,
-    /// Threads of every contender.
+    /// Threads per contender.
     pub threads: usize,
     /// Whether torch is looked for.
     pub peers: bool,
-    /// Rounds, if exactly so many are wanted.
+    /// Rounds, if an exact number is wanted.
     pub rounds: Option<usize>,
-    /// Calls of everybody before the first sample, beside the one that finds out how long a call takes.
+    /// Calls of each contender before the first sample, besides the one that finds out how long a call takes.
     pub warmups: u32,
     /// The smallest difference that matters.
     pub margin: f64,
@@ -143,7 +143,7 @@ impl Bench for CpuBench {
             let work = cpu::Work::read(isa, threads);
             contenders.push(Box::new(Limit::new("read bandwidth", work, problem.min_bytes())));
         }
-        // A rate that was taken minutes earlier says nothing on a machine whose neighbours come and go.
+        // A rate that was measured minutes earlier says nothing on a machine that others share.
         let causal = cell.mask == Mask::Causal;
         if causal {
             contenders.push(Box::new(Calls::new(&self.device, &operands).with_mask(Mask::None)));
@@ -151,7 +151,7 @@ impl Bench for CpuBench {
         if warmups > 0 {
             progress("warming up", 0.0);
             for contender in &mut contenders {
-                // Whoever fails here fails again on the clock, where it is written down.
+                // A contender that fails here fails again on the clock, where it is recorded.
                 let _ = contender.sample(warmups, 1);
             }
         }
@@ -188,7 +188,7 @@ impl Bench for CpuBench {
         progress: &mut dyn FnMut(usize),
     ) -> Result<AgainstItself, String> {
         let operands = inputs(cell);
-        // Nobody else's threads are about.
+        // No other contender's threads are running.
         let effort = Effort { settle: Duration::ZERO, ..self.effort(budget) };
         let side = || -> Box<dyn Contender + '_> { Box::new(Calls::new(&self.device, &operands)) };
         AgainstItself::measure(cell, repetitions, [side(), side()], &effort, stop, progress)

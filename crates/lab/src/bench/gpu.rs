@@ -1,6 +1,6 @@
-//! Timing on a GPU, by the kernel clock and the caller's, with everyone in a process of their own.
+//! Timing on a GPU, by the kernel clock and the call clock, with each contender in a process of its own.
 //!
-//! Nothing that goes wrong in a cell ends the run: it stands in the row of whoever it happened to.
+//! Nothing that goes wrong in a cell ends the run: it is recorded in the row of the contender that it happened to.
 
 use std::cell::RefCell;
 use std::path::Path;
@@ -32,23 +32,23 @@ use crate::rule::{Judgement, Row, Yardstick};
 use crate::stats;
 use crate::timing::{Contender, Effort, Measurement, Samples, Watch, measure_watched};
 
-/// What a sample of the kernel clock takes at least: a thousand times what an event can tell apart.
+/// The least duration of a sample of the kernel clock: a thousand times the resolution of an event.
 pub(crate) const SAMPLE: Duration = Duration::from_micros(500);
 /// Samples of the call clock; fewer where a call is long.
 const CALLS: u32 = 300;
 /// Time for the samples of the call clock.
 const CALLS_TIME_US: f64 = 200_000.0;
-/// Sets of tensors at most, whatever the cache holds.
+/// The most sets of tensors, however large the cache is.
 const MOST_SETS: usize = 128;
-/// Memory for all sets of tensors at most.
+/// The most memory for all sets of tensors.
 const MOST_BYTES: f64 = 8e9;
 
 /// torch's backends.
 pub const PEERS: [&str; 4] = ["flash", "cudnn", "efficient", "math"];
-/// Who else computes attention in torch's Python, where it is installed.
+/// Other attention libraries in torch's Python, timed where they are installed.
 pub const IN_PYTHON: [&str; 3] = ["flash_attn", "xformers", "flex"];
 
-/// Every peer there can be.
+/// Every possible peer.
 pub fn peers() -> Vec<&'static str> {
     PEERS.into_iter().chain(IN_PYTHON).chain([CUBLAS]).collect()
 }
@@ -56,9 +56,9 @@ pub fn peers() -> Vec<&'static str> {
 /// The GPU and its driver.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Facts {
-    /// What our worker says of the GPU and of itself.
+    /// What our worker reports about the GPU and itself.
     pub ours: Value,
-    /// What torch's worker says of itself; absent without torch.
+    /// What torch's worker reports about itself; absent without torch.
     pub torch: Option<Value>,
     /// The version of the kernel driver.
     pub driver: Option<String>,
@@ -72,13 +72,13 @@ pub struct Facts {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Cache {
-    /// Nothing of their own: calls take turns on so many sets of tensors that none is left over
+    /// Nothing of their own: calls rotate over so many sets of tensors that none is still in the cache
     Cold,
-    /// What the call before left: all calls work on one set of tensors
+    /// What the previous call left: all calls work on one set of tensors
     Warm,
 }
 
-/// Who of ours is timed.
+/// Which of our kernels are timed.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ours {
     /// The planner's choice.
@@ -90,7 +90,7 @@ pub enum Ours {
 }
 
 impl Ours {
-    /// The names that requests know them by; the first is what the others are compared with.
+    /// Their names in requests; the others are compared with the first.
     fn names(&self) -> Vec<String> {
         match self {
             Ours::Planner => vec![PLANNER.into()],
@@ -105,21 +105,21 @@ impl Ours {
 pub struct Setup {
     /// The GPU's number.
     pub ordinal: u32,
-    /// Who of ours.
+    /// Which of our kernels.
     pub ours: Ours,
     /// Which peers.
     pub peers: Vec<String>,
-    /// Whether peers that turn out to be installed are added to them.
+    /// Whether peers that are found to be installed are added to them.
     pub installed: bool,
     /// What calls find in the cache.
     pub cache: Cache,
-    /// Whether the call clock is read too.
+    /// Whether calls are also timed by the call clock.
     pub call_clock: bool,
-    /// Whether the first call of the problem is timed, in processes of its own.
+    /// Whether the first call of the problem is timed too, in processes of its own.
     pub first_call: bool,
-    /// Rounds, if exactly so many are wanted.
+    /// Rounds, if an exact number is wanted.
     pub rounds: Option<usize>,
-    /// Replays of everybody before the first sample.
+    /// Replays of each contender before the first sample.
     pub warmups: u32,
     /// The smallest difference that matters.
     pub margin: f64,
@@ -140,7 +140,7 @@ pub struct GpuBench {
 }
 
 impl GpuBench {
-    /// Starts the workers and hands them the inputs that the cells need. Without torch it goes on alone.
+    /// Starts the workers and hands them the inputs that the cells need. Without torch, only ours run.
     pub fn start(mut setup: Setup, cells: &[Member], progress: &mut dyn FnMut(&str)) -> Result<Self, String> {
         let folder = Folder::new()?;
         progress("starting the GPU");
@@ -189,7 +189,7 @@ impl GpuBench {
         }
         let mut cublas = Host::new(Kind::Ours, setup.ordinal);
         if let Some(library) = setup.peers.iter().find(|peer| *peer == CUBLAS).and_then(|_| cublas::find()) {
-            // So that it is looked for once.
+            // So that torch is looked for only once.
             cublas = cublas.with_variable(cublas::VARIABLE, &library.to_string_lossy());
         }
         let ceilings = match facts.ours["device"].as_str() {
@@ -243,7 +243,7 @@ impl GpuBench {
         for (name, host, _) in racers.iter().filter(|_| self.setup.warmups > 0) {
             progress(&format!("warming up {name}"), 0.0);
             let request = Request::Sample { who: name.clone(), warm: self.setup.warmups, calls: 1 };
-            // Whoever fails here fails again on the clock, where it is written down.
+            // A contender that fails here fails again on the clock, where it is recorded.
             let _ = cell.ask(host, &request);
         }
         let mut measurement = race(&cell, &racers, &effort, &mut watch, stop, progress);
@@ -298,7 +298,7 @@ impl GpuBench {
         Ok(Outcome::new(&member.cell, rows.len(), results, conditions, self.setup.margin))
     }
 
-    /// Everyone who is timed, ours first.
+    /// All contenders, ours first.
     fn contenders(&self) -> Vec<(String, &RefCell<Host>)> {
         let ours = self.setup.ours.names().into_iter().map(|name| (name, &self.ours));
         let host = |peer: &String| if peer == CUBLAS { Some(&self.cublas) } else { self.torch.as_ref() };
@@ -326,7 +326,7 @@ impl GpuBench {
         }
     }
 
-    /// So many sets of tensors that the calls on the others push one out of the cache before its turn comes again.
+    /// The number of sets of tensors that pushes each set out of the cache before its turn comes again.
     fn sets(&self, problem: &Problem) -> usize {
         let l2 = self.facts.ours["l2_bytes"].as_f64().unwrap_or(0.0);
         match self.setup.cache {
@@ -335,7 +335,7 @@ impl GpuBench {
         }
     }
 
-    /// What else a worker tells of a contender that was timed, and what went wrong in asking it.
+    /// What else a worker reports about a contender that was timed, and what went wrong in asking it.
     fn details(
         &self,
         cell: &OnGpu<'_>,
@@ -368,7 +368,7 @@ impl GpuBench {
 
     /// Times the first call in two fresh processes that share a new cache, so that the second finds the code there.
     fn first_call(&self, cell: &OnGpu<'_>) -> FirstCall {
-        // Some kernels are kept by FlashCore, some by the driver.
+        // Some kernels are cached by FlashCore, some by the driver.
         let caches = [("FLASHCORE_CACHE", "cubins"), ("CUDA_CACHE_PATH", "driver")]
             .map(|(variable, name)| (variable, self.folder.path().join(name)));
         let who = self.setup.ours.names().swap_remove(0);
@@ -436,7 +436,7 @@ impl Bench for GpuBench {
         }))
     }
 
-    /// What goes wrong stands in the outcome.
+    /// Failures are recorded in the outcome.
     fn run(
         &mut self,
         member: &Member,
@@ -473,7 +473,7 @@ impl Bench for GpuBench {
     }
 }
 
-/// What a worker's samples of the call clock say.
+/// Summarises a worker's samples of the call clock.
 fn call_clock(reply: &Value) -> CallClock {
     let numbers = |name: &str| -> Vec<f64> {
         reply[name].as_array().into_iter().flatten().filter_map(Value::as_f64).collect()
@@ -481,7 +481,7 @@ fn call_clock(reply: &Value) -> CallClock {
     CallClock::of(numbers("call_us"), numbers("host_us"))
 }
 
-/// Looks at the GPU around every round, and keeps what it saw.
+/// Reads the GPU's state around every round, and keeps it.
 struct OnGpuState<'a> {
     bench: &'a GpuBench,
     states: Vec<State>,
@@ -495,7 +495,7 @@ impl Watch for OnGpuState<'_> {
     }
 }
 
-/// A cell as workers are asked about it.
+/// A cell as it stands in requests to workers.
 pub(crate) struct OnGpu<'a> {
     pub(crate) stored: &'a Stored,
     pub(crate) problem: Asked,
@@ -507,7 +507,7 @@ impl OnGpu<'_> {
         host.borrow_mut().ask_about(self.stored, &self.problem, self.sets, request)
     }
 
-    /// Holds a contender's clock against the wall, by replays that take as long as one can watch.
+    /// Checks a contender's clock against wall time, by replays long enough to time from outside.
     fn check_clock(&self, host: &RefCell<Host>, samples: &Samples) -> Result<(), String> {
         let Some(us) = stats::median(&samples.times) else { return Ok(()) };
         let a_replay = us * (samples.calls as usize).next_multiple_of(self.sets.max(1)) as f64;
@@ -521,7 +521,8 @@ impl OnGpu<'_> {
         })
     }
 
-    /// Lets somebody compute into poisoned memory, and judges some rows of the output, which travel through a folder.
+    /// Lets a contender compute into poisoned memory, and judges some rows of the output, which it hands over in a
+    /// file.
     pub(crate) fn judge(
         &self,
         host: &RefCell<Host>,
@@ -565,7 +566,7 @@ impl Contender for OnClock<'_> {
     }
 }
 
-/// Lets those who gave an output take turns.
+/// Lets the contenders that gave an output take turns.
 fn race(
     cell: &OnGpu<'_>,
     racers: &[(String, &RefCell<Host>, Result<Judgement, String>)],
@@ -595,7 +596,7 @@ pub(crate) fn sets_to_flush(bytes: f64, l2: f64) -> usize {
     if bytes >= 2.0 * l2 { 1 } else { enough.min(most).clamp(1, MOST_SETS) }
 }
 
-/// Multiply-adds of 16-bit numbers, counted as two operations, that an SM's tensor cores do in a cycle.
+/// 16-bit operations per SM and cycle of the tensor cores; a multiply-add counts as two.
 pub(crate) fn peak_tflops(hello: &Value) -> Option<f64> {
     let per_cycle = match hello["capability"].as_str()? {
         "8.0" => 2048.0,

@@ -1,4 +1,4 @@
-//! A thing compared with itself, again and again: what that says of the procedure that compares.
+//! A kernel compared with itself, again and again, to test the comparison procedure.
 
 use serde::Serialize;
 
@@ -6,18 +6,18 @@ use super::cells::Cell;
 use super::outcome::{Comparison, count_verdicts, pairing};
 use crate::timing::{Contender, Effort, measure};
 
-/// The share of measurements in which FASTER, and SLOWER, may be said of two things that are one.
+/// The share of measurements in which FASTER, and likewise SLOWER, may be the verdict on a thing compared with itself.
 pub const FALSE_POSITIVES: f64 = 0.03;
 
-/// How often a thing is compared with itself, where nobody says.
+/// How often a thing is compared with itself, by default.
 pub const TIMES: u64 = 100;
 
-/// What comparing a thing with itself, again and again, says of the procedure.
+/// The result of comparing a thing with itself, again and again.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AgainstItself {
     /// The cell, as `1x8x512x64 f16 causal`.
     pub cell: String,
-    /// What one side's times were multiplied with: 1.02 plants a slow-down of 2 %.
+    /// The factor that one side's times were multiplied by: 1.02 plants a slow-down of 2 %.
     pub handicap: f64,
     /// Measurements.
     pub repetitions: usize,
@@ -27,7 +27,7 @@ pub struct AgainstItself {
     pub held: usize,
     /// Every measurement's comparison, the handicapped side against the other.
     pub comparisons: Vec<Comparison>,
-    /// The samples that each rests on, of the handicapped side and of the other.
+    /// The samples behind each comparison, of the handicapped side and of the other.
     pub samples_us: Vec<[Vec<f64>; 2]>,
     /// The hash of these samples, round by round.
     pub pairing: String,
@@ -38,12 +38,12 @@ pub struct AgainstItself {
 pub struct Repetitions {
     /// How often.
     pub times: usize,
-    /// What one side's times are multiplied with.
+    /// The factor that one side's times are multiplied by.
     pub handicap: f64,
 }
 
 impl AgainstItself {
-    /// Of comparisons of a thing, its times multiplied with `handicap`, with itself.
+    /// From comparisons of a thing with itself, with one side's times multiplied by `handicap`.
     pub fn new(cell: String, handicap: f64, comparisons: Vec<Comparison>) -> Self {
         let truth = 1.0 / handicap;
         let holds = |it: &&Comparison| (it.interval.low..=it.interval.high).contains(&truth);
@@ -59,7 +59,7 @@ impl AgainstItself {
         }
     }
 
-    /// Of the samples of every measurement, the handicapped side's first; absent where one has too few.
+    /// From the samples of every measurement, the handicapped side's first; absent where one has too few.
     pub fn of(cell: String, handicap: f64, samples_us: Vec<[Vec<f64>; 2]>, margin: f64) -> Option<Self> {
         let compared = |[ours, other]: &[Vec<f64>; 2]| Comparison::of(ours, "itself", other, margin);
         let comparisons = samples_us.iter().map(compared).collect::<Option<_>>()?;
@@ -99,8 +99,8 @@ impl AgainstItself {
         Self::of(cell.label(), handicap, taken, effort.margin).ok_or_else(too_few)
     }
 
-    /// Whether the procedure keeps what it promises: without a handicap FASTER and SLOWER within their rate of error
-    /// (or once, where that is less than one), with one SLOWER in nine of ten and never FASTER.
+    /// Whether the procedure keeps its promise. Without a handicap: FASTER and SLOWER within their error rate (or once,
+    /// where that is less than one). With one: SLOWER in nine of ten, and never FASTER.
     pub fn passed(&self) -> bool {
         let [faster, _, slower, _] = self.verdicts;
         let most = ((self.repetitions as f64 * FALSE_POSITIVES) as usize).max(1);
@@ -112,7 +112,7 @@ impl AgainstItself {
     }
 }
 
-/// Somebody whose times are multiplied with a number, to plant a slow-down that is known.
+/// A contender whose times are multiplied by a number, to plant a known slow-down.
 struct Handicapped<'a> {
     contender: Box<dyn Contender + 'a>,
     name: &'static str,

@@ -26,9 +26,9 @@ use crate::peers::TorchFacts;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Clock {
-    /// What a caller waits: a CPU's.
+    /// Time that a caller waits; used on a CPU.
     Call,
-    /// Device time: a GPU's.
+    /// Device time; used on a GPU.
     Kernel,
 }
 
@@ -47,19 +47,19 @@ pub trait Bench {
     /// The clock that verdicts rest on.
     fn clock(&self) -> Clock;
 
-    /// What a report says of the machine.
+    /// What a report says about the machine.
     fn machine(&self) -> Machine<'_>;
 
-    /// Whom ours is timed against.
+    /// The peers that ours is timed against.
     fn peers(&self) -> Vec<String>;
 
     /// Why there is no torch.
     fn no_torch(&self) -> Option<&str>;
 
-    /// The ceilings that times are held against; absent where none were kept.
+    /// The ceilings that times are compared with; absent where none were kept.
     fn ceilings(&self) -> Option<&Ceilings>;
 
-    /// Measures what the machine can do at most; times are held against that from now on.
+    /// Measures the machine's ceilings; times are compared with them from now on.
     fn measure_ceilings(&mut self, created: &str) -> Result<&Ceilings, String>;
 
     /// Times one cell within about `budget`. `progress` is told what is going on and the share of it that is done.
@@ -83,7 +83,7 @@ pub trait Bench {
     ) -> Result<AgainstItself, String>;
 }
 
-/// What a report says of the machine that cells were timed on.
+/// What a report says about the machine that cells were timed on.
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
 pub enum Machine<'a> {
@@ -91,9 +91,9 @@ pub enum Machine<'a> {
     Cpu {
         /// The engine, as `cpu (avx2, 2 threads)`.
         device: String,
-        /// Threads of every contender.
+        /// Threads per contender.
         threads: usize,
-        /// The torch beside it.
+        /// The torch that it is compared with.
         torch: Option<TorchFacts>,
     },
     /// A GPU.

@@ -1,7 +1,7 @@
-//! What a cell gave, and what many cells say together. Everything is measured, derived from it, or absent.
+//! The results of a cell, and summaries over many cells. Everything is measured, derived from measurements, or absent.
 //!
-//! One set of words over two clocks: the call clock of a CPU and the kernel clock of a GPU. What only one of them has
-//! stands in [`Rates`], [`Details`] and [`Conditions`].
+//! One set of types for two clocks: the call clock of a CPU and the kernel clock of a GPU. What only one of them has is
+//! in [`Rates`], [`Details`] and [`Conditions`].
 
 use flashcore::cuda::driver::GpuState;
 use flashcore::plan::Kernel;
@@ -20,10 +20,10 @@ use crate::timing::Samples;
 
 /// The seed of every benchmark's inputs.
 pub(crate) const SEED: u64 = 2026;
-/// Multiply-adds that are worth asking the oracle about in one cell; larger problems are judged by sampled rows.
+/// Multiply-adds that the oracle may compute for one cell; larger problems are judged by sampled rows.
 const ORACLE_WORK: f64 = 3e8;
 
-/// As many rows as the oracle can be asked about in reasonable time, spread over all heads.
+/// As many rows as the oracle can compute in reasonable time, spread over all heads.
 pub(crate) fn judged_rows(problem: &Problem) -> Vec<Row> {
     let work_of_row = problem.len_k as f64 * (problem.head_dim + problem.head_dim_v) as f64;
     sample_rows(problem, (ORACLE_WORK / work_of_row) as usize, SEED)
@@ -39,10 +39,10 @@ pub(crate) fn is_ours(name: &str) -> bool {
     name == PLANNER || name.starts_with(KERNEL) || name.starts_with(SCHEDULE)
 }
 
-/// What rates are held against.
+/// The limits that rates are compared with.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Limits {
-    /// Of a CPU, measured in turn with the contenders.
+    /// Of a CPU, measured in turns with the contenders.
     Cpu {
         /// Multiply-adds, in GFLOP/s.
         fma_gflops: f64,
@@ -99,7 +99,7 @@ impl Rates {
         }
     }
 
-    /// Whether no machine with these limits can be so fast.
+    /// Whether this is faster than a machine with these limits can be.
     fn are_impossible(&self) -> bool {
         let above = |share, slack| physics::rate(share, Some(1.0), slack) == Rate::Impossible;
         match *self {
@@ -112,7 +112,7 @@ impl Rates {
     }
 }
 
-/// What the call clock of a GPU says.
+/// Times by the call clock of a GPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CallClock {
     /// Microseconds from an event before the call to one after it.
@@ -123,7 +123,7 @@ pub struct CallClock {
     pub p50_us: Option<f64>,
     /// Their 90 % quantile.
     pub p90_us: Option<f64>,
-    /// The least.
+    /// Their minimum.
     pub min_us: Option<f64>,
     /// The median of the host's own time for a call, in microseconds.
     pub host_p50_us: Option<f64>,
@@ -132,7 +132,7 @@ pub struct CallClock {
 }
 
 impl CallClock {
-    /// What samples of both clocks say.
+    /// Summarises samples of both clocks.
     pub(crate) fn of(call_us: Vec<f64>, host_us: Vec<f64>) -> Self {
         Self {
             p50_us: stats::median(&call_us),
@@ -146,12 +146,12 @@ impl CallClock {
     }
 }
 
-/// What only a GPU's worker tells of a contender.
+/// What only a GPU's worker reports about a contender.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Details {
     /// What was planned, for ours: kernel, schedule, grid, registers, the hash of its PTX.
     pub plan: Option<Value>,
-    /// What the call clock says.
+    /// Times by the call clock.
     pub call: Option<CallClock>,
     /// Whether a replayed call gave the bits of a direct one; ours only.
     pub replay_is_same: Option<bool>,
@@ -170,7 +170,7 @@ pub struct Measured {
     pub p50_us: Option<f64>,
     /// Their 90 % quantile.
     pub p90_us: Option<f64>,
-    /// The least.
+    /// Their minimum.
     pub min_us: Option<f64>,
     /// The 95 % bootstrap interval of the median.
     pub median_interval_us: Option<Interval>,
@@ -179,11 +179,11 @@ pub struct Measured {
     pub rates: Rates,
     /// Bytes that must move per second by the median, in units of 1e9.
     pub gbytes: Option<f64>,
-    /// The time against the ceilings that were kept for this machine; absent where none were.
+    /// The time compared with the ceilings kept for this machine; absent where none were.
     pub roofline: Option<Roofline>,
     /// The rule's judgement of its output.
     pub error: Option<Judgement>,
-    /// What only a GPU's worker tells.
+    /// What only a GPU's worker reports.
     #[serde(flatten)]
     pub details: Option<Details>,
     /// Why it has no result, or left before the end.
@@ -191,7 +191,7 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// What samples say. Whoever left before the end has samples, and nothing is said of them.
+    /// Summarises samples. A contender that left before the end has samples, but no summary of them.
     pub(crate) fn new(
         samples: Samples,
         error: Option<Judgement>,
@@ -237,7 +237,7 @@ impl Measured {
         self.details.as_ref()?.plan.as_ref()
     }
 
-    /// What the call clock of a GPU says.
+    /// Times by the call clock of a GPU.
     pub fn call(&self) -> Option<&CallClock> {
         self.details.as_ref()?.call.as_ref()
     }
@@ -257,7 +257,7 @@ impl Measured {
         self.error.as_ref().is_some_and(|error| !error.passed()) || self.replay_differs()
     }
 
-    /// This one against another, without a verdict where it is wrong: how fast it is decides nothing then.
+    /// This one against another, without a verdict where its result is wrong: its speed means nothing then.
     fn against(&self, other: &Measured, margin: f64) -> Option<Comparison> {
         let mut found = Comparison::of(&self.samples_us, &other.name, &other.samples_us, margin)?;
         if self.is_wrong() {
@@ -285,7 +285,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Ours against a peer by their samples, one per round each; absent where they are too few to say anything.
+    /// Ours against a peer by their samples, one per round each; absent where there are too few.
     pub fn of(ours: &[f64], peer: &str, theirs: &[f64], margin: f64) -> Option<Self> {
         let draws = stats::RatioDraws::paired(theirs, ours)?;
         let (ratio, sure) = (draws.at(0.95), draws.at(stats::VERDICT_LEVEL));
@@ -301,7 +301,7 @@ impl Comparison {
     }
 }
 
-/// The first against everyone else that ran to the end.
+/// The first against every other contender that ran to the end.
 fn compare(results: &[Measured], margin: f64) -> Vec<Comparison> {
     let Some((ours, others)) = results.split_first() else { return Vec::new() };
     if ours.failure.is_some() {
@@ -311,13 +311,13 @@ fn compare(results: &[Measured], margin: f64) -> Vec<Comparison> {
     ran.filter_map(|other| ours.against(other, margin)).collect()
 }
 
-/// The hash of samples round by round: it shows who took which time beside whom, which comparisons rest on.
+/// The hash of samples, round by round: it fixes which times were taken in the same round, which comparisons rest on.
 pub(crate) fn pairing(of: &[(&str, &[f64])]) -> String {
     let mut hasher = blake3::Hasher::new();
     let rounds = of.iter().map(|(_, samples)| samples.len()).max().unwrap_or(0);
     for round in 0..rounds {
         for (name, samples) in of {
-            // Nobody's time is 0.
+            // No real time is 0.
             let time = samples.get(round).copied().unwrap_or(0.0);
             hasher.update(name.as_bytes()).update(&time.to_le_bytes());
         }
@@ -356,7 +356,7 @@ fn ladder(results: &[Measured], margin: f64) -> Vec<Rung> {
     all
 }
 
-/// How long the first call of a problem takes, to its end, in a process that has a context already.
+/// How long the first call of a problem takes until it completes, in a process that already has a context.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct FirstCall {
     /// With empty caches: the code is emitted and assembled. Microseconds.
@@ -380,9 +380,9 @@ pub struct State {
     pub power_limit_w: Option<f64>,
     /// Degrees Celsius.
     pub temperature_c: Option<u32>,
-    /// What holds the clocks back; absent where NVML does not tell.
+    /// What throttles the clocks; absent where NVML does not say.
     pub throttled_by: Option<Vec<&'static str>>,
-    /// Whether that is heat or a fault of the power supply, so that a round that ends here does not count.
+    /// Whether the reason is heat or a power supply fault, so that a round that ends here does not count.
     pub throttled: Option<bool>,
 }
 
@@ -401,7 +401,7 @@ impl From<GpuState> for State {
     }
 }
 
-/// What a CPU's cell was measured beside.
+/// The conditions in which a CPU's cell was measured.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct CpuConditions {
     /// The seed of the inputs.
@@ -410,18 +410,18 @@ pub struct CpuConditions {
     pub checksums: [u32; 3],
     /// The FMA peak in GFLOP/s, by the best of its samples.
     pub fma_peak_gflops: f64,
-    /// Microseconds that the operations of a call take as multiply-adds that never leave the registers, one sample per
-    /// round, in turn with the contenders.
+    /// Microseconds that the operations of a call take as multiply-adds in registers only, one sample per round, in
+    /// turns with the contenders.
     pub fma_peak_samples_us: Vec<f64>,
     /// The read bandwidth in GB/s, likewise; only where memory is the limit.
     pub bandwidth_gbytes: Option<f64>,
-    /// Microseconds that the bytes of a call take to be read where no cache holds them, as the samples above.
+    /// Microseconds that reading the bytes of a call takes when no cache holds them, sampled like the above.
     pub bandwidth_samples_us: Vec<f64>,
-    /// Microseconds of the same call without its mask, as the samples above; only where the mask is causal.
+    /// Microseconds of the same call without its mask, sampled like the above; only where the mask is causal.
     pub full_samples_us: Vec<f64>,
     /// The rate as a share of that without the mask, by useful operations and medians; likewise.
     pub causal_share: Option<f64>,
-    /// The rate is so low that the call is timed rather than the arithmetic.
+    /// Whether the rate is so low that the time is the call's overhead rather than arithmetic.
     pub launch_bound: bool,
 }
 
@@ -430,7 +430,7 @@ pub struct CpuConditions {
 pub struct GpuConditions {
     /// The group that it is averaged in.
     pub group: String,
-    /// Sets of tensors that calls took turns on.
+    /// Sets of tensors that calls rotated over.
     pub sets: usize,
     /// Each kernel against the one below it, where several of ours ran.
     pub ladder: Vec<Rung>,
@@ -438,11 +438,11 @@ pub struct GpuConditions {
     pub first_call: Option<FirstCall>,
     /// The GPU before the first round, and after every one; none without NVML.
     pub states: Vec<State>,
-    /// Whether the GPU was slowed down, so that rounds were taken again.
+    /// Whether the GPU was throttled, so that rounds were repeated.
     pub measured_again: bool,
-    /// Rounds that were taken again.
+    /// Rounds that were repeated.
     pub retaken_rounds: usize,
-    /// Rounds that count although the GPU was slowed down: it did not recover.
+    /// Rounds that count although the GPU was throttled: it did not recover.
     pub throttled_rounds: usize,
     /// Why there is no result at all.
     pub failure: Option<String>,
@@ -450,7 +450,7 @@ pub struct GpuConditions {
     pub seconds: f64,
 }
 
-/// What only a CPU or only a GPU has to say of a cell.
+/// What only a CPU or only a GPU records about a cell.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Conditions {
@@ -460,7 +460,7 @@ pub enum Conditions {
     Gpu(GpuConditions),
 }
 
-/// Everything that a cell gave.
+/// All results of a cell.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {
     /// What was asked for.
@@ -488,16 +488,16 @@ pub struct Outcome {
     pub pairing: String,
     /// The first of ours against everyone else that ran.
     pub comparisons: Vec<Comparison>,
-    /// Faster than what is known of the machine: nothing is decided. On a GPU, whose peak is known, the measurement is
-    /// wrong; a CPU's speed changed meanwhile.
+    /// Faster than the machine's known limits, so no verdict is given. On a GPU, whose peak is known, the measurement
+    /// is wrong; on a CPU, the machine's speed changed meanwhile.
     pub impossible: bool,
-    /// What only a CPU or only a GPU has to say.
+    /// What only a CPU or only a GPU records.
     #[serde(flatten)]
     pub conditions: Conditions,
 }
 
 impl Outcome {
-    /// What follows from results.
+    /// Derives a cell from its results.
     pub(crate) fn new(
         cell: &Cell,
         judged_rows: usize,
@@ -508,7 +508,7 @@ impl Outcome {
         let problem = cell.problem();
         let mut sampled: Vec<(&str, &[f64])> =
             results.iter().map(|result| (result.name.as_str(), &result.samples_us[..])).collect();
-        // A CPU's limits are what ours alone is held against: they were measured beside it.
+        // On a CPU only ours is compared with the limits: they were measured in turns with it.
         let held = match &mut conditions {
             Conditions::Cpu(cpu) => {
                 sampled.extend([
@@ -549,8 +549,8 @@ impl Outcome {
         }
     }
 
-    /// Of a CPU, by samples with the rule's judgement of what gave them, ours first. Of the conditions, only what was
-    /// measured is needed; their FMA peak counts where there is no sample of it.
+    /// A CPU's cell from samples, each with the rule's judgement of the result, ours first. Of the conditions, only the
+    /// measured parts are needed; their FMA peak is used where there is no sample of it.
     pub(crate) fn on_cpu(
         cell: &Cell,
         judged_rows: usize,
@@ -591,7 +591,7 @@ impl Outcome {
         self.results.first()
     }
 
-    /// Whether the arithmetic is so small that the clock shows launches and little else.
+    /// Whether the arithmetic is so small that the time is mostly launch overhead.
     pub fn is_launch_bound(&self) -> bool {
         is_launch_bound(&self.cell, self.ours())
     }
@@ -601,7 +601,7 @@ impl Outcome {
         if let Conditions::Gpu(gpu) = &self.conditions { Some(gpu) } else { None }
     }
 
-    /// What it was measured beside, on a CPU.
+    /// In which conditions it was measured, on a CPU.
     pub fn cpu(&self) -> Option<&CpuConditions> {
         if let Conditions::Cpu(cpu) = &self.conditions { Some(cpu) } else { None }
     }
@@ -617,15 +617,15 @@ impl Outcome {
     }
 }
 
-/// Whether ours is so slow that launches are timed. One query reads every key once: memory is its limit, and its rate says
-/// nothing.
+/// Whether our rate is so low that the time is launch overhead. A single query reads every key once: memory is its
+/// limit, and its arithmetic rate says nothing.
 fn is_launch_bound(cell: &Cell, ours: Option<&Measured>) -> bool {
     let share = ours.and_then(|ours| ours.rates.peak_share());
     !cell.is_decode() && physics::rate(share, Some(1.0), physics::ABOVE_PEAK) == Rate::LaunchBound
 }
 
-/// What a limit is by its samples, in units of 1e9 per second: the best that was seen, because whatever else runs on a
-/// machine only takes away from it.
+/// A limit from its samples, in units of 1e9 per second: the best that was seen, because other programs on the machine
+/// can only lower it.
 fn best_rate(amount: f64, samples_us: &[f64]) -> Option<f64> {
     stats::quantile(samples_us, 0.0).map(|time| amount / time / 1e3)
 }
@@ -637,7 +637,7 @@ pub(super) fn count_verdicts(given: impl Iterator<Item = Verdict>) -> [usize; 4]
         .map(|verdict| given.iter().filter(|it| **it == verdict).count())
 }
 
-/// What many cells say together.
+/// A summary over many cells.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Summary {
     /// The group; `all` for all cells of a GPU, absent on a CPU.
@@ -645,7 +645,7 @@ pub struct Summary {
     pub group: Option<String>,
     /// The peer.
     pub peer: String,
-    /// How many cells there are a ratio for.
+    /// The number of cells with a ratio.
     pub cells: usize,
     /// The geometric mean of the speed-ups.
     pub geometric_mean: f64,
@@ -798,7 +798,7 @@ mod tests {
 
     #[test]
     fn a_limit_is_the_best_that_was_seen_of_it() {
-        // Other programs ran in all turns of the limit but one.
+        // Other programs ran in all but one of the limit's samples.
         let noisy = beside(&[2.5e3, 900.0, 3e3, 4e3, 2e3, 3e3, 2.2e3, 5e3]);
         assert!(!noisy.impossible);
         assert_eq!(noisy.results[0].rates.peak_share(), Some(0.9));

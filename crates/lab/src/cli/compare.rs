@@ -21,7 +21,7 @@ pub struct Options {
     /// The later run: a report that bench --json wrote
     #[arg(value_name = "FILE")]
     new: PathBuf,
-    /// The slow-down that is still let pass; more is a failure
+    /// The slow-down that still passes; more is a failure
     #[arg(long, value_name = "PERCENT", default_value = "3%", value_parser = percent, allow_negative_numbers = true)]
     fail_on: f64,
     /// The smallest difference that matters

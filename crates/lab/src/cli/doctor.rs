@@ -14,7 +14,7 @@ use crate::peers;
 
 #[derive(Args)]
 pub struct Options {
-    /// Remove the machine code that was kept of GPU kernels; it is made again when it is needed
+    /// Remove the cached machine code of GPU kernels; it is made again when it is needed
     #[arg(long)]
     clear_cache: bool,
     #[command(flatten)]

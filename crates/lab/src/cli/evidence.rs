@@ -54,7 +54,7 @@ fn parse(path: &Path, text: &str) -> Result<Value, String> {
     serde_json::from_str(text).map_err(|error| format!("{} is not JSON: {error}", path.display()))
 }
 
-/// Contradictions that are shown of one file; the rest are counted.
+/// Contradictions shown per file; the rest are counted.
 const SHOWN: usize = 20;
 
 fn verify(paths: &[PathBuf]) -> Exit {
@@ -110,7 +110,7 @@ fn line(Difference { at, first, second }: &Difference) -> String {
 fn write_views(file: &Path, folder: &Path) -> Result<Exit, String> {
     let text = read(file)?;
     let document = parse(file, &text)?;
-    // A view of what does not hold together would carry the error on.
+    // A view of a file that contradicts itself would pass the error on.
     let audit = audit(&text).map_err(|why| format!("{}: {why}", file.display()))?;
     if let Some(first) = audit.contradictions.first() {
         return Err(format!("{} does not hold together: {first}", file.display()));

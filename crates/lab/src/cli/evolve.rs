@@ -33,29 +33,29 @@ use crate::{interrupt, memory};
 
 #[derive(Args)]
 #[command(after_help = "\
-Shapes are names or BxHxSxD, with :causal, :full, :f16 or :bf16 behind them: 4x16x512x64:causal. A single shape is \
-searched in f16 and bf16, for a winner must be faster in two cases.
+Shapes are names or BxHxSxD, with :causal, :full, :f16 or :bf16 after them: 4x16x512x64:causal. A single shape is \
+searched in f16 and bf16, because a winner must be faster in two cases.
 
 A candidate passes the static check, the assembler (no spills, no serialised wgmma, no known machine code), the simulator, \
 parity on the device, and the clock; it is accepted when it is 3 % faster than the incumbent in two cases, surely faster, \
 and again so on fresh data. Candidates run in worker processes: a crash or a hang costs one candidate.
 
 Everything is written to the journal in --out as it happens; --resume goes on from it after any kill. leaderboard.json \
-and evo_log.csv stand beside it. On a GPU, winners go into the tuned table in the cache folder, which plans are made by.
+and evo_log.csv lie beside it. On a GPU, winners go into the tuned table in the cache folder, which the planner reads.
 
-A proposer of your own (--external) is a command that reads {\"want\": N, \"elites\": [...], \"knobs\": {...}, ...} a line \
+A proposer of your own (--external) is a command that reads one {\"want\": N, \"elites\": [...], \"knobs\": {...}, ...} per line \
 and answers {\"schedules\": [...]}; an empty list means that it has no more.")]
 pub struct Options {
     /// The target cases
     #[arg(value_name = "SHAPE", value_parser = config::target)]
     shapes: Vec<config::Target>,
-    /// A file with the same things in it; what the command line says goes before it
+    /// A file with the same settings; the command line overrides it
     #[arg(long, value_name = "evo.yaml")]
     config: Option<PathBuf>,
-    /// f16, bf16 or f16,bf16, for shapes that do not say it
+    /// f16, bf16 or f16,bf16, for shapes that do not name a dtype
     #[arg(long, value_name = "DTYPE", value_parser = dtypes)]
     dtype: Option<Dtypes>,
-    /// auto (the GPU where there is one), cpu, or cuda, with -N for the GPU of number N
+    /// auto (the GPU where there is one), cpu, or cuda, with -N for GPU number N
     #[arg(long, default_value = "auto")]
     device: DeviceName,
     /// The kernel whose schedules are searched; the planner's by default
@@ -64,19 +64,19 @@ pub struct Options {
     /// Time for the search, such as 90s or 20m
     #[arg(long, value_name = "TIME", value_parser = duration)]
     budget: Option<Duration>,
-    /// Generations at most
+    /// The most generations
     #[arg(long, value_name = "N")]
     generations: Option<usize>,
-    /// Candidates of a generation
+    /// Candidates per generation
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     generation: Option<u32>,
-    /// What random choices and inputs are drawn from
+    /// The seed of random choices and inputs
     #[arg(long)]
     seed: Option<u64>,
     /// Who proposes: elites, random, exhaustive; the first two by default
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     proposers: Option<Vec<String>>,
-    /// A command that proposes over JSON lines, beside the others
+    /// A command that also proposes candidates, over JSON lines
     #[arg(long, value_name = "COMMAND")]
     external: Option<String>,
     /// Where the journal and the results go
@@ -85,24 +85,24 @@ pub struct Options {
     /// Go on with the journal in the folder
     #[arg(long)]
     resume: bool,
-    /// Only show the space and what the gates before the device leave of it; needs no GPU
+    /// Only show the space and what passes the gates before the device; needs no GPU
     #[arg(long)]
     dry_run: bool,
     /// For a dry run without the GPU: sm_80, sm_89 or sm_90a
     #[arg(long, value_name = "TARGET", value_parser = super::inspect::target, requires = "dry_run")]
     target: Option<Target>,
-    /// For a dry run: candidates that are put to the assembler and the simulator
+    /// For a dry run: how many candidates are put through the assembler and the simulator
     #[arg(long, value_name = "N", default_value_t = 8, requires = "dry_run")]
     sample: usize,
-    /// Costs of instructions as micro measured them, for the order in which candidates are tried; nothing else
+    /// Instruction costs measured by micro; they only change the order in which candidates are tried
     #[arg(long, value_name = "micro_best.json")]
     micro: Option<PathBuf>,
 }
 
-/// Where the results go where nobody says.
+/// Where the results go by default.
 const OUT: &str = "evo";
 
-/// What an answer of a worker takes at most, starting it and handing it its inputs included; more is a hang.
+/// The longest wait for a worker's answer, including starting it and handing it its inputs; longer is a hang.
 const WATCHDOG: Duration = Duration::from_secs(40);
 
 /// Where candidates run.
@@ -270,7 +270,7 @@ impl Setup {
         })
     }
 
-    /// What is to be beaten: the planner's choice, or the default of a kernel that was asked for.
+    /// The schedule to beat: the planner's choice, or the default of a kernel that was asked for.
     fn incumbents(problems: &[Problem], hardware: &Hardware, kernel: Kernel) -> Result<Vec<String>, String> {
         let plan = |problem: &Problem| {
             let plan = Plan::choose(problem, hardware)?;
@@ -356,7 +356,7 @@ fn search(
         progress.borrow_mut().at(done, &line(view));
         if written.elapsed() > Duration::from_secs(20) {
             written = Instant::now();
-            // What cannot be written now is written, or complained of, at the end.
+            // What cannot be written now is written, or reported, at the end.
             let _ = report::write(&setup.out, view.state, &environment, false);
         }
     };
@@ -465,7 +465,7 @@ fn record(state: &State, problems: &[Problem], hardware: &Hardware) -> Result<()
     Ok(())
 }
 
-/// Shows the space and what the gates before the device leave of it.
+/// Shows the space and what passes the gates before the device.
 fn dry_run(setup: &Setup, problems: &[Problem], place: &Place, sample: usize) -> Result<Exit, String> {
     let hardware = match place {
         Place::Cpu => {

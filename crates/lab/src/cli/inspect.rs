@@ -48,7 +48,7 @@ pub(super) fn target(name: &str) -> Result<Target, String> {
     })
 }
 
-/// What ptxas said of the kernel.
+/// What ptxas reported about the kernel.
 #[derive(Serialize)]
 struct Assembly {
     registers: u32,
@@ -69,7 +69,7 @@ pub(super) struct Counts {
     mix: Vec<(&'static str, u64)>,
     shared_passes: u64,
     bank_conflicts: u64,
-    /// The instructions that meet in a bank, with the passes that they lose.
+    /// The instructions with bank conflicts, and the passes that they lose.
     conflicting: Vec<(String, u64)>,
     global_requests: u64,
     sectors_per_request: f64,
@@ -155,7 +155,7 @@ pub fn inspect(options: &Options) -> Result<Exit, String> {
     Ok(Exit::Pass)
 }
 
-/// As much of the problem as takes the simulator a moment: a few blocks and a few key tiles.
+/// As much of the problem as the simulator runs in a moment: a few blocks and a few key tiles.
 fn reduced(plan: &Plan) -> Problem {
     let mut problem = plan.problem;
     let rows = plan.main().schedule.geometry(&plan.main().spec).rows as usize;
@@ -186,7 +186,7 @@ impl Counts {
     /// On one line, with what was simulated.
     pub(super) fn line(&self) -> String {
         format!(
-            "{} warp instructions, {} of them tensor, {} bank conflicts in {} passes, {:.1} sectors a request, for {}",
+            "{} warp instructions, {} of them tensor, {} bank conflicts in {} passes, {:.1} sectors per request, for {}",
             self.warp_instructions,
             self.tensor_instructions,
             self.bank_conflicts,
@@ -227,7 +227,7 @@ fn text(plan: &Plan, report: &Report) -> String {
     match (&report.assembly, &report.not_assembled) {
         (Some(assembly), _) => {
             let tone = if assembly.spill_bytes > 0 { Tone::Bad } else { Tone::Good };
-            lines.push(format!("registers {} a thread", assembly.registers));
+            lines.push(format!("registers {} per thread", assembly.registers));
             lines.push(toned(tone, &format!("spilled   {} bytes", assembly.spill_bytes)));
             lines.push(format!(
                 "code      {} PTX instructions, {} bytes",

@@ -1,4 +1,4 @@
-//! `flashcore micro`: what the pieces of kernels cost, the order of schedules by that, and what the order is worth.
+//! `flashcore micro`: what the pieces of kernels cost, schedules ranked by that cost, and how good the ranking is.
 
 use std::path::{Path, PathBuf};
 
@@ -51,7 +51,7 @@ const BEST: usize = 8;
 #[derive(Serialize)]
 struct Ranked {
     schedule: String,
-    /// Cycles of a scheduler a pair of a query and a key, by the model.
+    /// Scheduler cycles per pair of a query and a key, by the model.
     predicted: f64,
     /// Microseconds in the journal; absent where it was not timed.
     measured_us: Option<f64>,
@@ -66,7 +66,7 @@ struct Report<'a> {
     /// The best by the model.
     top: Vec<&'a Ranked>,
     ranked: &'a [Ranked],
-    /// Of the model's order with that of the measured times; null where there are none.
+    /// Rank correlation of the model's order with the measured times; null where there are none.
     rank_correlation: Option<f64>,
     compared: usize,
 }

@@ -62,9 +62,9 @@ enum Command {
     Bench(bench::Options),
     /// Time the shapes of a file, and write tables of them
     Grid(bench::grid::Options),
-    /// Hold a run of bench against an earlier one: has something become slower?
+    /// Compare a run of bench with an earlier one: has something become slower?
     Compare(compare::Options),
-    /// Measure what this machine can do at most
+    /// Measure the highest rates this machine can reach
     Ceilings(bench::ceilings::Options),
     /// Compare ours with itself, and say how often the verdict is wrong
     AgainstItself(bench::itself::Options),
@@ -163,7 +163,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// From now on a panic, of whichever thread, ends the process as what could not run.
+/// From now on a panic in any thread ends the process with the exit code of a command that could not run.
 pub fn end_on_panic() {
     std::panic::set_hook(Box::new(own_fault));
 }

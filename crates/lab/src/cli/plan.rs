@@ -14,7 +14,7 @@ use crate::search::config;
 
 #[derive(Args)]
 pub struct Options {
-    /// A shape by name, or BxHxSxD, with :causal, :full, :f16 or :bf16 behind it
+    /// A shape by name, or BxHxSxD, with :causal, :full, :f16 or :bf16 after it
     #[arg(value_parser = config::target)]
     shape: config::Target,
     /// With a causal mask
@@ -26,7 +26,7 @@ pub struct Options {
     /// Plan for a typical GPU of a target, such as sm_90a, rather than for this machine's
     #[arg(long, value_parser = super::inspect::target)]
     target: Option<Target>,
-    /// The GPU's name where a target is given: the tuned table goes by it
+    /// With --target, the GPU's name, by which the tuned table is looked up
     #[arg(long, value_name = "NAME", requires = "target")]
     name: Option<String>,
     /// Say where the choice came from, and what there was to choose from
@@ -48,7 +48,7 @@ struct Report {
     grid: Option<[u32; 3]>,
     /// Every launch, in order; none for the CPU engine.
     launches: Vec<LaunchRow>,
-    /// Memory that the launches need beside the tensors.
+    /// Memory that the launches need in addition to the tensors.
     workspace_bytes: usize,
     /// What the planner chooses where no table says otherwise.
     untuned_schedule: Option<String>,
@@ -67,7 +67,7 @@ struct LaunchRow {
     threads: u32,
     cluster: u32,
     shared_bytes: u32,
-    /// Whether it may start beside the launch before it.
+    /// Whether it may start before the previous launch has ended.
     programmatic: bool,
 }
 

@@ -29,7 +29,7 @@ left as they are, and a metric that the GPU does not have is null. Without it, o
 the figures of ptxas and of the driver, the mix of the machine code, the occupancy, the roofline and the simulator's counts \
 stand for themselves, each with its source.")]
 pub struct Options {
-    /// A shape by name, or BxHxSxD, with :causal, :full, :f16 or :bf16 behind it
+    /// A shape by name, or BxHxSxD, with :causal, :full, :f16 or :bf16 after it
     #[arg(value_parser = config::target)]
     shape: config::Target,
     /// Without this machine's GPU: a typical one of sm_80, sm_89 or sm_90a
@@ -56,7 +56,7 @@ struct Assembled {
     serialised_wgmma: usize,
 }
 
-/// What the driver says of the loaded code.
+/// What the driver reports about the loaded code.
 #[derive(Serialize)]
 struct Loaded {
     registers: u64,
@@ -64,7 +64,7 @@ struct Loaded {
     shared_bytes: u32,
 }
 
-/// Instructions of the machine code by kind, as they stand there, not as they are executed.
+/// Instructions of the machine code by kind, counted statically, not as executed.
 #[derive(Serialize)]
 struct Mix {
     source: &'static str,
@@ -72,7 +72,7 @@ struct Mix {
     kinds: Vec<(String, usize)>,
 }
 
-/// Where the time stands between the ceilings.
+/// How the time compares with the ceilings.
 #[derive(Serialize)]
 struct Roofline {
     flops: f64,
@@ -82,9 +82,9 @@ struct Roofline {
     /// Measured by the kernel clock.
     time_us: Option<f64>,
     tflops: Option<f64>,
-    /// Of a large matrix product, measured in the same run.
+    /// The rate of a large matrix product, measured in the same run.
     matmul_tflops: Option<f64>,
-    /// Of the data sheet.
+    /// The rate on the data sheet.
     peak_tflops: Option<f64>,
 }
 

@@ -23,7 +23,7 @@ use crate::memory;
 #[command(after_help = "\
 IN holds the tensors q, k and v, all f16, all bf16 or all f32, with four dimensions each: (batch, heads, length, \
 head_dim), or (batch, length, heads, head_dim) with --layout bshd. k and v may have fewer heads than q, and \
-another length. A tensor key_lengths (i32, i64 or u32, one number a batch entry) says how many keys each entry has.
+another length. A tensor key_lengths (i32, i64 or u32, one number per batch entry) says how many keys each entry has.
 
 OUT gets the tensor o in the same layout and dtype, and with --lse the tensor lse in f32, without the last dimension. \
 It is written whole or not at all.")]
@@ -40,16 +40,16 @@ pub struct Options {
     /// none, causal, causal-top-left or window(LEFT,RIGHT)
     #[arg(long, value_name = "MASK", group = "which")]
     mask: Option<Mask>,
-    /// Each query sees keys up to its own place, counted from the end
+    /// Each query sees keys up to its own position, counted from the end
     #[arg(long, group = "which")]
     causal: bool,
-    /// Each query sees keys up to its own place, counted from the start, as torch's is_causal
+    /// Each query sees keys up to its own position, counted from the start, as torch's is_causal
     #[arg(long, group = "which")]
     causal_top_left: bool,
-    /// Each query sees LEFT keys before and RIGHT keys after its own place; inf is without limit
+    /// Each query sees LEFT keys before and RIGHT keys after its own position; inf is without limit
     #[arg(long, value_name = "LEFT,RIGHT", value_parser = parse_window, group = "which")]
     window: Option<Mask>,
-    /// Multiply scores with this instead of 1/√head_dim
+    /// Multiply scores by this instead of 1/√head_dim
     #[arg(long, allow_negative_numbers = true)]
     scale: Option<f32>,
     /// Scores become softcap·tanh(score/softcap)
@@ -90,7 +90,7 @@ struct Report {
     lse: bool,
 }
 
-/// What a call left: the output's bytes and shapes, and how long it took.
+/// The result of a call: the output's bytes and shapes, and how long it took.
 struct Done {
     problem: String,
     o: (Vec<usize>, Vec<u8>),
@@ -209,7 +209,10 @@ impl<'a> Inputs<'a> {
 /// The key lengths as numbers, whatever integers they are stored as.
 fn key_lengths(tensor: &TensorView<'_>) -> Result<Vec<u32>, String> {
     if tensor.shape().len() != 1 {
-        return Err(format!("key_lengths has the shape {:?}; give one number a batch entry", tensor.shape()));
+        return Err(format!(
+            "key_lengths has the shape {:?}; give one number per batch entry",
+            tensor.shape()
+        ));
     }
     let number = |bytes: &[u8]| -> Option<i64> {
         Some(match tensor.dtype() {

@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::interrupt::{self, tell};
 
-/// Prints lines. A reader that went away (`| head`) ends the command quietly, and a full disk with a word.
+/// Prints lines. If the reader went away (`| head`), the command ends quietly; if the disk is full, with a message.
 pub fn say(text: &str) {
     let mut out = std::io::stdout().lock();
     if let Err(error) = writeln!(out, "{text}").and_then(|()| out.flush()) {
@@ -28,9 +28,9 @@ pub fn cannot_write(error: &io::Error) -> ! {
 /// How words stand out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tone {
-    /// Something to be glad of.
+    /// Good news.
     Good,
-    /// Something to look at.
+    /// Something that needs attention.
     Bad,
     /// A heading.
     Strong,
@@ -46,7 +46,7 @@ pub fn toned(tone: Tone, text: &str) -> String {
     style.apply_to(text).to_string()
 }
 
-/// Without a terminal a line is due this often.
+/// How often a line is printed without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
 /// How far a long command is.
@@ -70,7 +70,7 @@ impl Progress {
         Self { bar, total, started: Instant::now(), last_line: Instant::now() }
     }
 
-    /// Says what is going on; `done` steps are behind it.
+    /// Says what is going on; `done` steps are finished.
     pub fn at(&mut self, done: u64, what: &str) {
         match &self.bar {
             Some(bar) => {
@@ -94,7 +94,7 @@ impl Progress {
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -102,7 +102,7 @@ impl Progress {
     }
 }
 
-/// How long the rest will take if it goes on as so far, as `; about 3 min left`; nothing before there is a rate.
+/// How long the rest will take at the rate so far, as `; about 3 min left`; empty before there is a rate.
 fn left(spent: Duration, done: u64, total: u64) -> String {
     if done == 0 || done >= total {
         return String::new();

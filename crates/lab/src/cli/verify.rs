@@ -78,7 +78,7 @@ pub struct Options {
     /// With --stress: only the first N problems
     #[arg(long, value_name = "N", default_value_t = usize::MAX, hide_default_value = true, requires = "stress")]
     problems: usize,
-    /// Only cases whose name holds TEXT, or is TEXT when it begins with =; may be given more than once
+    /// Only cases whose name contains TEXT, or equals it when TEXT begins with =; may be given more than once
     #[arg(long, value_name = "TEXT")]
     filter: Vec<String>,
     #[command(flatten)]
@@ -113,7 +113,7 @@ impl Options {
 
 /// A limit of warp instructions, which may be written as 1e9.
 fn warp_instructions(limit: f64) -> Result<u64, String> {
-    // Beyond this, whole numbers have no exact f64; nobody waits that long.
+    // Beyond this, whole numbers are not exact in f64; nobody waits that long.
     let most = (1_u64 << 53) as f64;
     if (1.0..=most).contains(&limit) && limit.fract() == 0.0 {
         Ok(limit as u64)
@@ -156,7 +156,7 @@ struct Found {
     results: Vec<Record>,
 }
 
-/// Failures that are explained at length; beyond these the first says more than another would.
+/// Failures that are explained at length; after so many, another one adds nothing.
 const EXPLAINED: usize = 10;
 
 pub fn verify(options: &Options) -> Result<Exit, String> {
@@ -221,7 +221,7 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     Ok(exit)
 }
 
-/// Keeps what a run found until it is ended in the middle of a case.
+/// Keeps the results so far, in case the run is ended in the middle of a case.
 fn keep_part(tier: Tier, asked: usize, Found { tallies, results }: Found, json: &Json) {
     say(&table(&tallies));
     let report = Report { tier, rule: RULE, asked, engines: tallies, results };
@@ -232,7 +232,7 @@ fn keep_part(tier: Tier, asked: usize, Found { tallies, results }: Found, json: 
 
 /// One case on every engine, each with what to tell a person where it failed.
 fn check_on_all(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Outcome, Option<String>)> {
-    // The inputs are not drawn, and the oracle is not asked, for engines none of which computes the case.
+    // Where no engine computes the case, the inputs are not drawn and the oracle is not asked.
     let mut prepared: Option<Prepared> = None;
     let mut check = |engine: &dyn Engine| {
         let outcome = match engine.supports(&case.problem) {
@@ -389,7 +389,7 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
     Ok(exit)
 }
 
-/// A failure counts even when the run was cut short; otherwise only a whole run says anything.
+/// A failure counts even when the run was cut short; a pass needs the whole run.
 fn verdict(tallies: &[Tally], done: usize, total: usize) -> (Exit, String) {
     if tallies.iter().any(|tally| tally.failed > 0) {
         (Exit::Fail, "FAILED".into())

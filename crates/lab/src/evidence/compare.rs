@@ -1,12 +1,12 @@
 //! This run against an earlier one: a gate against regressions.
 //!
 //! A change is the new time over the old one, so **above 1 is slower**. The gate fails where a contender is slower by
-//! more than what is let pass, and surely so: the whole interval of its change lies above that. It passes where the
-//! whole interval lies below. In between it is undecided, which is no pass.
+//! more than the allowed slow-down, with confidence: the whole interval of its change lies above that. It passes where
+//! the whole interval lies below. In between it is undecided, which is not a pass.
 //!
-//! Runs have no round in common, so what the machine did in one of them is in none of the other's samples. By the kernel
-//! clock of a GPU that is little. On a CPU it is much: where both runs timed the same peer, ours is compared by its time
-//! as a share of that peer's.
+//! Two runs share no rounds, so what disturbed the machine during one is not in the other's samples. By the kernel
+//! clock of a GPU this matters little. On a CPU it matters much: where both runs timed the same peer, ours is compared
+//! by its time as a share of that peer's.
 
 use serde::Serialize;
 
@@ -19,11 +19,11 @@ use crate::stats::{Interval, RatioDraws, VERDICT_LEVEL, VERDICT_ROUNDS, Verdict,
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Gate {
-    /// Surely not slower by more than is let pass.
+    /// Not slower by more than is allowed, with confidence.
     Pass,
-    /// Surely slower by more than that.
+    /// Slower by more than that, with confidence.
     Regression,
-    /// The samples do not say, or there are none.
+    /// The samples do not decide it, or there are none.
     Undecided,
 }
 
@@ -69,7 +69,7 @@ pub struct Changes {
     pub machine: String,
     /// Which clock.
     pub clock: String,
-    /// The slow-down that is let pass.
+    /// The slow-down that is allowed.
     pub fail_on: f64,
     /// The smallest difference that matters.
     pub margin: f64,
@@ -142,7 +142,7 @@ fn is_measured(results: &[SavedResult]) -> bool {
     results.iter().any(|result| !result.samples_us.is_empty())
 }
 
-/// A change of which nothing can be said.
+/// A change that could not be measured.
 fn unknown(cell: &SavedCell, name: &str, why: &str) -> Change {
     Change {
         cell: cell.label(),
@@ -204,7 +204,7 @@ fn change(before: &SavedCell, now: &SavedCell, name: &str, fail_on: f64, margin:
     }
 }
 
-/// Somebody else whom both runs timed, before and now.
+/// A peer that both runs timed, before and now.
 fn common_peer<'a>(before: &'a SavedCell, now: &'a SavedCell) -> Option<(&'a SavedResult, &'a SavedResult)> {
     let timed = |result: &&SavedResult| !is_ours(&result.name) && result.failure.is_none();
     now.results.iter().filter(timed).find_map(|new| {

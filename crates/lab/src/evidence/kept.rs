@@ -1,4 +1,4 @@
-//! What is kept from one run for the next, in the user's cache folder and apart for every machine: baselines to compare
+//! What is kept from one run for the next, in the user's cache folder and separately per machine: baselines to compare
 //! with, and the ceilings that rates are fractions of.
 
 use std::path::PathBuf;
@@ -50,7 +50,7 @@ fn slug(machine: &str) -> String {
     if slug.is_empty() { "unknown".into() } else { slug.into() }
 }
 
-/// Whether something may be the name of a baseline: one part of a path, that no shell stumbles over.
+/// Whether a text may be the name of a baseline: a single path component that needs no quoting in a shell.
 pub fn baseline_name(text: &str) -> Result<String, String> {
     let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if !text.is_empty() && text.len() <= 80 && !text.starts_with('.') && text.chars().all(fits) {

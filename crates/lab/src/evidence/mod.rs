@@ -1,11 +1,11 @@
 //! Evidence: what a command leaves in a file, and what is done with such files later.
 //!
-//! A [`Document`] carries, beside its numbers, the machine, the versions, the command and the time. All of that is read
-//! or measured; what cannot be known is null, never guessed. Its schema has a name and a version, so that what reads it
-//! later knows what it reads.
+//! A [`Document`] carries, along with its numbers, the machine, the versions, the command and the time. All of that is
+//! read or measured; what cannot be known is null, never guessed. Its schema has a name and a version, so that what
+//! reads it later knows what it reads.
 //!
-//! - [`audit`] finds out whether a file holds together.
-//! - [`saved`] reads a benchmark back, and [`compare`] holds two of them against each other.
+//! - [`audit`] finds out whether a file is consistent.
+//! - [`saved`] reads a benchmark back, and [`compare`] compares two of them.
 //! - [`views`] are files that show a part of one.
 //! - [`kept`] is what stays in the user's cache folder for later runs.
 
@@ -46,7 +46,7 @@ impl<'a, T: Serialize> Document<'a, T> {
     }
 
     /// The text of the file, sealed: a field `hash` holds BLAKE3 of the text in which that field is empty, so that
-    /// whoever edits the file breaks it.
+    /// editing the file breaks it.
     pub fn text(&self) -> serde_json::Result<String> {
         let text = serde_json::to_string_pretty(self)? + "\n";
         let created = "\n  \"created\": ";
@@ -82,7 +82,7 @@ pub fn hash_holds(text: &str, document: &serde_json::Value) -> Option<bool> {
 
 /// The schemas of evidence, in the version that is written now.
 ///
-/// A version changes when a field comes, goes or changes its meaning: whoever reads a file must know every field of it.
+/// A version changes when a field comes, goes or changes its meaning: a reader must know every field of a file.
 pub mod schemas {
     /// Benchmarks of a CPU.
     pub const BENCH: &str = "flashcore.bench/2";
@@ -96,7 +96,7 @@ pub mod schemas {
     pub const FAULTS: &str = "flashcore.faults/1";
     /// A GPU under stress.
     pub const STRESS: &str = "flashcore.stress/2";
-    /// What a machine can do at most.
+    /// The ceilings of a machine.
     pub const CEILINGS: &str = "flashcore.ceilings/1";
     /// What bounds a kernel.
     pub const PROFILE: &str = "flashcore.profile/1";
@@ -109,7 +109,7 @@ pub struct Environment {
     pub flashcore: &'static str,
     /// The commit that the binary was built from.
     pub commit: Option<&'static str>,
-    /// Whether the tree had changes that no commit holds.
+    /// Whether the tree had uncommitted changes.
     pub dirty: Option<bool>,
     /// Operating system and architecture.
     pub os: &'static str,

@@ -23,7 +23,7 @@ use crate::timing::Effort;
 
 const JUDGE: &str = "evolve";
 
-/// What is to be beaten.
+/// The schedule to beat.
 pub const INCUMBENT: &str = "kind=incumbent";
 
 /// Target cases.
@@ -46,7 +46,7 @@ pub const PLANTED: [&str; 13] = [
     "kind=fast",
 ];
 
-/// Gates that say what is planted.
+/// Gates that give planted answers.
 pub struct PlantedGates {
     /// Whether candidates pass them while others are on the clock.
     pub overlap: bool,
@@ -75,7 +75,7 @@ impl Gates for PlantedGates {
     }
 }
 
-/// A device that says what is planted, and counts how often it is asked for whom.
+/// A device that gives planted answers, and counts how often it is asked for each candidate.
 pub struct PlantedDevice<'a> {
     /// Its noise.
     pub rng: Rng,
@@ -147,8 +147,8 @@ pub fn task() -> Task {
     }
 }
 
-/// Searches through everything that is planted; `most` calls of the device, and then it is stopped as by a kill. Gives
-/// what became of each candidate, and how often the device was asked for it.
+/// Searches through everything that is planted; after `most` calls of the device it is stopped as by a kill. Returns
+/// the fate of each candidate, and how often the device was asked for it.
 pub fn search(
     journal: Journal,
     overlap: bool,

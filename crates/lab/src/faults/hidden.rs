@@ -1,5 +1,5 @@
 //! Faults that hide where a corpus may not look, put through the quick corpus: at sizes that few cases have, behind
-//! results that are kept, and in what is made of elements that are no number.
+//! cached results, and in the handling of NaN and infinite elements.
 
 use std::sync::OnceLock;
 
@@ -67,7 +67,7 @@ fn problems(name: &'static str, shows: fn(&Problem) -> bool) -> Trial {
     })
 }
 
-/// The values of keys from some place on count for nothing.
+/// The values of keys from some position on are ignored.
 fn far_keys(name: &'static str, from: usize) -> Trial {
     Trial::fault(name, JUDGE, move || {
         let engine = Hidden::inputs(move |call| {
@@ -78,7 +78,7 @@ fn far_keys(name: &'static str, from: usize) -> Trial {
     })
 }
 
-/// Results that are kept by a part of the inputs.
+/// Results that are cached by a part of the inputs.
 fn kept(name: &'static str, key: fn(&[f32], [usize; 4]) -> Vec<f32>) -> Trial {
     Trial::fault(name, JUDGE, move || {
         let several = |case: &Case| {
@@ -89,12 +89,12 @@ fn kept(name: &'static str, key: fn(&[f32], [usize; 4]) -> Vec<f32>) -> Trial {
     })
 }
 
-/// What becomes of elements that are no number.
+/// What happens to NaN and infinite elements.
 fn wild(name: &'static str, engine: fn() -> Hidden) -> Trial {
     Trial::fault(name, JUDGE, move || through_corpus(&engine(), |case| case.wild.is_some()))
 }
 
-/// A number in the place of one that is none.
+/// A finite number in place of NaN or infinity.
 fn number(x: f32) -> f32 {
     if x.is_nan() { 0.0 } else { x.clamp(-65504.0, 65504.0) }
 }

@@ -3,8 +3,8 @@
 //!
 //! A harness that passes everything is as good as none, and one that refuses honest work is soon switched off. So
 //! `flashcore verify --faults` plants, one after another, what has fooled harnesses before: results that are wrong in a
-//! known way ([`results`]) or only where few look ([`hidden`]), clocks and numbers that cannot be ([`numbers`]), candidates of a search that misbehave
-//! ([`candidates`]); and beside each kind, something honest.
+//! known way ([`results`]) or only where few look ([`hidden`]), impossible clocks and numbers ([`numbers`]), candidates
+//! of a search that misbehave ([`candidates`]); and beside each kind, something honest.
 
 pub mod candidates;
 pub mod hidden;
@@ -21,7 +21,7 @@ pub enum Verdict {
     Refused(String),
     /// It was accepted; as what.
     Accepted(String),
-    /// It could not be put to the workbench, which is never as it should be; why.
+    /// It could not be run, which is never right; why.
     NotRun(String),
 }
 
@@ -35,7 +35,7 @@ pub enum Nature {
     Honest,
 }
 
-/// One thing that is put to the workbench.
+/// One thing that the workbench is tried on.
 pub struct Trial {
     /// What it is.
     pub name: String,
@@ -103,7 +103,7 @@ pub fn all() -> Vec<Trial> {
     trials
 }
 
-/// How many of one nature went as they should, and how many there are.
+/// How many trials of one nature went as they should, and how many there are.
 pub fn count(findings: &[Finding], nature: Nature) -> (usize, usize) {
     let of = || findings.iter().filter(|finding| finding.nature == nature);
     (of().filter(|finding| finding.as_it_should).count(), of().count())

@@ -31,7 +31,7 @@ const BENCH: &str = "bench";
 /// Rounds of a synthetic measurement.
 const ROUNDS: usize = 40;
 
-/// What the worker says of an invented GPU.
+/// What the worker reports about an invented GPU.
 fn gpu() -> Value {
     json!({
         "capability": "9.0", "commit": null, "cuda": "13.0", "device": "a GPU", "uuid": "GPU-0", "l2_bytes": 1 << 20,
@@ -143,7 +143,7 @@ fn not_evidence(text: &str) -> Verdict {
     }
 }
 
-/// The honest file with a change that its hash was made after: the audit must see it in the numbers.
+/// The honest file with a change, and a hash made after it: the audit must notice it in the numbers.
 fn falsified(name: &'static str, change: fn(&mut Value)) -> Trial {
     Trial::fault(name, AUDIT, move || {
         let mut document = honest();
@@ -152,8 +152,8 @@ fn falsified(name: &'static str, change: fn(&mut Value)) -> Trial {
     })
 }
 
-/// Divides every time of ours by a number, and makes all that is derived from them again, as a harness would that
-/// believes in it.
+/// Divides every time of ours by a number, and recomputes all derived values, as a harness that believes the times
+/// would.
 fn speed_up(document: &mut Value, by: f64) {
     let samples = |n: usize| -> Vec<f64> {
         let samples =
@@ -169,7 +169,7 @@ fn speed_up(document: &mut Value, by: f64) {
 /// Comparisons of a thing with itself, and how many of them may call a difference: 3 in 100, each way.
 const AGAINST_ITSELF: usize = 200;
 
-/// One thing against itself, again and again: whoever often calls a difference is no judge.
+/// One thing against itself, again and again: a judge that often calls a difference is not to be trusted.
 fn against_itself() -> Verdict {
     let mut rng = Rng::new(11);
     let called = (0..AGAINST_ITSELF)
@@ -210,7 +210,7 @@ fn regression(change: fn(&mut Value)) -> Verdict {
     }
 }
 
-/// A slow-down from which on the regression gate fails.
+/// The slow-down above which the regression gate fails.
 const FAIL_ON: f64 = 0.03;
 
 /// A contender whose clock never moves.
@@ -242,8 +242,8 @@ fn stopped_clock() -> Verdict {
     }
 }
 
-/// What the wall says of a clock that divides what it counts. The wall is a known one, which a busy machine does not move:
-/// it counts 1 % more than the clock, as launches take.
+/// What wall time says about a clock that divides its times. The wall time is simulated, so that a busy machine does
+/// not move it: it is 1 % more than the clock, for the launches.
 fn on_the_wall(divided_by: f64) -> Verdict {
     let us = 10e3;
     match physics::clock_against_wall(us / divided_by, || Ok(1.01 * us)) {

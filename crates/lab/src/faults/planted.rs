@@ -149,9 +149,9 @@ impl Engine for Bending {
 pub enum Mood {
     /// Never writes.
     Idle,
-    /// Returns the first result for ever.
+    /// Always returns the first result.
     Stale,
-    /// Returns before its result is there: what is read is what the call before has left.
+    /// Returns before its result is there: what is read is what the previous call left.
     Late,
     /// Gets one row wrong in one of five runs.
     Racy,
@@ -237,7 +237,7 @@ impl Engine for Moody {
 type Bend = Box<dyn Fn(&mut Bent<'_>) + Send + Sync>;
 type Finish = Box<dyn Fn(&Problem, &mut [f32], &mut [f32]) + Send + Sync>;
 
-/// An engine that is right but where its fault shows: on some inputs, or in some of its outputs.
+/// An engine that is right except where its fault shows: on some inputs, or in some of its outputs.
 pub struct Hidden {
     bend: Bend,
     finish: Finish,
@@ -301,10 +301,10 @@ impl Engine for Hidden {
     }
 }
 
-/// What a result is kept by: a part of a tensor's elements, given with its shape.
+/// The cache key of a result: a part of a tensor's elements, given with its shape.
 type Key = fn(&[f32], [usize; 4]) -> Vec<f32>;
 
-/// An engine that keeps its results, and returns them when the inputs look the same.
+/// An engine that caches its results, and returns them when the inputs look the same.
 pub struct Keeping {
     key: Key,
     kept: Mutex<HashMap<Vec<u32>, Answer>>,
@@ -314,7 +314,7 @@ pub struct Keeping {
 type Answer = (Vec<f32>, Vec<f32>);
 
 impl Keeping {
-    /// One that has kept nothing yet.
+    /// One with an empty cache.
     pub fn new(key: Key) -> Self {
         Self { key, kept: Mutex::new(HashMap::new()) }
     }

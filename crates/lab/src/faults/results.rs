@@ -45,7 +45,7 @@ fn case(problem: Problem, name: &str) -> Case {
 /// The masks that faults of results are planted under.
 const MASKS: [Mask; 2] = [Mask::None, Mask::Causal];
 
-/// What faults of results are planted in, without a mask or causal. The truth about it is found once.
+/// What faults of results are planted in, without a mask or causal. The oracle is asked about it only once.
 pub fn planted_in(dtype: DType, mask: Mask) -> &'static Prepared {
     static PREPARED: [[OnceLock<Prepared>; MASKS.len()]; DType::ALL.len()] =
         [const { [const { OnceLock::new() }; MASKS.len()] }; DType::ALL.len()];

@@ -13,14 +13,14 @@ use crate::process::{Silence, Worker};
 
 const TORCH: &str = include_str!("torch.py");
 
-/// Starting CUDA, and for torch importing it from a cold disk, takes its time.
+/// Time to start CUDA, and for torch to import it from a cold disk.
 const START: Duration = Duration::from_mins(2);
-/// Reading a pool, cutting tensors, and the first call of a problem, which may build its code.
+/// Time to read a pool, cut tensors, and make the first call of a problem, which may build its code.
 const PREPARE: Duration = Duration::from_mins(1);
-/// A sample; anything longer is a hang.
+/// Time for a sample; anything longer is a hang.
 const SAMPLE: Duration = Duration::from_secs(20);
 
-/// Whose attention a worker runs.
+/// Which attention a worker runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Ours, in this very binary.
@@ -48,7 +48,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// For the GPU of a number. Nothing is started yet.
+    /// For the GPU with this number. Nothing is started yet.
     pub fn new(kind: Kind, ordinal: u32) -> Self {
         Self {
             kind,
@@ -62,7 +62,7 @@ impl Host {
         }
     }
 
-    /// With a limit on how long any answer is waited for, where the usual ones are too patient.
+    /// With a limit on how long any answer is waited for, where the usual limits are too long.
     pub fn with_watchdog(mut self, limit: Duration) -> Self {
         self.watchdog = limit;
         self
@@ -84,7 +84,7 @@ impl Host {
         self.lost
     }
 
-    /// Sees to it that the worker runs and holds a pool.
+    /// Makes sure that the worker runs and holds a pool.
     pub fn give(&mut self, pool: &Stored) -> Result<(), String> {
         if self.worker.is_some() && self.pool.as_ref() == Some(pool) {
             return Ok(());
@@ -102,7 +102,7 @@ impl Host {
         Ok(())
     }
 
-    /// Asks about a problem. A worker that was lost since, by whomever, is brought back to where it was.
+    /// Asks about a problem. A worker that was lost since is restarted and brought back to its state.
     pub fn ask_about(
         &mut self,
         pool: &Stored,

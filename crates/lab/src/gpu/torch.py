@@ -1,8 +1,8 @@
-"""Runs attention of torch, and of who else is installed beside it, on a GPU for the flashcore workbench: one JSON
-request a line, one JSON reply a line.
+"""Runs attention of torch, and of other libraries installed beside it, on a GPU for the flashcore workbench: one JSON
+request per line, one JSON reply per line.
 
 The timing protocol is that of the workbench's own worker: a CUDA graph of many calls, replayed between two events
-behind a replay that keeps the GPU busy; and for the call clock an event before and after every call.
+after a replay that keeps the GPU busy; and for the call clock an event before and after every call.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ os.dup2(2, 1)  # What libraries print must not mix with the replies.
 
 QUEUED = 32
 
-# Who is timed without being asked for, where it is installed. flex compiles, which takes long, and so is asked for.
+# Libraries that are timed by default where they are installed. flex compiles, which takes long, so it must be asked for.
 UNASKED = {"flash_attn": "flash_attn", "xformers": "xformers"}
 
 
@@ -88,7 +88,7 @@ class Server:
         return {}
 
     def backend(self, who):
-        """What must be in force while somebody is called."""
+        """The context that must be active during a backend's calls."""
         return self.sdpa_kernel([self.backends[who]]) if who in self.backends else contextlib.nullcontext()
 
     def call(self, who, place):

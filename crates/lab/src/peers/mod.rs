@@ -19,9 +19,9 @@ use crate::process::{Silence, Worker};
 use crate::timing::Contender;
 
 const WORKER: &str = include_str!("worker.py");
-/// Importing torch from a cold disk takes its time.
+/// Time to import torch from a cold disk.
 const START: Duration = Duration::from_mins(2);
-/// No single request takes longer, or the worker hangs.
+/// Time for a single request; longer is a hang.
 const ANSWER: Duration = Duration::from_mins(5);
 
 /// Whether that Python could import torch, found out without importing it; the reason if not.
@@ -48,7 +48,7 @@ pub struct Torch {
     threads: usize,
 }
 
-/// What is known of the peer, for reports.
+/// What is known about the peer, for reports.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TorchFacts {
     /// torch's version.
@@ -59,7 +59,7 @@ pub struct TorchFacts {
     pub python: String,
 }
 
-/// A folder of its own for the files that go to and fro, removed at the end.
+/// A folder for the files exchanged with the worker, removed at the end.
 #[derive(Debug)]
 pub(crate) struct Folder(PathBuf);
 
@@ -97,7 +97,7 @@ impl Torch {
         Ok(torch)
     }
 
-    /// What is known of it.
+    /// What is known about it.
     pub fn facts(&self) -> TorchFacts {
         TorchFacts { version: self.version.clone(), threads: self.threads, python: python() }
     }

@@ -1,4 +1,4 @@
-"""Runs torch's attention for the flashcore workbench: one JSON request a line, one JSON reply a line."""
+"""Runs torch's attention for the flashcore workbench: one JSON request per line, one JSON reply per line."""
 
 import json
 import os

@@ -16,11 +16,11 @@ pub struct Config {
     pub kernel: Option<String>,
     /// Time, such as 20m.
     pub budget: Option<String>,
-    /// Candidates of a generation.
+    /// Candidates per generation.
     pub generation: Option<usize>,
-    /// Generations at most.
+    /// The most generations.
     pub generations: Option<usize>,
-    /// What random choices and inputs are drawn from.
+    /// The seed of random choices and inputs.
     pub seed: Option<u64>,
     /// Who proposes: elites, random, exhaustive.
     pub proposers: Option<Vec<String>>,

@@ -1,5 +1,5 @@
-//! The gates of the CPU engine's schedules: the knobs alone. Its code is compiled already, so that there is nothing to
-//! assemble, and it runs where it is tested, so that there is nothing to simulate.
+//! The gates of the CPU engine's schedules: only the static one, by the knobs. Its code is already compiled, so there
+//! is nothing to assemble, and it runs where it is tested, so there is nothing to simulate.
 
 use flashcore::{Problem, cpu};
 
@@ -9,7 +9,7 @@ use super::space::Space;
 /// Bytes that the rows of a task may take: beyond this no cache holds them.
 const MOST_TASK_BYTES: usize = 4 << 20;
 
-/// The schedules of the CPU engine that are worth trying on so many cores.
+/// The schedules of the CPU engine that are worth trying on this many cores.
 pub fn space(cores: usize) -> Space {
     let mut members = Vec::new();
     for block_q in [16, 48, 96, 144, 192, 288, 384, 576] {
@@ -38,7 +38,7 @@ pub struct CpuGates {
 }
 
 impl CpuGates {
-    /// For problems on so many cores.
+    /// For problems on this many cores.
     pub fn new(problems: Vec<Problem>, cores: usize) -> Self {
         Self { problems, cores }
     }
@@ -66,7 +66,7 @@ impl Gates for CpuGates {
         Ok(())
     }
 
-    /// What the knobs come to in a case: beyond the problem's own sizes they change nothing.
+    /// The knobs' effective values in a case: beyond the problem's own sizes they change nothing.
     fn assemble(&self, candidate: &str, case: usize) -> Result<String, String> {
         let mut schedule = Self::schedule(candidate)?;
         let problem = &self.problems[case];

@@ -40,7 +40,7 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// For some problems. `sets` says, for each, how many sets of tensors calls take in turns.
+    /// For some problems. `sets` says, for each, how many sets of tensors the calls rotate over.
     pub fn new(host: Host, problems: Vec<Problem>, sets: Vec<usize>, seed: u64) -> Self {
         Self { host: RefCell::new(host), problems, sets, seed, drawn: Vec::new(), truths: BTreeMap::new() }
     }
@@ -102,7 +102,7 @@ impl Workers {
     }
 }
 
-/// A contender who notices when the worker is lost under him.
+/// A contender that notices when its worker is lost.
 struct Watched<'a> {
     on_clock: OnClock<'a>,
     lost: &'a Cell<bool>,

@@ -46,7 +46,7 @@ pub enum Assembler {
     Ptxas(Ptxas, Option<Drivers>),
     /// The driver, in workers of its own. It leaves the code in its cache, where the device finds it.
     Driver(Drivers),
-    /// Nobody: the gate lets everything pass, and codes are told apart by their PTX.
+    /// None: the gate lets everything pass, and candidates are identified by their PTX.
     Absent,
 }
 
@@ -57,7 +57,7 @@ pub struct Drivers {
     _folder: tempfile::TempDir,
 }
 
-/// Warp instructions that a launch of the simulator gate may execute: some seconds of them, and far more than a right
+/// Warp instructions that a launch may execute at the simulator gate: some seconds' worth, and far more than a correct
 /// candidate needs for the small problems there.
 const GATE_BUDGET: u64 = 100_000_000;
 
@@ -65,7 +65,7 @@ const GATE_BUDGET: u64 = 100_000_000;
 const FEW: usize = 1 << 12;
 
 impl Drivers {
-    /// So many workers on the GPU of a number.
+    /// This many workers on the GPU with this number.
     pub fn new(ordinal: u32, workers: usize) -> Result<Self, String> {
         let folder = tempfile::tempdir().map_err(|error| format!("no folder for inputs: {error}"))?;
         let pool = |dtype| Pool::draw(dtype, FEW, 0).store(folder.path());
@@ -80,7 +80,7 @@ impl Drivers {
         let mut host = self.hosts[at].lock().unwrap_or_else(PoisonError::into_inner);
         let pool = self.pools.iter().find(|pool| pool.dtype == problem.dtype.name());
         let pool = pool.ok_or("on a GPU f16 and bf16 are timed")?;
-        // The code depends on the kind of the problem only, so the smallest of its kind will do.
+        // The code depends only on the problem's kind, so the smallest of its kind will do.
         let mut small = problem.with_kv(1, 1);
         (small.batch, small.heads_q, small.len_q) =
             (1, problem.group(), if problem.mask == Mask::None { 1 } else { 2 });
@@ -104,14 +104,14 @@ pub struct KernelGates {
     assembled: Mutex<HashMap<String, Result<String, String>>>,
     simulated: Mutex<HashMap<String, Result<(), String>>>,
     costs: Costs,
-    /// What the simulator's counts say of each candidate, by the costs of instructions.
+    /// The predicted cost of each candidate, from the simulator's counts and the instruction costs.
     guesses: Mutex<HashMap<String, f64>>,
 }
 
-/// Multiprocessors of the simulated GPU: so few that blocks that stay have several tiles to take up.
+/// Multiprocessors of the simulated GPU: so few that persistent blocks have several tiles each.
 const FEW_SMS: u32 = 2;
 
-/// Keys of a simulated case at most.
+/// The most keys of a simulated case.
 const MOST_KEYS: usize = 1100;
 
 impl KernelGates {
@@ -138,7 +138,7 @@ impl KernelGates {
         Plan::with_schedule(&self.problems[case], &self.hardware, schedule).map_err(|error| error.to_string())
     }
 
-    /// Assembles a module, or finds out what became of it before.
+    /// Assembles a module, or looks up the earlier result.
     fn machine_code(&self, candidate: &str, plan: &Plan) -> Result<String, String> {
         let module = plan.main().module(plan.target).map_err(|error| error.to_string())?;
         let ptx = module.to_string();
@@ -191,7 +191,7 @@ impl KernelGates {
             Schedule::Sm80Mma(it) => (it.block_n, 1),
             Schedule::Scalar(_) | Schedule::Combine(_) => (32, 1),
         };
-        // Whoever is accepted must also be right where lse is wanted.
+        // An accepted candidate must also be right where lse is wanted.
         let problem = self.small(plan, block_n as usize, stages as usize).with_lse();
         let rows = plan.main().schedule.geometry(&plan.main().spec).rows;
         let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 11);
@@ -213,7 +213,7 @@ impl KernelGates {
                 return Err(format!("{problem} with asynchronous effects {mode:?}: wrong in the simulator"));
             }
             if let Some(report) = gpu.last_report() {
-                // Tiles are computed whole, whatever of them is there.
+                // Tiles are computed whole, even where they are partly empty.
                 let whole = |len: usize, tile: u32| (len.div_ceil(tile as usize) * tile as usize) as f64;
                 let pairs = whole(problem.len_q, rows) * whole(problem.len_k, block_n);
                 let guess = self.costs.predict(&report.stats, pairs);

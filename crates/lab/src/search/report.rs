@@ -21,7 +21,7 @@ pub struct Leader {
     pub found: bool,
     /// How many times faster than what the search began with; 1 for that itself.
     pub speed_up: f64,
-    /// By which it was accepted: measured on fresh data beside the incumbent of that time.
+    /// The standing that it was accepted by: measured on fresh data against the incumbent of that time.
     pub accepted_by: Option<Standing>,
 }
 
@@ -41,7 +41,7 @@ struct Timed<'a> {
 struct Leaderboard<'a> {
     task: &'a Task,
     leaders: Vec<Leader>,
-    /// The best that were timed, whatever became of them.
+    /// The best that were timed, accepted or not.
     timed: Vec<Timed<'a>>,
     candidates: usize,
     assembled: usize,
@@ -52,7 +52,7 @@ struct Leaderboard<'a> {
     generations: usize,
 }
 
-/// Candidates on the leaderboard at most.
+/// The most candidates on the leaderboard.
 const BEST: usize = 20;
 
 /// The best schedule of each case.
@@ -118,7 +118,7 @@ pub fn write(folder: &Path, state: &State, environment: &Environment, complete: 
         .map_err(|error| files::explain("write", &path, &error))
 }
 
-/// One line a candidate; times in microseconds.
+/// One line per candidate; times in microseconds.
 fn log(out: &mut dyn Write, state: &State, task: &Task) -> std::io::Result<()> {
     let mut columns: Vec<String> =
         ["schedule", "proposer", "fate", "gate", "why", "identity", "speed_up"].map(String::from).to_vec();

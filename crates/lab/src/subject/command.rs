@@ -23,10 +23,10 @@ use crate::process::Group;
 
 const NAME: &str = "command";
 
-/// Bytes of what a command said that are looked at, from its end.
+/// How many bytes from the end of a command's output are read.
 const SAID: u64 = 1 << 16;
 
-/// A command with places for the names of its files, and for what is asked.
+/// A command with placeholders for its file names and the problem's options.
 pub struct CommandEngine {
     template: String,
     limit: Duration,
@@ -36,7 +36,7 @@ pub struct CommandEngine {
     calls: AtomicUsize,
 }
 
-/// What a command left.
+/// What a command wrote.
 struct Answer {
     o: Vec<f32>,
     lse: Option<Vec<f32>>,
@@ -106,7 +106,7 @@ impl CommandEngine {
         let mut group =
             Group::spawn(&mut shell).map_err(|error| format!("no shell to run the command: {error}"))?;
         let status = group.wait(self.limit).map_err(|error| format!("the command is lost: {error}"));
-        // Whatever it left running ends with it, in time or not.
+        // Any process that it left running is ended with it.
         drop(group);
         let said = end_of(&errors);
         let _ = std::fs::remove_file(&errors);
@@ -123,7 +123,7 @@ impl CommandEngine {
     }
 }
 
-/// The end of what stands in a file, as text.
+/// The end of a file's content, as text.
 fn end_of(path: &Path) -> String {
     let mut bytes = Vec::new();
     let read = File::open(path).and_then(|mut file| {
@@ -134,7 +134,7 @@ fn end_of(path: &Path) -> String {
     read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// A word that a shell takes as it is.
+/// A word that a shell takes literally.
 fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''"))
 }

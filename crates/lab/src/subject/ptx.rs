@@ -16,8 +16,8 @@
 //!
 //! Tensors are contiguous, as (batch, heads, length, head_dim). On a GPU they lie between guard zones that must stay as
 //! they were; the simulator finds accesses out of bounds by itself, with races and values that nobody wrote, but reads
-//! only what [`flashcore_ptx::read`] does. There a launch may execute only so many warp instructions, so that one without
-//! end is a fault like any other.
+//! only what [`flashcore_ptx::read`] does. There the warp instructions of a launch are limited, so that an endless one
+//! is a fault like any other.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -51,7 +51,7 @@ pub struct Launch {
     pub entry: String,
     /// Blocks in x, y and z.
     pub grid: [Size; 3],
-    /// Threads of a block in x, y and z.
+    /// Threads per block in x, y and z.
     pub block: [u32; 3],
     /// Bytes of dynamic shared memory.
     #[serde(default)]
@@ -207,7 +207,7 @@ enum Place {
 struct Gpu {
     cuda: Cuda,
     function: driver::Function,
-    /// Whose turn it is: a kernel that breaks its context is then the one that is blamed.
+    /// Only one kernel runs at a time, so that the one that breaks the context is the one that is blamed.
     turn: Mutex<()>,
 }
 
@@ -221,11 +221,11 @@ pub struct PtxEngine {
     wish: String,
 }
 
-/// Warp instructions that a launch may execute in the simulator unless `--limit` says otherwise: some seconds of them, and
-/// a hundred times what a plain kernel needs for the largest problem that is simulated.
+/// Warp instructions that a launch may execute in the simulator unless `--limit` says otherwise: some seconds' worth,
+/// and a hundred times what a plain kernel needs for the largest problem that is simulated.
 pub const LIMIT: u64 = 100_000_000;
 
-/// Pairs of queries and keys that a kernel is simulated for, at most.
+/// The most pairs of queries and keys that a kernel is simulated for.
 const MOST_PAIRS: u128 = 30_000;
 
 fn read(path: &Path) -> Result<String, String> {
@@ -233,10 +233,10 @@ fn read(path: &Path) -> Result<String, String> {
 }
 
 impl PtxEngine {
-    /// The kernel of a file wherever a wish for a device means it to run: `sim`, `cuda`, or `all` for the simulator and a
-    /// GPU where there is one.
+    /// The kernel of a file on each requested device: `sim`, `cuda`, or `all` for the simulator and a GPU where there
+    /// is one.
     ///
-    /// `limit` is of the warp instructions that a launch may execute in the simulator.
+    /// `limit` is the number of warp instructions that a launch may execute in the simulator.
     pub fn select(
         ptx: &Path,
         description: &Path,
@@ -304,7 +304,7 @@ impl PtxEngine {
         Ok([x.of(problem)?, y.of(problem)?, z.of(problem)?])
     }
 
-    /// Runs the kernel once on the bytes of q, k, v, o and lse; what these are afterwards.
+    /// Runs the kernel once on the bytes of q, k, v, o and lse, and returns these afterwards.
     fn compute(&self, problem: &Problem, tensors: [&[u8]; 5]) -> Result<[Vec<u8>; 5], String> {
         match &self.place {
             Place::Gpu(gpu) => self.on_gpu(gpu, problem, tensors),
@@ -324,7 +324,7 @@ impl PtxEngine {
             .iter()
             .zip(tensors)
             .enumerate()
-            // What an output holds before is no value that a kernel may read.
+            // A kernel may not read an output before writing it.
             .map(
                 |(n, (name, bytes))| {
                     if n < 3 { sim.alloc_from(name, bytes) } else { sim.alloc(name, bytes.len()) }
@@ -449,7 +449,7 @@ impl Engine for PtxEngine {
             Guarded::with_values(problem.dtype, Arrangement::Bhsd, tensor.shape(), &tensor.to_f32()).bytes()
         };
         let inputs = [q, k, v].map(plain);
-        // What stands in the outputs goes over too, so that what the kernel does not write shows.
+        // The outputs are copied to the GPU too, so that elements that the kernel does not write show.
         let before = plain(&o.as_tensor());
         let sums = vec![0xff_u8; problem.batch * problem.heads_q * problem.len_q * size_of::<f32>()];
         let results = self

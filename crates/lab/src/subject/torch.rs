@@ -22,7 +22,7 @@ use crate::peers::Torch;
 enum Place {
     /// torch on the CPU.
     Cpu(Torch),
-    /// One backend of torch on the first GPU, with a folder for what goes to and fro.
+    /// One backend of torch on the first GPU, with a folder for exchanged files.
     Gpu { host: Box<Host>, backend: &'static str, folder: tempfile::TempDir },
 }
 

@@ -11,9 +11,9 @@ use flashcore_ptx::{
 pub enum Change {
     /// The instruction is dropped; of a wait in a loop, the loop.
     Drop,
-    /// A wait lets one group more stay open.
+    /// A wait leaves one more group in flight.
     WaitLess,
-    /// An exclusive or becomes a copy of its first operand: a term of the swizzle, or the turn of a parity, is lost.
+    /// An XOR becomes a copy of its first operand: a term of the swizzle, or the turn of a parity, is lost.
     NoSwizzle,
     /// A comparison takes its edge in, or leaves it out.
     OffByOne,
@@ -21,7 +21,7 @@ pub enum Change {
     OtherParity,
     /// A barrier expects half of the bytes.
     HalfTheBytes,
-    /// A barrier is made for one arrival more.
+    /// A barrier expects one more arrival.
     OneArrivalMore,
     /// An arrival publishes nothing.
     Relaxed,
@@ -135,7 +135,7 @@ fn place(kernel: &Kernel, at: usize) -> String {
 
 /// Changes the instructions at these places.
 pub fn apply(kernel: &mut Kernel, places: &[usize], change: Change) {
-    // From the end, so that places before stay what they are.
+    // From the end, so that earlier positions stay valid.
     for &at in places.iter().rev() {
         apply_at(kernel, at, change);
     }

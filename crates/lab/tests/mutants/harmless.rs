@@ -47,18 +47,18 @@ const fn entry(
 }
 
 const NOTHING_OWED: &str =
-    "with one slot of queries none is owed here: it was given back at the end of its tile";
+    "with one slot of queries none is left to release here: it was released at the end of its tile";
 const NO_FURTHER_QUERIES: &str = "a block ends with its tile: there are no further queries";
 const NO_FURTHER_VALUES: &str = "a block ends with its tile: there are no values after the last";
 const WAITED_ALREADY: &str = "with one slot of queries, the end of every tile has waited for the same";
-const NO_TURN: &str = "after the first of several slots the parity does not turn";
+const NO_TURN: &str = "after the first of several slots the parity does not change";
 const BEFORE_THE_LAST_KEY: &str =
     "these tiles end before the last key of every row, so the comparison with it always holds";
 const FILLED_AFTER: &str =
     "the row too many lands at the start of the next tile in shared memory, which is filled after it";
 const FEWER_REGISTERS: &str = "the assembler has fewer registers to give, and spills: slow, not wrong";
-const COME_FOR_GOOD: &str = "a warp that ends has come for good, and its block's memory stays until the consumers have all that is sent to them";
-const EMPTY_ROUND: &str = "one round more, in which no tile is left";
+const COME_FOR_GOOD: &str = "a warp that ends counts as arrived, and its block's memory stays until the consumers have all that is sent to them";
+const EMPTY_ROUND: &str = "one more round, in which no tile is left";
 const PASSED_KEYS: &str =
     "the keys are not read, and the wait for the values or queries before says that their slot had been free";
 
@@ -83,7 +83,7 @@ pub const HARMLESS: &[Entry] = &[
         &["epilogue: lse", "sm80_fwd.rs"],
         Drop,
         1,
-        "with one stage the barrier after the scores already parts the reads of the queries from the output",
+        "with one stage the barrier after the scores already separates the reads of the queries from the output",
     ),
     entry(
         &["sm80_fwd:block_m=64,block_n=32,warps=4,stages=2,q_in_regs=1"],
@@ -99,15 +99,9 @@ pub const HARMLESS: &[Entry] = &[
         &["main loop / -", "sm80_mma.rs"],
         OffByOne,
         1,
-        "one tile more begins behind the last key, and is masked whole",
+        "one more tile begins after the last key, and is masked completely",
     ),
-    entry(
-        &["sm90_fwd"],
-        &["griddepcontrol.launch_dependents"],
-        Drop,
-        1,
-        "the next grid starts later, and that is all",
-    ),
+    entry(&["sm90_fwd"], &["griddepcontrol.launch_dependents"], Drop, 1, "the next grid only starts later"),
     entry(
         &["sm90_fwd"],
         &["S = Q K^T", "or.b32"],
@@ -120,7 +114,7 @@ pub const HARMLESS: &[Entry] = &[
         &["walk:", "S = Q K^T", "wgmma.fence"],
         Drop,
         3,
-        "its registers are behind the fence before the scores; the assembler asks for it, because a loop lies between",
+        "its registers are after the fence before the scores; the assembler asks for it, because a loop lies between",
     ),
     entry(
         &["sm90_fwd"],
@@ -235,7 +229,7 @@ pub const HARMLESS: &[Entry] = &[
         &["work: which keys these rows see / tiles of the other warpgroups", "setp"],
         OffByOne,
         1,
-        "the tile that is not let pass is walked over, and masked whole",
+        "the tile that is not skipped is walked over, and masked completely",
     ),
     entry(
         &["warpgroups=2", "pingpong=1"],
@@ -329,7 +323,7 @@ pub const HARMLESS: &[Entry] = &[
         &["every thread of a cluster waits", "bar.warp.sync"],
         Drop,
         1,
-        "the lanes that parted meet behind the branch; the barrier says so to the assembler",
+        "the lanes that diverged meet after the branch; the barrier tells the assembler so",
     ),
     entry(
         &["persistent=0", "warpgroups=1"],

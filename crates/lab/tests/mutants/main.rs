@@ -29,8 +29,8 @@ const AMPERE: [&str; 5] = [
     "sm80_fwd:block_m=128,block_n=48,warps=4,stages=3,q_in_regs=0,order=head",
 ];
 
-/// The Hopper kernel: warpgroups that take turns, in blocks that stay; one warpgroup, two blocks a multiprocessor and
-/// tiles in pairs; keys that the blocks of a cluster share, and their warpgroups.
+/// The Hopper kernel: warpgroups that take turns, in persistent blocks; one warpgroup, two blocks per multiprocessor
+/// and tiles in pairs; keys that the blocks of a cluster share, and their warpgroups.
 const HOPPER: [&str; 4] = [
     "sm90_fwd:warpgroups=2,block_n=32,stages=2,q_stages=2,ctas=1,split=1,pingpong=1,lazy=1,poly=0,persistent=1,pairs=0",
     "sm90_fwd:warpgroups=1,block_n=32,stages=2,q_stages=1,ctas=2,split=1,pingpong=0,lazy=0,poly=0,persistent=1,pairs=1",
@@ -68,7 +68,7 @@ fn survivors(text: &str, gpu: &SimGpu, trials: &[Trial], lived: &mut Survivors) 
             let mutant = gpu.clone().with_edit(move |module| apply(&mut module.kernels[0], &at, change));
             trials[*trial].run(&mutant).is_ok()
         });
-        // What can be seen without running it counts as found, too.
+        // A fault that is found without running counts, too.
         let refused = |(trial, at): &(usize, Vec<usize>)| {
             let mut mutant = modules[*trial].clone();
             apply(&mut mutant.kernels[0], at, fault.change);

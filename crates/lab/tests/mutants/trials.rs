@@ -1,5 +1,5 @@
-//! The problems that a kernel with a fault must fail at: in them every bound is met exactly, and every part of a
-//! kernel has something to do.
+//! The problems that a faulty kernel must fail: in them every bound is met exactly, and every part of a kernel has
+//! something to do.
 
 use flashcore::sim::{AsyncMode, Config, SimGpu};
 use flashcore::{DType, Device, Mask, Problem};
@@ -20,8 +20,8 @@ impl Trial {
         Trial { truth: operands.yardstick(), operands }
     }
 
-    /// Runs it, however asynchronous effects and warps fall. Says what is wrong with the first run that is not right,
-    /// or that the simulator objects to.
+    /// Runs it under every timing of asynchronous effects and warps. Returns what is wrong with the first run that is
+    /// not right, or that the simulator objects to.
     pub fn run(&self, gpu: &SimGpu) -> Result<(), String> {
         configs().into_iter().try_for_each(|config| self.run_with(gpu, config))
     }
@@ -53,9 +53,9 @@ pub fn ampere() -> Vec<Trial> {
     ]
 }
 
-/// The same for tiles of 64 queries and more: more tiles than blocks that stay, so that every slot is used again, and so
-/// many keys that each of four blocks that share them uses its slots again; rows and keys that leave a warpgroup or a
-/// block without work; windows wider and narrower than a key tile.
+/// The same for tiles of 64 queries and more: more tiles than persistent blocks, so that every slot is used again, and
+/// so many keys that each of four blocks that share them uses its slots again; rows and keys that leave a warpgroup or
+/// a block without work; windows wider and narrower than a key tile.
 pub fn hopper() -> Vec<Trial> {
     let wide = Mask::Window { left: Some(100), right: Some(10) };
     let narrow = Mask::Window { left: Some(19), right: Some(10) };
@@ -74,7 +74,7 @@ pub fn hopper() -> Vec<Trial> {
 
 /// The ways of running: asynchronous effects late and early, and warps interleaved.
 fn configs() -> [Config; 3] {
-    // A mutant may wait for ever; no honest run here needs a tenth of this. The first finding is enough.
+    // A mutant may wait forever; no honest run here needs a tenth of this. The first finding is enough.
     let config = Config { budget: 4_000_000, threads: 1, max_findings: 1, ..Config::default() };
     [
         config.clone(),

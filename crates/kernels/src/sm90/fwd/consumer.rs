@@ -17,13 +17,15 @@ use crate::{
     sm90::Sm90Params,
 };
 
-/// Named barriers: 0 is the block's; then one a warpgroup for its turn at the tensor cores, one a warpgroup for its
-/// own threads, and one for all consumers.
+// Named barriers; 0 is the block's own.
+/// The first of one barrier per warpgroup for its turn at the tensor cores.
 const TURN: u32 = 1;
+/// The first of one barrier per warpgroup for its own threads.
 const OWN: u32 = 5;
+/// The barrier of all consumers.
 pub(super) const ALL: u32 = 9;
 
-/// Swizzle of 128 bytes, and 1024 bytes from eight rows to the next eight: the upper half of every descriptor.
+/// The upper half of every descriptor: a swizzle of 128 bytes, and 1024 bytes from eight rows to the next eight.
 const DESCRIPTOR_HIGH: u32 = 0x4000_0040;
 
 pub(super) struct Consumer<'a> {
@@ -39,7 +41,7 @@ pub(super) struct Consumer<'a> {
     scores: Vec<Reg<F32>>,
     p: Vec<[Reg<B32>; 4]>,
     pub o: Vec<Reg<F32>>,
-    /// Whether the output holds something that the next product adds to.
+    /// Whether the output already holds something that the next product adds to.
     more: Reg<Pred>,
     /// The warpgroup.
     pub group: Reg<B32>,
@@ -51,7 +53,7 @@ pub(super) struct Consumer<'a> {
     leader: Reg<Pred>,
     /// The row in the block of this thread's upper row.
     row: Reg<B32>,
-    /// The first column that this thread holds in eight.
+    /// The first column that this thread holds in a group of eight.
     pub column: Reg<B32>,
     o_map: Option<Reg<B64>>,
 }
@@ -66,7 +68,7 @@ impl<'a> Consumer<'a> {
         let group = k.shfl_idx(group, 0u32);
         let thread = k.and_b32(tid, 127u32);
         let lane = k.and_b32(tid, 31u32);
-        // Warpgroups that are together have the same rows.
+        // Warpgroups that work together have the same rows.
         let warp = k.shr_u32(if schedule.together { thread } else { tid }, 5u32);
         let g = k.shr_u32(lane, 2u32);
         let row = k.mad_lo_u32(warp, 16u32, g);
@@ -113,7 +115,7 @@ impl<'a> Consumer<'a> {
             let last = k.setp_eq_u32(self.group, self.schedule.warpgroups - 1);
             k.if_(last, |k| k.bar_arrive(TURN, 256u32));
         }
-        // The slot whose output is still being stored, to be given back when it is.
+        // The slot whose output is still being stored; it is released once the store is done.
         let owed = k.mov_b32(0u32);
         k.griddepcontrol(GridDep::Wait);
         each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed));
@@ -149,7 +151,7 @@ impl<'a> Consumer<'a> {
             }
             k.if_(who, |k| self.clear_values(k, tile, keys.last));
         }
-        // With several warpgroups, each walks over the tiles that its own rows see, and lets the others pass; together,
+        // With several warpgroups, each walks over the tiles that its own rows see, and skips the others; together,
         // they take the tiles in turn.
         let own = (self.schedule.warpgroups > 1).then(|| {
             if self.schedule.together {
@@ -200,12 +202,12 @@ impl<'a> Consumer<'a> {
         );
     }
 
-    /// Whether each of several warpgroups has rows of its own.
+    /// Whether there are several warpgroups, each with rows of its own.
     fn has_own_rows(&self) -> bool {
         self.schedule.warpgroups > 1 && !self.schedule.together
     }
 
-    /// Merges with other blocks, and stores what the tile came to.
+    /// Merges with other blocks, and stores the tile's result.
     fn end(&self, k: &mut KernelBuilder, tile: &Tile, owed: Reg<B32>) {
         if self.schedule.parts > 1 {
             partial::store(k, self, tile);
@@ -225,13 +227,13 @@ impl<'a> Consumer<'a> {
         k.set(owed, |k| k.mov_b32(free));
         self.q.advance(k);
         if self.schedule.q_stages == 1 {
-            // The next queries need this very slot: waiting longer would be waiting for ever.
+            // The next queries need this very slot: waiting longer would be a deadlock.
             self.give_back_queries(k, owed);
             k.set(owed, |k| k.mov_b32(0u32));
         }
     }
 
-    /// Gives back the slot of the queries of the tile before, once its output has been read from there.
+    /// Releases the slot of the previous tile's queries, once its output has been read from there.
     fn give_back_queries(&self, k: &mut KernelBuilder, owed: Reg<B32>) {
         if self.schedule.split > 1 || !self.schedule.persistent {
             return;
@@ -305,7 +307,7 @@ impl<'a> Consumer<'a> {
         }
     }
 
-    /// Lets tiles pass that none of this warpgroup's rows sees.
+    /// Skips tiles that none of this warpgroup's rows see.
     fn pass_down_to(&self, k: &mut KernelBuilder, at: Reg<B32>, stop: Reg<B32>) {
         k.comment("tiles of the other warpgroups");
         k.while_(
@@ -351,7 +353,7 @@ impl<'a> Consumer<'a> {
         );
     }
 
-    /// The scores of one key tile, while the values of the tile before are added.
+    /// Computes the scores of one key tile while the values of the previous tile are added.
     fn key_tile(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>, masked: bool) {
         self.k.wait_filled(k);
         self.begin_turn(k);
@@ -382,7 +384,7 @@ impl<'a> Consumer<'a> {
         k.set(self.more, |k| k.mov_pred(true));
     }
 
-    /// S = Q Kᵀ, from the slots that come next.
+    /// S = Q Kᵀ, from the next slots.
     fn scores(&self, k: &mut KernelBuilder) {
         k.comment("S = Q K^T");
         let mut q = self.q.address(k);
@@ -400,7 +402,7 @@ impl<'a> Consumer<'a> {
         }
     }
 
-    /// O += P V, from the slot that comes next.
+    /// O += P V, from the next slot.
     fn add_values(&self, k: &mut KernelBuilder) {
         k.comment("O += P V");
         let values = self.v.address(k);
@@ -447,14 +449,14 @@ impl<'a> Consumer<'a> {
         }
     }
 
-    /// The row in the problem of this thread's upper (0) or lower (1) row.
+    /// The problem's row for this thread's upper (0) or lower (1) row.
     pub fn problem_row(&self, k: &mut KernelBuilder, tile: &Tile, half: u32) -> Reg<B32> {
         let row = k.add_u32(tile.rows.first_row, self.row);
         if half == 0 { row } else { k.add_u32(row, 8u32) }
     }
 
-    /// Values behind the last key are none of this batch entry's: whatever they are, nothing times them must stay
-    /// nothing, so the consumers overwrite them with zeros. Only the first key tile of the walk has any.
+    /// Rows of V after the last key do not belong to this batch entry. Their probabilities are 0, but 0 · NaN is NaN,
+    /// so the consumers overwrite these rows with zeros. Only the first key tile of the walk has any.
     fn clear_values(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
         let Schedule { block_n, .. } = self.schedule;
         let first_key = k.mul_lo_u32(at, block_n);
@@ -488,12 +490,12 @@ impl<'a> Consumer<'a> {
         });
     }
 
-    /// By which power of two this warpgroup's probabilities are smaller.
+    /// The power of two by which this warpgroup's probabilities are scaled down.
     fn shift(&self) -> f32 {
         softmax::shift(self.schedule.lazy, self.spec.dtype)
     }
 
-    /// Writes lse, if it is wanted: one thread of the four that share a row.
+    /// Writes lse, if it is wanted: by one of the four threads that share a row.
     fn store_lse(&self, k: &mut KernelBuilder, tile: &Tile, first_block_only: bool) {
         if !self.spec.lse {
             return;
@@ -534,7 +536,7 @@ impl<'a> Consumer<'a> {
         k.mad_lo_u64(head, head_stride, entry)
     }
 
-    /// Divides by the sums and stores the output: through the slot of the tile's queries, by TMA.
+    /// Divides by the sums and stores the output by TMA, through the slot of the tile's queries.
     fn store_output(&self, k: &mut KernelBuilder, tile: &Tile) {
         let Some(o_map) = self.o_map else { return };
         k.section("consumer: output");
@@ -551,7 +553,7 @@ impl<'a> Consumer<'a> {
                 [pack(k, self.spec.dtype, quad[0], quad[1]), pack(k, self.spec.dtype, quad[2], quad[3])]
             })
             .collect();
-        // A box is stored whole, and cut at the tensor's edge: what lies beyond is read, so it is written.
+        // TMA reads the whole box and clips it at the tensor's edge, so the rows beyond it must be written too.
         let columns = (panels(self.spec.head_dim_v) * PANEL / 8) as usize;
         if packed.len() < columns {
             let zero = k.mov_b32(0u32);
@@ -574,7 +576,7 @@ impl<'a> Consumer<'a> {
         let start = k.mad_lo_u32(swizzled, 16u32, line);
         for (pair, chunks) in packed.chunks(2).enumerate() {
             let (panel, chunk) = (2 * pair as u32 / 8, 2 * pair as u32 % 8);
-            // Slots start at whole lines, so a step inside a line is an exclusive or.
+            // Slots start at whole lines, so a step inside a line is an XOR.
             let at = if chunk == 0 { start } else { k.xor_b32(start, 16 * chunk) };
             let at = at.at((panel * self.sizes.q_panel) as i32);
             if let [[a, b], [c, d]] = chunks {
@@ -604,9 +606,9 @@ impl<'a> Consumer<'a> {
 struct Descriptor(Reg<B32>);
 
 impl Descriptor {
-    /// `leading`: bytes from one panel to the next, where one product reaches over several.
+    /// `leading`: bytes from one panel to the next, where one product spans several.
     fn new(k: &mut KernelBuilder, address: Reg<B32>, leading: u32) -> Self {
-        // In a cluster, an address has the block's rank in its upper bits, and a descriptor no place for it.
+        // In a cluster, an address has the block's rank in its upper bits, and a descriptor has no room for it.
         let start = k.bfe_u32(address, 4u32, 14u32);
         Self(k.or_b32(start, (leading >> 4) << 16))
     }

@@ -1,5 +1,5 @@
-//! The warpgroups of a block that shared the keys of the same queries: all but the first hand over what they have through
-//! shared memory, and the first goes on with the whole.
+//! Merges warpgroups of a block that shared the keys of the same queries: all but the first hand over their results
+//! through shared memory, and the first continues with the total.
 
 use flashcore_ptx::{F32, KernelBuilder, Reg};
 
@@ -10,20 +10,20 @@ use super::{
 };
 use crate::Spec;
 
-/// Bytes of 16 for each thread of a warpgroup.
+/// 16 bytes for each thread of a warpgroup.
 const CHUNK: u32 = 16 * 128;
 
-/// Bytes that a block keeps for what is handed over.
+/// Bytes of shared memory that a block reserves for handing over.
 pub(super) fn bytes(schedule: Schedule, spec: &Spec) -> u32 {
     if schedule.together { (schedule.warpgroups - 1) * part_bytes(spec) } else { 0 }
 }
 
-/// Bytes from one warpgroup: the state of two rows and all columns, 16 at a time and thread.
+/// Bytes from one warpgroup: the state of two rows and all columns, 16 bytes per thread at a time.
 fn part_bytes(spec: &Spec) -> u32 {
     (1 + spec.head_dim_v / 8) * CHUNK
 }
 
-/// Hands over what a warpgroup other than the first has.
+/// Hands over the results of a warpgroup other than the first.
 pub(super) fn send(k: &mut KernelBuilder, of: &Consumer<'_>) {
     k.section("gather: hand over");
     let part = k.sub_u32(of.group, 1u32);
@@ -38,7 +38,7 @@ pub(super) fn send(k: &mut KernelBuilder, of: &Consumer<'_>) {
     k.bar_arrive(ALL, of.schedule.consumer_threads());
 }
 
-/// Adds what the others hand over to what the first warpgroup has.
+/// Adds the others' results to those of the first warpgroup.
 pub(super) fn receive(k: &mut KernelBuilder, of: &Consumer<'_>) {
     k.section("gather: receive");
     k.bar_sync(ALL, of.schedule.consumer_threads());

@@ -1,5 +1,5 @@
-//! Blocks of a cluster that shared the keys of a tile merge what they have: each takes a part of the columns, and gets
-//! the others' sums and their part of those columns through distributed shared memory.
+//! Blocks of a cluster that shared the keys of a tile merge their results: each takes a part of the columns, and gets
+//! the other blocks' sums and partial outputs for those columns through distributed shared memory.
 
 use flashcore_ptx::{B32, ClusterAddr, F32, KernelBuilder, Reg, Scope};
 
@@ -10,17 +10,17 @@ use crate::{
     sm90::Sm90Params,
 };
 
-/// Bytes that a block keeps for what the others send.
+/// Bytes of shared memory that a block reserves for what the others send.
 pub(super) fn exchange_bytes(schedule: Schedule, spec: &Spec) -> u32 {
     (schedule.split - 1) * sender_bytes(schedule, spec)
 }
 
-/// Bytes from one block: the state of two rows and a part of the columns, 16 at a time and thread.
+/// Bytes from one block: the state of two rows and a part of the columns, 16 bytes per thread at a time.
 fn sender_bytes(schedule: Schedule, spec: &Spec) -> u32 {
     (1 + spec.head_dim_v / 8 / schedule.split) * chunk_bytes(schedule)
 }
 
-/// Bytes of 16 for each thread that merges.
+/// 16 bytes for each thread that merges.
 fn chunk_bytes(schedule: Schedule) -> u32 {
     16 * 128 * schedule.readers()
 }
@@ -105,8 +105,8 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     }
 }
 
-/// The weights of this thread's two rows, its own state's first and then those of the others, by which what each summed up
-/// is to be multiplied; the rows' state becomes that of all together.
+/// For this thread's two rows, the weights that each block's sums are to be multiplied by: this block's first, then the
+/// others'. The rows' state becomes the merged one.
 pub(super) fn weigh(
     k: &mut KernelBuilder,
     of: &Consumer<'_>,
@@ -130,7 +130,7 @@ pub(super) fn weigh(
     })
 }
 
-/// An element of the output of all together.
+/// An element of the merged output.
 pub(super) fn weighted(
     k: &mut KernelBuilder,
     own: Reg<F32>,

@@ -3,14 +3,15 @@
 //! One producer thread moves tiles of Q, K and V into swizzled shared memory by TMA. Each of one to four consumer
 //! warpgroups holds 64 queries: it multiplies them with a key tile from shared memory, turns the scores into
 //! probabilities in its registers, and multiplies those with the value tile. The product with the next key tile is
-//! issued before the product with this value tile, so that the tensor cores work while the softmax does; with several
-//! warpgroups, named barriers make them take turns at the tensor cores, so that one's softmax falls under another's
-//! products. A block takes up one tile of queries after the other, and the next one's copies run under this one's end.
+//! issued before the product with this value tile, so that the tensor cores work during the softmax; with several
+//! warpgroups, named barriers make them take turns at the tensor cores, so that one's softmax overlaps another's
+//! products. A persistent block takes one query tile after another, and the copies for the next tile overlap the end of
+//! this one.
 //!
-//! Where the tiles are too few to fill the GPU, the warpgroups of a block share the keys of the same 64 queries, and the
-//! blocks of a cluster those of one tile; they merge what they have through shared memory, their own and each other's.
-//! Where even a cluster is too small, the keys are cut into parts, each a block of its own anywhere on the GPU: it writes
-//! what it has to global memory, and [`combine`](super::combine) merges it.
+//! Where the tiles are too few to fill the GPU, the warpgroups of a block share the keys of the same 64 queries, and
+//! the blocks of a cluster those of one tile; they merge their results through shared memory, their own and each
+//! other's. Where even a cluster is too small, the keys are cut into parts, each a block of its own anywhere on the
+//! GPU: it writes its partial result to global memory, and [`combine`](super::combine) merges them.
 
 mod consumer;
 mod gather;
@@ -30,13 +31,13 @@ use crate::{
     family::{MAX_REGISTERS, check_registers, schedule},
 };
 
-/// Queries of a warpgroup: what one `wgmma` takes.
+/// Queries per warpgroup: what one `wgmma` takes.
 pub(crate) const ROWS: u32 = 64;
-/// Columns of a panel: rows of 128 bytes, within which the swizzle permutes.
+/// Columns per panel: rows of 128 bytes, within which the swizzle permutes.
 pub(crate) const PANEL: u32 = 64;
 /// Bytes of a panel's row.
 pub(crate) const PITCH: u32 = 2 * PANEL;
-/// Registers beside the fragments: softmax state, addresses, barriers.
+/// Registers besides the fragments: softmax state, addresses, barriers.
 const OTHER_REGISTERS: u32 = 26;
 
 schedule! {
@@ -50,7 +51,7 @@ schedule! {
         pub stages: u32,
         /// Slots for Q tiles: with two, the next tile's queries are fetched while this one is computed.
         pub q_stages: u32,
-        /// Blocks that share a multiprocessor: up to four of one warpgroup, or two of two.
+        /// Blocks per multiprocessor: up to four of one warpgroup, or two of two.
         pub ctas: u32,
         /// Blocks of a cluster that share the keys of a tile.
         pub split: u32,
@@ -60,27 +61,27 @@ schedule! {
         pub lazy: bool,
         /// Of eight exponentials in unmasked tiles, how many are computed by a polynomial.
         pub poly: u32,
-        /// Whether blocks stay and take up further tiles.
+        /// Whether blocks are persistent, taking one tile after another.
         pub persistent: bool,
-        /// Under a causal mask, whether blocks that stay take up tiles in pairs of a long and a short one, rather than
+        /// Under a causal mask, whether persistent blocks take tiles in pairs of a long and a short one, rather than
         /// longest first.
         pub pairs: bool,
         /// Whether the warpgroups of a block share the keys of the same 64 queries, rather than having queries of their own.
         pub together: bool = false,
-        /// Parts that the keys of a tile are cut into, each for a block of its own; [`combine`](super::combine) merges what
-        /// they write to global memory.
+        /// Parts that the keys of a tile are cut into, one block each; [`combine`](super::combine) merges what they
+        /// write to global memory.
         pub parts: u32 = 1,
     }
 }
 
-/// The order in which tiles of queries are taken up.
+/// The order in which query tiles are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Walk {
     /// Head by head.
     Plain,
-    /// Head by head, a long tile and a short one together, so that all pieces of work are of one size.
+    /// Head by head, a long tile and a short one together, so that all work tiles have the same size.
     Pairs,
-    /// Sections of heads, longest tiles first, every other round of blocks that stay backwards.
+    /// Sections of heads, longest tiles first; persistent blocks go through every other round backwards.
     Sections,
 }
 
@@ -130,19 +131,19 @@ impl Schedule {
     /// Columns of every box.
     pub const BOX_COLUMNS: u32 = PANEL;
 
-    /// How many blocks can share the keys of a tile: as many as every GPU with clusters can run together.
+    /// How many blocks can share the keys of a tile: every GPU with clusters can run that many together.
     pub const SPLITS: [u32; 4] = [1, 2, 4, 8];
 
-    /// The most parts of the keys: two for every multiprocessor of the largest Hopper.
+    /// The most parts of the keys: two per multiprocessor of the largest Hopper.
     pub const MOST_PARTS: u32 = 264;
 
-    /// Every schedule of the search space; [`crate::Schedule::check`] says which of them fit a spec. Knobs that change
-    /// nothing beside the others stay at one value.
+    /// Every schedule of the search space; [`crate::Schedule::check`] says which of them fit a spec. Knobs that have no
+    /// effect with the others' values stay at one value.
     pub fn grid() -> Vec<Schedule> {
         let mut grid = Vec::new();
         for warpgroups in 1..=4 {
             let ctas = 1..=Self::most_ctas(warpgroups);
-            // How warpgroups stand to each other: as they come, in turns, or together.
+            // How warpgroups interact: independently, in turns, or together.
             let each_other: &[(bool, bool)] = if warpgroups == 1 {
                 &[(false, false)]
             } else {
@@ -197,12 +198,12 @@ impl Schedule {
         if self.together { 1 } else { self.warpgroups }
     }
 
-    /// How many key tiles further a warpgroup's next one is.
+    /// How many key tiles a warpgroup advances at a time.
     fn stride(self) -> u32 {
         if self.together { self.warpgroups } else { 1 }
     }
 
-    /// The order in which tiles of queries are taken up. Where there is no limit to the right, all are as long.
+    /// The order in which query tiles are taken. Without a right bound, all are equally long.
     pub fn order(self, spec: &Spec) -> Walk {
         match (spec.right, self.pairs && self.persistent) {
             (false, _) => Walk::Plain,
@@ -216,12 +217,12 @@ impl Schedule {
         self.split == 1 && self.parts == 1
     }
 
-    /// Whether the order of the tiles depends on how many heads are taken up together.
+    /// Whether the order of the tiles depends on how many heads are processed together.
     pub fn has_sections(self, spec: &Spec) -> bool {
         self.order(spec) == Walk::Sections
     }
 
-    /// The power of two by which the sums of weights that it leaves are smaller than said.
+    /// The power of two by which the sums of weights in its partial results are scaled down.
     pub fn shift(self, spec: &Spec) -> u32 {
         softmax::shift(self.lazy, spec.dtype) as u32
     }
@@ -235,8 +236,8 @@ impl Schedule {
         self.consumer_threads() + if self.warpgroups == 1 { 32 } else { 128 }
     }
 
-    /// Registers of a producer's and of a consumer's thread, where they are shared out anew. A block has only those
-    /// that it was launched with: were the shares more, its warps would wait for the rest for ever.
+    /// Registers per producer thread and per consumer thread, where `setmaxnreg` redistributes them. A block has only
+    /// those that it was launched with: if the shares added up to more, its warps would wait forever.
     fn shares(self) -> Option<(u16, u16)> {
         match (self.warpgroups, self.ctas) {
             (1, _) => None,
@@ -247,7 +248,7 @@ impl Schedule {
         }
     }
 
-    /// Blocks of so many warpgroups that share a multiprocessor at most.
+    /// The most blocks per multiprocessor, given their warpgroups.
     const fn most_ctas(warpgroups: u32) -> u32 {
         match warpgroups {
             1 => 4,
@@ -260,7 +261,7 @@ impl Schedule {
     fn register_limit(self) -> u32 {
         match self.shares() {
             Some((_, consumer)) => u32::from(consumer),
-            // The assembler counts in steps of 32 here.
+            // The assembler rounds down to a multiple of 32 here.
             None => (65536 / (self.ctas * self.threads()) / 32 * 32).min(MAX_REGISTERS),
         }
     }
@@ -340,8 +341,8 @@ impl Family for Schedule {
                     .into(),
             );
         }
-        // Else a slot would come to a warpgroup that has not seen its phase before, and takes it for the one that it waits
-        // for: a phase is known by its parity alone.
+        // Otherwise a warpgroup would get a slot whose previous phase it did not see, and mistake that phase for the
+        // one that it waits for: a phase is known only by its parity.
         if self.together && (self.warpgroups == 1 || !self.stages.is_multiple_of(self.warpgroups)) {
             return refuse(format!(
                 "{} warpgroups together on {} stages: possible are 2 to 4, and a multiple of as many stages",
@@ -371,11 +372,11 @@ impl Family for Schedule {
         }
         let memory = self.memory(spec);
         memory.layout.fits(target)?;
-        // What a multiprocessor has beside one block's share: 1 KiB a block belongs to the system.
+        // All shared memory of a multiprocessor; the system takes 1 KiB per block.
         let (all, needed) = (233_472, self.ctas * (memory.layout.bytes() + 1024));
         if needed > all {
             return refuse(format!(
-                "{} blocks need {needed} bytes of shared memory, {all} there are",
+                "{} blocks need {needed} bytes of shared memory, but a multiprocessor has {all}",
                 self.ctas
             ));
         }
@@ -413,7 +414,7 @@ impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
         let tid = k.tid_x();
         let warp = k.shr_u32(tid, 5u32);
-        // Taken from one lane, so that the assembler knows it to be the same in all.
+        // Taken from one lane, so that the assembler knows that it is the same in all.
         let warp = k.shfl_idx(warp, 0u32);
         self.initialise(k, memory);
         let consumers = 4 * self.warpgroups;
@@ -439,11 +440,11 @@ impl Schedule {
         });
     }
 
-    /// Sets up the barriers, and lets everybody see them.
+    /// Sets up the barriers, and makes them visible to all threads.
     fn initialise(self, k: &mut KernelBuilder, memory: &Memory) {
         k.section("barriers");
-        // Whoever comes next in the stream may set itself up beside this grid, as this one did beside the one before:
-        // up to here nothing was read from memory, and all that does so waits first.
+        // The next launch in the stream may start its setup beside this grid, as this one did beside the previous one:
+        // up to here nothing was read from memory, and everything that reads waits first.
         k.griddepcontrol(GridDep::LaunchDependents);
         let tid = k.tid_x();
         let first = k.setp_eq_u32(tid, 0u32);
@@ -454,7 +455,7 @@ impl Schedule {
                     k.mbarrier_init(bars.at((16 * stage + 8) as i32), readers);
                 }
             };
-            // A slot of Q is given back by one thread of each warpgroup, one of K or V by one of each warp.
+            // A slot of Q is released by one thread of each warpgroup, a slot of K or V by one thread of each warp.
             pair(memory.q_bars, self.q_stages, self.warpgroups);
             pair(memory.k_bars, self.stages, 4 * self.readers());
             pair(memory.v_bars, self.stages, 4 * self.readers());
@@ -484,7 +485,7 @@ mod tests {
         let shared_out = Schedule::grid().into_iter().filter_map(|it| it.shares().map(|shares| (it, shares)));
         let mut seen = std::collections::BTreeSet::new();
         for (schedule, (producer, consumer)) in shared_out {
-            // Registers are given to threads in steps of 8.
+            // Registers are allocated to threads in steps of 8.
             let launched = (65536 / (schedule.ctas * schedule.threads()) / 8 * 8).min(MAX_REGISTERS);
             let (all, consumers) = (schedule.threads() * launched, schedule.consumer_threads());
             let wanted =

@@ -1,5 +1,5 @@
-//! A block that has taken a part of the keys writes what it has to global memory: the sums over its keys, not divided, and
-//! for each row what they are relative to. Part p of a head with `len_q` queries has the rows from p · len_q on.
+//! A block that took a part of the keys writes its partial result to global memory: the undivided sums over its keys,
+//! and each row's reference. Part p of a head with `len_q` queries has the rows from p · len_q on.
 
 use flashcore_ptx::KernelBuilder;
 

@@ -56,7 +56,7 @@ impl<'a> Producer<'a> {
             k_map,
             v_map,
             once: k.create_policy(L2Evict::First),
-            // Keys that are cut into parts are so many that hardly anybody comes back for them.
+            // Keys that are cut into parts are so many that they are hardly ever read again.
             again: k.create_policy(if schedule.parts > 1 { L2Evict::First } else { L2Evict::Last }),
         }
     }

@@ -1,9 +1,9 @@
-//! A ring of slots in shared memory that one side fills and the other reads, with two barriers a slot: one that says
-//! it is filled, one that says it is free.
+//! A ring of slots in shared memory that one side fills and the other reads, with two barriers per slot: one says that
+//! it is filled, the other that it is free.
 
 use flashcore_ptx::{Addr, B32, KernelBuilder, Operand, Reg, Scope, Shared};
 
-/// One side's place in a ring. A slot's barriers lie side by side: filled, then free.
+/// One side's position in a ring. A slot's barriers lie side by side: filled, then free.
 pub(super) struct Ring {
     slots: Reg<B32>,
     bytes: u32,
@@ -11,7 +11,7 @@ pub(super) struct Ring {
     bars: Reg<B32>,
     slot: Reg<B32>,
     parity: Reg<B32>,
-    /// How many slots further the next one is.
+    /// How many slots it advances at a time.
     stride: u32,
 }
 
@@ -19,7 +19,8 @@ pub(super) struct Ring {
 const FREE: i32 = 8;
 
 impl Ring {
-    /// For the side that fills: every slot is free at first, which a fresh barrier says of the phase before its first.
+    /// For the side that fills: every slot is free at first, and a fresh barrier reports the phase before its first as
+    /// complete.
     pub fn producer(k: &mut KernelBuilder, slots: Shared, bytes: u32, bars: Shared, stages: u32) -> Self {
         Self::new(k, slots, bytes, bars, stages, 1)
     }
@@ -29,8 +30,8 @@ impl Ring {
         Self::new(k, slots, bytes, bars, stages, 0)
     }
 
-    /// From a slot on, and to one so many further each time: for several who share the slots out among themselves. There
-    /// must be a multiple of as many slots, so that each of them has always the same.
+    /// Starts at a slot and advances by several at a time, for readers that divide the slots among themselves. The
+    /// number of slots must be a multiple of the step, so that each reader always has the same slots.
     pub fn starting_at(self, k: &mut KernelBuilder, slot: Reg<B32>, stride: u32) -> Self {
         k.set(self.slot, |k| k.mov_b32(slot));
         Self { stride, ..self }
@@ -72,7 +73,7 @@ impl Ring {
         k.mbarrier_wait_parity(bar, self.parity, Scope::Cta);
     }
 
-    /// Goes on to the next slot.
+    /// Advances to the next slot.
     pub fn advance(&self, k: &mut KernelBuilder) {
         if self.stages == 1 {
             k.set(self.parity, |k| k.xor_b32(self.parity, 1u32));

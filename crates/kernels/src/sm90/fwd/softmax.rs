@@ -1,8 +1,9 @@
-//! The softmax of a warpgroup's rows: two rows a thread, each shared by four threads.
+//! The softmax of a warpgroup's rows: two rows per thread, each shared by four threads.
 //!
 //! Probabilities are 2^((score − reference) · scale), where the reference is the largest score so far or, with the lazy
-//! rescale, one whose probability is at most 2^8 times smaller. For bf16, whose values reach to the end of f32, the lazy
-//! ones are smaller by that factor, so that none is above 1 and no product overflows that would not otherwise.
+//! rescale, one whose probability is at most 2^8 times smaller. For bf16, whose range is that of f32, lazy
+//! probabilities are scaled down by that factor, so that none is above 1 and no product overflows that would not
+//! otherwise.
 
 use flashcore_ptx::{F32, KernelBuilder, Pred, Reg};
 
@@ -14,7 +15,7 @@ use crate::{
 /// How much a row's maximum may exceed its reference, as a power of two, before the lazy rescale moves it.
 const SLACK: f32 = 8.0;
 
-/// Added to a number, leaves its nearest integer in the low bits of the sum.
+/// Added to a number, it leaves the nearest integer in the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
 
 /// What is known of a row so far. The sum is this thread's part until [`RowState::finish`].
@@ -25,17 +26,17 @@ pub(super) struct RowState {
     pub sum: Reg<F32>,
 }
 
-/// How a score becomes a probability, given its row and its place among the row's scores.
+/// How a score becomes a probability, given its row and its index among the row's scores.
 type Exp<'a> = &'a dyn Fn(&mut KernelBuilder, Reg<F32>, usize, usize) -> Reg<F32>;
 
-/// What the output so far must be multiplied with.
+/// The factors that the output so far must be multiplied by.
 pub(super) struct Rescale {
     factors: [Reg<F32>; 2],
-    /// Whether any row of the warp changes; `None`: assume so.
+    /// Whether any row of the warp changes; `None`: assume that one does.
     any: Option<Reg<Pred>>,
 }
 
-/// By which power of two probabilities are made smaller.
+/// The power of two by which probabilities are scaled down.
 pub(super) fn shift(lazy: bool, dtype: Dtype) -> f32 {
     if lazy && dtype == Dtype::Bf16 { SLACK } else { 0.0 }
 }
@@ -48,7 +49,7 @@ pub(super) struct Kind {
     /// No key has been seen before.
     pub first: bool,
     pub lazy: bool,
-    /// The power of two by which all probabilities of a row are smaller than said; see [`shift`].
+    /// The power of two by which all probabilities of a row are scaled down; see [`shift`].
     pub shift: f32,
     /// Of eight exponentials, how many are computed by a polynomial.
     pub poly: u32,
@@ -78,7 +79,7 @@ pub(super) fn row_elements(scores: &[Reg<F32>], half: usize) -> impl Iterator<It
     scores.chunks_exact(4).flat_map(move |quad| [quad[2 * half], quad[2 * half + 1]])
 }
 
-/// Combines with four chains, so that no instruction waits for the one before it.
+/// Reduces in four chains, so that no instruction waits for the one before it.
 fn reduce(
     k: &mut KernelBuilder,
     values: impl Iterator<Item = Reg<F32>>,
@@ -102,8 +103,8 @@ fn reduce(
     partial[0]
 }
 
-/// 2^x by a polynomial on the multiply-add pipes, for x from −∞ to 127: relative error under 1e-4, which is a
-/// quarter of what rounding to f16 costs.
+/// 2^x by a polynomial on the multiply-add pipes, for x from −∞ to 127: relative error under 1e-4, a quarter of the
+/// error of rounding to f16.
 fn exp2_poly(k: &mut KernelBuilder, x: Reg<F32>) -> Reg<F32> {
     let x = k.max_ftz_f32(x, -125.0);
     let shifted = k.add_f32(x, ROUND);
@@ -119,8 +120,8 @@ fn exp2_poly(k: &mut KernelBuilder, x: Reg<F32>) -> Reg<F32> {
     k.f32_from_bits(bits)
 }
 
-/// One key tile: turns scores, in place, into probabilities that are not yet divided by the sum. What it returns is
-/// to be applied to the output before this tile's values are added.
+/// One key tile: turns scores, in place, into probabilities that are not yet divided by the sum. The result must be
+/// applied to the output before this tile's values are added.
 pub(super) fn step(
     k: &mut KernelBuilder,
     params: SoftmaxParams,
@@ -182,7 +183,7 @@ pub(super) fn step(
     let largest = k.max_f32(sizes[0], sizes[1]);
     let large = k.setp_gt_f32(largest, FUSED_UP_TO);
     let any_large = k.vote_any(large);
-    // Each probability is added as soon as it is there: the additions then fall under the exponentials that follow.
+    // Each probability is added as soon as it is computed: the additions then overlap the exponentials that follow.
     let each = |k: &mut KernelBuilder, exp: Exp<'_>| {
         for (half, row) in rows.iter().enumerate() {
             let mut sums = [row.sum, row.sum];

@@ -1,4 +1,4 @@
-//! Which tile of queries a block takes up, and which keys that tile sees.
+//! Which query tile a block takes, and which keys that tile sees.
 
 use flashcore_ptx::{B32, KernelBuilder, ParamHandle, Pred, Reg};
 
@@ -9,7 +9,7 @@ use crate::{
     sm90::Sm90Params,
 };
 
-/// A tile of queries.
+/// A query tile.
 pub(super) struct Tile {
     pub rows: Rows,
     pub kv_head: Reg<B32>,
@@ -26,7 +26,7 @@ pub(super) struct Keys {
 }
 
 impl Keys {
-    /// Those of one of several warpgroups that take them in turn: its first is so many before the last.
+    /// The tiles of one of several warpgroups that take them in turn, given how far before the last its first one is.
     pub fn every(&self, k: &mut KernelBuilder, before: Reg<B32>) -> Keys {
         let last = k.sub_s32(self.last, before);
         let some = k.setp_ge_s32(last, self.first);
@@ -34,7 +34,7 @@ impl Keys {
     }
 }
 
-/// Runs the body for each tile of queries that this block takes up.
+/// Runs the body for each query tile that this block takes.
 pub(super) fn each_tile(
     k: &mut KernelBuilder,
     schedule: Schedule,
@@ -110,8 +110,8 @@ pub(super) fn each_tile(
     }
 }
 
-/// The place of a block in a round when two share a multiprocessor, those of the round's second half beside those of
-/// the first: the second half is taken backwards, so that a long tile has a short one beside it.
+/// The position of a block in a round when two share a multiprocessor, one from each half of the round: the second half
+/// is taken backwards, so that a long tile runs beside a short one.
 fn beside_another(k: &mut KernelBuilder, item: Reg<B32>, blocks: Reg<B32>, last: Reg<B32>) -> Reg<B32> {
     let half = k.shr_u32(blocks, 1u32);
     let ends = k.add_u32(last, half);
@@ -120,19 +120,19 @@ fn beside_another(k: &mut KernelBuilder, item: Reg<B32>, blocks: Reg<B32>, last:
     k.selp_b32(item, backwards, first)
 }
 
-/// Where a tile of queries is: the head, over all batch entries, and the block of rows.
+/// Where a query tile is: the head, over all batch entries, and the block of rows.
 #[derive(Clone, Copy)]
 struct Place {
     head: Reg<B32>,
     block: Reg<B32>,
-    /// Whether the block is as far from the first as from the last, and so has no other to be paired with.
+    /// Whether the block of rows is the middle one, which has no other to be paired with.
     middle: Reg<Pred>,
 }
 
 impl Place {
-    /// Head by head, the last block first. `second` where a piece of work is a pair: of the first block from the end
-    /// and the first from the start, the second and the second, and so on. Under a causal mask, all pairs have as
-    /// many keys.
+    /// Head by head, the last block first. `second` where a work tile is a pair: the first block from the end with the
+    /// first from the start, the second with the second, and so on. Under a causal mask, all pairs have equally many
+    /// keys.
     fn in_head(k: &mut KernelBuilder, item: Reg<B32>, second: Option<Reg<Pred>>) -> Self {
         let (head_items, blocks) = (k.param(Sm90Params::head_items), k.param(Sm90Params::blocks));
         let head = divide(k, item, Sm90Params::items_mul, Sm90Params::items_shift);
@@ -144,7 +144,7 @@ impl Place {
         Self { head, block, middle }
     }
 
-    /// Section by section of heads, in each the last block of every head first.
+    /// Section by section of heads; in each, the last block of every head first.
     fn in_section(k: &mut KernelBuilder, item: Reg<B32>) -> Self {
         let (heads, blocks) = (k.param(Sm90Params::section), k.param(Sm90Params::blocks));
         let section = divide(k, item, Sm90Params::section_tiles_mul, Sm90Params::section_tiles_shift);
@@ -160,7 +160,7 @@ impl Place {
     }
 }
 
-/// n / divisor, and what remains.
+/// n / divisor.
 fn divide(
     k: &mut KernelBuilder,
     n: Reg<B32>,
@@ -173,6 +173,7 @@ fn divide(
     k.cvt_u32_u64(quotient)
 }
 
+/// What remains of n, given the quotient.
 fn remainder(k: &mut KernelBuilder, n: Reg<B32>, quotient: Reg<B32>, divisor: Reg<B32>) -> Reg<B32> {
     let taken = k.mul_lo_u32(quotient, divisor);
     k.sub_u32(n, taken)

@@ -1,4 +1,4 @@
-//! `flashcore ceilings`: what this machine can do at most.
+//! `flashcore ceilings`: the highest rates this machine can reach.
 
 use clap::Args;
 

@@ -12,7 +12,7 @@ use crate::cli::{Exit, Json, percent};
 use crate::evidence::{Environment, schemas};
 use crate::interrupt;
 
-/// Time for one comparison at most.
+/// The most time for one comparison.
 const A_COMPARISON: Duration = Duration::from_secs(1);
 
 #[derive(Args)]

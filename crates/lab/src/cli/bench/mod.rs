@@ -35,11 +35,11 @@ queries and keys differ, such as 1x32/8x1/4096x128.
 Contenders take turns in rounds, on the same inputs, and every time stands beside the error of what was timed. Times are \
 microseconds; rates count causal as half.
 
-On the CPU the clock is that of the caller. On a GPU it is the kernel clock, with the caller's beside it for a shape that \
-is looked at alone, and everything runs in worker processes: one that crashes or hangs costs its own row and no other. \
+On the CPU the clock is the call clock. On a GPU it is the kernel clock, with the call clock beside it for a shape that \
+is timed alone, and everything runs in worker processes: one that crashes or hangs costs its own row and no other. \
 torch is looked for in $FLASHCORE_PYTHON, then python3.
 
-flashcore compare holds a report against an earlier one; flashcore grid times the shapes of a file.")]
+flashcore compare compares a report with an earlier one; flashcore grid times the shapes of a file.")]
 pub struct Options {
     #[command(flatten)]
     cells: Cells,
@@ -105,11 +105,11 @@ impl Cells {
     }
 }
 
-/// Where cells are timed.
+/// The device on which cells are timed.
 #[derive(Args)]
 pub(super) struct Place {
-    /// auto (the GPU where there is one), cpu, one path of the CPU engine such as cpu-portable, or cuda, with -N for the
-    /// GPU of number N
+    /// auto (the GPU where there is one), cpu, one path of the CPU engine such as cpu-portable, or cuda, with -N for
+    /// GPU number N
     #[arg(long, default_value = "auto")]
     device: DeviceName,
     /// CPU: threads for every contender; all cores by default
@@ -138,7 +138,7 @@ impl Pace {
     }
 }
 
-/// Whom ours is timed against.
+/// The peers that ours is timed against.
 #[derive(Args)]
 pub(super) struct Against {
     /// Do not look for torch
@@ -151,7 +151,7 @@ pub(super) struct Against {
 }
 
 impl Against {
-    /// Those who were named; absent where the choice is ours.
+    /// The peers that were named; absent for the default choice.
     fn named(&self) -> Option<Vec<String>> {
         if self.no_peers { Some(Vec::new()) } else { self.peers.as_ref().map(|peers| peers.0.clone()) }
     }
@@ -202,16 +202,16 @@ struct Task<'a> {
     margin: f64,
     /// Time for everything.
     budget: Option<Duration>,
-    /// Rounds, if exactly so many are wanted.
+    /// Rounds, if an exact number is wanted.
     rounds: Option<usize>,
     warmups: u32,
-    /// Who of ours, on a GPU.
+    /// Which of our kernels, on a GPU.
     ours: Ours,
-    /// Those who were named; absent where the choice is ours.
+    /// The peers that were named; absent for the default choice.
     peers: Option<Vec<String>>,
-    /// Whether the cells are looked at one by one, rather than as rows of a table.
+    /// Whether the cells are shown one by one, rather than as rows of a table.
     alone: bool,
-    /// Whether the call clock of a GPU is read in a table too.
+    /// Whether a GPU's cells in a table are also timed by the call clock.
     calls: bool,
     /// What only a CPU, or only a GPU, can do.
     only: Option<Only>,
@@ -268,10 +268,10 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// Starts whoever is timed.
+    /// Starts the contenders.
     fn start(&self, environment: &Environment, tell: &mut dyn FnMut(&str)) -> Result<Box<dyn Bench>, String> {
         let device = self.device()?;
-        // Before anything is drawn: a machine that runs out of memory kills whom it likes.
+        // Before any inputs are drawn: a machine that runs out of memory may kill any process.
         for Member { cell, .. } in &self.members {
             let needed = match device {
                 On::Cpu(_) => memory::to_judge(&cell.problem()),
@@ -289,7 +289,7 @@ impl<'a> Task<'a> {
                 return Ok(Box::new(CpuBench::start(setup, environment)?));
             }
         };
-        // In a table, the two that count; the others take longer than they tell.
+        // In a table, only the two peers that count; the others take more time than they are worth.
         let usual = if alone { &PEERS[..] } else { &PEERS[..2] };
         let setup = on_gpu::Setup {
             ordinal,
@@ -306,7 +306,7 @@ impl<'a> Task<'a> {
         Ok(Box::new(GpuBench::start(setup, &self.members, tell)?))
     }
 
-    /// Time for all cells, where nobody says.
+    /// Time for all cells, by default.
     fn usual_budget(&self, bench: &dyn Bench) -> Duration {
         let a_cell = match (bench.clock(), self.alone) {
             (Clock::Kernel, true) => 15,
@@ -361,7 +361,7 @@ impl<'a> Report<'a> {
     }
 }
 
-/// A run that is over: how it ended, and what is written of it.
+/// A finished run: how it ended, and the report that is written.
 struct Finished {
     exit: Exit,
     complete: bool,
@@ -370,7 +370,7 @@ struct Finished {
     document: Value,
 }
 
-/// What is said of a run that was interrupted.
+/// The message about a run that was interrupted.
 const INTERRUPTED: &str = "interrupted: what was measured until then is kept, and the rest is absent";
 
 /// Times the cells, shows them as they come, and writes the report.
@@ -379,7 +379,7 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
     let environment = Environment::read();
     let asked = task.members.len();
     let mut progress = Progress::new(asked as u64 * 100);
-    // Starting everybody takes its share of the budget.
+    // Starting the contenders takes its share of the budget.
     let started = Instant::now();
     let mut bench = task.start(&environment, &mut |what| progress.at(0, what))?;
     let budget = task.budget.unwrap_or_else(|| task.usual_budget(&*bench));
@@ -387,7 +387,7 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
     let part = |bench: &dyn Bench, outcomes: &[Outcome]| {
         serde_json::to_value(Report::new(bench, outcomes, asked, budget, started)).unwrap_or_default()
     };
-    // What there would be to report if the next cell had no end.
+    // The report so far, in case the next cell never ends.
     let kept = Arc::new(Mutex::new(part(&*bench, &outcomes)));
     interrupt::finish_steps({
         let (kept, json, environment, schema) =
@@ -440,9 +440,9 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
     Ok(Finished { exit, complete, environment, outcomes, document })
 }
 
-/// Wrong results of ours fail, and so does a rate above a GPU's peak; a cell without a result or an interrupt is no answer.
-/// How fast they came, and what is undecided about that, is for `flashcore compare`: a machine that is busy makes no result
-/// wrong.
+/// Wrong results of ours fail, and so does a rate above a GPU's peak; a cell without a result, or an interrupt, means
+/// that the run could not finish. Speed, and what is undecided about it, is for `flashcore compare`: a busy machine
+/// makes no result wrong.
 fn exit(outcomes: &[Outcome], complete: bool) -> Exit {
     let wrong = |outcome: &Outcome| {
         (outcome.impossible && outcome.gpu().is_some())

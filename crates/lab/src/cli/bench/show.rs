@@ -1,4 +1,4 @@
-//! What a person sees of a benchmark, by whichever clock.
+//! What a person sees of a benchmark, by either clock.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::evidence::Environment;
 use crate::gpu::worker::KERNEL;
 use crate::stats::Verdict;
 
-/// A p90 so many times p50 says that something else ran on the machine.
+/// A p90 this many times p50 means that something else ran on the machine.
 const NOISY: f64 = 1.3;
 
 /// The machine, the peers, and the columns of a table.
@@ -119,7 +119,7 @@ pub(super) fn row(outcome: &Outcome) -> String {
     lines.join("\n")
 }
 
-/// A cell that is looked at alone.
+/// A cell shown on its own.
 pub(super) fn describe(outcome: &Outcome) -> String {
     let name = outcome.name.map_or_else(String::new, |name| format!("{name}: "));
     let half = if outcome.mask.starts_with("causal") { ", causal counted half" } else { "" };
@@ -219,7 +219,7 @@ fn line(outcome: &Outcome, result: &Measured, width: usize, called: bool) -> Str
     text
 }
 
-/// The error beside a time: its size, how it compares with plain attention's, and of how many rows.
+/// The error shown beside a time: its size, how it compares with plain attention's, and how many rows were judged.
 fn error(outcome: &Outcome, result: &Measured) -> String {
     let Some(judgement) = &result.error else { return "not judged".into() };
     let verdict = if judgement.passed() { toned(Tone::Good, "right") } else { toned(Tone::Bad, "WRONG") };
@@ -236,7 +236,7 @@ fn error(outcome: &Outcome, result: &Measured) -> String {
     text
 }
 
-/// What speaks against a measurement, or helps to read it.
+/// Warnings about a measurement, and notes that help to read it.
 fn remarks(outcome: &Outcome) -> Vec<String> {
     let mut lines = Vec::new();
     let mut bad = |text: String| lines.push(toned(Tone::Bad, &text));
@@ -285,7 +285,7 @@ fn short(why: &str) -> String {
     if line.chars().count() > 160 { line.chars().take(160).collect::<String>() + "…" } else { line.into() }
 }
 
-/// What all cells say together.
+/// The summary over all cells.
 pub(super) fn closing(report: &Report<'_>, spent: Duration) -> String {
     let mut lines = Vec::new();
     for summary in report.summaries.iter().filter(|summary| summary.cells > 1) {

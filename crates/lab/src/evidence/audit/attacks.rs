@@ -1,5 +1,5 @@
-//! An attacker who can seal: every leaf of every kind of evidence is changed, and the audit must see it, unless it stands on
-//! the list of what nothing in a file can contradict.
+//! An attacker who can recompute the hash: every leaf of every kind of evidence is changed, and the audit must notice,
+//! unless the change is on the list of what nothing in a file can contradict.
 
 use std::collections::BTreeSet;
 
@@ -109,7 +109,7 @@ const FREE: &[(&str, &str, &[&str], &str)] = &[
         &["half more"],
         "how the run went: calls behind a sample, seconds, workers that were lost",
     ),
-    // What has no order that means something.
+    // Lists whose order has no meaning.
     (
         "bench/1 bench/2 bench-gpu/1 bench-gpu/2",
         "/cells /cells/*/results/*/call/call_us /cells/*/results/*/call/host_us",
@@ -179,7 +179,7 @@ const FREE: &[(&str, &str, &[&str], &str)] = &[
     ("stress/1", "/problems", &["shortened"], "version 1 does not say how many problems were asked for"),
 ];
 
-/// Kinds that take a while to make again.
+/// Kinds that take a while to recompute.
 const SLOW: [&str; 5] = ["bench/1", "bench-gpu/1", "bench-gpu/2", "against-itself/1", "against-itself/2"];
 
 /// Rounds of every measurement here.
@@ -466,7 +466,7 @@ fn sealed(document: &Value) -> String {
     seal(&(serde_json::to_string_pretty(&document).unwrap() + "\n"))
 }
 
-/// What an attacker makes of a value, each with its name.
+/// The changes an attacker may make to a value, each with its name.
 fn changes(value: &Value) -> Vec<(&'static str, Value)> {
     let mut all = match value {
         Value::Null => {
@@ -575,7 +575,8 @@ fn attack(honest: &Value) -> BTreeSet<usize> {
     let accepted: BTreeSet<(String, &str)> = all
         .par_iter()
         .filter(|at| {
-            // What every file begins with is checked alike; where that takes little time, it is attacked.
+            // The header of every file is checked in the same way; it is attacked only in kinds that are quick to
+            // check.
             let begins = ["/environment", "/command"].iter().any(|start| at.starts_with(start));
             !(["/hash", ""].contains(&at.as_str()) || (begins && SLOW.contains(&kind)))
         })

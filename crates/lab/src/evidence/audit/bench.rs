@@ -17,9 +17,9 @@ use crate::rule::Judgement;
 use crate::shapes;
 use crate::timing::Samples;
 
-/// Elements of a tensor that could be timed.
+/// The most elements of a tensor that could be timed.
 const MOST_ELEMENTS: f64 = (1u64 << 36) as f64;
-/// Calls of a sample at most.
+/// The most calls per sample.
 const MOST_CALLS: u64 = 10_000;
 
 /// As JSON; what was read from JSON can be written to it.
@@ -27,7 +27,7 @@ pub(super) fn value(of: impl serde::Serialize) -> Value {
     serde_json::to_value(of).unwrap_or_default()
 }
 
-/// Makes the cells again, each by `remake`, and what follows from all of them.
+/// Recomputes the cells, each by `remake`, and what follows from all of them.
 pub(super) fn cells(
     audit: &mut Audit,
     root: &Place<'_>,
@@ -48,7 +48,7 @@ pub(super) fn cells(
     outcomes
 }
 
-/// Ceilings that times were held against: of this machine.
+/// The ceilings that times were compared with: of this machine.
 pub(super) fn ceilings(audit: &mut Audit, place: &Place<'_>, machine: &str) -> (Option<Ceilings>, Value) {
     if place.is_null() {
         return (None, Value::Null);
@@ -61,7 +61,7 @@ pub(super) fn ceilings(audit: &mut Audit, place: &Place<'_>, machine: &str) -> (
     (serde_json::from_value(place.value.clone()).ok(), Value::Object(made))
 }
 
-/// What was asked in a cell; absent, and refused, where it is nothing that can be asked.
+/// The problem of a cell; absent, and refused, where no such problem is possible.
 pub(super) fn cell(audit: &mut Audit, place: &Place<'_>) -> Option<Cell> {
     let text = |name: &str| place.get(name).str();
     let shape = shapes::parse(text("shape")).ok().map(|named| named.shape);
@@ -83,15 +83,15 @@ pub(super) fn cell(audit: &mut Audit, place: &Place<'_>) -> Option<Cell> {
     Some(Cell { name: named.map_or("", |named| named.name), shape, mask, dtype })
 }
 
-/// What a contender's samples, its judgement and why it left are in every benchmark.
+/// What every benchmark records about a contender: samples, judgement, and why it left.
 pub(super) struct Contender {
     pub samples: Samples,
     pub judgement: Option<Judgement>,
-    /// The judgement made again.
+    /// The recomputed judgement.
     pub error: Value,
 }
 
-/// Reads a contender: who has a time has a judgement, and who failed says why.
+/// Reads a contender: one that has a time has a judgement, and one that failed says why.
 pub(super) fn contender(audit: &mut Audit, place: &Place<'_>, version: u32, judged: Judged) -> Contender {
     let field = |name: &str| place.get(name);
     let failure = audit.maybe_text(&field("failure"), any).map(String::from);
@@ -111,7 +111,7 @@ pub(super) fn contender(audit: &mut Audit, place: &Place<'_>, version: u32, judg
     Contender { samples: Samples { name, calls, times, failure }, judgement, error }
 }
 
-/// Everybody in a cell is judged by one yardstick, and who stays to the end is sampled once per round.
+/// All contenders of a cell are judged by one yardstick, and those that stay to the end are sampled once per round.
 pub(super) fn together(audit: &mut Audit, at: &str, all: &[Contender]) {
     let yardstick =
         |it: &Contender| it.judgement.as_ref().map(|it| [it.max, it.rms].map(|it| (it.plain, it.allowed)));
@@ -120,7 +120,7 @@ pub(super) fn together(audit: &mut Audit, at: &str, all: &[Contender]) {
     let same = yardsticks.all(|other| Some(other) == first);
     audit.require(at, same, "judges its contenders by different yardsticks");
     let rounds = all.iter().map(|it| it.samples.times.len()).max().unwrap_or(0);
-    // Where one leaves, a round may end before everybody had a turn.
+    // Where one leaves, a round may end before every contender had a turn.
     let least = rounds.saturating_sub(usize::from(all.iter().any(|it| it.samples.failure.is_some())));
     let stayed = |it: &&Contender| it.samples.failure.is_none();
     let in_turn = all.iter().filter(stayed).all(|it| it.samples.times.len() >= least);
@@ -138,7 +138,7 @@ pub(super) fn drawn(key: String, draw: impl FnOnce() -> [u32; 3]) -> [u32; 3] {
     *drawn.get_or_insert_default().entry(key).or_insert_with(draw)
 }
 
-/// Whether no text stands twice.
+/// Whether no text occurs twice.
 pub(super) fn are_different(mut texts: Vec<&str>) -> bool {
     texts.sort_unstable();
     texts.windows(2).all(|two| two[0] != two[1])

@@ -15,7 +15,7 @@ use crate::bench::outcome::{CpuConditions, Outcome, causal_shares, judged_rows};
 use crate::ceilings::Ceilings;
 use crate::stats;
 
-/// Elements of tensors that are drawn again: more take longer than they tell.
+/// The most elements of tensors that are drawn again: more would take too long.
 const MOST_DRAWN: usize = 1 << 24;
 
 pub(super) fn remake(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<String, Value> {
@@ -57,7 +57,7 @@ fn device<'a>(audit: &mut Audit, root: &Place<'a>, threads: u64) -> &'a str {
     isa.unwrap_or_default()
 }
 
-/// How cells of a CPU are made again.
+/// How cells of a CPU are recomputed.
 struct Cpu {
     version: u32,
     torch: bool,
@@ -66,7 +66,7 @@ struct Cpu {
 }
 
 impl Cpu {
-    /// Absent where what was taken cannot be: nothing follows from it.
+    /// Absent where the raw values are impossible: nothing follows from them.
     fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: &Cell) -> Option<(Outcome, Value)> {
         let problem = cell.problem();
         let judged_rows = judged_rows(&problem).len();
@@ -108,7 +108,7 @@ impl Cpu {
             return None;
         }
         if self.version < 2 {
-            // A limit was the median of its samples then.
+            // In that version, a limit was the median of its samples.
             fma_peak_us = stats::median(&fma_peak_us).into_iter().collect();
             bandwidth_us = stats::median(&bandwidth_us).into_iter().collect();
         }

@@ -1,4 +1,4 @@
-//! The raw part of a document: places in it, and whether what stands there can be.
+//! The raw part of a document: places in it, and whether their values are possible.
 
 use std::ops::RangeBounds;
 
@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::Audit;
 
-/// Stands in a document that was made again for what cannot be: it was checked where it was read.
+/// Marks raw values in a recomputed document, which cannot be recomputed: they were checked where they were read.
 pub(super) const RAW: &str = "\0raw";
 
 /// That, as a value.
@@ -19,7 +19,7 @@ pub(super) fn raws(names: &[&str]) -> Map<String, Value> {
     names.iter().map(|name| ((*name).to_string(), raw())).collect()
 }
 
-/// Microseconds that can be: up to an hour.
+/// Possible microseconds: up to an hour.
 const MOST_US: f64 = 3.6e9;
 
 static NOTHING: Value = Value::Null;
@@ -59,7 +59,7 @@ impl<'a> Place<'a> {
 }
 
 impl Audit {
-    /// Refuses a place where nothing that can be was found.
+    /// Refuses a place that has no possible value.
     fn possible<T>(&mut self, place: &Place<'_>, found: Option<T>) -> Option<T> {
         if found.is_none() {
             self.deny(&place.at, format!("is {}, which cannot be", super::brief(place.value)));
@@ -73,12 +73,12 @@ impl Audit {
         self.possible(place, number).unwrap_or(f64::NAN)
     }
 
-    /// The same where nothing may stand.
+    /// The same, where the value may be null.
     pub(super) fn maybe_number(&mut self, place: &Place<'_>, range: impl RangeBounds<f64>) -> Option<f64> {
         (!place.is_null()).then(|| self.number(place, range))
     }
 
-    /// A number of things within a range; 0 where it is refused.
+    /// A count within a range; 0 where it is refused.
     pub(super) fn count(&mut self, place: &Place<'_>, range: impl RangeBounds<u64>) -> u64 {
         let count = place.value.as_u64().filter(|count| range.contains(count));
         self.possible(place, count).unwrap_or(0)
@@ -94,13 +94,13 @@ impl Audit {
         self.list(place).iter().map(|item| self.time(item)).collect()
     }
 
-    /// A text that passes.
+    /// A text that passes a test.
     pub(super) fn text<'a>(&mut self, place: &Place<'a>, passes: impl Fn(&str) -> bool) -> &'a str {
         let text = place.value.as_str().filter(|text| !text.trim().is_empty() && passes(text));
         self.possible(place, text).unwrap_or_default()
     }
 
-    /// The same where nothing may stand.
+    /// The same, where the value may be null.
     pub(super) fn maybe_text<'a>(
         &mut self,
         place: &Place<'a>,
@@ -141,7 +141,7 @@ pub(super) fn is_version(text: &str) -> bool {
         && text.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// So many hexadecimal digits.
+/// This many hexadecimal digits.
 pub(super) fn is_hex(text: &str, digits: usize) -> bool {
     text.len() == digits && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }

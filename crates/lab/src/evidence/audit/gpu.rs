@@ -18,7 +18,7 @@ use crate::gpu::pool::Pool;
 use crate::gpu::worker::{KERNEL, SCHEDULE};
 use crate::physics;
 
-/// What may hold clocks back, and whether that is heat or a fault of the power supply.
+/// What may throttle clocks, and whether that is heat or a power supply fault.
 const REASONS: [(&str, bool); 8] = [
     ("applications clocks", false),
     ("power cap", false),
@@ -30,7 +30,7 @@ const REASONS: [(&str, bool); 8] = [
     ("display clocks", false),
 ];
 
-/// What cells are made again with.
+/// What cells are recomputed with.
 struct Bench {
     version: u32,
     margin: f64,
@@ -131,7 +131,7 @@ fn facts(audit: &mut Audit, root: &Place<'_>, peak: Option<f64>) -> Value {
 }
 
 impl Bench {
-    /// Absent where what was taken cannot be: nothing follows from it.
+    /// Absent where the raw values are impossible: nothing follows from them.
     fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: Cell) -> Option<(Outcome, Value)> {
         let problem = cell.problem();
         let group = audit.text(&place.get("group"), |group| is_group(&cell, group)).to_string();
@@ -207,7 +207,7 @@ impl Bench {
         made
     }
 
-    /// A contender as it was summarised; what is patched into it is its call clock in an older version, and its plan.
+    /// A contender as it was summarised; patched into it are its plan and, in an older version, its call clock.
     fn measured(
         &self,
         audit: &mut Audit,
@@ -225,7 +225,7 @@ impl Bench {
             let real = kernel.is_none_or(is_name) && schedule.is_none_or(is_schedule);
             audit.require(&format!("{}.name", place.at), real, "names no kernel or schedule");
         }
-        // Who gave no output was asked for nothing more.
+        // A contender without an output was asked for nothing more.
         let (asked, whole) = (judgement.is_some(), samples.failure.is_none());
         let mut details = Details::default();
         let replay = place.get("replay_is_same");
@@ -304,7 +304,7 @@ pub(super) fn is_schedule(text: &str) -> bool {
     text.split_once(':').is_some_and(|(kernel, knobs)| is_name(kernel) && knobs.split(',').all(is_knob))
 }
 
-/// What was planned: of the kernel that was asked for, and possible on a GPU.
+/// The plan: it must be of the kernel that was asked for, and possible on a GPU.
 fn plan(audit: &mut Audit, place: &Place<'_>, name: &str) -> Value {
     let schedule = audit.text(&place.get("schedule"), is_schedule);
     let kernel = schedule.split(':').next().unwrap_or_default();
@@ -333,7 +333,7 @@ fn plan(audit: &mut Audit, place: &Place<'_>, name: &str) -> Value {
     Value::Object(made)
 }
 
-/// The GPU before the first round and after every one; rounds that ended slowed down were taken again, or are counted.
+/// The GPU before the first round and after every one; rounds that ended throttled were repeated, or are counted.
 fn states(audit: &mut Audit, cell: &Place<'_>, (retaken, again): (usize, usize), rounds: usize) -> Value {
     let places = audit.list(&cell.get("states"));
     let looked = places.is_empty() || places.len() == 1 + rounds + retaken;
@@ -397,7 +397,7 @@ fn first_call(audit: &mut Audit, place: &Place<'_>) -> Value {
     Value::Object(raws(&["cold_us", "warm_us", "failure"]))
 }
 
-/// The pools of inputs: one of each dtype, as long as the largest tensor needs.
+/// The pools of inputs: one per dtype, as long as the largest tensor needs.
 fn pools(audit: &mut Audit, root: &Place<'_>, outcomes: &[Outcome]) -> Value {
     for checksum in root.get("inputs").items().iter().flat_map(|input| input.get("checksums").items()) {
         audit.count(&checksum, ..=u64::from(u32::MAX));

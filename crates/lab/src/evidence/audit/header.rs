@@ -1,4 +1,4 @@
-//! What every file begins with: when, by which command, on what.
+//! The header of every file: when, by which command, on what.
 
 use flashcore::cpu::Isa;
 use serde_json::{Map, Value, json};
@@ -10,7 +10,7 @@ use crate::stats;
 const SYSTEMS: [&str; 4] = ["freebsd", "linux", "macos", "windows"];
 const ARCHITECTURES: [&str; 5] = ["aarch64", "powerpc64", "riscv64", "s390x", "x86_64"];
 
-/// Checks all of it; the schema and the hash are dealt with.
+/// Checks all of it, except the schema and the hash, which were checked before.
 pub(super) fn remake(audit: &mut Audit, root: &Place<'_>, commands: &[&str]) -> Map<String, Value> {
     audit.text(&root.get("created"), is_time);
     let words = audit.list(&root.get("command"));
@@ -99,7 +99,7 @@ pub(super) fn option<'a>(root: &Place<'a>, name: &str) -> Option<&'a str> {
     (0..words.len()).rev().find_map(at)
 }
 
-/// The smallest difference that matters, as the command was told.
+/// The smallest difference that matters, from the command line.
 pub(super) fn margin(root: &Place<'_>) -> f64 {
     let percent = option(root, "--margin").and_then(|text| text.parse::<f64>().ok());
     percent.map_or(stats::MARGIN, |percent| percent / 100.0)

@@ -66,7 +66,7 @@ pub(super) fn remake(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
     [("cells".to_string(), Value::Array(cells))].into_iter().collect()
 }
 
-/// How often the command was told to compare; in `bench --against-itself N` it was told so otherwise.
+/// How often the command was told to compare; older files have `bench --against-itself N`.
 fn asked_times(root: &Place<'_>) -> u64 {
     let given = option(root, "--times").or_else(|| option(root, "--against-itself"));
     given.map_or(TIMES, |text| text.parse().unwrap_or(0))
@@ -81,7 +81,8 @@ fn is_label(text: &str) -> bool {
     shape && dtype && mask.parse::<Mask>().is_ok_and(|known| known.to_string() == mask)
 }
 
-/// A comparison whose samples are not kept: its intervals lie in each other, and its verdict follows from the wider one.
+/// A comparison whose samples are not kept: one interval lies within the other, and the verdict follows from the wider
+/// one.
 fn lone_comparison(audit: &mut Audit, place: &Place<'_>, margin: f64) -> Comparison {
     let mut interval = |name: &str, level: f64| {
         let place = place.get(name);

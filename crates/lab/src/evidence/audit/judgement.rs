@@ -16,7 +16,7 @@ pub(super) struct Judged {
     pub width: usize,
     /// Whether lse was judged too; absent where that is not known.
     pub lse: Option<bool>,
-    /// The dtype, where the inputs are standard normal numbers: a floor is a few of its roundings then.
+    /// The dtype, where the inputs are standard normal numbers: a floor is then a few of its rounding errors.
     pub normal: Option<DType>,
 }
 
@@ -43,7 +43,7 @@ pub(super) fn judgement(
     }
     let lse_is_there = judged.lse.is_none_or(|wanted| wanted == lse.is_some());
     audit.require(&format!("{}.lse", place.at), lse_is_there, "does not fit what was asked for");
-    // Of many elements none is above the largest, and their root mean square is between.
+    // No element's error is above the largest, and the root mean square lies in between.
     let all = (judged.rows * judged.width) as f64;
     let between = |low: f64, high: f64| low <= high * (1.0 + 1e-9);
     let ordered = between(row.error, max.error)
@@ -70,7 +70,7 @@ pub(super) fn judgement(
 /// An error with what it may be: twice plain attention's and the floor, which is written down since version 2.
 fn bound(audit: &mut Audit, place: &Place<'_>, version: u32) -> (Bound, Value) {
     let error = if place.get("error").is_null() {
-        // What is infinite is null in JSON; it is within no bound.
+        // Infinity is null in JSON; it is within no bound.
         f64::INFINITY
     } else {
         audit.number(&place.get("error"), 0.0..)

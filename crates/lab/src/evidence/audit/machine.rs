@@ -1,4 +1,4 @@
-//! What a machine can do at most, and what bounds a kernel on it.
+//! The ceilings of a machine, and what bounds a kernel on it.
 
 use flashcore::plan::Target;
 use serde_json::{Map, Value, json};
@@ -154,11 +154,11 @@ fn counts(audit: &mut Audit, place: &Place<'_>) -> Vec<u64> {
     counts
 }
 
-/// Blocks on an SM, by the registers and by what else the target has room for.
+/// Blocks per SM, by the registers and the target's other limits.
 fn occupancy(audit: &mut Audit, root: &Place<'_>, target: Option<Target>, registers: Option<u64>) -> Value {
     let place = root.get("occupancy");
     let (Some(target), Some(registers)) = (target, registers) else { return Value::Null };
-    // The threads are not told; the warps of all blocks together are.
+    // The threads are not in the file; the warps of all blocks together are.
     let blocks = audit.count(&place.get("blocks"), 1..=32) as u32;
     let warps = audit.count(&place.get("warps"), 1..=64) as u32;
     let shared = root.get("loaded").get("shared_bytes").value.as_u64();

@@ -1,10 +1,10 @@
-//! Whether an evidence file holds together: the whole document is made again from its raw part, and held against what the
-//! file says, field by field.
+//! Whether an evidence file is consistent: the whole document is recomputed from its raw part, and compared with the
+//! file field by field.
 //!
-//! **Raw** is what was measured or read off a machine: samples, errors, names, versions. It must have the right type and
-//! lie in a range that can be. Everything else **follows** from it by the very functions that wrote it, bootstrap included,
-//! and must agree to nine digits. A field that a schema does not have, or that is not there, is refused, and so is a schema
-//! that is not known: what nobody checks proves nothing.
+//! **Raw** is what was measured or read off a machine: samples, errors, names, versions. It must have the right type
+//! and lie in a possible range. Everything else **follows** from it by the very functions that wrote it, bootstrap
+//! included, and must agree to nine digits. An unknown or missing field is refused, and so is an unknown schema: what
+//! nobody checks proves nothing.
 
 mod bench;
 mod checks;
@@ -30,7 +30,7 @@ use crate::evidence;
 pub struct Audit {
     /// The file's schema.
     pub schema: String,
-    /// How many numbers, verdicts and hashes were made again and agree.
+    /// How many numbers, verdicts and hashes were recomputed and agree.
     pub checked: usize,
     /// What the file does not say.
     pub absent: Vec<String>,
@@ -47,7 +47,7 @@ impl Audit {
         self.contradictions.is_empty()
     }
 
-    /// Holds what a file says against what was made again.
+    /// Compares what a file says with what was recomputed.
     fn agree(&mut self, at: &str, said: &Value, made: &Value) {
         match (said, made) {
             (_, Value::String(made)) if made == RAW => {}
@@ -79,7 +79,7 @@ impl Audit {
         }
     }
 
-    /// Refuses a place unless something holds there.
+    /// Refuses a place unless a condition holds there.
     fn require(&mut self, at: &str, holds: bool, otherwise: &str) {
         if holds {
             self.checked += 1;
@@ -97,7 +97,7 @@ impl Audit {
     }
 }
 
-/// Whether numbers with a fraction agree to nine digits; those that count something agree or do not.
+/// Whether numbers agree: fractions to nine digits, counts exactly.
 fn is_near(a: &serde_json::Number, b: &serde_json::Number) -> bool {
     a.is_f64() && b.is_f64() && a.as_f64().zip(b.as_f64()).is_some_and(|(a, b)| near(a, b))
 }
@@ -112,14 +112,14 @@ fn brief(value: &Value) -> String {
     if text.chars().count() > 80 { text.chars().take(80).collect::<String>() + "…" } else { text }
 }
 
-/// How a kind of evidence is made again.
+/// How a kind of evidence is recomputed.
 struct Kind {
     /// The commands that write it, or wrote it once.
     commands: &'static [&'static str],
     version: u32,
-    /// Everything but what all kinds begin with.
+    /// Everything after the header that all kinds share.
     remake: fn(&mut Audit, &Place<'_>, u32) -> Map<String, Value>,
-    /// Whether it is of the inputs that its seed gives; asked last, since drawing them takes a while.
+    /// Whether its inputs are those of its seed; checked last, since drawing them takes a while.
     inputs: fn(&mut Audit, &Place<'_>),
 }
 
@@ -127,7 +127,7 @@ const BENCH: &[&str] = &["bench", "grid"];
 const AGAINST_ITSELF: &[&str] = &["against-itself", "bench"];
 const CEILINGS: &[&str] = &["ceilings", "bench"];
 
-/// What commands write that is no evidence: nothing in it can be made again.
+/// Files that commands write but that are no evidence: nothing in them can be recomputed.
 const NOTES: [&str; 8] = ["comparison", "doctor", "inspect", "leaderboard", "micro", "plan", "rbk", "run"];
 
 /// The schemas that are known, for messages.
