@@ -160,7 +160,7 @@ impl<'a> Attention<'a> {
         let lse_layout = Layout::bhsd([problem.batch, problem.heads_q, problem.len_q, 1]);
         let mut lse = problem.lse.then(|| TensorBuf::zeros(DType::F32, lse_layout)).transpose()?;
         let (o_view, lse_view) = (o.view_mut(), lse.as_mut().map(TensorBuf::view_mut));
-        self.run_checked(device, problem, inputs(q, k, v), &o_view, lse_view.as_ref())?;
+        self.run_checked(device, problem, &inputs(q, k, v), &o_view, lse_view.as_ref())?;
         Ok(Output { o, lse })
     }
 
@@ -193,7 +193,7 @@ impl<'a> Attention<'a> {
     ) -> Result<()> {
         let mut problem = self.problem(q, k, v)?;
         problem.lse = lse.is_some();
-        self.run_checked(device, problem, inputs(q, k, v), o, lse.as_deref())
+        self.run_checked(device, problem, &inputs(q, k, v), o, lse.map(|lse| &*lse))
     }
 
     /// Runs a problem whose inputs were checked.
@@ -201,7 +201,7 @@ impl<'a> Attention<'a> {
         &self,
         device: &Device,
         problem: Problem,
-        inputs: PerTensor<Raw>,
+        inputs: &PerTensor<Raw>,
         o: &TensorMut<'_>,
         lse: Option<&TensorMut<'_>>,
     ) -> Result<()> {

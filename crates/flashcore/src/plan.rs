@@ -156,8 +156,8 @@ impl Plan {
             );
             return Self::assemble(problem, spec, entry.schedule, hardware, reason);
         }
-        let (schedule, reason) = choose::schedule(folded, &spec, hardware)
-            .map_err(|error| unsupported(&hardware.name, &error))?;
+        let (schedule, reason) =
+            choose::schedule(folded, &spec, hardware).map_err(|error| unsupported(&hardware.name, &error))?;
         Self::assemble(problem, spec, schedule, hardware, reason)
     }
 
@@ -371,7 +371,10 @@ mod tests {
         {
             assert!(!scaled(usual), "{usual}");
         }
-        assert!(scaled(mission.with_softcap(50.0).with_lse()), "lse is in f32, and shows the fast tanh's error");
+        assert!(
+            scaled(mission.with_softcap(50.0).with_lse()),
+            "lse is in f32, and shows the fast tanh's error"
+        );
         let caps = [1e-39, 100.0, 1e3, 1e30, f32::MAX].map(|cap| mission.with_softcap(cap));
         for unusual in caps.into_iter().chain([3e38, 1e-39].map(|scale| mission.with_scale(scale))) {
             assert!(scaled(unusual), "{unusual}");
@@ -401,7 +404,8 @@ mod tests {
         let mask = Mask::Window { left: Some(usize::MAX), right: Some(0) };
         let plan = plan(Problem::new(1, 1, 100, 64, DType::F16).with_mask(mask));
         let at = (0, Layout::bhsd([1, 1, 100, 64]));
-        let args = plan.args(&Bindings::of([Name::Q, Name::K, Name::V, Name::O].map(|name| (name, at.0, at.1))));
+        let args =
+            plan.args(&Bindings::of([Name::Q, Name::K, Name::V, Name::O].map(|name| (name, at.0, at.1))));
         assert_eq!((args.left, args.right), (200, 0));
     }
 }

@@ -265,9 +265,9 @@ impl std::str::FromStr for Problem {
             let wrong = |text: &str| refuse(&format!("'{text}' is not a number"));
             let number = |text: &str| text.parse::<f32>().map_err(|_| wrong(text));
             let size = |text: &str| text.parse::<usize>().map_err(|_| wrong(text));
-            if let Ok(dtype) = word.parse() {
+            if let Ok(dtype) = word.parse::<DType>() {
                 problem.dtype = dtype;
-            } else if let Ok(mask) = word.parse() {
+            } else if let Ok(mask) = word.parse::<Mask>() {
                 problem.mask = mask;
             } else {
                 match word.split_once('=') {

@@ -100,6 +100,7 @@ impl Layout {
     }
 
     /// The offset of every row's first element, in the order (batch, heads, length).
+    #[cfg(any(feature = "cuda", test))]
     pub(crate) fn each_row(&self) -> impl Iterator<Item = usize> + '_ {
         let [nb, nh, ns, _] = self.shape;
         let rows = if self.shape.contains(&0) { 0 } else { nb * nh * ns };
@@ -169,6 +170,27 @@ impl Raw {
         start..start + self.layout.reach().unwrap_or(0) * self.dtype.size()
     }
 
+    /// The first `len` elements of a row, widened to f32. Panics out of bounds or off the host.
+    fn read_row(&self, b: usize, h: usize, s: usize, out: &mut [f32]) {
+        let [nb, nh, ns, nd] = self.layout.shape;
+        assert!(b < nb && h < nh && s < ns && out.len() <= nd && self.place == Place::Host);
+        let offset = self.layout.row(b, h, s);
+        for (i, x) in out.iter_mut().enumerate() {
+            // SAFETY: the index is inside the shape, and `new` checked that the shape lies inside the memory.
+            *x = unsafe {
+                match self.dtype {
+                    DType::F16 => self.ptr.cast::<f16>().add(offset + i).read().to_f32(),
+                    DType::BF16 => self.ptr.cast::<bf16>().add(offset + i).read().to_f32(),
+                    DType::F32 => self.ptr.cast::<f32>().add(offset + i).read(),
+                }
+            };
+        }
+    }
+}
+
+/// Copies of whole tensors, for devices with memory of their own.
+#[cfg(feature = "cuda")]
+impl Raw {
     /// The bytes from the first element to the last, on the host.
     pub(crate) fn bytes(&self) -> &[u8] {
         assert_eq!(self.place, Place::Host);
@@ -199,23 +221,6 @@ impl Raw {
             let row = &bytes[from * size..from * size + row_bytes];
             // SAFETY: `new` checked that the row lies inside the memory; `bytes` is memory of its own.
             unsafe { std::ptr::copy_nonoverlapping(row.as_ptr(), self.ptr.add(to * size), row_bytes) };
-        }
-    }
-
-    /// The first `len` elements of a row, widened to f32. Panics out of bounds or off the host.
-    fn read_row(&self, b: usize, h: usize, s: usize, out: &mut [f32]) {
-        let [nb, nh, ns, nd] = self.layout.shape;
-        assert!(b < nb && h < nh && s < ns && out.len() <= nd && self.place == Place::Host);
-        let offset = self.layout.row(b, h, s);
-        for (i, x) in out.iter_mut().enumerate() {
-            // SAFETY: the index is inside the shape, and `new` checked that the shape lies inside the memory.
-            *x = unsafe {
-                match self.dtype {
-                    DType::F16 => self.ptr.cast::<f16>().add(offset + i).read().to_f32(),
-                    DType::BF16 => self.ptr.cast::<bf16>().add(offset + i).read().to_f32(),
-                    DType::F32 => self.ptr.cast::<f32>().add(offset + i).read(),
-                }
-            };
         }
     }
 }

@@ -300,8 +300,9 @@ mod tests {
     #[test]
     fn a_near_problem_takes_the_entry_and_one_that_is_far_or_of_another_kind_does_not() {
         let table = table(&[&line("1x8/8x512/512x64/64 f16 full")]);
-        let tuned =
-            |problem: Problem, name: &str| chosen(&table, &problem, name).main().schedule.to_string() == SCHEDULE;
+        let tuned = |problem: Problem, name: &str| {
+            chosen(&table, &problem, name).main().schedule.to_string() == SCHEDULE
+        };
         assert!(tuned(Problem::new(1, 8, 600, 64, DType::F16), "A100"));
         assert!(!tuned(Problem::new(1, 8, 1024, 64, DType::F16), "A100"));
         // 10 heads are near 8, but 14 x 10 blocks of 64 queries are more than 108 SMs take up at once.
@@ -323,8 +324,9 @@ mod tests {
     fn of_two_near_entries_the_nearer_is_taken() {
         let other = line("1x8/8x560/560x64/64 f16 full").replace("block_n=32", "block_n=48");
         let table = table(&[&line("1x8/8x512/512x64/64 f16 full"), &other]);
-        let block_n =
-            |len| chosen(&table, &Problem::new(1, 8, len, 64, DType::F16), "A100").main().schedule.to_string();
+        let block_n = |len| {
+            chosen(&table, &Problem::new(1, 8, len, 64, DType::F16), "A100").main().schedule.to_string()
+        };
         assert!(block_n(520).contains("block_n=32") && block_n(550).contains("block_n=48"));
     }
 

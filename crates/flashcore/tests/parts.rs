@@ -3,7 +3,7 @@
 
 use flashcore::{
     Attention, Device, Mask, Problem, TensorBuf, oracle,
-    plan::{Hardware, Kernel, Plan, Schedule, Target},
+    plan::{Hardware, Kernel, Launch, Plan, Schedule, Target},
     sim::SimGpu,
 };
 
@@ -78,7 +78,7 @@ fn a_plan_with_parts_is_two_launches_and_says_what_they_share() {
     let problem: Problem = "1x8/2x1/4096x64 f16 lse".parse().unwrap();
     let hardware = Hardware::typical(Target::Sm90a);
     let plan = Plan::with_schedule(&problem, &hardware, schedule(16, false)).unwrap();
-    let kernels: Vec<Kernel> = plan.launches.iter().map(|launch| launch.kernel()).collect();
+    let kernels: Vec<Kernel> = plan.launches.iter().map(Launch::kernel).collect();
     assert_eq!(kernels, [Kernel::Sm90Fwd, Kernel::Combine]);
     assert_eq!((plan.launches[0].grid, plan.launches[1].grid), ([2, 16, 1], [8, 1, 1]));
     // 2 heads of 4 queries, 16 parts: 64 columns and two numbers of 4 bytes each.

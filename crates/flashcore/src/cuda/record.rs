@@ -66,14 +66,7 @@ impl Cuda {
         };
         let exec = ready().map_err(|error: DriverError| self.error(&error))?;
         let Recorder { cuda, kernels, workspaces, calls, .. } = recorder;
-        Ok(Recording {
-            exec,
-            cuda,
-            calls,
-            _kernels: kernels,
-            _workspaces: workspaces,
-            tensors: PhantomData,
-        })
+        Ok(Recording { exec, cuda, calls, _kernels: kernels, _workspaces: workspaces, tensors: PhantomData })
     }
 }
 

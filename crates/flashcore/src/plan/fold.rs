@@ -24,12 +24,7 @@ fn sees_all(problem: &Problem) -> bool {
 }
 
 /// The layout of a tensor of a problem as the folded one has it.
-pub(super) fn fold_tensors(
-    layout: &Layout,
-    of: &Parameter,
-    problem: &Problem,
-    folded: &Problem,
-) -> Layout {
+pub(super) fn fold_tensors(layout: &Layout, of: &Parameter, problem: &Problem, folded: &Problem) -> Layout {
     if problem.len_q == folded.len_q || of.rows != Rows::Queries {
         return *layout;
     }

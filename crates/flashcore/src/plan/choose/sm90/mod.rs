@@ -231,8 +231,8 @@ fn estimate(problem: &Problem, spec: &Spec, schedule: Schedule, sms: usize) -> f
 
 #[cfg(test)]
 mod tests {
-    use crate::plan::{Plan, Target};
     use super::*;
+    use crate::plan::{Plan, Target};
     use crate::{DType, Mask};
 
     /// What was fastest on an H200, or within 2 % of it: batch, heads, length, and the queries of a block without a mask
