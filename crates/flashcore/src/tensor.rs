@@ -266,8 +266,11 @@ impl<'a> Tensor<'a> {
     /// From an address that holds `len` elements.
     ///
     /// # Safety
-    /// For as long as the tensor lives, `ptr` points at `len` initialised elements of `dtype` in `place`, and
-    /// nobody writes to them but through outputs of the same call (which the call refuses).
+    /// `ptr` points at `len` initialised elements of `dtype` in `place`. They stay valid, and nobody writes to them, for
+    /// as long as the tensor lives *and* until all work that was queued with it is done: a call on tensors of a GPU
+    /// returns when its work is queued, and the GPU reads them later. Work that is queued in the same stream behind the
+    /// call may write to them or free them. What a CUDA graph captured stays valid as long as the graph can run. (An
+    /// output of the same call may overlap them: the call is refused then.)
     pub unsafe fn from_raw_parts(
         ptr: *const u8,
         len: usize,
@@ -351,8 +354,11 @@ impl<'a> TensorMut<'a> {
     /// To an address that holds `len` elements.
     ///
     /// # Safety
-    /// For as long as the tensor lives, `ptr` points at `len` elements of `dtype` in `place`, and nobody else
-    /// reads or writes them (inputs of the same call may, which the call refuses).
+    /// `ptr` points at `len` elements of `dtype` in `place`. They stay valid, and nobody else reads or writes them, for as
+    /// long as the tensor lives *and* until all work that was queued with it is done: a call on tensors of a GPU returns
+    /// when its work is queued, and the GPU writes them later. Work that is queued in the same stream behind the call
+    /// may use them or free them. What a CUDA graph captured stays valid as long as the graph can run. (An input of the
+    /// same call may overlap them: the call is refused then.)
     pub unsafe fn from_raw_parts(
         ptr: *mut u8,
         len: usize,
@@ -429,8 +435,8 @@ impl DeviceLengths<'_> {
     /// From an address that holds `len` lengths, on the GPU with this ordinal.
     ///
     /// # Safety
-    /// Until every call with it is done, `ptr` points at `len` numbers on that GPU, none of them above `most`. (A
-    /// call compares `most` with the length of its keys; what the GPU holds it does not ask.)
+    /// Until all work that was queued with it is done, `ptr` points at `len` numbers on that GPU, none of them above
+    /// `most`. (A call compares `most` with the length of its keys; what the GPU holds it does not ask.)
     pub unsafe fn from_raw_parts(ptr: *const u32, len: usize, most: u32, ordinal: u32) -> Result<Self> {
         let tensor = Name::KeyLengths;
         if len > 0 && ptr.is_null() {
