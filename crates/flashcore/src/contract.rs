@@ -3,7 +3,7 @@
 use crate::{
     Error, Name, Problem, Result,
     signature::{Parameter, PerTensor, Role},
-    tensor::{DeviceLengths, Place, Raw},
+    tensor::{DeviceLengths, Raw},
 };
 
 /// The tensors of one call, checked against its problem.
@@ -13,6 +13,7 @@ pub(crate) struct Call<'a> {
     pub tensors: PerTensor<Raw>,
     pub key_lengths: Option<&'a [u32]>,
     /// The address of key lengths that lie beside the tensors, in a GPU's memory.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub device_lengths: Option<u64>,
 }
 
@@ -38,7 +39,8 @@ impl Call<'_> {
     }
 
     /// Where the tensors lie.
-    pub fn place(&self) -> Place {
+    #[cfg(feature = "cuda")]
+    pub fn place(&self) -> crate::Place {
         self.q().place
     }
 }

@@ -2,13 +2,11 @@
 
 #[cfg(feature = "sim")]
 use crate::sim::SimGpu;
+use crate::{Problem, Result, contract::Call, cpu, tensor::Place};
+#[cfg(feature = "cuda")]
 use crate::{
-    Problem, Result,
-    contract::Call,
-    cpu,
     cuda::Cuda,
     plan::{Kernel, Plan},
-    tensor::Place,
 };
 
 /// Where a call runs.
@@ -25,8 +23,10 @@ pub struct Device {
 #[derive(Clone, Debug)]
 enum Kind {
     Cpu(cpu::Engine),
+    #[cfg(feature = "cuda")]
     Cuda(Cuda),
     /// The GPU, and the CPU for host tensors that tensor cores do not take.
+    #[cfg(feature = "cuda")]
     Best(Cuda, cpu::Engine),
     #[cfg(feature = "sim")]
     Sim(SimGpu),
@@ -36,10 +36,11 @@ impl Device {
     /// The fastest device of this machine: the first GPU where there is one, else the CPU. Host tensors that tensor
     /// cores do not take (f32, say) run on the CPU.
     pub fn best() -> Self {
-        match Cuda::new(0) {
-            Ok(cuda) => Self { kind: Kind::Best(cuda, cpu::Engine::new()) },
-            Err(_) => Self::cpu(),
+        #[cfg(feature = "cuda")]
+        if let Ok(cuda) = Cuda::new(0) {
+            return Self { kind: Kind::Best(cuda, cpu::Engine::new()) };
         }
+        Self::cpu()
     }
 
     /// The CPU, with the widest instructions that it has.
@@ -53,11 +54,13 @@ impl Device {
     }
 
     /// The GPU of this number, or why it cannot be used.
+    #[cfg(feature = "cuda")]
     pub fn cuda(ordinal: u32) -> Result<Self> {
         Cuda::new(ordinal).map(Self::cuda_with)
     }
 
     /// A GPU set up by hand.
+    #[cfg(feature = "cuda")]
     pub fn cuda_with(cuda: Cuda) -> Self {
         Self { kind: Kind::Cuda(cuda) }
     }
@@ -69,6 +72,7 @@ impl Device {
     }
 
     /// The plan for a problem; none on the CPU, which has no kernels to choose from.
+    #[cfg(feature = "cuda")]
     pub fn plan(&self, problem: &Problem) -> Option<Result<Plan>> {
         match &self.kind {
             Kind::Cpu(_) => None,
@@ -81,7 +85,10 @@ impl Device {
     /// Whether the device takes a problem, and if not, why.
     pub fn supports(&self, problem: &Problem) -> Result<()> {
         match &self.kind {
-            Kind::Cpu(_) | Kind::Best(..) => problem.check().map(|_| ()),
+            Kind::Cpu(_) => problem.check().map(|_| ()),
+            #[cfg(feature = "cuda")]
+            Kind::Best(..) => problem.check().map(|_| ()),
+            #[cfg(feature = "cuda")]
             Kind::Cuda(cuda) => cuda.plan(&problem.check()?).map(|_| ()),
             #[cfg(feature = "sim")]
             Kind::Sim(gpu) => gpu.plan(&problem.check()?).map(|_| ()),
@@ -94,18 +101,23 @@ impl Device {
         match (&self.kind, place) {
             (_, Place::Host) => true,
             (Kind::Cpu(_), Place::Cuda(_)) => false,
+            #[cfg(feature = "cuda")]
             (Kind::Cuda(cuda) | Kind::Best(cuda, _), Place::Cuda(ordinal)) => cuda.ordinal() == ordinal,
             #[cfg(feature = "sim")]
             (Kind::Sim(_), Place::Cuda(_)) => false,
         }
     }
 
+    // The CPU takes every call that was checked; a GPU can fail.
+    #[cfg_attr(not(feature = "cuda"), allow(clippy::unnecessary_wraps))]
     pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
         match &self.kind {
             Kind::Cpu(engine) => engine.run(call),
+            #[cfg(feature = "cuda")]
             Kind::Cuda(cuda) => return cuda.run(call),
             #[cfg(feature = "sim")]
             Kind::Sim(gpu) => return gpu.run(call),
+            #[cfg(feature = "cuda")]
             Kind::Best(cuda, engine) => {
                 let on_cpu = call.place() == Place::Host
                     && !cuda.plan(&call.problem).is_ok_and(|plan| plan.kernel() != Kernel::Scalar);
@@ -123,6 +135,7 @@ impl std::fmt::Display for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.kind {
             Kind::Cpu(engine) => write!(f, "cpu ({engine})"),
+            #[cfg(feature = "cuda")]
             Kind::Cuda(cuda) | Kind::Best(cuda, _) => cuda.fmt(f),
             #[cfg(feature = "sim")]
             Kind::Sim(gpu) => gpu.fmt(f),

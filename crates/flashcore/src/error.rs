@@ -1,6 +1,7 @@
 //! What can be wrong with a call, each as a value that names the tensor, what was given, what is possible
 //! and what to do.
 
+#[cfg(feature = "cuda")]
 pub use flashcore_driver::PointerFault;
 
 use crate::{DType, tensor::Place};
@@ -259,6 +260,7 @@ pub enum Error {
         len_k: usize,
     },
     /// An address that the GPU cannot use.
+    #[cfg(feature = "cuda")]
     #[error("{tensor} ({address:#x}) cannot be used on {device}: {fault}")]
     Pointer {
         /// Which tensor.

@@ -16,31 +16,40 @@
 //!
 //! Semantics: scores and sums are in f32 whatever the dtype; a query without keys gives zeros and lse = −∞,
 //! never NaN; [`Mask::Causal`] is aligned bottom-right when lengths differ; lse is a natural logarithm.
+//!
+//! Features: `cuda` (on by default) brings NVIDIA GPUs, whose driver is loaded when the program runs. Without it
+//! only the CPU engine is built. `sim` adds a simulated GPU that checks every step of a kernel.
 
 mod aligned;
 mod attention;
 mod contract;
 pub mod cpu;
+#[cfg(feature = "cuda")]
 pub mod cuda;
 mod device;
 mod dtype;
 mod error;
 mod mask;
 pub mod oracle;
+#[cfg(feature = "cuda")]
 pub mod plan;
 mod problem;
 pub mod signature;
 #[cfg(feature = "sim")]
 pub mod sim;
+#[cfg(feature = "cuda")]
 mod staging;
 mod tensor;
+#[cfg(feature = "cuda")]
 pub mod tuned;
 
 pub use aligned::Aligned;
 pub use attention::{Attention, Output};
 pub use device::Device;
 pub use dtype::{DType, Element};
-pub use error::{Error, Name, PointerFault, Result};
+#[cfg(feature = "cuda")]
+pub use error::PointerFault;
+pub use error::{Error, Name, Result};
 pub use half;
 pub use mask::{Band, Mask};
 pub use problem::{MAX_HEAD_DIM, MAX_LEN, Problem, default_scale};

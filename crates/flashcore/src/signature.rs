@@ -153,6 +153,7 @@ impl<T> PerTensor<T> {
     }
 
     /// The same with every value changed.
+    #[cfg(feature = "cuda")]
     pub(crate) fn map<U>(&self, mut change: impl FnMut(&T) -> U) -> PerTensor<U> {
         PerTensor { values: self.values.each_ref().map(|value| value.as_ref().map(&mut change)) }
     }

@@ -100,6 +100,7 @@ impl Layout {
     }
 
     /// The offset of every row's first element, in the order (batch, heads, length).
+    #[cfg(any(feature = "cuda", test))]
     pub(crate) fn each_row(&self) -> impl Iterator<Item = usize> + '_ {
         let [nb, nh, ns, _] = self.shape;
         let rows = if self.shape.contains(&0) { 0 } else { nb * nh * ns };
@@ -169,6 +170,27 @@ impl Raw {
         start..start + self.layout.reach().unwrap_or(0) * self.dtype.size()
     }
 
+    /// The first `len` elements of a row, widened to f32. Panics out of bounds or off the host.
+    fn read_row(&self, b: usize, h: usize, s: usize, out: &mut [f32]) {
+        let [nb, nh, ns, nd] = self.layout.shape;
+        assert!(b < nb && h < nh && s < ns && out.len() <= nd && self.place == Place::Host);
+        let offset = self.layout.row(b, h, s);
+        for (i, x) in out.iter_mut().enumerate() {
+            // SAFETY: the index is inside the shape, and `new` checked that the shape lies inside the memory.
+            *x = unsafe {
+                match self.dtype {
+                    DType::F16 => self.ptr.cast::<f16>().add(offset + i).read().to_f32(),
+                    DType::BF16 => self.ptr.cast::<bf16>().add(offset + i).read().to_f32(),
+                    DType::F32 => self.ptr.cast::<f32>().add(offset + i).read(),
+                }
+            };
+        }
+    }
+}
+
+/// Copies of whole tensors, for devices with memory of their own.
+#[cfg(feature = "cuda")]
+impl Raw {
     /// The bytes from the first element to the last, on the host.
     pub(crate) fn bytes(&self) -> &[u8] {
         assert_eq!(self.place, Place::Host);
@@ -199,23 +221,6 @@ impl Raw {
             let row = &bytes[from * size..from * size + row_bytes];
             // SAFETY: `new` checked that the row lies inside the memory; `bytes` is memory of its own.
             unsafe { std::ptr::copy_nonoverlapping(row.as_ptr(), self.ptr.add(to * size), row_bytes) };
-        }
-    }
-
-    /// The first `len` elements of a row, widened to f32. Panics out of bounds or off the host.
-    fn read_row(&self, b: usize, h: usize, s: usize, out: &mut [f32]) {
-        let [nb, nh, ns, nd] = self.layout.shape;
-        assert!(b < nb && h < nh && s < ns && out.len() <= nd && self.place == Place::Host);
-        let offset = self.layout.row(b, h, s);
-        for (i, x) in out.iter_mut().enumerate() {
-            // SAFETY: the index is inside the shape, and `new` checked that the shape lies inside the memory.
-            *x = unsafe {
-                match self.dtype {
-                    DType::F16 => self.ptr.cast::<f16>().add(offset + i).read().to_f32(),
-                    DType::BF16 => self.ptr.cast::<bf16>().add(offset + i).read().to_f32(),
-                    DType::F32 => self.ptr.cast::<f32>().add(offset + i).read(),
-                }
-            };
         }
     }
 }
@@ -261,8 +266,11 @@ impl<'a> Tensor<'a> {
     /// From an address that holds `len` elements.
     ///
     /// # Safety
-    /// For as long as the tensor lives, `ptr` points at `len` initialised elements of `dtype` in `place`, and
-    /// nobody writes to them but through outputs of the same call (which the call refuses).
+    /// `ptr` points at `len` initialised elements of `dtype` in `place`. They stay valid, and nobody writes to them, for
+    /// as long as the tensor lives *and* until all work that was queued with it is done: a call on tensors of a GPU
+    /// returns when its work is queued, and the GPU reads them later. Work that is queued in the same stream behind the
+    /// call may write to them or free them. What a CUDA graph captured stays valid as long as the graph can run. (An
+    /// output of the same call may overlap them: the call is refused then.)
     pub unsafe fn from_raw_parts(
         ptr: *const u8,
         len: usize,
@@ -346,8 +354,11 @@ impl<'a> TensorMut<'a> {
     /// To an address that holds `len` elements.
     ///
     /// # Safety
-    /// For as long as the tensor lives, `ptr` points at `len` elements of `dtype` in `place`, and nobody else
-    /// reads or writes them (inputs of the same call may, which the call refuses).
+    /// `ptr` points at `len` elements of `dtype` in `place`. They stay valid, and nobody else reads or writes them, for as
+    /// long as the tensor lives *and* until all work that was queued with it is done: a call on tensors of a GPU returns
+    /// when its work is queued, and the GPU writes them later. Work that is queued in the same stream behind the call
+    /// may use them or free them. What a CUDA graph captured stays valid as long as the graph can run. (An input of the
+    /// same call may overlap them: the call is refused then.)
     pub unsafe fn from_raw_parts(
         ptr: *mut u8,
         len: usize,
@@ -424,8 +435,8 @@ impl DeviceLengths<'_> {
     /// From an address that holds `len` lengths, on the GPU with this ordinal.
     ///
     /// # Safety
-    /// Until every call with it is done, `ptr` points at `len` numbers on that GPU, none of them above `most`. (A
-    /// call compares `most` with the length of its keys; what the GPU holds it does not ask.)
+    /// Until all work that was queued with it is done, `ptr` points at `len` numbers on that GPU, none of them above
+    /// `most`. (A call compares `most` with the length of its keys; what the GPU holds it does not ask.)
     pub unsafe fn from_raw_parts(ptr: *const u32, len: usize, most: u32, ordinal: u32) -> Result<Self> {
         let tensor = Name::KeyLengths;
         if len > 0 && ptr.is_null() {

@@ -1,4 +1,5 @@
 //! Every schedule that a plan can choose assembles for its targets, within the registers: ptxas is the judge.
+#![cfg(feature = "cuda")]
 
 use std::collections::BTreeMap;
 use std::sync::{

@@ -1,6 +1,6 @@
 //! What a call on a GPU costs the host, counted on a driver that needs no GPU: driver calls by name, and allocations.
 
-#![cfg(target_os = "linux")]
+#![cfg(all(target_os = "linux", feature = "cuda"))]
 #![allow(unsafe_code)] // An allocator that counts, and views of raw addresses.
 
 #[path = "../../driver/tests/fake/mod.rs"]

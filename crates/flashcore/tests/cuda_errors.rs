@@ -1,6 +1,6 @@
 //! What a GPU call can get wrong below the contract: each is an error that says what to do, and the GPU stays usable.
 
-#![cfg(target_os = "linux")]
+#![cfg(all(target_os = "linux", feature = "cuda"))]
 #![allow(unsafe_code)] // Views of addresses that are wrong on purpose.
 
 #[path = "../../driver/tests/fake/mod.rs"]

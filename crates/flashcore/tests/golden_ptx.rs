@@ -1,6 +1,7 @@
 //! The text of every kernel, as hashes: a change that is meant to leave the kernels alone leaves these alone. One that is
 //! meant to change a kernel renews the snapshot (`cargo insta accept`), and the lines that differ say which kernels it
 //! changed.
+#![cfg(feature = "cuda")]
 
 use std::fmt::Write;
 

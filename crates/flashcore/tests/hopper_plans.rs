@@ -1,4 +1,5 @@
 //! What the planner makes of problems on Hopper: which schedule, and parameters that reach every tile.
+#![cfg(feature = "cuda")]
 
 use flashcore::plan::{Bindings, Hardware, Kernel, Plan, Schedule, Target};
 use flashcore::{DType, Layout, Mask, Problem};

@@ -3,6 +3,7 @@
 //!
 //! The changes are the same in every run. `FLASHCORE_FUZZ=100 cargo test --release -p flashcore --test text_fuzz`
 //! makes a hundred times as many.
+#![cfg(feature = "cuda")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
