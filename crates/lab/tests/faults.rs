@@ -255,7 +255,7 @@ fn the_kind_of_each_fault_is_found_with_the_number_that_goes_with_it() {
     });
     assert!(why.contains("keys 64 to 127") && why.contains("tile of k"), "{why}");
     let why = bent("k and v", Mask::None, Kind::Operands, |call| std::mem::swap(&mut call.k, &mut call.v));
-    assert!(why.contains("stand in"), "{why}");
+    assert!(why.contains("swapped"), "{why}");
     let why = bent("heads", Mask::None, Kind::Place, swap_heads);
     assert!(why.contains("query head 1 reads kv head 1 rather than 0"), "{why}");
     let why = bent("floor", Mask::None, Kind::Bias, |call| {
@@ -306,7 +306,7 @@ fn a_failure_is_explained_with_its_place_and_the_command_that_shows_it_again() {
     let text = explain(prepared, &engine, &faults);
     for part in [
         "faults/planted",
-        "2x4x256x64 f16",
+        "2x4/2x256x64 f16",
         "BROKEN",
         "heads 0-3",
         "kind: tile: keys 192 to 255 are missing",
