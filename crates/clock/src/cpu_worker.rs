@@ -68,7 +68,9 @@ impl Server {
                 "version": env!("CARGO_PKG_VERSION"),
                 "device": cpu::Engine::new().to_string(),
             })),
-            Request::Pool { dtype, paths } => self.read_pool(dtype.parse().map_err(|error: flashcore::Error| error.to_string())?, &paths),
+            Request::Pool { dtype, paths } => {
+                self.read_pool(dtype.parse().map_err(|error: flashcore::Error| error.to_string())?, &paths)
+            }
             Request::Load { problem, .. } => {
                 let problem = problem.problem()?;
                 memory::check(&problem, memory::to_judge(&problem))?;
@@ -113,7 +115,8 @@ impl Server {
     fn calls(&mut self, who: &str) -> Result<Calls<'_>, String> {
         if !self.engines.contains_key(who) {
             let engine = match who.strip_prefix(SCHEDULE) {
-                Some(schedule) => cpu::Engine::new().with_schedule(schedule.parse()?),
+                Some(schedule) => cpu::Engine::new()
+                    .with_schedule(schedule.parse().map_err(|error: flashcore::Error| error.to_string())?),
                 None if who == PLANNER => cpu::Engine::new(),
                 None => return Err(format!("'{who}' is nobody here")),
             };

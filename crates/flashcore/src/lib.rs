@@ -49,7 +49,7 @@ pub use device::Device;
 pub use dtype::{DType, Element};
 #[cfg(feature = "cuda")]
 pub use error::PointerFault;
-pub use error::{Error, Name, Result};
+pub use error::{Error, Name, Result, Source};
 pub use half;
 pub use mask::{Band, Mask};
 pub use problem::{MAX_HEAD_DIM, MAX_LEN, Problem, default_scale};

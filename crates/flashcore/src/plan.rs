@@ -111,6 +111,7 @@ impl Launch {
                 device: hardware.target.to_string(),
                 what: format!("a grid of {grid:?} blocks"),
                 possible: format!("up to {MAX_GRID_YZ} batch entries, heads and row blocks"),
+                source: None,
             });
         }
         let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
@@ -226,7 +227,7 @@ impl Plan {
 /// What a kernel for this problem is compiled for.
 fn spec(problem: &Problem, device: &str) -> Result<Spec> {
     let refuse = |what: String, possible: &str| {
-        Err(Error::Unsupported { device: device.into(), what, possible: possible.into() })
+        Err(Error::Unsupported { device: device.into(), what, possible: possible.into(), source: None })
     };
     let dtype = match problem.dtype {
         DType::F16 => Dtype::F16,
@@ -264,7 +265,8 @@ fn spec(problem: &Problem, device: &str) -> Result<Spec> {
 
 fn unsupported(device: &str, error: &ScheduleError) -> Error {
     let possible = "another kernel or schedule, or the planner's own choice".into();
-    Error::Unsupported { device: device.into(), what: error.to_string(), possible }
+    let source = Some(error.clone().into());
+    Error::Unsupported { device: device.into(), what: error.to_string(), possible, source }
 }
 
 impl std::fmt::Display for Plan {

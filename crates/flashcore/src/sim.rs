@@ -158,7 +158,11 @@ impl SimGpu {
             let beside = index > 0 && launch.schedule.is_programmatic();
             let launching = if beside { Launching::Programmatic } else { Launching::StreamOrder };
             let report = memory.sim.launch_as(module, &module.kernels[0].name, dims, bytes, launching);
-            let report = report.map_err(|error| failed(&error.to_string()))?;
+            let report = report.map_err(|error| Error::Device {
+                device: "sim".into(),
+                what: error.to_string(),
+                source: Some(error.into()),
+            })?;
             // What is said of a run is said of its main launch, unless another went wrong.
             if index == 0 || !report.is_clean() {
                 *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.clone());
@@ -253,7 +257,7 @@ fn encode(map: &Map) -> Result<TensorMap> {
 }
 
 fn failed(what: &str) -> Error {
-    Error::Device { device: "sim".into(), what: what.into() }
+    Error::Device { device: "sim".into(), what: what.into(), source: None }
 }
 
 #[cfg(test)]

@@ -139,6 +139,7 @@ impl Cuda {
                     device: format!("cuda:{ordinal}"),
                     what: format!("compute capability {capability} ({})", properties.name),
                     possible: "8.0 (Ampere) and later; the CPU engine runs everywhere".into(),
+                    source: None,
                 });
             }
         };
@@ -499,12 +500,10 @@ impl std::fmt::Display for Cuda {
 }
 
 fn device_error(ordinal: u32, error: &DriverError) -> Error {
-    let device = format!("cuda:{ordinal}");
+    let (device, what, source) = (format!("cuda:{ordinal}"), error.to_string(), Some(error.clone().into()));
     match *error {
-        DriverError::OutOfMemory { bytes, .. } => {
-            Error::OutOfMemory { device, bytes, what: error.to_string() }
-        }
+        DriverError::OutOfMemory { bytes, .. } => Error::OutOfMemory { device, bytes, what, source },
         DriverError::ForeignStream { stream_device, .. } => Error::ForeignStream { stream_device, device },
-        _ => Error::Device { device, what: error.to_string() },
+        _ => Error::Device { device, what, source },
     }
 }
