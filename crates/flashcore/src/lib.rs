@@ -41,6 +41,7 @@ pub mod sim;
 mod staging;
 mod tensor;
 #[cfg(feature = "cuda")]
+#[doc(hidden)]
 pub mod tuned;
 
 pub use aligned::Aligned;

@@ -4,6 +4,7 @@
 //! printed, tested as a table and made for a GPU that is not there.
 
 mod bind;
+#[doc(hidden)]
 pub mod choose;
 mod fold;
 mod workspace;
@@ -146,6 +147,7 @@ impl Plan {
     }
 
     /// The plan for a problem on some hardware, by a given table of what searches found.
+    #[doc(hidden)]
     pub fn choose_by(problem: &Problem, hardware: &Hardware, tuned: &Table) -> Result<Self> {
         let folded = &fold(problem);
         let spec = spec(folded, &hardware.name)?;

@@ -86,6 +86,7 @@ impl SimGpu {
 
     /// The same with a change to the kernel before it runs: how a test plants a fault and sees whether it is
     /// found.
+    #[doc(hidden)]
     pub fn with_edit(self, edit: impl Fn(&mut Module) + Send + Sync + 'static) -> Self {
         Self { edit: Some(Arc::new(edit)), ..self }
     }

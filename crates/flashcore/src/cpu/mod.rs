@@ -44,6 +44,7 @@ mod wide;
 use std::sync::Arc;
 
 pub use isa::{Isa, available};
+#[doc(hidden)]
 pub use rates::{Work, exp_rate, fma_peak, read_bandwidth};
 pub use schedule::Schedule;
 

@@ -33,6 +33,8 @@ use flashcore_driver::{
 use flashcore_kernels::{Kernel, Schedule};
 use flashcore_ptx::Target;
 
+#[doc(hidden)]
+pub use self::floor::LaunchFloor;
 use self::{
     again::{CallKey, KnownCalls, Made},
     key::{Choice, Key, QuickState},
@@ -42,7 +44,6 @@ use self::{
     workspace::{Lease, Workspaces},
 };
 pub use self::{
-    floor::LaunchFloor,
     record::{Recorder, Recording},
     tensor::{CudaLengths, CudaTensor},
 };
@@ -252,11 +253,13 @@ impl Cuda {
     }
 
     /// The loaded main kernel of a problem, for those who ask for its attributes.
+    #[doc(hidden)]
     pub fn function(&self, problem: &Problem) -> Result<Function> {
         Ok(self.ready(problem)?.kernels[0].0.clone())
     }
 
     /// The hash of the code for a problem, as PTX: two schedules with one hash are one kernel.
+    #[doc(hidden)]
     pub fn code_hash(&self, problem: &Problem) -> Result<String> {
         Ok(self.ready(problem)?.code.clone())
     }
