@@ -115,7 +115,8 @@ impl Server {
     fn calls(&mut self, who: &str) -> Result<Calls<'_>, String> {
         if !self.engines.contains_key(who) {
             let engine = match who.strip_prefix(SCHEDULE) {
-                Some(schedule) => cpu::Engine::new().with_schedule(schedule.parse()?),
+                Some(schedule) => cpu::Engine::new()
+                    .with_schedule(schedule.parse().map_err(|error: flashcore::Error| error.to_string())?),
                 None if who == PLANNER => cpu::Engine::new(),
                 None => return Err(format!("'{who}' is nobody here")),
             };

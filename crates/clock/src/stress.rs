@@ -323,7 +323,8 @@ impl Comparison {
 
 /// A failure of the driver as one of the device.
 fn failed(cuda: &Cuda, error: &DriverError) -> flashcore::Error {
-    flashcore::Error::Device { device: cuda.to_string(), what: error.to_string() }
+    let source = Some(error.clone().into());
+    flashcore::Error::Device { device: cuda.to_string(), what: error.to_string(), source }
 }
 
 /// Calls from several threads that share streams, each into memory of its own.

@@ -69,7 +69,10 @@ impl FromStr for DeviceName {
             ["auto"] => Some(DeviceName::Auto),
             ["all"] => Some(DeviceName::All),
             ["cpu"] => Some(DeviceName::Cpu(None)),
-            ["cpu", isa] => Some(DeviceName::Cpu(Some(isa.parse()?))),
+            ["cpu", isa] => {
+                let isa = isa.parse().map_err(|error: flashcore::Error| error.to_string())?;
+                Some(DeviceName::Cpu(Some(isa)))
+            }
             ["cuda"] => Some(DeviceName::Cuda(None, None)),
             ["cuda", ordinal] => ordinal.parse().ok().map(|ordinal| DeviceName::Cuda(Some(ordinal), None)),
             ["cuda", ordinal, code] => ordinal

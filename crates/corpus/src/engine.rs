@@ -88,8 +88,9 @@ pub struct DeviceEngine {
 impl DeviceEngine {
     /// The CPU on a given instruction set with a given number of threads (0: all cores).
     pub fn cpu(isa: cpu::Isa, threads: usize) -> Result<Self, String> {
-        let schedule = format!("threads={threads}").parse()?;
-        let engine = cpu::Engine::new().with_isa(isa)?.with_schedule(schedule);
+        let said = |error: flashcore::Error| error.to_string();
+        let schedule = format!("threads={threads}").parse().map_err(said)?;
+        let engine = cpu::Engine::new().with_isa(isa).map_err(said)?.with_schedule(schedule);
         Ok(Self {
             name: DeviceName::Cpu(Some(isa)).to_string(),
             device: Device::cpu_with(engine),
@@ -301,7 +302,9 @@ pub fn device(wish: DeviceName) -> Result<Device, String> {
         DeviceName::Auto => Device::best(),
         DeviceName::All => return Err("all is many devices; one is needed here, such as auto".into()),
         DeviceName::Cpu(None) => Device::cpu(),
-        DeviceName::Cpu(Some(isa)) => Device::cpu_with(cpu::Engine::new().with_isa(isa)?),
+        DeviceName::Cpu(Some(isa)) => {
+            Device::cpu_with(cpu::Engine::new().with_isa(isa).map_err(|error| error.to_string())?)
+        }
         DeviceName::Cuda(ordinal, code) => {
             let cuda = cuda(ordinal.unwrap_or(0))?;
             Device::cuda_with(match code {

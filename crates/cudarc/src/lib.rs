@@ -149,7 +149,11 @@ impl Gpu {
     /// per-thread stream are those of the context that is current.
     fn enter(&self) -> Result<&CudaStream> {
         let entered = self.stream.context().bind_to_thread();
-        entered.map_err(|error| Error::Device { device: name(&self.cuda), what: error.to_string() })?;
+        entered.map_err(|error| Error::Device {
+            device: name(&self.cuda),
+            what: error.to_string(),
+            source: Some(error.into()),
+        })?;
         Ok(&self.stream)
     }
 
@@ -166,6 +170,7 @@ impl Gpu {
             device,
             what: format!("{tensor} in memory of another CUDA context"),
             possible: "memory of the GPU's primary context, which CudaContext::new gives".into(),
+            source: None,
         })
     }
 

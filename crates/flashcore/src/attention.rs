@@ -126,6 +126,7 @@ impl<'a> Attention<'a> {
     }
 
     /// The lengths that [`Attention::key_lengths`] was given, if it was.
+    #[doc(hidden)]
     pub fn host_key_lengths(&self) -> Option<&'a [u32]> {
         self.key_lengths.and_then(KeyLengths::on_host)
     }

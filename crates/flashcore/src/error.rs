@@ -4,6 +4,8 @@
 #[cfg(feature = "cuda")]
 pub use flashcore_driver::PointerFault;
 
+use std::{fmt, ops::Deref, path::PathBuf, sync::Arc};
+
 use crate::{DType, tensor::Place};
 
 /// The result of everything in this crate that can fail.
@@ -29,8 +31,8 @@ pub enum Name {
     Tensor,
 }
 
-impl std::fmt::Display for Name {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Name::Q => "q",
             Name::K => "k",
@@ -40,6 +42,38 @@ impl std::fmt::Display for Name {
             Name::KeyLengths => "key_lengths",
             Name::Tensor => "the tensor",
         })
+    }
+}
+
+/// The error of a layer below that an [`Error`] comes from: the driver's, say, or the file system's. It can be downcast.
+///
+/// Two are equal if they say the same.
+#[derive(Clone, Debug)]
+pub struct Source(Arc<dyn std::error::Error + Send + Sync>);
+
+impl<E: std::error::Error + Send + Sync + 'static> From<E> for Source {
+    fn from(error: E) -> Self {
+        Self(Arc::new(error))
+    }
+}
+
+impl Deref for Source {
+    type Target = dyn std::error::Error + Send + Sync;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl PartialEq for Source {
+    fn eq(&self, other: &Self) -> bool {
+        self.to_string() == other.to_string()
     }
 }
 
@@ -114,6 +148,16 @@ pub enum Error {
         given: String,
         /// What is wrong with it, or what is possible.
         why: String,
+    },
+    /// A file that could not be used.
+    #[error("cannot {what} {}: {source}", path.display())]
+    File {
+        /// What was to be done with it.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why it could not be done.
+        source: Source,
     },
     /// The query heads are not a multiple of the kv heads.
     #[error(
@@ -291,6 +335,8 @@ pub enum Error {
         bytes: usize,
         /// How much there is and what to do.
         what: String,
+        /// The error of the layer below that it comes from, if there is one.
+        source: Option<Source>,
     },
     /// Something that this device does not do.
     #[error("{device} does not do {what}: possible is {possible}")]
@@ -301,6 +347,8 @@ pub enum Error {
         what: String,
         /// What is possible.
         possible: String,
+        /// The error of the layer below that it comes from, if there is one.
+        source: Option<Source>,
     },
     /// The device is not there, or failed.
     #[error("{device}: {what}")]
@@ -309,5 +357,25 @@ pub enum Error {
         device: String,
         /// What happened and what to do.
         what: String,
+        /// The error of the layer below that it comes from, if there is one.
+        source: Option<Source>,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+
+    #[test]
+    fn an_error_of_a_layer_below_is_kept_and_can_be_downcast() {
+        let below = std::io::Error::other("no space");
+        let error = Error::File { what: "write", path: "a.txt".into(), source: below.into() };
+        assert_eq!(error.to_string(), "cannot write a.txt: no space");
+        assert!(error.source().unwrap().downcast_ref::<std::io::Error>().is_some());
+        assert_eq!(error, error.clone());
+        let lost = Error::Device { device: "cuda:0".into(), what: "lost".into(), source: None };
+        assert!(lost.source().is_none());
+    }
 }

@@ -41,6 +41,7 @@ pub mod sim;
 mod staging;
 mod tensor;
 #[cfg(feature = "cuda")]
+#[doc(hidden)]
 pub mod tuned;
 
 pub use aligned::Aligned;
@@ -49,7 +50,7 @@ pub use device::Device;
 pub use dtype::{DType, Element};
 #[cfg(feature = "cuda")]
 pub use error::PointerFault;
-pub use error::{Error, Name, Result};
+pub use error::{Error, Name, Result, Source};
 pub use half;
 pub use mask::{Band, Mask};
 pub use problem::{MAX_HEAD_DIM, MAX_LEN, Problem, default_scale};

@@ -60,6 +60,7 @@ pub fn attention(
 }
 
 /// How far plain same-precision attention rounds what it keeps between its three steps.
+#[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
     /// Scores and probabilities are stored in the problem's dtype, as an unfused framework does.
@@ -70,6 +71,7 @@ pub enum Rounding {
 
 /// Plain attention in the problem's own precision: matmuls accumulate in f32, what is kept between them is
 /// rounded to the dtype, and so is the output.
+#[doc(hidden)]
 pub fn same_precision(
     problem: &Problem,
     q: &Tensor<'_>,

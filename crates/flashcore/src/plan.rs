@@ -4,6 +4,7 @@
 //! printed, tested as a table and made for a GPU that is not there.
 
 mod bind;
+#[doc(hidden)]
 pub mod choose;
 mod fold;
 mod workspace;
@@ -111,6 +112,7 @@ impl Launch {
                 device: hardware.target.to_string(),
                 what: format!("a grid of {grid:?} blocks"),
                 possible: format!("up to {MAX_GRID_YZ} batch entries, heads and row blocks"),
+                source: None,
             });
         }
         let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
@@ -145,6 +147,7 @@ impl Plan {
     }
 
     /// The plan for a problem on some hardware, by a given table of what searches found.
+    #[doc(hidden)]
     pub fn choose_by(problem: &Problem, hardware: &Hardware, tuned: &Table) -> Result<Self> {
         let folded = &fold(problem);
         let spec = spec(folded, &hardware.name)?;
@@ -226,7 +229,7 @@ impl Plan {
 /// What a kernel for this problem is compiled for.
 fn spec(problem: &Problem, device: &str) -> Result<Spec> {
     let refuse = |what: String, possible: &str| {
-        Err(Error::Unsupported { device: device.into(), what, possible: possible.into() })
+        Err(Error::Unsupported { device: device.into(), what, possible: possible.into(), source: None })
     };
     let dtype = match problem.dtype {
         DType::F16 => Dtype::F16,
@@ -264,7 +267,8 @@ fn spec(problem: &Problem, device: &str) -> Result<Spec> {
 
 fn unsupported(device: &str, error: &ScheduleError) -> Error {
     let possible = "another kernel or schedule, or the planner's own choice".into();
-    Error::Unsupported { device: device.into(), what: error.to_string(), possible }
+    let source = Some(error.clone().into());
+    Error::Unsupported { device: device.into(), what: error.to_string(), possible, source }
 }
 
 impl std::fmt::Display for Plan {

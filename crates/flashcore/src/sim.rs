@@ -86,6 +86,7 @@ impl SimGpu {
 
     /// The same with a change to the kernel before it runs: how a test plants a fault and sees whether it is
     /// found.
+    #[doc(hidden)]
     pub fn with_edit(self, edit: impl Fn(&mut Module) + Send + Sync + 'static) -> Self {
         Self { edit: Some(Arc::new(edit)), ..self }
     }
@@ -158,7 +159,11 @@ impl SimGpu {
             let beside = index > 0 && launch.schedule.is_programmatic();
             let launching = if beside { Launching::Programmatic } else { Launching::StreamOrder };
             let report = memory.sim.launch_as(module, &module.kernels[0].name, dims, bytes, launching);
-            let report = report.map_err(|error| failed(&error.to_string()))?;
+            let report = report.map_err(|error| Error::Device {
+                device: "sim".into(),
+                what: error.to_string(),
+                source: Some(error.into()),
+            })?;
             // What is said of a run is said of its main launch, unless another went wrong.
             if index == 0 || !report.is_clean() {
                 *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.clone());
@@ -253,7 +258,7 @@ fn encode(map: &Map) -> Result<TensorMap> {
 }
 
 fn failed(what: &str) -> Error {
-    Error::Device { device: "sim".into(), what: what.into() }
+    Error::Device { device: "sim".into(), what: what.into(), source: None }
 }
 
 #[cfg(test)]

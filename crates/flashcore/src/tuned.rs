@@ -18,7 +18,7 @@ use flashcore_kernels::{Blocks, Schedule, Spec};
 use flashcore_ptx::Target;
 
 use crate::{
-    Problem,
+    Error, Problem, Result, Source,
     cuda::CubinCache,
     plan::{Hardware, fold},
 };
@@ -97,15 +97,10 @@ impl Table {
     }
 
     /// Reads a table's text.
-    pub fn parse(text: &str, origin: Origin) -> Result<Self, String> {
-        let lines = (1..).zip(text.lines()).filter(|(_, line)| {
-            let line = line.trim();
-            !line.is_empty() && !line.starts_with('#')
-        });
-        let entry = |(number, line): (usize, &str)| {
-            line.parse().map(|entry| (entry, origin)).map_err(|why| format!("line {number}: {why}"))
-        };
-        lines.map(entry).collect::<Result<_, _>>().map(|entries| Self { entries })
+    pub fn parse(text: &str, origin: Origin) -> Result<Self> {
+        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        let entries = lines.map(|line| line.parse().map(|entry| (entry, origin)));
+        entries.collect::<Result<_>>().map(|entries| Self { entries })
     }
 
     /// The entries, with where they come from.
@@ -142,22 +137,25 @@ pub fn user_file() -> Option<PathBuf> {
 
 /// Puts entries into a table's file, in the place of those for the same device and problem. The file is replaced whole,
 /// and who records at the same time waits.
-pub fn record(path: &Path, found: &[Entry]) -> Result<(), String> {
-    let say = |what: &str, error: &dyn fmt::Display| format!("cannot {what} {}: {error}", path.display());
+pub fn record(path: &Path, found: &[Entry]) -> Result<()> {
+    let refuse = |what: &'static str, source: Source| Error::File { what, path: path.into(), source };
+    let unwritten = |error: std::io::Error| refuse("write", error.into());
     let folder = path.parent().unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder).map_err(|error| say("write", &error))?;
-    let turn = std::fs::File::create(folder.join(TURN)).map_err(|error| say("write", &error))?;
+    std::fs::create_dir_all(folder).map_err(unwritten)?;
+    let turn = std::fs::File::create(folder.join(TURN)).map_err(unwritten)?;
     match turn.lock() {
         // Some network file systems have no locks.
-        Err(error) if error.kind() != std::io::ErrorKind::Unsupported => return Err(say("lock", &error)),
+        Err(error) if error.kind() != std::io::ErrorKind::Unsupported => {
+            return Err(refuse("lock", error.into()));
+        }
         _ => {}
     }
     let before = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-        Err(error) => return Err(say("read", &error)),
+        Err(error) => return Err(refuse("read", error.into())),
     };
-    let kept = Table::parse(&before, Origin::User).map_err(|why| say("read", &why))?.entries;
+    let kept = Table::parse(&before, Origin::User).map_err(|error| refuse("read", error.into()))?.entries;
     let is_replaced = |old: &Entry| {
         found
             .iter()
@@ -165,9 +163,9 @@ pub fn record(path: &Path, found: &[Entry]) -> Result<(), String> {
     };
     let kept = kept.into_iter().map(|(entry, _)| entry).filter(|entry| !is_replaced(entry));
     let lines: Vec<String> = kept.chain(found.iter().cloned()).map(|entry| entry.to_string()).collect();
-    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(|error| say("write", &error))?;
-    writeln!(file, "{}", lines.join("\n")).map_err(|error| say("write", &error))?;
-    file.persist(path).map_err(|error| say("write", &error.error))?;
+    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(unwritten)?;
+    writeln!(file, "{}", lines.join("\n")).map_err(unwritten)?;
+    file.persist(path).map_err(|error| unwritten(error.error))?;
     Ok(())
 }
 
@@ -220,23 +218,24 @@ impl fmt::Display for Entry {
 }
 
 impl FromStr for Entry {
-    type Err = String;
+    type Err = Error;
 
-    fn from_str(line: &str) -> Result<Self, String> {
+    fn from_str(line: &str) -> Result<Self> {
+        let refuse = |why: String| Error::Text { what: "tuned entry", given: line.into(), why };
         let fields: Vec<&str> = line.split('|').map(str::trim).collect();
         let [device, target, problem, schedule, speed_up] = fields[..] else {
-            return Err("an entry is device | target | problem | schedule | speed-up".into());
+            return Err(refuse("write it as device | target | problem | schedule | speed-up".into()));
         };
         Ok(Self {
             device: device.into(),
-            target: Target::from_name(target).ok_or_else(|| format!("'{target}' is not a target"))?,
-            problem: problem.parse().map_err(|error: crate::Error| error.to_string())?,
-            schedule: schedule.parse().map_err(|error| format!("{error}"))?,
+            target: Target::from_name(target).ok_or_else(|| refuse(format!("'{target}' is not a target")))?,
+            problem: problem.parse().map_err(|error: Error| refuse(error.to_string()))?,
+            schedule: schedule.parse().map_err(|error| refuse(format!("{error}")))?,
             speed_up: speed_up
                 .parse()
                 .ok()
                 .filter(|times: &f64| times.is_finite() && *times > 0.0)
-                .ok_or_else(|| format!("'{speed_up}' is not a number above 0"))?,
+                .ok_or_else(|| refuse(format!("'{speed_up}' is not a number above 0")))?,
         })
     }
 }
@@ -343,7 +342,7 @@ mod tests {
         let entries: Vec<&Entry> = table.entries().iter().map(|(entry, _)| entry).collect();
         assert_eq!(entries, [&other, &better]);
         std::fs::write(&path, "nonsense").unwrap();
-        assert!(record(&path, &[better]).unwrap_err().contains("line 1"));
+        assert!(record(&path, &[better]).unwrap_err().to_string().contains("'nonsense'"));
     }
 
     #[test]
@@ -369,7 +368,7 @@ mod tests {
     fn a_speed_up_that_is_no_number_above_zero_is_refused() {
         for wrong in ["nan", "inf", "-1", "0", "1e999", "fast"] {
             let text = line("1x8/8x512/512x64/64 f16 full").replace("1.05", wrong);
-            assert!(text.parse::<Entry>().unwrap_err().contains("above 0"), "{wrong}");
+            assert!(text.parse::<Entry>().unwrap_err().to_string().contains("above 0"), "{wrong}");
         }
     }
 }

@@ -9,7 +9,10 @@ mod fake;
 use fake::Fake;
 use flashcore::{
     Attention, DType, Device, DeviceLengths, Error, Layout, Name, Place, PointerFault, Tensor, TensorMut,
-    cuda::{CubinCache, Cuda, CudaTensor, driver::MemoryKind},
+    cuda::{
+        CubinCache, Cuda, CudaTensor,
+        driver::{DriverError, MemoryKind},
+    },
     plan::Kernel,
 };
 
@@ -194,7 +197,7 @@ fn a_shortage_of_memory_says_how_much_was_asked_for() {
     let Some(mut setup) = setup() else { return };
     let layout = Layout::bhsd([1 << 10, 1 << 10, 1 << 10, 64]);
     let error = setup.cuda.empty(DType::F16, layout).err().unwrap();
-    let Error::OutOfMemory { device, bytes, what } = &error else { panic!("{error:?}") };
+    let Error::OutOfMemory { device, bytes, what, .. } = &error else { panic!("{error:?}") };
     assert_eq!((device.as_str(), *bytes), ("cuda:0", 1 << 37));
     assert!(what.contains("Free memory on the GPU"), "{what}");
     setup.still_works();
@@ -214,7 +217,7 @@ fn an_unsupported_gpu_is_refused_with_what_is_possible() {
     let Some(fake) = Fake::start(&["-DCAPABILITY=75"]) else { return };
     let device = fake.driver.device(0).unwrap();
     let error = Cuda::of_device(device, CubinCache::of_user()).err().unwrap();
-    let Error::Unsupported { device, what, possible } = &error else { panic!("{error:?}") };
+    let Error::Unsupported { device, what, possible, .. } = &error else { panic!("{error:?}") };
     assert_eq!(device, "cuda:0");
     assert!(what.contains("7.5") && what.contains("Fake GPU 0") && possible.contains("8.0"), "{error}");
     assert_eq!(fake.live(), 0, "the context is given back");
@@ -272,6 +275,9 @@ fn a_failed_launch_is_an_error_and_the_next_call_goes_through() {
         let q = at(setup.q.buffer_mut().address(), Layout::bhsd(SHAPE)).unwrap();
         let error = setup.run_with(&q).unwrap_err();
         assert!(matches!(&error, Error::Device { what, .. } if what.contains("cuLaunchKernel")), "{error:?}");
+        let source =
+            std::error::Error::source(&error).and_then(|source| source.downcast_ref::<DriverError>());
+        assert_eq!(source.and_then(DriverError::status).map(|status| status.0), Some(701));
         setup.still_works();
     }
 }

@@ -103,6 +103,7 @@ pub fn on_live_threads<T: Send>(call: impl FnOnce() -> Result<T> + Send) -> Resu
         let made = rayon::ThreadPoolBuilder::new().build().map_err(|error| Error::Device {
             device: "cpu".into(),
             what: format!("threads of a forked process could not be started: {error}"),
+            source: Some(error.into()),
         })?;
         Arc::clone(pool.insert(Arc::new(made)))
     };

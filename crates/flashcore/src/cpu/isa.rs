@@ -3,6 +3,7 @@
 #[cfg(target_arch = "x86_64")]
 use super::simd::{Avx2, Avx512};
 use super::simd::{Portable, Simd};
+use crate::{Error, Result};
 
 /// An instruction set that the engine has a path for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -74,11 +75,14 @@ impl std::fmt::Display for Isa {
 }
 
 impl std::str::FromStr for Isa {
-    type Err = String;
+    type Err = Error;
 
-    fn from_str(s: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|isa| isa.name().eq_ignore_ascii_case(s)).ok_or_else(|| {
-            format!("'{s}' is not an instruction set of this engine; possible are {}", names(&Self::ALL))
+    fn from_str(s: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|isa| isa.name().eq_ignore_ascii_case(s));
+        found.ok_or_else(|| Error::Text {
+            what: "CPU instruction set",
+            given: s.into(),
+            why: format!("possible are {}", names(&Self::ALL)),
         })
     }
 }

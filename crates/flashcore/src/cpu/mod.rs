@@ -44,10 +44,11 @@ mod wide;
 use std::sync::Arc;
 
 pub use isa::{Isa, available};
+#[doc(hidden)]
 pub use rates::{Work, exp_rate, fma_peak, read_bandwidth};
 pub use schedule::Schedule;
 
-use crate::contract::Call;
+use crate::{Error, Result, contract::Call};
 
 /// The environment variable that chooses the instruction set.
 pub const ISA_VARIABLE: &str = "FLASHCORE_CPU";
@@ -62,7 +63,7 @@ pub const ISA_VARIABLE: &str = "FLASHCORE_CPU";
 /// let x = Tensor::new(&data, &[1, 1, 2, 2])?;
 /// let out = Attention::new().run(&Device::cpu_with(engine), &x, &x, &x)?;
 /// assert_eq!(out.o.to_f32(), data);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), flashcore::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Engine {
@@ -82,11 +83,16 @@ impl Engine {
     }
 
     /// With the given instructions, or what is wrong with them.
-    pub fn with_isa(self, isa: Isa) -> Result<Self, String> {
+    pub fn with_isa(self, isa: Isa) -> Result<Self> {
         if isa.is_available() {
             Ok(Self { isa, why: "it was asked for".into(), ..self })
         } else {
-            Err(format!("this CPU does not have {isa}; possible are {}", isa::names(&available())))
+            Err(Error::Unsupported {
+                device: "this CPU".into(),
+                what: isa.to_string(),
+                possible: isa::names(&available()),
+                source: None,
+            })
         }
     }
 

@@ -1,5 +1,7 @@
 //! The knobs of the engine: how a problem is cut into tasks and blocks.
 
+use crate::{Error, Result};
+
 /// Threads that a schedule may ask for by name: more than any machine has cores.
 const MOST_THREADS: usize = 4096;
 
@@ -52,7 +54,7 @@ impl Schedule {
     }
 
     /// Sets a knob by its name.
-    pub fn set(&mut self, knob: &str, value: usize) -> Result<(), String> {
+    pub fn set(&mut self, knob: &str, value: usize) -> Result<()> {
         let place = match knob {
             "block_q" => &mut self.block_q,
             "block_k" => &mut self.block_k,
@@ -60,15 +62,20 @@ impl Schedule {
             "threads" => &mut self.threads,
             _ => {
                 let names = self.knobs().map(|(name, _)| name).join(", ");
-                return Err(format!("'{knob}' is not a knob of the CPU engine; possible are {names}"));
+                return Err(refuse("knob of the CPU engine", knob, format!("possible are {names}")));
             }
         };
         if knob == "threads" && value > MOST_THREADS {
-            return Err(format!("{value} threads are too many; possible are up to {MOST_THREADS}"));
+            let why = format!("possible are up to {MOST_THREADS}");
+            return Err(refuse("number of threads", &value.to_string(), why));
         }
         *place = value;
         Ok(())
     }
+}
+
+fn refuse(what: &'static str, given: &str, why: String) -> Error {
+    Error::Text { what, given: given.into(), why }
 }
 
 /// As `block_q=576,block_k=128,split_k=1024,threads=2`.
@@ -80,14 +87,17 @@ impl std::fmt::Display for Schedule {
 }
 
 impl std::str::FromStr for Schedule {
-    type Err = String;
+    type Err = Error;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> Result<Self> {
         let mut schedule = Self::default();
         for part in s.split(',').map(str::trim).filter(|part| !part.is_empty()) {
             let (knob, value) =
-                part.split_once('=').ok_or_else(|| format!("'{part}' is not of the form knob=value"))?;
-            let value = value.trim().parse().map_err(|_| format!("'{value}' is not a whole number"))?;
+                part.split_once('=').ok_or_else(|| refuse("knob", part, "write it as knob=value".into()))?;
+            let value = value.trim();
+            let value = value
+                .parse()
+                .map_err(|_| refuse("knob's value", value, "possible are whole numbers".into()))?;
             schedule.set(knob.trim(), value)?;
         }
         Ok(schedule)
@@ -107,10 +117,10 @@ mod tests {
 
     #[test]
     fn unknown_knobs_and_values_are_named() {
-        assert!("block=3".parse::<Schedule>().unwrap_err().contains("block_q"));
+        assert!("block=3".parse::<Schedule>().unwrap_err().to_string().contains("block_q"));
         assert!("block_q=x".parse::<Schedule>().is_err());
         assert!("block_q".parse::<Schedule>().is_err());
-        assert!("threads=18446744073709551615".parse::<Schedule>().unwrap_err().contains("4096"));
+        assert!("threads=18446744073709551615".parse::<Schedule>().unwrap_err().to_string().contains("4096"));
     }
 
     #[test]

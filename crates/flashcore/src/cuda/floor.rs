@@ -21,6 +21,7 @@ pub struct LaunchFloor {
 
 impl Cuda {
     /// Launches an empty kernel so many times, and says how long that took.
+    #[doc(hidden)]
     pub fn launch_floor(&self, launches: usize) -> Result<LaunchFloor> {
         self.measure_floor(launches).map_err(|error| self.error(&error))
     }

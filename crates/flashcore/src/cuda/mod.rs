@@ -33,6 +33,8 @@ use flashcore_driver::{
 use flashcore_kernels::{Kernel, Schedule};
 use flashcore_ptx::Target;
 
+#[doc(hidden)]
+pub use self::floor::LaunchFloor;
 use self::{
     again::{CallKey, KnownCalls, Made},
     key::{Choice, Key, QuickState},
@@ -42,7 +44,6 @@ use self::{
     workspace::{Lease, Workspaces},
 };
 pub use self::{
-    floor::LaunchFloor,
     record::{Recorder, Recording},
     tensor::{CudaLengths, CudaTensor},
 };
@@ -139,6 +140,7 @@ impl Cuda {
                     device: format!("cuda:{ordinal}"),
                     what: format!("compute capability {capability} ({})", properties.name),
                     possible: "8.0 (Ampere) and later; the CPU engine runs everywhere".into(),
+                    source: None,
                 });
             }
         };
@@ -251,11 +253,13 @@ impl Cuda {
     }
 
     /// The loaded main kernel of a problem, for those who ask for its attributes.
+    #[doc(hidden)]
     pub fn function(&self, problem: &Problem) -> Result<Function> {
         Ok(self.ready(problem)?.kernels[0].0.clone())
     }
 
     /// The hash of the code for a problem, as PTX: two schedules with one hash are one kernel.
+    #[doc(hidden)]
     pub fn code_hash(&self, problem: &Problem) -> Result<String> {
         Ok(self.ready(problem)?.code.clone())
     }
@@ -499,12 +503,10 @@ impl std::fmt::Display for Cuda {
 }
 
 fn device_error(ordinal: u32, error: &DriverError) -> Error {
-    let device = format!("cuda:{ordinal}");
+    let (device, what, source) = (format!("cuda:{ordinal}"), error.to_string(), Some(error.clone().into()));
     match *error {
-        DriverError::OutOfMemory { bytes, .. } => {
-            Error::OutOfMemory { device, bytes, what: error.to_string() }
-        }
+        DriverError::OutOfMemory { bytes, .. } => Error::OutOfMemory { device, bytes, what, source },
         DriverError::ForeignStream { stream_device, .. } => Error::ForeignStream { stream_device, device },
-        _ => Error::Device { device, what: error.to_string() },
+        _ => Error::Device { device, what, source },
     }
 }

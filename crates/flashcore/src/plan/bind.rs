@@ -96,6 +96,7 @@ impl Plan {
             device: self.target.to_string(),
             what: format!("rows of {tensor} that are {given} bytes apart"),
             possible: format!("up to {most} bytes; copy {tensor} to a denser layout"),
+            source: None,
         }
     }
 }

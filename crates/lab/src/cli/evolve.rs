@@ -460,7 +460,7 @@ fn record(state: &State, problems: &[Problem], hardware: &Hardware) -> Result<()
     };
     let entries: Vec<tuned::Entry> = problems.iter().zip(report::leaders(state)).filter_map(entry).collect();
     let Some(path) = tuned::user_file().filter(|_| !entries.is_empty()) else { return Ok(()) };
-    tuned::record(&path, &entries)?;
+    tuned::record(&path, &entries).map_err(|error| error.to_string())?;
     say(&format!("plans are made by them from now on: {}", path.display()));
     Ok(())
 }

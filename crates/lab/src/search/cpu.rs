@@ -44,7 +44,8 @@ impl CpuGates {
     }
 
     fn schedule(candidate: &str) -> Result<cpu::Schedule, String> {
-        let schedule: cpu::Schedule = candidate.parse()?;
+        let schedule: cpu::Schedule =
+            candidate.parse().map_err(|error: flashcore::Error| error.to_string())?;
         match schedule.knobs().into_iter().find(|&(_, value)| value == 0) {
             Some((knob, _)) => Err(format!("{knob} is 0 or missing; a candidate says every knob")),
             None => Ok(schedule),

@@ -14,5 +14,5 @@ use flashcore::Error;
 
 /// What went wrong with a subject, as the library's error.
 pub(crate) fn failed(subject: &str, what: impl Into<String>) -> Error {
-    Error::Device { device: subject.into(), what: what.into() }
+    Error::Device { device: subject.into(), what: what.into(), source: None }
 }

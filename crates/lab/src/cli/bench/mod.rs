@@ -262,7 +262,9 @@ impl<'a> Task<'a> {
                 Err("--matrix cpu is the CPU engine's: leave --device away, or give cpu".into())
             }
             (DeviceName::Cpu(None), _) => Ok(On::Cpu(engine.isa())),
-            (DeviceName::Cpu(Some(isa)), _) => Ok(On::Cpu(engine.with_isa(isa)?.isa())),
+            (DeviceName::Cpu(Some(isa)), _) => {
+                Ok(On::Cpu(engine.with_isa(isa).map_err(|error| error.to_string())?.isa()))
+            }
             (DeviceName::Cuda(ordinal, None), _) => Ok(On::Gpu(ordinal.unwrap_or(0))),
             (other, _) => Err(format!("the CPU engine and a GPU are timed, not {other}; give cpu or cuda")),
         }
