@@ -2,10 +2,11 @@
 #![cfg(feature = "sim")]
 
 use flashcore::{
-    Attention, Device, Mask, Problem, TensorBuf, oracle,
+    Attention, DType, Device, Mask, Problem, TensorBuf, oracle,
     plan::{Hardware, Kernel, Launch, Plan, Schedule, Target},
     sim::SimGpu,
 };
+use flashcore_ptx::{GridDep, Module, Op};
 
 /// A schedule with so many parts.
 fn schedule(parts: u32, together: bool) -> Schedule {
@@ -71,6 +72,30 @@ fn parts_without_keys_count_for_nothing() {
         let (o, lse) = errors("2x4/2x1/200x64 bf16 key-lengths", schedule(6, false), Some(&lengths));
         assert!(o < 8e-3 && lse < 2e-3, "{lengths:?}: o is off by {o:.1e}, lse by {lse:.1e}");
     }
+}
+
+/// What the simulator says of two parts when instructions of the kernel that merges them are left out.
+fn without(dropped: fn(&Op) -> bool) -> Result<(), String> {
+    let edit = move |module: &mut Module| {
+        let kernel = &mut module.kernels[0];
+        if kernel.name == "flashcore_combine" {
+            kernel.body.retain(|inst| !dropped(&inst.op));
+        }
+    };
+    let gpu = SimGpu::new(Target::Sm90a).with_schedule(schedule(8, false)).with_edit(edit);
+    let kv = TensorBuf::from_f32(&noise(300 * 64, 1), [1, 1, 300, 64], DType::F16).unwrap();
+    let q = TensorBuf::from_f32(&noise(64, 2), [1, 1, 1, 64], DType::F16).unwrap();
+    let run = Attention::new().run(&Device::sim(gpu), &q.view(), &kv.view(), &kv.view());
+    run.map(|_| ()).map_err(|error| error.to_string())
+}
+
+#[test]
+fn a_merge_that_does_not_wait_is_found() {
+    assert_eq!(without(|_| false), Ok(()));
+    let said = without(|op| *op == Op::GridDepControl(GridDep::Wait)).unwrap_err();
+    assert!(said.contains("in flight") && said.contains("flashcore_sm90_fwd"), "{said}");
+    let said = without(|op| matches!(op, Op::BarSync { .. })).unwrap_err();
+    assert!(said.contains("race"), "{said}");
 }
 
 #[test]

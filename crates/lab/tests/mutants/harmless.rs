@@ -80,14 +80,14 @@ pub const HARMLESS: &[Entry] = &[
     ),
     entry(
         &["sm80_fwd:block_m=64,block_n=32,warps=4,stages=1"],
-        &["epilogue: lse", "sm80_fwd.rs"],
+        &["epilogue: lse", "sm80/fwd.rs"],
         Drop,
         1,
         "with one stage the barrier after the scores already separates the reads of the queries from the output",
     ),
     entry(
         &["sm80_fwd:block_m=64,block_n=32,warps=4,stages=2,q_in_regs=1"],
-        &["epilogue: lse", "sm80_fwd.rs"],
+        &["epilogue: lse", "sm80/fwd.rs"],
         Drop,
         1,
         "the queries were read into registers before the first tile's barrier",
@@ -96,7 +96,7 @@ pub const HARMLESS: &[Entry] = &[
     entry(&["sm80_fwd:block_m=128,block_n=48"], &["tile ahead", "copy.rs"], OffByOne, 1, FILLED_AFTER),
     entry(
         &["sm80_mma"],
-        &["main loop / -", "sm80_mma.rs"],
+        &["main loop / -", "ladder/mma.rs"],
         OffByOne,
         1,
         "one more tile begins after the last key, and is masked completely",
