@@ -35,9 +35,9 @@ pub mod oracle;
 #[cfg(feature = "cuda")]
 pub mod plan;
 mod problem;
-pub mod signature;
 #[cfg(feature = "serde")]
 mod serde_text;
+pub mod signature;
 #[cfg(feature = "sim")]
 pub mod sim;
 #[cfg(feature = "cuda")]
