@@ -58,7 +58,7 @@ impl<'a> KeyLengths<'a> {
 pub struct Output {
     /// The output, (batch, heads, length, head_dim_v), with heads and length in memory as q has them.
     pub o: TensorBuf,
-    /// The natural logarithm of the sum of exponentials a query as (batch, heads, length, 1), if it was asked for.
+    /// The natural logarithm of the sum of exponentials, one per query, as (batch, heads, length, 1), if it was asked for.
     pub lse: Option<TensorBuf>,
 }
 

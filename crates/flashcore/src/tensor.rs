@@ -345,7 +345,7 @@ impl<'a> TensorMut<'a> {
         Self::from_raw(Raw::new(data.as_mut_ptr().cast(), data.len(), T::DTYPE, Place::Host, layout)?)
     }
 
-    /// For lse: one f32 a query, contiguous in the order (batch, heads, length).
+    /// For lse: one f32 per query, contiguous in the order (batch, heads, length).
     pub fn lse(data: &'a mut [f32], shape: [usize; 3]) -> Result<Self> {
         let [b, h, s] = shape;
         Self::strided(data, Layout::bhsd([b, h, s, 1]))
@@ -421,7 +421,7 @@ impl<'a> TensorMut<'a> {
     }
 }
 
-/// Key lengths in the memory of a GPU: one u32 a batch entry.
+/// Key lengths in the memory of a GPU: one u32 per batch entry.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceLengths<'a> {
     address: u64,
