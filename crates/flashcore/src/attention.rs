@@ -55,6 +55,7 @@ impl<'a> KeyLengths<'a> {
 
 /// What a run returns.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Output {
     /// The output, (batch, heads, length, head_dim_v), with heads and length in memory as q has them.
     pub o: TensorBuf,

@@ -16,6 +16,7 @@ use crate::{Aligned, DType, Element, Error, Name, Result};
 
 /// Where a tensor's memory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
 pub enum Place {
     /// In the memory of this process.
     Host,
@@ -483,6 +484,7 @@ impl DeviceLengths<'_> {
 
 /// The memory of a [`TensorBuf`].
 #[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
 pub enum Storage {
     /// f16 elements.
     F16(Aligned<f16>),
