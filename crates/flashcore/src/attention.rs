@@ -55,10 +55,11 @@ impl<'a> KeyLengths<'a> {
 
 /// What a run returns.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Output {
     /// The output, (batch, heads, length, head_dim_v), with heads and length in memory as q has them.
     pub o: TensorBuf,
-    /// The natural logarithm of the sum of exponentials a query as (batch, heads, length, 1), if it was asked for.
+    /// The natural logarithm of the sum of exponentials, one per query, as (batch, heads, length, 1), if it was asked for.
     pub lse: Option<TensorBuf>,
 }
 

@@ -273,8 +273,8 @@ pub enum Error {
         /// The softcap given.
         given: f32,
     },
-    /// Not one key length a batch entry.
-    #[error("{given} key lengths were given for a batch of {batch}. Give one a batch entry")]
+    /// The number of key lengths is not the batch size.
+    #[error("{given} key lengths were given for a batch of {batch}. Give one per batch entry")]
     KeyLengthCount {
         /// How many were given.
         given: usize,

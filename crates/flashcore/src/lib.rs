@@ -18,7 +18,8 @@
 //! never NaN; [`Mask::Causal`] is aligned bottom-right when lengths differ; lse is a natural logarithm.
 //!
 //! Features: `cuda` (on by default) brings NVIDIA GPUs, whose driver is loaded when the program runs. Without it
-//! only the CPU engine is built. `sim` adds a simulated GPU that checks every step of a kernel.
+//! only the CPU engine is built. `sim` adds a simulated GPU that checks every step of a kernel. `serde`
+//! reads and writes [`Problem`], [`DType`] and [`Mask`] as their text.
 
 mod aligned;
 mod attention;
@@ -34,6 +35,8 @@ pub mod oracle;
 #[cfg(feature = "cuda")]
 pub mod plan;
 mod problem;
+#[cfg(feature = "serde")]
+mod serde_text;
 pub mod signature;
 #[cfg(feature = "sim")]
 pub mod sim;

@@ -68,8 +68,7 @@ impl SimGpu {
         Self { config, ..self }
     }
 
-    /// The same with another number of multiprocessors, which decides how many blocks stay and take up tile after
-    /// tile.
+    /// The same with another number of multiprocessors, which decides how many persistent blocks there are.
     pub fn with_sms(self, sms: u32) -> Self {
         Self { hardware: Hardware { sms, ..self.hardware }, ..self }
     }

@@ -16,6 +16,7 @@ use crate::{Aligned, DType, Element, Error, Name, Result};
 
 /// Where a tensor's memory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
 pub enum Place {
     /// In the memory of this process.
     Host,
@@ -345,7 +346,7 @@ impl<'a> TensorMut<'a> {
         Self::from_raw(Raw::new(data.as_mut_ptr().cast(), data.len(), T::DTYPE, Place::Host, layout)?)
     }
 
-    /// For lse: one f32 a query, contiguous in the order (batch, heads, length).
+    /// For lse: one f32 per query, contiguous in the order (batch, heads, length).
     pub fn lse(data: &'a mut [f32], shape: [usize; 3]) -> Result<Self> {
         let [b, h, s] = shape;
         Self::strided(data, Layout::bhsd([b, h, s, 1]))
@@ -421,7 +422,7 @@ impl<'a> TensorMut<'a> {
     }
 }
 
-/// Key lengths in the memory of a GPU: one u32 a batch entry.
+/// Key lengths in the memory of a GPU: one u32 per batch entry.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceLengths<'a> {
     address: u64,
@@ -483,6 +484,7 @@ impl DeviceLengths<'_> {
 
 /// The memory of a [`TensorBuf`].
 #[derive(Clone, Debug, PartialEq)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
 pub enum Storage {
     /// f16 elements.
     F16(Aligned<f16>),

@@ -4,7 +4,7 @@
 //! it. An entry is used for the problem that it was measured on and for such that are near: the same kind of problem, of
 //! about the same size, that gives the multiprocessors as many rounds of work.
 //!
-//! A table is a text, one entry a line: `device | target | problem | schedule | speed-up`.
+//! A table is a text, one entry per line: `device | target | problem | schedule | speed-up`.
 
 use std::{
     fmt,
@@ -79,7 +79,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// What plans are chosen by: the user's table and the shipped one, read once a process. A user's table that
+    /// What plans are chosen by: the user's table and the shipped one, read once per process. A user's table that
     /// cannot be read is as good as none.
     pub fn current() -> &'static Self {
         static CURRENT: OnceLock<Table> = OnceLock::new();

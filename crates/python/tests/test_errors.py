@@ -54,7 +54,7 @@ X = ones(1, 2, 4, 8)
         ),
         (
             lambda: flashcore_attn.attention(X, X, X, key_lengths=[4, 4]),
-            "2 key lengths were given for a batch of 1. Give one a batch entry",
+            "2 key lengths were given for a batch of 1. Give one per batch entry",
         ),
         (
             lambda: flashcore_attn.attention(X, X, X, key_lengths=[5]),

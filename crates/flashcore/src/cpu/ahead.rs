@@ -8,7 +8,7 @@ pub(super) const LINE: usize = 64;
 /// What a micro-kernel asks for in passing: the cache line at `at` and the next one, those `step` bytes further, and so on,
 /// two for every [`EVERY`](Self::EVERY) steps of its own.
 ///
-/// So requests are spread: a core has only so many of them under way, and more at once hold up the loads of the products
+/// So requests are spread: a core has only so many of them in flight, and more at once hold up the loads of the products
 /// beside them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Lines {

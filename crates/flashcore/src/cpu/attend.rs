@@ -1,6 +1,6 @@
 //! One task: rows of queries against a range of keys, by online softmax.
 //!
-//! Rows are taken in panels as wide as the micro-kernel, a row a lane, and keys in blocks. For each block that it sees a
+//! Rows are taken in panels as wide as the micro-kernel, one row per lane, and keys in blocks. For each block that it sees a
 //! panel computes Sᵀ = K Qᵀ, moves its running maximum, turns Sᵀ into Pᵀ and adds P V to O; a row's maximum and sum are
 //! lanes, so the softmax never reduces across a vector. Scores exist for one panel and one block at a time.
 //!

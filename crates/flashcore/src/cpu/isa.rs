@@ -7,6 +7,7 @@ use crate::{Error, Result};
 
 /// An instruction set that the engine has a path for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
 pub enum Isa {
     /// What the compiler makes of plain arrays on any CPU.
     Portable,

@@ -9,7 +9,7 @@ pub(super) const MAX_LANES: usize = 16;
 /// Vectors of the widest panel.
 pub(super) const MAX_VECS: usize = 4;
 
-/// Some rows of a task, one a lane, with their place in scratch.
+/// Some rows of a task, one per lane, with their place in scratch.
 ///
 /// In scratch, Qᵀ and Sᵀ of a panel are rows of as many vectors as the micro-kernel's.
 pub(super) struct Panel {
@@ -56,7 +56,7 @@ pub(super) struct Segment {
 }
 
 impl Panel {
-    /// The panel of `rows`, of which `group` in a row are the same query, with `lanes` lanes a vector; its places
+    /// The panel of `rows`, of which `group` in a row are the same query, with `lanes` lanes per vector; its places
     /// in scratch are not set yet.
     pub(super) fn new(visible: Visible, rows: Range<usize>, group: usize, lanes: usize) -> Self {
         let vecs = rows.len().div_ceil(lanes);

@@ -8,13 +8,14 @@ use std::ops::Range;
 use super::{schedule::Schedule, visible::Visible};
 use crate::contract::Call;
 
-/// Each thread is to have this many tasks at least.
-const TASKS_A_THREAD: usize = 4;
-/// No task is to be more than this part of a thread's share of what is left, so that all threads end at about the same
-/// time: the first tasks may be large, the last ones are small.
+/// Tasks per thread, at least.
+const TASKS_PER_THREAD: usize = 4;
+/// A task is at most a thread's share of the work that is left, divided by this. The first tasks are then large and the
+/// last ones small, so that all threads end at about the same time.
 const PART_OF_THE_REST: usize = 2;
-/// With fewer tasks than this, of so many rows, long rows are split over keys too.
+/// With fewer tasks than this, long rows are split over keys too.
 const ENOUGH_TASKS: usize = 64;
+/// Rows per task, for counting the tasks that [`ENOUGH_TASKS`] is compared with.
 const FEW_ROWS: usize = 96;
 
 /// The work of one thread at a time: some rows of one kv head against some keys.
@@ -92,7 +93,7 @@ impl Plan {
         let rows = group * problem.len_q;
         let heads = problem.batch * problem.heads_kv;
         // Results do not depend on the rows of a task, so these may depend on the threads.
-        let blocks = (TASKS_A_THREAD * schedule.threads)
+        let blocks = (TASKS_PER_THREAD * schedule.threads)
             .div_ceil(heads.max(1))
             .min(rows.div_ceil(panel))
             .max(rows.div_ceil(schedule.block_q.max(1)))

@@ -21,11 +21,13 @@ use super::{
 const CHAINS: usize = 12;
 /// Rounds of all chains in one sample: about a millisecond.
 const ROUNDS: usize = 400_000;
-/// Rounds of one piece of work on the clock, which threads take one by one, and the most pieces a thread.
+/// Rounds of one piece of timed work. Threads take the pieces one by one.
 const PIECE: usize = 20_000;
+/// The most pieces per thread.
 const MOST_PIECES: f64 = 1000.0;
-/// Elements of memory that no cache holds, and of one piece of it that is read on the clock.
+/// Elements of memory that no cache holds.
 const MEMORY: usize = 128 << 20;
+/// Elements of one piece of it, as a timed read takes it.
 const READ: usize = 256 << 10;
 /// Independent exponentials in a row: they share the registers with the polynomial's coefficients.
 const EXP_CHAINS: usize = 6;
@@ -123,7 +125,7 @@ pub fn read_bandwidth(isa: Isa, threads: usize, budget: Duration) -> f64 {
     (share * threads * size_of::<f32>()) as f64 / time / 1e9
 }
 
-/// The rate of exponentials as the engine computes them, in registers, in units of 1e9 a second, on `threads` threads at
+/// The rate of exponentials as the engine computes them, in registers, in units of 1e9 per second, on `threads` threads at
 /// once: the best of the samples that fit into `budget`.
 pub fn exp_rate(isa: Isa, threads: usize, budget: Duration) -> f64 {
     let isa = if isa.is_available() { isa } else { Isa::Portable };

@@ -2,7 +2,7 @@
 //!
 //! Dot products run along the head dim and outputs along its columns, straight from the tensors' own type; while
 //! one block of K is multiplied its V is asked for, and then the next block's K, a few lines at a time, so that
-//! memory never waits: a core has only so many requests under way, and more at once than these hold up its sums.
+//! memory never waits: a core has only so many requests in flight, and more at once than these hold up its sums.
 #![allow(unsafe_code)] // Raw tensors and scratch; the contract and the plan bound every index.
 
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Machine code on disk, so that a kernel is assembled once on a machine and not once a process.
+//! Machine code on disk, so that a kernel is assembled once per machine and not once per process.
 //!
 //! A file is named by the hash of everything that its content depends on: the PTX text, the GPU's generation and
 //! the driver's version. It is written under a temporary name and renamed, so that processes side by side see a

@@ -8,7 +8,7 @@ use flashcore_driver::{
     Context, DeviceBuffer, DriverError, Function, JitOptions, LaunchConfig, Module, ParamBuffer, Stream,
 };
 
-/// Lengths that one launch stores, one a thread; `lengths.ptx` has room for so many.
+/// Lengths that one launch stores, one per thread; `lengths.ptx` has room for so many.
 const A_LAUNCH: usize = 256;
 
 const PTX: &str = include_str!("lengths.ptx");

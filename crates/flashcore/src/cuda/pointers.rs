@@ -58,7 +58,7 @@ impl KnownMemory {
         spans: impl Iterator<Item = Span>,
     ) -> Result<Result<(), BadPointer>, DriverError> {
         for (tensor, span) in spans {
-            // Memory that was put together from parts has a range a part: the ends are what can be asked for.
+            // Memory that was put together from parts has one range per part; the driver can be asked about the ends.
             for address in [span.start, span.end - 1] {
                 if self.knows(address) {
                     continue;

@@ -1,4 +1,4 @@
-//! Vectors of f32, one type an instruction set, so that the algorithm is written once.
+//! Vectors of f32, one type per instruction set, so that the algorithm is written once.
 //!
 //! Every method is `#[inline(always)]` and lands in an entry point that is compiled for the instruction set;
 //! none of them may be called outside one.

@@ -14,13 +14,13 @@ pub(in crate::plan) fn schedules(spec: &Spec) -> Vec<Schedule> {
 }
 
 /// The widest blocks, where heads are narrow enough: four warpgroups hide more of each other's softmax, and lengths
-/// are oftener multiples of their 256 queries than of 192.
+/// are more often multiples of their 256 queries than of 192.
 pub(super) fn widest(spec: &Spec) -> Option<Schedule> {
     let four = Schedule { stages: 4, ..wide(4, 64, 2) };
     (spec.head_dim.max(spec.head_dim_v) <= 64).then_some(four)
 }
 
-/// Blocks that stay, one on a multiprocessor, whose warpgroups take turns.
+/// Persistent blocks, one per multiprocessor, whose warpgroups take turns.
 fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
     Schedule {
         warpgroups,
@@ -39,7 +39,7 @@ fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
     }
 }
 
-/// For grids that fill the GPU several times: the widest blocks, which stay. Measured on an H200.
+/// For grids that fill the GPU several times: the widest blocks, persistent. Measured on an H200.
 pub(super) fn for_many(spec: &Spec) -> Vec<Schedule> {
     match spec.head_dim.max(spec.head_dim_v) {
         ..=64 => vec![wide(3, 128, 2), wide(2, 128, 2)],
@@ -49,7 +49,7 @@ pub(super) fn for_many(spec: &Spec) -> Vec<Schedule> {
     }
 }
 
-/// For grids that fill the GPU, but not often: narrow blocks that stay, two on a multiprocessor where they fit.
+/// For grids that fill the GPU, but not many times: narrow persistent blocks, two per multiprocessor where they fit.
 pub(super) fn for_some(spec: &Spec) -> Vec<Schedule> {
     for_many(spec)
         .into_iter()
@@ -79,8 +79,8 @@ pub(super) fn together(spec: &Spec, split: u32, long: bool) -> Vec<Schedule> {
     tiles.iter().copied().map(both).collect()
 }
 
-/// For few queries against many keys, where reading the keys is what takes time: narrow blocks that stay, with as
-/// many keys under way as fit. `alone`: there are no more tiles than multiprocessors. Measured on an H200.
+/// For few queries against many keys, where reading the keys is what takes time: narrow persistent blocks,
+/// with as many keys in flight as fit. `alone`: there are no more tiles than multiprocessors. Measured on an H200.
 pub(super) fn for_streams(spec: &Spec, alone: bool) -> Vec<Schedule> {
     let deep = for_few(spec, 1, false)
         .into_iter()

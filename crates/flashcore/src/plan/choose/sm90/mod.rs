@@ -207,7 +207,7 @@ fn pace(schedule: Schedule, uneven: bool) -> f64 {
     }
 }
 
-/// How long a schedule of blocks that stay is likely to take, in units of its own.
+/// How long a schedule of persistent blocks is likely to take, in units of its own.
 fn estimate(problem: &Problem, spec: &Spec, schedule: Schedule, sms: usize) -> f64 {
     let heads = problem.heads_q * problem.batch;
     let (slots, warpgroups) = (sms * schedule.ctas as usize, schedule.warpgroups as usize);
