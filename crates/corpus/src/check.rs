@@ -3,12 +3,12 @@
 //! - Outputs are poisoned before each run, and every element must be written.
 //! - Guard zones around and inside every tensor must stay as they were, and so must the inputs.
 //! - The result obeys the [tolerance rule](flashcore_judge::rule): in all rows, or in a large problem in rows that are
-//! chosen once the result exists, while every element of the other rows must be in the range of an average of the
-//! values.
+//!   chosen once the result exists, while every element of the other rows must be in the range of an average of the
+//!   values.
 //! - A second run, over another poison, gives the same bits (unless the engine says that it does not).
 //! - One row of q, of k and of v is redrawn at a time: rows that see it must change as the oracle's do, and rows that
-//! do not see it must not change at all. Which rows are redrawn depends on the engine's own result, so no engine can
-//! know in advance.
+//!   do not see it must not change at all. Which rows are redrawn depends on the engine's own result, so no engine can
+//!   know in advance.
 //! - A NaN or infinite element reaches what depends on it, and nothing else.
 
 use std::borrow::Cow;

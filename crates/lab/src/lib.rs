@@ -11,13 +11,13 @@
 //! Over these:
 //!
 //! - [`bench`](mod@bench) times [`shapes`] on the CPU or on a [`gpu`]; [`ceilings`] are the highest rates of the
-//! machine, and [`rbk`] makes tables of a grid in a file.
+//!   machine, and [`rbk`] makes tables of a grid in a file.
 //! - [`search`] looks for faster schedules, and accepts only those that win twice; [`micro`] measures the pieces that
-//! kernels are made of, to order what is tried.
+//!   kernels are made of, to order what is tried.
 //! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
 //! - [`faults`] are planted to see whether all this would notice.
 //! - [`evidence`] is what a command leaves in a file, and how it is checked, compared and kept; [`report`] makes a page
-//! for people from it.
+//!   for people from it.
 //! - [`cli`] is the command itself.
 //!
 //! Use it through the command; as a library it serves the project's own tests.
