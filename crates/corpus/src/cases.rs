@@ -284,9 +284,13 @@ impl Table {
             wild: None,
             seed: 1,
         };
-        let mask = self.mask.as_ref().map(|mask| mask.try_map(|text| text.parse().map_err(say))).transpose()?;
+        let mask = self
+            .mask
+            .as_ref()
+            .map(|mask| mask.try_map(|text| text.parse().map_err(|error| say(&error))))
+            .transpose()?;
         let dtype = match &self.dtype {
-            Some(dtype) => dtype.try_map(|text| text.parse().map_err(say))?,
+            Some(dtype) => dtype.try_map(|text| text.parse().map_err(|error| say(&error)))?,
             None => Many::List(DType::ALL.to_vec()),
         };
         let drawn = match &self.key_lengths {
@@ -404,7 +408,7 @@ fn draw_lengths(problem: &Problem, seed: u64) -> Vec<u32> {
     lengths
 }
 
-fn say(error: flashcore::Error) -> String {
+fn say(error: &flashcore::Error) -> String {
     error.to_string()
 }
 
