@@ -9,7 +9,7 @@ pub mod choose;
 mod fold;
 mod workspace;
 
-use flashcore_kernels::{Dtype, ScheduleError, Spec};
+use flashcore_kernels::{ElementType, ScheduleError, Spec};
 pub use flashcore_kernels::{Kernel, Map, Packed, Schedule};
 use flashcore_ptx::Module;
 pub use flashcore_ptx::Target;
@@ -232,9 +232,9 @@ fn spec(problem: &Problem, device: &str) -> Result<Spec> {
         Err(Error::Unsupported { device: device.into(), what, possible: possible.into(), source: None })
     };
     let dtype = match problem.dtype {
-        DType::F16 => Dtype::F16,
-        DType::BF16 => Dtype::Bf16,
-        DType::F32 => Dtype::F32,
+        DType::F16 => ElementType::F16,
+        DType::BF16 => ElementType::Bf16,
+        DType::F32 => ElementType::F32,
     };
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
         if len > MAX_KERNEL_LEN {

@@ -8,7 +8,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use flashcore_kernels::{Dtype, Schedule, Spec};
+use flashcore_kernels::{ElementType, Schedule, Spec};
 use flashcore_ptx::{Module, Target, TensorMap};
 pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, LaunchReport as Report, Stats, Stop};
 use flashcore_sim::{Buffer, LaunchDims, Launching, MOST_BUFFER_BYTES, Sim, Swizzle, TensorElement};
@@ -247,9 +247,9 @@ impl staging::Memory for Memory {
 /// A tensor map as the simulator reads it.
 fn encode(map: &Map) -> Result<TensorMap> {
     let element = match map.dtype {
-        Dtype::F16 => TensorElement::F16,
-        Dtype::Bf16 => TensorElement::Bf16,
-        Dtype::F32 => TensorElement::F32,
+        ElementType::F16 => TensorElement::F16,
+        ElementType::Bf16 => TensorElement::Bf16,
+        ElementType::F32 => TensorElement::F32,
     };
     let described =
         flashcore_sim::TensorMap::new(element, map.address, &map.dims, &map.strides, &map.box_dims);

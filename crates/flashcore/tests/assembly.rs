@@ -8,12 +8,12 @@ use std::sync::{
 };
 
 use flashcore::plan::choose::{default_schedule, merge, schedules};
-use flashcore_kernels::{Dtype, Kernel, Schedule, Spec, sm80};
+use flashcore_kernels::{ElementType, Kernel, Schedule, Spec, sm80};
 use flashcore_ptx::{Target, ptxas::Ptxas};
 
 /// Specs that between them reach every part of the kernels' code.
 fn specs() -> Vec<Spec> {
-    let new = |head_dim| Spec::new(Dtype::F16, head_dim);
+    let new = |head_dim| Spec::new(ElementType::F16, head_dim);
     vec![
         new(64),
         new(64).causal().with_lse(),
@@ -22,7 +22,7 @@ fn specs() -> Vec<Spec> {
         new(256).causal(),
         Spec { head_dim_v: 128, ..new(192) },
         Spec {
-            dtype: Dtype::Bf16,
+            dtype: ElementType::Bf16,
             left: true,
             softcap: true,
             key_lengths: true,
@@ -44,10 +44,10 @@ fn the_scalar_kernel_assembles_for_what_tensor_cores_do_not_take() {
         ..Spec::new(dtype, head_dim).causal().with_lse()
     };
     let specs = [
-        spec(Dtype::F32, 64, 64),
-        spec(Dtype::F32, 1024, 1024),
-        spec(Dtype::F16, 1, 1023),
-        spec(Dtype::Bf16, 59, 7),
+        spec(ElementType::F32, 64, 64),
+        spec(ElementType::F32, 1024, 1024),
+        spec(ElementType::F16, 1, 1023),
+        spec(ElementType::Bf16, 59, 7),
     ];
     let work: Vec<_> = specs
         .into_iter()
@@ -214,8 +214,9 @@ fn the_whole_grid_assembles_without_a_spill() {
         choices.map(move |schedule| (schedule, spec, Target::Sm90a))
     });
     assert!(assemble_all(&hopper.collect::<Vec<_>>()) > 200);
-    let specs = [64, 128, 256]
-        .map(|head_dim| [Spec::new(Dtype::F16, head_dim), Spec::new(Dtype::F16, head_dim).causal()]);
+    let specs = [64, 128, 256].map(|head_dim| {
+        [Spec::new(ElementType::F16, head_dim), Spec::new(ElementType::F16, head_dim).causal()]
+    });
     let mut work = Vec::new();
     for spec in specs.into_iter().flatten() {
         let grid = sm80::fwd::Schedule::grid().into_iter().map(Schedule::Sm80Fwd);
@@ -228,7 +229,7 @@ fn the_whole_grid_assembles_without_a_spill() {
 fn a_schedule_over_the_shared_memory_of_a_target_is_refused_with_the_sizes() {
     let text = "sm80_fwd:block_m=128,block_n=128,warps=8,stages=2,q_in_regs=0,order=head";
     let schedule: Schedule = text.parse().unwrap();
-    let spec = Spec::new(Dtype::F16, 128);
+    let spec = Spec::new(ElementType::F16, 128);
     assert!(schedule.check(&spec, Target::Sm80).is_ok());
     let refused = schedule.emit(&spec, Target::Sm89).unwrap_err().to_string();
     for part in ["163840", "101376", "q 32768", "k 65536", "v 65536"] {
@@ -247,7 +248,7 @@ fn what_hopper_blocks_cannot_do_together_is_refused_with_the_reason() {
     let check = |text: String, target: Target| {
         let schedule: Schedule = text.parse().unwrap();
         assert_eq!(schedule.to_string(), text);
-        schedule.check(&Spec::new(Dtype::F16, 64), target)
+        schedule.check(&Spec::new(ElementType::F16, 64), target)
     };
     assert!(check(text(1, 2, 0, 1), Target::Sm90a).is_ok());
     for (text, target, reason) in [
@@ -277,7 +278,7 @@ fn text_that_names_no_schedule_is_refused_with_the_reason() {
         match parsed {
             Err(error) => assert!(error.to_string().contains(reason), "{text}: {error}"),
             Ok(schedule) => {
-                assert!(schedule.check(&Spec::new(Dtype::F16, 64), Target::Sm80).is_err(), "{text}");
+                assert!(schedule.check(&Spec::new(ElementType::F16, 64), Target::Sm80).is_err(), "{text}");
             }
         }
     }

@@ -6,7 +6,7 @@
 use std::fmt::Write;
 
 use flashcore::plan::choose;
-use flashcore_kernels::{Dtype, Kernel, Schedule, Spec, sm90};
+use flashcore_kernels::{ElementType, Kernel, Schedule, Spec, sm90};
 use flashcore_ptx::Target;
 
 /// Pairs of head dims, those of the quick test first.
@@ -18,7 +18,7 @@ const DIMS: [(u32, u32); 8] =
 fn specs((head_dim, head_dim_v): (u32, u32), each: bool) -> Vec<Spec> {
     let with = |features: u32| {
         let has = |bit: u32| features >> bit & 1 == 1;
-        let dtype = if has(8) { Dtype::Bf16 } else { Dtype::F16 };
+        let dtype = if has(8) { ElementType::Bf16 } else { ElementType::F16 };
         Spec {
             head_dim_v,
             left: has(0),
@@ -36,7 +36,7 @@ fn specs((head_dim, head_dim_v): (u32, u32), each: bool) -> Vec<Spec> {
     let mixed = mixed.map(|i| (head_dim * 31 + head_dim_v + i).wrapping_mul(0x9e37_79b9) >> 23);
     let features = [0, 0x1ff].into_iter().chain(alone.map(|bit| 1 << bit)).chain(mixed);
     let mut specs: Vec<Spec> = features.map(with).collect();
-    specs.push(Spec { dtype: Dtype::F32, ..with(0xff) });
+    specs.push(Spec { dtype: ElementType::F32, ..with(0xff) });
     specs
 }
 

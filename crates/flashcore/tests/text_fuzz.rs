@@ -8,7 +8,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use flashcore::plan::choose::default_schedule;
-use flashcore_kernels::{Dtype, Kernel as Family, Spec};
+use flashcore_kernels::{ElementType, Kernel as Family, Spec};
 use flashcore_ptx::*;
 use flashcore_sim::{AsyncMode, Config, LaunchDims, Sim, Swizzle, TensorElement};
 
@@ -320,8 +320,8 @@ fn without_panic<T>(what: impl Fn() -> String, step: impl FnOnce() -> T) -> T {
 /// Every family's kernel for a small and for an unusual problem.
 fn emitted() -> Vec<Module> {
     let specs = [
-        Spec::new(Dtype::F16, 64).causal().with_lse(),
-        Spec { softcap: true, key_lengths: true, grouped: true, ..Spec::new(Dtype::Bf16, 64) },
+        Spec::new(ElementType::F16, 64).causal().with_lse(),
+        Spec { softcap: true, key_lengths: true, grouped: true, ..Spec::new(ElementType::Bf16, 64) },
     ];
     let mut modules = Vec::new();
     for target in [Target::Sm80, Target::Sm90a] {

@@ -3,7 +3,7 @@
 use flashcore_ptx::{GlobalPtr, KernelParams};
 use smallvec::SmallVec;
 
-use crate::Dtype;
+use crate::ElementType;
 
 /// A tensor that a kernel reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -129,7 +129,7 @@ pub enum BindError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Map {
     /// The element type.
-    pub dtype: Dtype,
+    pub dtype: ElementType,
     /// The address of the first element.
     pub address: u64,
     /// Elements of each dimension.

@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 use flashcore_ptx::{BuildErrors, KernelBuilder, SharedError, Target, TensorMap};
 
 use crate::{
-    Dtype, Kernel, MAX_HEAD_DIM, Order, Spec,
+    ElementType, Kernel, MAX_TENSOR_CORE_HEAD_DIM, Order, Spec,
     bind::{Args, BindError, Map, Packed},
 };
 
@@ -161,10 +161,10 @@ pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result
 /// Whether tensor cores can compute a spec.
 pub(crate) fn check_tensor_cores(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let Spec { dtype, head_dim, head_dim_v, .. } = *spec;
-    if dtype == Dtype::F32 {
+    if dtype == ElementType::F32 {
         return Err(ScheduleError::F32 { kernel });
     }
-    let possible = |dim: u32| (8..=MAX_HEAD_DIM).contains(&dim) && dim.is_multiple_of(8);
+    let possible = |dim: u32| (8..=MAX_TENSOR_CORE_HEAD_DIM).contains(&dim) && dim.is_multiple_of(8);
     if possible(head_dim) && possible(head_dim_v) {
         return Ok(());
     }

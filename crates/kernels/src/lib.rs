@@ -6,10 +6,10 @@
 //! [`Kernel::Sm90Fwd`] the one for Hopper. [`Kernel::Combine`] merges the partial results of a long sequence.
 //!
 //! ```
-//! use flashcore_kernels::{Dtype, Schedule, Spec};
+//! use flashcore_kernels::{ElementType, Schedule, Spec};
 //! use flashcore_ptx::Target;
 //!
-//! let spec = Spec::new(Dtype::F16, 64).causal();
+//! let spec = Spec::new(ElementType::F16, 64).causal();
 //! let schedule: Schedule = "sm80_fwd:block_m=64,block_n=64,warps=4,stages=2,q_in_regs=1,order=longest".parse()?;
 //! let module = schedule.emit(&spec, Target::Sm80)?;
 //! assert!(module.to_string().contains("ldmatrix"));
@@ -37,4 +37,4 @@ pub use bind::{Args, BindError, Map, Operand, Packed, TensorArg};
 pub use family::{Blocks, Family, Geometry, ScheduleError};
 pub use parts::{copy::MAX_ROW_STRIDE, params::FwdParams, work::Order};
 pub use registry::{Kernel, Schedule};
-pub use spec::{Dtype, MAX_HEAD_DIM, Spec};
+pub use spec::{ElementType, MAX_TENSOR_CORE_HEAD_DIM, Spec};

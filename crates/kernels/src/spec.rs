@@ -3,7 +3,7 @@
 
 /// The element type of q, k, v and o.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Dtype {
+pub enum ElementType {
     /// IEEE half precision.
     F16,
     /// bfloat16.
@@ -12,12 +12,12 @@ pub enum Dtype {
     F32,
 }
 
-impl Dtype {
+impl ElementType {
     /// Bytes per element.
     pub const fn size(self) -> u32 {
         match self {
-            Dtype::F16 | Dtype::Bf16 => 2,
-            Dtype::F32 => 4,
+            ElementType::F16 | ElementType::Bf16 => 2,
+            ElementType::F32 => 4,
         }
     }
 }
@@ -26,7 +26,7 @@ impl Dtype {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Spec {
     /// The element type.
-    pub dtype: Dtype,
+    pub dtype: ElementType,
     /// Elements of a query and of a key; the tensor-core kernels take multiples of 8 up to 256.
     pub head_dim: u32,
     /// Elements of a value and of an output row, likewise.
@@ -51,7 +51,7 @@ pub struct Spec {
 }
 
 /// The largest head dim of the tensor-core kernels.
-pub const MAX_HEAD_DIM: u32 = 256;
+pub const MAX_TENSOR_CORE_HEAD_DIM: u32 = 256;
 
 /// The largest softcap whose error is far below that of 16-bit probabilities when it is computed the fast way: models
 /// use 15 to 50.
@@ -59,7 +59,7 @@ const MAX_FAST_SOFTCAP: f32 = 64.0;
 
 impl Spec {
     /// Full attention with one head dim, nothing else.
-    pub fn new(dtype: Dtype, head_dim: u32) -> Self {
+    pub fn new(dtype: ElementType, head_dim: u32) -> Self {
         Self {
             dtype,
             head_dim,
@@ -89,13 +89,13 @@ impl Spec {
     ///
     /// The fast way computes `softcap · (1 − 2 / (1 + e^2x))`, whose error is the f32 rounding error at 1, times the
     /// softcap. And it multiplies by `scale · log2 e` scores that may be −∞, so that factor must be finite and above 0.
-    pub fn needs_scaled_scores(dtype: Dtype, scale: f32, softcap: Option<f32>, lse: bool) -> bool {
+    pub fn needs_scaled_scores(dtype: ElementType, scale: f32, softcap: Option<f32>, lse: bool) -> bool {
         let factor = softcap.unwrap_or(scale) * std::f32::consts::LOG2_E;
         // In f32, and so in lse, the error of the fast tanh would be seen under any softcap.
-        let in_f32 = lse || dtype == Dtype::F32;
+        let in_f32 = lse || dtype == ElementType::F32;
         let fast_tanh = softcap.is_none_or(|cap| cap <= MAX_FAST_SOFTCAP && !in_f32);
         let fast = factor.is_normal() && factor > 0.0 && fast_tanh;
-        !fast || dtype == Dtype::F32
+        !fast || dtype == ElementType::F32
     }
 
     /// Whether some queries may not see some keys that exist.

@@ -1,6 +1,6 @@
 //! Shapes by name, one definition each, and shapes spelled out as BxHxSxD.
 
-use flashcore::{DType, Mask, Problem};
+use flashcore::{DType, Error, Mask, Problem};
 
 /// A shape that has a name in this project.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,23 +91,16 @@ pub fn parse(text: &str) -> Result<Named, String> {
         return Ok(named);
     }
     let fail = |why: &str| Err(format!("'{text}' {why}.\n\n{}", possible()));
-    let parts: Vec<&str> = text.split(['x', 'X', '×']).collect();
-    let [batch, heads, len, head_dim] = parts[..] else {
+    let problem: Problem = match text.parse() {
+        Ok(problem) => problem,
+        Err(Error::Text { .. }) => return fail("is not a shape"),
+        Err(error) => return fail(&format!("cannot run: {error}")),
+    };
+    let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, .. } = problem;
+    if text.contains(char::is_whitespace) || head_dim != head_dim_v {
         return fail("is not a shape");
-    };
-    let pair = |part: &str| -> Option<(usize, usize)> {
-        let (q, kv) = part.split_once('/').unwrap_or((part, part));
-        Some((q.parse().ok()?, kv.parse().ok()?))
-    };
-    let (Ok(batch), Some((heads_q, heads_kv)), Some((len_q, len_k)), Ok(head_dim)) =
-        (batch.parse(), pair(heads), pair(len), head_dim.parse())
-    else {
-        return fail("is not a shape");
-    };
-    let shape = Shape { batch, heads_q, heads_kv, len_q, len_k, head_dim };
-    if let Err(error) = shape.problem(Mask::None, DType::F16).check() {
-        return fail(&format!("cannot run: {error}"));
     }
+    let shape = Shape { batch, heads_q, heads_kv, len_q, len_k, head_dim };
     if [batch, heads_q, len_q, len_k].contains(&0) {
         return fail("has nothing in it to time");
     }

@@ -11,7 +11,7 @@ use std::{
 use flashcore_driver::{
     Context, DriverError, L2Promotion, OutOfBounds, Swizzle, TensorMapElement, TensorMapSpec,
 };
-use flashcore_kernels::Dtype;
+use flashcore_kernels::ElementType;
 use flashcore_ptx::TensorMap;
 
 use super::key::QuickState;
@@ -45,9 +45,9 @@ impl KnownMaps {
 fn encode(context: &Context, map: &Map) -> Result<TensorMap, DriverError> {
     let spec = TensorMapSpec {
         element: match map.dtype {
-            Dtype::F16 => TensorMapElement::F16,
-            Dtype::Bf16 => TensorMapElement::Bf16,
-            Dtype::F32 => TensorMapElement::F32,
+            ElementType::F16 => TensorMapElement::F16,
+            ElementType::Bf16 => TensorMapElement::Bf16,
+            ElementType::F32 => TensorMapElement::F32,
         },
         address: map.address,
         dims: &map.dims,

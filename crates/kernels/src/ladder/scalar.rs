@@ -9,7 +9,7 @@
 use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Pred, Reg, RegType, Target, TensorMap};
 
 use crate::{
-    Args, Blocks, Dtype, Family, FwdParams, Geometry, Map, Packed, ScheduleError, Spec,
+    Args, Blocks, ElementType, Family, FwdParams, Geometry, Map, Packed, ScheduleError, Spec,
     family::schedule,
     parts::{
         softmax::{NEG_INF, SoftmaxParams},
@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// The largest head dim: a lane then holds 32 elements of the query and as many of the output.
-pub const MAX_HEAD_DIM: u32 = 1024;
+pub const MAX_SCALAR_HEAD_DIM: u32 = 1024;
 
 schedule! {
     /// The knobs of the scalar kernel.
@@ -40,7 +40,7 @@ impl Family for Schedule {
 
     fn check(self, spec: &Spec, _: Target) -> Result<(), ScheduleError> {
         let Spec { head_dim, head_dim_v, .. } = *spec;
-        if [head_dim, head_dim_v].iter().any(|dim| !(1..=MAX_HEAD_DIM).contains(dim)) {
+        if [head_dim, head_dim_v].iter().any(|dim| !(1..=MAX_SCALAR_HEAD_DIM).contains(dim)) {
             return Err(ScheduleError::HeadDim { head_dim, head_dim_v, possible: "1 to 1024" });
         }
         // So that 65536 registers suffice for the block at any head dim.
@@ -136,12 +136,12 @@ impl Schedule {
             let x = k.mul_f32(o, inverse);
             let at = address.at(part_offset(part, spec.dtype));
             let store = |k: &mut KernelBuilder| match spec.dtype {
-                Dtype::F32 => k.st_global(at, x),
-                Dtype::F16 => {
+                ElementType::F32 => k.st_global(at, x),
+                ElementType::F16 => {
                     let x = k.cvt_rn_f16_f32(x);
                     k.st_global(at, x);
                 }
-                Dtype::Bf16 => {
+                ElementType::Bf16 => {
                     let x = k.cvt_rn_bf16_f32(x);
                     k.st_global(at, x);
                 }
@@ -185,23 +185,23 @@ impl Lanes {
     }
 
     /// Where this lane's first element of the row at an address is.
-    fn address(&self, k: &mut KernelBuilder, row: Reg<B64>, dtype: Dtype) -> Reg<B64> {
+    fn address(&self, k: &mut KernelBuilder, row: Reg<B64>, dtype: ElementType) -> Reg<B64> {
         k.mad_wide_u32(self.lane, dtype.size(), row)
     }
 
     /// This lane's elements of the row at an address, as f32; 0 where it has none.
-    fn load(&self, k: &mut KernelBuilder, row: Reg<B64>, dtype: Dtype) -> Vec<Reg<F32>> {
+    fn load(&self, k: &mut KernelBuilder, row: Reg<B64>, dtype: ElementType) -> Vec<Reg<F32>> {
         let address = self.address(k, row, dtype);
         self.parts()
             .map(|part| {
                 let (at, guard) = (address.at(part_offset(part, dtype)), self.guard(part));
                 match dtype {
-                    Dtype::F32 => element(k, guard, |k| k.mov_f32(0.0), |k| k.ld_global(at)),
-                    Dtype::F16 => {
+                    ElementType::F32 => element(k, guard, |k| k.mov_f32(0.0), |k| k.ld_global(at)),
+                    ElementType::F16 => {
                         let half = element(k, guard, |k| k.mov_b16(0u16), |k| k.ld_global::<B16>(at));
                         k.cvt_f32_f16(half)
                     }
-                    Dtype::Bf16 => {
+                    ElementType::Bf16 => {
                         let half = element(k, guard, |k| k.mov_b16(0u16), |k| k.ld_global::<B16>(at));
                         let low = k.mov_b16(0u16);
                         let bits = k.pack_b32(low, half);
@@ -214,7 +214,7 @@ impl Lanes {
 }
 
 /// How far a lane's element of a part is from its first, in bytes.
-fn part_offset(part: u32, dtype: Dtype) -> i32 {
+fn part_offset(part: u32, dtype: ElementType) -> i32 {
     (32 * dtype.size() * part) as i32
 }
 

@@ -11,7 +11,7 @@ use super::{
     softmax::{NEG_INF, SoftmaxParams},
     work::{Rows, Work},
 };
-use crate::Dtype;
+use crate::ElementType;
 
 /// One thread's part of a 16×8 accumulator.
 pub(crate) type Acc = [Reg<F32>; 4];
@@ -20,25 +20,25 @@ pub(crate) type Acc = [Reg<F32>; 4];
 pub(crate) const HALVES: [[usize; 2]; 2] = [[0, 1], [2, 3]];
 
 /// The element type as `mma` names it.
-pub(crate) fn matrix_ty(dtype: Dtype) -> MatrixTy {
+pub(crate) fn matrix_ty(dtype: ElementType) -> MatrixTy {
     match dtype {
-        Dtype::F16 => MatrixTy::F16,
-        Dtype::Bf16 => MatrixTy::Bf16,
-        Dtype::F32 => unreachable!("schedules with tensor cores refuse f32"),
+        ElementType::F16 => MatrixTy::F16,
+        ElementType::Bf16 => MatrixTy::Bf16,
+        ElementType::F32 => unreachable!("schedules with tensor cores refuse f32"),
     }
 }
 
 /// Two neighbours rounded to the element type, `first` in the lower half.
-pub(crate) fn pack(k: &mut KernelBuilder, dtype: Dtype, first: Reg<F32>, second: Reg<F32>) -> Reg<B32> {
+pub(crate) fn pack(k: &mut KernelBuilder, dtype: ElementType, first: Reg<F32>, second: Reg<F32>) -> Reg<B32> {
     match dtype {
-        Dtype::F16 => k.cvt_rn_f16x2_f32(second, first),
-        Dtype::Bf16 => k.cvt_rn_bf16x2_f32(second, first),
-        Dtype::F32 => unreachable!("schedules with tensor cores refuse f32"),
+        ElementType::F16 => k.cvt_rn_f16x2_f32(second, first),
+        ElementType::Bf16 => k.cvt_rn_bf16x2_f32(second, first),
+        ElementType::F32 => unreachable!("schedules with tensor cores refuse f32"),
     }
 }
 
 /// A row of accumulators as A operands: two side by side make one.
-pub(crate) fn a_operands(k: &mut KernelBuilder, dtype: Dtype, row: &[Acc]) -> Vec<[Reg<B32>; 4]> {
+pub(crate) fn a_operands(k: &mut KernelBuilder, dtype: ElementType, row: &[Acc]) -> Vec<[Reg<B32>; 4]> {
     row.chunks_exact(2)
         .map(|pair| {
             let (left, right) = (&pair[0], &pair[1]);

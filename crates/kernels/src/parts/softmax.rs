@@ -221,7 +221,7 @@ type Exp<'a> = &'a dyn Fn(&mut KernelBuilder, Reg<F32>, usize) -> Reg<F32>;
 
 /// The running maximum and sum of one row. The sum is this thread's part until [`OnlineSoftmax::finish`].
 #[derive(Clone, Copy)]
-pub(crate) struct RowState {
+pub(crate) struct OnlineRow {
     pub max: Reg<F32>,
     pub sum: Reg<F32>,
 }
@@ -230,13 +230,13 @@ pub(crate) struct RowState {
 pub(crate) struct OnlineSoftmax {
     pub params: SoftmaxParams,
     /// One entry per 16-row tile: the upper row, the lower row.
-    pub rows: Vec<[RowState; 2]>,
+    pub rows: Vec<[OnlineRow; 2]>,
 }
 
 impl OnlineSoftmax {
     /// No key seen yet.
     pub fn new(k: &mut KernelBuilder, params: SoftmaxParams, tiles: usize) -> Self {
-        let mut row = || RowState { max: k.mov_f32(NEG_INF), sum: k.mov_f32(0.0) };
+        let mut row = || OnlineRow { max: k.mov_f32(NEG_INF), sum: k.mov_f32(0.0) };
         Self { params, rows: (0..tiles).map(|_| [row(), row()]).collect() }
     }
 

@@ -63,7 +63,8 @@ pub(super) fn section(problem: &Problem, launch: &Launch) -> u32 {
 /// What of a problem the kernels with tensor cores do not take, if anything.
 fn no_tensor_cores(problem: &Problem, target: Target) -> Option<String> {
     let Problem { batch, heads_q, head_dim, head_dim_v, .. } = *problem;
-    let possible = |dim: usize| dim.is_multiple_of(8) && dim <= flashcore_kernels::MAX_HEAD_DIM as usize;
+    let possible =
+        |dim: usize| dim.is_multiple_of(8) && dim <= flashcore_kernels::MAX_TENSOR_CORE_HEAD_DIM as usize;
     if problem.dtype == DType::F32 {
         return Some("f32".into());
     }

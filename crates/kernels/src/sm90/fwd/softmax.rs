@@ -8,7 +8,7 @@
 use flashcore_ptx::{F32, KernelBuilder, Pred, Reg};
 
 use crate::{
-    Dtype,
+    ElementType,
     parts::softmax::{FUSED_UP_TO, NEG_INF, SoftmaxParams},
 };
 
@@ -37,8 +37,8 @@ pub(super) struct Rescale {
 }
 
 /// The power of two by which probabilities are scaled down.
-pub(super) fn shift(lazy: bool, dtype: Dtype) -> f32 {
-    if lazy && dtype == Dtype::Bf16 { SLACK } else { 0.0 }
+pub(super) fn shift(lazy: bool, dtype: ElementType) -> f32 {
+    if lazy && dtype == ElementType::Bf16 { SLACK } else { 0.0 }
 }
 
 /// How a tile's scores are treated.
