@@ -12,9 +12,11 @@
 //! - A NaN or infinite element reaches what depends on it, and nothing else.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-use flashcore::{DType, Name, Problem};
+use flashcore::signature::{Parameter, PerTensor, Signature};
+use flashcore::{Name, Problem};
 use serde::Serialize;
 
 use crate::cases::Case;
@@ -264,8 +266,8 @@ impl Prepared {
         // The rows to check are drawn from the result itself: the same for the same engine, and unknown in advance.
         let mut rng = Rng::stream(self.case.seed, first.fingerprint());
         let truth = self.truth(&mut rng);
-        let mut o = first.o.gather(truth.rows());
-        let lse = first.lse.as_ref().map(|lse| lse.gather(truth.rows()));
+        let mut o = first.o().gather(truth.rows());
+        let lse = first.lse().map(|lse| lse.gather(truth.rows()));
         if !engine.hides_values() {
             self.forgive_values(&truth, &mut o);
         }
@@ -274,7 +276,7 @@ impl Prepared {
             faults.push(wrong(None, &judgement, &self.operands, &truth, &o, lse.as_deref()));
         }
         if self.case.rows.is_some() {
-            let beyond = self.operands.beyond_values(&first.o);
+            let beyond = self.operands.beyond_values(first.o());
             faults.extend(beyond.map(|(count, first)| Fault::Outlandish { count, first }));
         }
         // What a wrong engine does with changed inputs says nothing more. Nor does a row that changes where an element
@@ -294,7 +296,7 @@ impl Prepared {
         // Last, so that anything the runs in between left behind shows.
         match run(engine, &self.case, &self.operands, Poison::Second, &mut faults) {
             Ok(second) if engine.deterministic() => {
-                if let Some(differs) = self.differs(&first, &second) {
+                if let Some(differs) = Self::differs(&first, &second) {
                     for fault in &mut faults {
                         fault.is_of_a_race(&differs);
                     }
@@ -327,8 +329,8 @@ impl Prepared {
     }
 
     /// Whether the second run's bits differ from the first's.
-    fn differs(&self, first: &Outputs, second: &Outputs) -> Option<Fault> {
-        let changed = changed_rows(first, second, &self.case.problem);
+    fn differs(first: &Outputs, second: &Outputs) -> Option<Fault> {
+        let changed = changed_rows(first, second);
         let count = changed.iter().map(|(_, n)| n).sum();
         let rows: Vec<Row> = changed.into_iter().map(|(row, _)| row).collect();
         (!rows.is_empty()).then_some(Fault::NotRepeatable { count, rows })
@@ -340,7 +342,7 @@ impl Prepared {
             return;
         }
         if let Ok(again) = run(engine, &self.case, &redrawn.operands, Poison::Second, faults)
-            && let Some(differs) = self.differs(after, &again)
+            && let Some(differs) = Self::differs(after, &again)
         {
             for fault in &mut *faults {
                 fault.is_of_a_race(&differs);
@@ -358,17 +360,17 @@ impl Prepared {
         faults: &mut Vec<Fault>,
     ) {
         let Redrawn { spot, truth, shows, .. } = redrawn;
-        let o = after.o.gather(truth.rows());
-        let lse = after.lse.as_ref().map(|lse| lse.gather(truth.rows()));
+        let o = after.o().gather(truth.rows());
+        let lse = after.lse().map(|lse| lse.gather(truth.rows()));
         let judgement = truth.judge(&o, lse.as_deref());
-        let stood_still = o == before.o.gather(truth.rows());
+        let stood_still = o == before.o().gather(truth.rows());
         if stood_still && (*shows || !judgement.passed()) {
             faults.push(Fault::Ignored(spot.operand));
         } else if !judgement.passed() {
             faults.push(wrong(Some(spot.operand), &judgement, &redrawn.operands, truth, &o, lse.as_deref()));
         }
         if engine.deterministic() {
-            let moved = changed_rows(before, after, &self.case.problem);
+            let moved = changed_rows(before, after);
             let outside = moved.iter().find(|(row, _)| !self.operands.depends(row, spot));
             faults.extend(outside.map(|&(first, _)| Fault::Leaked { operand: spot.operand, first }));
         }
@@ -401,16 +403,29 @@ fn wrong(
     Fault::Wrong { after, judgement: Box::new(judgement.clone()), bad_rows, diagnosis }
 }
 
-/// The outputs of one run.
+/// The outputs of one run, as the problem's signature lists them.
 struct Outputs {
-    o: Guarded,
-    lse: Option<Guarded>,
+    signature: Signature,
+    tensors: PerTensor<Guarded>,
 }
 
 impl Outputs {
+    fn o(&self) -> &Guarded {
+        &self.tensors[Name::O]
+    }
+
+    fn lse(&self) -> Option<&Guarded> {
+        self.tensors.get(Name::Lse)
+    }
+
+    /// Each output that was asked for, with what it is.
+    fn each(&self) -> impl Iterator<Item = (&Parameter, &Guarded)> {
+        self.signature.outputs().filter_map(|of| Some((of, self.tensors.get(of.name)?)))
+    }
+
     /// A number that depends on every bit of the result.
     fn fingerprint(&self) -> u64 {
-        self.o.fingerprint() ^ self.lse.as_ref().map_or(0, |lse| lse.fingerprint().rotate_left(1))
+        (0..).zip(self.each()).fold(0, |all, (i, (_, output))| all ^ output.fingerprint().rotate_left(i))
     }
 }
 
@@ -422,46 +437,40 @@ fn run(
     poison: Poison,
     faults: &mut Vec<Fault>,
 ) -> Result<Outputs, Fault> {
-    let Problem { batch, heads_q, len_q, head_dim_v, dtype, lse, .. } = case.problem;
     // The engine works on a copy, so that what it does to its inputs shows and does not spread.
     let given = operands.clone();
-    let mut o = Guarded::new(dtype, case.arrangement, [batch, heads_q, len_q, head_dim_v]);
-    let mut lse = (lse && engine.gives_lse())
-        .then(|| Guarded::new(DType::F32, case.arrangement, [batch, heads_q, len_q, 1]));
-    o.poison(poison);
-    if let Some(lse) = &mut lse {
-        lse.poison(poison);
+    let signature = case.problem.signature();
+    let mut tensors = PerTensor::default();
+    for output in signature.outputs().filter(|output| output.name != Name::Lse || engine.gives_lse()) {
+        let mut memory = Guarded::new(output.dtype, case.arrangement, output.shape);
+        memory.poison(poison);
+        tensors.set(output.name, memory);
     }
     let inputs = [&given.q.view(), &given.k.view(), &given.v.view()];
+    let views = tensors.get_both_mut([Name::O, Name::Lse]).map(|output| output.map(Guarded::view_mut));
+    let [Some(mut o), mut lse] = views else { unreachable!("every problem has the output o") };
     engine
-        .run(&given.attention(), inputs, &mut o.view_mut(), lse.as_mut().map(Guarded::view_mut).as_mut())
+        .run(&given.attention(), inputs, &mut o, lse.as_mut())
         .map_err(|error| Fault::Refused(error.to_string()))?;
-    let outputs = Outputs { o, lse };
-    faults.extend(memory_faults(case, operands, &given, &outputs, poison));
+    let outputs = Outputs { signature, tensors };
+    faults.extend(memory_faults(operands, &given, &outputs, poison));
     Ok(outputs)
 }
 
 /// What a run did to memory that it should not have done: left outputs unwritten, or wrote elsewhere.
-fn memory_faults(
-    case: &Case,
-    before: &Operands,
-    after: &Operands,
-    outputs: &Outputs,
-    poison: Poison,
-) -> Vec<Fault> {
+fn memory_faults(before: &Operands, after: &Operands, outputs: &Outputs, poison: Poison) -> Vec<Fault> {
     let mut faults = Vec::new();
-    for (tensor, output) in [(Name::O, Some(&outputs.o)), (Name::Lse, outputs.lse.as_ref())] {
-        let Some(output) = output else { continue };
-        let unwritten = output.unwritten(poison);
+    for (of, output) in outputs.each() {
+        let (tensor, unwritten) = (of.name, output.unwritten(poison));
         if let Some(&first) = unwritten.first() {
-            let first = row_of(first / output.shape()[3], &case.problem);
+            let first = row_of(of, first / of.shape[3]);
             faults.push(Fault::NotWritten { tensor, count: unwritten.len(), first });
         }
         faults.extend(output.breach().map(|breach| Fault::Guard { tensor, breach }));
     }
-    let inputs =
-        [(Name::Q, &before.q, &after.q), (Name::K, &before.k, &after.k), (Name::V, &before.v, &after.v)];
-    for (tensor, before, after) in inputs {
+    for input in outputs.signature.inputs() {
+        let tensor = input.name;
+        let (before, after) = (before.operand(tensor), after.operand(tensor));
         if let Some(breach) = after.breach() {
             faults.push(Fault::Guard { tensor, breach });
         } else if !after.same_memory(before) {
@@ -471,23 +480,21 @@ fn memory_faults(
     faults
 }
 
-fn row_of(index: usize, problem: &Problem) -> Row {
-    let Problem { heads_q, len_q, .. } = *problem;
-    Row { batch: index / (heads_q * len_q), head: index / len_q % heads_q, query: index % len_q }
+/// A row of an output, by its own kind: a query's, or a key's.
+fn row_of(of: &Parameter, index: usize) -> Row {
+    let [batch, head, query] = of.row(index);
+    Row { batch, head, query }
 }
 
-/// The rows whose bits differ in o or lse, with how many elements do.
-fn changed_rows(before: &Outputs, after: &Outputs, problem: &Problem) -> Vec<(Row, usize)> {
-    let mut counts = before.o.differences(&after.o);
-    if let (Some(before), Some(after)) = (&before.lse, &after.lse) {
-        counts.iter_mut().zip(before.differences(after)).for_each(|(count, more)| *count += more);
+/// The rows whose bits differ in any output, with how many elements do.
+fn changed_rows(before: &Outputs, after: &Outputs) -> Vec<(Row, usize)> {
+    let mut counts: BTreeMap<Row, usize> = BTreeMap::new();
+    for ((of, before), (_, after)) in before.each().zip(after.each()) {
+        for (i, count) in before.differences(after).into_iter().enumerate().filter(|&(_, count)| count > 0) {
+            *counts.entry(row_of(of, i)).or_default() += count;
+        }
     }
-    counts
-        .into_iter()
-        .enumerate()
-        .filter(|&(_, count)| count > 0)
-        .map(|(i, count)| (row_of(i, problem), count))
-        .collect()
+    counts.into_iter().collect()
 }
 
 #[cfg(test)]
@@ -503,13 +510,17 @@ mod tests {
     fn found(what: impl Fn(&mut Operands, &mut Outputs)) -> Vec<Fault> {
         let case = case();
         let before = case.operands();
-        let (mut after, shape) = (before.clone(), [1, 2, 5, 4]);
-        let zeros = |dtype, shape: [usize; 4]| {
-            Guarded::with_values(dtype, case.arrangement, shape, &vec![0.0; shape.iter().product()])
-        };
-        let mut outputs = Outputs { o: zeros(DType::F16, shape), lse: Some(zeros(DType::F32, [1, 2, 5, 1])) };
+        let mut after = before.clone();
+        let signature = case.problem.with_lse().signature();
+        let mut tensors = PerTensor::default();
+        for output in signature.outputs() {
+            let zeros = vec![0.0; output.shape.iter().product()];
+            let memory = Guarded::with_values(output.dtype, case.arrangement, output.shape, &zeros);
+            tensors.set(output.name, memory);
+        }
+        let mut outputs = Outputs { signature, tensors };
         what(&mut after, &mut outputs);
-        memory_faults(&case, &before, &after, &outputs, Poison::First)
+        memory_faults(&before, &after, &outputs, Poison::First)
     }
 
     #[test]
@@ -524,8 +535,8 @@ mod tests {
             |inputs, _| (inputs.q.tamper(-1), Some(Name::Q)).1,
             |inputs, _| (inputs.k.tamper(4), Some(Name::K)).1,
             |inputs, _| (inputs.v.tamper(4000), Some(Name::V)).1,
-            |_, outputs| (outputs.o.tamper(5), Some(Name::O)).1,
-            |_, outputs| outputs.lse.as_mut().map(|lse| (lse.tamper(1), Name::Lse).1),
+            |_, outputs| outputs.tensors.get_mut(Name::O).map(|o| (o.tamper(5), Name::O).1),
+            |_, outputs| outputs.tensors.get_mut(Name::Lse).map(|lse| (lse.tamper(1), Name::Lse).1),
         ];
         for tamper in tensors {
             let name = std::cell::Cell::new(None);
@@ -543,8 +554,9 @@ mod tests {
     #[test]
     fn an_output_that_stays_poisoned_is_found() {
         let faults = found(|_, outputs| {
-            outputs.o.poison(Poison::First);
-            outputs.o.view_mut().write_row(0, 0, 0, &[0.0; 4]);
+            let o = outputs.tensors.get_mut(Name::O).unwrap();
+            o.poison(Poison::First);
+            o.view_mut().write_row(0, 0, 0, &[0.0; 4]);
         });
         let first = Row { batch: 0, head: 0, query: 1 };
         assert_eq!(faults, [Fault::NotWritten { tensor: Name::O, count: 36, first }]);

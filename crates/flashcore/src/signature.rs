@@ -90,10 +90,23 @@ impl Problem {
     }
 }
 
+impl Parameter {
+    /// Where one of its rows is: batch entry, head, and row in the head. Rows are counted in that order.
+    pub fn row(&self, index: usize) -> [usize; 3] {
+        let [_, heads, len, _] = self.shape.map(|size| size.max(1));
+        [index / (heads * len), index / len % heads, index % len]
+    }
+}
+
 impl Signature {
     /// The tensors, in order.
     pub fn iter(&self) -> std::slice::Iter<'_, Parameter> {
         self.parameters[..self.count].iter()
+    }
+
+    /// The tensors that are read.
+    pub fn inputs(&self) -> impl Iterator<Item = &Parameter> {
+        self.iter().filter(|parameter| parameter.role == Role::In)
     }
 
     /// The tensors that are written.
@@ -150,6 +163,17 @@ impl<T> PerTensor<T> {
     /// What there is for a tensor.
     pub fn get(&self, name: Name) -> Option<&T> {
         self.values[place(name)].as_ref()
+    }
+
+    /// What there is for a tensor, to be changed.
+    pub fn get_mut(&mut self, name: Name) -> Option<&mut T> {
+        self.values[place(name)].as_mut()
+    }
+
+    /// What there is for two tensors, to be changed; the names differ.
+    pub fn get_both_mut(&mut self, names: [Name; 2]) -> [Option<&mut T>; 2] {
+        let both = self.values.get_disjoint_mut(names.map(place)).expect("two tensors");
+        both.map(Option::as_mut)
     }
 
     /// The same with every value changed.
