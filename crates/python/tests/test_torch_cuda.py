@@ -289,3 +289,35 @@ def test_memory_that_torch_gives_out_again_is_not_written_late():
         attention(q, k, v)
         kept = attention(q, k, v)
     assert torch.equal(kept, expected)
+
+
+@pytest.mark.parametrize("shape", [(32, 8, 32768, 128), (8, 1, 16384, 256), (16, 2, 8192, 64)])
+def test_calls_that_need_a_workspace_keep_out_of_each_others(shape):
+    """Long sequences are cut into parts whose results lie in a workspace: of the stream, or of the graph."""
+    heads, shared, keys, width = shape
+    sizes = (1, heads, 1, width), (1, shared, keys, width), (1, shared, keys, width)
+
+    def call(tensors):
+        return sdpa(*tensors, enable_gqa=True)
+
+    sets = [draw(seed, *sizes, dtype="bfloat16", device="cuda") for seed in range(4)]
+    assert "workspace" in flashcore_attn.explain(*sets[0])
+    wanted = [call(tensors).clone() for tensors in sets]
+    o = call(sets[0])
+    group = heads // shared
+    q, k, v = (x.float() for x in sets[0])
+    exact = F.scaled_dot_product_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+    assert (o.float() - exact).abs().max() < 2e-3
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(sets[3])
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for _ in range(50):
+        found = []
+        for stream, tensors in zip(streams, sets):
+            with torch.cuda.stream(stream):
+                found.append(call(tensors))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip([*found, captured], wanted))
