@@ -453,6 +453,7 @@ impl Cuda {
 
     /// Queues the launches.
     fn launch(&self, ready: &Ready, params: &Packed) -> Result<()> {
+        let _turn = self.shared.workspaces.turn(&ready.plan);
         ready.queue(&self.stream, params).map_err(|error| self.error(&error))
     }
 
@@ -464,6 +465,7 @@ impl Cuda {
         {
             return None;
         }
+        let _turn = self.shared.workspaces.turn(&made.ready.plan);
         let launched = made.launch(&self.stream, |stream| made.ready.queue(stream, &made.packed));
         Some(launched.map_err(|error| self.error(&error)))
     }

@@ -5,10 +5,12 @@
 
 use std::{
     collections::HashMap,
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use flashcore_driver::{CaptureStatus, DeviceBuffer, DriverError, Stream};
+
+use crate::plan::Plan;
 
 /// The handle of the stream that each thread has for itself: one handle, many streams.
 const PER_THREAD: usize = 2;
@@ -18,6 +20,7 @@ const PER_THREAD: usize = 2;
 #[derive(Default)]
 pub(super) struct Workspaces {
     kept: Mutex<HashMap<usize, Vec<DeviceBuffer>>>,
+    turn: Mutex<()>,
 }
 
 /// A workspace for one call.
@@ -47,6 +50,12 @@ pub(super) fn is_shared(stream: &Stream) -> bool {
 }
 
 impl Workspaces {
+    /// Held while the launches of a plan are queued, if there are several: another thread's, on the same stream and so in
+    /// the same workspace, must not come between them.
+    pub fn turn(&self, plan: &Plan) -> Option<MutexGuard<'_, ()>> {
+        (plan.launches.len() > 1).then(|| self.turn.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// A workspace of so many bytes for whatever is queued in the stream next.
     pub fn get(&self, stream: &Stream, bytes: usize) -> Result<Lease, DriverError> {
         if is_shared(stream) {
@@ -62,5 +71,29 @@ impl Workspaces {
         let address = made.address();
         of_stream.push(made);
         Ok(Lease::kept(address))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Problem,
+        plan::{Hardware, Target},
+    };
+
+    #[test]
+    fn launches_that_share_a_workspace_are_queued_without_others_between_them() {
+        let plan = |text: &str| {
+            let problem: Problem = text.parse().unwrap();
+            Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap()
+        };
+        let workspaces = Workspaces::default();
+        let turn = workspaces.turn(&plan("1x8/1x1/16384x256 bf16"));
+        assert!(turn.is_some() && workspaces.turn.try_lock().is_err());
+        // A plan of one launch waits for nobody.
+        assert!(workspaces.turn(&plan("1x8x512x64 f16")).is_none());
+        drop(turn);
+        assert!(workspaces.turn.try_lock().is_ok());
     }
 }
