@@ -171,9 +171,4 @@ impl Packed {
         let end = self.launches.get(index + 1).map_or(self.bytes.len(), |next| next.start);
         (&self.bytes[*start..end], places)
     }
-
-    /// How many launches there are.
-    pub fn launches(&self) -> usize {
-        self.launches.len()
-    }
 }

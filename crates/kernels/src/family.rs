@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 use flashcore_ptx::{BuildErrors, KernelBuilder, SharedError, Target, TensorMap};
 
 use crate::{
-    ElementType, Kernel, MAX_TENSOR_CORE_HEAD_DIM, Order, Spec,
+    ElementType, FwdParams, Kernel, MAX_TENSOR_CORE_HEAD_DIM, Order, Spec,
     bind::{Args, BindError, Map, Packed},
 };
 
@@ -30,15 +30,18 @@ pub trait Family: Copy + fmt::Display {
         Ok(())
     }
 
-    /// Packs the parameters of a launch. `encode` makes the tensor maps, for kernels that copy by TMA. Nothing is
-    /// allocated.
+    /// Packs the parameters of a launch: [`FwdParams`], unless the family has others. `encode` makes the tensor maps that
+    /// the kernel copies with, if it does. Nothing is allocated.
     fn bind<E>(
         self,
-        spec: &Spec,
+        _spec: &Spec,
         args: &Args,
-        encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+        _encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
         packed: &mut Packed,
-    ) -> Result<(), E>;
+    ) -> Result<(), E> {
+        packed.push(&FwdParams::bind(args));
+        Ok(())
+    }
 }
 
 /// The shape that a schedule gives a launch.

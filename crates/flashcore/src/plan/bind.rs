@@ -3,7 +3,7 @@
 use flashcore_kernels::{Args, BindError, Map, Operand, Packed, TensorArg};
 use flashcore_ptx::TensorMap;
 
-use super::{Plan, fold::fold_tensors};
+use super::{Plan, fold::fold_layout};
 use crate::{Error, Layout, Name, Result, signature::PerTensor};
 
 /// Where the tensors of a call lie in a device's memory.
@@ -77,7 +77,7 @@ impl Plan {
         (args.section, args.parts) = (self.section, self.workspace.parts());
         for parameter in &self.problem.signature() {
             if let Some((address, layout)) = bindings.tensors.get(parameter.name) {
-                let layout = fold_tensors(layout, parameter, &self.problem, problem);
+                let layout = fold_layout(layout, parameter, &self.problem, problem);
                 args.set(operand(parameter.name), tensor_arg(*address, &layout, parameter.dtype.size()));
             }
         }

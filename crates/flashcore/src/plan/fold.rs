@@ -24,7 +24,7 @@ fn sees_all(problem: &Problem) -> bool {
 }
 
 /// The layout of a tensor of a problem as the folded one has it.
-pub(super) fn fold_tensors(layout: &Layout, of: &Parameter, problem: &Problem, folded: &Problem) -> Layout {
+pub(super) fn fold_layout(layout: &Layout, of: &Parameter, problem: &Problem, folded: &Problem) -> Layout {
     if problem.len_q == folded.len_q || of.rows != Rows::Queries {
         return *layout;
     }
@@ -81,7 +81,7 @@ mod tests {
         };
         for parameter in &problem.signature() {
             let was = Layout { shape: parameter.shape, strides };
-            let is = fold_tensors(&was, parameter, &problem, &folded);
+            let is = fold_layout(&was, parameter, &problem, &folded);
             if parameter.rows == Rows::Keys {
                 assert_eq!(is, was);
                 continue;

@@ -4,10 +4,10 @@
 //! into shared memory, wait, multiply, wait, and copy the next: no pipeline, no swizzle, operands read two elements at
 //! a time.
 
-use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target, TensorMap};
+use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
 
 use crate::{
-    Args, BindError, Blocks, Family, FwdParams, Geometry, Map, Packed, ScheduleError, Spec,
+    Args, BindError, Blocks, Family, FwdParams, Geometry, ScheduleError, Spec,
     family::{MAX_REGISTERS, check_registers, schedule},
     parts::{
         epilogue,
@@ -111,17 +111,6 @@ impl Family for Schedule {
 
     fn check_args(self, args: &Args) -> Result<(), BindError> {
         check_rows(args)
-    }
-
-    fn bind<E>(
-        self,
-        _: &Spec,
-        args: &Args,
-        _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
-        packed: &mut Packed,
-    ) -> Result<(), E> {
-        packed.push(&FwdParams::bind(args));
-        Ok(())
     }
 }
 

@@ -6,10 +6,10 @@
 //! output row. For each key the lanes multiply their elements, sum over the warp, and take one step of the online
 //! softmax, the same in every lane.
 
-use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Pred, Reg, RegType, Target, TensorMap};
+use flashcore_ptx::{B16, B32, B64, F32, KernelBuilder, Pred, Reg, RegType, Target};
 
 use crate::{
-    Args, Blocks, ElementType, Family, FwdParams, Geometry, Map, Packed, ScheduleError, Spec,
+    Blocks, ElementType, Family, FwdParams, Geometry, ScheduleError, Spec,
     family::schedule,
     parts::{
         softmax::{NEG_INF, SoftmaxParams},
@@ -55,17 +55,6 @@ impl Family for Schedule {
         let mut k = KernelBuilder::new("flashcore_scalar", target).params::<FwdParams>().threads(threads);
         self.body(&mut k, spec);
         k
-    }
-
-    fn bind<E>(
-        self,
-        _: &Spec,
-        args: &Args,
-        _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
-        packed: &mut Packed,
-    ) -> Result<(), E> {
-        packed.push(&FwdParams::bind(args));
-        Ok(())
     }
 }
 

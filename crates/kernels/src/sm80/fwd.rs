@@ -5,10 +5,10 @@
 //! shared-memory slots that `cp.async` fills ahead. A warp holds 16 or 32 queries: its scores, probabilities and
 //! output never leave its registers.
 
-use flashcore_ptx::{Addr, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target, TensorMap};
+use flashcore_ptx::{Addr, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
 
 use crate::{
-    Args, BindError, Blocks, Family, FwdParams, Geometry, Map, Packed, ScheduleError, Spec,
+    Args, BindError, Blocks, Family, FwdParams, Geometry, ScheduleError, Spec,
     family::{MAX_REGISTERS, check_registers, schedule},
     parts::{
         copy::{Share, TileCopy},
@@ -154,17 +154,6 @@ impl Family for Schedule {
 
     fn check_args(self, args: &Args) -> Result<(), BindError> {
         check_rows(args)
-    }
-
-    fn bind<E>(
-        self,
-        _: &Spec,
-        args: &Args,
-        _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
-        packed: &mut Packed,
-    ) -> Result<(), E> {
-        packed.push(&FwdParams::bind(args));
-        Ok(())
     }
 }
 

@@ -32,6 +32,17 @@ impl Keys {
         let some = k.setp_ge_s32(last, self.first);
         Keys { first: self.first, last, any: k.and_pred(self.any, some), range: self.range }
     }
+
+    /// Leaves one of several shares of this many key tiles each; the first has the last tiles.
+    fn take_share(&mut self, k: &mut KernelBuilder, index: Reg<B32>, share: Reg<B32>) {
+        let before = k.mul_lo_u32(index, share);
+        self.last = k.sub_s32(self.last, before);
+        let past_mine = k.sub_s32(self.last, share);
+        let first_mine = k.add_s32(past_mine, 1);
+        let some = k.setp_ge_s32(self.last, self.first);
+        self.any = k.and_pred(self.any, some);
+        self.first = k.max_s32(self.first, first_mine);
+    }
 }
 
 /// Runs the body for each query tile that this block takes.
@@ -211,13 +222,7 @@ impl Tile {
             let count = k.sub_s32(past, keys.first);
             let share = k.add_u32(count, schedule.split - 1);
             let share = k.shr_u32(share, schedule.split.trailing_zeros());
-            let before = k.mul_lo_u32(rank, share);
-            keys.last = k.sub_s32(keys.last, before);
-            let past_mine = k.sub_s32(keys.last, share);
-            let first_mine = k.add_s32(past_mine, 1);
-            let some = k.setp_ge_s32(keys.last, keys.first);
-            keys.any = k.and_pred(keys.any, some);
-            keys.first = k.max_s32(keys.first, first_mine);
+            keys.take_share(k, rank, share);
         }
         if schedule.parts > 1 {
             k.comment("this part of the key tiles");
@@ -228,13 +233,7 @@ impl Tile {
             let up = k.add_u32(parts, count);
             let up = k.sub_u32(up, 1u32);
             let share = k.div_u32(up, parts);
-            let before = k.mul_lo_u32(part, share);
-            keys.last = k.sub_s32(keys.last, before);
-            let past_mine = k.sub_s32(keys.last, share);
-            let first_mine = k.add_s32(past_mine, 1);
-            let some = k.setp_ge_s32(keys.last, keys.first);
-            keys.any = k.and_pred(keys.any, some);
-            keys.first = k.max_s32(keys.first, first_mine);
+            keys.take_share(k, part, share);
         }
         keys
     }
