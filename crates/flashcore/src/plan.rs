@@ -9,7 +9,7 @@ pub mod choose;
 mod fold;
 mod workspace;
 
-use flashcore_kernels::{ElementType, ScheduleError, Spec};
+use flashcore_kernels::{ElementType, ScheduleError, Section, Spec};
 pub use flashcore_kernels::{Kernel, Map, Packed, Schedule};
 use flashcore_ptx::Module;
 pub use flashcore_ptx::Target;
@@ -77,7 +77,7 @@ pub struct Plan {
     /// The problem as the kernels see it.
     folded: Problem,
     /// Heads whose tiles of queries are taken up together.
-    section: u32,
+    section: Section,
     /// What the launches hand on to each other.
     workspace: Workspace,
 }

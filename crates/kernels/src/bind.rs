@@ -50,6 +50,16 @@ impl TensorArg {
     }
 }
 
+/// Heads whose query tiles are processed together, longest first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Section {
+    /// How many heads, over all batch entries.
+    pub heads: u32,
+    /// Places that a section takes in the order of all tiles: one per tile, and at its end perhaps some without a tile,
+    /// so that the next section begins with a round of its own.
+    pub places: u32,
+}
+
 /// What a launch is bound to.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Args {
@@ -62,8 +72,8 @@ pub struct Args {
     pub left: i32,
     /// How many keys after its own position a query sees.
     pub right: i32,
-    /// Heads whose query tiles are processed together, longest first.
-    pub section: u32,
+    /// Which query tiles are processed together, where they are taken in sections.
+    pub section: Section,
     /// Parts of the keys whose outputs are merged at the end.
     pub parts: u32,
 }

@@ -113,22 +113,6 @@ impl SoftmaxParams {
         k.ex2_approx_ftz_f32(exponent)
     }
 
-    /// The same times 2^−shift.
-    pub fn exp_shifted(
-        &self,
-        k: &mut KernelBuilder,
-        score: Reg<F32>,
-        reference: Reg<F32>,
-        shift: f32,
-    ) -> Reg<F32> {
-        if shift == 0.0 {
-            return self.exp(k, score, reference);
-        }
-        let difference = k.sub_f32(score, reference);
-        let exponent = k.fma_f32(difference, self.exp_scale, -shift);
-        k.ex2_approx_ftz_f32(exponent)
-    }
-
     /// −reference · scale, for [`SoftmaxParams::exp_fused`].
     pub fn offset(&self, k: &mut KernelBuilder, reference: Reg<F32>) -> Reg<F32> {
         let scaled = k.mul_f32(reference, self.exp_scale);

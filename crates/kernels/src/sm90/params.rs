@@ -5,7 +5,7 @@ use flashcore_ptx::{GlobalPtr, TensorMap, kernel_params};
 use super::fwd::{Schedule, Walk};
 use crate::{
     Spec,
-    bind::{Args, Map, Operand, TensorArg},
+    bind::{Args, Map, Operand, Section, TensorArg},
 };
 
 kernel_params! {
@@ -42,7 +42,7 @@ kernel_params! {
         len_q: u32,
         /// Keys per head.
         len_k: u32,
-        /// Work tiles over all heads and batch entries: query tiles, or pairs of them.
+        /// Work tiles over all heads and batch entries: query tiles, pairs of them, or the places of all sections.
         items: u32,
         /// Work tiles per head.
         head_items: u32,
@@ -50,12 +50,14 @@ kernel_params! {
         blocks: u32,
         /// Heads whose tiles are processed together, longest first.
         section: u32,
+        /// Places per section.
+        places: u32,
         /// Query heads.
         heads: u32,
-        /// Divides by the tiles of a section.
-        section_tiles_mul: u32,
-        /// Divides by the tiles of a section.
-        section_tiles_shift: u32,
+        /// Divides by the places per section.
+        places_mul: u32,
+        /// Divides by the places per section.
+        places_shift: u32,
         /// Divides by the heads of a section.
         section_mul: u32,
         /// Divides by the heads of a section.
@@ -108,9 +110,13 @@ impl Sm90Params {
         };
         let [batch, heads, len_q] = args.queries();
         let blocks = len_q.div_ceil(schedule.rows());
-        let paired = schedule.order(spec) == Walk::Pairs;
-        let head_items = if paired { blocks.div_ceil(2) } else { blocks };
-        let section = args.section;
+        let order = schedule.order(spec);
+        let head_items = if order == Walk::Pairs { blocks.div_ceil(2) } else { blocks };
+        let Section { heads: section, places } = args.section;
+        let items = match order {
+            Walk::Sections => batch * heads / section.max(1) * places,
+            Walk::Plain | Walk::Pairs => head_items * batch * heads,
+        };
         let by = Divisor::new;
         let scores = args.scores();
         Ok(Self {
@@ -129,13 +135,14 @@ impl Sm90Params {
             lse_row: lse.strides[2],
             len_q,
             len_k: of(Operand::K).shape[2] as u32,
-            items: head_items * batch * heads,
+            items,
             head_items,
             blocks,
             section,
+            places,
             heads,
-            section_tiles_mul: by(section * blocks).mul,
-            section_tiles_shift: by(section * blocks).shift,
+            places_mul: by(places).mul,
+            places_shift: by(places).shift,
             section_mul: by(section).mul,
             section_shift: by(section).shift,
             items_mul: by(head_items).mul,

@@ -3,7 +3,7 @@
 mod sm80;
 mod sm90;
 
-use flashcore_kernels::{Kernel, Schedule, ScheduleError, Spec, ladder, sm90::combine};
+use flashcore_kernels::{Kernel, Schedule, ScheduleError, Section, Spec, ladder, sm90::combine};
 use flashcore_ptx::Target;
 
 use super::{Hardware, Launch, MAX_GRID_YZ};
@@ -51,12 +51,12 @@ pub fn merge(spec: &Spec, schedule: &Schedule) -> Option<Schedule> {
 }
 
 /// Heads whose tiles of queries are taken up together.
-pub(super) fn section(problem: &Problem, launch: &Launch) -> u32 {
+pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
     match launch.schedule {
         Schedule::Sm90Fwd(schedule) if schedule.has_sections(&launch.spec) => {
             sm90::section(problem, schedule, launch.grid[0])
         }
-        _ => 1,
+        _ => Section::default(),
     }
 }
 

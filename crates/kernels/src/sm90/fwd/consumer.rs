@@ -5,7 +5,7 @@ use flashcore_ptx::{B32, B64, BulkHint, F32, GridDep, KernelBuilder, Operand, Pr
 use super::{
     Memory, PANEL, PITCH, ROWS, Schedule, Sizes, gather, merge, panels, partial,
     ring::Ring,
-    softmax::{self, Kind, RowState},
+    softmax::{self, RowState, Softmax},
     tiles::{Keys, Tile, each_tile},
 };
 use crate::{
@@ -38,6 +38,7 @@ pub(super) struct Consumer<'a> {
     v: Ring,
     pub params: SoftmaxParams,
     pub rows: [RowState; 2],
+    softmax: Softmax,
     scores: Vec<Reg<F32>>,
     p: Vec<[Reg<B32>; 4]>,
     pub o: Vec<Reg<F32>>,
@@ -80,6 +81,7 @@ impl<'a> Consumer<'a> {
             softcap: Sm90Params::softcap,
         };
         let params = SoftmaxParams::read_from(k, spec, &handles);
+        let softmax = Softmax::new(k, params, schedule.lazy, spec.dtype, schedule.poly);
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
         let tiles = |k: &mut KernelBuilder, slots, bytes, bars| {
             let ring = Ring::consumer(k, slots, bytes, bars, stages);
@@ -94,7 +96,8 @@ impl<'a> Consumer<'a> {
             k: tiles(k, memory.k, sizes.k, memory.k_bars),
             v: tiles(k, memory.v, sizes.v, memory.v_bars),
             params,
-            rows: [RowState::new(k), RowState::new(k)],
+            rows: softmax.rows,
+            softmax,
             scores: zeros(k, block_n / 2),
             p: (0..block_n / 16).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
             o: zeros(k, spec.head_dim_v / 2),
@@ -137,9 +140,7 @@ impl<'a> Consumer<'a> {
     fn tile(&self, k: &mut KernelBuilder, tile: &Tile, owed: Reg<B32>) {
         let keys = tile.keys(k, self.schedule);
         k.section("consumer: one tile of queries");
-        for row in &self.rows {
-            row.reset(k);
-        }
+        self.softmax.reset(k);
         k.set(self.more, |k| k.mov_pred(false));
         self.q.wait_filled(k);
         if self.spec.key_lengths {
@@ -280,8 +281,7 @@ impl<'a> Consumer<'a> {
             partly = k.or_pred(partly, before);
         }
         k.if_(partly, |k| self.mask(k, tile, at));
-        let kind = Kind { masked: true, first: true, lazy: false, shift: self.shift(), poly: 0 };
-        softmax::step(k, self.params, &self.rows, &self.scores, kind);
+        self.softmax.first(k, &self.scores);
         self.pack(k);
         k.set(at, |k| k.sub_s32(at, self.schedule.stride()));
 
@@ -372,15 +372,11 @@ impl<'a> Consumer<'a> {
         if masked {
             self.mask(k, tile, at);
         }
-        let Schedule { lazy, poly, .. } = self.schedule;
-        let kind = Kind { masked, first: false, lazy, shift: self.shift(), poly };
-        let rescale = softmax::step(k, self.params, &self.rows, &self.scores, kind);
-        k.wgmma_wait(0);
-        self.give_back(k, &self.v);
-        self.pack(k);
-        if let Some(rescale) = rescale {
-            rescale.apply(k, &self.o);
-        }
+        self.softmax.step(k, &self.scores, masked, &self.o, &|k| {
+            k.wgmma_wait(0);
+            self.give_back(k, &self.v);
+            self.pack(k);
+        });
         k.set(self.more, |k| k.mov_pred(true));
     }
 
@@ -513,7 +509,7 @@ impl<'a> Consumer<'a> {
         let stride = k.param(Sm90Params::lse_row);
         for half in 0..2 {
             let row = self.problem_row(k, tile, half);
-            let RowState { reference, sum } = self.rows[half as usize];
+            let RowState { reference, sum, .. } = self.rows[half as usize];
             let value = self.params.lse(k, reference, sum, self.shift());
             let exists = k.setp_lt_s32(row, tile.rows.len_q);
             let mine = k.and_pred(first, exists);

@@ -57,8 +57,9 @@ schedule! {
         pub split: u32,
         /// Whether warpgroups take turns at the tensor cores.
         pub pingpong: bool,
-        /// Whether the output is rescaled only when a row's maximum has grown by more than 2^8.
-        pub lazy: bool,
+        /// The output is rescaled when the largest probability of a row has grown by more than this power of two: 0 to 8.
+        /// At 0 the largest probability is exactly 1, as it is not rounded; otherwise it is rounded like the others.
+        pub lazy: u32,
         /// Of eight exponentials in unmasked tiles, how many are computed by a polynomial.
         pub poly: u32,
         /// Whether blocks are persistent, taking one tile after another.
@@ -157,7 +158,7 @@ impl Schedule {
                     for &(persistent, pairs, split) in &walks {
                         for &(pingpong, together) in each_other {
                             for (lazy, poly) in
-                                [false, true].into_iter().flat_map(|l| (0..=4).map(move |p| (l, p)))
+                                [0, 2, 8].into_iter().flat_map(|l| (0..=4).map(move |p| (l, p)))
                             {
                                 grid.push(Schedule {
                                     warpgroups,
@@ -366,6 +367,9 @@ impl Family for Schedule {
                 "blocks that take a part of the keys end with it, and are in no cluster: take persistent=0 and split=1"
                     .into(),
             );
+        }
+        if self.lazy > 8 {
+            return refuse(format!("lazy {}: possible are 0 to 8", self.lazy));
         }
         if self.poly > 8 {
             return refuse(format!("poly {}: possible are 0 to 8 of eight", self.poly));

@@ -1,9 +1,13 @@
 //! The softmax of a warpgroup's rows: two rows per thread, each shared by four threads.
 //!
 //! Probabilities are 2^((score − reference) · scale), where the reference is the largest score so far or, with the lazy
-//! rescale, one whose probability is at most 2^8 times smaller. For bf16, whose range is that of f32, lazy
+//! rescale, one whose probability is at most 2^`lazy` times smaller. For bf16, whose range is that of f32, lazy
 //! probabilities are scaled down by that factor, so that none is above 1 and no product overflows that would not
 //! otherwise.
+//!
+//! Most key tiles raise no row's reference. Each thread sees that by its own scores alone, and then nothing is exchanged
+//! with others and nothing is rescaled. Each of the two ways is one stretch of code without branches, in which the
+//! assembler overlaps exponentials, sums and packing.
 
 use flashcore_ptx::{F32, KernelBuilder, Pred, Reg};
 
@@ -12,8 +16,8 @@ use crate::{
     parts::softmax::{FUSED_UP_TO, NEG_INF, SoftmaxParams},
 };
 
-/// How much a row's maximum may exceed its reference, as a power of two, before the lazy rescale moves it.
-const SLACK: f32 = 8.0;
+/// The most that a limit is above its reference: finite, so that it adds nothing to −∞.
+const MOST_SLACK: f32 = 1e37;
 
 /// Added to a number, it leaves the nearest integer in the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
@@ -24,45 +28,53 @@ pub(super) struct RowState {
     /// The score whose probability comes out as 1; −∞ while no key has been seen.
     pub reference: Reg<F32>,
     pub sum: Reg<F32>,
+    /// What is added to a scaled score for its exponent.
+    offset: Reg<F32>,
+    /// The largest score that needs no new reference.
+    limit: Reg<F32>,
+}
+
+/// The softmax of one thread's rows.
+pub(super) struct Softmax {
+    pub params: SoftmaxParams,
+    pub rows: [RowState; 2],
+    /// Whether a row of the warp has an offset that is too large to be added to scaled scores.
+    far: Reg<Pred>,
+    /// How far scores may exceed the reference; `None`: not at all.
+    slack: Option<Reg<F32>>,
+    /// The power of two by which all probabilities are scaled down; see [`shift`].
+    shift: f32,
+    /// Of eight exponentials in unmasked tiles, how many are computed by a polynomial.
+    poly: u32,
 }
 
 /// How a score becomes a probability, given its row and its index among the row's scores.
 type Exp<'a> = &'a dyn Fn(&mut KernelBuilder, Reg<F32>, usize, usize) -> Reg<F32>;
 
-/// The factors that the output so far must be multiplied by.
-pub(super) struct Rescale {
-    factors: [Reg<F32>; 2],
-    /// Whether any row of the warp changes; `None`: assume that one does.
-    any: Option<Reg<Pred>>,
-}
-
 /// The power of two by which probabilities are scaled down.
-pub(super) fn shift(lazy: bool, dtype: ElementType) -> f32 {
-    if lazy && dtype == ElementType::Bf16 { SLACK } else { 0.0 }
-}
-
-/// How a tile's scores are treated.
-#[derive(Clone, Copy)]
-pub(super) struct Kind {
-    /// Some rows may see no key of this tile, nor of any before it.
-    pub masked: bool,
-    /// No key has been seen before.
-    pub first: bool,
-    pub lazy: bool,
-    /// The power of two by which all probabilities of a row are scaled down; see [`shift`].
-    pub shift: f32,
-    /// Of eight exponentials, how many are computed by a polynomial.
-    pub poly: u32,
+pub(super) fn shift(lazy: u32, dtype: ElementType) -> f32 {
+    if dtype == ElementType::Bf16 { lazy as f32 } else { 0.0 }
 }
 
 impl RowState {
-    pub fn new(k: &mut KernelBuilder) -> Self {
-        Self { reference: k.mov_f32(NEG_INF), sum: k.mov_f32(0.0) }
+    fn new(k: &mut KernelBuilder) -> Self {
+        let [reference, limit] = [0, 1].map(|_| k.mov_f32(NEG_INF));
+        let [sum, offset] = [0, 1].map(|_| k.mov_f32(0.0));
+        Self { reference, sum, offset, limit }
     }
 
-    pub fn reset(self, k: &mut KernelBuilder) {
-        k.set(self.reference, |k| k.mov_f32(NEG_INF));
-        k.set(self.sum, |k| k.mov_f32(0.0));
+    fn reset(self, k: &mut KernelBuilder) {
+        for (register, value) in
+            [(self.reference, NEG_INF), (self.limit, NEG_INF), (self.sum, 0.0), (self.offset, 0.0)]
+        {
+            k.set(register, |k| k.mov_f32(value));
+        }
+    }
+
+    /// Whether the offset is too large to be added to scaled scores.
+    fn is_far(self, k: &mut KernelBuilder) -> Reg<Pred> {
+        let size = k.abs_f32(self.offset);
+        k.setp_gt_f32(size, FUSED_UP_TO)
     }
 
     /// Adds up the sums of the four threads that share the row.
@@ -120,110 +132,164 @@ fn exp2_poly(k: &mut KernelBuilder, x: Reg<F32>) -> Reg<F32> {
     k.f32_from_bits(bits)
 }
 
-/// One key tile: turns scores, in place, into probabilities that are not yet divided by the sum. The result must be
-/// applied to the output before this tile's values are added.
-pub(super) fn step(
-    k: &mut KernelBuilder,
-    params: SoftmaxParams,
-    rows: &[RowState; 2],
-    scores: &[Reg<F32>],
-    kind: Kind,
-) -> Option<Rescale> {
-    let scale = params.exp_scale();
-    let maxima = [0, 1].map(|half| {
-        let max = reduce(k, row_elements(scores, half), 4, |k, a, b| k.max_f32(a, b));
-        [1u32, 2].into_iter().fold(max, |max, distance| {
-            let other = k.shfl_bfly(max, distance);
-            k.max_f32(max, other)
-        })
-    });
-    let rescale = if kind.first {
-        for (row, max) in rows.iter().zip(maxima) {
-            k.set(row.reference, |k| k.mov_f32(max));
-        }
-        None
-    } else if kind.lazy {
-        let grown = [0, 1].map(|half| {
-            let above = k.sub_f32(maxima[half], rows[half].reference);
-            let above = k.mul_f32(above, scale);
-            k.setp_gt_f32(above, SLACK)
+impl Softmax {
+    pub fn new(
+        k: &mut KernelBuilder,
+        params: SoftmaxParams,
+        lazy: u32,
+        dtype: ElementType,
+        poly: u32,
+    ) -> Self {
+        let slack = (lazy > 0).then(|| {
+            let inverse = k.rcp_approx_ftz_f32(params.exp_scale());
+            let slack = k.mul_f32(inverse, lazy as f32);
+            k.min_f32(slack, MOST_SLACK)
         });
-        let either = k.or_pred(grown[0], grown[1]);
-        let any = k.vote_any(either);
-        let factors = [0, 1].map(|_| k.mov_f32(1.0));
-        k.if_(any, |k| {
-            for half in 0..2 {
-                let RowState { reference: old, sum } = rows[half];
-                let new = maxima[half];
-                let factor = params.exp(k, old, new);
-                k.set(factors[half], |k| k.selp_f32(factor, 1.0, grown[half]));
-                k.set(old, |k| k.selp_f32(new, old, grown[half]));
-                k.set(sum, |k| k.mul_f32(sum, factors[half]));
-            }
-        });
-        Some(Rescale { factors, any: Some(any) })
-    } else {
-        let factors = [0, 1].map(|half| {
-            let RowState { reference: old, sum } = rows[half];
-            let new = k.max_f32(maxima[half], old);
-            let relative_to = SoftmaxParams::reference(k, new, !kind.masked);
-            let factor = params.exp(k, old, relative_to);
-            k.set(old, |k| k.mov_f32(new));
-            k.set(sum, |k| k.mul_f32(sum, factor));
-            factor
-        });
-        Some(Rescale { factors, any: None })
-    };
-    let used = [0, 1].map(|half| {
-        let reference = SoftmaxParams::reference(k, rows[half].reference, !kind.masked);
-        let offset = params.offset(k, reference);
-        (reference, if kind.shift == 0.0 { offset } else { k.sub_f32(offset, kind.shift) })
-    });
-    let sizes = used.map(|(_, offset)| k.abs_f32(offset));
-    let largest = k.max_f32(sizes[0], sizes[1]);
-    let large = k.setp_gt_f32(largest, FUSED_UP_TO);
-    let any_large = k.vote_any(large);
-    // Each probability is added as soon as it is computed: the additions then overlap the exponentials that follow.
-    let each = |k: &mut KernelBuilder, exp: Exp<'_>| {
-        for (half, row) in rows.iter().enumerate() {
-            let mut sums = [row.sum, row.sum];
-            for (i, score) in row_elements(scores, half).enumerate() {
-                k.set(score, |k| exp(k, score, half, i));
-                sums[i % 2] = if i == 1 { score } else { k.add_f32(sums[i % 2], score) };
-            }
-            k.set(row.sum, |k| k.add_f32(sums[0], sums[1]));
-        }
-    };
-    k.if_else(
-        any_large,
-        |k| each(k, &|k, score, half, _| params.exp_shifted(k, score, used[half].0, kind.shift)),
-        |k| {
-            each(k, &|k, score, half, i| {
-                // Spread over the row, so that both pipes are kept busy.
-                let poly = !kind.masked && (i as u32 % 8) * kind.poly % 8 + kind.poly > 7;
-                let exponent = k.fma_f32(score, scale, used[half].1);
-                if poly { exp2_poly(k, exponent) } else { k.ex2_approx_ftz_f32(exponent) }
-            });
-        },
-    );
-    rescale
-}
+        let rows = [RowState::new(k), RowState::new(k)];
+        Self { params, rows, far: k.mov_pred(false), slack, shift: shift(lazy, dtype), poly }
+    }
 
-impl Rescale {
-    /// Multiplies the output.
-    pub fn apply(&self, k: &mut KernelBuilder, o: &[Reg<F32>]) {
-        let all = |k: &mut KernelBuilder| {
-            for (half, &factor) in self.factors.iter().enumerate() {
+    /// No key has been seen.
+    pub fn reset(&self, k: &mut KernelBuilder) {
+        for row in self.rows {
+            row.reset(k);
+        }
+        k.set(self.far, |k| k.mov_pred(false));
+    }
+
+    /// The first key tile: turns scores, in place, into probabilities that are not yet divided by the sum.
+    pub fn first(&self, k: &mut KernelBuilder, scores: &[Reg<F32>]) {
+        let maxima = maxima(k, scores);
+        let factors = self.renew(k, maxima);
+        self.exactly(k, scores, factors);
+    }
+
+    /// A further key tile: the same; `then` follows before the output so far, `o`, is rescaled.
+    pub fn step(
+        &self,
+        k: &mut KernelBuilder,
+        scores: &[Reg<F32>],
+        masked: bool,
+        o: &[Reg<F32>],
+        then: &dyn Fn(&mut KernelBuilder),
+    ) {
+        let maxima = maxima(k, scores);
+        let rescale = |k: &mut KernelBuilder, factors: [Reg<F32>; 2]| {
+            for (half, factor) in factors.into_iter().enumerate() {
                 for o in row_elements(o, half) {
                     k.set(o, |k| k.mul_f32(o, factor));
                 }
             }
         };
-        match self.any {
-            Some(any) => k.if_(any, all),
-            None => all(k),
+        let exactly = |k: &mut KernelBuilder, factors: [Reg<F32>; 2]| {
+            self.exactly(k, scores, factors);
+            then(k);
+            rescale(k, factors);
+        };
+        if masked {
+            // These tiles are few, and one way keeps the code short.
+            let factors = self.renew(k, maxima);
+            return exactly(k, factors);
+        }
+        let grown = [0, 1].map(|half| k.setp_gt_f32(maxima[half], self.rows[half].limit));
+        let either = k.or_pred(grown[0], grown[1]);
+        let either = k.or_pred(either, self.far);
+        let any = k.vote_any(either);
+        k.if_else(
+            any,
+            |k| {
+                let factors = self.renew(k, maxima);
+                k.if_else(
+                    self.far,
+                    |k| exactly(k, factors),
+                    |k| {
+                        self.fused(k, scores, Some(factors));
+                        then(k);
+                        rescale(k, factors);
+                    },
+                );
+            },
+            |k| {
+                self.fused(k, scores, None);
+                then(k);
+            },
+        );
+    }
+
+    /// Moves the reference of each row whose largest score, here and in the other three threads, is above its limit. The
+    /// result is what the output and sums so far are to be multiplied by: 1 for the other rows, so that what becomes of a
+    /// row never depends on its neighbours.
+    fn renew(&self, k: &mut KernelBuilder, maxima: [Reg<F32>; 2]) -> [Reg<F32>; 2] {
+        let factors = [0, 1].map(|half| {
+            let RowState { reference, offset, limit, .. } = self.rows[half];
+            let max = [1u32, 2].into_iter().fold(maxima[half], |max, distance| {
+                let other = k.shfl_bfly(max, distance);
+                k.max_f32(max, other)
+            });
+            let grown = k.setp_gt_f32(max, limit);
+            let mut moved = self.params.offset(k, max);
+            if self.shift != 0.0 {
+                moved = k.sub_f32(moved, self.shift);
+            }
+            k.set(offset, |k| k.selp_f32(moved, offset, grown));
+            let factor = self.params.exp(k, reference, max);
+            k.set(reference, |k| k.selp_f32(max, reference, grown));
+            let above = self.slack.map_or(max, |slack| k.add_f32(max, slack));
+            k.set(limit, |k| k.selp_f32(above, limit, grown));
+            k.selp_f32(factor, 1.0, grown)
+        });
+        let far = self.rows.map(|row| row.is_far(k));
+        let far = k.or_pred(far[0], far[1]);
+        k.set(self.far, |k| k.vote_any(far));
+        factors
+    }
+
+    /// Probabilities by the difference to the reference in rows that are far, by the offset in the others: one
+    /// instruction more per score, but right for all.
+    fn exactly(&self, k: &mut KernelBuilder, scores: &[Reg<F32>], factors: [Reg<F32>; 2]) {
+        let terms = self.rows.map(|row| {
+            let far = row.is_far(k);
+            (k.selp_f32(row.reference, 0.0, far), k.selp_f32(-self.shift, row.offset, far))
+        });
+        self.each(k, scores, Some(factors), &|k, score, half, _| {
+            let difference = k.sub_f32(score, terms[half].0);
+            let exponent = k.fma_f32(difference, self.params.exp_scale(), terms[half].1);
+            k.ex2_approx_ftz_f32(exponent)
+        });
+    }
+
+    /// Probabilities by the offset.
+    fn fused(&self, k: &mut KernelBuilder, scores: &[Reg<F32>], factors: Option<[Reg<F32>; 2]>) {
+        self.each(k, scores, factors, &|k, score, half, i| {
+            // Spread over the row, so that both pipes are kept busy.
+            let poly = (i as u32 % 8) * self.poly % 8 + self.poly > 7;
+            let exponent = k.fma_f32(score, self.params.exp_scale(), self.rows[half].offset);
+            if poly { exp2_poly(k, exponent) } else { k.ex2_approx_ftz_f32(exponent) }
+        });
+    }
+
+    /// Turns scores into probabilities and adds them to the sums, each as soon as it is computed: the additions then
+    /// overlap the exponentials that follow. The sums so far are first multiplied by
+    /// `factors`.
+    fn each(&self, k: &mut KernelBuilder, scores: &[Reg<F32>], factors: Option<[Reg<F32>; 2]>, exp: Exp<'_>) {
+        for (half, row) in self.rows.iter().enumerate() {
+            let mut sums = [row.sum, row.sum];
+            for (i, score) in row_elements(scores, half).enumerate() {
+                k.set(score, |k| exp(k, score, half, i));
+                sums[i % 2] = match (i, factors) {
+                    (0, Some(factors)) => k.fma_f32(row.sum, factors[half], score),
+                    (1, _) => score,
+                    _ => k.add_f32(sums[i % 2], score),
+                };
+            }
+            k.set(row.sum, |k| k.add_f32(sums[0], sums[1]));
         }
     }
+}
+
+/// The largest of a thread's scores in each of its rows.
+fn maxima(k: &mut KernelBuilder, scores: &[Reg<F32>]) -> [Reg<F32>; 2] {
+    [0, 1].map(|half| reduce(k, row_elements(scores, half), 4, |k, a, b| k.max_f32(a, b)))
 }
 
 /// Hides from a row the keys that it does not see: those before `begin` and from `end` on, both counted from the

@@ -7,7 +7,9 @@ use flashcore_kernels::{Schedule as Any, Spec, sm90::fwd::Schedule};
 
 pub(in crate::plan) use self::{blocks::schedules, section::section};
 use self::{
-    blocks::{for_few, for_many, for_parts, for_some, for_streams, streams_together, together, widest},
+    blocks::{
+        LAZY_LONG, for_few, for_many, for_parts, for_some, for_streams, streams_together, together, widest,
+    },
     section::key_tiles,
 };
 use crate::{Problem, plan::Hardware};
@@ -36,6 +38,9 @@ const CLUSTERED: (usize, usize) = (9, 10);
 
 /// The share of the multiprocessors below which clusters leave too many of them idle.
 const IDLE: (usize, usize) = (3, 4);
+
+/// Keys of which one has little weight.
+const LONG_KEYS: usize = 8192;
 
 /// The fewest keys of a part that is worth a block of its own.
 const PART_KEYS: usize = 128;
@@ -113,6 +118,8 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
         };
         (few, format!("{narrow} tiles of {GROUP} queries leave SMs of {sms} idle{share}"))
     };
+    let lazy = if problem.len_k >= LONG_KEYS { LAZY_LONG } else { schedule.lazy };
+    let schedule = Schedule { lazy, ..schedule };
     Some((Any::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")))
 }
 

@@ -1,6 +1,6 @@
 //! The order in which tiles of queries of different lengths are taken up.
 
-use flashcore_kernels::sm90::fwd::Schedule;
+use flashcore_kernels::{Section, sm90::fwd::Schedule};
 
 use crate::Problem;
 
@@ -15,7 +15,7 @@ const TILE_OVERHEAD: u64 = 1;
 
 /// Heads whose tiles are taken up together, longest first: such that the blocks finish at about the same time,
 /// and if possible few enough that their keys and values stay in the cache.
-pub(in crate::plan) fn section(problem: &Problem, schedule: Schedule, blocks: u32) -> u32 {
+pub(in crate::plan) fn section(problem: &Problem, schedule: Schedule, blocks: u32) -> Section {
     let (rows, block_n) = (schedule.rows(), schedule.block_n);
     let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
     let heads = (batch * heads_q) as u32;
@@ -25,17 +25,21 @@ pub(in crate::plan) fn section(problem: &Problem, schedule: Schedule, blocks: u3
         .rev()
         .map(|block| key_tiles(problem, block, rows as usize, block_n as usize) + TILE_OVERHEAD)
         .collect();
-    let candidates = (1..=heads).filter(|&section| heads.is_multiple_of(section));
+    let tight = |heads: u32| Section { heads, places: heads * costs.len() as u32 };
+    let candidates = (1..=heads).filter(|&section| heads.is_multiple_of(section)).map(tight);
     if !schedule.persistent || costs.len() as u64 * u64::from(heads) > MANY_TILES {
         // So many rounds come out even whatever the order, and blocks that end make room for the next in any.
-        return candidates.filter(|&section| u64::from(section) <= cached).max().unwrap_or(1);
+        let cached = candidates.filter(|section| u64::from(section.heads) <= cached);
+        return cached.max_by_key(|section| section.heads).unwrap_or(tight(1));
     }
-    let score = |section: u32| {
-        let longest = longest_share(&costs, heads, section, blocks);
+    // Whole rounds: the next section begins with its longest tiles where this one began.
+    let whole = |section: Section| Section { places: section.places.next_multiple_of(blocks), ..section };
+    let score = |section: &Section| {
+        let longest = longest_share(&costs, heads, *section, blocks);
         // Keys and values that fall out of the cache cost about as much as one block in eight more.
-        if u64::from(section) > cached { longest + longest / 8 } else { longest }
+        if u64::from(section.heads) > cached { longest + longest / 8 } else { longest }
     };
-    candidates.min_by_key(|&section| score(section)).unwrap_or(1)
+    candidates.flat_map(|tight| [tight, whole(tight)]).min_by_key(score).unwrap_or(tight(1))
 }
 
 /// The key tiles that a block of rows sees.
@@ -49,14 +53,15 @@ pub(super) fn key_tiles(problem: &Problem, block: usize, rows: usize, block_n: u
 
 /// The work of the block that has the most of it, when tiles of these costs are taken up section by section, every other
 /// round backwards.
-fn longest_share(costs: &[u64], heads: u32, section: u32, blocks: u32) -> u64 {
+fn longest_share(costs: &[u64], heads: u32, section: Section, blocks: u32) -> u64 {
     let mut shares = vec![0_u64; blocks as usize];
-    let tiles =
-        (0..heads / section).flat_map(|_| costs.iter().flat_map(|&cost| (0..section).map(move |_| cost)));
-    for (i, cost) in tiles.enumerate() {
-        let (round, place) = (i / shares.len(), i % shares.len());
-        let at = if round.is_multiple_of(2) { place } else { shares.len() - 1 - place };
-        shares[at] += cost;
+    for start in (0..heads / section.heads).map(|index| index as usize * section.places as usize) {
+        let tiles = costs.iter().flat_map(|&cost| (0..section.heads).map(move |_| cost));
+        for (i, cost) in (start..).zip(tiles) {
+            let (round, place) = (i / shares.len(), i % shares.len());
+            let at = if round.is_multiple_of(2) { place } else { shares.len() - 1 - place };
+            shares[at] += cost;
+        }
     }
     shares.into_iter().max().unwrap_or(0)
 }
