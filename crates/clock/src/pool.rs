@@ -98,7 +98,7 @@ impl Pool {
     pub fn yardstick(&self, problem: &Problem, rows: &[Row]) -> Option<Yardstick> {
         let Problem { heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, mask, .. } = *problem;
         let one = |row: &Row| {
-            let &Row { batch, head, query } = row;
+            let &Row { batch, head, position: query, .. } = row;
             let keys = mask.keys(query, len_q, len_k);
             let kv_head = batch * heads_kv + head / problem.group();
             let mut single = problem.with_kv(1, keys.len()).with_mask(Mask::None);
@@ -121,7 +121,7 @@ impl Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flashcore::oracle;
+    use flashcore::{Name, oracle};
 
     #[test]
     fn the_length_of_a_pool_is_a_prime() {
@@ -158,6 +158,6 @@ mod tests {
         let rows = flashcore_judge::operands::sample_rows(&problem, 1000, 1);
         assert_eq!(rows.len(), 72);
         let yardstick = pool.yardstick(&problem, &rows).unwrap();
-        assert_eq!(yardstick.oracle().o, truth.o);
+        assert_eq!(yardstick.of(Name::O).truth(), truth.o);
     }
 }

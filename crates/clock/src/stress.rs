@@ -7,7 +7,7 @@ use flashcore::cuda::driver::{
     DeviceBuffer, DriverError, Function, JitOptions, LaunchConfig, Module, ParamBuffer,
 };
 use flashcore::cuda::{Cuda, CudaTensor};
-use flashcore::{Attention, DType, Device, Layout, Mask, Problem, Storage, TensorBuf};
+use flashcore::{Attention, DType, Device, Layout, Mask, Name, Problem, Storage, TensorBuf};
 use serde::Serialize;
 
 use flashcore_judge::guarded::Arrangement;
@@ -182,8 +182,9 @@ impl Subject {
         outputs.poison(cuda)?;
         subject.run(&Device::cuda_with(cuda.clone()), &mut outputs)?;
         let (o, lse) = outputs.download(cuda, &subject.operands.problem)?;
-        let judgement =
-            subject.operands.yardstick().judge(&o.to_f32(), lse.as_ref().map(TensorBuf::to_f32).as_deref());
+        let mut given = vec![(Name::O, o.to_f32())];
+        given.extend(lse.as_ref().map(|lse| (Name::Lse, lse.to_f32())));
+        let judgement = subject.operands.yardstick().judge(&given);
         subject.expected = bits(&o, lse.as_ref());
         Ok((subject, judgement))
     }

@@ -12,7 +12,7 @@
 //! - A NaN or infinite element reaches what depends on it, and nothing else.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 
 use flashcore::signature::{Parameter, PerTensor, Signature};
@@ -25,7 +25,7 @@ use flashcore_judge::diagnose::{Diagnosis, Kind, diagnose};
 use flashcore_judge::guarded::{Breach, Guarded, Poison};
 use flashcore_judge::operands::{Operands, Spot};
 use flashcore_judge::rng::Rng;
-use flashcore_judge::rule::{Judgement, Row, Yardstick};
+use flashcore_judge::rule::{Judgement, Measure, Row, Verdict, Yardstick};
 
 /// One thing that is wrong.
 #[derive(Clone, Debug, PartialEq)]
@@ -190,12 +190,12 @@ impl Prepared {
     /// The oracle's o of some rows, before anything is redrawn.
     fn truth_before(&self, rows: &[Row]) -> Vec<f64> {
         if self.case.rows.is_some() {
-            return self.operands.yardstick_of_rows(rows).oracle().o.clone();
+            return self.operands.yardstick_of_rows(rows).of(Name::O).truth().to_vec();
         }
-        let Problem { heads_q, len_q, head_dim_v, .. } = self.case.problem;
-        let index = |row: &Row| (row.batch * heads_q + row.head) * len_q + row.query;
-        let truth = &self.yardstick().oracle().o;
-        rows.iter().flat_map(|row| &truth[index(row) * head_dim_v..][..head_dim_v]).copied().collect()
+        let Problem { heads_q, len_q, .. } = self.case.problem;
+        let index = |row: &Row| (row.batch * heads_q + row.head) * len_q + row.position;
+        let o = self.yardstick().of(Name::O);
+        rows.iter().flat_map(|row| &o.truth()[o.elements(index(row))]).copied().collect()
     }
 
     /// One row of q, k or v redrawn, chosen such that some query attends to it. None where no query attends to
@@ -206,7 +206,7 @@ impl Prepared {
             let (reader, keys) = self.operands.reader(rng, 1)?;
             let kv_head = reader.head / self.case.problem.group();
             let (head, row) = match operand {
-                Name::Q => (reader.head, reader.query),
+                Name::Q => (reader.head, reader.position),
                 _ => (kv_head, self.operands.attended(&reader, keys, rng)),
             };
             let spot = Spot { operand, batch: reader.batch, head, row, column: 0 };
@@ -214,7 +214,7 @@ impl Prepared {
             operands.operand_mut(operand).view_mut().write_row(spot.batch, head, row, &elements);
             let rows = self.followers(reader, &spot, rng);
             let truth = operands.yardstick_of_rows(&rows);
-            let shows = moved(&self.truth_before(&rows), &truth);
+            let shows = moved(&self.truth_before(&rows), truth.of(Name::O));
             if shows || tries == REDRAWS {
                 return Some(Redrawn { spot, operands, truth, shows });
             }
@@ -234,19 +234,19 @@ impl Prepared {
             spot.head * group..(spot.head + 1) * group
         };
         let first = heads.start;
-        let see = (0..len_q)
-            .filter(|&query| self.operands.depends(&Row { batch: spot.batch, head: first, query }, spot));
-        let see: Vec<usize> = see.collect();
+        let row = |head, query| Row::query(spot.batch, head, query);
+        let see: Vec<usize> =
+            (0..len_q).filter(|&query| self.operands.depends(&row(first, query), spot)).collect();
         let mut rows = vec![reader];
-        rows.extend([see.first(), see.last()].into_iter().flatten().map(|&query| Row { query, ..reader }));
+        let ends = [see.first(), see.last()].into_iter().flatten();
+        rows.extend(ends.map(|&position| Row { position, ..reader }));
         let Problem { len_k, head_dim, head_dim_v, .. } = self.case.problem;
         let most = FOLLOWERS.max(FOLLOWERS_WORK / (len_k * (head_dim + head_dim_v)).max(1) as u64) as usize;
         if most >= see.len() * heads.len() {
-            let all = heads.flat_map(|head| see.iter().map(move |&query| (head, query)));
-            return all.map(|(head, query)| Row { batch: spot.batch, head, query }).collect();
+            return heads.flat_map(|head| see.iter().map(move |&query| row(head, query))).collect();
         }
         while rows.len() < most {
-            rows.push(Row { batch: spot.batch, head: first + rng.below(heads.len()), query: rng.pick(&see) });
+            rows.push(row(first + rng.below(heads.len()), rng.pick(&see)));
         }
         rows.sort_unstable();
         rows.dedup();
@@ -266,14 +266,13 @@ impl Prepared {
         // The rows to check are drawn from the result itself: the same for the same engine, and unknown in advance.
         let mut rng = Rng::stream(self.case.seed, first.fingerprint());
         let truth = self.truth(&mut rng);
-        let mut o = first.o().gather(truth.rows());
-        let lse = first.lse().map(|lse| lse.gather(truth.rows()));
+        let mut given = first.gather(&truth);
         if !engine.hides_values() {
-            self.forgive_values(&truth, &mut o);
+            self.forgive_values(truth.of(Name::O), &mut given[0].1);
         }
-        let judgement = truth.judge(&o, lse.as_deref());
+        let judgement = truth.judge(&given);
         if !judgement.passed() {
-            faults.push(wrong(None, &judgement, &self.operands, &truth, &o, lse.as_deref()));
+            faults.push(wrong(None, &judgement, &self.operands, &truth, &given));
         }
         if self.case.rows.is_some() {
             let beyond = self.operands.beyond_values(first.o());
@@ -315,15 +314,14 @@ impl Prepared {
     }
 
     /// Accepts the NaN that a probability of 0 times a NaN or infinite value gives, in the value's own column.
-    fn forgive_values(&self, truth: &Yardstick, o: &mut [f32]) {
+    fn forgive_values(&self, truth: &Measure, o: &mut [f32]) {
         let Some(spot) = self.operands.wild.filter(|spot| spot.operand == Name::V) else { return };
-        let Problem { head_dim_v, .. } = self.case.problem;
         let group = self.case.problem.group();
         for (i, row) in truth.rows().iter().enumerate() {
-            let at = i * head_dim_v + spot.column;
+            let at = truth.elements(i).start + spot.column;
             let same_values = row.batch == spot.batch && row.head / group == spot.head;
             if same_values && !self.operands.depends(row, &spot) && !o[at].is_finite() {
-                o[at] = truth.oracle().o[at] as f32;
+                o[at] = truth.truth()[at] as f32;
             }
         }
     }
@@ -360,14 +358,13 @@ impl Prepared {
         faults: &mut Vec<Fault>,
     ) {
         let Redrawn { spot, truth, shows, .. } = redrawn;
-        let o = after.o().gather(truth.rows());
-        let lse = after.lse().map(|lse| lse.gather(truth.rows()));
-        let judgement = truth.judge(&o, lse.as_deref());
-        let stood_still = o == before.o().gather(truth.rows());
+        let given = after.gather(truth);
+        let judgement = truth.judge(&given);
+        let stood_still = given[0] == before.gather(truth)[0];
         if stood_still && (*shows || !judgement.passed()) {
             faults.push(Fault::Ignored(spot.operand));
         } else if !judgement.passed() {
-            faults.push(wrong(Some(spot.operand), &judgement, &redrawn.operands, truth, &o, lse.as_deref()));
+            faults.push(wrong(Some(spot.operand), &judgement, &redrawn.operands, truth, &given));
         }
         if engine.deterministic() {
             let moved = changed_rows(before, after);
@@ -377,15 +374,11 @@ impl Prepared {
     }
 }
 
-/// Whether the truth about some rows' outputs changed so much that rounding cannot hide it.
-fn moved(before: &[f64], after: &Yardstick) -> bool {
-    let rows = after.rows().len();
-    let width = before.len() / rows.max(1);
-    (0..rows).any(|i| {
-        let floor = after.row_floor(i);
-        let columns = i * width..(i + 1) * width;
-        let far = |(before, after): (&f64, &f64)| (before - after).abs() > floor;
-        before[columns.clone()].iter().zip(&after.oracle().o[columns]).any(far)
+/// Whether the truth about some rows of an output changed so much that rounding cannot hide it.
+fn moved(before: &[f64], after: &Measure) -> bool {
+    (0..after.rows().len()).any(|i| {
+        let far = |at: usize| (before[at] - after.truth()[at]).abs() > after.row_floor(i);
+        after.elements(i).any(far)
     })
 }
 
@@ -395,11 +388,12 @@ fn wrong(
     judgement: &Judgement,
     operands: &Operands,
     truth: &Yardstick,
-    o: &[f32],
-    lse: Option<&[f32]>,
+    given: &[(Name, Vec<f32>)],
 ) -> Fault {
-    let bad_rows = judgement.bad_rows.iter().map(|&i| truth.rows()[i]).collect();
-    let diagnosis = diagnose(operands, truth, o, lse, &judgement.bad_rows);
+    let rows = |of: &Verdict| of.bad_rows.iter().map(|&i| truth.of(of.output).rows()[i]).collect::<Vec<_>>();
+    let bad_rows: BTreeSet<Row> = judgement.outputs.iter().flat_map(rows).collect();
+    let bad_rows = bad_rows.into_iter().collect();
+    let diagnosis = diagnose(operands, truth, given, judgement);
     Fault::Wrong { after, judgement: Box::new(judgement.clone()), bad_rows, diagnosis }
 }
 
@@ -414,8 +408,9 @@ impl Outputs {
         &self.tensors[Name::O]
     }
 
-    fn lse(&self) -> Option<&Guarded> {
-        self.tensors.get(Name::Lse)
+    /// The rows of each output that are measured, in the order of the signature: o is the first.
+    fn gather(&self, truth: &Yardstick) -> Vec<(Name, Vec<f32>)> {
+        self.each().map(|(of, output)| (of.name, output.gather(truth.of(of.name).rows()))).collect()
     }
 
     /// Each output that was asked for, with what it is.
@@ -463,7 +458,7 @@ fn memory_faults(before: &Operands, after: &Operands, outputs: &Outputs, poison:
     for (of, output) in outputs.each() {
         let (tensor, unwritten) = (of.name, output.unwritten(poison));
         if let Some(&first) = unwritten.first() {
-            let first = row_of(of, first / of.shape[3]);
+            let first = Row::of(of, first / of.shape[3]);
             faults.push(Fault::NotWritten { tensor, count: unwritten.len(), first });
         }
         faults.extend(output.breach().map(|breach| Fault::Guard { tensor, breach }));
@@ -480,18 +475,12 @@ fn memory_faults(before: &Operands, after: &Operands, outputs: &Outputs, poison:
     faults
 }
 
-/// A row of an output, by its own kind: a query's, or a key's.
-fn row_of(of: &Parameter, index: usize) -> Row {
-    let [batch, head, query] = of.row(index);
-    Row { batch, head, query }
-}
-
 /// The rows whose bits differ in any output, with how many elements do.
 fn changed_rows(before: &Outputs, after: &Outputs) -> Vec<(Row, usize)> {
     let mut counts: BTreeMap<Row, usize> = BTreeMap::new();
     for ((of, before), (_, after)) in before.each().zip(after.each()) {
         for (i, count) in before.differences(after).into_iter().enumerate().filter(|&(_, count)| count > 0) {
-            *counts.entry(row_of(of, i)).or_default() += count;
+            *counts.entry(Row::of(of, i)).or_default() += count;
         }
     }
     counts.into_iter().collect()
@@ -558,7 +547,7 @@ mod tests {
             o.poison(Poison::First);
             o.view_mut().write_row(0, 0, 0, &[0.0; 4]);
         });
-        let first = Row { batch: 0, head: 0, query: 1 };
+        let first = Row::query(0, 0, 1);
         assert_eq!(faults, [Fault::NotWritten { tensor: Name::O, count: 36, first }]);
     }
 }

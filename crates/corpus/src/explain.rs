@@ -7,7 +7,7 @@ use flashcore::Name;
 use crate::check::{Fault, Prepared};
 use crate::engine::Engine;
 use flashcore_judge::diagnose::{Diagnosis, Kind, map, ranges};
-use flashcore_judge::rule::{Bound, Judgement, Row};
+use flashcore_judge::rule::{Judgement, Row};
 
 /// What is wrong with a case on an engine, as a few lines for a person.
 pub fn explain(prepared: &Prepared, engine: &dyn Engine, faults: &[Fault]) -> String {
@@ -27,7 +27,7 @@ pub fn explain(prepared: &Prepared, engine: &dyn Engine, faults: &[Fault]) -> St
             let _ = writeln!(text, "  {line}");
         }
     }
-    if let Some(rows) = faults.iter().find_map(rows).filter(|rows| !rows.is_empty()) {
+    for rows in faults.iter().find_map(rows).into_iter().flat_map(by_kind) {
         for line in map(&case.problem, rows).lines() {
             let _ = writeln!(text, "  {line}");
         }
@@ -54,7 +54,7 @@ pub fn describe(fault: &Fault) -> String {
     match fault {
         Fault::Refused(why) => format!("the call was refused: {why}"),
         Fault::NotWritten { tensor, count, first } => {
-            format!("{count} elements of {tensor} were never written, the first in {}", at(*first))
+            format!("{count} elements of {tensor} were never written, the first in {first}")
         }
         Fault::Guard { tensor, breach } => {
             let place = match breach.offset {
@@ -76,8 +76,7 @@ pub fn describe(fault: &Fault) -> String {
             places(rows)
         ),
         Fault::Outlandish { count, first } => format!(
-            "{count} elements of o are larger than every value of their head, or NaN or infinite, the first in {}",
-            at(*first)
+            "{count} elements of o are larger than every value of their head, or NaN or infinite, the first in {first}"
         ),
         Fault::Ignored(operand) => {
             format!(
@@ -86,7 +85,7 @@ pub fn describe(fault: &Fault) -> String {
             )
         }
         Fault::Leaked { operand, first } => {
-            format!("one row of {operand} was redrawn, and {} moved, which does not see it", at(*first))
+            format!("one row of {operand} was redrawn, and {first} moved, which does not see it")
         }
     }
 }
@@ -98,30 +97,30 @@ fn wrong(after: Option<Name>, judgement: &Judgement, bad_rows: &[Row], diagnosis
     }
     let _ = writeln!(text, ":");
     let _ = writeln!(text, "  kind: {}: {}", diagnosis.kind.name(), diagnosis.why);
-    let bound = |name: &str, bound: &Bound| {
-        let verdict = if bound.holds() { "holds" } else { "BROKEN" };
-        format!(
-            "  {name:<4} error {:.3e}, allowed {:.3e}, plain attention {:.3e}: {verdict}\n",
-            bound.error, bound.allowed, bound.plain
-        )
-    };
-    text += &bound("max", &judgement.max);
-    text += &bound("rms", &judgement.rms);
-    text += &bound("row", &judgement.row);
-    if let Some(lse) = &judgement.lse {
-        text += &bound("lse", lse);
+    for verdict in &judgement.outputs {
+        for (name, bound) in verdict.bounds() {
+            let word = if bound.holds() { "holds" } else { "BROKEN" };
+            let name = format!("{} {name}", verdict.output);
+            let _ = writeln!(
+                text,
+                "  {name:<7} error {:.3e}, allowed {:.3e}, plain attention {:.3e}: {word}",
+                bound.error, bound.allowed, bound.plain
+            );
+        }
     }
-    if !bad_rows.is_empty() {
-        let _ =
-            writeln!(text, "  {} of {} rows are bad: {}", bad_rows.len(), judgement.rows, places(bad_rows));
+    let bad = judgement.outputs.iter().filter(|verdict| !verdict.bad_rows.is_empty());
+    let bad = bad.map(|it| format!("{} of {} rows of {}", it.bad_rows.len(), it.rows, it.output));
+    let bad: Vec<String> = bad.collect();
+    if !bad.is_empty() {
+        let _ = writeln!(text, "  {} are bad: {}", bad.join(" and "), places(bad_rows));
     }
-    if let Some(bad) = &judgement.first_bad {
-        let tensor = if bad.lse { "lse" } else { "o" };
-        let column = if bad.lse { String::new() } else { format!(", column {}", bad.column) };
+    if let Some(bad) = judgement.first_bad() {
+        let column = if bad.output == Name::Lse { String::new() } else { format!(", column {}", bad.column) };
         let _ = writeln!(
             text,
-            "  first bad element: {tensor} in {}{column}: expected {:.6e}, actual {:.6e}, off by {:.3e}, allowed {:.3e}",
-            at(bad.row),
+            "  first bad element: {} in {}{column}: expected {:.6e}, actual {:.6e}, off by {:.3e}, allowed {:.3e}",
+            bad.output,
+            bad.row,
             bad.expected,
             bad.actual,
             (bad.actual - bad.expected).abs(),
@@ -131,20 +130,37 @@ fn wrong(after: Option<Name>, judgement: &Judgement, bad_rows: &[Row], diagnosis
     text
 }
 
-fn at(row: Row) -> String {
-    format!("batch {}, head {}, query {}", row.batch, row.head, row.query)
+/// Sorted rows, those of queries apart from those of keys.
+fn by_kind(rows: &[Row]) -> impl Iterator<Item = &[Row]> {
+    rows.chunk_by(|a, b| a.kind == b.kind)
 }
 
-/// Which batch entries, heads and queries a set of rows lies in.
+/// Which batch entries, heads, and queries or keys a set of sorted rows lies in.
 fn places(rows: &[Row]) -> String {
-    let set = |part: fn(&Row) -> usize| ranges(&rows.iter().map(part).collect());
-    format!("batch {}, heads {}, queries {}", set(|row| row.batch), set(|row| row.head), set(|row| row.query))
+    let place = |rows: &[Row]| {
+        let set = |part: fn(&Row) -> usize| ranges(&rows.iter().map(part).collect());
+        let [_, many] = rows[0].kind.words();
+        let (batch, heads) = (set(|row| row.batch), set(|row| row.head));
+        format!("batch {batch}, heads {heads}, {many} {}", set(|row| row.position))
+    };
+    by_kind(rows).map(place).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flashcore::signature::Rows;
     use flashcore_judge::guarded::Breach;
+
+    #[test]
+    fn rows_of_queries_and_of_keys_are_told_apart() {
+        let key = |row: Row| Row { kind: Rows::Keys, ..row };
+        let rows = [Row::query(0, 2, 4), Row::query(0, 2, 5), key(Row::query(1, 0, 7))];
+        assert_eq!(places(&rows), "batch 0, heads 2, queries 4-5; batch 1, heads 0, keys 7");
+        let first = key(Row::query(1, 0, 7));
+        let said = describe(&Fault::NotWritten { tensor: Name::V, count: 3, first });
+        assert!(said.ends_with("of v were never written, the first in batch 1, head 0, key 7"), "{said}");
+    }
 
     #[test]
     fn a_breach_says_on_which_side_it_is() {

@@ -13,13 +13,23 @@ pub enum Role {
 }
 
 /// What the rows of a tensor are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Rows {
     /// One per query of a query head.
     Queries,
     /// One per key of a key head.
     Keys,
+}
+
+impl Rows {
+    /// What one of them is, and several.
+    pub const fn words(self) -> [&'static str; 2] {
+        match self {
+            Rows::Queries => ["query", "queries"],
+            Rows::Keys => ["key", "keys"],
+        }
+    }
 }
 
 /// A tensor of a problem.

@@ -9,11 +9,12 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::ops::Range;
 
-use flashcore::{Mask, Problem};
+use flashcore::signature::Rows;
+use flashcore::{Mask, Name, Problem};
 use serde::Serialize;
 
 use crate::operands::Operands;
-use crate::rule::{Row, Yardstick};
+use crate::rule::{Judgement, Measure, Row, Verdict, Yardstick};
 
 /// The kinds of faults that are told apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -83,32 +84,29 @@ const TILES: [usize; 10] = [256, 192, 128, 112, 96, 80, 64, 48, 32, 16];
 /// The most tiles of one size that are tried: a row is computed again for each of them.
 const MOST_TILES: usize = 100;
 
-/// Diagnoses an output that the rule refused. `o` and `lse` are in the order of the yardstick's rows, `bad` are places
-/// among them.
+/// Diagnoses a result that the rule refused: the first output with bad rows. What is `given` is in the order of the
+/// measures' rows.
 pub fn diagnose(
     operands: &Operands,
     yardstick: &Yardstick,
-    o: &[f32],
-    lse: Option<&[f32]>,
-    bad: &[usize],
+    given: &[(Name, Vec<f32>)],
+    judgement: &Judgement,
 ) -> Diagnosis {
-    let width = operands.problem.head_dim_v;
-    let wrong_o = |&i: &usize| yardstick.row_error(i, o) > yardstick.row_allowed(i);
-    let wrong: Vec<usize> = bad.iter().copied().filter(wrong_o).collect();
-    if wrong.is_empty() {
-        return match lse {
-            Some(lse) if !bad.is_empty() => lse_alone(yardstick, lse, bad),
-            _ => leaning(yardstick, o).unwrap_or_else(|| {
-                Diagnosis::new(Kind::Unknown, "every row is within its bound, and yet all together are not")
-            }),
-        };
+    let found = |wrong: fn(&Verdict) -> bool| judgement.outputs.iter().position(wrong);
+    let Some(at) = found(|verdict| !verdict.bad_rows.is_empty()) else {
+        let at = found(|verdict| !verdict.passed()).unwrap_or(0);
+        return leaning(yardstick.of(given[at].0), &given[at].1).unwrap_or_else(|| {
+            Diagnosis::new(Kind::Unknown, "every row is within its bound, and yet all together are not")
+        });
+    };
+    let (output, got, wrong) = (given[at].0, &given[at].1[..], &judgement.outputs[at].bad_rows[..]);
+    let measure = yardstick.of(output);
+    if output == Name::Lse {
+        return lse_alone(measure, got, wrong);
     }
     let hidden = |&&i: &&usize| {
-        let row = i * width..(i + 1) * width;
-        o[row.clone()]
-            .iter()
-            .zip(&yardstick.oracle().o[row])
-            .any(|(x, truth)| x.is_finite() && !truth.is_finite())
+        let truth = &measure.truth()[measure.elements(i)];
+        got[measure.elements(i)].iter().zip(truth).any(|(x, truth)| x.is_finite() && !truth.is_finite())
     };
     let hidden = wrong.iter().filter(hidden).count();
     if hidden > 0 {
@@ -119,26 +117,29 @@ pub fn diagnose(
         return Diagnosis::new(Kind::NotFinite, why);
     }
     let not_finite =
-        wrong.iter().filter(|&&i| o[i * width..][..width].iter().any(|x| !x.is_finite())).count();
+        wrong.iter().filter(|&&i| got[measure.elements(i)].iter().any(|x| !x.is_finite())).count();
     if not_finite > 0 {
         let why = format!("{not_finite} of {} bad rows hold a NaN or an infinity", wrong.len());
         return Diagnosis::new(Kind::NotFinite, why);
     }
-    if wrong.iter().all(|&i| o[i * width..][..width].iter().all(|&x| x == 0.0)) {
+    if wrong.iter().all(|&i| got[measure.elements(i)].iter().all(|&x| x == 0.0)) {
         return Diagnosis::new(
             Kind::Zero,
             "every bad row is zero: nothing was computed, or nothing added up",
         );
     }
-    let rows: Vec<Seen> = spread(&wrong).map(|i| Seen::new(operands, yardstick, o, i)).collect();
-    scale(&rows)
-        .or_else(|| mask(&rows, &operands.problem))
-        .or_else(|| exchanged(&rows, operands))
-        .or_else(|| misplaced(&rows, yardstick))
-        .or_else(|| tile(&rows))
-        .or_else(|| offset(&rows))
-        .or_else(|| leaning(yardstick, o))
-        .unwrap_or_else(|| unknown(yardstick, o, &wrong))
+    let usual = || {
+        let rows: Vec<Seen> = spread(wrong).map(|i| Seen::new(operands, measure, got, i)).collect();
+        scale(&rows)
+            .or_else(|| mask(&rows, &operands.problem))
+            .or_else(|| exchanged(&rows, operands))
+            .or_else(|| misplaced(&rows, measure))
+            .or_else(|| tile(&rows))
+            .or_else(|| offset(&rows))
+    };
+    // Only the rows of o can be computed again.
+    let usual = if output == Name::O { usual() } else { None };
+    usual.or_else(|| leaning(measure, got)).unwrap_or_else(|| unknown(measure, got, wrong))
 }
 
 /// A few of many, evenly spread from the first to the last.
@@ -164,12 +165,12 @@ struct Seen {
 }
 
 impl Seen {
-    fn new(operands: &Operands, yardstick: &Yardstick, o: &[f32], at: usize) -> Self {
+    fn new(operands: &Operands, measure: &Measure, o: &[f32], at: usize) -> Self {
         let problem = operands.problem;
-        let row = yardstick.rows()[at];
-        let width = problem.head_dim_v;
+        let row = measure.rows()[at];
+        let bound = measure.row_bound(at, o);
         let mut query = vec![0.0; problem.head_dim];
-        operands.q.view().read_row(row.batch, row.head, row.query, &mut query);
+        operands.q.view().read_row(row.batch, row.head, row.position, &mut query);
         let query: Vec<f64> = query.into_iter().map(f64::from).collect();
         let len = operands.keys(row.batch);
         let kv_head = row.head / problem.group();
@@ -177,15 +178,15 @@ impl Seen {
         let scores = keys.iter().map(|key| score(&problem, &query, key, 1.0)).collect();
         Self {
             row,
-            got: o[at * width..][..width].iter().map(|&x| f64::from(x)).collect(),
-            truth: yardstick.oracle().o[at * width..][..width].to_vec(),
-            error: yardstick.row_error(at, o),
-            allowed: yardstick.row_allowed(at),
+            got: o[measure.elements(at)].iter().map(|&x| f64::from(x)).collect(),
+            truth: measure.truth()[measure.elements(at)].to_vec(),
+            error: bound.error,
+            allowed: bound.allowed,
             query,
             keys,
             values,
             scores,
-            range: problem.mask.keys(row.query, problem.len_q, len),
+            range: problem.mask.keys(row.position, problem.len_q, len),
             problem,
         }
     }
@@ -320,7 +321,7 @@ fn mask(rows: &[Seen], problem: &Problem) -> Option<Diagnosis> {
         Mask::CausalTopLeft => Some(Mask::Causal),
         _ => None,
     } && problem.len_q != problem.len_k
-        && all_are(rows, |row| row.on(other.keys(row.row.query, problem.len_q, row.keys.len())))
+        && all_are(rows, |row| row.on(other.keys(row.row.position, problem.len_q, row.keys.len())))
     {
         return Some(Diagnosis::new(Kind::Mask, format!("the mask is {other}, aligned to the other corner")));
     }
@@ -373,16 +374,13 @@ fn exchanged(rows: &[Seen], operands: &Operands) -> Option<Diagnosis> {
 }
 
 /// Right rows in wrong places.
-fn misplaced(rows: &[Seen], yardstick: &Yardstick) -> Option<Diagnosis> {
+fn misplaced(rows: &[Seen], measure: &Measure) -> Option<Diagnosis> {
     let width = rows[0].got.len();
-    let truths = || yardstick.oracle().o.chunks_exact(width).zip(yardstick.rows());
+    let truths = || measure.truth().chunks_exact(width).zip(measure.rows());
     let found = |row: &Seen| truths().find(|(truth, of)| **of != row.row && row.is(truth)).map(|(_, of)| *of);
     let found: Vec<Row> = rows.iter().map(found).collect::<Option<_>>()?;
     let (here, from) = (rows[0].row, found[0]);
-    let why = format!(
-        "right rows in wrong places: batch {}, head {}, query {} holds the result of batch {}, head {}, query {}",
-        here.batch, here.head, here.query, from.batch, from.head, from.query
-    );
+    let why = format!("right rows in wrong places: {here} holds the result of {from}");
     Some(Diagnosis::new(Kind::Place, why))
 }
 
@@ -489,7 +487,7 @@ fn tile(rows: &[Seen]) -> Option<Diagnosis> {
     let &(_, _, first) = explained[0].iter().find(|found| (found.0, found.1) == (mishap, size))?;
     let why = format!(
         "each row has a tile of {size} keys of its own; query {}: {}",
-        rows[0].row.query,
+        rows[0].row.position,
         mishap.words(&keys(first, size, &rows[0]))
     );
     Some(Diagnosis::new(Kind::Tile, why))
@@ -507,10 +505,10 @@ fn offset(rows: &[Seen]) -> Option<Diagnosis> {
 const MANY: usize = 1 << 16;
 
 /// Errors that point one way far more often than by chance: towards zero, away from it, down or up.
-fn leaning(yardstick: &Yardstick, o: &[f32]) -> Option<Diagnosis> {
+fn leaning(measure: &Measure, got: &[f32]) -> Option<Diagnosis> {
     let errors: Vec<(f64, f64)> = (0..)
-        .zip(o.iter().zip(&yardstick.oracle().o))
-        .step_by((o.len() / MANY).max(1))
+        .zip(got.iter().zip(measure.truth()))
+        .step_by((got.len() / MANY).max(1))
         .map(|(_, (&got, &truth))| (f64::from(got) - truth, truth))
         .filter(|(error, truth)| error.is_finite() && *error != 0.0 && *truth != 0.0)
         .collect();
@@ -535,9 +533,8 @@ fn leaning(yardstick: &Yardstick, o: &[f32]) -> Option<Diagnosis> {
 }
 
 /// A wrong lse with a right output.
-fn lse_alone(yardstick: &Yardstick, lse: &[f32], bad: &[usize]) -> Diagnosis {
-    let pairs: Vec<(f64, f64)> =
-        bad.iter().map(|&i| (f64::from(lse[i]), yardstick.oracle().lse[i])).collect();
+fn lse_alone(measure: &Measure, lse: &[f32], bad: &[usize]) -> Diagnosis {
+    let pairs: Vec<(f64, f64)> = bad.iter().map(|&i| (f64::from(lse[i]), measure.truth()[i])).collect();
     if pairs.iter().any(|(got, truth)| !got.is_finite() && truth.is_finite()) {
         return Diagnosis::new(Kind::NotFinite, "o is right, but lse holds a NaN or an infinity");
     }
@@ -562,18 +559,16 @@ fn lse_alone(yardstick: &Yardstick, lse: &[f32], bad: &[usize]) -> Diagnosis {
 }
 
 /// What can be said about a result that no usual fault gives: which columns are wrong.
-fn unknown(yardstick: &Yardstick, o: &[f32], wrong: &[usize]) -> Diagnosis {
-    let width = o.len() / yardstick.rows().len();
+fn unknown(measure: &Measure, got: &[f32], wrong: &[usize]) -> Diagnosis {
     let columns: BTreeSet<usize> = wrong
         .iter()
         .flat_map(|&i| {
-            let off = move |column: &usize| {
-                (f64::from(o[i * width + column]) - yardstick.oracle().o[i * width + column]).abs()
-                    > yardstick.row_allowed(i)
-            };
-            (0..width).filter(off)
+            let (row, allowed) = (measure.elements(i), measure.row_bound(i, got).allowed);
+            let off = move |i: &usize| (f64::from(got[*i]) - measure.truth()[*i]).abs() > allowed;
+            row.clone().filter(off).map(move |i| i - row.start)
         })
         .collect();
+    let width = measure.elements(0).len();
     let which =
         if columns.len() == width { "all columns".into() } else { format!("columns {}", ranges(&columns)) };
     Diagnosis::new(Kind::Unknown, format!("no usual fault gives this result; {which} are wrong"))
@@ -602,26 +597,30 @@ const MAP_WIDTH: usize = 64;
 /// The most lines of a map.
 const MAP_LINES: usize = 12;
 
-/// Where bad rows are, as a small map: one line per head, one character for some queries. Equal heads share a line.
+/// Where bad rows are, as a small map: one line per head, one character for some queries or keys. Equal heads share a
+/// line. All rows are of one kind.
 pub fn map(problem: &Problem, bad: &[Row]) -> String {
-    let tile = problem.len_q.div_ceil(MAP_WIDTH).next_power_of_two().max(1);
-    let columns = problem.len_q.div_ceil(tile);
-    let mut counts = vec![vec![0_usize; columns]; problem.batch * problem.heads_q];
+    let kind = bad.first().map_or(Rows::Queries, |row| row.kind);
+    let signature = problem.signature();
+    let [batch, heads, len, _] =
+        signature.iter().find(|tensor| tensor.rows == kind).map_or([0; 4], |tensor| tensor.shape);
+    let tile = len.div_ceil(MAP_WIDTH).next_power_of_two().max(1);
+    let columns = len.div_ceil(tile);
+    let mut counts = vec![vec![0_usize; columns]; batch * heads];
     for row in bad {
-        counts[row.batch * problem.heads_q + row.head][row.query / tile] += 1;
+        counts[row.batch * heads + row.head][row.position / tile] += 1;
     }
     let draw = |counts: &Vec<usize>| -> String {
         let mark = |(column, &count): (usize, &usize)| match count {
             0 => '.',
-            _ if count == tile.min(problem.len_q - column * tile) => '#',
+            _ if count == tile.min(len - column * tile) => '#',
             _ => '+',
         };
         counts.iter().enumerate().map(mark).collect()
     };
     let name = |first: usize, last: usize| {
-        let (batch, head) = (first / problem.heads_q, first % problem.heads_q);
-        let heads =
-            if first == last { format!("{head}") } else { format!("{head}-{}", last % problem.heads_q) };
+        let (batch, head) = (first / heads, first % heads);
+        let heads = if first == last { format!("{head}") } else { format!("{head}-{}", last % heads) };
         format!("batch {batch} head {heads}")
     };
     let mut lines: Vec<(usize, usize, String)> = Vec::new();
@@ -629,15 +628,12 @@ pub fn map(problem: &Problem, bad: &[Row]) -> String {
         let drawn = draw(counts);
         match lines.last_mut() {
             // Only heads of one batch entry share a line.
-            Some((first, last, same))
-                if *same == drawn && *first / problem.heads_q == at / problem.heads_q =>
-            {
-                *last = at;
-            }
+            Some((first, last, same)) if *same == drawn && *first / heads == at / heads => *last = at,
             _ => lines.push((at, at, drawn)),
         }
     }
-    let each = if tile == 1 { "a query".into() } else { format!("{tile} queries") };
+    let [one, many] = kind.words();
+    let each = if tile == 1 { format!("a {one}") } else { format!("{tile} {many}") };
     let mut text = format!("bad rows, one character for {each} (. none, + some, # all):");
     let names: Vec<String> =
         lines.iter().take(MAP_LINES).map(|(first, last, _)| name(*first, *last)).collect();
@@ -666,7 +662,7 @@ mod tests {
     #[test]
     fn a_map_shows_which_heads_and_queries_are_bad() {
         let problem = Problem::new(2, 3, 100, 8, DType::F16);
-        let row = |batch, head, query| Row { batch, head, query };
+        let row = Row::query;
         let mut bad: Vec<Row> = (64..100).map(|query| row(0, 1, query)).collect();
         bad.push(row(1, 0, 3));
         let text = map(&problem, &bad);
@@ -679,9 +675,18 @@ mod tests {
     }
 
     #[test]
+    fn a_map_of_keys_has_a_line_per_kv_head() {
+        let problem = Problem::new(1, 4, 100, 8, DType::F16).with_kv(2, 3);
+        let text = map(&problem, &[Row { kind: Rows::Keys, ..Row::query(0, 1, 2) }]);
+        let lines: Vec<&str> = text.lines().skip(1).collect();
+        assert!(text.contains("one character for a key"), "{text}");
+        assert_eq!(lines, ["  batch 0 head 0  ...", "  batch 0 head 1  ..#"]);
+    }
+
+    #[test]
     fn a_map_of_many_heads_stays_small() {
         let problem = Problem::new(1, 64, 8192, 8, DType::F16);
-        let bad: Vec<Row> = (0..64).map(|head| Row { batch: 0, head, query: head * 128 }).collect();
+        let bad: Vec<Row> = (0..64).map(|head| Row::query(0, head, head * 128)).collect();
         let text = map(&problem, &bad);
         assert_eq!(text.lines().count(), MAP_LINES + 2);
         assert!(

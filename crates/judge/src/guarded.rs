@@ -268,7 +268,7 @@ impl Guarded {
         let view = self.view();
         let mut all = vec![0.0; rows.len() * width];
         for (row, out) in rows.iter().zip(all.chunks_exact_mut(width.max(1))) {
-            view.read_row(row.batch, row.head, row.query, out);
+            view.read_row(row.batch, row.head, row.position, out);
         }
         all
     }
@@ -466,7 +466,7 @@ mod tests {
             other.view_mut().write_row(1, 2, 3, &[115.0, 116.0, 118.0, 118.0, 119.0]);
             assert_ne!(tensor.fingerprint(), other.fingerprint());
             assert_eq!(tensor.differences(&other)[23], 1, "{arrangement}");
-            let last = Row { batch: 1, head: 2, query: 3 };
+            let last = Row::query(1, 2, 3);
             assert_eq!(other.gather(&[last]), [115.0, 116.0, 118.0, 118.0, 119.0]);
         }
     }

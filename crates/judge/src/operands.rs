@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use flashcore::signature::Rows;
 use flashcore::{Attention, Mask, Name, Problem};
 use rayon::prelude::*;
 
@@ -103,7 +104,7 @@ impl Operands {
             // Never the first key that a query sees: then every query that sees it sees a finite key too.
             let key = keys.start + 1 + rng.below(keys.len() - 1);
             let (head, row) = match wild.operand() {
-                Name::Q => (reader.head, reader.query),
+                Name::Q => (reader.head, reader.position),
                 _ => (reader.head / group, key),
             };
             let width = self.operand(wild.operand()).shape()[3];
@@ -136,25 +137,35 @@ impl Operands {
         let (b, head) = (rng.pick(&batches), rng.below(heads_q));
         let queries: Vec<usize> = (0..len_q).filter(|&query| sees(b, query)).collect();
         let query = rng.pick(&queries);
-        Some((Row { batch: b, head, query }, keys(b, query)))
+        Some((Row::query(b, head, query), keys(b, query)))
     }
 
-    /// Whether a query's result depends on a row of an input.
-    pub fn depends(&self, reader: &Row, spot: &Spot) -> bool {
-        let sees = |row: usize| {
-            self.problem.mask.keys(reader.query, self.problem.len_q, self.keys(reader.batch)).contains(&row)
-        };
-        reader.batch == spot.batch
+    /// Whether a row of an output depends on a row of an input. A key's depends on what the queries that see it do.
+    pub fn depends(&self, row: &Row, spot: &Spot) -> bool {
+        let &Row { kind, batch, head, position } = row;
+        let Problem { mask, len_q, .. } = self.problem;
+        let group = self.problem.group();
+        if kind == Rows::Keys {
+            let own = Spot { operand: Name::K, batch, head, row: position, column: 0 };
+            return (head * group..(head + 1) * group).any(|head| {
+                let mut readers = (0..len_q).map(|query| Row::query(batch, head, query));
+                readers.any(|reader| self.depends(&reader, &own) && self.depends(&reader, spot))
+            });
+        }
+        batch == spot.batch
             && match spot.operand {
-                Name::Q => reader.head == spot.head && reader.query == spot.row,
-                _ => reader.head / self.problem.group() == spot.head && sees(spot.row),
+                Name::Q => head == spot.head && position == spot.row,
+                _ => {
+                    head / group == spot.head
+                        && mask.keys(position, len_q, self.keys(batch)).contains(&spot.row)
+                }
             }
     }
 
     /// A key that a query attends to, drawn by its own weights from the keys that it sees.
     pub fn attended(&self, reader: &Row, keys: Range<usize>, rng: &mut Rng) -> usize {
         let problem = &self.problem;
-        let query = self.row(Name::Q, reader.batch, reader.head, reader.query);
+        let query = self.row(Name::Q, reader.batch, reader.head, reader.position);
         let score = |key: usize| {
             let key = self.row(Name::K, reader.batch, reader.head / problem.group(), key);
             let dot: f64 = query.iter().zip(key).map(|(&a, b)| f64::from(a) * f64::from(b)).sum();
@@ -189,6 +200,7 @@ impl Operands {
     /// one's row.
     pub fn beyond_values(&self, o: &Guarded) -> Option<(usize, Row)> {
         let Problem { heads_q, heads_kv, len_q, len_k, head_dim_v, dtype, .. } = self.problem;
+        let signature = self.problem.signature();
         let group = self.problem.group();
         // Values beyond a key length are NaN, which a maximum ignores.
         let largest: Vec<f32> = self
@@ -206,9 +218,8 @@ impl Operands {
         };
         let mut all = o.values().into_iter().enumerate().filter(beyond);
         let (first, _) = all.next()?;
-        let row = first / head_dim_v;
-        let first = Row { batch: row / (heads_q * len_q), head: row / len_q % heads_q, query: row % len_q };
-        Some((1 + all.count(), first))
+        let of = signature.outputs().find(|output| output.name == Name::O)?;
+        Some((1 + all.count(), Row::of(of, first / head_dim_v)))
     }
 
     /// q, k or v.
@@ -256,7 +267,7 @@ impl Operands {
     /// The yardstick of chosen rows, for problems too large to judge whole.
     pub fn yardstick_of_rows(&self, rows: &[Row]) -> Yardstick {
         let one = |row: &Row| {
-            let &Row { batch, head, query } = row;
+            let &Row { batch, head, position: query, .. } = row;
             let keys = self.problem.mask.keys(query, self.problem.len_q, self.keys(batch));
             let kv_head = head / self.problem.group();
             let mut problem = self.problem.with_kv(1, keys.len()).with_mask(Mask::None);
@@ -303,7 +314,7 @@ pub fn sample_rows(problem: &Problem, most: usize, seed: u64) -> Vec<Row> {
         };
         queries.sort_unstable();
         queries.dedup();
-        let row = |query| Row { batch: head / heads_q, head: head % heads_q, query };
+        let row = |query| Row::query(head / heads_q, head % heads_q, query);
         rows.extend(queries.into_iter().map(row));
     }
     rows
@@ -316,15 +327,16 @@ mod tests {
 
     fn operands() -> Operands {
         let problem = Problem::new(2, 4, 9, 8, DType::F16).with_kv(2, 13).with_mask(Mask::Causal);
-        let problem = problem.with_key_lengths().with_head_dim_v(6).with_softcap(5.0);
+        let problem = problem.with_key_lengths().with_head_dim_v(6).with_softcap(5.0).with_lse();
         Operands::draw(problem, Some(vec![13, 7]), Arrangement::Padded, Distribution::Normal, 3)
     }
 
     /// The whole yardstick's truth for chosen rows.
     fn truth(all: &Yardstick, rows: &[Row]) -> (Vec<f64>, Vec<f64>) {
-        let index = |row: &Row| all.rows().iter().position(|r| r == row).unwrap();
-        let o = rows.iter().flat_map(|row| all.oracle().o[index(row) * 6..][..6].to_vec()).collect();
-        (o, rows.iter().map(|row| all.oracle().lse[index(row)]).collect())
+        let (o, lse) = (all.of(Name::O), all.of(Name::Lse));
+        let index = |row: &Row| o.rows().iter().position(|r| r == row).unwrap();
+        let of = |row: &Row| o.truth()[o.elements(index(row))].to_vec();
+        (rows.iter().flat_map(of).collect(), rows.iter().map(|row| lse.truth()[index(row)]).collect())
     }
 
     #[test]
@@ -333,8 +345,9 @@ mod tests {
         let all = operands.yardstick();
         let rows = operands.sample_rows(40, 1);
         let sampled = operands.yardstick_of_rows(&rows);
-        assert_eq!(sampled.rows(), rows);
-        assert_eq!(truth(&all, &rows), (sampled.oracle().o.clone(), sampled.oracle().lse.clone()));
+        let [o, lse] = sampled.measures() else { panic!("two outputs") };
+        assert_eq!((o.rows(), lse.rows()), (&rows[..], &rows[..]));
+        assert_eq!(truth(&all, &rows), (o.truth().to_vec(), lse.truth().to_vec()));
     }
 
     #[test]
@@ -344,7 +357,7 @@ mod tests {
         for batch in 0..2 {
             for head in 0..4 {
                 for query in [0, 8] {
-                    assert!(rows.contains(&Row { batch, head, query }), "{batch} {head} {query}");
+                    assert!(rows.contains(&Row::query(batch, head, query)), "{batch} {head} {query}");
                 }
             }
         }
@@ -357,7 +370,7 @@ mod tests {
         let mut row = [0.0; 8];
         operands.k.view().read_row(1, 0, 7, &mut row);
         assert!(row.iter().all(|x| x.is_nan()));
-        assert!(operands.yardstick().oracle().o.iter().all(|x| x.is_finite()));
+        assert!(operands.yardstick().of(Name::O).truth().iter().all(|x| x.is_finite()));
     }
 
     #[test]
@@ -371,8 +384,9 @@ mod tests {
             let operands = operands.with_wild(wild, 5);
             let spot = operands.wild.unwrap();
             assert!(!operands.row(spot.operand, spot.batch, spot.head, spot.row)[spot.column].is_finite());
-            let truth = operands.yardstick();
-            let spoilt = |i: usize| truth.oracle().o[i * 6..][..6].iter().any(|x| !x.is_finite());
+            let yardstick = operands.yardstick();
+            let truth = yardstick.of(Name::O);
+            let spoilt = |i: usize| truth.truth()[truth.elements(i)].iter().any(|x| !x.is_finite());
             let reached = |i: &usize| spoilt(*i) && operands.depends(&truth.rows()[*i], &spot);
             assert!((0..truth.rows().len()).any(|i| reached(&i)), "{wild}");
             assert!((0..truth.rows().len()).all(|i| !spoilt(i) || reached(&i)), "{wild}");
@@ -381,9 +395,31 @@ mod tests {
     }
 
     #[test]
+    fn a_key_s_row_depends_on_what_the_queries_that_see_the_key_depend_on() {
+        // Query i of 9 sees the keys up to i + 4 of 13 in batch entry 0, and up to i - 2 of 7 in entry 1.
+        let operands = operands();
+        let depends = |batch: usize, key: usize, operand: Name, head: usize, row: usize| {
+            let of = Row { kind: Rows::Keys, ..Row::query(batch, 1, key) };
+            operands.depends(&of, &Spot { operand, batch, head, row, column: 0 })
+        };
+        assert!(
+            depends(0, 6, Name::Q, 2, 2) && depends(0, 6, Name::Q, 3, 8),
+            "both query heads of the group"
+        );
+        assert!(!depends(0, 6, Name::Q, 2, 1), "a query that does not see the key");
+        assert!(!depends(0, 6, Name::Q, 1, 8), "a query head of the other group");
+        assert!(
+            depends(0, 6, Name::K, 1, 12) && depends(0, 12, Name::V, 1, 6),
+            "keys that a query sees beside it"
+        );
+        assert!(!depends(0, 6, Name::V, 0, 6) && !depends(1, 6, Name::K, 1, 7));
+        assert!(depends(1, 6, Name::Q, 2, 8) && !depends(1, 6, Name::Q, 2, 7));
+    }
+
+    #[test]
     fn no_rows_make_a_yardstick_that_accepts_nothing_but_nothing() {
         let yardstick = operands().yardstick_of_rows(&[]);
-        assert!(yardstick.rows().is_empty());
-        assert!(yardstick.judge(&[], Some(&[])).passed());
+        assert!(yardstick.measures().iter().all(|measure| measure.rows().is_empty()));
+        assert!(yardstick.judge(&[(Name::O, []), (Name::Lse, [])]).passed());
     }
 }

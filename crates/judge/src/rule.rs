@@ -2,8 +2,9 @@
 //!
 //! An engine is compared with the f64 oracle, and may be at most **twice as wrong as plain attention of the same
 //! precision** (scores and probabilities rounded to the dtype, as an unfused framework keeps them), by maximum,
-//! by RMS, and by row, so that one bad row cannot hide among many. lse has a bound of its own. Where plain
-//! attention overflows (f16 scores beyond 65504) it measures nothing; for those rows it keeps its scores in f32.
+//! by RMS, and by row, so that one bad row cannot hide among many. Each output is judged by its own rows, be they of
+//! queries or of keys. lse is judged by row alone, and has a floor of its own. Where plain attention overflows (f16
+//! scores beyond 65504) it measures nothing; for those rows it keeps its scores in f32.
 //!
 //! # The floor
 //!
@@ -29,22 +30,56 @@
 //! as spreading it. Where the oracle has NaN, NaN or an infinity is right. Where it has an infinity in o, that infinity
 //! is right, and so is NaN, since a probability that was rounded to 0 makes 0·∞. A −∞ in lse must be exactly that.
 
-use flashcore::oracle::{self, Reference, Rounding};
-use flashcore::{Problem, Tensor};
-use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+
+use flashcore::oracle::{self, Rounding};
+use flashcore::signature::{Parameter, Rows};
+use flashcore::{Name, Problem, Tensor};
+use serde::{Serialize, Serializer};
 
 use crate::conditioning::{Conditioning, conditioning};
 use crate::inputs::smallest_subnormal;
 
-/// One query of a problem.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+/// One row of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Row {
+    /// Whether it is a query's or a key's.
+    pub kind: Rows,
     /// Batch entry.
     pub batch: usize,
-    /// Query head.
+    /// Head: a query head of queries, a kv head of keys.
     pub head: usize,
-    /// Query.
-    pub query: usize,
+    /// Which query or key of the head.
+    pub position: usize,
+}
+
+impl Row {
+    /// A query's.
+    pub const fn query(batch: usize, head: usize, position: usize) -> Self {
+        Self { kind: Rows::Queries, batch, head, position }
+    }
+
+    /// A row of a tensor, by its own kind.
+    pub fn of(tensor: &Parameter, index: usize) -> Self {
+        let [batch, head, position] = tensor.row(index);
+        Self { kind: tensor.rows, batch, head, position }
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [one, _] = self.kind.words();
+        write!(f, "batch {}, head {}, {one} {}", self.batch, self.head, self.position)
+    }
+}
+
+impl Serialize for Row {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let [one, _] = self.kind.words();
+        serializer.collect_map([("batch", self.batch), ("head", self.head), (one, self.position)])
+    }
 }
 
 /// An error with what it is compared with.
@@ -75,6 +110,10 @@ impl From<Bound> for WrittenBound {
 }
 
 impl Bound {
+    fn new(error: f64, plain: f64, floor: Floor) -> Self {
+        Self { error, plain, allowed: 2.0 * plain + floor.luck + floor.habit }
+    }
+
     /// The error as a share of what is allowed; an error of 0 is a share of 0, even where nothing is allowed.
     pub fn share(&self) -> f64 {
         if self.error == 0.0 { 0.0 } else { self.error / self.allowed }
@@ -89,8 +128,9 @@ impl Bound {
 /// One element that is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct BadElement {
-    /// Whether it is of lse rather than of o.
-    pub lse: bool,
+    /// The output that it is of.
+    #[serde(flatten, serialize_with = "write_output")]
+    pub output: Name,
     /// Its row.
     pub row: Row,
     /// Its column; 0 for lse.
@@ -103,44 +143,122 @@ pub struct BadElement {
     pub allowed: f64,
 }
 
-/// What the rule says about one result.
+/// Writes which output an element is of: evidence says of a forward pass whether it is lse.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands over a reference")]
+fn write_output<S: Serializer>(output: &Name, serializer: S) -> Result<S::Ok, S::Error> {
+    match output {
+        Name::O | Name::Lse => serializer.collect_map([("lse", *output == Name::Lse)]),
+        _ => serializer.collect_map([("output", output.to_string())]),
+    }
+}
+
+/// What the rule says about one output.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Judgement {
-    /// The largest error of any element.
-    pub max: Bound,
-    /// The root mean square of all errors.
-    pub rms: Bound,
+pub struct Verdict {
+    /// The output.
+    #[serde(skip)]
+    pub output: Name,
+    /// The largest error of any element; absent where only rows have a bound.
+    pub max: Option<Bound>,
+    /// The root mean square of all errors; absent where only rows have a bound.
+    pub rms: Option<Bound>,
     /// The row with the largest error relative to what it is allowed.
     pub row: Bound,
-    /// The lse with the largest error relative to what it is allowed; absent if lse was not wanted.
-    pub lse: Option<Bound>,
     /// How many rows were judged.
     pub rows: usize,
-    /// The rows that exceed one of their bounds, as indices into the yardstick's rows.
+    /// The rows that exceed their bounds, as indices into the measure's rows.
     #[serde(skip)]
     pub bad_rows: Vec<usize>,
     /// The first element that is wrong, or the worst one when only the maximum or RMS bound is exceeded.
+    #[serde(skip)]
     pub first_bad: Option<BadElement>,
 }
 
-impl Judgement {
+impl Verdict {
+    /// Its bounds with their names.
+    pub fn bounds(&self) -> impl Iterator<Item = (&'static str, Bound)> {
+        let all = [("max", self.max), ("rms", self.rms), ("row", Some(self.row))];
+        all.into_iter().filter_map(|(name, bound)| Some((name, bound?)))
+    }
+
     /// Whether every bound holds.
     pub fn passed(&self) -> bool {
-        self.bad_rows.is_empty() && self.max.holds() && self.rms.holds()
+        self.bad_rows.is_empty() && self.bounds().all(|(_, bound)| bound.holds())
+    }
+}
+
+/// What the rule says about one result: a verdict on each output that was given.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(into = "WrittenJudgement")]
+pub struct Judgement {
+    /// The verdicts.
+    pub outputs: Vec<Verdict>,
+}
+
+/// A judgement as it is serialised: the bounds of o, that of lse, and every other output under its name.
+#[derive(Serialize)]
+struct WrittenJudgement {
+    #[serde(flatten)]
+    o: Option<Verdict>,
+    lse: Option<Bound>,
+    #[serde(flatten)]
+    others: BTreeMap<String, Verdict>,
+    first_bad: Option<BadElement>,
+}
+
+impl From<Judgement> for WrittenJudgement {
+    fn from(judgement: Judgement) -> Self {
+        let first_bad = judgement.first_bad().copied();
+        let mut written = Self { o: None, lse: None, others: BTreeMap::new(), first_bad };
+        for verdict in judgement.outputs {
+            match verdict.output {
+                Name::O => written.o = Some(verdict),
+                Name::Lse => written.lse = Some(verdict.row),
+                other => drop(written.others.insert(other.to_string(), verdict)),
+            }
+        }
+        written
+    }
+}
+
+impl Judgement {
+    /// Of a forward pass, by its bounds: maximum, RMS and row of o, and lse where it was judged.
+    pub fn forward(rows: usize, [max, rms, row]: [Bound; 3], lse: Option<Bound>) -> Self {
+        let (bad_rows, first_bad) = (Vec::new(), None);
+        let o = Verdict { output: Name::O, max: Some(max), rms: Some(rms), row, rows, bad_rows, first_bad };
+        let lse = lse.map(|row| Verdict { output: Name::Lse, max: None, rms: None, row, ..o.clone() });
+        Self { outputs: [o].into_iter().chain(lse).collect() }
+    }
+
+    /// Whether every bound of every output holds.
+    pub fn passed(&self) -> bool {
+        !self.outputs.is_empty() && self.outputs.iter().all(Verdict::passed)
+    }
+
+    /// The bound by maximum of the output that is nearest to it, or furthest beyond.
+    pub fn max(&self) -> Bound {
+        worst_bound(self.outputs.iter().filter_map(|verdict| verdict.max))
+    }
+
+    /// The bound by RMS of the output that is nearest to it, or furthest beyond.
+    pub fn rms(&self) -> Bound {
+        worst_bound(self.outputs.iter().filter_map(|verdict| verdict.rms))
     }
 
     /// The largest share of any bound that the result used.
     pub fn share_used(&self) -> f64 {
-        [Some(self.max), Some(self.rms), Some(self.row), self.lse]
-            .into_iter()
-            .flatten()
-            .map(|bound| bound.share())
-            .fold(0.0, f64::max)
+        self.outputs.iter().flat_map(Verdict::bounds).map(|(_, bound)| bound.share()).fold(0.0, f64::max)
     }
 
     /// The engine's largest error as a multiple of plain attention's; absent where plain attention is exact.
     pub fn error_ratio(&self) -> Option<f64> {
-        (self.max.plain > 0.0).then(|| self.max.error / self.max.plain)
+        let max = self.max();
+        (max.plain > 0.0).then(|| max.error / max.plain)
+    }
+
+    /// A wrong element of the first output that is wrong.
+    pub fn first_bad(&self) -> Option<&BadElement> {
+        self.outputs.iter().find_map(|verdict| verdict.first_bad.as_ref())
     }
 }
 
@@ -149,21 +267,138 @@ impl Judgement {
 struct Floor {
     luck: f64,
     habit: f64,
-    lse: f64,
 }
 
-/// The truth about a problem's rows, and how far from it a result may be.
+/// The truth about some rows of an output, and how far from it a result may be.
+#[derive(Clone, Debug)]
+pub struct Measure {
+    output: Name,
+    rows: Vec<Row>,
+    width: usize,
+    truth: Vec<f64>,
+    plain: Vec<f64>,
+    floors: Vec<Floor>,
+    /// Whether elements are sums of products, as of all outputs but lse: then the whole has bounds too, and NaN may
+    /// stand for an infinity, since 0·∞ is NaN.
+    sums: bool,
+}
+
+impl Measure {
+    /// For all rows of an output.
+    fn new(of: &Parameter, truth: Vec<f64>, mut plain: Vec<f64>, floors: Vec<Floor>) -> Self {
+        let [batch, heads, len, width] = of.shape;
+        let sums = of.name != Name::Lse;
+        // Where plain attention overflows all the same, only the floor is allowed.
+        for (plain, truth) in plain.iter_mut().zip(&truth).filter(|_| sums) {
+            if !plain.is_finite() && truth.is_finite() {
+                *plain = *truth;
+            }
+        }
+        let rows = (0..batch * heads * len).map(|i| Row::of(of, i)).collect();
+        Self { output: of.name, rows, width, truth, plain, floors, sums }
+    }
+
+    /// The rows that it measures, in the order in which results are given.
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// The truth.
+    pub fn truth(&self) -> &[f64] {
+        &self.truth
+    }
+
+    /// The elements of one row.
+    pub fn elements(&self, row: usize) -> Range<usize> {
+        row * self.width..(row + 1) * self.width
+    }
+
+    /// The largest error of one row, and what it may be.
+    pub fn row_bound(&self, row: usize, got: &[f32]) -> Bound {
+        let elements = self.elements(row);
+        let error = largest(&self.errors(got, elements.clone()));
+        Bound::new(error, largest(&self.errors(&self.plain, elements)), self.floors[row])
+    }
+
+    /// What rounding alone may move a row by.
+    pub fn row_floor(&self, row: usize) -> f64 {
+        self.floors[row].luck + self.floors[row].habit
+    }
+
+    fn errors<T: Copy + Into<f64>>(&self, got: &[T], elements: Range<usize>) -> Vec<f64> {
+        let pairs = got[elements.clone()].iter().zip(&self.truth[elements]);
+        pairs.map(|(&got, &truth)| self.error(got.into(), truth)).collect()
+    }
+
+    fn error(&self, got: f64, truth: f64) -> f64 {
+        if self.sums && truth.is_infinite() && got.is_nan() { 0.0 } else { distance(got, truth) }
+    }
+
+    fn judge(&self, got: &[f32]) -> Verdict {
+        let output = self.output;
+        assert_eq!(got.len(), self.truth.len(), "{output} has one element for each of the oracle's");
+        let rows: Vec<Bound> = (0..self.rows.len()).map(|row| self.row_bound(row, got)).collect();
+        let mut verdict = Verdict {
+            output,
+            max: self.sums.then(|| self.whole(got, largest)),
+            rms: self.sums.then(|| self.whole(got, rms)),
+            row: worst_bound(rows.iter().copied()),
+            rows: rows.len(),
+            bad_rows: (0..rows.len()).filter(|&row| !rows[row].holds()).collect(),
+            first_bad: None,
+        };
+        if !verdict.passed() {
+            verdict.first_bad = self.first_bad(&verdict, got, &rows);
+        }
+        verdict
+    }
+
+    /// A bound over all elements at once.
+    fn whole(&self, got: &[f32], over: fn(&[f64]) -> f64) -> Bound {
+        let all = 0..self.truth.len();
+        let floors = |part: fn(&Floor) -> f64| over(&self.floors.iter().map(part).collect::<Vec<_>>());
+        let luck = floors(|floor| floor.luck) / self.carriers().sqrt();
+        let floor = Floor { luck, habit: floors(|floor| floor.habit) };
+        Bound::new(over(&self.errors(got, all.clone())), over(&self.errors(&self.plain, all)), floor)
+    }
+
+    /// The effective number of rows for luck: all when they are alike, one when it outweighs the others.
+    fn carriers(&self) -> f64 {
+        let most = self.floors.iter().map(|floor| floor.luck).fold(0.0, f64::max);
+        if most == 0.0 {
+            return 1.0;
+        }
+        let squares = || self.floors.iter().map(|floor| (floor.luck / most).powi(2));
+        squares().sum::<f64>().powi(2) / squares().map(|x| x * x).sum::<f64>()
+    }
+
+    fn first_bad(&self, verdict: &Verdict, got: &[f32], rows: &[Bound]) -> Option<BadElement> {
+        let error = |i: usize| self.error(f64::from(got[i]), self.truth[i]);
+        let (at, allowed) = if let Some(&row) = verdict.bad_rows.first() {
+            let allowed = rows[row].allowed;
+            (self.elements(row).find(|&i| !matches!(error(i), e if e <= allowed))?, allowed)
+        } else {
+            ((0..got.len()).max_by(|&a, &b| error(a).total_cmp(&error(b)))?, verdict.max?.allowed)
+        };
+        Some(BadElement {
+            output: self.output,
+            row: self.rows[at / self.width],
+            column: at % self.width,
+            expected: self.truth[at],
+            actual: f64::from(got[at]),
+            allowed,
+        })
+    }
+}
+
+/// The truth about a problem's outputs, and how far from it a result may be: a measure for each of them.
 #[derive(Clone, Debug)]
 pub struct Yardstick {
-    rows: Vec<Row>,
-    head_dim_v: usize,
-    oracle: Reference,
-    plain: Reference,
-    floors: Vec<Floor>,
+    measures: Vec<Measure>,
 }
 
 impl Yardstick {
-    /// For all rows of a problem.
+    /// For all rows of a problem's outputs.
     pub fn new(
         problem: &Problem,
         q: &Tensor<'_>,
@@ -181,196 +416,64 @@ impl Yardstick {
                 row.copy_from_slice(&unrounded.o[i * width..][..width]);
             }
         }
-        // Where even that overflows, only the floor is allowed.
-        for (plain, truth) in rounded.o.iter_mut().zip(&oracle.o) {
-            if !plain.is_finite() && truth.is_finite() {
-                *plain = *truth;
-            }
-        }
         let felt = conditioning(problem, q, k, v, key_lengths, &oracle);
-        let floors = felt.iter().zip(&oracle.lse).map(|(felt, lse)| floor(problem, felt, *lse)).collect();
-        let Problem { batch, heads_q, len_q, .. } = *problem;
-        let rows = (0..batch * heads_q * len_q)
-            .map(|i| Row { batch: i / (heads_q * len_q), head: i / len_q % heads_q, query: i % len_q })
-            .collect();
+        let (floors, lse_floors) =
+            felt.iter().zip(&oracle.lse).map(|(felt, lse)| floors(problem, felt, *lse)).unzip();
         // lse is summed from scores in f32 by every engine, so its yardstick is the one that does so too.
-        let plain = Reference { o: rounded.o, lse: unrounded.lse };
-        Self { rows, head_dim_v: width, oracle, plain, floors }
+        let outputs = [(oracle.o, rounded.o, floors), (oracle.lse, unrounded.lse, lse_floors)];
+        let signature = problem.signature();
+        let measure = |(of, (truth, plain, floors))| Measure::new(of, truth, plain, floors);
+        Self { measures: signature.outputs().zip(outputs).map(measure).collect() }
     }
 
-    /// The same rows as part of a larger problem, where they begin at `first`.
+    /// The same rows as part of a larger problem, where those of the kind of `first` begin there.
     pub fn at(mut self, first: Row) -> Self {
-        for row in &mut self.rows {
+        let rows = self.measures.iter_mut().flat_map(|measure| &mut measure.rows);
+        for row in rows.filter(|row| row.kind == first.kind) {
             row.batch += first.batch;
             row.head += first.head;
-            row.query += first.query;
+            row.position += first.position;
         }
         self
     }
 
-    /// Several yardsticks as one. Panics unless their rows have one width.
+    /// Several yardsticks as one. Panics unless they have the same outputs, with rows of one width.
     pub fn join(parts: impl IntoIterator<Item = Yardstick>) -> Option<Self> {
         parts.into_iter().reduce(|mut all, part| {
-            assert_eq!(all.head_dim_v, part.head_dim_v, "rows of one width");
-            all.rows.extend(part.rows);
-            all.oracle.o.extend(part.oracle.o);
-            all.oracle.lse.extend(part.oracle.lse);
-            all.plain.o.extend(part.plain.o);
-            all.plain.lse.extend(part.plain.lse);
-            all.floors.extend(part.floors);
+            assert_eq!(all.measures.len(), part.measures.len(), "the same outputs");
+            for (all, part) in all.measures.iter_mut().zip(part.measures) {
+                assert_eq!((all.output, all.width), (part.output, part.width), "rows of one width");
+                all.rows.extend(part.rows);
+                all.truth.extend(part.truth);
+                all.plain.extend(part.plain);
+                all.floors.extend(part.floors);
+            }
             all
         })
     }
 
-    /// The rows that it measures, in the order in which results are given.
-    pub fn rows(&self) -> &[Row] {
-        &self.rows
+    /// The measures, in the order of the problem's signature.
+    pub fn measures(&self) -> &[Measure] {
+        &self.measures
     }
 
-    /// The truth.
-    pub fn oracle(&self) -> &Reference {
-        &self.oracle
+    /// The measure of an output.
+    pub fn of(&self, output: Name) -> &Measure {
+        let found = self.measures.iter().find(|measure| measure.output == output);
+        found.unwrap_or_else(|| panic!("the problem has no output {output}"))
     }
 
-    /// The largest error of one row of a result.
-    pub fn row_error(&self, i: usize, o: &[f32]) -> f64 {
-        let row = i * self.head_dim_v..(i + 1) * self.head_dim_v;
-        worst(o[row.clone()].iter().map(|&x| f64::from(x)).zip(&self.oracle.o[row]))
-    }
-
-    /// What one row may be off by.
-    pub fn row_allowed(&self, i: usize) -> f64 {
-        let row = i * self.head_dim_v..(i + 1) * self.head_dim_v;
-        let plain = worst(self.plain.o[row.clone()].iter().copied().zip(&self.oracle.o[row]));
-        2.0 * plain + self.floors[i].luck + self.floors[i].habit
-    }
-
-    /// What rounding alone may move a row by.
-    pub fn row_floor(&self, i: usize) -> f64 {
-        self.floors[i].luck + self.floors[i].habit
-    }
-
-    /// Judges a result: o as rows of head_dim_v, lse as one value per row, both in the order of [`Yardstick::rows`].
-    pub fn judge(&self, o: &[f32], lse: Option<&[f32]>) -> Judgement {
-        assert_eq!(o.len(), self.oracle.o.len(), "o has one element for each of the oracle's");
-        let width = self.head_dim_v.max(1);
-        let rows: Vec<(f64, f64)> = o
-            .chunks_exact(width)
-            .zip(self.oracle.o.chunks_exact(width).zip(self.plain.o.chunks_exact(width)))
-            .map(|(got, (truth, plain))| {
-                let ours = worst(got.iter().map(|&x| f64::from(x)).zip(truth));
-                (ours, worst(plain.iter().copied().zip(truth)))
-            })
-            .collect();
-        let row_bounds: Vec<Bound> = rows
-            .iter()
-            .zip(&self.floors)
-            .map(|(&(error, plain), floor)| Bound {
-                error,
-                plain,
-                allowed: 2.0 * plain + floor.luck + floor.habit,
-            })
-            .collect();
-        let lse_bounds: Option<Vec<Bound>> = lse.map(|lse| {
-            assert_eq!(lse.len(), self.rows.len(), "lse has one element per row");
-            (0..lse.len())
-                .map(|i| {
-                    let truth = self.oracle.lse[i];
-                    let plain = distance(self.plain.lse[i], truth);
-                    let error = distance(f64::from(lse[i]), truth);
-                    Bound { error, plain, allowed: 2.0 * plain + self.floors[i].lse }
-                })
-                .collect()
-        });
-        let bad_rows: Vec<usize> = (0..self.rows.len())
-            .filter(|&i| !row_bounds[i].holds() || lse_bounds.as_ref().is_some_and(|lse| !lse[i].holds()))
-            .collect();
-        let mut judgement = Judgement {
-            max: self.whole(&rows, |errors| errors.fold(0.0, max)),
-            rms: self.rms(o),
-            row: worst_bound(&row_bounds),
-            lse: lse_bounds.as_deref().map(worst_bound),
-            rows: self.rows.len(),
-            first_bad: None,
-            bad_rows,
-        };
-        if !judgement.passed() {
-            judgement.first_bad = self.first_bad(&judgement, o, lse, &row_bounds, lse_bounds.as_deref());
-        }
-        judgement
-    }
-
-    /// A bound over all rows at once.
-    fn whole(&self, rows: &[(f64, f64)], over: impl Fn(&mut dyn Iterator<Item = f64>) -> f64) -> Bound {
-        let error = over(&mut rows.iter().map(|row| row.0));
-        let plain = over(&mut rows.iter().map(|row| row.1));
-        let luck = over(&mut self.floors.iter().map(|floor| floor.luck)) / self.carriers().sqrt();
-        let habit = over(&mut self.floors.iter().map(|floor| floor.habit));
-        Bound { error, plain, allowed: 2.0 * plain + luck + habit }
-    }
-
-    fn rms(&self, o: &[f32]) -> Bound {
-        let truth = &self.oracle.o;
-        let ours = rms(o.iter().zip(truth).map(|(&x, truth)| output_distance(f64::from(x), *truth)));
-        let plain = rms(self.plain.o.iter().zip(truth).map(|(x, truth)| output_distance(*x, *truth)));
-        let luck = rms(self.floors.iter().map(|floor| floor.luck)) / self.carriers().sqrt();
-        let habit = rms(self.floors.iter().map(|floor| floor.habit));
-        Bound { error: ours, plain, allowed: 2.0 * plain + luck + habit }
-    }
-
-    /// The effective number of rows for luck: all when they are alike, one when it outweighs the others.
-    fn carriers(&self) -> f64 {
-        let most = self.floors.iter().map(|floor| floor.luck).fold(0.0, f64::max);
-        if most == 0.0 {
-            return 1.0;
-        }
-        let squares = || self.floors.iter().map(|floor| (floor.luck / most).powi(2));
-        squares().sum::<f64>().powi(2) / squares().map(|x| x * x).sum::<f64>()
-    }
-
-    fn first_bad(
-        &self,
-        judgement: &Judgement,
-        o: &[f32],
-        lse: Option<&[f32]>,
-        row_bounds: &[Bound],
-        lse_bounds: Option<&[Bound]>,
-    ) -> Option<BadElement> {
-        let width = self.head_dim_v;
-        let element = |i: usize, column: usize, allowed: f64| BadElement {
-            lse: false,
-            row: self.rows[i],
-            column,
-            expected: self.oracle.o[i * width + column],
-            actual: f64::from(o[i * width + column]),
-            allowed,
-        };
-        let error = |i: usize| output_distance(f64::from(o[i]), self.oracle.o[i]);
-        if let Some(&i) = judgement.bad_rows.first() {
-            let allowed = row_bounds[i].allowed;
-            let column = (0..width).find(|column| !matches!(error(i * width + column), e if e <= allowed));
-            return match (column, lse, lse_bounds) {
-                (Some(column), _, _) => Some(element(i, column, allowed)),
-                (None, Some(lse), Some(bounds)) => Some(BadElement {
-                    lse: true,
-                    row: self.rows[i],
-                    column: 0,
-                    expected: self.oracle.lse[i],
-                    actual: f64::from(lse[i]),
-                    allowed: bounds[i].allowed,
-                }),
-                _ => None,
-            };
-        }
-        let worst = (0..o.len()).max_by(|&a, &b| error(a).total_cmp(&error(b)))?;
-        Some(element(worst / width, worst % width, judgement.max.allowed))
+    /// Judges those outputs that are given, each in the order of its measure's rows.
+    pub fn judge(&self, given: &[(Name, impl AsRef<[f32]>)]) -> Judgement {
+        let verdict = |(output, got): &(Name, _)| self.of(*output).judge(AsRef::as_ref(got));
+        Judgement { outputs: given.iter().map(verdict).collect() }
     }
 }
 
-/// The floor of one row; a row without keys has none, its zeros and −∞ are exact.
-fn floor(problem: &Problem, row: &Conditioning, lse: f64) -> Floor {
+/// The floors of one row of o and of its lse; a row without keys has none, its zeros and −∞ are exact.
+fn floors(problem: &Problem, row: &Conditioning, lse: f64) -> (Floor, Floor) {
     if row.keys == 0 {
-        return Floor::default();
+        return Default::default();
     }
     let epsilon = f64::from(problem.dtype.epsilon());
     let single = f64::from(f32::EPSILON);
@@ -378,12 +481,13 @@ fn floor(problem: &Problem, row: &Conditioning, lse: f64) -> Floor {
     // One that is not finite is right or wrong, never near.
     let lse = if lse.is_finite() { lse.abs() } else { 0.0 };
     let smallest = smallest_subnormal(problem.dtype) + keys * f64::from(f32::from_bits(1));
-    Floor {
+    let o = Floor {
         luck: epsilon * row.magnitude
             + single * (head_dim.sqrt() * row.sensitivity + keys.sqrt() * row.magnitude),
         habit: single * (4.0 * row.magnitude + row.sensitivity) + smallest,
-        lse: single * ((head_dim.sqrt() + 4.0) * row.score_magnitude + 4.0 + keys.sqrt() + lse),
-    }
+    };
+    let lse = single * ((head_dim.sqrt() + 4.0) * row.score_magnitude + 4.0 + keys.sqrt() + lse);
+    (o, Floor { luck: lse, habit: 0.0 })
 }
 
 /// The distance of two values; 0 for the same infinity, and for anything not finite where the truth is NaN. Infinite
@@ -396,36 +500,24 @@ fn distance(got: f64, truth: f64) -> f64 {
     if distance.is_nan() { f64::INFINITY } else { distance }
 }
 
-/// The same for an element of o, where NaN may stand for an infinity.
-fn output_distance(got: f64, truth: f64) -> f64 {
-    if truth.is_infinite() && got.is_nan() { 0.0 } else { distance(got, truth) }
-}
-
-fn worst<'a>(pairs: impl Iterator<Item = (f64, &'a f64)>) -> f64 {
-    pairs.map(|(got, truth)| output_distance(got, *truth)).fold(0.0, f64::max)
-}
-
-fn max(a: f64, b: f64) -> f64 {
-    a.max(b)
+fn largest(errors: &[f64]) -> f64 {
+    errors.iter().copied().fold(0.0, f64::max)
 }
 
 /// Root mean square, free of overflow and underflow at the dtypes' extremes.
-fn rms(errors: impl Iterator<Item = f64> + Clone) -> f64 {
-    let most = errors.clone().fold(0.0, f64::max);
+fn rms(errors: &[f64]) -> f64 {
+    let most = largest(errors);
     if most == 0.0 || most.is_infinite() {
         return most;
     }
-    let (count, sum) = errors.fold((0_usize, 0.0), |(n, sum), x| (n + 1, sum + (x / most).powi(2)));
-    most * (sum / count as f64).sqrt()
+    let sum: f64 = errors.iter().map(|x| (x / most).powi(2)).sum();
+    most * (sum / errors.len() as f64).sqrt()
 }
 
 /// The bound that is most exceeded, or nearest to it.
-fn worst_bound(bounds: &[Bound]) -> Bound {
-    bounds.iter().copied().max_by(|a, b| a.share().total_cmp(&b.share())).unwrap_or(Bound {
-        error: 0.0,
-        plain: 0.0,
-        allowed: 0.0,
-    })
+fn worst_bound(bounds: impl Iterator<Item = Bound>) -> Bound {
+    let worst = bounds.max_by(|a, b| a.share().total_cmp(&b.share()));
+    worst.unwrap_or(Bound { error: 0.0, plain: 0.0, allowed: 0.0 })
 }
 
 #[cfg(test)]
@@ -442,7 +534,16 @@ mod tests {
 
     /// The truth, rounded to a dtype: what the best engine returns.
     fn best(yardstick: &Yardstick, dtype: DType) -> Vec<f32> {
-        yardstick.oracle().o.iter().map(|&x| dtype.round(x as f32)).collect()
+        yardstick.of(Name::O).truth.iter().map(|&x| dtype.round(x as f32)).collect()
+    }
+
+    fn judge_o(yardstick: &Yardstick, o: &[f32]) -> Verdict {
+        yardstick.judge(&[(Name::O, o)]).outputs.remove(0)
+    }
+
+    /// The bad rows of o and of lse.
+    fn bad_rows(yardstick: &Yardstick, o: &[f32], lse: &[f32]) -> [Vec<usize>; 2] {
+        [(Name::O, o), (Name::Lse, lse)].map(|given| yardstick.judge(&[given]).outputs.remove(0).bad_rows)
     }
 
     #[test]
@@ -451,8 +552,8 @@ mod tests {
             for inputs in Distribution::ALL {
                 let problem = Problem::new(1, 2, 33, 16, dtype).with_mask(Mask::Causal);
                 let yardstick = yardstick(problem, inputs);
-                let judgement = yardstick.judge(&best(&yardstick, dtype), None);
-                assert!(judgement.passed(), "{dtype} {inputs}: {judgement:?}");
+                let verdict = judge_o(&yardstick, &best(&yardstick, dtype));
+                assert!(verdict.passed(), "{dtype} {inputs}: {verdict:?}");
             }
         }
     }
@@ -463,22 +564,22 @@ mod tests {
         for dtype in DType::ALL {
             let yardstick = yardstick(Problem::new(1, 1, 1, 16, dtype), Distribution::Normal);
             let exact = best(&yardstick, dtype);
-            assert_eq!(yardstick.judge(&exact, None).row.plain, 0.0);
+            assert_eq!(judge_o(&yardstick, &exact).row.plain, 0.0);
             let off = |ulps: f32| -> Vec<f32> {
                 exact.iter().map(|&x| x + ulps * dtype.epsilon() * x.abs() / 2.0).collect()
             };
-            assert!(yardstick.judge(&off(1.0), None).passed(), "{dtype}");
+            assert!(judge_o(&yardstick, &off(1.0)).passed(), "{dtype}");
             // A value that is off by sixteen roundings is not luck.
-            assert!(!yardstick.judge(&off(-16.0), None).passed(), "{dtype}");
+            assert!(!judge_o(&yardstick, &off(-16.0)).passed(), "{dtype}");
         }
     }
 
     #[test]
     fn luck_averages_out_over_many_rows_but_not_over_one_loud_one() {
         let many = yardstick(Problem::new(1, 4, 256, 16, DType::F16), Distribution::Normal);
-        let carriers = many.carriers();
+        let mut loud = many.of(Name::O).clone();
+        let carriers = loud.carriers();
         assert!((600.0..=1024.0).contains(&carriers), "{carriers}");
-        let mut loud = many;
         loud.floors[77].luck *= 1e6;
         assert!((1.0..1.01).contains(&loud.carriers()));
     }
@@ -488,18 +589,18 @@ mod tests {
         // Every output 2 % too large in bf16: within each row's own floor, but in every row.
         let yardstick = yardstick(Problem::new(1, 4, 512, 64, DType::BF16), Distribution::Normal);
         let biased: Vec<f32> =
-            yardstick.oracle().o.iter().map(|&x| DType::BF16.round(x as f32 * 1.02)).collect();
-        let judgement = yardstick.judge(&biased, None);
-        assert!(judgement.bad_rows.is_empty() && !judgement.rms.holds(), "{judgement:?}");
+            yardstick.of(Name::O).truth.iter().map(|&x| DType::BF16.round(x as f32 * 1.02)).collect();
+        let verdict = judge_o(&yardstick, &biased);
+        assert!(verdict.bad_rows.is_empty() && !verdict.rms.unwrap().holds(), "{verdict:?}");
     }
 
     #[test]
     fn where_half_precision_scores_overflow_the_yardstick_keeps_them_in_f32() {
         for inputs in [Distribution::OverflowingScores, Distribution::NegativeScores] {
             let yardstick = yardstick(Problem::new(1, 2, 64, 64, DType::F16), inputs);
-            assert!(yardstick.plain.o.iter().all(|x| x.is_finite()), "{inputs}");
-            assert!(yardstick.judge(&best(&yardstick, DType::F16), None).passed(), "{inputs}");
-            assert!(!yardstick.judge(&vec![0.0; 2 * 64 * 64], None).passed(), "{inputs}");
+            assert!(yardstick.of(Name::O).plain.iter().all(|x| x.is_finite()), "{inputs}");
+            assert!(judge_o(&yardstick, &best(&yardstick, DType::F16)).passed(), "{inputs}");
+            assert!(!judge_o(&yardstick, &vec![0.0; 2 * 64 * 64]).passed(), "{inputs}");
         }
     }
 
@@ -507,12 +608,13 @@ mod tests {
     fn a_row_without_keys_must_be_zeros_and_minus_infinity_exactly() {
         let problem = Problem::new(1, 1, 2, 4, DType::F16).with_kv(1, 1).with_mask(Mask::Causal).with_lse();
         let yardstick = yardstick(problem, Distribution::Normal);
-        let (o, lse) = (best(&yardstick, DType::F16), yardstick.oracle().lse[1] as f32);
-        assert!(yardstick.judge(&o, Some(&[f32::NEG_INFINITY, lse])).passed());
-        assert_eq!(yardstick.judge(&o, Some(&[-1e30, lse])).bad_rows, [0]);
+        let (o, lse) = (best(&yardstick, DType::F16), yardstick.of(Name::Lse).truth[1] as f32);
+        assert_eq!(bad_rows(&yardstick, &o, &[f32::NEG_INFINITY, lse]), [const { Vec::<usize>::new() }; 2]);
+        assert_eq!(bad_rows(&yardstick, &o, &[-1e30, lse]), [vec![], vec![0]]);
+        assert_eq!(bad_rows(&yardstick, &o, &[f32::NAN, lse]), [vec![], vec![0]]);
         let mut tiny = o;
         tiny[3] = 1e-30;
-        assert_eq!(yardstick.judge(&tiny, Some(&[f32::NEG_INFINITY, lse])).bad_rows, [0]);
+        assert_eq!(bad_rows(&yardstick, &tiny, &[f32::NEG_INFINITY, lse]), [vec![0], vec![]]);
     }
 
     /// A yardstick where one element of an input is NaN or infinite.
@@ -529,7 +631,7 @@ mod tests {
             // Element 1 of row 2: seen by query 2 alone in q, and by queries 2 to 5 in k and v.
             let yardstick = with_one_element(operand, 2 * 4 + 1, wild);
             let o = best(&yardstick, DType::F32);
-            let lse: Vec<f32> = yardstick.oracle().lse.iter().map(|&x| x as f32).collect();
+            let lse: Vec<f32> = yardstick.of(Name::Lse).truth.iter().map(|&x| x as f32).collect();
             let spoilt: Vec<usize> = (0..24).filter(|&i| !o[i].is_finite()).collect();
             let expected: Vec<usize> = match operand {
                 0 => (8..12).collect(),
@@ -537,15 +639,15 @@ mod tests {
                 _ => (8..24).filter(|i| i % 4 == 1).collect(),
             };
             assert_eq!(spoilt, expected, "{operand} {wild}");
-            assert!(yardstick.judge(&o, Some(&lse)).passed(), "{operand} {wild}");
+            assert!(yardstick.judge(&[(Name::O, &o), (Name::Lse, &lse)]).passed(), "{operand} {wild}");
             for i in 0..24 {
                 let mut other = o.clone();
                 other[i] = if spoilt.contains(&i) { 0.0 } else { f32::NAN };
-                assert_eq!(yardstick.judge(&other, None).bad_rows, [i / 4], "{operand} {wild} at {i}");
+                assert_eq!(judge_o(&yardstick, &other).bad_rows, [i / 4], "{operand} {wild} at {i}");
                 // The finite elements must be right as well.
                 if !spoilt.contains(&i) {
                     other[i] = o[i] * 1.001 + 1e-3;
-                    assert_eq!(yardstick.judge(&other, None).bad_rows, [i / 4], "{operand} {wild} at {i}");
+                    assert_eq!(judge_o(&yardstick, &other).bad_rows, [i / 4], "{operand} {wild} at {i}");
                 }
             }
         }
@@ -558,12 +660,12 @@ mod tests {
         let numbers = |row: usize| o[row * 4..][..4].iter().all(|x| x.is_finite());
         let seeing: Vec<bool> = (2..6).map(numbers).collect();
         assert!(seeing.contains(&true) && seeing.contains(&false), "{seeing:?}");
-        let judgement = yardstick.judge(&o, None);
-        assert!(judgement.passed() && judgement.row.allowed.is_finite(), "{judgement:?}");
+        let verdict = judge_o(&yardstick, &o);
+        assert!(verdict.passed() && verdict.row.allowed.is_finite(), "{verdict:?}");
         for row in (2..6).filter(|&row| numbers(row)) {
             let mut other = o.clone();
             other[row * 4] += 1e-3;
-            assert_eq!(yardstick.judge(&other, None).bad_rows, [row]);
+            assert_eq!(judge_o(&yardstick, &other).bad_rows, [row]);
         }
     }
 
@@ -573,8 +675,62 @@ mod tests {
         let mut o = best(&yardstick, DType::F32);
         let index = ((3 + 2) * 5 + 4) * 8 + 6;
         o[index] += 0.5;
-        let bad = yardstick.judge(&o, None).first_bad.unwrap();
-        assert_eq!((bad.row, bad.column), (Row { batch: 1, head: 2, query: 4 }, 6));
-        assert_eq!((bad.expected, bad.actual), (yardstick.oracle().o[index], f64::from(o[index])));
+        let bad = judge_o(&yardstick, &o).first_bad.unwrap();
+        assert_eq!((bad.row, bad.column), (Row::query(1, 2, 4), 6));
+        assert_eq!((bad.expected, bad.actual), (yardstick.of(Name::O).truth[index], f64::from(o[index])));
+    }
+
+    #[test]
+    fn every_output_is_judged_by_its_own_rows_be_they_of_queries_or_of_keys() {
+        // Outputs with the shapes of q, k and v, as gradients have.
+        let problem: Problem = "2x4/2x5/7x8/6 f16".parse().unwrap();
+        let measure = |of: &Parameter| {
+            let truth: Vec<f64> = (0..of.shape.iter().product()).map(|i: usize| i as f64).collect();
+            let floors = vec![Floor { luck: 0.0, habit: 0.25 }; truth.len() / of.shape[3]];
+            Measure::new(of, truth.clone(), truth, floors)
+        };
+        let one = Yardstick { measures: problem.signature().inputs().map(measure).collect() };
+        // The same once more, as batch entries 2 and 3 of a larger problem, whose keys begin elsewhere than its queries.
+        let next = one.clone().at(Row::query(2, 0, 0)).at(Row { kind: Rows::Keys, ..Row::query(2, 0, 7) });
+        let yardstick = Yardstick::join([one, next]).unwrap();
+        let result = |measure: &Measure| (measure.output, measure.truth.iter().map(|&x| x as f32).collect());
+        let mut given: Vec<(Name, Vec<f32>)> = yardstick.measures().iter().map(result).collect();
+        assert!(yardstick.judge(&given).passed());
+        // The last element of k, in either half.
+        given[1].1[2 * 2 * 7 * 8 - 1] += 1.0;
+        given[1].1[2 * 2 * 2 * 7 * 8 - 1] = f32::NAN;
+        let judgement = yardstick.judge(&given);
+        let bad: Vec<&[usize]> = judgement.outputs.iter().map(|verdict| &verdict.bad_rows[..]).collect();
+        assert_eq!(bad, [&[] as &[usize], &[27, 55], &[]]);
+        assert_eq!(judgement.outputs.iter().map(|it| it.rows).collect::<Vec<_>>(), [80, 56, 56]);
+        let rows = [27, 55].map(|row: usize| yardstick.of(Name::K).rows()[row].to_string());
+        assert_eq!(rows, ["batch 1, head 1, key 6", "batch 3, head 1, key 13"]);
+        assert_eq!(yardstick.of(Name::Q).rows()[79].to_string(), "batch 3, head 3, query 4");
+        let written = serde_json::to_value(&judgement).unwrap();
+        let row = serde_json::json!({"batch": 1, "head": 1, "key": 6});
+        assert_eq!((&written["first_bad"]["output"], &written["first_bad"]["row"]), (&"k".into(), &row));
+        assert_eq!((&written["k"]["rows"], &written["v"]["max"]["error"]), (&56.into(), &0.0.into()));
+    }
+
+    #[test]
+    fn a_forward_judgement_is_written_as_evidence_has_it() {
+        let problem = Problem::new(1, 1, 3, 4, DType::F16).with_lse();
+        let yardstick = yardstick(problem, Distribution::Normal);
+        let o = best(&yardstick, DType::F16);
+        let keys = |value: &serde_json::Value| -> Vec<String> {
+            value.as_object().unwrap().keys().cloned().collect()
+        };
+        let written =
+            serde_json::to_value(yardstick.judge(&[(Name::O, &o[..]), (Name::Lse, &[9.0; 3])])).unwrap();
+        assert_eq!(keys(&written), ["first_bad", "lse", "max", "rms", "row", "rows"]);
+        assert_eq!(keys(&written["lse"]), ["allowed", "error", "floor", "plain"]);
+        let bad = &written["first_bad"];
+        assert_eq!(keys(bad), ["actual", "allowed", "column", "expected", "lse", "row"]);
+        assert_eq!(
+            (&bad["lse"], &bad["row"]),
+            (&true.into(), &serde_json::json!({"batch": 0, "head": 0, "query": 0}))
+        );
+        let written = serde_json::to_value(yardstick.judge(&[(Name::O, &o)])).unwrap();
+        assert!(written["lse"].is_null() && written["first_bad"].is_null() && written["rows"] == 3);
     }
 }

@@ -298,9 +298,9 @@ fn row(wanted: &Wanted, outcome: &Outcome, result: &Measured) -> Row {
         shape: wanted.clone(),
         contender: result.name.clone(),
         correct: result.error.as_ref().map(Judgement::passed),
-        max_error: result.error.as_ref().map(|error| error.max.error),
-        max_error_allowed: result.error.as_ref().map(|error| error.max.allowed),
-        rms_error: result.error.as_ref().map(|error| error.rms.error),
+        max_error: result.error.as_ref().map(|error| error.max().error),
+        max_error_allowed: result.error.as_ref().map(|error| error.max().allowed),
+        rms_error: result.error.as_ref().map(|error| error.rms().error),
         samples: samples.len(),
         samples_us: samples.clone(),
         mean_us: mean,
@@ -379,9 +379,7 @@ shapes:
             let cell = Cell { name: "", shape: shapes::parse(shape).unwrap().shape, mask, dtype };
             let limits = Limits::Gpu { peak_tflops: None, matmul_tflops: None };
             let bound = |error: f64| Bound { error, plain: error, allowed: 2.0 * error };
-            let (max, rms, row) = (bound(1e-4), bound(1e-5), bound(1e-4));
-            let right =
-                Judgement { max, rms, row, lse: None, rows: 1, bad_rows: Vec::new(), first_bad: None };
+            let right = Judgement::forward(1, [1e-4, 1e-5, 1e-4].map(bound), None);
             let times = vec![5.0, 4.0, 6.0, 5.0, 5.0, 5.0, 5.0];
             let ours = Samples { name: "flashcore".into(), calls: 1, times, failure: None };
             let why = Some("OutOfMemoryError: 3 GiB, \"sorry\"".into());

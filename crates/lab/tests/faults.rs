@@ -118,7 +118,7 @@ fn one_bad_row_among_many_is_refused_and_named() {
     for faults in refused(&engine, Mask::None) {
         let Fault::Wrong { bad_rows, .. } = &faults[0] else { panic!("{faults:?}") };
         let [row] = bad_rows[..] else { panic!("{bad_rows:?}") };
-        assert_eq!((row.batch, row.head, row.query), (0, 2, 701 - 512));
+        assert_eq!((row.batch, row.head, row.position), (0, 2, 701 - 512));
     }
 }
 
@@ -128,19 +128,19 @@ fn a_bad_row_too_faint_for_maximum_and_rms_is_refused_by_its_own_bound() {
     let mut case = planted_in(DType::F16, Mask::Causal).case.clone();
     case.inputs = Distribution::MixedMagnitudes;
     let prepared = Prepared::new(case);
-    let truth = prepared.yardstick().oracle().o.clone();
+    let truth = prepared.yardstick().of(Name::O).truth();
     let width = prepared.case.problem.head_dim_v;
     let honest: Vec<f32> = truth.iter().map(|&x| DType::F16.round(x as f32)).collect();
     let size = |row: &[f32]| row.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
     let quiet = (0..honest.len() / width)
         .min_by(|&a, &b| size(&honest[a * width..][..width]).total_cmp(&size(&honest[b * width..][..width])))
         .unwrap();
-    assert!(prepared.yardstick().judge(&honest, None).passed());
+    assert!(prepared.yardstick().judge(&[(Name::O, &honest)]).passed());
     let mut bad = honest;
     bad[quiet * width..][..width].iter_mut().for_each(|x| *x = -*x);
-    let judgement = prepared.yardstick().judge(&bad, None);
-    assert!(judgement.max.holds() && judgement.rms.holds(), "{judgement:?}");
-    assert_eq!(judgement.bad_rows, [quiet]);
+    let judgement = prepared.yardstick().judge(&[(Name::O, &bad)]);
+    assert!(judgement.max().holds() && judgement.rms().holds(), "{judgement:?}");
+    assert_eq!(judgement.outputs[0].bad_rows, [quiet]);
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn keys_for_a_query_that_has_none_are_refused() {
     let outcome = Prepared::new(case).check(&engine);
     let Outcome::Failed(faults) = outcome else { panic!("{outcome:?}") };
     let Fault::Wrong { bad_rows, .. } = &faults[0] else { panic!("{faults:?}") };
-    assert_eq!((bad_rows.len(), bad_rows[0].query), (1, 0));
+    assert_eq!((bad_rows.len(), bad_rows[0].position), (1, 0));
 }
 
 #[test]

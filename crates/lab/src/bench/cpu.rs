@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use flashcore::{Device, Mask, cpu};
+use flashcore::{Device, Mask, Name, cpu};
 
 use super::cells::{Cell, Member};
 use super::itself::{AgainstItself, Repetitions};
@@ -117,10 +117,10 @@ impl Bench for CpuBench {
         let yardstick = if all { operands.yardstick() } else { operands.yardstick_of_rows(&judged) };
         let of_rows = |o: Vec<f32>| -> Vec<f32> {
             let width = problem.head_dim_v;
-            let index = |row: &Row| (row.batch * problem.heads_q + row.head) * problem.len_q + row.query;
+            let index = |row: &Row| (row.batch * problem.heads_q + row.head) * problem.len_q + row.position;
             judged.iter().flat_map(|row| o[index(row) * width..][..width].to_vec()).collect()
         };
-        let judge = |o: Vec<f32>| yardstick.judge(&of_rows(o), None);
+        let judge = |o: Vec<f32>| yardstick.judge(&[(Name::O, of_rows(o))]);
         let mut ours = Calls::new(&self.device, &operands);
         let mut errors = vec![Ok(judge(ours.output()?.values()))];
         if let Some(torch) = &mut self.torch {

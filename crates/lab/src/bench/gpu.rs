@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use flashcore::cuda::driver::{GpuState, Nvml};
 use flashcore::plan::Kernel;
-use flashcore::{DType, Problem};
+use flashcore::{DType, Name, Problem};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -532,7 +532,7 @@ impl OnGpu<'_> {
         yardstick: &Yardstick,
     ) -> Result<Judgement, String> {
         let Asked { q: [_, heads, len_q, _], .. } = self.problem;
-        let index = |row: &Row| (row.batch * heads + row.head) * len_q + row.query;
+        let index = |row: &Row| (row.batch * heads + row.head) * len_q + row.position;
         let path = folder.join("o");
         let request =
             Request::Output { who: who.into(), rows: rows.iter().map(index).collect(), path: path.clone() };
@@ -543,7 +543,7 @@ impl OnGpu<'_> {
         if o.len() != expected {
             return Err(format!("{} elements came back where {expected} were expected", o.len()));
         }
-        Ok(yardstick.judge(&o, None))
+        Ok(yardstick.judge(&[(Name::O, o)]))
     }
 }
 

@@ -64,15 +64,7 @@ fn outcome(ours: &[f64], theirs: &[f64]) -> Outcome {
     let rows = judged_rows(&problem).len();
     let limits = Limits::Gpu { peak_tflops: Some(peak()), matmul_tflops: None };
     let results = [("flashcore", ours), ("cublas", theirs)].map(|(name, times)| {
-        let judgement = Judgement {
-            max: bound(1e-4),
-            rms: bound(2e-5),
-            row: bound(1e-4),
-            lse: None,
-            rows,
-            bad_rows: Vec::new(),
-            first_bad: None,
-        };
+        let judgement = Judgement::forward(rows, [1e-4, 2e-5, 1e-4].map(bound), None);
         let mut details = Details::default();
         if name == "flashcore" {
             details.replay_is_same = Some(true);

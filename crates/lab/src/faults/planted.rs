@@ -259,8 +259,7 @@ impl Hidden {
         Self::outputs(move |problem, o, _| {
             let Problem { heads_q, len_q, head_dim_v, .. } = *problem;
             for (i, row) in o.chunks_exact_mut(head_dim_v).enumerate() {
-                let at = Row { batch: i / (heads_q * len_q), head: i / len_q % heads_q, query: i % len_q };
-                if wrong(problem, at) {
+                if wrong(problem, Row::query(i / (heads_q * len_q), i / len_q % heads_q, i % len_q)) {
                     for x in row {
                         *x *= 1.05;
                     }

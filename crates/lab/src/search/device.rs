@@ -91,8 +91,7 @@ impl Workers {
         let judgement =
             cell.judge(&self.host, &who, drawn.folder.path(), rows, yardstick).map_err(trouble)?;
         if !judgement.passed() {
-            let rows = judgement.bad_rows.len();
-            return Err(Trouble::Wrong(format!("it breaks the rule: {judgement:?}, {rows} bad rows")));
+            return Err(Trouble::Wrong(format!("it breaks the rule: {judgement:?}")));
         }
         let check = cell.ask(&self.host, &Request::Check { who }).map_err(trouble)?;
         match check["same"].as_bool() {

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use flashcore::plan::{Hardware, Kernel, Plan, Schedule};
 use flashcore::sim::{AsyncMode, Config, SimGpu};
-use flashcore::{DType, Device, Mask, Problem};
+use flashcore::{DType, Device, Mask, Name, Problem};
 use flashcore_kernels::{sm80, sm90};
 use flashcore_ptx::ptxas::Ptxas;
 
@@ -207,9 +207,9 @@ impl KernelGates {
                 .with_lse()
                 .run(&Device::sim(gpu.clone()), &operands.q.view(), &operands.k.view(), &operands.v.view())
                 .map_err(|error| format!("{problem}: {error}"))?;
-            let lse = out.lse.map(|lse| lse.to_f32());
-            let judgement = yardstick.judge(&out.o.to_f32(), lse.as_deref());
-            if !judgement.passed() {
+            let mut given = vec![(Name::O, out.o.to_f32())];
+            given.extend(out.lse.map(|lse| (Name::Lse, lse.to_f32())));
+            if !yardstick.judge(&given).passed() {
                 return Err(format!("{problem} with asynchronous effects {mode:?}: wrong in the simulator"));
             }
             if let Some(report) = gpu.last_report() {

@@ -2,7 +2,7 @@
 //! something to do.
 
 use flashcore::sim::{AsyncMode, Config, SimGpu};
-use flashcore::{DType, Device, Mask, Problem};
+use flashcore::{DType, Device, Mask, Name, Problem};
 use flashcore_lab::guarded::Arrangement;
 use flashcore_lab::inputs::Distribution;
 use flashcore_lab::operands::Operands;
@@ -31,8 +31,9 @@ impl Trial {
         let Operands { q, k, v, .. } = &self.operands;
         let run = self.operands.attention().with_lse().run(&device, &q.view(), &k.view(), &v.view());
         let out = run.map_err(|error| error.to_string())?;
-        let lse = out.lse.map(|lse| lse.to_f32());
-        let passed = self.truth.judge(&out.o.to_f32(), lse.as_deref()).passed();
+        let mut given = vec![(Name::O, out.o.to_f32())];
+        given.extend(out.lse.map(|lse| (Name::Lse, lse.to_f32())));
+        let passed = self.truth.judge(&given).passed();
         if passed { Ok(()) } else { Err("the numbers are wrong".into()) }
     }
 }

@@ -511,15 +511,7 @@ mod tests {
         let samples =
             |name: &str, us: f64| Samples { name: name.into(), calls: 1, times: vec![us; 10], failure: None };
         let bound = Bound { error, plain: 0.1, allowed: 0.2 };
-        let judgement = Judgement {
-            max: bound,
-            rms: bound,
-            row: bound,
-            lse: None,
-            rows: 1,
-            bad_rows: Vec::new(),
-            first_bad: None,
-        };
+        let judgement = Judgement::forward(1, [bound; 3], None);
         let taken = vec![(samples("flashcore", 1e3), Some(judgement)), (samples("torch", 2e3), None)];
         let conditions =
             CpuConditions { fma_peak_samples_us: vec![limit_us; 10], ..CpuConditions::default() };

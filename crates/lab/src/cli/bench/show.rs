@@ -223,7 +223,7 @@ fn line(outcome: &Outcome, result: &Measured, width: usize, called: bool) -> Str
 fn error(outcome: &Outcome, result: &Measured) -> String {
     let Some(judgement) = &result.error else { return "not judged".into() };
     let verdict = if judgement.passed() { toned(Tone::Good, "right") } else { toned(Tone::Bad, "WRONG") };
-    let mut text = format!("{verdict}: max {:.1e}", judgement.max.error);
+    let mut text = format!("{verdict}: max {:.1e}", judgement.max().error);
     if let Some(ratio) = judgement.error_ratio() {
         let _ = write!(text, ", {ratio:.2} of plain's");
     }

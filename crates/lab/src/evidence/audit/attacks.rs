@@ -191,15 +191,8 @@ fn times(rng: &mut Rng, median: f64) -> Vec<f64> {
 
 fn judgement(rows: usize, error: f64, lse: bool) -> Judgement {
     let bound = |error: f64, plain: f64, floor: f64| Bound { error, plain, allowed: 2.0 * plain + floor };
-    Judgement {
-        max: bound(error, 4e-4, 2e-5),
-        rms: bound(error / 8.0, 6e-5, 5e-6),
-        row: bound(error / 2.0, 2e-4, 3e-4),
-        lse: lse.then(|| bound(1e-6, 1e-6, 1e-5)),
-        rows,
-        bad_rows: Vec::new(),
-        first_bad: None,
-    }
+    let o = [bound(error, 4e-4, 2e-5), bound(error / 8.0, 6e-5, 5e-6), bound(error / 2.0, 2e-4, 3e-4)];
+    Judgement::forward(rows, o, lse.then(|| bound(1e-6, 1e-6, 1e-5)))
 }
 
 fn cell(shape: &str, mask: Mask) -> Cell {

@@ -113,8 +113,9 @@ pub(super) fn contender(audit: &mut Audit, place: &Place<'_>, version: u32, judg
 
 /// All contenders of a cell are judged by one yardstick, and those that stay to the end are sampled once per round.
 pub(super) fn together(audit: &mut Audit, at: &str, all: &[Contender]) {
-    let yardstick =
-        |it: &Contender| it.judgement.as_ref().map(|it| [it.max, it.rms].map(|it| (it.plain, it.allowed)));
+    let yardstick = |it: &Contender| {
+        it.judgement.as_ref().map(|it| [it.max(), it.rms()].map(|it| (it.plain, it.allowed)))
+    };
     let mut yardsticks = all.iter().filter_map(yardstick);
     let first = yardsticks.next();
     let same = yardsticks.all(|other| Some(other) == first);

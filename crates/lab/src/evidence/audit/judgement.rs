@@ -63,8 +63,7 @@ pub(super) fn judgement(
         "names a bad element of what is right, or none of what is wrong",
     );
     made["first_bad"] = if bad.is_null() { Value::Null } else { bad_element(audit, &bad, &max) };
-    let bad_rows = if row.holds() && lse.is_none_or(|lse| lse.holds()) { Vec::new() } else { vec![0] };
-    (Judgement { max, rms, row, lse, rows: judged.rows, bad_rows, first_bad: None }, made)
+    (Judgement::forward(judged.rows, [max, rms, row], lse), made)
 }
 
 /// An error with what it may be: twice plain attention's and the floor, which is written down since version 2.
