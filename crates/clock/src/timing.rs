@@ -146,7 +146,7 @@ pub fn measure_watched(
     let started = Instant::now();
     let (mut round, mut retaken, mut throttled) = (0, 0, 0);
     let mut orders = Orders::new(contenders.len());
-    let mut order = orders.next();
+    let mut order = orders.draw();
     watch.is_throttled();
     while !stop() && samples[0].failure.is_none() {
         for &who in &order {
@@ -179,7 +179,7 @@ pub fn measure_watched(
             throttled += 1;
         }
         round += 1;
-        order = orders.next();
+        order = orders.draw();
         let share = effort.share(round, started.elapsed());
         progress(round, share);
         let look = effort.rounds.is_none() && is_look(round);
@@ -207,7 +207,7 @@ impl Orders {
     }
 
     /// The order of the next round: places in the list of contenders.
-    pub fn next(&mut self) -> Vec<usize> {
+    pub fn draw(&mut self) -> Vec<usize> {
         if self.left.is_empty() {
             self.left = (0..self.contenders).collect();
         }
@@ -372,7 +372,7 @@ mod tests {
         // What a report tells of the order is what was done.
         let mut orders = Orders::new(4);
         let told = rounds.iter().all(|round| {
-            *round == orders.next().iter().map(|&n| ["a", "b", "c", "d"][n]).collect::<String>()
+            *round == orders.draw().iter().map(|&n| ["a", "b", "c", "d"][n]).collect::<String>()
         });
         assert!(told);
     }
@@ -380,10 +380,10 @@ mod tests {
     #[test]
     fn two_contenders_do_not_alternate_and_one_has_an_order_too() {
         let mut orders = Orders::new(2);
-        let firsts: Vec<usize> = (0..40).map(|_| orders.next()[0]).collect();
+        let firsts: Vec<usize> = (0..40).map(|_| orders.draw()[0]).collect();
         assert_eq!(firsts.iter().sum::<usize>(), 20);
         assert!(firsts.windows(2).any(|two| two[0] == two[1]));
-        assert_eq!((Orders::new(1).next(), Orders::new(0).next()), (vec![0], vec![]));
+        assert_eq!((Orders::new(1).draw(), Orders::new(0).draw()), (vec![0], vec![]));
     }
 
     #[test]

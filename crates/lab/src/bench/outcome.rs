@@ -325,7 +325,7 @@ fn orders(results: &[Measured]) -> Vec<String> {
         results.iter().filter(|it| it.error.is_some()).map(|it| it.name.as_str()).collect();
     let rounds = results.iter().map(|it| it.samples_us.len()).max().unwrap_or(0);
     let mut orders = Orders::new(racers.len());
-    let mut next = || orders.next().into_iter().map(|place| racers[place]).collect::<Vec<_>>().join(", ");
+    let mut next = || orders.draw().into_iter().map(|place| racers[place]).collect::<Vec<_>>().join(", ");
     (0..rounds).map(|_| next()).collect()
 }
 

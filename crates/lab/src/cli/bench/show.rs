@@ -83,7 +83,7 @@ pub(super) fn heading(environment: &Environment, bench: &dyn Bench, alone: bool)
     }
     if !alone {
         lines.push(
-            "\nUnder a peer: how many times its speed ours is, ± half of the 95 % interval, and the verdict: + FASTER, \n\
+            "\nUnder a peer: how many times its speed ours is, ± half of the 95 % interval, and the verdict: + FASTER,\n\
              = SAME, - SLOWER, ? UNDECIDED. The error is the RMS of ours; x is that over the most exact peer's."
                 .into(),
         );
@@ -464,6 +464,16 @@ pub(super) fn closing(report: &Report<'_>, spent: Duration) -> String {
             "{wrong} results are wrong, {impossible} times impossible, {without} cells without a time"
         );
         lines.push(toned(Tone::Bad, &text));
+    }
+    let has_energy = |outcome: &Outcome| outcome.results.iter().any(|result| result.energy().is_some());
+    if matches!(report.machine, Machine::Gpu { regime: Regime::Sustained, .. })
+        && count(&has_energy) == 0
+        && !report.cells.is_empty()
+    {
+        lines.push(
+            "no energy: it needs NVML (libnvidia-ml, which comes with the driver) and a counter on the GPU"
+                .into(),
+        );
     }
     if let Machine::Gpu { lost_workers: lost @ 1.., .. } = report.machine {
         lines.push(toned(Tone::Bad, &format!("a worker was lost {lost} times and started again")));
