@@ -82,11 +82,13 @@ pub(super) fn heading(environment: &Environment, bench: &dyn Bench, alone: bool)
         lines.push("this build is not optimised, its times say nothing: use cargo run --release".into());
     }
     if !alone {
-        lines.push(
-            "\nUnder a peer: how many times its speed ours is, ± half of the 95 % interval, and the verdict: + FASTER,\n\
-             = SAME, - SLOWER, ? UNDECIDED. The error is the RMS of ours; x is that over the most exact peer's."
-                .into(),
-        );
+        if !bench.peers().is_empty() {
+            lines.push(
+                "\nUnder a peer: how many times its speed ours is, ± half of the 95 % interval, and the verdict: + FASTER,\n\
+                 = SAME, - SLOWER, ? UNDECIDED. The error is the RMS of ours; x is that over the most exact peer's."
+                    .into(),
+            );
+        }
         let limit = of_limit_width(unit == "TFLOP/s");
         let mut columns = format!("{:<28} {:>8} {unit:>7} {:>limit$}", "", "µs", "of limit");
         for peer in bench.peers() {
