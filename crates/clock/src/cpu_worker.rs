@@ -85,7 +85,7 @@ impl Server {
             Request::Sample { warm, calls, .. } if warm.max(calls) > MOST_CALLS => {
                 Err(format!("{MOST_CALLS} calls are the most of a sample"))
             }
-            Request::Sample { who, warm, calls } => {
+            Request::Sample { who, warm, calls, .. } => {
                 let calls = calls.max(1);
                 Ok(json!({ "us": self.calls(&who)?.sample(warm, calls)?, "calls": calls }))
             }

@@ -39,8 +39,8 @@ pub enum Request {
         /// Where to.
         path: PathBuf,
     },
-    /// One sample of the kernel clock: `warm` untimed replays, then one timed replay of a graph of at least
-    /// `calls` calls.
+    /// One sample of the kernel clock: `warm` untimed replays, then `replays` timed ones, of a graph of at least
+    /// `calls` calls, without a pause.
     Sample {
         /// Whose attention.
         who: String,
@@ -48,6 +48,9 @@ pub enum Request {
         warm: u32,
         /// The fewest calls of the graph.
         calls: u32,
+        /// Timed replays.
+        #[serde(default = "once")]
+        replays: u32,
     },
     /// Samples of the call clock, each with the host's time.
     Calls {
@@ -68,11 +71,20 @@ pub enum Request {
     },
     /// The GPU's peak rates: products, copies, exponentials, launches. FlashCore's worker only.
     Ceilings,
+    /// Import a library that is timed beside torch, and say its version. torch only.
+    Version {
+        /// Whose attention.
+        who: String,
+    },
     /// The rate of a large matrix product, in TFLOP/s. torch only.
     Matmul {
         /// The dtype.
         dtype: String,
     },
+}
+
+fn once() -> u32 {
+    1
 }
 
 /// A problem as it goes over the wire: as its text, and in fields for those who read no such text.

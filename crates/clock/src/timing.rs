@@ -1,15 +1,16 @@
 //! Timing: contenders take turns in rounds, in one process group and one state of the machine.
 //!
-//! In each round every contender is sampled once, and the order rotates by random steps, so that a slow phase of the
-//! machine meets all of them, and no rhythm of it keeps meeting the same one. A sample is as many calls as it takes to
-//! be well past the clock's resolution. Each contender brings its clock: on the CPU it is the **call** clock, from
-//! before the call to after it.
+//! In each round every contender is sampled once, in an order that is shuffled anew, so that a slow phase of the machine
+//! meets all of them, no rhythm of it keeps meeting the same one, and nobody always follows the same other. A sample is
+//! as many calls as it takes to be well past the clock's resolution. Each contender brings its clock: on the CPU it is
+//! the **call** clock, from before the call to after it.
 
 use std::time::{Duration, Instant};
 
 use crate::physics;
 use flashcore_judge::rng::Rng;
 use flashcore_judge::stats::{self, Interval, LOOKS, RatioDraws, Verdict, verdict};
+use serde::Serialize;
 
 /// Something that can be timed.
 pub trait Contender {
@@ -18,6 +19,22 @@ pub trait Contender {
 
     /// Makes `warm` untimed calls and then `calls` timed ones, and returns the microseconds per call.
     fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String>;
+
+    /// What the machine used during the last sample, where a counter tells.
+    fn used(&mut self) -> Option<Used> {
+        None
+    }
+}
+
+/// What a machine used between two steps of its energy counter, both during one sample.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Used {
+    /// Millijoules.
+    pub mj: u64,
+    /// Microseconds from the one step to the other.
+    pub us: f64,
+    /// The mean of the SM clock in MHz at the steps, where it is told.
+    pub sm_clock_mhz: Option<f64>,
 }
 
 /// Watches the machine around every round.
@@ -58,7 +75,7 @@ const FEWEST: usize = stats::VERDICT_ROUNDS;
 /// The shortest time of a sample on the CPU.
 pub const SAMPLE: Duration = Duration::from_millis(2);
 /// The most calls per sample.
-const MOST_CALLS: u32 = 10_000;
+pub const MOST_CALLS: u32 = 100_000;
 /// The most attempts to find the number of calls.
 const CALIBRATIONS: usize = 4;
 /// A sample of at least this share of the wanted time is long enough.
@@ -73,7 +90,7 @@ const WAKE_US: f64 = 4_000.0;
 pub const SETTLE: Duration = Duration::from_millis(25);
 
 /// One contender's samples.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Samples {
     /// The contender's name.
     pub name: String,
@@ -81,6 +98,8 @@ pub struct Samples {
     pub calls: u32,
     /// Microseconds per call, one value per round.
     pub times: Vec<f64>,
+    /// What the machine used during each of them, where a counter tells.
+    pub used: Vec<Option<Used>>,
     /// Why it left before the end, if it did.
     pub failure: Option<String>,
 }
@@ -126,13 +145,12 @@ pub fn measure_watched(
         contenders.iter_mut().map(|contender| calibrate(contender.as_mut(), effort.sample)).collect();
     let started = Instant::now();
     let (mut round, mut retaken, mut throttled) = (0, 0, 0);
-    let mut order = Order::new(contenders.len());
+    let mut orders = Orders::new(contenders.len());
+    let mut order = orders.draw();
     watch.is_throttled();
     while !stop() && samples[0].failure.is_none() {
-        let first = order.next();
-        for turn in 0..contenders.len() {
-            let who = (first + turn) % contenders.len();
-            let Samples { calls, times, failure, .. } = &mut samples[who];
+        for &who in &order {
+            let Samples { calls, times, used, failure, .. } = &mut samples[who];
             if failure.is_some() {
                 continue;
             }
@@ -141,7 +159,10 @@ pub fn measure_watched(
             }
             let warm = effort.warm(times.last().copied());
             match contenders[who].sample(warm, *calls).and_then(physics::time) {
-                Ok(time) => times.push(time),
+                Ok(time) => {
+                    times.push(time);
+                    used.push(contenders[who].used());
+                }
                 Err(why) => *failure = Some(why),
             }
         }
@@ -149,6 +170,7 @@ pub fn measure_watched(
             if retaken < RETAKES && effort.share(round, started.elapsed()) < 1.0 {
                 for samples in &mut samples {
                     samples.times.truncate(round);
+                    samples.used.truncate(round);
                 }
                 retaken += 1;
                 std::thread::sleep(REST);
@@ -157,6 +179,7 @@ pub fn measure_watched(
             throttled += 1;
         }
         round += 1;
+        order = orders.draw();
         let share = effort.share(round, started.elapsed());
         progress(round, share);
         let look = effort.rounds.is_none() && is_look(round);
@@ -167,23 +190,42 @@ pub fn measure_watched(
     Measurement { samples, retaken, throttled }
 }
 
-/// Which contender begins each round: in n rounds each of the n contenders begins once, in random order.
-struct Order {
+/// In which order the contenders take their turns in each round, by a seed that is their number: the same on every
+/// machine. In n rounds each of the n contenders begins once, those after it come in any order, and with three or more
+/// no round has the order of the one before. A round that is taken again keeps its order.
+pub struct Orders {
     contenders: usize,
     left: Vec<usize>,
+    last: Vec<usize>,
     rng: Rng,
 }
 
-impl Order {
-    fn new(contenders: usize) -> Self {
-        Self { contenders, left: Vec::new(), rng: Rng::new(contenders as u64) }
+impl Orders {
+    /// For a number of contenders.
+    pub fn new(contenders: usize) -> Self {
+        Self { contenders, left: Vec::new(), last: Vec::new(), rng: Rng::new(contenders as u64) }
     }
 
-    fn next(&mut self) -> usize {
+    /// The order of the next round: places in the list of contenders.
+    pub fn draw(&mut self) -> Vec<usize> {
         if self.left.is_empty() {
             self.left = (0..self.contenders).collect();
         }
-        self.left.swap_remove(self.rng.below(self.left.len()))
+        if self.left.is_empty() {
+            return Vec::new();
+        }
+        let first = self.left.swap_remove(self.rng.below(self.left.len()));
+        let mut order: Vec<usize> = (0..self.contenders).collect();
+        order.swap(0, first);
+        loop {
+            for place in (2..order.len()).rev() {
+                order.swap(place, 1 + self.rng.below(place));
+            }
+            if self.contenders < 3 || order != self.last {
+                self.last.clone_from(&order);
+                return order;
+            }
+        }
     }
 }
 
@@ -220,7 +262,7 @@ fn is_look(round: usize) -> bool {
 /// Finds how many calls make a sample, which also warms everything up. The first call is slower than those after it, so
 /// the number is tried out, and corrected where a sample came out too short.
 fn calibrate(contender: &mut dyn Contender, least: Duration) -> Samples {
-    let mut samples = Samples { name: contender.name(), calls: 1, times: Vec::new(), failure: None };
+    let mut samples = Samples { name: contender.name(), calls: 1, ..Samples::default() };
     for _ in 0..CALIBRATIONS {
         match contender.sample(1, samples.calls).and_then(physics::time) {
             Ok(time) => {
@@ -308,23 +350,40 @@ mod tests {
     }
 
     #[test]
-    fn everybody_begins_equally_often_and_not_in_a_rhythm() {
+    fn everybody_begins_equally_often_in_an_order_that_is_shuffled_for_every_round() {
         let log = RefCell::new(Vec::new());
-        let mut contenders = ["a", "b", "c"].map(|name| scripted(name, &log, || Ok(9e4)));
-        let samples = run(&mut contenders, &Effort { rounds: Some(60), ..LONG });
-        assert!(samples.iter().all(|samples| samples.times.len() == 60 && samples.calls == 1));
+        let mut contenders = ["a", "b", "c", "d"].map(|name| scripted(name, &log, || Ok(9e4)));
+        let samples = run(&mut contenders, &Effort { rounds: Some(80), ..LONG });
+        assert!(samples.iter().all(|samples| samples.times.len() == 80 && samples.calls == 1));
         let log = log.borrow();
-        // The first three calls find out how many make a sample.
-        let rounds: Vec<&[&str]> = log[3..].chunks_exact(3).collect();
-        for round in &rounds {
-            assert!(["abc", "bca", "cab"].contains(&round.concat().as_str()), "{round:?}");
+        // The first four calls find out how many make a sample.
+        let rounds: Vec<String> = log[4..].chunks_exact(4).map(<[&str]>::concat).collect();
+        for block in rounds.chunks_exact(4) {
+            assert!(
+                ["a", "b", "c", "d"].iter().all(|name| block.iter().any(|round| round.starts_with(name)))
+            );
         }
-        let blocks: Vec<String> =
-            rounds.chunks_exact(3).map(|block| block.iter().map(|round| round[0]).collect()).collect();
-        for block in &blocks {
-            assert!(["a", "b", "c"].iter().all(|name| block.contains(name)), "{block}");
+        assert!(rounds.windows(2).all(|two| two[0] != two[1]), "{rounds:?}");
+        // Everybody comes right after everybody else, about equally often.
+        for pair in ["ab", "ac", "ad", "ba", "bc", "bd", "ca", "cb", "cd", "da", "db", "dc"] {
+            let often = rounds.iter().filter(|round| round.contains(pair)).count();
+            assert!((10..=30).contains(&often), "{pair}: {often}");
         }
-        assert!(blocks.iter().any(|block| *block != blocks[0]), "{blocks:?}");
+        // What a report tells of the order is what was done.
+        let mut orders = Orders::new(4);
+        let told = rounds.iter().all(|round| {
+            *round == orders.draw().iter().map(|&n| ["a", "b", "c", "d"][n]).collect::<String>()
+        });
+        assert!(told);
+    }
+
+    #[test]
+    fn two_contenders_do_not_alternate_and_one_has_an_order_too() {
+        let mut orders = Orders::new(2);
+        let firsts: Vec<usize> = (0..40).map(|_| orders.draw()[0]).collect();
+        assert_eq!(firsts.iter().sum::<usize>(), 20);
+        assert!(firsts.windows(2).any(|two| two[0] == two[1]));
+        assert_eq!((Orders::new(1).draw(), Orders::new(0).draw()), (vec![0], vec![]));
     }
 
     #[test]

@@ -229,13 +229,14 @@ impl Ready {
             let answer = match request {
                 Request::First { who } => self.first(&who, &sets),
                 Request::Output { who, rows, path } => self.output(&who, &sets, &rows, &path),
-                Request::Sample { who, warm, calls } => {
+                Request::Sample { who, warm, calls, replays } => {
                     let calls = (calls.max(1) as usize).next_multiple_of(sets.len());
+                    let replays = [warm, replays].map(|replays| replays.max(1));
                     if who == CUBLAS {
-                        reply(self.sample_unfused(&mut graphs, &sets, calls, warm));
+                        reply(self.sample_unfused(&mut graphs, &sets, calls, replays));
                         continue;
                     }
-                    self.sample(&mut recordings, &sets, &(who, calls), warm)
+                    self.sample(&mut recordings, &sets, &(who, calls), replays)
                 }
                 Request::Calls { who, calls } => self.calls(&who, &sets, calls as usize),
                 Request::Check { who } => self.check(&who, &sets),
@@ -288,7 +289,7 @@ impl Ready {
         graphs: &mut HashMap<usize, GraphExec>,
         sets: &[Set],
         calls: usize,
-        warm: u32,
+        replays: [u32; 2],
     ) -> Result<Value, String> {
         let cuda = self.cuda.clone();
         if let Entry::Vacant(place) = graphs.entry(calls) {
@@ -302,7 +303,7 @@ impl Ready {
         }
         let graph = &graphs[&calls];
         // SAFETY: as above.
-        timed(&cuda, warm, calls, || unsafe { graph.launch(cuda.stream()) }.map_err(say))
+        timed(&cuda, replays, calls, || unsafe { graph.launch(cuda.stream()) }.map_err(say))
     }
 
     /// What one direct call writes into poisoned memory.
@@ -348,7 +349,7 @@ impl Ready {
         recordings: &mut HashMap<(String, usize), Recording<'a>>,
         sets: &'a [Set],
         who: &(String, usize),
-        warm: u32,
+        replays: [u32; 2],
     ) -> Result<Value, String> {
         let calls = who.1;
         let cuda = self.variant(&who.0)?;
@@ -362,7 +363,7 @@ impl Ready {
             recordings.insert(who.clone(), recording.map_err(say)?);
         }
         let recording = &recordings[who];
-        timed(&cuda, warm, calls, || recording.replay().map_err(say))
+        timed(&cuda, replays, calls, || recording.replay().map_err(say))
     }
 
     fn calls(&mut self, who: &str, sets: &[Set], calls: usize) -> Result<Value, String> {
@@ -396,23 +397,26 @@ impl Ready {
     }
 }
 
-/// One replay of recorded calls between two events, after `warm` replays that keep the GPU busy meanwhile.
+/// Some replays of recorded calls between two events, after others that keep the GPU busy meanwhile.
 fn timed(
     cuda: &Cuda,
-    warm: u32,
+    [warm, replays]: [u32; 2],
     calls: usize,
     replay: impl Fn() -> Result<(), String>,
 ) -> Result<Value, String> {
     let event = || Event::new(cuda.context(), EventKind::Timing).map_err(say);
     let (start, end) = (event()?, event()?);
-    for _ in 0..warm.max(1) {
+    for _ in 0..warm {
         replay()?;
     }
     start.record(cuda.stream()).map_err(say)?;
-    replay()?;
+    for _ in 0..replays {
+        replay()?;
+    }
     end.record(cuda.stream()).map_err(say)?;
     end.synchronize().map_err(say)?;
     let ms = end.ms_since(&start).map_err(say)?;
+    let calls = calls * replays as usize;
     Ok(json!({ "us": f64::from(ms) * 1e3 / calls as f64, "calls": calls }))
 }
 

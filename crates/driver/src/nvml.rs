@@ -1,4 +1,4 @@
-//! What the GPU is doing: clocks, power, temperature and what holds the clocks back, through NVML.
+//! What the GPU is doing: clocks, power, energy, temperature and what holds the clocks back, through NVML.
 //!
 //! NVML comes with the driver (`libnvidia-ml.so.1`) and needs no CUDA context, so a process that only monitors stays
 //! out of the way of those that compute. All of it is optional: what NVML does not report is absent.
@@ -113,13 +113,24 @@ impl NvmlDevice<'_> {
     /// What the GPU is doing now.
     pub fn state(&self) -> GpuState {
         GpuState {
-            sm_clock_mhz: self.of_kind(b"nvmlDeviceGetClockInfo\0", NVML_CLOCK_SM),
+            sm_clock_mhz: self.sm_clock_mhz(),
             memory_clock_mhz: self.of_kind(b"nvmlDeviceGetClockInfo\0", NVML_CLOCK_MEM),
             power_mw: self.number(b"nvmlDeviceGetPowerUsage\0"),
             power_limit_mw: self.number(b"nvmlDeviceGetEnforcedPowerLimit\0"),
             temperature_c: self.of_kind(b"nvmlDeviceGetTemperature\0", NVML_TEMPERATURE_GPU),
-            throttle: self.throttle(),
+            throttle: self.bits(b"nvmlDeviceGetCurrentClocksThrottleReasons\0"),
         }
+    }
+
+    /// The SM clock in MHz.
+    pub fn sm_clock_mhz(&self) -> Option<u32> {
+        self.of_kind(b"nvmlDeviceGetClockInfo\0", NVML_CLOCK_SM)
+    }
+
+    /// What the whole board has used since the driver was loaded, in millijoules. The counter moves in steps of some 20
+    /// to 100 ms; between two steps it stands still.
+    pub fn energy_mj(&self) -> Option<u64> {
+        self.bits(b"nvmlDeviceGetTotalEnergyConsumption\0")
     }
 
     fn number(&self, name: &[u8]) -> Option<u32> {
@@ -136,13 +147,11 @@ impl NvmlDevice<'_> {
         (unsafe { get(self.handle, kind, &raw mut value) } == 0).then_some(value)
     }
 
-    fn throttle(&self) -> Option<u64> {
-        type Get = unsafe extern "C" fn(Handle, *mut c_ulonglong) -> c_int;
-        let name = b"nvmlDeviceGetCurrentClocksThrottleReasons\0";
-        let get = self.nvml.function::<Get>(name)?;
-        let mut bits = 0;
+    fn bits(&self, name: &[u8]) -> Option<u64> {
+        let get = self.nvml.function::<unsafe extern "C" fn(Handle, *mut c_ulonglong) -> c_int>(name)?;
+        let mut value = 0;
         // SAFETY: as above.
-        (unsafe { get(self.handle, &raw mut bits) } == 0).then_some(bits)
+        (unsafe { get(self.handle, &raw mut value) } == 0).then_some(value)
     }
 }
 

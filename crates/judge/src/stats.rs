@@ -102,6 +102,29 @@ pub fn median_interval(values: &[f64], level: f64) -> Option<Interval> {
     Some(interval_of_sorted(&draws, level))
 }
 
+/// The bootstrap interval of what `of` makes of the means of some columns, whose rows belong together; absent with fewer
+/// than five rows.
+pub fn mean_interval<const N: usize>(
+    columns: &[Vec<f64>; N],
+    level: f64,
+    of: impl Fn([f64; N]) -> f64,
+) -> Option<Interval> {
+    let rows = columns.iter().map(Vec::len).min().filter(|&rows| rows >= 5)?;
+    let mut rng = Rng::new(rows as u64);
+    let mut drawn = vec![0; rows];
+    let mut draws: Vec<f64> = (0..RESAMPLES)
+        .map(|_| {
+            draw(&mut drawn, &mut rng);
+            let mean = |column: &Vec<f64>| {
+                column.iter().zip(&drawn).map(|(x, &times)| x * f64::from(times)).sum::<f64>() / rows as f64
+            };
+            of(std::array::from_fn(|n| mean(&columns[n])))
+        })
+        .collect();
+    draws.sort_by(f64::total_cmp);
+    Some(interval_of_sorted(&draws, level))
+}
+
 /// The ratio of two medians with its interval.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Ratio {
@@ -322,6 +345,22 @@ mod tests {
             .count();
         let coverage = f64::from(held as u32) / f64::from(runs);
         assert!((0.93..=0.97).contains(&coverage), "{coverage}");
+    }
+
+    #[test]
+    fn an_interval_of_a_quotient_of_means_holds_the_truth_in_most_runs() {
+        let mut rng = Rng::new(4);
+        let runs = 400;
+        let held = (0..runs)
+            .filter(|_| {
+                let seconds: Vec<f64> = (0..20).map(|_| 1.0 + rng.unit()).collect();
+                let joules = seconds.iter().map(|s| s * 700.0 * (0.02 * rng.normal()).exp()).collect();
+                let watts = mean_interval(&[joules, seconds], 0.95, |[j, s]| j / s).unwrap();
+                (watts.low..=watts.high).contains(&(700.0 * (0.5_f64 * 0.02 * 0.02).exp()))
+            })
+            .count();
+        assert!((0.88..=0.98).contains(&(held as f64 / f64::from(runs))), "{held} of {runs}");
+        assert_eq!(mean_interval(&[vec![1.0; 4]], 0.95, |[x]| x), None);
     }
 
     #[test]

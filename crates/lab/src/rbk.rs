@@ -381,9 +381,9 @@ shapes:
             let bound = |error: f64| Bound { error, plain: error, allowed: 2.0 * error };
             let right = Judgement::forward(1, [1e-4, 1e-5, 1e-4].map(bound), None);
             let times = vec![5.0, 4.0, 6.0, 5.0, 5.0, 5.0, 5.0];
-            let ours = Samples { name: "flashcore".into(), calls: 1, times, failure: None };
+            let ours = Samples { name: "flashcore".into(), calls: 1, times, ..Samples::default() };
             let why = Some("OutOfMemoryError: 3 GiB, \"sorry\"".into());
-            let flash = Samples { name: "flash".into(), calls: 0, times: Vec::new(), failure: why };
+            let flash = Samples { name: "flash".into(), failure: why, ..Samples::default() };
             let measured = |(samples, error)| Measured::new(samples, error, &cell.problem(), &limits, None);
             let results = [(ours, Some(right)), (flash, None)].map(measured).into();
             Outcome::new(&cell, 1, results, Conditions::Gpu(GpuConditions::default()), 0.02)
@@ -391,7 +391,7 @@ shapes:
         let outcomes =
             [outcome(shape, Mask::None, DType::F16), outcome("2x4x97x128", Mask::Causal, DType::BF16)];
         let run = json!({
-            "schema": "flashcore.bench-gpu/2", "created": "now", "complete": true, "clock": "kernel", "cache": "cold",
+            "schema": "flashcore.bench-gpu/3", "created": "now", "complete": true, "clock": "kernel", "cache": "cold",
             "gpu": {"ours": {"device": "NVIDIA H200"}}, "environment": {}, "cells": [],
         });
         Report::new(&Config::parse(TEXT).unwrap(), &Saved::of(&run).unwrap(), &outcomes)

@@ -555,9 +555,14 @@ fn requests_to_workers() {
         Request::Pool { dtype: "f16".into(), paths },
         Request::Load { problem, sets: 1 },
         Request::Output { who: who.clone(), rows: vec![0, 3, 9], path: out },
-        Request::Sample { who: format!("{SCHEDULE}{}", Engine::new().schedule(8, 8)), warm: 1, calls: 2 },
+        Request::Sample {
+            who: format!("{SCHEDULE}{}", Engine::new().schedule(8, 8)),
+            warm: 1,
+            calls: 2,
+            replays: 1,
+        },
         Request::Check { who: who.clone() },
-        Request::Sample { who, warm: 1, calls: 2 },
+        Request::Sample { who, warm: 1, calls: 2, replays: 1 },
     ];
     let lines: Vec<String> = requests.iter().map(|request| serde_json::to_string(request).unwrap()).collect();
     let all = lines.join("\n");

@@ -126,7 +126,7 @@ fn a_wrong_result_is_timed_and_fails_the_command_and_everything_is_in_the_report
     let (output, report) = machine.run(&TINY);
     assert_eq!(code(&output), 1, "{}", text(&output));
     assert!(text(&output).contains("WRONG") && text(&output).contains("without torch"), "{}", text(&output));
-    assert_eq!(report["schema"], "flashcore.bench-gpu/2");
+    assert_eq!(report["schema"], "flashcore.bench-gpu/3");
     assert_eq!((&report["clock"], &report["cache"]), (&"kernel".into(), &"cold".into()));
     assert_eq!(report["gpu"]["ours"]["device"], "Fake GPU 0");
     assert_eq!(report["gpu"]["ours"]["cuda"], "12.8");
@@ -382,6 +382,147 @@ done"#;
         0,
         "and nobody is compared with it"
     );
+}
+
+/// A peer whose samples take 50 ms of the wall and 150 ms of its own clock.
+const SLOW_PEER: &str = r#"
+while read -r line; do
+    case "$line" in
+    *'"op":"hello"'*) echo '{"version": "9.9", "cudnn": 91900, "cuda": "13.0", "device": "Fake GPU 0", "installed": []}' ;;
+    *'"op":"matmul"'*) echo '{"error": "no"}' ;;
+    *'"op":"pool"'*) echo "{\"checksums\": [$SUMS]}" ;;
+    *'"op":"load"'*) echo '{}' ;;
+    *'"op":"output"'*)
+        path=${line##*\"path\":\"}; path=${path%%\"*}
+        head -c 4096 /dev/zero > "$path"; echo '{"bytes": 4096}' ;;
+    *'"op":"sample"'*) sleep 0.05; echo '{"us": 2000.0, "calls": 75}' ;;
+    esac
+done"#;
+
+#[test]
+fn sustained_samples_have_an_energy_and_evidence_says_so() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let (_, before) = machine.run(&TINY);
+    assert_eq!(
+        (&before["regime"], &before["cells"][0]["results"][0]["energy"]),
+        (&"bursts".into(), &Value::Null)
+    );
+    let machine = machine.with_library("nvml.c", "libnvidia-ml.so.1");
+    let sums: Vec<String> =
+        before["inputs"][0]["checksums"].as_array().unwrap().iter().map(Value::to_string).collect();
+    let python = machine.python(&format!("SUMS='{}'\n{SLOW_PEER}", sums.join(", ")));
+    let arguments = [&TINY[..], &["--sustained", "--peers", "flash"]].concat();
+    let (output, report) = machine.run_with_python(&arguments, &python);
+    assert_eq!(report["regime"], "sustained", "{}", text(&output));
+    let [ours, flash] = &report["cells"][0]["results"].as_array().unwrap()[..] else { panic!("{report}") };
+    assert_eq!((&ours["calls_per_sample"], &flash["calls_per_sample"]), (&150.into(), &75.into()));
+    assert_eq!(flash["call"], Value::Null, "the call clock is not of this regime");
+    let energy = &flash["energy"];
+    assert_eq!(energy["used"].as_array().unwrap().len(), 6);
+    for number in ["power_w", "mj_per_call", "j_per_tflop", "sm_clock_mhz"] {
+        assert!(energy[number].as_f64().unwrap() > 0.0, "{number} of {energy}");
+    }
+    let orders = report["cells"][0]["orders"].as_array().unwrap();
+    assert!(orders.len() == 6 && orders.iter().any(|order| order != &orders[0]), "{orders:?}");
+    assert!(text(&output).contains("sustained: samples of 150 ms"), "{}", text(&output));
+    assert!(text(&output).contains("J/TFLOP"), "{}", text(&output));
+    assert_eq!(machine.contradictions(), [""; 0]);
+    // A driver without the counter, and a machine without NVML: there is no column and no number.
+    let python = python.to_str().unwrap();
+    let without = |machine: &Machine, variable: &str, value: &str| {
+        let json = machine.folder.path().join("report.json");
+        let mut command = machine.command();
+        command
+            .args(&arguments)
+            .arg("--json")
+            .arg(&json)
+            .env("FLASHCORE_PYTHON", python)
+            .env(variable, value);
+        let output = command.output().unwrap();
+        let report: Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        assert_eq!(report["cells"][0]["results"][1]["energy"], Value::Null);
+        assert!(
+            !text(&output).contains("J/TFLOP") && text(&output).contains("no energy"),
+            "{}",
+            text(&output)
+        );
+        assert_eq!(machine.contradictions(), [""; 0]);
+    };
+    without(&machine, "NVML_NO_ENERGY", "1");
+    std::fs::remove_file(machine.driver.path().join("libnvidia-ml.so.1")).unwrap();
+    without(&machine, "NVML_NO_ENERGY", "");
+}
+
+#[test]
+fn flash_attention_3_is_called_as_its_users_call_it_and_its_refusals_are_its_own() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    if !Command::new("python3").arg("--version").output().is_ok_and(|output| output.status.success()) {
+        return println!("skipped: there is no python3 to run the worker in");
+    }
+    let fakes = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake");
+    let log = machine.folder.path().join("fa3.log");
+    let run = |arguments: &[&str], fa3: &str| {
+        let _ = std::fs::remove_file(&log);
+        let json = machine.folder.path().join("report.json");
+        let common = ["--device", "cuda", "--samples", "6", "--sustained", "--cache", "warm", "--json"];
+        let path = format!("{}:{}", fakes.display(), fakes.join(fa3).display());
+        let mut command = machine.command();
+        command.arg("bench").args(arguments).args(common).arg(&json);
+        command.env("FLASHCORE_PYTHON", "python3").env("PYTHONPATH", path).env("FA3_LOG", &log);
+        command.env("PYTHONDONTWRITEBYTECODE", "1");
+        let output = command.output().unwrap();
+        let report: Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+        assert_eq!(machine.contradictions(), [""; 0], "{}", text(&output));
+        (text(&output), report, std::fs::read_to_string(&log).unwrap_or_default())
+    };
+    let fa3 = |report: &Value| -> Value {
+        let results = report["cells"][0]["results"].as_array().unwrap();
+        results.iter().find(|it| it["name"] == "fa3").cloned().unwrap_or_default()
+    };
+    let right = |result: &Value| {
+        let within = |name: &str| {
+            let bound = &result["error"][name];
+            bound["error"].as_f64().unwrap() <= bound["allowed"].as_f64().unwrap()
+        };
+        result["failure"].is_null() && within("max") && within("rms") && result["p50_us"] == 2000.0
+    };
+
+    // Shared heads and a causal mask on more keys than queries, which torch has not.
+    let (said, report, log) = run(&["1x4/2x8/24x64", "--causal", "--peers", "flash,fa3"], "fa3");
+    assert!(right(&fa3(&report)), "{said}");
+    assert!(log.contains("flash_attn_func 1 8 4 64") && !log.contains("kvcache"), "{log}");
+    let why = report["cells"][0]["results"][1]["failure"].as_str().unwrap();
+    assert!(why.contains("torch's is_causal"), "{why}");
+    let version = report["gpu"]["torch"]["versions"]["fa3"].as_str().unwrap();
+    assert!(version.starts_with("sha256:") && version.len() == 71, "{version}");
+    // Ours writes zeros here, and the ratio says how far off that is.
+    let exactness = &report["cells"][0]["exactness"];
+    assert_eq!((&exactness["rms_peer"], &exactness["holds"]), (&"fa3".into(), &false.into()));
+
+    // A head_dim that the build has not.
+    let (said, report, _) = run(&["1x2x8x32", "--peers", "fa3"], "fa3");
+    let why = fa3(&report)["failure"].clone();
+    assert_eq!(why, "NotImplementedError: this build has no head_dim 32");
+    assert!(said.contains("this build has no head_dim 32"), "{said}");
+
+    // One query: what splits the keys, where the build has it, and the plain function where it has not.
+    let decode = ["1x4/2x1/64x128", "--peers", "fa3", "--dtype"];
+    let (said, report, log) = run(&[&decode[..], &["bf16"]].concat(), "fa3");
+    assert!(right(&fa3(&report)) && log.contains("flash_attn_with_kvcache 1 1 4 128"), "{said}{log}");
+    assert!(!log.contains("flash_attn_func"), "{log}");
+    let (said, report, log) = run(&[&decode[..], &["f16"]].concat(), "fa3");
+    assert!(right(&fa3(&report)) && log.contains("flash_attn_func 1 1 4 128"), "{said}{log}");
+
+    // Where it is not there, the others go on.
+    let (said, report, _) = run(&["1x1x8x64"], "nothing");
+    assert!(
+        said.contains("without fa3: python3 has no such module") && said.contains("PYTHONPATH"),
+        "{said}"
+    );
+    assert!(fa3(&report).is_null() && report["gpu"]["no_fa3_because"].is_string());
+    assert!(right(&report["cells"][0]["results"][1]), "{said}");
+    let (said, report, _) = run(&["1x1x8x64"], "fa3");
+    assert!(right(&fa3(&report)) && report["gpu"]["no_fa3_because"].is_null(), "{said}");
 }
 
 #[test]

@@ -158,7 +158,7 @@ fn no_number_stands_on_the_page_without_a_source() {
     let page = html(&files);
     let document = parse(&page);
     // Names that have a digit in them and are no numbers.
-    let names = ["FlashAttention-2", "BLAKE3", "p90"];
+    let names = ["FlashAttention-2", "FlashAttention-3", "BLAKE3", "p90"];
     let mut told = String::new();
     let mut shown: HashSet<String> = HashSet::new();
     for file in &files {
@@ -250,6 +250,28 @@ fn incomplete() -> Value {
         }],
         "summaries": [],
     })
+}
+
+#[test]
+fn the_regime_and_the_energy_of_a_run_are_shown() {
+    let mut sustained = incomplete();
+    sustained["regime"] = json!("sustained");
+    sustained["cells"][0]["results"][0]["energy"] = json!({
+        "used": [null], "power_w": 698.0, "mj_per_call": 3.84, "mj_interval": null, "j_per_tflop": 7.15,
+        "sm_clock_mhz": 1512.0,
+    });
+    let page = html(&[of(&sustained)]);
+    let document = parse(&page);
+    let text = words(document.root());
+    assert!(text.contains("kernel clock, cold cache, sustained"), "{text}");
+    let rows = document.descendants().filter(|node| node.tag_name().name() == "tr");
+    let cells = |row: Node<'_, '_>| row.children().filter(Node::is_element).map(words).collect::<Vec<_>>();
+    let rows: Vec<Vec<String>> = rows.map(cells).collect();
+    let expected = ["1x8x512x64 f16 full", "FlashCore", "3.84", "absent", "absent", "7.150", "698", "1512"];
+    assert!(rows.iter().any(|row| *row == expected), "{rows:?}");
+    let names: Vec<String> = report::charts(&[of(&sustained)]).into_iter().map(|(name, _)| name).collect();
+    assert!(names.contains(&"x1-small-full-sustained.svg".into()), "{names:?}");
+    assert!(!html(&[of(&incomplete())]).contains("id=\"energy\""), "and not where there is none");
 }
 
 #[test]

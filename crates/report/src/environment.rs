@@ -108,6 +108,9 @@ fn facts(root: &Field<'_>, evidence: &Evidence) -> Table {
     facts.words("CUDA of torch", torch.get("cuda").text());
     facts.number("cuDNN", torch.get("cudnn").number(), Style::Exact, "");
     facts.words("no torch because", root.get("no_torch_because").text());
+    facts.words("FlashAttention-3", torch.get("versions").get("fa3").text());
+    facts.words("no FlashAttention-3 because", gpu.get("no_fa3_because").text());
+    facts.words("samples", root.get("regime").text());
     facts.words("CPU", cpu.get("model").text());
     facts.number("cores", cpu.get("cores").number(), Style::Exact, "");
     facts.words("instructions", cpu.get("chosen").text());

@@ -1,13 +1,14 @@
 //! Reports: what a set of evidence files says, as one HTML file, as Markdown and as charts.
 //!
 //! A report is made from evidence and nothing else. [`source`] is the only way to a number, and it remembers the file
-//! and the field; what a file does not hold is shown as absent. The sections ([`speed`], [`small`], [`roofline`],
-//! [`errors`], [`ladder`], [`checks`], [`environment`]) read evidence into a [`page`], which [`html`] and
+//! and the field; what a file does not hold is shown as absent. The sections ([`speed`], [`small`], [`energy`],
+//! [`roofline`], [`errors`], [`ladder`], [`checks`], [`environment`]) read evidence into a [`page`], which [`html`] and
 //! [`markdown`] write; [`chart`] draws. The same evidence gives the same bytes.
 
 pub mod chart;
 pub mod checks;
 pub mod contender;
+pub mod energy;
 pub mod environment;
 pub mod errors;
 pub mod html;
@@ -70,7 +71,8 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
             let mut ordered: Vec<chart::Lines> =
                 panels.iter().filter(|p| !p.title.contains("causal")).cloned().collect();
             ordered.extend(panels.iter().filter(|p| p.title.contains("causal")).cloned());
-            let title = format!("{}: attention forward, TFLOP/s", bench.device().unwrap_or_default());
+            let regime = bench.regime().map_or_else(String::new, |regime| format!(", {regime}"));
+            let title = format!("{}: attention forward, TFLOP/s{regime}", bench.device().unwrap_or_default());
             keep(format!("{device}{kind_of}.svg"), chart::grid(&title, &ordered, columns, source));
         }
         for (i, (bars, _)) in small::bars(bench).into_iter().enumerate() {
@@ -96,12 +98,13 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
     all
 }
 
-/// What sets a benchmark apart from the usual one, in f16 and with a cold cache, in a file's name; `of` names the
-/// kernel where it is not the planner's choice.
+/// What sets a benchmark apart from the usual one, in f16, with a cold cache and in bursts, in a file's name; `of` names
+/// the kernel where it is not the planner's choice.
 fn kind(bench: &Bench<'_>, of: Option<&str>) -> String {
     let dtype = bench.cells.first().map(|cell| cell.dtype).filter(|dtype| *dtype != "f16");
     let cache = bench.root.get("cache").text().filter(|cache| *cache != "cold");
-    [Some(""), of, dtype, cache].into_iter().flatten().map(slug).collect::<Vec<_>>().join("-")
+    let regime = bench.regime().filter(|regime| *regime != "bursts");
+    [Some(""), of, dtype, cache, regime].into_iter().flatten().map(slug).collect::<Vec<_>>().join("-")
 }
 
 /// The kernel that was measured in place of the planner's choice, if one was.
@@ -126,6 +129,7 @@ fn compose(files: &[Evidence]) -> Page {
     sections.extend(speed::summary(&benches));
     sections.extend(speed::section(&benches));
     sections.extend(small::section(&benches));
+    sections.extend(energy::section(&benches));
     sections.extend(roofline::section(files, &benches));
     sections.extend(errors::section(&benches));
     sections.extend(ladder::section(&benches));

@@ -35,11 +35,16 @@ impl<'a> Bench<'a> {
         self.root.get("gpu").get("ours").get("device").text().or_else(|| self.root.get("device").text())
     }
 
-    /// The clock and cache mode of the times.
+    /// How long a GPU's samples are: `bursts` or `sustained`; older files, which hold bursts, do not say.
+    pub fn regime(&self) -> Option<&'a str> {
+        self.root.get("regime").text()
+    }
+
+    /// The clock, the cache mode and the regime of the times.
     pub fn conditions(&self) -> String {
         let clock = self.root.get("clock").text().map(|clock| format!("{clock} clock"));
         let cache = self.root.get("cache").text().map(|cache| format!("{cache} cache"));
-        [clock, cache].into_iter().flatten().collect::<Vec<_>>().join(", ")
+        [clock, cache, self.regime().map(String::from)].into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 }
 

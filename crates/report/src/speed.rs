@@ -177,7 +177,7 @@ pub fn summary(benches: &[Bench<'_>]) -> Option<Section> {
             continue;
         }
         let mut all = bench.root.get("summaries").items();
-        all.sort_by_key(|summary| summary.get("peer").text().map(contender::look));
+        all.sort_by_key(|summary| summary.get("peer").text().map(contender::rank));
         let total = all.iter().any(|summary| summary.get("group").text() == Some("all"));
         for summary in all.iter().filter(|s| !total || s.get("group").text() == Some("all")) {
             let Some(peer) = summary.get("peer").text() else { continue };
@@ -185,7 +185,8 @@ pub fn summary(benches: &[Bench<'_>]) -> Option<Section> {
             if let (Some(mean), Some(cells)) = (&mean, &cells) {
                 let mut label = text(format!("{}, geometric mean of ", contender::label(peer)));
                 label.push(Piece::Number(cells.clone(), Style::Exact));
-                label.push(Piece::Text(" cells of ".into()));
+                let regime = bench.regime().map_or_else(String::new, |regime| format!(", {regime},"));
+                label.push(Piece::Text(format!(" cells{regime} of ")));
                 label.push(Piece::File(bench.root.file()));
                 tiles.push(Tile { number: mean.clone(), style: Style::Ratio, label });
             }

@@ -165,7 +165,7 @@ impl Bench for CpuBench {
         let unseen = fma_peak_samples_us.is_empty();
         let fma_peak_gflops = if unseen { cpu::fma_peak(isa, threads, Duration::ZERO) } else { 0.0 };
         if let Some(why) = absent {
-            samples.push(Samples { name: "torch".into(), calls: 0, times: Vec::new(), failure: Some(why) });
+            samples.push(Samples { name: "torch".into(), failure: Some(why), ..Samples::default() });
         }
         let conditions = CpuConditions {
             checksums: checksums(&operands),

@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 
 use flashcore::cuda::driver::{GpuState, Nvml};
 use flashcore::plan::Kernel;
-use flashcore::{DType, Name, Problem};
+use flashcore::{DType, Mask, Name, Problem};
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::cells::Member;
+use super::energy::{self, Energy, Meter};
 use super::itself::{AgainstItself, Repetitions};
 use super::outcome::{
     CallClock, Conditions, Details, FirstCall, GpuConditions, Limits, Measured, Outcome, SEED, State,
@@ -26,14 +27,21 @@ use crate::gpu::host::{Host, Kind};
 use crate::gpu::pool::{Pool, Stored};
 use crate::gpu::protocol::{Asked, Request};
 use crate::gpu::worker::{KERNEL, PLANNER, SCHEDULE};
-use crate::peers::{Folder, Torch};
+use crate::peers::{Folder, Torch, python};
 use crate::physics;
 use crate::rule::{Judgement, Row, Yardstick};
 use crate::stats;
-use crate::timing::{Contender, Effort, Measurement, Samples, Watch, measure_watched};
+use crate::timing::{Contender, Effort, Measurement, Samples, Used, Watch, measure_watched};
 
 /// The least duration of a sample of the kernel clock: a thousand times the resolution of an event.
 pub(crate) const SAMPLE: Duration = Duration::from_micros(500);
+/// The least duration of a sample in which the power limit settles: the GPU sets its clock by the power of some tens of
+/// milliseconds.
+pub(crate) const SUSTAINED_SAMPLE: Duration = Duration::from_millis(150);
+/// Replays that a sustained sample is made of, where calls are long.
+const SUSTAINED_REPLAYS: u32 = 15;
+/// The most calls of a graph in a sustained sample; recording more takes long.
+const SUSTAINED_GRAPH: u32 = 512;
 /// Samples of the call clock; fewer where a call is long.
 const CALLS: u32 = 300;
 /// Time for the samples of the call clock.
@@ -46,7 +54,11 @@ const MOST_BYTES: f64 = 8e9;
 /// torch's backends.
 pub const PEERS: [&str; 4] = ["flash", "cudnn", "efficient", "math"];
 /// Other attention libraries in torch's Python, timed where they are installed.
-pub const IN_PYTHON: [&str; 3] = ["flash_attn", "xformers", "flex"];
+pub const IN_PYTHON: [&str; 4] = [FA3, "flash_attn", "xformers", "flex"];
+/// FlashAttention-3.
+pub const FA3: &str = "fa3";
+/// Peers whose causal mask is aligned bottom-right, as ours is.
+const BOTTOM_RIGHT: [&str; 2] = [FA3, "flash_attn"];
 
 /// Every possible peer.
 pub fn peers() -> Vec<&'static str> {
@@ -58,8 +70,10 @@ pub fn peers() -> Vec<&'static str> {
 pub struct Facts {
     /// What our worker reports about the GPU and itself.
     pub ours: Value,
-    /// What torch's worker reports about itself; absent without torch.
+    /// What torch's worker reports about itself, and the versions of the libraries beside it; absent without torch.
     pub torch: Option<Value>,
+    /// Why FlashAttention-3 is not there, where it was wanted and torch is there.
+    pub no_fa3_because: Option<String>,
     /// The version of the kernel driver.
     pub driver: Option<String>,
     /// The dense peak of the tensor cores at the highest clock in TFLOP/s, where the generation is known.
@@ -76,6 +90,54 @@ pub enum Cache {
     Cold,
     /// What the previous call left: all calls work on one set of tensors
     Warm,
+}
+
+/// How long a sample is, and so at which clock a GPU runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Regime {
+    /// Half a millisecond, as of a GPU that has other work in between: its clock is high.
+    Bursts,
+    /// Calls without a pause, so long that the power limit has set the clock, as of a GPU that does nothing else.
+    Sustained,
+}
+
+impl Regime {
+    /// The least duration of a sample.
+    pub fn sample(self) -> Duration {
+        match self {
+            Regime::Bursts => SAMPLE,
+            Regime::Sustained => SUSTAINED_SAMPLE,
+        }
+    }
+
+    /// How a sample of so many calls is replayed. A sustained one is made of replays of a smaller graph, after a third
+    /// as many that do not count: until then, the clock is still that of the contender before.
+    fn replays(self, warm: u32, calls: u32) -> Replays {
+        match self {
+            Regime::Bursts => Replays { warm, calls, timed: 1 },
+            Regime::Sustained => {
+                let graph = calls.div_ceil(SUSTAINED_REPLAYS).clamp(1, SUSTAINED_GRAPH);
+                let timed = calls.div_ceil(graph);
+                Replays { warm: timed.div_ceil(3), calls: graph, timed }
+            }
+        }
+    }
+}
+
+/// Replays of a graph of calls: some before the clock starts, and some on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Replays {
+    warm: u32,
+    calls: u32,
+    timed: u32,
+}
+
+impl Replays {
+    fn request(self, who: &str) -> Request {
+        let Self { warm, calls, timed } = self;
+        Request::Sample { who: who.into(), warm, calls, replays: timed }
+    }
 }
 
 /// Which of our kernels are timed.
@@ -109,10 +171,12 @@ pub struct Setup {
     pub ours: Ours,
     /// Which peers.
     pub peers: Vec<String>,
-    /// Whether peers that are found to be installed are added to them.
-    pub installed: bool,
+    /// Those that are added to them where they are found to be installed.
+    pub installed: &'static [&'static str],
     /// What calls find in the cache.
     pub cache: Cache,
+    /// How long a sample is.
+    pub regime: Regime,
     /// Whether calls are also timed by the call clock.
     pub call_clock: bool,
     /// Whether the first call of the problem is timed too, in processes of its own.
@@ -149,7 +213,7 @@ impl GpuBench {
         let mut no_torch = None;
         let mut torch = None;
         let mut torch_facts = None;
-        if setup.installed || setup.peers.iter().any(|peer| peer != CUBLAS) {
+        if !setup.installed.is_empty() || setup.peers.iter().any(|peer| peer != CUBLAS) {
             progress("starting torch");
             let mut host = Host::new(Kind::Torch, setup.ordinal);
             match host.hello() {
@@ -161,19 +225,19 @@ impl GpuBench {
             progress("measuring the rate of a matrix product");
             torch.ask(&Request::Matmul { dtype: "f16".into() }).ok()?["tflops"].as_f64()
         });
-        if setup.installed {
-            let installed = torch_facts.as_ref().and_then(|facts| facts["installed"].as_array());
-            let mut names: Vec<String> =
-                installed.into_iter().flatten().filter_map(Value::as_str).map(String::from).collect();
-            names.extend(cublas::find().map(|_| CUBLAS.into()));
-            names.retain(|name| !setup.peers.contains(name));
-            setup.peers.extend(names);
+        let mut no_fa3_because = None;
+        if let (Some(torch), Some(facts)) = (&mut torch, &mut torch_facts) {
+            no_fa3_because = add_libraries(&mut setup, torch, facts);
+        }
+        if setup.installed.contains(&CUBLAS) && cublas::find().is_some() {
+            setup.peers.push(CUBLAS.into());
         }
         let nvml = Nvml::load();
         let facts = Facts {
             peak_tflops: peak_tflops(&hello),
             ours: hello,
             torch: torch_facts,
+            no_fa3_because,
             driver: nvml.as_ref().and_then(Nvml::driver_version),
             matmul_tflops: matmul,
         };
@@ -232,7 +296,7 @@ impl GpuBench {
         let mut racers = Vec::new();
         for (name, host) in self.contenders() {
             progress(&format!("judging {name}"), 0.0);
-            let possible = if is_ours(&name) { Ok(()) } else { Torch::supports(&problem) };
+            let possible = if is_ours(&name) { Ok(()) } else { supports(&name, &problem) };
             let judged =
                 possible.and_then(|()| cell.judge(host, &name, self.folder.path(), &rows, &yardstick));
             racers.push((name, host, judged));
@@ -242,11 +306,13 @@ impl GpuBench {
         let mut watch = OnGpuState { bench: self, states: Vec::new() };
         for (name, host, _) in racers.iter().filter(|_| self.setup.warmups > 0) {
             progress(&format!("warming up {name}"), 0.0);
-            let request = Request::Sample { who: name.clone(), warm: self.setup.warmups, calls: 1 };
+            let request = Replays { warm: self.setup.warmups, calls: 1, timed: 1 }.request(name);
             // A contender that fails here fails again on the clock, where it is recorded.
             let _ = cell.ask(host, &request);
         }
-        let mut measurement = race(&cell, &racers, &effort, &mut watch, stop, progress);
+        let (regime, meter) = (self.setup.regime, self.meter());
+        let on_clock = |host, name| OnClock { regime, meter, ..OnClock::new(&cell, host, name) };
+        let mut measurement = race(&racers, on_clock, &effort, &mut watch, stop, progress);
         for samples in measurement.samples.iter_mut().filter(|samples| samples.failure.is_none()) {
             if stop() {
                 break;
@@ -254,7 +320,7 @@ impl GpuBench {
             let host = racers.iter().find(|(name, _, _)| *name == samples.name).map(|(_, host, _)| *host);
             if let Some(host) = host {
                 progress(&format!("the clock of {} against the wall", samples.name), 1.0);
-                samples.failure = cell.check_clock(host, samples).err();
+                samples.failure = cell.check_clock(host, samples, regime).err();
             }
         }
         let mut results = Vec::new();
@@ -262,7 +328,7 @@ impl GpuBench {
             let samples = &mut measurement.samples;
             let taken = samples.iter().position(|samples| samples.name == name);
             let mut samples = taken.map_or_else(
-                || Samples { name: name.clone(), calls: 0, times: Vec::new(), failure: None },
+                || Samples { name: name.clone(), ..Samples::default() },
                 |position| samples.swap_remove(position),
             );
             let mut details = Details::default();
@@ -277,6 +343,7 @@ impl GpuBench {
                 progress(&format!("the call clock of {name}"), 1.0);
                 (details, samples.failure) = self.details(&cell, host, &samples);
             }
+            details.energy = Energy::of(&samples, problem.flops());
             let limits = self.limits();
             let measured = Measured::new(samples, judgement, &problem, &limits, self.ceilings.as_ref());
             results.push(Measured { details: Some(details), ..measured });
@@ -322,8 +389,14 @@ impl GpuBench {
             budget,
             margin: self.setup.margin,
             settle: Duration::ZERO,
-            sample: SAMPLE,
+            sample: self.setup.regime.sample(),
         }
+    }
+
+    /// The GPU's energy counter, where samples are long enough for it.
+    fn meter(&self) -> Option<Meter<'_>> {
+        let uuid = self.facts.ours["uuid"].as_str()?;
+        (self.setup.regime == Regime::Sustained).then(|| Meter::new(self.nvml.as_ref()?, uuid))?
     }
 
     /// The number of sets of tensors that pushes each set out of the cache before its turn comes again.
@@ -403,6 +476,7 @@ impl Bench for GpuBench {
         let torch = self.torch.as_ref().map_or(0, |torch| torch.borrow().lost());
         Machine::Gpu {
             cache: self.setup.cache,
+            regime: self.setup.regime,
             gpu: &self.facts,
             inputs: self.pools.iter().map(|(_, stored)| stored).collect(),
             lost_workers: self.ours.borrow().lost() + self.cublas.borrow().lost() + torch,
@@ -465,12 +539,45 @@ impl Bench for GpuBench {
         let (_, stored) = self.pool(&problem)?;
         let on_gpu = OnGpu { stored, problem: Asked::of(&problem), sets: self.sets(&problem) };
         let name = self.setup.ours.names().swap_remove(0);
-        let side = || -> Box<dyn Contender + '_> {
-            Box::new(OnClock { cell: &on_gpu, host: &self.ours, name: &name })
-        };
+        let side = || -> Box<dyn Contender + '_> { Box::new(OnClock::new(&on_gpu, &self.ours, &name)) };
         let effort = self.effort(budget);
         AgainstItself::measure(cell, repetitions, [side(), side()], &effort, stop, progress)
     }
+}
+
+/// Adds the libraries that are installed beside torch to the peers, and their versions to what is known of torch. Says
+/// why FlashAttention-3 is not there, if it was wanted.
+fn add_libraries(setup: &mut Setup, torch: &mut Host, facts: &mut Value) -> Option<String> {
+    let installed: Vec<Value> = facts["installed"].as_array().cloned().unwrap_or_default();
+    let (mut versions, mut no_fa3) = (Map::new(), None);
+    for who in IN_PYTHON {
+        let named = setup.peers.iter().any(|peer| peer == who);
+        if !named && !setup.installed.contains(&who) {
+            continue;
+        }
+        let version = if named || installed.contains(&who.into()) {
+            torch.ask(&Request::Version { who: who.into() })
+        } else {
+            Err(format!("{} has no such module", python()))
+        };
+        match version {
+            Ok(reply) => {
+                versions.insert(who.into(), reply["version"].clone());
+                setup.peers.extend((!named).then(|| who.to_string()));
+            }
+            Err(why) if who == FA3 => no_fa3 = Some(why),
+            // A peer that was named says in its own row why it has no result.
+            Err(_) => {}
+        }
+    }
+    facts["versions"] = Value::Object(versions);
+    no_fa3
+}
+
+/// Whether a peer computes a problem, or why not.
+fn supports(peer: &str, problem: &Problem) -> Result<(), String> {
+    let any_lengths = BOTTOM_RIGHT.contains(&peer) && problem.mask == Mask::Causal;
+    Torch::supports(&if any_lengths { problem.with_mask(Mask::None) } else { *problem })
 }
 
 /// Summarises a worker's samples of the call clock.
@@ -508,15 +615,15 @@ impl OnGpu<'_> {
     }
 
     /// Checks a contender's clock against wall time, by replays long enough to time from outside.
-    fn check_clock(&self, host: &RefCell<Host>, samples: &Samples) -> Result<(), String> {
+    fn check_clock(&self, host: &RefCell<Host>, samples: &Samples, regime: Regime) -> Result<(), String> {
         let Some(us) = stats::median(&samples.times) else { return Ok(()) };
-        let a_replay = us * (samples.calls as usize).next_multiple_of(self.sets.max(1)) as f64;
-        let warm = (physics::WALL_WATCH.as_secs_f64() * 1e6 / a_replay).ceil().clamp(1.0, 2000.0);
-        physics::clock_against_wall((warm + 1.0) * a_replay, || {
-            let request =
-                Request::Sample { who: samples.name.clone(), warm: warm as u32, calls: samples.calls };
+        let mut replays = regime.replays(1, samples.calls);
+        let a_replay = us * (replays.calls as usize).next_multiple_of(self.sets.max(1)) as f64;
+        let enough = (physics::WALL_WATCH.as_secs_f64() * 1e6 / a_replay).ceil().clamp(1.0, 2000.0);
+        replays.warm = replays.warm.max(enough as u32);
+        physics::clock_against_wall(f64::from(replays.warm + replays.timed) * a_replay, || {
             let start = Instant::now();
-            self.ask(host, &request)?;
+            self.ask(host, &replays.request(&samples.name))?;
             Ok(start.elapsed().as_secs_f64() * 1e6)
         })
     }
@@ -552,6 +659,16 @@ pub(crate) struct OnClock<'a> {
     pub(crate) cell: &'a OnGpu<'a>,
     pub(crate) host: &'a RefCell<Host>,
     pub(crate) name: &'a str,
+    regime: Regime,
+    meter: Option<Meter<'a>>,
+    used: Option<Used>,
+}
+
+impl<'a> OnClock<'a> {
+    /// In bursts.
+    pub(crate) fn new(cell: &'a OnGpu<'a>, host: &'a RefCell<Host>, name: &'a str) -> Self {
+        Self { cell, host, name, regime: Regime::Bursts, meter: None, used: None }
+    }
 }
 
 impl Contender for OnClock<'_> {
@@ -560,16 +677,26 @@ impl Contender for OnClock<'_> {
     }
 
     fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String> {
-        let request = Request::Sample { who: self.name.into(), warm, calls };
-        let reply = self.cell.ask(self.host, &request)?;
-        reply["us"].as_f64().ok_or_else(|| "the worker sent no time".into())
+        let request = self.regime.replays(warm, calls).request(self.name);
+        let ask = || self.cell.ask(self.host, &request);
+        let (reply, steps) = self.meter.map_or_else(|| (ask(), Vec::new()), |meter| meter.during(ask));
+        let (reply, end) = (reply?, Instant::now());
+        let us = reply["us"].as_f64().ok_or("the worker sent no time")?;
+        // The reply comes as soon as the timed calls are done.
+        let timed = Duration::try_from_secs_f64(us * reply["calls"].as_f64().unwrap_or(0.0) / 1e6);
+        self.used = timed.ok().and_then(|timed| energy::used(&steps, end.checked_sub(timed)?));
+        Ok(us)
+    }
+
+    fn used(&mut self) -> Option<Used> {
+        self.used.take()
     }
 }
 
 /// Lets the contenders that gave an output take turns.
-fn race(
-    cell: &OnGpu<'_>,
-    racers: &[(String, &RefCell<Host>, Result<Judgement, String>)],
+fn race<'a>(
+    racers: &'a [(String, &'a RefCell<Host>, Result<Judgement, String>)],
+    on_clock: impl Fn(&'a RefCell<Host>, &'a str) -> OnClock<'a>,
     effort: &Effort,
     watch: &mut dyn Watch,
     stop: &dyn Fn() -> bool,
@@ -577,7 +704,7 @@ fn race(
 ) -> Measurement {
     let running = racers.iter().filter(|(_, _, judged)| judged.is_ok());
     let mut contenders: Vec<Box<dyn Contender + '_>> =
-        running.map(|(name, host, _)| Box::new(OnClock { cell, host, name }) as Box<dyn Contender>).collect();
+        running.map(|(name, host, _)| Box::new(on_clock(host, name)) as Box<dyn Contender>).collect();
     if contenders.is_empty() {
         return Measurement { samples: Vec::new(), retaken: 0, throttled: 0 };
     }
@@ -621,6 +748,26 @@ mod tests {
         assert!((peak_tflops(&a100).unwrap() - 312.0).abs() < 1.0);
         assert_eq!(peak_tflops(&json!({"capability": "12.0", "sms": 1, "sm_clock_khz": 1})), None);
         assert_eq!(peak_tflops(&json!({"capability": "9.0", "sms": 1, "sm_clock_khz": 0})), None);
+    }
+
+    #[test]
+    fn a_sustained_sample_is_long_whatever_a_call_takes_and_its_graph_is_not() {
+        let of = |calls| Regime::Sustained.replays(1, calls);
+        assert_eq!(of(150), Replays { warm: 5, calls: 10, timed: 15 });
+        assert_eq!(of(30_000), Replays { warm: 20, calls: 512, timed: 59 });
+        assert_eq!(of(1), Replays { warm: 1, calls: 1, timed: 1 });
+        for calls in [1, 2, 7, 16, 149, 5000, 100_000] {
+            let Replays { warm, calls: graph, timed } = of(calls);
+            assert!(graph * timed >= calls && graph <= SUSTAINED_GRAPH && warm >= 1, "{calls}");
+        }
+        assert_eq!(Regime::Bursts.replays(1, 300), Replays { warm: 1, calls: 300, timed: 1 });
+    }
+
+    #[test]
+    fn who_aligns_the_causal_mask_bottom_right_is_asked_for_any_lengths() {
+        let problem = Problem::new(1, 2, 8, 64, DType::F16).with_mask(Mask::Causal).with_kv(2, 32);
+        assert!(supports(FA3, &problem).is_ok() && supports("cudnn", &problem).is_err());
+        assert!(supports(FA3, &problem.with_softcap(30.0)).is_err());
     }
 
     #[test]

@@ -1,10 +1,12 @@
 //! How fast, how right, and against whom.
 //!
 //! - [`cells`] says what is timed, [`cpu`] and [`gpu`] time it, each by its clock, and [`outcome`] is what a cell gave.
+//! - [`energy`] is what calls on a GPU used.
 //! - [`itself`] compares a thing with itself, to see how often the procedure is wrong.
 
 pub mod cells;
 pub mod cpu;
+pub mod energy;
 pub mod gpu;
 pub mod itself;
 pub mod outcome;
@@ -14,7 +16,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use self::cells::Member;
-use self::gpu::{Cache, Facts};
+use self::gpu::{Cache, Facts, Regime};
 use self::itself::{AgainstItself, Repetitions};
 use self::outcome::Outcome;
 use crate::ceilings::Ceilings;
@@ -100,6 +102,8 @@ pub enum Machine<'a> {
     Gpu {
         /// What calls find in the L2 cache.
         cache: Cache,
+        /// How long a sample is.
+        regime: Regime,
         /// The GPU, the drivers and the versions.
         gpu: &'a Facts,
         /// The inputs.

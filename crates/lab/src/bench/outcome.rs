@@ -10,13 +10,15 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::cells::{Cell, Member};
+use super::energy::Energy;
 use crate::ceilings::{Ceilings, Roofline};
+use crate::gpu::cublas::CUBLAS;
 use crate::gpu::worker::{KERNEL, PLANNER, SCHEDULE};
 use crate::operands::sample_rows;
 use crate::physics::{self, Rate};
 use crate::rule::{Judgement, Row};
 use crate::stats::{self, Interval, Verdict};
-use crate::timing::Samples;
+use crate::timing::{Orders, Samples};
 
 /// The seed of every benchmark's inputs.
 pub(crate) const SEED: u64 = 2026;
@@ -33,6 +35,9 @@ pub(crate) fn judged_rows(problem: &Problem) -> Vec<Row> {
 pub(crate) fn rows(problem: &Problem) -> usize {
     problem.batch * problem.heads_q * problem.len_q
 }
+
+/// Peers that write their scores and probabilities to memory.
+const UNFUSED: [&str; 2] = ["math", CUBLAS];
 
 /// Whether a contender is ours.
 pub(crate) fn is_ours(name: &str) -> bool {
@@ -155,6 +160,8 @@ pub struct Details {
     pub call: Option<CallClock>,
     /// Whether a replayed call gave the bits of a direct one; ours only.
     pub replay_is_same: Option<bool>,
+    /// What its calls used, in sustained samples.
+    pub energy: Option<Energy>,
 }
 
 /// What was measured of one contender in a cell.
@@ -242,6 +249,11 @@ impl Measured {
         self.details.as_ref()?.call.as_ref()
     }
 
+    /// What its calls used, in sustained samples on a GPU.
+    pub fn energy(&self) -> Option<&Energy> {
+        self.details.as_ref()?.energy.as_ref()
+    }
+
     /// Whether a replay is known not to repeat the result.
     pub fn replay_differs(&self) -> bool {
         self.details.as_ref().is_some_and(|details| details.replay_is_same == Some(false))
@@ -265,6 +277,56 @@ impl Measured {
         }
         Some(found)
     }
+}
+
+/// Our error may be at most so many times that of the most exact peer.
+pub const MOST_ERROR: f64 = 1.02;
+
+/// Our errors against the oracle beside those of the most exact peer that fuses: one that does not may keep its scores in
+/// f32, at a price in time that nobody pays.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Exactness {
+    /// Our root mean square error over the smallest of the peers'.
+    pub rms_ratio: f64,
+    /// Whose that is.
+    pub rms_peer: String,
+    /// Our largest error over the smallest of the peers'.
+    pub max_ratio: f64,
+    /// Whose that is.
+    pub max_peer: String,
+    /// What the ratio of the root mean squares may be.
+    pub allowed: f64,
+    /// Whether it is at most that.
+    pub holds: bool,
+}
+
+impl Exactness {
+    /// Of the first against the others that are right; absent without any, or where theirs is no error at all.
+    fn of(results: &[Measured]) -> Option<Self> {
+        let (ours, others) = results.split_first()?;
+        let fuses = |it: &&Measured| !is_ours(&it.name) && !UNFUSED.contains(&it.name.as_str());
+        let peers: Vec<&Measured> = others.iter().filter(fuses).filter(|it| it.is_right()).collect();
+        let beside = |of: fn(&Judgement) -> f64| {
+            let best = peers.iter().filter_map(|peer| Some((of(peer.error.as_ref()?), &peer.name)));
+            let (least, peer) = best.min_by(|a, b| a.0.total_cmp(&b.0))?;
+            let ratio = of(ours.error.as_ref()?) / least;
+            ratio.is_finite().then(|| (ratio, peer.clone()))
+        };
+        let (rms_ratio, rms_peer) = beside(|error| error.rms().error)?;
+        let (max_ratio, max_peer) = beside(|error| error.max().error)?;
+        let holds = rms_ratio <= MOST_ERROR;
+        Some(Self { rms_ratio, rms_peer, max_ratio, max_peer, allowed: MOST_ERROR, holds })
+    }
+}
+
+/// The order in which contenders took their turns in each round: those that gave an output take part.
+fn orders(results: &[Measured]) -> Vec<String> {
+    let racers: Vec<&str> =
+        results.iter().filter(|it| it.error.is_some()).map(|it| it.name.as_str()).collect();
+    let rounds = results.iter().map(|it| it.samples_us.len()).max().unwrap_or(0);
+    let mut orders = Orders::new(racers.len());
+    let mut next = || orders.draw().into_iter().map(|place| racers[place]).collect::<Vec<_>>().join(", ");
+    (0..rounds).map(|_| next()).collect()
 }
 
 /// Ours against one peer.
@@ -434,6 +496,10 @@ pub struct GpuConditions {
     pub sets: usize,
     /// Each kernel against the one below it, where several of ours ran.
     pub ladder: Vec<Rung>,
+    /// Our errors beside the most exact peer's.
+    pub exactness: Option<Exactness>,
+    /// The order of the contenders in each round.
+    pub orders: Vec<String>,
     /// The first call.
     pub first_call: Option<FirstCall>,
     /// The GPU before the first round, and after every one; none without NVML.
@@ -520,6 +586,8 @@ impl Outcome {
             }
             Conditions::Gpu(gpu) => {
                 gpu.ladder = ladder(&results, margin);
+                gpu.exactness = Exactness::of(&results);
+                gpu.orders = orders(&results);
                 results.len()
             }
         };
@@ -728,6 +796,7 @@ pub fn causal_shares(outcomes: &[Outcome]) -> Vec<CausalShare> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rule::Bound;
     use crate::shapes;
     use flashcore::DType;
 
@@ -735,7 +804,7 @@ mod tests {
     const GPU: Limits = Limits::Gpu { peak_tflops: Some(1000.0), matmul_tflops: None };
 
     fn samples(name: &str, times: &[f64]) -> Samples {
-        Samples { name: name.into(), calls: 1, times: times.to_vec(), failure: None }
+        Samples { name: name.into(), calls: 1, times: times.to_vec(), ..Samples::default() }
     }
 
     fn cell(shape: &str) -> Cell {
@@ -789,11 +858,11 @@ mod tests {
         let fields = |limits: &Limits| {
             let made = serde_json::to_value(result("x", &[], limits)).unwrap();
             assert_eq!((&made["p50_us"], &made["min_us"]), (&Value::Null, &Value::Null), "absent, not 0");
-            ["gflops", "fma_peak_share", "tflops", "plan", "call", "replay_is_same"]
+            ["gflops", "fma_peak_share", "tflops", "plan", "call", "replay_is_same", "energy"]
                 .map(|name| made.get(name).is_some())
         };
-        assert_eq!(fields(&CPU), [true, true, false, false, false, false]);
-        assert_eq!(fields(&GPU), [false, false, true, true, true, true]);
+        assert_eq!(fields(&CPU), [true, true, false, false, false, false, false]);
+        assert_eq!(fields(&GPU), [false, false, true, true, true, true, true]);
     }
 
     #[test]
@@ -857,6 +926,51 @@ mod tests {
         assert_eq!(summaries(&on_cpu[..1]), []);
         let [both] = &summaries(&on_cpu)[..] else { panic!() };
         assert_eq!((both.group.as_deref(), both.cells, both.geometric_mean), (None, 2, 2.0));
+    }
+
+    /// A result with these errors, of which it may make ten times as large ones.
+    fn judged(name: &str, rms: f64, max: f64) -> Measured {
+        let bound = |error: f64| Bound { error, plain: error, allowed: 10.0 * error };
+        let (max, rms) = (bound(max), bound(rms));
+        let judgement = Judgement::forward(1, [max, rms, max], None);
+        Measured { error: Some(judgement), ..result(name, &[1e3; 6], &GPU) }
+    }
+
+    #[test]
+    fn our_error_is_held_against_the_most_exact_peer_that_is_right_and_fuses() {
+        let mut wrong = judged("flash", 1e-9, 1e-9);
+        wrong.error.as_mut().unwrap().outputs[0].max.as_mut().unwrap().allowed = 0.0;
+        let peers =
+            [judged("cudnn", 1e-4, 7e-4), judged("fa3", 1.1e-4, 5e-4), judged("math", 1e-6, 1e-6), wrong];
+        let of = |rms: f64| {
+            let results = [&[judged(PLANNER, rms, 6e-4)], &peers[..]].concat();
+            on_gpu(&cell("mission"), "a", results).gpu().unwrap().exactness.clone().unwrap()
+        };
+        let found = of(1.04e-4);
+        assert!((found.rms_ratio - 1.04).abs() < 1e-9 && (found.max_ratio - 1.2).abs() < 1e-9);
+        assert_eq!((found.rms_peer.as_str(), found.max_peer.as_str(), found.holds), ("cudnn", "fa3", false));
+        assert!(of(1.01e-4).holds);
+        let exactness = |results| on_gpu(&cell("mission"), "a", results).gpu().unwrap().exactness.clone();
+        assert_eq!(exactness(vec![judged(PLANNER, 1e-4, 1e-3)]), None, "there is nobody beside it");
+        assert_eq!(exactness(vec![judged(PLANNER, 1e-4, 1e-3), judged("fa3", 0.0, 0.0)]), None);
+    }
+
+    #[test]
+    fn the_order_of_every_round_is_told_of_those_who_took_part() {
+        let results = vec![
+            judged(PLANNER, 1.0, 1.0),
+            failed("math", &GPU),
+            judged("fa3", 1.0, 1.0),
+            judged("flash", 1.0, 1.0),
+        ];
+        let outcome = on_gpu(&cell("mission"), "a", results);
+        let orders = &outcome.gpu().unwrap().orders;
+        assert!(orders.len() >= 6 && orders.windows(2).all(|two| two[0] != two[1]), "{orders:?}");
+        for order in orders {
+            let mut names: Vec<&str> = order.split(", ").collect();
+            names.sort_unstable();
+            assert_eq!(names, ["fa3", "flash", PLANNER]);
+        }
     }
 
     #[test]

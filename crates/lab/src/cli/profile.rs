@@ -15,7 +15,7 @@ use super::screen::{Tone, say, toned};
 use super::{Exit, Json};
 use crate::bench::Bench as _;
 use crate::bench::cells::{Cell, Member};
-use crate::bench::gpu::{Cache, GpuBench, Ours, Setup};
+use crate::bench::gpu::{Cache, GpuBench, Ours, Regime, Setup};
 use crate::evidence::{Environment, schemas};
 use crate::ncu::{self, Bound, Figure, Ncu};
 use crate::occupancy::Occupancy;
@@ -260,7 +260,8 @@ fn roofline(cell: &Cell, plan: &Plan, gpu: bool) -> Roofline {
         call_clock: false,
         first_call: false,
         warmups: 0,
-        installed: false,
+        installed: &[],
+        regime: Regime::Bursts,
         rounds: None,
         margin: MARGIN,
     };

@@ -87,6 +87,7 @@ pub fn compare(base: &Saved, new: &Saved, fail_on: f64, margin: f64) -> Result<C
         ("clock", Some(base.clock.clone()), Some(new.clock.clone())),
         ("machine", Some(base.machine()), Some(new.machine())),
         ("cache mode", base.cache.clone(), new.cache.clone()),
+        ("regime", Some(regime(base)), Some(regime(new))),
     ];
     for (what, old, now) in pairs {
         if old != now {
@@ -136,6 +137,11 @@ pub fn compare(base: &Saved, new: &Saved, fail_on: f64, margin: f64) -> Result<C
         not_measured,
         gate,
     })
+}
+
+/// How long samples are.
+fn regime(saved: &Saved) -> String {
+    saved.regime.clone().unwrap_or_else(|| "bursts".into())
 }
 
 fn is_measured(results: &[SavedResult]) -> bool {
@@ -297,6 +303,11 @@ mod tests {
         let mut other = run("now");
         other.gpu = json!({"ours": {"device": "NVIDIA A100"}});
         assert!(compare(&run("then"), &other, 0.03, 0.02).unwrap_err().contains("machine differs"));
+        let mut other = run("now");
+        other.regime = Some("bursts".into());
+        assert!(compare(&run("then"), &other, 0.03, 0.02).is_ok(), "older files do not say it");
+        other.regime = Some("sustained".into());
+        assert!(compare(&run("then"), &other, 0.03, 0.02).unwrap_err().contains("regime differs"));
         let mut other = run("now");
         other.cache = Some("warm".into());
         assert!(compare(&run("then"), &other, 0.03, 0.02).unwrap_err().contains("cache mode differs"));

@@ -87,7 +87,7 @@ pub mod schemas {
     /// Benchmarks of a CPU.
     pub const BENCH: &str = "flashcore.bench/2";
     /// Benchmarks of a GPU.
-    pub const BENCH_GPU: &str = "flashcore.bench-gpu/2";
+    pub const BENCH_GPU: &str = "flashcore.bench-gpu/3";
     /// A thing compared with itself.
     pub const AGAINST_ITSELF: &str = "flashcore.against-itself/2";
     /// The corpus on engines.

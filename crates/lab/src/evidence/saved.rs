@@ -10,7 +10,13 @@ use crate::evidence::schemas;
 use crate::files;
 
 /// The schemas that are read.
-const SCHEMAS: [&str; 4] = ["flashcore.bench/1", schemas::BENCH, "flashcore.bench-gpu/1", schemas::BENCH_GPU];
+const SCHEMAS: [&str; 5] = [
+    "flashcore.bench/1",
+    schemas::BENCH,
+    "flashcore.bench-gpu/1",
+    "flashcore.bench-gpu/2",
+    schemas::BENCH_GPU,
+];
 
 /// A report.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -25,6 +31,8 @@ pub struct Saved {
     pub clock: String,
     /// What calls found in the L2 cache; a GPU's only.
     pub cache: Option<String>,
+    /// How long a GPU's samples are; absent in older files, which hold bursts.
+    pub regime: Option<String>,
     /// The CPU's path, such as `cpu-avx2`.
     pub device: Option<String>,
     /// Its threads.

@@ -109,6 +109,7 @@ fn performance(of: &Value, document: &Value) -> Value {
         "evidence": of,
         "clock": document["clock"],
         "cache": document["cache"],
+        "regime": document["regime"],
         "rate": if document["gpu"].is_null() { "GFLOP/s" } else { "TFLOP/s" },
         "cells": cells,
         "summaries": document["summaries"],

@@ -74,7 +74,7 @@ fn outcome(ours: &[f64], theirs: &[f64]) -> Outcome {
                 "registers": 128, "local_bytes": 0, "code": "0".repeat(64),
             }));
         }
-        let samples = Samples { name: name.into(), calls: 1, times: times.to_vec(), failure: None };
+        let samples = Samples { name: name.into(), calls: 1, times: times.to_vec(), ..Samples::default() };
         let measured = Measured::new(samples, Some(judgement), &problem, &limits, None);
         Measured { details: Some(details), ..measured }
     });
@@ -105,9 +105,10 @@ fn document(ours: &[f64], theirs: &[f64]) -> Value {
     json!({
         "schema": schemas::BENCH_GPU, "hash": "", "created": "2026-11-15T00:00:00Z",
         "command": ["flashcore", "bench", "4x1x8192x64"], "complete": true, "environment": environment, "clock": "kernel",
-        "cache": "warm", "no_torch_because": null, "ceilings": null, "budget_seconds": 15.0, "seconds": 12.0,
+        "cache": "warm", "regime": "bursts", "no_torch_because": null, "ceilings": null, "budget_seconds": 15.0, "seconds": 12.0,
         "lost_workers": 0, "asked": 1, "cells": outcomes, "summaries": summaries(&outcomes),
-        "gpu": {"ours": gpu(), "torch": null, "driver": "580.1", "peak_tflops": peak(), "matmul_tflops": null},
+        "gpu": {"ours": gpu(), "torch": null, "driver": "580.1", "peak_tflops": peak(), "matmul_tflops": null,
+                "no_fa3_because": null},
         "inputs": [{"dtype": "f16", "seed": SEED, "elements": elements, "checksums": checksums}],
     })
 }

@@ -6,6 +6,8 @@ after a replay that keeps the GPU busy; and for the call clock an event before a
 """
 
 import contextlib
+import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -21,8 +23,37 @@ os.dup2(2, 1)  # What libraries print must not mix with the replies.
 
 QUEUED = 32
 
-# Libraries that are timed by default where they are installed. flex compiles, which takes long, so it must be asked for.
-UNASKED = {"flash_attn": "flash_attn", "xformers": "xformers"}
+# The modules of the libraries beside torch. flex compiles, which takes long, so it must be asked for.
+MODULES = {"fa3": "flash_attn_interface", "flash_attn": "flash_attn", "xformers": "xformers", "flex": "torch"}
+UNASKED = ("fa3", "flash_attn", "xformers")
+
+# At most so many queries, on so many times as many keys, are a decode.
+FEW_QUERIES, MANY_KEYS = 64, 8
+
+
+def loaded():
+    """The files of the shared libraries in this process, where the system tells."""
+    try:
+        with open("/proc/self/maps") as maps:
+            return {line.split(maxsplit=5)[5].strip() for line in maps if ".so" in line}
+    except OSError:
+        return set()
+
+
+def version(name):
+    """A module's version; where it has none, the SHA-256 of the libraries that came with it, or of its own file."""
+    before = loaded()
+    module = importlib.import_module(name)
+    told = getattr(module, "__version__", None)
+    if told:
+        return str(told)
+    folder = os.path.dirname(os.path.realpath(module.__file__)) + os.sep
+    files = sorted(path for path in loaded() - before if os.path.realpath(path).startswith(folder))
+    sums = hashlib.sha256()
+    for path in files or [module.__file__]:
+        with open(path, "rb") as file:
+            sums.update(file.read())
+    return "sha256:" + sums.hexdigest()
 
 
 class Server:
@@ -45,6 +76,7 @@ class Server:
         self.graphs = {}
         self.problem = {}
         self.others = {}
+        self.given = {}
 
     def hello(self, request):
         torch = self.torch
@@ -53,8 +85,11 @@ class Server:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "device": torch.cuda.get_device_name(),
-            "installed": [who for who, module in UNASKED.items() if importlib.util.find_spec(module)],
+            "installed": [who for who in UNASKED if importlib.util.find_spec(MODULES[who])],
         }
+
+    def version(self, request):
+        return {"version": version(MODULES[request["who"]])}
 
     def pool(self, request):
         torch, sums, pool = self.torch, [], []
@@ -70,6 +105,7 @@ class Server:
         torch, problem = self.torch, request["problem"]
         self.graphs.clear()
         self.sets.clear()
+        self.given.clear()
         torch.cuda.empty_cache()
         pools = self.pools[problem["dtype"]]
 
@@ -99,7 +135,33 @@ class Server:
             self.others[who] = getattr(self, "make_" + who)()
         return self.others[who](q, k, v)
 
-    # The others want (batch, length, heads, head_dim), which is another view of the same memory.
+    # The others want (batch, length, heads, head_dim), which is another view of the same memory; FlashAttention-3 is
+    # given tensors that lie in memory as its users have them.
+
+    def make_fa3(self):
+        module = importlib.import_module(MODULES["fa3"])
+        options = {"causal": self.problem["causal"], "softmax_scale": self.problem["scale"]}
+        for tensors in self.sets:
+            # The sets stay as long as the problem does, and so do their addresses.
+            self.given[tensors[0].data_ptr()] = [x.transpose(1, 2).contiguous() for x in tensors]
+
+        def by(function):
+            def call(q, k, v):
+                out = function(*self.given[q.data_ptr()], **options)
+                return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+            return call
+
+        # Few queries on many keys: its users call what splits the keys among blocks. A build may not have that.
+        queries, keys = self.problem["q"][2], self.problem["k"][2]
+        decode = getattr(module, "flash_attn_with_kvcache", None)
+        if decode and queries <= FEW_QUERIES and keys >= MANY_KEYS * queries:
+            try:
+                by(decode)(*self.sets[0])
+                return by(decode)
+            except (AssertionError, NotImplementedError):
+                pass
+        return by(module.flash_attn_func)
 
     def make_flash_attn(self):
         from flash_attn import flash_attn_func
@@ -182,7 +244,7 @@ class Server:
 
     def sample(self, request):
         torch, who = self.torch, request["who"]
-        sets = len(self.sets)
+        sets, replays = len(self.sets), max(1, request["replays"])
         calls = -(-max(1, request["calls"]) // sets) * sets
         if (who, calls) not in self.graphs:
             with self.backend(who):
@@ -192,10 +254,11 @@ class Server:
         for _ in range(max(1, request["warm"])):
             graph.replay()
         start.record()
-        graph.replay()
+        for _ in range(replays):
+            graph.replay()
         end.record()
         end.synchronize()
-        return {"us": start.elapsed_time(end) * 1e3 / calls, "calls": calls}
+        return {"us": start.elapsed_time(end) * 1e3 / (calls * replays), "calls": calls * replays}
 
     def calls(self, request):
         torch, who, calls = self.torch, request["who"], request["calls"]

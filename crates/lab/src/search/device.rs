@@ -146,7 +146,7 @@ impl Device for Workers {
         let lost: Vec<Cell<bool>> = names.iter().map(|_| Cell::new(false)).collect();
         let mut racers: Vec<Box<dyn Contender + '_>> = Vec::new();
         for (name, lost) in names.iter().zip(&lost) {
-            let on_clock = OnClock { cell: &cell, host: &self.host, name };
+            let on_clock = OnClock::new(&cell, &self.host, name);
             racers.push(Box::new(Watched { on_clock, lost }));
         }
         let samples = measure(&mut racers, effort, stop, &mut |_, _| {});

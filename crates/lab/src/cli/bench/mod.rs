@@ -18,12 +18,13 @@ use super::screen::{Progress, Tone, say, toned};
 use super::{Exit, Json, percent};
 use crate::bench::cells::{Cell, Matrix, Member};
 use crate::bench::cpu::{self as on_cpu, CpuBench};
-use crate::bench::gpu::{self as on_gpu, Cache, GpuBench, Ours, PEERS};
+use crate::bench::gpu::{self as on_gpu, Cache, FA3, GpuBench, Ours, PEERS, Regime};
 use crate::bench::outcome::{CausalShare, Outcome, Summary, causal_shares, is_ours, summaries};
 use crate::bench::{Bench, Clock, Machine};
 use crate::ceilings::Ceilings;
 use crate::device::DeviceName;
 use crate::evidence::{Document, Environment, kept, saved::Saved};
+use crate::gpu::cublas::CUBLAS;
 use crate::stats::MARGIN;
 use crate::{interrupt, memory, shapes};
 
@@ -32,8 +33,8 @@ use crate::{interrupt, memory, shapes};
 Shapes are names (mission, long, decode …; an unknown one lists them) or BxHxSxD, such as 1x8x512x64, with a slash where \
 queries and keys differ, such as 1x32/8x1/4096x128.
 
-Contenders take turns in rounds, on the same inputs, and every time stands beside the error of what was timed. Times are \
-microseconds; rates count causal as half.
+Contenders take turns in rounds, in an order that is shuffled for every round, on the same inputs, and every time stands \
+beside the error of what was timed. Times are microseconds; rates count causal as half.
 
 On the CPU the clock is the call clock. On a GPU it is the kernel clock, with the call clock beside it for a shape that \
 is timed alone, and everything runs in worker processes: one that crashes or hangs costs its own row and no other. \
@@ -64,6 +65,9 @@ pub struct Options {
     /// GPU: a schedule as inspect prints it; may be given more than once
     #[arg(long, value_name = "TEXT")]
     schedule: Vec<Schedule>,
+    /// GPU: samples of 150 ms without a pause, so that the power limit has set the clock, and energy beside time
+    #[arg(long, conflicts_with = "calls")]
+    sustained: bool,
     /// GPU: read the call clock in a matrix too
     #[arg(long)]
     calls: bool,
@@ -144,8 +148,8 @@ pub(super) struct Against {
     /// Do not look for torch
     #[arg(long)]
     no_peers: bool,
-    /// GPU: torch's backends flash, cudnn, efficient, math (the first two by default in a matrix); flash_attn, xformers and
-    /// flex where they are installed; and cublas, which is unfused
+    /// GPU: torch's backends flash, cudnn, efficient, math (the first two by default in a matrix, and fa3); fa3
+    /// (FlashAttention-3), flash_attn, xformers and flex where they are installed; and cublas, which is unfused
     #[arg(long, value_name = "NAMES", value_parser = peers, conflicts_with = "no_peers")]
     peers: Option<Peers>,
 }
@@ -213,6 +217,8 @@ struct Task<'a> {
     alone: bool,
     /// Whether a GPU's cells in a table are also timed by the call clock.
     calls: bool,
+    /// How long a GPU's samples are.
+    regime: Regime,
     /// What only a CPU, or only a GPU, can do.
     only: Option<Only>,
 }
@@ -244,6 +250,7 @@ impl<'a> Task<'a> {
             peers: Some(Vec::new()),
             alone: true,
             calls: false,
+            regime: Regime::Bursts,
             only: None,
         }
     }
@@ -255,7 +262,8 @@ impl<'a> Task<'a> {
             (DeviceName::Auto, Some(Only::Cpu)) => Ok(On::Cpu(engine.isa())),
             (DeviceName::Auto, None) => Ok(self.place.device.gpu().map_or(On::Cpu(engine.isa()), On::Gpu)),
             (DeviceName::Cpu(_), Some(Only::Gpu)) => {
-                Err("kernels, schedules and their matrices are a GPU's: leave --device away, or give cuda"
+                Err("kernels, schedules, their matrices and --sustained are a GPU's: leave --device away, or give \
+                     cuda"
                     .into())
             }
             (DeviceName::Cuda(..), Some(Only::Cpu)) => {
@@ -293,14 +301,21 @@ impl<'a> Task<'a> {
         };
         // In a table, only the two peers that count; the others take more time than they are worth.
         let usual = if alone { &PEERS[..] } else { &PEERS[..2] };
+        let installed: &[&str] = match (&self.peers, alone) {
+            (Some(_), _) => &[],
+            (None, true) => &[FA3, "flash_attn", "xformers", CUBLAS],
+            (None, false) => &[FA3],
+        };
+        let bursts = self.regime == Regime::Bursts;
         let setup = on_gpu::Setup {
             ordinal,
             ours: self.ours.clone(),
             peers: self.peers.clone().unwrap_or_else(|| usual.iter().map(ToString::to_string).collect()),
-            installed: alone && self.peers.is_none(),
+            installed,
             cache: self.place.cache,
-            call_clock: alone || self.calls,
-            first_call: alone,
+            regime: self.regime,
+            call_clock: bursts && (alone || self.calls),
+            first_call: bursts && alone,
             rounds,
             warmups,
             margin,
@@ -311,6 +326,9 @@ impl<'a> Task<'a> {
     /// Time for all cells, by default.
     fn usual_budget(&self, bench: &dyn Bench) -> Duration {
         let a_cell = match (bench.clock(), self.alone) {
+            (Clock::Kernel, _) if self.regime == Regime::Sustained => {
+                3 + 2 * (1 + bench.peers().len() as u64)
+            }
             (Clock::Kernel, true) => 15,
             (Clock::Kernel, false) => 6,
             (Clock::Call, _) if bench.peers().is_empty() => 2,
@@ -471,9 +489,12 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     } else {
         Ours::Kernels(kernel.clone())
     };
+    if options.sustained && *matrix == Some(Matrix::Cpu) {
+        return Err("--sustained is a GPU's, and --matrix cpu is the CPU engine's: give one of them".into());
+    }
     let only = match matrix {
         Some(Matrix::Cpu) => Some(Only::Cpu),
-        None if ours == Ours::Planner => None,
+        None if ours == Ours::Planner && !options.sustained => None,
         _ => Some(Only::Gpu),
     };
     let members = matrix.map_or_else(|| options.cells.members(), Matrix::cells);
@@ -484,6 +505,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         peers: options.against.named(),
         alone: matrix.is_none(),
         calls: options.calls,
+        regime: if options.sustained { Regime::Sustained } else { Regime::Bursts },
         only,
         ..Task::new(members, &options.place, options.pace.margin()?)
     };
@@ -508,8 +530,12 @@ mod tests {
 
     /// A cell with a given error, where ours took 1 ms per round, torch 2 ms, and the machine's limit some time.
     fn outcome(error: f64, limit_us: f64) -> Outcome {
-        let samples =
-            |name: &str, us: f64| Samples { name: name.into(), calls: 1, times: vec![us; 10], failure: None };
+        let samples = |name: &str, us: f64| Samples {
+            name: name.into(),
+            calls: 1,
+            times: vec![us; 10],
+            ..Samples::default()
+        };
         let bound = Bound { error, plain: 0.1, allowed: 0.2 };
         let judgement = Judgement::forward(1, [bound; 3], None);
         let taken = vec![(samples("flashcore", 1e3), Some(judgement)), (samples("torch", 2e3), None)];

@@ -5,12 +5,14 @@ use std::time::Duration;
 
 use super::Report;
 use crate::bench::cpu::NO_PEERS;
-use crate::bench::gpu::Cache;
-use crate::bench::outcome::{Comparison, Measured, Outcome, Rates};
+use crate::bench::energy::Energy;
+use crate::bench::gpu::{Cache, FA3, Regime};
+use crate::bench::outcome::{Comparison, Exactness, Measured, Outcome, Rates};
 use crate::bench::{Bench, Machine};
 use crate::cli::screen::{Tone, toned};
 use crate::evidence::Environment;
 use crate::gpu::worker::KERNEL;
+use crate::rule::Judgement;
 use crate::stats::Verdict;
 
 /// A p90 this many times p50 means that something else ran on the machine.
@@ -27,7 +29,7 @@ pub(super) fn heading(environment: &Environment, bench: &dyn Bench, alone: bool)
             }));
             (lines, "GFLOP/s")
         }
-        Machine::Gpu { gpu, cache, .. } => {
+        Machine::Gpu { gpu, cache, regime, .. } => {
             let text =
                 |value: &serde_json::Value| value.as_str().map_or_else(|| value.to_string(), Into::into);
             let rate = |rate: Option<f64>| rate.map_or("unknown".into(), |rate| format!("{rate:.0} TFLOP/s"));
@@ -44,6 +46,13 @@ pub(super) fn heading(environment: &Environment, bench: &dyn Bench, alone: bool)
                 let peers = bench.peers().join(", ");
                 format!("torch {} with cuDNN {}: {peers}", text(&torch["version"]), torch["cudnn"])
             }));
+            lines.extend(gpu.no_fa3_because.as_ref().map(|why| {
+                format!(
+                    "without {FA3}: {}; install FlashAttention-3, or put the folder of its flash_attn_interface.py \
+                     on PYTHONPATH",
+                    short(why)
+                )
+            }));
             lines.push(format!(
                 "peak {}, matrix product {}; an empty kernel takes {} µs by the call clock, {} of the host's",
                 rate(gpu.peak_tflops),
@@ -56,6 +65,15 @@ pub(super) fn heading(environment: &Environment, bench: &dyn Bench, alone: bool)
                 Cache::Warm => "all calls work on one set of tensors, as the L2 cache holds it",
             };
             lines.push(format!("kernel clock: a graph of calls between two events; {cache}"));
+            let ms = regime.sample().as_secs_f64() * 1e3;
+            lines.push(match regime {
+                Regime::Bursts => {
+                    format!("bursts: samples of {ms} ms; --sustained has those of a power limit")
+                }
+                Regime::Sustained => format!(
+                    "sustained: samples of {ms} ms without a pause, so that the power limit has set the clock"
+                ),
+            });
             (lines, "TFLOP/s")
         }
     };
@@ -64,13 +82,26 @@ pub(super) fn heading(environment: &Environment, bench: &dyn Bench, alone: bool)
         lines.push("this build is not optimised, its times say nothing: use cargo run --release".into());
     }
     if !alone {
-        let mut columns = format!("\n{:<30} {:>10} {unit:>8} {:>12}", "", "µs", "of limit");
-        for peer in bench.peers() {
-            let _ = write!(columns, " {peer:>30}");
+        if !bench.peers().is_empty() {
+            lines.push(
+                "\nUnder a peer: how many times its speed ours is, ± half of the 95 % interval, and the verdict: + FASTER,\n\
+                 = SAME, - SLOWER, ? UNDECIDED. The error is the RMS of ours; x is that over the most exact peer's."
+                    .into(),
+            );
         }
-        lines.push(toned(Tone::Strong, &(columns + "   error")));
+        let limit = of_limit_width(unit == "TFLOP/s");
+        let mut columns = format!("{:<28} {:>8} {unit:>7} {:>limit$}", "", "µs", "of limit");
+        for peer in bench.peers() {
+            let _ = write!(columns, " {peer:>10}");
+        }
+        lines.push(toned(Tone::Strong, &format!("{columns} {:>6}", "error")));
     }
     lines.join("\n")
+}
+
+/// How wide the share of a limit is: on a GPU it is always that of the peak.
+fn of_limit_width(is_gpu: bool) -> usize {
+    if is_gpu { 8 } else { 11 }
 }
 
 fn number(x: Option<f64>, digits: usize) -> String {
@@ -82,9 +113,20 @@ fn of_limit(rates: &Rates) -> String {
     let (share, what) = match *rates {
         Rates::Cpu { bandwidth_share: Some(share), .. } => (Some(share), "memory"),
         Rates::Cpu { fma_peak_share, .. } => (fma_peak_share, "FMA"),
-        Rates::Gpu { peak_share, .. } => (peak_share, "peak"),
+        Rates::Gpu { peak_share, .. } => (peak_share, ""),
     };
-    share.map_or_else(|| "-".into(), |share| format!("{:.0} % {what}", share * 100.0))
+    let text = share.map_or_else(|| "-".into(), |share| format!("{:.0} % {what}", share * 100.0));
+    text.trim_end().into()
+}
+
+/// A verdict in one character.
+fn mark(verdict: Verdict) -> char {
+    match verdict {
+        Verdict::Faster => '+',
+        Verdict::Same => '=',
+        Verdict::Slower => '-',
+        Verdict::Undecided => '?',
+    }
 }
 
 /// A cell of a table in one line, and one more for everything that went wrong in it.
@@ -94,29 +136,88 @@ pub(super) fn row(outcome: &Outcome) -> String {
         return format!("{label:<30} {}", outcome.failure().unwrap_or("no result"));
     };
     let (time, rate) = (number(ours.p50_us, 2), number(ours.rates.rate(), 0));
-    let mut line = format!("{label:<30} {time:>10} {rate:>8} {:>12}", of_limit(&ours.rates));
+    let limit = of_limit_width(outcome.gpu().is_some());
+    let mut line = format!("{label:<28} {time:>8} {rate:>7} {:>limit$}", of_limit(&ours.rates));
     for peer in &outcome.results[1..] {
         let found = outcome.comparisons.iter().find(|comparison| comparison.peer == peer.name);
         let against = found.map_or_else(
             || "-".into(),
             |it| {
-                format!(
-                    "{:.2}x [{:.2}, {:.2}] {}",
-                    it.speed_up, it.interval.low, it.interval.high, it.verdict
-                )
+                let spread = format!("{:.2}", (it.interval.high - it.interval.low) / 2.0);
+                let spread = spread.trim_start_matches('0');
+                format!("{:.2}±{spread} {}", it.speed_up, mark(it.verdict))
             },
         );
-        let _ = write!(line, " {against:>30}");
+        let _ = write!(line, " {against:>10}");
     }
-    let _ = write!(line, "   {}", error(outcome, ours));
+    let rms = number_of(ours, |error| error.rms().error);
+    let _ = write!(line, " {rms:>6} {}", standing(outcome, ours));
     let mut lines = vec![line];
+    lines.extend(energy_row(outcome, ours));
     for result in &outcome.results {
+        if result.is_wrong() {
+            lines.push(toned(Tone::Bad, &format!("    {}", wrong(result))));
+        }
         if let Some(why) = &result.failure {
             lines.push(toned(Tone::Bad, &format!("    {}: {}", result.name, short(why))));
         }
     }
     lines.extend(remarks(outcome));
     lines.join("\n")
+}
+
+/// An error of a result, as `1.2e-4`.
+fn number_of(result: &Measured, of: impl Fn(&Judgement) -> f64) -> String {
+    result.error.as_ref().map_or_else(|| "-".into(), |error| format!("{:.1e}", of(error)))
+}
+
+/// How our error stands: wrong, over the most exact peer's, or right where there is no such peer.
+fn standing(outcome: &Outcome, ours: &Measured) -> String {
+    match outcome.gpu().and_then(|gpu| gpu.exactness.as_ref()) {
+        _ if ours.is_wrong() => toned(Tone::Bad, "WRONG"),
+        Some(found) if found.holds => format!("{:.2}x", found.rms_ratio),
+        Some(found) => toned(Tone::Bad, &format!("{:.2}x", found.rms_ratio)),
+        None if ours.is_right() => "right".into(),
+        None => "not judged".into(),
+    }
+}
+
+/// What is wrong with a result.
+fn wrong(result: &Measured) -> String {
+    let mut text = format!("{} is WRONG", result.name);
+    if let Some(error) = result.error.as_ref().filter(|error| !error.passed()) {
+        let _ = write!(text, ": it is off by {:.1e}, allowed are {:.1e}", error.max().error, error.max().allowed);
+    }
+    if result.replay_differs() {
+        text += ": a replay DIFFERS";
+    }
+    text
+}
+
+/// The line below a row: the energy of a call, and under each peer ours over the peer's.
+fn energy_row(outcome: &Outcome, ours: &Measured) -> Option<String> {
+    let energy = ours.energy()?;
+    let clock = energy.sm_clock_mhz.map_or_else(String::new, |mhz| format!(", {mhz:.0} MHz"));
+    let words = format!(
+        "    {:.1} mJ{}, {:.3} J/TFLOP, {:.0} W{clock}",
+        energy.mj_per_call,
+        spread(energy),
+        energy.j_per_tflop,
+        energy.power_w
+    );
+    let mut line = format!("{words:<54}");
+    for peer in &outcome.results[1..] {
+        let ratio = peer.energy().map(|theirs| energy.mj_per_call / theirs.mj_per_call);
+        let _ = write!(line, " {:>10}", ratio.map_or_else(|| "-".into(), |ratio| format!("{ratio:.2}x mJ")));
+    }
+    Some(line.trim_end().into())
+}
+
+/// Half of the interval of an energy, as ` ±1 %`.
+fn spread(energy: &Energy) -> String {
+    energy.mj_interval.map_or_else(String::new, |interval| {
+        format!(" ±{:.1} %", (interval.high - interval.low) / 2.0 / energy.mj_per_call * 100.0)
+    })
 }
 
 /// A cell shown on its own.
@@ -137,17 +238,18 @@ pub(super) fn describe(outcome: &Outcome) -> String {
         return lines.join("\n");
     }
     let width = outcome.results.iter().map(|result| result.name.len()).max().unwrap_or(0).max(10);
-    let unit = if outcome.gpu().is_some() { "TFLOP/s" } else { "GFLOP/s" };
-    let called = outcome.results.iter().any(|result| result.call().is_some());
-    let mut columns = format!(
-        "  {:<width$} {:>11} {:>11} {:>11} {:>7} {unit:>8} {:>12} {:>8}",
-        "", "p50 µs", "p90 µs", "min µs", "±95 %", "of limit", "GB/s"
-    );
-    if called {
-        let _ = write!(columns, " {:>9} {:>9} {:>8}", "call µs", "p90", "host µs");
+    let columns = columns(outcome);
+    let head: Vec<String> =
+        columns.iter().map(|column| format!("{:>1$}", column.name, column.width)).collect();
+    lines.push(format!("  {:<width$} {}", "", head.join(" ")));
+    for result in &outcome.results {
+        let values = columns.iter().map(|column| format!("{:>1$}", (column.of)(result), column.width));
+        lines.push(format!("  {:<width$} {}", result.name, values.collect::<Vec<_>>().join(" ")));
+        if let Some(why) = &result.failure {
+            lines.push(toned(Tone::Bad, &format!("    {}", short(why))));
+        }
     }
-    lines.push(columns + "   error against the oracle");
-    lines.extend(outcome.results.iter().map(|result| line(outcome, result, width, called)));
+    lines.extend(errors(outcome));
     for plan in outcome.results.iter().filter_map(Measured::plan) {
         lines.push(format!(
             "  {} on a grid of {}, {} threads per block, {} registers, {} bytes of shared memory",
@@ -191,49 +293,83 @@ pub(super) fn describe(outcome: &Outcome) -> String {
     lines.join("\n")
 }
 
-fn line(outcome: &Outcome, result: &Measured, width: usize, called: bool) -> String {
-    let spread = result.median_interval_us.zip(result.p50_us).map_or_else(
-        || "-".into(),
-        |(interval, p50)| format!("{:.1} %", (interval.high - interval.low) / 2.0 / p50 * 100.0),
-    );
-    let mut text = format!(
-        "  {:<width$} {:>11} {:>11} {:>11} {spread:>7} {:>8} {:>12} {:>8}",
-        result.name,
-        number(result.p50_us, 2),
-        number(result.p90_us, 2),
-        number(result.min_us, 2),
-        number(result.rates.rate(), 1),
-        of_limit(&result.rates),
-        number(result.gbytes, 0),
-    );
-    if called {
-        let call = result.call();
-        let (p50, p90) = (call.and_then(|it| it.p50_us), call.and_then(|it| it.p90_us));
-        let host = call.and_then(|it| it.host_p50_us);
-        let _ = write!(text, " {:>9} {:>9} {:>8}", number(p50, 2), number(p90, 2), number(host, 2));
-    }
-    let _ = write!(text, "   {}", error(outcome, result));
-    if let Some(why) = &result.failure {
-        text += &toned(Tone::Bad, &format!("\n    {}", short(why)));
-    }
-    text
+/// A column of a cell that is shown on its own.
+struct Column {
+    name: &'static str,
+    width: usize,
+    of: fn(&Measured) -> String,
 }
 
-/// The error shown beside a time: its size, how it compares with plain attention's, and how many rows were judged.
-fn error(outcome: &Outcome, result: &Measured) -> String {
-    let Some(judgement) = &result.error else { return "not judged".into() };
-    let verdict = if judgement.passed() { toned(Tone::Good, "right") } else { toned(Tone::Bad, "WRONG") };
-    let mut text = format!("{verdict}: max {:.1e}", judgement.max().error);
-    if let Some(ratio) = judgement.error_ratio() {
-        let _ = write!(text, ", {ratio:.2} of plain's");
+/// What is shown of every contender, in at most a hundred columns; the report has all of it.
+fn columns(outcome: &Outcome) -> Vec<Column> {
+    let column = |name, width, of: fn(&Measured) -> String| Column { name, width, of };
+    let is_gpu = outcome.gpu().is_some();
+    let has = |it: fn(&Measured) -> bool| outcome.results.iter().any(it);
+    let mut all = vec![
+        column("p50 µs", 9, |it| number(it.p50_us, 2)),
+        column("p90 µs", 9, |it| number(it.p90_us, 2)),
+        column("±95 %", 6, |it| {
+            it.median_interval_us.zip(it.p50_us).map_or_else(
+                || "-".into(),
+                |(interval, p50)| format!("{:.1} %", (interval.high - interval.low) / 2.0 / p50 * 100.0),
+            )
+        }),
+        column(if is_gpu { "TFLOP/s" } else { "GFLOP/s" }, 7, |it| number(it.rates.rate(), 1)),
+        column("of limit", of_limit_width(is_gpu), |it| of_limit(&it.rates)),
+    ];
+    if has(|it| it.energy().is_some()) {
+        all.push(column("mJ", 8, |it| number(it.energy().map(|energy| energy.mj_per_call), 1)));
+        all.push(column("J/TFLOP", 7, |it| number(it.energy().map(|energy| energy.j_per_tflop), 3)));
+        all.push(column("MHz", 5, |it| number(it.energy().and_then(|energy| energy.sm_clock_mhz), 0)));
+    } else if outcome.cell.is_decode() {
+        all.push(column("GB/s", 6, |it| number(it.gbytes, 0)));
+    } else {
+        all.insert(2, column("min µs", 9, |it| number(it.min_us, 2)));
     }
-    if outcome.judged_rows != outcome.rows {
-        let _ = write!(text, ", {} of {} rows", outcome.judged_rows, outcome.rows);
+    if has(|it| it.call().is_some()) {
+        all.push(column("call µs", 8, |it| number(it.call().and_then(|call| call.p50_us), 2)));
+        all.push(column("host µs", 7, |it| number(it.call().and_then(|call| call.host_p50_us), 2)));
     }
-    if result.replay_differs() {
-        text += &toned(Tone::Bad, ", a replay DIFFERS");
+    all.push(column("RMS", 7, |it| number_of(it, |error| error.rms().error)));
+    all.push(column("max", 7, |it| number_of(it, |error| error.max().error)));
+    all
+}
+
+/// What the errors in the table are, who is right, and how ours stand beside the most exact peer's.
+fn errors(outcome: &Outcome) -> Vec<String> {
+    let mut lines = Vec::new();
+    let right: Vec<&str> =
+        outcome.results.iter().filter(|it| it.is_right()).map(|it| it.name.as_str()).collect();
+    if !right.is_empty() {
+        let (judged, rows) = (outcome.judged_rows, outcome.rows);
+        let right = toned(Tone::Good, &format!("right: {}", right.join(", ")));
+        lines.push(format!(
+            "  RMS and max: errors against the f64 oracle on {judged} of {rows} rows; {right}"
+        ));
     }
-    text
+    for result in outcome.results.iter().filter(|it| it.is_wrong()) {
+        lines.push(toned(Tone::Bad, &format!("  {}", wrong(result))));
+    }
+    if let Some(Exactness { rms_ratio, rms_peer, max_ratio, max_peer, allowed, holds }) =
+        outcome.gpu().and_then(|gpu| gpu.exactness.as_ref())
+    {
+        let tone = if *holds { Tone::Good } else { Tone::Bad };
+        let rms = toned(tone, &format!("{rms_ratio:.2}x"));
+        lines.push(format!(
+            "  {rms} the RMS error of {rms_peer}, the most exact peer ({allowed}x allowed); {max_ratio:.2}x the \
+             largest of {max_peer}"
+        ));
+    }
+    if let Some(energy) = outcome.ours().and_then(Measured::energy) {
+        let steps: Vec<f64> = energy.used.iter().flatten().map(|used| used.us / 1e6).collect();
+        lines.push(format!(
+            "  energy of the whole board: {:.0} W{}, by {:.1} s between steps of its counter",
+            energy.power_w,
+            spread(energy),
+            steps.iter().sum::<f64>()
+        ));
+    }
+    lines
 }
 
 /// Warnings about a measurement, and notes that help to read it.
@@ -301,6 +437,19 @@ pub(super) fn closing(report: &Report<'_>, spent: Duration) -> String {
             summary.smallest_cell,
         ));
     }
+    let exactness = report.cells.iter().filter_map(|it| Some((it, it.gpu()?.exactness.as_ref()?)));
+    let exactness: Vec<(&Outcome, &Exactness)> = exactness.collect();
+    let worst = exactness.iter().max_by(|a, b| a.1.rms_ratio.total_cmp(&b.1.rms_ratio));
+    if let Some((cell, worst)) = worst.filter(|_| exactness.len() > 1) {
+        let above = exactness.iter().filter(|(_, found)| !found.holds).count();
+        lines.push(format!(
+            "RMS error: {:.2}x the most exact peer's at most ({}); above {}x in {above} of {} cells",
+            worst.rms_ratio,
+            cell.label(),
+            worst.allowed,
+            exactness.len()
+        ));
+    }
     let shares = report.causal_shares.iter().flatten();
     if let Some(least) = shares.min_by(|a, b| a.share.total_cmp(&b.share)) {
         lines.push(format!(
@@ -317,6 +466,16 @@ pub(super) fn closing(report: &Report<'_>, spent: Duration) -> String {
             "{wrong} results are wrong, {impossible} times impossible, {without} cells without a time"
         );
         lines.push(toned(Tone::Bad, &text));
+    }
+    let has_energy = |outcome: &Outcome| outcome.results.iter().any(|result| result.energy().is_some());
+    if matches!(report.machine, Machine::Gpu { regime: Regime::Sustained, .. })
+        && count(&has_energy) == 0
+        && !report.cells.is_empty()
+    {
+        lines.push(
+            "no energy: it needs NVML (libnvidia-ml, which comes with the driver) and a counter on the GPU"
+                .into(),
+        );
     }
     if let Machine::Gpu { lost_workers: lost @ 1.., .. } = report.machine {
         lines.push(toned(Tone::Bad, &format!("a worker was lost {lost} times and started again")));
@@ -341,6 +500,6 @@ mod tests {
     fn what_was_not_measured_is_a_dash() {
         assert_eq!((number(None, 2), number(Some(1.005), 1)), ("-".into(), "1.0".into()));
         let rates = |peak_share| Rates::Gpu { tflops: None, peak_share, matmul_share: None };
-        assert_eq!((of_limit(&rates(None)), of_limit(&rates(Some(0.515)))), ("-".into(), "52 % peak".into()));
+        assert_eq!((of_limit(&rates(None)), of_limit(&rates(Some(0.515)))), ("-".into(), "52 %".into()));
     }
 }

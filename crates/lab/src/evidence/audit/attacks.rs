@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use super::audit;
 use crate::bench::cells::Cell;
 use crate::bench::cpu::{checksums, inputs};
+use crate::bench::energy::Energy;
 use crate::bench::gpu::{largest_tensor, peak_tflops, sets_to_flush};
 use crate::bench::itself::AgainstItself;
 use crate::bench::outcome::{
@@ -26,7 +27,7 @@ use crate::rng::Rng;
 use crate::rule::{Bound, Judgement};
 use crate::shapes;
 use crate::stats::{self, MARGIN};
-use crate::timing::Samples;
+use crate::timing::{Samples, Used};
 
 /// What nothing in a file can contradict: the kinds (`*` for all), the places, the changes, and why.
 const FREE: &[(&str, &str, &[&str], &str)] = &[
@@ -51,14 +52,14 @@ const FREE: &[(&str, &str, &[&str], &str)] = &[
         "how the binary was built; where times count, it must be true",
     ),
     (
-        "bench/1 bench/2 bench-gpu/1 bench-gpu/2 against-itself/1 against-itself/2 verify/1 stress/1 stress/2",
+        "bench/1 bench/2 bench-gpu/1 bench-gpu/3 against-itself/1 against-itself/2 verify/1 stress/1 stress/2",
         "/complete",
         &["flipped"],
         "true may become false: an interrupt can come when everything is done; the other way round things are missing",
     ),
     // Raw measurements, each alone.
     (
-        "bench/1 bench/2 bench-gpu/1 bench-gpu/2",
+        "bench/1 bench/2 bench-gpu/1 bench-gpu/3",
         "/cells/*/results/*/error/max/error /cells/*/results/*/error/rms/error /cells/*/results/*/error/row/error",
         &["half more"],
         "how far an output was off, within what is allowed: outputs are not kept",
@@ -78,13 +79,13 @@ const FREE: &[(&str, &str, &[&str], &str)] = &[
         "how often the bits differed, which is what was counted",
     ),
     (
-        "bench-gpu/1 bench-gpu/2",
+        "bench-gpu/1 bench-gpu/3",
         "/cells/*/results/*/replay_is_same",
         &["flipped"],
         "of a kernel that is compared with nothing: whether a replay gave the same bits, which is what was looked at",
     ),
     (
-        "bench-gpu/1 bench-gpu/2",
+        "bench-gpu/1 bench-gpu/3",
         "/cells/*/first_call/cold_us /cells/*/first_call/warm_us /gpu/ours/empty_launch/call_p50_us \
          /gpu/ours/empty_launch/host_p50_us /ceilings/launch_us /ceilings/launch_host_us",
         &["half more"],
@@ -97,47 +98,48 @@ const FREE: &[(&str, &str, &[&str], &str)] = &[
         "a rate that was measured, or was not",
     ),
     (
-        "bench-gpu/1 bench-gpu/2",
+        "bench-gpu/1 bench-gpu/3",
         "/cells/*/states/*/sm_clock_mhz /cells/*/states/*/memory_clock_mhz /cells/*/states/*/power_w \
          /cells/*/states/*/temperature_c /cells/*/states/*/throttled_by /cells/*/states",
         &["half more", "shortened", "shuffled"],
         "what NVML told at one moment, beyond what took a round again",
     ),
     (
-        "bench/1 bench/2 bench-gpu/1 bench-gpu/2",
+        "bench/1 bench/2 bench-gpu/1 bench-gpu/3",
         "/cells/*/results/*/calls_per_sample /budget_seconds /seconds /cells/*/seconds /lost_workers",
         &["half more"],
         "how the run went: calls behind a sample, seconds, workers that were lost",
     ),
+    ("bench-gpu/3", "/cells/*/results/*/energy", &["null"], "that no counter told anything of these calls"),
     // Lists whose order has no meaning.
     (
-        "bench/1 bench/2 bench-gpu/1 bench-gpu/2",
+        "bench/1 bench/2 bench-gpu/1 bench-gpu/3",
         "/cells /cells/*/results/*/call/call_us /cells/*/results/*/call/host_us",
         &["shuffled"],
         "cells stand each for itself, and calls one after the other are paired with nothing",
     ),
     // Names and words.
     (
-        "bench/1 bench/2 bench-gpu/1 bench-gpu/2",
+        "bench/1 bench/2 bench-gpu/1 bench-gpu/3",
         "/cells/*/name",
         &["null"],
         "a shape may go without its name",
     ),
     (
-        "bench-gpu/1 bench-gpu/2",
+        "bench-gpu/1 bench-gpu/3",
         "/cells/*/results/*/plan/#",
         &["half more", "other", "shuffled"],
         "what the planner and the driver said of a kernel, within what a GPU has; no report shows it",
     ),
     (
-        "bench/1 bench/2 bench-gpu/1 bench-gpu/2",
+        "bench/1 bench/2 bench-gpu/1 bench-gpu/3",
         "/gpu/driver /gpu/ours/memory_bytes /gpu/torch/cudnn /gpu/torch/installed /torch/python",
         &["half more", "null", "other", "shortened"],
         "names, versions and sizes as the machine and torch tell them",
     ),
     ("ceilings/1", "/machine", &["other"], "a GPU's name; a CPU's must be that of the environment"),
     (
-        "verify/1 verify/2 faults/1 bench-gpu/1 bench-gpu/2",
+        "verify/1 verify/2 faults/1 bench-gpu/1 bench-gpu/3",
         "/results/*/skipped /results/*/faults /results/*/faults/* /findings/*/said /cells/*/results/*/failure",
         &["other", "doubled"],
         "the words in which somebody gave a reason",
@@ -180,7 +182,7 @@ const FREE: &[(&str, &str, &[&str], &str)] = &[
 ];
 
 /// Kinds that take a while to recompute.
-const SLOW: [&str; 5] = ["bench/1", "bench-gpu/1", "bench-gpu/2", "against-itself/1", "against-itself/2"];
+const SLOW: [&str; 5] = ["bench/1", "bench-gpu/1", "bench-gpu/3", "against-itself/1", "against-itself/2"];
 
 /// Rounds of every measurement here.
 const ROUNDS: usize = 6;
@@ -228,8 +230,8 @@ fn ceilings(machine: &str) -> Ceilings {
     }
 }
 
-/// A benchmark of a GPU: a ladder of two and a peer, in a cell with everything that there can be and in one where all
-/// failed.
+/// A benchmark of a GPU in sustained samples: a ladder of two and a peer, in a cell with everything that there can be and
+/// in one where all failed.
 fn bench_gpu() -> Value {
     let hello = json!({
         "capability": "9.0", "commit": null, "cuda": "13.0", "device": "A GPU", "uuid": "GPU-0", "l2_bytes": 1 << 22,
@@ -244,14 +246,17 @@ fn bench_gpu() -> Value {
         let problem = cell.problem();
         let rows = judged_rows(&problem).len();
         let limits = Limits::Gpu { peak_tflops: peak, matmul_tflops: matmul };
-        let results = [("kernel sm80_fwd", 10.0), ("kernel scalar", 40.0), ("flash", 13.0)].map(|(name, median)| {
-            let mut samples = Samples { name: name.into(), calls: 0, times: Vec::new(), failure: None };
+        let results = [("kernel sm80_fwd", 10.0), ("kernel scalar", 40.0), ("fa3", 13.0)].map(|(name, median)| {
+            let mut samples = Samples { name: name.into(), ..Samples::default() };
             if mask == Mask::Causal {
                 samples.failure = Some("it ran out of memory".into());
                 return Measured::new(samples, None, &problem, &limits, None);
             }
-            (samples.calls, samples.times) = (50, times(&mut rng, median));
+            (samples.calls, samples.times) = (15_000, times(&mut rng, median));
+            let step = |n: u64| Used { mj: 70_000 + n, us: 1e5, sm_clock_mhz: Some(1500.0 + n as f64) };
+            samples.used = (0..ROUNDS as u64).map(|n| (n != 1).then(|| step(n))).collect();
             let mut details = Details {
+                energy: Energy::of(&samples, problem.flops()),
                 call: Some(CallClock::of(times(&mut rng, median + 5.0), times(&mut rng, 3.0))),
                 ..Details::default()
             };
@@ -271,7 +276,7 @@ fn bench_gpu() -> Value {
         let conditions = GpuConditions {
             group: "all".into(),
             sets: sets_to_flush(problem.min_bytes(), f64::from(1 << 22)),
-            seconds: 2.0,
+            seconds: 12.0,
             first_call: Some(FirstCall { cold_us: Some(4e5), warm_us: Some(2e4), failure: None }),
             retaken_rounds: usize::from(again),
             measured_again: again,
@@ -290,14 +295,15 @@ fn bench_gpu() -> Value {
     cells[0]["states"] = (0..ROUNDS + 2).map(state).collect();
     let elements = largest_tensor(&Problem::new(1, 2, 128, 64, DType::F16));
     let body = json!({
-        "clock": "kernel", "cache": "cold", "no_torch_because": null, "ceilings": ceilings, "budget_seconds": 15.0,
-        "seconds": 12.0, "lost_workers": 1, "asked": 2, "cells": cells, "summaries": summaries(&outcomes),
-        "gpu": {"ours": hello, "driver": "580.1", "peak_tflops": peak, "matmul_tflops": matmul,
-                "torch": {"version": "2.11.0", "cuda": "13.0", "cudnn": 91900, "device": "A GPU", "installed": ["flex"]}},
+        "clock": "kernel", "cache": "cold", "regime": "sustained", "no_torch_because": null, "ceilings": ceilings,
+        "budget_seconds": 15.0, "seconds": 30.0, "lost_workers": 1, "asked": 2, "cells": cells, "summaries": summaries(&outcomes),
+        "gpu": {"ours": hello, "driver": "580.1", "peak_tflops": peak, "matmul_tflops": matmul, "no_fa3_because": null,
+                "torch": {"version": "2.11.0", "cuda": "13.0", "cudnn": 91900, "device": "A GPU", "installed": ["fa3"],
+                          "versions": {"fa3": format!("sha256:{}", "0123456789abcdef".repeat(4))}}},
         "inputs": [{"dtype": "f16", "seed": SEED, "elements": elements,
                     "checksums": Pool::draw(DType::F16, elements, SEED).checksums()}],
     });
-    document(schemas::BENCH_GPU, "flashcore bench small --ladder", &body)
+    document(schemas::BENCH_GPU, "flashcore bench small --ladder --sustained", &body)
 }
 
 /// A benchmark of a CPU beside torch: a causal call and one query.
@@ -310,8 +316,8 @@ fn bench_cpu() -> Value {
         let cell = cell(shape, mask);
         let rows = self::rows(&cell.problem());
         let mut of = |name: &str, median: f64| {
-            let samples =
-                Samples { name: name.into(), calls: 100, times: times(&mut rng, median), failure: None };
+            let times = times(&mut rng, median);
+            let samples = Samples { name: name.into(), calls: 100, times, ..Samples::default() };
             (samples, Some(judgement(rows, 1e-4, false)))
         };
         let results = vec![of("flashcore", 20.0), of("torch", 30.0)];
@@ -411,17 +417,10 @@ fn profile() -> Value {
     serde_json::from_str(text).unwrap()
 }
 
-/// A file as the version before wrote it.
-fn older(mut document: Value) -> Value {
-    fn without(value: &mut Value, names: &[&str]) {
-        match value {
-            Value::Object(members) => {
-                members.retain(|name, _| !names.contains(&name.as_str()));
-                members.values_mut().for_each(|member| without(member, names));
-            }
-            Value::Array(items) => items.iter_mut().for_each(|item| without(item, names)),
-            _ => {}
-        }
+/// A file as the first version was.
+fn first(mut document: Value) -> Value {
+    if document["schema"] == schemas::BENCH_GPU {
+        document = second(document);
     }
     let mut names = vec!["asked", "floor", "pairing", "host_us", "wild", "skipped_why"];
     if document["schema"] == schemas::AGAINST_ITSELF {
@@ -434,6 +433,25 @@ fn older(mut document: Value) -> Value {
     let schema = document["schema"].as_str().unwrap().replace("/2", "/1");
     document["schema"] = json!(schema);
     document
+}
+
+/// A benchmark of a GPU as the second version was.
+fn second(mut document: Value) -> Value {
+    without(&mut document, &["regime", "energy", "exactness", "orders", "versions", "no_fa3_because"]);
+    document["schema"] = json!("flashcore.bench-gpu/2");
+    document
+}
+
+/// Removes the fields of these names, wherever they are.
+fn without(value: &mut Value, names: &[&str]) {
+    match value {
+        Value::Object(members) => {
+            members.retain(|name, _| !names.contains(&name.as_str()));
+            members.values_mut().for_each(|member| without(member, names));
+        }
+        Value::Array(items) => items.iter_mut().for_each(|item| without(item, names)),
+        _ => {}
+    }
 }
 
 /// What limits are, and shares of them, in the first version.
@@ -594,10 +612,10 @@ fn attack(honest: &Value) -> BTreeSet<usize> {
     free.into_iter().filter_map(|(_, entry)| entry).collect()
 }
 
-/// Every kind of evidence.
+/// Every kind of evidence. Version 2 of a GPU's benchmarks, which has nothing that versions 1 and 3 have not, is left out.
 fn honest() -> Vec<Value> {
     let versions = [bench_gpu(), bench_cpu(), against_itself(), verify(), stress()];
-    let mut all: Vec<Value> = versions.iter().cloned().map(older).collect();
+    let mut all: Vec<Value> = versions.iter().cloned().map(first).collect();
     all.extend(versions);
     all.extend([planted(), ceilings_of("A GPU"), profile()]);
     all
@@ -621,7 +639,7 @@ fn whatever_is_changed_in_evidence_is_seen_or_is_free_for_a_reason() {
 
 #[test]
 fn a_verdict_beside_a_result_that_is_wrong_is_seen_whatever_else_fits() {
-    for (mut document, of) in [(bench_gpu(), 2), (bench_cpu(), 2), (older(bench_gpu()), 2)] {
+    for (mut document, of) in [(bench_gpu(), 2), (bench_cpu(), 2), (first(bench_gpu()), 2)] {
         let ours = &mut document["cells"][0]["results"][0]["error"];
         (ours["max"]["error"], ours["row"]["error"]) = (json!(1.0), json!(1.0));
         ours["rms"]["error"] = json!(0.1);
@@ -655,4 +673,33 @@ fn a_comparison_made_of_other_pairs_is_seen_though_every_number_follows() {
     cell["comparisons"] = json!([made]);
     let found = audit(&sealed(&document)).unwrap();
     assert!(found.contradictions.iter().any(|why| why.contains("pairing")), "{found:?}");
+}
+
+#[test]
+fn a_sustained_run_is_not_taken_for_bursts_and_bursts_not_for_a_sustained_run() {
+    let said = |document: &Value| audit(&sealed(document)).unwrap().contradictions.join("\n");
+    let honest = bench_gpu();
+    assert_eq!(said(&honest), "");
+    // Whoever changes the regime changes the command as well.
+    let mut bursts = honest.clone();
+    bursts["regime"] = json!("bursts");
+    assert!(said(&bursts).contains("regime is \"bursts\""));
+    bursts["command"] = json!(["flashcore", "bench", "small", "--ladder"]);
+    assert!(said(&bursts).contains("energy is of samples that are too short"));
+    let mut short = honest;
+    for result in short["cells"][0]["results"].as_array_mut().unwrap() {
+        result["calls_per_sample"] = json!(50);
+    }
+    assert!(said(&short).contains("too short for the power limit"));
+}
+
+#[test]
+fn version_2_of_a_benchmark_is_still_read_and_has_nothing_of_version_3() {
+    let said = |document: &Value| audit(&sealed(document)).unwrap().contradictions.join("\n");
+    let mut document = second(bench_gpu());
+    assert_eq!(said(&document), "");
+    document["regime"] = json!("sustained");
+    document["cells"][0]["exactness"] = Value::Null;
+    let said = said(&document);
+    assert!(said.contains("regime is no field") && said.contains("exactness is no field"), "{said}");
 }

@@ -15,12 +15,10 @@ use crate::bench::outcome::{Outcome, summaries};
 use crate::ceilings::Ceilings;
 use crate::rule::Judgement;
 use crate::shapes;
-use crate::timing::Samples;
+use crate::timing::{MOST_CALLS, Samples};
 
 /// The most elements of a tensor that could be timed.
 const MOST_ELEMENTS: f64 = (1u64 << 36) as f64;
-/// The most calls per sample.
-const MOST_CALLS: u64 = 10_000;
 
 /// As JSON; what was read from JSON can be written to it.
 pub(super) fn value(of: impl serde::Serialize) -> Value {
@@ -97,7 +95,7 @@ pub(super) fn contender(audit: &mut Audit, place: &Place<'_>, version: u32, judg
     let failure = audit.maybe_text(&field("failure"), any).map(String::from);
     let times = audit.times(&field("samples_us"));
     let least = u64::from(failure.is_none());
-    let calls = audit.count(&field("calls_per_sample"), least..=MOST_CALLS) as u32;
+    let calls = audit.count(&field("calls_per_sample"), least..=u64::from(MOST_CALLS)) as u32;
     let (judgement, error) = if field("error").is_null() {
         let nothing = failure.is_some() && times.is_empty();
         let at = format!("{}.error", place.at);
@@ -108,7 +106,7 @@ pub(super) fn contender(audit: &mut Audit, place: &Place<'_>, version: u32, judg
         (Some(judgement), error)
     };
     let name = audit.text(&field("name"), any).to_string();
-    Contender { samples: Samples { name, calls, times, failure }, judgement, error }
+    Contender { samples: Samples { name, calls, times, failure, ..Samples::default() }, judgement, error }
 }
 
 /// All contenders of a cell are judged by one yardstick, and those that stay to the end are sampled once per round.

@@ -6,10 +6,13 @@ use serde_json::{Map, Value, json};
 use super::Audit;
 use super::bench::{are_different, ceilings, cell, cells, contender, drawn, together, value};
 use super::fields::{Place, any, is_hex, is_version, raw, raws};
-use super::header::margin;
+use super::header::{flag, margin};
 use super::judgement::Judged;
 use crate::bench::cells::{Cell, Matrix, Member};
-use crate::bench::gpu::{largest_tensor, peak_tflops, peers, sets_to_flush};
+use crate::bench::energy::Energy;
+use crate::bench::gpu::{
+    FA3, IN_PYTHON, Regime, SUSTAINED_SAMPLE, largest_tensor, peak_tflops, peers, sets_to_flush,
+};
 use crate::bench::outcome::{
     CallClock, Conditions, Details, GpuConditions, Limits, Measured, Outcome, SEED, is_ours, judged_rows,
 };
@@ -17,6 +20,7 @@ use crate::ceilings::Ceilings;
 use crate::gpu::pool::Pool;
 use crate::gpu::worker::{KERNEL, SCHEDULE};
 use crate::physics;
+use crate::timing::{Samples, Used};
 
 /// What may throttle clocks, and whether that is heat or a power supply fault.
 const REASONS: [(&str, bool); 8] = [
@@ -30,12 +34,18 @@ const REASONS: [(&str, bool); 8] = [
     ("display clocks", false),
 ];
 
+/// The most watts that a GPU can use.
+const MOST_WATTS: f64 = 5_000.0;
+
 /// What cells are recomputed with.
-struct Bench {
+struct Bench<'a> {
     version: u32,
     margin: f64,
     limits: Limits,
     torch: bool,
+    /// The libraries beside torch whose versions are told.
+    libraries: Vec<&'a str>,
+    regime: Regime,
     l2_bytes: f64,
     warm: bool,
     ceilings: Option<Ceilings>,
@@ -47,7 +57,13 @@ pub(super) fn remake(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
     let cache = audit.text(&root.get("cache"), |text| ["cold", "warm"].contains(&text));
     let gpu = root.get("gpu");
     let peak = peak_tflops(gpu.get("ours").value);
-    made.insert("gpu".into(), facts(audit, root, peak));
+    made.insert("gpu".into(), facts(audit, root, peak, version));
+    // How long samples are is what the command asked for; in older versions they are short.
+    let sustained = version >= 3 && flag(root, "--sustained");
+    let regime = if sustained { Regime::Sustained } else { Regime::Bursts };
+    if version >= 3 {
+        made.insert("regime".into(), value(regime));
+    }
     let torch = !gpu.get("torch").is_null();
     audit.maybe_text(&root.get("no_torch_because"), any);
     let either = !torch || root.get("no_torch_because").is_null();
@@ -63,6 +79,8 @@ pub(super) fn remake(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
         margin: margin(root),
         limits: Limits::Gpu { peak_tflops: peak, matmul_tflops: gpu.get("matmul_tflops").value.as_f64() },
         torch,
+        libraries: libraries(&gpu).collect(),
+        regime,
         l2_bytes: gpu.get("ours").get("l2_bytes").value.as_f64().unwrap_or(0.0),
         warm: cache == "warm",
         ceilings,
@@ -80,7 +98,7 @@ pub(super) fn remake(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
 }
 
 /// The GPU, the driver and torch, as they name themselves.
-fn facts(audit: &mut Audit, root: &Place<'_>, peak: Option<f64>) -> Value {
+fn facts(audit: &mut Audit, root: &Place<'_>, peak: Option<f64>, version_of_file: u32) -> Value {
     let (gpu, version) = (root.get("gpu"), root.get("environment").get("flashcore").value);
     let (ours, torch) = (gpu.get("ours"), gpu.get("torch"));
     audit.text(&ours.get("capability"), is_version);
@@ -126,11 +144,43 @@ fn facts(audit: &mut Audit, root: &Place<'_>, peak: Option<f64>) -> Value {
         audit.require("gpu.torch.installed", once, "hold one twice");
         theirs = Value::Object(raws(&["version", "cuda", "cudnn", "installed"]));
         theirs["device"] = ours.get("device").value.clone();
+        if version_of_file >= 3 {
+            let versions = torch.get("versions");
+            let names: Vec<&str> = libraries(&gpu).collect();
+            for name in &names {
+                audit.require(&versions.at, IN_PYTHON.contains(name), "are of somebody who is no library");
+                audit.text(&versions.get(name), is_version_or_hash);
+            }
+            theirs["versions"] = Value::Object(raws(&names));
+        }
     }
-    json!({"ours": own, "torch": theirs, "driver": raw(), "peak_tflops": peak, "matmul_tflops": raw()})
+    let mut made =
+        json!({"ours": own, "torch": theirs, "driver": raw(), "peak_tflops": peak, "matmul_tflops": raw()});
+    if version_of_file >= 3 {
+        let why = gpu.get("no_fa3_because");
+        audit.maybe_text(&why, any);
+        let absent = !torch.is_null() && libraries(&gpu).all(|name| name != FA3);
+        audit.require(&why.at, why.is_null() || absent, "is told where it is there, or without torch");
+        made["no_fa3_because"] = raw();
+    }
+    made
 }
 
-impl Bench {
+/// The libraries beside torch whose versions are told.
+fn libraries<'a>(gpu: &Place<'a>) -> impl Iterator<Item = &'a str> + use<'a> {
+    let versions = gpu.get("torch").get("versions").value.as_object();
+    versions.into_iter().flat_map(Map::keys).map(String::as_str)
+}
+
+/// A version, or the hash of a file that has none.
+fn is_version_or_hash(text: &str) -> bool {
+    match text.strip_prefix("sha256:") {
+        Some(hash) => is_hex(hash, 64),
+        None => text.starts_with(|c: char| c.is_ascii_digit()),
+    }
+}
+
+impl Bench<'_> {
     /// Absent where the raw values are impossible: nothing follows from them.
     fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: Cell) -> Option<(Outcome, Value)> {
         let problem = cell.problem();
@@ -201,8 +251,16 @@ impl Bench {
     }
 
     fn of_version(&self, mut made: Value) -> Value {
-        if self.version < 2 {
-            made.as_object_mut().and_then(|made| made.remove("pairing"));
+        let unknown: &[&str] = match self.version {
+            ..2 => &["pairing", "exactness", "orders"],
+            2 => &["exactness", "orders"],
+            _ => &[],
+        };
+        if let Some(made) = made.as_object_mut() {
+            made.retain(|name, _| !unknown.contains(&name.as_str()));
+        }
+        for result in made["results"].as_array_mut().into_iter().flatten().filter(|_| self.version < 3) {
+            result.as_object_mut().and_then(|made| made.remove("energy"));
         }
         made
     }
@@ -215,7 +273,7 @@ impl Bench {
         contender: super::bench::Contender,
         cell: &Cell,
     ) -> (Measured, Option<Value>, Value) {
-        let super::bench::Contender { samples, judgement, .. } = contender;
+        let super::bench::Contender { mut samples, judgement, .. } = contender;
         let ours = is_ours(&samples.name);
         let known =
             ours || (peers().contains(&samples.name.as_str()) && (self.torch || samples.name == "cublas"));
@@ -225,9 +283,21 @@ impl Bench {
             let real = kernel.is_none_or(is_name) && schedule.is_none_or(is_schedule);
             audit.require(&format!("{}.name", place.at), real, "names no kernel or schedule");
         }
+        let told = self.version < 3
+            || judgement.is_none()
+            || !IN_PYTHON.contains(&samples.name.as_str())
+            || self.libraries.contains(&samples.name.as_str());
+        audit.require(&format!("{}.name", place.at), told, "is a library whose version is not told");
+        if self.regime == Regime::Sustained && samples.failure.is_none() {
+            let least = SUSTAINED_SAMPLE.as_secs_f64() * 1e6 / 2.0;
+            let long = samples.times.iter().all(|us| us * f64::from(samples.calls) >= least);
+            audit.require(&place.at, long, "has samples that are too short for the power limit to settle");
+        }
         // A contender without an output was asked for nothing more.
         let (asked, whole) = (judgement.is_some(), samples.failure.is_none());
-        let mut details = Details::default();
+        self.used(audit, &place.get("energy"), &mut samples);
+        let energy = Energy::of(&samples, cell.problem().flops());
+        let mut details = Details { energy, ..Details::default() };
         let replay = place.get("replay_is_same");
         if !replay.is_null() {
             details.replay_is_same = Some(audit.flag(&replay));
@@ -262,6 +332,27 @@ impl Bench {
         let problem = cell.problem();
         let found = Measured::new(samples, judgement, &problem, &self.limits, self.ceilings.as_ref());
         (Measured { details: Some(details), ..found }, patch, plan)
+    }
+}
+
+impl Bench<'_> {
+    /// Reads what the counter told of a contender's samples.
+    fn used(&self, audit: &mut Audit, place: &Place<'_>, samples: &mut Samples) {
+        if self.version < 3 || place.is_null() {
+            return;
+        }
+        audit.require(&place.at, self.regime == Regime::Sustained, "is of samples that are too short for it");
+        let used = audit.list(&place.get("used"));
+        audit.require(&place.at, used.len() == samples.times.len(), "is not of every sample");
+        let mut read = |it: &Place<'_>| {
+            let mj = audit.count(&it.get("mj"), ..1 << 40);
+            let us = audit.time(&it.get("us"));
+            let possible = mj as f64 <= us * MOST_WATTS / 1e3;
+            audit.require(&it.at, possible, "is more than a GPU can use");
+            let clock = audit.maybe_number(&it.get("sm_clock_mhz"), 0.0..10_000.0);
+            Used { mj, us, sm_clock_mhz: clock }
+        };
+        samples.used = used.iter().map(|it| (!it.is_null()).then(|| read(it))).collect();
     }
 }
 

@@ -99,6 +99,11 @@ pub(super) fn option<'a>(root: &Place<'a>, name: &str) -> Option<&'a str> {
     (0..words.len()).rev().find_map(at)
 }
 
+/// Whether the command line has an option without a value.
+pub(super) fn flag(root: &Place<'_>, name: &str) -> bool {
+    root.get("command").items().iter().any(|word| word.str() == name)
+}
+
 /// The smallest difference that matters, from the command line.
 pub(super) fn margin(root: &Place<'_>) -> f64 {
     let percent = option(root, "--margin").and_then(|text| text.parse::<f64>().ok());

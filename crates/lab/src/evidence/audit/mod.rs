@@ -131,7 +131,7 @@ const CEILINGS: &[&str] = &["ceilings", "bench"];
 const NOTES: [&str; 8] = ["comparison", "doctor", "inspect", "leaderboard", "micro", "plan", "rbk", "run"];
 
 /// The schemas that are known, for messages.
-const KNOWN: &str = "against-itself/1 and /2, bench/1 and /2, bench-gpu/1 and /2, ceilings/1, faults/1, profile/1, \
+const KNOWN: &str = "against-itself/1 and /2, bench/1 and /2, bench-gpu/1 to /3, ceilings/1, faults/1, profile/1, \
                      stress/1 and /2, verify/1 and /2";
 
 fn kind(schema: &str) -> Result<Kind, String> {
@@ -144,6 +144,7 @@ fn kind(schema: &str) -> Result<Kind, String> {
         "bench/2" => Kind { inputs: cpu::inputs, ..of(BENCH, 2, cpu::remake) },
         "bench-gpu/1" => Kind { inputs: gpu::inputs, ..of(BENCH, 1, gpu::remake) },
         "bench-gpu/2" => Kind { inputs: gpu::inputs, ..of(BENCH, 2, gpu::remake) },
+        "bench-gpu/3" => Kind { inputs: gpu::inputs, ..of(BENCH, 3, gpu::remake) },
         "against-itself/1" => of(AGAINST_ITSELF, 1, itself::remake),
         "against-itself/2" => of(AGAINST_ITSELF, 2, itself::remake),
         "verify/1" => of(&["verify"], 1, checks::verify),
