@@ -27,6 +27,7 @@ mod bind;
 mod family;
 mod parts;
 mod registry;
+mod section;
 mod spec;
 
 pub mod ladder;
@@ -37,4 +38,5 @@ pub use bind::{Args, BindError, Map, Operand, Packed, TensorArg};
 pub use family::{Blocks, Family, Geometry, ScheduleError};
 pub use parts::{copy::MAX_ROW_STRIDE, params::FwdParams, work::Order};
 pub use registry::{Kernel, Schedule};
+pub use section::Section;
 pub use spec::{ElementType, MAX_TENSOR_CORE_HEAD_DIM, Spec};

@@ -3,7 +3,7 @@
 use std::hash::{BuildHasherDefault, Hasher};
 
 use flashcore_kernels::{Kernel, Schedule};
-use flashcore_ptx::Target;
+use flashcore_ptx::{Target, TraceSize};
 
 use crate::Problem;
 
@@ -21,6 +21,8 @@ pub(super) struct Key {
     pub problem: Problem,
     pub target: Target,
     pub choice: Choice,
+    /// Where a traced plan writes its stamps.
+    pub trace: Option<(u64, TraceSize)>,
 }
 
 /// Hashes word by word, by multiplying and rotating. Nobody gains from choosing problems whose keys collide, so
@@ -80,7 +82,7 @@ mod tests {
     use crate::{DType, Mask};
 
     fn key(problem: &Problem, target: Target, choice: Choice) -> Key {
-        Key { problem: *problem, target, choice }
+        Key { problem: *problem, target, choice, trace: None }
     }
 
     fn keys() -> Vec<Key> {

@@ -9,7 +9,7 @@ use super::{
     tiles::{Keys, Tile, each_tile},
 };
 use crate::{
-    Spec,
+    Section, Spec,
     parts::{
         fragment::{Acc, a_operands, matrix_ty, pack},
         softmax::{ScoreHandles, SoftmaxParams},
@@ -117,8 +117,13 @@ impl<'a> Consumer<'a> {
         }
         // The slot whose output is still being stored; it is released once the store is done.
         let owed = k.mov_b32(0u32);
+        Section::LaunchWait.begin(k);
         k.griddepcontrol(GridDep::Wait);
+        Section::Tile.begin(k);
         each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed));
+        if self.schedule.persistent {
+            Section::Store.begin(k);
+        }
         if self.takes_turns() {
             k.comment("the turn that nobody takes any more");
             let first = k.setp_eq_u32(self.group, 0u32);
@@ -128,6 +133,7 @@ impl<'a> Consumer<'a> {
             k.comment("shared memory stays until the last output has been read from it");
             k.if_(self.leader, |k| k.bulk_wait_read(0));
         }
+        k.end_trace();
     }
 
     fn takes_turns(&self) -> bool {
@@ -141,7 +147,9 @@ impl<'a> Consumer<'a> {
             row.reset(k);
         }
         k.set(self.more, |k| k.mov_pred(false));
+        Section::QWait.begin_tile(k, tile.rows.first_row);
         self.q.wait_filled(k);
+        Section::Tile.begin(k);
         if self.spec.key_lengths {
             let mut who = keys.any;
             if self.schedule.together {
@@ -178,11 +186,16 @@ impl<'a> Consumer<'a> {
             },
         );
         k.section("consumer: the end of a tile");
+        let merges = self.schedule.together || self.schedule.split > 1;
+        if merges { Section::Merge } else { Section::Store }.begin(k);
         for row in &self.rows {
             row.finish(k);
         }
         if !self.schedule.together {
             self.end(k, tile, owed);
+            if self.schedule.persistent {
+                Section::Tile.begin(k);
+            }
             return;
         }
         let first = k.setp_eq_u32(self.group, 0u32);
@@ -190,6 +203,9 @@ impl<'a> Consumer<'a> {
             first,
             |k| {
                 gather::receive(k, self);
+                if self.schedule.split == 1 {
+                    Section::Store.begin(k);
+                }
                 self.end(k, tile, owed);
             },
             |k| {
@@ -260,14 +276,18 @@ impl<'a> Consumer<'a> {
         let after_full = k.max_s32(after_full, keys.first);
 
         k.section("walk: the first key tile");
+        Section::KWait.begin_tile(k, at);
         self.k.wait_filled(k);
-        self.begin_turn(k);
+        self.begin_turn(k, at);
+        Section::Qk.begin_tile(k, at);
         k.wgmma_fence();
         self.scores(k);
         k.wgmma_commit();
         self.end_turn(k);
         self.give_back_queries(k, owed);
+        Section::QkWait.begin_tile(k, at);
         k.wgmma_wait(0);
+        Section::Softmax.begin_tile(k, at);
         self.give_back(k, &self.k);
         self.params.score(k, &self.scores);
         let first_full = self.spec.left.then(|| {
@@ -296,10 +316,14 @@ impl<'a> Consumer<'a> {
         }
 
         k.section("walk: the last values");
+        let stride = self.schedule.stride();
+        Section::VWait.begin_after(k, at, stride);
         self.v.wait_filled(k);
+        Section::Pv.begin_after(k, at, stride);
         k.wgmma_fence();
         self.add_values(k);
         k.wgmma_commit();
+        Section::PvWait.begin_after(k, at, stride);
         k.wgmma_wait(0);
         self.give_back(k, &self.v);
         if self.spec.left && self.has_own_rows() {
@@ -313,11 +337,12 @@ impl<'a> Consumer<'a> {
         k.while_(
             |k| k.setp_ge_s32(at, stop),
             |k, _| {
+                Section::Skip.begin_tile(k, at);
                 for ring in [&self.k, &self.v] {
                     ring.wait_filled(k);
                     self.give_back(k, ring);
                 }
-                self.begin_turn(k);
+                self.begin_turn(k, at);
                 self.end_turn(k);
                 k.set(at, |k| k.sub_s32(at, 1));
             },
@@ -325,8 +350,9 @@ impl<'a> Consumer<'a> {
     }
 
     /// Waits for this warpgroup's turn at the tensor cores. Every warpgroup takes one for every key tile.
-    fn begin_turn(&self, k: &mut KernelBuilder) {
+    fn begin_turn(&self, k: &mut KernelBuilder, at: Reg<B32>) {
         if self.takes_turns() {
+            Section::Turn.begin_tile(k, at);
             let own = k.add_u32(self.group, TURN);
             k.bar_sync(own, 256u32);
         }
@@ -355,18 +381,25 @@ impl<'a> Consumer<'a> {
 
     /// Computes the scores of one key tile while the values of the previous tile are added.
     fn key_tile(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>, masked: bool) {
+        let before = self.schedule.stride();
+        Section::KWait.begin_tile(k, at);
         self.k.wait_filled(k);
-        self.begin_turn(k);
+        self.begin_turn(k, at);
+        Section::Qk.begin_tile(k, at);
         k.wgmma_fence();
         self.scores(k);
         k.wgmma_commit();
+        Section::VWait.begin_after(k, at, before);
         self.v.wait_filled(k);
+        Section::Pv.begin_after(k, at, before);
         // The wait is a loop, and the assembler wants a fence on this side of it too.
         k.wgmma_fence();
         self.add_values(k);
         k.wgmma_commit();
         self.end_turn(k);
+        Section::QkWait.begin_tile(k, at);
         k.wgmma_wait(1);
+        Section::Softmax.begin_tile(k, at);
         self.give_back(k, &self.k);
         self.params.score(k, &self.scores);
         if masked {
@@ -375,7 +408,9 @@ impl<'a> Consumer<'a> {
         let Schedule { lazy, poly, .. } = self.schedule;
         let kind = Kind { masked, first: false, lazy, shift: self.shift(), poly };
         let rescale = softmax::step(k, self.params, &self.rows, &self.scores, kind);
+        Section::PvWait.begin_after(k, at, before);
         k.wgmma_wait(0);
+        Section::Rescale.begin_tile(k, at);
         self.give_back(k, &self.v);
         self.pack(k);
         if let Some(rescale) = rescale {

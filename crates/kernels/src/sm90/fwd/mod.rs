@@ -391,11 +391,19 @@ impl Family for Schedule {
             .shared(memory.layout.clone())
             .threads(self.threads())
             .min_blocks_per_sm(self.ctas);
+        if spec.traced {
+            k = k.traced();
+        }
         if self.split > 1 {
             k = k.cluster(self.split, 1, 1);
         }
         self.body(&mut k, spec, &memory);
         k
+    }
+
+    fn roles(self) -> Vec<String> {
+        let consumers = (0..self.warpgroups).map(|group| format!("consumer {group}"));
+        consumers.chain(["producer".into()]).collect()
     }
 
     fn bind<E>(
@@ -412,6 +420,7 @@ impl Family for Schedule {
 
 impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
+        k.begin_trace(self.warpgroups + 1, 128);
         let tid = k.tid_x();
         let warp = k.shr_u32(tid, 5u32);
         // Taken from one lane, so that the assembler knows that it is the same in all.
