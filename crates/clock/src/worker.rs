@@ -302,7 +302,8 @@ impl Ready {
         }
         let graph = &graphs[&calls];
         // SAFETY: as above.
-        timed(&cuda, warm, calls, || unsafe { graph.launch(cuda.stream()) }.map_err(say))
+        let us = timed(&cuda, warm, calls, || unsafe { graph.launch(cuda.stream()) }.map_err(say))?;
+        Ok(json!({ "us": us, "calls": calls }))
     }
 
     /// What one direct call writes into poisoned memory.
@@ -362,7 +363,8 @@ impl Ready {
             recordings.insert(who.clone(), recording.map_err(say)?);
         }
         let recording = &recordings[who];
-        timed(&cuda, warm, calls, || recording.replay().map_err(say))
+        let us = timed(&cuda, warm, calls, || recording.replay().map_err(say))?;
+        Ok(json!({ "us": us, "calls": calls }))
     }
 
     fn calls(&mut self, who: &str, sets: &[Set], calls: usize) -> Result<Value, String> {
@@ -396,13 +398,14 @@ impl Ready {
     }
 }
 
-/// One replay of recorded calls between two events, after `warm` replays that keep the GPU busy meanwhile.
-fn timed(
+/// Microseconds per call of one replay of recorded calls between two events, after `warm` replays that keep the GPU busy
+/// meanwhile.
+pub(crate) fn timed(
     cuda: &Cuda,
     warm: u32,
     calls: usize,
     replay: impl Fn() -> Result<(), String>,
-) -> Result<Value, String> {
+) -> Result<f64, String> {
     let event = || Event::new(cuda.context(), EventKind::Timing).map_err(say);
     let (start, end) = (event()?, event()?);
     for _ in 0..warm.max(1) {
@@ -413,7 +416,7 @@ fn timed(
     end.record(cuda.stream()).map_err(say)?;
     end.synchronize().map_err(say)?;
     let ms = end.ms_since(&start).map_err(say)?;
-    Ok(json!({ "us": f64::from(ms) * 1e3 / calls as f64, "calls": calls }))
+    Ok(f64::from(ms) * 1e3 / calls as f64)
 }
 
 /// Samples of the call clock: every call between two events, and then the host's own time for as many. Before that,

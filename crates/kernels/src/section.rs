@@ -1,6 +1,6 @@
 //! Section: what a kernel does at a time, as its [stamps](flashcore_ptx::trace) name it.
 
-use flashcore_ptx::{B32, KernelBuilder, Reg};
+use flashcore_ptx::{B32, GridDep, KernelBuilder, Reg};
 
 /// Declares the sections with their names.
 macro_rules! sections {
@@ -62,6 +62,17 @@ sections! {
     CopyK = "copy K",
     /// Issues the copy of a V tile.
     CopyV = "copy V",
+}
+
+/// Waits until the launch before has ended; only then are stamps written.
+#[track_caller]
+pub(crate) fn wait_for_launch(k: &mut KernelBuilder) {
+    let since = k.trace_clock();
+    k.griddepcontrol(GridDep::Wait);
+    k.open_trace();
+    if let Some(since) = since {
+        k.stamp_at(since, Section::LaunchWait as u32, None);
+    }
 }
 
 impl Section {

@@ -144,3 +144,33 @@ impl TraceSize {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tracks_are_read_as_they_are_laid_out_and_what_nobody_wrote_is_left_out() {
+        let size = TraceSize { blocks: 2, roles: 2, stamps: 2 };
+        assert_eq!(size.bytes(), 4 * (16 + 2 * 8 + 16));
+        let mut bytes = vec![u8::MAX; size.bytes()];
+        let mut write = |at: usize, words: &[u32]| {
+            for (i, word) in words.iter().enumerate() {
+                bytes[at + 4 * i..at + 4 * i + 4].copy_from_slice(&word.to_le_bytes());
+            }
+        };
+        // The second role of the first block has one stamp of two; the first of the second block had one too many.
+        write(48, &[7, 1, 100, 5, 120, 3 << 5 | 4]);
+        write(48 + 32, &[9, 1, 150, 1]);
+        write(96, &[7, 1, 100, 6, 110, 1, 120, u32::MAX >> 5 << 5 | 2, 9, 1, 130, u32::MAX]);
+        let tracks = size.read(&bytes);
+        assert_eq!(tracks.len(), 2);
+        let one = &tracks[0];
+        assert_eq!((one.block, one.role, one.sm, one.lost), (0, 1, 5, 0));
+        assert_eq!((one.start, one.end.clock), (Moment { global: 1 << 32 | 7, clock: 100 }, 150));
+        assert_eq!(one.stamps, [Stamped { clock: 120, section: 4, number: Some(3) }]);
+        let two = &tracks[1];
+        assert_eq!((two.block, two.role, two.stamps.len(), two.lost), (1, 0, 2, 1));
+        assert_eq!(two.stamps[1], Stamped { clock: 120, section: 2, number: None });
+    }
+}

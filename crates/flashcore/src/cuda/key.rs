@@ -3,7 +3,7 @@
 use std::hash::{BuildHasherDefault, Hasher};
 
 use flashcore_kernels::{Kernel, Schedule};
-use flashcore_ptx::{Target, TraceSize};
+use flashcore_ptx::Target;
 
 use crate::Problem;
 
@@ -21,8 +21,8 @@ pub(super) struct Key {
     pub problem: Problem,
     pub target: Target,
     pub choice: Choice,
-    /// Where a traced plan writes its stamps.
-    pub trace: Option<(u64, TraceSize)>,
+    /// Whether its kernels write stamps.
+    pub traced: bool,
 }
 
 /// Hashes word by word, by multiplying and rotating. Nobody gains from choosing problems whose keys collide, so
@@ -82,7 +82,7 @@ mod tests {
     use crate::{DType, Mask};
 
     fn key(problem: &Problem, target: Target, choice: Choice) -> Key {
-        Key { problem: *problem, target, choice, trace: None }
+        Key { problem: *problem, target, choice, traced: false }
     }
 
     fn keys() -> Vec<Key> {

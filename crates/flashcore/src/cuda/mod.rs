@@ -286,7 +286,12 @@ impl Cuda {
     }
 
     fn key(&self, problem: &Problem) -> Key {
-        Key { problem: *problem, target: self.hardware.target, choice: self.choice, trace: self.trace }
+        Key {
+            problem: *problem,
+            target: self.hardware.target,
+            choice: self.choice,
+            traced: self.trace.is_some(),
+        }
     }
 
     fn ready(&self, problem: &Problem) -> Result<Arc<Ready>> {
@@ -369,7 +374,7 @@ impl Cuda {
             return staged::run(self, call);
         }
         let workspace = (workspace::stream_key(&self.stream), self.workspace.map(|(address, _)| address));
-        let key = CallKey::new(self.key(&call.problem), call, workspace);
+        let key = CallKey::new(self.key(&call.problem), call, workspace, self.trace);
         // Lengths that are on the host may differ from those of last time.
         let repeatable = call.key_lengths.is_none();
         if repeatable

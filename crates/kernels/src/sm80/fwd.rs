@@ -147,10 +147,8 @@ impl Family for Schedule {
             .shared(memory.layout.clone())
             .threads(32 * self.warps)
             // Without a minimum, ptxas may spill to fit one more block on a multiprocessor.
-            .min_blocks_per_sm(1);
-        if spec.traced {
-            k = k.traced();
-        }
+            .min_blocks_per_sm(1)
+            .traced(spec.traced);
         self.body(&mut k, spec, &memory);
         k
     }
@@ -167,6 +165,7 @@ impl Family for Schedule {
 impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
         k.begin_trace(self.warps, 32);
+        k.open_trace();
         let tiles = self.tiles(spec);
         let work = Work::begin(k, spec, |k| Rows::find(k, self.block_m, self.order));
         let place = Place::new(k, self.block_m / self.warps);

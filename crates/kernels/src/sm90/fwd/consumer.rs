@@ -1,6 +1,6 @@
 //! A consumer warpgroup: 64 queries, their scores, probabilities and output in registers.
 
-use flashcore_ptx::{B32, B64, BulkHint, F32, GridDep, KernelBuilder, Operand, Pred, ProxySpace, Reg, Wgmma};
+use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Wgmma};
 
 use super::{
     Memory, PANEL, PITCH, ROWS, Schedule, Sizes, gather, merge, panels, partial,
@@ -14,6 +14,7 @@ use crate::{
         fragment::{Acc, a_operands, matrix_ty, pack},
         softmax::{ScoreHandles, SoftmaxParams},
     },
+    section::wait_for_launch,
     sm90::Sm90Params,
 };
 
@@ -117,8 +118,7 @@ impl<'a> Consumer<'a> {
         }
         // The slot whose output is still being stored; it is released once the store is done.
         let owed = k.mov_b32(0u32);
-        Section::LaunchWait.begin(k);
-        k.griddepcontrol(GridDep::Wait);
+        wait_for_launch(k);
         Section::Tile.begin(k);
         each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed));
         if self.schedule.persistent {

@@ -390,10 +390,8 @@ impl Family for Schedule {
             .params::<Sm90Params>()
             .shared(memory.layout.clone())
             .threads(self.threads())
-            .min_blocks_per_sm(self.ctas);
-        if spec.traced {
-            k = k.traced();
-        }
+            .min_blocks_per_sm(self.ctas)
+            .traced(spec.traced);
         if self.split > 1 {
             k = k.cluster(self.split, 1, 1);
         }

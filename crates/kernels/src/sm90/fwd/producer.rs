@@ -1,13 +1,13 @@
 //! The thread that moves tiles from global to shared memory.
 
-use flashcore_ptx::{B32, B64, BulkHint, GridDep, KernelBuilder, L2Evict, Operand, Reg};
+use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg};
 
 use super::{
     Memory, PANEL, Schedule, Sizes, panels,
     ring::Ring,
     tiles::{Tile, each_tile},
 };
-use crate::{Section, Spec, sm90::Sm90Params};
+use crate::{Section, Spec, section::wait_for_launch, sm90::Sm90Params};
 
 pub(super) struct Producer<'a> {
     schedule: Schedule,
@@ -62,8 +62,7 @@ impl<'a> Producer<'a> {
     }
 
     pub fn run(&self, k: &mut KernelBuilder) {
-        Section::LaunchWait.begin(k);
-        k.griddepcontrol(GridDep::Wait);
+        wait_for_launch(k);
         Section::Tile.begin(k);
         each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile));
         k.end_trace();
