@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 
+use flashcore_clock::traced::Replay;
 use flashcore_kernels::Section;
 use flashcore_ptx::{Moment, Track};
 use flashcore_report::timeline as picture;
@@ -116,6 +117,11 @@ struct Axis {
     anchors: HashMap<u32, (u32, f64)>,
 }
 
+/// How long the call of a replay lasts, in nanoseconds.
+pub fn call_ns(replay: &Replay) -> Result<f64, String> {
+    Axis::of(replay).map(|(_, (from, to))| to - from)
+}
+
 /// Ticks from one reading of a 32-bit clock to another, which may have wrapped.
 fn ticks(from: u32, to: u32) -> f64 {
     f64::from(to.wrapping_sub(from).cast_signed())
@@ -157,6 +163,16 @@ impl Axis {
         stats::median(&rates.collect::<Vec<f64>>()).filter(|rate| *rate > 0.0)
     }
 
+    /// The axis of a call on a GPU, and from when to when the call lasts.
+    fn of(replay: &Replay) -> Result<(Self, (f64, f64)), String> {
+        let rate = Self::rate(&replay.first, &replay.last)
+            .ok_or("the kernel left no stamps, or none that show how fast its clocks run")?;
+        let near: Vec<&Track> = replay.before.iter().chain(&replay.last).collect();
+        let axis = Self::new(rate, &near);
+        let window = (axis.end(&replay.before), axis.end(&replay.last));
+        Ok((axis, window))
+    }
+
     /// The time of a clock's reading, in nanoseconds.
     fn at(&self, sm: u32, clock: u32) -> f64 {
         let (anchor, time) = self.anchors.get(&sm).copied().unwrap_or_default();
@@ -170,19 +186,10 @@ impl Axis {
 }
 
 impl Timeline {
-    /// Of a call on a GPU, with the tracks of the call before it and of one long before. Roles are named in order.
-    pub fn measured(
-        roles: Vec<String>,
-        first: &[Track],
-        before: &[Track],
-        last: &[Track],
-    ) -> Result<Self, String> {
-        let rate = Axis::rate(first, last)
-            .ok_or("the kernel left no stamps, or none that show how fast its clocks run")?;
-        let near: Vec<&Track> = before.iter().chain(last).collect();
-        let axis = Axis::new(rate, &near);
-        let window = (axis.end(before), axis.end(last));
-        Self::new(Unit::Microseconds, roles, last, &axis, window)
+    /// Of a call on a GPU. Roles are named in order.
+    pub fn measured(roles: Vec<String>, replay: &Replay) -> Result<Self, String> {
+        let (axis, window) = Axis::of(replay)?;
+        Self::new(Unit::Microseconds, roles, &replay.last, &axis, window)
     }
 
     /// Of a run in the simulator, whose clocks all count instructions from the launch on.
@@ -452,8 +459,9 @@ mod tests {
             let times = [start, start + 100, start + 900, start + 1_000];
             (0..2).map(|sm| track(sm as u32, sm as u32, 0, &times, clocks[sm])).collect()
         };
-        let (first, before, last) = (call(0), call(98_800), call(100_000));
-        Timeline::measured(vec!["worker".into()], &first, &before, &last).unwrap()
+        let replay = Replay { first: call(0), before: call(98_800), last: call(100_000) };
+        assert!((call_ns(&replay).unwrap() - 1_200.0).abs() < 50.0);
+        Timeline::measured(vec!["worker".into()], &replay).unwrap()
     }
 
     #[test]

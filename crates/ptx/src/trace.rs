@@ -1,7 +1,7 @@
 //! Stamps: when a kernel began which of its sections, written to global memory by the kernel itself.
 //!
 //! A *track* is one role of one block: a warp, or a group of warps that work together. One thread of it writes, so that a
-//! stamp costs a few instructions of one warp. A track is a header, a fixed number of stamps of 8 bytes, and a footer:
+//! stamp costs a few instructions of each warp and one store. A track is a header, a fixed number of stamps of 8 bytes, and a footer:
 //!
 //! | bytes | what |
 //! |---|---|

@@ -17,7 +17,7 @@ use crate::evidence::Environment;
 use crate::guarded::Arrangement;
 use crate::inputs::Distribution;
 use crate::operands::Operands;
-use crate::timeline::{NO_BLOCK, Row, Timeline, Unit};
+use crate::timeline::{NO_BLOCK, Row, Timeline, Unit, call_ns};
 use crate::{files, memory};
 
 /// How far the stamps may be from the kernel clock.
@@ -177,13 +177,13 @@ fn measure(
     let operands = draw(&plan.problem)?;
     progress.at(1, "running the kernel with stamps and without");
     let recorded = traced::record(cuda, plan, &operands)?;
-    let roles = plan.main().schedule.roles();
-    let mut timelines = Vec::new();
+    let mut replays = Vec::new();
     for replay in &recorded.replays {
-        timelines.push(Timeline::measured(roles.clone(), &replay.first, &replay.before, &replay.last)?);
+        replays.push((call_ns(replay)?, replay));
     }
-    timelines.sort_by(|a, b| a.length().total_cmp(&b.length()));
-    let timeline = timelines.swap_remove(timelines.len() / 2);
+    replays.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (_, middle) = replays[replays.len() / 2];
+    let timeline = Timeline::measured(plan.main().schedule.roles(), middle)?;
     let traced::Recorded { plain_us, stamped_us, registers, blocks, .. } = recorded;
     let agreement = timeline.length() / stamped_us;
     let clocks = Clocks {
