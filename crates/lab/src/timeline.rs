@@ -122,6 +122,16 @@ pub fn call_ns(replay: &Replay) -> Result<f64, String> {
     Axis::of(replay).map(|(_, (from, to))| to - from)
 }
 
+/// The smallest step between two readings of the clock that multiprocessors share, in nanoseconds: with many readings, its
+/// tick.
+pub fn tick_ns(replay: &Replay) -> Option<u64> {
+    let tracks = [&replay.first, &replay.before, &replay.last].into_iter().flatten();
+    let mut readings: Vec<u64> = tracks.flat_map(|track| edges(track).map(|moment| moment.global)).collect();
+    readings.sort_unstable();
+    readings.dedup();
+    readings.windows(2).map(|pair| pair[1] - pair[0]).min()
+}
+
 /// Ticks from one reading of a 32-bit clock to another, which may have wrapped.
 fn ticks(from: u32, to: u32) -> f64 {
     f64::from(to.wrapping_sub(from).cast_signed())
@@ -461,6 +471,8 @@ mod tests {
         };
         let replay = Replay { first: call(0), before: call(98_800), last: call(100_000) };
         assert!((call_ns(&replay).unwrap() - 1_200.0).abs() < 50.0);
+        // The readings at 99_776 and at 100_000 are the closest.
+        assert_eq!(tick_ns(&replay), Some(224));
         Timeline::measured(vec!["worker".into()], &replay).unwrap()
     }
 

@@ -17,7 +17,7 @@ use crate::evidence::Environment;
 use crate::guarded::Arrangement;
 use crate::inputs::Distribution;
 use crate::operands::Operands;
-use crate::timeline::{NO_BLOCK, Row, Timeline, Unit, call_ns};
+use crate::timeline::{NO_BLOCK, Row, Timeline, Unit, call_ns, tick_ns};
 use crate::{files, memory};
 
 /// How far the stamps may be from the kernel clock.
@@ -75,6 +75,8 @@ struct Clocks {
     /// The same as a share of the kernel clock with stamps.
     agreement: f64,
     agrees: bool,
+    /// How well the clocks of two multiprocessors are aligned, in nanoseconds: one tick of the clock that they share.
+    tick_ns: Option<u64>,
     /// Registers per thread and bytes of local memory, without stamps and with them.
     registers: [(u32, u32); 2],
 }
@@ -193,6 +195,7 @@ fn measure(
         call_us: timeline.length(),
         agreement,
         agrees: (agreement - 1.0).abs() <= AGREES_WITHIN,
+        tick_ns: tick_ns(middle),
         registers,
     };
     let report = report(plan, device, &timeline, Some(clocks), blocks);
@@ -226,7 +229,8 @@ fn report(
 fn text(timeline: &Timeline, report: &Report, options: &Options) -> String {
     let mut lines = vec![format!("{} on {}\n{}", report.problem, report.device, report.schedule)];
     if let Some(clocks) = &report.clocks {
-        let Clocks { kernel_us, stamped_us, stamps_cost, call_us, agreement, agrees, registers } = clocks;
+        let Clocks { kernel_us, stamped_us, stamps_cost, call_us, agreement, agrees, tick_ns, registers } =
+            clocks;
         lines.push(format!(
             "\nkernel clock {kernel_us:.2} µs, with stamps {stamped_us:.2} µs: the stamps cost {:.1} %",
             100.0 * stamps_cost
@@ -240,6 +244,10 @@ fn text(timeline: &Timeline, report: &Report, options: &Options) -> String {
         let [(plain, spilled), (stamped, more)] = registers;
         lines.push(format!(
             "registers    {plain}, with stamps {stamped}; local memory {spilled} bytes, with stamps {more}"
+        ));
+        let within = tick_ns.map_or("an unknown time".into(), |ns| format!("{ns} ns"));
+        lines.push(format!(
+            "aligned      multiprocessors within {within}, the tick of the clock that they share"
         ));
     }
     let (all, recorded) = report.blocks;
