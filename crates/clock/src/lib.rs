@@ -6,6 +6,7 @@
 //!   the files of [`pool`]. [`cublas`] is a peer that does not fuse, with [`softmax`] between its products;
 //!   [`ceilings`] measures the GPU's peak rates; [`stress`] repeats calls and compares their bits.
 //! - [`cpu_worker`] times the CPU engine in a process of its own, by the same protocol.
+//! - [`traced`] runs a kernel that stamps its sections, and times it with and without stamps.
 //! - [`python`] finds the Python that peers run in.
 //!
 //! A crate of its own because timed code must be optimised, while the workbench around it need not be.
@@ -21,4 +22,5 @@ pub mod python;
 pub mod softmax;
 pub mod stress;
 pub mod timing;
+pub mod traced;
 pub mod worker;

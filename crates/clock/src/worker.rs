@@ -303,7 +303,7 @@ impl Ready {
         }
         let graph = &graphs[&calls];
         // SAFETY: as above.
-        timed(&cuda, replays, calls, || unsafe { graph.launch(cuda.stream()) }.map_err(say))
+        timed(&cuda, replays, calls, || unsafe { graph.launch(cuda.stream()) }.map_err(say)).map(written)
     }
 
     /// What one direct call writes into poisoned memory.
@@ -363,7 +363,7 @@ impl Ready {
             recordings.insert(who.clone(), recording.map_err(say)?);
         }
         let recording = &recordings[who];
-        timed(&cuda, replays, calls, || recording.replay().map_err(say))
+        timed(&cuda, replays, calls, || recording.replay().map_err(say)).map(written)
     }
 
     fn calls(&mut self, who: &str, sets: &[Set], calls: usize) -> Result<Value, String> {
@@ -397,13 +397,19 @@ impl Ready {
     }
 }
 
-/// Some replays of recorded calls between two events, after others that keep the GPU busy meanwhile.
-fn timed(
+/// A sample as the reply has it.
+fn written((us, calls): (f64, usize)) -> Value {
+    json!({ "us": us, "calls": calls })
+}
+
+/// Microseconds per call, and how many calls: some replays of recorded calls between two events, after others that keep
+/// the GPU busy meanwhile.
+pub(crate) fn timed(
     cuda: &Cuda,
     [warm, replays]: [u32; 2],
     calls: usize,
     replay: impl Fn() -> Result<(), String>,
-) -> Result<Value, String> {
+) -> Result<(f64, usize), String> {
     let event = || Event::new(cuda.context(), EventKind::Timing).map_err(say);
     let (start, end) = (event()?, event()?);
     for _ in 0..warm {
@@ -417,7 +423,7 @@ fn timed(
     end.synchronize().map_err(say)?;
     let ms = end.ms_since(&start).map_err(say)?;
     let calls = calls * replays as usize;
-    Ok(json!({ "us": f64::from(ms) * 1e3 / calls as f64, "calls": calls }))
+    Ok((f64::from(ms) * 1e3 / calls as f64, calls))
 }
 
 /// Samples of the call clock: every call between two events, and then the host's own time for as many. Before that,

@@ -11,8 +11,8 @@ mod workspace;
 
 use flashcore_kernels::{ElementType, ScheduleError, Section, Spec};
 pub use flashcore_kernels::{Kernel, Map, Packed, Schedule};
-use flashcore_ptx::Module;
 pub use flashcore_ptx::Target;
+use flashcore_ptx::{Module, TraceSize};
 
 pub use self::bind::Bindings;
 pub(crate) use self::fold::fold;
@@ -205,6 +205,21 @@ impl Plan {
         Ok(Self { problem: *problem, target: hardware.target, launches, reason, folded, section, workspace })
     }
 
+    /// The same plan, whose main kernel stamps its [sections](flashcore_kernels::Section): see
+    /// [`trace_size`](Plan::trace_size).
+    #[doc(hidden)]
+    pub fn traced(mut self) -> Self {
+        self.launches[0].spec.traced = true;
+        self
+    }
+
+    /// The memory in which every block of the main kernel has room for so many stamps per role.
+    #[doc(hidden)]
+    pub fn trace_size(&self, stamps: u32) -> TraceSize {
+        let roles = self.main().schedule.roles().len() as u32;
+        TraceSize { blocks: self.main().grid.iter().product(), roles, stamps: stamps.next_multiple_of(2) }
+    }
+
     /// The launch that computes attention, or its parts.
     pub fn main(&self) -> &Launch {
         &self.launches[0]
@@ -262,6 +277,7 @@ fn spec(problem: &Problem, device: &str) -> Result<Spec> {
         key_lengths: problem.key_lengths,
         grouped: problem.heads_kv != problem.heads_q,
         lse: problem.lse,
+        traced: false,
     })
 }
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use flashcore_kernels::{ElementType, Schedule, Spec};
-use flashcore_ptx::{Module, Target, TensorMap};
+use flashcore_ptx::{Module, Target, TensorMap, Track};
 pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, LaunchReport as Report, Stats, Stop};
 use flashcore_sim::{Buffer, LaunchDims, Launching, MOST_BUFFER_BYTES, Sim, Swizzle, TensorElement};
 
@@ -28,6 +28,9 @@ pub struct SimGpu {
     choice: Choice,
     edit: Option<Edit>,
     last: Arc<Mutex<Option<Report>>>,
+    /// Stamps per role, where kernels are traced.
+    trace: Option<u32>,
+    last_trace: Arc<Mutex<Vec<Track>>>,
     made: Arc<Mutex<Made>>,
 }
 
@@ -59,6 +62,8 @@ impl SimGpu {
             choice: Choice::Planner,
             edit: None,
             last: Arc::default(),
+            trace: None,
+            last_trace: Arc::default(),
             made: Arc::default(),
         }
     }
@@ -90,8 +95,26 @@ impl SimGpu {
         Self { edit: Some(Arc::new(edit)), ..self }
     }
 
+    /// The same with kernels that stamp their sections, up to so many times per role of a block. A clock shows the
+    /// instructions that a warp has executed, and at least the time of whatever it has waited for.
+    #[doc(hidden)]
+    pub fn with_trace(self, stamps: u32) -> Self {
+        Self { trace: Some(stamps), ..self }
+    }
+
+    /// The stamps of the last run, clones' included.
+    #[doc(hidden)]
+    pub fn last_trace(&self) -> Vec<Track> {
+        self.last_trace.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// The plan for a problem.
     pub fn plan(&self, problem: &Problem) -> Result<Plan> {
+        let plan = self.untraced_plan(problem)?;
+        Ok(if self.trace.is_some() { plan.traced() } else { plan })
+    }
+
+    fn untraced_plan(&self, problem: &Problem) -> Result<Plan> {
         match self.choice {
             Choice::Planner => Plan::choose(problem, &self.hardware),
             Choice::Kernel(kernel) => Plan::with_kernel(problem, &self.hardware, kernel),
@@ -145,7 +168,10 @@ impl SimGpu {
         bindings: &Bindings,
     ) -> Result<()> {
         let workspace = memory.reserve("workspace", plan.workspace_bytes())?;
-        let params = plan.bind(&Bindings { workspace, ..*bindings }, &mut encode)?;
+        let trace = self.trace.map(|stamps| plan.trace_size(stamps));
+        let traced = trace.map(|size| memory.upload("trace", &vec![u8::MAX; size.bytes()])).transpose()?;
+        let bindings = &Bindings { workspace, trace: traced.zip(trace), ..*bindings };
+        let params = plan.bind(bindings, &mut encode)?;
         for (index, (launch, module)) in plan.launches.iter().zip(modules).enumerate() {
             let dims = LaunchDims {
                 grid: launch.grid,
@@ -172,6 +198,11 @@ impl SimGpu {
                 let rest = if more > 0 { format!("\n(and {more} more)") } else { String::new() };
                 return Err(failed(&format!("{first}{rest}")));
             }
+        }
+        if let Some((address, size)) = bindings.trace {
+            let mut bytes = vec![0; size.bytes()];
+            memory.download(address, &mut bytes)?;
+            *self.last_trace.lock().unwrap_or_else(PoisonError::into_inner) = size.read(&bytes);
         }
         for output in plan.problem.signature().outputs() {
             let (name, (address, _)) = (output.name, bindings.tensors[output.name]);

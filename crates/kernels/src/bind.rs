@@ -1,6 +1,8 @@
 //! What a launch is bound to: tensors in a GPU's memory and a few numbers, and the parameter bytes made of them.
 
-use flashcore_ptx::{GlobalPtr, KernelParams};
+use std::borrow::Cow;
+
+use flashcore_ptx::{GlobalPtr, KernelParams, TraceParams};
 use smallvec::SmallVec;
 
 use crate::ElementType;
@@ -76,6 +78,8 @@ pub struct Args {
     pub section: Section,
     /// Parts of the keys whose outputs are merged at the end.
     pub parts: u32,
+    /// Where traced kernels write their stamps.
+    pub trace: Option<TraceParams>,
 }
 
 /// The numbers that turn dot products into exponents, as the kernels read them.
@@ -163,7 +167,7 @@ pub struct Packed {
 /// Where the parameters of one launch lie.
 struct Bound {
     start: usize,
-    places: &'static [u16],
+    places: Cow<'static, [u16]>,
 }
 
 impl Packed {
@@ -172,11 +176,22 @@ impl Packed {
         let start = self.bytes.len();
         self.bytes.resize(start + P::packed_bytes(), 0);
         params.pack_into(&mut self.bytes[start..]);
-        self.launches.push(Bound { start, places: P::OFFSETS });
+        self.launches.push(Bound { start, places: P::OFFSETS.into() });
+    }
+
+    /// Adds parameters behind those of the last launch.
+    pub fn extend<P: KernelParams>(&mut self, params: &P) {
+        let Some(last) = self.launches.last_mut() else { return };
+        let align = P::FIELDS.iter().map(|(_, ty)| ty.align() as usize).max().unwrap_or(1);
+        let more = (self.bytes.len() - last.start).next_multiple_of(align);
+        let at = last.start + more;
+        self.bytes.resize(at + P::packed_bytes(), 0);
+        params.pack_into(&mut self.bytes[at..]);
+        last.places.to_mut().extend(P::OFFSETS.iter().map(|offset| more as u16 + offset));
     }
 
     /// The bytes of a launch, and where each parameter starts in them.
-    pub fn launch(&self, index: usize) -> (&[u8], &'static [u16]) {
+    pub fn launch(&self, index: usize) -> (&[u8], &[u16]) {
         let Bound { start, places } = &self.launches[index];
         let end = self.launches.get(index + 1).map_or(self.bytes.len(), |next| next.start);
         (&self.bytes[*start..end], places)

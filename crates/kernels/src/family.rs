@@ -25,6 +25,11 @@ pub trait Family: Copy + fmt::Display {
     /// The kernel. The schedule fits the spec and the target.
     fn emit(self, spec: &Spec, target: Target) -> KernelBuilder;
 
+    /// The roles of a block, one track each, where its kernels can be traced; else none.
+    fn roles(self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Whether a launch can be bound to these tensors.
     fn check_args(self, _args: &Args) -> Result<(), BindError> {
         Ok(())

@@ -21,11 +21,12 @@
 //! `registry` lists the families. Each has a file: the ladder's first rungs in [`ladder`], the others by generation of
 //! GPU in [`sm80`] and [`sm90`]. What they are made of lies in `parts`: tiles and their swizzle, copies, fragments, the
 //! online softmax, the walk over keys, the epilogue. `family` says what a family must provide, `bind` what its launches
-//! are bound to.
+//! are bound to. [`Phase`] names what a kernel does at a time, for the stamps of a timeline.
 
 mod bind;
 mod family;
 mod parts;
+mod phase;
 mod registry;
 mod spec;
 
@@ -36,5 +37,6 @@ pub mod sm90;
 pub use bind::{Args, BindError, Map, Operand, Packed, Section, TensorArg};
 pub use family::{Blocks, Family, Geometry, ScheduleError};
 pub use parts::{copy::MAX_ROW_STRIDE, params::FwdParams, work::Order};
+pub use phase::Phase;
 pub use registry::{Kernel, Schedule};
 pub use spec::{ElementType, MAX_TENSOR_CORE_HEAD_DIM, Spec};

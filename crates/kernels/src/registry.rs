@@ -115,6 +115,11 @@ impl Schedule {
         of_each!(*self, it => it.check(spec, target))
     }
 
+    /// The roles of a block, one track each, where the kernel can be traced; else none.
+    pub fn roles(&self) -> Vec<String> {
+        of_each!(*self, it => it.roles())
+    }
+
     /// Rows, threads, shared memory and blocks of a launch.
     pub fn geometry(&self, spec: &Spec) -> Geometry {
         of_each!(*self, it => it.geometry(spec))
@@ -123,6 +128,10 @@ impl Schedule {
     /// The kernel as a PTX module with one entry.
     pub fn emit(&self, spec: &Spec, target: Target) -> Result<Module, ScheduleError> {
         self.check(spec, target)?;
+        if spec.traced && self.roles().is_empty() {
+            let which = "only sm80_fwd and sm90_fwd stamp what they do";
+            return Err(ScheduleError::malformed(format!("{} cannot be traced: {which}", self.kernel())));
+        }
         let builder = of_each!(*self, it => it.emit(spec, target));
         Ok(Module::new(target).with(builder.finish()?))
     }
@@ -148,7 +157,11 @@ impl Schedule {
         encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
         packed: &mut Packed,
     ) -> Result<(), E> {
-        of_each!(*self, it => it.bind(spec, args, encode, packed))
+        of_each!(*self, it => it.bind(spec, args, encode, packed))?;
+        if let Some(trace) = args.trace.as_ref().filter(|_| spec.traced) {
+            packed.extend(trace);
+        }
+        Ok(())
     }
 }
 

@@ -48,6 +48,8 @@ pub struct Spec {
     pub grouped: bool,
     /// Whether lse is written.
     pub lse: bool,
+    /// Whether the kernel stamps its [sections](crate::Section). It then has parameters more, and computes the same.
+    pub traced: bool,
 }
 
 /// The largest head dim of the tensor-core kernels.
@@ -72,6 +74,7 @@ impl Spec {
             key_lengths: false,
             grouped: false,
             lse: false,
+            traced: false,
         }
     }
 

@@ -14,7 +14,8 @@
 //!   machine, and [`rbk`] makes tables of a grid in a file.
 //! - [`search`] looks for faster schedules, and accepts only those that win twice; [`micro`] measures the pieces that
 //!   kernels are made of, to order what is tried.
-//! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it.
+//! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it; [`timeline`] says
+//!   what each role of its blocks does when.
 //! - [`faults`] are planted to see whether all this would notice.
 //! - [`evidence`] is what a command leaves in a file, and how it is checked, compared and kept; [`report`] makes a page
 //!   for people from it.
@@ -44,3 +45,4 @@ pub mod rbk;
 pub mod search;
 pub mod shapes;
 pub mod subject;
+pub mod timeline;

@@ -575,3 +575,13 @@ fn what_only_a_gpu_has_is_not_asked_of_the_cpu_and_the_other_way_round() {
         assert!(text(&output).contains(words), "{arguments:?}: {}", text(&output));
     }
 }
+
+#[test]
+fn a_kernel_that_leaves_no_stamps_has_no_timeline() {
+    let Some(machine) = Machine::new(&[]) else { return };
+    let trace = machine.folder.path().join("t.json");
+    let output = machine.command().args(["profile", "mission", "--trace"]).arg(&trace).output().unwrap();
+    assert_eq!(code(&output), 2, "{}", text(&output));
+    assert!(text(&output).contains("left no stamps"), "{}", text(&output));
+    assert!(!trace.exists());
+}

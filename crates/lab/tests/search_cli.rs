@@ -62,3 +62,75 @@ fn a_profile_without_counters_says_so_and_labels_what_it_has_instead() {
     assert!(file["roofline"]["time_us"].is_null());
     assert!(file["simulated"]["warp_instructions"].as_u64() > Some(0));
 }
+
+/// The slices of a trace by track: name, beginning, length.
+type Tracks = std::collections::BTreeMap<(u64, u64), Vec<(String, f64, f64)>>;
+
+fn tracks(trace: &serde_json::Value) -> Tracks {
+    let mut tracks = Tracks::new();
+    for event in trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "X") {
+        let number = |name: &str| event[name].as_f64().unwrap();
+        let track = (event["pid"].as_u64().unwrap(), event["tid"].as_u64().unwrap());
+        let name = event["name"].as_str().unwrap().to_string();
+        tracks.entry(track).or_default().push((name, number("ts"), number("dur")));
+    }
+    tracks
+}
+
+#[test]
+fn a_timeline_from_the_simulator_has_every_section_and_its_parts_add_up() {
+    let folder = tempfile::tempdir().unwrap();
+    for (shape, expected) in [
+        ("mission", vec!["merge", "copy K", "slot wait", "Q wait", "launch wait"]),
+        ("1x16x16384x128:causal:bf16", vec!["turn", "rescale", "K wait", "V wait", "QK wait", "PV wait"]),
+    ] {
+        let files = ["--trace", "t.json", "--svg", "t.svg", "--json", "r.json"];
+        let arguments: Vec<&str> = ["profile", shape, "--device", "sim"].into_iter().chain(files).collect();
+        let text = said(&flashcore(folder.path(), &arguments));
+        assert!(text.lines().skip(2).all(|line| line.chars().count() <= 100), "{text}");
+        let tracks = tracks(&json(&folder.path().join("t.json")));
+        assert!(tracks.len() >= 3, "a producer and two warpgroups");
+        let mut names = std::collections::BTreeSet::new();
+        for slices in tracks.values() {
+            let (mut end, first) = (slices[0].1, slices[0].1);
+            for (name, from, length) in slices {
+                assert!((from - end).abs() < 1e-6 && *length >= 0.0, "{name} at {from}, after {end}");
+                end = from + length;
+                names.insert(name.clone());
+            }
+            let sum: f64 = slices.iter().map(|slice| slice.2).sum();
+            assert!((sum - (end - first)).abs() < 1e-6, "{sum} of {}", end - first);
+        }
+        let always = ["setup", "tile", "QK", "PV", "softmax", "store", "copy Q", "copy V"];
+        for name in expected.iter().chain(&always) {
+            assert!(names.contains(*name), "{shape}: {name} is missing in {names:?}");
+        }
+        let report = json(&folder.path().join("r.json"));
+        for role in ["consumer 0", "consumer 1", "producer"] {
+            let rows = report["rows"].as_array().unwrap().iter().filter(|row| row["role"] == role);
+            let (share, total) = rows.fold((0.0, 0.0), |(share, total), row| {
+                (share + row["share"].as_f64().unwrap(), total + row["total"].as_f64().unwrap())
+            });
+            assert!((share - 1.0).abs() < 1e-9, "{role}: {share}");
+            assert!((total - report["length"].as_f64().unwrap()).abs() < 1e-9, "{role}: {total}");
+        }
+        let picture = std::fs::read_to_string(folder.path().join("t.svg")).unwrap();
+        let drawn = roxmltree::Document::parse(&picture).unwrap();
+        assert!(drawn.descendants().filter(|node| node.has_tag_name("rect")).count() > 20);
+        assert!(picture.contains("prefers-color-scheme:dark") && picture.contains("softmax"));
+    }
+}
+
+#[test]
+fn a_timeline_that_cannot_be_taken_says_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    for (arguments, reason) in [
+        (vec!["--target", "sm_90a"], "--device sim"),
+        (vec!["--device", "sim", "--kernel", "scalar"], "sm80_fwd"),
+    ] {
+        let arguments = ["profile", "tiny", "--trace", "t.json"].into_iter().chain(arguments);
+        let output = flashcore(folder.path(), &arguments.collect::<Vec<_>>());
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2) && said.contains(reason), "{said}");
+    }
+}

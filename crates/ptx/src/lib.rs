@@ -92,6 +92,7 @@ pub mod ptxas;
 pub mod read;
 pub mod shared;
 pub mod table;
+pub mod trace;
 pub mod types;
 
 pub use builder::*;
@@ -104,4 +105,5 @@ pub use params::{
 };
 pub use shared::{Shared, SharedAlloc, SharedLayout};
 pub use table::Alu;
+pub use trace::{Moment, Stamped, TraceParams, TraceSize, Track};
 pub use types::*;

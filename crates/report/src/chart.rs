@@ -87,11 +87,11 @@ pub enum Chart {
 }
 
 /// A drawing with its size and what it says in words.
-struct Drawing {
-    svg: Svg,
-    size: (f64, f64),
-    title: String,
-    description: String,
+pub(crate) struct Drawing {
+    pub svg: Svg,
+    pub size: (f64, f64),
+    pub title: String,
+    pub description: String,
 }
 
 impl Chart {
@@ -151,7 +151,8 @@ pub fn grid(title: &str, panels: &[Lines], columns: usize, source: &str) -> Stri
     whole_file(&drawing, source)
 }
 
-fn whole_file(drawing: &Drawing, source: &str) -> String {
+/// A drawing as a file of its own, which says where it is from.
+pub(crate) fn whole_file(drawing: &Drawing, source: &str) -> String {
     let (width, height) = drawing.size;
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width:.0}\" height=\"{height:.0}\" \
@@ -168,9 +169,9 @@ fn whole_file(drawing: &Drawing, source: &str) -> String {
 /// The size of one chart of lines.
 const PANEL: (f64, f64) = (380.0, 236.0);
 /// A letter's width at the size of a legend, roughly.
-const LETTER: f64 = 6.3;
+pub(crate) const LETTER: f64 = 6.3;
 /// The same with room for letters that are wider, so that no name is cut.
-const WIDE_LETTER: f64 = 7.0;
+pub(crate) const WIDE_LETTER: f64 = 7.0;
 
 /// A legend of marks and names, from a corner on, in as many rows as needed; returns its height.
 fn legend(svg: &mut Svg, corner: (f64, f64), width: f64, names: &[String]) -> f64 {
@@ -188,7 +189,7 @@ fn legend(svg: &mut Svg, corner: (f64, f64), width: f64, names: &[String]) -> f6
     y - corner.1 + 20.0
 }
 
-fn tick(value: f64) -> String {
+pub(crate) fn tick(value: f64) -> String {
     format!("{}", (value * 1e6).round() / 1e6)
 }
 

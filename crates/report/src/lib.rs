@@ -3,7 +3,8 @@
 //! A report is made from evidence and nothing else. [`source`] is the only way to a number, and it remembers the file
 //! and the field; what a file does not hold is shown as absent. The sections ([`speed`], [`small`], [`energy`],
 //! [`roofline`], [`errors`], [`ladder`], [`checks`], [`environment`]) read evidence into a [`page`], which [`html`] and
-//! [`markdown`] write; [`chart`] draws. The same evidence gives the same bytes.
+//! [`markdown`] write; [`chart`] draws. The same evidence gives the same bytes. [`timeline`] draws what no evidence holds:
+//! what each role of a kernel does when.
 
 pub mod chart;
 pub mod checks;
@@ -22,6 +23,7 @@ pub mod small;
 pub mod source;
 pub mod speed;
 pub mod svg;
+pub mod timeline;
 
 use page::{Page, Piece, Section, text};
 use reading::Bench;

@@ -18,6 +18,8 @@ use std::{
 
 use flashcore_driver::{CaptureMode, CaptureStatus, Context, DriverError, GraphExec, Stream, StreamOptions};
 
+use flashcore_ptx::TraceSize;
+
 use super::{
     Ready,
     key::{Key, QuickState},
@@ -42,15 +44,22 @@ pub(super) struct CallKey {
     lengths: Option<u64>,
     /// What the workspace depends on: the stream, and the caller's own if there is one.
     workspace: (usize, Option<u64>),
+    /// Where kernels write their stamps, if they do.
+    trace: Option<(u64, TraceSize)>,
 }
 
 impl CallKey {
-    pub(super) fn new(plan: Key, call: &Call<'_>, workspace: (usize, Option<u64>)) -> Self {
+    pub(super) fn new(
+        plan: Key,
+        call: &Call<'_>,
+        workspace: (usize, Option<u64>),
+        trace: Option<(u64, TraceSize)>,
+    ) -> Self {
         let at = |raw: &Raw| {
             let [batch, head, row, _] = raw.layout.strides;
             (raw.ptr as usize, [batch, head, row])
         };
-        Self { plan, tensors: call.tensors.map(at), lengths: call.device_lengths, workspace }
+        Self { plan, tensors: call.tensors.map(at), lengths: call.device_lengths, workspace, trace }
     }
 
     fn hash(&self) -> usize {

@@ -21,6 +21,8 @@ pub(super) struct Key {
     pub problem: Problem,
     pub target: Target,
     pub choice: Choice,
+    /// Whether its kernels write stamps.
+    pub traced: bool,
 }
 
 /// Hashes word by word, by multiplying and rotating. Nobody gains from choosing problems whose keys collide, so
@@ -80,7 +82,7 @@ mod tests {
     use crate::{DType, Mask};
 
     fn key(problem: &Problem, target: Target, choice: Choice) -> Key {
-        Key { problem: *problem, target, choice }
+        Key { problem: *problem, target, choice, traced: false }
     }
 
     fn keys() -> Vec<Key> {

@@ -31,7 +31,7 @@ use flashcore_driver::{
     Stream, link_ptx,
 };
 use flashcore_kernels::{Kernel, Schedule};
-use flashcore_ptx::Target;
+use flashcore_ptx::{Target, TraceSize};
 
 #[doc(hidden)]
 pub use self::floor::LaunchFloor;
@@ -71,6 +71,8 @@ pub struct Cuda {
     choice: Choice,
     /// The caller's workspace: its address and how many bytes it has.
     workspace: Option<(u64, usize)>,
+    /// Where kernels write their stamps, if they are traced.
+    trace: Option<(u64, TraceSize)>,
 }
 
 struct Shared {
@@ -158,7 +160,7 @@ impl Cuda {
             workspaces: Workspaces::default(),
         };
         let (shared, hardware) = (Arc::new(shared), Arc::new(hardware));
-        Ok(Self { shared, stream, hardware, choice: Choice::Planner, workspace: None })
+        Ok(Self { shared, stream, hardware, choice: Choice::Planner, workspace: None, trace: None })
     }
 
     /// The same GPU and kernels, queueing in a stream of the caller's.
@@ -195,6 +197,16 @@ impl Cuda {
     /// one after the other, until the last of them has run, and as long as a graph that captured one can run.
     pub unsafe fn with_workspace(&self, address: u64, bytes: usize) -> Self {
         Self { workspace: Some((address, bytes)), ..self.clone() }
+    }
+
+    /// The same GPU, with kernels that stamp their sections: see [`Plan::trace_size`].
+    ///
+    /// # Safety
+    /// Memory of this size at this address of the GPU belongs to the calls on this device, as for
+    /// [`Cuda::with_workspace`].
+    #[doc(hidden)]
+    pub unsafe fn with_trace(&self, address: u64, size: TraceSize) -> Self {
+        Self { trace: Some((address, size)), ..self.clone() }
     }
 
     /// The same GPU, with the default schedule of one kernel for every problem.
@@ -240,6 +252,11 @@ impl Cuda {
 
     /// The plan for a problem.
     pub fn plan(&self, problem: &Problem) -> Result<Plan> {
+        let plan = self.untraced_plan(problem)?;
+        Ok(if self.trace.is_some() { plan.traced() } else { plan })
+    }
+
+    fn untraced_plan(&self, problem: &Problem) -> Result<Plan> {
         match self.choice {
             Choice::Planner => Plan::choose(problem, &self.hardware),
             Choice::Kernel(kernel) => Plan::with_kernel(problem, &self.hardware, kernel),
@@ -269,7 +286,12 @@ impl Cuda {
     }
 
     fn key(&self, problem: &Problem) -> Key {
-        Key { problem: *problem, target: self.hardware.target, choice: self.choice }
+        Key {
+            problem: *problem,
+            target: self.hardware.target,
+            choice: self.choice,
+            traced: self.trace.is_some(),
+        }
     }
 
     fn ready(&self, problem: &Problem) -> Result<Arc<Ready>> {
@@ -352,7 +374,7 @@ impl Cuda {
             return staged::run(self, call);
         }
         let workspace = (workspace::stream_key(&self.stream), self.workspace.map(|(address, _)| address));
-        let key = CallKey::new(self.key(&call.problem), call, workspace);
+        let key = CallKey::new(self.key(&call.problem), call, workspace, self.trace);
         // Lengths that are on the host may differ from those of last time.
         let repeatable = call.key_lengths.is_none();
         if repeatable
@@ -385,6 +407,7 @@ impl Cuda {
             tensors: call.tensors.map(|raw| (raw.ptr as u64, raw.layout)),
             key_lengths: lengths.as_ref().map(DeviceBuffer::address).or(call.device_lengths),
             workspace: workspace.address,
+            trace: self.trace,
         };
         let packed = self.bind(&ready.plan, &bindings)?;
         self.launch(&ready, &packed)?;

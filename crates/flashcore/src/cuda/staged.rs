@@ -18,7 +18,8 @@ pub(super) fn run(cuda: &Cuda, call: &Call<'_>) -> Result<()> {
         let cuda = memory.cuda;
         let ready = cuda.ready(&call.problem)?;
         let workspace = cuda.lease(&ready.plan)?;
-        let packed = cuda.bind(&ready.plan, &Bindings { workspace: workspace.address, ..*bindings })?;
+        let packed = cuda
+            .bind(&ready.plan, &Bindings { workspace: workspace.address, trace: cuda.trace, ..*bindings })?;
         cuda.launch(&ready, &packed)?;
         cuda.synchronize()
     })

@@ -1,7 +1,7 @@
 //! What a call gives for the tensors of its problem, and the parameters that the launches of a plan make of it.
 
 use flashcore_kernels::{Args, BindError, Map, Operand, Packed, TensorArg};
-use flashcore_ptx::TensorMap;
+use flashcore_ptx::{TensorMap, TraceSize};
 
 use super::{Plan, fold::fold_layout};
 use crate::{Error, Layout, Name, Result, signature::PerTensor};
@@ -15,6 +15,9 @@ pub struct Bindings {
     pub key_lengths: Option<u64>,
     /// Where the workspace is, if the plan asks for one.
     pub workspace: u64,
+    /// Where a traced plan writes its stamps, and how many there is room for.
+    #[doc(hidden)]
+    pub trace: Option<(u64, TraceSize)>,
 }
 
 impl Bindings {
@@ -85,6 +88,7 @@ impl Plan {
             args.set(Operand::KeyLengths, TensorArg { address, ..TensorArg::default() });
         }
         self.workspace.bind(bindings.workspace, &mut args);
+        args.trace = bindings.trace.map(|(address, size)| size.params(address));
         args
     }
 

@@ -8,7 +8,7 @@
 use flashcore_ptx::{Addr, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
 
 use crate::{
-    Args, BindError, Blocks, Family, FwdParams, Geometry, ScheduleError, Spec,
+    Args, BindError, Blocks, Family, FwdParams, Geometry, Phase, ScheduleError, Spec,
     family::{MAX_REGISTERS, check_registers, schedule},
     parts::{
         copy::{Share, TileCopy},
@@ -147,9 +147,14 @@ impl Family for Schedule {
             .shared(memory.layout.clone())
             .threads(32 * self.warps)
             // Without a minimum, ptxas may spill to fit one more block on a multiprocessor.
-            .min_blocks_per_sm(1);
+            .min_blocks_per_sm(1)
+            .traced(spec.traced);
         self.body(&mut k, spec, &memory);
         k
+    }
+
+    fn roles(self) -> Vec<String> {
+        (0..self.warps).map(|warp| format!("warp {warp}")).collect()
     }
 
     fn check_args(self, args: &Args) -> Result<(), BindError> {
@@ -159,6 +164,8 @@ impl Family for Schedule {
 
 impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
+        k.begin_trace(self.warps, 32);
+        k.open_trace();
         let tiles = self.tiles(spec);
         let work = Work::begin(k, spec, |k| Rows::find(k, self.block_m, self.order));
         let place = Place::new(k, self.block_m / self.warps);
@@ -173,6 +180,7 @@ impl Schedule {
         k.if_(any, |k| MainLoop::new(k, self, spec, memory, &work, place).run(k, &range, &softmax, &o));
 
         k.section("epilogue");
+        Phase::Store.begin(k);
         softmax.finish(k);
         epilogue::normalise(k, &softmax, &o);
         let rows = Rows::find(k, self.block_m, self.order);
@@ -184,6 +192,7 @@ impl Schedule {
             k.bar_sync_all();
         }
         epilogue::store_output(k, spec, &rows, &place, memory.o, tiles.o, &o);
+        k.end_trace();
     }
 }
 
@@ -284,6 +293,7 @@ impl<'a> MainLoop<'a> {
         let q_address = Work::row_address(k, self.work.q, self.work.rows.first_row, self.q_row);
         let q_source = self.q_copy.source(k, q_address);
         let queries_left = k.sub_s32(self.work.rows.len_q, self.work.rows.first_row);
+        Phase::CopyQ.begin(k);
         k.comment("the queries");
         self.q_copy.start(k, self.memory.q, None, q_source, Some(queries_left));
         let k_address = Work::row_address(k, self.work.k, first_key, self.k_row);
@@ -295,9 +305,11 @@ impl<'a> MainLoop<'a> {
             v_source: self.v_copy.source(k, v_address),
             first,
         };
+        Phase::CopyK.begin_tile(k, last);
         k.comment("the last K tile");
         self.fetch_k(k, &cursor, None, Some(rows_left));
         if stages > 1 {
+            Phase::CopyV.begin_tile(k, last);
             k.comment("the last V tile");
             self.fetch_v(k, &cursor, None, Some(rows_left));
         }
@@ -307,7 +319,9 @@ impl<'a> MainLoop<'a> {
             self.fetch_ahead(k, &cursor, ahead, slot);
         }
         let q = q_in_regs.then(|| {
+            Phase::QWait.begin_tile(k, self.work.rows.first_row);
             self.wait_for_tile(k);
+            Phase::Tile.begin(k);
             self.load_queries(k)
         });
 
@@ -361,8 +375,10 @@ impl<'a> MainLoop<'a> {
         let tile = k.sub_s32(cursor.tile, ahead as i32);
         let exists = k.setp_ge_s32(tile, cursor.first);
         k.if_(exists, |k| {
+            Phase::CopyK.begin_tile(k, tile);
             k.comment("a K tile ahead");
             self.fetch_k(k, cursor, Some(slot), None);
+            Phase::CopyV.begin_tile(k, tile);
             k.comment("a V tile ahead");
             self.fetch_v(k, cursor, Some(slot), None);
         });
@@ -405,10 +421,12 @@ impl<'a> MainLoop<'a> {
     ) {
         let Schedule { block_n, stages, .. } = self.schedule;
         let first_key = masked.then(|| k.mul_lo_u32(cursor.tile, block_n));
+        Phase::KWait.begin_tile(k, cursor.tile);
         self.wait_for_tile(k);
         if stages == 1 {
             // A tile that every row sees has all its keys.
             let rows = first_key.map(|first_key| k.sub_s32(self.work.band.keys, first_key));
+            Phase::CopyV.begin_tile(k, cursor.tile);
             k.comment("this tile's V, while its scores are computed");
             self.fetch_v(k, cursor, None, rows);
             k.cp_async_commit();
@@ -421,21 +439,26 @@ impl<'a> MainLoop<'a> {
             self.fetch_ahead(k, cursor, stages - 1, free);
         }
 
+        Phase::Qk.begin_tile(k, cursor.tile);
         let mut scores = self.scores(k, cursor, q);
         if stages == 1 {
+            Phase::VWait.begin_tile(k, cursor.tile);
             self.wait_for_tile(k);
             let tile = k.sub_s32(cursor.tile, 1);
             let exists = k.setp_ge_s32(tile, cursor.first);
             k.if_(exists, |k| {
+                Phase::CopyK.begin_tile(k, tile);
                 k.comment("the next tile's K, while this one's output is computed");
                 self.fetch_k(k, cursor, None, None);
             });
             k.cp_async_commit();
         }
+        Phase::Softmax.begin_tile(k, cursor.tile);
         self.place.score(k, self.work, softmax.params, &mut scores, first_key);
         softmax.step(k, &scores, o, masked);
         let p: Vec<Vec<[Reg<B32>; 4]>> =
             scores.iter().map(|scores| a_operands(k, self.spec.dtype, scores)).collect();
+        Phase::Pv.begin_tile(k, cursor.tile);
         self.add_values(k, cursor, &p, o);
 
         k.set(cursor.tile, |k| k.sub_s32(cursor.tile, 1));

@@ -156,7 +156,7 @@ pub fn inspect(options: &Options) -> Result<Exit, String> {
 }
 
 /// As much of the problem as the simulator runs in a moment: a few blocks and a few key tiles.
-fn reduced(plan: &Plan) -> Problem {
+pub(super) fn reduced(plan: &Plan) -> Problem {
     let mut problem = plan.problem;
     let rows = plan.main().schedule.geometry(&plan.main().spec).rows as usize;
     problem.batch = problem.batch.min(1);

@@ -12,6 +12,7 @@ mod profile;
 mod report;
 mod run;
 mod screen;
+mod timeline;
 mod verify;
 
 use std::panic::PanicHookInfo;
@@ -185,6 +186,18 @@ fn percent(text: &str) -> Result<f64, String> {
     share.ok_or_else(|| "give a percentage from 0 to 100, such as 3%".into())
 }
 
+/// Refuses a file that cannot be written before the work is done rather than after it.
+fn check_file(option: &str, path: &Path) -> Result<(), String> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if path.is_dir() {
+        return Err(format!("{option} {} is a folder; name a file in it", path.display()));
+    }
+    if !folder.is_dir() {
+        return Err(format!("{option} {}: there is no folder {}", path.display(), folder.display()));
+    }
+    Ok(())
+}
+
 /// `--json FILE`, which every command has.
 #[derive(Args, Clone, Debug)]
 struct Json {
@@ -194,17 +207,9 @@ struct Json {
 }
 
 impl Json {
-    /// Refuses a file that cannot be written before the work is done rather than after it.
+    /// Refuses a file that cannot be written.
     fn check(&self) -> Result<(), String> {
-        let Some(path) = &self.json else { return Ok(()) };
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        if path.is_dir() {
-            return Err(format!("--json {} is a folder; name a file in it", path.display()));
-        }
-        if !folder.is_dir() {
-            return Err(format!("--json {}: there is no folder {}", path.display(), folder.display()));
-        }
-        Ok(())
+        self.json.as_deref().map_or(Ok(()), |path| check_file("--json", path))
     }
 
     /// Writes the report, if one is wanted.

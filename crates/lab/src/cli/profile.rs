@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::inspect::{self, Counts};
 use super::screen::{Tone, say, toned};
-use super::{Exit, Json};
+use super::{Exit, Json, timeline};
 use crate::bench::Bench as _;
 use crate::bench::cells::{Cell, Member};
 use crate::bench::gpu::{Cache, GpuBench, Ours, Regime, Setup};
@@ -27,7 +27,11 @@ use crate::stats::MARGIN;
 With a GPU and Nsight Compute ($FLASHCORE_NCU, PATH, or a CUDA toolkit) its counters say what bounds the kernel; clocks are \
 left as they are, and a metric that the GPU does not have is null. Without it, or where the driver refuses its counters, \
 the figures of ptxas and of the driver, the mix of the machine code, the occupancy, the roofline and the simulator's counts \
-stand for themselves, each with its source.")]
+stand for themselves, each with its source.
+
+With --trace or --svg the kernel is compiled with stamps at its sections and run once: a timeline, a table of where its time \
+goes, and what the stamps cost. Open the trace at https://ui.perfetto.dev. With --device sim the simulator runs it, and time is \
+counted in instructions.")]
 pub struct Options {
     /// A shape by name, or BxHxSxD, with :causal, :full, :f16 or :bf16 after it
     #[arg(value_parser = config::target)]
@@ -41,6 +45,8 @@ pub struct Options {
     /// A schedule as plan prints it
     #[arg(long, value_name = "TEXT")]
     schedule: Option<Schedule>,
+    #[command(flatten)]
+    timeline: timeline::Options,
     #[command(flatten)]
     json: Json,
 }
@@ -115,7 +121,8 @@ pub fn profile(options: &Options) -> Result<Exit, String> {
         return Err("on a GPU f16 and bf16 are timed".into());
     }
     let problem = cell.problem();
-    let cuda = if options.target.is_some() { None } else { Cuda::new(0).ok() };
+    let cuda =
+        if options.target.is_some() || options.timeline.simulates() { None } else { Cuda::new(0).ok() };
     let hardware = match (&cuda, options.target) {
         (Some(cuda), _) => cuda.hardware().clone(),
         (None, target) => Hardware::typical(target.unwrap_or(Target::Sm90a)),
@@ -126,6 +133,9 @@ pub fn profile(options: &Options) -> Result<Exit, String> {
         (None, None) => Plan::choose(&problem, &hardware),
     }
     .map_err(|error| error.to_string())?;
+    if options.timeline.wanted() {
+        return timeline::timeline(&options.timeline, &options.json, &plan, &hardware.name, cuda.as_ref());
+    }
     let (profiled, not_profiled) = match counters(&cell, &plan, cuda.as_ref()) {
         Ok(figures) => (Some(figures), None),
         Err(why) => (None, Some(why)),

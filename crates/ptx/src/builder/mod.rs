@@ -12,6 +12,7 @@ mod data;
 mod memory;
 mod sync;
 mod tensor;
+mod trace;
 
 use std::any::TypeId;
 use std::panic::Location;
@@ -46,6 +47,8 @@ pub struct KernelBuilder {
     errors: Vec<BuildError>,
     /// The registers of each class so far.
     counts: [u32; RegClass::ALL.len()],
+    /// How stamps are written, where they are.
+    trace: Option<trace::Tracer>,
 }
 
 impl KernelBuilder {
@@ -72,6 +75,7 @@ impl KernelBuilder {
             section: None,
             errors: Vec::new(),
             counts: [0; RegClass::ALL.len()],
+            trace: None,
         }
     }
 

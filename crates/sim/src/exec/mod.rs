@@ -367,14 +367,10 @@ impl Cluster<'_> {
             Special::ClusterCtaRank => all(rank),
             Special::ClusterNctaRank => all(self.blocks.len() as u32),
             Special::DynamicSmemSize => all(launch.shared_bytes),
-            Special::Clock => {
-                self.ticks += 1;
-                all(self.ticks as u32)
-            }
+            Special::Clock => all(warp.clocks.time as u32),
             Special::Clock64 | Special::GlobalTimer => {
-                self.ticks += 1;
-                let ticks = self.ticks;
-                self.warps[w].regs.set64(dst.long(), mask, &[ticks; 32]);
+                let time = warp.clocks.time;
+                self.warps[w].regs.set64(dst.long(), mask, &[time; 32]);
                 return;
             }
         };

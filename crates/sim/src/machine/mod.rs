@@ -196,8 +196,6 @@ pub struct Cluster<'a> {
     pub operand_pages: OperandPages,
     /// The clocks of the warpgroup whose product is being started.
     pub together: WarpClock,
-    /// What the clock registers show: it advances whenever one is read.
-    pub ticks: u64,
 }
 
 /// What the scheduler does after an instruction.
@@ -287,7 +285,6 @@ impl<'a> Cluster<'a> {
             survey: Survey::NONE,
             operand_pages,
             together: WarpClock::new(Agent::MAX),
-            ticks: 0,
         }
     }
 

@@ -101,6 +101,7 @@ impl Cluster<'_> {
         let program = self.launch.program;
         let check = self.launch.config.checks.registers;
         let mut left = quantum;
+        let mut counted = left;
         loop {
             let pause = vectors::run_plain(
                 self.launch.level,
@@ -137,6 +138,8 @@ impl Cluster<'_> {
                 continue;
             }
             left -= 1;
+            self.warps[w].clocks.time += counted - left;
+            counted = left;
             let pc = self.warps[w].pc;
             let code = &program.code[pc as usize];
             self.tally.executed[pc as usize] += 1;
@@ -187,6 +190,7 @@ impl Cluster<'_> {
                 break;
             }
         }
+        self.warps[w].clocks.time += counted - left;
         quantum - left
     }
 

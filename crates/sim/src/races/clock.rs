@@ -59,6 +59,8 @@ pub struct VClock {
     some: Vec<SomeLanes>,
     /// What other clusters have published to whoever holds this clock, through words of global memory.
     abroad: Option<Arc<Published>>,
+    /// The latest time of all that it covers.
+    time: u64,
 }
 
 impl VClock {
@@ -109,6 +111,7 @@ impl VClock {
         for (a, &b) in self.whole.iter_mut().zip(&other.whole) {
             *a = (*a).max(b);
         }
+        self.time = self.time.max(other.time);
         for &s in &other.some {
             self.raise_lanes(s);
         }
@@ -136,6 +139,7 @@ impl VClock {
         self.whole.clear();
         self.some.clear();
         self.abroad = None;
+        self.time = 0;
     }
 }
 
@@ -230,6 +234,9 @@ impl ClockPair {
 #[derive(Clone, Debug)]
 pub struct WarpClock {
     agent: Agent,
+    /// What the clock registers show: the instructions that the warp has executed, and at least the time of whatever it
+    /// has waited for.
+    pub time: u64,
     now: u32,
     /// Accesses of this warp before this clock are ordered among its lanes.
     synced: u32,
@@ -282,6 +289,7 @@ impl WarpClock {
     pub fn new(agent: Agent) -> WarpClock {
         WarpClock {
             agent,
+            time: 0,
             now: 1,
             synced: 1,
             seen: ClockPair::default(),
@@ -383,6 +391,7 @@ impl WarpClock {
 
     /// Adds what these lanes have done themselves.
     fn own_past(&self, mask: u32, live: u32, into: &mut VClock) {
+        into.time = into.time.max(self.time);
         if mask & live == live {
             into.raise(self.agent, self.now);
             for &(agent, clock) in &self.own_copies {
@@ -399,6 +408,7 @@ impl WarpClock {
 
     /// Takes in what others have published, for these lanes.
     pub fn acquire(&mut self, mask: u32, live: u32, from: &ClockPair) {
+        self.time = self.time.max(from.generic.time);
         if mask & live == live {
             self.seen.join(from);
         } else if let Some((_, pair)) = self.parted.iter_mut().find(|(m, _)| *m == mask) {
@@ -593,6 +603,7 @@ impl WarpClock {
 
     /// Adds what an access by these lanes now may rely on.
     pub fn reach(&self, mask: u32, proxy: Proxy, into: &mut VClock) {
+        into.time = into.time.max(self.time);
         let of = |pair: &ClockPair, into: &mut VClock| match proxy {
             Proxy::Generic => into.join(&pair.generic),
             Proxy::Async => into.join(&pair.proxied),

@@ -1,6 +1,6 @@
 //! A consumer warpgroup: 64 queries, their scores, probabilities and output in registers.
 
-use flashcore_ptx::{B32, B64, BulkHint, F32, GridDep, KernelBuilder, Operand, Pred, ProxySpace, Reg, Wgmma};
+use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Wgmma};
 
 use super::{
     Memory, PANEL, PITCH, ROWS, Schedule, Sizes, gather, merge, panels, partial,
@@ -9,11 +9,12 @@ use super::{
     tiles::{Keys, Tile, each_tile},
 };
 use crate::{
-    Spec,
+    Phase, Spec,
     parts::{
         fragment::{Acc, a_operands, matrix_ty, pack},
         softmax::{ScoreHandles, SoftmaxParams},
     },
+    phase::wait_for_launch,
     sm90::Sm90Params,
 };
 
@@ -120,8 +121,12 @@ impl<'a> Consumer<'a> {
         }
         // The slot whose output is still being stored; it is released once the store is done.
         let owed = k.mov_b32(0u32);
-        k.griddepcontrol(GridDep::Wait);
+        wait_for_launch(k);
+        Phase::Tile.begin(k);
         each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed));
+        if self.schedule.persistent {
+            Phase::Store.begin(k);
+        }
         if self.takes_turns() {
             k.comment("the turn that nobody takes any more");
             let first = k.setp_eq_u32(self.group, 0u32);
@@ -131,6 +136,7 @@ impl<'a> Consumer<'a> {
             k.comment("shared memory stays until the last output has been read from it");
             k.if_(self.leader, |k| k.bulk_wait_read(0));
         }
+        k.end_trace();
     }
 
     fn takes_turns(&self) -> bool {
@@ -142,7 +148,9 @@ impl<'a> Consumer<'a> {
         k.section("consumer: one tile of queries");
         self.softmax.reset(k);
         k.set(self.more, |k| k.mov_pred(false));
+        Phase::QWait.begin_tile(k, tile.rows.first_row);
         self.q.wait_filled(k);
+        Phase::Tile.begin(k);
         if self.spec.key_lengths {
             let mut who = keys.any;
             if self.schedule.together {
@@ -179,11 +187,16 @@ impl<'a> Consumer<'a> {
             },
         );
         k.section("consumer: the end of a tile");
+        let merges = self.schedule.together || self.schedule.split > 1;
+        if merges { Phase::Merge } else { Phase::Store }.begin(k);
         for row in &self.rows {
             row.finish(k);
         }
         if !self.schedule.together {
             self.end(k, tile, owed);
+            if self.schedule.persistent {
+                Phase::Tile.begin(k);
+            }
             return;
         }
         let first = k.setp_eq_u32(self.group, 0u32);
@@ -191,6 +204,9 @@ impl<'a> Consumer<'a> {
             first,
             |k| {
                 gather::receive(k, self);
+                if self.schedule.split == 1 {
+                    Phase::Store.begin(k);
+                }
                 self.end(k, tile, owed);
             },
             |k| {
@@ -261,14 +277,18 @@ impl<'a> Consumer<'a> {
         let after_full = k.max_s32(after_full, keys.first);
 
         k.section("walk: the first key tile");
+        Phase::KWait.begin_tile(k, at);
         self.k.wait_filled(k);
-        self.begin_turn(k);
+        self.begin_turn(k, at);
+        Phase::Qk.begin_tile(k, at);
         k.wgmma_fence();
         self.scores(k);
         k.wgmma_commit();
         self.end_turn(k);
         self.give_back_queries(k, owed);
+        Phase::QkWait.begin_tile(k, at);
         k.wgmma_wait(0);
+        Phase::Softmax.begin_tile(k, at);
         self.give_back(k, &self.k);
         self.params.score(k, &self.scores);
         let first_full = self.spec.left.then(|| {
@@ -296,10 +316,14 @@ impl<'a> Consumer<'a> {
         }
 
         k.section("walk: the last values");
+        let stride = self.schedule.stride();
+        Phase::VWait.begin_after(k, at, stride);
         self.v.wait_filled(k);
+        Phase::Pv.begin_after(k, at, stride);
         k.wgmma_fence();
         self.add_values(k);
         k.wgmma_commit();
+        Phase::PvWait.begin_after(k, at, stride);
         k.wgmma_wait(0);
         self.give_back(k, &self.v);
         if self.spec.left && self.has_own_rows() {
@@ -313,11 +337,12 @@ impl<'a> Consumer<'a> {
         k.while_(
             |k| k.setp_ge_s32(at, stop),
             |k, _| {
+                Phase::Skip.begin_tile(k, at);
                 for ring in [&self.k, &self.v] {
                     ring.wait_filled(k);
                     self.give_back(k, ring);
                 }
-                self.begin_turn(k);
+                self.begin_turn(k, at);
                 self.end_turn(k);
                 k.set(at, |k| k.sub_s32(at, 1));
             },
@@ -325,8 +350,9 @@ impl<'a> Consumer<'a> {
     }
 
     /// Waits for this warpgroup's turn at the tensor cores. Every warpgroup takes one for every key tile.
-    fn begin_turn(&self, k: &mut KernelBuilder) {
+    fn begin_turn(&self, k: &mut KernelBuilder, at: Reg<B32>) {
         if self.takes_turns() {
+            Phase::Turn.begin_tile(k, at);
             let own = k.add_u32(self.group, TURN);
             k.bar_sync(own, 256u32);
         }
@@ -355,25 +381,34 @@ impl<'a> Consumer<'a> {
 
     /// Computes the scores of one key tile while the values of the previous tile are added.
     fn key_tile(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>, masked: bool) {
+        let before = self.schedule.stride();
+        Phase::KWait.begin_tile(k, at);
         self.k.wait_filled(k);
-        self.begin_turn(k);
+        self.begin_turn(k, at);
+        Phase::Qk.begin_tile(k, at);
         k.wgmma_fence();
         self.scores(k);
         k.wgmma_commit();
+        Phase::VWait.begin_after(k, at, before);
         self.v.wait_filled(k);
+        Phase::Pv.begin_after(k, at, before);
         // The wait is a loop, and the assembler wants a fence on this side of it too.
         k.wgmma_fence();
         self.add_values(k);
         k.wgmma_commit();
         self.end_turn(k);
+        Phase::QkWait.begin_tile(k, at);
         k.wgmma_wait(1);
+        Phase::Softmax.begin_tile(k, at);
         self.give_back(k, &self.k);
         self.params.score(k, &self.scores);
         if masked {
             self.mask(k, tile, at);
         }
         self.softmax.step(k, &self.scores, masked, &self.o, &|k| {
+            Phase::PvWait.begin_after(k, at, before);
             k.wgmma_wait(0);
+            Phase::Rescale.begin_tile(k, at);
             self.give_back(k, &self.v);
             self.pack(k);
         });

@@ -5,7 +5,7 @@ use flashcore_ptx::{B32, ClusterAddr, F32, KernelBuilder, Reg, Scope};
 
 use super::{Schedule, consumer::Consumer, tiles::Tile};
 use crate::{
-    Spec,
+    Phase, Spec,
     parts::{fragment::pack, softmax::SoftmaxParams},
     sm90::Sm90Params,
 };
@@ -67,6 +67,7 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     let weights = weigh(k, of, &states);
 
     k.section("merge: this block's columns");
+    Phase::Store.begin(k);
     let inverse = [0, 1].map(|half| of.inverse(k, half));
     let base = k.param(Sm90Params::o);
     let base = Consumer::head_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);

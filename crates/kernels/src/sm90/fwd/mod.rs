@@ -394,12 +394,18 @@ impl Family for Schedule {
             .params::<Sm90Params>()
             .shared(memory.layout.clone())
             .threads(self.threads())
-            .min_blocks_per_sm(self.ctas);
+            .min_blocks_per_sm(self.ctas)
+            .traced(spec.traced);
         if self.split > 1 {
             k = k.cluster(self.split, 1, 1);
         }
         self.body(&mut k, spec, &memory);
         k
+    }
+
+    fn roles(self) -> Vec<String> {
+        let consumers = (0..self.warpgroups).map(|group| format!("consumer {group}"));
+        consumers.chain(["producer".into()]).collect()
     }
 
     fn bind<E>(
@@ -416,6 +422,7 @@ impl Family for Schedule {
 
 impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
+        k.begin_trace(self.warpgroups + 1, 128);
         let tid = k.tid_x();
         let warp = k.shr_u32(tid, 5u32);
         // Taken from one lane, so that the assembler knows that it is the same in all.

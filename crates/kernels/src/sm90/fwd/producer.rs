@@ -1,13 +1,13 @@
 //! The thread that moves tiles from global to shared memory.
 
-use flashcore_ptx::{B32, B64, BulkHint, GridDep, KernelBuilder, L2Evict, Operand, Reg};
+use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg};
 
 use super::{
     Memory, PANEL, Schedule, Sizes, panels,
     ring::Ring,
     tiles::{Tile, each_tile},
 };
-use crate::{Spec, sm90::Sm90Params};
+use crate::{Phase, Spec, phase::wait_for_launch, sm90::Sm90Params};
 
 pub(super) struct Producer<'a> {
     schedule: Schedule,
@@ -62,13 +62,16 @@ impl<'a> Producer<'a> {
     }
 
     pub fn run(&self, k: &mut KernelBuilder) {
-        k.griddepcontrol(GridDep::Wait);
+        wait_for_launch(k);
+        Phase::Tile.begin(k);
         each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile));
+        k.end_trace();
     }
 
     fn tile(&self, k: &mut KernelBuilder, tile: &Tile) {
         let keys = tile.keys(k, self.schedule);
         k.section("producer: one tile of queries");
+        Phase::SlotWait.begin(k);
         self.q.wait_free(k);
         k.if_else(
             keys.any,
@@ -94,6 +97,9 @@ impl<'a> Producer<'a> {
             },
         );
         self.q.advance(k);
+        if self.schedule.persistent {
+            Phase::Tile.begin(k);
+        }
     }
 
     fn load_q(&self, k: &mut KernelBuilder, tile: &Tile) {
@@ -104,6 +110,7 @@ impl<'a> Producer<'a> {
             panel_bytes: q_panel,
             policy: self.once,
         };
+        Phase::CopyQ.begin(k);
         k.comment("the queries");
         copy.start(k, &self.q, q, tile.rows.first_row, tile.rows.head, tile.rows.batch);
     }
@@ -115,8 +122,10 @@ impl<'a> Producer<'a> {
             panel_bytes: self.sizes.kv_panel,
             policy: self.again,
         };
+        Phase::SlotWait.begin_tile(k, at);
         k.comment("a K tile, once its slot is free");
         self.k.wait_free(k);
+        Phase::CopyK.begin_tile(k, at);
         let first_key = k.mul_lo_u32(at, self.schedule.block_n);
         copy.start(k, &self.k, self.sizes.k, first_key, tile.kv_head, tile.rows.batch);
         self.k.advance(k);
@@ -129,8 +138,10 @@ impl<'a> Producer<'a> {
             panel_bytes: self.sizes.kv_panel,
             policy: self.again,
         };
+        Phase::SlotWait.begin_tile(k, at);
         k.comment("a V tile, once its slot is free");
         self.v.wait_free(k);
+        Phase::CopyV.begin_tile(k, at);
         let first_key = k.mul_lo_u32(at, self.schedule.block_n);
         copy.start(k, &self.v, self.sizes.v, first_key, tile.kv_head, tile.rows.batch);
         self.v.advance(k);

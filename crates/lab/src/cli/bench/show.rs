@@ -186,7 +186,8 @@ fn standing(outcome: &Outcome, ours: &Measured) -> String {
 fn wrong(result: &Measured) -> String {
     let mut text = format!("{} is WRONG", result.name);
     if let Some(error) = result.error.as_ref().filter(|error| !error.passed()) {
-        let _ = write!(text, ": it is off by {:.1e}, allowed are {:.1e}", error.max().error, error.max().allowed);
+        let _ =
+            write!(text, ": it is off by {:.1e}, allowed are {:.1e}", error.max().error, error.max().allowed);
     }
     if result.replay_differs() {
         text += ": a replay DIFFERS";
