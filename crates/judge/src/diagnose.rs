@@ -650,7 +650,28 @@ pub fn map(problem: &Problem, bad: &[Row]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::guarded::Arrangement;
+    use crate::inputs::Distribution;
     use flashcore::DType;
+
+    #[test]
+    fn an_output_other_than_o_is_diagnosed_by_what_it_looks_like() {
+        let problem: Problem = "2x4/2x5/7x8/6 f16".parse().unwrap();
+        let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 3);
+        let yardstick = crate::rule::tests::like_gradients(&problem);
+        let diagnosed = |change: fn(&mut [f32])| {
+            let mut given: Vec<(Name, Vec<f32>)> = [Name::Q, Name::K, Name::V]
+                .map(|name| (name, yardstick.of(name).truth().iter().map(|&x| x as f32).collect()))
+                .into();
+            change(&mut given[1].1[3 * 8..4 * 8]);
+            diagnose(&operands, &yardstick, &given, &yardstick.judge(&given))
+        };
+        assert_eq!(diagnosed(|row| row.fill(0.0)).kind, Kind::Zero);
+        assert_eq!(diagnosed(|row| row[2] = f32::NAN).kind, Kind::NotFinite);
+        let unknown = diagnosed(|row| row[2..5].fill(-7.0));
+        assert_eq!(unknown.kind, Kind::Unknown);
+        assert!(unknown.why.contains("columns 2-4 are wrong"), "{}", unknown.why);
+    }
 
     #[test]
     fn numbers_read_as_ranges() {

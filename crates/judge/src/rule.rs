@@ -521,7 +521,7 @@ fn worst_bound(bounds: impl Iterator<Item = Bound>) -> Bound {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::guarded::Arrangement;
     use crate::inputs::Distribution;
@@ -680,16 +680,19 @@ mod tests {
         assert_eq!((bad.expected, bad.actual), (yardstick.of(Name::O).truth[index], f64::from(o[index])));
     }
 
-    #[test]
-    fn every_output_is_judged_by_its_own_rows_be_they_of_queries_or_of_keys() {
-        // Outputs with the shapes of q, k and v, as gradients have.
-        let problem: Problem = "2x4/2x5/7x8/6 f16".parse().unwrap();
+    /// A yardstick of made-up outputs with the shapes and names of q, k and v: gradients have such shapes.
+    pub(crate) fn like_gradients(problem: &Problem) -> Yardstick {
         let measure = |of: &Parameter| {
             let truth: Vec<f64> = (0..of.shape.iter().product()).map(|i: usize| i as f64).collect();
             let floors = vec![Floor { luck: 0.0, habit: 0.25 }; truth.len() / of.shape[3]];
             Measure::new(of, truth.clone(), truth, floors)
         };
-        let one = Yardstick { measures: problem.signature().inputs().map(measure).collect() };
+        Yardstick { measures: problem.signature().inputs().map(measure).collect() }
+    }
+
+    #[test]
+    fn every_output_is_judged_by_its_own_rows_be_they_of_queries_or_of_keys() {
+        let one = like_gradients(&"2x4/2x5/7x8/6 f16".parse().unwrap());
         // The same once more, as batch entries 2 and 3 of a larger problem, whose keys begin elsewhere than its queries.
         let next = one.clone().at(Row::query(2, 0, 0)).at(Row { kind: Rows::Keys, ..Row::query(2, 0, 7) });
         let yardstick = Yardstick::join([one, next]).unwrap();
