@@ -5,7 +5,7 @@ use std::cell::RefCell;
 
 use super::{
     attend,
-    helpers::Helpers,
+    helpers::{Helpers, Source},
     isa::Isa,
     job::{Job, Workspace},
     merge,
@@ -27,7 +27,7 @@ thread_local! {
 }
 
 /// Computes a call.
-pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Option<&Helpers>, call: &Call<'_>) {
+pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Call<'_>) {
     let scoring = Scoring::of(&call.problem);
     // Rows in f64 are not split.
     let split_k = if scoring.fits { schedule.split_k } else { usize::MAX };
@@ -53,7 +53,7 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Option<&Helpers>, call
 
 /// Runs `work` on every item, on up to `threads` threads; it is told the queue that items are taken from.
 fn each<T: Sync>(
-    helpers: Option<&Helpers>,
+    helpers: Source<'_>,
     threads: usize,
     items: &[T],
     work: impl Fn(&T, &Queue<'_, T>, &mut Workspace) + Sync,

@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::{
-    helpers::Helpers,
+    helpers::{Helpers, Source},
     isa::Isa,
     math::Exp2Below,
     simd::{Simd, dispatch},
@@ -98,7 +98,7 @@ impl Work {
         };
         let start = Instant::now();
         match &self.helpers {
-            Some(helpers) => Helpers::join(Some(helpers), self.threads - 1, work),
+            Some(helpers) => Helpers::join(Source::Own(helpers), self.threads - 1, work),
             None => work(),
         }
         start.elapsed().as_secs_f64() * amount / (pieces * each)
