@@ -1,11 +1,11 @@
 //! The CPU engine: fused online-softmax attention.
 //!
-//! One algorithm, written over a small vector trait (`simd`), compiled for three instruction sets and chosen at run
+//! One algorithm, written over a small vector trait (`simd`), compiled for each instruction set and chosen at run
 //! time. A call is cut into tasks of rows and keys (`plan`) that threads (`helpers`, `openmp`) take one by one (`pool`, `queue`).
 //! A task puts its queries into the lanes of vectors (`panel`, `lanes`) and goes through blocks of keys (`cut`, `block`):
 //! scores by a register-tiled micro-kernel (`tile`), softmax (`column`), outputs by another one (`attend`), which both ask
 //! for what comes next in passing (`ahead`). Few rows against many keys are another matter, that of reading K and V once
-//! (`stream`).
+//! (`stream`). Where the CPU multiplies whole matrices of bf16, those do both products (`matrix`).
 //!
 //! The same call gives the same bits every time and on any number of threads; instruction sets differ in the last
 //! ones. Scores and sums are f32. A row that comes out infinite or NaN is computed again in f64 (`wide`): its scores or
@@ -23,6 +23,8 @@ mod isa;
 mod job;
 mod lanes;
 mod math;
+#[cfg(target_arch = "x86_64")]
+mod matrix;
 mod merge;
 mod openmp;
 mod panel;

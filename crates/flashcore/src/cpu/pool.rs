@@ -3,6 +3,8 @@
 
 use std::cell::RefCell;
 
+#[cfg(target_arch = "x86_64")]
+use super::matrix;
 use super::{
     attend,
     helpers::{Helpers, Source},
@@ -44,6 +46,10 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
     let threads = schedule.threads.min(1 + plan.work / WORTH_A_THREAD);
     // SAFETY: the engine has only an instruction set that this CPU has; the call is checked and the plan its own.
     each(helpers, threads, &plan.tasks, |task, tasks, space| unsafe {
+        #[cfg(target_arch = "x86_64")]
+        if isa == Isa::Amx && scoring.fits && matrix::suits(&call.problem) {
+            return matrix::run(&job, task, space);
+        }
         attend(isa, &job, task, tasks, space);
     });
     let threads = threads.min(1 + plan.parts() * job.part_len() / WORTH_A_THREAD);
