@@ -38,6 +38,9 @@ const WORDS: usize = SIDE * SIDE;
 /// Bytes of a row of Sᵀ or Oᵀ.
 const STRIDE: usize = WIDTH * size_of::<f32>();
 
+/// The most bytes between rows of K that are read where they lie.
+const FAR: usize = 1024;
+
 /// Whether a problem is for this path: of bf16, and rows enough to pay for turning V.
 pub(super) fn suits(problem: &Problem) -> bool {
     problem.dtype == DType::BF16 && problem.group() * problem.len_q >= SIDE
@@ -191,8 +194,10 @@ unsafe fn pack(
     let (mut k, mut k_stride) = (rows_of(raw, task.batch, task.head, first, 1).at, raw.layout.strides[2] * 2);
     // SAFETY: rows are inside their tensors, and copies inside the scratch.
     unsafe {
-        let whole = sizes.head_dim.is_multiple_of(PAIRED);
-        if !whole || first + end.next_multiple_of(PAIRED) > raw.layout.shape[2] {
+        // Whole cache lines, and not so far apart that sixteen rows fall into one place of the cache.
+        let lines = [k.addr(), k_stride].iter().all(|at| at.is_multiple_of(ROW));
+        let near = sizes.head_dim.is_multiple_of(PAIRED) && lines && k_stride <= FAR;
+        if !near || first + end.next_multiple_of(PAIRED) > raw.layout.shape[2] {
             let to = k_copy.cast::<u16>();
             copy_padded(rows(raw), to.add(before * sizes.depth * PAIRED), sizes.depth * PAIRED);
             (k, k_stride) = (to.cast(), sizes.depth * ROW);
