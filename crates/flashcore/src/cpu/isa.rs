@@ -137,6 +137,13 @@ mod tests {
     }
 
     #[test]
+    fn amx_multiplies_matrices_of_bf16_only() {
+        let of = |dtype| Isa::Amx.of_products(dtype);
+        assert_eq!([DType::F32, DType::F16, DType::BF16].map(of), [Isa::Avx512, Isa::Avx512, Isa::Amx]);
+        assert_eq!(Isa::Avx2.of_products(DType::F32), Isa::Avx2);
+    }
+
+    #[test]
     fn an_unknown_wish_falls_back_and_says_why() {
         let (isa, why) = choose(Some("sse9"));
         assert_eq!(isa, *available().last().unwrap());

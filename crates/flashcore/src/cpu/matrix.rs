@@ -95,7 +95,8 @@ impl Sizes {
     }
 }
 
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "avx512f")]
 unsafe fn run_on<M: Matrices>(job: &Job<'_>, task: &Task, workspace: &mut Workspace, registers: &mut M) {
     let problem = &job.call.problem;
     // The end of a task may come before that of a block.
@@ -178,7 +179,8 @@ unsafe fn run_on<M: Matrices>(job: &Job<'_>, task: &Task, workspace: &mut Worksp
 }
 
 /// A block from key `first` on, of which the task has `keys`; there is room for copies of its groups at `k_copy` and `v`.
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "avx512f")]
 unsafe fn pack(
     job: &Job<'_>,
     task: &Task,
@@ -214,7 +216,8 @@ unsafe fn pack(
 }
 
 /// Copies rows of bf16 to rows of `len` elements; the rest of these are zeros.
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "avx512f")]
 unsafe fn copy_padded(rows: Rows, to: *mut u16, len: usize) {
     for row in 0..rows.count {
         // SAFETY: the caller's promise.
@@ -228,7 +231,8 @@ unsafe fn copy_padded(rows: Rows, to: *mut u16, len: usize) {
 
 /// A matrix of Vᵀ: sixteen columns of V from `column` on, of 32 keys of a block from number `key` on, whose first `before`
 /// keys are not among `values`. What is outside is zero.
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "avx512f")]
 unsafe fn transpose_values(values: Rows, key: usize, before: usize, column: usize, to: *mut f32) {
     // SAFETY: the caller's promise; only columns of rows that are there are read.
     unsafe {
@@ -257,7 +261,8 @@ unsafe fn transpose_values(values: Rows, key: usize, before: usize, column: usiz
 }
 
 /// Turns a panel's queries into right matrices: one for each 32 elements and vector. Lanes without a row become zeros.
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "avx512f")]
 unsafe fn pack_queries(job: &Job<'_>, task: &Task, sizes: &Sizes, panel: &Panel, strip: *mut f32) {
     let raw = job.call.q();
     for vec in 0..panel.vecs {
@@ -292,7 +297,8 @@ unsafe fn pack_queries(job: &Job<'_>, task: &Task, sizes: &Sizes, panel: &Panel,
 }
 
 /// One panel against one block of keys.
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "avx512f")]
 unsafe fn attend<M: Matrices>(
     job: &Job<'_>,
     sizes: &Sizes,
@@ -366,7 +372,8 @@ fn column<'a>(panel: &'a Panel, vec: usize, block: &Packed, keys: Range<usize>, 
 }
 
 /// The softmax of a column, with its exponentials as pairs of bf16 in the matrices of its groups.
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "avx512f")]
 unsafe fn exponentials(column: &Column<'_>, block: &Packed, scale: f32, groups: &Range<usize>, p: *mut f32) {
     let keys = &column.keys;
     // SAFETY: as of `attend`.
@@ -415,20 +422,19 @@ unsafe fn exponentials(column: &Column<'_>, block: &Packed, scale: f32, groups: 
 }
 
 /// Rounds two vectors to bf16 and puts them side by side. They hold numbers from 0 to 1, or NaN, of which the sums tell.
-#[inline(always)]
-unsafe fn word(even: __m512, odd: __m512) -> __m512i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let half = _mm512_set1_epi32(0x8000);
-        let low = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(even), half));
-        let high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
-        // The upper half of the second, or the first.
-        _mm512_ternarylogic_epi32::<0xea>(high, _mm512_set1_epi32(-0x1_0000), low)
-    }
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn word(even: __m512, odd: __m512) -> __m512i {
+    let half = _mm512_set1_epi32(0x8000);
+    let low = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(even), half));
+    let high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
+    // The upper half of the second, or the first.
+    _mm512_ternarylogic_epi32::<0xea>(high, _mm512_set1_epi32(-0x1_0000), low)
 }
 
 /// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of some vectors, without the first term where the panel is fresh.
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "avx512f")]
 unsafe fn outputs<M: Matrices>(
     sizes: &Sizes,
     panel: &Panel,
@@ -556,7 +562,8 @@ impl Product {
 }
 
 /// Turns the outputs of a panel that is done into rows and writes these; the strip has room for sixteen.
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "avx512f")]
 unsafe fn finish(job: &Job<'_>, task: &Task, sizes: &Sizes, panel: &Panel, strip: *mut f32) {
     let step = sizes.columns * SIDE;
     for vec in 0..panel.vecs {
