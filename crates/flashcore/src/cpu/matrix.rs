@@ -315,6 +315,16 @@ unsafe fn attend<M: Matrices>(
         }
         for vecs in pairs(panel.vecs) {
             let groups = seen_groups(panel, &vecs, block);
+            let settle = |group: usize| {
+                let first = block.first + group * PAIRED;
+                for vec in vecs.clone() {
+                    let seen = panel.seen(vec, &block.keys);
+                    let keys = seen.start.max(first)..seen.end.min(first + PAIRED);
+                    if keys.start < keys.end {
+                        column(panel, vec, block, keys, s).settle::<S>(job.scoring);
+                    }
+                }
+            };
             for group in groups.clone() {
                 let product = Product {
                     a: block.k.add(group * PAIRED * block.k_stride),
@@ -327,15 +337,13 @@ unsafe fn attend<M: Matrices>(
                     onto: false,
                 };
                 product.run(true, vecs.len() > 1, registers);
-                // While the scores are near.
-                let first = block.first + group * PAIRED;
-                for vec in vecs.clone() {
-                    let seen = panel.seen(vec, &block.keys);
-                    let keys = seen.start.max(first)..seen.end.min(first + PAIRED);
-                    if keys.start < keys.end {
-                        column(panel, vec, block, keys, s).settle::<S>(job.scoring);
-                    }
+                // One group behind: while its scores are near, and the next ones are still on their way.
+                if group > groups.start {
+                    settle(group - 1);
                 }
+            }
+            if !groups.is_empty() {
+                settle(groups.end - 1);
             }
             for vec in vecs.clone() {
                 let column = column(panel, vec, block, panel.seen(vec, &block.keys), s);
