@@ -6,7 +6,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use flashcore::{Device, Error, Place, Result, cuda::Cuda};
+use flashcore::{Device, Error, Place, Result, cpu, cuda::Cuda};
 use rayon::ThreadPool;
 
 use crate::arrays::Stream;
@@ -30,7 +30,7 @@ static QUEUES: Mutex<Vec<Queue>> = Mutex::new(Vec::new());
 /// The CPU.
 pub fn cpu() -> &'static Device {
     static CPU: OnceLock<Device> = OnceLock::new();
-    CPU.get_or_init(Device::cpu)
+    CPU.get_or_init(|| Device::cpu_with(cpu::Engine::new().with_openmp_team()))
 }
 
 /// A GPU with its default stream.

@@ -75,11 +75,7 @@ pub(super) unsafe fn run<S: Simd>(
             let place = index % places;
             panel.q = base.add(q + place * q_rows * width);
             panel.o = base.add(o + place * o_step * width);
-            panel.max = base.add(stats + place * 5 * width);
-            panel.sum = panel.max.add(width);
-            panel.top = panel.max.add(2 * width);
-            panel.rescale = panel.max.add(3 * width);
-            panel.inverse = panel.max.add(4 * width);
+            panel.place_stats(base.add(stats + place * 5 * width), width);
             panels.push(panel);
         }
         let blocks = &mut workspace.blocks;
@@ -104,7 +100,7 @@ pub(super) unsafe fn run<S: Simd>(
             let panel = &mut panels[step.panel];
             if panel.fresh {
                 load_queries::<S>(job, task, panel, strip);
-                clear_stats::<S>(panel);
+                panel.clear_stats::<S>();
             }
             if let Some(block) = &blocks[number] {
                 attend::<S>(job, task, panel, block, s, &mut Ahead::new(coming, tiles));
@@ -116,7 +112,7 @@ pub(super) unsafe fn run<S: Simd>(
         }
         for panel in panels.iter_mut().filter(|panel| !panel.done) {
             // No block of the task was seen.
-            clear_stats::<S>(panel);
+            panel.clear_stats::<S>();
             std::ptr::write_bytes(panel.o, 0, o_step * width);
             finish_panel::<S>(job, task, panel, o_step);
         }
@@ -242,20 +238,6 @@ macro_rules! output_tiles {
             _ => $s::output::<1, 4>($outputs, $rows, $coming),
         }
     };
-}
-
-/// Makes a panel's running maxima and sums those of no keys.
-#[inline(always)]
-unsafe fn clear_stats<S: Simd>(panel: &Panel) {
-    for lane in (0..panel.vecs * S::LANES).step_by(S::LANES) {
-        // SAFETY: a panel has a row of each.
-        unsafe {
-            S::store(panel.max.add(lane), S::splat(f32::NEG_INFINITY));
-            S::store(panel.sum.add(lane), S::splat(0.0));
-            S::store(panel.rescale.add(lane), S::splat(1.0));
-            S::store(panel.inverse.add(lane), S::splat(1.0));
-        }
-    }
 }
 
 /// One panel against one block of keys; writes the outputs of a panel that is done.

@@ -119,10 +119,32 @@ impl Column<'_> {
         }
     }
 
-    /// Moves the running maxima to the tops where these are higher, turns scores into exponentials, adds these to the
-    /// running sums, and notes what the outputs so far are to be multiplied with.
+    /// Moves the running maxima to the tops, turns scores into exponentials, and adds these to the running sums.
     #[inline(always)]
     pub(super) unsafe fn softmax<S: Simd>(&self, scale: f32) {
+        // SAFETY: as of the type.
+        unsafe {
+            self.move_to_tops::<S>(scale, |exp, base| {
+                let mut sum = S::splat(0.0);
+                for key in 0..self.keys.len() {
+                    let at = self.score::<S>(key);
+                    let p = exp.of(S::sub(base, S::load(at)));
+                    sum = S::add(sum, p);
+                    S::store(at, p);
+                }
+                sum
+            });
+        }
+    }
+
+    /// Moves the running maxima to the tops where these are higher, adds what `exponentials(exp, base)` sums up to the running
+    /// sums, exponentials being `exp.of(base - score)`, and notes what the outputs so far are to be multiplied with.
+    #[inline(always)]
+    pub(super) unsafe fn move_to_tops<S: Simd>(
+        &self,
+        scale: f32,
+        exponentials: impl FnOnce(Exp2Below<S>, S::V) -> S::V,
+    ) {
         // SAFETY: as of the type.
         unsafe {
             let (max_at, sum_at) = (self.of::<S>(self.panel.max), self.of::<S>(self.panel.sum));
@@ -133,13 +155,7 @@ impl Column<'_> {
             // A row that has seen only −∞ subtracts 0, so that its exponentials are 0 rather than NaN.
             let base = S::select_less(S::splat(f32::NEG_INFINITY), max, max, S::splat(0.0));
             let rescale = exp.of(S::sub(base, old));
-            let mut sum = S::splat(0.0);
-            for key in 0..self.keys.len() {
-                let at = self.score::<S>(key);
-                let p = exp.of(S::sub(base, S::load(at)));
-                sum = S::add(sum, p);
-                S::store(at, p);
-            }
+            let sum = exponentials(exp, base);
             S::store(sum_at, S::fma(S::load(sum_at), rescale, sum));
             S::store(self.of::<S>(self.panel.rescale), rescale);
         }

@@ -1,9 +1,9 @@
 //! The instruction sets that the engine has a path for, and which of them this CPU runs.
 
 #[cfg(target_arch = "x86_64")]
-use super::simd::{Avx2, Avx512};
+use super::simd::{Avx2, Avx512, amx};
 use super::simd::{Portable, Simd};
-use crate::{Error, Result};
+use crate::{DType, Error, Result};
 
 /// An instruction set that the engine has a path for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -15,11 +15,13 @@ pub enum Isa {
     Avx2,
     /// AVX-512F.
     Avx512,
+    /// AMX for matrices of bf16, and AVX-512F for all else.
+    Amx,
 }
 
 impl Isa {
     /// Every instruction set, narrowest first.
-    pub const ALL: [Isa; 3] = [Isa::Portable, Isa::Avx2, Isa::Avx512];
+    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
 
     /// The name used in `FLASHCORE_CPU`, in JSON and in messages.
     pub const fn name(self) -> &'static str {
@@ -27,6 +29,7 @@ impl Isa {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Amx => "amx",
         }
     }
 
@@ -35,7 +38,7 @@ impl Isa {
         match self {
             Isa::Portable => 4,
             Isa::Avx2 => 8,
-            Isa::Avx512 => 16,
+            Isa::Avx512 | Isa::Amx => 16,
         }
     }
 
@@ -45,8 +48,16 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => Avx2::VECS * Avx2::LANES,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => Avx512::VECS * Avx512::LANES,
+            Isa::Avx512 | Isa::Amx => Avx512::VECS * Avx512::LANES,
             _ => Portable::VECS * Portable::LANES,
+        }
+    }
+
+    /// Those whose instructions multiply matrices of a dtype: another only where it is AMX, which has none but for bf16.
+    pub const fn of_products(self, dtype: DType) -> Self {
+        match (self, dtype) {
+            (Isa::Amx, DType::F32 | DType::F16) => Isa::Avx512,
+            _ => self,
         }
     }
 
@@ -61,6 +72,8 @@ impl Isa {
                     && is_x86_feature_detected!("f16c")
             }
             Isa::Avx512 => is_x86_feature_detected!("avx512f"),
+            // Tests have a model of it.
+            Isa::Amx => amx::is_available() || cfg!(test) && Isa::Avx512.is_available(),
         }
         #[cfg(not(target_arch = "x86_64"))]
         {
@@ -121,6 +134,13 @@ mod tests {
         assert_eq!(choose(None).0, best);
         assert_eq!(choose(Some("")).0, best);
         assert_eq!(choose(Some("Portable")).0, Isa::Portable);
+    }
+
+    #[test]
+    fn amx_multiplies_matrices_of_bf16_only() {
+        let of = |dtype| Isa::Amx.of_products(dtype);
+        assert_eq!([DType::F32, DType::F16, DType::BF16].map(of), [Isa::Avx512, Isa::Avx512, Isa::Amx]);
+        assert_eq!(Isa::Avx2.of_products(DType::F32), Isa::Avx2);
     }
 
     #[test]

@@ -42,11 +42,20 @@ pub(super) struct Workspace {
     pub panels: Vec<Panel>,
     /// The blocks of the stretch of keys at work, as far as they were needed.
     pub blocks: Vec<Option<Block>>,
+    /// The same, for products of matrices.
+    #[cfg(target_arch = "x86_64")]
+    pub packed: Vec<Option<super::matrix::Packed>>,
 }
 
 impl Workspace {
     pub(super) const fn new() -> Self {
-        Self { floats: Scratch::new(), panels: Vec::new(), blocks: Vec::new() }
+        Self {
+            floats: Scratch::new(),
+            panels: Vec::new(),
+            blocks: Vec::new(),
+            #[cfg(target_arch = "x86_64")]
+            packed: Vec::new(),
+        }
     }
 }
 

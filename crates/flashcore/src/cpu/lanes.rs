@@ -41,7 +41,7 @@ pub(super) fn rows_at<S: Simd>(job: &Job<'_>, task: &Task, raw: &Raw, first: usi
 
 /// `LANES` rows of `len` elements, one behind the other.
 #[inline(always)]
-fn rows_in<S: Simd>(strip: *mut f32, len: usize) -> LaneRows {
+pub(super) fn rows_in<S: Simd>(strip: *mut f32, len: usize) -> LaneRows {
     let mut rows = [std::ptr::null_mut(); MAX_LANES];
     for (lane, at) in rows.iter_mut().enumerate().take(S::LANES) {
         *at = strip.wrapping_add(lane * len).cast();

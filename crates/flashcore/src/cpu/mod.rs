@@ -1,11 +1,11 @@
 //! The CPU engine: fused online-softmax attention.
 //!
-//! One algorithm, written over a small vector trait (`simd`), compiled for three instruction sets and chosen at run
-//! time. A call is cut into tasks of rows and keys (`plan`) that threads (`helpers`) take one by one (`pool`, `queue`).
+//! One algorithm, written over a small vector trait (`simd`), compiled for each instruction set and chosen at run
+//! time. A call is cut into tasks of rows and keys (`plan`) that threads (`helpers`, `openmp`) take one by one (`pool`, `queue`).
 //! A task puts its queries into the lanes of vectors (`panel`, `lanes`) and goes through blocks of keys (`cut`, `block`):
 //! scores by a register-tiled micro-kernel (`tile`), softmax (`column`), outputs by another one (`attend`), which both ask
 //! for what comes next in passing (`ahead`). Few rows against many keys are another matter, that of reading K and V once
-//! (`stream`).
+//! (`stream`). Where the CPU multiplies whole matrices of bf16, those do both products (`matrix`).
 //!
 //! The same call gives the same bits every time and on any number of threads; instruction sets differ in the last
 //! ones. Scores and sums are f32. A row that comes out infinite or NaN is computed again in f64 (`wide`): its scores or
@@ -23,7 +23,10 @@ mod isa;
 mod job;
 mod lanes;
 mod math;
+#[cfg(target_arch = "x86_64")]
+mod matrix;
 mod merge;
+mod openmp;
 mod panel;
 mod plan;
 mod pool;
@@ -72,6 +75,8 @@ pub struct Engine {
     schedule: Schedule,
     /// Threads of its own, where another number of them than rayon's is asked for.
     helpers: Option<Arc<helpers::Helpers>>,
+    /// Whether an OpenMP team may help instead, where no number of threads is asked for.
+    openmp: bool,
 }
 
 impl Engine {
@@ -79,7 +84,7 @@ impl Engine {
     /// ([`ISA_VARIABLE`]).
     pub fn new() -> Self {
         let (isa, why) = isa::choose(std::env::var(ISA_VARIABLE).ok().as_deref());
-        Self { isa, why: why.into(), schedule: Schedule::default(), helpers: None }
+        Self { isa, why: why.into(), schedule: Schedule::default(), helpers: None, openmp: false }
     }
 
     /// With the given instructions, or what is wrong with them.
@@ -103,6 +108,13 @@ impl Engine {
         Self { schedule, helpers, ..self }
     }
 
+    /// Where the program has an OpenMP runtime, as every program with torch has, the calling thread's team helps, however
+    /// many it is, unless the schedule names a number of threads. Such a team spins between its own calls, so that other
+    /// threads would come late. A thread that has no team yet gets one.
+    pub fn with_openmp_team(self) -> Self {
+        Self { openmp: true, ..self }
+    }
+
     /// The instructions.
     pub fn isa(&self) -> Isa {
         self.isa
@@ -121,7 +133,12 @@ impl Engine {
     /// Computes a checked call.
     pub(crate) fn run(&self, call: &Call<'_>) {
         let schedule = self.schedule(call.problem.head_dim, call.problem.head_dim_v);
-        pool::run(self.isa, &schedule, self.helpers.as_deref(), call);
+        let helpers = match &self.helpers {
+            Some(own) => helpers::Source::Own(own),
+            None if self.openmp && self.schedule.threads == 0 => helpers::Source::OpenMp,
+            None => helpers::Source::Any,
+        };
+        pool::run(self.isa, &schedule, helpers, call);
     }
 }
 

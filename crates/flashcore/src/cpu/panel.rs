@@ -1,8 +1,9 @@
 //! Rows in the lanes of vectors, and which keys these see.
+#![allow(unsafe_code)] // Raw scratch whose size the caller knows.
 
 use std::ops::Range;
 
-use super::visible::Visible;
+use super::{simd::Simd, visible::Visible};
 
 /// Lanes of the widest vector.
 pub(super) const MAX_LANES: usize = 16;
@@ -88,6 +89,31 @@ impl Panel {
             panel.all_of_all = whole.start.max(all.start)..whole.end.min(all.end);
         }
         panel
+    }
+
+    /// Sets the places of maxima, sums and so on: five rows of `width` f32 at `at`.
+    pub(super) fn place_stats(&mut self, at: *mut f32, width: usize) {
+        let rows = [&mut self.max, &mut self.sum, &mut self.top, &mut self.rescale, &mut self.inverse];
+        for (i, row) in rows.into_iter().enumerate() {
+            *row = at.wrapping_add(i * width);
+        }
+    }
+
+    /// Makes the running maxima and sums those of no keys.
+    ///
+    /// # Safety
+    /// Requires a CPU with `S`, and that the panel has its places.
+    #[inline(always)]
+    pub(super) unsafe fn clear_stats<S: Simd>(&self) {
+        for lane in (0..self.vecs * S::LANES).step_by(S::LANES) {
+            // SAFETY: a panel has a row of each.
+            unsafe {
+                S::store(self.max.add(lane), S::splat(f32::NEG_INFINITY));
+                S::store(self.sum.add(lane), S::splat(0.0));
+                S::store(self.rescale.add(lane), S::splat(1.0));
+                S::store(self.inverse.add(lane), S::splat(1.0));
+            }
+        }
     }
 
     /// The query of a lane; lanes beyond the rows repeat the last one.

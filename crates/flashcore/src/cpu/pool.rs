@@ -3,9 +3,11 @@
 
 use std::cell::RefCell;
 
+#[cfg(target_arch = "x86_64")]
+use super::matrix;
 use super::{
     attend,
-    helpers::Helpers,
+    helpers::{Helpers, Source},
     isa::Isa,
     job::{Job, Workspace},
     merge,
@@ -27,7 +29,7 @@ thread_local! {
 }
 
 /// Computes a call.
-pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Option<&Helpers>, call: &Call<'_>) {
+pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Call<'_>) {
     let scoring = Scoring::of(&call.problem);
     // Rows in f64 are not split.
     let split_k = if scoring.fits { schedule.split_k } else { usize::MAX };
@@ -44,6 +46,10 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Option<&Helpers>, call
     let threads = schedule.threads.min(1 + plan.work / WORTH_A_THREAD);
     // SAFETY: the engine has only an instruction set that this CPU has; the call is checked and the plan its own.
     each(helpers, threads, &plan.tasks, |task, tasks, space| unsafe {
+        #[cfg(target_arch = "x86_64")]
+        if isa == Isa::Amx && scoring.fits && matrix::suits(&call.problem) {
+            return matrix::run(&job, task, space);
+        }
         attend(isa, &job, task, tasks, space);
     });
     let threads = threads.min(1 + plan.parts() * job.part_len() / WORTH_A_THREAD);
@@ -53,7 +59,7 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Option<&Helpers>, call
 
 /// Runs `work` on every item, on up to `threads` threads; it is told the queue that items are taken from.
 fn each<T: Sync>(
-    helpers: Option<&Helpers>,
+    helpers: Source<'_>,
     threads: usize,
     items: &[T],
     work: impl Fn(&T, &Queue<'_, T>, &mut Workspace) + Sync,

@@ -10,8 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+#[cfg(target_arch = "x86_64")]
+use super::simd::amx;
 use super::{
-    helpers::Helpers,
+    helpers::{Helpers, Source},
     isa::Isa,
     math::Exp2Below,
     simd::{Simd, dispatch},
@@ -21,6 +23,9 @@ use super::{
 const CHAINS: usize = 12;
 /// Rounds of all chains in one sample: about a millisecond.
 const ROUNDS: usize = 400_000;
+/// Rounds that take about as long as one product of matrices.
+#[cfg(target_arch = "x86_64")]
+const ROUNDS_PER_DOT: usize = 4;
 /// Rounds of one piece of timed work. Threads take the pieces one by one.
 const PIECE: usize = 20_000;
 /// The most pieces per thread.
@@ -41,7 +46,7 @@ pub fn fma_peak(isa: Isa, threads: usize, budget: Duration) -> f64 {
     let threads = threads.max(1);
     let time = best_time(threads, budget, |_| {
         // SAFETY: the CPU has the instruction set.
-        black_box(unsafe { chains(isa, black_box(0.5), ROUNDS) });
+        unsafe { multiply_adds(isa, ROUNDS) };
     });
     flops_of(isa, ROUNDS) * threads as f64 / time / 1e9
 }
@@ -86,28 +91,47 @@ impl Work {
         let work = || {
             while take() {
                 // SAFETY: the CPU has the instruction set.
-                black_box(unsafe {
+                unsafe {
                     if reads {
                         let piece = self.next.fetch_add(1, Ordering::Relaxed) % (MEMORY / READ);
-                        sum(self.isa, &self.memory[piece * READ..][..READ])
+                        black_box(sum(self.isa, &self.memory[piece * READ..][..READ]));
                     } else {
-                        chains(self.isa, black_box(0.5), PIECE)
+                        multiply_adds(self.isa, PIECE);
                     }
-                });
+                }
             }
         };
         let start = Instant::now();
         match &self.helpers {
-            Some(helpers) => Helpers::join(Some(helpers), self.threads - 1, work),
+            Some(helpers) => Helpers::join(Source::Own(helpers), self.threads - 1, work),
             None => work(),
         }
         start.elapsed().as_secs_f64() * amount / (pieces * each)
     }
 }
 
-/// Floating-point operations of so many rounds of all chains on one thread.
+/// Floating-point operations of so many rounds on one thread.
 fn flops_of(isa: Isa, rounds: usize) -> f64 {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Amx {
+        return (rounds / ROUNDS_PER_DOT * amx::DOT_FLOPS) as f64;
+    }
     (2 * CHAINS * isa.lanes() * rounds) as f64
+}
+
+/// Runs rounds of all chains, or, with AMX, as many products of matrices as take about that long.
+///
+/// # Safety
+/// Requires a CPU with the instruction set.
+unsafe fn multiply_adds(isa: Isa, rounds: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        #[cfg(target_arch = "x86_64")]
+        if isa == Isa::Amx {
+            return amx::dots(rounds / ROUNDS_PER_DOT);
+        }
+        black_box(chains(isa, black_box(0.5), rounds));
+    }
 }
 
 /// The rate at which `threads` threads read memory that no cache holds, in GB/s: the best of the passes that fit

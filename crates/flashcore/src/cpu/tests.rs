@@ -203,8 +203,9 @@ fn decode_over_many_keys_follows_the_oracle() {
 
 #[test]
 fn any_schedule_follows_the_oracle() {
-    let problem = Problem::new(2, 2, 150, 48, DType::F32).with_kv(1, 170);
-    for mask in [Mask::None, Mask::Causal, window(40, 7)] {
+    let masks = [Mask::None, Mask::Causal, window(40, 7)];
+    for (mask, dtype) in masks.into_iter().flat_map(|mask| [(mask, DType::F32), (mask, DType::BF16)]) {
+        let problem = Problem::new(2, 2, 150, 48, dtype).with_kv(1, 170);
         let case = Case::new(problem.with_mask(mask));
         for text in [
             "block_q=1",
@@ -578,11 +579,53 @@ fn a_single_key_is_passed_on_exactly() {
 }
 
 #[test]
+fn equal_weights_average_all_values_exactly() {
+    for (len_q, keys, d) in [(16, 32, 32), (70, 64, 40), (100, 512, 64), (33, 1024, 16)] {
+        let problem = Problem::new(1, 2, len_q, d, DType::BF16).with_kv(1, keys);
+        // Whole numbers, whose sums f32 holds exactly; so it does their products with 1 / keys.
+        let case = Case::with_data(problem, |tensor, x| if tensor == 0 { 0.0 } else { x.round() });
+        let v = case.v.to_f32();
+        let mean = |column: usize| v.chunks_exact(d).map(|row| row[column]).sum::<f32>() / keys as f32;
+        let row: Vec<f32> = (0..d).map(|column| half::bf16::from_f32(mean(column)).to_f32()).collect();
+        for isa in available() {
+            let o = case.run(engine(isa)).o.to_f32();
+            assert!(o.chunks_exact(d).all(|o| o == row), "{problem} on {isa}");
+        }
+    }
+}
+
+#[test]
+fn the_value_of_a_key_that_outweighs_all_others_is_passed_on_exactly() {
+    for (len_q, keys, d) in [(16, 32, 32), (70, 100, 40), (200, 517, 64), (40, 600, 13)] {
+        let problem = Problem::new(1, 1, len_q, d, DType::BF16).with_kv(1, keys).with_scale(200.0);
+        let mut case = Case::new(problem);
+        // The bits of a key's number as signs: its product with itself is at least 2 above that with any other.
+        let code = |key: usize| (0..d).map(move |bit| if key >> (bit % 10) & 1 == 1 { 1.0 } else { -1.0 });
+        let wanted = |row: usize| (row * 37 + 5) % keys;
+        let fill = |rows: usize, key: &dyn Fn(usize) -> usize| {
+            let data: Vec<f32> = (0..rows).flat_map(|row| code(key(row))).collect();
+            TensorBuf::from_f32(&data, [1, 1, rows, d], DType::BF16).unwrap()
+        };
+        (case.q, case.k) = (fill(len_q, &wanted), fill(keys, &|key| key));
+        let v = case.v.to_f32();
+        for isa in available() {
+            let o = case.run(engine(isa)).o.to_f32();
+            for (row, o) in o.chunks_exact(d).enumerate() {
+                let key = wanted(row);
+                assert_eq!(o, &v[key * d..][..d], "{problem} on {isa}: row {row}, key {key}");
+            }
+        }
+    }
+}
+
+#[test]
 fn results_do_not_depend_on_threads_nor_on_the_run() {
     for problem in [
         Problem::new(1, 2, 300, 64, DType::F32).with_mask(Mask::Causal),
         Problem::new(1, 4, 1, 64, DType::F16).with_kv(2, 9000),
         Problem::new(1, 1, 20, 40, DType::BF16).with_kv(1, 4000),
+        Problem::new(1, 2, 300, 64, DType::BF16).with_mask(Mask::Causal),
+        Problem::new(1, 4, 250, 24, DType::BF16).with_kv(2, 700).with_mask(window(300, 50)),
         Problem::new(1, 2, 1500, 16, DType::F32).with_kv(1, 2500).with_mask(window(900, 50)),
     ] {
         let case = Case::new(problem);

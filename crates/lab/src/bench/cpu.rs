@@ -137,7 +137,8 @@ impl Bench for CpuBench {
         }
         let limits = contenders.len();
         let Setup { isa, threads, warmups, margin, .. } = self.setup;
-        let work = cpu::Work::fma(isa, threads);
+        let products = isa.of_products(problem.dtype);
+        let work = cpu::Work::fma(products, threads);
         contenders.push(Box::new(Limit::new("FMA peak", work, problem.flops())));
         if cell.is_decode() {
             let work = cpu::Work::read(isa, threads);
@@ -163,7 +164,7 @@ impl Bench for CpuBench {
         let full_samples_us = if causal { limits.next_back().unwrap_or_default() } else { Vec::new() };
         let bandwidth_samples_us = limits.next().unwrap_or_default();
         let unseen = fma_peak_samples_us.is_empty();
-        let fma_peak_gflops = if unseen { cpu::fma_peak(isa, threads, Duration::ZERO) } else { 0.0 };
+        let fma_peak_gflops = if unseen { cpu::fma_peak(products, threads, Duration::ZERO) } else { 0.0 };
         if let Some(why) = absent {
             samples.push(Samples { name: "torch".into(), failure: Some(why), ..Samples::default() });
         }

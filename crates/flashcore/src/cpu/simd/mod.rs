@@ -5,6 +5,8 @@
 #![allow(unsafe_code)] // Vector instructions and raw loads have no safe form that inlines into these kernels.
 
 #[cfg(target_arch = "x86_64")]
+pub(super) mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -54,7 +56,7 @@ macro_rules! dispatch {
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::cpu::Isa::Avx512 => avx512($($arg),*),
+                    $crate::cpu::Isa::Avx512 | $crate::cpu::Isa::Amx => avx512($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     $crate::cpu::Isa::Avx2 => avx2($($arg),*),
                     _ => $($generic)::+::<$crate::cpu::simd::Portable>($($arg),*),
