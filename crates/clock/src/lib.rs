@@ -6,7 +6,9 @@
 //!   the files of [`pool`]. [`cublas`] is a peer that does not fuse, with [`softmax`] between its products;
 //!   [`ceilings`] measures the GPU's peak rates; [`stress`] repeats calls and compares their bits.
 //! - [`cpu_worker`] times the CPU engine in a process of its own, by the same protocol.
-//! - [`traced`] runs a kernel that stamps its sections, and times it with and without stamps.
+//! - [`traced`] runs a kernel that stamps its sections, and times it with and without stamps; [`timeline`] puts the stamps
+//!   on one time axis.
+//! - [`energy`] is what calls on a GPU used.
 //! - [`python`] finds the Python that peers run in.
 //!
 //! A crate of its own because timed code must be optimised, while the workbench around it need not be.
@@ -15,12 +17,14 @@ pub mod ceilings;
 pub mod cpu;
 pub mod cpu_worker;
 pub mod cublas;
+pub mod energy;
 pub mod physics;
 pub mod pool;
 pub mod protocol;
 pub mod python;
 pub mod softmax;
 pub mod stress;
+pub mod timeline;
 pub mod timing;
 pub mod traced;
 pub mod worker;

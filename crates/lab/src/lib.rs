@@ -23,7 +23,7 @@
 //!
 //! Use it through the command; as a library it serves the project's own tests.
 
-pub use flashcore_clock::{physics, timing};
+pub use flashcore_clock::{energy, physics, timeline, timing};
 pub use flashcore_corpus::{cases, check, crew, device, engine, explain, tally};
 pub use flashcore_host::{files, interrupt, memory, process};
 pub use flashcore_judge::{
@@ -45,4 +45,3 @@ pub mod rbk;
 pub mod search;
 pub mod shapes;
 pub mod subject;
-pub mod timeline;

@@ -13,7 +13,6 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::cells::Member;
-use super::energy::{self, Energy, Meter};
 use super::itself::{AgainstItself, Repetitions};
 use super::outcome::{
     CallClock, Conditions, Details, FirstCall, GpuConditions, Limits, Measured, Outcome, SEED, State,
@@ -21,6 +20,7 @@ use super::outcome::{
 };
 use super::{Bench, Clock, Machine};
 use crate::ceilings::Ceilings;
+use crate::energy::{self, Energy, Meter};
 use crate::files::widened;
 use crate::gpu::cublas::{self, CUBLAS};
 use crate::gpu::host::{Host, Kind};

@@ -1,12 +1,10 @@
 //! How fast, how right, and against whom.
 //!
 //! - [`cells`] says what is timed, [`cpu`] and [`gpu`] time it, each by its clock, and [`outcome`] is what a cell gave.
-//! - [`energy`] is what calls on a GPU used.
 //! - [`itself`] compares a thing with itself, to see how often the procedure is wrong.
 
 pub mod cells;
 pub mod cpu;
-pub mod energy;
 pub mod gpu;
 pub mod itself;
 pub mod outcome;

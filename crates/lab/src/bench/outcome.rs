@@ -10,8 +10,8 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::cells::{Cell, Member};
-use super::energy::Energy;
 use crate::ceilings::{Ceilings, Roofline};
+use crate::energy::Energy;
 use crate::gpu::cublas::CUBLAS;
 use crate::gpu::worker::{KERNEL, PLANNER, SCHEDULE};
 use crate::operands::sample_rows;

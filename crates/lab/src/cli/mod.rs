@@ -189,6 +189,9 @@ fn percent(text: &str) -> Result<f64, String> {
 /// Refuses a file that cannot be written before the work is done rather than after it.
 fn check_file(option: &str, path: &Path) -> Result<(), String> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if path == Path::new("-") {
+        return Err(format!("{option} -: standard output has the table; name a file"));
+    }
     if path.is_dir() {
         return Err(format!("{option} {} is a folder; name a file in it", path.display()));
     }
@@ -230,6 +233,12 @@ impl Json {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_dash_is_no_file() {
+        assert!(check_file("--json", Path::new("-")).is_err_and(|why| why.contains("name a file")));
+        assert_eq!(check_file("--json", Path::new("./-")), Ok(()));
+    }
 
     #[test]
     fn percentages_are_read_with_and_without_their_sign_and_never_negative() {

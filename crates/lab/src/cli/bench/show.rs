@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use super::Report;
 use crate::bench::cpu::NO_PEERS;
-use crate::bench::energy::Energy;
 use crate::bench::gpu::{Cache, FA3, Regime};
 use crate::bench::outcome::{Comparison, Exactness, Measured, Outcome, Rates};
 use crate::bench::{Bench, Machine};
 use crate::cli::screen::{Tone, toned};
+use crate::energy::Energy;
 use crate::evidence::Environment;
 use crate::gpu::worker::KERNEL;
 use crate::rule::Judgement;

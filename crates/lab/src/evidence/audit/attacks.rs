@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 use super::audit;
 use crate::bench::cells::Cell;
 use crate::bench::cpu::{checksums, inputs};
-use crate::bench::energy::Energy;
 use crate::bench::gpu::{largest_tensor, peak_tflops, sets_to_flush};
 use crate::bench::itself::AgainstItself;
 use crate::bench::outcome::{
@@ -20,6 +19,7 @@ use crate::bench::outcome::{
 use crate::cases::{Tier, corpus};
 use crate::ceilings::Ceilings;
 use crate::check::RULE;
+use crate::energy::Energy;
 use crate::evidence::{Environment, schemas, seal};
 use crate::faults;
 use crate::gpu::pool::Pool;

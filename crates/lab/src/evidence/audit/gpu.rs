@@ -9,7 +9,6 @@ use super::fields::{Place, any, is_hex, is_version, raw, raws};
 use super::header::{flag, margin};
 use super::judgement::Judged;
 use crate::bench::cells::{Cell, Matrix, Member};
-use crate::bench::energy::Energy;
 use crate::bench::gpu::{
     FA3, IN_PYTHON, Regime, SUSTAINED_SAMPLE, largest_tensor, peak_tflops, peers, sets_to_flush,
 };
@@ -17,6 +16,7 @@ use crate::bench::outcome::{
     CallClock, Conditions, Details, GpuConditions, Limits, Measured, Outcome, SEED, is_ours, judged_rows,
 };
 use crate::ceilings::Ceilings;
+use crate::energy::Energy;
 use crate::gpu::pool::Pool;
 use crate::gpu::worker::{KERNEL, SCHEDULE};
 use crate::physics;

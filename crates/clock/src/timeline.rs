@@ -8,14 +8,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 
-use flashcore_clock::traced::Replay;
+use crate::traced::Replay;
 use flashcore_kernels::Phase;
 use flashcore_ptx::{Moment, Track};
 use flashcore_report::timeline as picture;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::stats;
+use flashcore_judge::stats;
 
 /// The most sections in a file for a viewer; whole multiprocessors are left out beyond that.
 const MOST_SECTIONS: usize = 200_000;

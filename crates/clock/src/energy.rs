@@ -13,15 +13,15 @@ use std::time::{Duration, Instant};
 use flashcore::cuda::driver::Nvml;
 use serde::Serialize;
 
-use crate::stats::{self, Interval};
 use crate::timing::{Samples, Used};
+use flashcore_judge::stats::{self, Interval};
 
 /// The pause between two looks at the counter.
 const LOOK: Duration = Duration::from_millis(1);
 
 /// A step of the counter: when it was seen, what the counter said then, and the SM clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Step {
+pub struct Step {
     at: Instant,
     mj: u64,
     sm_clock_mhz: Option<u32>,
@@ -29,20 +29,20 @@ pub(crate) struct Step {
 
 /// Reads a GPU's counter.
 #[derive(Clone, Copy)]
-pub(crate) struct Meter<'a> {
+pub struct Meter<'a> {
     nvml: &'a Nvml,
     uuid: &'a str,
 }
 
 impl<'a> Meter<'a> {
     /// Absent where the GPU has no such counter.
-    pub(crate) fn new(nvml: &'a Nvml, uuid: &'a str) -> Option<Self> {
+    pub fn new(nvml: &'a Nvml, uuid: &'a str) -> Option<Self> {
         nvml.device(uuid)?.energy_mj()?;
         Some(Self { nvml, uuid })
     }
 
     /// Watches the counter while `work` runs.
-    pub(crate) fn during<T>(&self, work: impl FnOnce() -> T) -> (T, Vec<Step>) {
+    pub fn during<T>(&self, work: impl FnOnce() -> T) -> (T, Vec<Step>) {
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let steps = scope.spawn(|| self.watch(&done));
@@ -70,7 +70,7 @@ impl<'a> Meter<'a> {
 }
 
 /// What was used from the first to the last step since `from`; absent with fewer than two.
-pub(crate) fn used(steps: &[Step], from: Instant) -> Option<Used> {
+pub fn used(steps: &[Step], from: Instant) -> Option<Used> {
     let steps = &steps[steps.partition_point(|step| step.at < from)..];
     let (first, last) = (steps.first()?, steps.last()?);
     let us = last.at.duration_since(first.at).as_secs_f64() * 1e6;
@@ -102,7 +102,7 @@ pub struct Energy {
 
 impl Energy {
     /// Of a contender's samples; absent where no counter told anything, or the contender left before the end.
-    pub(crate) fn of(samples: &Samples, flops: f64) -> Option<Self> {
+    pub fn of(samples: &Samples, flops: f64) -> Option<Self> {
         if samples.failure.is_some() {
             return None;
         }
