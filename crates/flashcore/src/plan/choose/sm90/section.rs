@@ -33,7 +33,8 @@ pub(in crate::plan) fn section(problem: &Problem, schedule: Schedule, blocks: u3
         return cached.max_by_key(|section| section.heads).unwrap_or(tight(1));
     }
     // Whole rounds: the next section begins with its longest tiles where this one began.
-    let whole = |section: Section| Section { places: section.places.next_multiple_of(blocks), ..section };
+    let whole =
+        |section: Section| Section { places: section.places.next_multiple_of(blocks.max(1)), ..section };
     let score = |section: &Section| {
         let longest = longest_share(&costs, heads, *section, blocks);
         // Keys and values that fall out of the cache cost about as much as one block in eight more.
@@ -64,4 +65,41 @@ fn longest_share(costs: &[u64], heads: u32, section: Section, blocks: u32) -> u6
         }
     }
     shares.into_iter().max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        DType, Mask,
+        plan::{Hardware, Plan, Target},
+    };
+    use flashcore_kernels::Schedule as Any;
+
+    /// The section that a plan for the H200 has.
+    fn planned(text: &str) -> (Section, u32) {
+        let problem: Problem = text.parse().unwrap();
+        let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
+        let Any::Sm90Fwd(schedule) = plan.main().schedule else { panic!("{plan}") };
+        (section(&problem, schedule, plan.main().grid[0]), plan.main().grid[0])
+    }
+
+    #[test]
+    fn long_causal_heads_stay_in_the_cache_and_fill_whole_rounds() {
+        let (section, blocks) = planned("1x16x16384x128 f16 causal");
+        assert_eq!(section.heads, 4, "32 MB of keys and values");
+        assert!(section.places.is_multiple_of(blocks) && section.places >= 4 * 128, "{section:?}");
+    }
+
+    #[test]
+    fn nothing_to_compute_has_a_section_too() {
+        let problem = Problem::new(4, 16, 0, 128, DType::BF16).with_kv(16, 4096).with_mask(Mask::Causal);
+        let schedule: Any =
+            "sm90_fwd:warpgroups=2,block_n=128,stages=2,q_stages=2,ctas=1,split=1,pingpong=1,lazy=1,poly=0,\
+                             persistent=1,pairs=0"
+                .parse()
+                .unwrap();
+        let Any::Sm90Fwd(schedule) = schedule else { panic!("{schedule}") };
+        assert_eq!(section(&problem, schedule, 0).places, 0);
+    }
 }
