@@ -109,7 +109,7 @@ impl Sm90Params {
             (of(Operand::O), of(Operand::Lse))
         };
         let [batch, heads, len_q] = args.queries();
-        let blocks = len_q.div_ceil(schedule.rows());
+        let blocks = len_q.div_ceil(schedule.tile_rows());
         let order = schedule.order(spec);
         let head_items = if order == Walk::Pairs { blocks.div_ceil(2) } else { blocks };
         let Section { heads: section, places } = args.section;

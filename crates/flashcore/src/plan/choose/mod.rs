@@ -54,7 +54,7 @@ pub fn merge(spec: &Spec, schedule: &Schedule) -> Option<Schedule> {
 pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
     match launch.schedule {
         Schedule::Sm90Fwd(schedule) if schedule.has_sections(&launch.spec) => {
-            sm90::section(problem, schedule, launch.grid[0])
+            sm90::section(problem, schedule, launch.grid[0] / schedule.multicast)
         }
         _ => Section::default(),
     }

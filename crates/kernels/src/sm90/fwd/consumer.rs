@@ -86,6 +86,7 @@ impl<'a> Consumer<'a> {
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
         let tiles = |k: &mut KernelBuilder, slots, bytes, bars| {
             let ring = Ring::consumer(k, slots, bytes, bars, stages);
+            let ring = if schedule.multicast > 1 { ring.across_blocks() } else { ring };
             if schedule.together { ring.starting_at(k, group, schedule.stride()) } else { ring }
         };
         Self {
@@ -452,8 +453,19 @@ impl<'a> Consumer<'a> {
 
     /// Says that this warp is done with a slot, and goes on to the next.
     fn give_back(&self, k: &mut KernelBuilder, ring: &Ring) {
-        let free = ring.free(k);
-        k.when(self.first_lane, |k| k.mbarrier_arrive(free));
+        if self.schedule.multicast > 1 {
+            // One lane for each block of the cluster.
+            let free = ring.free(k);
+            let free = k.shared_addr(free);
+            let lane = k.and_b32(self.thread, 31u32);
+            let block = k.and_b32(lane, self.schedule.multicast - 1);
+            let there = k.mapa(free, block);
+            let tells = k.setp_lt_u32(lane, self.schedule.multicast);
+            k.when(tells, |k| k.mbarrier_arrive_cluster(there));
+        } else {
+            let free = ring.free(k);
+            k.when(self.first_lane, |k| k.mbarrier_arrive(free));
+        }
         ring.advance(k);
     }
 

@@ -72,6 +72,9 @@ schedule! {
         /// Parts that the keys of a tile are cut into, one block each; [`combine`](super::combine) merges what they
         /// write to global memory.
         pub parts: u32 = 1,
+        /// Blocks of a cluster that have neighbouring tiles of queries and the same keys: each copies its part of every key
+        /// tile for all of them.
+        pub multicast: u32 = 1,
     }
 }
 
@@ -174,6 +177,7 @@ impl Schedule {
                                     pairs,
                                     together,
                                     parts: 1,
+                                    multicast: 1,
                                 });
                             }
                         }
@@ -186,7 +190,7 @@ impl Schedule {
 
     /// The rows of the boxes.
     pub fn boxes(self) -> Boxes {
-        Boxes { q: self.rows(), kv: self.block_n, o: ROWS }
+        Boxes { q: self.rows(), kv: self.block_n / self.multicast, o: ROWS }
     }
 
     /// Queries per block.
@@ -194,7 +198,17 @@ impl Schedule {
         if self.together { ROWS } else { ROWS * self.warpgroups }
     }
 
-    /// Warpgroups that read the same key tile.
+    /// Queries per work tile: those of all blocks that share key tiles.
+    pub fn tile_rows(self) -> u32 {
+        self.rows() * self.multicast
+    }
+
+    /// Blocks per cluster.
+    fn cluster(self) -> u32 {
+        self.split * self.multicast
+    }
+
+    /// Warpgroups of a block that read the same key tile.
     fn readers(self) -> u32 {
         if self.together { 1 } else { self.warpgroups }
     }
@@ -296,11 +310,11 @@ impl Family for Schedule {
 
     fn geometry(self, spec: &Spec) -> Geometry {
         Geometry {
-            rows: self.rows(),
+            rows: self.tile_rows(),
             threads: self.threads(),
             shared_bytes: self.memory(spec).layout.bytes(),
             blocks: Blocks::Row {
-                cluster: self.split,
+                cluster: self.cluster(),
                 resident: self.persistent.then_some(self.ctas),
                 parts: self.parts,
             },
@@ -368,6 +382,18 @@ impl Family for Schedule {
                     .into(),
             );
         }
+        if !(1..=2).contains(&self.multicast) {
+            return refuse(format!("multicast {}: possible are 1 and 2", self.multicast));
+        }
+        if self.multicast > 1
+            && (self.warpgroups == 1 || self.together || self.cluster() > 2 || self.parts > 1)
+        {
+            return refuse(
+                "blocks that share key tiles have several warpgroups with queries of their own: take warpgroups from 2 \
+                 to 4, together=0, split=1 and parts=1"
+                    .into(),
+            );
+        }
         if self.lazy > 8 {
             return refuse(format!("lazy {}: possible are 0 to 8", self.lazy));
         }
@@ -396,8 +422,8 @@ impl Family for Schedule {
             .threads(self.threads())
             .min_blocks_per_sm(self.ctas)
             .traced(spec.traced);
-        if self.split > 1 {
-            k = k.cluster(self.split, 1, 1);
+        if self.cluster() > 1 {
+            k = k.cluster(self.cluster(), 1, 1);
         }
         self.body(&mut k, spec, &memory);
         k
@@ -435,6 +461,7 @@ impl Schedule {
                     k.setmaxnreg_inc(registers);
                 }
                 Consumer::new(k, self, spec, memory).run(k);
+                self.leave(k);
             });
             roles.others(|k| {
                 if let Some((registers, _)) = self.shares() {
@@ -447,8 +474,21 @@ impl Schedule {
                     k.bar_warp_sync();
                     k.cluster_wait(true);
                 }
+                if self.multicast > 1 {
+                    k.bar_warp_sync();
+                }
+                self.leave(k);
             });
         });
+    }
+
+    /// Blocks that copy for each other, and say so to each other, end together.
+    fn leave(self, k: &mut KernelBuilder) {
+        if self.multicast > 1 {
+            k.comment("the other block may still copy to this one, or tell it that a slot is free");
+            k.cluster_arrive(flashcore_ptx::ClusterArrive::Release, true);
+            k.cluster_wait(true);
+        }
     }
 
     /// Sets up the barriers, and makes them visible to all threads.
@@ -468,8 +508,8 @@ impl Schedule {
             };
             // A slot of Q is released by one thread of each warpgroup, a slot of K or V by one thread of each warp.
             pair(memory.q_bars, self.q_stages, self.warpgroups);
-            pair(memory.k_bars, self.stages, 4 * self.readers());
-            pair(memory.v_bars, self.stages, 4 * self.readers());
+            pair(memory.k_bars, self.stages, 4 * self.readers() * self.multicast);
+            pair(memory.v_bars, self.stages, 4 * self.readers() * self.multicast);
             if self.split > 1 {
                 k.mbarrier_init(memory.merged, 1u32);
             }
@@ -483,6 +523,11 @@ impl Schedule {
         if self.split > 1 {
             k.comment("a block's shared memory may be written to once it has arrived here");
             k.cluster_arrive(flashcore_ptx::ClusterArrive::Release, true);
+        }
+        if self.multicast > 1 {
+            k.comment("the other block's barriers are there, too");
+            k.cluster_arrive(flashcore_ptx::ClusterArrive::Release, true);
+            k.cluster_wait(true);
         }
     }
 }

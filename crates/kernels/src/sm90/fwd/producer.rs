@@ -3,7 +3,7 @@
 use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg};
 
 use super::{
-    Memory, PANEL, Schedule, Sizes, panels,
+    Memory, PANEL, PITCH, Schedule, Sizes, panels,
     ring::Ring,
     tiles::{Tile, each_tile},
 };
@@ -30,6 +30,8 @@ struct Copy {
     panels: u32,
     panel_bytes: u32,
     policy: Reg<B64>,
+    /// For tiles that the blocks of a cluster copy for each other: how many blocks, and the rows that each copies.
+    part: Option<(u32, u32)>,
 }
 
 impl<'a> Producer<'a> {
@@ -45,13 +47,17 @@ impl<'a> Producer<'a> {
         for map in [q_map, k_map, v_map] {
             k.prefetch_tensormap(map);
         }
+        let keys = |k: &mut KernelBuilder, slots, bytes, bars| {
+            let ring = Ring::producer(k, slots, bytes, bars, stages);
+            if schedule.multicast > 1 { ring.across_blocks() } else { ring }
+        };
         Self {
             schedule,
             spec,
             sizes,
             q: Ring::producer(k, memory.q, sizes.q_slot, memory.q_bars, q_stages),
-            k: Ring::producer(k, memory.k, sizes.k, memory.k_bars, stages),
-            v: Ring::producer(k, memory.v, sizes.v, memory.v_bars, stages),
+            k: keys(k, memory.k, sizes.k, memory.k_bars),
+            v: keys(k, memory.v, sizes.v, memory.v_bars),
             q_map,
             k_map,
             v_map,
@@ -102,6 +108,12 @@ impl<'a> Producer<'a> {
         }
     }
 
+    /// How the blocks of a cluster divide a key tile.
+    fn part(&self) -> Option<(u32, u32)> {
+        let Schedule { multicast, .. } = self.schedule;
+        (multicast > 1).then_some((multicast, self.schedule.boxes().kv))
+    }
+
     fn load_q(&self, k: &mut KernelBuilder, tile: &Tile) {
         let Sizes { q_panel, q, .. } = self.sizes;
         let copy = Copy {
@@ -109,6 +121,7 @@ impl<'a> Producer<'a> {
             panels: panels(self.spec.head_dim),
             panel_bytes: q_panel,
             policy: self.once,
+            part: None,
         };
         Phase::CopyQ.begin(k);
         k.comment("the queries");
@@ -121,6 +134,7 @@ impl<'a> Producer<'a> {
             panels: panels(self.spec.head_dim),
             panel_bytes: self.sizes.kv_panel,
             policy: self.again,
+            part: self.part(),
         };
         Phase::SlotWait.begin_tile(k, at);
         k.comment("a K tile, once its slot is free");
@@ -137,6 +151,7 @@ impl<'a> Producer<'a> {
             panels: panels(self.spec.head_dim_v),
             panel_bytes: self.sizes.kv_panel,
             policy: self.again,
+            part: self.part(),
         };
         Phase::SlotWait.begin_tile(k, at);
         k.comment("a V tile, once its slot is free");
@@ -158,12 +173,20 @@ impl Copy {
         head: Reg<B32>,
         batch: Reg<B32>,
     ) {
-        let (slot, filled) = (ring.address(k), ring.filled(k));
+        let (mut slot, filled) = (ring.address(k), ring.filled(k));
         k.mbarrier_arrive_expect_tx(filled, bytes);
+        let (mut row, mut hint) = (row, BulkHint::new().policy(self.policy));
+        if let Some((blocks, rows)) = self.part {
+            k.comment("this block's part, for all blocks of the cluster");
+            let rank = k.cluster_ctarank();
+            row = k.mad_lo_u32(rank, rows, row);
+            slot = k.mad_lo_u32(rank, rows * PITCH, slot);
+            let everyone = k.mov_b16((1_u16 << blocks) - 1);
+            hint = hint.multicast(everyone);
+        }
         for panel in 0..self.panels {
             let column = Operand::from(panel * PANEL);
             let to = slot.at((panel * self.panel_bytes) as i32);
-            let hint = BulkHint::new().policy(self.policy);
             k.tensor_load(to, self.map, &[column, row.into(), head.into(), batch.into()], filled, hint);
         }
     }

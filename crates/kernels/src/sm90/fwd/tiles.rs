@@ -12,6 +12,8 @@ use crate::{
 /// A query tile.
 pub(super) struct Tile {
     pub rows: Rows,
+    /// The first row of the work tile: of all blocks that share key tiles.
+    first_row: Reg<B32>,
     pub kv_head: Reg<B32>,
     pub band: Band,
 }
@@ -52,7 +54,7 @@ pub(super) fn each_tile(
     spec: &Spec,
     mut body: impl FnMut(&mut KernelBuilder, &Tile),
 ) {
-    let item = if schedule.split > 1 { k.clusterid_x() } else { k.ctaid_x() };
+    let item = if schedule.cluster() > 1 { k.clusterid_x() } else { k.ctaid_x() };
     if !schedule.persistent {
         let place = match schedule.order(spec) {
             Walk::Sections => Place::in_section(k, item).0,
@@ -62,7 +64,8 @@ pub(super) fn each_tile(
         body(k, &tile);
         return;
     }
-    let (items, blocks) = (k.param(Sm90Params::items), k.nctaid_x());
+    let blocks = if schedule.cluster() > 1 { k.nclusterid_x() } else { k.nctaid_x() };
+    let items = k.param(Sm90Params::items);
     match schedule.order(spec) {
         Walk::Plain => {
             let item = k.mov_b32(item);
@@ -204,7 +207,14 @@ impl Tile {
         let kv_head =
             if spec.grouped { divide(k, head, Sm90Params::group_mul, Sm90Params::group_shift) } else { head };
         let len_q = k.param(Sm90Params::len_q);
-        let rows = Rows { batch, head, len_q, first_row: k.mul_lo_u32(block, schedule.rows()) };
+        let first_row = k.mul_lo_u32(block, schedule.tile_rows());
+        let own_row = if schedule.multicast > 1 {
+            let rank = k.cluster_ctarank();
+            k.mad_lo_u32(rank, schedule.rows(), first_row)
+        } else {
+            first_row
+        };
+        let rows = Rows { batch, head, len_q, first_row: own_row };
         let keys = if spec.key_lengths {
             let lengths = k.param(Sm90Params::key_lengths);
             let own = k.mad_wide_u32(batch, 4u32, lengths);
@@ -213,12 +223,13 @@ impl Tile {
             k.param(Sm90Params::len_k)
         };
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
-        Self { rows, kv_head, band }
+        Self { rows, first_row, kv_head, band }
     }
 
     /// The key tiles that this block walks over.
     pub fn keys(&self, k: &mut KernelBuilder, schedule: Schedule) -> Keys {
-        let mut keys = self.keys_of(k, schedule, self.rows, schedule.rows());
+        let rows = Rows { first_row: self.first_row, ..self.rows };
+        let mut keys = self.keys_of(k, schedule, rows, schedule.tile_rows());
         if schedule.split > 1 {
             k.comment("this block's share of the key tiles");
             let rank = k.cluster_ctarank();

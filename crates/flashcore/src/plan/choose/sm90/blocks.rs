@@ -43,6 +43,7 @@ fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
         pairs: false,
         together: false,
         parts: 1,
+        multicast: 1,
     }
 }
 
@@ -131,6 +132,7 @@ pub(super) fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
         pairs: false,
         together: false,
         parts: 1,
+        multicast: 1,
     };
     block_n.iter().flat_map(|&n| stages.iter().map(move |&stages| (n, stages))).map(narrow).collect()
 }

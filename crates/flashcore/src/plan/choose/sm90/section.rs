@@ -16,7 +16,7 @@ const TILE_OVERHEAD: u64 = 1;
 /// Heads whose tiles are taken up together, longest first: such that the blocks finish at about the same time,
 /// and if possible few enough that their keys and values stay in the cache.
 pub(in crate::plan) fn section(problem: &Problem, schedule: Schedule, blocks: u32) -> Section {
-    let (rows, block_n) = (schedule.rows(), schedule.block_n);
+    let (rows, block_n) = (schedule.tile_rows(), schedule.block_n);
     let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, .. } = *problem;
     let heads = (batch * heads_q) as u32;
     let bytes = (len_k * (head_dim + head_dim_v) * problem.dtype.size()) as u64;
