@@ -256,6 +256,8 @@ impl Schedule {
     fn shares(self) -> Option<(u16, u16)> {
         match (self.warpgroups, self.ctas) {
             (1, _) => None,
+            // A producer that copies for others needs more.
+            (2, 1) if self.multicast > 1 => Some((40, 232)),
             (2, 1) => Some((24, 240)),
             (2, _) => Some((24, 104)),
             (3, _) => Some((32, 160)),
@@ -500,16 +502,16 @@ impl Schedule {
         let tid = k.tid_x();
         let first = k.setp_eq_u32(tid, 0u32);
         k.if_(first, |k| {
-            let mut pair = |bars: Shared, stages: u32, readers: u32| {
+            let mut pair = |bars: Shared, stages: u32, producers: u32, readers: u32| {
                 for stage in 0..stages {
-                    k.mbarrier_init(bars.at((16 * stage) as i32), 1u32);
+                    k.mbarrier_init(bars.at((16 * stage) as i32), producers);
                     k.mbarrier_init(bars.at((16 * stage + 8) as i32), readers);
                 }
             };
             // A slot of Q is released by one thread of each warpgroup, a slot of K or V by one thread of each warp.
-            pair(memory.q_bars, self.q_stages, self.warpgroups);
-            pair(memory.k_bars, self.stages, 4 * self.readers() * self.multicast);
-            pair(memory.v_bars, self.stages, 4 * self.readers() * self.multicast);
+            pair(memory.q_bars, self.q_stages, 1, self.warpgroups);
+            pair(memory.k_bars, self.stages, self.multicast, 4 * self.readers() * self.multicast);
+            pair(memory.v_bars, self.stages, self.multicast, 4 * self.readers() * self.multicast);
             if self.split > 1 {
                 k.mbarrier_init(memory.merged, 1u32);
             }

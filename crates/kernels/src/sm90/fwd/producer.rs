@@ -179,6 +179,12 @@ impl Copy {
         if let Some((blocks, rows)) = self.part {
             k.comment("this block's part, for all blocks of the cluster");
             let rank = k.cluster_ctarank();
+            // Its consumers then know that this block's have left the slot's previous phase.
+            for distance in 1..blocks {
+                let other = k.xor_b32(rank, distance);
+                let there = k.mapa(filled, other);
+                k.mbarrier_arrive_cluster(there);
+            }
             row = k.mad_lo_u32(rank, rows, row);
             slot = k.mad_lo_u32(rank, rows * PITCH, slot);
             let everyone = k.mov_b16((1_u16 << blocks) - 1);

@@ -64,8 +64,8 @@ pub(super) fn each_tile(
         body(k, &tile);
         return;
     }
-    let blocks = if schedule.cluster() > 1 { k.nclusterid_x() } else { k.nctaid_x() };
     let items = k.param(Sm90Params::items);
+    let blocks = if schedule.cluster() > 1 { k.nclusterid_x() } else { k.nctaid_x() };
     match schedule.order(spec) {
         Walk::Plain => {
             let item = k.mov_b32(item);
