@@ -37,7 +37,7 @@ fn a_plan_says_whether_a_tuned_table_or_the_planners_rules_chose() {
 #[test]
 fn micro_counts_pieces_orders_schedules_and_claims_no_correlation_without_times() {
     let folder = tempfile::tempdir().unwrap();
-    let text = said(&flashcore(folder.path(), &["micro", "tiny", "--target", "sm_90a", "--sample", "10"]));
+    let text = said(&flashcore(folder.path(), &["micro", "tiny", "--target", "sm_90a", "--sample", "20"]));
     assert!(text.contains("wgmma 64x128x64") && text.contains("not known"), "{text}");
     let file = json(&folder.path().join("micro_best.json"));
     assert_eq!(file["rank_correlation"], serde_json::Value::Null);

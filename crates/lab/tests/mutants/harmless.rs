@@ -232,18 +232,11 @@ pub const HARMLESS: &[Entry] = &[
         "the tile that is not skipped is walked over, and masked completely",
     ),
     entry(
-        &["warpgroups=2", "pingpong=1"],
+        &["warpgroups=2", "ctas=2"],
         &["work: which keys these rows see / tiles of the other warpgroups", "mbarrier.try_wait", "#0"],
         Drop,
         1,
         "the keys are not read, and the wait for the queries says that their slot had been free",
-    ),
-    entry(
-        &["warpgroups=2", "q_stages=2"],
-        &["walk: the last values / tiles of the other warpgroups", "mbarrier.try_wait", "#0"],
-        Drop,
-        1,
-        PASSED_KEYS,
     ),
     entry(
         &["warpgroups=2", "pingpong=1"],

@@ -70,6 +70,9 @@ pub fn hopper() -> Vec<Trial> {
         Trial::new(problem(1, 5, 260, 64).with_kv(1, 395).with_mask(Mask::Causal), None),
         Trial::new(problem(1, 1, 70, 64).with_kv(1, 395).with_mask(long), None),
         Trial::new(problem(2, 1, 40, 64).with_kv(1, 200).with_key_lengths(), Some(vec![90, 171])),
+        // Sections of heads that end before a round does, and scores that are too large for the short way.
+        Trial::new(problem(1, 2, 520, 32).with_kv(1, 460).with_mask(Mask::Causal), None),
+        Trial::new(problem(1, 1, 70, 64).with_kv(1, 200).with_scale(1000.0), None),
     ]
 }
 

@@ -57,7 +57,7 @@ pub(super) fn each_tile(
     let item = if schedule.cluster() > 1 { k.clusterid_x() } else { k.ctaid_x() };
     if !schedule.persistent {
         let place = match schedule.order(spec) {
-            Walk::Sections => Place::in_section(k, item).0,
+            Walk::Sections => Place::in_section(k, item),
             Walk::Plain | Walk::Pairs => Place::in_head(k, item, None),
         };
         let tile = Tile::find(k, schedule, spec, place);
@@ -108,7 +108,8 @@ pub(super) fn each_tile(
                 |k| k.setp_lt_u32(start, items),
                 |k, _| {
                     let inside = k.setp_lt_u32(item, items);
-                    let (place, exists) = Place::in_section(k, item);
+                    let place = Place::in_section(k, item);
+                    let exists = k.setp_ge_s32(place.block, 0);
                     let exists = k.and_pred(exists, inside);
                     k.if_(exists, |k| {
                         let tile = Tile::find(k, schedule, spec, place);
@@ -159,22 +160,20 @@ impl Place {
         Self { head, block, middle }
     }
 
-    /// Section by section of heads; in each, the last block of every head first. Also whether there is a tile at this
-    /// place of the section.
-    fn in_section(k: &mut KernelBuilder, item: Reg<B32>) -> (Self, Reg<Pred>) {
+    /// Section by section of heads; in each, the last block of every head first. After the first blocks, a section has
+    /// places without a tile: their block is negative.
+    fn in_section(k: &mut KernelBuilder, item: Reg<B32>) -> Self {
         let (heads, blocks) = (k.param(Sm90Params::section), k.param(Sm90Params::blocks));
         let places = k.param(Sm90Params::places);
         let section = divide(k, item, Sm90Params::places_mul, Sm90Params::places_shift);
-        let tiles = k.mul_lo_u32(heads, blocks);
         let inside = remainder(k, item, section, places);
-        let exists = k.setp_lt_u32(inside, tiles);
         let index = divide(k, inside, Sm90Params::section_mul, Sm90Params::section_shift);
         let head_inside = remainder(k, inside, index, heads);
         let head = k.mad_lo_u32(section, heads, head_inside);
         let last_block = k.sub_u32(blocks, 1u32);
         let block = k.sub_u32(last_block, index);
         let middle = k.setp_eq_u32(block, index);
-        (Self { head, block, middle }, exists)
+        Self { head, block, middle }
     }
 }
 
