@@ -3,7 +3,7 @@
 use flashcore_kernels::{Spec, sm90::fwd::Schedule};
 
 /// How far the largest probability may grow before the output is rescaled, as a power of two. At 1 the error is within
-/// 2 % of that with exact maxima, at 8 up to 10 % above.
+/// 3 % of that with exact maxima, at 8 up to 10 % above.
 pub(super) const LAZY: u32 = 1;
 
 /// The same for many keys, where one probability matters less.
