@@ -1,6 +1,6 @@
 //! Energy per call, by the counter of the whole board that NVML reads.
 //!
-//! The counter moves in steps of some 20 to 100 ms, which is not much less than a sample. Its difference from before to
+//! The counter moves every 100 ms on an H200, which is not much less than a sample. Its difference from before to
 //! after a sample could be off by a step at either end, and would hold what ran before. So the counter is watched
 //! during the sample, about once per millisecond, and what counts is the time and the energy **from the first step to
 //! the last one while the timed calls ran**. A step is seen at most one look late, at both ends alike. Over all samples
