@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use flashcore::cuda::driver::Nvml;
+use flashcore_judge::stats::{self, Interval};
 use serde::Serialize;
 
 use crate::timing::{Samples, Used};
-use flashcore_judge::stats::{self, Interval};
 
 /// The pause between two looks at the counter.
 const LOOK: Duration = Duration::from_millis(1);

@@ -8,14 +8,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 
-use crate::traced::Replay;
+use flashcore_judge::stats;
 use flashcore_kernels::Phase;
 use flashcore_ptx::{Moment, Track};
 use flashcore_report::timeline as picture;
 use serde::Serialize;
 use serde_json::json;
 
-use flashcore_judge::stats;
+use crate::traced::Replay;
 
 /// The most sections in a file for a viewer; whole multiprocessors are left out beyond that.
 const MOST_SECTIONS: usize = 200_000;

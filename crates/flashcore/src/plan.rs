@@ -205,7 +205,7 @@ impl Plan {
         Ok(Self { problem: *problem, target: hardware.target, launches, reason, folded, section, workspace })
     }
 
-    /// The same plan, whose main kernel stamps its [sections](flashcore_kernels::Section): see
+    /// The same plan, whose main kernel stamps its [phases](flashcore_kernels::Phase): see
     /// [`trace_size`](Plan::trace_size).
     #[doc(hidden)]
     pub fn traced(mut self) -> Self {

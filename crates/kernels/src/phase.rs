@@ -2,26 +2,26 @@
 
 use flashcore_ptx::{B32, GridDep, KernelBuilder, Reg};
 
-/// Declares the sections with their names.
-macro_rules! sections {
-    ($($(#[$doc:meta])* $section:ident = $name:literal,)*) => {
+/// Declares the phases with their names.
+macro_rules! phases {
+    ($($(#[$doc:meta])* $phase:ident = $name:literal,)*) => {
         /// What a role of a block does, until it does something else. Emits nothing unless the kernel is traced.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub enum Phase { $($(#[$doc])* $section,)* }
+        pub enum Phase { $($(#[$doc])* $phase,)* }
 
         impl Phase {
             /// All of them, in the order of their numbers.
-            pub const ALL: &'static [Phase] = &[$(Phase::$section,)*];
+            pub const ALL: &'static [Phase] = &[$(Phase::$phase,)*];
 
             /// Its name in a timeline.
             pub const fn name(self) -> &'static str {
-                match self { $(Phase::$section => $name,)* }
+                match self { $(Phase::$phase => $name,)* }
             }
         }
     };
 }
 
-sections! {
+phases! {
     /// From the block's start: barriers, registers, addresses.
     Setup = "setup",
     /// Waits until the launch before has ended.
@@ -76,7 +76,7 @@ pub(crate) fn wait_for_launch(k: &mut KernelBuilder) {
 }
 
 impl Phase {
-    /// The section of a number.
+    /// The phase of a number.
     pub fn of(number: u8) -> Option<Phase> {
         Self::ALL.get(usize::from(number)).copied()
     }

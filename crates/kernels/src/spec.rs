@@ -48,7 +48,7 @@ pub struct Spec {
     pub grouped: bool,
     /// Whether lse is written.
     pub lse: bool,
-    /// Whether the kernel stamps its [sections](crate::Section). It then has parameters more, and computes the same.
+    /// Whether the kernel stamps its [phases](crate::Phase). It then has parameters more, and computes the same.
     pub traced: bool,
 }
 

@@ -37,9 +37,7 @@ pub(super) struct Consumer<'a> {
     q: Ring,
     k: Ring,
     v: Ring,
-    pub params: SoftmaxParams,
-    pub rows: [RowState; 2],
-    softmax: Softmax,
+    pub softmax: Softmax,
     scores: Vec<Reg<F32>>,
     p: Vec<[Reg<B32>; 4]>,
     pub o: Vec<Reg<F32>>,
@@ -97,8 +95,6 @@ impl<'a> Consumer<'a> {
             q: Ring::consumer(k, memory.q, sizes.q_slot, memory.q_bars, q_stages),
             k: tiles(k, memory.k, sizes.k, memory.k_bars),
             v: tiles(k, memory.v, sizes.v, memory.v_bars),
-            params,
-            rows: softmax.rows,
             softmax,
             scores: zeros(k, block_n / 2),
             p: (0..block_n / 16).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
@@ -190,7 +186,7 @@ impl<'a> Consumer<'a> {
         k.section("consumer: the end of a tile");
         let merges = self.schedule.together || self.schedule.split > 1;
         if merges { Phase::Merge } else { Phase::Store }.begin(k);
-        for row in &self.rows {
+        for row in &self.softmax.rows {
             row.finish(k);
         }
         if !self.schedule.together {
@@ -291,7 +287,7 @@ impl<'a> Consumer<'a> {
         k.wgmma_wait(0);
         Phase::Softmax.begin_tile(k, at);
         self.give_back(k, &self.k);
-        self.params.score(k, &self.scores);
+        self.softmax.params.score(k, &self.scores);
         let first_full = self.spec.left.then(|| {
             let up = k.add_u32(keys.range.full_begin, block_n - 1);
             k.div_u32(up, block_n)
@@ -402,7 +398,7 @@ impl<'a> Consumer<'a> {
         k.wgmma_wait(1);
         Phase::Softmax.begin_tile(k, at);
         self.give_back(k, &self.k);
-        self.params.score(k, &self.scores);
+        self.softmax.params.score(k, &self.scores);
         if masked {
             self.mask(k, tile, at);
         }
@@ -533,11 +529,6 @@ impl<'a> Consumer<'a> {
         });
     }
 
-    /// The power of two by which this warpgroup's probabilities are scaled down.
-    fn shift(&self) -> f32 {
-        softmax::shift(self.schedule.lazy, self.spec.dtype)
-    }
-
     /// Writes lse, if it is wanted: by one of the four threads that share a row.
     fn store_lse(&self, k: &mut KernelBuilder, tile: &Tile, first_block_only: bool) {
         if !self.spec.lse {
@@ -556,8 +547,8 @@ impl<'a> Consumer<'a> {
         let stride = k.param(Sm90Params::lse_row);
         for half in 0..2 {
             let row = self.problem_row(k, tile, half);
-            let RowState { reference, sum, .. } = self.rows[half as usize];
-            let value = self.params.lse(k, reference, sum, self.shift());
+            let RowState { reference, sum, .. } = self.softmax.rows[half as usize];
+            let value = self.softmax.params.lse(k, reference, sum, self.softmax.shift);
             let exists = k.setp_lt_s32(row, tile.rows.len_q);
             let mine = k.and_pred(first, exists);
             let row = k.cvt_u64_u32(row);
@@ -583,7 +574,7 @@ impl<'a> Consumer<'a> {
     fn store_output(&self, k: &mut KernelBuilder, tile: &Tile) {
         let Some(o_map) = self.o_map else { return };
         k.section("consumer: output");
-        for (half, row) in self.rows.iter().enumerate() {
+        for (half, row) in self.softmax.rows.iter().enumerate() {
             let inverse = SoftmaxParams::inverse(k, row.sum);
             for o in softmax::row_elements(&self.o, half) {
                 k.set(o, |k| k.mul_f32(o, inverse));
@@ -641,7 +632,7 @@ impl<'a> Consumer<'a> {
     }
 
     pub fn inverse(&self, k: &mut KernelBuilder, half: usize) -> Reg<F32> {
-        SoftmaxParams::inverse(k, self.rows[half].sum)
+        SoftmaxParams::inverse(k, self.softmax.rows[half].sum)
     }
 }
 

@@ -30,7 +30,7 @@ pub(super) fn send(k: &mut KernelBuilder, of: &Consumer<'_>) {
     let base = k.shared_addr(of.memory.gathered);
     let base = k.mad_lo_u32(part, part_bytes(of.spec), base);
     let mine = k.mad_lo_u32(of.thread, 16u32, base);
-    let [upper, lower] = of.rows;
+    let [upper, lower] = of.softmax.rows;
     k.st_shared_vec(mine, [upper.reference, upper.sum, lower.reference, lower.sum]);
     for (i, quad) in (1..).zip(of.o.chunks_exact(4)) {
         k.st_shared_vec(mine.at((i * CHUNK) as i32), [quad[0], quad[1], quad[2], quad[3]]);

@@ -39,7 +39,7 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     let mine = k.mad_lo_u32(tid, 16u32, exchange);
     let chunk = chunk_bytes(schedule);
     let part = (spec.head_dim_v / 8 / split) as usize;
-    let [upper, lower] = of.rows;
+    let [upper, lower] = of.softmax.rows;
     for step in 1..split {
         // The block `step` further gets what it will call its sender `step`; its own columns are those of its rank.
         let to = k.add_u32(rank, step);
@@ -114,14 +114,14 @@ pub(super) fn weigh(
     states: &[[Reg<F32>; 4]],
 ) -> [Vec<Reg<F32>>; 2] {
     [0, 1].map(|half| {
-        let row = of.rows[half];
+        let row = of.softmax.rows[half];
         // A row's common reference is the largest.
         let most = states.iter().fold(row.reference, |most, state| k.max_f32(most, state[2 * half]));
         let reference = SoftmaxParams::reference(k, most, false);
-        let mut weights = vec![of.params.exp(k, row.reference, reference)];
+        let mut weights = vec![of.softmax.params.exp(k, row.reference, reference)];
         let mut sum = k.mul_f32(row.sum, weights[0]);
         for state in states {
-            let theirs = of.params.exp(k, state[2 * half], reference);
+            let theirs = of.softmax.params.exp(k, state[2 * half], reference);
             sum = k.fma_f32(state[2 * half + 1], theirs, sum);
             weights.push(theirs);
         }

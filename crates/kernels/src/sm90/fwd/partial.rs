@@ -23,7 +23,7 @@ pub(super) fn store(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
         let row = k.cvt_u64_u32(row);
         let states = k.mad_lo_u64(row, state_row, state);
         let mine = k.and_pred(leads, exists);
-        let of_row = of.rows[half];
+        let of_row = of.softmax.rows[half];
         k.when(mine, |k| k.st_global_vec(states, [of_row.reference, of_row.sum]));
         let columns = k.mad_lo_u64(row, o_row, o);
         let columns = k.mad_wide_u32(of.column, 4u32, columns);

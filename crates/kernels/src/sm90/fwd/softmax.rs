@@ -6,8 +6,9 @@
 //! otherwise.
 //!
 //! Most key tiles raise no row's reference. Each thread sees that by its own scores alone, and then nothing is exchanged
-//! with others and nothing is rescaled. Each of the two ways is one stretch of code without branches, in which the
-//! assembler overlaps exponentials, sums and packing.
+//! with others and nothing is rescaled. Where a reference moves, the output is rescaled. Where scores are so large that
+//! an offset would lose their last bits, the reference is subtracted from each first. Each of these three ways is one
+//! stretch of code without branches, in which the assembler overlaps exponentials, sums and packing.
 
 use flashcore_ptx::{F32, KernelBuilder, Pred, Reg};
 
@@ -43,7 +44,7 @@ pub(super) struct Softmax {
     /// How far scores may exceed the reference; `None`: not at all.
     slack: Option<Reg<F32>>,
     /// The power of two by which all probabilities are scaled down; see [`shift`].
-    shift: f32,
+    pub shift: f32,
     /// Of eight exponentials in unmasked tiles, how many are computed by a polynomial.
     poly: u32,
 }
@@ -89,30 +90,6 @@ impl RowState {
 /// The elements of a warpgroup's accumulator that belong to its upper (0) or lower (1) row.
 pub(super) fn row_elements(scores: &[Reg<F32>], half: usize) -> impl Iterator<Item = Reg<F32>> + '_ {
     scores.chunks_exact(4).flat_map(move |quad| [quad[2 * half], quad[2 * half + 1]])
-}
-
-/// Reduces in four chains, so that no instruction waits for the one before it.
-fn reduce(
-    k: &mut KernelBuilder,
-    values: impl Iterator<Item = Reg<F32>>,
-    chains: usize,
-    combine: impl Fn(&mut KernelBuilder, Reg<F32>, Reg<F32>) -> Reg<F32>,
-) -> Reg<F32> {
-    let mut partial: Vec<Reg<F32>> = Vec::new();
-    for (i, value) in values.enumerate() {
-        if i < chains {
-            partial.push(value);
-        } else {
-            partial[i % chains] = combine(k, partial[i % chains], value);
-        }
-    }
-    while partial.len() > 1 {
-        partial = partial
-            .chunks(2)
-            .map(|pair| if let &[a, b] = pair { combine(k, a, b) } else { pair[0] })
-            .collect();
-    }
-    partial[0]
 }
 
 /// 2^x by a polynomial on the multiply-add pipes, for x from −∞ to 127: relative error under 1e-4, a quarter of the
@@ -287,9 +264,24 @@ impl Softmax {
     }
 }
 
-/// The largest of a thread's scores in each of its rows.
+/// The largest of a thread's scores in each of its rows, found in so many chains that no instruction waits for the one
+/// before it.
 fn maxima(k: &mut KernelBuilder, scores: &[Reg<F32>]) -> [Reg<F32>; 2] {
-    [0, 1].map(|half| reduce(k, row_elements(scores, half), 4, |k, a, b| k.max_f32(a, b)))
+    const CHAINS: usize = 4;
+    [0, 1].map(|half| {
+        let mut largest: Vec<Reg<F32>> = Vec::with_capacity(CHAINS);
+        for (i, score) in row_elements(scores, half).enumerate() {
+            match largest.get_mut(i % CHAINS) {
+                Some(chain) => *chain = k.max_f32(*chain, score),
+                None => largest.push(score),
+            }
+        }
+        while largest.len() > 1 {
+            let pairs = largest.chunks(2);
+            largest = pairs.map(|pair| if let &[a, b] = pair { k.max_f32(a, b) } else { pair[0] }).collect();
+        }
+        largest[0]
+    })
 }
 
 /// Hides from a row the keys that it does not see: those before `begin` and from `end` on, both counted from the
