@@ -273,7 +273,7 @@ fn spec(problem: &Problem, device: &str) -> Result<Spec> {
         right: band.right.is_some(),
         top_left: masked && band.top_left,
         softcap: problem.softcap.is_some(),
-        scaled_scores: Spec::needs_scaled_scores(dtype, problem.scale, problem.softcap, problem.lse),
+        scaled_scores: Spec::needs_scaled_scores(dtype, problem.scale, problem.softcap),
         key_lengths: problem.key_lengths,
         grouped: problem.heads_kv != problem.heads_q,
         lse: problem.lse,
@@ -387,14 +387,13 @@ mod tests {
     fn scales_and_softcaps_that_the_fast_way_gets_wrong_are_computed_exactly() {
         let mission = Problem::new(1, 8, 512, 64, DType::F16);
         let scaled = |problem: Problem| plan(problem).main().spec.scaled_scores;
-        for usual in [mission, mission.with_softcap(50.0), mission.with_scale(1e-3), mission.with_scale(1e6)]
-        {
+        let capped = mission.with_softcap(50.0);
+        for usual in [mission, capped, capped.with_lse(), mission.with_scale(1e-3), mission.with_scale(1e6)] {
             assert!(!scaled(usual), "{usual}");
         }
-        assert!(
-            scaled(mission.with_softcap(50.0).with_lse()),
-            "lse is in f32, and shows the fast tanh's error"
-        );
+        for unusual in [-0.125, 0.0, 1e-3, 1e6] {
+            assert!(scaled(capped.with_scale(unusual)), "a softcap with a scale of {unusual}");
+        }
         let caps = [1e-39, 100.0, 1e3, 1e30, f32::MAX].map(|cap| mission.with_softcap(cap));
         for unusual in caps.into_iter().chain([3e38, 1e-39].map(|scale| mission.with_scale(scale))) {
             assert!(scaled(unusual), "{unusual}");

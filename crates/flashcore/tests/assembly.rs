@@ -30,6 +30,7 @@ fn specs() -> Vec<Spec> {
             ..new(96).causal().with_lse()
         },
         Spec { head_dim_v: 72, top_left: true, ..new(40).causal() },
+        Spec { softcap: true, ..new(128).causal() },
         Spec { softcap: true, scaled_scores: true, ..new(128).causal().with_lse() },
         new(8),
     ]

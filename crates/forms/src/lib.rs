@@ -475,7 +475,8 @@ fn mbarriers(forms: &mut Forms) {
     forms.add(|k, x| _ = k.mbarrier_arrive_state(x.bar));
     forms.add(|k, x| k.mbarrier_arrive_count(x.bar, 2));
     forms.add(|k, x| k.mbarrier_arrive_count(x.bar, x.r));
-    forms.add(|k, x| k.mbarrier_arrive_cluster(x.cluster()));
+    forms.add(|k, x| k.mbarrier_arrive_cluster(x.cluster(), Scope::Cta));
+    forms.add(|k, x| k.mbarrier_arrive_cluster(x.cluster(), Scope::Cluster));
     forms.add(|k, x| k.mbarrier_arrive_count_cluster(x.cluster(), 2));
     forms.add(|k, x| k.mbarrier_arrive_expect_tx(x.bar, 4096));
     forms.add(|k, x| k.mbarrier_arrive_expect_tx(x.r.at(8), x.r));

@@ -59,6 +59,9 @@ pub const MAX_TENSOR_CORE_HEAD_DIM: u32 = 256;
 /// use 15 to 50.
 const MAX_FAST_SOFTCAP: f32 = 64.0;
 
+/// The scales, as parts of the softcap, whose powers up to the ninth are normal numbers.
+const FAST_TANH_SCALES: std::ops::RangeInclusive<f32> = 2e-4..=1e4;
+
 impl Spec {
     /// Full attention with one head dim, nothing else.
     pub fn new(dtype: ElementType, head_dim: u32) -> Self {
@@ -88,15 +91,15 @@ impl Spec {
         Self { lse: true, ..self }
     }
 
-    /// Whether this scale and softcap need [`Spec::scaled_scores`], for an output of this type and perhaps lse.
+    /// Whether this scale and softcap need [`Spec::scaled_scores`], for an output of this type.
     ///
-    /// The fast way computes `softcap · (1 − 2 / (1 + e^2x))`, whose error is the f32 rounding error at 1, times the
-    /// softcap. And it multiplies by `scale · log2 e` scores that may be −∞, so that factor must be finite and above 0.
-    pub fn needs_scaled_scores(dtype: ElementType, scale: f32, softcap: Option<f32>, lse: bool) -> bool {
+    /// The fast way computes a polynomial of the dot product for small scores, and `1 − 2 / (1 + e^2x)` for large ones; the
+    /// softcap is part of the exponent's scale, which would round away the last bits of larger ones. And it multiplies by `scale · log2 e` scores that may be −∞, so that factor must be
+    /// finite and above 0.
+    pub fn needs_scaled_scores(dtype: ElementType, scale: f32, softcap: Option<f32>) -> bool {
         let factor = softcap.unwrap_or(scale) * std::f32::consts::LOG2_E;
-        // In f32, and so in lse, the error of the fast tanh would be seen under any softcap.
-        let in_f32 = lse || dtype == ElementType::F32;
-        let fast_tanh = softcap.is_none_or(|cap| cap <= MAX_FAST_SOFTCAP && !in_f32);
+        let fast_tanh =
+            softcap.is_none_or(|cap| cap <= MAX_FAST_SOFTCAP && FAST_TANH_SCALES.contains(&(scale / cap)));
         let fast = factor.is_normal() && factor > 0.0 && fast_tanh;
         !fast || dtype == ElementType::F32
     }

@@ -301,6 +301,8 @@ pub enum Op {
         space: Space,
         /// Whether a number of arrivals is given.
         count: bool,
+        /// Who may rely on what was written before: [`Scope::Cta`], or [`Scope::Cluster`] for another block's barrier.
+        scope: Scope,
     },
     /// `mbarrier.arrive.expect_tx`. Sources: the address, the bytes. The destination is the state or [`Arg::Sink`].
     MbarrierArriveExpectTx {

@@ -311,8 +311,11 @@ fn mnemonic(inst: &Inst) -> String {
         ),
         Op::MbarrierInit => "mbarrier.init.shared.b64".to_owned(),
         Op::MbarrierInval => "mbarrier.inval.shared.b64".to_owned(),
-        Op::MbarrierArrive { space: Space::SharedCluster, .. } => {
-            "mbarrier.arrive.release.cluster.shared::cluster.b64".to_owned()
+        Op::MbarrierArrive { space: Space::SharedCluster, scope, .. } => {
+            format!(
+                "mbarrier.arrive{}.shared::cluster.b64",
+                when(scope == Scope::Cluster, ".release.cluster")
+            )
         }
         Op::MbarrierArrive { .. } => "mbarrier.arrive.shared.b64".to_owned(),
         Op::MbarrierArriveExpectTx { space: Space::SharedCluster } => {

@@ -588,7 +588,7 @@ family_table! {
     Op::MbarrierInit => "mbarrier.init.shared.b64 [a], count" V7_0 Sm80;
     Op::MbarrierInval => "mbarrier.inval.shared.b64 [a]" V7_0 Sm80;
     Op::MbarrierArrive { space: Space::SharedCluster, .. }
-        => "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]{, count}" V8_0 Sm90;
+        => "mbarrier.arrive{.release.cluster}.shared::cluster.b64 _, [a]{, count}" V8_0 Sm90;
     Op::MbarrierArrive { count: true, .. } => "mbarrier.arrive.shared.b64 d, [a], count" V7_8 Sm90;
     Op::MbarrierArrive { .. } => "mbarrier.arrive.shared.b64 {d, _}, [a]" V7_1 Sm80;
     Op::MbarrierArriveExpectTx { .. } => "mbarrier.arrive.expect_tx{.release.cluster}.space.b64 d, [a], bytes" V8_0 Sm90;

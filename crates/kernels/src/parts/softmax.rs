@@ -2,7 +2,7 @@
 //!
 //! A row without keys keeps the maximum −∞ and the sum 0: its output is 0 and its lse −∞, never NaN.
 
-use flashcore_ptx::{F32, KernelBuilder, KernelParams, ParamHandle, Reg};
+use flashcore_ptx::{F32, KernelBuilder, KernelParams, ParamHandle, Pred, Reg};
 
 use super::fragment::{Acc, HALVES};
 use crate::{FwdParams, Spec};
@@ -19,6 +19,7 @@ pub(crate) const FUSED_UP_TO: f32 = 4096.0;
 pub(crate) struct SoftmaxParams {
     exp_scale: Reg<F32>,
     tanh_scale: Option<Reg<F32>>,
+    cap: Option<Cap>,
     /// The scale and the softcap, for kernels with scaled scores.
     scaled: Option<(Reg<F32>, Option<Reg<F32>>)>,
 }
@@ -43,6 +44,93 @@ const TANH_POLYNOMIAL: [f32; 7] = [
     -0.333_332_93,
 ];
 
+/// The largest argument whose tanh is computed by [`SMALL_TANH`].
+const SMALL: f32 = 0.5;
+
+/// tanh x / x as a polynomial in x² for |x| up to [`SMALL`], highest power first: relative error below 1.4e-8.
+const SMALL_TANH: [f32; 5] = [0.017_135_007, -0.052_986_075, 0.133_247_8, -0.333_330_7, 1.0];
+
+/// Scores that are computed at a time where intermediate values would take too many registers.
+const CHUNK: usize = 16;
+
+/// What becomes of a dot product, given its index.
+type OfDot<'a> = &'a dyn Fn(&mut KernelBuilder, Reg<F32>, usize) -> Reg<F32>;
+
+/// A softcap of scores that are not scaled: a score is a tanh, and the softcap is part of the exponent's scale.
+#[derive(Clone, Copy)]
+pub(crate) struct Cap {
+    /// The factor applied to a dot product before the tanh.
+    scale: Reg<F32>,
+    /// [`SMALL_TANH`] for a dot product rather than for the tanh's argument, and for an exponent rather than for the tanh.
+    polynomial: [Reg<F32>; 5],
+    /// What makes a tanh of an exponent.
+    inverse: Reg<F32>,
+}
+
+impl Cap {
+    fn new(k: &mut KernelBuilder, scale: Reg<F32>, exp_scale: Reg<F32>) -> Self {
+        let (square, mut power) = (k.mul_f32(scale, scale), k.mul_f32(scale, exp_scale));
+        let mut polynomial = SMALL_TANH.map(|_| scale);
+        for (register, coefficient) in polynomial.iter_mut().zip(SMALL_TANH).rev() {
+            *register = k.mul_f32(power, coefficient);
+            power = k.mul_f32(power, square);
+        }
+        Self { scale, polynomial, inverse: k.rcp_approx_ftz_f32(exp_scale) }
+    }
+
+    /// The exponent of a dot product that is small, before the offset: a product of two factors.
+    pub fn factors(&self, k: &mut KernelBuilder, dot: Reg<F32>) -> [Reg<F32>; 2] {
+        let square = k.mul_f32(dot, dot);
+        let [highest, rest @ ..] = self.polynomial;
+        [rest.into_iter().fold(highest, |p, coefficient| k.fma_f32(p, square, coefficient)), dot]
+    }
+
+    /// Whether a dot product's tanh is a polynomial. Not for NaN, which is one by both ways.
+    pub fn is_small(&self, k: &mut KernelBuilder, dot: Reg<F32>) -> Reg<Pred> {
+        let x = k.mul_f32(dot, self.scale);
+        let size = k.abs_f32(x);
+        k.setp_lt_f32(size, SMALL)
+    }
+
+    /// The tanh of a dot product that is small.
+    pub fn small(&self, k: &mut KernelBuilder, dot: Reg<F32>) -> Reg<F32> {
+        let [a, b] = self.factors(k, dot);
+        let exponent = k.mul_f32(a, b);
+        k.mul_f32(exponent, self.inverse)
+    }
+
+    /// The tanh of a dot product that is not.
+    pub fn large(&self, k: &mut KernelBuilder, dot: Reg<F32>) -> Reg<F32> {
+        let x = k.mul_f32(dot, self.scale);
+        let size = k.abs_f32(x);
+        let tanh = tanh_beside_one(k, size);
+        k.copysign_f32(x, tanh)
+    }
+
+    /// The tanh of a dot product, by the way that is its own.
+    pub fn tanh(&self, k: &mut KernelBuilder, dot: Reg<F32>) -> Reg<F32> {
+        let (small, large) = (self.small(k, dot), self.large(k, dot));
+        let is_small = self.is_small(k, dot);
+        k.selp_f32(small, large, is_small)
+    }
+
+    /// Turns dot products, in place, into what `small` makes of those that are small, and `either` of any. A few at a time,
+    /// so that their intermediate values fit in registers.
+    pub fn each(&self, k: &mut KernelBuilder, dots: &[Reg<F32>], small: OfDot<'_>, either: OfDot<'_>) {
+        for (chunk, dots) in dots.chunks(CHUNK).enumerate() {
+            let turn = |k: &mut KernelBuilder, into: OfDot<'_>| {
+                for (i, &dot) in dots.iter().enumerate() {
+                    k.set(dot, |k| into(k, dot, CHUNK * chunk + i));
+                }
+            };
+            let every = dots.iter().map(|&dot| self.is_small(k, dot)).collect::<Vec<_>>();
+            let all = every.into_iter().reduce(|all, one| k.and_pred(all, one)).expect("at least one score");
+            let all = k.vote_all(all);
+            k.if_else(all, |k| turn(k, small), |k| turn(k, either));
+        }
+    }
+}
+
 impl SoftmaxParams {
     /// Reads them from the launch.
     pub fn read(k: &mut KernelBuilder, spec: &Spec) -> Self {
@@ -64,7 +152,8 @@ impl SoftmaxParams {
             let scale = k.param(handles.scale);
             (scale, spec.softcap.then(|| k.param(handles.softcap)))
         });
-        Self { exp_scale, tanh_scale, scaled }
+        let cap = tanh_scale.filter(|_| scaled.is_none()).map(|scale| Cap::new(k, scale, exp_scale));
+        Self { exp_scale, tanh_scale, cap, scaled }
     }
 
     /// The factor applied to a score before the base-2 exponential.
@@ -72,14 +161,18 @@ impl SoftmaxParams {
         self.exp_scale
     }
 
+    /// The softcap of scores that are not scaled.
+    pub fn cap(&self) -> Option<Cap> {
+        self.cap
+    }
+
     /// Turns dot products into scores, in place.
     pub fn score(&self, k: &mut KernelBuilder, dots: &[Reg<F32>]) {
         match (self.scaled, self.tanh_scale) {
             (None, None) => {}
-            (None, Some(tanh_scale)) => {
-                for &dot in dots {
-                    let x = k.mul_f32(dot, tanh_scale);
-                    k.set(dot, |k| tanh_beside_one(k, x));
+            (None, Some(_)) => {
+                if let Some(cap) = self.cap {
+                    cap.each(k, dots, &|k, dot, _| cap.small(k, dot), &|k, dot, _| cap.tanh(k, dot));
                 }
             }
             (Some((scale, None)), _) | (Some((scale, _)), None) => {
@@ -89,7 +182,7 @@ impl SoftmaxParams {
             }
             // A few at a time, so that their intermediate values fit in registers.
             (Some((scale, Some(softcap))), Some(tanh_scale)) => {
-                for dots in dots.chunks(16) {
+                for dots in dots.chunks(CHUNK) {
                     cap(k, dots, [scale, softcap, tanh_scale]);
                 }
             }

@@ -99,7 +99,7 @@ impl KernelBuilder {
     /// Arrives once.
     #[track_caller]
     pub fn mbarrier_arrive(&mut self, bar: impl Into<Addr<B32>>) {
-        let op = Op::MbarrierArrive { space: Space::Shared, count: false };
+        let op = Op::MbarrierArrive { space: Space::Shared, count: false, scope: Scope::Cta };
         self.emit(op, vec![Arg::Sink], vec![bar.into().into()]);
     }
 
@@ -107,7 +107,7 @@ impl KernelBuilder {
     #[track_caller]
     pub fn mbarrier_arrive_state(&mut self, bar: impl Into<Addr<B32>>) -> Reg<B64> {
         let state = self.reg();
-        let op = Op::MbarrierArrive { space: Space::Shared, count: false };
+        let op = Op::MbarrierArrive { space: Space::Shared, count: false, scope: Scope::Cta };
         self.emit(op, vec![state.into()], vec![bar.into().into()]);
         state
     }
@@ -115,21 +115,23 @@ impl KernelBuilder {
     /// Arrives several times at once.
     #[track_caller]
     pub fn mbarrier_arrive_count(&mut self, bar: impl Into<Addr<B32>>, count: impl Into<Operand<B32>>) {
-        let op = Op::MbarrierArrive { space: Space::Shared, count: true };
+        let op = Op::MbarrierArrive { space: Space::Shared, count: true, scope: Scope::Cta };
         self.emit(op, vec![Arg::Sink], vec![bar.into().into(), count.into().into()]);
     }
 
-    /// Arrives once at the mbarrier of a block of the cluster.
+    /// Arrives once at the mbarrier of a block of the cluster. With [`Scope::Cluster`], who waits there sees what was
+    /// written before, at the price of a fence of the whole GPU; [`Scope::Cta`] is enough where nothing was written, as
+    /// when a slot is given back that was only read.
     #[track_caller]
-    pub fn mbarrier_arrive_cluster(&mut self, bar: ClusterAddr) {
-        let op = Op::MbarrierArrive { space: Space::SharedCluster, count: false };
+    pub fn mbarrier_arrive_cluster(&mut self, bar: ClusterAddr, scope: Scope) {
+        let op = Op::MbarrierArrive { space: Space::SharedCluster, count: false, scope };
         self.emit(op, vec![Arg::Sink], vec![bar.0.at(0).into()]);
     }
 
     /// Arrives several times at once at the mbarrier of a block of the cluster.
     #[track_caller]
     pub fn mbarrier_arrive_count_cluster(&mut self, bar: ClusterAddr, count: impl Into<Operand<B32>>) {
-        let op = Op::MbarrierArrive { space: Space::SharedCluster, count: true };
+        let op = Op::MbarrierArrive { space: Space::SharedCluster, count: true, scope: Scope::Cluster };
         self.emit(op, vec![Arg::Sink], vec![bar.0.at(0).into(), count.into().into()]);
     }
 

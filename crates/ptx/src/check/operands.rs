@@ -183,7 +183,7 @@ fn signature(inst: &Inst) -> (Vec<Slot>, Vec<Slot>) {
             (acc.clone(), many(Reg(B32), inputs).into_iter().chain(acc).collect())
         }
         Op::MbarrierInit => (none(), vec![Shared, Value(B32)]),
-        Op::MbarrierArrive { space, count } => {
+        Op::MbarrierArrive { space, count, .. } => {
             let state = if space == Space::Shared { Result(B64) } else { Result(Pred) };
             (vec![state], [Shared].into_iter().chain(opt(count, Value(B32))).collect())
         }

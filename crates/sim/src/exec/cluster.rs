@@ -29,6 +29,12 @@ impl Cluster<'_> {
             return Outcome::Next;
         }
         warp.cluster_phases.0 += 1;
+        let (phase, agent, block) = (warp.cluster_phases.0, warp.clocks.agent(), warp.block);
+        let mbarriers = self.blocks[block].mbarriers.values_mut();
+        for bar in mbarriers.filter(|b| b.fenced && b.init.0.agent == agent) {
+            bar.known_from.get_or_insert(phase);
+        }
+        let warp = &mut self.warps[w];
         if sem == ClusterArrive::Release {
             warp.clocks.publish(mask, warp.live, &mut self.barrier.coming);
         }

@@ -221,10 +221,11 @@ impl Cluster<'_> {
         };
         let (init, init_pc) = bar.init;
         let edge = self.warps[w].clocks.edge(init, Lanes::one(lane), Proxy::Generic);
+        let told = bar.known_from.is_some_and(|phase| self.warps[w].cluster_phases.1 >= phase);
         let unfenced = proxy == Proxy::Async
             && !bar.fenced
             && self.warps[w].clocks.edge(init, Lanes::one(lane), Proxy::Async) != Edge::Ordered;
-        let (message, missing) = if edge != Edge::Ordered {
+        let (message, missing) = if edge != Edge::Ordered && !told {
             (
                 "its initialisation is not ordered before this use",
                 "a barrier between mbarrier.init and this use",

@@ -54,6 +54,9 @@ pub struct Mbarrier {
     pub init: (Stamp, u32),
     /// Whether the initialisation has been made visible to the asynchronous proxy.
     pub fenced: bool,
+    /// The phase of the cluster's barrier at which the warp came that had initialised and fenced it: whoever has waited
+    /// for that phase knows of the initialisation, even where the arrival was relaxed.
+    pub known_from: Option<u64>,
     /// The phase that each warp has seen complete last.
     seen: ByNumber<usize, u64>,
     /// The warps that wait, and for which phase.
@@ -81,6 +84,7 @@ impl Mbarrier {
             came: Default::default(),
             init,
             fenced: false,
+            known_from: None,
             seen: ByNumber::default(),
             waiting: Vec::new(),
         }

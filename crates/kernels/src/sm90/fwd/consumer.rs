@@ -1,6 +1,6 @@
 //! A consumer warpgroup: 64 queries, their scores, probabilities and output in registers.
 
-use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Wgmma};
+use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Scope, Wgmma};
 
 use super::{
     Memory, PANEL, PITCH, ROWS, Schedule, Sizes, gather, merge, panels, partial,
@@ -84,7 +84,6 @@ impl<'a> Consumer<'a> {
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
         let tiles = |k: &mut KernelBuilder, slots, bytes, bars| {
             let ring = Ring::consumer(k, slots, bytes, bars, stages);
-            let ring = if schedule.multicast > 1 { ring.across_blocks() } else { ring };
             if schedule.together { ring.starting_at(k, group, schedule.stride()) } else { ring }
         };
         Self {
@@ -287,7 +286,7 @@ impl<'a> Consumer<'a> {
         k.wgmma_wait(0);
         Phase::Softmax.begin_tile(k, at);
         self.give_back(k, &self.k);
-        self.softmax.params.score(k, &self.scores);
+        self.softmax.score(k, &self.scores, true);
         let first_full = self.spec.left.then(|| {
             let up = k.add_u32(keys.range.full_begin, block_n - 1);
             k.div_u32(up, block_n)
@@ -398,7 +397,7 @@ impl<'a> Consumer<'a> {
         k.wgmma_wait(1);
         Phase::Softmax.begin_tile(k, at);
         self.give_back(k, &self.k);
-        self.softmax.params.score(k, &self.scores);
+        self.softmax.score(k, &self.scores, masked);
         if masked {
             self.mask(k, tile, at);
         }
@@ -457,7 +456,7 @@ impl<'a> Consumer<'a> {
             let block = k.and_b32(lane, self.schedule.multicast - 1);
             let there = k.mapa(free, block);
             let tells = k.setp_lt_u32(lane, self.schedule.multicast);
-            k.when(tells, |k| k.mbarrier_arrive_cluster(there));
+            k.when(tells, |k| k.mbarrier_arrive_cluster(there, Scope::Cta));
         } else {
             let free = ring.free(k);
             k.when(self.first_lane, |k| k.mbarrier_arrive(free));

@@ -60,7 +60,8 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     }
 
     k.section("merge: receive");
-    k.mbarrier_wait_parity(memory.merged, 0u32, Scope::Cluster);
+    // What arrives lies in this block's own shared memory; the cluster's scope would also invalidate the L1 cache.
+    k.mbarrier_wait_parity(memory.merged, 0u32, Scope::Cta);
     let states: Vec<[Reg<F32>; 4]> = (1..split)
         .map(|step| k.ld_shared_vec(mine.at(((step - 1) * sender_bytes(schedule, spec)) as i32)))
         .collect();

@@ -22,7 +22,7 @@ mod ring;
 mod softmax;
 mod tiles;
 
-use flashcore_ptx::{GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
+use flashcore_ptx::{ClusterArrive, GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
 use self::{consumer::Consumer, producer::Producer};
 use super::Sm90Params;
@@ -39,6 +39,8 @@ pub(crate) const PANEL: u32 = 64;
 pub(crate) const PITCH: u32 = 2 * PANEL;
 /// Registers besides the fragments: softmax state, addresses, barriers.
 const OTHER_REGISTERS: u32 = 26;
+/// Registers more with a softcap: its polynomial and what is between.
+const CAP_REGISTERS: u32 = 10;
 
 schedule! {
     /// The knobs of the kernel.
@@ -413,7 +415,8 @@ impl Family for Schedule {
             ));
         }
         let fragments = self.block_n / 2 + self.block_n / 4 + spec.head_dim_v / 2;
-        check_registers(fragments, OTHER_REGISTERS, self.register_limit())
+        let cap = if spec.softcap { CAP_REGISTERS } else { 0 };
+        check_registers(fragments, OTHER_REGISTERS + cap, self.register_limit())
     }
 
     fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
@@ -488,7 +491,7 @@ impl Schedule {
     fn leave(self, k: &mut KernelBuilder) {
         if self.multicast > 1 {
             k.comment("the other block may still copy to this one, or tell it that a slot is free");
-            k.cluster_arrive(flashcore_ptx::ClusterArrive::Release, true);
+            k.cluster_arrive(ClusterArrive::Relaxed, true);
             k.cluster_wait(true);
         }
     }
@@ -524,11 +527,11 @@ impl Schedule {
         k.bar_sync_all();
         if self.split > 1 {
             k.comment("a block's shared memory may be written to once it has arrived here");
-            k.cluster_arrive(flashcore_ptx::ClusterArrive::Release, true);
+            k.cluster_arrive(ClusterArrive::Relaxed, true);
         }
         if self.multicast > 1 {
             k.comment("the other block's barriers are there, too");
-            k.cluster_arrive(flashcore_ptx::ClusterArrive::Release, true);
+            k.cluster_arrive(ClusterArrive::Relaxed, true);
             k.cluster_wait(true);
         }
     }

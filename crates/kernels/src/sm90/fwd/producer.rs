@@ -1,6 +1,6 @@
 //! The thread that moves tiles from global to shared memory.
 
-use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg};
+use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg, Scope};
 
 use super::{
     Memory, PANEL, PITCH, Schedule, Sizes, panels,
@@ -47,17 +47,13 @@ impl<'a> Producer<'a> {
         for map in [q_map, k_map, v_map] {
             k.prefetch_tensormap(map);
         }
-        let keys = |k: &mut KernelBuilder, slots, bytes, bars| {
-            let ring = Ring::producer(k, slots, bytes, bars, stages);
-            if schedule.multicast > 1 { ring.across_blocks() } else { ring }
-        };
         Self {
             schedule,
             spec,
             sizes,
             q: Ring::producer(k, memory.q, sizes.q_slot, memory.q_bars, q_stages),
-            k: keys(k, memory.k, sizes.k, memory.k_bars),
-            v: keys(k, memory.v, sizes.v, memory.v_bars),
+            k: Ring::producer(k, memory.k, sizes.k, memory.k_bars, stages),
+            v: Ring::producer(k, memory.v, sizes.v, memory.v_bars, stages),
             q_map,
             k_map,
             v_map,
@@ -183,7 +179,7 @@ impl Copy {
             for distance in 1..blocks {
                 let other = k.xor_b32(rank, distance);
                 let there = k.mapa(filled, other);
-                k.mbarrier_arrive_cluster(there);
+                k.mbarrier_arrive_cluster(there, Scope::Cta);
             }
             row = k.mad_lo_u32(rank, rows, row);
             slot = k.mad_lo_u32(rank, rows * PITCH, slot);

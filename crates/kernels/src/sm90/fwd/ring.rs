@@ -13,8 +13,6 @@ pub(super) struct Ring {
     parity: Reg<B32>,
     /// How many slots it advances at a time.
     stride: u32,
-    /// Who fills and frees the slots: threads of the block, or of the cluster.
-    scope: Scope,
 }
 
 /// Offset of the barrier that says that a slot is free.
@@ -39,15 +37,10 @@ impl Ring {
         Self { stride, ..self }
     }
 
-    /// Slots that the blocks of a cluster fill and free together.
-    pub fn across_blocks(self) -> Self {
-        Self { scope: Scope::Cluster, ..self }
-    }
-
     fn new(k: &mut KernelBuilder, slots: Shared, bytes: u32, bars: Shared, stages: u32, parity: u32) -> Self {
         let (slots, bars) = (k.shared_addr(slots), k.shared_addr(bars));
         let (slot, parity) = (k.mov_b32(0u32), k.mov_b32(parity));
-        Self { slots, bytes, stages, bars, slot, parity, stride: 1, scope: Scope::Cta }
+        Self { slots, bytes, stages, bars, slot, parity, stride: 1 }
     }
 
     /// The slot's address.
@@ -72,13 +65,13 @@ impl Ring {
     /// Waits until the slot is filled.
     pub fn wait_filled(&self, k: &mut KernelBuilder) {
         let bar = self.filled(k);
-        k.mbarrier_wait_parity(bar, self.parity, self.scope);
+        k.mbarrier_wait_parity(bar, self.parity, Scope::Cta);
     }
 
     /// Waits until the slot is free.
     pub fn wait_free(&self, k: &mut KernelBuilder) {
         let bar = self.free(k);
-        k.mbarrier_wait_parity(bar, self.parity, self.scope);
+        k.mbarrier_wait_parity(bar, self.parity, Scope::Cta);
     }
 
     /// Advances to the next slot.

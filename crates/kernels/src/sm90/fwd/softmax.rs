@@ -9,6 +9,11 @@
 //! with others and nothing is rescaled. Where a reference moves, the output is rescaled. Where scores are so large that
 //! an offset would lose their last bits, the reference is subtracted from each first. Each of these three ways is one
 //! stretch of code without branches, in which the assembler overlaps exponentials, sums and packing.
+//!
+//! With a softcap, exponentials are not all that the exponential unit computes: a tanh takes two more of its instructions.
+//! So in tiles that every row sees, a tanh of small arguments is a polynomial, with the scale of the exponent in its
+//! coefficients: six instructions more per score than without a softcap. It is a matter of each score alone which of the
+//! two it takes; only where all scores of a warp are small, the other is not computed at all.
 
 use flashcore_ptx::{F32, KernelBuilder, Pred, Reg};
 
@@ -126,6 +131,13 @@ impl Softmax {
         Self { params, rows, far: k.mov_pred(false), slack, shift: shift(lazy, dtype), poly }
     }
 
+    /// Turns the dot products of a key tile into scores, in place, unless that is done within [`Softmax::step`].
+    pub fn score(&self, k: &mut KernelBuilder, dots: &[Reg<F32>], masked: bool) {
+        if masked || self.params.cap().is_none() {
+            self.params.score(k, dots);
+        }
+    }
+
     /// No key has been seen.
     pub fn reset(&self, k: &mut KernelBuilder) {
         for row in self.rows {
@@ -167,6 +179,58 @@ impl Softmax {
             // These tiles are few, and one way keeps the code short.
             let factors = self.renew(k, maxima);
             return exactly(k, factors);
+        }
+        if let Some(cap) = self.params.cap() {
+            let exponent = |k: &mut KernelBuilder, dot: Reg<F32>, offset: Reg<F32>| {
+                let [a, b] = cap.factors(k, dot);
+                k.fma_f32(a, b, offset)
+            };
+            // A tanh keeps the order, so the largest dot product has the largest score.
+            let small = maxima.map(|dot| cap.small(k, dot));
+            let within = [0, 1].map(|half| k.setp_le_f32(small[half], self.rows[half].limit));
+            let within = k.and_pred(within[0], within[1]);
+            let size = largest(k, scores.iter().copied(), |k, dot| k.abs_f32(dot));
+            let small = cap.is_small(k, size);
+            let small = k.vote_all(small);
+            let by_polynomial = |k: &mut KernelBuilder, dot: Reg<F32>, half: usize, _: usize| {
+                let exponent = exponent(k, dot, self.rows[half].offset);
+                k.ex2_approx_ftz_f32(exponent)
+            };
+            let to_exponents = |k: &mut KernelBuilder| {
+                let offset = |i: usize| self.rows[i % 4 / 2].offset;
+                cap.each(k, scores, &|k, dot, i| exponent(k, dot, offset(i)), &|k, dot, i| {
+                    let (small, large) = (exponent(k, dot, offset(i)), cap.large(k, dot));
+                    let large = k.fma_f32(large, self.params.exp_scale(), offset(i));
+                    let is_small = cap.is_small(k, dot);
+                    k.selp_f32(small, large, is_small)
+                });
+            };
+            let usual = k.and_pred(within, small);
+            let usual = k.vote_all(usual);
+            return k.if_else(
+                usual,
+                |k| {
+                    self.each(k, scores, None, &by_polynomial);
+                    then(k);
+                },
+                |k| {
+                    let maxima = maxima.map(|dot| cap.tanh(k, dot));
+                    let factors = self.renew(k, maxima);
+                    let with = |k: &mut KernelBuilder, exp: Exp<'_>| {
+                        self.each(k, scores, Some(factors), exp);
+                        then(k);
+                        rescale(k, factors);
+                    };
+                    k.if_else(
+                        small,
+                        |k| with(k, &by_polynomial),
+                        |k| {
+                            to_exponents(k);
+                            with(k, &|k, exponent, _, _| k.ex2_approx_ftz_f32(exponent));
+                        },
+                    );
+                },
+            );
         }
         let grown = [0, 1].map(|half| k.setp_gt_f32(maxima[half], self.rows[half].limit));
         let either = k.or_pred(grown[0], grown[1]);
@@ -264,24 +328,31 @@ impl Softmax {
     }
 }
 
-/// The largest of a thread's scores in each of its rows, found in so many chains that no instruction waits for the one
-/// before it.
+/// The largest of a thread's scores in each of its rows.
 fn maxima(k: &mut KernelBuilder, scores: &[Reg<F32>]) -> [Reg<F32>; 2] {
+    [0, 1].map(|half| largest(k, row_elements(scores, half), |_, score| score))
+}
+
+/// The largest of some values of scores, found in so many chains that no instruction waits for the one before it.
+fn largest(
+    k: &mut KernelBuilder,
+    scores: impl Iterator<Item = Reg<F32>>,
+    value: impl Fn(&mut KernelBuilder, Reg<F32>) -> Reg<F32>,
+) -> Reg<F32> {
     const CHAINS: usize = 4;
-    [0, 1].map(|half| {
-        let mut largest: Vec<Reg<F32>> = Vec::with_capacity(CHAINS);
-        for (i, score) in row_elements(scores, half).enumerate() {
-            match largest.get_mut(i % CHAINS) {
-                Some(chain) => *chain = k.max_f32(*chain, score),
-                None => largest.push(score),
-            }
+    let mut largest: Vec<Reg<F32>> = Vec::with_capacity(CHAINS);
+    for (i, score) in scores.enumerate() {
+        let score = value(k, score);
+        match largest.get_mut(i % CHAINS) {
+            Some(chain) => *chain = k.max_f32(*chain, score),
+            None => largest.push(score),
         }
-        while largest.len() > 1 {
-            let pairs = largest.chunks(2);
-            largest = pairs.map(|pair| if let &[a, b] = pair { k.max_f32(a, b) } else { pair[0] }).collect();
-        }
-        largest[0]
-    })
+    }
+    while largest.len() > 1 {
+        let pairs = largest.chunks(2);
+        largest = pairs.map(|pair| if let &[a, b] = pair { k.max_f32(a, b) } else { pair[0] }).collect();
+    }
+    largest[0]
 }
 
 /// Hides from a row the keys that it does not see: those before `begin` and from `end` on, both counted from the

@@ -8,7 +8,8 @@ use flashcore_kernels::{Schedule as Any, Spec, sm90::fwd::Schedule};
 pub(in crate::plan) use self::{blocks::schedules, section::section};
 use self::{
     blocks::{
-        LAZY_LONG, for_few, for_many, for_parts, for_some, for_streams, streams_together, together, widest,
+        LAZY_LONG, for_few, for_many, for_parts, for_some, for_streams, in_pairs, streams_together, together,
+        widest,
     },
     section::key_tiles,
 };
@@ -41,6 +42,12 @@ const IDLE: (usize, usize) = (3, 4);
 
 /// Keys of which one has little weight.
 const LONG_KEYS: usize = 8192;
+
+/// The widest heads whose keys are not worth sharing between two blocks, unless there are many.
+const WIDE_HEAD: u32 = 192;
+
+/// Rounds of tiles from which on it does not matter that two blocks take their tiles together.
+const MANY_ROUNDS: usize = 4;
 
 /// The fewest keys of a part that is worth a block of its own.
 const PART_KEYS: usize = 128;
@@ -99,12 +106,16 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
         )
     } else if widest_head <= 64 && narrow > sms {
         let some = fitting(for_some(spec))?;
-        among(problem, spec, sms, many, some, narrow)
+        let four = fitting(widest(spec).into_iter().collect());
+        among(problem, spec, sms, [Some(many), four, Some(some)].into_iter().flatten(), narrow)?
     } else if problem.len_q <= GROUP && full {
         let streams = fitting(for_streams(spec, narrow <= sms))?;
         (streams, format!("{narrow} tiles of up to {GROUP} queries keep {sms} SMs busy reading keys"))
     } else if wide >= sms * 9 / 10 {
-        (many, format!("{wide} tiles of {} queries keep {sms} SMs busy", many.rows()))
+        let long = widest_head > WIDE_HEAD || problem.len_k >= LONG_KEYS;
+        let pairs = fitting(in_pairs(spec)).filter(|_| long && wide >= MANY_ROUNDS * sms);
+        let share = if pairs.is_some() { ", two blocks reading keys for each other" } else { "" };
+        (pairs.unwrap_or(many), format!("{wide} tiles of {} queries keep {sms} SMs busy{share}", many.rows()))
     } else {
         let few = few(problem, spec, sms, narrow, &fitting)?;
         let share = match (few.split, few.together) {
@@ -183,24 +194,20 @@ fn among(
     problem: &Problem,
     spec: &Spec,
     sms: usize,
-    many: Schedule,
-    some: Schedule,
+    candidates: impl Iterator<Item = Schedule>,
     narrow: usize,
-) -> (Schedule, String) {
-    let one_round = narrow <= some.ctas as usize * sms;
-    let candidates = [Some(many), widest(spec), Some(some)].into_iter().flatten();
-    let best = candidates.min_by(|a, b| {
+) -> Option<(Schedule, String)> {
+    let mut best = candidates.min_by(|a, b| {
         let estimate = |it: &Schedule| estimate(problem, spec, *it, sms);
         estimate(a).total_cmp(&estimate(b))
-    });
-    let mut best = best.unwrap_or(many);
-    if best == some && one_round && !spec.right {
+    })?;
+    if best.warpgroups == 1 && narrow <= best.ctas as usize * sms && !spec.right {
         // A block each, and nothing that would have to come out even.
         best = Schedule { persistent: false, q_stages: 1, ..best };
     }
     let rows = best.rows();
     let tiles = problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
-    (best, format!("{tiles} tiles of {rows} queries are likely to be done first on {sms} SMs"))
+    Some((best, format!("{tiles} tiles of {rows} queries are likely to be done first on {sms} SMs")))
 }
 
 /// How many TFLOP/s a whole H200 reaches with a schedule at head_dim 64 where nothing is uneven.
