@@ -370,7 +370,7 @@ mod tests {
     fn fp8_probes() -> impl Iterator<Item = f32> {
         let ties = [(3, 7, E4M3_MAX), (2, 15, E5M2_MAX)].into_iter().flat_map(|(mantissa, bias, max)| {
             (0..=max as u8).flat_map(move |code| {
-                let tie = (f8_value(code, mantissa, bias) + f8_value(code + 1, mantissa, bias)) / 2.0;
+                let tie = f8_value(code, mantissa, bias).midpoint(f8_value(code + 1, mantissa, bias));
                 let bits = (tie as f32).to_bits();
                 [bits - 1, bits, bits + 1].into_iter().flat_map(|b| [f32::from_bits(b), -f32::from_bits(b)])
             })

@@ -154,7 +154,7 @@ mod tests {
         let special = if ty == MatrixTy::E4m3 { code & 0x7F == 0x7F } else { field == 31 };
         let leading = if field == 0 { 0 } else { 1 << mantissa };
         let sign = if code & 0x80 == 0 { 1 } else { -1 };
-        (!special).then_some((sign * (leading + fraction) << (3 - mantissa), field.max(1) - bias))
+        (!special).then_some(((sign * (leading + fraction)) << (3 - mantissa), field.max(1) - bias))
     }
 
     /// `value * 2^exponent` in steps of 2^at, cut off towards zero.
@@ -239,7 +239,7 @@ mod tests {
                         match want {
                             Some(want) => assert_eq!(got, want, "{a_ty:?} {b_ty:?} {bits} {level:?} {m} {n}"),
                             None => {
-                                assert!(!got.is_finite() && (!got.is_nan() || d[r][l] == num::CANONICAL_NAN))
+                                assert!(!got.is_finite() && (!got.is_nan() || d[r][l] == num::CANONICAL_NAN));
                             }
                         }
                     }
