@@ -214,7 +214,7 @@ fn a_number_of_bits_that_is_not_possible_is_refused() {
 }
 
 /// Turns 128 keys by 128 bytes around, one warpgroup: each sixteen keys of a row stand in the order of [`KEY_AT`]. Both
-/// tiles have rows of 128 swizzled bytes.
+/// tiles have rows of 128 swizzled bytes. No two lanes meet in a bank.
 fn transpose(k: &mut KernelBuilder, from: Shared, to: Shared) {
     let tid = k.tid_x();
     let (warp, lane) = (k.shr_u32(tid, 5), k.and_b32(tid, 31));
@@ -226,8 +226,14 @@ fn transpose(k: &mut KernelBuilder, from: Shared, to: Shared) {
     let key = k.mad_lo_u32(warp, 32, i);
     let key = k.mad_lo_u32(below, 8, key);
     let read = k.mad_lo_u32(key, ROW, from);
-    // The even bytes of a matrix pair go to one matrix, the odd ones to another.
-    let byte = k.mad_lo_u32(i, 2, below);
+    // A pair of them gives two matrices of eight rows: one has the even bytes of the first four places and the odd ones
+    // of the last four, the other has the rest. So the rows of a matrix lie in eight different chunks of banks.
+    let last = k.shr_u32(i, 2);
+    let odd = k.xor_b32(below, last);
+    let byte = k.mad_lo_u32(i, 2, odd);
+    let swapped = k.setp_ge_u32(lane, 16);
+    let (even, odd) = (0x6420u32, 0x7531u32);
+    let picks = [k.selp_b32(odd, even, swapped), k.selp_b32(even, odd, swapped)];
     let phase = k.and_b32(byte, 7);
     let row = k.mad_lo_u32(right, 16, byte);
     let write = k.mad_lo_u32(row, ROW, to);
@@ -240,8 +246,8 @@ fn transpose(k: &mut KernelBuilder, from: Shared, to: Shared) {
             let chunk = k.xor_b32(chunk, i);
             let at = k.mad_lo_u32(chunk, 16, read);
             let [a, b, c, d] = k.ldmatrix_trans::<4>(at.at((16 * ROW * sixteen) as i32));
-            let turned = [(a, b, 0x6420), (a, b, 0x7531), (c, d, 0x6420), (c, d, 0x7531)]
-                .map(|(upper, lower, bytes)| k.prmt_b32(upper, lower, bytes));
+            let turned = [(a, b, 0), (a, b, 1), (c, d, 0), (c, d, 1)]
+                .map(|(upper, lower, pick): (_, _, usize)| k.prmt_b32(upper, lower, picks[pick]));
             k.stmatrix(write.at((32 * ROW * part) as i32), turned);
         }
     }
@@ -286,6 +292,7 @@ fn ldmatrix_prmt_and_stmatrix_turn_a_tile_of_bytes_around() {
         let outcome = run_maps(&module, 1, &x, 128 * 128, 0, &maps, config.clone());
         assert_clean(&outcome, &config);
         assert_eq!(outcome.y, turned(&x));
+        assert_eq!(outcome.report.stats.bank_conflicts(), 0);
     }
 }
 
