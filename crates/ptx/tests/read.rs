@@ -241,9 +241,13 @@ fn conversions_of_fp8_are_read_where_version_and_target_have_them() {
         )
     };
     let ptxas = Ptxas::find_or_skip().unwrap();
-    for (version, target, right) in
-        [("8.1", Target::Sm89, true), ("8.1", Target::Sm80, false), ("8.0", Target::Sm89, false)]
-    {
+    // Hopper had them before Ada.
+    for (version, target, right) in [
+        ("8.1", Target::Sm89, true),
+        ("8.1", Target::Sm80, false),
+        ("8.0", Target::Sm89, false),
+        ("7.8", Target::Sm90, true),
+    ] {
         let text = text(version, target);
         assert_eq!(module(&text).is_ok(), right, "{version} {target}");
         if let Some(ptxas) = &ptxas {
