@@ -10,7 +10,7 @@ use std::{
 
 use flashcore_kernels::{ElementType, Schedule, Spec};
 use flashcore_ptx::{Module, Target, TensorMap, Track};
-pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, LaunchReport as Report, Stats, Stop};
+pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, Fp8Sums, LaunchReport as Report, Stats, Stop};
 use flashcore_sim::{Buffer, LaunchDims, Launching, MOST_BUFFER_BYTES, Sim, Swizzle, TensorElement};
 
 use crate::{

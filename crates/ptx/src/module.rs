@@ -35,7 +35,7 @@ impl Module {
     /// The PTX version that is printed: the lowest that the target and every instruction used need.
     pub fn isa(&self) -> IsaVersion {
         let floor = self.version.max(self.target.isa());
-        self.kernels.iter().map(Kernel::isa).fold(floor, IsaVersion::max)
+        self.kernels.iter().map(|kernel| kernel.isa(self.target)).fold(floor, IsaVersion::max)
     }
 
     /// The kernel of this name.
@@ -104,10 +104,10 @@ impl Threads {
 }
 
 impl Kernel {
-    /// The oldest PTX version that has every instruction and directive used.
-    pub fn isa(&self) -> IsaVersion {
+    /// The oldest PTX version that has every instruction and directive used, on a target.
+    pub fn isa(&self, target: Target) -> IsaVersion {
         let directives = if self.cluster.is_some() { IsaVersion::V7_8 } else { IsaVersion::V7_0 };
-        self.body.iter().map(|inst| inst.op.needs().isa).fold(directives, IsaVersion::max)
+        self.body.iter().map(|inst| inst.op.isa(target)).fold(directives, IsaVersion::max)
     }
 
     /// The bytes of dynamic shared memory that a launch must give.

@@ -632,3 +632,21 @@ family_table! {
     Op::GridDepControl(_) => "griddepcontrol.{launch_dependents,wait}" V7_8 Sm90;
     Op::Nanosleep => "nanosleep.u32 t" V7_0 Sm80;
 }
+
+impl Op {
+    /// The oldest PTX version that has the instruction on a target.
+    pub fn isa(&self, target: Target) -> IsaVersion {
+        match self {
+            // Hopper had these before Ada.
+            Op::Alu(
+                Alu::CvtRnSatfiniteE4m3x2F32
+                | Alu::CvtRnSatfiniteE5m2x2F32
+                | Alu::CvtRnSatfiniteE4m3x2F16x2
+                | Alu::CvtRnSatfiniteE5m2x2F16x2
+                | Alu::CvtRnF16x2E4m3x2
+                | Alu::CvtRnF16x2E5m2x2,
+            ) if target >= Target::Sm90 => IsaVersion::V7_8,
+            _ => self.needs().isa,
+        }
+    }
+}

@@ -175,6 +175,60 @@ fn sm90_tiles() -> Kernel {
     k.finish().unwrap_or_else(|errors| panic!("{errors}"))
 }
 
+/// Scores of fp8 tiles, rounded to fp8 in registers, times a tile whose keys are in the order that this gives.
+fn sm90_fp8() -> Kernel {
+    const TILE: u32 = 64 * 128;
+    let mut smem = SharedLayout::new();
+    let tile = smem.alloc("tile", TILE, 1024);
+    let full = smem.alloc("full", 8, 8);
+    let mut k = KernelBuilder::new("fp8_tiles", Target::Sm90a)
+        .params::<TileParams>()
+        .shared(smem)
+        .threads(128)
+        .min_blocks_per_sm(1);
+
+    k.section("a tile of bytes");
+    let (tid, map) = (k.tid_x(), k.tensor_map(TileParams::map));
+    let first = k.setp_eq_u32(tid, 0);
+    k.if_(first, |k| {
+        k.mbarrier_init(full, 1);
+        k.fence_mbarrier_init();
+        k.mbarrier_arrive_expect_tx(full, TILE);
+        k.tensor_load(tile, map, &[0.into(), 0.into()], full, BulkHint::new());
+    });
+    k.bar_sync_all();
+    k.mbarrier_wait_parity(full, 0, Scope::Cta);
+    let address = k.shared_addr(tile);
+    let start = k.shr_u32(address, 4);
+    let low = k.or_b32(start, 0x0001_0000);
+    let descriptor = k.pack_b64(low, 0x4000_0040);
+
+    k.section("scores");
+    let scores = k.reg_vec::<F32>(16);
+    k.wgmma_fence();
+    k.wgmma_ss(Wgmma::new(32, MatrixTy::E4m3), &scores, descriptor, descriptor, false);
+    k.wgmma_commit();
+    k.wgmma_wait(0);
+
+    k.section("values");
+    let a: [Reg<B32>; 4] = std::array::from_fn(|i| {
+        let pair = &scores[8 * (i / 2) + 2 * (i % 2)..];
+        let lo = k.cvt_rn_satfinite_e4m3x2_f32(pair[1], pair[0]);
+        let hi = k.cvt_rn_satfinite_e4m3x2_f32(pair[5], pair[4]);
+        k.pack_b32(lo, hi)
+    });
+    let sums = k.reg_vec::<F32>(4);
+    k.wgmma_fence();
+    let spec = Wgmma { b: MatrixTy::E5m2, ..Wgmma::new(8, MatrixTy::E4m3) };
+    k.wgmma_rs(spec, &sums, a, descriptor, false);
+    k.wgmma_commit();
+    k.wgmma_wait(0);
+    let data = k.param(TileParams::data);
+    let to = k.mad_wide_u32(tid, 16, data);
+    k.st_global_vec(to, [sums[0], sums[1], sums[2], sums[3]]);
+    k.finish().unwrap_or_else(|errors| panic!("{errors}"))
+}
+
 fn module(target: Target, kernel: Kernel) -> Module {
     Module::new(target).with(kernel)
 }
@@ -192,6 +246,11 @@ fn a_pipelined_kernel_of_ampere_reads_well() {
 #[test]
 fn a_specialised_kernel_of_hopper_reads_well() {
     insta::assert_snapshot!(module(Target::Sm90a, sm90_tiles()));
+}
+
+#[test]
+fn an_fp8_kernel_of_hopper_reads_well() {
+    insta::assert_snapshot!(module(Target::Sm90a, sm90_fp8()));
 }
 
 mod assembled {
@@ -213,6 +272,7 @@ mod assembled {
             (module(Target::Sm80, axpy()), vec![Target::Sm80, Target::Sm89, Target::Sm90a]),
             (module(Target::Sm80, sm80_tiles()), vec![Target::Sm80, Target::Sm89, Target::Sm90]),
             (module(Target::Sm90a, sm90_tiles()), vec![Target::Sm90a]),
+            (module(Target::Sm90a, sm90_fp8()), vec![Target::Sm90a]),
         ];
         for (module, targets) in cases {
             for target in targets {

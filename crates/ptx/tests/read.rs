@@ -228,6 +228,38 @@ fn what_is_printed_here_reads_back_as_it_was() {
 }
 
 #[test]
+fn conversions_of_fp8_are_read_where_version_and_target_have_them() {
+    let text = |version: &str, target: Target| {
+        format!(
+            ".version {version}\n.target {target}\n.address_size 64\n.visible .entry test()\n{{
+                .reg .b16 %h<5>; .reg .b32 %r<4>; .reg .f32 %f<3>;
+                mov.f32 %f1, 0f3F900000; mov.f32 %f2, 0fC3E00000;
+                cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f2; cvt.rn.satfinite.e5m2x2.f32 %h2, %f1, %f2;
+                cvt.rn.f16x2.e4m3x2 %r1, %h1; cvt.rn.f16x2.e5m2x2 %r2, %h2;
+                cvt.rn.satfinite.e4m3x2.f16x2 %h3, %r2; cvt.rn.satfinite.e5m2x2.f16x2 %h4, %r1;
+                prmt.b32 %r3, %r1, %r2, 0x6420; ret; }}"
+        )
+    };
+    let ptxas = Ptxas::find_or_skip().unwrap();
+    // Hopper had them before Ada.
+    for (version, target, right) in [
+        ("8.1", Target::Sm89, true),
+        ("8.1", Target::Sm80, false),
+        ("8.0", Target::Sm89, false),
+        ("7.8", Target::Sm90, true),
+    ] {
+        let text = text(version, target);
+        assert_eq!(module(&text).is_ok(), right, "{version} {target}");
+        if let Some(ptxas) = &ptxas {
+            assert_eq!(ptxas.assemble_text(&text, target).is_ok(), right, "{version} {target}");
+        }
+    }
+    let read = module(&text("8.1", Target::Sm89)).unwrap();
+    let ops = |module: &Module| module.kernels[0].body.iter().map(|inst| inst.op).collect::<Vec<_>>();
+    assert_eq!(ops(&read), ops(&module(&read.to_string()).unwrap()));
+}
+
+#[test]
 fn bounds_of_a_kernel_are_kept() {
     let kernel = |words: &str| module(&changed(("by)", &format!("by)\n{words}")))).unwrap().kernels.remove(0);
     assert_eq!(kernel(".reqntid 32, 2").threads, Some(Threads::Exactly([32, 2, 1])));

@@ -45,6 +45,27 @@ impl Checks {
     pub const NONE: Checks = Checks { registers: false, shared: false, global: false, costs: false };
 }
 
+/// How tensor cores add up products of fp8. Sums of products of 16-bit elements are always in f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Fp8Sums {
+    /// As Ada's `mma.sync` and Hopper's `wgmma` do: the products of one instruction and the accumulator are cut off this
+    /// many bits from the highest bit of the largest, and so is their sum. Hardware has 14. Long sums drift; what is
+    /// added to an f32 register every few instructions does not.
+    Short {
+        /// The bits, from 4 to 17.
+        bits: u8,
+    },
+    /// One product after the other, each addition rounded to the nearest f32: more than any of these GPUs does.
+    F32,
+}
+
+impl Default for Fp8Sums {
+    /// As the hardware does: a kernel that relies on more is wrong.
+    fn default() -> Self {
+        Fp8Sums::Short { bits: 14 }
+    }
+}
+
 /// Ends launches from outside, as Ctrl-C does. It is polled every few thousand warp instructions.
 #[derive(Clone, Default)]
 pub struct Stop(Option<Arc<dyn Fn() -> bool + Send + Sync>>);
@@ -77,6 +98,8 @@ pub struct Config {
     pub seed: u64,
     /// What is checked.
     pub checks: Checks,
+    /// How products of fp8 are added up.
+    pub fp8_sums: Fp8Sums,
     /// Host threads; 0 takes as many as the machine has cores. With one thread a launch is reproducible to the
     /// last bit; with several, only the order in which blocks reach the same atomic may differ.
     pub threads: usize,
@@ -96,6 +119,7 @@ impl Default for Config {
             async_mode: AsyncMode::Late,
             seed: 0,
             checks: Checks::ALL,
+            fp8_sums: Fp8Sums::default(),
             threads: 0,
             budget: 1_000_000_000,
             stop: Stop::default(),

@@ -3,7 +3,8 @@
 //! The simulator executes the modules of [`flashcore_ptx`]: 32-lane warps that part and meet, blocks, clusters,
 //! barriers, `cp.async`, mbarriers, TMA with real tensor-map semantics, `ldmatrix`, `mma.sync`, `wgmma` by its
 //! descriptors. It needs no GPU. Integer work, data movement and layouts are exact to the bit; f32 is IEEE;
-//! tensor cores multiply exactly and add in f32, k ascending; `ex2` and similar functions are correct to the last place.
+//! tensor cores multiply exactly and add in f32, k ascending, or for fp8 in the few bits that the hardware has
+//! ([`Fp8Sums`]); `ex2` and similar functions are correct to the last place.
 //!
 //! Beside the results it reports [findings](Finding): accesses out of bounds, reads of memory or registers without
 //! a value, races (with both sites and what is missing between them), missing proxy fences, `wgmma` registers
@@ -89,7 +90,7 @@ mod stats;
 mod stream;
 mod vectors;
 
-pub use config::{AsyncMode, Checks, Config, Stop};
+pub use config::{AsyncMode, Checks, Config, Fp8Sums, Stop};
 pub use error::SimError;
 pub use findings::{Finding, FindingKind, MemoryPlace, OtherAccess, Severity, Site, Thread};
 pub use memory::global::{Buffer, MOST_BUFFER_BYTES};

@@ -366,31 +366,61 @@ mod tests {
         }
     }
 
+    /// Every half, and the f32 next to each tie between two codes: these show a value that is rounded twice.
+    fn fp8_probes() -> impl Iterator<Item = f32> {
+        let ties = [(3, 7, E4M3_MAX), (2, 15, E5M2_MAX)].into_iter().flat_map(|(mantissa, bias, max)| {
+            (0..=max as u8).flat_map(move |code| {
+                let tie = f8_value(code, mantissa, bias).midpoint(f8_value(code + 1, mantissa, bias));
+                let bits = (tie as f32).to_bits();
+                [bits - 1, bits, bits + 1].into_iter().flat_map(|b| [f32::from_bits(b), -f32::from_bits(b)])
+            })
+        });
+        let ends = [f32::MAX, f32::MIN, f32::MIN_POSITIVE, f32::from_bits(1), f32::NAN, -f32::NAN];
+        (0..=u16::MAX).map(f16_to_f32).chain(ties).chain(ends)
+    }
+
     #[test]
-    fn rounding_to_fp8_picks_the_nearest_code_and_ties_to_even_for_every_half() {
-        let nearest = |x: f64, mantissa: u32, bias: i32, max: u8| -> u8 {
+    fn rounding_to_fp8_picks_the_nearest_code_and_ties_to_even() {
+        let nearest = |x: f64, mantissa: u32, bias: i32, max: u32| -> u8 {
             let sign = if x.is_sign_negative() { 0x80 } else { 0 };
-            let best = (0..=max)
+            // Farther out, all codes would be equally far away in f64.
+            let x = x.abs().min(1e6);
+            let best = (0..=max as u8)
                 .min_by(|&a, &b| {
-                    let da = (f8_value(a, mantissa, bias) - x.abs()).abs();
-                    let db = (f8_value(b, mantissa, bias) - x.abs()).abs();
+                    let da = (f8_value(a, mantissa, bias) - x).abs();
+                    let db = (f8_value(b, mantissa, bias) - x).abs();
                     da.total_cmp(&db).then((a & 1).cmp(&(b & 1)))
                 })
                 .expect("codes exist");
             best | sign
         };
-        for code in 0..=u16::MAX {
-            let x = f16_to_f32(code);
+        for x in fp8_probes() {
             if x.is_nan() {
-                assert_eq!(f32_to_e4m3(x), 0x7F);
-                assert_eq!(f32_to_e5m2(x), 0x7F);
-            } else if x.is_infinite() {
-                assert_eq!(f32_to_e4m3(x) & 0x7F, 0x7E);
-                assert_eq!(f32_to_e5m2(x) & 0x7F, 0x7B);
+                assert_eq!((f32_to_e4m3(x), f32_to_e5m2(x)), (0x7F, 0x7F));
             } else {
-                let x = f64::from(x);
-                assert_eq!(f32_to_e4m3(x as f32), nearest(x, 3, 7, 0x7E), "{x}");
-                assert_eq!(f32_to_e5m2(x as f32), nearest(x, 2, 15, 0x7B), "{x}");
+                assert_eq!(f32_to_e4m3(x), nearest(f64::from(x), 3, 7, E4M3_MAX), "{x:e}");
+                assert_eq!(f32_to_e5m2(x), nearest(f64::from(x), 2, 15, E5M2_MAX), "{x:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_types_of_the_float8_crate_are_these_but_for_the_codes_of_nan() {
+        use float8::{F8E4M3, F8E5M2};
+        for code in 0..=u8::MAX {
+            for (got, want) in [
+                (e4m3_to_f32(code), F8E4M3::from_bits(code).to_f32()),
+                (e5m2_to_f32(code), F8E5M2::from_bits(code).to_f32()),
+            ] {
+                assert!(got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()), "{code:#x}");
+            }
+        }
+        for x in fp8_probes() {
+            let (e4m3, e5m2) = (F8E4M3::from_f32(x), F8E5M2::from_f32(x));
+            if x.is_nan() {
+                assert!(e4m3.to_f32().is_nan() && e5m2.to_f32().is_nan());
+            } else {
+                assert_eq!((f32_to_e4m3(x), f32_to_e5m2(x)), (e4m3.to_bits(), e5m2.to_bits()), "{x:e}");
             }
         }
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use flashcore_ptx::{Module, Threads};
 
-use crate::config::Config;
+use crate::config::{Config, Fp8Sums};
 use crate::error::SimError;
 use crate::findings::{Finding, FindingKind, Raw, Severity};
 use crate::machine::sched::Slice;
@@ -280,6 +280,11 @@ impl Sim {
             return refuse(format!(
                 "{shared_bytes} bytes of shared memory; 232448 is the most a block can have"
             ));
+        }
+        if let Fp8Sums::Short { bits } = self.config.fp8_sums
+            && !(4..=17).contains(&bits)
+        {
+            return refuse(format!("sums of fp8 products with {bits} bits; 4 to 17 are possible"));
         }
         let id = self.launches + 1;
         let in_flight = self.stream.in_flight(launching, program.waits_for_grid);

@@ -192,40 +192,6 @@ fn the_pipeline_is_right_and_clean_under_every_policy() {
     }
 }
 
-/// The module without what an instruction orders, or `None` where it orders nothing.
-fn without(module: &Module, at: usize) -> Option<(String, Module)> {
-    let mut mutant = module.clone();
-    let kernel = &mut mutant.kernels[0];
-    let inst = &kernel.body[at];
-    let name = format!("#{at} {} ({})", kernel.line(inst), kernel.describe(at));
-    match inst.op {
-        // A wait that always says yes.
-        Op::MbarrierTryWait { .. } => {
-            let yes = Arg::Imm(Imm { class: RegClass::Pred, bits: 1 });
-            let inst = &mut kernel.body[at];
-            inst.op = Op::Alu(Alu::MovPred);
-            inst.src = vec![yes];
-        }
-        Op::MbarrierInit
-        | Op::MbarrierArrive { .. }
-        | Op::MbarrierArriveExpectTx { .. }
-        | Op::FenceMbarrierInit
-        | Op::FenceProxyAsync(_)
-        | Op::BarSync { .. }
-        | Op::WgmmaFence
-        | Op::WgmmaCommit
-        | Op::WgmmaWait(_)
-        | Op::BulkCommit
-        | Op::BulkWait { .. }
-        | Op::SetMaxNReg { .. }
-        | Op::TensorLoad { .. } => {
-            kernel.body.remove(at);
-        }
-        _ => return None,
-    }
-    Some((name, mutant))
-}
-
 /// Whether a mutant is noticed under a policy: by a finding or by its result.
 fn noticed(mutant: &Module, x: &[u8], want: &[f32], config: &Config) -> bool {
     let outcome = run_maps(mutant, 1, x, 8192, 0, &maps, config.clone());

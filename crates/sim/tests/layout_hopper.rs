@@ -432,6 +432,8 @@ fn wgmma_multiplies_fp8_and_accumulates_in_halves_or_negated() {
     check_product(&p(MatrixTy::E4m3, MatrixTy::E4m3, Some((false, Swizzle::B128))));
     check_product(&p(MatrixTy::E5m2, MatrixTy::E4m3, Some((false, Swizzle::B64))));
     check_product(&p(MatrixTy::E4m3, MatrixTy::E5m2, None));
+    let fp8 = p(MatrixTy::E5m2, MatrixTy::E4m3, Some((false, Swizzle::B128)));
+    check_product(&Product { half_accumulator: true, ..fp8 });
     let halves = product(32, MatrixTy::F16, Some((false, Swizzle::B32)), (false, Swizzle::B32));
     check_product(&Product { half_accumulator: true, ..halves });
     let negated = product(32, MatrixTy::F16, Some((false, Swizzle::B128)), (true, Swizzle::B64));

@@ -36,8 +36,8 @@ fn text<'f>(forms: &[&'f Form], isa: IsaVersion, target: Target) -> (String, BTr
 }
 
 /// The needs of a form: those of its whole kernel, which its main instruction dominates.
-fn isa(form: &Form) -> IsaVersion {
-    form.kernel.isa()
+fn isa(form: &Form, target: Target) -> IsaVersion {
+    form.kernel.isa(target)
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn ptxas_takes_every_form_on_every_target_that_claims_it_at_the_version_stated()
     for target in Target::ALL {
         let mut by_version: BTreeMap<IsaVersion, Vec<&Form>> = BTreeMap::new();
         for form in forms.iter().filter(|f| f.inst().op.needs().target <= target) {
-            by_version.entry(isa(form).max(target.isa())).or_default().push(form);
+            by_version.entry(isa(form, target).max(target.isa())).or_default().push(form);
         }
         for (version, forms) in by_version {
             let (text, lines) = text(&forms, version, target);
@@ -127,7 +127,7 @@ fn ptxas_refuses_every_form_one_target_earlier_than_the_table_states() {
         let (earlier, target) = (pair[0], pair[1]);
         let mut by_version: BTreeMap<IsaVersion, Vec<&Form>> = BTreeMap::new();
         for form in forms.iter().filter(|f| f.inst().op.needs().target == target) {
-            by_version.entry(isa(form).max(earlier.isa())).or_default().push(form);
+            by_version.entry(isa(form, target).max(earlier.isa())).or_default().push(form);
         }
         for (version, forms) in by_version {
             let too_new = accepted(&ptxas, &forms, version, earlier);

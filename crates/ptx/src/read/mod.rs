@@ -144,6 +144,7 @@ enum Symbol {
 struct Reader<'a> {
     kernel: Kernel,
     version: IsaVersion,
+    target: Target,
     symbols: HashMap<String, Symbol>,
     labels: HashMap<&'a str, LabelId>,
     /// How many registers of each class there are.
@@ -181,6 +182,7 @@ fn read_kernel(source: &mut Source<'_>, version: IsaVersion, target: Target) -> 
             body: Vec::new(),
         },
         version,
+        target,
         symbols: HashMap::new(),
         labels: HashMap::new(),
         counts: HashMap::new(),
@@ -447,7 +449,7 @@ impl<'a> Reader<'a> {
             rest.next();
         }
         let parts = self.instruction(&words, &rest.all()?)?;
-        let needs = parts.0.needs().isa;
+        let needs = parts.0.isa(self.target);
         if needs > self.version {
             return Err(format!("needs .version {needs} or later, not {}", self.version));
         }

@@ -2,6 +2,7 @@
 
 use flashcore_ptx::{AccTy, MatrixTy, MmaShape};
 
+use crate::config::Fp8Sums;
 use crate::findings::FindingKind;
 use crate::machine::Cluster;
 use crate::machine::regs::Row;
@@ -10,8 +11,24 @@ use crate::program::Slot;
 use crate::races::clock::{Proxy, Stamp};
 use crate::races::lanes::Lanes;
 use crate::races::shared_shadow::{CELL, SharedAccess};
-use crate::vectors;
-use crate::vectors::mma;
+use crate::vectors::mma::{self, ATile, BTile};
+use crate::vectors::short::{self, ShortSum};
+use crate::vectors::{self, Level};
+
+/// Multiplies sixteen rows by eight columns into four accumulator registers.
+pub fn multiply(
+    level: Level,
+    short: Option<ShortSum>,
+    depth: usize,
+    a: &ATile,
+    b: &BTile,
+    acc: [&mut Row; 4],
+) {
+    match short {
+        Some(short) => vectors::multiply_short(level, &short, a, b, acc),
+        None => vectors::multiply(level, depth, a, b, acc),
+    }
+}
 
 impl Cluster<'_> {
     /// Surveys the addresses of the rows of a matrix instruction, or of the cells of a copy.
@@ -176,6 +193,14 @@ impl Cluster<'_> {
         }
     }
 
+    /// How products of these types are added up, if not in f32; so many k at once.
+    pub fn short_sum(&self, a: MatrixTy, b: MatrixTy, acc: AccTy, block: usize) -> Option<ShortSum> {
+        match self.launch.config.fp8_sums {
+            Fp8Sums::Short { bits } if a.bits() == 8 => Some(ShortSum::new(bits, block, a, b, acc)),
+            _ => None,
+        }
+    }
+
     /// `mma.sync`.
     pub fn mma(
         &mut self,
@@ -188,6 +213,7 @@ impl Cluster<'_> {
         src: &[Slot],
     ) {
         let level = self.launch.level;
+        let short = self.short_sum(a_ty, b_ty, acc_ty, short::MMA_BLOCK);
         let (a_regs, b_regs, depth) = match shape {
             MmaShape::M16n8k8 => (2, 1, 8),
             MmaShape::M16n8k16 => (4, 2, 16),
@@ -206,21 +232,22 @@ impl Cluster<'_> {
             AccTy::F32 => {
                 let in_place = dst.iter().zip(c).all(|(slot, row)| *slot == Slot::Word(row as u32));
                 if in_place && let Ok(acc) = regs.r32.get_disjoint_mut(c) {
-                    vectors::multiply(level, depth, &tiles.a[0].tile, &tiles.b[0], acc.map(|row| &mut **row));
+                    let acc = acc.map(|row| &mut **row);
+                    multiply(level, short, depth, &tiles.a[0].tile, &tiles.b[0], acc);
                     for row in c {
                         regs.init32[row] = u32::MAX;
                     }
                     return;
                 }
                 let mut acc = c.map(|row| *regs.r32[row]);
-                vectors::multiply(level, depth, &tiles.a[0].tile, &tiles.b[0], acc.each_mut());
+                multiply(level, short, depth, &tiles.a[0].tile, &tiles.b[0], acc.each_mut());
                 for (slot, value) in dst.iter().zip(&acc) {
                     self.put(w, *slot, u32::MAX, value);
                 }
             }
             AccTy::F16 => {
                 let mut acc = mma::unpack_f16([&regs.r32[c[0]], &regs.r32[c[1]]]);
-                vectors::multiply(level, depth, &tiles.a[0].tile, &tiles.b[0], acc.each_mut());
+                multiply(level, short, depth, &tiles.a[0].tile, &tiles.b[0], acc.each_mut());
                 for (slot, value) in dst.iter().zip(&mma::pack_f16(&acc)) {
                     self.put(w, *slot, u32::MAX, value);
                 }

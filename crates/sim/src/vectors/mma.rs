@@ -2,7 +2,9 @@
 //!
 //! Products of f16, bf16 and fp8 values are exact in f32. They are added to the accumulator one after the other,
 //! k ascending, each addition rounded to nearest f32 (a fused multiply-add chain that starts from C). Hardware
-//! adds blocks of products with truncation, so its low bits differ; both are within the usual error bounds.
+//! adds blocks of products with truncation, so its low bits differ; both are within the usual error bounds. Sums of fp8
+//! products are an exception, unless it is asked for otherwise: their bits are so few that [`short`](super::short)
+//! models them.
 //!
 //! A fragment register of a 16-bit operand is an 8x8 matrix in row-major order over the lanes, two elements
 //! per lane; of an 8-bit operand an 8x16 matrix, four elements per lane. An accumulator has four registers: rows

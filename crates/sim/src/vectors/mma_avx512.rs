@@ -10,6 +10,7 @@ use flashcore_ptx::MatrixTy;
 use crate::machine::regs::{Aligned, Regs, Row};
 use crate::numerics::CANONICAL_NAN;
 use crate::vectors::mma::{self, ATile, BTile, MmaInst, Tiles, quad};
+use crate::vectors::short::{self, LOWEST, NONE, ShortSum};
 
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -282,6 +283,66 @@ fn multiply_as<const DEPTH: usize>(a: &ATile, b: &BTile, acc: [&mut Row; 4]) {
     for (sum, acc) in sums.iter().zip(acc) {
         for (&sum, acc) in sum.iter().zip(acc.as_chunks_mut::<16>().0) {
             store_words(acc, _mm512_castps_si512(with_canonical_nans(sum)));
+        }
+    }
+}
+
+/// The exponents of operands, as [`short::multiply`] has them.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn exponents(x: __m512, lowest: __m512) -> __m512 {
+    let field = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7F80_0000));
+    let power = _mm512_max_ps(_mm512_castsi512_ps(field), lowest);
+    let zero = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(x, _mm512_setzero_ps());
+    _mm512_mask_blend_ps(zero, power, _mm512_set1_ps(NONE))
+}
+
+/// Multiplies sixteen rows by eight columns of fp8 into four accumulator registers, in few bits.
+#[target_feature(enable = "avx512f")]
+pub fn multiply_short(how: &ShortSum, a: &ATile, b: &BTile, mut acc: [&mut Row; 4]) {
+    const TO_ZERO: i32 = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
+    let before: [Row; 4] = [*acc[0], *acc[1], *acc[2], *acc[3]];
+    let [a_lowest, b_lowest] = [_mm512_set1_ps(how.lowest[0]), _mm512_set1_ps(how.lowest[1])];
+    let mut b_exponents: BTile = [[0.0; 16]; 16];
+    for (exponent, line) in b_exponents.iter_mut().zip(b) {
+        store(exponent, exponents(load(line), b_lowest));
+    }
+    let (steps, lowest) = (_mm512_set1_ps(how.steps), _mm512_set1_ps(LOWEST));
+    let keep = _mm512_set1_epi32(how.keep.cast_signed());
+    for first in (0..32).step_by(how.block) {
+        for (r, half) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let even = _mm512_castsi512_ps(load_words(&acc[2 * r].as_chunks().0[half]));
+            let odd = _mm512_castsi512_ps(load_words(&acc[2 * r + 1].as_chunks().0[half]));
+            let mut top_even = _mm512_max_ps(exponents(even, lowest), lowest);
+            let mut top_odd = _mm512_max_ps(exponents(odd, lowest), lowest);
+            for k in first..first + how.block {
+                let ((line, even), (_, odd)) = (quad(k, 0), quad(k, 1));
+                let line = b_exponents[line].as_chunks().0;
+                let x = exponents(load(&a[k][r].as_chunks().0[half]), a_lowest);
+                top_even = _mm512_max_ps(top_even, _mm512_mul_ps(x, repeat(&line[even / 4])));
+                top_odd = _mm512_max_ps(top_odd, _mm512_mul_ps(x, repeat(&line[odd / 4])));
+            }
+            let infinite = _mm512_set1_ps(f32::INFINITY);
+            if _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(_mm512_max_ps(top_even, top_odd), infinite) != 0 {
+                acc.iter_mut().zip(before).for_each(|(acc, before)| **acc = before);
+                return short::multiply(how, a, b, acc);
+            }
+            let (scale_even, scale_odd) = (_mm512_div_ps(steps, top_even), _mm512_div_ps(steps, top_odd));
+            let mut even = _mm512_roundscale_ps::<TO_ZERO>(_mm512_mul_ps(even, scale_even));
+            let mut odd = _mm512_roundscale_ps::<TO_ZERO>(_mm512_mul_ps(odd, scale_odd));
+            for k in first..first + how.block {
+                let ((line, e), (_, o)) = (quad(k, 0), quad(k, 1));
+                let line = b[line].as_chunks().0;
+                let x = load(&a[k][r].as_chunks().0[half]);
+                let product = _mm512_mul_ps(_mm512_mul_ps(x, repeat(&line[e / 4])), scale_even);
+                even = _mm512_add_ps(even, _mm512_roundscale_ps::<TO_ZERO>(product));
+                let product = _mm512_mul_ps(_mm512_mul_ps(x, repeat(&line[o / 4])), scale_odd);
+                odd = _mm512_add_ps(odd, _mm512_roundscale_ps::<TO_ZERO>(product));
+            }
+            for (row, sum, top) in [(2 * r, even, top_even), (2 * r + 1, odd, top_odd)] {
+                let sum = _mm512_castps_si512(_mm512_mul_ps(sum, _mm512_div_ps(top, steps)));
+                store_words(&mut acc[row].as_chunks_mut().0[half], _mm512_and_si512(sum, keep));
+            }
         }
     }
 }

@@ -13,6 +13,7 @@ mod matrices_avx512;
 pub mod mma;
 #[cfg(target_arch = "x86_64")]
 mod mma_avx512;
+pub mod short;
 
 use flashcore_ptx::MatrixTy;
 
@@ -23,6 +24,7 @@ use crate::memory::lines;
 use crate::program::{Exec, Program, Run, Slot};
 use crate::vectors::matrices::Survey;
 use crate::vectors::mma::{ATile, BTile, MmaInst, Tiles};
+use crate::vectors::short::ShortSum;
 
 /// The vector instructions that are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -155,6 +157,12 @@ for_level! {
     /// Multiplies sixteen rows by eight columns into four accumulator registers.
     multiply, multiply_avx2 = mma::multiply, mma_avx512::multiply,
     (depth: usize, a: &ATile, b: &BTile, acc: [&mut Row; 4]) -> ()
+}
+
+for_level! {
+    /// Multiplies sixteen rows by eight columns of fp8 into four accumulator registers, in few bits.
+    multiply_short, multiply_short_avx2 = short::multiply, mma_avx512::multiply_short,
+    (how: &ShortSum, a: &ATile, b: &BTile, acc: [&mut Row; 4]) -> ()
 }
 
 for_level! {

@@ -149,6 +149,40 @@ pub fn assert_found(outcome: &Outcome, config: &Config, kind: FindingKind) -> Fi
     }
 }
 
+/// The module without what an instruction orders, or `None` where it orders nothing.
+pub fn without(module: &Module, at: usize) -> Option<(String, Module)> {
+    let mut mutant = module.clone();
+    let kernel = &mut mutant.kernels[0];
+    let inst = &kernel.body[at];
+    let name = format!("#{at} {} ({})", kernel.line(inst), kernel.describe(at));
+    match inst.op {
+        // A wait that always says yes.
+        Op::MbarrierTryWait { .. } => {
+            let yes = Arg::Imm(Imm { class: RegClass::Pred, bits: 1 });
+            let inst = &mut kernel.body[at];
+            inst.op = Op::Alu(Alu::MovPred);
+            inst.src = vec![yes];
+        }
+        Op::MbarrierInit
+        | Op::MbarrierArrive { .. }
+        | Op::MbarrierArriveExpectTx { .. }
+        | Op::FenceMbarrierInit
+        | Op::FenceProxyAsync(_)
+        | Op::BarSync { .. }
+        | Op::WgmmaFence
+        | Op::WgmmaCommit
+        | Op::WgmmaWait(_)
+        | Op::BulkCommit
+        | Op::BulkWait { .. }
+        | Op::SetMaxNReg { .. }
+        | Op::TensorLoad { .. } => {
+            kernel.body.remove(at);
+        }
+        _ => return None,
+    }
+    Some((name, mutant))
+}
+
 /// Little-endian bytes of f16 values.
 pub fn f16_bytes(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
     values.into_iter().flat_map(|v| half::f16::from_f32(v).to_le_bytes()).collect()

@@ -2,6 +2,7 @@
 
 use flashcore_ptx::{AccTy, MatrixTy};
 
+use crate::exec::matrix::multiply;
 use crate::exec::wgmma::{ASource, Product};
 use crate::machine::Cluster;
 use crate::machine::regs::{Aligned, Row};
@@ -10,6 +11,7 @@ use crate::memory::descriptor::Descriptor;
 use crate::memory::shared::SharedMemory;
 use crate::program::Slot;
 use crate::vectors::mma::{self, ATile, BTile};
+use crate::vectors::short::{self, ShortSum};
 use crate::vectors::{self, Level};
 
 impl Cluster<'_> {
@@ -17,6 +19,7 @@ impl Cluster<'_> {
     pub(super) fn compute(&mut self, first: usize, product: &Product) {
         let level = self.launch.level;
         let form = &product.form;
+        let short = self.short_sum(form.a, form.b, form.acc, short::WGMMA_BLOCK);
         let shared = &self.blocks[self.warps[first].block].shared;
         let tiles = &mut *self.tiles;
         let columns = u32::from(form.n);
@@ -56,13 +59,13 @@ impl Cluster<'_> {
             let (a, depth) = (&wide.tile, usize::from(form.k()));
             if form.acc == AccTy::F32 {
                 for (tiles, slots) in tiles.b_columns.chunks(2).zip(accumulators.chunks(8)) {
-                    multiply_columns(level, depth, a, tiles, warp, slots);
+                    multiply_columns(level, short, depth, a, tiles, warp, slots);
                 }
             } else {
                 for (tile, slots) in tiles.b_columns.iter().zip(accumulators.chunks_exact(2)) {
                     let [low, high] = [0, 1].map(|i| *accumulator(warp, slots[i]));
                     let mut acc = mma::unpack_f16([&low, &high]);
-                    vectors::multiply(level, depth, a, tile, acc.each_mut());
+                    multiply(level, short, depth, a, tile, acc.each_mut());
                     let sums = mma::pack_f16(&acc);
                     slots.iter().zip(&sums).for_each(|(&slot, sum)| *accumulator(warp, slot) = *sum);
                 }
@@ -116,8 +119,18 @@ pub(super) fn accumulator(warp: &mut Warp, slot: Slot) -> &mut Row {
 
 /// Multiplies by one or two tiles of columns, into four accumulators for each tile. Two tiles are computed at once if all
 /// accumulators are in the same place.
-fn multiply_columns(level: Level, depth: usize, a: &ATile, tiles: &[BTile], warp: &mut Warp, slots: &[Slot]) {
-    if let ([first, second], Ok(rows)) = (tiles, <&[Slot; 8]>::try_from(slots)) {
+fn multiply_columns(
+    level: Level,
+    short: Option<ShortSum>,
+    depth: usize,
+    a: &ATile,
+    tiles: &[BTile],
+    warp: &mut Warp,
+    slots: &[Slot],
+) {
+    if short.is_none()
+        && let ([first, second], Ok(rows)) = (tiles, <&[Slot; 8]>::try_from(slots))
+    {
         let rows = rows.map(Slot::word);
         let held = warp.wgmma.rows[rows[0] as usize].held;
         if rows.iter().all(|&row| warp.wgmma.rows[row as usize].held == held) {
@@ -129,7 +142,7 @@ fn multiply_columns(level: Level, depth: usize, a: &ATile, tiles: &[BTile], warp
     }
     for (tile, slots) in tiles.iter().zip(slots.chunks_exact(4)) {
         let mut values: [Row; 4] = std::array::from_fn(|i| *accumulator(warp, slots[i]));
-        vectors::multiply(level, depth, a, tile, values.each_mut());
+        multiply(level, short, depth, a, tile, values.each_mut());
         slots.iter().zip(values).for_each(|(&slot, value)| *accumulator(warp, slot) = value);
     }
 }
