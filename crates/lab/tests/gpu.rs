@@ -384,7 +384,7 @@ done"#;
     );
 }
 
-/// A peer whose samples take 50 ms of the wall and 150 ms of its own clock.
+/// A peer whose samples take 50 ms of the wall and 250 ms of its own clock.
 const SLOW_PEER: &str = r#"
 while read -r line; do
     case "$line" in
@@ -395,7 +395,7 @@ while read -r line; do
     *'"op":"output"'*)
         path=${line##*\"path\":\"}; path=${path%%\"*}
         head -c 4096 /dev/zero > "$path"; echo '{"bytes": 4096}' ;;
-    *'"op":"sample"'*) sleep 0.05; echo '{"us": 2000.0, "calls": 75}' ;;
+    *'"op":"sample"'*) sleep 0.05; echo '{"us": 2000.0, "calls": 125}' ;;
     esac
 done"#;
 
@@ -415,7 +415,7 @@ fn sustained_samples_have_an_energy_and_evidence_says_so() {
     let (output, report) = machine.run_with_python(&arguments, &python);
     assert_eq!(report["regime"], "sustained", "{}", text(&output));
     let [ours, flash] = &report["cells"][0]["results"].as_array().unwrap()[..] else { panic!("{report}") };
-    assert_eq!((&ours["calls_per_sample"], &flash["calls_per_sample"]), (&150.into(), &75.into()));
+    assert_eq!((&ours["calls_per_sample"], &flash["calls_per_sample"]), (&250.into(), &125.into()));
     assert_eq!(flash["call"], Value::Null, "the call clock is not of this regime");
     let energy = &flash["energy"];
     assert_eq!(energy["used"].as_array().unwrap().len(), 6);
@@ -424,7 +424,7 @@ fn sustained_samples_have_an_energy_and_evidence_says_so() {
     }
     let orders = report["cells"][0]["orders"].as_array().unwrap();
     assert!(orders.len() == 6 && orders.iter().any(|order| order != &orders[0]), "{orders:?}");
-    assert!(text(&output).contains("sustained: samples of 150 ms"), "{}", text(&output));
+    assert!(text(&output).contains("sustained: samples of 250 ms"), "{}", text(&output));
     assert!(text(&output).contains("J/TFLOP"), "{}", text(&output));
     assert_eq!(machine.contradictions(), [""; 0]);
     // A driver without the counter, and a machine without NVML: there is no column and no number.

@@ -36,8 +36,8 @@ use crate::timing::{Contender, Effort, Measurement, Samples, Used, Watch, measur
 /// The least duration of a sample of the kernel clock: a thousand times the resolution of an event.
 pub(crate) const SAMPLE: Duration = Duration::from_micros(500);
 /// The least duration of a sample in which the power limit settles: the GPU sets its clock by the power of some tens of
-/// milliseconds.
-pub(crate) const SUSTAINED_SAMPLE: Duration = Duration::from_millis(150);
+/// milliseconds, and its energy counter steps every 100.
+pub(crate) const SUSTAINED_SAMPLE: Duration = Duration::from_millis(250);
 /// Replays that a sustained sample is made of, where calls are long.
 const SUSTAINED_REPLAYS: u32 = 15;
 /// The most calls of a graph in a sustained sample; recording more takes long.

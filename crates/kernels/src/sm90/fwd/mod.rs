@@ -158,12 +158,17 @@ impl Schedule {
             let ends = Self::SPLITS.map(|split| (false, false, split));
             let stays = [false, true].map(|pairs| (true, pairs, 1));
             let walks: Vec<(bool, bool, u32)> = ends.into_iter().chain(stays).collect();
+            // Whether two blocks copy key tiles for each other.
+            let alone_or_not = |split: u32, together: bool| {
+                1..=if warpgroups > 1 && split == 1 && !together { 2 } else { 1 }
+            };
             for (block_n, stages) in (16..=256).step_by(16).flat_map(|n| (2..=4).map(move |s| (n, s))) {
                 for (q_stages, ctas) in (1..=2).flat_map(|q| ctas.clone().map(move |c| (q, c))) {
                     for &(persistent, pairs, split) in &walks {
                         for &(pingpong, together) in each_other {
-                            for (lazy, poly) in
-                                [0, 2, 8].into_iter().flat_map(|l| (0..=4).map(move |p| (l, p)))
+                            let softmaxes = [0, 2, 8].into_iter().flat_map(|l| (0..=4).map(move |p| (l, p)));
+                            for (multicast, (lazy, poly)) in alone_or_not(split, together)
+                                .flat_map(|blocks| softmaxes.clone().map(move |it| (blocks, it)))
                             {
                                 grid.push(Schedule {
                                     warpgroups,
@@ -179,7 +184,7 @@ impl Schedule {
                                     pairs,
                                     together,
                                     parts: 1,
-                                    multicast: 1,
+                                    multicast,
                                 });
                             }
                         }

@@ -65,7 +65,7 @@ pub struct Options {
     /// GPU: a schedule as inspect prints it; may be given more than once
     #[arg(long, value_name = "TEXT")]
     schedule: Vec<Schedule>,
-    /// GPU: samples of 150 ms without a pause, so that the power limit has set the clock, and energy beside time
+    /// GPU: samples of 250 ms without a pause, so that the power limit has set the clock, and energy beside time
     #[arg(long, conflicts_with = "calls")]
     sustained: bool,
     /// GPU: read the call clock in a matrix too
