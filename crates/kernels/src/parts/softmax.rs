@@ -51,7 +51,7 @@ const SMALL: f32 = 0.5;
 const SMALL_TANH: [f32; 5] = [0.017_135_007, -0.052_986_075, 0.133_247_8, -0.333_330_7, 1.0];
 
 /// Scores that are computed at a time where intermediate values would take too many registers.
-const CHUNK: usize = 16;
+const CHUNK: usize = 8;
 
 /// What becomes of a dot product, given its index.
 type OfDot<'a> = &'a dyn Fn(&mut KernelBuilder, Reg<F32>, usize) -> Reg<F32>;
@@ -182,7 +182,7 @@ impl SoftmaxParams {
             }
             // A few at a time, so that their intermediate values fit in registers.
             (Some((scale, Some(softcap))), Some(tanh_scale)) => {
-                for dots in dots.chunks(CHUNK) {
+                for dots in dots.chunks(2 * CHUNK) {
                     cap(k, dots, [scale, softcap, tanh_scale]);
                 }
             }
