@@ -57,7 +57,8 @@ fn changes(kernel: &Kernel, at: usize) -> Vec<Change> {
         Op::MbarrierInit => vec![Change::Drop, Change::OneArrivalMore],
         Op::MbarrierArriveExpectTx { .. } => vec![Change::Drop, Change::HalfTheBytes],
         Op::MbarrierTryWait { .. } => vec![Change::Drop, Change::OtherParity],
-        Op::ClusterArrive { .. } => vec![Change::Drop, Change::Relaxed],
+        Op::ClusterArrive { sem: ClusterArrive::Release, .. } => vec![Change::Drop, Change::Relaxed],
+        Op::ClusterArrive { .. } => vec![Change::Drop],
         Op::Alu(Alu::XorB32) => vec![Change::NoSwizzle],
         Op::Setp { ty: NumType::S32 | NumType::U32, cmp } if edge(cmp) != cmp => vec![Change::OffByOne],
         // The constants of a matrix descriptor: its upper half, and in the lower one the place and the panels.
