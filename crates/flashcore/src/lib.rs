@@ -48,7 +48,7 @@ mod tensor;
 pub mod tuned;
 
 pub use aligned::Aligned;
-pub use attention::{Attention, Output};
+pub use attention::{Attention, Backward, Gradients, Output};
 pub use device::Device;
 pub use dtype::{DType, Element};
 #[cfg(feature = "cuda")]
@@ -56,5 +56,5 @@ pub use error::PointerFault;
 pub use error::{Error, Name, Result, Source};
 pub use half;
 pub use mask::{Band, Mask};
-pub use problem::{MAX_HEAD_DIM, MAX_LEN, Problem, default_scale};
+pub use problem::{MAX_HEAD_DIM, MAX_LEN, Pass, Problem, default_scale};
 pub use tensor::{DeviceLengths, Layout, Place, Storage, Tensor, TensorBuf, TensorMut};
