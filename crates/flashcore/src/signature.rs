@@ -208,10 +208,10 @@ impl<T> PerTensor<T> {
         self.values[place(name)].as_mut()
     }
 
-    /// What there is for two tensors, to be changed; the names differ.
-    pub fn get_both_mut(&mut self, names: [Name; 2]) -> [Option<&mut T>; 2] {
-        let both = self.values.get_disjoint_mut(names.map(place)).expect("two tensors");
-        both.map(Option::as_mut)
+    /// What there is for several tensors, to be changed; the names differ.
+    pub fn get_each_mut<const N: usize>(&mut self, names: [Name; N]) -> [Option<&mut T>; N] {
+        let each = self.values.get_disjoint_mut(names.map(place)).expect("names that differ");
+        each.map(Option::as_mut)
     }
 
     /// The same with every value changed.

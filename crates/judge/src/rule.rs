@@ -24,6 +24,9 @@
 //! others. The floor is small: a row of standard normal inputs may be off by ε times its magnitude, where a dropped
 //! tile or a wrong scale is off by a hundred times that; and over a whole head it all but vanishes.
 //!
+//! Gradients have floors of the same kind, derived in `gradients.rs`. There habit includes what every engine is given
+//! rounded: o, from which it takes what a row's gradients have in common, and lse, from which it takes the probabilities.
+//!
 //! # NaN and infinity
 //!
 //! Where the truth is NaN or infinite because an input is, the result must not be finite either: hiding it is as wrong
@@ -34,12 +37,13 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-use flashcore::oracle::{self, Rounding};
+use flashcore::oracle::{self, GradientReference, Rounding};
 use flashcore::signature::{Parameter, Rows};
-use flashcore::{Name, Problem, Tensor};
+use flashcore::{Backward, Name, Problem, Tensor};
 use serde::{Serialize, Serializer};
 
 use crate::conditioning::{Conditioning, conditioning};
+use crate::gradients;
 use crate::inputs::smallest_subnormal;
 
 /// One row of a tensor.
@@ -264,9 +268,9 @@ impl Judgement {
 
 /// What a row may be off by in addition to twice plain attention's error.
 #[derive(Clone, Copy, Debug, Default)]
-struct Floor {
-    luck: f64,
-    habit: f64,
+pub(crate) struct Floor {
+    pub luck: f64,
+    pub habit: f64,
 }
 
 /// The truth about some rows of an output, and how far from it a result may be.
@@ -410,12 +414,7 @@ impl Yardstick {
         let plain = |rounding| oracle::same_precision(problem, q, k, v, key_lengths, rounding);
         let mut rounded = plain(Rounding::ScoresAndProbabilities);
         let unrounded = plain(Rounding::Probabilities);
-        let width = problem.head_dim_v;
-        for (i, row) in rounded.o.chunks_exact_mut(width.max(1)).enumerate() {
-            if !row.iter().all(|x| x.is_finite()) {
-                row.copy_from_slice(&unrounded.o[i * width..][..width]);
-            }
-        }
+        take_finite_rows(&mut rounded.o, &unrounded.o, problem.head_dim_v);
         let felt = conditioning(problem, q, k, v, key_lengths, &oracle);
         let (floors, lse_floors) =
             felt.iter().zip(&oracle.lse).map(|(felt, lse)| floors(problem, felt, *lse)).unzip();
@@ -424,6 +423,28 @@ impl Yardstick {
         let signature = problem.signature();
         let measure = |(of, (truth, plain, floors))| Measure::new(of, truth, plain, floors);
         Self { measures: signature.outputs().zip(outputs).map(measure).collect() }
+    }
+
+    /// For all rows of a backward problem's gradients.
+    pub fn backward(problem: &Problem, given: &Backward<'_>, key_lengths: Option<&[u32]>) -> Self {
+        let oracle = oracle::gradients(problem, given, key_lengths);
+        let floors = gradients::floors(problem, given, key_lengths, &oracle);
+        let plain = |rounding| {
+            let GradientReference { dq, dk, dv } =
+                oracle::same_precision_gradients(problem, given, key_lengths, rounding);
+            [dq, dk, dv]
+        };
+        let rounded = plain(Rounding::ScoresAndProbabilities);
+        let unrounded = plain(Rounding::Probabilities);
+        let signature = problem.signature();
+        let mut measures = Vec::new();
+        for (of, ((truth, floors), (mut plain, unrounded))) in signature.outputs().zip(
+            [oracle.dq, oracle.dk, oracle.dv].into_iter().zip(floors).zip(rounded.into_iter().zip(unrounded)),
+        ) {
+            take_finite_rows(&mut plain, &unrounded, of.shape[3]);
+            measures.push(Measure::new(of, truth, plain, floors));
+        }
+        Self { measures }
     }
 
     /// The same rows as part of a larger problem, where those of the kind of `first` begin there.
@@ -467,6 +488,15 @@ impl Yardstick {
     pub fn judge(&self, given: &[(Name, impl AsRef<[f32]>)]) -> Judgement {
         let verdict = |(output, got): &(Name, _)| self.of(*output).judge(AsRef::as_ref(got));
         Judgement { outputs: given.iter().map(verdict).collect() }
+    }
+}
+
+/// Replaces the rows that hold an infinity or NaN by others.
+fn take_finite_rows(rows: &mut [f64], others: &[f64], width: usize) {
+    for (row, other) in rows.chunks_exact_mut(width.max(1)).zip(others.chunks_exact(width.max(1))) {
+        if !row.iter().all(|x| x.is_finite()) {
+            row.copy_from_slice(other);
+        }
     }
 }
 
