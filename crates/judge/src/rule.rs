@@ -567,6 +567,11 @@ pub(crate) mod tests {
         yardstick.of(Name::O).truth.iter().map(|&x| dtype.round(x as f32)).collect()
     }
 
+    /// The truth about an output in f16.
+    fn best_of(yardstick: &Yardstick, output: Name) -> Vec<f32> {
+        yardstick.of(output).truth.iter().map(|&x| DType::F16.round(x as f32)).collect()
+    }
+
     fn judge_o(yardstick: &Yardstick, o: &[f32]) -> Verdict {
         yardstick.judge(&[(Name::O, o)]).outputs.remove(0)
     }
@@ -586,6 +591,41 @@ pub(crate) mod tests {
                 assert!(verdict.passed(), "{dtype} {inputs}: {verdict:?}");
             }
         }
+    }
+
+    #[test]
+    fn rounded_gradients_are_accepted_on_every_input_and_dtype_and_others_refused() {
+        for dtype in DType::ALL {
+            for inputs in Distribution::ALL {
+                let problem = Problem::new(1, 2, 33, 16, dtype).with_kv(1, 40).with_mask(Mask::Causal);
+                let yardstick = yardstick(problem.with_lse().backward(), inputs);
+                let given = |factor: f64| -> Vec<(Name, Vec<f32>)> {
+                    let of =
+                        |m: &Measure| m.truth.iter().map(|&x| dtype.round((x * factor) as f32)).collect();
+                    yardstick.measures().iter().map(|measure| (measure.output, of(measure))).collect()
+                };
+                let judgement = yardstick.judge(&given(1.0));
+                assert!(judgement.passed(), "{dtype} {inputs}: {judgement:?}");
+                // Of scores beyond ten thousand, lse in f32 leaves less than this.
+                let vague = [Distribution::OverflowingScores, Distribution::NegativeScores].contains(&inputs);
+                let refused = yardstick.judge(&given(1.1));
+                assert!(
+                    vague || refused.outputs.iter().all(|it| !it.passed()),
+                    "{dtype} {inputs}: {refused:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_of_what_nobody_sees_must_be_zeros_exactly() {
+        let problem = Problem::new(1, 1, 3, 4, DType::F16).with_kv(1, 2).with_mask(Mask::Causal).backward();
+        let yardstick = yardstick(problem, Distribution::Normal);
+        let mut dq = best_of(&yardstick, Name::Dq);
+        assert_eq!(dq[..4], [0.0; 4]);
+        assert!(yardstick.judge(&[(Name::Dq, &dq)]).passed());
+        dq[3] = 1e-7;
+        assert_eq!(yardstick.judge(&[(Name::Dq, &dq)]).outputs[0].bad_rows, [0]);
     }
 
     #[test]
