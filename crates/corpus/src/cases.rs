@@ -76,7 +76,8 @@ impl Case {
         let work =
             [batch, heads_q, len_q, len_k, head_dim + head_dim_v].into_iter().fold(1, usize::saturating_mul);
         let judged = self.wild.is_none() && self.rows.is_none() && work <= MOST_BACKWARD;
-        judged.then(|| Self { problem: self.problem.backward(), ..self.clone() })
+        let name = format!("{}/{}", Pass::Backward, self.name);
+        judged.then(|| Self { name, problem: self.problem.backward(), ..self.clone() })
     }
 
     /// Draws inputs of the same kind from another seed.
@@ -597,6 +598,34 @@ mod tests {
                 assert!(of.any(|case| case.operands().wild.is_some()), "{wild} {dtype}");
             }
         }
+    }
+
+    #[test]
+    fn the_backward_cases_ask_for_all_that_a_backward_pass_can_be_asked() {
+        let backward = corpus_of(Passes::One(Pass::Backward));
+        let quick: Vec<&Case> = backward.iter().filter(|case| case.tier == Tier::Quick).collect();
+        assert!(quick.len() > 500 && quick.iter().all(|case| case.problem.pass == Pass::Backward));
+        for distribution in Distribution::ALL {
+            for dtype in DType::ALL {
+                let with = |case: &&Case| case.inputs == distribution && case.problem.dtype == dtype;
+                assert!(quick.iter().any(|case| with(case)), "{distribution} {dtype}");
+            }
+        }
+        for with in [
+            (|p: &Problem| p.lse) as fn(&Problem) -> bool,
+            |p| !p.lse,
+            |p| p.softcap.is_some() && p.group() > 1,
+            |p| p.key_lengths && p.mask == Mask::Causal,
+            |p| p.len_q == 0 && p.len_k > 0,
+            |p| p.len_k == 0 && p.len_q > 0,
+            |p| p.len_q > p.len_k && p.mask == Mask::Causal,
+            |p| p.head_dim_v != p.head_dim,
+            |p| p.head_dim == flashcore::MAX_HEAD_DIM,
+        ] {
+            assert!(quick.iter().any(|case| with(&case.problem)));
+        }
+        let both = corpus_of(Passes::Both);
+        assert_eq!(both.len(), corpus().len() + backward.len());
     }
 
     #[test]
