@@ -608,7 +608,7 @@ mod tests {
         for distribution in Distribution::ALL {
             for dtype in DType::ALL {
                 let with = |case: &&Case| case.inputs == distribution && case.problem.dtype == dtype;
-                assert!(quick.iter().any(|case| with(case)), "{distribution} {dtype}");
+                assert!(quick.iter().any(with), "{distribution} {dtype}");
             }
         }
         for with in [

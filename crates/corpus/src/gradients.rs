@@ -121,7 +121,7 @@ impl Engine for Tiled {
 
 impl Tiled {
     /// dq, dk and dv.
-    fn gradients(&self, problem: &Problem, given: &Backward<'_>) -> [Vec<f32>; 3] {
+    fn gradients(self, problem: &Problem, given: &Backward<'_>) -> [Vec<f32>; 3] {
         let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, .. } = *problem;
         let slip = |slip| self.slip == Some(slip);
         let all = |name: Name| given.tensor(name).map_or_else(Vec::new, |tensor| tensor.to_f32());

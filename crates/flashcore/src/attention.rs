@@ -222,7 +222,7 @@ impl<'a> Attention<'a> {
         if let Some(lse) = &mut lse {
             tensors.set(Name::Lse, lse.view_mut().raw);
         }
-        self.run_checked(device, problem, tensors)?;
+        self.run_checked(device, problem, &tensors)?;
         Ok(Output { o, lse })
     }
 
@@ -259,7 +259,7 @@ impl<'a> Attention<'a> {
         if let Some(lse) = lse {
             tensors.set(Name::Lse, lse.raw);
         }
-        self.run_checked(device, problem, tensors)
+        self.run_checked(device, problem, &tensors)
     }
 
     /// The backward pass: computes the gradients of q, k and v, and returns them in memory of their own. The options are
@@ -293,7 +293,7 @@ impl<'a> Attention<'a> {
         };
         let (mut dq, mut dk, mut dv) = (gradient(Name::Q)?, gradient(Name::K)?, gradient(Name::V)?);
         let outputs = [&dq.view_mut(), &dk.view_mut(), &dv.view_mut()].map(|output| output.raw);
-        self.run_checked(device, problem, with_gradients(given, outputs))?;
+        self.run_checked(device, problem, &with_gradients(given, outputs))?;
         Ok(Gradients { dq, dk, dv })
     }
 
@@ -307,12 +307,12 @@ impl<'a> Attention<'a> {
         dv: &mut TensorMut<'_>,
     ) -> Result<()> {
         let problem = self.backward_problem(given)?;
-        self.run_checked(device, problem, with_gradients(given, [dq.raw, dk.raw, dv.raw]))
+        self.run_checked(device, problem, &with_gradients(given, [dq.raw, dk.raw, dv.raw]))
     }
 
     /// Runs a problem whose inputs were checked.
-    fn run_checked(&self, device: &Device, problem: Problem, tensors: PerTensor<Raw>) -> Result<()> {
-        contract::check(&problem, &tensors, Role::Out)?;
+    fn run_checked(&self, device: &Device, problem: Problem, tensors: &PerTensor<Raw>) -> Result<()> {
+        contract::check(&problem, tensors, Role::Out)?;
         let signature = problem.signature();
         let places = signature.iter().map(|it| (it.name, tensors[it.name].place));
         let device_lengths = self.key_lengths.and_then(KeyLengths::on_device);
@@ -328,7 +328,7 @@ impl<'a> Attention<'a> {
         }
         device.run(&Call {
             problem,
-            tensors,
+            tensors: *tensors,
             key_lengths: self.key_lengths.and_then(KeyLengths::on_host),
             device_lengths: device_lengths.map(|lengths| lengths.address()),
         })
