@@ -6,7 +6,7 @@
 //!   chosen once the result exists, while every element of the other rows must be in the range of an average of the
 //!   values.
 //! - A second run, over another poison, gives the same bits (unless the engine says that it does not).
-//! - One row of each input is redrawn at a time (in a backward pass o and lse follow): rows that see it must change as the oracle's do, and rows that
+//! - One row of an input is redrawn at a time (in a backward pass of two of the inputs, and o and lse follow): rows that see it must change as the oracle's do, and rows that
 //!   do not see it must not change at all. Which rows are redrawn depends on the engine's own result, so no engine can
 //!   know in advance.
 //! - A NaN or infinite element reaches what depends on it, and nothing else.
@@ -214,10 +214,16 @@ impl Prepared {
         }
     }
 
-    /// The inputs of which a row may be redrawn; what a forward pass gave follows from the others.
-    fn redrawable(&self) -> impl Iterator<Item = Name> + use<> {
-        let names = self.case.problem.signature().inputs().map(|of| of.name).collect::<Vec<_>>();
-        names.into_iter().filter(|name| !matches!(name, Name::O | Name::Lse))
+    /// The inputs of which a row is redrawn: all, or in a backward pass, whose truth takes long, any two. What a forward pass
+    /// gave follows from the others.
+    fn redrawable(&self, rng: &mut Rng) -> Vec<Name> {
+        let signature = self.case.problem.signature();
+        let names = signature.inputs().map(|of| of.name);
+        let mut names: Vec<Name> = names.filter(|name| !matches!(name, Name::O | Name::Lse)).collect();
+        while self.case.problem.pass == Pass::Backward && names.len() > 2 {
+            names.remove(rng.below(names.len()));
+        }
+        names
     }
 
     /// One row of an input redrawn, chosen such that some query attends to it. None where no query attends to
@@ -303,7 +309,7 @@ impl Prepared {
         // What a wrong engine does with changed inputs says nothing more. Nor does a row that changes where an element
         // is NaN or infinite.
         if faults.is_empty() && self.case.wild.is_none() {
-            for operand in self.redrawable() {
+            for operand in self.redrawable(&mut rng) {
                 let Some(redrawn) = self.redraw(operand, &mut rng) else { break };
                 match run(engine, &self.case, &redrawn.operands, Poison::First, &mut faults) {
                     Ok(after) => {
