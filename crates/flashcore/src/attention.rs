@@ -342,3 +342,75 @@ fn with_gradients(given: &Backward<'_>, [dq, dk, dv]: [Raw; 3]) -> PerTensor<Raw
 fn read(q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> PerTensor<Raw> {
     PerTensor::default().with(Name::Q, q.raw).with(Name::K, k.raw).with(Name::V, v.raw)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: [usize; 4] = [1, 2, 3, 4];
+
+    /// What becomes of a backward pass with these tensors.
+    fn backward(lse: &Tensor<'_>, d_o: &Tensor<'_>, dlse: Option<&Tensor<'_>>) -> Result<Gradients> {
+        let data = [0.5_f32; 24];
+        let q = Tensor::new(&data, &SHAPE)?;
+        let mut given = Backward::new([&q, &q, &q], &q, lse, d_o);
+        if let Some(dlse) = dlse {
+            given = given.with_dlse(dlse);
+        }
+        Attention::new().backward(&Device::cpu(), &given)
+    }
+
+    #[test]
+    fn every_tensor_of_a_backward_pass_is_checked() {
+        let (data, halves) = ([0.5_f32; 24], [half::f16::ONE; 24]);
+        let lse = Tensor::new(&data[..6], &[1, 2, 3, 1]).unwrap();
+        let d_o = Tensor::new(&data, &SHAPE).unwrap();
+        assert!(backward(&lse, &d_o, Some(&lse)).is_ok());
+        let half = Tensor::new(&halves, &SHAPE).unwrap();
+        assert!(matches!(
+            backward(&lse, &half, None),
+            Err(Error::DTypeMismatch { tensor: Name::Do, expected: DType::F32, .. })
+        ));
+        let short = Tensor::new(&data[..4], &[1, 2, 2, 1]).unwrap();
+        for (lse, dlse, wrong) in [(&short, None, Name::Lse), (&lse, Some(&short), Name::Dlse)] {
+            match backward(lse, &d_o, dlse) {
+                Err(Error::SizeMismatch {
+                    tensor,
+                    what: "length",
+                    given: 2,
+                    expected: 3,
+                    other: Name::Q,
+                }) => {
+                    assert_eq!(tensor, wrong);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        let lengths = [4];
+        let given = Backward::new([&d_o, &d_o, &d_o], &d_o, &lse, &d_o);
+        let too_long = Attention::new().key_lengths(&lengths).backward(&Device::cpu(), &given);
+        assert!(matches!(too_long, Err(Error::KeyLength { given: 4, len_k: 3, .. })));
+    }
+
+    #[test]
+    fn gradients_may_share_memory_with_nothing() {
+        let (data, mut memory) = ([0.5_f32; 24], [0.0_f32; 72]);
+        let lse = Tensor::new(&data[..6], &[1, 2, 3, 1]).unwrap();
+        let q = Tensor::new(&data, &SHAPE).unwrap();
+        let given = Backward::new([&q, &q, &q], &q, &lse, &q);
+        let (first, rest) = memory.split_at_mut(24);
+        let (second, third) = rest.split_at_mut(24);
+        let mut dq = TensorMut::new(first, &SHAPE).unwrap();
+        let mut dk = TensorMut::new(second, &SHAPE).unwrap();
+        let mut dv = TensorMut::new(third, &SHAPE).unwrap();
+        let run = |dq: &mut TensorMut<'_>, dk: &mut TensorMut<'_>, dv: &mut TensorMut<'_>| {
+            Attention::new().backward_into(&Device::cpu(), &given, dq, dk, dv)
+        };
+        assert_eq!(run(&mut dq, &mut dk, &mut dv), Ok(()));
+        dv.raw = dk.raw;
+        let shared = Error::Aliasing { output: Name::Dv, other: Name::Dk };
+        assert_eq!(run(&mut dq, &mut dk, &mut dv), Err(shared));
+        dq.raw = q.raw;
+        assert_eq!(run(&mut dq, &mut dk, &mut dv), Err(Error::Aliasing { output: Name::Dq, other: Name::Q }));
+    }
+}
