@@ -10,10 +10,14 @@
 //!    [`tile`](super::tile); what a mask empties is left out as in the forward pass.
 //! 3. The parts of dQ are added up in the order of keys.
 //!
+//! Where the CPU multiplies whole matrices of bf16, those do all five (`matrix`).
+//!
 //! How a call is cut depends on the problem alone, never on the number of threads, and so do the bits of its results. Products
-//! and sums are f32; what the scale or the softcap of a problem takes out of f32 is computed in f64 ([`wide`]).
+//! and sums are f32; what the scale or the softcap of a problem takes out of f32 is computed in f64 (`wide`).
 #![allow(unsafe_code)] // Raw tensors and scratch; the contract and the plan bound every index.
 
+#[cfg(target_arch = "x86_64")]
+mod matrix;
 #[cfg(test)]
 mod tests;
 mod wide;
@@ -69,8 +73,9 @@ struct Shared<'a> {
     /// For each kv head, what is subtracted from the scores of each row, then what is subtracted from its gradients of
     /// probabilities.
     stats: *mut f32,
-    /// For each chunk and kv head, the rows of dQ.
+    /// For each chunk and kv head, the rows of dQ, or those of each panel turned.
     parts: *mut f32,
+    turned: bool,
 }
 
 // SAFETY: items write to disjoint rows of the gradients, of the stats and of the parts.
@@ -138,6 +143,7 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
         chunk,
         stats: stats.reserve(2 * heads * padded),
         parts: parts.reserve(len_k.div_ceil(chunk) * heads * padded * step),
+        turned: by_matrices(isa, problem),
     };
     let few = FEW_ROWS.next_multiple_of(isa.panel());
     let of_rows =
@@ -156,9 +162,26 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
     #[allow(clippy::undocumented_unsafe_blocks)] // Above.
     unsafe {
         each(helpers, threads, &of_rows, |task, _, space| prepare(isa, &shared, task, space));
-        each(helpers, threads, &of_keys, |task, _, space| differentiate(isa, &shared, task, space));
+        each(helpers, threads, &of_keys, |task, _, space| {
+            #[cfg(target_arch = "x86_64")]
+            if shared.turned {
+                return matrix::run(&shared, task, space);
+            }
+            differentiate(isa, &shared, task, space);
+        });
         each(helpers, threads, &of_rows, |task, _, space| add_up(isa, &shared, task, space));
     }
+}
+
+/// Whether products are those of whole matrices, whose results have dQ turned.
+#[cfg(target_arch = "x86_64")]
+fn by_matrices(isa: Isa, problem: &Problem) -> bool {
+    isa == Isa::Amx && super::matrix::suits(problem)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn by_matrices(_: Isa, _: &Problem) -> bool {
+    false
 }
 
 dispatch! {
@@ -228,29 +251,51 @@ unsafe fn add_up_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace: &mut W
     let (job, call) = (&shared.job, shared.job.call);
     let problem = &call.problem;
     let visible = Visible::new(call, task.batch);
-    let sums = workspace.floats.reserve(shared.step);
-    let factor = problem.scale;
-    for start in task.rows.clone().step_by(S::VECS * S::LANES) {
-        let rows = start..(start + S::VECS * S::LANES).min(shared.rows);
+    let width = S::VECS * S::LANES;
+    let sums = workspace.floats.reserve(width * shared.step);
+    let chunk = |i: usize| i * shared.chunk..((i + 1) * shared.chunk).min(problem.len_k);
+    for start in task.rows.clone().step_by(width) {
+        let rows = start..(start + width).min(shared.rows);
         if rows.is_empty() {
             break;
         }
         let panel = Panel::new(visible, rows.clone(), problem.group(), S::LANES);
-        let chunk = |i: usize| i * shared.chunk..((i + 1) * shared.chunk).min(problem.len_k);
-        for row in rows {
-            // SAFETY: the caller's promise; what a panel sees has its part in every chunk that it sees.
-            unsafe {
-                std::ptr::write_bytes(sums, 0, shared.step);
-                for i in (0..problem.len_k.div_ceil(shared.chunk)).filter(|&i| panel.sees(&chunk(i))) {
-                    let part = shared.part(task, i, row);
-                    for d in (0..shared.step).step_by(S::LANES) {
-                        let x = S::mul(S::load(part.add(d)), S::splat(factor));
-                        S::store(sums.add(d), S::add(S::load(sums.add(d)), x));
+        // SAFETY: the caller's promise; a panel has its part in every chunk that it sees.
+        unsafe {
+            std::ptr::write_bytes(sums, 0, width * shared.step);
+            for i in (0..problem.len_k.div_ceil(shared.chunk)).filter(|&i| panel.sees(&chunk(i))) {
+                let part = shared.part(task, i, start);
+                for at in (0..width * shared.step).step_by(S::LANES) {
+                    S::store(sums.add(at), S::add(S::load(sums.add(at)), S::load(part.add(at))));
+                }
+            }
+            for lane in (0..rows.len()).step_by(S::LANES) {
+                for d in (0..shared.step).step_by(S::LANES) {
+                    let mut tile = [S::splat(0.0); MAX_LANES];
+                    let at = |i: usize| {
+                        let turned = (d + i) * width + lane;
+                        sums.add(if shared.turned { turned } else { (lane + i) * shared.step + d })
+                    };
+                    for (i, x) in tile.iter_mut().enumerate().take(S::LANES) {
+                        *x = S::mul(S::load(at(i)), S::splat(problem.scale));
+                    }
+                    if shared.turned {
+                        S::transpose(&mut tile[..S::LANES]);
+                    }
+                    let to = &call.tensors[Name::Dq];
+                    for (i, x) in tile.iter().enumerate().take(S::LANES.min(rows.len() - lane)) {
+                        let (h, s) = job.head_and_query(task.head, start + lane + i);
+                        let row = row_at(to, task.batch, h, s).wrapping_add(d * to.dtype.size());
+                        let mut elements = [0.0; MAX_LANES];
+                        S::store(elements.as_mut_ptr(), *x);
+                        rows::narrow::<S>(
+                            to.dtype,
+                            elements.as_ptr(),
+                            row,
+                            S::LANES.min(problem.head_dim - d),
+                        );
                     }
                 }
-                let (h, s) = job.head_and_query(task.head, row);
-                let to = &call.tensors[Name::Dq];
-                rows::narrow::<S>(to.dtype, sums, row_at(to, task.batch, h, s), problem.head_dim);
             }
         }
     }
@@ -370,6 +415,37 @@ unsafe fn differentiate_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace:
                     }
                     rows::narrow::<S>(to.dtype, strip, row_at(to, task.batch, task.head, key), len);
                 }
+            }
+        }
+    }
+}
+
+/// Writes the gradients of some keys, which lie in pieces of `count` rows; the strip has room for a row.
+///
+/// # Safety
+/// Requires a CPU with `S`, and keys of the task.
+#[inline(always)]
+unsafe fn write_keys<S: Simd>(
+    shared: &Shared<'_>,
+    task: &Task,
+    keys: &Range<usize>,
+    count: usize,
+    [dk, dv]: [*mut f32; 2],
+    strip: *mut f32,
+) {
+    let call = shared.job.call;
+    let width = S::VECS * S::LANES;
+    for (name, from, factor) in [(Name::Dk, dk, call.problem.scale), (Name::Dv, dv, 1.0)] {
+        let to = &call.tensors[name];
+        let len = to.layout.shape[3];
+        for (i, key) in keys.clone().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe {
+                for d in (0..len).step_by(S::LANES) {
+                    let x = S::load(from.add((d / width * count + i) * width + d % width));
+                    S::store(strip.add(d), S::mul(x, S::splat(factor)));
+                }
+                rows::narrow::<S>(to.dtype, strip, row_at(to, task.batch, task.head, key), len);
             }
         }
     }

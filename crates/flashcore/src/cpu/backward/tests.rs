@@ -157,14 +157,17 @@ fn nothing_to_attend_to_has_gradients_of_zero() {
 
 #[test]
 fn what_lies_in_rows_that_see_nothing_does_not_matter() {
-    let mut case = Case::new("1x1x9/3x8 f32 causal lse");
-    let clean = case.run(Engine::new());
-    for (i, width) in [(0, 8), (3, 8), (5, 8), (6, 1)] {
-        let mut values = case.tensors[i].to_f32();
-        values[..6 * width].fill(f32::NAN);
-        case.tensors[i] = TensorBuf::from_f32(&values, case.tensors[i].shape(), DType::F32).unwrap();
+    for (text, blind) in [("1x1x9/3x8 f32 causal lse", 6), ("1x1x40/9x8 bf16 causal lse", 31)] {
+        let mut case = Case::new(text);
+        let clean = case.run(Engine::new());
+        for (i, width) in [(0, 8), (3, 8), (5, 8), (6, 1)] {
+            let mut values = case.tensors[i].to_f32();
+            values[..blind * width].fill(f32::NAN);
+            let (shape, dtype) = (case.tensors[i].shape(), case.tensors[i].dtype());
+            case.tensors[i] = TensorBuf::from_f32(&values, shape, dtype).unwrap();
+        }
+        assert_eq!(case.run(Engine::new()), clean, "{text}");
     }
-    assert_eq!(case.run(Engine::new()), clean);
 }
 
 #[test]
