@@ -281,7 +281,7 @@ impl<'a> Attention<'a> {
     /// let given = Backward::new([&q, &q, &q], &o.view(), &lse.view(), &d_o);
     /// let gradients = attention.backward(&Device::cpu(), &given)?;
     /// // Every row of probabilities sums up to 1.
-    /// let sum: f32 = gradients.dv.to_f32().iter().sum();
+    /// let sum: f64 = gradients.dv.to_f32().into_iter().map(f64::from).sum();
     /// assert!((sum / (2.0 * 128.0 * 64.0) - 1.0).abs() < 1e-5);
     /// # Ok::<(), flashcore::Error>(())
     /// ```
