@@ -27,6 +27,8 @@
 //! Gradients have floors of the same kind, derived in `gradients.rs`. There habit includes what every engine is given
 //! rounded: o, from which it takes what a row's gradients have in common, and lse, from which it takes the probabilities.
 //!
+//! A gradient may be beyond what the dtype holds; the infinity that it is rounded to is then right.
+//!
 //! # NaN and infinity
 //!
 //! Where the truth is NaN or infinite because an input is, the result must not be finite either: hiding it is as wrong
@@ -44,7 +46,7 @@ use serde::{Serialize, Serializer};
 
 use crate::conditioning::{Conditioning, conditioning};
 use crate::gradients;
-use crate::inputs::smallest_subnormal;
+use crate::inputs::{self, smallest_subnormal};
 
 /// One row of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -285,6 +287,8 @@ pub struct Measure {
     /// Whether elements are sums of products, as of all outputs but lse: then the whole has bounds too, and NaN may
     /// stand for an infinity, since 0·∞ is NaN.
     sums: bool,
+    /// From where on a gradient is rounded to an infinity. Outputs, which are averages, never are.
+    overflow: Option<f64>,
 }
 
 impl Measure {
@@ -299,7 +303,9 @@ impl Measure {
             }
         }
         let rows = (0..batch * heads * len).map(|i| Row::of(of, i)).collect();
-        Self { output: of.name, rows, width, truth, plain, floors, sums }
+        let overflow = matches!(of.name, Name::Dq | Name::Dk | Name::Dv)
+            .then(|| inputs::largest(of.dtype) * (1.0 + f64::from(of.dtype.epsilon()) / 4.0));
+        Self { output: of.name, rows, width, truth, plain, floors, sums, overflow }
     }
 
     /// The rows that it measures, in the order in which results are given.
@@ -335,7 +341,12 @@ impl Measure {
     }
 
     fn error(&self, got: f64, truth: f64) -> f64 {
-        if self.sums && truth.is_infinite() && got.is_nan() { 0.0 } else { distance(got, truth) }
+        match self.overflow {
+            _ if self.sums && truth.is_infinite() && got.is_nan() => 0.0,
+            // An infinity stands for whatever is rounded to it.
+            Some(least) if got.is_infinite() && truth.is_finite() => (least - truth * got.signum()).max(0.0),
+            _ => distance(got, truth),
+        }
     }
 
     fn judge(&self, got: &[f32]) -> Verdict {
@@ -615,6 +626,22 @@ pub(crate) mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn a_gradient_beyond_the_dtype_is_an_infinity_and_no_other_is() {
+        let problem = Problem::new(1, 1, 3, 4, DType::F16).backward();
+        let mut measure = yardstick(problem, Distribution::Normal).of(Name::Dk).clone();
+        (measure.truth[1], measure.plain[1]) = (-7e4, -7e4);
+        let bad = |at: usize, value: f32| {
+            let mut dk: Vec<f32> = measure.truth.iter().map(|&x| DType::F16.round(x as f32)).collect();
+            dk[at] = value;
+            measure.judge(&dk).bad_rows
+        };
+        assert!(bad(1, f32::NEG_INFINITY).is_empty());
+        assert_eq!(bad(1, f32::INFINITY), [0]);
+        assert_eq!(bad(1, f32::NAN), [0]);
+        assert_eq!(bad(6, f32::INFINITY), [1]);
     }
 
     #[test]

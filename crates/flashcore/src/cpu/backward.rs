@@ -13,7 +13,7 @@
 //! Where the CPU multiplies whole matrices of bf16, those do all five (`matrix`).
 //!
 //! How a call is cut depends on the problem alone, never on the number of threads, and so do the bits of its results. Products
-//! and sums are f32; what the scale or the softcap of a problem takes out of f32 is computed in f64 (`wide`).
+//! and sums are f32; a kv head whose scores f32 does not hold well enough is computed in f64 (`wide`).
 #![allow(unsafe_code)] // Raw tensors and scratch; the contract and the plan bound every index.
 
 #[cfg(target_arch = "x86_64")]
@@ -56,6 +56,8 @@ const ENOUGH_CHUNKS: usize = 32;
 const MOST_CHUNKS: usize = 8;
 /// Keys of a chunk at least.
 const LEAST_CHUNK: usize = 256;
+/// The largest lse that f32 holds well enough, to an 8000th.
+const MOST_LSE: f32 = 2048.0;
 /// Rows of an item of the first and the last step, about.
 const FEW_ROWS: usize = 512;
 
@@ -123,12 +125,15 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
         keys,
         part: None,
     };
+    let (exact, fast): (Vec<usize>, Vec<usize>) =
+        (0..heads).partition(|&i| needs_f64(&job, &task(i, 0..rows, 0..0)));
+    let exact: Vec<Task> = exact.into_iter().map(|i| task(i, 0..rows, 0..len_k)).collect();
     // SAFETY (of all calls below): the engine has only an instruction set that this CPU has; the call is checked, the items
     // are of its own rows and keys, and the steps come one after the other.
-    if !job.scoring.fits {
-        let all: Vec<Task> = (0..heads).map(|i| task(i, 0..rows, 0..len_k)).collect();
-        #[allow(clippy::undocumented_unsafe_blocks)] // Above.
-        return each(helpers, threads, &all, |task, _, _| unsafe { in_f64(isa, &job, task) });
+    #[allow(clippy::undocumented_unsafe_blocks)] // Above.
+    each(helpers, threads, &exact, |task, _, _| unsafe { in_f64(isa, &job, task) });
+    if fast.is_empty() {
+        return;
     }
     let padded = rows.next_multiple_of(isa.panel());
     let step = head_dim.next_multiple_of(isa.lanes());
@@ -151,8 +156,8 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
     let of_keys = |i: usize| {
         (0..len_k).step_by(chunk).map(move |start| task(i, 0..rows, start..(start + chunk).min(len_k)))
     };
-    let of_rows: Vec<Task> = (0..heads).flat_map(of_rows).collect();
-    let mut of_keys: Vec<Task> = (0..heads).flat_map(of_keys).collect();
+    let of_rows: Vec<Task> = fast.iter().copied().flat_map(of_rows).collect();
+    let mut of_keys: Vec<Task> = fast.iter().copied().flat_map(of_keys).collect();
     // The dearest first, so that the cheap ones even out the end.
     of_keys.sort_by_cached_key(|task| {
         let visible = Visible::new(call, task.batch);
@@ -171,6 +176,19 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
         });
         each(helpers, threads, &of_rows, |task, _, space| add_up(isa, &shared, task, space));
     }
+}
+
+/// Whether a kv head's gradients are computed in f64: f32 has no room for the scale or the softcap, or lse is so large that
+/// probabilities taken from it would be off by more than roundings.
+fn needs_f64(job: &Job<'_>, task: &Task) -> bool {
+    let raw = &job.call.tensors[Name::Lse];
+    let large = |row: usize| {
+        let (h, s) = job.head_and_query(task.head, row);
+        // SAFETY: the row is of the call, whose lse is f32.
+        let lse = unsafe { *row_at(raw, task.batch, h, s).cast::<f32>() };
+        lse.is_finite() && lse.abs() > MOST_LSE
+    };
+    !job.scoring.fits || task.rows.clone().any(large)
 }
 
 /// Whether products are those of whole matrices, whose results have dQ turned.

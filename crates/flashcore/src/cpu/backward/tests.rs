@@ -143,6 +143,13 @@ fn scales_and_softcaps_beyond_f32_follow_the_oracle() {
 }
 
 #[test]
+fn scores_in_the_millions_follow_the_oracle() {
+    for dtype in DType::ALL {
+        Case::new(&format!("1x4/2x70/90x64 {dtype} lse causal scale=100000")).follows_the_oracle();
+    }
+}
+
+#[test]
 fn nothing_to_attend_to_has_gradients_of_zero() {
     for text in ["1x2x4/0x8 f32", "2x2/1x0/5x8 bf16", "1x0/2x3x8 f32", "0x2x3x8 f32", "1x2x9/3x8 f16 causal"]
     {

@@ -1,4 +1,5 @@
-//! Gradients in f64, as they are defined: for scales and softcaps that leave f32 no room. This is slow and rare.
+//! Gradients in f64, as they are defined: for scales and softcaps that leave f32 no room, and for scores in the thousands.
+//! This is slow and rare.
 //!
 //! lse is not read: f32 does not hold scores of such a size well enough to subtract them.
 #![allow(unsafe_code)] // Raw tensors; the contract and the plan bound every index.
