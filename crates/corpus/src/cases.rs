@@ -5,7 +5,7 @@
 //! [covering design](flashcore_judge::cover) instead: every pair of entries of two lists, in few cases. The binary
 //! contains the files, so `flashcore verify` needs nothing else.
 
-use flashcore::{DType, Mask, Problem};
+use flashcore::{DType, Mask, Pass, Problem};
 use serde::{Deserialize, Serialize};
 
 use flashcore_judge::cover;
@@ -69,6 +69,18 @@ impl Case {
         }
     }
 
+    /// The backward pass of the same problem, with gradients of o, and of lse where that is asked for; larger ones only in a
+    /// full run. None where the truth would take long, or is about an element that is NaN or infinite.
+    pub fn backward(&self) -> Option<Self> {
+        let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, .. } = self.problem;
+        let sizes = [batch, heads_q, len_q, len_k, head_dim + head_dim_v];
+        let work = sizes.into_iter().fold(1, usize::saturating_mul);
+        let tier = if work <= QUICK_BACKWARD { self.tier } else { Tier::Full };
+        let judged = self.wild.is_none() && self.rows.is_none() && work <= MOST_BACKWARD;
+        let name = format!("{}/{}", Pass::Backward, self.name);
+        judged.then(|| Self { name, tier, problem: self.problem.backward(), ..self.clone() })
+    }
+
     /// Draws inputs of the same kind from another seed.
     pub fn operands_from(&self, seed: u64) -> Operands {
         Operands::draw(self.problem, self.key_lengths.clone(), self.arrangement, self.inputs, seed)
@@ -78,6 +90,47 @@ impl Case {
 /// Every case of the corpus. Panics if a file is wrong, which the tests of this crate rule out.
 pub fn corpus() -> Vec<Case> {
     FILES.iter().flat_map(|(file, text)| parse(file, text).unwrap_or_else(|why| panic!("{why}"))).collect()
+}
+
+/// Which passes are run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Passes {
+    /// One of them.
+    One(Pass),
+    /// Forward, then backward.
+    Both,
+}
+
+impl std::str::FromStr for Passes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "both" => Ok(Passes::Both),
+            _ => text.parse().map(Passes::One).map_err(|_| "possible are forward, backward and both".into()),
+        }
+    }
+}
+
+impl std::fmt::Display for Passes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Passes::One(pass) => pass.fmt(f),
+            Passes::Both => f.pad("both"),
+        }
+    }
+}
+
+/// Every case of the corpus in some passes.
+pub fn corpus_of(passes: Passes) -> Vec<Case> {
+    let forward = corpus();
+    let mut cases: Vec<Case> = match passes {
+        Passes::One(Pass::Forward) => return forward,
+        Passes::One(Pass::Backward) => Vec::new(),
+        Passes::Both => forward.clone(),
+    };
+    cases.extend(forward.iter().filter_map(Case::backward));
+    cases
 }
 
 /// The cases of one file's text.
@@ -108,6 +161,13 @@ enum Many<T> {
     One(T),
     List(Vec<T>),
 }
+
+/// The most products of elements in the scores and outputs of a backward case, as if there were no mask: its truth takes
+/// ten times as many.
+const MOST_BACKWARD: usize = 80_000_000;
+
+/// The same of a quick one.
+const QUICK_BACKWARD: usize = 12_000_000;
 
 /// The most cases of one table: lists multiply.
 const MOST_CASES: usize = 100_000;
@@ -542,6 +602,34 @@ mod tests {
                 assert!(of.any(|case| case.operands().wild.is_some()), "{wild} {dtype}");
             }
         }
+    }
+
+    #[test]
+    fn the_backward_cases_ask_for_all_that_a_backward_pass_can_be_asked() {
+        let backward = corpus_of(Passes::One(Pass::Backward));
+        let quick: Vec<&Case> = backward.iter().filter(|case| case.tier == Tier::Quick).collect();
+        assert!(quick.len() > 400 && quick.iter().all(|case| case.problem.pass == Pass::Backward));
+        for distribution in Distribution::ALL {
+            for dtype in DType::ALL {
+                let with = |case: &&Case| case.inputs == distribution && case.problem.dtype == dtype;
+                assert!(quick.iter().any(with), "{distribution} {dtype}");
+            }
+        }
+        for with in [
+            (|p: &Problem| p.lse) as fn(&Problem) -> bool,
+            |p| !p.lse,
+            |p| p.softcap.is_some() && p.group() > 1,
+            |p| p.key_lengths && p.mask == Mask::Causal,
+            |p| p.len_q == 0 && p.len_k > 0,
+            |p| p.len_k == 0 && p.len_q > 0,
+            |p| p.len_q > p.len_k && p.mask == Mask::Causal,
+            |p| p.head_dim_v != p.head_dim,
+            |p| p.head_dim == flashcore::MAX_HEAD_DIM,
+        ] {
+            assert!(quick.iter().any(|case| with(&case.problem)));
+        }
+        let both = corpus_of(Passes::Both);
+        assert_eq!(both.len(), corpus().len() + backward.len());
     }
 
     #[test]

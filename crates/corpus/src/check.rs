@@ -6,7 +6,7 @@
 //!   chosen once the result exists, while every element of the other rows must be in the range of an average of the
 //!   values.
 //! - A second run, over another poison, gives the same bits (unless the engine says that it does not).
-//! - One row of q, of k and of v is redrawn at a time: rows that see it must change as the oracle's do, and rows that
+//! - One row of an input is redrawn at a time (in a backward pass of two of the inputs, and o and lse follow): rows that see it must change as the oracle's do, and rows that
 //!   do not see it must not change at all. Which rows are redrawn depends on the engine's own result, so no engine can
 //!   know in advance.
 //! - A NaN or infinite element reaches what depends on it, and nothing else.
@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 
 use flashcore::signature::{Parameter, PerTensor, Signature};
-use flashcore::{Name, Problem};
+use flashcore::{Name, Pass, Problem};
 use serde::Serialize;
 
 use crate::cases::Case;
@@ -187,18 +187,46 @@ impl Prepared {
         }
     }
 
-    /// The oracle's o of some rows, before anything is redrawn.
-    fn truth_before(&self, rows: &[Row]) -> Vec<f64> {
-        if self.case.rows.is_some() {
-            return self.operands.yardstick_of_rows(rows).of(Name::O).truth().to_vec();
-        }
-        let Problem { heads_q, len_q, .. } = self.case.problem;
-        let index = |row: &Row| (row.batch * heads_q + row.head) * len_q + row.position;
-        let o = self.yardstick().of(Name::O);
-        rows.iter().flat_map(|row| &o.truth()[o.elements(index(row))]).copied().collect()
+    /// Whether the truth about some rows differs, in any output but lse, so much from that before anything was redrawn that
+    /// rounding cannot hide it.
+    fn shows(&self, after: &Yardstick) -> bool {
+        let signature = self.case.problem.signature();
+        signature.outputs().filter(|of| of.name != Name::Lse).any(|of| {
+            let after = after.of(of.name);
+            if self.case.rows.is_some() {
+                return moved(self.operands.yardstick_of_rows(after.rows()).of(of.name).truth(), after);
+            }
+            let [_, heads, len, _] = of.shape;
+            let index = |row: &Row| (row.batch * heads + row.head) * len + row.position;
+            let all = self.yardstick().of(of.name);
+            let before = after.rows().iter().flat_map(|row| &all.truth()[all.elements(index(row))]);
+            moved(&before.copied().collect::<Vec<_>>(), after)
+        })
     }
 
-    /// One row of q, k or v redrawn, chosen such that some query attends to it. None where no query attends to
+    /// The truth about some of the rows that depend on a redrawn one, or all of its kv head's gradients.
+    fn truth_after(&self, operands: &Operands, reader: Row, spot: &Spot, rng: &mut Rng) -> Yardstick {
+        match self.case.problem.pass {
+            Pass::Forward => operands.yardstick_of_rows(&self.followers(reader, spot, rng)),
+            Pass::Backward => {
+                operands.yardstick_of_group(reader.batch, reader.head / self.case.problem.group())
+            }
+        }
+    }
+
+    /// The inputs of which a row is redrawn: all, or in a backward pass, whose truth takes long, any two. What a forward pass
+    /// gave follows from the others.
+    fn redrawable(&self, rng: &mut Rng) -> Vec<Name> {
+        let signature = self.case.problem.signature();
+        let names = signature.inputs().map(|of| of.name);
+        let mut names: Vec<Name> = names.filter(|name| !matches!(name, Name::O | Name::Lse)).collect();
+        while self.case.problem.pass == Pass::Backward && names.len() > 2 {
+            names.remove(rng.below(names.len()));
+        }
+        names
+    }
+
+    /// One row of an input redrawn, chosen such that some query attends to it. None where no query attends to
     /// anything.
     fn redraw(&self, operand: Name, rng: &mut Rng) -> Option<Redrawn> {
         let mut operands = self.operands.clone();
@@ -206,20 +234,17 @@ impl Prepared {
             let (reader, keys) = self.operands.reader(rng, 1)?;
             let kv_head = reader.head / self.case.problem.group();
             let (head, row) = match operand {
-                Name::Q => (reader.head, reader.position),
-                _ => (kv_head, self.operands.attended(&reader, keys, rng)),
+                Name::K | Name::V => (kv_head, self.operands.attended(&reader, keys, rng)),
+                _ => (reader.head, reader.position),
             };
             let spot = Spot { operand, batch: reader.batch, head, row, column: 0 };
-            let elements = self.operands.redrawn(&spot, rng);
-            operands.operand_mut(operand).view_mut().write_row(spot.batch, head, row, &elements);
-            let rows = self.followers(reader, &spot, rng);
-            let truth = operands.yardstick_of_rows(&rows);
-            let shows = moved(&self.truth_before(&rows), truth.of(Name::O));
+            operands.write_row(&spot, &self.operands.redrawn(&spot, rng));
+            let truth = self.truth_after(&operands, reader, &spot, rng);
+            let shows = self.shows(&truth);
             if shows || tries == REDRAWS {
                 return Some(Redrawn { spot, operands, truth, shows });
             }
-            let before = self.operands.row(operand, spot.batch, head, row);
-            operands.operand_mut(operand).view_mut().write_row(spot.batch, head, row, &before);
+            operands.write_row(&spot, &self.operands.row(operand, spot.batch, head, row));
         }
         None
     }
@@ -258,6 +283,9 @@ impl Prepared {
         if let Err(why) = engine.supports(&self.case.problem) {
             return Outcome::Skipped(why);
         }
+        if self.case.problem.pass == Pass::Backward && !engine.differentiates() {
+            return Outcome::Skipped(format!("{} computes no gradients", engine.name()));
+        }
         let mut faults = Vec::new();
         let first = match run(engine, &self.case, &self.operands, Poison::First, &mut faults) {
             Ok(first) => first,
@@ -267,7 +295,7 @@ impl Prepared {
         let mut rng = Rng::stream(self.case.seed, first.fingerprint());
         let truth = self.truth(&mut rng);
         let mut given = first.gather(&truth);
-        if !engine.hides_values() {
+        if self.case.wild.is_some() && !engine.hides_values() {
             self.forgive_values(truth.of(Name::O), &mut given[0].1);
         }
         let judgement = truth.judge(&given);
@@ -281,7 +309,7 @@ impl Prepared {
         // What a wrong engine does with changed inputs says nothing more. Nor does a row that changes where an element
         // is NaN or infinite.
         if faults.is_empty() && self.case.wild.is_none() {
-            for operand in [Name::Q, Name::K, Name::V] {
+            for operand in self.redrawable(&mut rng) {
                 let Some(redrawn) = self.redraw(operand, &mut rng) else { break };
                 match run(engine, &self.case, &redrawn.operands, Poison::First, &mut faults) {
                     Ok(after) => {
@@ -360,7 +388,8 @@ impl Prepared {
         let Redrawn { spot, truth, shows, .. } = redrawn;
         let given = after.gather(truth);
         let judgement = truth.judge(&given);
-        let stood_still = given[0] == before.gather(truth)[0];
+        let results = |of: &&(Name, Vec<f32>)| of.0 != Name::Lse;
+        let stood_still = given.iter().filter(results).eq(before.gather(truth).iter().filter(results));
         if stood_still && (*shows || !judgement.passed()) {
             faults.push(Fault::Ignored(spot.operand));
         } else if !judgement.passed() {
@@ -408,7 +437,7 @@ impl Outputs {
         &self.tensors[Name::O]
     }
 
-    /// The rows of each output that are measured, in the order of the signature: o is the first.
+    /// The rows of each output that are measured, in the order of the signature.
     fn gather(&self, truth: &Yardstick) -> Vec<(Name, Vec<f32>)> {
         self.each().map(|(of, output)| (of.name, output.gather(truth.of(of.name).rows()))).collect()
     }
@@ -441,12 +470,27 @@ fn run(
         memory.poison(poison);
         tensors.set(output.name, memory);
     }
-    let inputs = [&given.q.view(), &given.k.view(), &given.v.view()];
-    let views = tensors.get_both_mut([Name::O, Name::Lse]).map(|output| output.map(Guarded::view_mut));
-    let [Some(mut o), mut lse] = views else { unreachable!("every problem has the output o") };
-    engine
-        .run(&given.attention(), inputs, &mut o, lse.as_mut())
-        .map_err(|error| Fault::Refused(error.to_string()))?;
+    let attention = given.attention();
+    let ran = match case.problem.pass {
+        Pass::Forward => {
+            let inputs = [&given.q.view(), &given.k.view(), &given.v.view()];
+            let views = tensors.get_each_mut([Name::O, Name::Lse]);
+            let [Some(mut o), mut lse] = views.map(|output| output.map(Guarded::view_mut)) else {
+                unreachable!("every forward pass has the output o")
+            };
+            engine.run(&attention, inputs, &mut o, lse.as_mut())
+        }
+        Pass::Backward => {
+            let views = tensors.get_each_mut([Name::Dq, Name::Dk, Name::Dv]);
+            let [Some(mut dq), Some(mut dk), Some(mut dv)] =
+                views.map(|output| output.map(Guarded::view_mut))
+            else {
+                unreachable!("every backward pass has these")
+            };
+            engine.differentiate(&attention, &given.given(), [&mut dq, &mut dk, &mut dv])
+        }
+    };
+    ran.map_err(|error| Fault::Refused(error.to_string()))?;
     let outputs = Outputs { signature, tensors };
     faults.extend(memory_faults(operands, &given, &outputs, poison));
     Ok(outputs)

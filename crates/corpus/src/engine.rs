@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use flashcore::cuda::Cuda;
 use flashcore::plan::{Kernel, Schedule, Target};
 use flashcore::sim::{AsyncMode, Config, SimGpu};
-use flashcore::{Attention, Device, Problem, Tensor, TensorMut, cpu};
+use flashcore::{Attention, Backward, Device, Error, Problem, Tensor, TensorMut, cpu};
 
 use crate::device::{Code, DeviceName, Simulated};
 
@@ -49,6 +49,22 @@ pub trait Engine: Send + Sync {
         o: &mut TensorMut<'_>,
         lse: Option<&mut TensorMut<'_>>,
     ) -> flashcore::Result<()>;
+
+    /// Whether it computes backward passes at all.
+    fn differentiates(&self) -> bool {
+        false
+    }
+
+    /// Computes the gradients of q, k and v.
+    fn differentiate(
+        &self,
+        _: &Attention<'_>,
+        _: &Backward<'_>,
+        _: [&mut TensorMut<'_>; 3],
+    ) -> flashcore::Result<()> {
+        let (what, possible) = ("the backward pass".into(), "the forward pass".into());
+        Err(Error::Unsupported { device: self.name().into(), what, possible, source: None })
+    }
 }
 
 /// The most pairs of queries and keys that the simulator takes: about a second per run.
@@ -221,6 +237,20 @@ impl Engine for DeviceEngine {
     ) -> flashcore::Result<()> {
         let _turn = self.turn.as_ref().map(|turn| turn.lock().unwrap_or_else(PoisonError::into_inner));
         attention.run_into(&self.device, q, k, v, o, lse)
+    }
+
+    fn differentiates(&self) -> bool {
+        true
+    }
+
+    fn differentiate(
+        &self,
+        attention: &Attention<'_>,
+        given: &Backward<'_>,
+        [dq, dk, dv]: [&mut TensorMut<'_>; 3],
+    ) -> flashcore::Result<()> {
+        let _turn = self.turn.as_ref().map(|turn| turn.lock().unwrap_or_else(PoisonError::into_inner));
+        attention.backward_into(&self.device, given, dq, dk, dv)
     }
 }
 

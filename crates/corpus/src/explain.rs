@@ -2,8 +2,9 @@
 
 use std::fmt::Write as _;
 
-use flashcore::Name;
+use flashcore::{Name, Pass};
 
+use crate::cases::Case;
 use crate::check::{Fault, Prepared};
 use crate::engine::Engine;
 use flashcore_judge::diagnose::{Diagnosis, Kind, map, ranges};
@@ -32,7 +33,7 @@ pub fn explain(prepared: &Prepared, engine: &dyn Engine, faults: &[Fault]) -> St
             let _ = writeln!(text, "  {line}");
         }
     }
-    let _ = write!(text, "  see it again: {}", reproduce(&case.name, engine));
+    let _ = write!(text, "  see it again: {}", reproduce(case, engine));
     text
 }
 
@@ -45,8 +46,12 @@ fn rows(fault: &Fault) -> Option<&[Row]> {
 }
 
 /// The command that runs one case on one engine.
-pub fn reproduce(case: &str, engine: &dyn Engine) -> String {
-    format!("flashcore verify --full {} --filter '={case}'", engine.wish())
+pub fn reproduce(case: &Case, engine: &dyn Engine) -> String {
+    let pass = match case.problem.pass {
+        Pass::Forward => "",
+        Pass::Backward => " --pass backward",
+    };
+    format!("flashcore verify --full{pass} {} --filter '={}'", engine.wish(), case.name)
 }
 
 /// One fault in words.
@@ -80,7 +85,7 @@ pub fn describe(fault: &Fault) -> String {
         ),
         Fault::Ignored(operand) => {
             format!(
-                "a row of {operand} was redrawn and o did not move: {operand} is not read there, or an old result is \
+                "a row of {operand} was redrawn and the result did not move: {operand} is not read there, or an old result is \
                  returned"
             )
         }

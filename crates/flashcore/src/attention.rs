@@ -1,7 +1,9 @@
 //! The public call: what to compute, on which device, into which memory.
 
+use std::marker::PhantomData;
+
 use crate::{
-    DType, Device, Error, Mask, Name, Problem, Result, Tensor, TensorBuf, TensorMut,
+    DType, Device, Error, Mask, Name, Pass, Problem, Result, Tensor, TensorBuf, TensorMut,
     contract::{self, Call},
     problem::default_scale,
     signature::{PerTensor, Role},
@@ -61,6 +63,47 @@ pub struct Output {
     pub o: TensorBuf,
     /// The natural logarithm of the sum of exponentials, one per query, as (batch, heads, length, 1), if it was asked for.
     pub lse: Option<TensorBuf>,
+}
+
+/// The tensors that a backward pass reads: what the forward pass read and gave, and the gradients of what it gave.
+#[derive(Clone, Copy, Debug)]
+pub struct Backward<'t> {
+    tensors: PerTensor<Raw>,
+    lifetime: PhantomData<&'t [u8]>,
+}
+
+impl<'t> Backward<'t> {
+    /// The q, k and v of a forward pass, its o and lse, and the gradient of o.
+    pub fn new(inputs: [&Tensor<'t>; 3], o: &Tensor<'t>, lse: &Tensor<'t>, d_o: &Tensor<'t>) -> Self {
+        let [q, k, v] = inputs;
+        let tensors = read(q, k, v).with(Name::O, o.raw).with(Name::Lse, lse.raw).with(Name::Do, d_o.raw);
+        Self { tensors, lifetime: PhantomData }
+    }
+
+    /// With the gradient of lse, where lse has a part in what is differentiated.
+    pub fn with_dlse(mut self, dlse: &Tensor<'t>) -> Self {
+        self.tensors.set(Name::Dlse, dlse.raw);
+        self
+    }
+
+    /// One of the tensors, if it was given.
+    #[doc(hidden)]
+    pub fn tensor(&self, name: Name) -> Option<Tensor<'t>> {
+        self.tensors.get(name).map(|&raw| Tensor::of(raw))
+    }
+}
+
+/// What a backward pass returns: gradients with the shapes of q, k and v, and with heads and length in memory as those have
+/// them.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Gradients {
+    /// The gradient of q.
+    pub dq: TensorBuf,
+    /// The gradient of k, summed over the query heads that share a kv head.
+    pub dk: TensorBuf,
+    /// The gradient of v, summed likewise.
+    pub dv: TensorBuf,
 }
 
 impl<'a> Attention<'a> {
@@ -134,17 +177,31 @@ impl<'a> Attention<'a> {
 
     /// The problem that these options and tensors pose, or what is wrong with them.
     pub fn problem(&self, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> Result<Problem> {
-        let [batch, heads_q, len_q, head_dim] = q.shape();
-        let [_, heads_kv, len_k, _] = k.shape();
-        let mut problem = Problem::new(batch, heads_q, len_q, head_dim, q.dtype())
+        self.posed(Pass::Forward, &read(q, k, v))
+    }
+
+    /// The problem that these options and tensors pose for the backward pass, or what is wrong with them.
+    pub fn backward_problem(&self, given: &Backward<'_>) -> Result<Problem> {
+        self.posed(Pass::Backward, &given.tensors)
+    }
+
+    fn posed(&self, pass: Pass, inputs: &PerTensor<Raw>) -> Result<Problem> {
+        let shape = |name: Name| inputs[name].layout.shape;
+        let [batch, heads_q, len_q, head_dim] = shape(Name::Q);
+        let [_, heads_kv, len_k, _] = shape(Name::K);
+        let mut problem = Problem::new(batch, heads_q, len_q, head_dim, inputs[Name::Q].dtype)
             .with_kv(heads_kv, len_k)
-            .with_head_dim_v(v.shape()[3])
+            .with_head_dim_v(shape(Name::V)[3])
             .with_mask(self.mask)
             .with_scale(self.scale.unwrap_or_else(|| default_scale(head_dim)))
             .with_softcap(self.softcap.unwrap_or(0.0));
         problem.key_lengths = self.key_lengths.is_some();
-        problem.lse = self.lse;
-        contract::check(&problem, &inputs(q, k, v), Role::In)?;
+        problem.pass = pass;
+        problem.lse = match pass {
+            Pass::Forward => self.lse,
+            Pass::Backward => inputs.get(Name::Dlse).is_some(),
+        };
+        contract::check(&problem, inputs, Role::In)?;
         if let Some(lengths) = self.key_lengths {
             match lengths {
                 KeyLengths::Host(lengths) => contract::check_key_lengths(&problem, lengths)?,
@@ -161,8 +218,11 @@ impl<'a> Attention<'a> {
         let mut o = TensorBuf::zeros(problem.dtype, Layout::ordered_like(shape, &q.layout()))?;
         let lse_layout = Layout::bhsd([problem.batch, problem.heads_q, problem.len_q, 1]);
         let mut lse = problem.lse.then(|| TensorBuf::zeros(DType::F32, lse_layout)).transpose()?;
-        let (o_view, lse_view) = (o.view_mut(), lse.as_mut().map(TensorBuf::view_mut));
-        self.run_checked(device, problem, &inputs(q, k, v), &o_view, lse_view.as_ref())?;
+        let mut tensors = read(q, k, v).with(Name::O, o.view_mut().raw);
+        if let Some(lse) = &mut lse {
+            tensors.set(Name::Lse, lse.view_mut().raw);
+        }
+        self.run_checked(device, problem, &tensors)?;
         Ok(Output { o, lse })
     }
 
@@ -195,24 +255,64 @@ impl<'a> Attention<'a> {
     ) -> Result<()> {
         let mut problem = self.problem(q, k, v)?;
         problem.lse = lse.is_some();
-        self.run_checked(device, problem, &inputs(q, k, v), o, lse.map(|lse| &*lse))
-    }
-
-    /// Runs a problem whose inputs were checked.
-    fn run_checked(
-        &self,
-        device: &Device,
-        problem: Problem,
-        inputs: &PerTensor<Raw>,
-        o: &TensorMut<'_>,
-        lse: Option<&TensorMut<'_>>,
-    ) -> Result<()> {
-        let mut tensors = *inputs;
-        tensors.set(Name::O, o.raw);
+        let mut tensors = read(q, k, v).with(Name::O, o.raw);
         if let Some(lse) = lse {
             tensors.set(Name::Lse, lse.raw);
         }
-        contract::check(&problem, &tensors, Role::Out)?;
+        self.run_checked(device, problem, &tensors)
+    }
+
+    /// The backward pass: computes the gradients of q, k and v, and returns them in memory of their own. The options are
+    /// those of the forward pass.
+    ///
+    /// A query without keys and a key without queries have gradients of zero. The same call gives the same bits every time.
+    ///
+    /// ```
+    /// use flashcore::{Attention, Backward, Device, Tensor};
+    ///
+    /// let data: Vec<f32> = (0..2 * 128 * 64).map(|i| (i as f32 * 0.7).sin()).collect();
+    /// let q = Tensor::new(&data, &[1, 2, 128, 64])?;
+    /// let attention = Attention::new().causal();
+    /// let out = attention.with_lse().run(&Device::cpu(), &q, &q, &q)?;
+    /// let (o, lse) = (out.o, out.lse.unwrap());
+    /// // The gradient of the sum of all outputs.
+    /// let ones = vec![1.0_f32; data.len()];
+    /// let d_o = Tensor::new(&ones, &[1, 2, 128, 64])?;
+    /// let given = Backward::new([&q, &q, &q], &o.view(), &lse.view(), &d_o);
+    /// let gradients = attention.backward(&Device::cpu(), &given)?;
+    /// // Every row of probabilities sums up to 1.
+    /// let sum: f64 = gradients.dv.to_f32().into_iter().map(f64::from).sum();
+    /// assert!((sum / (2.0 * 128.0 * 64.0) - 1.0).abs() < 1e-5);
+    /// # Ok::<(), flashcore::Error>(())
+    /// ```
+    pub fn backward(&self, device: &Device, given: &Backward<'_>) -> Result<Gradients> {
+        let problem = self.backward_problem(given)?;
+        let gradient = |name| {
+            let Raw { dtype, layout, .. } = given.tensors[name];
+            TensorBuf::zeros(dtype, Layout::ordered_like(layout.shape, &layout))
+        };
+        let (mut dq, mut dk, mut dv) = (gradient(Name::Q)?, gradient(Name::K)?, gradient(Name::V)?);
+        let outputs = [&dq.view_mut(), &dk.view_mut(), &dv.view_mut()].map(|output| output.raw);
+        self.run_checked(device, problem, &with_gradients(given, outputs))?;
+        Ok(Gradients { dq, dk, dv })
+    }
+
+    /// The backward pass into memory that is already there.
+    pub fn backward_into(
+        &self,
+        device: &Device,
+        given: &Backward<'_>,
+        dq: &mut TensorMut<'_>,
+        dk: &mut TensorMut<'_>,
+        dv: &mut TensorMut<'_>,
+    ) -> Result<()> {
+        let problem = self.backward_problem(given)?;
+        self.run_checked(device, problem, &with_gradients(given, [dq.raw, dk.raw, dv.raw]))
+    }
+
+    /// Runs a problem whose inputs were checked.
+    fn run_checked(&self, device: &Device, problem: Problem, tensors: &PerTensor<Raw>) -> Result<()> {
+        contract::check(&problem, tensors, Role::Out)?;
         let signature = problem.signature();
         let places = signature.iter().map(|it| (it.name, tensors[it.name].place));
         let device_lengths = self.key_lengths.and_then(KeyLengths::on_device);
@@ -228,13 +328,89 @@ impl<'a> Attention<'a> {
         }
         device.run(&Call {
             problem,
-            tensors,
+            tensors: *tensors,
             key_lengths: self.key_lengths.and_then(KeyLengths::on_host),
             device_lengths: device_lengths.map(|lengths| lengths.address()),
         })
     }
 }
 
-fn inputs(q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> PerTensor<Raw> {
+fn with_gradients(given: &Backward<'_>, [dq, dk, dv]: [Raw; 3]) -> PerTensor<Raw> {
+    given.tensors.with(Name::Dq, dq).with(Name::Dk, dk).with(Name::Dv, dv)
+}
+
+fn read(q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> PerTensor<Raw> {
     PerTensor::default().with(Name::Q, q.raw).with(Name::K, k.raw).with(Name::V, v.raw)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: [usize; 4] = [1, 2, 3, 4];
+
+    /// What becomes of a backward pass with these tensors.
+    fn backward(lse: &Tensor<'_>, d_o: &Tensor<'_>, dlse: Option<&Tensor<'_>>) -> Result<Gradients> {
+        let data = [0.5_f32; 24];
+        let q = Tensor::new(&data, &SHAPE)?;
+        let mut given = Backward::new([&q, &q, &q], &q, lse, d_o);
+        if let Some(dlse) = dlse {
+            given = given.with_dlse(dlse);
+        }
+        Attention::new().backward(&Device::cpu(), &given)
+    }
+
+    #[test]
+    fn every_tensor_of_a_backward_pass_is_checked() {
+        let (data, halves) = ([0.5_f32; 24], [half::f16::ONE; 24]);
+        let lse = Tensor::new(&data[..6], &[1, 2, 3, 1]).unwrap();
+        let d_o = Tensor::new(&data, &SHAPE).unwrap();
+        assert!(backward(&lse, &d_o, Some(&lse)).is_ok());
+        let half = Tensor::new(&halves, &SHAPE).unwrap();
+        assert!(matches!(
+            backward(&lse, &half, None),
+            Err(Error::DTypeMismatch { tensor: Name::Do, expected: DType::F32, .. })
+        ));
+        let short = Tensor::new(&data[..4], &[1, 2, 2, 1]).unwrap();
+        for (lse, dlse, wrong) in [(&short, None, Name::Lse), (&lse, Some(&short), Name::Dlse)] {
+            match backward(lse, &d_o, dlse) {
+                Err(Error::SizeMismatch {
+                    tensor,
+                    what: "length",
+                    given: 2,
+                    expected: 3,
+                    other: Name::Q,
+                }) => {
+                    assert_eq!(tensor, wrong);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        let lengths = [4];
+        let given = Backward::new([&d_o, &d_o, &d_o], &d_o, &lse, &d_o);
+        let too_long = Attention::new().key_lengths(&lengths).backward(&Device::cpu(), &given);
+        assert!(matches!(too_long, Err(Error::KeyLength { given: 4, len_k: 3, .. })));
+    }
+
+    #[test]
+    fn gradients_may_share_memory_with_nothing() {
+        let (data, mut memory) = ([0.5_f32; 24], [0.0_f32; 72]);
+        let lse = Tensor::new(&data[..6], &[1, 2, 3, 1]).unwrap();
+        let q = Tensor::new(&data, &SHAPE).unwrap();
+        let given = Backward::new([&q, &q, &q], &q, &lse, &q);
+        let (first, rest) = memory.split_at_mut(24);
+        let (second, third) = rest.split_at_mut(24);
+        let mut dq = TensorMut::new(first, &SHAPE).unwrap();
+        let mut dk = TensorMut::new(second, &SHAPE).unwrap();
+        let mut dv = TensorMut::new(third, &SHAPE).unwrap();
+        let run = |dq: &mut TensorMut<'_>, dk: &mut TensorMut<'_>, dv: &mut TensorMut<'_>| {
+            Attention::new().backward_into(&Device::cpu(), &given, dq, dk, dv)
+        };
+        assert_eq!(run(&mut dq, &mut dk, &mut dv), Ok(()));
+        dv.raw = dk.raw;
+        let shared = Error::Aliasing { output: Name::Dv, other: Name::Dk };
+        assert_eq!(run(&mut dq, &mut dk, &mut dv), Err(shared));
+        dq.raw = q.raw;
+        assert_eq!(run(&mut dq, &mut dk, &mut dv), Err(Error::Aliasing { output: Name::Dq, other: Name::Q }));
+    }
 }

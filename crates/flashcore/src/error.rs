@@ -25,6 +25,16 @@ pub enum Name {
     O,
     /// The logarithm of the sum of exponentials, one per query.
     Lse,
+    /// The gradient of the output.
+    Do,
+    /// The gradient of lse.
+    Dlse,
+    /// The gradient of the queries.
+    Dq,
+    /// The gradient of the keys.
+    Dk,
+    /// The gradient of the values.
+    Dv,
     /// How many keys each batch entry has.
     KeyLengths,
     /// A tensor that is not yet part of a call.
@@ -39,6 +49,11 @@ impl fmt::Display for Name {
             Name::V => "v",
             Name::O => "o",
             Name::Lse => "lse",
+            Name::Do => "do",
+            Name::Dlse => "dlse",
+            Name::Dq => "dq",
+            Name::Dk => "dk",
+            Name::Dv => "dv",
             Name::KeyLengths => "key_lengths",
             Name::Tensor => "the tensor",
         })
@@ -93,7 +108,7 @@ pub enum Error {
     },
     /// The dtypes differ.
     #[error(
-        "{tensor} is {given}, but {expected} is needed: q, k, v and o share one dtype and lse is f32. Convert {tensor} to {expected}"
+        "{tensor} is {given}, but {expected} is needed: q, k, v and o share one dtype with their gradients, and lse is f32. Convert {tensor} to {expected}"
     )]
     DTypeMismatch {
         /// Which tensor.

@@ -10,12 +10,14 @@
 //! # Ok::<(), flashcore::Error>(())
 //! ```
 //!
+//! [`Attention::backward`] gives the gradients of q, k and v.
+//!
 //! [`Attention`] holds the options, [`Tensor`] and [`TensorMut`] are views of memory in any order of batch, heads
 //! and length, [`Problem`] is what they pose together, and [`Device`] is where it runs. Everything that a call
 //! can get wrong is an [`Error`] that says what was given, what is possible and what to do.
 //!
 //! Semantics: scores and sums are in f32 whatever the dtype; a query without keys gives zeros and lse = −∞,
-//! never NaN; [`Mask::Causal`] is aligned bottom-right when lengths differ; lse is a natural logarithm.
+//! never NaN, and has no gradient; [`Mask::Causal`] is aligned bottom-right when lengths differ; lse is a natural logarithm.
 //!
 //! Features: `cuda` (on by default) brings NVIDIA GPUs, whose driver is loaded when the program runs. Without it
 //! only the CPU engine is built. `sim` adds a simulated GPU that checks every step of a kernel. `serde`
@@ -48,7 +50,7 @@ mod tensor;
 pub mod tuned;
 
 pub use aligned::Aligned;
-pub use attention::{Attention, Output};
+pub use attention::{Attention, Backward, Gradients, Output};
 pub use device::Device;
 pub use dtype::{DType, Element};
 #[cfg(feature = "cuda")]
@@ -56,5 +58,5 @@ pub use error::PointerFault;
 pub use error::{Error, Name, Result, Source};
 pub use half;
 pub use mask::{Band, Mask};
-pub use problem::{MAX_HEAD_DIM, MAX_LEN, Problem, default_scale};
+pub use problem::{MAX_HEAD_DIM, MAX_LEN, Pass, Problem, default_scale};
 pub use tensor::{DeviceLengths, Layout, Place, Storage, Tensor, TensorBuf, TensorMut};

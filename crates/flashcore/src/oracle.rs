@@ -6,9 +6,13 @@
 //! Both read the tensors element by element and hold a whole row of scores: not for speed. Only the loops are in the
 //! order that lets a compiler work on several keys at once; every sum is taken one term after the other.
 
+mod backward;
+
 use std::ops::Range;
 
 use rayon::prelude::*;
+
+pub use backward::{GradientReference, gradients, same_precision_gradients};
 
 use crate::{Problem, Tensor};
 
@@ -59,11 +63,11 @@ pub fn attention(
     })
 }
 
-/// How far plain same-precision attention rounds what it keeps between its three steps.
+/// How far plain same-precision attention rounds what it keeps between its steps.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
-    /// Scores and probabilities are stored in the problem's dtype, as an unfused framework does.
+    /// Scores and probabilities, and their gradients, are stored in the problem's dtype, as an unfused framework does.
     ScoresAndProbabilities,
     /// Only probabilities are: for inputs whose scores overflow the dtype, where the former gives no yardstick.
     Probabilities,

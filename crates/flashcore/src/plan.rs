@@ -17,7 +17,7 @@ use flashcore_ptx::{Module, TraceSize};
 pub use self::bind::Bindings;
 pub(crate) use self::fold::fold;
 use self::workspace::Workspace;
-use crate::{DType, Error, Problem, Result, tuned::Table};
+use crate::{DType, Error, Pass, Problem, Result, tuned::Table};
 
 /// The longest sequences that the kernels take: so that the sum of two lengths, a window and a tile fits 31 bits.
 pub const MAX_KERNEL_LEN: usize = 1 << 28;
@@ -246,6 +246,10 @@ fn spec(problem: &Problem, device: &str) -> Result<Spec> {
     let refuse = |what: String, possible: &str| {
         Err(Error::Unsupported { device: device.into(), what, possible: possible.into(), source: None })
     };
+    if problem.pass == Pass::Backward {
+        let possible = "the forward pass; for gradients copy the tensors to the host and call Device::cpu()";
+        return refuse("the backward pass".into(), possible);
+    }
     let dtype = match problem.dtype {
         DType::F16 => ElementType::F16,
         DType::BF16 => ElementType::Bf16,
@@ -353,6 +357,7 @@ mod tests {
         for problem in [
             Problem::new(1, 8, MAX_KERNEL_LEN + 1, 64, DType::F16),
             Problem::new(1 << 20, 1 << 10, 16, 64, DType::F16),
+            Problem::new(1, 8, 512, 64, DType::F16).backward(),
         ] {
             assert!(matches!(Plan::choose(&problem, &hardware), Err(Error::Unsupported { .. })), "{problem}");
         }

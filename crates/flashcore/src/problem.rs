@@ -8,7 +8,47 @@ pub const MAX_HEAD_DIM: usize = 1024;
 /// The largest sequence length, so that row indices fit a signed 32-bit integer on every device.
 pub const MAX_LEN: usize = i32::MAX as usize;
 
-/// What is asked: sizes, dtype, mask, scale, softcap and the outputs wanted. A pure value without any data.
+/// What is computed: attention itself, or the gradients of its inputs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
+pub enum Pass {
+    /// o, and lse where it is wanted, of q, k and v.
+    #[default]
+    Forward,
+    /// The gradients of q, k and v, of those of o and lse.
+    Backward,
+}
+
+impl Pass {
+    /// Every pass, in the order in which a training step takes them.
+    pub const ALL: [Pass; 2] = [Pass::Forward, Pass::Backward];
+
+    /// The word for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+        }
+    }
+}
+
+impl std::fmt::Display for Pass {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for Pass {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let why = || "possible are forward and backward".into();
+        let found = Self::ALL.into_iter().find(|pass| pass.name() == text);
+        found.ok_or_else(|| Error::Text { what: "pass", given: text.into(), why: why() })
+    }
+}
+
+/// What is asked: the pass, sizes, dtype, mask, scale, softcap and the outputs wanted. A pure value without any data.
 ///
 /// ```
 /// use flashcore::{DType, Mask, Problem};
@@ -33,6 +73,8 @@ pub const MAX_LEN: usize = i32::MAX as usize;
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Problem {
+    /// Attention, or its gradients.
+    pub pass: Pass,
     /// Batch entries.
     pub batch: usize,
     /// Heads of q and o.
@@ -47,7 +89,7 @@ pub struct Problem {
     pub head_dim: usize,
     /// Elements of a value and of an output row.
     pub head_dim_v: usize,
-    /// The type of q, k, v and o.
+    /// The type of q, k, v and o, and of their gradients.
     pub dtype: DType,
     /// Which keys a query may attend to.
     pub mask: Mask,
@@ -57,7 +99,8 @@ pub struct Problem {
     pub scale: f32,
     /// Scores become `softcap · tanh(score / softcap)` before the mask.
     pub softcap: Option<f32>,
-    /// Whether lse, the natural logarithm of the sum of exponentials per query, is wanted.
+    /// Whether lse, the natural logarithm of the sum of exponentials per query, is a result: a forward pass gives it, a
+    /// backward pass is given its gradient.
     pub lse: bool,
 }
 
@@ -65,6 +108,7 @@ impl Problem {
     /// Self-attention without a mask, with the default scale 1/√head_dim.
     pub fn new(batch: usize, heads: usize, len: usize, head_dim: usize, dtype: DType) -> Self {
         Self {
+            pass: Pass::Forward,
             batch,
             heads_q: heads,
             heads_kv: heads,
@@ -111,7 +155,12 @@ impl Problem {
         Self { softcap: (softcap != 0.0).then_some(softcap), ..self }
     }
 
-    /// With lse wanted.
+    /// The backward pass of the same attention.
+    pub fn backward(self) -> Self {
+        Self { pass: Pass::Backward, ..self }
+    }
+
+    /// With lse as a result.
     pub fn with_lse(self) -> Self {
         Self { lse: true, ..self }
     }
@@ -169,8 +218,8 @@ impl Problem {
         self.heads_q / self.heads_kv.max(1)
     }
 
-    /// The floating-point operations that count: 2·(head_dim + head_dim_v) for each query and key that meet.
-    /// Causal self-attention counts exactly half of full attention, as the field does; every other mask counts
+    /// The floating-point operations that count, for each query and key that meet: 2·(head_dim + head_dim_v), and in a
+    /// backward pass, which has five products rather than two, 2·(3·head_dim + 2·head_dim_v). Causal self-attention counts exactly half of full attention, as the field does; every other mask counts
     /// the pairs that it leaves.
     pub fn flops(&self) -> f64 {
         let full = self.len_q as f64 * self.len_k as f64;
@@ -179,15 +228,17 @@ impl Problem {
             Mask::Causal | Mask::CausalTopLeft if self.len_q == self.len_k => full / 2.0,
             mask => mask.pairs(self.len_q, self.len_k) as f64,
         };
-        2.0 * (self.head_dim + self.head_dim_v) as f64 * pairs * (self.batch * self.heads_q) as f64
+        let width = match self.pass {
+            Pass::Forward => self.head_dim + self.head_dim_v,
+            Pass::Backward => 3 * self.head_dim + 2 * self.head_dim_v,
+        };
+        2.0 * width as f64 * pairs * (self.batch * self.heads_q) as f64
     }
 
     /// The fewest bytes that must move: each input read once, each output written once.
     pub fn min_bytes(&self) -> f64 {
-        let q = self.heads_q as f64 * self.len_q as f64 * (self.head_dim + self.head_dim_v) as f64;
-        let kv = self.heads_kv as f64 * self.len_k as f64 * (self.head_dim + self.head_dim_v) as f64;
-        let lse = if self.lse { 4.0 * self.heads_q as f64 * self.len_q as f64 } else { 0.0 };
-        self.batch as f64 * ((q + kv) * self.dtype.size() as f64 + lse)
+        let elements = |shape: [usize; 4]| shape.map(|size| size as f64).iter().product::<f64>();
+        self.signature().iter().map(|tensor| elements(tensor.shape) * tensor.dtype.size() as f64).sum()
     }
 }
 
@@ -201,10 +252,11 @@ impl Problem {
     #[rustfmt::skip]
     fn identity(&self) -> impl Eq + std::hash::Hash + use<> {
         let Self {
-            batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, mask, key_lengths, scale, softcap, lse,
+            pass, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, mask, key_lengths, scale, softcap,
+            lse,
         } = *self;
         let sizes = [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v];
-        (sizes, dtype, mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
+        (pass, sizes, dtype, mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
     }
 }
 
@@ -244,6 +296,9 @@ impl std::fmt::Display for Problem {
         if self.lse {
             write!(f, " lse")?;
         }
+        if self.pass != Pass::Forward {
+            write!(f, " {}", self.pass)?;
+        }
         Ok(())
     }
 }
@@ -269,6 +324,8 @@ impl std::str::FromStr for Problem {
                 problem.dtype = dtype;
             } else if let Ok(mask) = word.parse::<Mask>() {
                 problem.mask = mask;
+            } else if let Ok(pass) = word.parse::<Pass>() {
+                problem.pass = pass;
             } else {
                 match word.split_once('=') {
                     Some(("softcap", value)) => problem.softcap = Some(number(value)?),
@@ -361,6 +418,17 @@ mod tests {
             assert!(said.contains(what), "{text}: {said}");
         }
         assert_eq!("1×8x512X64".parse(), Ok(mission()));
+    }
+
+    #[test]
+    fn a_backward_problem_is_another_one_and_has_five_products() {
+        let backward = mission().backward();
+        assert_ne!(backward, mission());
+        assert_eq!(backward.to_string(), "1x8x512x64 f16 backward");
+        assert_eq!(backward.flops(), 2.5 * mission().flops());
+        // q, k, v, o, do, dq, dk and dv, and lse.
+        assert_eq!(backward.min_bytes(), 8.0 * (8 * 512 * 64 * 2) as f64 + (8 * 512 * 4) as f64);
+        assert_eq!(mission().with_lse().min_bytes(), 4.0 * (8 * 512 * 64 * 2) as f64 + (8 * 512 * 4) as f64);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Signature: the tensors of a problem, in order. Whoever walks over the tensors of a call walks over this.
 
-use crate::{DType, Name, Problem};
+use crate::{DType, Name, Pass, Problem};
 
 /// Whether a tensor is read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +53,7 @@ pub struct Parameter {
 }
 
 /// The most tensors that a problem has.
-const MOST: usize = 5;
+const MOST: usize = 10;
 
 /// The tensors of a problem, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +68,9 @@ const ALIGNMENT: usize = 16;
 impl Problem {
     /// The tensors of the problem, in order.
     pub fn signature(&self) -> Signature {
-        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, lse, .. } = *self;
+        let Problem {
+            pass, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, lse, ..
+        } = *self;
         let tensor = |name, role, rows, dim: usize, [of_heads, of_dim]: [Name; 2]| {
             let (heads, len) = match rows {
                 Rows::Queries => (heads_q, len_q),
@@ -85,18 +87,39 @@ impl Problem {
                 alignment: ALIGNMENT,
             }
         };
-        let parameters = [
-            tensor(Name::Q, Role::In, Rows::Queries, head_dim, [Name::Q, Name::Q]),
-            tensor(Name::K, Role::In, Rows::Keys, head_dim, [Name::K, Name::Q]),
-            tensor(Name::V, Role::In, Rows::Keys, head_dim_v, [Name::K, Name::V]),
-            tensor(Name::O, Role::Out, Rows::Queries, head_dim_v, [Name::Q, Name::V]),
-            Parameter {
-                dtype: DType::F32,
-                alignment: DType::F32.size(),
-                ..tensor(Name::Lse, Role::Out, Rows::Queries, 1, [Name::Q, Name::Q])
-            },
-        ];
-        Signature { parameters, count: if lse { MOST } else { MOST - 1 } }
+        // A tensor with the shape of another one's gradient.
+        let like_q = |name, role| tensor(name, role, Rows::Queries, head_dim, [Name::Q, Name::Q]);
+        let like_k = |name, role| tensor(name, role, Rows::Keys, head_dim, [Name::K, Name::Q]);
+        let like_v = |name, role| tensor(name, role, Rows::Keys, head_dim_v, [Name::K, Name::V]);
+        let like_o = |name, role| tensor(name, role, Rows::Queries, head_dim_v, [Name::Q, Name::V]);
+        let like_lse = |name, role| Parameter {
+            dtype: DType::F32,
+            alignment: DType::F32.size(),
+            ..tensor(name, role, Rows::Queries, 1, [Name::Q, Name::Q])
+        };
+        let (read, written) = (Role::In, Role::Out);
+        let inputs = [like_q(Name::Q, read), like_k(Name::K, read), like_v(Name::V, read)];
+        let rest = match pass {
+            Pass::Forward => {
+                let results = [Some(like_o(Name::O, written)), lse.then(|| like_lse(Name::Lse, written))];
+                [results[0], results[1], None, None, None, None, None]
+            }
+            Pass::Backward => [
+                Some(like_o(Name::O, read)),
+                Some(like_lse(Name::Lse, read)),
+                Some(like_o(Name::Do, read)),
+                lse.then(|| like_lse(Name::Dlse, read)),
+                Some(like_q(Name::Dq, written)),
+                Some(like_k(Name::Dk, written)),
+                Some(like_v(Name::Dv, written)),
+            ],
+        };
+        let mut signature = Signature { parameters: [inputs[0]; MOST], count: 0 };
+        for parameter in inputs.into_iter().chain(rest.into_iter().flatten()) {
+            signature.parameters[signature.count] = parameter;
+            signature.count += 1;
+        }
+        signature
     }
 }
 
@@ -148,6 +171,11 @@ fn place(name: Name) -> usize {
         Name::V => 2,
         Name::O => 3,
         Name::Lse => 4,
+        Name::Do => 5,
+        Name::Dlse => 6,
+        Name::Dq => 7,
+        Name::Dk => 8,
+        Name::Dv => 9,
         Name::KeyLengths | Name::Tensor => unreachable!("no tensor of a signature"),
     }
 }
@@ -180,10 +208,10 @@ impl<T> PerTensor<T> {
         self.values[place(name)].as_mut()
     }
 
-    /// What there is for two tensors, to be changed; the names differ.
-    pub fn get_both_mut(&mut self, names: [Name; 2]) -> [Option<&mut T>; 2] {
-        let both = self.values.get_disjoint_mut(names.map(place)).expect("two tensors");
-        both.map(Option::as_mut)
+    /// What there is for several tensors, to be changed; the names differ.
+    pub fn get_each_mut<const N: usize>(&mut self, names: [Name; N]) -> [Option<&mut T>; N] {
+        let each = self.values.get_disjoint_mut(names.map(place)).expect("names that differ");
+        each.map(Option::as_mut)
     }
 
     /// The same with every value changed.
@@ -218,5 +246,27 @@ mod tests {
         assert_eq!(outputs, [Name::O, Name::Lse]);
         let lse = with_lse.outputs().last().unwrap();
         assert_eq!((lse.shape, lse.dtype), ([2, 8, 5, 1], DType::F32));
+    }
+
+    #[test]
+    fn a_backward_signature_reads_what_the_forward_one_has_and_writes_gradients_of_its_inputs() {
+        let problem: Problem = "2x8/2x5/7x64/32 bf16 lse".parse().unwrap();
+        let (forward, backward) = (problem.signature(), problem.backward().signature());
+        let shapes = |all: &mut dyn Iterator<Item = &Parameter>| -> Vec<_> {
+            all.map(|it| (it.shape, it.rows, it.dtype)).collect()
+        };
+        let outputs: Vec<String> = backward.outputs().map(|it| it.name.to_string()).collect();
+        assert_eq!(outputs, ["dq", "dk", "dv"]);
+        assert_eq!(shapes(&mut backward.outputs()), shapes(&mut forward.inputs()));
+        assert_eq!(shapes(&mut backward.inputs().take(5)), shapes(&mut forward.iter()));
+        assert_eq!(shapes(&mut backward.inputs().skip(5)), shapes(&mut forward.outputs()));
+        let without: Vec<Name> = "1x1x1x1 f32 backward"
+            .parse::<Problem>()
+            .unwrap()
+            .signature()
+            .inputs()
+            .map(|it| it.name)
+            .collect();
+        assert_eq!(without, [Name::Q, Name::K, Name::V, Name::O, Name::Lse, Name::Do]);
     }
 }

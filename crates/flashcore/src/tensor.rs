@@ -282,6 +282,11 @@ impl<'a> Tensor<'a> {
         Ok(Self { raw: Raw::new(ptr.cast_mut(), len, dtype, place, layout)?, lifetime: PhantomData })
     }
 
+    /// The view of an address that was checked, for as long as its memory lives.
+    pub(crate) fn of(raw: Raw) -> Self {
+        Self { raw, lifetime: PhantomData }
+    }
+
     /// The element type.
     pub fn dtype(&self) -> DType {
         self.raw.dtype

@@ -8,7 +8,8 @@ mod fake;
 
 use fake::Fake;
 use flashcore::{
-    Attention, DType, Device, DeviceLengths, Error, Layout, Name, Place, PointerFault, Tensor, TensorMut,
+    Attention, Backward, DType, Device, DeviceLengths, Error, Layout, Name, Place, PointerFault, Tensor,
+    TensorMut,
     cuda::{
         CubinCache, Cuda, CudaTensor,
         driver::{DriverError, MemoryKind},
@@ -292,4 +293,43 @@ fn code_that_does_not_assemble_is_an_error_and_is_tried_again() {
         assert!(matches!(&error, Error::Device { what, .. } if what.contains("INVALID_PTX")), "{error:?}");
         setup.still_works();
     }
+}
+
+#[test]
+fn gradients_are_refused_with_what_to_do_wherever_the_tensors_lie_and_however_few_there_are() {
+    let Some(mut setup) = setup() else { return };
+    let device = Device::cuda_with(setup.cuda.clone());
+    let refused = |given: &Backward<'_>, outputs: [&mut TensorMut<'_>; 3]| {
+        let [dq, dk, dv] = outputs;
+        match Attention::new().backward_into(&device, given, dq, dk, dv) {
+            Err(Error::Unsupported { what, possible, .. }) => {
+                assert!(what.contains("backward") && possible.contains("Device::cpu()"), "{possible}");
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    // On the GPU.
+    let tensor = |dtype, shape| setup.cuda.empty(dtype, Layout::bhsd(shape)).unwrap();
+    let lse = tensor(DType::F32, [1, 2, 64, 1]);
+    let (mut dq, mut dk, mut dv) =
+        (tensor(DType::F16, SHAPE), tensor(DType::F16, SHAPE), tensor(DType::F16, SHAPE));
+    let q = setup.q.view().unwrap();
+    refused(
+        &Backward::new([&q, &q, &q], &q, &lse.view().unwrap(), &q),
+        [&mut dq.view_mut().unwrap(), &mut dk.view_mut().unwrap(), &mut dv.view_mut().unwrap()],
+    );
+    // On the host, without a query: dk and dv are to be zeros all the same.
+    let (keys, none) = ([1.0_f32; 128], [0.0_f32; 0]);
+    let (k, q) = (Tensor::new(&keys, &[1, 2, 8, 8]).unwrap(), Tensor::new(&none, &[1, 2, 0, 8]).unwrap());
+    let lse = Tensor::new(&none, &[1, 2, 0, 1]).unwrap();
+    let (mut dq, mut dk, mut dv) = (none, keys, keys);
+    refused(
+        &Backward::new([&q, &k, &k], &q, &lse, &q),
+        [
+            &mut TensorMut::new(&mut dq, &[1, 2, 0, 8]).unwrap(),
+            &mut TensorMut::new(&mut dk, &[1, 2, 8, 8]).unwrap(),
+            &mut TensorMut::new(&mut dv, &[1, 2, 8, 8]).unwrap(),
+        ],
+    );
+    setup.still_works();
 }

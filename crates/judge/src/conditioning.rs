@@ -82,11 +82,11 @@ pub fn conditioning(
 }
 
 /// The largest finite value of some columns; one that holds NaN or infinity is not sensitive to rounding.
-fn largest_number(columns: &[f64]) -> f64 {
+pub(crate) fn largest_number(columns: &[f64]) -> f64 {
     columns.iter().copied().filter(|x| x.is_finite()).fold(0.0, f64::max)
 }
 
-fn read_head(tensor: &Tensor<'_>, b: usize, h: usize, len: usize, head_dim: usize) -> Vec<f64> {
+pub(crate) fn read_head(tensor: &Tensor<'_>, b: usize, h: usize, len: usize, head_dim: usize) -> Vec<f64> {
     let mut row = vec![0.0_f32; head_dim];
     let mut all = Vec::with_capacity(len * head_dim);
     for s in 0..len {
@@ -97,7 +97,7 @@ fn read_head(tensor: &Tensor<'_>, b: usize, h: usize, len: usize, head_dim: usiz
 }
 
 /// Σ xᵢ·yᵢ and Σ |xᵢ·yᵢ|, in four lanes for speed.
-fn dot_and_size(x: &[f64], y: &[f64]) -> (f64, f64) {
+pub(crate) fn dot_and_size(x: &[f64], y: &[f64]) -> (f64, f64) {
     let (mut dot, mut size) = ([0.0; 4], [0.0; 4]);
     let (xs, ys) = (x.chunks_exact(4), y.chunks_exact(4));
     for (x, y) in xs.remainder().iter().zip(ys.remainder()) {

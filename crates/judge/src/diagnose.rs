@@ -138,8 +138,33 @@ pub fn diagnose(
             .or_else(|| offset(&rows))
     };
     // Only the rows of o can be computed again.
-    let usual = if output == Name::O { usual() } else { None };
-    usual.or_else(|| leaning(measure, got)).unwrap_or_else(|| unknown(measure, got, wrong))
+    let found = match output {
+        Name::O => usual().or_else(|| leaning(measure, got)),
+        _ => gain(measure, got, wrong),
+    };
+    found.unwrap_or_else(|| unknown(measure, got, wrong))
+}
+
+/// Whether a gradient is wrong by a factor alone.
+fn gain(measure: &Measure, got: &[f32], wrong: &[usize]) -> Option<Diagnosis> {
+    let pairs = |row: usize| {
+        let at = measure.elements(row);
+        got[at.clone()].iter().map(|&x| f64::from(x)).zip(measure.truth()[at].iter().copied())
+    };
+    let all = || spread(wrong).flat_map(pairs);
+    let gain =
+        all().map(|(x, truth)| x * truth).sum::<f64>() / all().map(|(_, truth)| truth * truth).sum::<f64>();
+    let alike = |row: usize| {
+        let bound = measure.row_bound(row, got);
+        let distance = pairs(row).map(|(x, truth)| (x - gain * truth).abs()).fold(0.0, f64::max);
+        distance <= bound.error / 3.0 && distance <= 4.0 * bound.allowed + 0.02 * bound.error
+    };
+    spread(wrong).all(alike).then(|| {
+        let why = format!(
+            "it is {gain:.4} times what it should be: a factor too many or too few, such as the scale"
+        );
+        Diagnosis::new(Kind::Scale, why)
+    })
 }
 
 /// A few of many, evenly spread from the first to the last.
@@ -668,6 +693,9 @@ mod tests {
         };
         assert_eq!(diagnosed(|row| row.fill(0.0)).kind, Kind::Zero);
         assert_eq!(diagnosed(|row| row[2] = f32::NAN).kind, Kind::NotFinite);
+        let scaled = diagnosed(|row| row.iter_mut().for_each(|x| *x *= 0.125));
+        assert_eq!(scaled.kind, Kind::Scale);
+        assert!(scaled.why.contains("0.1250 times"), "{}", scaled.why);
         let unknown = diagnosed(|row| row[2..5].fill(-7.0));
         assert_eq!(unknown.kind, Kind::Unknown);
         assert!(unknown.why.contains("columns 2-4 are wrong"), "{}", unknown.why);

@@ -6,7 +6,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use flashcore::{DType, Name, Problem};
+use flashcore::signature::PerTensor;
+use flashcore::{DType, Name, Pass, Problem};
 use serde::{Deserialize, Serialize};
 
 use crate::rng::Rng;
@@ -254,14 +255,13 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
             }
         }
         Distribution::Extremes => {
-            // A fused kernel sums p·v before it divides, so v is small enough for a sum of len_k of them in f32.
-            let (huge_q, huge_v) = match dtype {
-                DType::F16 => (largest(dtype) / 8.0, largest(dtype) / 3.0),
-                DType::BF16 | DType::F32 => (100_f64.exp2(), largest(dtype) / 8.0 / len_k.max(1) as f64),
+            let huge_q = match dtype {
+                DType::F16 => largest(dtype) / 8.0,
+                DType::BF16 | DType::F32 => 100_f64.exp2(),
             };
             scale_all(&mut q, huge_q);
             scale_all(&mut k, 1.0 / huge_q);
-            scale_all(&mut v, huge_v);
+            scale_all(&mut v, huge_value(problem));
         }
         Distribution::NegativeScores => {
             let lean = (7.5e4 / reach).sqrt();
@@ -279,6 +279,35 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
         *x = x.clamp(-limit, limit);
     }
     Values { q, k, v }
+}
+
+/// Draws the gradients of o and of lse for a problem whose inputs are of some distribution; none for a forward pass. Where
+/// values are large, the gradients of o are as small, so that theirs are numbers.
+pub fn draw_gradients(problem: &Problem, distribution: Distribution, seed: u64) -> PerTensor<Vec<f32>> {
+    let mut all = PerTensor::default();
+    if problem.pass == Pass::Forward {
+        return all;
+    }
+    for (stream, name) in [(4, Name::Do), (5, Name::Dlse)] {
+        let Some(of) = problem.signature().inputs().find(|of| of.name == name).copied() else { continue };
+        let mut rng = Rng::stream(seed, stream);
+        let mut values: Vec<f32> =
+            (0..of.shape.iter().product()).map(|_: usize| rng.normal() as f32).collect();
+        if name == Name::Do && distribution == Distribution::Extremes {
+            scale_all(&mut values, 1.0 / huge_value(problem));
+        }
+        all.set(name, values);
+    }
+    all
+}
+
+/// What values of [`Distribution::Extremes`] are a small multiple of. A fused kernel sums p·v before it divides, so a sum of
+/// len_k of them must fit f32.
+fn huge_value(problem: &Problem) -> f64 {
+    match problem.dtype {
+        DType::F16 => largest(problem.dtype) / 3.0,
+        DType::BF16 | DType::F32 => largest(problem.dtype) / 8.0 / problem.len_k.max(1) as f64,
+    }
 }
 
 fn scale_all(values: &mut [f32], factor: f64) {

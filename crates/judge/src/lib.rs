@@ -12,6 +12,7 @@
 pub mod conditioning;
 pub mod cover;
 pub mod diagnose;
+mod gradients;
 pub mod guarded;
 pub mod honest;
 pub mod inputs;

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use flashcore::signature::Rows;
-use flashcore::{Attention, Mask, Name, Problem};
+use flashcore::signature::{PerTensor, Rows};
+use flashcore::{Attention, Backward, Mask, Name, Pass, Problem, Tensor, oracle};
 use rayon::prelude::*;
 
 use crate::guarded::{Arrangement, Guarded};
-use crate::inputs::{Distribution, Values, Wild, draw};
+use crate::inputs::{Distribution, Values, Wild, draw, draw_gradients};
 use crate::rng::Rng;
 use crate::rule::{Row, Yardstick};
 
@@ -27,6 +27,8 @@ pub struct Operands {
     pub k: Guarded,
     /// The values.
     pub v: Guarded,
+    /// What a backward pass reads beside them: o and lse as the oracle has them, rounded, and their gradients.
+    further: PerTensor<Guarded>,
     /// Where one element is NaN or infinite, if one is.
     pub wild: Option<Spot>,
 }
@@ -34,11 +36,11 @@ pub struct Operands {
 /// One row of an input, and an element of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spot {
-    /// q, k or v.
+    /// An input.
     pub operand: Name,
     /// Batch entry.
     pub batch: usize,
-    /// Head: a query head in q, a kv head in k and v.
+    /// Head: a kv head in k and v, a query head elsewhere.
     pub head: usize,
     /// Query or key.
     pub row: usize,
@@ -55,7 +57,68 @@ impl Operands {
         distribution: Distribution,
         seed: u64,
     ) -> Self {
-        Self::with_values(problem, key_lengths, arrangement, &draw(&problem, distribution, seed))
+        let values = draw(&problem, distribution, seed);
+        let mut operands = Self::with_values(problem, key_lengths, arrangement, &values);
+        let gradients = draw_gradients(&problem, distribution, seed);
+        let signature = problem.signature();
+        let known = [Name::Q, Name::K, Name::V];
+        for of in signature.inputs().filter(|of| !known.contains(&of.name)) {
+            let tensor = match gradients.get(of.name) {
+                Some(values) => Guarded::with_values(of.dtype, arrangement, of.shape, values),
+                None => Guarded::new(of.dtype, arrangement, of.shape),
+            };
+            operands.further.set(of.name, tensor);
+        }
+        for group in 0..problem.batch * problem.heads_kv {
+            operands.attend(group / problem.heads_kv, group % problem.heads_kv);
+        }
+        operands
+    }
+
+    /// Makes o and lse of a kv head's queries what they are for q, k and v, where they are inputs.
+    fn attend(&mut self, batch: usize, head_kv: usize) {
+        if self.problem.pass == Pass::Forward {
+            return;
+        }
+        let (problem, lengths) = self.group_problem(batch);
+        let part = |name| self.group_part(name, batch, head_kv);
+        let truth =
+            oracle::attention(&problem, &part(Name::Q), &part(Name::K), &part(Name::V), lengths.as_deref());
+        for (name, values) in [(Name::O, truth.o), (Name::Lse, truth.lse)] {
+            let Some(tensor) = self.further.get_mut(name) else { continue };
+            let values: Vec<f32> = values.into_iter().map(|x| x as f32).collect();
+            let ([.., len, width], group) = (tensor.shape(), problem.heads_q);
+            let mut view = tensor.view_mut();
+            for (i, row) in values.chunks_exact(width).enumerate() {
+                view.write_row(batch, head_kv * group + i / len, i % len, row);
+            }
+        }
+    }
+
+    /// The problem of one kv head with its query heads, and its key length.
+    fn group_problem(&self, batch: usize) -> (Problem, Option<Vec<u32>>) {
+        let mut problem = self.problem.with_kv(1, self.problem.len_k);
+        (problem.batch, problem.heads_q) = (1, self.problem.group());
+        (problem, self.key_lengths.as_ref().map(|lengths| vec![lengths[batch]]))
+    }
+
+    /// What an input holds of one kv head and its query heads.
+    fn group_part(&self, name: Name, batch: usize, head_kv: usize) -> Tensor<'_> {
+        let (tensor, group) = (self.operand(name), self.problem.group());
+        let heads = if matches!(name, Name::K | Name::V) { 1 } else { group };
+        tensor.part(batch, 1, head_kv * heads, heads, 0, tensor.shape()[2])
+    }
+
+    /// What a backward pass reads, from a view of each input.
+    fn backward<'t>(&self, view: impl Fn(Name) -> Tensor<'t>) -> Backward<'t> {
+        let [q, k, v, o, lse, d_o] = [Name::Q, Name::K, Name::V, Name::O, Name::Lse, Name::Do].map(&view);
+        let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
+        if self.problem.lse { given.with_dlse(&view(Name::Dlse)) } else { given }
+    }
+
+    /// What a backward pass reads.
+    pub fn given(&self) -> Backward<'_> {
+        self.backward(|name| self.operand(name).view())
     }
 
     /// Puts given values into guarded memory.
@@ -75,6 +138,7 @@ impl Operands {
             q: tensor(heads_q, len_q, head_dim, &values.q),
             k: tensor(heads_kv, len_k, head_dim, &values.k),
             v: tensor(heads_kv, len_k, head_dim_v, &values.v),
+            further: PerTensor::default(),
             wild: None,
         };
         for b in 0..batch {
@@ -154,11 +218,11 @@ impl Operands {
         }
         batch == spot.batch
             && match spot.operand {
-                Name::Q => head == spot.head && position == spot.row,
-                _ => {
+                Name::K | Name::V => {
                     head / group == spot.head
                         && mask.keys(position, len_q, self.keys(batch)).contains(&spot.row)
                 }
+                _ => head == spot.head && position == spot.row,
             }
     }
 
@@ -222,25 +286,39 @@ impl Operands {
         Some((1 + all.count(), Row::of(of, first / head_dim_v)))
     }
 
-    /// q, k or v.
+    /// An input.
     pub fn operand(&self, name: Name) -> &Guarded {
         match name {
             Name::Q => &self.q,
             Name::K => &self.k,
-            _ => &self.v,
+            Name::V => &self.v,
+            other => &self.further[other],
         }
     }
 
-    /// q, k or v, to be changed.
+    /// An input, to be changed.
     pub fn operand_mut(&mut self, name: Name) -> &mut Guarded {
         match name {
             Name::Q => &mut self.q,
             Name::K => &mut self.k,
-            _ => &mut self.v,
+            Name::V => &mut self.v,
+            other => {
+                self.further.get_mut(other).unwrap_or_else(|| panic!("the problem has no input {other}"))
+            }
         }
     }
 
-    /// One row of q, k or v.
+    /// Writes one row of an input. What a backward pass was given of the forward pass follows.
+    pub fn write_row(&mut self, spot: &Spot, elements: &[f32]) {
+        self.operand_mut(spot.operand).view_mut().write_row(spot.batch, spot.head, spot.row, elements);
+        match spot.operand {
+            Name::Q => self.attend(spot.batch, spot.head / self.problem.group()),
+            Name::K | Name::V => self.attend(spot.batch, spot.head),
+            _ => {}
+        }
+    }
+
+    /// One row of an input.
     pub fn row(&self, operand: Name, b: usize, head: usize, row: usize) -> Vec<f32> {
         let tensor = self.operand(operand);
         let mut elements = vec![0.0; tensor.shape()[3]];
@@ -260,11 +338,23 @@ impl Operands {
 
     /// The yardstick of all rows.
     pub fn yardstick(&self) -> Yardstick {
-        let (q, k, v) = (self.q.view(), self.k.view(), self.v.view());
-        Yardstick::new(&self.problem, &q, &k, &v, self.key_lengths.as_deref())
+        let (problem, lengths) = (&self.problem, self.key_lengths.as_deref());
+        match problem.pass {
+            Pass::Forward => Yardstick::new(problem, &self.q.view(), &self.k.view(), &self.v.view(), lengths),
+            Pass::Backward => Yardstick::backward(problem, &self.given(), lengths),
+        }
     }
 
-    /// The yardstick of chosen rows, for problems too large to judge whole.
+    /// The yardstick of the gradients of one kv head and its query heads.
+    pub fn yardstick_of_group(&self, batch: usize, head_kv: usize) -> Yardstick {
+        let (problem, lengths) = self.group_problem(batch);
+        let given = self.backward(|name| self.group_part(name, batch, head_kv));
+        let first = Row::query(batch, head_kv * self.problem.group(), 0);
+        let first_key = Row { kind: Rows::Keys, head: head_kv, ..first };
+        Yardstick::backward(&problem, &given, lengths.as_deref()).at(first).at(first_key)
+    }
+
+    /// The yardstick of chosen rows of a forward pass, for problems too large to judge whole.
     pub fn yardstick_of_rows(&self, rows: &[Row]) -> Yardstick {
         let one = |row: &Row| {
             let &Row { batch, head, position: query, .. } = row;
@@ -414,6 +504,36 @@ mod tests {
         );
         assert!(!depends(0, 6, Name::V, 0, 6) && !depends(1, 6, Name::K, 1, 7));
         assert!(depends(1, 6, Name::Q, 2, 8) && !depends(1, 6, Name::Q, 2, 7));
+    }
+
+    #[test]
+    fn the_yardstick_of_a_kv_head_has_the_truth_of_the_whole() {
+        let problem = operands().problem.backward();
+        let operands =
+            Operands::draw(problem, Some(vec![13, 7]), Arrangement::Padded, Distribution::Normal, 3);
+        let (all, one) = (operands.yardstick(), operands.yardstick_of_group(1, 1));
+        assert_eq!(all.measures().len(), 3);
+        for (all, one) in all.measures().iter().zip(one.measures()) {
+            assert!(!one.rows().is_empty() && one.truth().iter().any(|&x| x != 0.0));
+            for (i, row) in one.rows().iter().enumerate() {
+                let at = all.rows().iter().position(|other| other == row).unwrap();
+                assert_eq!(one.truth()[one.elements(i)], all.truth()[all.elements(at)], "{row}");
+            }
+        }
+    }
+
+    #[test]
+    fn o_and_lse_of_a_backward_pass_follow_what_is_changed() {
+        let problem = Problem::new(2, 4, 5, 8, DType::F16).with_kv(2, 6).with_mask(Mask::Causal).backward();
+        let mut operands = Operands::draw(problem, None, Arrangement::Bshd, Distribution::Normal, 3);
+        let before = operands.clone();
+        let spot = Spot { operand: Name::K, batch: 1, head: 1, row: 3, column: 0 };
+        operands.write_row(&spot, &[0.5; 8]);
+        for name in [Name::O, Name::Lse] {
+            let changed = operands.operand(name).differences(before.operand(name));
+            let expected = |i: usize| operands.depends(&Row::query(i / 20, i / 5 % 4, i % 5), &spot);
+            assert!((0..40).all(|i| (changed[i] > 0) == expected(i)), "{name} {changed:?}");
+        }
     }
 
     #[test]

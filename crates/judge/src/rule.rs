@@ -24,6 +24,11 @@
 //! others. The floor is small: a row of standard normal inputs may be off by ε times its magnitude, where a dropped
 //! tile or a wrong scale is off by a hundred times that; and over a whole head it all but vanishes.
 //!
+//! Gradients have floors of the same kind, derived in `gradients.rs`. There habit includes what every engine is given
+//! rounded: o, from which it takes what a row's gradients have in common, and lse, from which it takes the probabilities.
+//!
+//! A gradient may be beyond what the dtype holds; the infinity that it is rounded to is then right.
+//!
 //! # NaN and infinity
 //!
 //! Where the truth is NaN or infinite because an input is, the result must not be finite either: hiding it is as wrong
@@ -34,13 +39,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-use flashcore::oracle::{self, Rounding};
+use flashcore::oracle::{self, GradientReference, Rounding};
 use flashcore::signature::{Parameter, Rows};
-use flashcore::{Name, Problem, Tensor};
+use flashcore::{Backward, Name, Problem, Tensor};
 use serde::{Serialize, Serializer};
 
 use crate::conditioning::{Conditioning, conditioning};
-use crate::inputs::smallest_subnormal;
+use crate::gradients;
+use crate::inputs::{self, smallest_subnormal};
 
 /// One row of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -264,9 +270,9 @@ impl Judgement {
 
 /// What a row may be off by in addition to twice plain attention's error.
 #[derive(Clone, Copy, Debug, Default)]
-struct Floor {
-    luck: f64,
-    habit: f64,
+pub(crate) struct Floor {
+    pub luck: f64,
+    pub habit: f64,
 }
 
 /// The truth about some rows of an output, and how far from it a result may be.
@@ -281,6 +287,8 @@ pub struct Measure {
     /// Whether elements are sums of products, as of all outputs but lse: then the whole has bounds too, and NaN may
     /// stand for an infinity, since 0·∞ is NaN.
     sums: bool,
+    /// From where on a gradient is rounded to an infinity. Outputs, which are averages, never are.
+    overflow: Option<f64>,
 }
 
 impl Measure {
@@ -295,7 +303,9 @@ impl Measure {
             }
         }
         let rows = (0..batch * heads * len).map(|i| Row::of(of, i)).collect();
-        Self { output: of.name, rows, width, truth, plain, floors, sums }
+        let overflow = matches!(of.name, Name::Dq | Name::Dk | Name::Dv)
+            .then(|| inputs::largest(of.dtype) * (1.0 + f64::from(of.dtype.epsilon()) / 4.0));
+        Self { output: of.name, rows, width, truth, plain, floors, sums, overflow }
     }
 
     /// The rows that it measures, in the order in which results are given.
@@ -331,7 +341,12 @@ impl Measure {
     }
 
     fn error(&self, got: f64, truth: f64) -> f64 {
-        if self.sums && truth.is_infinite() && got.is_nan() { 0.0 } else { distance(got, truth) }
+        match self.overflow {
+            _ if self.sums && truth.is_infinite() && got.is_nan() => 0.0,
+            // An infinity stands for whatever is rounded to it.
+            Some(least) if got.is_infinite() && truth.is_finite() => (least - truth * got.signum()).max(0.0),
+            _ => distance(got, truth),
+        }
     }
 
     fn judge(&self, got: &[f32]) -> Verdict {
@@ -410,12 +425,7 @@ impl Yardstick {
         let plain = |rounding| oracle::same_precision(problem, q, k, v, key_lengths, rounding);
         let mut rounded = plain(Rounding::ScoresAndProbabilities);
         let unrounded = plain(Rounding::Probabilities);
-        let width = problem.head_dim_v;
-        for (i, row) in rounded.o.chunks_exact_mut(width.max(1)).enumerate() {
-            if !row.iter().all(|x| x.is_finite()) {
-                row.copy_from_slice(&unrounded.o[i * width..][..width]);
-            }
-        }
+        take_finite_rows(&mut rounded.o, &unrounded.o, problem.head_dim_v);
         let felt = conditioning(problem, q, k, v, key_lengths, &oracle);
         let (floors, lse_floors) =
             felt.iter().zip(&oracle.lse).map(|(felt, lse)| floors(problem, felt, *lse)).unzip();
@@ -424,6 +434,28 @@ impl Yardstick {
         let signature = problem.signature();
         let measure = |(of, (truth, plain, floors))| Measure::new(of, truth, plain, floors);
         Self { measures: signature.outputs().zip(outputs).map(measure).collect() }
+    }
+
+    /// For all rows of a backward problem's gradients.
+    pub fn backward(problem: &Problem, given: &Backward<'_>, key_lengths: Option<&[u32]>) -> Self {
+        let oracle = oracle::gradients(problem, given, key_lengths);
+        let floors = gradients::floors(problem, given, key_lengths, &oracle);
+        let plain = |rounding| {
+            let GradientReference { dq, dk, dv } =
+                oracle::same_precision_gradients(problem, given, key_lengths, rounding);
+            [dq, dk, dv]
+        };
+        let rounded = plain(Rounding::ScoresAndProbabilities);
+        let unrounded = plain(Rounding::Probabilities);
+        let signature = problem.signature();
+        let mut measures = Vec::new();
+        for (of, ((truth, floors), (mut plain, unrounded))) in signature.outputs().zip(
+            [oracle.dq, oracle.dk, oracle.dv].into_iter().zip(floors).zip(rounded.into_iter().zip(unrounded)),
+        ) {
+            take_finite_rows(&mut plain, &unrounded, of.shape[3]);
+            measures.push(Measure::new(of, truth, plain, floors));
+        }
+        Self { measures }
     }
 
     /// The same rows as part of a larger problem, where those of the kind of `first` begin there.
@@ -467,6 +499,15 @@ impl Yardstick {
     pub fn judge(&self, given: &[(Name, impl AsRef<[f32]>)]) -> Judgement {
         let verdict = |(output, got): &(Name, _)| self.of(*output).judge(AsRef::as_ref(got));
         Judgement { outputs: given.iter().map(verdict).collect() }
+    }
+}
+
+/// Replaces the rows that hold an infinity or NaN by others.
+fn take_finite_rows(rows: &mut [f64], others: &[f64], width: usize) {
+    for (row, other) in rows.chunks_exact_mut(width.max(1)).zip(others.chunks_exact(width.max(1))) {
+        if !row.iter().all(|x| x.is_finite()) {
+            row.copy_from_slice(other);
+        }
     }
 }
 
@@ -537,6 +578,11 @@ pub(crate) mod tests {
         yardstick.of(Name::O).truth.iter().map(|&x| dtype.round(x as f32)).collect()
     }
 
+    /// The truth about an output in f16.
+    fn best_of(yardstick: &Yardstick, output: Name) -> Vec<f32> {
+        yardstick.of(output).truth.iter().map(|&x| DType::F16.round(x as f32)).collect()
+    }
+
     fn judge_o(yardstick: &Yardstick, o: &[f32]) -> Verdict {
         yardstick.judge(&[(Name::O, o)]).outputs.remove(0)
     }
@@ -556,6 +602,57 @@ pub(crate) mod tests {
                 assert!(verdict.passed(), "{dtype} {inputs}: {verdict:?}");
             }
         }
+    }
+
+    #[test]
+    fn rounded_gradients_are_accepted_on_every_input_and_dtype_and_others_refused() {
+        for dtype in DType::ALL {
+            for inputs in Distribution::ALL {
+                let problem = Problem::new(1, 2, 33, 16, dtype).with_kv(1, 40).with_mask(Mask::Causal);
+                let yardstick = yardstick(problem.with_lse().backward(), inputs);
+                let given = |factor: f64| -> Vec<(Name, Vec<f32>)> {
+                    let of =
+                        |m: &Measure| m.truth.iter().map(|&x| dtype.round((x * factor) as f32)).collect();
+                    yardstick.measures().iter().map(|measure| (measure.output, of(measure))).collect()
+                };
+                let judgement = yardstick.judge(&given(1.0));
+                assert!(judgement.passed(), "{dtype} {inputs}: {judgement:?}");
+                // Of scores beyond ten thousand, lse in f32 leaves less than this.
+                let vague = [Distribution::OverflowingScores, Distribution::NegativeScores].contains(&inputs);
+                let refused = yardstick.judge(&given(1.1));
+                assert!(
+                    vague || refused.outputs.iter().all(|it| !it.passed()),
+                    "{dtype} {inputs}: {refused:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_gradient_beyond_the_dtype_is_an_infinity_and_no_other_is() {
+        let problem = Problem::new(1, 1, 3, 4, DType::F16).backward();
+        let mut measure = yardstick(problem, Distribution::Normal).of(Name::Dk).clone();
+        (measure.truth[1], measure.plain[1]) = (-7e4, -7e4);
+        let bad = |at: usize, value: f32| {
+            let mut dk: Vec<f32> = measure.truth.iter().map(|&x| DType::F16.round(x as f32)).collect();
+            dk[at] = value;
+            measure.judge(&dk).bad_rows
+        };
+        assert!(bad(1, f32::NEG_INFINITY).is_empty());
+        assert_eq!(bad(1, f32::INFINITY), [0]);
+        assert_eq!(bad(1, f32::NAN), [0]);
+        assert_eq!(bad(6, f32::INFINITY), [1]);
+    }
+
+    #[test]
+    fn gradients_of_what_nobody_sees_must_be_zeros_exactly() {
+        let problem = Problem::new(1, 1, 3, 4, DType::F16).with_kv(1, 2).with_mask(Mask::Causal).backward();
+        let yardstick = yardstick(problem, Distribution::Normal);
+        let mut dq = best_of(&yardstick, Name::Dq);
+        assert_eq!(dq[..4], [0.0; 4]);
+        assert!(yardstick.judge(&[(Name::Dq, &dq)]).passed());
+        dq[3] = 1e-7;
+        assert_eq!(yardstick.judge(&[(Name::Dq, &dq)]).outputs[0].bad_rows, [0]);
     }
 
     #[test]

@@ -22,6 +22,16 @@ pub enum Operand {
     O,
     /// One f32 per query: the logarithm of the sum of exponentials.
     Lse,
+    /// The gradient of the output.
+    Do,
+    /// The gradient of lse: one f32 per query.
+    Dlse,
+    /// The gradient of the queries.
+    Dq,
+    /// The gradient of the keys.
+    Dk,
+    /// The gradient of the values.
+    Dv,
     /// The outputs of parts of the keys in f32, not yet divided by their sums. Its rows are those of the first part, then
     /// those of the second, and so on.
     PartialO,

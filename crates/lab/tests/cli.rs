@@ -698,6 +698,20 @@ fn verify_judges_every_engine_and_says_so_in_json() {
 }
 
 #[test]
+fn verify_judges_gradients_where_it_is_asked_to() {
+    let filter = ["--filter", "lengths/self-len7-f16", "--filter", "edges/one"];
+    let output =
+        answer(&[&["verify", "--device", "cpu-portable", "--pass", "backward"], &filter[..]].concat());
+    let said = stdout(&output) + &stderr(&output);
+    assert_eq!(code(&output), 0, "{said}");
+    assert!(said.contains("backward/") && said.contains("PASSED"), "{said}");
+    // No GPU computes them yet, nor a simulated one.
+    let output = answer(&[&["verify", "--device", "sim-scalar", "--pass", "backward"], &filter[..]].concat());
+    assert!(code(&output) == 2 && stdout(&output).contains("the backward pass"), "{}", stdout(&output));
+    assert!(stderr(&answer(&["verify", "--pass", "sideways"])).contains("forward, backward and both"));
+}
+
+#[test]
 fn verify_runs_one_case_by_its_whole_name_on_one_engine() {
     let output = answer(&["verify", "--device", "cpu-portable", "--filter", "=lengths/self-len7-f16"]);
     assert_eq!(code(&output), 0, "{}", stderr(&output));

@@ -3,8 +3,8 @@
 //! `cargo test --release -p flashcore-lab --test corpus` runs the quick cases, and with `-- --include-ignored` all of
 //! them. Single cases: `flashcore verify --full --filter NAME`.
 
-use flashcore::{DType, Problem};
-use flashcore_lab::cases::{Case, Tier, corpus};
+use flashcore::{DType, Pass, Problem};
+use flashcore_lab::cases::{Case, Passes, Tier, corpus_of};
 use flashcore_lab::check::{Outcome, Prepared};
 use flashcore_lab::crew;
 use flashcore_lab::engine::{self, Engine};
@@ -32,18 +32,20 @@ fn check(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Outcome, Option<Strin
     engines.iter().map(|engine| one(engine.as_ref())).collect()
 }
 
-/// What an engine need not compute: the CPU computes everything; a GPU's kernels take 16-bit types and head dims in
-/// multiples of 8 up to 256, and a simulated one nothing large.
+/// What an engine need not compute: the CPU computes everything; a GPU's kernels take forward passes of 16-bit types and
+/// head dims in multiples of 8 up to 256, and a simulated one nothing large.
 fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let odd = |head_dim: usize| !head_dim.is_multiple_of(8) || head_dim > 256;
     let beyond = problem.dtype == DType::F32 || odd(problem.head_dim) || odd(problem.head_dim_v);
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
-    !engine.starts_with("cpu") && (beyond || large)
+    let backward = problem.pass == Pass::Backward && why.contains("the backward pass");
+    !engine.starts_with("cpu") && (beyond || large || backward)
 }
 
-fn run(tier: Tier) -> Result<(), Failed> {
+fn run(pass: Pass, tier: Tier) -> Result<(), Failed> {
     let engines = engine::all();
-    let cases: Vec<Case> = corpus().into_iter().filter(|case| case.tier == tier).collect();
+    let all = corpus_of(Passes::One(pass));
+    let cases: Vec<Case> = all.into_iter().filter(|case| case.tier == tier).collect();
     let mut tallies: Vec<Tally> = engines.iter().map(|engine| Tally::new(engine.name())).collect();
     let mut wrong = Vec::new();
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -66,7 +68,8 @@ fn run(tier: Tier) -> Result<(), Failed> {
             tally.reasons()
         );
     }
-    let idle = tallies.iter().filter(|tally| tally.passed == 0);
+    let differentiates = |tally: &&Tally| pass == Pass::Forward || tally.engine.starts_with("cpu");
+    let idle = tallies.iter().filter(differentiates).filter(|tally| tally.passed == 0);
     wrong.extend(idle.map(|tally| format!("{} passes nothing", tally.engine)));
     if wrong.is_empty() {
         return Ok(());
@@ -78,8 +81,12 @@ fn run(tier: Tier) -> Result<(), Failed> {
 
 fn main() {
     let trials = vec![
-        Trial::test("the quick corpus on every engine", || run(Tier::Quick)),
-        Trial::test("the rest of the corpus on every engine", || run(Tier::Full)).with_ignored_flag(true),
+        Trial::test("the quick corpus on every engine", || run(Pass::Forward, Tier::Quick)),
+        Trial::test("the quick corpus backward on every engine", || run(Pass::Backward, Tier::Quick)),
+        Trial::test("the rest of the corpus on every engine", || run(Pass::Forward, Tier::Full))
+            .with_ignored_flag(true),
+        Trial::test("the rest of the corpus backward on every engine", || run(Pass::Backward, Tier::Full))
+            .with_ignored_flag(true),
     ];
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }

@@ -36,13 +36,13 @@ fn case() -> impl Strategy<Value = Case> {
         select(DType::ALL.to_vec()),
         prop_oneof![3 => Just(0.0_f32), 1 => 0.5_f32..60.0],
         prop_oneof![3 => Just(None), 1 => (0.01_f32..2.0).prop_map(Some)],
-        any::<bool>(),
+        any::<(bool, bool)>(),
     );
     let inputs = (select(Arrangement::ALL.to_vec()), select(Distribution::ALL.to_vec()), any::<u64>());
     let key_lengths = prop_oneof![2 => Just(None), 1 => prop::array::uniform2(0.0_f64..=1.0).prop_map(Some)];
     (sizes(), options, inputs, key_lengths).prop_map(|(sizes, options, inputs, key_lengths)| {
         let [batch, heads_kv, group, len_q, len_k, head_dim, head_dim_v] = sizes;
-        let (mask, dtype, softcap, scale, lse) = options;
+        let (mask, dtype, softcap, scale, (lse, backward)) = options;
         let (arrangement, inputs, seed) = inputs;
         let mut problem = Problem::new(batch, heads_kv * group, len_q, head_dim, dtype)
             .with_kv(heads_kv, len_k)
@@ -57,7 +57,7 @@ fn case() -> impl Strategy<Value = Case> {
         Case {
             name: "properties".into(),
             tier: Tier::Quick,
-            problem,
+            problem: if backward { problem.backward() } else { problem },
             key_lengths,
             arrangement,
             inputs,

@@ -309,8 +309,12 @@ impl<'py> Array<'py> {
 
     /// The array as an input of a call.
     pub fn tensor(&self, py: Python<'_>, name: Name, order: Order) -> PyResult<Tensor<'_>> {
-        let (dtype, place) = (self.element(py, name)?, self.place(py, name)?);
         let (layout, len) = self.layout(py, name, order)?;
+        self.readable(py, name, layout, len)
+    }
+
+    fn readable(&self, py: Python<'_>, name: Name, layout: Layout, len: usize) -> PyResult<Tensor<'_>> {
+        let (dtype, place) = (self.element(py, name)?, self.place(py, name)?);
         // SAFETY: the array lives as long as the view, and its producer says that these sizes and strides stay
         // inside its memory.
         unsafe { Tensor::from_raw_parts(self.data, len, dtype, place, layout) }
@@ -325,15 +329,24 @@ impl<'py> Array<'py> {
 
     /// The array as a place for lse, (batch, heads, length).
     pub fn lse_mut(&self, py: Python<'_>) -> PyResult<TensorMut<'_>> {
-        let name = Name::Lse;
+        let (layout, len) = self.layout_of_lse(py, Name::Lse)?;
+        self.writable(py, Name::Lse, layout, len)
+    }
+
+    /// The array as an input with one number per query, (batch, heads, length).
+    pub fn lse(&self, py: Python<'_>, name: Name) -> PyResult<Tensor<'_>> {
+        let (layout, len) = self.layout_of_lse(py, name)?;
+        self.readable(py, name, layout, len)
+    }
+
+    fn layout_of_lse(&self, py: Python<'_>, name: Name) -> PyResult<(Layout, usize)> {
         if self.rank != 3 {
-            let text = format!("lse has {} dimensions, it takes 3: (batch, heads, length)", self.rank);
+            let text = format!("{name} has {} dimensions, it takes 3: (batch, heads, length)", self.rank);
             return Err(errors::contract(py, &text));
         }
         let mut four = Self { rank: 4, _owner: None, ..*self };
         (four.sizes[3], four.strides[3]) = (1, 1);
-        let (layout, len) = four.layout(py, name, Order::HeadsFirst)?;
-        self.writable(py, name, layout, len)
+        four.layout(py, name, Order::HeadsFirst)
     }
 
     fn writable(&self, py: Python<'_>, name: Name, layout: Layout, len: usize) -> PyResult<TensorMut<'_>> {

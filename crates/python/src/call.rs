@@ -1,11 +1,11 @@
 //! Calls: arrays in, arrays written.
 
-use flashcore::{Name, Place, Problem, plan};
+use flashcore::{Backward, Name, Place, Problem, plan};
 use flashcore_driver::Driver;
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    arrays::Array,
+    arrays::{Array, Order},
     devices, errors,
     lengths::Lengths,
     options::{self, Options},
@@ -73,6 +73,58 @@ pub fn run(
     let o = Array::read(o, Name::O)?;
     let lse = lse.map(|lse| Array::read(lse, Name::Lse)).transpose()?;
     execute(py, inputs.each_ref(), &o, lse.as_ref(), lengths.as_ref(), options)
+}
+
+/// Computes the gradients of q, k and v, as (batch, heads, length, head_dim), into given outputs on the host. `saved` are q,
+/// k, v, o and lse.
+#[pyfunction]
+#[pyo3(signature = (saved, grad_o, grad_lse, outputs, key_lengths, mask, left, right, scale, softcap))]
+#[allow(clippy::needless_pass_by_value)] // Tuples come as values.
+pub fn run_backward<'py>(
+    saved: [Bound<'py, PyAny>; 5],
+    grad_o: &Bound<'py, PyAny>,
+    grad_lse: Option<&Bound<'py, PyAny>>,
+    outputs: [Bound<'py, PyAny>; 3],
+    key_lengths: Option<&Bound<'py, PyAny>>,
+    mask: &str,
+    left: Option<usize>,
+    right: Option<usize>,
+    #[pyo3(from_py_with = options::scale)] scale: Option<f64>,
+    #[pyo3(from_py_with = options::softcap)] softcap: f64,
+) -> PyResult<()> {
+    let py = grad_o.py();
+    let options = Options::new(py, mask, left, right, scale, softcap, "bhsd")?;
+    let lengths = key_lengths.map(Lengths::read).transpose()?;
+    let [q, k, v, o, lse] = &saved;
+    let read = [(q, Name::Q), (k, Name::K), (v, Name::V), (o, Name::O), (grad_o, Name::Do)];
+    let arrays =
+        read.iter().map(|(array, name)| Array::read(array, *name)).collect::<PyResult<Vec<Array<'_>>>>()?;
+    let tensors = arrays.iter().zip(read).map(|(array, (_, name))| array.tensor(py, name, Order::HeadsFirst));
+    let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
+    let lse = Array::read(lse, Name::Lse)?;
+    let grad_lse = grad_lse.map(|grad| Array::read(grad, Name::Dlse)).transpose()?;
+    let written = [Name::Dq, Name::Dk, Name::Dv];
+    let arrays = outputs.iter().zip(written).map(|(array, name)| Array::read(array, name));
+    let arrays = arrays.collect::<PyResult<Vec<Array<'_>>>>()?;
+    let outputs =
+        arrays.iter().zip(written).map(|(array, name)| array.tensor_mut(py, name, Order::HeadsFirst));
+    let mut outputs = outputs.collect::<PyResult<Vec<_>>>()?;
+    let (lse, grad_lse) =
+        (lse.lse(py, Name::Lse)?, grad_lse.as_ref().map(|grad| grad.lse(py, Name::Dlse)).transpose()?);
+    let mut given = Backward::new([&tensors[0], &tensors[1], &tensors[2]], &tensors[3], &lse, &tensors[4]);
+    if let Some(grad_lse) = &grad_lse {
+        given = given.with_dlse(grad_lse);
+    }
+    let mut attention = options.attention();
+    if let Some(lengths) = &lengths {
+        attention = lengths.apply(py, attention, tensors[1].shape()[2])?;
+    }
+    let run = || {
+        let [dq, dk, dv] = &mut outputs[..] else { unreachable!("there are three") };
+        let device = devices::of(tensors[0].place(), None)?.device;
+        devices::on_live_threads(|| attention.backward_into(&device, &given, dq, dk, dv))
+    };
+    py.detach(run).map_err(|error| errors::raise(py, &error))
 }
 
 /// The problem that arrays and options pose, and where its tensors lie.

@@ -63,10 +63,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("options", "meant"), CASES)
-@pytest.mark.parametrize("block", [1 << 24, 150])
+@pytest.mark.parametrize("block", [None, 1 << 24, 150])
 def test_gradients_are_those_of_plain_attention(options, meant, block, monkeypatch):
-    # A small block makes the backward pass go through the queries in several steps.
-    monkeypatch.setattr("flashcore_attn._blocks._BLOCK_ELEMENTS", block)
+    # With a block, torch computes them, as on a GPU; with a small one it takes the queries in several steps.
+    if block is not None:
+        monkeypatch.setattr("flashcore_attn._ops._is_native", lambda q, v: False)
+        monkeypatch.setattr("flashcore_attn._blocks._BLOCK_ELEMENTS", block)
     q, k, v = leaves((2, 4, 7, 16), (2, 2, 9, 16), (2, 2, 9, 8))
     weights, lse_weights = draw(1, (2, 4, 7, 8), (2, 4, 7))
     o, lse = attention(q, k, v, return_lse=True, **options)
@@ -92,6 +94,22 @@ def test_gradients_in_half_precision_are_as_good_as_torchs(dtype):
         assert ours.dtype == q.dtype
         off, theirs_off = ((x.double() - truth).square().mean().sqrt() for x in (ours, theirs))
         assert off <= 1.5 * theirs_off
+
+
+@pytest.mark.filterwarnings("ignore:k is copied")
+def test_gradients_do_not_depend_on_how_tensors_lie_in_memory(monkeypatch):
+    monkeypatch.setattr("flashcore_attn._prepare._said", set())
+    given = draw(0, (2, 4, 7, 16), (2, 2, 9, 16), (2, 2, 9, 8), (2, 4, 7, 8))
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    # The last dimension of these is not contiguous, and all rows of the last gradient are one.
+    turned[1] = given[1].mT.contiguous().mT
+    turned[3] = given[3][:, :, :1].expand(2, 4, 7, 8)
+    given[3] = turned[3].contiguous()
+    found = []
+    for q, k, v, grad in (given, turned):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        found.append(torch.autograd.grad(attention(q, k, v, causal=True), (q, k, v), grad))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found))
 
 
 def test_a_query_that_sees_nothing_has_no_gradient_and_gives_none():

@@ -99,7 +99,7 @@ pub(super) unsafe fn run<S: Simd>(
             let tiles = (keys.len() + problem.head_dim_v).div_ceil(S::ROWS);
             let panel = &mut panels[step.panel];
             if panel.fresh {
-                load_queries::<S>(job, task, panel, strip);
+                load_queries::<S>(job, task, job.call.q(), panel, panel.q, strip);
                 panel.clear_stats::<S>();
             }
             if let Some(block) = &blocks[number] {
@@ -181,7 +181,7 @@ fn queries_of(job: &Job<'_>, raw: &Raw, task: &Task, rows: &Range<usize>) -> Row
 
 /// How many of `count` rows go into tiles of `tall` ones, so that the others fill tiles of four wherever they can.
 #[inline(always)]
-fn evenly(tall: usize, count: usize) -> usize {
+pub(super) fn evenly(tall: usize, count: usize) -> usize {
     let others = count % tall;
     if tall == 6 && matches!(others, 2 | 3) && count > 6 { count - others - 6 } else { count - others }
 }
@@ -239,6 +239,8 @@ macro_rules! output_tiles {
         }
     };
 }
+
+pub(super) use {output_tiles, score_tiles};
 
 /// One panel against one block of keys; writes the outputs of a panel that is done.
 #[inline(always)]

@@ -4,7 +4,6 @@
 use std::ops::Range;
 
 use super::{rows::Rows, simd::Simd};
-use crate::DType;
 
 /// A block of keys as f32: rows of K, and V in panels as wide as tiles of outputs.
 pub(super) struct Block {
@@ -31,15 +30,14 @@ impl Block {
     ) -> Self {
         // SAFETY: the caller's promise.
         unsafe {
-            let contiguous = |rows: Rows| rows.dtype == DType::F32 && rows.stride == rows.len;
-            let k_stays = contiguous(k);
+            let k_stays = k.are_wide();
             if !k_stays {
                 k.widen::<S>(k_wide);
             }
             // Rows of a single panel are as they would be in it. Vectors are read whole, which is slow across cache lines.
             let one_panel = v.len.is_multiple_of(S::LANES) && v.len <= S::COLUMNS * S::LANES;
             let aligned = v.at.addr().is_multiple_of(size_of::<f32>() * S::LANES);
-            let v_stays = one_panel && aligned && contiguous(v);
+            let v_stays = one_panel && aligned && v.are_wide();
             if one_panel && !v_stays {
                 v.widen::<S>(v_wide);
             } else if !v_stays {

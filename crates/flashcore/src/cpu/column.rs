@@ -137,6 +137,43 @@ impl Column<'_> {
         }
     }
 
+    /// Turns products into probabilities, and the gradients of these, at `dp`, into gradients of the scores before their
+    /// scale. `from_scores` is each row's lse in units of the scale, `from_gradients` what its gradients have in common.
+    #[inline(always)]
+    pub(super) unsafe fn differentiate<S: Simd>(
+        &self,
+        scoring: Scoring,
+        from_scores: S::V,
+        from_gradients: S::V,
+        dp: *mut f32,
+    ) {
+        // SAFETY: as of the type, and gradients lie as scores do.
+        unsafe {
+            let exp = Exp2Below::<S>::new(scoring.scale * std::f32::consts::LOG2_E);
+            let (masked, hidden) = (self.is_masked(), S::splat(f32::INFINITY));
+            let (first, end) = if masked { self.bounds::<S>() } else { (hidden, hidden) };
+            for number in 0..self.keys.len() {
+                let at = self.score::<S>(number);
+                let dp = dp.add(number * S::VECS * S::LANES);
+                let product = S::load(at);
+                let score = scoring.inner.map_or(product, |inner| math::capped::<S>(inner, product));
+                let mut below = S::sub(from_scores, score);
+                if masked {
+                    let key = S::splat(number as f32);
+                    below = S::select_less(key, end, below, hidden);
+                    below = S::select_less(key, first, hidden, below);
+                }
+                let p = exp.of(below);
+                let mut ds = S::mul(p, S::sub(S::load(dp), from_gradients));
+                if scoring.inner.is_some() {
+                    ds = S::mul(ds, S::sub(S::splat(1.0), S::mul(score, score)));
+                }
+                S::store(at, p);
+                S::store(dp, ds);
+            }
+        }
+    }
+
     /// Moves the running maxima to the tops where these are higher, adds what `exponentials(exp, base)` sums up to the running
     /// sums, exponentials being `exp.of(base - score)`, and notes what the outputs so far are to be multiplied with.
     #[inline(always)]

@@ -49,19 +49,25 @@ pub(super) fn rows_in<S: Simd>(strip: *mut f32, len: usize) -> LaneRows {
     rows
 }
 
-/// Widens and transposes the panel's queries; lanes without a row become zeros.
+/// Widens and transposes a panel's rows of a tensor of queries; lanes without a row become zeros.
 ///
 /// # Safety
-/// Requires a CPU with `S`, a panel of the task with its place in scratch, and room for `LANES` rows, padded to whole
-/// vectors, at `strip`.
+/// Requires a CPU with `S`, a panel of the task, room for its rows at `lanes`, and for `LANES` rows at `strip`, both padded
+/// to whole vectors.
 #[inline(always)]
-pub(super) unsafe fn load_queries<S: Simd>(job: &Job<'_>, task: &Task, panel: &Panel, strip: *mut f32) {
-    let raw = job.call.q();
-    let head_dim = job.call.problem.head_dim;
+pub(super) unsafe fn load_queries<S: Simd>(
+    job: &Job<'_>,
+    task: &Task,
+    raw: &Raw,
+    panel: &Panel,
+    lanes: *mut f32,
+    strip: *mut f32,
+) {
+    let head_dim = raw.layout.shape[3];
     let padded = head_dim.next_multiple_of(S::LANES);
     for vec in 0..panel.vecs {
         let first = panel.rows.start + vec * S::LANES;
-        let to = panel.q.wrapping_add(vec * S::LANES);
+        let to = lanes.wrapping_add(vec * S::LANES);
         // SAFETY: rows are inside q, and the strip holds `LANES` padded rows.
         unsafe {
             if padded == head_dim && first + S::LANES <= panel.rows.end {

@@ -27,14 +27,14 @@ use super::{
     },
     visible::Visible,
 };
-use crate::{DType, Problem};
+use crate::{DType, Problem, tensor::Raw};
 
 /// Elements, or keys, of a row of a left matrix.
-const PAIRED: usize = 2 * SIDE;
+pub(super) const PAIRED: usize = 2 * SIDE;
 /// Rows of a panel.
-const WIDTH: usize = S::VECS * S::LANES;
+pub(super) const WIDTH: usize = S::VECS * S::LANES;
 /// f32 of a matrix.
-const WORDS: usize = SIDE * SIDE;
+pub(super) const WORDS: usize = SIDE * SIDE;
 /// Bytes of a row of Sᵀ or Oᵀ.
 const STRIDE: usize = WIDTH * size_of::<f32>();
 
@@ -155,7 +155,7 @@ unsafe fn run_on<M: Matrices>(job: &Job<'_>, task: &Task, workspace: &mut Worksp
             let panel = &mut panels[step.panel];
             panel.done = !panel.sees(&(keys.end..task.keys.end));
             if panel.fresh {
-                pack_queries(job, task, &sizes, panel, strip);
+                pack_rows(job, task, job.call.q(), panel, panel.q, strip);
                 panel.clear_stats::<S>();
             }
             attend(job, &sizes, panel, block, s, p, registers);
@@ -218,7 +218,7 @@ unsafe fn pack(
 /// Copies rows of bf16 to rows of `len` elements; the rest of these are zeros.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn copy_padded(rows: Rows, to: *mut u16, len: usize) {
+pub(super) unsafe fn copy_padded(rows: Rows, to: *mut u16, len: usize) {
     for row in 0..rows.count {
         // SAFETY: the caller's promise.
         unsafe {
@@ -233,7 +233,7 @@ unsafe fn copy_padded(rows: Rows, to: *mut u16, len: usize) {
 /// keys are not among `values`. What is outside is zero.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn transpose_values(values: Rows, key: usize, before: usize, column: usize, to: *mut f32) {
+pub(super) unsafe fn transpose_values(values: Rows, key: usize, before: usize, column: usize, to: *mut f32) {
     // SAFETY: the caller's promise; only columns of rows that are there are read.
     unsafe {
         let row = |number: usize| -> __m512i {
@@ -260,20 +260,29 @@ unsafe fn transpose_values(values: Rows, key: usize, before: usize, column: usiz
     }
 }
 
-/// Turns a panel's queries into right matrices: one for each 32 elements and vector. Lanes without a row become zeros.
+/// Turns a panel's rows of a tensor of queries into right matrices: one for each 32 elements and vector. Lanes without a row
+/// become zeros.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn pack_queries(job: &Job<'_>, task: &Task, sizes: &Sizes, panel: &Panel, strip: *mut f32) {
-    let raw = job.call.q();
+pub(super) unsafe fn pack_rows(
+    job: &Job<'_>,
+    task: &Task,
+    raw: &Raw,
+    panel: &Panel,
+    matrices: *mut f32,
+    strip: *mut f32,
+) {
+    let head_dim = raw.layout.shape[3];
+    let depths = head_dim.div_ceil(PAIRED);
     for vec in 0..panel.vecs {
         let first = panel.rows.start + vec * S::LANES;
         // SAFETY: rows are inside q, and the strip holds sixteen padded rows.
         unsafe {
-            let whole = sizes.head_dim.is_multiple_of(PAIRED) && first + S::LANES <= panel.rows.end;
+            let whole = head_dim.is_multiple_of(PAIRED) && first + S::LANES <= panel.rows.end;
             let rows = if whole {
                 rows_at::<S>(job, task, raw, first)
             } else {
-                let len = sizes.depth * PAIRED;
+                let len = depths * PAIRED;
                 for lane in 0..S::LANES {
                     let to = strip.cast::<u16>().add(lane * len);
                     if first + lane < panel.rows.end {
@@ -285,8 +294,8 @@ unsafe fn pack_queries(job: &Job<'_>, task: &Task, sizes: &Sizes, panel: &Panel,
                 }
                 rows_in::<S>(strip, len / 2)
             };
-            for depth in 0..sizes.depth {
-                let to = panel.q.add((depth * S::VECS + vec) * WORDS);
+            for depth in 0..depths {
+                let to = matrices.add((depth * S::VECS + vec) * WORDS);
                 let words = S::columns_f32(&rows, depth * SIDE);
                 for (i, &word) in words.iter().enumerate() {
                     S::store(to.add(i * SIDE), word);
@@ -359,7 +368,7 @@ unsafe fn attend<M: Matrices>(
 }
 
 /// Vectors of a panel two by two, as a product takes them.
-fn pairs(vecs: usize) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn pairs(vecs: usize) -> impl Iterator<Item = Range<usize>> {
     (0..vecs).step_by(2).map(move |first| first..vecs.min(first + 2))
 }
 
@@ -432,7 +441,7 @@ unsafe fn exponentials(column: &Column<'_>, block: &Packed, scale: f32, groups: 
 /// Rounds two vectors to bf16 and puts them side by side. They hold numbers from 0 to 1, or NaN, of which the sums tell.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn word(even: __m512, odd: __m512) -> __m512i {
+pub(super) fn word(even: __m512, odd: __m512) -> __m512i {
     let half = _mm512_set1_epi32(0x8000);
     let low = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(even), half));
     let high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
@@ -486,24 +495,24 @@ unsafe fn outputs<M: Matrices>(
 }
 
 /// C = A B, or C += A B, of up to two by two matrices: A's are `a_next` bytes apart, B's and C's lie beside each other.
-struct Product {
+pub(super) struct Product {
     /// The first left matrix, the bytes to the second, from row to row, and from step to step.
-    a: *const u8,
-    a_next: usize,
-    a_stride: usize,
-    a_step: usize,
+    pub a: *const u8,
+    pub a_next: usize,
+    pub a_stride: usize,
+    pub a_step: usize,
     /// The first right matrix; those of the next step are `VECS` matrices further.
-    b: *const u8,
-    steps: usize,
+    pub b: *const u8,
+    pub steps: usize,
     /// The first result, in rows of `VECS` vectors.
-    c: *mut u8,
-    onto: bool,
+    pub c: *mut u8,
+    pub onto: bool,
 }
 
 impl Product {
     /// With two left matrices where it is `tall`, and two right ones where it is `wide`.
     #[inline(always)]
-    unsafe fn run<M: Matrices>(&self, tall: bool, wide: bool, registers: &mut M) {
+    pub(super) unsafe fn run<M: Matrices>(&self, tall: bool, wide: bool, registers: &mut M) {
         // SAFETY: the caller's promise.
         unsafe {
             match (tall, wide) {

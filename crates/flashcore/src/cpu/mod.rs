@@ -5,7 +5,8 @@
 //! A task puts its queries into the lanes of vectors (`panel`, `lanes`) and goes through blocks of keys (`cut`, `block`):
 //! scores by a register-tiled micro-kernel (`tile`), softmax (`column`), outputs by another one (`attend`), which both ask
 //! for what comes next in passing (`ahead`). Few rows against many keys are another matter, that of reading K and V once
-//! (`stream`). Where the CPU multiplies whole matrices of bf16, those do both products (`matrix`).
+//! (`stream`). Where the CPU multiplies whole matrices of bf16, those do both products (`matrix`). The gradients are computed
+//! by the same micro-kernels (`backward`).
 //!
 //! The same call gives the same bits every time and on any number of threads; instruction sets differ in the last
 //! ones. Scores and sums are f32. A row that comes out infinite or NaN is computed again in f64 (`wide`): its scores or
@@ -14,6 +15,7 @@
 
 mod ahead;
 mod attend;
+mod backward;
 mod block;
 mod column;
 mod cut;

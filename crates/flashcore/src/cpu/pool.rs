@@ -6,7 +6,7 @@ use std::cell::RefCell;
 #[cfg(target_arch = "x86_64")]
 use super::matrix;
 use super::{
-    attend,
+    attend, backward,
     helpers::{Helpers, Source},
     isa::Isa,
     job::{Job, Workspace},
@@ -19,10 +19,10 @@ use super::{
     simd::{Simd, dispatch},
     stream, wide,
 };
-use crate::contract::Call;
+use crate::{Pass, contract::Call};
 
 /// Below this many multiply-adds, waking a thread costs more than it saves.
-const WORTH_A_THREAD: usize = 2_000_000;
+pub(super) const WORTH_A_THREAD: usize = 2_000_000;
 
 thread_local! {
     static WORKSPACE: RefCell<Workspace> = const { RefCell::new(Workspace::new()) };
@@ -30,6 +30,9 @@ thread_local! {
 
 /// Computes a call.
 pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Call<'_>) {
+    if call.problem.pass == Pass::Backward {
+        return backward::run(isa, schedule, helpers, call);
+    }
     let scoring = Scoring::of(&call.problem);
     // Rows in f64 are not split.
     let split_k = if scoring.fits { schedule.split_k } else { usize::MAX };
@@ -58,7 +61,7 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
 }
 
 /// Runs `work` on every item, on up to `threads` threads; it is told the queue that items are taken from.
-fn each<T: Sync>(
+pub(super) fn each<T: Sync>(
     helpers: Source<'_>,
     threads: usize,
     items: &[T],

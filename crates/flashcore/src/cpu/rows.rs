@@ -101,6 +101,12 @@ impl Rows {
         self.len * self.dtype.size()
     }
 
+    /// Whether they are as [`widen`](Self::widen) would leave them.
+    #[inline(always)]
+    pub(super) fn are_wide(self) -> bool {
+        self.dtype == DType::F32 && self.stride == self.len
+    }
+
     /// The same elements as one long row, where there are no gaps between the rows.
     #[inline(always)]
     pub(super) fn without_gaps(self) -> Self {

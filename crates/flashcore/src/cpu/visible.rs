@@ -30,6 +30,11 @@ impl Visible {
         Self { first: place - reach(left), end: place + reach(right) + 1, len }
     }
 
+    /// How many keys there are.
+    pub(super) fn count(&self) -> usize {
+        self.len as usize
+    }
+
     /// The keys that a query sees; all of its empty ranges are 0..0.
     #[inline(always)]
     pub(super) fn keys(&self, query: usize) -> Range<usize> {

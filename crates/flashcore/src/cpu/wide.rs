@@ -129,7 +129,7 @@ unsafe fn attend<S: Simd>(
 
 /// Σ xᵢ·yᵢ, in lanes for speed.
 #[inline(always)]
-fn dot(x: &[f64], y: &[f32]) -> f64 {
+pub(super) fn dot(x: &[f64], y: &[f32]) -> f64 {
     const LANES: usize = 8;
     let mut sums = [0.0; LANES];
     let (xs, ys) = (x.chunks_exact(LANES), y.chunks_exact(LANES));

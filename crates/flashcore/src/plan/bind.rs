@@ -38,6 +38,11 @@ fn operand(name: Name) -> Operand {
         Name::V => Operand::V,
         Name::O => Operand::O,
         Name::Lse => Operand::Lse,
+        Name::Do => Operand::Do,
+        Name::Dlse => Operand::Dlse,
+        Name::Dq => Operand::Dq,
+        Name::Dk => Operand::Dk,
+        Name::Dv => Operand::Dv,
         Name::KeyLengths => Operand::KeyLengths,
         Name::Tensor => unreachable!("no tensor of a signature"),
     }
@@ -94,8 +99,9 @@ impl Plan {
 
     fn refuse(&self, error: BindError) -> Error {
         let BindError::RowStride { operand: of, given, most } = error;
-        let names = [Name::Q, Name::K, Name::V, Name::O, Name::Lse];
-        let tensor = names.into_iter().find(|&name| operand(name) == of).unwrap_or(Name::Tensor);
+        let signature = self.problem.signature();
+        let mut names = signature.iter().map(|parameter| parameter.name);
+        let tensor = names.find(|&name| operand(name) == of).unwrap_or(Name::Tensor);
         Error::Unsupported {
             device: self.target.to_string(),
             what: format!("rows of {tensor} that are {given} bytes apart"),

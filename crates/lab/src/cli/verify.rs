@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::screen::{Progress, Tone, say, toned};
 use super::{Exit, Json};
-use crate::cases::{Case, Tier, corpus};
+use crate::cases::{Case, Passes, Tier, corpus_of};
 use crate::check::{Outcome, Prepared, RULE, Status};
 use crate::crew;
 use crate::device::DeviceName;
@@ -57,6 +57,9 @@ pub struct Options {
     /// With --ptx: how it is launched, and what it computes
     #[arg(long, value_name = "FILE.toml", requires = "ptx")]
     launch: Option<PathBuf>,
+    /// forward, backward (gradients), or both
+    #[arg(long, value_name = "PASS", default_value = "forward")]
+    pass: Passes,
     /// The quick cases only (the default)
     #[arg(long, conflicts_with = "full")]
     quick: bool,
@@ -169,7 +172,7 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     }
     let engines = options.engines()?;
     let tier = if options.full { Tier::Full } else { Tier::Quick };
-    let cases = select(tier, &options.filter)?;
+    let cases = select(options.pass, tier, &options.filter)?;
     let started = Instant::now();
     let tallies = engines.iter().map(|engine| Tally::new(engine.name())).collect();
     let found = Arc::new(Mutex::new(Found { tallies, results: Vec::new() }));
@@ -403,13 +406,13 @@ fn verdict(tallies: &[Tally], done: usize, total: usize) -> (Exit, String) {
 }
 
 /// The cases of a tier that the filters let through.
-fn select(tier: Tier, filters: &[String]) -> Result<Vec<Case>, String> {
+fn select(passes: Passes, tier: Tier, filters: &[String]) -> Result<Vec<Case>, String> {
     let matches = |case: &Case, filter: &str| match filter.strip_prefix('=') {
         Some(name) => case.name == name,
         None => case.name.contains(filter),
     };
     let wanted = |case: &Case| filters.is_empty() || filters.iter().any(|filter| matches(case, filter));
-    let all = corpus();
+    let all = corpus_of(passes);
     let chosen: Vec<Case> = all.iter().filter(|case| case.tier <= tier && wanted(case)).cloned().collect();
     if !chosen.is_empty() {
         return Ok(chosen);
@@ -437,7 +440,7 @@ impl Record {
             judgement: None,
             skipped: None,
             faults: Vec::new(),
-            reproduce: reproduce(&case.name, engine),
+            reproduce: reproduce(case, engine),
         };
         match outcome {
             Outcome::Passed(judgement) => record.judgement = Some(judgement),
@@ -488,10 +491,14 @@ mod tests {
 
     #[test]
     fn a_filter_holds_or_with_an_equals_sign_is_the_name() {
-        let some = select(Tier::Quick, &["lengths/self-len7-f16".into()]).unwrap();
-        assert_eq!(some.len(), 1);
-        assert!(select(Tier::Quick, &["lengths/self-len".into()]).unwrap().len() > 20);
-        assert!(select(Tier::Quick, &["=lengths/self-len".into()]).is_err());
-        assert!(select(Tier::Full, &[]).unwrap().len() > select(Tier::Quick, &[]).unwrap().len());
+        let select = |passes: &str, tier, filters: &[&str]| {
+            let filters: Vec<String> = filters.iter().map(ToString::to_string).collect();
+            super::select(passes.parse().unwrap(), tier, &filters).map(|cases| cases.len())
+        };
+        assert_eq!(select("forward", Tier::Quick, &["lengths/self-len7-f16"]), Ok(1));
+        assert_eq!(select("both", Tier::Quick, &["lengths/self-len7-f16"]), Ok(2));
+        assert!(select("forward", Tier::Quick, &["lengths/self-len"]).unwrap() > 20);
+        assert!(select("forward", Tier::Quick, &["=lengths/self-len"]).is_err());
+        assert!(select("forward", Tier::Full, &[]) > select("forward", Tier::Quick, &[]));
     }
 }

@@ -13,6 +13,7 @@ use crate::cases::{Case, Tier};
 use crate::check::{Outcome, Prepared};
 use crate::engine::{DeviceEngine, Engine};
 use crate::explain::describe;
+use crate::gradients::{Slip, Tiled};
 use crate::guarded::Arrangement;
 use crate::inputs::Distribution;
 
@@ -56,6 +57,15 @@ pub fn planted_in(dtype: DType, mask: Mask) -> &'static Prepared {
     })
 }
 
+/// What faults of gradients are planted in. The oracle is asked about it only once.
+pub fn gradients_of(dtype: DType) -> &'static Prepared {
+    static PREPARED: [OnceLock<Prepared>; DType::ALL.len()] = [const { OnceLock::new() }; DType::ALL.len()];
+    PREPARED[dtype as usize].get_or_init(|| {
+        let problem = Problem::new(1, 4, 160, 32, dtype).with_kv(2, 200).with_mask(Mask::Causal);
+        Prepared::new(case(problem.backward(), "gradients"))
+    })
+}
+
 /// What the check says of an engine.
 fn verdict(prepared: &Prepared, engine: &dyn Engine) -> Verdict {
     match prepared.check(engine) {
@@ -78,8 +88,16 @@ fn in_every_dtype(
     mask: Mask,
     engine: impl Fn() -> Box<dyn Engine> + Send + Sync + 'static,
 ) -> Trial {
+    in_each(name, move |dtype| planted_in(dtype, mask), engine)
+}
+
+fn in_each(
+    name: &'static str,
+    prepared: impl Fn(DType) -> &'static Prepared + Send + Sync + 'static,
+    engine: impl Fn() -> Box<dyn Engine> + Send + Sync + 'static,
+) -> Trial {
     Trial::fault(name, JUDGE, move || {
-        let of = |dtype| verdict(planted_in(dtype, mask), engine().as_ref());
+        let of = |dtype| verdict(prepared(dtype), engine().as_ref());
         let verdicts = DType::ALL.map(|dtype| (dtype, of(dtype)));
         match verdicts.iter().find(|(_, verdict)| !matches!(verdict, Verdict::Refused(_))) {
             Some((dtype, verdict)) => Verdict::Accepted(format!("{verdict:?} in {dtype}")),
@@ -147,6 +165,15 @@ pub fn trials() -> Vec<Trial> {
         moody("runs that differ in one bit", Mood::Unsteady),
         Trial::fault("a kernel that does not wait for its copies", "simulator", || simulated(true)),
     ];
+    trials.extend(
+        Slip::ALL
+            .map(|slip| in_each(slip.name(), gradients_of, move || Box::new(Tiled { slip: Some(slip) }))),
+    );
+    trials.extend(DType::ALL.map(|dtype| {
+        Trial::honest(format!("gradients of a tiled make in {dtype}"), JUDGE, move || {
+            verdict(gradients_of(dtype), &Tiled { slip: None })
+        })
+    }));
     trials.push(Trial::honest("the kernel that does wait", "simulator", || simulated(false)));
     trials.push(Trial::honest("the engine that faults are planted in, without one", JUDGE, || {
         verdict(planted_in(DType::BF16, Mask::Causal), &Bending::straight("none"))

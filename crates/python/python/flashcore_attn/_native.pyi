@@ -19,6 +19,18 @@ def run(
     softcap: float,
     layout: str,
 ) -> None: ...
+def run_backward(
+    saved: tuple[Any, Any, Any, Any, Any],
+    grad_o: Any,
+    grad_lse: Any | None,
+    outputs: tuple[Any, Any, Any],
+    key_lengths: list[int] | None,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
+    softcap: float,
+) -> None: ...
 def check(
     q: Any,
     k: Any,

@@ -8,7 +8,7 @@ and a gradient.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -103,26 +103,83 @@ def into(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, starts: list[int] | None, ends: list[int] | Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
 ) -> None:  # fmt: skip
-    """Runs attention where batch entry b has the keys from starts[b] to ends[b]: one call for all entries that
-    start at the same key."""
+    """Runs attention where batch entry b has the keys from starts[b] to ends[b]."""
     if starts is None:
         _run(q, k, v, o, lse, native_lengths(ends, k.size(2)), mask, left, right, scale, softcap)
         return
-    stops = as_list(ends) or [k.size(2)] * q.size(0)
+    for some, keys, lengths in _calls(q.size(0), k.size(2), starts, as_list(ends)):
+        of_k, of_v = k[some, :, keys], v[some, :, keys]
+        _run(q[some], of_k, of_v, o[some], lse[some], lengths, mask, left, right, scale, softcap)
+
+
+def _calls(
+    batch: int, len_k: int, starts: list[int], ends: list[int] | None
+) -> Iterator[tuple[slice, slice, list[int] | None]]:  # fmt: skip
+    """One call for all batch entries that start at the same key: the entries, their keys, and how many each has where
+    that differs."""
+    stops = ends or [len_k] * batch
     for b, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        if start < 0 or not 0 <= stop <= k.size(2):
+        if start < 0 or not 0 <= stop <= len_k:
             raise ContractError(
-                f"batch entry {b} has the keys from {start} to {stop}, possible are those from 0 to {k.size(2)}"
+                f"batch entry {b} has the keys from {start} to {stop}, possible are those from 0 to {len_k}"
             )
     first = 0
-    while first < q.size(0):
+    while first < batch:
         start = starts[first]
-        end = next((b for b in range(first, q.size(0)) if starts[b] != start), q.size(0))
+        end = next((b for b in range(first, batch) if starts[b] != start), batch)
         lengths = [max(stops[b] - start, 0) for b in range(first, end)]
-        some, keys = slice(first, end), slice(start, start + max(lengths))
         same = None if min(lengths) == max(lengths) else lengths
-        _run(q[some], k[some, :, keys], v[some, :, keys], o[some], lse[some], same, mask, left, right, scale, softcap)
+        yield slice(first, end), slice(start, start + max(lengths)), same
         first = end
+
+
+def _is_native(q: Tensor, v: Tensor) -> bool:
+    """Whether the engine computes gradients of such tensors."""
+    return q.device.type == "cpu" and q.dtype != torch.float64 and q.size(-1) > 0 and v.size(-1) > 0
+
+
+def _differentiate_into(
+    grad_o: Tensor, grad_lse: Tensor | None, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    grads: Gradients, lengths: list[int] | None,
+    mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
+) -> None:  # fmt: skip
+    """The engine's gradients of q, k and v, of which `saved` are the tensors, o and lse among them, into `grads`."""
+
+    def rows(x: Tensor) -> Tensor:
+        return x if x.size(3) == 1 or x.stride(3) == 1 else x.contiguous()
+
+    *tensors, lse = saved
+    q, k, v, o = (rows(x) for x in tensors)
+    places = [rows(x) for x in grads]
+    of_lse = None if grad_lse is None else grad_lse.to(lse.dtype)
+    outputs = (places[0], places[1], places[2])
+    factor = scale_of(scale, q.size(3))
+    given = (q, k, v, o, lse)
+    _native.run_backward(given, rows(grad_o.to(q.dtype)), of_lse, outputs, lengths, mask, left, right, factor, softcap)
+    for place, grad in zip(places, grads, strict=True):
+        if place is not grad:
+            grad.copy_(place)
+
+
+def _gradients(
+    grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    starts: list[int] | None, ends: list[int] | None,
+    mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
+) -> Gradients:  # fmt: skip
+    """The engine's gradients where batch entry b has the keys from starts[b] to ends[b]."""
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    options = (mask, left, right, scale, softcap)
+    if starts is None:
+        _differentiate_into(grad_o, grad_lse, (q, k, v, o, lse), (dq, dk, dv), ends, *options)
+        return dq, dk, dv
+    dk.zero_()
+    dv.zero_()
+    for some, keys, lengths in _calls(q.size(0), k.size(2), starts, ends):
+        saved = (q[some], k[some, :, keys], v[some, :, keys], o[some], lse[some])
+        grads = (dq[some], dk[some, :, keys], dv[some, :, keys])
+        of_lse = None if grad_lse is None else grad_lse[some]
+        _differentiate_into(grad_o[some], of_lse, saved, grads, lengths, *options)
+    return dq, dk, dv
 
 
 def _run(
@@ -172,6 +229,9 @@ def _attention_backward(
     key_starts: Tensor | None, key_ends: Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
 ) -> Gradients:  # fmt: skip
+    if _is_native(q, v):
+        starts, ends = as_list(key_starts), as_list(key_ends)
+        return _gradients(grad_o, grad_lse, q, k, v, o, lse, starts, ends, mask, left, right, scale, softcap)
     visible = visible_of(q, k, key_starts, key_ends, mask, left, right)
     return backward(grad_o, grad_lse, q, k, v, o, lse, visible, scale, softcap)
 
@@ -286,6 +346,10 @@ def _masked_backward(
     grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     attn_mask: Tensor, scale: float | None, softcap: float,
 ) -> Gradients:  # fmt: skip
+    if _is_native(q, v):
+        reach = lambda: _reach(q, k, scale, softcap)
+        starts, ends, mask, left, right = recognise(attn_mask, q.size(0), q.size(2), reach)
+        return _gradients(grad_o, grad_lse, q, k, v, o, lse, starts, ends, mask, left, right, scale, softcap)
     seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask == 0
     seen = seen.expand(*seen.shape[:-2], q.size(2), k.size(2))
     seen = seen.view((1,) * (4 - seen.dim()) + seen.shape)[:, :1]
@@ -412,8 +476,13 @@ def _varlen_backward(
         grads_o, queries, out, into_q = (_packed(x, count, of_q) for x in (grad_o, q, o, dq))
         keys, values, into_k, into_v = (_packed(x, count, of_k) for x in (k, v, dk, dv))
         grads_lse = None if grad_lse is None else _packed_lse(grad_lse, count, of_q)
-        visible = visible_of(queries, keys, None, None, mask, left, right)
         sums = _packed_lse(lse, count, of_q)
+        if _is_native(q, v):
+            saved = (queries, keys, values, out, sums)
+            places = (into_q, into_k, into_v)
+            _differentiate_into(grads_o, grads_lse, saved, places, None, mask, left, right, scale, softcap)
+            continue
+        visible = visible_of(queries, keys, None, None, mask, left, right)
         grads = backward(grads_o, grads_lse, queries, keys, values, out, sums, visible, scale, softcap)
         for place, grad in zip((into_q, into_k, into_v), grads, strict=True):
             place.copy_(grad)

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-use flashcore::{Mask, Problem};
+use flashcore::{Mask, Pass, Problem};
 use serde_json::{Map, Value, json};
 
 use super::Audit;
@@ -13,7 +13,7 @@ use super::gpu::is_schedule;
 use super::header::asked;
 use super::judgement::{Judged, judgement};
 use crate::bench::outcome::rows;
-use crate::cases::{Case, Tier, corpus};
+use crate::cases::{Case, Passes, Tier, corpus_of};
 use crate::check::{Outcome, RULE};
 use crate::faults::{self, Nature};
 use crate::gpu::stress;
@@ -25,7 +25,11 @@ use crate::tally::Tally;
 fn cases() -> &'static HashMap<String, (usize, Case)> {
     static CASES: OnceLock<HashMap<String, (usize, Case)>> = OnceLock::new();
     CASES.get_or_init(|| {
-        corpus().into_iter().enumerate().map(|(n, case)| (case.name.clone(), (n, case))).collect()
+        corpus_of(Passes::Both)
+            .into_iter()
+            .enumerate()
+            .map(|(n, case)| (case.name.clone(), (n, case)))
+            .collect()
     })
 }
 
@@ -92,6 +96,21 @@ pub(super) fn verify(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
     made
 }
 
+/// Checks the judgement of a backward pass: each gradient as an output by itself.
+fn gradients(audit: &mut Audit, place: &Place<'_>, version: u32, problem: &Problem) -> (Judgement, Value) {
+    let mut made = json!({"lse": null, "first_bad": null});
+    let mut all = Judgement { outputs: Vec::new() };
+    for of in problem.signature().outputs() {
+        let ([batch, heads, len, width], name) = (of.shape, of.name.to_string());
+        let of = Judged { rows: batch * heads * len, width, lse: Some(false), normal: None };
+        let (one, again) = judgement(audit, &place.get(&name), version, of);
+        let again = again.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
+        made[name] = again.map(|(key, value)| (key.clone(), value.clone())).collect();
+        all.outputs.extend(one.outputs);
+    }
+    (all, made)
+}
+
 /// One case on one engine.
 fn record(
     audit: &mut Audit,
@@ -129,7 +148,11 @@ fn record(
             audit.count(&place.get("judgement").get("rows"), 1..=most as u64) as usize
         });
         let of = Judged { rows: count, width: case.problem.head_dim_v, lse, normal: None };
-        let (judgement, again) = judgement(audit, &place.get("judgement"), version, of);
+        let place_of = place.get("judgement");
+        let (judgement, again) = match case.problem.pass {
+            Pass::Forward => judgement(audit, &place_of, version, of),
+            Pass::Backward => gradients(audit, &place_of, version, &case.problem),
+        };
         let right = judgement.passed();
         audit.require(&place.at, right, "passed, though its judgement does not");
         made.insert("judgement".into(), again);
@@ -141,7 +164,8 @@ fn record(
     }
     let device = format!("--device {engine}");
     let again = |text: &str| {
-        let text = text.strip_prefix("flashcore verify --full ");
+        let pass = if case.problem.pass == Pass::Forward { "" } else { " --pass backward" };
+        let text = text.strip_prefix(&format!("flashcore verify --full{pass} "));
         let wish = text.and_then(|text| text.strip_suffix(&format!(" --filter '={}'", case.name)));
         wish.is_some_and(|wish| {
             wish == device || (wish.starts_with("--") && !wish.starts_with("--device cpu"))
