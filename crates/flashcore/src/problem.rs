@@ -219,7 +219,8 @@ impl Problem {
     }
 
     /// The floating-point operations that count, for each query and key that meet: 2·(head_dim + head_dim_v), and in a
-    /// backward pass, which has five products rather than two, 2·(3·head_dim + 2·head_dim_v). Causal self-attention counts exactly half of full attention, as the field does; every other mask counts
+    /// backward pass, which has five products rather than two, 2·(3·head_dim + 2·head_dim_v). Causal self-attention counts
+    /// exactly half of full attention, as the field does; every other mask counts
     /// the pairs that it leaves.
     pub fn flops(&self) -> f64 {
         let full = self.len_q as f64 * self.len_k as f64;

@@ -422,18 +422,7 @@ unsafe fn differentiate_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace:
                     }
                 }
             }
-            for (name, from, len, factor) in
-                [(Name::Dk, places.dk, head_dim, call.problem.scale), (Name::Dv, places.dv, head_dim_v, 1.0)]
-            {
-                let to = &call.tensors[name];
-                for (i, key) in keys.clone().enumerate() {
-                    for d in (0..len).step_by(S::LANES) {
-                        let x = S::load(from.add((d / width * keys.len() + i) * width + d % width));
-                        S::store(strip.add(d), S::mul(x, S::splat(factor)));
-                    }
-                    rows::narrow::<S>(to.dtype, strip, row_at(to, task.batch, task.head, key), len);
-                }
-            }
+            write_keys::<S>(shared, task, &keys, keys.len(), [places.dk, places.dv], strip);
         }
     }
 }
