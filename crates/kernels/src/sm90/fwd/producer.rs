@@ -3,7 +3,7 @@
 use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg, Scope};
 
 use super::{
-    Memory, PANEL, PITCH, Schedule, Sizes, panels,
+    Memory, PITCH, Schedule, Sizes, columns, panels,
     ring::Ring,
     tiles::{Tile, each_tile},
 };
@@ -28,6 +28,8 @@ pub(super) struct Producer<'a> {
 struct Copy {
     map: Reg<B64>,
     panels: u32,
+    /// Of a panel.
+    columns: u32,
     panel_bytes: u32,
     policy: Reg<B64>,
     /// For tiles that the blocks of a cluster copy for each other: how many blocks, and the rows that each copies.
@@ -114,7 +116,8 @@ impl<'a> Producer<'a> {
         let Sizes { q_panel, q, .. } = self.sizes;
         let copy = Copy {
             map: self.q_map,
-            panels: panels(self.spec.head_dim),
+            panels: panels(self.spec.head_dim, self.spec.dtype),
+            columns: columns(self.spec.dtype),
             panel_bytes: q_panel,
             policy: self.once,
             part: None,
@@ -127,7 +130,8 @@ impl<'a> Producer<'a> {
     fn load_k(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
         let copy = Copy {
             map: self.k_map,
-            panels: panels(self.spec.head_dim),
+            panels: panels(self.spec.head_dim, self.spec.dtype),
+            columns: columns(self.spec.dtype),
             panel_bytes: self.sizes.kv_panel,
             policy: self.again,
             part: self.part(),
@@ -144,7 +148,8 @@ impl<'a> Producer<'a> {
     fn load_v(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
         let copy = Copy {
             map: self.v_map,
-            panels: panels(self.spec.head_dim_v),
+            panels: panels(self.spec.head_dim_v, self.spec.dtype),
+            columns: columns(self.spec.dtype),
             panel_bytes: self.sizes.kv_panel,
             policy: self.again,
             part: self.part(),
@@ -187,7 +192,7 @@ impl Copy {
             hint = hint.multicast(everyone);
         }
         for panel in 0..self.panels {
-            let column = Operand::from(panel * PANEL);
+            let column = Operand::from(panel * self.columns);
             let to = slot.at((panel * self.panel_bytes) as i32);
             k.tensor_load(to, self.map, &[column, row.into(), head.into(), batch.into()], filled, hint);
         }
