@@ -365,7 +365,6 @@ fn a_needle_is_found_after_many_keys_where_sums_are_flushed_and_lost_where_not()
         found.o.iter().zip(&truth.o).fold(0.0_f64, |most, (found, truth)| most.max((found - truth).abs()))
     };
     let (long, flushed) = (off(0), off(1));
-    eprintln!("{long} {flushed} {:?}", &truth.o[..2]);
     assert!(flushed < 0.01, "flushed: off by {flushed}");
     assert!(long > 0.03, "one long chain: off by {long}");
 }

@@ -6,7 +6,7 @@ use flashcore_ptx::{
 };
 
 use super::{
-    Memory, PITCH, ROWS, Schedule, Sizes, columns, gather, merge, panels, partial,
+    Memory, PITCH, ROWS, Schedule, Sizes, Turned, columns, gather, merge, panels, partial,
     ring::Ring,
     softmax::{self, RowState, Softmax},
     tiles::{Keys, Tile, each_tile},
@@ -103,7 +103,7 @@ impl<'a> Consumer<'a> {
             if schedule.together { ring.starting_at(k, group, schedule.stride()) } else { ring }
         };
         let (v, v_bytes, v_bars) = match memory.turned {
-            Some((slots, bars)) => (slots, sizes.turned, bars),
+            Some(Turned { slots, bars, .. }) => (slots, sizes.turned, bars),
             None => (memory.v, sizes.v, memory.v_bars),
         };
         Self {

@@ -43,6 +43,8 @@ pub(crate) const ROWS: u32 = 64;
 pub(crate) const PITCH: u32 = 128;
 /// Registers besides the fragments: softmax state, addresses, barriers.
 const OTHER_REGISTERS: u32 = 26;
+/// The same with 8-bit floats, whose probabilities take fewer.
+const FP8_OTHER_REGISTERS: u32 = 24;
 /// Registers more with a softcap: its polynomial and what is between.
 const CAP_REGISTERS: u32 = 10;
 
@@ -110,8 +112,17 @@ struct Memory {
     k_bars: Shared,
     v_bars: Shared,
     merged: Shared,
-    /// Slots for V tiles that are turned around, and their barriers: for 8-bit floats.
-    turned: Option<(Shared, Shared)>,
+    /// For 8-bit floats.
+    turned: Option<Turned>,
+}
+
+/// The part of a kernel's shared memory that is for V tiles that are turned around.
+#[derive(Clone, Copy)]
+struct Turned {
+    slots: Shared,
+    bars: Shared,
+    /// For each slot of V as it was copied, a word from the producer to those who turn it around.
+    left: Shared,
 }
 
 /// Bytes of the tiles.
@@ -298,9 +309,12 @@ impl Schedule {
 
     /// Registers per producer thread and per consumer thread, where `setmaxnreg` redistributes them. A block has only
     /// those that it was launched with: if the shares added up to more, its warps would wait forever.
-    fn shares(self) -> Option<(u16, u16)> {
+    fn shares(self, spec: &Spec) -> Option<(u16, u16)> {
         match (self.warpgroups, self.ctas) {
             (1, _) => None,
+            // Those who turn V around need more, and so does a producer that tells them of its keys.
+            (2, 1) if spec.dtype.is_fp8() => Some((40, 232)),
+            (3, _) if spec.dtype.is_fp8() => Some((56, 152)),
             // A producer that copies for others needs more.
             (2, 1) if self.multicast > 1 => Some((40, 232)),
             (2, 1) => Some((24, 240)),
@@ -321,7 +335,7 @@ impl Schedule {
 
     /// The most registers that a consumer's thread can have.
     fn register_limit(self, spec: &Spec) -> u32 {
-        match self.shares() {
+        match self.shares(spec) {
             Some((_, consumer)) => u32::from(consumer),
             // The assembler rounds down to a multiple of 32 here.
             None => (65536 / (self.ctas * self.threads(spec)) / 32 * 32).min(MAX_REGISTERS),
@@ -339,11 +353,12 @@ impl Schedule {
     }
 
     /// Columns of the output whose sums over one key tile are in registers at a time, where they are [flushed](Self::flush)
-    /// to the output: all, or a half or a quarter of them, as there is room.
+    /// to the output: all of them or a half, a quarter or an eighth, as there is room.
     fn flushed_columns(self, spec: &Spec) -> Option<u32> {
         let all = spec.head_dim_v;
-        let parts =
-            || [1, 2, 4].into_iter().filter(|parts| all.is_multiple_of(8 * parts)).map(|parts| all / parts);
+        let parts = || {
+            [1, 2, 4, 8].into_iter().filter(|parts| all.is_multiple_of(8 * parts)).map(|parts| all / parts)
+        };
         let fits = |columns: &u32| self.registers(spec, *columns) <= self.register_limit(spec);
         (spec.dtype.is_fp8() && self.flush).then(|| parts().find(fits).or(parts().last()).unwrap_or(all))
     }
@@ -352,7 +367,8 @@ impl Schedule {
     fn registers(self, spec: &Spec, flushed: u32) -> u32 {
         let probabilities = self.block_n * spec.dtype.size() / 8;
         let cap = if spec.softcap { CAP_REGISTERS } else { 0 };
-        self.block_n / 2 + probabilities + spec.head_dim_v / 2 + flushed / 2 + OTHER_REGISTERS + cap
+        let others = if spec.dtype.is_fp8() { FP8_OTHER_REGISTERS } else { OTHER_REGISTERS };
+        self.block_n / 2 + probabilities + spec.head_dim_v / 2 + flushed / 2 + others + cap
     }
 
     fn memory(self, spec: &Spec) -> Memory {
@@ -370,7 +386,8 @@ impl Schedule {
         let merged = layout.alloc("merged", 8, 8);
         let turned = spec.dtype.is_fp8().then(|| {
             let slots = layout.alloc("turned v", self.stages * sizes.turned, 1024);
-            (slots, layout.alloc("turned v barriers", 16 * self.stages, 8))
+            let bars = layout.alloc("turned v barriers", 16 * self.stages, 8);
+            Turned { slots, bars, left: layout.alloc("keys left", 4 * self.stages, 4) }
         });
         Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged, turned }
     }
@@ -559,14 +576,14 @@ impl Schedule {
         let consumers = 4 * self.warpgroups;
         k.roles(warp, |roles| {
             roles.warps(0..consumers, |k| {
-                if let Some((_, registers)) = self.shares() {
+                if let Some((_, registers)) = self.shares(spec) {
                     k.setmaxnreg_inc(registers);
                 }
                 Consumer::new(k, self, spec, memory).run(k);
                 self.leave(k);
             });
             roles.others(|k| {
-                if let Some((registers, _)) = self.shares() {
+                if let Some((registers, _)) = self.shares(spec) {
                     k.setmaxnreg_dec(registers);
                 }
                 let first = k.setp_eq_u32(tid, self.consumer_threads());
@@ -618,9 +635,9 @@ impl Schedule {
             pair(memory.k_bars, self.stages, self.multicast, readers);
             match memory.turned {
                 None => pair(memory.v_bars, self.stages, self.multicast, readers),
-                Some((_, turned_bars)) => {
+                Some(Turned { bars, .. }) => {
                     pair(memory.v_bars, self.stages, 1, turn::WARPS);
-                    pair(turned_bars, self.stages, turn::WARPS, readers);
+                    pair(bars, self.stages, turn::WARPS, readers);
                 }
             }
             if self.split > 1 {
@@ -652,7 +669,8 @@ mod tests {
     #[test]
     fn a_block_shares_out_no_more_registers_than_it_is_launched_with() {
         let spec = Spec::new(ElementType::F16, 64);
-        let shared_out = Schedule::grid().into_iter().filter_map(|it| it.shares().map(|shares| (it, shares)));
+        let shared_out =
+            Schedule::grid().into_iter().filter_map(|it| it.shares(&spec).map(|shares| (it, shares)));
         let mut seen = std::collections::BTreeSet::new();
         for (schedule, (producer, consumer)) in shared_out {
             // Registers are allocated to threads in steps of 8.

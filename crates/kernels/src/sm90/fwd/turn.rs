@@ -4,14 +4,10 @@
 //! each sixteen, key [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15] stand at the places in order: that is where a
 //! thread's own probabilities stand among its A operands.
 
-use flashcore_ptx::{B32, KernelBuilder, Pred, ProxySpace, Reg, Shared};
+use flashcore_ptx::{B32, KernelBuilder, ProxySpace, Reg, Shared};
 
-use super::{
-    Memory, PITCH, Schedule, Sizes, columns,
-    ring::Ring,
-    tiles::{Tile, each_tile},
-};
-use crate::{Spec, phase::wait_for_launch};
+use super::{Memory, PITCH, Schedule, Sizes, Turned, columns, ring::Ring};
+use crate::Spec;
 
 /// Warps that turn tiles around: those of the producer's warpgroup that copy nothing.
 pub(super) const WARPS: u32 = 3;
@@ -27,27 +23,23 @@ pub(super) fn rows(spec: &Spec) -> u32 {
     spec.head_dim_v.next_multiple_of(STEP)
 }
 
+/// Takes the even bytes of two registers; with [`OTHERS`], the odd ones.
+const EVEN: u32 = 0x6420;
+const OTHERS: u32 = 0x1111;
+
+/// One warp. It has few registers, so it keeps few numbers.
 pub(super) struct Turner<'a> {
     schedule: Schedule,
     spec: &'a Spec,
     sizes: Sizes,
-    /// V as it was copied.
+    /// V as it was copied, from where this lane reads the first sixteen keys and the first columns.
     v: Ring,
-    /// V turned around.
+    /// V turned around, from where this lane writes them.
     turned: Ring,
-    /// The first sixteen keys of this warp.
-    first: Reg<B32>,
-    /// Where this lane reads in a tile, for the first sixteen keys and the first columns.
-    read: Reg<B32>,
-    /// The start of the row where this lane writes.
-    write: Reg<B32>,
-    /// Which chunk of its row's first eight this lane writes for the first sixteen keys, by the swizzle.
-    phase: Reg<B32>,
-    /// Which bytes of two registers make the first of two rows, and the second.
-    picks: [Reg<B32>; 2],
-    first_lane: Reg<Pred>,
-    /// The first key of sixteen that this lane has after the turn.
-    key: Reg<B32>,
+    /// Keys from the tile's first on, for each slot of V; 0 after the last tile.
+    left: Shared,
+    /// Which bytes of two registers make the first of two rows.
+    picks: Reg<B32>,
 }
 
 impl<'a> Turner<'a> {
@@ -56,13 +48,12 @@ impl<'a> Turner<'a> {
         schedule: Schedule,
         spec: &'a Spec,
         memory: &Memory,
-        (slots, bars): (Shared, Shared),
+        Turned { slots, bars, left }: Turned,
     ) -> Self {
         k.section("turn");
-        let (sizes, stages) = (schedule.sizes(spec), schedule.stages);
+        let sizes = schedule.sizes(spec);
         let tid = k.tid_x();
-        let (warp, lane) = (k.shr_u32(tid, 5u32), k.and_b32(tid, 31u32));
-        let first = k.sub_u32(warp, schedule.consumer_threads() / 32 + 1);
+        let lane = k.and_b32(tid, 31u32);
         let (matrix, i) = (k.shr_u32(lane, 3u32), k.and_b32(lane, 7u32));
         let (below, right) = (k.and_b32(matrix, 1u32), k.shr_u32(matrix, 1u32));
         // Matrices of eight keys by sixteen bytes: two below each other, two beside each other.
@@ -76,73 +67,56 @@ impl<'a> Turner<'a> {
         let odd = k.xor_b32(below, last);
         let byte = k.mad_lo_u32(i, 2u32, odd);
         let swapped = k.setp_ge_u32(lane, 16u32);
-        let (even, odd) = (0x6420u32, 0x7531u32);
-        let picks = [k.selp_b32(odd, even, swapped), k.selp_b32(even, odd, swapped)];
+        let picks = k.selp_b32(EVEN ^ OTHERS, EVEN, swapped);
         let row = k.mad_lo_u32(right, 16u32, byte);
-        let quad = k.and_b32(lane, 3u32);
-        Self {
-            schedule,
-            spec,
-            sizes,
-            v: Ring::consumer(k, memory.v, sizes.v, memory.v_bars, stages),
-            turned: Ring::producer(k, slots, sizes.turned, bars, stages),
-            first,
-            read,
-            write: k.mul_lo_u32(row, PITCH),
-            phase: k.and_b32(byte, 7u32),
-            picks,
-            first_lane: k.setp_eq_u32(lane, 0u32),
-            key: k.shl_b32(quad, 1u32),
-        }
+        let chunk = k.and_b32(byte, 7u32);
+        let write = k.mul_lo_u32(row, PITCH);
+        let write = k.mad_lo_u32(chunk, 16u32, write);
+        let v = Ring::consumer(k, memory.v, sizes.v, memory.v_bars, schedule.stages);
+        let turned = v.behind(k, slots, sizes.turned, bars).further(k, write);
+        Self { schedule, spec, sizes, v: v.further(k, read), turned, left, picks }
     }
 
     pub fn run(&self, k: &mut KernelBuilder) {
-        wait_for_launch(k);
-        each_tile(k, self.schedule, self.spec, |k, tile| {
-            let keys = tile.keys(k, self.schedule);
-            k.section("turn: the V tiles of one tile of queries");
-            k.if_(keys.any, |k| {
-                let at = k.mov_b32(keys.last);
-                k.while_(
-                    |k| k.setp_ge_s32(at, keys.first),
-                    |k, _| {
-                        self.turn(k, tile, at);
-                        k.set(at, |k| k.sub_s32(at, 1));
-                    },
-                );
-            });
-        });
+        let left = k.mov_b32(0u32);
+        k.while_(
+            |k| {
+                self.v.wait_filled(k);
+                let word = self.v.word(k, self.left);
+                k.set(left, |k| k.ld_shared(word));
+                k.setp_ne_u32(left, 0u32)
+            },
+            |k, _| self.turn(k, left),
+        );
     }
 
     /// Turns one tile around, and passes it on.
-    fn turn(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
+    fn turn(&self, k: &mut KernelBuilder, left: Reg<B32>) {
         let Schedule { block_n, .. } = self.schedule;
-        self.v.wait_filled(k);
+        k.section("turn: one tile of V");
         self.turned.wait_free(k);
         let (from, to) = (self.v.address(k), self.turned.address(k));
-        let (from, to) = (k.add_u32(from, self.read), k.add_u32(to, self.write));
-        // Keys of this batch entry from this lane's first on.
-        let left = self.spec.key_lengths.then(|| {
-            let first = k.mad_lo_u32(at, block_n, self.key);
-            k.sub_s32(tile.band.keys, first)
-        });
-        let sixteen = k.mov_b32(self.first);
+        // Each warp takes every third sixteen keys.
+        let tid = k.tid_x();
+        let warp = k.shr_u32(tid, 5u32);
+        let sixteen = k.sub_u32(warp, self.schedule.consumer_threads() / 32 + 1);
+        let sixteen = k.mov_b32(sixteen);
         k.while_(
             |k| k.setp_lt_u32(sixteen, block_n / 16),
             |k, _| {
                 let from = k.mad_lo_u32(sixteen, 16 * PITCH, from);
                 let to = self.place(k, sixteen, to);
-                let exists = left.map(|left| exists(k, left, sixteen));
+                let exists = self.spec.key_lengths.then(|| exists(k, left, sixteen));
                 let steps: Vec<u32> = (0..rows(self.spec) / STEP).collect();
                 for steps in steps.chunks(IN_FLIGHT) {
                     let loaded: Vec<_> = steps.iter().map(|&step| self.load(k, from, step)).collect();
                     for (&step, [a, b, c, d]) in steps.iter().zip(loaded) {
-                        let rows = [(a, b, 0), (a, b, 1), (c, d, 0), (c, d, 1)].map(
-                            |(upper, lower, pick): (_, _, usize)| {
-                                let row = k.prmt_b32(upper, lower, self.picks[pick]);
-                                exists.map_or(row, |exists| k.and_b32(row, exists))
-                            },
-                        );
+                        let others = k.xor_b32(self.picks, OTHERS);
+                        let rows = [(a, b, self.picks), (a, b, others), (c, d, self.picks), (c, d, others)];
+                        let rows = rows.map(|(upper, lower, picks)| {
+                            let row = k.prmt_b32(upper, lower, picks);
+                            exists.map_or(row, |exists| k.and_b32(row, exists))
+                        });
                         k.stmatrix(to.at((STEP * PITCH * step) as i32), rows);
                     }
                 }
@@ -151,11 +125,13 @@ impl<'a> Turner<'a> {
         );
         k.fence_proxy_async(ProxySpace::Shared);
         k.bar_warp_sync();
+        let tid = k.tid_x();
+        let lane = k.and_b32(tid, 31u32);
+        let first_lane = k.setp_eq_u32(lane, 0u32);
         let (free, filled) = (self.v.free(k), self.turned.filled(k));
-        k.when(self.first_lane, |k| k.mbarrier_arrive(filled));
-        k.when(self.first_lane, |k| k.mbarrier_arrive(free));
+        k.when(first_lane, |k| k.mbarrier_arrive(filled));
+        k.when(first_lane, |k| k.mbarrier_arrive(free));
         self.v.advance(k);
-        self.turned.advance(k);
     }
 
     /// Sixteen keys by [`STEP`] columns.
@@ -169,20 +145,24 @@ impl<'a> Turner<'a> {
 
     /// Where this lane writes sixteen keys.
     fn place(&self, k: &mut KernelBuilder, sixteen: Reg<B32>, to: Reg<B32>) -> Reg<B32> {
+        // Slots start at whole lines, so a step inside a line is an XOR.
         if self.schedule.block_n <= PITCH {
-            let chunk = k.xor_b32(sixteen, self.phase);
-            return k.mad_lo_u32(chunk, 16u32, to);
+            let chunk = k.shl_b32(sixteen, 4u32);
+            return k.xor_b32(to, chunk);
         }
         let (panel, inside) = (k.shr_u32(sixteen, 3u32), k.and_b32(sixteen, 7u32));
-        let to = k.mad_lo_u32(panel, self.sizes.turned_panel, to);
-        let chunk = k.xor_b32(inside, self.phase);
-        k.mad_lo_u32(chunk, 16u32, to)
+        let chunk = k.shl_b32(inside, 4u32);
+        let to = k.xor_b32(to, chunk);
+        k.mad_lo_u32(panel, self.sizes.turned_panel, to)
     }
 }
 
 /// Which bytes are of keys that exist. The others become zeros: their probabilities are 0, but 0 · NaN is NaN.
 fn exists(k: &mut KernelBuilder, left: Reg<B32>, sixteen: Reg<B32>) -> Reg<B32> {
-    let before = k.shl_b32(sixteen, 4u32);
+    let tid = k.tid_x();
+    let quad = k.and_b32(tid, 3u32);
+    let before = k.shl_b32(quad, 1u32);
+    let before = k.mad_lo_u32(sixteen, 16u32, before);
     let left = k.sub_s32(left, before);
     let mut mask = k.mov_b32(0u32);
     for (byte, key) in [0, 1, 8, 9].into_iter().enumerate() {
