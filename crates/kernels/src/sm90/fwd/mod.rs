@@ -360,7 +360,7 @@ impl Schedule {
             [1, 2, 4, 8].into_iter().filter(|parts| all.is_multiple_of(8 * parts)).map(|parts| all / parts)
         };
         let fits = |columns: &u32| self.registers(spec, *columns) <= self.register_limit(spec);
-        (spec.dtype.is_fp8() && self.flush).then(|| parts().find(fits).or(parts().last()).unwrap_or(all))
+        (spec.dtype.is_fp8() && self.flush).then(|| parts().find(fits).or(parts().next_back()).unwrap_or(all))
     }
 
     /// About how many registers a consumer's thread needs, given how many columns are added up apart.
