@@ -87,6 +87,19 @@ impl KernelBuilder {
     }
 
     /// Gives the kernel further parameters, behind those that it has.
+    ///
+    /// ```
+    /// use flashcore_ptx::{KernelBuilder, Target, kernel_params};
+    ///
+    /// kernel_params! { pub struct Own { n: u32 } }
+    /// kernel_params! { pub struct More { factor: f32 } }
+    ///
+    /// let mut k = KernelBuilder::new("k", Target::Sm80).params::<Own>().more_params::<More>();
+    /// let (_n, _factor) = (k.param(Own::n), k.param(More::factor));
+    /// let kernel = k.finish()?;
+    /// assert_eq!((kernel.params[1].name.as_str(), kernel.params[1].offset), ("factor", 4));
+    /// # Ok::<(), flashcore_ptx::BuildErrors>(())
+    /// ```
     pub fn more_params<P: KernelParams>(mut self) -> Self {
         let first = self.append(P::FIELDS);
         self.params.push((TypeId::of::<P>(), P::NAME, first));

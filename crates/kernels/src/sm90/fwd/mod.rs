@@ -43,10 +43,14 @@ pub(crate) const ROWS: u32 = 64;
 pub(crate) const PITCH: u32 = 128;
 /// Registers besides the fragments: softmax state, addresses, barriers.
 const OTHER_REGISTERS: u32 = 26;
-/// The same with 8-bit floats, whose probabilities take fewer.
-const FP8_OTHER_REGISTERS: u32 = 24;
+/// The same with 8-bit floats.
+const FP8_OTHER_REGISTERS: u32 = 32;
+/// The same where their sums are flushed: between two tiles, some of those registers are free for others.
+const FLUSHED_OTHER_REGISTERS: u32 = 24;
 /// Registers more with a softcap: its polynomial and what is between.
 const CAP_REGISTERS: u32 = 10;
+/// The same with 8-bit floats, whose scores are always scaled.
+const FP8_CAP_REGISTERS: u32 = 24;
 
 schedule! {
     /// The knobs of the kernel.
@@ -216,11 +220,11 @@ impl Schedule {
         grid
     }
 
-    /// For 8-bit floats, where tiles fill the GPU.
+    /// The schedule for 8-bit floats and grids that fill the GPU: the largest tiles that leave room for flushed sums.
     pub fn fp8(spec: &Spec) -> Schedule {
         let (warpgroups, block_n, q_stages) = match spec.head_dim.max(spec.head_dim_v) {
-            ..=64 => (3, 128, 2),
-            65..=128 => (2, 128, 2),
+            ..=64 if !spec.softcap => (3, 128, 2),
+            ..=128 => (2, 128, 2),
             129..=192 => (2, 96, 1),
             _ => (2, 64, 1),
         };
@@ -314,7 +318,9 @@ impl Schedule {
             (1, _) => None,
             // Those who turn V around need more, and so does a producer that tells them of its keys.
             (2, 1) if spec.dtype.is_fp8() => Some((40, 232)),
+            (2, _) if spec.dtype.is_fp8() => Some((40, 96)),
             (3, _) if spec.dtype.is_fp8() => Some((56, 152)),
+            (4, _) if spec.dtype.is_fp8() => Some((56, 104)),
             // A producer that copies for others needs more.
             (2, 1) if self.multicast > 1 => Some((40, 232)),
             (2, 1) => Some((24, 240)),
@@ -366,8 +372,16 @@ impl Schedule {
     /// About how many registers a consumer's thread needs, given how many columns are added up apart.
     fn registers(self, spec: &Spec, flushed: u32) -> u32 {
         let probabilities = self.block_n * spec.dtype.size() / 8;
-        let cap = if spec.softcap { CAP_REGISTERS } else { 0 };
-        let others = if spec.dtype.is_fp8() { FP8_OTHER_REGISTERS } else { OTHER_REGISTERS };
+        let cap = match (spec.softcap, spec.dtype.is_fp8()) {
+            (false, _) => 0,
+            (true, false) => CAP_REGISTERS,
+            (true, true) => FP8_CAP_REGISTERS,
+        };
+        let others = match (spec.dtype.is_fp8(), flushed) {
+            (false, _) => OTHER_REGISTERS,
+            (true, 0) => FP8_OTHER_REGISTERS,
+            (true, _) => FLUSHED_OTHER_REGISTERS,
+        };
         self.block_n / 2 + probabilities + spec.head_dim_v / 2 + flushed / 2 + others + cap
     }
 
@@ -668,18 +682,18 @@ mod tests {
 
     #[test]
     fn a_block_shares_out_no_more_registers_than_it_is_launched_with() {
-        let spec = Spec::new(ElementType::F16, 64);
-        let shared_out =
-            Schedule::grid().into_iter().filter_map(|it| it.shares(&spec).map(|shares| (it, shares)));
         let mut seen = std::collections::BTreeSet::new();
-        for (schedule, (producer, consumer)) in shared_out {
-            // Registers are allocated to threads in steps of 8.
-            let threads = schedule.threads(&spec);
-            let launched = (65536 / (schedule.ctas * threads) / 8 * 8).min(MAX_REGISTERS);
-            let (all, consumers) = (threads * launched, schedule.consumer_threads());
-            let wanted = consumers * u32::from(consumer) + (threads - consumers) * u32::from(producer);
-            assert!(wanted <= all, "{schedule:?}: {wanted} of {all}");
-            seen.insert((schedule.warpgroups, schedule.ctas));
+        for spec in [ElementType::F16, ElementType::E4m3].map(|dtype| Spec::new(dtype, 64)) {
+            for schedule in Schedule::grid() {
+                let Some((producer, consumer)) = schedule.shares(&spec) else { continue };
+                // Registers are allocated to threads in steps of 8.
+                let threads = schedule.threads(&spec);
+                let launched = (65536 / (schedule.ctas * threads) / 8 * 8).min(MAX_REGISTERS);
+                let (all, consumers) = (threads * launched, schedule.consumer_threads());
+                let wanted = consumers * u32::from(consumer) + (threads - consumers) * u32::from(producer);
+                assert!(wanted <= all, "{schedule:?}: {wanted} of {all}");
+                seen.insert((schedule.warpgroups, schedule.ctas));
+            }
         }
         assert_eq!(seen.into_iter().collect::<Vec<_>>(), [(2, 1), (2, 2), (3, 1), (4, 1)]);
     }

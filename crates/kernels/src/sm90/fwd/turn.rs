@@ -1,8 +1,8 @@
 //! The warps that turn V around: from a row per key to a row per column, as the product of 8-bit floats needs it.
 //!
 //! `ldmatrix` turns pairs of bytes around, `prmt` takes the pairs apart, and `stmatrix` writes rows of sixteen keys. Of
-//! each sixteen, key [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15] stand at the places in order: that is where a
-//! thread's own probabilities stand among its A operands.
+//! each sixteen, the keys stand in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: that is where a thread's own
+//! probabilities stand among its A operands.
 
 use flashcore_ptx::{B32, KernelBuilder, ProxySpace, Reg, Shared};
 
@@ -23,8 +23,9 @@ pub(super) fn rows(spec: &Spec) -> u32 {
     spec.head_dim_v.next_multiple_of(STEP)
 }
 
-/// Takes the even bytes of two registers; with [`OTHERS`], the odd ones.
+/// Takes the even bytes of two registers.
 const EVEN: u32 = 0x6420;
+/// What makes even bytes odd ones, and odd ones even.
 const OTHERS: u32 = 0x1111;
 
 /// One warp. It has few registers, so it keeps few numbers.
