@@ -271,6 +271,7 @@ fn spec(problem: &Problem, device: &str) -> Result<Spec> {
     let masked = band.left.is_some() || band.right.is_some();
     Ok(Spec {
         dtype,
+        out: None,
         head_dim: problem.head_dim as u32,
         head_dim_v: problem.head_dim_v as u32,
         left: band.left.is_some(),

@@ -281,6 +281,7 @@ fn encode(map: &Map) -> Result<TensorMap> {
         ElementType::F16 => TensorElement::F16,
         ElementType::Bf16 => TensorElement::Bf16,
         ElementType::F32 => TensorElement::F32,
+        ElementType::E4m3 => TensorElement::U8,
     };
     let described =
         flashcore_sim::TensorMap::new(element, map.address, &map.dims, &map.strides, &map.box_dims);

@@ -18,6 +18,13 @@ pub enum Operand {
     V,
     /// One u32 per batch entry: how many keys it has.
     KeyLengths,
+    /// One f32 per batch entry and kv head, which the stored queries of that head are to be multiplied by. Above 0; one
+    /// that is not given is 1. Of 8-bit queries.
+    QDescale,
+    /// The same for the keys.
+    KDescale,
+    /// The same for the values.
+    VDescale,
     /// The output.
     O,
     /// One f32 per query: the logarithm of the sum of exponentials.

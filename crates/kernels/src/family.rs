@@ -145,6 +145,22 @@ pub enum ScheduleError {
         /// The kernel asked for.
         kernel: Kernel,
     },
+    /// 8-bit floats, for a kernel that does not take them.
+    #[error("e4m3: {kernel} does not take it; sm90_fwd does")]
+    Fp8 {
+        /// The kernel asked for.
+        kernel: Kernel,
+    },
+    /// An output type that does not go with the inputs' type.
+    #[error(
+        "q, k and v of {dtype:?} with an output type of its own, {out:?}: e4m3 needs f16 or bf16, others have none"
+    )]
+    Out {
+        /// Of q, k and v.
+        dtype: ElementType,
+        /// Of o.
+        out: Option<ElementType>,
+    },
     /// The kernel's own code is wrong; this is a fault of FlashCore.
     #[error("the kernel was built wrongly, please report this:\n{0}")]
     Build(#[from] BuildErrors),
@@ -166,17 +182,36 @@ pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result
     if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
 }
 
+/// Whether a kernel takes the element types of a spec.
+pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
+    let (dtype, out) = (spec.dtype, spec.out);
+    match (dtype, out) {
+        (ElementType::E4m3, Some(ElementType::F16 | ElementType::Bf16)) if kernel == Kernel::Sm90Fwd => {
+            Ok(())
+        }
+        (ElementType::E4m3, _) if kernel != Kernel::Sm90Fwd => Err(ScheduleError::Fp8 { kernel }),
+        (ElementType::E4m3, _) | (_, Some(_)) => Err(ScheduleError::Out { dtype, out }),
+        (ElementType::F16 | ElementType::Bf16 | ElementType::F32, None) => Ok(()),
+    }
+}
+
 /// Whether tensor cores can compute a spec.
 pub(crate) fn check_tensor_cores(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let Spec { dtype, head_dim, head_dim_v, .. } = *spec;
     if dtype == ElementType::F32 {
         return Err(ScheduleError::F32 { kernel });
     }
-    let possible = |dim: u32| (8..=MAX_TENSOR_CORE_HEAD_DIM).contains(&dim) && dim.is_multiple_of(8);
+    // Rows that TMA copies are multiples of 16 bytes.
+    let (step, range) = if dtype == ElementType::E4m3 {
+        (16, "multiples of 16 from 16 to 256")
+    } else {
+        (8, "multiples of 8 from 8 to 256")
+    };
+    let possible = |dim: u32| (step..=MAX_TENSOR_CORE_HEAD_DIM).contains(&dim) && dim.is_multiple_of(step);
     if possible(head_dim) && possible(head_dim_v) {
         return Ok(());
     }
-    Err(ScheduleError::HeadDim { head_dim, head_dim_v, possible: "multiples of 8 from 8 to 256" })
+    Err(ScheduleError::HeadDim { head_dim, head_dim_v, possible: range })
 }
 
 /// A type that a knob can have.

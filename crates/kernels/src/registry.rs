@@ -6,7 +6,7 @@ use flashcore_ptx::{Module, Target, TensorMap};
 
 use crate::{
     bind::{Args, BindError, Map, Packed},
-    family::{Family, Geometry, Knobs, ScheduleError, check_tensor_cores},
+    family::{Family, Geometry, Knobs, ScheduleError, check_tensor_cores, check_types},
     ladder::{mma, scalar},
     sm80, sm90,
     spec::Spec,
@@ -106,6 +106,7 @@ impl Schedule {
     /// Whether it fits the spec and the target, judged from the knobs alone.
     pub fn check(&self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
         let kernel = self.kernel();
+        check_types(kernel, spec)?;
         if kernel != Kernel::Scalar {
             check_tensor_cores(kernel, spec)?;
         }

@@ -1,7 +1,7 @@
 //! Spec: the part of an attention problem that a kernel is compiled for. Sizes other than the head dims are launch
 //! parameters, so one module serves every batch, head count and length.
 
-/// The element type of q, k, v and o.
+/// The element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ElementType {
     /// IEEE half precision.
@@ -10,6 +10,9 @@ pub enum ElementType {
     Bf16,
     /// IEEE single precision, which only the scalar kernel takes.
     F32,
+    /// 8 bits with 4 of exponent and 3 of fraction, up to 448 and without infinities: of q, k and v, never of o. Only
+    /// Hopper's forward kernel takes it.
+    E4m3,
 }
 
 impl ElementType {
@@ -18,15 +21,23 @@ impl ElementType {
         match self {
             ElementType::F16 | ElementType::Bf16 => 2,
             ElementType::F32 => 4,
+            ElementType::E4m3 => 1,
         }
+    }
+
+    /// Whether elements are floats of 8 bits.
+    pub const fn is_fp8(self) -> bool {
+        matches!(self, ElementType::E4m3)
     }
 }
 
 /// What a kernel is compiled for. What a problem does not ask for costs nothing: it is not emitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Spec {
-    /// The element type.
+    /// The element type of q, k, v, and of o unless `out` names another.
     pub dtype: ElementType,
+    /// The element type of o where it has one of its own: f16 or bf16 with e4m3, and `None` with all others.
+    pub out: Option<ElementType>,
     /// Elements of a query and of a key; the tensor-core kernels take multiples of 8 up to 256.
     pub head_dim: u32,
     /// Elements of a value and of an output row, likewise.
@@ -63,10 +74,11 @@ const MAX_FAST_SOFTCAP: f32 = 64.0;
 const FAST_TANH_SCALES: std::ops::RangeInclusive<f32> = 2e-4..=1e4;
 
 impl Spec {
-    /// Full attention with one head dim, nothing else.
+    /// Full attention with one head dim, nothing else; from e4m3 to bf16.
     pub fn new(dtype: ElementType, head_dim: u32) -> Self {
         Self {
             dtype,
+            out: (dtype == ElementType::E4m3).then_some(ElementType::Bf16),
             head_dim,
             head_dim_v: head_dim,
             left: false,
@@ -91,7 +103,7 @@ impl Spec {
         Self { lse: true, ..self }
     }
 
-    /// Whether this scale and softcap need [`Spec::scaled_scores`], for an output of this type.
+    /// Whether this scale and softcap need [`Spec::scaled_scores`], for inputs of this type.
     ///
     /// The fast way computes a polynomial of the dot product for small scores, and `1 − 2 / (1 + e^2x)` for large ones; the
     /// softcap is part of the exponent's scale, which would round away the last bits of larger ones. And it multiplies by `scale · log2 e` scores that may be −∞, so that factor must be
@@ -101,7 +113,14 @@ impl Spec {
         let fast_tanh =
             softcap.is_none_or(|cap| cap <= MAX_FAST_SOFTCAP && FAST_TANH_SCALES.contains(&(scale / cap)));
         let fast = factor.is_normal() && factor > 0.0 && fast_tanh;
-        !fast || dtype == ElementType::F32
+        // The descales of e4m3 are part of the scale, and known to the GPU alone: a softcap has to be right for all.
+        let any_scale = dtype == ElementType::E4m3 && softcap.is_some();
+        !fast || any_scale || dtype == ElementType::F32
+    }
+
+    /// The element type of o.
+    pub fn out(&self) -> ElementType {
+        self.out.unwrap_or(self.dtype)
     }
 
     /// Whether some queries may not see some keys that exist.

@@ -48,6 +48,7 @@ fn encode(context: &Context, map: &Map) -> Result<TensorMap, DriverError> {
             ElementType::F16 => TensorMapElement::F16,
             ElementType::Bf16 => TensorMapElement::Bf16,
             ElementType::F32 => TensorMapElement::F32,
+            ElementType::E4m3 => TensorMapElement::U8,
         },
         address: map.address,
         dims: &map.dims,

@@ -134,6 +134,7 @@ impl Schedule {
                     let x = k.cvt_rn_bf16_f32(x);
                     k.st_global(at, x);
                 }
+                ElementType::E4m3 => unreachable!("refused before"),
             };
             match v_lanes.guard(part) {
                 Some(guard) => k.when(guard, store),
@@ -196,6 +197,7 @@ impl Lanes {
                         let bits = k.pack_b32(low, half);
                         k.f32_from_bits(bits)
                     }
+                    ElementType::E4m3 => unreachable!("refused before"),
                 }
             })
             .collect()

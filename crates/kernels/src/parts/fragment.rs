@@ -24,6 +24,7 @@ pub(crate) fn matrix_ty(dtype: ElementType) -> MatrixTy {
     match dtype {
         ElementType::F16 => MatrixTy::F16,
         ElementType::Bf16 => MatrixTy::Bf16,
+        ElementType::E4m3 => MatrixTy::E4m3,
         ElementType::F32 => unreachable!("schedules with tensor cores refuse f32"),
     }
 }
@@ -33,12 +34,31 @@ pub(crate) fn pack(k: &mut KernelBuilder, dtype: ElementType, first: Reg<F32>, s
     match dtype {
         ElementType::F16 => k.cvt_rn_f16x2_f32(second, first),
         ElementType::Bf16 => k.cvt_rn_bf16x2_f32(second, first),
-        ElementType::F32 => unreachable!("schedules with tensor cores refuse f32"),
+        ElementType::F32 | ElementType::E4m3 => unreachable!("schedules with tensor cores refuse these"),
     }
 }
 
-/// A row of accumulators as A operands: two side by side make one.
+/// Four numbers rounded to e4m3, the first in the lowest byte.
+fn pack_e4m3(k: &mut KernelBuilder, [a, b, c, d]: [Reg<F32>; 4]) -> Reg<B32> {
+    let (low, high) = (k.cvt_rn_satfinite_e4m3x2_f32(b, a), k.cvt_rn_satfinite_e4m3x2_f32(d, c));
+    k.pack_b32(low, high)
+}
+
+/// A row of accumulators as A operands: two side by side make one. Of e4m3 it is four, and what a thread has of two of them
+/// goes side by side: of each sixteen columns, the order is then 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
 pub(crate) fn a_operands(k: &mut KernelBuilder, dtype: ElementType, row: &[Acc]) -> Vec<[Reg<B32>; 4]> {
+    if dtype == ElementType::E4m3 {
+        let halves = |k: &mut KernelBuilder, pair: &[Acc]| {
+            HALVES.map(|[a, b]| pack_e4m3(k, [pair[0][a], pair[0][b], pair[1][a], pair[1][b]]))
+        };
+        return row
+            .chunks_exact(4)
+            .map(|four| {
+                let ([a, b], [c, d]) = (halves(k, &four[..2]), halves(k, &four[2..]));
+                [a, b, c, d]
+            })
+            .collect();
+    }
     row.chunks_exact(2)
         .map(|pair| {
             let (left, right) = (&pair[0], &pair[1]);

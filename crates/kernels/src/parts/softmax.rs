@@ -156,6 +156,17 @@ impl SoftmaxParams {
         Self { exp_scale, tanh_scale, cap, scaled }
     }
 
+    /// Sets these numbers to those for dot products that are to be multiplied by a factor. A softcap has scaled scores.
+    pub fn set_multiplied(&self, k: &mut KernelBuilder, base: &Self, factor: Reg<F32>) {
+        match (self.scaled, base.scaled) {
+            (Some((scale, _)), Some((base, _))) => k.set(scale, |k| k.mul_f32(base, factor)),
+            _ => k.set(self.exp_scale, |k| k.mul_f32(base.exp_scale, factor)),
+        }
+        if let (Some(tanh_scale), Some(base)) = (self.tanh_scale, base.tanh_scale) {
+            k.set(tanh_scale, |k| k.mul_f32(base, factor));
+        }
+    }
+
     /// The factor applied to a score before the base-2 exponential.
     pub fn exp_scale(&self) -> Reg<F32> {
         self.exp_scale

@@ -2,9 +2,9 @@
 
 use flashcore_ptx::{GlobalPtr, TensorMap, kernel_params};
 
-use super::fwd::{Schedule, Walk};
+use super::fwd::{Schedule, Walk, columns};
 use crate::{
-    Spec,
+    ElementType, Spec,
     bind::{Args, Map, Operand, Section, TensorArg},
 };
 
@@ -89,6 +89,49 @@ kernel_params! {
     }
 }
 
+kernel_params! {
+    /// What a launch with 8-bit floats is given behind [`Sm90Params`]: descales, by batch entry and kv head, or null.
+    /// Strides are in bytes.
+    pub struct DescaleParams {
+        /// Of the queries.
+        q_descale: GlobalPtr,
+        /// Of the keys.
+        k_descale: GlobalPtr,
+        /// Of the values.
+        v_descale: GlobalPtr,
+        /// From one batch entry of the queries' descales to the next.
+        q_descale_batch: u64,
+        /// From one kv head of the queries' descales to the next.
+        q_descale_head: u64,
+        /// From one batch entry of the keys' descales to the next.
+        k_descale_batch: u64,
+        /// From one kv head of the keys' descales to the next.
+        k_descale_head: u64,
+        /// From one batch entry of the values' descales to the next.
+        v_descale_batch: u64,
+        /// From one kv head of the values' descales to the next.
+        v_descale_head: u64,
+    }
+}
+
+impl DescaleParams {
+    /// The parameters of a launch.
+    pub(crate) fn bind(args: &Args) -> Self {
+        let [q, k, v] = [Operand::QDescale, Operand::KDescale, Operand::VDescale].map(|it| args.tensor(it));
+        Self {
+            q_descale: q.pointer(),
+            k_descale: k.pointer(),
+            v_descale: v.pointer(),
+            q_descale_batch: q.strides[0],
+            q_descale_head: q.strides[1],
+            k_descale_batch: k.strides[0],
+            k_descale_head: k.strides[1],
+            v_descale_batch: v.strides[0],
+            v_descale_head: v.strides[1],
+        }
+    }
+}
+
 impl Sm90Params {
     /// The parameters of a launch; `encode` makes tensor maps.
     pub(crate) fn bind<E>(
@@ -99,7 +142,10 @@ impl Sm90Params {
     ) -> Result<Self, E> {
         let of = |operand| args.tensor(operand);
         let boxes = schedule.boxes();
-        let mut map = |operand, rows: u32| encode(&describe(spec, args, of(operand), rows));
+        let mut map = |operand, rows: u32| {
+            let dtype = if operand == Operand::O { spec.out() } else { spec.dtype };
+            encode(&describe(dtype, args, of(operand), rows))
+        };
         let (q_map, k_map) = (map(Operand::Q, boxes.q)?, map(Operand::K, boxes.kv)?);
         let (v_map, o_map) = (map(Operand::V, boxes.kv)?, map(Operand::O, boxes.o)?);
         // Parts of the keys write their partial results side by side, and the combine kernel merges them.
@@ -162,20 +208,20 @@ impl Sm90Params {
 }
 
 /// What a tensor map describes: a tensor in boxes of this many rows.
-fn describe(spec: &Spec, args: &Args, tensor: &TensorArg, box_rows: u32) -> Map {
+fn describe(dtype: ElementType, args: &Args, tensor: &TensorArg, box_rows: u32) -> Map {
     let TensorArg { address, shape: [batch, heads, len, dim], strides: [to_batch, to_head, to_row] } =
         *tensor;
-    let row_bytes = dim as u64 * u64::from(spec.dtype.size());
+    let row_bytes = dim as u64 * u64::from(dtype.size());
     // With a single entry, any distance to the next will do.
     let distance = |size: usize, stride: u64| if size > 1 { stride } else { row_bytes };
     let empty = [batch, heads, len].contains(&0);
     Map {
-        dtype: spec.dtype,
+        dtype,
         // Nothing is read from a tensor without elements, but its map needs an address.
         address: if empty { args.tensor(Operand::Q).address } else { address },
         dims: [dim, len, heads, batch].map(|size| size.max(1) as u64),
         strides: [distance(len, to_row), distance(heads, to_head), distance(batch, to_batch)],
-        box_dims: [Schedule::BOX_COLUMNS, box_rows, 1, 1],
+        box_dims: [columns(dtype), box_rows, 1, 1],
     }
 }
 

@@ -40,7 +40,8 @@ use crate::types::*;
 pub struct KernelBuilder {
     target: Target,
     kernel: Kernel,
-    params: Option<(TypeId, &'static str)>,
+    /// Its structs of parameters: the type, its name, and the index of its first parameter.
+    params: Vec<(TypeId, &'static str, u32)>,
     guard: Option<Guard>,
     comment: Option<String>,
     section: Option<u32>,
@@ -69,7 +70,7 @@ impl KernelBuilder {
                 labels: Vec::new(),
                 body: Vec::new(),
             },
-            params: None,
+            params: Vec::new(),
             guard: None,
             comment: None,
             section: None,
@@ -81,9 +82,37 @@ impl KernelBuilder {
 
     /// Gives the kernel its parameters.
     pub fn params<P: KernelParams>(mut self) -> Self {
-        self.params = Some((TypeId::of::<P>(), P::NAME));
-        self.kernel.params = params::layout(P::FIELDS);
+        (self.params, self.kernel.params) = (Vec::new(), Vec::new());
+        self.more_params::<P>()
+    }
+
+    /// Gives the kernel further parameters, behind those that it has.
+    ///
+    /// ```
+    /// use flashcore_ptx::{KernelBuilder, Target, kernel_params};
+    ///
+    /// kernel_params! { pub struct Own { n: u32 } }
+    /// kernel_params! { pub struct More { factor: f32 } }
+    ///
+    /// let mut k = KernelBuilder::new("k", Target::Sm80).params::<Own>().more_params::<More>();
+    /// let (_n, _factor) = (k.param(Own::n), k.param(More::factor));
+    /// let kernel = k.finish()?;
+    /// assert_eq!((kernel.params[1].name.as_str(), kernel.params[1].offset), ("factor", 4));
+    /// # Ok::<(), flashcore_ptx::BuildErrors>(())
+    /// ```
+    pub fn more_params<P: KernelParams>(mut self) -> Self {
+        let first = self.append(P::FIELDS);
+        self.params.push((TypeId::of::<P>(), P::NAME, first));
         self
+    }
+
+    /// Appends parameters, and returns the index of the first.
+    fn append(&mut self, fields: &[(&str, params::ParamType)]) -> u32 {
+        let first = self.kernel.params.len() as u32;
+        let own = self.kernel.params.iter().map(|param| (param.name.as_str(), param.ty));
+        let all: Vec<(&str, params::ParamType)> = own.chain(fields.iter().copied()).collect();
+        self.kernel.params = params::layout(&all);
+        first
     }
 
     /// Gives the kernel its shared memory.
@@ -269,9 +298,9 @@ impl KernelBuilder {
     /// Reads a parameter into a register. A global pointer is converted to a global address.
     #[track_caller]
     pub fn param<P: KernelParams, T: ScalarParam>(&mut self, handle: ParamHandle<P, T>) -> Reg<T::Class> {
-        self.check_params::<P>();
+        let first = self.first_of::<P>();
         let value = self.reg();
-        self.load_param(handle.index(), T::Class::CLASS, value.into());
+        self.load_param(first + handle.index(), T::Class::CLASS, value.into());
         if T::TYPE == params::ParamType::GlobalPtr {
             let global = self.reg();
             self.emit(
@@ -287,24 +316,25 @@ impl KernelBuilder {
     /// The generic address of a tensor map that is passed by value.
     #[track_caller]
     pub fn tensor_map<P: KernelParams>(&mut self, handle: ParamHandle<P, TensorMap>) -> Reg<B64> {
-        self.check_params::<P>();
+        let first = self.first_of::<P>();
         let (local, generic) = (self.reg::<B64>(), self.reg::<B64>());
-        let symbol = Arg::Mem { base: MemBase::Param(handle.index()), offset: 0 };
+        let symbol = Arg::Mem { base: MemBase::Param(first + handle.index()), offset: 0 };
         self.emit(Op::AddrOf, vec![local.into()], vec![symbol]);
         let to_generic = Op::Cvta { space: Space::Param, to_space: false };
         self.emit(to_generic, vec![generic.into()], vec![local.into()]);
         generic
     }
 
+    /// The index of the first parameter of a struct.
     #[track_caller]
-    fn check_params<P: KernelParams>(&mut self) {
-        if self.params.map(|(id, _)| id) != Some(TypeId::of::<P>()) {
-            let has = self.params.map_or("none", |(_, name)| name);
-            self.forbidden(&format!(
-                "a parameter of {} is read, but the kernel's parameters are {has}",
-                P::NAME
-            ));
+    fn first_of<P: KernelParams>(&mut self) -> u32 {
+        if let Some(&(_, _, first)) = self.params.iter().find(|(id, ..)| *id == TypeId::of::<P>()) {
+            return first;
         }
+        let names: Vec<&str> = self.params.iter().map(|&(_, name, _)| name).collect();
+        let has = if names.is_empty() { "none".to_owned() } else { names.join(" and ") };
+        self.forbidden(&format!("a parameter of {} is read, but the kernel's parameters are {has}", P::NAME));
+        0
     }
 
     /// Emits one instruction.

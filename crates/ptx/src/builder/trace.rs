@@ -2,7 +2,7 @@
 
 use super::KernelBuilder;
 use crate::modifiers::Space;
-use crate::params::{self, KernelParams, ParamType};
+use crate::params::KernelParams;
 use crate::trace::{EDGE, NO_NUMBER, NOBODY, SECTION_BITS, STAMP, TraceParams};
 use crate::types::*;
 
@@ -33,10 +33,7 @@ impl KernelBuilder {
         if !traced {
             return self;
         }
-        self.trace = Some(Tracer { param: self.kernel.params.len() as u32, thread: None });
-        let own = self.kernel.params.iter().map(|param| (param.name.as_str(), param.ty));
-        let fields: Vec<(&str, ParamType)> = own.chain(TraceParams::FIELDS.iter().copied()).collect();
-        self.kernel.params = params::layout(&fields);
+        self.trace = Some(Tracer { param: self.append(TraceParams::FIELDS), thread: None });
         self
     }
 

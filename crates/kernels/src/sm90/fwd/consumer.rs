@@ -1,9 +1,12 @@
 //! A consumer warpgroup: 64 queries, their scores, probabilities and output in registers.
 
-use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Scope, Wgmma};
+use flashcore_ptx::{
+    B32, B64, BulkHint, F32, GlobalPtr, KernelBuilder, Operand, ParamHandle, Pred, ProxySpace, Reg, Scope,
+    Wgmma,
+};
 
 use super::{
-    Memory, PANEL, PITCH, ROWS, Schedule, Sizes, gather, merge, panels, partial,
+    Memory, PITCH, ROWS, Schedule, Sizes, Turned, columns, gather, merge, panels, partial,
     ring::Ring,
     softmax::{self, RowState, Softmax},
     tiles::{Keys, Tile, each_tile},
@@ -15,7 +18,7 @@ use crate::{
         softmax::{ScoreHandles, SoftmaxParams},
     },
     phase::wait_for_launch,
-    sm90::Sm90Params,
+    sm90::{DescaleParams, Sm90Params},
 };
 
 // Named barriers; 0 is the block's own.
@@ -29,6 +32,23 @@ pub(super) const ALL: u32 = 9;
 /// The upper half of every descriptor: a swizzle of 128 bytes, and 1024 bytes from eight rows to the next eight.
 const DESCRIPTOR_HIGH: u32 = 0x4000_0040;
 
+/// Bytes of a row that one product takes.
+const STEP: u32 = 32;
+/// Products over a panel.
+const STEPS: u32 = PITCH / STEP;
+
+/// How many elements one product sums over.
+fn depth(spec: &Spec) -> u32 {
+    STEP / spec.dtype.size()
+}
+
+const HANDLES: ScoreHandles<Sm90Params> = ScoreHandles {
+    exp_scale: Sm90Params::exp_scale,
+    tanh_scale: Sm90Params::tanh_scale,
+    scale: Sm90Params::scale,
+    softcap: Sm90Params::softcap,
+};
+
 pub(super) struct Consumer<'a> {
     pub schedule: Schedule,
     pub spec: &'a Spec,
@@ -41,6 +61,8 @@ pub(super) struct Consumer<'a> {
     scores: Vec<Reg<F32>>,
     p: Vec<[Reg<B32>; 4]>,
     pub o: Vec<Reg<F32>>,
+    /// The sums over one key tile, of some columns of the output, where they are flushed.
+    apart: Vec<Reg<F32>>,
     /// Whether the output already holds something that the next product adds to.
     more: Reg<Pred>,
     /// The warpgroup.
@@ -73,18 +95,16 @@ impl<'a> Consumer<'a> {
         let g = k.shr_u32(lane, 2u32);
         let row = k.mad_lo_u32(warp, 16u32, g);
         let t = k.and_b32(lane, 3u32);
-        let handles = ScoreHandles {
-            exp_scale: Sm90Params::exp_scale,
-            tanh_scale: Sm90Params::tanh_scale,
-            scale: Sm90Params::scale,
-            softcap: Sm90Params::softcap,
-        };
-        let params = SoftmaxParams::read_from(k, spec, &handles);
+        let params = SoftmaxParams::read_from(k, spec, &HANDLES);
         let softmax = Softmax::new(k, params, schedule.lazy, spec.dtype, schedule.poly);
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
         let tiles = |k: &mut KernelBuilder, slots, bytes, bars| {
             let ring = Ring::consumer(k, slots, bytes, bars, stages);
             if schedule.together { ring.starting_at(k, group, schedule.stride()) } else { ring }
+        };
+        let (v, v_bytes, v_bars) = match memory.turned {
+            Some(Turned { slots, bars, .. }) => (slots, sizes.turned, bars),
+            None => (memory.v, sizes.v, memory.v_bars),
         };
         Self {
             schedule,
@@ -93,11 +113,12 @@ impl<'a> Consumer<'a> {
             sizes,
             q: Ring::consumer(k, memory.q, sizes.q_slot, memory.q_bars, q_stages),
             k: tiles(k, memory.k, sizes.k, memory.k_bars),
-            v: tiles(k, memory.v, sizes.v, memory.v_bars),
+            v: tiles(k, v, v_bytes, v_bars),
             softmax,
             scores: zeros(k, block_n / 2),
-            p: (0..block_n / 16).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
+            p: (0..block_n / depth(spec)).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
             o: zeros(k, spec.head_dim_v / 2),
+            apart: zeros(k, schedule.flushed_columns(spec).unwrap_or(0) / 2),
             more: k.mov_pred(false),
             group,
             thread,
@@ -142,12 +163,15 @@ impl<'a> Consumer<'a> {
     fn tile(&self, k: &mut KernelBuilder, tile: &Tile, owed: Reg<B32>) {
         let keys = tile.keys(k, self.schedule);
         k.section("consumer: one tile of queries");
+        if self.spec.dtype.is_fp8() {
+            self.descale_scores(k, tile);
+        }
         self.softmax.reset(k);
         k.set(self.more, |k| k.mov_pred(false));
         Phase::QWait.begin_tile(k, tile.rows.first_row);
         self.q.wait_filled(k);
         Phase::Tile.begin(k);
-        if self.spec.key_lengths {
+        if self.spec.key_lengths && self.memory.turned.is_none() {
             let mut who = keys.any;
             if self.schedule.together {
                 // The last key tile is the first warpgroup's.
@@ -177,9 +201,7 @@ impl<'a> Consumer<'a> {
                         self.pass_down_to(k, at, keys.first);
                     });
                 }
-                for &o in &self.o {
-                    k.set(o, |k| k.mov_f32(0.0));
-                }
+                self.clear_output(k);
             },
         );
         k.section("consumer: the end of a tile");
@@ -213,6 +235,12 @@ impl<'a> Consumer<'a> {
                 }
             },
         );
+    }
+
+    fn clear_output(&self, k: &mut KernelBuilder) {
+        for &o in &self.o {
+            k.set(o, |k| k.mov_f32(0.0));
+        }
     }
 
     /// Whether there are several warpgroups, each with rows of its own.
@@ -282,6 +310,9 @@ impl<'a> Consumer<'a> {
         k.wgmma_commit();
         self.end_turn(k);
         self.give_back_queries(k, owed);
+        if !self.apart.is_empty() {
+            self.clear_output(k);
+        }
         Phase::QkWait.begin_tile(k, at);
         k.wgmma_wait(0);
         Phase::Softmax.begin_tile(k, at);
@@ -316,11 +347,10 @@ impl<'a> Consumer<'a> {
         Phase::VWait.begin_after(k, at, stride);
         self.v.wait_filled(k);
         Phase::Pv.begin_after(k, at, stride);
-        k.wgmma_fence();
-        self.add_values(k);
-        k.wgmma_commit();
+        self.start_values(k);
         Phase::PvWait.begin_after(k, at, stride);
         k.wgmma_wait(0);
+        self.flush_last(k);
         self.give_back(k, &self.v);
         if self.spec.left && self.has_own_rows() {
             self.pass_down_to(k, at, block.first);
@@ -389,9 +419,7 @@ impl<'a> Consumer<'a> {
         self.v.wait_filled(k);
         Phase::Pv.begin_after(k, at, before);
         // The wait is a loop, and the assembler wants a fence on this side of it too.
-        k.wgmma_fence();
-        self.add_values(k);
-        k.wgmma_commit();
+        self.start_values(k);
         self.end_turn(k);
         Phase::QkWait.begin_tile(k, at);
         k.wgmma_wait(1);
@@ -406,6 +434,7 @@ impl<'a> Consumer<'a> {
             k.wgmma_wait(0);
             Phase::Rescale.begin_tile(k, at);
             self.give_back(k, &self.v);
+            self.flush_last(k);
             self.pack(k);
         });
         k.set(self.more, |k| k.mov_pred(true));
@@ -421,11 +450,63 @@ impl<'a> Consumer<'a> {
         let (q, keys) = (Descriptor::new(k, q, 16), self.k.address(k));
         let keys = Descriptor::new(k, keys, 16);
         let spec = Wgmma::new(self.schedule.block_n as u16, matrix_ty(self.spec.dtype));
-        for step in 0..self.spec.head_dim.div_ceil(16) {
-            let (panel, inside) = (step / (PANEL / 16), 32 * (step % (PANEL / 16)));
+        for step in 0..self.spec.head_dim.div_ceil(depth(self.spec)) {
+            let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
             let a = q.at(k, panel * self.sizes.q_panel + inside);
             let b = keys.at(k, panel * self.sizes.kv_panel + inside);
             k.wgmma_ss(spec, &self.scores, a, b, step > 0);
+        }
+    }
+
+    /// Starts O += P V, from the next slot. Where sums are flushed, all columns are added but the last ones, which are
+    /// left to [`Consumer::flush_last`].
+    fn start_values(&self, k: &mut KernelBuilder) {
+        let parts = self.o.len().checked_div(self.apart.len()).unwrap_or(1);
+        for part in 0..parts {
+            if part > 0 {
+                k.wgmma_wait(0);
+                self.flush(k, part - 1);
+            }
+            k.wgmma_fence();
+            if self.memory.turned.is_some() {
+                self.add_turned_values(k, part);
+            } else {
+                self.add_values(k);
+            }
+            k.wgmma_commit();
+        }
+    }
+
+    /// Adds to the output what the last product with values came to.
+    fn flush_last(&self, k: &mut KernelBuilder) {
+        if !self.apart.is_empty() {
+            self.flush(k, self.o.len() / self.apart.len() - 1);
+        }
+    }
+
+    /// Adds one part of the columns to the output.
+    fn flush(&self, k: &mut KernelBuilder, part: usize) {
+        for (&o, &apart) in self.o.iter().skip(part * self.apart.len()).zip(&self.apart) {
+            k.set(o, |k| k.add_f32(o, apart));
+        }
+    }
+
+    /// P V for one part of the columns, from the next slot of values that are turned around.
+    fn add_turned_values(&self, k: &mut KernelBuilder, part: usize) {
+        k.comment("P V");
+        let to = if self.apart.is_empty() { &self.o } else { &self.apart };
+        let width = 2 * to.len() as u32;
+        let values = self.v.address(k);
+        let values = Descriptor::new(k, values, 16);
+        let spec = Wgmma::new(width as u16, matrix_ty(self.spec.dtype));
+        for (step, &p) in (0..).zip(&self.p) {
+            let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
+            let row = part as u32 * width * PITCH;
+            let b = values.at(k, panel * self.sizes.turned_panel + row + inside);
+            match step {
+                0 if self.apart.is_empty() => k.wgmma_rs(spec, to, p, b, self.more),
+                _ => k.wgmma_rs(spec, to, p, b, step > 0),
+            }
         }
     }
 
@@ -517,7 +598,7 @@ impl<'a> Consumer<'a> {
                 |k, _| {
                     let at = k.mad_lo_u32(row, PITCH, slot);
                     let at = k.mad_lo_u32(chunk, 16u32, at);
-                    for panel in 0..panels(self.spec.head_dim_v) {
+                    for panel in 0..panels(self.spec.head_dim_v, self.spec.dtype) {
                         k.st_shared_vec(at.at((panel * self.sizes.kv_panel) as i32), [zero; 4]);
                     }
                     k.set(row, |k| k.add_u32(row, threads / 8));
@@ -569,28 +650,62 @@ impl<'a> Consumer<'a> {
         k.mad_lo_u64(head, head_stride, entry)
     }
 
+    /// A descale of this tile's kv head; 1 where none is given.
+    fn descale(
+        k: &mut KernelBuilder,
+        tile: &Tile,
+        descales: ParamHandle<DescaleParams, GlobalPtr>,
+        [batch_stride, head_stride]: [ParamHandle<DescaleParams, u64>; 2],
+    ) -> Reg<F32> {
+        let descales = k.param(descales);
+        let (batch_stride, head_stride) = (k.param(batch_stride), k.param(head_stride));
+        let (batch, head) = (k.cvt_u64_u32(tile.rows.batch), k.cvt_u64_u32(tile.kv_head));
+        let entry = k.mad_lo_u64(batch, batch_stride, descales);
+        let own = k.mad_lo_u64(head, head_stride, entry);
+        let given = k.setp_ne_u64(descales, 0u64);
+        let value = k.mov_f32(1.0);
+        k.when(given, |k| k.set(value, |k| k.ld_global(own)));
+        value
+    }
+
+    /// Makes the descales of this tile's queries and keys a part of the scale.
+    fn descale_scores(&self, k: &mut KernelBuilder, tile: &Tile) {
+        let strides = [DescaleParams::q_descale_batch, DescaleParams::q_descale_head];
+        let q = Self::descale(k, tile, DescaleParams::q_descale, strides);
+        let strides = [DescaleParams::k_descale_batch, DescaleParams::k_descale_head];
+        let keys = Self::descale(k, tile, DescaleParams::k_descale, strides);
+        let both = k.mul_f32(q, keys);
+        let base = SoftmaxParams::read_from(k, self.spec, &HANDLES);
+        self.softmax.multiply(k, &base, both);
+    }
+
     /// Divides by the sums and stores the output by TMA, through the slot of the tile's queries.
     fn store_output(&self, k: &mut KernelBuilder, tile: &Tile) {
         let Some(o_map) = self.o_map else { return };
         k.section("consumer: output");
+        let descale = self.spec.dtype.is_fp8().then(|| {
+            let strides = [DescaleParams::v_descale_batch, DescaleParams::v_descale_head];
+            Self::descale(k, tile, DescaleParams::v_descale, strides)
+        });
         for (half, row) in self.softmax.rows.iter().enumerate() {
             let inverse = SoftmaxParams::inverse(k, row.sum);
+            let inverse = descale.map_or(inverse, |descale| k.mul_f32(inverse, descale));
             for o in softmax::row_elements(&self.o, half) {
                 k.set(o, |k| k.mul_f32(o, inverse));
             }
         }
+        let out = self.spec.out();
+        let panels = panels(self.spec.head_dim_v, out);
         let mut packed: Vec<[Reg<B32>; 2]> = self
             .o
             .chunks_exact(4)
-            .map(|quad| {
-                [pack(k, self.spec.dtype, quad[0], quad[1]), pack(k, self.spec.dtype, quad[2], quad[3])]
-            })
+            .map(|quad| [pack(k, out, quad[0], quad[1]), pack(k, out, quad[2], quad[3])])
             .collect();
         // TMA reads the whole box and clips it at the tensor's edge, so the rows beyond it must be written too.
-        let columns = (panels(self.spec.head_dim_v) * PANEL / 8) as usize;
-        if packed.len() < columns {
+        let eights = (panels * columns(out) / 8) as usize;
+        if packed.len() < eights {
             let zero = k.mov_b32(0u32);
-            packed.resize(columns, [zero; 2]);
+            packed.resize(eights, [zero; 2]);
         }
         let own = k.add_u32(self.group, OWN);
         k.comment("no warp of the warpgroup reads its queries any more");
@@ -620,8 +735,8 @@ impl<'a> Consumer<'a> {
         k.bar_sync(own, 128u32);
         k.if_(self.leader, |k| {
             let first_row = k.mad_lo_u32(self.group, ROWS, tile.rows.first_row);
-            for panel in 0..panels(self.spec.head_dim_v) {
-                let column = Operand::from(panel * PANEL);
+            for panel in 0..panels {
+                let column = Operand::from(panel * columns(out));
                 let at = [column, first_row.into(), tile.rows.head.into(), tile.rows.batch.into()];
                 let from = slot.at((panel * self.sizes.q_panel) as i32);
                 k.tensor_store(o_map, &at, from, BulkHint::new());

@@ -12,6 +12,11 @@
 //! the blocks of a cluster those of one tile; they merge their results through shared memory, their own and each
 //! other's. Where even a cluster is too small, the keys are cut into parts, each a block of its own anywhere on the
 //! GPU: it writes its partial result to global memory, and [`combine`](super::combine) merges them.
+//!
+//! Of 8-bit floats, `wgmma` takes both tiles only with their rows along the sum. V's rows are along the head dim, so the
+//! warps beside the producer turn each tile around in shared memory. Probabilities are scaled up by 2^8, which uses the
+//! range of e4m3 best; and as the tensor cores add 8-bit products with 14 bits, each key tile is added up apart, and then
+//! to the output in f32.
 
 mod consumer;
 mod gather;
@@ -21,26 +26,31 @@ mod producer;
 mod ring;
 mod softmax;
 mod tiles;
+mod turn;
 
 use flashcore_ptx::{ClusterArrive, GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
-use self::{consumer::Consumer, producer::Producer};
-use super::Sm90Params;
+use self::{consumer::Consumer, producer::Producer, turn::Turner};
+use super::{Sm90Params, params::DescaleParams};
 use crate::{
-    Args, Blocks, Family, Geometry, Map, Packed, ScheduleError, Spec,
+    Args, Blocks, ElementType, Family, Geometry, Map, Packed, ScheduleError, Spec,
     family::{MAX_REGISTERS, check_registers, schedule},
 };
 
 /// Queries per warpgroup: what one `wgmma` takes.
 pub(crate) const ROWS: u32 = 64;
-/// Columns per panel: rows of 128 bytes, within which the swizzle permutes.
-pub(crate) const PANEL: u32 = 64;
-/// Bytes of a panel's row.
-pub(crate) const PITCH: u32 = 2 * PANEL;
+/// Bytes of a panel's row, within which the swizzle permutes.
+pub(crate) const PITCH: u32 = 128;
 /// Registers besides the fragments: softmax state, addresses, barriers.
 const OTHER_REGISTERS: u32 = 26;
+/// The same with 8-bit floats.
+const FP8_OTHER_REGISTERS: u32 = 32;
+/// The same where their sums are flushed: between two tiles, some of those registers are free for others.
+const FLUSHED_OTHER_REGISTERS: u32 = 24;
 /// Registers more with a softcap: its polynomial and what is between.
 const CAP_REGISTERS: u32 = 10;
+/// The same with 8-bit floats, whose scores are always scaled.
+const FP8_CAP_REGISTERS: u32 = 24;
 
 schedule! {
     /// The knobs of the kernel.
@@ -77,6 +87,9 @@ schedule! {
         /// Blocks of a cluster that have neighbouring tiles of queries and the same keys: each copies its part of every key
         /// tile for all of them.
         pub multicast: u32 = 1,
+        /// Whether the products with each value tile are added up apart, and then to the output in f32: more registers,
+        /// and no drift over many keys. For 8-bit floats; the tensor cores add 16-bit ones in f32 anyway.
+        pub flush: bool = true,
     }
 }
 
@@ -103,6 +116,17 @@ struct Memory {
     k_bars: Shared,
     v_bars: Shared,
     merged: Shared,
+    /// For 8-bit floats.
+    turned: Option<Turned>,
+}
+
+/// The part of a kernel's shared memory that is for V tiles that are turned around.
+#[derive(Clone, Copy)]
+struct Turned {
+    slots: Shared,
+    bars: Shared,
+    /// For each slot of V as it was copied, a word from the producer to those who turn it around.
+    left: Shared,
 }
 
 /// Bytes of the tiles.
@@ -115,14 +139,22 @@ pub(crate) struct Sizes {
     pub v: u32,
     /// A slot of Q, where the output is staged too.
     pub q_slot: u32,
+    /// A panel of a V tile that is turned around: 128 keys.
+    pub turned_panel: u32,
+    pub turned: u32,
+}
+
+/// Columns of a panel.
+pub(crate) fn columns(dtype: ElementType) -> u32 {
+    PITCH / dtype.size()
 }
 
 /// Panels of a head dim.
-pub(crate) fn panels(head_dim: u32) -> u32 {
-    head_dim.div_ceil(PANEL)
+pub(crate) fn panels(head_dim: u32, dtype: ElementType) -> u32 {
+    head_dim.div_ceil(columns(dtype))
 }
 
-/// The rows of the boxes in which each tensor is copied; boxes are [`Schedule::BOX_COLUMNS`] wide.
+/// The rows of the boxes in which each tensor is copied; boxes are 128 bytes wide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Boxes {
     /// Of the queries.
@@ -134,9 +166,6 @@ pub struct Boxes {
 }
 
 impl Schedule {
-    /// Columns of every box.
-    pub const BOX_COLUMNS: u32 = PANEL;
-
     /// How many blocks can share the keys of a tile: every GPU with clusters can run that many together.
     pub const SPLITS: [u32; 4] = [1, 2, 4, 8];
 
@@ -185,6 +214,7 @@ impl Schedule {
                                     together,
                                     parts: 1,
                                     multicast,
+                                    flush: true,
                                 });
                             }
                         }
@@ -193,6 +223,33 @@ impl Schedule {
             }
         }
         grid
+    }
+
+    /// The schedule for 8-bit floats and grids that fill the GPU: the largest tiles that leave room for flushed sums.
+    pub fn fp8(spec: &Spec) -> Schedule {
+        let (warpgroups, block_n, q_stages) = match spec.head_dim.max(spec.head_dim_v) {
+            ..=64 if !spec.softcap => (3, 128, 2),
+            ..=128 => (2, 128, 2),
+            129..=192 => (2, 96, 1),
+            _ => (2, 64, 1),
+        };
+        Schedule {
+            warpgroups,
+            block_n,
+            stages: 2,
+            q_stages,
+            ctas: 1,
+            split: 1,
+            pingpong: true,
+            lazy: 0,
+            poly: 0,
+            persistent: true,
+            pairs: false,
+            together: false,
+            parts: 1,
+            multicast: 1,
+            flush: true,
+        }
     }
 
     /// The rows of the boxes.
@@ -253,16 +310,22 @@ impl Schedule {
         128 * self.warpgroups
     }
 
-    /// One warpgroup needs no registers from its producer, which can then be a single warp.
-    fn threads(self) -> u32 {
-        self.consumer_threads() + if self.warpgroups == 1 { 32 } else { 128 }
+    /// One warpgroup needs no registers from its producer, which can then be a single warp, unless V is turned around.
+    fn threads(self, spec: &Spec) -> u32 {
+        let alone = self.warpgroups == 1 && !spec.dtype.is_fp8();
+        self.consumer_threads() + if alone { 32 } else { 128 }
     }
 
     /// Registers per producer thread and per consumer thread, where `setmaxnreg` redistributes them. A block has only
     /// those that it was launched with: if the shares added up to more, its warps would wait forever.
-    fn shares(self) -> Option<(u16, u16)> {
+    fn shares(self, spec: &Spec) -> Option<(u16, u16)> {
         match (self.warpgroups, self.ctas) {
             (1, _) => None,
+            // Those who turn V around need more, and so does a producer that tells them of its keys.
+            (2, 1) if spec.dtype.is_fp8() => Some((40, 232)),
+            (2, _) if spec.dtype.is_fp8() => Some((40, 96)),
+            (3, _) if spec.dtype.is_fp8() => Some((56, 152)),
+            (4, _) if spec.dtype.is_fp8() => Some((56, 104)),
             // A producer that copies for others needs more.
             (2, 1) if self.multicast > 1 => Some((40, 232)),
             (2, 1) => Some((24, 240)),
@@ -282,19 +345,49 @@ impl Schedule {
     }
 
     /// The most registers that a consumer's thread can have.
-    fn register_limit(self) -> u32 {
-        match self.shares() {
+    fn register_limit(self, spec: &Spec) -> u32 {
+        match self.shares(spec) {
             Some((_, consumer)) => u32::from(consumer),
             // The assembler rounds down to a multiple of 32 here.
-            None => (65536 / (self.ctas * self.threads()) / 32 * 32).min(MAX_REGISTERS),
+            None => (65536 / (self.ctas * self.threads(spec)) / 32 * 32).min(MAX_REGISTERS),
         }
     }
 
     pub(crate) fn sizes(self, spec: &Spec) -> Sizes {
         let (q_panel, kv_panel) = (self.rows() * PITCH, self.block_n * PITCH);
-        let (q, o) = (panels(spec.head_dim) * q_panel, panels(spec.head_dim_v) * q_panel);
-        let (k, v) = (panels(spec.head_dim) * kv_panel, panels(spec.head_dim_v) * kv_panel);
-        Sizes { q_panel, kv_panel, q, k, v, q_slot: q.max(o) }
+        let (of_qk, of_v) = (panels(spec.head_dim, spec.dtype), panels(spec.head_dim_v, spec.dtype));
+        let (q, o) = (of_qk * q_panel, panels(spec.head_dim_v, spec.out()) * q_panel);
+        let (k, v) = (of_qk * kv_panel, of_v * kv_panel);
+        let turned_panel = turn::rows(spec) * PITCH;
+        let turned = panels(self.block_n, spec.dtype) * turned_panel;
+        Sizes { q_panel, kv_panel, q, k, v, q_slot: q.max(o), turned_panel, turned }
+    }
+
+    /// Columns of the output whose sums over one key tile are in registers at a time, where they are [flushed](Self::flush)
+    /// to the output: all of them or a half, a quarter or an eighth, as there is room.
+    fn flushed_columns(self, spec: &Spec) -> Option<u32> {
+        let all = spec.head_dim_v;
+        let parts = || {
+            [1, 2, 4, 8].into_iter().filter(|parts| all.is_multiple_of(8 * parts)).map(|parts| all / parts)
+        };
+        let fits = |columns: &u32| self.registers(spec, *columns) <= self.register_limit(spec);
+        (spec.dtype.is_fp8() && self.flush).then(|| parts().find(fits).or(parts().next_back()).unwrap_or(all))
+    }
+
+    /// About how many registers a consumer's thread needs, given how many columns are added up apart.
+    fn registers(self, spec: &Spec, flushed: u32) -> u32 {
+        let probabilities = self.block_n * spec.dtype.size() / 8;
+        let cap = match (spec.softcap, spec.dtype.is_fp8()) {
+            (false, _) => 0,
+            (true, false) => CAP_REGISTERS,
+            (true, true) => FP8_CAP_REGISTERS,
+        };
+        let others = match (spec.dtype.is_fp8(), flushed) {
+            (false, _) => OTHER_REGISTERS,
+            (true, 0) => FP8_OTHER_REGISTERS,
+            (true, _) => FLUSHED_OTHER_REGISTERS,
+        };
+        self.block_n / 2 + probabilities + spec.head_dim_v / 2 + flushed / 2 + others + cap
     }
 
     fn memory(self, spec: &Spec) -> Memory {
@@ -310,7 +403,12 @@ impl Schedule {
         let k_bars = bars("k barriers", self.stages);
         let v_bars = bars("v barriers", self.stages);
         let merged = layout.alloc("merged", 8, 8);
-        Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged }
+        let turned = spec.dtype.is_fp8().then(|| {
+            let slots = layout.alloc("turned v", self.stages * sizes.turned, 1024);
+            let bars = layout.alloc("turned v barriers", 16 * self.stages, 8);
+            Turned { slots, bars, left: layout.alloc("keys left", 4 * self.stages, 4) }
+        });
+        Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged, turned }
     }
 }
 
@@ -320,7 +418,7 @@ impl Family for Schedule {
     fn geometry(self, spec: &Spec) -> Geometry {
         Geometry {
             rows: self.tile_rows(),
-            threads: self.threads(),
+            threads: self.threads(spec),
             shared_bytes: self.memory(spec).layout.bytes(),
             blocks: Blocks::Row {
                 cluster: self.cluster(),
@@ -409,6 +507,9 @@ impl Family for Schedule {
         if self.poly > 8 {
             return refuse(format!("poly {}: possible are 0 to 8 of eight", self.poly));
         }
+        if spec.dtype.is_fp8() {
+            self.check_fp8(spec)?;
+        }
         let memory = self.memory(spec);
         memory.layout.fits(target)?;
         // All shared memory of a multiprocessor; the system takes 1 KiB per block.
@@ -419,9 +520,8 @@ impl Family for Schedule {
                 self.ctas
             ));
         }
-        let fragments = self.block_n / 2 + self.block_n / 4 + spec.head_dim_v / 2;
-        let cap = if spec.softcap { CAP_REGISTERS } else { 0 };
-        check_registers(fragments, OTHER_REGISTERS + cap, self.register_limit())
+        let flushed = self.flushed_columns(spec).unwrap_or(0);
+        check_registers(self.registers(spec, flushed), 0, self.register_limit(spec))
     }
 
     fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
@@ -429,9 +529,12 @@ impl Family for Schedule {
         let mut k = KernelBuilder::new("flashcore_sm90_fwd", target)
             .params::<Sm90Params>()
             .shared(memory.layout.clone())
-            .threads(self.threads())
-            .min_blocks_per_sm(self.ctas)
-            .traced(spec.traced);
+            .threads(self.threads(spec))
+            .min_blocks_per_sm(self.ctas);
+        if spec.dtype.is_fp8() {
+            k = k.more_params::<DescaleParams>();
+        }
+        k = k.traced(spec.traced);
         if self.cluster() > 1 {
             k = k.cluster(self.cluster(), 1, 1);
         }
@@ -452,11 +555,36 @@ impl Family for Schedule {
         packed: &mut Packed,
     ) -> Result<(), E> {
         packed.push(&Sm90Params::bind(self, spec, args, encode)?);
+        if spec.dtype.is_fp8() {
+            packed.extend(&DescaleParams::bind(args));
+        }
         Ok(())
     }
 }
 
 impl Schedule {
+    /// What 8-bit floats need, and what they cannot have.
+    fn check_fp8(self, spec: &Spec) -> Result<(), ScheduleError> {
+        if !self.block_n.is_multiple_of(32) {
+            return Err(ScheduleError::malformed(format!(
+                "block_n {}: with e4m3 a multiple of 32 is needed",
+                self.block_n
+            )));
+        }
+        if self.split > 1 || self.parts > 1 || self.together || self.multicast > 1 {
+            return Err(ScheduleError::malformed(
+                "with e4m3, a block has its queries and their keys for itself: take split=1, parts=1, together=0 and \
+                 multicast=1",
+            ));
+        }
+        if spec.softcap && !spec.scaled_scores {
+            return Err(ScheduleError::malformed(
+                "with e4m3, a softcap needs scaled scores: see Spec::needs_scaled_scores",
+            ));
+        }
+        Ok(())
+    }
+
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
         k.begin_trace(self.warpgroups + 1, 128);
         let tid = k.tid_x();
@@ -467,18 +595,22 @@ impl Schedule {
         let consumers = 4 * self.warpgroups;
         k.roles(warp, |roles| {
             roles.warps(0..consumers, |k| {
-                if let Some((_, registers)) = self.shares() {
+                if let Some((_, registers)) = self.shares(spec) {
                     k.setmaxnreg_inc(registers);
                 }
                 Consumer::new(k, self, spec, memory).run(k);
                 self.leave(k);
             });
             roles.others(|k| {
-                if let Some((registers, _)) = self.shares() {
+                if let Some((registers, _)) = self.shares(spec) {
                     k.setmaxnreg_dec(registers);
                 }
                 let first = k.setp_eq_u32(tid, self.consumer_threads());
                 k.if_(first, |k| Producer::new(k, self, spec, memory).run(k));
+                if let Some(turned) = memory.turned {
+                    let turns = k.setp_gt_u32(warp, consumers);
+                    k.if_(turns, |k| Turner::new(k, self, spec, memory, turned).run(k));
+                }
                 if self.split > 1 {
                     k.comment("every thread of a cluster waits for what it arrived at");
                     k.bar_warp_sync();
@@ -518,8 +650,15 @@ impl Schedule {
             };
             // A slot of Q is released by one thread of each warpgroup, a slot of K or V by one thread of each warp.
             pair(memory.q_bars, self.q_stages, 1, self.warpgroups);
-            pair(memory.k_bars, self.stages, self.multicast, 4 * self.readers() * self.multicast);
-            pair(memory.v_bars, self.stages, self.multicast, 4 * self.readers() * self.multicast);
+            let readers = 4 * self.readers() * self.multicast;
+            pair(memory.k_bars, self.stages, self.multicast, readers);
+            match memory.turned {
+                None => pair(memory.v_bars, self.stages, self.multicast, readers),
+                Some(Turned { bars, .. }) => {
+                    pair(memory.v_bars, self.stages, 1, turn::WARPS);
+                    pair(bars, self.stages, turn::WARPS, readers);
+                }
+            }
             if self.split > 1 {
                 k.mbarrier_init(memory.merged, 1u32);
             }
@@ -548,16 +687,18 @@ mod tests {
 
     #[test]
     fn a_block_shares_out_no_more_registers_than_it_is_launched_with() {
-        let shared_out = Schedule::grid().into_iter().filter_map(|it| it.shares().map(|shares| (it, shares)));
         let mut seen = std::collections::BTreeSet::new();
-        for (schedule, (producer, consumer)) in shared_out {
-            // Registers are allocated to threads in steps of 8.
-            let launched = (65536 / (schedule.ctas * schedule.threads()) / 8 * 8).min(MAX_REGISTERS);
-            let (all, consumers) = (schedule.threads() * launched, schedule.consumer_threads());
-            let wanted =
-                consumers * u32::from(consumer) + (schedule.threads() - consumers) * u32::from(producer);
-            assert!(wanted <= all, "{schedule:?}: {wanted} of {all}");
-            seen.insert((schedule.warpgroups, schedule.ctas));
+        for spec in [ElementType::F16, ElementType::E4m3].map(|dtype| Spec::new(dtype, 64)) {
+            for schedule in Schedule::grid() {
+                let Some((producer, consumer)) = schedule.shares(&spec) else { continue };
+                // Registers are allocated to threads in steps of 8.
+                let threads = schedule.threads(&spec);
+                let launched = (65536 / (schedule.ctas * threads) / 8 * 8).min(MAX_REGISTERS);
+                let (all, consumers) = (threads * launched, schedule.consumer_threads());
+                let wanted = consumers * u32::from(consumer) + (threads - consumers) * u32::from(producer);
+                assert!(wanted <= all, "{schedule:?}: {wanted} of {all}");
+                seen.insert((schedule.warpgroups, schedule.ctas));
+            }
         }
         assert_eq!(seen.into_iter().collect::<Vec<_>>(), [(2, 1), (2, 2), (3, 1), (4, 1)]);
     }

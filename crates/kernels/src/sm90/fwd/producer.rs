@@ -3,7 +3,7 @@
 use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg, Scope};
 
 use super::{
-    Memory, PANEL, PITCH, Schedule, Sizes, panels,
+    Memory, PITCH, Schedule, Sizes, Turned, columns, panels,
     ring::Ring,
     tiles::{Tile, each_tile},
 };
@@ -19,6 +19,7 @@ pub(super) struct Producer<'a> {
     q_map: Reg<B64>,
     k_map: Reg<B64>,
     v_map: Reg<B64>,
+    turned: Option<Turned>,
     /// Queries are read once, keys and values by every block of the head.
     once: Reg<B64>,
     again: Reg<B64>,
@@ -28,6 +29,8 @@ pub(super) struct Producer<'a> {
 struct Copy {
     map: Reg<B64>,
     panels: u32,
+    /// Of a panel.
+    columns: u32,
     panel_bytes: u32,
     policy: Reg<B64>,
     /// For tiles that the blocks of a cluster copy for each other: how many blocks, and the rows that each copies.
@@ -57,6 +60,7 @@ impl<'a> Producer<'a> {
             q_map,
             k_map,
             v_map,
+            turned: memory.turned,
             once: k.create_policy(L2Evict::First),
             // Keys that are cut into parts are so many that they are hardly ever read again.
             again: k.create_policy(if schedule.parts > 1 { L2Evict::First } else { L2Evict::Last }),
@@ -67,6 +71,14 @@ impl<'a> Producer<'a> {
         wait_for_launch(k);
         Phase::Tile.begin(k);
         each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile));
+        if let Some(turned) = self.turned {
+            k.comment("there are no more values");
+            self.v.wait_free(k);
+            let (word, filled) = (self.v.word(k, turned.left), self.v.filled(k));
+            let none = k.mov_b32(0u32);
+            k.st_shared(word, none);
+            k.mbarrier_arrive(filled);
+        }
         k.end_trace();
     }
 
@@ -114,7 +126,8 @@ impl<'a> Producer<'a> {
         let Sizes { q_panel, q, .. } = self.sizes;
         let copy = Copy {
             map: self.q_map,
-            panels: panels(self.spec.head_dim),
+            panels: panels(self.spec.head_dim, self.spec.dtype),
+            columns: columns(self.spec.dtype),
             panel_bytes: q_panel,
             policy: self.once,
             part: None,
@@ -127,7 +140,8 @@ impl<'a> Producer<'a> {
     fn load_k(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
         let copy = Copy {
             map: self.k_map,
-            panels: panels(self.spec.head_dim),
+            panels: panels(self.spec.head_dim, self.spec.dtype),
+            columns: columns(self.spec.dtype),
             panel_bytes: self.sizes.kv_panel,
             policy: self.again,
             part: self.part(),
@@ -144,7 +158,8 @@ impl<'a> Producer<'a> {
     fn load_v(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
         let copy = Copy {
             map: self.v_map,
-            panels: panels(self.spec.head_dim_v),
+            panels: panels(self.spec.head_dim_v, self.spec.dtype),
+            columns: columns(self.spec.dtype),
             panel_bytes: self.sizes.kv_panel,
             policy: self.again,
             part: self.part(),
@@ -154,6 +169,10 @@ impl<'a> Producer<'a> {
         self.v.wait_free(k);
         Phase::CopyV.begin_tile(k, at);
         let first_key = k.mul_lo_u32(at, self.schedule.block_n);
+        if let Some(turned) = self.turned {
+            let (word, left) = (self.v.word(k, turned.left), k.sub_s32(tile.band.keys, first_key));
+            k.st_shared(word, left);
+        }
         copy.start(k, &self.v, self.sizes.v, first_key, tile.kv_head, tile.rows.batch);
         self.v.advance(k);
     }
@@ -187,7 +206,7 @@ impl Copy {
             hint = hint.multicast(everyone);
         }
         for panel in 0..self.panels {
-            let column = Operand::from(panel * PANEL);
+            let column = Operand::from(panel * self.columns);
             let to = slot.at((panel * self.panel_bytes) as i32);
             k.tensor_load(to, self.map, &[column, row.into(), head.into(), batch.into()], filled, hint);
         }

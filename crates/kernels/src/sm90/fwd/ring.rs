@@ -13,6 +13,8 @@ pub(super) struct Ring {
     parity: Reg<B32>,
     /// How many slots it advances at a time.
     stride: u32,
+    /// Whether the parity is the other ring's, whose slots are filled where this one's are free.
+    behind: bool,
 }
 
 /// Offset of the barrier that says that a slot is free.
@@ -40,7 +42,26 @@ impl Ring {
     fn new(k: &mut KernelBuilder, slots: Shared, bytes: u32, bars: Shared, stages: u32, parity: u32) -> Self {
         let (slots, bars) = (k.shared_addr(slots), k.shared_addr(bars));
         let (slot, parity) = (k.mov_b32(0u32), k.mov_b32(parity));
-        Self { slots, bytes, stages, bars, slot, parity, stride: 1 }
+        Self { slots, bytes, stages, bars, slot, parity, stride: 1, behind: false }
+    }
+
+    /// For the side that reads this ring's slots and fills those of another, always at the same position: both advance
+    /// with this one.
+    pub fn behind(&self, k: &mut KernelBuilder, slots: Shared, bytes: u32, bars: Shared) -> Self {
+        let (slots, bars) = (k.shared_addr(slots), k.shared_addr(bars));
+        Self { slots, bytes, bars, behind: true, ..*self }
+    }
+
+    /// The same with addresses that are so many bytes further.
+    pub fn further(self, k: &mut KernelBuilder, bytes: Reg<B32>) -> Self {
+        let slots = k.add_u32(self.slots, bytes);
+        Self { slots, ..self }
+    }
+
+    /// The slot's word, of one word per slot.
+    pub fn word(&self, k: &mut KernelBuilder, words: Shared) -> Reg<B32> {
+        let words = k.shared_addr(words);
+        k.mad_lo_u32(self.slot, 4u32, words)
     }
 
     /// The slot's address.
@@ -71,7 +92,8 @@ impl Ring {
     /// Waits until the slot is free.
     pub fn wait_free(&self, k: &mut KernelBuilder) {
         let bar = self.free(k);
-        k.mbarrier_wait_parity(bar, self.parity, Scope::Cta);
+        let parity = if self.behind { k.xor_b32(self.parity, 1u32) } else { self.parity };
+        k.mbarrier_wait_parity(bar, parity, Scope::Cta);
     }
 
     /// Advances to the next slot.

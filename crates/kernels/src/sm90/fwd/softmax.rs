@@ -3,7 +3,8 @@
 //! Probabilities are 2^((score − reference) · scale), where the reference is the largest score so far or, with the lazy
 //! rescale, one whose probability is at most 2^`lazy` times smaller. For bf16, whose range is that of f32, lazy
 //! probabilities are scaled down by that factor, so that none is above 1 and no product overflows that would not
-//! otherwise.
+//! otherwise. For e4m3, whose range is small, they are scaled up, so that the largest is 2^8: the largest power of two that
+//! it has.
 //!
 //! Most key tiles raise no row's reference. Each thread sees that by its own scores alone, and then nothing is exchanged
 //! with others and nothing is rescaled. Where a reference moves, the output is rescaled. Where scores are so large that
@@ -48,6 +49,7 @@ pub(super) struct Softmax {
     far: Reg<Pred>,
     /// How far scores may exceed the reference; `None`: not at all.
     slack: Option<Reg<F32>>,
+    lazy: u32,
     /// The power of two by which all probabilities are scaled down; see [`shift`].
     pub shift: f32,
     /// Of eight exponentials in unmasked tiles, how many are computed by a polynomial.
@@ -57,9 +59,20 @@ pub(super) struct Softmax {
 /// How a score becomes a probability, given its row and its index among the row's scores.
 type Exp<'a> = &'a dyn Fn(&mut KernelBuilder, Reg<F32>, usize, usize) -> Reg<F32>;
 
-/// The power of two by which probabilities are scaled down.
+/// The power of two by which probabilities are scaled down, or up where it is negative.
 pub(super) fn shift(lazy: u32, dtype: ElementType) -> f32 {
-    if dtype == ElementType::Bf16 { lazy as f32 } else { 0.0 }
+    match dtype {
+        ElementType::Bf16 => lazy as f32,
+        ElementType::E4m3 => lazy as f32 - 8.0,
+        ElementType::F16 | ElementType::F32 => 0.0,
+    }
+}
+
+/// How far scores may exceed the reference so that no probability is more than 2^`lazy` times larger.
+fn slack(k: &mut KernelBuilder, params: &SoftmaxParams, lazy: u32) -> Reg<F32> {
+    let inverse = k.rcp_approx_ftz_f32(params.exp_scale());
+    let slack = k.mul_f32(inverse, lazy as f32);
+    k.min_f32(slack, MOST_SLACK)
 }
 
 impl RowState {
@@ -122,13 +135,17 @@ impl Softmax {
         dtype: ElementType,
         poly: u32,
     ) -> Self {
-        let slack = (lazy > 0).then(|| {
-            let inverse = k.rcp_approx_ftz_f32(params.exp_scale());
-            let slack = k.mul_f32(inverse, lazy as f32);
-            k.min_f32(slack, MOST_SLACK)
-        });
+        let slack = (lazy > 0).then(|| slack(k, &params, lazy));
         let rows = [RowState::new(k), RowState::new(k)];
-        Self { params, rows, far: k.mov_pred(false), slack, shift: shift(lazy, dtype), poly }
+        Self { params, rows, far: k.mov_pred(false), slack, lazy, shift: shift(lazy, dtype), poly }
+    }
+
+    /// Multiplies all dot products from here on by a factor, given the numbers without it.
+    pub fn multiply(&self, k: &mut KernelBuilder, base: &SoftmaxParams, factor: Reg<F32>) {
+        self.params.set_multiplied(k, base, factor);
+        if let Some(register) = self.slack {
+            k.set(register, |k| slack(k, &self.params, self.lazy));
+        }
     }
 
     /// Turns the dot products of a key tile into scores, in place, unless that is done within [`Softmax::step`].

@@ -44,6 +44,7 @@ fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
         together: false,
         parts: 1,
         multicast: 1,
+        flush: true,
     }
 }
 
@@ -141,6 +142,7 @@ pub(super) fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
         together: false,
         parts: 1,
         multicast: 1,
+        flush: true,
     };
     block_n.iter().flat_map(|&n| stages.iter().map(move |&stages| (n, stages))).map(narrow).collect()
 }

@@ -1,0 +1,468 @@
+//! Hopper's forward kernel with 8-bit floats: on the simulator, which adds their products with 14 bits as the hardware
+//! does, against attention in f64 on the same numbers.
+
+use flashcore_kernels::{
+    Args, ElementType, Kernel, Map, Operand, Packed, Schedule, ScheduleError, Section, Spec, TensorArg, sm90,
+};
+use flashcore_ptx::{
+    Module, Op, Target,
+    ptxas::{Ptxas, PtxasError},
+};
+use flashcore_sim::{
+    AsyncMode, Config, Fp8Sums, LaunchDims, LaunchReport, Sim, Swizzle, TensorElement, TensorMap,
+};
+use float8::F8E4M3;
+
+/// A problem. Its queries, keys and values are e4m3.
+#[derive(Clone)]
+struct Case {
+    batch: usize,
+    heads: usize,
+    heads_kv: usize,
+    len_q: usize,
+    len_k: usize,
+    dim: usize,
+    dim_v: usize,
+    /// How many keys before and after its own position a query sees.
+    left: Option<i32>,
+    right: Option<i32>,
+    softcap: Option<f32>,
+    key_lengths: Option<Vec<u32>>,
+    /// Of q, k and v, by batch entry and kv head; one number is for all of them.
+    descales: [Option<Vec<f32>>; 3],
+    out: ElementType,
+}
+
+impl Case {
+    /// One batch entry without a mask.
+    fn new(heads: usize, len_q: usize, len_k: usize, dim: usize) -> Self {
+        Self {
+            batch: 1,
+            heads,
+            heads_kv: heads,
+            len_q,
+            len_k,
+            dim,
+            dim_v: dim,
+            left: None,
+            right: None,
+            softcap: None,
+            key_lengths: None,
+            descales: [None, None, None],
+            out: ElementType::Bf16,
+        }
+    }
+
+    fn causal(self) -> Self {
+        Self { right: Some(0), ..self }
+    }
+
+    fn scale(&self) -> f32 {
+        1.0 / (self.dim as f32).sqrt()
+    }
+
+    fn spec(&self) -> Spec {
+        Spec {
+            out: Some(self.out),
+            head_dim_v: self.dim_v as u32,
+            left: self.left.is_some(),
+            right: self.right.is_some(),
+            softcap: self.softcap.is_some(),
+            scaled_scores: Spec::needs_scaled_scores(ElementType::E4m3, self.scale(), self.softcap),
+            key_lengths: self.key_lengths.is_some(),
+            grouped: self.heads != self.heads_kv,
+            lse: true,
+            ..Spec::new(ElementType::E4m3, self.dim as u32)
+        }
+    }
+
+    /// Codes of q, k and v: numbers of both signs.
+    fn inputs(&self) -> [Vec<u8>; 3] {
+        let shapes = [
+            self.heads * self.len_q * self.dim,
+            self.heads_kv * self.len_k * self.dim,
+            self.heads_kv * self.len_k * self.dim_v,
+        ];
+        let mut seed = 0;
+        shapes.map(|len| {
+            seed += 1;
+            noise(self.batch * len, seed).into_iter().map(code).collect()
+        })
+    }
+
+    fn descale(&self, of: usize, batch: usize, kv_head: usize) -> f64 {
+        let descales = self.descales[of].as_ref();
+        descales.map_or(1.0, |all| {
+            f64::from(all[if all.len() == 1 { 0 } else { batch * self.heads_kv + kv_head }])
+        })
+    }
+}
+
+fn code(x: f32) -> u8 {
+    F8E4M3::from_f32(x).to_bits()
+}
+
+fn value(code: u8) -> f64 {
+    F8E4M3::from_bits(code).to_f64()
+}
+
+/// Numbers from -2 to 2 that look random.
+fn noise(len: usize, seed: usize) -> Vec<f32> {
+    let word = |i: usize| (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed) >> 20;
+    (0..len).map(|i| (word(word(i)) % 4001) as f32 / 1000.0 - 2.0).collect()
+}
+
+/// What attention is: outputs, the sums of p |v| beside which their errors count, and lse.
+struct Truth {
+    o: Vec<f64>,
+    size: Vec<f64>,
+    lse: Vec<f64>,
+}
+
+fn truth(case: &Case, [q, k, v]: &[Vec<u8>; 3]) -> Truth {
+    let Case { heads, heads_kv, len_q, len_k, dim, dim_v, .. } = *case;
+    let mut truth = Truth { o: Vec::new(), size: Vec::new(), lse: Vec::new() };
+    for row in 0..case.batch * heads * len_q {
+        let (batch, head, i) = (row / len_q / heads, row / len_q % heads, row % len_q);
+        let kv_head = head / (heads / heads_kv);
+        let first_key = (batch * heads_kv + kv_head) * len_k;
+        let keys = case.key_lengths.as_ref().map_or(len_k, |lengths| lengths[batch] as usize);
+        let place = i as i64 + keys as i64 - len_q as i64;
+        let sees = |key: usize| {
+            case.right.is_none_or(|right| key as i64 <= place + i64::from(right))
+                && case.left.is_none_or(|left| key as i64 >= place - i64::from(left))
+        };
+        let scale =
+            f64::from(case.scale()) * case.descale(0, batch, kv_head) * case.descale(1, batch, kv_head);
+        let score = |key: usize| {
+            let dot: f64 =
+                (0..dim).map(|d| value(q[row * dim + d]) * value(k[(first_key + key) * dim + d])).sum();
+            let score = scale * dot;
+            case.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+        };
+        let seen: Vec<(usize, f64)> =
+            (0..keys).filter(|&key| sees(key)).map(|key| (key, score(key))).collect();
+        let max = seen.iter().fold(f64::NEG_INFINITY, |max, &(_, score)| max.max(score));
+        let sum: f64 = seen.iter().map(|&(_, score)| (score - max).exp()).sum();
+        truth.lse.push(if seen.is_empty() { f64::NEG_INFINITY } else { max + sum.ln() });
+        for d in 0..dim_v {
+            let (mut o, mut size) = (0.0, 0.0);
+            for &(key, score) in &seen {
+                let p = (score - max).exp() / sum;
+                let v = value(v[(first_key + key) * dim_v + d]) * case.descale(2, batch, kv_head);
+                (o, size) = (o + p * v, size + p * v.abs());
+            }
+            truth.o.push(o);
+            truth.size.push(size);
+        }
+    }
+    truth
+}
+
+fn encode(map: &Map) -> Result<flashcore_ptx::TensorMap, String> {
+    let element = match map.dtype {
+        ElementType::F16 => TensorElement::F16,
+        ElementType::Bf16 => TensorElement::Bf16,
+        ElementType::F32 => TensorElement::F32,
+        ElementType::E4m3 => TensorElement::U8,
+    };
+    let map = TensorMap::new(element, map.address, &map.dims, &map.strides, &map.box_dims);
+    map.swizzled(Swizzle::B128).encode().map(flashcore_ptx::TensorMap)
+}
+
+/// What a run left.
+struct Found {
+    o: Vec<f64>,
+    lse: Vec<f64>,
+    report: LaunchReport,
+}
+
+fn bytes_of<T, const N: usize>(values: &[T], bytes: impl Fn(&T) -> [u8; N]) -> Vec<u8> {
+    values.iter().flat_map(bytes).collect()
+}
+
+/// Runs a case on four multiprocessors.
+fn run(case: &Case, schedule: &Schedule, inputs: &[Vec<u8>; 3], module: &Module, config: Config) -> Found {
+    let spec = case.spec();
+    let Case { batch, heads, heads_kv, len_q, len_k, dim, dim_v, .. } = *case;
+    let mut sim = Sim::new(config);
+    let mut args = Args::default();
+    (args.scale, args.softcap) = (case.scale(), case.softcap);
+    (args.left, args.right) = (case.left.unwrap_or(0), case.right.unwrap_or(0));
+    let mut set = |operand, address: u64, shape: [usize; 4], size: usize| {
+        let row = (shape[3] * size) as u64;
+        let strides = [row * (shape[1] * shape[2]) as u64, row * shape[2] as u64, row];
+        args.set(operand, TensorArg { address, shape, strides });
+    };
+    let mut upload = |name: &str, bytes: &[u8]| sim.alloc_from(name, bytes).address;
+    set(Operand::Q, upload("q", &inputs[0]), [batch, heads, len_q, dim], 1);
+    set(Operand::K, upload("k", &inputs[1]), [batch, heads_kv, len_k, dim], 1);
+    set(Operand::V, upload("v", &inputs[2]), [batch, heads_kv, len_k, dim_v], 1);
+    if let Some(lengths) = &case.key_lengths {
+        let address = upload("key lengths", &bytes_of(lengths, |length| length.to_le_bytes()));
+        set(Operand::KeyLengths, address, [batch, 1, 1, 1], 4);
+    }
+    let o = sim.alloc("o", batch * heads * len_q * dim_v * 2);
+    let lse = sim.alloc("lse", batch * heads * len_q * 4);
+    set(Operand::O, o.address, [batch, heads, len_q, dim_v], 2);
+    set(Operand::Lse, lse.address, [batch, heads, len_q, 1], 4);
+    for (operand, descales) in
+        [Operand::QDescale, Operand::KDescale, Operand::VDescale].into_iter().zip(&case.descales)
+    {
+        let Some(descales) = descales else { continue };
+        let address = sim.alloc_from("descale", &bytes_of(descales, |descale| descale.to_le_bytes())).address;
+        let strides = if descales.len() == 1 { [0; 3] } else { [4 * heads_kv as u64, 4, 4] };
+        args.set(operand, TensorArg { address, shape: [batch, heads_kv, 1, 1], strides });
+    }
+    let geometry = schedule.geometry(&spec);
+    args.section = Section { heads: 1, places: (len_q as u32).div_ceil(geometry.rows) };
+    let mut packed = Packed::default();
+    schedule.bind(&spec, &args, &mut encode, &mut packed).unwrap();
+    let dims = LaunchDims {
+        grid: geometry.grid(batch as u32, heads as u32, len_q as u32, 4),
+        block: [geometry.threads, 1, 1],
+        cluster: None,
+        dynamic_shared: Some(geometry.shared_bytes),
+    };
+    let report = sim.launch(module, "flashcore_sm90_fwd", dims, packed.launch(0).0).unwrap();
+    if report.is_clean() {
+        assert_eq!(sim.unwritten(o), [], "o");
+        assert_eq!(sim.unwritten(lse), [], "lse");
+    }
+    let half = |bytes: &[u8; 2]| match case.out {
+        ElementType::F16 => half::f16::from_le_bytes(*bytes).to_f64(),
+        _ => half::bf16::from_le_bytes(*bytes).to_f64(),
+    };
+    Found {
+        o: sim.read(o).as_chunks().0.iter().map(half).collect(),
+        lse: sim.read(lse).as_chunks().0.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect(),
+        report,
+    }
+}
+
+/// A schedule, given what differs.
+fn schedule(warpgroups: u32, block_n: u32, rest: &str) -> Schedule {
+    let common = "stages=2,q_stages=1,ctas=1,split=1,poly=0";
+    format!("sm90_fwd:warpgroups={warpgroups},block_n={block_n},{common},{rest}").parse().unwrap()
+}
+
+const PERSISTENT: &str = "pingpong=1,lazy=0,persistent=1,pairs=0";
+const PAIRS: &str = "pingpong=1,lazy=0,persistent=1,pairs=1";
+const SHORT: &str = "pingpong=0,lazy=0,persistent=0,pairs=0";
+
+/// Requires that a case comes to what attention is.
+#[track_caller]
+fn check(case: &Case, schedule: Schedule) {
+    let what =
+        || format!("{}x{}x{}/{}x{} {schedule}", case.batch, case.heads, case.len_q, case.len_k, case.dim);
+    let module =
+        schedule.emit(&case.spec(), Target::Sm90a).unwrap_or_else(|error| panic!("{}: {error}", what()));
+    let inputs = case.inputs();
+    let truth = truth(case, &inputs);
+    // Sums of 14 bits are cut off, so scores come out smaller than they are.
+    let [short, exact] =
+        [(Fp8Sums::default(), AsyncMode::Late, 4e-3), (Fp8Sums::F32, AsyncMode::Early, 1e-5)];
+    for (fp8_sums, async_mode, most_lse) in [short, exact] {
+        let config = Config { fp8_sums, async_mode, ..Config::default() };
+        let found = run(case, &schedule, &inputs, &module, config);
+        assert_eq!(found.report.findings, [], "{}", what());
+        let (mut errors, mut sizes) = (0.0, 0.0);
+        for ((found, truth), size) in found.o.iter().zip(&truth.o).zip(&truth.size) {
+            let error = (found - truth).abs();
+            // A probability is rounded by up to a sixteenth of it.
+            assert!(error <= 0.07 * size, "{} {fp8_sums:?}: {found} is not {truth}", what());
+            (errors, sizes) = (errors + error * error, sizes + size * size);
+        }
+        let error = (errors / sizes).sqrt();
+        assert!(error < 0.01, "{} {fp8_sums:?}: off by {error:.1e}", what());
+        for (found, truth) in found.lse.iter().zip(&truth.lse) {
+            let right = found == truth || (found - truth).abs() < most_lse * truth.abs().max(1.0);
+            assert!(right, "{} {fp8_sums:?}: lse {found} is not {truth}", what());
+        }
+    }
+}
+
+#[test]
+fn attention_of_every_head_dim_is_right() {
+    check(&Case::new(2, 200, 300, 64), schedule(3, 128, PERSISTENT));
+    check(&Case::new(1, 130, 333, 128), schedule(2, 128, PERSISTENT));
+    check(&Case::new(1, 70, 200, 256), schedule(2, 64, PERSISTENT));
+    check(&Case::new(1, 70, 200, 256), schedule(2, 96, PERSISTENT));
+    check(&Case::new(2, 64, 100, 96), schedule(1, 64, SHORT));
+    check(&Case { dim_v: 128, ..Case::new(1, 64, 100, 192) }, schedule(2, 96, SHORT));
+    check(&Case { dim_v: 32, out: ElementType::F16, ..Case::new(1, 64, 100, 16) }, schedule(1, 32, SHORT));
+    check(&Case { dim_v: 80, ..Case::new(1, 64, 400, 80) }, schedule(2, 160, SHORT));
+}
+
+#[test]
+fn masks_groups_and_key_lengths_are_right() {
+    check(&Case::new(2, 300, 300, 128).causal(), schedule(2, 128, PERSISTENT));
+    check(&Case::new(3, 520, 520, 64).causal(), schedule(2, 96, PAIRS));
+    check(&Case::new(1, 260, 40, 64).causal(), schedule(2, 64, SHORT));
+    let window = Case { left: Some(40), right: Some(20), ..Case::new(1, 300, 300, 64) };
+    check(&window, schedule(2, 32, PERSISTENT));
+    let grouped = Case { heads_kv: 2, batch: 2, ..Case::new(4, 90, 150, 64).causal() };
+    check(&grouped, schedule(2, 64, PERSISTENT));
+    let ragged = Case { batch: 4, key_lengths: Some(vec![0, 150, 31, 97]), ..Case::new(2, 100, 150, 64) };
+    check(&ragged, schedule(2, 64, PERSISTENT));
+    check(&ragged.clone().causal(), schedule(1, 96, SHORT));
+    check(&Case { dim: 128, dim_v: 128, ..ragged }, schedule(2, 160, PERSISTENT));
+}
+
+#[test]
+fn softcaps_and_descales_are_right() {
+    let capped = Case { softcap: Some(5.0), ..Case::new(1, 100, 200, 64).causal() };
+    check(&capped, schedule(2, 64, PERSISTENT));
+    let three = || Some(vec![3.0]);
+    let case = Case { descales: [three(), None, None], ..Case::new(1, 70, 200, 64) };
+    check(&case, schedule(2, 64, SHORT));
+    check(&Case { descales: [None, three(), three()], ..case.clone() }, schedule(2, 64, SHORT));
+    // Different for each kv head, in two batch entries, under a softcap and with a lazy rescale.
+    let each = |first: f32| Some((0..4).map(|i| first * (1.0 + i as f32)).collect());
+    let case = Case { batch: 2, heads_kv: 2, ..Case::new(4, 70, 100, 64) };
+    let case = Case { descales: [each(0.5), each(0.25), each(2.0)], ..case };
+    check(&case, schedule(2, 64, "pingpong=0,lazy=2,persistent=1,pairs=0"));
+    check(&Case { softcap: Some(2.0), ..case }, schedule(2, 64, PERSISTENT));
+}
+
+#[test]
+fn rows_of_v_behind_the_last_key_do_not_matter() {
+    let case = Case { batch: 2, key_lengths: Some(vec![50, 100]), ..Case::new(1, 64, 150, 64) };
+    let schedule = schedule(1, 64, SHORT);
+    let module = schedule.emit(&case.spec(), Target::Sm90a).unwrap();
+    let [q, mut k, mut v] = case.inputs();
+    let run = |q: &[u8], k: &[u8], v: &[u8]| {
+        let found = run(&case, &schedule, &[q.into(), k.into(), v.into()], &module, Config::default());
+        assert_eq!(found.report.findings, []);
+        found.o
+    };
+    let before = run(&q, &k, &v);
+    for (batch, keys) in [50, 100].into_iter().enumerate() {
+        for byte in (batch * 150 + keys) * 64..(batch + 1) * 150 * 64 {
+            // NaN, of either sign.
+            (k[byte], v[byte]) = (0x7f, 0xff);
+        }
+    }
+    assert_eq!(run(&q, &k, &v), before);
+}
+
+#[test]
+fn a_needle_is_found_after_many_keys_where_sums_are_flushed_and_lost_where_not() {
+    // All keys but the first are alike, and the first is last in the walk: half of the weight is its own. What it adds is
+    // added to a large sum.
+    let case = Case { dim: 16, dim_v: 32, ..Case::new(1, 64, 4096, 16) };
+    let q = vec![code(1.0); 64 * 16];
+    let mut k = vec![code(0.0); 4096 * 16];
+    let mut v = vec![code(1.125); 4096 * 32];
+    // e^(score) = 4095.
+    k[..16].fill(code(2.0));
+    v[..32].fill(code(-1.125));
+    let inputs = [q, k, v];
+    let truth = truth(&case, &inputs);
+    let off = |flush: u32| {
+        let schedule = schedule(1, 128, &format!("{SHORT},flush={flush}"));
+        let module = schedule.emit(&case.spec(), Target::Sm90a).unwrap();
+        let found = run(&case, &schedule, &inputs, &module, Config::default());
+        assert_eq!(found.report.findings, []);
+        found.o.iter().zip(&truth.o).fold(0.0_f64, |most, (found, truth)| most.max((found - truth).abs()))
+    };
+    let (long, flushed) = (off(0), off(1));
+    assert!(flushed < 0.01, "flushed: off by {flushed}");
+    assert!(long > 0.03, "one long chain: off by {long}");
+}
+
+#[test]
+fn what_passes_tiles_on_is_missed_where_it_is_dropped() {
+    let case = Case::new(1, 64, 200, 64);
+    let schedule = schedule(1, 64, SHORT);
+    let inputs = case.inputs();
+    let module = schedule.emit(&case.spec(), Target::Sm90a).unwrap();
+    let fences = module.kernels[0].body.iter().filter(|inst| matches!(inst.op, Op::FenceProxyAsync(_)));
+    assert_eq!(fences.count(), 2, "one for turned values, one for the output");
+    let mut without = module.clone();
+    without.kernels[0].body.retain(|inst| !matches!(inst.op, Op::FenceProxyAsync(_)));
+    for async_mode in [AsyncMode::Late, AsyncMode::Early] {
+        let config = || Config { async_mode, ..Config::default() };
+        assert_eq!(run(&case, &schedule, &inputs, &module, config()).report.findings, []);
+        assert!(!run(&case, &schedule, &inputs, &without, config()).report.is_clean());
+    }
+}
+
+#[test]
+fn turning_tiles_around_meets_in_no_bank() {
+    let case = Case::new(1, 64, 128, 128);
+    let schedule = schedule(2, 128, SHORT);
+    let module = schedule.emit(&case.spec(), Target::Sm90a).unwrap();
+    let found = run(&case, &schedule, &case.inputs(), &module, Config::default());
+    assert_eq!(found.report.stats.bank_conflicts(), 0);
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    let fp8 = |dim| Spec::new(ElementType::E4m3, dim);
+    let good = schedule(2, 128, PERSISTENT);
+    let refused = |schedule: Schedule, spec: Spec| schedule.check(&spec, Target::Sm90a).unwrap_err();
+    assert_eq!(good.check(&fp8(128), Target::Sm90a), Ok(()));
+    for dim in [8, 72, 264] {
+        assert!(matches!(refused(good, fp8(dim)), ScheduleError::HeadDim { .. }), "{dim}");
+    }
+    for rest in ["split=2,warpgroups=1", "parts=2", "together=1", "multicast=2"] {
+        let text =
+            good.to_string().replace("persistent=1", "persistent=0").replace("pingpong=1", "pingpong=0");
+        let knobs: Vec<&str> = rest.split(',').collect();
+        let kept = text.split([':', ',']).skip(1).filter(|knob| {
+            let name = |knob: &str| knob.split('=').next().unwrap_or_default().to_owned();
+            !knobs.iter().any(|it| name(it) == name(knob))
+        });
+        let text = format!("sm90_fwd:{},{rest}", kept.collect::<Vec<_>>().join(","));
+        let error = refused(text.parse().unwrap(), fp8(128)).to_string();
+        assert!(error.contains("for itself"), "{rest}: {error}");
+    }
+    assert!(refused(schedule(2, 80, PERSISTENT), fp8(128)).to_string().contains("a multiple of 32"));
+    let capped = Spec { softcap: true, ..fp8(128) };
+    assert!(refused(good, capped).to_string().contains("scaled scores"));
+    assert!(matches!(refused(schedule(2, 128, PERSISTENT), fp8(256)), ScheduleError::Shared(_)));
+    assert!(matches!(refused(schedule(3, 192, PERSISTENT), fp8(64)), ScheduleError::Registers { .. }));
+    for out in [None, Some(ElementType::F32), Some(ElementType::E4m3)] {
+        assert!(matches!(refused(good, Spec { out, ..fp8(128) }), ScheduleError::Out { .. }));
+    }
+    let odd = Spec { out: Some(ElementType::F16), ..Spec::new(ElementType::Bf16, 128) };
+    assert!(matches!(refused(good, odd), ScheduleError::Out { .. }));
+    for text in [
+        "scalar:warps=4",
+        "sm80_mma:block_n=64",
+        "sm80_fwd:block_m=64,block_n=64,warps=4,stages=2,q_in_regs=1,order=head",
+        "combine:warps=4",
+    ] {
+        let other: Schedule = text.parse().unwrap();
+        assert_eq!(refused(other, fp8(128)), ScheduleError::Fp8 { kernel: other.kernel() });
+        assert_ne!(other.kernel(), Kernel::Sm90Fwd);
+    }
+}
+
+/// Requires that ptxas takes a kernel, without spills or serialised products.
+#[track_caller]
+fn assemble(schedule: Schedule, spec: Spec) {
+    let Some(ptxas) = Ptxas::find_or_skip().unwrap_or_else(|error| panic!("{error}")) else {
+        eprintln!("not assembled: {}", PtxasError::NotFound);
+        return;
+    };
+    let module = schedule.emit(&spec, Target::Sm90a).unwrap_or_else(|error| panic!("{schedule}: {error}"));
+    let assembled = ptxas.assemble(&module, Target::Sm90a).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(assembled.remarks, [], "{schedule} for {spec:?}");
+    for kernel in &assembled.kernels {
+        assert_eq!((kernel.spill_store_bytes, kernel.spill_load_bytes), (0, 0), "{schedule} for {spec:?}");
+    }
+}
+
+#[test]
+fn default_schedules_assemble_without_spills() {
+    for head_dim in [64, 128, 256] {
+        let plain = Spec::new(ElementType::E4m3, head_dim);
+        let causal = Spec { grouped: true, key_lengths: true, ..plain.causal().with_lse() };
+        let capped = Spec { softcap: true, scaled_scores: true, left: true, ..causal };
+        for spec in [plain, causal, capped] {
+            assemble(Schedule::Sm90Fwd(sm90::fwd::Schedule::fp8(&spec)), spec);
+        }
+    }
+}
