@@ -1,5 +1,7 @@
 //! Attention of tensors with a batch dimension.
 
+use std::sync::OnceLock;
+
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend::BackendStorage};
 use flashcore::{Device, Element, TensorMut};
 use half::{bf16, f16};
@@ -21,7 +23,7 @@ pub struct FlashAttn {
 }
 
 impl FlashAttn {
-    fn options(&self) -> Options {
+    pub(crate) fn options(&self) -> Options {
         Options {
             scale: self.softmax_scale,
             alibi: self.alibi_slopes.is_some(),
@@ -35,6 +37,7 @@ impl FlashAttn {
         &self,
         [q, k, v]: [&[T]; 3],
         [q_layout, k_layout, v_layout]: [&Layout; 3],
+        keep: Option<&OnceLock<Vec<f32>>>,
     ) -> Result<(Vec<T>, Shape)> {
         let attention = self.options().attention()?;
         let tensor = |name, data, layout: &Layout| view(data, layout.start_offset(), dense(name, layout)?);
@@ -42,8 +45,40 @@ impl FlashAttn {
         let shape = out_shape(q.shape(), v.shape());
         let mut o = vec![T::default(); shape.iter().product()];
         let mut out = TensorMut::bshd(&mut o, &shape).map_err(fail)?;
-        attention.run_into(&Device::cpu(), &q, &k, &v, &mut out, None).map_err(fail)?;
+        let [batch, heads, len, _] = q.shape();
+        let mut lse = vec![0.0_f32; keep.map_or(0, |_| batch * heads * len)];
+        let place = keep.map(|_| TensorMut::new(&mut lse, &[batch, heads, len, 1]));
+        let mut place = place.transpose().map_err(fail)?;
+        attention.run_into(&Device::cpu(), &q, &k, &v, &mut out, place.as_mut()).map_err(fail)?;
+        if let Some(keep) = keep {
+            // A second forward pass of the same call would give the same.
+            let _ = keep.set(lse);
+        }
         Ok((o, Shape::from(shape.to_vec())))
+    }
+
+    /// Attention on the CPU; `keep` is where lse goes.
+    pub(crate) fn forward(
+        &self,
+        [q, k, v]: [&CpuStorage; 3],
+        layouts: [&Layout; 3],
+        keep: Option<&OnceLock<Vec<f32>>>,
+    ) -> Result<(CpuStorage, Shape)> {
+        match (q, k, v) {
+            (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => {
+                let (o, shape) = self.on_cpu::<f16>([q, k, v], layouts, keep)?;
+                Ok((CpuStorage::F16(o), shape))
+            }
+            (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => {
+                let (o, shape) = self.on_cpu::<bf16>([q, k, v], layouts, keep)?;
+                Ok((CpuStorage::BF16(o), shape))
+            }
+            (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => {
+                let (o, shape) = self.on_cpu::<f32>([q, k, v], layouts, keep)?;
+                Ok((CpuStorage::F32(o), shape))
+            }
+            _ => bad_dtypes([q.dtype(), k.dtype(), v.dtype()]),
+        }
     }
 }
 
@@ -66,22 +101,7 @@ impl CustomOp3 for FlashAttn {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let layouts = [q_layout, k_layout, v_layout];
-        match (q, k, v) {
-            (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => {
-                let (o, shape) = self.on_cpu::<f16>([q, k, v], layouts)?;
-                Ok((CpuStorage::F16(o), shape))
-            }
-            (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => {
-                let (o, shape) = self.on_cpu::<bf16>([q, k, v], layouts)?;
-                Ok((CpuStorage::BF16(o), shape))
-            }
-            (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => {
-                let (o, shape) = self.on_cpu::<f32>([q, k, v], layouts)?;
-                Ok((CpuStorage::F32(o), shape))
-            }
-            _ => bad_dtypes([q.dtype(), k.dtype(), v.dtype()]),
-        }
+        self.forward([q, k, v], [q_layout, k_layout, v_layout], None)
     }
 
     #[cfg(feature = "cuda")]

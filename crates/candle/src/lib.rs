@@ -20,12 +20,25 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
+//! On the CPU, dense attention has gradients, so that models can be trained with it:
+//!
+//! ```
+//! use candle_core::{Device, Tensor, Var};
+//!
+//! let q = Var::randn(0_f32, 1.0, (1, 16, 2, 64), &Device::Cpu)?;
+//! let o = flashcore_candle::flash_attn(&q, &q, &q, 0.125, true)?;
+//! let gradients = o.sqr()?.sum_all()?.backward()?;
+//! assert_eq!(gradients.get(&q).unwrap().dims(), q.dims());
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
 //! ALiBi, paged caches and prefix ranges are not implemented, and refused with that reason. The variable-length
 //! functions run one call per sequence; on a GPU they read the cumulative lengths back first.
 
 mod dense;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod gradients;
 mod options;
 mod varlen;
 
@@ -51,7 +64,7 @@ pub fn flash_attn_windowed(
 ) -> Result<Tensor> {
     let op =
         FlashAttn { softmax_scale, alibi_slopes: None, window_size_left, window_size_right, softcap: None };
-    q.apply_op3(k, v, op)
+    gradients::apply(op, q, k, v)
 }
 
 /// With ALiBi slopes, which FlashCore does not have: an error.
@@ -107,7 +120,7 @@ pub fn flash_attn_alibi_windowed_softcap(
         window_size_right,
         softcap: Some(softcap),
     };
-    q.apply_op3(k, v, op)
+    gradients::apply(op, q, k, v)
 }
 
 /// Attention of packed sequences, one after the other: q is (all queries, heads, head_dim), k and v (all keys, heads,

@@ -1,0 +1,76 @@
+//! Gradients of attention against those of attention that candle computes and differentiates step by step.
+
+use candle_core::{DType, Device, Tensor, Var};
+use flashcore_candle::*;
+
+use crate::devices::gpu;
+use crate::plain::{ALL, CAUSAL, Given, Sees, plain, tensor, values};
+
+/// The gradients of q, k and v, of a sum of the output in which every element has a weight of its own.
+fn gradients(given: &Given, attention: &dyn Fn(&Tensor, &Tensor, &Tensor) -> Tensor) -> [Tensor; 3] {
+    let Given { q, k, v } = given;
+    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(x).unwrap());
+    let o = attention(&q, &k, &v).to_dtype(DType::F32).unwrap();
+    let (b, s, h, d) = o.dims4().unwrap();
+    let loss = (o * tensor(7, (b, s, h, d), DType::F32)).unwrap().sum_all().unwrap();
+    let gradients = loss.backward().unwrap();
+    [&q, &k, &v].map(|x| gradients.get(x).unwrap().clone())
+}
+
+/// Checks that both have the same gradients, but for a part of the largest.
+fn check(
+    given: &Given,
+    ours: &dyn Fn(&Tensor, &Tensor, &Tensor) -> Tensor,
+    (scale, cap, sees): (f64, f64, Sees),
+) {
+    let found = gradients(given, ours);
+    let truth = gradients(given, &|q, k, v| plain(q, k, v, scale, cap, sees).unwrap());
+    let part = match given.q.dtype() {
+        DType::F32 => 1e-5,
+        DType::F16 => 4e-3,
+        _ => 3e-2,
+    };
+    for (name, (found, truth)) in ["q", "k", "v"].into_iter().zip(found.iter().zip(&truth)) {
+        assert_eq!((found.dims(), found.dtype()), (truth.dims(), truth.dtype()), "{name}");
+        let (found, truth) = (values(found), values(truth));
+        let largest = truth.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+        for (found, truth) in found.into_iter().zip(truth) {
+            assert!((found - truth).abs() <= part * largest, "{name}: {found} for {truth}");
+        }
+    }
+}
+
+#[test]
+fn gradients_are_those_of_attention_step_by_step() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let given = Given::new([2, 6, 2, 32], [17, 23], dtype);
+        check(&given, &|q, k, v| flash_attn(q, k, v, 0.2, false).unwrap(), (0.2, 0.0, ALL));
+        check(&given, &|q, k, v| flash_attn(q, k, v, 0.2, true).unwrap(), (0.2, 0.0, CAUSAL));
+        let windowed =
+            |q: &Tensor, k: &Tensor, v: &Tensor| flash_attn_windowed(q, k, v, 0.3, Some(5), Some(2)).unwrap();
+        check(&given, &windowed, (0.3, 0.0, |i, j| j >= i - 5 && j <= i + 2));
+        let capped = |q: &Tensor, k: &Tensor, v: &Tensor| {
+            flash_attn_alibi_windowed_softcap(q, k, v, None, 2.0, None, Some(0), 1.5).unwrap()
+        };
+        check(&given, &capped, (2.0, 1.5, CAUSAL));
+    }
+}
+
+#[test]
+fn one_tensor_may_be_all_three_and_the_gradient_of_a_sum_has_no_stride() {
+    let x = Var::from_tensor(&tensor(1, (1, 9, 2, 16), DType::F32)).unwrap();
+    let sum = |o: Tensor| o.sum_all().unwrap().backward().unwrap().get(&x).unwrap().clone();
+    let found = sum(flash_attn(&x, &x, &x, 0.25, true).unwrap());
+    let truth = sum(plain(&x, &x, &x, 0.25, 0.0, CAUSAL).unwrap());
+    assert!(crate::plain::worst(&found, &truth) < 1e-5);
+}
+
+#[test]
+fn on_a_gpu_gradients_are_refused_with_what_to_do() {
+    let Some(gpu) = gpu() else { return };
+    let x = Var::from_tensor(&tensor(1, (1, 8, 2, 32), DType::F16).to_device(&gpu).unwrap()).unwrap();
+    let o = flash_attn(&x, &x, &x, 0.25, true).unwrap();
+    let refused = o.sum_all().unwrap().backward().unwrap_err().to_string();
+    assert!(refused.contains("on the CPU so far"), "{refused}");
+    assert!(matches!(o.device(), Device::Cuda(_)));
+}
