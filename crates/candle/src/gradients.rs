@@ -28,32 +28,75 @@ pub(crate) fn apply(attention: FlashAttn, q: &Tensor, k: &Tensor, v: &Tensor) ->
     }
 }
 
-type Gradients = (Option<Tensor>, Option<Tensor>, Option<Tensor>);
+/// The gradients of q, k and v.
+pub(crate) type Gradients = (Option<Tensor>, Option<Tensor>, Option<Tensor>);
 
-impl Differentiable {
-    /// The gradients of q, k and v, given these, o and its gradient.
-    fn gradients<T: Element + WithDType + Default>(&self, tensors: [&Tensor; 5]) -> Result<Gradients> {
-        let memory = tensors.map(Tensor::storage_and_layout);
+/// A tensor in memory: its name, its elements, and how they lie.
+pub(crate) type Given<'a, T> = (&'static str, &'a [T], &'a Layout);
+
+/// Computes gradients from q, k, v, o and the gradient of o, into memory with the shapes of q, k and v.
+pub(crate) trait Differentiate {
+    fn differentiate<T: Element>(&self, given: [Given<'_, T>; 5], into: [&mut [T]; 3]) -> Result<()>;
+}
+
+/// The backward pass of an operation, given its inputs, o and the gradient of o.
+pub(crate) fn backward(of: &impl Differentiate, tensors: [&Tensor; 5]) -> Result<Gradients> {
+    let [q, k, v, o, d_o] = tensors;
+    if !q.device().is_cpu() {
+        bail!("gradients of attention are computed on the CPU so far: move q, k and v there")
+    }
+    // Gradients of sums are broadcast, and have no stride of 1.
+    let d_o = d_o.contiguous()?;
+    let tensors = [q, k, v, o, &d_o];
+    match q.dtype() {
+        DType::F16 => typed::<f16>(of, tensors),
+        DType::BF16 => typed::<bf16>(of, tensors),
+        _ => typed::<f32>(of, tensors),
+    }
+}
+
+fn typed<T: Element + WithDType + Default>(
+    of: &impl Differentiate,
+    tensors: [&Tensor; 5],
+) -> Result<Gradients> {
+    let memory = tensors.map(Tensor::storage_and_layout);
+    let given = |i: usize| {
+        let (storage, layout) = &memory[i];
+        let Storage::Cpu(storage) = &**storage else { bail!("a tensor of this call is not on the CPU") };
+        Ok((["q", "k", "v", "o", "the gradient"][i], T::cpu_storage_as_slice(storage)?, *layout))
+    };
+    let mut gradients = [0, 1, 2].map(|i| vec![T::default(); tensors[i].elem_count()]);
+    let into = gradients.each_mut().map(Vec::as_mut_slice);
+    of.differentiate([given(0)?, given(1)?, given(2)?, given(3)?, given(4)?], into)?;
+    let [dq, dk, dv] = gradients;
+    let gradient = |data, i: usize| Tensor::from_vec(data, tensors[i].dims(), &Device::Cpu).map(Some);
+    Ok((gradient(dq, 0)?, gradient(dk, 1)?, gradient(dv, 2)?))
+}
+
+impl Differentiate for Differentiable {
+    fn differentiate<T: Element>(&self, given: [Given<'_, T>; 5], into: [&mut [T]; 3]) -> Result<()> {
         let tensor = |i: usize| {
-            let (storage, layout) = &memory[i];
-            let Storage::Cpu(storage) = &**storage else { bail!("a tensor of this call is not on the CPU") };
-            let name = ["q", "k", "v", "o", "the gradient"][i];
-            view(T::cpu_storage_as_slice(storage)?, layout.start_offset(), dense(name, layout)?)
+            let (name, data, layout) = given[i];
+            view(data, layout.start_offset(), dense(name, layout)?)
         };
         let [q, k, v, o, d_o] = [tensor(0)?, tensor(1)?, tensor(2)?, tensor(3)?, tensor(4)?];
         let [batch, heads, len, _] = q.shape();
-        let Some(lse) = self.lse.get() else { bail!("there was no forward pass on the CPU") };
+        let lse = kept(&self.lse)?;
         let lse = flashcore::Tensor::new(lse, &[batch, heads, len, 1]).map_err(fail)?;
-        let mut gradients = [0, 1, 2].map(|i| vec![T::default(); tensors[i].elem_count()]);
-        let [dq, dk, dv] = &mut gradients;
-        let place = |memory, i: usize| TensorMut::bshd(memory, tensors[i].dims()).map_err(fail);
+        let [dq, dk, dv] = into;
+        let place = |memory, i: usize| TensorMut::bshd(memory, given[i].2.dims()).map_err(fail);
         let (mut dq, mut dk, mut dv) = (place(dq, 0)?, place(dk, 1)?, place(dv, 2)?);
         let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
         let (attention, device) = (self.attention.options().attention()?, flashcore::Device::cpu());
-        attention.backward_into(&device, &given, &mut dq, &mut dk, &mut dv).map_err(fail)?;
-        let [dq, dk, dv] = gradients;
-        let gradient = |data, i: usize| Tensor::from_vec(data, tensors[i].dims(), &Device::Cpu).map(Some);
-        Ok((gradient(dq, 0)?, gradient(dk, 1)?, gradient(dv, 2)?))
+        attention.backward_into(&device, &given, &mut dq, &mut dk, &mut dv).map_err(fail)
+    }
+}
+
+/// The lse that a forward pass has left.
+pub(crate) fn kept(lse: &OnceLock<Vec<f32>>) -> Result<&[f32]> {
+    match lse.get() {
+        Some(lse) => Ok(lse),
+        None => bail!("there was no forward pass on the CPU"),
     }
 }
 
@@ -88,16 +131,6 @@ impl CustomOp3 for Differentiable {
     }
 
     fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, o: &Tensor, d_o: &Tensor) -> Result<Gradients> {
-        if !q.device().is_cpu() {
-            bail!("gradients of attention are computed on the CPU so far: move q, k and v there")
-        }
-        // Gradients of sums are broadcast, and have no stride of 1.
-        let d_o = d_o.contiguous()?;
-        let tensors = [q, k, v, o, &d_o];
-        match q.dtype() {
-            DType::F16 => self.gradients::<f16>(tensors),
-            DType::BF16 => self.gradients::<bf16>(tensors),
-            _ => self.gradients::<f32>(tensors),
-        }
+        backward(self, [q, k, v, o, d_o])
     }
 }

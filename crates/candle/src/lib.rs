@@ -20,7 +20,7 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! On the CPU, dense attention has gradients, so that models can be trained with it:
+//! On the CPU, attention has gradients, so that models can be trained with it:
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};

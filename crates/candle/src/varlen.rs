@@ -1,12 +1,17 @@
 //! Attention of packed sequences, one after the other.
 
+use std::sync::OnceLock;
+
 use candle_core::{
     CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail,
 };
-use flashcore::{Device, Element, TensorMut};
+use flashcore::{Backward, Device, Element, TensorMut};
 use half::{bf16, f16};
 
-use crate::options::{Options, bad_dtypes, fail, part, view};
+use crate::{
+    gradients::{Differentiate, Given, Gradients, backward, kept},
+    options::{Options, bad_dtypes, fail, part, view},
+};
 
 /// The operation behind the functions for sequences of different lengths.
 pub(crate) struct FlashAttnVarLen {
@@ -15,6 +20,8 @@ pub(crate) struct FlashAttnVarLen {
     queries: Vec<[usize; 2]>,
     /// Where its keys do.
     keys: Vec<[usize; 2]>,
+    /// The lse of every sequence, kept for the backward pass on the CPU.
+    lse: OnceLock<Vec<f32>>,
 }
 
 impl FlashAttnVarLen {
@@ -23,7 +30,7 @@ impl FlashAttnVarLen {
         if queries.len() != keys.len() {
             bail!("seqlens_q has {} sequences and seqlens_k has {}", queries.len(), keys.len())
         }
-        Ok(Self { options, queries, keys })
+        Ok(Self { options, queries, keys, lse: OnceLock::new() })
     }
 
     /// The shape of the output, after a check that the sequences lie within the tensors.
@@ -56,6 +63,7 @@ impl FlashAttnVarLen {
         let attention = self.options.attention()?;
         let shape @ [_, heads, width] = self.check(layouts)?;
         let mut o = vec![T::default(); shape.iter().product()];
+        let mut lse = vec![0.0_f32; shape[0] * heads];
         for (&queries, &keys) in self.queries.iter().zip(&self.keys) {
             let tensor = |name, data, layout, range| {
                 let (layout, offset) = part(name, layout, range)?;
@@ -67,10 +75,50 @@ impl FlashAttnVarLen {
             let [start, end] = queries;
             let rows = &mut o[start * heads * width..end * heads * width];
             let mut out = TensorMut::bshd(rows, &[1, end - start, heads, width]).map_err(fail)?;
-            attention.run_into(&Device::cpu(), &q, &k, &v, &mut out, None).map_err(fail)?;
+            let lse = &mut lse[start * heads..end * heads];
+            let mut lse = TensorMut::new(lse, &[1, heads, end - start, 1]).map_err(fail)?;
+            attention.run_into(&Device::cpu(), &q, &k, &v, &mut out, Some(&mut lse)).map_err(fail)?;
         }
+        // A second forward pass of the same call would give the same.
+        let _ = self.lse.set(lse);
         Ok((o, Shape::from(shape.to_vec())))
     }
+}
+
+impl Differentiate for FlashAttnVarLen {
+    fn differentiate<T: Element>(&self, given: [Given<'_, T>; 5], into: [&mut [T]; 3]) -> Result<()> {
+        let (attention, lse) = (self.options.attention()?, kept(&self.lse)?);
+        let [dq, dk, dv] = into;
+        for (&queries, &keys) in self.queries.iter().zip(&self.keys) {
+            let tensor = |i: usize, rows| {
+                let (name, data, layout) = given[i];
+                let (layout, offset) = part(name, layout, rows)?;
+                view(data, offset, layout)
+            };
+            let [q, o, d_o] = [tensor(0, queries)?, tensor(3, queries)?, tensor(4, queries)?];
+            let (k, v) = (tensor(1, keys)?, tensor(2, keys)?);
+            let [_, heads, len, _] = q.shape();
+            let lse = &lse[queries[0] * heads..queries[1] * heads];
+            let lse = flashcore::Tensor::new(lse, &[1, heads, len, 1]).map_err(fail)?;
+            // The gradients of rows that are in no sequence stay 0.
+            let mut dq = rows_of(dq, given[0].2, queries)?;
+            let (mut dk, mut dv) = (rows_of(dk, given[1].2, keys)?, rows_of(dv, given[2].2, keys)?);
+            let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
+            attention.backward_into(&Device::cpu(), &given, &mut dq, &mut dk, &mut dv).map_err(fail)?;
+        }
+        Ok(())
+    }
+}
+
+/// The rows of a sequence in a gradient that has the shape of another tensor.
+fn rows_of<'a, T: Element>(
+    all: &'a mut [T],
+    like: &Layout,
+    [start, end]: [usize; 2],
+) -> Result<TensorMut<'a>> {
+    let (heads, width) = (like.dims()[1], like.dims()[2]);
+    let rows = &mut all[start * heads * width..end * heads * width];
+    TensorMut::bshd(rows, &[1, end - start, heads, width]).map_err(fail)
 }
 
 /// Where sequences begin and end, from their cumulative lengths.
@@ -127,6 +175,10 @@ impl CustomOp3 for FlashAttnVarLen {
             }
             _ => bad_dtypes([q.dtype(), k.dtype(), v.dtype()]),
         }
+    }
+
+    fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, o: &Tensor, d_o: &Tensor) -> Result<Gradients> {
+        backward(self, [q, k, v, o, d_o])
     }
 
     #[cfg(feature = "cuda")]

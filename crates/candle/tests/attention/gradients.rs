@@ -57,6 +57,33 @@ fn gradients_are_those_of_attention_step_by_step() {
 }
 
 #[test]
+fn packed_sequences_have_the_gradients_of_each_alone() {
+    let rows = |seed, rows, heads| tensor(seed, (1, rows, heads, 16), DType::F32).squeeze(0).unwrap();
+    let [q, k, v] = [rows(1, 13, 4), rows(2, 16, 2), rows(3, 16, 2)].map(|x| Var::from_tensor(&x).unwrap());
+    // An empty sequence, one without queries, and rows after the last one.
+    let (ends_q, ends_k) = ([0_u32, 5, 5, 5, 11], [0_u32, 7, 7, 9, 15]);
+    let seqlens = |ends: &[u32]| Tensor::new(ends, &Device::Cpu).unwrap();
+    let weights = rows(7, 13, 4);
+    let o = flash_attn_varlen(&q, &k, &v, &seqlens(&ends_q), &seqlens(&ends_k), 6, 7, 0.3, true).unwrap();
+    let found = (o * &weights).unwrap().sum_all().unwrap().backward().unwrap();
+    let part = |x: &Tensor, ends: &[u32], i: usize| {
+        let (start, end) = (ends[i] as usize, ends[i + 1] as usize);
+        x.narrow(0, start, end - start).unwrap().unsqueeze(0).unwrap()
+    };
+    let mut loss = Tensor::new(0_f32, &Device::Cpu).unwrap();
+    for i in [0, 3] {
+        let (q, weights) = (part(&q, &ends_q, i), part(&weights, &ends_q, i));
+        let (k, v) = (part(&k, &ends_k, i), part(&v, &ends_k, i));
+        let o = plain(&q, &k, &v, 0.3, 0.0, CAUSAL).unwrap();
+        loss = (loss + (o * weights).unwrap().sum_all().unwrap()).unwrap();
+    }
+    let truth = loss.backward().unwrap();
+    for x in [&q, &k, &v] {
+        assert!(crate::plain::worst(found.get(x).unwrap(), truth.get(x).unwrap()) < 1e-5);
+    }
+}
+
+#[test]
 fn one_tensor_may_be_all_three_and_the_gradient_of_a_sum_has_no_stride() {
     let x = Var::from_tensor(&tensor(1, (1, 9, 2, 16), DType::F32)).unwrap();
     let sum = |o: Tensor| o.sum_all().unwrap().backward().unwrap().get(&x).unwrap().clone();
