@@ -44,10 +44,18 @@ pub enum Operand {
     PartialO,
     /// The reference score and the sum of weights of each partial output: two f32 per row of [`Operand::PartialO`].
     PartialState,
+    /// One f32 per query: lse · log2 e, or +∞ for a query without keys and for those up to a multiple of 128.
+    RowLse,
+    /// One f32 per query: the sum of its outputs times their gradients, less the gradient of lse.
+    RowDelta,
+    /// The gradients of the queries in f32, not yet scaled, in tiles as the backward kernel holds them.
+    DqTiles,
+    /// How many key tiles have added to each part of a tile of [`Operand::DqTiles`]: one u32 each, 0 at first.
+    Turns,
 }
 
 impl Operand {
-    const COUNT: usize = Operand::PartialState as usize + 1;
+    const COUNT: usize = Operand::Turns as usize + 1;
 }
 
 /// A tensor of shape (batch, heads, length, head dim) in a GPU's memory. Rows are contiguous; strides are in bytes, from

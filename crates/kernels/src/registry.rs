@@ -73,6 +73,10 @@ families! {
     Sm90Fwd(sm90::fwd::Schedule) = "sm90_fwd",
     /// Merges the outputs of parts of the keys.
     Combine(sm90::combine::Schedule) = "combine",
+    /// Backward on Hopper: dK, dV, and dQ in f32.
+    Sm90Bwd(sm90::bwd::Schedule) = "sm90_bwd",
+    /// Scales and rounds what [`Kernel::Sm90Bwd`] leaves of dQ.
+    Sm90BwdFinish(sm90::bwd::finish::Schedule) = "sm90_bwd_finish",
 }
 
 impl Kernel {
@@ -81,7 +85,8 @@ impl Kernel {
 
     /// Whether its code runs on a target.
     pub fn runs_on(self, target: Target) -> bool {
-        !matches!(self, Kernel::Sm90Fwd | Kernel::Combine) || target == Target::Sm90a
+        !matches!(self, Kernel::Sm90Fwd | Kernel::Combine | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish)
+            || target == Target::Sm90a
     }
 }
 

@@ -222,6 +222,20 @@ impl Band {
         Some(k.max_s32(first, 0))
     }
 
+    /// The first row that sees a key, as a signed number that may be negative; `None` where that is always row 0.
+    pub fn first_row(&self, k: &mut KernelBuilder, key: Reg<B32>) -> Option<Reg<B32>> {
+        let (shift, right) = (self.shift?, self.right?);
+        let place = k.sub_s32(key, shift);
+        Some(k.sub_s32(place, right))
+    }
+
+    /// The last row that sees a key, as a signed number that may be negative; `None` where that is always the last.
+    pub fn last_row(&self, k: &mut KernelBuilder, key: Reg<B32>) -> Option<Reg<B32>> {
+        let (shift, left) = (self.shift?, self.left?);
+        let place = k.sub_s32(key, shift);
+        Some(k.add_s32(place, left))
+    }
+
     /// The keys that a block's rows see, given the rows per block.
     pub fn key_range(&self, k: &mut KernelBuilder, block: &Rows, rows: u32) -> KeyRange {
         k.section("work: which keys these rows see");

@@ -23,7 +23,6 @@ mod gather;
 mod merge;
 mod partial;
 mod producer;
-mod ring;
 mod softmax;
 mod tiles;
 mod turn;

@@ -1,0 +1,547 @@
+//! A consumer warpgroup: 64 keys, with the gradients of them and of their values in registers.
+
+use flashcore_ptx::{
+    B32, BulkHint, F32, KernelBuilder, Operand, ParamHandle, Pred, ProxySpace, Reg, Scope, Shared, TensorMap,
+    Wgmma,
+};
+
+use super::{
+    ALL, BwdParams, CONSUMERS, DO_STAGES, DQ_EMPTY, DQ_FULL, KEYS, Memory, OWN, PITCH, ROWS, SCORED,
+    Schedule, Sizes,
+    block::{Block, Steps},
+    columns, panels, writer,
+};
+use crate::{
+    Spec,
+    parts::{
+        fragment::{Acc, a_operands, matrix_ty, pack},
+        softmax::{NEG_INF, ScoreHandles, SoftmaxParams},
+        work::Rows,
+    },
+    phase::wait_for_launch,
+    sm90::{descriptor::Descriptor, ring::Ring},
+};
+
+/// Bytes of a row that one product takes, and the products over a panel.
+const STEP: u32 = 32;
+const STEPS: u32 = PITCH / STEP;
+
+/// Scores that become probabilities at a time under a softcap.
+const CAPPED: usize = 8;
+
+const HANDLES: ScoreHandles<BwdParams> = ScoreHandles {
+    exp_scale: BwdParams::exp_scale,
+    tanh_scale: BwdParams::tanh_scale,
+    scale: BwdParams::scale,
+    softcap: BwdParams::softcap,
+};
+
+pub(super) struct Consumer<'a> {
+    schedule: Schedule,
+    spec: &'a Spec,
+    sizes: Sizes,
+    memory: &'a Memory,
+    params: SoftmaxParams,
+    /// The queries whose scores are next, and those whose dK is.
+    q: Ring,
+    q_behind: Ring,
+    d_o: Ring,
+    /// The tile of dS that is written next, in bytes from the first.
+    ds_slot: Reg<B32>,
+    /// Sᵀ, then Pᵀ; dPᵀ, then dSᵀ.
+    s: Vec<Reg<F32>>,
+    dp: Vec<Reg<F32>>,
+    /// Pᵀ and dSᵀ as A operands.
+    p: Vec<[Reg<B32>; 4]>,
+    ds: Vec<[Reg<B32>; 4]>,
+    dk: Vec<Reg<F32>>,
+    dv: Vec<Reg<F32>>,
+    dq: Vec<Reg<F32>>,
+    /// The warpgroup.
+    group: Reg<B32>,
+    /// The thread in the warpgroup.
+    thread: Reg<B32>,
+    lane: Reg<B32>,
+    first_lane: Reg<Pred>,
+    /// The key in the block of this thread's upper row.
+    row: Reg<B32>,
+    /// The first query that this thread holds of every eight.
+    column: Reg<B32>,
+}
+
+impl<'a> Consumer<'a> {
+    pub fn new(k: &mut KernelBuilder, schedule: Schedule, spec: &'a Spec, memory: &'a Memory) -> Self {
+        k.section("consumer");
+        let sizes = schedule.sizes(spec);
+        let tid = k.tid_x();
+        let group = k.shr_u32(tid, 7u32);
+        let group = k.shfl_idx(group, 0u32);
+        let thread = k.and_b32(tid, 127u32);
+        let lane = k.and_b32(tid, 31u32);
+        let warp = k.shr_u32(tid, 5u32);
+        let g = k.shr_u32(lane, 2u32);
+        let t = k.and_b32(lane, 3u32);
+        let block_m = schedule.block_m;
+        let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
+        let operands = |k: &mut KernelBuilder| {
+            (0..block_m / 16).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect()
+        };
+        Self {
+            schedule,
+            spec,
+            sizes,
+            memory,
+            params: SoftmaxParams::read_from(k, spec, &HANDLES),
+            q: Ring::consumer(k, memory.q, sizes.q_slot, memory.q_bars, schedule.stages),
+            q_behind: Ring::consumer(k, memory.q, sizes.q_slot, memory.q_bars, schedule.stages),
+            d_o: Ring::consumer(k, memory.d_o, sizes.do_slot, memory.do_bars, DO_STAGES),
+            ds_slot: k.mov_b32(0u32),
+            s: zeros(k, block_m / 2),
+            dp: zeros(k, block_m / 2),
+            p: operands(k),
+            ds: operands(k),
+            dk: zeros(k, spec.head_dim / 2),
+            dv: zeros(k, spec.head_dim_v / 2),
+            dq: zeros(k, schedule.part(spec).columns / 2),
+            group,
+            thread,
+            lane,
+            first_lane: k.setp_eq_u32(lane, 0u32),
+            row: k.mad_lo_u32(warp, 16u32, g),
+            column: k.shl_b32(t, 1u32),
+        }
+    }
+
+    pub fn run(&self, k: &mut KernelBuilder) {
+        wait_for_launch(k);
+        let block = Block::find(k, self.schedule, self.spec);
+        k.if_(block.any, |k| self.walk(k, &block));
+        k.section("consumer: dK and dV");
+        let scale = k.param(BwdParams::scale);
+        for &dk in &self.dk {
+            k.set(dk, |k| k.mul_f32(dk, scale));
+        }
+        k.comment("no warpgroup reads keys or values any more");
+        k.bar_sync(ALL, CONSUMERS);
+        self.stage(k, &self.dv, self.memory.v);
+        self.stage(k, &self.dk, self.memory.k);
+        k.fence_proxy_async(ProxySpace::Shared);
+        let own = k.add_u32(self.group, OWN);
+        k.bar_sync(own, 128u32);
+        let leader = k.setp_eq_u32(self.thread, 0u32);
+        k.if_(leader, |k| {
+            self.store(k, &block, BwdParams::dv_map, self.spec.head_dim_v, self.memory.v);
+            self.store(k, &block, BwdParams::dk_map, self.spec.head_dim, self.memory.k);
+            k.bulk_commit();
+            k.bulk_wait_read(0);
+        });
+    }
+
+    /// The walk over the query tiles.
+    fn walk(&self, k: &mut KernelBuilder, block: &Block) {
+        k.section("walk: the first scores");
+        let steps = block.steps(k, self.spec);
+        for bar in [self.memory.k_bar, self.memory.v_bar] {
+            k.mbarrier_wait_parity(bar, 0u32, Scope::Cta);
+        }
+        if self.spec.key_lengths {
+            self.clear(k, block);
+        }
+        self.start_scores(k);
+        self.start_dp(k);
+        self.score(k, block, &steps, 0);
+        k.section("walk: the end of a step and the start of the next");
+        k.while_(
+            |k| k.setp_gt_s32(steps.left, 1),
+            |k, _| {
+                self.finish_step(k, true);
+                steps.advance(k);
+                self.score(k, block, &steps, 1);
+                self.give_back(k, &self.q_behind);
+            },
+        );
+        k.section("walk: the end of the last step");
+        self.finish_step(k, false);
+        k.wgmma_wait(0);
+    }
+
+    /// P and dS of a tile of queries, whose products have been issued; `behind`: how many groups have been issued after
+    /// them, which are waited for too.
+    fn score(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps, behind: u8) {
+        let first_row = steps.first_row(k, self.schedule);
+        let hidden = self.hidden(k, block, first_row);
+        let lse = self.numbers(k, &self.q, self.sizes.q);
+        let early = self.schedule.waits_early(self.spec);
+        k.wgmma_wait(if early { 0 } else { behind + 1 });
+        if self.spec.softcap {
+            let delta = self.numbers(k, &self.d_o, self.sizes.d_o);
+            self.capped(k, &hidden, &lse, &delta);
+        } else {
+            self.params.score(k, &self.s);
+            k.if_(hidden.any, |k| hidden.hide(k, &self.s, 0));
+            for (i, &s) in self.s.iter().enumerate() {
+                k.set(s, |k| self.probability(k, s, number(&lse, i)));
+            }
+            let delta = self.numbers(k, &self.d_o, self.sizes.d_o);
+            if !early {
+                k.wgmma_wait(behind);
+            }
+            for (i, (&s, &dp)) in self.s.iter().zip(&self.dp).enumerate() {
+                k.set(dp, |k| {
+                    let difference = k.sub_f32(dp, number(&delta, i));
+                    k.mul_f32(difference, s)
+                });
+            }
+        }
+        self.pack(k, &self.s, &self.p);
+        if !early && behind > 0 {
+            k.comment("the previous step's dK");
+            k.wgmma_wait(0);
+        }
+        self.pack(k, &self.dp, &self.ds);
+    }
+
+    /// The products with P and dS; `next`: those that begin the next step are issued on the way.
+    fn finish_step(&self, k: &mut KernelBuilder, next: bool) {
+        self.store_ds(k);
+        k.comment("dV += P^T dO");
+        let tile = self.d_o.address(k);
+        k.wgmma_fence();
+        self.add(k, &self.dv, &self.p, tile);
+        k.wgmma_commit();
+        k.fence_proxy_async(ProxySpace::Shared);
+        k.bar_sync(SCORED, CONSUMERS);
+        k.wgmma_fence();
+        self.start_dq(k);
+        k.wgmma_commit();
+        k.comment("dV");
+        k.wgmma_wait(1);
+        self.give_back(k, &self.d_o);
+        if next {
+            self.q.advance(k);
+            self.start_scores(k);
+        }
+        k.comment("dQ");
+        k.wgmma_wait(u8::from(next));
+        self.stage_dq(k);
+        if next {
+            self.start_dp(k);
+        }
+        k.comment("dK += dS^T Q");
+        let tile = self.q_behind.address(k);
+        k.wgmma_fence();
+        self.add(k, &self.dk, &self.ds, tile);
+        k.wgmma_commit();
+        k.set(self.ds_slot, |k| k.xor_b32(self.ds_slot, self.sizes.ds));
+    }
+
+    /// Issues Sᵀ = K Qᵀ, once the queries are there.
+    fn start_scores(&self, k: &mut KernelBuilder) {
+        k.comment("S^T = K Q^T");
+        self.q.wait_filled(k);
+        let (keys, queries) = (self.own_rows(k, self.memory.k), self.q.address(k));
+        k.wgmma_fence();
+        self.times_rows(k, &self.s, keys, queries, self.spec.head_dim);
+        k.wgmma_commit();
+    }
+
+    /// Issues dPᵀ = V dOᵀ, once the gradients are there.
+    fn start_dp(&self, k: &mut KernelBuilder) {
+        k.comment("dP^T = V dO^T");
+        self.d_o.wait_filled(k);
+        let (values, gradients) = (self.own_rows(k, self.memory.v), self.d_o.address(k));
+        k.wgmma_fence();
+        self.times_rows(k, &self.dp, values, gradients, self.spec.head_dim_v);
+        k.wgmma_commit();
+    }
+
+    /// Where this warpgroup's rows of a key tile begin.
+    fn own_rows(&self, k: &mut KernelBuilder, tile: Shared) -> Reg<B32> {
+        let start = k.shared_addr(tile);
+        k.mad_lo_u32(self.group, ROWS * PITCH, start)
+    }
+
+    /// A product of this warpgroup's rows of a key tile with all rows of a query tile.
+    fn times_rows(&self, k: &mut KernelBuilder, to: &[Reg<F32>], a: Reg<B32>, b: Reg<B32>, head_dim: u32) {
+        let (a, b) = (Descriptor::new(k, a, 16), Descriptor::new(k, b, 16));
+        let spec = Wgmma::new(self.schedule.block_m as u16, matrix_ty(self.spec.dtype));
+        for step in 0..head_dim.div_ceil(16) {
+            let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
+            let a = a.at(k, panel * self.sizes.k_panel + inside);
+            let b = b.at(k, panel * self.sizes.q_panel + inside);
+            k.wgmma_ss(spec, to, a, b, step > 0);
+        }
+    }
+
+    /// Adds the product of Pᵀ or dSᵀ with a query tile.
+    fn add(&self, k: &mut KernelBuilder, to: &[Reg<F32>], a: &[[Reg<B32>; 4]], tile: Reg<B32>) {
+        let tile = Descriptor::new(k, tile, self.sizes.q_panel);
+        let spec = Wgmma::new(2 * to.len() as u16, matrix_ty(self.spec.dtype));
+        for (step, &a) in (0..).zip(a) {
+            let b = tile.at(k, step * 16 * PITCH);
+            k.wgmma_rs(Wgmma { trans_b: true, ..spec }, to, a, b, true);
+        }
+    }
+
+    /// Issues this warpgroup's part of dQ = dS K.
+    fn start_dq(&self, k: &mut KernelBuilder) {
+        k.comment("dQ = dS K");
+        let part = self.schedule.part(self.spec);
+        let (ds, keys) = (k.shared_addr(self.memory.ds), k.shared_addr(self.memory.k));
+        let mut ds = k.add_u32(ds, self.ds_slot);
+        let mut keys = keys;
+        if part.by_rows {
+            ds = k.mad_lo_u32(self.group, ROWS * PITCH, ds);
+        } else {
+            let whole_panel = part.columns == columns(self.spec.dtype);
+            let further = if whole_panel { self.sizes.k_panel } else { 2 * part.columns };
+            keys = k.mad_lo_u32(self.group, further, keys);
+        }
+        let (ds, keys) = (Descriptor::new(k, ds, 16), Descriptor::new(k, keys, self.sizes.k_panel));
+        let spec = Wgmma::new(part.columns as u16, matrix_ty(self.spec.dtype));
+        for step in 0..KEYS / 16 {
+            let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
+            let a = ds.at(k, panel * self.sizes.q_panel + inside);
+            let b = keys.at(k, step * 16 * PITCH);
+            k.wgmma_ss(Wgmma { trans_b: true, ..spec }, &self.dq, a, b, step > 0);
+        }
+    }
+
+    /// A slot's numbers of this thread's queries: two of every eight.
+    fn numbers(&self, k: &mut KernelBuilder, ring: &Ring, behind: u32) -> Vec<[Reg<F32>; 2]> {
+        let slot = ring.address(k);
+        let at = k.mad_lo_u32(self.column, 4u32, slot);
+        (0..self.schedule.block_m / 8)
+            .map(|eight| k.ld_shared_vec::<F32, 2>(at.at((behind + 32 * eight) as i32)))
+            .collect()
+    }
+
+    /// The probability of a score: 2^(score · scale − lse).
+    fn probability(&self, k: &mut KernelBuilder, score: Reg<F32>, lse: Reg<F32>) -> Reg<F32> {
+        let offset = k.neg_f32(lse);
+        let exponent = k.fma_f32(score, self.params.exp_scale(), offset);
+        k.ex2_approx_ftz_f32(exponent)
+    }
+
+    /// P and dS under a softcap, a few at a time: dS has the derivative of the tanh as a factor.
+    fn capped(&self, k: &mut KernelBuilder, hidden: &Hidden, lse: &[[Reg<F32>; 2]], delta: &[[Reg<F32>; 2]]) {
+        let inverse = self.spec.scaled_scores.then(|| {
+            let softcap = k.param(BwdParams::softcap);
+            k.rcp_approx_ftz_f32(softcap)
+        });
+        for (chunk, (scores, dps)) in self.s.chunks(CAPPED).zip(self.dp.chunks(CAPPED)).enumerate() {
+            let first = CAPPED * chunk;
+            self.params.score(k, scores);
+            let mut derivatives = Vec::new();
+            for &score in scores {
+                let tanh = inverse.map_or(score, |inverse| k.mul_f32(score, inverse));
+                let negative = k.neg_f32(tanh);
+                derivatives.push(k.fma_f32(negative, tanh, 1.0));
+            }
+            k.if_(hidden.any, |k| hidden.hide(k, scores, first));
+            for (i, ((&score, &dp), derivative)) in scores.iter().zip(dps).zip(derivatives).enumerate() {
+                let (lse, delta) = (number(lse, first + i), number(delta, first + i));
+                k.set(score, |k| self.probability(k, score, lse));
+                let weight = k.mul_f32(score, derivative);
+                k.set(dp, |k| {
+                    let difference = k.sub_f32(dp, delta);
+                    k.mul_f32(difference, weight)
+                });
+            }
+        }
+    }
+
+    /// What of a query tile this warpgroup's keys are hidden from.
+    fn hidden(&self, k: &mut KernelBuilder, block: &Block, first_row: Reg<B32>) -> Hidden {
+        let rows = Rows { batch: block.batch, head: block.kv_head, len_q: block.len_q, first_row };
+        let range = block.band.key_range(k, &rows, self.schedule.block_m);
+        let first_key = k.mad_lo_u32(self.group, ROWS, block.first_key);
+        let end = k.add_s32(first_key, ROWS as i32);
+        let mut any = k.setp_lt_s32(range.full_end, end);
+        if self.spec.left {
+            let before = k.setp_gt_s32(range.full_begin, first_key);
+            any = k.or_pred(any, before);
+        }
+        let origin = k.add_s32(first_row, self.column);
+        let bounds = [0, 8].map(|lower| {
+            let key = k.add_s32(block.first_key, self.row);
+            let key = k.add_s32(key, lower);
+            let exists = k.setp_lt_s32(key, block.band.keys);
+            let first = match block.band.first_row(k, key) {
+                Some(row) => k.sub_s32(row, origin),
+                None => k.mov_b32(0),
+            };
+            let first = k.selp_b32(first, i32::MAX as u32, exists);
+            let last = block.band.last_row(k, key).map(|row| k.sub_s32(row, origin));
+            (first, last)
+        });
+        Hidden { any, bounds }
+    }
+
+    /// Rounds accumulators to A operands.
+    fn pack(&self, k: &mut KernelBuilder, from: &[Reg<F32>], to: &[[Reg<B32>; 4]]) {
+        let from: Vec<Acc> = from.chunks_exact(4).map(|quad| [quad[0], quad[1], quad[2], quad[3]]).collect();
+        for (to, packed) in to.iter().zip(a_operands(k, self.spec.dtype, &from)) {
+            for (&to, packed) in to.iter().zip(packed) {
+                k.set(to, |k| k.mov_b32(packed));
+            }
+        }
+    }
+
+    /// Writes dS to shared memory: a row per query, a panel per warpgroup.
+    fn store_ds(&self, k: &mut KernelBuilder) {
+        k.comment("dS, for all of dQ");
+        let tile = k.shared_addr(self.memory.ds);
+        let tile = k.add_u32(tile, self.ds_slot);
+        let panel = k.mad_lo_u32(self.group, self.sizes.q_panel, tile);
+        // Lane l gives row l % 8 of matrix l / 8: the first eight keys, the other eight, then the same eight queries
+        // further. Its chunk of eight keys is permuted as by the swizzle.
+        let inside = k.and_b32(self.lane, 7u32);
+        let further = k.shr_u32(self.lane, 4u32);
+        let query = k.mad_lo_u32(further, 8u32, inside);
+        let warp = k.shr_u32(self.thread, 5u32);
+        let second = k.bfe_u32(self.lane, 3u32, 1u32);
+        let chunk = k.mad_lo_u32(warp, 2u32, second);
+        let swizzled = k.xor_b32(chunk, inside);
+        let line = k.mad_lo_u32(query, PITCH, panel);
+        let at = k.mad_lo_u32(swizzled, 16u32, line);
+        for (step, &ds) in (0..).zip(&self.ds) {
+            k.stmatrix_trans(at.at(step * 16 * PITCH as i32), ds);
+        }
+    }
+
+    /// Hands this warpgroup's part of dQ to its writer.
+    fn stage_dq(&self, k: &mut KernelBuilder) {
+        let (empty, full) = (k.add_u32(self.group, DQ_EMPTY), k.add_u32(self.group, DQ_FULL));
+        k.bar_sync(empty, writer::THREADS);
+        let parts = k.shared_addr(self.memory.dq);
+        let part = k.mad_lo_u32(self.group, self.sizes.dq_part, parts);
+        let at = k.mad_lo_u32(self.thread, 16u32, part);
+        for (quad, dq) in (0..).zip(self.dq.chunks_exact(4)) {
+            k.st_shared_vec(at.at(quad * 128 * 16), [dq[0], dq[1], dq[2], dq[3]]);
+        }
+        k.fence_proxy_async(ProxySpace::Shared);
+        k.bar_arrive(full, writer::THREADS);
+    }
+
+    /// Says that this warp is done with a slot, and goes on to the next.
+    fn give_back(&self, k: &mut KernelBuilder, ring: &Ring) {
+        let free = ring.free(k);
+        k.when(self.first_lane, |k| k.mbarrier_arrive(free));
+        ring.advance(k);
+    }
+
+    /// Rows after the last key do not belong to this batch entry. Their probabilities are 0, but 0 · NaN is NaN, so they are
+    /// overwritten with zeros.
+    fn clear(&self, k: &mut KernelBuilder, block: &Block) {
+        let left = k.sub_s32(block.band.keys, block.first_key);
+        let some = k.setp_lt_s32(left, KEYS as i32);
+        k.if_(some, |k| {
+            k.comment("zeros behind the last key");
+            let zero = k.mov_f32(0.0);
+            // Each thread clears 16 bytes of a row; rows do not mix in the swizzle.
+            let tid = k.tid_x();
+            let chunk = k.and_b32(tid, 7u32);
+            let row = k.shr_u32(tid, 3u32);
+            let row = k.add_u32(row, left);
+            let row = k.mov_b32(row);
+            k.while_(
+                |k| k.setp_lt_s32(row, KEYS as i32),
+                |k, _| {
+                    for (tile, dim) in
+                        [(self.memory.k, self.spec.head_dim), (self.memory.v, self.spec.head_dim_v)]
+                    {
+                        let tile = k.shared_addr(tile);
+                        let at = k.mad_lo_u32(row, PITCH, tile);
+                        let at = k.mad_lo_u32(chunk, 16u32, at);
+                        for panel in 0..panels(dim, self.spec.dtype) {
+                            k.st_shared_vec(at.at((panel * self.sizes.k_panel) as i32), [zero; 4]);
+                        }
+                    }
+                    k.set(row, |k| k.add_u32(row, CONSUMERS / 8));
+                },
+            );
+            k.fence_proxy_async(ProxySpace::Shared);
+            k.bar_sync(ALL, CONSUMERS);
+        });
+    }
+
+    /// Rounds a gradient and writes it over this warpgroup's rows of a key tile.
+    fn stage(&self, k: &mut KernelBuilder, gradient: &[Reg<F32>], tile: Shared) {
+        let dtype = self.spec.dtype;
+        let mut packed: Vec<[Reg<B32>; 2]> = gradient
+            .chunks_exact(4)
+            .map(|quad| [pack(k, dtype, quad[0], quad[1]), pack(k, dtype, quad[2], quad[3])])
+            .collect();
+        // TMA reads whole boxes, and clips them at the tensor's edge.
+        let eights = (panels(2 * gradient.len() as u32, dtype) * columns(dtype) / 8) as usize;
+        let zero = k.mov_b32(0u32);
+        packed.resize(eights, [zero; 2]);
+        let rows = self.own_rows(k, tile);
+        // Lane l gives row l % 8 of matrix l / 8: upper rows, lower rows, then the same eight columns further.
+        let warp = k.shr_u32(self.thread, 5u32);
+        let row = k.and_b32(self.lane, 15u32);
+        let row = k.mad_lo_u32(warp, 16u32, row);
+        let line = k.mad_lo_u32(row, PITCH, rows);
+        let xor = k.and_b32(row, 7u32);
+        let right = k.shr_u32(self.lane, 4u32);
+        let swizzled = k.xor_b32(right, xor);
+        let start = k.mad_lo_u32(swizzled, 16u32, line);
+        for (pair, chunks) in packed.chunks(2).enumerate() {
+            let (panel, chunk) = (2 * pair as u32 / 8, 2 * pair as u32 % 8);
+            // Rows start at whole lines, so a step inside a line is an XOR.
+            let at = if chunk == 0 { start } else { k.xor_b32(start, 16 * chunk) };
+            let at = at.at((panel * self.sizes.k_panel) as i32);
+            if let [[a, b], [c, d]] = chunks {
+                k.stmatrix(at, [*a, *b, *c, *d]);
+            }
+        }
+    }
+
+    /// Stores what [`Consumer::stage`] has written.
+    fn store(
+        &self,
+        k: &mut KernelBuilder,
+        block: &Block,
+        map: ParamHandle<BwdParams, TensorMap>,
+        head_dim: u32,
+        tile: Shared,
+    ) {
+        let (map, rows) = (k.tensor_map(map), self.own_rows(k, tile));
+        let first_key = k.mad_lo_u32(self.group, ROWS, block.first_key);
+        for panel in 0..panels(head_dim, self.spec.dtype) {
+            let column = Operand::from(panel * columns(self.spec.dtype));
+            let at = [column, first_key.into(), block.kv_head.into(), block.batch.into()];
+            k.tensor_store(map, &at, rows.at((panel * self.sizes.k_panel) as i32), BulkHint::new());
+        }
+    }
+}
+
+/// The number of the query of an accumulator.
+fn number(numbers: &[[Reg<F32>; 2]], i: usize) -> Reg<F32> {
+    numbers[i / 4][i % 2]
+}
+
+/// Which queries of a tile do not see a thread's keys.
+struct Hidden {
+    /// Whether a query of the tile does not see a key of the warpgroup.
+    any: Reg<Pred>,
+    /// The first and the last query that see the upper and the lower key, from this thread's first query on.
+    bounds: [(Reg<B32>, Option<Reg<B32>>); 2],
+}
+
+impl Hidden {
+    /// Hides scores, given the number of the first.
+    fn hide(&self, k: &mut KernelBuilder, scores: &[Reg<F32>], first: usize) {
+        for (i, &score) in (first..).zip(scores) {
+            let (begin, last) = self.bounds[i % 4 / 2];
+            let column = (8 * (i / 4) + i % 2) as i32;
+            let seen = k.setp_le_s32(begin, column);
+            k.set(score, |k| k.selp_f32(score, NEG_INF, seen));
+            if let Some(last) = last {
+                let seen = k.setp_ge_s32(last, column);
+                k.set(score, |k| k.selp_f32(score, NEG_INF, seen));
+            }
+        }
+    }
+}
