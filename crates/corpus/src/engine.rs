@@ -155,7 +155,7 @@ impl DeviceEngine {
         let most_pairs = match kernel {
             Kernel::Scalar => MOST_SCALAR_PAIRS,
             Kernel::Sm90Fwd => MOST_HOPPER_PAIRS,
-            Kernel::Sm80Mma | Kernel::Sm80Fwd | Kernel::Combine => MOST_PAIRS,
+            Kernel::Sm80Mma | Kernel::Sm80Fwd | Kernel::Combine | Kernel::BwdRows => MOST_PAIRS,
         };
         Self {
             name: DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))).to_string(),

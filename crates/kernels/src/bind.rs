@@ -44,10 +44,19 @@ pub enum Operand {
     PartialO,
     /// The reference score and the sum of weights of each partial output: two f32 per row of [`Operand::PartialO`].
     PartialState,
+    /// One f32 per query of a backward pass, and per row of padding up to a multiple of [`ROW_PADDING`]: lse · log2 e, and
+    /// +∞ for rows that have no probabilities, because they see no key or do not exist.
+    RowLse,
+    /// Likewise: Σ dO∘O less the gradient of lse, which is subtracted from a row's gradients of probabilities. 0 where
+    /// [`Operand::RowLse`] is +∞.
+    RowDelta,
 }
 
+/// Rows of [`Operand::RowLse`] and [`Operand::RowDelta`] are padded to a multiple of this: no tile is larger.
+pub const ROW_PADDING: u32 = 128;
+
 impl Operand {
-    const COUNT: usize = Operand::PartialState as usize + 1;
+    const COUNT: usize = Operand::RowDelta as usize + 1;
 }
 
 /// A tensor of shape (batch, heads, length, head dim) in a GPU's memory. Rows are contiguous; strides are in bytes, from

@@ -73,6 +73,8 @@ families! {
     Sm90Fwd(sm90::fwd::Schedule) = "sm90_fwd",
     /// Merges the outputs of parts of the keys.
     Combine(sm90::combine::Schedule) = "combine",
+    /// Backward: what each query's gradients have in common.
+    BwdRows(sm80::bwd_rows::Schedule) = "bwd_rows",
 }
 
 impl Kernel {
