@@ -70,10 +70,12 @@ pub struct Plan {
     pub problem: Problem,
     /// The target of the code.
     pub target: Target,
-    /// What is launched, in this order. The first computes attention; whatever follows finishes its work.
+    /// What is launched, in this order.
     pub launches: Vec<Launch>,
     /// Why these.
     pub reason: String,
+    /// Which of the launches does the most of the work.
+    main: usize,
     /// The problem as the kernels see it.
     folded: Problem,
     /// Heads whose tiles of queries are taken up together.
@@ -104,9 +106,11 @@ impl Launch {
     /// The launch of a kernel for a problem as it sees it.
     fn new(folded: &Problem, spec: Spec, schedule: Schedule, hardware: &Hardware) -> Result<Self> {
         let geometry = schedule.geometry(&spec);
-        let (batch, heads, len_q) = (folded.batch as u32, folded.heads_q as u32, folded.len_q as u32);
-        let grid = geometry.grid(batch, heads, len_q, hardware.sms);
-        let tiles = geometry.tiles(batch, heads, len_q);
+        let Problem { heads_q, heads_kv, len_q, len_k, .. } = *folded;
+        let (heads, len) = if geometry.is_of_keys() { (heads_kv, len_k) } else { (heads_q, len_q) };
+        let (batch, heads, len) = (folded.batch as u32, heads as u32, len as u32);
+        let grid = geometry.grid(batch, heads, len, hardware.sms);
+        let tiles = geometry.tiles(batch, heads, len);
         if grid[1..].iter().any(|&size| size as usize > MAX_GRID_YZ) || tiles > MAX_TILES {
             return Err(Error::Unsupported {
                 device: hardware.target.to_string(),
@@ -169,9 +173,8 @@ impl Plan {
         let spec = spec(&fold(problem), &hardware.name)?;
         let refuse = |error: &ScheduleError| unsupported(&hardware.name, error);
         schedule.check(&spec, hardware.target).map_err(|error| refuse(&error))?;
-        if !Kernel::LADDER.contains(&schedule.kernel()) {
-            let reason = format!("{} computes no attention by itself", schedule.kernel());
-            return Err(refuse(&ScheduleError::Malformed { reason }));
+        if !choose::computes(schedule.kernel(), problem.pass) {
+            return Err(refuse(&choose::computes_nothing(schedule.kernel(), problem.pass)));
         }
         Self::assemble(problem, spec, schedule, hardware, "asked for".into())
     }
@@ -179,8 +182,12 @@ impl Plan {
     /// The plan with the default schedule of a kernel.
     pub fn with_kernel(problem: &Problem, hardware: &Hardware, kernel: Kernel) -> Result<Self> {
         let spec = spec(&fold(problem), &hardware.name)?;
-        let schedule = choose::default_schedule(kernel, &spec, hardware.target)
-            .map_err(|error| unsupported(&hardware.name, &error))?;
+        let refuse = |error: &ScheduleError| unsupported(&hardware.name, error);
+        if !choose::computes(kernel, problem.pass) {
+            return Err(refuse(&choose::computes_nothing(kernel, problem.pass)));
+        }
+        let schedule =
+            choose::default_schedule(kernel, &spec, hardware.target).map_err(|error| refuse(&error))?;
         Self::assemble(problem, spec, schedule, hardware, format!("the default of {kernel}"))
     }
 
@@ -194,22 +201,49 @@ impl Plan {
         let folded = fold(problem);
         let workspace = Workspace::of(&folded, &schedule);
         let mut launches = Vec::new();
-        if let Some(merge) = choose::merge(&spec, &schedule) {
+        let mut launch = |spec: Spec, schedule: Schedule| {
+            let launch = Launch::new(&folded, spec, schedule, hardware)?;
+            launches.push(launch);
+            Ok::<(), Error>(())
+        };
+        if problem.pass == Pass::Backward {
+            // Only the first launch reads the gradient of lse, and o.
+            let rows = Spec { lse: spec.lse, ..Spec::new(spec.dtype, spec.head_dim_v) };
+            launch(rows, choose::ROWS)?;
+            let refuse = |error: ScheduleError| unsupported(&hardware.name, &error);
+            for schedule in choose::gradients(&spec, schedule, hardware.target).map_err(refuse)? {
+                launch(Spec { lse: false, ..spec }, schedule)?;
+            }
+            // Without queries the gradients of the keys are still to be written, and the other way round.
+            if launches.iter().any(|launch| !launch.grid.contains(&0)) {
+                launches.retain(|launch| !launch.grid.contains(&0));
+            }
+        } else if let Some(merge) = choose::merge(&spec, &schedule) {
             // The parts write no lse; whoever merges them does.
-            launches.push(Launch::new(&folded, Spec { lse: false, ..spec }, schedule, hardware)?);
-            launches.push(Launch::new(&folded, spec, merge, hardware)?);
+            launch(Spec { lse: false, ..spec }, schedule)?;
+            launch(spec, merge)?;
         } else {
-            launches.push(Launch::new(&folded, spec, schedule, hardware)?);
+            launch(spec, schedule)?;
         }
-        let section = choose::section(&folded, &launches[0]);
-        Ok(Self { problem: *problem, target: hardware.target, launches, reason, folded, section, workspace })
+        let main = launches.iter().position(|launch| launch.schedule == schedule).unwrap_or(0);
+        let section = choose::section(&folded, &launches[main]);
+        Ok(Self {
+            problem: *problem,
+            target: hardware.target,
+            launches,
+            reason,
+            main,
+            folded,
+            section,
+            workspace,
+        })
     }
 
     /// The same plan, whose main kernel stamps its [phases](flashcore_kernels::Phase): see
     /// [`trace_size`](Plan::trace_size).
     #[doc(hidden)]
     pub fn traced(mut self) -> Self {
-        self.launches[0].spec.traced = true;
+        self.launches[self.main].spec.traced = true;
         self
     }
 
@@ -220,9 +254,14 @@ impl Plan {
         TraceSize { blocks: self.main().grid.iter().product(), roles, stamps: stamps.next_multiple_of(2) }
     }
 
-    /// The launch that computes attention, or its parts.
+    /// The launch that does the most of the work: that computes attention, or its parts, or gradients.
     pub fn main(&self) -> &Launch {
-        &self.launches[0]
+        &self.launches[self.main]
+    }
+
+    /// Which of the launches that is.
+    pub(crate) fn main_index(&self) -> usize {
+        self.main
     }
 
     /// The kernel of the main launch.
@@ -232,7 +271,7 @@ impl Plan {
 
     /// Whether there is nothing to launch.
     pub fn is_empty(&self) -> bool {
-        self.main().grid.contains(&0)
+        self.launches.iter().all(|launch| launch.grid.contains(&0))
     }
 
     /// Bytes of memory that the launches need beside the tensors. Nothing is expected in it, and nothing is left.
@@ -246,10 +285,6 @@ fn spec(problem: &Problem, device: &str) -> Result<Spec> {
     let refuse = |what: String, possible: &str| {
         Err(Error::Unsupported { device: device.into(), what, possible: possible.into(), source: None })
     };
-    if problem.pass == Pass::Backward {
-        let possible = "the forward pass; for gradients copy the tensors to the host and call Device::cpu()";
-        return refuse("the backward pass".into(), possible);
-    }
     let dtype = match problem.dtype {
         DType::F16 => ElementType::F16,
         DType::BF16 => ElementType::Bf16,

@@ -190,7 +190,7 @@ impl SimGpu {
                 source: Some(error.into()),
             })?;
             // What is said of a run is said of its main launch, unless another went wrong.
-            if index == 0 || !report.is_clean() {
+            if index == plan.main_index() || !report.is_clean() {
                 *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(report.clone());
             }
             if let Some(first) = report.findings.first() {

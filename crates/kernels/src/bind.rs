@@ -44,15 +44,20 @@ pub enum Operand {
     PartialO,
     /// The reference score and the sum of weights of each partial output: two f32 per row of [`Operand::PartialO`].
     PartialState,
-    /// One f32 per query: lse · log2 e, or +∞ for a query without keys and for those up to a multiple of 128.
+    /// One f32 per query of a backward pass, and per row of padding up to a multiple of [`ROW_PADDING`]: lse · log2 e, and
+    /// +∞ for rows that have no probabilities, because they see no key or do not exist.
     RowLse,
-    /// One f32 per query: the sum of its outputs times their gradients, less the gradient of lse.
+    /// Likewise: Σ dO∘O less the gradient of lse, which is subtracted from a row's gradients of probabilities. 0 where
+    /// [`Operand::RowLse`] is +∞.
     RowDelta,
     /// The gradients of the queries in f32, not yet scaled, in tiles as the backward kernel holds them.
     DqTiles,
     /// How many key tiles have added to each part of a tile of [`Operand::DqTiles`]: one u32 each, 0 at first.
     Turns,
 }
+
+/// Rows of [`Operand::RowLse`] and [`Operand::RowDelta`] are padded to a multiple of this: no tile is larger.
+pub const ROW_PADDING: u32 = 128;
 
 impl Operand {
     const COUNT: usize = Operand::Turns as usize + 1;

@@ -52,7 +52,7 @@ pub trait Family: Copy + fmt::Display {
 /// The shape that a schedule gives a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// Queries per block.
+    /// Queries per block, or keys where blocks are those of keys.
     pub rows: u32,
     /// Threads per block.
     pub threads: u32,
@@ -67,6 +67,10 @@ pub struct Geometry {
 pub enum Blocks {
     /// One per query tile, in this order.
     Each(Order),
+    /// One per key tile and kv head, in this order: the first keys are those that the most queries see.
+    EachKeys(Order),
+    /// A one-dimensional grid of blocks, one per key tile and kv head, that find theirs themselves.
+    KeyRow,
     /// A one-dimensional grid of blocks that find their tiles themselves.
     Row {
         /// Blocks per cluster, which share a tile.
@@ -80,17 +84,25 @@ pub enum Blocks {
 }
 
 impl Geometry {
-    /// The number of query tiles for these batch entries, heads and queries.
-    pub fn tiles(&self, batch: u32, heads: u32, len_q: u32) -> u64 {
-        u64::from(len_q.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch)
+    /// Whether its tiles are those of keys and kv heads rather than of queries and query heads.
+    pub fn is_of_keys(&self) -> bool {
+        matches!(self.blocks, Blocks::EachKeys(_) | Blocks::KeyRow)
     }
 
-    /// The grid for these batch entries, heads and queries on this many multiprocessors.
-    pub fn grid(&self, batch: u32, heads: u32, len_q: u32, sms: u32) -> [u32; 3] {
+    /// The number of tiles for these batch entries, heads and rows per head.
+    pub fn tiles(&self, batch: u32, heads: u32, len: u32) -> u64 {
+        u64::from(len.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch)
+    }
+
+    /// The grid for these batch entries, heads and rows per head on this many multiprocessors.
+    pub fn grid(&self, batch: u32, heads: u32, len: u32, sms: u32) -> [u32; 3] {
         match self.blocks {
-            Blocks::Each(order) => order.grid(len_q.div_ceil(self.rows), heads, batch),
+            Blocks::Each(order) | Blocks::EachKeys(order) => {
+                order.grid(len.div_ceil(self.rows), heads, batch)
+            }
+            Blocks::KeyRow => [u32::try_from(self.tiles(batch, heads, len)).unwrap_or(u32::MAX), 1, 1],
             Blocks::Row { cluster, resident, parts } => {
-                let tiles = self.tiles(batch, heads, len_q);
+                let tiles = self.tiles(batch, heads, len);
                 let most = resident.map_or(u64::MAX, |blocks| u64::from((sms * blocks / cluster).max(1)));
                 [u32::try_from(tiles.min(most) * u64::from(cluster)).unwrap_or(u32::MAX), parts, 1]
             }
@@ -100,7 +112,7 @@ impl Geometry {
     /// Blocks per cluster.
     pub fn cluster(&self) -> u32 {
         match self.blocks {
-            Blocks::Each(_) => 1,
+            Blocks::Each(_) | Blocks::EachKeys(_) | Blocks::KeyRow => 1,
             Blocks::Row { cluster, .. } => cluster,
         }
     }

@@ -34,7 +34,7 @@ pub mod ladder;
 pub mod sm80;
 pub mod sm90;
 
-pub use bind::{Args, BindError, Map, Operand, Packed, Section, TensorArg};
+pub use bind::{Args, BindError, Map, Operand, Packed, ROW_PADDING, Section, TensorArg};
 pub use family::{Blocks, Family, Geometry, ScheduleError};
 pub use parts::{copy::MAX_ROW_STRIDE, params::FwdParams, work::Order};
 pub use phase::Phase;

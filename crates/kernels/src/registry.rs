@@ -73,6 +73,8 @@ families! {
     Sm90Fwd(sm90::fwd::Schedule) = "sm90_fwd",
     /// Merges the outputs of parts of the keys.
     Combine(sm90::combine::Schedule) = "combine",
+    /// Backward: what each query's gradients have in common.
+    BwdRows(sm80::bwd_rows::Schedule) = "bwd_rows",
     /// Backward on Hopper: dK, dV, and dQ in f32.
     Sm90Bwd(sm90::bwd::Schedule) = "sm90_bwd",
     /// Scales and rounds what [`Kernel::Sm90Bwd`] leaves of dQ.

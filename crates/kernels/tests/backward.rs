@@ -1,6 +1,6 @@
 //! Hopper's backward kernels on the simulator, against gradients in f64 of the same numbers.
 
-use flashcore_kernels::{Args, ElementType, Map, Operand, Packed, Schedule, Spec, TensorArg};
+use flashcore_kernels::{Args, ElementType, Map, Operand, Packed, Schedule, Spec, TensorArg, sm90::bwd};
 use flashcore_ptx::{Module, Target};
 use flashcore_sim::{AsyncMode, Config, LaunchDims, LaunchReport, Sim, Swizzle, TensorElement, TensorMap};
 use half::{bf16, f16};
@@ -177,8 +177,8 @@ fn bytes_of<T, const N: usize>(values: &[T], bytes: impl Fn(&T) -> [u8; N]) -> V
 }
 
 /// A schedule of the backward kernel and the one that finishes its work.
-fn schedules(block_m: u32) -> [Schedule; 2] {
-    ["sm90_bwd", "sm90_bwd_finish"].map(|name| format!("{name}:block_m={block_m}").parse().unwrap())
+fn schedules() -> [Schedule; 2] {
+    ["sm90_bwd:stages=3", "sm90_bwd_finish:rows=64"].map(|text| text.parse().unwrap())
 }
 
 /// Runs a case; returns dq, dk, dv as bits and what was found.
@@ -192,7 +192,6 @@ fn run(
 ) -> ([Vec<u16>; 3], Vec<LaunchReport>) {
     let spec = case.spec();
     let Case { batch, heads, heads_kv, len_q, len_k, dim, dim_v, .. } = *case;
-    let Schedule::Sm90Bwd(main) = schedules[0] else { panic!("not the backward kernel") };
     let mut sim = Sim::new(config);
     let mut args = Args::default();
     (args.scale, args.softcap) = (case.scale(), case.softcap);
@@ -223,9 +222,9 @@ fn run(
         let address = sim.alloc_from("key lengths", &bytes_of(lengths, |n| n.to_le_bytes())).address;
         set(Operand::KeyLengths, address, [batch, 1, 1, 1], 4);
     }
-    let tiles = batch * heads * len_q.div_ceil(main.block_m as usize);
-    let dq_tiles = sim.alloc("dq tiles", tiles * main.dq_tile_bytes(&spec) as usize);
-    let turns = sim.alloc_from("turns", &vec![0; tiles * main.dq_parts() as usize * 4]);
+    let tiles = batch * heads * bwd::query_tiles(len_q as u32) as usize;
+    let dq_tiles = sim.alloc("dq tiles", tiles * bwd::dq_tile_bytes(spec.head_dim) as usize);
+    let turns = sim.alloc_from("turns", &vec![0; tiles * bwd::DQ_PARTS as usize * 4]);
     set(Operand::DqTiles, dq_tiles.address, [1, 1, 1, 1], 4);
     set(Operand::Turns, turns.address, [1, 1, 1, 1], 4);
     let gradients = [(Operand::Dq, shapes[0]), (Operand::Dk, shapes[1]), (Operand::Dv, shapes[2])];
@@ -262,8 +261,8 @@ fn run(
 
 /// Requires that a case comes to the right gradients, on several interleavings to the same bits.
 #[track_caller]
-fn check(case: &Case, block_m: u32) {
-    let schedules = schedules(block_m);
+fn check(case: &Case) {
+    let schedules = schedules();
     let modules = schedules.map(|schedule| {
         schedule
             .emit(&case.spec(), Target::Sm90a)
@@ -293,30 +292,30 @@ fn check(case: &Case, block_m: u32) {
 
 #[test]
 fn gradients_without_a_mask() {
-    check(&Case::new(128, 128, 128), 64);
-    check(&Case { heads: 2, heads_kv: 2, ..Case::new(200, 300, 64) }, 64);
-    check(&Case { dtype: ElementType::Bf16, ..Case::new(150, 130, 64) }, 128);
+    check(&Case::new(128, 128, 128));
+    check(&Case { heads: 2, heads_kv: 2, ..Case::new(200, 300, 64) });
+    check(&Case { dtype: ElementType::Bf16, ..Case::new(150, 130, 64) });
 }
 
 #[test]
 fn gradients_under_masks() {
-    check(&Case::new(200, 300, 64).causal(), 64);
-    check(&Case::new(300, 200, 64).causal(), 128);
-    check(&Case { left: Some(40), right: Some(7), ..Case::new(310, 400, 128) }, 64);
+    check(&Case::new(200, 300, 64).causal());
+    check(&Case::new(300, 200, 64).causal());
+    check(&Case { left: Some(40), right: Some(7), ..Case::new(310, 400, 128) });
 }
 
 #[test]
 fn gradients_of_groups_lengths_and_softcaps() {
-    check(&Case { heads: 4, heads_kv: 2, batch: 2, ..Case::new(70, 140, 64).causal() }, 64);
-    check(&Case { batch: 2, key_lengths: Some(vec![100, 0]), ..Case::new(70, 140, 128) }, 64);
-    check(&Case { softcap: Some(3.0), ..Case::new(70, 140, 64).causal() }, 64);
-    check(&Case { softcap: Some(1000.0), ..Case::new(70, 140, 64) }, 64);
+    check(&Case { heads: 4, heads_kv: 2, batch: 2, ..Case::new(70, 140, 64).causal() });
+    check(&Case { batch: 2, key_lengths: Some(vec![100, 0]), ..Case::new(70, 140, 128) });
+    check(&Case { softcap: Some(3.0), ..Case::new(70, 140, 64).causal() });
+    check(&Case { softcap: Some(1000.0), ..Case::new(70, 140, 64) });
 }
 
 #[test]
 fn head_dims_of_all_kinds() {
     for (dim, dim_v) in [(8, 8), (40, 64), (72, 128), (128, 40), (96, 96)] {
-        check(&Case { dim_v, ..Case::new(70, 140, dim) }, 64);
+        check(&Case { dim_v, ..Case::new(70, 140, dim) });
     }
-    check(&Case { dim_v: 128, ..Case::new(130, 140, 40) }, 64);
+    check(&Case { dim_v: 128, ..Case::new(130, 140, 40) });
 }

@@ -48,7 +48,7 @@ pub use self::{
     tensor::{CudaLengths, CudaTensor},
 };
 use crate::{
-    Error, Name, Problem, Result,
+    Error, Name, Pass, Problem, Result,
     contract::Call,
     plan::{Bindings, Hardware, Launch, Packed, Plan},
     tensor::Place,
@@ -272,7 +272,8 @@ impl Cuda {
     /// The loaded main kernel of a problem, for those who ask for its attributes.
     #[doc(hidden)]
     pub fn function(&self, problem: &Problem) -> Result<Function> {
-        Ok(self.ready(problem)?.kernels[0].0.clone())
+        let ready = self.ready(problem)?;
+        Ok(ready.kernels[ready.plan.main_index()].0.clone())
     }
 
     /// The hash of the code for a problem, as PTX: two schedules with one hash are one kernel.
@@ -388,7 +389,9 @@ impl Cuda {
         };
         match launched {
             // Whether it comes to this follows from the addresses and strides, which are part of the call's key.
-            Err(Error::Alignment { .. } | Error::Unsupported { .. }) if self.choice == Choice::Planner => {
+            Err(Error::Alignment { .. } | Error::Unsupported { .. })
+                if self.choice == Choice::Planner && call.problem.pass == Pass::Forward =>
+            {
                 self.with_kernel(Kernel::Scalar).run_as(call, &key)
             }
             launched => launched,

@@ -33,8 +33,9 @@ pub fn space(kernel: Kernel) -> Space {
         }
         Kernel::Scalar => (1..=8).map(|warps| format!("scalar:warps={warps}")).collect(),
         Kernel::Sm80Mma => (1..=8).map(|n| format!("sm80_mma:block_n={}", 16 * n)).collect(),
-        // It computes no attention by itself.
-        Kernel::Combine => Vec::new(),
+        Kernel::Sm90Bwd => (2..=4).map(|stages| format!("sm90_bwd:stages={stages}")).collect(),
+        // These compute nothing by themselves.
+        Kernel::Combine | Kernel::BwdRows | Kernel::Sm90BwdFinish => Vec::new(),
     };
     Space::of(texts)
 }
@@ -189,7 +190,10 @@ impl KernelGates {
             Schedule::Sm90Fwd(it) => (it.block_n, it.stages),
             Schedule::Sm80Fwd(it) => (it.block_n, it.stages),
             Schedule::Sm80Mma(it) => (it.block_n, 1),
-            Schedule::Scalar(_) | Schedule::Combine(_) => (32, 1),
+            Schedule::Sm90Bwd(it) => (sm90::bwd::KEYS, it.stages),
+            Schedule::Scalar(_) | Schedule::Combine(_) | Schedule::BwdRows(_) | Schedule::Sm90BwdFinish(_) => {
+                (32, 1)
+            }
         };
         // An accepted candidate must also be right where lse is wanted.
         let problem = self.small(plan, block_n as usize, stages as usize).with_lse();

@@ -3,11 +3,15 @@
 mod sm80;
 mod sm90;
 
-use flashcore_kernels::{Kernel, Schedule, ScheduleError, Section, Spec, ladder, sm90::combine};
+use flashcore_kernels::{
+    Kernel, Schedule, ScheduleError, Section, Spec, ladder,
+    sm80::bwd_rows,
+    sm90::{bwd, combine},
+};
 use flashcore_ptx::Target;
 
 use super::{Hardware, Launch, MAX_GRID_YZ};
-use crate::{DType, Problem};
+use crate::{DType, Pass, Problem};
 
 /// The schedules to try for a kernel and a spec, best first. The search goes beyond them.
 #[allow(clippy::match_wildcard_for_single_variants)] // It is one variant for the workbench, and any for others.
@@ -20,6 +24,7 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
             [64, 32, 16].map(|block_n| Schedule::Sm80Mma(ladder::mma::Schedule { block_n })).into()
         }
         Kernel::Sm80Fwd => sm80::schedules(spec),
+        Kernel::Sm90Bwd => [3, 2].map(|stages| Schedule::Sm90Bwd(bwd::Schedule { stages })).into(),
         Kernel::Sm90Fwd => sm90::schedules(spec).into_iter().map(Schedule::Sm90Fwd).collect(),
         _ => Vec::new(),
     }
@@ -34,8 +39,44 @@ pub fn default_schedule(kernel: Kernel, spec: &Spec, target: Target) -> Result<S
             Err(error) => refused = Some(error),
         }
     }
-    let none = || ScheduleError::Malformed { reason: format!("{kernel} computes no attention by itself") };
-    Err(refused.unwrap_or_else(none))
+    Err(refused.unwrap_or_else(|| computes_nothing(kernel, Pass::Forward)))
+}
+
+/// The kernels whose schedules stand for a whole backward pass, the simplest first.
+pub const BACKWARD: [Kernel; 1] = [Kernel::Sm90Bwd];
+
+/// The first launch of a backward pass.
+pub(super) const ROWS: Schedule = Schedule::BwdRows(bwd_rows::Schedule { warps: 4 });
+
+/// Whether a schedule of a kernel stands for a whole pass: what else it takes follows from it.
+pub(super) fn computes(kernel: Kernel, pass: Pass) -> bool {
+    match pass {
+        Pass::Forward => Kernel::LADDER.contains(&kernel),
+        Pass::Backward => BACKWARD.contains(&kernel),
+    }
+}
+
+/// What is said of a kernel that does not compute a pass.
+pub(super) fn computes_nothing(kernel: Kernel, pass: Pass) -> ScheduleError {
+    let reason = match pass {
+        Pass::Forward => format!("{kernel} computes no attention by itself"),
+        Pass::Backward => format!("{kernel} computes no gradients by itself"),
+    };
+    ScheduleError::Malformed { reason }
+}
+
+/// The launches that compute gradients once the rows are known, for a schedule that stands for them.
+pub(super) fn gradients(
+    _spec: &Spec,
+    schedule: Schedule,
+    _target: Target,
+) -> Result<Vec<Schedule>, ScheduleError> {
+    match schedule {
+        Schedule::Sm90Bwd(_) => {
+            Ok(vec![schedule, Schedule::Sm90BwdFinish(bwd::finish::Schedule { rows: bwd::QUERIES })])
+        }
+        _ => Err(computes_nothing(schedule.kernel(), Pass::Backward)),
+    }
 }
 
 /// What merges the parts of the keys that a schedule leaves, if it does.
@@ -82,6 +123,9 @@ pub(super) fn schedule(
     spec: &Spec,
     hardware: &Hardware,
 ) -> Result<(Schedule, String), ScheduleError> {
+    if problem.pass == Pass::Backward {
+        return backward(spec, hardware);
+    }
     if let Some(what) = no_tensor_cores(problem, hardware.target) {
         let schedule = default_schedule(Kernel::Scalar, spec, hardware.target)?;
         return Ok((schedule, format!("{what} leaves the scalar kernel, which is right and slow")));
@@ -92,4 +136,19 @@ pub(super) fn schedule(
         return Ok(choice);
     }
     sm80::choose(problem, spec, hardware)
+}
+
+/// The schedule that stands for a backward pass, and why.
+fn backward(spec: &Spec, hardware: &Hardware) -> Result<(Schedule, String), ScheduleError> {
+    let mut refused = None;
+    for kernel in BACKWARD.into_iter().rev().filter(|kernel| kernel.runs_on(hardware.target)) {
+        match default_schedule(kernel, spec, hardware.target) {
+            Ok(schedule) => {
+                return Ok((schedule, format!("the newest kernel that {} runs", hardware.target)));
+            }
+            Err(error) => refused = refused.or(Some(error)),
+        }
+    }
+    let none = || ScheduleError::Malformed { reason: "no kernel computes gradients".into() };
+    Err(refused.unwrap_or_else(none))
 }

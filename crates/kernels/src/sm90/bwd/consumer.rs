@@ -6,10 +6,10 @@ use flashcore_ptx::{
 };
 
 use super::{
-    ALL, BwdParams, CONSUMERS, DO_STAGES, DQ_EMPTY, DQ_FULL, KEYS, Memory, OWN, PITCH, ROWS, SCORED,
+    ALL, BwdParams, CONSUMERS, DO_STAGES, DQ_EMPTY, DQ_FULL, KEYS, Memory, OWN, PITCH, QUERIES, ROWS, SCORED,
     Schedule, Sizes,
     block::{Block, Steps},
-    columns, panels, writer,
+    columns, panels, part_columns, waits_early, writer,
 };
 use crate::{
     Spec,
@@ -37,7 +37,6 @@ const HANDLES: ScoreHandles<BwdParams> = ScoreHandles {
 };
 
 pub(super) struct Consumer<'a> {
-    schedule: Schedule,
     spec: &'a Spec,
     sizes: Sizes,
     memory: &'a Memory,
@@ -81,13 +80,11 @@ impl<'a> Consumer<'a> {
         let warp = k.shr_u32(tid, 5u32);
         let g = k.shr_u32(lane, 2u32);
         let t = k.and_b32(lane, 3u32);
-        let block_m = schedule.block_m;
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
         let operands = |k: &mut KernelBuilder| {
-            (0..block_m / 16).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect()
+            (0..QUERIES / 16).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect()
         };
         Self {
-            schedule,
             spec,
             sizes,
             memory,
@@ -96,13 +93,13 @@ impl<'a> Consumer<'a> {
             q_behind: Ring::consumer(k, memory.q, sizes.q_slot, memory.q_bars, schedule.stages),
             d_o: Ring::consumer(k, memory.d_o, sizes.do_slot, memory.do_bars, DO_STAGES),
             ds_slot: k.mov_b32(0u32),
-            s: zeros(k, block_m / 2),
-            dp: zeros(k, block_m / 2),
+            s: zeros(k, QUERIES / 2),
+            dp: zeros(k, QUERIES / 2),
             p: operands(k),
             ds: operands(k),
             dk: zeros(k, spec.head_dim / 2),
             dv: zeros(k, spec.head_dim_v / 2),
-            dq: zeros(k, schedule.part(spec).columns / 2),
+            dq: zeros(k, part_columns(spec.head_dim) / 2),
             group,
             thread,
             lane,
@@ -114,7 +111,7 @@ impl<'a> Consumer<'a> {
 
     pub fn run(&self, k: &mut KernelBuilder) {
         wait_for_launch(k);
-        let block = Block::find(k, self.schedule, self.spec);
+        let block = Block::find(k, self.spec);
         k.if_(block.any, |k| self.walk(k, &block));
         k.section("consumer: dK and dV");
         let scale = k.param(BwdParams::scale);
@@ -168,10 +165,10 @@ impl<'a> Consumer<'a> {
     /// P and dS of a tile of queries, whose products have been issued; `behind`: how many groups have been issued after
     /// them, which are waited for too.
     fn score(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps, behind: u8) {
-        let first_row = steps.first_row(k, self.schedule);
+        let first_row = steps.first_row(k);
         let hidden = self.hidden(k, block, first_row);
         let lse = self.numbers(k, &self.q, self.sizes.q);
-        let early = self.schedule.waits_early(self.spec);
+        let early = waits_early(self.spec);
         k.wgmma_wait(if early { 0 } else { behind + 1 });
         if self.spec.softcap {
             let delta = self.numbers(k, &self.d_o, self.sizes.d_o);
@@ -264,7 +261,7 @@ impl<'a> Consumer<'a> {
     /// A product of this warpgroup's rows of a key tile with all rows of a query tile.
     fn times_rows(&self, k: &mut KernelBuilder, to: &[Reg<F32>], a: Reg<B32>, b: Reg<B32>, head_dim: u32) {
         let (a, b) = (Descriptor::new(k, a, 16), Descriptor::new(k, b, 16));
-        let spec = Wgmma::new(self.schedule.block_m as u16, matrix_ty(self.spec.dtype));
+        let spec = Wgmma::new(QUERIES as u16, matrix_ty(self.spec.dtype));
         for step in 0..head_dim.div_ceil(16) {
             let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
             let a = a.at(k, panel * self.sizes.k_panel + inside);
@@ -286,19 +283,14 @@ impl<'a> Consumer<'a> {
     /// Issues this warpgroup's part of dQ = dS K.
     fn start_dq(&self, k: &mut KernelBuilder) {
         k.comment("dQ = dS K");
-        let part = self.schedule.part(self.spec);
+        let width = part_columns(self.spec.head_dim);
         let (ds, keys) = (k.shared_addr(self.memory.ds), k.shared_addr(self.memory.k));
-        let mut ds = k.add_u32(ds, self.ds_slot);
-        let mut keys = keys;
-        if part.by_rows {
-            ds = k.mad_lo_u32(self.group, ROWS * PITCH, ds);
-        } else {
-            let whole_panel = part.columns == columns(self.spec.dtype);
-            let further = if whole_panel { self.sizes.k_panel } else { 2 * part.columns };
-            keys = k.mad_lo_u32(self.group, further, keys);
-        }
+        let ds = k.add_u32(ds, self.ds_slot);
+        let whole_panel = width == columns(self.spec.dtype);
+        let further = if whole_panel { self.sizes.k_panel } else { 2 * width };
+        let keys = k.mad_lo_u32(self.group, further, keys);
         let (ds, keys) = (Descriptor::new(k, ds, 16), Descriptor::new(k, keys, self.sizes.k_panel));
-        let spec = Wgmma::new(part.columns as u16, matrix_ty(self.spec.dtype));
+        let spec = Wgmma::new(width as u16, matrix_ty(self.spec.dtype));
         for step in 0..KEYS / 16 {
             let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
             let a = ds.at(k, panel * self.sizes.q_panel + inside);
@@ -311,9 +303,7 @@ impl<'a> Consumer<'a> {
     fn numbers(&self, k: &mut KernelBuilder, ring: &Ring, behind: u32) -> Vec<[Reg<F32>; 2]> {
         let slot = ring.address(k);
         let at = k.mad_lo_u32(self.column, 4u32, slot);
-        (0..self.schedule.block_m / 8)
-            .map(|eight| k.ld_shared_vec::<F32, 2>(at.at((behind + 32 * eight) as i32)))
-            .collect()
+        (0..QUERIES / 8).map(|eight| k.ld_shared_vec::<F32, 2>(at.at((behind + 32 * eight) as i32))).collect()
     }
 
     /// The probability of a score: 2^(score · scale − lse).
@@ -354,7 +344,7 @@ impl<'a> Consumer<'a> {
     /// What of a query tile this warpgroup's keys are hidden from.
     fn hidden(&self, k: &mut KernelBuilder, block: &Block, first_row: Reg<B32>) -> Hidden {
         let rows = Rows { batch: block.batch, head: block.kv_head, len_q: block.len_q, first_row };
-        let range = block.band.key_range(k, &rows, self.schedule.block_m);
+        let range = block.band.key_range(k, &rows, QUERIES);
         let first_key = k.mad_lo_u32(self.group, ROWS, block.first_key);
         let end = k.add_s32(first_key, ROWS as i32);
         let mut any = k.setp_lt_s32(range.full_end, end);

@@ -5,7 +5,7 @@ use flashcore_ptx::{
     SharedLayout, Target, TensorMap, kernel_params,
 };
 
-use super::{PITCH, Part, ROWS, columns, panels};
+use super::{MAX_HEAD_DIM, PITCH, QUERIES, columns, dq_tile_bytes, panels, part_columns, query_tiles};
 use crate::{
     Args, Blocks, Family, Geometry, Map, Operand, Packed, ScheduleError, Spec, family::schedule,
     parts::fragment::pack, sm90::params::describe,
@@ -40,19 +40,15 @@ kernel_params! {
 schedule! {
     /// The knobs of the kernel.
     pub struct Schedule {
-        /// Queries per tile of the kernel before.
-        pub block_m: u32,
+        /// Queries per block: 64.
+        pub rows: u32,
     }
 }
 
 impl Schedule {
-    fn before(self) -> super::Schedule {
-        super::Schedule { block_m: self.block_m, stages: 2 }
-    }
-
     fn shared(self, spec: &Spec) -> (SharedLayout, Shared) {
         let mut layout = SharedLayout::new();
-        let tile = layout.alloc("dq", panels(spec.head_dim, spec.dtype) * ROWS * PITCH, 1024);
+        let tile = layout.alloc("dq", panels(spec.head_dim, spec.dtype) * QUERIES * PITCH, 1024);
         (layout, tile)
     }
 
@@ -67,7 +63,7 @@ impl Schedule {
         let batch = k.div_u32(all_heads, heads);
         let taken = k.mul_lo_u32(batch, heads);
         let head = k.sub_u32(all_heads, taken);
-        let first_row = k.mul_lo_u32(number, ROWS);
+        let first_row = k.mul_lo_u32(number, QUERIES);
         let tid = k.tid_x();
         let (lane, warp) = (k.and_b32(tid, 31u32), k.shr_u32(tid, 5u32));
         let g = k.shr_u32(lane, 2u32);
@@ -81,19 +77,10 @@ impl Schedule {
         let own_row = k.add_u32(first_row, row);
         let numbers = k.mad_wide_u32(own_row, 4u32, numbers);
         let (tiles, q_tiles) = (k.param(FinishParams::dq_tiles), k.param(FinishParams::q_tiles));
-        let per_tile = self.block_m / ROWS;
-        let of_head = k.div_u32(number, per_tile);
-        let index = k.mad_lo_u32(all_heads, q_tiles, of_head);
-        let (before, Part { columns: part_columns, by_rows }) = (self.before(), self.before().part(spec));
-        let from = k.mad_wide_u32(index, before.dq_tile_bytes(spec), tiles);
+        let index = k.mad_lo_u32(all_heads, q_tiles, number);
+        let from = k.mad_wide_u32(index, dq_tile_bytes(spec.head_dim), tiles);
         let from = k.mad_wide_u32(tid, 16u32, from);
-        let part_bytes = ROWS * part_columns * 4;
-        let from = if by_rows {
-            let part = k.and_b32(number, per_tile - 1);
-            k.mad_wide_u32(part, part_bytes, from)
-        } else {
-            from
-        };
+        let (width, part_bytes) = (part_columns(spec.head_dim), QUERIES * part_columns(spec.head_dim) * 4);
         let scale = k.param(FinishParams::scale);
         k.griddepcontrol(GridDep::Wait);
 
@@ -108,7 +95,7 @@ impl Schedule {
         let eights = spec.head_dim / 8;
         let values: Vec<[Reg<F32>; 4]> = (0..eights)
             .map(|eight| {
-                let (part, inside) = (8 * eight / part_columns, 8 * eight % part_columns / 8);
+                let (part, inside) = (8 * eight / width, 8 * eight % width / 8);
                 let at = from.at((part * part_bytes + inside * THREADS * 16) as i32);
                 let zero: [Reg<F32>; 4] = std::array::from_fn(|_| k.mov_f32(0.0));
                 k.when(some, |k| k.set(zero, |k| k.ld_global_vec(at)));
@@ -142,7 +129,7 @@ impl Schedule {
             let (panel, chunk) = (2 * pair as u32 / 8, 2 * pair as u32 % 8);
             let at = if chunk == 0 { start_of_lane } else { k.xor_b32(start_of_lane, 16 * chunk) };
             if let [[a, b], [c, d]] = chunks {
-                k.stmatrix(at.at((panel * ROWS * PITCH) as i32), [*a, *b, *c, *d]);
+                k.stmatrix(at.at((panel * QUERIES * PITCH) as i32), [*a, *b, *c, *d]);
             }
         }
         k.fence_proxy_async(ProxySpace::Shared);
@@ -153,7 +140,7 @@ impl Schedule {
             for panel in 0..panels(spec.head_dim, spec.dtype) {
                 let column = Coordinate::from(panel * columns(spec.dtype));
                 let at = [column, first_row.into(), head.into(), batch.into()];
-                k.tensor_store(map, &at, start.at((panel * ROWS * PITCH) as i32), BulkHint::new());
+                k.tensor_store(map, &at, start.at((panel * QUERIES * PITCH) as i32), BulkHint::new());
             }
             k.bulk_commit();
             k.bulk_wait_read(0);
@@ -164,13 +151,16 @@ impl Schedule {
 impl Family for Schedule {
     const PROGRAMMATIC: bool = true;
 
-    fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
-        self.before().check(spec, target)
+    fn check(self, spec: &Spec, _: Target) -> Result<(), ScheduleError> {
+        if self.rows != QUERIES || spec.head_dim > MAX_HEAD_DIM {
+            return Err(ScheduleError::malformed("rows=64 is possible, and head dims up to 128"));
+        }
+        Ok(())
     }
 
     fn geometry(self, spec: &Spec) -> Geometry {
         Geometry {
-            rows: ROWS,
+            rows: QUERIES,
             threads: THREADS,
             shared_bytes: self.shared(spec).0.bytes(),
             blocks: Blocks::Row { cluster: 1, resident: None, parts: 1 },
@@ -198,13 +188,13 @@ impl Family for Schedule {
         let [_, heads, len_q] = args.queries();
         let rows = of(Operand::RowLse);
         packed.push(&FinishParams {
-            dq_map: encode(&describe(spec.dtype, args, of(Operand::Dq), ROWS))?,
+            dq_map: encode(&describe(spec.dtype, args, of(Operand::Dq), QUERIES))?,
             row_lse: rows.pointer(),
             dq_tiles: of(Operand::DqTiles).pointer(),
             row_batch: rows.strides[0],
             row_head: rows.strides[1],
-            blocks: len_q.div_ceil(ROWS),
-            q_tiles: len_q.div_ceil(self.block_m),
+            blocks: len_q.div_ceil(QUERIES),
+            q_tiles: query_tiles(len_q),
             heads,
             scale: args.scale,
         });

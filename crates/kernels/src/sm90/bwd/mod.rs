@@ -24,14 +24,20 @@ pub use self::params::BwdParams;
 use self::{consumer::Consumer, producer::Producer, writer::Writer};
 use super::fwd::{PITCH, columns, panels};
 use crate::{
-    Args, Blocks, Family, Geometry, Map, Packed, ScheduleError, Spec,
+    Args, Blocks, Family, Geometry, Map, Packed, ROW_PADDING, ScheduleError, Spec,
     family::{check_registers, schedule},
 };
 
+/// The largest head dim: dK and dV are in registers.
+pub const MAX_HEAD_DIM: u32 = 128;
 /// Consumer warpgroups.
 const WARPGROUPS: u32 = 2;
 /// Keys of a warpgroup, and rows of what one `wgmma` computes.
 const ROWS: u32 = 64;
+/// Queries of a step.
+pub const QUERIES: u32 = 64;
+/// Parts of a tile of dQ: one per warpgroup, each with turns of its own.
+pub const DQ_PARTS: u32 = WARPGROUPS;
 /// Keys of a block.
 pub const KEYS: u32 = WARPGROUPS * ROWS;
 /// Threads that compute.
@@ -60,10 +66,8 @@ const OWN: u32 = 7;
 schedule! {
     /// The knobs of the kernel.
     pub struct Schedule {
-        /// Queries per step: 64 or 128.
-        pub block_m: u32,
         /// Slots for tiles of queries: 2 to 4.
-        pub stages: u32 = 3,
+        pub stages: u32,
     }
 }
 
@@ -102,40 +106,30 @@ struct Sizes {
     dq_part: u32,
 }
 
-/// How the warpgroups divide a tile of dQ: by its rows, or by its columns.
-#[derive(Clone, Copy)]
-pub(crate) struct Part {
-    /// Columns of a part; those beyond the head dim are 0.
-    pub columns: u32,
-    /// Whether each has all columns of its own 64 rows.
-    pub by_rows: bool,
+/// Whether a step's scores wait for the previous step's dK, whose operands they need the registers of.
+fn waits_early(spec: &Spec) -> bool {
+    spec.softcap
+}
+
+/// Columns of dQ that one warpgroup computes: those beyond the head dim are 0, and none lie in two panels.
+fn part_columns(head_dim: u32) -> u32 {
+    if head_dim > 64 { 64 } else { (head_dim / 2).next_multiple_of(8) }
+}
+
+/// Query tiles that a head has room for in the workspace.
+pub fn query_tiles(len_q: u32) -> u32 {
+    len_q.div_ceil(ROW_PADDING) * (ROW_PADDING / QUERIES)
+}
+
+/// Bytes of a tile of dQ in f32.
+pub fn dq_tile_bytes(head_dim: u32) -> u32 {
+    DQ_PARTS * QUERIES * part_columns(head_dim) * 4
 }
 
 impl Schedule {
-    /// How the warpgroups divide a tile of dQ. No part may lie in two panels.
-    pub(crate) fn part(self, spec: &Spec) -> Part {
-        let by_rows = self.block_m == KEYS;
-        let columns = match spec.head_dim {
-            dim if by_rows => dim,
-            dim @ ..=64 => (dim / 2).next_multiple_of(8),
-            _ => 64,
-        };
-        Part { columns, by_rows }
-    }
-
-    /// Bytes of a tile of dQ in f32.
-    pub fn dq_tile_bytes(self, spec: &Spec) -> u32 {
-        WARPGROUPS * self.sizes(spec).dq_part
-    }
-
-    /// Parts of a tile of dQ, each with a turn of its own.
-    pub const fn dq_parts(self) -> u32 {
-        WARPGROUPS
-    }
-
     fn sizes(self, spec: &Spec) -> Sizes {
         let (of_qk, of_v) = (panels(spec.head_dim, spec.dtype), panels(spec.head_dim_v, spec.dtype));
-        let (q_panel, k_panel) = (self.block_m * PITCH, KEYS * PITCH);
+        let (q_panel, k_panel) = (QUERIES * PITCH, KEYS * PITCH);
         Sizes {
             q_panel,
             k_panel,
@@ -145,8 +139,8 @@ impl Schedule {
             v: of_v * k_panel,
             q_slot: of_qk * q_panel + STATISTICS,
             do_slot: of_v * q_panel + STATISTICS,
-            ds: self.block_m * KEYS * 2,
-            dq_part: ROWS * self.part(spec).columns * 4,
+            ds: QUERIES * KEYS * 2,
+            dq_part: QUERIES * part_columns(spec.head_dim) * 4,
         }
     }
 
@@ -166,16 +160,11 @@ impl Schedule {
     /// About how many registers a consumer's thread needs: the gradients, and the larger of what is there while scores
     /// are computed and while the queries' gradients are.
     fn registers(self, spec: &Spec) -> u32 {
-        let Schedule { block_m, .. } = self;
         let gradients = spec.head_dim / 2 + spec.head_dim_v / 2;
-        let scoring = block_m + if self.waits_early(spec) { 0 } else { block_m / 4 };
-        let next = block_m / 2 + block_m / 4 + self.part(spec).columns / 2;
+        let operands = QUERIES / 4;
+        let scoring = QUERIES + if waits_early(spec) { 0 } else { operands };
+        let next = QUERIES / 2 + operands + part_columns(spec.head_dim) / 2;
         gradients + scoring.max(next) + OTHER_REGISTERS
-    }
-
-    /// Whether a step's scores wait for the previous step's dK, whose operands they need the registers of.
-    fn waits_early(self, spec: &Spec) -> bool {
-        spec.softcap || self.block_m > ROWS
     }
 
     /// Registers of a producer's thread and of a consumer's.
@@ -213,16 +202,13 @@ impl Family for Schedule {
 
     fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
         let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
-        if ![64, 128].contains(&self.block_m) || !(2..=4).contains(&self.stages) {
-            return refuse(format!(
-                "block_m {} and {} stages: possible are 64 and 128, and 2 to 4",
-                self.block_m, self.stages
-            ));
+        if !(2..=4).contains(&self.stages) {
+            return refuse(format!("{} stages: possible are 2 to 4", self.stages));
         }
-        if spec.head_dim.max(spec.head_dim_v) > 128 || (self.block_m == 128 && spec.head_dim > 64) {
-            return refuse(
-                "head dims up to 128 are possible, and with block_m=128 a head_dim up to 64".into(),
-            );
+        if spec.head_dim.max(spec.head_dim_v) > MAX_HEAD_DIM {
+            let Spec { head_dim, head_dim_v, .. } = *spec;
+            let possible = "multiples of 8 from 8 to 128";
+            return Err(ScheduleError::HeadDim { head_dim, head_dim_v, possible });
         }
         self.memory(spec).layout.fits(target)?;
         check_registers(self.registers(spec), 0, u32::from(Self::shares(spec).1))
@@ -233,7 +219,7 @@ impl Family for Schedule {
             rows: KEYS,
             threads: Self::threads(),
             shared_bytes: self.memory(spec).layout.bytes(),
-            blocks: Blocks::Row { cluster: 1, resident: None, parts: 1 },
+            blocks: Blocks::KeyRow,
         }
     }
 
@@ -275,7 +261,7 @@ impl Family for Schedule {
         encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
         packed: &mut Packed,
     ) -> Result<(), E> {
-        packed.push(&BwdParams::bind(self, spec, args, encode)?);
+        packed.push(&BwdParams::bind(spec, args, encode)?);
         Ok(())
     }
 }

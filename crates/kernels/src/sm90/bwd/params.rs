@@ -2,7 +2,7 @@
 
 use flashcore_ptx::{GlobalPtr, TensorMap, kernel_params};
 
-use super::{KEYS, ROWS, Schedule};
+use super::{KEYS, QUERIES, ROWS, query_tiles};
 use crate::{
     Spec,
     bind::{Args, Map, Operand},
@@ -48,7 +48,7 @@ kernel_params! {
         heads_kv: u32,
         /// Query heads per key head.
         group: u32,
-        /// Query tiles per head.
+        /// Query tiles per head, as the workspace has them.
         q_tiles: u32,
         /// Key tiles per head.
         k_tiles: u32,
@@ -77,7 +77,6 @@ const SECTION_BYTES: u64 = 40 << 20;
 impl BwdParams {
     /// The parameters of a launch; `encode` makes tensor maps.
     pub(super) fn bind<E>(
-        schedule: Schedule,
         spec: &Spec,
         args: &Args,
         encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
@@ -94,10 +93,10 @@ impl BwdParams {
         let rows = of(Operand::RowLse);
         let scores = args.scores();
         Ok(Self {
-            q_map: map(Operand::Q, schedule.block_m)?,
+            q_map: map(Operand::Q, QUERIES)?,
             k_map: map(Operand::K, KEYS)?,
             v_map: map(Operand::V, KEYS)?,
-            do_map: map(Operand::Do, schedule.block_m)?,
+            do_map: map(Operand::Do, QUERIES)?,
             dk_map: map(Operand::Dk, ROWS)?,
             dv_map: map(Operand::Dv, ROWS)?,
             row_lse: rows.pointer(),
@@ -112,7 +111,7 @@ impl BwdParams {
             heads,
             heads_kv,
             group: args.group(),
-            q_tiles: len_q.div_ceil(schedule.block_m),
+            q_tiles: query_tiles(len_q),
             k_tiles: len_k.div_ceil(KEYS),
             units,
             section,

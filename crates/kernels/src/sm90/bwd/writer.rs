@@ -4,15 +4,15 @@ use flashcore_ptx::{
     AtomOp, AtomTy, B32, BulkHint, KernelBuilder, L2Evict, MemHint, Order, Pred, ProxySpace, Reg, Scope,
 };
 
-use super::{BwdParams, DQ_EMPTY, DQ_FULL, Memory, Schedule, block::Block};
+use super::{BwdParams, DQ_EMPTY, DQ_FULL, DQ_PARTS, Memory, Schedule, block::Block};
 use crate::{Spec, phase::wait_for_launch};
 
 /// Threads at the barriers between a warpgroup and its writer.
 pub(super) const THREADS: u32 = 128 + 32;
 
 pub(super) struct Writer<'a> {
-    schedule: Schedule,
     spec: &'a Spec,
+    bytes: u32,
     /// The warpgroup whose part it writes.
     group: Reg<B32>,
     /// Where that part is.
@@ -30,18 +30,19 @@ impl<'a> Writer<'a> {
     ) -> Self {
         k.section("writer");
         let parts = k.shared_addr(memory.dq);
-        let part = k.mad_lo_u32(group, schedule.sizes(spec).dq_part, parts);
+        let bytes = schedule.sizes(spec).dq_part;
+        let part = k.mad_lo_u32(group, bytes, parts);
         let tid = k.tid_x();
         let lane = k.and_b32(tid, 31u32);
-        Self { schedule, spec, group, part, first_lane: k.setp_eq_u32(lane, 0u32) }
+        Self { spec, bytes, group, part, first_lane: k.setp_eq_u32(lane, 0u32) }
     }
 
     pub fn run(&self, k: &mut KernelBuilder) {
         wait_for_launch(k);
-        let block = Block::find(k, self.schedule, self.spec);
+        let block = Block::find(k, self.spec);
         let steps = block.steps(k, self.spec);
         let (full, empty) = (k.add_u32(self.group, DQ_FULL), k.add_u32(self.group, DQ_EMPTY));
-        let bytes = self.schedule.sizes(self.spec).dq_part;
+        let bytes = self.bytes;
         k.if_(block.any, |k| {
             k.comment("the part may be written");
             k.bar_arrive(empty, THREADS);
@@ -51,10 +52,10 @@ impl<'a> Writer<'a> {
             let (heads, tiles) = (k.param(BwdParams::heads), k.param(BwdParams::q_tiles));
             let head = k.mad_lo_u32(block.batch, heads, steps.head);
             let tile = k.mad_lo_u32(head, tiles, steps.at);
-            let part = k.mad_lo_u32(tile, self.schedule.dq_parts(), self.group);
+            let part = k.mad_lo_u32(tile, DQ_PARTS, self.group);
             let turns = k.param(BwdParams::turns);
             let turn = k.mad_wide_u32(part, 4u32, turns);
-            let mine = block.turn(k, self.schedule, steps.at);
+            let mine = block.turn(k, steps.at);
             k.if_(self.first_lane, |k| {
                 let tiles = k.param(BwdParams::dq_tiles);
                 let to = k.mad_wide_u32(part, bytes, tiles);
