@@ -34,7 +34,7 @@ pub fn space(kernel: Kernel) -> Space {
         Kernel::Scalar => (1..=8).map(|warps| format!("scalar:warps={warps}")).collect(),
         Kernel::Sm80Mma => (1..=8).map(|n| format!("sm80_mma:block_n={}", 16 * n)).collect(),
         // It computes no attention by itself.
-        Kernel::Combine | Kernel::BwdRows => Vec::new(),
+        Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd => Vec::new(),
     };
     Space::of(texts)
 }
@@ -190,6 +190,7 @@ impl KernelGates {
             Schedule::Sm80Fwd(it) => (it.block_n, it.stages),
             Schedule::Sm80Mma(it) => (it.block_n, 1),
             Schedule::Scalar(_) | Schedule::Combine(_) | Schedule::BwdRows(_) => (32, 1),
+            Schedule::Sm80Bwd(it) => (it.walk, it.stages),
         };
         // An accepted candidate must also be right where lse is wanted.
         let problem = self.small(plan, block_n as usize, stages as usize).with_lse();
