@@ -88,7 +88,8 @@ impl FromStr for DeviceName {
         };
         found.ok_or_else(|| {
             let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
-            let kernels: Vec<String> = Kernel::LADDER.iter().map(|kernel| format!("sim-{kernel}")).collect();
+            let kernels = Kernel::LADDER.iter().chain(&Kernel::BACKWARD);
+            let kernels: Vec<String> = kernels.map(|kernel| format!("sim-{kernel}")).collect();
             format!(
                 "'{text}' is not a device; possible are auto, all, cpu, {}, cuda, cuda-N for GPU number N, sim, {}",
                 paths.join(", "),

@@ -135,7 +135,7 @@ impl DeviceEngine {
             turn: Some(turn.clone()),
         };
         let own = cuda.hardware().target;
-        let kernels = Kernel::LADDER.into_iter().filter(|kernel| kernel.runs_on(own));
+        let kernels = every_kernel().filter(|kernel| kernel.runs_on(own));
         let kernels = kernels.map(|kernel| Self {
             hides_values: hides_values(kernel),
             ..engine(Some(Code::Kernel(kernel)), cuda.with_kernel(kernel))
@@ -155,7 +155,9 @@ impl DeviceEngine {
         let most_pairs = match kernel {
             Kernel::Scalar => MOST_SCALAR_PAIRS,
             Kernel::Sm90Fwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish => MOST_HOPPER_PAIRS,
-            Kernel::Sm80Mma | Kernel::Sm80Fwd | Kernel::Combine | Kernel::BwdRows => MOST_PAIRS,
+            Kernel::Sm80Mma | Kernel::Sm80Fwd | Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd => {
+                MOST_PAIRS
+            }
         };
         Self {
             name: DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))).to_string(),
@@ -181,9 +183,10 @@ impl DeviceEngine {
 
     /// Every kernel on the simulated GPU, in both asynchronous modes where it has anything asynchronous.
     pub fn sims() -> Vec<Self> {
-        let late = Kernel::LADDER.map(|kernel| Self::sim(kernel, AsyncMode::Late));
-        let early = [Kernel::Sm80Fwd, Kernel::Sm90Fwd].map(|kernel| Self::sim(kernel, AsyncMode::Early));
-        late.into_iter().chain(early).chain([Self::sim_hopper()]).collect()
+        let late = every_kernel().map(|kernel| Self::sim(kernel, AsyncMode::Late));
+        let asynchronous = [Kernel::Sm80Fwd, Kernel::Sm90Fwd].into_iter().chain(Kernel::BACKWARD);
+        let early = asynchronous.map(|kernel| Self::sim(kernel, AsyncMode::Early));
+        late.chain(early).chain([Self::sim_hopper()]).collect()
     }
 
     /// Any device under a name, for problems of any size.
@@ -313,6 +316,11 @@ pub fn with_schedule(wish: DeviceName, schedule: &str) -> Result<Vec<Box<dyn Eng
         _ => return Err(format!("--schedule is for --device cuda or sim, not {wish}")),
     };
     Ok(boxed(engines))
+}
+
+/// The kernels that stand for a whole pass.
+fn every_kernel() -> impl Iterator<Item = Kernel> {
+    Kernel::LADDER.into_iter().chain(Kernel::BACKWARD)
 }
 
 /// Whether a kernel reads only the values that its queries see, rather than whole tiles.

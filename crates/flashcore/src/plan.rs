@@ -211,7 +211,7 @@ impl Plan {
             let rows = Spec { lse: spec.lse, ..Spec::new(spec.dtype, spec.head_dim_v) };
             launch(rows, choose::ROWS)?;
             let refuse = |error: ScheduleError| unsupported(&hardware.name, &error);
-            for schedule in choose::gradients(&spec, schedule, hardware.target).map_err(refuse)? {
+            for schedule in choose::gradients(&folded, &spec, schedule, hardware).map_err(refuse)? {
                 launch(Spec { lse: false, ..spec }, schedule)?;
             }
             // Without queries the gradients of the keys are still to be written, and the other way round.
@@ -393,7 +393,9 @@ mod tests {
         for problem in [
             Problem::new(1, 8, MAX_KERNEL_LEN + 1, 64, DType::F16),
             Problem::new(1 << 20, 1 << 10, 16, 64, DType::F16),
-            Problem::new(1, 8, 512, 64, DType::F16).backward(),
+            Problem::new(1, 8, 512, 64, DType::F32).backward(),
+            Problem::new(1, 8, 512, 60, DType::F16).backward(),
+            Problem::new(1, 8, 512, 64, DType::F16).with_head_dim_v(264).backward(),
         ] {
             assert!(matches!(Plan::choose(&problem, &hardware), Err(Error::Unsupported { .. })), "{problem}");
         }

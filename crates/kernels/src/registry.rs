@@ -75,6 +75,8 @@ families! {
     Combine(sm90::combine::Schedule) = "combine",
     /// Backward: what each query's gradients have in common.
     BwdRows(sm80::bwd_rows::Schedule) = "bwd_rows",
+    /// Backward on tensor cores, by two kernels that compute scores again, without atomics.
+    Sm80Bwd(sm80::bwd::Schedule) = "sm80_bwd",
     /// Backward on Hopper: dK, dV, and dQ in f32.
     Sm90Bwd(sm90::bwd::Schedule) = "sm90_bwd",
     /// Scales and rounds what [`Kernel::Sm90Bwd`] leaves of dQ.
@@ -84,6 +86,9 @@ families! {
 impl Kernel {
     /// The forward kernels, the simplest first: each computes attention as a whole.
     pub const LADDER: [Kernel; 4] = [Kernel::Scalar, Kernel::Sm80Mma, Kernel::Sm80Fwd, Kernel::Sm90Fwd];
+
+    /// The backward kernels, the simplest first: a schedule of each stands for a whole backward pass.
+    pub const BACKWARD: [Kernel; 2] = [Kernel::Sm80Bwd, Kernel::Sm90Bwd];
 
     /// Whether its code runs on a target.
     pub fn runs_on(self, target: Target) -> bool {

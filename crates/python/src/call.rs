@@ -99,6 +99,7 @@ pub fn run_backward<'py>(
     let read = [(q, Name::Q), (k, Name::K), (v, Name::V), (o, Name::O), (grad_o, Name::Do)];
     let arrays =
         read.iter().map(|(array, name)| Array::read(array, *name)).collect::<PyResult<Vec<Array<'_>>>>()?;
+    let stream = arrays[0].stream(py)?;
     let tensors = arrays.iter().zip(read).map(|(array, (_, name))| array.tensor(py, name, Order::HeadsFirst));
     let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
     let lse = Array::read(lse, Name::Lse)?;
@@ -121,8 +122,15 @@ pub fn run_backward<'py>(
     }
     let run = || {
         let [dq, dk, dv] = &mut outputs[..] else { unreachable!("there are three") };
-        let device = devices::of(tensors[0].place(), None)?.device;
-        devices::on_live_threads(|| attention.backward_into(&device, &given, dq, dk, dv))
+        let placed = devices::of(tensors[0].place(), stream)?;
+        let run = || attention.backward_into(&placed.device, &given, dq, dk, dv);
+        match tensors[0].place() {
+            Place::Host => devices::on_live_threads(run),
+            Place::Cuda(_) => {
+                run()?;
+                placed.wait_for.map_or(Ok(()), |cuda| cuda.synchronize())
+            }
+        }
     };
     py.detach(run).map_err(|error| errors::raise(py, &error))
 }

@@ -12,7 +12,7 @@ use crate::{
     parts::{
         epilogue,
         fragment::{Acc, Place, a_operands, matrix_ty},
-        params::check_rows,
+        params::{TENSORS, check_rows},
         softmax::{OnlineSoftmax, SoftmaxParams},
         swizzle::{CHUNK, Tile},
         work::{Order, Rows, Work},
@@ -110,7 +110,7 @@ impl Family for Schedule {
     }
 
     fn check_args(self, args: &Args) -> Result<(), BindError> {
-        check_rows(args)
+        check_rows(args, &TENSORS)
     }
 }
 

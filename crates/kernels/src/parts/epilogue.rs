@@ -1,6 +1,6 @@
 //! The end of a block: divide by the sums, round, and write o and lse.
 
-use flashcore_ptx::{B32, F32, KernelBuilder, Reg, Shared};
+use flashcore_ptx::{B32, B64, F32, KernelBuilder, KernelParams, ParamHandle, Reg, Shared};
 
 use super::{
     fragment::{Acc, HALVES, Place, pack},
@@ -8,7 +8,7 @@ use super::{
     swizzle::{CHUNK, Tile},
     work::{Rows, Work},
 };
-use crate::{FwdParams, Spec};
+use crate::{ElementType, FwdParams, Spec};
 
 /// Divides each row of the output by its sum.
 pub(crate) fn normalise(k: &mut KernelBuilder, softmax: &OnlineSoftmax, o: &[Vec<Acc>]) {
@@ -51,8 +51,7 @@ pub(crate) fn store_lse(
     }
 }
 
-/// Writes a warp's rows of o: through its own rows of a swizzled tile in shared memory, so that a warp stores
-/// whole lines.
+/// Writes a warp's rows of o.
 pub(crate) fn store_output(
     k: &mut KernelBuilder,
     spec: &Spec,
@@ -62,7 +61,45 @@ pub(crate) fn store_output(
     tile: Tile,
     o: &[Vec<Acc>],
 ) {
-    k.section("epilogue: o to shared memory");
+    let out = Out {
+        name: "o",
+        first_row: rows.first_row,
+        len: rows.len_q,
+        row: FwdParams::o_row,
+        dtype: spec.dtype,
+        head_dim: spec.head_dim_v,
+    };
+    store(k, &out, place, staging, tile, o, |k| rows.o(k));
+}
+
+/// A result that a block writes some rows of.
+pub(crate) struct Out<P> {
+    /// Its name.
+    pub name: &'static str,
+    /// The block's first row.
+    pub first_row: Reg<B32>,
+    /// Rows of a head.
+    pub len: Reg<B32>,
+    /// Bytes from one row to the next.
+    pub row: ParamHandle<P, u64>,
+    /// The type of its elements.
+    pub dtype: ElementType,
+    /// Elements of a row.
+    pub head_dim: u32,
+}
+
+/// Writes a warp's rows of a result: through its own rows of a swizzled tile in shared memory, so that a warp stores
+/// whole lines. `head` finds where the head starts.
+pub(crate) fn store<P: KernelParams>(
+    k: &mut KernelBuilder,
+    out: &Out<P>,
+    place: &Place,
+    staging: Shared,
+    tile: Tile,
+    o: &[Vec<Acc>],
+    head: impl FnOnce(&mut KernelBuilder) -> Reg<B64>,
+) {
+    k.section(&format!("epilogue: {} to shared memory", out.name));
     let base = k.shared_addr(staging);
     let (shift, mask) = tile.swizzle();
     let warp_base = k.mad_lo_u32(place.warp_row, tile.pitch(), base);
@@ -79,20 +116,20 @@ pub(crate) fn store_output(
             let at = k.add_u32(start, swizzled);
             for (half, elements) in HALVES.iter().enumerate() {
                 let offset = panel * tile.panel_bytes() + (16 * m + 8 * half) as u32 * tile.pitch();
-                let value = pack(k, spec.dtype, acc[elements[0]], acc[elements[1]]);
+                let value = pack(k, out.dtype, acc[elements[0]], acc[elements[1]]);
                 k.st_shared::<B32>(at.at(offset as i32), value);
             }
         }
     }
     k.bar_warp_sync();
 
-    k.section("epilogue: o to global memory");
+    k.section(&format!("epilogue: {} to global memory", out.name));
     let rows_at_once = 32 / tile.chunks();
     let row = k.shr_u32(place.lane, tile.chunks().trailing_zeros());
     let chunk = k.and_b32(place.lane, tile.chunks() - 1);
-    let stride = k.param(FwdParams::o_row);
-    let first_row = k.add_u32(rows.first_row, place.warp_row);
-    let o_head = rows.o(k);
+    let stride = k.param(out.row);
+    let first_row = k.add_u32(out.first_row, place.warp_row);
+    let head = head(k);
     for first in (0..16 * o.len() as u32).step_by(rows_at_once as usize) {
         let row = k.add_u32(row, first);
         let line = k.shr_u32(row, shift);
@@ -102,19 +139,19 @@ pub(crate) fn store_output(
         let at = k.mad_lo_u32(row, tile.pitch(), swizzled);
         let at = k.add_u32(warp_base, at);
         let index = k.add_u32(first_row, row);
-        let exists = k.setp_lt_s32(index, rows.len_q);
-        let out = Work::row_address(k, o_head, index, stride);
-        let out = k.mad_wide_u32(chunk, CHUNK, out);
+        let exists = k.setp_lt_s32(index, out.len);
+        let row = Work::row_address(k, head, index, stride);
+        let row = k.mad_wide_u32(chunk, CHUNK, row);
         for panel in 0..tile.panels() {
             let first_chunk = panel * tile.chunks();
-            let holds = spec.head_dim_v / 8 - first_chunk;
+            let holds = out.head_dim / 8 - first_chunk;
             let mut wanted = exists;
             if holds < tile.chunks() {
                 let inside = k.setp_lt_u32(chunk, holds);
                 wanted = k.and_pred(exists, inside);
             }
             let values: [Reg<F32>; 4] = k.ld_shared_vec(at.at((panel * tile.panel_bytes()) as i32));
-            k.when(wanted, |k| k.st_global_vec(out.at((first_chunk * CHUNK) as i32), values));
+            k.when(wanted, |k| k.st_global_vec(row.at((first_chunk * CHUNK) as i32), values));
         }
     }
 }

@@ -3,6 +3,7 @@
 pub(crate) mod copy;
 pub(crate) mod epilogue;
 pub(crate) mod fragment;
+pub(crate) mod lane;
 pub(crate) mod params;
 pub(crate) mod softmax;
 pub(crate) mod swizzle;

@@ -118,9 +118,12 @@ impl FwdParams {
     }
 }
 
+/// The tensors of a forward pass.
+pub(crate) const TENSORS: [Operand; 4] = [Operand::Q, Operand::K, Operand::V, Operand::O];
+
 /// Refuses rows that are further apart than the kernels without TMA can address.
-pub(crate) fn check_rows(args: &Args) -> Result<(), BindError> {
-    for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {
+pub(crate) fn check_rows(args: &Args, tensors: &[Operand]) -> Result<(), BindError> {
+    for &operand in tensors {
         let tensor = args.tensor(operand);
         let given = tensor.strides[2];
         if tensor.shape[2] > 1 && given > MAX_ROW_STRIDE {

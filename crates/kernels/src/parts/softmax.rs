@@ -200,6 +200,26 @@ impl SoftmaxParams {
         }
     }
 
+    /// By what a score changes with scale · dot product: 1 − tanh² under a softcap, computed as 4e / (1 + e)² with e = e^-2|x|,
+    /// whose error stays relative where the tanh is close to 1. `None` without a softcap.
+    pub fn slope(&self, k: &mut KernelBuilder, dot: Reg<F32>) -> Option<Reg<F32>> {
+        let x = k.mul_f32(dot, self.tanh_scale?);
+        let size = k.abs_f32(x);
+        let exponent = k.mul_f32(size, -2.0 * std::f64::consts::LOG2_E);
+        let power = k.ex2_approx_ftz_f32(exponent);
+        let sum = k.add_f32(power, 1.0);
+        let inverse = k.rcp_approx_ftz_f32(sum);
+        let square = k.mul_f32(inverse, inverse);
+        let four = k.mul_f32(power, 4.0);
+        Some(k.mul_f32(four, square))
+    }
+
+    /// 2^(score · scale − offset).
+    pub fn exp_less(&self, k: &mut KernelBuilder, score: Reg<F32>, offset: Reg<F32>) -> Reg<F32> {
+        let negative = k.neg_f32(offset);
+        self.exp_fused(k, score, negative)
+    }
+
     /// The reference subtracted from scores: the row's maximum, or 0 for a row that has seen no key, so that −∞ − −∞
     /// does not arise. `seen`: every row is known to have seen a key.
     pub fn reference(k: &mut KernelBuilder, max: Reg<F32>, seen: bool) -> Reg<F32> {

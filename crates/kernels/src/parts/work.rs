@@ -222,18 +222,19 @@ impl Band {
         Some(k.max_s32(first, 0))
     }
 
-    /// The first row that sees a key, as a signed number that may be negative; `None` where that is always row 0.
-    pub fn first_row(&self, k: &mut KernelBuilder, key: Reg<B32>) -> Option<Reg<B32>> {
-        let (shift, right) = (self.shift?, self.right?);
+    /// The first query that sees a key, which may be negative; `None` where that is always query 0.
+    pub fn key_begin(&self, k: &mut KernelBuilder, key: Reg<B32>) -> Option<Reg<B32>> {
+        let (Some(shift), Some(right)) = (self.shift, self.right) else { return None };
         let place = k.sub_s32(key, shift);
         Some(k.sub_s32(place, right))
     }
 
-    /// The last row that sees a key, as a signed number that may be negative; `None` where that is always the last.
-    pub fn last_row(&self, k: &mut KernelBuilder, key: Reg<B32>) -> Option<Reg<B32>> {
-        let (shift, left) = (self.shift?, self.left?);
+    /// One past the last query that sees a key, whether there are so many or not; `None` where that is always the last.
+    pub fn key_end(&self, k: &mut KernelBuilder, key: Reg<B32>) -> Option<Reg<B32>> {
+        let (Some(shift), Some(left)) = (self.shift, self.left) else { return None };
         let place = k.sub_s32(key, shift);
-        Some(k.add_s32(place, left))
+        let last = k.add_s32(place, left);
+        Some(k.add_s32(last, 1))
     }
 
     /// The keys that a block's rows see, given the rows per block.

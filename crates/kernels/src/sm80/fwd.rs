@@ -5,7 +5,7 @@
 //! shared-memory slots that `cp.async` fills ahead. A warp holds 16 or 32 queries: its scores, probabilities and
 //! output never leave its registers.
 
-use flashcore_ptx::{Addr, B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
+use flashcore_ptx::{B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
 
 use crate::{
     Args, BindError, Blocks, Family, FwdParams, Geometry, Phase, ScheduleError, Spec,
@@ -14,9 +14,10 @@ use crate::{
         copy::{Share, TileCopy},
         epilogue,
         fragment::{Acc, Place, a_operands, matrix_ty},
-        params::check_rows,
+        lane::{LaneAddress, Operand},
+        params::{TENSORS, check_rows},
         softmax::{OnlineSoftmax, SoftmaxParams},
-        swizzle::{CHUNK, Tile},
+        swizzle::Tile,
         work::{KeyRange, Order, Rows, Work},
     },
 };
@@ -158,7 +159,7 @@ impl Family for Schedule {
     }
 
     fn check_args(self, args: &Args) -> Result<(), BindError> {
-        check_rows(args)
+        check_rows(args, &TENSORS)
     }
 }
 
@@ -526,62 +527,5 @@ impl<'a> MainLoop<'a> {
 
     fn slot_offset(&self, k: &mut KernelBuilder, cursor: &Cursor, tile: Tile) -> Option<Reg<B32>> {
         (self.schedule.stages > 1).then(|| k.mul_lo_u32(cursor.slot, tile.bytes()))
-    }
-}
-
-/// Which operand of `mma` four 8×8 matrices make.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Operand {
-    /// 16 rows × 16 columns.
-    A,
-    /// Two B operands from rows of the transposed matrix: 16 rows × 16 columns of K.
-    B,
-    /// Two B operands from rows, each matrix transposed on its way: 16 rows × 16 columns of V.
-    BTransposed,
-}
-
-/// Where a lane's row of `ldmatrix` starts.
-struct LaneAddress {
-    tile: Tile,
-    /// For the first 16 columns of a panel.
-    first: Reg<B32>,
-}
-
-impl LaneAddress {
-    fn new(k: &mut KernelBuilder, tile: Tile, memory: Shared, place: Place, operand: Operand) -> Self {
-        // Lane l gives row l % 8 of matrix l / 8. One bit of the matrix's index is its row half, the other its column
-        // half, in the order that the operand needs.
-        let row = k.and_b32(place.lane, 7u32);
-        let low = k.bfe_u32(place.lane, 3u32, 1u32);
-        let high = k.bfe_u32(place.lane, 4u32, 1u32);
-        let (row_half, column_half) = if operand == Operand::B { (high, low) } else { (low, high) };
-        let row = k.mad_lo_u32(row_half, 8u32, row);
-        let (shift, mask) = tile.swizzle();
-        let line = k.shr_u32(row, shift);
-        let xor = k.and_b32(line, mask);
-        let chunk = k.xor_b32(column_half, xor);
-        let base = k.shared_addr(memory);
-        let start = k.mad_lo_u32(row, tile.pitch(), base);
-        Self { tile, first: k.mad_lo_u32(chunk, CHUNK, start) }
-    }
-
-    /// The same some bytes further: a multiple of 16 rows, or a slot.
-    fn moved(&self, k: &mut KernelBuilder, bytes: Option<Reg<B32>>) -> Self {
-        Self { tile: self.tile, first: bytes.map_or(self.first, |bytes| k.add_u32(self.first, bytes)) }
-    }
-
-    /// For 16 columns of a panel; `column` counts in 16s. The chunk bits of an address are those of the swizzle alone,
-    /// as tiles start at whole lines, so a step inside a panel is an XOR.
-    fn step(&self, k: &mut KernelBuilder, column: u32) -> Reg<B32> {
-        match column % (self.tile.chunks() / 2) {
-            0 => self.first,
-            column => k.xor_b32(self.first, 2 * column * CHUNK),
-        }
-    }
-
-    /// The address for 16 rows and 16 columns, given the columns' step.
-    fn at(&self, step: Reg<B32>, row: u32, column: u32) -> Addr<B32> {
-        let panel = column / (self.tile.chunks() / 2);
-        step.at((panel * self.tile.panel_bytes() + row * self.tile.pitch()) as i32)
     }
 }

@@ -1,4 +1,5 @@
 //! Kernels for Ampere and Ada.
 
+pub mod bwd;
 pub mod bwd_rows;
 pub mod fwd;

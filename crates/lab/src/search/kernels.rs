@@ -34,8 +34,8 @@ pub fn space(kernel: Kernel) -> Space {
         Kernel::Scalar => (1..=8).map(|warps| format!("scalar:warps={warps}")).collect(),
         Kernel::Sm80Mma => (1..=8).map(|n| format!("sm80_mma:block_n={}", 16 * n)).collect(),
         Kernel::Sm90Bwd => (2..=4).map(|stages| format!("sm90_bwd:stages={stages}")).collect(),
-        // These compute nothing by themselves.
-        Kernel::Combine | Kernel::BwdRows | Kernel::Sm90BwdFinish => Vec::new(),
+        // These compute nothing by themselves, or have no search space yet.
+        Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd | Kernel::Sm90BwdFinish => Vec::new(),
     };
     Space::of(texts)
 }
@@ -191,9 +191,11 @@ impl KernelGates {
             Schedule::Sm80Fwd(it) => (it.block_n, it.stages),
             Schedule::Sm80Mma(it) => (it.block_n, 1),
             Schedule::Sm90Bwd(it) => (sm90::bwd::KEYS, it.stages),
-            Schedule::Scalar(_) | Schedule::Combine(_) | Schedule::BwdRows(_) | Schedule::Sm90BwdFinish(_) => {
-                (32, 1)
-            }
+            Schedule::Scalar(_)
+            | Schedule::Combine(_)
+            | Schedule::BwdRows(_)
+            | Schedule::Sm90BwdFinish(_) => (32, 1),
+            Schedule::Sm80Bwd(it) => (it.walk, it.stages),
         };
         // An accepted candidate must also be right where lse is wanted.
         let problem = self.small(plan, block_n as usize, stages as usize).with_lse();

@@ -5,8 +5,8 @@ mod sm90;
 
 use flashcore_kernels::{
     Kernel, Schedule, ScheduleError, Section, Spec, ladder,
-    sm80::bwd_rows,
-    sm90::{bwd, combine},
+    sm80::{bwd, bwd::Of, bwd_rows},
+    sm90::{self as hopper, combine},
 };
 use flashcore_ptx::Target;
 
@@ -24,8 +24,11 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
             [64, 32, 16].map(|block_n| Schedule::Sm80Mma(ladder::mma::Schedule { block_n })).into()
         }
         Kernel::Sm80Fwd => sm80::schedules(spec),
-        Kernel::Sm90Bwd => [3, 2].map(|stages| Schedule::Sm90Bwd(bwd::Schedule { stages })).into(),
+        Kernel::Sm90Bwd => [3, 2].map(|stages| Schedule::Sm90Bwd(hopper::bwd::Schedule { stages })).into(),
         Kernel::Sm90Fwd => sm90::schedules(spec).into_iter().map(Schedule::Sm90Fwd).collect(),
+        Kernel::Sm80Bwd => {
+            [Of::KeysAndValues, Of::Keys].into_iter().flat_map(|of| sm80::gradients(spec, of)).collect()
+        }
         _ => Vec::new(),
     }
 }
@@ -42,9 +45,6 @@ pub fn default_schedule(kernel: Kernel, spec: &Spec, target: Target) -> Result<S
     Err(refused.unwrap_or_else(|| computes_nothing(kernel, Pass::Forward)))
 }
 
-/// The kernels whose schedules stand for a whole backward pass, the simplest first.
-pub const BACKWARD: [Kernel; 1] = [Kernel::Sm90Bwd];
-
 /// The first launch of a backward pass.
 pub(super) const ROWS: Schedule = Schedule::BwdRows(bwd_rows::Schedule { warps: 4 });
 
@@ -52,7 +52,7 @@ pub(super) const ROWS: Schedule = Schedule::BwdRows(bwd_rows::Schedule { warps: 
 pub(super) fn computes(kernel: Kernel, pass: Pass) -> bool {
     match pass {
         Pass::Forward => Kernel::LADDER.contains(&kernel),
-        Pass::Backward => BACKWARD.contains(&kernel),
+        Pass::Backward => Kernel::BACKWARD.contains(&kernel),
     }
 }
 
@@ -67,16 +67,40 @@ pub(super) fn computes_nothing(kernel: Kernel, pass: Pass) -> ScheduleError {
 
 /// The launches that compute gradients once the rows are known, for a schedule that stands for them.
 pub(super) fn gradients(
-    _spec: &Spec,
+    problem: &Problem,
+    spec: &Spec,
     schedule: Schedule,
-    _target: Target,
+    hardware: &Hardware,
 ) -> Result<Vec<Schedule>, ScheduleError> {
+    // As others see it, the list of kernels is open.
+    #[allow(clippy::match_wildcard_for_single_variants)]
     match schedule {
         Schedule::Sm90Bwd(_) => {
-            Ok(vec![schedule, Schedule::Sm90BwdFinish(bwd::finish::Schedule { rows: bwd::QUERIES })])
+            let rows = hopper::bwd::QUERIES;
+            Ok(vec![schedule, Schedule::Sm90BwdFinish(hopper::bwd::finish::Schedule { rows })])
         }
+        Schedule::Sm80Bwd(given) => sm80_gradients(problem, spec, given, hardware),
         _ => Err(computes_nothing(schedule.kernel(), Pass::Backward)),
     }
+}
+
+/// A kernel for some of the gradients, with those that compute the others.
+fn sm80_gradients(
+    problem: &Problem,
+    spec: &Spec,
+    given: bwd::Schedule,
+    hardware: &Hardware,
+) -> Result<Vec<Schedule>, ScheduleError> {
+    let of = |of| match Schedule::Sm80Bwd(given) {
+        given_one if given.of == of => Ok(given_one),
+        _ => sm80::choose_gradients(problem, spec, of, hardware),
+    };
+    let together = of(Of::KeysAndValues);
+    let keys = match (given.of, together) {
+        (Of::KeysAndValues | Of::Queries, Ok(together)) => vec![together],
+        _ => vec![of(Of::Keys)?, of(Of::Values)?],
+    };
+    Ok(keys.into_iter().chain([of(Of::Queries)?]).collect())
 }
 
 /// What merges the parts of the keys that a schedule leaves, if it does.
@@ -124,7 +148,7 @@ pub(super) fn schedule(
     hardware: &Hardware,
 ) -> Result<(Schedule, String), ScheduleError> {
     if problem.pass == Pass::Backward {
-        return backward(spec, hardware);
+        return backward(problem, spec, hardware);
     }
     if let Some(what) = no_tensor_cores(problem, hardware.target) {
         let schedule = default_schedule(Kernel::Scalar, spec, hardware.target)?;
@@ -139,16 +163,15 @@ pub(super) fn schedule(
 }
 
 /// The schedule that stands for a backward pass, and why.
-fn backward(spec: &Spec, hardware: &Hardware) -> Result<(Schedule, String), ScheduleError> {
-    let mut refused = None;
-    for kernel in BACKWARD.into_iter().rev().filter(|kernel| kernel.runs_on(hardware.target)) {
-        match default_schedule(kernel, spec, hardware.target) {
-            Ok(schedule) => {
-                return Ok((schedule, format!("the newest kernel that {} runs", hardware.target)));
-            }
-            Err(error) => refused = refused.or(Some(error)),
-        }
-    }
-    let none = || ScheduleError::Malformed { reason: "no kernel computes gradients".into() };
-    Err(refused.unwrap_or_else(none))
+fn backward(
+    problem: &Problem,
+    spec: &Spec,
+    hardware: &Hardware,
+) -> Result<(Schedule, String), ScheduleError> {
+    let each = |of| sm80::choose_gradients(problem, spec, of, hardware);
+    let together = "the keys' and the values' gradients from one kernel, the queries' from another";
+    let apart = "three kernels: the keys' and the values' gradients together do not fit the registers";
+    each(Of::KeysAndValues)
+        .map(|schedule| (schedule, together.into()))
+        .or_else(|_| each(Of::Keys).map(|schedule| (schedule, apart.into())))
 }

@@ -1,6 +1,12 @@
 //! The choice of the schedule for Ampere and Ada. The schedules were measured on an H200, for want of their own GPUs.
 
-use flashcore_kernels::{Order, Schedule, ScheduleError, Spec, sm80::fwd};
+use flashcore_kernels::{
+    Order, Schedule, ScheduleError, Spec,
+    sm80::{
+        bwd::{self, Of},
+        fwd,
+    },
+};
 
 use crate::{Problem, plan::Hardware};
 
@@ -41,16 +47,58 @@ pub(super) fn choose(
         let (large, small, sms) = (blocks(128), blocks(64), hardware.sms);
         format!("{large} blocks of 128 queries would leave SMs of {sms} idle; 64 make {small}")
     };
-    let candidates = schedules(spec);
+    first_fit(schedules(spec), fills, spec, hardware).map(|schedule| (schedule, reason))
+}
+
+/// The first schedule that fits, among those with large blocks if they fill the GPU, else among those with small ones.
+fn first_fit(
+    candidates: Vec<Schedule>,
+    fills: bool,
+    spec: &Spec,
+    hardware: &Hardware,
+) -> Result<Schedule, ScheduleError> {
     let rows = |schedule: &Schedule| schedule.geometry(spec).rows;
     let (large, small): (Vec<Schedule>, Vec<Schedule>) = candidates.into_iter().partition(|s| rows(s) > 64);
     let candidates = if fills { [large, small] } else { [small, large] };
     let mut refused = None;
     for schedule in candidates.into_iter().flatten() {
         match schedule.check(spec, hardware.target) {
-            Ok(()) => return Ok((schedule, reason)),
+            Ok(()) => return Ok(schedule),
             Err(error) => refused = refused.or(Some(error)),
         }
     }
     Err(refused.unwrap_or_else(|| ScheduleError::Malformed { reason: "no schedule to try".into() }))
+}
+
+/// The schedules to try for some gradients, best first. None of them was measured yet.
+pub(super) fn gradients(spec: &Spec, of: Of) -> Vec<Schedule> {
+    let order = if spec.right { Order::LongestFirst } else { Order::HeadByHead };
+    let bwd = |(block, walk, warps, stages)| {
+        Schedule::Sm80Bwd(bwd::Schedule { of, block, walk, warps, stages, order })
+    };
+    let all = [
+        (128, 64, 8, 2),
+        (128, 32, 8, 2),
+        (64, 64, 4, 2),
+        (64, 32, 4, 2),
+        (64, 32, 4, 1),
+        (64, 16, 4, 2),
+        (64, 16, 4, 1),
+    ];
+    all.map(bwd).into()
+}
+
+/// The schedule for some gradients of a problem.
+pub(super) fn choose_gradients(
+    problem: &Problem,
+    spec: &Spec,
+    of: Of,
+    hardware: &Hardware,
+) -> Result<Schedule, ScheduleError> {
+    let (heads, len) = match of {
+        Of::Queries => (problem.heads_q, problem.len_q),
+        _ => (problem.heads_kv, problem.len_k),
+    };
+    let fills = len.div_ceil(128) * heads * problem.batch >= hardware.sms as usize;
+    first_fit(gradients(spec, of), fills, spec, hardware)
 }

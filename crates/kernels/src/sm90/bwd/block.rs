@@ -70,10 +70,13 @@ impl Block {
         k.comment("the query tiles that see these keys");
         let some = k.setp_lt_s32(first_key, keys);
         let last_key = k.add_s32(first_key, KEYS as i32 - 1);
-        let first_row = band.first_row(k, first_key).unwrap_or_else(|| k.mov_b32(0));
+        let first_row = band.key_begin(k, first_key).unwrap_or_else(|| k.mov_b32(0));
         let final_row = k.sub_s32(len_q, 1);
-        let last_row = match band.last_row(k, last_key) {
-            Some(row) => k.min_s32(row, final_row),
+        let last_row = match band.key_end(k, last_key) {
+            Some(end) => {
+                let last = k.sub_s32(end, 1);
+                k.min_s32(last, final_row)
+            }
             None => final_row,
         };
         let in_order = k.setp_le_s32(first_row, last_row);

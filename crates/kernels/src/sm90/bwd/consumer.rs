@@ -357,13 +357,13 @@ impl<'a> Consumer<'a> {
             let key = k.add_s32(block.first_key, self.row);
             let key = k.add_s32(key, lower);
             let exists = k.setp_lt_s32(key, block.band.keys);
-            let first = match block.band.first_row(k, key) {
+            let first = match block.band.key_begin(k, key) {
                 Some(row) => k.sub_s32(row, origin),
                 None => k.mov_b32(0),
             };
             let first = k.selp_b32(first, i32::MAX as u32, exists);
-            let last = block.band.last_row(k, key).map(|row| k.sub_s32(row, origin));
-            (first, last)
+            let end = block.band.key_end(k, key).map(|row| k.sub_s32(row, origin));
+            (first, end)
         });
         Hidden { any, bounds }
     }
@@ -516,7 +516,7 @@ fn number(numbers: &[[Reg<F32>; 2]], i: usize) -> Reg<F32> {
 struct Hidden {
     /// Whether a query of the tile does not see a key of the warpgroup.
     any: Reg<Pred>,
-    /// The first and the last query that see the upper and the lower key, from this thread's first query on.
+    /// The first query that sees the upper and the lower key, and one past the last, from this thread's first query on.
     bounds: [(Reg<B32>, Option<Reg<B32>>); 2],
 }
 
@@ -524,12 +524,12 @@ impl Hidden {
     /// Hides scores, given the number of the first.
     fn hide(&self, k: &mut KernelBuilder, scores: &[Reg<F32>], first: usize) {
         for (i, &score) in (first..).zip(scores) {
-            let (begin, last) = self.bounds[i % 4 / 2];
+            let (begin, end) = self.bounds[i % 4 / 2];
             let column = (8 * (i / 4) + i % 2) as i32;
             let seen = k.setp_le_s32(begin, column);
             k.set(score, |k| k.selp_f32(score, NEG_INF, seen));
-            if let Some(last) = last {
-                let seen = k.setp_ge_s32(last, column);
+            if let Some(end) = end {
+                let seen = k.setp_gt_s32(end, column);
                 k.set(score, |k| k.selp_f32(score, NEG_INF, seen));
             }
         }

@@ -1,0 +1,1042 @@
+//! Gradients on Ampere and Ada, and wherever there is no kernel of a GPU's own: `mma.sync`, `ldmatrix`, `cp.async`.
+//!
+//! A block owns some rows, queries or keys, and walks over tiles of the others. From both it computes the scores and
+//! probabilities again, and the gradients of both:
+//!
+//! | product | rows are queries | rows are keys |
+//! |---|---|---|
+//! | S = own · walkedᵀ | Q Kᵀ | K Qᵀ |
+//! | dP = own · walkedᵀ | dO Vᵀ | V dOᵀ |
+//! | += dS · walked | dQ += dS K | dK += dSᵀ Q |
+//! | += P · walked | | dV += Pᵀ dO |
+//!
+//! Probabilities are 2^(score − row lse), and dS = P∘(dP − row delta), with what the first launch has found for each query
+//! ([`bwd_rows`](super::bwd_rows)). A warp has 16 or 32 of the block's rows; its P and dS go from one product into the next in
+//! registers. Whoever owns keys takes up all query heads that share them, one after the other. So every gradient is added up
+//! in one place, always in the same order: there are no atomics, and no workspace for sums.
+
+use flashcore_ptx::{
+    B32, B64, CpAsyncBytes, CpAsyncCache, F32, GlobalPtr, KernelBuilder, ParamHandle, Pred, Reg, Shared,
+    SharedLayout, Target, TensorMap, kernel_params,
+};
+
+use crate::{
+    Args, BindError, Blocks, Family, Geometry, Map, Operand, Order, Packed, ROW_PADDING, ScheduleError, Spec,
+    family::{Knob, MAX_REGISTERS, check_registers, schedule},
+    parts::{
+        copy::{Share, TileCopy},
+        epilogue::{self, Out},
+        fragment::{Acc, HALVES, Place, a_operands, matrix_ty},
+        lane::{self, LaneAddress},
+        params::check_rows,
+        softmax::{NEG_INF, ScoreHandles, SoftmaxParams},
+        swizzle::Tile,
+        work::{Band, Work},
+    },
+};
+
+/// Registers besides the fragments: operands on their way to the tensor cores, addresses, statistics.
+const OTHER_REGISTERS: u32 = 64;
+
+kernel_params! {
+    /// What a launch is given. Strides are in bytes.
+    pub struct BwdParams {
+        /// The block's own rows that scores are products of: queries or keys.
+        own_s: GlobalPtr,
+        /// The block's own rows that gradients of probabilities are products of: those of o, or values.
+        own_p: GlobalPtr,
+        /// The other rows that scores are products of.
+        walk_s: GlobalPtr,
+        /// The other rows that gradients of probabilities are products of.
+        walk_p: GlobalPtr,
+        /// The gradient of `own_s`.
+        grad_s: GlobalPtr,
+        /// The gradient of `own_p`, where it is one of values.
+        grad_p: GlobalPtr,
+        /// lse · log2 e of each query.
+        row_lse: GlobalPtr,
+        /// What is subtracted from each query's gradients of probabilities.
+        row_delta: GlobalPtr,
+        /// One u32 per batch entry; read only by kernels with key lengths.
+        key_lengths: GlobalPtr,
+        /// From one batch entry to the next.
+        own_s_batch: u64,
+        /// From one head to the next.
+        own_s_head: u64,
+        /// From one row to the next.
+        own_s_row: u64,
+        /// From one batch entry to the next.
+        own_p_batch: u64,
+        /// From one head to the next.
+        own_p_head: u64,
+        /// From one row to the next.
+        own_p_row: u64,
+        /// From one batch entry to the next.
+        walk_s_batch: u64,
+        /// From one head to the next.
+        walk_s_head: u64,
+        /// From one row to the next.
+        walk_s_row: u64,
+        /// From one batch entry to the next.
+        walk_p_batch: u64,
+        /// From one head to the next.
+        walk_p_head: u64,
+        /// From one row to the next.
+        walk_p_row: u64,
+        /// From one batch entry to the next.
+        grad_s_batch: u64,
+        /// From one head to the next.
+        grad_s_head: u64,
+        /// From one row to the next.
+        grad_s_row: u64,
+        /// From one batch entry to the next.
+        grad_p_batch: u64,
+        /// From one head to the next.
+        grad_p_head: u64,
+        /// From one row to the next.
+        grad_p_row: u64,
+        /// From one batch entry of the rows' numbers to the next.
+        stats_batch: u64,
+        /// From one head of the rows' numbers to the next.
+        stats_head: u64,
+        /// Queries per head.
+        len_q: u32,
+        /// Keys per head.
+        len_k: u32,
+        /// Query heads per kv head; read only by grouped kernels.
+        group: u32,
+        /// As in [`crate::FwdParams`].
+        left: i32,
+        /// As in [`crate::FwdParams`].
+        right: i32,
+        /// As in [`crate::FwdParams`].
+        exp_scale: f32,
+        /// As in [`crate::FwdParams`].
+        tanh_scale: f32,
+        /// The scale.
+        scale: f32,
+        /// As in [`crate::FwdParams`].
+        softcap: f32,
+    }
+}
+
+/// Which gradients a kernel computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Of {
+    /// Those of queries.
+    Queries,
+    /// Those of keys and values.
+    KeysAndValues,
+    /// Those of keys alone, where there is no room for both.
+    Keys,
+    /// Those of values alone.
+    Values,
+}
+
+impl Of {
+    /// All of them.
+    pub const ALL: [Of; 4] = [Of::Queries, Of::KeysAndValues, Of::Keys, Of::Values];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Of::Queries => "dq",
+            Of::KeysAndValues => "dkdv",
+            Of::Keys => "dk",
+            Of::Values => "dv",
+        }
+    }
+
+    /// Whether it adds up dS · walked.
+    fn of_scores(self) -> bool {
+        self != Of::Values
+    }
+
+    /// Whether it adds up P · walked.
+    fn of_probabilities(self) -> bool {
+        matches!(self, Of::KeysAndValues | Of::Values)
+    }
+}
+
+impl Knob for Of {
+    fn text(self) -> String {
+        self.name().into()
+    }
+
+    fn read(text: &str) -> Result<Self, &'static str> {
+        Of::ALL.into_iter().find(|of| of.name() == text).ok_or("possible are dq, dkdv, dk and dv")
+    }
+}
+
+schedule! {
+    /// The knobs of the kernel.
+    pub struct Schedule {
+        /// Which gradients.
+        pub of: Of,
+        /// Rows that a block owns: 64 or 128.
+        pub block: u32,
+        /// Rows of a tile that it walks over: 16, 32, 64 or 128.
+        pub walk: u32,
+        /// Warps per block, with 16 or 32 of its rows each.
+        pub warps: u32,
+        /// Slots for the tiles that it walks over: 1 or 2.
+        pub stages: u32,
+        /// The order of the blocks.
+        pub order: Order,
+    }
+}
+
+/// A kernel's shared memory.
+struct Memory {
+    layout: SharedLayout,
+    own_s: Shared,
+    own_p: Shared,
+    walk_s: Shared,
+    walk_p: Shared,
+    /// For each slot, lse of each query of the tile, then delta; where queries are walked over.
+    stats: Option<Shared>,
+}
+
+/// The tiles of a schedule.
+#[derive(Clone, Copy)]
+struct Tiles {
+    own_s: Tile,
+    own_p: Tile,
+    walk_s: Tile,
+    walk_p: Tile,
+}
+
+impl Schedule {
+    fn tiles(self, spec: &Spec) -> Tiles {
+        Tiles {
+            own_s: Tile::new(self.block, spec.head_dim),
+            own_p: Tile::new(self.block, spec.head_dim_v),
+            walk_s: Tile::new(self.walk, spec.head_dim),
+            walk_p: Tile::new(self.walk, spec.head_dim_v),
+        }
+    }
+
+    fn memory(self, spec: &Spec) -> Memory {
+        let tiles = self.tiles(spec);
+        let mut layout = SharedLayout::new();
+        let own_s = layout.alloc("own_s", tiles.own_s.bytes(), 128);
+        let own_p = layout.alloc("own_p", tiles.own_p.bytes(), 128);
+        let walk_s = layout.alloc("walk_s", self.stages * tiles.walk_s.bytes(), 128);
+        let walk_p = layout.alloc("walk_p", self.stages * tiles.walk_p.bytes(), 128);
+        let stats =
+            (self.of != Of::Queries).then(|| layout.alloc("stats", self.stages * self.stats_bytes(), 128));
+        Memory { layout, own_s, own_p, walk_s, walk_p, stats }
+    }
+
+    /// Bytes of the numbers of a tile of queries.
+    fn stats_bytes(self) -> u32 {
+        2 * 4 * self.walk
+    }
+
+    /// 16-row tiles per warp.
+    fn m_tiles(self) -> u32 {
+        self.block / self.warps / 16
+    }
+}
+
+impl Family for Schedule {
+    fn geometry(self, spec: &Spec) -> Geometry {
+        let blocks = match self.of {
+            Of::Queries => Blocks::Each(self.order),
+            Of::KeysAndValues | Of::Keys | Of::Values => Blocks::EachKeys(self.order),
+        };
+        let shared_bytes = self.memory(spec).layout.bytes();
+        Geometry { rows: self.block, threads: 32 * self.warps, shared_bytes, blocks }
+    }
+
+    fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
+        let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
+        let Self { block, walk, warps, stages, .. } = self;
+        if ![(64, 4), (128, 4), (128, 8)].contains(&(block, warps)) {
+            return refuse(format!(
+                "block {block} with {warps} warps: possible is 64 with 4, 128 with 4 and 128 with 8"
+            ));
+        }
+        if !(16..=ROW_PADDING).contains(&walk) || !walk.is_power_of_two() {
+            return refuse(format!("walk {walk}: possible are 16, 32, 64 and 128"));
+        }
+        if !(1..=2).contains(&stages) {
+            return refuse(format!("{stages} stages: possible are 1 and 2"));
+        }
+        self.memory(spec).layout.fits(target)?;
+        check_registers(self.fragments(spec), OTHER_REGISTERS, MAX_REGISTERS)
+    }
+
+    fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
+        let memory = self.memory(spec);
+        let mut k = KernelBuilder::new("flashcore_sm80_bwd", target)
+            .params::<BwdParams>()
+            .shared(memory.layout.clone())
+            .threads(32 * self.warps)
+            // Without a minimum, ptxas may spill to fit one more block on a multiprocessor.
+            .min_blocks_per_sm(1);
+        Kernel::begin(&mut k, self, spec, &memory).run(&mut k);
+        k
+    }
+
+    fn check_args(self, args: &Args) -> Result<(), BindError> {
+        let [own, walked, gradients] = self.operands();
+        check_rows(args, &[own, walked, gradients].concat())
+    }
+
+    fn bind<E>(
+        self,
+        _: &Spec,
+        args: &Args,
+        _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+        packed: &mut Packed,
+    ) -> Result<(), E> {
+        let [[own_s, own_p], [walk_s, walk_p], [grad_s, grad_p]] =
+            self.operands().map(|pair| pair.map(|operand| args.tensor(operand)));
+        let (row_lse, row_delta) = (args.tensor(Operand::RowLse), args.tensor(Operand::RowDelta));
+        let [_, _, len_q] = args.queries();
+        let scores = args.scores();
+        packed.push(&BwdParams {
+            own_s: own_s.pointer(),
+            own_p: own_p.pointer(),
+            walk_s: walk_s.pointer(),
+            walk_p: walk_p.pointer(),
+            grad_s: grad_s.pointer(),
+            grad_p: grad_p.pointer(),
+            row_lse: row_lse.pointer(),
+            row_delta: row_delta.pointer(),
+            key_lengths: args.tensor(Operand::KeyLengths).pointer(),
+            own_s_batch: own_s.strides[0],
+            own_s_head: own_s.strides[1],
+            own_s_row: own_s.strides[2],
+            own_p_batch: own_p.strides[0],
+            own_p_head: own_p.strides[1],
+            own_p_row: own_p.strides[2],
+            walk_s_batch: walk_s.strides[0],
+            walk_s_head: walk_s.strides[1],
+            walk_s_row: walk_s.strides[2],
+            walk_p_batch: walk_p.strides[0],
+            walk_p_head: walk_p.strides[1],
+            walk_p_row: walk_p.strides[2],
+            grad_s_batch: grad_s.strides[0],
+            grad_s_head: grad_s.strides[1],
+            grad_s_row: grad_s.strides[2],
+            grad_p_batch: grad_p.strides[0],
+            grad_p_head: grad_p.strides[1],
+            grad_p_row: grad_p.strides[2],
+            stats_batch: row_lse.strides[0],
+            stats_head: row_lse.strides[1],
+            len_q,
+            len_k: args.tensor(Operand::K).shape[2] as u32,
+            group: args.group(),
+            left: args.left,
+            right: args.right,
+            exp_scale: scores.exp_scale,
+            tanh_scale: scores.tanh_scale,
+            scale: scores.scale,
+            softcap: scores.softcap,
+        });
+        Ok(())
+    }
+}
+
+impl Schedule {
+    /// The block's own tensors, those that it walks over, and the gradients, each for scores and for probabilities. The
+    /// gradient of o is no result: its place is empty.
+    fn operands(self) -> [[Operand; 2]; 3] {
+        let (queries, keys) = ([Operand::Q, Operand::Do], [Operand::K, Operand::V]);
+        match self.of {
+            Of::Queries => [queries, keys, [Operand::Dq, Operand::Dq]],
+            Of::KeysAndValues | Of::Keys | Of::Values => [keys, queries, [Operand::Dk, Operand::Dv]],
+        }
+    }
+
+    /// Registers of a thread for sums, scores and their gradients.
+    fn fragments(self, spec: &Spec) -> u32 {
+        let tiles = self.tiles(spec);
+        let sums = u32::from(self.of.of_scores()) * tiles.own_s.cols / 2
+            + u32::from(self.of.of_probabilities()) * tiles.own_p.cols / 2;
+        let kept = 1 + u32::from(self.of.of_scores()) * (1 + u32::from(spec.softcap));
+        self.m_tiles() * (sums + kept * self.walk / 2)
+    }
+}
+
+type Pointer = ParamHandle<BwdParams, GlobalPtr>;
+type Stride = ParamHandle<BwdParams, u64>;
+
+/// Where a tensor starts, and its strides from one batch entry, head and row to the next.
+type Tensor = (Pointer, [Stride; 3]);
+
+const OWN_S: Tensor =
+    (BwdParams::own_s, [BwdParams::own_s_batch, BwdParams::own_s_head, BwdParams::own_s_row]);
+const OWN_P: Tensor =
+    (BwdParams::own_p, [BwdParams::own_p_batch, BwdParams::own_p_head, BwdParams::own_p_row]);
+const WALK_S: Tensor =
+    (BwdParams::walk_s, [BwdParams::walk_s_batch, BwdParams::walk_s_head, BwdParams::walk_s_row]);
+const WALK_P: Tensor =
+    (BwdParams::walk_p, [BwdParams::walk_p_batch, BwdParams::walk_p_head, BwdParams::walk_p_row]);
+const GRAD_S: Tensor =
+    (BwdParams::grad_s, [BwdParams::grad_s_batch, BwdParams::grad_s_head, BwdParams::grad_s_row]);
+const GRAD_P: Tensor =
+    (BwdParams::grad_p, [BwdParams::grad_p_batch, BwdParams::grad_p_head, BwdParams::grad_p_row]);
+
+/// The address of a head of a tensor.
+fn head_of(
+    k: &mut KernelBuilder,
+    base: Pointer,
+    [to_batch, to_head]: [Stride; 2],
+    batch: Reg<B32>,
+    head: Reg<B32>,
+) -> Reg<B64> {
+    let base = k.param(base);
+    [(batch, to_batch), (head, to_head)].into_iter().fold(base, |at, (index, stride)| {
+        let (index, stride) = (k.cvt_u64_u32(index), k.param(stride));
+        k.mad_lo_u64(index, stride, at)
+    })
+}
+
+/// The address of a row of a head.
+fn row_of(
+    k: &mut KernelBuilder,
+    (base, [to_batch, to_head, to_row]): Tensor,
+    batch: Reg<B32>,
+    head: Reg<B32>,
+    row: Reg<B32>,
+) -> Reg<B64> {
+    let head = head_of(k, base, [to_batch, to_head], batch, head);
+    let stride = k.param(to_row);
+    Work::row_address(k, head, row, stride)
+}
+
+/// The rows of one tile that all own rows see, as tiles of the walk, and what is between them and the first and last that
+/// any own row sees.
+struct Range {
+    /// The first tile that any own row sees.
+    first: Reg<B32>,
+    /// One past the last.
+    past: Reg<B32>,
+    /// Rows before this one are hidden from some own rows.
+    full_begin: Option<Reg<B32>>,
+    /// Rows from this one on are hidden from some own rows.
+    full_end: Option<Reg<B32>>,
+}
+
+/// A kernel under construction.
+struct Kernel<'a> {
+    schedule: Schedule,
+    spec: &'a Spec,
+    memory: &'a Memory,
+    tiles: Tiles,
+    batch: Reg<B32>,
+    /// The head of the block's own rows.
+    head: Reg<B32>,
+    first_row: Reg<B32>,
+    len_q: Reg<B32>,
+    band: Band,
+    place: Place,
+    params: SoftmaxParams,
+}
+
+/// The tile of the walk that is computed or fetched.
+#[derive(Clone, Copy)]
+struct Cursor {
+    tile: Reg<B32>,
+    /// The query head in its group, where queries are walked over.
+    member: Reg<B32>,
+}
+
+/// How the threads copy tiles of the walk.
+struct Copies {
+    walk_s: TileCopy,
+    walk_p: TileCopy,
+}
+
+/// Where lanes read operands.
+struct Lanes {
+    own_s: LaneAddress,
+    own_p: LaneAddress,
+    walk_s: LaneAddress,
+    walk_p: LaneAddress,
+    /// The same tiles as the second operand of the products that are added up.
+    sum_s: LaneAddress,
+    sum_p: LaneAddress,
+}
+
+/// What a thread has of the gradients, one entry per 16-row tile and 8 columns.
+struct Sums {
+    of_scores: Vec<Vec<Acc>>,
+    of_probabilities: Vec<Vec<Acc>>,
+}
+
+/// lse · log2 e and delta of the queries that a thread's scores are of.
+enum Stats {
+    /// Of its own rows, by tile and half.
+    Own(Vec<[[Reg<F32>; 2]; 2]>),
+    /// Of the tile's, in shared memory: where this lane's first is.
+    Walked(Reg<B32>),
+}
+
+impl<'a> Kernel<'a> {
+    fn begin(k: &mut KernelBuilder, schedule: Schedule, spec: &'a Spec, memory: &'a Memory) -> Self {
+        k.section("which rows of which head");
+        let (x, y, z) = (k.ctaid_x(), k.ctaid_y(), k.ctaid_z());
+        let (block, head, batch) = match (schedule.order, schedule.of) {
+            (Order::HeadByHead, _) => (x, y, z),
+            // The last queries see the most keys, and the first keys are seen by the most queries.
+            (Order::LongestFirst, Of::Queries) => {
+                let blocks = k.nctaid_z();
+                let last = k.sub_u32(blocks, 1u32);
+                (k.sub_u32(last, z), x, y)
+            }
+            (Order::LongestFirst, _) => (z, x, y),
+        };
+        let keys = if spec.key_lengths {
+            let lengths = k.param(BwdParams::key_lengths);
+            let own = k.mad_wide_u32(batch, 4u32, lengths);
+            k.ld_global::<B32>(own)
+        } else {
+            k.param(BwdParams::len_k)
+        };
+        let len_q = k.param(BwdParams::len_q);
+        let band = Band::new(k, spec, keys, len_q, [BwdParams::left, BwdParams::right]);
+        let handles = ScoreHandles {
+            exp_scale: BwdParams::exp_scale,
+            tanh_scale: BwdParams::tanh_scale,
+            scale: BwdParams::scale,
+            softcap: BwdParams::softcap,
+        };
+        Self {
+            schedule,
+            spec,
+            memory,
+            tiles: schedule.tiles(spec),
+            batch,
+            head,
+            first_row: k.mul_lo_u32(block, schedule.block),
+            len_q,
+            band,
+            place: Place::new(k, schedule.block / schedule.warps),
+            params: SoftmaxParams::read_from(k, spec, &handles),
+        }
+    }
+
+    fn owns_queries(&self) -> bool {
+        self.schedule.of == Of::Queries
+    }
+
+    /// Own rows of the head that there are.
+    fn own_len(&self) -> Reg<B32> {
+        if self.owns_queries() { self.len_q } else { self.band.keys }
+    }
+
+    /// Rows of a head that are walked over.
+    fn walk_len(&self) -> Reg<B32> {
+        if self.owns_queries() { self.band.keys } else { self.len_q }
+    }
+
+    /// Which rows of the walk an own row sees: from the first, and up to the second. `None` where there is no bound but
+    /// what exists; queries that do not exist have no probabilities.
+    fn sight(&self, k: &mut KernelBuilder, row: Reg<B32>) -> [Option<Reg<B32>>; 2] {
+        if self.owns_queries() {
+            let begin = self.band.row_begin(k, row);
+            return [begin, Some(self.band.row_end(k, row))];
+        }
+        let begin = self.band.key_begin(k, row);
+        [begin, self.band.key_end(k, row)]
+    }
+
+    fn range(&self, k: &mut KernelBuilder) -> Range {
+        k.section("which rows these see, or are seen by");
+        let walk = self.schedule.walk;
+        let past = k.add_s32(self.first_row, self.schedule.block as i32);
+        let past = k.min_s32(past, self.own_len());
+        let last_row = k.sub_s32(past, 1);
+        let [begin, full_end] = self.sight(k, self.first_row);
+        let [full_begin, end] = self.sight(k, last_row);
+        let first = match begin {
+            Some(begin) => {
+                let begin = k.max_s32(begin, 0);
+                k.div_u32(begin, walk)
+            }
+            None => k.mov_b32(0u32),
+        };
+        let exists = self.walk_len();
+        let end = end.map_or(exists, |end| k.min_s32(end, exists));
+        // No own row exists where a batch entry has fewer keys.
+        let any = k.setp_lt_s32(self.first_row, past);
+        let end = k.selp_b32(end, 0u32, any);
+        let end = k.max_s32(end, 0);
+        let up = k.add_u32(end, walk - 1);
+        Range { first, past: k.div_u32(up, walk), full_begin, full_end }
+    }
+
+    fn run(&self, k: &mut KernelBuilder) {
+        let range = self.range(k);
+        let sums = self.sums(k);
+        let any = k.setp_lt_s32(range.first, range.past);
+        k.if_(any, |k| self.walk(k, &range, &sums));
+        self.store(k, &sums);
+    }
+
+    fn sums(&self, k: &mut KernelBuilder) -> Sums {
+        let (of, rows) = (self.schedule.of, self.schedule.m_tiles());
+        let mut zeros = |wanted: bool, tile: Tile| {
+            let columns = if wanted { tile.cols / 8 } else { 0 };
+            (0..rows)
+                .map(|_| (0..columns).map(|_| std::array::from_fn(|_| k.mov_f32(0.0))).collect())
+                .collect()
+        };
+        Sums {
+            of_scores: zeros(of.of_scores(), self.tiles.own_s),
+            of_probabilities: zeros(of.of_probabilities(), self.tiles.own_p),
+        }
+    }
+
+    /// Copies the block's own rows.
+    fn fetch_own(&self, k: &mut KernelBuilder) {
+        let threads = 32 * self.schedule.warps;
+        let left = k.sub_s32(self.own_len(), self.first_row);
+        let both = [
+            (OWN_S, self.tiles.own_s, self.memory.own_s, self.spec.head_dim, true),
+            (OWN_P, self.tiles.own_p, self.memory.own_p, self.spec.head_dim_v, self.schedule.of.of_scores()),
+        ];
+        for (tensor, tile, memory, head_dim, wanted) in both {
+            if !wanted {
+                continue;
+            }
+            let share = Share::new(k, tile, head_dim, threads);
+            let stride = k.param(tensor.1[2]);
+            let copy = TileCopy::new(k, share, stride);
+            let address = row_of(k, tensor, self.batch, self.head, self.first_row);
+            let source = copy.source(k, address);
+            copy.start(k, memory, None, source, Some(left));
+        }
+    }
+
+    fn copies(&self, k: &mut KernelBuilder) -> Copies {
+        let threads = 32 * self.schedule.warps;
+        let (head_dim, head_dim_v) = (self.spec.head_dim, self.spec.head_dim_v);
+        let share_s = Share::new(k, self.tiles.walk_s, head_dim, threads);
+        let same = head_dim == head_dim_v;
+        let share_p = if same { share_s } else { Share::new(k, self.tiles.walk_p, head_dim_v, threads) };
+        let (row_s, row_p) = (k.param(BwdParams::walk_s_row), k.param(BwdParams::walk_p_row));
+        Copies { walk_s: TileCopy::new(k, share_s, row_s), walk_p: TileCopy::new(k, share_p, row_p) }
+    }
+
+    /// The head of the rows that are walked over.
+    fn walk_head(&self, k: &mut KernelBuilder, cursor: Cursor) -> Reg<B32> {
+        if !self.spec.grouped {
+            return self.head;
+        }
+        let group = k.param(BwdParams::group);
+        if self.owns_queries() {
+            return k.div_u32(self.head, group);
+        }
+        k.mad_lo_u32(self.head, group, cursor.member)
+    }
+
+    /// Starts to copy a tile of the walk to a slot.
+    fn fetch(&self, k: &mut KernelBuilder, copies: &Copies, cursor: Cursor, slot: Option<Reg<B32>>) {
+        let row = k.mul_lo_u32(cursor.tile, self.schedule.walk);
+        let left = k.sub_s32(self.walk_len(), row);
+        let head = self.walk_head(k, cursor);
+        let both = [
+            (WALK_S, &copies.walk_s, self.memory.walk_s, self.tiles.walk_s),
+            (WALK_P, &copies.walk_p, self.memory.walk_p, self.tiles.walk_p),
+        ];
+        for (tensor, copy, memory, tile) in both {
+            let address = row_of(k, tensor, self.batch, head, row);
+            let source = copy.source(k, address);
+            let slot = slot.map(|slot| k.mul_lo_u32(slot, tile.bytes()));
+            copy.start(k, memory, slot, source, Some(left));
+        }
+        let Some(stats) = self.memory.stats else { return };
+        k.comment("the numbers of these queries");
+        let tid = k.tid_x();
+        let mine = k.setp_lt_u32(tid, self.schedule.walk / 4);
+        let base = k.shared_addr(stats);
+        let to = k.mad_lo_u32(tid, 16u32, base);
+        let to = slot.map_or(to, |slot| k.mad_lo_u32(slot, self.schedule.stats_bytes(), to));
+        let wanted = if self.schedule.of.of_scores() { 2 } else { 1 };
+        for (i, stat) in [BwdParams::row_lse, BwdParams::row_delta].into_iter().take(wanted).enumerate() {
+            let from = self.stats_head(k, stat, head);
+            let from = k.mad_wide_u32(row, 4u32, from);
+            let from = k.mad_wide_u32(tid, 16u32, from);
+            let to = to.at((4 * self.schedule.walk) as i32 * i as i32);
+            k.when(mine, |k| k.cp_async(CpAsyncCache::Cg, CpAsyncBytes::B16, to, from));
+        }
+    }
+
+    /// Where the numbers of a query head are.
+    fn stats_head(&self, k: &mut KernelBuilder, stat: Pointer, head: Reg<B32>) -> Reg<B64> {
+        head_of(k, stat, [BwdParams::stats_batch, BwdParams::stats_head], self.batch, head)
+    }
+
+    fn lanes(&self, k: &mut KernelBuilder) -> Lanes {
+        let Tiles { own_s, own_p, walk_s, walk_p } = self.tiles;
+        let place = self.place;
+        let own = |k: &mut KernelBuilder, tile: Tile, memory| {
+            let lane = LaneAddress::new(k, tile, memory, place, lane::Operand::A);
+            let rows = k.mul_lo_u32(place.warp_row, tile.pitch());
+            lane.moved(k, Some(rows))
+        };
+        Lanes {
+            own_s: own(k, own_s, self.memory.own_s),
+            own_p: own(k, own_p, self.memory.own_p),
+            walk_s: LaneAddress::new(k, walk_s, self.memory.walk_s, place, lane::Operand::B),
+            walk_p: LaneAddress::new(k, walk_p, self.memory.walk_p, place, lane::Operand::B),
+            sum_s: LaneAddress::new(k, walk_s, self.memory.walk_s, place, lane::Operand::BTransposed),
+            sum_p: LaneAddress::new(k, walk_p, self.memory.walk_p, place, lane::Operand::BTransposed),
+        }
+    }
+
+    /// The numbers of the thread's own queries; they exist for every row of a block.
+    fn own_stats(&self, k: &mut KernelBuilder) -> Vec<[[Reg<F32>; 2]; 2]> {
+        let starts =
+            [BwdParams::row_lse, BwdParams::row_delta].map(|stat| self.stats_head(k, stat, self.head));
+        let row = k.add_u32(self.first_row, self.place.warp_row);
+        let row = k.add_u32(row, self.place.g);
+        let starts = starts.map(|start| k.mad_wide_u32(row, 4u32, start));
+        let rows = 0..self.schedule.m_tiles();
+        rows.map(|m| {
+            [0, 1].map(|half| {
+                starts.map(|start| k.ld_global::<F32>(start.at((4 * (16 * m + 8 * half)) as i32)))
+            })
+        })
+        .collect()
+    }
+
+    fn walk(&self, k: &mut KernelBuilder, range: &Range, sums: &Sums) {
+        let two = self.schedule.stages == 2;
+        k.section("the first copies");
+        let copies = self.copies(k);
+        let cursor = Cursor { tile: k.mov_b32(range.first), member: k.mov_b32(0u32) };
+        self.fetch_own(k);
+        self.fetch(k, &copies, cursor, None);
+        k.cp_async_commit();
+        let lanes = self.lanes(k);
+        let own_stats = self.owns_queries().then(|| self.own_stats(k));
+        let slot = two.then(|| k.mov_b32(0u32));
+        let tiles = k.sub_s32(range.past, range.first);
+        let members = !self.owns_queries() && self.spec.grouped;
+        let left = if members {
+            let group = k.param(BwdParams::group);
+            k.mul_lo_u32(tiles, group)
+        } else {
+            k.mov_b32(tiles)
+        };
+
+        k.section("the walk");
+        k.while_(
+            |k| k.setp_gt_s32(left, 0),
+            |k, _| {
+                k.comment("the tile that comes next");
+                let after = k.add_u32(cursor.tile, 1u32);
+                let next = if members {
+                    let wraps = k.setp_eq_u32(after, range.past);
+                    let member = k.add_u32(cursor.member, 1u32);
+                    Cursor {
+                        tile: k.selp_b32(range.first, after, wraps),
+                        member: k.selp_b32(member, cursor.member, wraps),
+                    }
+                } else {
+                    Cursor { tile: after, member: cursor.member }
+                };
+                k.set(left, |k| k.sub_s32(left, 1));
+                k.comment("this thread's copies of the tile are done");
+                k.cp_async_wait(0);
+                k.comment("everybody's are, and the tile before is no longer read");
+                k.bar_sync_all();
+                let fetch = |k: &mut KernelBuilder, slot: Option<Reg<B32>>| {
+                    let exists = k.setp_gt_s32(left, 0);
+                    k.if_(exists, |k| {
+                        k.comment("a tile ahead");
+                        self.fetch(k, &copies, next, slot);
+                    });
+                    k.cp_async_commit();
+                };
+                if let Some(slot) = slot {
+                    let other = k.xor_b32(slot, 1u32);
+                    fetch(k, Some(other));
+                }
+                let stats = match &own_stats {
+                    Some(own) => Stats::Own(own.clone()),
+                    None => Stats::Walked(self.walked_stats(k, slot)),
+                };
+                self.tile(k, range, cursor.tile, slot, &lanes, &stats, sums);
+                match slot {
+                    Some(slot) => k.set(slot, |k| k.xor_b32(slot, 1u32)),
+                    None => {
+                        k.comment("the tile is no longer read");
+                        k.bar_sync_all();
+                        fetch(k, None);
+                    }
+                }
+                k.set(cursor.tile, |k| k.mov_b32(next.tile));
+                if members {
+                    k.set(cursor.member, |k| k.mov_b32(next.member));
+                }
+            },
+        );
+    }
+
+    /// Where this lane's first number of the tile's queries is.
+    fn walked_stats(&self, k: &mut KernelBuilder, slot: Option<Reg<B32>>) -> Reg<B32> {
+        let base = k.shared_addr(self.memory.stats.expect("queries are walked over"));
+        let base = slot.map_or(base, |slot| k.mad_lo_u32(slot, self.schedule.stats_bytes(), base));
+        k.mad_lo_u32(self.place.column, 4u32, base)
+    }
+
+    /// One tile of the walk.
+    fn tile(
+        &self,
+        k: &mut KernelBuilder,
+        range: &Range,
+        tile: Reg<B32>,
+        slot: Option<Reg<B32>>,
+        lanes: &Lanes,
+        stats: &Stats,
+        sums: &Sums,
+    ) {
+        let (of, dtype) = (self.schedule.of, self.spec.dtype);
+        let in_slot = |k: &mut KernelBuilder, lane: &LaneAddress| {
+            let bytes = slot.map(|slot| k.mul_lo_u32(slot, lane.tile().bytes()));
+            lane.moved(k, bytes)
+        };
+        k.comment("S = own * walked^T");
+        let walked = in_slot(k, &lanes.walk_s);
+        let scores = self.product(k, &lanes.own_s, &walked);
+        let dots: Vec<Reg<F32>> = scores.iter().flatten().flatten().copied().collect();
+        let slopes: Vec<Reg<F32>> = if of.of_scores() {
+            dots.iter().filter_map(|&dot| self.params.slope(k, dot)).collect()
+        } else {
+            Vec::new()
+        };
+        self.params.score(k, &dots);
+        self.hide(k, range, tile, &scores);
+        k.comment("P = 2^(S - lse)");
+        let lse = self.stat(k, stats, 0);
+        let each = |mut does: Box<dyn FnMut(Reg<F32>, [usize; 4]) + '_>| {
+            for (m, row) in scores.iter().enumerate() {
+                for (n, score) in row.iter().enumerate() {
+                    for (half, elements) in HALVES.iter().enumerate() {
+                        for &i in elements {
+                            does(score[i], [m, n, half, i]);
+                        }
+                    }
+                }
+            }
+        };
+        each(Box::new(|score, at| k.set(score, |k| self.params.exp_less(k, score, lse.of(at)))));
+        if of.of_probabilities() {
+            k.comment("dV += P * walked");
+            let p: Vec<_> = scores.iter().map(|scores| a_operands(k, dtype, scores)).collect();
+            let walked = in_slot(k, &lanes.sum_p);
+            self.add_product(k, &p, &walked, &sums.of_probabilities);
+        }
+        if !of.of_scores() {
+            return;
+        }
+        k.comment("dP = own * walked^T");
+        let walked = in_slot(k, &lanes.walk_p);
+        let gradients = self.product(k, &lanes.own_p, &walked);
+        k.comment("dS = P (dP - delta)");
+        let delta = self.stat(k, stats, 1);
+        let width = self.schedule.walk as usize / 8;
+        each(Box::new(|p, at @ [m, n, _, i]| {
+            let less = k.sub_f32(gradients[m][n][i], delta.of(at));
+            let p = match slopes.get(4 * (m * width + n) + i) {
+                Some(&slope) => {
+                    k.set(p, |k| k.mul_f32(p, slope));
+                    p
+                }
+                None => p,
+            };
+            k.set(p, |k| k.mul_f32(p, less));
+        }));
+        k.comment("own += dS * walked");
+        let ds: Vec<_> = scores.iter().map(|scores| a_operands(k, dtype, scores)).collect();
+        let walked = in_slot(k, &lanes.sum_s);
+        self.add_product(k, &ds, &walked, &sums.of_scores);
+    }
+
+    /// One number of each query that a thread's scores are of.
+    fn stat(&self, k: &mut KernelBuilder, stats: &Stats, which: usize) -> Stat {
+        match stats {
+            Stats::Own(own) => Stat::Rows(own.iter().map(|row| row.map(|half| half[which])).collect()),
+            Stats::Walked(at) => {
+                let first = 4 * self.schedule.walk * which as u32;
+                let columns = 0..self.schedule.walk / 8;
+                Stat::Columns(columns.map(|n| k.ld_shared_vec(at.at((first + 32 * n) as i32))).collect())
+            }
+        }
+    }
+
+    /// Hides what own rows do not see of a tile, if there is any such.
+    fn hide(&self, k: &mut KernelBuilder, range: &Range, tile: Reg<B32>, scores: &[Vec<Acc>]) {
+        let first = k.mul_lo_u32(tile, self.schedule.walk);
+        let before = range.full_begin.map(|begin| k.setp_lt_s32(first, begin));
+        let behind = range.full_end.map(|end| {
+            let past = k.add_s32(first, self.schedule.walk as i32);
+            k.setp_gt_s32(past, end)
+        });
+        let partly: Reg<Pred> = match (before, behind) {
+            (Some(before), Some(behind)) => k.or_pred(before, behind),
+            (Some(one), None) | (None, Some(one)) => one,
+            (None, None) => return,
+        };
+        k.if_(partly, |k| {
+            k.comment("some own rows do not see all of this tile");
+            let origin = k.add_s32(first, self.place.column);
+            let row = k.add_u32(self.first_row, self.place.warp_row);
+            let row = k.add_u32(row, self.place.g);
+            for (m, scores) in scores.iter().enumerate() {
+                for (half, elements) in HALVES.iter().enumerate() {
+                    let row = k.add_u32(row, (16 * m + 8 * half) as u32);
+                    let [begin, end] =
+                        self.sight(k, row).map(|bound| bound.map(|bound| k.sub_s32(bound, origin)));
+                    for (n, score) in scores.iter().enumerate() {
+                        for &i in elements {
+                            let column = (8 * n + i % 2) as i32;
+                            let seen = [
+                                begin.map(|begin| k.setp_le_s32(begin, column)),
+                                end.map(|end| k.setp_gt_s32(end, column)),
+                            ];
+                            for seen in seen.into_iter().flatten() {
+                                k.set(score[i], |k| k.selp_f32(score[i], NEG_INF, seen));
+                            }
+                        }
+                    }
+                }
+            }
+        });
+    }
+
+    /// The products of own rows with those of a tile.
+    fn product(&self, k: &mut KernelBuilder, own: &LaneAddress, walked: &LaneAddress) -> Vec<Vec<Acc>> {
+        let ty = matrix_ty(self.spec.dtype);
+        let m_tiles = self.schedule.m_tiles();
+        let zero: Reg<F32> = k.mov_f32(0.0);
+        let mut result = vec![vec![[zero; 4]; (self.schedule.walk / 8) as usize]; m_tiles as usize];
+        for column in 0..own.tile().cols / 16 {
+            let step = own.step(k, column);
+            let a: Vec<[Reg<B32>; 4]> =
+                (0..m_tiles).map(|m| k.ldmatrix(own.at(step, 16 * m, column))).collect();
+            let step = walked.step(k, column);
+            for n in 0..self.schedule.walk / 16 {
+                let [b0, b1, b2, b3] = k.ldmatrix(walked.at(step, 16 * n, column));
+                for (result, &a) in result.iter_mut().zip(&a) {
+                    for (i, b) in [[b0, b1], [b2, b3]].into_iter().enumerate() {
+                        let acc = &mut result[2 * n as usize + i];
+                        *acc = k.mma_m16n8k16(ty, a, b, *acc);
+                    }
+                }
+            }
+        }
+        result
+    }
+
+    /// Adds the products of probabilities, or of gradients of scores, with the rows of a tile.
+    fn add_product(
+        &self,
+        k: &mut KernelBuilder,
+        a: &[Vec<[Reg<B32>; 4]>],
+        walked: &LaneAddress,
+        sums: &[Vec<Acc>],
+    ) {
+        let (ty, tile) = (matrix_ty(self.spec.dtype), walked.tile());
+        let steps: Vec<Reg<B32>> = (0..tile.chunks() / 2).map(|column| walked.step(k, column)).collect();
+        for rows in 0..self.schedule.walk / 16 {
+            for column in 0..tile.cols / 16 {
+                let step = steps[column as usize % steps.len()];
+                let [b0, b1, b2, b3] = k.ldmatrix_trans(walked.at(step, 16 * rows, column));
+                for (sums, a) in sums.iter().zip(a) {
+                    for (i, b) in [[b0, b1], [b2, b3]].into_iter().enumerate() {
+                        let acc = sums[2 * column as usize + i];
+                        k.set(acc, |k| k.mma_m16n8k16(ty, a[rows as usize], b, acc));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes the gradients: a warp's rows go through the place where it read its own.
+    fn store(&self, k: &mut KernelBuilder, sums: &Sums) {
+        k.section("the end");
+        let of = self.schedule.of;
+        let names = if self.owns_queries() { ["dq", ""] } else { ["dk", "dv"] };
+        let len = if self.owns_queries() { self.len_q } else { k.param(BwdParams::len_k) };
+        let scale = k.param(BwdParams::scale);
+        let both = [
+            (GRAD_S, of.of_scores(), &sums.of_scores, Some(scale), self.memory.own_s, self.tiles.own_s),
+            (
+                GRAD_P,
+                of.of_probabilities(),
+                &sums.of_probabilities,
+                None,
+                self.memory.own_p,
+                self.tiles.own_p,
+            ),
+        ];
+        let head_dims = [self.spec.head_dim, self.spec.head_dim_v];
+        for (i, (gradient, wanted, sums, scale, memory, tile)) in both.into_iter().enumerate() {
+            if !wanted {
+                continue;
+            }
+            self.finish(k, sums, scale);
+            let (base, [to_batch, to_head, row]) = gradient;
+            let out = Out {
+                name: names[i],
+                first_row: self.first_row,
+                len,
+                row,
+                dtype: self.spec.dtype,
+                head_dim: head_dims[i],
+            };
+            epilogue::store(k, &out, &self.place, memory, tile, sums, |k| {
+                head_of(k, base, [to_batch, to_head], self.batch, self.head)
+            });
+        }
+    }
+
+    /// Scales the sums. Those of keys that a batch entry does not have are 0.
+    fn finish(&self, k: &mut KernelBuilder, sums: &[Vec<Acc>], scale: Option<Reg<F32>>) {
+        let row = k.add_u32(self.first_row, self.place.warp_row);
+        let row = k.add_u32(row, self.place.g);
+        for (m, sums) in sums.iter().enumerate() {
+            for (half, elements) in HALVES.iter().enumerate() {
+                let exists = (self.spec.key_lengths && !self.owns_queries()).then(|| {
+                    let row = k.add_u32(row, (16 * m + 8 * half) as u32);
+                    k.setp_lt_s32(row, self.band.keys)
+                });
+                for sum in sums {
+                    for &i in elements {
+                        if let Some(scale) = scale {
+                            k.set(sum[i], |k| k.mul_f32(sum[i], scale));
+                        }
+                        if let Some(exists) = exists {
+                            k.set(sum[i], |k| k.selp_f32(sum[i], 0.0, exists));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One number of each query that a thread's scores are of.
+enum Stat {
+    /// By tile and half: queries are own rows.
+    Rows(Vec<[Reg<F32>; 2]>),
+    /// By 8 columns: a thread has two of them.
+    Columns(Vec<[Reg<F32>; 2]>),
+}
+
+impl Stat {
+    /// Of the score of this 16-row tile, these 8 columns, this half, and this element.
+    fn of(&self, [m, n, half, i]: [usize; 4]) -> Reg<F32> {
+        match self {
+            Stat::Rows(rows) => rows[m][half],
+            Stat::Columns(columns) => columns[n][i % 2],
+        }
+    }
+}
