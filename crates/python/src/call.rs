@@ -123,7 +123,7 @@ pub fn run_backward<'py>(
     let run = || {
         let [dq, dk, dv] = &mut outputs[..] else { unreachable!("there are three") };
         let placed = devices::of(tensors[0].place(), stream)?;
-        let run = || attention.backward_into(&placed.device, &given, dq, dk, dv);
+        let mut run = || attention.backward_into(&placed.device, &given, dq, dk, dv);
         match tensors[0].place() {
             Place::Host => devices::on_live_threads(run),
             Place::Cuda(_) => {

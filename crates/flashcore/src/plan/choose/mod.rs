@@ -168,6 +168,11 @@ fn backward(
     spec: &Spec,
     hardware: &Hardware,
 ) -> Result<(Schedule, String), ScheduleError> {
+    if hardware.target == Target::Sm90a
+        && let Ok(schedule) = default_schedule(Kernel::Sm90Bwd, spec, hardware.target)
+    {
+        return Ok((schedule, "all gradients from one kernel, whose blocks add to dQ in turn".into()));
+    }
     let each = |of| sm80::choose_gradients(problem, spec, of, hardware);
     let together = "the keys' and the values' gradients from one kernel, the queries' from another";
     let apart = "three kernels: the keys' and the values' gradients together do not fit the registers";
