@@ -52,7 +52,7 @@ pub enum Operand {
     RowDelta,
     /// The gradients of the queries in f32, not yet scaled, in tiles as the backward kernel holds them.
     DqTiles,
-    /// How many key tiles have added to each part of a tile of [`Operand::DqTiles`]: one u32 each, 0 at first.
+    /// How many key tiles have added to each tile of [`Operand::DqTiles`]: one u32 each, 0 at first.
     Turns,
 }
 

@@ -224,7 +224,7 @@ fn run(
     }
     let tiles = batch * heads * bwd::query_tiles(len_q as u32) as usize;
     let dq_tiles = sim.alloc("dq tiles", tiles * bwd::dq_tile_bytes(spec.head_dim) as usize);
-    let turns = sim.alloc_from("turns", &vec![0; tiles * bwd::DQ_PARTS as usize * 4]);
+    let turns = sim.alloc_from("turns", &vec![0; tiles * 4]);
     set(Operand::DqTiles, dq_tiles.address, [1, 1, 1, 1], 4);
     set(Operand::Turns, turns.address, [1, 1, 1, 1], 4);
     let gradients = [(Operand::Dq, shapes[0]), (Operand::Dk, shapes[1]), (Operand::Dv, shapes[2])];

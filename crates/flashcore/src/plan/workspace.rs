@@ -38,7 +38,7 @@ impl Workspace {
                 let floats = bwd::dq_tile_bytes(folded.head_dim as u32) as usize / DType::F32.size();
                 let shape = |words| [folded.batch, folded.heads_q, tiles, words];
                 workspace.push(Operand::DqTiles, shape(floats));
-                workspace.push(Operand::Turns, shape(bwd::DQ_PARTS as usize));
+                workspace.push(Operand::Turns, shape(1));
             }
             return workspace;
         }

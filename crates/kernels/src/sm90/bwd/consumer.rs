@@ -6,10 +6,10 @@ use flashcore_ptx::{
 };
 
 use super::{
-    ALL, BwdParams, CONSUMERS, DO_STAGES, DQ_EMPTY, DQ_FULL, KEYS, Memory, OWN, PITCH, QUERIES, ROWS, SCORED,
-    Schedule, Sizes,
+    ALL, BwdParams, CONSUMERS, DO_STAGES, DQ_EMPTY, DQ_FULL, DS_STAGES, KEYS, Memory, OWN, PITCH, QUERIES,
+    ROWS, Schedule, Sizes,
     block::{Block, Steps},
-    columns, panels, part_columns, waits_early, writer,
+    WARPGROUPS, columns, is_roomy, panels, part_columns, writer,
 };
 use crate::{
     Spec,
@@ -45,8 +45,11 @@ pub(super) struct Consumer<'a> {
     q: Ring,
     q_behind: Ring,
     d_o: Ring,
-    /// The tile of dS that is written next, in bytes from the first.
-    ds_slot: Reg<B32>,
+    /// dS as it is written, and as it is read for dQ.
+    ds_in: Ring,
+    ds_out: Ring,
+    /// Whether the next part of dQ is of an even step (0) or of an odd one (1).
+    dq_parity: Reg<B32>,
     /// Sᵀ, then Pᵀ; dPᵀ, then dSᵀ.
     s: Vec<Reg<F32>>,
     dp: Vec<Reg<F32>>,
@@ -92,7 +95,9 @@ impl<'a> Consumer<'a> {
             q: Ring::consumer(k, memory.q, sizes.q_slot, memory.q_bars, schedule.stages),
             q_behind: Ring::consumer(k, memory.q, sizes.q_slot, memory.q_bars, schedule.stages),
             d_o: Ring::consumer(k, memory.d_o, sizes.do_slot, memory.do_bars, DO_STAGES),
-            ds_slot: k.mov_b32(0u32),
+            ds_in: Ring::producer(k, memory.ds, sizes.ds, memory.ds_bars, DS_STAGES),
+            ds_out: Ring::consumer(k, memory.ds, sizes.ds, memory.ds_bars, DS_STAGES),
+            dq_parity: k.mov_b32(0u32),
             s: zeros(k, QUERIES / 2),
             dp: zeros(k, QUERIES / 2),
             p: operands(k),
@@ -146,31 +151,37 @@ impl<'a> Consumer<'a> {
         }
         self.start_scores(k);
         self.start_dp(k);
-        self.score(k, block, &steps, 0);
+        k.wgmma_wait(1);
+        self.score(k, block, &steps);
+        // The first step has no dQ before it: it computes its own, which counts with the next.
+        let later = k.mov_pred(false);
         k.section("walk: the end of a step and the start of the next");
         k.while_(
             |k| k.setp_gt_s32(steps.left, 1),
             |k, _| {
-                self.finish_step(k, true);
+                self.finish_step(k, later, true);
+                k.set(later, |k| k.mov_pred(true));
                 steps.advance(k);
-                self.score(k, block, &steps, 1);
+                k.comment("dK, and the next scores");
+                k.wgmma_wait(1);
                 self.give_back(k, &self.q_behind);
+                self.score(k, block, &steps);
             },
         );
         k.section("walk: the end of the last step");
-        self.finish_step(k, false);
+        self.finish_step(k, later, false);
+        self.start_dq(k);
         k.wgmma_wait(0);
+        self.stage_dq(k);
     }
 
-    /// P and dS of a tile of queries, whose products have been issued; `behind`: how many groups have been issued after
-    /// them, which are waited for too.
-    fn score(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps, behind: u8) {
+    /// P and dS of a tile of queries, whose scores are there, and whose dP has been issued.
+    fn score(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps) {
         let first_row = steps.first_row(k);
         let hidden = self.hidden(k, block, first_row);
         let lse = self.numbers(k, &self.q, self.sizes.q);
-        let early = waits_early(self.spec);
-        k.wgmma_wait(if early { 0 } else { behind + 1 });
         if self.spec.softcap {
+            k.wgmma_wait(0);
             let delta = self.numbers(k, &self.d_o, self.sizes.d_o);
             self.capped(k, &hidden, &lse, &delta);
         } else {
@@ -180,9 +191,7 @@ impl<'a> Consumer<'a> {
                 k.set(s, |k| self.probability(k, s, number(&lse, i)));
             }
             let delta = self.numbers(k, &self.d_o, self.sizes.d_o);
-            if !early {
-                k.wgmma_wait(behind);
-            }
+            k.wgmma_wait(0);
             for (i, (&s, &dp)) in self.s.iter().zip(&self.dp).enumerate() {
                 k.set(dp, |k| {
                     let difference = k.sub_f32(dp, number(&delta, i));
@@ -191,45 +200,46 @@ impl<'a> Consumer<'a> {
             }
         }
         self.pack(k, &self.s, &self.p);
-        if !early && behind > 0 {
-            k.comment("the previous step's dK");
-            k.wgmma_wait(0);
-        }
         self.pack(k, &self.dp, &self.ds);
     }
 
-    /// The products with P and dS; `next`: those that begin the next step are issued on the way.
-    fn finish_step(&self, k: &mut KernelBuilder, next: bool) {
+    /// The products with P and dS, and dQ of the step before; `next`: those that begin the next step are issued on the way.
+    fn finish_step(&self, k: &mut KernelBuilder, later: Reg<Pred>, next: bool) {
         self.store_ds(k);
         k.comment("dV += P^T dO");
         let tile = self.d_o.address(k);
         k.wgmma_fence();
         self.add(k, &self.dv, &self.p, tile);
         k.wgmma_commit();
-        k.fence_proxy_async(ProxySpace::Shared);
-        k.bar_sync(SCORED, CONSUMERS);
-        k.wgmma_fence();
         self.start_dq(k);
-        k.wgmma_commit();
-        k.comment("dV");
-        k.wgmma_wait(1);
-        self.give_back(k, &self.d_o);
-        if next {
-            self.q.advance(k);
-            self.start_scores(k);
-        }
-        k.comment("dQ");
-        k.wgmma_wait(u8::from(next));
-        self.stage_dq(k);
-        if next {
-            self.start_dp(k);
-        }
         k.comment("dK += dS^T Q");
         let tile = self.q_behind.address(k);
         k.wgmma_fence();
         self.add(k, &self.dk, &self.ds, tile);
         k.wgmma_commit();
-        k.set(self.ds_slot, |k| k.xor_b32(self.ds_slot, self.sizes.ds));
+        k.comment("dV");
+        k.wgmma_wait(2);
+        self.give_back(k, &self.d_o);
+        if next {
+            self.q.advance(k);
+            self.start_scores(k);
+            if is_roomy(self.spec) {
+                self.start_dp(k);
+            }
+        }
+        k.comment("dQ");
+        k.wgmma_wait(match (next, is_roomy(self.spec)) {
+            (false, _) => 1,
+            (true, false) => 2,
+            (true, true) => 3,
+        });
+        k.if_(later, |k| {
+            self.give_back(k, &self.ds_out);
+            self.stage_dq(k);
+        });
+        if next && !is_roomy(self.spec) {
+            self.start_dp(k);
+        }
     }
 
     /// Issues Sᵀ = K Qᵀ, once the queries are there.
@@ -280,23 +290,25 @@ impl<'a> Consumer<'a> {
         }
     }
 
-    /// Issues this warpgroup's part of dQ = dS K.
+    /// Issues this warpgroup's part of dQ = dS K, once all of dS is there.
     fn start_dq(&self, k: &mut KernelBuilder) {
         k.comment("dQ = dS K");
+        self.ds_out.wait_filled(k);
         let width = part_columns(self.spec.head_dim);
-        let (ds, keys) = (k.shared_addr(self.memory.ds), k.shared_addr(self.memory.k));
-        let ds = k.add_u32(ds, self.ds_slot);
+        let (ds, keys) = (self.ds_out.address(k), k.shared_addr(self.memory.k));
         let whole_panel = width == columns(self.spec.dtype);
         let further = if whole_panel { self.sizes.k_panel } else { 2 * width };
         let keys = k.mad_lo_u32(self.group, further, keys);
         let (ds, keys) = (Descriptor::new(k, ds, 16), Descriptor::new(k, keys, self.sizes.k_panel));
         let spec = Wgmma::new(width as u16, matrix_ty(self.spec.dtype));
+        k.wgmma_fence();
         for step in 0..KEYS / 16 {
             let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
             let a = ds.at(k, panel * self.sizes.q_panel + inside);
             let b = keys.at(k, step * 16 * PITCH);
             k.wgmma_ss(Wgmma { trans_b: true, ..spec }, &self.dq, a, b, step > 0);
         }
+        k.wgmma_commit();
     }
 
     /// A slot's numbers of this thread's queries: two of every eight.
@@ -381,8 +393,8 @@ impl<'a> Consumer<'a> {
     /// Writes dS to shared memory: a row per query, a panel per warpgroup.
     fn store_ds(&self, k: &mut KernelBuilder) {
         k.comment("dS, for all of dQ");
-        let tile = k.shared_addr(self.memory.ds);
-        let tile = k.add_u32(tile, self.ds_slot);
+        self.ds_in.wait_free(k);
+        let tile = self.ds_in.address(k);
         let panel = k.mad_lo_u32(self.group, self.sizes.q_panel, tile);
         // Lane l gives row l % 8 of matrix l / 8: the first eight keys, the other eight, then the same eight queries
         // further. Its chunk of eight keys is permuted as by the swizzle.
@@ -398,11 +410,16 @@ impl<'a> Consumer<'a> {
         for (step, &ds) in (0..).zip(&self.ds) {
             k.stmatrix_trans(at.at(step * 16 * PITCH as i32), ds);
         }
+        k.fence_proxy_async(ProxySpace::Shared);
+        k.bar_warp_sync();
+        let filled = self.ds_in.filled(k);
+        k.when(self.first_lane, |k| k.mbarrier_arrive(filled));
+        self.ds_in.advance(k);
     }
 
-    /// Hands this warpgroup's part of dQ to its writer.
+    /// Hands this warpgroup's part of dQ to the writer whose step it is.
     fn stage_dq(&self, k: &mut KernelBuilder) {
-        let (empty, full) = (k.add_u32(self.group, DQ_EMPTY), k.add_u32(self.group, DQ_FULL));
+        let empty = k.add_u32(self.group, DQ_EMPTY);
         k.bar_sync(empty, writer::THREADS);
         let parts = k.shared_addr(self.memory.dq);
         let part = k.mad_lo_u32(self.group, self.sizes.dq_part, parts);
@@ -411,7 +428,10 @@ impl<'a> Consumer<'a> {
             k.st_shared_vec(at.at(quad * 128 * 16), [dq[0], dq[1], dq[2], dq[3]]);
         }
         k.fence_proxy_async(ProxySpace::Shared);
+        let full = k.add_u32(self.group, DQ_FULL);
+        let full = k.mad_lo_u32(self.dq_parity, WARPGROUPS, full);
         k.bar_arrive(full, writer::THREADS);
+        k.set(self.dq_parity, |k| k.xor_b32(self.dq_parity, 1u32));
     }
 
     /// Says that this warp is done with a slot, and goes on to the next.

@@ -36,8 +36,6 @@ const WARPGROUPS: u32 = 2;
 const ROWS: u32 = 64;
 /// Queries of a step.
 pub const QUERIES: u32 = 64;
-/// Parts of a tile of dQ: one per warpgroup, each with turns of its own.
-pub const DQ_PARTS: u32 = WARPGROUPS;
 /// Keys of a block.
 pub const KEYS: u32 = WARPGROUPS * ROWS;
 /// Threads that compute.
@@ -52,16 +50,14 @@ const STATISTICS: u32 = 1024;
 const OTHER_REGISTERS: u32 = 24;
 
 // Named barriers; 0 is the block's own.
-/// All consumers: dS is complete.
-const SCORED: u32 = 1;
-/// The first of one barrier per warpgroup: its part of dQ is in shared memory.
-const DQ_FULL: u32 = 2;
+/// The first of one barrier per writer and warpgroup: its part of dQ is in shared memory.
+const DQ_FULL: u32 = 1;
 /// The first of one barrier per warpgroup: its part of dQ has been read from there.
-const DQ_EMPTY: u32 = 4;
+const DQ_EMPTY: u32 = 5;
 /// All consumers.
-const ALL: u32 = 6;
+const ALL: u32 = 7;
 /// The first of one barrier per warpgroup for its own threads.
-const OWN: u32 = 7;
+const OWN: u32 = 8;
 
 schedule! {
     /// The knobs of the kernel.
@@ -82,6 +78,7 @@ struct Memory {
     dq: Shared,
     q_bars: Shared,
     do_bars: Shared,
+    ds_bars: Shared,
     k_bar: Shared,
     v_bar: Shared,
 }
@@ -106,9 +103,9 @@ struct Sizes {
     dq_part: u32,
 }
 
-/// Whether a step's scores wait for the previous step's dK, whose operands they need the registers of.
-fn waits_early(spec: &Spec) -> bool {
-    spec.softcap
+/// Whether there are registers for the next step's dP before this step's dQ has left them.
+fn is_roomy(spec: &Spec) -> bool {
+    spec.head_dim + spec.head_dim_v <= 128
 }
 
 /// Columns of dQ that one warpgroup computes: those beyond the head dim are 0, and none lie in two panels.
@@ -123,7 +120,7 @@ pub fn query_tiles(len_q: u32) -> u32 {
 
 /// Bytes of a tile of dQ in f32.
 pub fn dq_tile_bytes(head_dim: u32) -> u32 {
-    DQ_PARTS * QUERIES * part_columns(head_dim) * 4
+    WARPGROUPS * QUERIES * part_columns(head_dim) * 4
 }
 
 impl Schedule {
@@ -153,8 +150,9 @@ impl Schedule {
         let (ds, dq) = (tiles("ds", DS_STAGES * sizes.ds), tiles("dq", WARPGROUPS * sizes.dq_part));
         let mut bars = |name: &str, count: u32| layout.alloc(name, 8 * count, 8);
         let (q_bars, do_bars) = (bars("q barriers", 2 * self.stages), bars("do barriers", 2 * DO_STAGES));
+        let ds_bars = bars("ds barriers", 2 * DS_STAGES);
         let (k_bar, v_bar) = (bars("k barrier", 1), bars("v barrier", 1));
-        Memory { layout, k, v, q, d_o, ds, dq, q_bars, do_bars, k_bar, v_bar }
+        Memory { layout, k, v, q, d_o, ds, dq, q_bars, do_bars, ds_bars, k_bar, v_bar }
     }
 
     /// About how many registers a consumer's thread needs: the gradients, and the larger of what is there while scores
@@ -162,8 +160,9 @@ impl Schedule {
     fn registers(self, spec: &Spec) -> u32 {
         let gradients = spec.head_dim / 2 + spec.head_dim_v / 2;
         let operands = QUERIES / 4;
-        let scoring = QUERIES + if waits_early(spec) { 0 } else { operands };
-        let next = QUERIES / 2 + operands + part_columns(spec.head_dim) / 2;
+        let scoring = QUERIES + operands;
+        let ahead = if is_roomy(spec) { QUERIES } else { QUERIES / 2 };
+        let next = ahead + operands + part_columns(spec.head_dim) / 2;
         gradients + scoring.max(next) + OTHER_REGISTERS
     }
 
@@ -182,11 +181,17 @@ impl Schedule {
         let tid = k.tid_x();
         let first = k.setp_eq_u32(tid, 0u32);
         k.if_(first, |k| {
-            for (bars, stages) in [(memory.q_bars, self.stages), (memory.do_bars, DO_STAGES)] {
+            // dS is written, and every slot released, by one thread of each warp.
+            let warps = CONSUMERS / 32;
+            let rings = [
+                (memory.q_bars, self.stages, 1),
+                (memory.do_bars, DO_STAGES, 1),
+                (memory.ds_bars, DS_STAGES, warps),
+            ];
+            for (bars, stages, fillers) in rings {
                 for stage in 0..stages {
-                    k.mbarrier_init(bars.at((16 * stage) as i32), 1u32);
-                    // A slot is released by one thread of each warp.
-                    k.mbarrier_init(bars.at((16 * stage + 8) as i32), CONSUMERS / 32);
+                    k.mbarrier_init(bars.at((16 * stage) as i32), fillers);
+                    k.mbarrier_init(bars.at((16 * stage + 8) as i32), warps);
                 }
             }
             k.mbarrier_init(memory.k_bar, 1u32);
@@ -246,9 +251,9 @@ impl Family for Schedule {
                 k.if_(first, |k| Producer::of_queries(k, self, spec, &memory).run(k));
                 let second = k.setp_eq_u32(tid, CONSUMERS + 32);
                 k.if_(second, |k| Producer::of_gradients(k, self, spec, &memory).run(k));
-                let index = k.sub_u32(warp, CONSUMERS / 32 + 2);
-                let writes = k.setp_lt_u32(index, WARPGROUPS);
-                k.if_(writes, |k| Writer::new(k, self, spec, &memory, index).run(k));
+                let parity = k.sub_u32(warp, CONSUMERS / 32 + 2);
+                let writes = k.setp_lt_u32(parity, 2u32);
+                k.if_(writes, |k| Writer::new(k, self, spec, &memory, parity).run(k));
             });
         });
         k

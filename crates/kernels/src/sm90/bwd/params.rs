@@ -30,7 +30,7 @@ kernel_params! {
         row_delta: GlobalPtr,
         /// The gradients of the queries in f32, tile by tile.
         dq_tiles: GlobalPtr,
-        /// How many key tiles have added to each part of a query tile's gradient.
+        /// How many key tiles have added to each tile of dQ.
         turns: GlobalPtr,
         /// One u32 per batch entry; read only by kernels with key lengths.
         key_lengths: GlobalPtr,
