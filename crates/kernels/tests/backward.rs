@@ -1,6 +1,6 @@
 //! Hopper's backward kernels on the simulator, against gradients in f64 of the same numbers.
 
-use flashcore_kernels::{Args, ElementType, Map, Operand, Packed, Schedule, Spec, TensorArg, sm90::bwd};
+use flashcore_kernels::{Args, ElementType, Map, Operand, Packed, Schedule, Spec, TensorArg};
 use flashcore_ptx::{Module, Target};
 use flashcore_sim::{AsyncMode, Config, LaunchDims, LaunchReport, Sim, Swizzle, TensorElement, TensorMap};
 use half::{bf16, f16};
@@ -177,8 +177,12 @@ fn bytes_of<T, const N: usize>(values: &[T], bytes: impl Fn(&T) -> [u8; N]) -> V
 }
 
 /// A schedule of the backward kernel and the one that finishes its work.
-fn schedules() -> [Schedule; 2] {
-    ["sm90_bwd:stages=3", "sm90_bwd_finish:rows=64"].map(|text| text.parse().unwrap())
+fn schedules(block_m: u32) -> [Schedule; 2] {
+    let texts = [
+        format!("sm90_bwd:block_m={block_m},stages=3,pingpong=1"),
+        format!("sm90_bwd_finish:block_m={block_m}"),
+    ];
+    texts.map(|text| text.parse().unwrap())
 }
 
 /// Runs a case; returns dq, dk, dv as bits and what was found.
@@ -192,6 +196,7 @@ fn run(
 ) -> ([Vec<u16>; 3], Vec<LaunchReport>) {
     let spec = case.spec();
     let Case { batch, heads, heads_kv, len_q, len_k, dim, dim_v, .. } = *case;
+    let Schedule::Sm90Bwd(main) = schedules[0] else { panic!("not the backward kernel") };
     let mut sim = Sim::new(config);
     let mut args = Args::default();
     (args.scale, args.softcap) = (case.scale(), case.softcap);
@@ -222,8 +227,8 @@ fn run(
         let address = sim.alloc_from("key lengths", &bytes_of(lengths, |n| n.to_le_bytes())).address;
         set(Operand::KeyLengths, address, [batch, 1, 1, 1], 4);
     }
-    let tiles = batch * heads * bwd::query_tiles(len_q as u32) as usize;
-    let dq_tiles = sim.alloc("dq tiles", tiles * bwd::dq_tile_bytes(spec.head_dim) as usize);
+    let tiles = batch * heads * main.query_tiles(len_q as u32) as usize;
+    let dq_tiles = sim.alloc("dq tiles", tiles * main.dq_tile_bytes(spec.head_dim) as usize);
     let turns = sim.alloc_from("turns", &vec![0; tiles * 4]);
     set(Operand::DqTiles, dq_tiles.address, [1, 1, 1, 1], 4);
     set(Operand::Turns, turns.address, [1, 1, 1, 1], 4);
@@ -262,7 +267,15 @@ fn run(
 /// Requires that a case comes to the right gradients, on several interleavings to the same bits.
 #[track_caller]
 fn check(case: &Case) {
-    let schedules = schedules();
+    check_with(case, 64);
+    if case.dim.max(case.dim_v) <= 64 {
+        check_with(case, 128);
+    }
+}
+
+#[track_caller]
+fn check_with(case: &Case, block_m: u32) {
+    let schedules = schedules(block_m);
     let modules = schedules.map(|schedule| {
         schedule
             .emit(&case.spec(), Target::Sm90a)

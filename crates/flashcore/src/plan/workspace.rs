@@ -1,6 +1,6 @@
 //! Workspace: what the launches of a plan hand on to each other, in memory that belongs to nobody else meanwhile.
 
-use flashcore_kernels::{Args, Operand, ROW_PADDING, Schedule, sm90::bwd};
+use flashcore_kernels::{Args, Operand, ROW_PADDING, Schedule};
 
 use super::bind::tensor_arg;
 use crate::{DType, Layout, Pass, Problem};
@@ -33,12 +33,12 @@ impl Workspace {
             for operand in [Operand::RowLse, Operand::RowDelta] {
                 workspace.push(operand, [folded.batch, folded.heads_q, rows, 1]);
             }
-            if let Schedule::Sm90Bwd(_) = schedule {
-                let tiles = bwd::query_tiles(folded.len_q as u32) as usize;
-                let floats = bwd::dq_tile_bytes(folded.head_dim as u32) as usize / DType::F32.size();
+            if let Schedule::Sm90Bwd(schedule) = schedule {
+                let tiles = schedule.query_tiles(folded.len_q as u32) as usize;
+                let floats = schedule.dq_tile_bytes(folded.head_dim as u32) as usize / DType::F32.size();
                 let shape = |words| [folded.batch, folded.heads_q, tiles, words];
                 workspace.push(Operand::DqTiles, shape(floats));
-                workspace.push(Operand::Turns, shape(1));
+                workspace.push(Operand::Turns, [folded.batch, folded.heads_q, rows / 64, 1]);
             }
             return workspace;
         }

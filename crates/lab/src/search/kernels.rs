@@ -33,7 +33,10 @@ pub fn space(kernel: Kernel) -> Space {
         }
         Kernel::Scalar => (1..=8).map(|warps| format!("scalar:warps={warps}")).collect(),
         Kernel::Sm80Mma => (1..=8).map(|n| format!("sm80_mma:block_n={}", 16 * n)).collect(),
-        Kernel::Sm90Bwd => (2..=4).map(|stages| format!("sm90_bwd:stages={stages}")).collect(),
+        Kernel::Sm90Bwd => (2..=4)
+            .flat_map(|stages| [0, 1].map(|turns| format!("stages={stages},pingpong={turns}")))
+            .flat_map(|rest| [64, 128].map(|rows| format!("sm90_bwd:block_m={rows},{rest}")))
+            .collect(),
         // These compute nothing by themselves, or have no search space yet.
         Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd | Kernel::Sm90BwdFinish => Vec::new(),
     };

@@ -24,7 +24,13 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
             [64, 32, 16].map(|block_n| Schedule::Sm80Mma(ladder::mma::Schedule { block_n })).into()
         }
         Kernel::Sm80Fwd => sm80::schedules(spec),
-        Kernel::Sm90Bwd => [3, 2].map(|stages| Schedule::Sm90Bwd(hopper::bwd::Schedule { stages })).into(),
+        Kernel::Sm90Bwd => [(128, spec.head_dim.max(spec.head_dim_v) <= 64), (64, true)]
+            .into_iter()
+            .filter(|&(_, fits)| fits)
+            .map(|(block_m, _)| {
+                Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, stages: 3, pingpong: true })
+            })
+            .collect(),
         Kernel::Sm90Fwd => sm90::schedules(spec).into_iter().map(Schedule::Sm90Fwd).collect(),
         Kernel::Sm80Bwd => {
             [Of::KeysAndValues, Of::Keys].into_iter().flat_map(|of| sm80::gradients(spec, of)).collect()
@@ -75,9 +81,8 @@ pub(super) fn gradients(
     // As others see it, the list of kernels is open.
     #[allow(clippy::match_wildcard_for_single_variants)]
     match schedule {
-        Schedule::Sm90Bwd(_) => {
-            let rows = hopper::bwd::QUERIES;
-            Ok(vec![schedule, Schedule::Sm90BwdFinish(hopper::bwd::finish::Schedule { rows })])
+        Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, .. }) => {
+            Ok(vec![schedule, Schedule::Sm90BwdFinish(hopper::bwd::finish::Schedule { block_m })])
         }
         Schedule::Sm80Bwd(given) => sm80_gradients(problem, spec, given, hardware),
         _ => Err(computes_nothing(schedule.kernel(), Pass::Backward)),

@@ -2,7 +2,7 @@
 
 use flashcore_ptx::{B32, KernelBuilder, Pred, Reg};
 
-use super::{BwdParams, KEYS, QUERIES};
+use super::{BwdParams, KEYS, Schedule};
 use crate::{Spec, parts::work::Band};
 
 /// The key tile of a block.
@@ -37,7 +37,7 @@ pub(super) struct Steps {
 impl Block {
     /// Blocks come section by section of key heads; in a section, all first key tiles, then all second ones. A block
     /// waits only for blocks before it, which have started before it.
-    pub fn find(k: &mut KernelBuilder, spec: &Spec) -> Self {
+    pub fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec) -> Self {
         k.section("block: which keys of which head");
         let (units, section) = (k.param(BwdParams::units), k.param(BwdParams::section));
         let (tiles, heads_kv) = (k.param(BwdParams::k_tiles), k.param(BwdParams::heads_kv));
@@ -84,7 +84,7 @@ impl Block {
         let first_row = k.max_s32(first_row, 0);
         let exists = k.setp_ge_s32(last_row, 0);
         let any = k.and_pred(any, exists);
-        let (first, last) = (k.div_u32(first_row, QUERIES), k.div_u32(last_row, QUERIES));
+        let (first, last) = (k.div_u32(first_row, schedule.block_m), k.div_u32(last_row, schedule.block_m));
         Self { batch, kv_head, tile, first_key, len_q, band, first, last, any }
     }
 
@@ -104,8 +104,8 @@ impl Block {
     }
 
     /// How many key tiles before this one see a query tile.
-    pub fn turn(&self, k: &mut KernelBuilder, at: Reg<B32>) -> Reg<B32> {
-        let first_row = k.mul_lo_u32(at, QUERIES);
+    pub fn turn(&self, k: &mut KernelBuilder, schedule: Schedule, at: Reg<B32>) -> Reg<B32> {
+        let first_row = k.mul_lo_u32(at, schedule.block_m);
         match self.band.row_begin(k, first_row) {
             Some(begin) => {
                 let first_tile = k.div_u32(begin, KEYS);
@@ -118,8 +118,8 @@ impl Block {
 
 impl Steps {
     /// The first row of the query tile.
-    pub fn first_row(&self, k: &mut KernelBuilder) -> Reg<B32> {
-        k.mul_lo_u32(self.at, QUERIES)
+    pub fn first_row(&self, k: &mut KernelBuilder, schedule: Schedule) -> Reg<B32> {
+        k.mul_lo_u32(self.at, schedule.block_m)
     }
 
     /// Goes on to the next step.

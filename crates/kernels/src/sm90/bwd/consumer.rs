@@ -6,10 +6,10 @@ use flashcore_ptx::{
 };
 
 use super::{
-    ALL, BwdParams, CONSUMERS, DO_STAGES, DQ_EMPTY, DQ_FULL, DS_STAGES, KEYS, Memory, OWN, PITCH, QUERIES,
-    ROWS, Schedule, Sizes,
+    ALL, BwdParams, CONSUMERS, DO_STAGES, DQ_EMPTY, DQ_FULL, DS_STAGES, KEYS, Memory, OWN, PITCH, ROWS,
+    Schedule, Sizes, TURN, WARPGROUPS,
     block::{Block, Steps},
-    WARPGROUPS, columns, is_roomy, panels, part_columns, writer,
+    columns, panels, writer,
 };
 use crate::{
     Spec,
@@ -26,9 +26,6 @@ use crate::{
 const STEP: u32 = 32;
 const STEPS: u32 = PITCH / STEP;
 
-/// Scores that become probabilities at a time under a softcap.
-const CAPPED: usize = 8;
-
 const HANDLES: ScoreHandles<BwdParams> = ScoreHandles {
     exp_scale: BwdParams::exp_scale,
     tanh_scale: BwdParams::tanh_scale,
@@ -37,6 +34,7 @@ const HANDLES: ScoreHandles<BwdParams> = ScoreHandles {
 };
 
 pub(super) struct Consumer<'a> {
+    schedule: Schedule,
     spec: &'a Spec,
     sizes: Sizes,
     memory: &'a Memory,
@@ -85,9 +83,10 @@ impl<'a> Consumer<'a> {
         let t = k.and_b32(lane, 3u32);
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
         let operands = |k: &mut KernelBuilder| {
-            (0..QUERIES / 16).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect()
+            (0..schedule.block_m / 16).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect()
         };
         Self {
+            schedule,
             spec,
             sizes,
             memory,
@@ -98,13 +97,13 @@ impl<'a> Consumer<'a> {
             ds_in: Ring::producer(k, memory.ds, sizes.ds, memory.ds_bars, DS_STAGES),
             ds_out: Ring::consumer(k, memory.ds, sizes.ds, memory.ds_bars, DS_STAGES),
             dq_parity: k.mov_b32(0u32),
-            s: zeros(k, QUERIES / 2),
-            dp: zeros(k, QUERIES / 2),
+            s: zeros(k, schedule.block_m / 2),
+            dp: zeros(k, schedule.block_m / 2),
             p: operands(k),
             ds: operands(k),
             dk: zeros(k, spec.head_dim / 2),
             dv: zeros(k, spec.head_dim_v / 2),
-            dq: zeros(k, part_columns(spec.head_dim) / 2),
+            dq: zeros(k, schedule.part_columns(spec.head_dim) / 2),
             group,
             thread,
             lane,
@@ -116,7 +115,7 @@ impl<'a> Consumer<'a> {
 
     pub fn run(&self, k: &mut KernelBuilder) {
         wait_for_launch(k);
-        let block = Block::find(k, self.spec);
+        let block = Block::find(k, self.schedule, self.spec);
         k.if_(block.any, |k| self.walk(k, &block));
         k.section("consumer: dK and dV");
         let scale = k.param(BwdParams::scale);
@@ -153,6 +152,8 @@ impl<'a> Consumer<'a> {
         self.start_dp(k);
         k.wgmma_wait(1);
         self.score(k, block, &steps);
+        let is_second = k.setp_eq_u32(self.group, 1u32);
+        k.if_(is_second, |k| self.end_turn(k));
         // The first step has no dQ before it: it computes its own, which counts with the next.
         let later = k.mov_pred(false);
         k.section("walk: the end of a step and the start of the next");
@@ -173,30 +174,49 @@ impl<'a> Consumer<'a> {
         self.start_dq(k);
         k.wgmma_wait(0);
         self.stage_dq(k);
+        if self.schedule.pingpong {
+            k.comment("the turn that nobody takes any more");
+            k.if_(!is_second, |k| self.begin_turn(k));
+        }
     }
 
     /// P and dS of a tile of queries, whose scores are there, and whose dP has been issued.
     fn score(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps) {
-        let first_row = steps.first_row(k);
+        let first_row = steps.first_row(k, self.schedule);
         let hidden = self.hidden(k, block, first_row);
-        let lse = self.numbers(k, &self.q, self.sizes.q);
+        let (lse, delta) =
+            (self.numbers(k, &self.q, self.sizes.q), self.numbers(k, &self.d_o, self.sizes.d_o));
         if self.spec.softcap {
             k.wgmma_wait(0);
-            let delta = self.numbers(k, &self.d_o, self.sizes.d_o);
-            self.capped(k, &hidden, &lse, &delta);
+            self.capped(k, &hidden, lse, delta);
         } else {
             self.params.score(k, &self.s);
-            k.if_(hidden.any, |k| hidden.hide(k, &self.s, 0));
-            for (i, &s) in self.s.iter().enumerate() {
-                k.set(s, |k| self.probability(k, s, number(&lse, i)));
-            }
-            let delta = self.numbers(k, &self.d_o, self.sizes.d_o);
+            let probabilities = |k: &mut KernelBuilder| {
+                for (eight, s) in (0..).zip(self.s.chunks_exact(4)) {
+                    let lse = number(k, lse, eight);
+                    for (i, &s) in s.iter().enumerate() {
+                        k.set(s, |k| self.probability(k, s, lse[i % 2]));
+                    }
+                }
+            };
+            // On both ways, so that the assembler does not move them behind the wait for dP.
+            k.if_else(
+                hidden.any,
+                |k| {
+                    hidden.hide(k, &self.s, 0);
+                    probabilities(k);
+                },
+                probabilities,
+            );
             k.wgmma_wait(0);
-            for (i, (&s, &dp)) in self.s.iter().zip(&self.dp).enumerate() {
-                k.set(dp, |k| {
-                    let difference = k.sub_f32(dp, number(&delta, i));
-                    k.mul_f32(difference, s)
-                });
+            for (eight, (s, dp)) in (0..).zip(self.s.chunks_exact(4).zip(self.dp.chunks_exact(4))) {
+                let delta = number(k, delta, eight);
+                for (i, (&s, &dp)) in s.iter().zip(dp).enumerate() {
+                    k.set(dp, |k| {
+                        let difference = k.sub_f32(dp, delta[i % 2]);
+                        k.mul_f32(difference, s)
+                    });
+                }
             }
         }
         self.pack(k, &self.s, &self.p);
@@ -206,6 +226,7 @@ impl<'a> Consumer<'a> {
     /// The products with P and dS, and dQ of the step before; `next`: those that begin the next step are issued on the way.
     fn finish_step(&self, k: &mut KernelBuilder, later: Reg<Pred>, next: bool) {
         self.store_ds(k);
+        self.begin_turn(k);
         k.comment("dV += P^T dO");
         let tile = self.d_o.address(k);
         k.wgmma_fence();
@@ -223,12 +244,13 @@ impl<'a> Consumer<'a> {
         if next {
             self.q.advance(k);
             self.start_scores(k);
-            if is_roomy(self.spec) {
+            if self.schedule.is_roomy(self.spec) {
                 self.start_dp(k);
             }
         }
+        self.end_turn(k);
         k.comment("dQ");
-        k.wgmma_wait(match (next, is_roomy(self.spec)) {
+        k.wgmma_wait(match (next, self.schedule.is_roomy(self.spec)) {
             (false, _) => 1,
             (true, false) => 2,
             (true, true) => 3,
@@ -237,8 +259,29 @@ impl<'a> Consumer<'a> {
             self.give_back(k, &self.ds_out);
             self.stage_dq(k);
         });
-        if next && !is_roomy(self.spec) {
+        if next && !self.schedule.is_roomy(self.spec) {
+            if self.schedule.block_m > ROWS {
+                k.comment("dK, whose operands leave registers for dP");
+                k.wgmma_wait(1);
+            }
             self.start_dp(k);
+        }
+    }
+
+    /// Waits for this warpgroup's turn at the tensor cores.
+    fn begin_turn(&self, k: &mut KernelBuilder) {
+        if self.schedule.pingpong {
+            let own = k.add_u32(self.group, TURN);
+            k.bar_sync(own, CONSUMERS);
+        }
+    }
+
+    /// Gives the turn to the other warpgroup.
+    fn end_turn(&self, k: &mut KernelBuilder) {
+        if self.schedule.pingpong {
+            let other = k.xor_b32(self.group, 1u32);
+            let other = k.add_u32(other, TURN);
+            k.bar_arrive(other, CONSUMERS);
         }
     }
 
@@ -271,7 +314,7 @@ impl<'a> Consumer<'a> {
     /// A product of this warpgroup's rows of a key tile with all rows of a query tile.
     fn times_rows(&self, k: &mut KernelBuilder, to: &[Reg<F32>], a: Reg<B32>, b: Reg<B32>, head_dim: u32) {
         let (a, b) = (Descriptor::new(k, a, 16), Descriptor::new(k, b, 16));
-        let spec = Wgmma::new(QUERIES as u16, matrix_ty(self.spec.dtype));
+        let spec = Wgmma::new(self.schedule.block_m as u16, matrix_ty(self.spec.dtype));
         for step in 0..head_dim.div_ceil(16) {
             let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
             let a = a.at(k, panel * self.sizes.k_panel + inside);
@@ -294,11 +337,15 @@ impl<'a> Consumer<'a> {
     fn start_dq(&self, k: &mut KernelBuilder) {
         k.comment("dQ = dS K");
         self.ds_out.wait_filled(k);
-        let width = part_columns(self.spec.head_dim);
+        let width = self.schedule.part_columns(self.spec.head_dim);
         let (ds, keys) = (self.ds_out.address(k), k.shared_addr(self.memory.k));
-        let whole_panel = width == columns(self.spec.dtype);
-        let further = if whole_panel { self.sizes.k_panel } else { 2 * width };
-        let keys = k.mad_lo_u32(self.group, further, keys);
+        let (ds, keys) = if self.schedule.parts_by_rows() {
+            (k.mad_lo_u32(self.group, ROWS * PITCH, ds), keys)
+        } else {
+            let whole_panel = width == columns(self.spec.dtype);
+            let further = if whole_panel { self.sizes.k_panel } else { 2 * width };
+            (ds, k.mad_lo_u32(self.group, further, keys))
+        };
         let (ds, keys) = (Descriptor::new(k, ds, 16), Descriptor::new(k, keys, self.sizes.k_panel));
         let spec = Wgmma::new(width as u16, matrix_ty(self.spec.dtype));
         k.wgmma_fence();
@@ -311,11 +358,11 @@ impl<'a> Consumer<'a> {
         k.wgmma_commit();
     }
 
-    /// A slot's numbers of this thread's queries: two of every eight.
-    fn numbers(&self, k: &mut KernelBuilder, ring: &Ring, behind: u32) -> Vec<[Reg<F32>; 2]> {
+    /// Where a slot has the numbers of this thread's queries: two of every eight.
+    fn numbers(&self, k: &mut KernelBuilder, ring: &Ring, behind: u32) -> Reg<B32> {
         let slot = ring.address(k);
         let at = k.mad_lo_u32(self.column, 4u32, slot);
-        (0..QUERIES / 8).map(|eight| k.ld_shared_vec::<F32, 2>(at.at((behind + 32 * eight) as i32))).collect()
+        k.add_u32(at, behind)
     }
 
     /// The probability of a score: 2^(score · scale − lse).
@@ -326,13 +373,12 @@ impl<'a> Consumer<'a> {
     }
 
     /// P and dS under a softcap, a few at a time: dS has the derivative of the tanh as a factor.
-    fn capped(&self, k: &mut KernelBuilder, hidden: &Hidden, lse: &[[Reg<F32>; 2]], delta: &[[Reg<F32>; 2]]) {
+    fn capped(&self, k: &mut KernelBuilder, hidden: &Hidden, lse: Reg<B32>, delta: Reg<B32>) {
         let inverse = self.spec.scaled_scores.then(|| {
             let softcap = k.param(BwdParams::softcap);
             k.rcp_approx_ftz_f32(softcap)
         });
-        for (chunk, (scores, dps)) in self.s.chunks(CAPPED).zip(self.dp.chunks(CAPPED)).enumerate() {
-            let first = CAPPED * chunk;
+        for (eight, (scores, dps)) in (0..).zip(self.s.chunks_exact(4).zip(self.dp.chunks_exact(4))) {
             self.params.score(k, scores);
             let mut derivatives = Vec::new();
             for &score in scores {
@@ -340,13 +386,13 @@ impl<'a> Consumer<'a> {
                 let negative = k.neg_f32(tanh);
                 derivatives.push(k.fma_f32(negative, tanh, 1.0));
             }
-            k.if_(hidden.any, |k| hidden.hide(k, scores, first));
+            k.if_(hidden.any, |k| hidden.hide(k, scores, 4 * eight as usize));
+            let (lse, delta) = (number(k, lse, eight), number(k, delta, eight));
             for (i, ((&score, &dp), derivative)) in scores.iter().zip(dps).zip(derivatives).enumerate() {
-                let (lse, delta) = (number(lse, first + i), number(delta, first + i));
-                k.set(score, |k| self.probability(k, score, lse));
+                k.set(score, |k| self.probability(k, score, lse[i % 2]));
                 let weight = k.mul_f32(score, derivative);
                 k.set(dp, |k| {
-                    let difference = k.sub_f32(dp, delta);
+                    let difference = k.sub_f32(dp, delta[i % 2]);
                     k.mul_f32(difference, weight)
                 });
             }
@@ -356,7 +402,7 @@ impl<'a> Consumer<'a> {
     /// What of a query tile this warpgroup's keys are hidden from.
     fn hidden(&self, k: &mut KernelBuilder, block: &Block, first_row: Reg<B32>) -> Hidden {
         let rows = Rows { batch: block.batch, head: block.kv_head, len_q: block.len_q, first_row };
-        let range = block.band.key_range(k, &rows, QUERIES);
+        let range = block.band.key_range(k, &rows, self.schedule.block_m);
         let first_key = k.mad_lo_u32(self.group, ROWS, block.first_key);
         let end = k.add_s32(first_key, ROWS as i32);
         let mut any = k.setp_lt_s32(range.full_end, end);
@@ -527,9 +573,9 @@ impl<'a> Consumer<'a> {
     }
 }
 
-/// The number of the query of an accumulator.
-fn number(numbers: &[[Reg<F32>; 2]], i: usize) -> Reg<F32> {
-    numbers[i / 4][i % 2]
+/// The numbers of this thread's two queries of eight.
+fn number(k: &mut KernelBuilder, numbers: Reg<B32>, eight: i32) -> [Reg<F32>; 2] {
+    k.ld_shared_vec(numbers.at(32 * eight))
 }
 
 /// Which queries of a tile do not see a thread's keys.

@@ -5,7 +5,7 @@ use flashcore_ptx::{
     SharedLayout, Target, TensorMap, kernel_params,
 };
 
-use super::{MAX_HEAD_DIM, PITCH, QUERIES, columns, dq_tile_bytes, panels, part_columns, query_tiles};
+use super::{PITCH, ROWS as QUERIES, columns, panels};
 use crate::{
     Args, Blocks, Family, Geometry, Map, Operand, Packed, ScheduleError, Spec, family::schedule,
     parts::fragment::pack, sm90::params::describe,
@@ -40,12 +40,17 @@ kernel_params! {
 schedule! {
     /// The knobs of the kernel.
     pub struct Schedule {
-        /// Queries per block: 64.
-        pub rows: u32,
+        /// Queries per step of the kernel before.
+        pub block_m: u32,
     }
 }
 
 impl Schedule {
+    /// The kernel before.
+    fn before(self) -> super::Schedule {
+        super::Schedule { block_m: self.block_m, stages: 2, pingpong: false }
+    }
+
     fn shared(self, spec: &Spec) -> (SharedLayout, Shared) {
         let mut layout = SharedLayout::new();
         let tile = layout.alloc("dq", panels(spec.head_dim, spec.dtype) * QUERIES * PITCH, 1024);
@@ -77,10 +82,19 @@ impl Schedule {
         let own_row = k.add_u32(first_row, row);
         let numbers = k.mad_wide_u32(own_row, 4u32, numbers);
         let (tiles, q_tiles) = (k.param(FinishParams::dq_tiles), k.param(FinishParams::q_tiles));
-        let index = k.mad_lo_u32(all_heads, q_tiles, number);
-        let from = k.mad_wide_u32(index, dq_tile_bytes(spec.head_dim), tiles);
+        let before = self.before();
+        let width = before.part_columns(spec.head_dim);
+        let part_bytes = QUERIES * width * 4;
+        let from = if before.parts_by_rows() {
+            // A block's rows are one part of a tile.
+            let first = k.mul_lo_u32(all_heads, q_tiles);
+            let index = k.mad_lo_u32(first, self.block_m / QUERIES, number);
+            k.mad_wide_u32(index, part_bytes, tiles)
+        } else {
+            let index = k.mad_lo_u32(all_heads, q_tiles, number);
+            k.mad_wide_u32(index, before.dq_tile_bytes(spec.head_dim), tiles)
+        };
         let from = k.mad_wide_u32(tid, 16u32, from);
-        let (width, part_bytes) = (part_columns(spec.head_dim), QUERIES * part_columns(spec.head_dim) * 4);
         let scale = k.param(FinishParams::scale);
         k.griddepcontrol(GridDep::Wait);
 
@@ -152,10 +166,7 @@ impl Family for Schedule {
     const PROGRAMMATIC: bool = true;
 
     fn check(self, spec: &Spec, _: Target) -> Result<(), ScheduleError> {
-        if self.rows != QUERIES || spec.head_dim > MAX_HEAD_DIM {
-            return Err(ScheduleError::malformed("rows=64 is possible, and head dims up to 128"));
-        }
-        Ok(())
+        self.before().check_shape(spec)
     }
 
     fn geometry(self, spec: &Spec) -> Geometry {
@@ -194,7 +205,7 @@ impl Family for Schedule {
             row_batch: rows.strides[0],
             row_head: rows.strides[1],
             blocks: len_q.div_ceil(QUERIES),
-            q_tiles: query_tiles(len_q),
+            q_tiles: self.before().query_tiles(len_q),
             heads,
             scale: args.scale,
         });

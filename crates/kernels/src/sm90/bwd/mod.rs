@@ -34,8 +34,6 @@ pub const MAX_HEAD_DIM: u32 = 128;
 const WARPGROUPS: u32 = 2;
 /// Keys of a warpgroup, and rows of what one `wgmma` computes.
 const ROWS: u32 = 64;
-/// Queries of a step.
-pub const QUERIES: u32 = 64;
 /// Keys of a block.
 pub const KEYS: u32 = WARPGROUPS * ROWS;
 /// Threads that compute.
@@ -58,12 +56,18 @@ const DQ_EMPTY: u32 = 5;
 const ALL: u32 = 7;
 /// The first of one barrier per warpgroup for its own threads.
 const OWN: u32 = 8;
+/// The first of one barrier per warpgroup for its turn at the tensor cores.
+const TURN: u32 = 10;
 
 schedule! {
     /// The knobs of the kernel.
     pub struct Schedule {
+        /// Queries per step: 64, or 128 with head dims up to 64.
+        pub block_m: u32,
         /// Slots for tiles of queries: 2 to 4.
         pub stages: u32,
+        /// Whether warpgroups take turns at the tensor cores, so that one computes scores while the other multiplies.
+        pub pingpong: bool,
     }
 }
 
@@ -103,30 +107,39 @@ struct Sizes {
     dq_part: u32,
 }
 
-/// Whether there are registers for the next step's dP before this step's dQ has left them.
-fn is_roomy(spec: &Spec) -> bool {
-    spec.head_dim + spec.head_dim_v <= 128
-}
-
-/// Columns of dQ that one warpgroup computes: those beyond the head dim are 0, and none lie in two panels.
-fn part_columns(head_dim: u32) -> u32 {
-    if head_dim > 64 { 64 } else { (head_dim / 2).next_multiple_of(8) }
-}
-
-/// Query tiles that a head has room for in the workspace.
-pub fn query_tiles(len_q: u32) -> u32 {
-    len_q.div_ceil(ROW_PADDING) * (ROW_PADDING / QUERIES)
-}
-
-/// Bytes of a tile of dQ in f32.
-pub fn dq_tile_bytes(head_dim: u32) -> u32 {
-    WARPGROUPS * QUERIES * part_columns(head_dim) * 4
-}
-
 impl Schedule {
+    /// Whether there are registers for the next step's dP before this step's dQ has left them.
+    fn is_roomy(self, spec: &Spec) -> bool {
+        spec.head_dim + spec.head_dim_v <= 128 && self.block_m == ROWS
+    }
+
+    /// Whether each warpgroup computes dQ of its own queries, rather than its own columns.
+    pub(crate) fn parts_by_rows(self) -> bool {
+        self.block_m == WARPGROUPS * ROWS
+    }
+
+    /// Columns of dQ that one warpgroup computes: those beyond the head dim are 0, and none lie in two panels.
+    pub(crate) fn part_columns(self, head_dim: u32) -> u32 {
+        match head_dim {
+            dim if self.parts_by_rows() => dim,
+            dim @ ..=64 => (dim / 2).next_multiple_of(8),
+            _ => 64,
+        }
+    }
+
+    /// Query tiles that a head has room for in the workspace.
+    pub fn query_tiles(self, len_q: u32) -> u32 {
+        len_q.div_ceil(ROW_PADDING) * (ROW_PADDING / self.block_m)
+    }
+
+    /// Bytes of a tile of dQ in f32.
+    pub fn dq_tile_bytes(self, head_dim: u32) -> u32 {
+        WARPGROUPS * ROWS * self.part_columns(head_dim) * 4
+    }
+
     fn sizes(self, spec: &Spec) -> Sizes {
         let (of_qk, of_v) = (panels(spec.head_dim, spec.dtype), panels(spec.head_dim_v, spec.dtype));
-        let (q_panel, k_panel) = (QUERIES * PITCH, KEYS * PITCH);
+        let (q_panel, k_panel) = (self.block_m * PITCH, KEYS * PITCH);
         Sizes {
             q_panel,
             k_panel,
@@ -136,8 +149,8 @@ impl Schedule {
             v: of_v * k_panel,
             q_slot: of_qk * q_panel + STATISTICS,
             do_slot: of_v * q_panel + STATISTICS,
-            ds: QUERIES * KEYS * 2,
-            dq_part: QUERIES * part_columns(spec.head_dim) * 4,
+            ds: self.block_m * KEYS * 2,
+            dq_part: ROWS * self.part_columns(spec.head_dim) * 4,
         }
     }
 
@@ -158,17 +171,37 @@ impl Schedule {
     /// About how many registers a consumer's thread needs: the gradients, and the larger of what is there while scores
     /// are computed and while the queries' gradients are.
     fn registers(self, spec: &Spec) -> u32 {
+        let Schedule { block_m, .. } = self;
         let gradients = spec.head_dim / 2 + spec.head_dim_v / 2;
-        let operands = QUERIES / 4;
-        let scoring = QUERIES + operands;
-        let ahead = if is_roomy(spec) { QUERIES } else { QUERIES / 2 };
-        let next = ahead + operands + part_columns(spec.head_dim) / 2;
-        gradients + scoring.max(next) + OTHER_REGISTERS
+        let ahead = if self.is_roomy(spec) { block_m } else { block_m / 2 };
+        let next = ahead + block_m / 4 + self.part_columns(spec.head_dim) / 2;
+        gradients + (block_m + block_m / 8).max(next) + OTHER_REGISTERS
+    }
+
+    /// Whether the knobs make a kernel for these head dims.
+    fn check_shape(self, spec: &Spec) -> Result<(), ScheduleError> {
+        let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
+        if !(2..=4).contains(&self.stages) || ![64, 128].contains(&self.block_m) {
+            let Schedule { block_m, stages, .. } = self;
+            return refuse(format!(
+                "block_m {block_m} and {stages} stages: possible are 64 and 128, and 2 to 4"
+            ));
+        }
+        if self.block_m > 64 && spec.head_dim.max(spec.head_dim_v) > 64 {
+            return refuse("block_m 128: possible with head dims up to 64".into());
+        }
+        if spec.head_dim.max(spec.head_dim_v) > MAX_HEAD_DIM {
+            let Spec { head_dim, head_dim_v, .. } = *spec;
+            let possible = "multiples of 8 from 8 to 128";
+            return Err(ScheduleError::HeadDim { head_dim, head_dim_v, possible });
+        }
+        Ok(())
     }
 
     /// Registers of a producer's thread and of a consumer's.
-    fn shares(spec: &Spec) -> (u16, u16) {
-        if spec.head_dim + spec.head_dim_v > 192 { (24, 240) } else { (40, 232) }
+    fn shares(self, spec: &Spec) -> (u16, u16) {
+        let many = spec.head_dim + spec.head_dim_v > 192 || self.block_m > ROWS;
+        if many { (24, 240) } else { (40, 232) }
     }
 
     fn threads() -> u32 {
@@ -206,17 +239,9 @@ impl Family for Schedule {
     const PROGRAMMATIC: bool = true;
 
     fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
-        let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
-        if !(2..=4).contains(&self.stages) {
-            return refuse(format!("{} stages: possible are 2 to 4", self.stages));
-        }
-        if spec.head_dim.max(spec.head_dim_v) > MAX_HEAD_DIM {
-            let Spec { head_dim, head_dim_v, .. } = *spec;
-            let possible = "multiples of 8 from 8 to 128";
-            return Err(ScheduleError::HeadDim { head_dim, head_dim_v, possible });
-        }
+        self.check_shape(spec)?;
         self.memory(spec).layout.fits(target)?;
-        check_registers(self.registers(spec), 0, u32::from(Self::shares(spec).1))
+        check_registers(self.registers(spec), 0, u32::from(self.shares(spec).1))
     }
 
     fn geometry(self, spec: &Spec) -> Geometry {
@@ -242,11 +267,11 @@ impl Family for Schedule {
         self.initialise(&mut k, &memory);
         k.roles(warp, |roles| {
             roles.warps(0..CONSUMERS / 32, |k| {
-                k.setmaxnreg_inc(Self::shares(spec).1);
+                k.setmaxnreg_inc(self.shares(spec).1);
                 Consumer::new(k, self, spec, &memory).run(k);
             });
             roles.others(|k| {
-                k.setmaxnreg_dec(Self::shares(spec).0);
+                k.setmaxnreg_dec(self.shares(spec).0);
                 let first = k.setp_eq_u32(tid, CONSUMERS);
                 k.if_(first, |k| Producer::of_queries(k, self, spec, &memory).run(k));
                 let second = k.setp_eq_u32(tid, CONSUMERS + 32);
@@ -266,7 +291,7 @@ impl Family for Schedule {
         encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
         packed: &mut Packed,
     ) -> Result<(), E> {
-        packed.push(&BwdParams::bind(spec, args, encode)?);
+        packed.push(&BwdParams::bind(self, spec, args, encode)?);
         Ok(())
     }
 }

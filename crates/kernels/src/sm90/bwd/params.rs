@@ -2,7 +2,7 @@
 
 use flashcore_ptx::{GlobalPtr, TensorMap, kernel_params};
 
-use super::{KEYS, QUERIES, ROWS, query_tiles};
+use super::{KEYS, ROWS, Schedule};
 use crate::{
     Spec,
     bind::{Args, Map, Operand},
@@ -74,9 +74,14 @@ kernel_params! {
 /// Bytes of L2 that the query side of a section may take: most of the 50 MB that a Hopper has.
 const SECTION_BYTES: u64 = 40 << 20;
 
+/// The fewest key heads of a section under a mask, where blocks have different lengths: the fewer blocks of one head there
+/// are at a time, the less they wait for each other.
+const MASKED_SECTION: u64 = 16;
+
 impl BwdParams {
     /// The parameters of a launch; `encode` makes tensor maps.
     pub(super) fn bind<E>(
+        schedule: Schedule,
         spec: &Spec,
         args: &Args,
         encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
@@ -89,14 +94,16 @@ impl BwdParams {
         // Of a key head: its queries, the gradients of their outputs, and those of the queries in f32.
         let per_row = u64::from(6 * spec.head_dim + 2 * spec.head_dim_v);
         let unit_bytes = u64::from(len_q) * u64::from(args.group()) * per_row;
-        let section = (SECTION_BYTES / unit_bytes.max(1)).clamp(1, u64::from(units.max(1))) as u32;
+        let fits = SECTION_BYTES / unit_bytes.max(1);
+        let section = if spec.is_masked() { fits.max(MASKED_SECTION) } else { fits };
+        let section = section.clamp(1, u64::from(units.max(1))) as u32;
         let rows = of(Operand::RowLse);
         let scores = args.scores();
         Ok(Self {
-            q_map: map(Operand::Q, QUERIES)?,
+            q_map: map(Operand::Q, schedule.block_m)?,
             k_map: map(Operand::K, KEYS)?,
             v_map: map(Operand::V, KEYS)?,
-            do_map: map(Operand::Do, QUERIES)?,
+            do_map: map(Operand::Do, schedule.block_m)?,
             dk_map: map(Operand::Dk, ROWS)?,
             dv_map: map(Operand::Dv, ROWS)?,
             row_lse: rows.pointer(),
@@ -111,7 +118,7 @@ impl BwdParams {
             heads,
             heads_kv,
             group: args.group(),
-            q_tiles: query_tiles(len_q),
+            q_tiles: schedule.query_tiles(len_q),
             k_tiles: len_k.div_ceil(KEYS),
             units,
             section,

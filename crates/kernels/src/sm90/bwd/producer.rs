@@ -5,13 +5,14 @@ use flashcore_ptx::{
 };
 
 use super::{
-    BwdParams, DO_STAGES, Memory, QUERIES, Schedule, Sizes,
+    BwdParams, DO_STAGES, Memory, Schedule, Sizes,
     block::{Block, Steps},
     columns, panels,
 };
 use crate::{Spec, phase::wait_for_launch, sm90::ring::Ring};
 
 pub(super) struct Producer<'a> {
+    schedule: Schedule,
     spec: &'a Spec,
     sizes: Sizes,
     head_dim: u32,
@@ -31,6 +32,7 @@ impl<'a> Producer<'a> {
         k.section("producer: queries and keys");
         let sizes = schedule.sizes(spec);
         Self {
+            schedule,
             spec,
             sizes,
             head_dim: spec.head_dim,
@@ -49,6 +51,7 @@ impl<'a> Producer<'a> {
         k.section("producer: dO and values");
         let sizes = schedule.sizes(spec);
         Self {
+            schedule,
             spec,
             sizes,
             head_dim: spec.head_dim_v,
@@ -64,7 +67,7 @@ impl<'a> Producer<'a> {
 
     pub fn run(&self, k: &mut KernelBuilder) {
         wait_for_launch(k);
-        let block = Block::find(k, self.spec);
+        let block = Block::find(k, self.schedule, self.spec);
         k.if_(block.any, |k| {
             let steps = block.steps(k, self.spec);
             k.comment("the block's keys, or its values: nobody else reads them");
@@ -85,8 +88,8 @@ impl<'a> Producer<'a> {
         k.comment("a tile of the query side, once its slot is free");
         let ring = &self.ring;
         ring.wait_free(k);
-        let (slot, filled, first_row) = (ring.address(k), ring.filled(k), steps.first_row(k));
-        let numbers_bytes = QUERIES * 4;
+        let (slot, filled, first_row) = (ring.address(k), ring.filled(k), steps.first_row(k, self.schedule));
+        let numbers_bytes = self.schedule.block_m * 4;
         k.mbarrier_arrive_expect_tx(filled, self.bytes + numbers_bytes);
         let at = [first_row, steps.head, block.batch];
         self.copy(k, self.map, L2Evict::Last, self.sizes.q_panel, slot, filled, at);

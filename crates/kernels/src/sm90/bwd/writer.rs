@@ -2,8 +2,7 @@
 //! those of odd ones, so that each has the time of two steps for its own.
 
 use flashcore_ptx::{
-    AtomOp, AtomTy, B32, BulkHint, FenceSem, KernelBuilder, L2Evict, MemHint, Order, Pred, ProxySpace, Reg,
-    Scope,
+    AtomOp, AtomTy, B32, BulkHint, KernelBuilder, L2Evict, MemHint, Order, Pred, ProxySpace, Reg, Scope,
 };
 
 use super::{BwdParams, DQ_EMPTY, DQ_FULL, Memory, Schedule, WARPGROUPS, block::Block};
@@ -13,6 +12,7 @@ use crate::{Spec, phase::wait_for_launch};
 pub(super) const THREADS: u32 = 128 + 32;
 
 pub(super) struct Writer<'a> {
+    schedule: Schedule,
     spec: &'a Spec,
     bytes: u32,
     /// Whether it writes the tiles of even steps (0) or of odd ones (1).
@@ -34,12 +34,12 @@ impl<'a> Writer<'a> {
         let (tid, tile) = (k.tid_x(), k.shared_addr(memory.dq));
         let lane = k.and_b32(tid, 31u32);
         let bytes = WARPGROUPS * schedule.sizes(spec).dq_part;
-        Self { spec, bytes, parity, tile, first_lane: k.setp_eq_u32(lane, 0u32) }
+        Self { schedule, spec, bytes, parity, tile, first_lane: k.setp_eq_u32(lane, 0u32) }
     }
 
     pub fn run(&self, k: &mut KernelBuilder) {
         wait_for_launch(k);
-        let block = Block::find(k, self.spec);
+        let block = Block::find(k, self.schedule, self.spec);
         let steps = block.steps(k, self.spec);
         let first = k.setp_eq_u32(self.parity, 0u32);
         let begins = k.and_pred(first, block.any);
@@ -67,15 +67,14 @@ impl<'a> Writer<'a> {
         let tile = k.mad_lo_u32(head, tiles, at);
         let turns = k.param(BwdParams::turns);
         let turn = k.mad_wide_u32(tile, 4u32, turns);
-        let mine = block.turn(k, at);
+        let mine = block.turn(k, self.schedule, at);
         k.if_(self.first_lane, |k| {
             k.comment("the turn of this block: those before it have added");
             k.loop_(|k, l| {
-                let now = k.ld_global_hint::<B32>(turn, MemHint::new().order(Order::Relaxed(Scope::Gpu)));
+                let now = k.ld_global_hint::<B32>(turn, MemHint::new().order(Order::Acquire(Scope::Gpu)));
                 let is_mine = k.setp_eq_u32(now, mine);
                 k.break_if(l, is_mine);
             });
-            k.fence(FenceSem::AcqRel, Scope::Gpu);
             k.fence_proxy_async(ProxySpace::Global);
         });
         k.bar_warp_sync();
