@@ -74,9 +74,9 @@ kernel_params! {
 /// Bytes of L2 that the query side of a section may take: most of the 50 MB that a Hopper has.
 const SECTION_BYTES: u64 = 40 << 20;
 
-/// The fewest key heads of a section under a mask, where blocks have different lengths: the fewer blocks of one head there
-/// are at a time, the less they wait for each other.
-const MASKED_SECTION: u64 = 16;
+/// The fewest columns of the key heads of a section under a mask, where blocks have different lengths: the fewer blocks of
+/// one head there are at a time, the less they wait for each other.
+const MASKED_COLUMNS: u32 = 2048;
 
 impl BwdParams {
     /// The parameters of a launch; `encode` makes tensor maps.
@@ -95,7 +95,7 @@ impl BwdParams {
         let per_row = u64::from(6 * spec.head_dim + 2 * spec.head_dim_v);
         let unit_bytes = u64::from(len_q) * u64::from(args.group()) * per_row;
         let fits = SECTION_BYTES / unit_bytes.max(1);
-        let section = if spec.is_masked() { fits.max(MASKED_SECTION) } else { fits };
+        let section = if spec.is_masked() { fits.max(u64::from(MASKED_COLUMNS / spec.head_dim)) } else { fits };
         let section = section.clamp(1, u64::from(units.max(1))) as u32;
         let rows = of(Operand::RowLse);
         let scores = args.scores();
