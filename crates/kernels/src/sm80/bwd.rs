@@ -268,7 +268,7 @@ impl Family for Schedule {
 
     fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
         let memory = self.memory(spec);
-        let mut k = KernelBuilder::new("flashcore_sm80_bwd", target)
+        let mut k = KernelBuilder::new(&format!("flashcore_sm80_bwd_{}", self.of.name()), target)
             .params::<BwdParams>()
             .shared(memory.layout.clone())
             .threads(32 * self.warps)
