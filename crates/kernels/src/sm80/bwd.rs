@@ -453,12 +453,11 @@ struct Copies {
 /// Where lanes read operands.
 struct Lanes {
     own_s: LaneAddress,
-    own_p: LaneAddress,
     walk_s: LaneAddress,
-    walk_p: LaneAddress,
-    /// The same tiles as the second operand of the products that are added up.
-    sum_s: LaneAddress,
-    sum_p: LaneAddress,
+    /// What P is multiplied with, if its products are added up.
+    sum_p: Option<LaneAddress>,
+    /// Own and walked rows that dP is the product of, and what dS is multiplied with, if its products are added up.
+    gradients: Option<[LaneAddress; 3]>,
 }
 
 /// What a thread has of the gradients, one entry per 16-row tile and 8 columns.
@@ -523,6 +522,11 @@ impl<'a> Kernel<'a> {
         self.schedule.of == Of::Queries
     }
 
+    /// Whether some own rows may be keys that a batch entry does not have.
+    fn has_absent_keys(&self) -> bool {
+        self.spec.key_lengths && !self.owns_queries()
+    }
+
     /// Own rows of the head that there are.
     fn own_len(&self) -> Reg<B32> {
         if self.owns_queries() { self.len_q } else { self.band.keys }
@@ -561,9 +565,12 @@ impl<'a> Kernel<'a> {
         };
         let exists = self.walk_len();
         let end = end.map_or(exists, |end| k.min_s32(end, exists));
-        // No own row exists where a batch entry has fewer keys.
-        let any = k.setp_lt_s32(self.first_row, past);
-        let end = k.selp_b32(end, 0u32, any);
+        let end = if self.has_absent_keys() {
+            let any = k.setp_lt_s32(self.first_row, past);
+            k.selp_b32(end, 0u32, any)
+        } else {
+            end
+        };
         let end = k.max_s32(end, 0);
         let up = k.add_u32(end, walk - 1);
         Range { first, past: k.div_u32(up, walk), full_begin, full_end }
@@ -679,13 +686,19 @@ impl<'a> Kernel<'a> {
             let rows = k.mul_lo_u32(place.warp_row, tile.pitch());
             lane.moved(k, Some(rows))
         };
+        let of = self.schedule.of;
+        let lane =
+            |k: &mut KernelBuilder, tile, memory, operand| LaneAddress::new(k, tile, memory, place, operand);
+        let (s, p) = ((walk_s, self.memory.walk_s), (walk_p, self.memory.walk_p));
+        let (straight, turned) = (lane::Operand::B, lane::Operand::BTransposed);
         Lanes {
             own_s: own(k, own_s, self.memory.own_s),
-            own_p: own(k, own_p, self.memory.own_p),
-            walk_s: LaneAddress::new(k, walk_s, self.memory.walk_s, place, lane::Operand::B),
-            walk_p: LaneAddress::new(k, walk_p, self.memory.walk_p, place, lane::Operand::B),
-            sum_s: LaneAddress::new(k, walk_s, self.memory.walk_s, place, lane::Operand::BTransposed),
-            sum_p: LaneAddress::new(k, walk_p, self.memory.walk_p, place, lane::Operand::BTransposed),
+            walk_s: lane(k, s.0, s.1, straight),
+            sum_p: of.of_probabilities().then(|| lane(k, p.0, p.1, turned)),
+            gradients: of.of_scores().then(|| {
+                let own = own(k, own_p, self.memory.own_p);
+                [own, lane(k, p.0, p.1, straight), lane(k, s.0, s.1, turned)]
+            }),
         }
     }
 
@@ -827,18 +840,16 @@ impl<'a> Kernel<'a> {
             }
         };
         each(Box::new(|score, at| k.set(score, |k| self.params.exp_less(k, score, lse.of(at)))));
-        if of.of_probabilities() {
+        if let Some(walked) = &lanes.sum_p {
             k.comment("dV += P * walked");
             let p: Vec<_> = scores.iter().map(|scores| a_operands(k, dtype, scores)).collect();
-            let walked = in_slot(k, &lanes.sum_p);
+            let walked = in_slot(k, walked);
             self.add_product(k, &p, &walked, &sums.of_probabilities);
         }
-        if !of.of_scores() {
-            return;
-        }
+        let Some([own, walked, walked_again]) = &lanes.gradients else { return };
         k.comment("dP = own * walked^T");
-        let walked = in_slot(k, &lanes.walk_p);
-        let gradients = self.product(k, &lanes.own_p, &walked);
+        let walked = in_slot(k, walked);
+        let gradients = self.product(k, own, &walked);
         k.comment("dS = P (dP - delta)");
         let delta = self.stat(k, stats, 1);
         let width = self.schedule.walk as usize / 8;
@@ -855,7 +866,7 @@ impl<'a> Kernel<'a> {
         }));
         k.comment("own += dS * walked");
         let ds: Vec<_> = scores.iter().map(|scores| a_operands(k, dtype, scores)).collect();
-        let walked = in_slot(k, &lanes.sum_s);
+        let walked = in_slot(k, walked_again);
         self.add_product(k, &ds, &walked, &sums.of_scores);
     }
 
@@ -1004,7 +1015,7 @@ impl<'a> Kernel<'a> {
         let row = k.add_u32(row, self.place.g);
         for (m, sums) in sums.iter().enumerate() {
             for (half, elements) in HALVES.iter().enumerate() {
-                let exists = (self.spec.key_lengths && !self.owns_queries()).then(|| {
+                let exists = self.has_absent_keys().then(|| {
                     let row = k.add_u32(row, (16 * m + 8 * half) as u32);
                     k.setp_lt_s32(row, self.band.keys)
                 });
