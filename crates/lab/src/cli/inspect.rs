@@ -103,7 +103,8 @@ pub fn inspect(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let named = shapes::parse(&options.shape)?;
     let mask = if options.causal || named.causal { Mask::Causal } else { Mask::None };
-    let problem = named.shape.problem(mask, options.dtype.unwrap_or(named.dtype)).with_lse().with_pass(options.pass);
+    let problem =
+        named.shape.problem(mask, options.dtype.unwrap_or(named.dtype)).with_lse().with_pass(options.pass);
     let hardware = Hardware::typical(options.target);
     let plan = match (options.schedule, options.kernel) {
         (Some(schedule), _) => Plan::with_schedule(&problem, &hardware, schedule),
