@@ -67,8 +67,20 @@ const PASSED_KEYS: &str =
 
 /// All of them.
 pub const HARMLESS: &[Entry] = &[
-    entry(&["sm80_bwd"], &["the walk / S = own", "setp.lt.s32", "sm80/bwd.rs"], OffByOne, 1, SEEN_BY_ALL),
-    entry(&["sm80_bwd"], &["the walk / S = own", "setp.gt.s32", "sm80/bwd.rs"], OffByOne, 1, SEEN_BY_ALL),
+    entry(
+        &["sm80_bwd"],
+        &["the walk / S = own", "setp.lt.s32", "sm80/bwd/kernel.rs"],
+        OffByOne,
+        1,
+        SEEN_BY_ALL,
+    ),
+    entry(
+        &["sm80_bwd"],
+        &["the walk / S = own", "setp.gt.s32", "sm80/bwd/kernel.rs"],
+        OffByOne,
+        1,
+        SEEN_BY_ALL,
+    ),
     entry(
         &["sm80_bwd:of=dq"],
         &["the walk / -", "setp.gt.s32"],
