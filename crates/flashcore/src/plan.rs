@@ -154,7 +154,7 @@ impl Plan {
     #[doc(hidden)]
     pub fn choose_by(problem: &Problem, hardware: &Hardware, tuned: &Table) -> Result<Self> {
         let folded = &fold(problem);
-        let spec = spec(folded, &hardware.name)?;
+        let spec = spec(folded, hardware)?;
         if let Some((entry, origin)) = tuned.find(problem, &spec, hardware) {
             let gain = 100.0 * (entry.speed_up - 1.0);
             let reason = format!(
@@ -170,7 +170,7 @@ impl Plan {
 
     /// The plan with a schedule of the caller's.
     pub fn with_schedule(problem: &Problem, hardware: &Hardware, schedule: Schedule) -> Result<Self> {
-        let spec = spec(&fold(problem), &hardware.name)?;
+        let spec = spec(&fold(problem), hardware)?;
         let refuse = |error: &ScheduleError| unsupported(&hardware.name, error);
         schedule.check(&spec, hardware.target).map_err(|error| refuse(&error))?;
         if !choose::computes(schedule.kernel(), problem.pass) {
@@ -181,7 +181,7 @@ impl Plan {
 
     /// The plan with the default schedule of a kernel.
     pub fn with_kernel(problem: &Problem, hardware: &Hardware, kernel: Kernel) -> Result<Self> {
-        let spec = spec(&fold(problem), &hardware.name)?;
+        let spec = spec(&fold(problem), hardware)?;
         let refuse = |error: &ScheduleError| unsupported(&hardware.name, error);
         if !choose::computes(kernel, problem.pass) {
             return Err(refuse(&choose::computes_nothing(kernel, problem.pass)));
@@ -281,10 +281,18 @@ impl Plan {
 }
 
 /// What a kernel for this problem is compiled for.
-fn spec(problem: &Problem, device: &str) -> Result<Spec> {
+fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
     let refuse = |what: String, possible: &str| {
-        Err(Error::Unsupported { device: device.into(), what, possible: possible.into(), source: None })
+        let device = hardware.name.clone();
+        Err(Error::Unsupported { device, what, possible: possible.into(), source: None })
     };
+    if problem.pass == Pass::Backward
+        && let Some(what) = choose::no_tensor_cores(problem, hardware.target)
+    {
+        let possible = "f16 and bf16 with head dims in multiples of 8 up to 256; for others copy the tensors to the host and \
+                        call Device::cpu()";
+        return refuse(format!("the backward pass of {what}"), possible);
+    }
     let dtype = match problem.dtype {
         DType::F16 => ElementType::F16,
         DType::BF16 => ElementType::Bf16,

@@ -157,7 +157,12 @@ impl Problem {
 
     /// The backward pass of the same attention.
     pub fn backward(self) -> Self {
-        Self { pass: Pass::Backward, ..self }
+        self.with_pass(Pass::Backward)
+    }
+
+    /// This pass of the same attention.
+    pub fn with_pass(self, pass: Pass) -> Self {
+        Self { pass, ..self }
     }
 
     /// With lse as a result.

@@ -8,6 +8,8 @@ use std::sync::{
 };
 
 use flashcore::plan::choose::{default_schedule, merge, schedules};
+use flashcore::plan::{Hardware, Plan};
+use flashcore::{DType, Mask, Problem};
 use flashcore_kernels::{ElementType, Kernel, Schedule, Spec, sm80};
 use flashcore_ptx::{Target, ptxas::Ptxas};
 
@@ -133,6 +135,59 @@ fn every_default_schedule_assembles_without_a_spill() {
     work.sort_by_key(|(schedule, _, target)| (schedule.to_string(), *target));
     work.dedup();
     assert!(assemble_all(&work) >= specs().len() * 9);
+}
+
+/// A problem whose backward pass has this spec.
+fn backward_problem(spec: &Spec) -> Problem {
+    let dtype = if spec.dtype == ElementType::Bf16 { DType::BF16 } else { DType::F16 };
+    let problem = Problem::new(1, 2, 8192, spec.head_dim as usize, dtype)
+        .with_kv(if spec.grouped { 1 } else { 2 }, 8192)
+        .with_head_dim_v(spec.head_dim_v as usize)
+        .with_mask(match (spec.left, spec.right) {
+            (true, _) => Mask::Window { left: Some(100), right: Some(10) },
+            (false, true) if spec.top_left => Mask::CausalTopLeft,
+            (false, true) => Mask::Causal,
+            (false, false) => Mask::None,
+        })
+        .with_softcap(match (spec.softcap, spec.scaled_scores) {
+            (false, _) => 0.0,
+            (true, false) => 20.0,
+            (true, true) => 1000.0,
+        });
+    let problem = if spec.key_lengths { problem.with_key_lengths() } else { problem };
+    if spec.lse { problem.with_lse().backward() } else { problem.backward() }
+}
+
+#[test]
+fn every_launch_of_a_backward_pass_assembles_without_a_spill() {
+    let mut work = Vec::new();
+    // A softcap takes registers where there are fewest, and all masks take the most code.
+    let capped = [64, 128, 192, 256].map(|head_dim| Spec {
+        left: true,
+        softcap: true,
+        scaled_scores: head_dim == 128,
+        key_lengths: true,
+        grouped: true,
+        ..Spec::new(ElementType::Bf16, head_dim).causal()
+    });
+    for spec in specs().into_iter().chain(capped) {
+        for target in [Target::Sm80, Target::Sm89, Target::Sm90a] {
+            for sms in [1, 1000] {
+                // Large blocks where the GPU is small, and small ones where it is large.
+                let hardware = Hardware { sms, ..Hardware::typical(target) };
+                let plan = Plan::choose(&backward_problem(&spec), &hardware).unwrap();
+                work.extend(plan.launches.iter().map(|launch| (launch.schedule, launch.spec, target)));
+            }
+        }
+    }
+    let mut seen = std::collections::HashSet::new();
+    work.retain(|(schedule, spec, target)| {
+        // Which order blocks come in takes no registers.
+        let knobs = schedule.to_string().replace("order=longest", "order=head");
+        seen.insert((knobs, *spec, *target))
+    });
+    assert_eq!(assemble_all(&work), work.len());
+    assert!(work.len() > 100);
 }
 
 #[test]

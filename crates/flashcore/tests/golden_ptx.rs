@@ -86,6 +86,27 @@ fn neither_does_the_kernel_that_merges_parts() {
 }
 
 #[test]
+fn nor_do_the_launches_of_a_backward_pass() {
+    let mut table = String::new();
+    for dims in DIMS.into_iter().take(4) {
+        let of = |of: &str| format!("sm80_bwd:of={of},block=64,walk=16,warps=4,stages=1,order=longest");
+        let all = ["bwd_rows:warps=4".to_string(), of("dkdv"), of("dk"), of("dv"), of("dq")];
+        for schedule in all.map(|text| text.parse::<Schedule>().unwrap()) {
+            let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
+            for spec in specs(dims, true) {
+                let Ok(module) = schedule.emit(&spec, Target::Sm80) else { continue };
+                hasher.update(module.to_string().as_bytes());
+                modules += 1;
+            }
+            let ((head_dim, head_dim_v), hash) = (dims, hasher.finalize().to_hex());
+            writeln!(table, "{schedule} {head_dim}/{head_dim_v}: {modules} kernels, {}", &hash[..32])
+                .unwrap();
+        }
+    }
+    insta::assert_snapshot!(table);
+}
+
+#[test]
 fn no_kernel_changes_unless_it_is_meant_to() {
     insta::assert_snapshot!(table(false));
 }

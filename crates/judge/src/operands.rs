@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use flashcore::signature::{PerTensor, Rows};
-use flashcore::{Attention, Backward, Mask, Name, Pass, Problem, Tensor, oracle};
+use flashcore::{Attention, Backward, Device, Mask, Name, Pass, Problem, Tensor, oracle};
 use rayon::prelude::*;
 
 use crate::guarded::{Arrangement, Guarded};
@@ -119,6 +119,16 @@ impl Operands {
     /// What a backward pass reads.
     pub fn given(&self) -> Backward<'_> {
         self.backward(|name| self.operand(name).view())
+    }
+
+    /// Runs the problem's pass on a device, for what there is to be said of that; the results are dropped.
+    pub fn run_on(&self, device: &Device) -> flashcore::Result<()> {
+        let attention = self.attention();
+        if self.problem.pass == Pass::Backward {
+            return attention.backward(device, &self.given()).map(|_| ());
+        }
+        let attention = if self.problem.lse { attention.with_lse() } else { attention };
+        attention.run(device, &self.q.view(), &self.k.view(), &self.v.view()).map(|_| ())
     }
 
     /// Puts given values into guarded memory.

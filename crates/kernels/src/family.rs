@@ -133,7 +133,7 @@ pub enum ScheduleError {
     Shared(#[from] SharedError),
     /// More registers than a thread can have.
     #[error(
-        "about {needs} registers per thread are needed, but a thread can have {limit}: take a smaller block_n, more warps, or leave the queries in shared memory"
+        "about {needs} registers per thread are needed, but a thread can have {limit}: take smaller tiles, more warps, or leave the queries in shared memory"
     )]
     Registers {
         /// The estimate.

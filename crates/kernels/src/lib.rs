@@ -4,6 +4,7 @@
 //! [`Args`] what a launch is bound to. The forward kernels are a ladder: [`Kernel::Scalar`] is the simplest right one,
 //! [`Kernel::Sm80Mma`] adds tensor cores, [`Kernel::Sm80Fwd`] is the real one for Ampere and Ada, and
 //! [`Kernel::Sm90Fwd`] the one for Hopper, which takes 8-bit floats too. [`Kernel::Combine`] merges the partial results of a long sequence.
+//! [`Kernel::BwdRows`] and then [`Kernel::Sm80Bwd`] compute gradients.
 //!
 //! ```
 //! use flashcore_kernels::{ElementType, Schedule, Spec};

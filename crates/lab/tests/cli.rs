@@ -705,9 +705,13 @@ fn verify_judges_gradients_where_it_is_asked_to() {
     let said = stdout(&output) + &stderr(&output);
     assert_eq!(code(&output), 0, "{said}");
     assert!(said.contains("backward/") && said.contains("PASSED"), "{said}");
-    // No GPU computes them yet, nor a simulated one.
-    let output = answer(&[&["verify", "--device", "sim-scalar", "--pass", "backward"], &filter[..]].concat());
-    assert!(code(&output) == 2 && stdout(&output).contains("the backward pass"), "{}", stdout(&output));
+    // A GPU's kernels compute one pass each.
+    let output =
+        answer(&[&["verify", "--device", "sim-sm80_bwd", "--pass", "backward"], &filter[..]].concat());
+    assert_eq!(code(&output), 0, "{}", stdout(&output));
+    let output =
+        answer(&[&["verify", "--device", "sim-sm80_fwd", "--pass", "backward"], &filter[..]].concat());
+    assert!(code(&output) == 2 && stdout(&output).contains("computes no gradients"), "{}", stdout(&output));
     assert!(stderr(&answer(&["verify", "--pass", "sideways"])).contains("forward, backward and both"));
 }
 

@@ -3,6 +3,7 @@
 //! `cargo test --release -p flashcore-lab --test corpus` runs the quick cases, and with `-- --include-ignored` all of
 //! them. Single cases: `flashcore verify --full --filter NAME`.
 
+use flashcore::plan::Kernel;
 use flashcore::{DType, Pass, Problem};
 use flashcore_lab::cases::{Case, Passes, Tier, corpus_of};
 use flashcore_lab::check::{Outcome, Prepared};
@@ -32,14 +33,22 @@ fn check(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Outcome, Option<Strin
     engines.iter().map(|engine| one(engine.as_ref())).collect()
 }
 
-/// What an engine need not compute: the CPU computes everything; a GPU's kernels take forward passes of 16-bit types and
-/// head dims in multiples of 8 up to 256, and a simulated one nothing large.
+/// What an engine need not compute: the CPU computes everything; a GPU's kernels take 16-bit types and head dims in multiples
+/// of 8 up to 256, each of them one pass, and a simulated one nothing large.
 fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let odd = |head_dim: usize| !head_dim.is_multiple_of(8) || head_dim > 256;
     let beyond = problem.dtype == DType::F32 || odd(problem.head_dim) || odd(problem.head_dim_v);
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
-    let backward = problem.pass == Pass::Backward && why.contains("the backward pass");
-    !engine.starts_with("cpu") && (beyond || large || backward)
+    !engine.starts_with("cpu") && (beyond || large || !computes(engine, problem.pass))
+}
+
+/// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.
+fn computes(engine: &str, pass: Pass) -> bool {
+    let others = match pass {
+        Pass::Forward => &Kernel::BACKWARD[..],
+        Pass::Backward => &Kernel::LADDER[..],
+    };
+    !others.iter().any(|kernel| engine.split('-').any(|part| part == kernel.name()))
 }
 
 fn run(pass: Pass, tier: Tier) -> Result<(), Failed> {
@@ -68,8 +77,8 @@ fn run(pass: Pass, tier: Tier) -> Result<(), Failed> {
             tally.reasons()
         );
     }
-    let differentiates = |tally: &&Tally| pass == Pass::Forward || tally.engine.starts_with("cpu");
-    let idle = tallies.iter().filter(differentiates).filter(|tally| tally.passed == 0);
+    let busy = tallies.iter().filter(|tally| computes(&tally.engine, pass));
+    let idle = busy.filter(|tally| tally.passed == 0);
     wrong.extend(idle.map(|tally| format!("{} passes nothing", tally.engine)));
     if wrong.is_empty() {
         return Ok(());

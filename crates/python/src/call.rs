@@ -33,14 +33,7 @@ pub fn execute(
     let run = || {
         let [q, k, v] = &tensors;
         let placed = devices::of(q.place(), stream)?;
-        let mut run = || attention.run_into(&placed.device, q, k, v, &mut o, lse.as_mut());
-        match q.place() {
-            Place::Host => devices::on_live_threads(run),
-            Place::Cuda(_) => {
-                run()?;
-                placed.wait_for.map_or(Ok(()), |cuda| cuda.synchronize())
-            }
-        }
+        placed.run(q.place(), || attention.run_into(&placed.device, q, k, v, &mut o, lse.as_mut()))
     };
     py.detach(run).map_err(|error| errors::raise(py, &error))
 }
@@ -75,8 +68,8 @@ pub fn run(
     execute(py, inputs.each_ref(), &o, lse.as_ref(), lengths.as_ref(), options)
 }
 
-/// Computes the gradients of q, k and v, as (batch, heads, length, head_dim), into given outputs on the host. `saved` are q,
-/// k, v, o and lse.
+/// Computes the gradients of q, k and v, as (batch, heads, length, head_dim), into given outputs. `saved` are q, k, v, o and
+/// lse.
 #[pyfunction]
 #[pyo3(signature = (saved, grad_o, grad_lse, outputs, key_lengths, mask, left, right, scale, softcap))]
 #[allow(clippy::needless_pass_by_value)] // Tuples come as values.
@@ -99,9 +92,9 @@ pub fn run_backward<'py>(
     let read = [(q, Name::Q), (k, Name::K), (v, Name::V), (o, Name::O), (grad_o, Name::Do)];
     let arrays =
         read.iter().map(|(array, name)| Array::read(array, *name)).collect::<PyResult<Vec<Array<'_>>>>()?;
-    let stream = arrays[0].stream(py)?;
     let tensors = arrays.iter().zip(read).map(|(array, (_, name))| array.tensor(py, name, Order::HeadsFirst));
     let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
+    let stream = arrays[0].stream(py)?;
     let lse = Array::read(lse, Name::Lse)?;
     let grad_lse = grad_lse.map(|grad| Array::read(grad, Name::Dlse)).transpose()?;
     let written = [Name::Dq, Name::Dk, Name::Dv];
@@ -123,14 +116,7 @@ pub fn run_backward<'py>(
     let run = || {
         let [dq, dk, dv] = &mut outputs[..] else { unreachable!("there are three") };
         let placed = devices::of(tensors[0].place(), stream)?;
-        let mut run = || attention.backward_into(&placed.device, &given, dq, dk, dv);
-        match tensors[0].place() {
-            Place::Host => devices::on_live_threads(run),
-            Place::Cuda(_) => {
-                run()?;
-                placed.wait_for.map_or(Ok(()), |cuda| cuda.synchronize())
-            }
-        }
+        placed.run(tensors[0].place(), || attention.backward_into(&placed.device, &given, dq, dk, dv))
     };
     py.detach(run).map_err(|error| errors::raise(py, &error))
 }

@@ -52,6 +52,19 @@ pub struct Placed {
     pub wait_for: Option<Cuda>,
 }
 
+impl Placed {
+    /// Runs a call on tensors that lie there.
+    pub fn run(&self, place: Place, call: impl FnOnce() -> Result<()> + Send) -> Result<()> {
+        match place {
+            Place::Host => on_live_threads(call),
+            Place::Cuda(_) => {
+                call()?;
+                self.wait_for.as_ref().map_or(Ok(()), Cuda::synchronize)
+            }
+        }
+    }
+}
+
 /// The device where tensors lie, queueing in their owner's stream.
 pub fn of(place: Place, stream: Option<Stream>) -> Result<Placed> {
     let (Place::Cuda(ordinal), Some(stream)) = (place, stream) else {

@@ -230,6 +230,10 @@ def test_the_operator_passes_opcheck():
         (q, k, v, None, torch.tensor([50], device="cuda"), "none", None, None, None, 0.0),
     ):
         assert set(opcheck(torch.ops.flashcore.attention.default, args).values()) == {"SUCCESS"}
+        o, lse = torch.ops.flashcore.attention(*args)
+        plain = [x.detach() for x in (o, q, k, v, o, lse)]
+        args = (plain[0], None, *plain[1:], *args[3:])
+        assert set(opcheck(torch.ops.flashcore.attention_backward.default, args).values()) == {"SUCCESS"}
 
 
 def test_gradients_are_as_good_as_torchs():
@@ -245,6 +249,75 @@ def test_gradients_are_as_good_as_torchs():
     for ours, theirs, truth in zip(*gradients.values()):
         off, theirs_off = ((x.double() - truth).square().mean().sqrt() for x in (ours, theirs))
         assert off <= 1.5 * theirs_off
+
+
+def gradients(call, inputs, grad, grad_lse):
+    o, lse = call(*inputs)
+    return torch.autograd.grad((o, lse), inputs, (grad.to(o.dtype), grad_lse.to(lse.dtype)))
+
+
+GRADIENT_OPTIONS = [
+    {},
+    {"causal": True},
+    {"causal": True, "top_left": True},
+    {"window": (40, 3)},
+    {"softcap": 5.0, "scale": 0.2},
+    {"causal": True, "key_lengths": [200, 77]},
+]
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (40, 72), (20, 12), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_every_option_are_right(dtype, dims):
+    shapes = (2, 4, 130, dims[0]), (2, 2, 200, dims[0]), (2, 2, 200, dims[1]), (2, 4, 130, dims[1]), (2, 4, 130)
+    *inputs, grad, grad_lse = on_gpu(*shapes, dtype=dtype)
+    inputs = [x.requires_grad_() for x in inputs]
+    double = [x.detach().double().requires_grad_() for x in inputs]
+    for options in GRADIENT_OPTIONS:
+        call = lambda q, k, v, options=options: attention(q, k, v, return_lse=True, **options)
+        ours, truths = gradients(call, inputs, grad, grad_lse), gradients(call, double, grad, grad_lse)
+        for given, truth in zip(ours, truths):
+            off = (given.double() - truth).abs().max() / truth.abs().max()
+            assert off < (5e-3 if dtype == "float16" else 2e-2), (options, off)
+
+
+def test_gradients_are_the_same_bits_again_however_tensors_lie_in_memory():
+    *inputs, grad = on_gpu((2, 4, 130, 64), (2, 2, 200, 64), (2, 2, 200, 64), (2, 4, 130, 64))
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    same = grad[:, :, :1].expand_as(grad)
+    found = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for given, of_o in ((inputs, same.contiguous()), (inputs, same), (turned, same)):
+            leaves = [x.detach().requires_grad_() for x in given]
+            found.append(torch.autograd.grad(attention(*leaves, causal=True), leaves, of_o))
+            assert all(grad.stride() == leaf.stride() for grad, leaf in zip(found[-1], leaves))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for again in found[1:]:
+        assert all(torch.equal(ours, first) for ours, first in zip(again, found[0]))
+    # One element for all, as after a sum.
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    summed = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+    written = torch.autograd.grad(attention(q, k, v), (q, k, v), torch.ones_like(q))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(summed, written))
+
+
+def test_a_training_step_can_be_captured():
+    q, k, v = (x.requires_grad_() for x in on_gpu(*MISSION))
+    step = lambda: torch.autograd.grad(attention(q, k, v, causal=True).float().square().sum(), (q, k, v))
+    expected = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, expected))
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.attention, "activate_flash_attention_impl"), reason="torch has no registry")

@@ -40,6 +40,16 @@ def test_operators_pass_opcheck(number):
     assert set(opcheck(getattr(ops, name).default, args).values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_operators_of_gradients_pass_opcheck(number):
+    name, (q, k, v, *rest) = list(operator_calls())[number]
+    q, k, v = (x.detach() for x in (q, k, v))
+    o, lse = getattr(ops, name)(q, k, v, *rest)
+    for grad_lse in (None, torch.ones_like(lse)):
+        args = (torch.ones_like(o), grad_lse, q, k, v, o, lse, *rest)
+        assert set(opcheck(getattr(ops, f"{name}_backward").default, args).values()) == {"SUCCESS"}
+
+
 def plain(q, k, v, seen=None, scale=None, softcap=0.0):
     """Attention in torch's own operations, to differentiate."""
     group = q.size(1) // k.size(1)
@@ -65,7 +75,8 @@ CASES = [
 @pytest.mark.parametrize(("options", "meant"), CASES)
 @pytest.mark.parametrize("block", [None, 1 << 24, 150])
 def test_gradients_are_those_of_plain_attention(options, meant, block, monkeypatch):
-    # With a block, torch computes them, as on a GPU; with a small one it takes the queries in several steps.
+    # With a block, torch computes them, as those of float32 on a GPU; with a small one it takes the queries in several
+    # steps.
     if block is not None:
         monkeypatch.setattr("flashcore_attn._ops._is_native", lambda q, v: False)
         monkeypatch.setattr("flashcore_attn._blocks._BLOCK_ELEMENTS", block)

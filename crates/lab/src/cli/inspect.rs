@@ -3,7 +3,7 @@
 use clap::Args;
 use flashcore::plan::{Hardware, Kernel, Plan, Schedule, Target};
 use flashcore::sim::{Report as SimReport, SimGpu, Stats};
-use flashcore::{DType, Device, Mask, Problem};
+use flashcore::{DType, Device, Mask, Pass, Problem};
 use flashcore_ptx::ptxas::{Ptxas, PtxasError};
 use serde::Serialize;
 
@@ -29,7 +29,10 @@ pub struct Options {
     /// What the code is for: sm_80, sm_89 or sm_90a
     #[arg(long, default_value = "sm_80", value_parser = target)]
     target: Target,
-    /// The kernel, with its default schedule: scalar, sm80_mma or sm80_fwd
+    /// forward or backward (gradients)
+    #[arg(long, default_value = "forward")]
+    pass: Pass,
+    /// The kernel, with its default schedule: scalar, sm80_mma, sm80_fwd or, backward, sm80_bwd
     #[arg(long, conflicts_with = "schedule")]
     kernel: Option<Kernel>,
     /// A schedule, as the plan prints it
@@ -100,7 +103,8 @@ pub fn inspect(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let named = shapes::parse(&options.shape)?;
     let mask = if options.causal || named.causal { Mask::Causal } else { Mask::None };
-    let problem = named.shape.problem(mask, options.dtype.unwrap_or(named.dtype)).with_lse();
+    let problem =
+        named.shape.problem(mask, options.dtype.unwrap_or(named.dtype)).with_lse().with_pass(options.pass);
     let hardware = Hardware::typical(options.target);
     let plan = match (options.schedule, options.kernel) {
         (Some(schedule), _) => Plan::with_schedule(&problem, &hardware, schedule),
@@ -173,11 +177,8 @@ pub(super) fn count(plan: &Plan) -> Result<Counts, String> {
     let gpu = SimGpu::new(plan.target).with_schedule(plan.main().schedule);
     memory::check(&problem, memory::to_judge(&problem))?;
     let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 0);
-    operands
-        .attention()
-        .with_lse()
-        .run(&Device::sim(gpu.clone()), &operands.q.view(), &operands.k.view(), &operands.v.view())
-        .map_err(|error| format!("the simulator refuses this kernel: {error}"))?;
+    let run = operands.run_on(&Device::sim(gpu.clone()));
+    run.map_err(|error| format!("the simulator refuses this kernel: {error}"))?;
     let SimReport { stats, .. } = gpu.last_report().ok_or("the simulator left no report")?;
     Ok(Counts::new(&problem, &stats))
 }

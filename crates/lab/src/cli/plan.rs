@@ -4,7 +4,7 @@ use clap::Args;
 use flashcore::cuda::Cuda;
 use flashcore::plan::{Hardware, Launch, Plan, Target};
 use flashcore::tuned::{self, Table};
-use flashcore::{DType, Mask, Problem, cpu};
+use flashcore::{DType, Mask, Pass, Problem, cpu};
 use serde::Serialize;
 
 use super::screen::{Tone, say, toned};
@@ -23,6 +23,9 @@ pub struct Options {
     /// f16, bf16 or f32
     #[arg(long)]
     dtype: Option<DType>,
+    /// forward or backward (gradients)
+    #[arg(long, default_value = "forward")]
+    pass: Pass,
     /// Plan for a typical GPU of a target, such as sm_90a, rather than for this machine's
     #[arg(long, value_parser = super::inspect::target)]
     target: Option<Target>,
@@ -90,7 +93,7 @@ pub fn plan(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let cell = options.shape.cell;
     let mask = if options.causal { Mask::Causal } else { cell.mask };
-    let problem = cell.shape.problem(mask, options.dtype.unwrap_or(cell.dtype));
+    let problem = cell.shape.problem(mask, options.dtype.unwrap_or(cell.dtype)).with_pass(options.pass);
     let hardware = match options.target {
         Some(target) => {
             let typical = Hardware::typical(target);

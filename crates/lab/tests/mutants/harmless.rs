@@ -46,6 +46,9 @@ const fn entry(
     Entry { schedule, place, change, count, reason }
 }
 
+const SEEN_BY_ALL: &str = "a tile that every row sees is masked for nothing";
+const ZERO_IN_THE_END: &str =
+    "the block has no key of its batch entry: it works for nothing, and writes zeros in the end";
 const NOTHING_OWED: &str =
     "with one slot of queries none is left to release here: it was released at the end of its tile";
 const NO_FURTHER_QUERIES: &str = "a block ends with its tile: there are no further queries";
@@ -64,6 +67,28 @@ const PASSED_KEYS: &str =
 
 /// All of them.
 pub const HARMLESS: &[Entry] = &[
+    entry(
+        &["sm80_bwd"],
+        &["the walk / S = own", "setp.lt.s32", "sm80/bwd/kernel.rs"],
+        OffByOne,
+        1,
+        SEEN_BY_ALL,
+    ),
+    entry(
+        &["sm80_bwd"],
+        &["the walk / S = own", "setp.gt.s32", "sm80/bwd/kernel.rs"],
+        OffByOne,
+        1,
+        SEEN_BY_ALL,
+    ),
+    entry(
+        &["sm80_bwd:of=dq"],
+        &["the walk / -", "setp.gt.s32"],
+        OffByOne,
+        1,
+        "one more tile begins after the last key that any row sees, and is masked completely",
+    ),
+    entry(&["sm80_bwd:of=dkdv"], &["which rows these see", "setp.lt.s32"], OffByOne, 1, ZERO_IN_THE_END),
     entry(
         &["sm80_fwd"],
         &["masked tiles at the window's start", "fragment.rs"],

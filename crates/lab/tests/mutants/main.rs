@@ -29,6 +29,13 @@ const AMPERE: [&str; 5] = [
     "sm80_fwd:block_m=128,block_n=48,warps=4,stages=3,q_in_regs=0,order=head",
 ];
 
+/// The backward kernels: both gradients of keys, with one slot and with two, and those of queries.
+const BACKWARD: [&str; 3] = [
+    "sm80_bwd:of=dkdv,block=64,walk=32,warps=4,stages=1,order=head",
+    "sm80_bwd:of=dkdv,block=64,walk=16,warps=4,stages=2,order=longest",
+    "sm80_bwd:of=dq,block=64,walk=32,warps=4,stages=2,order=longest",
+];
+
 /// The Hopper kernel: warpgroups that take turns, in persistent blocks; one warpgroup, two blocks per multiprocessor
 /// and tiles in pairs; keys that the blocks of a cluster share, and their warpgroups.
 const HOPPER: [&str; 4] = [
@@ -65,7 +72,14 @@ fn survivors(text: &str, gpu: &SimGpu, trials: &[Trial], lived: &mut Survivors) 
     let lives = |(fault, places): &&(Fault, Vec<(usize, Vec<usize>)>)| {
         let runs = places.iter().all(|(trial, at)| {
             let (at, change) = (at.clone(), fault.change);
-            let mutant = gpu.clone().with_edit(move |module| apply(&mut module.kernels[0], &at, change));
+            let main = modules[*trial].kernels[0].name.clone();
+            let mutant = gpu.clone().with_edit(move |module| {
+                let kernel = &mut module.kernels[0];
+                // The other launches of a plan stay as they are.
+                if kernel.name == main {
+                    apply(kernel, &at, change);
+                }
+            });
             trials[*trial].run(&mutant).is_ok()
         });
         // A fault that is found without running counts, too.
@@ -124,6 +138,11 @@ fn every_fault_is_found(target: Target, sms: Option<u32>, schedules: &[&str], tr
 #[test]
 fn every_fault_planted_in_a_kernel_for_ampere_is_found_or_known_to_be_harmless() {
     every_fault_is_found(Target::Sm80, None, &AMPERE, &trials::ampere());
+}
+
+#[test]
+fn every_fault_planted_in_a_backward_kernel_is_found_or_known_to_be_harmless() {
+    every_fault_is_found(Target::Sm80, None, &BACKWARD, &trials::backward());
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! something to do.
 
 use flashcore::sim::{AsyncMode, Config, SimGpu};
-use flashcore::{DType, Device, Mask, Name, Problem};
+use flashcore::{DType, Device, Mask, Name, Pass, Problem};
 use flashcore_lab::guarded::Arrangement;
 use flashcore_lab::inputs::Distribution;
 use flashcore_lab::operands::Operands;
@@ -29,10 +29,16 @@ impl Trial {
     fn run_with(&self, gpu: &SimGpu, config: Config) -> Result<(), String> {
         let device = Device::sim(gpu.clone().with_config(config));
         let Operands { q, k, v, .. } = &self.operands;
-        let run = self.operands.attention().with_lse().run(&device, &q.view(), &k.view(), &v.view());
-        let out = run.map_err(|error| error.to_string())?;
-        let mut given = vec![(Name::O, out.o.to_f32())];
-        given.extend(out.lse.map(|lse| (Name::Lse, lse.to_f32())));
+        let given = if self.operands.problem.pass == Pass::Backward {
+            let run = self.operands.attention().backward(&device, &self.operands.given());
+            let out = run.map_err(|error| error.to_string())?;
+            vec![(Name::Dq, out.dq.to_f32()), (Name::Dk, out.dk.to_f32()), (Name::Dv, out.dv.to_f32())]
+        } else {
+            let run = self.operands.attention().with_lse().run(&device, &q.view(), &k.view(), &v.view());
+            let out = run.map_err(|error| error.to_string())?;
+            let lse = out.lse.map(|lse| (Name::Lse, lse.to_f32()));
+            [(Name::O, out.o.to_f32())].into_iter().chain(lse).collect()
+        };
         let passed = self.truth.judge(&given).passed();
         if passed { Ok(()) } else { Err("the numbers are wrong".into()) }
     }
@@ -51,6 +57,20 @@ pub fn ampere() -> Vec<Trial> {
         Trial::new(problem(3, 1, 70, 64).with_kv(1, 130).with_key_lengths(), Some(vec![130, 37, 0])),
         Trial::new(problem(1, 1, 130, 8).with_kv(1, 65).with_mask(Mask::Causal), None),
         Trial::new(problem(1, 1, 128, 96).with_kv(1, 384), None),
+    ]
+}
+
+/// The same for gradients: of queries that no key sees and keys that no query sees, too.
+pub fn backward() -> Vec<Trial> {
+    let window = Mask::Window { left: Some(50), right: Some(10) };
+    vec![
+        Trial::new(problem(1, 2, 101, 64).with_kv(1, 70).with_mask(Mask::Causal).backward(), None),
+        Trial::new(problem(1, 1, 150, 64).with_head_dim_v(72).with_mask(window).backward(), None),
+        Trial::new(
+            problem(3, 1, 70, 64).with_kv(1, 130).with_key_lengths().backward(),
+            Some(vec![130, 37, 0]),
+        ),
+        Trial::new(problem(1, 2, 96, 8).with_kv(2, 192).backward(), None),
     ]
 }
 

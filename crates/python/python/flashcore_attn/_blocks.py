@@ -1,8 +1,9 @@
-"""Attention and its gradient in plain torch operations.
+"""Attention and its gradient in plain torch operations, for what the engine does not compute.
+
+That is float64, and on a GPU the gradients of float32 and of head dims over 256.
 
 The gradient computes scores again from q and k, a block of queries at a time, so memory stays bounded however long the
-sequences are; the saved lse makes the second softmax a single exp. Sums are float32, and float64 for float64. The
-forward pass of float64 is here too: the engine has no float64.
+sequences are; the saved lse makes the second softmax a single exp. Sums are float32, and float64 for float64.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def run_backward(
     grad_o: Any,
     grad_lse: Any | None,
     outputs: tuple[Any, Any, Any],
-    key_lengths: list[int] | None,
+    key_lengths: list[int] | Any | None,
     mask: str,
     left: int | None,
     right: int | None,

@@ -134,51 +134,32 @@ def _calls(
 
 
 def _is_native(q: Tensor, v: Tensor) -> bool:
-    """Whether the engine computes gradients of such tensors."""
-    return q.device.type == "cpu" and q.dtype != torch.float64 and q.size(-1) > 0 and v.size(-1) > 0
-
-
-def _differentiate_into(
-    grad_o: Tensor, grad_lse: Tensor | None, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    grads: Gradients, lengths: list[int] | None,
-    mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
-) -> None:  # fmt: skip
-    """The engine's gradients of q, k and v, of which `saved` are the tensors, o and lse among them, into `grads`."""
-
-    def rows(x: Tensor) -> Tensor:
-        return x if x.size(3) == 1 or x.stride(3) == 1 else x.contiguous()
-
-    *tensors, lse = saved
-    q, k, v, o = (rows(x) for x in tensors)
-    places = [rows(x) for x in grads]
-    of_lse = None if grad_lse is None else grad_lse.to(lse.dtype)
-    outputs = (places[0], places[1], places[2])
-    factor = scale_of(scale, q.size(3))
-    given = (q, k, v, o, lse)
-    _native.run_backward(given, rows(grad_o.to(q.dtype)), of_lse, outputs, lengths, mask, left, right, factor, softcap)
-    for place, grad in zip(places, grads, strict=True):
-        if place is not grad:
-            grad.copy_(place)
+    """Whether the engine computes gradients of such tensors: of all but float64 on the CPU, of 16 bits on a GPU."""
+    dims = (q.size(-1), v.size(-1))
+    if q.is_cuda:
+        return q.element_size() == 2 and min(dims) > 0 and max(dims) <= 256
+    return q.dtype != torch.float64 and min(dims) > 0
 
 
 def _gradients(
     grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    starts: list[int] | None, ends: list[int] | None,
+    starts: list[int] | None, ends: list[int] | Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
 ) -> Gradients:  # fmt: skip
     """The engine's gradients where batch entry b has the keys from starts[b] to ends[b]."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     options = (mask, left, right, scale, softcap)
     if starts is None:
-        _differentiate_into(grad_o, grad_lse, (q, k, v, o, lse), (dq, dk, dv), ends, *options)
+        lengths = native_lengths(ends, k.size(2))
+        _prepare.run_backward(grad_o, grad_lse, (q, k, v, o, lse), (dq, dk, dv), lengths, *options)
         return dq, dk, dv
     dk.zero_()
     dv.zero_()
-    for some, keys, lengths in _calls(q.size(0), k.size(2), starts, ends):
+    for some, keys, of_each in _calls(q.size(0), k.size(2), starts, as_list(ends)):
         saved = (q[some], k[some, :, keys], v[some, :, keys], o[some], lse[some])
         grads = (dq[some], dk[some, :, keys], dv[some, :, keys])
         of_lse = None if grad_lse is None else grad_lse[some]
-        _differentiate_into(grad_o[some], of_lse, saved, grads, lengths, *options)
+        _prepare.run_backward(grad_o[some], of_lse, saved, grads, of_each, *options)
     return dq, dk, dv
 
 
@@ -230,8 +211,8 @@ def _attention_backward(
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
 ) -> Gradients:  # fmt: skip
     if _is_native(q, v):
-        starts, ends = as_list(key_starts), as_list(key_ends)
-        return _gradients(grad_o, grad_lse, q, k, v, o, lse, starts, ends, mask, left, right, scale, softcap)
+        starts = as_list(key_starts)
+        return _gradients(grad_o, grad_lse, q, k, v, o, lse, starts, key_ends, mask, left, right, scale, softcap)
     visible = visible_of(q, k, key_starts, key_ends, mask, left, right)
     return backward(grad_o, grad_lse, q, k, v, o, lse, visible, scale, softcap)
 
@@ -480,7 +461,7 @@ def _varlen_backward(
         if _is_native(q, v):
             saved = (queries, keys, values, out, sums)
             places = (into_q, into_k, into_v)
-            _differentiate_into(grads_o, grads_lse, saved, places, None, mask, left, right, scale, softcap)
+            _prepare.run_backward(grads_o, grads_lse, saved, places, None, mask, left, right, scale, softcap)
             continue
         visible = visible_of(queries, keys, None, None, mask, left, right)
         grads = backward(grads_o, grads_lse, queries, keys, values, out, sums, visible, scale, softcap)

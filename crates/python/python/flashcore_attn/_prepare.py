@@ -1,7 +1,7 @@
 """What torch does to tensors before and after a call, where the kernels cannot read them as they are, or not fast.
 
 On a GPU the fast kernels take head dims that are multiples of 8: others are padded with zeros, which adds nothing to a
-score, and the output is cut. That costs a copy of q, k, v and o. A tensor with a memory layout that the kernels do not
+score, and results are cut. That costs a copy of each. A tensor with a memory layout that the kernels do not
 read is copied, with one warning per reason.
 """
 
@@ -20,15 +20,16 @@ from ._blocks import scale_of
 _said: set[str] = set()
 
 
-def ready(name: str, x: Tensor) -> Tensor:
-    """A tensor (batch, heads, length, head_dim) as the kernels read it: itself, padded, or copied."""
+def ready(name: str | None, x: Tensor) -> Tensor:
+    """A tensor (batch, heads, length, head_dim) as the kernels read it: itself, padded, or copied. Without a name it is
+    copied without a warning."""
     step = _step(x)
     if step is None:
         return x
     size, why = step
     if size is not None:
         return F.pad(x, (0, size - x.size(3)))
-    if why is not None and why not in _said:
+    if name is not None and why is not None and why not in _said:
         _said.add(why)
         warnings.warn(
             f"{name} is copied, because {why}; this costs time at every call. Give it contiguous to save that. Later "
@@ -79,3 +80,34 @@ def run(
     _native.run(q, k, v, out, lse, key_lengths, mask, left, right, scale, softcap, "bhsd")
     if not direct:
         o.copy_(out[..., :head_dim_v])
+
+
+def run_backward(
+    grad_o: Tensor,
+    grad_lse: Tensor | None,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
+    key_lengths: list[int] | Tensor | None,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
+    softcap: float,
+) -> None:
+    """The gradients of q, k and v, of which `saved` are the tensors, o and lse among them, into `grads`: all of them
+    (batch, heads, length, head_dim) of any memory layout."""
+    *tensors, lse = saved
+    factor = scale_of(scale, tensors[0].size(3))
+    # Autograd's tensors lie as they come, such as one element for all after a sum.
+    q, k, v, o = (ready(name, x) for name, x in zip(("q", "k", "v", None), tensors, strict=True))
+    of_o = ready(None, grad_o.to(q.dtype))
+    of_lse = None if grad_lse is None else grad_lse.to(lse.dtype)
+    dq, dk, dv = (
+        x if _step(x) is None else x.new_empty((*x.shape[:3], like.size(3)))
+        for x, like in zip(grads, (q, k, v), strict=True)
+    )
+    given = (q, k, v, o, lse)
+    _native.run_backward(given, of_o, of_lse, (dq, dk, dv), key_lengths, mask, left, right, factor, softcap)
+    for grad, place in zip(grads, (dq, dk, dv), strict=True):
+        if place is not grad:
+            grad.copy_(place[..., : grad.size(3)])

@@ -56,8 +56,11 @@ _gradients = "recompute"
 
 
 def set_gradients(mode: str) -> None:
-    """How gradients are computed: ``"recompute"`` (the default) runs attention's backward pass in plain torch
-    operations, block by block; ``"error"`` raises when a call would need them, so that nothing slow runs unnoticed."""
+    """How gradients are computed: ``"recompute"`` (the default) runs attention's backward pass, which computes
+    probabilities again from lse; ``"error"`` raises when a call would need them, so that nothing runs unnoticed.
+
+    The same inputs give the same bits. Gradients of float64, and on a GPU those of float32 and of head dims over 256,
+    are computed in torch's operations, block by block."""
     global _gradients
     if mode not in ("recompute", "error"):
         raise ContractError(f"gradients are '{mode}', possible are 'recompute' and 'error'")

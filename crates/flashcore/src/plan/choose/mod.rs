@@ -131,7 +131,7 @@ pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
 }
 
 /// What of a problem the kernels with tensor cores do not take, if anything.
-fn no_tensor_cores(problem: &Problem, target: Target) -> Option<String> {
+pub(super) fn no_tensor_cores(problem: &Problem, target: Target) -> Option<String> {
     let Problem { batch, heads_q, head_dim, head_dim_v, .. } = *problem;
     let possible =
         |dim: usize| dim.is_multiple_of(8) && dim <= flashcore_kernels::MAX_TENSOR_CORE_HEAD_DIM as usize;
@@ -141,8 +141,9 @@ fn no_tensor_cores(problem: &Problem, target: Target) -> Option<String> {
     if !possible(head_dim) || !possible(head_dim_v) {
         return Some(format!("head_dim {head_dim} with head_dim_v {head_dim_v}"));
     }
-    // Hopper's blocks lie in a row.
-    let many = batch.max(heads_q) > MAX_GRID_YZ && target != Target::Sm90a;
+    // The blocks of Hopper's forward kernel lie in a row.
+    let in_a_row = target == Target::Sm90a && problem.pass == Pass::Forward;
+    let many = batch.max(heads_q) > MAX_GRID_YZ && !in_a_row;
     many.then(|| format!("more than {MAX_GRID_YZ} batch entries or heads"))
 }
 

@@ -1,364 +1,22 @@
-//! Gradients on Ampere and Ada, and wherever there is no kernel of a GPU's own: `mma.sync`, `ldmatrix`, `cp.async`.
-//!
-//! A block owns some rows, queries or keys, and walks over tiles of the others. From both it computes the scores and
-//! probabilities again, and the gradients of both:
-//!
-//! | product | rows are queries | rows are keys |
-//! |---|---|---|
-//! | S = own · walkedᵀ | Q Kᵀ | K Qᵀ |
-//! | dP = own · walkedᵀ | dO Vᵀ | V dOᵀ |
-//! | += dS · walked | dQ += dS K | dK += dSᵀ Q |
-//! | += P · walked | | dV += Pᵀ dO |
-//!
-//! Probabilities are 2^(score − row lse), and dS = P∘(dP − row delta), with what the first launch has found for each query
-//! ([`bwd_rows`](super::bwd_rows)). A warp has 16 or 32 of the block's rows; its P and dS go from one product into the next in
-//! registers. Whoever owns keys takes up all query heads that share them, one after the other. So every gradient is added up
-//! in one place, always in the same order: there are no atomics, and no workspace for sums.
+//! The code: which rows of the walk a block takes up, and what it does with a tile of them.
 
 use flashcore_ptx::{
-    B32, B64, CpAsyncBytes, CpAsyncCache, F32, GlobalPtr, KernelBuilder, ParamHandle, Pred, Reg, Shared,
-    SharedLayout, Target, TensorMap, kernel_params,
+    B32, B64, CpAsyncBytes, CpAsyncCache, F32, GlobalPtr, KernelBuilder, ParamHandle, Pred, Reg,
 };
 
+use super::{BwdParams, Memory, Of, Schedule, Tiles};
 use crate::{
-    Args, BindError, Blocks, Family, Geometry, Map, Operand, Order, Packed, ROW_PADDING, ScheduleError, Spec,
-    family::{Knob, MAX_REGISTERS, check_registers, schedule},
+    Order, Spec,
     parts::{
         copy::{Share, TileCopy},
         epilogue::{self, Out},
         fragment::{Acc, HALVES, Place, a_operands, matrix_ty},
         lane::{self, LaneAddress},
-        params::check_rows,
         softmax::{NEG_INF, ScoreHandles, SoftmaxParams},
         swizzle::Tile,
         work::{Band, Work},
     },
 };
-
-/// Registers besides the fragments: operands on their way to the tensor cores, addresses, statistics.
-const OTHER_REGISTERS: u32 = 64;
-
-kernel_params! {
-    /// What a launch is given. Strides are in bytes.
-    pub struct BwdParams {
-        /// The block's own rows that scores are products of: queries or keys.
-        own_s: GlobalPtr,
-        /// The block's own rows that gradients of probabilities are products of: those of o, or values.
-        own_p: GlobalPtr,
-        /// The other rows that scores are products of.
-        walk_s: GlobalPtr,
-        /// The other rows that gradients of probabilities are products of.
-        walk_p: GlobalPtr,
-        /// The gradient of `own_s`.
-        grad_s: GlobalPtr,
-        /// The gradient of `own_p`, where it is one of values.
-        grad_p: GlobalPtr,
-        /// lse · log2 e of each query.
-        row_lse: GlobalPtr,
-        /// What is subtracted from each query's gradients of probabilities.
-        row_delta: GlobalPtr,
-        /// One u32 per batch entry; read only by kernels with key lengths.
-        key_lengths: GlobalPtr,
-        /// From one batch entry to the next.
-        own_s_batch: u64,
-        /// From one head to the next.
-        own_s_head: u64,
-        /// From one row to the next.
-        own_s_row: u64,
-        /// From one batch entry to the next.
-        own_p_batch: u64,
-        /// From one head to the next.
-        own_p_head: u64,
-        /// From one row to the next.
-        own_p_row: u64,
-        /// From one batch entry to the next.
-        walk_s_batch: u64,
-        /// From one head to the next.
-        walk_s_head: u64,
-        /// From one row to the next.
-        walk_s_row: u64,
-        /// From one batch entry to the next.
-        walk_p_batch: u64,
-        /// From one head to the next.
-        walk_p_head: u64,
-        /// From one row to the next.
-        walk_p_row: u64,
-        /// From one batch entry to the next.
-        grad_s_batch: u64,
-        /// From one head to the next.
-        grad_s_head: u64,
-        /// From one row to the next.
-        grad_s_row: u64,
-        /// From one batch entry to the next.
-        grad_p_batch: u64,
-        /// From one head to the next.
-        grad_p_head: u64,
-        /// From one row to the next.
-        grad_p_row: u64,
-        /// From one batch entry of the rows' numbers to the next.
-        stats_batch: u64,
-        /// From one head of the rows' numbers to the next.
-        stats_head: u64,
-        /// Queries per head.
-        len_q: u32,
-        /// Keys per head.
-        len_k: u32,
-        /// Query heads per kv head; read only by grouped kernels.
-        group: u32,
-        /// As in [`crate::FwdParams`].
-        left: i32,
-        /// As in [`crate::FwdParams`].
-        right: i32,
-        /// As in [`crate::FwdParams`].
-        exp_scale: f32,
-        /// As in [`crate::FwdParams`].
-        tanh_scale: f32,
-        /// The scale.
-        scale: f32,
-        /// As in [`crate::FwdParams`].
-        softcap: f32,
-    }
-}
-
-/// Which gradients a kernel computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Of {
-    /// Those of queries.
-    Queries,
-    /// Those of keys and values.
-    KeysAndValues,
-    /// Those of keys alone, where there is no room for both.
-    Keys,
-    /// Those of values alone.
-    Values,
-}
-
-impl Of {
-    /// All of them.
-    pub const ALL: [Of; 4] = [Of::Queries, Of::KeysAndValues, Of::Keys, Of::Values];
-
-    const fn name(self) -> &'static str {
-        match self {
-            Of::Queries => "dq",
-            Of::KeysAndValues => "dkdv",
-            Of::Keys => "dk",
-            Of::Values => "dv",
-        }
-    }
-
-    /// Whether it adds up dS · walked.
-    fn of_scores(self) -> bool {
-        self != Of::Values
-    }
-
-    /// Whether it adds up P · walked.
-    fn of_probabilities(self) -> bool {
-        matches!(self, Of::KeysAndValues | Of::Values)
-    }
-}
-
-impl Knob for Of {
-    fn text(self) -> String {
-        self.name().into()
-    }
-
-    fn read(text: &str) -> Result<Self, &'static str> {
-        Of::ALL.into_iter().find(|of| of.name() == text).ok_or("possible are dq, dkdv, dk and dv")
-    }
-}
-
-schedule! {
-    /// The knobs of the kernel.
-    pub struct Schedule {
-        /// Which gradients.
-        pub of: Of,
-        /// Rows that a block owns: 64 or 128.
-        pub block: u32,
-        /// Rows of a tile that it walks over: 16, 32, 64 or 128.
-        pub walk: u32,
-        /// Warps per block, with 16 or 32 of its rows each.
-        pub warps: u32,
-        /// Slots for the tiles that it walks over: 1 or 2.
-        pub stages: u32,
-        /// The order of the blocks.
-        pub order: Order,
-    }
-}
-
-/// A kernel's shared memory.
-struct Memory {
-    layout: SharedLayout,
-    own_s: Shared,
-    own_p: Shared,
-    walk_s: Shared,
-    walk_p: Shared,
-    /// For each slot, lse of each query of the tile, then delta; where queries are walked over.
-    stats: Option<Shared>,
-}
-
-/// The tiles of a schedule.
-#[derive(Clone, Copy)]
-struct Tiles {
-    own_s: Tile,
-    own_p: Tile,
-    walk_s: Tile,
-    walk_p: Tile,
-}
-
-impl Schedule {
-    fn tiles(self, spec: &Spec) -> Tiles {
-        Tiles {
-            own_s: Tile::new(self.block, spec.head_dim),
-            own_p: Tile::new(self.block, spec.head_dim_v),
-            walk_s: Tile::new(self.walk, spec.head_dim),
-            walk_p: Tile::new(self.walk, spec.head_dim_v),
-        }
-    }
-
-    fn memory(self, spec: &Spec) -> Memory {
-        let tiles = self.tiles(spec);
-        let mut layout = SharedLayout::new();
-        let own_s = layout.alloc("own_s", tiles.own_s.bytes(), 128);
-        let own_p = layout.alloc("own_p", tiles.own_p.bytes(), 128);
-        let walk_s = layout.alloc("walk_s", self.stages * tiles.walk_s.bytes(), 128);
-        let walk_p = layout.alloc("walk_p", self.stages * tiles.walk_p.bytes(), 128);
-        let stats =
-            (self.of != Of::Queries).then(|| layout.alloc("stats", self.stages * self.stats_bytes(), 128));
-        Memory { layout, own_s, own_p, walk_s, walk_p, stats }
-    }
-
-    /// Bytes of the numbers of a tile of queries.
-    fn stats_bytes(self) -> u32 {
-        2 * 4 * self.walk
-    }
-
-    /// 16-row tiles per warp.
-    fn m_tiles(self) -> u32 {
-        self.block / self.warps / 16
-    }
-}
-
-impl Family for Schedule {
-    fn geometry(self, spec: &Spec) -> Geometry {
-        let blocks = match self.of {
-            Of::Queries => Blocks::Each(self.order),
-            Of::KeysAndValues | Of::Keys | Of::Values => Blocks::EachKeys(self.order),
-        };
-        let shared_bytes = self.memory(spec).layout.bytes();
-        Geometry { rows: self.block, threads: 32 * self.warps, shared_bytes, blocks }
-    }
-
-    fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
-        let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
-        let Self { block, walk, warps, stages, .. } = self;
-        if ![(64, 4), (128, 4), (128, 8)].contains(&(block, warps)) {
-            return refuse(format!(
-                "block {block} with {warps} warps: possible is 64 with 4, 128 with 4 and 128 with 8"
-            ));
-        }
-        if !(16..=ROW_PADDING).contains(&walk) || !walk.is_power_of_two() {
-            return refuse(format!("walk {walk}: possible are 16, 32, 64 and 128"));
-        }
-        if !(1..=2).contains(&stages) {
-            return refuse(format!("{stages} stages: possible are 1 and 2"));
-        }
-        self.memory(spec).layout.fits(target)?;
-        check_registers(self.fragments(spec), OTHER_REGISTERS, MAX_REGISTERS)
-    }
-
-    fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
-        let memory = self.memory(spec);
-        let mut k = KernelBuilder::new("flashcore_sm80_bwd", target)
-            .params::<BwdParams>()
-            .shared(memory.layout.clone())
-            .threads(32 * self.warps)
-            // Without a minimum, ptxas may spill to fit one more block on a multiprocessor.
-            .min_blocks_per_sm(1);
-        Kernel::begin(&mut k, self, spec, &memory).run(&mut k);
-        k
-    }
-
-    fn check_args(self, args: &Args) -> Result<(), BindError> {
-        let [own, walked, gradients] = self.operands();
-        check_rows(args, &[own, walked, gradients].concat())
-    }
-
-    fn bind<E>(
-        self,
-        _: &Spec,
-        args: &Args,
-        _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
-        packed: &mut Packed,
-    ) -> Result<(), E> {
-        let [[own_s, own_p], [walk_s, walk_p], [grad_s, grad_p]] =
-            self.operands().map(|pair| pair.map(|operand| args.tensor(operand)));
-        let (row_lse, row_delta) = (args.tensor(Operand::RowLse), args.tensor(Operand::RowDelta));
-        let [_, _, len_q] = args.queries();
-        let scores = args.scores();
-        packed.push(&BwdParams {
-            own_s: own_s.pointer(),
-            own_p: own_p.pointer(),
-            walk_s: walk_s.pointer(),
-            walk_p: walk_p.pointer(),
-            grad_s: grad_s.pointer(),
-            grad_p: grad_p.pointer(),
-            row_lse: row_lse.pointer(),
-            row_delta: row_delta.pointer(),
-            key_lengths: args.tensor(Operand::KeyLengths).pointer(),
-            own_s_batch: own_s.strides[0],
-            own_s_head: own_s.strides[1],
-            own_s_row: own_s.strides[2],
-            own_p_batch: own_p.strides[0],
-            own_p_head: own_p.strides[1],
-            own_p_row: own_p.strides[2],
-            walk_s_batch: walk_s.strides[0],
-            walk_s_head: walk_s.strides[1],
-            walk_s_row: walk_s.strides[2],
-            walk_p_batch: walk_p.strides[0],
-            walk_p_head: walk_p.strides[1],
-            walk_p_row: walk_p.strides[2],
-            grad_s_batch: grad_s.strides[0],
-            grad_s_head: grad_s.strides[1],
-            grad_s_row: grad_s.strides[2],
-            grad_p_batch: grad_p.strides[0],
-            grad_p_head: grad_p.strides[1],
-            grad_p_row: grad_p.strides[2],
-            stats_batch: row_lse.strides[0],
-            stats_head: row_lse.strides[1],
-            len_q,
-            len_k: args.tensor(Operand::K).shape[2] as u32,
-            group: args.group(),
-            left: args.left,
-            right: args.right,
-            exp_scale: scores.exp_scale,
-            tanh_scale: scores.tanh_scale,
-            scale: scores.scale,
-            softcap: scores.softcap,
-        });
-        Ok(())
-    }
-}
-
-impl Schedule {
-    /// The block's own tensors, those that it walks over, and the gradients, each for scores and for probabilities. The
-    /// gradient of o is no result: its place is empty.
-    fn operands(self) -> [[Operand; 2]; 3] {
-        let (queries, keys) = ([Operand::Q, Operand::Do], [Operand::K, Operand::V]);
-        match self.of {
-            Of::Queries => [queries, keys, [Operand::Dq, Operand::Dq]],
-            Of::KeysAndValues | Of::Keys | Of::Values => [keys, queries, [Operand::Dk, Operand::Dv]],
-        }
-    }
-
-    /// Registers of a thread for sums, scores and their gradients.
-    fn fragments(self, spec: &Spec) -> u32 {
-        let tiles = self.tiles(spec);
-        let sums = u32::from(self.of.of_scores()) * tiles.own_s.cols / 2
-            + u32::from(self.of.of_probabilities()) * tiles.own_p.cols / 2;
-        let kept = 1 + u32::from(self.of.of_scores()) * (1 + u32::from(spec.softcap));
-        self.m_tiles() * (sums + kept * self.walk / 2)
-    }
-}
 
 type Pointer = ParamHandle<BwdParams, GlobalPtr>;
 type Stride = ParamHandle<BwdParams, u64>;
@@ -407,8 +65,7 @@ fn row_of(
     Work::row_address(k, head, row, stride)
 }
 
-/// The rows of one tile that all own rows see, as tiles of the walk, and what is between them and the first and last that
-/// any own row sees.
+/// The tiles of the walk that any own row sees, and which of their rows all of them see.
 struct Range {
     /// The first tile that any own row sees.
     first: Reg<B32>,
@@ -421,7 +78,7 @@ struct Range {
 }
 
 /// A kernel under construction.
-struct Kernel<'a> {
+pub(super) struct Kernel<'a> {
     schedule: Schedule,
     spec: &'a Spec,
     memory: &'a Memory,
@@ -453,12 +110,11 @@ struct Copies {
 /// Where lanes read operands.
 struct Lanes {
     own_s: LaneAddress,
-    own_p: LaneAddress,
     walk_s: LaneAddress,
-    walk_p: LaneAddress,
-    /// The same tiles as the second operand of the products that are added up.
-    sum_s: LaneAddress,
-    sum_p: LaneAddress,
+    /// What P is multiplied with, if its products are added up.
+    sum_p: Option<LaneAddress>,
+    /// Own and walked rows that dP is the product of, and what dS is multiplied with, if its products are added up.
+    gradients: Option<[LaneAddress; 3]>,
 }
 
 /// What a thread has of the gradients, one entry per 16-row tile and 8 columns.
@@ -476,7 +132,7 @@ enum Stats {
 }
 
 impl<'a> Kernel<'a> {
-    fn begin(k: &mut KernelBuilder, schedule: Schedule, spec: &'a Spec, memory: &'a Memory) -> Self {
+    pub fn begin(k: &mut KernelBuilder, schedule: Schedule, spec: &'a Spec, memory: &'a Memory) -> Self {
         k.section("which rows of which head");
         let (x, y, z) = (k.ctaid_x(), k.ctaid_y(), k.ctaid_z());
         let (block, head, batch) = match (schedule.order, schedule.of) {
@@ -523,6 +179,11 @@ impl<'a> Kernel<'a> {
         self.schedule.of == Of::Queries
     }
 
+    /// Whether some own rows may be keys that a batch entry does not have.
+    fn has_absent_keys(&self) -> bool {
+        self.spec.key_lengths && !self.owns_queries()
+    }
+
     /// Own rows of the head that there are.
     fn own_len(&self) -> Reg<B32> {
         if self.owns_queries() { self.len_q } else { self.band.keys }
@@ -561,15 +222,18 @@ impl<'a> Kernel<'a> {
         };
         let exists = self.walk_len();
         let end = end.map_or(exists, |end| k.min_s32(end, exists));
-        // No own row exists where a batch entry has fewer keys.
-        let any = k.setp_lt_s32(self.first_row, past);
-        let end = k.selp_b32(end, 0u32, any);
+        let end = if self.has_absent_keys() {
+            let any = k.setp_lt_s32(self.first_row, past);
+            k.selp_b32(end, 0u32, any)
+        } else {
+            end
+        };
         let end = k.max_s32(end, 0);
         let up = k.add_u32(end, walk - 1);
         Range { first, past: k.div_u32(up, walk), full_begin, full_end }
     }
 
-    fn run(&self, k: &mut KernelBuilder) {
+    pub fn run(&self, k: &mut KernelBuilder) {
         let range = self.range(k);
         let sums = self.sums(k);
         let any = k.setp_lt_s32(range.first, range.past);
@@ -679,13 +343,19 @@ impl<'a> Kernel<'a> {
             let rows = k.mul_lo_u32(place.warp_row, tile.pitch());
             lane.moved(k, Some(rows))
         };
+        let of = self.schedule.of;
+        let lane =
+            |k: &mut KernelBuilder, tile, memory, operand| LaneAddress::new(k, tile, memory, place, operand);
+        let (s, p) = ((walk_s, self.memory.walk_s), (walk_p, self.memory.walk_p));
+        let (straight, turned) = (lane::Operand::B, lane::Operand::BTransposed);
         Lanes {
             own_s: own(k, own_s, self.memory.own_s),
-            own_p: own(k, own_p, self.memory.own_p),
-            walk_s: LaneAddress::new(k, walk_s, self.memory.walk_s, place, lane::Operand::B),
-            walk_p: LaneAddress::new(k, walk_p, self.memory.walk_p, place, lane::Operand::B),
-            sum_s: LaneAddress::new(k, walk_s, self.memory.walk_s, place, lane::Operand::BTransposed),
-            sum_p: LaneAddress::new(k, walk_p, self.memory.walk_p, place, lane::Operand::BTransposed),
+            walk_s: lane(k, s.0, s.1, straight),
+            sum_p: of.of_probabilities().then(|| lane(k, p.0, p.1, turned)),
+            gradients: of.of_scores().then(|| {
+                let own = own(k, own_p, self.memory.own_p);
+                [own, lane(k, p.0, p.1, straight), lane(k, s.0, s.1, turned)]
+            }),
         }
     }
 
@@ -763,13 +433,12 @@ impl<'a> Kernel<'a> {
                     None => Stats::Walked(self.walked_stats(k, slot)),
                 };
                 self.tile(k, range, cursor.tile, slot, &lanes, &stats, sums);
-                match slot {
-                    Some(slot) => k.set(slot, |k| k.xor_b32(slot, 1u32)),
-                    None => {
-                        k.comment("the tile is no longer read");
-                        k.bar_sync_all();
-                        fetch(k, None);
-                    }
+                if let Some(slot) = slot {
+                    k.set(slot, |k| k.xor_b32(slot, 1u32));
+                } else {
+                    k.comment("the tile is no longer read");
+                    k.bar_sync_all();
+                    fetch(k, None);
                 }
                 k.set(cursor.tile, |k| k.mov_b32(next.tile));
                 if members {
@@ -827,18 +496,16 @@ impl<'a> Kernel<'a> {
             }
         };
         each(Box::new(|score, at| k.set(score, |k| self.params.exp_less(k, score, lse.of(at)))));
-        if of.of_probabilities() {
+        if let Some(walked) = &lanes.sum_p {
             k.comment("dV += P * walked");
             let p: Vec<_> = scores.iter().map(|scores| a_operands(k, dtype, scores)).collect();
-            let walked = in_slot(k, &lanes.sum_p);
+            let walked = in_slot(k, walked);
             self.add_product(k, &p, &walked, &sums.of_probabilities);
         }
-        if !of.of_scores() {
-            return;
-        }
+        let Some([own, walked, walked_again]) = &lanes.gradients else { return };
         k.comment("dP = own * walked^T");
-        let walked = in_slot(k, &lanes.walk_p);
-        let gradients = self.product(k, &lanes.own_p, &walked);
+        let walked = in_slot(k, walked);
+        let gradients = self.product(k, own, &walked);
         k.comment("dS = P (dP - delta)");
         let delta = self.stat(k, stats, 1);
         let width = self.schedule.walk as usize / 8;
@@ -855,7 +522,7 @@ impl<'a> Kernel<'a> {
         }));
         k.comment("own += dS * walked");
         let ds: Vec<_> = scores.iter().map(|scores| a_operands(k, dtype, scores)).collect();
-        let walked = in_slot(k, &lanes.sum_s);
+        let walked = in_slot(k, walked_again);
         self.add_product(k, &ds, &walked, &sums.of_scores);
     }
 
@@ -1004,7 +671,7 @@ impl<'a> Kernel<'a> {
         let row = k.add_u32(row, self.place.g);
         for (m, sums) in sums.iter().enumerate() {
             for (half, elements) in HALVES.iter().enumerate() {
-                let exists = (self.spec.key_lengths && !self.owns_queries()).then(|| {
+                let exists = self.has_absent_keys().then(|| {
                     let row = k.add_u32(row, (16 * m + 8 * half) as u32);
                     k.setp_lt_s32(row, self.band.keys)
                 });
