@@ -220,6 +220,12 @@ impl Prepared {
         let signature = self.case.problem.signature();
         let names = signature.inputs().map(|of| of.name);
         let mut names: Vec<Name> = names.filter(|name| !matches!(name, Name::O | Name::Lse)).collect();
+        // One of the descales stands for all.
+        let is_descale = |name: &Name| Name::DESCALES.contains(name);
+        while names.iter().filter(|name| is_descale(name)).count() > 1 {
+            let last = names.iter().rposition(|name| is_descale(name)).unwrap_or(0);
+            names.remove(last - rng.below(2));
+        }
         while self.case.problem.pass == Pass::Backward && names.len() > 2 {
             names.remove(rng.below(names.len()));
         }
@@ -235,6 +241,7 @@ impl Prepared {
             let kv_head = reader.head / self.case.problem.group();
             let (head, row) = match operand {
                 Name::K | Name::V => (kv_head, self.operands.attended(&reader, keys, rng)),
+                Name::QDescale | Name::KDescale | Name::VDescale => (kv_head, 0),
                 _ => (reader.head, reader.position),
             };
             let spot = Spot { operand, batch: reader.batch, head, row, column: 0 };

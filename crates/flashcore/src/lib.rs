@@ -29,6 +29,7 @@ mod contract;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod descales;
 mod device;
 mod dtype;
 mod error;
@@ -51,11 +52,13 @@ pub mod tuned;
 
 pub use aligned::Aligned;
 pub use attention::{Attention, Backward, Gradients, Output};
+pub use descales::Descales;
 pub use device::Device;
 pub use dtype::{DType, Element};
 #[cfg(feature = "cuda")]
 pub use error::PointerFault;
 pub use error::{Error, Name, Result, Source};
+pub use float8::{self, F8E4M3};
 pub use half;
 pub use mask::{Band, Mask};
 pub use problem::{MAX_HEAD_DIM, MAX_LEN, Pass, Problem, default_scale};

@@ -167,7 +167,7 @@ pub(super) struct Dtypes(pub(super) Vec<DType>);
 
 pub(super) fn dtypes(text: &str) -> Result<Dtypes, String> {
     if text == "all" {
-        return Ok(Dtypes(DType::ALL.to_vec()));
+        return Ok(Dtypes(DType::WIDE.to_vec()));
     }
     let one = |part: &str| part.trim().parse().map_err(|why: flashcore::Error| format!("{why}, and all"));
     text.split(',').map(one).collect::<Result<_, _>>().map(Dtypes)
