@@ -41,11 +41,14 @@ pub enum Distribution {
     NegativeScores,
     /// Scores that rise along the keys, so that the running maximum moves in every tile.
     RisingScores,
+    /// A needle in a haystack: all keys are alike but the first, which has about as much weight as all others together, and
+    /// the opposite value.
+    Needle,
 }
 
 impl Distribution {
     /// Every distribution, the well-behaved one first.
-    pub const ALL: [Distribution; 12] = [
+    pub const ALL: [Distribution; 13] = [
         Distribution::Normal,
         Distribution::LargeScores,
         Distribution::OverflowingScores,
@@ -58,6 +61,7 @@ impl Distribution {
         Distribution::Extremes,
         Distribution::NegativeScores,
         Distribution::RisingScores,
+        Distribution::Needle,
     ];
 
     /// The name used in the corpus, on the command line and in JSON.
@@ -75,6 +79,7 @@ impl Distribution {
             Distribution::Extremes => "extremes",
             Distribution::NegativeScores => "negative-scores",
             Distribution::RisingScores => "rising-scores",
+            Distribution::Needle => "needle",
         }
     }
 }
@@ -202,7 +207,7 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
     // ±1 in q and k adds to a score before any factor.
     let reach = head_dim as f64 * f64::from(problem.scale);
     match distribution {
-        Distribution::Normal => {}
+        Distribution::Normal | Distribution::Needle => {}
         Distribution::LargeScores => {
             scale_all(&mut q, 6.0);
             scale_all(&mut k, 6.0);
@@ -275,6 +280,19 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
         Distribution::RisingScores => {
             draw.lean(&mut q, Side::Queries, |_, _, _| 1.0);
             draw.lean(&mut k, Side::Keys, |_, _, s| 40.0 / reach * s as f64 / len_k.max(1) as f64);
+        }
+    }
+    if distribution == Distribution::Needle {
+        q.fill(0.0);
+        k.fill(0.0);
+        let score = (len_k.max(2) as f64).ln();
+        draw.lean(&mut q, Side::Queries, |_, _, _| 1.0);
+        draw.lean(&mut k, Side::Keys, |_, _, s| if s == 0 { score / reach } else { 0.0 });
+        for head in v.chunks_mut((len_k * head_dim_v).max(1)) {
+            let (first, rest) = head.split_at_mut(head_dim_v);
+            first.iter_mut().for_each(|x| *x = 1.0 + x.abs().min(0.9));
+            rest.chunks_exact_mut(head_dim_v).for_each(|value| value.copy_from_slice(first));
+            first.iter_mut().for_each(|x| *x = -*x);
         }
     }
     let limit = largest(dtype) as f32;

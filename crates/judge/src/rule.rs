@@ -32,8 +32,9 @@
 //! is the floor, because ε is now 1/8. Of many keys the roundings of probabilities average out, so that luck has
 //! `ε/2·spread` instead of `ε·magnitude`, where spread is √Σ(pₖ·vₖ)²; for a single key that is the same. The output is
 //! rounded to its own dtype, as before. And tensor cores add products of 8 bits with 14 bits rather than 24: ε₃₂ of the
-//! scores becomes 2⁻¹³, and habit has `2⁻¹³·√128·magnitude` for the sums of a tile of keys, which end there. A kernel whose
-//! sums of 14 bits go on over all keys is refused where there are many.
+//! scores becomes 2⁻¹³, and habit has `2⁻¹³·√128·magnitude` for the sums of a tile of keys, which end there: they are cut off,
+//! and all rows come out a little too small. That can tip the rounding of the output, by half its ε, in all rows where
+//! values are alike, so habit has that too. A kernel whose sums of 14 bits go on over all keys is refused where there are many.
 //!
 //! # Gradients
 //!
@@ -561,7 +562,7 @@ fn floors(problem: &Problem, row: &Conditioning, lse: f64) -> (Floor, Floor) {
         let rounded = f64::from(problem.dtype.epsilon()) / 2.0 * row.spread;
         let (of_scores, of_sums) = (SHORT * head_dim.sqrt(), SHORT * SHORT_KEYS.sqrt());
         let luck = o.luck + rounded + of_scores * row.sensitivity;
-        let habit = o.habit + of_sums * row.magnitude;
+        let habit = o.habit + (of_sums + epsilon / 2.0) * row.magnitude;
         return (Floor { luck, habit }, Floor { luck: lse + of_scores * row.score_magnitude, habit: 0.0 });
     }
     (o, Floor { luck: lse, habit: 0.0 })

@@ -11,6 +11,7 @@ use super::planted::{Bending, Bent, Mood, Moody, swap_heads};
 use super::{Trial, Verdict};
 use crate::cases::{Case, Tier};
 use crate::check::{Outcome, Prepared};
+use crate::eight;
 use crate::engine::{DeviceEngine, Engine};
 use crate::explain::describe;
 use crate::gradients::{Slip, Tiled};
@@ -64,6 +65,18 @@ pub fn gradients_of(dtype: DType) -> &'static Prepared {
         let problem = Problem::new(1, 4, 160, 32, dtype).with_kv(2, 200).with_mask(Mask::Causal);
         Prepared::new(case(problem.backward(), "gradients"))
     })
+}
+
+/// What faults of 8-bit floats are planted in; sums of few bits show among many keys that are alike.
+fn eight_bits(slip: Option<eight::Slip>) -> Prepared {
+    let problem = Problem::new(2, 4, 130, 32, DType::F8E4M3).with_kv(2, 200).with_descales();
+    match slip {
+        Some(eight::Slip::FewBits) => {
+            let long = Problem::new(1, 1, 8, 16, DType::F8E4M3).with_kv(1, 16384);
+            Prepared::new(Case { inputs: Distribution::ConstantValues, ..case(long, "eight") })
+        }
+        _ => Prepared::new(case(problem.with_mask(Mask::Causal), "eight")),
+    }
 }
 
 /// What the check says of an engine.
@@ -172,6 +185,17 @@ pub fn trials() -> Vec<Trial> {
     trials.extend(DType::WIDE.map(|dtype| {
         Trial::honest(format!("gradients of a tiled make in {dtype}"), JUDGE, move || {
             verdict(gradients_of(dtype), &Tiled { slip: None })
+        })
+    }));
+    trials.extend(eight::Slip::ALL.map(|slip| {
+        Trial::fault(slip.name(), JUDGE, move || {
+            verdict(&eight_bits(Some(slip)), &eight::Tiled { slip: Some(slip) })
+        })
+    }));
+    trials.extend([None, Some(eight::Slip::FewBits)].map(|like| {
+        let keys = if like.is_none() { "few" } else { "many" };
+        Trial::honest(format!("8 bits: {keys} keys, without a fault"), JUDGE, move || {
+            verdict(&eight_bits(like), &eight::Tiled { slip: None })
         })
     }));
     trials.push(Trial::honest("the kernel that does wait", "simulator", || simulated(false)));
