@@ -578,6 +578,11 @@ impl TensorBuf {
         view.expect("a TensorBuf's layout fits its memory")
     }
 
+    /// The elements as they lie in memory, to be changed.
+    pub(crate) fn storage_mut(&mut self) -> &mut Storage {
+        &mut self.storage
+    }
+
     /// The elements as they lie in memory.
     pub fn storage(&self) -> &Storage {
         &self.storage

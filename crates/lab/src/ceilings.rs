@@ -82,12 +82,17 @@ pub fn exponentials(problem: &Problem) -> f64 {
     problem.flops() / (2 * (problem.head_dim + problem.head_dim_v)) as f64
 }
 
+/// Products that tensor cores do in the time of one of 16 bits.
+pub fn products_at_once(problem: &Problem) -> f64 {
+    if problem.dtype.is_f8() { 2.0 } else { 1.0 }
+}
+
 impl Ceilings {
     /// Compares a time in microseconds with these. Absent where products or memory were not measured.
     pub fn roofline(&self, problem: &Problem, us: Option<f64>) -> Option<Roofline> {
         let us = us.filter(|&us| us > 0.0)?;
         let (flops, bytes) = (problem.flops(), problem.min_bytes());
-        let matmul_us = flops / self.matmul_tflops? / 1e6;
+        let matmul_us = flops / (products_at_once(problem) * self.matmul_tflops?) / 1e6;
         let memory_us = bytes / self.memory_gbytes? / 1e3;
         let exp_us = self.exp_gops.map(|rate| exponentials(problem) / rate / 1e3);
         let mut longest = (matmul_us, Bound::Matmul);

@@ -90,7 +90,7 @@ pub(super) struct Cells {
     /// Without a mask, for named shapes that are causal
     #[arg(long)]
     no_causal: bool,
-    /// f16, bf16, f32 or all; the named shape's own by default
+    /// f16, bf16, f32, f8 or all (but f8); the named shape's own by default
     #[arg(long, value_name = "DTYPE", value_parser = dtypes)]
     dtype: Option<Dtypes>,
 }
