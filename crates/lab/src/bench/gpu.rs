@@ -577,7 +577,9 @@ fn add_libraries(setup: &mut Setup, torch: &mut Host, facts: &mut Value) -> Opti
 /// Whether a peer computes a problem, or why not.
 fn supports(peer: &str, problem: &Problem) -> Result<(), String> {
     if problem.dtype.is_f8() && peer == FA3 {
-        return supports(peer, &Problem { dtype: DType::BF16, ..*problem });
+        let mut wide = *problem;
+        wide.dtype = DType::BF16;
+        return supports(peer, &wide);
     }
     let any_lengths = BOTTOM_RIGHT.contains(&peer) && problem.mask == Mask::Causal;
     Torch::supports(&if any_lengths { problem.with_mask(Mask::None) } else { *problem })
