@@ -61,6 +61,21 @@ pub struct Case {
 }
 
 impl Case {
+    /// A quick case of normal numbers, all of whose rows are judged.
+    pub fn new(name: &str, problem: Problem) -> Self {
+        Self {
+            name: name.into(),
+            tier: Tier::Quick,
+            problem,
+            key_lengths: None,
+            arrangement: Arrangement::Bhsd,
+            inputs: Distribution::Normal,
+            wild: None,
+            seed: 42,
+            rows: None,
+        }
+    }
+
     /// Draws the case's inputs.
     pub fn operands(&self) -> Operands {
         let operands = self.operands_from(self.seed);

@@ -5,8 +5,10 @@
 //! and rounded to f8; their products with the values of a tile are added with 14 bits, as tensor cores do, and then to the
 //! output in f32.
 
-use flashcore::{Attention, DType, Name, Problem, Tensor, TensorMut};
+use flashcore::{Attention, DType, Mask, Name, Problem, Tensor, TensorMut};
+use flashcore_judge::inputs::Distribution;
 
+use crate::cases::Case;
 use crate::engine::Engine;
 
 /// Keys of a tile.
@@ -53,6 +55,19 @@ impl Slip {
         Slip::FewBits,
         Slip::TileLost,
     ];
+
+    /// What it shows in: sums of few bits among many keys that are alike, others in heads with different descales.
+    pub fn planted_in(self) -> Case {
+        if self == Slip::FewBits {
+            let problem = Problem::new(1, 1, 4, 16, DType::F8E4M3).with_kv(1, 16384).with_lse();
+            return Case {
+                inputs: Distribution::ConstantValues,
+                ..Case::new("8 bits among many keys", problem)
+            };
+        }
+        let problem = Problem::new(2, 4, 70, 32, DType::F8E4M3).with_kv(2, 150).with_descales().with_lse();
+        Case::new("8 bits with descales", problem.with_mask(Mask::Causal))
+    }
 
     /// What it is, in words.
     pub const fn name(self) -> &'static str {

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
-use flashcore::{DType, Element, F8E4M3};
+use flashcore::{DType, Element, F8E4M3, Name};
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -173,6 +173,22 @@ pub fn widened(bytes: &[u8], dtype: DType) -> Vec<f32> {
         DType::F32 => elements::<f32>(bytes),
         DType::F8E4M3 => elements::<F8E4M3>(bytes).iter().map(F8E4M3::to_f32).collect(),
     }
+}
+
+/// The descales of q, k and v that a file holds, in f32.
+pub fn descales(file: &SafeTensors<'_>) -> Result<[Option<Vec<f32>>; 3], String> {
+    let mut descales = [const { None }; 3];
+    for (name, descale) in Name::DESCALES.into_iter().zip(&mut descales) {
+        let Ok(tensor) = file.tensor(&name.to_string()) else { continue };
+        if tensor.dtype() != Dtype::F32 {
+            return Err(format!(
+                "{name} is {:?}; descales are F32. Convert it before saving",
+                tensor.dtype()
+            ));
+        }
+        *descale = Some(elements(tensor.data()));
+    }
+    Ok(descales)
 }
 
 /// The tensors of a file as a list for messages: name, dtype and shape of each.

@@ -204,17 +204,7 @@ impl<'a> Inputs<'a> {
             }
         }
         let key_lengths = file.tensor("key_lengths").ok().map(|tensor| key_lengths(&tensor)).transpose()?;
-        let mut descales = [const { None }; 3];
-        for (name, descale) in ["q_descale", "k_descale", "v_descale"].iter().zip(&mut descales) {
-            let Ok(tensor) = file.tensor(name) else { continue };
-            if tensor.dtype() != Dtype::F32 {
-                return Err(format!(
-                    "{name} is {:?}; descales are F32. Convert it before saving",
-                    tensor.dtype()
-                ));
-            }
-            *descale = Some(files::elements::<f32>(tensor.data()));
-        }
+        let descales = files::descales(file)?;
         let dtype = q.dtype();
         Ok(Self { q, k, v, key_lengths, descales, dtype })
     }

@@ -9,14 +9,13 @@ use flashcore_ptx::Op;
 
 use super::planted::{Bending, Bent, Mood, Moody, swap_heads};
 use super::{Trial, Verdict};
-use crate::cases::{Case, Tier};
+use crate::cases::Case;
 use crate::check::{Outcome, Prepared};
 use crate::eight;
 use crate::engine::{DeviceEngine, Engine};
 use crate::explain::describe;
 use crate::gradients::{Slip, Tiled};
 use crate::guarded::Arrangement;
-use crate::inputs::Distribution;
 
 const JUDGE: &str = "verify";
 
@@ -31,17 +30,7 @@ const PIPELINED: &str = "sm80_fwd:block_m=64,block_n=32,warps=4,stages=2,q_in_re
 
 /// A case of the kind that faults are planted in: grouped heads, several tiles, gaps between the rows of a head.
 fn case(problem: Problem, name: &str) -> Case {
-    Case {
-        name: format!("faults/{name}"),
-        tier: Tier::Quick,
-        problem: problem.with_lse(),
-        key_lengths: None,
-        arrangement: Arrangement::Bshd,
-        inputs: Distribution::Normal,
-        wild: None,
-        seed: 42,
-        rows: None,
-    }
+    Case { arrangement: Arrangement::Bshd, ..Case::new(&format!("faults/{name}"), problem.with_lse()) }
 }
 
 /// The masks that faults of results are planted under.
@@ -65,18 +54,6 @@ pub fn gradients_of(dtype: DType) -> &'static Prepared {
         let problem = Problem::new(1, 4, 160, 32, dtype).with_kv(2, 200).with_mask(Mask::Causal);
         Prepared::new(case(problem.backward(), "gradients"))
     })
-}
-
-/// What faults of 8-bit floats are planted in; sums of few bits show among many keys that are alike.
-fn eight_bits(slip: Option<eight::Slip>) -> Prepared {
-    let problem = Problem::new(2, 4, 130, 32, DType::F8E4M3).with_kv(2, 200).with_descales();
-    match slip {
-        Some(eight::Slip::FewBits) => {
-            let long = Problem::new(1, 1, 8, 16, DType::F8E4M3).with_kv(1, 16384);
-            Prepared::new(Case { inputs: Distribution::ConstantValues, ..case(long, "eight") })
-        }
-        _ => Prepared::new(case(problem.with_mask(Mask::Causal), "eight")),
-    }
 }
 
 /// What the check says of an engine.
@@ -188,15 +165,13 @@ pub fn trials() -> Vec<Trial> {
         })
     }));
     trials.extend(eight::Slip::ALL.map(|slip| {
-        Trial::fault(slip.name(), JUDGE, move || {
-            verdict(&eight_bits(Some(slip)), &eight::Tiled { slip: Some(slip) })
-        })
+        let engine = eight::Tiled { slip: Some(slip) };
+        Trial::fault(slip.name(), JUDGE, move || verdict(&Prepared::new(slip.planted_in()), &engine))
     }));
-    trials.extend([None, Some(eight::Slip::FewBits)].map(|like| {
-        let keys = if like.is_none() { "few" } else { "many" };
-        Trial::honest(format!("8 bits: {keys} keys, without a fault"), JUDGE, move || {
-            verdict(&eight_bits(like), &eight::Tiled { slip: None })
-        })
+    trials.extend([eight::Slip::OtherHead, eight::Slip::FewBits].map(|slip| {
+        let (case, engine) = (slip.planted_in(), eight::Tiled { slip: None });
+        let name = format!("{} without a fault", case.name);
+        Trial::honest(name, JUDGE, move || verdict(&Prepared::new(case.clone()), &engine))
     }));
     trials.push(Trial::honest("the kernel that does wait", "simulator", || simulated(false)));
     trials.push(Trial::honest("the engine that faults are planted in, without one", JUDGE, || {
