@@ -219,13 +219,11 @@ impl Prepared {
     fn redrawable(&self, rng: &mut Rng) -> Vec<Name> {
         let signature = self.case.problem.signature();
         let names = signature.inputs().map(|of| of.name);
-        let mut names: Vec<Name> = names.filter(|name| !matches!(name, Name::O | Name::Lse)).collect();
+        let names = names.filter(|name| !matches!(name, Name::O | Name::Lse));
+        let (mut names, descales): (Vec<Name>, Vec<Name>) =
+            names.partition(|name| !Name::DESCALES.contains(name));
         // One of the descales stands for all.
-        let is_descale = |name: &Name| Name::DESCALES.contains(name);
-        while names.iter().filter(|name| is_descale(name)).count() > 1 {
-            let last = names.iter().rposition(|name| is_descale(name)).unwrap_or(0);
-            names.remove(last - rng.below(2));
-        }
+        names.extend((!descales.is_empty()).then(|| rng.pick(&descales)));
         while self.case.problem.pass == Pass::Backward && names.len() > 2 {
             names.remove(rng.below(names.len()));
         }

@@ -178,10 +178,14 @@ impl Tiled {
             let rescale = (max - highest).exp();
             max = highest;
             sum *= rescale;
-            out.iter_mut().for_each(|o| *o *= rescale);
+            for o in &mut out {
+                *o *= rescale;
+            }
             let mut weights: Vec<f32> = scores.iter().map(|score| (score - max).exp()).collect();
             sum += weights.iter().sum::<f32>();
-            weights.iter_mut().for_each(|p| *p = DType::F8E4M3.round(*p * top));
+            for p in &mut weights {
+                *p = DType::F8E4M3.round(*p * top);
+            }
             if self.slip == Some(Slip::TileLost) && keys.end == seen.end {
                 continue;
             }
@@ -203,7 +207,9 @@ impl Tiled {
             }
         }
         let factor = of_v / (top * sum);
-        out.iter_mut().for_each(|o| *o *= factor);
+        for o in &mut out {
+            *o *= factor;
+        }
         (out, max + sum.ln())
     }
 }

@@ -250,7 +250,9 @@ fn rotate(row: &mut [f32], signs: Option<&[f32]>) {
         half *= 2;
     }
     let scale = 1.0 / (row.len() as f32).sqrt();
-    row.iter_mut().for_each(|x| *x *= scale);
+    for x in row {
+        *x *= scale;
+    }
 }
 
 impl std::fmt::Display for Quantised {
@@ -344,7 +346,9 @@ mod tests {
         let mut rows = [(); 2].map(|()| (0..32).map(|_| draw.normal() as f32).collect::<Vec<_>>());
         let dot = |rows: &[Vec<f32>; 2]| rows[0].iter().zip(&rows[1]).map(|(a, b)| a * b).sum::<f32>();
         let before = dot(&rows);
-        rows.iter_mut().for_each(|row| rotate(row, Some(&signs)));
+        for row in &mut rows {
+            rotate(row, Some(&signs));
+        }
         assert!((dot(&rows) - before).abs() < 1e-4);
     }
 

@@ -13,7 +13,7 @@ fn tensor(shape: [usize; 4], seed: usize) -> TensorBuf {
 }
 
 /// The largest error of an output, as a part of the largest output, and that of lse.
-fn errors(device: &Device, attention: Attention<'_>, inputs: [&Tensor<'_>; 3]) -> [f64; 2] {
+fn errors(device: &Device, attention: &Attention<'_>, inputs: [&Tensor<'_>; 3]) -> [f64; 2] {
     let [q, k, v] = inputs;
     let problem = attention.problem(q, k, v).unwrap();
     let out = attention.with_lse().run(device, q, k, v).unwrap();
@@ -50,7 +50,7 @@ fn the_cpu_computes_what_stored_numbers_stand_for() {
             Attention::new().softcap(2.0).descales(Descales::new().k(&each[1])),
             Attention::new().key_lengths(&[3, 1]).descales(Descales::of([&one, &one, &one])),
         ] {
-            let [o, lse] = errors(&Device::cpu(), attention, [&q, &k, &v]);
+            let [o, lse] = errors(&Device::cpu(), &attention, [&q, &k, &v]);
             // The output is rounded to bf16.
             assert!(o < 0.004 && lse < 2e-5, "{attention:?}: off by {o}, lse by {lse}");
         }
@@ -65,7 +65,7 @@ fn tiny_and_huge_descales_cancel() {
         let [a, b, c] = [[of_q], [of_k], [of_v]];
         let each = [&a, &b, &c].map(|one| Tensor::descale(one, [1, 1]).unwrap());
         let attention = Attention::new().descales(Descales::of(each.each_ref()));
-        let [o, lse] = errors(&Device::cpu(), attention, [&q, &k, &v]);
+        let [o, lse] = errors(&Device::cpu(), &attention, [&q, &k, &v]);
         assert!(o < 0.004 && lse < 2e-5, "{of_q} {of_k} {of_v}: off by {o}, lse by {lse}");
     }
 }
@@ -150,7 +150,7 @@ fn the_simulated_hopper_computes_what_stored_numbers_stand_for() {
         Attention::new().causal().key_lengths(&[100, 31]).output(DType::F16),
         Attention::new().softcap(3.0).descales(Descales::of([&each, &each, &one])),
     ] {
-        let [o, lse] = errors(&device, attention, [&q, &k, &v]);
+        let [o, lse] = errors(&device, &attention, [&q, &k, &v]);
         // A probability is rounded by up to a sixteenth of it, and sums have 14 bits.
         assert!(o < 0.05 && lse < 0.02, "{attention:?}: off by {o}, lse by {lse}");
     }

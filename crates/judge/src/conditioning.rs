@@ -46,7 +46,9 @@ pub fn conditioning(
         let scale = f64::from(problem.scale) * of_q * of_k;
         let keys = read_head(k, b, h / problem.group(), len, head_dim);
         let mut values = read_head(v, b, h / problem.group(), len, head_dim_v);
-        values.iter_mut().for_each(|x| *x *= of_v);
+        for x in &mut values {
+            *x *= of_v;
+        }
         let mut query = vec![0.0_f32; head_dim];
         for (s, row) in rows.iter_mut().enumerate() {
             let range = mask.keys(s, len_q, len);

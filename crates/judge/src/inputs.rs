@@ -290,9 +290,11 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
         draw.lean(&mut k, Side::Keys, |_, _, s| if s == 0 { score / reach } else { 0.0 });
         for head in v.chunks_mut((len_k * head_dim_v).max(1)) {
             let (first, rest) = head.split_at_mut(head_dim_v);
-            first.iter_mut().for_each(|x| *x = 1.0 + x.abs().min(0.9));
+            for x in first.iter_mut() {
+                *x = 1.0 + x.abs().min(0.9);
+            }
             rest.chunks_exact_mut(head_dim_v).for_each(|value| value.copy_from_slice(first));
-            first.iter_mut().for_each(|x| *x = -*x);
+            scale_all(first, -1.0);
         }
     }
     let limit = largest(dtype) as f32;

@@ -311,7 +311,7 @@ impl<'py> Array<'py> {
     }
 
     /// The same array, whose bytes are the codes of 8-bit floats: not every library tells others of that type.
-    pub fn as_float8(mut self) -> Self {
+    pub fn with_float8(mut self) -> Self {
         if (self.dtype.code, self.dtype.bits) == (dlpack::UINT, 8) {
             self.dtype.code = dlpack::FLOAT8_E4M3FN;
         }

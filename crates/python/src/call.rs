@@ -34,7 +34,7 @@ pub fn execute(
     let descales = Descales::some_of(each.each_ref().map(Option::as_ref));
     let mut attention = options.attention().descales(descales);
     if let Some(lengths) = key_lengths {
-        attention = lengths.apply(py, attention, tensors[1].shape()[2])?;
+        attention = lengths.apply(py, &attention, tensors[1].shape()[2])?;
     }
     let run = || {
         let [q, k, v] = &tensors;
@@ -77,7 +77,7 @@ pub fn run(
     let mut inputs = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
     let mut given = [const { None }; 3];
     if let Some(descales) = &descales {
-        inputs = inputs.map(Array::as_float8);
+        inputs = inputs.map(Array::with_float8);
         for ((to, descale), name) in given.iter_mut().zip(descales).zip(Name::DESCALES) {
             *to = descale.as_ref().map(|descale| Array::read(descale, name)).transpose()?;
         }
@@ -134,7 +134,7 @@ pub fn run_backward<'py>(
     }
     let mut attention = options.attention();
     if let Some(lengths) = &lengths {
-        attention = lengths.apply(py, attention, tensors[1].shape()[2])?;
+        attention = lengths.apply(py, &attention, tensors[1].shape()[2])?;
     }
     let run = || {
         let [dq, dk, dv] = &mut outputs[..] else { unreachable!("there are three") };
@@ -160,7 +160,7 @@ fn problem(
     let (k, v) = (k.tensor(py, Name::K, options.order)?, v.tensor(py, Name::V, options.order)?);
     let mut attention = options.attention();
     if let Some(lengths) = &lengths {
-        attention = lengths.apply(py, attention, k.shape()[2])?;
+        attention = lengths.apply(py, &attention, k.shape()[2])?;
     }
     let problem = attention.problem(&q, &k, &v).map_err(|error| errors::raise(py, &error))?;
     for (tensor, given) in [(Name::K, k.place()), (Name::V, v.place())] {

@@ -49,7 +49,9 @@ impl Scoring {
         let each = heads.map(|(b, h)| descales.at(b, h));
         let mut all: Vec<(Self, f32)> = each.map(|[q, k, v]| (Self::scaled(problem, q * k), v)).collect();
         let fit = all.iter().all(|(it, v)| it.fits && OUTER.contains(v));
-        all.iter_mut().for_each(|(it, _)| it.fits = fit);
+        for (it, _) in &mut all {
+            it.fits = fit;
+        }
         all
     }
 }
