@@ -193,6 +193,9 @@ mod tests {
         assert_eq!(ceilings().roofline(&problem, None), None);
         assert_eq!(ceilings().roofline(&problem, Some(0.0)), None);
         assert_eq!(Ceilings { matmul_tflops: None, ..ceilings() }.roofline(&problem, Some(5.0)), None);
+        let matmul_us =
+            |dtype| ceilings().roofline(&Problem::new(1, 2, 64, 64, dtype), Some(9.0)).unwrap().matmul_us;
+        assert_eq!(matmul_us(DType::F8E4M3) * 2.0, matmul_us(DType::F16));
         let without_exp = Ceilings { exp_gops: None, ..ceilings() };
         assert_eq!(without_exp.roofline(&problem, Some(5.0)).unwrap().exp_us, None);
     }
