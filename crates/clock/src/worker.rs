@@ -193,7 +193,8 @@ impl Ready {
             [batch, heads_kv, len_k, head_dim],
             [batch, heads_kv, len_k, head_dim_v],
         ];
-        let output = || cuda.empty(dtype, Layout::bhsd([batch, heads_q, len_q, head_dim_v])).map_err(say);
+        let output =
+            || cuda.empty(problem.out(), Layout::bhsd([batch, heads_q, len_q, head_dim_v])).map_err(say);
         let set = |_| {
             let mut inputs = Vec::new();
             for (shape, pool) in shapes.into_iter().zip(pool) {
@@ -470,14 +471,14 @@ fn poison(cuda: &Cuda, tensor: &mut CudaTensor) -> Result<(), String> {
 
 /// The bits of an output, in the order (batch, heads, length, head_dim).
 fn download(cuda: &Cuda, o: &CudaTensor, problem: &Problem) -> Result<Vec<u16>, String> {
-    let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = *problem;
+    let Problem { batch, heads_q, len_q, head_dim_v, .. } = *problem;
     let layout = Layout::bhsd([batch, heads_q, len_q, head_dim_v]);
-    let mut host = TensorBuf::zeros(dtype, layout).map_err(say)?;
+    let mut host = TensorBuf::zeros(problem.out(), layout).map_err(say)?;
     cuda.download(o, &mut host.view_mut()).map_err(say)?;
     match host.storage() {
         Storage::F16(values) => Ok(values.iter().map(|value| value.to_bits()).collect()),
         Storage::BF16(values) => Ok(values.iter().map(|value| value.to_bits()).collect()),
-        Storage::F32(_) => Err("on a GPU f16 and bf16 are timed".into()),
+        Storage::F32(_) | Storage::F8E4M3(_) => Err("on a GPU outputs of f16 and bf16 are timed".into()),
     }
 }
 

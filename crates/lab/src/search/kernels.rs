@@ -73,7 +73,7 @@ impl Drivers {
     pub fn new(ordinal: u32, workers: usize) -> Result<Self, String> {
         let folder = tempfile::tempdir().map_err(|error| format!("no folder for inputs: {error}"))?;
         let pool = |dtype| Pool::draw(dtype, FEW, 0).store(folder.path());
-        let pools = vec![pool(DType::F16)?, pool(DType::BF16)?];
+        let pools = vec![pool(DType::F16)?, pool(DType::BF16)?, pool(DType::F8E4M3)?];
         let hosts = (0..workers.max(1)).map(|_| Mutex::new(Host::new(Kind::Ours, ordinal))).collect();
         Ok(Self { hosts, pools, _folder: folder })
     }
@@ -83,7 +83,7 @@ impl Drivers {
         let at = rayon::current_thread_index().unwrap_or(0) % self.hosts.len();
         let mut host = self.hosts[at].lock().unwrap_or_else(PoisonError::into_inner);
         let pool = self.pools.iter().find(|pool| pool.dtype == problem.dtype.name());
-        let pool = pool.ok_or("on a GPU f16 and bf16 are timed")?;
+        let pool = pool.ok_or("on a GPU f16, bf16 and f8 are timed")?;
         // The code depends only on the problem's kind, so the smallest of its kind will do.
         let mut small = problem.with_kv(1, 1);
         (small.batch, small.heads_q, small.len_q) =

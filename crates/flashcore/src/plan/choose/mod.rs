@@ -133,6 +133,10 @@ pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
 /// What of a problem the kernels with tensor cores do not take, if anything.
 pub(super) fn no_tensor_cores(problem: &Problem, target: Target) -> Option<String> {
     let Problem { batch, heads_q, head_dim, head_dim_v, .. } = *problem;
+    // The scalar kernel does not take 8-bit floats: a family with tensor cores says what it refuses.
+    if problem.dtype.is_f8() {
+        return None;
+    }
     let possible =
         |dim: usize| dim.is_multiple_of(8) && dim <= flashcore_kernels::MAX_TENSOR_CORE_HEAD_DIM as usize;
     if problem.dtype == DType::F32 {
@@ -164,6 +168,10 @@ pub(super) fn schedule(
         && let Some(choice) = sm90::choose(problem, spec, hardware)
     {
         return Ok(choice);
+    }
+    if hardware.target == Target::Sm90a && spec.dtype.is_fp8() {
+        return default_schedule(Kernel::Sm90Fwd, spec, hardware.target)
+            .map(|schedule| (schedule, "it is the only one that fits".into()));
     }
     sm80::choose(problem, spec, hardware)
 }
