@@ -44,10 +44,20 @@ pub enum Operand {
     PartialO,
     /// The reference score and the sum of weights of each partial output: two f32 per row of [`Operand::PartialO`].
     PartialState,
+    /// The queries as 8-bit floats, as [`Quantize`](crate::quantize::Quantize) writes them.
+    Q8,
+    /// The same for the keys.
+    K8,
+    /// The same for the values.
+    V8,
+    /// The mean over the keys of a kv head, one f32 per channel. Its one row is the mean, without distances between numbers.
+    KMean,
+    /// Memory that the launches of a quantisation share.
+    Space,
 }
 
 impl Operand {
-    const COUNT: usize = Operand::PartialState as usize + 1;
+    const COUNT: usize = Operand::Space as usize + 1;
 }
 
 /// A tensor of shape (batch, heads, length, head dim) in a GPU's memory. Rows are contiguous; strides are in bytes, from
