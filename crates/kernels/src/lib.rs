@@ -3,7 +3,7 @@
 //! A [`Kernel`] is a [`Family`] of generated code, a [`Schedule`] its knobs, a [`Spec`] what it is compiled for, and
 //! [`Args`] what a launch is bound to. The forward kernels are a ladder: [`Kernel::Scalar`] is the simplest right one,
 //! [`Kernel::Sm80Mma`] adds tensor cores, [`Kernel::Sm80Fwd`] is the real one for Ampere and Ada, and
-//! [`Kernel::Sm90Fwd`] the one for Hopper, which takes 8-bit floats too. [`Kernel::Combine`] merges the partial results of a long sequence.
+//! [`Kernel::Sm90Fwd`] the one for Hopper. These two take 8-bit floats too. [`Kernel::Combine`] merges the partial results of a long sequence.
 //!
 //! ```
 //! use flashcore_kernels::{ElementType, Schedule, Spec};
@@ -37,7 +37,11 @@ pub mod sm90;
 
 pub use bind::{Args, BindError, Map, Operand, Packed, Section, TensorArg};
 pub use family::{Blocks, Family, Geometry, ScheduleError};
-pub use parts::{copy::MAX_ROW_STRIDE, params::FwdParams, work::Order};
+pub use parts::{
+    copy::MAX_ROW_STRIDE,
+    params::{DescaleParams, FwdParams},
+    work::Order,
+};
 pub use phase::Phase;
 pub use registry::{Kernel, Schedule};
 pub use spec::{ElementType, MAX_TENSOR_CORE_HEAD_DIM, Spec};

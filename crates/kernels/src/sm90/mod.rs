@@ -4,4 +4,4 @@ pub mod combine;
 pub mod fwd;
 mod params;
 
-pub use params::{DescaleParams, Divisor, Sm90Params};
+pub use params::{Divisor, Sm90Params};
