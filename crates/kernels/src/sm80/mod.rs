@@ -1,3 +1,4 @@
 //! Kernels for Ampere and Ada.
 
+pub mod decode;
 pub mod fwd;
