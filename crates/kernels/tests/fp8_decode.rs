@@ -5,10 +5,10 @@ use flashcore_kernels::{
     sm80::decode::{self, ROWS},
 };
 use flashcore_ptx::{
-    Target,
+    Module, Op, Target,
     ptxas::{Ptxas, PtxasError},
 };
-use flashcore_sim::{Config, LaunchDims, Launching, Sim};
+use flashcore_sim::{Config, Finding, LaunchDims, Launching, Sim};
 use float8::F8E4M3;
 
 /// A problem: queries of 16 bits, keys and values of e4m3.
@@ -151,6 +151,18 @@ fn truth(case: &Case) -> [Vec<f64>; 3] {
 
 /// Runs a case, with what merges its parts; outputs and lse.
 fn run(case: &Case, schedule: decode::Schedule, codes: &[Vec<u8>; 2], target: Target) -> [Vec<f64>; 2] {
+    let module = schedule.module(&case.spec(), target).unwrap();
+    run_module(case, schedule, codes, target, &module).unwrap_or_else(|findings| panic!("{findings:?}"))
+}
+
+/// The same with this module; what was found in its launch, if anything.
+fn run_module(
+    case: &Case,
+    schedule: decode::Schedule,
+    codes: &[Vec<u8>; 2],
+    target: Target,
+    module: &Module,
+) -> Result<[Vec<f64>; 2], Vec<Finding>> {
     let spec = case.spec();
     let Case { batch, heads, heads_kv, len_q, len_k, dim, dim_v, .. } = *case;
     let mut sim = Sim::new(Config::default());
@@ -193,7 +205,6 @@ fn run(case: &Case, schedule: decode::Schedule, codes: &[Vec<u8>; 2], target: Ta
     let mut packed = Packed::default();
     let mut none = |_: &flashcore_kernels::Map| Err::<flashcore_ptx::TensorMap, ()>(());
     schedule.bind(&spec, &args, &mut none, &mut packed).unwrap();
-    let module = schedule.module(&spec, target).unwrap();
     let dims = |geometry: flashcore_kernels::Geometry| LaunchDims {
         grid: geometry.grid(batch as u32, heads as u32, len_q as u32, 4),
         block: [geometry.threads, 1, 1],
@@ -202,8 +213,10 @@ fn run(case: &Case, schedule: decode::Schedule, codes: &[Vec<u8>; 2], target: Ta
     };
     let how = if target == Target::Sm90a { Launching::Programmatic } else { Launching::StreamOrder };
     let own = dims(schedule.geometry(&spec));
-    let report = sim.launch_as(&module, "flashcore_sm80_decode", own, packed.launch(0).0, how).unwrap();
-    assert_eq!(report.findings, [], "{schedule}");
+    let report = sim.launch_as(module, "flashcore_sm80_decode", own, packed.launch(0).0, how).unwrap();
+    if !report.is_clean() {
+        return Err(report.findings);
+    }
     assert_eq!(report.stats.bank_conflicts(), 0, "{schedule}");
     if schedule.parts > 1 {
         assert_eq!(sim.unwritten(partial), [], "partial o");
@@ -217,10 +230,10 @@ fn run(case: &Case, schedule: decode::Schedule, codes: &[Vec<u8>; 2], target: Ta
     }
     assert_eq!(sim.unwritten(o), [], "o");
     assert_eq!(sim.unwritten(lse), [], "lse");
-    [
+    Ok([
         sim.read(o).as_chunks().0.iter().map(|word| case.float(*word)).collect(),
         sim.read(lse).as_chunks().0.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect(),
-    ]
+    ])
 }
 
 fn schedule(warps: u32, keys: u32, stages: u32, parts: u32) -> decode::Schedule {
@@ -322,6 +335,19 @@ fn codes_behind_the_last_key_do_not_matter() {
 }
 
 #[test]
+fn a_wait_for_copies_is_missed_where_it_is_dropped() {
+    let case = Case::new(F16, 4, 300, 64);
+    let schedule = schedule(2, 32, 3, 1);
+    let module = schedule.module(&case.spec(), Target::Sm90a).unwrap();
+    let mut without = module.clone();
+    let waits = |inst: &flashcore_ptx::Inst| matches!(inst.op, Op::CpAsyncWait(_));
+    assert!(module.kernels[0].body.iter().any(waits));
+    without.kernels[0].body.retain(|inst| !waits(inst));
+    assert!(run_module(&case, schedule, &case.codes(), Target::Sm90a, &module).is_ok());
+    assert!(run_module(&case, schedule, &case.codes(), Target::Sm90a, &without).is_err());
+}
+
+#[test]
 fn what_cannot_be_is_refused() {
     let refused = |schedule: decode::Schedule, spec: Spec, target| schedule.check(&spec, target).unwrap_err();
     let spec = Spec::new(F16, 128);
@@ -365,14 +391,17 @@ fn default_schedules_assemble_without_spills() {
             left: true,
             ..plain.causal().with_lse()
         };
-        for (spec, parts) in [(plain, 2), (capped, 1)] {
-            let schedule = decode::Schedule::new(&spec, parts);
-            let module = schedule.module(&spec, Target::Sm90a).unwrap();
-            let assembled = ptxas.assemble(&module, Target::Sm90a).unwrap_or_else(|error| panic!("{error}"));
+        let small = decode::Schedule { warps: 4, stages: 2, ..decode::Schedule::new(&plain, 1) };
+        for (spec, schedule, target) in [
+            (plain, decode::Schedule::new(&plain, 2), Target::Sm90a),
+            (capped, decode::Schedule::new(&capped, 1), Target::Sm90a),
+            (capped, small, Target::Sm89),
+        ] {
+            let module = schedule.module(&spec, target).unwrap();
+            let assembled = ptxas.assemble(&module, target).unwrap_or_else(|error| panic!("{error}"));
             assert_eq!(assembled.remarks, []);
             for kernel in &assembled.kernels {
                 let spilled = (kernel.spill_store_bytes, kernel.spill_load_bytes);
-                eprintln!("{head_dim} {schedule}: {} registers, spilled {spilled:?}", kernel.registers);
                 assert_eq!(spilled, (0, 0), "{schedule} for {spec:?}");
             }
         }

@@ -45,7 +45,8 @@ pub struct Quantize {
     pub head_dim: u32,
     /// Elements of a value, likewise.
     pub head_dim_v: u32,
-    /// Whether there are queries.
+    /// Whether there are queries. How many heads share a descale follows from the shape of k, which is then needed even
+    /// where there are no keys to quantise.
     pub q: bool,
     /// Whether there are keys.
     pub k: bool,
@@ -148,11 +149,10 @@ impl Quantize {
 
     /// The grid of a pass.
     pub fn grid(self, pass: Pass, args: &Args) -> [u32; 3] {
-        let [chunks, heads, batch] = self.most(args);
-        let [keys_batch, keys_heads, ..] = args.tensor(Operand::K).shape;
+        let [batch, heads, ..] = args.tensor(Operand::K).shape;
         match pass {
-            Pass::Mean => [(keys_batch * keys_heads) as u32, 1, 1],
-            Pass::Scan | Pass::Cast => [chunks * heads * batch, self.tensors().count() as u32, 1],
+            Pass::Mean => [(batch * heads) as u32, 1, 1],
+            Pass::Scan | Pass::Cast => [self.blocks(args)[2], 1, 1],
         }
     }
 
@@ -248,27 +248,40 @@ impl Quantize {
         if pass == Pass::Mean {
             return self.mean(k, memory);
         }
-        let tensors: Vec<Which> = self.tensors().collect();
-        for (i, &which) in tensors.iter().enumerate() {
-            let each = |k: &mut KernelBuilder| match which {
-                Which::Q => self.tensor::<OfQ>(k, pass, memory, which),
-                Which::K => self.tensor::<OfK>(k, pass, memory, which),
-                Which::V => self.tensor::<OfV>(k, pass, memory, which),
-            };
-            // Blocks run in about the order of their numbers, and the last pass goes the other way.
-            let place = if pass == Pass::Cast { tensors.len() - 1 - i } else { i };
-            if tensors.len() == 1 {
-                each(k);
-            } else {
-                let y = k.ctaid_y();
-                let mine = k.setp_eq_u32(y, place as u32);
-                k.if_(mine, each);
+        let mut item = k.ctaid_x();
+        if pass == Pass::Cast {
+            // Blocks run in about the order of their numbers, and this pass goes the other way.
+            let blocks = k.param(Common::blocks);
+            let last = k.sub_u32(blocks, 1u32);
+            item = k.sub_u32(last, item);
+        }
+        let (k_first, v_first) = (k.param(Common::k_first), k.param(Common::v_first));
+        let (after_q, after_k) = (k.setp_ge_u32(item, k_first), k.setp_ge_u32(item, v_first));
+        for which in self.tensors() {
+            match which {
+                Which::Q => k.if_(!after_q, |k| self.tensor::<OfQ>(k, pass, memory, which, item)),
+                Which::K => {
+                    let inside = k.sub_u32(item, k_first);
+                    let mine = k.xor_pred(after_q, after_k);
+                    k.if_(mine, |k| self.tensor::<OfK>(k, pass, memory, which, inside));
+                }
+                Which::V => {
+                    let inside = k.sub_u32(item, v_first);
+                    k.if_(after_k, |k| self.tensor::<OfV>(k, pass, memory, which, inside));
+                }
             }
         }
     }
 
-    /// One chunk of a tensor.
-    fn tensor<P: TensorParams>(self, k: &mut KernelBuilder, pass: Pass, memory: &Memory, which: Which) {
+    /// One chunk of a tensor, given its number.
+    fn tensor<P: TensorParams>(
+        self,
+        k: &mut KernelBuilder,
+        pass: Pass,
+        memory: &Memory,
+        which: Which,
+        item: Reg<B32>,
+    ) {
         k.section(match which {
             Which::Q => "queries",
             Which::K => "keys",
@@ -276,36 +289,30 @@ impl Quantize {
         });
         let [rows, heads, _] = P::counts();
         let (rows, heads) = (k.param(rows), k.param(heads));
-        let (chunks_most, heads_most) = (k.param(Common::chunks_most), k.param(Common::heads_most));
-        let mut item = k.ctaid_x();
-        if pass == Pass::Cast {
-            let blocks = k.nctaid_x();
-            let last = k.sub_u32(blocks, 1u32);
-            item = k.sub_u32(last, item);
-        }
-        let all_heads = k.div_u32(item, chunks_most);
-        let chunk = k.rem_u32(item, chunks_most);
-        let batch = k.div_u32(all_heads, heads_most);
-        let head = k.rem_u32(all_heads, heads_most);
+        let chunks = self.chunks_of(k, rows);
+        let (all_heads, chunk) = (k.div_u32(item, chunks), k.rem_u32(item, chunks));
+        let (batch, head) = (k.div_u32(all_heads, heads), k.rem_u32(all_heads, heads));
         let first = k.mul_lo_u32(chunk, self.rows);
-        let (some, exists) = (k.setp_lt_u32(first, rows), k.setp_lt_u32(head, heads));
-        let exists = k.and_pred(some, exists);
-        k.if_(exists, |k| {
-            let mut end = rows;
-            if self.key_lengths && which != Which::Q {
-                let lengths = k.param(Common::key_lengths);
-                let own = k.mad_wide_u32(batch, 4u32, lengths);
-                let length = k.ld_global::<B32>(own);
-                end = k.min_u32(rows, length);
-            }
-            let past = k.add_u32(first, self.rows);
-            let end = k.min_u32(end, past);
-            let chunk = Chunk { batch, head, heads, chunk, first, end };
-            match pass {
-                Pass::Cast => self.cast::<P>(k, memory, which, &chunk),
-                _ => self.scan::<P>(k, memory, which, &chunk),
-            }
-        });
+        let mut end = rows;
+        if self.key_lengths && which != Which::Q {
+            let lengths = k.param(Common::key_lengths);
+            let own = k.mad_wide_u32(batch, 4u32, lengths);
+            let length = k.ld_global::<B32>(own);
+            end = k.min_u32(rows, length);
+        }
+        let past = k.add_u32(first, self.rows);
+        let end = k.min_u32(end, past);
+        let chunk = Chunk { batch, head, heads, chunk, first, end };
+        match pass {
+            Pass::Cast => self.cast::<P>(k, memory, which, &chunk),
+            _ => self.scan::<P>(k, memory, which, &chunk),
+        }
+    }
+
+    /// Chunks per head.
+    fn chunks_of(self, k: &mut KernelBuilder, rows: Reg<B32>) -> Reg<B32> {
+        let up = k.add_u32(rows, self.rows - 1);
+        k.div_u32(up, self.rows)
     }
 
     /// The first pass over a chunk.
@@ -459,8 +466,7 @@ impl Quantize {
         } else {
             rows
         };
-        let up = k.add_u32(rows, self.rows - 1);
-        let chunks = k.div_u32(up, self.rows);
+        let chunks = self.chunks_of(k, rows);
         let tid = k.tid_x();
         let (strand, channel) = (k.div_u32(tid, columns), k.rem_u32(tid, columns));
         let works = k.setp_lt_u32(strand, strands);
@@ -733,8 +739,7 @@ impl Channels {
         let tid = k.tid_x();
         let [rows, ..] = OfK::counts();
         let rows = k.param(rows);
-        let up = k.add_u32(rows, of.rows - 1);
-        let chunks = k.div_u32(up, of.rows);
+        let chunks = of.chunks_of(k, rows);
         let item = k.mad_lo_u32(chunk.batch, chunk.heads, chunk.head);
         let out = partial_address(k, columns, chunks, item);
         let out = k.mad_wide_u32(chunk.chunk, 12 * columns, out);

@@ -9,15 +9,17 @@ use crate::{
 };
 
 kernel_params! {
-    /// What every pass is given. Strides are in bytes; what there is of each tensor is a [`OfQ`], [`OfK`] or [`OfV`].
+    /// What every pass is given. Strides are in bytes; what there is of each tensor is a [`OfQ`], [`OfK`] or [`OfV`]. The
+    /// first blocks are for q, those from `k_first` on for k, and those from `v_first` on for v.
     pub(super) struct Common {
         key_lengths: GlobalPtr,
         mean: GlobalPtr,
         partials: GlobalPtr,
         mean_batch: u64,
         mean_head: u64,
-        chunks_most: u32,
-        heads_most: u32,
+        k_first: u32,
+        v_first: u32,
+        blocks: u32,
         group: u32,
     }
 }
@@ -118,20 +120,25 @@ impl Quantize {
         if self.smooths(which) { 1 } else { self.chunks(args, which) }
     }
 
-    /// Over the tensors: the most chunks and the most heads, and the batch entries.
-    pub(super) fn most(self, args: &Args) -> [u32; 3] {
-        self.tensors().fold([0; 3], |[chunks, heads, batch], which| {
-            let shape = args.tensor(which.operands().0).shape;
-            [chunks.max(self.chunks(args, which)), heads.max(shape[1] as u32), batch.max(shape[0] as u32)]
-        })
+    /// Heads of a tensor over all batch entries.
+    fn heads(args: &Args, which: Which) -> u32 {
+        let [batch, heads, ..] = args.tensor(which.operands().0).shape;
+        (batch * heads) as u32
+    }
+
+    /// One block per chunk: the first of k, the first of v, and how many there are.
+    pub(super) fn blocks(self, args: &Args) -> [u32; 3] {
+        let blocks = |of: Which| {
+            let there = self.tensors().any(|which| which == of);
+            if there { Self::heads(args, of) * self.chunks(args, of) } else { 0 }
+        };
+        let (q, k, v) = (blocks(Which::Q), blocks(Which::K), blocks(Which::V));
+        [q, q + k, q + k + v]
     }
 
     /// Where each tensor's largest magnitudes start in the workspace, and where the partial means do; then its size.
     fn places(self, args: &Args) -> ([u64; 3], u64, u64) {
-        let heads = |which: Which| {
-            let shape = args.tensor(which.operands().0).shape;
-            (shape[0] * shape[1]) as u64
-        };
+        let heads = |which: Which| u64::from(Self::heads(args, which));
         let (mut starts, mut end) = ([0; 3], 0);
         for which in self.tensors() {
             starts[which as usize] = end;
@@ -152,7 +159,7 @@ impl Quantize {
     pub fn bind(self, args: &Args, packed: &mut Packed) {
         let space = args.tensor(Operand::Space).address;
         let (starts, partials, _) = self.places(args);
-        let [chunks_most, heads_most, _] = self.most(args);
+        let [k_first, v_first, blocks] = self.blocks(args);
         let mean = args.tensor(Operand::KMean);
         packed.push(&Common {
             key_lengths: args.tensor(Operand::KeyLengths).pointer(),
@@ -160,8 +167,9 @@ impl Quantize {
             partials: GlobalPtr(space + partials),
             mean_batch: mean.strides[0],
             mean_head: mean.strides[1],
-            chunks_most,
-            heads_most,
+            k_first,
+            v_first,
+            blocks,
             group: args.group(),
         });
         let tensor = |which: Which| {
