@@ -6,7 +6,8 @@
 //!     [--causal 1] [--knobs flush=0,block_n=160]
 //! ```
 //!
-//! `--knobs` changes the default schedule. The exit status is 0 when all rows that were checked are right, 1 when one is
+//! `--knobs` changes the default schedule, or is a whole one of another kernel:
+//! `sm80_fwd:block_m=128,block_n=64,warps=8,stages=2,q_in_regs=0,order=head`. The exit status is 0 when all rows that were checked are right, 1 when one is
 //! not, 2 when there is no Hopper GPU.
 
 #![allow(unsafe_code)] // Launches are unsafe by nature; the kernel here is given buffers that outlive it.
@@ -90,6 +91,9 @@ impl Shape {
 
     /// The default schedule with these knobs.
     fn schedule(&self, spec: &Spec) -> Result<Schedule> {
+        if self.knobs.contains(':') {
+            return Ok(self.knobs.parse()?);
+        }
         let text = Schedule::Sm90Fwd(sm90::fwd::Schedule::fp8(spec)).to_string();
         let name = |knob: &str| knob.split('=').next().unwrap_or_default().to_owned();
         let changed: Vec<&str> = self.knobs.split(',').filter(|knob| !knob.is_empty()).collect();
@@ -185,7 +189,7 @@ fn run(context: &Context) -> Result<bool> {
     let schedule = shape.schedule(&spec)?;
     let text = schedule.emit(&spec, Target::Sm90a)?.to_string();
     let module = flashcore_driver::Module::from_ptx(context, "fp8.ptx", &text, &JitOptions::default())?;
-    let function = module.function("flashcore_sm90_fwd")?;
+    let function = module.function(&format!("flashcore_{}", schedule.kernel()))?;
     println!("{schedule}");
 
     let stream = context.stream(StreamOptions::default())?;
@@ -220,7 +224,7 @@ fn run(context: &Context) -> Result<bool> {
     let grid = geometry.grid(batch as u32, heads as u32, queries as u32, sms);
     let config = LaunchConfig {
         shared_bytes: geometry.shared_bytes,
-        programmatic: true,
+        programmatic: schedule.is_programmatic(),
         ..LaunchConfig::new(grid, [geometry.threads, 1, 1])
     };
     function.set_max_dynamic_shared(geometry.shared_bytes)?;

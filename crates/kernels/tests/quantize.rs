@@ -328,6 +328,28 @@ fn dot_products_of_rotated_rows_are_what_they_were() {
 }
 
 #[test]
+fn scores_of_codes_lack_the_queries_product_with_the_mean() {
+    let quantize = Quantize { smooth: true, rotate: Some(11), ..bf16(64) };
+    let case = Case { batch: 1, heads: 1, heads_kv: 1, len_q: 8, ..Case::new(quantize, 50) };
+    let found = run(&case, Config::default());
+    let numbers = [0, 1].map(|tensor| case.inputs(tensor));
+    let codes = |tensor: usize, at: usize| {
+        F8E4M3::from_bits(found.codes[tensor][at]).to_f64() * f64::from(found.descales[tensor][0])
+    };
+    let (mut errors, mut sizes) = (0.0, 0.0);
+    for (i, j) in (0..8).flat_map(|i| (0..50).map(move |j| (i, j))) {
+        let sum = |of: &dyn Fn(usize) -> f64| (0..64).map(of).sum::<f64>();
+        let query = |d: usize| f64::from(numbers[0][64 * i + d]);
+        let want = sum(&|d| query(d) * f64::from(numbers[1][64 * j + d]));
+        let have = sum(&|d| codes(0, 64 * i + d) * codes(1, 64 * j + d))
+            + sum(&|d| query(d) * f64::from(found.mean[d]));
+        (errors, sizes) = (errors + (have - want).powi(2), sizes + want.powi(2));
+    }
+    let error = (errors / sizes).sqrt();
+    assert!(error < 0.02, "off by {error}");
+}
+
+#[test]
 fn bits_do_not_depend_on_the_order_of_blocks() {
     let case = Case::new(Quantize { smooth: true, rotate: Some(3), rows: 32, ..f16(64) }, 200);
     let first = run(&case, Config { threads: 1, ..Config::default() });

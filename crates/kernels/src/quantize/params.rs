@@ -144,10 +144,9 @@ impl Quantize {
             starts[which as usize] = end;
             end += 4 * heads(which) * u64::from(self.parts(args, which));
         }
-        let partials = end.next_multiple_of(16);
         let each = 12 * u64::from(self.head_dim) * u64::from(self.chunks(args, Which::K));
         let all = if self.smooth { heads(Which::K) * each } else { 0 };
-        (starts, partials, partials + all)
+        (starts, end, end + all)
     }
 
     /// Bytes of the workspace, [`Operand::Space`], which need not hold anything.

@@ -281,6 +281,12 @@ impl Schedule {
         }
         let work = Work::begin(k, spec, |k| Rows::find_in_row(k, ROWS));
         let place = Place::new(k, 0);
+        let range = work.key_range(k, ROWS);
+        let steps = self.steps(k, &range);
+        let walk = Walk::new(k, self, spec, memory, &work, place, &range);
+        // Before anything else is waited for.
+        let first = walk.begin(k, &steps);
+        let queries = Queries::load(k, spec, memory, &work, place, walk.k);
         let kv_head = work.rows.kv_head(k, spec);
         let descale = DescaleParams::read(k, Operand::K, work.rows.batch, kv_head);
         let base = SoftmaxParams::read(k, spec);
@@ -289,10 +295,7 @@ impl Schedule {
         let softmax = OnlineSoftmax::new(k, params, 1);
         let o: Vec<Acc> =
             (0..Self::columns(spec) / 8).map(|_| std::array::from_fn(|_| k.mov_f32(0.0))).collect();
-        let range = work.key_range(k, ROWS);
-        let steps = self.steps(k, &range);
-        let walk = Walk::new(k, self, spec, memory, &work, place, &range);
-        walk.run(k, &steps, &softmax, &o);
+        walk.run(k, first, &steps, &queries, &softmax, &o);
         softmax.finish(k);
         self.merge(k, spec, memory, &place, &softmax, &o, descale);
     }
@@ -455,7 +458,6 @@ struct Walk<'a> {
     ring: Reg<B32>,
     /// For the last piece of a value: whether this thread has one.
     v_last: Option<Reg<Pred>>,
-    queries: Queries,
 }
 
 /// Where A operands are.
@@ -501,7 +503,6 @@ impl<'a> Walk<'a> {
         let base = k.shared_addr(memory.ring);
         // Pieces of all lanes of a warp lie side by side, so the lane's place depends on their size: see `at`.
         let ring = k.mad_lo_u32(warp, 32 * schedule.stages * schedule.lane_bytes(spec), base);
-        let queries = Queries::load(k, spec, memory, work, place, pieces_k);
         Self {
             schedule,
             spec,
@@ -516,11 +517,11 @@ impl<'a> Walk<'a> {
             v_row,
             ring,
             v_last,
-            queries,
         }
     }
 
-    fn run(&self, k: &mut KernelBuilder, steps: &Steps, softmax: &OnlineSoftmax, o: &[Acc]) {
+    /// Starts the first copies, and returns this warp's first step.
+    fn begin(&self, k: &mut KernelBuilder, steps: &Steps) -> Reg<B32> {
         let Schedule { warps, stages, .. } = self.schedule;
         k.section("walk: the first copies");
         let tid = k.tid_x();
@@ -531,14 +532,27 @@ impl<'a> Walk<'a> {
             let slot = k.mov_b32(ahead);
             self.fetch(k, step, steps.past, slot);
         }
+        step
+    }
+
+    fn run(
+        &self,
+        k: &mut KernelBuilder,
+        first: Reg<B32>,
+        steps: &Steps,
+        queries: &Queries,
+        softmax: &OnlineSoftmax,
+        o: &[Acc],
+    ) {
+        let Schedule { warps, stages, .. } = self.schedule;
         let (slot, free) = (k.mov_b32(0u32), k.mov_b32(stages - 1));
         k.section("walk: one step of keys");
-        k.for_s32(step, steps.past, warps as i32, |k, step, _| {
+        k.for_s32(first, steps.past, warps as i32, |k, step, _| {
             let ahead = k.add_u32(step, (stages - 1) * warps);
             self.fetch(k, ahead, steps.past, free);
             k.comment("this thread's own copies of this step are done, and nobody else reads them");
             k.cp_async_wait((stages - 1) as u8);
-            self.step(k, step, slot, softmax, o);
+            self.step(k, step, slot, queries, softmax, o);
             for at in [slot, free] {
                 let next = k.add_u32(at, 1u32);
                 let wraps = k.setp_eq_u32(next, stages);
@@ -600,6 +614,7 @@ impl<'a> Walk<'a> {
         k: &mut KernelBuilder,
         step: Reg<B32>,
         slot: Reg<B32>,
+        queries: &Queries,
         softmax: &OnlineSoftmax,
         o: &[Acc],
     ) {
@@ -615,14 +630,14 @@ impl<'a> Walk<'a> {
                 })
                 .collect();
             for word in 0..self.k.words() {
-                let a = self.queries.operand(k, piece * self.k.words() + word);
+                let a = queries.operand(k, piece * self.k.words() + word);
                 for (acc, codes) in scores.iter_mut().zip(&codes) {
                     let b = k.unpack_b32(codes[word as usize]).map(|pair| k.cvt_rn_f16x2_e4m3x2(pair));
                     *acc = k.mma_m16n8k16(MatrixTy::F16, a, b, *acc);
                 }
             }
         }
-        if let Some(factors) = self.queries.factors {
+        if let Some(factors) = queries.factors {
             for acc in &scores {
                 for (half, factor) in HALVES.iter().zip(factors) {
                     for &i in half {
