@@ -19,7 +19,9 @@ use flashcore_driver::{
     ComputeCapability, Context, DeviceBuffer, Driver, Event, EventKind, JitOptions, L2Promotion,
     LaunchConfig, OutOfBounds, StreamOptions, Swizzle, TensorMapElement, TensorMapSpec,
 };
-use flashcore_kernels::{Args, ElementType, Map, Operand, Packed, Schedule, Section, Spec, TensorArg, sm90};
+use flashcore_kernels::{
+    Args, ElementType, Kernel, Map, Operand, Packed, Schedule, Section, Spec, TensorArg, sm90,
+};
 use flashcore_ptx::{Target, TensorMap};
 use float8::F8E4M3;
 
@@ -187,7 +189,8 @@ fn run(context: &Context) -> Result<bool> {
     let Shape { batch, heads, kv_heads, queries, keys, dim, causal, .. } = shape;
     let spec = Spec { right: causal, grouped: heads != kv_heads, ..Spec::new(ElementType::E4m3, dim as u32) };
     let schedule = shape.schedule(&spec)?;
-    let text = schedule.emit(&spec, Target::Sm90a)?.to_string();
+    let target = if schedule.kernel() == Kernel::Sm90Fwd { Target::Sm90a } else { Target::Sm89 };
+    let text = schedule.emit(&spec, target)?.to_string();
     let module = flashcore_driver::Module::from_ptx(context, "fp8.ptx", &text, &JitOptions::default())?;
     let function = module.function(&format!("flashcore_{}", schedule.kernel()))?;
     println!("{schedule}");

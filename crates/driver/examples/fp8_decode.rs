@@ -47,11 +47,10 @@ fn numbers(len: usize, seed: u64) -> impl Iterator<Item = f32> {
     })
 }
 
-/// A kernel's function, with its launch and the module that it is in.
+/// A kernel with its launch.
 struct Ready {
     function: Function,
     config: LaunchConfig,
-    _module: flashcore_driver::Module,
 }
 
 impl Ready {
@@ -71,7 +70,7 @@ impl Ready {
             programmatic: true,
             ..LaunchConfig::new(grid, [geometry.threads, 1, 1])
         };
-        Ok(Self { function, config, _module: module })
+        Ok(Self { function, config })
     }
 }
 

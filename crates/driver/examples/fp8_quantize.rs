@@ -17,7 +17,10 @@ use flashcore_driver::{
     ComputeCapability, Context, DeviceBuffer, Driver, Event, EventKind, JitOptions, LaunchConfig,
     StreamOptions,
 };
-use flashcore_kernels::{Args, ElementType, Operand, Packed, TensorArg, quantize::Quantize};
+use flashcore_kernels::{
+    Args, ElementType, Operand, Packed, TensorArg,
+    quantize::{Quantize, signs},
+};
 use flashcore_ptx::Target;
 use float8::F8E4M3;
 
@@ -45,6 +48,15 @@ fn numbers(len: usize, seed: u64) -> Vec<u16> {
 
 fn float(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
+}
+
+/// Signs, then the transform, over √head_dim.
+fn rotated(seed: u32, x: &[f64]) -> Vec<f64> {
+    let signs = signs(seed, x.len() as u32);
+    let entry = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
+    let signed = |j: usize| if signs[j] { -x[j] } else { x[j] };
+    let root = (x.len() as f64).sqrt();
+    (0..x.len()).map(|i| (0..x.len()).map(|j| entry(i, j) * signed(j)).sum::<f64>() / root).collect()
 }
 
 fn run(context: &Context) -> Result<bool> {
@@ -124,25 +136,39 @@ fn run(context: &Context) -> Result<bool> {
     call()?;
 
     let mut right = true;
+    let means = stream.download_all::<f32>(&mean)?;
     for (tensor, (x, _, output, descales)) in kept.iter().enumerate() {
-        if (smooth && tensor == 1) || (rotate != 0 && tensor < 2) {
-            continue;
-        }
         let (codes, descales) = (stream.download_all::<u8>(output)?, stream.download_all::<f32>(descales)?);
+        let (smoothed, turned) =
+            (smooth && tensor == 1, (rotate != 0 && tensor < 2).then_some(rotate as u32));
         let of_descale = x.len() / descales.len();
-        for (x, &descale) in x.chunks(of_descale).zip(&descales) {
-            let amax = x.iter().fold(0.0_f64, |most, &x| most.max(float(x).abs()));
-            right &= (f64::from(descale) * 448.0 / amax - 1.0).abs() < 1e-6;
+        for (head, (x, &descale)) in x.chunks(of_descale).zip(&descales).enumerate() {
+            if smoothed {
+                for (d, &mean) in means[head * dim..][..dim].iter().enumerate() {
+                    let want = x.iter().skip(d).step_by(dim).map(|&x| float(x)).sum::<f64>() / rows as f64;
+                    right &= (f64::from(mean) - want).abs() < 1e-5;
+                }
+            } else if turned.is_none() {
+                let amax = x.iter().fold(0.0_f64, |most, &x| most.max(float(x).abs()));
+                right &= (f64::from(descale) * 448.0 / amax - 1.0).abs() < 1e-6;
+            }
         }
-        let row = |i: usize| i * (x.len() / dim - 1) / (ROWS - 1) * dim;
-        for at in (0..ROWS).flat_map(|i| row(i)..row(i) + dim) {
-            let want = float(x[at]) / f64::from(descales[at / of_descale]);
-            let code = F8E4M3::from_bits(codes[at]).to_f64();
-            let step = want.abs().max(1.0 / 64.0).log2().floor().exp2() / 8.0;
-            right &= (code - want).abs() <= 0.501 * step;
+        for row in (0..ROWS).map(|i| i * (x.len() / dim - 1) / (ROWS - 1) * dim) {
+            let head = row / of_descale;
+            let mean = |d: usize| if smoothed { f64::from(means[head * dim + d]) } else { 0.0 };
+            let mut want: Vec<f64> = (0..dim).map(|d| float(x[row + d]) - mean(d)).collect();
+            if let Some(seed) = turned {
+                want = rotated(seed, &want);
+            }
+            for (d, want) in want.into_iter().enumerate() {
+                let want = want / f64::from(descales[head]);
+                let code = F8E4M3::from_bits(codes[row + d]).to_f64();
+                let step = want.abs().max(1.0 / 64.0).log2().floor().exp2() / 8.0;
+                right &= (code - want).abs() <= 0.51 * step;
+            }
         }
     }
-    println!("{}", if right { "descales and codes are right" } else { "descales or codes are WRONG" });
+    println!("{}", if right { "descales and codes are right" } else { "descales, means or codes are WRONG" });
 
     let (start, end) = (Event::new(context, EventKind::Timing)?, Event::new(context, EventKind::Timing)?);
     let mut times = Vec::new();
