@@ -246,10 +246,10 @@ fn check_on(case: &Case, schedule: decode::Schedule, target: Target) {
         || format!("{:?} {}x{}/{}x{} {schedule}", case.dtype, case.heads, case.len_q, case.len_k, case.dim);
     let [o, lse] = run(case, schedule, &case.codes(), target);
     let [want, sizes, want_lse] = truth(case);
-    // Outputs of bf16 are rounded by up to 2^-9, and probabilities to f16.
+    // Outputs of bf16 are rounded by up to 2^-9, and probabilities to f16, which has few bits for very small ones.
     let most = if case.dtype == ElementType::F16 { 1.5e-3 } else { 5e-3 };
     for ((o, want), size) in o.iter().zip(&want).zip(&sizes) {
-        assert!((o - want).abs() <= most * size, "{}: {o} is not {want}", what());
+        assert!((o - want).abs() <= most * size + 1e-6, "{}: {o} is not {want}", what());
     }
     for (lse, want) in lse.iter().zip(&want_lse) {
         let right = lse == want || (lse - want).abs() < 1e-5 * want.abs().max(1.0);
