@@ -14,13 +14,20 @@
 //! leaves dot products as they are, and spreads outliers over all channels.
 
 mod params;
+mod rotation;
+mod smooth;
 
 use flashcore_ptx::{
     B32, B64, F32, GridDep, KernelBuilder, Module, ParamHandle, Pred, Reg, Shared, SharedLayout, Target,
 };
 
-use self::params::{Common, OfK, OfQ, OfV, TensorParams};
-use crate::{Args, ElementType, Operand, ScheduleError, parts::softmax::NEG_INF};
+pub use self::rotation::signs;
+use self::{
+    params::{Common, OfK, OfQ, OfV, TensorParams},
+    rotation::Rotation,
+    smooth::{Channels, mean_address},
+};
+use crate::{Args, ElementType, Operand, ScheduleError};
 
 /// The largest number of e4m3.
 pub const MOST: f32 = 448.0;
@@ -33,9 +40,6 @@ const MEAN_THREADS: u32 = 1024;
 const WIDTH: u32 = 8;
 /// Rows that a thread has in flight.
 const AT_ONCE: u32 = 8;
-/// Chunks that a thread of the pass between has in flight.
-const CHUNKS_AT_ONCE: u32 = 4;
-
 /// What is to be quantised, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Quantize {
@@ -103,20 +107,6 @@ impl Which {
             Which::V => (Operand::V, Operand::V8, Operand::VDescale),
         }
     }
-}
-
-/// Which channels change their sign before the transform, given the seed.
-pub fn signs(seed: u32, head_dim: u32) -> Vec<bool> {
-    (0..head_dim)
-        .map(|channel| {
-            // The finaliser of MurmurHash3: every bit depends on all bits of the input.
-            let mut word = seed.wrapping_mul(0x9e37_79b9).wrapping_add(channel);
-            for (shift, factor) in [(16, 0x85eb_ca6b), (13, 0xc2b2_ae35)] {
-                word = (word ^ (word >> shift)).wrapping_mul(factor);
-            }
-            (word ^ (word >> 16)) & 1 == 1
-        })
-        .collect()
 }
 
 impl Quantize {
@@ -449,117 +439,6 @@ impl Quantize {
         });
     }
 
-    /// The pass between: one block per kv head. A thread has a channel of every so many chunks.
-    fn mean(self, k: &mut KernelBuilder, memory: &Memory) {
-        let columns = self.head_dim;
-        let strands = MEAN_THREADS / columns;
-        k.section("mean: a channel of some chunks");
-        let [rows, heads, _] = OfK::counts();
-        let (rows, heads) = (k.param(rows), k.param(heads));
-        let item = k.ctaid_x();
-        let (batch, head) = (k.div_u32(item, heads), k.rem_u32(item, heads));
-        let keys = if self.key_lengths {
-            let lengths = k.param(Common::key_lengths);
-            let own = k.mad_wide_u32(batch, 4u32, lengths);
-            let length = k.ld_global::<B32>(own);
-            k.min_u32(rows, length)
-        } else {
-            rows
-        };
-        let chunks = self.chunks_of(k, rows);
-        let tid = k.tid_x();
-        let (strand, channel) = (k.div_u32(tid, columns), k.rem_u32(tid, columns));
-        let works = k.setp_lt_u32(strand, strands);
-        let partials = partial_address(k, columns, chunks, item);
-        let partials = k.mad_wide_u32(channel, 4u32, partials);
-        let totals = [k.mov_f32(0.0), k.mov_f32(f32::INFINITY), k.mov_f32(NEG_INF)];
-        let first = k.selp_b32(strand, chunks, works);
-        k.for_s32(first, chunks, (CHUNKS_AT_ONCE * strands) as i32, |k, chunk, _| {
-            let read: Vec<[Reg<F32>; 3]> = (0..CHUNKS_AT_ONCE)
-                .map(|i| {
-                    let chunk = if i == 0 { chunk } else { k.add_u32(chunk, i * strands) };
-                    let exists = k.setp_lt_u32(chunk, chunks);
-                    let at = k.mad_wide_u32(chunk, 12 * columns, partials);
-                    let read = [k.mov_f32(0.0), k.mov_f32(f32::INFINITY), k.mov_f32(NEG_INF)];
-                    for (i, &read) in read.iter().enumerate() {
-                        let at = at.at((4 * columns) as i32 * i as i32);
-                        k.when(exists, |k| k.set(read, |k| k.ld_global(at)));
-                    }
-                    read
-                })
-                .collect();
-            for read in read {
-                merge(k, totals, read);
-            }
-        });
-        k.section("mean: all strands, in their order");
-        let base = k.shared_addr(memory.channels);
-        let mine = k.mad_lo_u32(tid, 12u32, base);
-        for (i, &total) in totals.iter().enumerate() {
-            k.st_shared(mine.at(4 * i as i32), total);
-        }
-        k.bar_sync_all();
-        let of_channel = k.mad_lo_u32(channel, 12u32, base);
-        let all = [k.mov_f32(0.0), k.mov_f32(f32::INFINITY), k.mov_f32(NEG_INF)];
-        for strand in 0..strands {
-            let theirs: [Reg<F32>; 3] = std::array::from_fn(|i| {
-                k.ld_shared(of_channel.at((12 * columns * strand) as i32 + 4 * i as i32))
-            });
-            merge(k, all, theirs);
-        }
-        let [sum, least, most] = all;
-        let count = k.cvt_rn_f32_u32(keys);
-        let mean = k.div_f32(sum, count);
-        let none = k.setp_eq_u32(keys, 0u32);
-        let mean = k.selp_f32(0.0, mean, none);
-        let at = mean_address(k, batch, head);
-        let at = k.mad_wide_u32(channel, 4u32, at);
-        let writes = k.setp_lt_u32(tid, columns);
-        k.when(writes, |k| k.st_global(at, mean));
-        let turned = match self.rotate {
-            None => mean,
-            Some(seed) => self.turn_mean(k, seed, mean, channel, base),
-        };
-        let (above, below) = (k.sub_f32(most, turned), k.sub_f32(turned, least));
-        let size = k.max_f32(above, below);
-        // Without keys it is below 0.
-        let size = k.max_f32(size, 0.0);
-        let size = reduce(k, memory, size, MEAN_THREADS);
-        let amax = k.param(OfK::amax());
-        let at = k.mad_wide_u32(item, 4u32, amax);
-        let first = first_thread(k);
-        k.when(first, |k| k.st_global(at, size));
-    }
-
-    /// The mean, rotated: a channel per thread, as often as there are strands.
-    fn turn_mean(
-        self,
-        k: &mut KernelBuilder,
-        seed: u32,
-        mean: Reg<F32>,
-        channel: Reg<B32>,
-        base: Reg<B32>,
-    ) -> Reg<F32> {
-        let factor = sign_factors(k, seed, self.head_dim, channel, 1)[0];
-        let mut value = k.mul_f32(mean, factor);
-        for distance in (0..self.head_dim.trailing_zeros()).map(|bit| 1 << bit) {
-            let other = if distance < 32 {
-                k.shfl_bfly(value, distance)
-            } else {
-                let tid = k.tid_x();
-                let other = k.xor_b32(tid, distance);
-                let (mine, theirs) = (k.mad_lo_u32(tid, 4u32, base), k.mad_lo_u32(other, 4u32, base));
-                k.bar_sync_all();
-                k.st_shared(mine, value);
-                k.bar_sync_all();
-                k.ld_shared(theirs)
-            };
-            let sign = butterfly_sign(k, channel, distance);
-            value = k.fma_f32(value, sign, other);
-        }
-        value
-    }
-
     /// Eight numbers of four words.
     fn unpack(self, k: &mut KernelBuilder, words: [Reg<B32>; 4]) -> [Reg<F32>; 8] {
         let pairs = words.map(|word| {
@@ -690,96 +569,6 @@ impl Reader {
     }
 }
 
-/// The sums and bounds of a thread's eight channels.
-struct Channels {
-    sum: [Reg<F32>; 8],
-    least: [Reg<F32>; 8],
-    most: [Reg<F32>; 8],
-}
-
-impl Channels {
-    fn new(k: &mut KernelBuilder) -> Self {
-        let mut eight = |value: f32| std::array::from_fn(|_| k.mov_f32(value));
-        Self { sum: eight(0.0), least: eight(f32::INFINITY), most: eight(NEG_INF) }
-    }
-
-    /// Adds a row.
-    fn add(&self, k: &mut KernelBuilder, x: &[Reg<F32>; 8], exists: Reg<Pred>) {
-        for (&sum, &x) in self.sum.iter().zip(x) {
-            k.when(exists, |k| k.set(sum, |k| k.add_f32(sum, x)));
-        }
-    }
-
-    /// Widens the bounds to a row, which may have been seen before.
-    fn bound(&self, k: &mut KernelBuilder, y: &[Reg<F32>; 8]) {
-        for (i, &y) in y.iter().enumerate() {
-            k.set(self.least[i], |k| k.min_f32(self.least[i], y));
-            k.set(self.most[i], |k| k.max_f32(self.most[i], y));
-        }
-    }
-
-    /// Adds up what the block's threads have of each channel, in the order of their rows, and stores it.
-    fn store(&self, k: &mut KernelBuilder, of: Quantize, memory: &Memory, reader: &Reader, chunk: &Chunk) {
-        k.section("scan: sums and bounds of the channels");
-        let columns = reader.columns;
-        let base = k.shared_addr(memory.channels);
-        let row = k.mul_lo_u32(reader.row, columns);
-        let place = k.add_u32(row, reader.column);
-        let mine = k.mad_lo_u32(place, 4u32, base);
-        let part = (4 * reader.at_once * columns) as i32;
-        let works = k.setp_lt_u32(reader.row, reader.at_once);
-        for (i, of) in [&self.sum, &self.least, &self.most].into_iter().enumerate() {
-            for half in 0..2 {
-                let values = std::array::from_fn::<_, 4, _>(|j| of[4 * half + j]);
-                let at = mine.at(part * i as i32 + 16 * half as i32);
-                k.when(works, |k| k.st_shared_vec(at, values));
-            }
-        }
-        k.bar_sync_all();
-        let tid = k.tid_x();
-        let [rows, ..] = OfK::counts();
-        let rows = k.param(rows);
-        let chunks = of.chunks_of(k, rows);
-        let item = k.mad_lo_u32(chunk.batch, chunk.heads, chunk.head);
-        let out = partial_address(k, columns, chunks, item);
-        let out = k.mad_wide_u32(chunk.chunk, 12 * columns, out);
-        let channel = k.setp_lt_u32(tid, columns);
-        k.if_(channel, |k| {
-            let totals = [k.mov_f32(0.0), k.mov_f32(f32::INFINITY), k.mov_f32(NEG_INF)];
-            let mine = k.mad_lo_u32(tid, 4u32, base);
-            for row in 0..reader.at_once {
-                let theirs: [Reg<F32>; 3] = std::array::from_fn(|i| {
-                    k.ld_shared(mine.at(part * i as i32 + (4 * columns * row) as i32))
-                });
-                merge(k, totals, theirs);
-            }
-            let out = k.mad_wide_u32(tid, 4u32, out);
-            for (i, total) in totals.into_iter().enumerate() {
-                k.st_global(out.at((4 * columns) as i32 * i as i32), total);
-            }
-        });
-    }
-}
-
-/// Adds sums and widens bounds.
-fn merge(k: &mut KernelBuilder, into: [Reg<F32>; 3], from: [Reg<F32>; 3]) {
-    k.set(into[0], |k| k.add_f32(into[0], from[0]));
-    k.set(into[1], |k| k.min_f32(into[1], from[1]));
-    k.set(into[2], |k| k.max_f32(into[2], from[2]));
-}
-
-/// Where the partial sums and bounds of a kv head are: for each chunk the sums, the least and the largest.
-fn partial_address(k: &mut KernelBuilder, columns: u32, chunks: Reg<B32>, item: Reg<B32>) -> Reg<B64> {
-    let base = k.param(Common::partials);
-    let chunk = k.mul_lo_u32(item, chunks);
-    k.mad_wide_u32(chunk, 12 * columns, base)
-}
-
-/// Where the mean of a kv head is.
-fn mean_address(k: &mut KernelBuilder, batch: Reg<B32>, head: Reg<B32>) -> Reg<B64> {
-    address(k, Common::mean, &[Common::mean_batch, Common::mean_head], &[batch, head])
-}
-
 fn first_thread(k: &mut KernelBuilder) -> Reg<Pred> {
     let tid = k.tid_x();
     k.setp_eq_u32(tid, 0u32)
@@ -797,79 +586,4 @@ fn address<P: flashcore_ptx::KernelParams>(
         let (index, stride) = (k.cvt_u64_u32(index), k.param(stride));
         k.mad_lo_u64(index, stride, at)
     })
-}
-
-/// Turns rows around: a thread has eight channels, and its neighbours have the others.
-struct Rotation {
-    /// The signs of this thread's channels, over √head_dim.
-    factors: Vec<Reg<F32>>,
-    /// For each distance between lanes: 1 for the lower lane of a pair, −1 for the upper.
-    signs: Vec<(u32, Reg<F32>)>,
-}
-
-impl Rotation {
-    fn new(k: &mut KernelBuilder, seed: u32, head_dim: u32) -> Self {
-        let threads = head_dim / WIDTH;
-        let tid = k.tid_x();
-        let lane = k.and_b32(tid, threads - 1);
-        let column = k.mul_lo_u32(lane, WIDTH);
-        let factors = sign_factors(k, seed, head_dim, column, WIDTH);
-        let distances = (0..threads.trailing_zeros()).map(|bit| 1 << bit);
-        let signs = distances.map(|distance| (distance, butterfly_sign(k, lane, distance))).collect();
-        Self { factors, signs }
-    }
-
-    fn turn(&self, k: &mut KernelBuilder, x: [Reg<F32>; 8]) -> [Reg<F32>; 8] {
-        let mut x: [Reg<F32>; 8] = std::array::from_fn(|i| k.mul_f32(x[i], self.factors[i]));
-        for distance in [1, 2, 4] {
-            x = std::array::from_fn(|i| {
-                let other = x[i ^ distance];
-                if i & distance == 0 { k.add_f32(x[i], other) } else { k.sub_f32(other, x[i]) }
-            });
-        }
-        for &(distance, sign) in &self.signs {
-            x = x.map(|x| {
-                let other = k.shfl_bfly(x, distance);
-                k.fma_f32(x, sign, other)
-            });
-        }
-        x
-    }
-}
-
-/// 1 for the lower of two that are `distance` apart, −1 for the upper.
-fn butterfly_sign(k: &mut KernelBuilder, index: Reg<B32>, distance: u32) -> Reg<F32> {
-    let bit = k.and_b32(index, distance);
-    let lower = k.setp_eq_u32(bit, 0u32);
-    k.selp_f32(1.0, -1.0, lower)
-}
-
-/// The signs of so many channels from one on, over √head_dim. That one is a multiple of their number.
-fn sign_factors(
-    k: &mut KernelBuilder,
-    seed: u32,
-    head_dim: u32,
-    first: Reg<B32>,
-    count: u32,
-) -> Vec<Reg<F32>> {
-    let words = signs(seed, head_dim)
-        .chunks(32)
-        .map(|signs| (0..).zip(signs).fold(0, |word, (bit, &sign)| word | u32::from(sign) << bit))
-        .collect::<Vec<u32>>();
-    let index = k.shr_u32(first, 5u32);
-    let mut word = k.mov_b32(words[0]);
-    for (i, &other) in (1..).zip(&words[1..]) {
-        let this = k.setp_eq_u32(index, i as u32);
-        word = k.selp_b32(other, word, this);
-    }
-    let inside = k.and_b32(first, 31u32);
-    let bits = k.shr_u32(word, inside);
-    let size = 1.0 / f64::from(head_dim).sqrt();
-    (0..count)
-        .map(|i| {
-            let bit = k.bfe_u32(bits, i, 1u32);
-            let turns = k.setp_ne_u32(bit, 0u32);
-            k.selp_f32(-size, size, turns)
-        })
-        .collect()
 }
