@@ -6,7 +6,8 @@
 //!     [--causal 1] [--knobs flush=0,block_n=160]
 //! ```
 //!
-//! `--knobs` changes the default schedule. The exit status is 0 when all rows that were checked are right, 1 when one is
+//! `--knobs` changes the default schedule, or is a whole one of another kernel:
+//! `sm80_fwd:block_m=128,block_n=64,warps=8,stages=2,q_in_regs=0,order=head`. The exit status is 0 when all rows that were checked are right, 1 when one is
 //! not, 2 when there is no Hopper GPU.
 
 #![allow(unsafe_code)] // Launches are unsafe by nature; the kernel here is given buffers that outlive it.
@@ -18,7 +19,9 @@ use flashcore_driver::{
     ComputeCapability, Context, DeviceBuffer, Driver, Event, EventKind, JitOptions, L2Promotion,
     LaunchConfig, OutOfBounds, StreamOptions, Swizzle, TensorMapElement, TensorMapSpec,
 };
-use flashcore_kernels::{Args, ElementType, Map, Operand, Packed, Schedule, Section, Spec, TensorArg};
+use flashcore_kernels::{
+    Args, ElementType, Kernel, Map, Operand, Packed, Schedule, Section, Spec, TensorArg,
+};
 use flashcore_ptx::{Target, TensorMap};
 use float8::F8E4M3;
 
@@ -90,6 +93,9 @@ impl Shape {
 
     /// The default schedule with these knobs.
     fn schedule(&self, spec: &Spec) -> Result<Schedule> {
+        if self.knobs.contains(':') {
+            return Ok(self.knobs.parse()?);
+        }
         let (warpgroups, block_n, q_stages) = match spec.head_dim.max(spec.head_dim_v) {
             ..=64 => (3, 128, 2),
             65..=128 => (2, 128, 2),
@@ -192,9 +198,10 @@ fn run(context: &Context) -> Result<bool> {
     let Shape { batch, heads, kv_heads, queries, keys, dim, causal, .. } = shape;
     let spec = Spec { right: causal, grouped: heads != kv_heads, ..Spec::new(ElementType::E4m3, dim as u32) };
     let schedule = shape.schedule(&spec)?;
-    let text = schedule.emit(&spec, Target::Sm90a)?.to_string();
+    let target = if schedule.kernel() == Kernel::Sm90Fwd { Target::Sm90a } else { Target::Sm89 };
+    let text = schedule.emit(&spec, target)?.to_string();
     let module = flashcore_driver::Module::from_ptx(context, "fp8.ptx", &text, &JitOptions::default())?;
-    let function = module.function("flashcore_sm90_fwd")?;
+    let function = module.function(&format!("flashcore_{}", schedule.kernel()))?;
     println!("{schedule}");
 
     let stream = context.stream(StreamOptions::default())?;
@@ -229,7 +236,7 @@ fn run(context: &Context) -> Result<bool> {
     let grid = geometry.grid(batch as u32, heads as u32, queries as u32, sms);
     let config = LaunchConfig {
         shared_bytes: geometry.shared_bytes,
-        programmatic: true,
+        programmatic: schedule.is_programmatic(),
         ..LaunchConfig::new(grid, [geometry.threads, 1, 1])
     };
     function.set_max_dynamic_shared(geometry.shared_bytes)?;

@@ -54,13 +54,23 @@ pub enum Operand {
     DqTiles,
     /// How many key tiles have added to each tile of [`Operand::DqTiles`]: one u32 each, 0 at first.
     Turns,
+    /// The queries as 8-bit floats, as [`Quantize`](crate::quantize::Quantize) writes them.
+    Q8,
+    /// The same for the keys.
+    K8,
+    /// The same for the values.
+    V8,
+    /// The mean over the keys of a kv head, one f32 per channel. Its one row is the mean, without distances between numbers.
+    KMean,
+    /// Memory that the launches of a quantisation share.
+    Space,
 }
 
 /// Rows of [`Operand::RowLse`] and [`Operand::RowDelta`] are padded to a multiple of this: no tile is larger.
 pub const ROW_PADDING: u32 = 128;
 
 impl Operand {
-    const COUNT: usize = Operand::Turns as usize + 1;
+    const COUNT: usize = Operand::Space as usize + 1;
 }
 
 /// A tensor of shape (batch, heads, length, head dim) in a GPU's memory. Rows are contiguous; strides are in bytes, from

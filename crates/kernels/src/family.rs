@@ -158,7 +158,7 @@ pub enum ScheduleError {
         kernel: Kernel,
     },
     /// 8-bit floats, for a kernel that does not take them.
-    #[error("e4m3: {kernel} does not take it; sm90_fwd does")]
+    #[error("e4m3: {kernel} does not take it; sm80_fwd (from sm_89 on) and sm90_fwd do")]
     Fp8 {
         /// The kernel asked for.
         kernel: Kernel,
@@ -197,11 +197,10 @@ pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result
 /// Whether a kernel takes the element types of a spec.
 pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let (dtype, out) = (spec.dtype, spec.out);
+    let takes_fp8 = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
     match (dtype, out) {
-        (ElementType::E4m3, Some(ElementType::F16 | ElementType::Bf16)) if kernel == Kernel::Sm90Fwd => {
-            Ok(())
-        }
-        (ElementType::E4m3, _) if kernel != Kernel::Sm90Fwd => Err(ScheduleError::Fp8 { kernel }),
+        (ElementType::E4m3, _) if !takes_fp8 => Err(ScheduleError::Fp8 { kernel }),
+        (ElementType::E4m3, Some(ElementType::F16 | ElementType::Bf16)) => Ok(()),
         (ElementType::E4m3, _) | (_, Some(_)) => Err(ScheduleError::Out { dtype, out }),
         (ElementType::F16 | ElementType::Bf16 | ElementType::F32, None) => Ok(()),
     }
@@ -213,7 +212,7 @@ pub(crate) fn check_tensor_cores(kernel: Kernel, spec: &Spec) -> Result<(), Sche
     if dtype == ElementType::F32 {
         return Err(ScheduleError::F32 { kernel });
     }
-    // Rows that TMA copies are multiples of 16 bytes.
+    // Rows are copied by 16 bytes at a time.
     let (step, range) = if dtype == ElementType::E4m3 {
         (16, "multiples of 16 from 16 to 256")
     } else {

@@ -3,8 +3,8 @@
 //! A [`Kernel`] is a [`Family`] of generated code, a [`Schedule`] its knobs, a [`Spec`] what it is compiled for, and
 //! [`Args`] what a launch is bound to. The forward kernels are a ladder: [`Kernel::Scalar`] is the simplest right one,
 //! [`Kernel::Sm80Mma`] adds tensor cores, [`Kernel::Sm80Fwd`] is the real one for Ampere and Ada, and
-//! [`Kernel::Sm90Fwd`] the one for Hopper, which takes 8-bit floats too. [`Kernel::Combine`] merges the partial results of a long sequence.
-//! [`Kernel::BwdRows`] and then [`Kernel::Sm80Bwd`] compute gradients.
+//! [`Kernel::Sm90Fwd`] the one for Hopper. These two take 8-bit floats too. [`Kernel::Combine`] merges the partial results of
+//! a long sequence. [`Kernel::BwdRows`] and then [`Kernel::Sm80Bwd`] or [`Kernel::Sm90Bwd`] compute gradients.
 //!
 //! ```
 //! use flashcore_kernels::{ElementType, Schedule, Spec};
@@ -22,7 +22,8 @@
 //! `registry` lists the families. Each has a file: the ladder's first rungs in [`ladder`], the others by generation of
 //! GPU in [`sm80`] and [`sm90`]. What they are made of lies in `parts`: tiles and their swizzle, copies, fragments, the
 //! online softmax, the walk over keys, the epilogue. `family` says what a family must provide, `bind` what its launches
-//! are bound to. [`Phase`] names what a kernel does at a time, for the stamps of a timeline.
+//! are bound to. [`quantize`] makes 8-bit floats of 16-bit ones, and
+//! [`sm80::decode`] reads a cache of them. [`Phase`] names what a kernel does at a time, for the stamps of a timeline.
 
 mod bind;
 mod family;
@@ -32,12 +33,17 @@ mod registry;
 mod spec;
 
 pub mod ladder;
+pub mod quantize;
 pub mod sm80;
 pub mod sm90;
 
 pub use bind::{Args, BindError, Map, Operand, Packed, ROW_PADDING, Section, TensorArg};
 pub use family::{Blocks, Family, Geometry, ScheduleError};
-pub use parts::{copy::MAX_ROW_STRIDE, params::FwdParams, work::Order};
+pub use parts::{
+    copy::MAX_ROW_STRIDE,
+    params::{DescaleParams, FwdParams},
+    work::Order,
+};
 pub use phase::Phase;
 pub use registry::{Kernel, Schedule};
 pub use spec::{ElementType, MAX_TENSOR_CORE_HEAD_DIM, Spec};

@@ -10,8 +10,8 @@ pub enum ElementType {
     Bf16,
     /// IEEE single precision, which only the scalar kernel takes.
     F32,
-    /// 8 bits with 4 of exponent and 3 of fraction, up to 448 and without infinities: of q, k and v, never of o. Only
-    /// Hopper's forward kernel takes it.
+    /// 8 bits with 4 of exponent and 3 of fraction, up to 448 and without infinities: of q, k and v, never of o. The
+    /// forward kernels for Ada and for Hopper take it.
     E4m3,
 }
 

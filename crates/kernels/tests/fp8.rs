@@ -1,10 +1,13 @@
-//! Hopper's forward kernel with 8-bit floats: on the simulator, which adds their products with 14 bits as the hardware
-//! does, against attention in f64 on the same numbers.
+//! The forward kernels with 8-bit floats: on the simulator, which adds their products with 14 bits as the hardware does,
+//! against attention in f64 on the same numbers.
 
 use flashcore_kernels::{
     Args, ElementType, Kernel, Map, Operand, Packed, Schedule, ScheduleError, Section, Spec, TensorArg,
 };
-use flashcore_ptx::{Module, Op, Target};
+use flashcore_ptx::{
+    Module, Op, Target,
+    ptxas::{Ptxas, PtxasError},
+};
 use flashcore_sim::{
     AsyncMode, Config, Fp8Sums, LaunchDims, LaunchReport, Sim, Swizzle, TensorElement, TensorMap,
 };
@@ -221,7 +224,8 @@ fn run(case: &Case, schedule: &Schedule, inputs: &[Vec<u8>; 3], module: &Module,
         cluster: None,
         dynamic_shared: Some(geometry.shared_bytes),
     };
-    let report = sim.launch(module, "flashcore_sm90_fwd", dims, packed.launch(0).0).unwrap();
+    let name = format!("flashcore_{}", schedule.kernel());
+    let report = sim.launch(module, &name, dims, packed.launch(0).0).unwrap();
     if report.is_clean() {
         assert_eq!(sim.unwritten(o), [], "o");
         assert_eq!(sim.unwritten(lse), [], "lse");
@@ -243,6 +247,17 @@ fn schedule(warpgroups: u32, block_n: u32, rest: &str) -> Schedule {
     format!("sm90_fwd:warpgroups={warpgroups},block_n={block_n},{common},{rest}").parse().unwrap()
 }
 
+/// A schedule of the kernel for Ada.
+fn ada(block_m: u32, block_n: u32, warps: u32, stages: u32, q_in_regs: u32) -> Schedule {
+    let knobs = format!("block_m={block_m},block_n={block_n},warps={warps},stages={stages}");
+    format!("sm80_fwd:{knobs},q_in_regs={q_in_regs},order=head").parse().unwrap()
+}
+
+/// The oldest target that a schedule is for.
+fn target(schedule: &Schedule) -> Target {
+    if schedule.kernel() == Kernel::Sm90Fwd { Target::Sm90a } else { Target::Sm89 }
+}
+
 const PERSISTENT: &str = "pingpong=1,lazy=0,persistent=1,pairs=0";
 const PAIRS: &str = "pingpong=1,lazy=0,persistent=1,pairs=1";
 const SHORT: &str = "pingpong=0,lazy=0,persistent=0,pairs=0";
@@ -253,7 +268,7 @@ fn check(case: &Case, schedule: Schedule) {
     let what =
         || format!("{}x{}x{}/{}x{} {schedule}", case.batch, case.heads, case.len_q, case.len_k, case.dim);
     let module =
-        schedule.emit(&case.spec(), Target::Sm90a).unwrap_or_else(|error| panic!("{}: {error}", what()));
+        schedule.emit(&case.spec(), target(&schedule)).unwrap_or_else(|error| panic!("{}: {error}", what()));
     let inputs = case.inputs();
     let truth = truth(case, &inputs);
     // Sums of 14 bits are cut off, so scores come out smaller than they are.
@@ -325,11 +340,16 @@ fn softcaps_and_descales_are_right() {
 #[test]
 fn rows_of_v_behind_the_last_key_do_not_matter() {
     let case = Case { batch: 2, key_lengths: Some(vec![50, 100]), ..Case::new(1, 64, 150, 64) };
-    let schedule = schedule(1, 64, SHORT);
-    let module = schedule.emit(&case.spec(), Target::Sm90a).unwrap();
+    for schedule in [schedule(1, 64, SHORT), ada(64, 64, 4, 2, 1), ada(128, 32, 8, 1, 0)] {
+        rows_behind_do_not_matter(&case, &schedule);
+    }
+}
+
+fn rows_behind_do_not_matter(case: &Case, schedule: &Schedule) {
+    let module = schedule.emit(&case.spec(), target(schedule)).unwrap();
     let [q, mut k, mut v] = case.inputs();
     let run = |q: &[u8], k: &[u8], v: &[u8]| {
-        let found = run(&case, &schedule, &[q.into(), k.into(), v.into()], &module, Config::default());
+        let found = run(case, schedule, &[q.into(), k.into(), v.into()], &module, Config::default());
         assert_eq!(found.report.findings, []);
         found.o
     };
@@ -356,15 +376,16 @@ fn a_needle_is_found_after_many_keys_where_sums_are_flushed_and_lost_where_not()
     v[..32].fill(code(-1.125));
     let inputs = [q, k, v];
     let truth = truth(&case, &inputs);
-    let off = |flush: u32| {
-        let schedule = schedule(1, 128, &format!("{SHORT},flush={flush}"));
-        let module = schedule.emit(&case.spec(), Target::Sm90a).unwrap();
+    let off = |schedule: Schedule| {
+        let module = schedule.emit(&case.spec(), target(&schedule)).unwrap();
         let found = run(&case, &schedule, &inputs, &module, Config::default());
         assert_eq!(found.report.findings, []);
         found.o.iter().zip(&truth.o).fold(0.0_f64, |most, (found, truth)| most.max((found - truth).abs()))
     };
-    let (long, flushed) = (off(0), off(1));
+    let [long, flushed] = [0, 1].map(|flush| off(schedule(1, 128, &format!("{SHORT},flush={flush}"))));
+    let on_ada = off(ada(64, 128, 4, 2, 1));
     assert!(flushed < 0.01, "flushed: off by {flushed}");
+    assert!(on_ada < 0.01, "on Ada: off by {on_ada}");
     assert!(long > 0.03, "one long chain: off by {long}");
 }
 
@@ -425,14 +446,93 @@ fn what_cannot_be_is_refused() {
     }
     let odd = Spec { out: Some(ElementType::F16), ..Spec::new(ElementType::Bf16, 128) };
     assert!(matches!(refused(good, odd), ScheduleError::Out { .. }));
-    for text in [
-        "scalar:warps=4",
-        "sm80_mma:block_n=64",
-        "sm80_fwd:block_m=64,block_n=64,warps=4,stages=2,q_in_regs=1,order=head",
-        "combine:warps=4",
-    ] {
+    assert_eq!(ada(64, 64, 4, 2, 1).check(&fp8(128), Target::Sm89), Ok(()));
+    assert!(ada(64, 64, 4, 2, 1).check(&fp8(128), Target::Sm80).unwrap_err().to_string().contains("sm_89"));
+    assert!(refused(ada(64, 48, 4, 2, 1), fp8(128)).to_string().contains("a multiple of 32"));
+    assert!(refused(ada(64, 64, 4, 2, 1), capped).to_string().contains("scaled scores"));
+    for text in ["scalar:warps=4", "sm80_mma:block_n=64", "combine:warps=4"] {
         let other: Schedule = text.parse().unwrap();
         assert_eq!(refused(other, fp8(128)), ScheduleError::Fp8 { kernel: other.kernel() });
         assert_ne!(other.kernel(), Kernel::Sm90Fwd);
     }
+}
+
+/// Requires that ptxas takes a kernel, without spills or serialised products.
+#[track_caller]
+fn assemble(schedule: Schedule, spec: Spec, target: Target) {
+    let Some(ptxas) = Ptxas::find_or_skip().unwrap_or_else(|error| panic!("{error}")) else {
+        eprintln!("not assembled: {}", PtxasError::NotFound);
+        return;
+    };
+    let module = schedule.emit(&spec, target).unwrap_or_else(|error| panic!("{schedule}: {error}"));
+    let assembled = ptxas.assemble(&module, target).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(assembled.remarks, [], "{schedule} for {spec:?}");
+    for kernel in &assembled.kernels {
+        assert_eq!((kernel.spill_store_bytes, kernel.spill_load_bytes), (0, 0), "{schedule} for {spec:?}");
+    }
+}
+
+#[test]
+fn ada_s_fullest_schedules_assemble_without_spills() {
+    let fullest = [
+        (64, ada(128, 96, 4, 1, 0), Target::Sm89),
+        (128, ada(64, 128, 4, 1, 1), Target::Sm89),
+        (256, ada(64, 64, 4, 2, 0), Target::Sm89),
+        (96, ada(64, 96, 4, 2, 0), Target::Sm90a),
+    ];
+    for (head_dim, schedule, target) in fullest {
+        let plain = Spec::new(ElementType::E4m3, head_dim);
+        let causal = Spec { grouped: true, key_lengths: true, ..plain.causal().with_lse() };
+        let capped = Spec { softcap: true, scaled_scores: true, left: true, ..causal };
+        for spec in [plain, capped] {
+            assemble(schedule, spec, target);
+        }
+    }
+}
+
+#[test]
+fn ada_s_kernel_is_right_for_every_head_dim() {
+    check(&Case::new(2, 200, 300, 64), ada(128, 64, 4, 2, 1));
+    check(&Case::new(1, 130, 333, 128), ada(128, 64, 8, 2, 1));
+    check(&Case::new(1, 130, 333, 96), ada(128, 32, 4, 3, 0));
+    check(&Case::new(1, 70, 200, 256), ada(64, 32, 4, 1, 0));
+    check(&Case { dim_v: 128, ..Case::new(1, 64, 100, 192) }, ada(64, 64, 4, 2, 0));
+    check(&Case { dim_v: 32, out: ElementType::F16, ..Case::new(1, 65, 100, 16) }, ada(64, 128, 4, 1, 1));
+    check(&Case { dim_v: 16, ..Case::new(1, 64, 100, 48) }, ada(64, 32, 4, 2, 1));
+    check(&Case { dim_v: 80, ..Case::new(1, 64, 300, 80) }, ada(64, 96, 4, 2, 0));
+    check(&Case { dim_v: 112, ..Case::new(1, 3, 61, 96) }, ada(128, 64, 8, 1, 1));
+}
+
+#[test]
+fn ada_s_kernel_is_right_for_masks_groups_softcaps_and_descales() {
+    check(&Case::new(2, 300, 300, 128).causal(), ada(128, 64, 8, 2, 1));
+    check(&Case::new(1, 260, 40, 64).causal(), ada(64, 64, 4, 1, 0));
+    let window = Case { left: Some(40), right: Some(20), ..Case::new(1, 300, 300, 64) };
+    check(&window, ada(64, 32, 4, 2, 0));
+    let grouped = Case { heads_kv: 2, batch: 2, ..Case::new(4, 90, 150, 64).causal() };
+    check(&grouped, ada(64, 64, 4, 3, 1));
+    let ragged = Case { batch: 4, key_lengths: Some(vec![0, 150, 31, 97]), ..Case::new(2, 100, 150, 64) };
+    check(&ragged, ada(128, 64, 4, 2, 1));
+    check(&ragged.clone().causal(), ada(64, 96, 4, 1, 0));
+    let capped = Case { softcap: Some(5.0), ..Case::new(1, 100, 200, 64).causal() };
+    check(&capped, ada(64, 64, 4, 2, 1));
+    // Different for each kv head, in two batch entries, and under a softcap.
+    let each = |first: f32| Some((0..4).map(|i| first * (1.0 + i as f32)).collect());
+    let case = Case { batch: 2, heads_kv: 2, ..Case::new(4, 70, 100, 64) };
+    let case = Case { descales: [each(0.5), each(0.25), each(2.0)], ..case };
+    check(&case, ada(64, 64, 4, 2, 1));
+    check(&Case { softcap: Some(2.0), ..case.clone() }, ada(64, 64, 4, 2, 1));
+    check(&Case { descales: [None, Some(vec![3.0]), None], ..case }, ada(64, 32, 4, 2, 0));
+}
+
+#[test]
+fn ada_s_walk_over_keys_meets_in_no_bank() {
+    let schedule = ada(128, 64, 8, 2, 1);
+    let [shorter, longer] = [128, 384].map(|keys| {
+        let case = Case::new(1, 128, keys, 128);
+        let module = schedule.emit(&case.spec(), Target::Sm89).unwrap();
+        let found = run(&case, &schedule, &case.inputs(), &module, Config::default());
+        found.report.stats.bank_conflicts()
+    });
+    assert_eq!(shorter, longer);
 }

@@ -178,7 +178,7 @@ impl Schedule {
 
         k.section("epilogue");
         softmax.finish(k);
-        epilogue::normalise(k, &softmax, &o);
+        epilogue::normalise(k, &softmax, &o, None);
         epilogue::store_lse(k, spec, &work.rows, &place, &softmax);
         epilogue::store_output(k, spec, &work.rows, &place, memory.o, o_tile, &o);
     }

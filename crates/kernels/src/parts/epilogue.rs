@@ -10,11 +10,17 @@ use super::{
 };
 use crate::{ElementType, FwdParams, Spec};
 
-/// Divides each row of the output by its sum.
-pub(crate) fn normalise(k: &mut KernelBuilder, softmax: &OnlineSoftmax, o: &[Vec<Acc>]) {
+/// Divides each row of the output by its sum, and multiplies it by the descale of the values.
+pub(crate) fn normalise(
+    k: &mut KernelBuilder,
+    softmax: &OnlineSoftmax,
+    o: &[Vec<Acc>],
+    descale: Option<Reg<F32>>,
+) {
     for (state, o) in softmax.rows.iter().zip(o) {
         for (row, half) in state.iter().zip(HALVES) {
             let inverse = SoftmaxParams::inverse(k, row.sum);
+            let inverse = descale.map_or(inverse, |descale| k.mul_f32(inverse, descale));
             for o in o {
                 for &i in &half {
                     k.set(o[i], |k| k.mul_f32(o[i], inverse));
@@ -41,7 +47,7 @@ pub(crate) fn store_lse(
     let first = k.setp_eq_u32(place.column, 0u32);
     for (tile, state) in softmax.rows.iter().enumerate() {
         for (half, row) in state.iter().enumerate() {
-            let value = softmax.params.lse(k, row.max, row.sum, 0.0);
+            let value = softmax.lse(k, *row);
             let index = place.row(k, rows, tile, half);
             let exists = k.setp_lt_s32(index, rows.len_q);
             let mine = k.and_pred(first, exists);
@@ -66,8 +72,9 @@ pub(crate) fn store_output(
         first_row: rows.first_row,
         len: rows.len_q,
         row: FwdParams::o_row,
-        dtype: spec.dtype,
+        dtype: spec.out(),
         head_dim: spec.head_dim_v,
+        interleaved: spec.dtype.is_fp8(),
     };
     store(k, &out, place, staging, tile, o, |k| rows.o(k));
 }
@@ -86,6 +93,8 @@ pub(crate) struct Out<P> {
     pub dtype: ElementType,
     /// Elements of a row.
     pub head_dim: u32,
+    /// Whether accumulators come in pairs: one has the even columns of sixteen, the other the odd ones.
+    pub interleaved: bool,
 }
 
 /// Writes a warp's rows of a result: through its own rows of a swizzled tile in shared memory, so that a warp stores
@@ -108,8 +117,11 @@ pub(crate) fn store<P: KernelParams>(
     let xor = k.shl_b32(xor, CHUNK.trailing_zeros());
     let column_bytes = k.shl_b32(place.column, 1u32);
     let row_start = k.mad_lo_u32(place.g, tile.pitch(), warp_base);
+    if out.interleaved {
+        stage_interleaved(k, out.dtype, place, tile, o, row_start, xor);
+    }
     let start = k.add_u32(row_start, column_bytes);
-    for (m, o) in o.iter().enumerate() {
+    for (m, o) in o.iter().enumerate().filter(|_| !out.interleaved) {
         for (n, acc) in o.iter().enumerate() {
             let (panel, chunk) = (n as u32 / tile.chunks(), n as u32 % tile.chunks());
             let swizzled = if chunk == 0 { xor } else { k.xor_b32(xor, chunk * CHUNK) };
@@ -152,6 +164,36 @@ pub(crate) fn store<P: KernelParams>(
             }
             let values: [Reg<F32>; 4] = k.ld_shared_vec(at.at((panel * tile.panel_bytes()) as i32));
             k.when(wanted, |k| k.st_global_vec(row.at((first_chunk * CHUNK) as i32), values));
+        }
+    }
+}
+
+/// Writes a warp's rows of o to its rows of a swizzled tile, where accumulators come in pairs: one has the even columns of
+/// sixteen, the other the odd ones. A thread then has four columns side by side.
+fn stage_interleaved(
+    k: &mut KernelBuilder,
+    dtype: ElementType,
+    place: &Place,
+    tile: Tile,
+    o: &[Vec<Acc>],
+    row_start: Reg<B32>,
+    xor: Reg<B32>,
+) {
+    // Four columns are 8 bytes: in which of two chunks, and where in it.
+    let bytes = k.shl_b32(place.column, 2u32);
+    let (half, inside) = (k.and_b32(bytes, CHUNK), k.and_b32(bytes, CHUNK / 2));
+    let xor = k.xor_b32(xor, half);
+    let start = k.add_u32(row_start, inside);
+    for (m, o) in o.iter().enumerate() {
+        for (pair, both) in o.chunks_exact(2).enumerate() {
+            let (panel, chunk) = (2 * pair as u32 / tile.chunks(), 2 * pair as u32 % tile.chunks());
+            let swizzled = if chunk == 0 { xor } else { k.xor_b32(xor, chunk * CHUNK) };
+            let at = k.add_u32(start, swizzled);
+            for (half, elements) in HALVES.iter().enumerate() {
+                let offset = panel * tile.panel_bytes() + (16 * m + 8 * half) as u32 * tile.pitch();
+                let values = elements.map(|i| pack(k, dtype, both[0][i], both[1][i]));
+                k.st_shared_vec::<B32, 2>(at.at(offset as i32), values);
+            }
         }
     }
 }

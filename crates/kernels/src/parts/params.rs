@@ -1,6 +1,6 @@
 //! The parameters of the kernels that access memory by address rather than by TMA.
 
-use flashcore_ptx::{GlobalPtr, kernel_params};
+use flashcore_ptx::{B32, F32, GlobalPtr, KernelBuilder, Reg, kernel_params};
 
 use crate::bind::{Args, BindError, Operand};
 use crate::parts::copy::MAX_ROW_STRIDE;
@@ -120,6 +120,67 @@ impl FwdParams {
 
 /// The tensors of a forward pass.
 pub(crate) const TENSORS: [Operand; 4] = [Operand::Q, Operand::K, Operand::V, Operand::O];
+
+kernel_params! {
+    /// What a launch with 8-bit floats is given behind its other parameters: descales, by batch entry and kv head, or null.
+    /// Strides are in bytes.
+    pub struct DescaleParams {
+        /// Of the queries.
+        q_descale: GlobalPtr,
+        /// Of the keys.
+        k_descale: GlobalPtr,
+        /// Of the values.
+        v_descale: GlobalPtr,
+        /// From one batch entry of the queries' descales to the next.
+        q_descale_batch: u64,
+        /// From one kv head of the queries' descales to the next.
+        q_descale_head: u64,
+        /// From one batch entry of the keys' descales to the next.
+        k_descale_batch: u64,
+        /// From one kv head of the keys' descales to the next.
+        k_descale_head: u64,
+        /// From one batch entry of the values' descales to the next.
+        v_descale_batch: u64,
+        /// From one kv head of the values' descales to the next.
+        v_descale_head: u64,
+    }
+}
+
+impl DescaleParams {
+    /// The descale of a batch entry's kv head; 1 where none is given.
+    pub(crate) fn read(k: &mut KernelBuilder, of: Operand, batch: Reg<B32>, kv_head: Reg<B32>) -> Reg<F32> {
+        let (descales, batch_stride, head_stride) = match of {
+            Operand::Q => (Self::q_descale, Self::q_descale_batch, Self::q_descale_head),
+            Operand::K => (Self::k_descale, Self::k_descale_batch, Self::k_descale_head),
+            _ => (Self::v_descale, Self::v_descale_batch, Self::v_descale_head),
+        };
+        let descales = k.param(descales);
+        let (batch_stride, head_stride) = (k.param(batch_stride), k.param(head_stride));
+        let (batch, head) = (k.cvt_u64_u32(batch), k.cvt_u64_u32(kv_head));
+        let entry = k.mad_lo_u64(batch, batch_stride, descales);
+        let own = k.mad_lo_u64(head, head_stride, entry);
+        let given = k.setp_ne_u64(descales, 0u64);
+        let value = k.mov_f32(1.0);
+        k.when(given, |k| k.set(value, |k| k.ld_global(own)));
+        value
+    }
+
+    /// The parameters of a launch.
+    pub(crate) fn bind(args: &Args) -> Self {
+        let [q, k, v] = [Operand::QDescale, Operand::KDescale, Operand::VDescale].map(|it| args.tensor(it));
+        Self {
+            q_descale: q.pointer(),
+            k_descale: k.pointer(),
+            v_descale: v.pointer(),
+            q_descale_batch: q.strides[0],
+            q_descale_head: q.strides[1],
+            k_descale_batch: k.strides[0],
+            k_descale_head: k.strides[1],
+            v_descale_batch: v.strides[0],
+            v_descale_head: v.strides[1],
+        }
+    }
+}
 
 /// Refuses rows that are further apart than the kernels without TMA can address.
 pub(crate) fn check_rows(args: &Args, tensors: &[Operand]) -> Result<(), BindError> {

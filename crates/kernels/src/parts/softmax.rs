@@ -14,6 +14,9 @@ pub(crate) const NEG_INF: f32 = f32::NEG_INFINITY;
 /// is rounded by at most 2^-12, which vanishes next to 1 in f16.
 pub(crate) const FUSED_UP_TO: f32 = 4096.0;
 
+/// The exponent of the largest power of two that e4m3 has.
+pub(crate) const E4M3_BOOST: f32 = 8.0;
+
 /// The numbers that turn dot products into exponents.
 #[derive(Clone, Copy)]
 pub(crate) struct SoftmaxParams {
@@ -337,6 +340,8 @@ pub(crate) struct OnlineRow {
 /// The softmax of the rows that a warp holds as fragments: two rows per thread and 16-row tile.
 pub(crate) struct OnlineSoftmax {
     pub params: SoftmaxParams,
+    /// The power of two by which all probabilities are scaled up.
+    boost: f32,
     /// One entry per 16-row tile: the upper row, the lower row.
     pub rows: Vec<[OnlineRow; 2]>,
 }
@@ -345,7 +350,17 @@ impl OnlineSoftmax {
     /// No key seen yet.
     pub fn new(k: &mut KernelBuilder, params: SoftmaxParams, tiles: usize) -> Self {
         let mut row = || OnlineRow { max: k.mov_f32(NEG_INF), sum: k.mov_f32(0.0) };
-        Self { params, rows: (0..tiles).map(|_| [row(), row()]).collect() }
+        Self { params, boost: 0.0, rows: (0..tiles).map(|_| [row(), row()]).collect() }
+    }
+
+    /// The same with probabilities that are scaled up so that the largest is the largest power of two that e4m3 has.
+    pub fn of_e4m3(self) -> Self {
+        Self { boost: E4M3_BOOST, ..self }
+    }
+
+    /// A row's lse.
+    pub fn lse(&self, k: &mut KernelBuilder, row: OnlineRow) -> Reg<F32> {
+        self.params.lse(k, row.max, row.sum, -self.boost)
     }
 
     /// One key tile: turns scores into probabilities, not yet divided by the sum, and rescales the output so far.
@@ -378,6 +393,7 @@ impl OnlineSoftmax {
                 let offset = params.offset(k, reference);
                 let size = k.abs_f32(offset);
                 largest = Some(largest.map_or(size, |largest| k.max_f32(largest, size)));
+                let offset = self.boosted(k, offset);
                 references.push((reference, offset));
             }
         }
@@ -397,7 +413,7 @@ impl OnlineSoftmax {
             let any_large = k.vote_any(large);
             k.if_else(
                 any_large,
-                |k| each(k, &|k, score, row| params.exp(k, score, references[row].0)),
+                |k| each(k, &|k, score, row| self.exp(k, score, references[row].0)),
                 |k| each(k, &|k, score, row| params.exp_fused(k, score, references[row].1)),
             );
         }
@@ -412,6 +428,19 @@ impl OnlineSoftmax {
                 k.set(row.sum, |k| k.mov_f32(sum));
             }
         }
+    }
+
+    /// An exponent, so much larger as all are scaled up by.
+    fn boosted(&self, k: &mut KernelBuilder, exponent: Reg<F32>) -> Reg<F32> {
+        if self.boost == 0.0 { exponent } else { k.add_f32(exponent, self.boost) }
+    }
+
+    /// A probability, its reference subtracted first.
+    fn exp(&self, k: &mut KernelBuilder, score: Reg<F32>, reference: Reg<F32>) -> Reg<F32> {
+        let difference = k.sub_f32(score, reference);
+        let exponent = k.mul_f32(difference, self.params.exp_scale);
+        let exponent = self.boosted(k, exponent);
+        k.ex2_approx_ftz_f32(exponent)
     }
 
     /// Adds up the sums of the four threads that share a row.

@@ -89,6 +89,15 @@ impl Rows {
         Self { batch, head, len_q, first_row: k.mul_lo_u32(block, rows) }
     }
 
+    /// The kv head of this head.
+    pub fn kv_head(&self, k: &mut KernelBuilder, spec: &Spec) -> Reg<B32> {
+        if !spec.grouped {
+            return self.head;
+        }
+        let group = k.param(FwdParams::group);
+        k.div_u32(self.head, group)
+    }
+
     /// The output of this head.
     pub fn o(&self, k: &mut KernelBuilder) -> Reg<B64> {
         head_address(k, FwdParams::o, FwdParams::o_batch, FwdParams::o_head, self.batch, self.head)
@@ -156,12 +165,7 @@ impl Work {
         k.section("work: which rows of which head");
         let rows = find(k);
         let Rows { batch, head, len_q, .. } = rows;
-        let kv_head = if spec.grouped {
-            let group = k.param(FwdParams::group);
-            k.div_u32(head, group)
-        } else {
-            head
-        };
+        let kv_head = rows.kv_head(k, spec);
         let keys = if spec.key_lengths {
             let lengths = k.param(FwdParams::key_lengths);
             let own = k.mad_wide_u32(batch, 4u32, lengths);

@@ -4,18 +4,24 @@
 //! first, so that the tiles that need a mask come first. K and V tiles lie swizzled in a ring of `stages`
 //! shared-memory slots that `cp.async` fills ahead. A warp holds 16 or 32 queries: its scores, probabilities and
 //! output never leave its registers.
+//!
+//! From Ada on it takes 8-bit floats. To `ldmatrix`, two of them are one 16-bit element, and as operands of QKᵀ that is what
+//! they are. Of V it turns pairs of columns around, which `prmt` takes apart: one product has the even columns of sixteen,
+//! another the odd ones. Probabilities are scaled up by 2^8, which uses the range of e4m3 best; and as the tensor cores add
+//! 8-bit products with few bits, each key tile is added up apart, and then to the output in f32.
 
-use flashcore_ptx::{B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target};
+use flashcore_ptx::{B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target, TensorMap};
 
 use crate::{
-    Args, BindError, Blocks, Family, FwdParams, Geometry, Phase, ScheduleError, Spec,
+    Args, BindError, Blocks, Family, FwdParams, Geometry, Map, Packed, Phase, ScheduleError, Spec,
+    bind::Operand as Tensor,
     family::{MAX_REGISTERS, check_registers, schedule},
     parts::{
         copy::{Share, TileCopy},
         epilogue,
         fragment::{Acc, Place, a_operands, matrix_ty},
         lane::{LaneAddress, Operand},
-        params::{TENSORS, check_rows},
+        params::{DescaleParams, TENSORS, check_rows},
         softmax::{OnlineSoftmax, SoftmaxParams},
         swizzle::Tile,
         work::{KeyRange, Order, Rows, Work},
@@ -24,6 +30,17 @@ use crate::{
 
 /// Registers besides the fragments: operands on their way to the tensor cores, addresses, softmax state.
 const OTHER_REGISTERS: u32 = 87;
+
+/// Registers more where 8-bit operands are widened to 16 bits, besides those of queries and probabilities.
+const WIDENED_REGISTERS: u32 = 30;
+
+/// Columns of 8-bit values that are turned around and added up together.
+const COLUMNS: u32 = 32;
+
+/// Takes the even bytes of two registers.
+const EVEN: u32 = 0x6420;
+/// Takes the odd ones.
+const ODD: u32 = 0x7531;
 
 schedule! {
     /// The knobs of the kernel.
@@ -82,9 +99,9 @@ impl Schedule {
 
     fn tiles(self, spec: &Spec) -> Tiles {
         Tiles {
-            q: Tile::new(self.block_m, spec.head_dim),
-            k: Tile::new(self.block_n, spec.head_dim),
-            v: Tile::new(self.block_n, spec.head_dim_v),
+            q: Tile::new(self.block_m, width(spec, spec.head_dim)),
+            k: Tile::new(self.block_n, width(spec, spec.head_dim)),
+            v: Tile::new(self.block_n, width(spec, spec.head_dim_v)),
             o: Tile::new(self.block_m, spec.head_dim_v),
         }
     }
@@ -131,12 +148,24 @@ impl Family for Schedule {
         if !(1..=3).contains(&self.stages) {
             return refuse(format!("{} stages: possible is 1 to 3", self.stages));
         }
+        if spec.dtype.is_fp8() {
+            self.check_fp8(spec, target)?;
+        }
         self.memory(spec).layout.fits(target)?;
         let tiles = self.tiles(spec);
+        // Where values are added up apart, the scores are packed already.
+        let apart = if spec.dtype.is_fp8() { self.block_n / 8 + COLUMNS / 2 } else { 0 };
         let q = if self.q_in_regs { tiles.q.cols / 4 } else { 4 };
+        // Hopper's mma.sync multiplies 8-bit floats as 16-bit ones, which the assembler makes of them.
+        let widened = spec.dtype.is_fp8() && target >= Target::Sm90;
+        let (q, others) = if widened {
+            (3 * q, OTHER_REGISTERS + WIDENED_REGISTERS + self.block_n / 4)
+        } else {
+            (q, OTHER_REGISTERS)
+        };
         check_registers(
-            self.m_tiles() * (self.block_n / 2 + tiles.o.cols / 2 + q),
-            OTHER_REGISTERS,
+            self.m_tiles() * ((self.block_n / 2).max(apart) + tiles.o.cols / 2 + q),
+            others,
             MAX_REGISTERS,
         )
     }
@@ -148,8 +177,11 @@ impl Family for Schedule {
             .shared(memory.layout.clone())
             .threads(32 * self.warps)
             // Without a minimum, ptxas may spill to fit one more block on a multiprocessor.
-            .min_blocks_per_sm(1)
-            .traced(spec.traced);
+            .min_blocks_per_sm(1);
+        if spec.dtype.is_fp8() {
+            k = k.more_params::<DescaleParams>();
+        }
+        k = k.traced(spec.traced);
         self.body(&mut k, spec, &memory);
         k
     }
@@ -161,17 +193,64 @@ impl Family for Schedule {
     fn check_args(self, args: &Args) -> Result<(), BindError> {
         check_rows(args, &TENSORS)
     }
+
+    fn bind<E>(
+        self,
+        spec: &Spec,
+        args: &Args,
+        _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+        packed: &mut Packed,
+    ) -> Result<(), E> {
+        packed.push(&FwdParams::bind(args));
+        if spec.dtype.is_fp8() {
+            packed.extend(&DescaleParams::bind(args));
+        }
+        Ok(())
+    }
+}
+
+/// Columns of a tile: 16-bit elements, or pairs of 8-bit ones.
+fn width(spec: &Spec, head_dim: u32) -> u32 {
+    head_dim * spec.dtype.size() / 2
 }
 
 impl Schedule {
+    /// What 8-bit floats need.
+    fn check_fp8(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
+        let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
+        if target == Target::Sm80 {
+            return refuse("e4m3 needs sm_89 or later".into());
+        }
+        if !self.block_n.is_multiple_of(32) {
+            return refuse(format!("block_n {}: with e4m3 a multiple of 32 is needed", self.block_n));
+        }
+        if spec.softcap && !spec.scaled_scores {
+            return refuse("with e4m3, a softcap needs scaled scores: see Spec::needs_scaled_scores".into());
+        }
+        Ok(())
+    }
+
+    /// The softmax of a block's rows, with the descales of its queries and keys in its scale.
+    fn softmax(self, k: &mut KernelBuilder, spec: &Spec, work: &Work) -> OnlineSoftmax {
+        let params = SoftmaxParams::read(k, spec);
+        if !spec.dtype.is_fp8() {
+            return OnlineSoftmax::new(k, params, self.m_tiles() as usize);
+        }
+        let kv_head = work.rows.kv_head(k, spec);
+        let [q, keys] = [Tensor::Q, Tensor::K].map(|of| DescaleParams::read(k, of, work.rows.batch, kv_head));
+        let both = k.mul_f32(q, keys);
+        let multiplied = SoftmaxParams::read(k, spec);
+        multiplied.set_multiplied(k, &params, both);
+        OnlineSoftmax::new(k, multiplied, self.m_tiles() as usize).of_e4m3()
+    }
+
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
         k.begin_trace(self.warps, 32);
         k.open_trace();
         let tiles = self.tiles(spec);
         let work = Work::begin(k, spec, |k| Rows::find(k, self.block_m, self.order));
         let place = Place::new(k, self.block_m / self.warps);
-        let params = SoftmaxParams::read(k, spec);
-        let softmax = OnlineSoftmax::new(k, params, self.m_tiles() as usize);
+        let softmax = self.softmax(k, spec, &work);
         let o: Vec<Vec<Acc>> = (0..self.m_tiles())
             .map(|_| (0..tiles.o.cols / 8).map(|_| std::array::from_fn(|_| k.mov_f32(0.0))).collect())
             .collect();
@@ -183,7 +262,12 @@ impl Schedule {
         k.section("epilogue");
         Phase::Store.begin(k);
         softmax.finish(k);
-        epilogue::normalise(k, &softmax, &o);
+        let descale = spec.dtype.is_fp8().then(|| {
+            let rows = Rows::find(k, self.block_m, self.order);
+            let kv_head = rows.kv_head(k, spec);
+            DescaleParams::read(k, Tensor::V, rows.batch, kv_head)
+        });
+        epilogue::normalise(k, &softmax, &o, descale);
         let rows = Rows::find(k, self.block_m, self.order);
         let place = Place::new(k, self.block_m / self.warps);
         epilogue::store_lse(k, spec, &rows, &place, &softmax);
@@ -191,6 +275,8 @@ impl Schedule {
         // lie elsewhere, and the other warps must be done with their queries first.
         if tiles.o.panel() != tiles.q.panel() {
             k.bar_sync_all();
+        } else if spec.dtype.is_fp8() {
+            k.bar_warp_sync();
         }
         epilogue::store_output(k, spec, &rows, &place, memory.o, tiles.o, &o);
         k.end_trace();
@@ -244,10 +330,11 @@ impl<'a> MainLoop<'a> {
         let threads = 32 * schedule.warps;
         let (q_row, k_row, v_row) =
             (k.param(FwdParams::q_row), k.param(FwdParams::k_row), k.param(FwdParams::v_row));
-        let q_share = Share::new(k, tiles.q, spec.head_dim, threads);
-        let k_share = Share::new(k, tiles.k, spec.head_dim, threads);
+        let q_share = Share::new(k, tiles.q, width(spec, spec.head_dim), threads);
+        let k_share = Share::new(k, tiles.k, width(spec, spec.head_dim), threads);
         let same = spec.head_dim == spec.head_dim_v;
-        let v_share = if same { k_share } else { Share::new(k, tiles.v, spec.head_dim_v, threads) };
+        let v_share =
+            if same { k_share } else { Share::new(k, tiles.v, width(spec, spec.head_dim_v), threads) };
         let q_copy = TileCopy::new(k, q_share, q_row);
         let k_copy = TileCopy::new(k, k_share, k_row);
         let v_copy = TileCopy::new(k, v_share, v_row);
@@ -460,7 +547,11 @@ impl<'a> MainLoop<'a> {
         let p: Vec<Vec<[Reg<B32>; 4]>> =
             scores.iter().map(|scores| a_operands(k, self.spec.dtype, scores)).collect();
         Phase::Pv.begin_tile(k, cursor.tile);
-        self.add_values(k, cursor, &p, o);
+        if self.spec.dtype.is_fp8() {
+            self.add_fp8_values(k, cursor, &p, o);
+        } else {
+            self.add_values(k, cursor, &p, o);
+        }
 
         k.set(cursor.tile, |k| k.sub_s32(cursor.tile, 1));
         if stages > 1 {
@@ -494,7 +585,11 @@ impl<'a> MainLoop<'a> {
                 for (scores, &a) in scores.iter_mut().zip(&a) {
                     for (i, b) in [[b0, b1], [b2, b3]].into_iter().enumerate() {
                         let acc = &mut scores[2 * n as usize + i];
-                        *acc = k.mma_m16n8k16(ty, a, b, *acc);
+                        *acc = if self.spec.dtype.is_fp8() {
+                            k.mma_m16n8k32(ty, ty, a, b, *acc)
+                        } else {
+                            k.mma_m16n8k16(ty, a, b, *acc)
+                        };
                     }
                 }
             }
@@ -520,6 +615,63 @@ impl<'a> MainLoop<'a> {
                         let acc = o[2 * column as usize + i];
                         k.set(acc, |k| k.mma_m16n8k16(ty, a, b, acc));
                     }
+                }
+            }
+        }
+    }
+
+    /// O += P V of 8-bit floats, a few columns at a time: the products with all keys of the tile are added up apart.
+    fn add_fp8_values(
+        &self,
+        k: &mut KernelBuilder,
+        cursor: &Cursor,
+        p: &[Vec<[Reg<B32>; 4]>],
+        o: &[Vec<Acc>],
+    ) {
+        k.comment("O += P V");
+        let slot = self.slot_offset(k, cursor, self.tiles.v);
+        let lane = self.v_lane.moved(k, slot);
+        // Always so, but the assembler does not know it: it keeps the columns apart, and so the registers that they take.
+        let here = k.setp_ge_s32(cursor.tile, cursor.first);
+        for column in 0..self.spec.head_dim_v.div_ceil(COLUMNS) {
+            k.if_(here, |k| self.add_fp8_columns(k, &lane, column, p, o));
+        }
+    }
+
+    /// The same for some columns.
+    fn add_fp8_columns(
+        &self,
+        k: &mut KernelBuilder,
+        lane: &LaneAddress,
+        column: u32,
+        p: &[Vec<[Reg<B32>; 4]>],
+        o: &[Vec<Acc>],
+    ) {
+        let ty = matrix_ty(self.spec.dtype);
+        let step = lane.step(k, column);
+        // Sixteens of columns; the last of all may be alone.
+        let sixteens = ((self.spec.head_dim_v - COLUMNS * column) / 16).min(2) as usize;
+        let zero = k.mov_f32(0.0);
+        let mut apart = vec![vec![[zero; 4]; 2 * sixteens]; o.len()];
+        for keys in 0..self.schedule.block_n / 32 {
+            // For each sixteen keys: the upper and lower eight of the first sixteen columns, then of the others.
+            let [first, second]: [[Reg<B32>; 4]; 2] =
+                [0, 16].map(|more| k.ldmatrix_trans(lane.at(step, 32 * keys + more, column)));
+            for sixteen in 0..sixteens {
+                for (parity, picks) in [EVEN, ODD].into_iter().enumerate() {
+                    let b = [first, second]
+                        .map(|four| k.prmt_b32(four[2 * sixteen], four[2 * sixteen + 1], picks));
+                    for (apart, p) in apart.iter_mut().zip(p) {
+                        let acc = &mut apart[2 * sixteen + parity];
+                        *acc = k.mma_m16n8k32(ty, ty, p[keys as usize], b, *acc);
+                    }
+                }
+            }
+        }
+        for (o, apart) in o.iter().zip(apart) {
+            for (o, apart) in o.iter().skip((COLUMNS / 8 * column) as usize).zip(apart) {
+                for (&o, apart) in o.iter().zip(apart) {
+                    k.set(o, |k| k.add_f32(o, apart));
                 }
             }
         }

@@ -2,4 +2,5 @@
 
 pub mod bwd;
 pub mod bwd_rows;
+pub mod decode;
 pub mod fwd;

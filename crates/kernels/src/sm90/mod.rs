@@ -7,4 +7,4 @@ pub mod fwd;
 mod params;
 mod ring;
 
-pub use params::{DescaleParams, Divisor, Sm90Params};
+pub use params::{Divisor, Sm90Params};

@@ -89,49 +89,6 @@ kernel_params! {
     }
 }
 
-kernel_params! {
-    /// What a launch with 8-bit floats is given behind [`Sm90Params`]: descales, by batch entry and kv head, or null.
-    /// Strides are in bytes.
-    pub struct DescaleParams {
-        /// Of the queries.
-        q_descale: GlobalPtr,
-        /// Of the keys.
-        k_descale: GlobalPtr,
-        /// Of the values.
-        v_descale: GlobalPtr,
-        /// From one batch entry of the queries' descales to the next.
-        q_descale_batch: u64,
-        /// From one kv head of the queries' descales to the next.
-        q_descale_head: u64,
-        /// From one batch entry of the keys' descales to the next.
-        k_descale_batch: u64,
-        /// From one kv head of the keys' descales to the next.
-        k_descale_head: u64,
-        /// From one batch entry of the values' descales to the next.
-        v_descale_batch: u64,
-        /// From one kv head of the values' descales to the next.
-        v_descale_head: u64,
-    }
-}
-
-impl DescaleParams {
-    /// The parameters of a launch.
-    pub(crate) fn bind(args: &Args) -> Self {
-        let [q, k, v] = [Operand::QDescale, Operand::KDescale, Operand::VDescale].map(|it| args.tensor(it));
-        Self {
-            q_descale: q.pointer(),
-            k_descale: k.pointer(),
-            v_descale: v.pointer(),
-            q_descale_batch: q.strides[0],
-            q_descale_head: q.strides[1],
-            k_descale_batch: k.strides[0],
-            k_descale_head: k.strides[1],
-            v_descale_batch: v.strides[0],
-            v_descale_head: v.strides[1],
-        }
-    }
-}
-
 impl Sm90Params {
     /// The parameters of a launch; `encode` makes tensor maps.
     pub(crate) fn bind<E>(

@@ -658,6 +658,7 @@ impl<'a> Kernel<'a> {
                 row,
                 dtype: self.spec.dtype,
                 head_dim: head_dims[i],
+                interleaved: false,
             };
             epilogue::store(k, &out, &self.place, memory, tile, sums, |k| {
                 head_of(k, base, [to_batch, to_head], self.batch, self.head)

@@ -95,7 +95,8 @@ impl BwdParams {
         let per_row = u64::from(6 * spec.head_dim + 2 * spec.head_dim_v);
         let unit_bytes = u64::from(len_q) * u64::from(args.group()) * per_row;
         let fits = SECTION_BYTES / unit_bytes.max(1);
-        let section = if spec.is_masked() { fits.max(u64::from(MASKED_COLUMNS / spec.head_dim)) } else { fits };
+        let section =
+            if spec.is_masked() { fits.max(u64::from(MASKED_COLUMNS / spec.head_dim)) } else { fits };
         let section = section.clamp(1, u64::from(units.max(1))) as u32;
         let rows = of(Operand::RowLse);
         let scores = args.scores();

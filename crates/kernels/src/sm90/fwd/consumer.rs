@@ -1,9 +1,6 @@
 //! A consumer warpgroup: 64 queries, their scores, probabilities and output in registers.
 
-use flashcore_ptx::{
-    B32, B64, BulkHint, F32, GlobalPtr, KernelBuilder, Operand, ParamHandle, Pred, ProxySpace, Reg, Scope,
-    Wgmma,
-};
+use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Scope, Wgmma};
 
 use super::{
     Memory, PITCH, ROWS, Schedule, Sizes, Turned, columns, gather, merge, panels, partial,
@@ -14,10 +11,11 @@ use crate::{
     Phase, Spec,
     parts::{
         fragment::{Acc, a_operands, matrix_ty, pack},
+        params::DescaleParams,
         softmax::{ScoreHandles, SoftmaxParams},
     },
     phase::wait_for_launch,
-    sm90::{DescaleParams, Sm90Params, descriptor::Descriptor, ring::Ring},
+    sm90::{Sm90Params, descriptor::Descriptor, ring::Ring},
 };
 
 // Named barriers; 0 is the block's own.
@@ -646,30 +644,10 @@ impl<'a> Consumer<'a> {
         k.mad_lo_u64(head, head_stride, entry)
     }
 
-    /// A descale of this tile's kv head; 1 where none is given.
-    fn descale(
-        k: &mut KernelBuilder,
-        tile: &Tile,
-        descales: ParamHandle<DescaleParams, GlobalPtr>,
-        [batch_stride, head_stride]: [ParamHandle<DescaleParams, u64>; 2],
-    ) -> Reg<F32> {
-        let descales = k.param(descales);
-        let (batch_stride, head_stride) = (k.param(batch_stride), k.param(head_stride));
-        let (batch, head) = (k.cvt_u64_u32(tile.rows.batch), k.cvt_u64_u32(tile.kv_head));
-        let entry = k.mad_lo_u64(batch, batch_stride, descales);
-        let own = k.mad_lo_u64(head, head_stride, entry);
-        let given = k.setp_ne_u64(descales, 0u64);
-        let value = k.mov_f32(1.0);
-        k.when(given, |k| k.set(value, |k| k.ld_global(own)));
-        value
-    }
-
     /// Makes the descales of this tile's queries and keys a part of the scale.
     fn descale_scores(&self, k: &mut KernelBuilder, tile: &Tile) {
-        let strides = [DescaleParams::q_descale_batch, DescaleParams::q_descale_head];
-        let q = Self::descale(k, tile, DescaleParams::q_descale, strides);
-        let strides = [DescaleParams::k_descale_batch, DescaleParams::k_descale_head];
-        let keys = Self::descale(k, tile, DescaleParams::k_descale, strides);
+        let q = DescaleParams::read(k, crate::Operand::Q, tile.rows.batch, tile.kv_head);
+        let keys = DescaleParams::read(k, crate::Operand::K, tile.rows.batch, tile.kv_head);
         let both = k.mul_f32(q, keys);
         let base = SoftmaxParams::read_from(k, self.spec, &HANDLES);
         self.softmax.multiply(k, &base, both);
@@ -679,10 +657,8 @@ impl<'a> Consumer<'a> {
     fn store_output(&self, k: &mut KernelBuilder, tile: &Tile) {
         let Some(o_map) = self.o_map else { return };
         k.section("consumer: output");
-        let descale = self.spec.dtype.is_fp8().then(|| {
-            let strides = [DescaleParams::v_descale_batch, DescaleParams::v_descale_head];
-            Self::descale(k, tile, DescaleParams::v_descale, strides)
-        });
+        let fp8 = self.spec.dtype.is_fp8();
+        let descale = fp8.then(|| DescaleParams::read(k, crate::Operand::V, tile.rows.batch, tile.kv_head));
         for (half, row) in self.softmax.rows.iter().enumerate() {
             let inverse = SoftmaxParams::inverse(k, row.sum);
             let inverse = descale.map_or(inverse, |descale| k.mul_f32(inverse, descale));

@@ -30,10 +30,11 @@ mod turn;
 use flashcore_ptx::{ClusterArrive, GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
 use self::{consumer::Consumer, producer::Producer, turn::Turner};
-use super::{Sm90Params, params::DescaleParams};
+use super::Sm90Params;
 use crate::{
     Args, Blocks, ElementType, Family, Geometry, Map, Packed, ScheduleError, Spec,
     family::{MAX_REGISTERS, check_registers, schedule},
+    parts::params::DescaleParams,
 };
 
 /// Queries per warpgroup: what one `wgmma` takes.

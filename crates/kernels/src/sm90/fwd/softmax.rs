@@ -20,7 +20,7 @@ use flashcore_ptx::{F32, KernelBuilder, Pred, Reg};
 
 use crate::{
     ElementType,
-    parts::softmax::{FUSED_UP_TO, NEG_INF, SoftmaxParams},
+    parts::softmax::{E4M3_BOOST, FUSED_UP_TO, NEG_INF, SoftmaxParams},
 };
 
 /// The most that a limit is above its reference: finite, so that it adds nothing to −∞.
@@ -63,7 +63,7 @@ type Exp<'a> = &'a dyn Fn(&mut KernelBuilder, Reg<F32>, usize, usize) -> Reg<F32
 pub(super) fn shift(lazy: u32, dtype: ElementType) -> f32 {
     match dtype {
         ElementType::Bf16 => lazy as f32,
-        ElementType::E4m3 => lazy as f32 - 8.0,
+        ElementType::E4m3 => lazy as f32 - E4M3_BOOST,
         ElementType::F16 | ElementType::F32 => 0.0,
     }
 }
