@@ -4,6 +4,7 @@
 //! - An [`engine`] computes: ours on a [`device`], or anybody else's.
 //! - [`check`] runs a case through an engine and judges the result, and [`explain`] says what is wrong with it.
 //! - [`gradients`] has a backward pass of another make, and the slips that the check must find.
+//! - [`shapes`] have names, or are spelled out.
 //! - A [`crew`] of threads takes up many cases at once, and a [`tally`] counts them.
 
 pub mod cases;
@@ -13,4 +14,5 @@ pub mod device;
 pub mod engine;
 pub mod explain;
 pub mod gradients;
+pub mod shapes;
 pub mod tally;
