@@ -265,7 +265,7 @@ impl<'a> Task<'a> {
             (DeviceName::Auto, Some(Only::Cpu)) => Ok(On::Cpu(engine.isa())),
             (DeviceName::Auto, None) => Ok(self.place.device.gpu().map_or(On::Cpu(engine.isa()), On::Gpu)),
             (DeviceName::Cpu(_), Some(Only::Gpu)) => {
-                Err("kernels, schedules, their matrices and --sustained are a GPU's: leave --device away, or give \
+                Err("kernels, schedules, their matrices, gradients and --sustained are a GPU's: leave --device away, or give \
                      cuda"
                     .into())
             }
@@ -486,7 +486,10 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     let ours = if !schedule.is_empty() {
         Ours::Schedules(schedule.iter().map(ToString::to_string).collect())
     } else if *ladder {
-        Ours::Kernels(Kernel::LADDER.into_iter().rev().collect())
+        match options.cells.pass {
+            Pass::Forward => Ours::Kernels(Kernel::LADDER.into_iter().rev().collect()),
+            Pass::Backward => Ours::Kernels(Kernel::BACKWARD.into_iter().rev().collect()),
+        }
     } else if kernel.is_empty() {
         Ours::Planner
     } else {
