@@ -19,8 +19,9 @@ pub struct Calls<'a> {
 impl<'a> Calls<'a> {
     /// Of a device, into memory of its own that is poisoned first.
     pub fn new(device: &'a Device, operands: &'a Operands) -> Self {
-        let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = operands.problem;
-        let mut o = Guarded::new(dtype, Arrangement::Bhsd, [batch, heads_q, len_q, head_dim_v]);
+        let Problem { batch, heads_q, len_q, head_dim_v, .. } = operands.problem;
+        let mut o =
+            Guarded::new(operands.problem.out(), Arrangement::Bhsd, [batch, heads_q, len_q, head_dim_v]);
         o.poison(Poison::First);
         Self { device, operands, mask: operands.problem.mask, o }
     }

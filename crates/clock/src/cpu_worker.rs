@@ -75,7 +75,7 @@ impl Server {
                 let problem = problem.problem()?;
                 memory::check(&problem, memory::to_judge(&problem))?;
                 if problem.dtype == DType::F32 {
-                    return Err("searches are in f16 and bf16".into());
+                    return Err("searches are in f16, bf16 and f8".into());
                 }
                 let pool = self.pools.get(problem.dtype.name()).ok_or("there is no pool of this dtype")?;
                 self.ready = Some(cut(problem, pool));

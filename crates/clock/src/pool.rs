@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-use flashcore::{Backward, DType, Mask, Name, Pass, Problem, TensorBuf, oracle};
+use flashcore::{Backward, DType, F8E4M3, Mask, Name, Pass, Problem, TensorBuf, oracle};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -47,17 +47,18 @@ pub struct Stored {
     pub paths: [PathBuf; 3],
 }
 
-fn bytes(bits: &[u16]) -> Vec<u8> {
-    bits.iter().flat_map(|bits| bits.to_le_bytes()).collect()
+fn bytes(dtype: DType, bits: &[u16]) -> Vec<u8> {
+    bits.iter().flat_map(|bits| bits.to_le_bytes().into_iter().take(dtype.size())).collect()
 }
 
 impl Pool {
-    /// Draws standard normal numbers in a 16-bit dtype: `needed` of them, at most [`LEN`].
+    /// Draws standard normal numbers in a dtype of 16 bits or 8: `needed` of them, at most [`LEN`].
     pub fn draw(dtype: DType, needed: usize, seed: u64) -> Self {
         let len = needed.clamp(1, LEN);
         let round = |x: f64| match dtype {
             DType::BF16 => bf16::from_f64(x).to_bits(),
             DType::F16 | DType::F32 => f16::from_f64(x).to_bits(),
+            DType::F8E4M3 => u16::from(F8E4M3::from_f64(x).to_bits()),
         };
         let bits = [0_u64, 1, 2].map(|tensor| {
             let mut bits = vec![0; len];
@@ -74,7 +75,7 @@ impl Pool {
     pub fn store(&self, folder: &Path) -> Result<Stored, String> {
         let paths = NAMES.map(|name| folder.join(format!("{name}.{}", self.dtype)));
         for (bits, path) in self.bits.iter().zip(&paths) {
-            std::fs::write(path, bytes(bits))
+            std::fs::write(path, bytes(self.dtype, bits))
                 .map_err(|error| format!("cannot write {}: {error}", path.display()))?;
         }
         let (elements, checksums) = (self.bits[0].len(), self.checksums());
@@ -83,7 +84,7 @@ impl Pool {
 
     /// The checksums of q, k and v.
     pub fn checksums(&self) -> [u32; 3] {
-        [0, 1, 2].map(|tensor: usize| crc32fast::hash(&bytes(&self.bits[tensor])))
+        [0, 1, 2].map(|tensor: usize| crc32fast::hash(&bytes(self.dtype, &self.bits[tensor])))
     }
 
     /// Elements of a tensor (0 for q, 1 for k, 2 for v) from a place on, as f32.
@@ -92,6 +93,7 @@ impl Pool {
         let widen = |bits: u16| match self.dtype {
             DType::BF16 => bf16::from_bits(bits).to_f32(),
             DType::F16 | DType::F32 => f16::from_bits(bits).to_f32(),
+            DType::F8E4M3 => F8E4M3::from_bits(bits as u8).to_f32(),
         };
         (start..start + count).map(|i| widen(bits[i % bits.len()])).collect()
     }

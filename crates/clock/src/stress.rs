@@ -190,8 +190,8 @@ impl Subject {
     }
 
     fn outputs(&self, cuda: &Cuda) -> flashcore::Result<Outputs> {
-        let Problem { batch, heads_q, len_q, head_dim_v, dtype, lse, .. } = self.operands.problem;
-        let o = cuda.empty(dtype, Layout::bhsd([batch, heads_q, len_q, head_dim_v]))?;
+        let Problem { batch, heads_q, len_q, head_dim_v, lse, .. } = self.operands.problem;
+        let o = cuda.empty(self.operands.problem.out(), Layout::bhsd([batch, heads_q, len_q, head_dim_v]))?;
         let lse = lse.then(|| cuda.empty(DType::F32, Layout::bhsd([batch, heads_q, len_q, 1])));
         Ok(Outputs { o, lse: lse.transpose()? })
     }
@@ -372,14 +372,14 @@ impl Outputs {
     }
 
     fn download(&self, cuda: &Cuda, problem: &Problem) -> flashcore::Result<(TensorBuf, Option<TensorBuf>)> {
-        let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = *problem;
+        let Problem { batch, heads_q, len_q, head_dim_v, .. } = *problem;
         let host = |tensor: &CudaTensor, dtype: DType, width: usize| {
             let mut host = TensorBuf::zeros(dtype, Layout::bhsd([batch, heads_q, len_q, width]))?;
             cuda.download(tensor, &mut host.view_mut())?;
             Ok(host)
         };
         let lse = self.lse.as_ref().map(|lse| host(lse, DType::F32, 1)).transpose()?;
-        Ok((host(&self.o, dtype, head_dim_v)?, lse))
+        Ok((host(&self.o, problem.out(), head_dim_v)?, lse))
     }
 }
 
@@ -390,6 +390,7 @@ fn bits(o: &TensorBuf, lse: Option<&TensorBuf>) -> Vec<u32> {
             Storage::F16(values) => values.iter().map(|x| u32::from(x.to_bits())).collect(),
             Storage::BF16(values) => values.iter().map(|x| u32::from(x.to_bits())).collect(),
             Storage::F32(values) => values.iter().map(|x| x.to_bits()).collect(),
+            Storage::F8E4M3(values) => values.iter().map(|x| u32::from(x.to_bits())).collect(),
         }
     };
     let mut all = of(o);

@@ -91,10 +91,10 @@ struct Call<'a> {
 impl<'a> Call<'a> {
     fn new(cuda: &Cuda, operands: &'a Operands) -> Result<Self, String> {
         let Operands { q, k, v, problem, .. } = operands;
-        let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = *problem;
+        let Problem { batch, heads_q, len_q, head_dim_v, .. } = *problem;
         let put = |tensor: &flashcore::Tensor<'_>| cuda.upload(tensor).map_err(say);
         let inputs = [put(&q.view())?, put(&k.view())?, put(&v.view())?];
-        let o = cuda.empty(dtype, Layout::bhsd([batch, heads_q, len_q, head_dim_v])).map_err(say)?;
+        let o = cuda.empty(problem.out(), Layout::bhsd([batch, heads_q, len_q, head_dim_v])).map_err(say)?;
         Ok(Self { operands, inputs, o })
     }
 

@@ -15,7 +15,7 @@ use flashcore_judge::operands::Operands;
 use flashcore_judge::rng::Rng;
 
 /// The files of the corpus, by the prefix of their cases' names.
-const FILES: [(&str, &str); 8] = [
+const FILES: [(&str, &str); 9] = [
     ("lengths", include_str!("../../../cases/lengths.toml")),
     ("masks", include_str!("../../../cases/masks.toml")),
     ("heads", include_str!("../../../cases/heads.toml")),
@@ -24,6 +24,7 @@ const FILES: [(&str, &str); 8] = [
     ("wide", include_str!("../../../cases/wide.toml")),
     ("cover", include_str!("../../../cases/cover.toml")),
     ("wild", include_str!("../../../cases/wild.toml")),
+    ("eight", include_str!("../../../cases/eight.toml")),
 ];
 
 /// When a case runs.
@@ -60,6 +61,21 @@ pub struct Case {
 }
 
 impl Case {
+    /// A quick case of normal numbers, all of whose rows are judged.
+    pub fn new(name: &str, problem: Problem) -> Self {
+        Self {
+            name: name.into(),
+            tier: Tier::Quick,
+            problem,
+            key_lengths: None,
+            arrangement: Arrangement::Bhsd,
+            inputs: Distribution::Normal,
+            wild: None,
+            seed: 42,
+            rows: None,
+        }
+    }
+
     /// Draws the case's inputs.
     pub fn operands(&self) -> Operands {
         let operands = self.operands_from(self.seed);
@@ -70,13 +86,14 @@ impl Case {
     }
 
     /// The backward pass of the same problem, with gradients of o, and of lse where that is asked for; larger ones only in a
-    /// full run. None where the truth would take long, or is about an element that is NaN or infinite.
+    /// full run. None where the truth would take long, or is about an element that is NaN or infinite, and none of f8.
     pub fn backward(&self) -> Option<Self> {
         let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, .. } = self.problem;
         let sizes = [batch, heads_q, len_q, len_k, head_dim + head_dim_v];
         let work = sizes.into_iter().fold(1, usize::saturating_mul);
         let tier = if work <= QUICK_BACKWARD { self.tier } else { Tier::Full };
         let judged = self.wild.is_none() && self.rows.is_none() && work <= MOST_BACKWARD;
+        let judged = judged && !self.problem.dtype.is_f8();
         let name = format!("{}/{}", Pass::Backward, self.name);
         judged.then(|| Self { name, tier, problem: self.problem.backward(), ..self.clone() })
     }
@@ -188,6 +205,10 @@ struct Table {
     name: String,
     tier: Tier,
     dtype: Option<Many<String>>,
+    /// The type of o, where that of q, k and v leaves a choice.
+    out: Option<Many<String>>,
+    /// Whether q, k and v have descales: `all`, `none`, or letters of those that do.
+    descales: Option<Many<String>>,
     batch: Option<Many<usize>>,
     heads: Option<Many<usize>>,
     heads_kv: Option<Many<usize>>,
@@ -229,6 +250,8 @@ enum KeyLengths {
 struct Draft {
     suffix: String,
     dtype: DType,
+    out: Option<DType>,
+    descales: [bool; 3],
     sizes: Sizes,
     mask: Mask,
     scale: Option<f32>,
@@ -333,6 +356,8 @@ impl Table {
         let plain = Draft {
             suffix: String::new(),
             dtype: DType::F16,
+            out: None,
+            descales: [false; 3],
             sizes,
             mask: Mask::None,
             scale: None,
@@ -348,8 +373,10 @@ impl Table {
             self.mask.as_ref().map(|mask| mask.try_map(|text| text.parse().map_err(say))).transpose()?;
         let dtype = match &self.dtype {
             Some(dtype) => dtype.try_map(|text| text.parse().map_err(say))?,
-            None => Many::List(DType::ALL.to_vec()),
+            None => Many::List(DType::WIDE.to_vec()),
         };
+        let out = self.out.as_ref().map(|out| out.try_map(|text| text.parse().map_err(say))).transpose()?;
+        let descales = self.descales.as_ref().map(|of| of.try_map(|text| which(text))).transpose()?;
         let drawn = match &self.key_lengths {
             Some(KeyLengths::Drawn(drawn)) => Some(drawn),
             _ => None,
@@ -375,6 +402,14 @@ impl Table {
         vary(f, drawn, |_| one(), |x| format!("lengths-{x}"), |d, x| d.draws_lengths = x);
         vary(f, self.arrangement.as_ref(), |_| one(), ToString::to_string, |d, x| d.arrangement = x);
         vary(f, self.seed.as_ref(), |_| one(), |x| format!("seed{x}"), |d, x| d.seed = x);
+        vary(f, out.as_ref(), |_| one(), |x| format!("to-{x}"), |d, x| d.out = Some(x));
+        vary(
+            f,
+            descales.as_ref(),
+            |_| one(),
+            |(name, _)| format!("descales-{name}"),
+            |d, x| d.descales = x.1,
+        );
         vary(f, Some(&dtype), |_| one(), ToString::to_string, |d, x| d.dtype = x);
         let draft = |row: &mut dyn Iterator<Item = usize>| {
             let mut draft = plain.clone();
@@ -415,7 +450,8 @@ impl Table {
         if let Some(scale) = draft.scale {
             problem = problem.with_scale(scale);
         }
-        problem.lse = draft.lse;
+        problem = draft.out.map_or(problem, |out| problem.with_out(out));
+        (problem.lse, problem.descales) = (draft.lse, draft.descales);
         let key_lengths = match &self.key_lengths {
             Some(KeyLengths::Given(lengths)) => Some(lengths.clone()),
             _ => draft.draws_lengths.then(|| draw_lengths(&problem, draft.seed)),
@@ -465,6 +501,19 @@ fn draw_lengths(problem: &Problem, seed: u64) -> Vec<u32> {
     lengths
 }
 
+/// Which of q, k and v have descales, by a name for it.
+fn which(text: &str) -> Result<(String, [bool; 3]), String> {
+    let letters = match text {
+        "all" => "qkv",
+        "none" => "",
+        letters => letters,
+    };
+    if letters.chars().any(|letter| !"qkv".contains(letter)) {
+        return Err(format!("descales '{text}': possible are all, none, or letters of q, k and v"));
+    }
+    Ok((text.into(), ['q', 'k', 'v'].map(|letter| letters.contains(letter))))
+}
+
 fn say(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
@@ -501,7 +550,10 @@ mod tests {
             parse("file", &text).unwrap_err()
         };
         assert!(refuse("lenght = 3").contains("lenght"));
-        assert!(refuse("dtype = 'f8'").contains("bf16"));
+        assert!(refuse("dtype = 'f17'").contains("bf16"));
+        assert!(refuse("dtype = 'f8'\ndescales = 'qz'").contains("letters"));
+        assert!(refuse("descales = 'q'").contains("descales"));
+        assert!(refuse("dtype = 'f8'\nout = 'f32'").contains("bf16 or f16"));
         assert!(refuse("mask = 'diagonal'").contains("causal-top-left"));
         assert!(refuse("batch = 2\nkey_lengths = [1]").contains("2 numbers"));
         assert!(refuse("heads = 3\nheads_kv = 2").contains("multiple"));
@@ -517,7 +569,7 @@ mod tests {
     fn the_corpus_holds_every_length_distribution_arrangement_and_dtype() {
         let corpus = corpus();
         for length in [1, 2, 7, 63, 64, 65, 97, 127, 129, 200, 257, 511, 513, 1025] {
-            for dtype in DType::ALL {
+            for dtype in DType::WIDE {
                 let with = |case: &&Case| case.problem.len_q == length && case.problem.dtype == dtype;
                 assert!(corpus.iter().find(with).is_some(), "{length} {dtype}");
             }
@@ -525,7 +577,7 @@ mod tests {
         for tier in [Tier::Quick, Tier::Full] {
             let of = || corpus.iter().filter(|case| case.tier <= tier);
             for distribution in Distribution::ALL {
-                for dtype in DType::ALL {
+                for dtype in DType::WIDE {
                     let with = |case: &Case| case.inputs == distribution && case.problem.dtype == dtype;
                     assert!(of().any(with), "{distribution} {dtype}");
                 }
@@ -574,7 +626,7 @@ mod tests {
             corpus().into_iter().filter(|case| case.name.starts_with("cover/pairs")).collect();
         assert!(pairs.len() < 100, "{}", pairs.len());
         let met = |with: &dyn Fn(&Case) -> bool| pairs.iter().any(with);
-        for dtype in DType::ALL {
+        for dtype in DType::WIDE {
             for arrangement in Arrangement::ALL {
                 assert!(met(&|case| case.problem.dtype == dtype && case.arrangement == arrangement));
             }
@@ -595,7 +647,7 @@ mod tests {
     #[test]
     fn every_element_that_is_no_number_finds_a_place_in_every_dtype() {
         let corpus = corpus();
-        for dtype in DType::ALL {
+        for dtype in DType::WIDE {
             for wild in Wild::ALL {
                 let quick = corpus.iter().filter(|case| case.tier == Tier::Quick);
                 let mut of = quick.filter(|case| case.wild == Some(wild) && case.problem.dtype == dtype);
@@ -610,7 +662,7 @@ mod tests {
         let quick: Vec<&Case> = backward.iter().filter(|case| case.tier == Tier::Quick).collect();
         assert!(quick.len() > 400 && quick.iter().all(|case| case.problem.pass == Pass::Backward));
         for distribution in Distribution::ALL {
-            for dtype in DType::ALL {
+            for dtype in DType::WIDE {
                 let with = |case: &&Case| case.inputs == distribution && case.problem.dtype == dtype;
                 assert!(quick.iter().any(with), "{distribution} {dtype}");
             }

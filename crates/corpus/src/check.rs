@@ -219,7 +219,11 @@ impl Prepared {
     fn redrawable(&self, rng: &mut Rng) -> Vec<Name> {
         let signature = self.case.problem.signature();
         let names = signature.inputs().map(|of| of.name);
-        let mut names: Vec<Name> = names.filter(|name| !matches!(name, Name::O | Name::Lse)).collect();
+        let names = names.filter(|name| !matches!(name, Name::O | Name::Lse));
+        let (mut names, descales): (Vec<Name>, Vec<Name>) =
+            names.partition(|name| !Name::DESCALES.contains(name));
+        // One of the descales stands for all.
+        names.extend((!descales.is_empty()).then(|| rng.pick(&descales)));
         while self.case.problem.pass == Pass::Backward && names.len() > 2 {
             names.remove(rng.below(names.len()));
         }
@@ -235,6 +239,7 @@ impl Prepared {
             let kv_head = reader.head / self.case.problem.group();
             let (head, row) = match operand {
                 Name::K | Name::V => (kv_head, self.operands.attended(&reader, keys, rng)),
+                Name::QDescale | Name::KDescale | Name::VDescale => (kv_head, 0),
                 _ => (reader.head, reader.position),
             };
             let spot = Spot { operand, batch: reader.batch, head, row, column: 0 };

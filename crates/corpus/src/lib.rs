@@ -3,7 +3,8 @@
 //! - [`cases`] says what is run (long lists of parameters stand for covering designs).
 //! - An [`engine`] computes: ours on a [`device`], or anybody else's.
 //! - [`check`] runs a case through an engine and judges the result, and [`explain`] says what is wrong with it.
-//! - [`gradients`] has a backward pass of another make, and the slips that the check must find.
+//! - [`gradients`] has a backward pass of another make, [`eight`] a forward pass of 8-bit floats, and the slips that the check
+//!   must find.
 //! - [`shapes`] have names, or are spelled out.
 //! - A [`crew`] of threads takes up many cases at once, and a [`tally`] counts them.
 
@@ -11,6 +12,7 @@ pub mod cases;
 pub mod check;
 pub mod crew;
 pub mod device;
+pub mod eight;
 pub mod engine;
 pub mod explain;
 pub mod gradients;

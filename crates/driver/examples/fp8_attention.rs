@@ -18,7 +18,7 @@ use flashcore_driver::{
     ComputeCapability, Context, DeviceBuffer, Driver, Event, EventKind, JitOptions, L2Promotion,
     LaunchConfig, OutOfBounds, StreamOptions, Swizzle, TensorMapElement, TensorMapSpec,
 };
-use flashcore_kernels::{Args, ElementType, Map, Operand, Packed, Schedule, Section, Spec, TensorArg, sm90};
+use flashcore_kernels::{Args, ElementType, Map, Operand, Packed, Schedule, Section, Spec, TensorArg};
 use flashcore_ptx::{Target, TensorMap};
 use float8::F8E4M3;
 
@@ -90,7 +90,16 @@ impl Shape {
 
     /// The default schedule with these knobs.
     fn schedule(&self, spec: &Spec) -> Result<Schedule> {
-        let text = Schedule::Sm90Fwd(sm90::fwd::Schedule::fp8(spec)).to_string();
+        let (warpgroups, block_n, q_stages) = match spec.head_dim.max(spec.head_dim_v) {
+            ..=64 => (3, 128, 2),
+            65..=128 => (2, 128, 2),
+            129..=192 => (2, 96, 1),
+            _ => (2, 64, 1),
+        };
+        let text = format!(
+            "sm90_fwd:warpgroups={warpgroups},block_n={block_n},stages=2,q_stages={q_stages},ctas=1,split=1,pingpong=1,\
+             lazy=0,poly=0,persistent=1,pairs=0"
+        );
         let name = |knob: &str| knob.split('=').next().unwrap_or_default().to_owned();
         let changed: Vec<&str> = self.knobs.split(',').filter(|knob| !knob.is_empty()).collect();
         let kept = text

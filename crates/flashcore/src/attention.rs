@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use crate::{
-    DType, Device, Error, Mask, Name, Pass, Problem, Result, Tensor, TensorBuf, TensorMut,
+    DType, Descales, Device, Error, Mask, Name, Pass, Problem, Result, Tensor, TensorBuf, TensorMut,
     contract::{self, Call},
     problem::default_scale,
     signature::{PerTensor, Role},
@@ -28,6 +28,8 @@ pub struct Attention<'a> {
     scale: Option<f32>,
     softcap: Option<f32>,
     key_lengths: Option<KeyLengths<'a>>,
+    descales: Descales<'a>,
+    out: Option<DType>,
     lse: bool,
 }
 
@@ -164,6 +166,16 @@ impl<'a> Attention<'a> {
         Self { key_lengths: Some(KeyLengths::Device(key_lengths)), ..self }
     }
 
+    /// With descales of q, k and v, where those are f8.
+    pub fn descales(self, descales: Descales<'a>) -> Self {
+        Self { descales, ..self }
+    }
+
+    /// With an output of this type: bf16 (the default) or f16 where q, k and v are f8, and their own type elsewhere.
+    pub fn output(self, out: DType) -> Self {
+        Self { out: Some(out), ..self }
+    }
+
     /// Also return lse.
     pub fn with_lse(self) -> Self {
         Self { lse: true, ..self }
@@ -175,9 +187,22 @@ impl<'a> Attention<'a> {
         self.key_lengths.and_then(KeyLengths::on_host)
     }
 
+    /// The descales that [`Attention::descales`] was given.
+    #[doc(hidden)]
+    pub fn given_descales(&self) -> Descales<'a> {
+        self.descales
+    }
+
     /// The problem that these options and tensors pose, or what is wrong with them.
     pub fn problem(&self, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> Result<Problem> {
-        self.posed(Pass::Forward, &read(q, k, v))
+        self.posed(Pass::Forward, &self.read(q, k, v))
+    }
+
+    /// What a forward pass reads.
+    fn read(&self, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> PerTensor<Raw> {
+        let mut tensors = read(q, k, v);
+        self.descales.into_tensors(&mut tensors);
+        tensors
     }
 
     /// The problem that these options and tensors pose for the backward pass, or what is wrong with them.
@@ -196,12 +221,15 @@ impl<'a> Attention<'a> {
             .with_scale(self.scale.unwrap_or_else(|| default_scale(head_dim)))
             .with_softcap(self.softcap.unwrap_or(0.0));
         problem.key_lengths = self.key_lengths.is_some();
+        problem.descales = self.descales.given();
+        problem = self.out.map_or(problem, |out| problem.with_out(out));
         problem.pass = pass;
         problem.lse = match pass {
             Pass::Forward => self.lse,
             Pass::Backward => inputs.get(Name::Dlse).is_some(),
         };
         contract::check(&problem, inputs, Role::In)?;
+        self.descales.check(&problem)?;
         if let Some(lengths) = self.key_lengths {
             match lengths {
                 KeyLengths::Host(lengths) => contract::check_key_lengths(&problem, lengths)?,
@@ -215,10 +243,10 @@ impl<'a> Attention<'a> {
     pub fn run(&self, device: &Device, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> Result<Output> {
         let problem = self.problem(q, k, v)?;
         let shape = [problem.batch, problem.heads_q, problem.len_q, problem.head_dim_v];
-        let mut o = TensorBuf::zeros(problem.dtype, Layout::ordered_like(shape, &q.layout()))?;
+        let mut o = TensorBuf::zeros(problem.out(), Layout::ordered_like(shape, &q.layout()))?;
         let lse_layout = Layout::bhsd([problem.batch, problem.heads_q, problem.len_q, 1]);
         let mut lse = problem.lse.then(|| TensorBuf::zeros(DType::F32, lse_layout)).transpose()?;
-        let mut tensors = read(q, k, v).with(Name::O, o.view_mut().raw);
+        let mut tensors = self.read(q, k, v).with(Name::O, o.view_mut().raw);
         if let Some(lse) = &mut lse {
             tensors.set(Name::Lse, lse.view_mut().raw);
         }
@@ -226,7 +254,8 @@ impl<'a> Attention<'a> {
         Ok(Output { o, lse })
     }
 
-    /// Runs into memory that is already there; lse is computed if there is a place for it.
+    /// Runs into memory that is already there; lse is computed if there is a place for it. Where q, k and v are f8, o may
+    /// be bf16 or f16.
     ///
     /// ```
     /// use flashcore::{Attention, Device, Tensor, TensorMut};
@@ -253,9 +282,12 @@ impl<'a> Attention<'a> {
         o: &mut TensorMut<'_>,
         lse: Option<&mut TensorMut<'_>>,
     ) -> Result<()> {
-        let mut problem = self.problem(q, k, v)?;
+        // Where it can be of several types, the output that is given decides.
+        let by_output = q.dtype().is_f8() && self.out.is_none();
+        let asked = if by_output { self.output(o.dtype()) } else { *self };
+        let mut problem = asked.problem(q, k, v)?;
         problem.lse = lse.is_some();
-        let mut tensors = read(q, k, v).with(Name::O, o.raw);
+        let mut tensors = self.read(q, k, v).with(Name::O, o.raw);
         if let Some(lse) = lse {
             tensors.set(Name::Lse, lse.raw);
         }

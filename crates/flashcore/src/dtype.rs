@@ -1,8 +1,9 @@
 //! The element types that attention runs on.
 
+use float8::F8E4M3;
 use half::{bf16, f16};
 
-/// The type of q, k, v and o. Accumulation is always in f32.
+/// The type of q, k and v, and of o unless that of q is too narrow for it. Accumulation is always in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(not(feature = "workbench"), non_exhaustive)]
 pub enum DType {
@@ -12,17 +13,23 @@ pub enum DType {
     BF16,
     /// IEEE single precision.
     F32,
+    /// 8 bits, 4 of exponent and 3 of fraction: up to 448, without infinities (torch's `float8_e4m3fn`). Of q, k and v.
+    F8E4M3,
 }
 
 impl DType {
     /// Every type, in the order that tables show them.
-    pub const ALL: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
+    pub const ALL: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F8E4M3];
+
+    /// Those whose outputs and gradients are of the same type.
+    pub const WIDE: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
 
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
             DType::F16 | DType::BF16 => 2,
             DType::F32 => 4,
+            DType::F8E4M3 => 1,
         }
     }
 
@@ -32,16 +39,23 @@ impl DType {
             DType::F16 => "f16",
             DType::BF16 => "bf16",
             DType::F32 => "f32",
+            DType::F8E4M3 => "f8",
         }
     }
 
-    /// Rounds to the nearest value of this type.
+    /// Rounds to the nearest value of this type; what is beyond the largest of f8 becomes that.
     pub fn round(self, x: f32) -> f32 {
         match self {
             DType::F16 => f16::from_f32(x).to_f32(),
             DType::BF16 => bf16::from_f32(x).to_f32(),
             DType::F32 => x,
+            DType::F8E4M3 => F8E4M3::from_f32(x).to_f32(),
         }
+    }
+
+    /// Whether it has 8 bits: what is stored then needs descales, and o a type of its own.
+    pub const fn is_f8(self) -> bool {
+        matches!(self, DType::F8E4M3)
     }
 
     /// The distance from 1 to the next larger value.
@@ -50,6 +64,7 @@ impl DType {
             DType::F16 => 9.765_625e-4,
             DType::BF16 => 7.812_5e-3,
             DType::F32 => f32::EPSILON,
+            DType::F8E4M3 => 0.125,
         }
     }
 }
@@ -68,10 +83,11 @@ impl std::str::FromStr for DType {
             "f16" | "fp16" | "float16" | "half" => Ok(DType::F16),
             "bf16" | "bfloat16" => Ok(DType::BF16),
             "f32" | "fp32" | "float32" | "float" => Ok(DType::F32),
+            "f8" | "fp8" | "e4m3" | "f8e4m3" | "float8_e4m3fn" => Ok(DType::F8E4M3),
             _ => Err(crate::Error::Text {
                 what: "dtype",
                 given: s.into(),
-                why: "possible are f16, bf16 and f32".into(),
+                why: "possible are f16, bf16, f32 and f8".into(),
             }),
         }
     }
@@ -82,9 +98,10 @@ mod sealed {
     impl Sealed for half::f16 {}
     impl Sealed for half::bf16 {}
     impl Sealed for f32 {}
+    impl Sealed for float8::F8E4M3 {}
 }
 
-/// A Rust type whose slices can be tensors: [`struct@f16`], [`bf16`] or `f32`.
+/// A Rust type whose slices can be tensors: [`struct@f16`], [`bf16`], `f32` or [`F8E4M3`].
 pub trait Element: sealed::Sealed + Copy + Default + Send + Sync + 'static {
     /// The dtype of this Rust type.
     const DTYPE: DType;
@@ -129,5 +146,17 @@ impl Element for f32 {
 
     fn to_f32(self) -> f32 {
         self
+    }
+}
+
+impl Element for F8E4M3 {
+    const DTYPE: DType = DType::F8E4M3;
+
+    fn from_f32(x: f32) -> Self {
+        F8E4M3::from_f32(x)
+    }
+
+    fn to_f32(self) -> f32 {
+        F8E4M3::to_f32(&self)
     }
 }

@@ -35,10 +35,21 @@ pub enum Name {
     Dk,
     /// The gradient of the values.
     Dv,
+    /// What stored queries are to be multiplied by, one number per batch entry and kv head.
+    QDescale,
+    /// The same for keys.
+    KDescale,
+    /// The same for values.
+    VDescale,
     /// How many keys each batch entry has.
     KeyLengths,
     /// A tensor that is not yet part of a call.
     Tensor,
+}
+
+impl Name {
+    /// The descales of q, k and v.
+    pub const DESCALES: [Name; 3] = [Name::QDescale, Name::KDescale, Name::VDescale];
 }
 
 impl fmt::Display for Name {
@@ -54,6 +65,9 @@ impl fmt::Display for Name {
             Name::Dq => "dq",
             Name::Dk => "dk",
             Name::Dv => "dv",
+            Name::QDescale => "q_descale",
+            Name::KDescale => "k_descale",
+            Name::VDescale => "v_descale",
             Name::KeyLengths => "key_lengths",
             Name::Tensor => "the tensor",
         })
@@ -108,7 +122,7 @@ pub enum Error {
     },
     /// The dtypes differ.
     #[error(
-        "{tensor} is {given}, but {expected} is needed: q, k, v and o share one dtype with their gradients, and lse is f32. Convert {tensor} to {expected}"
+        "{tensor} is {given}, but {expected} is needed: q, k, v and o share one dtype with their gradients (o of f8 is f16 or bf16), and lse and descales are f32. Convert {tensor} to {expected}"
     )]
     DTypeMismatch {
         /// Which tensor.
@@ -286,6 +300,30 @@ pub enum Error {
     #[error("softcap is {given}, possible is a finite number above 0, or none (0 turns it off)")]
     Softcap {
         /// The softcap given.
+        given: f32,
+    },
+    /// Something that goes only with 8-bit floats, or only without.
+    #[error("{what} with q, k and v of {dtype}: {possible}")]
+    EightBit {
+        /// What was asked.
+        what: &'static str,
+        /// The type of q, k and v.
+        dtype: DType,
+        /// What is possible.
+        possible: &'static str,
+    },
+    /// A descale that is not finite and positive.
+    #[error(
+        "{tensor} is {given} for batch entry {entry}, kv head {head}; possible is a finite number above 0"
+    )]
+    Descale {
+        /// Which tensor.
+        tensor: Name,
+        /// Which batch entry.
+        entry: usize,
+        /// Which kv head.
+        head: usize,
+        /// The number given.
         given: f32,
     },
     /// The number of key lengths is not the batch size.

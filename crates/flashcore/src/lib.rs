@@ -10,7 +10,8 @@
 //! # Ok::<(), flashcore::Error>(())
 //! ```
 //!
-//! [`Attention::backward`] gives the gradients of q, k and v.
+//! [`Attention::backward`] gives the gradients of q, k and v. q, k and v may be 8-bit floats ([`DType::F8E4M3`]) with
+//! [`Descales`]; [`Attention::fp8`] makes them of wider ones.
 //!
 //! [`Attention`] holds the options, [`Tensor`] and [`TensorMut`] are views of memory in any order of batch, heads
 //! and length, [`Problem`] is what they pose together, and [`Device`] is where it runs. Everything that a call
@@ -29,6 +30,7 @@ mod contract;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod descales;
 mod device;
 mod dtype;
 mod error;
@@ -37,6 +39,7 @@ pub mod oracle;
 #[cfg(feature = "cuda")]
 pub mod plan;
 mod problem;
+mod quantise;
 #[cfg(feature = "serde")]
 mod serde_text;
 pub mod signature;
@@ -51,12 +54,15 @@ pub mod tuned;
 
 pub use aligned::Aligned;
 pub use attention::{Attention, Backward, Gradients, Output};
+pub use descales::Descales;
 pub use device::Device;
 pub use dtype::{DType, Element};
 #[cfg(feature = "cuda")]
 pub use error::PointerFault;
 pub use error::{Error, Name, Result, Source};
+pub use float8::{self, F8E4M3};
 pub use half;
 pub use mask::{Band, Mask};
 pub use problem::{MAX_HEAD_DIM, MAX_LEN, Pass, Problem, default_scale};
+pub use quantise::{Quantised, Quantiser};
 pub use tensor::{DeviceLengths, Layout, Place, Storage, Tensor, TensorBuf, TensorMut};

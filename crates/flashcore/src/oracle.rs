@@ -14,7 +14,7 @@ use rayon::prelude::*;
 
 pub use backward::{GradientReference, gradients, same_precision_gradients};
 
-use crate::{Problem, Tensor};
+use crate::{Descales, Problem, Tensor};
 
 /// What the oracle computes, in the order (batch, heads, length, head_dim_v) and (batch, heads, length).
 #[derive(Clone, Debug, PartialEq)]
@@ -33,8 +33,19 @@ pub fn attention(
     v: &Tensor<'_>,
     key_lengths: Option<&[u32]>,
 ) -> Reference {
-    by_row(problem, q, k, v, key_lengths, |head, query, keys, out| {
-        let scale = f64::from(problem.scale);
+    descaled(problem, [q, k, v], key_lengths, &Descales::new())
+}
+
+/// Attention in f64 of what stored q, k and v stand for.
+pub fn descaled(
+    problem: &Problem,
+    inputs: [&Tensor<'_>; 3],
+    key_lengths: Option<&[u32]>,
+    descales: &Descales<'_>,
+) -> Reference {
+    by_row(problem, inputs, key_lengths, descales, |head, query, keys, out| {
+        let [of_q, of_k, of_v] = head.descales.map(f64::from);
+        let scale = f64::from(problem.scale) * of_q * of_k;
         let mut scores = vec![0.0; keys.len()];
         for (d, &a) in query.iter().enumerate() {
             for (dot, &b) in scores.iter_mut().zip(head.keys_at(d, &keys)) {
@@ -55,7 +66,7 @@ pub fn attention(
         let sum: f64 = scores.iter().sum();
         for (p, key) in scores.iter().zip(keys) {
             for (o, &x) in out.iter_mut().zip(head.value(key)) {
-                *o += p / sum * f64::from(x);
+                *o += p / sum * f64::from(x) * of_v;
             }
         }
         // The logarithm of 0; o is 0 / 0.
@@ -73,20 +84,29 @@ pub enum Rounding {
     Probabilities,
 }
 
+/// What the largest probability of a row is scaled up to before it is rounded to f8: as far as the rounding of 448 allows a
+/// power of two, so that the smallest are least often lost.
+const F8_TOP: f32 = 256.0;
+
 /// Plain attention in the problem's own precision: matmuls accumulate in f32, what is kept between them is
 /// rounded to the dtype, and so is the output.
+///
+/// With 8 bits, scores are kept in the output's type, as a matmul of 8 bits gives them. Probabilities are rounded to f8 for
+/// the second matmul, relative to the largest of their row and scaled up by 2^8; what is left of the division by their sum
+/// is done with its result, as is the multiplication by the values' descale.
 #[doc(hidden)]
 pub fn same_precision(
     problem: &Problem,
-    q: &Tensor<'_>,
-    k: &Tensor<'_>,
-    v: &Tensor<'_>,
+    inputs: [&Tensor<'_>; 3],
     key_lengths: Option<&[u32]>,
+    descales: &Descales<'_>,
     rounding: Rounding,
 ) -> Reference {
-    let dtype = problem.dtype;
-    let keep_score = |x: f32| if rounding == Rounding::Probabilities { x } else { dtype.round(x) };
-    by_row(problem, q, k, v, key_lengths, |head, query, keys, out| {
+    let (dtype, kept) = (problem.dtype, problem.out());
+    let keep_score = |x: f32| if rounding == Rounding::Probabilities { x } else { kept.round(x) };
+    by_row(problem, inputs, key_lengths, descales, |head, query, keys, out| {
+        let [of_q, of_k, of_v] = head.descales;
+        let scale = problem.scale * (of_q * of_k);
         let mut scores = vec![0.0_f32; keys.len()];
         for (d, &a) in query.iter().enumerate() {
             for (dot, &b) in scores.iter_mut().zip(head.keys_at(d, &keys)) {
@@ -94,7 +114,7 @@ pub fn same_precision(
             }
         }
         for score in &mut scores {
-            *score = keep_score(*score * problem.scale);
+            *score = keep_score(*score * scale);
             if let Some(cap) = problem.softcap {
                 // Kept only when it is a score again: what stands between would be lost beside a large cap.
                 *score = keep_score(cap * (*score / cap).tanh());
@@ -107,14 +127,15 @@ pub fn same_precision(
         }
         let sum: f32 = scores.iter().sum();
         let mut row = vec![0.0_f32; out.len()];
+        let after = if dtype.is_f8() { of_v / (F8_TOP * sum) } else { 1.0 };
         for (p, key) in scores.iter().zip(keys) {
-            let p = dtype.round(p / sum);
+            let p = dtype.round(if dtype.is_f8() { p * F8_TOP } else { p / sum });
             for (o, &x) in row.iter_mut().zip(head.value(key)) {
                 *o += p * x;
             }
         }
         for (o, x) in out.iter_mut().zip(row) {
-            *o = f64::from(dtype.round(x));
+            *o = f64::from(kept.round(x * after));
         }
         if nothing { f64::NEG_INFINITY } else { f64::from(max + sum.ln()) }
     })
@@ -127,6 +148,8 @@ struct Head {
     values: Vec<f32>,
     len_k: usize,
     head_dim_v: usize,
+    /// What queries, keys and values are to be multiplied by.
+    descales: [f32; 3],
 }
 
 impl Head {
@@ -137,6 +160,7 @@ impl Head {
             values: vec![0.0; len_k * head_dim_v],
             len_k,
             head_dim_v,
+            descales: [1.0; 3],
         };
         let mut row = vec![0.0; head_dim];
         for s in 0..len_k {
@@ -164,10 +188,9 @@ impl Head {
 /// Runs `row(head, query, keys, out) -> lse` for every query that has keys; the others give zeros and −∞.
 fn by_row(
     problem: &Problem,
-    q: &Tensor<'_>,
-    k: &Tensor<'_>,
-    v: &Tensor<'_>,
+    [q, k, v]: [&Tensor<'_>; 3],
     key_lengths: Option<&[u32]>,
+    descales: &Descales<'_>,
     row: impl Fn(&Head, &[f32], Range<usize>, &mut [f64]) -> f64 + Sync,
 ) -> Reference {
     let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, mask, .. } = *problem;
@@ -181,7 +204,8 @@ fn by_row(
         |(i, (o, lse))| {
             let (b, h) = (i / heads_q, i % heads_q);
             let keys_here = key_lengths.map_or(len_k, |lengths| lengths[b] as usize);
-            let head = Head::read(problem, k, v, b, h / problem.group());
+            let head_kv = h / problem.group();
+            let head = Head { descales: descales.at(b, head_kv), ..Head::read(problem, k, v, b, head_kv) };
             let mut query = vec![0.0; head_dim];
             for (s, (o, lse)) in o.chunks_exact_mut(head_dim_v).zip(lse).enumerate() {
                 let keys = mask.keys(s, len_q, keys_here);
@@ -243,7 +267,8 @@ mod tests {
         let lse = |keys: [f32; 2]| {
             let (q, k) = (tensor(&[1.0], [1, 1, 1, 1]), tensor(&keys, [1, 1, 2, 1]));
             let (q, k) = (q.view(), k.view());
-            let plain = same_precision(&problem, &q, &k, &k, None, Rounding::Probabilities);
+            let plain =
+                same_precision(&problem, [&q, &k, &k], None, &Descales::new(), Rounding::Probabilities);
             let out = attention(&problem, &q, &k, &k, None);
             assert!(out.o[0].is_nan() && plain.o[0].is_nan());
             assert!(out.lse[0] == plain.lse[0] || out.lse[0].is_nan() && plain.lse[0].is_nan());
@@ -275,13 +300,34 @@ mod tests {
     }
 
     #[test]
+    fn descales_multiply_what_is_stored() {
+        let problem = Problem::new(1, 2, 1, 1, DType::F8E4M3).with_kv(2, 2).with_descales();
+        let tensor = |values: &[f32], shape| TensorBuf::from_f32(values, shape, DType::F8E4M3).unwrap();
+        let (q, k) = (tensor(&[1.0; 2], [1, 2, 1, 1]), tensor(&[0.0, 1.0, 0.0, 1.0], [1, 2, 2, 1]));
+        let v = tensor(&[0.0, 1.0, 0.0, 1.0], [1, 2, 2, 1]);
+        let of = [[3.0, 0.5], [0.25, 1.0], [2.0, 7.0]];
+        let descales = of.each_ref().map(|values| Tensor::descale(values, [1, 2]).unwrap());
+        let descales = Descales::of(descales.each_ref());
+        let out = descaled(&problem, [&q.view(), &k.view(), &v.view()], None, &descales);
+        for (head, o) in out.o.iter().enumerate() {
+            let [q, k, v] = of.map(|values| f64::from(values[head]));
+            assert!((o - v / (1.0 + (-q * k).exp())).abs() < 1e-15);
+        }
+        let rounding = Rounding::ScoresAndProbabilities;
+        let plain = same_precision(&problem, [&q.view(), &k.view(), &v.view()], None, &descales, rounding);
+        // Of two probabilities, the larger is 2^8 exactly.
+        assert!(plain.o.iter().zip(&out.o).all(|(plain, o)| (plain / o - 1.0).abs() < 0.004), "{plain:?}");
+    }
+
+    #[test]
     fn same_precision_rounds_to_the_dtype() {
         let problem = Problem::new(1, 1, 1, 1, DType::BF16).with_kv(1, 3);
         let one = TensorBuf::from_f32(&[1.0], [1, 1, 1, 1], DType::BF16).unwrap();
         let kv = TensorBuf::from_f32(&[0.0, 0.0, 0.0], [1, 1, 3, 1], DType::BF16).unwrap();
         let v = TensorBuf::from_f32(&[1.0, 0.0, 0.0], [1, 1, 3, 1], DType::BF16).unwrap();
         let rounding = Rounding::ScoresAndProbabilities;
-        let plain = same_precision(&problem, &one.view(), &kv.view(), &v.view(), None, rounding);
+        let plain =
+            same_precision(&problem, [&one.view(), &kv.view(), &v.view()], None, &Descales::new(), rounding);
         assert_eq!(plain.o[0], f64::from(half::bf16::from_f32(1.0 / 3.0).to_f32()));
     }
 }

@@ -293,11 +293,13 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
                         call Device::cpu()";
         return refuse(format!("the backward pass of {what}"), possible);
     }
-    let dtype = match problem.dtype {
+    let element = |dtype: DType| match dtype {
         DType::F16 => ElementType::F16,
         DType::BF16 => ElementType::Bf16,
         DType::F32 => ElementType::F32,
+        DType::F8E4M3 => ElementType::E4m3,
     };
+    let dtype = element(problem.dtype);
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
         if len > MAX_KERNEL_LEN {
             return refuse(format!("{len} {what}"), "up to 2^28 per head");
@@ -314,7 +316,7 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
     let masked = band.left.is_some() || band.right.is_some();
     Ok(Spec {
         dtype,
-        out: None,
+        out: problem.dtype.is_f8().then(|| element(problem.out())),
         head_dim: problem.head_dim as u32,
         head_dim_v: problem.head_dim_v as u32,
         left: band.left.is_some(),
@@ -330,7 +332,13 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
 }
 
 fn unsupported(device: &str, error: &ScheduleError) -> Error {
-    let possible = "another kernel or schedule, or the planner's own choice".into();
+    let possible = match error {
+        ScheduleError::Fp8 { .. } => {
+            "f16 or bf16 there, f8 on Hopper, or a copy on the host and Device::cpu()"
+        }
+        _ => "another kernel or schedule, or the planner's own choice",
+    };
+    let possible = possible.into();
     let source = Some(error.clone().into());
     Error::Unsupported { device: device.into(), what: error.to_string(), possible, source }
 }
@@ -406,6 +414,29 @@ mod tests {
             Problem::new(1, 8, 512, 64, DType::F16).with_head_dim_v(264).backward(),
         ] {
             assert!(matches!(Plan::choose(&problem, &hardware), Err(Error::Unsupported { .. })), "{problem}");
+        }
+    }
+
+    #[test]
+    fn every_8_bit_problem_has_a_plan_on_hopper_or_a_reason_why_not() {
+        let choose = |text: &str, target| Plan::choose(&text.parse().unwrap(), &Hardware::typical(target));
+        for head_dim in (16..=256).step_by(16) {
+            for rest in ["", " causal lse", " window(100,3) softcap=30 key-lengths", " out=f16 descales"] {
+                for sizes in ["1x16x8192", "1x16/4x1/5000", "2x3x70"] {
+                    let plan = choose(&format!("{sizes}x{head_dim} f8{rest}"), Target::Sm90a).unwrap();
+                    assert_eq!(plan.kernel(), Kernel::Sm90Fwd, "{plan}");
+                }
+            }
+        }
+        for (text, target, why) in [
+            ("1x2x64x72 f8", Target::Sm90a, "multiples of 16"),
+            ("1x2x64x512 f8", Target::Sm90a, "multiples of 16"),
+            ("1x2x64x64 f8", Target::Sm80, "e4m3"),
+        ] {
+            match choose(text, target) {
+                Err(Error::Unsupported { what, .. }) => assert!(what.contains(why), "{text}: {what}"),
+                other => panic!("{text}: {other:?}"),
+            }
         }
     }
 

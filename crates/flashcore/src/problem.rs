@@ -89,8 +89,12 @@ pub struct Problem {
     pub head_dim: usize,
     /// Elements of a value and of an output row.
     pub head_dim_v: usize,
-    /// The type of q, k, v and o, and of their gradients.
+    /// The type of q, k and v, and of their gradients.
     pub dtype: DType,
+    /// The type of o where it is not the usual one, which is `dtype`, or bf16 where that is f8. See [`Problem::out`].
+    pub out: Option<DType>,
+    /// Whether the stored q, k and v have descales, which a call gives by batch entry and kv head. Those of f8 can.
+    pub descales: [bool; 3],
     /// Which keys a query may attend to.
     pub mask: Mask,
     /// Whether each batch entry has a key length of its own, given with the call.
@@ -117,6 +121,8 @@ impl Problem {
             head_dim,
             head_dim_v: head_dim,
             dtype,
+            out: None,
+            descales: [false; 3],
             mask: Mask::None,
             key_lengths: false,
             scale: default_scale(head_dim),
@@ -133,6 +139,21 @@ impl Problem {
     /// With another head dim for v and o.
     pub fn with_head_dim_v(self, head_dim_v: usize) -> Self {
         Self { head_dim_v, ..self }
+    }
+
+    /// With an output of this type.
+    pub fn with_out(self, out: DType) -> Self {
+        Self { out: (out != usual_out(self.dtype)).then_some(out), ..self }
+    }
+
+    /// With descales for q, k and v.
+    pub fn with_descales(self) -> Self {
+        Self { descales: [true; 3], ..self }
+    }
+
+    /// The type of o, and of its gradient.
+    pub fn out(&self) -> DType {
+        self.out.unwrap_or(usual_out(self.dtype))
     }
 
     /// With a mask.
@@ -207,6 +228,7 @@ impl Problem {
                 return Err(Error::TooLarge { tensor, what });
             }
         }
+        self.check_types()?;
         if !(self.scale.is_finite() && self.scale > 0.0) {
             return Err(Error::Scale { given: self.scale });
         }
@@ -216,6 +238,23 @@ impl Problem {
             return Err(Error::Softcap { given: softcap });
         }
         Ok(self)
+    }
+
+    /// What goes with 8-bit floats, and what with others.
+    fn check_types(&self) -> Result<()> {
+        let refuse = |what, possible| Err(Error::EightBit { what, dtype: self.dtype, possible });
+        if self.dtype.is_f8() && self.pass == Pass::Backward {
+            return refuse("a backward pass", "gradients need q, k and v of f16, bf16 or f32");
+        }
+        if !self.dtype.is_f8() && self.descales != [false; 3] {
+            return refuse("descales", "multiply the scale, or the output, by them instead");
+        }
+        match self.out() {
+            DType::F16 | DType::BF16 if self.dtype.is_f8() => Ok(()),
+            _ if self.dtype.is_f8() => refuse("an output of another type", "o is bf16 or f16"),
+            out if out != self.dtype => refuse("an output of another type", "o has the type of q, k and v"),
+            _ => Ok(()),
+        }
     }
 
     /// How many query heads share one kv head.
@@ -248,6 +287,11 @@ impl Problem {
     }
 }
 
+/// The type of o, unless another is asked for.
+const fn usual_out(dtype: DType) -> DType {
+    if dtype.is_f8() { DType::BF16 } else { dtype }
+}
+
 /// 1/√head_dim.
 pub fn default_scale(head_dim: usize) -> f32 {
     (1.0 / (head_dim.max(1) as f64).sqrt()) as f32
@@ -258,11 +302,11 @@ impl Problem {
     #[rustfmt::skip]
     fn identity(&self) -> impl Eq + std::hash::Hash + use<> {
         let Self {
-            pass, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, mask, key_lengths, scale, softcap,
-            lse,
+            pass, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, out, descales, mask, key_lengths,
+            scale, softcap, lse,
         } = *self;
         let sizes = [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v];
-        (pass, sizes, dtype, mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
+        (pass, sizes, (dtype, out, descales), mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
     }
 }
 
@@ -287,6 +331,16 @@ impl std::fmt::Display for Problem {
         let len = pair(self.len_q, self.len_k);
         let dim = pair(self.head_dim, self.head_dim_v);
         write!(f, "{}x{heads}x{len}x{dim} {}", self.batch, self.dtype)?;
+        if let Some(out) = self.out {
+            write!(f, " out={out}")?;
+        }
+        if self.descales != [false; 3] {
+            write!(f, " descales")?;
+            if self.descales != [true; 3] {
+                let named = self.descales.into_iter().zip(['q', 'k', 'v']).filter(|(there, _)| *there);
+                write!(f, "={}", named.map(|(_, name)| name).collect::<String>())?;
+            }
+        }
         if self.mask != Mask::None {
             write!(f, " {}", self.mask)?;
         }
@@ -322,6 +376,7 @@ impl std::str::FromStr for Problem {
         let mut words = text.split_whitespace();
         let sizes = words.next().unwrap_or_default();
         let mut problem = sizes_of(sizes).ok_or_else(|| refuse(&format!("'{sizes}' is not BxHxSxD")))?;
+        let mut out = None;
         for word in words {
             let wrong = |text: &str| refuse(&format!("'{text}' is not a number"));
             let number = |text: &str| text.parse::<f32>().map_err(|_| wrong(text));
@@ -336,17 +391,24 @@ impl std::str::FromStr for Problem {
                 match word.split_once('=') {
                     Some(("softcap", value)) => problem.softcap = Some(number(value)?),
                     Some(("scale", value)) => problem.scale = number(value)?,
+                    Some(("out", value)) => out = Some(value.parse::<DType>()?),
+                    Some(("descales", value))
+                        if ["q", "k", "v", "qk", "qv", "kv", "qkv"].contains(&value) =>
+                    {
+                        problem.descales = ['q', 'k', 'v'].map(|name| value.contains(name));
+                    }
                     // As evidence from before the slashes has it.
                     Some(("len_k", value)) => problem.len_k = size(value)?,
                     Some(("heads_kv", value)) => problem.heads_kv = size(value)?,
                     Some(("head_dim_v", value)) => problem.head_dim_v = size(value)?,
                     None if word == "key-lengths" => problem.key_lengths = true,
                     None if word == "lse" => problem.lse = true,
+                    None if word == "descales" => problem.descales = [true; 3],
                     _ => return Err(refuse(&format!("'{word}' is unknown"))),
                 }
             }
         }
-        problem.check()
+        out.map_or(problem, |out| problem.with_out(out)).check()
     }
 }
 

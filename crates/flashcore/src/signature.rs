@@ -20,6 +20,8 @@ pub enum Rows {
     Queries,
     /// One per key of a key head.
     Keys,
+    /// One for all keys of a key head.
+    Heads,
 }
 
 impl Rows {
@@ -28,6 +30,7 @@ impl Rows {
         match self {
             Rows::Queries => ["query", "queries"],
             Rows::Keys => ["key", "keys"],
+            Rows::Heads => ["kv head", "kv heads"],
         }
     }
 }
@@ -52,8 +55,8 @@ pub struct Parameter {
     pub alignment: usize,
 }
 
-/// The most tensors that a problem has.
-const MOST: usize = 10;
+/// How many names of tensors there are.
+const MOST: usize = 13;
 
 /// The tensors of a problem, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +78,7 @@ impl Problem {
             let (heads, len) = match rows {
                 Rows::Queries => (heads_q, len_q),
                 Rows::Keys => (heads_kv, len_k),
+                Rows::Heads => (heads_kv, 1),
             };
             let decided_by = [Name::Q, of_heads, of_heads, of_dim];
             Parameter {
@@ -91,12 +95,16 @@ impl Problem {
         let like_q = |name, role| tensor(name, role, Rows::Queries, head_dim, [Name::Q, Name::Q]);
         let like_k = |name, role| tensor(name, role, Rows::Keys, head_dim, [Name::K, Name::Q]);
         let like_v = |name, role| tensor(name, role, Rows::Keys, head_dim_v, [Name::K, Name::V]);
-        let like_o = |name, role| tensor(name, role, Rows::Queries, head_dim_v, [Name::Q, Name::V]);
-        let like_lse = |name, role| Parameter {
+        let like_o = |name, role| Parameter {
+            dtype: self.out(),
+            ..tensor(name, role, Rows::Queries, head_dim_v, [Name::Q, Name::V])
+        };
+        let number = |name, role, rows, of_heads| Parameter {
             dtype: DType::F32,
             alignment: DType::F32.size(),
-            ..tensor(name, role, Rows::Queries, 1, [Name::Q, Name::Q])
+            ..tensor(name, role, rows, 1, [of_heads, Name::Q])
         };
+        let like_lse = |name, role| number(name, role, Rows::Queries, Name::Q);
         let (read, written) = (Role::In, Role::Out);
         let inputs = [like_q(Name::Q, read), like_k(Name::K, read), like_v(Name::V, read)];
         let rest = match pass {
@@ -114,8 +122,10 @@ impl Problem {
                 Some(like_v(Name::Dv, written)),
             ],
         };
+        let names = Name::DESCALES.into_iter().zip(self.descales).filter(|(_, there)| *there);
+        let descales = names.map(|(name, _)| number(name, read, Rows::Heads, Name::K));
         let mut signature = Signature { parameters: [inputs[0]; MOST], count: 0 };
-        for parameter in inputs.into_iter().chain(rest.into_iter().flatten()) {
+        for parameter in inputs.into_iter().chain(descales).chain(rest.into_iter().flatten()) {
             signature.parameters[signature.count] = parameter;
             signature.count += 1;
         }
@@ -176,6 +186,9 @@ fn place(name: Name) -> usize {
         Name::Dq => 7,
         Name::Dk => 8,
         Name::Dv => 9,
+        Name::QDescale => 10,
+        Name::KDescale => 11,
+        Name::VDescale => 12,
         Name::KeyLengths | Name::Tensor => unreachable!("no tensor of a signature"),
     }
 }
@@ -246,6 +259,25 @@ mod tests {
         assert_eq!(outputs, [Name::O, Name::Lse]);
         let lse = with_lse.outputs().last().unwrap();
         assert_eq!((lse.shape, lse.dtype), ([2, 8, 5, 1], DType::F32));
+    }
+
+    #[test]
+    fn eight_bit_inputs_have_their_descales_and_an_output_of_its_own_type() {
+        let of = |text: &str| text.parse::<Problem>().unwrap().signature();
+        let shapes: Vec<_> = of("2x8/2x5/7x64/32 f8 descales=qv out=f16")
+            .iter()
+            .map(|it| (it.name, it.dtype, it.shape))
+            .collect();
+        let expected = [
+            (Name::Q, DType::F8E4M3, [2, 8, 5, 64]),
+            (Name::K, DType::F8E4M3, [2, 2, 7, 64]),
+            (Name::V, DType::F8E4M3, [2, 2, 7, 32]),
+            (Name::QDescale, DType::F32, [2, 2, 1, 1]),
+            (Name::VDescale, DType::F32, [2, 2, 1, 1]),
+            (Name::O, DType::F16, [2, 8, 5, 32]),
+        ];
+        assert_eq!(shapes, expected);
+        assert_eq!(of("1x1x1x16 f8").outputs().next().unwrap().dtype, DType::BF16);
     }
 
     #[test]

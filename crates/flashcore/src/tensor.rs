@@ -10,6 +10,7 @@
 
 use std::marker::PhantomData;
 
+use float8::F8E4M3;
 use half::{bf16, f16};
 
 use crate::{Aligned, DType, Element, Error, Name, Result};
@@ -117,7 +118,7 @@ impl Layout {
 }
 
 /// An address with its layout; what [`Tensor`] and [`TensorMut`] share.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Raw {
     pub ptr: *mut u8,
     pub dtype: DType,
@@ -172,7 +173,7 @@ impl Raw {
     }
 
     /// The first `len` elements of a row, widened to f32. Panics out of bounds or off the host.
-    fn read_row(&self, b: usize, h: usize, s: usize, out: &mut [f32]) {
+    pub(crate) fn read_row(&self, b: usize, h: usize, s: usize, out: &mut [f32]) {
         let [nb, nh, ns, nd] = self.layout.shape;
         assert!(b < nb && h < nh && s < ns && out.len() <= nd && self.place == Place::Host);
         let offset = self.layout.row(b, h, s);
@@ -183,6 +184,7 @@ impl Raw {
                     DType::F16 => self.ptr.cast::<f16>().add(offset + i).read().to_f32(),
                     DType::BF16 => self.ptr.cast::<bf16>().add(offset + i).read().to_f32(),
                     DType::F32 => self.ptr.cast::<f32>().add(offset + i).read(),
+                    DType::F8E4M3 => self.ptr.cast::<F8E4M3>().add(offset + i).read().to_f32(),
                 }
             };
         }
@@ -262,6 +264,13 @@ impl<'a> Tensor<'a> {
     pub fn strided<T: Element>(data: &'a [T], layout: Layout) -> Result<Self> {
         let raw = Raw::new(data.as_ptr().cast_mut().cast(), data.len(), T::DTYPE, Place::Host, layout)?;
         Ok(Self { raw, lifetime: PhantomData })
+    }
+
+    /// For descales: one f32 per batch entry and kv head, contiguous in that order. A single number serves all of them.
+    pub fn descale(data: &'a [f32], shape: [usize; 2]) -> Result<Self> {
+        let [b, h] = shape;
+        let strides = if data.len() == 1 { [0, 0, 1, 1] } else { [h, 1, 1, 1] };
+        Self::strided(data, Layout { shape: [b, h, 1, 1], strides })
     }
 
     /// From an address that holds `len` elements.
@@ -416,6 +425,7 @@ impl<'a> TensorMut<'a> {
                     DType::F16 => ptr.cast::<f16>().add(offset + i).write(f16::from_f32(x)),
                     DType::BF16 => ptr.cast::<bf16>().add(offset + i).write(bf16::from_f32(x)),
                     DType::F32 => ptr.cast::<f32>().add(offset + i).write(x),
+                    DType::F8E4M3 => ptr.cast::<F8E4M3>().add(offset + i).write(F8E4M3::from_f32(x)),
                 }
             }
         }
@@ -497,6 +507,8 @@ pub enum Storage {
     BF16(Aligned<bf16>),
     /// f32 elements.
     F32(Aligned<f32>),
+    /// f8 elements.
+    F8E4M3(Aligned<F8E4M3>),
 }
 
 /// A tensor on the host that owns its memory.
@@ -516,6 +528,7 @@ impl TensorBuf {
             DType::F16 => Storage::F16(Aligned::zeros(len)),
             DType::BF16 => Storage::BF16(Aligned::zeros(len)),
             DType::F32 => Storage::F32(Aligned::zeros(len)),
+            DType::F8E4M3 => Storage::F8E4M3(Aligned::zeros(len)),
         };
         Ok(Self { storage, layout })
     }
@@ -538,6 +551,7 @@ impl TensorBuf {
             DType::F16 => Storage::F16(Aligned::of(values, f16::from_f32)),
             DType::BF16 => Storage::BF16(Aligned::of(values, bf16::from_f32)),
             DType::F32 => Storage::F32(Aligned::of(values, |x| x)),
+            DType::F8E4M3 => Storage::F8E4M3(Aligned::of(values, F8E4M3::from_f32)),
         };
         Ok(Self { storage, layout })
     }
@@ -548,6 +562,7 @@ impl TensorBuf {
             Storage::F16(data) => Tensor::strided(data, self.layout),
             Storage::BF16(data) => Tensor::strided(data, self.layout),
             Storage::F32(data) => Tensor::strided(data, self.layout),
+            Storage::F8E4M3(data) => Tensor::strided(data, self.layout),
         };
         view.expect("a TensorBuf's layout fits its memory")
     }
@@ -558,8 +573,14 @@ impl TensorBuf {
             Storage::F16(data) => TensorMut::strided(data, self.layout),
             Storage::BF16(data) => TensorMut::strided(data, self.layout),
             Storage::F32(data) => TensorMut::strided(data, self.layout),
+            Storage::F8E4M3(data) => TensorMut::strided(data, self.layout),
         };
         view.expect("a TensorBuf's layout fits its memory")
+    }
+
+    /// The elements as they lie in memory, to be changed.
+    pub(crate) fn storage_mut(&mut self) -> &mut Storage {
+        &mut self.storage
     }
 
     /// The elements as they lie in memory.
@@ -578,6 +599,7 @@ impl TensorBuf {
             Storage::F16(_) => DType::F16,
             Storage::BF16(_) => DType::BF16,
             Storage::F32(_) => DType::F32,
+            Storage::F8E4M3(_) => DType::F8E4M3,
         }
     }
 

@@ -191,6 +191,23 @@ fn every_launch_of_a_backward_pass_assembles_without_a_spill() {
 }
 
 #[test]
+fn the_schedules_for_8_bit_floats_assemble_without_a_spill() {
+    let mut work = Vec::new();
+    for head_dim in [64, 128, 256] {
+        let plain = Spec::new(ElementType::E4m3, head_dim);
+        let causal = Spec { grouped: true, key_lengths: true, ..plain.causal().with_lse() };
+        let capped = Spec { softcap: true, scaled_scores: true, left: true, ..causal };
+        for spec in [plain, causal, capped] {
+            let fits = |schedule: &Schedule| schedule.check(&spec, Target::Sm90a).is_ok();
+            let all: Vec<Schedule> = schedules(Kernel::Sm90Fwd, &spec).into_iter().filter(fits).collect();
+            let few = all.iter().find(|schedule| schedule.geometry(&spec).rows == 64).unwrap();
+            work.extend([all[0], *few].map(|schedule| (schedule, spec, Target::Sm90a)));
+        }
+    }
+    assert_eq!(assemble_all(&work), 18);
+}
+
+#[test]
 fn parts_of_the_keys_and_what_merges_them_assemble_without_a_spill() {
     let mut work = Vec::new();
     for spec in specs() {

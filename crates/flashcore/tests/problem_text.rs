@@ -27,7 +27,8 @@ prop_compose! {
         dtype in prop::sample::select(DType::ALL.to_vec()),
         mask in masks(),
         (scale, softcap) in (prop::option::of(numbers()), prop::option::of(numbers())),
-        (key_lengths, lse, backward) in any::<(bool, bool, bool)>(),
+        (key_lengths, lse, backward, half_out) in any::<(bool, bool, bool, bool)>(),
+        descales in any::<[bool; 3]>(),
     ) -> Problem {
         let (len_k, head_dim_v) = if square { (len_q, head_dim) } else { (len_k, head_dim_v) };
         let mut problem = Problem::new(batch, heads_kv * group, len_q, head_dim, dtype)
@@ -37,6 +38,10 @@ prop_compose! {
             .with_softcap(softcap.unwrap_or(0.0));
         problem.scale = scale.unwrap_or(problem.scale);
         (problem.key_lengths, problem.lse) = (key_lengths, lse);
+        if dtype == DType::F8E4M3 {
+            problem.descales = descales;
+            return if half_out { problem.with_out(DType::F16) } else { problem };
+        }
         if backward { problem.backward() } else { problem }
     }
 }

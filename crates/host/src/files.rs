@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
-use flashcore::{DType, Element};
+use flashcore::{DType, Element, F8E4M3, Name};
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -123,6 +123,18 @@ macro_rules! stored {
 
 stored!(f16 = F16, bf16 = BF16, f32 = F32);
 
+impl Stored for F8E4M3 {
+    const STORED: Dtype = Dtype::F8_E4M3;
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        Self::from_bits(bytes[0])
+    }
+
+    fn append(self, bytes: &mut Vec<u8>) {
+        bytes.push(self.to_bits());
+    }
+}
+
 /// Elements from their bytes.
 pub fn elements<T: Stored>(bytes: &[u8]) -> Vec<T> {
     bytes.chunks_exact(size_of::<T>()).map(T::from_bytes).collect()
@@ -143,6 +155,7 @@ pub fn dtype(stored: Dtype) -> Option<DType> {
         Dtype::F16 => Some(DType::F16),
         Dtype::BF16 => Some(DType::BF16),
         Dtype::F32 => Some(DType::F32),
+        Dtype::F8_E4M3 => Some(DType::F8E4M3),
         _ => None,
     }
 }
@@ -158,7 +171,24 @@ pub fn widened(bytes: &[u8], dtype: DType) -> Vec<f32> {
         DType::F16 => elements::<f16>(bytes).into_iter().map(f16::to_f32).collect(),
         DType::BF16 => elements::<bf16>(bytes).into_iter().map(bf16::to_f32).collect(),
         DType::F32 => elements::<f32>(bytes),
+        DType::F8E4M3 => elements::<F8E4M3>(bytes).iter().map(F8E4M3::to_f32).collect(),
     }
+}
+
+/// The descales of q, k and v that a file holds, in f32.
+pub fn descales(file: &SafeTensors<'_>) -> Result<[Option<Vec<f32>>; 3], String> {
+    let mut descales = [const { None }; 3];
+    for (name, descale) in Name::DESCALES.into_iter().zip(&mut descales) {
+        let Ok(tensor) = file.tensor(&name.to_string()) else { continue };
+        if tensor.dtype() != Dtype::F32 {
+            return Err(format!(
+                "{name} is {:?}; descales are F32. Convert it before saving",
+                tensor.dtype()
+            ));
+        }
+        *descale = Some(elements(tensor.data()));
+    }
+    Ok(descales)
 }
 
 /// The tensors of a file as a list for messages: name, dtype and shape of each.

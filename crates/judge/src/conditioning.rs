@@ -6,9 +6,12 @@
 //! - its **magnitude**, Σ pₖ·|vₖ|: rounding the probabilities and the output moves the output by a fraction of it;
 //! - its **sensitivity**, Σ pₖ·aₖ·|vₖ − o| with aₖ = scale·Σ|qᵢ·kᵢ|: a relative error in the products of a score
 //!   moves the output by that fraction of it. A row with one dominant key has no sensitivity, however large its scores.
+//!
+//! Where probabilities are rounded to 8 bits, the first is far too much for many keys, whose roundings average out, and its
+//! **spread**, √Σ (pₖ·vₖ)², takes its place.
 
 use flashcore::oracle::Reference;
-use flashcore::{Problem, Tensor};
+use flashcore::{Descales, Problem, Tensor};
 use rayon::prelude::*;
 
 /// The conditioning of one query's output.
@@ -20,6 +23,8 @@ pub struct Conditioning {
     pub magnitude: f64,
     /// The largest Σ pₖ·aₖ·|vₖ − o| of the row's columns.
     pub sensitivity: f64,
+    /// The largest √Σ (pₖ·vₖ)² of the row's columns.
+    pub spread: f64,
     /// Σ pₖ·aₖ: what a relative error in the products moves lse by.
     pub score_magnitude: f64,
 }
@@ -27,10 +32,9 @@ pub struct Conditioning {
 /// The conditioning of every row, in the order (batch, heads, length). `oracle` is the problem's true result.
 pub fn conditioning(
     problem: &Problem,
-    q: &Tensor<'_>,
-    k: &Tensor<'_>,
-    v: &Tensor<'_>,
+    [q, k, v]: [&Tensor<'_>; 3],
     key_lengths: Option<&[u32]>,
+    descales: &Descales<'_>,
     oracle: &Reference,
 ) -> Vec<Conditioning> {
     let Problem { batch, heads_q, len_q, len_k, head_dim, head_dim_v, mask, .. } = *problem;
@@ -38,8 +42,13 @@ pub fn conditioning(
     rows.par_chunks_mut(len_q.max(1)).enumerate().for_each(|(i, rows)| {
         let (b, h) = (i / heads_q, i % heads_q);
         let len = key_lengths.map_or(len_k, |lengths| lengths[b] as usize);
+        let [of_q, of_k, of_v] = descales.at(b, h / problem.group()).map(f64::from);
+        let scale = f64::from(problem.scale) * of_q * of_k;
         let keys = read_head(k, b, h / problem.group(), len, head_dim);
-        let values = read_head(v, b, h / problem.group(), len, head_dim_v);
+        let mut values = read_head(v, b, h / problem.group(), len, head_dim_v);
+        for x in &mut values {
+            *x *= of_v;
+        }
         let mut query = vec![0.0_f32; head_dim];
         for (s, row) in rows.iter_mut().enumerate() {
             let range = mask.keys(s, len_q, len);
@@ -51,10 +60,12 @@ pub fn conditioning(
             let index = i * len_q + s;
             let o = &oracle.o[index * head_dim_v..][..head_dim_v];
             row.keys = range.len();
-            let (mut magnitudes, mut sensitivities) = (vec![0.0; head_dim_v], vec![0.0; head_dim_v]);
+            let [mut magnitudes, mut sensitivities, mut squares] = [const { Vec::new() }; 3];
+            for sums in [&mut magnitudes, &mut sensitivities, &mut squares] {
+                sums.resize(head_dim_v, 0.0);
+            }
             for key in range {
                 let (dot, size) = dot_and_size(&query, &keys[key * head_dim..][..head_dim]);
-                let scale = f64::from(problem.scale);
                 let score = problem.softcap.map_or(dot * scale, |cap| {
                     let cap = f64::from(cap);
                     cap * (dot * scale / cap).tanh()
@@ -71,11 +82,13 @@ pub fn conditioning(
                 let value = &values[key * head_dim_v..][..head_dim_v];
                 for j in 0..head_dim_v {
                     magnitudes[j] += p * value[j].abs();
+                    squares[j] += (p * value[j]).powi(2);
                     sensitivities[j] += p * felt * (value[j] - o[j]).abs();
                 }
             }
             row.magnitude = largest_number(&magnitudes);
             row.sensitivity = largest_number(&sensitivities);
+            row.spread = largest_number(&squares).sqrt();
         }
     });
     rows
@@ -126,7 +139,8 @@ mod tests {
         let k = buf(k, problem.heads_kv, problem.len_k, problem.head_dim);
         let v = buf(v, problem.heads_kv, problem.len_k, problem.head_dim_v);
         let (q, k, v) = (q.view(), k.view(), v.view());
-        conditioning(problem, &q, &k, &v, None, &oracle::attention(problem, &q, &k, &v, None))
+        let truth = oracle::attention(problem, &q, &k, &v, None);
+        conditioning(problem, [&q, &k, &v], None, &Descales::new(), &truth)
     }
 
     #[test]

@@ -196,9 +196,10 @@ impl Seen {
         let bound = measure.row_bound(at, o);
         let mut query = vec![0.0; problem.head_dim];
         operands.q.view().read_row(row.batch, row.head, row.position, &mut query);
-        let query: Vec<f64> = query.into_iter().map(f64::from).collect();
         let len = operands.keys(row.batch);
         let kv_head = row.head / problem.group();
+        let descale = f64::from(operands.descales().at(row.batch, kv_head)[0]);
+        let query: Vec<f64> = query.into_iter().map(|x| f64::from(x) * descale).collect();
         let (keys, values) = read_head(operands, row.batch, kv_head);
         let scores = keys.iter().map(|key| score(&problem, &query, key, 1.0)).collect();
         Self {
@@ -248,17 +249,18 @@ impl Seen {
 
 fn read_head(operands: &Operands, b: usize, kv_head: usize) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
     let Problem { head_dim, head_dim_v, .. } = operands.problem;
-    let read = |tensor: &crate::guarded::Guarded, width: usize| {
+    let [_, of_k, of_v] = operands.descales().at(b, kv_head).map(f64::from);
+    let read = |tensor: &crate::guarded::Guarded, width: usize, descale: f64| {
         let view = tensor.view();
         (0..operands.keys(b))
             .map(|s| {
                 let mut row = vec![0.0; width];
                 view.read_row(b, kv_head, s, &mut row);
-                row.into_iter().map(f64::from).collect()
+                row.into_iter().map(|x| f64::from(x) * descale).collect()
             })
             .collect()
     };
-    (read(&operands.k, head_dim), read(&operands.v, head_dim_v))
+    (read(&operands.k, head_dim, of_k), read(&operands.v, head_dim_v, of_v))
 }
 
 fn score(problem: &Problem, query: &[f64], key: &[f64], factor: f64) -> f64 {

@@ -41,11 +41,14 @@ pub enum Distribution {
     NegativeScores,
     /// Scores that rise along the keys, so that the running maximum moves in every tile.
     RisingScores,
+    /// A needle in a haystack: all keys are alike but the first, which has about as much weight as all others together, and
+    /// the opposite value.
+    Needle,
 }
 
 impl Distribution {
     /// Every distribution, the well-behaved one first.
-    pub const ALL: [Distribution; 12] = [
+    pub const ALL: [Distribution; 13] = [
         Distribution::Normal,
         Distribution::LargeScores,
         Distribution::OverflowingScores,
@@ -58,6 +61,7 @@ impl Distribution {
         Distribution::Extremes,
         Distribution::NegativeScores,
         Distribution::RisingScores,
+        Distribution::Needle,
     ];
 
     /// The name used in the corpus, on the command line and in JSON.
@@ -75,6 +79,7 @@ impl Distribution {
             Distribution::Extremes => "extremes",
             Distribution::NegativeScores => "negative-scores",
             Distribution::RisingScores => "rising-scores",
+            Distribution::Needle => "needle",
         }
     }
 }
@@ -169,6 +174,7 @@ pub fn largest(dtype: DType) -> f64 {
         DType::F16 => half::f16::MAX.to_f64(),
         DType::BF16 => half::bf16::MAX.to_f64(),
         DType::F32 => f64::from(f32::MAX),
+        DType::F8E4M3 => 448.0,
     }
 }
 
@@ -178,6 +184,7 @@ pub fn smallest_normal(dtype: DType) -> f64 {
         DType::F16 => half::f16::MIN_POSITIVE.to_f64(),
         DType::BF16 => half::bf16::MIN_POSITIVE.to_f64(),
         DType::F32 => f64::from(f32::MIN_POSITIVE),
+        DType::F8E4M3 => 1.0 / 64.0,
     }
 }
 
@@ -187,6 +194,7 @@ pub fn smallest_subnormal(dtype: DType) -> f64 {
         DType::F16 => half::f16::MIN_POSITIVE_SUBNORMAL.to_f64(),
         DType::BF16 => half::bf16::MIN_POSITIVE_SUBNORMAL.to_f64(),
         DType::F32 => f64::from(f32::from_bits(1)),
+        DType::F8E4M3 => 1.0 / 512.0,
     }
 }
 
@@ -199,7 +207,7 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
     // ±1 in q and k adds to a score before any factor.
     let reach = head_dim as f64 * f64::from(problem.scale);
     match distribution {
-        Distribution::Normal => {}
+        Distribution::Normal | Distribution::Needle => {}
         Distribution::LargeScores => {
             scale_all(&mut q, 6.0);
             scale_all(&mut k, 6.0);
@@ -256,7 +264,7 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
         }
         Distribution::Extremes => {
             let huge_q = match dtype {
-                DType::F16 => largest(dtype) / 8.0,
+                DType::F16 | DType::F8E4M3 => largest(dtype) / 8.0,
                 DType::BF16 | DType::F32 => 100_f64.exp2(),
             };
             scale_all(&mut q, huge_q);
@@ -272,6 +280,21 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
         Distribution::RisingScores => {
             draw.lean(&mut q, Side::Queries, |_, _, _| 1.0);
             draw.lean(&mut k, Side::Keys, |_, _, s| 40.0 / reach * s as f64 / len_k.max(1) as f64);
+        }
+    }
+    if distribution == Distribution::Needle {
+        q.fill(0.0);
+        k.fill(0.0);
+        let score = (len_k.max(2) as f64).ln();
+        draw.lean(&mut q, Side::Queries, |_, _, _| 1.0);
+        draw.lean(&mut k, Side::Keys, |_, _, s| if s == 0 { score / reach } else { 0.0 });
+        for head in v.chunks_mut((len_k * head_dim_v).max(1)) {
+            let (first, rest) = head.split_at_mut(head_dim_v);
+            for x in first.iter_mut() {
+                *x = 1.0 + x.abs().min(0.9);
+            }
+            rest.chunks_exact_mut(head_dim_v).for_each(|value| value.copy_from_slice(first));
+            scale_all(first, -1.0);
         }
     }
     let limit = largest(dtype) as f32;
@@ -301,11 +324,32 @@ pub fn draw_gradients(problem: &Problem, distribution: Distribution, seed: u64) 
     all
 }
 
+/// The numbers that descales are of: none is 1, and no two neighbours are alike.
+const DESCALES: [f32; 5] = [3.0, 1.0 / 7.0, 0.6, 1.75, 0.25];
+
+/// Draws the descales of a problem's q, k and v; for [`Distribution::Extremes`], huge ones of q and tiny ones of k and v.
+pub fn draw_descales(problem: &Problem, distribution: Distribution, seed: u64) -> PerTensor<Vec<f32>> {
+    let mut all = PerTensor::default();
+    for (which, name) in Name::DESCALES.into_iter().enumerate().filter(|&(which, _)| problem.descales[which])
+    {
+        let both = problem.descales[..2] == [true; 2];
+        let factor = match (distribution, which) {
+            (Distribution::Extremes, 0) if both => 1e18,
+            (Distribution::Extremes, 1) if both => 1e-18,
+            (Distribution::Extremes, 2) => 1e-20,
+            _ => 1.0,
+        };
+        let one = |i: usize| factor * DESCALES[(i + 2 * which + seed as usize) % DESCALES.len()];
+        all.set(name, (0..problem.batch * problem.heads_kv).map(one).collect());
+    }
+    all
+}
+
 /// What values of [`Distribution::Extremes`] are a small multiple of. A fused kernel sums p·v before it divides, so a sum of
 /// len_k of them must fit f32.
 fn huge_value(problem: &Problem) -> f64 {
     match problem.dtype {
-        DType::F16 => largest(problem.dtype) / 3.0,
+        DType::F16 | DType::F8E4M3 => largest(problem.dtype) / 3.0,
         DType::BF16 | DType::F32 => largest(problem.dtype) / 8.0 / problem.len_k.max(1) as f64,
     }
 }
@@ -381,7 +425,7 @@ mod tests {
 
     #[test]
     fn every_distribution_is_finite_in_every_dtype_and_so_is_its_attention() {
-        for dtype in DType::ALL {
+        for dtype in DType::WIDE {
             for distribution in Distribution::ALL {
                 let (values, out) = reference(dtype, distribution);
                 let rounded = |x: &f32| dtype.round(*x).is_finite();

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use flashcore::signature::{PerTensor, Rows};
-use flashcore::{Attention, Backward, Device, Mask, Name, Pass, Problem, Tensor, oracle};
+use flashcore::{Attention, Backward, Descales, Device, Mask, Name, Pass, Problem, Tensor, oracle};
 use rayon::prelude::*;
 
 use crate::guarded::{Arrangement, Guarded};
-use crate::inputs::{Distribution, Values, Wild, draw, draw_gradients};
+use crate::inputs::{Distribution, Values, Wild, draw, draw_descales, draw_gradients};
 use crate::rng::Rng;
 use crate::rule::{Row, Yardstick};
 
@@ -27,7 +27,8 @@ pub struct Operands {
     pub k: Guarded,
     /// The values.
     pub v: Guarded,
-    /// What a backward pass reads beside them: o and lse as the oracle has them, rounded, and their gradients.
+    /// What is read beside them: descales; and by a backward pass o and lse as the oracle has them, rounded, and their
+    /// gradients.
     further: PerTensor<Guarded>,
     /// Where one element is NaN or infinite, if one is.
     pub wild: Option<Spot>,
@@ -60,10 +61,11 @@ impl Operands {
         let values = draw(&problem, distribution, seed);
         let mut operands = Self::with_values(problem, key_lengths, arrangement, &values);
         let gradients = draw_gradients(&problem, distribution, seed);
+        let descales = draw_descales(&problem, distribution, seed);
         let signature = problem.signature();
         let known = [Name::Q, Name::K, Name::V];
         for of in signature.inputs().filter(|of| !known.contains(&of.name)) {
-            let tensor = match gradients.get(of.name) {
+            let tensor = match gradients.get(of.name).or(descales.get(of.name)) {
                 Some(values) => Guarded::with_values(of.dtype, arrangement, of.shape, values),
                 None => Guarded::new(of.dtype, arrangement, of.shape),
             };
@@ -162,6 +164,17 @@ impl Operands {
         operands
     }
 
+    /// The descales.
+    pub fn descales(&self) -> Descales<'_> {
+        self.descales_of(|tensor| tensor.view())
+    }
+
+    /// The descales, from a view of each.
+    fn descales_of<'t>(&'t self, view: impl Fn(&'t Guarded) -> Tensor<'t>) -> Descales<'t> {
+        let given = Name::DESCALES.map(|name| self.further.get(name).map(&view));
+        Descales::some_of(given.each_ref().map(Option::as_ref))
+    }
+
     /// How many keys batch entry `b` has.
     pub fn keys(&self, b: usize) -> usize {
         self.key_lengths.as_ref().map_or(self.problem.len_k, |lengths| lengths[b] as usize)
@@ -232,6 +245,7 @@ impl Operands {
                     head / group == spot.head
                         && mask.keys(position, len_q, self.keys(batch)).contains(&spot.row)
                 }
+                Name::QDescale | Name::KDescale | Name::VDescale => head / group == spot.head,
                 _ => head == spot.head && position == spot.row,
             }
     }
@@ -240,10 +254,11 @@ impl Operands {
     pub fn attended(&self, reader: &Row, keys: Range<usize>, rng: &mut Rng) -> usize {
         let problem = &self.problem;
         let query = self.row(Name::Q, reader.batch, reader.head, reader.position);
+        let [of_q, of_k, _] = self.descales().at(reader.batch, reader.head / problem.group()).map(f64::from);
         let score = |key: usize| {
             let key = self.row(Name::K, reader.batch, reader.head / problem.group(), key);
             let dot: f64 = query.iter().zip(key).map(|(&a, b)| f64::from(a) * f64::from(b)).sum();
-            let score = dot * f64::from(problem.scale);
+            let score = dot * f64::from(problem.scale) * of_q * of_k;
             problem.softcap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh())
         };
         let scores: Vec<f64> = keys.clone().map(score).collect();
@@ -259,8 +274,12 @@ impl Operands {
 
     /// A changed copy of one row: half of its elements, at least one, get the other sign and a smaller magnitude. The
     /// others stay, so that an engine cannot look at a few elements of every row to recognise inputs and reuse a result.
+    /// A descale stays positive.
     pub fn redrawn(&self, spot: &Spot, rng: &mut Rng) -> Vec<f32> {
         let mut row = self.row(spot.operand, spot.batch, spot.head, spot.row);
+        if Name::DESCALES.contains(&spot.operand) {
+            return row.into_iter().map(|x| x * rng.range(0.3, 0.6) as f32).collect();
+        }
         let surely = rng.below(row.len());
         for (i, x) in row.iter_mut().enumerate() {
             if rng.chance(0.5) || i == surely {
@@ -273,7 +292,10 @@ impl Operands {
     /// Elements of an output that are larger than every value of their head, or not finite: how many, and the first
     /// one's row.
     pub fn beyond_values(&self, o: &Guarded) -> Option<(usize, Row)> {
-        let Problem { heads_q, heads_kv, len_q, len_k, head_dim_v, dtype, .. } = self.problem;
+        let Problem { heads_q, heads_kv, len_q, len_k, head_dim_v, .. } = self.problem;
+        let descales = self.descales();
+        // An average of numbers whose weights were rounded may be beyond the largest, but not by much.
+        let beyond = if self.problem.dtype.is_f8() { 0.07 } else { 8.0 * self.problem.dtype.epsilon() };
         let signature = self.problem.signature();
         let group = self.problem.group();
         // Values beyond a key length are NaN, which a maximum ignores.
@@ -281,16 +303,19 @@ impl Operands {
             .v
             .values()
             .chunks((len_k * head_dim_v).max(1))
-            .map(|head| head.iter().fold(0.0_f32, |most, x| most.max(x.abs())))
+            .enumerate()
+            .map(|(i, head)| {
+                let [.., descale] = descales.at(i / heads_kv, i % heads_kv);
+                descale * head.iter().fold(0.0_f32, |most, x| most.max(x.abs()))
+            })
             .collect();
-        let beyond = |(i, x): &(usize, f32)| {
+        let is_beyond = |(i, x): &(usize, f32)| {
             let head = i / (len_q * head_dim_v);
             let of = head / heads_q * heads_kv + head % heads_q / group;
             let most = largest.get(of).copied().unwrap_or(0.0);
-            // Rounding may exceed the largest, but not by much.
-            x.is_nan() || x.abs() > most * (1.0 + 8.0 * dtype.epsilon())
+            x.is_nan() || x.abs() > most * (1.0 + beyond)
         };
-        let mut all = o.values().into_iter().enumerate().filter(beyond);
+        let mut all = o.values().into_iter().enumerate().filter(is_beyond);
         let (first, _) = all.next()?;
         let of = signature.outputs().find(|output| output.name == Name::O)?;
         Some((1 + all.count(), Row::of(of, first / head_dim_v)))
@@ -339,7 +364,8 @@ impl Operands {
     /// The public call with this problem's options.
     pub fn attention(&self) -> Attention<'_> {
         let attention = Attention::new().mask(self.problem.mask).scale(self.problem.scale);
-        let attention = attention.softcap(self.problem.softcap.unwrap_or(0.0));
+        let attention = attention.softcap(self.problem.softcap.unwrap_or(0.0)).descales(self.descales());
+        let attention = attention.output(self.problem.out());
         match &self.key_lengths {
             Some(lengths) => attention.key_lengths(lengths),
             None => attention,
@@ -350,7 +376,10 @@ impl Operands {
     pub fn yardstick(&self) -> Yardstick {
         let (problem, lengths) = (&self.problem, self.key_lengths.as_deref());
         match problem.pass {
-            Pass::Forward => Yardstick::new(problem, &self.q.view(), &self.k.view(), &self.v.view(), lengths),
+            Pass::Forward => {
+                let inputs = [&self.q.view(), &self.k.view(), &self.v.view()];
+                Yardstick::descaled(problem, inputs, lengths, &self.descales())
+            }
             Pass::Backward => Yardstick::backward(problem, &self.given(), lengths),
         }
     }
@@ -375,7 +404,8 @@ impl Operands {
             let q = self.q.part(batch, 1, head, 1, query, 1);
             let k = self.k.part(batch, 1, kv_head, 1, keys.start, keys.len());
             let v = self.v.part(batch, 1, kv_head, 1, keys.start, keys.len());
-            Yardstick::new(&problem, &q, &k, &v, None).at(*row)
+            let descales = self.descales_of(|tensor| tensor.part(batch, 1, kv_head, 1, 0, 1));
+            Yardstick::descaled(&problem, [&q, &k, &v], None, &descales).at(*row)
         };
         let parts: Vec<Yardstick> = rows.par_iter().map(one).collect();
         Yardstick::join(parts).unwrap_or_else(|| {

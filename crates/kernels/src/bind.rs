@@ -50,13 +50,17 @@ pub enum Operand {
     /// Likewise: Σ dO∘O less the gradient of lse, which is subtracted from a row's gradients of probabilities. 0 where
     /// [`Operand::RowLse`] is +∞.
     RowDelta,
+    /// The gradients of the queries in f32, not yet scaled, in tiles as the backward kernel holds them.
+    DqTiles,
+    /// How many key tiles have added to each tile of [`Operand::DqTiles`]: one u32 each, 0 at first.
+    Turns,
 }
 
 /// Rows of [`Operand::RowLse`] and [`Operand::RowDelta`] are padded to a multiple of this: no tile is larger.
 pub const ROW_PADDING: u32 = 128;
 
 impl Operand {
-    const COUNT: usize = Operand::RowDelta as usize + 1;
+    const COUNT: usize = Operand::Turns as usize + 1;
 }
 
 /// A tensor of shape (batch, heads, length, head dim) in a GPU's memory. Rows are contiguous; strides are in bytes, from

@@ -69,6 +69,8 @@ pub enum Blocks {
     Each(Order),
     /// One per key tile and kv head, in this order: the first keys are those that the most queries see.
     EachKeys(Order),
+    /// A one-dimensional grid of blocks, one per key tile and kv head, that find theirs themselves.
+    KeyRow,
     /// A one-dimensional grid of blocks that find their tiles themselves.
     Row {
         /// Blocks per cluster, which share a tile.
@@ -84,7 +86,7 @@ pub enum Blocks {
 impl Geometry {
     /// Whether its tiles are those of keys and kv heads rather than of queries and query heads.
     pub fn is_of_keys(&self) -> bool {
-        matches!(self.blocks, Blocks::EachKeys(_))
+        matches!(self.blocks, Blocks::EachKeys(_) | Blocks::KeyRow)
     }
 
     /// The number of tiles for these batch entries, heads and rows per head.
@@ -98,6 +100,7 @@ impl Geometry {
             Blocks::Each(order) | Blocks::EachKeys(order) => {
                 order.grid(len.div_ceil(self.rows), heads, batch)
             }
+            Blocks::KeyRow => [u32::try_from(self.tiles(batch, heads, len)).unwrap_or(u32::MAX), 1, 1],
             Blocks::Row { cluster, resident, parts } => {
                 let tiles = self.tiles(batch, heads, len);
                 let most = resident.map_or(u64::MAX, |blocks| u64::from((sms * blocks / cluster).max(1)));
@@ -109,7 +112,7 @@ impl Geometry {
     /// Blocks per cluster.
     pub fn cluster(&self) -> u32 {
         match self.blocks {
-            Blocks::Each(_) | Blocks::EachKeys(_) => 1,
+            Blocks::Each(_) | Blocks::EachKeys(_) | Blocks::KeyRow => 1,
             Blocks::Row { cluster, .. } => cluster,
         }
     }

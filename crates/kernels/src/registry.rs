@@ -77,6 +77,10 @@ families! {
     BwdRows(sm80::bwd_rows::Schedule) = "bwd_rows",
     /// Backward on tensor cores, by two kernels that compute scores again, without atomics.
     Sm80Bwd(sm80::bwd::Schedule) = "sm80_bwd",
+    /// Backward on Hopper: dK, dV, and dQ in f32.
+    Sm90Bwd(sm90::bwd::Schedule) = "sm90_bwd",
+    /// Scales and rounds what [`Kernel::Sm90Bwd`] leaves of dQ.
+    Sm90BwdFinish(sm90::bwd::finish::Schedule) = "sm90_bwd_finish",
 }
 
 impl Kernel {
@@ -84,11 +88,12 @@ impl Kernel {
     pub const LADDER: [Kernel; 4] = [Kernel::Scalar, Kernel::Sm80Mma, Kernel::Sm80Fwd, Kernel::Sm90Fwd];
 
     /// The backward kernels, the simplest first: a schedule of each stands for a whole backward pass.
-    pub const BACKWARD: [Kernel; 1] = [Kernel::Sm80Bwd];
+    pub const BACKWARD: [Kernel; 2] = [Kernel::Sm80Bwd, Kernel::Sm90Bwd];
 
     /// Whether its code runs on a target.
     pub fn runs_on(self, target: Target) -> bool {
-        !matches!(self, Kernel::Sm90Fwd | Kernel::Combine) || target == Target::Sm90a
+        !matches!(self, Kernel::Sm90Fwd | Kernel::Combine | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish)
+            || target == Target::Sm90a
     }
 }
 

@@ -2,12 +2,9 @@
 //! does, against attention in f64 on the same numbers.
 
 use flashcore_kernels::{
-    Args, ElementType, Kernel, Map, Operand, Packed, Schedule, ScheduleError, Section, Spec, TensorArg, sm90,
+    Args, ElementType, Kernel, Map, Operand, Packed, Schedule, ScheduleError, Section, Spec, TensorArg,
 };
-use flashcore_ptx::{
-    Module, Op, Target,
-    ptxas::{Ptxas, PtxasError},
-};
+use flashcore_ptx::{Module, Op, Target};
 use flashcore_sim::{
     AsyncMode, Config, Fp8Sums, LaunchDims, LaunchReport, Sim, Swizzle, TensorElement, TensorMap,
 };
@@ -437,32 +434,5 @@ fn what_cannot_be_is_refused() {
         let other: Schedule = text.parse().unwrap();
         assert_eq!(refused(other, fp8(128)), ScheduleError::Fp8 { kernel: other.kernel() });
         assert_ne!(other.kernel(), Kernel::Sm90Fwd);
-    }
-}
-
-/// Requires that ptxas takes a kernel, without spills or serialised products.
-#[track_caller]
-fn assemble(schedule: Schedule, spec: Spec) {
-    let Some(ptxas) = Ptxas::find_or_skip().unwrap_or_else(|error| panic!("{error}")) else {
-        eprintln!("not assembled: {}", PtxasError::NotFound);
-        return;
-    };
-    let module = schedule.emit(&spec, Target::Sm90a).unwrap_or_else(|error| panic!("{schedule}: {error}"));
-    let assembled = ptxas.assemble(&module, Target::Sm90a).unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(assembled.remarks, [], "{schedule} for {spec:?}");
-    for kernel in &assembled.kernels {
-        assert_eq!((kernel.spill_store_bytes, kernel.spill_load_bytes), (0, 0), "{schedule} for {spec:?}");
-    }
-}
-
-#[test]
-fn default_schedules_assemble_without_spills() {
-    for head_dim in [64, 128, 256] {
-        let plain = Spec::new(ElementType::E4m3, head_dim);
-        let causal = Spec { grouped: true, key_lengths: true, ..plain.causal().with_lse() };
-        let capped = Spec { softcap: true, scaled_scores: true, left: true, ..causal };
-        for spec in [plain, causal, capped] {
-            assemble(Schedule::Sm90Fwd(sm90::fwd::Schedule::fp8(&spec)), spec);
-        }
     }
 }

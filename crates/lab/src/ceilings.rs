@@ -82,12 +82,17 @@ pub fn exponentials(problem: &Problem) -> f64 {
     problem.flops() / (2 * (problem.head_dim + problem.head_dim_v)) as f64
 }
 
+/// Products that tensor cores do in the time of one of 16 bits.
+pub fn products_at_once(problem: &Problem) -> f64 {
+    if problem.dtype.is_f8() { 2.0 } else { 1.0 }
+}
+
 impl Ceilings {
     /// Compares a time in microseconds with these. Absent where products or memory were not measured.
     pub fn roofline(&self, problem: &Problem, us: Option<f64>) -> Option<Roofline> {
         let us = us.filter(|&us| us > 0.0)?;
         let (flops, bytes) = (problem.flops(), problem.min_bytes());
-        let matmul_us = flops / self.matmul_tflops? / 1e6;
+        let matmul_us = flops / (products_at_once(problem) * self.matmul_tflops?) / 1e6;
         let memory_us = bytes / self.memory_gbytes? / 1e3;
         let exp_us = self.exp_gops.map(|rate| exponentials(problem) / rate / 1e3);
         let mut longest = (matmul_us, Bound::Matmul);
@@ -188,6 +193,9 @@ mod tests {
         assert_eq!(ceilings().roofline(&problem, None), None);
         assert_eq!(ceilings().roofline(&problem, Some(0.0)), None);
         assert_eq!(Ceilings { matmul_tflops: None, ..ceilings() }.roofline(&problem, Some(5.0)), None);
+        let matmul_us =
+            |dtype| ceilings().roofline(&Problem::new(1, 2, 64, 64, dtype), Some(9.0)).unwrap().matmul_us;
+        assert_eq!(matmul_us(DType::F8E4M3) * 2.0, matmul_us(DType::F16));
         let without_exp = Ceilings { exp_gops: None, ..ceilings() };
         assert_eq!(without_exp.roofline(&problem, Some(5.0)).unwrap().exp_us, None);
     }

@@ -17,7 +17,7 @@ use flashcore_lab::inputs::Distribution;
 fn untouched(_: &mut Vec<f32>, _: &mut [f32], _: &Problem) {}
 
 fn refused(engine: &dyn Engine, mask: Mask) -> Vec<Vec<Fault>> {
-    DType::ALL
+    DType::WIDE
         .into_iter()
         .map(|dtype| match planted_in(dtype, mask).check(engine) {
             Outcome::Failed(faults) => faults,
@@ -44,7 +44,7 @@ fn wrong_after(name: &'static str, finish: fn(&mut Vec<f32>, &mut [f32], &Proble
 fn the_planting_engine_without_a_fault_is_accepted() {
     let engine = Bending { name: "none", bend: |_| {}, finish: untouched };
     for mask in [Mask::None, Mask::Causal] {
-        for dtype in DType::ALL {
+        for dtype in DType::WIDE {
             let outcome = planted_in(dtype, mask).check(&engine);
             assert!(matches!(outcome, Outcome::Passed(_)), "{dtype}: {outcome:?}");
         }
@@ -191,7 +191,7 @@ fn a_row_that_is_not_written_is_refused() {
 
 #[test]
 fn a_stale_result_is_refused_because_it_does_not_follow_its_inputs() {
-    for dtype in DType::ALL {
+    for dtype in DType::WIDE {
         let outcome = planted_in(dtype, Mask::None).check(&Moody::new(Mood::Stale));
         let Outcome::Failed(faults) = outcome else { panic!("{outcome:?}") };
         let ignored = [Fault::Ignored(Name::Q), Fault::Ignored(Name::K), Fault::Ignored(Name::V)];
@@ -201,7 +201,7 @@ fn a_stale_result_is_refused_because_it_does_not_follow_its_inputs() {
 
 #[test]
 fn a_race_that_passes_four_of_five_runs_is_refused_and_called_a_race() {
-    for dtype in DType::ALL {
+    for dtype in DType::WIDE {
         let outcome = planted_in(dtype, Mask::None).check(&Moody::new(Mood::Racy));
         let Outcome::Failed(faults) = outcome else { panic!("{outcome:?}") };
         let race = |fault: &Fault| match fault {

@@ -355,7 +355,7 @@ fn shapes_on_the_command_line() {
         else {
             return;
         };
-        for dtype in DType::ALL {
+        for dtype in DType::WIDE {
             let problem = target.cell.shape.problem(target.cell.mask, dtype).with_lse();
             let _ =
                 (problem.flops(), problem.min_bytes(), memory::to_judge(&problem), memory::to_call(&problem));

@@ -33,7 +33,7 @@ fn sizes() -> impl Strategy<Value = [usize; 7]> {
 fn case() -> impl Strategy<Value = Case> {
     let options = (
         mask(),
-        select(DType::ALL.to_vec()),
+        select(DType::WIDE.to_vec()),
         prop_oneof![3 => Just(0.0_f32), 1 => 0.5_f32..60.0],
         prop_oneof![3 => Just(None), 1 => (0.01_f32..2.0).prop_map(Some)],
         any::<(bool, bool)>(),

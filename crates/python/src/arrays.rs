@@ -129,6 +129,8 @@ impl<'py> Array<'py> {
             "torch.float16" => (dlpack::FLOAT, 16),
             "torch.bfloat16" => (dlpack::BFLOAT, 16),
             "torch.float32" => (dlpack::FLOAT, 32),
+            "torch.float8_e4m3fn" => (dlpack::FLOAT8_E4M3FN, 8),
+            "torch.uint8" => (dlpack::UINT, 8),
             "torch.bool" => (dlpack::BOOL, 8),
             "torch.int32" => (dlpack::INT, 32),
             "torch.int64" => (dlpack::INT, 64),
@@ -273,6 +275,7 @@ impl<'py> Array<'py> {
             (dlpack::FLOAT, 16, 1) => Ok(DType::F16),
             (dlpack::BFLOAT, 16, 1) => Ok(DType::BF16),
             (dlpack::FLOAT, 32, 1) => Ok(DType::F32),
+            (dlpack::FLOAT8_E4M3FN, 8, 1) => Ok(DType::F8E4M3),
             (code, bits, _) => {
                 let kind = match code {
                     dlpack::INT => "int",
@@ -305,6 +308,27 @@ impl<'py> Array<'py> {
         };
         let layout = Layout { shape: four(&self.sizes)?, strides: four(&self.strides)? };
         Ok((layout, span(&layout)))
+    }
+
+    /// The same array, whose bytes are the codes of 8-bit floats: not every library tells others of that type.
+    pub fn with_float8(mut self) -> Self {
+        if (self.dtype.code, self.dtype.bits) == (dlpack::UINT, 8) {
+            self.dtype.code = dlpack::FLOAT8_E4M3FN;
+        }
+        self
+    }
+
+    /// The array as an input with one number per batch entry and kv head, (batch, heads).
+    pub fn descale(&self, py: Python<'_>, name: Name) -> PyResult<Tensor<'_>> {
+        if self.rank != 2 {
+            let text = format!("{name} has {} dimensions, it takes 2: (batch, kv heads)", self.rank);
+            return Err(errors::contract(py, &text));
+        }
+        let mut four = Self { rank: 4, _owner: None, ..*self };
+        four.sizes[2..].fill(1);
+        four.strides[2..].fill(1);
+        let (layout, len) = four.layout(py, name, Order::HeadsFirst)?;
+        self.readable(py, name, layout, len)
     }
 
     /// The array as an input of a call.

@@ -1,6 +1,6 @@
 //! Calls: arrays in, arrays written.
 
-use flashcore::{Backward, Name, Place, Problem, plan};
+use flashcore::{Backward, Descales, Name, Place, Problem, plan};
 use flashcore_driver::Driver;
 use pyo3::{prelude::*, types::PyDict};
 
@@ -18,6 +18,7 @@ pub fn execute(
     o: &Array<'_>,
     lse: Option<&Array<'_>>,
     key_lengths: Option<&Lengths<'_>>,
+    descales: [Option<&Array<'_>>; 3],
     options: Options,
 ) -> PyResult<()> {
     let order = options.order;
@@ -26,9 +27,14 @@ pub fn execute(
         [q.tensor(py, Name::Q, order)?, k.tensor(py, Name::K, order)?, v.tensor(py, Name::V, order)?];
     let mut o = o.tensor_mut(py, Name::O, order)?;
     let mut lse = lse.map(|lse| lse.lse_mut(py)).transpose()?;
-    let mut attention = options.attention();
+    let mut each = [None; 3];
+    for ((to, descale), name) in each.iter_mut().zip(descales).zip(Name::DESCALES) {
+        *to = descale.map(|descale| descale.descale(py, name)).transpose()?;
+    }
+    let descales = Descales::some_of(each.each_ref().map(Option::as_ref));
+    let mut attention = options.attention().descales(descales);
     if let Some(lengths) = key_lengths {
-        attention = lengths.apply(py, attention, tensors[1].shape()[2])?;
+        attention = lengths.apply(py, &attention, tensors[1].shape()[2])?;
     }
     let run = || {
         let [q, k, v] = &tensors;
@@ -38,9 +44,11 @@ pub fn execute(
     py.detach(run).map_err(|error| errors::raise(py, &error))
 }
 
-/// Computes attention on any arrays into given outputs.
+/// Computes attention on any arrays into given outputs. With `descales`, those of q, k and v or None each, bytes are the codes
+/// of 8-bit floats.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout))]
+#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout, descales=None))]
+#[allow(clippy::needless_pass_by_value)] // Tuples come as values.
 pub fn run(
     q: &Bound<'_, PyAny>,
     k: &Bound<'_, PyAny>,
@@ -54,18 +62,27 @@ pub fn run(
     #[pyo3(from_py_with = options::scale)] scale: Option<f64>,
     #[pyo3(from_py_with = options::softcap)] softcap: f64,
     layout: &str,
+    descales: Option<[Option<Bound<'_, PyAny>>; 3]>,
 ) -> PyResult<()> {
     let py = q.py();
     let options = Options::new(py, mask, left, right, scale, softcap, layout)?;
     let lengths = key_lengths.map(Lengths::read).transpose()?;
-    let inputs = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
+    let mut inputs = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
+    let mut given = [const { None }; 3];
+    if let Some(descales) = &descales {
+        inputs = inputs.map(Array::with_float8);
+        for ((to, descale), name) in given.iter_mut().zip(descales).zip(Name::DESCALES) {
+            *to = descale.as_ref().map(|descale| Array::read(descale, name)).transpose()?;
+        }
+    }
     // An error in an input is reported before the missing output that follows from it.
     for (input, name) in inputs.iter().zip([Name::Q, Name::K, Name::V]) {
         input.tensor(py, name, options.order)?;
     }
     let o = Array::read(o, Name::O)?;
     let lse = lse.map(|lse| Array::read(lse, Name::Lse)).transpose()?;
-    execute(py, inputs.each_ref(), &o, lse.as_ref(), lengths.as_ref(), options)
+    let descales = given.each_ref().map(Option::as_ref);
+    execute(py, inputs.each_ref(), &o, lse.as_ref(), lengths.as_ref(), descales, options)
 }
 
 /// Computes the gradients of q, k and v, as (batch, heads, length, head_dim), into given outputs. `saved` are q, k, v, o and
@@ -111,7 +128,7 @@ pub fn run_backward<'py>(
     }
     let mut attention = options.attention();
     if let Some(lengths) = &lengths {
-        attention = lengths.apply(py, attention, tensors[1].shape()[2])?;
+        attention = lengths.apply(py, &attention, tensors[1].shape()[2])?;
     }
     let run = || {
         let [dq, dk, dv] = &mut outputs[..] else { unreachable!("there are three") };
@@ -137,7 +154,7 @@ fn problem(
     let (k, v) = (k.tensor(py, Name::K, options.order)?, v.tensor(py, Name::V, options.order)?);
     let mut attention = options.attention();
     if let Some(lengths) = &lengths {
-        attention = lengths.apply(py, attention, k.shape()[2])?;
+        attention = lengths.apply(py, &attention, k.shape()[2])?;
     }
     let problem = attention.problem(&q, &k, &v).map_err(|error| errors::raise(py, &error))?;
     for (tensor, given) in [(Name::K, k.place()), (Name::V, v.place())] {

@@ -22,6 +22,8 @@ pub const UINT: u8 = 1;
 pub const FLOAT: u8 = 2;
 /// bfloat16.
 pub const BFLOAT: u8 = 4;
+/// 8-bit floats with 4 bits of exponent, without infinities.
+pub const FLOAT8_E4M3FN: u8 = 10;
 /// Booleans of one byte.
 pub const BOOL: u8 = 6;
 

@@ -35,7 +35,7 @@ impl<'py> Lengths<'py> {
     pub fn apply<'a>(
         &'a self,
         py: Python<'_>,
-        attention: Attention<'a>,
+        attention: &Attention<'a>,
         len_k: usize,
     ) -> PyResult<Attention<'a>> {
         Ok(match self {

@@ -204,7 +204,7 @@ def test_a_cache_that_overflows_is_refused():
         (lambda x: flash_attn_func(x, x, x, alibi_slopes=torch.ones(4)), "alibi_slopes is a tensor"),
         (lambda x: flash_attn_with_kvcache(x, x, x, block_table=torch.ones(1, 1)), "block_table is a tensor"),
         (lambda x: flash_attn_with_kvcache(x, x, x, rotary_cos=torch.ones(1, 1)), "rotary_cos is a tensor"),
-        (lambda x: flash_attn_func(x, x, x, q_descale=torch.ones(1)), "q_descale is a tensor: there is no float8 here"),
+        (lambda x: flash_attn_func(x, x, x, q_descale=torch.ones(1)), "q_descale is a tensor: it goes with float8"),
         (lambda x: flash_attn_func(x, x, x, attention_chunk=4), "attention_chunk is 4: .* Use window_size"),
         (lambda x: flash_attn_func(x, x, x, qv=x), "qv is a tensor"),
         (lambda x: flash_attn_with_kvcache(x, x, x, page_table=torch.ones(1, 1)), "page_table is a tensor: caches in"),

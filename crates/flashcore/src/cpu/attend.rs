@@ -254,6 +254,7 @@ unsafe fn attend<S: Simd>(
 ) {
     let head_dim_v = job.call.problem.head_dim_v;
     let o_step = head_dim_v.next_multiple_of(S::LANES);
+    let scoring = job.scoring(task.batch, task.head);
     // SAFETY: segments are inside the block, whose rows are readable; panels and s are scratch of that size.
     unsafe {
         for vec in 0..panel.vecs {
@@ -266,7 +267,7 @@ unsafe fn attend<S: Simd>(
             vec,
         };
         for &segment in panel.segments(&block.keys).iter() {
-            let plain = if job.scoring.inner.is_none() { panel.plain(&segment) } else { segment.first_key };
+            let plain = if scoring.inner.is_none() { panel.plain(&segment) } else { segment.first_key };
             // Tiles whose scores count as they are, then others.
             let tiles = (plain - segment.first_key) / 8 * 8;
             let split = if plain == segment.end_key { plain } else { segment.first_key + tiles };
@@ -283,17 +284,18 @@ unsafe fn attend<S: Simd>(
             scores::<S>(job, panel, block, rest, s, coming);
             for vec in rest.first_vec..rest.end_vec {
                 let column = column(panel, vec, rest.first_key..rest.end_key);
-                if column.is_settled(job.scoring) {
+                if column.is_settled(scoring) {
                     continue;
                 }
                 S::store(panel.top.add(vec * S::LANES), S::load(panel.rescale.add(vec * S::LANES)));
-                column.settle::<S>(job.scoring);
+                column.settle::<S>(scoring);
             }
         }
         for vec in 0..panel.vecs {
-            column(panel, vec, panel.seen(vec, &block.keys)).softmax::<S>(job.scoring.scale);
+            column(panel, vec, panel.seen(vec, &block.keys)).softmax::<S>(scoring.scale);
             if panel.done {
-                let inverse = S::div(S::splat(1.0), S::load(panel.sum.add(vec * S::LANES)));
+                let descale = S::splat(job.descale(task.batch, task.head));
+                let inverse = S::div(descale, S::load(panel.sum.add(vec * S::LANES)));
                 S::store(panel.inverse.add(vec * S::LANES), inverse);
             }
         }

@@ -110,6 +110,7 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
     let job = Job {
         call,
         scoring: Scoring::of(problem),
+        descaled: Vec::new(),
         block_k: BLOCK,
         parts: std::ptr::null_mut(),
         part_rows: 0,

@@ -119,7 +119,8 @@ pub(super) unsafe fn write_lse(job: &Job<'_>, batch: usize, head_kv: usize, row:
     let Some(raw) = job.call.lse() else { return };
     let (h, s) = job.head_and_query(head_kv, row);
     let lse = if stats.sees_keys {
-        (f64::from(stats.max) * f64::from(job.scoring.scale) + f64::from(stats.sum).ln()) as f32
+        let scale = job.scoring(batch, head_kv).scale;
+        (f64::from(stats.max) * f64::from(scale) + f64::from(stats.sum).ln()) as f32
     } else {
         f32::NEG_INFINITY
     };

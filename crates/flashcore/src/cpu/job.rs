@@ -10,7 +10,11 @@ use crate::{
 /// What all tasks of a call share.
 pub(super) struct Job<'a> {
     pub call: &'a Call<'a>,
+    /// Of every kv head that is not among `descaled`.
     pub scoring: Scoring,
+    /// Of every batch entry and kv head of a call with descales: how its products become scores, and what its outputs are
+    /// to be multiplied by.
+    pub descaled: Vec<(Scoring, f32)>,
     pub block_k: usize,
     /// Where split tasks leave their parts: for each part, `part_rows` rows of head_dim_v outputs, then as many
     /// maxima, then as many sums.
@@ -25,6 +29,18 @@ impl Job<'_> {
     /// f32 of one part.
     pub(super) fn part_len(&self) -> usize {
         self.part_rows * (self.call.problem.head_dim_v + 2)
+    }
+
+    /// How the products of a kv head become scores.
+    #[inline(always)]
+    pub(super) fn scoring(&self, batch: usize, head_kv: usize) -> Scoring {
+        self.descaled.get(batch * self.call.problem.heads_kv + head_kv).map_or(self.scoring, |it| it.0)
+    }
+
+    /// What the outputs of a kv head are to be multiplied by.
+    #[inline(always)]
+    pub(super) fn descale(&self, batch: usize, head_kv: usize) -> f32 {
+        self.descaled.get(batch * self.call.problem.heads_kv + head_kv).map_or(1.0, |it| it.1)
     }
 
     /// The query head and the query of a row.

@@ -17,6 +17,7 @@ use super::{
 pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, split: &Split, workspace: &mut Workspace) {
     let head_dim_v = job.call.problem.head_dim_v;
     let row_sum = workspace.floats.reserve(head_dim_v);
+    let (scale, descale) = (job.scoring(split.batch, split.head).scale, job.descale(split.batch, split.head));
     let visible = Visible::new(job.call, split.batch);
     for row in split.rows.clone() {
         let place = row - split.rows.start;
@@ -31,7 +32,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, split: &Split, workspace: &mut 
             let mut sum = 0.0;
             std::ptr::write_bytes(row_sum, 0, head_dim_v);
             for part in split.parts.clone() {
-                let weight = ((stat(part, 0) - base) * job.scoring.scale).exp();
+                let weight = ((stat(part, 0) - base) * scale).exp();
                 sum += weight * stat(part, 1);
                 let from = job.parts.add(part * job.part_len() + place * head_dim_v);
                 for d in 0..head_dim_v {
@@ -39,7 +40,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, split: &Split, workspace: &mut 
                 }
             }
             // As the tasks do it, so that one part of all keys gives the same bits.
-            let factor = 1.0 / sum;
+            let factor = descale / sum;
             for d in 0..head_dim_v {
                 *row_sum.add(d) *= factor;
             }

@@ -33,13 +33,15 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
     if call.problem.pass == Pass::Backward {
         return backward::run(isa, schedule, helpers, call);
     }
-    let scoring = Scoring::of(&call.problem);
+    let descaled = Scoring::descaled(call);
+    let scoring = descaled.first().map_or_else(|| Scoring::of(&call.problem), |&(of_first, _)| of_first);
     // Rows in f64 are not split.
     let split_k = if scoring.fits { schedule.split_k } else { usize::MAX };
     let plan = Plan::new(call, &Schedule { split_k, ..*schedule }, isa.panel());
     let mut job = Job {
         call,
         scoring,
+        descaled,
         block_k: schedule.block_k.max(1),
         parts: std::ptr::null_mut(),
         part_rows: plan.part_rows,

@@ -1,6 +1,7 @@
 //! Rows of a tensor to and from f32.
 #![allow(unsafe_code)] // Tensors are addresses here; the contract has checked them.
 
+use float8::F8E4M3;
 use half::{bf16, f16};
 
 use super::{
@@ -71,6 +72,29 @@ impl Vectorised for bf16 {
     }
 }
 
+impl Vectorised for F8E4M3 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x = S::load_e4m3(from.cast());
+            // The code of NaN is what would come after 448.
+            S::select_less(S::splat(448.0), S::abs(x), S::splat(f32::NAN), x)
+        }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, x: S::V) {
+        let mut lanes = [0.0; MAX_LANES];
+        // SAFETY: the caller's promise; no vector has more lanes.
+        unsafe {
+            S::store(lanes.as_mut_ptr(), x);
+            for (i, &x) in lanes.iter().enumerate().take(S::LANES) {
+                *to.add(i) = F8E4M3::from_f32(x);
+            }
+        }
+    }
+}
+
 /// Runs `$call::<S, E>` with the Rust type of a dtype.
 macro_rules! by_type {
     ($dtype:expr, $call:ident::<$s:ident, _>($($arg:expr),*)) => {
@@ -78,6 +102,7 @@ macro_rules! by_type {
             DType::F32 => $call::<$s, f32>($($arg),*),
             DType::F16 => $call::<$s, half::f16>($($arg),*),
             DType::BF16 => $call::<$s, half::bf16>($($arg),*),
+            DType::F8E4M3 => $call::<$s, float8::F8E4M3>($($arg),*),
         }
     };
 }

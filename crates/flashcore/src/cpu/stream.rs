@@ -14,6 +14,7 @@ use super::{
     panel::MAX_LANES,
     plan::Task,
     rows::{Rows, Vectorised, by_type},
+    scoring::Scoring,
     scratch::Carve,
     simd::Simd,
     visible::Visible,
@@ -56,6 +57,7 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Wo
 unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
     let Problem { head_dim, head_dim_v, .. } = job.call.problem;
     let count = task.rows.len();
+    let scoring = job.scoring(task.batch, task.head);
     let mut carve = Carve::new();
     let q = carve.part(count * head_dim);
     let o = carve.part(count * head_dim_v);
@@ -89,7 +91,7 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
                 i += 1;
             }
             for (i, row) in rows.iter_mut().enumerate() {
-                softmax::<S>(job, row, &keys, p.add(i * BLOCK));
+                softmax::<S>(scoring, row, &keys, p.add(i * BLOCK));
             }
             let mut ahead = Some(tensor(job.call.k(), &from(keys.end)));
             let mut i = 0;
@@ -113,7 +115,7 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
         for (i, row) in rows.iter().enumerate() {
             let o = o.add(i * head_dim_v);
             if task.part.is_none() {
-                let factor = S::splat(1.0 / row.sum);
+                let factor = S::splat(job.descale(task.batch, task.head) / row.sum);
                 for d in (0..head_dim_v).step_by(S::LANES) {
                     S::store(o.add(d), S::mul(S::load(o.add(d)), factor));
                 }
@@ -177,13 +179,13 @@ pub(super) unsafe fn dots<S: Simd, E: Vectorised, const G: usize>(
 
 /// Turns a row's products into exponentials and moves its maximum and sum.
 #[inline(always)]
-unsafe fn softmax<S: Simd>(job: &Job<'_>, row: &mut Row, keys: &Range<usize>, p: *mut f32) {
+unsafe fn softmax<S: Simd>(scoring: Scoring, row: &mut Row, keys: &Range<usize>, p: *mut f32) {
     let len = keys.len().next_multiple_of(S::LANES);
     let first = row.keys.start.saturating_sub(keys.start).min(len);
     let end = row.keys.end.saturating_sub(keys.start).min(keys.len());
     // SAFETY: a row of p has `BLOCK` elements, which is a multiple of the lanes.
     unsafe {
-        if let Some(inner) = job.scoring.inner {
+        if let Some(inner) = scoring.inner {
             for i in (0..len).step_by(S::LANES) {
                 S::store(p.add(i), math::capped::<S>(inner, S::load(p.add(i))));
             }
@@ -197,7 +199,7 @@ unsafe fn softmax<S: Simd>(job: &Job<'_>, row: &mut Row, keys: &Range<usize>, p:
         }
         let max = fold::<S>(tops, row.max, |a, b| if b > a { b } else { a });
         let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
-        let exp = Exp2Below::<S>::new(job.scoring.scale * std::f32::consts::LOG2_E);
+        let exp = Exp2Below::<S>::new(scoring.scale * std::f32::consts::LOG2_E);
         row.rescale = fold::<S>(exp.of(S::splat(base - row.max)), 0.0, |_, b| b);
         row.max = max;
         let mut sums = S::splat(0.0);

@@ -14,7 +14,7 @@ use super::{
     simd::Simd,
     visible::Visible,
 };
-use crate::{Problem, contract::Call, tensor::Raw};
+use crate::{Descales, Problem, contract::Call, tensor::Raw};
 
 /// Keys that are read at a time.
 const BLOCK: usize = 64;
@@ -76,6 +76,8 @@ unsafe fn attend<S: Simd>(
     o: &mut [f64],
 ) -> f64 {
     let Problem { head_dim, head_dim_v, scale, softcap, .. } = call.problem;
+    let [of_q, of_k, of_v] = Descales::among(&call.tensors).at(batch, head_kv).map(f64::from);
+    let scale = f64::from(scale) * of_q * of_k;
     let visible = Visible::new(call, batch).keys(s);
     if visible.is_empty() {
         return f64::NEG_INFINITY;
@@ -89,7 +91,7 @@ unsafe fn attend<S: Simd>(
     let query: Vec<f64> = read(call.q(), h, s..s + 1).into_iter().map(f64::from).collect();
     let blocks = || visible.clone().step_by(BLOCK).map(|start| start..(start + BLOCK).min(visible.end));
     let score = |key: &[f32]| {
-        let score = dot(&query, key) * f64::from(scale);
+        let score = dot(&query, key) * scale;
         softcap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh())
     };
 
@@ -122,7 +124,7 @@ unsafe fn attend<S: Simd>(
         }
     }
     for o in o {
-        *o /= sum;
+        *o *= of_v / sum;
     }
     max + sum.ln()
 }

@@ -43,6 +43,9 @@ fn operand(name: Name) -> Operand {
         Name::Dq => Operand::Dq,
         Name::Dk => Operand::Dk,
         Name::Dv => Operand::Dv,
+        Name::QDescale => Operand::QDescale,
+        Name::KDescale => Operand::KDescale,
+        Name::VDescale => Operand::VDescale,
         Name::KeyLengths => Operand::KeyLengths,
         Name::Tensor => unreachable!("no tensor of a signature"),
     }

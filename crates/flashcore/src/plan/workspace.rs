@@ -8,7 +8,7 @@ use crate::{DType, Layout, Pass, Problem};
 /// Where tensors start in a workspace.
 const ALIGNMENT: usize = 256;
 
-/// Tensors of f32 that lie one behind the other.
+/// Tensors of f32 and u32 that lie one behind the other.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Workspace {
     tensors: Vec<Region>,
@@ -32,6 +32,13 @@ impl Workspace {
             let rows = folded.len_q.next_multiple_of(ROW_PADDING as usize);
             for operand in [Operand::RowLse, Operand::RowDelta] {
                 workspace.push(operand, [folded.batch, folded.heads_q, rows, 1]);
+            }
+            if let Schedule::Sm90Bwd(schedule) = schedule {
+                let tiles = schedule.query_tiles(folded.len_q as u32) as usize;
+                let floats = schedule.dq_tile_bytes(folded.head_dim as u32) as usize / DType::F32.size();
+                let shape = |words| [folded.batch, folded.heads_q, tiles, words];
+                workspace.push(Operand::DqTiles, shape(floats));
+                workspace.push(Operand::Turns, [folded.batch, folded.heads_q, rows / 64, 1]);
             }
             return workspace;
         }

@@ -35,6 +35,8 @@ kernel_params! {
         row_lse: GlobalPtr,
         /// Where delta goes.
         row_delta: GlobalPtr,
+        /// Two u32 per block that are set to 0, or null.
+        turns: GlobalPtr,
         /// From one batch entry of o to the next.
         o_batch: u64,
         /// From one head of o to the next.
@@ -116,6 +118,7 @@ impl Family for Schedule {
             dlse: dlse.pointer(),
             row_lse: of(Operand::RowLse).pointer(),
             row_delta: of(Operand::RowDelta).pointer(),
+            turns: of(Operand::Turns).pointer(),
             o_batch: o.strides[0],
             o_head: o.strides[1],
             o_row: o.strides[2],
@@ -198,9 +201,16 @@ impl Schedule {
             k.mad_wide_u32(tile, 4 * ROW_PADDING, result)
         });
 
+        k.section("those who add up gradients later take turns from the first one on");
+        let (turns, tid) = (k.param(P::turns), k.tid_x());
+        let (wanted, first) = (k.setp_ne_u64(turns, 0u64), k.setp_eq_u32(tid, 0u32));
+        let clears = k.and_pred(wanted, first);
+        let (own, zero) = (k.mad_wide_u32(tile, 8u32, turns), k.mov_b32(0u32));
+        k.when(clears, |k| k.st_global_vec(own, [zero; 2]));
+
         let chunks = spec.head_dim_v / ELEMENTS;
         let lanes = chunks.next_power_of_two();
-        let (tid, rows_at_once) = (k.tid_x(), 32 * self.warps / lanes);
+        let rows_at_once = 32 * self.warps / lanes;
         let (row, chunk) = (k.shr_u32(tid, lanes.trailing_zeros()), k.and_b32(tid, lanes - 1));
         let holds = (chunks < lanes).then(|| k.setp_lt_u32(chunk, chunks));
         let is_first = k.setp_eq_u32(chunk, 0u32);

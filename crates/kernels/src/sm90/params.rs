@@ -208,7 +208,7 @@ impl Sm90Params {
 }
 
 /// What a tensor map describes: a tensor in boxes of this many rows.
-fn describe(dtype: ElementType, args: &Args, tensor: &TensorArg, box_rows: u32) -> Map {
+pub(super) fn describe(dtype: ElementType, args: &Args, tensor: &TensorArg, box_rows: u32) -> Map {
     let TensorArg { address, shape: [batch, heads, len, dim], strides: [to_batch, to_head, to_row] } =
         *tensor;
     let row_bytes = dim as u64 * u64::from(dtype.size());

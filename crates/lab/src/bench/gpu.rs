@@ -242,7 +242,7 @@ impl GpuBench {
             matmul_tflops: matmul,
         };
         let mut pools = Vec::new();
-        for dtype in [DType::F16, DType::BF16] {
+        for dtype in [DType::F16, DType::BF16, DType::F8E4M3] {
             let needed = cells.iter().filter(|member| member.cell.dtype == dtype);
             if let Some(most) = needed.map(|member| largest_tensor(&member.cell.problem())).max() {
                 progress(&format!("drawing inputs in {dtype}"));
@@ -375,7 +375,7 @@ impl GpuBench {
 
     fn pool(&self, problem: &Problem) -> Result<&(Pool, Stored), String> {
         let found = self.pools.iter().find(|(_, stored)| stored.dtype == problem.dtype.name());
-        found.ok_or_else(|| "on a GPU f16 and bf16 are timed".into())
+        found.ok_or_else(|| "on a GPU f16, bf16 and f8 are timed".into())
     }
 
     fn limits(&self) -> Limits {
@@ -579,6 +579,11 @@ fn supports(peer: &str, problem: &Problem) -> Result<(), String> {
     if problem.pass == Pass::Backward && !PEERS.contains(&peer) && !BOTTOM_RIGHT.contains(&peer) {
         return Err(format!("gradients of {peer} are not timed"));
     }
+    if problem.dtype.is_f8() && peer == FA3 {
+        let mut wide = *problem;
+        wide.dtype = DType::BF16;
+        return supports(peer, &wide);
+    }
     let any_lengths = BOTTOM_RIGHT.contains(&peer) && problem.mask == Mask::Causal;
     Torch::supports(&if any_lengths { problem.with_mask(Mask::None) } else { *problem })
 }
@@ -648,7 +653,7 @@ impl OnGpu<'_> {
             Request::Output { who: who.into(), rows: rows.iter().map(index).collect(), path: path.clone() };
         self.ask(host, &request)?;
         let bytes = std::fs::read(&path).map_err(|error| format!("cannot read its output: {error}"))?;
-        let o = widened(&bytes, self.problem.problem()?.dtype);
+        let o = widened(&bytes, self.problem.problem()?.out());
         let (output, width) = self.problem.judged();
         let expected = rows.len() * width;
         if o.len() != expected {

@@ -52,7 +52,7 @@ pub struct Options {
     /// A file with the same settings; the command line overrides it
     #[arg(long, value_name = "evo.yaml")]
     config: Option<PathBuf>,
-    /// f16, bf16 or f16,bf16, for shapes that do not name a dtype
+    /// f16, bf16, f8 or f16,bf16, for shapes that do not name a dtype
     #[arg(long, value_name = "DTYPE", value_parser = dtypes)]
     dtype: Option<Dtypes>,
     /// auto (the GPU where there is one), cpu, or cuda, with -N for GPU number N
@@ -205,7 +205,7 @@ impl Setup {
         }
         let cells = config::cases(&targets, options.dtype.as_ref().map(|dtypes| dtypes.0.as_slice()));
         if let Some(cell) = cells.iter().find(|cell| cell.dtype == DType::F32) {
-            return Err(format!("{}: searches are in f16 and bf16", cell.label()));
+            return Err(format!("{}: searches are in f16, bf16 and f8", cell.label()));
         }
         let default = Rule::default();
         let rule = Rule {

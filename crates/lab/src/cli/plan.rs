@@ -20,7 +20,7 @@ pub struct Options {
     /// With a causal mask
     #[arg(long)]
     causal: bool,
-    /// f16, bf16 or f32
+    /// f16, bf16, f32 or f8
     #[arg(long)]
     dtype: Option<DType>,
     /// forward or backward (gradients)

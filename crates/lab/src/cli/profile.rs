@@ -121,7 +121,7 @@ pub fn profile(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let cell = Cell { pass: options.pass, ..options.shape.cell };
     if cell.dtype == DType::F32 {
-        return Err("on a GPU f16 and bf16 are timed".into());
+        return Err("on a GPU f16, bf16 and f8 are timed".into());
     }
     let problem = cell.problem();
     let cuda =

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::{Args, ValueEnum};
-use flashcore::{Attention, Device, Layout, Mask, Tensor, TensorMut};
+use flashcore::{Attention, Descales, Device, F8E4M3, Layout, Mask, Tensor, TensorMut};
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -109,9 +109,10 @@ pub fn run(options: &Options) -> Result<Exit, String> {
     })?;
     let inputs = Inputs::find(&file).map_err(|why| format!("{name}: {why}"))?;
     let done = match inputs.dtype {
-        Dtype::F16 => attend::<f16>(options, &inputs),
-        Dtype::BF16 => attend::<bf16>(options, &inputs),
-        _ => attend::<f32>(options, &inputs),
+        Dtype::F16 => attend::<f16, f16>(options, &inputs),
+        Dtype::BF16 => attend::<bf16, bf16>(options, &inputs),
+        Dtype::F8_E4M3 => attend::<F8E4M3, bf16>(options, &inputs),
+        _ => attend::<f32, f32>(options, &inputs),
     }
     .map_err(|why| format!("{name}: {why}"))?;
     let existed = options.output.exists();
@@ -166,6 +167,8 @@ struct Inputs<'a> {
     k: TensorView<'a>,
     v: TensorView<'a>,
     key_lengths: Option<Vec<u32>>,
+    /// Of q, k and v: one number per batch entry and kv head, or one for all.
+    descales: [Option<Vec<f32>>; 3],
     dtype: Dtype,
 }
 
@@ -181,7 +184,7 @@ impl<'a> Inputs<'a> {
         for (name, tensor) in [("q", &q), ("k", &k), ("v", &v)] {
             if files::dtype(tensor.dtype()).is_none() {
                 return Err(format!(
-                    "{name} is {:?}; possible are F16, BF16 and F32. Convert it before saving",
+                    "{name} is {:?}; possible are F16, BF16, F32 and F8_E4M3. Convert it before saving",
                     tensor.dtype()
                 ));
             }
@@ -201,8 +204,9 @@ impl<'a> Inputs<'a> {
             }
         }
         let key_lengths = file.tensor("key_lengths").ok().map(|tensor| key_lengths(&tensor)).transpose()?;
+        let descales = files::descales(file)?;
         let dtype = q.dtype();
-        Ok(Self { q, k, v, key_lengths, dtype })
+        Ok(Self { q, k, v, key_lengths, descales, dtype })
     }
 }
 
@@ -236,7 +240,8 @@ fn key_lengths(tensor: &TensorView<'_>) -> Result<Vec<u32>, String> {
         .collect()
 }
 
-fn attend<T: Stored>(options: &Options, inputs: &Inputs<'_>) -> Result<Done, String> {
+/// From tensors of `T` to an output of `U`.
+fn attend<T: Stored, U: Stored>(options: &Options, inputs: &Inputs<'_>) -> Result<Done, String> {
     let say = |error: flashcore::Error| error.to_string();
     let order = options.layout;
     let data = [&inputs.q, &inputs.k, &inputs.v].map(|tensor| files::elements::<T>(tensor.data()));
@@ -248,12 +253,18 @@ fn attend<T: Stored>(options: &Options, inputs: &Inputs<'_>) -> Result<Done, Str
         view(1, &inputs.k).map_err(say)?,
         view(2, &inputs.v).map_err(say)?,
     );
-    let attention = attention(options, inputs);
+    let heads = [q.shape()[0], k.shape()[1]];
+    let mut each = [None; 3];
+    for (tensor, descale) in each.iter_mut().zip(&inputs.descales) {
+        *tensor = descale.as_ref().map(|data| Tensor::descale(data, heads)).transpose().map_err(say)?;
+    }
+    let descales = Descales::some_of(each.each_ref().map(Option::as_ref));
+    let attention = attention(options, inputs).descales(descales);
     let problem = attention.problem(&q, &k, &v).map_err(say)?;
     memory::check(&problem, memory::to_call(&problem))?;
     let shape = [problem.batch, problem.heads_q, problem.len_q, problem.head_dim_v];
     let [batch, heads, len, width] = shape;
-    let mut o = vec![T::default(); batch * heads * len * width];
+    let mut o = vec![U::default(); batch * heads * len * width];
     let mut lse = vec![0.0_f32; batch * heads * len];
     let mut o_view = TensorMut::strided(&mut o, arrange(order, shape)).map_err(say)?;
     let mut lse_view = TensorMut::strided(&mut lse, arrange(order, [batch, heads, len, 1])).map_err(say)?;
@@ -266,7 +277,7 @@ fn attend<T: Stored>(options: &Options, inputs: &Inputs<'_>) -> Result<Done, Str
         problem: problem.to_string(),
         o: (stored.to_vec(), files::bytes(&o)),
         lse: options.lse.then(|| (stored[..3].to_vec(), files::bytes(&lse))),
-        dtype: T::STORED,
+        dtype: U::STORED,
         call_us,
     })
 }

@@ -9,13 +9,13 @@ use flashcore_ptx::Op;
 
 use super::planted::{Bending, Bent, Mood, Moody, swap_heads};
 use super::{Trial, Verdict};
-use crate::cases::{Case, Tier};
+use crate::cases::Case;
 use crate::check::{Outcome, Prepared};
+use crate::eight;
 use crate::engine::{DeviceEngine, Engine};
 use crate::explain::describe;
 use crate::gradients::{Slip, Tiled};
 use crate::guarded::Arrangement;
-use crate::inputs::Distribution;
 
 const JUDGE: &str = "verify";
 
@@ -30,17 +30,7 @@ const PIPELINED: &str = "sm80_fwd:block_m=64,block_n=32,warps=4,stages=2,q_in_re
 
 /// A case of the kind that faults are planted in: grouped heads, several tiles, gaps between the rows of a head.
 fn case(problem: Problem, name: &str) -> Case {
-    Case {
-        name: format!("faults/{name}"),
-        tier: Tier::Quick,
-        problem: problem.with_lse(),
-        key_lengths: None,
-        arrangement: Arrangement::Bshd,
-        inputs: Distribution::Normal,
-        wild: None,
-        seed: 42,
-        rows: None,
-    }
+    Case { arrangement: Arrangement::Bshd, ..Case::new(&format!("faults/{name}"), problem.with_lse()) }
 }
 
 /// The masks that faults of results are planted under.
@@ -48,8 +38,8 @@ const MASKS: [Mask; 2] = [Mask::None, Mask::Causal];
 
 /// What faults of results are planted in, without a mask or causal. The oracle is asked about it only once.
 pub fn planted_in(dtype: DType, mask: Mask) -> &'static Prepared {
-    static PREPARED: [[OnceLock<Prepared>; MASKS.len()]; DType::ALL.len()] =
-        [const { [const { OnceLock::new() }; MASKS.len()] }; DType::ALL.len()];
+    static PREPARED: [[OnceLock<Prepared>; MASKS.len()]; DType::WIDE.len()] =
+        [const { [const { OnceLock::new() }; MASKS.len()] }; DType::WIDE.len()];
     let mask_at = MASKS.iter().position(|&of| of == mask).expect("no fault is planted under another mask");
     PREPARED[dtype as usize][mask_at].get_or_init(|| {
         let problem = Problem::new(2, 4, 256, 64, dtype).with_kv(2, 256).with_mask(mask);
@@ -59,7 +49,7 @@ pub fn planted_in(dtype: DType, mask: Mask) -> &'static Prepared {
 
 /// What faults of gradients are planted in. The oracle is asked about it only once.
 pub fn gradients_of(dtype: DType) -> &'static Prepared {
-    static PREPARED: [OnceLock<Prepared>; DType::ALL.len()] = [const { OnceLock::new() }; DType::ALL.len()];
+    static PREPARED: [OnceLock<Prepared>; DType::WIDE.len()] = [const { OnceLock::new() }; DType::WIDE.len()];
     PREPARED[dtype as usize].get_or_init(|| {
         let problem = Problem::new(1, 4, 160, 32, dtype).with_kv(2, 200).with_mask(Mask::Causal);
         Prepared::new(case(problem.backward(), "gradients"))
@@ -98,7 +88,7 @@ fn in_each(
 ) -> Trial {
     Trial::fault(name, JUDGE, move || {
         let of = |dtype| verdict(prepared(dtype), engine().as_ref());
-        let verdicts = DType::ALL.map(|dtype| (dtype, of(dtype)));
+        let verdicts = DType::WIDE.map(|dtype| (dtype, of(dtype)));
         match verdicts.iter().find(|(_, verdict)| !matches!(verdict, Verdict::Refused(_))) {
             Some((dtype, verdict)) => Verdict::Accepted(format!("{verdict:?} in {dtype}")),
             None => verdicts[0].1.clone(),
@@ -169,10 +159,19 @@ pub fn trials() -> Vec<Trial> {
         Slip::ALL
             .map(|slip| in_each(slip.name(), gradients_of, move || Box::new(Tiled { slip: Some(slip) }))),
     );
-    trials.extend(DType::ALL.map(|dtype| {
+    trials.extend(DType::WIDE.map(|dtype| {
         Trial::honest(format!("gradients of a tiled make in {dtype}"), JUDGE, move || {
             verdict(gradients_of(dtype), &Tiled { slip: None })
         })
+    }));
+    trials.extend(eight::Slip::ALL.map(|slip| {
+        let engine = eight::Tiled { slip: Some(slip) };
+        Trial::fault(slip.name(), JUDGE, move || verdict(&Prepared::new(slip.planted_in()), &engine))
+    }));
+    trials.extend([eight::Slip::OtherHead, eight::Slip::FewBits].map(|slip| {
+        let (case, engine) = (slip.planted_in(), eight::Tiled { slip: None });
+        let name = format!("{} without a fault", case.name);
+        Trial::honest(name, JUDGE, move || verdict(&Prepared::new(case.clone()), &engine))
     }));
     trials.push(Trial::honest("the kernel that does wait", "simulator", || simulated(false)));
     trials.push(Trial::honest("the engine that faults are planted in, without one", JUDGE, || {

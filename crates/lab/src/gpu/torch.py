@@ -69,7 +69,8 @@ class Server:
             "efficient": SDPBackend.EFFICIENT_ATTENTION,
             "math": SDPBackend.MATH,
         }
-        self.dtypes = {"f16": torch.float16, "bf16": torch.bfloat16}
+        # What 8-bit floats are made of: torch does not copy them everywhere.
+        self.dtypes = {"f16": torch.float16, "bf16": torch.bfloat16, "f8": torch.uint8}
         self.pools = {}
         self.sets = []
         self.options = {}
@@ -115,7 +116,8 @@ class Server:
 
         def cut(pool, shape):
             count = shape[0] * shape[1] * shape[2] * shape[3]
-            return pool.repeat(-(-count // len(pool)))[:count].clone().reshape(shape)
+            tensor = pool.repeat(-(-count // len(pool)))[:count].clone().reshape(shape)
+            return tensor.view(torch.float8_e4m3fn) if problem["dtype"] == "f8" else tensor
 
         for _ in range(max(1, request["sets"])):
             self.sets.append([cut(pool, problem[name]) for pool, name in zip(pools, ("q", "k", "v"))])
@@ -176,12 +178,18 @@ class Server:
     # The others want (batch, length, heads, head_dim), which is another view of the same memory; FlashAttention-3 is
     # given tensors that lie in memory as its users have them.
 
+    def by_length(self, x):
+        """A copy in the order (batch, length, heads, head_dim)."""
+        if self.problem["dtype"] != "f8":
+            return x.transpose(1, 2).contiguous()
+        return x.view(self.torch.uint8).transpose(1, 2).contiguous().view(x.dtype)
+
     def make_fa3(self):
         module = importlib.import_module(MODULES["fa3"])
         options = {"causal": self.problem["causal"], "softmax_scale": self.problem["scale"]}
         for tensors in self.sets:
             # The sets stay as long as the problem does, and so do their addresses.
-            self.given[tensors[0].data_ptr()] = [x.transpose(1, 2).contiguous() for x in tensors]
+            self.given[tensors[0].data_ptr()] = [self.by_length(x) for x in tensors]
 
         def by(function):
             def call(q, k, v):
@@ -193,7 +201,8 @@ class Server:
         # Few queries on many keys: its users call what splits the keys among blocks. A build may not have that.
         queries, keys = self.problem["q"][2], self.problem["k"][2]
         decode = getattr(module, "flash_attn_with_kvcache", None)
-        if decode and queries <= FEW_QUERIES and keys >= MANY_KEYS * queries:
+        eight_bits = self.problem["dtype"] == "f8"
+        if decode and not eight_bits and queries <= FEW_QUERIES and keys >= MANY_KEYS * queries:
             try:
                 by(decode)(*self.sets[0])
                 return by(decode)

@@ -33,8 +33,12 @@ pub fn space(kernel: Kernel) -> Space {
         }
         Kernel::Scalar => (1..=8).map(|warps| format!("scalar:warps={warps}")).collect(),
         Kernel::Sm80Mma => (1..=8).map(|n| format!("sm80_mma:block_n={}", 16 * n)).collect(),
-        // It computes no attention by itself.
-        Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd => Vec::new(),
+        Kernel::Sm90Bwd => (2..=4)
+            .flat_map(|stages| [0, 1].map(|turns| format!("stages={stages},pingpong={turns}")))
+            .flat_map(|rest| [64, 128].map(|rows| format!("sm90_bwd:block_m={rows},{rest}")))
+            .collect(),
+        // These compute nothing by themselves, or have no search space yet.
+        Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd | Kernel::Sm90BwdFinish => Vec::new(),
     };
     Space::of(texts)
 }
@@ -69,7 +73,7 @@ impl Drivers {
     pub fn new(ordinal: u32, workers: usize) -> Result<Self, String> {
         let folder = tempfile::tempdir().map_err(|error| format!("no folder for inputs: {error}"))?;
         let pool = |dtype| Pool::draw(dtype, FEW, 0).store(folder.path());
-        let pools = vec![pool(DType::F16)?, pool(DType::BF16)?];
+        let pools = vec![pool(DType::F16)?, pool(DType::BF16)?, pool(DType::F8E4M3)?];
         let hosts = (0..workers.max(1)).map(|_| Mutex::new(Host::new(Kind::Ours, ordinal))).collect();
         Ok(Self { hosts, pools, _folder: folder })
     }
@@ -79,7 +83,7 @@ impl Drivers {
         let at = rayon::current_thread_index().unwrap_or(0) % self.hosts.len();
         let mut host = self.hosts[at].lock().unwrap_or_else(PoisonError::into_inner);
         let pool = self.pools.iter().find(|pool| pool.dtype == problem.dtype.name());
-        let pool = pool.ok_or("on a GPU f16 and bf16 are timed")?;
+        let pool = pool.ok_or("on a GPU f16, bf16 and f8 are timed")?;
         // The code depends only on the problem's kind, so the smallest of its kind will do.
         let mut small = problem.with_kv(1, 1);
         (small.batch, small.heads_q, small.len_q) =
@@ -189,7 +193,11 @@ impl KernelGates {
             Schedule::Sm90Fwd(it) => (it.block_n, it.stages),
             Schedule::Sm80Fwd(it) => (it.block_n, it.stages),
             Schedule::Sm80Mma(it) => (it.block_n, 1),
-            Schedule::Scalar(_) | Schedule::Combine(_) | Schedule::BwdRows(_) => (32, 1),
+            Schedule::Sm90Bwd(it) => (sm90::bwd::KEYS, it.stages),
+            Schedule::Scalar(_)
+            | Schedule::Combine(_)
+            | Schedule::BwdRows(_)
+            | Schedule::Sm90BwdFinish(_) => (32, 1),
             Schedule::Sm80Bwd(it) => (it.walk, it.stages),
         };
         // An accepted candidate must also be right where lse is wanted.

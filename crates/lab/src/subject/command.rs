@@ -144,6 +144,9 @@ pub(crate) fn supports(problem: &Problem) -> Result<(), String> {
     if problem.batch * problem.heads_q * problem.len_q * problem.len_k == 0 {
         return Err("a command is not asked about nothing".into());
     }
+    if problem.dtype.is_f8() {
+        return Err("a command is asked about f16, bf16 and f32".into());
+    }
     Ok(())
 }
 
@@ -160,6 +163,7 @@ pub(crate) fn file(
         DType::F16 => Dtype::F16,
         DType::BF16 => Dtype::BF16,
         DType::F32 => Dtype::F32,
+        DType::F8E4M3 => Dtype::F8_E4M3,
     };
     let tensors = [("q", &operands.q), ("k", &operands.k), ("v", &operands.v)];
     let data = tensors.map(|(name, tensor)| (name, tensor.shape().to_vec(), tensor.bytes()));

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 from . import _native
-from ._errors import FlashCoreError
+from ._errors import ContractError, FlashCoreError
 from ._options import integers, mask_of
 
 #: Arrays of one library: torch tensors, numpy arrays, or others that support DLPack.
@@ -16,6 +16,9 @@ Array = TypeVar("Array")
 Window = tuple[int | None, int | None]
 #: How the shape of arrays is ordered: (batch, heads, length, head_dim) or (batch, length, heads, head_dim).
 Layout = Literal["bhsd", "bshd"]
+
+#: What stored numbers are to be multiplied by: a float32 tensor, (batch, kv heads), or one number; None is 1.
+Descale = Any | None
 
 #: The function for torch tensors, imported at the first call with one.
 _attend: Callable[..., Any] | None = None
@@ -45,18 +48,21 @@ def attention(
     q: Array, k: Array, v: Array, *, causal: bool = ..., top_left: bool = ..., window: Window | None = ...,
     key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
     layout: Layout = ..., return_lse: Literal[False] = ..., out: Array | None = ...,
+    q_descale: Descale = ..., k_descale: Descale = ..., v_descale: Descale = ...,
 ) -> Array: ...  # fmt: skip
 @overload
 def attention(
     q: Array, k: Array, v: Array, *, causal: bool = ..., top_left: bool = ..., window: Window | None = ...,
     key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
     layout: Layout = ..., return_lse: Literal[True], out: Array | None = ...,
+    q_descale: Descale = ..., k_descale: Descale = ..., v_descale: Descale = ...,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def attention(
     q: Array, k: Array, v: Array, *, causal: bool = ..., top_left: bool = ..., window: Window | None = ...,
     key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
     layout: Layout = ..., return_lse: bool, out: Array | None = ...,
+    q_descale: Descale = ..., k_descale: Descale = ..., v_descale: Descale = ...,
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 def attention(
     q: Any,
@@ -72,6 +78,9 @@ def attention(
     layout: Layout = "bhsd",
     return_lse: bool = False,
     out: Any | None = None,
+    q_descale: Descale = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
 ) -> Any:
     """Exact attention, softmax(scale · q kᵀ) v, in one pass.
 
@@ -89,8 +98,19 @@ def attention(
     return_lse: also return the logarithm of the sum of exponentials, float32, as (batch, heads, length); for float64
         torch tensors it is float64.
     out: an array to write into instead of a new one (not with gradients).
+    q_descale, k_descale, v_descale: for torch tensors of float8_e4m3fn, what stored numbers are to be multiplied by:
+        float32, (batch, kv heads), or one number; None is 1. The result is bfloat16, or float16 where ``out`` is.
     """
     mask, left, right = mask_of(causal, top_left, window)
+    descales = (q_descale, k_descale, v_descale)
+    if _torch_tensor(q) and q.dtype == sys.modules["torch"].float8_e4m3fn:
+        from ._float8 import attend as attend_float8
+
+        return attend_float8(
+            q, k, v, mask, left, right, key_lengths, scale, softcap, layout, return_lse, out, descales
+        )  # fmt: skip
+    if any(descale is not None for descale in descales):
+        raise ContractError("descales are for torch tensors of float8_e4m3fn. Leave them out, and scale the result")
     if _torch_tensor(q):
         attend = _attend or _torch_attend()
         return attend(q, k, v, mask, left, right, None, key_lengths, scale, softcap, layout, return_lse, out)

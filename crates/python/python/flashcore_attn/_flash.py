@@ -28,7 +28,7 @@ class _Fa3(TypedDict, total=False):
     # Accepted as hints and ignored: FlashCore plans the work itself.
     pack_gqa: bool | None
     sm_margin: int
-    # Refused unless None or 0.
+    # Refused unless None or 0; flash_attn_func takes descales for tensors of float8_e4m3fn.
     qv: Tensor | None
     q_descale: Tensor | None
     k_descale: Tensor | None
@@ -55,7 +55,8 @@ class Fa3Cache(_Fa3, total=False):
 
 _HINTS = ("num_splits", "pack_gqa", "sm_margin")
 _ELSE = "FlashCore does not do that. Leave {name} out, or use flash-attn"
-_FLOAT8 = "there is no float8 here. Give float16 or bfloat16 that is scaled already, and leave {name} out"
+_FLOAT8 = "it goes with float8_e4m3fn, in flash_attn_func. Scale wider types before the call, and leave {name} out"
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 _PAGES = "caches in pages are not read. Give the cache as (batch, length, heads, head_dim), and leave {name} out"
 _PACKED_CACHE = "packed tokens do not go to a cache here. Give q, k and v as (batch, length, heads, head_dim)"
 _ROTATE = "positions are not rotated here. Rotate q and k before the call, and leave {name} out"
@@ -156,9 +157,19 @@ def flash_attn_func(
     """
     _dropout(dropout_p)
     _refuse(alibi_slopes=alibi_slopes)
-    if fa3:
-        _fa3("flash_attn_func", _FA3, {**fa3})
+    given: dict[str, Any] = {**fa3}
+    eight = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
+    descales = tuple(given.pop(name, None) for name in _DESCALES) if eight else None
+    if given:
+        _fa3("flash_attn_func", _FA3, given)
     mask, left, right = mask_of(causal, False, window_size)
+    if descales is not None:
+        from ._float8 import attend as attend_float8
+
+        o, lse = attend_float8(
+            q, k, v, mask, left, right, None, softmax_scale, softcap, "bshd", True, None, descales
+        )  # fmt: skip
+        return (o, lse, None) if return_attn_probs else o
     if not return_attn_probs:
         return attend(q, k, v, mask, left, right, None, None, softmax_scale, softcap, "bshd")
     o, lse = attend(q, k, v, mask, left, right, None, None, softmax_scale, softcap, "bshd", return_lse=True)

@@ -18,6 +18,7 @@ def run(
     scale: float | None,
     softcap: float,
     layout: str,
+    descales: tuple[Any | None, Any | None, Any | None] | None = None,
 ) -> None: ...
 def run_backward(
     saved: tuple[Any, Any, Any, Any, Any],

@@ -138,7 +138,7 @@ def stand_ins(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Ten
     from ._prepare import stand_in
 
     check(q, k, v, layout)
-    _arguments.together(q=q, k=k, v=v)
+    _arguments.together((*_arguments.DTYPES, torch.float8_e4m3fn), q=q, k=k, v=v)
     return stand_in(q), stand_in(k), stand_in(v)
 
 

@@ -95,7 +95,7 @@ impl Case {
 #[test]
 fn every_length_follows_the_oracle() {
     for len in [1, 2, 7, 63, 64, 65, 97, 129, 257, 513] {
-        for dtype in DType::ALL {
+        for dtype in DType::WIDE {
             Case::new(&format!("1x1x{len}x64 {dtype}")).follows_the_oracle();
             Case::new(&format!("1x1x{len}x64 {dtype} causal lse")).follows_the_oracle();
         }
@@ -107,7 +107,7 @@ fn every_head_dim_follows_the_oracle() {
     for dims in
         ["1", "8", "40", "64", "72", "96", "128", "192/128", "256", "13/29", "3/300", "520/1", "64/80"]
     {
-        for dtype in DType::ALL {
+        for dtype in DType::WIDE {
             Case::new(&format!("1x2/1x40/70x{dims} {dtype}")).follows_the_oracle();
         }
     }
@@ -144,7 +144,7 @@ fn scales_and_softcaps_beyond_f32_follow_the_oracle() {
 
 #[test]
 fn scores_in_the_millions_follow_the_oracle() {
-    for dtype in DType::ALL {
+    for dtype in DType::WIDE {
         Case::new(&format!("1x4/2x70/90x64 {dtype} lse causal scale=100000")).follows_the_oracle();
     }
 }

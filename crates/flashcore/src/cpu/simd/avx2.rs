@@ -50,6 +50,15 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn load_e4m3(from: *const u8) -> __m256 {
+        unsafe {
+            let wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(from.cast()));
+            let sign = _mm_slli_epi16::<8>(_mm_and_si128(wide, _mm_set1_epi16(0x80)));
+            let rest = _mm_slli_epi16::<7>(_mm_and_si128(wide, _mm_set1_epi16(0x7f)));
+            _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(256.0))
+        }
+    }
+    #[inline(always)]
     unsafe fn store_f16(to: *mut u16, x: __m256) {
         unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
     }

@@ -60,6 +60,15 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_e4m3(from: *const u8) -> __m512 {
+        unsafe {
+            let wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(from.cast()));
+            let sign = _mm256_slli_epi16::<8>(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)));
+            let rest = _mm256_slli_epi16::<7>(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)));
+            _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0))
+        }
+    }
+    #[inline(always)]
     unsafe fn store_f16(to: *mut u16, x: __m512) {
         unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
     }

@@ -155,6 +155,9 @@ pub(super) trait Simd: Copy {
     unsafe fn load_f16(from: *const u16) -> Self::V;
     /// Widens `LANES` bf16.
     unsafe fn load_bf16(from: *const u16) -> Self::V;
+    /// Widens `LANES` e4m3, by way of f16, of which they are the upper bits but for a factor of 2^8; the code of NaN becomes
+    /// 480.
+    unsafe fn load_e4m3(from: *const u8) -> Self::V;
     /// Rounds to nearest-even f16 and writes.
     unsafe fn store_f16(to: *mut u16, x: Self::V);
     /// Rounds to nearest-even bf16 and writes; NaN stays NaN.

@@ -61,6 +61,12 @@ impl Simd for Portable {
         each_lane!(i => f32::from_bits(u32::from(bits[i]) << 16))
     }
     #[inline(always)]
+    unsafe fn load_e4m3(from: *const u8) -> Lanes {
+        // SAFETY: the caller has `LANES` elements there.
+        let bits = unsafe { from.cast::<[u8; 4]>().read_unaligned() }.map(u16::from);
+        each_lane!(i => 256.0 * f16_to_f32((bits[i] & 0x80) << 8 | (bits[i] & 0x7f) << 7))
+    }
+    #[inline(always)]
     unsafe fn store_f16(to: *mut u16, x: Lanes) {
         // SAFETY: the caller has `LANES` elements there.
         unsafe { to.cast::<[u16; 4]>().write_unaligned(x.0.map(|x| f16::from_f32(x).to_bits())) }

@@ -6,7 +6,7 @@ mod sm90;
 use flashcore_kernels::{
     Kernel, Schedule, ScheduleError, Section, Spec, ladder,
     sm80::{bwd, bwd::Of, bwd_rows},
-    sm90::combine,
+    sm90::{self as hopper, combine},
 };
 use flashcore_ptx::Target;
 
@@ -24,6 +24,13 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
             [64, 32, 16].map(|block_n| Schedule::Sm80Mma(ladder::mma::Schedule { block_n })).into()
         }
         Kernel::Sm80Fwd => sm80::schedules(spec),
+        Kernel::Sm90Bwd => [(128, spec.head_dim.max(spec.head_dim_v) <= 64), (64, true)]
+            .into_iter()
+            .filter(|&(_, fits)| fits)
+            .map(|(block_m, _)| {
+                Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, stages: 3, pingpong: true })
+            })
+            .collect(),
         Kernel::Sm90Fwd => sm90::schedules(spec).into_iter().map(Schedule::Sm90Fwd).collect(),
         Kernel::Sm80Bwd => {
             [Of::KeysAndValues, Of::Keys].into_iter().flat_map(|of| sm80::gradients(spec, of)).collect()
@@ -74,6 +81,9 @@ pub(super) fn gradients(
     // As others see it, the list of kernels is open.
     #[allow(clippy::match_wildcard_for_single_variants)]
     match schedule {
+        Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, .. }) => {
+            Ok(vec![schedule, Schedule::Sm90BwdFinish(hopper::bwd::finish::Schedule { block_m })])
+        }
         Schedule::Sm80Bwd(given) => sm80_gradients(problem, spec, given, hardware),
         _ => Err(computes_nothing(schedule.kernel(), Pass::Backward)),
     }
@@ -123,6 +133,10 @@ pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
 /// What of a problem the kernels with tensor cores do not take, if anything.
 pub(super) fn no_tensor_cores(problem: &Problem, target: Target) -> Option<String> {
     let Problem { batch, heads_q, head_dim, head_dim_v, .. } = *problem;
+    // The scalar kernel does not take 8-bit floats: a family with tensor cores says what it refuses.
+    if problem.dtype.is_f8() {
+        return None;
+    }
     let possible =
         |dim: usize| dim.is_multiple_of(8) && dim <= flashcore_kernels::MAX_TENSOR_CORE_HEAD_DIM as usize;
     if problem.dtype == DType::F32 {
@@ -155,6 +169,10 @@ pub(super) fn schedule(
     {
         return Ok(choice);
     }
+    if hardware.target == Target::Sm90a && spec.dtype.is_fp8() {
+        return default_schedule(Kernel::Sm90Fwd, spec, hardware.target)
+            .map(|schedule| (schedule, "it is the only one that fits".into()));
+    }
     sm80::choose(problem, spec, hardware)
 }
 
@@ -164,6 +182,11 @@ fn backward(
     spec: &Spec,
     hardware: &Hardware,
 ) -> Result<(Schedule, String), ScheduleError> {
+    if hardware.target == Target::Sm90a
+        && let Ok(schedule) = default_schedule(Kernel::Sm90Bwd, spec, hardware.target)
+    {
+        return Ok((schedule, "all gradients from one kernel, whose blocks add to dQ in turn".into()));
+    }
     let each = |of| sm80::choose_gradients(problem, spec, of, hardware);
     let together = "the keys' and the values' gradients from one kernel, the queries' from another";
     let apart = "three kernels: the keys' and the values' gradients together do not fit the registers";

@@ -7,7 +7,6 @@ use flashcore_ptx::{
 
 use super::{
     Memory, PITCH, ROWS, Schedule, Sizes, Turned, columns, gather, merge, panels, partial,
-    ring::Ring,
     softmax::{self, RowState, Softmax},
     tiles::{Keys, Tile, each_tile},
 };
@@ -18,7 +17,7 @@ use crate::{
         softmax::{ScoreHandles, SoftmaxParams},
     },
     phase::wait_for_launch,
-    sm90::{DescaleParams, Sm90Params},
+    sm90::{DescaleParams, Sm90Params, descriptor::Descriptor, ring::Ring},
 };
 
 // Named barriers; 0 is the block's own.
@@ -28,9 +27,6 @@ const TURN: u32 = 1;
 const OWN: u32 = 5;
 /// The barrier of all consumers.
 pub(super) const ALL: u32 = 9;
-
-/// The upper half of every descriptor: a swizzle of 128 bytes, and 1024 bytes from eight rows to the next eight.
-const DESCRIPTOR_HIGH: u32 = 0x4000_0040;
 
 /// Bytes of a row that one product takes.
 const STEP: u32 = 32;
@@ -747,23 +743,5 @@ impl<'a> Consumer<'a> {
 
     pub fn inverse(&self, k: &mut KernelBuilder, half: usize) -> Reg<F32> {
         SoftmaxParams::inverse(k, self.softmax.rows[half].sum)
-    }
-}
-
-/// The lower half of the descriptor of a swizzled tile in shared memory.
-struct Descriptor(Reg<B32>);
-
-impl Descriptor {
-    /// `leading`: bytes from one panel to the next, where one product spans several.
-    fn new(k: &mut KernelBuilder, address: Reg<B32>, leading: u32) -> Self {
-        // In a cluster, an address has the block's rank in its upper bits, and a descriptor has no room for it.
-        let start = k.bfe_u32(address, 4u32, 14u32);
-        Self(k.or_b32(start, (leading >> 4) << 16))
-    }
-
-    /// Some bytes further.
-    fn at(&self, k: &mut KernelBuilder, bytes: u32) -> Reg<B64> {
-        let low = if bytes == 0 { self.0 } else { k.add_u32(self.0, bytes >> 4) };
-        k.pack_b64(low, DESCRIPTOR_HIGH)
     }
 }

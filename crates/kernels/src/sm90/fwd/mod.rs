@@ -23,7 +23,6 @@ mod gather;
 mod merge;
 mod partial;
 mod producer;
-mod ring;
 mod softmax;
 mod tiles;
 mod turn;
@@ -223,33 +222,6 @@ impl Schedule {
             }
         }
         grid
-    }
-
-    /// The schedule for 8-bit floats and grids that fill the GPU: the largest tiles that leave room for flushed sums.
-    pub fn fp8(spec: &Spec) -> Schedule {
-        let (warpgroups, block_n, q_stages) = match spec.head_dim.max(spec.head_dim_v) {
-            ..=64 if !spec.softcap => (3, 128, 2),
-            ..=128 => (2, 128, 2),
-            129..=192 => (2, 96, 1),
-            _ => (2, 64, 1),
-        };
-        Schedule {
-            warpgroups,
-            block_n,
-            stages: 2,
-            q_stages,
-            ctas: 1,
-            split: 1,
-            pingpong: true,
-            lazy: 0,
-            poly: 0,
-            persistent: true,
-            pairs: false,
-            together: false,
-            parts: 1,
-            multicast: 1,
-            flush: true,
-        }
     }
 
     /// The rows of the boxes.

@@ -4,10 +4,13 @@ use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg, Sc
 
 use super::{
     Memory, PITCH, Schedule, Sizes, Turned, columns, panels,
-    ring::Ring,
     tiles::{Tile, each_tile},
 };
-use crate::{Phase, Spec, phase::wait_for_launch, sm90::Sm90Params};
+use crate::{
+    Phase, Spec,
+    phase::wait_for_launch,
+    sm90::{Sm90Params, ring::Ring},
+};
 
 pub(super) struct Producer<'a> {
     schedule: Schedule,

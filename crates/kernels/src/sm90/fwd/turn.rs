@@ -6,8 +6,8 @@
 
 use flashcore_ptx::{B32, KernelBuilder, ProxySpace, Reg, Shared};
 
-use super::{Memory, PITCH, Schedule, Sizes, Turned, columns, ring::Ring};
-use crate::Spec;
+use super::{Memory, PITCH, Schedule, Sizes, Turned, columns};
+use crate::{Spec, sm90::ring::Ring};
 
 /// Warps that turn tiles around: those of the producer's warpgroup that copy nothing.
 pub(super) const WARPS: u32 = 3;

@@ -90,7 +90,7 @@ pub(super) struct Cells {
     /// Without a mask, for named shapes that are causal
     #[arg(long)]
     no_causal: bool,
-    /// f16, bf16, f32 or all; the named shape's own by default
+    /// f16, bf16, f32, f8 or all (but f8); the named shape's own by default
     #[arg(long, value_name = "DTYPE", value_parser = dtypes)]
     dtype: Option<Dtypes>,
     /// forward or backward (gradients, on a GPU)
@@ -170,7 +170,7 @@ pub(super) struct Dtypes(pub(super) Vec<DType>);
 
 pub(super) fn dtypes(text: &str) -> Result<Dtypes, String> {
     if text == "all" {
-        return Ok(Dtypes(DType::ALL.to_vec()));
+        return Ok(Dtypes(DType::WIDE.to_vec()));
     }
     let one = |part: &str| part.trim().parse().map_err(|why: flashcore::Error| format!("{why}, and all"));
     text.split(',').map(one).collect::<Result<_, _>>().map(Dtypes)

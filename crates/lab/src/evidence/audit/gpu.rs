@@ -498,7 +498,7 @@ fn pools(audit: &mut Audit, root: &Place<'_>, outcomes: &[Outcome]) -> Value {
         audit.count(&checksum, ..=u64::from(u32::MAX));
     }
     let mut made = Vec::new();
-    for dtype in ["f16", "bf16"] {
+    for dtype in ["f16", "bf16", "f8"] {
         let places = root.get("cells").items();
         let cells = places.iter().filter(|place| place.get("dtype").str() == dtype);
         let largest =

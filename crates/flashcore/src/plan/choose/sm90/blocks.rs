@@ -11,6 +11,9 @@ pub(super) const LAZY_LONG: u32 = 2;
 
 /// Every schedule that a plan may have for a spec, best first: those for many tiles of queries, then those for few.
 pub(in crate::plan) fn schedules(spec: &Spec) -> Vec<Schedule> {
+    if spec.dtype.is_fp8() {
+        return super::fp8::schedules(spec);
+    }
     let either = Schedule::SPLITS.into_iter().flat_map(|split| [(split, true), (split, false)]);
     let few = either.clone().flat_map(|(split, alone)| for_few(spec, split, alone));
     let together = either.flat_map(|(split, long)| together(spec, split, long));
@@ -28,7 +31,7 @@ pub(super) fn widest(spec: &Spec) -> Option<Schedule> {
 }
 
 /// Persistent blocks, one per multiprocessor, whose warpgroups take turns.
-fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
+pub(super) fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
     Schedule {
         warpgroups,
         block_n,

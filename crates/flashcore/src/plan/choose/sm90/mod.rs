@@ -1,6 +1,7 @@
 //! The choice of the Hopper kernel's schedule. Every limit and pace here was measured on an H200.
 
 mod blocks;
+mod fp8;
 mod section;
 
 use flashcore_kernels::{Schedule as Any, Spec, sm90::fwd::Schedule};
@@ -57,6 +58,10 @@ const PART_BYTES: usize = 64 << 10;
 
 /// The schedule of the Hopper kernel for a problem, and why; `None` where none fits.
 pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardware) -> Option<(Any, String)> {
+    if spec.dtype.is_fp8() {
+        let (schedule, what) = fp8::choose(problem, spec, hardware)?;
+        return Some((Any::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")));
+    }
     type Candidates = Vec<Schedule>;
     let fitting = |candidates: Candidates| {
         candidates.into_iter().find(|&it| Any::Sm90Fwd(it).check(spec, hardware.target).is_ok())

@@ -4,7 +4,7 @@
 use flashcore_ptx::{Addr, B32, KernelBuilder, Operand, Reg, Scope, Shared};
 
 /// One side's position in a ring. A slot's barriers lie side by side: filled, then free.
-pub(super) struct Ring {
+pub(crate) struct Ring {
     slots: Reg<B32>,
     bytes: u32,
     stages: u32,

@@ -1,0 +1,396 @@
+//! From 16 or 32 bits to 8: q, k and v as f8 with descales, so that every head uses the range of f8.
+//!
+//! A head is read twice. The first pass finds the mean of its keys, where those are smoothed, and the largest magnitude of
+//! what is to be stored; the second stores it. Heads do not depend on each other.
+
+use rayon::prelude::*;
+
+use crate::{
+    Attention, DType, Descales, Device, Error, F8E4M3, Layout, Name, Output, Place, Result, Tensor,
+    TensorBuf, tensor::Raw,
+};
+
+/// The largest number of f8.
+const LARGEST: f32 = 448.0;
+
+/// How q, k and v become f8.
+///
+/// Each kv head of a batch entry has a descale, its largest magnitude / 448; the query heads of a group share theirs. Few large numbers
+/// leave little of that range to all others. Two remedies change neither scores nor results, but for rounding:
+///
+/// - [`smoothed`](Self::smoothed): the mean of a head's keys is subtracted from all of them. All scores of a query change by
+///   the same number, which the softmax does not see and lse gets back.
+/// - [`rotated`](Self::rotated): q and k are multiplied by the same orthogonal matrix, random signs and a Hadamard matrix,
+///   which spreads a large number over the whole head.
+///
+/// ```
+/// use flashcore::{Attention, Device, Quantiser, Tensor};
+///
+/// let data: Vec<f32> = (0..2 * 128 * 64).map(|i| (i as f32 * 0.7).sin()).collect();
+/// let q = Tensor::new(&data, &[1, 2, 128, 64])?;
+/// let quantiser = Quantiser::new().smoothed().rotated(1);
+/// let (out, chosen) = Attention::new().causal().fp8(&Device::cpu(), &quantiser, &q, &q, &q)?;
+/// assert_eq!(out.o.shape(), [1, 2, 128, 64]);
+/// println!("{chosen}");
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Quantiser {
+    smooth: bool,
+    rotate: Option<u64>,
+}
+
+/// What a [`Quantiser`] made of q, k and v.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Quantised {
+    /// The queries, in f8.
+    pub q: TensorBuf,
+    /// The keys, in f8.
+    pub k: TensorBuf,
+    /// The values, in f8.
+    pub v: TensorBuf,
+    /// What q, k and v are to be multiplied by: f32, (batch, kv heads, 1, 1).
+    pub descales: [TensorBuf; 3],
+    /// What was subtracted from the keys, if they were smoothed: f32, (batch, kv heads, 1, head_dim).
+    pub k_mean: Option<TensorBuf>,
+}
+
+impl Quantiser {
+    /// With descales alone.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// With the mean of a head's keys subtracted from them.
+    pub fn smoothed(self) -> Self {
+        Self { smooth: true, ..self }
+    }
+
+    /// With q and k rotated, by signs from a seed. The head dim must be a power of two.
+    pub fn rotated(self, seed: u64) -> Self {
+        Self { rotate: Some(seed), ..self }
+    }
+
+    /// Quantises tensors that lie on the host. Rows of k and v from a batch entry's key length on are not read, and become
+    /// zeros.
+    pub fn quantise(&self, [q, k, v]: [&Tensor<'_>; 3], key_lengths: Option<&[u32]>) -> Result<Quantised> {
+        for (tensor, name) in [(q, Name::Q), (k, Name::K), (v, Name::V)] {
+            if tensor.place() != Place::Host {
+                return Err(Error::Unsupported {
+                    device: tensor.place().to_string(),
+                    what: format!("quantising {name}"),
+                    possible: "tensors on the host, or of f8 already".into(),
+                    source: None,
+                });
+            }
+        }
+        let head_dim = q.shape()[3];
+        if self.rotate.is_some() && !head_dim.is_power_of_two() {
+            let possible = "a power of two, to be rotated";
+            return Err(Error::HeadDim { tensor: Name::Q, given: head_dim, possible });
+        }
+        let signs = self.rotate.map(|seed| signs(seed, head_dim));
+        let [batch, heads_kv, len_k, _] = k.shape();
+        let keys = |b: usize| key_lengths.map_or(len_k, |lengths| lengths[b] as usize);
+        let means = if self.smooth { Some(means(k, &keys)?) } else { None };
+        let all = |_: usize| q.shape()[2];
+        let group = q.shape()[1] / heads_kv.max(1);
+        let mean_of = |b: usize, h: usize| {
+            means.as_ref().map(|means| &means[(b * heads_kv + h) * head_dim..][..head_dim])
+        };
+        let (q, q_descale) = stored(&q.raw, group, &all, |_, _, row| rotate(row, signs.as_deref()))?;
+        let (k, k_descale) = stored(&k.raw, 1, &keys, |b, h, row| {
+            let mean = mean_of(b, h).unwrap_or_default();
+            row.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
+            rotate(row, signs.as_deref());
+        })?;
+        let (v, v_descale) = stored(&v.raw, 1, &keys, |_, _, _| {})?;
+        let k_mean =
+            means.map(|means| TensorBuf::from_f32(&means, [batch, heads_kv, 1, head_dim], DType::F32));
+        Ok(Quantised { q, k, v, descales: [q_descale, k_descale, v_descale], k_mean: k_mean.transpose()? })
+    }
+}
+
+impl Attention<'_> {
+    /// Quantises q, k and v of 16 or 32 bits to f8 and runs on them; returns the result and what was made of the inputs. The
+    /// output is f16 where q is, and else bf16. The device may be any that takes f8; the quantiser runs on the host.
+    pub fn fp8(
+        &self,
+        device: &Device,
+        quantiser: &Quantiser,
+        q: &Tensor<'_>,
+        k: &Tensor<'_>,
+        v: &Tensor<'_>,
+    ) -> Result<(Output, Quantised)> {
+        let problem = self.problem(q, k, v)?;
+        let refuse = |what, possible| Err(Error::EightBit { what, dtype: q.dtype(), possible });
+        if problem.dtype.is_f8() {
+            return refuse("quantising", "they are f8 already: give their descales to run()");
+        }
+        if quantiser.smooth && problem.softcap.is_some() {
+            return refuse(
+                "smoothed keys under a softcap",
+                "a softcap changes with the mean: do not smooth them",
+            );
+        }
+        let made = quantiser.quantise([q, k, v], self.host_key_lengths())?;
+        let out = if q.dtype() == DType::F16 { DType::F16 } else { DType::BF16 };
+        let descales = made.descales.each_ref().map(TensorBuf::view);
+        let attention = self.descales(Descales::of(descales.each_ref())).output(out).scale(problem.scale);
+        let mut done = attention.run(device, &made.q.view(), &made.k.view(), &made.v.view())?;
+        if let (Some(lse), Some(mean)) = (&mut done.lse, &made.k_mean) {
+            give_back(lse, q, mean, problem.scale);
+        }
+        Ok((done, made))
+    }
+}
+
+/// Adds to lse what the subtraction of the keys' mean took from all scores of a query. A query without keys keeps −∞.
+fn give_back(lse: &mut TensorBuf, q: &Tensor<'_>, mean: &TensorBuf, scale: f32) {
+    let [_, heads, len, head_dim] = q.shape();
+    let (means, heads_kv) = (mean.to_f32(), mean.shape()[1]);
+    let group = heads / heads_kv.max(1);
+    let mut query = vec![0.0; head_dim];
+    let before = lse.to_f32();
+    let mut to = lse.view_mut();
+    for (i, before) in before.into_iter().enumerate() {
+        let (b, h, s) = (i / (heads * len), i / len % heads, i % len);
+        q.read_row(b, h, s, &mut query);
+        let mean = &means[(b * heads_kv + h / group) * head_dim..][..head_dim];
+        let dot: f64 = query.iter().zip(mean).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+        to.write_row(b, h, s, &[(f64::from(before) + f64::from(scale) * dot) as f32]);
+    }
+}
+
+/// The mean of each head's first rows, as many as `rows(batch entry)`.
+fn means(k: &Tensor<'_>, rows: &(impl Fn(usize) -> usize + Sync)) -> Result<Vec<f32>> {
+    let [batch, heads, _, head_dim] = k.shape();
+    let mut means = TensorBuf::zeros(DType::F32, Layout::bhsd([batch, heads, 1, head_dim]))?.to_f32();
+    means.par_chunks_mut(head_dim.max(1)).enumerate().for_each(|(i, mean)| {
+        let (b, h) = (i / heads, i % heads);
+        let (mut row, mut sums) = (vec![0.0; head_dim], vec![0.0_f64; head_dim]);
+        for s in 0..rows(b) {
+            k.read_row(b, h, s, &mut row);
+            sums.iter_mut().zip(&row).for_each(|(sum, x)| *sum += f64::from(*x));
+        }
+        let count = rows(b).max(1) as f64;
+        mean.iter_mut().zip(sums).for_each(|(mean, sum)| *mean = (sum / count) as f32);
+    });
+    Ok(means)
+}
+
+/// A tensor in f8, after a change to each of its rows, and its descales: one for each `group` heads of a batch entry. Of each
+/// head, the first `rows(batch entry)` rows are read.
+fn stored(
+    raw: &Raw,
+    group: usize,
+    rows: &(impl Fn(usize) -> usize + Sync),
+    change: impl Fn(usize, usize, &mut [f32]) + Sync,
+) -> Result<(TensorBuf, TensorBuf)> {
+    let [batch, heads, len, width] = raw.layout.shape;
+    let groups = heads / group.max(1);
+    let each = |i: usize| {
+        let (b, first) = (i / groups, i % groups * group);
+        let mut row = vec![0.0; width];
+        let mut amax = 0.0_f32;
+        let read = |h: usize, s: usize, row: &mut [f32]| {
+            raw.read_row(b, h, s, row);
+            change(b, h, row);
+        };
+        for (h, s) in (first..first + group).flat_map(|h| (0..rows(b)).map(move |s| (h, s))) {
+            read(h, s, &mut row);
+            amax = row.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(amax, f32::max);
+        }
+        // A head of zeros, or of numbers so small that f32 has no such descale.
+        let descale = if amax == 0.0 { 1.0 } else { (amax / LARGEST).max(f32::MIN_POSITIVE) };
+        let mut codes = vec![F8E4M3::from_bits(0); group * len * width];
+        for (h, s) in (0..group).flat_map(|h| (0..rows(b)).map(move |s| (h, s))) {
+            read(first + h, s, &mut row);
+            let to = &mut codes[(h * len + s) * width..][..width];
+            to.iter_mut().zip(&row).for_each(|(code, x)| *code = F8E4M3::from_f32(x / descale));
+        }
+        (codes, descale)
+    };
+    let made: Vec<(Vec<F8E4M3>, f32)> = (0..batch * groups).into_par_iter().map(each).collect();
+    let mut tensor = TensorBuf::zeros(DType::F8E4M3, Layout::bhsd(raw.layout.shape))?;
+    if let crate::Storage::F8E4M3(all) = tensor.storage_mut() {
+        for (to, (codes, _)) in all.chunks_mut((group * len * width).max(1)).zip(&made) {
+            to.copy_from_slice(codes);
+        }
+    }
+    let descales: Vec<f32> = made.iter().map(|(_, descale)| *descale).collect();
+    Ok((tensor, TensorBuf::from_f32(&descales, [batch, groups, 1, 1], DType::F32)?))
+}
+
+/// Signs that a seed decides.
+fn signs(seed: u64, len: usize) -> Vec<f32> {
+    let mut state = seed;
+    let mut next = || {
+        // SplitMix64.
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ x >> 31
+    };
+    (0..len).map(|_| if next() & 1 == 0 { 1.0 } else { -1.0 }).collect()
+}
+
+/// Multiplies a row by signs and a Hadamard matrix of its length, a power of two, scaled such that its length stays. Nothing
+/// without signs.
+fn rotate(row: &mut [f32], signs: Option<&[f32]>) {
+    let Some(signs) = signs else { return };
+    row.iter_mut().zip(signs).for_each(|(x, sign)| *x *= sign);
+    let mut half = 1;
+    while half < row.len() {
+        for pair in row.chunks_exact_mut(2 * half) {
+            let (low, high) = pair.split_at_mut(half);
+            low.iter_mut().zip(high).for_each(|(a, b)| (*a, *b) = (*a + *b, *a - *b));
+        }
+        half *= 2;
+    }
+    let scale = 1.0 / (row.len() as f32).sqrt();
+    for x in row {
+        *x *= scale;
+    }
+}
+
+impl std::fmt::Display for Quantised {
+    /// The smallest and the largest descale of q, k and v.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (name, descales) in Name::DESCALES.into_iter().zip(&self.descales) {
+            let all = descales.to_f32();
+            let least = all.iter().copied().fold(f32::INFINITY, f32::min);
+            let most = all.iter().copied().fold(0.0, f32::max);
+            writeln!(f, "{name} from {least:.3e} to {most:.3e} in {} heads", all.len())?;
+        }
+        f.write_str(if self.k_mean.is_some() { "k without its mean" } else { "k with its mean" })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Problem, oracle};
+
+    /// Normal numbers, some of which are ten times as large.
+    struct Draw(u64);
+
+    impl Draw {
+        fn uniform(&mut self) -> f64 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            (self.0 >> 11) as f64 / (1_u64 << 53) as f64
+        }
+
+        fn normal(&mut self) -> f64 {
+            let radius = (-2.0 * (1.0 - self.uniform()).ln()).sqrt();
+            radius * (std::f64::consts::TAU * self.uniform()).cos()
+        }
+
+        fn outliers(&mut self, shape: [usize; 4], often: f64) -> TensorBuf {
+            let mut one = || {
+                let large = if self.uniform() < often { 10.0 * self.normal() } else { 0.0 };
+                (self.normal() + large) as f32
+            };
+            let values: Vec<f32> = (0..shape.iter().product()).map(|_: usize| one()).collect();
+            TensorBuf::from_f32(&values, shape, DType::BF16).unwrap()
+        }
+    }
+
+    /// The root mean square of an output's errors against attention of the inputs as they were, and the largest of lse.
+    fn errors(quantiser: Quantiser, inputs: [&TensorBuf; 3]) -> [f64; 2] {
+        let views = inputs.map(TensorBuf::view);
+        let [q, k, v] = views.each_ref();
+        let attention = Attention::new().with_lse();
+        let (out, _) = attention.fp8(&Device::cpu(), &quantiser, q, k, v).unwrap();
+        let problem = attention.problem(q, k, v).unwrap();
+        let truth = oracle::attention(&problem, q, k, v, None);
+        let squares =
+            out.o.to_f32().iter().zip(&truth.o).map(|(a, b)| (f64::from(*a) - b).powi(2)).sum::<f64>();
+        let lse = out.lse.unwrap().to_f32();
+        let off = lse.iter().zip(&truth.lse).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
+        [(squares / truth.o.len() as f64).sqrt(), off]
+    }
+
+    #[test]
+    fn rotating_helps_against_single_large_numbers() {
+        let mut draw = Draw(7);
+        let [q, k, v] = [64, 512, 512].map(|len| draw.outliers([1, 2, len, 64], 0.001));
+        let [plain, _] = errors(Quantiser::new(), [&q, &k, &v]);
+        let [rotated, off] = errors(Quantiser::new().rotated(3), [&q, &k, &v]);
+        assert!(rotated < 0.8 * plain, "{rotated} is not below {plain}");
+        assert!(off < 0.2, "lse is off by {off}");
+    }
+
+    #[test]
+    fn smoothing_helps_against_a_channel_that_is_always_large() {
+        let mut draw = Draw(9);
+        let [q, mut k, v] = [64, 512, 512].map(|len| draw.outliers([1, 2, len, 64], 0.0));
+        let mut values = k.to_f32();
+        values.iter_mut().skip(5).step_by(64).for_each(|x| *x += 40.0);
+        k = TensorBuf::from_f32(&values, k.shape(), DType::BF16).unwrap();
+        let [plain, _] = errors(Quantiser::new(), [&q, &k, &v]);
+        let [smoothed, off] = errors(Quantiser::new().smoothed(), [&q, &k, &v]);
+        assert!(smoothed < 0.7 * plain, "{smoothed} is not below {plain}");
+        // It got back what was subtracted, which is up to a hundred times that.
+        assert!(off < 0.2, "lse is off by {off}");
+    }
+
+    #[test]
+    fn a_rotation_changes_no_dot_product() {
+        let mut draw = Draw(3);
+        let signs = signs(11, 32);
+        assert!(signs.contains(&1.0) && signs.contains(&-1.0));
+        let mut rows = [(); 2].map(|()| (0..32).map(|_| draw.normal() as f32).collect::<Vec<_>>());
+        let dot = |rows: &[Vec<f32>; 2]| rows[0].iter().zip(&rows[1]).map(|(a, b)| a * b).sum::<f32>();
+        let before = dot(&rows);
+        for row in &mut rows {
+            rotate(row, Some(&signs));
+        }
+        assert!((dot(&rows) - before).abs() < 1e-4);
+    }
+
+    #[test]
+    fn each_head_uses_the_whole_range_and_rows_without_a_key_are_not_read() {
+        let mut values = vec![1.0_f32; 2 * 2 * 3 * 16];
+        // The second head of the first entry is large, the first head of the second is zero.
+        values[48..96].fill(1000.0);
+        values[96..144].fill(0.0);
+        // Behind the only key of the second entry.
+        values[144 + 16..].fill(f32::NAN);
+        let k = TensorBuf::from_f32(&values, [2, 2, 3, 16], DType::F32).unwrap();
+        let q = TensorBuf::from_f32(&vec![-2.0; 2 * 4 * 16], [2, 4, 1, 16], DType::F32).unwrap();
+        let views = [q.view(), k.view(), k.view()];
+        let made = Quantiser::new().quantise(views.each_ref(), Some(&[3, 1])).unwrap();
+        let [of_q, of_k, _] = made.descales.each_ref().map(TensorBuf::to_f32);
+        assert_eq!(of_k, [1.0 / 448.0, 1000.0 / 448.0, 1.0, 1.0 / 448.0]);
+        assert_eq!(of_q, [2.0 / 448.0; 4]);
+        let stored = made.k.to_f32();
+        assert_eq!(
+            (stored[0], stored[48], stored[96], stored[144], stored[160]),
+            (448.0, 448.0, 0.0, 448.0, 0.0)
+        );
+        assert!(made.q.to_f32().iter().all(|&x| x == -448.0));
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let x = TensorBuf::from_f32(&[0.5; 24], [1, 1, 1, 24], DType::BF16).unwrap();
+        let x = x.view();
+        let run = |attention: Attention<'_>, quantiser: Quantiser| {
+            attention.fp8(&Device::cpu(), &quantiser, &x, &x, &x).map(|_| ())
+        };
+        assert_eq!(run(Attention::new(), Quantiser::new().smoothed()), Ok(()));
+        let rotated = run(Attention::new(), Quantiser::new().rotated(1));
+        assert!(matches!(rotated, Err(Error::HeadDim { given: 24, .. })), "{rotated:?}");
+        let capped = run(Attention::new().softcap(3.0), Quantiser::new().smoothed());
+        assert!(matches!(capped, Err(Error::EightBit { .. })), "{capped:?}");
+        let problem = Problem::new(1, 1, 1, 24, DType::F8E4M3);
+        let stored = TensorBuf::zeros(problem.dtype, Layout::bhsd([1, 1, 1, 24])).unwrap();
+        let stored = stored.view();
+        let twice = Attention::new().fp8(&Device::cpu(), &Quantiser::new(), &stored, &stored, &stored);
+        assert!(matches!(twice, Err(Error::EightBit { what: "quantising", .. })), "{twice:?}");
+    }
+}

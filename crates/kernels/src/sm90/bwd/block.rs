@@ -1,0 +1,148 @@
+//! Which key tile a block has, and which query tiles see it.
+
+use flashcore_ptx::{B32, KernelBuilder, Pred, Reg};
+
+use super::{BwdParams, KEYS, Schedule};
+use crate::{Spec, parts::work::Band};
+
+/// The key tile of a block.
+pub(super) struct Block {
+    pub batch: Reg<B32>,
+    pub kv_head: Reg<B32>,
+    /// The tile's number in its head.
+    pub tile: Reg<B32>,
+    pub first_key: Reg<B32>,
+    pub len_q: Reg<B32>,
+    pub band: Band,
+    /// The query tiles that see it: from the last down to the first, for every query head of the group.
+    first: Reg<B32>,
+    last: Reg<B32>,
+    /// Whether there are any.
+    pub any: Reg<Pred>,
+}
+
+/// One role's position in the walk over a block's query tiles.
+pub(super) struct Steps {
+    first: Reg<B32>,
+    last: Reg<B32>,
+    /// The query head.
+    pub head: Reg<B32>,
+    /// The query tile.
+    pub at: Reg<B32>,
+    /// Steps left, this one among them.
+    pub left: Reg<B32>,
+    grouped: bool,
+}
+
+impl Block {
+    /// Blocks come section by section of key heads; in a section, all first key tiles, then all second ones. A block
+    /// waits only for blocks before it, which have started before it.
+    pub fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec) -> Self {
+        k.section("block: which keys of which head");
+        let (units, section) = (k.param(BwdParams::units), k.param(BwdParams::section));
+        let (tiles, heads_kv) = (k.param(BwdParams::k_tiles), k.param(BwdParams::heads_kv));
+        let remainder = |k: &mut KernelBuilder, n: Reg<B32>, quotient: Reg<B32>, by: Reg<B32>| {
+            let whole = k.mul_lo_u32(quotient, by);
+            k.sub_u32(n, whole)
+        };
+        let (item, places) = (k.ctaid_x(), k.mul_lo_u32(section, tiles));
+        let number = k.div_u32(item, places);
+        let inside = remainder(k, item, number, places);
+        let before = k.mul_lo_u32(number, section);
+        let behind = k.sub_u32(units, before);
+        let heads = k.min_u32(section, behind);
+        let tile = k.div_u32(inside, heads);
+        let unit = remainder(k, inside, tile, heads);
+        let unit = k.add_u32(before, unit);
+        let batch = k.div_u32(unit, heads_kv);
+        let kv_head = remainder(k, unit, batch, heads_kv);
+        let len_q = k.param(BwdParams::len_q);
+        let keys = if spec.key_lengths {
+            let lengths = k.param(BwdParams::key_lengths);
+            let own = k.mad_wide_u32(batch, 4u32, lengths);
+            k.ld_global::<B32>(own)
+        } else {
+            k.param(BwdParams::len_k)
+        };
+        let band = Band::new(k, spec, keys, len_q, [BwdParams::left, BwdParams::right]);
+        let first_key = k.mul_lo_u32(tile, KEYS);
+
+        k.comment("the query tiles that see these keys");
+        let some = k.setp_lt_s32(first_key, keys);
+        let last_key = k.add_s32(first_key, KEYS as i32 - 1);
+        let first_row = band.key_begin(k, first_key).unwrap_or_else(|| k.mov_b32(0));
+        let final_row = k.sub_s32(len_q, 1);
+        let last_row = match band.key_end(k, last_key) {
+            Some(end) => {
+                let last = k.sub_s32(end, 1);
+                k.min_s32(last, final_row)
+            }
+            None => final_row,
+        };
+        let in_order = k.setp_le_s32(first_row, last_row);
+        let any = k.and_pred(some, in_order);
+        let first_row = k.max_s32(first_row, 0);
+        let exists = k.setp_ge_s32(last_row, 0);
+        let any = k.and_pred(any, exists);
+        let (first, last) = (k.div_u32(first_row, schedule.block_m), k.div_u32(last_row, schedule.block_m));
+        Self { batch, kv_head, tile, first_key, len_q, band, first, last, any }
+    }
+
+    /// The walk, from its start.
+    pub fn steps(&self, k: &mut KernelBuilder, spec: &Spec) -> Steps {
+        let past = k.add_s32(self.last, 1);
+        let count = k.sub_s32(past, self.first);
+        let (head, count) = if spec.grouped {
+            let group = k.param(BwdParams::group);
+            (k.mul_lo_u32(self.kv_head, group), k.mul_lo_u32(count, group))
+        } else {
+            (self.kv_head, count)
+        };
+        let count = k.selp_b32(count, 0u32, self.any);
+        let (head, at, left) = (k.mov_b32(head), k.mov_b32(self.last), k.mov_b32(count));
+        Steps { first: self.first, last: self.last, head, at, left, grouped: spec.grouped }
+    }
+
+    /// How many key tiles before this one see a query tile.
+    pub fn turn(&self, k: &mut KernelBuilder, schedule: Schedule, at: Reg<B32>) -> Reg<B32> {
+        let first_row = k.mul_lo_u32(at, schedule.block_m);
+        match self.band.row_begin(k, first_row) {
+            Some(begin) => {
+                let first_tile = k.div_u32(begin, KEYS);
+                k.sub_u32(self.tile, first_tile)
+            }
+            None => self.tile,
+        }
+    }
+}
+
+impl Steps {
+    /// The first row of the query tile.
+    pub fn first_row(&self, k: &mut KernelBuilder, schedule: Schedule) -> Reg<B32> {
+        k.mul_lo_u32(self.at, schedule.block_m)
+    }
+
+    /// Goes on to the next step.
+    pub fn advance(&self, k: &mut KernelBuilder) {
+        k.set(self.left, |k| k.sub_u32(self.left, 1u32));
+        if !self.grouped {
+            k.set(self.at, |k| k.sub_s32(self.at, 1));
+            return;
+        }
+        let ends = k.setp_eq_u32(self.at, self.first);
+        let (next, head) = (k.sub_s32(self.at, 1), k.add_u32(self.head, 1u32));
+        k.set(self.at, |k| k.selp_b32(self.last, next, ends));
+        k.set(self.head, |k| k.selp_b32(head, self.head, ends));
+    }
+
+    /// Runs the body for each step.
+    pub fn each(&self, k: &mut KernelBuilder, body: impl FnOnce(&mut KernelBuilder)) {
+        k.while_(
+            |k| k.setp_gt_s32(self.left, 0),
+            |k, _| {
+                body(k);
+                self.advance(k);
+            },
+        );
+    }
+}

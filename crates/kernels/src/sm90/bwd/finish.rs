@@ -1,0 +1,214 @@
+//! Scales and rounds the gradients of the queries that [`sm90_bwd`](super) has added up in f32: one block per 64 queries.
+
+use flashcore_ptx::{
+    BulkHint, F32, GlobalPtr, GridDep, KernelBuilder, Operand as Coordinate, ProxySpace, Reg, Shared,
+    SharedLayout, Target, TensorMap, kernel_params,
+};
+
+use super::{PITCH, ROWS as QUERIES, columns, panels};
+use crate::{
+    Args, Blocks, Family, Geometry, Map, Operand, Packed, ScheduleError, Spec, family::schedule,
+    parts::fragment::pack, sm90::params::describe,
+};
+
+const THREADS: u32 = 128;
+
+kernel_params! {
+    /// What a launch is given. Strides are in bytes.
+    pub struct FinishParams {
+        /// The gradient of the queries, in boxes of a block's rows.
+        dq_map: TensorMap,
+        /// As in [`super::BwdParams`].
+        row_lse: GlobalPtr,
+        /// As in [`super::BwdParams`].
+        dq_tiles: GlobalPtr,
+        /// As in [`super::BwdParams`].
+        row_batch: u64,
+        /// As in [`super::BwdParams`].
+        row_head: u64,
+        /// Blocks per head.
+        blocks: u32,
+        /// Query tiles per head.
+        q_tiles: u32,
+        /// Query heads.
+        heads: u32,
+        /// The factor.
+        scale: f32,
+    }
+}
+
+schedule! {
+    /// The knobs of the kernel.
+    pub struct Schedule {
+        /// Queries per step of the kernel before.
+        pub block_m: u32,
+    }
+}
+
+impl Schedule {
+    /// The kernel before.
+    fn before(self) -> super::Schedule {
+        super::Schedule { block_m: self.block_m, stages: 2, pingpong: false }
+    }
+
+    fn shared(self, spec: &Spec) -> (SharedLayout, Shared) {
+        let mut layout = SharedLayout::new();
+        let tile = layout.alloc("dq", panels(spec.head_dim, spec.dtype) * QUERIES * PITCH, 1024);
+        (layout, tile)
+    }
+
+    fn body(self, k: &mut KernelBuilder, spec: &Spec, tile: Shared) {
+        k.griddepcontrol(GridDep::LaunchDependents);
+        k.section("block: which queries of which head");
+        let (item, blocks, heads) =
+            (k.ctaid_x(), k.param(FinishParams::blocks), k.param(FinishParams::heads));
+        let all_heads = k.div_u32(item, blocks);
+        let taken = k.mul_lo_u32(all_heads, blocks);
+        let number = k.sub_u32(item, taken);
+        let batch = k.div_u32(all_heads, heads);
+        let taken = k.mul_lo_u32(batch, heads);
+        let head = k.sub_u32(all_heads, taken);
+        let first_row = k.mul_lo_u32(number, QUERIES);
+        let tid = k.tid_x();
+        let (lane, warp) = (k.and_b32(tid, 31u32), k.shr_u32(tid, 5u32));
+        let g = k.shr_u32(lane, 2u32);
+        let row = k.mad_lo_u32(warp, 16u32, g);
+
+        let (numbers, to_batch) = (k.param(FinishParams::row_lse), k.param(FinishParams::row_batch));
+        let (batch_wide, head_wide) = (k.cvt_u64_u32(batch), k.cvt_u64_u32(head));
+        let to_head = k.param(FinishParams::row_head);
+        let numbers = k.mad_lo_u64(batch_wide, to_batch, numbers);
+        let numbers = k.mad_lo_u64(head_wide, to_head, numbers);
+        let own_row = k.add_u32(first_row, row);
+        let numbers = k.mad_wide_u32(own_row, 4u32, numbers);
+        let (tiles, q_tiles) = (k.param(FinishParams::dq_tiles), k.param(FinishParams::q_tiles));
+        let before = self.before();
+        let width = before.part_columns(spec.head_dim);
+        let part_bytes = QUERIES * width * 4;
+        let from = if before.parts_by_rows() {
+            // A block's rows are one part of a tile.
+            let first = k.mul_lo_u32(all_heads, q_tiles);
+            let index = k.mad_lo_u32(first, self.block_m / QUERIES, number);
+            k.mad_wide_u32(index, part_bytes, tiles)
+        } else {
+            let index = k.mad_lo_u32(all_heads, q_tiles, number);
+            k.mad_wide_u32(index, before.dq_tile_bytes(spec.head_dim), tiles)
+        };
+        let from = k.mad_wide_u32(tid, 16u32, from);
+        let scale = k.param(FinishParams::scale);
+        k.griddepcontrol(GridDep::Wait);
+
+        k.section("rows that see no key have no gradient, and nobody has written one");
+        let factors = [0, 8].map(|lower: i32| {
+            let lse = k.ld_global::<F32>(numbers.at(4 * lower));
+            let none = k.setp_eq_f32(lse, f32::INFINITY);
+            (none, k.selp_f32(0.0, scale, none))
+        });
+        let neither = k.and_pred(factors[0].0, factors[1].0);
+        let some = k.not_pred(neither);
+        let eights = spec.head_dim / 8;
+        let values: Vec<[Reg<F32>; 4]> = (0..eights)
+            .map(|eight| {
+                let (part, inside) = (8 * eight / width, 8 * eight % width / 8);
+                let at = from.at((part * part_bytes + inside * THREADS * 16) as i32);
+                let zero: [Reg<F32>; 4] = std::array::from_fn(|_| k.mov_f32(0.0));
+                k.when(some, |k| k.set(zero, |k| k.ld_global_vec(at)));
+                zero
+            })
+            .collect();
+        let mut packed: Vec<[Reg<flashcore_ptx::B32>; 2]> = values
+            .iter()
+            .map(|quad| {
+                let scaled: [Reg<F32>; 4] = std::array::from_fn(|i| {
+                    let (none, factor) = factors[i / 2];
+                    let value = k.mul_f32(quad[i], factor);
+                    k.selp_f32(0.0, value, none)
+                });
+                [pack(k, spec.dtype, scaled[0], scaled[1]), pack(k, spec.dtype, scaled[2], scaled[3])]
+            })
+            .collect();
+        let zero = k.mov_b32(0u32);
+        packed.resize((panels(spec.head_dim, spec.dtype) * columns(spec.dtype) / 8) as usize, [zero; 2]);
+
+        k.section("through shared memory to whole rows");
+        let start = k.shared_addr(tile);
+        let row = k.and_b32(lane, 15u32);
+        let row = k.mad_lo_u32(warp, 16u32, row);
+        let line = k.mad_lo_u32(row, PITCH, start);
+        let xor = k.and_b32(row, 7u32);
+        let right = k.shr_u32(lane, 4u32);
+        let swizzled = k.xor_b32(right, xor);
+        let start_of_lane = k.mad_lo_u32(swizzled, 16u32, line);
+        for (pair, chunks) in packed.chunks(2).enumerate() {
+            let (panel, chunk) = (2 * pair as u32 / 8, 2 * pair as u32 % 8);
+            let at = if chunk == 0 { start_of_lane } else { k.xor_b32(start_of_lane, 16 * chunk) };
+            if let [[a, b], [c, d]] = chunks {
+                k.stmatrix(at.at((panel * QUERIES * PITCH) as i32), [*a, *b, *c, *d]);
+            }
+        }
+        k.fence_proxy_async(ProxySpace::Shared);
+        k.bar_sync_all();
+        let first = k.setp_eq_u32(tid, 0u32);
+        k.if_(first, |k| {
+            let map = k.tensor_map(FinishParams::dq_map);
+            for panel in 0..panels(spec.head_dim, spec.dtype) {
+                let column = Coordinate::from(panel * columns(spec.dtype));
+                let at = [column, first_row.into(), head.into(), batch.into()];
+                k.tensor_store(map, &at, start.at((panel * QUERIES * PITCH) as i32), BulkHint::new());
+            }
+            k.bulk_commit();
+            k.bulk_wait_read(0);
+        });
+    }
+}
+
+impl Family for Schedule {
+    const PROGRAMMATIC: bool = true;
+
+    fn check(self, spec: &Spec, _: Target) -> Result<(), ScheduleError> {
+        self.before().check_shape(spec)
+    }
+
+    fn geometry(self, spec: &Spec) -> Geometry {
+        Geometry {
+            rows: QUERIES,
+            threads: THREADS,
+            shared_bytes: self.shared(spec).0.bytes(),
+            blocks: Blocks::Row { cluster: 1, resident: None, parts: 1 },
+        }
+    }
+
+    fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
+        let (layout, tile) = self.shared(spec);
+        let mut k = KernelBuilder::new("flashcore_sm90_bwd_finish", target)
+            .params::<FinishParams>()
+            .shared(layout)
+            .threads(THREADS);
+        self.body(&mut k, spec, tile);
+        k
+    }
+
+    fn bind<E>(
+        self,
+        spec: &Spec,
+        args: &Args,
+        encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+        packed: &mut Packed,
+    ) -> Result<(), E> {
+        let of = |operand| args.tensor(operand);
+        let [_, heads, len_q] = args.queries();
+        let rows = of(Operand::RowLse);
+        packed.push(&FinishParams {
+            dq_map: encode(&describe(spec.dtype, args, of(Operand::Dq), QUERIES))?,
+            row_lse: rows.pointer(),
+            dq_tiles: of(Operand::DqTiles).pointer(),
+            row_batch: rows.strides[0],
+            row_head: rows.strides[1],
+            blocks: len_q.div_ceil(QUERIES),
+            q_tiles: self.before().query_tiles(len_q),
+            heads,
+            scale: args.scale,
+        });
+        Ok(())
+    }
+}

@@ -1,0 +1,88 @@
+"""Attention on torch tensors of 8-bit floats, ``torch.float8_e4m3fn``, with descales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _arguments, _native
+from ._errors import ContractError, UnsupportedError
+from ._options import number
+
+#: What q, k and v are made of.
+DTYPE: torch.dtype = torch.float8_e4m3fn
+
+Descale = float | Tensor | None
+
+
+def _descale(name: str, given: Descale, q: Tensor, batch: int, heads: int) -> Tensor | None:
+    """A descale as the engine takes it: float32, (batch, kv heads), where q lies. A number is for all heads."""
+    if given is None:
+        return None
+    if not isinstance(given, Tensor):
+        number(name, given)
+        given = torch.tensor(given, dtype=torch.float32, device=q.device)
+    if given.dtype != torch.float32:
+        kind = str(given.dtype).removeprefix("torch.")
+        raise ContractError(f"{name} is {kind}, possible is float32. Convert {name}")
+    if given.device != q.device:
+        raise ContractError(f"{name} lies on {given.device}, but q on {q.device}. Copy {name} there")
+    if given.numel() == 1:
+        return given.reshape(1, 1).expand(batch, heads)
+    if tuple(given.shape) != (batch, heads):
+        shape = tuple(given.shape)
+        raise ContractError(f"{name} has shape {shape}, possible is (batch, kv heads), {(batch, heads)}, or one number")
+    return given
+
+
+@torch.compiler.disable
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    key_lengths: Sequence[int] | Tensor | None,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    return_lse: bool,
+    out: Tensor | None,
+    descales: tuple[Descale, Descale, Descale],
+) -> Any:
+    """The output, bfloat16 unless ``out`` is float16, or with ``return_lse`` (output, lse). Stored numbers are
+    multiplied by their descales; one that is None is 1."""
+    from ._torch import check, native_lengths
+
+    check(q, k, v, layout)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != DTYPE:
+            kind = str(x.dtype).removeprefix("torch.")
+            raise ContractError(f"{name} is {kind}, but q is float8_e4m3fn: they share one dtype. Convert one")
+    _arguments.together((DTYPE,), q=q, k=k, v=v)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise UnsupportedError("a gradient of float8 is asked for, possible are gradients of wider types")
+    length, heads = (2, 1) if layout == "bhsd" else (1, 2)
+    batch, heads_kv = k.size(0), k.size(heads)
+    numbers = tuple(
+        _descale(name, given, q, batch, heads_kv)
+        for name, given in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
+    )
+    lengths = None
+    if key_lengths is not None:
+        lengths = native_lengths(_arguments.lengths("key_lengths", key_lengths, batch), k.size(length))
+    if out is None:
+        first, second, third, last = q.size(0), q.size(1), q.size(2), v.size(3)
+        if q.stride(1) < q.stride(2):
+            out = q.new_empty((first, third, second, last), dtype=torch.bfloat16).transpose(1, 2)
+        else:
+            out = q.new_empty((first, second, third, last), dtype=torch.bfloat16)
+    lse = q.new_empty((batch, q.size(heads), q.size(length)), dtype=torch.float32) if return_lse else None
+    # The bytes: not every version of torch hands out tensors of this type.
+    q, k, v = (x.detach().view(torch.uint8) for x in (q, k, v))
+    _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout, numbers)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,91 @@
+"""Tensors of float8_e4m3fn with descales, against attention in float64 of what they stand for."""
+
+from __future__ import annotations
+
+import flashcore_attn
+import pytest
+import torch
+from flashcore_attn import ContractError, flash_attn_func
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def stored(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(FLOAT8)
+
+
+def truth(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descales: list[torch.Tensor], causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = q.size(1) // k.size(1)
+    of_q, of_k, of_v = (x.double()[:, :, None, None] for x in descales)
+    q = q.double() * of_q.repeat_interleave(group, 1)
+    k, v = ((x.double() * by).repeat_interleave(group, 1) for x, by in ((k, of_k), (v, of_v)))
+    scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.size(2) - q.size(2))
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_stored_numbers_are_multiplied_by_their_descales(causal: bool, layout: str) -> None:
+    q, k, v = stored(2, 4, 30, 32, seed=1), stored(2, 2, 50, 32, seed=2), stored(2, 2, 50, 32, seed=3)
+    descales = [torch.tensor([[3.0, 1 / 7], [0.5, 1.75]]).roll(turn, 1) for turn in range(3)]
+    expected, lse_expected = truth(q, k, v, descales, causal)
+    given = (
+        (q, k, v)
+        if layout == "bhsd"
+        else tuple(x.view(torch.uint8).transpose(1, 2).contiguous().view(FLOAT8) for x in (q, k, v))
+    )
+    names = ("q_descale", "k_descale", "v_descale")
+    o, lse = flashcore_attn.attention(
+        *given, causal=causal, layout=layout, return_lse=True, **dict(zip(names, descales, strict=True))
+    )
+    assert o.dtype == torch.bfloat16
+    o = o if layout == "bhsd" else o.transpose(1, 2)
+    assert (o.double() - expected).abs().max() < 0.004 * expected.abs().max()
+    assert (lse.double() - lse_expected).abs().max() < 1e-4
+
+
+def test_a_descale_may_be_a_number_or_absent() -> None:
+    q = stored(1, 2, 8, 16, seed=4)
+    plain = flashcore_attn.attention(q, q, q)
+    assert torch.equal(flashcore_attn.attention(q, q, q, q_descale=1.0, k_descale=torch.ones(())), plain)
+    expanded = torch.tensor(2.0).expand(1, 2)
+    assert torch.equal(flashcore_attn.attention(q, q, q, v_descale=expanded), 2 * plain)
+    half = torch.empty(1, 2, 8, 16, dtype=torch.float16)
+    assert flashcore_attn.attention(q, q, q, out=half) is half
+    assert torch.allclose(half.float(), plain.float(), atol=0.01)
+
+
+def test_flash_attn_takes_float8_as_flash_attn_3_does() -> None:
+    q = stored(1, 8, 2, 16, seed=5)
+    twos = torch.full((1, 2), 2.0)
+    o = flash_attn_func(q, q, q, causal=True, v_descale=twos)
+    expected = flashcore_attn.attention(q, q, q, causal=True, layout="bshd", v_descale=twos)
+    assert torch.equal(o, expected)
+
+
+def test_it_can_be_used_and_explained() -> None:
+    q = stored(1, 2, 8, 16, seed=7)
+    assert flashcore_attn.can_use(q, q, q)[0]
+    assert "f8" in flashcore_attn.explain(q, q, q, target="sm_90a")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    q = stored(1, 2, 8, 16, seed=6)
+    wide = torch.zeros(1, 2, 8, 16)
+    for problem, kind, options in [
+        ((q, wide, wide), ContractError, {}),
+        ((wide, wide, wide), ContractError, {"q_descale": 2.0}),
+        ((q, q, q), ContractError, {"k_descale": torch.ones(1, 3)}),
+        ((q, q, q), ContractError, {"k_descale": torch.ones(1, 2, dtype=torch.float64)}),
+        ((q, q, q), ContractError, {"v_descale": 0.0}),
+        ((q, q, q), ContractError, {"out": torch.empty(1, 2, 8, 16)}),
+        ((q, q, q), TypeError, {"v_descale": "2"}),
+    ]:
+        with pytest.raises(kind):
+            flashcore_attn.attention(*problem, **options)
