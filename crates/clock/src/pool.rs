@@ -6,13 +6,15 @@
 
 use std::path::{Path, PathBuf};
 
-use flashcore::{DType, F8E4M3, Mask, Problem, TensorBuf};
+use flashcore::{Backward, DType, F8E4M3, Mask, Name, Pass, Problem, TensorBuf, oracle};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use serde::Serialize;
 
 use flashcore_judge::rng::Rng;
 use flashcore_judge::rule::{Row, Yardstick};
+
+use crate::protocol::GRADIENT_FROM;
 
 /// Elements of a pool: the largest prime below 2^25.
 pub const LEN: usize = 33_554_393;
@@ -113,7 +115,22 @@ impl Pool {
             let q = tensor(0, (batch * heads_q + head) * len_q + query, 1, head_dim);
             let k = tensor(1, first, keys.len(), head_dim);
             let v = tensor(2, first, keys.len(), head_dim_v);
-            Yardstick::new(&single, &q.view(), &k.view(), &v.view(), None).at(*row)
+            if problem.pass == Pass::Forward {
+                return Yardstick::new(&single, &q.view(), &k.view(), &v.view(), None).at(*row);
+            }
+            // A query's gradient depends on no other query.
+            let start = GRADIENT_FROM + ((batch * heads_q + head) * len_q + query) * head_dim_v;
+            let row_of = |values: &[f32], dtype| {
+                TensorBuf::from_f32(values, [1, 1, 1, values.len()], dtype).expect("one row")
+            };
+            let d_o = row_of(&self.values(0, start, head_dim_v), dtype);
+            let forward = single.with_pass(Pass::Forward).with_lse();
+            let truth = oracle::attention(&forward, &q.view(), &k.view(), &v.view(), None);
+            let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<f32>>();
+            let (o, lse) = (row_of(&narrow(&truth.o), dtype), row_of(&narrow(&truth.lse), DType::F32));
+            let [q, k, v] = [q.view(), k.view(), v.view()];
+            let given = Backward::new([&q, &k, &v], &o.view(), &lse.view(), &d_o.view());
+            Yardstick::backward(&single, &given, None).only(Name::Dq).at(*row)
         };
         let parts: Vec<Yardstick> = rows.par_iter().map(one).collect();
         Yardstick::join(parts)
@@ -123,7 +140,6 @@ impl Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flashcore::{Name, oracle};
 
     #[test]
     fn the_length_of_a_pool_is_a_prime() {
@@ -161,5 +177,17 @@ mod tests {
         assert_eq!(rows.len(), 72);
         let yardstick = pool.yardstick(&problem, &rows).unwrap();
         assert_eq!(yardstick.of(Name::O).truth(), truth.o);
+        // The same for the gradient of q.
+        let problem = problem.backward();
+        let d_o = TensorBuf::from_f32(&pool.values(0, GRADIENT_FROM, 576), [2, 4, 9, 8], DType::F16).unwrap();
+        let lse: Vec<f32> = truth.lse.iter().map(|&x| x as f32).collect();
+        let lse = TensorBuf::from_f32(&lse, [2, 4, 9, 1], DType::F32).unwrap();
+        let (q, k, v, d_o) = (q.view(), k.view(), v.view(), d_o.view());
+        // o is not read: the oracle computes it again.
+        let given = Backward::new([&q, &k, &v], &d_o, &lse.view(), &d_o);
+        let whole = oracle::gradients(&problem, &given, None).dq;
+        let yardstick = pool.yardstick(&problem, &rows).unwrap();
+        let apart = yardstick.of(Name::Dq).truth().iter().zip(&whole).map(|(a, b)| (a - b).abs());
+        assert!(yardstick.of(Name::Dq).truth().len() == whole.len() && apart.fold(0.0, f64::max) < 1e-12);
     }
 }

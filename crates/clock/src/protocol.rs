@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use flashcore::{Mask, Problem};
+use flashcore::{Mask, Name, Pass, Problem};
 use serde::{Deserialize, Serialize};
 
 /// One request.
@@ -30,7 +30,7 @@ pub enum Request {
         /// Whose attention.
         who: String,
     },
-    /// Compute into poisoned memory, and write the elements of some rows to a file.
+    /// Compute into poisoned memory, and write the elements of some rows to a file: of o, or of the gradient of q.
     Output {
         /// Whose attention.
         who: String,
@@ -87,6 +87,9 @@ fn once() -> u32 {
     1
 }
 
+/// Where the gradient of o begins in q's pool: far from what q itself has there.
+pub const GRADIENT_FROM: usize = 7_654_321;
+
 /// A problem as it goes over the wire: as its text, and in fields for those who read no such text.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Asked {
@@ -104,6 +107,9 @@ pub struct Asked {
     pub causal: bool,
     /// What scores are multiplied by.
     pub scale: f32,
+    /// Backward: element `i` of the gradient of o is element `i` plus this of q's pool. Absent forward.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gradient_from: Option<usize>,
 }
 
 impl Asked {
@@ -119,6 +125,15 @@ impl Asked {
             // One query sees every key, which torch's is_causal would not say.
             causal: problem.mask == Mask::Causal && len_q > 1,
             scale: problem.scale,
+            gradient_from: (problem.pass == Pass::Backward).then_some(GRADIENT_FROM),
+        }
+    }
+
+    /// The output whose rows are judged, and the elements of one.
+    pub fn judged(&self) -> (Name, usize) {
+        match self.gradient_from {
+            None => (Name::O, self.v[3]),
+            Some(_) => (Name::Dq, self.q[3]),
         }
     }
 
@@ -142,6 +157,7 @@ mod tests {
             plain,
             plain.with_mask(Mask::CausalTopLeft).with_softcap(30.0).with_key_lengths(),
             plain.with_mask(window).with_scale(0.1).with_head_dim_v(32).with_lse(),
+            plain.backward(),
         ] {
             let request = Request::Load { problem: Asked::of(&problem), sets: 3 };
             let line = serde_json::to_string(&request).unwrap();

@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use flashcore::cuda::driver::{DeviceBuffer, Event, EventKind, GraphExec};
-use flashcore::cuda::{Cuda, CudaTensor, Recording};
-use flashcore::{Attention, DType, Device, Layout, Problem, Storage, TensorBuf};
+use flashcore::cuda::{Cuda, CudaTensor, Recorder, Recording};
+use flashcore::{Attention, Backward, DType, Device, Layout, Pass, Problem, Storage, TensorBuf};
 use serde_json::{Value, json};
 
 use crate::ceilings;
 use crate::cublas::{Addresses, CUBLAS, Unfused};
 use crate::pool::NAMES;
-use crate::protocol::Request;
+use crate::protocol::{Asked, GRADIENT_FROM, Request};
 use flashcore_judge::stats;
 
 /// Calls that are queued before the host waits for the GPU, when its own time is measured.
@@ -154,20 +154,57 @@ fn load_pool(cuda: &Cuda, paths: &[PathBuf; 3]) -> Result<(PoolOnGpu, [u32; 3]),
 /// One set of tensors that a call works on.
 struct Set {
     inputs: [CudaTensor; 3],
-    o: CudaTensor,
-    /// Where they are.
+    /// Backward: o, lse and the gradient of o.
+    further: Option<[CudaTensor; 3]>,
+    out: Out,
+    /// Where q, k, v and the first output are.
     addresses: Addresses,
+}
+
+/// What a call writes: o, or the gradients of q, k and v.
+struct Out(Vec<CudaTensor>);
+
+impl Out {
+    fn new(cuda: &Cuda, problem: &Problem) -> Result<Self, String> {
+        let signature = problem.signature();
+        let outputs = signature.outputs().map(|of| cuda.empty(of.dtype, Layout::bhsd(of.shape)).map_err(say));
+        outputs.collect::<Result<_, _>>().map(Self)
+    }
 }
 
 impl Set {
     /// Queues one call.
-    fn call(&self, attention: &Attention<'_>, device: &Device, o: &mut CudaTensor) -> Result<(), String> {
+    fn call(&self, attention: &Attention<'_>, device: &Device, out: &mut Out) -> Result<(), String> {
         let [q, k, v] = &self.inputs;
         let mut run = || {
             let (q, k, v) = (q.view()?, k.view()?, v.view()?);
-            attention.run_into(device, &q, &k, &v, &mut o.view_mut()?, None)
+            match (&self.further, &mut out.0[..]) {
+                (Some([o, lse, d_o]), [dq, dk, dv]) => {
+                    let (o, lse, d_o) = (o.view()?, lse.view()?, d_o.view()?);
+                    let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
+                    let (mut dq, mut dk, mut dv) = (dq.view_mut()?, dk.view_mut()?, dv.view_mut()?);
+                    attention.backward_into(device, &given, &mut dq, &mut dk, &mut dv)
+                }
+                (_, out) => attention.run_into(device, &q, &k, &v, &mut out[0].view_mut()?, None),
+            }
         };
         run().map_err(say)
+    }
+
+    /// Records one call.
+    fn record<'a>(
+        &'a self,
+        recorder: &mut Recorder<'a>,
+        attention: &Attention<'a>,
+        out: &'a Out,
+    ) -> flashcore::Result<()> {
+        let [q, k, v] = &self.inputs;
+        match (&self.further, &out.0[..]) {
+            (Some([o, lse, d_o]), [dq, dk, dv]) => {
+                recorder.backward(attention, [q, k, v, o, lse, d_o], [dq, dk, dv])
+            }
+            (_, out) => recorder.run(attention, [q, k, v], &out[0], None),
+        }
     }
 }
 
@@ -178,9 +215,9 @@ struct Ready {
     attention: Attention<'static>,
     sets: Vec<Set>,
     /// What direct calls write to when their result is wanted.
-    direct: CudaTensor,
+    direct: Out,
     /// The same for replays.
-    replayed: CudaTensor,
+    replayed: Out,
     /// The peer that does not fuse, once it is asked for.
     unfused: Option<Unfused>,
 }
@@ -193,23 +230,36 @@ impl Ready {
             [batch, heads_kv, len_k, head_dim],
             [batch, heads_kv, len_k, head_dim_v],
         ];
-        let output =
-            || cuda.empty(problem.out(), Layout::bhsd([batch, heads_q, len_q, head_dim_v])).map_err(say);
+        let attention = Attention::new().mask(problem.mask).scale(problem.scale);
+        let device = Device::cuda_with(cuda.clone());
         let set = |_| {
             let mut inputs = Vec::new();
             for (shape, pool) in shapes.into_iter().zip(pool) {
-                inputs.push(cut(&cuda, pool, dtype, shape)?);
+                inputs.push(cut(&cuda, pool, 0, dtype, shape)?);
             }
             let mut inputs: [CudaTensor; 3] = inputs.try_into().map_err(|_| "three inputs".to_string())?;
-            let mut o = output()?;
+            let further = (problem.pass == Pass::Backward).then(|| {
+                let shape = [batch, heads_q, len_q, head_dim_v];
+                let d_o = cut(&cuda, &pool[0], GRADIENT_FROM, dtype, shape)?;
+                let empty = |dtype, shape| cuda.empty(dtype, Layout::bhsd(shape)).map_err(say);
+                let (mut o, mut lse) = (empty(dtype, shape)?, empty(DType::F32, [batch, heads_q, len_q, 1])?);
+                let [q, k, v] = &inputs;
+                let mut run = || {
+                    let (q, k, v) = (q.view()?, k.view()?, v.view()?);
+                    attention.run_into(&device, &q, &k, &v, &mut o.view_mut()?, Some(&mut lse.view_mut()?))
+                };
+                run().map_err(say)?;
+                Ok::<_, String>([o, lse, d_o])
+            });
+            let further = further.transpose()?;
+            let mut out = Out::new(&cuda, problem)?;
             let [q, k, v] = inputs.each_mut().map(|tensor| tensor.buffer_mut().address());
-            let addresses = [q, k, v, o.buffer_mut().address()];
-            Ok(Set { inputs, o, addresses })
+            let addresses = [q, k, v, out.0[0].buffer_mut().address()];
+            Ok(Set { inputs, further, out, addresses })
         };
         let sets = (0..sets.max(1)).map(set).collect::<Result<Vec<Set>, String>>()?;
-        let (direct, replayed) = (output()?, output()?);
+        let (direct, replayed) = (Out::new(&cuda, problem)?, Out::new(&cuda, problem)?);
         cuda.synchronize().map_err(say)?;
-        let attention = Attention::new().mask(problem.mask).scale(problem.scale);
         Ok(Self { cuda, problem: *problem, attention, sets, direct, replayed, unfused: None })
     }
 
@@ -279,7 +329,7 @@ impl Ready {
     #[allow(unsafe_code)] // Tensors are passed as addresses.
     fn call_unfused(&mut self, set: &Set) -> Result<(), String> {
         let [q, k, v, _] = set.addresses;
-        let o = self.direct.buffer_mut().address();
+        let o = self.direct.0[0].buffer_mut().address();
         // SAFETY: the tensors are the problem's, contiguous, and outlive every synchronisation of this worker.
         unsafe { self.unfused()?.queue([q, k, v, o]) }
     }
@@ -313,12 +363,12 @@ impl Ready {
             let cuda = self.cuda.clone();
             poison(&cuda, &mut self.direct)?;
             self.call_unfused(&sets[0])?;
-            return download(&cuda, &self.direct, &self.problem);
+            return download(&cuda, &self.direct);
         }
         let cuda = self.variant(who)?;
         poison(&cuda, &mut self.direct)?;
         sets[0].call(&self.attention, &Device::cuda_with(cuda.clone()), &mut self.direct)?;
-        download(&cuda, &self.direct, &self.problem)
+        download(&cuda, &self.direct)
     }
 
     fn output(&mut self, who: &str, sets: &[Set], rows: &[usize], path: &Path) -> Result<Value, String> {
@@ -327,7 +377,7 @@ impl Ready {
         if unwritten > 0 {
             return Err(format!("{unwritten} of {} elements were never written", bits.len()));
         }
-        let width = self.problem.head_dim_v;
+        let (_, width) = Asked::of(&self.problem).judged();
         let chosen = rows.iter().flat_map(|row| bits.get(row * width..(row + 1) * width).unwrap_or_default());
         let bytes: Vec<u8> = chosen.flat_map(|bits| bits.to_le_bytes()).collect();
         std::fs::write(path, &bytes).map_err(|error| format!("cannot write {}: {error}", path.display()))?;
@@ -338,10 +388,9 @@ impl Ready {
         let direct = self.direct_bits(who, sets)?;
         let cuda = self.variant(who)?;
         poison(&cuda, &mut self.replayed)?;
-        let [q, k, v] = &sets[0].inputs;
-        let recording = cuda.record(|calls| calls.run(&self.attention, [q, k, v], &self.replayed, None));
+        let recording = cuda.record(|calls| sets[0].record(calls, &self.attention, &self.replayed));
         recording.and_then(|recording| recording.replay()).map_err(say)?;
-        let replayed = download(&cuda, &self.replayed, &self.problem)?;
+        let replayed = download(&cuda, &self.replayed)?;
         Ok(json!({ "same": direct == replayed }))
     }
 
@@ -357,8 +406,8 @@ impl Ready {
         if !recordings.contains_key(who) {
             let recording = cuda.record(|recorder| {
                 (0..calls).try_for_each(|call| {
-                    let Set { inputs: [q, k, v], o, .. } = &sets[call % sets.len()];
-                    recorder.run(&self.attention, [q, k, v], o, None)
+                    let set = &sets[call % sets.len()];
+                    set.record(recorder, &self.attention, &set.out)
                 })
             });
             recordings.insert(who.clone(), recording.map_err(say)?);
@@ -465,32 +514,43 @@ fn call_clock(
 /// Every bit set: a NaN that no arithmetic gives.
 const POISON: u16 = 0xffff;
 
-fn poison(cuda: &Cuda, tensor: &mut CudaTensor) -> Result<(), String> {
-    cuda.fill(tensor, POISON as u8).map_err(say)
+fn poison(cuda: &Cuda, out: &mut Out) -> Result<(), String> {
+    out.0.iter_mut().try_for_each(|tensor| cuda.fill(tensor, POISON as u8)).map_err(say)
 }
 
-/// The bits of an output, in the order (batch, heads, length, head_dim).
-fn download(cuda: &Cuda, o: &CudaTensor, problem: &Problem) -> Result<Vec<u16>, String> {
-    let Problem { batch, heads_q, len_q, head_dim_v, .. } = *problem;
-    let layout = Layout::bhsd([batch, heads_q, len_q, head_dim_v]);
-    let mut host = TensorBuf::zeros(problem.out(), layout).map_err(say)?;
-    cuda.download(o, &mut host.view_mut()).map_err(say)?;
-    match host.storage() {
-        Storage::F16(values) => Ok(values.iter().map(|value| value.to_bits()).collect()),
-        Storage::BF16(values) => Ok(values.iter().map(|value| value.to_bits()).collect()),
-        Storage::F32(_) | Storage::F8E4M3(_) => Err("on a GPU outputs of f16 and bf16 are timed".into()),
+/// The bits of all outputs, each in the order (batch, heads, length, head_dim), one behind the other.
+fn download(cuda: &Cuda, out: &Out) -> Result<Vec<u16>, String> {
+    let mut bits = Vec::new();
+    for tensor in &out.0 {
+        let view = tensor.view().map_err(say)?;
+        let mut host = TensorBuf::zeros(view.dtype(), Layout::bhsd(view.shape())).map_err(say)?;
+        cuda.download(tensor, &mut host.view_mut()).map_err(say)?;
+        match host.storage() {
+            Storage::F16(values) => bits.extend(values.iter().map(|value| value.to_bits())),
+            Storage::BF16(values) => bits.extend(values.iter().map(|value| value.to_bits())),
+            Storage::F32(_) | Storage::F8E4M3(_) => {
+                return Err("on a GPU outputs of f16 and bf16 are timed".into());
+            }
+        }
     }
+    Ok(bits)
 }
 
-/// A tensor taken from a pool, going through it as often as it takes.
-fn cut(cuda: &Cuda, pool: &DeviceBuffer, dtype: DType, shape: [usize; 4]) -> Result<CudaTensor, String> {
+/// A tensor taken from a pool, from an element on, going through it as often as it takes.
+fn cut(
+    cuda: &Cuda,
+    pool: &DeviceBuffer,
+    from: usize,
+    dtype: DType,
+    shape: [usize; 4],
+) -> Result<CudaTensor, String> {
     let mut tensor = cuda.empty(dtype, Layout::bhsd(shape)).map_err(say)?;
     let total = shape.iter().product::<usize>() * dtype.size();
-    let mut filled = 0;
+    let (mut filled, mut start) = (0, from * dtype.size() % pool.len().max(1));
     while filled < total {
-        let part = pool.len().min(total - filled);
-        cuda.stream().copy(tensor.buffer_mut(), filled, pool, 0, part).map_err(say)?;
-        filled += part;
+        let part = (pool.len() - start).min(total - filled);
+        cuda.stream().copy(tensor.buffer_mut(), filled, pool, start, part).map_err(say)?;
+        (filled, start) = (filled + part, 0);
     }
     Ok(tensor)
 }

@@ -5,6 +5,7 @@
 //! - [`check`] runs a case through an engine and judges the result, and [`explain`] says what is wrong with it.
 //! - [`gradients`] has a backward pass of another make, [`eight`] a forward pass of 8-bit floats, and the slips that the check
 //!   must find.
+//! - [`shapes`] have names, or are spelled out.
 //! - A [`crew`] of threads takes up many cases at once, and a [`tally`] counts them.
 
 pub mod cases;
@@ -15,4 +16,5 @@ pub mod eight;
 pub mod engine;
 pub mod explain;
 pub mod gradients;
+pub mod shapes;
 pub mod tally;

@@ -493,6 +493,12 @@ impl Yardstick {
         self
     }
 
+    /// For one of the outputs alone.
+    pub fn only(mut self, output: Name) -> Self {
+        self.measures.retain(|measure| measure.output == output);
+        self
+    }
+
     /// Several yardsticks as one. Panics unless they have the same outputs, with rows of one width.
     pub fn join(parts: impl IntoIterator<Item = Yardstick>) -> Option<Self> {
         parts.into_iter().reduce(|mut all, part| {

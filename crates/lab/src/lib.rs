@@ -24,7 +24,7 @@
 //! Use it through the command; as a library it serves the project's own tests.
 
 pub use flashcore_clock::{energy, physics, timeline, timing};
-pub use flashcore_corpus::{cases, check, crew, device, eight, engine, explain, gradients, tally};
+pub use flashcore_corpus::{cases, check, crew, device, eight, engine, explain, gradients, shapes, tally};
 pub use flashcore_host::{files, interrupt, memory, process};
 pub use flashcore_judge::{
     conditioning, cover, diagnose, guarded, honest, inputs, operands, rng, rule, stats,
@@ -43,5 +43,4 @@ pub mod occupancy;
 pub mod peers;
 pub mod rbk;
 pub mod search;
-pub mod shapes;
 pub mod subject;

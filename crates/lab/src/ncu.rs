@@ -124,8 +124,8 @@ impl Ncu {
         Ok(METRICS.iter().map(|metric| choose(metric.names, &said)).collect())
     }
 
-    /// Profiles one launch of ours that a command makes.
-    pub fn profile(&self, capability: &str, command: &[String]) -> Result<Vec<Figure>, String> {
+    /// Profiles one launch of a kernel that a command makes.
+    pub fn profile(&self, capability: &str, kernel: &str, command: &[String]) -> Result<Vec<Figure>, String> {
         let metrics = self.available(capability)?;
         let asked: Vec<&str> = metrics.iter().flatten().copied().collect();
         let asked = asked.join(",");
@@ -138,7 +138,7 @@ impl Ncu {
             "--page",
             "raw",
             "--kernel-name",
-            "regex:flashcore_",
+            kernel,
             "--launch-skip",
             "2",
             "--launch-count",

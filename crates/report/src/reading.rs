@@ -70,7 +70,8 @@ impl<'a> Cell<'a> {
 
     /// As `1x8x512x64 f16 causal`.
     pub fn label(&self) -> String {
-        format!("{} {} {}", self.shape, self.dtype, self.mask)
+        let pass = self.field.get("pass").text().map_or_else(String::new, |pass| format!(" {pass}"));
+        format!("{} {} {}{pass}", self.shape, self.dtype, self.mask)
     }
 
     /// Its length as text, with the number that it begins with.

@@ -19,7 +19,7 @@ use std::{marker::PhantomData, sync::Arc};
 use flashcore_driver::{CaptureMode, DeviceBuffer, DriverError, GraphExec};
 
 use super::{Cuda, CudaTensor, Ready};
-use crate::{Attention, Device, Error, Result};
+use crate::{Attention, Backward, Device, Error, Problem, Result};
 
 /// Takes calls into a recording.
 pub struct Recorder<'a> {
@@ -96,9 +96,32 @@ impl<'a> Recorder<'a> {
         let mut problem = attention.problem(&q, &k, &v)?;
         problem.lse = lse.is_some();
         let mut lse = lse.map(CudaTensor::target).transpose()?;
+        let device = self.device(&problem)?;
+        attention.run_into(&device, &q, &k, &v, &mut o.target()?, lse.as_mut())?;
+        self.calls += 1;
+        Ok(())
+    }
+
+    /// Records one backward pass, given q, k, v, o, lse and the gradient of o, into the gradients of q, k and v.
+    pub fn backward(
+        &mut self,
+        attention: &Attention<'a>,
+        given: [&'a CudaTensor; 6],
+        [dq, dk, dv]: [&'a CudaTensor; 3],
+    ) -> Result<()> {
+        let [q, k, v, o, lse, d_o] = given.map(CudaTensor::view);
+        let given = Backward::new([&q?, &k?, &v?], &o?, &lse?, &d_o?);
+        let device = self.device(&attention.backward_problem(&given)?)?;
+        attention.backward_into(&device, &given, &mut dq.target()?, &mut dk.target()?, &mut dv.target()?)?;
+        self.calls += 1;
+        Ok(())
+    }
+
+    /// The device for a call, with code and a workspace that live as long as the recording.
+    fn device(&mut self, problem: &Problem) -> Result<Device> {
         let mut cuda = self.cuda.clone();
-        if problem.batch * problem.heads_q * problem.len_q > 0 {
-            let ready = cuda.ready(&problem)?;
+        if problem.signature().outputs().any(|output| !output.shape.contains(&0)) {
+            let ready = cuda.ready(problem)?;
             let needed = ready.plan.workspace_bytes();
             self.kernels.push(ready);
             if needed > 0 && cuda.workspace.is_none() {
@@ -107,10 +130,7 @@ impl<'a> Recorder<'a> {
                 cuda = unsafe { cuda.with_workspace(address, bytes) };
             }
         }
-        let device = Device::cuda_with(cuda);
-        attention.run_into(&device, &q, &k, &v, &mut o.target()?, lse.as_mut())?;
-        self.calls += 1;
-        Ok(())
+        Ok(Device::cuda_with(cuda))
     }
 
     /// Memory of at least so many bytes that lives as long as the recording.

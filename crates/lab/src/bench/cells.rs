@@ -1,7 +1,7 @@
 //! What is timed: shapes by name, and the matrices whose results are kept.
 
 use clap::ValueEnum;
-use flashcore::{DType, Mask, Problem};
+use flashcore::{DType, Mask, Pass, Problem};
 
 use crate::shapes::{self, Shape};
 
@@ -16,17 +16,20 @@ pub struct Cell {
     pub mask: Mask,
     /// Its dtype.
     pub dtype: DType,
+    /// Attention, or its gradients.
+    pub pass: Pass,
 }
 
 impl Cell {
     /// The problem to compute.
     pub fn problem(&self) -> Problem {
-        self.shape.problem(self.mask, self.dtype)
+        self.shape.problem(self.mask, self.dtype).with_pass(self.pass)
     }
 
-    /// As `1x8x512x64 f16 causal`.
+    /// As `1x8x512x64 f16 causal`, with `backward` behind it for gradients.
     pub fn label(&self) -> String {
-        format!("{} {} {}", self.shape, self.dtype, self.mask)
+        let pass = if self.pass == Pass::Forward { "" } else { " backward" };
+        format!("{} {} {}{pass}", self.shape, self.dtype, self.mask)
     }
 
     /// Whether memory rather than arithmetic sets its limit: one query reads every key and value once.
@@ -58,6 +61,8 @@ pub enum Matrix {
     Cpu,
     /// 16k tokens, heads·head_dim 2048, head_dim 64, 128 and 256, lengths 512 to 16k, causal and not (36 cells)
     Anchors,
+    /// Gradients in bf16, for the shapes of the anchors (36 cells)
+    Training,
     /// The small shapes in which launches and idle SMs count, causal and not (18 cells)
     Small,
     /// One query against a cache: batch 1 to 64, 4k to 32k keys (5 cells)
@@ -98,8 +103,12 @@ impl Matrix {
             head_dim,
         };
         let mut members = Vec::new();
+        let (dtype_of_anchors, pass) = match self {
+            Matrix::Training => (DType::BF16, Pass::Backward),
+            _ => (DType::F16, Pass::Forward),
+        };
         let mut add = |shape: Shape, mask: Mask, dtype: DType, group: String| {
-            members.push(Member { cell: Cell { name: "", shape, mask, dtype }, group });
+            members.push(Member { cell: Cell { name: "", shape, mask, dtype, pass }, group });
         };
         match self {
             Matrix::Cpu => {
@@ -112,14 +121,14 @@ impl Matrix {
                 }
                 let decode = shapes::parse("decode").expect("a shape by name");
                 let shapes::Named { name, shape, dtype, .. } = decode;
-                members.push(Member::of_all(Cell { name, shape, mask: Mask::None, dtype }));
+                members.push(Member::of_all(Cell { name, shape, mask: Mask::None, dtype, pass }));
             }
-            Matrix::Anchors => {
+            Matrix::Anchors | Matrix::Training => {
                 for head_dim in [64, 128, 256] {
                     for mask in masks {
                         for len in [512, 1024, 2048, 4096, 8192, 16384] {
                             let shape = square([TOKENS / len, WIDTH / head_dim, len, head_dim]);
-                            add(shape, mask, DType::F16, format!("head_dim {head_dim} {mask}"));
+                            add(shape, mask, dtype_of_anchors, format!("head_dim {head_dim} {mask}"));
                         }
                     }
                 }
@@ -160,9 +169,13 @@ mod tests {
 
     #[test]
     fn matrices_have_no_cell_twice_and_every_cell_can_be_posed() {
-        for (matrix, count) in
-            [(Matrix::Cpu, 25), (Matrix::Anchors, 36), (Matrix::Small, 18), (Matrix::Decode, 5)]
-        {
+        for (matrix, count) in [
+            (Matrix::Cpu, 25),
+            (Matrix::Anchors, 36),
+            (Matrix::Training, 36),
+            (Matrix::Small, 18),
+            (Matrix::Decode, 5),
+        ] {
             let members = matrix.cells();
             assert_eq!(members.len(), count, "{matrix:?}");
             for (i, member) in members.iter().enumerate() {

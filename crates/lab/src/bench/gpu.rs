@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use flashcore::cuda::driver::{GpuState, Nvml};
 use flashcore::plan::Kernel;
-use flashcore::{DType, Mask, Name, Problem};
+use flashcore::{DType, Mask, Pass, Problem};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -576,6 +576,9 @@ fn add_libraries(setup: &mut Setup, torch: &mut Host, facts: &mut Value) -> Opti
 
 /// Whether a peer computes a problem, or why not.
 fn supports(peer: &str, problem: &Problem) -> Result<(), String> {
+    if problem.pass == Pass::Backward && !PEERS.contains(&peer) && !BOTTOM_RIGHT.contains(&peer) {
+        return Err(format!("gradients of {peer} are not timed"));
+    }
     if problem.dtype.is_f8() && peer == FA3 {
         let mut wide = *problem;
         wide.dtype = DType::BF16;
@@ -651,11 +654,12 @@ impl OnGpu<'_> {
         self.ask(host, &request)?;
         let bytes = std::fs::read(&path).map_err(|error| format!("cannot read its output: {error}"))?;
         let o = widened(&bytes, self.problem.problem()?.out());
-        let expected = rows.len() * self.problem.v[3];
+        let (output, width) = self.problem.judged();
+        let expected = rows.len() * width;
         if o.len() != expected {
             return Err(format!("{} elements came back where {expected} were expected", o.len()));
         }
-        Ok(yardstick.judge(&[(Name::O, o)]))
+        Ok(yardstick.judge(&[(output, o)]))
     }
 }
 

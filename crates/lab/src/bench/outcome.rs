@@ -5,7 +5,7 @@
 
 use flashcore::cuda::driver::GpuState;
 use flashcore::plan::Kernel;
-use flashcore::{Mask, Problem};
+use flashcore::{Mask, Pass, Problem};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -543,6 +543,9 @@ pub struct Outcome {
     pub dtype: &'static str,
     /// The mask.
     pub mask: String,
+    /// The pass, where it is not the forward one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pass: Option<&'static str>,
     /// Floating-point operations of a call, causal counted half.
     pub flops: f64,
     /// Bytes that must move in a call.
@@ -608,6 +611,7 @@ impl Outcome {
             shape: cell.shape.to_string(),
             dtype: cell.dtype.name(),
             mask: cell.mask.to_string(),
+            pass: (cell.pass != Pass::Forward).then(|| cell.pass.name()),
             flops: problem.flops(),
             bytes: problem.min_bytes(),
             judged_rows,
@@ -812,7 +816,7 @@ mod tests {
 
     fn cell(shape: &str) -> Cell {
         let shapes::Named { name, shape, dtype, .. } = shapes::parse(shape).unwrap();
-        Cell { name, shape, mask: Mask::None, dtype }
+        Cell { name, shape, mask: Mask::None, dtype, pass: Pass::Forward }
     }
 
     fn result(name: &str, times: &[f64], limits: &Limits) -> Measured {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use flashcore::cuda::Cuda;
 use flashcore::plan::{Hardware, Kernel, Plan, Schedule, Target};
-use flashcore::{DType, Mask};
+use flashcore::{DType, Mask, Pass};
 use flashcore_ptx::ptxas::Ptxas;
 use serde::Serialize;
 
@@ -45,6 +45,9 @@ pub struct Options {
     /// A schedule as plan prints it
     #[arg(long, value_name = "TEXT")]
     schedule: Option<Schedule>,
+    /// forward or backward (gradients)
+    #[arg(long, default_value = "forward")]
+    pass: Pass,
     #[command(flatten)]
     timeline: timeline::Options,
     #[command(flatten)]
@@ -116,7 +119,7 @@ struct Report {
 
 pub fn profile(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
-    let cell = options.shape.cell;
+    let cell = Cell { pass: options.pass, ..options.shape.cell };
     if cell.dtype == DType::F32 {
         return Err("on a GPU f16, bf16 and f8 are timed".into());
     }
@@ -180,6 +183,8 @@ fn counters(cell: &Cell, plan: &Plan, cuda: Option<&Cuda>) -> Result<Vec<Figure>
         mask,
         "--dtype",
         cell.dtype.name(),
+        "--pass",
+        cell.pass.name(),
         "--device",
         "cuda",
         "--no-peers",
@@ -190,7 +195,8 @@ fn counters(cell: &Cell, plan: &Plan, cuda: Option<&Cuda>) -> Result<Vec<Figure>
     ]
     .map(String::from)
     .to_vec();
-    ncu.profile(&capability, &command)
+    let module = plan.main().module(plan.target).map_err(|error| error.to_string())?;
+    ncu.profile(&capability, &module.kernels[0].name, &command)
 }
 
 /// What ptxas makes of the kernel, and the mix of its machine code where nvdisasm stands beside ptxas.

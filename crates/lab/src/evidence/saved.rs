@@ -58,6 +58,9 @@ pub struct SavedCell {
     pub dtype: String,
     /// The mask.
     pub mask: String,
+    /// The pass, where it is not the forward one.
+    #[serde(default)]
+    pub pass: Option<String>,
     /// Ours first.
     pub results: Vec<SavedResult>,
     /// Why there is no result at all.
@@ -112,7 +115,8 @@ impl Saved {
 impl SavedCell {
     /// As `1x8x512x64 f16 causal`.
     pub fn label(&self) -> String {
-        format!("{} {} {}", self.shape, self.dtype, self.mask)
+        let pass = self.pass.as_ref().map_or_else(String::new, |pass| format!(" {pass}"));
+        format!("{} {} {}{pass}", self.shape, self.dtype, self.mask)
     }
 
     /// A contender by name.

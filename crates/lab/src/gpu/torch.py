@@ -78,6 +78,9 @@ class Server:
         self.problem = {}
         self.others = {}
         self.given = {}
+        self.kept = {}
+        # Gradients are computed in the stream of the call that they are of.
+        self.side = torch.cuda.Stream()
 
     def hello(self, request):
         torch = self.torch
@@ -107,6 +110,7 @@ class Server:
         self.graphs.clear()
         self.sets.clear()
         self.given.clear()
+        self.kept.clear()
         torch.cuda.empty_cache()
         pools = self.pools[problem["dtype"]]
 
@@ -129,7 +133,41 @@ class Server:
         """The context that must be active during a backend's calls."""
         return self.sdpa_kernel([self.backends[who]]) if who in self.backends else contextlib.nullcontext()
 
+    def differentiable(self, who, place):
+        """A call whose gradients can be asked for again and again: its output, its inputs, and the output's gradient."""
+        torch, problem = self.torch, self.problem
+        # These want (batch, length, heads, head_dim).
+        turned = who in ("fa3", "flash_attn")
+        order = (lambda x: x.transpose(1, 2).contiguous()) if turned else (lambda x: x.clone())
+        torch.cuda.synchronize()
+        with torch.inference_mode(False), torch.enable_grad(), torch.cuda.stream(self.side):
+            leaves = [order(x).requires_grad_() for x in self.sets[place]]
+            pool, shape = self.pools[problem["dtype"]][0], problem["q"][:3] + problem["v"][3:]
+            count = shape[0] * shape[1] * shape[2] * shape[3]
+            pool = pool.roll(-(problem["gradient_from"] % len(pool)))
+            gradient = order(pool.repeat(-(-count // len(pool)))[:count].reshape(shape))
+            if turned:
+                options = {"causal": problem["causal"], "softmax_scale": problem["scale"]}
+                out = importlib.import_module(MODULES[who]).flash_attn_func(*leaves, **options)
+                out = out[0] if isinstance(out, tuple) else out
+            else:
+                out = torch.nn.functional.scaled_dot_product_attention(*leaves, **self.options)
+        torch.cuda.synchronize()
+        return out, leaves, gradient, turned
+
+    def backward(self, who, place):
+        """The gradient of q, for which those of k and v are computed too."""
+        place %= len(self.sets)
+        if (who, place) not in self.kept:
+            self.kept[who, place] = self.differentiable(who, place)
+        out, leaves, gradient, turned = self.kept[who, place]
+        with self.torch.inference_mode(False):
+            found = self.torch.autograd.grad(out, leaves, gradient, retain_graph=True)[0]
+            return found.transpose(1, 2) if turned else found
+
     def call(self, who, place):
+        if "gradient_from" in self.problem:
+            return self.backward(who, place)
         q, k, v = self.sets[place % len(self.sets)]
         if who in self.backends:
             return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, **self.options)
@@ -246,7 +284,14 @@ class Server:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        options = {}
+        if "gradient_from" in self.problem:
+            # What is made on first use cannot be recorded.
+            for place in range(len(self.sets)):
+                self.call(who, place)
+            torch.cuda.synchronize()
+            options["stream"] = self.side
+        with torch.cuda.graph(graph, **options):
             for place in range(calls):
                 self.call(who, place)
         return graph

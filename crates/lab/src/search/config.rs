@@ -1,6 +1,6 @@
 //! `evo.yaml`: what a search is for and how it goes about it, in a file.
 
-use flashcore::{DType, Mask};
+use flashcore::{DType, Mask, Pass};
 use serde::Deserialize;
 
 use crate::bench::cells::Cell;
@@ -87,7 +87,7 @@ pub fn target(text: &str) -> Result<Target, String> {
     let named = shapes::parse(parts.next().unwrap_or_default())?;
     let mask = if named.causal { Mask::Causal } else { Mask::None };
     let mut target = Target {
-        cell: Cell { name: named.name, shape: named.shape, mask, dtype: named.dtype },
+        cell: Cell { name: named.name, shape: named.shape, mask, dtype: named.dtype, pass: Pass::Forward },
         has_dtype: false,
     };
     for part in parts {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use flashcore::plan::{Kernel, Schedule};
-use flashcore::{DType, Mask, cpu};
+use flashcore::{DType, Mask, Pass, cpu};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -93,6 +93,9 @@ pub(super) struct Cells {
     /// f16, bf16, f32, f8 or all (but f8); the named shape's own by default
     #[arg(long, value_name = "DTYPE", value_parser = dtypes)]
     dtype: Option<Dtypes>,
+    /// forward or backward (gradients, on a GPU)
+    #[arg(long, default_value = "forward")]
+    pass: Pass,
 }
 
 impl Cells {
@@ -102,7 +105,7 @@ impl Cells {
             let causal = (named.causal || self.causal) && !self.no_causal;
             let mask = if causal { Mask::Causal } else { Mask::None };
             let dtypes = self.dtype.as_ref().map_or(vec![named.dtype], |dtypes| dtypes.0.clone());
-            let cell = |dtype| Cell { name: named.name, shape: named.shape, mask, dtype };
+            let cell = |dtype| Cell { name: named.name, shape: named.shape, mask, dtype, pass: self.pass };
             members.extend(dtypes.into_iter().map(cell).map(Member::of_all));
         }
         members
@@ -262,7 +265,7 @@ impl<'a> Task<'a> {
             (DeviceName::Auto, Some(Only::Cpu)) => Ok(On::Cpu(engine.isa())),
             (DeviceName::Auto, None) => Ok(self.place.device.gpu().map_or(On::Cpu(engine.isa()), On::Gpu)),
             (DeviceName::Cpu(_), Some(Only::Gpu)) => {
-                Err("kernels, schedules, their matrices and --sustained are a GPU's: leave --device away, or give \
+                Err("kernels, schedules, their matrices, gradients and --sustained are a GPU's: leave --device away, or give \
                      cuda"
                     .into())
             }
@@ -483,7 +486,10 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     let ours = if !schedule.is_empty() {
         Ours::Schedules(schedule.iter().map(ToString::to_string).collect())
     } else if *ladder {
-        Ours::Kernels(Kernel::LADDER.into_iter().rev().collect())
+        match options.cells.pass {
+            Pass::Forward => Ours::Kernels(Kernel::LADDER.into_iter().rev().collect()),
+            Pass::Backward => Ours::Kernels(Kernel::BACKWARD.into_iter().rev().collect()),
+        }
     } else if kernel.is_empty() {
         Ours::Planner
     } else {
@@ -494,7 +500,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     }
     let only = match matrix {
         Some(Matrix::Cpu) => Some(Only::Cpu),
-        None if ours == Ours::Planner && !options.sustained => None,
+        None if ours == Ours::Planner && !options.sustained && options.cells.pass == Pass::Forward => None,
         _ => Some(Only::Gpu),
     };
     let members = matrix.map_or_else(|| options.cells.members(), Matrix::cells);
@@ -542,7 +548,8 @@ mod tests {
         let conditions =
             CpuConditions { fma_peak_samples_us: vec![limit_us; 10], ..CpuConditions::default() };
         let named = shapes::parse("mission").unwrap();
-        let cell = Cell { name: named.name, shape: named.shape, mask: Mask::None, dtype: named.dtype };
+        let (name, shape, dtype) = (named.name, named.shape, named.dtype);
+        let cell = Cell { name, shape, mask: Mask::None, dtype, pass: Pass::Forward };
         Outcome::on_cpu(&cell, 1, taken, conditions, None, 0.02)
     }
 

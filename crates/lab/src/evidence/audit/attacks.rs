@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use flashcore::{DType, Mask, Problem};
+use flashcore::{DType, Mask, Name, Pass, Problem};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
@@ -199,7 +199,7 @@ fn judgement(rows: usize, error: f64, lse: bool) -> Judgement {
 
 fn cell(shape: &str, mask: Mask) -> Cell {
     let named = shapes::parse(shape).unwrap();
-    Cell { name: named.name, shape: named.shape, mask, dtype: DType::F16 }
+    Cell { name: named.name, shape: named.shape, mask, dtype: DType::F16, pass: Pass::Forward }
 }
 
 /// A whole file of a kind.
@@ -233,6 +233,10 @@ fn ceilings(machine: &str) -> Ceilings {
 /// A benchmark of a GPU in sustained samples: a ladder of two and a peer, in a cell with everything that there can be and
 /// in one where all failed.
 fn bench_gpu() -> Value {
+    bench_gpu_of(Pass::Forward)
+}
+
+fn bench_gpu_of(pass: Pass) -> Value {
     let hello = json!({
         "capability": "9.0", "commit": null, "cuda": "13.0", "device": "A GPU", "uuid": "GPU-0", "l2_bytes": 1 << 22,
         "memory_bytes": 1_u64 << 36, "sm_clock_khz": 1_900_000, "sms": 128, "version": env!("CARGO_PKG_VERSION"),
@@ -242,7 +246,7 @@ fn bench_gpu() -> Value {
     let mut rng = Rng::new(1);
     let mut outcomes: Vec<Outcome> = Vec::new();
     for (shape, mask) in [("small", Mask::None), ("1x2x128x64", Mask::Causal)] {
-        let cell = cell(shape, mask);
+        let cell = Cell { pass, ..cell(shape, mask) };
         let problem = cell.problem();
         let rows = judged_rows(&problem).len();
         let limits = Limits::Gpu { peak_tflops: peak, matmul_tflops: matmul };
@@ -268,8 +272,11 @@ fn bench_gpu() -> Value {
                     "local_bytes": 0, "code": "0123456789abcdef".repeat(4),
                 }));
             }
-            let error = Some(judgement(rows, 1e-4, false));
-            let found = Measured::new(samples, error, &problem, &limits, Some(&ceilings));
+            let mut error = judgement(rows, 1e-4, false);
+            if pass == Pass::Backward {
+                error.outputs[0].output = Name::Dq;
+            }
+            let found = Measured::new(samples, Some(error), &problem, &limits, Some(&ceilings));
             Measured { details: Some(details), ..found }
         });
         let again = mask == Mask::None;
@@ -691,6 +698,24 @@ fn a_sustained_run_is_not_taken_for_bursts_and_bursts_not_for_a_sustained_run() 
         result["calls_per_sample"] = json!(50);
     }
     assert!(said(&short).contains("too short for the power limit"));
+}
+
+#[test]
+fn a_benchmark_of_gradients_is_read_and_not_taken_for_one_of_attention() {
+    let said = |document: &Value| audit(&sealed(document)).unwrap().contradictions.join("\n");
+    let honest = bench_gpu_of(Pass::Backward);
+    assert_eq!(said(&honest), "");
+    let mut forward = honest.clone();
+    for cell in forward["cells"].as_array_mut().unwrap() {
+        assert_eq!(cell.as_object_mut().unwrap().remove("pass"), Some(json!("backward")));
+    }
+    assert!(said(&forward).contains("cells[0].results[0].error.max"), "{}", said(&forward));
+    let mut loose = honest.clone();
+    loose["cells"][0]["results"][0]["error"]["dq"]["max"]["allowed"] = json!(1.0);
+    assert!(said(&loose).contains("allows something else"), "{}", said(&loose));
+    let mut sideways = honest;
+    sideways["cells"][0]["pass"] = json!("sideways");
+    assert!(said(&sideways).contains("a pass that is none"), "{}", said(&sideways));
 }
 
 #[test]

@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-use flashcore::Mask;
+use flashcore::{Mask, Pass};
 use serde_json::{Map, Value, json};
 
 use super::Audit;
 use super::fields::{Place, any, raw, raws};
 use super::header::{asked, is_time};
-use super::judgement::{Judged, judgement};
+use super::judgement::{Judged, gradients, judgement};
 use crate::bench::cells::Cell;
 use crate::bench::outcome::{Outcome, summaries};
 use crate::ceilings::Ceilings;
@@ -66,8 +66,9 @@ pub(super) fn cell(audit: &mut Audit, place: &Place<'_>) -> Option<Cell> {
     let shape = shape.filter(|shape| shape.to_string() == text("shape"));
     let mask = text("mask").parse::<Mask>().ok().filter(|mask| mask.to_string() == text("mask"));
     let dtype = text("dtype").parse::<flashcore::DType>().ok().filter(|dtype| dtype.name() == text("dtype"));
-    let (Some(shape), Some(mask), Some(dtype)) = (shape, mask, dtype) else {
-        audit.deny(&place.at, "has a shape, a mask or a dtype that is none");
+    let pass = if place.get("pass").is_null() { Some(Pass::Forward) } else { text("pass").parse().ok() };
+    let (Some(shape), Some(mask), Some(dtype), Some(pass)) = (shape, mask, dtype, pass) else {
+        audit.deny(&place.at, "has a shape, a mask, a dtype or a pass that is none");
         return None;
     };
     let size = [shape.batch, shape.heads_q, shape.len_q.max(shape.len_k), shape.head_dim];
@@ -78,7 +79,7 @@ pub(super) fn cell(audit: &mut Audit, place: &Place<'_>) -> Option<Cell> {
     let named = shapes::NAMED.into_iter().find(|named| named.shape == shape && named.name == text("name"));
     let fits = place.get("name").is_null() || named.is_some();
     audit.require(&format!("{}.name", place.at), fits, "is not the name of this shape");
-    Some(Cell { name: named.map_or("", |named| named.name), shape, mask, dtype })
+    Some(Cell { name: named.map_or("", |named| named.name), shape, mask, dtype, pass })
 }
 
 /// What every benchmark records about a contender: samples, judgement, and why it left.
@@ -102,7 +103,10 @@ pub(super) fn contender(audit: &mut Audit, place: &Place<'_>, version: u32, judg
         audit.require(&at, nothing, "is null beside a time: nobody knows whether it is right");
         (None, Value::Null)
     } else {
-        let (judgement, error) = judgement(audit, &field("error"), version, judged);
+        let (judgement, error) = match judged.gradient {
+            None => judgement(audit, &field("error"), version, judged),
+            Some(name) => gradients(audit, &field("error"), version, &[(name, judged)]),
+        };
         (Some(judgement), error)
     };
     let name = audit.text(&field("name"), any).to_string();

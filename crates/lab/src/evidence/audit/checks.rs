@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-use flashcore::{Mask, Pass, Problem};
+use flashcore::{Mask, Name, Pass, Problem};
 use serde_json::{Map, Value, json};
 
 use super::Audit;
@@ -11,7 +11,7 @@ use super::bench::{are_different, value};
 use super::fields::{Place, any, raw, raws};
 use super::gpu::is_schedule;
 use super::header::asked;
-use super::judgement::{Judged, judgement};
+use super::judgement::{Judged, gradients, judgement};
 use crate::bench::outcome::rows;
 use crate::cases::{Case, Passes, Tier, corpus_of};
 use crate::check::{Outcome, RULE};
@@ -96,19 +96,15 @@ pub(super) fn verify(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
     made
 }
 
-/// Checks the judgement of a backward pass: each gradient as an output by itself.
-fn gradients(audit: &mut Audit, place: &Place<'_>, version: u32, problem: &Problem) -> (Judgement, Value) {
-    let mut made = json!({"lse": null, "first_bad": null});
-    let mut all = Judgement { outputs: Vec::new() };
-    for of in problem.signature().outputs() {
-        let ([batch, heads, len, width], name) = (of.shape, of.name.to_string());
-        let of = Judged { rows: batch * heads * len, width, lse: Some(false), normal: None };
-        let (one, again) = judgement(audit, &place.get(&name), version, of);
-        let again = again.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
-        made[name] = again.map(|(key, value)| (key.clone(), value.clone())).collect();
-        all.outputs.extend(one.outputs);
-    }
-    (all, made)
+/// What is known of each gradient of a backward pass.
+fn of_gradients(problem: &Problem) -> Vec<(Name, Judged)> {
+    let of = |[batch, heads, len, width]: [usize; 4]| Judged {
+        rows: batch * heads * len,
+        width,
+        lse: Some(false),
+        ..Judged::default()
+    };
+    problem.signature().outputs().map(|output| (output.name, of(output.shape))).collect()
 }
 
 /// One case on one engine.
@@ -147,11 +143,11 @@ fn record(
             let most = most.max(case.problem.batch * case.problem.heads_q).min(all);
             audit.count(&place.get("judgement").get("rows"), 1..=most as u64) as usize
         });
-        let of = Judged { rows: count, width: case.problem.head_dim_v, lse, normal: None };
+        let of = Judged { rows: count, width: case.problem.head_dim_v, lse, ..Judged::default() };
         let place_of = place.get("judgement");
         let (judgement, again) = match case.problem.pass {
             Pass::Forward => judgement(audit, &place_of, version, of),
-            Pass::Backward => gradients(audit, &place_of, version, &case.problem),
+            Pass::Backward => gradients(audit, &place_of, version, &of_gradients(&case.problem)),
         };
         let right = judgement.passed();
         audit.require(&place.at, right, "passed, though its judgement does not");
@@ -229,7 +225,8 @@ pub(super) fn stress(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
         audit.text(&place.get("schedule"), is_schedule);
         let lse = stress::find(place.get("problem").str()).map(|(_, lse)| lse);
         let normal = Some(problem.dtype);
-        let judged = Judged { rows: rows(&problem), width: problem.head_dim_v, lse, normal };
+        let (rows, width) = (rows(&problem), problem.head_dim_v);
+        let judged = Judged { rows, width, lse, normal, gradient: None };
         let (_, again) = judgement(audit, &place.get("judgement"), version, judged);
         let mut made = json!({"problem": raw(), "schedule": raw(), "judgement": again});
         // The last one of a run that was interrupted may have run less often.

@@ -75,6 +75,7 @@ impl Cpu {
             width: problem.head_dim_v,
             lse: Some(false),
             normal: Some(problem.dtype),
+            gradient: None,
         };
         let contenders: Vec<Contender> = audit
             .list(&place.get("results"))

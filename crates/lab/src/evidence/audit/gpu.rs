@@ -1,5 +1,6 @@
 //! Benchmarks of a GPU.
 
+use flashcore::Name;
 use flashcore::plan::Target;
 use serde_json::{Map, Value, json};
 
@@ -18,6 +19,7 @@ use crate::bench::outcome::{
 use crate::ceilings::Ceilings;
 use crate::energy::Energy;
 use crate::gpu::pool::Pool;
+use crate::gpu::protocol::Asked;
 use crate::gpu::worker::{KERNEL, SCHEDULE};
 use crate::physics;
 use crate::timing::{Samples, Used};
@@ -199,8 +201,10 @@ impl Bench<'_> {
         }
         audit.require(&place.at, !results.is_empty(), "has neither a result nor a failure");
         let rows = judged_rows(&problem).len();
-        let judged =
-            Judged { rows, width: problem.head_dim_v, lse: Some(false), normal: Some(problem.dtype) };
+        let (output, width) = Asked::of(&problem).judged();
+        let gradient = (output != Name::O).then_some(output);
+        let normal = gradient.is_none().then_some(problem.dtype);
+        let judged = Judged { rows, width, lse: Some(false), normal, gradient };
         let contenders: Vec<_> =
             results.iter().map(|result| contender(audit, result, self.version, judged)).collect();
         together(audit, &place.at, &contenders);
@@ -380,7 +384,7 @@ fn is_group(cell: &Cell, group: &str) -> bool {
         let same = |member: &Member| Cell { name: "", ..*cell } == member.cell && member.group == group;
         matrix.cells().iter().any(same)
     };
-    group == "all" || [Matrix::Anchors, Matrix::Small, Matrix::Decode].into_iter().any(of)
+    group == "all" || [Matrix::Anchors, Matrix::Training, Matrix::Small, Matrix::Decode].into_iter().any(of)
 }
 
 /// A name as kernels, knobs and their values have.

@@ -1,6 +1,6 @@
 //! The rule's judgement of an output: what is allowed follows from its yardstick, and whether it is right from that.
 
-use flashcore::DType;
+use flashcore::{DType, Name};
 use serde_json::{Value, json};
 
 use super::fields::{Place, raw, raws};
@@ -18,6 +18,26 @@ pub(super) struct Judged {
     pub lse: Option<bool>,
     /// The dtype, where the inputs are standard normal numbers: a floor is then a few of its rounding errors.
     pub normal: Option<DType>,
+    /// The gradient that was judged in place of the output.
+    pub gradient: Option<Name>,
+}
+
+/// Checks the judgement of a backward pass: each gradient as an output by itself.
+pub(super) fn gradients(
+    audit: &mut Audit,
+    place: &Place<'_>,
+    version: u32,
+    outputs: &[(Name, Judged)],
+) -> (Judgement, Value) {
+    let mut made = json!({"lse": null, "first_bad": null});
+    let mut all = Judgement { outputs: Vec::new() };
+    for (name, of) in outputs {
+        let (one, again) = judgement(audit, &place.get(&name.to_string()), version, *of);
+        let again = again.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
+        made[name.to_string()] = again.map(|(key, value)| (key.clone(), value.clone())).collect();
+        all.outputs.extend(one.outputs);
+    }
+    (all, made)
 }
 
 /// Checks a judgement. What is right has every error within its bound, and no bad element.

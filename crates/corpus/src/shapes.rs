@@ -82,7 +82,7 @@ impl std::fmt::Display for Shape {
 /// A shape as a user asks for it: by name or spelled out.
 ///
 /// ```
-/// use flashcore_lab::shapes::parse;
+/// use flashcore_corpus::shapes::parse;
 /// assert_eq!(parse("mission").unwrap().shape, parse("1x8x512x64").unwrap().shape);
 /// assert_eq!(parse("1x32/8x1/4096x128").unwrap().shape.heads_kv, 8);
 /// ```
