@@ -778,7 +778,7 @@ fn bench_lists_the_names_and_the_form_when_a_shape_is_unknown() {
 fn bench_refuses_options_that_mean_nothing() {
     for (arguments, word) in [
         (&["bench"][..], "required"),
-        (&["bench", "tiny", "--dtype", "f8"], "bf16"),
+        (&["bench", "tiny", "--dtype", "f9"], "bf16"),
         (&["bench", "tiny", "--threads", "0"], "threads"),
         (&["bench", "tiny", "--samples", "0"], "samples"),
         (&["bench", "tiny", "--budget", "-1"], "a time above 0"),
