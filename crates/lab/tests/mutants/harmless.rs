@@ -65,8 +65,89 @@ const EMPTY_ROUND: &str = "one more round, in which no tile is left";
 const PASSED_KEYS: &str =
     "the keys are not read, and the wait for the values or queries before says that their slot had been free";
 
+const MET_AGAIN: &str = "the simulator's lanes have met again after what one of them did alone";
+const FENCED_BEFORE: &str =
+    "nobody has touched these registers since the fence before; the assembler wants one after every loop";
+const NOTHING_AFTER: &str = "after the last step nobody waits for it";
+
 /// All of them.
 pub const HARMLESS: &[Entry] = &[
+    entry(&["sm90_bwd"], &["griddepcontrol.launch_dependents"], Drop, 1, "the next grid only starts later"),
+    entry(
+        &["sm90_bwd"],
+        &["consumer / -", "griddepcontrol.wait"],
+        Drop,
+        1,
+        "consumers read only what others copy, and key lengths, which the grid before does not write",
+    ),
+    entry(&["sm90_bwd:block_m=128"], &["barriers / -", "setmaxnreg.inc"], Drop, 1, FEWER_REGISTERS),
+    entry(&["sm90_bwd"], &["its slot is free", "setp.lt.u32"], OffByOne, 1, "a block has no further warp"),
+    entry(
+        &["sm90_bwd"],
+        &["the query tiles that see these keys", "setp.lt.s32"],
+        OffByOne,
+        1,
+        ZERO_IN_THE_END,
+    ),
+    entry(&["sm90_bwd"], &["work: which keys these rows see", "setp"], OffByOne, 2, SEEN_BY_ALL),
+    entry(
+        &["sm90_bwd"],
+        &["walk: the first scores / -", "setp.lt.s32"],
+        OffByOne,
+        1,
+        "no row is behind the last key",
+    ),
+    entry(&["sm90_bwd"], &["which keys of which head", "bar.warp.sync"], Drop, 3, MET_AGAIN),
+    entry(&["sm90_bwd"], &["dS, for all of dQ", "bar.warp.sync"], Drop, 2, MET_AGAIN),
+    entry(
+        &["sm90_bwd"],
+        &["the turn of this block", "fence.proxy.async.global"],
+        Drop,
+        1,
+        "the copies that this orders have all been made by the copy engine",
+    ),
+    entry(&["sm90_bwd"], &["walk: the end of a step", "wgmma.fence"], Drop, 4, FENCED_BEFORE),
+    entry(&["sm90_bwd"], &["walk: the end of the last step", "wgmma.fence"], Drop, 2, FENCED_BEFORE),
+    entry(&["sm90_bwd"], &["walk: the first scores / dP", "wgmma.fence"], Drop, 1, FENCED_BEFORE),
+    entry(
+        &["sm90_bwd"],
+        &["dK, and the next scores / xor.b32", "ring.rs"],
+        NoSwizzle,
+        1,
+        "the queries whose dK is next have been waited for with their scores",
+    ),
+    entry(&["sm90_bwd"], &["the end of the last step", "xor.b32", "ring.rs"], NoSwizzle, 2, NOTHING_AFTER),
+    entry(
+        &["sm90_bwd"],
+        &["the end of the last step", "xor.b32", "consumer.rs"],
+        NoSwizzle,
+        1,
+        NOTHING_AFTER,
+    ),
+    entry(&["sm90_bwd"], &["the end of the last step", "mbarrier.arrive"], Drop, 2, NOTHING_AFTER),
+    entry(&["sm90_bwd"], &["the end of the last step / dV +=", "wgmma.commit_group"], Drop, 1, NOTHING_AFTER),
+    entry(&["sm90_bwd"], &["the end of the last step / dV /", "wgmma.wait_group"], Drop, 1, NOTHING_AFTER),
+    entry(
+        &["sm90_bwd"],
+        &["the end of the last step / dV /", "wgmma.wait_group"],
+        WaitLess,
+        1,
+        NOTHING_AFTER,
+    ),
+    entry(
+        &["sm90_bwd:block_m=128"],
+        &["whose operands leave registers for dP", "wgmma.wait_group"],
+        Drop,
+        1,
+        FEWER_REGISTERS,
+    ),
+    entry(
+        &["sm90_bwd:block_m=128"],
+        &["whose operands leave registers for dP", "wgmma.wait_group"],
+        WaitLess,
+        1,
+        FEWER_REGISTERS,
+    ),
     entry(
         &["sm80_bwd"],
         &["the walk / S = own", "setp.lt.s32", "sm80/bwd/kernel.rs"],
@@ -243,14 +324,14 @@ pub const HARMLESS: &[Entry] = &[
     ),
     entry(&["pingpong=1", "pairs=0"], &["producer / -", "setp"], OffByOne, 1, EMPTY_ROUND),
     entry(
-        &["pingpong=1"],
+        &["sm90_fwd", "pingpong=1"],
         &["work: which keys these rows see / - / setp"],
         OffByOne,
         1,
         "a warpgroup that begins with the first row that is not there computes rows that are not stored",
     ),
     entry(
-        &["pingpong=1"],
+        &["sm90_fwd", "pingpong=1"],
         &["work: which keys these rows see / tiles of the other warpgroups", "setp"],
         OffByOne,
         1,

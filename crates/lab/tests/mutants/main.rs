@@ -54,6 +54,10 @@ const HOPPER_TOO: [&str; 4] = [
     "sm90_fwd:warpgroups=1,block_n=16,stages=2,q_stages=1,ctas=1,split=4,pingpong=0,lazy=1,poly=0,persistent=0,pairs=0",
 ];
 
+/// Hopper's backward kernel: steps of 64 queries with warpgroups that take turns, and steps of 128 without.
+const HOPPER_BACKWARD: [&str; 2] =
+    ["sm90_bwd:block_m=64,stages=2,pingpong=1", "sm90_bwd:block_m=128,stages=2,pingpong=0"];
+
 /// The mutants that lived, by schedule and by where and what was changed.
 type Survivors = BTreeMap<(String, String, Change), usize>;
 
@@ -148,6 +152,14 @@ fn every_fault_planted_in_a_backward_kernel_is_found_or_known_to_be_harmless() {
 #[test]
 fn every_fault_planted_in_the_kernel_for_hopper_is_found_or_known_to_be_harmless() {
     every_fault_is_found(Target::Sm90a, Some(2), &HOPPER, &trials::hopper());
+}
+
+/// Takes minutes: run it with `cargo test --release -p flashcore-lab --test mutants -- --ignored` after a change to the
+/// kernel.
+#[test]
+#[ignore = "takes minutes"]
+fn every_fault_planted_in_the_backward_kernel_for_hopper_is_found_or_known_to_be_harmless() {
+    every_fault_is_found(Target::Sm90a, None, &HOPPER_BACKWARD, &trials::hopper_backward());
 }
 
 /// Takes minutes: run it with `cargo test --release -p flashcore-lab --test mutants -- --ignored` after a change to the

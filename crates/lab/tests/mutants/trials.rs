@@ -96,6 +96,23 @@ pub fn hopper() -> Vec<Trial> {
     ]
 }
 
+/// The same for gradients in blocks of 128 keys: several of them, with more steps than slots.
+pub fn hopper_backward() -> Vec<Trial> {
+    let window = Mask::Window { left: Some(50), right: Some(10) };
+    vec![
+        Trial::new(problem(1, 2, 330, 64).with_kv(1, 290).with_mask(Mask::Causal).backward(), None),
+        Trial::new(problem(1, 1, 300, 40).with_head_dim_v(64).with_mask(window).backward(), None),
+        Trial::new(
+            problem(3, 1, 270, 64).with_kv(1, 140).with_key_lengths().backward(),
+            Some(vec![140, 37, 0]),
+        ),
+        Trial::new(problem(1, 2, 130, 64).with_kv(2, 192).backward(), None),
+        // Keys that only the last query sees, and such that only the first does.
+        Trial::new(problem(1, 1, 100, 64).with_kv(1, 129).with_mask(Mask::Causal).backward(), None),
+        Trial::new(problem(1, 1, 100, 64).with_kv(1, 277).with_mask(window).backward(), None),
+    ]
+}
+
 /// The ways of running: asynchronous effects late and early, and warps interleaved.
 fn configs() -> [Config; 3] {
     // A mutant may wait forever; no honest run here needs a tenth of this. The first finding is enough.

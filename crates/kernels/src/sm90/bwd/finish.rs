@@ -51,7 +51,7 @@ impl Schedule {
         super::Schedule { block_m: self.block_m, stages: 2, pingpong: false }
     }
 
-    fn shared(self, spec: &Spec) -> (SharedLayout, Shared) {
+    fn shared(spec: &Spec) -> (SharedLayout, Shared) {
         let mut layout = SharedLayout::new();
         let tile = layout.alloc("dq", panels(spec.head_dim, spec.dtype) * QUERIES * PITCH, 1024);
         (layout, tile)
@@ -173,13 +173,13 @@ impl Family for Schedule {
         Geometry {
             rows: QUERIES,
             threads: THREADS,
-            shared_bytes: self.shared(spec).0.bytes(),
+            shared_bytes: Self::shared(spec).0.bytes(),
             blocks: Blocks::Row { cluster: 1, resident: None, parts: 1 },
         }
     }
 
     fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
-        let (layout, tile) = self.shared(spec);
+        let (layout, tile) = Self::shared(spec);
         let mut k = KernelBuilder::new("flashcore_sm90_bwd_finish", target)
             .params::<FinishParams>()
             .shared(layout)

@@ -102,7 +102,6 @@ impl<'a> Writer<'a> {
         k.if_(self.first_lane, |k| {
             k.comment("complete, not only read: the next block adds to it");
             k.bulk_wait(0);
-            k.fence_proxy_async(ProxySpace::Global);
             let next = k.add_u32(mine, 1u32);
             k.st_global_hint(turn, next, MemHint::new().order(Order::Release(Scope::Gpu)));
         });
