@@ -41,8 +41,8 @@ pub enum Distribution {
     NegativeScores,
     /// Scores that rise along the keys, so that the running maximum moves in every tile.
     RisingScores,
-    /// A needle in a haystack: all keys are alike but the first, which has about as much weight as all others together, and
-    /// the opposite value.
+    /// A needle in a haystack: all keys are alike but the first, which has about as much weight as all others together, more
+    /// or less by query, and the opposite value.
     Needle,
 }
 
@@ -283,7 +283,6 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
         }
     }
     if distribution == Distribution::Needle {
-        q.fill(0.0);
         k.fill(0.0);
         let score = (len_k.max(2) as f64).ln();
         draw.lean(&mut q, Side::Queries, |_, _, _| 1.0);

@@ -82,7 +82,7 @@ pub fn exponentials(problem: &Problem) -> f64 {
     problem.flops() / (2 * (problem.head_dim + problem.head_dim_v)) as f64
 }
 
-/// Products that tensor cores do in the time of one of 16 bits.
+/// Products that tensor cores do in the time of one of 16 bits, which is what is measured. A CPU does all in f32.
 pub fn products_at_once(problem: &Problem) -> f64 {
     if problem.dtype.is_f8() { 2.0 } else { 1.0 }
 }
@@ -92,7 +92,8 @@ impl Ceilings {
     pub fn roofline(&self, problem: &Problem, us: Option<f64>) -> Option<Roofline> {
         let us = us.filter(|&us| us > 0.0)?;
         let (flops, bytes) = (problem.flops(), problem.min_bytes());
-        let matmul_us = flops / (products_at_once(problem) * self.matmul_tflops?) / 1e6;
+        let at_once = self.launch_us.map_or(1.0, |_| products_at_once(problem));
+        let matmul_us = flops / (at_once * self.matmul_tflops?) / 1e6;
         let memory_us = bytes / self.memory_gbytes? / 1e3;
         let exp_us = self.exp_gops.map(|rate| exponentials(problem) / rate / 1e3);
         let mut longest = (matmul_us, Bound::Matmul);

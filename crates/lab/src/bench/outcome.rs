@@ -210,7 +210,6 @@ impl Measured {
         let p50 = stats::median(times);
         let share = |rate: Option<f64>, limit: Option<f64>| rate.zip(limit).map(|(rate, limit)| rate / limit);
         let gbytes = p50.map(|time| problem.min_bytes() / time / 1e3);
-        // Tensor cores multiply 8-bit floats at twice the rate of 16-bit ones, which is what was measured.
         let twice = |rate: Option<f64>| rate.map(|rate| products_at_once(problem) * rate);
         let (rates, details) = match *limits {
             Limits::Cpu { fma_gflops, read_gbytes } => {

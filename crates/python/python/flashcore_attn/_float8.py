@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,7 @@ def _descale(name: str, given: Descale, q: Tensor, batch: int, heads: int) -> Te
     return given
 
 
-@torch.compiler.disable
-def attend(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -68,9 +67,11 @@ def attend(
         raise UnsupportedError("a gradient of float8 is asked for, possible are gradients of wider types")
     length, heads = (2, 1) if layout == "bhsd" else (1, 2)
     batch, heads_kv = k.size(0), k.size(heads)
-    numbers = tuple(
-        _descale(name, given, q, batch, heads_kv)
-        for name, given in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
+    of_q, of_k, of_v = descales
+    numbers = (
+        _descale("q_descale", of_q, q, batch, heads_kv),
+        _descale("k_descale", of_k, q, batch, heads_kv),
+        _descale("v_descale", of_v, q, batch, heads_kv),
     )
     lengths = None
     if key_lengths is not None:
@@ -86,3 +87,8 @@ def attend(
     q, k, v = (x.detach().view(torch.uint8) for x in (q, k, v))
     _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout, numbers)
     return (out, lse) if return_lse else out
+
+
+_uncompiled: Any = torch.compiler.disable  # torch has no types for it.
+#: Runs as it is in code that torch compiles.
+attend: Callable[..., Any] = _uncompiled(_attend)
