@@ -129,9 +129,11 @@ fn what_the_planner_chooses_is_right_for_every_target_and_the_largest_head_dims(
 fn without_queries_or_keys_the_other_gradients_are_zeros() {
     for (text, name) in [("1x2x0/50x64 f16", Name::Dk), ("1x2x50/0x64 f16", Name::Dq)] {
         let given = Given::new(text, None);
-        let found = given.run(SimGpu::new(Target::Sm80)).unwrap();
-        let gradient = if name == Name::Dk { found.dk.to_f32() } else { found.dq.to_f32() };
-        assert!(gradient.len() == 2 * 50 * 64 && gradient.iter().all(|&x| x == 0.0), "{text}: {name}");
+        for target in [Target::Sm80, Target::Sm90a] {
+            let found = given.run(SimGpu::new(target)).unwrap();
+            let gradient = if name == Name::Dk { found.dk.to_f32() } else { found.dq.to_f32() };
+            assert!(gradient.len() == 2 * 50 * 64 && gradient.iter().all(|&x| x == 0.0), "{text}: {name}");
+        }
     }
 }
 
@@ -157,6 +159,18 @@ fn barriers_and_waits_that_are_left_out_are_found() {
     }
     let said = without("flashcore_bwd_rows", |op| matches!(op, Op::St { .. })).unwrap_err();
     assert!(said.contains("workspace"), "{said}");
+}
+
+#[test]
+fn on_hopper_one_kernel_computes_all_gradients_and_the_last_rounds_those_of_queries() {
+    let hardware = Hardware::typical(Target::Sm90a);
+    let problem = Problem::new(2, 8, 500, 64, DType::F16).with_kv(2, 300).with_mask(Mask::Causal).backward();
+    let plan = Plan::choose(&problem, &hardware).unwrap();
+    let kernels: Vec<Kernel> = plan.launches.iter().map(Launch::kernel).collect();
+    assert_eq!(kernels, [Kernel::BwdRows, Kernel::Sm90Bwd, Kernel::Sm90BwdFinish]);
+    assert_eq!((plan.launches[1].grid, plan.launches[2].grid), ([12, 1, 1], [128, 1, 1]));
+    // Two numbers per query, a gradient in f32, and a turn per 64 queries.
+    assert_eq!(plan.workspace_bytes(), 2 * 8 * 512 * (2 * 4 + 64 * 4) + 2 * 8 * 8 * 4);
 }
 
 #[test]

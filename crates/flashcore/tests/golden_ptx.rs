@@ -90,11 +90,17 @@ fn nor_do_the_launches_of_a_backward_pass() {
     let mut table = String::new();
     for dims in DIMS.into_iter().take(4) {
         let of = |of: &str| format!("sm80_bwd:of={of},block=64,walk=16,warps=4,stages=1,order=longest");
-        let all = ["bwd_rows:warps=4".to_string(), of("dkdv"), of("dk"), of("dv"), of("dq")];
+        let hopper = |block_m: u32| {
+            let text = format!("sm90_bwd:block_m={block_m},stages=3,pingpong=1");
+            [text, format!("sm90_bwd_finish:block_m={block_m}")]
+        };
+        let ampere = ["bwd_rows:warps=4".to_string(), of("dkdv"), of("dk"), of("dv"), of("dq")];
+        let all = ampere.into_iter().chain(hopper(64)).chain(hopper(128));
         for schedule in all.map(|text| text.parse::<Schedule>().unwrap()) {
             let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
+            let target = if schedule.kernel().runs_on(Target::Sm80) { Target::Sm80 } else { Target::Sm90a };
             for spec in specs(dims, true) {
-                let Ok(module) = schedule.emit(&spec, Target::Sm80) else { continue };
+                let Ok(module) = schedule.emit(&spec, target) else { continue };
                 hasher.update(module.to_string().as_bytes());
                 modules += 1;
             }
