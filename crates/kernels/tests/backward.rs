@@ -158,8 +158,8 @@ fn truth(case: &Case, [q, k, v, d_o]: &[Vec<u16>; 4]) -> Truth {
                 truth.gradients[0][row * dim + d] += ds * k[at * dim + d];
                 truth.gradients[1][at * dim + d] += ds * own_q[d];
             }
-            for d in 0..dim_v {
-                truth.gradients[2][at * dim_v + d] += ps[j] * own_do[d];
+            for (d, own_do) in own_do.iter().enumerate() {
+                truth.gradients[2][at * dim_v + d] += ps[j] * own_do;
             }
         }
     }
