@@ -334,7 +334,7 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
 fn unsupported(device: &str, error: &ScheduleError) -> Error {
     let possible = match error {
         ScheduleError::Fp8 { .. } => {
-            "f16 or bf16 there, f8 on Hopper, or a copy on the host and Device::cpu()"
+            "f16 or bf16 there, f8 on Ada and Hopper, or a copy on the host and Device::cpu()"
         }
         _ => "another kernel or schedule, or the planner's own choice",
     };
