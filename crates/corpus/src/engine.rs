@@ -159,9 +159,12 @@ impl DeviceEngine {
         let most_pairs = match kernel {
             Kernel::Scalar => MOST_SCALAR_PAIRS,
             Kernel::Sm90Fwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish => MOST_HOPPER_PAIRS,
-            Kernel::Sm80Mma | Kernel::Sm80Fwd | Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd => {
-                MOST_PAIRS
-            }
+            Kernel::Sm80Mma
+            | Kernel::Sm80Fwd
+            | Kernel::Combine
+            | Kernel::BwdRows
+            | Kernel::Sm80Bwd
+            | Kernel::Quantize => MOST_PAIRS,
         };
         Self {
             name: DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))).to_string(),
