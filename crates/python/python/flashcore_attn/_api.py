@@ -109,9 +109,9 @@ def attention(
     out: an array to write into instead of a new one (not with gradients).
     q_descale, k_descale, v_descale: for torch tensors of float8_e4m3fn, what stored numbers are to be multiplied by:
         float32, (batch, kv heads), or one number; None is 1. The result is bfloat16, or float16 where ``out`` is.
-    precision: with "fp8", q, k and v become 8-bit floats within the call, each kv head with descales of its own, and the
-        result is float16 where q or ``out`` is, and else bfloat16. On a GPU they are float16 or bfloat16. ``explain``
-        says which kernels do it. No gradients.
+    precision: with "fp8", q, k and v become 8-bit floats within the call, each kv head with descales of its own, and
+        the result is float16 where q or ``out`` is, and else bfloat16. On a GPU they are float16 or bfloat16.
+        ``explain`` says which kernels do it. No gradients.
     smooth: with precision="fp8", the mean over the keys is subtracted from them first, which changes no result but for
         rounding. Not with softcap, and on a GPU not with ``return_lse``.
     rotate: with precision="fp8", a seed: q and k are rotated first, which spreads single large numbers. The head_dim is

@@ -1,4 +1,4 @@
-"""Attention on torch tensors of 8-bit floats, ``torch.float8_e4m3fn``, with descales, and on wider ones that become such."""
+"""Attention on torch tensors of 8-bit floats, ``torch.float8_e4m3fn``, with descales, and on wider ones."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def attend_quantised(
     out: Tensor | None,
     quantise: str,
 ) -> Any:
-    """The output, float16 where q is and else bfloat16, or with ``return_lse`` (output, lse), of tensors that become 8-bit
-    floats within the call."""
+    """The output, float16 where q is and else bfloat16, or with ``return_lse`` (output, lse), of tensors that become
+    8-bit floats within the call."""
     from ._torch import check, native_lengths
 
     check(q, k, v, layout)
