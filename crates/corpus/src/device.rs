@@ -43,6 +43,8 @@ pub enum Code {
 pub enum Simulated {
     /// `sim-hopper`: the planner's choice on Hopper.
     Hopper,
+    /// `sim-ada`: the planner's choice on Ada, for floats of 8 bits. For others it is that on Ampere.
+    Ada,
     /// One kernel, with asynchronous effects as late as they may come, or `-early`, or at moments drawn by a seed
     /// (`-random7`).
     Kernel(Kernel, AsyncMode),
@@ -82,6 +84,7 @@ impl FromStr for DeviceName {
                 .map(|(ordinal, code)| DeviceName::Cuda(Some(ordinal), Some(code))),
             ["sim"] => Some(DeviceName::Sim(None)),
             ["sim", "hopper"] => Some(DeviceName::Sim(Some(Simulated::Hopper))),
+            ["sim", "ada"] => Some(DeviceName::Sim(Some(Simulated::Ada))),
             ["sim", kernel] => simulated(kernel, ""),
             ["sim", kernel, mode] => simulated(kernel, mode),
             _ => None,
@@ -132,6 +135,7 @@ impl fmt::Display for DeviceName {
             }
             DeviceName::Sim(None) => f.write_str("sim"),
             DeviceName::Sim(Some(Simulated::Hopper)) => f.write_str("sim-hopper"),
+            DeviceName::Sim(Some(Simulated::Ada)) => f.write_str("sim-ada"),
             DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))) => match mode {
                 AsyncMode::Late => write!(f, "sim-{kernel}"),
                 AsyncMode::Early => write!(f, "sim-{kernel}-early"),
@@ -158,6 +162,7 @@ mod tests {
             "cuda-0-sm_80",
             "sim",
             "sim-hopper",
+            "sim-ada",
             "sim-sm90_fwd",
             "sim-sm80_fwd-early",
             "sim-scalar-random7",

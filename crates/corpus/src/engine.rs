@@ -97,6 +97,8 @@ pub struct DeviceEngine {
     most_pairs: u128,
     /// Whether values that a query does not see never reach it.
     hides_values: bool,
+    /// Whether another engine computes everything but floats of 8 bits in the same way.
+    eight_only: bool,
     /// Held by the engine that runs on a GPU, so that a kernel that breaks the context is the one that is blamed.
     turn: Option<Arc<Mutex<()>>>,
 }
@@ -112,6 +114,7 @@ impl DeviceEngine {
             device: Device::cpu_with(engine),
             most_pairs: u128::MAX,
             hides_values: true,
+            eight_only: false,
             turn: None,
         })
     }
@@ -132,6 +135,7 @@ impl DeviceEngine {
             device: Device::cuda_with(cuda),
             most_pairs: u128::MAX,
             hides_values: false,
+            eight_only: false,
             turn: Some(turn.clone()),
         };
         let own = cuda.hardware().target;
@@ -155,15 +159,19 @@ impl DeviceEngine {
         let most_pairs = match kernel {
             Kernel::Scalar => MOST_SCALAR_PAIRS,
             Kernel::Sm90Fwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish => MOST_HOPPER_PAIRS,
-            Kernel::Sm80Mma | Kernel::Sm80Fwd | Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd => {
-                MOST_PAIRS
-            }
+            Kernel::Sm80Mma
+            | Kernel::Sm80Fwd
+            | Kernel::Combine
+            | Kernel::BwdRows
+            | Kernel::Sm80Bwd
+            | Kernel::Quantize => MOST_PAIRS,
         };
         Self {
             name: DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))).to_string(),
             device: Device::sim(gpu),
             most_pairs,
             hides_values: hides_values(kernel),
+            eight_only: false,
             turn: None,
         }
     }
@@ -177,7 +185,18 @@ impl DeviceEngine {
             device,
             most_pairs: MOST_HOPPER_PAIRS,
             hides_values: false,
+            eight_only: false,
             turn: None,
+        }
+    }
+
+    /// The simulated Ada GPU with the planner's own choice for floats of 8 bits, which Ampere has not.
+    pub fn sim_ada() -> Self {
+        Self {
+            name: DeviceName::Sim(Some(Simulated::Ada)).to_string(),
+            device: Device::sim(SimGpu::new(Target::Sm89)),
+            eight_only: true,
+            ..Self::sim(Kernel::Sm80Fwd, AsyncMode::Late)
         }
     }
 
@@ -186,12 +205,19 @@ impl DeviceEngine {
         let late = every_kernel().map(|kernel| Self::sim(kernel, AsyncMode::Late));
         let asynchronous = [Kernel::Sm80Fwd, Kernel::Sm90Fwd].into_iter().chain(Kernel::BACKWARD);
         let early = asynchronous.map(|kernel| Self::sim(kernel, AsyncMode::Early));
-        late.chain(early).chain([Self::sim_hopper()]).collect()
+        late.chain(early).chain([Self::sim_hopper(), Self::sim_ada()]).collect()
     }
 
     /// Any device under a name, for problems of any size.
     pub fn of(name: &str, device: Device) -> Self {
-        Self { name: name.into(), device, most_pairs: u128::MAX, hides_values: false, turn: None }
+        Self {
+            name: name.into(),
+            device,
+            most_pairs: u128::MAX,
+            hides_values: false,
+            eight_only: false,
+            turn: None,
+        }
     }
 
     /// The device.
@@ -206,6 +232,9 @@ impl Engine for DeviceEngine {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), String> {
+        if self.eight_only && !problem.dtype.is_f8() {
+            return Err("others than f8 are computed as on Ampere".into());
+        }
         let heads = (problem.batch * problem.heads_q) as u128;
         let pairs = problem.mask.pairs(problem.len_q, problem.len_k) * heads;
         // A block has a fixed cost, however little work it has.
@@ -290,6 +319,7 @@ pub fn select(wish: DeviceName) -> Result<Vec<Box<dyn Engine>>, String> {
         }
         DeviceName::Sim(None) => boxed(DeviceEngine::sims()),
         DeviceName::Sim(Some(Simulated::Hopper)) => boxed([DeviceEngine::sim_hopper()]),
+        DeviceName::Sim(Some(Simulated::Ada)) => boxed([DeviceEngine::sim_ada()]),
         DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))) => boxed([DeviceEngine::sim(kernel, mode)]),
     })
 }
@@ -353,6 +383,7 @@ pub fn device(wish: DeviceName) -> Result<Device, String> {
         }
         DeviceName::Sim(None) => Device::sim(SimGpu::new(Target::Sm80)),
         DeviceName::Sim(Some(Simulated::Hopper)) => Device::sim(SimGpu::new(Target::Sm90a)),
+        DeviceName::Sim(Some(Simulated::Ada)) => Device::sim(SimGpu::new(Target::Sm89)),
         DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))) => {
             let config = Config { async_mode: mode, ..Config::default() };
             Device::sim(SimGpu::new(simulated_target(kernel)).with_kernel(kernel).with_config(config))

@@ -3,7 +3,8 @@
 use std::marker::PhantomData;
 
 use crate::{
-    DType, Descales, Device, Error, Mask, Name, Pass, Problem, Result, Tensor, TensorBuf, TensorMut,
+    DType, Descales, Device, Error, Mask, Name, Pass, Problem, Quantiser, Result, Tensor, TensorBuf,
+    TensorMut,
     contract::{self, Call},
     problem::default_scale,
     signature::{PerTensor, Role},
@@ -29,6 +30,7 @@ pub struct Attention<'a> {
     softcap: Option<f32>,
     key_lengths: Option<KeyLengths<'a>>,
     descales: Descales<'a>,
+    quantise: Option<Quantiser>,
     out: Option<DType>,
     lse: bool,
 }
@@ -171,6 +173,12 @@ impl<'a> Attention<'a> {
         Self { descales, ..self }
     }
 
+    /// With q, k and v of 16 or 32 bits that become f8 before they are computed with: see [`Quantiser`]. The output is f16
+    /// where q is, and else bf16, unless another of the two is asked for.
+    pub fn fp8(self, quantiser: Quantiser) -> Self {
+        Self { quantise: Some(quantiser), ..self }
+    }
+
     /// With an output of this type: bf16 (the default) or f16 where q, k and v are f8, and their own type elsewhere.
     pub fn output(self, out: DType) -> Self {
         Self { out: Some(out), ..self }
@@ -222,6 +230,7 @@ impl<'a> Attention<'a> {
             .with_softcap(self.softcap.unwrap_or(0.0));
         problem.key_lengths = self.key_lengths.is_some();
         problem.descales = self.descales.given();
+        problem.quantise = self.quantise;
         problem = self.out.map_or(problem, |out| problem.with_out(out));
         problem.pass = pass;
         problem.lse = match pass {
@@ -283,7 +292,7 @@ impl<'a> Attention<'a> {
         lse: Option<&mut TensorMut<'_>>,
     ) -> Result<()> {
         // Where it can be of several types, the output that is given decides.
-        let by_output = q.dtype().is_f8() && self.out.is_none();
+        let by_output = (q.dtype().is_f8() || self.quantise.is_some()) && self.out.is_none();
         let asked = if by_output { self.output(o.dtype()) } else { *self };
         let mut problem = asked.problem(q, k, v)?;
         problem.lse = lse.is_some();

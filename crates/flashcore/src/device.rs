@@ -108,26 +108,20 @@ impl Device {
         }
     }
 
-    // The CPU takes every call that was checked; a GPU can fail.
-    #[cfg_attr(not(feature = "cuda"), allow(clippy::unnecessary_wraps))]
     pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
         match &self.kind {
             Kind::Cpu(engine) => engine.run(call),
             #[cfg(feature = "cuda")]
-            Kind::Cuda(cuda) => return cuda.run(call),
+            Kind::Cuda(cuda) => cuda.run(call),
             #[cfg(feature = "sim")]
-            Kind::Sim(gpu) => return gpu.run(call),
+            Kind::Sim(gpu) => gpu.run(call),
             #[cfg(feature = "cuda")]
             Kind::Best(cuda, engine) => {
                 let on_cpu = call.place() == Place::Host
                     && !cuda.plan(&call.problem).is_ok_and(|plan| plan.kernel() != Kernel::Scalar);
-                if !on_cpu {
-                    return cuda.run(call);
-                }
-                engine.run(call);
+                if on_cpu { engine.run(call) } else { cuda.run(call) }
             }
         }
-        Ok(())
     }
 }
 

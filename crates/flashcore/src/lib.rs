@@ -11,7 +11,7 @@
 //! ```
 //!
 //! [`Attention::backward`] gives the gradients of q, k and v. q, k and v may be 8-bit floats ([`DType::F8E4M3`]) with
-//! [`Descales`]; [`Attention::fp8`] makes them of wider ones.
+//! [`Descales`]; [`Attention::fp8`] makes them of wider ones, on the CPU and on the GPU.
 //!
 //! [`Attention`] holds the options, [`Tensor`] and [`TensorMut`] are views of memory in any order of batch, heads
 //! and length, [`Problem`] is what they pose together, and [`Device`] is where it runs. Everything that a call

@@ -153,9 +153,10 @@ impl Plan {
     /// The plan for a problem on some hardware, by a given table of what searches found.
     #[doc(hidden)]
     pub fn choose_by(problem: &Problem, hardware: &Hardware, tuned: &Table) -> Result<Self> {
-        let folded = &fold(problem);
+        let attended = attended(problem, hardware)?;
+        let folded = &fold(&attended);
         let spec = spec(folded, hardware)?;
-        if let Some((entry, origin)) = tuned.find(problem, &spec, hardware) {
+        if let Some((entry, origin)) = tuned.find(&attended, &spec, hardware) {
             let gain = 100.0 * (entry.speed_up - 1.0);
             let reason = format!(
                 "{origin}: {gain:.1} % faster than the planner's choice, measured on {}",
@@ -170,7 +171,7 @@ impl Plan {
 
     /// The plan with a schedule of the caller's.
     pub fn with_schedule(problem: &Problem, hardware: &Hardware, schedule: Schedule) -> Result<Self> {
-        let spec = spec(&fold(problem), hardware)?;
+        let spec = spec(&fold(&attended(problem, hardware)?), hardware)?;
         let refuse = |error: &ScheduleError| unsupported(&hardware.name, error);
         schedule.check(&spec, hardware.target).map_err(|error| refuse(&error))?;
         if !choose::computes(schedule.kernel(), problem.pass) {
@@ -181,7 +182,7 @@ impl Plan {
 
     /// The plan with the default schedule of a kernel.
     pub fn with_kernel(problem: &Problem, hardware: &Hardware, kernel: Kernel) -> Result<Self> {
-        let spec = spec(&fold(problem), hardware)?;
+        let spec = spec(&fold(&attended(problem, hardware)?), hardware)?;
         let refuse = |error: &ScheduleError| unsupported(&hardware.name, error);
         if !choose::computes(kernel, problem.pass) {
             return Err(refuse(&choose::computes_nothing(kernel, problem.pass)));
@@ -198,9 +199,15 @@ impl Plan {
         hardware: &Hardware,
         reason: String,
     ) -> Result<Self> {
-        let folded = fold(problem);
-        let workspace = Workspace::of(&folded, &schedule);
+        let attended = attended(problem, hardware)?;
+        let folded = fold(&attended);
+        let mut workspace = Workspace::of(&folded, &schedule);
         let mut launches = Vec::new();
+        if attended.dtype != problem.dtype {
+            let refuse = |error: ScheduleError| unsupported(&hardware.name, &error);
+            launches = choose::quantising(problem, &folded, hardware).map_err(refuse)?;
+            workspace.quantise(&folded, &launches);
+        }
         let mut launch = |spec: Spec, schedule: Schedule| {
             let launch = Launch::new(&folded, spec, schedule, hardware)?;
             launches.push(launch);
@@ -280,6 +287,38 @@ impl Plan {
     }
 }
 
+/// The type as the kernels name it.
+fn element(dtype: DType) -> ElementType {
+    match dtype {
+        DType::F16 => ElementType::F16,
+        DType::BF16 => ElementType::Bf16,
+        DType::F32 => ElementType::F32,
+        DType::F8E4M3 => ElementType::E4m3,
+    }
+}
+
+/// What the kernels for attention are given of a problem: f8, where its tensors become f8 first.
+fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
+    let Some(quantiser) = problem.quantise else { return Ok(*problem) };
+    let refuse = |what: &str, possible: &str| {
+        let (device, what, possible) = (hardware.name.clone(), what.into(), possible.into());
+        Err(Error::Unsupported { device, what, possible, source: None })
+    };
+    if problem.dtype == DType::F32 {
+        return refuse("quantising f32", "f16 and bf16; or a copy on the host and Device::cpu()");
+    }
+    if quantiser.smooths() && problem.lse {
+        let possible = "lse of keys that are not smoothed, or the output alone; Device::cpu() gives both";
+        return refuse("lse of smoothed keys, which lacks what the mean adds to it", possible);
+    }
+    // Without keys there is nothing to quantise, and nobody writes descales.
+    match (problem.len_k, problem.out) {
+        (0, None) => Ok(Problem { quantise: None, ..*problem }),
+        (0, Some(_)) => refuse("quantising without keys to an output of another type", "the type of q"),
+        _ => Ok(problem.quantised()),
+    }
+}
+
 /// What a kernel for this problem is compiled for.
 fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
     let refuse = |what: String, possible: &str| {
@@ -293,12 +332,6 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
                         call Device::cpu()";
         return refuse(format!("the backward pass of {what}"), possible);
     }
-    let element = |dtype: DType| match dtype {
-        DType::F16 => ElementType::F16,
-        DType::BF16 => ElementType::Bf16,
-        DType::F32 => ElementType::F32,
-        DType::F8E4M3 => ElementType::E4m3,
-    };
     let dtype = element(problem.dtype);
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
         if len > MAX_KERNEL_LEN {
@@ -334,7 +367,7 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
 fn unsupported(device: &str, error: &ScheduleError) -> Error {
     let possible = match error {
         ScheduleError::Fp8 { .. } => {
-            "f16 or bf16 there, f8 on Hopper, or a copy on the host and Device::cpu()"
+            "f16 or bf16 there, f8 on Ada and Hopper, or a copy on the host and Device::cpu()"
         }
         _ => "another kernel or schedule, or the planner's own choice",
     };

@@ -1,6 +1,6 @@
 //! Problem: what is asked of attention, as a pure value.
 
-use crate::{DType, Error, Mask, Name, Result};
+use crate::{DType, Error, Mask, Name, Quantiser, Result};
 
 /// The largest head dim of the contract; a device may take less.
 pub const MAX_HEAD_DIM: usize = 1024;
@@ -91,10 +91,13 @@ pub struct Problem {
     pub head_dim_v: usize,
     /// The type of q, k and v, and of their gradients.
     pub dtype: DType,
-    /// The type of o where it is not the usual one, which is `dtype`, or bf16 where that is f8. See [`Problem::out`].
+    /// The type of o where it is not the usual one, which is `dtype`, or bf16 where that is f8, or f32 and quantised. See
+    /// [`Problem::out`].
     pub out: Option<DType>,
     /// Whether the stored q, k and v have descales, which a call gives by batch entry and kv head. Those of f8 can.
     pub descales: [bool; 3],
+    /// How q, k and v become f8 before they are computed with, if they do.
+    pub quantise: Option<Quantiser>,
     /// Which keys a query may attend to.
     pub mask: Mask,
     /// Whether each batch entry has a key length of its own, given with the call.
@@ -123,6 +126,7 @@ impl Problem {
             dtype,
             out: None,
             descales: [false; 3],
+            quantise: None,
             mask: Mask::None,
             key_lengths: false,
             scale: default_scale(head_dim),
@@ -143,7 +147,7 @@ impl Problem {
 
     /// With an output of this type.
     pub fn with_out(self, out: DType) -> Self {
-        Self { out: (out != usual_out(self.dtype)).then_some(out), ..self }
+        Self { out: (out != self.usual_out()).then_some(out), ..self }
     }
 
     /// With descales for q, k and v.
@@ -153,7 +157,24 @@ impl Problem {
 
     /// The type of o, and of its gradient.
     pub fn out(&self) -> DType {
-        self.out.unwrap_or(usual_out(self.dtype))
+        self.out.unwrap_or(self.usual_out())
+    }
+
+    /// The type of o, unless another is asked for.
+    fn usual_out(&self) -> DType {
+        let narrow = self.dtype.is_f8() || (self.quantise.is_some() && self.dtype == DType::F32);
+        if narrow { DType::BF16 } else { self.dtype }
+    }
+
+    /// With q, k and v that become f8 before they are computed with.
+    pub fn with_quantised(self, quantiser: Quantiser) -> Self {
+        Self { quantise: Some(quantiser), ..self }
+    }
+
+    /// What is left to compute once q, k and v are f8; the problem itself where they do not become so.
+    pub fn quantised(&self) -> Self {
+        let eight = Self { dtype: DType::F8E4M3, out: None, quantise: None, ..*self };
+        self.quantise.map_or(*self, |_| eight.with_descales().with_out(self.out()))
     }
 
     /// With a mask.
@@ -249,9 +270,19 @@ impl Problem {
         if !self.dtype.is_f8() && self.descales != [false; 3] {
             return refuse("descales", "multiply the scale, or the output, by them instead");
         }
+        if let Some(quantiser) = self.quantise {
+            if self.dtype.is_f8() {
+                return refuse("quantising", "they are f8 already: give their descales instead");
+            }
+            if self.pass == Pass::Backward {
+                return refuse("a backward pass of quantised tensors", "gradients of them as they are");
+            }
+            quantiser.check(self)?;
+        }
+        let eight = self.dtype.is_f8() || self.quantise.is_some();
         match self.out() {
-            DType::F16 | DType::BF16 if self.dtype.is_f8() => Ok(()),
-            _ if self.dtype.is_f8() => refuse("an output of another type", "o is bf16 or f16"),
+            DType::F16 | DType::BF16 if eight => Ok(()),
+            _ if eight => refuse("an output of another type", "o is bf16 or f16"),
             out if out != self.dtype => refuse("an output of another type", "o has the type of q, k and v"),
             _ => Ok(()),
         }
@@ -287,11 +318,6 @@ impl Problem {
     }
 }
 
-/// The type of o, unless another is asked for.
-const fn usual_out(dtype: DType) -> DType {
-    if dtype.is_f8() { DType::BF16 } else { dtype }
-}
-
 /// 1/√head_dim.
 pub fn default_scale(head_dim: usize) -> f32 {
     (1.0 / (head_dim.max(1) as f64).sqrt()) as f32
@@ -302,11 +328,11 @@ impl Problem {
     #[rustfmt::skip]
     fn identity(&self) -> impl Eq + std::hash::Hash + use<> {
         let Self {
-            pass, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, out, descales, mask, key_lengths,
-            scale, softcap, lse,
+            pass, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, out, descales, quantise, mask,
+            key_lengths, scale, softcap, lse,
         } = *self;
         let sizes = [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v];
-        (pass, sizes, (dtype, out, descales), mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
+        (pass, sizes, (dtype, out, descales, quantise), mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
     }
 }
 
@@ -340,6 +366,9 @@ impl std::fmt::Display for Problem {
                 let named = self.descales.into_iter().zip(['q', 'k', 'v']).filter(|(there, _)| *there);
                 write!(f, "={}", named.map(|(_, name)| name).collect::<String>())?;
             }
+        }
+        if let Some(quantiser) = self.quantise {
+            write!(f, " {quantiser}")?;
         }
         if self.mask != Mask::None {
             write!(f, " {}", self.mask)?;
@@ -387,6 +416,8 @@ impl std::str::FromStr for Problem {
                 problem.mask = mask;
             } else if let Ok(pass) = word.parse::<Pass>() {
                 problem.pass = pass;
+            } else if let Ok(quantiser) = word.parse::<Quantiser>() {
+                problem.quantise = Some(quantiser);
             } else {
                 match word.split_once('=') {
                     Some(("softcap", value)) => problem.softcap = Some(number(value)?),

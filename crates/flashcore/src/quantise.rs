@@ -6,8 +6,8 @@
 use rayon::prelude::*;
 
 use crate::{
-    Attention, DType, Descales, Device, Error, F8E4M3, Layout, Name, Output, Place, Result, Tensor,
-    TensorBuf, tensor::Raw,
+    DType, Descales, Error, F8E4M3, Layout, Name, Place, Problem, Result, Tensor, TensorBuf, TensorMut,
+    contract::Call, tensor::Raw,
 };
 
 /// The largest number of f8.
@@ -28,16 +28,19 @@ const LARGEST: f32 = 448.0;
 ///
 /// let data: Vec<f32> = (0..2 * 128 * 64).map(|i| (i as f32 * 0.7).sin()).collect();
 /// let q = Tensor::new(&data, &[1, 2, 128, 64])?;
-/// let quantiser = Quantiser::new().smoothed().rotated(1);
-/// let (out, chosen) = Attention::new().causal().fp8(&Device::cpu(), &quantiser, &q, &q, &q)?;
+/// let attention = Attention::new().causal().fp8(Quantiser::new().smoothed().rotated(1));
+/// let out = attention.run(&Device::cpu(), &q, &q, &q)?;
 /// assert_eq!(out.o.shape(), [1, 2, 128, 64]);
-/// println!("{chosen}");
+/// let problem = attention.problem(&q, &q, &q)?;
+/// assert_eq!(problem.to_string(), "1x2x128x64 f32 quantise=smooth,rotate:1 causal");
 /// # Ok::<(), flashcore::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+///
+/// On a GPU the launches of the plan do it, with q, k and v of 16 bits where they lie and everything else in the workspace.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Quantiser {
     smooth: bool,
-    rotate: Option<u64>,
+    rotate: Option<u32>,
 }
 
 /// What a [`Quantiser`] made of q, k and v.
@@ -68,8 +71,39 @@ impl Quantiser {
     }
 
     /// With q and k rotated, by signs from a seed. The head dim must be a power of two.
-    pub fn rotated(self, seed: u64) -> Self {
+    pub fn rotated(self, seed: u32) -> Self {
         Self { rotate: Some(seed), ..self }
+    }
+
+    /// Whether the mean of a head's keys is subtracted from them.
+    pub fn smooths(&self) -> bool {
+        self.smooth
+    }
+
+    /// The seed of the signs, where q and k are rotated.
+    pub fn rotates(&self) -> Option<u32> {
+        self.rotate
+    }
+
+    /// Whether a problem's q, k and v can be quantised in this way.
+    pub(crate) fn check(&self, problem: &Problem) -> Result<()> {
+        if self.smooth && problem.softcap.is_some() {
+            let possible = "a softcap changes with the mean: do not smooth them";
+            return Err(Error::EightBit {
+                what: "smoothed keys under a softcap",
+                dtype: problem.dtype,
+                possible,
+            });
+        }
+        self.check_head_dim(problem.head_dim)
+    }
+
+    fn check_head_dim(&self, given: usize) -> Result<()> {
+        if self.rotate.is_some() && !given.is_power_of_two() {
+            let possible = "a power of two, to be rotated";
+            return Err(Error::HeadDim { tensor: Name::Q, given, possible });
+        }
+        Ok(())
     }
 
     /// Quantises tensors that lie on the host. Rows of k and v from a batch entry's key length on are not read, and become
@@ -86,10 +120,7 @@ impl Quantiser {
             }
         }
         let head_dim = q.shape()[3];
-        if self.rotate.is_some() && !head_dim.is_power_of_two() {
-            let possible = "a power of two, to be rotated";
-            return Err(Error::HeadDim { tensor: Name::Q, given: head_dim, possible });
-        }
+        self.check_head_dim(head_dim)?;
         let signs = self.rotate.map(|seed| signs(seed, head_dim));
         let [batch, heads_kv, len_k, _] = k.shape();
         let keys = |b: usize| key_lengths.map_or(len_k, |lengths| lengths[b] as usize);
@@ -112,54 +143,74 @@ impl Quantiser {
     }
 }
 
-impl Attention<'_> {
-    /// Quantises q, k and v of 16 or 32 bits to f8 and runs on them; returns the result and what was made of the inputs. The
-    /// output is f16 where q is, and else bf16. The device may be any that takes f8; the quantiser runs on the host.
-    pub fn fp8(
-        &self,
-        device: &Device,
-        quantiser: &Quantiser,
-        q: &Tensor<'_>,
-        k: &Tensor<'_>,
-        v: &Tensor<'_>,
-    ) -> Result<(Output, Quantised)> {
-        let problem = self.problem(q, k, v)?;
-        let refuse = |what, possible| Err(Error::EightBit { what, dtype: q.dtype(), possible });
-        if problem.dtype.is_f8() {
-            return refuse("quantising", "they are f8 already: give their descales to run()");
-        }
-        if quantiser.smooth && problem.softcap.is_some() {
-            return refuse(
-                "smoothed keys under a softcap",
-                "a softcap changes with the mean: do not smooth them",
-            );
-        }
-        let made = quantiser.quantise([q, k, v], self.host_key_lengths())?;
-        let out = if q.dtype() == DType::F16 { DType::F16 } else { DType::BF16 };
+impl Quantiser {
+    /// Computes a call on host tensors with an engine that takes f8.
+    pub(crate) fn run(&self, call: &Call<'_>, engine: impl FnOnce(&Call<'_>)) -> Result<()> {
+        let inputs = [call.q(), call.k(), call.v()].map(|raw| Tensor::of(*raw));
+        let made = self.quantise(inputs.each_ref(), call.key_lengths)?;
+        let stored = [&made.q, &made.k, &made.v].map(TensorBuf::view);
         let descales = made.descales.each_ref().map(TensorBuf::view);
-        let attention = self.descales(Descales::of(descales.each_ref())).output(out).scale(problem.scale);
-        let mut done = attention.run(device, &made.q.view(), &made.k.view(), &made.v.view())?;
-        if let (Some(lse), Some(mean)) = (&mut done.lse, &made.k_mean) {
-            give_back(lse, q, mean, problem.scale);
+        let mut tensors = call.tensors;
+        for (name, stored) in [Name::Q, Name::K, Name::V].into_iter().zip(&stored) {
+            tensors.set(name, stored.raw);
         }
-        Ok((done, made))
+        Descales::of(descales.each_ref()).into_tensors(&mut tensors);
+        engine(&Call { problem: call.problem.quantised(), tensors, ..*call });
+        if let (Some(lse), Some(mean)) = (call.lse(), &made.k_mean) {
+            give_back(lse, &inputs[0], mean, call.problem.scale);
+        }
+        Ok(())
+    }
+}
+
+/// As `quantise`, or `quantise=smooth,rotate:7`.
+impl std::fmt::Display for Quantiser {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let smooth = self.smooth.then(|| "smooth".to_string());
+        let ways: Vec<String> =
+            smooth.into_iter().chain(self.rotate.map(|seed| format!("rotate:{seed}"))).collect();
+        f.write_str("quantise")?;
+        if ways.is_empty() { Ok(()) } else { write!(f, "={}", ways.join(",")) }
+    }
+}
+
+impl std::str::FromStr for Quantiser {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let refuse = || {
+            let why = "write it as quantise, quantise=smooth, quantise=rotate:7 or quantise=smooth,rotate:7";
+            Error::Text { what: "quantiser", given: text.into(), why: why.into() }
+        };
+        let ways = text.strip_prefix("quantise").ok_or_else(refuse)?;
+        let ways = if ways.is_empty() { None } else { Some(ways.strip_prefix('=').ok_or_else(refuse)?) };
+        let mut quantiser = Self::new();
+        for way in ways.into_iter().flat_map(|ways| ways.split(',')) {
+            quantiser = match way.split_once(':') {
+                None if way == "smooth" => quantiser.smoothed(),
+                Some(("rotate", seed)) => quantiser.rotated(seed.parse().map_err(|_| refuse())?),
+                _ => return Err(refuse()),
+            };
+        }
+        Ok(quantiser)
     }
 }
 
 /// Adds to lse what the subtraction of the keys' mean took from all scores of a query. A query without keys keeps −∞.
-fn give_back(lse: &mut TensorBuf, q: &Tensor<'_>, mean: &TensorBuf, scale: f32) {
-    let [_, heads, len, head_dim] = q.shape();
+fn give_back(lse: &Raw, q: &Tensor<'_>, mean: &TensorBuf, scale: f32) {
+    let [batch, heads, len, head_dim] = q.shape();
     let (means, heads_kv) = (mean.to_f32(), mean.shape()[1]);
     let group = heads / heads_kv.max(1);
     let mut query = vec![0.0; head_dim];
-    let before = lse.to_f32();
-    let mut to = lse.view_mut();
-    for (i, before) in before.into_iter().enumerate() {
+    let mut to = TensorMut::of(*lse);
+    for i in 0..batch * heads * len {
         let (b, h, s) = (i / (heads * len), i / len % heads, i % len);
+        let mut before = [0.0];
+        lse.read_row(b, h, s, &mut before);
         q.read_row(b, h, s, &mut query);
         let mean = &means[(b * heads_kv + h / group) * head_dim..][..head_dim];
         let dot: f64 = query.iter().zip(mean).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
-        to.write_row(b, h, s, &[(f64::from(before) + f64::from(scale) * dot) as f32]);
+        to.write_row(b, h, s, &[(f64::from(before[0]) + f64::from(scale) * dot) as f32]);
     }
 }
 
@@ -223,17 +274,17 @@ fn stored(
     Ok((tensor, TensorBuf::from_f32(&descales, [batch, groups, 1, 1], DType::F32)?))
 }
 
-/// Signs that a seed decides.
-fn signs(seed: u64, len: usize) -> Vec<f32> {
-    let mut state = seed;
-    let mut next = || {
-        // SplitMix64.
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ x >> 31
+/// Signs that a seed decides: those of the kernels.
+fn signs(seed: u32, len: usize) -> Vec<f32> {
+    let sign = |channel: u32| {
+        // The finaliser of MurmurHash3: every bit depends on all bits of the input.
+        let mut word = seed.wrapping_mul(0x9e37_79b9).wrapping_add(channel);
+        for (shift, factor) in [(16, 0x85eb_ca6b), (13, 0xc2b2_ae35)] {
+            word = (word ^ (word >> shift)).wrapping_mul(factor);
+        }
+        if (word ^ (word >> 16)) & 1 == 0 { 1.0 } else { -1.0 }
     };
-    (0..len).map(|_| if next() & 1 == 0 { 1.0 } else { -1.0 }).collect()
+    (0..len as u32).map(sign).collect()
 }
 
 /// Multiplies a row by signs and a Hadamard matrix of its length, a power of two, scaled such that its length stays. Nothing
@@ -271,7 +322,7 @@ impl std::fmt::Display for Quantised {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Problem, oracle};
+    use crate::{Attention, Device, oracle};
 
     /// Normal numbers, some of which are ten times as large.
     struct Draw(u64);
@@ -304,7 +355,7 @@ mod tests {
         let views = inputs.map(TensorBuf::view);
         let [q, k, v] = views.each_ref();
         let attention = Attention::new().with_lse();
-        let (out, _) = attention.fp8(&Device::cpu(), &quantiser, q, k, v).unwrap();
+        let out = attention.fp8(quantiser).run(&Device::cpu(), q, k, v).unwrap();
         let problem = attention.problem(q, k, v).unwrap();
         let truth = oracle::attention(&problem, q, k, v, None);
         let squares =
@@ -352,6 +403,16 @@ mod tests {
         assert!((dot(&rows) - before).abs() < 1e-4);
     }
 
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn host_and_kernels_have_the_same_signs() {
+        for (seed, len) in [(0, 16), (1, 64), (u32::MAX, 256)] {
+            let kernels = flashcore_kernels::quantize::signs(seed, len);
+            let theirs: Vec<f32> = kernels.into_iter().map(|turns| if turns { -1.0 } else { 1.0 }).collect();
+            assert_eq!(signs(seed, len as usize), theirs);
+        }
+    }
+
     #[test]
     fn each_head_uses_the_whole_range_and_rows_without_a_key_are_not_read() {
         let mut values = vec![1.0_f32; 2 * 2 * 3 * 16];
@@ -380,7 +441,7 @@ mod tests {
         let x = TensorBuf::from_f32(&[0.5; 24], [1, 1, 1, 24], DType::BF16).unwrap();
         let x = x.view();
         let run = |attention: Attention<'_>, quantiser: Quantiser| {
-            attention.fp8(&Device::cpu(), &quantiser, &x, &x, &x).map(|_| ())
+            attention.fp8(quantiser).run(&Device::cpu(), &x, &x, &x).map(|_| ())
         };
         assert_eq!(run(Attention::new(), Quantiser::new().smoothed()), Ok(()));
         let rotated = run(Attention::new(), Quantiser::new().rotated(1));
@@ -390,7 +451,8 @@ mod tests {
         let problem = Problem::new(1, 1, 1, 24, DType::F8E4M3);
         let stored = TensorBuf::zeros(problem.dtype, Layout::bhsd([1, 1, 1, 24])).unwrap();
         let stored = stored.view();
-        let twice = Attention::new().fp8(&Device::cpu(), &Quantiser::new(), &stored, &stored, &stored);
+        let again = Attention::new().fp8(Quantiser::new());
+        let twice = again.run(&Device::cpu(), &stored, &stored, &stored);
         assert!(matches!(twice, Err(Error::EightBit { what: "quantising", .. })), "{twice:?}");
     }
 }

@@ -181,7 +181,7 @@ impl SimGpu {
             };
             let (bytes, _) = params.launch(index);
             // What runs before the first launch is not known; the others run beside the one before them, if they may.
-            let beside = index > 0 && launch.schedule.is_programmatic();
+            let beside = index > 0 && plan.target == Target::Sm90a && launch.schedule.is_programmatic();
             let launching = if beside { Launching::Programmatic } else { Launching::StreamOrder };
             let report = memory.sim.launch_as(module, &module.kernels[0].name, dims, bytes, launching);
             let report = report.map_err(|error| Error::Device {

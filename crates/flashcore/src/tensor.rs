@@ -344,6 +344,11 @@ pub struct TensorMut<'a> {
 }
 
 impl<'a> TensorMut<'a> {
+    /// The tensor of a call.
+    pub(crate) fn of(raw: Raw) -> Self {
+        Self { raw, lifetime: PhantomData }
+    }
+
     /// Contiguous in the order (batch, heads, length, head_dim).
     pub fn new<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<Self> {
         Self::strided(data, Layout::bhsd(four(shape)?))

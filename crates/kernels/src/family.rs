@@ -253,6 +253,17 @@ impl Knob for bool {
     }
 }
 
+/// A knob that may be absent has a default of `None`, and is not printed then.
+impl Knob for Option<u32> {
+    fn text(self) -> String {
+        self.map_or_else(String::new, u32::text)
+    }
+
+    fn read(text: &str) -> Result<Self, &'static str> {
+        u32::read(text).map(Some)
+    }
+}
+
 /// Declares the schedule of a family: a struct whose fields are the knobs, printed and read as `knob=value,knob=value`.
 /// A knob with a default may be left out, and is printed only where its value differs.
 macro_rules! schedule {

@@ -8,7 +8,7 @@ use crate::{
     bind::{Args, BindError, Map, Packed},
     family::{Family, Geometry, Knobs, ScheduleError, check_tensor_cores, check_types},
     ladder::{mma, scalar},
-    sm80, sm90,
+    quantize, sm80, sm90,
     spec::Spec,
 };
 
@@ -81,6 +81,8 @@ families! {
     Sm90Bwd(sm90::bwd::Schedule) = "sm90_bwd",
     /// Scales and rounds what [`Kernel::Sm90Bwd`] leaves of dQ.
     Sm90BwdFinish(sm90::bwd::finish::Schedule) = "sm90_bwd_finish",
+    /// Makes 8-bit floats of 16-bit q, k and v: one of its passes.
+    Quantize(quantize::Schedule) = "quantize",
 }
 
 impl Kernel {

@@ -180,7 +180,7 @@ fn run(case: &Case, config: Config) -> Found {
     if smooth {
         assert_eq!(sim.unwritten(mean), [], "mean");
     }
-    if case.lengths.is_none() && case.gap == 0 {
+    if case.gap == 0 {
         for (tensor, &codes) in codes.iter().enumerate() {
             assert_eq!(sim.unwritten(codes).is_empty(), case.has(tensor), "codes");
         }
@@ -308,11 +308,18 @@ fn smoothed_and_rotated_keys_are_right() {
 }
 
 #[test]
-fn rows_behind_the_key_lengths_do_not_matter() {
+fn rows_behind_the_key_lengths_do_not_matter_and_become_zeros() {
     for smooth in [false, true] {
         let quantize = Quantize { smooth, key_lengths: true, rows: 64, ..bf16(64) };
-        let case = Case { batch: 4, lengths: Some(vec![0, 150, 31, 64]), ..Case::new(quantize, 150) };
+        let lengths = vec![0, 150, 31, 64];
+        let case = Case { batch: 4, lengths: Some(lengths.clone()), ..Case::new(quantize, 150) };
         check(&case);
+        let found = run(&case, Config::default());
+        for (i, row) in found.codes[1..].iter().flat_map(|codes| codes.chunks(64).enumerate()) {
+            let (entry, key) = (i / (2 * 150), i % 150);
+            let zeros = row.iter().all(|&code| code == 0);
+            assert!(zeros || key < lengths[entry] as usize, "entry {entry}, key {key}");
+        }
     }
 }
 

@@ -38,10 +38,11 @@ fn check(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Outcome, Option<Strin
 fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let step = if problem.dtype.is_f8() { 16 } else { 8 };
     let odd = |head_dim: usize| !head_dim.is_multiple_of(step) || head_dim > 256;
-    let eight = problem.dtype.is_f8() && why.contains("e4m3") && !engine.contains("hopper");
+    let eight = problem.dtype.is_f8() && why.contains("e4m3") && !["sim-hopper", "sim-ada"].contains(&engine);
+    let others = engine == "sim-ada" && !problem.dtype.is_f8();
     let beyond = problem.dtype == DType::F32 || odd(problem.head_dim) || odd(problem.head_dim_v);
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
-    !engine.starts_with("cpu") && (beyond || large || eight || !computes(engine, problem.pass))
+    !engine.starts_with("cpu") && (beyond || large || eight || others || !computes(engine, problem.pass))
 }
 
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.

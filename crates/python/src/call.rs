@@ -45,9 +45,9 @@ pub fn execute(
 }
 
 /// Computes attention on any arrays into given outputs. With `descales`, those of q, k and v or None each, bytes are the codes
-/// of 8-bit floats.
+/// of 8-bit floats; with `quantise`, as problems have it in their texts, tensors become such within the call.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout, descales=None))]
+#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout, descales=None, quantise=None))]
 #[allow(clippy::needless_pass_by_value)] // Tuples come as values.
 pub fn run(
     q: &Bound<'_, PyAny>,
@@ -63,9 +63,10 @@ pub fn run(
     #[pyo3(from_py_with = options::softcap)] softcap: f64,
     layout: &str,
     descales: Option<[Option<Bound<'_, PyAny>>; 3]>,
+    quantise: Option<&str>,
 ) -> PyResult<()> {
     let py = q.py();
-    let options = Options::new(py, mask, left, right, scale, softcap, layout)?;
+    let options = Options::new(py, mask, left, right, scale, softcap, layout)?.quantised(py, quantise)?;
     let lengths = key_lengths.map(Lengths::read).transpose()?;
     let mut inputs = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
     let mut given = [const { None }; 3];
@@ -168,7 +169,7 @@ fn problem(
 
 /// The device that would run a call, or the exception that the call would raise.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, key_lengths, mask, left, right, scale, softcap, layout))]
+#[pyo3(signature = (q, k, v, key_lengths, mask, left, right, scale, softcap, layout, quantise=None))]
 pub fn check(
     q: &Bound<'_, PyAny>,
     k: &Bound<'_, PyAny>,
@@ -180,9 +181,10 @@ pub fn check(
     #[pyo3(from_py_with = options::scale)] scale: Option<f64>,
     #[pyo3(from_py_with = options::softcap)] softcap: f64,
     layout: &str,
+    quantise: Option<&str>,
 ) -> PyResult<String> {
     let py = q.py();
-    let options = Options::new(py, mask, left, right, scale, softcap, layout)?;
+    let options = Options::new(py, mask, left, right, scale, softcap, layout)?.quantised(py, quantise)?;
     let (problem, place) = problem(q, k, v, key_lengths, options)?;
     let device = py.detach(|| match place {
         Place::Host => Ok(devices::cpu().clone()),
@@ -195,7 +197,7 @@ pub fn check(
 
 /// The plan of a call as text: on the device where the tensors lie, or on a typical GPU of a target.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, key_lengths, mask, left, right, scale, softcap, layout, target))]
+#[pyo3(signature = (q, k, v, key_lengths, mask, left, right, scale, softcap, layout, target, quantise=None))]
 pub fn explain(
     q: &Bound<'_, PyAny>,
     k: &Bound<'_, PyAny>,
@@ -208,9 +210,10 @@ pub fn explain(
     #[pyo3(from_py_with = options::softcap)] softcap: f64,
     layout: &str,
     target: Option<&str>,
+    quantise: Option<&str>,
 ) -> PyResult<String> {
     let py = q.py();
-    let options = Options::new(py, mask, left, right, scale, softcap, layout)?;
+    let options = Options::new(py, mask, left, right, scale, softcap, layout)?.quantised(py, quantise)?;
     let (problem, place) = problem(q, k, v, key_lengths, options)?;
     let plan = match (target, place) {
         (Some(name), _) => {

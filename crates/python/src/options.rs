@@ -1,6 +1,6 @@
 //! The options of a call as Python gives them.
 
-use flashcore::{Attention, Mask};
+use flashcore::{Attention, Mask, Quantiser};
 use pyo3::{
     exceptions::{PyOverflowError, PyTypeError},
     prelude::*,
@@ -15,6 +15,7 @@ pub struct Options {
     mask: Mask,
     scale: Option<f32>,
     softcap: f32,
+    quantise: Option<Quantiser>,
     /// How the shapes of q, k, v and o are ordered.
     pub order: Order,
 }
@@ -43,12 +44,22 @@ impl Options {
             }
         };
         let order = Order::from_name(py, layout)?;
-        Ok(Self { mask, scale: scale.map(|scale| scale as f32), softcap: softcap as f32, order })
+        let scale = scale.map(|scale| scale as f32);
+        Ok(Self { mask, scale, softcap: softcap as f32, quantise: None, order })
+    }
+
+    /// With tensors that become 8-bit floats first, in the way that a text names.
+    pub fn quantised(self, py: Python<'_>, text: Option<&str>) -> PyResult<Self> {
+        let read = text.map(str::parse).transpose();
+        Ok(Self { quantise: read.map_err(|error| errors::raise(py, &error))?, ..self })
     }
 
     /// The call that they ask for.
     pub fn attention(self) -> Attention<'static> {
-        let attention = Attention::new().mask(self.mask).softcap(self.softcap);
+        let mut attention = Attention::new().mask(self.mask).softcap(self.softcap);
+        if let Some(quantiser) = self.quantise {
+            attention = attention.fp8(quantiser);
+        }
         match self.scale {
             Some(scale) => attention.scale(scale),
             None => attention,

@@ -89,3 +89,21 @@ def test_what_cannot_be_is_refused() -> None:
     ]:
         with pytest.raises(kind):
             flashcore_attn.attention(*problem, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_wider_tensors_become_float8_within_the_call(dtype: torch.dtype, layout: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    q = torch.randn(2, 4, 30, 32, generator=generator).to(dtype)
+    k, v = (torch.randn(2, 2, 50, 32, generator=generator).to(dtype) for _ in range(2))
+    given = (q, k, v) if layout == "bhsd" else tuple(x.transpose(1, 2) for x in (q, k, v))
+    exact = flashcore_attn.attention(*given, layout=layout).double()
+    o, lse = flashcore_attn.attention(
+        *given, layout=layout, precision="fp8", smooth=True, rotate=3, key_lengths=[50, 50], return_lse=True
+    )
+    assert o.dtype == (torch.float16 if dtype == torch.float16 else torch.bfloat16)
+    assert (o.double() - exact).abs().max() < 0.1 * exact.abs().max()
+    assert lse.shape == (2, 4, 30)
+    with pytest.raises(flashcore_attn.UnsupportedError):
+        flashcore_attn.attention(q.requires_grad_(), k, v, precision="fp8")

@@ -133,7 +133,15 @@ impl Engine {
     }
 
     /// Computes a checked call.
-    pub(crate) fn run(&self, call: &Call<'_>) {
+    pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
+        if let Some(quantiser) = call.problem.quantise {
+            return quantiser.run(call, |call| self.compute(call));
+        }
+        self.compute(call);
+        Ok(())
+    }
+
+    fn compute(&self, call: &Call<'_>) {
         let schedule = self.schedule(call.problem.head_dim, call.problem.head_dim_v);
         let helpers = match &self.helpers {
             Some(own) => helpers::Source::Own(own),

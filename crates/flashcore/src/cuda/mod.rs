@@ -390,7 +390,9 @@ impl Cuda {
         match launched {
             // Whether it comes to this follows from the addresses and strides, which are part of the call's key.
             Err(Error::Alignment { .. } | Error::Unsupported { .. })
-                if self.choice == Choice::Planner && call.problem.pass == Pass::Forward =>
+                if self.choice == Choice::Planner
+                    && call.problem.pass == Pass::Forward
+                    && !call.problem.quantised().dtype.is_f8() =>
             {
                 self.with_kernel(Kernel::Scalar).run_as(call, &key)
             }

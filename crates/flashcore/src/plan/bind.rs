@@ -1,6 +1,6 @@
 //! What a call gives for the tensors of its problem, and the parameters that the launches of a plan make of it.
 
-use flashcore_kernels::{Args, BindError, Map, Operand, Packed, TensorArg};
+use flashcore_kernels::{Args, BindError, Kernel, Map, Operand, Packed, TensorArg};
 use flashcore_ptx::{TensorMap, TraceSize};
 
 use super::{Plan, fold::fold_layout};
@@ -31,7 +31,7 @@ impl Bindings {
 }
 
 /// The tensor of a call that a kernel calls by this name.
-fn operand(name: Name) -> Operand {
+pub(super) fn operand(name: Name) -> Operand {
     match name {
         Name::Q => Operand::Q,
         Name::K => Operand::K,
@@ -67,10 +67,12 @@ impl Plan {
         encode: &mut dyn FnMut(&Map) -> Result<TensorMap>,
     ) -> Result<Packed> {
         let args = self.args(bindings);
+        let attended = self.workspace.attended(&args);
         let mut packed = Packed::default();
         for launch in &self.launches {
-            launch.schedule.check_args(&args).map_err(|error| self.refuse(error))?;
-            launch.schedule.bind(&launch.spec, &args, encode, &mut packed)?;
+            let args = if launch.kernel() == Kernel::Quantize { &args } else { &attended };
+            launch.schedule.check_args(args).map_err(|error| self.refuse(error))?;
+            launch.schedule.bind(&launch.spec, args, encode, &mut packed)?;
         }
         Ok(packed)
     }

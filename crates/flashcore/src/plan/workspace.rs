@@ -2,13 +2,16 @@
 
 use flashcore_kernels::{Args, Operand, ROW_PADDING, Schedule};
 
-use super::bind::tensor_arg;
+use super::{
+    Launch,
+    bind::{operand, tensor_arg},
+};
 use crate::{DType, Layout, Pass, Problem};
 
 /// Where tensors start in a workspace.
 const ALIGNMENT: usize = 256;
 
-/// Tensors of f32 and u32 that lie one behind the other.
+/// Tensors that lie one behind the other.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Workspace {
     tensors: Vec<Region>,
@@ -22,6 +25,21 @@ struct Region {
     operand: Operand,
     offset: usize,
     layout: Layout,
+    /// Bytes of an element.
+    size: usize,
+}
+
+/// What of a call is quantised, and what becomes of it.
+const QUANTISED: [(Operand, Operand); 3] =
+    [(Operand::Q, Operand::Q8), (Operand::K, Operand::K8), (Operand::V, Operand::V8)];
+
+/// The shapes of q, k and v, for those who ask how many blocks or how much memory they take.
+pub(super) fn shapes(folded: &Problem) -> Args {
+    let mut args = Args::default();
+    for parameter in folded.signature().inputs() {
+        args.set(operand(parameter.name), tensor_arg(0, &Layout::bhsd(parameter.shape), 1));
+    }
+    args
 }
 
 impl Workspace {
@@ -56,11 +74,48 @@ impl Workspace {
         workspace
     }
 
-    /// Adds a tensor of this shape.
+    /// With what these launches make of a problem's tensors: q, k and v in f8, their descales, the mean of the keys, and what
+    /// the launches have between themselves.
+    pub fn quantise(&mut self, folded: &Problem, launches: &[Launch]) {
+        let shapes = shapes(folded);
+        for (of, stored) in QUANTISED {
+            self.push_of(DType::F8E4M3.size(), stored, shapes.tensor(of).shape);
+        }
+        let per_head = |columns| [folded.batch, folded.heads_kv, 1, columns];
+        for operand in [Operand::QDescale, Operand::KDescale, Operand::VDescale] {
+            self.push(operand, per_head(1));
+        }
+        let space = launches.iter().map(|launch| match launch.schedule {
+            Schedule::Quantize(of) => of.space(&launch.spec, &shapes) as usize,
+            _ => 0,
+        });
+        self.push_of(1, Operand::Space, [1, 1, 1, space.max().unwrap_or(0)]);
+        if launches.iter().any(|launch| matches!(launch.schedule, Schedule::Quantize(of) if of.smooth)) {
+            self.push(Operand::KMean, per_head(folded.head_dim));
+        }
+    }
+
+    /// What attention is bound to: where q, k and v were quantised, to what they became.
+    pub fn attended(&self, args: &Args) -> Args {
+        let mut attended = *args;
+        for (of, stored) in QUANTISED {
+            if self.tensors.iter().any(|region| region.operand == stored) {
+                attended.set(of, *args.tensor(stored));
+            }
+        }
+        attended
+    }
+
+    /// Adds a tensor of this shape, of f32 or u32.
     fn push(&mut self, operand: Operand, shape: [usize; 4]) {
+        self.push_of(DType::F32.size(), operand, shape);
+    }
+
+    /// Adds a tensor of this shape, with elements of so many bytes.
+    fn push_of(&mut self, size: usize, operand: Operand, shape: [usize; 4]) {
         let layout = Layout::bhsd(shape);
-        self.tensors.push(Region { operand, offset: self.bytes, layout });
-        let bytes = layout.elements().unwrap_or(0) * DType::F32.size();
+        self.tensors.push(Region { operand, offset: self.bytes, layout, size });
+        let bytes = layout.elements().unwrap_or(0) * size;
         self.bytes += bytes.next_multiple_of(ALIGNMENT);
     }
 
@@ -74,8 +129,8 @@ impl Workspace {
 
     /// Tells a launch where its tensors are, in a workspace at this address.
     pub fn bind(&self, address: u64, args: &mut Args) {
-        for Region { operand, offset, layout } in &self.tensors {
-            args.set(*operand, tensor_arg(address + *offset as u64, layout, DType::F32.size()));
+        for Region { operand, offset, layout, size } in &self.tensors {
+            args.set(*operand, tensor_arg(address + *offset as u64, layout, *size));
         }
     }
 }

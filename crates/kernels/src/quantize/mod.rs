@@ -13,6 +13,7 @@
 //! Queries and keys can be rotated: signs that look random, then a Walsh-Hadamard transform, divided by √head_dim. It
 //! leaves dot products as they are, and spreads outliers over all channels.
 
+mod family;
 mod params;
 mod rotation;
 mod smooth;
@@ -21,7 +22,7 @@ use flashcore_ptx::{
     B32, B64, F32, GridDep, KernelBuilder, Module, ParamHandle, Pred, Reg, Shared, SharedLayout, Target,
 };
 
-pub use self::rotation::signs;
+pub use self::{family::Schedule, rotation::signs};
 use self::{
     params::{Common, OfK, OfQ, OfV, TensorParams},
     rotation::Rotation,
@@ -40,6 +41,9 @@ const MEAN_THREADS: u32 = 1024;
 const WIDTH: u32 = 8;
 /// Rows that a thread has in flight.
 const AT_ONCE: u32 = 8;
+/// Rows behind the last key of a batch entry that become zeros: no tile of keys is larger.
+const BEHIND: u32 = 256;
+
 /// What is to be quantised, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Quantize {
@@ -60,7 +64,8 @@ pub struct Quantize {
     pub smooth: bool,
     /// Whether queries and keys are rotated, and the seed of the [`signs`]. The head dim must be a power of two.
     pub rotate: Option<u32>,
-    /// Whether batch entries have key lengths of their own: rows of k and v behind them are neither read nor written.
+    /// Whether batch entries have key lengths of their own: rows of k and v behind them are not read, and become zeros as far
+    /// as a tile of keys reaches.
     pub key_lengths: bool,
     /// Whether every row of the elements starts at a multiple of 16 bytes, and every row of the codes at a multiple of 8.
     pub aligned: bool,
@@ -69,7 +74,7 @@ pub struct Quantize {
 }
 
 /// One of the launches, in their order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Pass {
     /// Finds the largest magnitudes; of smoothed keys the sums and bounds of each channel.
     Scan,
@@ -178,6 +183,11 @@ impl Quantize {
     /// The kernel of a pass, as a module with one entry.
     pub fn emit(self, pass: Pass, target: Target) -> Result<Module, ScheduleError> {
         self.check(target)?;
+        Ok(Module::new(target).with(self.kernel(pass, target).finish()?))
+    }
+
+    /// The kernel of a pass, where one can be made.
+    fn kernel(self, pass: Pass, target: Target) -> KernelBuilder {
         let memory = self.memory(pass);
         let mut k = KernelBuilder::new(pass.name(), target)
             .params::<Common>()
@@ -187,7 +197,7 @@ impl Quantize {
             .shared(memory.layout.clone())
             .threads(self.threads(pass));
         self.body(&mut k, pass, &memory);
-        Ok(Module::new(target).with(k.finish()?))
+        k
     }
 
     /// Bytes of shared memory of a block.
@@ -284,15 +294,21 @@ impl Quantize {
         let (batch, head) = (k.div_u32(all_heads, heads), k.rem_u32(all_heads, heads));
         let first = k.mul_lo_u32(chunk, self.rows);
         let mut end = rows;
+        let mut behind = None;
+        let past = k.add_u32(first, self.rows);
         if self.key_lengths && which != Which::Q {
             let lengths = k.param(Common::key_lengths);
             let own = k.mad_wide_u32(batch, 4u32, lengths);
             let length = k.ld_global::<B32>(own);
             end = k.min_u32(rows, length);
+            if pass == Pass::Cast {
+                let reach = k.add_u32(end, BEHIND);
+                let reach = k.min_u32(reach, rows);
+                behind = Some((k.max_u32(first, end), k.min_u32(reach, past)));
+            }
         }
-        let past = k.add_u32(first, self.rows);
         let end = k.min_u32(end, past);
-        let chunk = Chunk { batch, head, heads, chunk, first, end };
+        let chunk = Chunk { batch, head, heads, chunk, first, end, behind };
         match pass {
             Pass::Cast => self.cast::<P>(k, memory, which, &chunk),
             _ => self.scan::<P>(k, memory, which, &chunk),
@@ -424,19 +440,33 @@ impl Quantize {
             let pairs: [_; 4] =
                 std::array::from_fn(|i| k.cvt_rn_satfinite_e4m3x2_f32(x[2 * i + 1], x[2 * i]));
             let codes = [k.pack_b32(pairs[0], pairs[1]), k.pack_b32(pairs[2], pairs[3])];
-            let row = k.cvt_u64_u32(row);
-            let at = k.mad_lo_u64(row, to_row, out);
-            let column = k.cvt_u64_u32(reader.column);
-            let at = k.add_u64(at, column);
-            if self.aligned {
-                k.when(exists, |k| k.st_global_vec(at, codes));
-                return;
-            }
-            for byte in 0..8 {
-                let code = k.shr_u32(codes[byte / 4], (8 * (byte % 4)) as u32);
-                k.when(exists, |k| k.st_global_u8(at.at(byte as i32), code));
-            }
+            let at = code_address(k, out, to_row, row, reader.column);
+            self.store(k, at, codes, Some(exists));
         });
+        if let Some((from, to)) = chunk.behind {
+            k.section("cast: zeros behind the last key");
+            let mine = k.add_u32(from, reader.row);
+            k.for_s32(mine, to, reader.at_once as i32, |k, row, _| {
+                let at = code_address(k, out, to_row, row, reader.column);
+                let zero = k.mov_b32(0u32);
+                self.store(k, at, [zero, zero], None);
+            });
+        }
+    }
+
+    /// Stores eight codes, where there is a row for them.
+    fn store(self, k: &mut KernelBuilder, at: Reg<B64>, codes: [Reg<B32>; 2], there: Option<Reg<Pred>>) {
+        let when = |k: &mut KernelBuilder, does: &dyn Fn(&mut KernelBuilder)| match there {
+            Some(there) => k.when(there, |k| does(k)),
+            None => does(k),
+        };
+        if self.aligned {
+            return when(k, &|k| k.st_global_vec(at, codes));
+        }
+        for byte in 0..8 {
+            let code = k.shr_u32(codes[byte / 4], (8 * (byte % 4)) as u32);
+            when(k, &|k| k.st_global_u8(at.at(byte as i32), code));
+        }
     }
 
     /// Eight numbers of four words.
@@ -488,6 +518,8 @@ struct Chunk {
     first: Reg<B32>,
     /// One past the last of its rows that exists; below the first where none does.
     end: Reg<B32>,
+    /// Its rows that are to be zeros: the first, and one past the last.
+    behind: Option<(Reg<B32>, Reg<B32>)>,
 }
 
 /// What a thread reads of a chunk: eight columns of every so many rows.
@@ -572,6 +604,20 @@ impl Reader {
 fn first_thread(k: &mut KernelBuilder) -> Reg<Pred> {
     let tid = k.tid_x();
     k.setp_eq_u32(tid, 0u32)
+}
+
+/// Where the codes of a row are, from a column on.
+fn code_address(
+    k: &mut KernelBuilder,
+    out: Reg<B64>,
+    to_row: Reg<B64>,
+    row: Reg<B32>,
+    column: Reg<B32>,
+) -> Reg<B64> {
+    let row = k.cvt_u64_u32(row);
+    let at = k.mad_lo_u64(row, to_row, out);
+    let column = k.cvt_u64_u32(column);
+    k.add_u64(at, column)
 }
 
 /// An address in a tensor.

@@ -38,7 +38,9 @@ pub fn space(kernel: Kernel) -> Space {
             .flat_map(|rest| [64, 128].map(|rows| format!("sm90_bwd:block_m={rows},{rest}")))
             .collect(),
         // These compute nothing by themselves, or have no search space yet.
-        Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd | Kernel::Sm90BwdFinish => Vec::new(),
+        Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd | Kernel::Sm90BwdFinish | Kernel::Quantize => {
+            Vec::new()
+        }
     };
     Space::of(texts)
 }
@@ -197,6 +199,7 @@ impl KernelGates {
             Schedule::Scalar(_)
             | Schedule::Combine(_)
             | Schedule::BwdRows(_)
+            | Schedule::Quantize(_)
             | Schedule::Sm90BwdFinish(_) => (32, 1),
             Schedule::Sm80Bwd(it) => (it.walk, it.stages),
         };

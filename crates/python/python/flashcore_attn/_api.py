@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from . import _native
 from ._errors import ContractError, FlashCoreError
-from ._options import integers, mask_of
+from ._options import integers, mask_of, quantiser_of
 
 #: Arrays of one library: torch tensors, numpy arrays, or others that support DLPack.
 Array = TypeVar("Array")
@@ -16,6 +16,9 @@ Array = TypeVar("Array")
 Window = tuple[int | None, int | None]
 #: How the shape of arrays is ordered: (batch, heads, length, head_dim) or (batch, length, heads, head_dim).
 Layout = Literal["bhsd", "bshd"]
+
+#: What is computed with: the arrays as they are, or 8-bit floats that the call makes of them.
+Precision = Literal["fp8"]
 
 #: What stored numbers are to be multiplied by: a float32 tensor, (batch, kv heads), or one number; None is 1.
 Descale = Any | None
@@ -49,6 +52,7 @@ def attention(
     key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
     layout: Layout = ..., return_lse: Literal[False] = ..., out: Array | None = ...,
     q_descale: Descale = ..., k_descale: Descale = ..., v_descale: Descale = ...,
+    precision: Precision | None = ..., smooth: bool = ..., rotate: int | None = ...,
 ) -> Array: ...  # fmt: skip
 @overload
 def attention(
@@ -56,6 +60,7 @@ def attention(
     key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
     layout: Layout = ..., return_lse: Literal[True], out: Array | None = ...,
     q_descale: Descale = ..., k_descale: Descale = ..., v_descale: Descale = ...,
+    precision: Precision | None = ..., smooth: bool = ..., rotate: int | None = ...,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def attention(
@@ -63,6 +68,7 @@ def attention(
     key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
     layout: Layout = ..., return_lse: bool, out: Array | None = ...,
     q_descale: Descale = ..., k_descale: Descale = ..., v_descale: Descale = ...,
+    precision: Precision | None = ..., smooth: bool = ..., rotate: int | None = ...,
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 def attention(
     q: Any,
@@ -81,6 +87,9 @@ def attention(
     q_descale: Descale = None,
     k_descale: Descale = None,
     v_descale: Descale = None,
+    precision: Precision | None = None,
+    smooth: bool = False,
+    rotate: int | None = None,
 ) -> Any:
     """Exact attention, softmax(scale · q kᵀ) v, in one pass.
 
@@ -100,17 +109,33 @@ def attention(
     out: an array to write into instead of a new one (not with gradients).
     q_descale, k_descale, v_descale: for torch tensors of float8_e4m3fn, what stored numbers are to be multiplied by:
         float32, (batch, kv heads), or one number; None is 1. The result is bfloat16, or float16 where ``out`` is.
+    precision: with "fp8", q, k and v become 8-bit floats within the call, each kv head with descales of its own, and
+        the result is float16 where q or ``out`` is, and else bfloat16. On a GPU they are float16 or bfloat16.
+        ``explain`` says which kernels do it. No gradients.
+    smooth: with precision="fp8", the mean over the keys is subtracted from them first, which changes no result but for
+        rounding. Not with softcap, and on a GPU not with ``return_lse``.
+    rotate: with precision="fp8", a seed: q and k are rotated first, which spreads single large numbers. The head_dim is
+        then a power of two.
     """
     mask, left, right = mask_of(causal, top_left, window)
+    quantise = quantiser_of(precision, smooth, rotate)
     descales = (q_descale, k_descale, v_descale)
     if _torch_tensor(q) and q.dtype == sys.modules["torch"].float8_e4m3fn:
         from ._float8 import attend as attend_float8
 
+        if quantise is not None:
+            raise ContractError("q is float8_e4m3fn already. Leave out precision, smooth and rotate")
         return attend_float8(
             q, k, v, mask, left, right, key_lengths, scale, softcap, layout, return_lse, out, descales
         )  # fmt: skip
     if any(descale is not None for descale in descales):
         raise ContractError("descales are for torch tensors of float8_e4m3fn. Leave them out, and scale the result")
+    if quantise is not None and _torch_tensor(q):
+        from ._float8 import attend_quantised
+
+        return attend_quantised(
+            q, k, v, mask, left, right, key_lengths, scale, softcap, layout, return_lse, out, quantise
+        )  # fmt: skip
     if _torch_tensor(q):
         attend = _attend or _torch_attend()
         return attend(q, k, v, mask, left, right, None, key_lengths, scale, softcap, layout, return_lse, out)
@@ -119,7 +144,7 @@ def attention(
     lengths = _lengths(key_lengths)
     made, lse = _numpy.outputs(q, v, layout, out is None, return_lse)
     out = made if out is None else out
-    _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout)
+    _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout, None, quantise)
     return (out, lse) if return_lse else out
 
 
@@ -135,6 +160,9 @@ def can_use(
     scale: float | None = None,
     softcap: float = 0.0,
     layout: Layout = "bhsd",
+    precision: Precision | None = None,
+    smooth: bool = False,
+    rotate: int | None = None,
 ) -> tuple[bool, str]:
     """Whether ``attention`` supports this call: (True, the device that would run it) or (False, why not).
 
@@ -147,7 +175,8 @@ def can_use(
             from ._torch import stand_ins
 
             q, k, v = stand_ins(q, k, v, layout)
-        return True, _native.check(q, k, v, lengths, mask, left, right, scale, softcap, layout)
+        quantise = quantiser_of(precision, smooth, rotate)
+        return True, _native.check(q, k, v, lengths, mask, left, right, scale, softcap, layout, quantise)
     except (FlashCoreError, TypeError) as error:
         return False, str(error)
 
@@ -165,6 +194,9 @@ def explain(
     softcap: float = 0.0,
     layout: Layout = "bhsd",
     target: str | None = None,
+    precision: Precision | None = None,
+    smooth: bool = False,
+    rotate: int | None = None,
 ) -> str:
     """The plan of a call as text: the problem, the kernel, its schedule, why, and the launch.
 
@@ -176,7 +208,8 @@ def explain(
         from ._torch import stand_ins
 
         q, k, v = stand_ins(q, k, v, layout)
-    return _native.explain(q, k, v, _lengths(key_lengths), mask, left, right, scale, softcap, layout, target)
+    quantise = quantiser_of(precision, smooth, rotate)
+    return _native.explain(q, k, v, _lengths(key_lengths), mask, left, right, scale, softcap, layout, target, quantise)
 
 
 def info() -> dict[str, Any]:

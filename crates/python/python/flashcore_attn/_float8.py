@@ -1,4 +1,4 @@
-"""Attention on torch tensors of 8-bit floats, ``torch.float8_e4m3fn``, with descales."""
+"""Attention on torch tensors of 8-bit floats, ``torch.float8_e4m3fn``, with descales, and on wider ones."""
 
 from __future__ import annotations
 
@@ -38,6 +38,59 @@ def _descale(name: str, given: Descale, q: Tensor, batch: int, heads: int) -> Te
     return given
 
 
+def _refuse_gradient(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise UnsupportedError("a gradient of float8 is asked for, possible are gradients of wider types")
+
+
+def _outputs(
+    q: Tensor, v: Tensor, dtype: torch.dtype, layout: str, out: Tensor | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The output, made where it is not given, and memory for lse where that is wanted."""
+    if out is None:
+        first, second, third, last = q.size(0), q.size(1), q.size(2), v.size(3)
+        if q.stride(1) < q.stride(2):
+            out = q.new_empty((first, third, second, last), dtype=dtype).transpose(1, 2)
+        else:
+            out = q.new_empty((first, second, third, last), dtype=dtype)
+    length, heads = (2, 1) if layout == "bhsd" else (1, 2)
+    lse = q.new_empty((q.size(0), q.size(heads), q.size(length)), dtype=torch.float32) if return_lse else None
+    return out, lse
+
+
+def _attend_quantised(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    key_lengths: Sequence[int] | Tensor | None,
+    scale: float | None,
+    softcap: float,
+    layout: str,
+    return_lse: bool,
+    out: Tensor | None,
+    quantise: str,
+) -> Any:
+    """The output, float16 where q is and else bfloat16, or with ``return_lse`` (output, lse), of tensors that become
+    8-bit floats within the call."""
+    from ._torch import check, native_lengths
+
+    check(q, k, v, layout)
+    _arguments.together((torch.float16, torch.bfloat16, torch.float32), q=q, k=k, v=v)
+    _refuse_gradient(q, k, v)
+    lengths = None
+    if key_lengths is not None:
+        length = 2 if layout == "bhsd" else 1
+        lengths = native_lengths(_arguments.lengths("key_lengths", key_lengths, k.size(0)), k.size(length))
+    dtype = torch.float16 if q.dtype == torch.float16 else torch.bfloat16
+    out, lse = _outputs(q, v, dtype, layout, out, return_lse)
+    q, k, v = (x.detach() for x in (q, k, v))
+    _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout, None, quantise)
+    return (out, lse) if return_lse else out
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -63,8 +116,7 @@ def _attend(
             kind = str(x.dtype).removeprefix("torch.")
             raise ContractError(f"{name} is {kind}, but q is float8_e4m3fn: they share one dtype. Convert one")
     _arguments.together((DTYPE,), q=q, k=k, v=v)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise UnsupportedError("a gradient of float8 is asked for, possible are gradients of wider types")
+    _refuse_gradient(q, k, v)
     length, heads = (2, 1) if layout == "bhsd" else (1, 2)
     batch, heads_kv = k.size(0), k.size(heads)
     of_q, of_k, of_v = descales
@@ -76,13 +128,7 @@ def _attend(
     lengths = None
     if key_lengths is not None:
         lengths = native_lengths(_arguments.lengths("key_lengths", key_lengths, batch), k.size(length))
-    if out is None:
-        first, second, third, last = q.size(0), q.size(1), q.size(2), v.size(3)
-        if q.stride(1) < q.stride(2):
-            out = q.new_empty((first, third, second, last), dtype=torch.bfloat16).transpose(1, 2)
-        else:
-            out = q.new_empty((first, second, third, last), dtype=torch.bfloat16)
-    lse = q.new_empty((batch, q.size(heads), q.size(length)), dtype=torch.float32) if return_lse else None
+    out, lse = _outputs(q, v, torch.bfloat16, layout, out, return_lse)
     # The bytes: not every version of torch hands out tensors of this type.
     q, k, v = (x.detach().view(torch.uint8) for x in (q, k, v))
     _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout, numbers)
@@ -92,3 +138,5 @@ def _attend(
 _uncompiled: Any = torch.compiler.disable  # torch has no types for it.
 #: Runs as it is in code that torch compiles.
 attend: Callable[..., Any] = _uncompiled(_attend)
+#: Likewise.
+attend_quantised: Callable[..., Any] = _uncompiled(_attend_quantised)

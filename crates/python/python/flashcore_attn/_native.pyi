@@ -19,6 +19,7 @@ def run(
     softcap: float,
     layout: str,
     descales: tuple[Any | None, Any | None, Any | None] | None = None,
+    quantise: str | None = None,
 ) -> None: ...
 def run_backward(
     saved: tuple[Any, Any, Any, Any, Any],
@@ -43,6 +44,7 @@ def check(
     scale: float | None,
     softcap: float,
     layout: str,
+    quantise: str | None = None,
 ) -> str: ...
 def explain(
     q: Any,
@@ -56,6 +58,7 @@ def explain(
     softcap: float,
     layout: str,
     target: str | None,
+    quantise: str | None = None,
 ) -> str: ...
 def machine() -> dict[str, Any]: ...
 def recognise_mask(

@@ -78,3 +78,22 @@ def integers(name: str, given: Any) -> list[int]:
         if isinstance(entry, bool) or not hasattr(entry, "__index__"):
             raise TypeError(f"{name} is {found}, possible is a list of integers, one per batch entry")
     return [int(entry) for entry in found]
+
+
+def quantiser_of(precision: object, smooth: object, rotate: object) -> str | None:
+    """How arrays become 8-bit floats, as the engine reads it; None where they do not."""
+    if precision not in (None, "fp8"):
+        raise ContractError(f"precision is {precision!r}, possible are 'fp8' and None")
+    if not isinstance(smooth, bool):
+        raise TypeError(f"smooth is a {type(smooth).__name__}, possible is a bool")
+    if rotate is not None:
+        if isinstance(rotate, bool) or not isinstance(rotate, int):
+            raise TypeError(f"rotate is a {type(rotate).__name__}, possible is a seed, an integer")
+        if not 0 <= rotate < 1 << 32:
+            raise ContractError(f"rotate is {rotate}, possible is a seed from 0 to 2**32 - 1")
+    if precision is None:
+        if smooth or rotate is not None:
+            raise ContractError('smooth and rotate are for 8-bit floats. Add precision="fp8"')
+        return None
+    ways = ["smooth"] * smooth + ([] if rotate is None else [f"rotate:{rotate}"])
+    return f"quantise={','.join(ways)}" if ways else "quantise"

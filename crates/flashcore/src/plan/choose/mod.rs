@@ -4,13 +4,13 @@ mod sm80;
 mod sm90;
 
 use flashcore_kernels::{
-    Kernel, Schedule, ScheduleError, Section, Spec, ladder,
+    Kernel, Schedule, ScheduleError, Section, Spec, ladder, quantize,
     sm80::{bwd, bwd::Of, bwd_rows},
     sm90::{self as hopper, combine},
 };
 use flashcore_ptx::Target;
 
-use super::{Hardware, Launch, MAX_GRID_YZ};
+use super::{Hardware, Launch, MAX_GRID_YZ, element, workspace};
 use crate::{DType, Pass, Problem};
 
 /// The schedules to try for a kernel and a spec, best first. The search goes beyond them.
@@ -106,6 +106,29 @@ fn sm80_gradients(
         _ => vec![of(Of::Keys)?, of(Of::Values)?],
     };
     Ok(keys.into_iter().chain([of(Of::Queries)?]).collect())
+}
+
+/// The launches that make f8 of a problem's tensors, which are `folded` afterwards.
+pub(super) fn quantising(
+    problem: &Problem,
+    folded: &Problem,
+    hardware: &Hardware,
+) -> Result<Vec<Launch>, ScheduleError> {
+    let Some(quantiser) = problem.quantise else { return Ok(Vec::new()) };
+    let spec = Spec {
+        head_dim_v: folded.head_dim_v as u32,
+        key_lengths: folded.key_lengths,
+        ..Spec::new(element(problem.dtype), folded.head_dim as u32)
+    };
+    let shapes = workspace::shapes(folded);
+    let launch = |of: quantize::Schedule| {
+        let schedule = Schedule::Quantize(of);
+        schedule.check(&spec, hardware.target)?;
+        let geometry = schedule.geometry(&spec);
+        let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
+        Ok(Launch { spec, schedule, grid: of.grid(&spec, &shapes), threads, cluster, shared_bytes })
+    };
+    quantize::Schedule::all(quantiser.smooths(), quantiser.rotates()).map(launch).collect()
 }
 
 /// What merges the parts of the keys that a schedule leaves, if it does.

@@ -1,0 +1,153 @@
+//! Tensors of 16 bits that become f8 within a call: the launches of a plan on the simulator, against the host's quantiser with
+//! the CPU engine, and against attention of the tensors as they were.
+#![cfg(feature = "sim")]
+
+use flashcore::{
+    Attention, DType, Device, Error, Problem, Quantiser, Tensor, TensorBuf, oracle,
+    plan::{Hardware, Kernel, Launch, Plan, Target},
+    sim::{AsyncMode, Config, SimGpu},
+};
+
+/// Numbers of both signs that look random; some channels are larger than others, and not around 0.
+fn tensor(shape: [usize; 4], seed: usize, dtype: DType) -> TensorBuf {
+    let word = |i: usize| (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed) >> 20;
+    let noise = |i: usize| (word(word(i)) % 4001) as f32 / 2000.0 - 1.0;
+    let one = |i: usize| {
+        let channel = i % shape[3];
+        noise(i) * [1.0, 0.3, 2.0][channel % 3] + if channel.is_multiple_of(7) { 1.5 } else { 0.0 }
+    };
+    let values: Vec<f32> = (0..shape.iter().product()).map(one).collect();
+    TensorBuf::from_f32(&values, shape, dtype).unwrap()
+}
+
+fn gpu(target: Target, mode: AsyncMode) -> Device {
+    let config = Config { async_mode: mode, ..Config::default() };
+    Device::sim(SimGpu::new(target).with_sms(4).with_config(config))
+}
+
+/// The largest difference of outputs, as a part of the largest output.
+fn apart(a: &[f32], b: &[f32]) -> f32 {
+    let largest = b.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / largest
+}
+
+#[test]
+fn launches_quantise_as_the_host_does() {
+    let ways = [
+        Quantiser::new(),
+        Quantiser::new().smoothed(),
+        Quantiser::new().rotated(7),
+        Quantiser::new().smoothed().rotated(u32::MAX),
+    ];
+    let shapes = [
+        // (heads, queries), (kv heads, keys), head dims of keys and values
+        ([4, 70], [2, 300], [64, 64], DType::BF16),
+        ([2, 9], [2, 33], [32, 48], DType::F16),
+        // One query per head: the heads of a group become rows.
+        ([6, 1], [2, 100], [128, 128], DType::BF16),
+    ];
+    for (i, ([heads, len_q], [heads_kv, len_k], [dim, dim_v], dtype)) in shapes.into_iter().enumerate() {
+        let q = tensor([2, heads, len_q, dim], 1, dtype);
+        let (k, v) =
+            (tensor([2, heads_kv, len_k, dim], 2, dtype), tensor([2, heads_kv, len_k, dim_v], 3, dtype));
+        let (q, k, v) = (q.view(), k.view(), v.view());
+        let lengths = [len_k as u32 - 7, 1];
+        for (j, quantiser) in ways.into_iter().enumerate() {
+            let attention = match j % 3 {
+                0 => Attention::new().causal(),
+                1 => Attention::new().key_lengths(&lengths),
+                _ => Attention::new().scale(0.2),
+            };
+            let attention = attention.fp8(quantiser);
+            let host = attention.run(&Device::cpu(), &q, &k, &v).unwrap().o;
+            assert_eq!(host.dtype(), dtype);
+            let target = if (i + j) % 2 == 0 { Target::Sm89 } else { Target::Sm90a };
+            let mode = if j < 2 { AsyncMode::Late } else { AsyncMode::Early };
+            let found = attention.run(&gpu(target, mode), &q, &k, &v).unwrap().o;
+            assert_eq!(found.dtype(), dtype);
+            // A probability is rounded to f8 on tensor cores, and not on the host.
+            let off = apart(&found.to_f32(), &host.to_f32());
+            assert!(off < 0.04, "{quantiser} on {target}, shape {i}: off by {off}");
+            let problem = Attention::new().problem(&q, &k, &v).unwrap();
+            if j % 3 == 2 {
+                let exact = oracle::attention(&problem.with_scale(0.2), &q, &k, &v, None);
+                let exact: Vec<f32> = exact.o.iter().map(|&x| x as f32).collect();
+                assert!(apart(&found.to_f32(), &exact) < 0.1, "{quantiser}: not what 16 bits give");
+            }
+        }
+    }
+}
+
+#[test]
+fn lse_is_that_of_the_host_and_refused_where_it_would_lack_the_mean() {
+    let x = tensor([1, 2, 65, 64], 5, DType::BF16);
+    let x = x.view();
+    let device = gpu(Target::Sm90a, AsyncMode::Late);
+    let rotated = Attention::new().with_lse().fp8(Quantiser::new().rotated(1));
+    let of = |device: &Device| rotated.run(device, &x, &x, &x).unwrap().lse.unwrap().to_f32();
+    let off = of(&device).iter().zip(of(&Device::cpu())).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(off < 0.02, "off by {off}");
+    let smoothed = Attention::new().with_lse().fp8(Quantiser::new().smoothed()).run(&device, &x, &x, &x);
+    let Err(Error::Unsupported { what, possible, .. }) = smoothed else { panic!("{smoothed:?}") };
+    assert!(what.contains("lse of smoothed keys") && possible.contains("Device::cpu()"));
+}
+
+#[test]
+fn a_plan_has_the_launches_that_quantise_and_one_workspace() {
+    let problem: Problem = "1x16/4x2048x128 bf16 quantise=smooth,rotate:3 causal".parse().unwrap();
+    assert_eq!(problem.to_string(), "1x16/4x2048x128 bf16 quantise=smooth,rotate:3 causal");
+    let kernels = |problem: &Problem, target| -> Vec<Kernel> {
+        let plan = Plan::choose(problem, &Hardware::typical(target)).unwrap();
+        plan.launches.iter().map(Launch::kernel).collect()
+    };
+    let quantize = Kernel::Quantize;
+    assert_eq!(kernels(&problem, Target::Sm90a), [quantize, quantize, quantize, Kernel::Sm90Fwd]);
+    let plain: Problem = "1x16/4x2048x128 bf16 quantise".parse().unwrap();
+    assert_eq!(kernels(&plain, Target::Sm89), [quantize, quantize, Kernel::Sm80Fwd]);
+    let plan = Plan::choose(&plain, &Hardware::typical(Target::Sm90a)).unwrap();
+    assert_eq!(plan.kernel(), Kernel::Sm90Fwd);
+    let stored = (16 + 4 + 4) * 2048 * 128;
+    assert!((stored..stored + 4096).contains(&plan.workspace_bytes()), "{plan}");
+    // The same blocks as for tensors that are f8 already.
+    let eight = Plan::choose(&plain.quantised(), &Hardware::typical(Target::Sm90a)).unwrap();
+    assert_eq!((plan.main(), &plan.reason), (eight.main(), &eight.reason));
+    // Without keys there is nothing to quantise.
+    let none: Problem = "1x2x5/0x64 f16 quantise".parse().unwrap();
+    assert_eq!(kernels(&none, Target::Sm90a), [Kernel::Sm90Fwd]);
+}
+
+#[test]
+fn what_cannot_be_quantised_is_refused_with_what_can() {
+    for (text, target, said) in [
+        ("1x2x64x64 f32 quantise", Target::Sm90a, "f16 and bf16"),
+        ("1x2x64x64 f16 quantise", Target::Sm80, "sm_89 or later"),
+        ("1x2x64x72 f16 quantise", Target::Sm90a, "multiples of 16"),
+    ] {
+        let problem: Problem = text.parse().unwrap();
+        let refused = Plan::choose(&problem, &Hardware::typical(target)).unwrap_err().to_string();
+        assert!(refused.contains(said), "{text}: {refused}");
+    }
+    for text in [
+        "1x2x64x64 f8 quantise",
+        "1x2x64x64 f16 quantise backward",
+        "1x2x64x64 f16 quantise=smooth softcap=3",
+        "1x2x64x96 f16 quantise=rotate:1",
+        "1x2x64x64 f16 quantise=turn",
+        "1x2x64x64 f16 quantise=",
+        "1x2x64x64 f16 quantise=rotate:-1",
+        "1x2x64x64 f16 quantise out=f32",
+    ] {
+        assert!(text.parse::<Problem>().is_err(), "{text}");
+    }
+}
+
+#[test]
+fn a_call_without_keys_gives_zeros() {
+    let q = tensor([1, 1, 5, 64], 1, DType::F16);
+    let none = Tensor::new(&[] as &[half::f16], &[1, 1, 0, 64]).unwrap();
+    let attention = Attention::new().fp8(Quantiser::new());
+    for device in [Device::cpu(), gpu(Target::Sm90a, AsyncMode::Late)] {
+        let out = attention.run(&device, &q.view(), &none, &none).unwrap();
+        assert_eq!(out.o.to_f32(), [0.0; 5 * 64], "{device}");
+    }
+}
