@@ -194,14 +194,14 @@ pub struct Map {
     pub box_dims: [u32; 4],
 }
 
-/// Bytes of parameters that are kept without an allocation: enough for a forward launch and a merging one.
-const INLINE_BYTES: usize = 1024;
+/// Bytes of parameters that are kept without an allocation: enough for the launches of a backward pass.
+const INLINE_BYTES: usize = 2048;
 
 /// The parameters of a plan's launches, as bytes.
 #[derive(Default)]
 pub struct Packed {
     bytes: SmallVec<[u8; INLINE_BYTES]>,
-    launches: SmallVec<[Bound; 2]>,
+    launches: SmallVec<[Bound; 4]>,
 }
 
 /// Where the parameters of one launch lie.
