@@ -15,7 +15,7 @@ use flashcore_judge::operands::Operands;
 use flashcore_judge::rng::Rng;
 
 /// The files of the corpus, by the prefix of their cases' names.
-const FILES: [(&str, &str); 9] = [
+const FILES: [(&str, &str); 10] = [
     ("lengths", include_str!("../../../cases/lengths.toml")),
     ("masks", include_str!("../../../cases/masks.toml")),
     ("heads", include_str!("../../../cases/heads.toml")),
@@ -25,6 +25,7 @@ const FILES: [(&str, &str); 9] = [
     ("cover", include_str!("../../../cases/cover.toml")),
     ("wild", include_str!("../../../cases/wild.toml")),
     ("eight", include_str!("../../../cases/eight.toml")),
+    ("cache", include_str!("../../../cases/cache.toml")),
 ];
 
 /// When a case runs.
@@ -93,7 +94,7 @@ impl Case {
         let work = sizes.into_iter().fold(1, usize::saturating_mul);
         let tier = if work <= QUICK_BACKWARD { self.tier } else { Tier::Full };
         let judged = self.wild.is_none() && self.rows.is_none() && work <= MOST_BACKWARD;
-        let judged = judged && !self.problem.dtype.is_f8();
+        let judged = judged && !self.problem.is_eight_bit();
         let name = format!("{}/{}", Pass::Backward, self.name);
         judged.then(|| Self { name, tier, problem: self.problem.backward(), ..self.clone() })
     }
@@ -205,6 +206,8 @@ struct Table {
     name: String,
     tier: Tier,
     dtype: Option<Many<String>>,
+    /// The type of k and v, where it is not that of q.
+    kv: Option<Many<String>>,
     /// The type of o, where that of q, k and v leaves a choice.
     out: Option<Many<String>>,
     /// Whether q, k and v have descales: `all`, `none`, or letters of those that do.
@@ -250,6 +253,7 @@ enum KeyLengths {
 struct Draft {
     suffix: String,
     dtype: DType,
+    kv: Option<DType>,
     out: Option<DType>,
     descales: [bool; 3],
     sizes: Sizes,
@@ -356,6 +360,7 @@ impl Table {
         let plain = Draft {
             suffix: String::new(),
             dtype: DType::F16,
+            kv: None,
             out: None,
             descales: [false; 3],
             sizes,
@@ -375,6 +380,7 @@ impl Table {
             Some(dtype) => dtype.try_map(|text| text.parse().map_err(say))?,
             None => Many::List(DType::WIDE.to_vec()),
         };
+        let kv = self.kv.as_ref().map(|kv| kv.try_map(|text| text.parse().map_err(say))).transpose()?;
         let out = self.out.as_ref().map(|out| out.try_map(|text| text.parse().map_err(say))).transpose()?;
         let descales = self.descales.as_ref().map(|of| of.try_map(|text| which(text))).transpose()?;
         let drawn = match &self.key_lengths {
@@ -402,6 +408,7 @@ impl Table {
         vary(f, drawn, |_| one(), |x| format!("lengths-{x}"), |d, x| d.draws_lengths = x);
         vary(f, self.arrangement.as_ref(), |_| one(), ToString::to_string, |d, x| d.arrangement = x);
         vary(f, self.seed.as_ref(), |_| one(), |x| format!("seed{x}"), |d, x| d.seed = x);
+        vary(f, kv.as_ref(), |_| one(), |x| format!("cache-{x}"), |d, x| d.kv = Some(x));
         vary(f, out.as_ref(), |_| one(), |x| format!("to-{x}"), |d, x| d.out = Some(x));
         vary(
             f,
@@ -450,6 +457,7 @@ impl Table {
         if let Some(scale) = draft.scale {
             problem = problem.with_scale(scale);
         }
+        problem = draft.kv.map_or(problem, |dtype| problem.with_dtype_kv(dtype));
         problem = draft.out.map_or(problem, |out| problem.with_out(out));
         (problem.lse, problem.descales) = (draft.lse, draft.descales);
         let key_lengths = match &self.key_lengths {

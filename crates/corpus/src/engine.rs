@@ -164,6 +164,7 @@ impl DeviceEngine {
             | Kernel::Combine
             | Kernel::BwdRows
             | Kernel::Sm80Bwd
+            | Kernel::Sm80Decode
             | Kernel::Quantize => MOST_PAIRS,
         };
         Self {
@@ -232,7 +233,7 @@ impl Engine for DeviceEngine {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), String> {
-        if self.eight_only && !problem.dtype.is_f8() {
+        if self.eight_only && !problem.is_eight_bit() {
             return Err("others than f8 are computed as on Ampere".into());
         }
         let heads = (problem.batch * problem.heads_q) as u128;

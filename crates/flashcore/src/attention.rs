@@ -168,7 +168,7 @@ impl<'a> Attention<'a> {
         Self { key_lengths: Some(KeyLengths::Device(key_lengths)), ..self }
     }
 
-    /// With descales of q, k and v, where those are f8.
+    /// With descales of q, k and v, where those are f8. k and v may be so alone, as of a cache.
     pub fn descales(self, descales: Descales<'a>) -> Self {
         Self { descales, ..self }
     }
@@ -231,6 +231,11 @@ impl<'a> Attention<'a> {
         problem.key_lengths = self.key_lengths.is_some();
         problem.descales = self.descales.given();
         problem.quantise = self.quantise;
+        // A cache of f8; what else does not fit is refused.
+        let (of_q, of_k) = (problem.dtype, inputs[Name::K].dtype);
+        if of_k.is_f8() && matches!(of_q, DType::F16 | DType::BF16) {
+            problem.dtype_kv = Some(of_k);
+        }
         problem = self.out.map_or(problem, |out| problem.with_out(out));
         problem.pass = pass;
         problem.lse = match pass {

@@ -127,7 +127,7 @@ pub fn same_precision(
         }
         let sum: f32 = scores.iter().sum();
         let mut row = vec![0.0_f32; out.len()];
-        let after = if dtype.is_f8() { of_v / (F8_TOP * sum) } else { 1.0 };
+        let after = if dtype.is_f8() { of_v / (F8_TOP * sum) } else { of_v };
         for (p, key) in scores.iter().zip(keys) {
             let p = dtype.round(if dtype.is_f8() { p * F8_TOP } else { p / sum });
             for (o, &x) in row.iter_mut().zip(head.value(key)) {

@@ -9,7 +9,7 @@ pub mod choose;
 mod fold;
 mod workspace;
 
-use flashcore_kernels::{ElementType, ScheduleError, Section, Spec};
+use flashcore_kernels::{ElementType, ScheduleError, Section, Spec, sm80::decode};
 pub use flashcore_kernels::{Kernel, Map, Packed, Schedule};
 pub use flashcore_ptx::Target;
 use flashcore_ptx::{Module, TraceSize};
@@ -332,6 +332,12 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
                         call Device::cpu()";
         return refuse(format!("the backward pass of {what}"), possible);
     }
+    let rows = problem.group() * problem.len_q;
+    if problem.dtype_kv.is_some() && rows > decode::ROWS as usize {
+        let possible =
+            "up to 16; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
+        return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
+    }
     let dtype = element(problem.dtype);
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
         if len > MAX_KERNEL_LEN {
@@ -350,13 +356,14 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
     Ok(Spec {
         dtype,
         out: problem.dtype.is_f8().then(|| element(problem.out())),
+        kv: problem.dtype_kv.map(element),
         head_dim: problem.head_dim as u32,
         head_dim_v: problem.head_dim_v as u32,
         left: band.left.is_some(),
         right: band.right.is_some(),
         top_left: masked && band.top_left,
         softcap: problem.softcap.is_some(),
-        scaled_scores: Spec::needs_scaled_scores(dtype, problem.scale, problem.softcap),
+        scaled_scores: Spec::needs_scaled_scores(element(problem.dtype_kv()), problem.scale, problem.softcap),
         key_lengths: problem.key_lengths,
         grouped: problem.heads_kv != problem.heads_q,
         lse: problem.lse,
@@ -366,6 +373,7 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
 
 fn unsupported(device: &str, error: &ScheduleError) -> Error {
     let possible = match error {
+        ScheduleError::Cache { .. } => "the planner's own choice",
         ScheduleError::Fp8 { .. } => {
             "f16 or bf16 there, f8 on Ada and Hopper, or a copy on the host and Device::cpu()"
         }

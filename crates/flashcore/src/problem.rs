@@ -91,6 +91,8 @@ pub struct Problem {
     pub head_dim_v: usize,
     /// The type of q, k and v, and of their gradients.
     pub dtype: DType,
+    /// The type of k and v where it is not that of q: f8, as a cache of keys and values has it. See [`Problem::dtype_kv`].
+    pub dtype_kv: Option<DType>,
     /// The type of o where it is not the usual one, which is `dtype`, or bf16 where that is f8, or f32 and quantised. See
     /// [`Problem::out`].
     pub out: Option<DType>,
@@ -124,6 +126,7 @@ impl Problem {
             head_dim,
             head_dim_v: head_dim,
             dtype,
+            dtype_kv: None,
             out: None,
             descales: [false; 3],
             quantise: None,
@@ -143,6 +146,21 @@ impl Problem {
     /// With another head dim for v and o.
     pub fn with_head_dim_v(self, head_dim_v: usize) -> Self {
         Self { head_dim_v, ..self }
+    }
+
+    /// With k and v of this type.
+    pub fn with_dtype_kv(self, dtype: DType) -> Self {
+        Self { dtype_kv: (dtype != self.dtype).then_some(dtype), ..self }
+    }
+
+    /// The type of k and v.
+    pub fn dtype_kv(&self) -> DType {
+        self.dtype_kv.unwrap_or(self.dtype)
+    }
+
+    /// Whether k and v are computed with as f8.
+    pub fn is_eight_bit(&self) -> bool {
+        self.dtype_kv().is_f8() || self.quantise.is_some()
     }
 
     /// With an output of this type.
@@ -267,8 +285,22 @@ impl Problem {
         if self.dtype.is_f8() && self.pass == Pass::Backward {
             return refuse("a backward pass", "gradients need q, k and v of f16, bf16 or f32");
         }
-        if !self.dtype.is_f8() && self.descales != [false; 3] {
+        if let Some(dtype_kv) = self.dtype_kv {
+            if !dtype_kv.is_f8() || !matches!(self.dtype, DType::F16 | DType::BF16) {
+                return refuse("k and v of another type", "those of f8 go with q of f16 or bf16");
+            }
+            if self.pass == Pass::Backward || self.quantise.is_some() {
+                return refuse(
+                    "a backward pass, or quantising, of k and v of f8",
+                    "all three of f16 or bf16",
+                );
+            }
+        }
+        if !self.dtype_kv().is_f8() && self.descales != [false; 3] {
             return refuse("descales", "multiply the scale, or the output, by them instead");
+        }
+        if !self.dtype.is_f8() && self.descales[0] {
+            return refuse("a descale of q", "multiply the scale by it instead");
         }
         if let Some(quantiser) = self.quantise {
             if self.dtype.is_f8() {
@@ -328,11 +360,11 @@ impl Problem {
     #[rustfmt::skip]
     fn identity(&self) -> impl Eq + std::hash::Hash + use<> {
         let Self {
-            pass, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, out, descales, quantise, mask,
+            pass, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, dtype_kv, out, descales, quantise, mask,
             key_lengths, scale, softcap, lse,
         } = *self;
         let sizes = [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v];
-        (pass, sizes, (dtype, out, descales, quantise), mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
+        (pass, sizes, (dtype, dtype_kv, out, descales, quantise), mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
     }
 }
 
@@ -357,6 +389,9 @@ impl std::fmt::Display for Problem {
         let len = pair(self.len_q, self.len_k);
         let dim = pair(self.head_dim, self.head_dim_v);
         write!(f, "{}x{heads}x{len}x{dim} {}", self.batch, self.dtype)?;
+        if let Some(dtype) = self.dtype_kv {
+            write!(f, " kv={dtype}")?;
+        }
         if let Some(out) = self.out {
             write!(f, " out={out}")?;
         }
@@ -405,7 +440,7 @@ impl std::str::FromStr for Problem {
         let mut words = text.split_whitespace();
         let sizes = words.next().unwrap_or_default();
         let mut problem = sizes_of(sizes).ok_or_else(|| refuse(&format!("'{sizes}' is not BxHxSxD")))?;
-        let mut out = None;
+        let (mut out, mut dtype_kv) = (None, None);
         for word in words {
             let wrong = |text: &str| refuse(&format!("'{text}' is not a number"));
             let number = |text: &str| text.parse::<f32>().map_err(|_| wrong(text));
@@ -423,6 +458,7 @@ impl std::str::FromStr for Problem {
                     Some(("softcap", value)) => problem.softcap = Some(number(value)?),
                     Some(("scale", value)) => problem.scale = number(value)?,
                     Some(("out", value)) => out = Some(value.parse::<DType>()?),
+                    Some(("kv", value)) => dtype_kv = Some(value.parse::<DType>()?),
                     Some(("descales", value))
                         if ["q", "k", "v", "qk", "qv", "kv", "qkv"].contains(&value) =>
                     {
@@ -439,6 +475,7 @@ impl std::str::FromStr for Problem {
                 }
             }
         }
+        let problem = dtype_kv.map_or(problem, |dtype| problem.with_dtype_kv(dtype));
         out.map_or(problem, |out| problem.with_out(out)).check()
     }
 }

@@ -93,8 +93,12 @@ impl Problem {
         };
         // A tensor with the shape of another one's gradient.
         let like_q = |name, role| tensor(name, role, Rows::Queries, head_dim, [Name::Q, Name::Q]);
-        let like_k = |name, role| tensor(name, role, Rows::Keys, head_dim, [Name::K, Name::Q]);
-        let like_v = |name, role| tensor(name, role, Rows::Keys, head_dim_v, [Name::K, Name::V]);
+        let of_keys = |name, role, dim, of_dim| Parameter {
+            dtype: self.dtype_kv(),
+            ..tensor(name, role, Rows::Keys, dim, [Name::K, of_dim])
+        };
+        let like_k = |name, role| of_keys(name, role, head_dim, Name::Q);
+        let like_v = |name, role| of_keys(name, role, head_dim_v, Name::V);
         let like_o = |name, role| Parameter {
             dtype: self.out(),
             ..tensor(name, role, Rows::Queries, head_dim_v, [Name::Q, Name::V])

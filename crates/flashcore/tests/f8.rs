@@ -112,8 +112,10 @@ fn what_cannot_be_is_refused_with_the_reason() {
         &halves.view(),
     );
     assert!(matches!(with_16_bits, Err(Error::EightBit { what: "descales", .. })), "{with_16_bits:?}");
-    let mixed = Attention::new().problem(&halves.view(), &q, &q);
+    let mixed = Attention::new().problem(&q, &halves.view(), &halves.view());
     assert!(matches!(mixed, Err(Error::DTypeMismatch { tensor: Name::K, .. })), "{mixed:?}");
+    let half_a_cache = Attention::new().problem(&halves.view(), &q, &halves.view());
+    assert!(matches!(half_a_cache, Err(Error::DTypeMismatch { tensor: Name::V, .. })), "{half_a_cache:?}");
     let backward: Result<flashcore::Problem, Error> = "1x2x4x16 f8 backward".parse();
     assert!(matches!(backward, Err(Error::EightBit { what: "a backward pass", .. })), "{backward:?}");
 }

@@ -141,15 +141,16 @@ impl Operands {
         values: &Values,
     ) -> Self {
         let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, .. } = problem;
-        let tensor = |heads, len, width, values: &[f32]| {
+        let tensor = |dtype, heads, len, width, values: &[f32]| {
             Guarded::with_values(dtype, arrangement, [batch, heads, len, width], values)
         };
+        let dtype_kv = problem.dtype_kv();
         let mut operands = Self {
             problem,
             key_lengths,
-            q: tensor(heads_q, len_q, head_dim, &values.q),
-            k: tensor(heads_kv, len_k, head_dim, &values.k),
-            v: tensor(heads_kv, len_k, head_dim_v, &values.v),
+            q: tensor(dtype, heads_q, len_q, head_dim, &values.q),
+            k: tensor(dtype_kv, heads_kv, len_k, head_dim, &values.k),
+            v: tensor(dtype_kv, heads_kv, len_k, head_dim_v, &values.v),
             further: PerTensor::default(),
             wild: None,
         };

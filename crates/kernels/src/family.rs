@@ -163,6 +163,15 @@ pub enum ScheduleError {
         /// The kernel asked for.
         kernel: Kernel,
     },
+    /// Keys and values of another type than the queries, for a kernel that does not take them, or that takes only such.
+    #[error("{kernel} with {}: only sm80_decode takes 16-bit queries with keys and values of e4m3, and nothing else", 
+        if *cache { "keys and values of e4m3" } else { "one type" })]
+    Cache {
+        /// The kernel asked for.
+        kernel: Kernel,
+        /// Whether keys and values are of e4m3, and queries are not.
+        cache: bool,
+    },
     /// An output type that does not go with the inputs' type.
     #[error(
         "q, k and v of {dtype:?} with an output type of its own, {out:?}: e4m3 needs f16 or bf16, others have none"
@@ -198,6 +207,11 @@ pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result
 pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let (dtype, out) = (spec.dtype, spec.out);
     let takes_fp8 = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
+    let cache = spec.kv == Some(ElementType::E4m3);
+    // What merges parts has nothing to do with keys.
+    if cache != (kernel == Kernel::Sm80Decode) && kernel != Kernel::Combine {
+        return Err(ScheduleError::Cache { kernel, cache });
+    }
     match (dtype, out) {
         (ElementType::E4m3, _) if !takes_fp8 => Err(ScheduleError::Fp8 { kernel }),
         (ElementType::E4m3, Some(ElementType::F16 | ElementType::Bf16)) => Ok(()),

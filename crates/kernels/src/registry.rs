@@ -81,6 +81,8 @@ families! {
     Sm90Bwd(sm90::bwd::Schedule) = "sm90_bwd",
     /// Scales and rounds what [`Kernel::Sm90Bwd`] leaves of dQ.
     Sm90BwdFinish(sm90::bwd::finish::Schedule) = "sm90_bwd_finish",
+    /// Forward for few 16-bit queries against keys and values of 8 bits.
+    Sm80Decode(sm80::decode::Schedule) = "sm80_decode",
     /// Makes 8-bit floats of 16-bit q, k and v: one of its passes.
     Quantize(quantize::Schedule) = "quantize",
 }

@@ -38,6 +38,10 @@ pub struct Spec {
     pub dtype: ElementType,
     /// The element type of o where it has one of its own: f16 or bf16 with e4m3, and `None` with all others.
     pub out: Option<ElementType>,
+    /// The element type of k and v where it is not that of q: e4m3, of a cache that [`Kernel::Sm80Decode`] reads.
+    ///
+    /// [`Kernel::Sm80Decode`]: crate::Kernel::Sm80Decode
+    pub kv: Option<ElementType>,
     /// Elements of a query and of a key; the tensor-core kernels take multiples of 8 up to 256.
     pub head_dim: u32,
     /// Elements of a value and of an output row, likewise.
@@ -79,6 +83,7 @@ impl Spec {
         Self {
             dtype,
             out: (dtype == ElementType::E4m3).then_some(ElementType::Bf16),
+            kv: None,
             head_dim,
             head_dim_v: head_dim,
             left: false,

@@ -36,13 +36,16 @@ fn check(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Outcome, Option<Strin
 /// What an engine need not compute: the CPU computes everything; a GPU's kernels take 16-bit types and head dims in multiples
 /// of 8 up to 256, each of them one pass, some take f8 and multiples of 16, and a simulated one nothing large.
 fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
-    let step = if problem.dtype.is_f8() { 16 } else { 8 };
+    let step = if problem.is_eight_bit() { 16 } else { 8 };
     let odd = |head_dim: usize| !head_dim.is_multiple_of(step) || head_dim > 256;
-    let eight = problem.dtype.is_f8() && why.contains("e4m3") && !["sim-hopper", "sim-ada"].contains(&engine);
-    let others = engine == "sim-ada" && !problem.dtype.is_f8();
+    let eight =
+        problem.is_eight_bit() && why.contains("e4m3") && !["sim-hopper", "sim-ada"].contains(&engine);
+    let many = problem.dtype_kv.is_some() && why.contains("queries per kv head");
+    let others = engine == "sim-ada" && !problem.is_eight_bit();
     let beyond = problem.dtype == DType::F32 || odd(problem.head_dim) || odd(problem.head_dim_v);
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
-    !engine.starts_with("cpu") && (beyond || large || eight || others || !computes(engine, problem.pass))
+    !engine.starts_with("cpu")
+        && (beyond || large || eight || many || others || !computes(engine, problem.pass))
 }
 
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.

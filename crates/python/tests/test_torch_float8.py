@@ -107,3 +107,21 @@ def test_wider_tensors_become_float8_within_the_call(dtype: torch.dtype, layout:
     assert lse.shape == (2, 4, 30)
     with pytest.raises(flashcore_attn.UnsupportedError):
         flashcore_attn.attention(q.requires_grad_(), k, v, precision="fp8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cache_of_float8_goes_with_wider_queries(dtype: torch.dtype) -> None:
+    q = torch.randn(2, 4, 1, 32, generator=torch.Generator().manual_seed(8)).to(dtype)
+    k, v = stored(2, 2, 50, 32, seed=2), stored(2, 2, 50, 32, seed=3)
+    descales = [torch.ones(2, 2), torch.tensor([[3.0, 1 / 7], [0.5, 1.75]]), torch.full((2, 2), 0.3)]
+    expected, lse_expected = truth(q, k, v, descales, causal=False)
+    o, lse = flashcore_attn.attention(q, k, v, k_descale=descales[1], v_descale=0.3, return_lse=True)
+    assert o.dtype == dtype
+    assert (o.double() - expected).abs().max() < 0.005 * expected.abs().max()
+    assert (lse.double() - lse_expected).abs().max() < 1e-4
+    with pytest.raises(ContractError, match="q_descale"):
+        flashcore_attn.attention(q, k, v, q_descale=2.0)
+    with pytest.raises(ContractError, match="k and v share one dtype"):
+        flashcore_attn.attention(q, k, q[:, :2])
+    with pytest.raises(ContractError):
+        flashcore_attn.attention(q.float(), k, v)

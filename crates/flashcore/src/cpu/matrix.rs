@@ -43,7 +43,7 @@ const FAR: usize = 1024;
 
 /// Whether a problem is for this path: of bf16, and rows enough to pay for turning V.
 pub(super) fn suits(problem: &Problem) -> bool {
-    problem.dtype == DType::BF16 && problem.group() * problem.len_q >= SIDE
+    problem.dtype == DType::BF16 && problem.dtype_kv.is_none() && problem.group() * problem.len_q >= SIDE
 }
 
 /// Runs a task.

@@ -392,7 +392,7 @@ impl Cuda {
             Err(Error::Alignment { .. } | Error::Unsupported { .. })
                 if self.choice == Choice::Planner
                     && call.problem.pass == Pass::Forward
-                    && !call.problem.quantised().dtype.is_f8() =>
+                    && !call.problem.is_eight_bit() =>
             {
                 self.with_kernel(Kernel::Scalar).run_as(call, &key)
             }

@@ -5,6 +5,7 @@ use flashcore_kernels::{Args, Operand, ROW_PADDING, Schedule};
 use super::{
     Launch,
     bind::{operand, tensor_arg},
+    choose,
 };
 use crate::{DType, Layout, Pass, Problem};
 
@@ -60,11 +61,10 @@ impl Workspace {
             }
             return workspace;
         }
-        let Schedule::Sm90Fwd(schedule) = schedule else { return workspace };
-        if schedule.parts == 1 {
+        workspace.parts = choose::parts(schedule) as usize;
+        if workspace.parts == 1 {
             return workspace;
         }
-        workspace.parts = schedule.parts as usize;
         let rows = [folded.batch, folded.heads_q, workspace.parts * folded.len_q];
         let [batch, heads, rows] = rows;
         // Two numbers per row: what it is relative to, and its sum.

@@ -13,8 +13,6 @@
 //! Where there are too few rows to fill the GPU, the keys are cut into parts, and [`combine`](crate::sm90::combine) merges
 //! them.
 
-use std::fmt;
-
 use flashcore_ptx::{
     Addr, B32, B64, CpAsyncBytes, CpAsyncCache, F32, GridDep, KernelBuilder, L2Prefetch, MatrixTy, Module,
     Pred, Reg, Shared, SharedLayout, Target, TensorMap,
@@ -23,7 +21,7 @@ use flashcore_ptx::{
 use crate::{
     Args, BindError, Blocks, ElementType, Family, FwdParams, Geometry, Map, Operand, Packed, ScheduleError,
     Spec,
-    family::{MAX_REGISTERS, check_registers},
+    family::{MAX_REGISTERS, check_registers, schedule},
     parts::{
         fragment::{Acc, HALVES, Place, a_operands, pack},
         params::{DescaleParams, TENSORS, check_rows},
@@ -44,23 +42,17 @@ const MOST_IN_REGISTERS: u32 = 192;
 /// What pairs the bytes of two words: their lower two, and their upper two.
 const PAIRS: [u32; 2] = [0x5140, 0x7362];
 
-/// The knobs of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Schedule {
-    /// Warps per block, which take steps of keys in turn: 1 to 16.
-    pub warps: u32,
-    /// Keys per step: 16 or 32.
-    pub keys: u32,
-    /// Steps of each warp that are in flight or in use: 2 to 8.
-    pub stages: u32,
-    /// Parts that the keys are cut into, one block each; [`combine`](crate::sm90::combine) merges them.
-    pub parts: u32,
-}
-
-impl fmt::Display for Schedule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { warps, keys, stages, parts } = self;
-        write!(f, "warps={warps},keys={keys},stages={stages},parts={parts}")
+schedule! {
+    /// The knobs of the kernel.
+    pub struct Schedule {
+        /// Warps per block, which take steps of keys in turn: 1 to 16.
+        pub warps: u32,
+        /// Keys per step: 16 or 32.
+        pub keys: u32,
+        /// Steps of each warp that are in flight or in use: 2 to 8.
+        pub stages: u32,
+        /// Parts that the keys are cut into, one block each; [`combine`](crate::sm90::combine) merges them.
+        pub parts: u32,
     }
 }
 

@@ -38,9 +38,12 @@ pub fn space(kernel: Kernel) -> Space {
             .flat_map(|rest| [64, 128].map(|rows| format!("sm90_bwd:block_m={rows},{rest}")))
             .collect(),
         // These compute nothing by themselves, or have no search space yet.
-        Kernel::Combine | Kernel::BwdRows | Kernel::Sm80Bwd | Kernel::Sm90BwdFinish | Kernel::Quantize => {
-            Vec::new()
-        }
+        Kernel::Combine
+        | Kernel::BwdRows
+        | Kernel::Sm80Bwd
+        | Kernel::Sm90BwdFinish
+        | Kernel::Sm80Decode
+        | Kernel::Quantize => Vec::new(),
     };
     Space::of(texts)
 }
@@ -202,6 +205,7 @@ impl KernelGates {
             | Schedule::Quantize(_)
             | Schedule::Sm90BwdFinish(_) => (32, 1),
             Schedule::Sm80Bwd(it) => (it.walk, it.stages),
+            Schedule::Sm80Decode(it) => (it.keys, it.stages),
         };
         // An accepted candidate must also be right where lse is wanted.
         let problem = self.small(plan, block_n as usize, stages as usize).with_lse();

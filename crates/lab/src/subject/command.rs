@@ -144,7 +144,7 @@ pub(crate) fn supports(problem: &Problem) -> Result<(), String> {
     if problem.batch * problem.heads_q * problem.len_q * problem.len_k == 0 {
         return Err("a command is not asked about nothing".into());
     }
-    if problem.dtype.is_f8() {
+    if problem.is_eight_bit() {
         return Err("a command is asked about f16, bf16 and f32".into());
     }
     Ok(())

@@ -108,7 +108,9 @@ def attention(
         torch tensors it is float64.
     out: an array to write into instead of a new one (not with gradients).
     q_descale, k_descale, v_descale: for torch tensors of float8_e4m3fn, what stored numbers are to be multiplied by:
-        float32, (batch, kv heads), or one number; None is 1. The result is bfloat16, or float16 where ``out`` is.
+        float32, (batch, kv heads), or one number; None is 1. The result is bfloat16, or float16 where ``out`` is. k and
+        v may be float8_e4m3fn alone, as of a cache: q and the result are then float16 or bfloat16, on a GPU with up to
+        16 queries per kv head.
     precision: with "fp8", q, k and v become 8-bit floats within the call, each kv head with descales of its own, and
         the result is float16 where q or ``out`` is, and else bfloat16. On a GPU they are float16 or bfloat16.
         ``explain`` says which kernels do it. No gradients.
@@ -120,11 +122,11 @@ def attention(
     mask, left, right = mask_of(causal, top_left, window)
     quantise = quantiser_of(precision, smooth, rotate)
     descales = (q_descale, k_descale, v_descale)
-    if _torch_tensor(q) and q.dtype == sys.modules["torch"].float8_e4m3fn:
+    if _torch_tensor(q) and sys.modules["torch"].float8_e4m3fn in (q.dtype, getattr(k, "dtype", None)):
         from ._float8 import attend as attend_float8
 
         if quantise is not None:
-            raise ContractError("q is float8_e4m3fn already. Leave out precision, smooth and rotate")
+            raise ContractError("k is float8_e4m3fn already. Leave out precision, smooth and rotate")
         return attend_float8(
             q, k, v, mask, left, right, key_lengths, scale, softcap, layout, return_lse, out, descales
         )  # fmt: skip

@@ -107,15 +107,23 @@ def _attend(
     descales: tuple[Descale, Descale, Descale],
 ) -> Any:
     """The output, bfloat16 unless ``out`` is float16, or with ``return_lse`` (output, lse). Stored numbers are
-    multiplied by their descales; one that is None is 1."""
+    multiplied by their descales; one that is None is 1. Where q is wider, the output is of its dtype."""
     from ._torch import check, native_lengths
 
     check(q, k, v, layout)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != DTYPE:
             kind = str(x.dtype).removeprefix("torch.")
-            raise ContractError(f"{name} is {kind}, but q is float8_e4m3fn: they share one dtype. Convert one")
-    _arguments.together((DTYPE,), q=q, k=k, v=v)
+            raise ContractError(f"{name} is {kind}, but q or k is float8_e4m3fn: k and v share one dtype. Convert one")
+    cache = q.dtype in (torch.float16, torch.bfloat16)
+    if not cache and q.dtype != DTYPE:
+        kind = str(q.dtype).removeprefix("torch.")
+        raise ContractError(f"q is {kind}, but k is float8_e4m3fn: q is that too, or float16 or bfloat16. Convert q")
+    _arguments.together((DTYPE,), q=k if cache else q, k=k, v=v)
+    if q.device != k.device:
+        raise ContractError(f"k lies on {k.device}, but q on {q.device}. Copy k there")
+    if cache and descales[0] is not None:
+        raise ContractError("q_descale is for q of float8_e4m3fn. Leave it out, and multiply the scale by it")
     _refuse_gradient(q, k, v)
     length, heads = (2, 1) if layout == "bhsd" else (1, 2)
     batch, heads_kv = k.size(0), k.size(heads)
@@ -128,9 +136,10 @@ def _attend(
     lengths = None
     if key_lengths is not None:
         lengths = native_lengths(_arguments.lengths("key_lengths", key_lengths, batch), k.size(length))
-    out, lse = _outputs(q, v, torch.bfloat16, layout, out, return_lse)
+    out, lse = _outputs(q, v, q.dtype if cache else torch.bfloat16, layout, out, return_lse)
     # The bytes: not every version of torch hands out tensors of this type.
-    q, k, v = (x.detach().view(torch.uint8) for x in (q, k, v))
+    q = q.detach() if cache else q.detach().view(torch.uint8)
+    k, v = (x.detach().view(torch.uint8) for x in (k, v))
     _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout, numbers)
     return (out, lse) if return_lse else out
 

@@ -31,6 +31,7 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
                 Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, stages: 3, pingpong: true })
             })
             .collect(),
+        Kernel::Sm80Decode => sm80::decoding(spec).map(Schedule::Sm80Decode).into(),
         Kernel::Sm90Fwd => sm90::schedules(spec).into_iter().map(Schedule::Sm90Fwd).collect(),
         Kernel::Sm80Bwd => {
             [Of::KeysAndValues, Of::Keys].into_iter().flat_map(|of| sm80::gradients(spec, of)).collect()
@@ -57,7 +58,7 @@ pub(super) const ROWS: Schedule = Schedule::BwdRows(bwd_rows::Schedule { warps: 
 /// Whether a schedule of a kernel stands for a whole pass: what else it takes follows from it.
 pub(super) fn computes(kernel: Kernel, pass: Pass) -> bool {
     match pass {
-        Pass::Forward => Kernel::LADDER.contains(&kernel),
+        Pass::Forward => Kernel::LADDER.contains(&kernel) || kernel == Kernel::Sm80Decode,
         Pass::Backward => Kernel::BACKWARD.contains(&kernel),
     }
 }
@@ -133,13 +134,22 @@ pub(super) fn quantising(
 
 /// What merges the parts of the keys that a schedule leaves, if it does.
 pub fn merge(spec: &Spec, schedule: &Schedule) -> Option<Schedule> {
+    let shift = match schedule {
+        Schedule::Sm90Fwd(parts) => parts.shift(spec),
+        _ => 0,
+    };
+    let parts = parts(schedule);
+    // So many that all parts of a query are read at once, if possible.
+    let warps = parts.div_ceil(combine::AT_ONCE).clamp(4, 16);
+    (parts > 1).then_some(Schedule::Combine(combine::Schedule { warps, shift }))
+}
+
+/// The parts that a schedule cuts the keys into.
+pub(super) fn parts(schedule: &Schedule) -> u32 {
     match schedule {
-        Schedule::Sm90Fwd(parts) if parts.parts > 1 => {
-            // So many that all parts of a query are read at once, if possible.
-            let warps = parts.parts.div_ceil(combine::AT_ONCE).clamp(4, 16);
-            Some(Schedule::Combine(combine::Schedule { warps, shift: parts.shift(spec) }))
-        }
-        _ => None,
+        Schedule::Sm90Fwd(schedule) => schedule.parts,
+        Schedule::Sm80Decode(schedule) => schedule.parts,
+        _ => 1,
     }
 }
 
@@ -182,6 +192,9 @@ pub(super) fn schedule(
 ) -> Result<(Schedule, String), ScheduleError> {
     if problem.pass == Pass::Backward {
         return backward(problem, spec, hardware);
+    }
+    if problem.dtype_kv.is_some() {
+        return sm80::decode(problem, spec, hardware);
     }
     if let Some(what) = no_tensor_cores(problem, hardware.target) {
         let schedule = default_schedule(Kernel::Scalar, spec, hardware.target)?;

@@ -4,9 +4,10 @@ use flashcore_kernels::{
     Order, Schedule, ScheduleError, Spec,
     sm80::{
         bwd::{self, Of},
-        fwd,
+        decode, fwd,
     },
 };
+use flashcore_ptx::Target;
 
 use crate::{Problem, plan::Hardware};
 
@@ -48,6 +49,38 @@ pub(super) fn choose(
         format!("{large} blocks of 128 queries would leave SMs of {sms} idle; 64 make {small}")
     };
     first_fit(schedules(spec), fills, spec, hardware).map(|schedule| (schedule, reason))
+}
+
+/// The schedules to try for few queries against a cache, largest first: the smaller ones are for the shared memory of Ada. None
+/// was measured there.
+pub(super) fn decoding(spec: &Spec) -> [decode::Schedule; 4] {
+    let one = decode::Schedule::new(spec, 1);
+    let small = |warps, stages| decode::Schedule { warps, keys: 16, stages, ..one };
+    [one, decode::Schedule { warps: 4, ..one }, small(8, 2), small(4, 2)]
+}
+
+/// The schedule for few queries against a cache of 8-bit keys and values, and why.
+pub(super) fn decode(
+    problem: &Problem,
+    spec: &Spec,
+    hardware: &Hardware,
+) -> Result<(Schedule, String), ScheduleError> {
+    let fits = |it: &decode::Schedule| Schedule::Sm80Decode(*it).check(spec, hardware.target).is_ok();
+    let all = decoding(spec);
+    let one = all.into_iter().find(fits).unwrap_or(all[0]);
+    let tiles = problem.batch * problem.heads_q;
+    // A part has at least a step for each of its warps. Parts are merged on Hopper alone.
+    let most = problem.len_k.div_ceil((one.keys * one.warps) as usize).max(1);
+    let parts = (hardware.sms as usize / tiles.max(1)).clamp(1, most);
+    let parts = if hardware.target == Target::Sm90a { parts } else { 1 };
+    let schedule = Schedule::Sm80Decode(decode::Schedule { parts: parts as u32, ..one });
+    schedule.check(spec, hardware.target)?;
+    let sms = hardware.sms;
+    let why = match parts {
+        1 => format!("{tiles} heads of up to {} rows, one block each, on {sms} SMs", decode::ROWS),
+        _ => format!("{tiles} heads on {sms} SMs: {parts} blocks share the keys of each"),
+    };
+    Ok((schedule, why))
 }
 
 /// The first schedule that fits, among those with large blocks if they fill the GPU, else among those with small ones.

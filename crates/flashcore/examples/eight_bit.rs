@@ -1,8 +1,8 @@
 //! bf16 tensors that become 8-bit floats within a call, on this GPU: checks every way against the CPU engine, and times the
-//! calls beside those of the tensors as they are.
+//! calls beside those of the tensors as they are. Then a query per head against a cache of 8 bits, beside one of 16.
 //!
 //! ```text
-//! cargo run --release -p flashcore --example quantised
+//! cargo run --release -p flashcore --example eight_bit
 //! ```
 //!
 //! The exit status is 0 when all results are right, 1 when one is not, 2 when there is no GPU that takes 8-bit floats.
@@ -27,14 +27,14 @@ const ROUNDS: usize = 15;
 const MOST_ERROR: f32 = 0.04;
 
 /// Numbers that look random; some channels are not around 0.
-fn tensor(shape: [usize; 4], seed: usize) -> Result<TensorBuf> {
+fn tensor(shape: [usize; 4], seed: usize, dtype: DType) -> Result<TensorBuf> {
     let word = |i: usize| (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed) >> 20;
     let one = |i: usize| {
         let offset = if (i % shape[3]).is_multiple_of(7) { 1.5 } else { 0.0 };
         (word(word(i)) % 4001) as f32 / 2000.0 - 1.0 + offset
     };
     let values: Vec<f32> = (0..shape.iter().product()).map(one).collect();
-    TensorBuf::from_f32(&values, shape, DType::BF16)
+    TensorBuf::from_f32(&values, shape, dtype)
 }
 
 /// The median time of a call, in microseconds.
@@ -64,9 +64,9 @@ fn time(cuda: &Cuda, call: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
 fn problem(cuda: &Cuda, [heads, heads_kv, len_q, len_k, dim]: [usize; 5], check: bool) -> Result<bool> {
     let device = Device::cuda_with(cuda.clone());
     let host = [
-        tensor([2, heads, len_q, dim], 1)?,
-        tensor([2, heads_kv, len_k, dim], 2)?,
-        tensor([2, heads_kv, len_k, dim], 3)?,
+        tensor([2, heads, len_q, dim], 1, DType::BF16)?,
+        tensor([2, heads_kv, len_k, dim], 2, DType::BF16)?,
+        tensor([2, heads_kv, len_k, dim], 3, DType::BF16)?,
     ];
     let mut there = Vec::new();
     for tensor in &host {
@@ -114,6 +114,19 @@ fn problem(cuda: &Cuda, [heads, heads_kv, len_q, len_k, dim]: [usize; 5], check:
     Ok(right)
 }
 
+/// Times a query per head against keys and values of a type.
+fn cache(cuda: &Cuda, dtype: DType, len_k: usize) -> Result<()> {
+    let q = cuda.upload(&tensor([1, 32, 1, 128], 1, DType::BF16)?.view())?;
+    let k = cuda.upload(&tensor([1, 8, len_k, 128], 2, dtype)?.view())?;
+    let v = cuda.upload(&tensor([1, 8, len_k, 128], 3, dtype)?.view())?;
+    let mut o = cuda.empty(DType::BF16, Layout::bhsd([1, 32, 1, 128]))?;
+    let (device, attention) = (Device::cuda_with(cuda.clone()), Attention::new());
+    let (q, k, v, mut o) = (q.view()?, k.view()?, v.view()?, o.view_mut()?);
+    let us = time(cuda, &mut || attention.run_into(&device, &q, &k, &v, &mut o, None))?;
+    println!("{us:9.1} us  {}", attention.problem(&q, &k, &v)?);
+    Ok(())
+}
+
 fn run(cuda: &Cuda) -> Result<bool> {
     let mut right = true;
     for target in [Target::Sm89, Target::Sm90a] {
@@ -125,6 +138,10 @@ fn run(cuda: &Cuda) -> Result<bool> {
     }
     for len in [1024, 4096, 16384] {
         problem(cuda, [16, 16, len, len, 128], false)?;
+    }
+    for len_k in [8192, 65536] {
+        cache(cuda, DType::BF16, len_k)?;
+        cache(cuda, DType::F8E4M3, len_k)?;
     }
     Ok(right)
 }

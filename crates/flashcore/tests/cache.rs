@@ -1,0 +1,110 @@
+//! 16-bit queries against a cache of 8-bit keys and values: the engines against the oracle.
+
+use flashcore::{Attention, DType, Descales, Device, Error, Problem, Tensor, TensorBuf, oracle};
+
+fn tensor(shape: [usize; 4], seed: usize, dtype: DType) -> TensorBuf {
+    let word = |i: usize| (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed) >> 20;
+    let noise = |i: usize| (word(word(i)) % 4001) as f32 / 1000.0 - 2.0;
+    let values: Vec<f32> = (0..shape.iter().product()).map(noise).collect();
+    TensorBuf::from_f32(&values, shape, dtype).unwrap()
+}
+
+/// The largest error of an output, as a part of the largest output, and that of lse.
+fn errors(device: &Device, attention: &Attention<'_>, [q, k, v]: [&Tensor<'_>; 3]) -> [f64; 2] {
+    let problem = attention.problem(q, k, v).unwrap();
+    let out = attention.with_lse().run(device, q, k, v).unwrap();
+    assert_eq!(out.o.dtype(), q.dtype());
+    let (lengths, descales) = (attention.host_key_lengths(), attention.given_descales());
+    let truth = oracle::descaled(&problem, [q, k, v], lengths, &descales);
+    let off = |found: Vec<f32>, truth: &[f64]| {
+        let pairs = found.iter().zip(truth).filter(|(found, truth)| f64::from(**found) != **truth);
+        pairs.map(|(found, truth)| (f64::from(*found) - truth).abs()).fold(0.0, f64::max)
+    };
+    let largest = truth.o.iter().fold(0.0_f64, |most, x| most.max(x.abs()));
+    [off(out.o.to_f32(), &truth.o) / largest, off(out.lse.unwrap().to_f32(), &truth.lse)]
+}
+
+/// Every shape and option on a device.
+fn check(device: &Device) {
+    let shapes = [(4, 1, 300, 64), (1, 5, 41, 80), (8, 1, 1100, 128), (2, 3, 70, 256)];
+    for (i, (group, len_q, len_k, dim)) in shapes.into_iter().enumerate() {
+        let dtype = if i % 2 == 0 { DType::BF16 } else { DType::F16 };
+        let q = tensor([2, 2 * group, len_q, dim], 1, dtype);
+        let [k, v] = [2, 3].map(|seed| tensor([2, 2, len_k, dim], seed, DType::F8E4M3));
+        let (q, k, v) = (q.view(), k.view(), v.view());
+        let of = [3.0, 1.0 / 7.0, 0.5, 1.75];
+        let each = Tensor::descale(&of, [2, 2]).unwrap();
+        let both = Descales::new().k(&each).v(&each);
+        for attention in [
+            Attention::new(),
+            Attention::new().causal().descales(both),
+            Attention::new().key_lengths(&[17, 0]).descales(Descales::new().v(&each)),
+            Attention::new().softcap(3.0).descales(both),
+        ] {
+            let [o, lse] = errors(device, &attention, [&q, &k, &v]);
+            assert!(o < 0.006 && lse < 2e-3, "{attention:?}, shape {i}: off by {o}, lse by {lse}");
+        }
+    }
+}
+
+#[test]
+fn the_cpu_computes_what_a_cache_stands_for() {
+    check(&Device::cpu());
+}
+
+#[cfg(feature = "sim")]
+#[test]
+fn simulated_gpus_compute_what_a_cache_stands_for() {
+    use flashcore::{plan::Target, sim::SimGpu};
+
+    for (target, sms) in [(Target::Sm89, 4), (Target::Sm90a, 4), (Target::Sm90a, 20)] {
+        check(&Device::sim(SimGpu::new(target).with_sms(sms)));
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_cache_has_its_own_kernel_and_too_many_queries_are_refused_with_what_to_do() {
+    use flashcore::plan::{Hardware, Kernel, Launch, Plan, Target};
+
+    let plan =
+        |text: &str, target| Plan::choose(&text.parse::<Problem>().unwrap(), &Hardware::typical(target));
+    let text = "1x32/8x1/32768x128 bf16 kv=f8 descales=kv";
+    assert_eq!(text.parse::<Problem>().unwrap().to_string(), text);
+    let long = plan(text, Target::Sm90a).unwrap();
+    let kernels: Vec<Kernel> = long.launches.iter().map(Launch::kernel).collect();
+    assert_eq!(kernels, [Kernel::Sm80Decode, Kernel::Combine]);
+    // 8 heads of keys on 132 SMs.
+    assert_eq!(long.main().grid, [8, 16, 1]);
+    let ada = plan(text, Target::Sm89).unwrap();
+    assert_eq!((ada.launches.len(), ada.kernel()), (1, Kernel::Sm80Decode));
+    let many = plan("1x32/8x5/100x128 bf16 kv=f8", Target::Sm90a).unwrap_err();
+    let Error::Unsupported { what, possible, .. } = many else { panic!("{many:?}") };
+    assert!(what.contains("20 queries per kv head") && possible.contains("up to 16"), "{what}: {possible}");
+    // No other kernel takes such keys, and this one no others.
+    let hopper = Hardware::typical(Target::Sm90a);
+    for (text, kernel) in [
+        (text, Kernel::Scalar),
+        (text, Kernel::Sm80Fwd),
+        (text, Kernel::Sm90Fwd),
+        ("1x32/8x1/32768x128 bf16", Kernel::Sm80Decode),
+    ] {
+        let refused = Plan::with_kernel(&text.parse().unwrap(), &hopper, kernel).unwrap_err().to_string();
+        assert!(refused.contains("only sm80_decode takes 16-bit queries"), "{refused}");
+    }
+}
+
+#[test]
+fn what_goes_with_no_cache_is_refused() {
+    for text in [
+        "1x4x1/9x64 f32 kv=f8",
+        "1x4x1/9x64 f16 kv=bf16",
+        "1x4x1/9x64 f16 kv=f8 descales=qkv",
+        "1x4x1/9x64 f16 kv=f8 backward",
+        "1x4x1/9x64 f16 kv=f8 quantise",
+        "1x4x1/9x64 f16 kv=f8 out=bf16",
+    ] {
+        let refused = text.parse::<Problem>();
+        assert!(matches!(refused, Err(Error::EightBit { .. })), "{text}: {refused:?}");
+    }
+}
