@@ -6,5 +6,6 @@ mod descriptor;
 pub mod fwd;
 mod params;
 mod ring;
+mod stage;
 
 pub use params::{Divisor, Sm90Params};

@@ -14,12 +14,12 @@ use super::{
 use crate::{
     Spec,
     parts::{
-        fragment::{Acc, a_operands, matrix_ty, pack},
+        fragment::{Acc, a_operands, matrix_ty},
         softmax::{NEG_INF, ScoreHandles, SoftmaxParams},
         work::Rows,
     },
     phase::wait_for_launch,
-    sm90::{descriptor::Descriptor, ring::Ring},
+    sm90::{descriptor::Descriptor, ring::Ring, stage},
 };
 
 /// Bytes of a row that one product takes, and the products over a panel.
@@ -524,34 +524,9 @@ impl<'a> Consumer<'a> {
 
     /// Rounds a gradient and writes it over this warpgroup's rows of a key tile.
     fn stage(&self, k: &mut KernelBuilder, gradient: &[Reg<F32>], tile: Shared) {
-        let dtype = self.spec.dtype;
-        let mut packed: Vec<[Reg<B32>; 2]> = gradient
-            .chunks_exact(4)
-            .map(|quad| [pack(k, dtype, quad[0], quad[1]), pack(k, dtype, quad[2], quad[3])])
-            .collect();
-        // TMA reads whole boxes, and clips them at the tensor's edge.
-        let eights = (panels(2 * gradient.len() as u32, dtype) * columns(dtype) / 8) as usize;
-        let zero = k.mov_b32(0u32);
-        packed.resize(eights, [zero; 2]);
+        let packed = stage::rounded(k, self.spec.dtype, gradient);
         let rows = self.own_rows(k, tile);
-        // Lane l gives row l % 8 of matrix l / 8: upper rows, lower rows, then the same eight columns further.
-        let warp = k.shr_u32(self.thread, 5u32);
-        let row = k.and_b32(self.lane, 15u32);
-        let row = k.mad_lo_u32(warp, 16u32, row);
-        let line = k.mad_lo_u32(row, PITCH, rows);
-        let xor = k.and_b32(row, 7u32);
-        let right = k.shr_u32(self.lane, 4u32);
-        let swizzled = k.xor_b32(right, xor);
-        let start = k.mad_lo_u32(swizzled, 16u32, line);
-        for (pair, chunks) in packed.chunks(2).enumerate() {
-            let (panel, chunk) = (2 * pair as u32 / 8, 2 * pair as u32 % 8);
-            // Rows start at whole lines, so a step inside a line is an XOR.
-            let at = if chunk == 0 { start } else { k.xor_b32(start, 16 * chunk) };
-            let at = at.at((panel * self.sizes.k_panel) as i32);
-            if let [[a, b], [c, d]] = chunks {
-                k.stmatrix(at, [*a, *b, *c, *d]);
-            }
-        }
+        stage::write(k, &packed, self.thread, rows, self.sizes.k_panel);
     }
 
     /// Stores what [`Consumer::stage`] has written.

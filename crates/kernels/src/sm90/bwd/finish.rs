@@ -7,8 +7,9 @@ use flashcore_ptx::{
 
 use super::{PITCH, ROWS as QUERIES, columns, panels};
 use crate::{
-    Args, Blocks, Family, Geometry, Map, Operand, Packed, ScheduleError, Spec, family::schedule,
-    parts::fragment::pack, sm90::params::describe,
+    Args, Blocks, Family, Geometry, Map, Operand, Packed, ScheduleError, Spec,
+    family::schedule,
+    sm90::{params::describe, stage},
 };
 
 const THREADS: u32 = 128;
@@ -116,36 +117,20 @@ impl Schedule {
                 zero
             })
             .collect();
-        let mut packed: Vec<[Reg<flashcore_ptx::B32>; 2]> = values
+        let scaled: Vec<Reg<F32>> = values
             .iter()
-            .map(|quad| {
-                let scaled: [Reg<F32>; 4] = std::array::from_fn(|i| {
-                    let (none, factor) = factors[i / 2];
-                    let value = k.mul_f32(quad[i], factor);
-                    k.selp_f32(0.0, value, none)
-                });
-                [pack(k, spec.dtype, scaled[0], scaled[1]), pack(k, spec.dtype, scaled[2], scaled[3])]
+            .flat_map(|quad| quad.iter().enumerate())
+            .map(|(i, &value)| {
+                let (none, factor) = factors[i / 2];
+                let value = k.mul_f32(value, factor);
+                k.selp_f32(0.0, value, none)
             })
             .collect();
-        let zero = k.mov_b32(0u32);
-        packed.resize((panels(spec.head_dim, spec.dtype) * columns(spec.dtype) / 8) as usize, [zero; 2]);
+        let packed = stage::rounded(k, spec.dtype, &scaled);
 
         k.section("through shared memory to whole rows");
         let start = k.shared_addr(tile);
-        let row = k.and_b32(lane, 15u32);
-        let row = k.mad_lo_u32(warp, 16u32, row);
-        let line = k.mad_lo_u32(row, PITCH, start);
-        let xor = k.and_b32(row, 7u32);
-        let right = k.shr_u32(lane, 4u32);
-        let swizzled = k.xor_b32(right, xor);
-        let start_of_lane = k.mad_lo_u32(swizzled, 16u32, line);
-        for (pair, chunks) in packed.chunks(2).enumerate() {
-            let (panel, chunk) = (2 * pair as u32 / 8, 2 * pair as u32 % 8);
-            let at = if chunk == 0 { start_of_lane } else { k.xor_b32(start_of_lane, 16 * chunk) };
-            if let [[a, b], [c, d]] = chunks {
-                k.stmatrix(at.at((panel * QUERIES * PITCH) as i32), [*a, *b, *c, *d]);
-            }
-        }
+        stage::write(k, &packed, tid, start, QUERIES * PITCH);
         k.fence_proxy_async(ProxySpace::Shared);
         k.bar_sync_all();
         let first = k.setp_eq_u32(tid, 0u32);

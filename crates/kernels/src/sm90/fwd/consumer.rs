@@ -10,12 +10,12 @@ use super::{
 use crate::{
     Phase, Spec,
     parts::{
-        fragment::{Acc, a_operands, matrix_ty, pack},
+        fragment::{Acc, a_operands, matrix_ty},
         params::DescaleParams,
         softmax::{ScoreHandles, SoftmaxParams},
     },
     phase::wait_for_launch,
-    sm90::{Sm90Params, descriptor::Descriptor, ring::Ring},
+    sm90::{Sm90Params, descriptor::Descriptor, ring::Ring, stage},
 };
 
 // Named barriers; 0 is the block's own.
@@ -668,41 +668,13 @@ impl<'a> Consumer<'a> {
         }
         let out = self.spec.out();
         let panels = panels(self.spec.head_dim_v, out);
-        let mut packed: Vec<[Reg<B32>; 2]> = self
-            .o
-            .chunks_exact(4)
-            .map(|quad| [pack(k, out, quad[0], quad[1]), pack(k, out, quad[2], quad[3])])
-            .collect();
-        // TMA reads the whole box and clips it at the tensor's edge, so the rows beyond it must be written too.
-        let eights = (panels * columns(out) / 8) as usize;
-        if packed.len() < eights {
-            let zero = k.mov_b32(0u32);
-            packed.resize(eights, [zero; 2]);
-        }
+        let packed = stage::rounded(k, out, &self.o);
         let own = k.add_u32(self.group, OWN);
         k.comment("no warp of the warpgroup reads its queries any more");
         k.bar_sync(own, 128u32);
         let slot = self.q.address(k);
         let slot = k.mad_lo_u32(self.group, ROWS * PITCH, slot);
-        // Lane l gives row l % 8 of matrix l / 8: upper rows, lower rows, then the same eight columns further.
-        let lane = k.and_b32(self.thread, 31u32);
-        let warp = k.shr_u32(self.thread, 5u32);
-        let row = k.and_b32(lane, 15u32);
-        let row = k.mad_lo_u32(warp, 16u32, row);
-        let line = k.mad_lo_u32(row, PITCH, slot);
-        let xor = k.and_b32(row, 7u32);
-        let right = k.shr_u32(lane, 4u32);
-        let swizzled = k.xor_b32(right, xor);
-        let start = k.mad_lo_u32(swizzled, 16u32, line);
-        for (pair, chunks) in packed.chunks(2).enumerate() {
-            let (panel, chunk) = (2 * pair as u32 / 8, 2 * pair as u32 % 8);
-            // Slots start at whole lines, so a step inside a line is an XOR.
-            let at = if chunk == 0 { start } else { k.xor_b32(start, 16 * chunk) };
-            let at = at.at((panel * self.sizes.q_panel) as i32);
-            if let [[a, b], [c, d]] = chunks {
-                k.stmatrix(at, [*a, *b, *c, *d]);
-            }
-        }
+        stage::write(k, &packed, self.thread, slot, self.sizes.q_panel);
         k.fence_proxy_async(ProxySpace::Shared);
         k.bar_sync(own, 128u32);
         k.if_(self.leader, |k| {

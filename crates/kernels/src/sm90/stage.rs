@@ -1,0 +1,50 @@
+//! Results on their way from registers to global memory: through panels in shared memory, which TMA stores.
+
+use flashcore_ptx::{B32, F32, KernelBuilder, Reg};
+
+use super::fwd::{PITCH, columns, panels};
+use crate::{ElementType, parts::fragment::pack};
+
+/// What a thread has of 64 rows of accumulators, rounded: two words for every eight columns, up to whole panels. TMA reads
+/// whole boxes and clips them at the tensor's edge, so what lies beyond it must be written too.
+pub(super) fn rounded(k: &mut KernelBuilder, dtype: ElementType, rows: &[Reg<F32>]) -> Vec<[Reg<B32>; 2]> {
+    let mut packed: Vec<[Reg<B32>; 2]> = rows
+        .chunks_exact(4)
+        .map(|quad| [pack(k, dtype, quad[0], quad[1]), pack(k, dtype, quad[2], quad[3])])
+        .collect();
+    let eights = (panels(2 * rows.len() as u32, dtype) * columns(dtype) / 8) as usize;
+    if packed.len() < eights {
+        let zero = k.mov_b32(0u32);
+        packed.resize(eights, [zero; 2]);
+    }
+    packed
+}
+
+/// Writes a warpgroup's 64 rows to panels in shared memory, given its thread and where its rows begin in the first panel.
+pub(super) fn write(
+    k: &mut KernelBuilder,
+    packed: &[[Reg<B32>; 2]],
+    thread: Reg<B32>,
+    rows: Reg<B32>,
+    panel_bytes: u32,
+) {
+    // Lane l gives row l % 8 of matrix l / 8: upper rows, lower rows, then the same eight columns further.
+    let lane = k.and_b32(thread, 31u32);
+    let warp = k.shr_u32(thread, 5u32);
+    let row = k.and_b32(lane, 15u32);
+    let row = k.mad_lo_u32(warp, 16u32, row);
+    let line = k.mad_lo_u32(row, PITCH, rows);
+    let xor = k.and_b32(row, 7u32);
+    let right = k.shr_u32(lane, 4u32);
+    let swizzled = k.xor_b32(right, xor);
+    let start = k.mad_lo_u32(swizzled, 16u32, line);
+    for (pair, chunks) in packed.chunks(2).enumerate() {
+        let (panel, chunk) = (2 * pair as u32 / 8, 2 * pair as u32 % 8);
+        // Rows start at whole lines, so a step inside a line is an XOR.
+        let at = if chunk == 0 { start } else { k.xor_b32(start, 16 * chunk) };
+        let at = at.at((panel * panel_bytes) as i32);
+        if let [[a, b], [c, d]] = chunks {
+            k.stmatrix(at, [*a, *b, *c, *d]);
+        }
+    }
+}
