@@ -71,7 +71,7 @@ fn changes(kernel: &Kernel, at: usize) -> Vec<Change> {
 
 /// Whether an instruction stands where the emitter makes descriptors.
 fn descriptor(inst: &Inst) -> bool {
-    inst.loc.is_some_and(|loc| loc.file().ends_with("sm90/fwd/consumer.rs"))
+    inst.loc.is_some_and(|loc| loc.file().ends_with("sm90/descriptor.rs"))
 }
 
 fn edge(cmp: Cmp) -> Cmp {

@@ -72,6 +72,13 @@ const NOTHING_AFTER: &str = "after the last step nobody waits for it";
 
 /// All of them.
 pub const HARMLESS: &[Entry] = &[
+    entry(
+        &["sm90_bwd"],
+        &["or.b32", "descriptor.rs"],
+        OtherLeading,
+        18,
+        "these head dims are one panel wide: without another panel, there is no distance to it",
+    ),
     entry(&["sm90_bwd"], &["griddepcontrol.launch_dependents"], Drop, 1, "the next grid only starts later"),
     entry(
         &["sm90_bwd"],
