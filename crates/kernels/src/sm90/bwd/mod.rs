@@ -9,7 +9,8 @@
 //!
 //! All key tiles of a head add to the same dQ, in f32 and in L2. They take turns: a block adds to a query tile when the
 //! block before it has, so that every run adds up in the same order. Blocks follow each other through the query tiles at the
-//! distance of one such turn, which costs time only once. The last kernel, [`finish`], scales and rounds what they leave.
+//! distance of one such turn. Where all have the same length, that costs time only once; under a mask, blocks also wait for
+//! those that began late. The last kernel, [`finish`], scales and rounds what they leave.
 
 mod block;
 mod consumer;
