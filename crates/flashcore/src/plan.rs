@@ -109,8 +109,10 @@ impl Launch {
         let Problem { heads_q, heads_kv, len_q, len_k, .. } = *folded;
         let (heads, len) = if geometry.is_of_keys() { (heads_kv, len_k) } else { (heads_q, len_q) };
         let (batch, heads, len) = (folded.batch as u32, heads as u32, len as u32);
-        let grid = geometry.grid(batch, heads, len, hardware.sms);
-        let tiles = geometry.tiles(batch, heads, len);
+        let queries = geometry.query_blocks(batch, heads_q as u32, len_q as u32);
+        let mut grid = geometry.grid(batch, heads, len, hardware.sms);
+        grid[0] = grid[0].saturating_add(u32::try_from(queries).unwrap_or(u32::MAX));
+        let tiles = geometry.tiles(batch, heads, len) + queries;
         if grid[1..].iter().any(|&size| size as usize > MAX_GRID_YZ) || tiles > MAX_TILES {
             return Err(Error::Unsupported {
                 device: hardware.target.to_string(),

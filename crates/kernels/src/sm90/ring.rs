@@ -1,7 +1,7 @@
 //! A ring of slots in shared memory that one side fills and the other reads, with two barriers per slot: one says that
 //! it is filled, the other that it is free.
 
-use flashcore_ptx::{Addr, B32, KernelBuilder, Operand, Reg, Scope, Shared};
+use flashcore_ptx::{Addr, B32, KernelBuilder, Operand, Pred, Reg, Scope, Shared};
 
 /// One side's position in a ring. A slot's barriers lie side by side: filled, then free.
 pub(crate) struct Ring {
@@ -60,8 +60,13 @@ impl Ring {
 
     /// The slot's word, of one word per slot.
     pub fn word(&self, k: &mut KernelBuilder, words: Shared) -> Reg<B32> {
-        let words = k.shared_addr(words);
-        k.mad_lo_u32(self.slot, 4u32, words)
+        self.place(k, words, 4)
+    }
+
+    /// The slot's place among others, of so many bytes each.
+    pub fn place(&self, k: &mut KernelBuilder, places: Shared, bytes: u32) -> Reg<B32> {
+        let places = k.shared_addr(places);
+        k.mad_lo_u32(self.slot, bytes, places)
     }
 
     /// The slot's address.
@@ -94,6 +99,13 @@ impl Ring {
         let bar = self.free(k);
         let parity = if self.behind { k.xor_b32(self.parity, 1u32) } else { self.parity };
         k.mbarrier_wait_parity(bar, parity, Scope::Cta);
+    }
+
+    /// Says that this warp is done with the slot, and goes on to the next.
+    pub fn give_back(&self, k: &mut KernelBuilder, first_lane: Reg<Pred>) {
+        let free = self.free(k);
+        k.when(first_lane, |k| k.mbarrier_arrive(free));
+        self.advance(k);
     }
 
     /// Advances to the next slot.
