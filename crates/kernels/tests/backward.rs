@@ -278,8 +278,10 @@ fn check(case: &Case) {
 /// The same for the kernel for wide heads.
 #[track_caller]
 fn check_wide(case: &Case, stages: u32, pingpong: u32) {
-    let schedule = format!("sm90_bwd_wide:stages={stages},pingpong={pingpong}");
-    check_with(case, &[schedule.parse().unwrap()]);
+    for piecewise in [0, 1] {
+        let schedule = format!("sm90_bwd_wide:stages={stages},pingpong={pingpong},piecewise={piecewise}");
+        check_with(case, &[schedule.parse().unwrap()]);
+    }
 }
 
 #[track_caller]

@@ -94,6 +94,21 @@ impl Ring {
         k.mbarrier_wait_parity(bar, self.parity, Scope::Cta);
     }
 
+    /// Waits until a piece of the slot is filled: the first by the slot's own barrier, others, from 1 on, by these, of which each
+    /// slot has so many.
+    pub fn wait_piece(&self, k: &mut KernelBuilder, others: Shared, count: u32, piece: u32) {
+        if piece == 0 {
+            return self.wait_filled(k);
+        }
+        let bar = self.piece(k, others, count, piece);
+        k.mbarrier_wait_parity(bar, self.parity, Scope::Cta);
+    }
+
+    /// The barrier of a piece from 1 on.
+    pub fn piece(&self, k: &mut KernelBuilder, others: Shared, count: u32, piece: u32) -> Addr<B32> {
+        self.place(k, others, 8 * count).at(8 * (piece as i32 - 1))
+    }
+
     /// Waits until the slot is free.
     pub fn wait_free(&self, k: &mut KernelBuilder) {
         let bar = self.free(k);

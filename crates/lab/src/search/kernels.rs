@@ -39,7 +39,8 @@ pub fn space(kernel: Kernel) -> Space {
             .collect(),
         Kernel::Sm90BwdWide => [2, 3]
             .into_iter()
-            .flat_map(|stages| [0, 1].map(|turns| format!("sm90_bwd_wide:stages={stages},pingpong={turns}")))
+            .flat_map(|stages| [0, 1].map(|turns| format!("stages={stages},pingpong={turns}")))
+            .flat_map(|rest| [0, 1].map(|pieces| format!("sm90_bwd_wide:{rest},piecewise={pieces}")))
             .collect(),
         // These compute nothing by themselves, or have no search space yet.
         Kernel::Combine

@@ -32,7 +32,8 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
             })
             .collect(),
         Kernel::Sm90BwdWide => [3, 2]
-            .map(|stages| Schedule::Sm90BwdWide(hopper::bwd::wide::Schedule { stages, pingpong: true }))
+            .map(|stages| hopper::bwd::wide::Schedule { stages, pingpong: true, piecewise: false })
+            .map(Schedule::Sm90BwdWide)
             .into(),
         Kernel::Sm80Decode => sm80::decoding(spec).map(Schedule::Sm80Decode).into(),
         Kernel::Sm90Fwd => sm90::schedules(spec).into_iter().map(Schedule::Sm90Fwd).collect(),

@@ -312,7 +312,7 @@ impl<'a> Consumer<'a> {
     /// A product of this warpgroup's rows of a key tile with all rows of a query tile.
     fn times_rows(&self, k: &mut KernelBuilder, to: &[Reg<F32>], a: Reg<B32>, b: Reg<B32>, head_dim: u32) {
         let panels = [self.sizes.k_panel, self.sizes.q_panel];
-        parts::times_rows(k, self.spec.dtype, to, [a, b], panels, head_dim);
+        parts::times_rows(k, self.spec.dtype, to, [a, b], panels, head_dim, |_, _| {});
     }
 
     /// Adds the product of Pᵀ or dSᵀ with a query tile.

@@ -19,7 +19,8 @@ use crate::{
 pub(super) const STEP: u32 = 32;
 pub(super) const STEPS: u32 = PITCH / STEP;
 
-/// The product of 64 rows with all rows of a tile, given where both begin and the bytes of their panels.
+/// The product of 64 rows with all rows of a tile, given where both begin and the bytes of their panels. `ready` comes before
+/// each panel.
 pub(super) fn times_rows(
     k: &mut KernelBuilder,
     dtype: ElementType,
@@ -27,11 +28,15 @@ pub(super) fn times_rows(
     [a, b]: [Reg<B32>; 2],
     [a_panel, b_panel]: [u32; 2],
     head_dim: u32,
+    ready: impl Fn(&mut KernelBuilder, u32),
 ) {
     let (a, b) = (Descriptor::new(k, a, 16), Descriptor::new(k, b, 16));
     let spec = Wgmma::new(2 * to.len() as u16, matrix_ty(dtype));
     for step in 0..head_dim.div_ceil(16) {
         let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
+        if inside == 0 {
+            ready(k, panel);
+        }
         let a = a.at(k, panel * a_panel + inside);
         let b = b.at(k, panel * b_panel + inside);
         k.wgmma_ss(spec, to, a, b, step > 0);

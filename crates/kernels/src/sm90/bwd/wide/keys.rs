@@ -3,8 +3,8 @@
 use flashcore_ptx::{B32, F32, KernelBuilder, ProxySpace, Reg, Scope};
 
 use super::{
-    ALL, Block, CONSUMERS, Consumer, DO_STAGES, HANDED, HANDED_BYTES, NUMBERS, ROWS, WideParams, operands,
-    zeros,
+    ALL, Block, CONSUMERS, Consumer, DO_STAGES, HANDED, HANDED_BYTES, NUMBERS, ROWS, Walked, WideParams,
+    operands, zeros,
 };
 use crate::{
     parts::{
@@ -66,14 +66,9 @@ impl Consumer<'_> {
         own
     }
 
-    /// The rings of queries and of dO, behind the block's own tile.
-    fn rings(&self, k: &mut KernelBuilder) -> [Ring; 2] {
-        let (s, p) = (k.mov_b32(self.sizes.s), k.mov_b32(self.sizes.p));
-        let memory = self.memory;
-        [
-            Ring::consumer(k, memory.s, self.sizes.s, memory.s_bars, self.schedule.stages).further(k, s),
-            Ring::consumer(k, memory.p, self.sizes.p, memory.p_bars, DO_STAGES).further(k, p),
-        ]
+    /// The queries and dO, behind the block's own tile.
+    fn walked(&self, k: &mut KernelBuilder) -> [Walked; 2] {
+        [self.walked_s(k, self.sizes.s), self.walked_p(k, self.sizes.p, DO_STAGES)]
     }
 
     /// The ring of handed probabilities, of one of its sides.
@@ -86,16 +81,14 @@ impl Consumer<'_> {
         k.section("walk for dV");
         let steps = block.query_steps(k, self.spec);
         let [keys, _] = self.begin(k, block);
-        let [q, d_o] = self.rings(k);
+        let [q, d_o] = self.walked(k);
         let handed = Ring::producer(k, self.memory.s, HANDED_BYTES, self.memory.handed_bars, HANDED);
         let handed = self.handed(k, handed);
         let s = zeros(k, ROWS / 2);
         let (next, p) = (operands(k), operands(k));
         let start_scores = |k: &mut KernelBuilder| {
             k.comment("S^T = K Q^T");
-            q.wait_filled(k);
-            let queries = q.address(k);
-            self.times(k, &s, keys, queries, self.spec.head_dim);
+            self.times(k, &s, keys, &q, self.spec.head_dim);
         };
         // The probabilities of the last scores take the place of those that have become part of dV.
         let add = |k: &mut KernelBuilder| {
@@ -103,13 +96,13 @@ impl Consumer<'_> {
                 k.set(p, |k| k.mov_b32(next));
             }
             k.comment("dV += P^T dO");
-            d_o.wait_filled(k);
-            let gradients = d_o.address(k);
+            d_o.wait_all(k);
+            let gradients = d_o.ring.address(k);
             self.add(k, dv, &p, gradients);
         };
         start_scores(k);
         k.wgmma_wait(0);
-        self.hand_over(k, block, &steps, &s, &next, &q, &handed);
+        self.hand_over(k, block, &steps, &s, &next, &q.ring, &handed);
         // At the first step there is no dV that could be ready.
         let later = k.mov_pred(false);
         k.while_(
@@ -118,18 +111,18 @@ impl Consumer<'_> {
                 start_scores(k);
                 k.comment("dV of the step before");
                 k.wgmma_wait(1);
-                k.if_(later, |k| d_o.give_back(k, self.first_lane));
+                k.if_(later, |k| d_o.ring.give_back(k, self.first_lane));
                 k.set(later, |k| k.mov_pred(true));
                 add(k);
                 steps.advance(k);
                 k.comment("the next scores");
                 k.wgmma_wait(1);
-                self.hand_over(k, block, &steps, &s, &next, &q, &handed);
+                self.hand_over(k, block, &steps, &s, &next, &q.ring, &handed);
             },
         );
         k.section("walk for dV: the last step");
         k.wgmma_wait(0);
-        k.if_(later, |k| d_o.give_back(k, self.first_lane));
+        k.if_(later, |k| d_o.ring.give_back(k, self.first_lane));
         add(k);
         k.wgmma_wait(0);
     }
@@ -193,22 +186,20 @@ impl Consumer<'_> {
         k.section("walk for dK");
         let steps = block.query_steps(k, self.spec);
         let [_, values] = self.begin(k, block);
-        let [q, d_o] = self.rings(k);
+        let [q, d_o] = self.walked(k);
         let handed = Ring::consumer(k, self.memory.s, HANDED_BYTES, self.memory.handed_bars, HANDED);
         let handed = self.handed(k, handed);
         let dp = zeros(k, ROWS / 2);
         let ds = operands(k);
         let start_dp = |k: &mut KernelBuilder| {
             k.comment("dP^T = V dO^T");
-            d_o.wait_filled(k);
-            let gradients = d_o.address(k);
-            self.times(k, &dp, values, gradients, self.spec.head_dim_v);
+            self.times(k, &dp, values, &d_o, self.spec.head_dim_v);
         };
         let add = |k: &mut KernelBuilder| {
-            self.take(k, &dp, &ds, &d_o, &handed);
+            self.take(k, &dp, &ds, &d_o.ring, &handed);
             k.comment("dK += dS^T Q");
-            q.wait_filled(k);
-            let queries = q.address(k);
+            q.wait_all(k);
+            let queries = q.ring.address(k);
             self.add(k, dk, &ds, queries);
         };
         start_dp(k);
@@ -219,7 +210,7 @@ impl Consumer<'_> {
                 start_dp(k);
                 k.comment("dK");
                 k.wgmma_wait(1);
-                q.give_back(k, self.first_lane);
+                q.ring.give_back(k, self.first_lane);
                 steps.advance(k);
             },
         );

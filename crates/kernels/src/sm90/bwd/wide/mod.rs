@@ -30,7 +30,7 @@ use crate::{
     family::{check_registers, schedule},
     parts::softmax::{ScoreHandles, SoftmaxParams},
     phase::wait_for_launch,
-    sm90::stage,
+    sm90::{ring::Ring, stage},
 };
 
 /// Queries of a block that owns queries.
@@ -65,6 +65,8 @@ schedule! {
         /// Whether the warpgroups of a block of queries take turns at the tensor cores, so that one computes probabilities
         /// while the other multiplies.
         pub pingpong: bool,
+        /// Whether products begin with the first panel of a tile, before the others are there.
+        pub piecewise: bool = false,
     }
 }
 
@@ -80,6 +82,9 @@ struct Memory {
     delta: Shared,
     s_bars: Shared,
     p_bars: Shared,
+    /// For each slot, a barrier per panel from the second on, where tiles come piecewise.
+    s_rest: Shared,
+    p_rest: Shared,
     handed_bars: Shared,
     /// Whether the block's own tiles are there.
     own_s: Shared,
@@ -107,6 +112,16 @@ impl Schedule {
         self.stages - 1
     }
 
+    /// In how many pieces tiles of a head dim are waited for.
+    fn pieces(self, head_dim: u32, spec: &Spec) -> u32 {
+        if self.piecewise { panels(head_dim, spec.dtype) } else { 1 }
+    }
+
+    /// Slots for tiles of dO or values.
+    fn p_stages(self) -> u32 {
+        DO_STAGES.max(self.value_stages())
+    }
+
     /// Where the handed probabilities are among the tiles of queries and keys: behind the slots that a block of keys has.
     fn handed(self, spec: &Spec) -> u32 {
         (1 + self.stages) * Self::sizes(spec).s
@@ -123,11 +138,12 @@ impl Schedule {
         let lse = layout.alloc("lse", self.stages * NUMBERS, 128);
         let delta = layout.alloc("delta", DO_STAGES * NUMBERS, 128);
         let mut bars = |name: &str, count: u32| layout.alloc(name, 8 * count, 8);
-        let (s_bars, p_bars) =
-            (bars("s barriers", 2 * self.stages), bars("p barriers", 2 * DO_STAGES.max(self.value_stages())));
+        let (s_bars, p_bars) = (bars("s barriers", 2 * self.stages), bars("p barriers", 2 * self.p_stages()));
+        let [s_rest, p_rest] = [(spec.head_dim, self.stages), (spec.head_dim_v, self.p_stages())]
+            .map(|(dim, stages)| bars("barriers of further panels", stages * (self.pieces(dim, spec) - 1)));
         let handed_bars = bars("handed barriers", 2 * HANDED);
         let (own_s, own_p) = (bars("own s barrier", 1), bars("own p barrier", 1));
-        Memory { layout, s, p, lse, delta, s_bars, p_bars, handed_bars, own_s, own_p }
+        Memory { layout, s, p, lse, delta, s_bars, p_bars, s_rest, p_rest, handed_bars, own_s, own_p }
     }
 
     /// About how many registers a consumer's thread needs: sums, scores, and operands made of them.
@@ -152,13 +168,18 @@ impl Schedule {
             let (all, half) = (CONSUMERS / 32, 128 / 32);
             let rings = [
                 (memory.s_bars, self.stages, 1, all),
-                (memory.p_bars, DO_STAGES.max(self.value_stages()), 1, all),
+                (memory.p_bars, self.p_stages(), 1, all),
                 (memory.handed_bars, HANDED, half, half),
             ];
             for (bars, stages, fillers, readers) in rings {
                 for stage in 0..stages {
                     k.mbarrier_init(bars.at((16 * stage) as i32), fillers);
                     k.mbarrier_init(bars.at((16 * stage + 8) as i32), readers);
+                }
+            }
+            for rest in [memory.s_rest, memory.p_rest] {
+                for bar in (0..rest.bytes()).step_by(8) {
+                    k.mbarrier_init(rest.at(bar as i32), 1u32);
                 }
             }
             k.mbarrier_init(memory.own_s, 1u32);
@@ -229,6 +250,36 @@ impl Family for Schedule {
     }
 }
 
+/// The tiles that a block walks over, as their readers see them.
+struct Walked {
+    ring: Ring,
+    rest: Shared,
+    pieces: u32,
+}
+
+impl Walked {
+    /// Waits for a piece of the tile.
+    fn wait(&self, k: &mut KernelBuilder, piece: u32) {
+        self.ring.wait_piece(k, self.rest, self.pieces - 1, piece);
+    }
+
+    /// Waits for a panel that is a piece of its own, and not the first.
+    fn wait_further(&self, k: &mut KernelBuilder, panel: u32) {
+        if (1..self.pieces).contains(&panel) {
+            self.wait(k, panel);
+            // The assembler wants one after every loop.
+            k.wgmma_fence();
+        }
+    }
+
+    /// Waits for the whole tile.
+    fn wait_all(&self, k: &mut KernelBuilder) {
+        for piece in 0..self.pieces {
+            self.wait(k, piece);
+        }
+    }
+}
+
 /// A consumer warpgroup.
 struct Consumer<'a> {
     schedule: Schedule,
@@ -284,10 +335,29 @@ impl<'a> Consumer<'a> {
     }
 
     /// The product of 64 rows with a tile.
-    fn times(&self, k: &mut KernelBuilder, to: &[Reg<F32>], a: Reg<B32>, b: Reg<B32>, head_dim: u32) {
+    fn times(&self, k: &mut KernelBuilder, to: &[Reg<F32>], a: Reg<B32>, b: &Walked, head_dim: u32) {
+        let tile = b.ring.address(k);
+        b.wait(k, 0);
         k.wgmma_fence();
-        parts::times_rows(k, self.spec.dtype, to, [a, b], [PANEL; 2], head_dim);
+        let ready = |k: &mut KernelBuilder, panel| b.wait_further(k, panel);
+        parts::times_rows(k, self.spec.dtype, to, [a, tile], [PANEL; 2], head_dim, ready);
         k.wgmma_commit();
+    }
+
+    /// A ring of tiles of queries or keys, so many bytes behind the first.
+    fn walked_s(&self, k: &mut KernelBuilder, behind: u32) -> Walked {
+        let Memory { s, s_bars, s_rest, .. } = *self.memory;
+        let behind = k.mov_b32(behind);
+        let ring = Ring::consumer(k, s, self.sizes.s, s_bars, self.schedule.stages).further(k, behind);
+        Walked { ring, rest: s_rest, pieces: self.schedule.pieces(self.spec.head_dim, self.spec) }
+    }
+
+    /// The same of tiles of dO or values, in so many slots.
+    fn walked_p(&self, k: &mut KernelBuilder, behind: u32, stages: u32) -> Walked {
+        let Memory { p, p_bars, p_rest, .. } = *self.memory;
+        let behind = k.mov_b32(behind);
+        let ring = Ring::consumer(k, p, self.sizes.p, p_bars, stages).further(k, behind);
+        Walked { ring, rest: p_rest, pieces: self.schedule.pieces(self.spec.head_dim_v, self.spec) }
     }
 
     /// Adds the product of operands in registers with a tile.

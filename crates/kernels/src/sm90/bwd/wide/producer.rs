@@ -2,7 +2,7 @@
 //! other dO and the values.
 
 use flashcore_ptx::{
-    B32, BulkHint, GlobalPtr, KernelBuilder, L2Evict, Operand, ParamHandle, Reg, Shared, TensorMap,
+    Addr, B32, BulkHint, GlobalPtr, KernelBuilder, L2Evict, Operand, ParamHandle, Reg, Shared, TensorMap,
 };
 
 use super::{
@@ -27,6 +27,9 @@ pub(super) struct Producer<'a> {
     keys: Side,
     tiles: Shared,
     bars: Shared,
+    /// In how many pieces tiles are waited for, and the barriers of those behind the first.
+    pieces: u32,
+    rest: Shared,
     own: Shared,
     /// A number for each query, and where it goes.
     numbers: (ParamHandle<WideParams, GlobalPtr>, Shared),
@@ -43,6 +46,8 @@ impl<'a> Producer<'a> {
             keys: side(WideParams::k_map),
             tiles: memory.s,
             bars: memory.s_bars,
+            pieces: schedule.pieces(spec.head_dim, spec),
+            rest: memory.s_rest,
             own: memory.own_s,
             numbers: (WideParams::row_lse, memory.lse),
         }
@@ -57,6 +62,8 @@ impl<'a> Producer<'a> {
             keys: Side { map: WideParams::v_map, stages: schedule.value_stages() },
             tiles: memory.p,
             bars: memory.p_bars,
+            pieces: schedule.pieces(spec.head_dim_v, spec),
+            rest: memory.p_rest,
             own: memory.own_p,
             numbers: (WideParams::row_delta, memory.delta),
         }
@@ -105,7 +112,8 @@ impl<'a> Producer<'a> {
         for tile in 0..own_tiles {
             let (slot, row) =
                 (k.add_u32(tiles, tile * self.bytes()), k.add_u32(block.first_row, tile * ROWS));
-            self.copy(k, own, L2Evict::First, slot, filled, [row, block.head, block.batch]);
+            let whole = |_: &mut KernelBuilder, _| filled.at(0);
+            self.copy(k, own, L2Evict::First, slot, whole, [row, block.head, block.batch]);
         }
         let slots = self.tiles;
         let behind = k.mov_b32(own_tiles * self.bytes());
@@ -116,8 +124,17 @@ impl<'a> Producer<'a> {
             let (slot, filled) = (ring.address(k), ring.filled(k));
             let first_row = steps.first_row(k, ROWS);
             let more = if numbers.is_some() { NUMBERS } else { 0 };
-            k.mbarrier_arrive_expect_tx(filled, self.bytes() + more);
-            self.copy(k, walked, L2Evict::Last, slot, filled, [first_row, steps.head, block.batch]);
+            let first = if self.pieces > 1 { PANEL } else { self.bytes() };
+            k.mbarrier_arrive_expect_tx(filled, first + more);
+            let bar = |k: &mut KernelBuilder, panel: u32| {
+                if panel == 0 || self.pieces == 1 {
+                    return filled.at(0);
+                }
+                let bar = ring.piece(k, self.rest, self.pieces - 1, panel);
+                k.mbarrier_arrive_expect_tx(bar, PANEL);
+                bar
+            };
+            self.copy(k, walked, L2Evict::Last, slot, bar, [first_row, steps.head, block.batch]);
             if let Some((numbers, place)) = numbers {
                 let at = block.numbers(k, numbers, steps.head, first_row);
                 let place = ring.place(k, place, NUMBERS);
@@ -127,21 +144,21 @@ impl<'a> Producer<'a> {
         });
     }
 
-    /// Starts the copy of a tile, panel by panel.
+    /// Starts the copy of a tile, panel by panel, each of which counts with a barrier.
     fn copy(
         &self,
         k: &mut KernelBuilder,
         side: &Side,
         evict: L2Evict,
         slot: Reg<B32>,
-        filled: Reg<B32>,
+        filled: impl Fn(&mut KernelBuilder, u32) -> Addr<B32>,
         [row, head, batch]: [Reg<B32>; 3],
     ) {
         let (map, policy) = (k.tensor_map(side.map), k.create_policy(evict));
         let hint = BulkHint::new().policy(policy);
         for panel in 0..panels(self.head_dim, self.spec.dtype) {
             let column = Operand::from(panel * columns(self.spec.dtype));
-            let to = slot.at((panel * PANEL) as i32);
+            let (to, filled) = (slot.at((panel * PANEL) as i32), filled(k, panel));
             k.tensor_load(to, map, &[column, row.into(), head.into(), batch.into()], filled, hint);
         }
     }

@@ -8,7 +8,7 @@ use crate::{
         fragment::pack_into,
         work::{KeyRange, Rows},
     },
-    sm90::{bwd::block::Steps, fwd::hide, ring::Ring},
+    sm90::{bwd::block::Steps, fwd::hide},
 };
 
 /// What a warpgroup has of its queries.
@@ -63,48 +63,38 @@ impl Consumer<'_> {
         let steps = block.key_steps(k);
         let own = self.queries(k, block);
         let [queries, gradients] = self.own_tiles(k);
-        let memory = self.memory;
-        let (s_behind, p_behind) =
-            (k.mov_b32(WARPGROUPS * self.sizes.s), k.mov_b32(WARPGROUPS * self.sizes.p));
         // The keys whose scores are next, and those whose part of dQ is.
-        let [keys, keys_behind] = [(); 2].map(|()| {
-            let ring = Ring::consumer(k, memory.s, self.sizes.s, memory.s_bars, self.schedule.stages);
-            ring.further(k, s_behind)
-        });
-        let values = self.schedule.value_stages();
-        let values = Ring::consumer(k, memory.p, self.sizes.p, memory.p_bars, values).further(k, p_behind);
+        let [keys, keys_behind] = [(); 2].map(|()| self.walked_s(k, WARPGROUPS * self.sizes.s));
+        let values = self.walked_p(k, WARPGROUPS * self.sizes.p, self.schedule.value_stages());
         let (s, dp) = (zeros(k, ROWS / 2), zeros(k, ROWS / 2));
         let ds = operands(k);
-        for bar in [memory.own_s, memory.own_p] {
+        for bar in [self.memory.own_s, self.memory.own_p] {
             k.mbarrier_wait_parity(bar, 0u32, Scope::Cta);
         }
         if self.spec.key_lengths {
-            keys.wait_filled(k);
-            values.wait_filled(k);
-            let (first_key, tiles) = (steps.first_row(k, ROWS), [keys.address(k), values.address(k)]);
+            keys.wait_all(k);
+            values.wait_all(k);
+            let (first_key, tiles) =
+                (steps.first_row(k, ROWS), [keys.ring.address(k), values.ring.address(k)]);
             self.clear(k, block, first_key, tiles);
         }
         let start_scores = |k: &mut KernelBuilder| {
             k.comment("S = Q K^T");
-            keys.wait_filled(k);
-            let keys = keys.address(k);
-            self.times(k, &s, queries, keys, self.spec.head_dim);
+            self.times(k, &s, queries, &keys, self.spec.head_dim);
         };
         let start_dp = |k: &mut KernelBuilder| {
             k.comment("dP = dO V^T");
-            values.wait_filled(k);
-            let values = values.address(k);
-            self.times(k, &dp, gradients, values, self.spec.head_dim_v);
+            self.times(k, &dp, gradients, &values, self.spec.head_dim_v);
         };
         let add = |k: &mut KernelBuilder| {
             k.comment("dQ += dS K");
-            let keys = keys_behind.address(k);
+            let keys = keys_behind.ring.address(k);
             self.add(k, dq, &ds, keys);
         };
         let finish_ds = |k: &mut KernelBuilder| {
             k.comment("dP");
             k.wgmma_wait(0);
-            values.give_back(k, self.first_lane);
+            values.ring.give_back(k, self.first_lane);
             for (&dp, (i, &weight)) in dp.iter().zip(s.iter().enumerate()) {
                 k.set(dp, |k| {
                     let difference = k.sub_f32(dp, own.delta[i % 4 / 2]);
@@ -125,18 +115,19 @@ impl Consumer<'_> {
             |k| k.setp_gt_s32(steps.left, 1),
             |k, _| {
                 self.begin_turn(k);
-                keys.advance(k);
+                keys.ring.advance(k);
                 start_scores(k);
                 add(k);
-                start_dp(k);
+                // Values have fewer slots: nobody waits for them with the turn in hand.
                 self.end_turn(k);
+                start_dp(k);
                 steps.advance(k);
                 k.comment("S");
                 k.wgmma_wait(2);
                 self.weights(k, block, &own, &steps, &s);
                 k.comment("dQ");
                 k.wgmma_wait(1);
-                keys_behind.give_back(k, self.first_lane);
+                keys_behind.ring.give_back(k, self.first_lane);
                 finish_ds(k);
             },
         );
