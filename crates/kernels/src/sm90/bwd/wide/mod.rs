@@ -367,8 +367,8 @@ impl<'a> Consumer<'a> {
         k.wgmma_commit();
     }
 
-    /// Probabilities of scores, in place, given each one's lse. Under a softcap, what they come to times the derivative of the
-    /// score is left in `slopes`, and is what dP is to be multiplied by; without one, that is the probability.
+    /// Probabilities of scores, in place, given each one's lse. What dP is to be multiplied by is the probability; under a
+    /// softcap it is less, by the derivative of the score, and `weigh` is given it for every eight columns.
     fn probabilities(
         &self,
         k: &mut KernelBuilder,
