@@ -234,6 +234,7 @@ impl Plan {
         }
         let main = launches.iter().position(|launch| launch.schedule == schedule).unwrap_or(0);
         let section = choose::section(&folded, &launches[main]);
+        workspace.put_aside(&launches[main]);
         Ok(Self {
             problem: *problem,
             target: hardware.target,

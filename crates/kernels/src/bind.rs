@@ -44,6 +44,8 @@ pub enum Operand {
     PartialO,
     /// The reference score and the sum of weights of each partial output: two f32 per row of [`Operand::PartialO`].
     PartialState,
+    /// The sums that each block of a kernel has put aside in f32, in the order in which its threads hold them.
+    Aside,
     /// One f32 per query of a backward pass, and per row of padding up to a multiple of [`ROW_PADDING`]: lse · log2 e, and
     /// +∞ for rows that have no probabilities, because they see no key or do not exist.
     RowLse,

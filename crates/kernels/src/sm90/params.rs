@@ -20,7 +20,7 @@ kernel_params! {
         v_map: TensorMap,
         /// The output, in boxes of a warpgroup's rows.
         o_map: TensorMap,
-        /// The output; read only by kernels that split the keys.
+        /// The output, of kernels that split the keys; or what is put aside of it, of kernels that do that.
         o: GlobalPtr,
         /// One f32 per query; read only by kernels that write lse.
         lse: GlobalPtr,
@@ -108,6 +108,8 @@ impl Sm90Params {
         // Parts of the keys write their partial results side by side, and the combine kernel merges them.
         let (o, lse) = if schedule.parts > 1 {
             (of(Operand::PartialO), of(Operand::PartialState))
+        } else if schedule.aside_bytes(spec) > 0 {
+            (of(Operand::Aside), of(Operand::Lse))
         } else {
             (of(Operand::O), of(Operand::Lse))
         };

@@ -3,7 +3,9 @@
 use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Scope, Wgmma};
 
 use super::{
-    Memory, PITCH, ROWS, Schedule, Sizes, Turned, columns, gather, merge, panels, partial,
+    Memory, PITCH, ROWS, Schedule, Sizes, Turned,
+    aside::Aside,
+    columns, gather, merge, panels, partial,
     softmax::{self, RowState, Softmax},
     tiles::{Keys, Tile, each_tile},
 };
@@ -55,8 +57,14 @@ pub(super) struct Consumer<'a> {
     scores: Vec<Reg<F32>>,
     p: Vec<[Reg<B32>; 4]>,
     pub o: Vec<Reg<F32>>,
+    /// The queries as operands, where they are kept in registers.
+    q_regs: Vec<[Reg<B32>; 4]>,
     /// The sums over one key tile, of some columns of the output, where they are flushed.
     apart: Vec<Reg<F32>>,
+    /// What the output of each row is to be multiplied by before those are added to it.
+    owed_factors: Vec<Reg<F32>>,
+    /// The sums over key tiles before, where they are put aside.
+    aside: Option<Aside>,
     /// Whether the output already holds something that the next product adds to.
     more: Reg<Pred>,
     /// The warpgroup.
@@ -91,6 +99,7 @@ impl<'a> Consumer<'a> {
         let t = k.and_b32(lane, 3u32);
         let params = SoftmaxParams::read_from(k, spec, &HANDLES);
         let softmax = Softmax::new(k, params, schedule.lazy, spec.dtype, schedule.poly);
+        let q_operands = if schedule.q_regs { spec.head_dim.div_ceil(depth(spec)) } else { 0 };
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
         let tiles = |k: &mut KernelBuilder, slots, bytes, bars| {
             let ring = Ring::consumer(k, slots, bytes, bars, stages);
@@ -112,7 +121,10 @@ impl<'a> Consumer<'a> {
             scores: zeros(k, block_n / 2),
             p: (0..block_n / depth(spec)).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
             o: zeros(k, spec.head_dim_v / 2),
+            q_regs: (0..q_operands).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
             apart: zeros(k, schedule.flushed_columns(spec).unwrap_or(0) / 2),
+            owed_factors: zeros(k, if schedule.flushed_columns(spec).is_some() { 2 } else { 0 }),
+            aside: (schedule.aside_bytes(spec) > 0).then(|| Aside::new(k, schedule, spec, group, thread)),
             more: k.mov_pred(false),
             group,
             thread,
@@ -162,6 +174,9 @@ impl<'a> Consumer<'a> {
         }
         self.softmax.reset(k);
         k.set(self.more, |k| k.mov_pred(false));
+        if let Some(aside) = &self.aside {
+            aside.reset(k);
+        }
         Phase::QWait.begin_tile(k, tile.rows.first_row);
         self.q.wait_filled(k);
         Phase::Tile.begin(k);
@@ -285,6 +300,8 @@ impl<'a> Consumer<'a> {
     /// The walk over the key tiles.
     fn walk(&self, k: &mut KernelBuilder, tile: &Tile, block: &Keys, keys: &Keys, owed: Reg<B32>) {
         let Schedule { block_n, .. } = self.schedule;
+        // Of a tile without keys there are no queries in shared memory.
+        self.load_queries(k);
         let at = k.mov_b32(if self.schedule.together { keys.last } else { block.last });
         if self.spec.right && self.has_own_rows() {
             let after = k.add_s32(keys.last, 1);
@@ -306,6 +323,7 @@ impl<'a> Consumer<'a> {
         self.give_back_queries(k, owed);
         if !self.apart.is_empty() {
             self.clear_output(k);
+            self.owe(k, None);
         }
         Phase::QkWait.begin_tile(k, at);
         k.wgmma_wait(0);
@@ -330,7 +348,22 @@ impl<'a> Consumer<'a> {
         self.tiles_down_to(k, tile, at, after_full, true);
         k.section("walk: tiles that every row sees");
         let stop = first_full.map_or(keys.first, |first_full| k.max_s32(first_full, keys.first));
-        self.tiles_down_to(k, tile, at, stop, false);
+        match &self.aside {
+            None => self.tiles_down_to(k, tile, at, stop, false),
+            Some(aside) => k.while_(
+                |k| k.setp_ge_s32(at, stop),
+                |k, _| {
+                    let pause = k.sub_s32(at, self.schedule.flush - 1);
+                    let pause = k.max_s32(pause, stop);
+                    self.tiles_down_to(k, tile, at, pause, false);
+                    let goes_on = k.setp_ge_s32(at, stop);
+                    k.if_(goes_on, |k| {
+                        aside.put(k, &self.softmax, &self.o);
+                        k.set(self.more, |k| k.mov_pred(false));
+                    });
+                },
+            ),
+        }
         if self.spec.left {
             k.section("walk: masked tiles at the window's start");
             self.tiles_down_to(k, tile, at, keys.first, true);
@@ -346,6 +379,9 @@ impl<'a> Consumer<'a> {
         k.wgmma_wait(0);
         self.flush_last(k);
         self.give_back(k, &self.v);
+        if let Some(aside) = &self.aside {
+            aside.take_back(k, &self.softmax, &self.o);
+        }
         if self.spec.left && self.has_own_rows() {
             self.pass_down_to(k, at, block.first);
         }
@@ -423,15 +459,51 @@ impl<'a> Consumer<'a> {
         if masked {
             self.mask(k, tile, at);
         }
-        self.softmax.step(k, &self.scores, masked, &self.o, &|k| {
+        self.softmax.step(k, &self.scores, masked, &|k, factors| {
             Phase::PvWait.begin_after(k, at, before);
             k.wgmma_wait(0);
             Phase::Rescale.begin_tile(k, at);
             self.give_back(k, &self.v);
             self.flush_last(k);
             self.pack(k);
+            self.rescale(k, factors);
         });
         k.set(self.more, |k| k.mov_pred(true));
+    }
+
+    /// Multiplies the output by these factors, now or, where sums are flushed, when the next ones are added to it.
+    fn rescale(&self, k: &mut KernelBuilder, factors: Option<[Reg<F32>; 2]>) {
+        if !self.apart.is_empty() {
+            return self.owe(k, factors);
+        }
+        for (half, factor) in factors.into_iter().flatten().enumerate() {
+            for o in softmax::row_elements(&self.o, half) {
+                k.set(o, |k| k.mul_f32(o, factor));
+            }
+        }
+    }
+
+    /// Remembers what the output is to be multiplied by: 1 where nothing is given.
+    fn owe(&self, k: &mut KernelBuilder, factors: Option<[Reg<F32>; 2]>) {
+        for (half, &owed) in self.owed_factors.iter().enumerate() {
+            k.set(owed, |k| match factors {
+                Some(factors) => k.mov_f32(factors[half]),
+                None => k.mov_f32(1.0),
+            });
+        }
+    }
+
+    /// Takes the queries into registers, if they are kept there.
+    fn load_queries(&self, k: &mut KernelBuilder) {
+        if self.q_regs.is_empty() {
+            return;
+        }
+        let slot = self.q.address(k);
+        let slot = if self.schedule.together { slot } else { k.mad_lo_u32(self.group, ROWS * PITCH, slot) };
+        let loaded = stage::read(k, self.q_regs.len() as u32, self.thread, slot, self.sizes.q_panel);
+        for (kept, loaded) in self.q_regs.iter().flatten().zip(loaded.iter().flatten()) {
+            k.set(*kept, |k| k.mov_b32(*loaded));
+        }
     }
 
     /// S = Q Kᵀ, from the next slots.
@@ -448,7 +520,10 @@ impl<'a> Consumer<'a> {
             let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
             let a = q.at(k, panel * self.sizes.q_panel + inside);
             let b = keys.at(k, panel * self.sizes.kv_panel + inside);
-            k.wgmma_ss(spec, &self.scores, a, b, step > 0);
+            match self.q_regs.get(step as usize) {
+                Some(&a) => k.wgmma_rs(spec, &self.scores, a, b, step > 0),
+                None => k.wgmma_ss(spec, &self.scores, a, b, step > 0),
+            }
         }
     }
 
@@ -480,8 +555,9 @@ impl<'a> Consumer<'a> {
 
     /// Adds one part of the columns to the output.
     fn flush(&self, k: &mut KernelBuilder, part: usize) {
-        for (&o, &apart) in self.o.iter().skip(part * self.apart.len()).zip(&self.apart) {
-            k.set(o, |k| k.add_f32(o, apart));
+        let columns = self.o.iter().skip(part * self.apart.len());
+        for (i, (&o, &apart)) in columns.zip(&self.apart).enumerate() {
+            k.set(o, |k| k.fma_f32(o, self.owed_factors[i % 4 / 2], apart));
         }
     }
 

@@ -16,8 +16,9 @@
 //! Of 8-bit floats, `wgmma` takes both tiles only with their rows along the sum. V's rows are along the head dim, so the
 //! warps beside the producer turn each tile around in shared memory. Probabilities are scaled up by 2^8, which uses the
 //! range of e4m3 best; and as the tensor cores add 8-bit products with 14 bits, each key tile is added up apart, and then
-//! to the output in f32.
+//! to the output in f32, or the output of every thousand keys or so is put aside.
 
+mod aside;
 mod consumer;
 mod gather;
 mod merge;
@@ -87,9 +88,12 @@ schedule! {
         /// Blocks of a cluster that have neighbouring tiles of queries and the same keys: each copies its part of every key
         /// tile for all of them.
         pub multicast: u32 = 1,
-        /// Whether the products with each value tile are added up apart, and then to the output in f32: more registers,
-        /// and no drift over many keys. For 8-bit floats; the tensor cores add 16-bit ones in f32 anyway.
-        pub flush: bool = true,
+        /// After how many key tiles the sums of the tensor cores are added to others in f32, so that they do not drift over
+        /// many keys: 0 for never; with 1 the products with a value tile are added up in registers of their own, with more
+        /// the output is put aside in global memory. For 8-bit floats; the tensor cores add 16-bit ones in f32 anyway.
+        pub flush: u32 = 1,
+        /// Whether the queries are kept in registers, rather than read from shared memory for every key tile.
+        pub q_regs: bool = false,
     }
 }
 
@@ -196,8 +200,11 @@ impl Schedule {
                     for &(persistent, pairs, split) in &walks {
                         for &(pingpong, together) in each_other {
                             let softmaxes = [0, 2, 8].into_iter().flat_map(|l| (0..=4).map(move |p| (l, p)));
-                            for (multicast, (lazy, poly)) in alone_or_not(split, together)
-                                .flat_map(|blocks| softmaxes.clone().map(move |it| (blocks, it)))
+                            for (multicast, q_regs, (lazy, poly)) in alone_or_not(split, together)
+                                .flat_map(|blocks| [false, true].map(|q_regs| (blocks, q_regs)))
+                                .flat_map(|(blocks, q_regs)| {
+                                    softmaxes.clone().map(move |it| (blocks, q_regs, it))
+                                })
                             {
                                 grid.push(Schedule {
                                     warpgroups,
@@ -214,7 +221,8 @@ impl Schedule {
                                     together,
                                     parts: 1,
                                     multicast,
-                                    flush: true,
+                                    flush: 1,
+                                    q_regs,
                                 });
                             }
                         }
@@ -344,7 +352,14 @@ impl Schedule {
             [1, 2, 4, 8].into_iter().filter(|parts| all.is_multiple_of(8 * parts)).map(|parts| all / parts)
         };
         let fits = |columns: &u32| self.registers(spec, *columns) <= self.register_limit(spec);
-        (spec.dtype.is_fp8() && self.flush).then(|| parts().find(fits).or(parts().next_back()).unwrap_or(all))
+        (spec.dtype.is_fp8() && self.flush == 1)
+            .then(|| parts().find(fits).or(parts().next_back()).unwrap_or(all))
+    }
+
+    /// Bytes per block of the sums that are put aside in global memory.
+    pub fn aside_bytes(self, spec: &Spec) -> u32 {
+        let one = ROWS * spec.head_dim_v * 4;
+        if spec.dtype.is_fp8() && self.flush > 1 { self.warpgroups * one } else { 0 }
     }
 
     /// About how many registers a consumer's thread needs, given how many columns are added up apart.
@@ -360,7 +375,8 @@ impl Schedule {
             (true, 0) => FP8_OTHER_REGISTERS,
             (true, _) => FLUSHED_OTHER_REGISTERS,
         };
-        self.block_n / 2 + probabilities + spec.head_dim_v / 2 + flushed / 2 + others + cap
+        let queries = if self.q_regs { panels(spec.head_dim, spec.dtype) * PITCH / 8 } else { 0 };
+        self.block_n / 2 + probabilities + queries + spec.head_dim_v / 2 + flushed / 2 + others + cap
     }
 
     fn memory(self, spec: &Spec) -> Memory {
