@@ -101,6 +101,8 @@ impl Pool {
     /// The truth about some rows of a problem whose tensors are contiguous.
     pub fn yardstick(&self, problem: &Problem, rows: &[Row]) -> Option<Yardstick> {
         let Problem { heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, mask, .. } = *problem;
+        // Keys and values of a type of their own are the pool's numbers, rounded.
+        let dtypes = [dtype, problem.dtype_kv(), problem.dtype_kv()];
         let one = |row: &Row| {
             let &Row { batch, head, position: query, .. } = row;
             let keys = mask.keys(query, len_q, len_k);
@@ -110,7 +112,8 @@ impl Pool {
             let first = kv_head * len_k + keys.start;
             let tensor = |tensor: usize, row: usize, rows: usize, width: usize| {
                 let values = self.values(tensor, row * width, rows * width);
-                TensorBuf::from_f32(&values, [1, 1, rows, width], dtype).expect("as many values as elements")
+                TensorBuf::from_f32(&values, [1, 1, rows, width], dtypes[tensor])
+                    .expect("as many values as elements")
             };
             let q = tensor(0, (batch * heads_q + head) * len_q + query, 1, head_dim);
             let k = tensor(1, first, keys.len(), head_dim);

@@ -156,10 +156,38 @@ impl Quantiser {
         }
         Descales::of(descales.each_ref()).into_tensors(&mut tensors);
         engine(&Call { problem: call.problem.quantised(), tensors, ..*call });
-        if let (Some(lse), Some(mean)) = (call.lse(), &made.k_mean) {
-            give_back(lse, &inputs[0], mean, call.problem.scale);
+        if let (Some(lse), Some(shifts)) = (call.lse(), made.shifts(&inputs[0], call.problem.scale)) {
+            let [_, heads, len, _] = inputs[0].shape();
+            let mut to = TensorMut::of(*lse);
+            for (i, shift) in shifts.into_iter().enumerate() {
+                let (b, h, s) = (i / (heads * len), i / len % heads, i % len);
+                let mut before = [0.0];
+                lse.read_row(b, h, s, &mut before);
+                to.write_row(b, h, s, &[(f64::from(before[0]) + shift) as f32]);
+            }
         }
         Ok(())
+    }
+}
+
+impl Quantised {
+    /// What the subtraction of the keys' mean took from all scores of each query, and so from its lse, if they were smoothed:
+    /// scale · q · mean, in the order (batch, heads, length).
+    #[doc(hidden)]
+    pub fn shifts(&self, q: &Tensor<'_>, scale: f32) -> Option<Vec<f64>> {
+        let mean = self.k_mean.as_ref()?;
+        let [batch, heads, len, head_dim] = q.shape();
+        let (means, heads_kv) = (mean.to_f32(), mean.shape()[1]);
+        let group = heads / heads_kv.max(1);
+        let mut query = vec![0.0; head_dim];
+        let mut shift = |i: usize| {
+            let (b, h, s) = (i / (heads * len), i / len % heads, i % len);
+            q.read_row(b, h, s, &mut query);
+            let mean = &means[(b * heads_kv + h / group) * head_dim..][..head_dim];
+            let dot: f64 = query.iter().zip(mean).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+            f64::from(scale) * dot
+        };
+        Some((0..batch * heads * len).map(&mut shift).collect())
     }
 }
 
@@ -193,24 +221,6 @@ impl std::str::FromStr for Quantiser {
             };
         }
         Ok(quantiser)
-    }
-}
-
-/// Adds to lse what the subtraction of the keys' mean took from all scores of a query. A query without keys keeps −∞.
-fn give_back(lse: &Raw, q: &Tensor<'_>, mean: &TensorBuf, scale: f32) {
-    let [batch, heads, len, head_dim] = q.shape();
-    let (means, heads_kv) = (mean.to_f32(), mean.shape()[1]);
-    let group = heads / heads_kv.max(1);
-    let mut query = vec![0.0; head_dim];
-    let mut to = TensorMut::of(*lse);
-    for i in 0..batch * heads * len {
-        let (b, h, s) = (i / (heads * len), i / len % heads, i % len);
-        let mut before = [0.0];
-        lse.read_row(b, h, s, &mut before);
-        q.read_row(b, h, s, &mut query);
-        let mean = &means[(b * heads_kv + h / group) * head_dim..][..head_dim];
-        let dot: f64 = query.iter().zip(mean).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
-        to.write_row(b, h, s, &[(f64::from(before[0]) + f64::from(scale) * dot) as f32]);
     }
 }
 

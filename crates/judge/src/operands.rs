@@ -367,6 +367,7 @@ impl Operands {
         let attention = Attention::new().mask(self.problem.mask).scale(self.problem.scale);
         let attention = attention.softcap(self.problem.softcap.unwrap_or(0.0)).descales(self.descales());
         let attention = attention.output(self.problem.out());
+        let attention = self.problem.quantise.map_or(attention, |quantiser| attention.fp8(quantiser));
         match &self.key_lengths {
             Some(lengths) => attention.key_lengths(lengths),
             None => attention,
