@@ -168,7 +168,7 @@ fn run(case: &Case, config: Config) -> Found {
     for &pass in case.quantize.passes() {
         let module = case.quantize.emit(pass, Target::Sm90a).unwrap();
         let mut packed = Packed::default();
-        case.quantize.bind(&args, &mut packed);
+        case.quantize.bind(pass, &args, &mut packed);
         let grid = case.quantize.grid(pass, &args);
         let block = [case.quantize.threads(pass), 1, 1];
         let dims = LaunchDims { grid, block, cluster: None, dynamic_shared: None };

@@ -6,9 +6,9 @@
 //! the order in which blocks run.
 //!
 //! Keys can be smoothed: the mean over all keys is subtracted from each, channel by channel. That adds the same number to
-//! all scores of a query, so that the output does not change, and lse lacks scale · q · mean. The first pass then finds the
-//! sum, the smallest and the largest number of each channel, and a small pass between makes of them the mean and the
-//! largest magnitude that will be left.
+//! all scores of a query, so that the output does not change, and lse lacks scale · q · mean, which a pass behind attention
+//! gives back. The first pass then finds the sum, the smallest and the largest number of each channel, and a small pass
+//! between makes of them the mean and the largest magnitude that will be left.
 //!
 //! Queries and keys can be rotated: signs that look random, then a Walsh-Hadamard transform, divided by √head_dim. It
 //! leaves dot products as they are, and spreads outliers over all channels.
@@ -16,6 +16,7 @@
 mod family;
 mod params;
 mod rotation;
+mod shift;
 mod smooth;
 
 use flashcore_ptx::{
@@ -26,6 +27,7 @@ pub use self::{family::Schedule, rotation::signs};
 use self::{
     params::{Common, OfK, OfQ, OfV, TensorParams},
     rotation::Rotation,
+    shift::OfLse,
     smooth::{Channels, mean_address},
 };
 use crate::{Args, ElementType, Operand, ScheduleError};
@@ -82,6 +84,8 @@ pub enum Pass {
     Mean,
     /// Writes codes and descales.
     Cast,
+    /// Behind attention: adds to lse what the subtraction of the mean took from it.
+    Shift,
 }
 
 impl Pass {
@@ -91,6 +95,7 @@ impl Pass {
             Pass::Scan => "flashcore_quantize_scan",
             Pass::Mean => "flashcore_quantize_mean",
             Pass::Cast => "flashcore_quantize_cast",
+            Pass::Shift => "flashcore_quantize_shift",
         }
     }
 }
@@ -132,7 +137,7 @@ impl Quantize {
         }
     }
 
-    /// Its launches, in this order.
+    /// Its launches before attention, in this order.
     pub fn passes(self) -> &'static [Pass] {
         if self.smooth { &[Pass::Scan, Pass::Mean, Pass::Cast] } else { &[Pass::Scan, Pass::Cast] }
     }
@@ -147,6 +152,7 @@ impl Quantize {
         let [batch, heads, ..] = args.tensor(Operand::K).shape;
         match pass {
             Pass::Mean => [(batch * heads) as u32, 1, 1],
+            Pass::Shift => [self.blocks(args)[0], 1, 1],
             Pass::Scan | Pass::Cast => [self.blocks(args)[2], 1, 1],
         }
     }
@@ -193,9 +199,11 @@ impl Quantize {
             .params::<Common>()
             .more_params::<OfQ>()
             .more_params::<OfK>()
-            .more_params::<OfV>()
-            .shared(memory.layout.clone())
-            .threads(self.threads(pass));
+            .more_params::<OfV>();
+        if pass == Pass::Shift {
+            k = k.more_params::<OfLse>();
+        }
+        let mut k = k.shared(memory.layout.clone()).threads(self.threads(pass));
         self.body(&mut k, pass, &memory);
         k
     }
@@ -211,7 +219,7 @@ impl Quantize {
         let floats = match pass {
             Pass::Mean => 3 * MEAN_THREADS,
             Pass::Scan if self.smooth => 3 * WIDTH * THREADS,
-            Pass::Scan | Pass::Cast => 0,
+            Pass::Scan | Pass::Cast | Pass::Shift => 0,
         };
         let channels = layout.alloc("channels", 4 * floats, 16);
         let reduced = layout.alloc("reduced", 4 * self.threads(pass) / 32, 4);
@@ -247,6 +255,9 @@ impl Quantize {
         }
         if pass == Pass::Mean {
             return self.mean(k, memory);
+        }
+        if pass == Pass::Shift {
+            return self.shift(k);
         }
         let mut item = k.ctaid_x();
         if pass == Pass::Cast {

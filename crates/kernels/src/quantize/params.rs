@@ -2,7 +2,7 @@
 
 use flashcore_ptx::{GlobalPtr, KernelParams, ParamHandle, kernel_params};
 
-use super::{Quantize, Which};
+use super::{Pass, Quantize, Which, shift::OfLse};
 use crate::{
     Operand, TensorArg,
     bind::{Args, Packed},
@@ -154,8 +154,8 @@ impl Quantize {
         self.places(args).2
     }
 
-    /// Adds the parameters of the next launch: they are the same for all passes.
-    pub fn bind(self, args: &Args, packed: &mut Packed) {
+    /// Adds the parameters of the next launch: they are the same for all passes but the last.
+    pub fn bind(self, pass: Pass, args: &Args, packed: &mut Packed) {
         let space = args.tensor(Operand::Space).address;
         let (starts, partials, _) = self.places(args);
         let [k_first, v_first, blocks] = self.blocks(args);
@@ -184,5 +184,8 @@ impl Quantize {
         packed.extend(&OfQ::of(&tensor(Which::Q)));
         packed.extend(&OfK::of(&tensor(Which::K)));
         packed.extend(&OfV::of(&tensor(Which::V)));
+        if pass == Pass::Shift {
+            packed.extend(&OfLse::of(args));
+        }
     }
 }
