@@ -356,6 +356,7 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
         dtype,
         out: problem.dtype.is_f8().then(|| element(problem.out())),
         kv: problem.dtype_kv.map(element),
+        descale_keys: problem.descale_keys.map(|keys| keys.min(MAX_KERNEL_LEN) as u32),
         head_dim: problem.head_dim as u32,
         head_dim_v: problem.head_dim_v as u32,
         left: band.left.is_some(),

@@ -24,6 +24,14 @@ kernel_params! {
     }
 }
 
+kernel_params! {
+    /// What a pass is given behind that where chunks have descales of their own: bytes from one to the next.
+    pub(super) struct OfChunks {
+        k_descale_chunk: u64,
+        v_descale_chunk: u64,
+    }
+}
+
 /// Declares what a pass is given of one tensor: its elements and their strides, where the codes go and with which strides,
 /// its descales and theirs, and the largest magnitudes of its parts, so many per head.
 macro_rules! tensor_params {
@@ -117,7 +125,11 @@ impl Quantize {
 
     /// The largest magnitudes per head that the last pass reads.
     fn parts(self, args: &Args, which: Which) -> u32 {
-        if self.smooths(which) { 1 } else { self.chunks(args, which) }
+        match (self.smooths(which), self.chunks_differ(which)) {
+            (true, _) => 1,
+            (false, true) => 0,
+            (false, false) => self.chunks(args, which),
+        }
     }
 
     /// Heads of a tensor over all batch entries.
@@ -184,6 +196,10 @@ impl Quantize {
         packed.extend(&OfQ::of(&tensor(Which::Q)));
         packed.extend(&OfK::of(&tensor(Which::K)));
         packed.extend(&OfV::of(&tensor(Which::V)));
+        if self.by_chunk {
+            let [k, v] = [Operand::KDescale, Operand::VDescale].map(|of| args.tensor(of).strides[2]);
+            packed.extend(&OfChunks { k_descale_chunk: k, v_descale_chunk: v });
+        }
         if pass == Pass::Shift {
             packed.extend(&OfLse::of(args));
         }
