@@ -51,24 +51,34 @@ fn bytes(dtype: DType, bits: &[u16]) -> Vec<u8> {
     bits.iter().flat_map(|bits| bits.to_le_bytes().into_iter().take(dtype.size())).collect()
 }
 
+/// The bits of a number.
+fn round(dtype: DType, x: f64) -> u16 {
+    match dtype {
+        DType::BF16 => bf16::from_f64(x).to_bits(),
+        DType::F16 | DType::F32 => f16::from_f64(x).to_bits(),
+        DType::F8E4M3 => u16::from(F8E4M3::from_f64(x).to_bits()),
+    }
+}
+
 impl Pool {
     /// Draws standard normal numbers in a dtype of 16 bits or 8: `needed` of them, at most [`LEN`].
     pub fn draw(dtype: DType, needed: usize, seed: u64) -> Self {
         let len = needed.clamp(1, LEN);
-        let round = |x: f64| match dtype {
-            DType::BF16 => bf16::from_f64(x).to_bits(),
-            DType::F16 | DType::F32 => f16::from_f64(x).to_bits(),
-            DType::F8E4M3 => u16::from(F8E4M3::from_f64(x).to_bits()),
-        };
         let bits = [0_u64, 1, 2].map(|tensor| {
             let mut bits = vec![0; len];
             bits.par_chunks_mut(PART).enumerate().for_each(|(part, bits)| {
                 let mut rng = Rng::stream(seed, tensor << 40 | part as u64);
-                bits.fill_with(|| round(rng.normal()));
+                bits.fill_with(|| round(dtype, rng.normal()));
             });
             bits
         });
         Self { dtype, seed, bits }
+    }
+
+    /// These numbers, in a dtype of 16 bits or 8.
+    pub fn of(dtype: DType, values: [Vec<f32>; 3]) -> Self {
+        let bits = values.map(|values| values.into_iter().map(|x| round(dtype, f64::from(x))).collect());
+        Self { dtype, seed: 0, bits }
     }
 
     /// Writes the three files.
