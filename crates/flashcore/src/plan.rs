@@ -202,10 +202,10 @@ impl Plan {
         let attended = attended(problem, hardware)?;
         let folded = fold(&attended);
         let mut workspace = Workspace::of(&folded, &schedule);
-        let mut launches = Vec::new();
+        let (mut launches, mut shift) = (Vec::new(), None);
         if attended.dtype != problem.dtype {
             let refuse = |error: ScheduleError| unsupported(&hardware.name, &error);
-            launches = choose::quantising(problem, &folded, hardware).map_err(refuse)?;
+            (launches, shift) = choose::quantising(problem, &folded, hardware).map_err(refuse)?;
             workspace.quantise(&folded, &launches);
         }
         let mut launch = |spec: Spec, schedule: Schedule| {
@@ -232,6 +232,7 @@ impl Plan {
         } else {
             launch(spec, schedule)?;
         }
+        launches.extend(shift);
         let main = launches.iter().position(|launch| launch.schedule == schedule).unwrap_or(0);
         let section = choose::section(&folded, &launches[main]);
         workspace.put_aside(&launches[main]);
@@ -300,17 +301,15 @@ fn element(dtype: DType) -> ElementType {
 
 /// What the kernels for attention are given of a problem: f8, where its tensors become f8 first.
 fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
-    let Some(quantiser) = problem.quantise else { return Ok(*problem) };
+    if problem.quantise.is_none() {
+        return Ok(*problem);
+    }
     let refuse = |what: &str, possible: &str| {
         let (device, what, possible) = (hardware.name.clone(), what.into(), possible.into());
         Err(Error::Unsupported { device, what, possible, source: None })
     };
     if problem.dtype == DType::F32 {
         return refuse("quantising f32", "f16 and bf16; or a copy on the host and Device::cpu()");
-    }
-    if quantiser.smooths() && problem.lse {
-        let possible = "lse of keys that are not smoothed, or the output alone; Device::cpu() gives both";
-        return refuse("lse of smoothed keys, which lacks what the mean adds to it", possible);
     }
     // Without keys there is nothing to quantise, and nobody writes descales.
     match (problem.len_k, problem.out) {
@@ -358,6 +357,7 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
         dtype,
         out: problem.dtype.is_f8().then(|| element(problem.out())),
         kv: problem.dtype_kv.map(element),
+        descale_keys: problem.descale_keys.map(|keys| keys.min(MAX_KERNEL_LEN) as u32),
         head_dim: problem.head_dim as u32,
         head_dim_v: problem.head_dim_v as u32,
         left: band.left.is_some(),

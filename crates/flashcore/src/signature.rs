@@ -22,6 +22,8 @@ pub enum Rows {
     Keys,
     /// One for all keys of a key head.
     Heads,
+    /// One for each block of keys of a key head.
+    Blocks,
 }
 
 impl Rows {
@@ -31,6 +33,7 @@ impl Rows {
             Rows::Queries => ["query", "queries"],
             Rows::Keys => ["key", "keys"],
             Rows::Heads => ["kv head", "kv heads"],
+            Rows::Blocks => ["block of keys", "blocks of keys"],
         }
     }
 }
@@ -79,6 +82,7 @@ impl Problem {
                 Rows::Queries => (heads_q, len_q),
                 Rows::Keys => (heads_kv, len_k),
                 Rows::Heads => (heads_kv, 1),
+                Rows::Blocks => (heads_kv, self.descale_keys.map_or(1, |keys| len_k.div_ceil(keys))),
             };
             let decided_by = [Name::Q, of_heads, of_heads, of_dim];
             Parameter {
@@ -127,7 +131,11 @@ impl Problem {
             ],
         };
         let names = Name::DESCALES.into_iter().zip(self.descales).filter(|(_, there)| *there);
-        let descales = names.map(|(name, _)| number(name, read, Rows::Heads, Name::K));
+        let rows = |name| match self.descale_keys {
+            Some(_) if name != Name::QDescale => Rows::Blocks,
+            _ => Rows::Heads,
+        };
+        let descales = names.map(|(name, _)| number(name, read, rows(name), Name::K));
         let mut signature = Signature { parameters: [inputs[0]; MOST], count: 0 };
         for parameter in inputs.into_iter().chain(descales).chain(rest.into_iter().flatten()) {
             signature.parameters[signature.count] = parameter;
@@ -210,6 +218,14 @@ impl<T> PerTensor<T> {
         self
     }
 
+    /// Without what there is for some tensors.
+    pub(crate) fn without(mut self, names: [Name; 2]) -> Self {
+        for name in names {
+            self.values[place(name)] = None;
+        }
+        self
+    }
+
     /// Says what there is for a tensor.
     pub fn set(&mut self, name: Name, value: T) {
         self.values[place(name)] = Some(value);
@@ -281,6 +297,9 @@ mod tests {
             (Name::O, DType::F16, [2, 8, 5, 32]),
         ];
         assert_eq!(shapes, expected);
+        let shapes = of("2x8/2x5/300x64 f8 descales=qv/128");
+        let shapes: Vec<_> = shapes.iter().skip(3).take(2).map(|it| (it.rows, it.shape)).collect();
+        assert_eq!(shapes, [(Rows::Heads, [2, 2, 1, 1]), (Rows::Blocks, [2, 2, 3, 1])]);
         assert_eq!(of("1x1x1x16 f8").outputs().next().unwrap().dtype, DType::BF16);
     }
 

@@ -212,6 +212,11 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
     if cache != (kernel == Kernel::Sm80Decode) && kernel != Kernel::Combine {
         return Err(ScheduleError::Cache { kernel, cache });
     }
+    if spec.descale_keys.is_some() && !matches!(kernel, Kernel::Sm80Decode | Kernel::Combine) {
+        let possible = "descales of blocks of keys are for sm80_decode, with 16-bit queries; give one per kv head, or copy \
+                        the tensors to the host and call Device::cpu()";
+        return Err(ScheduleError::malformed(format!("{kernel}: {possible}")));
+    }
     match (dtype, out) {
         (ElementType::E4m3, _) if !takes_fp8 => Err(ScheduleError::Fp8 { kernel }),
         (ElementType::E4m3, Some(ElementType::F16 | ElementType::Bf16)) => Ok(()),

@@ -42,6 +42,10 @@ pub struct Spec {
     ///
     /// [`Kernel::Sm80Decode`]: crate::Kernel::Sm80Decode
     pub kv: Option<ElementType>,
+    /// How many keys share a descale of k and one of v, where not all of a head do: [`Kernel::Sm80Decode`] takes such.
+    ///
+    /// [`Kernel::Sm80Decode`]: crate::Kernel::Sm80Decode
+    pub descale_keys: Option<u32>,
     /// Elements of a query and of a key; the tensor-core kernels take multiples of 8 up to 256.
     pub head_dim: u32,
     /// Elements of a value and of an output row, likewise.
@@ -84,6 +88,7 @@ impl Spec {
             dtype,
             out: (dtype == ElementType::E4m3).then_some(ElementType::Bf16),
             kv: None,
+            descale_keys: None,
             head_dim,
             head_dim_v: head_dim,
             left: false,

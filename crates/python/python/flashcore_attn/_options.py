@@ -80,7 +80,18 @@ def integers(name: str, given: Any) -> list[int]:
     return [int(entry) for entry in found]
 
 
-def quantiser_of(precision: object, smooth: object, rotate: object) -> str | None:
+def block_of(block: object) -> int | None:
+    """The keys that share a descale of k and one of v; None where all of a head do."""
+    if block is None:
+        return None
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"block is a {type(block).__name__}, possible is a number of keys, an integer")
+    if not 1 <= block < _ENDLESS:
+        raise ContractError(f"block is {block}, possible is a number of keys, such as 128")
+    return block
+
+
+def quantiser_of(precision: object, smooth: object, rotate: object, block: int | None) -> str | None:
     """How arrays become 8-bit floats, as the engine reads it; None where they do not."""
     if precision not in (None, "fp8"):
         raise ContractError(f"precision is {precision!r}, possible are 'fp8' and None")
@@ -96,4 +107,5 @@ def quantiser_of(precision: object, smooth: object, rotate: object) -> str | Non
             raise ContractError('smooth and rotate are for 8-bit floats. Add precision="fp8"')
         return None
     ways = ["smooth"] * smooth + ([] if rotate is None else [f"rotate:{rotate}"])
+    ways += [] if block is None else [f"block:{block}"]
     return f"quantise={','.join(ways)}" if ways else "quantise"

@@ -109,27 +109,30 @@ fn sm80_gradients(
     Ok(keys.into_iter().chain([of(Of::Queries)?]).collect())
 }
 
-/// The launches that make f8 of a problem's tensors, which are `folded` afterwards.
+/// The launches that make f8 of a problem's tensors, which are `folded` afterwards; and the one behind attention that gives
+/// back to lse what smoothed keys took from it, where both are asked for.
 pub(super) fn quantising(
     problem: &Problem,
     folded: &Problem,
     hardware: &Hardware,
-) -> Result<Vec<Launch>, ScheduleError> {
-    let Some(quantiser) = problem.quantise else { return Ok(Vec::new()) };
+) -> Result<(Vec<Launch>, Option<Launch>), ScheduleError> {
+    let Some(quantiser) = problem.quantise else { return Ok((Vec::new(), None)) };
     let spec = Spec {
         head_dim_v: folded.head_dim_v as u32,
         key_lengths: folded.key_lengths,
         ..Spec::new(element(problem.dtype), folded.head_dim as u32)
     };
     let shapes = workspace::shapes(folded);
-    let launch = |of: quantize::Schedule| {
+    let launch = |of: quantize::Schedule| -> Result<Launch, ScheduleError> {
         let schedule = Schedule::Quantize(of);
         schedule.check(&spec, hardware.target)?;
         let geometry = schedule.geometry(&spec);
         let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
         Ok(Launch { spec, schedule, grid: of.grid(&spec, &shapes), threads, cluster, shared_bytes })
     };
-    quantize::Schedule::all(quantiser.smooths(), quantiser.rotates()).map(launch).collect()
+    let all = quantize::Schedule::all(quantiser.smooths(), quantiser.rotates());
+    let shift = (quantiser.smooths() && problem.lse).then(|| launch(quantize::Schedule::shift()));
+    Ok((all.map(launch).collect::<Result<_, ScheduleError>>()?, shift.transpose()?))
 }
 
 /// What merges the parts of the keys that a schedule leaves, if it does.
