@@ -20,7 +20,7 @@ from torch.autograd.function import _SingleLevelFunction
 from . import _arguments, _native, _prepare
 from ._blocks import backward, forward, scale_of, visible_of
 from ._errors import ContractError, UnsupportedError
-from ._torch import as_list, empty_lse, empty_output, lse_dtype, native_lengths, no_forward_mode
+from ._torch import as_list, empty_lse, empty_output, lse_dtype, native_lengths, no_forward_mode, no_second_derivative
 
 # torch has no types for these.
 _torch_library: Any = torch.library
@@ -76,7 +76,7 @@ def _differentiate(name: str, backward: Callable[..., Any], setup_context: Calla
 
 def _no_second_gradient(name: str) -> None:
     def refuse(ctx: Any, *grads: Any) -> Any:
-        raise UnsupportedError("attention has no second derivative here. Use torch's math backend for it")
+        raise no_second_derivative()
 
     _differentiate(name, refuse, lambda ctx, inputs, output: None)
 

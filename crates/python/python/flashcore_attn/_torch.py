@@ -251,6 +251,11 @@ def no_forward_mode() -> UnsupportedError:
     )
 
 
+def no_second_derivative() -> UnsupportedError:
+    """The error of a second derivative."""
+    return UnsupportedError("attention has no second derivative here. Use torch's math backend for it")
+
+
 def dispatch(
     q: Tensor,
     k: Tensor,
