@@ -156,3 +156,52 @@ def test_a_ring_of_four_processes_computes_what_one_would(monkeypatch):
     with tempfile.TemporaryDirectory() as folder:
         # Raises with the traceback of the first process that fails.
         multiprocessing.spawn(_process, (4, os.path.join(folder, "meeting")), nprocs=4)
+
+
+def test_torchs_context_parallel_is_refused_by_whoever_sees_only_a_part():
+    """Only torch's own function knows of the other parts."""
+    from flashcore_attn import UnsupportedError, attention, flash_attn_func, flash_attn_varlen_func
+    from flashcore_attn import scaled_dot_product_attention as sdpa
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch_problem import draw
+
+    q, k, v = draw(0, *[(1, 2, 16, 16)] * 3)
+    packed, ends = q[0], torch.tensor([0, 2])
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()
+    calls = (
+        lambda: sdpa(q, k, v),
+        lambda: sdpa(q, k, v, mask),
+        lambda: attention(q, k, v, causal=True),
+        lambda: attention(q, k, v, out=torch.empty_like(q)),
+        lambda: flash_attn_func(q, k, v),
+        lambda: flash_attn_varlen_func(packed, packed, packed, ends, ends, 2, 2),
+        lambda: sdpa(q.requires_grad_(), k, v),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            with context_parallel(mesh, buffers=[k, v], buffer_seq_dims=[2, 2]):
+                for call in calls:
+                    with pytest.raises(UnsupportedError, match="context_parallel is active"):
+                        call()
+            for call in calls[:3]:
+                call()
+            with pytest.raises(NotImplementedError, match="sharding strategy"):
+                sdpa(*(DTensor.from_local(x.detach(), mesh, [Shard(2)]) for x in (q, k, v)))
+        finally:
+            dist.destroy_process_group()
+
+
+def test_a_function_that_the_user_has_put_in_torchs_place_is_not_refused(monkeypatch):
+    import torch.nn.functional as F
+    from flashcore_attn import scaled_dot_product_attention as sdpa
+    from torch_problem import draw
+
+    q, k, v = draw(0, *[(1, 2, 16, 16)] * 3)
+    expected = sdpa(q, k, v)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
+    assert torch.equal(sdpa(q.requires_grad_(), k, v), expected)

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import _arguments
 from ._errors import ContractError, UnsupportedError
 from ._options import mask_of, number
-from ._torch import attend, cast, check, check_gradient
+from ._torch import attend, cast, check, check_gradient, check_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -300,6 +300,7 @@ def flash_attn_varlen_func(
         if used is not None:
             _arguments.tensors(**{name: used})
             _arguments.lengths(name, used, sequences)
+    check_whole()
     check_gradient(q, k, v)
     mask, left, right = mask_of(causal, False, window_size)
     scale, softcap = _arguments.options(softmax_scale, softcap)
