@@ -203,7 +203,7 @@ pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result
     if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
 }
 
-/// Whether a kernel takes the element types of a spec.
+/// Whether a kernel takes the element types of a spec, and its rows.
 pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let (dtype, out) = (spec.dtype, spec.out);
     let takes_fp8 = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
@@ -211,6 +211,12 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
     // What merges parts has nothing to do with keys.
     if cache != (kernel == Kernel::Sm80Decode) && kernel != Kernel::Combine {
         return Err(ScheduleError::Cache { kernel, cache });
+    }
+    let takes_rows = matches!(kernel, Kernel::Sm90Fwd | Kernel::Sm80Decode | Kernel::Combine);
+    if spec.rows_per_query != 1 && !takes_rows {
+        return Err(ScheduleError::malformed(format!(
+            "{kernel} for heads that share keys as rows of one tile: only sm90_fwd and sm80_decode take them so"
+        )));
     }
     match (dtype, out) {
         (ElementType::E4m3, _) if !takes_fp8 => Err(ScheduleError::Fp8 { kernel }),
