@@ -15,6 +15,7 @@ use crate::{
         fragment::{Acc, a_operands, matrix_ty},
         params::DescaleParams,
         softmax::{ScoreHandles, SoftmaxParams},
+        work::{QueryRows, first_query_head},
     },
     phase::wait_for_launch,
     sm90::{Sm90Params, descriptor::Descriptor, ring::Ring, stage},
@@ -693,18 +694,29 @@ impl<'a> Consumer<'a> {
         }
         let base = k.param(Sm90Params::lse);
         let head = [Sm90Params::lse_batch, Sm90Params::lse_head];
-        let base = Self::head_address(k, tile, base, head);
-        let stride = k.param(Sm90Params::lse_row);
+        let base = self.queries_address(k, tile, base, head);
+        let rows = QueryRows::read(k, self.spec, [Sm90Params::lse_row, Sm90Params::lse_head]);
         for half in 0..2 {
             let row = self.problem_row(k, tile, half);
             let RowState { reference, sum, .. } = self.softmax.rows[half as usize];
             let value = self.softmax.params.lse(k, reference, sum, self.softmax.shift);
-            let exists = k.setp_lt_s32(row, tile.rows.len_q);
+            let exists = tile.has_row(k, self.schedule, row);
             let mine = k.and_pred(first, exists);
-            let row = k.cvt_u64_u32(row);
-            let address = k.mad_lo_u64(row, stride, base);
+            let address = rows.address(k, base, row);
             k.when(mine, |k| k.st_global(address, value));
         }
+    }
+
+    /// The address of this tile's queries in a tensor: of its head, or of the first of its heads.
+    pub fn queries_address(
+        &self,
+        k: &mut KernelBuilder,
+        tile: &Tile,
+        base: Reg<B64>,
+        strides: [flashcore_ptx::ParamHandle<Sm90Params, u64>; 2],
+    ) -> Reg<B64> {
+        let head = first_query_head(k, self.spec, tile.rows.head);
+        Self::address_of(k, tile, head, base, strides)
     }
 
     /// The address of this tile's head in a tensor.
@@ -712,10 +724,20 @@ impl<'a> Consumer<'a> {
         k: &mut KernelBuilder,
         tile: &Tile,
         base: Reg<B64>,
+        strides: [flashcore_ptx::ParamHandle<Sm90Params, u64>; 2],
+    ) -> Reg<B64> {
+        Self::address_of(k, tile, tile.rows.head, base, strides)
+    }
+
+    fn address_of(
+        k: &mut KernelBuilder,
+        tile: &Tile,
+        head: Reg<B32>,
+        base: Reg<B64>,
         [batch_stride, head_stride]: [flashcore_ptx::ParamHandle<Sm90Params, u64>; 2],
     ) -> Reg<B64> {
         let (batch_stride, head_stride) = (k.param(batch_stride), k.param(head_stride));
-        let (batch, head) = (k.cvt_u64_u32(tile.rows.batch), k.cvt_u64_u32(tile.rows.head));
+        let (batch, head) = (k.cvt_u64_u32(tile.rows.batch), k.cvt_u64_u32(head));
         let entry = k.mad_lo_u64(batch, batch_stride, base);
         k.mad_lo_u64(head, head_stride, entry)
     }
@@ -755,9 +777,9 @@ impl<'a> Consumer<'a> {
         k.bar_sync(own, 128u32);
         k.if_(self.leader, |k| {
             let first_row = k.mad_lo_u32(self.group, ROWS, tile.rows.first_row);
+            let place = tile.place(k, self.spec, first_row).map(Operand::from);
             for panel in 0..panels {
-                let column = Operand::from(panel * columns(out));
-                let at = [column, first_row.into(), tile.rows.head.into(), tile.rows.batch.into()];
+                let at = [(panel * columns(out)).into(), place[0], place[1], place[2]];
                 let from = slot.at((panel * self.sizes.q_panel) as i32);
                 k.tensor_store(o_map, &at, from, BulkHint::new());
             }

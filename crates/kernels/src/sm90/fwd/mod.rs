@@ -138,7 +138,8 @@ struct Turned {
 pub(crate) struct Sizes {
     pub q_panel: u32,
     pub kv_panel: u32,
-    pub q: u32,
+    /// Of a tile of Q, what is copied.
+    pub q_copied: u32,
     pub k: u32,
     pub v: u32,
     /// A slot of Q, where the output is staged too.
@@ -248,6 +249,16 @@ impl Schedule {
         self.rows() * self.multicast
     }
 
+    /// Rows per work tile that are taken: those of whole queries.
+    pub fn rows_taken(self, spec: &Spec) -> u32 {
+        self.tile_rows() / spec.rows_per_query * spec.rows_per_query
+    }
+
+    /// Rows of a box of queries: as many whole queries as a block's rows begin.
+    fn box_rows(self, spec: &Spec) -> u32 {
+        self.rows().next_multiple_of(spec.rows_per_query)
+    }
+
     /// Blocks per cluster.
     fn cluster(self) -> u32 {
         self.split * self.multicast
@@ -263,9 +274,10 @@ impl Schedule {
         if self.together { self.warpgroups } else { 1 }
     }
 
-    /// The order in which query tiles are taken. Without a right bound, all are equally long.
+    /// The order in which query tiles are taken. Without a right bound, all are equally long; and nearly so where they
+    /// have few queries.
     pub fn order(self, spec: &Spec) -> Walk {
-        match (spec.right, self.pairs && self.persistent) {
+        match (spec.right && spec.rows_per_query == 1, self.pairs && self.persistent) {
             (false, _) => Walk::Plain,
             (true, true) => Walk::Pairs,
             (true, false) => Walk::Sections,
@@ -335,13 +347,16 @@ impl Schedule {
     }
 
     pub(crate) fn sizes(self, spec: &Spec) -> Sizes {
-        let (q_panel, kv_panel) = (self.rows() * PITCH, self.block_n * PITCH);
+        let box_rows = self.box_rows(spec);
+        // Eight rows are what the swizzle permutes.
+        let (q_panel, kv_panel) = (box_rows.next_multiple_of(8) * PITCH, self.block_n * PITCH);
         let (of_qk, of_v) = (panels(spec.head_dim, spec.dtype), panels(spec.head_dim_v, spec.dtype));
         let (q, o) = (of_qk * q_panel, panels(spec.head_dim_v, spec.out()) * q_panel);
         let (k, v) = (of_qk * kv_panel, of_v * kv_panel);
         let turned_panel = turn::rows(spec) * PITCH;
         let turned = panels(self.block_n, spec.dtype) * turned_panel;
-        Sizes { q_panel, kv_panel, q, k, v, q_slot: q.max(o), turned_panel, turned }
+        let q_copied = of_qk * box_rows * PITCH;
+        Sizes { q_panel, kv_panel, q_copied, k, v, q_slot: q.max(o), turned_panel, turned }
     }
 
     /// Columns of the output whose sums over one key tile are in registers at a time, where they are [flushed](Self::flush)
@@ -406,7 +421,7 @@ impl Family for Schedule {
 
     fn geometry(self, spec: &Spec) -> Geometry {
         Geometry {
-            rows: self.tile_rows(),
+            rows: self.rows_taken(spec),
             threads: self.threads(spec),
             shared_bytes: self.memory(spec).layout.bytes(),
             blocks: Blocks::Row {
@@ -489,6 +504,18 @@ impl Family for Schedule {
                  to 4, together=0, split=1 and parts=1"
                     .into(),
             );
+        }
+        let rows = spec.rows_per_query;
+        if rows > ROWS || rows > 1 && self.tile_rows() > self.rows() {
+            return refuse(format!(
+                "{rows} heads as rows of one tile: possible are up to {ROWS}, with multicast=1"
+            ));
+        }
+        if rows > 1 && self.rows() > ROWS && !ROWS.is_multiple_of(rows) {
+            return refuse(format!(
+                "{rows} heads as rows of several warpgroups: possible are 1, 2, 4 and so on up to {ROWS}; or take warpgroups=1 or \
+                 together=1"
+            ));
         }
         if self.lazy > 8 {
             return refuse(format!("lazy {}: possible are 0 to 8", self.lazy));
