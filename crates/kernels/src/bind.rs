@@ -18,6 +18,13 @@ pub enum Operand {
     V,
     /// One u32 per batch entry: how many keys it has.
     KeyLengths,
+    /// The rows of q, o and lse at which packed sequences begin, one i32 each and one more: where the last one ends.
+    QStarts,
+    /// The same for the rows of k and v.
+    KStarts,
+    /// For each batch entry a row of the pages that its keys and values are in, one i32 each; only those that hold keys of
+    /// the batch entry are read. A page that does not exist holds zeros: nothing outside the pool is ever read.
+    Pages,
     /// One f32 per batch entry and kv head, which the stored queries of that head are to be multiplied by. Above 0; one
     /// that is not given is 1. Of 8-bit queries.
     QDescale,
@@ -139,6 +146,11 @@ impl Args {
     /// A tensor; one that was not given has address 0 and no elements.
     pub fn tensor(&self, operand: Operand) -> &TensorArg {
         &self.tensors[operand as usize]
+    }
+
+    /// Packed sequences.
+    pub(crate) fn sequences(&self) -> u32 {
+        self.tensor(Operand::QStarts).shape[0].saturating_sub(1) as u32
     }
 
     /// Batch entries, query heads and queries per head.
