@@ -2,7 +2,7 @@
 
 use crate::{
     Error, Name, Problem, Result,
-    signature::{Parameter, PerTensor, Role},
+    signature::{Parameter, PerTensor, Role, Rows},
     tensor::{DeviceLengths, Raw},
 };
 
@@ -50,7 +50,7 @@ impl Call<'_> {
 pub(crate) fn check(problem: &Problem, tensors: &PerTensor<Raw>, role: Role) -> Result<()> {
     let signature = problem.signature();
     let given = |parameter: &Parameter| tensors.get(parameter.name).map(|raw| (*parameter, *raw));
-    for (Parameter { name, dtype, shape, decided_by, .. }, raw) in
+    for (Parameter { name, dtype, shape, decided_by, rows, .. }, raw) in
         signature.iter().filter(|it| it.role == role).filter_map(given)
     {
         if raw.dtype != dtype {
@@ -59,7 +59,10 @@ pub(crate) fn check(problem: &Problem, tensors: &PerTensor<Raw>, role: Role) -> 
         let what = ["batch", "heads", "length", "head_dim"];
         for (dim, (given, expected)) in raw.layout.shape.into_iter().zip(shape).enumerate() {
             if given != expected {
-                let (what, other) = (what[dim], decided_by[dim]);
+                let (mut what, other) = (what[dim], decided_by[dim]);
+                if (rows, dim) == (Rows::Places, 3) {
+                    what = "entries";
+                }
                 return Err(Error::SizeMismatch { tensor: name, what, given, expected, other });
             }
         }

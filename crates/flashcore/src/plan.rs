@@ -294,6 +294,7 @@ fn element(dtype: DType) -> ElementType {
         DType::BF16 => ElementType::Bf16,
         DType::F32 => ElementType::F32,
         DType::F8E4M3 => ElementType::E4m3,
+        DType::I32 => unreachable!("attention on integers was refused"),
     }
 }
 
@@ -338,6 +339,10 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
             "up to 16; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
+    if !problem.is_dense() {
+        let possible = "dense tensors; for others copy the tensors to the host and call Device::cpu()";
+        return refuse("packed sequences, or keys in pages".into(), possible);
+    }
     let dtype = element(problem.dtype);
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
         if len > MAX_KERNEL_LEN {
@@ -365,8 +370,12 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
         softcap: problem.softcap.is_some(),
         scaled_scores: Spec::needs_scaled_scores(element(problem.dtype_kv()), problem.scale, problem.softcap),
         key_lengths: problem.key_lengths,
-        packed: false,
-        page: None,
+        packed_q: matches!(problem.queries, Queries::Packed { .. }),
+        packed_k: matches!(problem.keys, Keys::Packed { .. }),
+        page: match problem.keys {
+            Keys::Paged { page, .. } => Some(page as u32),
+            Keys::Dense | Keys::Packed { .. } => None,
+        },
         grouped: problem.heads_kv != problem.heads_q,
         lse: problem.lse,
         traced: false,

@@ -103,6 +103,7 @@ macro_rules! by_type {
             DType::F16 => $call::<$s, half::f16>($($arg),*),
             DType::BF16 => $call::<$s, half::bf16>($($arg),*),
             DType::F8E4M3 => $call::<$s, float8::F8E4M3>($($arg),*),
+            DType::I32 => unreachable!("attention on integers"),
         }
     };
 }
