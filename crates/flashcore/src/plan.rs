@@ -370,6 +370,8 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
         softcap: problem.softcap.is_some(),
         scaled_scores: Spec::needs_scaled_scores(element(problem.dtype_kv()), problem.scale, problem.softcap),
         key_lengths: problem.key_lengths,
+        packed: false,
+        page: None,
         grouped: problem.heads_kv != problem.heads_q,
         lse: problem.lse,
         traced: false,

@@ -59,6 +59,14 @@ pub struct Spec {
     pub scaled_scores: bool,
     /// Whether each batch entry has a key length of its own.
     pub key_lengths: bool,
+    /// Whether sequences lie one behind the other in the rows of one batch entry, and only the GPU knows where each begins:
+    /// [`Operand::QStarts`](crate::Operand::QStarts) and, unless keys are in pages,
+    /// [`Operand::KStarts`](crate::Operand::KStarts). [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
+    pub packed: bool,
+    /// Keys of a page, where keys and values lie in pages of a pool that [`Operand::Pages`](crate::Operand::Pages) lists:
+    /// a multiple of 16. k and v are then (pages, kv heads, keys of a page, head dim).
+    /// [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
+    pub page: Option<u32>,
     /// Whether several query heads share one kv head.
     pub grouped: bool,
     /// Whether lse is written.
@@ -92,6 +100,8 @@ impl Spec {
             softcap: false,
             scaled_scores: false,
             key_lengths: false,
+            packed: false,
+            page: None,
             grouped: false,
             lse: false,
             traced: false,
@@ -126,6 +136,11 @@ impl Spec {
     /// The element type of o.
     pub fn out(&self) -> ElementType {
         self.out.unwrap_or(self.dtype)
+    }
+
+    /// Whether what lies behind a batch entry's last key may be anything: another's keys, or what nobody has written.
+    pub fn has_foreign_keys(&self) -> bool {
+        self.key_lengths || self.packed || self.page.is_some()
     }
 
     /// Whether some queries may not see some keys that exist.

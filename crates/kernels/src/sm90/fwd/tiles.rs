@@ -1,6 +1,6 @@
 //! Which query tile a block takes, and which keys that tile sees.
 
-use flashcore_ptx::{B32, KernelBuilder, ParamHandle, Pred, Reg};
+use flashcore_ptx::{B32, KernelBuilder, Operand, ParamHandle, Pred, Reg};
 
 use super::{ROWS, Schedule, Walk};
 use crate::{
@@ -16,6 +16,15 @@ pub(super) struct Tile {
     first_row: Reg<B32>,
     pub kv_head: Reg<B32>,
     pub band: Band,
+    /// Where its sequence begins, where sequences are packed.
+    pub starts: Option<Starts>,
+}
+
+/// The rows of the tensors at which a packed sequence begins.
+#[derive(Clone, Copy)]
+pub(super) struct Starts {
+    pub queries: Reg<B32>,
+    pub keys: Reg<B32>,
 }
 
 /// The key tiles that one block walks over, from `last` down to `first`.
@@ -97,32 +106,57 @@ pub(super) fn each_tile(
             );
         }
         Walk::Sections => {
-            // Every other round runs backwards: tiles come longest first, and so the block that had the longest of
-            // a round gets the shortest of the next.
-            let last = k.sub_u32(blocks, 1u32);
-            let item = if schedule.ctas == 2 { beside_another(k, item, blocks, last) } else { item };
-            let mirrored = k.sub_u32(last, item);
-            let (mine, other) = (k.mov_b32(item), k.mov_b32(mirrored));
-            let (start, item) = (k.mov_b32(0u32), k.mov_b32(item));
+            let rounds = Rounds::new(k, schedule, item, blocks);
             k.while_(
-                |k| k.setp_lt_u32(start, items),
+                |k| k.setp_lt_u32(rounds.start, items),
                 |k, _| {
-                    let inside = k.setp_lt_u32(item, items);
-                    let place = Place::in_section(k, item);
+                    let inside = k.setp_lt_u32(rounds.item, items);
+                    let place = Place::in_section(k, rounds.item);
                     let exists = k.setp_ge_s32(place.block, 0);
                     let exists = k.and_pred(exists, inside);
                     k.if_(exists, |k| {
                         let tile = Tile::find(k, schedule, spec, place);
                         body(k, &tile);
                     });
-                    k.set(start, |k| k.add_u32(start, blocks));
-                    let swapped = k.mov_b32(mine);
-                    k.set(mine, |k| k.mov_b32(other));
-                    k.set(other, |k| k.mov_b32(swapped));
-                    k.set(item, |k| k.add_u32(start, mine));
+                    rounds.next(k);
                 },
             );
         }
+    }
+}
+
+/// The items that a persistent block takes, one of each round. Every other round runs backwards: tiles come longest first,
+/// and so the block that had the longest of a round gets the shortest of the next.
+pub(super) struct Rounds {
+    blocks: Reg<B32>,
+    /// This block's place in this round and in the next.
+    mine: Reg<B32>,
+    other: Reg<B32>,
+    /// The round's first item.
+    start: Reg<B32>,
+    /// This block's.
+    pub item: Reg<B32>,
+}
+
+impl Rounds {
+    /// For one of so many blocks.
+    pub fn new(k: &mut KernelBuilder, schedule: Schedule, block: Reg<B32>, blocks: Reg<B32>) -> Self {
+        let last = k.sub_u32(blocks, 1u32);
+        let item = if schedule.ctas == 2 { beside_another(k, block, blocks, last) } else { block };
+        let mirrored = k.sub_u32(last, item);
+        let (mine, other) = (k.mov_b32(item), k.mov_b32(mirrored));
+        let (start, item) = (k.mov_b32(0u32), k.mov_b32(item));
+        Self { blocks, mine, other, start, item }
+    }
+
+    /// Goes on to the next round.
+    pub fn next(&self, k: &mut KernelBuilder) {
+        let Self { blocks, mine, other, start, item } = *self;
+        k.set(start, |k| k.add_u32(start, blocks));
+        let swapped = k.mov_b32(mine);
+        k.set(mine, |k| k.mov_b32(other));
+        k.set(other, |k| k.mov_b32(swapped));
+        k.set(item, |k| k.add_u32(start, mine));
     }
 }
 
@@ -178,7 +212,7 @@ impl Place {
 }
 
 /// n / divisor.
-fn divide(
+pub(super) fn divide(
     k: &mut KernelBuilder,
     n: Reg<B32>,
     by: ParamHandle<Sm90Params, u32>,
@@ -191,20 +225,34 @@ fn divide(
 }
 
 /// What remains of n, given the quotient.
-fn remainder(k: &mut KernelBuilder, n: Reg<B32>, quotient: Reg<B32>, divisor: Reg<B32>) -> Reg<B32> {
+pub(super) fn remainder(
+    k: &mut KernelBuilder,
+    n: Reg<B32>,
+    quotient: Reg<B32>,
+    divisor: Reg<B32>,
+) -> Reg<B32> {
     let taken = k.mul_lo_u32(quotient, divisor);
     k.sub_u32(n, taken)
 }
 
+/// The kv head of a query head.
+pub(super) fn kv_head(k: &mut KernelBuilder, spec: &Spec, head: Reg<B32>) -> Reg<B32> {
+    if spec.grouped { divide(k, head, Sm90Params::group_mul, Sm90Params::group_shift) } else { head }
+}
+
 impl Tile {
+    /// A tile of a packed sequence.
+    pub fn packed(rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
+        Self { rows, first_row: rows.first_row, kv_head, band, starts: Some(starts) }
+    }
+
     fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec, place: Place) -> Self {
         k.section("tile: which rows of which head");
         let Place { head, block, .. } = place;
         let batch = divide(k, head, Sm90Params::heads_mul, Sm90Params::heads_shift);
         let heads = k.param(Sm90Params::heads);
         let head = remainder(k, head, batch, heads);
-        let kv_head =
-            if spec.grouped { divide(k, head, Sm90Params::group_mul, Sm90Params::group_shift) } else { head };
+        let kv_head = kv_head(k, spec, head);
         let len_q = k.param(Sm90Params::len_q);
         let first_row = k.mul_lo_u32(block, schedule.tile_rows());
         let own_row = if schedule.multicast > 1 {
@@ -214,15 +262,43 @@ impl Tile {
             first_row
         };
         let rows = Rows { batch, head, len_q, first_row: own_row };
-        let keys = if spec.key_lengths {
+        let keys = Self::key_length(k, spec, batch);
+        let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
+        Self { rows, first_row, kv_head, band, starts: None }
+    }
+
+    /// Keys of a batch entry.
+    pub fn key_length(k: &mut KernelBuilder, spec: &Spec, batch: Reg<B32>) -> Reg<B32> {
+        if spec.key_lengths {
             let lengths = k.param(Sm90Params::key_lengths);
             let own = k.mad_wide_u32(batch, 4u32, lengths);
             k.ld_global::<B32>(own)
         } else {
             k.param(Sm90Params::len_k)
-        };
-        let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
-        Self { rows, first_row, kv_head, band }
+        }
+    }
+
+    /// The coordinates in a tensor of queries of a column and a row of the tile's head.
+    pub fn place(&self, k: &mut KernelBuilder, column: u32, row: Reg<B32>) -> [Operand<B32>; 4] {
+        let head = self.rows.head.into();
+        match self.starts {
+            None => [column.into(), row.into(), head, self.rows.batch.into()],
+            // Packed sequences are one batch entry.
+            Some(_) => [column.into(), self.row_of_queries(k, row).into(), head, 0u32.into()],
+        }
+    }
+
+    /// The row of a tensor of queries that is a row of the tile's head.
+    pub fn row_of_queries(&self, k: &mut KernelBuilder, row: Reg<B32>) -> Reg<B32> {
+        self.starts.map_or(row, |starts| k.add_u32(starts.queries, row))
+    }
+
+    /// The row, the head and the batch entry of a key, where keys are not in pages.
+    pub fn place_of_keys(&self, k: &mut KernelBuilder, key: Reg<B32>) -> [Operand<B32>; 3] {
+        match self.starts {
+            None => [key.into(), self.kv_head.into(), self.rows.batch.into()],
+            Some(Starts { keys, .. }) => [k.add_u32(keys, key).into(), self.kv_head.into(), 0u32.into()],
+        }
     }
 
     /// The key tiles that this block walks over.
