@@ -14,7 +14,7 @@ use crate::{
 /// Where each of several sequences that lie one behind the other begins, and where the last one ends: `cu_seqlens`, one
 /// number more than there are sequences.
 ///
-/// ```no_run
+/// ```
 /// use flashcore::{Attention, Device, Starts, Tensor};
 ///
 /// // Two heads of three sequences, of 2, 0 and 3 tokens, as (1, heads, tokens, head_dim).
@@ -75,7 +75,7 @@ impl<'a> Starts<'a> {
 /// k and v are then tensors of shape (pages, kv heads, page, head_dim), of any strides: with heads inside of tokens or
 /// around them, K and V apart or in one allocation.
 ///
-/// ```no_run
+/// ```
 /// use flashcore::{Attention, Device, Pages, Tensor};
 ///
 /// // A pool of four pages of two tokens; the sequence is in pages 3 and 1, and has three tokens.
@@ -141,7 +141,6 @@ impl<'a> Pages<'a> {
 
 /// How sequences lie in a tensor.
 #[derive(Clone, Copy, Debug)]
-#[allow(dead_code)]
 pub(crate) enum Lie<'a> {
     /// Each in a batch entry of its own.
     Dense,
@@ -151,8 +150,29 @@ pub(crate) enum Lie<'a> {
     Paged { table: &'a [u32], stride: usize, page: usize },
 }
 
-#[allow(dead_code)]
-impl Lie<'_> {
+impl<'a> Lie<'a> {
+    /// As queries lie in a call with these tensors.
+    #[inline(always)]
+    pub(crate) fn of_queries(problem: &Problem, tensors: &'a PerTensor<Raw>) -> Self {
+        match problem.queries {
+            Queries::Dense => Lie::Dense,
+            Queries::Packed { .. } => Lie::Packed(tensors[Name::QStarts].indices()),
+        }
+    }
+
+    /// As its keys lie.
+    #[inline(always)]
+    pub(crate) fn of_keys(problem: &Problem, tensors: &'a PerTensor<Raw>) -> Self {
+        match problem.keys {
+            Keys::Dense => Lie::Dense,
+            Keys::Packed { .. } => Lie::Packed(tensors[Name::KStarts].indices()),
+            Keys::Paged { page, .. } => {
+                let table = &tensors[Name::Pages];
+                Lie::Paged { table: table.indices(), stride: table.layout.strides[0], page }
+            }
+        }
+    }
+
     /// The batch entry and the row of a tensor where row `row` of a sequence is.
     #[inline(always)]
     pub(crate) fn place(&self, sequence: usize, row: usize) -> [usize; 2] {
@@ -177,6 +197,37 @@ impl Lie<'_> {
     }
 }
 
+/// A tensor of a call, whose rows are found by sequence.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct View<'a> {
+    pub raw: &'a Raw,
+    pub lie: Lie<'a>,
+}
+
+impl std::ops::Deref for View<'_> {
+    type Target = Raw;
+
+    fn deref(&self) -> &Raw {
+        self.raw
+    }
+}
+
+impl View<'_> {
+    /// The address of a row of a sequence; it is in bounds if the row is one of them.
+    #[inline(always)]
+    pub(crate) fn row_at(&self, sequence: usize, head: usize, row: usize) -> *mut u8 {
+        let [entry, row] = self.lie.place(sequence, row);
+        self.ptr.wrapping_add(self.layout.row(entry, head, row).wrapping_mul(self.dtype.size()))
+    }
+
+    /// How many rows of the tensor lie one behind the other from a row of a sequence on, whosever they are.
+    #[inline(always)]
+    pub(crate) fn rows_from(&self, sequence: usize, row: usize) -> usize {
+        let [_, row] = self.lie.place(sequence, row);
+        self.layout.shape[2].saturating_sub(row)
+    }
+}
+
 /// The sequences of a call: where their rows are, as its starts, its table and its key lengths say, which lie on the host.
 #[derive(Clone, Copy, Debug)]
 pub struct Sequences<'a> {
@@ -186,7 +237,6 @@ pub struct Sequences<'a> {
     key_lengths: Option<&'a [u32]>,
 }
 
-#[allow(dead_code)]
 impl<'a> Sequences<'a> {
     /// Those of a call with these tensors.
     pub(crate) fn among(
@@ -194,26 +244,8 @@ impl<'a> Sequences<'a> {
         tensors: &'a PerTensor<Raw>,
         key_lengths: Option<&'a [u32]>,
     ) -> Self {
-        let [q, k] = Self::lies(problem, tensors);
+        let (q, k) = (Lie::of_queries(problem, tensors), Lie::of_keys(problem, tensors));
         Self { problem, q, k, key_lengths }
-    }
-
-    /// How queries and keys lie.
-    pub(crate) fn lies(problem: &Problem, tensors: &'a PerTensor<Raw>) -> [Lie<'a>; 2] {
-        let indices = |name| tensors[name].indices();
-        let q = match problem.queries {
-            Queries::Dense => Lie::Dense,
-            Queries::Packed { .. } => Lie::Packed(indices(Name::QStarts)),
-        };
-        let k = match problem.keys {
-            Keys::Dense => Lie::Dense,
-            Keys::Packed { .. } => Lie::Packed(indices(Name::KStarts)),
-            Keys::Paged { page, .. } => {
-                let stride = tensors[Name::Pages].layout.strides[0];
-                Lie::Paged { table: indices(Name::Pages), stride, page }
-            }
-        };
-        [q, k]
     }
 
     /// How many queries a sequence has.
@@ -228,9 +260,21 @@ impl<'a> Sequences<'a> {
     pub fn keys(&self, sequence: usize) -> usize {
         match (self.key_lengths, self.k) {
             (Some(lengths), _) => lengths[sequence] as usize,
-            (None, Lie::Packed(starts)) => (starts[sequence + 1] - starts[sequence]) as usize,
-            (None, Lie::Dense | Lie::Paged { .. }) => self.problem.len_k,
+            (None, _) => self.room(sequence),
         }
+    }
+
+    /// How many keys there is memory for in a sequence that has no pages.
+    pub(crate) fn room(&self, sequence: usize) -> usize {
+        match self.k {
+            Lie::Packed(starts) => (starts[sequence + 1] - starts[sequence]) as usize,
+            Lie::Dense | Lie::Paged { .. } => self.problem.len_k,
+        }
+    }
+
+    /// The rows of a kv head's queries: one for each of the query heads that share it.
+    pub(crate) fn rows(&self, sequence: usize) -> usize {
+        self.problem.group() * self.queries(sequence)
     }
 }
 

@@ -146,7 +146,7 @@ impl Quantiser {
 impl Quantiser {
     /// Computes a call on host tensors with an engine that takes f8.
     pub(crate) fn run(&self, call: &Call<'_>, engine: impl FnOnce(&Call<'_>)) -> Result<()> {
-        let inputs = [call.q(), call.k(), call.v()].map(|raw| Tensor::of(*raw));
+        let inputs = [Name::Q, Name::K, Name::V].map(|name| Tensor::of(call.tensors[name]));
         let made = self.quantise(inputs.each_ref(), call.key_lengths)?;
         let stored = [&made.q, &made.k, &made.v].map(TensorBuf::view);
         let descales = made.descales.each_ref().map(TensorBuf::view);
@@ -156,7 +156,7 @@ impl Quantiser {
         }
         Descales::of(descales.each_ref()).into_tensors(&mut tensors);
         engine(&Call { problem: call.problem.quantised(), tensors, ..*call });
-        if let (Some(lse), Some(mean)) = (call.lse(), &made.k_mean) {
+        if let (Some(lse), Some(mean)) = (call.tensors.get(Name::Lse), &made.k_mean) {
             give_back(lse, &inputs[0], mean, call.problem.scale);
         }
         Ok(())

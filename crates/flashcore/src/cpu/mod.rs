@@ -134,14 +134,6 @@ impl Engine {
 
     /// Computes a checked call.
     pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
-        if !call.problem.is_dense() {
-            return Err(Error::Unsupported {
-                device: "this CPU".into(),
-                what: "packed sequences, or keys in pages".into(),
-                possible: "dense tensors".into(),
-                source: None,
-            });
-        }
         if let Some(quantiser) = call.problem.quantise {
             return quantiser.run(call, |call| self.compute(call));
         }
