@@ -17,7 +17,7 @@ use flashcore_ptx::{Module, TraceSize};
 pub use self::bind::Bindings;
 pub(crate) use self::fold::fold;
 use self::workspace::Workspace;
-use crate::{DType, Error, Pass, Problem, Result, tuned::Table};
+use crate::{DType, Error, Keys, Pass, Problem, Queries, Result, tuned::Table};
 
 /// The longest sequences that the kernels take: so that the sum of two lengths, a window and a tile fits 31 bits.
 pub const MAX_KERNEL_LEN: usize = 1 << 28;
@@ -106,8 +106,12 @@ impl Launch {
     /// The launch of a kernel for a problem as it sees it.
     fn new(folded: &Problem, spec: Spec, schedule: Schedule, hardware: &Hardware) -> Result<Self> {
         let geometry = schedule.geometry(&spec);
-        let Problem { heads_q, heads_kv, len_q, len_k, .. } = *folded;
-        let (heads, len) = if geometry.is_of_keys() { (heads_kv, len_k) } else { (heads_q, len_q) };
+        let Problem { heads_q, heads_kv, len_q, len_k, queries, .. } = *folded;
+        let (heads, len) = match queries {
+            _ if geometry.is_of_keys() => (heads_kv, len_k),
+            Queries::Dense => (heads_q, len_q),
+            Queries::Packed { total } => (heads_q, total),
+        };
         let (batch, heads, len) = (folded.batch as u32, heads as u32, len as u32);
         let grid = geometry.grid(batch, heads, len, hardware.sms);
         let tiles = geometry.tiles(batch, heads, len);
@@ -339,9 +343,10 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
             "up to 16; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
-    if !problem.is_dense() {
-        let possible = "dense tensors; for others copy the tensors to the host and call Device::cpu()";
-        return refuse("packed sequences, or keys in pages".into(), possible);
+    if let Some(what) = choose::no_places(problem, hardware.target) {
+        let possible = "on Hopper the forward pass of f16, bf16 and f8 with head dims in multiples of 8 up to 256, and pages of \
+                        a multiple of 16 keys; for others copy the tensors to the host and call Device::cpu()";
+        return refuse(what, possible);
     }
     let dtype = element(problem.dtype);
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
