@@ -100,7 +100,8 @@ impl Case {
         let work = sizes.into_iter().fold(1, usize::saturating_mul);
         let tier = if work <= QUICK_BACKWARD { self.tier } else { Tier::Full };
         let judged = self.wild.is_none() && self.rows.is_none() && work <= MOST_BACKWARD;
-        let judged = judged && !self.problem.is_eight_bit() && !matches!(self.problem.keys, Keys::Paged { .. });
+        let judged =
+            judged && !self.problem.is_eight_bit() && !matches!(self.problem.keys, Keys::Paged { .. });
         let name = format!("{}/{}", Pass::Backward, self.name);
         judged.then(|| Self { name, tier, problem: self.problem.backward(), ..self.clone() })
     }
@@ -108,7 +109,8 @@ impl Case {
     /// Draws inputs of the same kind from another seed.
     pub fn operands_from(&self, seed: u64) -> Operands {
         let Problem { batch, len_q, len_k, .. } = self.problem;
-        let draw = |problem, lengths, arrangement| Operands::draw(problem, lengths, arrangement, self.inputs, seed);
+        let draw =
+            |problem, lengths, arrangement| Operands::draw(problem, lengths, arrangement, self.inputs, seed);
         if self.problem.is_dense() {
             return draw(self.problem, self.key_lengths.clone(), self.arrangement);
         }
@@ -520,7 +522,9 @@ impl Table {
         };
         problem.key_lengths = key_lengths.is_some() && !packed_k;
         if query_lengths.is_some() && (!packed_q || draft.mask == Mask::CausalTopLeft) {
-            return Err("query_lengths are of packed queries, under masks that are aligned bottom-right".into());
+            return Err(
+                "query_lengths are of packed queries, under masks that are aligned bottom-right".into()
+            );
         }
         Ok(Case {
             name: format!("{file}/{}{}", self.name, draft.suffix),
@@ -685,7 +689,9 @@ mod tests {
         has("no keys", &|p| p.len_k == 0 && p.len_q > 0);
         has("no batch", &|p| p.batch == 0);
         has("decode", &|p| p.len_q == 1 && p.len_k > 256);
-        has("packed queries and keys", &|p| matches!((p.queries, p.keys), (Queries::Packed { .. }, Keys::Packed { .. })));
+        has("packed queries and keys", &|p| {
+            matches!((p.queries, p.keys), (Queries::Packed { .. }, Keys::Packed { .. }))
+        });
         has("packed queries and a dense cache", &|p| {
             matches!((p.queries, p.keys), (Queries::Packed { .. }, Keys::Dense))
         });
@@ -693,7 +699,10 @@ mod tests {
             matches!((p.queries, p.keys), (Queries::Packed { .. }, Keys::Paged { .. }))
         });
         has("decode with keys in pages", &|p| p.len_q == 1 && matches!(p.keys, Keys::Paged { .. }));
-        has("a page of an odd number of keys", &|p| matches!(p.keys, Keys::Paged { page, .. } if page % 2 == 1));
+        has(
+            "a page of an odd number of keys",
+            &|p| matches!(p.keys, Keys::Paged { page, .. } if page % 2 == 1),
+        );
         has("a head_dim that is no multiple of 8", &|p| p.head_dim % 8 != 0);
         has("the largest head_dim", &|p| p.head_dim == flashcore::MAX_HEAD_DIM);
     }

@@ -17,7 +17,7 @@ use flashcore_ptx::{Module, TraceSize};
 pub use self::bind::Bindings;
 pub(crate) use self::fold::fold;
 use self::workspace::Workspace;
-use crate::{DType, Error, Pass, Problem, Result, tuned::Table};
+use crate::{DType, Error, Keys, Pass, Problem, Queries, Result, tuned::Table};
 
 /// The longest sequences that the kernels take: so that the sum of two lengths, a window and a tile fits 31 bits.
 pub const MAX_KERNEL_LEN: usize = 1 << 28;
@@ -107,6 +107,8 @@ impl Launch {
     fn new(folded: &Problem, spec: Spec, schedule: Schedule, hardware: &Hardware) -> Result<Self> {
         let geometry = schedule.geometry(&spec);
         let Problem { heads_q, heads_kv, len_q, len_k, .. } = *folded;
+        // Tiles of packed queries are found among all rows.
+        let len_q = if let Queries::Packed { total } = folded.queries { total } else { len_q };
         let (heads, len) = if geometry.is_of_keys() { (heads_kv, len_k) } else { (heads_q, len_q) };
         let (batch, heads, len) = (folded.batch as u32, heads as u32, len as u32);
         let grid = geometry.grid(batch, heads, len, hardware.sms);
@@ -320,6 +322,31 @@ fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
     }
 }
 
+/// Whether sequences are packed, and the keys of a page if they are in pages, as kernels take them; or what they do not take.
+fn placed(problem: &Problem) -> Result<(bool, Option<u32>), &'static str> {
+    if problem.is_dense() {
+        return Ok((false, None));
+    }
+    if problem.is_eight_bit() {
+        return Err("packed sequences, or keys in pages, of f8");
+    }
+    if problem.pass == Pass::Backward {
+        return Err("gradients of packed sequences");
+    }
+    match (problem.queries, problem.keys) {
+        (Queries::Packed { .. }, Keys::Packed { .. }) if problem.key_lengths => {
+            Err("key lengths of packed keys, beside where these begin")
+        }
+        (Queries::Packed { .. }, Keys::Packed { .. }) => Ok((true, None)),
+        (_, Keys::Paged { page, .. }) if !problem.key_lengths && !problem.len_k.is_multiple_of(page) => {
+            Err("keys in pages that end within one, without key lengths")
+        }
+        (queries, Keys::Paged { page, .. }) => Ok((queries != Queries::Dense, Some(page as u32))),
+        (Queries::Packed { .. }, _) => Err("packed queries with dense keys"),
+        (Queries::Dense, _) => Err("dense queries with packed keys"),
+    }
+}
+
 /// What a kernel for this problem is compiled for.
 fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
     let refuse = |what: String, possible: &str| {
@@ -339,10 +366,14 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
             "up to 16; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
-    if !problem.is_dense() {
-        let possible = "dense tensors; for others copy the tensors to the host and call Device::cpu()";
-        return refuse("packed sequences, or keys in pages".into(), possible);
-    }
+    let (packed, page) = match placed(problem) {
+        Ok(placed) => placed,
+        Err(what) => {
+            let possible = "packed queries with packed keys, or keys in pages of a multiple of 16, of f16 or bf16, without \
+                            gradients; for others copy the tensors to the host and call Device::cpu()";
+            return refuse(what.into(), possible);
+        }
+    };
     let dtype = element(problem.dtype);
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
         if len > MAX_KERNEL_LEN {
@@ -370,8 +401,8 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
         softcap: problem.softcap.is_some(),
         scaled_scores: Spec::needs_scaled_scores(element(problem.dtype_kv()), problem.scale, problem.softcap),
         key_lengths: problem.key_lengths,
-        packed: false,
-        page: None,
+        packed,
+        page,
         grouped: problem.heads_kv != problem.heads_q,
         lse: problem.lse,
         traced: false,

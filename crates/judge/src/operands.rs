@@ -275,9 +275,8 @@ impl Operands {
     pub fn reader(&self, rng: &mut Rng, least: usize) -> Option<(Row, Range<usize>)> {
         let Problem { batch, heads_q, len_q, mask, .. } = self.problem;
         let keys = |b: usize, query: usize| mask.keys(query, len_q, self.keys(b));
-        let sees = |b: usize, query: usize| {
-            keys(b, query).len() >= least && self.has(&Row::query(b, 0, query))
-        };
+        let sees =
+            |b: usize, query: usize| keys(b, query).len() >= least && self.has(&Row::query(b, 0, query));
         let batches: Vec<usize> = (0..batch).filter(|&b| (0..len_q).any(|query| sees(b, query))).collect();
         if batches.is_empty() || heads_q == 0 {
             return None;

@@ -150,12 +150,8 @@ impl Placing {
     ) {
         let mut elements = vec![0.0; width];
         for i in 0..batch * heads * len {
-            let row = Row {
-                kind: of.rows,
-                batch: i / (heads * len),
-                head: i / len % heads,
-                position: i % len,
-            };
+            let row =
+                Row { kind: of.rows, batch: i / (heads * len), head: i / len % heads, position: i % len };
             if self.has(&row) {
                 work(row, self.place(&row), &mut elements);
             }
@@ -164,10 +160,7 @@ impl Placing {
 }
 
 /// The inputs of a call by name, each where it lies.
-pub(crate) fn placed<'a>(
-    placing: &Placing,
-    dense: impl Fn(Name) -> &'a Guarded,
-) -> PerTensor<Guarded> {
+pub(crate) fn placed<'a>(placing: &Placing, dense: impl Fn(Name) -> &'a Guarded) -> PerTensor<Guarded> {
     let mut tensors = PerTensor::default();
     for of in placing.problem.signature().inputs() {
         let tensor = match of.rows {

@@ -65,12 +65,12 @@ pub(super) fn tensor_arg(address: u64, layout: &Layout, size: usize) -> TensorAr
 }
 
 /// Starts, which are numbers in a row, or a table, as the kernels see them.
-fn places_arg(address: u64, layout: &Layout, size: usize) -> TensorArg {
+fn places_arg(name: Name, address: u64, layout: &Layout, size: usize) -> TensorArg {
     let [rows, .., entries] = layout.shape;
     let row = (layout.strides[0] * size) as u64;
-    let (shape, strides) = match rows {
-        1 => ([entries, 1, 1, 1], [size as u64, 0, 0]),
-        _ => ([rows, entries, 1, 1], [row, size as u64, 0]),
+    let (shape, strides) = match name {
+        Name::Pages => ([rows, entries, 1, 1], [row, size as u64, 0]),
+        _ => ([entries, 1, 1, 1], [size as u64, 0, 0]),
     };
     TensorArg { address, shape, strides }
 }
@@ -109,7 +109,7 @@ impl Plan {
             if let Some((address, layout)) = bindings.tensors.get(parameter.name) {
                 let size = parameter.dtype.size();
                 let arg = match parameter.rows {
-                    Rows::Places => places_arg(*address, layout, size),
+                    Rows::Places => places_arg(parameter.name, *address, layout, size),
                     _ => tensor_arg(*address, &fold_layout(layout, parameter, &self.problem, problem), size),
                 };
                 args.set(operand(parameter.name), arg);

@@ -3,8 +3,8 @@
 use flashcore::cpu::{self, Engine as Cpu};
 use flashcore::{Attention, Device, Keys, Pages, Problem, Starts, Tensor, TensorMut};
 
-use super::hidden::{JUDGE, through_corpus};
 use super::Trial;
+use super::hidden::{JUDGE, through_corpus};
 use crate::engine::Engine;
 
 /// Rows of a tile that is written whole.
@@ -91,7 +91,8 @@ impl Engine for Misplaced {
         let mut lengths = attention.host_key_lengths().unwrap_or_default().to_vec();
         let mut called = *attention;
         let [of_q, of_k] = attention.given_starts();
-        let table = attention.given_pages().map(|pages| self.table(&problem, numbers(&pages.table()), &lengths));
+        let table =
+            attention.given_pages().map(|pages| self.table(&problem, numbers(&pages.table()), &lengths));
         let table = table.map(|table| (table, problem.len_k.div_ceil(page(&problem))));
         let view = table.as_ref().map(|(table, width)| Tensor::indices(table, [problem.batch, *width]));
         if let Some(view) = view.transpose()? {

@@ -23,6 +23,23 @@ pub(in crate::plan) fn schedules(spec: &Spec) -> Vec<Schedule> {
     many.chain(for_some(spec)).chain(few).chain(together).chain(streams).collect()
 }
 
+/// Persistent blocks that share nothing, which alone find their tiles among packed sequences: the widest ones where there
+/// are tiles for them.
+pub(super) fn for_packed(spec: &Spec, wide: bool) -> Vec<Schedule> {
+    let first = if wide { for_many(spec) } else { for_streams(spec, false) };
+    let others = for_some(spec).into_iter().chain(for_few(spec, 1, false));
+    let alone = |it| Schedule {
+        persistent: true,
+        pairs: false,
+        split: 1,
+        parts: 1,
+        together: false,
+        multicast: 1,
+        ..it
+    };
+    first.into_iter().chain(others).map(alone).collect()
+}
+
 /// The widest blocks, where heads are narrow enough: four warpgroups hide more of each other's softmax, and lengths
 /// are more often multiples of their 256 queries than of 192.
 pub(super) fn widest(spec: &Spec) -> Option<Schedule> {

@@ -9,8 +9,8 @@ use flashcore_kernels::{Schedule as Any, Spec, sm90::fwd::Schedule};
 pub(in crate::plan) use self::{blocks::schedules, section::section};
 use self::{
     blocks::{
-        LAZY_LONG, for_few, for_many, for_parts, for_some, for_streams, in_pairs, streams_together, together,
-        widest,
+        LAZY_LONG, for_few, for_many, for_packed, for_parts, for_some, for_streams, in_pairs,
+        streams_together, together, widest,
     },
     section::key_tiles,
 };
@@ -66,6 +66,11 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
     let fitting = |candidates: Candidates| {
         candidates.into_iter().find(|&it| Any::Sm90Fwd(it).check(spec, hardware.target).is_ok())
     };
+    if spec.packed {
+        let schedule = fitting(for_packed(spec, problem.len_q > GROUP))?;
+        let what = "persistent blocks find their tiles among packed sequences on the GPU";
+        return Some((Any::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")));
+    }
     let tiles = |rows: u32| problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
     let sms = hardware.sms as usize;
     let many = fitting(for_many(spec))?;
