@@ -322,28 +322,16 @@ fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
     }
 }
 
-/// Whether sequences are packed, and the keys of a page if they are in pages, as kernels take them; or what they do not take.
-fn placed(problem: &Problem) -> Result<(bool, Option<u32>), &'static str> {
-    if problem.is_dense() {
-        return Ok((false, None));
-    }
-    if problem.is_eight_bit() {
-        return Err("packed sequences, or keys in pages, of f8");
-    }
-    if problem.pass == Pass::Backward {
-        return Err("gradients of packed sequences");
-    }
-    match (problem.queries, problem.keys) {
-        (Queries::Packed { .. }, Keys::Packed { .. }) if problem.key_lengths => {
-            Err("key lengths of packed keys, beside where these begin")
+/// What of a problem no kernel takes whose sequences are packed or in pages, if anything.
+fn refused_layouts(problem: &Problem) -> Option<&'static str> {
+    match problem.keys {
+        _ if problem.is_dense() => None,
+        _ if problem.is_eight_bit() => Some("packed sequences, or keys in pages, of f8"),
+        _ if problem.pass == Pass::Backward => Some("gradients of packed sequences"),
+        Keys::Packed { .. } if problem.key_lengths => {
+            Some("key lengths of packed keys, beside where these begin")
         }
-        (Queries::Packed { .. }, Keys::Packed { .. }) => Ok((true, None)),
-        (_, Keys::Paged { page, .. }) if !problem.key_lengths && !problem.len_k.is_multiple_of(page) => {
-            Err("keys in pages that end within one, without key lengths")
-        }
-        (queries, Keys::Paged { page, .. }) => Ok((queries != Queries::Dense, Some(page as u32))),
-        (Queries::Packed { .. }, _) => Err("packed queries with dense keys"),
-        (Queries::Dense, _) => Err("dense queries with packed keys"),
+        _ => None,
     }
 }
 
@@ -366,14 +354,11 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
             "up to 16; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
-    let (packed, page) = match placed(problem) {
-        Ok(placed) => placed,
-        Err(what) => {
-            let possible = "packed queries with packed keys, or keys in pages of a multiple of 16, of f16 or bf16, without \
-                            gradients; for others copy the tensors to the host and call Device::cpu()";
-            return refuse(what.into(), possible);
-        }
-    };
+    if let Some(what) = refused_layouts(problem) {
+        let possible = "forward passes of f16 or bf16, of packed keys as they begin and end, or in pages of a multiple of 16; for \
+                        others copy the tensors to the host and call Device::cpu()";
+        return refuse(what.into(), possible);
+    }
     let dtype = element(problem.dtype);
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
         if len > MAX_KERNEL_LEN {
@@ -401,8 +386,12 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
         softcap: problem.softcap.is_some(),
         scaled_scores: Spec::needs_scaled_scores(element(problem.dtype_kv()), problem.scale, problem.softcap),
         key_lengths: problem.key_lengths,
-        packed,
-        page,
+        packed_q: matches!(problem.queries, Queries::Packed { .. }),
+        packed_k: matches!(problem.keys, Keys::Packed { .. }),
+        page: match problem.keys {
+            Keys::Paged { page, .. } => Some(page as u32),
+            Keys::Dense | Keys::Packed { .. } => None,
+        },
         grouped: problem.heads_kv != problem.heads_q,
         lse: problem.lse,
         traced: false,

@@ -18,14 +18,13 @@ pub enum Operand {
     V,
     /// One u32 per batch entry: how many keys it has.
     KeyLengths,
-    /// The rows of q, o and lse at which packed sequences begin, one i32 each and one more: where the last one ends. Its shape
-    /// is (numbers, 1, 1, 1).
+    /// Where each sequence of packed queries begins and the last one ends: one u32 more than there are sequences, one behind
+    /// the other. [`Operand::Q`], [`Operand::O`] and [`Operand::Lse`] then have one batch entry with all rows.
     QStarts,
-    /// The same for the rows of k and v.
+    /// The same for packed keys and values.
     KStarts,
-    /// For each batch entry a row of the pages that its keys and values are in, one i32 each; only those that hold keys of
-    /// the batch entry are read. A page that does not exist holds zeros: nothing outside the pool is ever read. Its shape is
-    /// (batch entries, most pages, 1, 1).
+    /// The pages of each sequence, in order: an i32 each, of shape (sequences, 1, 1, pages of a sequence). [`Operand::K`] and
+    /// [`Operand::V`] then have a page in the place of each batch entry. Only pages that hold keys of the sequence are read.
     Pages,
     /// One f32 per batch entry and kv head, which the stored queries of that head are to be multiplied by. Above 0; one
     /// that is not given is 1. Of 8-bit queries.
@@ -123,6 +122,10 @@ pub struct Args {
     pub left: i32,
     /// How many keys after its own position a query sees.
     pub right: i32,
+    /// How many sequences there are, which are batch entries where they are dense.
+    pub sequences: u32,
+    /// The most queries and the most keys of a sequence.
+    pub longest: [u32; 2],
     /// Which query tiles are processed together, where they are taken in sections.
     pub section: Section,
     /// Parts of the keys whose outputs are merged at the end.
@@ -148,11 +151,6 @@ impl Args {
     /// A tensor; one that was not given has address 0 and no elements.
     pub fn tensor(&self, operand: Operand) -> &TensorArg {
         &self.tensors[operand as usize]
-    }
-
-    /// Packed sequences.
-    pub(crate) fn sequences(&self) -> u32 {
-        self.tensor(Operand::QStarts).shape[0].saturating_sub(1) as u32
     }
 
     /// Batch entries, query heads and queries per head.

@@ -240,7 +240,7 @@ pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleEr
         let only = "only sm90_fwd takes them so";
         Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")))
     };
-    if spec.packed && kernel != Kernel::Sm90Fwd {
+    if (spec.packed_q || spec.packed_k) && kernel != Kernel::Sm90Fwd {
         return refuse("packed sequences");
     }
     // What merges parts has nothing to do with keys.
@@ -248,6 +248,7 @@ pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleEr
         return refuse("keys in pages");
     }
     match spec.page {
+        Some(_) if spec.packed_k => Err(ScheduleError::malformed("keys are packed or in pages, not both")),
         Some(page) if page == 0 || !page.is_multiple_of(16) => {
             Err(ScheduleError::malformed(format!("pages of {page} keys: possible are multiples of 16")))
         }

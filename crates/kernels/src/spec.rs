@@ -59,10 +59,11 @@ pub struct Spec {
     pub scaled_scores: bool,
     /// Whether each batch entry has a key length of its own.
     pub key_lengths: bool,
-    /// Whether sequences lie one behind the other in the rows of one batch entry, and only the GPU knows where each begins:
-    /// [`Operand::QStarts`](crate::Operand::QStarts) and, unless keys are in pages,
-    /// [`Operand::KStarts`](crate::Operand::KStarts). [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
-    pub packed: bool,
+    /// Whether the queries of all sequences lie one behind the other, and only the GPU knows where each begins:
+    /// [`Operand::QStarts`](crate::Operand::QStarts). [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
+    pub packed_q: bool,
+    /// The same for keys and values: [`Operand::KStarts`](crate::Operand::KStarts).
+    pub packed_k: bool,
     /// Keys of a page, where keys and values lie in pages of a pool that [`Operand::Pages`](crate::Operand::Pages) lists:
     /// a multiple of 16. k and v are then (pages, kv heads, keys of a page, head dim).
     /// [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
@@ -100,7 +101,8 @@ impl Spec {
             softcap: false,
             scaled_scores: false,
             key_lengths: false,
-            packed: false,
+            packed_q: false,
+            packed_k: false,
             page: None,
             grouped: false,
             lse: false,
@@ -140,7 +142,7 @@ impl Spec {
 
     /// Whether what lies behind a batch entry's last key may be anything: another's keys, or what nobody has written.
     pub fn has_foreign_keys(&self) -> bool {
-        self.key_lengths || self.packed || self.page.is_some()
+        self.key_lengths || self.packed_k || self.page.is_some()
     }
 
     /// Whether some queries may not see some keys that exist.

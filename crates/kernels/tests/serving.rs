@@ -105,7 +105,8 @@ impl Case {
             softcap: self.softcap.is_some(),
             scaled_scores: Spec::needs_scaled_scores(self.dtype, self.scale(), self.softcap),
             key_lengths: page.is_some(),
-            packed: self.queries == Queries::Packed,
+            packed_q: self.queries == Queries::Packed,
+            packed_k: self.keys == Keys::Packed,
             page,
             grouped: self.heads != self.heads_kv,
             lse: true,
@@ -245,8 +246,11 @@ fn upload(case: &Case, config: Config) -> Memory {
     args.section = Section { heads: (heads / heads_kv) as u32, places: 0 };
     let mut put = |name: &str, bytes: &[u8]| sim.alloc_from(name, bytes).address;
     let words = |values: &[usize]| bytes_of(values, |&value| (value as i32).to_le_bytes());
-    let list = |address: u64, len: usize| TensorArg { address, shape: [len, 1, 1, 1], strides: [4; 3] };
+    let list = |address: u64, len: usize| TensorArg { address, shape: [1, 1, 1, len], strides: [4; 3] };
     let batch = case.sequences.len();
+    let longest =
+        |len: fn(&(usize, usize)) -> usize| case.sequences.iter().map(len).max().unwrap_or(0) as u32;
+    (args.sequences, args.longest) = (batch as u32, [longest(|it| it.0), longest(|it| it.1)]);
     let q_starts = case.starts(|&(queries, _)| queries);
     let rows = q_starts[batch];
     // Queries and outputs are (rows, heads, head dim); queries of dense sequences are rows of their own entry.
@@ -298,7 +302,7 @@ fn upload(case: &Case, config: Config) -> Memory {
                 entries.extend(GARBAGE.iter().cycle().take(most - table.len()));
             }
             let address = put("pages", &bytes_of(&entries, |entry| entry.to_le_bytes()));
-            let table = TensorArg { address, shape: [batch, most, 1, 1], strides: [4 * most as u64, 4, 4] };
+            let table = TensorArg { address, shape: [batch, 1, 1, most], strides: [4 * most as u64, 4, 4] };
             args.set(Operand::Pages, table);
             let lengths: Vec<usize> = case.sequences.iter().map(|&(_, keys)| keys).collect();
             args.set(Operand::KeyLengths, list(put("key lengths", &words(&lengths)), batch));
@@ -482,6 +486,13 @@ fn packed_sequences_have_their_own_masks_groups_and_head_dims() {
 }
 
 #[test]
+fn packed_keys_are_seen_by_queries_that_are_not_packed() {
+    let case = Case { queries: Queries::Dense, ..Case::packed(&[(40, 100), (40, 0), (40, 33)], 2, 64) };
+    check(&case, schedule(1, 64, "persistent=0,split=2"));
+    check(&Case { nan: vec![1, 2], ..case.causal() }, schedule(1, 48, PERSISTENT));
+}
+
+#[test]
 fn more_sequences_than_a_warp_has_lanes_are_all_found() {
     let many: Vec<_> = (0..75).map(|i| (i * 7 % 11, i * 5 % 23)).collect();
     check(&Case::packed(&many, 2, 16), schedule(1, 32, PERSISTENT));
@@ -610,7 +621,7 @@ fn packed_and_paged_kernels_assemble_without_spills() {
         return;
     };
     let full = |dim: u32| Spec { grouped: true, ..Spec::new(ElementType::Bf16, dim).causal().with_lse() };
-    let packed = |dim| Spec { packed: true, ..full(dim) };
+    let packed = |dim| Spec { packed_q: true, packed_k: true, ..full(dim) };
     let paged = |dim, page| Spec { page: Some(page), key_lengths: true, right: false, ..full(dim) };
     let many = "persistent=1,pingpong=1,q_stages=2";
     let one = "persistent=1,pingpong=1,q_stages=1";
@@ -618,7 +629,10 @@ fn packed_and_paged_kernels_assemble_without_spills() {
         (packed(64), schedule(3, 128, many)),
         (packed(64), schedule(4, 64, "persistent=1,pingpong=1,q_stages=2,stages=4")),
         (packed(128), schedule(2, 128, many)),
-        (Spec { left: true, page: Some(16), key_lengths: true, ..packed(128) }, schedule(2, 128, many)),
+        (
+            Spec { left: true, packed_k: false, page: Some(16), key_lengths: true, ..packed(128) },
+            schedule(2, 128, many),
+        ),
         (Spec { softcap: true, ..packed(128) }, schedule(2, 112, many)),
         (packed(192), schedule(2, 96, one)),
         (packed(256), schedule(2, 64, one)),

@@ -4,7 +4,7 @@
 //! them. Single cases: `flashcore verify --full --filter NAME`.
 
 use flashcore::plan::Kernel;
-use flashcore::{DType, Keys, Pass, Problem, Queries};
+use flashcore::{DType, Keys, Pass, Problem};
 use flashcore_lab::cases::{Case, Passes, Tier, corpus_of};
 use flashcore_lab::check::{Outcome, Prepared};
 use flashcore_lab::crew;
@@ -54,13 +54,8 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
 
 /// Whether the planner has a kernel for a problem whose sequences are packed or in pages.
 fn takes(problem: &Problem) -> bool {
-    let packed = matches!(problem.queries, Queries::Packed { .. });
-    let keys = match problem.keys {
-        Keys::Dense => false,
-        Keys::Packed { .. } => packed,
-        Keys::Paged { page, .. } => page.is_multiple_of(16),
-    };
-    keys && problem.pass == Pass::Forward && !problem.is_eight_bit()
+    let odd = matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
+    !odd && problem.pass == Pass::Forward && !problem.is_eight_bit()
 }
 
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.

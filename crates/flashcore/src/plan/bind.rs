@@ -4,10 +4,7 @@ use flashcore_kernels::{Args, BindError, Kernel, Map, Operand, Packed, TensorArg
 use flashcore_ptx::{TensorMap, TraceSize};
 
 use super::{Plan, fold::fold_layout};
-use crate::{
-    Error, Layout, Name, Result,
-    signature::{PerTensor, Rows},
-};
+use crate::{Error, Layout, Name, Result, signature::PerTensor};
 
 /// Where the tensors of a call lie in a device's memory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -64,17 +61,6 @@ pub(super) fn tensor_arg(address: u64, layout: &Layout, size: usize) -> TensorAr
     TensorArg { address, shape: layout.shape, strides }
 }
 
-/// Starts, which are numbers in a row, or a table, as the kernels see them.
-fn places_arg(name: Name, address: u64, layout: &Layout, size: usize) -> TensorArg {
-    let [rows, .., entries] = layout.shape;
-    let row = (layout.strides[0] * size) as u64;
-    let (shape, strides) = match name {
-        Name::Pages => ([rows, entries, 1, 1], [row, size as u64, 0]),
-        _ => ([entries, 1, 1, 1], [size as u64, 0, 0]),
-    };
-    TensorArg { address, shape, strides }
-}
-
 impl Plan {
     /// The parameters of the launches, for tensors that lie there. `encode` makes the tensor maps that the kernels copy
     /// with. Nothing is allocated unless there are many.
@@ -105,14 +91,12 @@ impl Plan {
         (args.scale, args.softcap) = (problem.scale, problem.softcap);
         (args.left, args.right) = (bound(band.left), bound(band.right));
         (args.section, args.parts) = (self.section, self.workspace.parts());
+        (args.sequences, args.longest) =
+            (problem.batch as u32, [problem.len_q, problem.len_k].map(|len| len as u32));
         for parameter in &self.problem.signature() {
             if let Some((address, layout)) = bindings.tensors.get(parameter.name) {
-                let size = parameter.dtype.size();
-                let arg = match parameter.rows {
-                    Rows::Places => places_arg(parameter.name, *address, layout, size),
-                    _ => tensor_arg(*address, &fold_layout(layout, parameter, &self.problem, problem), size),
-                };
-                args.set(operand(parameter.name), arg);
+                let layout = fold_layout(layout, parameter, &self.problem, problem);
+                args.set(operand(parameter.name), tensor_arg(*address, &layout, parameter.dtype.size()));
             }
         }
         if let Some(address) = bindings.key_lengths {

@@ -92,9 +92,9 @@ kernel_params! {
 kernel_params! {
     /// What a launch with packed sequences is given behind its other parameters.
     pub struct PackedParams {
-        /// Where each sequence of queries begins, and where the last one ends.
+        /// Where each sequence of queries begins, and where the last one ends; read only by kernels with packed ones.
         q_starts: GlobalPtr,
-        /// The same for the keys; read only where these are not in pages.
+        /// The same for the keys; read only by kernels with packed ones.
         k_starts: GlobalPtr,
         /// Sequences.
         sequences: u32,
@@ -108,7 +108,7 @@ impl PackedParams {
         Self {
             q_starts: pointer(Operand::QStarts),
             k_starts: pointer(Operand::KStarts),
-            sequences: args.sequences(),
+            sequences: args.sequences,
         }
     }
 }
@@ -129,7 +129,7 @@ impl PageParams {
     /// The parameters of a launch.
     pub(crate) fn bind(args: &Args) -> Self {
         let pages = args.tensor(Operand::Pages);
-        Self { pages: pages.pointer(), pages_row: pages.strides[0], most_pages: pages.shape[1] as u32 }
+        Self { pages: pages.pointer(), pages_row: pages.strides[0], most_pages: pages.shape[3] as u32 }
     }
 }
 
@@ -181,9 +181,7 @@ impl Sm90Params {
             lse_head: lse.strides[1],
             lse_row: lse.strides[2],
             len_q,
-            len_k: spec
-                .page
-                .map_or(of(Operand::K).shape[2] as u32, |page| of(Operand::Pages).shape[1] as u32 * page),
+            len_k: if spec.page.is_some() { args.longest[1] } else { of(Operand::K).shape[2] as u32 },
             items,
             head_items,
             blocks,

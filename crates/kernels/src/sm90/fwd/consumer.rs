@@ -644,7 +644,7 @@ impl<'a> Consumer<'a> {
         base: Reg<B64>,
         [batch_stride, head_stride]: [flashcore_ptx::ParamHandle<Sm90Params, u64>; 2],
     ) -> Reg<B64> {
-        if tile.starts.is_some() {
+        if tile.starts.queries.is_some() {
             let (head_stride, head) = (k.param(head_stride), k.cvt_u64_u32(tile.rows.head));
             return k.mad_lo_u64(head, head_stride, base);
         }
@@ -681,7 +681,7 @@ impl<'a> Consumer<'a> {
         let own = k.add_u32(self.group, OWN);
         k.comment("no warp of the warpgroup reads its queries any more");
         k.bar_sync(own, 128u32);
-        if tile.starts.is_none() {
+        if tile.starts.queries.is_none() {
             return self.store_rows(k, tile, o_map, &rounded, own);
         }
         let first_row = k.mad_lo_u32(self.group, ROWS, tile.rows.first_row);

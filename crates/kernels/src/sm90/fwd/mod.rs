@@ -392,7 +392,7 @@ impl Schedule {
             let bars = layout.alloc("turned v barriers", 16 * self.stages, 8);
             Turned { slots, bars, left: layout.alloc("keys left", 4 * self.stages, 4) }
         });
-        let told = spec.packed.then(|| layout.alloc("tiles told", packed::bytes(self), 16));
+        let told = spec.packed_q.then(|| layout.alloc("tiles told", packed::bytes(self), 16));
         Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged, turned, told }
     }
 }
@@ -405,7 +405,7 @@ impl Family for Schedule {
             rows: self.tile_rows(),
             threads: self.threads(spec),
             shared_bytes: self.memory(spec).layout.bytes(),
-            blocks: if spec.packed {
+            blocks: if spec.packed_q {
                 Blocks::Packed { resident: self.ctas }
             } else {
                 Blocks::Row {
@@ -490,7 +490,7 @@ impl Family for Schedule {
                     .into(),
             );
         }
-        if spec.packed && (!self.persistent || self.cluster() > 1 || self.parts > 1 || self.together) {
+        if spec.packed_q && (!self.persistent || self.cluster() > 1 || self.parts > 1 || self.together) {
             return refuse(
                 "blocks that find their tiles among packed sequences are persistent, and share none: take persistent=1, \
                  split=1, parts=1, together=0 and multicast=1"
@@ -533,7 +533,7 @@ impl Family for Schedule {
         if spec.dtype.is_fp8() {
             k = k.more_params::<DescaleParams>();
         }
-        if spec.packed {
+        if spec.packed_q || spec.packed_k {
             k = k.more_params::<PackedParams>();
         }
         if spec.page.is_some() {
@@ -563,7 +563,7 @@ impl Family for Schedule {
         if spec.dtype.is_fp8() {
             packed.extend(&DescaleParams::bind(args));
         }
-        if spec.packed {
+        if spec.packed_q || spec.packed_k {
             packed.extend(&PackedParams::bind(args));
         }
         if spec.page.is_some() {

@@ -37,11 +37,11 @@ pub(super) fn bytes(schedule: Schedule) -> u32 {
 /// Tells the consumers which tile's queries come to the ring's slot. One thread does, before it arrives at the slot's
 /// barrier.
 pub(super) fn tell(k: &mut KernelBuilder, told: Shared, queries: &Ring, tile: &Tile) {
-    let Some(Starts { queries: q_start, keys: k_start }) = tile.starts else { return };
+    let Some(start) = tile.starts.queries else { return };
     let Rows { batch, head, len_q, first_row } = tile.rows;
     let at = queries.entry(k, told, TOLD);
-    k.st_shared_vec(at, [len_q, first_row, head, batch]);
-    k.st_shared_vec(at.at(16), [q_start, k_start, tile.band.keys, tile.kv_head]);
+    k.st_shared_vec(at, [len_q, first_row, start, tile.band.keys]);
+    k.st_shared_vec(at.at(16), [batch, head, tile.kv_head, head]);
 }
 
 /// Tells them that there is none: it would have no queries.
@@ -62,13 +62,14 @@ pub(super) fn each_told(
         queries.wait_filled(k);
         k.section("tile: what the producer says");
         let at = queries.entry(k, told, TOLD);
-        let [len_q, first_row, head, batch] = k.ld_shared_vec(at);
+        let [len_q, first_row, start, keys] = k.ld_shared_vec(at);
         let none = k.setp_eq_u32(len_q, 0u32);
         k.break_if(all, none);
-        let [queries, keys, len_k, kv_head] = k.ld_shared_vec(at.at(16));
+        let [batch, head, kv_head, _] = k.ld_shared_vec(at.at(16));
         let rows = Rows { batch, head, len_q, first_row };
-        let band = Band::new(k, spec, len_k, len_q, [Sm90Params::left, Sm90Params::right]);
-        body(k, &Tile::packed(rows, kv_head, band, Starts { queries, keys }));
+        let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
+        // Whoever copies keys knows where these begin.
+        body(k, &Tile::packed(rows, kv_head, band, Starts { queries: Some(start), keys: None }));
     });
 }
 
@@ -198,27 +199,17 @@ impl Walk {
         let it = k.ballot(it, ALL_LANES);
         let it = k.bfind_u32(it);
         let batch = k.add_u32(self.first, it);
-        let [queries, past_queries] = ends(k, PackedParams::q_starts, batch);
-        let len_q = k.sub_s32(past_queries, queries);
-        // A page table names keys without a start.
-        let (keys, packed_keys) = if spec.page.is_some() {
-            (k.mov_b32(0u32), None)
-        } else {
-            let [begin, end] = ends(k, PackedParams::k_starts, batch);
-            (begin, Some(k.sub_s32(end, begin)))
-        };
-        let len_k = match packed_keys {
-            Some(len) if !spec.key_lengths => len,
-            _ => Tile::key_length(k, spec, batch),
-        };
+        let [start, end] = ends(k, PackedParams::q_starts, batch);
+        let len_q = k.sub_s32(end, start);
+        let (keys, first_key) = Tile::sequence(k, spec, batch);
         let rows = Rows { batch, head, len_q, first_row: k.mov_b32(self.row) };
-        let band = Band::new(k, spec, len_k, len_q, [Sm90Params::left, Sm90Params::right]);
-        Tile::packed(rows, kv_head(k, spec, head), band, Starts { queries, keys })
+        let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
+        Tile::packed(rows, kv_head(k, spec, head), band, Starts { queries: Some(start), keys: first_key })
     }
 }
 
 /// Where a sequence begins and ends.
-fn ends(
+pub(super) fn ends(
     k: &mut KernelBuilder,
     starts: ParamHandle<PackedParams, GlobalPtr>,
     sequence: Reg<B32>,

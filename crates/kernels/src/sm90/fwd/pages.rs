@@ -164,5 +164,5 @@ impl Pieces {
 
 /// Whether the producer is a whole warp, rather than one thread.
 pub(super) fn needs_warp(spec: &Spec) -> bool {
-    spec.packed || spec.page.is_some()
+    spec.packed_q || spec.page.is_some()
 }

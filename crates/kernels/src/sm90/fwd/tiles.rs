@@ -2,11 +2,11 @@
 
 use flashcore_ptx::{B32, KernelBuilder, Operand, ParamHandle, Pred, Reg};
 
-use super::{ROWS, Schedule, Walk};
+use super::{ROWS, Schedule, Walk, packed};
 use crate::{
     Spec,
     parts::work::{Band, KeyRange, Rows},
-    sm90::Sm90Params,
+    sm90::{PackedParams, Sm90Params},
 };
 
 /// A query tile.
@@ -16,15 +16,14 @@ pub(super) struct Tile {
     first_row: Reg<B32>,
     pub kv_head: Reg<B32>,
     pub band: Band,
-    /// Where its sequence begins, where sequences are packed.
-    pub starts: Option<Starts>,
+    pub starts: Starts,
 }
 
-/// The rows of the tensors at which a packed sequence begins.
+/// The rows of the tensors at which a sequence begins, where it is packed.
 #[derive(Clone, Copy)]
 pub(super) struct Starts {
-    pub queries: Reg<B32>,
-    pub keys: Reg<B32>,
+    pub queries: Option<Reg<B32>>,
+    pub keys: Option<Reg<B32>>,
 }
 
 /// The key tiles that one block walks over, from `last` down to `first`.
@@ -241,9 +240,9 @@ pub(super) fn kv_head(k: &mut KernelBuilder, spec: &Spec, head: Reg<B32>) -> Reg
 }
 
 impl Tile {
-    /// A tile of a packed sequence.
+    /// A tile of packed queries.
     pub fn packed(rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
-        Self { rows, first_row: rows.first_row, kv_head, band, starts: Some(starts) }
+        Self { rows, first_row: rows.first_row, kv_head, band, starts }
     }
 
     fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec, place: Place) -> Self {
@@ -262,26 +261,31 @@ impl Tile {
             first_row
         };
         let rows = Rows { batch, head, len_q, first_row: own_row };
-        let keys = Self::key_length(k, spec, batch);
+        let (keys, start) = Self::sequence(k, spec, batch);
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
-        Self { rows, first_row, kv_head, band, starts: None }
+        Self { rows, first_row, kv_head, band, starts: Starts { queries: None, keys: start } }
     }
 
-    /// Keys of a batch entry.
-    pub fn key_length(k: &mut KernelBuilder, spec: &Spec, batch: Reg<B32>) -> Reg<B32> {
+    /// How many keys a batch entry has, and where these begin, if they are packed.
+    pub fn sequence(k: &mut KernelBuilder, spec: &Spec, batch: Reg<B32>) -> (Reg<B32>, Option<Reg<B32>>) {
+        let ends = spec.packed_k.then(|| packed::ends(k, PackedParams::k_starts, batch));
+        let start = ends.map(|[start, _]| start);
         if spec.key_lengths {
             let lengths = k.param(Sm90Params::key_lengths);
             let own = k.mad_wide_u32(batch, 4u32, lengths);
-            k.ld_global::<B32>(own)
-        } else {
-            k.param(Sm90Params::len_k)
+            return (k.ld_global::<B32>(own), start);
         }
+        let keys = match ends {
+            Some([start, end]) => k.sub_s32(end, start),
+            None => k.param(Sm90Params::len_k),
+        };
+        (keys, start)
     }
 
     /// The coordinates in a tensor of queries of a column and a row of the tile's head.
     pub fn place(&self, k: &mut KernelBuilder, column: u32, row: Reg<B32>) -> [Operand<B32>; 4] {
         let head = self.rows.head.into();
-        match self.starts {
+        match self.starts.queries {
             None => [column.into(), row.into(), head, self.rows.batch.into()],
             // Packed sequences are one batch entry.
             Some(_) => [column.into(), self.row_of_queries(k, row).into(), head, 0u32.into()],
@@ -290,14 +294,14 @@ impl Tile {
 
     /// The row of a tensor of queries that is a row of the tile's head.
     pub fn row_of_queries(&self, k: &mut KernelBuilder, row: Reg<B32>) -> Reg<B32> {
-        self.starts.map_or(row, |starts| k.add_u32(starts.queries, row))
+        self.starts.queries.map_or(row, |start| k.add_u32(start, row))
     }
 
     /// The row, the head and the batch entry of a key, where keys are not in pages.
     pub fn place_of_keys(&self, k: &mut KernelBuilder, key: Reg<B32>) -> [Operand<B32>; 3] {
-        match self.starts {
+        match self.starts.keys {
             None => [key.into(), self.kv_head.into(), self.rows.batch.into()],
-            Some(Starts { keys, .. }) => [k.add_u32(keys, key).into(), self.kv_head.into(), 0u32.into()],
+            Some(start) => [k.add_u32(start, key).into(), self.kv_head.into(), 0u32.into()],
         }
     }
 

@@ -66,7 +66,7 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
     let fitting = |candidates: Candidates| {
         candidates.into_iter().find(|&it| Any::Sm90Fwd(it).check(spec, hardware.target).is_ok())
     };
-    if spec.packed {
+    if spec.packed_q {
         let schedule = fitting(for_packed(spec, problem.len_q > GROUP))?;
         let what = "persistent blocks find their tiles among packed sequences on the GPU";
         return Some((Any::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")));
