@@ -106,10 +106,12 @@ impl Launch {
     /// The launch of a kernel for a problem as it sees it.
     fn new(folded: &Problem, spec: Spec, schedule: Schedule, hardware: &Hardware) -> Result<Self> {
         let geometry = schedule.geometry(&spec);
-        let Problem { heads_q, heads_kv, len_q, len_k, .. } = *folded;
-        // Tiles of packed queries are found among all rows.
-        let len_q = if let Queries::Packed { total } = folded.queries { total } else { len_q };
-        let (heads, len) = if geometry.is_of_keys() { (heads_kv, len_k) } else { (heads_q, len_q) };
+        let Problem { heads_q, heads_kv, len_q, len_k, queries, .. } = *folded;
+        let (heads, len) = match queries {
+            _ if geometry.is_of_keys() => (heads_kv, len_k),
+            Queries::Dense => (heads_q, len_q),
+            Queries::Packed { total } => (heads_q, total),
+        };
         let (batch, heads, len) = (folded.batch as u32, heads as u32, len as u32);
         let grid = geometry.grid(batch, heads, len, hardware.sms);
         let tiles = geometry.tiles(batch, heads, len);
@@ -322,19 +324,6 @@ fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
     }
 }
 
-/// What of a problem no kernel takes whose sequences are packed or in pages, if anything.
-fn refused_layouts(problem: &Problem) -> Option<&'static str> {
-    match problem.keys {
-        _ if problem.is_dense() => None,
-        _ if problem.is_eight_bit() => Some("packed sequences, or keys in pages, of f8"),
-        _ if problem.pass == Pass::Backward => Some("gradients of packed sequences"),
-        Keys::Packed { .. } if problem.key_lengths => {
-            Some("key lengths of packed keys, beside where these begin")
-        }
-        _ => None,
-    }
-}
-
 /// What a kernel for this problem is compiled for.
 fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
     let refuse = |what: String, possible: &str| {
@@ -354,10 +343,10 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
             "up to 16; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
-    if let Some(what) = refused_layouts(problem) {
-        let possible = "forward passes of f16 or bf16, of packed keys as they begin and end, or in pages of a multiple of 16; for \
-                        others copy the tensors to the host and call Device::cpu()";
-        return refuse(what.into(), possible);
+    if let Some(what) = choose::no_places(problem, hardware.target) {
+        let possible = "on Hopper the forward pass of f16, bf16 and f8 with head dims in multiples of 8 up to 256, and pages of \
+                        a multiple of 16 keys; for others copy the tensors to the host and call Device::cpu()";
+        return refuse(what, possible);
     }
     let dtype = element(problem.dtype);
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {

@@ -55,7 +55,7 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
 /// Whether the planner has a kernel for a problem whose sequences are packed or in pages.
 fn takes(problem: &Problem) -> bool {
     let odd = matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
-    !odd && problem.pass == Pass::Forward && !problem.is_eight_bit()
+    !odd && problem.pass == Pass::Forward && problem.dtype_kv.is_none()
 }
 
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.

@@ -9,8 +9,8 @@ use crate::{
 /// The problem as a kernel is to see it. The only query of a head sees the same keys as that of the next, so query
 /// heads that share a key head are as good as queries of one head.
 pub(crate) fn fold(problem: &Problem) -> Problem {
-    let packed = problem.queries != Queries::Dense;
-    if problem.len_q != 1 || problem.heads_kv == 0 || packed || !sees_all(problem) {
+    let one = problem.len_q == 1 && problem.queries == Queries::Dense;
+    if !one || problem.heads_kv == 0 || !sees_all(problem) {
         return *problem;
     }
     Problem { heads_q: problem.heads_kv, len_q: problem.group(), mask: Mask::None, ..*problem }

@@ -23,23 +23,6 @@ pub(in crate::plan) fn schedules(spec: &Spec) -> Vec<Schedule> {
     many.chain(for_some(spec)).chain(few).chain(together).chain(streams).collect()
 }
 
-/// Persistent blocks that share nothing, which alone find their tiles among packed sequences: the widest ones where there
-/// are tiles for them.
-pub(super) fn for_packed(spec: &Spec, wide: bool) -> Vec<Schedule> {
-    let first = if wide { for_many(spec) } else { for_streams(spec, false) };
-    let others = for_some(spec).into_iter().chain(for_few(spec, 1, false));
-    let alone = |it| Schedule {
-        persistent: true,
-        pairs: false,
-        split: 1,
-        parts: 1,
-        together: false,
-        multicast: 1,
-        ..it
-    };
-    first.into_iter().chain(others).map(alone).collect()
-}
-
 /// The widest blocks, where heads are narrow enough: four warpgroups hide more of each other's softmax, and lengths
 /// are more often multiples of their 256 queries than of 192.
 pub(super) fn widest(spec: &Spec) -> Option<Schedule> {
@@ -81,7 +64,7 @@ pub(super) fn for_many(spec: &Spec) -> Vec<Schedule> {
 /// The same in clusters of two blocks, each of which copies half of every key tile for both: half the reads of the L2
 /// cache, and so less power. Without a mask only, where both always need the same keys. Measured on an H200.
 pub(super) fn in_pairs(spec: &Spec) -> Vec<Schedule> {
-    let alike = !spec.is_masked() && !spec.key_lengths && spec.head_dim.max(spec.head_dim_v) > 64;
+    let alike = !spec.is_masked() && !spec.has_foreign_keys() && spec.head_dim.max(spec.head_dim_v) > 64;
     let many = for_many(spec).into_iter().filter(|_| alike);
     many.map(|many| Schedule { multicast: 2, ..many }).collect()
 }
@@ -95,6 +78,12 @@ pub(super) fn for_some(spec: &Spec) -> Vec<Schedule> {
             [Schedule { ctas: 2, ..narrow }, narrow]
         })
         .collect()
+}
+
+/// For packed sequences, whose tiles only the GPU knows: persistent blocks, wide ones where there may be `many` tiles.
+pub(super) fn for_packed(spec: &Spec, many: bool) -> Vec<Schedule> {
+    let wide = for_many(spec).into_iter().filter(|_| many);
+    wide.chain(for_some(spec)).collect()
 }
 
 /// For grids that leave multiprocessors idle, or wait for their longest tiles: two warpgroups share the keys of the

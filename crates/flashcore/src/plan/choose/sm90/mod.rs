@@ -6,7 +6,10 @@ mod section;
 
 use flashcore_kernels::{Schedule as Any, Spec, sm90::fwd::Schedule};
 
-pub(in crate::plan) use self::{blocks::schedules, section::section};
+pub(in crate::plan) use self::{
+    blocks::schedules,
+    section::{packed_section, section},
+};
 use self::{
     blocks::{
         LAZY_LONG, for_few, for_many, for_packed, for_parts, for_some, for_streams, in_pairs,
@@ -14,7 +17,7 @@ use self::{
     },
     section::key_tiles,
 };
-use crate::{Problem, plan::Hardware};
+use crate::{Problem, Queries, plan::Hardware};
 
 /// Queries of a warpgroup.
 const GROUP: usize = 64;
@@ -66,10 +69,20 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
     let fitting = |candidates: Candidates| {
         candidates.into_iter().find(|&it| Any::Sm90Fwd(it).check(spec, hardware.target).is_ok())
     };
-    if spec.packed_q {
-        let schedule = fitting(for_packed(spec, problem.len_q > GROUP))?;
-        let what = "persistent blocks find their tiles among packed sequences on the GPU";
-        return Some((Any::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")));
+    let lazy = |schedule: Schedule| {
+        let lazy = if problem.len_k >= LONG_KEYS { LAZY_LONG } else { schedule.lazy };
+        Schedule { lazy, ..schedule }
+    };
+    if let Queries::Packed { total } = problem.queries {
+        let (rows, sms) = (fitting(for_many(spec))?.rows() as usize, hardware.sms as usize);
+        let most = (total / rows + problem.batch.min(total)) * problem.heads_q;
+        let schedule = fitting(for_packed(spec, most >= sms))?;
+        let what = format!(
+            "up to {most} tiles of {rows} queries of {} sequences, which blocks of {} find on the GPU",
+            problem.batch,
+            schedule.rows()
+        );
+        return Some((Any::Sm90Fwd(lazy(schedule)), format!("Hopper has wgmma and TMA; {what}")));
     }
     let tiles = |rows: u32| problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
     let sms = hardware.sms as usize;
@@ -139,9 +152,7 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
         };
         (few, format!("{narrow} tiles of {GROUP} queries leave SMs of {sms} idle{share}"))
     };
-    let lazy = if problem.len_k >= LONG_KEYS { LAZY_LONG } else { schedule.lazy };
-    let schedule = Schedule { lazy, ..schedule };
-    Some((Any::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")))
+    Some((Any::Sm90Fwd(lazy(schedule)), format!("Hopper has wgmma and TMA; {what}")))
 }
 
 /// For a GPU that the tiles do not fill: how many warpgroups and blocks share the keys of each of `narrow` tiles.
