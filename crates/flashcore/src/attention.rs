@@ -37,6 +37,7 @@ pub struct Attention<'a> {
     quantise: Option<Quantiser>,
     out: Option<DType>,
     lse: bool,
+    checked: bool,
 }
 
 /// Where the key lengths of a call are.
@@ -210,6 +211,12 @@ impl<'a> Attention<'a> {
         Self { out: Some(out), ..self }
     }
 
+    /// Also look at starts, tables and key lengths that lie in a GPU's memory before the call: it then waits for the GPU, and
+    /// refuses what the same call on the host refuses. For tests and for the search for a mistake; it cannot be captured.
+    pub fn checked(self) -> Self {
+        Self { checked: true, ..self }
+    }
+
     /// Also return lse.
     pub fn with_lse(self) -> Self {
         Self { lse: true, ..self }
@@ -219,6 +226,18 @@ impl<'a> Attention<'a> {
     #[doc(hidden)]
     pub fn host_key_lengths(&self) -> Option<&'a [u32]> {
         self.key_lengths.and_then(KeyLengths::on_host)
+    }
+
+    /// Where packed queries and keys begin, if they were said to be packed.
+    #[doc(hidden)]
+    pub fn given_starts(&self) -> [Option<Starts<'a>>; 2] {
+        [self.q_starts, self.k_starts]
+    }
+
+    /// The pages that [`Attention::paged`] was given.
+    #[doc(hidden)]
+    pub fn given_pages(&self) -> Option<Pages<'a>> {
+        self.pages
     }
 
     /// The descales that [`Attention::descales`] was given.
@@ -248,7 +267,7 @@ impl<'a> Attention<'a> {
         }
         if let Some(pages) = self.pages {
             let [.., page, _] = tensors[Name::K].layout.shape;
-            tensors.set(Name::Pages, pages.table(page));
+            tensors.set(Name::Pages, pages.read(page));
         }
         tensors
     }
@@ -444,12 +463,16 @@ impl<'a> Attention<'a> {
         if signature.outputs().all(|output| output.shape.contains(&0)) {
             return Ok(());
         }
-        device.run(&Call {
+        let call = Call {
             problem,
             tensors: *tensors,
             key_lengths: self.key_lengths.and_then(KeyLengths::on_host),
             device_lengths: device_lengths.map(|lengths| lengths.address()),
-        })
+        };
+        if self.checked {
+            device.check_places(&call)?;
+        }
+        device.run(&call)
     }
 }
 

@@ -59,6 +59,12 @@ impl<'a> Starts<'a> {
         self.raw.layout.shape[3].saturating_sub(1)
     }
 
+    /// The numbers.
+    #[doc(hidden)]
+    pub fn tensor(&self) -> Tensor<'a> {
+        Tensor::of(self.raw)
+    }
+
     /// Whether there is a first entry.
     pub(crate) fn check(&self, tensor: Name) -> Result<()> {
         if self.raw.layout.shape[3] == 0 { Err(Error::NoStarts { tensor }) } else { Ok(()) }
@@ -121,6 +127,12 @@ impl<'a> Pages<'a> {
         self.raw.layout.shape[0]
     }
 
+    /// The table.
+    #[doc(hidden)]
+    pub fn table(&self) -> Tensor<'a> {
+        Tensor::of(self.raw)
+    }
+
     /// Whether the table has room for all keys.
     pub(crate) fn check(&self, page: usize) -> Result<()> {
         let (given, len_k) = (self.raw.layout.shape[3], self.most_keys(page));
@@ -131,7 +143,7 @@ impl<'a> Pages<'a> {
     }
 
     /// As much of the table as a call reads.
-    pub(crate) fn table(&self, page: usize) -> Raw {
+    pub(crate) fn read(&self, page: usize) -> Raw {
         let mut raw = self.raw;
         let shape = &mut raw.layout.shape;
         shape[3] = shape[3].min(self.most_keys(page).div_ceil(page.max(1)));

@@ -172,3 +172,92 @@ pub(crate) fn placed<'a>(placing: &Placing, dense: impl Fn(Name) -> &'a Guarded)
     }
     tensors
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inputs::Distribution;
+    use crate::operands::Operands;
+    use flashcore::{Attention, Device, Mask, oracle};
+
+    const QUERIES: [u32; 4] = [3, 0, 9, 1];
+    const KEYS: [u32; 4] = [5, 7, 13, 0];
+
+    /// Inputs of a problem with sequences of those lengths.
+    fn operands(text: &str, arrangement: Arrangement) -> Operands {
+        let problem: Problem = text.parse().unwrap();
+        let queries = match problem.queries {
+            Queries::Dense => vec![problem.len_q as u32; 4],
+            Queries::Packed { .. } => QUERIES.into(),
+        };
+        let placing = Placing::new(problem, arrangement, queries, KEYS.into(), 3);
+        let dense = Placing::dense(problem);
+        let drawn = Operands::draw(dense, Some(KEYS.into()), Arrangement::Bhsd, Distribution::Normal, 3);
+        drawn.with_placing(placing)
+    }
+
+    #[test]
+    fn the_truth_of_a_packed_call_is_that_of_each_sequence_alone() {
+        for mask in [Mask::None, Mask::Causal, Mask::Window { left: Some(2), right: Some(1) }] {
+            let text = format!("4x4/2x9/13x8 f32 packed=13/25 lse {mask}");
+            let operands = operands(&text, Arrangement::Padded);
+            let (placed, yardstick) = (operands.placed(), operands.yardstick());
+            let truth = yardstick.of(Name::O);
+            assert_eq!(truth.rows().len(), 4 * 13);
+            let (mut first_q, mut first_k) = (0, 0);
+            for (sequence, (len_q, len_k)) in QUERIES.into_iter().zip(KEYS).enumerate() {
+                let (len_q, len_k) = (len_q as usize, len_k as usize);
+                let mut alone = placed.problem.with_queries(Queries::Dense).with_keys(Keys::Dense);
+                (alone.batch, alone.len_q, alone.len_k) = (1, len_q, len_k);
+                let q = placed.q.part(0, 1, 0, 4, first_q, len_q);
+                let [k, v] = [&placed.k, &placed.v].map(|of| of.part(0, 1, 0, 2, first_k, len_k));
+                let o = oracle::attention(&alone, &q, &k, &v, None).o;
+                let ours = (0..truth.rows().len()).filter(|&i| truth.rows()[i].batch == sequence);
+                let ours: Vec<f64> = ours.flat_map(|i| truth.truth()[truth.elements(i)].to_vec()).collect();
+                assert_eq!(ours, o, "{mask}, sequence {sequence}");
+                (first_q, first_k) = (first_q + len_q, first_k + len_k);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_put_somewhere_is_taken_from_there() {
+        for text in ["4x4/2x9/13x8 f16 packed=13/25", "4x4/2x9/13x8 f16 packed-q=13 page=3/14 key-lengths"] {
+            for arrangement in Arrangement::ALL {
+                let operands = operands(text, arrangement);
+                let (placing, placed) = (operands.placing().unwrap(), operands.placed());
+                for (of, dense) in
+                    placed.problem.signature().inputs().zip(operands.problem.signature().inputs())
+                {
+                    if !matches!(of.rows, Rows::Queries | Rows::Keys) {
+                        continue;
+                    }
+                    let back = placing.take(of, dense, placed.operand(of.name));
+                    let before = operands.operand(of.name);
+                    for (i, count) in back.differences(before).into_iter().enumerate() {
+                        assert!(
+                            count == 0 || !placing.has(&Row::of(dense, i)),
+                            "{text}: {}, row {i}",
+                            of.name
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_no_sequence_has_is_unreadable_and_not_needed() {
+        let operands = operands("4x4/2x9/13x8 f32 page=3/14 key-lengths causal", Arrangement::Bshd);
+        let placed = operands.placed();
+        let unreadable = placed.k.values().into_iter().filter(|x| x.is_nan()).count();
+        assert_eq!(unreadable, (14 * 3 - 25) * 2 * 8);
+        let (q, k, v) = (placed.q.view(), placed.k.view(), placed.v.view());
+        let out = placed.attention().run(&Device::cpu(), &q, &k, &v).unwrap();
+        assert!(out.o.to_f32().iter().all(|x| x.is_finite()));
+        // A table that names a page more would be refused, or read what it must not.
+        let longer = Attention::key_lengths(placed.attention(), &[6, 7, 13, 1]);
+        let wrong = longer.run(&Device::cpu(), &q, &k, &v);
+        assert!(wrong.is_err_and(|error| error.to_string().contains("page 0 of sequence 3")));
+    }
+}

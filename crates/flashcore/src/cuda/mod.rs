@@ -12,6 +12,7 @@ mod floor;
 mod key;
 mod lengths;
 mod maps;
+mod places;
 mod pointers;
 mod record;
 mod staged;

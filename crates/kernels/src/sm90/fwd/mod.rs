@@ -312,6 +312,7 @@ impl Schedule {
             (2, 1) if self.multicast > 1 || pages::needs_warp(spec) => Some((40, 232)),
             // One that finds its tiles or pages, too.
             (2, _) if pages::needs_warp(spec) => Some((32, 104)),
+            (4, _) if pages::needs_warp(spec) => Some((32, 112)),
             (2, 1) => Some((24, 240)),
             (2, _) => Some((24, 104)),
             (3, _) => Some((32, 160)),
