@@ -57,6 +57,7 @@ fn round(dtype: DType, x: f64) -> u16 {
         DType::BF16 => bf16::from_f64(x).to_bits(),
         DType::F16 | DType::F32 => f16::from_f64(x).to_bits(),
         DType::F8E4M3 => u16::from(F8E4M3::from_f64(x).to_bits()),
+        DType::I32 => unreachable!("numbers to compute with"),
     }
 }
 
@@ -104,6 +105,7 @@ impl Pool {
             DType::BF16 => bf16::from_bits(bits).to_f32(),
             DType::F16 | DType::F32 => f16::from_bits(bits).to_f32(),
             DType::F8E4M3 => F8E4M3::from_bits(bits as u8).to_f32(),
+            DType::I32 => unreachable!("numbers to compute with"),
         };
         (start..start + count).map(|i| widen(bits[i % bits.len()])).collect()
     }

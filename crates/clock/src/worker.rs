@@ -552,7 +552,7 @@ fn download(cuda: &Cuda, out: &Out) -> Result<Vec<u16>, String> {
         match host.storage() {
             Storage::F16(values) => bits.extend(values.iter().map(|value| value.to_bits())),
             Storage::BF16(values) => bits.extend(values.iter().map(|value| value.to_bits())),
-            Storage::F32(_) | Storage::F8E4M3(_) => {
+            Storage::F32(_) | Storage::F8E4M3(_) | Storage::I32(_) => {
                 return Err("on a GPU outputs of f16 and bf16 are timed".into());
             }
         }

@@ -181,7 +181,7 @@ pub(crate) fn applied(call: &Call<'_>, engine: impl FnOnce(&Call<'_>)) -> Result
         }
         Ok::<_, Error>(to)
     };
-    let (k, v) = (wide(call.k(), 1)?, wide(call.v(), 2)?);
+    let (k, v) = (wide(&call.tensors[Name::K], 1)?, wide(&call.tensors[Name::V], 2)?);
     let tensors = call.tensors.with(Name::K, k.view().raw).with(Name::V, v.view().raw);
     let [of_q, ..] = call.problem.descales;
     let problem = Problem { descales: [of_q, false, false], descale_keys: None, ..call.problem };

@@ -17,7 +17,7 @@ use flashcore_ptx::{Module, TraceSize};
 pub use self::bind::Bindings;
 pub(crate) use self::fold::{Folded, fold};
 use self::{fold::apart, workspace::Workspace};
-use crate::{DType, Error, Pass, Problem, Result, tuned::Table};
+use crate::{DType, Error, Keys, Pass, Problem, Queries, Result, tuned::Table};
 
 /// The longest sequences that the kernels take: so that the sum of two lengths, a window and a tile fits 31 bits.
 pub const MAX_KERNEL_LEN: usize = 1 << 28;
@@ -106,8 +106,12 @@ impl Launch {
     /// The launch of a kernel for a problem as it sees it.
     fn new(folded: &Problem, spec: Spec, schedule: Schedule, hardware: &Hardware) -> Result<Self> {
         let geometry = schedule.geometry(&spec);
-        let Problem { heads_q, heads_kv, len_q, len_k, .. } = *folded;
-        let (heads, len) = if geometry.is_of_keys() { (heads_kv, len_k) } else { (heads_q, len_q) };
+        let Problem { heads_q, heads_kv, len_q, len_k, queries, .. } = *folded;
+        let (heads, len) = match queries {
+            _ if geometry.is_of_keys() => (heads_kv, len_k),
+            Queries::Dense => (heads_q, len_q),
+            Queries::Packed { total } => (heads_q, total),
+        };
         let (batch, heads, len) = (folded.batch as u32, heads as u32, len as u32);
         let grid = geometry.grid(batch, heads, len, hardware.sms);
         let tiles = geometry.tiles(batch, heads, len);
@@ -298,6 +302,7 @@ fn element(dtype: DType) -> ElementType {
         DType::BF16 => ElementType::Bf16,
         DType::F32 => ElementType::F32,
         DType::F8E4M3 => ElementType::E4m3,
+        DType::I32 => unreachable!("attention on integers was refused"),
     }
 }
 
@@ -341,6 +346,11 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
             "up to 128; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
+    if let Some(what) = choose::no_places(problem, hardware.target) {
+        let possible = "on Hopper the forward pass of f16, bf16 and f8 with head dims in multiples of 8 up to 256, and pages of \
+                        a multiple of 16 keys; for others copy the tensors to the host and call Device::cpu()";
+        return refuse(what, possible);
+    }
     let dtype = element(problem.dtype);
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
         if len > MAX_KERNEL_LEN {
@@ -369,6 +379,12 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
         softcap: problem.softcap.is_some(),
         scaled_scores: Spec::needs_scaled_scores(element(problem.dtype_kv()), problem.scale, problem.softcap),
         key_lengths: problem.key_lengths,
+        packed_q: matches!(problem.queries, Queries::Packed { .. }),
+        packed_k: matches!(problem.keys, Keys::Packed { .. }),
+        page: match problem.keys {
+            Keys::Paged { page, .. } => Some(page as u32),
+            Keys::Dense | Keys::Packed { .. } => None,
+        },
         grouped: problem.heads_kv != problem.heads_q,
         rows_per_query: *rows_per_query as u32,
         lse: problem.lse,

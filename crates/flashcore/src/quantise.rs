@@ -163,7 +163,7 @@ impl Quantiser {
 impl Quantiser {
     /// Computes a call on host tensors with an engine that takes f8.
     pub(crate) fn run(&self, call: &Call<'_>, engine: impl FnOnce(&Call<'_>) -> Result<()>) -> Result<()> {
-        let inputs = [call.q(), call.k(), call.v()].map(|raw| Tensor::of(*raw));
+        let inputs = [Name::Q, Name::K, Name::V].map(|name| Tensor::of(call.tensors[name]));
         let made = self.quantise(inputs.each_ref(), call.key_lengths)?;
         let stored = [&made.q, &made.k, &made.v].map(TensorBuf::view);
         let descales = made.descales.each_ref().map(TensorBuf::view);
@@ -173,7 +173,9 @@ impl Quantiser {
         }
         Descales::of(descales.each_ref()).into_tensors(&mut tensors);
         engine(&Call { problem: call.problem.quantised(), tensors, ..*call })?;
-        if let (Some(lse), Some(shifts)) = (call.lse(), made.shifts(&inputs[0], call.problem.scale)) {
+        if let (Some(lse), Some(shifts)) =
+            (call.tensors.get(Name::Lse), made.shifts(&inputs[0], call.problem.scale))
+        {
             let [_, heads, len, _] = inputs[0].shape();
             let mut to = TensorMut::of(*lse);
             for (i, shift) in shifts.into_iter().enumerate() {

@@ -525,6 +525,19 @@ impl Yardstick {
         self
     }
 
+    /// For some of the rows alone.
+    pub fn of_rows(mut self, keep: impl Fn(&Row) -> bool) -> Self {
+        for measure in &mut self.measures {
+            let kept: Vec<usize> = (0..measure.rows.len()).filter(|&i| keep(&measure.rows[i])).collect();
+            let elements =
+                |all: &[f64]| kept.iter().flat_map(|&i| all[measure.elements(i)].to_vec()).collect();
+            (measure.truth, measure.plain) = (elements(&measure.truth), elements(&measure.plain));
+            measure.rows = kept.iter().map(|&i| measure.rows[i]).collect();
+            measure.floors = kept.iter().map(|&i| measure.floors[i]).collect();
+        }
+        self
+    }
+
     /// For one of the outputs alone.
     pub fn only(mut self, output: Name) -> Self {
         self.measures.retain(|measure| measure.output == output);

@@ -63,6 +63,15 @@ pub struct Spec {
     pub scaled_scores: bool,
     /// Whether each batch entry has a key length of its own.
     pub key_lengths: bool,
+    /// Whether the queries of all sequences lie one behind the other, and only the GPU knows where each begins:
+    /// [`Operand::QStarts`](crate::Operand::QStarts). [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
+    pub packed_q: bool,
+    /// The same for keys and values: [`Operand::KStarts`](crate::Operand::KStarts).
+    pub packed_k: bool,
+    /// Keys of a page, where keys and values lie in pages of a pool that [`Operand::Pages`](crate::Operand::Pages) lists:
+    /// a multiple of 16. k and v are then (pages, kv heads, keys of a page, head dim).
+    /// [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
+    pub page: Option<u32>,
     /// Whether several query heads share one kv head.
     pub grouped: bool,
     /// Rows of a tile that a query has: 1; or, where the heads that share a kv head are rows of one tile, their number.
@@ -100,6 +109,9 @@ impl Spec {
             softcap: false,
             scaled_scores: false,
             key_lengths: false,
+            packed_q: false,
+            packed_k: false,
+            page: None,
             grouped: false,
             rows_per_query: 1,
             lse: false,
@@ -135,6 +147,11 @@ impl Spec {
     /// The element type of o.
     pub fn out(&self) -> ElementType {
         self.out.unwrap_or(self.dtype)
+    }
+
+    /// Whether what lies behind a batch entry's last key may be anything: another's keys, or what nobody has written.
+    pub fn has_foreign_keys(&self) -> bool {
+        self.key_lengths || self.packed_k || self.page.is_some()
     }
 
     /// Whether some queries may not see some keys that exist.

@@ -60,8 +60,13 @@ impl Ring {
 
     /// The slot's word, of one word per slot.
     pub fn word(&self, k: &mut KernelBuilder, words: Shared) -> Reg<B32> {
-        let words = k.shared_addr(words);
-        k.mad_lo_u32(self.slot, 4u32, words)
+        self.entry(k, words, 4)
+    }
+
+    /// The slot's entry, of one entry of so many bytes per slot.
+    pub fn entry(&self, k: &mut KernelBuilder, entries: Shared, bytes: u32) -> Reg<B32> {
+        let entries = k.shared_addr(entries);
+        k.mad_lo_u32(self.slot, bytes, entries)
     }
 
     /// The slot's address.

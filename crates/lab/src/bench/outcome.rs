@@ -5,7 +5,7 @@
 
 use flashcore::cuda::driver::GpuState;
 use flashcore::plan::Kernel;
-use flashcore::{Mask, Pass, Problem};
+use flashcore::{Mask, Pass, Problem, Queries};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -33,7 +33,11 @@ pub(crate) fn judged_rows(problem: &Problem) -> Vec<Row> {
 
 /// Rows of a problem's output.
 pub(crate) fn rows(problem: &Problem) -> usize {
-    problem.batch * problem.heads_q * problem.len_q
+    let queries = match problem.queries {
+        Queries::Dense => problem.batch * problem.len_q,
+        Queries::Packed { total } => total,
+    };
+    problem.heads_q * queries
 }
 
 /// Peers that write their scores and probabilities to memory.

@@ -11,7 +11,7 @@ use flashcore_kernels::{
 use flashcore_ptx::Target;
 
 use super::{Hardware, Launch, MAX_GRID_YZ, element, workspace};
-use crate::{DType, Pass, Problem};
+use crate::{DType, Keys, Pass, Problem};
 
 /// The schedules to try for a kernel and a spec, best first. The search goes beyond them.
 #[allow(clippy::match_wildcard_for_single_variants)] // It is one variant for the workbench, and any for others.
@@ -159,10 +159,28 @@ pub(super) fn parts(schedule: &Schedule) -> u32 {
 /// Heads whose tiles of queries are taken up together.
 pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
     match launch.schedule {
+        Schedule::Sm90Fwd(_) if launch.spec.packed_q => sm90::packed_section(problem),
         Schedule::Sm90Fwd(schedule) if schedule.has_sections(&launch.spec) => {
             sm90::section(problem, schedule, launch.grid[0] / schedule.multicast)
         }
         _ => Section::default(),
+    }
+}
+
+/// What of packed sequences or pages no kernel takes, if anything.
+pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
+    let what = match problem.keys {
+        _ if problem.is_dense() => return None,
+        Keys::Paged { page, .. } if !page.is_multiple_of(16) => format!("pages of {page} keys"),
+        Keys::Paged { .. } => "keys in pages".into(),
+        Keys::Dense | Keys::Packed { .. } => "packed sequences".into(),
+    };
+    let hopper = target == Target::Sm90a && problem.pass == Pass::Forward && problem.dtype_kv.is_none();
+    let pages = !matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
+    match no_tensor_cores(problem, target) {
+        None if hopper && pages => None,
+        Some(dims) if hopper && pages => Some(format!("{what} with {dims}")),
+        _ => Some(what),
     }
 }
 
@@ -218,7 +236,11 @@ pub(super) fn schedule(
     {
         return Ok(choice);
     }
-    if hardware.target == Target::Sm90a && spec.dtype.is_fp8() {
+    if spec.packed_q
+        || spec.packed_k
+        || spec.page.is_some()
+        || hardware.target == Target::Sm90a && spec.dtype.is_fp8()
+    {
         return default_schedule(Kernel::Sm90Fwd, spec, hardware.target)
             .map(|schedule| (schedule, "it is the only one that fits".into()));
     }

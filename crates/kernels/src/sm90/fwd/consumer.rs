@@ -1,11 +1,11 @@
 //! A consumer warpgroup: 64 queries, their scores, probabilities and output in registers.
 
-use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Scope, Wgmma};
+use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Pred, ProxySpace, Reg, Scope, Wgmma};
 
 use super::{
     Memory, PITCH, ROWS, Schedule, Sizes, Turned,
     aside::Aside,
-    columns, gather, merge, panels, partial,
+    columns, gather, merge, packed, panels, partial,
     softmax::{self, RowState, Softmax},
     tiles::{Keys, Tile, each_tile},
 };
@@ -147,7 +147,12 @@ impl<'a> Consumer<'a> {
         let owed = k.mov_b32(0u32);
         wait_for_launch(k);
         Phase::Tile.begin(k);
-        each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed));
+        match self.memory.told {
+            None => each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed)),
+            Some(told) => {
+                packed::each_told(k, self.spec, told, &self.q, |k, tile| self.tile(k, tile, owed));
+            }
+        }
         if self.schedule.persistent {
             Phase::Store.begin(k);
         }
@@ -181,7 +186,7 @@ impl<'a> Consumer<'a> {
         Phase::QWait.begin_tile(k, tile.rows.first_row);
         self.q.wait_filled(k);
         Phase::Tile.begin(k);
-        if self.spec.key_lengths && self.memory.turned.is_none() {
+        if self.spec.has_foreign_keys() && self.memory.turned.is_none() {
             let mut who = keys.any;
             if self.schedule.together {
                 // The last key tile is the first warpgroup's.
@@ -645,7 +650,7 @@ impl<'a> Consumer<'a> {
         if half == 0 { row } else { k.add_u32(row, 8u32) }
     }
 
-    /// Rows of V after the last key do not belong to this batch entry. Their probabilities are 0, but 0 · NaN is NaN,
+    /// Rows of V after the last key are not of this batch entry. Their probabilities are 0, but 0 · NaN is NaN,
     /// so the consumers overwrite these rows with zeros. Only the first key tile of the walk has any.
     fn clear_values(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
         let Schedule { block_n, .. } = self.schedule;
@@ -702,6 +707,7 @@ impl<'a> Consumer<'a> {
             let value = self.softmax.params.lse(k, reference, sum, self.softmax.shift);
             let exists = tile.has_row(k, self.schedule, row);
             let mine = k.and_pred(first, exists);
+            let row = tile.row_of_queries(k, row);
             let address = rows.address(k, base, row);
             k.when(mine, |k| k.st_global(address, value));
         }
@@ -736,6 +742,10 @@ impl<'a> Consumer<'a> {
         base: Reg<B64>,
         [batch_stride, head_stride]: [flashcore_ptx::ParamHandle<Sm90Params, u64>; 2],
     ) -> Reg<B64> {
+        if tile.starts.queries.is_some() {
+            let (head_stride, head) = (k.param(head_stride), k.cvt_u64_u32(tile.rows.head));
+            return k.mad_lo_u64(head, head_stride, base);
+        }
         let (batch_stride, head_stride) = (k.param(batch_stride), k.param(head_stride));
         let (batch, head) = (k.cvt_u64_u32(tile.rows.batch), k.cvt_u64_u32(head));
         let entry = k.mad_lo_u64(batch, batch_stride, base);
@@ -765,26 +775,74 @@ impl<'a> Consumer<'a> {
             }
         }
         let out = self.spec.out();
-        let panels = panels(self.spec.head_dim_v, out);
-        let packed = stage::rounded(k, out, &self.o);
+        let rounded = stage::rounded(k, out, &self.o);
         let own = k.add_u32(self.group, OWN);
         k.comment("no warp of the warpgroup reads its queries any more");
         k.bar_sync(own, 128u32);
+        if tile.starts.queries.is_none() {
+            return self.store_rows(k, tile, o_map, &rounded, own);
+        }
+        let first_row = k.mad_lo_u32(self.group, ROWS, tile.rows.first_row);
+        let past = k.add_u32(first_row, ROWS);
+        let whole = k.setp_le_s32(past, tile.rows.len_q);
+        k.if_else(
+            whole,
+            |k| self.store_rows(k, tile, o_map, &rounded, own),
+            |k| {
+                k.comment("the next rows are another sequence's");
+                self.store_some_rows(k, tile, &rounded);
+            },
+        );
+    }
+
+    /// Stores all 64 rows by TMA, given the barrier of the warpgroup.
+    fn store_rows(
+        &self,
+        k: &mut KernelBuilder,
+        tile: &Tile,
+        o_map: Reg<B64>,
+        rounded: &[[Reg<B32>; 2]],
+        own: Reg<B32>,
+    ) {
+        let out = self.spec.out();
         let slot = self.q.address(k);
         let slot = k.mad_lo_u32(self.group, ROWS * PITCH, slot);
-        stage::write(k, &packed, self.thread, slot, self.sizes.q_panel);
+        stage::write(k, rounded, self.thread, slot, self.sizes.q_panel);
         k.fence_proxy_async(ProxySpace::Shared);
         k.bar_sync(own, 128u32);
         k.if_(self.leader, |k| {
             let first_row = k.mad_lo_u32(self.group, ROWS, tile.rows.first_row);
-            let place = tile.place(k, self.spec, first_row).map(Operand::from);
-            for panel in 0..panels {
-                let at = [(panel * columns(out)).into(), place[0], place[1], place[2]];
+            for panel in 0..panels(self.spec.head_dim_v, out) {
+                let at = tile.place(k, self.spec, panel * columns(out), first_row);
                 let from = slot.at((panel * self.sizes.q_panel) as i32);
                 k.tensor_store(o_map, &at, from, BulkHint::new());
             }
             k.bulk_commit();
         });
+    }
+
+    /// Stores the rows that are the problem's, from registers.
+    fn store_some_rows(&self, k: &mut KernelBuilder, tile: &Tile, rounded: &[[Reg<B32>; 2]]) {
+        for (half, (row, exists)) in self.output_rows(k, tile).into_iter().enumerate() {
+            for (eight, words) in rounded.iter().take(self.spec.head_dim_v as usize / 8).enumerate() {
+                k.when(exists, |k| k.st_global(row.at(16 * eight as i32), words[half]));
+            }
+        }
+    }
+
+    /// Where this thread's two rows of the output begin, at its first column, and whether they are the problem's.
+    pub fn output_rows(&self, k: &mut KernelBuilder, tile: &Tile) -> [(Reg<B64>, Reg<Pred>); 2] {
+        let base = k.param(Sm90Params::o);
+        let base = self.queries_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
+        let rows = QueryRows::read(k, self.spec, [Sm90Params::o_row, Sm90Params::o_head]);
+        [0, 1].map(|half| {
+            let row = self.problem_row(k, tile, half);
+            let exists = tile.has_row(k, self.schedule, row);
+            let row = tile.row_of_queries(k, row);
+            let address = rows.address(k, base, row);
+            let address = k.mad_wide_u32(self.column, 2u32, address);
+            (address, exists)
+        })
     }
 
     pub fn inverse(&self, k: &mut KernelBuilder, half: usize) -> Reg<F32> {

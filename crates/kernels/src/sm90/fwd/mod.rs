@@ -13,6 +13,9 @@
 //! other's. Where even a cluster is too small, the keys are cut into parts, each a block of its own anywhere on the
 //! GPU: it writes its partial result to global memory, and [`combine`](super::combine) merges them.
 //!
+//! Keys and values may lie in [`pages`] of a pool, and sequences [`packed`] one behind the other; a whole warp is then the
+//! producer.
+//!
 //! Of 8-bit floats, `wgmma` takes both tiles only with their rows along the sum. V's rows are along the head dim, so the
 //! warps beside the producer turn each tile around in shared memory. Probabilities are scaled up by 2^8, which uses the
 //! range of e4m3 best; and as the tensor cores add 8-bit products with 14 bits, each key tile is added up apart, and then
@@ -22,6 +25,8 @@ mod aside;
 mod consumer;
 mod gather;
 mod merge;
+mod packed;
+mod pages;
 mod partial;
 mod producer;
 mod softmax;
@@ -31,7 +36,7 @@ mod turn;
 use flashcore_ptx::{ClusterArrive, GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
 use self::{consumer::Consumer, producer::Producer, turn::Turner};
-use super::Sm90Params;
+use super::{PackedParams, PageParams, Sm90Params};
 use crate::{
     Args, Blocks, ElementType, Family, Geometry, Map, Packed, ScheduleError, Spec,
     family::{MAX_REGISTERS, check_registers, schedule},
@@ -122,6 +127,8 @@ struct Memory {
     merged: Shared,
     /// For 8-bit floats.
     turned: Option<Turned>,
+    /// For packed sequences: what consumers are told of the tiles whose queries are in the slots.
+    told: Option<Shared>,
 }
 
 /// The part of a kernel's shared memory that is for V tiles that are turned around.
@@ -235,8 +242,10 @@ impl Schedule {
     }
 
     /// The rows of the boxes.
-    pub fn boxes(self) -> Boxes {
-        Boxes { q: self.rows(), kv: self.block_n / self.multicast, o: ROWS }
+    pub fn boxes(self, spec: &Spec) -> Boxes {
+        let copied = self.block_n / self.multicast;
+        let kv = spec.page.map_or(copied, |page| pages::piece(copied, page));
+        Boxes { q: self.rows(), kv, o: ROWS }
     }
 
     /// Queries per block.
@@ -320,7 +329,10 @@ impl Schedule {
             (3, _) if spec.dtype.is_fp8() => Some((56, 152)),
             (4, _) if spec.dtype.is_fp8() => Some((56, 104)),
             // A producer that copies for others needs more.
-            (2, 1) if self.multicast > 1 => Some((40, 232)),
+            (2, 1) if self.multicast > 1 || pages::needs_warp(spec) => Some((40, 232)),
+            // One that finds its tiles or pages, too.
+            (2, _) if pages::needs_warp(spec) => Some((32, 104)),
+            (4, _) if pages::needs_warp(spec) => Some((32, 112)),
             (2, 1) => Some((24, 240)),
             (2, _) => Some((24, 104)),
             (3, _) => Some((32, 160)),
@@ -412,7 +424,8 @@ impl Schedule {
             let bars = layout.alloc("turned v barriers", 16 * self.stages, 8);
             Turned { slots, bars, left: layout.alloc("keys left", 4 * self.stages, 4) }
         });
-        Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged, turned }
+        let told = spec.packed_q.then(|| layout.alloc("tiles told", packed::bytes(self), 16));
+        Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged, turned, told }
     }
 }
 
@@ -424,10 +437,14 @@ impl Family for Schedule {
             rows: self.rows_taken(spec),
             threads: self.threads(spec),
             shared_bytes: self.memory(spec).layout.bytes(),
-            blocks: Blocks::Row {
-                cluster: self.cluster(),
-                resident: self.persistent.then_some(self.ctas),
-                parts: self.parts,
+            blocks: if spec.packed_q {
+                Blocks::Packed { resident: self.ctas }
+            } else {
+                Blocks::Row {
+                    cluster: self.cluster(),
+                    resident: self.persistent.then_some(self.ctas),
+                    parts: self.parts,
+                }
             },
         }
     }
@@ -517,6 +534,16 @@ impl Family for Schedule {
                  together=1"
             ));
         }
+        if spec.packed_q && (!self.persistent || self.cluster() > 1 || self.parts > 1 || self.together) {
+            return refuse(
+                "blocks that find their tiles among packed sequences are persistent, and share none: take persistent=1, \
+                 split=1, parts=1, together=0 and multicast=1"
+                    .into(),
+            );
+        }
+        if spec.page.is_some() && self.multicast > 1 {
+            return refuse("blocks copy no pages for each other: take multicast=1".into());
+        }
         if self.lazy > 8 {
             return refuse(format!("lazy {}: possible are 0 to 8", self.lazy));
         }
@@ -550,6 +577,12 @@ impl Family for Schedule {
         if spec.dtype.is_fp8() {
             k = k.more_params::<DescaleParams>();
         }
+        if spec.packed_q || spec.packed_k {
+            k = k.more_params::<PackedParams>();
+        }
+        if spec.page.is_some() {
+            k = k.more_params::<PageParams>();
+        }
         k = k.traced(spec.traced);
         if self.cluster() > 1 {
             k = k.cluster(self.cluster(), 1, 1);
@@ -573,6 +606,12 @@ impl Family for Schedule {
         packed.push(&Sm90Params::bind(self, spec, args, encode)?);
         if spec.dtype.is_fp8() {
             packed.extend(&DescaleParams::bind(args));
+        }
+        if spec.packed_q || spec.packed_k {
+            packed.extend(&PackedParams::bind(args));
+        }
+        if spec.page.is_some() {
+            packed.extend(&PageParams::bind(args));
         }
         Ok(())
     }
@@ -621,7 +660,11 @@ impl Schedule {
                 if let Some((registers, _)) = self.shares(spec) {
                     k.setmaxnreg_dec(registers);
                 }
-                let first = k.setp_eq_u32(tid, self.consumer_threads());
+                let first = if pages::needs_warp(spec) {
+                    k.setp_eq_u32(warp, consumers)
+                } else {
+                    k.setp_eq_u32(tid, self.consumer_threads())
+                };
                 k.if_(first, |k| Producer::new(k, self, spec, memory).run(k));
                 if let Some(turned) = memory.turned {
                     let turns = k.setp_gt_u32(warp, consumers);

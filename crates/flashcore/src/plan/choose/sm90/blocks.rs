@@ -66,7 +66,7 @@ pub(super) fn for_many(spec: &Spec) -> Vec<Schedule> {
 /// The same in clusters of two blocks, each of which copies half of every key tile for both: half the reads of the L2
 /// cache, and so less power. Without a mask only, where both always need the same keys. Measured on an H200.
 pub(super) fn in_pairs(spec: &Spec) -> Vec<Schedule> {
-    let alike = !spec.is_masked() && !spec.key_lengths && spec.head_dim.max(spec.head_dim_v) > 64;
+    let alike = !spec.is_masked() && !spec.has_foreign_keys() && spec.head_dim.max(spec.head_dim_v) > 64;
     let many = for_many(spec).into_iter().filter(|_| alike);
     many.map(|many| Schedule { multicast: 2, ..many }).collect()
 }
@@ -80,6 +80,12 @@ pub(super) fn for_some(spec: &Spec) -> Vec<Schedule> {
             [Schedule { ctas: 2, ..narrow }, narrow]
         })
         .collect()
+}
+
+/// For packed sequences, whose tiles only the GPU knows: persistent blocks, wide ones where there may be `many` tiles.
+pub(super) fn for_packed(spec: &Spec, many: bool) -> Vec<Schedule> {
+    let wide = for_many(spec).into_iter().filter(|_| many);
+    wide.chain(for_some(spec)).collect()
 }
 
 /// For grids that leave multiprocessors idle, or wait for their longest tiles: two warpgroups share the keys of the
