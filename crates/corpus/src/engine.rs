@@ -30,6 +30,11 @@ pub trait Engine: Send + Sync {
         true
     }
 
+    /// Whether it takes sequences that are packed or in pages, or says itself which it does not.
+    fn takes_sequences(&self) -> bool {
+        false
+    }
+
     /// Whether two runs on the same inputs give the same bits.
     fn deterministic(&self) -> bool {
         true
@@ -261,6 +266,10 @@ impl Engine for DeviceEngine {
 
     fn hides_values(&self) -> bool {
         self.hides_values
+    }
+
+    fn takes_sequences(&self) -> bool {
+        true
     }
 
     fn run(

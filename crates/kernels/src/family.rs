@@ -86,6 +86,11 @@ pub enum Blocks {
         /// Parts of the keys; each has its own row of blocks.
         parts: u32,
     },
+    /// The same for tiles of packed sequences, which only the GPU knows: so many persistent blocks per multiprocessor.
+    Packed {
+        /// Blocks per multiprocessor.
+        resident: u32,
+    },
 }
 
 impl Geometry {
@@ -100,9 +105,14 @@ impl Geometry {
         Geometry { rows: queries, ..*self }.tiles(batch, heads, len)
     }
 
-    /// The number of tiles for these batch entries, heads and rows per head.
+    /// The number of tiles for these batch entries, heads and rows per head. For packed sequences, the most there can be of
+    /// so many sequences with so many rows in all.
     pub fn tiles(&self, batch: u32, heads: u32, len: u32) -> u64 {
-        u64::from(len.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch)
+        match self.blocks {
+            // Each sequence has at most one tile that is not full.
+            Blocks::Packed { .. } => u64::from(len / self.rows + batch.min(len)) * u64::from(heads),
+            _ => u64::from(len.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch),
+        }
     }
 
     /// The grid for these batch entries, heads and rows per head on this many multiprocessors.
@@ -119,13 +129,21 @@ impl Geometry {
                 let most = resident.map_or(u64::MAX, |blocks| u64::from((sms * blocks / cluster).max(1)));
                 [u32::try_from(tiles.min(most) * u64::from(cluster)).unwrap_or(u32::MAX), parts, 1]
             }
+            Blocks::Packed { resident } => {
+                let tiles = self.tiles(batch, heads, len).min(u64::from(sms * resident));
+                [tiles as u32, 1, 1]
+            }
         }
     }
 
     /// Blocks per cluster.
     pub fn cluster(&self) -> u32 {
         match self.blocks {
-            Blocks::Each(_) | Blocks::EachKeys(_) | Blocks::KeyRow | Blocks::QueriesThenKeys { .. } => 1,
+            Blocks::Each(_)
+            | Blocks::EachKeys(_)
+            | Blocks::KeyRow
+            | Blocks::QueriesThenKeys { .. }
+            | Blocks::Packed { .. } => 1,
             Blocks::Row { cluster, .. } => cluster,
         }
     }
@@ -216,7 +234,7 @@ pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result
     if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
 }
 
-/// Whether a kernel takes the element types of a spec.
+/// Whether a kernel takes the element types of a spec, and its rows.
 pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let (dtype, out) = (spec.dtype, spec.out);
     let takes_fp8 = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
@@ -225,11 +243,44 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
     if cache != (kernel == Kernel::Sm80Decode) && kernel != Kernel::Combine {
         return Err(ScheduleError::Cache { kernel, cache });
     }
+    if spec.descale_keys.is_some() && !matches!(kernel, Kernel::Sm80Decode | Kernel::Combine) {
+        let possible = "descales of blocks of keys are for sm80_decode, with 16-bit queries; give one per kv head, or copy \
+                        the tensors to the host and call Device::cpu()";
+        return Err(ScheduleError::malformed(format!("{kernel}: {possible}")));
+    }
+    let takes_rows = matches!(kernel, Kernel::Sm90Fwd | Kernel::Sm80Decode | Kernel::Combine);
+    if spec.rows_per_query != 1 && !takes_rows {
+        return Err(ScheduleError::malformed(format!(
+            "{kernel} for heads that share keys as rows of one tile: only sm90_fwd and sm80_decode take them so"
+        )));
+    }
     match (dtype, out) {
         (ElementType::E4m3, _) if !takes_fp8 => Err(ScheduleError::Fp8 { kernel }),
         (ElementType::E4m3, Some(ElementType::F16 | ElementType::Bf16)) => Ok(()),
         (ElementType::E4m3, _) | (_, Some(_)) => Err(ScheduleError::Out { dtype, out }),
         (ElementType::F16 | ElementType::Bf16 | ElementType::F32, None) => Ok(()),
+    }
+}
+
+/// Whether a kernel takes tensors that lie as a spec has them.
+pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
+    let refuse = |what: &str| {
+        let only = "only sm90_fwd takes them so";
+        Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")))
+    };
+    if (spec.packed_q || spec.packed_k) && kernel != Kernel::Sm90Fwd {
+        return refuse("packed sequences");
+    }
+    // What merges parts has nothing to do with keys.
+    if spec.page.is_some() && !matches!(kernel, Kernel::Sm90Fwd | Kernel::Combine) {
+        return refuse("keys in pages");
+    }
+    match spec.page {
+        Some(_) if spec.packed_k => Err(ScheduleError::malformed("keys are packed or in pages, not both")),
+        Some(page) if page == 0 || !page.is_multiple_of(16) => {
+            Err(ScheduleError::malformed(format!("pages of {page} keys: possible are multiples of 16")))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -6,7 +6,7 @@ use flashcore_ptx::{Module, Target, TensorMap};
 
 use crate::{
     bind::{Args, BindError, Map, Packed},
-    family::{Family, Geometry, Knobs, ScheduleError, check_tensor_cores, check_types},
+    family::{Family, Geometry, Knobs, ScheduleError, check_layout, check_tensor_cores, check_types},
     ladder::{mma, scalar},
     quantize, sm80, sm90,
     spec::Spec,
@@ -127,6 +127,7 @@ impl Schedule {
     pub fn check(&self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
         let kernel = self.kernel();
         check_types(kernel, spec)?;
+        check_layout(kernel, spec)?;
         if kernel != Kernel::Scalar {
             check_tensor_cores(kernel, spec)?;
         }

@@ -46,6 +46,9 @@ pub(super) fn operand(name: Name) -> Operand {
         Name::QDescale => Operand::QDescale,
         Name::KDescale => Operand::KDescale,
         Name::VDescale => Operand::VDescale,
+        Name::QStarts => Operand::QStarts,
+        Name::KStarts => Operand::KStarts,
+        Name::Pages => Operand::Pages,
         Name::KeyLengths => Operand::KeyLengths,
         Name::Tensor => unreachable!("no tensor of a signature"),
     }
@@ -79,7 +82,7 @@ impl Plan {
 
     /// What the launches are bound to.
     pub(super) fn args(&self, bindings: &Bindings) -> Args {
-        let problem = &self.folded;
+        let problem = &self.folded.problem;
         let band = problem.mask.band();
         // A bound this large reaches over every key from every query.
         let unlimited = problem.len_q + problem.len_k;
@@ -88,9 +91,11 @@ impl Plan {
         (args.scale, args.softcap) = (problem.scale, problem.softcap);
         (args.left, args.right) = (bound(band.left), bound(band.right));
         (args.section, args.parts) = (self.section, self.workspace.parts());
+        (args.sequences, args.longest) =
+            (problem.batch as u32, [problem.len_q, problem.len_k].map(|len| len as u32));
         for parameter in &self.problem.signature() {
             if let Some((address, layout)) = bindings.tensors.get(parameter.name) {
-                let layout = fold_layout(layout, parameter, &self.problem, problem);
+                let layout = fold_layout(layout, parameter, &self.problem, &self.folded);
                 args.set(operand(parameter.name), tensor_arg(*address, &layout, parameter.dtype.size()));
             }
         }

@@ -60,13 +60,13 @@ impl Ring {
 
     /// The slot's word, of one word per slot.
     pub fn word(&self, k: &mut KernelBuilder, words: Shared) -> Reg<B32> {
-        self.place(k, words, 4)
+        self.entry(k, words, 4)
     }
 
-    /// The slot's place among others, of so many bytes each.
-    pub fn place(&self, k: &mut KernelBuilder, places: Shared, bytes: u32) -> Reg<B32> {
-        let places = k.shared_addr(places);
-        k.mad_lo_u32(self.slot, bytes, places)
+    /// The slot's entry, of one entry of so many bytes per slot.
+    pub fn entry(&self, k: &mut KernelBuilder, entries: Shared, bytes: u32) -> Reg<B32> {
+        let entries = k.shared_addr(entries);
+        k.mad_lo_u32(self.slot, bytes, entries)
     }
 
     /// The slot's address.
@@ -106,7 +106,7 @@ impl Ring {
 
     /// The barrier of a piece from 1 on.
     pub fn piece(&self, k: &mut KernelBuilder, others: Shared, count: u32, piece: u32) -> Addr<B32> {
-        self.place(k, others, 8 * count).at(8 * (piece as i32 - 1))
+        self.entry(k, others, 8 * count).at(8 * (piece as i32 - 1))
     }
 
     /// Waits until the slot is free.

@@ -8,7 +8,7 @@ use flashcore::{DType, Mask, Pass, Problem, cpu};
 use serde::Serialize;
 
 use super::screen::{Tone, say, toned};
-use super::{Exit, Json};
+use super::{EightBits, Exit, Json};
 use crate::evidence::Environment;
 use crate::search::config;
 
@@ -23,6 +23,8 @@ pub struct Options {
     /// f16, bf16, f32 or f8
     #[arg(long)]
     dtype: Option<DType>,
+    #[command(flatten)]
+    eight: EightBits,
     /// forward or backward (gradients)
     #[arg(long, default_value = "forward")]
     pass: Pass,
@@ -93,7 +95,9 @@ pub fn plan(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let cell = options.shape.cell;
     let mask = if options.causal { Mask::Causal } else { cell.mask };
-    let problem = cell.shape.problem(mask, options.dtype.unwrap_or(cell.dtype)).with_pass(options.pass);
+    let types = options.eight.types(options.dtype.unwrap_or(cell.types.dtype));
+    let problem = types.problem(cell.shape, mask).with_pass(options.pass);
+    let problem = problem.check().map_err(|error| error.to_string())?;
     let hardware = match options.target {
         Some(target) => {
             let typical = Hardware::typical(target);

@@ -7,7 +7,6 @@ use super::{Schedule, consumer::Consumer, tiles::Tile};
 use crate::{
     Phase, Spec,
     parts::{fragment::pack, softmax::SoftmaxParams},
-    sm90::Sm90Params,
 };
 
 /// Bytes of shared memory that a block reserves for what the others send.
@@ -70,17 +69,7 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     k.section("merge: this block's columns");
     Phase::Store.begin(k);
     let inverse = [0, 1].map(|half| of.inverse(k, half));
-    let base = k.param(Sm90Params::o);
-    let base = Consumer::head_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
-    let stride = k.param(Sm90Params::o_row);
-    let rows = [0, 1].map(|half| {
-        let row = of.problem_row(k, tile, half);
-        let exists = k.setp_lt_s32(row, tile.rows.len_q);
-        let row = k.cvt_u64_u32(row);
-        let address = k.mad_lo_u64(row, stride, base);
-        let address = k.mad_wide_u32(of.column, 2u32, address);
-        (address, exists)
-    });
+    let rows = of.output_rows(k, tile);
     for owner in 0..split {
         let this = k.setp_eq_u32(rank, owner);
         k.if_(this, |k| {

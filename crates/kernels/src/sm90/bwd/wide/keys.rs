@@ -143,7 +143,7 @@ impl Consumer<'_> {
         let rows = Rows { batch: block.batch, head: block.head, len_q: block.len_q, first_row };
         let own = [block.first_row, self.row, self.column];
         let hidden = Hidden::of(k, self.spec, &block.band, &rows, ROWS, |_| block.first_row, own);
-        let lse = q.place(k, self.memory.lse, NUMBERS);
+        let lse = q.entry(k, self.memory.lse, NUMBERS);
         let lse = k.mad_lo_u32(self.column, 4u32, lse);
         // Under a softcap, others than the probabilities.
         let mut weights = Vec::new();
@@ -227,7 +227,7 @@ impl Consumer<'_> {
         let at = k.mad_lo_u32(self.thread, 16u32, slot);
         let weights: Vec<[Reg<B32>; 4]> =
             (0..ROWS as i32 / 16).map(|quad| k.ld_shared_vec(at.at(quad * 128 * 16))).collect();
-        let delta = d_o.place(k, self.memory.delta, NUMBERS);
+        let delta = d_o.entry(k, self.memory.delta, NUMBERS);
         let delta = k.mad_lo_u32(self.column, 4u32, delta);
         let delta: Vec<[Reg<F32>; 2]> = (0..ROWS as i32 / 8).map(|eight| number(k, delta, eight)).collect();
         k.comment("delta has been read, and is written again by a copy");

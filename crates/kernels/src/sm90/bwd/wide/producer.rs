@@ -137,7 +137,7 @@ impl<'a> Producer<'a> {
             self.copy(k, walked, L2Evict::Last, slot, bar, [first_row, steps.head, block.batch]);
             if let Some((numbers, place)) = numbers {
                 let at = block.numbers(k, numbers, steps.head, first_row);
-                let place = ring.place(k, place, NUMBERS);
+                let place = ring.entry(k, place, NUMBERS);
                 k.bulk_load(place, at, NUMBERS, filled, BulkHint::new());
             }
             ring.advance(k);
