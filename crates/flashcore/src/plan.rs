@@ -113,8 +113,10 @@ impl Launch {
             Queries::Packed { total } => (heads_q, total),
         };
         let (batch, heads, len) = (folded.batch as u32, heads as u32, len as u32);
-        let grid = geometry.grid(batch, heads, len, hardware.sms);
-        let tiles = geometry.tiles(batch, heads, len);
+        let queries = geometry.query_blocks(batch, heads_q as u32, len_q as u32);
+        let mut grid = geometry.grid(batch, heads, len, hardware.sms);
+        grid[0] = grid[0].saturating_add(u32::try_from(queries).unwrap_or(u32::MAX));
+        let tiles = geometry.tiles(batch, heads, len) + queries;
         if grid[1..].iter().any(|&size| size as usize > MAX_GRID_YZ) || tiles > MAX_TILES {
             return Err(Error::Unsupported {
                 device: hardware.target.to_string(),

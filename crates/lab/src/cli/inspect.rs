@@ -34,7 +34,7 @@ pub struct Options {
     /// forward or backward (gradients)
     #[arg(long, default_value = "forward")]
     pass: Pass,
-    /// The kernel, with its default schedule: scalar, sm80_mma, sm80_fwd, sm90_fwd or, backward, sm80_bwd and sm90_bwd
+    /// The kernel, with its default schedule: scalar, sm80_mma, sm80_fwd, sm90_fwd or, backward, sm80_bwd, sm90_bwd and sm90_bwd_wide
     #[arg(long, conflicts_with = "schedule")]
     kernel: Option<Kernel>,
     /// A schedule, as the plan prints it

@@ -31,6 +31,10 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
                 Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, stages: 3, pingpong: true })
             })
             .collect(),
+        Kernel::Sm90BwdWide => [3, 2]
+            .map(|stages| hopper::bwd::wide::Schedule { stages, pingpong: true, piecewise: false })
+            .map(Schedule::Sm90BwdWide)
+            .into(),
         Kernel::Sm80Decode => sm80::decoding(spec).map(Schedule::Sm80Decode).into(),
         Kernel::Sm90Fwd => sm90::schedules(spec).into_iter().map(Schedule::Sm90Fwd).collect(),
         Kernel::Sm80Bwd => {
@@ -85,6 +89,7 @@ pub(super) fn gradients(
         Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, .. }) => {
             Ok(vec![schedule, Schedule::Sm90BwdFinish(hopper::bwd::finish::Schedule { block_m })])
         }
+        Schedule::Sm90BwdWide(_) => Ok(vec![schedule]),
         Schedule::Sm80Bwd(given) => sm80_gradients(problem, spec, given, hardware),
         _ => Err(computes_nothing(schedule.kernel(), Pass::Backward)),
     }
@@ -257,6 +262,12 @@ fn backward(
         && let Ok(schedule) = default_schedule(Kernel::Sm90Bwd, spec, hardware.target)
     {
         return Ok((schedule, "all gradients from one kernel, whose blocks add to dQ in turn".into()));
+    }
+    if hardware.target == Target::Sm90a
+        && let Ok(schedule) = default_schedule(Kernel::Sm90BwdWide, spec, hardware.target)
+    {
+        let why = "blocks of queries and blocks of keys: dK and dV of 128 keys do not fit the registers";
+        return Ok((schedule, why.into()));
     }
     let each = |of| sm80::choose_gradients(problem, spec, of, hardware);
     let together = "the keys' and the values' gradients from one kernel, the queries' from another";

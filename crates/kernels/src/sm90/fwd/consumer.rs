@@ -12,7 +12,7 @@ use super::{
 use crate::{
     Phase, Spec,
     parts::{
-        fragment::{Acc, a_operands, matrix_ty},
+        fragment::{matrix_ty, pack_into},
         params::DescaleParams,
         softmax::{ScoreHandles, SoftmaxParams},
         work::{QueryRows, first_query_head},
@@ -635,13 +635,7 @@ impl<'a> Consumer<'a> {
 
     /// The probabilities as operands of the next product.
     fn pack(&self, k: &mut KernelBuilder) {
-        let scores: Vec<Acc> =
-            self.scores.chunks_exact(4).map(|quad| [quad[0], quad[1], quad[2], quad[3]]).collect();
-        for (p, packed) in self.p.iter().zip(a_operands(k, self.spec.dtype, &scores)) {
-            for (&p, packed) in p.iter().zip(packed) {
-                k.set(p, |k| k.mov_b32(packed));
-            }
-        }
+        pack_into(k, self.spec.dtype, &self.scores, &self.p);
     }
 
     /// The problem's row for this thread's upper (0) or lower (1) row.

@@ -366,7 +366,7 @@ fn largest(
 
 /// Hides from a row the keys that it does not see: those before `begin` and from `end` on, both counted from the
 /// tile's first key and this thread's first column.
-pub(super) fn hide(
+pub(in crate::sm90) fn hide(
     k: &mut KernelBuilder,
     scores: &[Reg<F32>],
     half: usize,
