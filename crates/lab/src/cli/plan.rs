@@ -8,7 +8,7 @@ use flashcore::{DType, Mask, Pass, Problem, cpu};
 use serde::Serialize;
 
 use super::screen::{Tone, say, toned};
-use super::{Exit, Json};
+use super::{EightBits, Exit, Json};
 use crate::evidence::Environment;
 use crate::search::config;
 
@@ -24,6 +24,8 @@ pub struct Options {
     /// f16, bf16, f32 or f8
     #[arg(long)]
     dtype: Option<DType>,
+    #[command(flatten)]
+    eight: EightBits,
     /// forward or backward (gradients)
     #[arg(long, default_value = "forward")]
     pass: Pass,
@@ -110,7 +112,8 @@ pub fn plan(options: &Options) -> Result<Exit, String> {
     let problem = match options.shape {
         Asked::Shape(config::Target { cell, .. }) => {
             let mask = if options.causal { Mask::Causal } else { cell.mask };
-            cell.shape.problem(mask, options.dtype.unwrap_or(cell.dtype)).with_pass(options.pass)
+            let types = options.eight.types(options.dtype.unwrap_or(cell.types.dtype));
+            types.problem(cell.shape, mask).with_pass(options.pass)
         }
         Asked::Problem(problem) if options.causal || options.dtype.is_some() => {
             return Err(format!("'{problem}' says its mask and dtype itself: leave out --causal and --dtype"));
@@ -118,6 +121,7 @@ pub fn plan(options: &Options) -> Result<Exit, String> {
         Asked::Problem(problem) if problem.pass == Pass::Forward => problem.with_pass(options.pass),
         Asked::Problem(problem) => problem,
     };
+    let problem = problem.check().map_err(|error| error.to_string())?;
     let hardware = match options.target {
         Some(target) => {
             let typical = Hardware::typical(target);

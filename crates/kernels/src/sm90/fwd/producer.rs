@@ -188,7 +188,7 @@ impl<'a> Producer<'a> {
     }
 
     fn load_q(&self, k: &mut KernelBuilder, tile: &Tile) {
-        let Sizes { q_panel, q, .. } = self.sizes;
+        let Sizes { q_panel, q_copied, .. } = self.sizes;
         let copy = Copy {
             map: self.q_map,
             panels: panels(self.spec.head_dim, self.spec.dtype),
@@ -200,8 +200,8 @@ impl<'a> Producer<'a> {
         };
         Phase::CopyQ.begin(k);
         k.comment("the queries");
-        let [_, row, head, batch] = tile.place(k, 0, tile.rows.first_row);
-        copy.start(k, &self.q, q, Origin::Rows([row, head, batch]));
+        let [_, row, head, batch] = tile.place(k, self.spec, 0, tile.rows.first_row);
+        copy.start(k, &self.q, q_copied, Origin::Rows([row, head, batch]));
     }
 
     fn load_k(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {

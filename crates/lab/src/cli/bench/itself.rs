@@ -48,7 +48,7 @@ pub fn against_itself(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let environment = Environment::read();
     let rounds = options.samples.map(|samples| samples as usize);
-    let members = options.cells.members();
+    let members = options.cells.members()?;
     let task = Task { rounds, ..Task::new(members, &options.place, options.pace.margin()?) };
     let repetitions = Repetitions { times: options.times as usize, handicap: 1.0 + options.handicap };
     let all = repetitions.times * task.members.len();
