@@ -15,7 +15,7 @@ use flashcore_judge::operands::Operands;
 use flashcore_judge::rng::Rng;
 
 /// The files of the corpus, by the prefix of their cases' names.
-const FILES: [(&str, &str); 10] = [
+const FILES: [(&str, &str); 11] = [
     ("lengths", include_str!("../../../cases/lengths.toml")),
     ("masks", include_str!("../../../cases/masks.toml")),
     ("heads", include_str!("../../../cases/heads.toml")),
@@ -26,6 +26,7 @@ const FILES: [(&str, &str); 10] = [
     ("wild", include_str!("../../../cases/wild.toml")),
     ("eight", include_str!("../../../cases/eight.toml")),
     ("cache", include_str!("../../../cases/cache.toml")),
+    ("rows", include_str!("../../../cases/rows.toml")),
 ];
 
 /// When a case runs.

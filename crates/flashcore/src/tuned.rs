@@ -201,7 +201,7 @@ fn has_same_rounds(entry: &Entry, problem: &Problem, spec: &Spec, hardware: &Har
         Blocks::Row { cluster, resident, .. } => hardware.sms * resident.unwrap_or(1) / cluster.max(1),
     };
     let rounds = |of: &Problem| {
-        let of = fold(of);
+        let of = fold(of, entry.schedule.kernel()).problem;
         geometry
             .tiles(of.batch as u32, of.heads_q as u32, of.len_q as u32)
             .div_ceil(u64::from(at_once.max(1)))

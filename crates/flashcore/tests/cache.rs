@@ -26,7 +26,7 @@ fn errors(device: &Device, attention: &Attention<'_>, [q, k, v]: [&Tensor<'_>; 3
 
 /// Every shape and option on a device.
 fn check(device: &Device) {
-    let shapes = [(4, 1, 300, 64), (1, 5, 41, 80), (8, 1, 1100, 128), (2, 3, 70, 256)];
+    let shapes = [(4, 1, 300, 64), (1, 5, 41, 80), (8, 1, 1100, 128), (2, 3, 70, 256), (5, 7, 90, 64)];
     for (i, (group, len_q, len_k, dim)) in shapes.into_iter().enumerate() {
         let dtype = if i % 2 == 0 { DType::BF16 } else { DType::F16 };
         let q = tensor([2, 2 * group, len_q, dim], 1, dtype);
@@ -78,9 +78,11 @@ fn a_cache_has_its_own_kernel_and_too_many_queries_are_refused_with_what_to_do()
     assert_eq!(long.main().grid, [8, 16, 1]);
     let ada = plan(text, Target::Sm89).unwrap();
     assert_eq!((ada.launches.len(), ada.kernel()), (1, Kernel::Sm80Decode));
-    let many = plan("1x32/8x5/100x128 bf16 kv=f8", Target::Sm90a).unwrap_err();
+    let rows = plan("1x32/8x5/100x128 bf16 kv=f8 causal", Target::Sm89).unwrap();
+    assert_eq!(rows.main().grid, [8 * 2, 1, 1], "20 rows in tiles of 16");
+    let many = plan("1x32/8x33/100x128 bf16 kv=f8", Target::Sm90a).unwrap_err();
     let Error::Unsupported { what, possible, .. } = many else { panic!("{many:?}") };
-    assert!(what.contains("20 queries per kv head") && possible.contains("up to 16"), "{what}: {possible}");
+    assert!(what.contains("132 queries per kv head") && possible.contains("up to 128"), "{what}: {possible}");
     // No other kernel takes such keys, and this one no others.
     let hopper = Hardware::typical(Target::Sm90a);
     for (text, kernel) in [

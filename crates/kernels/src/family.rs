@@ -203,7 +203,7 @@ pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result
     if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
 }
 
-/// Whether a kernel takes the element types of a spec.
+/// Whether a kernel takes the element types of a spec, and its rows.
 pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let (dtype, out) = (spec.dtype, spec.out);
     let takes_fp8 = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
@@ -216,6 +216,12 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
         let possible = "descales of blocks of keys are for sm80_decode, with 16-bit queries; give one per kv head, or copy \
                         the tensors to the host and call Device::cpu()";
         return Err(ScheduleError::malformed(format!("{kernel}: {possible}")));
+    }
+    let takes_rows = matches!(kernel, Kernel::Sm90Fwd | Kernel::Sm80Decode | Kernel::Combine);
+    if spec.rows_per_query != 1 && !takes_rows {
+        return Err(ScheduleError::malformed(format!(
+            "{kernel} for heads that share keys as rows of one tile: only sm90_fwd and sm80_decode take them so"
+        )));
     }
     match (dtype, out) {
         (ElementType::E4m3, _) if !takes_fp8 => Err(ScheduleError::Fp8 { kernel }),

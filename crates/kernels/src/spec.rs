@@ -65,6 +65,9 @@ pub struct Spec {
     pub key_lengths: bool,
     /// Whether several query heads share one kv head.
     pub grouped: bool,
+    /// Rows of a tile that a query has: 1; or, where the heads that share a kv head are rows of one tile, their number.
+    /// Row r is then query r / `rows_per_query` of the group's head r % `rows_per_query`.
+    pub rows_per_query: u32,
     /// Whether lse is written.
     pub lse: bool,
     /// Whether the kernel stamps its [phases](crate::Phase). It then has parameters more, and computes the same.
@@ -98,6 +101,7 @@ impl Spec {
             scaled_scores: false,
             key_lengths: false,
             grouped: false,
+            rows_per_query: 1,
             lse: false,
             traced: false,
         }

@@ -29,7 +29,7 @@ use crate::{
         fragment::{Acc, HALVES, Place, a_operands, pack},
         params::{BlockDescaleParams, BlockDescales, DescaleParams, TENSORS, check_rows},
         softmax::{NEG_INF, OnlineRow, OnlineSoftmax, SoftmaxParams},
-        work::{KeyRange, Rows, Work},
+        work::{KeyRange, QueryRows, Rows, Work, first_query_head},
     },
 };
 
@@ -265,7 +265,8 @@ impl Family for Schedule {
             own.set(Operand::O, *args.tensor(Operand::PartialO));
             own.set(Operand::Lse, *args.tensor(Operand::PartialState));
         }
-        packed.push(&FwdParams::bind(&own));
+        let [_, heads, len_q] = args.rows(spec);
+        packed.push(&FwdParams { heads, len_q, ..FwdParams::bind(&own) });
         packed.extend(&DescaleParams::bind(args));
         if spec.descale_keys.is_some() {
             packed.extend(&BlockDescaleParams::bind(args));
@@ -382,8 +383,12 @@ impl Schedule {
             Some(_) => k.mov_f32(1.0),
             None => DescaleParams::read(k, Operand::V, rows.batch, kv_head),
         };
-        let (o_head, lse_head) = (rows.o(k), rows.lse(k));
-        let (o_row, lse_row) = (k.param(FwdParams::o_row), k.param(FwdParams::lse_row));
+        // What parts come to lies row by row.
+        let as_rows = Spec { rows_per_query: if self.parts > 1 { 1 } else { spec.rows_per_query }, ..*spec };
+        let of_queries = Rows { head: first_query_head(k, &as_rows, rows.head), ..rows };
+        let (o_head, lse_head) = (of_queries.o(k), of_queries.lse(k));
+        let o_rows = QueryRows::read(k, &as_rows, [FwdParams::o_row, FwdParams::o_head]);
+        let lse_rows = QueryRows::read(k, &as_rows, [FwdParams::lse_row, FwdParams::lse_head]);
         let quad = k.mov_b32(warp);
         k.while_(
             |k| k.setp_lt_u32(quad, quads),
@@ -427,10 +432,10 @@ impl Schedule {
                     let index = k.mad_lo_u32(part, rows.len_q, index);
                     // What merges the parts knows nothing of descales.
                     let max = if spec.scaled_scores { max } else { k.mul_f32(max, k_descale) };
-                    let at = Work::row_address(k, lse_head, index, lse_row);
+                    let at = lse_rows.address(k, lse_head, index);
                     k.when(leads, |k| k.st_global_vec(at, [max, sum]));
                     let total = total.map(|total| k.mul_f32(total, v_descale));
-                    let at = Work::row_address(k, o_head, index, o_row);
+                    let at = o_rows.address(k, o_head, index);
                     let at = k.mad_wide_u32(column, 4u32, at);
                     k.when(exists, |k| k.st_global_vec(at, total));
                 } else {
@@ -438,12 +443,12 @@ impl Schedule {
                     let inverse = k.mul_f32(inverse, v_descale);
                     let [a, b, c, d] = total.map(|total| k.mul_f32(total, inverse));
                     let both = [pack(k, spec.dtype, a, b), pack(k, spec.dtype, c, d)];
-                    let at = Work::row_address(k, o_head, index, o_row);
+                    let at = o_rows.address(k, o_head, index);
                     let at = k.mad_wide_u32(column, 2u32, at);
                     k.when(exists, |k| k.st_global_vec(at, both));
                     if spec.lse {
                         let value = softmax.lse(k, OnlineRow { max, sum });
-                        let at = Work::row_address(k, lse_head, index, lse_row);
+                        let at = lse_rows.address(k, lse_head, index);
                         k.when(leads, |k| k.st_global(at, value));
                     }
                 }
@@ -799,13 +804,13 @@ impl Queries {
         pieces: Pieces,
     ) -> Self {
         k.section("walk: the queries");
-        let stride = k.param(FwdParams::q_row);
+        let q_rows = QueryRows::read(k, spec, [FwdParams::q_row, FwdParams::q_head]);
         let t = k.shr_u32(place.column, 1u32);
         // The words of the upper row, then those of the lower.
         let rows: [Vec<[Reg<B32>; 2]>; 2] = std::array::from_fn(|half| {
             let row = place.row(k, &work.rows, 0, half);
             let exists = k.setp_lt_s32(row, work.rows.len_q);
-            let at = Work::row_address(k, work.q, row, stride);
+            let at = q_rows.address(k, work.q, row);
             let at = k.mad_wide_u32(t, 2 * pieces.bytes, at);
             let words = (0..pieces.count * pieces.words()).map(|word| {
                 let (piece, word) = (word / pieces.words(), word % pieces.words());

@@ -131,7 +131,7 @@ pub enum Matrix {
     Training,
     /// The small shapes in which launches and idle SMs count, causal and not (18 cells)
     Small,
-    /// One query against a cache: batch 1 to 64, 4k to 32k keys (5 cells)
+    /// One query against a cache: batch 1 to 256, 512 to 64k keys, head_dim 64 to 256; and 2 to 8 causal ones (22 cells)
     Decode,
 }
 
@@ -149,7 +149,32 @@ const SMALL: [[usize; 4]; 9] = [
     [1, 32, 512, 128],
 ];
 
-const DECODE: [(usize, usize); 5] = [(1, 4096), (1, 32768), (16, 4096), (64, 4096), (64, 8192)];
+/// Batch, query heads, key heads, queries, keys and head_dim: those that share 8 key heads, as models have them; others; and
+/// few queries, as of drafts that are verified.
+const DECODE: [[usize; 6]; 22] = [
+    [1, 32, 8, 1, 1000, 128],
+    [1, 32, 8, 1, 4096, 128],
+    [1, 32, 8, 1, 8192, 128],
+    [1, 32, 8, 1, 32768, 128],
+    [1, 32, 8, 1, 65536, 128],
+    [8, 32, 8, 1, 2048, 128],
+    [8, 32, 8, 1, 32768, 128],
+    [16, 32, 8, 1, 4096, 128],
+    [32, 32, 8, 1, 1024, 128],
+    [32, 32, 8, 1, 8192, 128],
+    [64, 32, 8, 1, 4096, 128],
+    [64, 32, 8, 1, 8192, 128],
+    [128, 32, 8, 1, 1024, 128],
+    [2, 64, 8, 1, 4096, 128],
+    [4, 28, 4, 1, 5000, 128],
+    [1, 8, 1, 1, 16384, 256],
+    [1, 32, 32, 1, 4096, 128],
+    [16, 32, 32, 1, 2048, 64],
+    [256, 16, 2, 1, 512, 64],
+    [4, 32, 8, 2, 4096, 128],
+    [4, 32, 8, 4, 4096, 128],
+    [4, 32, 8, 8, 4096, 128],
+];
 
 /// Tokens of every cell of the anchors.
 const TOKENS: usize = 16384;
@@ -210,9 +235,11 @@ impl Matrix {
                 }
             }
             Matrix::Decode => {
-                for (batch, len_k) in DECODE {
-                    let shape = Shape { batch, heads_q: 32, heads_kv: 8, len_q: 1, len_k, head_dim: 128 };
-                    add(shape, Mask::None, DType::BF16, "decode".into());
+                for [batch, heads_q, heads_kv, len_q, len_k, head_dim] in DECODE {
+                    let shape = Shape { batch, heads_q, heads_kv, len_q, len_k, head_dim };
+                    let (mask, group) =
+                        if len_q == 1 { (Mask::None, "decode") } else { (Mask::Causal, "several queries") };
+                    add(shape, mask, DType::BF16, group.into());
                 }
             }
         }
@@ -257,7 +284,7 @@ mod tests {
             (Matrix::Anchors, 36),
             (Matrix::Training, 36),
             (Matrix::Small, 18),
-            (Matrix::Decode, 5),
+            (Matrix::Decode, 22),
         ] {
             let members = matrix.cells();
             assert_eq!(members.len(), count, "{matrix:?}");

@@ -30,7 +30,7 @@ def mask_of(causal: bool, top_left: bool, window: Iterable[int | None] | None) -
         if window is not None:
             raise ContractError("a window is aligned bottom-right only. Leave out top_left, or the window")
         return _TOP_LEFT
-    if window is None or window == (-1, -1):
+    if window is None or (isinstance(window, tuple) and window == (-1, -1)):
         return _CAUSAL if causal else _NONE
     left, right = _sides(window)
     if left is None and right is None:
@@ -39,6 +39,9 @@ def mask_of(causal: bool, top_left: bool, window: Iterable[int | None] | None) -
 
 
 def _sides(window: Any) -> tuple[int | None, int | None]:
+    if getattr(window, "ndim", 0) == 1:
+        # flash-attn takes a tensor too.
+        window = window.tolist()
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"the window is {window!r}, possible is a pair (left, right), where -1 or None is no limit")
     found: list[int | None] = []

@@ -187,6 +187,16 @@ pub(super) fn no_tensor_cores(problem: &Problem, target: Target) -> Option<Strin
     many.then(|| format!("more than {MAX_GRID_YZ} batch entries or heads"))
 }
 
+/// The forward kernel that the choice for a problem comes to.
+pub(super) fn kernel(problem: &Problem, target: Target) -> Kernel {
+    match target {
+        _ if problem.dtype_kv.is_some() => Kernel::Sm80Decode,
+        _ if no_tensor_cores(problem, target).is_some() => Kernel::Scalar,
+        Target::Sm90a => Kernel::Sm90Fwd,
+        _ => Kernel::Sm80Fwd,
+    }
+}
+
 /// The schedule for a problem as the kernels see it, and why.
 pub(super) fn schedule(
     problem: &Problem,

@@ -6,7 +6,7 @@ use flashcore_ptx::{B32, ClusterAddr, F32, KernelBuilder, Reg, Scope};
 use super::{Schedule, consumer::Consumer, tiles::Tile};
 use crate::{
     Phase, Spec,
-    parts::{fragment::pack, softmax::SoftmaxParams},
+    parts::{fragment::pack, softmax::SoftmaxParams, work::QueryRows},
     sm90::Sm90Params,
 };
 
@@ -71,13 +71,12 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     Phase::Store.begin(k);
     let inverse = [0, 1].map(|half| of.inverse(k, half));
     let base = k.param(Sm90Params::o);
-    let base = Consumer::head_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
-    let stride = k.param(Sm90Params::o_row);
+    let base = of.queries_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
+    let of_queries = QueryRows::read(k, spec, [Sm90Params::o_row, Sm90Params::o_head]);
     let rows = [0, 1].map(|half| {
         let row = of.problem_row(k, tile, half);
-        let exists = k.setp_lt_s32(row, tile.rows.len_q);
-        let row = k.cvt_u64_u32(row);
-        let address = k.mad_lo_u64(row, stride, base);
+        let exists = tile.has_row(k, schedule, row);
+        let address = of_queries.address(k, base, row);
         let address = k.mad_wide_u32(of.column, 2u32, address);
         (address, exists)
     });

@@ -126,7 +126,7 @@ impl<'a> Producer<'a> {
     }
 
     fn load_q(&self, k: &mut KernelBuilder, tile: &Tile) {
-        let Sizes { q_panel, q, .. } = self.sizes;
+        let Sizes { q_panel, q_copied, .. } = self.sizes;
         let copy = Copy {
             map: self.q_map,
             panels: panels(self.spec.head_dim, self.spec.dtype),
@@ -137,7 +137,8 @@ impl<'a> Producer<'a> {
         };
         Phase::CopyQ.begin(k);
         k.comment("the queries");
-        copy.start(k, &self.q, q, tile.rows.first_row, tile.rows.head, tile.rows.batch);
+        let place = tile.place(k, self.spec, tile.rows.first_row);
+        copy.start(k, &self.q, q_copied, place);
     }
 
     fn load_k(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
@@ -154,7 +155,7 @@ impl<'a> Producer<'a> {
         self.k.wait_free(k);
         Phase::CopyK.begin_tile(k, at);
         let first_key = k.mul_lo_u32(at, self.schedule.block_n);
-        copy.start(k, &self.k, self.sizes.k, first_key, tile.kv_head, tile.rows.batch);
+        copy.start(k, &self.k, self.sizes.k, [first_key, tile.kv_head, tile.rows.batch]);
         self.k.advance(k);
     }
 
@@ -176,24 +177,17 @@ impl<'a> Producer<'a> {
             let (word, left) = (self.v.word(k, turned.left), k.sub_s32(tile.band.keys, first_key));
             k.st_shared(word, left);
         }
-        copy.start(k, &self.v, self.sizes.v, first_key, tile.kv_head, tile.rows.batch);
+        copy.start(k, &self.v, self.sizes.v, [first_key, tile.kv_head, tile.rows.batch]);
         self.v.advance(k);
     }
 }
 
 impl Copy {
-    fn start(
-        &self,
-        k: &mut KernelBuilder,
-        ring: &Ring,
-        bytes: u32,
-        row: Reg<B32>,
-        head: Reg<B32>,
-        batch: Reg<B32>,
-    ) {
+    /// Starts to copy the tile whose first column is at these coordinates.
+    fn start(&self, k: &mut KernelBuilder, ring: &Ring, bytes: u32, [mut row, head, batch]: [Reg<B32>; 3]) {
         let (mut slot, filled) = (ring.address(k), ring.filled(k));
         k.mbarrier_arrive_expect_tx(filled, bytes);
-        let (mut row, mut hint) = (row, BulkHint::new().policy(self.policy));
+        let mut hint = BulkHint::new().policy(self.policy);
         if let Some((blocks, rows)) = self.part {
             k.comment("this block's part, for all blocks of the cluster");
             let rank = k.cluster_ctarank();

@@ -5,7 +5,7 @@ use flashcore_ptx::{B32, KernelBuilder, ParamHandle, Pred, Reg};
 use super::{ROWS, Schedule, Walk};
 use crate::{
     Spec,
-    parts::work::{Band, KeyRange, Rows},
+    parts::work::{Band, KeyRange, Rows, first_query_head},
     sm90::Sm90Params,
 };
 
@@ -14,6 +14,8 @@ pub(super) struct Tile {
     pub rows: Rows,
     /// The first row of the work tile: of all blocks that share key tiles.
     first_row: Reg<B32>,
+    /// Rows of the work tile that are taken.
+    rows_taken: u32,
     pub kv_head: Reg<B32>,
     pub band: Band,
 }
@@ -206,7 +208,7 @@ impl Tile {
         let kv_head =
             if spec.grouped { divide(k, head, Sm90Params::group_mul, Sm90Params::group_shift) } else { head };
         let len_q = k.param(Sm90Params::len_q);
-        let first_row = k.mul_lo_u32(block, schedule.tile_rows());
+        let first_row = k.mul_lo_u32(block, schedule.rows_taken(spec));
         let own_row = if schedule.multicast > 1 {
             let rank = k.cluster_ctarank();
             k.mad_lo_u32(rank, schedule.rows(), first_row)
@@ -222,13 +224,32 @@ impl Tile {
             k.param(Sm90Params::len_k)
         };
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
-        Self { rows, first_row, kv_head, band }
+        Self { rows, first_row, rows_taken: schedule.rows_taken(spec), kv_head, band }
+    }
+
+    /// Where a row is in a tensor map of queries: the coordinates behind the column.
+    pub fn place(&self, k: &mut KernelBuilder, spec: &Spec, row: Reg<B32>) -> [Reg<B32>; 3] {
+        let Rows { batch, head, .. } = self.rows;
+        if spec.rows_per_query == 1 {
+            return [row, head, batch];
+        }
+        [first_query_head(k, spec, head), k.div_u32(row, spec.rows_per_query), batch]
+    }
+
+    /// Whether a row of this block is one of the problem's, and no other block's.
+    pub fn has_row(&self, k: &mut KernelBuilder, schedule: Schedule, row: Reg<B32>) -> Reg<Pred> {
+        let mut past = self.rows.len_q;
+        if self.rows_taken < schedule.tile_rows() {
+            let end = k.add_u32(self.first_row, self.rows_taken);
+            past = k.min_s32(past, end);
+        }
+        k.setp_lt_s32(row, past)
     }
 
     /// The key tiles that this block walks over.
     pub fn keys(&self, k: &mut KernelBuilder, schedule: Schedule) -> Keys {
         let rows = Rows { first_row: self.first_row, ..self.rows };
-        let mut keys = self.keys_of(k, schedule, rows, schedule.tile_rows());
+        let mut keys = self.keys_of(k, schedule, rows, self.rows_taken);
         if schedule.split > 1 {
             k.comment("this block's share of the key tiles");
             let rank = k.cluster_ctarank();
