@@ -142,8 +142,8 @@ impl Geometry {
             Blocks::Each(_)
             | Blocks::EachKeys(_)
             | Blocks::KeyRow
-            | Blocks::QueriesThenKeys { .. }
-            | Blocks::Packed { .. } => 1,
+            | Blocks::Packed { .. }
+            | Blocks::QueriesThenKeys { .. } => 1,
             Blocks::Row { cluster, .. } => cluster,
         }
     }
