@@ -84,6 +84,9 @@ schedule! {
         /// Parts that the keys of a tile are cut into, one block each; [`combine`](super::combine) merges what they
         /// write to global memory.
         pub parts: u32 = 1,
+        /// Whether blocks that share keys take their tiles in turn, so that what they read at a time lies together, rather than a
+        /// stretch each.
+        pub in_turn: bool = false,
         /// Blocks of a cluster that have neighbouring tiles of queries and the same keys: each copies its part of every key
         /// tile for all of them.
         pub multicast: u32 = 1,
@@ -214,6 +217,7 @@ impl Schedule {
                                     pairs,
                                     together,
                                     parts: 1,
+                                    in_turn: false,
                                     multicast,
                                     flush: true,
                                 });
@@ -474,6 +478,14 @@ impl Family for Schedule {
         if self.parts > 1 && (self.persistent || self.split > 1) {
             return refuse(
                 "blocks that take a part of the keys end with it, and are in no cluster: take persistent=0 and split=1"
+                    .into(),
+            );
+        }
+        let alone = self.parts * self.split == 1;
+        if self.in_turn && (alone || self.warpgroups > 1 && !self.together) {
+            return refuse(
+                "blocks that take key tiles in turn are several, whose warpgroups have the same queries: take parts or split from 2 \
+                 on, and warpgroups=1 or together=1"
                     .into(),
             );
         }

@@ -4,7 +4,7 @@ use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg, Sc
 
 use super::{
     Memory, PITCH, Schedule, Sizes, Turned, columns, panels,
-    tiles::{Tile, each_tile},
+    tiles::{Tile, each_tile, step},
 };
 use crate::{
     Phase, Spec,
@@ -97,9 +97,9 @@ impl<'a> Producer<'a> {
                 let at = k.mov_b32(keys.last);
                 self.load_k(k, tile, at);
                 k.while_(
-                    |k| k.setp_gt_s32(at, keys.first),
+                    |k| keys.follows(k, self.schedule, at),
                     |k, _| {
-                        let next = k.sub_s32(at, 1);
+                        let next = step(k, self.schedule, at, 1);
                         self.load_k(k, tile, next);
                         self.load_v(k, tile, at);
                         k.set(at, |k| k.mov_b32(next));

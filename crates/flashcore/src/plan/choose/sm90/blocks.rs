@@ -46,6 +46,7 @@ pub(super) fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
         pairs: false,
         together: false,
         parts: 1,
+        in_turn: false,
         multicast: 1,
         flush: true,
     }
@@ -144,6 +145,7 @@ pub(super) fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
         pairs: false,
         together: false,
         parts: 1,
+        in_turn: false,
         multicast: 1,
         flush: true,
     };
