@@ -32,8 +32,9 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! ALiBi, paged caches and prefix ranges are not implemented, and refused with that reason. The variable-length
-//! functions run one call per sequence; on a GPU they read the cumulative lengths back first.
+//! ALiBi and prefix ranges are not implemented, and refused with that reason. On the CPU the variable-length functions are
+//! one call, of packed keys or of keys in pages; on a GPU they read the cumulative lengths back first and run one call per
+//! sequence, and pages are refused.
 
 mod dense;
 #[cfg(feature = "cuda")]
@@ -180,24 +181,40 @@ pub fn flash_attn_varlen_windowed(
     )
 }
 
-/// From a paged cache, which FlashCore does not have yet: an error.
+/// From a paged cache: k and v are (pages, page_block_size, heads, head_dim), and row i of `block_table`, u32, says which
+/// pages sequence i has. `seqlens_k` says how many keys there are. Prefix ranges are refused, and so is a GPU so far.
 pub fn flash_attn_varlen_paged_windowed(
-    _q: &Tensor,
-    _k: &Tensor,
-    _v: &Tensor,
-    _seqlens_q: &Tensor,
-    _seqlens_k: &Tensor,
-    _block_table: &Tensor,
-    _mm_prefix_ranges: Option<&Tensor>,
-    _max_seqlen_q: usize,
-    _max_seqlen_k: usize,
-    _softmax_scale: f32,
-    _window_size_left: Option<usize>,
-    _window_size_right: Option<usize>,
-    _page_block_size: usize,
-    _softcap: Option<f32>,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    block_table: &Tensor,
+    mm_prefix_ranges: Option<&Tensor>,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    page_block_size: usize,
+    softcap: Option<f32>,
 ) -> Result<Tensor> {
-    bail!("FlashCore has no paged caches; gather the pages into k and v and call flash_attn_varlen_windowed")
+    if mm_prefix_ranges.is_some() {
+        bail!("FlashCore has no prefix ranges; leave mm_prefix_ranges out")
+    }
+    match k.dims() {
+        [_, page, _, _] if *page == page_block_size => {}
+        dims => bail!("k has the shape {dims:?}; with pages it is (pages, {page_block_size}, heads, head_dim)"),
+    }
+    let options = Options {
+        scale: softmax_scale,
+        alibi: false,
+        left: window_size_left,
+        right: window_size_right,
+        softcap: softcap.unwrap_or(0.0),
+    };
+    let op = FlashAttnVarLen::new(options, [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])?;
+    q.apply_op3(k, v, op.with_pages(block_table)?)
 }
 
 /// With ALiBi slopes, which FlashCore does not have: an error.

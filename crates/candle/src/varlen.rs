@@ -1,58 +1,119 @@
-//! Attention of packed sequences, one after the other.
+//! Attention of packed sequences, with keys and values that are packed too or lie in pages.
 
 use std::sync::OnceLock;
 
 use candle_core::{
     CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail,
 };
-use flashcore::{Backward, Device, Element, TensorMut};
+use flashcore::{Attention, Backward, Device, Element, Pages, Starts, TensorMut};
 use half::{bf16, f16};
 
 use crate::{
     gradients::{Differentiate, Given, Gradients, backward, kept},
-    options::{Options, bad_dtypes, fail, part, view},
+    options::{Options, bad_dtypes, dense, fail, part, view},
 };
 
 /// The operation behind the functions for sequences of different lengths.
 pub(crate) struct FlashAttnVarLen {
     options: Options,
-    /// Where each sequence's queries begin and end.
-    queries: Vec<[usize; 2]>,
-    /// Where its keys do.
-    keys: Vec<[usize; 2]>,
-    /// The lse of every sequence, kept for the backward pass on the CPU.
+    /// Where each sequence's queries begin, and the last one's end; and the most that one has.
+    queries: (Vec<u32>, usize),
+    /// The same for its keys.
+    keys: (Vec<u32>, usize),
+    /// How many keys each sequence has, and which pages, where keys lie in pages.
+    pages: Option<Table>,
+    /// The lse of all queries, kept for the backward pass on the CPU.
     lse: OnceLock<Vec<f32>>,
+}
+
+/// Which pages each sequence has.
+struct Table {
+    lengths: Vec<u32>,
+    pages: Vec<u32>,
+    width: usize,
 }
 
 impl FlashAttnVarLen {
     pub fn new(options: Options, [q, k]: [&Tensor; 2], [most_q, most_k]: [usize; 2]) -> Result<Self> {
-        let (queries, keys) = (ranges("seqlens_q", q, most_q)?, ranges("seqlens_k", k, most_k)?);
-        if queries.len() != keys.len() {
-            bail!("seqlens_q has {} sequences and seqlens_k has {}", queries.len(), keys.len())
+        let queries = (starts("seqlens_q", q, most_q)?, most_q);
+        let keys = (starts("seqlens_k", k, most_k)?, most_k);
+        if queries.0.len() != keys.0.len() {
+            let [of_q, of_k] = [&queries, &keys].map(|(starts, _)| starts.len() - 1);
+            bail!("seqlens_q has {of_q} sequences and seqlens_k has {of_k}")
         }
-        Ok(Self { options, queries, keys, lse: OnceLock::new() })
+        Ok(Self { options, queries, keys, pages: None, lse: OnceLock::new() })
     }
 
-    /// The shape of the output, after a check that the sequences lie within the tensors.
+    /// With keys in pages of (pages, page, heads, head_dim) tensors: `seqlens_k` then says how many keys there are.
+    pub fn with_pages(self, table: &Tensor) -> Result<Self> {
+        let sequences = self.keys.0.len() - 1;
+        let (DType::U32, [rows, width]) = (table.dtype(), table.dims()) else {
+            bail!("block_table is {:?} {:?}; it must be u32, (sequences, pages)", table.dtype(), table.dims())
+        };
+        if *rows != sequences {
+            bail!("block_table has {rows} rows for {sequences} sequences")
+        }
+        let lengths = self.keys.0.windows(2).map(|ends| ends[1] - ends[0]).collect();
+        let table = Table { lengths, pages: table.flatten_all()?.to_vec1()?, width: *width };
+        Ok(Self { pages: Some(table), ..self })
+    }
+
+    /// The shape of the output, after a check that the tensors have dimensions as they must.
     fn check(&self, [q, k, v]: [&Layout; 3]) -> Result<[usize; 3]> {
-        let rows = |name: &str, layout: &Layout, ranges: &[[usize; 2]]| {
+        let rows = |name: &str, layout: &Layout, (starts, _): &(Vec<u32>, usize)| {
             let [rows, _, _] = layout.dims() else {
                 bail!(
                     "{name} has {} dimensions; attention takes (all rows, heads, head_dim)",
                     layout.dims().len()
                 )
             };
-            match ranges.last() {
-                Some([_, end]) if end > rows => {
+            match starts.last() {
+                Some(&end) if end as usize > *rows => {
                     bail!("the sequences end at row {end}, and {name} has {rows}")
                 }
                 _ => Ok(*rows),
             }
         };
         let all = rows("q", q, &self.queries)?;
-        rows("k", k, &self.keys)?;
-        rows("v", v, &self.keys)?;
-        Ok([all, q.dims()[1], v.dims()[2]])
+        if self.pages.is_none() {
+            rows("k", k, &self.keys)?;
+            rows("v", v, &self.keys)?;
+        }
+        let Some(width) = v.dims().last() else { bail!("v has no dimensions") };
+        Ok([all, q.dims()[1], *width])
+    }
+
+    /// Calls `work` with attention that knows where the sequences are.
+    fn attention<T>(&self, work: impl FnOnce(Attention<'_>) -> flashcore::Result<T>) -> Result<T> {
+        let table = |(starts, longest): &(Vec<u32>, usize)| {
+            let tensor = flashcore::Tensor::indices(starts, [1, starts.len()])?;
+            Ok::<_, flashcore::Error>(Starts::of(&tensor, *longest))
+        };
+        let attention = self.options.attention()?.packed_queries(table(&self.queries).map_err(fail)?);
+        let done = match &self.pages {
+            None => work(attention.packed_keys(table(&self.keys).map_err(fail)?)),
+            Some(Table { lengths, pages, width }) => {
+                let rows = flashcore::Tensor::indices(pages, [lengths.len(), *width]).map_err(fail)?;
+                let pages = Pages::new(&rows).with_most_keys(self.keys.1);
+                work(attention.paged(pages).key_lengths(lengths))
+            }
+        };
+        done.map_err(fail)
+    }
+
+    /// A tensor of packed rows, or of pages.
+    fn view<'a, T: Element>(
+        &self,
+        name: &str,
+        data: &'a [T],
+        layout: &Layout,
+    ) -> Result<flashcore::Tensor<'a>> {
+        if self.pages.is_some() && name != "q" {
+            return view(data, layout.start_offset(), dense(name, layout)?);
+        }
+        let rows = layout.dims().first().copied().unwrap_or(0);
+        let (layout, offset) = part(name, layout, [0, rows])?;
+        view(data, offset, layout)
     }
 
     fn on_cpu<T: Element + Default>(
@@ -60,25 +121,15 @@ impl FlashAttnVarLen {
         [q, k, v]: [&[T]; 3],
         layouts: [&Layout; 3],
     ) -> Result<(Vec<T>, Shape)> {
-        let attention = self.options.attention()?;
-        let shape @ [_, heads, width] = self.check(layouts)?;
+        let shape @ [rows, heads, width] = self.check(layouts)?;
+        // Rows that are in no sequence stay zeros.
         let mut o = vec![T::default(); shape.iter().product()];
-        let mut lse = vec![0.0_f32; shape[0] * heads];
-        for (&queries, &keys) in self.queries.iter().zip(&self.keys) {
-            let tensor = |name, data, layout, range| {
-                let (layout, offset) = part(name, layout, range)?;
-                view(data, offset, layout)
-            };
-            let q = tensor("q", q, layouts[0], queries)?;
-            let k = tensor("k", k, layouts[1], keys)?;
-            let v = tensor("v", v, layouts[2], keys)?;
-            let [start, end] = queries;
-            let rows = &mut o[start * heads * width..end * heads * width];
-            let mut out = TensorMut::bshd(rows, &[1, end - start, heads, width]).map_err(fail)?;
-            let lse = &mut lse[start * heads..end * heads];
-            let mut lse = TensorMut::new(lse, &[1, heads, end - start, 1]).map_err(fail)?;
-            attention.run_into(&Device::cpu(), &q, &k, &v, &mut out, Some(&mut lse)).map_err(fail)?;
-        }
+        let mut lse = vec![0.0_f32; rows * heads];
+        let q = self.view("q", q, layouts[0])?;
+        let (k, v) = (self.view("k", k, layouts[1])?, self.view("v", v, layouts[2])?);
+        let mut out = TensorMut::bshd(&mut o, &[1, rows, heads, width]).map_err(fail)?;
+        let mut sums = TensorMut::new(&mut lse, &[1, heads, rows, 1]).map_err(fail)?;
+        self.attention(|it| it.run_into(&Device::cpu(), &q, &k, &v, &mut out, Some(&mut sums)))?;
         // A second forward pass of the same call would give the same.
         let _ = self.lse.set(lse);
         Ok((o, Shape::from(shape.to_vec())))
@@ -87,42 +138,28 @@ impl FlashAttnVarLen {
 
 impl Differentiate for FlashAttnVarLen {
     fn differentiate<T: Element>(&self, given: [Given<'_, T>; 5], into: [&mut [T]; 3]) -> Result<()> {
-        let (attention, lse) = (self.options.attention()?, kept(&self.lse)?);
+        let lse = kept(&self.lse)?;
+        let tensor = |i: usize| {
+            let (name, data, layout) = given[i];
+            self.view(name, data, layout)
+        };
+        let [q, k, v, o, d_o] = [tensor(0)?, tensor(1)?, tensor(2)?, tensor(3)?, tensor(4)?];
+        let [_, heads, rows, _] = q.shape();
+        let lse = flashcore::Tensor::new(lse, &[1, heads, rows, 1]).map_err(fail)?;
+        // The gradients of rows that are in no sequence stay 0.
+        let place = |memory, of: &flashcore::Tensor<'_>| {
+            let [_, heads, rows, width] = of.shape();
+            TensorMut::bshd(memory, &[1, rows, heads, width]).map_err(fail)
+        };
         let [dq, dk, dv] = into;
-        for (&queries, &keys) in self.queries.iter().zip(&self.keys) {
-            let tensor = |i: usize, rows| {
-                let (name, data, layout) = given[i];
-                let (layout, offset) = part(name, layout, rows)?;
-                view(data, offset, layout)
-            };
-            let [q, o, d_o] = [tensor(0, queries)?, tensor(3, queries)?, tensor(4, queries)?];
-            let (k, v) = (tensor(1, keys)?, tensor(2, keys)?);
-            let [_, heads, len, _] = q.shape();
-            let lse = &lse[queries[0] * heads..queries[1] * heads];
-            let lse = flashcore::Tensor::new(lse, &[1, heads, len, 1]).map_err(fail)?;
-            // The gradients of rows that are in no sequence stay 0.
-            let mut dq = rows_of(dq, given[0].2, queries)?;
-            let (mut dk, mut dv) = (rows_of(dk, given[1].2, keys)?, rows_of(dv, given[2].2, keys)?);
-            let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
-            attention.backward_into(&Device::cpu(), &given, &mut dq, &mut dk, &mut dv).map_err(fail)?;
-        }
-        Ok(())
+        let (mut dq, mut dk, mut dv) = (place(dq, &q)?, place(dk, &k)?, place(dv, &v)?);
+        let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
+        self.attention(|it| it.backward_into(&Device::cpu(), &given, &mut dq, &mut dk, &mut dv))
     }
 }
 
-/// The rows of a sequence in a gradient that has the shape of another tensor.
-fn rows_of<'a, T: Element>(
-    all: &'a mut [T],
-    like: &Layout,
-    [start, end]: [usize; 2],
-) -> Result<TensorMut<'a>> {
-    let (heads, width) = (like.dims()[1], like.dims()[2]);
-    let rows = &mut all[start * heads * width..end * heads * width];
-    TensorMut::bshd(rows, &[1, end - start, heads, width]).map_err(fail)
-}
-
-/// Where sequences begin and end, from their cumulative lengths.
-fn ranges(name: &str, cumulative: &Tensor, most: usize) -> Result<Vec<[usize; 2]>> {
+/// Cumulative lengths, which begin every sequence at the end of the one before.
+fn starts(name: &str, cumulative: &Tensor, most: usize) -> Result<Vec<u32>> {
     if cumulative.dtype() != DType::U32 || cumulative.dims().len() != 1 {
         bail!(
             "{name} is {:?} {:?}; it must be u32, with one element per sequence and one more",
@@ -131,18 +168,16 @@ fn ranges(name: &str, cumulative: &Tensor, most: usize) -> Result<Vec<[usize; 2]
         )
     }
     let cumulative = cumulative.to_vec1::<u32>()?;
-    let mut ranges = Vec::new();
     for (i, pair) in cumulative.windows(2).enumerate() {
-        let [start, end] = [pair[0] as usize, pair[1] as usize];
-        if end < start || end - start > most {
+        let [start, end] = [pair[0], pair[1]];
+        if end < start || (end - start) as usize > most {
             bail!("{name} gives sequence {i} from {start} to {end}; possible are lengths from 0 to {most}")
         }
-        ranges.push([start, end]);
     }
-    if ranges.is_empty() {
+    if cumulative.len() < 2 {
         bail!("{name} has {} entries; a batch of n sequences has n + 1", cumulative.len())
     }
-    Ok(ranges)
+    Ok(cumulative)
 }
 
 impl CustomOp3 for FlashAttnVarLen {
@@ -210,11 +245,17 @@ impl FlashAttnVarLen {
         use crate::gpu::from_offset;
         use flashcore_cudarc::{Input, Output};
         let attention = self.options.attention()?;
+        if self.pages.is_some() {
+            bail!("caches in pages are read on the CPU so far; gather the pages into k and v")
+        }
         let shape @ [rows, heads, width] = self.check(layouts)?;
         let device = q.device();
         let mut o = crate::gpu::output::<T>(device, shape.iter().product(), self.covers(rows))?;
         let gpu = crate::gpu::on(device)?;
-        for (&queries, &keys) in self.queries.iter().zip(&self.keys) {
+        let ends = |(starts, _): &(Vec<u32>, usize)| {
+            starts.windows(2).map(|ends| [ends[0] as usize, ends[1] as usize]).collect::<Vec<_>>()
+        };
+        for (queries, keys) in ends(&self.queries).into_iter().zip(ends(&self.keys)) {
             let [start, end] = queries;
             if start == end {
                 continue;
@@ -237,6 +278,6 @@ impl FlashAttnVarLen {
 
     /// Whether every row of q is in a sequence.
     fn covers(&self, rows: usize) -> bool {
-        matches!(self.queries[..], [[0, _], ..]) && matches!(self.queries[..], [.., [_, end]] if end == rows)
+        matches!(self.queries.0[..], [0, .., end] if end as usize == rows)
     }
 }

@@ -163,7 +163,7 @@ impl Cublas {
         let Product { dtype, transposed, m, n, k, alpha, a, b, c, batch } = *product;
         let kind = match dtype {
             DType::BF16 => R_16BF,
-            DType::F16 | DType::F32 | DType::F8E4M3 => R_16F,
+            DType::F16 | DType::F32 | DType::F8E4M3 | DType::I32 => R_16F,
         };
         let beta = 0.0_f32;
         let int = |x: usize| c_int::try_from(x).map_err(|_| "a matrix is too large for cuBLAS".to_string());

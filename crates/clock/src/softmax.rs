@@ -105,7 +105,7 @@ pub fn module(problem: &Problem, target: Target) -> Result<Module, BuildErrors> 
         } else {
             let half = match problem.dtype {
                 DType::BF16 => k.cvt_rn_bf16_f32(values[0]),
-                DType::F16 | DType::F32 | DType::F8E4M3 => k.cvt_rn_f16_f32(values[0]),
+                DType::F16 | DType::F32 | DType::F8E4M3 | DType::I32 => k.cvt_rn_f16_f32(values[0]),
             };
             k.if_(within, |k| k.st_global(at, half));
         }
@@ -129,14 +129,14 @@ fn visible(k: &mut KernelBuilder, problem: &Problem, row: Reg<B32>) -> Reg<B32> 
 fn widen(k: &mut KernelBuilder, dtype: DType, half: Reg<B16>) -> Reg<F32> {
     match dtype {
         DType::BF16 => k.cvt_f32_bf16(half),
-        DType::F16 | DType::F32 | DType::F8E4M3 => k.cvt_f32_f16(half),
+        DType::F16 | DType::F32 | DType::F8E4M3 | DType::I32 => k.cvt_f32_f16(half),
     }
 }
 
 fn pack(k: &mut KernelBuilder, dtype: DType, high: Reg<F32>, low: Reg<F32>) -> Reg<B32> {
     match dtype {
         DType::BF16 => k.cvt_rn_bf16x2_f32(high, low),
-        DType::F16 | DType::F32 | DType::F8E4M3 => k.cvt_rn_f16x2_f32(high, low),
+        DType::F16 | DType::F32 | DType::F8E4M3 | DType::I32 => k.cvt_rn_f16x2_f32(high, low),
     }
 }
 
@@ -187,7 +187,7 @@ mod tests {
     fn round(dtype: DType, x: f64) -> (u16, f64) {
         match dtype {
             DType::BF16 => (bf16::from_f64(x).to_bits(), bf16::from_f64(x).to_f64()),
-            DType::F16 | DType::F32 | DType::F8E4M3 => {
+            DType::F16 | DType::F32 | DType::F8E4M3 | DType::I32 => {
                 (f16::from_f64(x).to_bits(), f16::from_f64(x).to_f64())
             }
         }
@@ -236,7 +236,7 @@ mod tests {
                     let bits = u16::from_le_bytes([out[place], out[place + 1]]);
                     let got = match problem.dtype {
                         DType::BF16 => bf16::from_bits(bits).to_f64(),
-                        DType::F16 | DType::F32 | DType::F8E4M3 => f16::from_bits(bits).to_f64(),
+                        DType::F16 | DType::F32 | DType::F8E4M3 | DType::I32 => f16::from_bits(bits).to_f64(),
                     };
                     let expected = if seen.contains(&key) { score.exp() / sum } else { 0.0 };
                     let most = if problem.dtype == DType::BF16 { 0.005 } else { 0.001 };

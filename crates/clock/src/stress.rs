@@ -391,6 +391,7 @@ fn bits(o: &TensorBuf, lse: Option<&TensorBuf>) -> Vec<u32> {
             Storage::BF16(values) => values.iter().map(|x| u32::from(x.to_bits())).collect(),
             Storage::F32(values) => values.iter().map(|x| x.to_bits()).collect(),
             Storage::F8E4M3(values) => values.iter().map(|x| u32::from(x.to_bits())).collect(),
+            Storage::I32(values) => values.iter().map(|x| *x as u32).collect(),
         }
     };
     let mut all = of(o);

@@ -5,17 +5,18 @@
 //! [covering design](flashcore_judge::cover) instead: every pair of entries of two lists, in few cases. The binary
 //! contains the files, so `flashcore verify` needs nothing else.
 
-use flashcore::{DType, Mask, Pass, Problem};
+use flashcore::{DType, Keys, Mask, Pass, Problem, Queries};
 use serde::{Deserialize, Serialize};
 
 use flashcore_judge::cover;
 use flashcore_judge::guarded::Arrangement;
 use flashcore_judge::inputs::{Distribution, Wild};
 use flashcore_judge::operands::Operands;
+use flashcore_judge::placing::{self, Placing};
 use flashcore_judge::rng::Rng;
 
 /// The files of the corpus, by the prefix of their cases' names.
-const FILES: [(&str, &str); 11] = [
+const FILES: [(&str, &str); 13] = [
     ("lengths", include_str!("../../../cases/lengths.toml")),
     ("masks", include_str!("../../../cases/masks.toml")),
     ("heads", include_str!("../../../cases/heads.toml")),
@@ -27,6 +28,8 @@ const FILES: [(&str, &str); 11] = [
     ("eight", include_str!("../../../cases/eight.toml")),
     ("cache", include_str!("../../../cases/cache.toml")),
     ("rows", include_str!("../../../cases/rows.toml")),
+    ("packed", include_str!("../../../cases/packed.toml")),
+    ("paged", include_str!("../../../cases/paged.toml")),
 ];
 
 /// When a case runs.
@@ -48,6 +51,8 @@ pub struct Case {
     pub tier: Tier,
     /// The problem.
     pub problem: Problem,
+    /// How many queries each sequence has, where not all of them have as many.
+    pub query_lengths: Option<Vec<u32>>,
     /// How many keys each batch entry has.
     pub key_lengths: Option<Vec<u32>>,
     /// How the tensors lie in memory.
@@ -69,6 +74,7 @@ impl Case {
             name: name.into(),
             tier: Tier::Quick,
             problem,
+            query_lengths: None,
             key_lengths: None,
             arrangement: Arrangement::Bhsd,
             inputs: Distribution::Normal,
@@ -95,14 +101,25 @@ impl Case {
         let work = sizes.into_iter().fold(1, usize::saturating_mul);
         let tier = if work <= QUICK_BACKWARD { self.tier } else { Tier::Full };
         let judged = self.wild.is_none() && self.rows.is_none() && work <= MOST_BACKWARD;
-        let judged = judged && !self.problem.is_eight_bit();
+        let judged =
+            judged && !self.problem.is_eight_bit() && !matches!(self.problem.keys, Keys::Paged { .. });
         let name = format!("{}/{}", Pass::Backward, self.name);
         judged.then(|| Self { name, tier, problem: self.problem.backward(), ..self.clone() })
     }
 
     /// Draws inputs of the same kind from another seed.
     pub fn operands_from(&self, seed: u64) -> Operands {
-        Operands::draw(self.problem, self.key_lengths.clone(), self.arrangement, self.inputs, seed)
+        let Problem { batch, len_q, len_k, .. } = self.problem;
+        let draw =
+            |problem, lengths, arrangement| Operands::draw(problem, lengths, arrangement, self.inputs, seed);
+        if self.problem.is_dense() {
+            return draw(self.problem, self.key_lengths.clone(), self.arrangement);
+        }
+        let all = |len: usize| vec![len as u32; batch];
+        let queries = self.query_lengths.clone().unwrap_or_else(|| all(len_q));
+        let keys = self.key_lengths.clone().unwrap_or_else(|| all(len_k));
+        let placing = Placing::new(self.problem, self.arrangement, queries, keys.clone(), seed);
+        draw(Placing::dense(self.problem), Some(keys), Arrangement::Bhsd).with_placing(placing)
     }
 }
 
@@ -211,7 +228,8 @@ struct Table {
     kv: Option<Many<String>>,
     /// The type of o, where that of q, k and v leaves a choice.
     out: Option<Many<String>>,
-    /// Whether q, k and v have descales: `all`, `none`, or letters of those that do.
+    /// Whether q, k and v have descales: `all`, `none`, or letters of those that do; with `/128` behind it, those of k and v are
+    /// for each so many keys.
     descales: Option<Many<String>>,
     batch: Option<Many<usize>>,
     heads: Option<Many<usize>>,
@@ -227,6 +245,11 @@ struct Table {
     mask: Option<Many<String>>,
     scale: Option<Many<f32>>,
     softcap: Option<Many<f32>>,
+    /// `q`, `k` or `qk`: which of queries and keys are packed.
+    packed: Option<Many<String>>,
+    /// Keys of a page, where keys lie in pages.
+    page: Option<Many<usize>>,
+    query_lengths: Option<KeyLengths>,
     key_lengths: Option<KeyLengths>,
     lse: Option<Many<bool>>,
     arrangement: Option<Many<Arrangement>>,
@@ -239,7 +262,7 @@ struct Table {
     cover: Option<u64>,
 }
 
-/// How many keys batch entries have.
+/// How many keys, or queries, batch entries have.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 enum KeyLengths {
@@ -257,11 +280,14 @@ struct Draft {
     kv: Option<DType>,
     out: Option<DType>,
     descales: [bool; 3],
+    descale_keys: Option<usize>,
     sizes: Sizes,
     mask: Mask,
     scale: Option<f32>,
     softcap: f32,
     lse: bool,
+    packed: [bool; 2],
+    page: Option<usize>,
     draws_lengths: bool,
     arrangement: Arrangement,
     inputs: Distribution,
@@ -364,11 +390,14 @@ impl Table {
             kv: None,
             out: None,
             descales: [false; 3],
+            descale_keys: None,
             sizes,
             mask: Mask::None,
             scale: None,
             softcap: 0.0,
             lse: true,
+            packed: [false; 2],
+            page: None,
             draws_lengths: false,
             arrangement: Arrangement::Bhsd,
             inputs: Distribution::Normal,
@@ -384,6 +413,7 @@ impl Table {
         let kv = self.kv.as_ref().map(|kv| kv.try_map(|text| text.parse().map_err(say))).transpose()?;
         let out = self.out.as_ref().map(|out| out.try_map(|text| text.parse().map_err(say))).transpose()?;
         let descales = self.descales.as_ref().map(|of| of.try_map(|text| which(text))).transpose()?;
+        let packed = self.packed.as_ref().map(|of| of.try_map(|text| which_are_packed(text))).transpose()?;
         let drawn = match &self.key_lengths {
             Some(KeyLengths::Drawn(drawn)) => Some(drawn),
             _ => None,
@@ -406,6 +436,8 @@ impl Table {
         vary(f, self.scale.as_ref(), |_| one(), |x| format!("scale{x}"), |d, x| d.scale = Some(x));
         vary(f, self.softcap.as_ref(), |_| one(), |x| format!("cap{x}"), |d, x| d.softcap = x);
         vary(f, self.lse.as_ref(), |_| one(), |x| format!("lse-{x}"), |d, x| d.lse = x);
+        vary(f, packed.as_ref(), |_| one(), |(name, _)| format!("packed-{name}"), |d, x| d.packed = x.1);
+        vary(f, self.page.as_ref(), |_| one(), |x| format!("page{x}"), |d, x| d.page = Some(x));
         vary(f, drawn, |_| one(), |x| format!("lengths-{x}"), |d, x| d.draws_lengths = x);
         vary(f, self.arrangement.as_ref(), |_| one(), ToString::to_string, |d, x| d.arrangement = x);
         vary(f, self.seed.as_ref(), |_| one(), |x| format!("seed{x}"), |d, x| d.seed = x);
@@ -415,8 +447,8 @@ impl Table {
             f,
             descales.as_ref(),
             |_| one(),
-            |(name, _)| format!("descales-{name}"),
-            |d, x| d.descales = x.1,
+            |(name, ..)| format!("descales-{}", name.replace('/', "-per-")),
+            |d, (_, descales, keys)| (d.descales, d.descale_keys) = (descales, keys),
         );
         vary(f, Some(&dtype), |_| one(), ToString::to_string, |d, x| d.dtype = x);
         let draft = |row: &mut dyn Iterator<Item = usize>| {
@@ -461,24 +493,49 @@ impl Table {
         problem = draft.kv.map_or(problem, |dtype| problem.with_dtype_kv(dtype));
         problem = draft.out.map_or(problem, |out| problem.with_out(out));
         (problem.lse, problem.descales) = (draft.lse, draft.descales);
-        let key_lengths = match &self.key_lengths {
+        problem.descale_keys = draft.descale_keys;
+        let [packed_q, packed_k] = draft.packed;
+        let lengths = |given: &Option<KeyLengths>, drawn: bool, most: usize| match given {
             Some(KeyLengths::Given(lengths)) => Some(lengths.clone()),
-            _ => draft.draws_lengths.then(|| draw_lengths(&problem, draft.seed)),
+            _ => drawn.then(|| draw_lengths(batch, most, draft.seed)),
         };
-        problem.key_lengths = key_lengths.is_some();
-        if let Some(lengths) = &key_lengths {
+        let query_lengths = lengths(&self.query_lengths, packed_q, len_q);
+        let draws_keys = draft.draws_lengths || packed_k || draft.page.is_some();
+        let key_lengths = lengths(&self.key_lengths, draws_keys, problem.len_k);
+        for (what, lengths, len) in
+            [("query_lengths", &query_lengths, len_q), ("key_lengths", &key_lengths, problem.len_k)]
+        {
+            let Some(lengths) = lengths else { continue };
             let most = lengths.iter().max().copied().unwrap_or(0) as usize;
-            if lengths.len() != batch || most > problem.len_k {
-                return Err(format!(
-                    "key_lengths must be {batch} numbers up to {}, but are {lengths:?}",
-                    problem.len_k
-                ));
+            if lengths.len() != batch || most > len {
+                return Err(format!("{what} must be {batch} numbers up to {len}, but are {lengths:?}"));
             }
+        }
+        let total = |lengths: &Option<Vec<u32>>| lengths.iter().flatten().sum::<u32>() as usize;
+        if packed_q {
+            problem = problem.with_queries(Queries::Packed { total: total(&query_lengths) });
+        }
+        problem = match draft.page {
+            Some(_) if packed_k => return Err("keys are packed or in pages, not both".into()),
+            Some(0) => return Err("pages have at least one key".into()),
+            Some(page) => {
+                let pages = placing::pool(key_lengths.as_deref().unwrap_or_default(), page);
+                problem.with_keys(Keys::Paged { page, pages })
+            }
+            None if packed_k => problem.with_keys(Keys::Packed { total: total(&key_lengths) }),
+            None => problem,
+        };
+        problem.key_lengths = key_lengths.is_some() && !packed_k;
+        if query_lengths.is_some() && (!packed_q || draft.mask == Mask::CausalTopLeft) {
+            return Err(
+                "query_lengths are of packed queries, under masks that are aligned bottom-right".into()
+            );
         }
         Ok(Case {
             name: format!("{file}/{}{}", self.name, draft.suffix),
             tier: self.tier,
             problem: problem.check().map_err(|error| error.to_string())?,
+            query_lengths,
             key_lengths,
             arrangement: draft.arrangement,
             inputs: draft.inputs,
@@ -492,27 +549,28 @@ impl Table {
 /// The seed of covering designs: another seed gives other cases that cover the same pairs.
 const COVER_SEED: u64 = 16;
 
-/// A number of keys for each batch entry: all, none or one of them now and then, and any number between. One entry has
-/// at least half of them, so that there is something to see.
-fn draw_lengths(problem: &Problem, seed: u64) -> Vec<u32> {
-    let mut rng = Rng::stream(seed, (problem.batch * 1_000_003 + problem.len_k) as u64);
-    let all = problem.len_k;
+/// A number of keys, or queries, for each batch entry: all, none or one of them now and then, and any number between. One
+/// entry has at least half of them, so that there is something to see. Of as many queries and keys there are the same.
+fn draw_lengths(batch: usize, all: usize, seed: u64) -> Vec<u32> {
+    let mut rng = Rng::stream(seed, (batch * 1_000_003 + all) as u64);
     let one = |rng: &mut Rng| match rng.below(6) {
         0 => all,
         1 => 0,
         2 => all.min(1),
         _ => rng.below(all + 1),
     };
-    let mut lengths: Vec<u32> = (0..problem.batch).map(|_| one(&mut rng) as u32).collect();
+    let mut lengths: Vec<u32> = (0..batch).map(|_| one(&mut rng) as u32).collect();
     if !lengths.is_empty() {
-        lengths[rng.below(problem.batch)] = (all - rng.below(all / 2 + 1)) as u32;
+        lengths[rng.below(batch)] = (all - rng.below(all / 2 + 1)) as u32;
     }
     lengths
 }
 
-/// Which of q, k and v have descales, by a name for it.
-fn which(text: &str) -> Result<(String, [bool; 3]), String> {
-    let letters = match text {
+/// Which of q, k and v have descales, by a name for it, and the keys of a block that has its own.
+fn which(text: &str) -> Result<(String, [bool; 3], Option<usize>), String> {
+    let (names, keys) = text.split_once('/').map_or((text, None), |(names, keys)| (names, Some(keys)));
+    let keys = keys.map(str::parse::<usize>).transpose();
+    let letters = match names {
         "all" => "qkv",
         "none" => "",
         letters => letters,
@@ -520,7 +578,16 @@ fn which(text: &str) -> Result<(String, [bool; 3]), String> {
     if letters.chars().any(|letter| !"qkv".contains(letter)) {
         return Err(format!("descales '{text}': possible are all, none, or letters of q, k and v"));
     }
-    Ok((text.into(), ['q', 'k', 'v'].map(|letter| letters.contains(letter))))
+    let keys = keys.map_err(|_| format!("descales '{text}': behind the slash is a number of keys"))?;
+    Ok((text.into(), ['q', 'k', 'v'].map(|letter| letters.contains(letter)), keys))
+}
+
+/// Which of queries and keys are packed, by a name for it.
+fn which_are_packed(text: &str) -> Result<(String, [bool; 2]), String> {
+    match text {
+        "q" | "k" | "qk" => Ok((text.into(), ['q', 'k'].map(|letter| text.contains(letter)))),
+        _ => Err(format!("packed '{text}': possible are q, k and qk")),
+    }
 }
 
 fn say(error: impl std::fmt::Display) -> String {
@@ -565,6 +632,11 @@ mod tests {
         assert!(refuse("dtype = 'f8'\nout = 'f32'").contains("bf16 or f16"));
         assert!(refuse("mask = 'diagonal'").contains("causal-top-left"));
         assert!(refuse("batch = 2\nkey_lengths = [1]").contains("2 numbers"));
+        assert!(refuse("packed = 'v'").contains("possible are q, k and qk"));
+        assert!(refuse("packed = 'q'\nquery_lengths = [65]").contains("up to 64"));
+        assert!(refuse("query_lengths = [3]").contains("packed queries"));
+        assert!(refuse("packed = 'qk'\npage = 16").contains("not both"));
+        assert!(refuse("packed = 'qk'\nmask = 'causal-top-left'").contains("bottom-right"));
         assert!(refuse("heads = 3\nheads_kv = 2").contains("multiple"));
         assert!(refuse("seed = [1, 1]").contains("two cases are named"));
         let many: Vec<String> = (1..=100).map(|n| n.to_string()).collect();
@@ -625,6 +697,20 @@ mod tests {
         has("no keys", &|p| p.len_k == 0 && p.len_q > 0);
         has("no batch", &|p| p.batch == 0);
         has("decode", &|p| p.len_q == 1 && p.len_k > 256);
+        has("packed queries and keys", &|p| {
+            matches!((p.queries, p.keys), (Queries::Packed { .. }, Keys::Packed { .. }))
+        });
+        has("packed queries and a dense cache", &|p| {
+            matches!((p.queries, p.keys), (Queries::Packed { .. }, Keys::Dense))
+        });
+        has("packed queries and keys in pages", &|p| {
+            matches!((p.queries, p.keys), (Queries::Packed { .. }, Keys::Paged { .. }))
+        });
+        has("decode with keys in pages", &|p| p.len_q == 1 && matches!(p.keys, Keys::Paged { .. }));
+        has(
+            "a page of an odd number of keys",
+            &|p| matches!(p.keys, Keys::Paged { page, .. } if page % 2 == 1),
+        );
         has("a head_dim that is no multiple of 8", &|p| p.head_dim % 8 != 0);
         has("the largest head_dim", &|p| p.head_dim == flashcore::MAX_HEAD_DIM);
     }

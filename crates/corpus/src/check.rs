@@ -190,15 +190,14 @@ impl Prepared {
     /// Whether the truth about some rows differs, in any output but lse, so much from that before anything was redrawn that
     /// rounding cannot hide it.
     fn shows(&self, after: &Yardstick) -> bool {
-        let signature = self.case.problem.signature();
+        let signature = self.operands.problem.signature();
         signature.outputs().filter(|of| of.name != Name::Lse).any(|of| {
             let after = after.of(of.name);
             if self.case.rows.is_some() {
                 return moved(self.operands.yardstick_of_rows(after.rows()).of(of.name).truth(), after);
             }
-            let [_, heads, len, _] = of.shape;
-            let index = |row: &Row| (row.batch * heads + row.head) * len + row.position;
             let all = self.yardstick().of(of.name);
+            let index = |row: &Row| all.rows().binary_search(row).expect("every row was judged");
             let before = after.rows().iter().flat_map(|row| &all.truth()[all.elements(index(row))]);
             moved(&before.copied().collect::<Vec<_>>(), after)
         })
@@ -217,7 +216,7 @@ impl Prepared {
     /// The inputs of which a row is redrawn: all, or in a backward pass, whose truth takes long, any two. What a forward pass
     /// gave follows from the others.
     fn redrawable(&self, rng: &mut Rng) -> Vec<Name> {
-        let signature = self.case.problem.signature();
+        let signature = self.operands.problem.signature();
         let names = signature.inputs().map(|of| of.name);
         let names = names.filter(|name| !matches!(name, Name::O | Name::Lse));
         let (mut names, descales): (Vec<Name>, Vec<Name>) =
@@ -239,7 +238,10 @@ impl Prepared {
             let kv_head = reader.head / self.case.problem.group();
             let (head, row) = match operand {
                 Name::K | Name::V => (kv_head, self.operands.attended(&reader, keys, rng)),
-                Name::QDescale | Name::KDescale | Name::VDescale => (kv_head, 0),
+                Name::QDescale => (kv_head, 0),
+                Name::KDescale | Name::VDescale => {
+                    (kv_head, self.case.problem.descale_block(self.operands.attended(&reader, keys, rng)))
+                }
                 _ => (reader.head, reader.position),
             };
             let spot = Spot { operand, batch: reader.batch, head, row, column: 0 };
@@ -287,6 +289,9 @@ impl Prepared {
     pub fn check(&self, engine: &dyn Engine) -> Outcome {
         if let Err(why) = engine.supports(&self.case.problem) {
             return Outcome::Skipped(why);
+        }
+        if !self.case.problem.is_dense() && !engine.takes_sequences() {
+            return Outcome::Skipped(format!("{} takes dense tensors alone", engine.name()));
         }
         if self.case.problem.pass == Pass::Backward && !engine.differentiates() {
             return Outcome::Skipped(format!("{} computes no gradients", engine.name()));
@@ -442,6 +447,17 @@ impl Outputs {
         &self.tensors[Name::O]
     }
 
+    /// The same as a dense problem has them.
+    fn taken_from(self, operands: &Operands) -> Self {
+        let Some(placing) = operands.placing() else { return self };
+        let signature = operands.problem.signature();
+        let mut tensors = PerTensor::default();
+        for ((of, placed), dense) in self.each().zip(signature.outputs()) {
+            tensors.set(of.name, placing.take(of, dense, placed));
+        }
+        Self { signature, tensors }
+    }
+
     /// The rows of each output that are measured, in the order of the signature.
     fn gather(&self, truth: &Yardstick) -> Vec<(Name, Vec<f32>)> {
         self.each().map(|(of, output)| (of.name, output.gather(truth.of(of.name).rows()))).collect()
@@ -467,8 +483,9 @@ fn run(
     faults: &mut Vec<Fault>,
 ) -> Result<Outputs, Fault> {
     // The engine works on a copy, so that what it does to its inputs shows and does not spread.
-    let given = operands.clone();
-    let signature = case.problem.signature();
+    let placed = operands.placed();
+    let given = placed.clone().into_owned();
+    let signature = given.problem.signature();
     let mut tensors = PerTensor::default();
     for output in signature.outputs().filter(|output| output.name != Name::Lse || engine.gives_lse()) {
         let mut memory = Guarded::new(output.dtype, case.arrangement, output.shape);
@@ -497,8 +514,8 @@ fn run(
     };
     ran.map_err(|error| Fault::Refused(error.to_string()))?;
     let outputs = Outputs { signature, tensors };
-    faults.extend(memory_faults(operands, &given, &outputs, poison));
-    Ok(outputs)
+    faults.extend(memory_faults(&placed, &given, &outputs, poison));
+    Ok(outputs.taken_from(operands))
 }
 
 /// What a run did to memory that it should not have done: left outputs unwritten, or wrote elsewhere.

@@ -30,6 +30,11 @@ pub trait Engine: Send + Sync {
         true
     }
 
+    /// Whether it takes sequences that are packed or in pages, or says itself which it does not.
+    fn takes_sequences(&self) -> bool {
+        false
+    }
+
     /// Whether two runs on the same inputs give the same bits.
     fn deterministic(&self) -> bool {
         true
@@ -158,7 +163,9 @@ impl DeviceEngine {
         let gpu = SimGpu::new(target).with_sms(FEW_SMS).with_kernel(kernel).with_config(config);
         let most_pairs = match kernel {
             Kernel::Scalar => MOST_SCALAR_PAIRS,
-            Kernel::Sm90Fwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish => MOST_HOPPER_PAIRS,
+            Kernel::Sm90Fwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish | Kernel::Sm90BwdWide => {
+                MOST_HOPPER_PAIRS
+            }
             Kernel::Sm80Mma
             | Kernel::Sm80Fwd
             | Kernel::Combine
@@ -259,6 +266,10 @@ impl Engine for DeviceEngine {
 
     fn hides_values(&self) -> bool {
         self.hides_values
+    }
+
+    fn takes_sequences(&self) -> bool {
+        true
     }
 
     fn run(

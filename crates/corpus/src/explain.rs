@@ -29,7 +29,7 @@ pub fn explain(prepared: &Prepared, engine: &dyn Engine, faults: &[Fault]) -> St
         }
     }
     for rows in faults.iter().find_map(rows).into_iter().flat_map(by_kind) {
-        for line in map(&case.problem, rows).lines() {
+        for line in map(&prepared.operands().problem, rows).lines() {
             let _ = writeln!(text, "  {line}");
         }
     }

@@ -3,9 +3,10 @@
 use std::marker::PhantomData;
 
 use crate::{
-    DType, Descales, Device, Error, Mask, Name, Pass, Problem, Quantiser, Result, Tensor, TensorBuf,
-    TensorMut,
+    DType, Descales, Device, Error, Keys, Mask, Name, Pages, Pass, Problem, Quantiser, Queries, Result,
+    Starts, Tensor, TensorBuf, TensorMut,
     contract::{self, Call},
+    layouts,
     problem::default_scale,
     signature::{PerTensor, Role},
     tensor::{DeviceLengths, Layout, Raw},
@@ -28,11 +29,15 @@ pub struct Attention<'a> {
     mask: Mask,
     scale: Option<f32>,
     softcap: Option<f32>,
+    q_starts: Option<Starts<'a>>,
+    k_starts: Option<Starts<'a>>,
+    pages: Option<Pages<'a>>,
     key_lengths: Option<KeyLengths<'a>>,
     descales: Descales<'a>,
     quantise: Option<Quantiser>,
     out: Option<DType>,
     lse: bool,
+    checked: bool,
 }
 
 /// Where the key lengths of a call are.
@@ -146,6 +151,28 @@ impl<'a> Attention<'a> {
         Self { softcap: Some(softcap), ..self }
     }
 
+    /// Queries and keys of several sequences, one behind the other: q, k, v, o and lse have the shape (1, heads, tokens, …),
+    /// and each sequence attends to itself. Masks are aligned within a sequence. What belongs to no sequence is not written.
+    pub fn packed(self, starts: Starts<'a>) -> Self {
+        self.packed_queries(starts).packed_keys(starts)
+    }
+
+    /// Packed queries, with keys that lie otherwise, or whose sequences have other lengths.
+    pub fn packed_queries(self, starts: Starts<'a>) -> Self {
+        Self { q_starts: Some(starts), ..self }
+    }
+
+    /// Packed keys and values.
+    pub fn packed_keys(self, starts: Starts<'a>) -> Self {
+        Self { k_starts: Some(starts), pages: None, ..self }
+    }
+
+    /// Keys and values in pages of a cache. [`Attention::key_lengths`] say how many keys each sequence has; without them all
+    /// of their pages are full.
+    pub fn paged(self, pages: Pages<'a>) -> Self {
+        Self { pages: Some(pages), k_starts: None, ..self }
+    }
+
     /// Only the first `key_lengths[b]` keys of batch entry b exist; causal and window count from there.
     ///
     /// ```
@@ -184,6 +211,12 @@ impl<'a> Attention<'a> {
         Self { out: Some(out), ..self }
     }
 
+    /// Also look at starts, tables and key lengths that lie in a GPU's memory before the call: it then waits for the GPU, and
+    /// refuses what the same call on the host refuses. For tests and for the search for a mistake; it cannot be captured.
+    pub fn checked(self) -> Self {
+        Self { checked: true, ..self }
+    }
+
     /// Also return lse.
     pub fn with_lse(self) -> Self {
         Self { lse: true, ..self }
@@ -193,6 +226,18 @@ impl<'a> Attention<'a> {
     #[doc(hidden)]
     pub fn host_key_lengths(&self) -> Option<&'a [u32]> {
         self.key_lengths.and_then(KeyLengths::on_host)
+    }
+
+    /// Where packed queries and keys begin, if they were said to be packed.
+    #[doc(hidden)]
+    pub fn given_starts(&self) -> [Option<Starts<'a>>; 2] {
+        [self.q_starts, self.k_starts]
+    }
+
+    /// The pages that [`Attention::paged`] was given.
+    #[doc(hidden)]
+    pub fn given_pages(&self) -> Option<Pages<'a>> {
+        self.pages
     }
 
     /// The descales that [`Attention::descales`] was given.
@@ -208,28 +253,69 @@ impl<'a> Attention<'a> {
 
     /// What a forward pass reads.
     fn read(&self, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> PerTensor<Raw> {
-        let mut tensors = read(q, k, v);
+        let mut tensors = self.placed(read(q, k, v));
         self.descales.into_tensors(&mut tensors);
         tensors
     }
 
+    /// With what says where sequences are.
+    fn placed(&self, mut tensors: PerTensor<Raw>) -> PerTensor<Raw> {
+        for (name, starts) in [(Name::QStarts, self.q_starts), (Name::KStarts, self.k_starts)] {
+            if let Some(starts) = starts {
+                tensors.set(name, starts.raw);
+            }
+        }
+        if let Some(pages) = self.pages {
+            let [.., page, _] = tensors[Name::K].layout.shape;
+            tensors.set(Name::Pages, pages.read(page));
+        }
+        tensors
+    }
+
+    /// How queries and keys lie, of how many sequences, and the most of them.
+    fn layouts(&self, [q, k]: [Layout; 2]) -> Result<(usize, [usize; 2], Queries, Keys)> {
+        let mut sequences = q.shape[0];
+        let (mut len_q, mut len_k) = (q.shape[2], k.shape[2]);
+        let (mut queries, mut keys) = (Queries::Dense, Keys::Dense);
+        if let Some(starts) = self.k_starts {
+            starts.check(Name::KStarts)?;
+            (keys, len_k) = (Keys::Packed { total: len_k }, starts.longest());
+        }
+        if let Some(pages) = self.pages {
+            let page = k.shape[2];
+            (keys, len_k) = (Keys::Paged { page, pages: k.shape[0] }, pages.most_keys(page));
+            pages.check(page)?;
+        }
+        if let Some(starts) = self.q_starts {
+            starts.check(Name::QStarts)?;
+            (sequences, queries, len_q) =
+                (starts.sequences(), Queries::Packed { total: len_q }, starts.longest());
+        }
+        Ok((sequences, [len_q, len_k], queries, keys))
+    }
+
     /// The problem that these options and tensors pose for the backward pass, or what is wrong with them.
     pub fn backward_problem(&self, given: &Backward<'_>) -> Result<Problem> {
-        self.posed(Pass::Backward, &given.tensors)
+        self.posed(Pass::Backward, &self.placed(given.tensors))
     }
 
     fn posed(&self, pass: Pass, inputs: &PerTensor<Raw>) -> Result<Problem> {
         let shape = |name: Name| inputs[name].layout.shape;
-        let [batch, heads_q, len_q, head_dim] = shape(Name::Q);
-        let [_, heads_kv, len_k, _] = shape(Name::K);
+        let [_, heads_q, _, head_dim] = shape(Name::Q);
+        let [_, heads_kv, ..] = shape(Name::K);
+        let (batch, [len_q, len_k], queries, keys) =
+            self.layouts([Name::Q, Name::K].map(|name| inputs[name].layout))?;
         let mut problem = Problem::new(batch, heads_q, len_q, head_dim, inputs[Name::Q].dtype)
             .with_kv(heads_kv, len_k)
+            .with_queries(queries)
+            .with_keys(keys)
             .with_head_dim_v(shape(Name::V)[3])
             .with_mask(self.mask)
             .with_scale(self.scale.unwrap_or_else(|| default_scale(head_dim)))
             .with_softcap(self.softcap.unwrap_or(0.0));
         problem.key_lengths = self.key_lengths.is_some();
         problem.descales = self.descales.given();
+        problem.descale_keys = self.descales.keys();
         problem.quantise = self.quantise;
         // A cache of f8; what else does not fit is refused.
         let (of_q, of_k) = (problem.dtype, inputs[Name::K].dtype);
@@ -250,15 +336,21 @@ impl<'a> Attention<'a> {
                 KeyLengths::Device(lengths) => contract::check_device_lengths(&problem, &lengths)?,
             }
         }
-        problem.check()
+        let problem = problem.check()?;
+        // How many keys a sequence has is not known here, where its length lies on a GPU.
+        if !matches!(self.key_lengths, Some(KeyLengths::Device(_))) {
+            layouts::check(&problem, inputs, self.host_key_lengths())?;
+        }
+        Ok(problem)
     }
 
     /// Runs, and returns outputs in memory of their own.
     pub fn run(&self, device: &Device, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> Result<Output> {
         let problem = self.problem(q, k, v)?;
-        let shape = [problem.batch, problem.heads_q, problem.len_q, problem.head_dim_v];
+        let [batch, heads, len, _] = q.shape();
+        let shape = [batch, heads, len, problem.head_dim_v];
         let mut o = TensorBuf::zeros(problem.out(), Layout::ordered_like(shape, &q.layout()))?;
-        let lse_layout = Layout::bhsd([problem.batch, problem.heads_q, problem.len_q, 1]);
+        let lse_layout = Layout::bhsd([batch, heads, len, 1]);
         let mut lse = problem.lse.then(|| TensorBuf::zeros(DType::F32, lse_layout)).transpose()?;
         let mut tensors = self.read(q, k, v).with(Name::O, o.view_mut().raw);
         if let Some(lse) = &mut lse {
@@ -339,7 +431,7 @@ impl<'a> Attention<'a> {
         };
         let (mut dq, mut dk, mut dv) = (gradient(Name::Q)?, gradient(Name::K)?, gradient(Name::V)?);
         let outputs = [&dq.view_mut(), &dk.view_mut(), &dv.view_mut()].map(|output| output.raw);
-        self.run_checked(device, problem, &with_gradients(given, outputs))?;
+        self.run_checked(device, problem, &self.placed(with_gradients(given, outputs)))?;
         Ok(Gradients { dq, dk, dv })
     }
 
@@ -353,7 +445,7 @@ impl<'a> Attention<'a> {
         dv: &mut TensorMut<'_>,
     ) -> Result<()> {
         let problem = self.backward_problem(given)?;
-        self.run_checked(device, problem, &with_gradients(given, [dq.raw, dk.raw, dv.raw]))
+        self.run_checked(device, problem, &self.placed(with_gradients(given, [dq.raw, dk.raw, dv.raw])))
     }
 
     /// Runs a problem whose inputs were checked.
@@ -372,12 +464,16 @@ impl<'a> Attention<'a> {
         if signature.outputs().all(|output| output.shape.contains(&0)) {
             return Ok(());
         }
-        device.run(&Call {
+        let call = Call {
             problem,
             tensors: *tensors,
             key_lengths: self.key_lengths.and_then(KeyLengths::on_host),
             device_lengths: device_lengths.map(|lengths| lengths.address()),
-        })
+        };
+        if self.checked {
+            device.check_places(&call)?;
+        }
+        device.run(&call)
     }
 }
 

@@ -1,8 +1,9 @@
 //! The contract of a call: tensors and problem fit each other, or the call is refused with the reason.
 
 use crate::{
-    Error, Name, Problem, Result,
-    signature::{Parameter, PerTensor, Role},
+    Error, Name, Problem, Result, Sequences,
+    layouts::{Lie, View},
+    signature::{Parameter, PerTensor, Role, Rows},
     tensor::{DeviceLengths, Raw},
 };
 
@@ -18,30 +19,50 @@ pub(crate) struct Call<'a> {
 }
 
 impl Call<'_> {
-    pub fn q(&self) -> &Raw {
-        &self.tensors[Name::Q]
+    pub fn q(&self) -> View<'_> {
+        self.of_queries(Name::Q)
     }
 
-    pub fn k(&self) -> &Raw {
-        &self.tensors[Name::K]
+    pub fn k(&self) -> View<'_> {
+        self.of_keys(Name::K)
     }
 
-    pub fn v(&self) -> &Raw {
-        &self.tensors[Name::V]
+    pub fn v(&self) -> View<'_> {
+        self.of_keys(Name::V)
     }
 
-    pub fn o(&self) -> &Raw {
-        &self.tensors[Name::O]
+    pub fn o(&self) -> View<'_> {
+        self.of_queries(Name::O)
     }
 
-    pub fn lse(&self) -> Option<&Raw> {
-        self.tensors.get(Name::Lse)
+    pub fn lse(&self) -> Option<View<'_>> {
+        self.some_of_queries(Name::Lse)
+    }
+
+    /// A tensor with a row for each query.
+    pub fn of_queries(&self, name: Name) -> View<'_> {
+        View { raw: &self.tensors[name], lie: Lie::of_queries(&self.problem, &self.tensors) }
+    }
+
+    /// The same, if the call has it.
+    pub fn some_of_queries(&self, name: Name) -> Option<View<'_>> {
+        self.tensors.get(name).map(|_| self.of_queries(name))
+    }
+
+    /// A tensor with a row for each key.
+    pub fn of_keys(&self, name: Name) -> View<'_> {
+        View { raw: &self.tensors[name], lie: Lie::of_keys(&self.problem, &self.tensors) }
+    }
+
+    /// Its sequences, as what lies on the host says.
+    pub fn sequences(&self) -> Sequences<'_> {
+        Sequences::among(&self.problem, &self.tensors, self.key_lengths)
     }
 
     /// Where the tensors lie.
     #[cfg(feature = "cuda")]
     pub fn place(&self) -> crate::Place {
-        self.q().place
+        self.tensors[Name::Q].place
     }
 }
 
@@ -50,7 +71,7 @@ impl Call<'_> {
 pub(crate) fn check(problem: &Problem, tensors: &PerTensor<Raw>, role: Role) -> Result<()> {
     let signature = problem.signature();
     let given = |parameter: &Parameter| tensors.get(parameter.name).map(|raw| (*parameter, *raw));
-    for (Parameter { name, dtype, shape, decided_by, .. }, raw) in
+    for (Parameter { name, dtype, shape, decided_by, rows, .. }, raw) in
         signature.iter().filter(|it| it.role == role).filter_map(given)
     {
         if raw.dtype != dtype {
@@ -59,7 +80,10 @@ pub(crate) fn check(problem: &Problem, tensors: &PerTensor<Raw>, role: Role) -> 
         let what = ["batch", "heads", "length", "head_dim"];
         for (dim, (given, expected)) in raw.layout.shape.into_iter().zip(shape).enumerate() {
             if given != expected {
-                let (what, other) = (what[dim], decided_by[dim]);
+                let (mut what, other) = (what[dim], decided_by[dim]);
+                if (rows, dim) == (Rows::Places, 3) {
+                    what = "entries";
+                }
                 return Err(Error::SizeMismatch { tensor: name, what, given, expected, other });
             }
         }

@@ -108,6 +108,16 @@ impl Device {
         }
     }
 
+    /// Checks where a call's sequences are, if that is known to a GPU alone.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(crate) fn check_places(&self, call: &Call<'_>) -> Result<()> {
+        match &self.kind {
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(cuda) | Kind::Best(cuda, _) if call.place() != Place::Host => cuda.check_places(call),
+            _ => Ok(()),
+        }
+    }
+
     pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
         match &self.kind {
             Kind::Cpu(engine) => engine.run(call),

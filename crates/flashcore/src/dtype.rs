@@ -3,7 +3,7 @@
 use float8::F8E4M3;
 use half::{bf16, f16};
 
-/// The type of q, k and v, and of o unless that of q is too narrow for it. Accumulation is always in f32.
+/// The type of a tensor: of q, k and v, and of o unless that of q is too narrow for it. Accumulation is always in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(not(feature = "workbench"), non_exhaustive)]
 pub enum DType {
@@ -15,10 +15,12 @@ pub enum DType {
     F32,
     /// 8 bits, 4 of exponent and 3 of fraction: up to 448, without infinities (torch's `float8_e4m3fn`). Of q, k and v.
     F8E4M3,
+    /// Integers of 32 bits from 0 on: where sequences begin, and which pages they have. Attention is not computed on them.
+    I32,
 }
 
 impl DType {
-    /// Every type, in the order that tables show them.
+    /// Every type that attention is computed on, in the order that tables show them.
     pub const ALL: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F8E4M3];
 
     /// Those whose outputs and gradients are of the same type.
@@ -28,7 +30,7 @@ impl DType {
     pub const fn size(self) -> usize {
         match self {
             DType::F16 | DType::BF16 => 2,
-            DType::F32 => 4,
+            DType::F32 | DType::I32 => 4,
             DType::F8E4M3 => 1,
         }
     }
@@ -40,6 +42,7 @@ impl DType {
             DType::BF16 => "bf16",
             DType::F32 => "f32",
             DType::F8E4M3 => "f8",
+            DType::I32 => "i32",
         }
     }
 
@@ -50,6 +53,7 @@ impl DType {
             DType::BF16 => bf16::from_f32(x).to_f32(),
             DType::F32 => x,
             DType::F8E4M3 => F8E4M3::from_f32(x).to_f32(),
+            DType::I32 => x.round(),
         }
     }
 
@@ -65,6 +69,7 @@ impl DType {
             DType::BF16 => 7.812_5e-3,
             DType::F32 => f32::EPSILON,
             DType::F8E4M3 => 0.125,
+            DType::I32 => 1.0,
         }
     }
 }
@@ -99,9 +104,12 @@ mod sealed {
     impl Sealed for half::bf16 {}
     impl Sealed for f32 {}
     impl Sealed for float8::F8E4M3 {}
+    impl Sealed for i32 {}
+    impl Sealed for u32 {}
 }
 
-/// A Rust type whose slices can be tensors: [`struct@f16`], [`bf16`], `f32` or [`F8E4M3`].
+/// A Rust type whose slices can be tensors: [`struct@f16`], [`bf16`], `f32` or [`F8E4M3`]; and `i32` or `u32`, for starts and
+/// tables of pages.
 pub trait Element: sealed::Sealed + Copy + Default + Send + Sync + 'static {
     /// The dtype of this Rust type.
     const DTYPE: DType;
@@ -160,3 +168,22 @@ impl Element for F8E4M3 {
         F8E4M3::to_f32(&self)
     }
 }
+
+/// Both kinds of integers stand for the same numbers, from 0 up to 2³¹ − 1.
+macro_rules! integers {
+    ($($integer:ty),*) => {$(
+        impl Element for $integer {
+            const DTYPE: DType = DType::I32;
+
+            fn from_f32(x: f32) -> Self {
+                x.round() as Self
+            }
+
+            fn to_f32(self) -> f32 {
+                self as f32
+            }
+        }
+    )*};
+}
+
+integers!(i32, u32);

@@ -41,6 +41,12 @@ pub enum Name {
     KDescale,
     /// The same for values.
     VDescale,
+    /// Where each sequence of packed queries begins, and the last one ends: one number more than there are sequences.
+    QStarts,
+    /// The same for packed keys and values.
+    KStarts,
+    /// Which pages of a pool each sequence has, in order.
+    Pages,
     /// How many keys each batch entry has.
     KeyLengths,
     /// A tensor that is not yet part of a call.
@@ -68,6 +74,9 @@ impl fmt::Display for Name {
             Name::QDescale => "q_descale",
             Name::KDescale => "k_descale",
             Name::VDescale => "v_descale",
+            Name::QStarts => "q_starts",
+            Name::KStarts => "k_starts",
+            Name::Pages => "pages",
             Name::KeyLengths => "key_lengths",
             Name::Tensor => "the tensor",
         })
@@ -122,7 +131,7 @@ pub enum Error {
     },
     /// The dtypes differ.
     #[error(
-        "{tensor} is {given}, but {expected} is needed: q, k, v and o share one dtype with their gradients (o of f8 is f16 or bf16), and lse and descales are f32. Convert {tensor} to {expected}"
+        "{tensor} is {given}, but {expected} is needed: q, k, v and o share one dtype with their gradients (o of f8 is f16 or bf16), lse and descales are f32, and starts and pages are i32. Convert {tensor} to {expected}"
     )]
     DTypeMismatch {
         /// Which tensor.
@@ -355,6 +364,81 @@ pub enum Error {
         given: u32,
         /// How many keys there are.
         len_k: usize,
+    },
+    /// Something that goes only with dense tensors, or sizes of packed or paged ones that cannot be.
+    #[error("{what}: {possible}")]
+    Layouts {
+        /// What was asked.
+        what: &'static str,
+        /// What is possible.
+        possible: &'static str,
+    },
+    /// Starts without a first entry.
+    #[error(
+        "{tensor} is empty. Give one number more than there are sequences: where each begins, and where the last ends"
+    )]
+    NoStarts {
+        /// Which starts.
+        tensor: Name,
+    },
+    /// A sequence that ends before it begins, or behind the rows that there are.
+    #[error(
+        "sequence {sequence} begins at row {start} and ends at {end} by {tensor}, of {total} rows. Starts rise, and the last is at most the number of rows"
+    )]
+    Starts {
+        /// Which starts.
+        tensor: Name,
+        /// Which sequence.
+        sequence: usize,
+        /// Where it begins.
+        start: u32,
+        /// Where it ends.
+        end: u32,
+        /// Rows that there are.
+        total: usize,
+    },
+    /// A sequence that is longer than the call says.
+    #[error(
+        "sequence {sequence} has {given} rows by {tensor}, but the longest is said to have {longest}. Give a bound that none exceeds"
+    )]
+    SequenceLength {
+        /// Which starts.
+        tensor: Name,
+        /// Which sequence.
+        sequence: usize,
+        /// How long it is.
+        given: usize,
+        /// How long the longest should be.
+        longest: usize,
+    },
+    /// A table with fewer pages per sequence than its keys need.
+    #[error(
+        "the table has {given} pages per sequence, but {len_k} keys in pages of {page} need {needed}. Give a wider table, or say that no sequence has as many keys"
+    )]
+    PageTable {
+        /// Pages per sequence.
+        given: usize,
+        /// How many are needed.
+        needed: usize,
+        /// The most keys of a sequence.
+        len_k: usize,
+        /// Keys of a page.
+        page: usize,
+    },
+    /// A page that the pool has not.
+    #[error(
+        "page {place} of sequence {sequence} is {given}, but the pool has pages 0 to {}. Give the page where those keys are, or a smaller key length",
+        *pages as i64 - 1
+    )]
+    Page {
+        /// Which sequence.
+        sequence: usize,
+        /// Which of its pages, counted from its first key on.
+        place: usize,
+        /// What the table says.
+        given: i32,
+        /// Pages of the pool.
+        pages: usize,
     },
     /// An address that the GPU cannot use.
     #[cfg(feature = "cuda")]

@@ -13,6 +13,9 @@
 //! [`Attention::backward`] gives the gradients of q, k and v. q, k and v may be 8-bit floats ([`DType::F8E4M3`]) with
 //! [`Descales`]; [`Attention::fp8`] makes them of wider ones, on the CPU and on the GPU.
 //!
+//! Sequences of different lengths may be packed ([`Attention::packed`]), and keys and values may lie in the pages of a cache
+//! ([`Attention::paged`]).
+//!
 //! [`Attention`] holds the options, [`Tensor`] and [`TensorMut`] are views of memory in any order of batch, heads
 //! and length, [`Problem`] is what they pose together, and [`Device`] is where it runs. Everything that a call
 //! can get wrong is an [`Error`] that says what was given, what is possible and what to do.
@@ -34,6 +37,7 @@ mod descales;
 mod device;
 mod dtype;
 mod error;
+mod layouts;
 mod mask;
 pub mod oracle;
 #[cfg(feature = "cuda")]
@@ -62,7 +66,8 @@ pub use error::PointerFault;
 pub use error::{Error, Name, Result, Source};
 pub use float8::{self, F8E4M3};
 pub use half;
+pub use layouts::{Pages, Sequences, Starts};
 pub use mask::{Band, Mask};
-pub use problem::{MAX_HEAD_DIM, MAX_LEN, Pass, Problem, default_scale};
+pub use problem::{Keys, MAX_HEAD_DIM, MAX_LEN, Pass, Problem, Queries, default_scale};
 pub use quantise::{Quantised, Quantiser};
 pub use tensor::{DeviceLengths, Layout, Place, Storage, Tensor, TensorBuf, TensorMut};

@@ -17,7 +17,7 @@ use flashcore_ptx::{Module, TraceSize};
 pub use self::bind::Bindings;
 pub(crate) use self::fold::{Folded, fold};
 use self::{fold::apart, workspace::Workspace};
-use crate::{DType, Error, Pass, Problem, Result, tuned::Table};
+use crate::{DType, Error, Keys, Pass, Problem, Queries, Result, tuned::Table};
 
 /// The longest sequences that the kernels take: so that the sum of two lengths, a window and a tile fits 31 bits.
 pub const MAX_KERNEL_LEN: usize = 1 << 28;
@@ -106,11 +106,17 @@ impl Launch {
     /// The launch of a kernel for a problem as it sees it.
     fn new(folded: &Problem, spec: Spec, schedule: Schedule, hardware: &Hardware) -> Result<Self> {
         let geometry = schedule.geometry(&spec);
-        let Problem { heads_q, heads_kv, len_q, len_k, .. } = *folded;
-        let (heads, len) = if geometry.is_of_keys() { (heads_kv, len_k) } else { (heads_q, len_q) };
+        let Problem { heads_q, heads_kv, len_q, len_k, queries, .. } = *folded;
+        let (heads, len) = match queries {
+            _ if geometry.is_of_keys() => (heads_kv, len_k),
+            Queries::Dense => (heads_q, len_q),
+            Queries::Packed { total } => (heads_q, total),
+        };
         let (batch, heads, len) = (folded.batch as u32, heads as u32, len as u32);
-        let grid = geometry.grid(batch, heads, len, hardware.sms);
-        let tiles = geometry.tiles(batch, heads, len);
+        let queries = geometry.query_blocks(batch, heads_q as u32, len_q as u32);
+        let mut grid = geometry.grid(batch, heads, len, hardware.sms);
+        grid[0] = grid[0].saturating_add(u32::try_from(queries).unwrap_or(u32::MAX));
+        let tiles = geometry.tiles(batch, heads, len) + queries;
         if grid[1..].iter().any(|&size| size as usize > MAX_GRID_YZ) || tiles > MAX_TILES {
             return Err(Error::Unsupported {
                 device: hardware.target.to_string(),
@@ -204,10 +210,10 @@ impl Plan {
         let as_seen = fold(&attended, schedule.kernel());
         let folded = as_seen.problem;
         let mut workspace = Workspace::of(&folded, &schedule);
-        let mut launches = Vec::new();
+        let (mut launches, mut shift) = (Vec::new(), None);
         if attended.dtype != problem.dtype {
             let refuse = |error: ScheduleError| unsupported(&hardware.name, &error);
-            launches = choose::quantising(problem, &folded, hardware).map_err(refuse)?;
+            (launches, shift) = choose::quantising(problem, &folded, hardware).map_err(refuse)?;
             workspace.quantise(&folded, &launches);
         }
         let mut launch = |spec: Spec, schedule: Schedule| {
@@ -234,8 +240,10 @@ impl Plan {
         } else {
             launch(spec, schedule)?;
         }
+        launches.extend(shift);
         let main = launches.iter().position(|launch| launch.schedule == schedule).unwrap_or(0);
         let section = choose::section(&folded, &launches[main]);
+        workspace.put_aside(&launches[main]);
         Ok(Self {
             problem: *problem,
             target: hardware.target,
@@ -296,22 +304,21 @@ fn element(dtype: DType) -> ElementType {
         DType::BF16 => ElementType::Bf16,
         DType::F32 => ElementType::F32,
         DType::F8E4M3 => ElementType::E4m3,
+        DType::I32 => unreachable!("attention on integers was refused"),
     }
 }
 
 /// What the kernels for attention are given of a problem: f8, where its tensors become f8 first.
 fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
-    let Some(quantiser) = problem.quantise else { return Ok(*problem) };
+    if problem.quantise.is_none() {
+        return Ok(*problem);
+    }
     let refuse = |what: &str, possible: &str| {
         let (device, what, possible) = (hardware.name.clone(), what.into(), possible.into());
         Err(Error::Unsupported { device, what, possible, source: None })
     };
     if problem.dtype == DType::F32 {
         return refuse("quantising f32", "f16 and bf16; or a copy on the host and Device::cpu()");
-    }
-    if quantiser.smooths() && problem.lse {
-        let possible = "lse of keys that are not smoothed, or the output alone; Device::cpu() gives both";
-        return refuse("lse of smoothed keys, which lacks what the mean adds to it", possible);
     }
     // Without keys there is nothing to quantise, and nobody writes descales.
     match (problem.len_k, problem.out) {
@@ -341,6 +348,11 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
             "up to 128; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
+    if let Some(what) = choose::no_places(problem, hardware.target) {
+        let possible = "on Hopper the forward pass of f16, bf16 and f8 with head dims in multiples of 8 up to 256, and pages of \
+                        a multiple of 16 keys; for others copy the tensors to the host and call Device::cpu()";
+        return refuse(what, possible);
+    }
     let dtype = element(problem.dtype);
     for (what, len) in [("queries", problem.len_q), ("keys", problem.len_k)] {
         if len > MAX_KERNEL_LEN {
@@ -360,6 +372,7 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
         dtype,
         out: problem.dtype.is_f8().then(|| element(problem.out())),
         kv: problem.dtype_kv.map(element),
+        descale_keys: problem.descale_keys.map(|keys| keys.min(MAX_KERNEL_LEN) as u32),
         head_dim: problem.head_dim as u32,
         head_dim_v: problem.head_dim_v as u32,
         left: band.left.is_some(),
@@ -368,6 +381,12 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
         softcap: problem.softcap.is_some(),
         scaled_scores: Spec::needs_scaled_scores(element(problem.dtype_kv()), problem.scale, problem.softcap),
         key_lengths: problem.key_lengths,
+        packed_q: matches!(problem.queries, Queries::Packed { .. }),
+        packed_k: matches!(problem.keys, Keys::Packed { .. }),
+        page: match problem.keys {
+            Keys::Paged { page, .. } => Some(page as u32),
+            Keys::Dense | Keys::Packed { .. } => None,
+        },
         grouped: problem.heads_kv != problem.heads_q,
         rows_per_query: *rows_per_query as u32,
         lse: problem.lse,

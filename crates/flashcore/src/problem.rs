@@ -1,6 +1,6 @@
 //! Problem: what is asked of attention, as a pure value.
 
-use crate::{DType, Error, Mask, Name, Quantiser, Result};
+use crate::{DType, Error, Mask, Name, Quantiser, Result, signature::Parameter};
 
 /// The largest head dim of the contract; a device may take less.
 pub const MAX_HEAD_DIM: usize = 1024;
@@ -48,6 +48,44 @@ impl std::str::FromStr for Pass {
     }
 }
 
+/// How the queries of a call lie, and with them o, lse and their gradients.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
+pub enum Queries {
+    /// Each batch entry has as many of them: (batch, heads, length, head_dim).
+    #[default]
+    Dense,
+    /// Sequences of any lengths lie one behind the other: (1, heads, total, head_dim). [`Name::QStarts`] says where each
+    /// begins and ends; rows before the first and behind the last belong to none.
+    Packed {
+        /// Rows of the tensor.
+        total: usize,
+    },
+}
+
+/// How the keys and values of a call lie, and their gradients.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(not(feature = "workbench"), non_exhaustive)]
+pub enum Keys {
+    /// Each batch entry has memory for as many of them: (batch, kv heads, length, head_dim).
+    #[default]
+    Dense,
+    /// Sequences of any lengths lie one behind the other: (1, kv heads, total, head_dim). [`Name::KStarts`] says where each
+    /// begins and ends.
+    Packed {
+        /// Rows of the tensor.
+        total: usize,
+    },
+    /// Sequences lie in pages of a pool: (pages, kv heads, page, head_dim). [`Name::Pages`] says which pages a sequence
+    /// has, in order.
+    Paged {
+        /// Keys of a page.
+        page: usize,
+        /// Pages of the pool.
+        pages: usize,
+    },
+}
+
 /// What is asked: the pass, sizes, dtype, mask, scale, softcap and the outputs wanted. A pure value without any data.
 ///
 /// ```
@@ -70,6 +108,11 @@ impl std::str::FromStr for Pass {
 /// assert_eq!(problem.to_string(), text);
 /// # Ok::<(), flashcore::Error>(())
 /// ```
+///
+/// Batch entries are sequences. Where they are packed or in pages, the lengths are the most that a sequence may have, which
+/// size grids and counts of operations, and the text says how many rows there are: `packed=700` of queries and keys,
+/// `packed=300/700` where these differ, `packed-q=300` or `packed-k=700` of one of them, `page=16/4096` for keys in 4096
+/// pages of 16.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Problem {
@@ -81,10 +124,14 @@ pub struct Problem {
     pub heads_q: usize,
     /// Heads of k and v; divides `heads_q`.
     pub heads_kv: usize,
-    /// Queries per head.
+    /// Queries per head; the most of them where sequences differ.
     pub len_q: usize,
-    /// Keys per head.
+    /// Keys per head; the most of them where sequences differ.
     pub len_k: usize,
+    /// How queries lie.
+    pub queries: Queries,
+    /// How keys and values lie.
+    pub keys: Keys,
     /// Elements of a query and of a key.
     pub head_dim: usize,
     /// Elements of a value and of an output row.
@@ -98,6 +145,8 @@ pub struct Problem {
     pub out: Option<DType>,
     /// Whether the stored q, k and v have descales, which a call gives by batch entry and kv head. Those of f8 can.
     pub descales: [bool; 3],
+    /// How many keys share a descale of k and one of v, counted from the first key, where not all keys of a head do.
+    pub descale_keys: Option<usize>,
     /// How q, k and v become f8 before they are computed with, if they do.
     pub quantise: Option<Quantiser>,
     /// Which keys a query may attend to.
@@ -123,12 +172,15 @@ impl Problem {
             heads_kv: heads,
             len_q: len,
             len_k: len,
+            queries: Queries::Dense,
+            keys: Keys::Dense,
             head_dim,
             head_dim_v: head_dim,
             dtype,
             dtype_kv: None,
             out: None,
             descales: [false; 3],
+            descale_keys: None,
             quantise: None,
             mask: Mask::None,
             key_lengths: false,
@@ -141,6 +193,27 @@ impl Problem {
     /// With other heads and another length for k and v.
     pub fn with_kv(self, heads_kv: usize, len_k: usize) -> Self {
         Self { heads_kv, len_k, ..self }
+    }
+
+    /// With queries and keys of sequences that lie one behind the other, as many rows of each.
+    pub fn with_packed(self, total_q: usize, total_k: usize) -> Self {
+        let (queries, keys) = (Queries::Packed { total: total_q }, Keys::Packed { total: total_k });
+        Self { queries, keys, ..self }
+    }
+
+    /// With queries that lie so.
+    pub fn with_queries(self, queries: Queries) -> Self {
+        Self { queries, ..self }
+    }
+
+    /// With keys and values that lie so.
+    pub fn with_keys(self, keys: Keys) -> Self {
+        Self { keys, ..self }
+    }
+
+    /// Whether every batch entry has memory of its own for queries and for keys.
+    pub fn is_dense(&self) -> bool {
+        (self.queries, self.keys) == (Queries::Dense, Keys::Dense)
     }
 
     /// With another head dim for v and o.
@@ -173,6 +246,16 @@ impl Problem {
         Self { descales: [true; 3], ..self }
     }
 
+    /// With a descale of k and one of v for each block of so many keys, where they have descales.
+    pub fn with_descales_per(self, keys: usize) -> Self {
+        Self { descale_keys: Some(keys), ..self }
+    }
+
+    /// The block of keys whose descales a key has; 0 where all keys of a head share theirs.
+    pub fn descale_block(&self, key: usize) -> usize {
+        self.descale_keys.map_or(0, |keys| key / keys)
+    }
+
     /// The type of o, and of its gradient.
     pub fn out(&self) -> DType {
         self.out.unwrap_or(self.usual_out())
@@ -192,7 +275,10 @@ impl Problem {
     /// What is left to compute once q, k and v are f8; the problem itself where they do not become so.
     pub fn quantised(&self) -> Self {
         let eight = Self { dtype: DType::F8E4M3, out: None, quantise: None, ..*self };
-        self.quantise.map_or(*self, |_| eight.with_descales().with_out(self.out()))
+        self.quantise.map_or(*self, |quantiser| Self {
+            descale_keys: quantiser.block(),
+            ..eight.with_descales().with_out(self.out())
+        })
     }
 
     /// With a mask.
@@ -245,28 +331,28 @@ impl Problem {
                 return Err(Error::HeadDim { tensor, given: head_dim, possible: "1 to 1024" });
             }
         }
-        let sizes = [
-            (Name::Q, self.heads_q, self.len_q, self.head_dim),
-            (Name::K, self.heads_kv, self.len_k, self.head_dim),
-            (Name::V, self.heads_kv, self.len_k, self.head_dim_v),
-            (Name::O, self.heads_q, self.len_q, self.head_dim_v),
-        ];
-        for (tensor, heads, len, head_dim) in sizes {
+        let lengths = [(Name::Q, self.len_q), (Name::K, self.len_k)];
+        let rows = self.signature().iter().map(|of| (of.name, of.shape[2])).collect::<Vec<_>>();
+        for (tensor, len) in lengths.into_iter().chain(rows) {
             if len > MAX_LEN {
                 return Err(Error::TooLarge {
                     tensor,
                     what: format!("length {len}, possible is up to {MAX_LEN}"),
                 });
             }
-            let elements = [self.batch, heads, len, head_dim, self.dtype.size()]
-                .into_iter()
-                .try_fold(1_usize, usize::checked_mul);
-            if elements.is_none_or(|bytes| bytes > isize::MAX as usize) {
-                let what =
-                    format!("{}x{heads}x{len}x{head_dim} elements overflow the address space", self.batch);
-                return Err(Error::TooLarge { tensor, what });
+        }
+        for Parameter { name: tensor, shape, dtype, .. } in &self.signature() {
+            let bytes = shape
+                .iter()
+                .chain([&dtype.size()])
+                .try_fold(1_usize, |product, &size| product.checked_mul(size));
+            if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+                let [batch, heads, len, width] = shape;
+                let what = format!("{batch}x{heads}x{len}x{width} elements overflow the address space");
+                return Err(Error::TooLarge { tensor: *tensor, what });
             }
         }
+        self.check_layouts()?;
         self.check_types()?;
         if !(self.scale.is_finite() && self.scale > 0.0) {
             return Err(Error::Scale { given: self.scale });
@@ -279,9 +365,40 @@ impl Problem {
         Ok(self)
     }
 
+    /// What goes with sequences that are packed or in pages.
+    fn check_layouts(&self) -> Result<()> {
+        let refuse = |what, possible| Err(Error::Layouts { what, possible });
+        if let Keys::Paged { page, pages } = self.keys {
+            if page == 0 {
+                return refuse("pages of 0 keys", "give pages of at least one");
+            }
+            if pages > MAX_LEN {
+                return refuse("a pool of more pages than a table can name", "up to 2147483647 of them");
+            }
+            if self.pass == Pass::Backward {
+                return refuse(
+                    "a backward pass of keys in pages",
+                    "those of dense or packed keys have gradients",
+                );
+            }
+        }
+        if self.quantise.is_some() && !self.is_dense() {
+            return refuse(
+                "quantising packed or paged tensors",
+                "dense ones, or tensors of f8 with their descales",
+            );
+        }
+        Ok(())
+    }
+
     /// What goes with 8-bit floats, and what with others.
     fn check_types(&self) -> Result<()> {
         let refuse = |what, possible| Err(Error::EightBit { what, dtype: self.dtype, possible });
+        for (tensor, given) in [(Name::Q, self.dtype), (Name::K, self.dtype_kv())] {
+            if !DType::ALL.contains(&given) {
+                return Err(Error::DTypeMismatch { tensor, given, expected: DType::F32 });
+            }
+        }
         if self.dtype.is_f8() && self.pass == Pass::Backward {
             return refuse("a backward pass", "gradients need q, k and v of f16, bf16 or f32");
         }
@@ -298,6 +415,18 @@ impl Problem {
         }
         if !self.dtype_kv().is_f8() && self.descales != [false; 3] {
             return refuse("descales", "multiply the scale, or the output, by them instead");
+        }
+        if self.descale_keys == Some(0) {
+            return refuse("descales of blocks of 0 keys", "a block has at least one");
+        }
+        if self.descale_keys.is_some() && self.keys != Keys::Dense {
+            return refuse(
+                "descales of blocks of packed or paged keys",
+                "descales per kv head, or dense keys",
+            );
+        }
+        if self.descale_keys.is_some() && self.descales[1..] == [false; 2] {
+            return refuse("descales of blocks of keys without any of k or v", "give those");
         }
         if !self.dtype.is_f8() && self.descales[0] {
             return refuse("a descale of q", "multiply the scale by it instead");
@@ -328,7 +457,7 @@ impl Problem {
     /// The floating-point operations that count, for each query and key that meet: 2·(head_dim + head_dim_v), and in a
     /// backward pass, which has five products rather than two, 2·(3·head_dim + 2·head_dim_v). Causal self-attention counts
     /// exactly half of full attention, as the field does; every other mask counts
-    /// the pairs that it leaves.
+    /// the pairs that it leaves. Where lengths differ, all are counted as the longest.
     pub fn flops(&self) -> f64 {
         let full = self.len_q as f64 * self.len_k as f64;
         let pairs = match self.mask {
@@ -343,7 +472,7 @@ impl Problem {
         2.0 * width as f64 * pairs * (self.batch * self.heads_q) as f64
     }
 
-    /// The fewest bytes that must move: each input read once, each output written once.
+    /// The fewest bytes that must move: each input read once, each output written once; of a pool of pages, all of it.
     pub fn min_bytes(&self) -> f64 {
         let elements = |shape: [usize; 4]| shape.map(|size| size as f64).iter().product::<f64>();
         self.signature().iter().map(|tensor| elements(tensor.shape) * tensor.dtype.size() as f64).sum()
@@ -360,11 +489,12 @@ impl Problem {
     #[rustfmt::skip]
     fn identity(&self) -> impl Eq + std::hash::Hash + use<> {
         let Self {
-            pass, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, dtype_kv, out, descales, quantise, mask,
-            key_lengths, scale, softcap, lse,
+            pass, batch, heads_q, heads_kv, len_q, len_k, queries, keys, head_dim, head_dim_v, dtype, dtype_kv, out, descales,
+            descale_keys, quantise, mask, key_lengths, scale, softcap, lse,
         } = *self;
         let sizes = [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v];
-        (pass, sizes, (dtype, dtype_kv, out, descales, quantise), mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
+        let types = (dtype, dtype_kv, out, descales, descale_keys, quantise);
+        (pass, sizes, (queries, keys), types, mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
     }
 }
 
@@ -397,9 +527,12 @@ impl std::fmt::Display for Problem {
         }
         if self.descales != [false; 3] {
             write!(f, " descales")?;
-            if self.descales != [true; 3] {
+            if self.descales != [true; 3] || self.descale_keys.is_some() {
                 let named = self.descales.into_iter().zip(['q', 'k', 'v']).filter(|(there, _)| *there);
                 write!(f, "={}", named.map(|(_, name)| name).collect::<String>())?;
+            }
+            if let Some(keys) = self.descale_keys {
+                write!(f, "/{keys}")?;
             }
         }
         if let Some(quantiser) = self.quantise {
@@ -413,6 +546,15 @@ impl std::fmt::Display for Problem {
         }
         if self.scale.to_bits() != default_scale(self.head_dim).to_bits() {
             write!(f, " scale={}", self.scale)?;
+        }
+        match (self.queries, self.keys) {
+            (Queries::Packed { total: q }, Keys::Packed { total: k }) => write!(f, " packed={}", pair(q, k))?,
+            (Queries::Packed { total }, _) => write!(f, " packed-q={total}")?,
+            (Queries::Dense, Keys::Packed { total }) => write!(f, " packed-k={total}")?,
+            (Queries::Dense, _) => {}
+        }
+        if let Keys::Paged { page, pages } = self.keys {
+            write!(f, " page={page}/{pages}")?;
         }
         if self.key_lengths {
             write!(f, " key-lengths")?;
@@ -455,14 +597,28 @@ impl std::str::FromStr for Problem {
                 problem.quantise = Some(quantiser);
             } else {
                 match word.split_once('=') {
+                    Some(("packed", value)) => {
+                        let (q, k) = value.split_once('/').unwrap_or((value, value));
+                        problem = problem.with_packed(size(q)?, size(k)?);
+                    }
+                    Some(("packed-q", value)) => problem.queries = Queries::Packed { total: size(value)? },
+                    Some(("packed-k", value)) => problem.keys = Keys::Packed { total: size(value)? },
+                    Some(("page", value)) => {
+                        let (page, pages) = value.split_once('/').ok_or_else(|| wrong(value))?;
+                        problem.keys = Keys::Paged { page: size(page)?, pages: size(pages)? };
+                    }
                     Some(("softcap", value)) => problem.softcap = Some(number(value)?),
                     Some(("scale", value)) => problem.scale = number(value)?,
                     Some(("out", value)) => out = Some(value.parse::<DType>()?),
                     Some(("kv", value)) => dtype_kv = Some(value.parse::<DType>()?),
-                    Some(("descales", value))
-                        if ["q", "k", "v", "qk", "qv", "kv", "qkv"].contains(&value) =>
-                    {
-                        problem.descales = ['q', 'k', 'v'].map(|name| value.contains(name));
+                    Some(("descales", value)) => {
+                        let (names, keys) =
+                            value.split_once('/').map_or((value, None), |(a, b)| (a, Some(b)));
+                        if !["q", "k", "v", "qk", "qv", "kv", "qkv"].contains(&names) {
+                            return Err(refuse(&format!("'{word}' is unknown")));
+                        }
+                        problem.descales = ['q', 'k', 'v'].map(|name| names.contains(name));
+                        problem.descale_keys = keys.map(size).transpose()?;
                     }
                     // As evidence from before the slashes has it.
                     Some(("len_k", value)) => problem.len_k = size(value)?,
@@ -549,11 +705,46 @@ mod tests {
             ("1x8x512x64 softcap=much", "much"),
             ("1x8/3x512x64", "multiple"),
             ("1x8x512x4096", "head_dim"),
+            ("1x8x512x64 packed=many", "many"),
+            ("1x8x512x64 page=16", "16"),
+            ("1x8x512x64 page=0/4", "at least one"),
+            ("1x8x512x64 page=16/4 backward", "gradients"),
+            ("1x8x512x64 packed=600 quantise", "quantising"),
         ] {
             let said = text.parse::<Problem>().unwrap_err().to_string();
             assert!(said.contains(what), "{text}: {said}");
         }
         assert_eq!("1×8x512X64".parse(), Ok(mission()));
+    }
+
+    #[test]
+    fn packed_and_paged_problems_are_others_than_the_dense_one_and_read_back() {
+        let dense = Problem::new(16, 32, 4096, 128, DType::BF16).with_kv(8, 4096).with_mask(Mask::Causal);
+        let packed_q = dense.with_queries(Queries::Packed { total: 300 });
+        let (paged, packed_k) = (Keys::Paged { page: 16, pages: 4096 }, Keys::Packed { total: 700 });
+        let text = "16x32/8x4096x128 bf16 causal";
+        let of = [
+            (dense, ""),
+            (dense.with_packed(16728, 16728), " packed=16728"),
+            (dense.with_packed(300, 700).backward(), " packed=300/700 backward"),
+            (packed_q, " packed-q=300"),
+            (dense.with_keys(packed_k), " packed-k=700"),
+            (dense.with_keys(paged).with_key_lengths().with_lse(), " page=16/4096 key-lengths lse"),
+            (packed_q.with_keys(paged), " packed-q=300 page=16/4096"),
+        ];
+        for (i, (problem, words)) in of.iter().enumerate() {
+            assert_eq!(problem.to_string(), format!("{text}{words}"));
+            assert_eq!(problem.to_string().parse(), Ok(*problem));
+            assert!(of[..i].iter().all(|(other, _)| other != problem), "{problem}");
+        }
+    }
+
+    #[test]
+    fn totals_beyond_what_a_row_index_holds_are_refused() {
+        let packed = |q, k| mission().with_packed(q, k).check();
+        assert!(packed(MAX_LEN, MAX_LEN).is_ok());
+        assert!(matches!(packed(MAX_LEN + 1, 1), Err(Error::TooLarge { tensor: Name::Q, .. })));
+        assert!(matches!(packed(1, MAX_LEN + 1), Err(Error::TooLarge { tensor: Name::K, .. })));
     }
 
     #[test]

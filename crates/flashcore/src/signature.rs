@@ -1,6 +1,6 @@
 //! Signature: the tensors of a problem, in order. Whoever walks over the tensors of a call walks over this.
 
-use crate::{DType, Name, Pass, Problem};
+use crate::{DType, Keys, Name, Pass, Problem, Queries};
 
 /// Whether a tensor is read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +22,10 @@ pub enum Rows {
     Keys,
     /// One for all keys of a key head.
     Heads,
+    /// One for each block of keys of a key head.
+    Blocks,
+    /// Numbers that say where the rows of other tensors belong.
+    Places,
 }
 
 impl Rows {
@@ -31,6 +35,8 @@ impl Rows {
             Rows::Queries => ["query", "queries"],
             Rows::Keys => ["key", "keys"],
             Rows::Heads => ["kv head", "kv heads"],
+            Rows::Blocks => ["block of keys", "blocks of keys"],
+            Rows::Places => ["row of places", "rows of places"],
         }
     }
 }
@@ -56,7 +62,7 @@ pub struct Parameter {
 }
 
 /// How many names of tensors there are.
-const MOST: usize = 13;
+const MOST: usize = 16;
 
 /// The tensors of a problem, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,21 +78,46 @@ impl Problem {
     /// The tensors of the problem, in order.
     pub fn signature(&self) -> Signature {
         let Problem {
-            pass, batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, lse, ..
+            pass,
+            batch,
+            heads_q,
+            heads_kv,
+            len_q,
+            len_k,
+            queries,
+            keys,
+            head_dim,
+            head_dim_v,
+            dtype,
+            lse,
+            ..
         } = *self;
+        // Who knows how many sequences there are.
+        let sequences = match (queries, keys) {
+            (Queries::Packed { .. }, _) => Name::QStarts,
+            (Queries::Dense, _) => Name::Q,
+        };
         let tensor = |name, role, rows, dim: usize, [of_heads, of_dim]: [Name; 2]| {
-            let (heads, len) = match rows {
-                Rows::Queries => (heads_q, len_q),
-                Rows::Keys => (heads_kv, len_k),
-                Rows::Heads => (heads_kv, 1),
+            let ([first, heads, len], of_first) = match (rows, queries, keys) {
+                (Rows::Queries, Queries::Dense, _) => ([batch, heads_q, len_q], sequences),
+                (Rows::Queries, Queries::Packed { total }, _) => ([1, heads_q, total], Name::QStarts),
+                (Rows::Keys, _, Keys::Dense) => ([batch, heads_kv, len_k], sequences),
+                (Rows::Keys, _, Keys::Packed { total }) => ([1, heads_kv, total], Name::KStarts),
+                (Rows::Keys, _, Keys::Paged { page, pages }) => ([pages, heads_kv, page], Name::K),
+                (Rows::Heads, ..) => ([batch, heads_kv, 1], sequences),
+                (Rows::Blocks, ..) => {
+                    let blocks = self.descale_keys.map_or(1, |keys| len_k.div_ceil(keys));
+                    ([batch, heads_kv, blocks], sequences)
+                }
+                (Rows::Places, ..) => ([1, 1, 1], sequences),
             };
-            let decided_by = [Name::Q, of_heads, of_heads, of_dim];
+            let decided_by = [of_first, of_heads, of_heads, of_dim];
             Parameter {
                 name,
                 role,
                 dtype,
                 rows,
-                shape: [batch, heads, len, dim],
+                shape: [first, heads, len, dim],
                 decided_by,
                 alignment: ALIGNMENT,
             }
@@ -110,6 +141,19 @@ impl Problem {
         };
         let like_lse = |name, role| number(name, role, Rows::Queries, Name::Q);
         let (read, written) = (Role::In, Role::Out);
+        let places = |name, first: usize, entries: usize| Parameter {
+            dtype: DType::I32,
+            alignment: DType::I32.size(),
+            shape: [first, 1, 1, entries],
+            ..tensor(name, read, Rows::Places, entries, [name, sequences])
+        };
+        let starts = |name| places(name, 1, batch.saturating_add(1));
+        let q_starts = matches!(queries, Queries::Packed { .. }).then(|| starts(Name::QStarts));
+        let of_keys_places = match keys {
+            Keys::Dense => None,
+            Keys::Packed { .. } => Some(starts(Name::KStarts)),
+            Keys::Paged { page, .. } => Some(places(Name::Pages, batch, len_k.div_ceil(page.max(1)))),
+        };
         let inputs = [like_q(Name::Q, read), like_k(Name::K, read), like_v(Name::V, read)];
         let rest = match pass {
             Pass::Forward => {
@@ -127,9 +171,14 @@ impl Problem {
             ],
         };
         let names = Name::DESCALES.into_iter().zip(self.descales).filter(|(_, there)| *there);
-        let descales = names.map(|(name, _)| number(name, read, Rows::Heads, Name::K));
+        let rows = |name| match self.descale_keys {
+            Some(_) if name != Name::QDescale => Rows::Blocks,
+            _ => Rows::Heads,
+        };
+        let descales = names.map(|(name, _)| number(name, read, rows(name), Name::K));
         let mut signature = Signature { parameters: [inputs[0]; MOST], count: 0 };
-        for parameter in inputs.into_iter().chain(descales).chain(rest.into_iter().flatten()) {
+        let places = [q_starts, of_keys_places].into_iter().flatten();
+        for parameter in inputs.into_iter().chain(descales).chain(places).chain(rest.into_iter().flatten()) {
             signature.parameters[signature.count] = parameter;
             signature.count += 1;
         }
@@ -193,6 +242,9 @@ fn place(name: Name) -> usize {
         Name::QDescale => 10,
         Name::KDescale => 11,
         Name::VDescale => 12,
+        Name::QStarts => 13,
+        Name::KStarts => 14,
+        Name::Pages => 15,
         Name::KeyLengths | Name::Tensor => unreachable!("no tensor of a signature"),
     }
 }
@@ -207,6 +259,14 @@ impl<T> PerTensor<T> {
     /// With something for one tensor more.
     pub fn with(mut self, name: Name, value: T) -> Self {
         self.set(name, value);
+        self
+    }
+
+    /// Without what there is for some tensors.
+    pub(crate) fn without(mut self, names: [Name; 2]) -> Self {
+        for name in names {
+            self.values[place(name)] = None;
+        }
         self
     }
 
@@ -266,6 +326,40 @@ mod tests {
     }
 
     #[test]
+    fn packed_and_paged_signatures_say_where_the_rows_of_sequences_are() {
+        let of = |text: &str| -> Vec<(String, [usize; 4])> {
+            let problem: Problem = text.parse().unwrap();
+            problem.signature().iter().map(|it| (it.name.to_string(), it.shape)).collect()
+        };
+        let named = |all: &[(&str, [usize; 4])]| -> Vec<_> {
+            all.iter().map(|&(name, shape)| (name.to_string(), shape)).collect()
+        };
+        let packed = [
+            ("q", [1, 8, 30, 64]),
+            ("k", [1, 2, 70, 64]),
+            ("v", [1, 2, 70, 32]),
+            ("q_starts", [1, 1, 1, 4]),
+            ("k_starts", [1, 1, 1, 4]),
+            ("o", [1, 8, 30, 32]),
+            ("lse", [1, 8, 30, 1]),
+        ];
+        assert_eq!(of("3x8/2x20/50x64/32 bf16 packed=30/70 lse"), named(&packed));
+        let paged = [
+            ("q", [3, 8, 20, 64]),
+            ("k", [99, 2, 16, 64]),
+            ("v", [99, 2, 16, 64]),
+            ("k_descale", [3, 2, 1, 1]),
+            ("pages", [3, 1, 1, 4]),
+            ("o", [3, 8, 20, 64]),
+        ];
+        assert_eq!(of("3x8/2x20/50x64 bf16 kv=f8 descales=k page=16/99"), named(&paged));
+        let problem: Problem = "3x8/2x20/50x64 packed=30/70 page=16/99".parse().unwrap();
+        let places =
+            problem.signature().iter().filter(|it| it.rows == Rows::Places).copied().collect::<Vec<_>>();
+        assert_eq!(places.iter().map(|it| it.dtype).collect::<Vec<_>>(), [DType::I32; 2]);
+    }
+
+    #[test]
     fn eight_bit_inputs_have_their_descales_and_an_output_of_its_own_type() {
         let of = |text: &str| text.parse::<Problem>().unwrap().signature();
         let shapes: Vec<_> = of("2x8/2x5/7x64/32 f8 descales=qv out=f16")
@@ -281,6 +375,9 @@ mod tests {
             (Name::O, DType::F16, [2, 8, 5, 32]),
         ];
         assert_eq!(shapes, expected);
+        let shapes = of("2x8/2x5/300x64 f8 descales=qv/128");
+        let shapes: Vec<_> = shapes.iter().skip(3).take(2).map(|it| (it.rows, it.shape)).collect();
+        assert_eq!(shapes, [(Rows::Heads, [2, 2, 1, 1]), (Rows::Blocks, [2, 2, 3, 1])]);
         assert_eq!(of("1x1x1x16 f8").outputs().next().unwrap().dtype, DType::BF16);
     }
 

@@ -34,6 +34,10 @@ pub(crate) fn run<M: Memory>(
                 let (bytes, layout) = read(raw, parameter.alignment);
                 (memory.upload(&name.to_string(), &bytes)?, layout)
             }
+            // What belongs to no sequence stays as it is.
+            Role::Out if !call.problem.is_dense() => {
+                (memory.upload(&name.to_string(), &raw.rows())?, Layout::bhsd(raw.layout.shape))
+            }
             Role::Out => {
                 let layout = Layout::ordered_like(raw.layout.shape, &raw.layout);
                 (memory.reserve(&name.to_string(), bytes_of(raw, &layout))?, layout)

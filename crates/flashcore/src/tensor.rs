@@ -172,6 +172,17 @@ impl Raw {
         start..start + self.layout.reach().unwrap_or(0) * self.dtype.size()
     }
 
+    /// The integers of starts or of a table, from the first to the last with what lies between its rows. Panics off the host.
+    pub(crate) fn indices(&self) -> &[u32] {
+        assert!(self.place == Place::Host && self.dtype == DType::I32);
+        let len = self.layout.reach().unwrap_or(0);
+        if len == 0 {
+            return &[];
+        }
+        // SAFETY: `new` checked that the view lies inside its memory, which is aligned and outlives the view.
+        unsafe { std::slice::from_raw_parts(self.ptr.cast(), len) }
+    }
+
     /// The first `len` elements of a row, widened to f32. Panics out of bounds or off the host.
     pub(crate) fn read_row(&self, b: usize, h: usize, s: usize, out: &mut [f32]) {
         let [nb, nh, ns, nd] = self.layout.shape;
@@ -185,6 +196,7 @@ impl Raw {
                     DType::BF16 => self.ptr.cast::<bf16>().add(offset + i).read().to_f32(),
                     DType::F32 => self.ptr.cast::<f32>().add(offset + i).read(),
                     DType::F8E4M3 => self.ptr.cast::<F8E4M3>().add(offset + i).read().to_f32(),
+                    DType::I32 => self.ptr.cast::<i32>().add(offset + i).read() as f32,
                 }
             };
         }
@@ -271,6 +283,12 @@ impl<'a> Tensor<'a> {
         let [b, h] = shape;
         let strides = if data.len() == 1 { [0, 0, 1, 1] } else { [h, 1, 1, 1] };
         Self::strided(data, Layout { shape: [b, h, 1, 1], strides })
+    }
+
+    /// For starts and tables of pages: rows of integers, one behind the other.
+    pub fn indices<T: Element>(data: &'a [T], shape: [usize; 2]) -> Result<Self> {
+        let [rows, entries] = shape;
+        Self::strided(data, Layout { shape: [rows, 1, 1, entries], strides: [entries, 0, 0, 1] })
     }
 
     /// From an address that holds `len` elements.
@@ -431,6 +449,7 @@ impl<'a> TensorMut<'a> {
                     DType::BF16 => ptr.cast::<bf16>().add(offset + i).write(bf16::from_f32(x)),
                     DType::F32 => ptr.cast::<f32>().add(offset + i).write(x),
                     DType::F8E4M3 => ptr.cast::<F8E4M3>().add(offset + i).write(F8E4M3::from_f32(x)),
+                    DType::I32 => ptr.cast::<i32>().add(offset + i).write(x as i32),
                 }
             }
         }
@@ -514,6 +533,8 @@ pub enum Storage {
     F32(Aligned<f32>),
     /// f8 elements.
     F8E4M3(Aligned<F8E4M3>),
+    /// i32 elements.
+    I32(Aligned<i32>),
 }
 
 /// A tensor on the host that owns its memory.
@@ -534,6 +555,7 @@ impl TensorBuf {
             DType::BF16 => Storage::BF16(Aligned::zeros(len)),
             DType::F32 => Storage::F32(Aligned::zeros(len)),
             DType::F8E4M3 => Storage::F8E4M3(Aligned::zeros(len)),
+            DType::I32 => Storage::I32(Aligned::zeros(len)),
         };
         Ok(Self { storage, layout })
     }
@@ -557,6 +579,7 @@ impl TensorBuf {
             DType::BF16 => Storage::BF16(Aligned::of(values, bf16::from_f32)),
             DType::F32 => Storage::F32(Aligned::of(values, |x| x)),
             DType::F8E4M3 => Storage::F8E4M3(Aligned::of(values, F8E4M3::from_f32)),
+            DType::I32 => Storage::I32(Aligned::of(values, <i32 as Element>::from_f32)),
         };
         Ok(Self { storage, layout })
     }
@@ -568,6 +591,7 @@ impl TensorBuf {
             Storage::BF16(data) => Tensor::strided(data, self.layout),
             Storage::F32(data) => Tensor::strided(data, self.layout),
             Storage::F8E4M3(data) => Tensor::strided(data, self.layout),
+            Storage::I32(data) => Tensor::strided(data, self.layout),
         };
         view.expect("a TensorBuf's layout fits its memory")
     }
@@ -579,6 +603,7 @@ impl TensorBuf {
             Storage::BF16(data) => TensorMut::strided(data, self.layout),
             Storage::F32(data) => TensorMut::strided(data, self.layout),
             Storage::F8E4M3(data) => TensorMut::strided(data, self.layout),
+            Storage::I32(data) => TensorMut::strided(data, self.layout),
         };
         view.expect("a TensorBuf's layout fits its memory")
     }
@@ -605,6 +630,7 @@ impl TensorBuf {
             Storage::BF16(_) => DType::BF16,
             Storage::F32(_) => DType::F32,
             Storage::F8E4M3(_) => DType::F8E4M3,
+            Storage::I32(_) => DType::I32,
         }
     }
 

@@ -97,6 +97,36 @@ fn a_cache_has_its_own_kernel_and_too_many_queries_are_refused_with_what_to_do()
 }
 
 #[test]
+fn blocks_of_keys_with_descales_of_their_own_are_the_cache_kernels_and_the_cpus() {
+    use flashcore::plan::{Hardware, Plan, Target};
+
+    let plan =
+        |text: &str| Plan::choose(&text.parse::<Problem>().unwrap(), &Hardware::typical(Target::Sm90a));
+    for (text, keys) in [
+        ("1x32/8x1/32768x128 bf16 kv=f8 descales=kv/128", 32),
+        ("1x32/8x1/32768x128 bf16 kv=f8 descales=v/48 key-lengths", 16),
+    ] {
+        assert_eq!(text.parse::<Problem>().unwrap().to_string(), text);
+        let schedule = plan(text).unwrap().main().schedule.to_string();
+        assert!(
+            schedule.starts_with("sm80_decode") && schedule.contains(&format!("keys={keys},")),
+            "{schedule}"
+        );
+    }
+    for text in [
+        "1x32/8x1/32768x128 bf16 kv=f8 descales=kv/40",
+        "1x8x512x64 f8 descales=qkv/128",
+        "1x8x512x64 bf16 quantise=smooth,block:128",
+    ] {
+        let refused = plan(text).unwrap_err().to_string();
+        assert!(refused.contains("Device::cpu()"), "{text}: {refused}");
+    }
+    for text in ["1x1x9x64 f8 descales=q/4", "1x1x9x64 f8 descales=kv/0", "1x1x9x64 f16 descales=kv/4"] {
+        assert!(matches!(text.parse::<Problem>(), Err(Error::EightBit { .. })), "{text}");
+    }
+}
+
+#[test]
 fn what_goes_with_no_cache_is_refused() {
     for text in [
         "1x4x1/9x64 f32 kv=f8",

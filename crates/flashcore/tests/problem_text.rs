@@ -1,6 +1,6 @@
 //! The text of a problem says everything: it parses back to the same problem, whatever that is.
 
-use flashcore::{DType, Mask, Problem};
+use flashcore::{DType, Keys, Mask, Problem, Queries};
 use proptest::prelude::*;
 
 fn masks() -> impl Strategy<Value = Mask> {
@@ -18,6 +18,17 @@ fn numbers() -> impl Strategy<Value = f32> {
     (1_u32..0x7f80_0000).prop_map(f32::from_bits)
 }
 
+fn layouts() -> impl Strategy<Value = (Queries, Keys)> {
+    let size = || 0..99_999_usize;
+    let queries = prop_oneof![Just(Queries::Dense), size().prop_map(|total| Queries::Packed { total })];
+    let keys = prop_oneof![
+        Just(Keys::Dense),
+        size().prop_map(|total| Keys::Packed { total }),
+        (1..999_usize, size()).prop_map(|(page, pages)| Keys::Paged { page, pages }),
+    ];
+    (queries, keys)
+}
+
 prop_compose! {
     fn problems()(
         (batch, heads_kv, group) in (0..9_usize, 1..9_usize, 1..9_usize),
@@ -28,21 +39,26 @@ prop_compose! {
         mask in masks(),
         (scale, softcap) in (prop::option::of(numbers()), prop::option::of(numbers())),
         (key_lengths, lse, backward, half_out) in any::<(bool, bool, bool, bool)>(),
-        descales in any::<[bool; 3]>(),
+        (descales, block) in (any::<[bool; 3]>(), prop::option::of(1..999_usize)),
+        (queries, keys) in layouts(),
     ) -> Problem {
         let (len_k, head_dim_v) = if square { (len_q, head_dim) } else { (len_k, head_dim_v) };
         let mut problem = Problem::new(batch, heads_kv * group, len_q, head_dim, dtype)
             .with_kv(heads_kv, len_k)
             .with_head_dim_v(head_dim_v)
             .with_mask(mask)
+            .with_queries(queries)
+            .with_keys(keys)
             .with_softcap(softcap.unwrap_or(0.0));
         problem.scale = scale.unwrap_or(problem.scale);
         (problem.key_lengths, problem.lse) = (key_lengths, lse);
         if dtype == DType::F8E4M3 {
             problem.descales = descales;
+            problem.descale_keys = block.filter(|_| keys == Keys::Dense && (descales[1] || descales[2]));
             return if half_out { problem.with_out(DType::F16) } else { problem };
         }
-        if backward { problem.backward() } else { problem }
+        let paged = matches!(keys, Keys::Paged { .. });
+        if backward && !paged { problem.backward() } else { problem }
     }
 }
 

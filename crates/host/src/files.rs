@@ -121,7 +121,7 @@ macro_rules! stored {
     )*};
 }
 
-stored!(f16 = F16, bf16 = BF16, f32 = F32);
+stored!(f16 = F16, bf16 = BF16, f32 = F32, i32 = I32);
 
 impl Stored for F8E4M3 {
     const STORED: Dtype = Dtype::F8_E4M3;
@@ -172,6 +172,7 @@ pub fn widened(bytes: &[u8], dtype: DType) -> Vec<f32> {
         DType::BF16 => elements::<bf16>(bytes).into_iter().map(bf16::to_f32).collect(),
         DType::F32 => elements::<f32>(bytes),
         DType::F8E4M3 => elements::<F8E4M3>(bytes).iter().map(F8E4M3::to_f32).collect(),
+        DType::I32 => elements::<i32>(bytes).into_iter().map(|x| x as f32).collect(),
     }
 }
 

@@ -84,6 +84,8 @@ const fn guard_bits(dtype: DType) -> u32 {
         DType::BF16 => 0x7fd7,
         DType::F32 => 0x7fc7_7777,
         DType::F8E4M3 => 0x7f,
+        // No page is so large, and no sequence begins there.
+        DType::I32 => 0x7777_7777,
     }
 }
 
@@ -97,6 +99,7 @@ const fn poison_bits(dtype: DType, poison: Poison) -> u32 {
         (DType::F32, Poison::Second) => 0xffca_2a2a,
         // The other NaN; no output is of f8.
         (DType::F8E4M3, _) => 0xff,
+        (DType::I32, _) => 0x7171_7171,
     }
 }
 
@@ -133,6 +136,15 @@ impl Bits for f32 {
     }
 }
 
+impl Bits for i32 {
+    fn bits(self) -> u32 {
+        self as u32
+    }
+    fn of_bits(bits: u32) -> Self {
+        bits as Self
+    }
+}
+
 impl Bits for F8E4M3 {
     fn bits(self) -> u32 {
         u32::from(self.to_bits())
@@ -150,6 +162,7 @@ macro_rules! elements {
             Storage::BF16($data) => $does,
             Storage::F32($data) => $does,
             Storage::F8E4M3($data) => $does,
+            Storage::I32($data) => $does,
         }
     };
 }
@@ -192,6 +205,7 @@ impl Guarded {
             DType::BF16 => Storage::BF16(Aligned::filled(bf16::from_bits(bits as u16), len)),
             DType::F32 => Storage::F32(Aligned::filled(f32::from_bits(bits), len)),
             DType::F8E4M3 => Storage::F8E4M3(Aligned::filled(F8E4M3::from_bits(bits as u8), len)),
+            DType::I32 => Storage::I32(Aligned::filled(bits as i32, len)),
         };
         Self { storage, layout, start }
     }
@@ -222,6 +236,7 @@ impl Guarded {
             Storage::BF16(data) => Tensor::strided(&data[from..], layout),
             Storage::F32(data) => Tensor::strided(&data[from..], layout),
             Storage::F8E4M3(data) => Tensor::strided(&data[from..], layout),
+            Storage::I32(data) => Tensor::strided(&data[from..], layout),
         };
         view.expect("a part of a guarded tensor lies inside its memory")
     }
@@ -234,6 +249,7 @@ impl Guarded {
             Storage::BF16(data) => TensorMut::strided(&mut data[range], self.layout),
             Storage::F32(data) => TensorMut::strided(&mut data[range], self.layout),
             Storage::F8E4M3(data) => TensorMut::strided(&mut data[range], self.layout),
+            Storage::I32(data) => TensorMut::strided(&mut data[range], self.layout),
         };
         view.expect("a guarded tensor's layout fits its memory")
     }
@@ -342,6 +358,7 @@ impl Guarded {
             (Storage::BF16(a), Storage::BF16(b)) => same(a, b),
             (Storage::F32(a), Storage::F32(b)) => same(a, b),
             (Storage::F8E4M3(a), Storage::F8E4M3(b)) => same(a, b),
+            (Storage::I32(a), Storage::I32(b)) => same(a, b),
             _ => false,
         }
     }
@@ -353,6 +370,7 @@ impl Guarded {
             Storage::BF16(_) => DType::BF16,
             Storage::F32(_) => DType::F32,
             Storage::F8E4M3(_) => DType::F8E4M3,
+            Storage::I32(_) => DType::I32,
         }
     }
 

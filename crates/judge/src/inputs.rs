@@ -175,6 +175,7 @@ pub fn largest(dtype: DType) -> f64 {
         DType::BF16 => half::bf16::MAX.to_f64(),
         DType::F32 => f64::from(f32::MAX),
         DType::F8E4M3 => 448.0,
+        DType::I32 => f64::from(i32::MAX),
     }
 }
 
@@ -185,6 +186,7 @@ pub fn smallest_normal(dtype: DType) -> f64 {
         DType::BF16 => half::bf16::MIN_POSITIVE.to_f64(),
         DType::F32 => f64::from(f32::MIN_POSITIVE),
         DType::F8E4M3 => 1.0 / 64.0,
+        DType::I32 => 1.0,
     }
 }
 
@@ -195,6 +197,7 @@ pub fn smallest_subnormal(dtype: DType) -> f64 {
         DType::BF16 => half::bf16::MIN_POSITIVE_SUBNORMAL.to_f64(),
         DType::F32 => f64::from(f32::from_bits(1)),
         DType::F8E4M3 => 1.0 / 512.0,
+        DType::I32 => 1.0,
     }
 }
 
@@ -265,7 +268,7 @@ pub fn draw(problem: &Problem, distribution: Distribution, seed: u64) -> Values 
         Distribution::Extremes => {
             let huge_q = match dtype {
                 DType::F16 | DType::F8E4M3 => largest(dtype) / 8.0,
-                DType::BF16 | DType::F32 => 100_f64.exp2(),
+                DType::BF16 | DType::F32 | DType::I32 => 100_f64.exp2(),
             };
             scale_all(&mut q, huge_q);
             scale_all(&mut k, 1.0 / huge_q);
@@ -339,7 +342,9 @@ pub fn draw_descales(problem: &Problem, distribution: Distribution, seed: u64) -
             _ => 1.0,
         };
         let one = |i: usize| factor * DESCALES[(i + 2 * which + seed as usize) % DESCALES.len()];
-        all.set(name, (0..problem.batch * problem.heads_kv).map(one).collect());
+        let signature = problem.signature();
+        let numbers = signature.inputs().find(|of| of.name == name).map_or(0, |of| of.shape.iter().product());
+        all.set(name, (0..numbers).map(one).collect());
     }
     all
 }
@@ -349,7 +354,7 @@ pub fn draw_descales(problem: &Problem, distribution: Distribution, seed: u64) -
 fn huge_value(problem: &Problem) -> f64 {
     match problem.dtype {
         DType::F16 | DType::F8E4M3 => largest(problem.dtype) / 3.0,
-        DType::BF16 | DType::F32 => largest(problem.dtype) / 8.0 / problem.len_k.max(1) as f64,
+        DType::BF16 | DType::F32 | DType::I32 => largest(problem.dtype) / 8.0 / problem.len_k.max(1) as f64,
     }
 }
 

@@ -2,7 +2,8 @@
 //! and the statistics.
 //!
 //! - [`cover`] chooses few cases among many. [`inputs`] draws the values of a problem from the random numbers of
-//!   [`rng`]; [`operands`] puts them into [`guarded`] memory.
+//!   [`rng`]; [`operands`] puts them into [`guarded`] memory, where
+//!   [`placing`] says that they lie.
 //! - [`rule`] judges a result by the oracle, with the floor that [`conditioning`] derives; [`honest`] results must pass
 //!   it. [`diagnose`](mod@diagnose) finds out what kind of fault a refused result shows.
 //! - [`stats`] says what conclusions the samples allow.
@@ -17,6 +18,7 @@ pub mod guarded;
 pub mod honest;
 pub mod inputs;
 pub mod operands;
+pub mod placing;
 pub mod rng;
 pub mod rule;
 pub mod stats;

@@ -1,13 +1,17 @@
 //! Operands: the inputs of one call in guarded memory, with the options that go with them.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use flashcore::signature::{PerTensor, Rows};
-use flashcore::{Attention, Backward, Descales, Device, Mask, Name, Pass, Problem, Tensor, oracle};
+use flashcore::{
+    Attention, Backward, Descales, Device, Mask, Name, Pages, Pass, Problem, Starts, Tensor, oracle,
+};
 use rayon::prelude::*;
 
 use crate::guarded::{Arrangement, Guarded};
 use crate::inputs::{Distribution, Values, Wild, draw, draw_descales, draw_gradients};
+use crate::placing::{Placing, placed};
 use crate::rng::Rng;
 use crate::rule::{Row, Yardstick};
 
@@ -32,6 +36,8 @@ pub struct Operands {
     further: PerTensor<Guarded>,
     /// Where one element is NaN or infinite, if one is.
     pub wild: Option<Spot>,
+    /// Where the sequences lie when an engine runs, if not as here.
+    placing: Option<Placing>,
 }
 
 /// One row of an input, and an element of it.
@@ -75,6 +81,57 @@ impl Operands {
             operands.attend(group / problem.heads_kv, group % problem.heads_kv);
         }
         operands
+    }
+
+    /// With sequences that lie as a placing says whenever an engine runs. Rows before a sequence's queries become zeros.
+    pub fn with_placing(mut self, placing: Placing) -> Self {
+        for name in [Name::Q, Name::Do, Name::Dlse] {
+            let tensor = match name {
+                Name::Q => &mut self.q,
+                _ => match self.further.get_mut(name) {
+                    Some(tensor) => tensor,
+                    None => continue,
+                },
+            };
+            let [batch, heads, _, width] = tensor.shape();
+            let mut view = tensor.view_mut();
+            for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+                for s in 0..placing.padding(b) {
+                    view.write_row(b, h, s, &vec![0.0; width]);
+                }
+            }
+        }
+        for group in 0..self.problem.batch * self.problem.heads_kv {
+            self.attend(group / self.problem.heads_kv, group % self.problem.heads_kv);
+        }
+        Self { placing: Some(placing), ..self }
+    }
+
+    /// Where the sequences lie when an engine runs, if not as here.
+    pub fn placing(&self) -> Option<&Placing> {
+        self.placing.as_ref()
+    }
+
+    /// The inputs as an engine gets them.
+    pub fn placed(&self) -> Cow<'_, Self> {
+        let Some(placing) = &self.placing else { return Cow::Borrowed(self) };
+        let tensors = placed(placing, |name| self.operand(name));
+        let [q, k, v] = [Name::Q, Name::K, Name::V].map(|name| tensors[name].clone());
+        Cow::Owned(Self {
+            problem: placing.problem,
+            key_lengths: placing.problem.key_lengths.then(|| placing.keys.clone()),
+            q,
+            k,
+            v,
+            further: tensors,
+            wild: self.wild,
+            placing: None,
+        })
+    }
+
+    /// Whether a row is of a sequence.
+    pub fn has(&self, row: &Row) -> bool {
+        self.placing.as_ref().is_none_or(|placing| placing.has(row))
     }
 
     /// Makes o and lse of a kv head's queries what they are for q, k and v, where they are inputs.
@@ -153,6 +210,7 @@ impl Operands {
             v: tensor(dtype_kv, heads_kv, len_k, head_dim_v, &values.v),
             further: PerTensor::default(),
             wild: None,
+            placing: None,
         };
         for b in 0..batch {
             for s in operands.keys(b)..len_k {
@@ -167,7 +225,8 @@ impl Operands {
 
     /// The descales.
     pub fn descales(&self) -> Descales<'_> {
-        self.descales_of(|tensor| tensor.view())
+        let all = self.descales_of(|tensor| tensor.view());
+        self.problem.descale_keys.map_or(all, |keys| all.per_block(keys))
     }
 
     /// The descales, from a view of each.
@@ -217,7 +276,8 @@ impl Operands {
     pub fn reader(&self, rng: &mut Rng, least: usize) -> Option<(Row, Range<usize>)> {
         let Problem { batch, heads_q, len_q, mask, .. } = self.problem;
         let keys = |b: usize, query: usize| mask.keys(query, len_q, self.keys(b));
-        let sees = |b: usize, query: usize| keys(b, query).len() >= least;
+        let sees =
+            |b: usize, query: usize| keys(b, query).len() >= least && self.has(&Row::query(b, 0, query));
         let batches: Vec<usize> = (0..batch).filter(|&b| (0..len_q).any(|query| sees(b, query))).collect();
         if batches.is_empty() || heads_q == 0 {
             return None;
@@ -240,13 +300,18 @@ impl Operands {
                 readers.any(|reader| self.depends(&reader, &own) && self.depends(&reader, spot))
             });
         }
-        batch == spot.batch
+        self.has(row)
+            && batch == spot.batch
             && match spot.operand {
                 Name::K | Name::V => {
                     head / group == spot.head
                         && mask.keys(position, len_q, self.keys(batch)).contains(&spot.row)
                 }
-                Name::QDescale | Name::KDescale | Name::VDescale => head / group == spot.head,
+                Name::QDescale => head / group == spot.head,
+                Name::KDescale | Name::VDescale => {
+                    let mut keys = mask.keys(position, len_q, self.keys(batch));
+                    head / group == spot.head && keys.any(|key| self.problem.descale_block(key) == spot.row)
+                }
                 _ => head == spot.head && position == spot.row,
             }
     }
@@ -255,8 +320,10 @@ impl Operands {
     pub fn attended(&self, reader: &Row, keys: Range<usize>, rng: &mut Rng) -> usize {
         let problem = &self.problem;
         let query = self.row(Name::Q, reader.batch, reader.head, reader.position);
-        let [of_q, of_k, _] = self.descales().at(reader.batch, reader.head / problem.group()).map(f64::from);
+        let (descales, kv_head) = (self.descales(), reader.head / problem.group());
         let score = |key: usize| {
+            let [of_q, of_k, _] =
+                descales.at(reader.batch, kv_head, problem.descale_block(key)).map(f64::from);
             let key = self.row(Name::K, reader.batch, reader.head / problem.group(), key);
             let dot: f64 = query.iter().zip(key).map(|(&a, b)| f64::from(a) * f64::from(b)).sum();
             let score = dot * f64::from(problem.scale) * of_q * of_k;
@@ -306,8 +373,12 @@ impl Operands {
             .chunks((len_k * head_dim_v).max(1))
             .enumerate()
             .map(|(i, head)| {
-                let [.., descale] = descales.at(i / heads_kv, i % heads_kv);
-                descale * head.iter().fold(0.0_f32, |most, x| most.max(x.abs()))
+                let value = |(key, value): (usize, &[f32])| {
+                    let block = self.problem.descale_block(key);
+                    let [.., descale] = descales.at(i / heads_kv, i % heads_kv, block);
+                    descale * value.iter().fold(0.0_f32, |most, x| most.max(x.abs()))
+                };
+                head.chunks_exact(head_dim_v).enumerate().map(value).fold(0.0, f32::max)
             })
             .collect();
         let is_beyond = |(i, x): &(usize, f32)| {
@@ -366,7 +437,17 @@ impl Operands {
     pub fn attention(&self) -> Attention<'_> {
         let attention = Attention::new().mask(self.problem.mask).scale(self.problem.scale);
         let attention = attention.softcap(self.problem.softcap.unwrap_or(0.0)).descales(self.descales());
-        let attention = attention.output(self.problem.out());
+        let mut attention = attention.output(self.problem.out());
+        let Problem { len_q, len_k, .. } = self.problem;
+        if let Some(starts) = self.further.get(Name::QStarts) {
+            attention = attention.packed_queries(Starts::of(&starts.view(), len_q));
+        }
+        if let Some(starts) = self.further.get(Name::KStarts) {
+            attention = attention.packed_keys(Starts::of(&starts.view(), len_k));
+        }
+        if let Some(table) = self.further.get(Name::Pages) {
+            attention = attention.paged(Pages::new(&table.view()).with_most_keys(len_k));
+        }
         match &self.key_lengths {
             Some(lengths) => attention.key_lengths(lengths),
             None => attention,
@@ -376,13 +457,14 @@ impl Operands {
     /// The yardstick of all rows.
     pub fn yardstick(&self) -> Yardstick {
         let (problem, lengths) = (&self.problem, self.key_lengths.as_deref());
-        match problem.pass {
+        let all = match problem.pass {
             Pass::Forward => {
                 let inputs = [&self.q.view(), &self.k.view(), &self.v.view()];
                 Yardstick::descaled(problem, inputs, lengths, &self.descales())
             }
             Pass::Backward => Yardstick::backward(problem, &self.given(), lengths),
-        }
+        };
+        if self.placing.is_some() { all.of_rows(|row| self.has(row)) } else { all }
     }
 
     /// The yardstick of the gradients of one kv head and its query heads.
@@ -391,21 +473,42 @@ impl Operands {
         let given = self.backward(|name| self.group_part(name, batch, head_kv));
         let first = Row::query(batch, head_kv * self.problem.group(), 0);
         let first_key = Row { kind: Rows::Keys, head: head_kv, ..first };
-        Yardstick::backward(&problem, &given, lengths.as_deref()).at(first).at(first_key)
+        Yardstick::backward(&problem, &given, lengths.as_deref())
+            .at(first)
+            .at(first_key)
+            .of_rows(|row| self.has(row))
     }
 
     /// The yardstick of chosen rows of a forward pass, for problems too large to judge whole.
     pub fn yardstick_of_rows(&self, rows: &[Row]) -> Yardstick {
         let one = |row: &Row| {
             let &Row { batch, head, position: query, .. } = row;
-            let keys = self.problem.mask.keys(query, self.problem.len_q, self.keys(batch));
+            let seen = self.problem.mask.keys(query, self.problem.len_q, self.keys(batch));
             let kv_head = head / self.problem.group();
-            let mut problem = self.problem.with_kv(1, keys.len()).with_mask(Mask::None);
+            // From the first key of a block with descales of its own.
+            let block = self.problem.descale_block(seen.start);
+            let keys = self.problem.descale_keys.map_or(seen.start, |keys| block * keys)..seen.end;
+            let mask = if keys == seen {
+                Mask::None
+            } else {
+                Mask::Window { left: Some(seen.len().saturating_sub(1)), right: None }
+            };
+            let mut problem = self.problem.with_kv(1, keys.len()).with_mask(mask);
             (problem.batch, problem.heads_q, problem.len_q, problem.key_lengths) = (1, 1, 1, false);
             let q = self.q.part(batch, 1, head, 1, query, 1);
             let k = self.k.part(batch, 1, kv_head, 1, keys.start, keys.len());
             let v = self.v.part(batch, 1, kv_head, 1, keys.start, keys.len());
-            let descales = self.descales_of(|tensor| tensor.part(batch, 1, kv_head, 1, 0, 1));
+            let descales = self.descales_of(|tensor| match tensor.shape()[2] {
+                1 => tensor.part(batch, 1, kv_head, 1, 0, 1),
+                _ => tensor.part(
+                    batch,
+                    1,
+                    kv_head,
+                    1,
+                    block,
+                    problem.descale_block(keys.len().saturating_sub(1)) + 1,
+                ),
+            });
             Yardstick::descaled(&problem, [&q, &k, &v], None, &descales).at(*row)
         };
         let parts: Vec<Yardstick> = rows.par_iter().map(one).collect();
@@ -423,7 +526,9 @@ impl Operands {
     /// Up to `most` rows spread over all heads: the first and the last query of every head where there is room,
     /// and random ones between.
     pub fn sample_rows(&self, most: usize, seed: u64) -> Vec<Row> {
-        sample_rows(&self.problem, most, seed)
+        let mut rows = sample_rows(&self.problem, most, seed);
+        rows.retain(|row| self.has(row));
+        rows
     }
 }
 

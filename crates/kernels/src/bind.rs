@@ -18,6 +18,14 @@ pub enum Operand {
     V,
     /// One u32 per batch entry: how many keys it has.
     KeyLengths,
+    /// Where each sequence of packed queries begins and the last one ends: one u32 more than there are sequences, one behind
+    /// the other. [`Operand::Q`], [`Operand::O`] and [`Operand::Lse`] then have one batch entry with all rows.
+    QStarts,
+    /// The same for packed keys and values.
+    KStarts,
+    /// The pages of each sequence, in order: an i32 each, of shape (sequences, 1, 1, pages of a sequence). [`Operand::K`] and
+    /// [`Operand::V`] then have a page in the place of each batch entry. Only pages that hold keys of the sequence are read.
+    Pages,
     /// One f32 per batch entry and kv head, which the stored queries of that head are to be multiplied by. Above 0; one
     /// that is not given is 1. Of 8-bit queries.
     QDescale,
@@ -44,6 +52,8 @@ pub enum Operand {
     PartialO,
     /// The reference score and the sum of weights of each partial output: two f32 per row of [`Operand::PartialO`].
     PartialState,
+    /// The sums that each block of a kernel has put aside in f32, in the order in which its threads hold them.
+    Aside,
     /// One f32 per query of a backward pass, and per row of padding up to a multiple of [`ROW_PADDING`]: lse · log2 e, and
     /// +∞ for rows that have no probabilities, because they see no key or do not exist.
     RowLse,
@@ -114,6 +124,10 @@ pub struct Args {
     pub left: i32,
     /// How many keys after its own position a query sees.
     pub right: i32,
+    /// How many sequences there are, which are batch entries where they are dense.
+    pub sequences: u32,
+    /// The most queries and the most keys of a sequence.
+    pub longest: [u32; 2],
     /// Which query tiles are processed together, where they are taken in sections.
     pub section: Section,
     /// Parts of the keys whose outputs are merged at the end.

@@ -71,6 +71,11 @@ pub enum Blocks {
     EachKeys(Order),
     /// A one-dimensional grid of blocks, one per key tile and kv head, that find theirs themselves.
     KeyRow,
+    /// A one-dimensional grid: a block per query tile of so many rows and query head, then one per key tile and kv head.
+    QueriesThenKeys {
+        /// Rows of a query tile.
+        queries: u32,
+    },
     /// A one-dimensional grid of blocks that find their tiles themselves.
     Row {
         /// Blocks per cluster, which share a tile.
@@ -81,17 +86,33 @@ pub enum Blocks {
         /// Parts of the keys; each has its own row of blocks.
         parts: u32,
     },
+    /// The same for tiles of packed sequences, which only the GPU knows: so many persistent blocks per multiprocessor.
+    Packed {
+        /// Blocks per multiprocessor.
+        resident: u32,
+    },
 }
 
 impl Geometry {
     /// Whether its tiles are those of keys and kv heads rather than of queries and query heads.
     pub fn is_of_keys(&self) -> bool {
-        matches!(self.blocks, Blocks::EachKeys(_) | Blocks::KeyRow)
+        matches!(self.blocks, Blocks::EachKeys(_) | Blocks::KeyRow | Blocks::QueriesThenKeys { .. })
     }
 
-    /// The number of tiles for these batch entries, heads and rows per head.
+    /// The blocks of query tiles and query heads that a grid has before those of keys.
+    pub fn query_blocks(&self, batch: u32, heads: u32, len: u32) -> u64 {
+        let Blocks::QueriesThenKeys { queries } = self.blocks else { return 0 };
+        Geometry { rows: queries, ..*self }.tiles(batch, heads, len)
+    }
+
+    /// The number of tiles for these batch entries, heads and rows per head. For packed sequences, the most there can be of
+    /// so many sequences with so many rows in all.
     pub fn tiles(&self, batch: u32, heads: u32, len: u32) -> u64 {
-        u64::from(len.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch)
+        match self.blocks {
+            // Each sequence has at most one tile that is not full.
+            Blocks::Packed { .. } => u64::from(len / self.rows + batch.min(len)) * u64::from(heads),
+            _ => u64::from(len.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch),
+        }
     }
 
     /// The grid for these batch entries, heads and rows per head on this many multiprocessors.
@@ -100,11 +121,17 @@ impl Geometry {
             Blocks::Each(order) | Blocks::EachKeys(order) => {
                 order.grid(len.div_ceil(self.rows), heads, batch)
             }
-            Blocks::KeyRow => [u32::try_from(self.tiles(batch, heads, len)).unwrap_or(u32::MAX), 1, 1],
+            Blocks::KeyRow | Blocks::QueriesThenKeys { .. } => {
+                [u32::try_from(self.tiles(batch, heads, len)).unwrap_or(u32::MAX), 1, 1]
+            }
             Blocks::Row { cluster, resident, parts } => {
                 let tiles = self.tiles(batch, heads, len);
                 let most = resident.map_or(u64::MAX, |blocks| u64::from((sms * blocks / cluster).max(1)));
                 [u32::try_from(tiles.min(most) * u64::from(cluster)).unwrap_or(u32::MAX), parts, 1]
+            }
+            Blocks::Packed { resident } => {
+                let tiles = self.tiles(batch, heads, len).min(u64::from(sms * resident));
+                [tiles as u32, 1, 1]
             }
         }
     }
@@ -112,7 +139,11 @@ impl Geometry {
     /// Blocks per cluster.
     pub fn cluster(&self) -> u32 {
         match self.blocks {
-            Blocks::Each(_) | Blocks::EachKeys(_) | Blocks::KeyRow => 1,
+            Blocks::Each(_)
+            | Blocks::EachKeys(_)
+            | Blocks::KeyRow
+            | Blocks::Packed { .. }
+            | Blocks::QueriesThenKeys { .. } => 1,
             Blocks::Row { cluster, .. } => cluster,
         }
     }
@@ -212,6 +243,11 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
     if cache != (kernel == Kernel::Sm80Decode) && kernel != Kernel::Combine {
         return Err(ScheduleError::Cache { kernel, cache });
     }
+    if spec.descale_keys.is_some() && !matches!(kernel, Kernel::Sm80Decode | Kernel::Combine) {
+        let possible = "descales of blocks of keys are for sm80_decode, with 16-bit queries; give one per kv head, or copy \
+                        the tensors to the host and call Device::cpu()";
+        return Err(ScheduleError::malformed(format!("{kernel}: {possible}")));
+    }
     let takes_rows = matches!(kernel, Kernel::Sm90Fwd | Kernel::Sm80Decode | Kernel::Combine);
     if spec.rows_per_query != 1 && !takes_rows {
         return Err(ScheduleError::malformed(format!(
@@ -223,6 +259,28 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
         (ElementType::E4m3, Some(ElementType::F16 | ElementType::Bf16)) => Ok(()),
         (ElementType::E4m3, _) | (_, Some(_)) => Err(ScheduleError::Out { dtype, out }),
         (ElementType::F16 | ElementType::Bf16 | ElementType::F32, None) => Ok(()),
+    }
+}
+
+/// Whether a kernel takes tensors that lie as a spec has them.
+pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
+    let refuse = |what: &str| {
+        let only = "only sm90_fwd takes them so";
+        Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")))
+    };
+    if (spec.packed_q || spec.packed_k) && kernel != Kernel::Sm90Fwd {
+        return refuse("packed sequences");
+    }
+    // What merges parts has nothing to do with keys.
+    if spec.page.is_some() && !matches!(kernel, Kernel::Sm90Fwd | Kernel::Combine) {
+        return refuse("keys in pages");
+    }
+    match spec.page {
+        Some(_) if spec.packed_k => Err(ScheduleError::malformed("keys are packed or in pages, not both")),
+        Some(page) if page == 0 || !page.is_multiple_of(16) => {
+            Err(ScheduleError::malformed(format!("pages of {page} keys: possible are multiples of 16")))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -42,6 +42,10 @@ pub struct Spec {
     ///
     /// [`Kernel::Sm80Decode`]: crate::Kernel::Sm80Decode
     pub kv: Option<ElementType>,
+    /// How many keys share a descale of k and one of v, where not all of a head do: [`Kernel::Sm80Decode`] takes such.
+    ///
+    /// [`Kernel::Sm80Decode`]: crate::Kernel::Sm80Decode
+    pub descale_keys: Option<u32>,
     /// Elements of a query and of a key; the tensor-core kernels take multiples of 8 up to 256.
     pub head_dim: u32,
     /// Elements of a value and of an output row, likewise.
@@ -59,6 +63,15 @@ pub struct Spec {
     pub scaled_scores: bool,
     /// Whether each batch entry has a key length of its own.
     pub key_lengths: bool,
+    /// Whether the queries of all sequences lie one behind the other, and only the GPU knows where each begins:
+    /// [`Operand::QStarts`](crate::Operand::QStarts). [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
+    pub packed_q: bool,
+    /// The same for keys and values: [`Operand::KStarts`](crate::Operand::KStarts).
+    pub packed_k: bool,
+    /// Keys of a page, where keys and values lie in pages of a pool that [`Operand::Pages`](crate::Operand::Pages) lists:
+    /// a multiple of 16. k and v are then (pages, kv heads, keys of a page, head dim).
+    /// [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
+    pub page: Option<u32>,
     /// Whether several query heads share one kv head.
     pub grouped: bool,
     /// Rows of a tile that a query has: 1; or, where the heads that share a kv head are rows of one tile, their number.
@@ -87,6 +100,7 @@ impl Spec {
             dtype,
             out: (dtype == ElementType::E4m3).then_some(ElementType::Bf16),
             kv: None,
+            descale_keys: None,
             head_dim,
             head_dim_v: head_dim,
             left: false,
@@ -95,6 +109,9 @@ impl Spec {
             softcap: false,
             scaled_scores: false,
             key_lengths: false,
+            packed_q: false,
+            packed_k: false,
+            page: None,
             grouped: false,
             rows_per_query: 1,
             lse: false,
@@ -130,6 +147,11 @@ impl Spec {
     /// The element type of o.
     pub fn out(&self) -> ElementType {
         self.out.unwrap_or(self.dtype)
+    }
+
+    /// Whether what lies behind a batch entry's last key may be anything: another's keys, or what nobody has written.
+    pub fn has_foreign_keys(&self) -> bool {
+        self.key_lengths || self.packed_k || self.page.is_some()
     }
 
     /// Whether some queries may not see some keys that exist.

@@ -24,23 +24,14 @@ use flashcore_lab::{cli, interrupt};
 /// One warpgroup with so many keys in flight, at a head_dim of 128. Narrower heads have as many bytes, where tiles are no
 /// longer than 128 keys.
 fn one(head_dim: usize, block_n: u32, stages: u32) -> fwd::Schedule {
-    fwd::Schedule {
-        warpgroups: 1,
-        block_n: (block_n * 128 / head_dim as u32).clamp(16, 128),
-        stages,
-        q_stages: 1,
-        ctas: 1,
-        split: 1,
-        pingpong: false,
-        lazy: 1,
-        poly: 0,
-        persistent: false,
-        pairs: false,
-        together: false,
-        parts: 1,
-        in_turn: false,
-        multicast: 1,
-        flush: true,
+    let block_n = (block_n * 128 / head_dim as u32).clamp(16, 128);
+    let text = format!(
+        "sm90_fwd:warpgroups=1,block_n={block_n},stages={stages},q_stages=1,ctas=1,split=1,pingpong=0,lazy=1,poly=0,\
+         persistent=0,pairs=0"
+    );
+    match text.parse() {
+        Ok(Schedule::Sm90Fwd(schedule)) => schedule,
+        other => panic!("{text}: {other:?}"),
     }
 }
 

@@ -86,6 +86,7 @@ fn view(memory: &Memory, dtype: DType, layout: Layout) -> flashcore::Result<Tens
         DType::BF16 => Tensor::strided(memory.as_slice::<bf16>(), layout),
         DType::F32 => Tensor::strided(memory.as_slice::<f32>(), layout),
         DType::F8E4M3 => Tensor::strided(memory.as_slice::<flashcore::F8E4M3>(), layout),
+        DType::I32 => Tensor::strided(memory.as_slice::<i32>(), layout),
     }
 }
 
@@ -95,6 +96,7 @@ fn view_mut(memory: &mut Memory, dtype: DType, layout: Layout) -> flashcore::Res
         DType::BF16 => TensorMut::strided(memory.as_slice_mut::<bf16>(), layout),
         DType::F32 => TensorMut::strided(memory.as_slice_mut::<f32>(), layout),
         DType::F8E4M3 => TensorMut::strided(memory.as_slice_mut::<flashcore::F8E4M3>(), layout),
+        DType::I32 => TensorMut::strided(memory.as_slice_mut::<i32>(), layout),
     }
 }
 

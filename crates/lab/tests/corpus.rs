@@ -4,7 +4,7 @@
 //! them. Single cases: `flashcore verify --full --filter NAME`.
 
 use flashcore::plan::Kernel;
-use flashcore::{DType, Pass, Problem};
+use flashcore::{DType, Keys, Pass, Problem};
 use flashcore_lab::cases::{Case, Passes, Tier, corpus_of};
 use flashcore_lab::check::{Outcome, Prepared};
 use flashcore_lab::crew;
@@ -44,10 +44,20 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let others = engine == "sim-ada" && !problem.is_eight_bit();
     let beyond = problem.dtype == DType::F32 || odd(problem.head_dim) || odd(problem.head_dim_v);
     // Planners take another kernel then.
-    let wide = engine.contains("sm90_bwd") && problem.head_dim.max(problem.head_dim_v) > 128;
+    let wide = engine.contains("sm90_bwd")
+        && !engine.contains("wide")
+        && problem.head_dim.max(problem.head_dim_v) > 128;
+    // Hopper's kernel alone takes sequences that are packed or in pages, and not all of them.
+    let placed = !(problem.is_dense() || engine == "sim-hopper" && takes(problem));
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
     !engine.starts_with("cpu")
-        && (beyond || wide || large || eight || many || others || !computes(engine, problem.pass))
+        && (beyond || wide || large || placed || eight || many || others || !computes(engine, problem.pass))
+}
+
+/// Whether the planner has a kernel for a problem whose sequences are packed or in pages.
+fn takes(problem: &Problem) -> bool {
+    let odd = matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
+    !odd && problem.pass == Pass::Forward && problem.dtype_kv.is_none()
 }
 
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.

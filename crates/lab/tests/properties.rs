@@ -58,6 +58,7 @@ fn case() -> impl Strategy<Value = Case> {
             name: "properties".into(),
             tier: Tier::Quick,
             problem: if backward { problem.backward() } else { problem },
+            query_lengths: None,
             key_lengths,
             arrangement,
             inputs,

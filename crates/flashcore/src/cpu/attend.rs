@@ -16,7 +16,7 @@ use super::{
     column::Column,
     cut::{Cut, Step},
     finish::{finish_panel, stats, write_lse},
-    job::{Job, Workspace, rows_of},
+    job::{Job, Workspace, pieces_of, rows_of},
     lanes::{load_queries, rows_at},
     panel::{MAX_LANES, MAX_VECS, Panel, Segment},
     plan::Task,
@@ -28,7 +28,7 @@ use super::{
     visible::Visible,
     wide,
 };
-use crate::tensor::Raw;
+use crate::layouts::View;
 
 /// Runs a task.
 ///
@@ -88,9 +88,10 @@ pub(super) unsafe fn run<S: Simd>(
                 blocks.resize_with(number + 1, || None);
             }
             if blocks[number].is_none() {
-                let (k, v) = (rows(job.call.k(), task, &keys), rows(job.call.v(), task, &keys));
                 let k_wide = base.add(k_wide + number * longest * problem.head_dim);
                 let v_wide = base.add(v_wide + number * longest * o_step);
+                let of = |view| pieces_of(view, task.batch, task.head, keys.clone());
+                let (k, v) = (of(job.call.k()), of(job.call.v()));
                 blocks[number] = Some(Block::new::<S>(keys.clone(), k, v, k_wide, v_wide));
             }
             let next = cut.after(panels, &step);
@@ -146,7 +147,7 @@ fn what_comes(
         }
         None => tasks.peek().map_or_else(none, |then| (then, cut_of(job, then).first_keys())),
     };
-    let keys_and_values = [job.call.k(), job.call.v()].map(|raw| rows(raw, k_task, &keys));
+    let keys_and_values = [job.call.k(), job.call.v()].map(|view| rows(view, k_task, &keys));
     // Queries of the next panel, and the places of this one's outputs, come with its first block.
     let panel = &panels[step.panel];
     let stretch = cut.keys(step.stretch.clone());
@@ -168,15 +169,15 @@ fn what_comes(
     [queries_of(job, job.call.o(), task, &outputs), queries_of(job, job.call.q(), q_task, &queries), k, v]
 }
 
-/// Rows of K or V.
-fn rows(raw: &Raw, task: &Task, keys: &Range<usize>) -> Rows {
-    rows_of(raw, task.batch, task.head, keys.start, keys.len())
+/// Rows of K or V, as far as they lie one behind the other.
+fn rows(view: View<'_>, task: &Task, keys: &Range<usize>) -> Rows {
+    rows_of(view, task.batch, task.head, keys.start, keys.len().min(view.lie.together(keys.start)))
 }
 
 /// Rows of Q or O; none where several heads' lie between each other.
-fn queries_of(job: &Job<'_>, raw: &Raw, task: &Task, rows: &Range<usize>) -> Rows {
+fn queries_of(job: &Job<'_>, view: View<'_>, task: &Task, rows: &Range<usize>) -> Rows {
     let count = if job.call.problem.group() == 1 { rows.len() } else { 0 };
-    rows_of(raw, task.batch, task.head, rows.start, count)
+    rows_of(view, task.batch, task.head, rows.start, count)
 }
 
 /// How many of `count` rows go into tiles of `tall` ones, so that the others fill tiles of four wherever they can.

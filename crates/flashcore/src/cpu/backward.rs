@@ -31,7 +31,7 @@ use super::{
     column::Column,
     helpers::Source,
     isa::Isa,
-    job::{Job, Workspace, row_at, rows_of},
+    job::{Job, Workspace, rows_of},
     lanes::load_queries,
     panel::{MAX_LANES, Panel, Segment, meet},
     plan::Task,
@@ -44,7 +44,7 @@ use super::{
     tile::{Outputs, Scores, chains},
     visible::Visible,
 };
-use crate::{DType, Name, Problem, contract::Call, tensor::Raw};
+use crate::{DType, Name, Problem, contract::Call, layouts::View};
 
 /// Keys of a tile of scores: the tile stays in the nearest cache.
 const BLOCK: usize = 64;
@@ -64,10 +64,8 @@ const FEW_ROWS: usize = 512;
 /// What all items of a call share.
 struct Shared<'a> {
     job: Job<'a>,
-    /// Rows of a kv head.
-    rows: usize,
-    /// The same in whole panels.
-    padded: usize,
+    /// Of each sequence.
+    sizes: Vec<Sizes>,
     /// Elements of a row of dQ, in whole vectors.
     step: usize,
     /// Keys of a chunk.
@@ -75,31 +73,48 @@ struct Shared<'a> {
     /// For each kv head, what is subtracted from the scores of each row, then what is subtracted from its gradients of
     /// probabilities.
     stats: *mut f32,
-    /// For each chunk and kv head, the rows of dQ, or those of each panel turned.
+    /// For each kv head and chunk, the rows of dQ, or those of each panel turned.
     parts: *mut f32,
     turned: bool,
+}
+
+/// What a sequence has.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    /// Rows of a kv head.
+    rows: usize,
+    /// The same in whole panels.
+    padded: usize,
+    /// Keys that have gradients, seen or not.
+    keys: usize,
+    /// Chunks of them.
+    chunks: usize,
+    /// Rows of panels of the kv heads of sequences before it, and the same for every chunk.
+    rows_before: usize,
+    parts_before: usize,
 }
 
 // SAFETY: items write to disjoint rows of the gradients, of the stats and of the parts.
 unsafe impl Sync for Shared<'_> {}
 
 impl Shared<'_> {
-    /// The number of an item's kv head among all of them.
-    fn head(&self, task: &Task) -> usize {
-        task.batch * self.job.call.problem.heads_kv + task.head
+    /// Of an item's sequence.
+    fn sizes(&self, task: &Task) -> &Sizes {
+        &self.sizes[task.batch]
     }
 
     /// What is subtracted from the scores of a row, and from its gradients of probabilities.
     fn stats(&self, task: &Task, row: usize) -> [*mut f32; 2] {
-        let at = self.stats.wrapping_add(2 * self.head(task) * self.padded + row);
-        [at, at.wrapping_add(self.padded)]
+        let Sizes { padded, rows_before, .. } = *self.sizes(task);
+        let at = self.stats.wrapping_add(2 * (rows_before + task.head * padded) + row);
+        [at, at.wrapping_add(padded)]
     }
 
     /// A row of a chunk's part of dQ.
     fn part(&self, task: &Task, chunk: usize, row: usize) -> *mut f32 {
-        let problem = &self.job.call.problem;
-        let head = chunk * problem.batch * problem.heads_kv + self.head(task);
-        self.parts.wrapping_add((head * self.padded + row) * self.step)
+        let Sizes { padded, chunks, parts_before, .. } = *self.sizes(task);
+        let before = parts_before + (task.head * chunks + chunk) * padded;
+        self.parts.wrapping_add((before + row) * self.step)
     }
 }
 
@@ -116,8 +131,22 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
         part_rows: 0,
     };
     let heads = problem.batch * heads_kv;
-    let rows = problem.group() * problem.len_q;
-    let work = heads * rows * len_k * (3 * head_dim + 2 * head_dim_v);
+    // How many chunks there are depends on the problem alone.
+    let chunks = ENOUGH_CHUNKS.div_ceil(heads.max(1)).min(MOST_CHUNKS);
+    let chunk = len_k.div_ceil(chunks).max(LEAST_CHUNK).next_multiple_of(BLOCK);
+    let sequences = call.sequences();
+    let (mut rows_before, mut parts_before) = (0, 0);
+    let sizes = |sequence: usize| {
+        let (rows, keys) = (sequences.rows(sequence), sequences.room(sequence));
+        let (padded, chunks) = (rows.next_multiple_of(isa.panel()), keys.div_ceil(chunk));
+        let sizes = Sizes { rows, padded, keys, chunks, rows_before, parts_before };
+        rows_before += heads_kv * padded;
+        parts_before += heads_kv * padded * chunks;
+        sizes
+    };
+    let sizes: Vec<Sizes> = (0..problem.batch).map(sizes).collect();
+    let pairs: usize = sizes.iter().map(|of| of.rows * of.keys).sum();
+    let work = heads_kv * pairs * (3 * head_dim + 2 * head_dim_v);
     let threads = schedule.threads.min(1 + work / WORTH_A_THREAD);
     let task = |i: usize, rows: Range<usize>, keys: Range<usize>| Task {
         batch: i / heads_kv,
@@ -127,8 +156,9 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
         part: None,
     };
     let (exact, fast): (Vec<usize>, Vec<usize>) =
-        (0..heads).partition(|&i| needs_f64(&job, &task(i, 0..rows, 0..0)));
-    let exact: Vec<Task> = exact.into_iter().map(|i| task(i, 0..rows, 0..len_k)).collect();
+        (0..heads).partition(|&i| needs_f64(&job, &task(i, 0..sizes[i / heads_kv].rows, 0..0)));
+    let whole = |i: usize| task(i, 0..sizes[i / heads_kv].rows, 0..sizes[i / heads_kv].keys);
+    let exact: Vec<Task> = exact.into_iter().map(whole).collect();
     // SAFETY (of all calls below): the engine has only an instruction set that this CPU has; the call is checked, the items
     // are of its own rows and keys, and the steps come one after the other.
     #[allow(clippy::undocumented_unsafe_blocks)] // Above.
@@ -136,26 +166,25 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
     if fast.is_empty() {
         return;
     }
-    let padded = rows.next_multiple_of(isa.panel());
     let step = head_dim.next_multiple_of(isa.lanes());
-    let chunks = ENOUGH_CHUNKS.div_ceil(heads.max(1)).min(MOST_CHUNKS);
-    let chunk = len_k.div_ceil(chunks).max(LEAST_CHUNK).next_multiple_of(BLOCK);
     let (mut stats, mut parts) = (Scratch::new(), Scratch::new());
     let shared = Shared {
         job,
-        rows,
-        padded,
+        sizes,
         step,
         chunk,
-        stats: stats.reserve(2 * heads * padded),
-        parts: parts.reserve(len_k.div_ceil(chunk) * heads * padded * step),
+        stats: stats.reserve(2 * rows_before),
+        parts: parts.reserve(parts_before * step),
         turned: by_matrices(isa, problem),
     };
     let few = FEW_ROWS.next_multiple_of(isa.panel());
-    let of_rows =
-        |i: usize| (0..padded).step_by(few).map(move |start| task(i, start..(start + few).min(padded), 0..0));
+    let of_rows = |i: usize| {
+        let Sizes { padded, .. } = shared.sizes[i / heads_kv];
+        (0..padded).step_by(few).map(move |start| task(i, start..(start + few).min(padded), 0..0))
+    };
     let of_keys = |i: usize| {
-        (0..len_k).step_by(chunk).map(move |start| task(i, 0..rows, start..(start + chunk).min(len_k)))
+        let Sizes { rows, keys, .. } = shared.sizes[i / heads_kv];
+        (0..keys).step_by(chunk).map(move |start| task(i, 0..rows, start..(start + chunk).min(keys)))
     };
     let of_rows: Vec<Task> = fast.iter().copied().flat_map(of_rows).collect();
     let mut of_keys: Vec<Task> = fast.iter().copied().flat_map(of_keys).collect();
@@ -163,7 +192,7 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
     of_keys.sort_by_cached_key(|task| {
         let visible = Visible::new(call, task.batch);
         let seen = |query: usize| meet(&visible.keys(query), &task.keys).len();
-        std::cmp::Reverse((0..problem.len_q).step_by(16).map(seen).sum::<usize>())
+        std::cmp::Reverse((0..sequences.queries(task.batch)).step_by(16).map(seen).sum::<usize>())
     });
     #[allow(clippy::undocumented_unsafe_blocks)] // Above.
     unsafe {
@@ -182,11 +211,11 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
 /// Whether a kv head's gradients are computed in f64: f32 has no room for the scale or the softcap, or lse is so large that
 /// probabilities taken from it would be off by more than roundings.
 fn needs_f64(job: &Job<'_>, task: &Task) -> bool {
-    let raw = &job.call.tensors[Name::Lse];
+    let all = job.call.of_queries(Name::Lse);
     let large = |row: usize| {
         let (h, s) = job.head_and_query(task.head, row);
         // SAFETY: the row is of the call, whose lse is f32.
-        let lse = unsafe { *row_at(raw, task.batch, h, s).cast::<f32>() };
+        let lse = unsafe { *all.row_at(task.batch, h, s).cast::<f32>() };
         lse.is_finite() && lse.abs() > MOST_LSE
     };
     !job.scoring.fits || task.rows.clone().any(large)
@@ -195,7 +224,7 @@ fn needs_f64(job: &Job<'_>, task: &Task) -> bool {
 /// Whether products are those of whole matrices, whose results have dQ turned.
 #[cfg(target_arch = "x86_64")]
 fn by_matrices(isa: Isa, problem: &Problem) -> bool {
-    isa == Isa::Amx && super::matrix::suits(problem)
+    isa == Isa::Amx && super::matrix::suits(problem, problem.group() * problem.len_q)
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -239,19 +268,19 @@ unsafe fn prepare_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace: &mut 
             let [from_scores, from_gradients] = shared.stats(task, row);
             // Of a row that sees nothing, or is none, every probability is 2^−∞.
             (*from_scores, *from_gradients) = (f32::INFINITY, 0.0);
-            if row >= shared.rows {
+            if row >= shared.sizes(task).rows {
                 continue;
             }
             let (h, s) = job.head_and_query(task.head, row);
             let number = |name: Name| {
-                call.tensors.get(name).map_or(0.0, |raw| *row_at(raw, task.batch, h, s).cast::<f32>())
+                call.some_of_queries(name).map_or(0.0, |of| *of.row_at(task.batch, h, s).cast::<f32>())
             };
             let lse = number(Name::Lse);
             if visible.keys(s).is_empty() || lse == f32::NEG_INFINITY {
                 continue;
             }
             for (name, to) in [(Name::O, o), (Name::Do, d_o)] {
-                rows_of(&call.tensors[name], task.batch, h, s, 1).widen::<S>(to);
+                rows_of(call.of_queries(name), task.batch, h, s, 1).widen::<S>(to);
             }
             let mut sums = S::splat(0.0);
             for d in (0..width).step_by(S::LANES) {
@@ -272,9 +301,10 @@ unsafe fn add_up_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace: &mut W
     let visible = Visible::new(call, task.batch);
     let width = S::VECS * S::LANES;
     let sums = workspace.floats.reserve(width * shared.step);
-    let chunk = |i: usize| i * shared.chunk..((i + 1) * shared.chunk).min(problem.len_k);
+    let Sizes { rows: all_rows, keys, chunks, .. } = *shared.sizes(task);
+    let chunk = |i: usize| i * shared.chunk..((i + 1) * shared.chunk).min(keys);
     for start in task.rows.clone().step_by(width) {
-        let rows = start..(start + width).min(shared.rows);
+        let rows = start..(start + width).min(all_rows);
         if rows.is_empty() {
             break;
         }
@@ -282,7 +312,7 @@ unsafe fn add_up_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace: &mut W
         // SAFETY: the caller's promise; a panel has its part in every chunk that it sees.
         unsafe {
             std::ptr::write_bytes(sums, 0, width * shared.step);
-            for i in (0..problem.len_k.div_ceil(shared.chunk)).filter(|&i| panel.sees(&chunk(i))) {
+            for i in (0..chunks).filter(|&i| panel.sees(&chunk(i))) {
                 let part = shared.part(task, i, start);
                 for at in (0..width * shared.step).step_by(S::LANES) {
                     S::store(sums.add(at), S::add(S::load(sums.add(at)), S::load(part.add(at))));
@@ -301,10 +331,10 @@ unsafe fn add_up_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace: &mut W
                     if shared.turned {
                         S::transpose(&mut tile[..S::LANES]);
                     }
-                    let to = &call.tensors[Name::Dq];
+                    let to = call.of_queries(Name::Dq);
                     for (i, x) in tile.iter().enumerate().take(S::LANES.min(rows.len() - lane)) {
                         let (h, s) = job.head_and_query(task.head, start + lane + i);
-                        let row = row_at(to, task.batch, h, s).wrapping_add(d * to.dtype.size());
+                        let row = to.row_at(task.batch, h, s).wrapping_add(d * to.dtype.size());
                         let mut elements = [0.0; MAX_LANES];
                         S::store(elements.as_mut_ptr(), *x);
                         rows::narrow::<S>(
@@ -394,7 +424,7 @@ unsafe fn differentiate_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace:
             std::ptr::write_bytes(places.dv, 0, v_wide * keys.len());
             // What lies behind a key length is not there to be read.
             let there = meet(&keys, &(0..visible.count()));
-            let rows = |raw: &Raw| rows_of(raw, task.batch, task.head, there.start, there.len());
+            let rows = |view: View<'_>| rows_of(view, task.batch, task.head, there.start, there.len());
             let k_rows = rows(call.k());
             let v_rows = rows(call.v());
             let v = if v_rows.are_wide() {
@@ -403,10 +433,13 @@ unsafe fn differentiate_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace:
                 v_rows.widen::<S>(base.add(v));
                 base.add(v).cast_const()
             };
-            let k = Block::new::<S>(there.clone(), k_rows, k_rows, base.add(k), base.add(k_panels));
+            let whole = |rows| std::iter::once((0, rows));
+            let k =
+                Block::new::<S>(there.clone(), whole(k_rows), whole(k_rows), base.add(k), base.add(k_panels));
             let stretch = Stretch { keys: keys.clone(), k, v };
-            for first in (0..shared.rows).step_by(width) {
-                let rows = first..(first + width).min(shared.rows);
+            let all_rows = shared.sizes(task).rows;
+            for first in (0..all_rows).step_by(width) {
+                let rows = first..(first + width).min(all_rows);
                 let panel = Panel::new(visible, rows, call.problem.group(), S::LANES);
                 if !panel.sees(&there) {
                     continue;
@@ -444,7 +477,7 @@ unsafe fn write_keys<S: Simd>(
     let call = shared.job.call;
     let width = S::VECS * S::LANES;
     for (name, from, factor) in [(Name::Dk, dk, call.problem.scale), (Name::Dv, dv, 1.0)] {
-        let to = &call.tensors[name];
+        let to = call.of_keys(name);
         let len = to.layout.shape[3];
         for (i, key) in keys.clone().enumerate() {
             // SAFETY: the caller's promise.
@@ -453,7 +486,7 @@ unsafe fn write_keys<S: Simd>(
                     let x = S::load(from.add((d / width * count + i) * width + d % width));
                     S::store(strip.add(d), S::mul(x, S::splat(factor)));
                 }
-                rows::narrow::<S>(to.dtype, strip, row_at(to, task.batch, task.head, key), len);
+                rows::narrow::<S>(to.dtype, strip, to.row_at(task.batch, task.head, key), len);
             }
         }
     }
@@ -468,21 +501,21 @@ unsafe fn load<S: Simd>(shared: &Shared<'_>, task: &Task, panel: &Panel, places:
     let sees = |lane: usize| lane < panel.rows.len() && !panel.keys(lane).is_empty();
     // Rows that see nothing are the first or the last.
     let blind = !(sees(0) && sees(panel.rows.len() - 1));
-    for (raw, lanes, rows) in [
+    for (view, lanes, rows) in [
         (call.q(), places.q_lanes, places.q_rows),
-        (&call.tensors[Name::Do], places.do_lanes, places.do_rows),
+        (call.of_queries(Name::Do), places.do_lanes, places.do_rows),
     ] {
-        let len = raw.layout.shape[3];
+        let len = view.layout.shape[3];
         let pieces = len.div_ceil(width);
         // SAFETY: the caller's promise; lanes and rows have room for a panel.
         unsafe {
-            load_queries::<S>(job, task, raw, panel, lanes, strip);
+            load_queries::<S>(job, task, view, panel, lanes, strip);
             for lane in 0..panel.vecs * S::LANES {
                 let to = rows.add(lane * width);
                 if lane < panel.rows.len() && (!blind || sees(lane)) {
                     let (h, s) = job.head_and_query(task.head, panel.rows.start + lane);
-                    let from = row_at(raw, task.batch, h, s);
-                    by_type!(raw.dtype, into_pieces::<S, _>(from.cast(), len, to));
+                    let from = view.row_at(task.batch, h, s);
+                    by_type!(view.dtype, into_pieces::<S, _>(from.cast(), len, to));
                     continue;
                 }
                 for piece in 0..pieces {

@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use super::{rows::Rows, simd::Simd};
+use crate::DType;
 
 /// A block of keys as f32: rows of K, and V in panels as wide as tiles of outputs.
 pub(super) struct Block {
@@ -15,7 +16,8 @@ pub(super) struct Block {
 }
 
 impl Block {
-    /// Widens rows of K and V into scratch; what is as it would be there stays where it is.
+    /// Widens rows of K and V into scratch, from pieces with the number of rows before each; what is as it would be there
+    /// stays where it is.
     ///
     /// # Safety
     /// Requires a CPU with `S`, readable rows, and room for them at `k_wide` and, padded to `LANES` columns, at
@@ -23,13 +25,30 @@ impl Block {
     #[inline(always)]
     pub(super) unsafe fn new<S: Simd>(
         keys: Range<usize>,
-        k: Rows,
-        v: Rows,
+        mut k_pieces: impl Iterator<Item = (usize, Rows)>,
+        mut v_pieces: impl Iterator<Item = (usize, Rows)>,
         k_wide: *mut f32,
         v_wide: *mut f32,
     ) -> Self {
+        let nothing = Rows { at: k_wide.cast(), dtype: DType::F32, stride: 0, count: 0, len: 0 };
+        let [k, v] = [k_pieces.next(), v_pieces.next()].map(|piece| piece.map_or(nothing, |(_, rows)| rows));
         // SAFETY: the caller's promise.
         unsafe {
+            if k.count < keys.len() {
+                // Of several pages.
+                for (at, k) in std::iter::once((0, k)).chain(k_pieces) {
+                    k.widen::<S>(k_wide.add(at * k.len));
+                }
+                let one_panel = v.len.is_multiple_of(S::LANES) && v.len <= S::COLUMNS * S::LANES;
+                for (at, v) in std::iter::once((0, v)).chain(v_pieces) {
+                    if one_panel {
+                        v.widen::<S>(v_wide.add(at * v.len));
+                    } else {
+                        v.widen_to_panels::<S>(v_wide, at, keys.len());
+                    }
+                }
+                return Self { keys, k: k_wide, k_stride: k.len, v: v_wide, head_dim_v: v.len };
+            }
             let k_stays = k.are_wide();
             if !k_stays {
                 k.widen::<S>(k_wide);
@@ -41,7 +60,7 @@ impl Block {
             if one_panel && !v_stays {
                 v.widen::<S>(v_wide);
             } else if !v_stays {
-                v.widen_to_panels::<S>(v_wide);
+                v.widen_to_panels::<S>(v_wide, 0, v.count);
             }
             Self {
                 keys,

@@ -1,13 +1,7 @@
 //! The end of a row: into the outputs, or into the part of a split task.
 #![allow(unsafe_code)] // Raw outputs and the workspace of parts.
 
-use super::{
-    job::{Job, row_at},
-    panel::Panel,
-    plan::Task,
-    rows,
-    simd::Simd,
-};
+use super::{job::Job, panel::Panel, plan::Task, rows, simd::Simd};
 
 /// Multiplies the outputs of a panel that is done, in rows of `step`, with the inverse of their sums, and writes them; or
 /// leaves them as the part of a split task.
@@ -104,8 +98,8 @@ pub(super) unsafe fn write_row<S: Simd>(
         } else if !(stats.sum > 0.0 && rows::are_finite(from, head_dim_v)) {
             return S::write_row(job, batch, head_kv, row);
         }
-        let raw = job.call.o();
-        rows::narrow::<S>(raw.dtype, from, row_at(raw, batch, h, s), head_dim_v);
+        let o = job.call.o();
+        rows::narrow::<S>(o.dtype, from, o.row_at(batch, h, s), head_dim_v);
         write_lse(job, batch, head_kv, row, stats);
     }
 }
@@ -116,7 +110,7 @@ pub(super) unsafe fn write_row<S: Simd>(
 /// Requires a row of the plan.
 #[inline(always)]
 pub(super) unsafe fn write_lse(job: &Job<'_>, batch: usize, head_kv: usize, row: usize, stats: Stats) {
-    let Some(raw) = job.call.lse() else { return };
+    let Some(to) = job.call.lse() else { return };
     let (h, s) = job.head_and_query(head_kv, row);
     let lse = if stats.sees_keys {
         let scale = job.scoring(batch, head_kv).scale;
@@ -125,5 +119,5 @@ pub(super) unsafe fn write_lse(job: &Job<'_>, batch: usize, head_kv: usize, row:
         f32::NEG_INFINITY
     };
     // SAFETY: the caller's promise.
-    unsafe { row_at(raw, batch, h, s).cast::<f32>().write(lse) };
+    unsafe { to.row_at(batch, h, s).cast::<f32>().write(lse) };
 }

@@ -56,7 +56,7 @@ impl Isa {
     /// Those whose instructions multiply matrices of a dtype: another only where it is AMX, which has none but for bf16.
     pub const fn of_products(self, dtype: DType) -> Self {
         match (self, dtype) {
-            (Isa::Amx, DType::F32 | DType::F16 | DType::F8E4M3) => Isa::Avx512,
+            (Isa::Amx, DType::F32 | DType::F16 | DType::F8E4M3 | DType::I32) => Isa::Avx512,
             _ => self,
         }
     }

@@ -1,11 +1,10 @@
 //! What the tasks of a call share, and what a thread keeps between them.
 #![allow(unsafe_code)] // Threads share raw outputs, of which each task writes its own rows.
 
-use super::{block::Block, panel::Panel, rows::Rows, scoring::Scoring, scratch::Scratch};
-use crate::{
-    contract::Call,
-    tensor::{Layout, Raw},
-};
+use std::ops::Range;
+
+use super::{block::Block, panel::Panel, plan::Task, rows::Rows, scoring::Scoring, scratch::Scratch};
+use crate::{contract::Call, layouts::View, tensor::Layout};
 
 /// What all tasks of a call share.
 pub(super) struct Job<'a> {
@@ -29,6 +28,11 @@ impl Job<'_> {
     /// f32 of one part.
     pub(super) fn part_len(&self) -> usize {
         self.part_rows * (self.call.problem.head_dim_v + 2)
+    }
+
+    /// The rows of a task's kv head.
+    pub(super) fn rows(&self, task: &Task) -> usize {
+        self.call.sequences().rows(task.batch)
     }
 
     /// How the products of a kv head become scores.
@@ -75,13 +79,26 @@ impl Workspace {
     }
 }
 
-/// The address of a row; it is in bounds if the indices are inside the shape.
-pub(super) fn row_at(raw: &Raw, b: usize, h: usize, s: usize) -> *mut u8 {
-    raw.ptr.wrapping_add(raw.layout.row(b, h, s).wrapping_mul(raw.dtype.size()))
+/// `count` rows of a head that lie one behind the other; they are readable if the sequence has them.
+#[inline(always)]
+pub(super) fn rows_of(view: View<'_>, b: usize, h: usize, s: usize, count: usize) -> Rows {
+    let Layout { shape, strides } = view.layout;
+    Rows { at: view.row_at(b, h, s), dtype: view.dtype, stride: strides[2], count, len: shape[3] }
 }
 
-/// `count` rows of a head; they are readable if they are inside the shape.
-pub(super) fn rows_of(raw: &Raw, b: usize, h: usize, s: usize, count: usize) -> Rows {
-    let Layout { shape, strides } = raw.layout;
-    Rows { at: row_at(raw, b, h, s), dtype: raw.dtype, stride: strides[2], count, len: shape[3] }
+/// Rows of a head, cut where they do not lie one behind the other; each piece with the number of rows before it.
+#[inline(always)]
+pub(super) fn pieces_of(
+    view: View<'_>,
+    b: usize,
+    h: usize,
+    rows: Range<usize>,
+) -> impl Iterator<Item = (usize, Rows)> {
+    let mut next = rows.start;
+    std::iter::from_fn(move || {
+        let start = next;
+        let count = (rows.end - start).min(view.lie.together(start));
+        next += count;
+        (count > 0).then(|| (start - rows.start, rows_of(view, b, h, start, count)))
+    })
 }

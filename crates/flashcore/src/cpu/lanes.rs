@@ -2,28 +2,25 @@
 #![allow(unsafe_code)] // Raw tensors and scratch; the contract and the plan bound every index.
 
 use super::{
-    job::{Job, row_at, rows_of},
+    job::{Job, rows_of},
     panel::{MAX_LANES, Panel},
     plan::Task,
     rows::{Vectorised, by_type},
     simd::Simd,
 };
-use crate::{
-    DType,
-    tensor::{Layout, Raw},
-};
+use crate::{DType, layouts::View, tensor::Layout};
 
 /// The rows of a vector, a lane each.
 pub(super) type LaneRows = [*mut u8; MAX_LANES];
 
 /// `LANES` rows of a tensor of queries, from row `first` of a task.
 #[inline(always)]
-pub(super) fn rows_at<S: Simd>(job: &Job<'_>, task: &Task, raw: &Raw, first: usize) -> LaneRows {
+pub(super) fn rows_at<S: Simd>(job: &Job<'_>, task: &Task, view: View<'_>, first: usize) -> LaneRows {
     let mut rows = [std::ptr::null_mut(); MAX_LANES];
-    let Layout { strides: [_, head, query, _], .. } = raw.layout;
-    let (bytes, group) = (raw.dtype.size(), job.call.problem.group());
+    let Layout { strides: [_, head, query, _], .. } = view.layout;
+    let (bytes, group) = (view.dtype.size(), job.call.problem.group());
     let (first_head, first_query) = job.head_and_query(task.head, first);
-    let mut at = row_at(raw, task.batch, first_head, first_query);
+    let mut at = view.row_at(task.batch, first_head, first_query);
     // The next row is the next head's of the group, or the first one's of the next query.
     let mut left = (task.head + 1) * group - first_head;
     for row in rows.iter_mut().take(S::LANES) {
@@ -58,12 +55,12 @@ pub(super) fn rows_in<S: Simd>(strip: *mut f32, len: usize) -> LaneRows {
 pub(super) unsafe fn load_queries<S: Simd>(
     job: &Job<'_>,
     task: &Task,
-    raw: &Raw,
+    view: View<'_>,
     panel: &Panel,
     lanes: *mut f32,
     strip: *mut f32,
 ) {
-    let head_dim = raw.layout.shape[3];
+    let head_dim = view.layout.shape[3];
     let padded = head_dim.next_multiple_of(S::LANES);
     for vec in 0..panel.vecs {
         let first = panel.rows.start + vec * S::LANES;
@@ -71,15 +68,15 @@ pub(super) unsafe fn load_queries<S: Simd>(
         // SAFETY: rows are inside q, and the strip holds `LANES` padded rows.
         unsafe {
             if padded == head_dim && first + S::LANES <= panel.rows.end {
-                let rows = rows_at::<S>(job, task, raw, first);
-                by_type!(raw.dtype, into_lanes::<S, _>(&rows, head_dim, to));
+                let rows = rows_at::<S>(job, task, view, first);
+                by_type!(view.dtype, into_lanes::<S, _>(&rows, head_dim, to));
                 continue;
             }
             for lane in 0..S::LANES {
                 let to = strip.add(lane * padded);
                 if first + lane < panel.rows.end {
                     let (h, s) = job.head_and_query(task.head, first + lane);
-                    rows_of(raw, task.batch, h, s, 1).widen::<S>(to);
+                    rows_of(view, task.batch, h, s, 1).widen::<S>(to);
                 } else {
                     std::ptr::write_bytes(to, 0, head_dim);
                 }

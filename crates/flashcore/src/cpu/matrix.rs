@@ -27,7 +27,7 @@ use super::{
     },
     visible::Visible,
 };
-use crate::{DType, Problem, tensor::Raw};
+use crate::{DType, Keys, Problem, layouts::View};
 
 /// Elements, or keys, of a row of a left matrix.
 pub(super) const PAIRED: usize = 2 * SIDE;
@@ -41,9 +41,11 @@ const STRIDE: usize = WIDTH * size_of::<f32>();
 /// The most bytes between rows of K that are read where they lie.
 const FAR: usize = 1024;
 
-/// Whether a problem is for this path: of bf16, and rows enough to pay for turning V.
-pub(super) fn suits(problem: &Problem) -> bool {
-    problem.dtype == DType::BF16 && problem.dtype_kv.is_none() && problem.group() * problem.len_q >= SIDE
+/// Whether so many rows of a kv head are for this path: of bf16, of keys that lie one behind the other, and enough of them to
+/// pay for turning V.
+pub(super) fn suits(problem: &Problem, rows: usize) -> bool {
+    let paged = matches!(problem.keys, Keys::Paged { .. });
+    problem.dtype == DType::BF16 && problem.dtype_kv.is_none() && !paged && rows >= SIDE
 }
 
 /// Runs a task.
@@ -190,18 +192,19 @@ unsafe fn pack(
     k_copy: *mut f32,
     v: *mut f32,
 ) -> Packed {
-    let rows = |raw| rows_of(raw, task.batch, task.head, keys.start, keys.len());
+    let rows = |view| rows_of(view, task.batch, task.head, keys.start, keys.len());
     let (before, end) = (keys.start - first, keys.end - first);
-    let raw = job.call.k();
-    let (mut k, mut k_stride) = (rows_of(raw, task.batch, task.head, first, 1).at, raw.layout.strides[2] * 2);
+    let keys_at = job.call.k();
+    let (mut k, mut k_stride) =
+        (rows_of(keys_at, task.batch, task.head, first, 1).at, keys_at.layout.strides[2] * 2);
     // SAFETY: rows are inside their tensors, and copies inside the scratch.
     unsafe {
         // Whole cache lines, and not so far apart that sixteen rows fall into one place of the cache.
         let lines = [k.addr(), k_stride].iter().all(|at| at.is_multiple_of(ROW));
         let near = sizes.head_dim.is_multiple_of(PAIRED) && lines && k_stride <= FAR;
-        if !near || first + end.next_multiple_of(PAIRED) > raw.layout.shape[2] {
+        if !near || end.next_multiple_of(PAIRED) > keys_at.rows_from(task.batch, first) {
             let to = k_copy.cast::<u16>();
-            copy_padded(rows(raw), to.add(before * sizes.depth * PAIRED), sizes.depth * PAIRED);
+            copy_padded(rows(keys_at), to.add(before * sizes.depth * PAIRED), sizes.depth * PAIRED);
             (k, k_stride) = (to.cast(), sizes.depth * ROW);
         }
         let values = rows(job.call.v());
@@ -267,12 +270,12 @@ pub(super) unsafe fn transpose_values(values: Rows, key: usize, before: usize, c
 pub(super) unsafe fn pack_rows(
     job: &Job<'_>,
     task: &Task,
-    raw: &Raw,
+    view: View<'_>,
     panel: &Panel,
     matrices: *mut f32,
     strip: *mut f32,
 ) {
-    let head_dim = raw.layout.shape[3];
+    let head_dim = view.layout.shape[3];
     let depths = head_dim.div_ceil(PAIRED);
     for vec in 0..panel.vecs {
         let first = panel.rows.start + vec * S::LANES;
@@ -280,14 +283,14 @@ pub(super) unsafe fn pack_rows(
         unsafe {
             let whole = head_dim.is_multiple_of(PAIRED) && first + S::LANES <= panel.rows.end;
             let rows = if whole {
-                rows_at::<S>(job, task, raw, first)
+                rows_at::<S>(job, task, view, first)
             } else {
                 let len = depths * PAIRED;
                 for lane in 0..S::LANES {
                     let to = strip.cast::<u16>().add(lane * len);
                     if first + lane < panel.rows.end {
                         let (h, s) = job.head_and_query(task.head, first + lane);
-                        copy_padded(rows_of(raw, task.batch, h, s, 1), to, len);
+                        copy_padded(rows_of(view, task.batch, h, s, 1), to, len);
                     } else {
                         std::ptr::write_bytes(to, 0, len);
                     }

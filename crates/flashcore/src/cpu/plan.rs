@@ -90,7 +90,9 @@ impl Plan {
     pub(super) fn new(call: &Call<'_>, schedule: &Schedule, panel: usize) -> Self {
         let problem = &call.problem;
         let group = problem.group();
-        let rows = group * problem.len_q;
+        let sequences = call.sequences();
+        let each_rows: Vec<usize> = (0..problem.batch).map(|batch| sequences.rows(batch)).collect();
+        let rows = each_rows.iter().copied().max().unwrap_or(0);
         let heads = problem.batch * problem.heads_kv;
         // Results do not depend on the rows of a task, so these may depend on the threads.
         let blocks = (TASKS_PER_THREAD * schedule.threads)
@@ -102,13 +104,14 @@ impl Plan {
         let most = if most < panel { most } else { most / panel * panel };
         let block = rows.div_ceil(blocks).next_multiple_of(panel).clamp(1, most);
         // They do depend on the keys, so these must not.
-        let few = heads * rows.div_ceil(FEW_ROWS) < ENOUGH_TASKS;
+        let few = each_rows.iter().map(|rows| rows.div_ceil(FEW_ROWS)).sum::<usize>() * problem.heads_kv
+            < ENOUGH_TASKS;
         let split_k = if few { schedule.split_k.max(1) } else { usize::MAX };
         let mut plan = Self { part_rows: block.min(rows), ..Self::default() };
         let width = problem.head_dim + problem.head_dim_v;
         let mut batches = Vec::with_capacity(problem.batch);
         let mut left = 0;
-        for batch in 0..problem.batch {
+        for (batch, &rows) in each_rows.iter().enumerate() {
             let visible = Visible::new(call, batch);
             let mut pieces: Vec<Piece> = (0..rows)
                 .step_by(block)

@@ -52,7 +52,7 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
     // SAFETY: the engine has only an instruction set that this CPU has; the call is checked and the plan its own.
     each(helpers, threads, &plan.tasks, |task, tasks, space| unsafe {
         #[cfg(target_arch = "x86_64")]
-        if isa == Isa::Amx && scoring.fits && matrix::suits(&call.problem) {
+        if isa == Isa::Amx && scoring.fits && matrix::suits(&call.problem, job.rows(task)) {
             return matrix::run(&job, task, space);
         }
         attend(isa, &job, task, tasks, space);
@@ -94,7 +94,7 @@ unsafe fn attend_on<S: Simd>(job: &Job<'_>, task: &Task, tasks: &Queue<'_, Task>
     unsafe {
         if !job.scoring.fits {
             wide::run::<S>(job, task);
-        } else if stream::suits::<S>(&job.call.problem) {
+        } else if stream::suits::<S>(&job.call.problem, job.rows(task)) {
             stream::run::<S>(job, task, workspace);
         } else {
             attend::run::<S>(job, task, tasks, workspace);

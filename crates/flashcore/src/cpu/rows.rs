@@ -103,6 +103,7 @@ macro_rules! by_type {
             DType::F16 => $call::<$s, half::f16>($($arg),*),
             DType::BF16 => $call::<$s, half::bf16>($($arg),*),
             DType::F8E4M3 => $call::<$s, float8::F8E4M3>($($arg),*),
+            DType::I32 => unreachable!("attention on integers"),
         }
     };
 }
@@ -154,15 +155,16 @@ impl Rows {
     }
 
     /// Widens the rows and cuts them into panels as wide as tiles of outputs ([`column_tiles`]): column d of row r, in a
-    /// panel of w columns from column c on, comes to `c · count + r · w + d − c`. Zeros fill the last vector.
+    /// panel of w columns from column c on, comes to `c · all + (first + r) · w + d − c`, where these are rows from number
+    /// `first` on of `all`. Zeros fill the last vector.
     ///
     /// # Safety
     /// Requires a CPU with `S`, readable rows, and room at `to`.
     #[inline(always)]
-    pub(super) unsafe fn widen_to_panels<S: Simd>(self, to: *mut f32) {
+    pub(super) unsafe fn widen_to_panels<S: Simd>(self, to: *mut f32, first: usize, all: usize) {
         let Self { at, dtype, stride, count, len } = self;
         // SAFETY: the caller's promise.
-        unsafe { by_type!(dtype, widen_to_panels::<S, _>(at.cast(), stride, count, len, to)) }
+        unsafe { by_type!(dtype, widen_to_panels::<S, _>(at.cast(), stride, count, len, to, first, all)) }
     }
 
     /// Asks for some bytes of the rows, counted without gaps, to be brought into the cache.
@@ -208,6 +210,8 @@ unsafe fn widen_to_panels<S: Simd, E: Vectorised>(
     count: usize,
     len: usize,
     to: *mut f32,
+    first: usize,
+    all: usize,
 ) {
     for row in 0..count {
         for columns in column_tiles::<S>(len) {
@@ -215,7 +219,7 @@ unsafe fn widen_to_panels<S: Simd, E: Vectorised>(
             // SAFETY: the caller's promise; no vector that is read ends behind the row.
             unsafe {
                 let from = from.add(row * stride + columns.start);
-                let to = to.add(columns.start * count + row * width);
+                let to = to.add(columns.start * all + (first + row) * width);
                 let whole = width.min(len - columns.start) / S::LANES * S::LANES;
                 for d in (0..whole).step_by(S::LANES) {
                     // Stores wait for their lines one after the other.

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::{
     finish::{Stats, finish_row},
-    job::{Job, Workspace, rows_of},
+    job::{Job, Workspace, pieces_of, rows_of},
     math::{self, Exp2Below},
     panel::MAX_LANES,
     plan::Task,
@@ -19,16 +19,18 @@ use super::{
     simd::Simd,
     visible::Visible,
 };
-use crate::{DType, Problem};
+use crate::{DType, Problem, layouts::View};
 
 /// Beyond this, rows are better put into lanes.
 const MAX_ROWS: usize = 8;
 /// Keys between two updates of the running maxima; a multiple of every vector's lanes.
 const BLOCK: usize = 64;
+/// From the probabilities of one row to those of the next: the last products of a page may be written behind a block's.
+const STEP: usize = BLOCK + MAX_LANES;
 
-/// Whether a problem is for this path: few rows, and head dims of whole vectors.
-pub(super) fn suits<S: Simd>(problem: &Problem) -> bool {
-    problem.group() * problem.len_q <= MAX_ROWS
+/// Whether so many rows of a kv head are for this path: few, and head dims of whole vectors.
+pub(super) fn suits<S: Simd>(problem: &Problem, rows: usize) -> bool {
+    rows <= MAX_ROWS
         && problem.head_dim.is_multiple_of(S::LANES)
         && problem.head_dim_v.is_multiple_of(S::LANES)
 }
@@ -50,7 +52,7 @@ struct Row {
 #[inline(always)]
 pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
     // SAFETY: the caller's promise.
-    unsafe { by_type!(job.call.problem.dtype_kv(), run_typed::<S, _>(job, task, workspace)) }
+    unsafe { by_type!(job.call.k().dtype, run_typed::<S, _>(job, task, workspace)) }
 }
 
 #[inline(always)]
@@ -61,7 +63,7 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
     let mut carve = Carve::new();
     let q = carve.part(count * head_dim);
     let o = carve.part(count * head_dim_v);
-    let p = carve.part(count * BLOCK);
+    let p = carve.part(count * STEP);
     let base = workspace.floats.reserve(carve.total());
     let mut rows = [const { Row { keys: 0..0, max: f32::NEG_INFINITY, sum: 0.0, rescale: 1.0 } }; MAX_ROWS];
     let rows = &mut rows[..count];
@@ -76,40 +78,53 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
         }
         std::ptr::write_bytes(o, 0, count * head_dim_v);
         let from = |start: usize| start..(start + BLOCK).min(task.keys.end);
-        let tensor = |raw, keys: &Range<usize>| rows_of(raw, task.batch, task.head, keys.start, keys.len());
+        let tensor = |view: View<'_>, keys: &Range<usize>| {
+            let count = keys.len().min(view.lie.together(keys.start));
+            rows_of(view, task.batch, task.head, keys.start, count)
+        };
+        let pieces = |view, keys: &Range<usize>| pieces_of(view, task.batch, task.head, keys.clone());
         for start in task.keys.clone().step_by(BLOCK) {
             let keys = from(start);
-            let (k, v) = (tensor(job.call.k(), &keys), tensor(job.call.v(), &keys));
-            let mut ahead = Some(v);
-            let mut i = 0;
-            while i + 4 <= count {
-                S::dots::<E, 4>(k, ahead.take(), q.add(i * head_dim), p.add(i * BLOCK));
-                i += 4;
-            }
-            while i < count {
-                S::dots::<E, 1>(k, ahead.take(), q.add(i * head_dim), p.add(i * BLOCK));
-                i += 1;
+            let (all_k, all_v) = (job.call.k(), job.call.v());
+            for ((at, k), (_, v)) in pieces(all_k, &keys).zip(pieces(all_v, &keys)) {
+                let (mut ahead, p) = (Some(v), p.add(at));
+                let mut i = 0;
+                while i + 4 <= count {
+                    S::dots::<E, 4>(k, ahead.take(), q.add(i * head_dim), p.add(i * STEP));
+                    i += 4;
+                }
+                while i < count {
+                    S::dots::<E, 1>(k, ahead.take(), q.add(i * head_dim), p.add(i * STEP));
+                    i += 1;
+                }
             }
             for (i, row) in rows.iter_mut().enumerate() {
-                softmax::<S>(scoring, row, &keys, p.add(i * BLOCK));
+                softmax::<S>(scoring, row, &keys, p.add(i * STEP));
             }
-            let mut ahead = Some(tensor(job.call.k(), &from(keys.end)));
-            let mut i = 0;
-            // Rows that see the same keys share the reading of V.
-            while i + 4 <= count && rows.iter().all(|row| row.keys == rows[0].keys) {
-                let rescale = std::array::from_fn(|g| rows[i + g].rescale);
-                S::outputs::<E, 4>(v, ahead.take(), rescale, p.add(i * BLOCK), o.add(i * head_dim_v));
-                i += 4;
-            }
-            // Others take their own only: 0 · ∞ of another's would spoil them.
-            while i < count {
-                let first = rows[i].keys.start.saturating_sub(keys.start).min(keys.len());
-                let end = rows[i].keys.end.clamp(keys.start + first, keys.end) - keys.start;
-                let at = v.at.wrapping_add(first * v.stride * v.dtype.size());
-                let seen = Rows { at, count: end - first, ..v };
-                let (p, o) = (p.add(i * BLOCK + first), o.add(i * head_dim_v));
-                S::outputs::<E, 1>(seen, ahead.take(), [rows[i].rescale], p, o);
-                i += 1;
+            let mut ahead = Some(tensor(all_k, &from(keys.end)));
+            let together = rows.iter().all(|row| row.keys == rows[0].keys);
+            for (at, v) in pieces(all_v, &keys) {
+                // The first piece has rescaled what was there.
+                let rescale = |row: &Row| if at == 0 { row.rescale } else { 1.0 };
+                let mut i = 0;
+                // Rows that see the same keys share the reading of V.
+                while together && i + 4 <= count {
+                    let rescale = std::array::from_fn(|g| rescale(&rows[i + g]));
+                    let (p, o) = (p.add(i * STEP + at), o.add(i * head_dim_v));
+                    S::outputs::<E, 4>(v, ahead.take(), rescale, p, o);
+                    i += 4;
+                }
+                // Others take their own only: 0 · ∞ of another's would spoil them.
+                while i < count {
+                    let start = keys.start + at;
+                    let first = rows[i].keys.start.saturating_sub(start).min(v.count);
+                    let end = rows[i].keys.end.clamp(start + first, start + v.count) - start;
+                    let from = v.at.wrapping_add(first * v.stride * v.dtype.size());
+                    let seen = Rows { at: from, count: end - first, ..v };
+                    let (p, o) = (p.add(i * STEP + at + first), o.add(i * head_dim_v));
+                    S::outputs::<E, 1>(seen, ahead.take(), [rescale(&rows[i])], p, o);
+                    i += 1;
+                }
             }
         }
         for (i, row) in rows.iter().enumerate() {
@@ -129,7 +144,7 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
 /// The products of G queries with a block of keys, as many at once as a vector has lanes.
 ///
 /// # Safety
-/// Requires a CPU with `S`, readable keys, G queries of as many elements, and G rows of `BLOCK` at `p`.
+/// Requires a CPU with `S`, readable keys, at least one, G queries of as many elements, and G rows of `STEP` at `p`.
 #[inline(always)]
 pub(super) unsafe fn dots<S: Simd, E: Vectorised, const G: usize>(
     k: Rows,
@@ -170,7 +185,7 @@ pub(super) unsafe fn dots<S: Simd, E: Vectorised, const G: usize>(
             let mut products = [0.0; MAX_LANES];
             S::store(products.as_mut_ptr(), acc[0]);
             for g in 0..G {
-                let to = p.add(g * BLOCK + first);
+                let to = p.add(g * STEP + first);
                 std::ptr::copy_nonoverlapping(products.as_ptr().add(g * at_once), to, at_once);
             }
         }
@@ -231,7 +246,7 @@ unsafe fn fold<S: Simd>(x: S::V, start: f32, join: impl Fn(f32, f32) -> f32) -> 
 /// O = O · rescale + P V for G rows and a block of keys.
 ///
 /// # Safety
-/// Requires a CPU with `S`, readable values of whole vectors, G rows of `BLOCK` at `p`, and G rows of outputs at `o`.
+/// Requires a CPU with `S`, readable values of whole vectors, G rows of `STEP` at `p`, and G rows of outputs at `o`.
 #[inline(always)]
 pub(super) unsafe fn outputs<S: Simd, E: Vectorised, const G: usize>(
     v: Rows,
@@ -292,7 +307,7 @@ unsafe fn output_columns<S: Simd, E: Vectorised, const G: usize, const C: usize>
                 *value = E::load::<S>(row.add(c * S::LANES));
             }
             for (g, acc) in acc.iter_mut().enumerate() {
-                let weight = S::splat(*p.add(g * BLOCK + key));
+                let weight = S::splat(*p.add(g * STEP + key));
                 for (acc, &value) in acc.iter_mut().zip(&values) {
                     *acc = S::fma(weight, value, *acc);
                 }

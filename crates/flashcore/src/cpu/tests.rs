@@ -228,6 +228,7 @@ fn values_at_the_ends_of_their_type_follow_the_oracle() {
             // Squares of these summed over the head dim stay below the largest f32.
             DType::BF16 | DType::F32 => 1e18,
             DType::F8E4M3 => 448.0,
+            DType::I32 => unreachable!("attention on integers"),
         };
         let sizes = [largest, 1e-3 * largest, 1e4, 100.0, 1e-3, 1e-7, 1e-30, 1e-42];
         for (size_q, size_k) in sizes.into_iter().flat_map(|q| sizes.map(|k| (q, k))) {

@@ -253,7 +253,7 @@ pub(super) unsafe fn output<S: Simd, const R: usize, const V: usize>(
                 Some((done, DType::F16)) => write::<S, f16, R, V>(&tile, done, first),
                 Some((done, DType::BF16)) => write::<S, bf16, R, V>(&tile, done, first),
                 // No output is of f8, says the contract.
-                Some((_, DType::F8E4M3)) => unreachable!("an output of f8"),
+                Some((_, DType::F8E4M3 | DType::I32)) => unreachable!("an output of f8 or of integers"),
             }
         }
     }

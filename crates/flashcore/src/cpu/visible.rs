@@ -23,9 +23,10 @@ impl Visible {
     pub(super) fn new(call: &Call<'_>, batch: usize) -> Self {
         // Beyond every key, yet far from overflow when a query is added.
         const FAR: i64 = 1 << 40;
-        let len = call.key_lengths.map_or(call.problem.len_k, |lengths| lengths[batch] as usize) as i64;
+        let sequences = call.sequences();
+        let len = sequences.keys(batch) as i64;
         let Band { left, right, top_left } = call.problem.mask.band();
-        let place = if top_left { 0 } else { len - call.problem.len_q as i64 };
+        let place = if top_left { 0 } else { len - sequences.queries(batch) as i64 };
         let reach = |side: Option<usize>| side.map_or(FAR, |side| side.min(FAR as usize) as i64);
         Self { first: place - reach(left), end: place + reach(right) + 1, len }
     }

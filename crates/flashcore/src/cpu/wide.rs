@@ -8,13 +8,13 @@
 use std::ops::Range;
 
 use super::{
-    job::{Job, row_at, rows_of},
+    job::{Job, pieces_of, rows_of},
     plan::Task,
     rows,
     simd::Simd,
     visible::Visible,
 };
-use crate::{Descales, Problem, contract::Call, tensor::Raw};
+use crate::{Descales, Problem, contract::Call, layouts::View};
 
 /// Keys that are read at a time.
 const BLOCK: usize = 64;
@@ -59,9 +59,9 @@ pub(super) unsafe fn write_row<S: Simd>(job: &Job<'_>, batch: usize, head_kv: us
     unsafe {
         let lse = attend::<S>(call, batch, head_kv, [h, s], &mut o);
         let o: Vec<f32> = o.into_iter().map(|x| x as f32).collect();
-        rows::narrow::<S>(call.o().dtype, o.as_ptr(), row_at(call.o(), batch, h, s), o.len());
-        if let Some(raw) = call.lse() {
-            row_at(raw, batch, h, s).cast::<f32>().write(lse as f32);
+        rows::narrow::<S>(call.o().dtype, o.as_ptr(), call.o().row_at(batch, h, s), o.len());
+        if let Some(to) = call.lse() {
+            to.row_at(batch, h, s).cast::<f32>().write(lse as f32);
         }
     }
 }
@@ -76,16 +76,18 @@ unsafe fn attend<S: Simd>(
     o: &mut [f64],
 ) -> f64 {
     let Problem { head_dim, head_dim_v, scale, softcap, .. } = call.problem;
-    let [of_q, of_k, of_v] = Descales::among(&call.tensors).at(batch, head_kv).map(f64::from);
+    let [of_q, of_k, of_v] = Descales::among(&call.tensors).at(batch, head_kv, 0).map(f64::from);
     let scale = f64::from(scale) * of_q * of_k;
     let visible = Visible::new(call, batch).keys(s);
     if visible.is_empty() {
         return f64::NEG_INFINITY;
     }
-    let read = |raw: &Raw, head: usize, rows: Range<usize>| {
-        let mut wide = vec![0.0; rows.len() * raw.layout.shape[3]];
-        // SAFETY: the caller's promise; there is room for all of the rows.
-        unsafe { rows_of(raw, batch, head, rows.start, rows.len()).widen::<S>(wide.as_mut_ptr()) };
+    let read = |view: View<'_>, head: usize, rows: Range<usize>| {
+        let mut wide = vec![0.0; rows.len() * view.layout.shape[3]];
+        for (at, rows) in pieces_of(view, batch, head, rows) {
+            // SAFETY: the caller's promise; there is room for all of the rows.
+            unsafe { rows.widen::<S>(wide.as_mut_ptr().add(at * rows.len)) };
+        }
         wide
     };
     let query: Vec<f64> = read(call.q(), h, s..s + 1).into_iter().map(f64::from).collect();

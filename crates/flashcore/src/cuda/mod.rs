@@ -12,6 +12,7 @@ mod floor;
 mod key;
 mod lengths;
 mod maps;
+mod places;
 mod pointers;
 mod record;
 mod staged;
@@ -392,7 +393,8 @@ impl Cuda {
             Err(Error::Alignment { .. } | Error::Unsupported { .. })
                 if self.choice == Choice::Planner
                     && call.problem.pass == Pass::Forward
-                    && !call.problem.is_eight_bit() =>
+                    && !call.problem.is_eight_bit()
+                    && call.problem.is_dense() =>
             {
                 self.with_kernel(Kernel::Scalar).run_as(call, &key)
             }

@@ -46,6 +46,9 @@ pub(super) fn operand(name: Name) -> Operand {
         Name::QDescale => Operand::QDescale,
         Name::KDescale => Operand::KDescale,
         Name::VDescale => Operand::VDescale,
+        Name::QStarts => Operand::QStarts,
+        Name::KStarts => Operand::KStarts,
+        Name::Pages => Operand::Pages,
         Name::KeyLengths => Operand::KeyLengths,
         Name::Tensor => unreachable!("no tensor of a signature"),
     }
@@ -88,6 +91,8 @@ impl Plan {
         (args.scale, args.softcap) = (problem.scale, problem.softcap);
         (args.left, args.right) = (bound(band.left), bound(band.right));
         (args.section, args.parts) = (self.section, self.workspace.parts());
+        (args.sequences, args.longest) =
+            (problem.batch as u32, [problem.len_q, problem.len_k].map(|len| len as u32));
         for parameter in &self.problem.signature() {
             if let Some((address, layout)) = bindings.tensors.get(parameter.name) {
                 let layout = fold_layout(layout, parameter, &self.problem, &self.folded);

@@ -3,7 +3,7 @@
 use flashcore_kernels::Kernel;
 
 use crate::{
-    Layout, Mask, Pass, Problem,
+    Layout, Mask, Pass, Problem, Queries,
     signature::{Parameter, Rows},
 };
 
@@ -30,7 +30,7 @@ pub(crate) struct Folded {
 /// The problem as a kernel is to see it.
 pub(crate) fn fold(problem: &Problem, kernel: Kernel) -> Folded {
     let (group, as_it_is) = (problem.group(), Folded { problem: *problem, rows_per_query: 1 });
-    if problem.heads_kv == 0 || problem.len_q == 0 {
+    if problem.heads_kv == 0 || problem.len_q == 0 || problem.queries != Queries::Dense {
         return as_it_is;
     }
     let rows = Problem { heads_q: problem.heads_kv, len_q: group * problem.len_q, ..*problem };

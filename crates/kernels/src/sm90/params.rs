@@ -20,7 +20,7 @@ kernel_params! {
         v_map: TensorMap,
         /// The output, in boxes of a warpgroup's rows.
         o_map: TensorMap,
-        /// The output; read only by kernels that split the keys.
+        /// The output, of kernels that split the keys; or what is put aside of it, of kernels that do that.
         o: GlobalPtr,
         /// One f32 per query; read only by kernels that write lse.
         lse: GlobalPtr,
@@ -89,6 +89,50 @@ kernel_params! {
     }
 }
 
+kernel_params! {
+    /// What a launch with packed sequences is given behind its other parameters.
+    pub struct PackedParams {
+        /// Where each sequence of queries begins, and where the last one ends; read only by kernels with packed ones.
+        q_starts: GlobalPtr,
+        /// The same for the keys; read only by kernels with packed ones.
+        k_starts: GlobalPtr,
+        /// Sequences.
+        sequences: u32,
+    }
+}
+
+impl PackedParams {
+    /// The parameters of a launch.
+    pub(crate) fn bind(args: &Args) -> Self {
+        let pointer = |operand| args.tensor(operand).pointer();
+        Self {
+            q_starts: pointer(Operand::QStarts),
+            k_starts: pointer(Operand::KStarts),
+            sequences: args.sequences,
+        }
+    }
+}
+
+kernel_params! {
+    /// What a launch with keys in pages is given behind its other parameters.
+    pub struct PageParams {
+        /// The pages of each batch entry.
+        pages: GlobalPtr,
+        /// Bytes from one batch entry's to the next.
+        pages_row: u64,
+        /// The most pages of a batch entry.
+        most_pages: u32,
+    }
+}
+
+impl PageParams {
+    /// The parameters of a launch.
+    pub(crate) fn bind(args: &Args) -> Self {
+        let pages = args.tensor(Operand::Pages);
+        Self { pages: pages.pointer(), pages_row: pages.strides[0], most_pages: pages.shape[3] as u32 }
+    }
+}
+
 impl Sm90Params {
     /// The parameters of a launch; `encode` makes tensor maps.
     pub(crate) fn bind<E>(
@@ -98,7 +142,7 @@ impl Sm90Params {
         encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
     ) -> Result<Self, E> {
         let of = |operand| args.tensor(operand);
-        let boxes = schedule.boxes();
+        let boxes = schedule.boxes(spec);
         let mut map = |operand, rows: u32| {
             let dtype = if operand == Operand::O { spec.out() } else { spec.dtype };
             let of_rows = describe(dtype, args, of(operand), rows);
@@ -110,6 +154,8 @@ impl Sm90Params {
         // Parts of the keys write their partial results side by side, and the combine kernel merges them.
         let (o, lse) = if schedule.parts > 1 {
             (of(Operand::PartialO), of(Operand::PartialState))
+        } else if schedule.aside_bytes(spec) > 0 {
+            (of(Operand::Aside), of(Operand::Lse))
         } else {
             (of(Operand::O), of(Operand::Lse))
         };
@@ -139,7 +185,7 @@ impl Sm90Params {
             lse_head: lse.strides[1],
             lse_row: lse.strides[2],
             len_q,
-            len_k: of(Operand::K).shape[2] as u32,
+            len_k: if spec.page.is_some() { args.longest[1] } else { of(Operand::K).shape[2] as u32 },
             items,
             head_items,
             blocks,

@@ -1,9 +1,75 @@
 //! What is timed: shapes by name, and the matrices whose results are kept.
 
 use clap::ValueEnum;
-use flashcore::{DType, Mask, Pass, Problem};
+use flashcore::{DType, Error, Mask, Pass, Problem, Quantiser};
 
 use crate::shapes::{self, Shape};
+
+/// Of what types the tensors of a cell are, and whether they become f8 within the call.
+///
+/// Its text is that part of a problem's text: `bf16`, `bf16 kv=f8` or `bf16 quantise=smooth`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Types {
+    /// The type of q, and of k and v where they have none of their own.
+    pub dtype: DType,
+    /// The type of k and v, where it is not that of q.
+    pub kv: Option<DType>,
+    /// How q, k and v become f8.
+    pub quantise: Option<Quantiser>,
+}
+
+impl From<DType> for Types {
+    fn from(dtype: DType) -> Self {
+        Self { dtype, kv: None, quantise: None }
+    }
+}
+
+impl Types {
+    /// A shape's problem of these types.
+    pub fn problem(&self, shape: Shape, mask: Mask) -> Problem {
+        let mut problem = shape.problem(mask, self.dtype);
+        (problem.dtype_kv, problem.quantise) = (self.kv, self.quantise);
+        problem
+    }
+
+    /// The options of the command line that mean them.
+    pub fn options(&self) -> Vec<String> {
+        let mut options = vec!["--dtype".into(), self.dtype.name().into()];
+        if let Some(kv) = self.kv {
+            options.extend(["--kv".into(), kv.name().into()]);
+        }
+        if let Some(quantiser) = self.quantise {
+            let text = quantiser.to_string();
+            let ways = text.split_once('=').map_or(AS_THEY_ARE, |(_, ways)| ways);
+            options.extend(["--quantise".into(), ways.into()]);
+        }
+        options
+    }
+}
+
+/// The word for quantising tensors as they are.
+pub const AS_THEY_ARE: &str = "plain";
+
+impl std::fmt::Display for Types {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.dtype)?;
+        self.kv.map_or(Ok(()), |kv| write!(f, " kv={kv}"))?;
+        self.quantise.map_or(Ok(()), |quantiser| write!(f, " {quantiser}"))
+    }
+}
+
+impl std::str::FromStr for Types {
+    type Err = Error;
+
+    /// Reads the text, which must be as it is printed.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let Problem { dtype, dtype_kv: kv, quantise, .. } = format!("1x1x1x16 {text}").parse()?;
+        let types = Self { dtype, kv, quantise };
+        let why = || "write it as bf16, bf16 kv=f8 or bf16 quantise=smooth".into();
+        let refused = || Error::Text { what: "types of tensors", given: text.into(), why: why() };
+        (types.to_string() == text).then_some(types).ok_or_else(refused)
+    }
+}
 
 /// What is to be timed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -14,8 +80,8 @@ pub struct Cell {
     pub shape: Shape,
     /// Its mask.
     pub mask: Mask,
-    /// Its dtype.
-    pub dtype: DType,
+    /// Its types.
+    pub types: Types,
     /// Attention, or its gradients.
     pub pass: Pass,
 }
@@ -23,13 +89,13 @@ pub struct Cell {
 impl Cell {
     /// The problem to compute.
     pub fn problem(&self) -> Problem {
-        self.shape.problem(self.mask, self.dtype).with_pass(self.pass)
+        self.types.problem(self.shape, self.mask).with_pass(self.pass)
     }
 
     /// As `1x8x512x64 f16 causal`, with `backward` behind it for gradients.
     pub fn label(&self) -> String {
         let pass = if self.pass == Pass::Forward { "" } else { " backward" };
-        format!("{} {} {}{pass}", self.shape, self.dtype, self.mask)
+        format!("{} {} {}{pass}", self.shape, self.types, self.mask)
     }
 
     /// Whether memory rather than arithmetic sets its limit: one query reads every key and value once.
@@ -133,7 +199,7 @@ impl Matrix {
             _ => (DType::F16, Pass::Forward),
         };
         let mut add = |shape: Shape, mask: Mask, dtype: DType, group: String| {
-            members.push(Member { cell: Cell { name: "", shape, mask, dtype, pass }, group });
+            members.push(Member { cell: Cell { name: "", shape, mask, types: dtype.into(), pass }, group });
         };
         match self {
             Matrix::Cpu => {
@@ -146,7 +212,8 @@ impl Matrix {
                 }
                 let decode = shapes::parse("decode").expect("a shape by name");
                 let shapes::Named { name, shape, dtype, .. } = decode;
-                members.push(Member::of_all(Cell { name, shape, mask: Mask::None, dtype, pass }));
+                let types = dtype.into();
+                members.push(Member::of_all(Cell { name, shape, mask: Mask::None, types, pass }));
             }
             Matrix::Anchors | Matrix::Training => {
                 for head_dim in [64, 128, 256] {
@@ -183,6 +250,22 @@ impl Matrix {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn types_have_texts_and_options_that_mean_them() {
+        for (text, options) in [
+            ("f8", "--dtype f8"),
+            ("bf16 kv=f8", "--dtype bf16 --kv f8"),
+            ("f16 quantise", "--dtype f16 --quantise plain"),
+            ("bf16 quantise=smooth,rotate:7", "--dtype bf16 --quantise smooth,rotate:7"),
+        ] {
+            let types: Types = text.parse().unwrap();
+            assert_eq!((types.to_string(), types.options().join(" ")), (text.into(), options.into()));
+        }
+        for text in ["", "bf17", "bf16 causal", "kv=f8 bf16", "f8 kv=f8", "f8 quantise"] {
+            assert!(text.parse::<Types>().is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn every_anchor_has_16k_tokens_of_width_2048() {

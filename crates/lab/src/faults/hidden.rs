@@ -13,7 +13,7 @@ use crate::engine::Engine;
 use crate::explain::describe;
 use crate::rule::Row;
 
-const JUDGE: &str = "corpus";
+pub(super) const JUDGE: &str = "corpus";
 
 /// A case with its inputs and the truth, which the first trial that needs them finds.
 type Shared = (Case, OnceLock<Prepared>);
@@ -33,7 +33,7 @@ fn quick() -> &'static [Shared] {
 }
 
 /// Runs those cases of the quick corpus in which an engine may go wrong, until one refuses it.
-fn through_corpus(engine: &dyn Engine, shows: impl Fn(&Case) -> bool) -> Verdict {
+pub(super) fn through_corpus(engine: &dyn Engine, shows: impl Fn(&Case) -> bool) -> Verdict {
     let mut passed = 0;
     for (case, prepared) in quick().iter().filter(|(case, _)| shows(case)) {
         match prepared.get_or_init(|| Prepared::new(case.clone())).check(engine) {

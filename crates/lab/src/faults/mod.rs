@@ -3,11 +3,12 @@
 //!
 //! A harness that passes everything is as good as none, and one that refuses honest work is soon switched off. So
 //! `flashcore verify --faults` plants, one after another, what has fooled harnesses before: results that are wrong in a
-//! known way ([`results`]) or only where few look ([`hidden`]), impossible clocks and numbers ([`numbers`]), candidates
+//! known way ([`results`]), only where few look ([`hidden`]) or because sequences were not found ([`misplaced`]), impossible clocks and numbers ([`numbers`]), candidates
 //! of a search that misbehave ([`candidates`]); and beside each kind, something honest.
 
 pub mod candidates;
 pub mod hidden;
+pub mod misplaced;
 pub mod numbers;
 pub mod planted;
 pub mod results;
@@ -95,7 +96,7 @@ pub struct Finding {
 /// Every trial, faults first.
 pub fn all() -> Vec<Trial> {
     let mut trials: Vec<Trial> =
-        [results::trials(), hidden::trials(), numbers::trials(), candidates::trials()]
+        [results::trials(), hidden::trials(), misplaced::trials(), numbers::trials(), candidates::trials()]
             .into_iter()
             .flatten()
             .collect();

@@ -248,7 +248,7 @@ impl Engine for Moody {
                 let last = match result.o.dtype() {
                     DType::F16 => 13,
                     DType::BF16 => 16,
-                    DType::F32 | DType::F8E4M3 => 0,
+                    DType::F32 | DType::F8E4M3 | DType::I32 => 0,
                 };
                 values[9] = f32::from_bits(values[9].to_bits() ^ (1 << last));
             }

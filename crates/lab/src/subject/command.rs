@@ -164,6 +164,7 @@ pub(crate) fn file(
         DType::BF16 => Dtype::BF16,
         DType::F32 => Dtype::F32,
         DType::F8E4M3 => Dtype::F8_E4M3,
+        DType::I32 => Dtype::I32,
     };
     let tensors = [("q", &operands.q), ("k", &operands.k), ("v", &operands.v)];
     let data = tensors.map(|(name, tensor)| (name, tensor.shape().to_vec(), tensor.bytes()));

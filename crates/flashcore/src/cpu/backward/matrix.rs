@@ -11,7 +11,7 @@ use std::{arch::x86_64::*, ops::Range};
 use super::{
     super::{
         column::Column,
-        job::{Workspace, row_at, rows_of},
+        job::{Workspace, rows_of},
         matrix::{PAIRED, Product, WIDTH, WORDS, copy_padded, pack_rows, pairs, transpose_values, word},
         panel::{Panel, join, meet},
         plan::Task,
@@ -24,7 +24,7 @@ use super::{
     },
     BLOCK, STRETCH, Shared, write_keys,
 };
-use crate::{Name, Problem, tensor::Raw};
+use crate::{Name, Problem, layouts::View};
 
 /// Bytes of a row of a panel's P or dS in bf16.
 const ROW_OF_PANEL: usize = WIDTH * size_of::<u16>();
@@ -128,8 +128,9 @@ unsafe fn run_on<M: Matrices>(
             // What lies behind a key length is not there to be read.
             let there = meet(&all, &(0..visible.count()));
             pack_keys(shared, task, &there, &places);
-            for first in (0..shared.rows).step_by(WIDTH) {
-                let rows = first..(first + WIDTH).min(shared.rows);
+            let all_rows = shared.sizes(task).rows;
+            for first in (0..all_rows).step_by(WIDTH) {
+                let rows = first..(first + WIDTH).min(all_rows);
                 let panel = Panel::new(visible, rows, call.problem.group(), S::LANES);
                 if !panel.sees(&there) {
                     continue;
@@ -138,11 +139,11 @@ unsafe fn run_on<M: Matrices>(
                 if !panel.sees(&(task.keys.start..start)) {
                     std::ptr::write_bytes(part, 0, WIDTH * shared.step);
                 }
-                for (raw, elements, in_rows) in [
+                for (view, elements, in_rows) in [
                     (call.q(), places.q_elements, places.q_rows),
-                    (&call.tensors[Name::Do], places.do_elements, places.do_rows),
+                    (call.of_queries(Name::Do), places.do_elements, places.do_rows),
                 ] {
-                    load(shared, task, raw, &panel, elements, in_rows, places.strip);
+                    load(shared, task, view, &panel, elements, in_rows, places.strip);
                 }
                 for start in there.clone().step_by(BLOCK) {
                     let block = start..(start + BLOCK).min(there.end);
@@ -161,13 +162,13 @@ unsafe fn run_on<M: Matrices>(
 #[target_feature(enable = "avx512f")]
 unsafe fn pack_keys(shared: &Shared<'_>, task: &Task, keys: &Range<usize>, places: &Places) {
     let call = shared.job.call;
-    let rows = |raw: &Raw| rows_of(raw, task.batch, task.head, keys.start, keys.len());
+    let rows = |view: View<'_>| rows_of(view, task.batch, task.head, keys.start, keys.len());
     let groups = keys.len().div_ceil(PAIRED);
     // SAFETY: as of `run_on`.
     unsafe {
-        for (raw, to) in [(call.k(), places.k), (call.v(), places.v)] {
-            let len = raw.layout.shape[3].next_multiple_of(PAIRED);
-            copy_padded(rows(raw), to, len);
+        for (view, to) in [(call.k(), places.k), (call.v(), places.v)] {
+            let len = view.layout.shape[3].next_multiple_of(PAIRED);
+            copy_padded(rows(view), to, len);
             std::ptr::write_bytes(to.add(keys.len() * len), 0, (groups * PAIRED - keys.len()) * len);
         }
         for column in 0..shared.step / SIDE {
@@ -186,18 +187,18 @@ unsafe fn pack_keys(shared: &Shared<'_>, task: &Task, keys: &Range<usize>, place
 unsafe fn load(
     shared: &Shared<'_>,
     task: &Task,
-    raw: &Raw,
+    view: View<'_>,
     panel: &Panel,
     elements: *mut f32,
     in_rows: *mut f32,
     strip: *mut f32,
 ) {
     let job = &shared.job;
-    let len = raw.layout.shape[3];
+    let len = view.layout.shape[3];
     let sees = |lane: usize| lane < panel.rows.len() && !panel.keys(lane).is_empty();
     // SAFETY: the caller's promise; only rows and columns that are there are read.
     unsafe {
-        pack_rows(job, task, raw, panel, elements, strip);
+        pack_rows(job, task, view, panel, elements, strip);
         if !(sees(0) && sees(panel.rows.len() - 1)) {
             for lane in (0..panel.vecs * S::LANES).filter(|&lane| !sees(lane)) {
                 for word in 0..len.div_ceil(PAIRED) * SIDE {
@@ -211,7 +212,7 @@ unsafe fn load(
                 return _mm512_setzero_si512();
             }
             let (h, s) = job.head_and_query(task.head, panel.rows.start + lane);
-            let at = row_at(raw, task.batch, h, s).cast::<u16>().add(column);
+            let at = view.row_at(task.batch, h, s).cast::<u16>().add(column);
             if column + SIDE <= len {
                 return _mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast()));
             }

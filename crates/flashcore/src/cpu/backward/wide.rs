@@ -5,14 +5,14 @@
 #![allow(unsafe_code)] // Raw tensors; the contract and the plan bound every index.
 
 use super::super::{
-    job::{Job, row_at, rows_of},
+    job::{Job, rows_of},
     plan::Task,
     rows,
     simd::Simd,
     visible::Visible,
     wide::dot,
 };
-use crate::{Name, Problem, tensor::Raw};
+use crate::{Name, Problem, layouts::View};
 
 /// All gradients of a kv head.
 ///
@@ -24,17 +24,16 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task) {
     let Problem { head_dim, head_dim_v, scale, softcap, .. } = call.problem;
     let (scale, softcap) = (f64::from(scale), softcap.map(f64::from));
     let visible = Visible::new(call, task.batch);
-    let read = |raw: &Raw, h: usize, s: usize, count: usize| {
-        let mut wide = vec![0.0_f32; count * raw.layout.shape[3]];
+    let read = |view: View<'_>, h: usize, s: usize, count: usize| {
+        let mut wide = vec![0.0_f32; count * view.layout.shape[3]];
         // SAFETY: the caller's promise; there is room for all of the rows.
-        unsafe { rows_of(raw, task.batch, h, s, count).widen::<S>(wide.as_mut_ptr()) };
+        unsafe { rows_of(view, task.batch, h, s, count).widen::<S>(wide.as_mut_ptr()) };
         wide
     };
-    let write = |name: Name, h: usize, s: usize, row: &[f64]| {
+    let write = |to: View<'_>, h: usize, s: usize, row: &[f64]| {
         let row: Vec<f32> = row.iter().map(|&x| x as f32).collect();
-        let to = &call.tensors[name];
         // SAFETY: the caller's promise.
-        unsafe { rows::narrow::<S>(to.dtype, row.as_ptr(), row_at(to, task.batch, h, s), row.len()) };
+        unsafe { rows::narrow::<S>(to.dtype, row.as_ptr(), to.row_at(task.batch, h, s), row.len()) };
     };
     let k = read(call.k(), task.head, 0, visible.count());
     let v = read(call.v(), task.head, 0, visible.count());
@@ -45,8 +44,8 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task) {
         let mut dq = vec![0.0; head_dim];
         if !keys.is_empty() {
             let wide = |name: Name| -> Vec<f64> {
-                let tensor = call.tensors.get(name);
-                tensor.map_or_else(Vec::new, |raw| read(raw, h, s, 1).into_iter().map(f64::from).collect())
+                let tensor = call.some_of_queries(name);
+                tensor.map_or_else(Vec::new, |view| read(view, h, s, 1).into_iter().map(f64::from).collect())
             };
             let (query, d_o, dlse) = (wide(Name::Q), wide(Name::Do), wide(Name::Dlse));
             let dlse = dlse.first().copied().unwrap_or(0.0);
@@ -76,10 +75,10 @@ pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task) {
                 add(&mut dq, ds, &mut k[key * head_dim..][..head_dim].iter().map(|&x| f64::from(x)));
             }
         }
-        write(Name::Dq, h, s, &dq);
+        write(call.of_queries(Name::Dq), h, s, &dq);
     }
     for key in task.keys.clone() {
-        write(Name::Dk, task.head, key, &dk[key * head_dim..][..head_dim]);
-        write(Name::Dv, task.head, key, &dv[key * head_dim_v..][..head_dim_v]);
+        write(call.of_keys(Name::Dk), task.head, key, &dk[key * head_dim..][..head_dim]);
+        write(call.of_keys(Name::Dv), task.head, key, &dv[key * head_dim_v..][..head_dim_v]);
     }
 }

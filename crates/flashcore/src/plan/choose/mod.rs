@@ -11,7 +11,7 @@ use flashcore_kernels::{
 use flashcore_ptx::Target;
 
 use super::{Hardware, Launch, MAX_GRID_YZ, element, workspace};
-use crate::{DType, Pass, Problem};
+use crate::{DType, Keys, Pass, Problem};
 
 /// The schedules to try for a kernel and a spec, best first. The search goes beyond them.
 #[allow(clippy::match_wildcard_for_single_variants)] // It is one variant for the workbench, and any for others.
@@ -31,6 +31,10 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
                 Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, stages: 3, pingpong: true })
             })
             .collect(),
+        Kernel::Sm90BwdWide => [3, 2]
+            .map(|stages| hopper::bwd::wide::Schedule { stages, pingpong: true, piecewise: false })
+            .map(Schedule::Sm90BwdWide)
+            .into(),
         Kernel::Sm80Decode => sm80::decoding(spec).map(Schedule::Sm80Decode).into(),
         Kernel::Sm90Fwd => sm90::schedules(spec).into_iter().map(Schedule::Sm90Fwd).collect(),
         Kernel::Sm80Bwd => {
@@ -85,6 +89,7 @@ pub(super) fn gradients(
         Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, .. }) => {
             Ok(vec![schedule, Schedule::Sm90BwdFinish(hopper::bwd::finish::Schedule { block_m })])
         }
+        Schedule::Sm90BwdWide(_) => Ok(vec![schedule]),
         Schedule::Sm80Bwd(given) => sm80_gradients(problem, spec, given, hardware),
         _ => Err(computes_nothing(schedule.kernel(), Pass::Backward)),
     }
@@ -109,27 +114,30 @@ fn sm80_gradients(
     Ok(keys.into_iter().chain([of(Of::Queries)?]).collect())
 }
 
-/// The launches that make f8 of a problem's tensors, which are `folded` afterwards.
+/// The launches that make f8 of a problem's tensors, which are `folded` afterwards; and the one behind attention that gives
+/// back to lse what smoothed keys took from it, where both are asked for.
 pub(super) fn quantising(
     problem: &Problem,
     folded: &Problem,
     hardware: &Hardware,
-) -> Result<Vec<Launch>, ScheduleError> {
-    let Some(quantiser) = problem.quantise else { return Ok(Vec::new()) };
+) -> Result<(Vec<Launch>, Option<Launch>), ScheduleError> {
+    let Some(quantiser) = problem.quantise else { return Ok((Vec::new(), None)) };
     let spec = Spec {
         head_dim_v: folded.head_dim_v as u32,
         key_lengths: folded.key_lengths,
         ..Spec::new(element(problem.dtype), folded.head_dim as u32)
     };
     let shapes = workspace::shapes(folded);
-    let launch = |of: quantize::Schedule| {
+    let launch = |of: quantize::Schedule| -> Result<Launch, ScheduleError> {
         let schedule = Schedule::Quantize(of);
         schedule.check(&spec, hardware.target)?;
         let geometry = schedule.geometry(&spec);
         let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
         Ok(Launch { spec, schedule, grid: of.grid(&spec, &shapes), threads, cluster, shared_bytes })
     };
-    quantize::Schedule::all(quantiser.smooths(), quantiser.rotates()).map(launch).collect()
+    let all = quantize::Schedule::all(quantiser.smooths(), quantiser.rotates());
+    let shift = (quantiser.smooths() && problem.lse).then(|| launch(quantize::Schedule::shift()));
+    Ok((all.map(launch).collect::<Result<_, ScheduleError>>()?, shift.transpose()?))
 }
 
 /// What merges the parts of the keys that a schedule leaves, if it does.
@@ -156,10 +164,28 @@ pub(super) fn parts(schedule: &Schedule) -> u32 {
 /// Heads whose tiles of queries are taken up together.
 pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
     match launch.schedule {
+        Schedule::Sm90Fwd(_) if launch.spec.packed_q => sm90::packed_section(problem),
         Schedule::Sm90Fwd(schedule) if schedule.has_sections(&launch.spec) => {
             sm90::section(problem, schedule, launch.grid[0] / schedule.multicast)
         }
         _ => Section::default(),
+    }
+}
+
+/// What of packed sequences or pages no kernel takes, if anything.
+pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
+    let what = match problem.keys {
+        _ if problem.is_dense() => return None,
+        Keys::Paged { page, .. } if !page.is_multiple_of(16) => format!("pages of {page} keys"),
+        Keys::Paged { .. } => "keys in pages".into(),
+        Keys::Dense | Keys::Packed { .. } => "packed sequences".into(),
+    };
+    let hopper = target == Target::Sm90a && problem.pass == Pass::Forward && problem.dtype_kv.is_none();
+    let pages = !matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
+    match no_tensor_cores(problem, target) {
+        None if hopper && pages => None,
+        Some(dims) if hopper && pages => Some(format!("{what} with {dims}")),
+        _ => Some(what),
     }
 }
 
@@ -215,7 +241,11 @@ pub(super) fn schedule(
     {
         return Ok(choice);
     }
-    if hardware.target == Target::Sm90a && spec.dtype.is_fp8() {
+    if spec.packed_q
+        || spec.packed_k
+        || spec.page.is_some()
+        || hardware.target == Target::Sm90a && spec.dtype.is_fp8()
+    {
         return default_schedule(Kernel::Sm90Fwd, spec, hardware.target)
             .map(|schedule| (schedule, "it is the only one that fits".into()));
     }
@@ -232,6 +262,12 @@ fn backward(
         && let Ok(schedule) = default_schedule(Kernel::Sm90Bwd, spec, hardware.target)
     {
         return Ok((schedule, "all gradients from one kernel, whose blocks add to dQ in turn".into()));
+    }
+    if hardware.target == Target::Sm90a
+        && let Ok(schedule) = default_schedule(Kernel::Sm90BwdWide, spec, hardware.target)
+    {
+        let why = "blocks of queries and blocks of keys: dK and dV of 128 keys do not fit the registers";
+        return Ok((schedule, why.into()));
     }
     let each = |of| sm80::choose_gradients(problem, spec, of, hardware);
     let together = "the keys' and the values' gradients from one kernel, the queries' from another";

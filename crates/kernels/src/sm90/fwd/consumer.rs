@@ -1,16 +1,18 @@
 //! A consumer warpgroup: 64 queries, their scores, probabilities and output in registers.
 
-use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Operand, Pred, ProxySpace, Reg, Scope, Wgmma};
+use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Pred, ProxySpace, Reg, Scope, Wgmma};
 
 use super::{
-    Memory, PITCH, ROWS, Schedule, Sizes, Turned, columns, gather, merge, panels, partial,
+    Memory, PITCH, ROWS, Schedule, Sizes, Turned,
+    aside::Aside,
+    columns, gather, merge, packed, panels, partial,
     softmax::{self, RowState, Softmax},
     tiles::{Keys, Tile, each_tile, step},
 };
 use crate::{
     Phase, Spec,
     parts::{
-        fragment::{Acc, a_operands, matrix_ty},
+        fragment::{matrix_ty, pack_into},
         params::DescaleParams,
         softmax::{ScoreHandles, SoftmaxParams},
         work::{QueryRows, first_query_head},
@@ -56,8 +58,14 @@ pub(super) struct Consumer<'a> {
     scores: Vec<Reg<F32>>,
     p: Vec<[Reg<B32>; 4]>,
     pub o: Vec<Reg<F32>>,
+    /// The queries as operands, where they are kept in registers.
+    q_regs: Vec<[Reg<B32>; 4]>,
     /// The sums over one key tile, of some columns of the output, where they are flushed.
     apart: Vec<Reg<F32>>,
+    /// What the output of each row is to be multiplied by before those are added to it.
+    owed_factors: Vec<Reg<F32>>,
+    /// The sums over key tiles before, where they are put aside.
+    aside: Option<Aside>,
     /// Whether the output already holds something that the next product adds to.
     more: Reg<Pred>,
     /// The warpgroup.
@@ -92,6 +100,7 @@ impl<'a> Consumer<'a> {
         let t = k.and_b32(lane, 3u32);
         let params = SoftmaxParams::read_from(k, spec, &HANDLES);
         let softmax = Softmax::new(k, params, schedule.lazy, spec.dtype, schedule.poly);
+        let q_operands = if schedule.q_regs { spec.head_dim.div_ceil(depth(spec)) } else { 0 };
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
         let tiles = |k: &mut KernelBuilder, slots, bytes, bars| {
             let ring = Ring::consumer(k, slots, bytes, bars, stages);
@@ -113,7 +122,10 @@ impl<'a> Consumer<'a> {
             scores: zeros(k, block_n / 2),
             p: (0..block_n / depth(spec)).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
             o: zeros(k, spec.head_dim_v / 2),
+            q_regs: (0..q_operands).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
             apart: zeros(k, schedule.flushed_columns(spec).unwrap_or(0) / 2),
+            owed_factors: zeros(k, if schedule.flushed_columns(spec).is_some() { 2 } else { 0 }),
+            aside: (schedule.aside_bytes(spec) > 0).then(|| Aside::new(k, schedule, spec, group, thread)),
             more: k.mov_pred(false),
             group,
             thread,
@@ -135,7 +147,14 @@ impl<'a> Consumer<'a> {
         let owed = k.mov_b32(0u32);
         wait_for_launch(k);
         Phase::Tile.begin(k);
-        each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed));
+        match self.memory.told {
+            None => each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed)),
+            Some(told) => {
+                packed::each_told(k, self.schedule, self.spec, told, &self.q, |k, tile| {
+                    self.tile(k, tile, owed);
+                });
+            }
+        }
         if self.schedule.persistent {
             Phase::Store.begin(k);
         }
@@ -163,10 +182,13 @@ impl<'a> Consumer<'a> {
         }
         self.softmax.reset(k);
         k.set(self.more, |k| k.mov_pred(false));
+        if let Some(aside) = &self.aside {
+            aside.reset(k);
+        }
         Phase::QWait.begin_tile(k, tile.rows.first_row);
         self.q.wait_filled(k);
         Phase::Tile.begin(k);
-        if self.spec.key_lengths && self.memory.turned.is_none() {
+        if self.spec.has_foreign_keys() && self.memory.turned.is_none() {
             let mut who = keys.any;
             if self.schedule.together {
                 // The last key tile is the first warpgroup's.
@@ -286,6 +308,8 @@ impl<'a> Consumer<'a> {
     /// The walk over the key tiles.
     fn walk(&self, k: &mut KernelBuilder, tile: &Tile, block: &Keys, keys: &Keys, owed: Reg<B32>) {
         let Schedule { block_n, .. } = self.schedule;
+        // Of a tile without keys there are no queries in shared memory.
+        self.load_queries(k);
         let at = k.mov_b32(if self.schedule.together { keys.last } else { block.last });
         if self.spec.right && self.has_own_rows() {
             let after = k.add_s32(keys.last, 1);
@@ -307,6 +331,7 @@ impl<'a> Consumer<'a> {
         self.give_back_queries(k, owed);
         if !self.apart.is_empty() {
             self.clear_output(k);
+            self.owe(k, None);
         }
         Phase::QkWait.begin_tile(k, at);
         k.wgmma_wait(0);
@@ -331,7 +356,22 @@ impl<'a> Consumer<'a> {
         self.tiles_down_to(k, tile, at, after_full, true);
         k.section("walk: tiles that every row sees");
         let stop = first_full.map_or(keys.first, |first_full| k.max_s32(first_full, keys.first));
-        self.tiles_down_to(k, tile, at, stop, false);
+        match &self.aside {
+            None => self.tiles_down_to(k, tile, at, stop, false),
+            Some(aside) => k.while_(
+                |k| k.setp_ge_s32(at, stop),
+                |k, _| {
+                    let pause = k.sub_s32(at, self.schedule.flush - 1);
+                    let pause = k.max_s32(pause, stop);
+                    self.tiles_down_to(k, tile, at, pause, false);
+                    let goes_on = k.setp_ge_s32(at, stop);
+                    k.if_(goes_on, |k| {
+                        aside.put(k, &self.softmax, &self.o);
+                        k.set(self.more, |k| k.mov_pred(false));
+                    });
+                },
+            ),
+        }
         if self.spec.left {
             k.section("walk: masked tiles at the window's start");
             self.tiles_down_to(k, tile, at, keys.first, true);
@@ -347,6 +387,9 @@ impl<'a> Consumer<'a> {
         k.wgmma_wait(0);
         self.flush_last(k);
         self.give_back(k, &self.v);
+        if let Some(aside) = &self.aside {
+            aside.take_back(k, &self.softmax, &self.o);
+        }
         if self.spec.left && self.has_own_rows() {
             self.pass_down_to(k, at, block.first);
         }
@@ -424,15 +467,51 @@ impl<'a> Consumer<'a> {
         if masked {
             self.mask(k, tile, at);
         }
-        self.softmax.step(k, &self.scores, masked, &self.o, &|k| {
+        self.softmax.step(k, &self.scores, masked, &|k, factors| {
             Phase::PvWait.begin_after(k, at, before);
             k.wgmma_wait(0);
             Phase::Rescale.begin_tile(k, at);
             self.give_back(k, &self.v);
             self.flush_last(k);
             self.pack(k);
+            self.rescale(k, factors);
         });
         k.set(self.more, |k| k.mov_pred(true));
+    }
+
+    /// Multiplies the output by these factors, now or, where sums are flushed, when the next ones are added to it.
+    fn rescale(&self, k: &mut KernelBuilder, factors: Option<[Reg<F32>; 2]>) {
+        if !self.apart.is_empty() {
+            return self.owe(k, factors);
+        }
+        for (half, factor) in factors.into_iter().flatten().enumerate() {
+            for o in softmax::row_elements(&self.o, half) {
+                k.set(o, |k| k.mul_f32(o, factor));
+            }
+        }
+    }
+
+    /// Remembers what the output is to be multiplied by: 1 where nothing is given.
+    fn owe(&self, k: &mut KernelBuilder, factors: Option<[Reg<F32>; 2]>) {
+        for (half, &owed) in self.owed_factors.iter().enumerate() {
+            k.set(owed, |k| match factors {
+                Some(factors) => k.mov_f32(factors[half]),
+                None => k.mov_f32(1.0),
+            });
+        }
+    }
+
+    /// Takes the queries into registers, if they are kept there.
+    fn load_queries(&self, k: &mut KernelBuilder) {
+        if self.q_regs.is_empty() {
+            return;
+        }
+        let slot = self.q.address(k);
+        let slot = if self.schedule.together { slot } else { k.mad_lo_u32(self.group, ROWS * PITCH, slot) };
+        let loaded = stage::read(k, self.q_regs.len() as u32, self.thread, slot, self.sizes.q_panel);
+        for (kept, loaded) in self.q_regs.iter().flatten().zip(loaded.iter().flatten()) {
+            k.set(*kept, |k| k.mov_b32(*loaded));
+        }
     }
 
     /// S = Q Kᵀ, from the next slots.
@@ -449,7 +528,10 @@ impl<'a> Consumer<'a> {
             let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
             let a = q.at(k, panel * self.sizes.q_panel + inside);
             let b = keys.at(k, panel * self.sizes.kv_panel + inside);
-            k.wgmma_ss(spec, &self.scores, a, b, step > 0);
+            match self.q_regs.get(step as usize) {
+                Some(&a) => k.wgmma_rs(spec, &self.scores, a, b, step > 0),
+                None => k.wgmma_ss(spec, &self.scores, a, b, step > 0),
+            }
         }
     }
 
@@ -481,8 +563,9 @@ impl<'a> Consumer<'a> {
 
     /// Adds one part of the columns to the output.
     fn flush(&self, k: &mut KernelBuilder, part: usize) {
-        for (&o, &apart) in self.o.iter().skip(part * self.apart.len()).zip(&self.apart) {
-            k.set(o, |k| k.add_f32(o, apart));
+        let columns = self.o.iter().skip(part * self.apart.len());
+        for (i, (&o, &apart)) in columns.zip(&self.apart).enumerate() {
+            k.set(o, |k| k.fma_f32(o, self.owed_factors[i % 4 / 2], apart));
         }
     }
 
@@ -554,13 +637,7 @@ impl<'a> Consumer<'a> {
 
     /// The probabilities as operands of the next product.
     fn pack(&self, k: &mut KernelBuilder) {
-        let scores: Vec<Acc> =
-            self.scores.chunks_exact(4).map(|quad| [quad[0], quad[1], quad[2], quad[3]]).collect();
-        for (p, packed) in self.p.iter().zip(a_operands(k, self.spec.dtype, &scores)) {
-            for (&p, packed) in p.iter().zip(packed) {
-                k.set(p, |k| k.mov_b32(packed));
-            }
-        }
+        pack_into(k, self.spec.dtype, &self.scores, &self.p);
     }
 
     /// The problem's row for this thread's upper (0) or lower (1) row.
@@ -569,7 +646,7 @@ impl<'a> Consumer<'a> {
         if half == 0 { row } else { k.add_u32(row, 8u32) }
     }
 
-    /// Rows of V after the last key do not belong to this batch entry. Their probabilities are 0, but 0 · NaN is NaN,
+    /// Rows of V after the last key are not of this batch entry. Their probabilities are 0, but 0 · NaN is NaN,
     /// so the consumers overwrite these rows with zeros. Only the first key tile of the walk has any.
     fn clear_values(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
         let Schedule { block_n, .. } = self.schedule;
@@ -626,6 +703,7 @@ impl<'a> Consumer<'a> {
             let value = self.softmax.params.lse(k, reference, sum, self.softmax.shift);
             let exists = tile.has_row(k, self.schedule, row);
             let mine = k.and_pred(first, exists);
+            let row = tile.row_of_queries(k, row);
             let address = rows.address(k, base, row);
             k.when(mine, |k| k.st_global(address, value));
         }
@@ -660,6 +738,10 @@ impl<'a> Consumer<'a> {
         base: Reg<B64>,
         [batch_stride, head_stride]: [flashcore_ptx::ParamHandle<Sm90Params, u64>; 2],
     ) -> Reg<B64> {
+        if tile.starts.queries.is_some() {
+            let (head_stride, head) = (k.param(head_stride), k.cvt_u64_u32(tile.rows.head));
+            return k.mad_lo_u64(head, head_stride, base);
+        }
         let (batch_stride, head_stride) = (k.param(batch_stride), k.param(head_stride));
         let (batch, head) = (k.cvt_u64_u32(tile.rows.batch), k.cvt_u64_u32(head));
         let entry = k.mad_lo_u64(batch, batch_stride, base);
@@ -689,26 +771,74 @@ impl<'a> Consumer<'a> {
             }
         }
         let out = self.spec.out();
-        let panels = panels(self.spec.head_dim_v, out);
-        let packed = stage::rounded(k, out, &self.o);
+        let rounded = stage::rounded(k, out, &self.o);
         let own = k.add_u32(self.group, OWN);
         k.comment("no warp of the warpgroup reads its queries any more");
         k.bar_sync(own, 128u32);
+        if tile.starts.queries.is_none() {
+            return self.store_rows(k, tile, o_map, &rounded, own);
+        }
+        let first_row = k.mad_lo_u32(self.group, ROWS, tile.rows.first_row);
+        let past = k.add_u32(first_row, ROWS);
+        let whole = k.setp_le_s32(past, tile.rows.len_q);
+        k.if_else(
+            whole,
+            |k| self.store_rows(k, tile, o_map, &rounded, own),
+            |k| {
+                k.comment("the next rows are another sequence's");
+                self.store_some_rows(k, tile, &rounded);
+            },
+        );
+    }
+
+    /// Stores all 64 rows by TMA, given the barrier of the warpgroup.
+    fn store_rows(
+        &self,
+        k: &mut KernelBuilder,
+        tile: &Tile,
+        o_map: Reg<B64>,
+        rounded: &[[Reg<B32>; 2]],
+        own: Reg<B32>,
+    ) {
+        let out = self.spec.out();
         let slot = self.q.address(k);
         let slot = k.mad_lo_u32(self.group, ROWS * PITCH, slot);
-        stage::write(k, &packed, self.thread, slot, self.sizes.q_panel);
+        stage::write(k, rounded, self.thread, slot, self.sizes.q_panel);
         k.fence_proxy_async(ProxySpace::Shared);
         k.bar_sync(own, 128u32);
         k.if_(self.leader, |k| {
             let first_row = k.mad_lo_u32(self.group, ROWS, tile.rows.first_row);
-            let place = tile.place(k, self.spec, first_row).map(Operand::from);
-            for panel in 0..panels {
-                let at = [(panel * columns(out)).into(), place[0], place[1], place[2]];
+            for panel in 0..panels(self.spec.head_dim_v, out) {
+                let at = tile.place(k, self.spec, panel * columns(out), first_row);
                 let from = slot.at((panel * self.sizes.q_panel) as i32);
                 k.tensor_store(o_map, &at, from, BulkHint::new());
             }
             k.bulk_commit();
         });
+    }
+
+    /// Stores the rows that are the problem's, from registers.
+    fn store_some_rows(&self, k: &mut KernelBuilder, tile: &Tile, rounded: &[[Reg<B32>; 2]]) {
+        for (half, (row, exists)) in self.output_rows(k, tile).into_iter().enumerate() {
+            for (eight, words) in rounded.iter().take(self.spec.head_dim_v as usize / 8).enumerate() {
+                k.when(exists, |k| k.st_global(row.at(16 * eight as i32), words[half]));
+            }
+        }
+    }
+
+    /// Where this thread's two rows of the output begin, at its first column, and whether they are the problem's.
+    pub fn output_rows(&self, k: &mut KernelBuilder, tile: &Tile) -> [(Reg<B64>, Reg<Pred>); 2] {
+        let base = k.param(Sm90Params::o);
+        let base = self.queries_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
+        let rows = QueryRows::read(k, self.spec, [Sm90Params::o_row, Sm90Params::o_head]);
+        [0, 1].map(|half| {
+            let row = self.problem_row(k, tile, half);
+            let exists = tile.has_row(k, self.schedule, row);
+            let row = tile.row_of_queries(k, row);
+            let address = rows.address(k, base, row);
+            let address = k.mad_wide_u32(self.column, 2u32, address);
+            (address, exists)
+        })
     }
 
     pub fn inverse(&self, k: &mut KernelBuilder, half: usize) -> Reg<F32> {

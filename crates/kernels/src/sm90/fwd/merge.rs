@@ -6,8 +6,7 @@ use flashcore_ptx::{B32, ClusterAddr, F32, KernelBuilder, Reg, Scope};
 use super::{Schedule, consumer::Consumer, tiles::Tile};
 use crate::{
     Phase, Spec,
-    parts::{fragment::pack, softmax::SoftmaxParams, work::QueryRows},
-    sm90::Sm90Params,
+    parts::{fragment::pack, softmax::SoftmaxParams},
 };
 
 /// Bytes of shared memory that a block reserves for what the others send.
@@ -70,16 +69,7 @@ pub(super) fn run(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     k.section("merge: this block's columns");
     Phase::Store.begin(k);
     let inverse = [0, 1].map(|half| of.inverse(k, half));
-    let base = k.param(Sm90Params::o);
-    let base = of.queries_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
-    let of_queries = QueryRows::read(k, spec, [Sm90Params::o_row, Sm90Params::o_head]);
-    let rows = [0, 1].map(|half| {
-        let row = of.problem_row(k, tile, half);
-        let exists = tile.has_row(k, schedule, row);
-        let address = of_queries.address(k, base, row);
-        let address = k.mad_wide_u32(of.column, 2u32, address);
-        (address, exists)
-    });
+    let rows = of.output_rows(k, tile);
     for owner in 0..split {
         let this = k.setp_eq_u32(rank, owner);
         k.if_(this, |k| {

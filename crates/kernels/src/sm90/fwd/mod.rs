@@ -13,24 +13,32 @@
 //! other's. Where even a cluster is too small, the keys are cut into parts, each a block of its own anywhere on the
 //! GPU: it writes its partial result to global memory, and [`combine`](super::combine) merges them.
 //!
+//! Keys and values may lie in [`pages`] of a pool, and sequences [`packed`] one behind the other; a whole warp is then the
+//! producer.
+//!
 //! Of 8-bit floats, `wgmma` takes both tiles only with their rows along the sum. V's rows are along the head dim, so the
 //! warps beside the producer turn each tile around in shared memory. Probabilities are scaled up by 2^8, which uses the
 //! range of e4m3 best; and as the tensor cores add 8-bit products with 14 bits, each key tile is added up apart, and then
-//! to the output in f32.
+//! to the output in f32, or the output of every thousand keys or so is put aside.
 
+mod aside;
 mod consumer;
 mod gather;
 mod merge;
+mod packed;
+mod pages;
 mod partial;
 mod producer;
 mod softmax;
 mod tiles;
 mod turn;
 
+pub(in crate::sm90) use self::softmax::hide;
+
 use flashcore_ptx::{ClusterArrive, GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
 use self::{consumer::Consumer, producer::Producer, turn::Turner};
-use super::Sm90Params;
+use super::{PackedParams, PageParams, Sm90Params};
 use crate::{
     Args, Blocks, ElementType, Family, Geometry, Map, Packed, ScheduleError, Spec,
     family::{MAX_REGISTERS, check_registers, schedule},
@@ -90,9 +98,12 @@ schedule! {
         /// Blocks of a cluster that have neighbouring tiles of queries and the same keys: each copies its part of every key
         /// tile for all of them.
         pub multicast: u32 = 1,
-        /// Whether the products with each value tile are added up apart, and then to the output in f32: more registers,
-        /// and no drift over many keys. For 8-bit floats; the tensor cores add 16-bit ones in f32 anyway.
-        pub flush: bool = true,
+        /// After how many key tiles the sums of the tensor cores are added to others in f32, so that they do not drift over
+        /// many keys: 0 for never; with 1 the products with a value tile are added up in registers of their own, with more
+        /// the output is put aside in global memory. For 8-bit floats; the tensor cores add 16-bit ones in f32 anyway.
+        pub flush: u32 = 1,
+        /// Whether the queries are kept in registers, rather than read from shared memory for every key tile.
+        pub q_regs: bool = false,
     }
 }
 
@@ -121,6 +132,8 @@ struct Memory {
     merged: Shared,
     /// For 8-bit floats.
     turned: Option<Turned>,
+    /// For packed sequences: what consumers are told of the tiles whose queries are in the slots.
+    told: Option<Shared>,
 }
 
 /// The part of a kernel's shared memory that is for V tiles that are turned around.
@@ -200,8 +213,11 @@ impl Schedule {
                     for &(persistent, pairs, split) in &walks {
                         for &(pingpong, together) in each_other {
                             let softmaxes = [0, 2, 8].into_iter().flat_map(|l| (0..=4).map(move |p| (l, p)));
-                            for (multicast, (lazy, poly)) in alone_or_not(split, together)
-                                .flat_map(|blocks| softmaxes.clone().map(move |it| (blocks, it)))
+                            for (multicast, q_regs, (lazy, poly)) in alone_or_not(split, together)
+                                .flat_map(|blocks| [false, true].map(|q_regs| (blocks, q_regs)))
+                                .flat_map(|(blocks, q_regs)| {
+                                    softmaxes.clone().map(move |it| (blocks, q_regs, it))
+                                })
                             {
                                 grid.push(Schedule {
                                     warpgroups,
@@ -219,7 +235,8 @@ impl Schedule {
                                     parts: 1,
                                     in_turn: false,
                                     multicast,
-                                    flush: true,
+                                    flush: 1,
+                                    q_regs,
                                 });
                             }
                         }
@@ -231,8 +248,10 @@ impl Schedule {
     }
 
     /// The rows of the boxes.
-    pub fn boxes(self) -> Boxes {
-        Boxes { q: self.rows(), kv: self.block_n / self.multicast, o: ROWS }
+    pub fn boxes(self, spec: &Spec) -> Boxes {
+        let copied = self.block_n / self.multicast;
+        let kv = spec.page.map_or(copied, |page| pages::piece(copied, page));
+        Boxes { q: self.rows(), kv, o: ROWS }
     }
 
     /// Queries per block.
@@ -316,7 +335,10 @@ impl Schedule {
             (3, _) if spec.dtype.is_fp8() => Some((56, 152)),
             (4, _) if spec.dtype.is_fp8() => Some((56, 104)),
             // A producer that copies for others needs more.
-            (2, 1) if self.multicast > 1 => Some((40, 232)),
+            (2, 1) if self.multicast > 1 || pages::needs_warp(spec) => Some((40, 232)),
+            // One that finds its tiles or pages, too.
+            (2, _) if pages::needs_warp(spec) => Some((32, 104)),
+            (4, _) if pages::needs_warp(spec) => Some((32, 112)),
             (2, 1) => Some((24, 240)),
             (2, _) => Some((24, 104)),
             (3, _) => Some((32, 160)),
@@ -363,7 +385,14 @@ impl Schedule {
             [1, 2, 4, 8].into_iter().filter(|parts| all.is_multiple_of(8 * parts)).map(|parts| all / parts)
         };
         let fits = |columns: &u32| self.registers(spec, *columns) <= self.register_limit(spec);
-        (spec.dtype.is_fp8() && self.flush).then(|| parts().find(fits).or(parts().next_back()).unwrap_or(all))
+        (spec.dtype.is_fp8() && self.flush == 1)
+            .then(|| parts().find(fits).or(parts().next_back()).unwrap_or(all))
+    }
+
+    /// Bytes per block of the sums that are put aside in global memory.
+    pub fn aside_bytes(self, spec: &Spec) -> u32 {
+        let one = ROWS * spec.head_dim_v * 4;
+        if spec.dtype.is_fp8() && self.flush > 1 { self.warpgroups * one } else { 0 }
     }
 
     /// About how many registers a consumer's thread needs, given how many columns are added up apart.
@@ -379,7 +408,8 @@ impl Schedule {
             (true, 0) => FP8_OTHER_REGISTERS,
             (true, _) => FLUSHED_OTHER_REGISTERS,
         };
-        self.block_n / 2 + probabilities + spec.head_dim_v / 2 + flushed / 2 + others + cap
+        let queries = if self.q_regs { panels(spec.head_dim, spec.dtype) * PITCH / 8 } else { 0 };
+        self.block_n / 2 + probabilities + queries + spec.head_dim_v / 2 + flushed / 2 + others + cap
     }
 
     fn memory(self, spec: &Spec) -> Memory {
@@ -400,7 +430,8 @@ impl Schedule {
             let bars = layout.alloc("turned v barriers", 16 * self.stages, 8);
             Turned { slots, bars, left: layout.alloc("keys left", 4 * self.stages, 4) }
         });
-        Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged, turned }
+        let told = spec.packed_q.then(|| layout.alloc("tiles told", packed::bytes(self), 16));
+        Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged, turned, told }
     }
 }
 
@@ -412,10 +443,14 @@ impl Family for Schedule {
             rows: self.rows_taken(spec),
             threads: self.threads(spec),
             shared_bytes: self.memory(spec).layout.bytes(),
-            blocks: Blocks::Row {
-                cluster: self.cluster(),
-                resident: self.persistent.then_some(self.ctas),
-                parts: self.parts,
+            blocks: if spec.packed_q {
+                Blocks::Packed { resident: self.ctas }
+            } else {
+                Blocks::Row {
+                    cluster: self.cluster(),
+                    resident: self.persistent.then_some(self.ctas),
+                    parts: self.parts,
+                }
             },
         }
     }
@@ -513,6 +548,19 @@ impl Family for Schedule {
                  together=1"
             ));
         }
+        if spec.packed_q && (!self.persistent || self.cluster() > 1 || self.parts > 1 || self.together) {
+            return refuse(
+                "blocks that find their tiles among packed sequences are persistent, and share none: take persistent=1, \
+                 split=1, parts=1, together=0 and multicast=1"
+                    .into(),
+            );
+        }
+        if spec.page.is_some() && self.multicast > 1 {
+            return refuse("blocks copy no pages for each other: take multicast=1".into());
+        }
+        if spec.page.is_some() && self.in_turn {
+            return refuse("pages are looked up one key tile after the other: take in_turn=0".into());
+        }
         if self.lazy > 8 {
             return refuse(format!("lazy {}: possible are 0 to 8", self.lazy));
         }
@@ -546,6 +594,12 @@ impl Family for Schedule {
         if spec.dtype.is_fp8() {
             k = k.more_params::<DescaleParams>();
         }
+        if spec.packed_q || spec.packed_k {
+            k = k.more_params::<PackedParams>();
+        }
+        if spec.page.is_some() {
+            k = k.more_params::<PageParams>();
+        }
         k = k.traced(spec.traced);
         if self.cluster() > 1 {
             k = k.cluster(self.cluster(), 1, 1);
@@ -569,6 +623,12 @@ impl Family for Schedule {
         packed.push(&Sm90Params::bind(self, spec, args, encode)?);
         if spec.dtype.is_fp8() {
             packed.extend(&DescaleParams::bind(args));
+        }
+        if spec.packed_q || spec.packed_k {
+            packed.extend(&PackedParams::bind(args));
+        }
+        if spec.page.is_some() {
+            packed.extend(&PageParams::bind(args));
         }
         Ok(())
     }
@@ -617,7 +677,11 @@ impl Schedule {
                 if let Some((registers, _)) = self.shares(spec) {
                     k.setmaxnreg_dec(registers);
                 }
-                let first = k.setp_eq_u32(tid, self.consumer_threads());
+                let first = if pages::needs_warp(spec) {
+                    k.setp_eq_u32(warp, consumers)
+                } else {
+                    k.setp_eq_u32(tid, self.consumer_threads())
+                };
                 k.if_(first, |k| Producer::new(k, self, spec, memory).run(k));
                 if let Some(turned) = memory.turned {
                     let turns = k.setp_gt_u32(warp, consumers);

@@ -1,9 +1,11 @@
-//! The thread that moves tiles from global to shared memory.
+//! The thread that moves tiles from global to shared memory; where tiles or pages have to be found, the warp.
 
-use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Reg, Scope};
+use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Pred, Reg, Scope, Shared};
 
 use super::{
-    Memory, PITCH, Schedule, Sizes, Turned, columns, panels,
+    Memory, PITCH, Schedule, Sizes, Turned, columns, packed,
+    pages::{Pages, Pieces, needs_warp},
+    panels,
     tiles::{Tile, each_tile, step},
 };
 use crate::{
@@ -23,6 +25,12 @@ pub(super) struct Producer<'a> {
     k_map: Reg<B64>,
     v_map: Reg<B64>,
     turned: Option<Turned>,
+    told: Option<Shared>,
+    pages: Option<Pages>,
+    /// Where a warp finds tiles or pages: whether this is the lane that does the rest.
+    lead: Option<Reg<Pred>>,
+    /// The same where the warp is together within a tile, for its pages.
+    leads: Option<Reg<Pred>>,
     /// Queries are read once, keys and values by every block of the head.
     once: Reg<B64>,
     again: Reg<B64>,
@@ -36,8 +44,18 @@ struct Copy {
     columns: u32,
     panel_bytes: u32,
     policy: Reg<B64>,
+    /// As in [`Producer`].
+    leads: Option<Reg<Pred>>,
     /// For tiles that the blocks of a cluster copy for each other: how many blocks, and the rows that each copies.
     part: Option<(u32, u32)>,
+}
+
+/// Where a tile is copied from.
+enum Origin {
+    /// Rows of a tensor, one behind the other: the first, its head and its batch entry.
+    Rows([Operand<B32>; 3]),
+    /// Pages of a pool.
+    Pages(Pieces),
 }
 
 impl<'a> Producer<'a> {
@@ -53,6 +71,10 @@ impl<'a> Producer<'a> {
         for map in [q_map, k_map, v_map] {
             k.prefetch_tensormap(map);
         }
+        let lead = needs_warp(spec).then(|| {
+            let lane = k.laneid();
+            k.setp_eq_u32(lane, 0u32)
+        });
         Self {
             schedule,
             spec,
@@ -64,6 +86,10 @@ impl<'a> Producer<'a> {
             k_map,
             v_map,
             turned: memory.turned,
+            told: memory.told,
+            pages: spec.page.map(|page| Pages::new(k, schedule, page)),
+            lead,
+            leads: lead.filter(|_| spec.page.is_some()),
             once: k.create_policy(L2Evict::First),
             // Keys that are cut into parts are so many that they are hardly ever read again.
             again: k.create_policy(if schedule.parts > 1 { L2Evict::First } else { L2Evict::Last }),
@@ -73,44 +99,80 @@ impl<'a> Producer<'a> {
     pub fn run(&self, k: &mut KernelBuilder) {
         wait_for_launch(k);
         Phase::Tile.begin(k);
-        each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile));
+        match self.told {
+            None => each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile)),
+            Some(told) => {
+                let alone = self.lead.filter(|_| self.pages.is_none());
+                packed::each_found(k, self.schedule, self.spec, |k, tile| {
+                    once(k, alone, |k| self.tile(k, tile));
+                });
+                k.comment("there are no more tiles");
+                once(k, self.lead, |k| {
+                    self.q.wait_free(k);
+                    packed::tell_end(k, told, &self.q);
+                    let filled = self.q.filled(k);
+                    k.mbarrier_arrive(filled);
+                });
+            }
+        }
         if let Some(turned) = self.turned {
             k.comment("there are no more values");
-            self.v.wait_free(k);
-            let (word, filled) = (self.v.word(k, turned.left), self.v.filled(k));
-            let none = k.mov_b32(0u32);
-            k.st_shared(word, none);
-            k.mbarrier_arrive(filled);
+            once(k, self.lead, |k| {
+                self.v.wait_free(k);
+                let (word, filled) = (self.v.word(k, turned.left), self.v.filled(k));
+                let none = k.mov_b32(0u32);
+                k.st_shared(word, none);
+                k.mbarrier_arrive(filled);
+            });
         }
         k.end_trace();
     }
 
     fn tile(&self, k: &mut KernelBuilder, tile: &Tile) {
+        if let Some(pages) = &self.pages {
+            pages.ask(k, tile);
+        }
         let keys = tile.keys(k, self.schedule);
         k.section("producer: one tile of queries");
         Phase::SlotWait.begin(k);
         self.q.wait_free(k);
+        if self.leads.is_some() {
+            // Or a lane could miss the phase that it waits for, while the others go on from tile to tile.
+            k.bar_warp_sync();
+        }
+        if let Some(told) = self.told {
+            once(k, self.leads, |k| packed::tell(k, told, &self.q, tile));
+        }
         k.if_else(
             keys.any,
             |k| {
                 self.load_q(k, tile);
                 let at = k.mov_b32(keys.last);
+                if let Some(pages) = &self.pages {
+                    pages.begin(k, tile, at);
+                }
                 self.load_k(k, tile, at);
                 k.while_(
                     |k| keys.follows(k, self.schedule, at),
                     |k, _| {
                         let next = step(k, self.schedule, at, 1);
+                        if let Some(pages) = &self.pages {
+                            pages.advance(k, next);
+                        }
                         self.load_k(k, tile, next);
                         self.load_v(k, tile, at);
                         k.set(at, |k| k.mov_b32(next));
                     },
                 );
+                if let Some(pages) = &self.pages {
+                    pages.end(k);
+                }
                 self.load_v(k, tile, at);
             },
             |k| {
                 k.comment("nothing to fetch, but the slot counts");
                 let filled = self.q.filled(k);
-                k.mbarrier_arrive(filled);
+                once(k, self.leads, |k| k.mbarrier_arrive(filled));
             },
         );
         self.q.advance(k);
@@ -122,7 +184,7 @@ impl<'a> Producer<'a> {
     /// How the blocks of a cluster divide a key tile.
     fn part(&self) -> Option<(u32, u32)> {
         let Schedule { multicast, .. } = self.schedule;
-        (multicast > 1).then_some((multicast, self.schedule.boxes().kv))
+        (multicast > 1).then_some((multicast, self.schedule.boxes(self.spec).kv))
     }
 
     fn load_q(&self, k: &mut KernelBuilder, tile: &Tile) {
@@ -133,12 +195,13 @@ impl<'a> Producer<'a> {
             columns: columns(self.spec.dtype),
             panel_bytes: q_panel,
             policy: self.once,
+            leads: self.leads,
             part: None,
         };
         Phase::CopyQ.begin(k);
         k.comment("the queries");
-        let place = tile.place(k, self.spec, tile.rows.first_row);
-        copy.start(k, &self.q, q_copied, place);
+        let [_, row, head, batch] = tile.place(k, self.spec, 0, tile.rows.first_row);
+        copy.start(k, &self.q, q_copied, Origin::Rows([row, head, batch]));
     }
 
     fn load_k(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
@@ -148,6 +211,7 @@ impl<'a> Producer<'a> {
             columns: columns(self.spec.dtype),
             panel_bytes: self.sizes.kv_panel,
             policy: self.again,
+            leads: self.leads,
             part: self.part(),
         };
         Phase::SlotWait.begin_tile(k, at);
@@ -155,7 +219,11 @@ impl<'a> Producer<'a> {
         self.k.wait_free(k);
         Phase::CopyK.begin_tile(k, at);
         let first_key = k.mul_lo_u32(at, self.schedule.block_n);
-        copy.start(k, &self.k, self.sizes.k, [first_key, tile.kv_head, tile.rows.batch]);
+        let from = match &self.pages {
+            None => Origin::Rows(tile.place_of_keys(k, first_key)),
+            Some(pages) => Origin::Pages(pages.keys(k, first_key, tile.kv_head)),
+        };
+        copy.start(k, &self.k, self.sizes.k, from);
         self.k.advance(k);
     }
 
@@ -166,6 +234,7 @@ impl<'a> Producer<'a> {
             columns: columns(self.spec.dtype),
             panel_bytes: self.sizes.kv_panel,
             policy: self.again,
+            leads: self.leads,
             part: self.part(),
         };
         Phase::SlotWait.begin_tile(k, at);
@@ -175,19 +244,43 @@ impl<'a> Producer<'a> {
         let first_key = k.mul_lo_u32(at, self.schedule.block_n);
         if let Some(turned) = self.turned {
             let (word, left) = (self.v.word(k, turned.left), k.sub_s32(tile.band.keys, first_key));
-            k.st_shared(word, left);
+            once(k, self.leads, |k| k.st_shared(word, left));
         }
-        copy.start(k, &self.v, self.sizes.v, [first_key, tile.kv_head, tile.rows.batch]);
+        let from = match &self.pages {
+            None => Origin::Rows(tile.place_of_keys(k, first_key)),
+            Some(pages) => Origin::Pages(pages.values(k, first_key, tile.kv_head)),
+        };
+        copy.start(k, &self.v, self.sizes.v, from);
         self.v.advance(k);
     }
 }
 
 impl Copy {
-    /// Starts to copy the tile whose first column is at these coordinates.
-    fn start(&self, k: &mut KernelBuilder, ring: &Ring, bytes: u32, [mut row, head, batch]: [Reg<B32>; 3]) {
-        let (mut slot, filled) = (ring.address(k), ring.filled(k));
-        k.mbarrier_arrive_expect_tx(filled, bytes);
+    fn start(&self, k: &mut KernelBuilder, ring: &Ring, bytes: u32, from: Origin) {
+        let (slot, filled) = (ring.address(k), ring.filled(k));
+        match from {
+            Origin::Rows(place) => once(k, self.leads, |k| self.rows(k, slot, filled, bytes, place)),
+            Origin::Pages(pieces) => {
+                once(k, self.leads, |k| k.mbarrier_arrive_expect_tx(filled, bytes));
+                let hint = BulkHint::new().policy(self.policy);
+                pieces.each(k, |k, before, place| {
+                    once(k, self.leads, |k| self.panels(k, slot, before, place, filled, hint));
+                });
+            }
+        }
+    }
+
+    /// Copies rows that lie one behind the other.
+    fn rows(
+        &self,
+        k: &mut KernelBuilder,
+        mut slot: Reg<B32>,
+        filled: Reg<B32>,
+        bytes: u32,
+        [mut row, head, batch]: [Operand<B32>; 3],
+    ) {
         let mut hint = BulkHint::new().policy(self.policy);
+        k.mbarrier_arrive_expect_tx(filled, bytes);
         if let Some((blocks, rows)) = self.part {
             k.comment("this block's part, for all blocks of the cluster");
             let rank = k.cluster_ctarank();
@@ -197,15 +290,36 @@ impl Copy {
                 let there = k.mapa(filled, other);
                 k.mbarrier_arrive_cluster(there, Scope::Cta);
             }
-            row = k.mad_lo_u32(rank, rows, row);
+            row = k.mad_lo_u32(rank, rows, row).into();
             slot = k.mad_lo_u32(rank, rows * PITCH, slot);
             let everyone = k.mov_b16((1_u16 << blocks) - 1);
             hint = hint.multicast(everyone);
         }
+        self.panels(k, slot, 0, [row, head, batch], filled, hint);
+    }
+
+    /// Copies a box of each panel, given the bytes before it in the panel and its row, head and batch entry or page.
+    fn panels(
+        &self,
+        k: &mut KernelBuilder,
+        slot: Reg<B32>,
+        before: u32,
+        [row, head, batch]: [Operand<B32>; 3],
+        filled: Reg<B32>,
+        hint: BulkHint,
+    ) {
         for panel in 0..self.panels {
             let column = Operand::from(panel * self.columns);
-            let to = slot.at((panel * self.panel_bytes) as i32);
-            k.tensor_load(to, self.map, &[column, row.into(), head.into(), batch.into()], filled, hint);
+            let to = slot.at((panel * self.panel_bytes + before) as i32);
+            k.tensor_load(to, self.map, &[column, row, head, batch], filled, hint);
         }
+    }
+}
+
+/// Runs the body in one lane of a warp; where only one thread is here, in that.
+fn once(k: &mut KernelBuilder, leads: Option<Reg<Pred>>, body: impl FnOnce(&mut KernelBuilder)) {
+    match leads {
+        None => body(k),
+        Some(leads) => k.if_(leads, body),
     }
 }

@@ -2,11 +2,11 @@
 
 use flashcore_ptx::{B32, KernelBuilder, Operand, ParamHandle, Pred, Reg};
 
-use super::{ROWS, Schedule, Walk};
+use super::{ROWS, Schedule, Walk, packed};
 use crate::{
     Spec,
     parts::work::{Band, KeyRange, Rows, first_query_head},
-    sm90::Sm90Params,
+    sm90::{PackedParams, Sm90Params},
 };
 
 /// A query tile.
@@ -18,6 +18,14 @@ pub(super) struct Tile {
     rows_taken: u32,
     pub kv_head: Reg<B32>,
     pub band: Band,
+    pub starts: Starts,
+}
+
+/// The rows of the tensors at which a sequence begins, where it is packed.
+#[derive(Clone, Copy)]
+pub(super) struct Starts {
+    pub queries: Option<Reg<B32>>,
+    pub keys: Option<Reg<B32>>,
 }
 
 /// The key tiles that one block walks over, from `last` down to `first`, perhaps not to all of them.
@@ -131,32 +139,57 @@ pub(super) fn each_tile(
             );
         }
         Walk::Sections => {
-            // Every other round runs backwards: tiles come longest first, and so the block that had the longest of
-            // a round gets the shortest of the next.
-            let last = k.sub_u32(blocks, 1u32);
-            let item = if schedule.ctas == 2 { beside_another(k, item, blocks, last) } else { item };
-            let mirrored = k.sub_u32(last, item);
-            let (mine, other) = (k.mov_b32(item), k.mov_b32(mirrored));
-            let (start, item) = (k.mov_b32(0u32), k.mov_b32(item));
+            let rounds = Rounds::new(k, schedule, item, blocks);
             k.while_(
-                |k| k.setp_lt_u32(start, items),
+                |k| k.setp_lt_u32(rounds.start, items),
                 |k, _| {
-                    let inside = k.setp_lt_u32(item, items);
-                    let place = Place::in_section(k, item);
+                    let inside = k.setp_lt_u32(rounds.item, items);
+                    let place = Place::in_section(k, rounds.item);
                     let exists = k.setp_ge_s32(place.block, 0);
                     let exists = k.and_pred(exists, inside);
                     k.if_(exists, |k| {
                         let tile = Tile::find(k, schedule, spec, place);
                         body(k, &tile);
                     });
-                    k.set(start, |k| k.add_u32(start, blocks));
-                    let swapped = k.mov_b32(mine);
-                    k.set(mine, |k| k.mov_b32(other));
-                    k.set(other, |k| k.mov_b32(swapped));
-                    k.set(item, |k| k.add_u32(start, mine));
+                    rounds.next(k);
                 },
             );
         }
+    }
+}
+
+/// The items that a persistent block takes, one of each round. Every other round runs backwards: tiles come longest first,
+/// and so the block that had the longest of a round gets the shortest of the next.
+pub(super) struct Rounds {
+    blocks: Reg<B32>,
+    /// This block's place in this round and in the next.
+    mine: Reg<B32>,
+    other: Reg<B32>,
+    /// The round's first item.
+    start: Reg<B32>,
+    /// This block's.
+    pub item: Reg<B32>,
+}
+
+impl Rounds {
+    /// For one of so many blocks.
+    pub fn new(k: &mut KernelBuilder, schedule: Schedule, block: Reg<B32>, blocks: Reg<B32>) -> Self {
+        let last = k.sub_u32(blocks, 1u32);
+        let item = if schedule.ctas == 2 { beside_another(k, block, blocks, last) } else { block };
+        let mirrored = k.sub_u32(last, item);
+        let (mine, other) = (k.mov_b32(item), k.mov_b32(mirrored));
+        let (start, item) = (k.mov_b32(0u32), k.mov_b32(item));
+        Self { blocks, mine, other, start, item }
+    }
+
+    /// Goes on to the next round.
+    pub fn next(&self, k: &mut KernelBuilder) {
+        let Self { blocks, mine, other, start, item } = *self;
+        k.set(start, |k| k.add_u32(start, blocks));
+        let swapped = k.mov_b32(mine);
+        k.set(mine, |k| k.mov_b32(other));
+        k.set(other, |k| k.mov_b32(swapped));
+        k.set(item, |k| k.add_u32(start, mine));
     }
 }
 
@@ -212,7 +245,7 @@ impl Place {
 }
 
 /// n / divisor.
-fn divide(
+pub(super) fn divide(
     k: &mut KernelBuilder,
     n: Reg<B32>,
     by: ParamHandle<Sm90Params, u32>,
@@ -225,20 +258,34 @@ fn divide(
 }
 
 /// What remains of n, given the quotient.
-fn remainder(k: &mut KernelBuilder, n: Reg<B32>, quotient: Reg<B32>, divisor: Reg<B32>) -> Reg<B32> {
+pub(super) fn remainder(
+    k: &mut KernelBuilder,
+    n: Reg<B32>,
+    quotient: Reg<B32>,
+    divisor: Reg<B32>,
+) -> Reg<B32> {
     let taken = k.mul_lo_u32(quotient, divisor);
     k.sub_u32(n, taken)
 }
 
+/// The kv head of a query head.
+pub(super) fn kv_head(k: &mut KernelBuilder, spec: &Spec, head: Reg<B32>) -> Reg<B32> {
+    if spec.grouped { divide(k, head, Sm90Params::group_mul, Sm90Params::group_shift) } else { head }
+}
+
 impl Tile {
+    /// A tile of packed queries.
+    pub fn packed(rows_taken: u32, rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
+        Self { rows, first_row: rows.first_row, rows_taken, kv_head, band, starts }
+    }
+
     fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec, place: Place) -> Self {
         k.section("tile: which rows of which head");
         let Place { head, block, .. } = place;
         let batch = divide(k, head, Sm90Params::heads_mul, Sm90Params::heads_shift);
         let heads = k.param(Sm90Params::heads);
         let head = remainder(k, head, batch, heads);
-        let kv_head =
-            if spec.grouped { divide(k, head, Sm90Params::group_mul, Sm90Params::group_shift) } else { head };
+        let kv_head = kv_head(k, spec, head);
         let len_q = k.param(Sm90Params::len_q);
         let first_row = k.mul_lo_u32(block, schedule.rows_taken(spec));
         let own_row = if schedule.multicast > 1 {
@@ -248,24 +295,26 @@ impl Tile {
             first_row
         };
         let rows = Rows { batch, head, len_q, first_row: own_row };
-        let keys = if spec.key_lengths {
-            let lengths = k.param(Sm90Params::key_lengths);
-            let own = k.mad_wide_u32(batch, 4u32, lengths);
-            k.ld_global::<B32>(own)
-        } else {
-            k.param(Sm90Params::len_k)
-        };
+        let (keys, start) = Self::sequence(k, spec, batch);
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
-        Self { rows, first_row, rows_taken: schedule.rows_taken(spec), kv_head, band }
+        let starts = Starts { queries: None, keys: start };
+        Self { rows, first_row, rows_taken: schedule.rows_taken(spec), kv_head, band, starts }
     }
 
-    /// Where a row is in a tensor map of queries: the coordinates behind the column.
-    pub fn place(&self, k: &mut KernelBuilder, spec: &Spec, row: Reg<B32>) -> [Reg<B32>; 3] {
-        let Rows { batch, head, .. } = self.rows;
-        if spec.rows_per_query == 1 {
-            return [row, head, batch];
+    /// How many keys a batch entry has, and where these begin, if they are packed.
+    pub fn sequence(k: &mut KernelBuilder, spec: &Spec, batch: Reg<B32>) -> (Reg<B32>, Option<Reg<B32>>) {
+        let ends = spec.packed_k.then(|| packed::ends(k, PackedParams::k_starts, batch));
+        let start = ends.map(|[start, _]| start);
+        if spec.key_lengths {
+            let lengths = k.param(Sm90Params::key_lengths);
+            let own = k.mad_wide_u32(batch, 4u32, lengths);
+            return (k.ld_global::<B32>(own), start);
         }
-        [first_query_head(k, spec, head), k.div_u32(row, spec.rows_per_query), batch]
+        let keys = match ends {
+            Some([start, end]) => k.sub_s32(end, start),
+            None => k.param(Sm90Params::len_k),
+        };
+        (keys, start)
     }
 
     /// Whether a row of this block is one of the problem's, and no other block's.
@@ -276,6 +325,33 @@ impl Tile {
             past = k.min_s32(past, end);
         }
         k.setp_lt_s32(row, past)
+    }
+
+    /// The coordinates in a tensor of queries of a column and a row of the tile's head.
+    pub fn place(&self, k: &mut KernelBuilder, spec: &Spec, column: u32, row: Reg<B32>) -> [Operand<B32>; 4] {
+        let Rows { batch, head, .. } = self.rows;
+        if spec.rows_per_query > 1 {
+            let query = k.div_u32(row, spec.rows_per_query);
+            return [column.into(), first_query_head(k, spec, head).into(), query.into(), batch.into()];
+        }
+        match self.starts.queries {
+            None => [column.into(), row.into(), head.into(), batch.into()],
+            // Packed sequences are one batch entry.
+            Some(_) => [column.into(), self.row_of_queries(k, row).into(), head.into(), 0u32.into()],
+        }
+    }
+
+    /// The row of a tensor of queries that is a row of the tile's head.
+    pub fn row_of_queries(&self, k: &mut KernelBuilder, row: Reg<B32>) -> Reg<B32> {
+        self.starts.queries.map_or(row, |start| k.add_u32(start, row))
+    }
+
+    /// The row, the head and the batch entry of a key, where keys are not in pages.
+    pub fn place_of_keys(&self, k: &mut KernelBuilder, key: Reg<B32>) -> [Operand<B32>; 3] {
+        match self.starts.keys {
+            None => [key.into(), self.kv_head.into(), self.rows.batch.into()],
+            Some(start) => [k.add_u32(start, key).into(), self.kv_head.into(), 0u32.into()],
+        }
     }
 
     /// The key tiles that this block walks over.

@@ -107,7 +107,7 @@ impl<'a> Turner<'a> {
             |k, _| {
                 let from = k.mad_lo_u32(sixteen, 16 * PITCH, from);
                 let to = self.place(k, sixteen, to);
-                let exists = self.spec.key_lengths.then(|| exists(k, left, sixteen));
+                let exists = self.spec.has_foreign_keys().then(|| exists(k, left, sixteen));
                 let steps: Vec<u32> = (0..rows(self.spec) / STEP).collect();
                 for steps in steps.chunks(IN_FLIGHT) {
                     let loaded: Vec<_> = steps.iter().map(|&step| self.load(k, from, step)).collect();

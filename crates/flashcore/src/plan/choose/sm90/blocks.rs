@@ -48,7 +48,8 @@ pub(super) fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
         parts: 1,
         in_turn: false,
         multicast: 1,
-        flush: true,
+        flush: 1,
+        q_regs: false,
     }
 }
 
@@ -56,7 +57,8 @@ pub(super) fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
 pub(super) fn for_many(spec: &Spec) -> Vec<Schedule> {
     match spec.head_dim.max(spec.head_dim_v) {
         ..=64 => vec![wide(3, 128, 2), wide(3, 112, 2), wide(2, 128, 2)],
-        65..=128 => vec![wide(2, 128, 2), wide(2, 112, 2)],
+        65..=96 => vec![wide(2, 128, 2), wide(2, 112, 2)],
+        97..=128 => [128, 112].map(|n| Schedule { q_regs: true, ..wide(2, n, 2) }).into(),
         129..=192 => vec![wide(2, 96, 1), wide(2, 80, 1)],
         _ => vec![wide(2, 64, 1), wide(2, 48, 1)],
     }
@@ -65,7 +67,7 @@ pub(super) fn for_many(spec: &Spec) -> Vec<Schedule> {
 /// The same in clusters of two blocks, each of which copies half of every key tile for both: half the reads of the L2
 /// cache, and so less power. Without a mask only, where both always need the same keys. Measured on an H200.
 pub(super) fn in_pairs(spec: &Spec) -> Vec<Schedule> {
-    let alike = !spec.is_masked() && !spec.key_lengths && spec.head_dim.max(spec.head_dim_v) > 64;
+    let alike = !spec.is_masked() && !spec.has_foreign_keys() && spec.head_dim.max(spec.head_dim_v) > 64;
     let many = for_many(spec).into_iter().filter(|_| alike);
     many.map(|many| Schedule { multicast: 2, ..many }).collect()
 }
@@ -79,6 +81,12 @@ pub(super) fn for_some(spec: &Spec) -> Vec<Schedule> {
             [Schedule { ctas: 2, ..narrow }, narrow]
         })
         .collect()
+}
+
+/// For packed sequences, whose tiles only the GPU knows: persistent blocks, wide ones where there may be `many` tiles.
+pub(super) fn for_packed(spec: &Spec, many: bool) -> Vec<Schedule> {
+    let wide = for_many(spec).into_iter().filter(|_| many);
+    wide.chain(for_some(spec)).collect()
 }
 
 /// For grids that leave multiprocessors idle, or wait for their longest tiles: two warpgroups share the keys of the
@@ -147,7 +155,8 @@ pub(super) fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
         parts: 1,
         in_turn: false,
         multicast: 1,
-        flush: true,
+        flush: 1,
+        q_regs: false,
     };
     block_n.iter().flat_map(|&n| stages.iter().map(move |&stages| (n, stages))).map(narrow).collect()
 }

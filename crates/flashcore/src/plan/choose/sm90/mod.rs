@@ -6,15 +6,18 @@ mod section;
 
 use flashcore_kernels::{Schedule as Any, Spec, sm90::fwd::Schedule};
 
-pub(in crate::plan) use self::{blocks::schedules, section::section};
+pub(in crate::plan) use self::{
+    blocks::schedules,
+    section::{packed_section, section},
+};
 use self::{
     blocks::{
-        LAZY_LONG, for_few, for_many, for_parts, for_some, for_streams, in_pairs, streams_together, together,
-        widest,
+        LAZY_LONG, for_few, for_many, for_packed, for_parts, for_some, for_streams, in_pairs,
+        streams_together, together, widest,
     },
     section::key_tiles,
 };
-use crate::{Mask, Problem, plan::Hardware};
+use crate::{Mask, Problem, Queries, plan::Hardware};
 
 /// Queries of a warpgroup.
 const GROUP: usize = 64;
@@ -67,6 +70,21 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
     let fitting = |candidates: Candidates| {
         candidates.into_iter().find(|&it| Any::Sm90Fwd(it).check(given, hardware.target).is_ok())
     };
+    let lazy = |schedule: Schedule| {
+        let lazy = if problem.len_k >= LONG_KEYS { LAZY_LONG } else { schedule.lazy };
+        Schedule { lazy, ..schedule }
+    };
+    if let Queries::Packed { total } = problem.queries {
+        let (rows, sms) = (fitting(for_many(spec))?.rows() as usize, hardware.sms as usize);
+        let most = (total / rows + problem.batch.min(total)) * problem.heads_q;
+        let schedule = fitting(for_packed(spec, most >= sms))?;
+        let what = format!(
+            "up to {most} tiles of {rows} queries of {} sequences, which blocks of {} find on the GPU",
+            problem.batch,
+            schedule.rows()
+        );
+        return Some((Any::Sm90Fwd(lazy(schedule)), format!("Hopper has wgmma and TMA; {what}")));
+    }
     let tiles = |rows: u32| problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
     let sms = hardware.sms as usize;
     let many = fitting(for_many(spec).into_iter().chain(for_some(spec)).collect())?;
@@ -135,9 +153,7 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
         };
         (few, format!("{narrow} tiles of {GROUP} queries leave SMs of {sms} idle{share}"))
     };
-    let lazy = if problem.len_k >= LONG_KEYS { LAZY_LONG } else { schedule.lazy };
-    let schedule = Schedule { lazy, ..schedule };
-    Some((Any::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")))
+    Some((Any::Sm90Fwd(lazy(schedule)), format!("Hopper has wgmma and TMA; {what}")))
 }
 
 /// A spec as far as it decides which blocks are best. Few queries of heads that share keys see nearly the same of them.

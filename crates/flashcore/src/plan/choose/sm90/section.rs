@@ -2,7 +2,7 @@
 
 use flashcore_kernels::{Section, sm90::fwd::Schedule};
 
-use crate::Problem;
+use crate::{Keys, Problem};
 
 /// Keys and values of the heads that are taken up together, in bytes: they should stay in the L2 cache.
 const SECTION_BYTES: u64 = 32 << 20;
@@ -41,6 +41,22 @@ pub(in crate::plan) fn section(problem: &Problem, schedule: Schedule, blocks: u3
         if u64::from(section.heads) > cached { longest + longest / 8 } else { longest }
     };
     candidates.flat_map(|tight| [tight, whole(tight)]).min_by_key(score).unwrap_or(tight(1))
+}
+
+/// Heads of packed sequences whose tiles are taken up together: as many groups as have keys and values that stay in the
+/// cache. Which tiles there are is known on the GPU alone.
+pub(in crate::plan) fn packed_section(problem: &Problem) -> Section {
+    let Problem { batch, heads_kv, len_k, head_dim, head_dim_v, keys, .. } = *problem;
+    let keys = match keys {
+        Keys::Packed { total } => total,
+        Keys::Dense => batch * len_k,
+        Keys::Paged { page, pages } => (batch * len_k).min(page * pages),
+    };
+    let bytes = (keys * (head_dim + head_dim_v) * problem.dtype.size()) as u64;
+    let cached = SECTION_BYTES / bytes.max(1);
+    let fits = |&groups: &usize| heads_kv.is_multiple_of(groups) && (groups as u64 <= cached || groups == 1);
+    let groups = (1..=heads_kv).rev().find(fits).unwrap_or(1);
+    Section { heads: (groups * problem.group()) as u32, places: 0 }
 }
 
 /// The key tiles that a block of rows sees.

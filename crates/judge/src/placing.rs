@@ -1,0 +1,263 @@
+//! Packed and paged calls, as the judge sees them.
+//!
+//! Whoever judges sees one dense problem, with a row for every query and key that a sequence may have. How the sequences
+//! really lie is decided when an engine runs: their rows are put where the [`Placing`] says, in memory that is otherwise
+//! unreadable, and results are read back from there. So the oracle and the rule know nothing of layouts.
+//!
+//! Sequences have different numbers of queries. Those of a sequence are the *last* rows of its batch entry, so that a mask
+//! that is aligned bottom-right means the same in both. The rows before them do not exist: they are zeros, and nobody
+//! judges them.
+
+use flashcore::signature::{Parameter, PerTensor, Rows};
+use flashcore::{Keys, Name, Problem, Queries};
+
+use crate::guarded::{Arrangement, Guarded};
+use crate::rng::Rng;
+use crate::rule::Row;
+
+/// Pages of a pool that no sequence has: they were freed, and hold what nobody may read.
+const FREED: usize = 3;
+
+/// Where the sequences of a call lie.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Placing {
+    /// What the engine is asked.
+    pub problem: Problem,
+    /// How the tensors lie in memory.
+    pub arrangement: Arrangement,
+    /// How many queries each sequence has.
+    pub queries: Vec<u32>,
+    /// How many keys each sequence has.
+    pub keys: Vec<u32>,
+    /// The pages of each sequence, as far as the table goes; those that no key reaches are of others, or of none.
+    pages: Vec<i32>,
+}
+
+/// How many pages a pool has for sequences of these lengths: theirs, and some that were freed.
+pub fn pool(keys: &[u32], page: usize) -> usize {
+    keys.iter().map(|&len| (len as usize).div_ceil(page)).sum::<usize>() + FREED
+}
+
+impl Placing {
+    /// Sequences of these lengths, whose pages are drawn from a seed.
+    pub fn new(
+        problem: Problem,
+        arrangement: Arrangement,
+        queries: Vec<u32>,
+        keys: Vec<u32>,
+        seed: u64,
+    ) -> Self {
+        let mut placing = Self { problem, arrangement, queries, keys, pages: Vec::new() };
+        if let Keys::Paged { page, pages } = problem.keys {
+            let mut rng = Rng::stream(seed, 300);
+            let mut order: Vec<usize> = (0..pages).collect();
+            for i in (1..pages).rev() {
+                order.swap(i, rng.below(i + 1));
+            }
+            let width = problem.len_k.div_ceil(page);
+            let mut free = order.iter().map(|&page| page as i32);
+            for &len in &placing.keys {
+                let used = (len as usize).div_ceil(page);
+                placing.pages.extend(free.by_ref().take(used));
+                // Nobody may look at what follows.
+                let others = [-1, pages as i32 + 1000].into_iter().cycle();
+                placing.pages.extend(others.take(width - used));
+            }
+        }
+        placing
+    }
+
+    /// The dense problem that is judged.
+    pub fn dense(problem: Problem) -> Problem {
+        let dense = problem.with_queries(Queries::Dense).with_keys(Keys::Dense);
+        if problem.is_dense() { dense } else { dense.with_key_lengths() }
+    }
+
+    /// Where a sequence of these lengths begins, and the next ones do.
+    fn starts(lengths: &[u32]) -> Vec<f32> {
+        (0..=lengths.len()).map(|n| lengths[..n].iter().sum::<u32>() as f32).collect()
+    }
+
+    /// The rows of a batch entry that are no queries of its sequence.
+    pub fn padding(&self, batch: usize) -> usize {
+        self.problem.len_q - self.queries[batch] as usize
+    }
+
+    /// Whether a row is of a sequence.
+    pub fn has(&self, row: &Row) -> bool {
+        match row.kind {
+            Rows::Queries => row.position >= self.padding(row.batch),
+            Rows::Keys => row.position < self.keys[row.batch] as usize,
+            _ => true,
+        }
+    }
+
+    /// Where a row is that is of a sequence: the batch entry and the row of its tensor.
+    pub fn place(&self, row: &Row) -> (usize, usize) {
+        let before = |lengths: &[u32]| lengths[..row.batch].iter().sum::<u32>() as usize;
+        match (row.kind, self.problem.queries, self.problem.keys) {
+            (Rows::Queries, Queries::Packed { .. }, _) => {
+                (0, before(&self.queries) + row.position - self.padding(row.batch))
+            }
+            (Rows::Keys, _, Keys::Packed { .. }) => (0, before(&self.keys) + row.position),
+            (Rows::Keys, _, Keys::Paged { page, .. }) => {
+                let width = self.problem.len_k.div_ceil(page);
+                (self.pages[row.batch * width + row.position / page] as usize, row.position % page)
+            }
+            _ => (row.batch, row.position),
+        }
+    }
+
+    /// Starts, or the table.
+    pub fn places(&self, of: &Parameter) -> Guarded {
+        let values = match of.name {
+            Name::QStarts => Self::starts(&self.queries),
+            Name::KStarts => Self::starts(&self.keys),
+            _ => self.pages.iter().map(|&page| page as f32).collect(),
+        };
+        Guarded::with_values(of.dtype, Arrangement::Bhsd, of.shape, &values)
+    }
+
+    /// The rows of a dense tensor, put where they lie, in memory that is otherwise unreadable.
+    pub fn put(&self, of: &Parameter, dense: &Guarded) -> Guarded {
+        let mut placed = Guarded::new(of.dtype, self.arrangement, of.shape);
+        let mut memory = placed.view_mut();
+        self.each_row(of, dense.shape(), |row, (batch, at), elements| {
+            dense.view().read_row(row.batch, row.head, row.position, elements);
+            memory.write_row(batch, row.head, at, elements);
+        });
+        placed
+    }
+
+    /// A dense tensor of what lies there; rows that are of no sequence are zeros.
+    pub fn take(&self, of: &Parameter, dense: &Parameter, placed: &Guarded) -> Guarded {
+        let zeros = vec![0.0; dense.shape.iter().product()];
+        let mut all = Guarded::with_values(of.dtype, self.arrangement, dense.shape, &zeros);
+        let mut memory = all.view_mut();
+        self.each_row(of, dense.shape, |row, (batch, at), elements| {
+            placed.view().read_row(batch, row.head, at, elements);
+            memory.write_row(row.batch, row.head, row.position, elements);
+        });
+        all
+    }
+
+    /// Takes up every row of a dense tensor that is of a sequence, with its place and room for its elements.
+    fn each_row(
+        &self,
+        of: &Parameter,
+        [batch, heads, len, width]: [usize; 4],
+        mut work: impl FnMut(Row, (usize, usize), &mut [f32]),
+    ) {
+        let mut elements = vec![0.0; width];
+        for i in 0..batch * heads * len {
+            let row =
+                Row { kind: of.rows, batch: i / (heads * len), head: i / len % heads, position: i % len };
+            if self.has(&row) {
+                work(row, self.place(&row), &mut elements);
+            }
+        }
+    }
+}
+
+/// The inputs of a call by name, each where it lies.
+pub(crate) fn placed<'a>(placing: &Placing, dense: impl Fn(Name) -> &'a Guarded) -> PerTensor<Guarded> {
+    let mut tensors = PerTensor::default();
+    for of in placing.problem.signature().inputs() {
+        let tensor = match of.rows {
+            Rows::Places => placing.places(of),
+            Rows::Heads => dense(of.name).clone(),
+            _ => placing.put(of, dense(of.name)),
+        };
+        tensors.set(of.name, tensor);
+    }
+    tensors
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inputs::Distribution;
+    use crate::operands::Operands;
+    use flashcore::{Attention, Device, Mask, oracle};
+
+    const QUERIES: [u32; 4] = [3, 0, 9, 1];
+    const KEYS: [u32; 4] = [5, 7, 13, 0];
+
+    /// Inputs of a problem with sequences of those lengths.
+    fn operands(text: &str, arrangement: Arrangement) -> Operands {
+        let problem: Problem = text.parse().unwrap();
+        let queries = match problem.queries {
+            Queries::Dense => vec![problem.len_q as u32; 4],
+            Queries::Packed { .. } => QUERIES.into(),
+        };
+        let placing = Placing::new(problem, arrangement, queries, KEYS.into(), 3);
+        let dense = Placing::dense(problem);
+        let drawn = Operands::draw(dense, Some(KEYS.into()), Arrangement::Bhsd, Distribution::Normal, 3);
+        drawn.with_placing(placing)
+    }
+
+    #[test]
+    fn the_truth_of_a_packed_call_is_that_of_each_sequence_alone() {
+        for mask in [Mask::None, Mask::Causal, Mask::Window { left: Some(2), right: Some(1) }] {
+            let text = format!("4x4/2x9/13x8 f32 packed=13/25 lse {mask}");
+            let operands = operands(&text, Arrangement::Padded);
+            let (placed, yardstick) = (operands.placed(), operands.yardstick());
+            let truth = yardstick.of(Name::O);
+            assert_eq!(truth.rows().len(), 4 * 13);
+            let (mut first_q, mut first_k) = (0, 0);
+            for (sequence, (len_q, len_k)) in QUERIES.into_iter().zip(KEYS).enumerate() {
+                let (len_q, len_k) = (len_q as usize, len_k as usize);
+                let mut alone = placed.problem.with_queries(Queries::Dense).with_keys(Keys::Dense);
+                (alone.batch, alone.len_q, alone.len_k) = (1, len_q, len_k);
+                let q = placed.q.part(0, 1, 0, 4, first_q, len_q);
+                let [k, v] = [&placed.k, &placed.v].map(|of| of.part(0, 1, 0, 2, first_k, len_k));
+                let o = oracle::attention(&alone, &q, &k, &v, None).o;
+                let ours = (0..truth.rows().len()).filter(|&i| truth.rows()[i].batch == sequence);
+                let ours: Vec<f64> = ours.flat_map(|i| truth.truth()[truth.elements(i)].to_vec()).collect();
+                assert_eq!(ours, o, "{mask}, sequence {sequence}");
+                (first_q, first_k) = (first_q + len_q, first_k + len_k);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_put_somewhere_is_taken_from_there() {
+        for text in ["4x4/2x9/13x8 f16 packed=13/25", "4x4/2x9/13x8 f16 packed-q=13 page=3/14 key-lengths"] {
+            for arrangement in Arrangement::ALL {
+                let operands = operands(text, arrangement);
+                let (placing, placed) = (operands.placing().unwrap(), operands.placed());
+                for (of, dense) in
+                    placed.problem.signature().inputs().zip(operands.problem.signature().inputs())
+                {
+                    if !matches!(of.rows, Rows::Queries | Rows::Keys) {
+                        continue;
+                    }
+                    let back = placing.take(of, dense, placed.operand(of.name));
+                    let before = operands.operand(of.name);
+                    for (i, count) in back.differences(before).into_iter().enumerate() {
+                        assert!(
+                            count == 0 || !placing.has(&Row::of(dense, i)),
+                            "{text}: {}, row {i}",
+                            of.name
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_no_sequence_has_is_unreadable_and_not_needed() {
+        let operands = operands("4x4/2x9/13x8 f32 page=3/14 key-lengths causal", Arrangement::Bshd);
+        let placed = operands.placed();
+        let unreadable = placed.k.values().into_iter().filter(|x| x.is_nan()).count();
+        assert_eq!(unreadable, (14 * 3 - 25) * 2 * 8);
+        let (q, k, v) = (placed.q.view(), placed.k.view(), placed.v.view());
+        let out = placed.attention().run(&Device::cpu(), &q, &k, &v).unwrap();
+        assert!(out.o.to_f32().iter().all(|x| x.is_finite()));
+        // A table that names a page more would be refused, or read what it must not.
+        let longer = Attention::key_lengths(placed.attention(), &[6, 7, 13, 1]);
+        let wrong = longer.run(&Device::cpu(), &q, &k, &v);
+        assert!(wrong.is_err_and(|error| error.to_string().contains("page 0 of sequence 3")));
+    }
+}
