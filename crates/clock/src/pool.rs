@@ -51,25 +51,35 @@ fn bytes(dtype: DType, bits: &[u16]) -> Vec<u8> {
     bits.iter().flat_map(|bits| bits.to_le_bytes().into_iter().take(dtype.size())).collect()
 }
 
+/// The bits of a number.
+fn round(dtype: DType, x: f64) -> u16 {
+    match dtype {
+        DType::BF16 => bf16::from_f64(x).to_bits(),
+        DType::F16 | DType::F32 => f16::from_f64(x).to_bits(),
+        DType::F8E4M3 => u16::from(F8E4M3::from_f64(x).to_bits()),
+        DType::I32 => unreachable!("numbers to compute with"),
+    }
+}
+
 impl Pool {
     /// Draws standard normal numbers in a dtype of 16 bits or 8: `needed` of them, at most [`LEN`].
     pub fn draw(dtype: DType, needed: usize, seed: u64) -> Self {
         let len = needed.clamp(1, LEN);
-        let round = |x: f64| match dtype {
-            DType::BF16 => bf16::from_f64(x).to_bits(),
-            DType::F16 | DType::F32 => f16::from_f64(x).to_bits(),
-            DType::F8E4M3 => u16::from(F8E4M3::from_f64(x).to_bits()),
-            DType::I32 => unreachable!("numbers to compute with"),
-        };
         let bits = [0_u64, 1, 2].map(|tensor| {
             let mut bits = vec![0; len];
             bits.par_chunks_mut(PART).enumerate().for_each(|(part, bits)| {
                 let mut rng = Rng::stream(seed, tensor << 40 | part as u64);
-                bits.fill_with(|| round(rng.normal()));
+                bits.fill_with(|| round(dtype, rng.normal()));
             });
             bits
         });
         Self { dtype, seed, bits }
+    }
+
+    /// These numbers, in a dtype of 16 bits or 8.
+    pub fn of(dtype: DType, values: [Vec<f32>; 3]) -> Self {
+        let bits = values.map(|values| values.into_iter().map(|x| round(dtype, f64::from(x))).collect());
+        Self { dtype, seed: 0, bits }
     }
 
     /// Writes the three files.
@@ -103,6 +113,8 @@ impl Pool {
     /// The truth about some rows of a problem whose tensors are contiguous.
     pub fn yardstick(&self, problem: &Problem, rows: &[Row]) -> Option<Yardstick> {
         let Problem { heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, mask, .. } = *problem;
+        // Keys and values of a type of their own are the pool's numbers, rounded.
+        let dtypes = [dtype, problem.dtype_kv(), problem.dtype_kv()];
         let one = |row: &Row| {
             let &Row { batch, head, position: query, .. } = row;
             let keys = mask.keys(query, len_q, len_k);
@@ -112,7 +124,8 @@ impl Pool {
             let first = kv_head * len_k + keys.start;
             let tensor = |tensor: usize, row: usize, rows: usize, width: usize| {
                 let values = self.values(tensor, row * width, rows * width);
-                TensorBuf::from_f32(&values, [1, 1, rows, width], dtype).expect("as many values as elements")
+                TensorBuf::from_f32(&values, [1, 1, rows, width], dtypes[tensor])
+                    .expect("as many values as elements")
             };
             let q = tensor(0, (batch * heads_q + head) * len_q + query, 1, head_dim);
             let k = tensor(1, first, keys.len(), head_dim);

@@ -8,13 +8,14 @@ use std::time::Instant;
 
 use flashcore::cuda::driver::{DeviceBuffer, Event, EventKind, GraphExec};
 use flashcore::cuda::{Cuda, CudaTensor, Recorder, Recording};
-use flashcore::{Attention, Backward, DType, Device, Layout, Pass, Problem, Storage, TensorBuf};
+use flashcore::{Attention, Backward, DType, Device, F8E4M3, Layout, Pass, Problem, Storage, TensorBuf};
 use serde_json::{Value, json};
 
 use crate::ceilings;
 use crate::cublas::{Addresses, CUBLAS, Unfused};
 use crate::pool::NAMES;
 use crate::protocol::{Asked, GRADIENT_FROM, Request};
+use flashcore_host::files::widened;
 use flashcore_judge::stats;
 
 /// Calls that are queued before the host waits for the GPU, when its own time is measured.
@@ -35,7 +36,7 @@ pub const SCHEDULE: &str = "schedule ";
 
 /// Answers requests from stdin until it ends.
 pub fn serve(ordinal: u32) -> Result<(), String> {
-    let mut server = Server { cuda: open(ordinal), pools: HashMap::new() };
+    let mut server = Server { cuda: open(ordinal), pools: HashMap::new(), rounded: HashMap::new() };
     let mut lines = std::io::stdin().lock().lines();
     let mut next = read(&mut lines);
     while let Some(request) = next {
@@ -93,6 +94,8 @@ type PoolOnGpu = [DeviceBuffer; 3];
 struct Server {
     cuda: Result<Cuda, String>,
     pools: HashMap<String, PoolOnGpu>,
+    /// Those whose keys and values were rounded to f8.
+    rounded: HashMap<String, PoolOnGpu>,
 }
 
 impl Server {
@@ -103,6 +106,7 @@ impl Server {
             Request::Ceilings => ceilings::measure(&cuda),
             Request::Pool { dtype, paths } => {
                 let (pool, sums) = load_pool(&cuda, &paths)?;
+                self.rounded.remove(&dtype);
                 self.pools.insert(dtype, pool);
                 Ok(json!({ "checksums": sums }))
             }
@@ -110,9 +114,15 @@ impl Server {
         }
     }
 
-    fn prepare(&self, problem: &Problem, sets: usize) -> Result<Ready, String> {
-        let cuda = self.cuda.clone()?;
-        let pool = self.pools.get(problem.dtype.name()).ok_or("there is no pool of this dtype")?;
+    fn prepare(&mut self, problem: &Problem, sets: usize) -> Result<Ready, String> {
+        let (cuda, name) = (self.cuda.clone()?, problem.dtype.name());
+        let mut pool = self.pools.get(name).ok_or("there is no pool of this dtype")?;
+        if problem.dtype_kv.is_some() {
+            pool = match self.rounded.entry(name.into()) {
+                Entry::Occupied(made) => made.into_mut(),
+                Entry::Vacant(place) => place.insert(rounded(&cuda, pool, problem.dtype)?),
+            };
+        }
         Ready::new(cuda, pool, problem, sets)
     }
 }
@@ -149,6 +159,18 @@ fn load_pool(cuda: &Cuda, paths: &[PathBuf; 3]) -> Result<(PoolOnGpu, [u32; 3]),
     }
     let pool = buffers.try_into().map_err(|_| format!("a pool has {} tensors", NAMES.len()))?;
     Ok((pool, sums))
+}
+
+/// A pool of this type whose keys and values are rounded to f8.
+fn rounded(cuda: &Cuda, [q, k, v]: &PoolOnGpu, dtype: DType) -> Result<PoolOnGpu, String> {
+    let to_f8 = |pool: &DeviceBuffer| {
+        let bytes = cuda.stream().download_all::<u8>(pool).map_err(say)?;
+        let codes: Vec<u8> =
+            widened(&bytes, dtype).into_iter().map(|x| F8E4M3::from_f32(x).to_bits()).collect();
+        cuda.stream().upload_new(&codes).map_err(say)
+    };
+    let queries = cuda.stream().download_all::<u8>(q).map_err(say)?;
+    Ok([cuda.stream().upload_new(&queries).map_err(say)?, to_f8(k)?, to_f8(v)?])
 }
 
 /// One set of tensors that a call works on.
@@ -231,10 +253,12 @@ impl Ready {
             [batch, heads_kv, len_k, head_dim_v],
         ];
         let attention = Attention::new().mask(problem.mask).scale(problem.scale);
+        let attention = problem.quantise.map_or(attention, |quantiser| attention.fp8(quantiser));
+        let dtypes = [dtype, problem.dtype_kv(), problem.dtype_kv()];
         let device = Device::cuda_with(cuda.clone());
         let set = |_| {
             let mut inputs = Vec::new();
-            for (shape, pool) in shapes.into_iter().zip(pool) {
+            for ((shape, dtype), pool) in shapes.into_iter().zip(dtypes).zip(pool) {
                 inputs.push(cut(&cuda, pool, 0, dtype, shape)?);
             }
             let mut inputs: [CudaTensor; 3] = inputs.try_into().map_err(|_| "three inputs".to_string())?;

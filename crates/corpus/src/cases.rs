@@ -16,7 +16,7 @@ use flashcore_judge::placing::{self, Placing};
 use flashcore_judge::rng::Rng;
 
 /// The files of the corpus, by the prefix of their cases' names.
-const FILES: [(&str, &str); 12] = [
+const FILES: [(&str, &str); 13] = [
     ("lengths", include_str!("../../../cases/lengths.toml")),
     ("masks", include_str!("../../../cases/masks.toml")),
     ("heads", include_str!("../../../cases/heads.toml")),
@@ -27,6 +27,7 @@ const FILES: [(&str, &str); 12] = [
     ("wild", include_str!("../../../cases/wild.toml")),
     ("eight", include_str!("../../../cases/eight.toml")),
     ("cache", include_str!("../../../cases/cache.toml")),
+    ("rows", include_str!("../../../cases/rows.toml")),
     ("packed", include_str!("../../../cases/packed.toml")),
     ("paged", include_str!("../../../cases/paged.toml")),
 ];
@@ -227,7 +228,8 @@ struct Table {
     kv: Option<Many<String>>,
     /// The type of o, where that of q, k and v leaves a choice.
     out: Option<Many<String>>,
-    /// Whether q, k and v have descales: `all`, `none`, or letters of those that do.
+    /// Whether q, k and v have descales: `all`, `none`, or letters of those that do; with `/128` behind it, those of k and v are
+    /// for each so many keys.
     descales: Option<Many<String>>,
     batch: Option<Many<usize>>,
     heads: Option<Many<usize>>,
@@ -278,6 +280,7 @@ struct Draft {
     kv: Option<DType>,
     out: Option<DType>,
     descales: [bool; 3],
+    descale_keys: Option<usize>,
     sizes: Sizes,
     mask: Mask,
     scale: Option<f32>,
@@ -387,6 +390,7 @@ impl Table {
             kv: None,
             out: None,
             descales: [false; 3],
+            descale_keys: None,
             sizes,
             mask: Mask::None,
             scale: None,
@@ -443,8 +447,8 @@ impl Table {
             f,
             descales.as_ref(),
             |_| one(),
-            |(name, _)| format!("descales-{name}"),
-            |d, x| d.descales = x.1,
+            |(name, ..)| format!("descales-{}", name.replace('/', "-per-")),
+            |d, (_, descales, keys)| (d.descales, d.descale_keys) = (descales, keys),
         );
         vary(f, Some(&dtype), |_| one(), ToString::to_string, |d, x| d.dtype = x);
         let draft = |row: &mut dyn Iterator<Item = usize>| {
@@ -489,6 +493,7 @@ impl Table {
         problem = draft.kv.map_or(problem, |dtype| problem.with_dtype_kv(dtype));
         problem = draft.out.map_or(problem, |out| problem.with_out(out));
         (problem.lse, problem.descales) = (draft.lse, draft.descales);
+        problem.descale_keys = draft.descale_keys;
         let [packed_q, packed_k] = draft.packed;
         let lengths = |given: &Option<KeyLengths>, drawn: bool, most: usize| match given {
             Some(KeyLengths::Given(lengths)) => Some(lengths.clone()),
@@ -561,9 +566,11 @@ fn draw_lengths(batch: usize, all: usize, seed: u64) -> Vec<u32> {
     lengths
 }
 
-/// Which of q, k and v have descales, by a name for it.
-fn which(text: &str) -> Result<(String, [bool; 3]), String> {
-    let letters = match text {
+/// Which of q, k and v have descales, by a name for it, and the keys of a block that has its own.
+fn which(text: &str) -> Result<(String, [bool; 3], Option<usize>), String> {
+    let (names, keys) = text.split_once('/').map_or((text, None), |(names, keys)| (names, Some(keys)));
+    let keys = keys.map(str::parse::<usize>).transpose();
+    let letters = match names {
         "all" => "qkv",
         "none" => "",
         letters => letters,
@@ -571,7 +578,8 @@ fn which(text: &str) -> Result<(String, [bool; 3]), String> {
     if letters.chars().any(|letter| !"qkv".contains(letter)) {
         return Err(format!("descales '{text}': possible are all, none, or letters of q, k and v"));
     }
-    Ok((text.into(), ['q', 'k', 'v'].map(|letter| letters.contains(letter))))
+    let keys = keys.map_err(|_| format!("descales '{text}': behind the slash is a number of keys"))?;
+    Ok((text.into(), ['q', 'k', 'v'].map(|letter| letters.contains(letter)), keys))
 }
 
 /// Which of queries and keys are packed, by a name for it.

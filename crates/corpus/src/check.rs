@@ -238,7 +238,10 @@ impl Prepared {
             let kv_head = reader.head / self.case.problem.group();
             let (head, row) = match operand {
                 Name::K | Name::V => (kv_head, self.operands.attended(&reader, keys, rng)),
-                Name::QDescale | Name::KDescale | Name::VDescale => (kv_head, 0),
+                Name::QDescale => (kv_head, 0),
+                Name::KDescale | Name::VDescale => {
+                    (kv_head, self.case.problem.descale_block(self.operands.attended(&reader, keys, rng)))
+                }
                 _ => (reader.head, reader.position),
             };
             let spot = Spot { operand, batch: reader.batch, head, row, column: 0 };

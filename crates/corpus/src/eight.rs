@@ -30,6 +30,8 @@ pub enum Slip {
     Forgotten(Name),
     /// The descales are those of the next kv head.
     OtherHead,
+    /// The descales are those of the block of keys before.
+    BlockBefore,
     /// Numbers are divided by their descales.
     Inverted,
     /// Probabilities are scaled up so far that the largest are beyond f8.
@@ -44,11 +46,12 @@ pub enum Slip {
 
 impl Slip {
     /// All of them.
-    pub const ALL: [Slip; 9] = [
+    pub const ALL: [Slip; 10] = [
         Slip::Forgotten(Name::QDescale),
         Slip::Forgotten(Name::KDescale),
         Slip::Forgotten(Name::VDescale),
         Slip::OtherHead,
+        Slip::BlockBefore,
         Slip::Inverted,
         Slip::Saturated,
         Slip::Permuted,
@@ -66,6 +69,9 @@ impl Slip {
             };
         }
         let problem = Problem::new(2, 4, 70, 32, DType::F8E4M3).with_kv(2, 150).with_descales().with_lse();
+        if self == Slip::BlockBefore {
+            return Case::new("8 bits with descales of blocks of keys", problem.with_descales_per(48));
+        }
         Case::new("8 bits with descales", problem.with_mask(Mask::Causal))
     }
 
@@ -76,6 +82,7 @@ impl Slip {
             Slip::Forgotten(Name::KDescale) => "8 bits: the descale of k forgotten",
             Slip::Forgotten(_) => "8 bits: the descale of v forgotten",
             Slip::OtherHead => "8 bits: descales of another head",
+            Slip::BlockBefore => "8 bits: descales of the block of keys before",
             Slip::Inverted => "8 bits: divided by the descales",
             Slip::Saturated => "8 bits: the largest probabilities cut off at 448",
             Slip::Permuted => "8 bits: values in another order than probabilities",
@@ -117,17 +124,24 @@ impl Engine for Tiled {
         for row in 0..problem.batch * problem.heads_q * len_q {
             let (b, h, s) = (row / len_q / problem.heads_q, row / len_q % problem.heads_q, row % len_q);
             let head_kv = h / problem.group();
-            let mut descales = match self.slip {
-                Some(Slip::OtherHead) => attention.given_descales().at(b, (head_kv + 1) % heads_kv),
-                _ => attention.given_descales().at(b, head_kv),
-            };
-            for (descale, name) in descales.iter_mut().zip(Name::DESCALES) {
-                match self.slip {
-                    Some(Slip::Forgotten(forgotten)) if forgotten == name => *descale = 1.0,
-                    Some(Slip::Inverted) => *descale = 1.0 / *descale,
-                    _ => {}
+            let of_block = |block: usize| {
+                let given = attention.given_descales();
+                let mut descales = match self.slip {
+                    Some(Slip::OtherHead) => given.at(b, (head_kv + 1) % heads_kv, block),
+                    Some(Slip::BlockBefore) => given.at(b, head_kv, block.saturating_sub(1)),
+                    _ => given.at(b, head_kv, block),
+                };
+                for (descale, name) in descales.iter_mut().zip(Name::DESCALES) {
+                    match self.slip {
+                        Some(Slip::Forgotten(forgotten)) if forgotten == name => *descale = 1.0,
+                        Some(Slip::Inverted) => *descale = 1.0 / *descale,
+                        _ => {}
+                    }
                 }
-            }
+                descales
+            };
+            let blocks = problem.descale_block(len_k.saturating_sub(1)) + 1;
+            let descales = (0..blocks).map(of_block).collect();
             let first = (b * heads_kv + head_kv) * len_k;
             let head = Head {
                 problem: &problem,
@@ -150,14 +164,15 @@ struct Head<'a> {
     problem: &'a Problem,
     keys: &'a [f32],
     values: &'a [f32],
-    descales: [f32; 3],
+    /// Those of each block of keys.
+    descales: Vec<[f32; 3]>,
 }
 
 impl Tiled {
     /// The output of a query, and its lse.
     fn attend(self, head: &Head<'_>, query: &[f32], s: usize) -> (Vec<f32>, f32) {
         let Problem { len_q, len_k, head_dim, head_dim_v, mask, scale, softcap, .. } = *head.problem;
-        let [of_q, of_k, of_v] = head.descales;
+        let of_key = |key: usize| head.descales[head.problem.descale_block(key)];
         let seen = mask.keys(s, len_q, len_k);
         let mut out = vec![0.0_f32; head_dim_v];
         if seen.is_empty() {
@@ -165,6 +180,7 @@ impl Tiled {
         }
         let top = if self.slip == Some(Slip::Saturated) { 512.0 } else { 256.0 };
         let score = |key: usize| {
+            let [of_q, of_k, _] = of_key(key);
             let key = &head.keys[key * head_dim..][..head_dim];
             let dot: f32 = query.iter().zip(key).map(|(a, b)| a * b).sum();
             let score = dot * (scale * of_q * of_k);
@@ -202,11 +218,19 @@ impl Tiled {
                 if self.slip == Some(Slip::FewBits) {
                     *o = products.chunks(BLOCK).fold(*o, short_sum);
                 } else {
-                    *o += products.chunks(BLOCK).fold(0.0, short_sum);
+                    // Sums end with the keys that share a descale, too.
+                    let block = |i: usize| head.problem.descale_block(keys.start + i);
+                    let mut start = 0;
+                    while start < products.len() {
+                        let alike = (start..products.len()).take_while(|&i| block(i) == block(start)).count();
+                        let sum = products[start..start + alike].chunks(BLOCK).fold(0.0, short_sum);
+                        *o += sum * head.descales[block(start)][2];
+                        start += alike;
+                    }
                 }
             }
         }
-        let factor = of_v / (top * sum);
+        let factor = 1.0 / (top * sum);
         for o in &mut out {
             *o *= factor;
         }

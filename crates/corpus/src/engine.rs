@@ -163,7 +163,9 @@ impl DeviceEngine {
         let gpu = SimGpu::new(target).with_sms(FEW_SMS).with_kernel(kernel).with_config(config);
         let most_pairs = match kernel {
             Kernel::Scalar => MOST_SCALAR_PAIRS,
-            Kernel::Sm90Fwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish => MOST_HOPPER_PAIRS,
+            Kernel::Sm90Fwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish | Kernel::Sm90BwdWide => {
+                MOST_HOPPER_PAIRS
+            }
             Kernel::Sm80Mma
             | Kernel::Sm80Fwd
             | Kernel::Combine

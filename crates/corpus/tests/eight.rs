@@ -23,11 +23,16 @@ fn passes(case: &Prepared, engine: &dyn Engine) -> bool {
 
 #[test]
 fn every_slip_is_refused_and_a_kernel_without_one_accepted() {
-    let [usual, long] = [Slip::OtherHead, Slip::FewBits].map(|slip| Prepared::new(slip.planted_in()));
-    let right = Tiled { slip: None };
-    assert!(passes(&usual, &right) && passes(&long, &right));
+    let cases =
+        [Slip::OtherHead, Slip::FewBits, Slip::BlockBefore].map(|slip| Prepared::new(slip.planted_in()));
+    assert!(cases.iter().all(|case| passes(case, &Tiled { slip: None })));
+    let [usual, long, in_blocks] = &cases;
     for slip in Slip::ALL {
-        let case = if slip == Slip::FewBits { &long } else { &usual };
+        let case = match slip {
+            Slip::FewBits => long,
+            Slip::BlockBefore => in_blocks,
+            _ => usual,
+        };
         assert!(!passes(case, &Tiled { slip: Some(slip) }), "{}", slip.name());
     }
 }

@@ -229,11 +229,17 @@ fn run(context: &Context) -> Result<bool> {
     }
     let geometry = schedule.geometry(&spec);
     args.section = shape.section(geometry.rows);
+    let sms = context.properties().sm_count;
+    let grid = geometry.grid(batch as u32, heads as u32, queries as u32, sms);
+    let aside = match &schedule {
+        Schedule::Sm90Fwd(schedule) => grid[0] * schedule.aside_bytes(&spec),
+        _ => 0,
+    };
+    let aside = stream.upload_new(&vec![u8::MAX; aside.max(1) as usize])?;
+    args.set(Operand::Aside, TensorArg { address: aside.address(), ..TensorArg::default() });
     let mut packed = Packed::default();
     schedule.bind(&spec, &args, &mut |map| encode(context, map), &mut packed)?;
     let (params, places) = packed.launch(0);
-    let sms = context.properties().sm_count;
-    let grid = geometry.grid(batch as u32, heads as u32, queries as u32, sms);
     let config = LaunchConfig {
         shared_bytes: geometry.shared_bytes,
         programmatic: schedule.is_programmatic(),

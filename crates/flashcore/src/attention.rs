@@ -315,6 +315,7 @@ impl<'a> Attention<'a> {
             .with_softcap(self.softcap.unwrap_or(0.0));
         problem.key_lengths = self.key_lengths.is_some();
         problem.descales = self.descales.given();
+        problem.descale_keys = self.descales.keys();
         problem.quantise = self.quantise;
         // A cache of f8; what else does not fit is refused.
         let (of_q, of_k) = (problem.dtype, inputs[Name::K].dtype);

@@ -44,15 +44,16 @@ pub fn descaled(
     descales: &Descales<'_>,
 ) -> Reference {
     by_row(problem, inputs, key_lengths, descales, |head, query, keys, out| {
-        let [of_q, of_k, of_v] = head.descales.map(f64::from);
-        let scale = f64::from(problem.scale) * of_q * of_k;
+        let scale = f64::from(problem.scale);
         let mut scores = vec![0.0; keys.len()];
         for (d, &a) in query.iter().enumerate() {
             for (dot, &b) in scores.iter_mut().zip(head.keys_at(d, &keys)) {
                 *dot += f64::from(a) * f64::from(b);
             }
         }
-        for score in &mut scores {
+        for (score, key) in scores.iter_mut().zip(keys.clone()) {
+            let [of_q, of_k, _] = head.descales(key).map(f64::from);
+            let scale = scale * of_q * of_k;
             *score = match problem.softcap.map(f64::from) {
                 Some(cap) => cap * (*score * scale / cap).tanh(),
                 None => *score * scale,
@@ -65,6 +66,7 @@ pub fn descaled(
         }
         let sum: f64 = scores.iter().sum();
         for (p, key) in scores.iter().zip(keys) {
+            let of_v = f64::from(head.descales(key)[2]);
             for (o, &x) in out.iter_mut().zip(head.value(key)) {
                 *o += p / sum * f64::from(x) * of_v;
             }
@@ -105,16 +107,18 @@ pub fn same_precision(
     let (dtype, kept) = (problem.dtype, problem.out());
     let keep_score = |x: f32| if rounding == Rounding::Probabilities { x } else { kept.round(x) };
     by_row(problem, inputs, key_lengths, descales, |head, query, keys, out| {
-        let [of_q, of_k, of_v] = head.descales;
-        let scale = problem.scale * (of_q * of_k);
+        // The values' descales are left to the end, where there is one.
+        let blocks = problem.descale_keys.is_some();
+        let after = if blocks { 1.0 } else { head.descales(0)[2] };
         let mut scores = vec![0.0_f32; keys.len()];
         for (d, &a) in query.iter().enumerate() {
             for (dot, &b) in scores.iter_mut().zip(head.keys_at(d, &keys)) {
                 *dot += a * b;
             }
         }
-        for score in &mut scores {
-            *score = keep_score(*score * scale);
+        for (score, key) in scores.iter_mut().zip(keys.clone()) {
+            let [of_q, of_k, _] = head.descales(key);
+            *score = keep_score(*score * (problem.scale * (of_q * of_k)));
             if let Some(cap) = problem.softcap {
                 // Kept only when it is a score again: what stands between would be lost beside a large cap.
                 *score = keep_score(cap * (*score / cap).tanh());
@@ -127,11 +131,12 @@ pub fn same_precision(
         }
         let sum: f32 = scores.iter().sum();
         let mut row = vec![0.0_f32; out.len()];
-        let after = if dtype.is_f8() { of_v / (F8_TOP * sum) } else { of_v };
+        let after = if dtype.is_f8() { after / (F8_TOP * sum) } else { after };
         for (p, key) in scores.iter().zip(keys) {
             let p = dtype.round(if dtype.is_f8() { p * F8_TOP } else { p / sum });
+            let of_v = if blocks { head.descales(key)[2] } else { 1.0 };
             for (o, &x) in row.iter_mut().zip(head.value(key)) {
-                *o += p * x;
+                *o += p * x * of_v;
             }
         }
         for (o, x) in out.iter_mut().zip(row) {
@@ -148,8 +153,10 @@ struct Head {
     values: Vec<f32>,
     len_k: usize,
     head_dim_v: usize,
-    /// What queries, keys and values are to be multiplied by.
-    descales: [f32; 3],
+    /// What queries, keys and values are to be multiplied by, for each block of keys.
+    descales: Vec<[f32; 3]>,
+    /// The keys of a block.
+    descale_keys: usize,
 }
 
 impl Head {
@@ -160,7 +167,8 @@ impl Head {
             values: vec![0.0; len_k * head_dim_v],
             len_k,
             head_dim_v,
-            descales: [1.0; 3],
+            descales: vec![[1.0; 3]],
+            descale_keys: problem.descale_keys.unwrap_or(usize::MAX),
         };
         let mut row = vec![0.0; head_dim];
         for s in 0..len_k {
@@ -178,6 +186,11 @@ impl Head {
     /// Element `d` of some keys.
     fn keys_at(&self, d: usize, keys: &Range<usize>) -> &[f32] {
         &self.keys[d * self.len_k..][keys.clone()]
+    }
+
+    /// What belongs to a key, and to queries.
+    fn descales(&self, key: usize) -> [f32; 3] {
+        self.descales[key / self.descale_keys]
     }
 
     fn value(&self, key: usize) -> &[f32] {
@@ -205,7 +218,9 @@ fn by_row(
             let (b, h) = (i / heads_q, i % heads_q);
             let keys_here = key_lengths.map_or(len_k, |lengths| lengths[b] as usize);
             let head_kv = h / problem.group();
-            let head = Head { descales: descales.at(b, head_kv), ..Head::read(problem, k, v, b, head_kv) };
+            let blocks = problem.descale_block(len_k.saturating_sub(1)) + 1;
+            let of_blocks = (0..blocks).map(|block| descales.at(b, head_kv, block)).collect();
+            let head = Head { descales: of_blocks, ..Head::read(problem, k, v, b, head_kv) };
             let mut query = vec![0.0; head_dim];
             for (s, (o, lse)) in o.chunks_exact_mut(head_dim_v).zip(lse).enumerate() {
                 let keys = mask.keys(s, len_q, keys_here);

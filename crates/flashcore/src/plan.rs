@@ -9,14 +9,14 @@ pub mod choose;
 mod fold;
 mod workspace;
 
-use flashcore_kernels::{ElementType, ScheduleError, Section, Spec, sm80::decode};
+use flashcore_kernels::{ElementType, ScheduleError, Section, Spec};
 pub use flashcore_kernels::{Kernel, Map, Packed, Schedule};
 pub use flashcore_ptx::Target;
 use flashcore_ptx::{Module, TraceSize};
 
 pub use self::bind::Bindings;
-pub(crate) use self::fold::fold;
-use self::workspace::Workspace;
+pub(crate) use self::fold::{Folded, fold};
+use self::{fold::apart, workspace::Workspace};
 use crate::{DType, Error, Keys, Pass, Problem, Queries, Result, tuned::Table};
 
 /// The longest sequences that the kernels take: so that the sum of two lengths, a window and a tile fits 31 bits.
@@ -77,7 +77,7 @@ pub struct Plan {
     /// Which of the launches does the most of the work.
     main: usize,
     /// The problem as the kernels see it.
-    folded: Problem,
+    folded: Folded,
     /// Heads whose tiles of queries are taken up together.
     section: Section,
     /// What the launches hand on to each other.
@@ -113,8 +113,10 @@ impl Launch {
             Queries::Packed { total } => (heads_q, total),
         };
         let (batch, heads, len) = (folded.batch as u32, heads as u32, len as u32);
-        let grid = geometry.grid(batch, heads, len, hardware.sms);
-        let tiles = geometry.tiles(batch, heads, len);
+        let queries = geometry.query_blocks(batch, heads_q as u32, len_q as u32);
+        let mut grid = geometry.grid(batch, heads, len, hardware.sms);
+        grid[0] = grid[0].saturating_add(u32::try_from(queries).unwrap_or(u32::MAX));
+        let tiles = geometry.tiles(batch, heads, len) + queries;
         if grid[1..].iter().any(|&size| size as usize > MAX_GRID_YZ) || tiles > MAX_TILES {
             return Err(Error::Unsupported {
                 device: hardware.target.to_string(),
@@ -158,8 +160,8 @@ impl Plan {
     #[doc(hidden)]
     pub fn choose_by(problem: &Problem, hardware: &Hardware, tuned: &Table) -> Result<Self> {
         let attended = attended(problem, hardware)?;
-        let folded = &fold(&attended);
-        let spec = spec(folded, hardware)?;
+        let folded = fold(&attended, choose::kernel(&attended, hardware.target));
+        let spec = spec(&folded, hardware)?;
         if let Some((entry, origin)) = tuned.find(&attended, &spec, hardware) {
             let gain = 100.0 * (entry.speed_up - 1.0);
             let reason = format!(
@@ -168,14 +170,15 @@ impl Plan {
             );
             return Self::assemble(problem, spec, entry.schedule, hardware, reason);
         }
-        let (schedule, reason) =
-            choose::schedule(folded, &spec, hardware).map_err(|error| unsupported(&hardware.name, &error))?;
+        let (schedule, mut reason) = choose::schedule(&folded.problem, &spec, hardware)
+            .map_err(|error| unsupported(&hardware.name, &error))?;
+        reason.extend(apart(&attended, &folded, schedule.kernel()));
         Self::assemble(problem, spec, schedule, hardware, reason)
     }
 
     /// The plan with a schedule of the caller's.
     pub fn with_schedule(problem: &Problem, hardware: &Hardware, schedule: Schedule) -> Result<Self> {
-        let spec = spec(&fold(&attended(problem, hardware)?), hardware)?;
+        let spec = spec(&fold(&attended(problem, hardware)?, schedule.kernel()), hardware)?;
         let refuse = |error: &ScheduleError| unsupported(&hardware.name, error);
         schedule.check(&spec, hardware.target).map_err(|error| refuse(&error))?;
         if !choose::computes(schedule.kernel(), problem.pass) {
@@ -186,7 +189,7 @@ impl Plan {
 
     /// The plan with the default schedule of a kernel.
     pub fn with_kernel(problem: &Problem, hardware: &Hardware, kernel: Kernel) -> Result<Self> {
-        let spec = spec(&fold(&attended(problem, hardware)?), hardware)?;
+        let spec = spec(&fold(&attended(problem, hardware)?, kernel), hardware)?;
         let refuse = |error: &ScheduleError| unsupported(&hardware.name, error);
         if !choose::computes(kernel, problem.pass) {
             return Err(refuse(&choose::computes_nothing(kernel, problem.pass)));
@@ -204,12 +207,13 @@ impl Plan {
         reason: String,
     ) -> Result<Self> {
         let attended = attended(problem, hardware)?;
-        let folded = fold(&attended);
+        let as_seen = fold(&attended, schedule.kernel());
+        let folded = as_seen.problem;
         let mut workspace = Workspace::of(&folded, &schedule);
-        let mut launches = Vec::new();
+        let (mut launches, mut shift) = (Vec::new(), None);
         if attended.dtype != problem.dtype {
             let refuse = |error: ScheduleError| unsupported(&hardware.name, &error);
-            launches = choose::quantising(problem, &folded, hardware).map_err(refuse)?;
+            (launches, shift) = choose::quantising(problem, &folded, hardware).map_err(refuse)?;
             workspace.quantise(&folded, &launches);
         }
         let mut launch = |spec: Spec, schedule: Schedule| {
@@ -236,15 +240,17 @@ impl Plan {
         } else {
             launch(spec, schedule)?;
         }
+        launches.extend(shift);
         let main = launches.iter().position(|launch| launch.schedule == schedule).unwrap_or(0);
         let section = choose::section(&folded, &launches[main]);
+        workspace.put_aside(&launches[main]);
         Ok(Self {
             problem: *problem,
             target: hardware.target,
             launches,
             reason,
             main,
-            folded,
+            folded: as_seen,
             section,
             workspace,
         })
@@ -304,17 +310,15 @@ fn element(dtype: DType) -> ElementType {
 
 /// What the kernels for attention are given of a problem: f8, where its tensors become f8 first.
 fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
-    let Some(quantiser) = problem.quantise else { return Ok(*problem) };
+    if problem.quantise.is_none() {
+        return Ok(*problem);
+    }
     let refuse = |what: &str, possible: &str| {
         let (device, what, possible) = (hardware.name.clone(), what.into(), possible.into());
         Err(Error::Unsupported { device, what, possible, source: None })
     };
     if problem.dtype == DType::F32 {
         return refuse("quantising f32", "f16 and bf16; or a copy on the host and Device::cpu()");
-    }
-    if quantiser.smooths() && problem.lse {
-        let possible = "lse of keys that are not smoothed, or the output alone; Device::cpu() gives both";
-        return refuse("lse of smoothed keys, which lacks what the mean adds to it", possible);
     }
     // Without keys there is nothing to quantise, and nobody writes descales.
     match (problem.len_k, problem.out) {
@@ -325,7 +329,8 @@ fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
 }
 
 /// What a kernel for this problem is compiled for.
-fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
+fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
+    let Folded { problem, rows_per_query } = folded;
     let refuse = |what: String, possible: &str| {
         let device = hardware.name.clone();
         Err(Error::Unsupported { device, what, possible: possible.into(), source: None })
@@ -338,9 +343,9 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
         return refuse(format!("the backward pass of {what}"), possible);
     }
     let rows = problem.group() * problem.len_q;
-    if problem.dtype_kv.is_some() && rows > decode::ROWS as usize {
+    if problem.dtype_kv.is_some() && rows > fold::MOST_ROWS {
         let possible =
-            "up to 16; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
+            "up to 128; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
     if let Some(what) = choose::no_places(problem, hardware.target) {
@@ -367,6 +372,7 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
         dtype,
         out: problem.dtype.is_f8().then(|| element(problem.out())),
         kv: problem.dtype_kv.map(element),
+        descale_keys: problem.descale_keys.map(|keys| keys.min(MAX_KERNEL_LEN) as u32),
         head_dim: problem.head_dim as u32,
         head_dim_v: problem.head_dim_v as u32,
         left: band.left.is_some(),
@@ -382,6 +388,7 @@ fn spec(problem: &Problem, hardware: &Hardware) -> Result<Spec> {
             Keys::Dense | Keys::Packed { .. } => None,
         },
         grouped: problem.heads_kv != problem.heads_q,
+        rows_per_query: *rows_per_query as u32,
         lse: problem.lse,
         traced: false,
     })
@@ -403,9 +410,19 @@ fn unsupported(device: &str, error: &ScheduleError) -> Error {
 impl std::fmt::Display for Plan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(f, "problem   {}", self.problem)?;
-        if self.folded.len_q != self.problem.len_q {
-            let heads = self.folded.len_q;
-            writeln!(f, "folded    {heads} heads that share keys are the rows of one tile: {}", self.folded)?;
+        let Folded { problem: folded, rows_per_query } = &self.folded;
+        if *rows_per_query > 1 {
+            let (rows, queries) = (folded.len_q, self.problem.len_q);
+            writeln!(
+                f,
+                "folded    {rows_per_query} heads that share keys are rows of one tile: {queries} queries, {rows} rows"
+            )?;
+        } else if folded.len_q != self.problem.len_q {
+            writeln!(
+                f,
+                "folded    {} heads that share keys are the rows of one tile: {folded}",
+                folded.len_q
+            )?;
         }
         for launch in &self.launches {
             writeln!(f, "kernel    {} for {}", launch.kernel(), self.target)?;

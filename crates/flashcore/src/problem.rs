@@ -145,6 +145,8 @@ pub struct Problem {
     pub out: Option<DType>,
     /// Whether the stored q, k and v have descales, which a call gives by batch entry and kv head. Those of f8 can.
     pub descales: [bool; 3],
+    /// How many keys share a descale of k and one of v, counted from the first key, where not all keys of a head do.
+    pub descale_keys: Option<usize>,
     /// How q, k and v become f8 before they are computed with, if they do.
     pub quantise: Option<Quantiser>,
     /// Which keys a query may attend to.
@@ -178,6 +180,7 @@ impl Problem {
             dtype_kv: None,
             out: None,
             descales: [false; 3],
+            descale_keys: None,
             quantise: None,
             mask: Mask::None,
             key_lengths: false,
@@ -243,6 +246,16 @@ impl Problem {
         Self { descales: [true; 3], ..self }
     }
 
+    /// With a descale of k and one of v for each block of so many keys, where they have descales.
+    pub fn with_descales_per(self, keys: usize) -> Self {
+        Self { descale_keys: Some(keys), ..self }
+    }
+
+    /// The block of keys whose descales a key has; 0 where all keys of a head share theirs.
+    pub fn descale_block(&self, key: usize) -> usize {
+        self.descale_keys.map_or(0, |keys| key / keys)
+    }
+
     /// The type of o, and of its gradient.
     pub fn out(&self) -> DType {
         self.out.unwrap_or(self.usual_out())
@@ -262,7 +275,10 @@ impl Problem {
     /// What is left to compute once q, k and v are f8; the problem itself where they do not become so.
     pub fn quantised(&self) -> Self {
         let eight = Self { dtype: DType::F8E4M3, out: None, quantise: None, ..*self };
-        self.quantise.map_or(*self, |_| eight.with_descales().with_out(self.out()))
+        self.quantise.map_or(*self, |quantiser| Self {
+            descale_keys: quantiser.block(),
+            ..eight.with_descales().with_out(self.out())
+        })
     }
 
     /// With a mask.
@@ -400,6 +416,18 @@ impl Problem {
         if !self.dtype_kv().is_f8() && self.descales != [false; 3] {
             return refuse("descales", "multiply the scale, or the output, by them instead");
         }
+        if self.descale_keys == Some(0) {
+            return refuse("descales of blocks of 0 keys", "a block has at least one");
+        }
+        if self.descale_keys.is_some() && self.keys != Keys::Dense {
+            return refuse(
+                "descales of blocks of packed or paged keys",
+                "descales per kv head, or dense keys",
+            );
+        }
+        if self.descale_keys.is_some() && self.descales[1..] == [false; 2] {
+            return refuse("descales of blocks of keys without any of k or v", "give those");
+        }
         if !self.dtype.is_f8() && self.descales[0] {
             return refuse("a descale of q", "multiply the scale by it instead");
         }
@@ -462,10 +490,11 @@ impl Problem {
     fn identity(&self) -> impl Eq + std::hash::Hash + use<> {
         let Self {
             pass, batch, heads_q, heads_kv, len_q, len_k, queries, keys, head_dim, head_dim_v, dtype, dtype_kv, out, descales,
-            quantise, mask, key_lengths, scale, softcap, lse,
+            descale_keys, quantise, mask, key_lengths, scale, softcap, lse,
         } = *self;
         let sizes = [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v];
-        (pass, sizes, (queries, keys), (dtype, dtype_kv, out, descales, quantise), mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
+        let types = (dtype, dtype_kv, out, descales, descale_keys, quantise);
+        (pass, sizes, (queries, keys), types, mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
     }
 }
 
@@ -498,9 +527,12 @@ impl std::fmt::Display for Problem {
         }
         if self.descales != [false; 3] {
             write!(f, " descales")?;
-            if self.descales != [true; 3] {
+            if self.descales != [true; 3] || self.descale_keys.is_some() {
                 let named = self.descales.into_iter().zip(['q', 'k', 'v']).filter(|(there, _)| *there);
                 write!(f, "={}", named.map(|(_, name)| name).collect::<String>())?;
+            }
+            if let Some(keys) = self.descale_keys {
+                write!(f, "/{keys}")?;
             }
         }
         if let Some(quantiser) = self.quantise {
@@ -579,10 +611,14 @@ impl std::str::FromStr for Problem {
                     Some(("scale", value)) => problem.scale = number(value)?,
                     Some(("out", value)) => out = Some(value.parse::<DType>()?),
                     Some(("kv", value)) => dtype_kv = Some(value.parse::<DType>()?),
-                    Some(("descales", value))
-                        if ["q", "k", "v", "qk", "qv", "kv", "qkv"].contains(&value) =>
-                    {
-                        problem.descales = ['q', 'k', 'v'].map(|name| value.contains(name));
+                    Some(("descales", value)) => {
+                        let (names, keys) =
+                            value.split_once('/').map_or((value, None), |(a, b)| (a, Some(b)));
+                        if !["q", "k", "v", "qk", "qv", "kv", "qkv"].contains(&names) {
+                            return Err(refuse(&format!("'{word}' is unknown")));
+                        }
+                        problem.descales = ['q', 'k', 'v'].map(|name| names.contains(name));
+                        problem.descale_keys = keys.map(size).transpose()?;
                     }
                     // As evidence from before the slashes has it.
                     Some(("len_k", value)) => problem.len_k = size(value)?,

@@ -16,7 +16,8 @@ const LARGEST: f32 = 448.0;
 /// How q, k and v become f8.
 ///
 /// Each kv head of a batch entry has a descale, its largest magnitude / 448; the query heads of a group share theirs. Few large numbers
-/// leave little of that range to all others. Two remedies change neither scores nor results, but for rounding:
+/// leave little of that range to all others. [Blocks of keys](Self::per_block) can have descales of their own, of k and of v. And
+/// two remedies change neither scores nor results, but for rounding:
 ///
 /// - [`smoothed`](Self::smoothed): the mean of a head's keys is subtracted from all of them. All scores of a query change by
 ///   the same number, which the softmax does not see and lse gets back.
@@ -41,6 +42,7 @@ const LARGEST: f32 = 448.0;
 pub struct Quantiser {
     smooth: bool,
     rotate: Option<u32>,
+    block: Option<usize>,
 }
 
 /// What a [`Quantiser`] made of q, k and v.
@@ -53,7 +55,8 @@ pub struct Quantised {
     pub k: TensorBuf,
     /// The values, in f8.
     pub v: TensorBuf,
-    /// What q, k and v are to be multiplied by: f32, (batch, kv heads, 1, 1).
+    /// What q, k and v are to be multiplied by: f32, (batch, kv heads, 1, 1), of k and v with a number for each block of keys
+    /// where blocks have their own.
     pub descales: [TensorBuf; 3],
     /// What was subtracted from the keys, if they were smoothed: f32, (batch, kv heads, 1, head_dim).
     pub k_mean: Option<TensorBuf>,
@@ -75,6 +78,16 @@ impl Quantiser {
         Self { rotate: Some(seed), ..self }
     }
 
+    /// With a descale of k and one of v for each so many keys of a head, counted from the first.
+    pub fn per_block(self, keys: usize) -> Self {
+        Self { block: Some(keys), ..self }
+    }
+
+    /// The keys that share a descale, where not all of a head do.
+    pub fn block(&self) -> Option<usize> {
+        self.block
+    }
+
     /// Whether the mean of a head's keys is subtracted from them.
     pub fn smooths(&self) -> bool {
         self.smooth
@@ -94,6 +107,10 @@ impl Quantiser {
                 dtype: problem.dtype,
                 possible,
             });
+        }
+        if self.block == Some(0) {
+            let (what, possible) = ("quantising blocks of 0 keys", "a block has at least one");
+            return Err(Error::EightBit { what, dtype: problem.dtype, possible });
         }
         self.check_head_dim(problem.head_dim)
     }
@@ -130,13 +147,13 @@ impl Quantiser {
         let mean_of = |b: usize, h: usize| {
             means.as_ref().map(|means| &means[(b * heads_kv + h) * head_dim..][..head_dim])
         };
-        let (q, q_descale) = stored(&q.raw, group, &all, |_, _, row| rotate(row, signs.as_deref()))?;
-        let (k, k_descale) = stored(&k.raw, 1, &keys, |b, h, row| {
+        let (q, q_descale) = stored(&q.raw, group, None, &all, |_, _, row| rotate(row, signs.as_deref()))?;
+        let (k, k_descale) = stored(&k.raw, 1, self.block, &keys, |b, h, row| {
             let mean = mean_of(b, h).unwrap_or_default();
             row.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
             rotate(row, signs.as_deref());
         })?;
-        let (v, v_descale) = stored(&v.raw, 1, &keys, |_, _, _| {})?;
+        let (v, v_descale) = stored(&v.raw, 1, self.block, &keys, |_, _, _| {})?;
         let k_mean =
             means.map(|means| TensorBuf::from_f32(&means, [batch, heads_kv, 1, head_dim], DType::F32));
         Ok(Quantised { q, k, v, descales: [q_descale, k_descale, v_descale], k_mean: k_mean.transpose()? })
@@ -145,7 +162,7 @@ impl Quantiser {
 
 impl Quantiser {
     /// Computes a call on host tensors with an engine that takes f8.
-    pub(crate) fn run(&self, call: &Call<'_>, engine: impl FnOnce(&Call<'_>)) -> Result<()> {
+    pub(crate) fn run(&self, call: &Call<'_>, engine: impl FnOnce(&Call<'_>) -> Result<()>) -> Result<()> {
         let inputs = [Name::Q, Name::K, Name::V].map(|name| Tensor::of(call.tensors[name]));
         let made = self.quantise(inputs.each_ref(), call.key_lengths)?;
         let stored = [&made.q, &made.k, &made.v].map(TensorBuf::view);
@@ -155,11 +172,41 @@ impl Quantiser {
             tensors.set(name, stored.raw);
         }
         Descales::of(descales.each_ref()).into_tensors(&mut tensors);
-        engine(&Call { problem: call.problem.quantised(), tensors, ..*call });
-        if let (Some(lse), Some(mean)) = (call.tensors.get(Name::Lse), &made.k_mean) {
-            give_back(lse, &inputs[0], mean, call.problem.scale);
+        engine(&Call { problem: call.problem.quantised(), tensors, ..*call })?;
+        if let (Some(lse), Some(shifts)) =
+            (call.tensors.get(Name::Lse), made.shifts(&inputs[0], call.problem.scale))
+        {
+            let [_, heads, len, _] = inputs[0].shape();
+            let mut to = TensorMut::of(*lse);
+            for (i, shift) in shifts.into_iter().enumerate() {
+                let (b, h, s) = (i / (heads * len), i / len % heads, i % len);
+                let mut before = [0.0];
+                lse.read_row(b, h, s, &mut before);
+                to.write_row(b, h, s, &[(f64::from(before[0]) + shift) as f32]);
+            }
         }
         Ok(())
+    }
+}
+
+impl Quantised {
+    /// What the subtraction of the keys' mean took from all scores of each query, and so from its lse, if they were smoothed:
+    /// scale · q · mean, in the order (batch, heads, length).
+    #[doc(hidden)]
+    pub fn shifts(&self, q: &Tensor<'_>, scale: f32) -> Option<Vec<f64>> {
+        let mean = self.k_mean.as_ref()?;
+        let [batch, heads, len, head_dim] = q.shape();
+        let (means, heads_kv) = (mean.to_f32(), mean.shape()[1]);
+        let group = heads / heads_kv.max(1);
+        let mut query = vec![0.0; head_dim];
+        let mut shift = |i: usize| {
+            let (b, h, s) = (i / (heads * len), i / len % heads, i % len);
+            q.read_row(b, h, s, &mut query);
+            let mean = &means[(b * heads_kv + h / group) * head_dim..][..head_dim];
+            let dot: f64 = query.iter().zip(mean).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+            f64::from(scale) * dot
+        };
+        Some((0..batch * heads * len).map(&mut shift).collect())
     }
 }
 
@@ -169,6 +216,8 @@ impl std::fmt::Display for Quantiser {
         let smooth = self.smooth.then(|| "smooth".to_string());
         let ways: Vec<String> =
             smooth.into_iter().chain(self.rotate.map(|seed| format!("rotate:{seed}"))).collect();
+        let block = self.block.map(|keys| format!("block:{keys}"));
+        let ways: Vec<String> = ways.into_iter().chain(block).collect();
         f.write_str("quantise")?;
         if ways.is_empty() { Ok(()) } else { write!(f, "={}", ways.join(",")) }
     }
@@ -179,7 +228,7 @@ impl std::str::FromStr for Quantiser {
 
     fn from_str(text: &str) -> Result<Self> {
         let refuse = || {
-            let why = "write it as quantise, quantise=smooth, quantise=rotate:7 or quantise=smooth,rotate:7";
+            let why = "write it as quantise, or as quantise= with smooth, rotate:7 or block:128, or several, with commas";
             Error::Text { what: "quantiser", given: text.into(), why: why.into() }
         };
         let ways = text.strip_prefix("quantise").ok_or_else(refuse)?;
@@ -189,28 +238,11 @@ impl std::str::FromStr for Quantiser {
             quantiser = match way.split_once(':') {
                 None if way == "smooth" => quantiser.smoothed(),
                 Some(("rotate", seed)) => quantiser.rotated(seed.parse().map_err(|_| refuse())?),
+                Some(("block", keys)) => quantiser.per_block(keys.parse().map_err(|_| refuse())?),
                 _ => return Err(refuse()),
             };
         }
         Ok(quantiser)
-    }
-}
-
-/// Adds to lse what the subtraction of the keys' mean took from all scores of a query. A query without keys keeps −∞.
-fn give_back(lse: &Raw, q: &Tensor<'_>, mean: &TensorBuf, scale: f32) {
-    let [batch, heads, len, head_dim] = q.shape();
-    let (means, heads_kv) = (mean.to_f32(), mean.shape()[1]);
-    let group = heads / heads_kv.max(1);
-    let mut query = vec![0.0; head_dim];
-    let mut to = TensorMut::of(*lse);
-    for i in 0..batch * heads * len {
-        let (b, h, s) = (i / (heads * len), i / len % heads, i % len);
-        let mut before = [0.0];
-        lse.read_row(b, h, s, &mut before);
-        q.read_row(b, h, s, &mut query);
-        let mean = &means[(b * heads_kv + h / group) * head_dim..][..head_dim];
-        let dot: f64 = query.iter().zip(mean).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
-        to.write_row(b, h, s, &[(f64::from(before[0]) + f64::from(scale) * dot) as f32]);
     }
 }
 
@@ -231,47 +263,52 @@ fn means(k: &Tensor<'_>, rows: &(impl Fn(usize) -> usize + Sync)) -> Result<Vec<
     Ok(means)
 }
 
-/// A tensor in f8, after a change to each of its rows, and its descales: one for each `group` heads of a batch entry. Of each
-/// head, the first `rows(batch entry)` rows are read.
+/// A tensor in f8, after a change to each of its rows, and its descales: one for each `group` heads of a batch entry, or for
+/// each `block` of their rows. Of each head, the first `rows(batch entry)` rows are read.
 fn stored(
     raw: &Raw,
     group: usize,
+    block: Option<usize>,
     rows: &(impl Fn(usize) -> usize + Sync),
     change: impl Fn(usize, usize, &mut [f32]) + Sync,
 ) -> Result<(TensorBuf, TensorBuf)> {
     let [batch, heads, len, width] = raw.layout.shape;
     let groups = heads / group.max(1);
+    let (keys, blocks) = block.map_or((usize::MAX, 1), |keys| (keys, len.div_ceil(keys)));
     let each = |i: usize| {
         let (b, first) = (i / groups, i % groups * group);
         let mut row = vec![0.0; width];
-        let mut amax = 0.0_f32;
         let read = |h: usize, s: usize, row: &mut [f32]| {
             raw.read_row(b, h, s, row);
             change(b, h, row);
         };
+        let mut most = vec![0.0_f32; blocks];
         for (h, s) in (first..first + group).flat_map(|h| (0..rows(b)).map(move |s| (h, s))) {
             read(h, s, &mut row);
-            amax = row.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(amax, f32::max);
+            let most = &mut most[s / keys];
+            *most = row.iter().map(|x| x.abs()).filter(|x| x.is_finite()).fold(*most, f32::max);
         }
-        // A head of zeros, or of numbers so small that f32 has no such descale.
-        let descale = if amax == 0.0 { 1.0 } else { (amax / LARGEST).max(f32::MIN_POSITIVE) };
+        // Of zeros, or of numbers so small that f32 has no such descale.
+        let of = |most: f32| if most == 0.0 { 1.0 } else { (most / LARGEST).max(f32::MIN_POSITIVE) };
+        let descales: Vec<f32> = most.into_iter().map(of).collect();
         let mut codes = vec![F8E4M3::from_bits(0); group * len * width];
         for (h, s) in (0..group).flat_map(|h| (0..rows(b)).map(move |s| (h, s))) {
             read(first + h, s, &mut row);
             let to = &mut codes[(h * len + s) * width..][..width];
+            let descale = descales[s / keys];
             to.iter_mut().zip(&row).for_each(|(code, x)| *code = F8E4M3::from_f32(x / descale));
         }
-        (codes, descale)
+        (codes, descales)
     };
-    let made: Vec<(Vec<F8E4M3>, f32)> = (0..batch * groups).into_par_iter().map(each).collect();
+    let made: Vec<(Vec<F8E4M3>, Vec<f32>)> = (0..batch * groups).into_par_iter().map(each).collect();
     let mut tensor = TensorBuf::zeros(DType::F8E4M3, Layout::bhsd(raw.layout.shape))?;
     if let crate::Storage::F8E4M3(all) = tensor.storage_mut() {
         for (to, (codes, _)) in all.chunks_mut((group * len * width).max(1)).zip(&made) {
             to.copy_from_slice(codes);
         }
     }
-    let descales: Vec<f32> = made.iter().map(|(_, descale)| *descale).collect();
-    Ok((tensor, TensorBuf::from_f32(&descales, [batch, groups, 1, 1], DType::F32)?))
+    let descales: Vec<f32> = made.into_iter().flat_map(|(_, descales)| descales).collect();
+    Ok((tensor, TensorBuf::from_f32(&descales, [batch, groups, blocks, 1], DType::F32)?))
 }
 
 /// Signs that a seed decides: those of the kernels.
@@ -313,7 +350,7 @@ impl std::fmt::Display for Quantised {
             let all = descales.to_f32();
             let least = all.iter().copied().fold(f32::INFINITY, f32::min);
             let most = all.iter().copied().fold(0.0, f32::max);
-            writeln!(f, "{name} from {least:.3e} to {most:.3e} in {} heads", all.len())?;
+            writeln!(f, "{name} from {least:.3e} to {most:.3e} in {} numbers", all.len())?;
         }
         f.write_str(if self.k_mean.is_some() { "k without its mean" } else { "k with its mean" })
     }
@@ -434,6 +471,27 @@ mod tests {
             (448.0, 448.0, 0.0, 448.0, 0.0)
         );
         assert!(made.q.to_f32().iter().all(|&x| x == -448.0));
+    }
+
+    #[test]
+    fn each_block_of_keys_uses_the_whole_range() {
+        let mut values = vec![1.0_f32; 2 * 5 * 16];
+        // Keys 2 and 3 of the first head, and the last key of the second.
+        values[32..64].fill(1000.0);
+        values[144..].fill(0.25);
+        let k = TensorBuf::from_f32(&values, [1, 2, 5, 16], DType::F32).unwrap();
+        let views = [k.view(), k.view(), k.view()];
+        let quantiser: Quantiser = "quantise=block:2".parse().unwrap();
+        let made = quantiser.quantise(views.each_ref(), None).unwrap();
+        let [of_q, of_k, of_v] = made.descales.each_ref().map(TensorBuf::to_f32);
+        assert_eq!(of_q, [1000.0 / 448.0, 1.0 / 448.0]);
+        assert_eq!(of_k, [1.0, 1000.0, 1.0, 1.0, 1.0, 0.25].map(|most| most / 448.0));
+        assert_eq!((of_v, made.k.to_f32()), (of_k, vec![448.0; 160]));
+        let out =
+            Attention::new().fp8(quantiser).run(&Device::cpu(), &k.view(), &k.view(), &k.view()).unwrap();
+        let near = |a: f32, b: f32| (a / b - 1.0).abs() < 0.02;
+        // A key of 1000 has all weight in the first head; in the second, four of five keys are alike, and the most.
+        assert!(near(out.o.to_f32()[0], 1000.0) && near(out.o.to_f32()[80], 1.0), "{:?}", out.o.to_f32());
     }
 
     #[test]

@@ -22,6 +22,8 @@ pub enum Rows {
     Keys,
     /// One for all keys of a key head.
     Heads,
+    /// One for each block of keys of a key head.
+    Blocks,
     /// Numbers that say where the rows of other tensors belong.
     Places,
 }
@@ -33,6 +35,7 @@ impl Rows {
             Rows::Queries => ["query", "queries"],
             Rows::Keys => ["key", "keys"],
             Rows::Heads => ["kv head", "kv heads"],
+            Rows::Blocks => ["block of keys", "blocks of keys"],
             Rows::Places => ["row of places", "rows of places"],
         }
     }
@@ -102,6 +105,10 @@ impl Problem {
                 (Rows::Keys, _, Keys::Packed { total }) => ([1, heads_kv, total], Name::KStarts),
                 (Rows::Keys, _, Keys::Paged { page, pages }) => ([pages, heads_kv, page], Name::K),
                 (Rows::Heads, ..) => ([batch, heads_kv, 1], sequences),
+                (Rows::Blocks, ..) => {
+                    let blocks = self.descale_keys.map_or(1, |keys| len_k.div_ceil(keys));
+                    ([batch, heads_kv, blocks], sequences)
+                }
                 (Rows::Places, ..) => ([1, 1, 1], sequences),
             };
             let decided_by = [of_first, of_heads, of_heads, of_dim];
@@ -164,7 +171,11 @@ impl Problem {
             ],
         };
         let names = Name::DESCALES.into_iter().zip(self.descales).filter(|(_, there)| *there);
-        let descales = names.map(|(name, _)| number(name, read, Rows::Heads, Name::K));
+        let rows = |name| match self.descale_keys {
+            Some(_) if name != Name::QDescale => Rows::Blocks,
+            _ => Rows::Heads,
+        };
+        let descales = names.map(|(name, _)| number(name, read, rows(name), Name::K));
         let mut signature = Signature { parameters: [inputs[0]; MOST], count: 0 };
         let places = [q_starts, of_keys_places].into_iter().flatten();
         for parameter in inputs.into_iter().chain(descales).chain(places).chain(rest.into_iter().flatten()) {
@@ -248,6 +259,14 @@ impl<T> PerTensor<T> {
     /// With something for one tensor more.
     pub fn with(mut self, name: Name, value: T) -> Self {
         self.set(name, value);
+        self
+    }
+
+    /// Without what there is for some tensors.
+    pub(crate) fn without(mut self, names: [Name; 2]) -> Self {
+        for name in names {
+            self.values[place(name)] = None;
+        }
         self
     }
 
@@ -356,6 +375,9 @@ mod tests {
             (Name::O, DType::F16, [2, 8, 5, 32]),
         ];
         assert_eq!(shapes, expected);
+        let shapes = of("2x8/2x5/300x64 f8 descales=qv/128");
+        let shapes: Vec<_> = shapes.iter().skip(3).take(2).map(|it| (it.rows, it.shape)).collect();
+        assert_eq!(shapes, [(Rows::Heads, [2, 2, 1, 1]), (Rows::Blocks, [2, 2, 3, 1])]);
         assert_eq!(of("1x1x1x16 f8").outputs().next().unwrap().dtype, DType::BF16);
     }
 

@@ -197,12 +197,14 @@ fn distance(a: &Problem, b: &Problem) -> f64 {
 fn has_same_rounds(entry: &Entry, problem: &Problem, spec: &Spec, hardware: &Hardware) -> bool {
     let geometry = entry.schedule.geometry(spec);
     let at_once = match geometry.blocks {
-        Blocks::Each(_) | Blocks::EachKeys(_) | Blocks::KeyRow => hardware.sms,
+        Blocks::Each(_) | Blocks::EachKeys(_) | Blocks::KeyRow | Blocks::QueriesThenKeys { .. } => {
+            hardware.sms
+        }
         Blocks::Row { cluster, resident, .. } => hardware.sms * resident.unwrap_or(1) / cluster.max(1),
         Blocks::Packed { resident } => hardware.sms * resident,
     };
     let rounds = |of: &Problem| {
-        let of = fold(of);
+        let of = fold(of, entry.schedule.kernel()).problem;
         geometry
             .tiles(of.batch as u32, of.heads_q as u32, of.len_q as u32)
             .div_ceil(u64::from(at_once.max(1)))

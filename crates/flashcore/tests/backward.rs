@@ -117,6 +117,7 @@ fn what_the_planner_chooses_is_right_for_every_target_and_the_largest_head_dims(
         "1x2/1x90/40x192/128 f16 softcap=30",
         "1x1x40/200x8 f16 causal-top-left scale=1000",
         "1x8/2x1/100x64 bf16 lse",
+        "1x2/1x130/70x136/256 bf16 window(60,20) lse",
     ] {
         let given = Given::new(text, None);
         for target in [Target::Sm80, Target::Sm89, Target::Sm90a] {
@@ -127,12 +128,20 @@ fn what_the_planner_chooses_is_right_for_every_target_and_the_largest_head_dims(
 
 #[test]
 fn without_queries_or_keys_the_other_gradients_are_zeros() {
-    for (text, name) in [("1x2x0/50x64 f16", Name::Dk), ("1x2x50/0x64 f16", Name::Dq)] {
+    for (text, name, head_dim) in [
+        ("1x2x0/50x64 f16", Name::Dk, 64),
+        ("1x2x50/0x64 f16", Name::Dq, 64),
+        ("1x2x0/50x256 f16", Name::Dk, 256),
+        ("1x2x50/0x256 f16", Name::Dq, 256),
+    ] {
         let given = Given::new(text, None);
         for target in [Target::Sm80, Target::Sm90a] {
             let found = given.run(SimGpu::new(target)).unwrap();
             let gradient = if name == Name::Dk { found.dk.to_f32() } else { found.dq.to_f32() };
-            assert!(gradient.len() == 2 * 50 * 64 && gradient.iter().all(|&x| x == 0.0), "{text}: {name}");
+            assert!(
+                gradient.len() == 2 * 50 * head_dim && gradient.iter().all(|&x| x == 0.0),
+                "{text}: {name}"
+            );
         }
     }
 }
@@ -171,6 +180,24 @@ fn on_hopper_one_kernel_computes_all_gradients_and_the_last_rounds_those_of_quer
     assert_eq!((plan.launches[1].grid, plan.launches[2].grid), ([12, 1, 1], [128, 1, 1]));
     // Two numbers per query, a gradient in f32, and a turn per 64 queries.
     assert_eq!(plan.workspace_bytes(), 2 * 8 * 512 * (2 * 4 + 64 * 4) + 2 * 8 * 8 * 4);
+}
+
+#[test]
+fn wide_heads_have_blocks_of_queries_and_blocks_of_keys_in_one_launch_on_hopper() {
+    let hardware = Hardware::typical(Target::Sm90a);
+    let problem = Problem::new(2, 8, 500, 192, DType::BF16).with_kv(2, 300).with_head_dim_v(128).backward();
+    let plan = Plan::choose(&problem, &hardware).unwrap();
+    let kernels: Vec<Kernel> = plan.launches.iter().map(Launch::kernel).collect();
+    assert_eq!(kernels, [Kernel::BwdRows, Kernel::Sm90BwdWide]);
+    // 128 queries of a query head, or 64 keys of a key head.
+    assert_eq!(plan.launches[1].grid, [2 * 8 * 4 + 2 * 2 * 5, 1, 1]);
+    // Two numbers per query.
+    assert_eq!(plan.workspace_bytes(), 2 * 8 * 512 * 2 * 4);
+    // More slots where heads are less wide.
+    assert_eq!(plan.main().schedule.to_string(), "sm90_bwd_wide:stages=3,pingpong=1");
+    let widest = Problem::new(2, 8, 500, 256, DType::BF16).backward();
+    let plan = Plan::choose(&widest, &hardware).unwrap();
+    assert_eq!(plan.main().schedule.to_string(), "sm90_bwd_wide:stages=2,pingpong=1");
 }
 
 #[test]

@@ -26,7 +26,7 @@ fn errors(device: &Device, attention: &Attention<'_>, [q, k, v]: [&Tensor<'_>; 3
 
 /// Every shape and option on a device.
 fn check(device: &Device) {
-    let shapes = [(4, 1, 300, 64), (1, 5, 41, 80), (8, 1, 1100, 128), (2, 3, 70, 256)];
+    let shapes = [(4, 1, 300, 64), (1, 5, 41, 80), (8, 1, 1100, 128), (2, 3, 70, 256), (5, 7, 90, 64)];
     for (i, (group, len_q, len_k, dim)) in shapes.into_iter().enumerate() {
         let dtype = if i % 2 == 0 { DType::BF16 } else { DType::F16 };
         let q = tensor([2, 2 * group, len_q, dim], 1, dtype);
@@ -78,9 +78,11 @@ fn a_cache_has_its_own_kernel_and_too_many_queries_are_refused_with_what_to_do()
     assert_eq!(long.main().grid, [8, 16, 1]);
     let ada = plan(text, Target::Sm89).unwrap();
     assert_eq!((ada.launches.len(), ada.kernel()), (1, Kernel::Sm80Decode));
-    let many = plan("1x32/8x5/100x128 bf16 kv=f8", Target::Sm90a).unwrap_err();
+    let rows = plan("1x32/8x5/100x128 bf16 kv=f8 causal", Target::Sm89).unwrap();
+    assert_eq!(rows.main().grid, [8 * 2, 1, 1], "20 rows in tiles of 16");
+    let many = plan("1x32/8x33/100x128 bf16 kv=f8", Target::Sm90a).unwrap_err();
     let Error::Unsupported { what, possible, .. } = many else { panic!("{many:?}") };
-    assert!(what.contains("20 queries per kv head") && possible.contains("up to 16"), "{what}: {possible}");
+    assert!(what.contains("132 queries per kv head") && possible.contains("up to 128"), "{what}: {possible}");
     // No other kernel takes such keys, and this one no others.
     let hopper = Hardware::typical(Target::Sm90a);
     for (text, kernel) in [
@@ -91,6 +93,36 @@ fn a_cache_has_its_own_kernel_and_too_many_queries_are_refused_with_what_to_do()
     ] {
         let refused = Plan::with_kernel(&text.parse().unwrap(), &hopper, kernel).unwrap_err().to_string();
         assert!(refused.contains("only sm80_decode takes 16-bit queries"), "{refused}");
+    }
+}
+
+#[test]
+fn blocks_of_keys_with_descales_of_their_own_are_the_cache_kernels_and_the_cpus() {
+    use flashcore::plan::{Hardware, Plan, Target};
+
+    let plan =
+        |text: &str| Plan::choose(&text.parse::<Problem>().unwrap(), &Hardware::typical(Target::Sm90a));
+    for (text, keys) in [
+        ("1x32/8x1/32768x128 bf16 kv=f8 descales=kv/128", 32),
+        ("1x32/8x1/32768x128 bf16 kv=f8 descales=v/48 key-lengths", 16),
+    ] {
+        assert_eq!(text.parse::<Problem>().unwrap().to_string(), text);
+        let schedule = plan(text).unwrap().main().schedule.to_string();
+        assert!(
+            schedule.starts_with("sm80_decode") && schedule.contains(&format!("keys={keys},")),
+            "{schedule}"
+        );
+    }
+    for text in [
+        "1x32/8x1/32768x128 bf16 kv=f8 descales=kv/40",
+        "1x8x512x64 f8 descales=qkv/128",
+        "1x8x512x64 bf16 quantise=smooth,block:128",
+    ] {
+        let refused = plan(text).unwrap_err().to_string();
+        assert!(refused.contains("Device::cpu()"), "{text}: {refused}");
+    }
+    for text in ["1x1x9x64 f8 descales=q/4", "1x1x9x64 f8 descales=kv/0", "1x1x9x64 f16 descales=kv/4"] {
+        assert!(matches!(text.parse::<Problem>(), Err(Error::EightBit { .. })), "{text}");
     }
 }
 

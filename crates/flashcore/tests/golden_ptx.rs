@@ -95,7 +95,8 @@ fn nor_do_the_launches_of_a_backward_pass() {
             [text, format!("sm90_bwd_finish:block_m={block_m}")]
         };
         let ampere = ["bwd_rows:warps=4".to_string(), of("dkdv"), of("dk"), of("dv"), of("dq")];
-        let all = ampere.into_iter().chain(hopper(64)).chain(hopper(128));
+        let wide = "sm90_bwd_wide:stages=2,pingpong=1".to_string();
+        let all = ampere.into_iter().chain(hopper(64)).chain(hopper(128)).chain([wide]);
         for schedule in all.map(|text| text.parse::<Schedule>().unwrap()) {
             let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
             let target = if schedule.kernel().runs_on(Target::Sm80) { Target::Sm80 } else { Target::Sm90a };

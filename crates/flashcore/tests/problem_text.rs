@@ -39,7 +39,7 @@ prop_compose! {
         mask in masks(),
         (scale, softcap) in (prop::option::of(numbers()), prop::option::of(numbers())),
         (key_lengths, lse, backward, half_out) in any::<(bool, bool, bool, bool)>(),
-        descales in any::<[bool; 3]>(),
+        (descales, block) in (any::<[bool; 3]>(), prop::option::of(1..999_usize)),
         (queries, keys) in layouts(),
     ) -> Problem {
         let (len_k, head_dim_v) = if square { (len_q, head_dim) } else { (len_k, head_dim_v) };
@@ -54,6 +54,7 @@ prop_compose! {
         (problem.key_lengths, problem.lse) = (key_lengths, lse);
         if dtype == DType::F8E4M3 {
             problem.descales = descales;
+            problem.descale_keys = block.filter(|_| keys == Keys::Dense && (descales[1] || descales[2]));
             return if half_out { problem.with_out(DType::F16) } else { problem };
         }
         let paged = matches!(keys, Keys::Paged { .. });

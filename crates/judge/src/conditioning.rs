@@ -42,12 +42,20 @@ pub fn conditioning(
     rows.par_chunks_mut(len_q.max(1)).enumerate().for_each(|(i, rows)| {
         let (b, h) = (i / heads_q, i % heads_q);
         let len = key_lengths.map_or(len_k, |lengths| lengths[b] as usize);
-        let [of_q, of_k, of_v] = descales.at(b, h / problem.group()).map(f64::from);
-        let scale = f64::from(problem.scale) * of_q * of_k;
+        let of_key = |key| descales.at(b, h / problem.group(), problem.descale_block(key)).map(f64::from);
+        let scales: Vec<f64> = (0..len)
+            .map(|key| {
+                let [of_q, of_k, _] = of_key(key);
+                f64::from(problem.scale) * of_q * of_k
+            })
+            .collect();
         let keys = read_head(k, b, h / problem.group(), len, head_dim);
         let mut values = read_head(v, b, h / problem.group(), len, head_dim_v);
-        for x in &mut values {
-            *x *= of_v;
+        for (key, value) in values.chunks_exact_mut(head_dim_v).enumerate() {
+            let [.., of_v] = of_key(key);
+            for x in value {
+                *x *= of_v;
+            }
         }
         let mut query = vec![0.0_f32; head_dim];
         for (s, row) in rows.iter_mut().enumerate() {
@@ -66,6 +74,7 @@ pub fn conditioning(
             }
             for key in range {
                 let (dot, size) = dot_and_size(&query, &keys[key * head_dim..][..head_dim]);
+                let scale = scales[key];
                 let score = problem.softcap.map_or(dot * scale, |cap| {
                     let cap = f64::from(cap);
                     cap * (dot * scale / cap).tanh()

@@ -198,7 +198,7 @@ impl Seen {
         operands.q.view().read_row(row.batch, row.head, row.position, &mut query);
         let len = operands.keys(row.batch);
         let kv_head = row.head / problem.group();
-        let descale = f64::from(operands.descales().at(row.batch, kv_head)[0]);
+        let descale = f64::from(operands.descales().at(row.batch, kv_head, 0)[0]);
         let query: Vec<f64> = query.into_iter().map(|x| f64::from(x) * descale).collect();
         let (keys, values) = read_head(operands, row.batch, kv_head);
         let scores = keys.iter().map(|key| score(&problem, &query, key, 1.0)).collect();
@@ -249,18 +249,19 @@ impl Seen {
 
 fn read_head(operands: &Operands, b: usize, kv_head: usize) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
     let Problem { head_dim, head_dim_v, .. } = operands.problem;
-    let [_, of_k, of_v] = operands.descales().at(b, kv_head).map(f64::from);
-    let read = |tensor: &crate::guarded::Guarded, width: usize, descale: f64| {
+    let descales = operands.descales();
+    let read = |tensor: &crate::guarded::Guarded, width: usize, of: usize| {
         let view = tensor.view();
         (0..operands.keys(b))
             .map(|s| {
                 let mut row = vec![0.0; width];
                 view.read_row(b, kv_head, s, &mut row);
-                row.into_iter().map(|x| f64::from(x) * descale).collect()
+                let descale = descales.at(b, kv_head, operands.problem.descale_block(s))[of];
+                row.into_iter().map(|x| f64::from(x) * f64::from(descale)).collect()
             })
             .collect()
     };
-    (read(&operands.k, head_dim, of_k), read(&operands.v, head_dim_v, of_v))
+    (read(&operands.k, head_dim, 1), read(&operands.v, head_dim_v, 2))
 }
 
 fn score(problem: &Problem, query: &[f64], key: &[f64], factor: f64) -> f64 {

@@ -342,7 +342,9 @@ pub fn draw_descales(problem: &Problem, distribution: Distribution, seed: u64) -
             _ => 1.0,
         };
         let one = |i: usize| factor * DESCALES[(i + 2 * which + seed as usize) % DESCALES.len()];
-        all.set(name, (0..problem.batch * problem.heads_kv).map(one).collect());
+        let signature = problem.signature();
+        let numbers = signature.inputs().find(|of| of.name == name).map_or(0, |of| of.shape.iter().product());
+        all.set(name, (0..numbers).map(one).collect());
     }
     all
 }

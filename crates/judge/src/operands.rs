@@ -225,7 +225,8 @@ impl Operands {
 
     /// The descales.
     pub fn descales(&self) -> Descales<'_> {
-        self.descales_of(|tensor| tensor.view())
+        let all = self.descales_of(|tensor| tensor.view());
+        self.problem.descale_keys.map_or(all, |keys| all.per_block(keys))
     }
 
     /// The descales, from a view of each.
@@ -306,7 +307,11 @@ impl Operands {
                     head / group == spot.head
                         && mask.keys(position, len_q, self.keys(batch)).contains(&spot.row)
                 }
-                Name::QDescale | Name::KDescale | Name::VDescale => head / group == spot.head,
+                Name::QDescale => head / group == spot.head,
+                Name::KDescale | Name::VDescale => {
+                    let mut keys = mask.keys(position, len_q, self.keys(batch));
+                    head / group == spot.head && keys.any(|key| self.problem.descale_block(key) == spot.row)
+                }
                 _ => head == spot.head && position == spot.row,
             }
     }
@@ -315,8 +320,10 @@ impl Operands {
     pub fn attended(&self, reader: &Row, keys: Range<usize>, rng: &mut Rng) -> usize {
         let problem = &self.problem;
         let query = self.row(Name::Q, reader.batch, reader.head, reader.position);
-        let [of_q, of_k, _] = self.descales().at(reader.batch, reader.head / problem.group()).map(f64::from);
+        let (descales, kv_head) = (self.descales(), reader.head / problem.group());
         let score = |key: usize| {
+            let [of_q, of_k, _] =
+                descales.at(reader.batch, kv_head, problem.descale_block(key)).map(f64::from);
             let key = self.row(Name::K, reader.batch, reader.head / problem.group(), key);
             let dot: f64 = query.iter().zip(key).map(|(&a, b)| f64::from(a) * f64::from(b)).sum();
             let score = dot * f64::from(problem.scale) * of_q * of_k;
@@ -366,8 +373,12 @@ impl Operands {
             .chunks((len_k * head_dim_v).max(1))
             .enumerate()
             .map(|(i, head)| {
-                let [.., descale] = descales.at(i / heads_kv, i % heads_kv);
-                descale * head.iter().fold(0.0_f32, |most, x| most.max(x.abs()))
+                let value = |(key, value): (usize, &[f32])| {
+                    let block = self.problem.descale_block(key);
+                    let [.., descale] = descales.at(i / heads_kv, i % heads_kv, block);
+                    descale * value.iter().fold(0.0_f32, |most, x| most.max(x.abs()))
+                };
+                head.chunks_exact(head_dim_v).enumerate().map(value).fold(0.0, f32::max)
             })
             .collect();
         let is_beyond = |(i, x): &(usize, f32)| {
@@ -472,14 +483,32 @@ impl Operands {
     pub fn yardstick_of_rows(&self, rows: &[Row]) -> Yardstick {
         let one = |row: &Row| {
             let &Row { batch, head, position: query, .. } = row;
-            let keys = self.problem.mask.keys(query, self.problem.len_q, self.keys(batch));
+            let seen = self.problem.mask.keys(query, self.problem.len_q, self.keys(batch));
             let kv_head = head / self.problem.group();
-            let mut problem = self.problem.with_kv(1, keys.len()).with_mask(Mask::None);
+            // From the first key of a block with descales of its own.
+            let block = self.problem.descale_block(seen.start);
+            let keys = self.problem.descale_keys.map_or(seen.start, |keys| block * keys)..seen.end;
+            let mask = if keys == seen {
+                Mask::None
+            } else {
+                Mask::Window { left: Some(seen.len().saturating_sub(1)), right: None }
+            };
+            let mut problem = self.problem.with_kv(1, keys.len()).with_mask(mask);
             (problem.batch, problem.heads_q, problem.len_q, problem.key_lengths) = (1, 1, 1, false);
             let q = self.q.part(batch, 1, head, 1, query, 1);
             let k = self.k.part(batch, 1, kv_head, 1, keys.start, keys.len());
             let v = self.v.part(batch, 1, kv_head, 1, keys.start, keys.len());
-            let descales = self.descales_of(|tensor| tensor.part(batch, 1, kv_head, 1, 0, 1));
+            let descales = self.descales_of(|tensor| match tensor.shape()[2] {
+                1 => tensor.part(batch, 1, kv_head, 1, 0, 1),
+                _ => tensor.part(
+                    batch,
+                    1,
+                    kv_head,
+                    1,
+                    block,
+                    problem.descale_block(keys.len().saturating_sub(1)) + 1,
+                ),
+            });
             Yardstick::descaled(&problem, [&q, &k, &v], None, &descales).at(*row)
         };
         let parts: Vec<Yardstick> = rows.par_iter().map(one).collect();

@@ -36,6 +36,9 @@
 //! and all rows come out a little too small. That can tip the rounding of the output, by half its ε, in all rows where
 //! values are alike, so habit has that too. A kernel whose sums of 14 bits go on over all keys is refused where there are many.
 //!
+//! Of tensors that become f8 within the call, the truth is attention of the tensors as they were, and plain attention
+//! quantises them before anything else, so that its error holds that of quantising.
+//!
 //! # Gradients
 //!
 //! Gradients have floors of the same kind, derived in `gradients.rs`. There habit includes what every engine is given
@@ -55,7 +58,7 @@ use std::ops::Range;
 
 use flashcore::oracle::{self, GradientReference, Rounding};
 use flashcore::signature::{Parameter, Rows};
-use flashcore::{Backward, Descales, Name, Problem, Tensor};
+use flashcore::{Backward, Descales, Name, Problem, Quantiser, Tensor, TensorBuf};
 use serde::{Serialize, Serializer};
 
 use crate::conditioning::{Conditioning, conditioning};
@@ -445,6 +448,9 @@ impl Yardstick {
         key_lengths: Option<&[u32]>,
         descales: &Descales<'_>,
     ) -> Self {
+        if let Some(quantiser) = problem.quantise {
+            return Self::quantised(problem, inputs, key_lengths, quantiser);
+        }
         let oracle = oracle::descaled(problem, inputs, key_lengths, descales);
         let plain = |rounding| oracle::same_precision(problem, inputs, key_lengths, descales, rounding);
         let mut rounded = plain(Rounding::ScoresAndProbabilities);
@@ -458,6 +464,32 @@ impl Yardstick {
         let signature = problem.signature();
         let measure = |(of, (truth, plain, floors))| Measure::new(of, truth, plain, floors);
         Self { measures: signature.outputs().zip(outputs).map(measure).collect() }
+    }
+
+    /// For all rows of a problem whose tensors become f8: the truth is that of the tensors as they were, and plain attention
+    /// quantises them first.
+    fn quantised(
+        problem: &Problem,
+        inputs: [&Tensor<'_>; 3],
+        key_lengths: Option<&[u32]>,
+        quantiser: Quantiser,
+    ) -> Self {
+        let made = quantiser.quantise(inputs, key_lengths).expect("tensors that lie on the host");
+        let stored = [&made.q, &made.k, &made.v].map(TensorBuf::view);
+        let descales = made.descales.each_ref().map(TensorBuf::view);
+        let descales = Descales::of(descales.each_ref());
+        let mut of_stored = Self::descaled(&problem.quantised(), stored.each_ref(), key_lengths, &descales);
+        let mut unchanged = *problem;
+        unchanged.quantise = None;
+        let oracle = oracle::attention(&unchanged, inputs[0], inputs[1], inputs[2], key_lengths);
+        let shifts = made.shifts(inputs[0], problem.scale);
+        for (measure, truth) in of_stored.measures.iter_mut().zip([oracle.o, oracle.lse]) {
+            if let (Name::Lse, Some(shifts)) = (measure.output, &shifts) {
+                measure.plain.iter_mut().zip(shifts).for_each(|(lse, shift)| *lse += shift);
+            }
+            measure.truth = truth;
+        }
+        of_stored
     }
 
     /// For all rows of a backward problem's gradients.

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use flashcore_ptx::{GlobalPtr, KernelParams, TraceParams};
 use smallvec::SmallVec;
 
-use crate::ElementType;
+use crate::{ElementType, Spec};
 
 /// A tensor that a kernel reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,6 +52,8 @@ pub enum Operand {
     PartialO,
     /// The reference score and the sum of weights of each partial output: two f32 per row of [`Operand::PartialO`].
     PartialState,
+    /// The sums that each block of a kernel has put aside in f32, in the order in which its threads hold them.
+    Aside,
     /// One f32 per query of a backward pass, and per row of padding up to a multiple of [`ROW_PADDING`]: lse · log2 e, and
     /// +∞ for rows that have no probabilities, because they see no key or do not exist.
     RowLse,
@@ -157,6 +159,13 @@ impl Args {
     pub(crate) fn queries(&self) -> [u32; 3] {
         let [batch, heads, len, _] = self.tensor(Operand::Q).shape;
         [batch, heads, len].map(|size| size as u32)
+    }
+
+    /// Batch entries, heads and rows per head as a kernel for this spec counts them: a head's rows are its queries, or
+    /// those of all heads that share its keys.
+    pub(crate) fn rows(&self, spec: &Spec) -> [u32; 3] {
+        let [batch, heads, len] = self.queries();
+        [batch, heads / spec.rows_per_query, len * spec.rows_per_query]
     }
 
     /// Query heads per key head.

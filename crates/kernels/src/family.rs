@@ -71,6 +71,11 @@ pub enum Blocks {
     EachKeys(Order),
     /// A one-dimensional grid of blocks, one per key tile and kv head, that find theirs themselves.
     KeyRow,
+    /// A one-dimensional grid: a block per query tile of so many rows and query head, then one per key tile and kv head.
+    QueriesThenKeys {
+        /// Rows of a query tile.
+        queries: u32,
+    },
     /// A one-dimensional grid of blocks that find their tiles themselves.
     Row {
         /// Blocks per cluster, which share a tile.
@@ -91,7 +96,13 @@ pub enum Blocks {
 impl Geometry {
     /// Whether its tiles are those of keys and kv heads rather than of queries and query heads.
     pub fn is_of_keys(&self) -> bool {
-        matches!(self.blocks, Blocks::EachKeys(_) | Blocks::KeyRow)
+        matches!(self.blocks, Blocks::EachKeys(_) | Blocks::KeyRow | Blocks::QueriesThenKeys { .. })
+    }
+
+    /// The blocks of query tiles and query heads that a grid has before those of keys.
+    pub fn query_blocks(&self, batch: u32, heads: u32, len: u32) -> u64 {
+        let Blocks::QueriesThenKeys { queries } = self.blocks else { return 0 };
+        Geometry { rows: queries, ..*self }.tiles(batch, heads, len)
     }
 
     /// The number of tiles for these batch entries, heads and rows per head. For packed sequences, the most there can be of
@@ -110,7 +121,9 @@ impl Geometry {
             Blocks::Each(order) | Blocks::EachKeys(order) => {
                 order.grid(len.div_ceil(self.rows), heads, batch)
             }
-            Blocks::KeyRow => [u32::try_from(self.tiles(batch, heads, len)).unwrap_or(u32::MAX), 1, 1],
+            Blocks::KeyRow | Blocks::QueriesThenKeys { .. } => {
+                [u32::try_from(self.tiles(batch, heads, len)).unwrap_or(u32::MAX), 1, 1]
+            }
             Blocks::Row { cluster, resident, parts } => {
                 let tiles = self.tiles(batch, heads, len);
                 let most = resident.map_or(u64::MAX, |blocks| u64::from((sms * blocks / cluster).max(1)));
@@ -126,7 +139,11 @@ impl Geometry {
     /// Blocks per cluster.
     pub fn cluster(&self) -> u32 {
         match self.blocks {
-            Blocks::Each(_) | Blocks::EachKeys(_) | Blocks::KeyRow | Blocks::Packed { .. } => 1,
+            Blocks::Each(_)
+            | Blocks::EachKeys(_)
+            | Blocks::KeyRow
+            | Blocks::Packed { .. }
+            | Blocks::QueriesThenKeys { .. } => 1,
             Blocks::Row { cluster, .. } => cluster,
         }
     }
@@ -217,7 +234,7 @@ pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result
     if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
 }
 
-/// Whether a kernel takes the element types of a spec.
+/// Whether a kernel takes the element types of a spec, and its rows.
 pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let (dtype, out) = (spec.dtype, spec.out);
     let takes_fp8 = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
@@ -225,6 +242,17 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
     // What merges parts has nothing to do with keys.
     if cache != (kernel == Kernel::Sm80Decode) && kernel != Kernel::Combine {
         return Err(ScheduleError::Cache { kernel, cache });
+    }
+    if spec.descale_keys.is_some() && !matches!(kernel, Kernel::Sm80Decode | Kernel::Combine) {
+        let possible = "descales of blocks of keys are for sm80_decode, with 16-bit queries; give one per kv head, or copy \
+                        the tensors to the host and call Device::cpu()";
+        return Err(ScheduleError::malformed(format!("{kernel}: {possible}")));
+    }
+    let takes_rows = matches!(kernel, Kernel::Sm90Fwd | Kernel::Sm80Decode | Kernel::Combine);
+    if spec.rows_per_query != 1 && !takes_rows {
+        return Err(ScheduleError::malformed(format!(
+            "{kernel} for heads that share keys as rows of one tile: only sm90_fwd and sm80_decode take them so"
+        )));
     }
     match (dtype, out) {
         (ElementType::E4m3, _) if !takes_fp8 => Err(ScheduleError::Fp8 { kernel }),

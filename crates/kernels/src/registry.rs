@@ -81,6 +81,8 @@ families! {
     Sm90Bwd(sm90::bwd::Schedule) = "sm90_bwd",
     /// Scales and rounds what [`Kernel::Sm90Bwd`] leaves of dQ.
     Sm90BwdFinish(sm90::bwd::finish::Schedule) = "sm90_bwd_finish",
+    /// Backward on Hopper for wide heads, by blocks of queries and blocks of keys that compute scores again.
+    Sm90BwdWide(sm90::bwd::wide::Schedule) = "sm90_bwd_wide",
     /// Forward for few 16-bit queries against keys and values of 8 bits.
     Sm80Decode(sm80::decode::Schedule) = "sm80_decode",
     /// Makes 8-bit floats of 16-bit q, k and v: one of its passes.
@@ -92,12 +94,14 @@ impl Kernel {
     pub const LADDER: [Kernel; 4] = [Kernel::Scalar, Kernel::Sm80Mma, Kernel::Sm80Fwd, Kernel::Sm90Fwd];
 
     /// The backward kernels, the simplest first: a schedule of each stands for a whole backward pass.
-    pub const BACKWARD: [Kernel; 2] = [Kernel::Sm80Bwd, Kernel::Sm90Bwd];
+    pub const BACKWARD: [Kernel; 3] = [Kernel::Sm80Bwd, Kernel::Sm90Bwd, Kernel::Sm90BwdWide];
 
     /// Whether its code runs on a target.
     pub fn runs_on(self, target: Target) -> bool {
-        !matches!(self, Kernel::Sm90Fwd | Kernel::Combine | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish)
-            || target == Target::Sm90a
+        !matches!(
+            self,
+            Kernel::Sm90Fwd | Kernel::Combine | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish | Kernel::Sm90BwdWide
+        ) || target == Target::Sm90a
     }
 }
 

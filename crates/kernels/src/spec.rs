@@ -42,6 +42,10 @@ pub struct Spec {
     ///
     /// [`Kernel::Sm80Decode`]: crate::Kernel::Sm80Decode
     pub kv: Option<ElementType>,
+    /// How many keys share a descale of k and one of v, where not all of a head do: [`Kernel::Sm80Decode`] takes such.
+    ///
+    /// [`Kernel::Sm80Decode`]: crate::Kernel::Sm80Decode
+    pub descale_keys: Option<u32>,
     /// Elements of a query and of a key; the tensor-core kernels take multiples of 8 up to 256.
     pub head_dim: u32,
     /// Elements of a value and of an output row, likewise.
@@ -70,6 +74,9 @@ pub struct Spec {
     pub page: Option<u32>,
     /// Whether several query heads share one kv head.
     pub grouped: bool,
+    /// Rows of a tile that a query has: 1; or, where the heads that share a kv head are rows of one tile, their number.
+    /// Row r is then query r / `rows_per_query` of the group's head r % `rows_per_query`.
+    pub rows_per_query: u32,
     /// Whether lse is written.
     pub lse: bool,
     /// Whether the kernel stamps its [phases](crate::Phase). It then has parameters more, and computes the same.
@@ -93,6 +100,7 @@ impl Spec {
             dtype,
             out: (dtype == ElementType::E4m3).then_some(ElementType::Bf16),
             kv: None,
+            descale_keys: None,
             head_dim,
             head_dim_v: head_dim,
             left: false,
@@ -105,6 +113,7 @@ impl Spec {
             packed_k: false,
             page: None,
             grouped: false,
+            rows_per_query: 1,
             lse: false,
             traced: false,
         }

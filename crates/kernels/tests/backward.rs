@@ -177,26 +177,25 @@ fn bytes_of<T, const N: usize>(values: &[T], bytes: impl Fn(&T) -> [u8; N]) -> V
 }
 
 /// A schedule of the backward kernel and the one that finishes its work.
-fn schedules(block_m: u32) -> [Schedule; 2] {
+fn schedules(block_m: u32) -> Vec<Schedule> {
     let texts = [
         format!("sm90_bwd:block_m={block_m},stages=3,pingpong=1"),
         format!("sm90_bwd_finish:block_m={block_m}"),
     ];
-    texts.map(|text| text.parse().unwrap())
+    texts.iter().map(|text| text.parse().unwrap()).collect()
 }
 
 /// Runs a case; returns dq, dk, dv as bits and what was found.
 fn run(
     case: &Case,
-    schedules: &[Schedule; 2],
-    modules: &[Module; 2],
+    schedules: &[Schedule],
+    modules: &[Module],
     inputs: &[Vec<u16>; 4],
     truth: &Truth,
     config: Config,
 ) -> ([Vec<u16>; 3], Vec<LaunchReport>) {
     let spec = case.spec();
     let Case { batch, heads, heads_kv, len_q, len_k, dim, dim_v, .. } = *case;
-    let Schedule::Sm90Bwd(main) = schedules[0] else { panic!("not the backward kernel") };
     let mut sim = Sim::new(config);
     let mut args = Args::default();
     (args.scale, args.softcap) = (case.scale(), case.softcap);
@@ -227,11 +226,13 @@ fn run(
         let address = sim.alloc_from("key lengths", &bytes_of(lengths, |n| n.to_le_bytes())).address;
         set(Operand::KeyLengths, address, [batch, 1, 1, 1], 4);
     }
-    let tiles = batch * heads * main.query_tiles(len_q as u32) as usize;
-    let dq_tiles = sim.alloc("dq tiles", tiles * main.dq_tile_bytes(spec.head_dim) as usize);
-    let turns = sim.alloc_from("turns", &vec![0; tiles * 4]);
-    set(Operand::DqTiles, dq_tiles.address, [1, 1, 1, 1], 4);
-    set(Operand::Turns, turns.address, [1, 1, 1, 1], 4);
+    if let Schedule::Sm90Bwd(main) = schedules[0] {
+        let tiles = batch * heads * main.query_tiles(len_q as u32) as usize;
+        let dq_tiles = sim.alloc("dq tiles", tiles * main.dq_tile_bytes(spec.head_dim) as usize);
+        let turns = sim.alloc_from("turns", &vec![0; tiles * 4]);
+        set(Operand::DqTiles, dq_tiles.address, [1, 1, 1, 1], 4);
+        set(Operand::Turns, turns.address, [1, 1, 1, 1], 4);
+    }
     let gradients = [(Operand::Dq, shapes[0]), (Operand::Dk, shapes[1]), (Operand::Dv, shapes[2])];
     let gradients = gradients.map(|(operand, shape)| {
         let memory = sim.alloc(&format!("{operand:?}"), shape.iter().product::<usize>() * 2);
@@ -242,18 +243,19 @@ fn run(
     for schedule in schedules {
         schedule.bind(&spec, &args, &mut encode, &mut packed).unwrap();
     }
-    let grids =
-        [(batch * heads_kv * len_k.div_ceil(128)) as u32, (batch * heads * len_q.div_ceil(64)) as u32];
     let mut reports = Vec::new();
-    for (i, name) in ["flashcore_sm90_bwd", "flashcore_sm90_bwd_finish"].into_iter().enumerate() {
-        let geometry = schedules[i].geometry(&spec);
+    for (i, (schedule, module)) in schedules.iter().zip(modules).enumerate() {
+        let geometry = schedule.geometry(&spec);
+        let (own_heads, len) = if geometry.is_of_keys() { (heads_kv, len_k) } else { (heads, len_q) };
+        let blocks = geometry.tiles(batch as u32, own_heads as u32, len as u32)
+            + geometry.query_blocks(batch as u32, heads as u32, len_q as u32);
         let dims = LaunchDims {
-            grid: [grids[i], 1, 1],
+            grid: [blocks as u32, 1, 1],
             block: [geometry.threads, 1, 1],
             cluster: None,
             dynamic_shared: Some(geometry.shared_bytes),
         };
-        reports.push(sim.launch(&modules[i], name, dims, packed.launch(i).0).unwrap());
+        reports.push(sim.launch(module, &module.kernels[0].name, dims, packed.launch(i).0).unwrap());
     }
     let found = gradients.map(|memory| {
         if reports.iter().all(LaunchReport::is_clean) {
@@ -267,26 +269,35 @@ fn run(
 /// Requires that a case comes to the right gradients, on several interleavings to the same bits.
 #[track_caller]
 fn check(case: &Case) {
-    check_with(case, 64);
+    check_with(case, &schedules(64));
     if case.dim.max(case.dim_v) <= 64 {
-        check_with(case, 128);
+        check_with(case, &schedules(128));
+    }
+}
+
+/// The same for the kernel for wide heads.
+#[track_caller]
+fn check_wide(case: &Case, stages: u32, pingpong: u32) {
+    for piecewise in [0, 1] {
+        let schedule = format!("sm90_bwd_wide:stages={stages},pingpong={pingpong},piecewise={piecewise}");
+        check_with(case, &[schedule.parse().unwrap()]);
     }
 }
 
 #[track_caller]
-fn check_with(case: &Case, block_m: u32) {
-    let schedules = schedules(block_m);
-    let modules = schedules.map(|schedule| {
+fn check_with(case: &Case, schedules: &[Schedule]) {
+    let module = |schedule: &Schedule| {
         schedule
             .emit(&case.spec(), Target::Sm90a)
             .unwrap_or_else(|error| panic!("{case:?} {schedule}: {error}"))
-    });
+    };
+    let modules: Vec<Module> = schedules.iter().map(module).collect();
     let inputs = case.inputs();
     let truth = truth(case, &inputs);
     let mut first = None;
     for (async_mode, seed) in [(AsyncMode::Late, 0), (AsyncMode::Early, 7)] {
         let config = Config { async_mode, seed, ..Config::default() };
-        let (found, reports) = run(case, &schedules, &modules, &inputs, &truth, config);
+        let (found, reports) = run(case, schedules, &modules, &inputs, &truth, config);
         for report in reports {
             assert_eq!(report.findings, [], "{case:?}");
         }
@@ -331,4 +342,32 @@ fn head_dims_of_all_kinds() {
         check(&Case { dim_v, ..Case::new(70, 140, dim) });
     }
     check(&Case { dim_v: 128, ..Case::new(130, 140, 40) });
+}
+
+#[test]
+fn wide_heads_without_a_mask() {
+    check_wide(&Case::new(200, 150, 256), 2, 1);
+    check_wide(&Case { heads: 2, heads_kv: 2, dtype: ElementType::Bf16, ..Case::new(70, 200, 192) }, 3, 0);
+}
+
+#[test]
+fn wide_heads_under_masks() {
+    check_wide(&Case { dim_v: 128, ..Case::new(200, 330, 192) }.causal(), 3, 1);
+    check_wide(&Case::new(330, 200, 160).causal(), 2, 0);
+    check_wide(&Case { left: Some(40), right: Some(7), ..Case::new(310, 400, 136) }, 3, 1);
+}
+
+#[test]
+fn wide_heads_with_groups_lengths_and_softcaps() {
+    check_wide(&Case { heads: 4, heads_kv: 2, batch: 2, ..Case::new(70, 140, 136) }.causal(), 3, 1);
+    check_wide(&Case { batch: 2, key_lengths: Some(vec![100, 0]), ..Case::new(150, 140, 256) }, 2, 1);
+    check_wide(&Case { softcap: Some(3.0), ..Case::new(70, 140, 136) }.causal(), 3, 0);
+    check_wide(&Case { softcap: Some(1000.0), ..Case::new(70, 140, 144) }, 2, 1);
+}
+
+#[test]
+fn wide_heads_of_all_kinds() {
+    for (dim, dim_v) in [(8, 256), (256, 8), (40, 136), (200, 72)] {
+        check_wide(&Case { dim_v, ..Case::new(130, 140, dim) }, 2, 1);
+    }
 }

@@ -363,6 +363,9 @@ fn what_cannot_be_is_refused() {
     assert!(matches!(refused(good, Spec::new(F16, 72), Target::Sm90a), ScheduleError::HeadDim { .. }));
     let capped = Spec { softcap: true, ..spec };
     assert!(refused(good, capped, Target::Sm90a).to_string().contains("scaled scores"));
+    let in_blocks = Spec { descale_keys: Some(48), ..spec };
+    assert!(refused(good, in_blocks, Target::Sm90a).to_string().contains("multiples of 32"));
+    assert_eq!(decode::Schedule::new(&in_blocks, 1).check(&in_blocks, Target::Sm90a), Ok(()));
     let many = decode::Schedule { warps: 16, stages: 2, keys: 16, parts: 1 };
     assert!(matches!(refused(many, spec, Target::Sm90a), ScheduleError::Registers { .. }));
 }
@@ -391,11 +394,13 @@ fn default_schedules_assemble_without_spills() {
             left: true,
             ..plain.causal().with_lse()
         };
+        let in_blocks = Spec { descale_keys: Some(128), ..capped };
         let small = decode::Schedule { warps: 4, stages: 2, ..decode::Schedule::new(&plain, 1) };
         for (spec, schedule, target) in [
             (plain, decode::Schedule::new(&plain, 2), Target::Sm90a),
             (capped, decode::Schedule::new(&capped, 1), Target::Sm90a),
             (capped, small, Target::Sm89),
+            (in_blocks, decode::Schedule::new(&in_blocks, 2), Target::Sm90a),
         ] {
             let module = schedule.module(&spec, target).unwrap();
             let assembled = ptxas.assemble(&module, target).unwrap_or_else(|error| panic!("{error}"));

@@ -65,6 +65,15 @@ impl Case {
         }
     }
 
+    /// How many descales a head of a tensor has, and of how many rows each is.
+    fn blocks(&self, tensor: usize) -> (usize, usize) {
+        let rows = self.sizes()[tensor][1];
+        if !self.quantize.by_chunk || tensor == 0 {
+            return (1, rows);
+        }
+        (rows.div_ceil(self.quantize.rows as usize), self.quantize.rows as usize)
+    }
+
     /// Rows of a batch entry that count.
     fn rows(&self, tensor: usize, batch: usize) -> usize {
         let all = self.sizes()[tensor][1];
@@ -149,9 +158,11 @@ fn run(case: &Case, config: Config) -> Found {
         set(from, sim.alloc_from("x", &case.bytes(&case.inputs(tensor))).address, 2);
         codes.push(sim.alloc("codes", all));
         set(to, codes[tensor].address, 1);
-        descales.push(sim.alloc("descales", 4 * case.batch * case.heads_kv));
-        let (address, strides) = (descales[tensor].address, [4 * case.heads_kv as u64, 4, 4]);
-        args.set(descale, TensorArg { address, shape: [case.batch, case.heads_kv, 1, 1], strides });
+        let (blocks, _) = case.blocks(tensor);
+        descales.push(sim.alloc("descales", 4 * case.batch * case.heads_kv * blocks));
+        let address = descales[tensor].address;
+        let strides = [4 * case.heads_kv * blocks, 4 * blocks, 4].map(|stride| stride as u64);
+        args.set(descale, TensorArg { address, shape: [case.batch, case.heads_kv, blocks, 1], strides });
     }
     if let Some(lengths) = &case.lengths {
         let bytes: Vec<u8> = lengths.iter().flat_map(|length| length.to_le_bytes()).collect();
@@ -168,7 +179,7 @@ fn run(case: &Case, config: Config) -> Found {
     for &pass in case.quantize.passes() {
         let module = case.quantize.emit(pass, Target::Sm90a).unwrap();
         let mut packed = Packed::default();
-        case.quantize.bind(&args, &mut packed);
+        case.quantize.bind(pass, &args, &mut packed);
         let grid = case.quantize.grid(pass, &args);
         let block = [case.quantize.threads(pass), 1, 1];
         let dims = LaunchDims { grid, block, cluster: None, dynamic_shared: None };
@@ -239,11 +250,21 @@ fn check(case: &Case) {
             if let Some(seed) = rotate.filter(|_| tensor < 2) {
                 all = all.iter().map(|row| rotated(seed, row)).collect();
             }
-            let amax = all.iter().flatten().fold(0.0_f64, |most, x| most.max(x.abs()));
-            let want = if amax == 0.0 { 1.0 } else { amax / f64::from(MOST) };
-            let descale = f64::from(found.descales[tensor][batch * case.heads_kv + kv_head]);
-            assert!((descale / want - 1.0).abs() < 1e-5, "{}: descale {descale} is not {want}", what());
-            for (&at, row) in places.iter().zip(&all) {
+            let (blocks, of_rows) = case.blocks(tensor);
+            let block = |i: usize| i % count / of_rows;
+            let descale_of = |block: usize| {
+                let place = (batch * case.heads_kv + kv_head) * blocks + block;
+                f64::from(found.descales[tensor][place])
+            };
+            for of in 0..blocks {
+                let own = (0..all.len()).filter(|&i| block(i) == of).flat_map(|i| &all[i]);
+                let amax = own.fold(0.0_f64, |most, x| most.max(x.abs()));
+                let want = if amax == 0.0 { 1.0 } else { amax / f64::from(MOST) };
+                let descale = descale_of(of);
+                assert!((descale / want - 1.0).abs() < 1e-5, "{}: descale {descale} is not {want}", what());
+            }
+            for (i, (&at, row)) in places.iter().zip(&all).enumerate() {
+                let descale = descale_of(block(i));
                 for (d, x) in row.iter().enumerate() {
                     let code = F8E4M3::from_bits(found.codes[tensor][at + d]).to_f64();
                     let y = x / descale;
@@ -255,6 +276,21 @@ fn check(case: &Case) {
             }
         }
     }
+}
+
+#[test]
+fn chunks_of_keys_and_values_have_descales_of_their_own_by_one_pass() {
+    let chunks = |rows, quantize: Quantize| Quantize { by_chunk: true, rows, ..quantize };
+    let cache = Quantize { q: false, ..bf16(64) };
+    assert_eq!(chunks(32, cache).passes(), [Pass::Cast]);
+    check(&Case { len_q: 1, ..Case::new(chunks(32, cache), 150) });
+    check(&Case {
+        len_q: 5,
+        ..Case::new(chunks(48, Quantize { head_dim_v: 96, rotate: Some(3), ..f16(32) }), 100)
+    });
+    let lengths = Some(vec![70, 0]);
+    let smoothed = Quantize { smooth: true, key_lengths: true, ..bf16(128) };
+    check(&Case { lengths, ..Case::new(chunks(64, smoothed), 150) });
 }
 
 fn f16(head_dim: u32) -> Quantize {

@@ -16,6 +16,7 @@
 //!   kernels are made of, to order what is tried.
 //! - [`ncu`] reads what a GPU counts about a kernel; [`occupancy`] computes what can be known without it; [`timeline`] says
 //!   what each role of its blocks does when.
+//! - [`needle`] shows what short sums of 8-bit floats lose.
 //! - [`faults`] are planted to see whether all this would notice.
 //! - [`evidence`] is what a command leaves in a file, and how it is checked, compared and kept; [`report`] makes a page
 //!   for people from it.
@@ -39,6 +40,7 @@ pub mod faults;
 pub mod gpu;
 pub mod micro;
 pub mod ncu;
+pub mod needle;
 pub mod occupancy;
 pub mod peers;
 pub mod rbk;

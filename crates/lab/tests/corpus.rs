@@ -44,7 +44,9 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let others = engine == "sim-ada" && !problem.is_eight_bit();
     let beyond = problem.dtype == DType::F32 || odd(problem.head_dim) || odd(problem.head_dim_v);
     // Planners take another kernel then.
-    let wide = engine.contains("sm90_bwd") && problem.head_dim.max(problem.head_dim_v) > 128;
+    let wide = engine.contains("sm90_bwd")
+        && !engine.contains("wide")
+        && problem.head_dim.max(problem.head_dim_v) > 128;
     // Hopper's kernel alone takes sequences that are packed or in pages, and not all of them.
     let placed = !(problem.is_dense() || engine == "sim-hopper" && takes(problem));
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");

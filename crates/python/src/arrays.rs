@@ -318,15 +318,17 @@ impl<'py> Array<'py> {
         self
     }
 
-    /// The array as an input with one number per batch entry and kv head, (batch, heads).
+    /// The array as an input with one number per batch entry and kv head, (batch, heads), or per block of keys too, (batch,
+    /// heads, blocks).
     pub fn descale(&self, py: Python<'_>, name: Name) -> PyResult<Tensor<'_>> {
-        if self.rank != 2 {
-            let text = format!("{name} has {} dimensions, it takes 2: (batch, kv heads)", self.rank);
+        if ![2, 3].contains(&self.rank) {
+            let text =
+                format!("{name} has {} dimensions, it takes (batch, kv heads), or blocks behind", self.rank);
             return Err(errors::contract(py, &text));
         }
         let mut four = Self { rank: 4, _owner: None, ..*self };
-        four.sizes[2..].fill(1);
-        four.strides[2..].fill(1);
+        four.sizes[self.rank..].fill(1);
+        four.strides[self.rank..].fill(1);
         let (layout, len) = four.layout(py, name, Order::HeadsFirst)?;
         self.readable(py, name, layout, len)
     }

@@ -32,6 +32,7 @@ pub fn execute(
         *to = descale.map(|descale| descale.descale(py, name)).transpose()?;
     }
     let descales = Descales::some_of(each.each_ref().map(Option::as_ref));
+    let descales = options.descale_keys.map_or(descales, |keys| descales.per_block(keys));
     let mut attention = options.attention().descales(descales);
     if let Some(lengths) = key_lengths {
         attention = lengths.apply(py, &attention, tensors[1].shape()[2])?;
@@ -45,9 +46,10 @@ pub fn execute(
 }
 
 /// Computes attention on any arrays into given outputs. With `descales`, those of q, k and v or None each, bytes are the codes
-/// of 8-bit floats; with `quantise`, as problems have it in their texts, tensors become such within the call.
+/// of 8-bit floats, and with `block` those of k and v are for each so many keys; with `quantise`, as problems have it in their
+/// texts, tensors become such within the call.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout, descales=None, quantise=None))]
+#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout, descales=None, quantise=None, block=None))]
 #[allow(clippy::needless_pass_by_value)] // Tuples come as values.
 pub fn run(
     q: &Bound<'_, PyAny>,
@@ -64,9 +66,11 @@ pub fn run(
     layout: &str,
     descales: Option<[Option<Bound<'_, PyAny>>; 3]>,
     quantise: Option<&str>,
+    block: Option<usize>,
 ) -> PyResult<()> {
     let py = q.py();
     let options = Options::new(py, mask, left, right, scale, softcap, layout)?.quantised(py, quantise)?;
+    let options = options.with_descale_keys(block);
     let lengths = key_lengths.map(Lengths::read).transpose()?;
     let mut inputs = [Array::read(q, Name::Q)?, Array::read(k, Name::K)?, Array::read(v, Name::V)?];
     let mut given = [const { None }; 3];

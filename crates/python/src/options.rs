@@ -16,6 +16,8 @@ pub struct Options {
     scale: Option<f32>,
     softcap: f32,
     quantise: Option<Quantiser>,
+    /// The keys that share a descale of k and one of v, where not all of a head do.
+    pub descale_keys: Option<usize>,
     /// How the shapes of q, k, v and o are ordered.
     pub order: Order,
 }
@@ -45,13 +47,18 @@ impl Options {
         };
         let order = Order::from_name(py, layout)?;
         let scale = scale.map(|scale| scale as f32);
-        Ok(Self { mask, scale, softcap: softcap as f32, quantise: None, order })
+        Ok(Self { mask, scale, softcap: softcap as f32, quantise: None, descale_keys: None, order })
     }
 
     /// With tensors that become 8-bit floats first, in the way that a text names.
     pub fn quantised(self, py: Python<'_>, text: Option<&str>) -> PyResult<Self> {
         let read = text.map(str::parse).transpose();
         Ok(Self { quantise: read.map_err(|error| errors::raise(py, &error))?, ..self })
+    }
+
+    /// With a descale of k and one of v for each so many keys.
+    pub fn with_descale_keys(self, descale_keys: Option<usize>) -> Self {
+        Self { descale_keys, ..self }
     }
 
     /// The call that they ask for.

@@ -321,24 +321,22 @@ def test_a_training_step_can_be_captured():
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.attention, "activate_flash_attention_impl"), reason="torch has no registry")
-def test_torchs_function_is_computed_by_flashcore_and_differentiated_by_torch():
+def test_torchs_function_is_computed_and_differentiated_by_flashcore():
     q, k, v = (x.requires_grad_() for x in on_gpu(*MISSION))
 
-    def flash():
-        return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+    def found(function):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            o = function(q, k, v, is_causal=True)
+            return o.detach(), *torch.autograd.grad(o.sum(), (q, k, v))
 
-    with flash():
-        theirs = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True).sum(), (q, k, v))
+    theirs = found(F.scaled_dot_product_attention)
     register_flash_attention_impl()
     torch.nn.attention.activate_flash_attention_impl("FlashCore")
     try:
-        with flash():
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            ours = torch.autograd.grad(o.sum(), (q, k, v))
-        with torch.no_grad():
-            assert torch.equal(o, sdpa(q, k, v, is_causal=True))
+        ours = found(F.scaled_dot_product_attention)
     finally:
         torch.nn.attention.restore_flash_attention_impl()
+    assert all(torch.equal(x, y) for x, y in zip(ours, found(sdpa)))
     for ours, theirs in zip(ours, theirs):
         torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
 
@@ -394,3 +392,95 @@ def test_calls_that_need_a_workspace_keep_out_of_each_others(shape):
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip([*found, captured], wanted))
+
+
+@pytest.fixture
+def nccl(tmp_path):
+    """A group of one process whose tensors go through NCCL."""
+    dist = pytest.importorskip("torch.distributed")
+    if not (dist.is_available() and dist.is_nccl_available()):
+        pytest.skip("this torch has no NCCL")
+    device = torch.device("cuda", 0)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1, device_id=device
+    )  # fmt: skip
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_ring_over_nccl_is_attention(nccl):
+    from flashcore_attn.distributed import gather, ring_attention, shard
+
+    ends = torch.tensor([0, 100, 100, 356], dtype=torch.int32, device="cuda")
+    for whole, shapes, dim, options in (
+        (lambda q, k, v: attention(q, k, v, causal=True), [(1, 8, 512, 64), *[(1, 2, 512, 64)] * 2], 2, {}),
+        (
+            lambda q, k, v: flash_attn_varlen_func(q, k, v, ends, ends, 256, 256, causal=True),
+            [(356, 8, 64), *[(356, 2, 64)] * 2],
+            0,
+            {"cu_seqlens": ends},
+        ),
+    ):
+        inputs = [x.requires_grad_() for x in on_gpu(*shapes, dtype="bfloat16")]
+        expected = whole(*inputs)
+        grads = torch.autograd.grad(expected.float().square().sum(), inputs)
+        parts = [shard(x.detach(), dim, **options).requires_grad_() for x in inputs]
+        o = ring_attention(*parts, causal=True, **options)
+        torch.testing.assert_close(gather(o, dim, **options), expected, atol=1e-2, rtol=1e-2)
+        for ours, truth in zip(torch.autograd.grad(o.float().square().sum(), parts), grads):
+            torch.testing.assert_close(gather(ours, dim, **options), truth, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.attention, "activate_flash_attention_impl"), reason="torch has no registry")
+def test_torchs_context_parallel_runs_on_flashcore(nccl):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    q, k, v = on_gpu(*MISSION, dtype="bfloat16")
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = sdpa(*leaves, is_causal=True)
+    expected = o.detach(), *torch.autograd.grad(o.sum(), leaves)
+    register_flash_attention_impl()
+    torch.nn.attention.activate_flash_attention_impl("FlashCore")
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        flash = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+        with flash, context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+            parts = [x.clone().requires_grad_() for x in (q, k, v)]
+            with pytest.raises(UnsupportedError, match="context_parallel is active"):
+                sdpa(*parts, is_causal=True)
+            o = F.scaled_dot_product_attention(*parts, is_causal=True)
+            ours = o.detach(), *torch.autograd.grad(o.sum(), parts)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    # One process has the whole sequence, and the ring adds nothing.
+    for given, truth in zip(ours, expected):
+        torch.testing.assert_close(given, truth, atol=1e-2, rtol=1e-2)
+
+
+def test_one_training_step_of_a_transformer_follows_torchs():
+    transformers = pytest.importorskip("transformers")
+    import flashcore_attn.transformers
+
+    flashcore_attn.transformers.register()
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).train()
+    ids = torch.randint(0, 256, (2, 512), device="cuda")
+    padding = torch.ones_like(ids)
+    padding[0, :100] = 0
+    positions = torch.cat([torch.arange(n) for n in (200, 312)]).expand(2, 512).cuda()
+    for options in ({}, {"attention_mask": padding}, {"position_ids": positions, "use_cache": False}):
+        found = {}
+        for implementation in ("sdpa", "fcore"):
+            model.set_attn_implementation(implementation)
+            model.zero_grad()
+            loss = model(ids, labels=ids, **options).loss
+            loss.backward()
+            found[implementation] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]).float()
+        (ours, grad), (theirs, truth) = found["fcore"], found["sdpa"]
+        assert ours == pytest.approx(theirs, rel=1e-2)
+        assert (grad - truth).norm() < 3e-2 * truth.norm()

@@ -8,6 +8,7 @@ import torch
 from flashcore_attn import ContractError, flash_attn_func
 
 FLOAT8 = torch.float8_e4m3fn
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def stored(*shape: int, seed: int) -> torch.Tensor:
@@ -107,6 +108,49 @@ def test_wider_tensors_become_float8_within_the_call(dtype: torch.dtype, layout:
     assert lse.shape == (2, 4, 30)
     with pytest.raises(flashcore_attn.UnsupportedError):
         flashcore_attn.attention(q.requires_grad_(), k, v, precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", FLOAT8), *((device, torch.float16) for device in DEVICES)]
+)
+def test_blocks_of_keys_may_have_descales_of_their_own(device: str, dtype: torch.dtype) -> None:
+    q = torch.randn(2, 4, 1, 32, generator=torch.Generator().manual_seed(8)).to(dtype)
+    k, v = stored(2, 2, 50, 32, seed=2), stored(2, 2, 50, 32, seed=3)
+    of_k, of_v = (torch.rand(2, 2, 4, generator=torch.Generator().manual_seed(seed)) + 0.5 for seed in (4, 5))
+    real_k, real_v = (
+        x.float() * of.repeat_interleave(16, 2)[:, :, :50, None] for x, of in ((k, of_k), (v, of_v))
+    )
+    ones = [torch.ones(2, 2)] * 3
+    expected, _ = truth(q, real_k, real_v, ones, causal=False)
+    q, k, v, of_k, of_v = (x.to(device) for x in (q, k, v, of_k, of_v))
+    o = flashcore_attn.attention(q, k, v, k_descale=of_k, v_descale=of_v, block=16)
+    assert (o.cpu().double() - expected).abs().max() < 0.006 * expected.abs().max()
+    one = flashcore_attn.attention(q, k, v, v_descale=0.5, block=16)
+    assert torch.allclose(one.float(), flashcore_attn.attention(q, k, v, v_descale=0.5).float(), atol=1e-2)
+    with pytest.raises(ContractError):
+        flashcore_attn.attention(q, k, v, k_descale=of_k[:, :, :3], block=16)
+    with pytest.raises(ContractError):
+        flashcore_attn.attention(q, k, v, block=0)
+
+
+def test_wider_tensors_become_float8_by_blocks_of_keys() -> None:
+    q, k, v = (torch.randn(1, 2, 70, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    v[:, :, :16] *= 30
+    exact = flashcore_attn.attention(q, k, v).double()
+    o = flashcore_attn.attention(q, k, v, precision="fp8", block=16).double()
+    assert 0 < (o - exact).abs().max() < 0.1 * exact.abs().max()
+    with pytest.raises(ContractError):
+        flashcore_attn.attention(q, k, v, block=16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lse_of_smoothed_keys_is_that_of_the_keys_as_they_were(device: str) -> None:
+    generator = torch.Generator().manual_seed(9)
+    q, k, v = (torch.randn(2, 2, 70, 64, generator=generator).bfloat16().to(device) for _ in range(3))
+    k += 1.5
+    _, exact = flashcore_attn.attention(q, k, v, return_lse=True)
+    _, lse = flashcore_attn.attention(q, k, v, return_lse=True, precision="fp8", smooth=True, rotate=1)
+    assert (lse - exact).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -61,17 +61,46 @@ def test_what_flashcore_does_not_take_goes_to_torch():
         torch.nn.attention.restore_flash_attention_impl()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_backward_pass_is_torchs(activated, dtype):
+def gradients(function, mask=None, dtype="float32", **options):
     q, k, v = (x.requires_grad_() for x in draw(0, *INPUTS, dtype=dtype))
     (weights,) = draw(1, INPUTS[0])
-    ours = torch.autograd.grad((F.scaled_dot_product_attention(q, k, v, is_causal=True) * weights).sum(), (q, k, v))
+    return torch.autograd.grad((function(q, k, v, mask, **options) * weights).sum(), (q, k, v))
+
+
+CAUSAL = torch.ones(256, 256, dtype=torch.bool).tril()
+PADDED = (torch.arange(256) >= 31).expand(1, 1, 256, 256)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": CAUSAL}, {"mask": PADDED, "scale": 0.1}])
+def test_gradients_of_torchs_function_are_flashcores(activated, dtype, options):
+    ours, same = (gradients(f, dtype=dtype, **options) for f in (F.scaled_dot_product_attention, sdpa))
+    assert all(torch.equal(x, y) for x, y in zip(ours, same))
     torch.nn.attention.restore_flash_attention_impl()
-    theirs = torch.autograd.grad((F.scaled_dot_product_attention(q, k, v, is_causal=True) * weights).sum(), (q, k, v))
+    theirs = gradients(F.scaled_dot_product_attention, dtype=dtype, **options)
     torch.nn.attention.activate_flash_attention_impl("FlashCore")
+    assert not torch.equal(ours[0], theirs[0]), "the bits tell the two apart"
     tolerance = {"float32": 1e-5, "bfloat16": 5e-2}[dtype]
     for ours, theirs in zip(ours, theirs):
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["bias", "float64"])
+def test_gradients_that_flashcore_does_not_take_are_torchs(kind):
+    bias = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) if kind == "bias" else None
+
+    def found():
+        q, k, v = (x.requires_grad_() for x in draw(0, *[(1, 2, 256, 16)] * 3))
+        given = (x.double() for x in (q, k, v)) if kind == "float64" else (q, k, v)
+        return torch.autograd.grad(F.scaled_dot_product_attention(*given, bias).square().sum(), (q, k, v))
+
+    expected = found()
+    register_flash_attention_impl()
+    torch.nn.attention.activate_flash_attention_impl("FlashCore")
+    try:
+        assert all(torch.equal(x, y) for x, y in zip(found(), expected))
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
 
 
 def test_restoring_gives_torch_its_kernels_back(activated):

@@ -78,7 +78,7 @@ def test_gradients_are_those_of_plain_attention(options, meant, block, monkeypat
     # With a block, torch computes them, as those of float32 on a GPU; with a small one it takes the queries in several
     # steps.
     if block is not None:
-        monkeypatch.setattr("flashcore_attn._ops._is_native", lambda q, v: False)
+        monkeypatch.setattr("flashcore_attn._ops.is_native", lambda q, v: False)
         monkeypatch.setattr("flashcore_attn._blocks._BLOCK_ELEMENTS", block)
     q, k, v = leaves((2, 4, 7, 16), (2, 2, 9, 16), (2, 2, 9, 8))
     weights, lse_weights = draw(1, (2, 4, 7, 8), (2, 4, 7))

@@ -53,7 +53,7 @@ pub use isa::{Isa, available};
 pub use rates::{Work, exp_rate, fma_peak, read_bandwidth};
 pub use schedule::Schedule;
 
-use crate::{Error, Result, contract::Call};
+use crate::{Error, Result, contract::Call, descales};
 
 /// The environment variable that chooses the instruction set.
 pub const ISA_VARIABLE: &str = "FLASHCORE_CPU";
@@ -135,7 +135,15 @@ impl Engine {
     /// Computes a checked call.
     pub(crate) fn run(&self, call: &Call<'_>) -> Result<()> {
         if let Some(quantiser) = call.problem.quantise {
-            return quantiser.run(call, |call| self.compute(call));
+            return quantiser.run(call, |call| self.descaled(call));
+        }
+        self.descaled(call)
+    }
+
+    /// Computes a call once blocks of keys have no descales of their own.
+    fn descaled(&self, call: &Call<'_>) -> Result<()> {
+        if call.problem.descale_keys.is_some() {
+            return descales::applied(call, |call| self.compute(call));
         }
         self.compute(call);
         Ok(())

@@ -46,7 +46,7 @@ impl Scoring {
             return Vec::new();
         }
         let heads = (0..problem.batch).flat_map(|b| (0..problem.heads_kv).map(move |h| (b, h)));
-        let each = heads.map(|(b, h)| descales.at(b, h));
+        let each = heads.map(|(b, h)| descales.at(b, h, 0));
         let mut all: Vec<(Self, f32)> = each.map(|[q, k, v]| (Self::scaled(problem, q * k), v)).collect();
         let fit = all.iter().all(|(it, v)| it.fits && OUTER.contains(v));
         for (it, _) in &mut all {

@@ -52,7 +52,7 @@ struct Row {
 #[inline(always)]
 pub(super) unsafe fn run<S: Simd>(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
     // SAFETY: the caller's promise.
-    unsafe { by_type!(job.call.problem.dtype_kv(), run_typed::<S, _>(job, task, workspace)) }
+    unsafe { by_type!(job.call.k().dtype, run_typed::<S, _>(job, task, workspace)) }
 }
 
 #[inline(always)]

@@ -76,7 +76,7 @@ unsafe fn attend<S: Simd>(
     o: &mut [f64],
 ) -> f64 {
     let Problem { head_dim, head_dim_v, scale, softcap, .. } = call.problem;
-    let [of_q, of_k, of_v] = Descales::among(&call.tensors).at(batch, head_kv).map(f64::from);
+    let [of_q, of_k, of_v] = Descales::among(&call.tensors).at(batch, head_kv, 0).map(f64::from);
     let scale = f64::from(scale) * of_q * of_k;
     let visible = Visible::new(call, batch).keys(s);
     if visible.is_empty() {

@@ -82,7 +82,7 @@ impl Plan {
 
     /// What the launches are bound to.
     pub(super) fn args(&self, bindings: &Bindings) -> Args {
-        let problem = &self.folded;
+        let problem = &self.folded.problem;
         let band = problem.mask.band();
         // A bound this large reaches over every key from every query.
         let unlimited = problem.len_q + problem.len_k;
@@ -95,7 +95,7 @@ impl Plan {
             (problem.batch as u32, [problem.len_q, problem.len_k].map(|len| len as u32));
         for parameter in &self.problem.signature() {
             if let Some((address, layout)) = bindings.tensors.get(parameter.name) {
-                let layout = fold_layout(layout, parameter, &self.problem, problem);
+                let layout = fold_layout(layout, parameter, &self.problem, &self.folded);
                 args.set(operand(parameter.name), tensor_arg(*address, &layout, parameter.dtype.size()));
             }
         }

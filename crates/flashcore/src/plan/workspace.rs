@@ -95,6 +95,16 @@ impl Workspace {
         }
     }
 
+    /// With what the blocks of a launch put aside.
+    pub fn put_aside(&mut self, launch: &Launch) {
+        if let Schedule::Sm90Fwd(schedule) = &launch.schedule {
+            let bytes = schedule.aside_bytes(&launch.spec) as usize;
+            if bytes > 0 {
+                self.push(Operand::Aside, [1, 1, launch.grid[0] as usize, bytes / DType::F32.size()]);
+            }
+        }
+    }
+
     /// What attention is bound to: where q, k and v were quantised, to what they became.
     pub fn attended(&self, args: &Args) -> Args {
         let mut attended = *args;

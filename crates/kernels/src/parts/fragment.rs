@@ -72,6 +72,25 @@ pub(crate) fn a_operands(k: &mut KernelBuilder, dtype: ElementType, row: &[Acc])
         .collect()
 }
 
+/// Rounds accumulators to A operands in registers that others know.
+pub(crate) fn pack_into(k: &mut KernelBuilder, dtype: ElementType, from: &[Reg<F32>], to: &[[Reg<B32>; 4]]) {
+    let from: Vec<Acc> = from.chunks_exact(4).map(|quad| [quad[0], quad[1], quad[2], quad[3]]).collect();
+    for (to, packed) in to.iter().zip(a_operands(k, dtype, &from)) {
+        for (&to, packed) in to.iter().zip(packed) {
+            k.set(to, |k| k.mov_b32(packed));
+        }
+    }
+}
+
+/// Two neighbours as f32, the one in the lower half first.
+pub(crate) fn unpack(k: &mut KernelBuilder, dtype: ElementType, both: Reg<B32>) -> [Reg<F32>; 2] {
+    if dtype == ElementType::F16 {
+        return k.unpack_b32(both).map(|half| k.cvt_f32_f16(half));
+    }
+    let (low, high) = (k.shl_b32(both, 16u32), k.and_b32(both, 0xffff_0000u32));
+    [k.f32_from_bits(low), k.f32_from_bits(high)]
+}
+
 /// Which rows and columns a thread holds.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {

@@ -1,6 +1,6 @@
 //! The parameters of the kernels that access memory by address rather than by TMA.
 
-use flashcore_ptx::{B32, F32, GlobalPtr, KernelBuilder, Reg, kernel_params};
+use flashcore_ptx::{B32, B64, F32, GlobalPtr, KernelBuilder, Pred, Reg, kernel_params};
 
 use crate::bind::{Args, BindError, Operand};
 use crate::parts::copy::MAX_ROW_STRIDE;
@@ -149,6 +149,19 @@ kernel_params! {
 impl DescaleParams {
     /// The descale of a batch entry's kv head; 1 where none is given.
     pub(crate) fn read(k: &mut KernelBuilder, of: Operand, batch: Reg<B32>, kv_head: Reg<B32>) -> Reg<F32> {
+        let (own, given) = Self::place(k, of, batch, kv_head);
+        let value = k.mov_f32(1.0);
+        k.when(given, |k| k.set(value, |k| k.ld_global(own)));
+        value
+    }
+
+    /// Where the first descale of a batch entry's kv head is, and whether there is one.
+    fn place(
+        k: &mut KernelBuilder,
+        of: Operand,
+        batch: Reg<B32>,
+        kv_head: Reg<B32>,
+    ) -> (Reg<B64>, Reg<Pred>) {
         let (descales, batch_stride, head_stride) = match of {
             Operand::Q => (Self::q_descale, Self::q_descale_batch, Self::q_descale_head),
             Operand::K => (Self::k_descale, Self::k_descale_batch, Self::k_descale_head),
@@ -159,10 +172,7 @@ impl DescaleParams {
         let (batch, head) = (k.cvt_u64_u32(batch), k.cvt_u64_u32(kv_head));
         let entry = k.mad_lo_u64(batch, batch_stride, descales);
         let own = k.mad_lo_u64(head, head_stride, entry);
-        let given = k.setp_ne_u64(descales, 0u64);
-        let value = k.mov_f32(1.0);
-        k.when(given, |k| k.set(value, |k| k.ld_global(own)));
-        value
+        (own, k.setp_ne_u64(descales, 0u64))
     }
 
     /// The parameters of a launch.
@@ -179,6 +189,56 @@ impl DescaleParams {
             v_descale_batch: v.strides[0],
             v_descale_head: v.strides[1],
         }
+    }
+}
+
+kernel_params! {
+    /// What a launch is given behind that where blocks of keys have descales of their own. Strides are in bytes.
+    pub struct BlockDescaleParams {
+        /// From one block's descale of the keys to the next.
+        k_descale_block: u64,
+        /// From one block's descale of the values to the next.
+        v_descale_block: u64,
+    }
+}
+
+/// Where the descales of a kv head's blocks are.
+#[derive(Clone, Copy)]
+pub(crate) struct BlockDescales {
+    first: Reg<B64>,
+    stride: Reg<B64>,
+    given: Reg<Pred>,
+}
+
+impl BlockDescaleParams {
+    /// Those of a batch entry's kv head.
+    pub(crate) fn of(
+        k: &mut KernelBuilder,
+        of: Operand,
+        batch: Reg<B32>,
+        kv_head: Reg<B32>,
+    ) -> BlockDescales {
+        let stride = if of == Operand::K { Self::k_descale_block } else { Self::v_descale_block };
+        let (first, given) = DescaleParams::place(k, of, batch, kv_head);
+        BlockDescales { first, stride: k.param(stride), given }
+    }
+
+    /// The parameters of a launch.
+    pub(crate) fn bind(args: &Args) -> Self {
+        let [k, v] = [Operand::KDescale, Operand::VDescale].map(|it| args.tensor(it));
+        Self { k_descale_block: k.strides[2], v_descale_block: v.strides[2] }
+    }
+}
+
+impl BlockDescales {
+    /// The descale of a block, where there is one; 1 where none is given.
+    pub(crate) fn read(self, k: &mut KernelBuilder, block: Reg<B32>, exists: Reg<Pred>) -> Reg<F32> {
+        let block = k.cvt_u64_u32(block);
+        let at = k.mad_lo_u64(block, self.stride, self.first);
+        let reads = k.and_pred(exists, self.given);
+        let value = k.mov_f32(1.0);
+        k.when(reads, |k| k.set(value, |k| k.ld_global(at)));
+        value
     }
 }
 

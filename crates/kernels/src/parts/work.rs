@@ -109,6 +109,41 @@ impl Rows {
     }
 }
 
+/// How the rows of a tensor of queries are found, from where its first one of a head is.
+pub(crate) struct QueryRows {
+    /// Bytes from one query to the next.
+    query: Reg<B64>,
+    /// Where a query has several rows: how many, and the bytes from one to the next.
+    heads: Option<(u32, Reg<B64>)>,
+}
+
+impl QueryRows {
+    /// Reads the strides from one query and from one head to the next.
+    pub fn read<P: KernelParams>(
+        k: &mut KernelBuilder,
+        spec: &Spec,
+        [query, head]: [ParamHandle<P, u64>; 2],
+    ) -> Self {
+        let several = spec.rows_per_query > 1;
+        Self { query: k.param(query), heads: several.then(|| (spec.rows_per_query, k.param(head))) }
+    }
+
+    /// The address of a row.
+    pub fn address(&self, k: &mut KernelBuilder, base: Reg<B64>, row: Reg<B32>) -> Reg<B64> {
+        let Some((rows, to_head)) = self.heads else {
+            return Work::row_address(k, base, row, self.query);
+        };
+        let (query, head) = (k.div_u32(row, rows), k.rem_u32(row, rows));
+        let base = Work::row_address(k, base, query, self.query);
+        Work::row_address(k, base, head, to_head)
+    }
+}
+
+/// The query head that a head's first row is of.
+pub(crate) fn first_query_head(k: &mut KernelBuilder, spec: &Spec, head: Reg<B32>) -> Reg<B32> {
+    if spec.rows_per_query == 1 { head } else { k.mul_lo_u32(head, spec.rows_per_query) }
+}
+
 /// What one block works on.
 pub(crate) struct Work {
     /// Its rows.
@@ -128,10 +163,11 @@ pub(crate) struct Work {
 pub(crate) struct Band {
     /// Keys of this batch entry.
     pub keys: Reg<B32>,
-    /// A query's own position is its row plus this; present where a bound is relative to it.
+    /// A query's own position is its number plus this; present where a bound is relative to it.
     shift: Option<Reg<B32>>,
     left: Option<Reg<B32>>,
     right: Option<Reg<B32>>,
+    rows_per_query: u32,
 }
 
 /// The keys that a block's rows see: from `begin` to `end` by any of them, from `full_begin` to `full_end` by all.
@@ -173,7 +209,8 @@ impl Work {
         } else {
             k.param(FwdParams::len_k)
         };
-        let q = head_address(k, FwdParams::q, FwdParams::q_batch, FwdParams::q_head, batch, head);
+        let first = first_query_head(k, spec, head);
+        let q = head_address(k, FwdParams::q, FwdParams::q_batch, FwdParams::q_head, batch, first);
         let key = head_address(k, FwdParams::k, FwdParams::k_batch, FwdParams::k_head, batch, kv_head);
         let value = head_address(k, FwdParams::v, FwdParams::v_batch, FwdParams::v_head, batch, kv_head);
         let band = Band::new(k, spec, keys, len_q, [FwdParams::left, FwdParams::right]);
@@ -193,7 +230,8 @@ impl Work {
 }
 
 impl Band {
-    /// For a batch entry with this many keys; `bounds` are the parameters of the left and the right bound.
+    /// For a batch entry with this many keys and rows per head; `bounds` are the parameters of the left and the right
+    /// bound.
     pub fn new<P: KernelParams>(
         k: &mut KernelBuilder,
         spec: &Spec,
@@ -201,18 +239,30 @@ impl Band {
         len_q: Reg<B32>,
         bounds: [ParamHandle<P, i32>; 2],
     ) -> Self {
-        let shift =
-            spec.is_masked().then(|| if spec.top_left { k.mov_b32(0u32) } else { k.sub_s32(keys, len_q) });
+        let rows_per_query = spec.rows_per_query;
+        let shift = spec.is_masked().then(|| {
+            if spec.top_left {
+                return k.mov_b32(0u32);
+            }
+            let queries = if rows_per_query == 1 { len_q } else { k.div_u32(len_q, rows_per_query) };
+            k.sub_s32(keys, queries)
+        });
         let [left, right] = bounds;
         let left = spec.left.then(|| k.param(left));
         let right = spec.right.then(|| k.param(right));
-        Self { keys, shift, left, right }
+        Self { keys, shift, left, right, rows_per_query }
+    }
+
+    /// The query of a row.
+    fn query(&self, k: &mut KernelBuilder, row: Reg<B32>) -> Reg<B32> {
+        if self.rows_per_query == 1 { row } else { k.div_u32(row, self.rows_per_query) }
     }
 
     /// One past the last key that a row sees, as a signed number that may be negative.
     pub fn row_end(&self, k: &mut KernelBuilder, row: Reg<B32>) -> Reg<B32> {
         let (Some(shift), Some(right)) = (self.shift, self.right) else { return self.keys };
-        let place = k.add_s32(row, shift);
+        let query = self.query(k, row);
+        let place = k.add_s32(query, shift);
         let last = k.add_s32(place, right);
         let end = k.add_s32(last, 1);
         k.min_s32(end, self.keys)
@@ -221,7 +271,8 @@ impl Band {
     /// The first key that a row sees, at least 0; `None` where that is always key 0.
     pub fn row_begin(&self, k: &mut KernelBuilder, row: Reg<B32>) -> Option<Reg<B32>> {
         let (Some(shift), Some(left)) = (self.shift, self.left) else { return None };
-        let place = k.add_s32(row, shift);
+        let query = self.query(k, row);
+        let place = k.add_s32(query, shift);
         let first = k.sub_s32(place, left);
         Some(k.max_s32(first, 0))
     }

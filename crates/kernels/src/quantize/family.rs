@@ -28,17 +28,23 @@ impl Knob for Pass {
             Pass::Scan => "scan",
             Pass::Mean => "mean",
             Pass::Cast => "cast",
+            Pass::Shift => "shift",
         }
         .into()
     }
 
     fn read(text: &str) -> Result<Self, &'static str> {
-        let found = [Pass::Scan, Pass::Mean, Pass::Cast].into_iter().find(|pass| pass.text() == text);
-        found.ok_or("possible are scan, mean and cast")
+        let all = [Pass::Scan, Pass::Mean, Pass::Cast, Pass::Shift];
+        all.into_iter().find(|pass| pass.text() == text).ok_or("possible are scan, mean, cast and shift")
     }
 }
 
 impl Schedule {
+    /// The launch behind attention that gives back to lse what smoothed keys took from it.
+    pub fn shift() -> Self {
+        Self { pass: Pass::Shift, smooth: true, rotate: None, rows: 256 }
+    }
+
     /// The launches that quantise q, k and v, in their order.
     pub fn all(smooth: bool, rotate: Option<u32>) -> impl Iterator<Item = Self> {
         let passes = Quantize { smooth, ..Quantize::new(crate::ElementType::F16, 16) }.passes();
@@ -67,8 +73,9 @@ impl Family for Schedule {
     const PROGRAMMATIC: bool = true;
 
     fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
-        if self.pass == Pass::Mean && !self.smooth {
-            return Err(ScheduleError::malformed("pass=mean is for smoothed keys: add smooth=1"));
+        if matches!(self.pass, Pass::Mean | Pass::Shift) && !self.smooth {
+            let reason = format!("pass={} is for smoothed keys: add smooth=1", self.pass.text());
+            return Err(ScheduleError::Malformed { reason });
         }
         self.of(spec).check(target)
     }
@@ -95,7 +102,7 @@ impl Family for Schedule {
         _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
         packed: &mut Packed,
     ) -> Result<(), E> {
-        self.of(spec).bind(args, packed);
+        self.of(spec).bind(self.pass, args, packed);
         Ok(())
     }
 }

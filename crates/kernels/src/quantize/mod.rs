@@ -6,9 +6,12 @@
 //! the order in which blocks run.
 //!
 //! Keys can be smoothed: the mean over all keys is subtracted from each, channel by channel. That adds the same number to
-//! all scores of a query, so that the output does not change, and lse lacks scale · q · mean. The first pass then finds the
-//! sum, the smallest and the largest number of each channel, and a small pass between makes of them the mean and the
-//! largest magnitude that will be left.
+//! all scores of a query, so that the output does not change, and lse lacks scale · q · mean, which a pass behind attention
+//! gives back. The first pass then finds the sum, the smallest and the largest number of each channel, and a small pass
+//! between makes of them the mean and the largest magnitude that will be left.
+//!
+//! Chunks of keys and of values can have descales of their own. The last pass then finds the largest magnitude of a chunk itself,
+//! and reads it a second time from the cache; keys and values that are not smoothed need no other pass.
 //!
 //! Queries and keys can be rotated: signs that look random, then a Walsh-Hadamard transform, divided by √head_dim. It
 //! leaves dot products as they are, and spreads outliers over all channels.
@@ -16,6 +19,7 @@
 mod family;
 mod params;
 mod rotation;
+mod shift;
 mod smooth;
 
 use flashcore_ptx::{
@@ -24,8 +28,9 @@ use flashcore_ptx::{
 
 pub use self::{family::Schedule, rotation::signs};
 use self::{
-    params::{Common, OfK, OfQ, OfV, TensorParams},
+    params::{Common, OfChunks, OfK, OfQ, OfV, TensorParams},
     rotation::Rotation,
+    shift::OfLse,
     smooth::{Channels, mean_address},
 };
 use crate::{Args, ElementType, Operand, ScheduleError};
@@ -71,6 +76,8 @@ pub struct Quantize {
     pub aligned: bool,
     /// Rows per block.
     pub rows: u32,
+    /// Whether keys and values have a descale for each `rows` of a head, rather than one for all of them.
+    pub by_chunk: bool,
 }
 
 /// One of the launches, in their order.
@@ -82,6 +89,8 @@ pub enum Pass {
     Mean,
     /// Writes codes and descales.
     Cast,
+    /// Behind attention: adds to lse what the subtraction of the mean took from it.
+    Shift,
 }
 
 impl Pass {
@@ -91,6 +100,7 @@ impl Pass {
             Pass::Scan => "flashcore_quantize_scan",
             Pass::Mean => "flashcore_quantize_mean",
             Pass::Cast => "flashcore_quantize_cast",
+            Pass::Shift => "flashcore_quantize_shift",
         }
     }
 }
@@ -129,12 +139,17 @@ impl Quantize {
             key_lengths: false,
             aligned: true,
             rows: 256,
+            by_chunk: false,
         }
     }
 
-    /// Its launches, in this order.
+    /// Its launches before attention, in this order.
     pub fn passes(self) -> &'static [Pass] {
-        if self.smooth { &[Pass::Scan, Pass::Mean, Pass::Cast] } else { &[Pass::Scan, Pass::Cast] }
+        match (self.smooth, self.by_chunk && !self.q) {
+            (true, _) => &[Pass::Scan, Pass::Mean, Pass::Cast],
+            (false, false) => &[Pass::Scan, Pass::Cast],
+            (false, true) => &[Pass::Cast],
+        }
     }
 
     /// Threads per block.
@@ -147,6 +162,7 @@ impl Quantize {
         let [batch, heads, ..] = args.tensor(Operand::K).shape;
         match pass {
             Pass::Mean => [(batch * heads) as u32, 1, 1],
+            Pass::Shift => [self.blocks(args)[0], 1, 1],
             Pass::Scan | Pass::Cast => [self.blocks(args)[2], 1, 1],
         }
     }
@@ -193,9 +209,14 @@ impl Quantize {
             .params::<Common>()
             .more_params::<OfQ>()
             .more_params::<OfK>()
-            .more_params::<OfV>()
-            .shared(memory.layout.clone())
-            .threads(self.threads(pass));
+            .more_params::<OfV>();
+        if self.by_chunk {
+            k = k.more_params::<OfChunks>();
+        }
+        if pass == Pass::Shift {
+            k = k.more_params::<OfLse>();
+        }
+        let mut k = k.shared(memory.layout.clone()).threads(self.threads(pass));
         self.body(&mut k, pass, &memory);
         k
     }
@@ -211,7 +232,7 @@ impl Quantize {
         let floats = match pass {
             Pass::Mean => 3 * MEAN_THREADS,
             Pass::Scan if self.smooth => 3 * WIDTH * THREADS,
-            Pass::Scan | Pass::Cast => 0,
+            Pass::Scan | Pass::Cast | Pass::Shift => 0,
         };
         let channels = layout.alloc("channels", 4 * floats, 16);
         let reduced = layout.alloc("reduced", 4 * self.threads(pass) / 32, 4);
@@ -226,6 +247,11 @@ impl Quantize {
 
     fn smooths(self, which: Which) -> bool {
         self.smooth && which == Which::K
+    }
+
+    /// Whether chunks of a tensor have descales of their own.
+    fn chunks_differ(self, which: Which) -> bool {
+        self.by_chunk && which != Which::Q
     }
 
     /// The seed of a tensor's rotation.
@@ -247,6 +273,9 @@ impl Quantize {
         }
         if pass == Pass::Mean {
             return self.mean(k, memory);
+        }
+        if pass == Pass::Shift {
+            return self.shift(k);
         }
         let mut item = k.ctaid_x();
         if pass == Pass::Cast {
@@ -282,6 +311,9 @@ impl Quantize {
         which: Which,
         item: Reg<B32>,
     ) {
+        if pass == Pass::Scan && self.chunks_differ(which) && !self.smooths(which) {
+            return;
+        }
         k.section(match which {
             Which::Q => "queries",
             Which::K => "keys",
@@ -386,18 +418,31 @@ impl Quantize {
             (k.mov_b32(1u32), chunk.head)
         };
         let first_head = k.mul_lo_u32(kv_head, group);
-        let of_batch = k.mad_lo_u32(chunk.batch, chunk.heads, first_head);
-        let start = k.mul_lo_u32(of_batch, parts);
-        let count = k.mul_lo_u32(group, parts);
-        let amax = k.param(P::amax());
-        let base = k.mad_wide_u32(start, 4u32, amax);
-        let most = k.mov_f32(0.0);
-        let tid = k.tid_x();
-        k.for_s32(tid, count, THREADS as i32, |k, i, _| {
-            let at = k.mad_wide_u32(i, 4u32, base);
-            let part: Reg<F32> = k.ld_global(at);
-            k.set(most, |k| k.max_f32(most, part));
-        });
+        let early = self.chunks_differ(which).then(|| Turned::new::<P>(k, self, which, chunk));
+        let most = if let Some(turned) = &early {
+            let most = k.mov_f32(0.0);
+            turned.reader.each(k, self, |k, words, _| {
+                for y in turned.numbers(k, self, words) {
+                    let size = k.abs_f32(y);
+                    k.set(most, |k| k.max_f32(most, size));
+                }
+            });
+            most
+        } else {
+            let of_batch = k.mad_lo_u32(chunk.batch, chunk.heads, first_head);
+            let start = k.mul_lo_u32(of_batch, parts);
+            let count = k.mul_lo_u32(group, parts);
+            let amax = k.param(P::amax());
+            let base = k.mad_wide_u32(start, 4u32, amax);
+            let most = k.mov_f32(0.0);
+            let tid = k.tid_x();
+            k.for_s32(tid, count, THREADS as i32, |k, i, _| {
+                let at = k.mad_wide_u32(i, 4u32, base);
+                let part: Reg<F32> = k.ld_global(at);
+                k.set(most, |k| k.max_f32(most, part));
+            });
+            most
+        };
         let most = reduce(k, memory, most, THREADS);
         let none = k.setp_eq_f32(most, 0.0);
         let descale = k.mul_f32(most, 1.0 / f64::from(MOST));
@@ -409,33 +454,30 @@ impl Quantize {
         k.section("cast: the descale, written by the first chunk of the head or group");
         let (base, strides) = P::descale();
         let at = address(k, base, &strides, &[chunk.batch, kv_head]);
-        let leads = k.setp_eq_u32(chunk.head, first_head);
-        let first_chunk = k.setp_eq_u32(chunk.chunk, 0u32);
-        let writes = k.and_pred(leads, first_chunk);
-        let first = first_thread(k);
-        let writes = k.and_pred(writes, first);
-        k.when(writes, |k| k.st_global(at, descale));
+        if self.chunks_differ(which) {
+            let first = first_thread(k);
+            let stride =
+                if which == Which::K { OfChunks::k_descale_chunk } else { OfChunks::v_descale_chunk };
+            let (stride, chunk) = (k.param(stride), k.cvt_u64_u32(chunk.chunk));
+            let at = k.mad_lo_u64(chunk, stride, at);
+            k.when(first, |k| k.st_global(at, descale));
+        } else {
+            let leads = k.setp_eq_u32(chunk.head, first_head);
+            let first_chunk = k.setp_eq_u32(chunk.chunk, 0u32);
+            let writes = k.and_pred(leads, first_chunk);
+            let first = first_thread(k);
+            let writes = k.and_pred(writes, first);
+            k.when(writes, |k| k.st_global(at, descale));
+        }
 
-        let reader = Reader::new::<P>(k, self, which, chunk);
-        let rotation = self.rotates(which).map(|seed| Rotation::new(k, seed, self.head_dim));
-        let mean: Option<[Reg<F32>; 8]> = self.smooths(which).then(|| {
-            let at = mean_address(k, chunk.batch, chunk.head);
-            let at = k.mad_wide_u32(reader.column, 4u32, at);
-            let ([a, b, c, d], [e, f, g, h]) = (k.ld_global_vec(at), k.ld_global_vec(at.at(16)));
-            [a, b, c, d, e, f, g, h]
-        });
+        let turned = early.unwrap_or_else(|| Turned::new::<P>(k, self, which, chunk));
+        let reader = &turned.reader;
         let (base, [to_batch, to_head, to_row]) = P::out();
         let out = address(k, base, &[to_batch, to_head], &[chunk.batch, chunk.head]);
         let to_row = k.param(to_row);
         k.section("cast: codes");
         reader.each_row(k, self, |k, words, row, exists| {
-            let mut x = self.unpack(k, words);
-            if let Some(mean) = mean {
-                x = std::array::from_fn(|i| k.sub_f32(x[i], mean[i]));
-            }
-            if let Some(rotation) = &rotation {
-                x = rotation.turn(k, x);
-            }
+            let x = turned.numbers(k, self, words);
             let x = x.map(|x| k.mul_f32(x, inverse));
             let pairs: [_; 4] =
                 std::array::from_fn(|i| k.cvt_rn_satfinite_e4m3x2_f32(x[2 * i + 1], x[2 * i]));
@@ -479,6 +521,35 @@ impl Quantize {
             [k.f32_from_bits(low), k.f32_from_bits(high)]
         });
         std::array::from_fn(|i| pairs[i / 2][i % 2])
+    }
+}
+
+/// A thread's numbers of a chunk as they are to be stored, but for the descale.
+struct Turned {
+    reader: Reader,
+    rotation: Option<Rotation>,
+    mean: Option<[Reg<F32>; 8]>,
+}
+
+impl Turned {
+    fn new<P: TensorParams>(k: &mut KernelBuilder, of: Quantize, which: Which, chunk: &Chunk) -> Self {
+        let reader = Reader::new::<P>(k, of, which, chunk);
+        let rotation = of.rotates(which).map(|seed| Rotation::new(k, seed, of.head_dim));
+        let mean = of.smooths(which).then(|| {
+            let at = mean_address(k, chunk.batch, chunk.head);
+            let at = k.mad_wide_u32(reader.column, 4u32, at);
+            let ([a, b, c, d], [e, f, g, h]) = (k.ld_global_vec(at), k.ld_global_vec(at.at(16)));
+            [a, b, c, d, e, f, g, h]
+        });
+        Self { reader, rotation, mean }
+    }
+
+    fn numbers(&self, k: &mut KernelBuilder, of: Quantize, words: [Reg<B32>; 4]) -> [Reg<F32>; 8] {
+        let mut x = of.unpack(k, words);
+        if let Some(mean) = self.mean {
+            x = std::array::from_fn(|i| k.sub_f32(x[i], mean[i]));
+        }
+        self.rotation.as_ref().map_or(x, |rotation| rotation.turn(k, x))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use flashcore_ptx::{GlobalPtr, KernelParams, ParamHandle, kernel_params};
 
-use super::{Quantize, Which};
+use super::{Pass, Quantize, Which, shift::OfLse};
 use crate::{
     Operand, TensorArg,
     bind::{Args, Packed},
@@ -21,6 +21,14 @@ kernel_params! {
         v_first: u32,
         blocks: u32,
         group: u32,
+    }
+}
+
+kernel_params! {
+    /// What a pass is given behind that where chunks have descales of their own: bytes from one to the next.
+    pub(super) struct OfChunks {
+        k_descale_chunk: u64,
+        v_descale_chunk: u64,
     }
 }
 
@@ -117,7 +125,11 @@ impl Quantize {
 
     /// The largest magnitudes per head that the last pass reads.
     fn parts(self, args: &Args, which: Which) -> u32 {
-        if self.smooths(which) { 1 } else { self.chunks(args, which) }
+        match (self.smooths(which), self.chunks_differ(which)) {
+            (true, _) => 1,
+            (false, true) => 0,
+            (false, false) => self.chunks(args, which),
+        }
     }
 
     /// Heads of a tensor over all batch entries.
@@ -154,8 +166,8 @@ impl Quantize {
         self.places(args).2
     }
 
-    /// Adds the parameters of the next launch: they are the same for all passes.
-    pub fn bind(self, args: &Args, packed: &mut Packed) {
+    /// Adds the parameters of the next launch: they are the same for all passes but the last.
+    pub fn bind(self, pass: Pass, args: &Args, packed: &mut Packed) {
         let space = args.tensor(Operand::Space).address;
         let (starts, partials, _) = self.places(args);
         let [k_first, v_first, blocks] = self.blocks(args);
@@ -184,5 +196,12 @@ impl Quantize {
         packed.extend(&OfQ::of(&tensor(Which::Q)));
         packed.extend(&OfK::of(&tensor(Which::K)));
         packed.extend(&OfV::of(&tensor(Which::V)));
+        if self.by_chunk {
+            let [k, v] = [Operand::KDescale, Operand::VDescale].map(|of| args.tensor(of).strides[2]);
+            packed.extend(&OfChunks { k_descale_chunk: k, v_descale_chunk: v });
+        }
+        if pass == Pass::Shift {
+            packed.extend(&OfLse::of(args));
+        }
     }
 }

@@ -11,7 +11,8 @@ use flashcore_ptx::{
 
 use crate::{
     Args, Blocks, ElementType, Family, Geometry, Map, Operand, Packed, ROW_PADDING, ScheduleError, Spec,
-    family::schedule, parts::softmax::NEG_INF,
+    family::schedule,
+    parts::{fragment::unpack, softmax::NEG_INF},
 };
 
 /// Elements that a lane reads at once: 16 bytes.
@@ -163,15 +164,6 @@ impl Head {
 fn row_at(k: &mut KernelBuilder, [start, stride]: [Reg<B64>; 2], row: Reg<B32>) -> Reg<B64> {
     let row = k.cvt_u64_u32(row);
     k.mad_lo_u64(row, stride, start)
-}
-
-/// Two neighbours as f32.
-fn unpack(k: &mut KernelBuilder, dtype: ElementType, both: Reg<B32>) -> [Reg<F32>; 2] {
-    if dtype == ElementType::F16 {
-        return k.unpack_b32(both).map(|half| k.cvt_f32_f16(half));
-    }
-    let (low, high) = (k.shl_b32(both, 16u32), k.and_b32(both, 0xffff_0000u32));
-    [k.f32_from_bits(low), k.f32_from_bits(high)]
 }
 
 impl Schedule {

@@ -10,6 +10,9 @@
 //! output come out in an order of their own. Queries of bf16 become f16 times a power of two of their row, which is exact
 //! but for numbers 2^29 times smaller than the row's largest.
 //!
+//! Blocks of keys may have descales of their own, if every step lies in one: scores are multiplied by the keys', and what a step
+//! adds to the output is made apart and multiplied by the values'.
+//!
 //! Where there are too few rows to fill the GPU, the keys are cut into parts, and [`combine`](crate::sm90::combine) merges
 //! them.
 
@@ -24,9 +27,9 @@ use crate::{
     family::{MAX_REGISTERS, check_registers, schedule},
     parts::{
         fragment::{Acc, HALVES, Place, a_operands, pack},
-        params::{DescaleParams, TENSORS, check_rows},
+        params::{BlockDescaleParams, BlockDescales, DescaleParams, TENSORS, check_rows},
         softmax::{NEG_INF, OnlineRow, OnlineSoftmax, SoftmaxParams},
-        work::{KeyRange, Rows, Work},
+        work::{KeyRange, QueryRows, Rows, Work, first_query_head},
     },
 };
 
@@ -140,7 +143,8 @@ struct Memory {
 impl Schedule {
     /// The schedule to begin with.
     pub fn new(spec: &Spec, parts: u32) -> Self {
-        let keys = if spec.head_dim.max(spec.head_dim_v) > 128 { 16 } else { 32 };
+        let wide = spec.head_dim.max(spec.head_dim_v) > 128;
+        let keys = if wide || spec.descale_keys.is_some_and(|keys| keys % 32 != 0) { 16 } else { 32 };
         Self { warps: 8, keys, stages: 3, parts }
     }
 
@@ -203,12 +207,22 @@ impl Family for Schedule {
                 "{self}: possible are 1 to 16 warps, 16 or 32 keys, 2 to 8 stages, and at least one part"
             ));
         }
+        if let Some(block) = spec.descale_keys
+            && !block.is_multiple_of(keys)
+        {
+            return refuse(format!(
+                "descales of blocks of {block} keys: possible are multiples of {keys}, the keys of a step (16 at least); for \
+                 others copy the tensors to the host and call Device::cpu()"
+            ));
+        }
         if spec.softcap && !spec.scaled_scores {
             return refuse("with e4m3, a softcap needs scaled scores: see Spec::needs_scaled_scores".into());
         }
         self.memory(spec).layout.fits(target)?;
         let q = if spec.head_dim > MOST_IN_REGISTERS { 4 } else { spec.head_dim / 4 };
-        let fragments = Self::columns(spec) / 2 + q + keys / 2;
+        // What a step adds to eight columns, and the words that it is made of.
+        let apart = if spec.descale_keys.is_some() { 16 + keys / 2 } else { 0 };
+        let fragments = Self::columns(spec) / 2 + q + keys / 2 + apart;
         let limit = (65536 / (32 * warps) / 8 * 8).min(MAX_REGISTERS);
         check_registers(fragments, OTHER_REGISTERS, limit)
     }
@@ -226,10 +240,11 @@ impl Family for Schedule {
         let memory = self.memory(spec);
         let mut k = KernelBuilder::new("flashcore_sm80_decode", target)
             .params::<FwdParams>()
-            .more_params::<DescaleParams>()
-            .shared(memory.layout.clone())
-            .threads(32 * self.warps)
-            .min_blocks_per_sm(1);
+            .more_params::<DescaleParams>();
+        if spec.descale_keys.is_some() {
+            k = k.more_params::<BlockDescaleParams>();
+        }
+        let mut k = k.shared(memory.layout.clone()).threads(32 * self.warps).min_blocks_per_sm(1);
         self.body(&mut k, spec, &memory);
         k
     }
@@ -240,7 +255,7 @@ impl Family for Schedule {
 
     fn bind<E>(
         self,
-        _: &Spec,
+        spec: &Spec,
         args: &Args,
         _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
         packed: &mut Packed,
@@ -250,8 +265,12 @@ impl Family for Schedule {
             own.set(Operand::O, *args.tensor(Operand::PartialO));
             own.set(Operand::Lse, *args.tensor(Operand::PartialState));
         }
-        packed.push(&FwdParams::bind(&own));
+        let [_, heads, len_q] = args.rows(spec);
+        packed.push(&FwdParams { heads, len_q, ..FwdParams::bind(&own) });
         packed.extend(&DescaleParams::bind(args));
+        if spec.descale_keys.is_some() {
+            packed.extend(&BlockDescaleParams::bind(args));
+        }
         Ok(())
     }
 }
@@ -280,14 +299,20 @@ impl Schedule {
         let first = walk.begin(k, &steps);
         let queries = Queries::load(k, spec, memory, &work, place, walk.k);
         let kv_head = work.rows.kv_head(k, spec);
-        let descale = DescaleParams::read(k, Operand::K, work.rows.batch, kv_head);
+        let blocks = spec.descale_keys.map(|_| {
+            [Operand::K, Operand::V].map(|of| BlockDescaleParams::of(k, of, work.rows.batch, kv_head))
+        });
+        let descale = match blocks {
+            Some(_) => k.mov_f32(1.0),
+            None => DescaleParams::read(k, Operand::K, work.rows.batch, kv_head),
+        };
         let base = SoftmaxParams::read(k, spec);
         let params = SoftmaxParams::read(k, spec);
         params.set_multiplied(k, &base, descale);
         let softmax = OnlineSoftmax::new(k, params, 1);
         let o: Vec<Acc> =
             (0..Self::columns(spec) / 8).map(|_| std::array::from_fn(|_| k.mov_f32(0.0))).collect();
-        walk.run(k, first, &steps, &queries, &softmax, &o);
+        walk.run(k, first, &steps, &queries, &softmax, &o, blocks);
         softmax.finish(k);
         self.merge(k, spec, memory, &place, &softmax, &o, descale);
     }
@@ -354,9 +379,16 @@ impl Schedule {
         k.section("merge: all of them");
         let rows = Rows::find_in_row(k, ROWS);
         let kv_head = rows.kv_head(k, spec);
-        let v_descale = DescaleParams::read(k, Operand::V, rows.batch, kv_head);
-        let (o_head, lse_head) = (rows.o(k), rows.lse(k));
-        let (o_row, lse_row) = (k.param(FwdParams::o_row), k.param(FwdParams::lse_row));
+        let v_descale = match spec.descale_keys {
+            Some(_) => k.mov_f32(1.0),
+            None => DescaleParams::read(k, Operand::V, rows.batch, kv_head),
+        };
+        // What parts come to lies row by row.
+        let as_rows = Spec { rows_per_query: if self.parts > 1 { 1 } else { spec.rows_per_query }, ..*spec };
+        let of_queries = Rows { head: first_query_head(k, &as_rows, rows.head), ..rows };
+        let (o_head, lse_head) = (of_queries.o(k), of_queries.lse(k));
+        let o_rows = QueryRows::read(k, &as_rows, [FwdParams::o_row, FwdParams::o_head]);
+        let lse_rows = QueryRows::read(k, &as_rows, [FwdParams::lse_row, FwdParams::lse_head]);
         let quad = k.mov_b32(warp);
         k.while_(
             |k| k.setp_lt_u32(quad, quads),
@@ -400,10 +432,10 @@ impl Schedule {
                     let index = k.mad_lo_u32(part, rows.len_q, index);
                     // What merges the parts knows nothing of descales.
                     let max = if spec.scaled_scores { max } else { k.mul_f32(max, k_descale) };
-                    let at = Work::row_address(k, lse_head, index, lse_row);
+                    let at = lse_rows.address(k, lse_head, index);
                     k.when(leads, |k| k.st_global_vec(at, [max, sum]));
                     let total = total.map(|total| k.mul_f32(total, v_descale));
-                    let at = Work::row_address(k, o_head, index, o_row);
+                    let at = o_rows.address(k, o_head, index);
                     let at = k.mad_wide_u32(column, 4u32, at);
                     k.when(exists, |k| k.st_global_vec(at, total));
                 } else {
@@ -411,12 +443,12 @@ impl Schedule {
                     let inverse = k.mul_f32(inverse, v_descale);
                     let [a, b, c, d] = total.map(|total| k.mul_f32(total, inverse));
                     let both = [pack(k, spec.dtype, a, b), pack(k, spec.dtype, c, d)];
-                    let at = Work::row_address(k, o_head, index, o_row);
+                    let at = o_rows.address(k, o_head, index);
                     let at = k.mad_wide_u32(column, 2u32, at);
                     k.when(exists, |k| k.st_global_vec(at, both));
                     if spec.lse {
                         let value = softmax.lse(k, OnlineRow { max, sum });
-                        let at = Work::row_address(k, lse_head, index, lse_row);
+                        let at = lse_rows.address(k, lse_head, index);
                         k.when(leads, |k| k.st_global(at, value));
                     }
                 }
@@ -535,16 +567,27 @@ impl<'a> Walk<'a> {
         queries: &Queries,
         softmax: &OnlineSoftmax,
         o: &[Acc],
+        blocks: Option<[BlockDescales; 2]>,
     ) {
         let Schedule { warps, stages, .. } = self.schedule;
         let (slot, free) = (k.mov_b32(0u32), k.mov_b32(stages - 1));
+        // Those of a step are read while the step before it is computed with.
+        let next = blocks.map(|of| of.map(|of| self.descale(k, of, first, steps.past)));
         k.section("walk: one step of keys");
         k.for_s32(first, steps.past, warps as i32, |k, step, _| {
+            let descales = blocks.zip(next).map(|(of, next)| {
+                let now = next.map(|next| k.mov_f32(next));
+                let after = k.add_u32(step, warps);
+                for (of, next) in of.into_iter().zip(next) {
+                    k.set(next, |k| self.descale(k, of, after, steps.past));
+                }
+                now
+            });
             let ahead = k.add_u32(step, (stages - 1) * warps);
             self.fetch(k, ahead, steps.past, free);
             k.comment("this thread's own copies of this step are done, and nobody else reads them");
             k.cp_async_wait((stages - 1) as u8);
-            self.step(k, step, slot, queries, softmax, o);
+            self.step(k, step, slot, queries, softmax, o, descales);
             for at in [slot, free] {
                 let next = k.add_u32(at, 1u32);
                 let wraps = k.setp_eq_u32(next, stages);
@@ -552,6 +595,14 @@ impl<'a> Walk<'a> {
             }
         });
         k.cp_async_wait_all();
+    }
+
+    /// The descale of a step's block of keys, if there is such a step.
+    fn descale(&self, k: &mut KernelBuilder, of: BlockDescales, step: Reg<B32>, past: Reg<B32>) -> Reg<F32> {
+        let steps = self.spec.descale_keys.map_or(1, |keys| keys / self.schedule.keys);
+        let block = k.div_u32(step, steps);
+        let exists = k.setp_lt_s32(step, past);
+        of.read(k, block, exists)
     }
 
     /// Where this lane's pieces of some size are in a slot, after so many bytes of each lane.
@@ -609,6 +660,7 @@ impl<'a> Walk<'a> {
         queries: &Queries,
         softmax: &OnlineSoftmax,
         o: &[Acc],
+        descales: Option<[Reg<F32>; 2]>,
     ) {
         k.comment("S = Q K^T");
         let from = self.at(k, slot, 0, self.k.bytes);
@@ -629,7 +681,12 @@ impl<'a> Walk<'a> {
                 }
             }
         }
-        if let Some(factors) = queries.factors {
+        let mut factors = queries.factors;
+        if let Some([of_k, _]) = descales {
+            factors =
+                Some(factors.map_or([of_k; 2], |factors| factors.map(|factor| k.mul_f32(factor, of_k))));
+        }
+        if let Some(factors) = factors {
             for acc in &scores {
                 for (half, factor) in HALVES.iter().zip(factors) {
                     for &i in half {
@@ -646,31 +703,47 @@ impl<'a> Walk<'a> {
         k.comment("O += P V");
         let p = a_operands(k, ElementType::F16, &scores);
         let from = self.at(k, slot, self.k_bytes(), self.v.bytes);
-        for (sixteen, a) in (0..).zip(p) {
-            for piece in 0..self.v.count {
-                let rows: [Vec<Reg<B32>>; 4] = std::array::from_fn(|i| {
-                    let row = 4 * sixteen + i as u32;
-                    let at = from.at((32 * self.v.bytes * (row * self.v.count + piece)) as i32);
-                    self.v.load(k, at)
-                });
-                for word in 0..self.v.words() {
-                    let w = word as usize;
-                    let pair = |k: &mut KernelBuilder, a: Reg<B32>, b: Reg<B32>| -> [Reg<B32>; 4] {
-                        let both = PAIRS.map(|picks| {
-                            let pairs = k.prmt_b32(a, b, picks);
-                            k.unpack_b32(pairs).map(|pair| k.cvt_rn_f16x2_e4m3x2(pair))
-                        });
-                        [both[0][0], both[0][1], both[1][0], both[1][1]]
-                    };
-                    let upper = pair(k, rows[0][w], rows[1][w]);
-                    let lower = pair(k, rows[2][w], rows[3][w]);
-                    for i in 0..4 {
-                        let acc = o[(4 * (piece * self.v.words() + word)) as usize + i];
-                        k.set(acc, |k| k.mma_m16n8k16(MatrixTy::F16, a, [upper[i], lower[i]], acc));
+        let p: Vec<_> = (0..).zip(p).collect();
+        let Some([_, of_v]) = descales else {
+            for &(sixteen, a) in &p {
+                for piece in 0..self.v.count {
+                    let rows = self.values(k, from, sixteen, piece);
+                    for word in 0..self.v.words() {
+                        let b = value_operands(k, &rows, word);
+                        for (acc, b) in o[(4 * (piece * self.v.words() + word)) as usize..].iter().zip(b) {
+                            k.set(*acc, |k| k.mma_m16n8k16(MatrixTy::F16, a, b, *acc));
+                        }
+                    }
+                }
+            }
+            return;
+        };
+        for piece in 0..self.v.count {
+            let rows: Vec<_> = p.iter().map(|&(sixteen, _)| self.values(k, from, sixteen, piece)).collect();
+            for word in 0..self.v.words() {
+                let operands: Vec<_> = rows.iter().map(|rows| value_operands(k, rows, word)).collect();
+                let own = &o[(4 * (piece * self.v.words() + word)) as usize..][..4];
+                // One sum at a time: wide outputs leave few registers.
+                for (i, &acc) in own.iter().enumerate() {
+                    let sum = operands
+                        .iter()
+                        .zip(&p)
+                        .fold([zero; 4], |sum, (b, &(_, a))| k.mma_m16n8k16(MatrixTy::F16, a, b[i], sum));
+                    for (acc, sum) in acc.into_iter().zip(sum) {
+                        k.set(acc, |k| k.fma_f32(sum, of_v, acc));
                     }
                 }
             }
         }
+    }
+
+    /// A piece of the four rows that a thread has of sixteen values.
+    fn values(&self, k: &mut KernelBuilder, from: Reg<B32>, sixteen: u32, piece: u32) -> [Vec<Reg<B32>>; 4] {
+        std::array::from_fn(|i| {
+            let row = 4 * sixteen + i as u32;
+            let at = from.at((32 * self.v.bytes * (row * self.v.count + piece)) as i32);
+            self.v.load(k, at)
+        })
     }
 
     /// Hides the keys that rows do not see, in steps that have any.
@@ -705,6 +778,21 @@ impl<'a> Walk<'a> {
     }
 }
 
+/// The B operands of four times eight columns, of a word of each of a thread's four rows.
+fn value_operands(k: &mut KernelBuilder, rows: &[Vec<Reg<B32>>; 4], word: u32) -> [[Reg<B32>; 2]; 4] {
+    let w = word as usize;
+    let pair = |k: &mut KernelBuilder, a: Reg<B32>, b: Reg<B32>| -> [Reg<B32>; 4] {
+        let both = PAIRS.map(|picks| {
+            let pairs = k.prmt_b32(a, b, picks);
+            k.unpack_b32(pairs).map(|pair| k.cvt_rn_f16x2_e4m3x2(pair))
+        });
+        [both[0][0], both[0][1], both[1][0], both[1][1]]
+    };
+    let upper = pair(k, rows[0][w], rows[1][w]);
+    let lower = pair(k, rows[2][w], rows[3][w]);
+    std::array::from_fn(|i| [upper[i], lower[i]])
+}
+
 impl Queries {
     /// Of each four elements that a thread has of a key, the same of its two rows.
     fn load(
@@ -716,13 +804,13 @@ impl Queries {
         pieces: Pieces,
     ) -> Self {
         k.section("walk: the queries");
-        let stride = k.param(FwdParams::q_row);
+        let q_rows = QueryRows::read(k, spec, [FwdParams::q_row, FwdParams::q_head]);
         let t = k.shr_u32(place.column, 1u32);
         // The words of the upper row, then those of the lower.
         let rows: [Vec<[Reg<B32>; 2]>; 2] = std::array::from_fn(|half| {
             let row = place.row(k, &work.rows, 0, half);
             let exists = k.setp_lt_s32(row, work.rows.len_q);
-            let at = Work::row_address(k, work.q, row, stride);
+            let at = q_rows.address(k, work.q, row);
             let at = k.mad_wide_u32(t, 2 * pieces.bytes, at);
             let words = (0..pieces.count * pieces.words()).map(|word| {
                 let (piece, word) = (word / pieces.words(), word % pieces.words());

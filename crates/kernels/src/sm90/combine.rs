@@ -16,6 +16,7 @@ use crate::{
     parts::{
         fragment::pack,
         softmax::{NEG_INF, ScoreHandles, SoftmaxParams},
+        work::{QueryRows, Work, first_query_head},
     },
 };
 
@@ -60,9 +61,9 @@ kernel_params! {
         lse_head: u64,
         /// From one query's lse to the next.
         lse_row: u64,
-        /// Queries per head.
+        /// Rows per head: its queries, or those of all heads that share its keys.
         len_q: u32,
-        /// Query heads.
+        /// Heads.
         heads: u32,
         /// Parts.
         parts: u32,
@@ -120,7 +121,7 @@ impl Family for Schedule {
 
     fn bind<E>(
         self,
-        _: &Spec,
+        spec: &Spec,
         args: &Args,
         _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
         packed: &mut Packed,
@@ -128,7 +129,7 @@ impl Family for Schedule {
         let of = |operand| args.tensor(operand);
         let (partial_o, partial_state) = (of(Operand::PartialO), of(Operand::PartialState));
         let (o, lse) = (of(Operand::O), of(Operand::Lse));
-        let [_, heads, len_q] = args.queries();
+        let [_, heads, len_q] = args.rows(spec);
         let scores = args.scores();
         packed.push(&CombineParams {
             partial_o: partial_o.pointer(),
@@ -159,7 +160,7 @@ impl Family for Schedule {
     }
 }
 
-/// The query of a block.
+/// The row of a block.
 struct Query {
     batch: Reg<B32>,
     head: Reg<B32>,
@@ -197,6 +198,24 @@ impl Query {
             let (index, stride) = (k.cvt_u64_u32(index), k.param(stride));
             k.mad_lo_u64(index, stride, at)
         })
+    }
+
+    /// The address of the query's row in a tensor of the caller's.
+    fn result(
+        &self,
+        k: &mut KernelBuilder,
+        spec: &Spec,
+        base: flashcore_ptx::ParamHandle<CombineParams, GlobalPtr>,
+        [to_batch, to_head, to_row]: [Stride; 3],
+    ) -> Reg<B64> {
+        if spec.rows_per_query == 1 {
+            return self.address(k, base, [to_batch, to_head, to_row]);
+        }
+        let (base, to_batch, head_bytes) = (k.param(base), k.param(to_batch), k.param(to_head));
+        let head = first_query_head(k, spec, self.head);
+        let base = Work::row_address(k, base, self.batch, to_batch);
+        let base = Work::row_address(k, base, head, head_bytes);
+        QueryRows::read(k, spec, [to_row, to_head]).address(k, base, self.row)
     }
 
     /// Bytes from a row of one part to that of the next.
@@ -310,8 +329,9 @@ impl Schedule {
         }
         k.bar_sync_all();
         let inverse = SoftmaxParams::inverse(k, sum);
-        let o = query.address(
+        let o = query.result(
             k,
+            spec,
             CombineParams::o,
             [CombineParams::o_batch, CombineParams::o_head, CombineParams::o_row],
         );
@@ -334,8 +354,9 @@ impl Schedule {
         );
         if spec.lse {
             k.section("lse");
-            let lse = query.address(
+            let lse = query.result(
                 k,
+                spec,
                 CombineParams::lse,
                 [CombineParams::lse_batch, CombineParams::lse_head, CombineParams::lse_row],
             );

@@ -20,7 +20,7 @@ kernel_params! {
         v_map: TensorMap,
         /// The output, in boxes of a warpgroup's rows.
         o_map: TensorMap,
-        /// The output; read only by kernels that split the keys.
+        /// The output, of kernels that split the keys; or what is put aside of it, of kernels that do that.
         o: GlobalPtr,
         /// One f32 per query; read only by kernels that write lse.
         lse: GlobalPtr,
@@ -145,18 +145,22 @@ impl Sm90Params {
         let boxes = schedule.boxes(spec);
         let mut map = |operand, rows: u32| {
             let dtype = if operand == Operand::O { spec.out() } else { spec.dtype };
-            encode(&describe(dtype, args, of(operand), rows))
+            let of_rows = describe(dtype, args, of(operand), rows);
+            let of_queries = matches!(operand, Operand::Q | Operand::O) && spec.rows_per_query > 1;
+            encode(&if of_queries { by_query(of_rows, spec.rows_per_query, operand) } else { of_rows })
         };
         let (q_map, k_map) = (map(Operand::Q, boxes.q)?, map(Operand::K, boxes.kv)?);
         let (v_map, o_map) = (map(Operand::V, boxes.kv)?, map(Operand::O, boxes.o)?);
         // Parts of the keys write their partial results side by side, and the combine kernel merges them.
         let (o, lse) = if schedule.parts > 1 {
             (of(Operand::PartialO), of(Operand::PartialState))
+        } else if schedule.aside_bytes(spec) > 0 {
+            (of(Operand::Aside), of(Operand::Lse))
         } else {
             (of(Operand::O), of(Operand::Lse))
         };
-        let [batch, heads, len_q] = args.queries();
-        let blocks = len_q.div_ceil(schedule.tile_rows());
+        let [batch, heads, len_q] = args.rows(spec);
+        let blocks = len_q.div_ceil(schedule.rows_taken(spec));
         let order = schedule.order(spec);
         let head_items = if order == Walk::Pairs { blocks.div_ceil(2) } else { blocks };
         let Section { heads: section, places } = args.section;
@@ -223,6 +227,20 @@ pub(super) fn describe(dtype: ElementType, args: &Args, tensor: &TensorArg, box_
         dims: [dim, len, heads, batch].map(|size| size.max(1) as u64),
         strides: [distance(len, to_row), distance(heads, to_head), distance(batch, to_batch)],
         box_dims: [columns(dtype), box_rows, 1, 1],
+    }
+}
+
+/// The same where a tile's rows are the heads that share keys, query by query: a box has all heads of a group, and as many
+/// queries as its rows begin. The output's has whole queries only, for the rest is the next tile's.
+fn by_query(map: Map, heads: u32, operand: Operand) -> Map {
+    let Map { dims: [dim, len, all_heads, batch], strides: [to_row, to_head, to_batch], .. } = map;
+    let [columns, rows, ..] = map.box_dims;
+    let queries = if operand == Operand::O { rows / heads } else { rows.div_ceil(heads) };
+    Map {
+        dims: [dim, all_heads, len, batch],
+        strides: [to_head, to_row, to_batch],
+        box_dims: [columns, heads, queries, 1],
+        ..map
     }
 }
 

@@ -1,7 +1,7 @@
 //! A ring of slots in shared memory that one side fills and the other reads, with two barriers per slot: one says that
 //! it is filled, the other that it is free.
 
-use flashcore_ptx::{Addr, B32, KernelBuilder, Operand, Reg, Scope, Shared};
+use flashcore_ptx::{Addr, B32, KernelBuilder, Operand, Pred, Reg, Scope, Shared};
 
 /// One side's position in a ring. A slot's barriers lie side by side: filled, then free.
 pub(crate) struct Ring {
@@ -94,11 +94,33 @@ impl Ring {
         k.mbarrier_wait_parity(bar, self.parity, Scope::Cta);
     }
 
+    /// Waits until a piece of the slot is filled: the first by the slot's own barrier, others, from 1 on, by these, of which each
+    /// slot has so many.
+    pub fn wait_piece(&self, k: &mut KernelBuilder, others: Shared, count: u32, piece: u32) {
+        if piece == 0 {
+            return self.wait_filled(k);
+        }
+        let bar = self.piece(k, others, count, piece);
+        k.mbarrier_wait_parity(bar, self.parity, Scope::Cta);
+    }
+
+    /// The barrier of a piece from 1 on.
+    pub fn piece(&self, k: &mut KernelBuilder, others: Shared, count: u32, piece: u32) -> Addr<B32> {
+        self.entry(k, others, 8 * count).at(8 * (piece as i32 - 1))
+    }
+
     /// Waits until the slot is free.
     pub fn wait_free(&self, k: &mut KernelBuilder) {
         let bar = self.free(k);
         let parity = if self.behind { k.xor_b32(self.parity, 1u32) } else { self.parity };
         k.mbarrier_wait_parity(bar, parity, Scope::Cta);
+    }
+
+    /// Says that this warp is done with the slot, and goes on to the next.
+    pub fn give_back(&self, k: &mut KernelBuilder, first_lane: Reg<Pred>) {
+        let free = self.free(k);
+        k.when(first_lane, |k| k.mbarrier_arrive(free));
+        self.advance(k);
     }
 
     /// Advances to the next slot.

@@ -1,6 +1,6 @@
 //! Results on their way from registers to global memory: through panels in shared memory, which TMA stores.
 
-use flashcore_ptx::{B32, F32, KernelBuilder, Reg};
+use flashcore_ptx::{Addr, B32, F32, KernelBuilder, Reg};
 
 use super::fwd::{PITCH, columns, panels};
 use crate::{ElementType, parts::fragment::pack};
@@ -28,7 +28,35 @@ pub(super) fn write(
     rows: Reg<B32>,
     panel_bytes: u32,
 ) {
-    // Lane l gives row l % 8 of matrix l / 8: upper rows, lower rows, then the same eight columns further.
+    let start = lane(k, thread, rows);
+    for (pair, chunks) in packed.chunks(2).enumerate() {
+        let at = at(k, start, 2 * pair as u32, panel_bytes);
+        if let [[a, b], [c, d]] = chunks {
+            k.stmatrix(at, [*a, *b, *c, *d]);
+        }
+    }
+}
+
+/// The rows of a warpgroup as A operands, of 32 bytes of each row, as [`write`] would have written them.
+pub(super) fn read(
+    k: &mut KernelBuilder,
+    operands: u32,
+    thread: Reg<B32>,
+    rows: Reg<B32>,
+    panel_bytes: u32,
+) -> Vec<[Reg<B32>; 4]> {
+    let start = lane(k, thread, rows);
+    (0..operands)
+        .map(|step| {
+            let at = at(k, start, 2 * step, panel_bytes);
+            k.ldmatrix(at)
+        })
+        .collect()
+}
+
+/// Where a lane's row starts: lane l gives row l % 8 of matrix l / 8, which are upper rows, lower rows, then the same eight
+/// columns further.
+fn lane(k: &mut KernelBuilder, thread: Reg<B32>, rows: Reg<B32>) -> Reg<B32> {
     let lane = k.and_b32(thread, 31u32);
     let warp = k.shr_u32(thread, 5u32);
     let row = k.and_b32(lane, 15u32);
@@ -37,14 +65,13 @@ pub(super) fn write(
     let xor = k.and_b32(row, 7u32);
     let right = k.shr_u32(lane, 4u32);
     let swizzled = k.xor_b32(right, xor);
-    let start = k.mad_lo_u32(swizzled, 16u32, line);
-    for (pair, chunks) in packed.chunks(2).enumerate() {
-        let (panel, chunk) = (2 * pair as u32 / 8, 2 * pair as u32 % 8);
-        // Rows start at whole lines, so a step inside a line is an XOR.
-        let at = if chunk == 0 { start } else { k.xor_b32(start, 16 * chunk) };
-        let at = at.at((panel * panel_bytes) as i32);
-        if let [[a, b], [c, d]] = chunks {
-            k.stmatrix(at, [*a, *b, *c, *d]);
-        }
-    }
+    k.mad_lo_u32(swizzled, 16u32, line)
+}
+
+/// Where it has this chunk of 16 bytes.
+fn at(k: &mut KernelBuilder, start: Reg<B32>, chunk: u32, panel_bytes: u32) -> Addr<B32> {
+    let (panel, chunk) = (chunk / 8, chunk % 8);
+    // Rows start at whole lines, so a step inside a line is an XOR.
+    let at = if chunk == 0 { start } else { k.xor_b32(start, 16 * chunk) };
+    at.at((panel * panel_bytes) as i32)
 }

@@ -1,9 +1,75 @@
 //! What is timed: shapes by name, and the matrices whose results are kept.
 
 use clap::ValueEnum;
-use flashcore::{DType, Mask, Pass, Problem};
+use flashcore::{DType, Error, Mask, Pass, Problem, Quantiser};
 
 use crate::shapes::{self, Shape};
+
+/// Of what types the tensors of a cell are, and whether they become f8 within the call.
+///
+/// Its text is that part of a problem's text: `bf16`, `bf16 kv=f8` or `bf16 quantise=smooth`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Types {
+    /// The type of q, and of k and v where they have none of their own.
+    pub dtype: DType,
+    /// The type of k and v, where it is not that of q.
+    pub kv: Option<DType>,
+    /// How q, k and v become f8.
+    pub quantise: Option<Quantiser>,
+}
+
+impl From<DType> for Types {
+    fn from(dtype: DType) -> Self {
+        Self { dtype, kv: None, quantise: None }
+    }
+}
+
+impl Types {
+    /// A shape's problem of these types.
+    pub fn problem(&self, shape: Shape, mask: Mask) -> Problem {
+        let mut problem = shape.problem(mask, self.dtype);
+        (problem.dtype_kv, problem.quantise) = (self.kv, self.quantise);
+        problem
+    }
+
+    /// The options of the command line that mean them.
+    pub fn options(&self) -> Vec<String> {
+        let mut options = vec!["--dtype".into(), self.dtype.name().into()];
+        if let Some(kv) = self.kv {
+            options.extend(["--kv".into(), kv.name().into()]);
+        }
+        if let Some(quantiser) = self.quantise {
+            let text = quantiser.to_string();
+            let ways = text.split_once('=').map_or(AS_THEY_ARE, |(_, ways)| ways);
+            options.extend(["--quantise".into(), ways.into()]);
+        }
+        options
+    }
+}
+
+/// The word for quantising tensors as they are.
+pub const AS_THEY_ARE: &str = "plain";
+
+impl std::fmt::Display for Types {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.dtype)?;
+        self.kv.map_or(Ok(()), |kv| write!(f, " kv={kv}"))?;
+        self.quantise.map_or(Ok(()), |quantiser| write!(f, " {quantiser}"))
+    }
+}
+
+impl std::str::FromStr for Types {
+    type Err = Error;
+
+    /// Reads the text, which must be as it is printed.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let Problem { dtype, dtype_kv: kv, quantise, .. } = format!("1x1x1x16 {text}").parse()?;
+        let types = Self { dtype, kv, quantise };
+        let why = || "write it as bf16, bf16 kv=f8 or bf16 quantise=smooth".into();
+        let refused = || Error::Text { what: "types of tensors", given: text.into(), why: why() };
+        (types.to_string() == text).then_some(types).ok_or_else(refused)
+    }
+}
 
 /// What is to be timed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -14,8 +80,8 @@ pub struct Cell {
     pub shape: Shape,
     /// Its mask.
     pub mask: Mask,
-    /// Its dtype.
-    pub dtype: DType,
+    /// Its types.
+    pub types: Types,
     /// Attention, or its gradients.
     pub pass: Pass,
 }
@@ -23,13 +89,13 @@ pub struct Cell {
 impl Cell {
     /// The problem to compute.
     pub fn problem(&self) -> Problem {
-        self.shape.problem(self.mask, self.dtype).with_pass(self.pass)
+        self.types.problem(self.shape, self.mask).with_pass(self.pass)
     }
 
     /// As `1x8x512x64 f16 causal`, with `backward` behind it for gradients.
     pub fn label(&self) -> String {
         let pass = if self.pass == Pass::Forward { "" } else { " backward" };
-        format!("{} {} {}{pass}", self.shape, self.dtype, self.mask)
+        format!("{} {} {}{pass}", self.shape, self.types, self.mask)
     }
 
     /// Whether memory rather than arithmetic sets its limit: one query reads every key and value once.
@@ -65,7 +131,7 @@ pub enum Matrix {
     Training,
     /// The small shapes in which launches and idle SMs count, causal and not (18 cells)
     Small,
-    /// One query against a cache: batch 1 to 64, 4k to 32k keys (5 cells)
+    /// One query against a cache: batch 1 to 256, 512 to 64k keys, head_dim 64 to 256; and 2 to 8 causal ones (22 cells)
     Decode,
 }
 
@@ -83,7 +149,32 @@ const SMALL: [[usize; 4]; 9] = [
     [1, 32, 512, 128],
 ];
 
-const DECODE: [(usize, usize); 5] = [(1, 4096), (1, 32768), (16, 4096), (64, 4096), (64, 8192)];
+/// Batch, query heads, key heads, queries, keys and head_dim: those that share 8 key heads, as models have them; others; and
+/// few queries, as of drafts that are verified.
+const DECODE: [[usize; 6]; 22] = [
+    [1, 32, 8, 1, 1000, 128],
+    [1, 32, 8, 1, 4096, 128],
+    [1, 32, 8, 1, 8192, 128],
+    [1, 32, 8, 1, 32768, 128],
+    [1, 32, 8, 1, 65536, 128],
+    [8, 32, 8, 1, 2048, 128],
+    [8, 32, 8, 1, 32768, 128],
+    [16, 32, 8, 1, 4096, 128],
+    [32, 32, 8, 1, 1024, 128],
+    [32, 32, 8, 1, 8192, 128],
+    [64, 32, 8, 1, 4096, 128],
+    [64, 32, 8, 1, 8192, 128],
+    [128, 32, 8, 1, 1024, 128],
+    [2, 64, 8, 1, 4096, 128],
+    [4, 28, 4, 1, 5000, 128],
+    [1, 8, 1, 1, 16384, 256],
+    [1, 32, 32, 1, 4096, 128],
+    [16, 32, 32, 1, 2048, 64],
+    [256, 16, 2, 1, 512, 64],
+    [4, 32, 8, 2, 4096, 128],
+    [4, 32, 8, 4, 4096, 128],
+    [4, 32, 8, 8, 4096, 128],
+];
 
 /// Tokens of every cell of the anchors.
 const TOKENS: usize = 16384;
@@ -108,7 +199,7 @@ impl Matrix {
             _ => (DType::F16, Pass::Forward),
         };
         let mut add = |shape: Shape, mask: Mask, dtype: DType, group: String| {
-            members.push(Member { cell: Cell { name: "", shape, mask, dtype, pass }, group });
+            members.push(Member { cell: Cell { name: "", shape, mask, types: dtype.into(), pass }, group });
         };
         match self {
             Matrix::Cpu => {
@@ -121,7 +212,8 @@ impl Matrix {
                 }
                 let decode = shapes::parse("decode").expect("a shape by name");
                 let shapes::Named { name, shape, dtype, .. } = decode;
-                members.push(Member::of_all(Cell { name, shape, mask: Mask::None, dtype, pass }));
+                let types = dtype.into();
+                members.push(Member::of_all(Cell { name, shape, mask: Mask::None, types, pass }));
             }
             Matrix::Anchors | Matrix::Training => {
                 for head_dim in [64, 128, 256] {
@@ -143,9 +235,11 @@ impl Matrix {
                 }
             }
             Matrix::Decode => {
-                for (batch, len_k) in DECODE {
-                    let shape = Shape { batch, heads_q: 32, heads_kv: 8, len_q: 1, len_k, head_dim: 128 };
-                    add(shape, Mask::None, DType::BF16, "decode".into());
+                for [batch, heads_q, heads_kv, len_q, len_k, head_dim] in DECODE {
+                    let shape = Shape { batch, heads_q, heads_kv, len_q, len_k, head_dim };
+                    let (mask, group) =
+                        if len_q == 1 { (Mask::None, "decode") } else { (Mask::Causal, "several queries") };
+                    add(shape, mask, DType::BF16, group.into());
                 }
             }
         }
@@ -156,6 +250,22 @@ impl Matrix {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn types_have_texts_and_options_that_mean_them() {
+        for (text, options) in [
+            ("f8", "--dtype f8"),
+            ("bf16 kv=f8", "--dtype bf16 --kv f8"),
+            ("f16 quantise", "--dtype f16 --quantise plain"),
+            ("bf16 quantise=smooth,rotate:7", "--dtype bf16 --quantise smooth,rotate:7"),
+        ] {
+            let types: Types = text.parse().unwrap();
+            assert_eq!((types.to_string(), types.options().join(" ")), (text.into(), options.into()));
+        }
+        for text in ["", "bf17", "bf16 causal", "kv=f8 bf16", "f8 kv=f8", "f8 quantise"] {
+            assert!(text.parse::<Types>().is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn every_anchor_has_16k_tokens_of_width_2048() {
@@ -174,7 +284,7 @@ mod tests {
             (Matrix::Anchors, 36),
             (Matrix::Training, 36),
             (Matrix::Small, 18),
-            (Matrix::Decode, 5),
+            (Matrix::Decode, 22),
         ] {
             let members = matrix.cells();
             assert_eq!(members.len(), count, "{matrix:?}");

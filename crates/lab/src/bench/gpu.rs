@@ -243,7 +243,7 @@ impl GpuBench {
         };
         let mut pools = Vec::new();
         for dtype in [DType::F16, DType::BF16, DType::F8E4M3] {
-            let needed = cells.iter().filter(|member| member.cell.dtype == dtype);
+            let needed = cells.iter().filter(|member| member.cell.types.dtype == dtype);
             if let Some(most) = needed.map(|member| largest_tensor(&member.cell.problem())).max() {
                 progress(&format!("drawing inputs in {dtype}"));
                 let pool = Pool::draw(dtype, most, SEED);
@@ -579,10 +579,14 @@ fn supports(peer: &str, problem: &Problem) -> Result<(), String> {
     if problem.pass == Pass::Backward && !PEERS.contains(&peer) && !BOTTOM_RIGHT.contains(&peer) {
         return Err(format!("gradients of {peer} are not timed"));
     }
+    // Tensors that ours quantises within the call are for peers what they are.
+    let mut plain = *problem;
+    plain.quantise = None;
     if problem.dtype.is_f8() && peer == FA3 {
-        let mut wide = *problem;
-        wide.dtype = DType::BF16;
-        return supports(peer, &wide);
+        plain.dtype = DType::BF16;
+    }
+    if plain != *problem {
+        return supports(peer, &plain);
     }
     let any_lengths = BOTTOM_RIGHT.contains(&peer) && problem.mask == Mask::Causal;
     Torch::supports(&if any_lengths { problem.with_mask(Mask::None) } else { *problem })
@@ -747,6 +751,7 @@ pub(crate) fn peak_tflops(hello: &Value) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flashcore::Quantiser;
     use serde_json::json;
 
     #[test]
@@ -777,6 +782,8 @@ mod tests {
         let problem = Problem::new(1, 2, 8, 64, DType::F16).with_mask(Mask::Causal).with_kv(2, 32);
         assert!(supports(FA3, &problem).is_ok() && supports("cudnn", &problem).is_err());
         assert!(supports(FA3, &problem.with_softcap(30.0)).is_err());
+        assert!(supports("flash", &problem.with_kv(2, 8).with_quantised(Quantiser::new())).is_ok());
+        assert!(supports(FA3, &problem.with_dtype_kv(DType::F8E4M3)).is_err());
     }
 
     #[test]

@@ -542,8 +542,8 @@ pub struct Outcome {
     pub name: Option<&'static str>,
     /// As BxHxSxD.
     pub shape: String,
-    /// The dtype.
-    pub dtype: &'static str,
+    /// The dtype; behind it the type of k and v where it differs, and how they are quantised.
+    pub dtype: String,
     /// The mask.
     pub mask: String,
     /// The pass, where it is not the forward one.
@@ -612,7 +612,7 @@ impl Outcome {
             cell: *cell,
             name: Some(cell.name).filter(|name| !name.is_empty()),
             shape: cell.shape.to_string(),
-            dtype: cell.dtype.name(),
+            dtype: cell.types.to_string(),
             mask: cell.mask.to_string(),
             pass: (cell.pass != Pass::Forward).then(|| cell.pass.name()),
             flops: problem.flops(),
@@ -819,7 +819,7 @@ mod tests {
 
     fn cell(shape: &str) -> Cell {
         let shapes::Named { name, shape, dtype, .. } = shapes::parse(shape).unwrap();
-        Cell { name, shape, mask: Mask::None, dtype, pass: Pass::Forward }
+        Cell { name, shape, mask: Mask::None, types: dtype.into(), pass: Pass::Forward }
     }
 
     fn result(name: &str, times: &[f64], limits: &Limits) -> Measured {

@@ -204,7 +204,7 @@ impl Setup {
             return Err(format!("no shape to search for.\n\n{}", crate::shapes::possible()));
         }
         let cells = config::cases(&targets, options.dtype.as_ref().map(|dtypes| dtypes.0.as_slice()));
-        if let Some(cell) = cells.iter().find(|cell| cell.dtype == DType::F32) {
+        if let Some(cell) = cells.iter().find(|cell| cell.types.dtype == DType::F32) {
             return Err(format!("{}: searches are in f16, bf16 and f8", cell.label()));
         }
         let default = Rule::default();

@@ -8,7 +8,7 @@ use flashcore_ptx::ptxas::{Ptxas, PtxasError};
 use serde::Serialize;
 
 use super::screen::{Tone, say, toned};
-use super::{Exit, Json};
+use super::{EightBits, Exit, Json};
 use crate::evidence::Environment;
 use crate::guarded::Arrangement;
 use crate::inputs::Distribution;
@@ -23,16 +23,18 @@ pub struct Options {
     /// With a causal mask
     #[arg(long)]
     causal: bool,
-    /// f16 or bf16
+    /// f16, bf16 or f8
     #[arg(long)]
     dtype: Option<DType>,
+    #[command(flatten)]
+    eight: EightBits,
     /// What the code is for: sm_80, sm_89 or sm_90a
     #[arg(long, default_value = "sm_80", value_parser = target)]
     target: Target,
     /// forward or backward (gradients)
     #[arg(long, default_value = "forward")]
     pass: Pass,
-    /// The kernel, with its default schedule: scalar, sm80_mma, sm80_fwd, sm90_fwd or, backward, sm80_bwd and sm90_bwd
+    /// The kernel, with its default schedule: scalar, sm80_mma, sm80_fwd, sm90_fwd or, backward, sm80_bwd, sm90_bwd and sm90_bwd_wide
     #[arg(long, conflicts_with = "schedule")]
     kernel: Option<Kernel>,
     /// A schedule, as the plan prints it
@@ -103,8 +105,9 @@ pub fn inspect(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let named = shapes::parse(&options.shape)?;
     let mask = if options.causal || named.causal { Mask::Causal } else { Mask::None };
-    let problem =
-        named.shape.problem(mask, options.dtype.unwrap_or(named.dtype)).with_lse().with_pass(options.pass);
+    let types = options.eight.types(options.dtype.unwrap_or(named.dtype));
+    let problem = types.problem(named.shape, mask).with_lse().with_pass(options.pass);
+    let problem = problem.check().map_err(|error| error.to_string())?;
     let hardware = Hardware::typical(options.target);
     let plan = match (options.schedule, options.kernel) {
         (Some(schedule), _) => Plan::with_schedule(&problem, &hardware, schedule),

@@ -20,8 +20,10 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use flashcore::{DType, Quantiser};
 use serde::Serialize;
 
+use crate::bench::cells::{AS_THEY_ARE, Types};
 use crate::evidence::{Document, Environment};
 use crate::{files, gpu, interrupt, search};
 
@@ -201,6 +203,35 @@ fn check_file(option: &str, path: &Path) -> Result<(), String> {
     Ok(())
 }
 
+/// What becomes f8 within a call, or is f8 beside queries that are not.
+#[derive(Args, Clone, Copy, Debug)]
+struct EightBits {
+    /// Make f8 of 16-bit q, k and v within the call: plain (descales alone), smooth, rotate:SEED or smooth,rotate:SEED
+    #[arg(long, value_name = "WAYS", value_parser = ways)]
+    quantise: Option<Quantiser>,
+    /// The type of k and v where it is not that of q: f8, as a cache has them
+    #[arg(long, value_name = "DTYPE")]
+    kv: Option<DType>,
+}
+
+impl EightBits {
+    /// The types of a cell whose q is of this one.
+    fn types(self, dtype: DType) -> Types {
+        let Self { quantise, kv } = self;
+        Types { dtype, kv: kv.filter(|kv| *kv != dtype), quantise }
+    }
+}
+
+/// How tensors are quantised, as problems have it in their texts.
+fn ways(text: &str) -> Result<Quantiser, String> {
+    let text = if text == AS_THEY_ARE { "quantise".into() } else { format!("quantise={text}") };
+    text.parse().map_err(|_| {
+        format!(
+            "possible are {AS_THEY_ARE}, smooth, rotate:SEED and smooth,rotate:SEED, such as smooth,rotate:7"
+        )
+    })
+}
+
 /// `--json FILE`, which every command has.
 #[derive(Args, Clone, Debug)]
 struct Json {
@@ -238,6 +269,13 @@ mod tests {
     fn a_dash_is_no_file() {
         assert!(check_file("--json", Path::new("-")).is_err_and(|why| why.contains("name a file")));
         assert_eq!(check_file("--json", Path::new("./-")), Ok(()));
+    }
+
+    #[test]
+    fn ways_to_quantise_are_those_of_a_problem() {
+        assert_eq!(ways("plain"), Ok(Quantiser::new()));
+        assert_eq!(ways("smooth,rotate:7"), Ok(Quantiser::new().smoothed().rotated(7)));
+        assert!(["", "smoth", "rotate"].into_iter().all(|bad| ways(bad).is_err()));
     }
 
     #[test]

@@ -8,21 +8,24 @@ use flashcore::{DType, Mask, Pass, Problem, cpu};
 use serde::Serialize;
 
 use super::screen::{Tone, say, toned};
-use super::{Exit, Json};
+use super::{EightBits, Exit, Json};
 use crate::evidence::Environment;
 use crate::search::config;
 
 #[derive(Args)]
 pub struct Options {
-    /// A shape by name, or BxHxSxD, with :causal, :full, :f16 or :bf16 after it
-    #[arg(value_parser = config::target)]
-    shape: config::Target,
+    /// A shape by name, or BxHxSxD, with :causal, :full, :f16 or :bf16 after it; or a whole problem, such as '16x32/8x4096x128
+    /// bf16 causal packed=18632' or '8x32/8x1/4096x128 bf16 key-lengths page=16/2048'
+    #[arg(value_parser = asked)]
+    shape: Asked,
     /// With a causal mask
     #[arg(long)]
     causal: bool,
     /// f16, bf16, f32 or f8
     #[arg(long)]
     dtype: Option<DType>,
+    #[command(flatten)]
+    eight: EightBits,
     /// forward or backward (gradients)
     #[arg(long, default_value = "forward")]
     pass: Pass,
@@ -37,6 +40,21 @@ pub struct Options {
     explain: bool,
     #[command(flatten)]
     json: Json,
+}
+
+/// What a plan is wanted for.
+#[derive(Clone, Copy)]
+enum Asked {
+    Shape(config::Target),
+    Problem(Problem),
+}
+
+/// A shape, or a problem, which has several words.
+fn asked(text: &str) -> Result<Asked, String> {
+    if text.contains(' ') {
+        return text.parse().map(Asked::Problem).map_err(|error: flashcore::Error| error.to_string());
+    }
+    config::target(text).map(Asked::Shape)
 }
 
 #[derive(Serialize)]
@@ -91,9 +109,21 @@ impl LaunchRow {
 
 pub fn plan(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
-    let cell = options.shape.cell;
-    let mask = if options.causal { Mask::Causal } else { cell.mask };
-    let problem = cell.shape.problem(mask, options.dtype.unwrap_or(cell.dtype)).with_pass(options.pass);
+    let problem = match options.shape {
+        Asked::Shape(config::Target { cell, .. }) => {
+            let mask = if options.causal { Mask::Causal } else { cell.mask };
+            let types = options.eight.types(options.dtype.unwrap_or(cell.types.dtype));
+            types.problem(cell.shape, mask).with_pass(options.pass)
+        }
+        Asked::Problem(problem) if options.causal || options.dtype.is_some() => {
+            return Err(format!(
+                "'{problem}' says its mask and dtype itself: leave out --causal and --dtype"
+            ));
+        }
+        Asked::Problem(problem) if problem.pass == Pass::Forward => problem.with_pass(options.pass),
+        Asked::Problem(problem) => problem,
+    };
+    let problem = problem.check().map_err(|error| error.to_string())?;
     let hardware = match options.target {
         Some(target) => {
             let typical = Hardware::typical(target);

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::inspect::{self, Counts};
 use super::screen::{Tone, say, toned};
-use super::{Exit, Json, timeline};
+use super::{EightBits, Exit, Json, timeline};
 use crate::bench::Bench as _;
 use crate::bench::cells::{Cell, Member};
 use crate::bench::gpu::{Cache, GpuBench, Ours, Regime, Setup};
@@ -45,6 +45,8 @@ pub struct Options {
     /// A schedule as plan prints it
     #[arg(long, value_name = "TEXT")]
     schedule: Option<Schedule>,
+    #[command(flatten)]
+    eight: EightBits,
     /// forward or backward (gradients)
     #[arg(long, default_value = "forward")]
     pass: Pass,
@@ -119,11 +121,12 @@ struct Report {
 
 pub fn profile(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
-    let cell = Cell { pass: options.pass, ..options.shape.cell };
-    if cell.dtype == DType::F32 {
+    let types = options.eight.types(options.shape.cell.types.dtype);
+    let cell = Cell { pass: options.pass, types, ..options.shape.cell };
+    if types.dtype == DType::F32 {
         return Err("on a GPU f16, bf16 and f8 are timed".into());
     }
-    let problem = cell.problem();
+    let problem = cell.problem().check().map_err(|error| error.to_string())?;
     let cuda =
         if options.target.is_some() || options.timeline.simulates() { None } else { Cuda::new(0).ok() };
     let hardware = match (&cuda, options.target) {
@@ -176,13 +179,11 @@ fn counters(cell: &Cell, plan: &Plan, cuda: Option<&Cuda>) -> Result<Vec<Figure>
     let capability = cuda.context().properties().compute_capability.to_string();
     let binary = std::env::current_exe().map_err(|error| format!("who am I? ({error})"))?;
     let mask = if cell.mask == Mask::Causal { "--causal" } else { "--no-causal" };
-    let command: Vec<String> = [
+    let mut command: Vec<String> = [
         &binary.display().to_string(),
         "bench",
         &cell.shape.to_string(),
         mask,
-        "--dtype",
-        cell.dtype.name(),
         "--pass",
         cell.pass.name(),
         "--device",
@@ -195,6 +196,7 @@ fn counters(cell: &Cell, plan: &Plan, cuda: Option<&Cuda>) -> Result<Vec<Figure>
     ]
     .map(String::from)
     .to_vec();
+    command.extend(cell.types.options());
     let module = plan.main().module(plan.target).map_err(|error| error.to_string())?;
     ncu.profile(&capability, &module.kernels[0].name, &command)
 }

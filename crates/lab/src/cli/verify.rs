@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use flashcore::cuda::Cuda;
+use flashcore::plan::{Hardware, Target};
+use flashcore::sim::SimGpu;
 use serde::Serialize;
 
 use super::screen::{Progress, Tone, say, toned};
@@ -19,8 +21,10 @@ use crate::evidence::{Environment, schemas};
 use crate::explain::{describe, explain, reproduce};
 use crate::faults::{self, Finding, Nature, Trial};
 use crate::gpu::stress;
+use crate::gpu::worker::PLANNER;
 use crate::inputs::Wild;
 use crate::interrupt;
+use crate::needle;
 use crate::rule::Judgement;
 use crate::subject::command::CommandEngine;
 use crate::subject::ptx::PtxEngine;
@@ -69,6 +73,10 @@ pub struct Options {
     /// Instead of the corpus: plant every fault that the workbench must refuse, and honest work that it must accept
     #[arg(long, conflicts_with_all = ["quick", "full", "filter", "stress"])]
     faults: bool,
+    /// Instead of the corpus, on a GPU (and, small, on sim): a needle among up to 128k keys of 8 bits, at several depths, for ours,
+    /// for ours with sums over all keys, and for FlashAttention-3 where it is installed
+    #[arg(long, conflicts_with_all = ["quick", "full", "filter", "stress", "faults"])]
+    needle: bool,
     /// GPU: instead of the corpus, calls from 8 threads on 4 streams, replays, and runs in a row must give the same bits
     #[arg(long, conflicts_with_all = ["quick", "full", "filter"])]
     stress: bool,
@@ -166,6 +174,9 @@ pub fn verify(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     if options.stress {
         return under_stress(options);
+    }
+    if options.needle {
+        return find_needles(options);
     }
     if options.faults {
         return plant_faults(options);
@@ -390,6 +401,63 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
     };
     say(&format!("\n{words} in {:.1} s", started.elapsed().as_secs_f64()));
     Ok(exit)
+}
+
+#[derive(Serialize)]
+struct NeedleReport {
+    device: String,
+    records: Vec<needle::Record>,
+}
+
+/// Looks for needles. Only ours has to find them all.
+fn find_needles(options: &Options) -> Result<Exit, String> {
+    let started = Instant::now();
+    let (device, records) = if let DeviceName::Sim(_) = options.device {
+        let (gpu, hardware) = (SimGpu::new(Target::Sm90a), Hardware::typical(Target::Sm90a));
+        (gpu.to_string(), needle::on_sim(&gpu, &hardware)?)
+    } else {
+        let ordinal = match options.device {
+            DeviceName::All => 0,
+            DeviceName::Cuda(ordinal, None) => ordinal.unwrap_or(0),
+            other => return Err(format!("--needle is for a GPU or sim: give --device cuda, not {other}")),
+        };
+        let cuda = Cuda::new(ordinal).map_err(|error| error.to_string())?;
+        let mut progress = Progress::new(1000);
+        let mut tell = |what: &str, share: f64| progress.at((share * 1000.0) as u64, what);
+        let records = needle::on_gpu(ordinal, cuda.hardware(), &interrupt::requested, &mut tell);
+        progress.finish();
+        (cuda.to_string(), records?)
+    };
+    for record in &records {
+        let what = match (&record.likeness, &record.failure) {
+            (Some(likeness), _) => {
+                let word = if likeness.found { toned(Tone::Good, "found") } else { toned(Tone::Bad, "lost") };
+                format!(
+                    "{word:<8} needle {:.3} of its part, cosine {:.5}, relative error {:.2e}, RMSE {:.2e}",
+                    likeness.needle, likeness.cosine, likeness.relative_error, likeness.rmse
+                )
+            }
+            (None, why) => why.clone().unwrap_or_default(),
+        };
+        let needle::Record { head_dim, keys, depth, contender, .. } = record;
+        say(&format!("{contender:<10} head_dim {head_dim:<4} {keys:>7} keys, needle at {depth:<7} {what}"));
+    }
+    let complete = !interrupt::requested();
+    let mut ours = records.iter().filter(|record| record.contender == PLANNER).peekable();
+    let any = ours.peek().is_some();
+    let all = ours.all(|record| record.likeness.is_some_and(|likeness| likeness.found));
+    options.json.write(
+        "flashcore.needle/1",
+        &Environment::read(),
+        complete,
+        &NeedleReport { device, records },
+    )?;
+    say(&format!("\n{:.1} s", started.elapsed().as_secs_f64()));
+    Ok(match (any && all, complete) {
+        (_, false) => Exit::CouldNot,
+        (true, true) => Exit::Pass,
+        (false, true) => Exit::Fail,
+    })
 }
 
 /// A failure counts even when the run was cut short; a pass needs the whole run.

@@ -114,6 +114,38 @@ impl Bending {
     }
 }
 
+/// Tells a row its query as if rows were head by head, when they are query by query. The queries of a head and their number
+/// have no common divisor, so that each query is taken for one other.
+pub fn rows_by_head() -> Bending {
+    /// Where a query's vector must stand to have the limits that the row is given, in queries of all heads.
+    fn taken_for(problem: &Problem) -> impl Iterator<Item = usize> {
+        let Problem { batch, heads_q, len_q, .. } = *problem;
+        let group = problem.group();
+        (0..batch * heads_q * len_q).map(move |i| {
+            let (head, query) = (i / len_q, i % len_q);
+            head * len_q + (query * group + head % group) % len_q
+        })
+    }
+    Bending {
+        name: "rows by head",
+        bend: |call| {
+            let width = call.problem.head_dim;
+            let given = call.q.clone();
+            for (row, at) in given.chunks_exact(width).zip(taken_for(&call.problem)) {
+                call.q[at * width..][..width].copy_from_slice(row);
+            }
+        },
+        finish: |o, lse, problem| {
+            let width = problem.head_dim_v;
+            let (found, sums) = (o.clone(), lse.to_vec());
+            for ((row, sum), at) in o.chunks_exact_mut(width).zip(lse).zip(taken_for(problem)) {
+                row.copy_from_slice(&found[at * width..][..width]);
+                *sum = sums[at];
+            }
+        },
+    }
+}
+
 impl Engine for Bending {
     fn name(&self) -> &str {
         self.name

@@ -7,7 +7,7 @@ use flashcore::sim::{Config, SimGpu};
 use flashcore::{DType, Device, Mask, Problem};
 use flashcore_ptx::Op;
 
-use super::planted::{Bending, Bent, Mood, Moody, swap_heads};
+use super::planted::{Bending, Bent, Mood, Moody, rows_by_head, swap_heads};
 use super::{Trial, Verdict};
 use crate::cases::Case;
 use crate::check::{Outcome, Prepared};
@@ -44,6 +44,15 @@ pub fn planted_in(dtype: DType, mask: Mask) -> &'static Prepared {
     PREPARED[dtype as usize][mask_at].get_or_init(|| {
         let problem = Problem::new(2, 4, 256, 64, dtype).with_kv(2, 256).with_mask(mask);
         Prepared::new(case(problem, "planted"))
+    })
+}
+
+/// Few queries of heads that share keys, as rows of one tile. The oracle is asked about them only once.
+fn few_queries(dtype: DType) -> &'static Prepared {
+    static PREPARED: [OnceLock<Prepared>; DType::WIDE.len()] = [const { OnceLock::new() }; DType::WIDE.len()];
+    PREPARED[dtype as usize].get_or_init(|| {
+        let problem = Problem::new(2, 6, 4, 64, dtype).with_kv(2, 40).with_mask(Mask::Causal);
+        Prepared::new(case(problem, "few-queries"))
     })
 }
 
@@ -129,6 +138,7 @@ pub fn trials() -> Vec<Trial> {
         bent("no causal mask at all", Mask::Causal, |call| {
             call.attention = call.attention.mask(Mask::None);
         }),
+        in_each("a row's limit taken from the wrong query", few_queries, || Box::new(rows_by_head())),
         bent("k and v swapped", Mask::None, |call| std::mem::swap(&mut call.k, &mut call.v)),
         bent("heads swapped under grouped queries", Mask::Causal, swap_heads),
         bent("a quantiser that rounds v down", Mask::None, |call| {
@@ -168,7 +178,7 @@ pub fn trials() -> Vec<Trial> {
         let engine = eight::Tiled { slip: Some(slip) };
         Trial::fault(slip.name(), JUDGE, move || verdict(&Prepared::new(slip.planted_in()), &engine))
     }));
-    trials.extend([eight::Slip::OtherHead, eight::Slip::FewBits].map(|slip| {
+    trials.extend([eight::Slip::OtherHead, eight::Slip::BlockBefore, eight::Slip::FewBits].map(|slip| {
         let (case, engine) = (slip.planted_in(), eight::Tiled { slip: None });
         let name = format!("{} without a fault", case.name);
         Trial::honest(name, JUDGE, move || verdict(&Prepared::new(case.clone()), &engine))

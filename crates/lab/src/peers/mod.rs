@@ -111,7 +111,7 @@ impl Torch {
             Mask::Causal if square || problem.len_q == 1 => {}
             mask => return Err(format!("torch's is_causal has no {mask} mask for these lengths")),
         }
-        if problem.is_eight_bit() {
+        if problem.dtype_kv().is_f8() {
             return Err("torch's attention takes no f8".into());
         }
         if problem.softcap.is_some() || problem.key_lengths {

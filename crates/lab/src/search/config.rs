@@ -87,7 +87,13 @@ pub fn target(text: &str) -> Result<Target, String> {
     let named = shapes::parse(parts.next().unwrap_or_default())?;
     let mask = if named.causal { Mask::Causal } else { Mask::None };
     let mut target = Target {
-        cell: Cell { name: named.name, shape: named.shape, mask, dtype: named.dtype, pass: Pass::Forward },
+        cell: Cell {
+            name: named.name,
+            shape: named.shape,
+            mask,
+            types: named.dtype.into(),
+            pass: Pass::Forward,
+        },
         has_dtype: false,
     };
     for part in parts {
@@ -95,7 +101,7 @@ pub fn target(text: &str) -> Result<Target, String> {
             "causal" => target.cell.mask = Mask::Causal,
             "full" => target.cell.mask = Mask::None,
             dtype => {
-                target.cell.dtype = dtype.parse::<DType>().map_err(|_| {
+                target.cell.types.dtype = dtype.parse::<DType>().map_err(|_| {
                     format!("'{part}' after a shape: possible are causal, full, f16 and bf16")
                 })?;
                 target.has_dtype = true;
@@ -125,7 +131,7 @@ pub fn cases(targets: &[Target], dtypes: Option<&[DType]>) -> Vec<Cell> {
     let alone = targets.len() == 1;
     let mut cells: Vec<Cell> = Vec::new();
     for target in targets {
-        let own = [target.cell.dtype];
+        let own = [target.cell.types.dtype];
         let of_target: &[DType] = match dtypes {
             _ if target.has_dtype => &own,
             Some(dtypes) => dtypes,
@@ -133,7 +139,7 @@ pub fn cases(targets: &[Target], dtypes: Option<&[DType]>) -> Vec<Cell> {
             None => &own,
         };
         for &dtype in of_target {
-            let cell = Cell { dtype, ..target.cell };
+            let cell = Cell { types: dtype.into(), ..target.cell };
             if !cells.contains(&cell) {
                 cells.push(cell);
             }

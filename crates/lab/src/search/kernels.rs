@@ -37,6 +37,11 @@ pub fn space(kernel: Kernel) -> Space {
             .flat_map(|stages| [0, 1].map(|turns| format!("stages={stages},pingpong={turns}")))
             .flat_map(|rest| [64, 128].map(|rows| format!("sm90_bwd:block_m={rows},{rest}")))
             .collect(),
+        Kernel::Sm90BwdWide => [2, 3]
+            .into_iter()
+            .flat_map(|stages| [0, 1].map(|turns| format!("stages={stages},pingpong={turns}")))
+            .flat_map(|rest| [0, 1].map(|pieces| format!("sm90_bwd_wide:{rest},piecewise={pieces}")))
+            .collect(),
         // These compute nothing by themselves, or have no search space yet.
         Kernel::Combine
         | Kernel::BwdRows
@@ -199,6 +204,7 @@ impl KernelGates {
             Schedule::Sm80Fwd(it) => (it.block_n, it.stages),
             Schedule::Sm80Mma(it) => (it.block_n, 1),
             Schedule::Sm90Bwd(it) => (sm90::bwd::KEYS, it.stages),
+            Schedule::Sm90BwdWide(it) => (sm90::bwd::wide::KEYS, it.stages),
             Schedule::Scalar(_)
             | Schedule::Combine(_)
             | Schedule::BwdRows(_)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from . import _native
 from ._errors import ContractError, FlashCoreError
-from ._options import integers, mask_of, quantiser_of
+from ._options import block_of, integers, mask_of, quantiser_of
 
 #: Arrays of one library: torch tensors, numpy arrays, or others that support DLPack.
 Array = TypeVar("Array")
@@ -52,7 +52,7 @@ def attention(
     key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
     layout: Layout = ..., return_lse: Literal[False] = ..., out: Array | None = ...,
     q_descale: Descale = ..., k_descale: Descale = ..., v_descale: Descale = ...,
-    precision: Precision | None = ..., smooth: bool = ..., rotate: int | None = ...,
+    precision: Precision | None = ..., smooth: bool = ..., rotate: int | None = ..., block: int | None = ...,
 ) -> Array: ...  # fmt: skip
 @overload
 def attention(
@@ -60,7 +60,7 @@ def attention(
     key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
     layout: Layout = ..., return_lse: Literal[True], out: Array | None = ...,
     q_descale: Descale = ..., k_descale: Descale = ..., v_descale: Descale = ...,
-    precision: Precision | None = ..., smooth: bool = ..., rotate: int | None = ...,
+    precision: Precision | None = ..., smooth: bool = ..., rotate: int | None = ..., block: int | None = ...,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def attention(
@@ -68,7 +68,7 @@ def attention(
     key_lengths: Sequence[int] | Any | None = ..., scale: float | None = ..., softcap: float = ...,
     layout: Layout = ..., return_lse: bool, out: Array | None = ...,
     q_descale: Descale = ..., k_descale: Descale = ..., v_descale: Descale = ...,
-    precision: Precision | None = ..., smooth: bool = ..., rotate: int | None = ...,
+    precision: Precision | None = ..., smooth: bool = ..., rotate: int | None = ..., block: int | None = ...,
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 def attention(
     q: Any,
@@ -90,6 +90,7 @@ def attention(
     precision: Precision | None = None,
     smooth: bool = False,
     rotate: int | None = None,
+    block: int | None = None,
 ) -> Any:
     """Exact attention, softmax(scale · q kᵀ) v, in one pass.
 
@@ -111,16 +112,20 @@ def attention(
         float32, (batch, kv heads), or one number; None is 1. The result is bfloat16, or float16 where ``out`` is. k and
         v may be float8_e4m3fn alone, as of a cache: q and the result are then float16 or bfloat16, on a GPU with up to
         16 queries per kv head.
+    block: how many keys share a descale of k and one of v, where not all of a head do: k_descale and v_descale are then
+        (batch, kv heads, blocks). With precision="fp8", blocks get descales of their own. On a GPU for caches alone, and
+        in multiples of 16.
     precision: with "fp8", q, k and v become 8-bit floats within the call, each kv head with descales of its own, and
         the result is float16 where q or ``out`` is, and else bfloat16. On a GPU they are float16 or bfloat16.
         ``explain`` says which kernels do it. No gradients.
     smooth: with precision="fp8", the mean over the keys is subtracted from them first, which changes no result but for
-        rounding. Not with softcap, and on a GPU not with ``return_lse``.
+        rounding. Not with softcap.
     rotate: with precision="fp8", a seed: q and k are rotated first, which spreads single large numbers. The head_dim is
         then a power of two.
     """
     mask, left, right = mask_of(causal, top_left, window)
-    quantise = quantiser_of(precision, smooth, rotate)
+    block = block_of(block)
+    quantise = quantiser_of(precision, smooth, rotate, block)
     descales = (q_descale, k_descale, v_descale)
     if _torch_tensor(q) and sys.modules["torch"].float8_e4m3fn in (q.dtype, getattr(k, "dtype", None)):
         from ._float8 import attend as attend_float8
@@ -128,8 +133,10 @@ def attention(
         if quantise is not None:
             raise ContractError("k is float8_e4m3fn already. Leave out precision, smooth and rotate")
         return attend_float8(
-            q, k, v, mask, left, right, key_lengths, scale, softcap, layout, return_lse, out, descales
+            q, k, v, mask, left, right, key_lengths, scale, softcap, layout, return_lse, out, descales, block
         )  # fmt: skip
+    if block is not None and quantise is None:
+        raise ContractError("block is for 8-bit floats: float8_e4m3fn, or wider ones with precision=\"fp8\"")
     if any(descale is not None for descale in descales):
         raise ContractError("descales are for torch tensors of float8_e4m3fn. Leave them out, and scale the result")
     if quantise is not None and _torch_tensor(q):
@@ -165,6 +172,7 @@ def can_use(
     precision: Precision | None = None,
     smooth: bool = False,
     rotate: int | None = None,
+    block: int | None = None,
 ) -> tuple[bool, str]:
     """Whether ``attention`` supports this call: (True, the device that would run it) or (False, why not).
 
@@ -177,7 +185,7 @@ def can_use(
             from ._torch import stand_ins
 
             q, k, v = stand_ins(q, k, v, layout)
-        quantise = quantiser_of(precision, smooth, rotate)
+        quantise = quantiser_of(precision, smooth, rotate, block_of(block))
         return True, _native.check(q, k, v, lengths, mask, left, right, scale, softcap, layout, quantise)
     except (FlashCoreError, TypeError) as error:
         return False, str(error)
@@ -199,6 +207,7 @@ def explain(
     precision: Precision | None = None,
     smooth: bool = False,
     rotate: int | None = None,
+    block: int | None = None,
 ) -> str:
     """The plan of a call as text: the problem, the kernel, its schedule, why, and the launch.
 
@@ -210,7 +219,7 @@ def explain(
         from ._torch import stand_ins
 
         q, k, v = stand_ins(q, k, v, layout)
-    quantise = quantiser_of(precision, smooth, rotate)
+    quantise = quantiser_of(precision, smooth, rotate, block_of(block))
     return _native.explain(q, k, v, _lengths(key_lengths), mask, left, right, scale, softcap, layout, target, quantise)
 
 

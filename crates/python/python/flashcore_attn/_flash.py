@@ -15,7 +15,7 @@ from torch import Tensor
 from . import _arguments
 from ._errors import ContractError, UnsupportedError
 from ._options import mask_of, number
-from ._torch import attend, cast, check, check_gradient
+from ._torch import attend, cast, check, check_gradient, check_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -294,12 +294,13 @@ def flash_attn_varlen_func(
     if fa3:
         _fa3("flash_attn_varlen_func", _FA3, {**fa3})
     _arguments.tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     sequences = cu_seqlens_q.numel() - 1
     for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if used is not None:
             _arguments.tensors(**{name: used})
             _arguments.lengths(name, used, sequences)
+    check_whole()
     check_gradient(q, k, v)
     mask, left, right = mask_of(causal, False, window_size)
     scale, softcap = _arguments.options(softmax_scale, softcap)
@@ -311,7 +312,7 @@ def flash_attn_varlen_func(
     return (o, lse, None) if return_attn_probs else o
 
 
-def _check_packed(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor) -> None:
+def check_packed(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor) -> None:
     """Raises unless these can be packed sequences."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:

@@ -18,8 +18,9 @@ DTYPE: torch.dtype = torch.float8_e4m3fn
 Descale = float | Tensor | None
 
 
-def _descale(name: str, given: Descale, q: Tensor, batch: int, heads: int) -> Tensor | None:
-    """A descale as the engine takes it: float32, (batch, kv heads), where q lies. A number is for all heads."""
+def _descale(name: str, given: Descale, q: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """A descale as the engine takes it: float32, (batch, kv heads), or with blocks of keys behind, where q lies. A number is
+    for all heads."""
     if given is None:
         return None
     if not isinstance(given, Tensor):
@@ -31,10 +32,10 @@ def _descale(name: str, given: Descale, q: Tensor, batch: int, heads: int) -> Te
     if given.device != q.device:
         raise ContractError(f"{name} lies on {given.device}, but q on {q.device}. Copy {name} there")
     if given.numel() == 1:
-        return given.reshape(1, 1).expand(batch, heads)
-    if tuple(given.shape) != (batch, heads):
-        shape = tuple(given.shape)
-        raise ContractError(f"{name} has shape {shape}, possible is (batch, kv heads), {(batch, heads)}, or one number")
+        return given.reshape((1,) * len(shape)).expand(shape)
+    if tuple(given.shape) != shape:
+        what = ", ".join(("batch", "kv heads", "blocks of keys")[: len(shape)])
+        raise ContractError(f"{name} has shape {tuple(given.shape)}, possible is ({what}), {shape}, or one number")
     return given
 
 
@@ -105,6 +106,7 @@ def _attend(
     return_lse: bool,
     out: Tensor | None,
     descales: tuple[Descale, Descale, Descale],
+    block: int | None = None,
 ) -> Any:
     """The output, bfloat16 unless ``out`` is float16, or with ``return_lse`` (output, lse). Stored numbers are
     multiplied by their descales; one that is None is 1. Where q is wider, the output is of its dtype."""
@@ -128,10 +130,11 @@ def _attend(
     length, heads = (2, 1) if layout == "bhsd" else (1, 2)
     batch, heads_kv = k.size(0), k.size(heads)
     of_q, of_k, of_v = descales
+    of_keys = (batch, heads_kv) if block is None else (batch, heads_kv, -(-k.size(length) // block))
     numbers = (
-        _descale("q_descale", of_q, q, batch, heads_kv),
-        _descale("k_descale", of_k, q, batch, heads_kv),
-        _descale("v_descale", of_v, q, batch, heads_kv),
+        _descale("q_descale", of_q, q, (batch, heads_kv)),
+        _descale("k_descale", of_k, q, of_keys),
+        _descale("v_descale", of_v, q, of_keys),
     )
     lengths = None
     if key_lengths is not None:
@@ -140,7 +143,7 @@ def _attend(
     # The bytes: not every version of torch hands out tensors of this type.
     q = q.detach() if cache else q.detach().view(torch.uint8)
     k, v = (x.detach().view(torch.uint8) for x in (k, v))
-    _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout, numbers)
+    _native.run(q, k, v, out, lse, lengths, mask, left, right, scale, softcap, layout, numbers, None, block)
     return (out, lse) if return_lse else out
 
 

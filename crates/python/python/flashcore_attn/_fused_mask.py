@@ -29,6 +29,8 @@ class Pattern(NamedTuple):
     right: int | None = None
     key_starts: Tensor | None = None
     key_ends: Tensor | None = None
+    #: Where packed sequences begin and end, counted through all batch entries; a query sees keys of its own only.
+    sequences: Tensor | None = None
 
 
 def _without_values() -> frozenset[Callable[..., Any]]:
@@ -146,6 +148,11 @@ def _with_elements(seen: Pattern | Tensor, shape: tuple[int, ...], dtype: torch.
         keys = queries.transpose(2, 3)
         visible_to = visible_of(queries, keys, seen.key_starts, seen.key_ends, seen.mask, seen.left, seen.right)
         visible = visible_to(0, queries.size(2))
+        if seen.sequences is not None:
+            tokens = torch.arange(shape[0] * shape[2], device=device).view(shape[0], 1, shape[2], 1)
+            numbers = torch.bucketize(tokens, seen.sequences.to(device), right=True)
+            same = numbers == numbers.mT
+            visible = same if visible is None else visible & same
     zero = torch.zeros((), dtype=dtype, device=device)
     mask = zero if visible is None else torch.where(visible, zero, torch.finfo(dtype).min)
     # Expanded elements would share memory, which breaks in-place operations.

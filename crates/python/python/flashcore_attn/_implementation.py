@@ -1,8 +1,9 @@
 """FlashCore behind torch's own ``scaled_dot_product_attention``.
 
 torch lets libraries register an implementation of its flash attention, which the user then activates. From then on
-every forward call that torch would give to its flash kernels comes here. The backward pass stays torch's own, which
-needs only the output and lse. Calls that FlashCore does not support go to the kernel that was there before.
+every call that torch would give to its flash kernels comes here, forward and backward. Calls that FlashCore does not
+support go to the kernel that was there before; output and lse mean the same in both, so the two passes of a call need
+not go to the same one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from . import _native
 from ._errors import ContractError, UnsupportedError
-from ._ops import into, recognise
+from ._ops import Gradients, gradients, into, is_native, recognise
 from ._torch import empty_lse, empty_output
 
 NAME = "FlashCore"
@@ -50,7 +51,12 @@ class _Handle:
 def _activate() -> _Handle:
     torch_library: Any = torch.library  # torch has no types for it.
     library = torch_library.Library("aten", "IMPL")
-    for name, key, ours in ((_DENSE_CUDA, "CUDA", _dense_cuda), (_DENSE_CPU, "CPU", _dense_cpu)):
+    for name, key, ours in (
+        (_DENSE_CUDA, "CUDA", _dense_cuda),
+        (f"{_DENSE_CUDA}_backward", "CUDA", _dense_cuda_backward),
+        (_DENSE_CPU, "CPU", _dense_cpu),
+        (f"{_DENSE_CPU}_backward", "CPU", _dense_cpu_backward),
+    ):
         library.impl(name, _or_before(name, key, ours), key, with_keyset=True)
     return _Handle(library)
 
@@ -92,6 +98,36 @@ def _dense_cpu(
     return o, lse
 
 
+def _dense_cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Gradients:
+    tensors = (query, key, value, out, logsumexp)
+    if attn_mask is None:
+        return _gradients(grad_out, tensors, "causal-top-left" if is_causal else "none", dropout_p, scale)
+    starts, ends, mask, left, right = recognise(attn_mask, query.size(0), query.size(2))
+    return _gradients(grad_out, tensors, mask, dropout_p, scale, starts, ends, left, right)
+
+
+def _gradients(
+    grad_out: Tensor, tensors: tuple[Tensor, ...], mask: str, dropout_p: float, scale: float | None,
+    starts: list[int] | None = None, ends: list[int] | None = None, left: int | None = None, right: int | None = None,
+) -> Gradients:  # fmt: skip
+    q, k, v, o, lse = tensors
+    if dropout_p != 0.0 or not is_native(q, v):
+        raise UnsupportedError("dropout, or a dtype whose gradients the engine does not compute")
+    return gradients(grad_out, None, q, k, v, o, lse, starts, ends, mask, left, right, scale, 0.0)
+
+
 def _dense_cuda(
     query: Tensor,
     key: Tensor,
@@ -111,3 +147,25 @@ def _dense_cuda(
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
     offset = torch.zeros((), dtype=torch.uint64, device=query.device)
     return o, lse, None, None, query.size(2), key.size(2), seed, offset, query.new_empty(0)
+
+
+def _dense_cuda_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> Gradients:
+    tensors = (query, key, value, out, logsumexp)
+    return _gradients(grad_out, tensors, "causal" if is_causal else "none", dropout_p, scale)

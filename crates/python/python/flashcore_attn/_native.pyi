@@ -20,6 +20,7 @@ def run(
     layout: str,
     descales: tuple[Any | None, Any | None, Any | None] | None = None,
     quantise: str | None = None,
+    block: int | None = None,
 ) -> None: ...
 def run_backward(
     saved: tuple[Any, Any, Any, Any, Any],

@@ -20,7 +20,7 @@ from torch.autograd.function import _SingleLevelFunction
 from . import _arguments, _native, _prepare
 from ._blocks import backward, forward, scale_of, visible_of
 from ._errors import ContractError, UnsupportedError
-from ._torch import as_list, empty_lse, empty_output, lse_dtype, native_lengths, no_forward_mode
+from ._torch import as_list, empty_lse, empty_output, lse_dtype, native_lengths, no_forward_mode, no_second_derivative
 
 # torch has no types for these.
 _torch_library: Any = torch.library
@@ -76,7 +76,7 @@ def _differentiate(name: str, backward: Callable[..., Any], setup_context: Calla
 
 def _no_second_gradient(name: str) -> None:
     def refuse(ctx: Any, *grads: Any) -> Any:
-        raise UnsupportedError("attention has no second derivative here. Use torch's math backend for it")
+        raise no_second_derivative()
 
     _differentiate(name, refuse, lambda ctx, inputs, output: None)
 
@@ -133,7 +133,7 @@ def _calls(
         first = end
 
 
-def _is_native(q: Tensor, v: Tensor) -> bool:
+def is_native(q: Tensor, v: Tensor) -> bool:
     """Whether the engine computes gradients of such tensors: of all but float64 on the CPU, of 16 bits on a GPU."""
     dims = (q.size(-1), v.size(-1))
     if q.is_cuda:
@@ -141,7 +141,7 @@ def _is_native(q: Tensor, v: Tensor) -> bool:
     return q.dtype != torch.float64 and min(dims) > 0
 
 
-def _gradients(
+def gradients(
     grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     starts: list[int] | None, ends: list[int] | Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
@@ -210,9 +210,9 @@ def _attention_backward(
     key_starts: Tensor | None, key_ends: Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
 ) -> Gradients:  # fmt: skip
-    if _is_native(q, v):
+    if is_native(q, v):
         starts = as_list(key_starts)
-        return _gradients(grad_o, grad_lse, q, k, v, o, lse, starts, key_ends, mask, left, right, scale, softcap)
+        return gradients(grad_o, grad_lse, q, k, v, o, lse, starts, key_ends, mask, left, right, scale, softcap)
     visible = visible_of(q, k, key_starts, key_ends, mask, left, right)
     return backward(grad_o, grad_lse, q, k, v, o, lse, visible, scale, softcap)
 
@@ -327,10 +327,10 @@ def _masked_backward(
     grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     attn_mask: Tensor, scale: float | None, softcap: float,
 ) -> Gradients:  # fmt: skip
-    if _is_native(q, v):
+    if is_native(q, v):
         reach = lambda: _reach(q, k, scale, softcap)
         starts, ends, mask, left, right = recognise(attn_mask, q.size(0), q.size(2), reach)
-        return _gradients(grad_o, grad_lse, q, k, v, o, lse, starts, ends, mask, left, right, scale, softcap)
+        return gradients(grad_o, grad_lse, q, k, v, o, lse, starts, ends, mask, left, right, scale, softcap)
     seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask == 0
     seen = seen.expand(*seen.shape[:-2], q.size(2), k.size(2))
     seen = seen.view((1,) * (4 - seen.dim()) + seen.shape)[:, :1]
@@ -458,7 +458,7 @@ def _varlen_backward(
         keys, values, into_k, into_v = (_packed(x, count, of_k) for x in (k, v, dk, dv))
         grads_lse = None if grad_lse is None else _packed_lse(grad_lse, count, of_q)
         sums = _packed_lse(lse, count, of_q)
-        if _is_native(q, v):
+        if is_native(q, v):
             saved = (queries, keys, values, out, sums)
             places = (into_q, into_k, into_v)
             _prepare.run_backward(grads_o, grads_lse, saved, places, None, mask, left, right, scale, softcap)

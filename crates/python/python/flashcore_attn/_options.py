@@ -30,7 +30,7 @@ def mask_of(causal: bool, top_left: bool, window: Iterable[int | None] | None) -
         if window is not None:
             raise ContractError("a window is aligned bottom-right only. Leave out top_left, or the window")
         return _TOP_LEFT
-    if window is None or window == (-1, -1):
+    if window is None or (isinstance(window, tuple) and window == (-1, -1)):
         return _CAUSAL if causal else _NONE
     left, right = _sides(window)
     if left is None and right is None:
@@ -39,6 +39,9 @@ def mask_of(causal: bool, top_left: bool, window: Iterable[int | None] | None) -
 
 
 def _sides(window: Any) -> tuple[int | None, int | None]:
+    if getattr(window, "ndim", 0) == 1:
+        # flash-attn takes a tensor too.
+        window = window.tolist()
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"the window is {window!r}, possible is a pair (left, right), where -1 or None is no limit")
     found: list[int | None] = []
@@ -80,7 +83,18 @@ def integers(name: str, given: Any) -> list[int]:
     return [int(entry) for entry in found]
 
 
-def quantiser_of(precision: object, smooth: object, rotate: object) -> str | None:
+def block_of(block: object) -> int | None:
+    """The keys that share a descale of k and one of v; None where all of a head do."""
+    if block is None:
+        return None
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"block is a {type(block).__name__}, possible is a number of keys, an integer")
+    if not 1 <= block < _ENDLESS:
+        raise ContractError(f"block is {block}, possible is a number of keys, such as 128")
+    return block
+
+
+def quantiser_of(precision: object, smooth: object, rotate: object, block: int | None) -> str | None:
     """How arrays become 8-bit floats, as the engine reads it; None where they do not."""
     if precision not in (None, "fp8"):
         raise ContractError(f"precision is {precision!r}, possible are 'fp8' and None")
@@ -96,4 +110,5 @@ def quantiser_of(precision: object, smooth: object, rotate: object) -> str | Non
             raise ContractError('smooth and rotate are for 8-bit floats. Add precision="fp8"')
         return None
     ways = ["smooth"] * smooth + ([] if rotate is None else [f"rotate:{rotate}"])
+    ways += [] if block is None else [f"block:{block}"]
     return f"quantise={','.join(ways)}" if ways else "quantise"

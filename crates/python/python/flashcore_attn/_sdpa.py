@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from . import _arguments, _native
 from ._errors import ContractError, UnsupportedError
 from ._options import number
-from ._torch import cast, check_gradient, dispatch
+from ._torch import cast, check_gradient, check_whole, dispatch
 
 #: torch has no types for it.
 _broadcast_shapes: Any = torch.broadcast_shapes
@@ -93,6 +93,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: float | No
         raise ContractError(f"attn_mask lies on {attn_mask.device}, but query on {q.device}. Copy it there")
     scale, softcap = _arguments.options(scale, softcap)
     _arguments.fit(q, k, v)
+    check_whole()
     check_gradient(q, k, v)
     o: Tensor = torch.ops.flashcore.attention_masked(q, k, v, attn_mask, scale, softcap)[0]
     return o

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
@@ -35,12 +36,37 @@ def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+#: torch's function when it was last looked at, and torch's context_parallel had not replaced it.
+_known: object = F.scaled_dot_product_attention
+
+
+def _cut() -> bool:
+    """Whether torch's context_parallel is active, under which every process has a part of the sequence."""
+    global _known
+    now = F.scaled_dot_product_attention
+    if "_distribute_function.<locals>" in getattr(now, "__qualname__", ""):
+        return True
+    _known = now
+    return False
+
+
+def check_whole() -> None:
+    """Raises where attention would miss the parts of the sequence that other processes have."""
+    if not is_dynamo_compiling() and F.scaled_dot_product_attention is not _known and _cut():
+        raise UnsupportedError(
+            "torch's context_parallel is active: this process has a part of the sequence, and only "
+            "torch.nn.functional.scaled_dot_product_attention knows of the others. Call that function, on a GPU after "
+            "torch.nn.attention.activate_flash_attention_impl('FlashCore'), or use "
+            "flashcore_attn.distributed.ring_attention without context_parallel"
+        )
+
+
 def _watchers() -> list[Callable[[], object]]:
     """Functions that return true where an operator must not be bypassed."""
     names = ("_len_torch_dispatch_stack", "_is_any_autocast_enabled", "_is_tracing")
     watchers: list[Callable[[], object]] = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
-    # Tensors that look plain may carry derivatives of forward mode.
-    watchers.append(lambda: forward_ad._current_level >= 0)
+    # Tensors that look plain may carry derivatives of forward mode, or be a part of a sequence.
+    watchers.append(lambda: forward_ad._current_level >= 0 or (F.scaled_dot_product_attention is not _known and _cut()))
     functorch = getattr(torch._C, "_functorch", None)
     if functorch is not None and hasattr(functorch, "maybe_current_level"):
         watchers.append(functorch.maybe_current_level)
@@ -219,6 +245,7 @@ def _into_given(
     from ._ops import into
 
     check(q, k, v, layout)
+    check_whole()
     _arguments.tensors(out=out)
     if _wants_gradient(q, k, v):
         raise UnsupportedError("out= has no gradient. Leave it out, or call under torch.no_grad()")
@@ -251,6 +278,11 @@ def no_forward_mode() -> UnsupportedError:
     )
 
 
+def no_second_derivative() -> UnsupportedError:
+    """The error of a second derivative."""
+    return UnsupportedError("attention has no second derivative here. Use torch's math backend for it")
+
+
 def dispatch(
     q: Tensor,
     k: Tensor,
@@ -268,6 +300,7 @@ def dispatch(
     from . import _ops  # noqa: F401  (registers the operators)
 
     check(q, k, v, layout)
+    check_whole()
     scale, softcap = _arguments.options(scale, softcap)
     check_gradient(q, k, v)
     q, k, v = cast(q, k, v)

@@ -4,9 +4,9 @@
     flashcore_attn.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fcore")
 
-Padding on either side, caches, grouped heads, sliding windows and softcap are computed as with ``"eager"``, except for
-the queries of padding, whose outputs mean nothing. What the kernels cannot express raises ``UnsupportedError``
-instead of being left out; so does a model that computes attention by itself.
+Padding on either side, packed sequences, caches, grouped heads, sliding windows and softcap are computed as with
+``"eager"``, except for the queries of padding, whose outputs mean nothing. What the kernels cannot express raises
+``UnsupportedError`` instead of being left out; so does a model that computes attention by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ._errors import ContractError, UnsupportedError
+from ._flash import flash_attn_varlen_func
 from ._fused_mask import FusedMask, Pattern, seen_of
 from ._ops import recognise
 from ._sdpa import masked
@@ -137,6 +138,8 @@ def _under(
     if not isinstance(seen, Pattern):
         # A mask that was made by hand or changed, or that is only known when a compiled graph runs.
         return masked(query, key, value, (mask if seen is None else seen)[..., : key.size(2)], scaling, softcap)
+    if seen.sequences is not None:
+        return _packed(query, key, value, seen, scaling, softcap)
     name = seen.mask
     if is_causal is False and seen == _CAUSAL and query.size(2) == key.size(2):
         # is_causal=False with a purely causal mask turns causality off, as with "sdpa".
@@ -145,6 +148,19 @@ def _under(
         query, key, value, name, seen.left, seen.right, seen.key_starts, seen.key_ends, scaling, softcap
     )  # fmt: skip
     return o
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, seen: Pattern, scaling: float | None, softcap: float) -> Tensor:
+    """Attention of packed sequences, whose tokens lie one behind the other through all batch entries."""
+    ends = seen.sequences
+    assert ends is not None
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    left, right = (-1 if side is None else side for side in (seen.left, seen.right))
+    o = flash_attn_varlen_func(
+        q, k, v, ends, ends, None, None, softmax_scale=scaling, causal=seen.mask == "causal",
+        window_size=(left, right), softcap=softcap,
+    )  # fmt: skip
+    return o.view(query.size(0), query.size(2), *o.shape[1:]).transpose(1, 2)
 
 
 #: The pattern of ``is_causal`` alone.
@@ -180,7 +196,7 @@ def attention_mask(
     function = causal_mask_function if mask_function is None else mask_function
     shape, device = (batch_size, 1, q_length, kv_length), torch.device(device)
 
-    def as_sdpa(padding: Tensor | None) -> Tensor | None:
+    def as_sdpa(padding: Tensor | None, function: Callable[..., Any] = function) -> Tensor | None:
         where: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "device": device, "dtype": dtype}
         mask: Tensor | None = sdpa_mask(
             batch_size, q_length, kv_length, mask_function=function, attention_mask=padding, **where, **options
@@ -203,6 +219,11 @@ def attention_mask(
         )
 
     offset, fixed_cache = int(q_offset) - kv_offset, isinstance(q_offset, Tensor)
+    of_one, numbers = _unpacked(function)
+    if numbers is not None and attention_mask is None and offset == 0 and q_length == kv_length:
+        pattern = _in_sequences(of_one, numbers.expand(batch_size, q_length), as_sdpa)
+        if pattern is not None:
+            return fused(pattern)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
     spans = _spans(padding, batch_size, kv_length)
@@ -269,6 +290,47 @@ class _Numbers(NamedTuple):
         if all(end >= all_keys for end in self.ends) and (self.top_left or not fixed_cache):
             return Pattern(name, left, right)
         return Pattern(name, left, right, None, torch.tensor(self.ends, dtype=torch.int32).to(device))
+
+
+def _unpacked(function: Callable[..., Any]) -> tuple[Callable[..., Any], Tensor | None]:
+    """What a mask function says of one sequence, and the number of the sequence of each token, (batch, length), where
+    transformers has found that several are packed."""
+    parts = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
+    if len(parts) == 2 and "packed_sequence_mask_function." in getattr(parts[1], "__qualname__", ""):
+        numbers = inspect.getclosurevars(parts[1]).nonlocals.get("packed_sequence_mask")
+        if isinstance(numbers, Tensor):
+            return parts[0], numbers
+    return function, None
+
+
+def _in_sequences(
+    function: Callable[..., Any], numbers: Tensor, as_sdpa: Callable[[Tensor | None, Callable[..., Any]], Tensor | None]
+) -> Pattern | None:
+    """The pattern of packed sequences under a causal mask or a window."""
+    from transformers.masking_utils import causal_mask_function
+
+    batch, length = numbers.shape
+    left: int | None = None
+    right: int | None = 0
+    if function is not causal_mask_function:
+        mask = as_sdpa(None, function)
+        if mask is None:
+            return None
+        try:
+            found = _Numbers.recognised(mask[:1], 1, length)
+        except UnsupportedError:
+            return None
+        if found.starts != [0] or found.ends != [length]:
+            return None
+        left, right = found.left, found.right
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    # One blocking copy to the host per pass; calls read the ends there.
+    starts = begins.flatten().nonzero().flatten().cpu()
+    ends = torch.cat([starts, starts.new_tensor([batch * length])])
+    if (left, right) == (None, 0):
+        return Pattern("causal", sequences=ends)
+    return Pattern("window", left, right, sequences=ends)
 
 
 def _spans(padding: Tensor | None, batch: int, kv_length: int) -> tuple[list[int], list[int]] | None:

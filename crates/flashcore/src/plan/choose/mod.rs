@@ -31,6 +31,10 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
                 Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, stages: 3, pingpong: true })
             })
             .collect(),
+        Kernel::Sm90BwdWide => [3, 2]
+            .map(|stages| hopper::bwd::wide::Schedule { stages, pingpong: true, piecewise: false })
+            .map(Schedule::Sm90BwdWide)
+            .into(),
         Kernel::Sm80Decode => sm80::decoding(spec).map(Schedule::Sm80Decode).into(),
         Kernel::Sm90Fwd => sm90::schedules(spec).into_iter().map(Schedule::Sm90Fwd).collect(),
         Kernel::Sm80Bwd => {
@@ -85,6 +89,7 @@ pub(super) fn gradients(
         Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, .. }) => {
             Ok(vec![schedule, Schedule::Sm90BwdFinish(hopper::bwd::finish::Schedule { block_m })])
         }
+        Schedule::Sm90BwdWide(_) => Ok(vec![schedule]),
         Schedule::Sm80Bwd(given) => sm80_gradients(problem, spec, given, hardware),
         _ => Err(computes_nothing(schedule.kernel(), Pass::Backward)),
     }
@@ -109,27 +114,30 @@ fn sm80_gradients(
     Ok(keys.into_iter().chain([of(Of::Queries)?]).collect())
 }
 
-/// The launches that make f8 of a problem's tensors, which are `folded` afterwards.
+/// The launches that make f8 of a problem's tensors, which are `folded` afterwards; and the one behind attention that gives
+/// back to lse what smoothed keys took from it, where both are asked for.
 pub(super) fn quantising(
     problem: &Problem,
     folded: &Problem,
     hardware: &Hardware,
-) -> Result<Vec<Launch>, ScheduleError> {
-    let Some(quantiser) = problem.quantise else { return Ok(Vec::new()) };
+) -> Result<(Vec<Launch>, Option<Launch>), ScheduleError> {
+    let Some(quantiser) = problem.quantise else { return Ok((Vec::new(), None)) };
     let spec = Spec {
         head_dim_v: folded.head_dim_v as u32,
         key_lengths: folded.key_lengths,
         ..Spec::new(element(problem.dtype), folded.head_dim as u32)
     };
     let shapes = workspace::shapes(folded);
-    let launch = |of: quantize::Schedule| {
+    let launch = |of: quantize::Schedule| -> Result<Launch, ScheduleError> {
         let schedule = Schedule::Quantize(of);
         schedule.check(&spec, hardware.target)?;
         let geometry = schedule.geometry(&spec);
         let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
         Ok(Launch { spec, schedule, grid: of.grid(&spec, &shapes), threads, cluster, shared_bytes })
     };
-    quantize::Schedule::all(quantiser.smooths(), quantiser.rotates()).map(launch).collect()
+    let all = quantize::Schedule::all(quantiser.smooths(), quantiser.rotates());
+    let shift = (quantiser.smooths() && problem.lse).then(|| launch(quantize::Schedule::shift()));
+    Ok((all.map(launch).collect::<Result<_, ScheduleError>>()?, shift.transpose()?))
 }
 
 /// What merges the parts of the keys that a schedule leaves, if it does.
@@ -202,6 +210,16 @@ pub(super) fn no_tensor_cores(problem: &Problem, target: Target) -> Option<Strin
     many.then(|| format!("more than {MAX_GRID_YZ} batch entries or heads"))
 }
 
+/// The forward kernel that the choice for a problem comes to.
+pub(super) fn kernel(problem: &Problem, target: Target) -> Kernel {
+    match target {
+        _ if problem.dtype_kv.is_some() => Kernel::Sm80Decode,
+        _ if no_tensor_cores(problem, target).is_some() => Kernel::Scalar,
+        Target::Sm90a => Kernel::Sm90Fwd,
+        _ => Kernel::Sm80Fwd,
+    }
+}
+
 /// The schedule for a problem as the kernels see it, and why.
 pub(super) fn schedule(
     problem: &Problem,
@@ -244,6 +262,12 @@ fn backward(
         && let Ok(schedule) = default_schedule(Kernel::Sm90Bwd, spec, hardware.target)
     {
         return Ok((schedule, "all gradients from one kernel, whose blocks add to dQ in turn".into()));
+    }
+    if hardware.target == Target::Sm90a
+        && let Ok(schedule) = default_schedule(Kernel::Sm90BwdWide, spec, hardware.target)
+    {
+        let why = "blocks of queries and blocks of keys: dK and dV of 128 keys do not fit the registers";
+        return Ok((schedule, why.into()));
     }
     let each = |of| sm80::choose_gradients(problem, spec, of, hardware);
     let together = "the keys' and the values' gradients from one kernel, the queries' from another";

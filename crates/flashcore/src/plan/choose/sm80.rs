@@ -68,7 +68,7 @@ pub(super) fn decode(
     let fits = |it: &decode::Schedule| Schedule::Sm80Decode(*it).check(spec, hardware.target).is_ok();
     let all = decoding(spec);
     let one = all.into_iter().find(fits).unwrap_or(all[0]);
-    let tiles = problem.batch * problem.heads_q;
+    let tiles = problem.batch * problem.heads_q * problem.len_q.div_ceil(decode::ROWS as usize);
     // A part has at least a step for each of its warps. Parts are merged on Hopper alone.
     let most = problem.len_k.div_ceil((one.keys * one.warps) as usize).max(1);
     let parts = (hardware.sms as usize / tiles.max(1)).clamp(1, most);
@@ -77,8 +77,8 @@ pub(super) fn decode(
     schedule.check(spec, hardware.target)?;
     let sms = hardware.sms;
     let why = match parts {
-        1 => format!("{tiles} heads of up to {} rows, one block each, on {sms} SMs", decode::ROWS),
-        _ => format!("{tiles} heads on {sms} SMs: {parts} blocks share the keys of each"),
+        1 => format!("{tiles} tiles of up to {} rows, one block each, on {sms} SMs", decode::ROWS),
+        _ => format!("{tiles} tiles on {sms} SMs: {parts} blocks share the keys of each"),
     };
     Ok((schedule, why))
 }

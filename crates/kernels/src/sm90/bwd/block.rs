@@ -1,6 +1,6 @@
 //! Which key tile a block has, and which query tiles see it.
 
-use flashcore_ptx::{B32, KernelBuilder, Pred, Reg};
+use flashcore_ptx::{B32, GlobalPtr, KernelBuilder, KernelParams, ParamHandle, Pred, Reg};
 
 use super::{BwdParams, KEYS, Schedule};
 use crate::{Spec, parts::work::Band};
@@ -21,13 +21,21 @@ pub(super) struct Block {
     pub any: Reg<Pred>,
 }
 
-/// One role's position in the walk over a block's query tiles.
+/// The query tiles that see some keys.
+pub(super) struct Seen {
+    pub first: Reg<B32>,
+    pub last: Reg<B32>,
+    /// Whether there are any.
+    pub any: Reg<Pred>,
+}
+
+/// One role's position in the walk over a block's tiles.
 pub(super) struct Steps {
     first: Reg<B32>,
     last: Reg<B32>,
-    /// The query head.
+    /// The head whose tiles these are.
     pub head: Reg<B32>,
-    /// The query tile.
+    /// The tile.
     pub at: Reg<B32>,
     /// Steps left, this one among them.
     pub left: Reg<B32>,
@@ -41,66 +49,26 @@ impl Block {
         k.section("block: which keys of which head");
         let (units, section) = (k.param(BwdParams::units), k.param(BwdParams::section));
         let (tiles, heads_kv) = (k.param(BwdParams::k_tiles), k.param(BwdParams::heads_kv));
-        let remainder = |k: &mut KernelBuilder, n: Reg<B32>, quotient: Reg<B32>, by: Reg<B32>| {
-            let whole = k.mul_lo_u32(quotient, by);
-            k.sub_u32(n, whole)
-        };
-        let (item, places) = (k.ctaid_x(), k.mul_lo_u32(section, tiles));
-        let number = k.div_u32(item, places);
-        let inside = remainder(k, item, number, places);
-        let before = k.mul_lo_u32(number, section);
-        let behind = k.sub_u32(units, before);
-        let heads = k.min_u32(section, behind);
-        let tile = k.div_u32(inside, heads);
-        let unit = remainder(k, inside, tile, heads);
-        let unit = k.add_u32(before, unit);
-        let batch = k.div_u32(unit, heads_kv);
-        let kv_head = remainder(k, unit, batch, heads_kv);
+        let item = k.ctaid_x();
+        let [tile, batch, kv_head] = place(k, item, [units, section, tiles, heads_kv]);
         let len_q = k.param(BwdParams::len_q);
-        let keys = if spec.key_lengths {
-            let lengths = k.param(BwdParams::key_lengths);
-            let own = k.mad_wide_u32(batch, 4u32, lengths);
-            k.ld_global::<B32>(own)
-        } else {
-            k.param(BwdParams::len_k)
-        };
+        let keys = keys_of(k, spec, batch, (BwdParams::len_k, BwdParams::key_lengths));
         let band = Band::new(k, spec, keys, len_q, [BwdParams::left, BwdParams::right]);
         let first_key = k.mul_lo_u32(tile, KEYS);
 
-        k.comment("the query tiles that see these keys");
-        let some = k.setp_lt_s32(first_key, keys);
-        let last_key = k.add_s32(first_key, KEYS as i32 - 1);
-        let first_row = band.key_begin(k, first_key).unwrap_or_else(|| k.mov_b32(0));
-        let final_row = k.sub_s32(len_q, 1);
-        let last_row = match band.key_end(k, last_key) {
-            Some(end) => {
-                let last = k.sub_s32(end, 1);
-                k.min_s32(last, final_row)
-            }
-            None => final_row,
-        };
-        let in_order = k.setp_le_s32(first_row, last_row);
-        let any = k.and_pred(some, in_order);
-        let first_row = k.max_s32(first_row, 0);
-        let exists = k.setp_ge_s32(last_row, 0);
-        let any = k.and_pred(any, exists);
-        let (first, last) = (k.div_u32(first_row, schedule.block_m), k.div_u32(last_row, schedule.block_m));
+        let Seen { first, last, any } = Seen::of(k, &band, [first_key, len_q], [KEYS, schedule.block_m]);
         Self { batch, kv_head, tile, first_key, len_q, band, first, last, any }
     }
 
     /// The walk, from its start.
     pub fn steps(&self, k: &mut KernelBuilder, spec: &Spec) -> Steps {
-        let past = k.add_s32(self.last, 1);
-        let count = k.sub_s32(past, self.first);
-        let (head, count) = if spec.grouped {
-            let group = k.param(BwdParams::group);
-            (k.mul_lo_u32(self.kv_head, group), k.mul_lo_u32(count, group))
-        } else {
-            (self.kv_head, count)
-        };
-        let count = k.selp_b32(count, 0u32, self.any);
-        let (head, at, left) = (k.mov_b32(head), k.mov_b32(self.last), k.mov_b32(count));
-        Steps { first: self.first, last: self.last, head, at, left, grouped: spec.grouped }
+        Steps::new(
+            k,
+            spec.grouped.then_some(BwdParams::group),
+            self.kv_head,
+            [self.first, self.last],
+            self.any,
+        )
     }
 
     /// How many key tiles before this one see a query tile.
@@ -116,10 +84,100 @@ impl Block {
     }
 }
 
+impl Seen {
+    /// Of the keys of a tile, given the first, among so many queries; `sizes` are those of that tile and of a query tile.
+    pub fn of(
+        k: &mut KernelBuilder,
+        band: &Band,
+        [first_key, len_q]: [Reg<B32>; 2],
+        [keys, rows]: [u32; 2],
+    ) -> Self {
+        k.comment("the query tiles that see these keys");
+        let some = k.setp_lt_s32(first_key, band.keys);
+        let last_key = k.add_s32(first_key, keys as i32 - 1);
+        let first_row = band.key_begin(k, first_key).unwrap_or_else(|| k.mov_b32(0));
+        let final_row = k.sub_s32(len_q, 1);
+        let last_row = match band.key_end(k, last_key) {
+            Some(end) => {
+                let last = k.sub_s32(end, 1);
+                k.min_s32(last, final_row)
+            }
+            None => final_row,
+        };
+        let in_order = k.setp_le_s32(first_row, last_row);
+        let any = k.and_pred(some, in_order);
+        let first_row = k.max_s32(first_row, 0);
+        let exists = k.setp_ge_s32(last_row, 0);
+        let any = k.and_pred(any, exists);
+        Self { first: k.div_u32(first_row, rows), last: k.div_u32(last_row, rows), any }
+    }
+}
+
+/// The tile, batch entry and head of an item. Items come section by section of units, the heads of all batch entries; in a
+/// section, all first tiles, then all second ones.
+pub(super) fn place(
+    k: &mut KernelBuilder,
+    item: Reg<B32>,
+    [units, section, tiles, heads]: [Reg<B32>; 4],
+) -> [Reg<B32>; 3] {
+    let remainder = |k: &mut KernelBuilder, n: Reg<B32>, quotient: Reg<B32>, by: Reg<B32>| {
+        let whole = k.mul_lo_u32(quotient, by);
+        k.sub_u32(n, whole)
+    };
+    let places = k.mul_lo_u32(section, tiles);
+    let number = k.div_u32(item, places);
+    let inside = remainder(k, item, number, places);
+    let before = k.mul_lo_u32(number, section);
+    let behind = k.sub_u32(units, before);
+    let taken = k.min_u32(section, behind);
+    let tile = k.div_u32(inside, taken);
+    let unit = remainder(k, inside, tile, taken);
+    let unit = k.add_u32(before, unit);
+    let batch = k.div_u32(unit, heads);
+    [tile, batch, remainder(k, unit, batch, heads)]
+}
+
+/// The keys of a batch entry.
+pub(super) fn keys_of<P: KernelParams>(
+    k: &mut KernelBuilder,
+    spec: &Spec,
+    batch: Reg<B32>,
+    (len_k, lengths): (ParamHandle<P, u32>, ParamHandle<P, GlobalPtr>),
+) -> Reg<B32> {
+    if !spec.key_lengths {
+        return k.param(len_k);
+    }
+    let lengths = k.param(lengths);
+    let own = k.mad_wide_u32(batch, 4u32, lengths);
+    k.ld_global::<B32>(own)
+}
+
 impl Steps {
-    /// The first row of the query tile.
-    pub fn first_row(&self, k: &mut KernelBuilder, schedule: Schedule) -> Reg<B32> {
-        k.mul_lo_u32(self.at, schedule.block_m)
+    /// Over the tiles from the last to the first. `group`: once for every query head that shares the head.
+    pub fn new<P: KernelParams>(
+        k: &mut KernelBuilder,
+        group: Option<ParamHandle<P, u32>>,
+        head: Reg<B32>,
+        [first, last]: [Reg<B32>; 2],
+        any: Reg<Pred>,
+    ) -> Self {
+        let past = k.add_s32(last, 1);
+        let count = k.sub_s32(past, first);
+        let (start, count) = match group {
+            Some(group) => {
+                let group = k.param(group);
+                (k.mul_lo_u32(head, group), k.mul_lo_u32(count, group))
+            }
+            None => (head, count),
+        };
+        let count = k.selp_b32(count, 0u32, any);
+        let (head, at, left) = (k.mov_b32(start), k.mov_b32(last), k.mov_b32(count));
+        Self { first, last, head, at, left, grouped: group.is_some() }
+    }
+
+    /// The first row of the tile, given the rows of one.
+    pub fn first_row(&self, k: &mut KernelBuilder, rows: u32) -> Reg<B32> {
+        k.mul_lo_u32(self.at, rows)
     }
 
     /// Goes on to the next step.

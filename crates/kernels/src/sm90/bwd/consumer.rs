@@ -9,22 +9,20 @@ use super::{
     ALL, BwdParams, CONSUMERS, DO_STAGES, DQ_EMPTY, DQ_FULL, DS_STAGES, KEYS, Memory, OWN, PITCH, ROWS,
     Schedule, Sizes, TURN, WARPGROUPS,
     block::{Block, Steps},
-    columns, panels, writer,
+    columns, panels,
+    parts::{self, Hidden, STEP, STEPS},
+    writer,
 };
 use crate::{
     Spec,
     parts::{
-        fragment::{Acc, a_operands, matrix_ty},
-        softmax::{NEG_INF, ScoreHandles, SoftmaxParams},
+        fragment::{matrix_ty, pack_into},
+        softmax::{ScoreHandles, SoftmaxParams},
         work::Rows,
     },
     phase::wait_for_launch,
     sm90::{descriptor::Descriptor, ring::Ring, stage},
 };
-
-/// Bytes of a row that one product takes, and the products over a panel.
-const STEP: u32 = 32;
-const STEPS: u32 = PITCH / STEP;
 
 const HANDLES: ScoreHandles<BwdParams> = ScoreHandles {
     exp_scale: BwdParams::exp_scale,
@@ -165,7 +163,7 @@ impl<'a> Consumer<'a> {
                 steps.advance(k);
                 k.comment("dK, and the next scores");
                 k.wgmma_wait(1);
-                self.give_back(k, &self.q_behind);
+                self.q_behind.give_back(k, self.first_lane);
                 self.score(k, block, &steps);
             },
         );
@@ -182,7 +180,7 @@ impl<'a> Consumer<'a> {
 
     /// P and dS of a tile of queries, whose scores are there, and whose dP has been issued.
     fn score(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps) {
-        let first_row = steps.first_row(k, self.schedule);
+        let first_row = steps.first_row(k, self.schedule.block_m);
         let hidden = self.hidden(k, block, first_row);
         let (lse, delta) =
             (self.numbers(k, &self.q, self.sizes.q), self.numbers(k, &self.d_o, self.sizes.d_o));
@@ -193,9 +191,9 @@ impl<'a> Consumer<'a> {
             self.params.score(k, &self.s);
             let probabilities = |k: &mut KernelBuilder| {
                 for (eight, s) in (0..).zip(self.s.chunks_exact(4)) {
-                    let lse = number(k, lse, eight);
+                    let lse = parts::number(k, lse, eight);
                     for (i, &s) in s.iter().enumerate() {
-                        k.set(s, |k| self.probability(k, s, lse[i % 2]));
+                        k.set(s, |k| parts::probability(k, self.params, s, lse[i % 2]));
                     }
                 }
             };
@@ -210,7 +208,7 @@ impl<'a> Consumer<'a> {
             );
             k.wgmma_wait(0);
             for (eight, (s, dp)) in (0..).zip(self.s.chunks_exact(4).zip(self.dp.chunks_exact(4))) {
-                let delta = number(k, delta, eight);
+                let delta = parts::number(k, delta, eight);
                 for (i, (&s, &dp)) in s.iter().zip(dp).enumerate() {
                     k.set(dp, |k| {
                         let difference = k.sub_f32(dp, delta[i % 2]);
@@ -219,8 +217,8 @@ impl<'a> Consumer<'a> {
                 }
             }
         }
-        self.pack(k, &self.s, &self.p);
-        self.pack(k, &self.dp, &self.ds);
+        pack_into(k, self.spec.dtype, &self.s, &self.p);
+        pack_into(k, self.spec.dtype, &self.dp, &self.ds);
     }
 
     /// The products with P and dS, and dQ of the step before; `next`: those that begin the next step are issued on the way.
@@ -240,7 +238,7 @@ impl<'a> Consumer<'a> {
         k.wgmma_commit();
         k.comment("dV");
         k.wgmma_wait(2);
-        self.give_back(k, &self.d_o);
+        self.d_o.give_back(k, self.first_lane);
         if next {
             self.q.advance(k);
             self.start_scores(k);
@@ -256,7 +254,7 @@ impl<'a> Consumer<'a> {
             (true, true) => 3,
         });
         k.if_(later, |k| {
-            self.give_back(k, &self.ds_out);
+            self.ds_out.give_back(k, self.first_lane);
             self.stage_dq(k);
         });
         if next && !self.schedule.is_roomy(self.spec) {
@@ -313,24 +311,13 @@ impl<'a> Consumer<'a> {
 
     /// A product of this warpgroup's rows of a key tile with all rows of a query tile.
     fn times_rows(&self, k: &mut KernelBuilder, to: &[Reg<F32>], a: Reg<B32>, b: Reg<B32>, head_dim: u32) {
-        let (a, b) = (Descriptor::new(k, a, 16), Descriptor::new(k, b, 16));
-        let spec = Wgmma::new(self.schedule.block_m as u16, matrix_ty(self.spec.dtype));
-        for step in 0..head_dim.div_ceil(16) {
-            let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
-            let a = a.at(k, panel * self.sizes.k_panel + inside);
-            let b = b.at(k, panel * self.sizes.q_panel + inside);
-            k.wgmma_ss(spec, to, a, b, step > 0);
-        }
+        let panels = [self.sizes.k_panel, self.sizes.q_panel];
+        parts::times_rows(k, self.spec.dtype, to, [a, b], panels, head_dim, |_, _| {});
     }
 
     /// Adds the product of Pᵀ or dSᵀ with a query tile.
     fn add(&self, k: &mut KernelBuilder, to: &[Reg<F32>], a: &[[Reg<B32>; 4]], tile: Reg<B32>) {
-        let tile = Descriptor::new(k, tile, self.sizes.q_panel);
-        let spec = Wgmma::new(2 * to.len() as u16, matrix_ty(self.spec.dtype));
-        for (step, &a) in (0..).zip(a) {
-            let b = tile.at(k, step * 16 * PITCH);
-            k.wgmma_rs(Wgmma { trans_b: true, ..spec }, to, a, b, true);
-        }
+        parts::add(k, self.spec.dtype, to, a, tile, self.sizes.q_panel);
     }
 
     /// Issues this warpgroup's part of dQ = dS K, once all of dS is there.
@@ -365,13 +352,6 @@ impl<'a> Consumer<'a> {
         k.add_u32(at, behind)
     }
 
-    /// The probability of a score: 2^(score · scale − lse).
-    fn probability(&self, k: &mut KernelBuilder, score: Reg<F32>, lse: Reg<F32>) -> Reg<F32> {
-        let offset = k.neg_f32(lse);
-        let exponent = k.fma_f32(score, self.params.exp_scale(), offset);
-        k.ex2_approx_ftz_f32(exponent)
-    }
-
     /// P and dS under a softcap, a few at a time: dS has the derivative of the tanh as a factor.
     fn capped(&self, k: &mut KernelBuilder, hidden: &Hidden, lse: Reg<B32>, delta: Reg<B32>) {
         let inverse = self.spec.scaled_scores.then(|| {
@@ -387,9 +367,9 @@ impl<'a> Consumer<'a> {
                 derivatives.push(k.fma_f32(negative, tanh, 1.0));
             }
             k.if_(hidden.any, |k| hidden.hide(k, scores, 4 * eight as usize));
-            let (lse, delta) = (number(k, lse, eight), number(k, delta, eight));
+            let (lse, delta) = (parts::number(k, lse, eight), parts::number(k, delta, eight));
             for (i, ((&score, &dp), derivative)) in scores.iter().zip(dps).zip(derivatives).enumerate() {
-                k.set(score, |k| self.probability(k, score, lse[i % 2]));
+                k.set(score, |k| parts::probability(k, self.params, score, lse[i % 2]));
                 let weight = k.mul_f32(score, derivative);
                 k.set(dp, |k| {
                     let difference = k.sub_f32(dp, delta[i % 2]);
@@ -402,38 +382,9 @@ impl<'a> Consumer<'a> {
     /// What of a query tile this warpgroup's keys are hidden from.
     fn hidden(&self, k: &mut KernelBuilder, block: &Block, first_row: Reg<B32>) -> Hidden {
         let rows = Rows { batch: block.batch, head: block.kv_head, len_q: block.len_q, first_row };
-        let range = block.band.key_range(k, &rows, self.schedule.block_m);
-        let first_key = k.mad_lo_u32(self.group, ROWS, block.first_key);
-        let end = k.add_s32(first_key, ROWS as i32);
-        let mut any = k.setp_lt_s32(range.full_end, end);
-        if self.spec.left {
-            let before = k.setp_gt_s32(range.full_begin, first_key);
-            any = k.or_pred(any, before);
-        }
-        let origin = k.add_s32(first_row, self.column);
-        let bounds = [0, 8].map(|lower| {
-            let key = k.add_s32(block.first_key, self.row);
-            let key = k.add_s32(key, lower);
-            let exists = k.setp_lt_s32(key, block.band.keys);
-            let first = match block.band.key_begin(k, key) {
-                Some(row) => k.sub_s32(row, origin),
-                None => k.mov_b32(0),
-            };
-            let first = k.selp_b32(first, i32::MAX as u32, exists);
-            let end = block.band.key_end(k, key).map(|row| k.sub_s32(row, origin));
-            (first, end)
-        });
-        Hidden { any, bounds }
-    }
-
-    /// Rounds accumulators to A operands.
-    fn pack(&self, k: &mut KernelBuilder, from: &[Reg<F32>], to: &[[Reg<B32>; 4]]) {
-        let from: Vec<Acc> = from.chunks_exact(4).map(|quad| [quad[0], quad[1], quad[2], quad[3]]).collect();
-        for (to, packed) in to.iter().zip(a_operands(k, self.spec.dtype, &from)) {
-            for (&to, packed) in to.iter().zip(packed) {
-                k.set(to, |k| k.mov_b32(packed));
-            }
-        }
+        let first_key = |k: &mut KernelBuilder| k.mad_lo_u32(self.group, ROWS, block.first_key);
+        let own = [block.first_key, self.row, self.column];
+        Hidden::of(k, self.spec, &block.band, &rows, self.schedule.block_m, first_key, own)
     }
 
     /// Writes dS to shared memory: a row per query, a panel per warpgroup.
@@ -480,46 +431,18 @@ impl<'a> Consumer<'a> {
         k.set(self.dq_parity, |k| k.xor_b32(self.dq_parity, 1u32));
     }
 
-    /// Says that this warp is done with a slot, and goes on to the next.
-    fn give_back(&self, k: &mut KernelBuilder, ring: &Ring) {
-        let free = ring.free(k);
-        k.when(self.first_lane, |k| k.mbarrier_arrive(free));
-        ring.advance(k);
-    }
-
-    /// Rows after the last key do not belong to this batch entry. Their probabilities are 0, but 0 · NaN is NaN, so they are
-    /// overwritten with zeros.
     fn clear(&self, k: &mut KernelBuilder, block: &Block) {
         let left = k.sub_s32(block.band.keys, block.first_key);
-        let some = k.setp_lt_s32(left, KEYS as i32);
-        k.if_(some, |k| {
-            k.comment("zeros behind the last key");
-            let zero = k.mov_f32(0.0);
-            // Each thread clears 16 bytes of a row; rows do not mix in the swizzle.
-            let tid = k.tid_x();
-            let chunk = k.and_b32(tid, 7u32);
-            let row = k.shr_u32(tid, 3u32);
-            let row = k.add_u32(row, left);
-            let row = k.mov_b32(row);
-            k.while_(
-                |k| k.setp_lt_s32(row, KEYS as i32),
-                |k, _| {
-                    for (tile, dim) in
-                        [(self.memory.k, self.spec.head_dim), (self.memory.v, self.spec.head_dim_v)]
-                    {
-                        let tile = k.shared_addr(tile);
-                        let at = k.mad_lo_u32(row, PITCH, tile);
-                        let at = k.mad_lo_u32(chunk, 16u32, at);
-                        for panel in 0..panels(dim, self.spec.dtype) {
-                            k.st_shared_vec(at.at((panel * self.sizes.k_panel) as i32), [zero; 4]);
-                        }
-                    }
-                    k.set(row, |k| k.add_u32(row, CONSUMERS / 8));
-                },
-            );
-            k.fence_proxy_async(ProxySpace::Shared);
-            k.bar_sync(ALL, CONSUMERS);
-        });
+        let count = |head_dim| panels(head_dim, self.spec.dtype);
+        parts::clear(
+            k,
+            left,
+            KEYS,
+            &[
+                (&|k| k.shared_addr(self.memory.k), count(self.spec.head_dim), self.sizes.k_panel),
+                (&|k| k.shared_addr(self.memory.v), count(self.spec.head_dim_v), self.sizes.k_panel),
+            ],
+        );
     }
 
     /// Rounds a gradient and writes it over this warpgroup's rows of a key tile.
@@ -544,35 +467,6 @@ impl<'a> Consumer<'a> {
             let column = Operand::from(panel * columns(self.spec.dtype));
             let at = [column, first_key.into(), block.kv_head.into(), block.batch.into()];
             k.tensor_store(map, &at, rows.at((panel * self.sizes.k_panel) as i32), BulkHint::new());
-        }
-    }
-}
-
-/// The numbers of this thread's two queries of eight.
-fn number(k: &mut KernelBuilder, numbers: Reg<B32>, eight: i32) -> [Reg<F32>; 2] {
-    k.ld_shared_vec(numbers.at(32 * eight))
-}
-
-/// Which queries of a tile do not see a thread's keys.
-struct Hidden {
-    /// Whether a query of the tile does not see a key of the warpgroup.
-    any: Reg<Pred>,
-    /// The first query that sees the upper and the lower key, and one past the last, from this thread's first query on.
-    bounds: [(Reg<B32>, Option<Reg<B32>>); 2],
-}
-
-impl Hidden {
-    /// Hides scores, given the number of the first.
-    fn hide(&self, k: &mut KernelBuilder, scores: &[Reg<F32>], first: usize) {
-        for (i, &score) in (first..).zip(scores) {
-            let (begin, end) = self.bounds[i % 4 / 2];
-            let column = (8 * (i / 4) + i % 2) as i32;
-            let seen = k.setp_le_s32(begin, column);
-            k.set(score, |k| k.selp_f32(score, NEG_INF, seen));
-            if let Some(end) = end {
-                let seen = k.setp_gt_s32(end, column);
-                k.set(score, |k| k.selp_f32(score, NEG_INF, seen));
-            }
         }
     }
 }

@@ -16,7 +16,9 @@ mod block;
 mod consumer;
 pub mod finish;
 mod params;
+mod parts;
 mod producer;
+pub mod wide;
 mod writer;
 
 use flashcore_ptx::{GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};

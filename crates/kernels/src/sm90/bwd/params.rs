@@ -72,7 +72,7 @@ kernel_params! {
 }
 
 /// Bytes of L2 that the query side of a section may take: most of the 50 MB that a Hopper has.
-const SECTION_BYTES: u64 = 40 << 20;
+pub(super) const SECTION_BYTES: u64 = 40 << 20;
 
 /// The fewest columns of the key heads of a section under a mask, where blocks have different lengths: the fewer blocks of
 /// one head there are at a time, the less they wait for each other.

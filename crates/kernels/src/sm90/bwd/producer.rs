@@ -8,6 +8,7 @@ use super::{
     BwdParams, DO_STAGES, Memory, Schedule, Sizes,
     block::{Block, Steps},
     columns, panels,
+    parts::numbers_at,
 };
 use crate::{Spec, phase::wait_for_launch, sm90::ring::Ring};
 
@@ -88,17 +89,14 @@ impl<'a> Producer<'a> {
         k.comment("a tile of the query side, once its slot is free");
         let ring = &self.ring;
         ring.wait_free(k);
-        let (slot, filled, first_row) = (ring.address(k), ring.filled(k), steps.first_row(k, self.schedule));
+        let (slot, filled, first_row) =
+            (ring.address(k), ring.filled(k), steps.first_row(k, self.schedule.block_m));
         let numbers_bytes = self.schedule.block_m * 4;
         k.mbarrier_arrive_expect_tx(filled, self.bytes + numbers_bytes);
         let at = [first_row, steps.head, block.batch];
         self.copy(k, self.map, L2Evict::Last, self.sizes.q_panel, slot, filled, at);
-        let numbers = k.param(self.numbers);
-        let (to_batch, to_head) = (k.param(BwdParams::row_batch), k.param(BwdParams::row_head));
-        let (batch, head) = (k.cvt_u64_u32(block.batch), k.cvt_u64_u32(steps.head));
-        let numbers = k.mad_lo_u64(batch, to_batch, numbers);
-        let numbers = k.mad_lo_u64(head, to_head, numbers);
-        let numbers = k.mad_wide_u32(first_row, 4u32, numbers);
+        let strides = [BwdParams::row_batch, BwdParams::row_head];
+        let numbers = numbers_at(k, self.numbers, strides, [block.batch, steps.head, first_row]);
         k.bulk_load(slot.at(self.bytes as i32), numbers, numbers_bytes, filled, BulkHint::new());
         ring.advance(k);
     }

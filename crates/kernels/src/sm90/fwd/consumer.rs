@@ -3,16 +3,19 @@
 use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Pred, ProxySpace, Reg, Scope, Wgmma};
 
 use super::{
-    Memory, PITCH, ROWS, Schedule, Sizes, Turned, columns, gather, merge, packed, panels, partial,
+    Memory, PITCH, ROWS, Schedule, Sizes, Turned,
+    aside::Aside,
+    columns, gather, merge, packed, panels, partial,
     softmax::{self, RowState, Softmax},
     tiles::{Keys, Tile, each_tile},
 };
 use crate::{
     Phase, Spec,
     parts::{
-        fragment::{Acc, a_operands, matrix_ty},
+        fragment::{matrix_ty, pack_into},
         params::DescaleParams,
         softmax::{ScoreHandles, SoftmaxParams},
+        work::{QueryRows, first_query_head},
     },
     phase::wait_for_launch,
     sm90::{Sm90Params, descriptor::Descriptor, ring::Ring, stage},
@@ -55,8 +58,14 @@ pub(super) struct Consumer<'a> {
     scores: Vec<Reg<F32>>,
     p: Vec<[Reg<B32>; 4]>,
     pub o: Vec<Reg<F32>>,
+    /// The queries as operands, where they are kept in registers.
+    q_regs: Vec<[Reg<B32>; 4]>,
     /// The sums over one key tile, of some columns of the output, where they are flushed.
     apart: Vec<Reg<F32>>,
+    /// What the output of each row is to be multiplied by before those are added to it.
+    owed_factors: Vec<Reg<F32>>,
+    /// The sums over key tiles before, where they are put aside.
+    aside: Option<Aside>,
     /// Whether the output already holds something that the next product adds to.
     more: Reg<Pred>,
     /// The warpgroup.
@@ -91,6 +100,7 @@ impl<'a> Consumer<'a> {
         let t = k.and_b32(lane, 3u32);
         let params = SoftmaxParams::read_from(k, spec, &HANDLES);
         let softmax = Softmax::new(k, params, schedule.lazy, spec.dtype, schedule.poly);
+        let q_operands = if schedule.q_regs { spec.head_dim.div_ceil(depth(spec)) } else { 0 };
         let zeros = |k: &mut KernelBuilder, count: u32| (0..count).map(|_| k.mov_f32(0.0)).collect();
         let tiles = |k: &mut KernelBuilder, slots, bytes, bars| {
             let ring = Ring::consumer(k, slots, bytes, bars, stages);
@@ -112,7 +122,10 @@ impl<'a> Consumer<'a> {
             scores: zeros(k, block_n / 2),
             p: (0..block_n / depth(spec)).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
             o: zeros(k, spec.head_dim_v / 2),
+            q_regs: (0..q_operands).map(|_| std::array::from_fn(|_| k.mov_b32(0u32))).collect(),
             apart: zeros(k, schedule.flushed_columns(spec).unwrap_or(0) / 2),
+            owed_factors: zeros(k, if schedule.flushed_columns(spec).is_some() { 2 } else { 0 }),
+            aside: (schedule.aside_bytes(spec) > 0).then(|| Aside::new(k, schedule, spec, group, thread)),
             more: k.mov_pred(false),
             group,
             thread,
@@ -137,7 +150,9 @@ impl<'a> Consumer<'a> {
         match self.memory.told {
             None => each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed)),
             Some(told) => {
-                packed::each_told(k, self.spec, told, &self.q, |k, tile| self.tile(k, tile, owed));
+                packed::each_told(k, self.schedule, self.spec, told, &self.q, |k, tile| {
+                    self.tile(k, tile, owed);
+                });
             }
         }
         if self.schedule.persistent {
@@ -167,6 +182,9 @@ impl<'a> Consumer<'a> {
         }
         self.softmax.reset(k);
         k.set(self.more, |k| k.mov_pred(false));
+        if let Some(aside) = &self.aside {
+            aside.reset(k);
+        }
         Phase::QWait.begin_tile(k, tile.rows.first_row);
         self.q.wait_filled(k);
         Phase::Tile.begin(k);
@@ -290,6 +308,8 @@ impl<'a> Consumer<'a> {
     /// The walk over the key tiles.
     fn walk(&self, k: &mut KernelBuilder, tile: &Tile, block: &Keys, keys: &Keys, owed: Reg<B32>) {
         let Schedule { block_n, .. } = self.schedule;
+        // Of a tile without keys there are no queries in shared memory.
+        self.load_queries(k);
         let at = k.mov_b32(if self.schedule.together { keys.last } else { block.last });
         if self.spec.right && self.has_own_rows() {
             let after = k.add_s32(keys.last, 1);
@@ -311,6 +331,7 @@ impl<'a> Consumer<'a> {
         self.give_back_queries(k, owed);
         if !self.apart.is_empty() {
             self.clear_output(k);
+            self.owe(k, None);
         }
         Phase::QkWait.begin_tile(k, at);
         k.wgmma_wait(0);
@@ -335,7 +356,22 @@ impl<'a> Consumer<'a> {
         self.tiles_down_to(k, tile, at, after_full, true);
         k.section("walk: tiles that every row sees");
         let stop = first_full.map_or(keys.first, |first_full| k.max_s32(first_full, keys.first));
-        self.tiles_down_to(k, tile, at, stop, false);
+        match &self.aside {
+            None => self.tiles_down_to(k, tile, at, stop, false),
+            Some(aside) => k.while_(
+                |k| k.setp_ge_s32(at, stop),
+                |k, _| {
+                    let pause = k.sub_s32(at, self.schedule.flush - 1);
+                    let pause = k.max_s32(pause, stop);
+                    self.tiles_down_to(k, tile, at, pause, false);
+                    let goes_on = k.setp_ge_s32(at, stop);
+                    k.if_(goes_on, |k| {
+                        aside.put(k, &self.softmax, &self.o);
+                        k.set(self.more, |k| k.mov_pred(false));
+                    });
+                },
+            ),
+        }
         if self.spec.left {
             k.section("walk: masked tiles at the window's start");
             self.tiles_down_to(k, tile, at, keys.first, true);
@@ -351,6 +387,9 @@ impl<'a> Consumer<'a> {
         k.wgmma_wait(0);
         self.flush_last(k);
         self.give_back(k, &self.v);
+        if let Some(aside) = &self.aside {
+            aside.take_back(k, &self.softmax, &self.o);
+        }
         if self.spec.left && self.has_own_rows() {
             self.pass_down_to(k, at, block.first);
         }
@@ -428,15 +467,51 @@ impl<'a> Consumer<'a> {
         if masked {
             self.mask(k, tile, at);
         }
-        self.softmax.step(k, &self.scores, masked, &self.o, &|k| {
+        self.softmax.step(k, &self.scores, masked, &|k, factors| {
             Phase::PvWait.begin_after(k, at, before);
             k.wgmma_wait(0);
             Phase::Rescale.begin_tile(k, at);
             self.give_back(k, &self.v);
             self.flush_last(k);
             self.pack(k);
+            self.rescale(k, factors);
         });
         k.set(self.more, |k| k.mov_pred(true));
+    }
+
+    /// Multiplies the output by these factors, now or, where sums are flushed, when the next ones are added to it.
+    fn rescale(&self, k: &mut KernelBuilder, factors: Option<[Reg<F32>; 2]>) {
+        if !self.apart.is_empty() {
+            return self.owe(k, factors);
+        }
+        for (half, factor) in factors.into_iter().flatten().enumerate() {
+            for o in softmax::row_elements(&self.o, half) {
+                k.set(o, |k| k.mul_f32(o, factor));
+            }
+        }
+    }
+
+    /// Remembers what the output is to be multiplied by: 1 where nothing is given.
+    fn owe(&self, k: &mut KernelBuilder, factors: Option<[Reg<F32>; 2]>) {
+        for (half, &owed) in self.owed_factors.iter().enumerate() {
+            k.set(owed, |k| match factors {
+                Some(factors) => k.mov_f32(factors[half]),
+                None => k.mov_f32(1.0),
+            });
+        }
+    }
+
+    /// Takes the queries into registers, if they are kept there.
+    fn load_queries(&self, k: &mut KernelBuilder) {
+        if self.q_regs.is_empty() {
+            return;
+        }
+        let slot = self.q.address(k);
+        let slot = if self.schedule.together { slot } else { k.mad_lo_u32(self.group, ROWS * PITCH, slot) };
+        let loaded = stage::read(k, self.q_regs.len() as u32, self.thread, slot, self.sizes.q_panel);
+        for (kept, loaded) in self.q_regs.iter().flatten().zip(loaded.iter().flatten()) {
+            k.set(*kept, |k| k.mov_b32(*loaded));
+        }
     }
 
     /// S = Q Kᵀ, from the next slots.
@@ -453,7 +528,10 @@ impl<'a> Consumer<'a> {
             let (panel, inside) = (step / STEPS, STEP * (step % STEPS));
             let a = q.at(k, panel * self.sizes.q_panel + inside);
             let b = keys.at(k, panel * self.sizes.kv_panel + inside);
-            k.wgmma_ss(spec, &self.scores, a, b, step > 0);
+            match self.q_regs.get(step as usize) {
+                Some(&a) => k.wgmma_rs(spec, &self.scores, a, b, step > 0),
+                None => k.wgmma_ss(spec, &self.scores, a, b, step > 0),
+            }
         }
     }
 
@@ -485,8 +563,9 @@ impl<'a> Consumer<'a> {
 
     /// Adds one part of the columns to the output.
     fn flush(&self, k: &mut KernelBuilder, part: usize) {
-        for (&o, &apart) in self.o.iter().skip(part * self.apart.len()).zip(&self.apart) {
-            k.set(o, |k| k.add_f32(o, apart));
+        let columns = self.o.iter().skip(part * self.apart.len());
+        for (i, (&o, &apart)) in columns.zip(&self.apart).enumerate() {
+            k.set(o, |k| k.fma_f32(o, self.owed_factors[i % 4 / 2], apart));
         }
     }
 
@@ -558,13 +637,7 @@ impl<'a> Consumer<'a> {
 
     /// The probabilities as operands of the next product.
     fn pack(&self, k: &mut KernelBuilder) {
-        let scores: Vec<Acc> =
-            self.scores.chunks_exact(4).map(|quad| [quad[0], quad[1], quad[2], quad[3]]).collect();
-        for (p, packed) in self.p.iter().zip(a_operands(k, self.spec.dtype, &scores)) {
-            for (&p, packed) in p.iter().zip(packed) {
-                k.set(p, |k| k.mov_b32(packed));
-            }
-        }
+        pack_into(k, self.spec.dtype, &self.scores, &self.p);
     }
 
     /// The problem's row for this thread's upper (0) or lower (1) row.
@@ -622,25 +695,46 @@ impl<'a> Consumer<'a> {
         }
         let base = k.param(Sm90Params::lse);
         let head = [Sm90Params::lse_batch, Sm90Params::lse_head];
-        let base = Self::head_address(k, tile, base, head);
-        let stride = k.param(Sm90Params::lse_row);
+        let base = self.queries_address(k, tile, base, head);
+        let rows = QueryRows::read(k, self.spec, [Sm90Params::lse_row, Sm90Params::lse_head]);
         for half in 0..2 {
             let row = self.problem_row(k, tile, half);
             let RowState { reference, sum, .. } = self.softmax.rows[half as usize];
             let value = self.softmax.params.lse(k, reference, sum, self.softmax.shift);
-            let exists = k.setp_lt_s32(row, tile.rows.len_q);
+            let exists = tile.has_row(k, self.schedule, row);
             let mine = k.and_pred(first, exists);
             let row = tile.row_of_queries(k, row);
-            let row = k.cvt_u64_u32(row);
-            let address = k.mad_lo_u64(row, stride, base);
+            let address = rows.address(k, base, row);
             k.when(mine, |k| k.st_global(address, value));
         }
+    }
+
+    /// The address of this tile's queries in a tensor: of its head, or of the first of its heads.
+    pub fn queries_address(
+        &self,
+        k: &mut KernelBuilder,
+        tile: &Tile,
+        base: Reg<B64>,
+        strides: [flashcore_ptx::ParamHandle<Sm90Params, u64>; 2],
+    ) -> Reg<B64> {
+        let head = first_query_head(k, self.spec, tile.rows.head);
+        Self::address_of(k, tile, head, base, strides)
     }
 
     /// The address of this tile's head in a tensor.
     pub fn head_address(
         k: &mut KernelBuilder,
         tile: &Tile,
+        base: Reg<B64>,
+        strides: [flashcore_ptx::ParamHandle<Sm90Params, u64>; 2],
+    ) -> Reg<B64> {
+        Self::address_of(k, tile, tile.rows.head, base, strides)
+    }
+
+    fn address_of(
+        k: &mut KernelBuilder,
+        tile: &Tile,
+        head: Reg<B32>,
         base: Reg<B64>,
         [batch_stride, head_stride]: [flashcore_ptx::ParamHandle<Sm90Params, u64>; 2],
     ) -> Reg<B64> {
@@ -649,7 +743,7 @@ impl<'a> Consumer<'a> {
             return k.mad_lo_u64(head, head_stride, base);
         }
         let (batch_stride, head_stride) = (k.param(batch_stride), k.param(head_stride));
-        let (batch, head) = (k.cvt_u64_u32(tile.rows.batch), k.cvt_u64_u32(tile.rows.head));
+        let (batch, head) = (k.cvt_u64_u32(tile.rows.batch), k.cvt_u64_u32(head));
         let entry = k.mad_lo_u64(batch, batch_stride, base);
         k.mad_lo_u64(head, head_stride, entry)
     }
@@ -715,7 +809,7 @@ impl<'a> Consumer<'a> {
         k.if_(self.leader, |k| {
             let first_row = k.mad_lo_u32(self.group, ROWS, tile.rows.first_row);
             for panel in 0..panels(self.spec.head_dim_v, out) {
-                let at = tile.place(k, panel * columns(out), first_row);
+                let at = tile.place(k, self.spec, panel * columns(out), first_row);
                 let from = slot.at((panel * self.sizes.q_panel) as i32);
                 k.tensor_store(o_map, &at, from, BulkHint::new());
             }
@@ -735,14 +829,13 @@ impl<'a> Consumer<'a> {
     /// Where this thread's two rows of the output begin, at its first column, and whether they are the problem's.
     pub fn output_rows(&self, k: &mut KernelBuilder, tile: &Tile) -> [(Reg<B64>, Reg<Pred>); 2] {
         let base = k.param(Sm90Params::o);
-        let base = Self::head_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
-        let stride = k.param(Sm90Params::o_row);
+        let base = self.queries_address(k, tile, base, [Sm90Params::o_batch, Sm90Params::o_head]);
+        let rows = QueryRows::read(k, self.spec, [Sm90Params::o_row, Sm90Params::o_head]);
         [0, 1].map(|half| {
             let row = self.problem_row(k, tile, half);
-            let exists = k.setp_lt_s32(row, tile.rows.len_q);
+            let exists = tile.has_row(k, self.schedule, row);
             let row = tile.row_of_queries(k, row);
-            let row = k.cvt_u64_u32(row);
-            let address = k.mad_lo_u64(row, stride, base);
+            let address = rows.address(k, base, row);
             let address = k.mad_wide_u32(self.column, 2u32, address);
             (address, exists)
         })

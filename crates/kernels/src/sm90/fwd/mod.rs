@@ -19,8 +19,9 @@
 //! Of 8-bit floats, `wgmma` takes both tiles only with their rows along the sum. V's rows are along the head dim, so the
 //! warps beside the producer turn each tile around in shared memory. Probabilities are scaled up by 2^8, which uses the
 //! range of e4m3 best; and as the tensor cores add 8-bit products with 14 bits, each key tile is added up apart, and then
-//! to the output in f32.
+//! to the output in f32, or the output of every thousand keys or so is put aside.
 
+mod aside;
 mod consumer;
 mod gather;
 mod merge;
@@ -31,6 +32,8 @@ mod producer;
 mod softmax;
 mod tiles;
 mod turn;
+
+pub(in crate::sm90) use self::softmax::hide;
 
 use flashcore_ptx::{ClusterArrive, GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
@@ -92,9 +95,12 @@ schedule! {
         /// Blocks of a cluster that have neighbouring tiles of queries and the same keys: each copies its part of every key
         /// tile for all of them.
         pub multicast: u32 = 1,
-        /// Whether the products with each value tile are added up apart, and then to the output in f32: more registers,
-        /// and no drift over many keys. For 8-bit floats; the tensor cores add 16-bit ones in f32 anyway.
-        pub flush: bool = true,
+        /// After how many key tiles the sums of the tensor cores are added to others in f32, so that they do not drift over
+        /// many keys: 0 for never; with 1 the products with a value tile are added up in registers of their own, with more
+        /// the output is put aside in global memory. For 8-bit floats; the tensor cores add 16-bit ones in f32 anyway.
+        pub flush: u32 = 1,
+        /// Whether the queries are kept in registers, rather than read from shared memory for every key tile.
+        pub q_regs: bool = false,
     }
 }
 
@@ -141,7 +147,8 @@ struct Turned {
 pub(crate) struct Sizes {
     pub q_panel: u32,
     pub kv_panel: u32,
-    pub q: u32,
+    /// Of a tile of Q, what is copied.
+    pub q_copied: u32,
     pub k: u32,
     pub v: u32,
     /// A slot of Q, where the output is staged too.
@@ -203,8 +210,11 @@ impl Schedule {
                     for &(persistent, pairs, split) in &walks {
                         for &(pingpong, together) in each_other {
                             let softmaxes = [0, 2, 8].into_iter().flat_map(|l| (0..=4).map(move |p| (l, p)));
-                            for (multicast, (lazy, poly)) in alone_or_not(split, together)
-                                .flat_map(|blocks| softmaxes.clone().map(move |it| (blocks, it)))
+                            for (multicast, q_regs, (lazy, poly)) in alone_or_not(split, together)
+                                .flat_map(|blocks| [false, true].map(|q_regs| (blocks, q_regs)))
+                                .flat_map(|(blocks, q_regs)| {
+                                    softmaxes.clone().map(move |it| (blocks, q_regs, it))
+                                })
                             {
                                 grid.push(Schedule {
                                     warpgroups,
@@ -221,7 +231,8 @@ impl Schedule {
                                     together,
                                     parts: 1,
                                     multicast,
-                                    flush: true,
+                                    flush: 1,
+                                    q_regs,
                                 });
                             }
                         }
@@ -249,6 +260,16 @@ impl Schedule {
         self.rows() * self.multicast
     }
 
+    /// Rows per work tile that are taken: those of whole queries.
+    pub fn rows_taken(self, spec: &Spec) -> u32 {
+        self.tile_rows() / spec.rows_per_query * spec.rows_per_query
+    }
+
+    /// Rows of a box of queries: as many whole queries as a block's rows begin.
+    fn box_rows(self, spec: &Spec) -> u32 {
+        self.rows().next_multiple_of(spec.rows_per_query)
+    }
+
     /// Blocks per cluster.
     fn cluster(self) -> u32 {
         self.split * self.multicast
@@ -264,9 +285,10 @@ impl Schedule {
         if self.together { self.warpgroups } else { 1 }
     }
 
-    /// The order in which query tiles are taken. Without a right bound, all are equally long.
+    /// The order in which query tiles are taken. Without a right bound, all are equally long; and nearly so where they
+    /// have few queries.
     pub fn order(self, spec: &Spec) -> Walk {
-        match (spec.right, self.pairs && self.persistent) {
+        match (spec.right && spec.rows_per_query == 1, self.pairs && self.persistent) {
             (false, _) => Walk::Plain,
             (true, true) => Walk::Pairs,
             (true, false) => Walk::Sections,
@@ -312,6 +334,7 @@ impl Schedule {
             (2, 1) if self.multicast > 1 || pages::needs_warp(spec) => Some((40, 232)),
             // One that finds its tiles or pages, too.
             (2, _) if pages::needs_warp(spec) => Some((32, 104)),
+            (4, _) if pages::needs_warp(spec) => Some((32, 112)),
             (2, 1) => Some((24, 240)),
             (2, _) => Some((24, 104)),
             (3, _) => Some((32, 160)),
@@ -338,13 +361,16 @@ impl Schedule {
     }
 
     pub(crate) fn sizes(self, spec: &Spec) -> Sizes {
-        let (q_panel, kv_panel) = (self.rows() * PITCH, self.block_n * PITCH);
+        let box_rows = self.box_rows(spec);
+        // Eight rows are what the swizzle permutes.
+        let (q_panel, kv_panel) = (box_rows.next_multiple_of(8) * PITCH, self.block_n * PITCH);
         let (of_qk, of_v) = (panels(spec.head_dim, spec.dtype), panels(spec.head_dim_v, spec.dtype));
         let (q, o) = (of_qk * q_panel, panels(spec.head_dim_v, spec.out()) * q_panel);
         let (k, v) = (of_qk * kv_panel, of_v * kv_panel);
         let turned_panel = turn::rows(spec) * PITCH;
         let turned = panels(self.block_n, spec.dtype) * turned_panel;
-        Sizes { q_panel, kv_panel, q, k, v, q_slot: q.max(o), turned_panel, turned }
+        let q_copied = of_qk * box_rows * PITCH;
+        Sizes { q_panel, kv_panel, q_copied, k, v, q_slot: q.max(o), turned_panel, turned }
     }
 
     /// Columns of the output whose sums over one key tile are in registers at a time, where they are [flushed](Self::flush)
@@ -355,7 +381,14 @@ impl Schedule {
             [1, 2, 4, 8].into_iter().filter(|parts| all.is_multiple_of(8 * parts)).map(|parts| all / parts)
         };
         let fits = |columns: &u32| self.registers(spec, *columns) <= self.register_limit(spec);
-        (spec.dtype.is_fp8() && self.flush).then(|| parts().find(fits).or(parts().next_back()).unwrap_or(all))
+        (spec.dtype.is_fp8() && self.flush == 1)
+            .then(|| parts().find(fits).or(parts().next_back()).unwrap_or(all))
+    }
+
+    /// Bytes per block of the sums that are put aside in global memory.
+    pub fn aside_bytes(self, spec: &Spec) -> u32 {
+        let one = ROWS * spec.head_dim_v * 4;
+        if spec.dtype.is_fp8() && self.flush > 1 { self.warpgroups * one } else { 0 }
     }
 
     /// About how many registers a consumer's thread needs, given how many columns are added up apart.
@@ -371,7 +404,8 @@ impl Schedule {
             (true, 0) => FP8_OTHER_REGISTERS,
             (true, _) => FLUSHED_OTHER_REGISTERS,
         };
-        self.block_n / 2 + probabilities + spec.head_dim_v / 2 + flushed / 2 + others + cap
+        let queries = if self.q_regs { panels(spec.head_dim, spec.dtype) * PITCH / 8 } else { 0 };
+        self.block_n / 2 + probabilities + queries + spec.head_dim_v / 2 + flushed / 2 + others + cap
     }
 
     fn memory(self, spec: &Spec) -> Memory {
@@ -402,7 +436,7 @@ impl Family for Schedule {
 
     fn geometry(self, spec: &Spec) -> Geometry {
         Geometry {
-            rows: self.tile_rows(),
+            rows: self.rows_taken(spec),
             threads: self.threads(spec),
             shared_bytes: self.memory(spec).layout.bytes(),
             blocks: if spec.packed_q {
@@ -489,6 +523,18 @@ impl Family for Schedule {
                  to 4, together=0, split=1 and parts=1"
                     .into(),
             );
+        }
+        let rows = spec.rows_per_query;
+        if rows > ROWS || rows > 1 && self.tile_rows() > self.rows() {
+            return refuse(format!(
+                "{rows} heads as rows of one tile: possible are up to {ROWS}, with multicast=1"
+            ));
+        }
+        if rows > 1 && self.rows() > ROWS && !ROWS.is_multiple_of(rows) {
+            return refuse(format!(
+                "{rows} heads as rows of several warpgroups: possible are 1, 2, 4 and so on up to {ROWS}; or take warpgroups=1 or \
+                 together=1"
+            ));
         }
         if spec.packed_q && (!self.persistent || self.cluster() > 1 || self.parts > 1 || self.together) {
             return refuse(

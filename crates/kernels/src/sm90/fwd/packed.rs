@@ -53,6 +53,7 @@ pub(super) fn tell_end(k: &mut KernelBuilder, told: Shared, queries: &Ring) {
 /// Runs the body for each tile that the producer tells of.
 pub(super) fn each_told(
     k: &mut KernelBuilder,
+    schedule: Schedule,
     spec: &Spec,
     told: Shared,
     queries: &Ring,
@@ -69,7 +70,8 @@ pub(super) fn each_told(
         let rows = Rows { batch, head, len_q, first_row };
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
         // Whoever copies keys knows where these begin.
-        body(k, &Tile::packed(rows, kv_head, band, Starts { queries: Some(start), keys: None }));
+        let starts = Starts { queries: Some(start), keys: None };
+        body(k, &Tile::packed(schedule.rows(), rows, kv_head, band, starts));
     });
 }
 
@@ -204,7 +206,8 @@ impl Walk {
         let (keys, first_key) = Tile::sequence(k, spec, batch);
         let rows = Rows { batch, head, len_q, first_row: k.mov_b32(self.row) };
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
-        Tile::packed(rows, kv_head(k, spec, head), band, Starts { queries: Some(start), keys: first_key })
+        let starts = Starts { queries: Some(start), keys: first_key };
+        Tile::packed(self.rows, rows, kv_head(k, spec, head), band, starts)
     }
 }
 

@@ -18,7 +18,7 @@ pub(super) fn store(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     let leads = k.setp_eq_u32(of.column, 0u32);
     for half in 0..2 {
         let row = of.problem_row(k, tile, half as u32);
-        let exists = k.setp_lt_s32(row, tile.rows.len_q);
+        let exists = tile.has_row(k, of.schedule, row);
         let row = k.add_u32(row, first);
         let row = k.cvt_u64_u32(row);
         let states = k.mad_lo_u64(row, state_row, state);

@@ -28,6 +28,8 @@ pub(super) struct Producer<'a> {
     told: Option<Shared>,
     pages: Option<Pages>,
     /// Where a warp finds tiles or pages: whether this is the lane that does the rest.
+    lead: Option<Reg<Pred>>,
+    /// The same where the warp is together within a tile, for its pages.
     leads: Option<Reg<Pred>>,
     /// Queries are read once, keys and values by every block of the head.
     once: Reg<B64>,
@@ -69,6 +71,10 @@ impl<'a> Producer<'a> {
         for map in [q_map, k_map, v_map] {
             k.prefetch_tensormap(map);
         }
+        let lead = needs_warp(spec).then(|| {
+            let lane = k.laneid();
+            k.setp_eq_u32(lane, 0u32)
+        });
         Self {
             schedule,
             spec,
@@ -82,10 +88,8 @@ impl<'a> Producer<'a> {
             turned: memory.turned,
             told: memory.told,
             pages: spec.page.map(|page| Pages::new(k, schedule, page)),
-            leads: needs_warp(spec).then(|| {
-                let lane = k.laneid();
-                k.setp_eq_u32(lane, 0u32)
-            }),
+            lead,
+            leads: lead.filter(|_| spec.page.is_some()),
             once: k.create_policy(L2Evict::First),
             // Keys that are cut into parts are so many that they are hardly ever read again.
             again: k.create_policy(if schedule.parts > 1 { L2Evict::First } else { L2Evict::Last }),
@@ -98,22 +102,25 @@ impl<'a> Producer<'a> {
         match self.told {
             None => each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile)),
             Some(told) => {
-                packed::each_found(k, self.schedule, self.spec, |k, tile| self.tile(k, tile));
+                let alone = self.lead.filter(|_| self.pages.is_none());
+                packed::each_found(k, self.schedule, self.spec, |k, tile| {
+                    once(k, alone, |k| self.tile(k, tile));
+                });
                 k.comment("there are no more tiles");
-                self.q.wait_free(k);
-                let filled = self.q.filled(k);
-                once(k, self.leads, |k| {
+                once(k, self.lead, |k| {
+                    self.q.wait_free(k);
                     packed::tell_end(k, told, &self.q);
+                    let filled = self.q.filled(k);
                     k.mbarrier_arrive(filled);
                 });
             }
         }
         if let Some(turned) = self.turned {
             k.comment("there are no more values");
-            self.v.wait_free(k);
-            let (word, filled) = (self.v.word(k, turned.left), self.v.filled(k));
-            let none = k.mov_b32(0u32);
-            once(k, self.leads, |k| {
+            once(k, self.lead, |k| {
+                self.v.wait_free(k);
+                let (word, filled) = (self.v.word(k, turned.left), self.v.filled(k));
+                let none = k.mov_b32(0u32);
                 k.st_shared(word, none);
                 k.mbarrier_arrive(filled);
             });
@@ -129,6 +136,10 @@ impl<'a> Producer<'a> {
         k.section("producer: one tile of queries");
         Phase::SlotWait.begin(k);
         self.q.wait_free(k);
+        if self.leads.is_some() {
+            // Or a lane could miss the phase that it waits for, while the others go on from tile to tile.
+            k.bar_warp_sync();
+        }
         if let Some(told) = self.told {
             once(k, self.leads, |k| packed::tell(k, told, &self.q, tile));
         }
@@ -177,7 +188,7 @@ impl<'a> Producer<'a> {
     }
 
     fn load_q(&self, k: &mut KernelBuilder, tile: &Tile) {
-        let Sizes { q_panel, q, .. } = self.sizes;
+        let Sizes { q_panel, q_copied, .. } = self.sizes;
         let copy = Copy {
             map: self.q_map,
             panels: panels(self.spec.head_dim, self.spec.dtype),
@@ -189,8 +200,8 @@ impl<'a> Producer<'a> {
         };
         Phase::CopyQ.begin(k);
         k.comment("the queries");
-        let [_, row, head, batch] = tile.place(k, 0, tile.rows.first_row);
-        copy.start(k, &self.q, q, Origin::Rows([row, head, batch]));
+        let [_, row, head, batch] = tile.place(k, self.spec, 0, tile.rows.first_row);
+        copy.start(k, &self.q, q_copied, Origin::Rows([row, head, batch]));
     }
 
     fn load_k(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {

@@ -37,7 +37,7 @@ pub(super) struct RowState {
     pub sum: Reg<F32>,
     /// What is added to a scaled score for its exponent.
     offset: Reg<F32>,
-    /// The largest score that needs no new reference.
+    /// The largest score that needs no new reference: the reference itself, unless rescaling is lazy.
     limit: Reg<F32>,
 }
 
@@ -76,8 +76,9 @@ fn slack(k: &mut KernelBuilder, params: &SoftmaxParams, lazy: u32) -> Reg<F32> {
 }
 
 impl RowState {
-    fn new(k: &mut KernelBuilder) -> Self {
-        let [reference, limit] = [0, 1].map(|_| k.mov_f32(NEG_INF));
+    fn new(k: &mut KernelBuilder, lazy: bool) -> Self {
+        let reference = k.mov_f32(NEG_INF);
+        let limit = if lazy { k.mov_f32(NEG_INF) } else { reference };
         let [sum, offset] = [0, 1].map(|_| k.mov_f32(0.0));
         Self { reference, sum, offset, limit }
     }
@@ -136,7 +137,7 @@ impl Softmax {
         poly: u32,
     ) -> Self {
         let slack = (lazy > 0).then(|| slack(k, &params, lazy));
-        let rows = [RowState::new(k), RowState::new(k)];
+        let rows = [0, 1].map(|_| RowState::new(k, lazy > 0));
         Self { params, rows, far: k.mov_pred(false), slack, lazy, shift: shift(lazy, dtype), poly }
     }
 
@@ -170,27 +171,18 @@ impl Softmax {
         self.exactly(k, scores, factors);
     }
 
-    /// A further key tile: the same; `then` follows before the output so far, `o`, is rescaled.
+    /// A further key tile: the same; `then` is given what the output so far is to be multiplied by, if by anything.
     pub fn step(
         &self,
         k: &mut KernelBuilder,
         scores: &[Reg<F32>],
         masked: bool,
-        o: &[Reg<F32>],
-        then: &dyn Fn(&mut KernelBuilder),
+        then: &dyn Fn(&mut KernelBuilder, Option<[Reg<F32>; 2]>),
     ) {
         let maxima = maxima(k, scores);
-        let rescale = |k: &mut KernelBuilder, factors: [Reg<F32>; 2]| {
-            for (half, factor) in factors.into_iter().enumerate() {
-                for o in row_elements(o, half) {
-                    k.set(o, |k| k.mul_f32(o, factor));
-                }
-            }
-        };
         let exactly = |k: &mut KernelBuilder, factors: [Reg<F32>; 2]| {
             self.exactly(k, scores, factors);
-            then(k);
-            rescale(k, factors);
+            then(k, Some(factors));
         };
         if masked {
             // These tiles are few, and one way keeps the code short.
@@ -228,15 +220,14 @@ impl Softmax {
                 usual,
                 |k| {
                     self.each(k, scores, None, &by_polynomial);
-                    then(k);
+                    then(k, None);
                 },
                 |k| {
                     let maxima = maxima.map(|dot| cap.tanh(k, dot));
                     let factors = self.renew(k, maxima);
                     let with = |k: &mut KernelBuilder, exp: Exp<'_>| {
                         self.each(k, scores, Some(factors), exp);
-                        then(k);
-                        rescale(k, factors);
+                        then(k, Some(factors));
                     };
                     k.if_else(
                         small,
@@ -262,14 +253,13 @@ impl Softmax {
                     |k| exactly(k, factors),
                     |k| {
                         self.fused(k, scores, Some(factors));
-                        then(k);
-                        rescale(k, factors);
+                        then(k, Some(factors));
                     },
                 );
             },
             |k| {
                 self.fused(k, scores, None);
-                then(k);
+                then(k, None);
             },
         );
     }
@@ -292,8 +282,10 @@ impl Softmax {
             k.set(offset, |k| k.selp_f32(moved, offset, grown));
             let factor = self.params.exp(k, reference, max);
             k.set(reference, |k| k.selp_f32(max, reference, grown));
-            let above = self.slack.map_or(max, |slack| k.add_f32(max, slack));
-            k.set(limit, |k| k.selp_f32(above, limit, grown));
+            if let Some(slack) = self.slack {
+                let above = k.add_f32(max, slack);
+                k.set(limit, |k| k.selp_f32(above, limit, grown));
+            }
             k.selp_f32(factor, 1.0, grown)
         });
         let far = self.rows.map(|row| row.is_far(k));
@@ -374,7 +366,7 @@ fn largest(
 
 /// Hides from a row the keys that it does not see: those before `begin` and from `end` on, both counted from the
 /// tile's first key and this thread's first column.
-pub(super) fn hide(
+pub(in crate::sm90) fn hide(
     k: &mut KernelBuilder,
     scores: &[Reg<F32>],
     half: usize,

@@ -5,7 +5,7 @@ use flashcore_ptx::{B32, KernelBuilder, Operand, ParamHandle, Pred, Reg};
 use super::{ROWS, Schedule, Walk, packed};
 use crate::{
     Spec,
-    parts::work::{Band, KeyRange, Rows},
+    parts::work::{Band, KeyRange, Rows, first_query_head},
     sm90::{PackedParams, Sm90Params},
 };
 
@@ -14,6 +14,8 @@ pub(super) struct Tile {
     pub rows: Rows,
     /// The first row of the work tile: of all blocks that share key tiles.
     first_row: Reg<B32>,
+    /// Rows of the work tile that are taken.
+    rows_taken: u32,
     pub kv_head: Reg<B32>,
     pub band: Band,
     pub starts: Starts,
@@ -241,8 +243,8 @@ pub(super) fn kv_head(k: &mut KernelBuilder, spec: &Spec, head: Reg<B32>) -> Reg
 
 impl Tile {
     /// A tile of packed queries.
-    pub fn packed(rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
-        Self { rows, first_row: rows.first_row, kv_head, band, starts }
+    pub fn packed(rows_taken: u32, rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
+        Self { rows, first_row: rows.first_row, rows_taken, kv_head, band, starts }
     }
 
     fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec, place: Place) -> Self {
@@ -253,7 +255,7 @@ impl Tile {
         let head = remainder(k, head, batch, heads);
         let kv_head = kv_head(k, spec, head);
         let len_q = k.param(Sm90Params::len_q);
-        let first_row = k.mul_lo_u32(block, schedule.tile_rows());
+        let first_row = k.mul_lo_u32(block, schedule.rows_taken(spec));
         let own_row = if schedule.multicast > 1 {
             let rank = k.cluster_ctarank();
             k.mad_lo_u32(rank, schedule.rows(), first_row)
@@ -263,7 +265,8 @@ impl Tile {
         let rows = Rows { batch, head, len_q, first_row: own_row };
         let (keys, start) = Self::sequence(k, spec, batch);
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
-        Self { rows, first_row, kv_head, band, starts: Starts { queries: None, keys: start } }
+        let starts = Starts { queries: None, keys: start };
+        Self { rows, first_row, rows_taken: schedule.rows_taken(spec), kv_head, band, starts }
     }
 
     /// How many keys a batch entry has, and where these begin, if they are packed.
@@ -282,13 +285,27 @@ impl Tile {
         (keys, start)
     }
 
+    /// Whether a row of this block is one of the problem's, and no other block's.
+    pub fn has_row(&self, k: &mut KernelBuilder, schedule: Schedule, row: Reg<B32>) -> Reg<Pred> {
+        let mut past = self.rows.len_q;
+        if self.rows_taken < schedule.tile_rows() {
+            let end = k.add_u32(self.first_row, self.rows_taken);
+            past = k.min_s32(past, end);
+        }
+        k.setp_lt_s32(row, past)
+    }
+
     /// The coordinates in a tensor of queries of a column and a row of the tile's head.
-    pub fn place(&self, k: &mut KernelBuilder, column: u32, row: Reg<B32>) -> [Operand<B32>; 4] {
-        let head = self.rows.head.into();
+    pub fn place(&self, k: &mut KernelBuilder, spec: &Spec, column: u32, row: Reg<B32>) -> [Operand<B32>; 4] {
+        let Rows { batch, head, .. } = self.rows;
+        if spec.rows_per_query > 1 {
+            let query = k.div_u32(row, spec.rows_per_query);
+            return [column.into(), first_query_head(k, spec, head).into(), query.into(), batch.into()];
+        }
         match self.starts.queries {
-            None => [column.into(), row.into(), head, self.rows.batch.into()],
+            None => [column.into(), row.into(), head.into(), batch.into()],
             // Packed sequences are one batch entry.
-            Some(_) => [column.into(), self.row_of_queries(k, row).into(), head, 0u32.into()],
+            Some(_) => [column.into(), self.row_of_queries(k, row).into(), head.into(), 0u32.into()],
         }
     }
 
@@ -308,7 +325,7 @@ impl Tile {
     /// The key tiles that this block walks over.
     pub fn keys(&self, k: &mut KernelBuilder, schedule: Schedule) -> Keys {
         let rows = Rows { first_row: self.first_row, ..self.rows };
-        let mut keys = self.keys_of(k, schedule, rows, schedule.tile_rows());
+        let mut keys = self.keys_of(k, schedule, rows, self.rows_taken);
         if schedule.split > 1 {
             k.comment("this block's share of the key tiles");
             let rank = k.cluster_ctarank();

@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::screen::{Progress, Tone, say, toned};
-use super::{Exit, Json, percent};
+use super::{EightBits, Exit, Json, percent};
 use crate::bench::cells::{Cell, Matrix, Member};
 use crate::bench::cpu::{self as on_cpu, CpuBench};
 use crate::bench::gpu::{self as on_gpu, Cache, FA3, GpuBench, Ours, PEERS, Regime};
@@ -44,8 +44,10 @@ flashcore compare compares a report with an earlier one; flashcore grid times th
 pub struct Options {
     #[command(flatten)]
     cells: Cells,
+    #[command(flatten)]
+    eight: EightBits,
     /// A set of cells
-    #[arg(long, value_enum, conflicts_with = "Cells")]
+    #[arg(long, value_enum, conflicts_with_all = ["Cells", "EightBits"])]
     matrix: Option<Matrix>,
     #[command(flatten)]
     place: Place,
@@ -99,16 +101,20 @@ pub(super) struct Cells {
 }
 
 impl Cells {
-    fn members(&self) -> Vec<Member> {
+    fn members(&self, eight: EightBits) -> Result<Vec<Member>, String> {
         let mut members = Vec::new();
         for named in &self.shapes {
             let causal = (named.causal || self.causal) && !self.no_causal;
             let mask = if causal { Mask::Causal } else { Mask::None };
             let dtypes = self.dtype.as_ref().map_or(vec![named.dtype], |dtypes| dtypes.0.clone());
-            let cell = |dtype| Cell { name: named.name, shape: named.shape, mask, dtype, pass: self.pass };
-            members.extend(dtypes.into_iter().map(cell).map(Member::of_all));
+            for dtype in dtypes {
+                let types = eight.types(dtype);
+                let cell = Cell { name: named.name, shape: named.shape, mask, types, pass: self.pass };
+                cell.problem().check().map_err(|error| error.to_string())?;
+                members.push(Member::of_all(cell));
+            }
         }
-        members
+        Ok(members)
     }
 }
 
@@ -503,7 +509,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         None if ours == Ours::Planner && !options.sustained && options.cells.pass == Pass::Forward => None,
         _ => Some(Only::Gpu),
     };
-    let members = matrix.map_or_else(|| options.cells.members(), Matrix::cells);
+    let members = matrix.map_or_else(|| options.cells.members(options.eight), |matrix| Ok(matrix.cells()))?;
     let task = Task {
         budget: options.pace.budget,
         rounds: options.samples.map(|samples| samples as usize),
@@ -549,7 +555,7 @@ mod tests {
             CpuConditions { fma_peak_samples_us: vec![limit_us; 10], ..CpuConditions::default() };
         let named = shapes::parse("mission").unwrap();
         let (name, shape, dtype) = (named.name, named.shape, named.dtype);
-        let cell = Cell { name, shape, mask: Mask::None, dtype, pass: Pass::Forward };
+        let cell = Cell { name, shape, mask: Mask::None, types: dtype.into(), pass: Pass::Forward };
         Outcome::on_cpu(&cell, 1, taken, conditions, None, 0.02)
     }
 

@@ -199,7 +199,7 @@ fn judgement(rows: usize, error: f64, lse: bool) -> Judgement {
 
 fn cell(shape: &str, mask: Mask) -> Cell {
     let named = shapes::parse(shape).unwrap();
-    Cell { name: named.name, shape: named.shape, mask, dtype: DType::F16, pass: Pass::Forward }
+    Cell { name: named.name, shape: named.shape, mask, types: DType::F16.into(), pass: Pass::Forward }
 }
 
 /// A whole file of a kind.

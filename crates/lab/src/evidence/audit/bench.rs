@@ -10,7 +10,7 @@ use super::Audit;
 use super::fields::{Place, any, raw, raws};
 use super::header::{asked, is_time};
 use super::judgement::{Judged, gradients, judgement};
-use crate::bench::cells::Cell;
+use crate::bench::cells::{Cell, Types};
 use crate::bench::outcome::{Outcome, summaries};
 use crate::ceilings::Ceilings;
 use crate::rule::Judgement;
@@ -65,9 +65,9 @@ pub(super) fn cell(audit: &mut Audit, place: &Place<'_>) -> Option<Cell> {
     let shape = shapes::parse(text("shape")).ok().map(|named| named.shape);
     let shape = shape.filter(|shape| shape.to_string() == text("shape"));
     let mask = text("mask").parse::<Mask>().ok().filter(|mask| mask.to_string() == text("mask"));
-    let dtype = text("dtype").parse::<flashcore::DType>().ok().filter(|dtype| dtype.name() == text("dtype"));
+    let types = text("dtype").parse::<Types>().ok();
     let pass = if place.get("pass").is_null() { Some(Pass::Forward) } else { text("pass").parse().ok() };
-    let (Some(shape), Some(mask), Some(dtype), Some(pass)) = (shape, mask, dtype, pass) else {
+    let (Some(shape), Some(mask), Some(types), Some(pass)) = (shape, mask, types, pass) else {
         audit.deny(&place.at, "has a shape, a mask, a dtype or a pass that is none");
         return None;
     };
@@ -79,7 +79,7 @@ pub(super) fn cell(audit: &mut Audit, place: &Place<'_>) -> Option<Cell> {
     let named = shapes::NAMED.into_iter().find(|named| named.shape == shape && named.name == text("name"));
     let fits = place.get("name").is_null() || named.is_some();
     audit.require(&format!("{}.name", place.at), fits, "is not the name of this shape");
-    Some(Cell { name: named.map_or("", |named| named.name), shape, mask, dtype, pass })
+    Some(Cell { name: named.map_or("", |named| named.name), shape, mask, types, pass })
 }
 
 /// What every benchmark records about a contender: samples, judgement, and why it left.

@@ -147,7 +147,7 @@ pub(super) fn inputs(audit: &mut Audit, root: &Place<'_>) {
             audit.miss(format!("{}: inputs of this size are not drawn again", place.at));
             continue;
         }
-        let key = format!("{} {}", cell.shape, cell.dtype);
+        let key = format!("{} {}", cell.shape, cell.types);
         let checksums = drawn(key, || checksums(&draw(&cell)));
         audit.agree(&format!("{}.checksums", place.at), place.get("checksums").value, &value(checksums));
     }

@@ -500,7 +500,7 @@ fn pools(audit: &mut Audit, root: &Place<'_>, outcomes: &[Outcome]) -> Value {
     let mut made = Vec::new();
     for dtype in ["f16", "bf16", "f8"] {
         let places = root.get("cells").items();
-        let cells = places.iter().filter(|place| place.get("dtype").str() == dtype);
+        let cells = places.iter().filter(|place| place.get("dtype").str().split(' ').next() == Some(dtype));
         let largest =
             cells.filter_map(|place| cell(audit, place)).map(|cell| largest_tensor(&cell.problem()));
         if let Some(elements) = largest.max().filter(|_| !outcomes.is_empty()) {

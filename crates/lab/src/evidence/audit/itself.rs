@@ -7,6 +7,7 @@ use super::bench::{are_different, value};
 use super::fields::{Place, raw};
 use super::header::{margin, option};
 use super::{Audit, near};
+use crate::bench::cells::Types;
 use crate::bench::itself::{AgainstItself, TIMES};
 use crate::bench::outcome::Comparison;
 use crate::shapes;
@@ -74,11 +75,12 @@ fn asked_times(root: &Place<'_>) -> u64 {
 
 /// As `1x8x512x64 f16 causal`.
 fn is_label(text: &str) -> bool {
-    let words: Vec<&str> = text.split(' ').collect();
-    let [shape, dtype, mask] = words[..] else { return false };
+    let words = text.split_once(' ').and_then(|(shape, rest)| Some((shape, rest.rsplit_once(' ')?)));
+    let Some((shape, (types, mask))) = words else { return false };
     let shape = shapes::parse(shape).is_ok_and(|named| named.shape.to_string() == shape);
-    let dtype = dtype.parse::<flashcore::DType>().is_ok_and(|known| known.name() == dtype);
-    shape && dtype && mask.parse::<Mask>().is_ok_and(|known| known.to_string() == mask)
+    shape
+        && types.parse::<Types>().is_ok()
+        && mask.parse::<Mask>().is_ok_and(|known| known.to_string() == mask)
 }
 
 /// A comparison whose samples are not kept: one interval lies within the other, and the verdict follows from the wider

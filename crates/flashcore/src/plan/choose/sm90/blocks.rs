@@ -47,7 +47,8 @@ pub(super) fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
         together: false,
         parts: 1,
         multicast: 1,
-        flush: true,
+        flush: 1,
+        q_regs: false,
     }
 }
 
@@ -55,7 +56,8 @@ pub(super) fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
 pub(super) fn for_many(spec: &Spec) -> Vec<Schedule> {
     match spec.head_dim.max(spec.head_dim_v) {
         ..=64 => vec![wide(3, 128, 2), wide(3, 112, 2), wide(2, 128, 2)],
-        65..=128 => vec![wide(2, 128, 2), wide(2, 112, 2)],
+        65..=96 => vec![wide(2, 128, 2), wide(2, 112, 2)],
+        97..=128 => [128, 112].map(|n| Schedule { q_regs: true, ..wide(2, n, 2) }).into(),
         129..=192 => vec![wide(2, 96, 1), wide(2, 80, 1)],
         _ => vec![wide(2, 64, 1), wide(2, 48, 1)],
     }
@@ -151,7 +153,8 @@ pub(super) fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
         together: false,
         parts: 1,
         multicast: 1,
-        flush: true,
+        flush: 1,
+        q_regs: false,
     };
     block_n.iter().flat_map(|&n| stages.iter().map(move |&stages| (n, stages))).map(narrow).collect()
 }

@@ -17,7 +17,7 @@ use self::{
     },
     section::key_tiles,
 };
-use crate::{Problem, Queries, plan::Hardware};
+use crate::{Mask, Problem, Queries, plan::Hardware};
 
 /// Queries of a warpgroup.
 const GROUP: usize = 64;
@@ -65,9 +65,10 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
         let (schedule, what) = fp8::choose(problem, spec, hardware)?;
         return Some((Any::Sm90Fwd(schedule), format!("Hopper has wgmma and TMA; {what}")));
     }
+    let (problem, given, spec) = (&without_mask(problem, spec), spec, &unmasked(spec));
     type Candidates = Vec<Schedule>;
     let fitting = |candidates: Candidates| {
-        candidates.into_iter().find(|&it| Any::Sm90Fwd(it).check(spec, hardware.target).is_ok())
+        candidates.into_iter().find(|&it| Any::Sm90Fwd(it).check(given, hardware.target).is_ok())
     };
     let lazy = |schedule: Schedule| {
         let lazy = if problem.len_k >= LONG_KEYS { LAZY_LONG } else { schedule.lazy };
@@ -86,7 +87,7 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
     }
     let tiles = |rows: u32| problem.len_q.div_ceil(rows as usize) * problem.heads_q * problem.batch;
     let sms = hardware.sms as usize;
-    let many = fitting(for_many(spec))?;
+    let many = fitting(for_many(spec).into_iter().chain(for_some(spec)).collect())?;
     let (wide, narrow) = (tiles(many.rows()), tiles(64));
     let widest_head = spec.head_dim.max(spec.head_dim_v);
     let key_tiles = problem.len_k.div_ceil(KEY_TILE);
@@ -153,6 +154,27 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
         (few, format!("{narrow} tiles of {GROUP} queries leave SMs of {sms} idle{share}"))
     };
     Some((Any::Sm90Fwd(lazy(schedule)), format!("Hopper has wgmma and TMA; {what}")))
+}
+
+/// A spec as far as it decides which blocks are best. Few queries of heads that share keys see nearly the same of them.
+fn unmasked(spec: &Spec) -> Spec {
+    if spec.rows_per_query == 1 {
+        *spec
+    } else {
+        Spec { left: false, right: false, top_left: false, ..*spec }
+    }
+}
+
+/// The same for a problem: with the keys alone that its window leaves, if it has one.
+fn without_mask(problem: &Problem, spec: &Spec) -> Problem {
+    if spec.rows_per_query == 1 {
+        return *problem;
+    }
+    let queries = problem.len_q / spec.rows_per_query as usize;
+    let band = problem.mask.band();
+    let seen = |side: Option<usize>| side.unwrap_or(problem.len_k).saturating_add(queries);
+    let seen = seen(band.left).saturating_add(band.right.unwrap_or(problem.len_k));
+    Problem { mask: Mask::None, len_k: problem.len_k.min(seen), ..*problem }
 }
 
 /// For a GPU that the tiles do not fill: how many warpgroups and blocks share the keys of each of `narrow` tiles.
@@ -267,8 +289,8 @@ fn estimate(problem: &Problem, spec: &Spec, schedule: Schedule, sms: usize) -> f
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::DType;
     use crate::plan::{Plan, Target};
-    use crate::{DType, Mask};
 
     /// What was fastest on an H200, or within 2 % of it: batch, heads, length, and the queries of a block without a mask
     /// and with a causal one.
