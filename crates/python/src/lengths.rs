@@ -67,11 +67,7 @@ impl<'py> Places<'py> {
         let read = |given: Option<(Bound<'py, PyAny>, usize)>, name| {
             given.map(|(array, most)| Ok::<_, PyErr>((Array::read(&array, name)?, most))).transpose()
         };
-        Ok(Self {
-            q: read(q, Name::QStarts)?,
-            k: read(k, Name::KStarts)?,
-            pages: read(pages, Name::Pages)?,
-        })
+        Ok(Self { q: read(q, Name::QStarts)?, k: read(k, Name::KStarts)?, pages: read(pages, Name::Pages)? })
     }
 
     /// The call with sequences that are there.
