@@ -85,13 +85,9 @@ impl FlashAttnVarLen {
 
     /// Calls `work` with attention that knows where the sequences are.
     fn attention<T>(&self, work: impl FnOnce(Attention<'_>) -> flashcore::Result<T>) -> Result<T> {
-        let table = |(starts, longest): &(Vec<u32>, usize)| {
-            let tensor = flashcore::Tensor::indices(starts, [1, starts.len()])?;
-            Ok::<_, flashcore::Error>(Starts::of(&tensor, *longest))
-        };
-        let attention = self.options.attention()?.packed_queries(table(&self.queries).map_err(fail)?);
+        let attention = self.options.attention()?.packed_queries(places(&self.queries)?);
         let done = match &self.pages {
-            None => work(attention.packed_keys(table(&self.keys).map_err(fail)?)),
+            None => work(attention.packed_keys(places(&self.keys)?)),
             Some(Table { lengths, pages, width }) => {
                 let rows = flashcore::Tensor::indices(pages, [lengths.len(), *width]).map_err(fail)?;
                 let pages = Pages::new(&rows).with_most_keys(self.keys.1);
@@ -156,6 +152,12 @@ impl Differentiate for FlashAttnVarLen {
         let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
         self.attention(|it| it.backward_into(&Device::cpu(), &given, &mut dq, &mut dk, &mut dv))
     }
+}
+
+/// Where sequences begin, as FlashCore takes it.
+fn places((starts, longest): &(Vec<u32>, usize)) -> Result<Starts<'_>> {
+    let tensor = flashcore::Tensor::indices(starts, [1, starts.len()]).map_err(fail)?;
+    Ok(Starts::of(&tensor, *longest))
 }
 
 /// Cumulative lengths, which begin every sequence at the end of the one before.
