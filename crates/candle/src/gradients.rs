@@ -156,7 +156,7 @@ impl Differentiate for Differentiable {
         let place = |i: usize| given[i].2.shape().dims4().map(|(b, s, h, d)| [b, s, h, d]);
         let gradients =
             [Output::bshd(dq, place(0)?), Output::bshd(dk, place(1)?), Output::bshd(dv, place(2)?)];
-        gpu.backward_into(&self.attention.options().attention()?, inputs, lse, gradients).map_err(fail)
+        gpu.backward_into(&self.attention.options().attention()?, &inputs, &lse, gradients).map_err(fail)
     }
 }
 

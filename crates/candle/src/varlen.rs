@@ -155,7 +155,7 @@ impl Differentiate for FlashAttnVarLen {
                 Output::bshd(&mut dk, [1, len_k, kv, of_k]),
                 Output::bshd(&mut dv, [1, len_k, kv, of_v]),
             ];
-            gpu.backward_into(&attention, inputs, lse, gradients).map_err(fail)?;
+            gpu.backward_into(&attention, &inputs, &lse, gradients).map_err(fail)?;
         }
         Ok(())
     }

@@ -125,12 +125,12 @@ impl Gpu {
     pub fn backward_into<T: Element>(
         &self,
         attention: &Attention<'_>,
-        given: [Input<'_, T>; 5],
-        lse: Input<'_, f32>,
+        given: &[Input<'_, T>; 5],
+        lse: &Input<'_, f32>,
         gradients: [Output<'_, T>; 3],
     ) -> Result<()> {
         let stream = self.enter()?;
-        for (name, input) in [Name::Q, Name::K, Name::V, Name::O, Name::Do].into_iter().zip(&given) {
+        for (name, input) in [Name::Q, Name::K, Name::V, Name::O, Name::Do].into_iter().zip(given) {
             self.check_context(name, input.slice.stream().context())?;
         }
         self.check_context(Name::Lse, lse.slice.stream().context())?;

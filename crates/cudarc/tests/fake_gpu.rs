@@ -75,7 +75,7 @@ fn gradients_are_launched_in_cudarcs_stream() {
         let given = [(); 5].map(|()| Input::bshd(&q, [2, 64, 4, 64]));
         let lse = Input::bhsd(&lse, [2, 4, rows, 1]);
         let gradients = [&mut dq, &mut dk, &mut dv].map(|slice| Output::bshd(slice, [2, 64, 4, 64]));
-        gpu.backward_into(&Attention::new().causal(), given, lse, gradients)
+        gpu.backward_into(&Attention::new().causal(), &given, &lse, gradients)
     };
     assert_eq!(run(64), Ok(()));
     assert!(matches!(run(63), Err(Error::SizeMismatch { tensor: Name::Lse, .. })));
