@@ -20,7 +20,7 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! On the CPU, attention has gradients, so that models can be trained with it:
+//! Attention has gradients, on the CPU and on a GPU, so that models can be trained with it:
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
