@@ -150,7 +150,9 @@ impl<'a> Consumer<'a> {
         match self.memory.told {
             None => each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed)),
             Some(told) => {
-                packed::each_told(k, self.spec, told, &self.q, |k, tile| self.tile(k, tile, owed));
+                packed::each_told(k, self.schedule, self.spec, told, &self.q, |k, tile| {
+                    self.tile(k, tile, owed)
+                });
             }
         }
         if self.schedule.persistent {

@@ -243,8 +243,8 @@ pub(super) fn kv_head(k: &mut KernelBuilder, spec: &Spec, head: Reg<B32>) -> Reg
 
 impl Tile {
     /// A tile of packed queries.
-    pub fn packed(rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
-        Self { rows, first_row: rows.first_row, rows_taken: u32::MAX, kv_head, band, starts }
+    pub fn packed(schedule: Schedule, rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
+        Self { rows, first_row: rows.first_row, rows_taken: schedule.rows(), kv_head, band, starts }
     }
 
     fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec, place: Place) -> Self {
