@@ -548,10 +548,11 @@ impl Family for Schedule {
                  together=1"
             ));
         }
-        if spec.packed_q && (!self.persistent || self.cluster() > 1 || self.parts > 1 || self.together) {
+        let shares = self.cluster() > 1 || self.parts > 1 || self.together || spec.rows_per_query > 1;
+        if spec.packed_q && (shares || !self.persistent || self.aside_bytes(spec) > 0) {
             return refuse(
-                "blocks that find their tiles among packed sequences are persistent, and share none: take persistent=1, \
-                 split=1, parts=1, together=0 and multicast=1"
+                "blocks that find their tiles among packed sequences are persistent, have their rows and keys for themselves, and \
+                 put nothing aside: take persistent=1, split=1, parts=1, together=0, multicast=1 and, with e4m3, flush=1"
                     .into(),
             );
         }
