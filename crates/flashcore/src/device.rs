@@ -109,7 +109,7 @@ impl Device {
     }
 
     /// Checks where a call's sequences are, if that is known to a GPU alone.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))] // Other devices' are on the host.
     pub(crate) fn check_places(&self, call: &Call<'_>) -> Result<()> {
         match &self.kind {
             #[cfg(feature = "cuda")]

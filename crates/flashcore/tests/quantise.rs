@@ -3,7 +3,7 @@
 #![cfg(feature = "sim")]
 
 use flashcore::{
-    Attention, DType, Device, Error, Problem, Quantiser, Tensor, TensorBuf, oracle,
+    Attention, DType, Device, Problem, Quantiser, Tensor, TensorBuf, oracle,
     plan::{Hardware, Kernel, Launch, Plan, Target},
     sim::{AsyncMode, Config, SimGpu},
 };

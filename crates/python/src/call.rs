@@ -36,7 +36,7 @@ pub fn execute(
     let descales = options.descale_keys.map_or(descales, |keys| descales.per_block(keys));
     let mut attention = options.attention().descales(descales);
     if let Some(places) = places {
-        attention = places.apply(py, attention)?;
+        attention = places.apply(py, &attention)?;
     }
     if let Some(lengths) = key_lengths {
         let most = places.and_then(Places::most_keys).unwrap_or(tensors[1].shape()[2]);
@@ -143,7 +143,7 @@ pub fn run_backward<'py>(
     let places = places.map(Places::read).transpose()?;
     let mut attention = options.attention();
     if let Some(places) = &places {
-        attention = places.apply(py, attention)?;
+        attention = places.apply(py, &attention)?;
     }
     if let Some(lengths) = &lengths {
         let most = places.as_ref().and_then(Places::most_keys).unwrap_or(tensors[1].shape()[2]);

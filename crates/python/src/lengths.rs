@@ -71,8 +71,8 @@ impl<'py> Places<'py> {
     }
 
     /// The call with sequences that are there.
-    pub fn apply<'a>(&'a self, py: Python<'_>, attention: Attention<'a>) -> PyResult<Attention<'a>> {
-        let mut placed = attention;
+    pub fn apply<'a>(&'a self, py: Python<'_>, attention: &Attention<'a>) -> PyResult<Attention<'a>> {
+        let mut placed = *attention;
         if let Some((starts, most)) = &self.q {
             placed = placed.packed_queries(Starts::of(&starts.indices(py, Name::QStarts)?, *most));
         }

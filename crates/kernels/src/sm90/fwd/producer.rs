@@ -201,7 +201,7 @@ impl<'a> Producer<'a> {
         Phase::CopyQ.begin(k);
         k.comment("the queries");
         let [_, row, head, batch] = tile.place(k, self.spec, 0, tile.rows.first_row);
-        copy.start(k, &self.q, q_copied, Origin::Rows([row, head, batch]));
+        copy.start(k, &self.q, q_copied, &Origin::Rows([row, head, batch]));
     }
 
     fn load_k(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
@@ -223,7 +223,7 @@ impl<'a> Producer<'a> {
             None => Origin::Rows(tile.place_of_keys(k, first_key)),
             Some(pages) => Origin::Pages(pages.keys(k, first_key, tile.kv_head)),
         };
-        copy.start(k, &self.k, self.sizes.k, from);
+        copy.start(k, &self.k, self.sizes.k, &from);
         self.k.advance(k);
     }
 
@@ -250,16 +250,16 @@ impl<'a> Producer<'a> {
             None => Origin::Rows(tile.place_of_keys(k, first_key)),
             Some(pages) => Origin::Pages(pages.values(k, first_key, tile.kv_head)),
         };
-        copy.start(k, &self.v, self.sizes.v, from);
+        copy.start(k, &self.v, self.sizes.v, &from);
         self.v.advance(k);
     }
 }
 
 impl Copy {
-    fn start(&self, k: &mut KernelBuilder, ring: &Ring, bytes: u32, from: Origin) {
+    fn start(&self, k: &mut KernelBuilder, ring: &Ring, bytes: u32, from: &Origin) {
         let (slot, filled) = (ring.address(k), ring.filled(k));
         match from {
-            Origin::Rows(place) => once(k, self.leads, |k| self.rows(k, slot, filled, bytes, place)),
+            Origin::Rows(place) => once(k, self.leads, |k| self.rows(k, slot, filled, bytes, *place)),
             Origin::Pages(pieces) => {
                 once(k, self.leads, |k| k.mbarrier_arrive_expect_tx(filled, bytes));
                 let hint = BulkHint::new().policy(self.policy);

@@ -59,6 +59,9 @@ pub(super) struct Softmax {
 /// How a score becomes a probability, given its row and its index among the row's scores.
 type Exp<'a> = &'a dyn Fn(&mut KernelBuilder, Reg<F32>, usize, usize) -> Reg<F32>;
 
+/// What follows the exponentials of a tile, given what the output is to be multiplied by.
+type Then<'a> = &'a dyn Fn(&mut KernelBuilder, Option<[Reg<F32>; 2]>);
+
 /// The power of two by which probabilities are scaled down, or up where it is negative.
 pub(super) fn shift(lazy: u32, dtype: ElementType) -> f32 {
     match dtype {
@@ -172,13 +175,7 @@ impl Softmax {
     }
 
     /// A further key tile: the same; `then` is given what the output so far is to be multiplied by, if by anything.
-    pub fn step(
-        &self,
-        k: &mut KernelBuilder,
-        scores: &[Reg<F32>],
-        masked: bool,
-        then: &dyn Fn(&mut KernelBuilder, Option<[Reg<F32>; 2]>),
-    ) {
+    pub fn step(&self, k: &mut KernelBuilder, scores: &[Reg<F32>], masked: bool, then: Then<'_>) {
         let maxima = maxima(k, scores);
         let exactly = |k: &mut KernelBuilder, factors: [Reg<F32>; 2]| {
             self.exactly(k, scores, factors);
