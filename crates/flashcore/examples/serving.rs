@@ -146,7 +146,7 @@ fn scattered(bytes: &[u8], page: usize, batch: usize) -> (Vec<u8>, Vec<u32>, usi
     let page_bytes = page * HEADS_KV * DIM * 2;
     let pages = bytes.len() / page_bytes;
     // A step without a divisor in common with the number of pages.
-    let step = (pages * 5 / 8..).find(|step| gcd(*step, pages) == 1).unwrap_or(1);
+    let step = (pages * 5 / 8..=pages).find(|step| gcd(*step, pages) == 1).unwrap_or(1);
     let mut pool = vec![0; bytes.len()];
     let mut table = Vec::with_capacity(pages);
     for (index, content) in bytes.chunks_exact(page_bytes).enumerate() {
