@@ -151,7 +151,7 @@ impl<'a> Consumer<'a> {
             None => each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed)),
             Some(told) => {
                 packed::each_told(k, self.schedule, self.spec, told, &self.q, |k, tile| {
-                    self.tile(k, tile, owed)
+                    self.tile(k, tile, owed);
                 });
             }
         }
