@@ -2,8 +2,9 @@
 //! attention that candle computes and differentiates step by step.
 //!
 //! ```text
-//! cargo run --release --example train             # 200 steps
-//! cargo run --release --example train -- 50 plain # 50 steps, step by step
+//! cargo run --release --example train                  # 200 steps
+//! cargo run --release --example train -- 50 plain      # 50 steps, step by step
+//! cargo run --release --features cuda --example train  # on a GPU, with attention in bf16; cpu behind it for the CPU
 //! ```
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
@@ -34,9 +35,9 @@ impl Noise {
         (self.0 >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 
-    fn var(&mut self, shape: (usize, usize), size: f64) -> Result<Var> {
+    fn var(&mut self, shape: (usize, usize), size: f64, device: &Device) -> Result<Var> {
         let values: Vec<f32> = (0..shape.0 * shape.1).map(|_| self.next()).collect();
-        Var::from_tensor(&(Tensor::from_vec(values, shape, &Device::Cpu)? * size)?)
+        Var::from_tensor(&(Tensor::from_vec(values, shape, device)? * size)?)
     }
 }
 
@@ -80,26 +81,36 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64) -> Result<Tensor> {
     let [q, k, v] = [q, k, v].map(|x| x.transpose(1, 2)?.contiguous());
     let scores = (q?.matmul(&k?.transpose(2, 3)?.contiguous()?)? * scale)?;
     let hidden = (0..LENGTH * LENGTH).map(|i| if i % LENGTH > i / LENGTH { f32::NEG_INFINITY } else { 0.0 });
-    let mask = Tensor::from_iter(hidden, &Device::Cpu)?.reshape((LENGTH, LENGTH))?;
+    let mask = Tensor::from_iter(hidden, scores.device())?.reshape((LENGTH, LENGTH))?;
     let p = log_softmax(&scores.broadcast_add(&mask)?)?.exp()?;
     p.matmul(&v?)?.transpose(1, 2)?.contiguous()
 }
 
+/// The same by FlashCore, in bf16 on a GPU, where f32 has no gradients.
+fn fused(q: &Tensor, k: &Tensor, v: &Tensor, scale: f32) -> Result<Tensor> {
+    if q.device().is_cpu() {
+        return flash_attn(q, k, v, scale, true);
+    }
+    let [q, k, v] = [q, k, v].map(|x| x.to_dtype(DType::BF16));
+    flash_attn(&q?, &k?, &v?, scale, true)?.to_dtype(DType::F32)
+}
+
 impl Model {
-    fn new(kind: Kind) -> Result<Self> {
+    fn new(kind: Kind, device: &Device) -> Result<Self> {
         let (mut noise, size) = (Noise(1), (WIDTH as f64).sqrt().recip());
-        let bytes = noise.var((BYTES, WIDTH), 0.1)?;
-        let places = noise.var((LENGTH, WIDTH), 0.1)?;
+        let mut var = |shape, size| noise.var(shape, size, device);
+        let bytes = var((BYTES, WIDTH), 0.1)?;
+        let places = var((LENGTH, WIDTH), 0.1)?;
         let mut block = || {
             Ok(Block {
-                qkv: noise.var((WIDTH, 3 * WIDTH), size)?,
-                out: noise.var((WIDTH, WIDTH), size)?,
-                up: noise.var((WIDTH, 4 * WIDTH), size)?,
-                down: noise.var((4 * WIDTH, WIDTH), size / 2.0)?,
+                qkv: var((WIDTH, 3 * WIDTH), size)?,
+                out: var((WIDTH, WIDTH), size)?,
+                up: var((WIDTH, 4 * WIDTH), size)?,
+                down: var((4 * WIDTH, WIDTH), size / 2.0)?,
             })
         };
         let blocks = (0..BLOCKS).map(|_| block()).collect::<Result<_>>()?;
-        Ok(Self { bytes, places, blocks, head: noise.var((WIDTH, BYTES), size)?, kind })
+        Ok(Self { bytes, places, blocks, head: var((WIDTH, BYTES), size)?, kind })
     }
 
     fn vars(&self) -> Vec<&Var> {
@@ -118,7 +129,7 @@ impl Model {
             let (q, k, v) = (head(0)?, head(1)?, head(2)?);
             let scale = ((WIDTH / HEADS) as f32).sqrt().recip();
             let o = match self.kind {
-                Kind::FlashCore => flash_attn(&q, &k, &v, scale, true)?,
+                Kind::FlashCore => fused(&q, &k, &v, scale)?,
                 Kind::Plain => plain(&q, &k, &v, scale.into())?,
             };
             x = (x + times(&o.reshape((BATCH, LENGTH, WIDTH))?, &block.out)?)?;
@@ -136,8 +147,8 @@ struct Means {
 }
 
 /// Trains a model, and returns the loss of every step.
-fn train(kind: Kind, steps: usize, mut each: impl FnMut(usize, f32)) -> Result<Vec<f32>> {
-    let (model, mut noise) = (Model::new(kind)?, Noise(2));
+fn train(kind: Kind, device: &Device, steps: usize, mut each: impl FnMut(usize, f32)) -> Result<Vec<f32>> {
+    let (model, mut noise) = (Model::new(kind, device)?, Noise(2));
     let zeros = |var: &&Var| {
         let zero = var.zeros_like()?.detach();
         Ok(Means { gradient: zero.clone(), square: zero })
@@ -149,7 +160,7 @@ fn train(kind: Kind, steps: usize, mut each: impl FnMut(usize, f32)) -> Result<V
             (0..BATCH).map(|_| (noise.next().abs() * (TEXT.len() - LENGTH - 1) as f32) as usize).collect();
         let rows = |shift: usize| {
             let bytes = starts.iter().flat_map(|&start| &TEXT[start + shift..start + shift + LENGTH]);
-            Tensor::from_iter(bytes.map(|&byte| u32::from(byte)), &Device::Cpu)?.reshape((BATCH, LENGTH))
+            Tensor::from_iter(bytes.map(|&byte| u32::from(byte)), device)?.reshape((BATCH, LENGTH))
         };
         let loss = model.loss(&rows(0)?, &rows(1)?)?;
         let gradients = loss.backward()?;
@@ -171,9 +182,12 @@ fn train(kind: Kind, steps: usize, mut each: impl FnMut(usize, f32)) -> Result<V
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let steps = arguments.iter().find_map(|it| it.parse().ok()).unwrap_or(200);
-    let kind = if arguments.iter().any(|it| it == "plain") { Kind::Plain } else { Kind::FlashCore };
+    let asked = |word: &str| arguments.iter().any(|it| it == word);
+    let kind = if asked("plain") { Kind::Plain } else { Kind::FlashCore };
+    let device = if asked("cpu") { Device::Cpu } else { Device::cuda_if_available(0)? };
+    println!("on {:?}", device.location());
     let start = std::time::Instant::now();
-    train(kind, steps, |step, loss| {
+    train(kind, &device, steps, |step, loss| {
         if step % 10 == 0 || step + 1 == steps {
             println!("step {step:4}  loss {loss:.4} nats per byte  {:.1} s", start.elapsed().as_secs_f32());
         }
@@ -187,11 +201,15 @@ mod tests {
 
     #[test]
     fn the_loss_falls_as_it_does_step_by_step() {
-        let ours = train(Kind::FlashCore, 12, |_, _| ()).unwrap();
-        let truth = train(Kind::Plain, 12, |_, _| ()).unwrap();
-        assert!(ours[11] < ours[0] - 1.0, "{ours:?}");
-        for (ours, truth) in ours.iter().zip(&truth) {
-            assert!((ours - truth).abs() < 2e-3, "{ours} for {truth}");
+        let truth = train(Kind::Plain, &Device::Cpu, 12, |_, _| ()).unwrap();
+        // On a GPU attention is computed in bf16.
+        let gpu = Device::cuda_if_available(0).ok().filter(Device::is_cuda).map(|gpu| (gpu, 5e-2));
+        for (device, most) in [(Device::Cpu, 2e-3)].into_iter().chain(gpu) {
+            let ours = train(Kind::FlashCore, &device, 12, |_, _| ()).unwrap();
+            assert!(ours[11] < ours[0] - 1.0, "{ours:?}");
+            for (ours, truth) in ours.iter().zip(&truth) {
+                assert!((ours - truth).abs() < most, "{ours} for {truth} on {:?}", device.location());
+            }
         }
     }
 }

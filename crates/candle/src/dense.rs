@@ -6,6 +6,7 @@ use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, backend:
 use flashcore::{Device, Element, TensorMut};
 use half::{bf16, f16};
 
+use crate::gradients::Lse;
 use crate::options::{Options, bad_dtypes, dense, fail, view};
 
 /// The operation behind the functions for (batch, length, heads, head_dim) tensors.
@@ -37,7 +38,7 @@ impl FlashAttn {
         &self,
         [q, k, v]: [&[T]; 3],
         [q_layout, k_layout, v_layout]: [&Layout; 3],
-        keep: Option<&OnceLock<Vec<f32>>>,
+        keep: Option<&OnceLock<Lse>>,
     ) -> Result<(Vec<T>, Shape)> {
         let attention = self.options().attention()?;
         let tensor = |name, data, layout: &Layout| view(data, layout.start_offset(), dense(name, layout)?);
@@ -52,7 +53,7 @@ impl FlashAttn {
         attention.run_into(&Device::cpu(), &q, &k, &v, &mut out, place.as_mut()).map_err(fail)?;
         if let Some(keep) = keep {
             // A second forward pass of the same call would give the same.
-            let _ = keep.set(lse);
+            let _ = keep.set(Lse::Cpu(lse));
         }
         Ok((o, Shape::from(shape.to_vec())))
     }
@@ -62,7 +63,7 @@ impl FlashAttn {
         &self,
         [q, k, v]: [&CpuStorage; 3],
         layouts: [&Layout; 3],
-        keep: Option<&OnceLock<Vec<f32>>>,
+        keep: Option<&OnceLock<Lse>>,
     ) -> Result<(CpuStorage, Shape)> {
         match (q, k, v) {
             (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => {
@@ -114,22 +115,32 @@ impl CustomOp3 for FlashAttn {
         v: &candle_core::CudaStorage,
         v_layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use candle_core::DType::{BF16, F16};
-        let (tensors, layouts) = ([q, k, v], [q_layout, k_layout, v_layout]);
-        match tensors.map(BackendStorage::dtype) {
-            [F16, F16, F16] => self.on_gpu::<f16>(tensors, layouts),
-            [BF16, BF16, BF16] => self.on_gpu::<bf16>(tensors, layouts),
-            others => bad_dtypes(others),
-        }
+        self.forward_on_gpu([q, k, v], [q_layout, k_layout, v_layout], None)
     }
 }
 
 #[cfg(feature = "cuda")]
 impl FlashAttn {
+    /// Attention on a GPU; `keep` is where lse goes.
+    pub(crate) fn forward_on_gpu(
+        &self,
+        tensors: [&candle_core::CudaStorage; 3],
+        layouts: [&Layout; 3],
+        keep: Option<&OnceLock<Lse>>,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        use candle_core::DType::{BF16, F16};
+        match tensors.map(BackendStorage::dtype) {
+            [F16, F16, F16] => self.on_gpu::<f16>(tensors, layouts, keep),
+            [BF16, BF16, BF16] => self.on_gpu::<bf16>(tensors, layouts, keep),
+            others => bad_dtypes(others),
+        }
+    }
+
     fn on_gpu<T: crate::gpu::GpuElement>(
         &self,
         [q, k, v]: [&candle_core::CudaStorage; 3],
         [q_layout, k_layout, v_layout]: [&Layout; 3],
+        keep: Option<&OnceLock<Lse>>,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
         use flashcore_cudarc::{Input, Output};
         let attention = self.options().attention()?;
@@ -142,8 +153,16 @@ impl FlashAttn {
         let mut o = crate::gpu::output::<T>(device, shape.iter().product(), true)?;
         let inputs =
             [Input::strided(&q, layouts[0]), Input::strided(&k, layouts[1]), Input::strided(&v, layouts[2])];
+        let [batch, heads, len, _] = layouts[0].shape;
+        let mut lse =
+            keep.map(|_| crate::gpu::output::<f32>(device, batch * heads * len, true)).transpose()?;
+        let place = lse.as_mut().map(|lse| Output::lse(lse, [batch, heads, len]));
         let gpu = crate::gpu::on(device)?;
-        gpu.run_into(&attention, inputs, Output::bshd(&mut o, shape), None).map_err(fail)?;
+        gpu.run_into(&attention, inputs, Output::bshd(&mut o, shape), place).map_err(fail)?;
+        if let (Some(keep), Some(lse)) = (keep, lse) {
+            // A second forward pass of the same call would give the same.
+            let _ = keep.set(Lse::Gpu(lse));
+        }
         let storage = candle_core::CudaStorage::wrap_cuda_slice(o, device.clone());
         Ok((storage, Shape::from(shape.to_vec())))
     }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use candle_core::{
-    CudaStorage, Result,
+    CudaStorage, Layout, Result,
     cuda_backend::{
         CudaDType, CudaDevice,
         cudarc::driver::{CudaSlice, CudaView, DeviceRepr, ValidAsZeroBits},
@@ -21,6 +21,9 @@ use crate::options::fail;
 /// What tensors on a GPU hold.
 pub(crate) trait GpuElement: Element + CudaDType + DeviceRepr + ValidAsZeroBits {}
 impl<T: Element + CudaDType + DeviceRepr + ValidAsZeroBits> GpuElement for T {}
+
+/// A tensor on a GPU: its name, its memory, and how it lies there.
+pub(crate) type Given<'a> = (&'static str, &'a CudaStorage, &'a Layout);
 
 /// FlashCore on a device's GPU, queueing in its stream. Kernels are kept per GPU for the life of the process; streams
 /// are not.

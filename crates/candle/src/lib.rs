@@ -20,7 +20,7 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! On the CPU, attention has gradients, so that models can be trained with it:
+//! Attention has gradients, on the CPU and on a GPU, so that models can be trained with it:
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -204,7 +204,9 @@ pub fn flash_attn_varlen_paged_windowed(
     }
     match k.dims() {
         [_, page, _, _] if *page == page_block_size => {}
-        dims => bail!("k has the shape {dims:?}; with pages it is (pages, {page_block_size}, heads, head_dim)"),
+        dims => {
+            bail!("k has the shape {dims:?}; with pages it is (pages, {page_block_size}, heads, head_dim)")
+        }
     }
     let options = Options {
         scale: softmax_scale,

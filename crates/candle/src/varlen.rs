@@ -8,8 +8,13 @@ use candle_core::{
 use flashcore::{Attention, Backward, Device, Element, Pages, Starts, TensorMut};
 use half::{bf16, f16};
 
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
+
+#[cfg(feature = "cuda")]
+use crate::gradients::kept_on_gpu;
 use crate::{
-    gradients::{Differentiate, Given, Gradients, backward, kept},
+    gradients::{Differentiate, Given, Gradients, Lse, backward, kept},
     options::{Options, bad_dtypes, dense, fail, part, view},
 };
 
@@ -22,8 +27,8 @@ pub(crate) struct FlashAttnVarLen {
     keys: (Vec<u32>, usize),
     /// How many keys each sequence has, and which pages, where keys lie in pages.
     pages: Option<Table>,
-    /// The lse of all queries, kept for the backward pass on the CPU.
-    lse: OnceLock<Vec<f32>>,
+    /// The lse of all queries, kept for the backward pass.
+    lse: OnceLock<Lse>,
 }
 
 /// Which pages each sequence has.
@@ -85,13 +90,9 @@ impl FlashAttnVarLen {
 
     /// Calls `work` with attention that knows where the sequences are.
     fn attention<T>(&self, work: impl FnOnce(Attention<'_>) -> flashcore::Result<T>) -> Result<T> {
-        let table = |(starts, longest): &(Vec<u32>, usize)| {
-            let tensor = flashcore::Tensor::indices(starts, [1, starts.len()])?;
-            Ok::<_, flashcore::Error>(Starts::of(&tensor, *longest))
-        };
-        let attention = self.options.attention()?.packed_queries(table(&self.queries).map_err(fail)?);
+        let attention = self.options.attention()?.packed_queries(places(&self.queries)?);
         let done = match &self.pages {
-            None => work(attention.packed_keys(table(&self.keys).map_err(fail)?)),
+            None => work(attention.packed_keys(places(&self.keys)?)),
             Some(Table { lengths, pages, width }) => {
                 let rows = flashcore::Tensor::indices(pages, [lengths.len(), *width]).map_err(fail)?;
                 let pages = Pages::new(&rows).with_most_keys(self.keys.1);
@@ -131,7 +132,7 @@ impl FlashAttnVarLen {
         let mut sums = TensorMut::new(&mut lse, &[1, heads, rows, 1]).map_err(fail)?;
         self.attention(|it| it.run_into(&Device::cpu(), &q, &k, &v, &mut out, Some(&mut sums)))?;
         // A second forward pass of the same call would give the same.
-        let _ = self.lse.set(lse);
+        let _ = self.lse.set(Lse::Cpu(lse));
         Ok((o, Shape::from(shape.to_vec())))
     }
 }
@@ -156,6 +157,64 @@ impl Differentiate for FlashAttnVarLen {
         let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
         self.attention(|it| it.backward_into(&Device::cpu(), &given, &mut dq, &mut dk, &mut dv))
     }
+
+    #[cfg(feature = "cuda")]
+    fn differentiate_on_gpu<T: crate::gpu::GpuElement>(
+        &self,
+        gpu: &flashcore_cudarc::Gpu,
+        given: [crate::gpu::Given<'_>; 5],
+        [dq, dk, dv]: [&mut CudaSlice<T>; 3],
+    ) -> Result<()> {
+        use flashcore_cudarc::{Input, Output};
+        let (attention, lse) = (self.options.attention()?, kept_on_gpu(&self.lse)?);
+        // A gradient's rows have the width and the heads of another tensor.
+        let sizes = |i: usize| given[i].2.shape().dims3().map(|(_, heads, width)| (heads, width));
+        let ((heads, of_q), (kv, of_k), (_, of_v)) = (sizes(0)?, sizes(1)?, sizes(2)?);
+        for (queries, keys) in ends(&self.queries).into_iter().zip(ends(&self.keys)) {
+            let (len_q, len_k) = (queries[1] - queries[0], keys[1] - keys[0]);
+            if len_q == 0 || len_k == 0 {
+                continue;
+            }
+            let tensor = |i: usize, rows| {
+                let (name, storage, layout) = given[i];
+                let (layout, offset) = part(name, layout, rows)?;
+                Ok::<_, candle_core::Error>((crate::gpu::from_offset::<T>(storage, offset)?, layout))
+            };
+            let tensors = [
+                tensor(0, queries)?,
+                tensor(1, keys)?,
+                tensor(2, keys)?,
+                tensor(3, queries)?,
+                tensor(4, queries)?,
+            ];
+            let inputs = tensors.each_ref().map(|(slice, layout)| Input::strided(slice, *layout));
+            let lse = lse.slice(queries[0] * heads..queries[1] * heads);
+            let lse = Input::bhsd(&lse, [1, heads, len_q, 1]);
+            let rows = |[start, end]: [usize; 2], row: usize| start * row..end * row;
+            let mut dq = dq.slice_mut(rows(queries, heads * of_q));
+            let mut dk = dk.slice_mut(rows(keys, kv * of_k));
+            let mut dv = dv.slice_mut(rows(keys, kv * of_v));
+            let gradients = [
+                Output::bshd(&mut dq, [1, len_q, heads, of_q]),
+                Output::bshd(&mut dk, [1, len_k, kv, of_k]),
+                Output::bshd(&mut dv, [1, len_k, kv, of_v]),
+            ];
+            gpu.backward_into(&attention, &inputs, &lse, gradients).map_err(fail)?;
+        }
+        Ok(())
+    }
+}
+
+/// Where sequences begin, as FlashCore takes it.
+fn places((starts, longest): &(Vec<u32>, usize)) -> Result<Starts<'_>> {
+    let tensor = flashcore::Tensor::indices(starts, [1, starts.len()]).map_err(fail)?;
+    Ok(Starts::of(&tensor, *longest))
+}
+
+/// Where sequences begin and end.
+#[cfg(feature = "cuda")]
+fn ends((starts, _): &(Vec<u32>, usize)) -> Vec<[usize; 2]> {
+    starts.windows(2).map(|ends| [ends[0] as usize, ends[1] as usize]).collect()
 }
 
 /// Cumulative lengths, which begin every sequence at the end of the one before.
@@ -251,10 +310,8 @@ impl FlashAttnVarLen {
         let shape @ [rows, heads, width] = self.check(layouts)?;
         let device = q.device();
         let mut o = crate::gpu::output::<T>(device, shape.iter().product(), self.covers(rows))?;
+        let mut lse = crate::gpu::output::<f32>(device, rows * heads, true)?;
         let gpu = crate::gpu::on(device)?;
-        let ends = |(starts, _): &(Vec<u32>, usize)| {
-            starts.windows(2).map(|ends| [ends[0] as usize, ends[1] as usize]).collect::<Vec<_>>()
-        };
         for (queries, keys) in ends(&self.queries).into_iter().zip(ends(&self.keys)) {
             let [start, end] = queries;
             if start == end {
@@ -270,8 +327,12 @@ impl FlashAttnVarLen {
                 [Input::strided(&q, q_layout), Input::strided(&k, k_layout), Input::strided(&v, v_layout)];
             let mut rows = o.slice_mut(start * heads * width..end * heads * width);
             let out = Output::bshd(&mut rows, [1, end - start, heads, width]);
-            gpu.run_into(&attention, inputs, out, None).map_err(fail)?;
+            let mut lse = lse.slice_mut(start * heads..end * heads);
+            let lse = Output::lse(&mut lse, [1, heads, end - start]);
+            gpu.run_into(&attention, inputs, out, Some(lse)).map_err(fail)?;
         }
+        // A second forward pass of the same call would give the same.
+        let _ = self.lse.set(Lse::Gpu(lse));
         let storage = candle_core::CudaStorage::wrap_cuda_slice(o, device.clone());
         Ok((storage, Shape::from(shape.to_vec())))
     }

@@ -31,7 +31,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut};
 pub use flashcore::{Attention, Error, Layout, Result};
-use flashcore::{Device, DeviceLengths, Element, Name, Place, Tensor, TensorMut, cuda::Cuda};
+use flashcore::{Backward, Device, DeviceLengths, Element, Name, Place, Tensor, TensorMut, cuda::Cuda};
 
 /// A GPU with the kernels that were made for it so far, and the stream that calls are queued in.
 #[derive(Clone, Debug)]
@@ -119,6 +119,59 @@ impl Gpu {
             TensorMut::from_raw_parts(lse_ptr as *mut u8, lse_len, f32::DTYPE, self.place(), lse.layout)
         }?;
         attention.run_into(&self.device, &q, &k, &v, &mut o, Some(&mut lse))
+    }
+
+    /// Queues a backward pass, from q, k, v, o, the gradient of o, and lse, into the gradients of q, k and v.
+    pub fn backward_into<T: Element>(
+        &self,
+        attention: &Attention<'_>,
+        given: &[Input<'_, T>; 5],
+        lse: &Input<'_, f32>,
+        gradients: [Output<'_, T>; 3],
+    ) -> Result<()> {
+        let stream = self.enter()?;
+        for (name, input) in [Name::Q, Name::K, Name::V, Name::O, Name::Do].into_iter().zip(given) {
+            self.check_context(name, input.slice.stream().context())?;
+        }
+        self.check_context(Name::Lse, lse.slice.stream().context())?;
+        for (name, output) in [Name::Dq, Name::Dk, Name::Dv].into_iter().zip(&gradients) {
+            self.check_context(name, output.slice.stream().context())?;
+        }
+        // The guard returned with an address records, when dropped, how far the stream has come with the slice.
+        let pointers = given.each_ref().map(|input| input.slice.device_ptr(stream));
+        let tensor = |i: usize| {
+            let Input { slice, layout } = &given[i];
+            // SAFETY: as for a forward pass.
+            unsafe {
+                Tensor::from_raw_parts(
+                    pointers[i].0 as *const u8,
+                    slice.len(),
+                    T::DTYPE,
+                    self.place(),
+                    *layout,
+                )
+            }
+        };
+        let [q, k, v, o, d_o] = [tensor(0)?, tensor(1)?, tensor(2)?, tensor(3)?, tensor(4)?];
+        let (lse_ptr, _lse) = lse.slice.device_ptr(stream);
+        let (lse_len, place) = (lse.slice.len(), self.place());
+        // SAFETY: as for a forward pass.
+        let lse =
+            unsafe { Tensor::from_raw_parts(lse_ptr as *const u8, lse_len, f32::DTYPE, place, lse.layout) }?;
+        let [dq, dk, dv] = gradients;
+        let (dq_len, dk_len, dv_len) = (dq.slice.len(), dk.slice.len(), dv.slice.len());
+        let (dq_ptr, _dq) = dq.slice.device_ptr_mut(stream);
+        let (dk_ptr, _dk) = dk.slice.device_ptr_mut(stream);
+        let (dv_ptr, _dv) = dv.slice.device_ptr_mut(stream);
+        let output = |ptr: u64, len: usize, layout: Layout| {
+            // SAFETY: as for a forward pass.
+            unsafe { TensorMut::from_raw_parts(ptr as *mut u8, len, T::DTYPE, self.place(), layout) }
+        };
+        let mut dq = output(dq_ptr, dq_len, dq.layout)?;
+        let mut dk = output(dk_ptr, dk_len, dk.layout)?;
+        let mut dv = output(dv_ptr, dv_len, dv.layout)?;
+        let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
+        attention.backward_into(&self.device, &given, &mut dq, &mut dk, &mut dv)
     }
 
     /// Queues a call with key lengths that lie on the GPU, one per batch entry; none of them may be above `most`.

@@ -62,6 +62,28 @@ fn slices_of_any_layout_are_launched_on_in_cudarcs_stream() {
 }
 
 #[test]
+fn gradients_are_launched_in_cudarcs_stream() {
+    if std::env::var_os(INSIDE).is_none() {
+        return inside("gradients_are_launched_in_cudarcs_stream");
+    }
+    let stream = CudaContext::new(0).unwrap().new_stream().unwrap();
+    let q = stream.clone_htod(&vec![f16::ONE; ELEMENTS]).unwrap();
+    let lse = stream.clone_htod(&[0.0_f32; 2 * 4 * 64]).unwrap();
+    let [mut dq, mut dk, mut dv] = [(); 3].map(|()| stream.alloc_zeros::<f16>(ELEMENTS).unwrap());
+    let gpu = Gpu::new(&stream).unwrap();
+    let mut run = |rows: usize| {
+        let given = [(); 5].map(|()| Input::bshd(&q, [2, 64, 4, 64]));
+        let lse = Input::bhsd(&lse, [2, 4, rows, 1]);
+        let gradients = [&mut dq, &mut dk, &mut dv].map(|slice| Output::bshd(slice, [2, 64, 4, 64]));
+        gpu.backward_into(&Attention::new().causal(), &given, &lse, gradients)
+    };
+    assert_eq!(run(64), Ok(()));
+    assert!(matches!(run(63), Err(Error::SizeMismatch { tensor: Name::Lse, .. })));
+    assert_eq!(run(64), Ok(()));
+    stream.synchronize().unwrap();
+}
+
+#[test]
 fn key_lengths_are_taken_from_a_slice() {
     if std::env::var_os(INSIDE).is_none() {
         return inside("key_lengths_are_taken_from_a_slice");

@@ -114,9 +114,6 @@ fn run(context: &Context) -> Result<bool> {
     let space = stream.upload_new(&vec![0xff_u8; quantize.space(&args) as usize])?;
     args.set(Operand::Space, TensorArg { address: space.address(), ..TensorArg::default() });
 
-    let mut packed = Packed::default();
-    quantize.bind(&args, &mut packed);
-    let (params, places) = packed.launch(0);
     let mut launches = Vec::new();
     for &pass in quantize.passes() {
         let text = quantize.emit(pass, target)?.to_string();
@@ -124,10 +121,13 @@ fn run(context: &Context) -> Result<bool> {
         let (grid, block) = (quantize.grid(pass, &args), [quantize.threads(pass), 1, 1]);
         let shared_bytes = quantize.shared_bytes(pass);
         let config = LaunchConfig { programmatic: hopper, shared_bytes, ..LaunchConfig::new(grid, block) };
-        launches.push((module.function(pass.name())?, config));
+        let mut packed = Packed::default();
+        quantize.bind(pass, &args, &mut packed);
+        launches.push((module.function(pass.name())?, config, packed));
     }
     let call = || -> Result<()> {
-        for (function, config) in &launches {
+        for (function, config, packed) in &launches {
+            let (params, places) = packed.launch(0);
             // SAFETY: the parameters were bound for these kernels, and their buffers live until the stream is done.
             unsafe { function.launch_fields(&stream, config, params, places) }?;
         }

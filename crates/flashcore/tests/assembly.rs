@@ -230,6 +230,38 @@ fn parts_of_the_keys_and_what_merges_them_assemble_without_a_spill() {
     assert!(work.len() >= 2 * specs().len());
 }
 
+#[test]
+fn heads_as_rows_of_one_tile_assemble_without_a_spill() {
+    let mut work = Vec::new();
+    let causal = |head_dim| Spec::new(ElementType::Bf16, head_dim).causal().with_lse();
+    let capped = Spec { left: true, softcap: true, key_lengths: true, rows_per_query: 7, ..causal(128) };
+    for spec in
+        [64, 128, 256].map(|dim| Spec { rows_per_query: 4, ..causal(dim) }).into_iter().chain([capped])
+    {
+        let fits = |it: &Schedule| it.check(&spec, Target::Sm90a).is_ok();
+        let all: Vec<Schedule> = schedules(Kernel::Sm90Fwd, &spec).into_iter().filter(fits).collect();
+        let of = |knobs: &str| all.iter().copied().find(|it| it.to_string().contains(knobs));
+        let ways = ["split=2", "together=1", "persistent=1,pairs=0", "persistent=0,pairs=0"].map(of);
+        for schedule in ways.into_iter().flatten() {
+            work.push((schedule, spec, Target::Sm90a));
+            let Schedule::Sm90Fwd(mut parts) = schedule else { continue };
+            if parts.split == 1 && !parts.persistent {
+                (parts.parts, parts.in_turn) = (16, true);
+                let parts = Schedule::Sm90Fwd(parts);
+                work.push((parts, Spec { lse: false, ..spec }, Target::Sm90a));
+                work.push((merge(&spec, &parts).expect("parts are merged"), spec, Target::Sm90a));
+            }
+        }
+        let cache = Spec { kv: Some(ElementType::E4m3), scaled_scores: spec.softcap, ..spec };
+        let decode = default_schedule(Kernel::Sm80Decode, &cache, Target::Sm89).unwrap();
+        work.extend([Target::Sm89, Target::Sm90a].map(|target| (decode, cache, target)));
+    }
+    work.sort_by_key(|(schedule, spec, target)| (schedule.to_string(), format!("{spec:?}"), *target));
+    work.dedup();
+    assert_eq!(assemble_all(&work), work.len());
+    assert!(work.len() > 25);
+}
+
 /// What the planner has to choose from on Hopper. Of schedules that differ in nothing but how many stages there are and
 /// how many blocks share the keys, whose code differs in constants, each is taken for some specs in turn.
 fn hopper_choices() -> Vec<(Schedule, Spec)> {

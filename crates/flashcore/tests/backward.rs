@@ -186,7 +186,7 @@ fn on_hopper_one_kernel_computes_all_gradients_and_the_last_rounds_those_of_quer
 fn wide_heads_have_blocks_of_queries_and_blocks_of_keys_in_one_launch_on_hopper() {
     let hardware = Hardware::typical(Target::Sm90a);
     let problem = Problem::new(2, 8, 500, 192, DType::BF16).with_kv(2, 300).with_head_dim_v(128).backward();
-    let plan = Plan::choose(&problem, &hardware).unwrap();
+    let plan = Plan::with_kernel(&problem, &hardware, Kernel::Sm90BwdWide).unwrap();
     let kernels: Vec<Kernel> = plan.launches.iter().map(Launch::kernel).collect();
     assert_eq!(kernels, [Kernel::BwdRows, Kernel::Sm90BwdWide]);
     // 128 queries of a query head, or 64 keys of a key head.
@@ -196,8 +196,10 @@ fn wide_heads_have_blocks_of_queries_and_blocks_of_keys_in_one_launch_on_hopper(
     // More slots where heads are less wide.
     assert_eq!(plan.main().schedule.to_string(), "sm90_bwd_wide:stages=3,pingpong=1");
     let widest = Problem::new(2, 8, 500, 256, DType::BF16).backward();
-    let plan = Plan::choose(&widest, &hardware).unwrap();
+    let plan = Plan::with_kernel(&widest, &hardware, Kernel::Sm90BwdWide).unwrap();
     assert_eq!(plan.main().schedule.to_string(), "sm90_bwd_wide:stages=2,pingpong=1");
+    // Plans have it only where it is asked for.
+    assert_eq!(Plan::choose(&widest, &hardware).unwrap().kernel(), Kernel::Sm80Bwd);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use flashcore::{
     plan::{Hardware, Kernel, Launch, Plan, Schedule, Target},
     sim::SimGpu,
 };
+use flashcore_kernels::sm90;
 use flashcore_ptx::{GridDep, Module, Op};
 use shared::{errors, noise};
 
@@ -34,6 +35,27 @@ fn parts_come_to_what_attention_is() {
     ] {
         let (o, lse) = errors(text, schedule(parts, together), None);
         assert!(o < 8e-3 && lse < 2e-3, "{text} in {parts} parts: o is off by {o:.1e}, lse by {lse:.1e}");
+    }
+}
+
+#[test]
+fn parts_and_clusters_may_take_key_tiles_in_turn() {
+    for (text, parts, together) in [
+        ("1x4/1x1/200x64 f16", 3, false),
+        ("2x2x70/150x64 bf16 causal", 2, false),
+        ("1x3x5/333x128 bf16 window(100,20)", 4, true),
+        ("1x8/1x1/90x64 bf16", 5, true),
+    ] {
+        let Schedule::Sm90Fwd(each) = schedule(parts, together) else { panic!("not Hopper's") };
+        let in_turn = Schedule::Sm90Fwd(sm90::fwd::Schedule { in_turn: true, ..each });
+        let cluster = Schedule::Sm90Fwd(sm90::fwd::Schedule { split: 4, parts: 1, in_turn: true, ..each });
+        let (o, lse) = errors(text, cluster, None);
+        assert!(o < 8e-3 && lse < 2e-3, "{text} in a cluster: o is off by {o:.1e}, lse by {lse:.1e}");
+        let (o, lse) = errors(text, in_turn, None);
+        assert!(o < 8e-3 && lse < 2e-3, "{text} in {parts} parts: o is off by {o:.1e}, lse by {lse:.1e}");
+        let lengths = [33, 70];
+        let (o, lse) = errors("2x4/2x1/200x64 bf16 key-lengths", in_turn, Some(&lengths));
+        assert!(o < 8e-3 && lse < 2e-3, "{lengths:?}: o is off by {o:.1e}, lse by {lse:.1e}");
     }
 }
 

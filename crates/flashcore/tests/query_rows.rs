@@ -8,6 +8,7 @@ use flashcore::{
     plan::{Hardware, Plan, Schedule, Target},
     sim::SimGpu,
 };
+use flashcore_ptx::{Alu, Arg, Imm, Module, Op};
 use shared::{errors, noise};
 
 /// A schedule of the Hopper kernel that differs from small blocks in these knobs.
@@ -116,4 +117,36 @@ fn queries_and_results_may_lie_in_any_order() {
         let most = apart.fold(0.0, f64::max);
         assert!(most < 8e-3, "{strides:?}: o is off by {most:.1e}");
     }
+}
+
+#[test]
+fn a_limit_taken_from_the_wrong_query_is_found() {
+    let problem: Problem = "1x4/1x5/9x64 bf16 causal".parse().unwrap();
+    let error = |spoilt: bool| {
+        let edit = move |module: &mut Module| {
+            for inst in &mut module.kernels[0].body {
+                // The number of a row's head taken for that of its query.
+                let of_group = inst.src.iter().any(|arg| matches!(arg, Arg::Imm(Imm { bits: 4, .. })));
+                if spoilt && of_group && inst.op == Op::Alu(Alu::DivU32) {
+                    inst.op = Op::Alu(Alu::RemU32);
+                }
+            }
+        };
+        let gpu = SimGpu::new(Target::Sm90a).with_schedule(schedule("")).with_edit(edit);
+        let tensor = |heads: usize, len: usize, seed| {
+            let shape = [1, heads, len, 64];
+            TensorBuf::from_f32(&noise(heads * len * 64, seed), shape, DType::BF16).unwrap()
+        };
+        let (q, kv) = (tensor(4, 5, 1), tensor(1, 9, 2));
+        let (q, kv) = (q.view(), kv.view());
+        let attention = Attention::new().mask(problem.mask);
+        let found = attention.run(&Device::sim(gpu), &q, &kv, &kv).map(|result| result.o.to_f32());
+        let truth = oracle::attention(&attention.problem(&q, &kv, &kv).unwrap(), &q, &kv, &kv, None);
+        found.map_or(f64::INFINITY, |found| {
+            let apart = found.iter().zip(&truth.o).map(|(&a, b)| (f64::from(a) - b).abs());
+            apart.fold(0.0, f64::max)
+        })
+    };
+    let (right, wrong) = (error(false), error(true));
+    assert!(right < 8e-3 && wrong > 0.1, "{right:.1e}, {wrong:.1e}");
 }

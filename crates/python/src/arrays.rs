@@ -333,6 +333,30 @@ impl<'py> Array<'py> {
         self.readable(py, name, layout, len)
     }
 
+    /// The array as starts, or as a table of pages: one or two dimensions of int32.
+    pub fn indices(&self, py: Python<'_>, name: Name) -> PyResult<Tensor<'_>> {
+        let integers = matches!(
+            (self.dtype.code, self.dtype.bits, self.dtype.lanes),
+            (dlpack::INT | dlpack::UINT, 32, 1)
+        );
+        if !integers || !(1..=2).contains(&self.rank) {
+            let text = format!("{name} must be int32 of one dimension, or of two for pages");
+            return Err(errors::contract(py, &text));
+        }
+        let mut four = Self { rank: 4, _owner: None, ..*self };
+        let last = self.rank - 1;
+        let rows = if self.rank == 2 { (self.sizes[0], self.strides[0]) } else { (1, 0) };
+        (four.sizes[0], four.strides[0]) = rows;
+        four.sizes[1..3].fill(1);
+        four.strides[1..3].fill(0);
+        (four.sizes[3], four.strides[3]) = (self.sizes[last], self.strides[last]);
+        let (layout, len) = four.layout(py, name, Order::HeadsFirst)?;
+        let place = self.place(py, name)?;
+        // SAFETY: as for an input of floats.
+        unsafe { Tensor::from_raw_parts(self.data, len, DType::I32, place, layout) }
+            .map_err(|error| errors::raise(py, &errors::named(error, name)))
+    }
+
     /// The array as an input of a call.
     pub fn tensor(&self, py: Python<'_>, name: Name, order: Order) -> PyResult<Tensor<'_>> {
         let (layout, len) = self.layout(py, name, order)?;

@@ -7,7 +7,7 @@ use pyo3::{prelude::*, types::PyDict};
 use crate::{
     arrays::{Array, Order},
     devices, errors,
-    lengths::Lengths,
+    lengths::{Lengths, Places},
     options::{self, Options},
 };
 
@@ -19,6 +19,7 @@ pub fn execute(
     lse: Option<&Array<'_>>,
     key_lengths: Option<&Lengths<'_>>,
     descales: [Option<&Array<'_>>; 3],
+    places: Option<&Places<'_>>,
     options: Options,
 ) -> PyResult<()> {
     let order = options.order;
@@ -34,8 +35,12 @@ pub fn execute(
     let descales = Descales::some_of(each.each_ref().map(Option::as_ref));
     let descales = options.descale_keys.map_or(descales, |keys| descales.per_block(keys));
     let mut attention = options.attention().descales(descales);
+    if let Some(places) = places {
+        attention = places.apply(py, attention)?;
+    }
     if let Some(lengths) = key_lengths {
-        attention = lengths.apply(py, &attention, tensors[1].shape()[2])?;
+        let most = places.and_then(Places::most_keys).unwrap_or(tensors[1].shape()[2]);
+        attention = lengths.apply(py, &attention, most)?;
     }
     let run = || {
         let [q, k, v] = &tensors;
@@ -47,9 +52,9 @@ pub fn execute(
 
 /// Computes attention on any arrays into given outputs. With `descales`, those of q, k and v or None each, bytes are the codes
 /// of 8-bit floats, and with `block` those of k and v are for each so many keys; with `quantise`, as problems have it in their
-/// texts, tensors become such within the call.
+/// texts, tensors become such within the call. `places` says where sequences are that are packed or in pages: see `Places`.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout, descales=None, quantise=None, block=None))]
+#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout, descales=None, quantise=None, block=None, places=None))]
 #[allow(clippy::needless_pass_by_value)] // Tuples come as values.
 pub fn run(
     q: &Bound<'_, PyAny>,
@@ -67,6 +72,7 @@ pub fn run(
     descales: Option<[Option<Bound<'_, PyAny>>; 3]>,
     quantise: Option<&str>,
     block: Option<usize>,
+    places: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
     let py = q.py();
     let options = Options::new(py, mask, left, right, scale, softcap, layout)?.quantised(py, quantise)?;
@@ -87,13 +93,15 @@ pub fn run(
     let o = Array::read(o, Name::O)?;
     let lse = lse.map(|lse| Array::read(lse, Name::Lse)).transpose()?;
     let descales = given.each_ref().map(Option::as_ref);
-    execute(py, inputs.each_ref(), &o, lse.as_ref(), lengths.as_ref(), descales, options)
+    let places = places.map(Places::read).transpose()?;
+    let inputs = inputs.each_ref();
+    execute(py, inputs, &o, lse.as_ref(), lengths.as_ref(), descales, places.as_ref(), options)
 }
 
 /// Computes the gradients of q, k and v, as (batch, heads, length, head_dim), into given outputs. `saved` are q, k, v, o and
 /// lse.
 #[pyfunction]
-#[pyo3(signature = (saved, grad_o, grad_lse, outputs, key_lengths, mask, left, right, scale, softcap))]
+#[pyo3(signature = (saved, grad_o, grad_lse, outputs, key_lengths, mask, left, right, scale, softcap, places=None))]
 #[allow(clippy::needless_pass_by_value)] // Tuples come as values.
 pub fn run_backward<'py>(
     saved: [Bound<'py, PyAny>; 5],
@@ -106,6 +114,7 @@ pub fn run_backward<'py>(
     right: Option<usize>,
     #[pyo3(from_py_with = options::scale)] scale: Option<f64>,
     #[pyo3(from_py_with = options::softcap)] softcap: f64,
+    places: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<()> {
     let py = grad_o.py();
     let options = Options::new(py, mask, left, right, scale, softcap, "bhsd")?;
@@ -131,9 +140,14 @@ pub fn run_backward<'py>(
     if let Some(grad_lse) = &grad_lse {
         given = given.with_dlse(grad_lse);
     }
+    let places = places.map(Places::read).transpose()?;
     let mut attention = options.attention();
+    if let Some(places) = &places {
+        attention = places.apply(py, attention)?;
+    }
     if let Some(lengths) = &lengths {
-        attention = lengths.apply(py, &attention, tensors[1].shape()[2])?;
+        let most = places.as_ref().and_then(Places::most_keys).unwrap_or(tensors[1].shape()[2]);
+        attention = lengths.apply(py, &attention, most)?;
     }
     let run = || {
         let [dq, dk, dv] = &mut outputs[..] else { unreachable!("there are three") };

@@ -1,6 +1,7 @@
-//! Key lengths: a list on the host, or an array on the GPU that the call reads where it lies.
+//! Key lengths: a list on the host, or an array on the GPU that the call reads where it lies. And where sequences are that are
+//! packed or in pages.
 
-use flashcore::{Attention, Name};
+use flashcore::{Attention, Name, Pages, Starts};
 use pyo3::{prelude::*, types::PyList};
 
 use crate::{arrays::Array, errors};
@@ -45,5 +46,47 @@ impl<'py> Lengths<'py> {
                 attention.key_lengths_on_device(array.device_lengths(py, most)?)
             }
         })
+    }
+}
+
+/// Starts of queries and of keys, and a table of pages, each with the most rows that a sequence has.
+pub struct Places<'py> {
+    q: Option<(Array<'py>, usize)>,
+    k: Option<(Array<'py>, usize)>,
+    pages: Option<(Array<'py>, usize)>,
+}
+
+/// The same as they come: arrays of int32, or None.
+type Given<'py> = [Option<(Bound<'py, PyAny>, usize)>; 3];
+
+impl<'py> Places<'py> {
+    /// Reads a tuple of starts of queries, starts of keys, and pages: each a pair of an array of int32 and the most rows that
+    /// a sequence has, or None.
+    pub fn read(given: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let [q, k, pages]: Given<'py> = given.extract()?;
+        let read = |given: Option<(Bound<'py, PyAny>, usize)>, name| {
+            given.map(|(array, most)| Ok::<_, PyErr>((Array::read(&array, name)?, most))).transpose()
+        };
+        Ok(Self { q: read(q, Name::QStarts)?, k: read(k, Name::KStarts)?, pages: read(pages, Name::Pages)? })
+    }
+
+    /// The call with sequences that are there.
+    pub fn apply<'a>(&'a self, py: Python<'_>, attention: Attention<'a>) -> PyResult<Attention<'a>> {
+        let mut placed = attention;
+        if let Some((starts, most)) = &self.q {
+            placed = placed.packed_queries(Starts::of(&starts.indices(py, Name::QStarts)?, *most));
+        }
+        if let Some((starts, most)) = &self.k {
+            placed = placed.packed_keys(Starts::of(&starts.indices(py, Name::KStarts)?, *most));
+        }
+        if let Some((table, most)) = &self.pages {
+            placed = placed.paged(Pages::new(&table.indices(py, Name::Pages)?).with_most_keys(*most));
+        }
+        Ok(placed)
+    }
+
+    /// The most keys of a sequence, where keys do not lie as dense ones.
+    pub fn most_keys(&self) -> Option<usize> {
+        self.k.as_ref().or(self.pages.as_ref()).map(|(_, most)| *most)
     }
 }

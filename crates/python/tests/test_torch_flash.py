@@ -197,17 +197,72 @@ def test_a_cache_that_overflows_is_refused():
         flash_attn_with_kvcache(q, k_cache, k_cache.clone(), k, k, cache_seqlens=torch.tensor([3, 16]))
 
 
+def in_pages(*caches, page):
+    """Caches (batch, length, heads, head_dim) in shuffled pages, NaN where there is nothing, and their table."""
+    batch, length = caches[0].shape[:2]
+    most = -(-length // page)
+    table = torch.randperm(batch * most + 3, generator=torch.Generator().manual_seed(1))[: batch * most]
+    table = table.to(torch.int32).view(batch, most)
+    pools = []
+    for cache in caches:
+        pool = torch.full((batch * most + 3, page, *cache.shape[2:]), torch.nan, dtype=cache.dtype)
+        for place in range(length):
+            pool[table[:, place // page].long(), place % page] = cache[:, place]
+        pools.append(pool)
+    return (*pools, table)
+
+
+@pytest.mark.parametrize("page", [1, 7, 16])
+def test_a_cache_in_pages_is_the_same_as_a_dense_one(page):
+    q, k_cache, v_cache = draw(0, (3, 2, 6, 16), (3, 40, 2, 16), (3, 40, 2, 16))
+    lengths = torch.tensor([33, 1, 40], dtype=torch.int32)
+    options = {"cache_seqlens": lengths, "causal": True, "return_softmax_lse": True}
+    k_pool, v_pool, table = in_pages(k_cache, v_cache, page=page)
+    ours = flash_attn_with_kvcache(q, k_pool, v_pool, block_table=table, **options)
+    for given, expected in zip(ours, flash_attn_with_kvcache(q, k_cache, v_cache, **options), strict=True):
+        torch.testing.assert_close(given, expected)
+    assert torch.equal(flash_attn_with_kvcache(q, k_pool, v_pool, page_table=table, **options)[0], ours[0])
+
+
+def test_new_tokens_go_to_the_pages_that_the_table_names():
+    q, k_cache, k, v = draw(0, (2, 3, 6, 16), (2, 40, 2, 16), (2, 3, 2, 16), (2, 3, 2, 16))
+    lengths = torch.tensor([15, 30], dtype=torch.int32)
+    k_pool, v_pool, table = in_pages(k_cache, k_cache, page=16)
+    dense = k_cache.clone(), k_cache.clone()
+    ours = flash_attn_with_kvcache(q, k_pool, v_pool, k, v, cache_seqlens=lengths, block_table=table, causal=True)
+    expected = flash_attn_with_kvcache(q, *dense, k, v, cache_seqlens=lengths, causal=True)
+    torch.testing.assert_close(ours, expected)
+    assert torch.equal(k_pool[table[0, 0], 15], k[0, 0]) and torch.equal(v_pool[table[0, 1], 1], v[0, 2])
+    with pytest.raises(ContractError, match="more than the 3 pages of 16"):
+        flash_attn_with_kvcache(q, k_pool, v_pool, k, v, cache_seqlens=lengths + 16, block_table=table)
+
+
+def test_packed_queries_read_a_cache_in_pages():
+    q, k, v = draw(0, (9, 6, 16), (3, 40, 2, 16), (3, 40, 2, 16))
+    ends_q, lengths = torch.tensor([0, 4, 4, 9], dtype=torch.int32), [33, 12, 40]
+    ends_k = torch.tensor([0, 33, 45, 85], dtype=torch.int32)
+    packed = [torch.cat([x[i, :length] for i, length in enumerate(lengths)]) for x in (k, v)]
+    expected = flash_attn_varlen_func(q, *packed, ends_q, ends_k, 5, 40, causal=True, return_attn_probs=True)
+    k_pool, v_pool, table = in_pages(k, v, page=16)
+    ours = flash_attn_varlen_func(
+        q, k_pool, v_pool, ends_q, ends_k, 5, 40, causal=True, return_attn_probs=True, block_table=table
+    )
+    for given, wanted in zip(ours[:2], expected[:2], strict=True):
+        torch.testing.assert_close(given, wanted)
+    for wrong, what in [(table.long(), "int32"), (table[:2], "shape"), (table + 99, "pool")]:
+        with pytest.raises(ContractError, match=what):
+            flash_attn_varlen_func(q, k_pool, v_pool, ends_q, ends_k, 5, 40, block_table=wrong)
+
+
 @pytest.mark.parametrize(
     ("call", "option"),
     [
         (lambda x: flash_attn_func(x, x, x, dropout_p=0.5), "dropout_p is 0.5"),
         (lambda x: flash_attn_func(x, x, x, alibi_slopes=torch.ones(4)), "alibi_slopes is a tensor"),
-        (lambda x: flash_attn_with_kvcache(x, x, x, block_table=torch.ones(1, 1)), "block_table is a tensor"),
         (lambda x: flash_attn_with_kvcache(x, x, x, rotary_cos=torch.ones(1, 1)), "rotary_cos is a tensor"),
         (lambda x: flash_attn_func(x, x, x, q_descale=torch.ones(1)), "q_descale is a tensor: it goes with float8"),
         (lambda x: flash_attn_func(x, x, x, attention_chunk=4), "attention_chunk is 4: .* Use window_size"),
         (lambda x: flash_attn_func(x, x, x, qv=x), "qv is a tensor"),
-        (lambda x: flash_attn_with_kvcache(x, x, x, page_table=torch.ones(1, 1)), "page_table is a tensor: caches in"),
         (lambda x: flash_attn_with_kvcache(x, x, x, cu_seqlens_q=torch.ones(2)), "cu_seqlens_q is a tensor: packed"),
     ],
 )

@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F
 from flashcore_attn import UnsupportedError, attention, flash_attn_func, flash_attn_varlen_func
 from flashcore_attn import scaled_dot_product_attention as sdpa
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torch_problem import draw
 
@@ -265,3 +268,53 @@ def test_flops_are_counted():
     with FlopCounterMode(display=False) as counter:
         attention(q, k, v)
     assert counter.get_total_flops() == 2 * 4 * 7 * 9 * (16 + 8) * 2
+
+
+def training_step(q, k, v):
+    return flash_attn_func(q, k, v, causal=True, softcap=3.0).square().mean()
+
+
+def test_a_compiled_training_step_is_one_graph_forward_and_one_backward():
+    torch.compiler.reset()
+    graphs = {"forward": 0, "backward": 0}
+
+    def counted(name):
+        def compiler(graph, inputs):
+            graphs[name] += 1
+            assert any("flashcore.attention" in str(node.target) for node in graph.graph.nodes)
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    inputs = leaves(*[(2, 9, 4, 16)] * 3)
+    backend = aot_autograd(fw_compiler=counted("forward"), bw_compiler=counted("backward"))
+    compiled = torch.compile(training_step, fullgraph=True, backend=backend)
+    for _ in range(2):
+        ours, expected = (torch.autograd.grad(f(*inputs), inputs) for f in (compiled, training_step))
+        assert all(torch.equal(x, y) for x, y in zip(ours, expected))
+    assert graphs == {"forward": 1, "backward": 1}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_call_has_the_same_gradients(reentrant):
+    inputs = leaves(*[(2, 9, 4, 16)] * 3)
+    again = checkpoint(training_step, *inputs, use_reentrant=reentrant)
+    ours, expected = ([x.clone() for x in grads_of(loss, inputs)] for loss in (again, training_step(*inputs)))
+    assert all(torch.equal(x, y) for x, y in zip(ours, expected))
+
+
+def grads_of(loss, inputs):
+    for x in inputs:
+        x.grad = None
+    loss.backward()
+    return [x.grad for x in inputs]
+
+
+def test_gradients_are_allowed_and_the_same_bits_where_torch_wants_determinism():
+    inputs = leaves((2, 130, 4, 16), (2, 130, 2, 16), (2, 130, 2, 16), dtype="bfloat16")
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (torch.autograd.grad(training_step(*inputs), inputs) for _ in range(4))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for grads in others for x, y in zip(grads, first))

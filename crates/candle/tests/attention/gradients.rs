@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor, Var};
 use flashcore_candle::*;
 
-use crate::devices::gpu;
+use crate::devices::{devices, dtypes};
 use crate::plain::{ALL, CAUSAL, Given, Sees, plain, tensor, values};
 
 /// The gradients of q, k and v, of a sum of the output in which every element has a weight of its own.
@@ -12,7 +12,8 @@ fn gradients(given: &Given, attention: &dyn Fn(&Tensor, &Tensor, &Tensor) -> Ten
     let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(x).unwrap());
     let o = attention(&q, &k, &v).to_dtype(DType::F32).unwrap();
     let (b, s, h, d) = o.dims4().unwrap();
-    let loss = (o * tensor(7, (b, s, h, d), DType::F32)).unwrap().sum_all().unwrap();
+    let weights = tensor(7, (b, s, h, d), DType::F32).to_device(o.device()).unwrap();
+    let loss = (o * weights).unwrap().sum_all().unwrap();
     let gradients = loss.backward().unwrap();
     [&q, &k, &v].map(|x| gradients.get(x).unwrap().clone())
 }
@@ -20,10 +21,11 @@ fn gradients(given: &Given, attention: &dyn Fn(&Tensor, &Tensor, &Tensor) -> Ten
 /// Checks that both have the same gradients, but for a part of the largest.
 fn check(
     given: &Given,
+    device: &Device,
     ours: &dyn Fn(&Tensor, &Tensor, &Tensor) -> Tensor,
     (scale, cap, sees): (f64, f64, Sees),
 ) {
-    let found = gradients(given, ours);
+    let found = gradients(&given.on(device), ours);
     let truth = gradients(given, &|q, k, v| plain(q, k, v, scale, cap, sees).unwrap());
     let part = match given.q.dtype() {
         DType::F32 => 1e-5,
@@ -42,30 +44,54 @@ fn check(
 
 #[test]
 fn gradients_are_those_of_attention_step_by_step() {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        let given = Given::new([2, 6, 2, 32], [17, 23], dtype);
-        check(&given, &|q, k, v| flash_attn(q, k, v, 0.2, false).unwrap(), (0.2, 0.0, ALL));
-        check(&given, &|q, k, v| flash_attn(q, k, v, 0.2, true).unwrap(), (0.2, 0.0, CAUSAL));
-        let windowed =
-            |q: &Tensor, k: &Tensor, v: &Tensor| flash_attn_windowed(q, k, v, 0.3, Some(5), Some(2)).unwrap();
-        check(&given, &windowed, (0.3, 0.0, |i, j| j >= i - 5 && j <= i + 2));
-        let capped = |q: &Tensor, k: &Tensor, v: &Tensor| {
-            flash_attn_alibi_windowed_softcap(q, k, v, None, 2.0, None, Some(0), 1.5).unwrap()
-        };
-        check(&given, &capped, (2.0, 1.5, CAUSAL));
+    for device in devices() {
+        for &dtype in dtypes(&device) {
+            let given = Given::new([2, 6, 2, 32], [17, 23], dtype);
+            let check = |ours: &dyn Fn(&Tensor, &Tensor, &Tensor) -> Tensor, truth| {
+                check(&given, &device, ours, truth);
+            };
+            check(&|q, k, v| flash_attn(q, k, v, 0.2, false).unwrap(), (0.2, 0.0, ALL));
+            check(&|q, k, v| flash_attn(q, k, v, 0.2, true).unwrap(), (0.2, 0.0, CAUSAL));
+            check(
+                &|q, k, v| flash_attn_windowed(q, k, v, 0.3, Some(5), Some(2)).unwrap(),
+                (0.3, 0.0, |i, j| j >= i - 5 && j <= i + 2),
+            );
+            let capped = |q: &Tensor, k: &Tensor, v: &Tensor| {
+                flash_attn_alibi_windowed_softcap(q, k, v, None, 2.0, None, Some(0), 1.5).unwrap()
+            };
+            check(&capped, (2.0, 1.5, CAUSAL));
+        }
     }
 }
 
 #[test]
 fn packed_sequences_have_the_gradients_of_each_alone() {
-    let rows = |seed, rows, heads| tensor(seed, (1, rows, heads, 16), DType::F32).squeeze(0).unwrap();
-    let [q, k, v] = [rows(1, 13, 4), rows(2, 16, 2), rows(3, 16, 2)].map(|x| Var::from_tensor(&x).unwrap());
+    for device in devices() {
+        packed(&device, dtypes(&device)[0]);
+    }
+}
+
+fn packed(device: &Device, dtype: DType) {
+    // What a dtype of 16 bits holds, so that the truth on the CPU in f32 is about the same numbers.
+    let rows = |seed, rows, heads| {
+        let x = tensor(seed, (1, rows, heads, 16), DType::F16).squeeze(0).unwrap();
+        x.to_dtype(DType::F32).unwrap()
+    };
+    let given = [rows(1, 13, 4), rows(2, 16, 2), rows(3, 16, 2)];
+    let ours = given.each_ref().map(|x| {
+        let x = x.to_device(device).unwrap().to_dtype(dtype).unwrap();
+        Var::from_tensor(&x).unwrap()
+    });
+    let [q, k, v] = given.map(|x| Var::from_tensor(&x).unwrap());
     // An empty sequence, one without queries, and rows after the last one.
     let (ends_q, ends_k) = ([0_u32, 5, 5, 5, 11], [0_u32, 7, 7, 9, 15]);
-    let seqlens = |ends: &[u32]| Tensor::new(ends, &Device::Cpu).unwrap();
+    let seqlens = |ends: &[u32]| Tensor::new(ends, device).unwrap();
     let weights = rows(7, 13, 4);
-    let o = flash_attn_varlen(&q, &k, &v, &seqlens(&ends_q), &seqlens(&ends_k), 6, 7, 0.3, true).unwrap();
-    let found = (o * &weights).unwrap().sum_all().unwrap().backward().unwrap();
+    let [our_q, our_k, our_v] = &ours;
+    let o = flash_attn_varlen(our_q, our_k, our_v, &seqlens(&ends_q), &seqlens(&ends_k), 6, 7, 0.3, true)
+        .unwrap();
+    let weighted = o.to_dtype(DType::F32).unwrap() * weights.to_device(device).unwrap();
+    let found = weighted.unwrap().sum_all().unwrap().backward().unwrap();
     let part = |x: &Tensor, ends: &[u32], i: usize| {
         let (start, end) = (ends[i] as usize, ends[i + 1] as usize);
         x.narrow(0, start, end - start).unwrap().unsqueeze(0).unwrap()
@@ -78,8 +104,9 @@ fn packed_sequences_have_the_gradients_of_each_alone() {
         loss = (loss + (o * weights).unwrap().sum_all().unwrap()).unwrap();
     }
     let truth = loss.backward().unwrap();
-    for x in [&q, &k, &v] {
-        assert!(crate::plain::worst(found.get(x).unwrap(), truth.get(x).unwrap()) < 1e-5);
+    let most = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
+    for (ours, x) in ours.iter().zip([&q, &k, &v]) {
+        assert!(crate::plain::worst(found.get(ours).unwrap(), truth.get(x).unwrap()) < most);
     }
 }
 
@@ -90,14 +117,4 @@ fn one_tensor_may_be_all_three_and_the_gradient_of_a_sum_has_no_stride() {
     let found = sum(flash_attn(&x, &x, &x, 0.25, true).unwrap());
     let truth = sum(plain(&x, &x, &x, 0.25, 0.0, CAUSAL).unwrap());
     assert!(crate::plain::worst(&found, &truth) < 1e-5);
-}
-
-#[test]
-fn on_a_gpu_gradients_are_refused_with_what_to_do() {
-    let Some(gpu) = gpu() else { return };
-    let x = Var::from_tensor(&tensor(1, (1, 8, 2, 32), DType::F16).to_device(&gpu).unwrap()).unwrap();
-    let o = flash_attn(&x, &x, &x, 0.25, true).unwrap();
-    let refused = o.sum_all().unwrap().backward().unwrap_err().to_string();
-    assert!(refused.contains("on the CPU so far"), "{refused}");
-    assert!(matches!(o.device(), Device::Cuda(_)));
 }

@@ -28,10 +28,15 @@ fn what_cannot_be_done_is_said_and_the_next_call_works() {
             flash_attn_varlen_alibi_windowed(&rows, &rows, &rows, &slopes, &all, &all, 4, 4, 1.0, None, None);
         says(windowed, "ALiBi");
         let table = Tensor::new(&[[0_u32]], &device).unwrap();
-        let paged = flash_attn_varlen_paged_windowed(
-            &rows, &k, &v, &all, &all, &table, None, 4, 4, 1.0, None, None, 4, None,
-        );
-        says(paged, "paged");
+        let paged = |table: &Tensor, prefixes: Option<&Tensor>, page| {
+            flash_attn_varlen_paged_windowed(
+                &rows, &k, &v, &all, &all, table, prefixes, 4, 4, 1.0, None, None, page, None,
+            )
+        };
+        says(paged(&table, Some(&table), 4), "prefix");
+        says(paged(&table, None, 8), "(pages, 8, heads, head_dim)");
+        says(paged(&Tensor::new(&[[0_u32], [0]], &device).unwrap(), None, 4), "2 rows for 1 sequences");
+        says(paged(&Tensor::new(&[[0_i64]], &device).unwrap(), None, 4), "u32");
         says(flash_attn(&rows, &rows, &rows, 1.0, true), "(batch, length, heads, head_dim)");
         says(flash_attn(&q, &k.to_dtype(DType::F32).unwrap(), &v, 1.0, true), "all f16");
         says(flash_attn(&q, &k, &v.to_dtype(DType::BF16).unwrap(), 1.0, true), "F16, F16 and BF16");

@@ -1,7 +1,7 @@
 //! The forward kernel for few queries of 16 bits against keys and values of 8: decoding with an E4M3 cache.
 //!
-//! What takes time is reading keys and values, so everything is arranged around that. A block has up to 16 rows: the query
-//! heads that share a kv head, or the queries of a head. Its warps take steps of keys in turn, each with all rows and a
+//! What takes time is reading keys and values, so everything is arranged around that. A block has up to 16 rows: the queries
+//! of the heads that share a kv head, or of one head. Its warps take steps of keys in turn, each with all rows and a
 //! softmax of its own, and merge through shared memory at the end. A thread copies by `cp.async` exactly what it will need
 //! itself, several steps ahead, into a ring that no other thread reads: nobody waits for anybody.
 //!
@@ -266,7 +266,7 @@ impl Family for Schedule {
             own.set(Operand::Lse, *args.tensor(Operand::PartialState));
         }
         let [_, heads, len_q] = args.rows(spec);
-        packed.push(&FwdParams { heads, len_q, ..FwdParams::bind(&own) });
+        packed.push(&FwdParams { len_q, heads, ..FwdParams::bind(&own) });
         packed.extend(&DescaleParams::bind(args));
         if spec.descale_keys.is_some() {
             packed.extend(&BlockDescaleParams::bind(args));

@@ -149,6 +149,8 @@ pub enum Ours {
     Kernels(Vec<Kernel>),
     /// Some schedules, by their text.
     Schedules(Vec<String>),
+    /// The planner's choice, and schedules beside it.
+    Beside(Vec<String>),
 }
 
 impl Ours {
@@ -158,6 +160,10 @@ impl Ours {
             Ours::Planner => vec![PLANNER.into()],
             Ours::Kernels(kernels) => kernels.iter().map(|kernel| format!("{KERNEL}{kernel}")).collect(),
             Ours::Schedules(texts) => texts.iter().map(|text| format!("{SCHEDULE}{text}")).collect(),
+            Ours::Beside(texts) => {
+                let beside = texts.iter().map(|text| format!("{SCHEDULE}{text}"));
+                [PLANNER.into()].into_iter().chain(beside).collect()
+            }
         }
     }
 }
@@ -272,6 +278,11 @@ impl GpuBench {
             folder,
             pools,
         })
+    }
+
+    /// Times others of ours from now on.
+    pub fn take(&mut self, ours: Ours) {
+        self.setup.ours = ours;
     }
 
     /// The GPU, the drivers and the versions.

@@ -116,7 +116,9 @@ pub fn plan(options: &Options) -> Result<Exit, String> {
             types.problem(cell.shape, mask).with_pass(options.pass)
         }
         Asked::Problem(problem) if options.causal || options.dtype.is_some() => {
-            return Err(format!("'{problem}' says its mask and dtype itself: leave out --causal and --dtype"));
+            return Err(format!(
+                "'{problem}' says its mask and dtype itself: leave out --causal and --dtype"
+            ));
         }
         Asked::Problem(problem) if problem.pass == Pass::Forward => problem.with_pass(options.pass),
         Asked::Problem(problem) => problem,

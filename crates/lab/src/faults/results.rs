@@ -178,7 +178,7 @@ pub fn trials() -> Vec<Trial> {
         let engine = eight::Tiled { slip: Some(slip) };
         Trial::fault(slip.name(), JUDGE, move || verdict(&Prepared::new(slip.planted_in()), &engine))
     }));
-    trials.extend([eight::Slip::OtherHead, eight::Slip::FewBits].map(|slip| {
+    trials.extend([eight::Slip::OtherHead, eight::Slip::BlockBefore, eight::Slip::FewBits].map(|slip| {
         let (case, engine) = (slip.planted_in(), eight::Tiled { slip: None });
         let name = format!("{} without a fault", case.name);
         Trial::honest(name, JUDGE, move || verdict(&Prepared::new(case.clone()), &engine))

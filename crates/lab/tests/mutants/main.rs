@@ -54,13 +54,9 @@ const HOPPER_TOO: [&str; 4] = [
     "sm90_fwd:warpgroups=1,block_n=16,stages=2,q_stages=1,ctas=1,split=4,pingpong=0,lazy=1,poly=0,persistent=0,pairs=0",
 ];
 
-/// Hopper's backward kernel: steps of 64 queries with warpgroups that take turns, and steps of 128 without; and the one for
-/// wide heads.
-const HOPPER_BACKWARD: [&str; 3] = [
-    "sm90_bwd:block_m=64,stages=2,pingpong=1",
-    "sm90_bwd:block_m=128,stages=2,pingpong=0",
-    "sm90_bwd_wide:stages=2,pingpong=1",
-];
+/// Hopper's backward kernel: steps of 64 queries with warpgroups that take turns, and steps of 128 without.
+const HOPPER_BACKWARD: [&str; 2] =
+    ["sm90_bwd:block_m=64,stages=2,pingpong=1", "sm90_bwd:block_m=128,stages=2,pingpong=0"];
 
 /// The mutants that lived, by schedule and by where and what was changed.
 type Survivors = BTreeMap<(String, String, Change), usize>;

@@ -2,7 +2,7 @@
 
 Shapes are (batch, length, heads, head_dim), packed sequences (token, heads, head_dim). Causal masks and windows are
 aligned bottom-right. The arguments are flash-attn 2's; those of flash-attn 3 can be given by name. What the kernels do
-not support (dropout, ALiBi, paged caches, …) raises ``UnsupportedError``.
+not support (dropout, ALiBi, …) raises ``UnsupportedError``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import _arguments
+from . import _arguments, _pages
 from ._errors import ContractError, UnsupportedError
 from ._options import mask_of, number
 from ._torch import attend, cast, check, check_gradient, check_whole
@@ -57,7 +57,6 @@ _HINTS = ("num_splits", "pack_gqa", "sm_margin")
 _ELSE = "FlashCore does not do that. Leave {name} out, or use flash-attn"
 _FLOAT8 = "it goes with float8_e4m3fn, in flash_attn_func. Scale wider types before the call, and leave {name} out"
 _DESCALES = ("q_descale", "k_descale", "v_descale")
-_PAGES = "caches in pages are not read. Give the cache as (batch, length, heads, head_dim), and leave {name} out"
 _PACKED_CACHE = "packed tokens do not go to a cache here. Give q, k and v as (batch, length, heads, head_dim)"
 _ROTATE = "positions are not rotated here. Rotate q and k before the call, and leave {name} out"
 
@@ -70,8 +69,6 @@ _REFUSED = {
     "attention_chunk": "attention in chunks is not done. Use window_size, or one call per chunk, and leave {name} out",
     "dropout_p": "there is no dropout here. Leave {name} out, or use flash-attn",
     "alibi_slopes": "a bias is not fused. Leave {name} out, or use flash-attn",
-    "block_table": _PAGES,
-    "page_table": _PAGES,
     "cu_seqlens_q": _PACKED_CACHE,
     "cu_seqlens_k_new": _PACKED_CACHE,
     "rotary_cos": _ROTATE,
@@ -285,15 +282,25 @@ def flash_attn_varlen_func(
     cu_seqlens[i + 1], and uses the first seqused[i] of them. One kernel call for each run of sequences of the same
     lengths; lse is (heads, token). Tokens that belong to no sequence, or are not used, give zeros and lse -inf.
 
-    ``cu_seqlens`` is read on the host, so on a GPU the call waits for it and cannot be captured in a CUDA graph.
+    ``cu_seqlens`` is read on the host, so on a GPU the call waits for it and cannot be captured in a CUDA graph. On the
+    CPU all sequences are one call. With ``block_table``, k and v are a cache in pages, (page, token, heads, head_dim),
+    and cu_seqlens_k says how many keys each sequence has; on the CPU, and without a gradient.
     """
     from . import _ops  # noqa: F401  (registers the operators)
 
     _dropout(dropout_p)
-    _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
+    _refuse(alibi_slopes=alibi_slopes)
     if fa3:
         _fa3("flash_attn_varlen_func", _FA3, {**fa3})
     _arguments.tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if block_table is not None:
+        if seqused_q is not None:
+            raise UnsupportedError("seqused_q goes with packed keys. Leave it out, or leave block_table out")
+        mask, left, right = mask_of(causal, False, window_size)
+        o, lse = _varlen_paged(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, (mask, left, right, softmax_scale, softcap)
+        )
+        return (o, lse, None) if return_attn_probs else o
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     sequences = cu_seqlens_q.numel() - 1
     for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
@@ -310,6 +317,31 @@ def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, mask, left, right, scale, softcap
     )
     return (o, lse, None) if return_attn_probs else o
+
+
+def _varlen_paged(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, used_k: Tensor | None, table: Tensor,
+    options: tuple[str, int | None, int | None, float | None, float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Packed queries (token, heads, head_dim) and a cache in pages."""
+    mask, left, right, scale, softcap = options
+    scale, softcap = _arguments.options(scale, softcap)
+    if q.dim() != 3:
+        raise ContractError(f"q has {q.dim()} dimensions, packed sequences have 3: (token, heads, head_dim)")
+    sequences = ends_q.numel() - 1
+    if ends_k.numel() != sequences + 1:
+        given = f"{ends_q.numel()} and {ends_k.numel()}"
+        raise ContractError(f"cu_seqlens_q and cu_seqlens_k have {given} elements. Give both one more than sequences")
+    _pages.check(q, k, v, table, sequences)
+    lengths = (ends_k.diff() if used_k is None else used_k).tolist()
+    starts = ends_q.to(torch.int32)
+    longest = int(starts.diff().max()) if sequences > 0 else 0
+    with torch.no_grad():
+        o, lse = _pages.attend(
+            q.transpose(0, 1).unsqueeze(0), k, v, table, lengths, (starts, max(longest, 0)),
+            mask, left, right, scale, softcap,
+        )  # fmt: skip
+    return o[0].transpose(0, 1).contiguous(), lse[0]
 
 
 def check_packed(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor) -> None:
@@ -439,7 +471,8 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False, **fa3: Unpack[Fa3Cache],
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of q (batch, length, heads, head_dim) to a cache (batch, cache length, heads, head_dim) of which
-    entry b holds ``cache_seqlens[b]`` tokens; ``cache_leftpad[b]`` of them, at its start, are padding.
+    entry b holds ``cache_seqlens[b]`` tokens; ``cache_leftpad[b]`` of them, at its start, are padding. With
+    ``block_table``, int32 (batch, pages), the cache is (pages, page, heads, head_dim), on the CPU.
 
     k and v, if given, are new tokens that are first written into the cache after those. There is no gradient.
     """
@@ -447,12 +480,20 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         cache_batch_idx=cache_batch_idx,
-        block_table=block_table,
         alibi_slopes=alibi_slopes,
     )
-    if fa3:
-        _fa3("flash_attn_with_kvcache", _FA3_CACHE, {**fa3})
-    check(q, k_cache, v_cache, "bshd")
+    given: dict[str, Any] = {**fa3}
+    # flash-attn 3's name for it.
+    table = given.pop("page_table", None)
+    block_table = table if block_table is None else block_table
+    if given:
+        _fa3("flash_attn_with_kvcache", _FA3_CACHE, given)
+    if block_table is None:
+        check(q, k_cache, v_cache, "bshd")
+    else:
+        _arguments.tensors(q=q)
+        _arguments.dimensions("(batch, length, heads, head_dim)", q=q)
+        _pages.check(q, k_cache, v_cache, block_table, q.size(0))
     if (k is None) != (v is None):
         raise ContractError("of k and v only one was given. Give both new keys and values, or neither")
     if k is not None and cache_seqlens is None:
@@ -461,7 +502,17 @@ def flash_attn_with_kvcache(
     mask, left, right = mask_of(causal, False, window_size)
     with torch.no_grad():
         if k is not None and v is not None and ends is not None:
-            ends = _append(k_cache, v_cache, k, v, ends)
+            ends = _append(k_cache, v_cache, k, v, ends, block_table)
+        if block_table is not None:
+            if cache_leftpad is not None:
+                raise UnsupportedError("cache_leftpad goes with a cache that is not in pages. Leave one of them out")
+            scale, softcap = _arguments.options(softmax_scale, softcap)
+            o, lse = _pages.attend(
+                q.transpose(1, 2), k_cache, v_cache, block_table, None if ends is None else ends.tolist(), None,
+                mask, left, right, scale, softcap,
+            )  # fmt: skip
+            o = o.transpose(1, 2)
+            return (o, lse) if return_softmax_lse else o
         return attend(
             q, k_cache, v_cache, mask, left, right, cache_leftpad, ends, softmax_scale, softcap, "bshd",
             return_softmax_lse,
@@ -480,17 +531,25 @@ def _held(cache_seqlens: object, batch: int) -> Tensor | None:
     return given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64)
 
 
-def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+def _append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, ends: Tensor, table: Tensor | None
+) -> Tensor:  # fmt: skip
     """Writes new tokens after those that the cache holds. Returns how many it holds then.
 
     Lengths on the host are checked. On a GPU torch checks them where it writes, without the host having to wait.
     """
     _arguments.tensors(k=k, v=v)
+    batch = k_cache.size(0) if table is None else table.size(0)
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        shape = (cache.size(0), k.size(1) if k.dim() == 4 else "length", cache.size(2), cache.size(3))
+        shape = (batch, k.size(1) if k.dim() == 4 else "length", cache.size(2), cache.size(3))
         if tuple(new.shape) != shape:
             raise ContractError(f"{name} has shape {tuple(new.shape)}, possible for its cache is {shape}")
     _arguments.together(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    if table is not None:
+        new = ends.to(torch.int64).unsqueeze(1) + torch.arange(k.size(1))
+        at = _pages.slots(table, k_cache.size(1), new)
+        k_cache[at], v_cache[at] = k, v
+        return ends + k.size(1)
     if not ends.is_cuda and not torch.compiler.is_compiling():
         for b, end in enumerate(ends.tolist()):
             if not 0 <= end <= k_cache.size(1) - k.size(1):

@@ -5,6 +5,10 @@ from typing import Any
 
 __version__: str
 
+#: Where sequences are: the starts of queries, those of keys, and a table of pages, each an array of int32 and the most
+#: rows that a sequence has, or None.
+Places = tuple[tuple[Any, int] | None, tuple[Any, int] | None, tuple[Any, int] | None]
+
 def run(
     q: Any,
     k: Any,
@@ -21,6 +25,7 @@ def run(
     descales: tuple[Any | None, Any | None, Any | None] | None = None,
     quantise: str | None = None,
     block: int | None = None,
+    places: Places | None = None,
 ) -> None: ...
 def run_backward(
     saved: tuple[Any, Any, Any, Any, Any],
@@ -33,6 +38,7 @@ def run_backward(
     right: int | None,
     scale: float | None,
     softcap: float,
+    places: Places | None = None,
 ) -> None: ...
 def check(
     q: Any,

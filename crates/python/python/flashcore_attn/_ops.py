@@ -424,6 +424,34 @@ def _packed_lse(x: Tensor, count: int, span: tuple[int, int, int]) -> Tensor:
     return x[:, first : first + count * size].view(x.size(0), count, size)[:, :, :used].transpose(0, 1)
 
 
+def _one_call(q: Tensor) -> bool:
+    """Whether the engine takes packed sequences as they are: on the CPU, but for float64."""
+    return q.device.type == "cpu" and q.dtype != torch.float64
+
+
+def _places(
+    q: Tensor, k: Tensor, ends_q: Tensor, ends_k: Tensor, used_q: Tensor | None, used_k: Tensor | None
+) -> tuple[_native.Places, list[int]]:  # fmt: skip
+    """Where packed sequences are, and how many keys each has. What a sequence has and does not use is a sequence of its
+    own, without keys."""
+    of_q = _spans(_ends(ends_q, q.size(0), "cu_seqlens_q"), used_q, "seqused_q")
+    of_k = _spans(_ends(ends_k, k.size(0), "cu_seqlens_k"), used_k, "seqused_k")
+    starts: tuple[list[int], list[int]] = ([0], [0])
+    lengths: list[int] = []
+    for (first_q, size_q, count_q), (first_k, size_k, count_k) in zip(of_q, of_k, strict=True):
+        starts[0].extend((first_q + count_q, first_q + size_q))
+        starts[1].extend((first_k + count_k, first_k + size_k))
+        lengths.extend((count_k, 0))
+    most = [max((end - start for start, end in itertools.pairwise(of)), default=0) for of in starts]
+    places = [(torch.tensor(of, dtype=torch.int32), longest) for of, longest in zip(starts, most, strict=True)]
+    return (places[0], places[1], None), lengths
+
+
+def _as_one(*packed: Tensor) -> Iterator[Tensor]:
+    """Packed tokens (token, heads, head_dim) as (1, heads, token, head_dim)."""
+    return (x.transpose(0, 1).unsqueeze(0) for x in packed)
+
+
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, used_q: Tensor | None, used_k: Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
@@ -432,6 +460,12 @@ def _varlen(
     # Tokens of no sequence see nothing.
     o.zero_()
     lse.fill_(-torch.inf)
+    if _one_call(q):
+        places, lengths = _places(q, k, ends_q, ends_k, used_q, used_k)
+        queries, keys, values, out = _as_one(q, k, v, o)
+        sums = lse.unsqueeze(0)
+        _prepare.run(queries, keys, values, out, sums, lengths, mask, left, right, scale, softcap, places)
+        return o, lse
     for count, of_q, of_k in _sequences(q, k, ends_q, ends_k, used_q, used_k):
         if of_q[2] == 0:
             continue
@@ -451,6 +485,15 @@ def _varlen_backward(
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
 ) -> Gradients:  # fmt: skip
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if _one_call(q):
+        where, lengths = _places(q, k, ends_q, ends_k, used_q, used_k)
+        (grads_o,) = _as_one(grad_o)
+        grads_lse = None if grad_lse is None else grad_lse.unsqueeze(0)
+        queries, keys, values, out = _as_one(q, k, v, o)
+        into_q, into_k, into_v = _as_one(dq, dk, dv)
+        given, into = (queries, keys, values, out, lse.unsqueeze(0)), (into_q, into_k, into_v)
+        _prepare.run_backward(grads_o, grads_lse, given, into, lengths, mask, left, right, scale, softcap, where)
+        return dq, dk, dv
     for count, of_q, of_k in _sequences(q, k, ends_q, ends_k, used_q, used_k):
         if of_q[2] == 0 or of_k[2] == 0:
             continue

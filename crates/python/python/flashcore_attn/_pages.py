@@ -19,8 +19,8 @@ def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, batch: int
         raise ContractError(f"block_table is {given}, possible is int32 of shape ({batch}, pages)")
     if q.device.type != "cpu" or q.dtype == torch.float64:
         raise UnsupportedError(
-            "block_table is a tensor: caches in pages are read on the CPU so far, in float16, bfloat16 and float32. Give "
-            "the cache as (batch, length, heads, head_dim), and leave block_table out"
+            "block_table is a tensor: caches in pages are read on the CPU so far, in float16, bfloat16 and float32. "
+            "Give the cache as (batch, length, heads, head_dim), and leave block_table out"
         )
     _arguments.together(q=q, k_cache=k_cache, v_cache=v_cache)
 

@@ -68,16 +68,18 @@ def run(
     right: int | None,
     scale: float | None,
     softcap: float,
+    places: _native.Places | None = None,
 ) -> None:
-    """Attention into `o` and `lse` on tensors (batch, heads, length, head_dim) of any memory layout."""
+    """Attention into `o` and `lse` on tensors (batch, heads, length, head_dim) of any memory layout. What `places`
+    leave out stays as it was."""
     head_dim, head_dim_v = q.size(3), v.size(3)
     q, k, v = ready("q", q), ready("k", k), ready("v", v)
     if q.size(3) != head_dim:
         scale = scale_of(scale, head_dim)
     # Where the kernels cannot write the output in place, they write to other memory that is then copied to it.
     direct = o.size(3) != head_dim_v or (v.size(3) == head_dim_v and _step(o) is None)
-    out = o if direct else o.new_empty((*o.shape[:3], v.size(3)))
-    _native.run(q, k, v, out, lse, key_lengths, mask, left, right, scale, softcap, "bhsd")
+    out = o if direct else o.new_zeros((*o.shape[:3], v.size(3)))
+    _native.run(q, k, v, out, lse, key_lengths, mask, left, right, scale, softcap, "bhsd", places=places)
     if not direct:
         o.copy_(out[..., :head_dim_v])
 
@@ -93,6 +95,7 @@ def run_backward(
     right: int | None,
     scale: float | None,
     softcap: float,
+    places: _native.Places | None = None,
 ) -> None:
     """The gradients of q, k and v, of which `saved` are the tensors, o and lse among them, into `grads`: all of them
     (batch, heads, length, head_dim) of any memory layout."""
@@ -103,11 +106,11 @@ def run_backward(
     of_o = ready(None, grad_o.to(q.dtype))
     of_lse = None if grad_lse is None else grad_lse.to(lse.dtype)
     dq, dk, dv = (
-        x if _step(x) is None else x.new_empty((*x.shape[:3], like.size(3)))
+        x if _step(x) is None else x.new_zeros((*x.shape[:3], like.size(3)))
         for x, like in zip(grads, (q, k, v), strict=True)
     )
     given = (q, k, v, o, lse)
-    _native.run_backward(given, of_o, of_lse, (dq, dk, dv), key_lengths, mask, left, right, factor, softcap)
+    _native.run_backward(given, of_o, of_lse, (dq, dk, dv), key_lengths, mask, left, right, factor, softcap, places)
     for grad, place in zip(grads, (dq, dk, dv), strict=True):
         if place is not grad:
             grad.copy_(place[..., : grad.size(3)])

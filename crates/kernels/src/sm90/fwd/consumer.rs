@@ -7,7 +7,7 @@ use super::{
     aside::Aside,
     columns, gather, merge, packed, panels, partial,
     softmax::{self, RowState, Softmax},
-    tiles::{Keys, Tile, each_tile},
+    tiles::{Keys, Tile, each_tile, step},
 };
 use crate::{
     Phase, Spec,
@@ -201,7 +201,7 @@ impl<'a> Consumer<'a> {
         // they take the tiles in turn.
         let own = (self.schedule.warpgroups > 1).then(|| {
             if self.schedule.together {
-                keys.every(k, self.group)
+                keys.every(k, self.schedule, self.group)
             } else {
                 tile.own_keys(k, self.schedule, self.group)
             }
@@ -350,7 +350,7 @@ impl<'a> Consumer<'a> {
         k.if_(partly, |k| self.mask(k, tile, at));
         self.softmax.first(k, &self.scores);
         self.pack(k);
-        k.set(at, |k| k.sub_s32(at, self.schedule.stride()));
+        k.set(at, |k| step(k, self.schedule, at, self.schedule.stride()));
 
         k.section("walk: masked tiles from the end");
         self.tiles_down_to(k, tile, at, after_full, true);
@@ -438,7 +438,7 @@ impl<'a> Consumer<'a> {
             |k| k.setp_ge_s32(at, stop),
             |k, _| {
                 self.key_tile(k, tile, at, masked);
-                k.set(at, |k| k.sub_s32(at, self.schedule.stride()));
+                k.set(at, |k| step(k, self.schedule, at, self.schedule.stride()));
             },
         );
     }

@@ -92,6 +92,9 @@ schedule! {
         /// Parts that the keys of a tile are cut into, one block each; [`combine`](super::combine) merges what they
         /// write to global memory.
         pub parts: u32 = 1,
+        /// Whether blocks that share keys take their tiles in turn, so that what they read at a time lies together, rather than a
+        /// stretch each.
+        pub in_turn: bool = false,
         /// Blocks of a cluster that have neighbouring tiles of queries and the same keys: each copies its part of every key
         /// tile for all of them.
         pub multicast: u32 = 1,
@@ -230,6 +233,7 @@ impl Schedule {
                                     pairs,
                                     together,
                                     parts: 1,
+                                    in_turn: false,
                                     multicast,
                                     flush: 1,
                                     q_regs,
@@ -512,6 +516,14 @@ impl Family for Schedule {
                     .into(),
             );
         }
+        let alone = self.parts * self.split == 1;
+        if self.in_turn && (alone || self.warpgroups > 1 && !self.together) {
+            return refuse(
+                "blocks that take key tiles in turn are several, whose warpgroups have the same queries: take parts or split from 2 \
+                 on, and warpgroups=1 or together=1"
+                    .into(),
+            );
+        }
         if !(1..=2).contains(&self.multicast) {
             return refuse(format!("multicast {}: possible are 1 and 2", self.multicast));
         }
@@ -546,6 +558,9 @@ impl Family for Schedule {
         }
         if spec.page.is_some() && self.multicast > 1 {
             return refuse("blocks copy no pages for each other: take multicast=1".into());
+        }
+        if spec.page.is_some() && self.in_turn {
+            return refuse("pages are looked up one key tile after the other: take in_turn=0".into());
         }
         if self.lazy > 8 {
             return refuse(format!("lazy {}: possible are 0 to 8", self.lazy));

@@ -70,7 +70,8 @@ pub(super) fn each_told(
         let rows = Rows { batch, head, len_q, first_row };
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
         // Whoever copies keys knows where these begin.
-        body(k, &Tile::packed(schedule, rows, kv_head, band, Starts { queries: Some(start), keys: None }));
+        let starts = Starts { queries: Some(start), keys: None };
+        body(k, &Tile::packed(schedule.rows(), rows, kv_head, band, starts));
     });
 }
 
@@ -88,7 +89,7 @@ pub(super) fn each_found(
         let item = rounds.item;
         let found = walk.find(k, item);
         k.break_if(all, !found);
-        let tile = walk.tile(k, schedule, spec, item);
+        let tile = walk.tile(k, spec, item);
         body(k, &tile);
         rounds.next(k);
     });
@@ -182,7 +183,7 @@ impl Walk {
     }
 
     /// The tile of this number, which was found.
-    fn tile(&self, k: &mut KernelBuilder, schedule: Schedule, spec: &Spec, item: Reg<B32>) -> Tile {
+    fn tile(&self, k: &mut KernelBuilder, spec: &Spec, item: Reg<B32>) -> Tile {
         k.section("packed: its sequence, rows and head");
         let inside = k.sub_u32(item, self.before);
         let heads = k.param(Sm90Params::section);
@@ -205,13 +206,8 @@ impl Walk {
         let (keys, first_key) = Tile::sequence(k, spec, batch);
         let rows = Rows { batch, head, len_q, first_row: k.mov_b32(self.row) };
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
-        Tile::packed(
-            schedule,
-            rows,
-            kv_head(k, spec, head),
-            band,
-            Starts { queries: Some(start), keys: first_key },
-        )
+        let starts = Starts { queries: Some(start), keys: first_key };
+        Tile::packed(self.rows, rows, kv_head(k, spec, head), band, starts)
     }
 }
 

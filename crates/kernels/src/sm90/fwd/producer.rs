@@ -6,7 +6,7 @@ use super::{
     Memory, PITCH, Schedule, Sizes, Turned, columns, packed,
     pages::{Pages, Pieces, needs_warp},
     panels,
-    tiles::{Tile, each_tile},
+    tiles::{Tile, each_tile, step},
 };
 use crate::{
     Phase, Spec,
@@ -154,9 +154,9 @@ impl<'a> Producer<'a> {
                 }
                 self.load_k(k, tile, at);
                 k.while_(
-                    |k| k.setp_gt_s32(at, keys.first),
+                    |k| keys.follows(k, self.schedule, at),
                     |k, _| {
-                        let next = k.sub_s32(at, 1);
+                        let next = step(k, self.schedule, at, 1);
                         if let Some(pages) = &self.pages {
                             pages.advance(k, next);
                         }

@@ -28,7 +28,7 @@ pub(super) struct Starts {
     pub keys: Option<Reg<B32>>,
 }
 
-/// The key tiles that one block walks over, from `last` down to `first`.
+/// The key tiles that one block walks over, from `last` down to `first`, perhaps not to all of them.
 pub(super) struct Keys {
     pub first: Reg<B32>,
     pub last: Reg<B32>,
@@ -39,10 +39,27 @@ pub(super) struct Keys {
 
 impl Keys {
     /// The tiles of one of several warpgroups that take them in turn, given how far before the last its first one is.
-    pub fn every(&self, k: &mut KernelBuilder, before: Reg<B32>) -> Keys {
+    pub fn every(&self, k: &mut KernelBuilder, schedule: Schedule, before: Reg<B32>) -> Keys {
+        let before = if schedule.in_turn { between(k, schedule, before) } else { before };
         let last = k.sub_s32(self.last, before);
         let some = k.setp_ge_s32(last, self.first);
         Keys { first: self.first, last, any: k.and_pred(self.any, some), range: self.range }
+    }
+
+    /// Leaves what one of several blocks has that take the tiles in turn.
+    fn take_turn(&mut self, k: &mut KernelBuilder, block: Reg<B32>) {
+        self.last = k.sub_s32(self.last, block);
+        let some = k.setp_ge_s32(self.last, self.first);
+        self.any = k.and_pred(self.any, some);
+    }
+
+    /// Whether a block has another key tile after one.
+    pub fn follows(&self, k: &mut KernelBuilder, schedule: Schedule, at: Reg<B32>) -> Reg<Pred> {
+        if !schedule.in_turn {
+            return k.setp_gt_s32(at, self.first);
+        }
+        let next = step(k, schedule, at, 1);
+        k.setp_ge_s32(next, self.first)
     }
 
     /// Leaves one of several shares of this many key tiles each; the first has the last tiles.
@@ -55,6 +72,21 @@ impl Keys {
         self.any = k.and_pred(self.any, some);
         self.first = k.max_s32(self.first, first_mine);
     }
+}
+
+/// So many key tiles of a block, in those of all blocks that take them in turn.
+fn between(k: &mut KernelBuilder, schedule: Schedule, tiles: impl Into<Operand<B32>>) -> Reg<B32> {
+    let blocks = if schedule.split > 1 { k.mov_b32(schedule.split) } else { k.nctaid_y() };
+    k.mul_lo_u32(blocks, tiles)
+}
+
+/// The key tile that is so many of a block's after one.
+pub(super) fn step(k: &mut KernelBuilder, schedule: Schedule, at: Reg<B32>, tiles: u32) -> Reg<B32> {
+    if !schedule.in_turn {
+        return k.sub_s32(at, tiles);
+    }
+    let tiles = between(k, schedule, tiles);
+    k.sub_s32(at, tiles)
 }
 
 /// Runs the body for each query tile that this block takes.
@@ -243,8 +275,8 @@ pub(super) fn kv_head(k: &mut KernelBuilder, spec: &Spec, head: Reg<B32>) -> Reg
 
 impl Tile {
     /// A tile of packed queries.
-    pub fn packed(schedule: Schedule, rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
-        Self { rows, first_row: rows.first_row, rows_taken: schedule.rows(), kv_head, band, starts }
+    pub fn packed(rows_taken: u32, rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
+        Self { rows, first_row: rows.first_row, rows_taken, kv_head, band, starts }
     }
 
     fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec, place: Place) -> Self {
@@ -329,6 +361,10 @@ impl Tile {
         if schedule.split > 1 {
             k.comment("this block's share of the key tiles");
             let rank = k.cluster_ctarank();
+            if schedule.in_turn {
+                keys.take_turn(k, rank);
+                return keys;
+            }
             let past = k.add_s32(keys.last, 1);
             let count = k.sub_s32(past, keys.first);
             let share = k.add_u32(count, schedule.split - 1);
@@ -338,6 +374,10 @@ impl Tile {
         if schedule.parts > 1 {
             k.comment("this part of the key tiles");
             let (part, parts) = (k.ctaid_y(), k.nctaid_y());
+            if schedule.in_turn {
+                keys.take_turn(k, part);
+                return keys;
+            }
             let past = k.add_s32(keys.last, 1);
             let count = k.sub_s32(past, keys.first);
             let count = k.max_s32(count, 0);

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{Cells, Pace, Place, Task};
 use crate::bench::itself::{AgainstItself, Repetitions, TIMES};
 use crate::cli::screen::{Progress, Tone, say, toned};
-use crate::cli::{Exit, Json, percent};
+use crate::cli::{EightBits, Exit, Json, percent};
 use crate::evidence::{Environment, schemas};
 use crate::interrupt;
 
@@ -22,6 +22,8 @@ in 3 of 100 comparisons; with one of at least the margin, SLOWER must be said in
 pub struct Options {
     #[command(flatten)]
     cells: Cells,
+    #[command(flatten)]
+    eight: EightBits,
     /// How often to compare
     #[arg(long, value_name = "N", default_value_t = TIMES, value_parser = clap::value_parser!(u64).range(1..=100_000))]
     times: u64,
@@ -48,7 +50,7 @@ pub fn against_itself(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let environment = Environment::read();
     let rounds = options.samples.map(|samples| samples as usize);
-    let members = options.cells.members()?;
+    let members = options.cells.members(options.eight)?;
     let task = Task { rounds, ..Task::new(members, &options.place, options.pace.margin()?) };
     let repetitions = Repetitions { times: options.times as usize, handicap: 1.0 + options.handicap };
     let all = repetitions.times * task.members.len();

@@ -44,8 +44,10 @@ flashcore compare compares a report with an earlier one; flashcore grid times th
 pub struct Options {
     #[command(flatten)]
     cells: Cells,
+    #[command(flatten)]
+    eight: EightBits,
     /// A set of cells
-    #[arg(long, value_enum, conflicts_with = "Cells")]
+    #[arg(long, value_enum, conflicts_with_all = ["Cells", "EightBits"])]
     matrix: Option<Matrix>,
     #[command(flatten)]
     place: Place,
@@ -93,22 +95,20 @@ pub(super) struct Cells {
     /// f16, bf16, f32, f8 or all (but f8); the named shape's own by default
     #[arg(long, value_name = "DTYPE", value_parser = dtypes)]
     dtype: Option<Dtypes>,
-    #[command(flatten)]
-    eight: EightBits,
     /// forward or backward (gradients, on a GPU)
     #[arg(long, default_value = "forward")]
     pass: Pass,
 }
 
 impl Cells {
-    fn members(&self) -> Result<Vec<Member>, String> {
+    fn members(&self, eight: EightBits) -> Result<Vec<Member>, String> {
         let mut members = Vec::new();
         for named in &self.shapes {
             let causal = (named.causal || self.causal) && !self.no_causal;
             let mask = if causal { Mask::Causal } else { Mask::None };
             let dtypes = self.dtype.as_ref().map_or(vec![named.dtype], |dtypes| dtypes.0.clone());
             for dtype in dtypes {
-                let types = self.eight.types(dtype);
+                let types = eight.types(dtype);
                 let cell = Cell { name: named.name, shape: named.shape, mask, types, pass: self.pass };
                 cell.problem().check().map_err(|error| error.to_string())?;
                 members.push(Member::of_all(cell));
@@ -509,7 +509,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
         None if ours == Ours::Planner && !options.sustained && options.cells.pass == Pass::Forward => None,
         _ => Some(Only::Gpu),
     };
-    let members = matrix.map_or_else(|| options.cells.members(), |matrix| Ok(matrix.cells()))?;
+    let members = matrix.map_or_else(|| options.cells.members(options.eight), |matrix| Ok(matrix.cells()))?;
     let task = Task {
         budget: options.pace.budget,
         rounds: options.samples.map(|samples| samples as usize),

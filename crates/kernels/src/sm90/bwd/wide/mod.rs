@@ -367,16 +367,16 @@ impl<'a> Consumer<'a> {
         k.wgmma_commit();
     }
 
-    /// Probabilities of scores, in place, given each one's lse. Under a softcap, what they come to times the derivative of the
-    /// score is left in `slopes`, and is what dP is to be multiplied by; without one, that is the probability.
+    /// Probabilities of scores, in place, given each one's lse. What dP is to be multiplied by is the probability; under a
+    /// softcap it is less, by the derivative of the score, and `weigh` is given it for every eight columns.
     fn probabilities(
         &self,
         k: &mut KernelBuilder,
         s: &[Reg<F32>],
         hidden: Reg<Pred>,
-        hide: &dyn Fn(&mut KernelBuilder, &[Reg<F32>], usize),
+        hide: Hide<'_>,
         lse: &dyn Fn(&mut KernelBuilder, usize) -> [Reg<F32>; 4],
-        weigh: &mut dyn FnMut(&mut KernelBuilder, usize, [Reg<F32>; 4]),
+        weigh: Weigh<'_>,
     ) {
         if !self.spec.softcap {
             self.params.score(k, s);
@@ -457,6 +457,12 @@ impl<'a> Consumer<'a> {
         });
     }
 }
+
+/// Hides scores that a mask hides, given the number of the first.
+type Hide<'a> = &'a dyn Fn(&mut KernelBuilder, &[Reg<F32>], usize);
+
+/// Takes what dP is to be multiplied by, eight columns at a time, of which a thread has four.
+type Weigh<'a> = &'a mut dyn FnMut(&mut KernelBuilder, usize, [Reg<F32>; 4]);
 
 /// Fresh registers with zeros.
 fn zeros(k: &mut KernelBuilder, count: u32) -> Vec<Reg<F32>> {
