@@ -51,6 +51,7 @@ struct Copy {
 }
 
 /// Where a tile is copied from.
+#[derive(Clone, Copy)]
 enum Origin {
     /// Rows of a tensor, one behind the other: the first, its head and its batch entry.
     Rows([Operand<B32>; 3]),
