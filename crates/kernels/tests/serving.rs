@@ -443,11 +443,13 @@ fn difference(case: &Case, found: &Found) -> Option<String> {
             }
             let (truth, truth_lse) = truth(case, sequence, head, i);
             let what = format!("sequence {sequence}, head {head}, query {i}");
-            if lse != truth_lse && !((lse - truth_lse).abs() < 1e-4 * truth_lse.abs().max(1.0)) {
+            let close = (lse - truth_lse).abs() < 1e-4 * truth_lse.abs().max(1.0);
+            if lse != truth_lse && !close {
                 return Some(format!("{what}: lse {lse} is not {truth_lse}"));
             }
             for (d, (&o, (truth, size))) in o.iter().zip(truth).enumerate() {
-                if !((o - truth).abs() <= 4.0 * case.unit() * size) {
+                let close = (o - truth).abs() <= 4.0 * case.unit() * size;
+                if !close {
                     return Some(format!("{what}, column {d}: {o} is not {truth}"));
                 }
             }

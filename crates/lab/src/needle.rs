@@ -7,9 +7,10 @@
 
 use std::cell::RefCell;
 
-use flashcore::plan::{Hardware, Kernel, Plan, Schedule};
+use flashcore::plan::{Hardware, Plan, Schedule};
 use flashcore::sim::SimGpu;
 use flashcore::{Attention, DType, Device, Problem, TensorBuf};
+use flashcore_kernels::sm90::fwd;
 use serde::Serialize;
 
 use crate::bench::gpu::FA3;
@@ -169,9 +170,8 @@ fn schedules(problem: &Problem, hardware: &Hardware) -> Result<Vec<(String, Sche
     let plan = Plan::choose(problem, hardware).map_err(|error| error.to_string())?;
     let default = plan.main().schedule;
     let mut all = vec![(PLANNER.to_string(), default)];
-    if plan.kernel() == Kernel::Sm90Fwd {
-        let one_chain = format!("{default},flush=0").parse();
-        all.push(("flush=0".into(), one_chain.map_err(|error| format!("{error}"))?));
+    if let Schedule::Sm90Fwd(schedule) = default {
+        all.push(("flush=0".into(), Schedule::Sm90Fwd(fwd::Schedule { flush: 0, ..schedule })));
     }
     Ok(all)
 }
