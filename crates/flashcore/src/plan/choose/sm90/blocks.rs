@@ -19,7 +19,7 @@ pub(in crate::plan) fn schedules(spec: &Spec) -> Vec<Schedule> {
     let together = either.flat_map(|(split, long)| together(spec, split, long));
     let streams = [true, false].into_iter().flat_map(|alone| for_streams(spec, alone));
     let many = for_many(spec).into_iter().chain(widest(spec)).chain(in_pairs(spec));
-    let streams = streams.chain(streams_together(spec));
+    let streams = streams.chain(streams_together(spec)).chain(for_short_streams(spec));
     many.chain(for_some(spec)).chain(few).chain(together).chain(streams).collect()
 }
 
@@ -117,6 +117,14 @@ pub(super) fn for_streams(spec: &Spec, alone: bool) -> Vec<Schedule> {
     let short = deep.clone().filter(|deep| deep.block_n == 64);
     let beside = short.map(|short| Schedule { ctas: 2, ..short }).filter(|_| !alone);
     beside.chain(deep).collect()
+}
+
+/// The same for walks so short that the start of each counts: two blocks per multiprocessor, which fetch the next tile's
+/// queries and keys while the output of this one leaves. Measured on an H200.
+pub(super) fn for_short_streams(spec: &Spec) -> Vec<Schedule> {
+    let block_n = if spec.head_dim.max(spec.head_dim_v) <= 64 { 128 } else { 64 };
+    let few = for_few(spec, 1, false).into_iter().filter(|few| few.block_n == block_n);
+    few.map(|few| Schedule { stages: 2, q_stages: 2, ctas: 2, persistent: true, ..few }).collect()
 }
 
 /// The same where the keys are enough for two warpgroups to share, and heads are not too wide for it.

@@ -12,8 +12,8 @@ pub(in crate::plan) use self::{
 };
 use self::{
     blocks::{
-        LAZY_LONG, for_few, for_many, for_packed, for_parts, for_some, for_streams, in_pairs,
-        streams_together, together, widest,
+        LAZY_LONG, for_few, for_many, for_packed, for_parts, for_short_streams, for_some, for_streams,
+        in_pairs, streams_together, together, widest,
     },
     section::key_tiles,
 };
@@ -52,6 +52,9 @@ const WIDE_HEAD: u32 = 192;
 
 /// Rounds of tiles from which on it does not matter that two blocks take their tiles together.
 const MANY_ROUNDS: usize = 4;
+
+/// Bytes of the keys and values of a tile up to which the start of its walk counts.
+const SHORT_BYTES: usize = 512 << 10;
 
 /// The fewest keys of a part that is worth a block of its own.
 const PART_KEYS: usize = 128;
@@ -94,7 +97,18 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
     let full = narrow >= sms * 9 / 10;
     let together = || fitting(together(spec, 1, key_tiles >= LONG_WALK));
     let streams = || fitting(streams_together(spec));
-    let (schedule, what) = if let Some(streams) =
+    let row_bytes = (spec.head_dim + spec.head_dim_v) as usize * spec.dtype.size() as usize;
+    let short = || fitting(for_short_streams(spec)).filter(|_| problem.len_k * row_bytes <= SHORT_BYTES);
+    let (schedule, what) = if let Some(short) =
+        short().filter(|_| problem.len_q <= GROUP && narrow > sms && key_tiles >= SHORT_WALK)
+    {
+        (
+            short,
+            format!(
+                "{narrow} tiles of up to {GROUP} queries on {sms} SMs have few keys each: two blocks stay on each SM"
+            ),
+        )
+    } else if let Some(streams) =
         streams().filter(|_| problem.len_q <= GROUP && full && key_tiles >= SHORT_WALK)
     {
         (
@@ -353,6 +367,22 @@ mod tests {
             let plan = Plan::choose(&problem, &Hardware::typical(Target::Sm90a)).unwrap();
             let Any::Sm90Fwd(schedule) = plan.main().schedule else { panic!("{plan}") };
             assert_eq!((schedule.split * schedule.parts, schedule.rows()), (split, 64), "{plan}");
+        }
+    }
+
+    #[test]
+    fn short_walks_of_many_tiles_get_blocks_that_stay() {
+        for (problem, stays) in [
+            ("256x16/2x1/512x64 bf16", true),
+            ("32x32/8x1/1024x128 bf16", true),
+            ("128x32/8x1/1024x128 bf16", true),
+            ("16x32x1/2048x64 bf16", true),
+            ("64x32/8x1/4096x128 bf16", false),
+            ("16x32/8x1/1024x128 bf16", false),
+        ] {
+            let plan = Plan::choose(&problem.parse().unwrap(), &Hardware::typical(Target::Sm90a)).unwrap();
+            let Any::Sm90Fwd(schedule) = plan.main().schedule else { panic!("{plan}") };
+            assert_eq!((schedule.persistent, schedule.ctas == 2), (stays, stays), "{plan}");
         }
     }
 
