@@ -332,7 +332,8 @@ impl Problem {
             }
         }
         let lengths = [(Name::Q, self.len_q), (Name::K, self.len_k)];
-        let rows = self.signature().iter().map(|of| (of.name, of.shape[2])).collect::<Vec<_>>();
+        let signature = self.signature();
+        let rows = signature.iter().map(|of| (of.name, of.shape[2]));
         for (tensor, len) in lengths.into_iter().chain(rows) {
             if len > MAX_LEN {
                 return Err(Error::TooLarge {
@@ -341,7 +342,7 @@ impl Problem {
                 });
             }
         }
-        for Parameter { name: tensor, shape, dtype, .. } in &self.signature() {
+        for Parameter { name: tensor, shape, dtype, .. } in &signature {
             let bytes = shape
                 .iter()
                 .chain([&dtype.size()])

@@ -106,7 +106,7 @@ impl Problem {
                 (Rows::Keys, _, Keys::Paged { page, pages }) => ([pages, heads_kv, page], Name::K),
                 (Rows::Heads, ..) => ([batch, heads_kv, 1], sequences),
                 (Rows::Blocks, ..) => {
-                    let blocks = self.descale_keys.map_or(1, |keys| len_k.div_ceil(keys));
+                    let blocks = self.descale_keys.map_or(1, |keys| len_k.div_ceil(keys.max(1)));
                     ([batch, heads_kv, blocks], sequences)
                 }
                 (Rows::Places, ..) => ([1, 1, 1], sequences),
