@@ -13,7 +13,7 @@
 //! other's. Where even a cluster is too small, the keys are cut into parts, each a block of its own anywhere on the
 //! GPU: it writes its partial result to global memory, and [`combine`](super::combine) merges them.
 //!
-//! Keys and values may lie in [`pages`] of a pool, and sequences [`packed`] one behind the other; a whole warp is then the
+//! Keys and values may lie in `pages` of a pool, and sequences `packed` one behind the other; a whole warp is then the
 //! producer.
 //!
 //! Of 8-bit floats, `wgmma` takes both tiles only with their rows along the sum. V's rows are along the head dim, so the

@@ -2,11 +2,11 @@
 //! block: some blocks own keys, others own queries, and both compute the scores again. That is 7 products instead of 5, and
 //! in return nothing is added up in memory: every gradient has one owner, and so always the same bits.
 //!
-//! A block of [`keys`] has 64 of them. One warpgroup holds dV: it computes Sᵀ = K Qᵀ, whose probabilities are the A operand of
+//! A block of `keys` has 64 of them. One warpgroup holds dV: it computes Sᵀ = K Qᵀ, whose probabilities are the A operand of
 //! dV += Pᵀ dO as they stand, and hands them to the other one, thread to thread. That one holds dK: it computes dPᵀ = V dOᵀ and
 //! with the probabilities dSᵀ, the A operand of dK += dSᵀ Q. The first is a step ahead of the second.
 //!
-//! A block of [`queries`] has 128 of them, 64 in each warpgroup with their dQ, and walks over tiles of 64 keys: S = Q Kᵀ,
+//! A block of `queries` has 128 of them, 64 in each warpgroup with their dQ, and walks over tiles of 64 keys: S = Q Kᵀ,
 //! dP = dO Vᵀ, dQ += dS K.
 //!
 //! All tiles have 64 rows, so that both kinds of blocks have the same slots in shared memory.
