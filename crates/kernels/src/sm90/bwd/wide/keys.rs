@@ -85,16 +85,12 @@ impl Consumer<'_> {
         let handed = Ring::producer(k, self.memory.s, HANDED_BYTES, self.memory.handed_bars, HANDED);
         let handed = self.handed(k, handed);
         let s = zeros(k, ROWS / 2);
-        let (next, p) = (operands(k), operands(k));
+        let p = operands(k);
         let start_scores = |k: &mut KernelBuilder| {
             k.comment("S^T = K Q^T");
             self.times(k, &s, keys, &q, self.spec.head_dim);
         };
-        // The probabilities of the last scores take the place of those that have become part of dV.
         let add = |k: &mut KernelBuilder| {
-            for (&p, &next) in p.iter().flatten().zip(next.iter().flatten()) {
-                k.set(p, |k| k.mov_b32(next));
-            }
             k.comment("dV += P^T dO");
             d_o.wait_all(k);
             let gradients = d_o.ring.address(k);
@@ -102,32 +98,31 @@ impl Consumer<'_> {
         };
         start_scores(k);
         k.wgmma_wait(0);
-        self.hand_over(k, block, &steps, &s, &next, &q.ring, &handed);
-        // At the first step there is no dV that could be ready.
-        let later = k.mov_pred(false);
+        self.hand_over(k, block, &steps, &s, &p, [&q.ring, &handed], |_| {});
         k.while_(
             |k| k.setp_gt_s32(steps.left, 1),
             |k, _| {
                 start_scores(k);
-                k.comment("dV of the step before");
-                k.wgmma_wait(1);
-                k.if_(later, |k| d_o.ring.give_back(k, self.first_lane));
-                k.set(later, |k| k.mov_pred(true));
                 add(k);
                 steps.advance(k);
                 k.comment("the next scores");
                 k.wgmma_wait(1);
-                self.hand_over(k, block, &steps, &s, &next, &q.ring, &handed);
+                self.hand_over(k, block, &steps, &s, &p, [&q.ring, &handed], |k| {
+                    // Not into other operands that are copied before the next product: the assembler takes the copies for
+                    // the same registers, and these are still being read.
+                    k.comment("dV, whose operands are written next");
+                    k.wgmma_wait(0);
+                    d_o.ring.give_back(k, self.first_lane);
+                });
             },
         );
         k.section("walk for dV: the last step");
-        k.wgmma_wait(0);
-        k.if_(later, |k| d_o.ring.give_back(k, self.first_lane));
         add(k);
         k.wgmma_wait(0);
     }
 
-    /// Makes probabilities of scores, for this warpgroup as operands and for the other in shared memory.
+    /// Makes probabilities of scores, for this warpgroup as operands and for the other in shared memory. `free` comes before
+    /// the operands are written.
     #[expect(clippy::too_many_arguments, reason = "what a step of the walk has")]
     fn hand_over(
         &self,
@@ -135,9 +130,9 @@ impl Consumer<'_> {
         block: &Block,
         steps: &Steps,
         s: &[Reg<F32>],
-        next: &[[Reg<B32>; 4]],
-        q: &Ring,
-        handed: &Ring,
+        p: &[[Reg<B32>; 4]],
+        [q, handed]: [&Ring; 2],
+        free: impl FnOnce(&mut KernelBuilder),
     ) {
         let first_row = steps.first_row(k, ROWS);
         let rows = Rows { batch: block.batch, head: block.head, len_q: block.len_q, first_row };
@@ -162,9 +157,10 @@ impl Consumer<'_> {
                 weights.extend([pack(k, dtype, a, b), pack(k, dtype, c, d)]);
             },
         );
-        pack_into(k, self.spec.dtype, s, next);
+        free(k);
+        pack_into(k, self.spec.dtype, s, p);
         if weights.is_empty() {
-            weights = next.iter().flatten().copied().collect();
+            weights = p.iter().flatten().copied().collect();
         }
         k.comment("to the other warpgroup");
         handed.wait_free(k);
