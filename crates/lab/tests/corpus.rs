@@ -41,6 +41,8 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let eight =
         problem.is_eight_bit() && why.contains("e4m3") && !["sim-hopper", "sim-ada"].contains(&engine);
     let many = problem.dtype_kv.is_some() && why.contains("queries per kv head");
+    // Of GPUs' kernels the one for caches alone takes blocks of keys with descales of their own, in multiples of 16 keys.
+    let blocks = problem.descale_keys.is_some_and(|keys| problem.dtype.is_f8() || !keys.is_multiple_of(16));
     let others = engine == "sim-ada" && !problem.is_eight_bit();
     let beyond = problem.dtype == DType::F32 || odd(problem.head_dim) || odd(problem.head_dim_v);
     // Planners take another kernel then.
@@ -51,7 +53,15 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let placed = !(problem.is_dense() || engine == "sim-hopper" && takes(problem));
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
     !engine.starts_with("cpu")
-        && (beyond || wide || large || placed || eight || many || others || !computes(engine, problem.pass))
+        && (beyond
+            || wide
+            || large
+            || placed
+            || eight
+            || many
+            || blocks
+            || others
+            || !computes(engine, problem.pass))
 }
 
 /// Whether the planner has a kernel for a problem whose sequences are packed or in pages.
