@@ -110,16 +110,12 @@ def test_wider_tensors_become_float8_within_the_call(dtype: torch.dtype, layout:
         flashcore_attn.attention(q.requires_grad_(), k, v, precision="fp8")
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype"), [("cpu", FLOAT8), *((device, torch.float16) for device in DEVICES)]
-)
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", FLOAT8), *((device, torch.float16) for device in DEVICES)])
 def test_blocks_of_keys_may_have_descales_of_their_own(device: str, dtype: torch.dtype) -> None:
     q = torch.randn(2, 4, 1, 32, generator=torch.Generator().manual_seed(8)).to(dtype)
     k, v = stored(2, 2, 50, 32, seed=2), stored(2, 2, 50, 32, seed=3)
     of_k, of_v = (torch.rand(2, 2, 4, generator=torch.Generator().manual_seed(seed)) + 0.5 for seed in (4, 5))
-    real_k, real_v = (
-        x.float() * of.repeat_interleave(16, 2)[:, :, :50, None] for x, of in ((k, of_k), (v, of_v))
-    )
+    real_k, real_v = (x.float() * of.repeat_interleave(16, 2)[:, :, :50, None] for x, of in ((k, of_k), (v, of_v)))
     ones = [torch.ones(2, 2)] * 3
     expected, _ = truth(q, real_k, real_v, ones, causal=False)
     q, k, v, of_k, of_v = (x.to(device) for x in (q, k, v, of_k, of_v))

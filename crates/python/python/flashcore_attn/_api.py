@@ -113,8 +113,8 @@ def attention(
         v may be float8_e4m3fn alone, as of a cache: q and the result are then float16 or bfloat16, on a GPU with up to
         16 queries per kv head.
     block: how many keys share a descale of k and one of v, where not all of a head do: k_descale and v_descale are then
-        (batch, kv heads, blocks). With precision="fp8", blocks get descales of their own. On a GPU for caches alone, and
-        in multiples of 16.
+        (batch, kv heads, blocks). With precision="fp8", blocks get descales of their own. On a GPU for caches alone,
+        and in multiples of 16.
     precision: with "fp8", q, k and v become 8-bit floats within the call, each kv head with descales of its own, and
         the result is float16 where q or ``out`` is, and else bfloat16. On a GPU they are float16 or bfloat16.
         ``explain`` says which kernels do it. No gradients.
@@ -136,7 +136,7 @@ def attention(
             q, k, v, mask, left, right, key_lengths, scale, softcap, layout, return_lse, out, descales, block
         )  # fmt: skip
     if block is not None and quantise is None:
-        raise ContractError("block is for 8-bit floats: float8_e4m3fn, or wider ones with precision=\"fp8\"")
+        raise ContractError('block is for 8-bit floats: float8_e4m3fn, or wider ones with precision="fp8"')
     if any(descale is not None for descale in descales):
         raise ContractError("descales are for torch tensors of float8_e4m3fn. Leave them out, and scale the result")
     if quantise is not None and _torch_tensor(q):

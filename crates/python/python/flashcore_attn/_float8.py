@@ -19,8 +19,8 @@ Descale = float | Tensor | None
 
 
 def _descale(name: str, given: Descale, q: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """A descale as the engine takes it: float32, (batch, kv heads), or with blocks of keys behind, where q lies. A number is
-    for all heads."""
+    """A descale as the engine takes it: float32, (batch, kv heads), or with blocks of keys behind, where q lies. A
+    number is for all heads."""
     if given is None:
         return None
     if not isinstance(given, Tensor):
