@@ -27,7 +27,7 @@ def cases():
 
     Of a covering design, as many cases as its longest list has values. The designs of sizes, and of NaN and infinite
     elements, are left to the workbench, and caches of 8-bit floats, which numpy has not, to the tests with torch. So
-    are packed sequences and pages; the few queries of a group differ from others on a GPU alone."""
+    are packed sequences and pages, and few queries, whose lists say whether there are key lengths."""
     for file in sorted(FOLDER.glob("*.toml")):
         for number, case in enumerate(tomllib.loads(file.read_text())["case"]):
             inputs = case.get("inputs", ["normal"])

@@ -263,7 +263,7 @@ fn backward(
     {
         return Ok((schedule, "all gradients from one kernel, whose blocks add to dQ in turn".into()));
     }
-    // Not sm90_bwd_wide: on an H200 its bits differ from run to run, though the simulator finds no race. By name it can be had.
+    // Not sm90_bwd_wide: it gave other bits from run to run on an H200, and has not run there since it was mended.
     let each = |of| sm80::choose_gradients(problem, spec, of, hardware);
     let together = "the keys' and the values' gradients from one kernel, the queries' from another";
     let apart = "three kernels: the keys' and the values' gradients together do not fit the registers";
