@@ -187,6 +187,13 @@ class Server:
     def make_fa3(self):
         module = importlib.import_module(MODULES["fa3"])
         options = {"causal": self.problem["causal"], "softmax_scale": self.problem["scale"]}
+        eight_bits = self.problem["dtype"] == "f8"
+        by_usual = self.problem["scale"] * self.problem["q"][3] ** 0.5
+        if eight_bits and abs(by_usual - 1) > 1e-6:
+            # There are builds that leave the scale of 8-bit floats as it usually is; a descale is heeded by all.
+            sizes = (self.problem["q"][0], self.problem["k"][1])
+            options["q_descale"] = self.torch.full(sizes, by_usual, device=self.sets[0][0].device)
+            options["softmax_scale"] = None
         for tensors in self.sets:
             # The sets stay as long as the problem does, and so do their addresses.
             self.given[tensors[0].data_ptr()] = [self.by_length(x) for x in tensors]
@@ -201,7 +208,6 @@ class Server:
         # Few queries on many keys: its users call what splits the keys among blocks. A build may not have that.
         queries, keys = self.problem["q"][2], self.problem["k"][2]
         decode = getattr(module, "flash_attn_with_kvcache", None)
-        eight_bits = self.problem["dtype"] == "f8"
         if decode and not eight_bits and queries <= FEW_QUERIES and keys >= MANY_KEYS * queries:
             try:
                 by(decode)(*self.sets[0])
