@@ -53,11 +53,11 @@ impl Workspace {
                 workspace.push(operand, [folded.batch, folded.heads_q, rows, 1]);
             }
             if let Schedule::Sm90Bwd(schedule) = schedule {
-                let tiles = schedule.query_tiles(folded.len_q as u32) as usize;
+                let tiles = (schedule.copies() * schedule.query_tiles(folded.len_q as u32)) as usize;
                 let floats = schedule.dq_tile_bytes(folded.head_dim as u32) as usize / DType::F32.size();
                 let shape = |words| [folded.batch, folded.heads_q, tiles, words];
                 workspace.push(Operand::DqTiles, shape(floats));
-                workspace.push(Operand::Turns, [folded.batch, folded.heads_q, rows / 64, 1]);
+                workspace.push(Operand::Turns, [folded.batch, folded.heads_q, rows / 32, 1]);
             }
             return workspace;
         }

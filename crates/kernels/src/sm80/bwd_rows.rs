@@ -36,7 +36,7 @@ kernel_params! {
         row_lse: GlobalPtr,
         /// Where delta goes.
         row_delta: GlobalPtr,
-        /// Two u32 per block that are set to 0, or null.
+        /// Four u32 per block that are set to 0, or null.
         turns: GlobalPtr,
         /// From one batch entry of o to the next.
         o_batch: u64,
@@ -197,8 +197,8 @@ impl Schedule {
         let (turns, tid) = (k.param(P::turns), k.tid_x());
         let (wanted, first) = (k.setp_ne_u64(turns, 0u64), k.setp_eq_u32(tid, 0u32));
         let clears = k.and_pred(wanted, first);
-        let (own, zero) = (k.mad_wide_u32(tile, 8u32, turns), k.mov_b32(0u32));
-        k.when(clears, |k| k.st_global_vec(own, [zero; 2]));
+        let (own, zero) = (k.mad_wide_u32(tile, 16u32, turns), k.mov_b32(0u32));
+        k.when(clears, |k| k.st_global_vec(own, [zero; 4]));
 
         let chunks = spec.head_dim_v / ELEMENTS;
         let lanes = chunks.next_power_of_two();

@@ -28,7 +28,12 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
             .into_iter()
             .filter(|&(_, fits)| fits)
             .map(|(block_m, _)| {
-                Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, stages: 3, pingpong: true })
+                Schedule::Sm90Bwd(hopper::bwd::Schedule {
+                    block_m,
+                    stages: 3,
+                    pingpong: true,
+                    rotate: !spec.is_masked(),
+                })
             })
             .collect(),
         Kernel::Sm90BwdWide => [3, 2]
@@ -86,8 +91,8 @@ pub(super) fn gradients(
     // As others see it, the list of kernels is open.
     #[allow(clippy::match_wildcard_for_single_variants)]
     match schedule {
-        Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, .. }) => {
-            Ok(vec![schedule, Schedule::Sm90BwdFinish(hopper::bwd::finish::Schedule { block_m })])
+        Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, rotate, .. }) => {
+            Ok(vec![schedule, Schedule::Sm90BwdFinish(hopper::bwd::finish::Schedule { block_m, rotate })])
         }
         Schedule::Sm90BwdWide(_) => Ok(vec![schedule]),
         Schedule::Sm80Bwd(given) => sm80_gradients(problem, spec, given, hardware),
@@ -258,12 +263,15 @@ fn backward(
     spec: &Spec,
     hardware: &Hardware,
 ) -> Result<(Schedule, String), ScheduleError> {
-    if hardware.target == Target::Sm90a
-        && let Ok(schedule) = default_schedule(Kernel::Sm90Bwd, spec, hardware.target)
-    {
-        return Ok((schedule, "all gradients from one kernel, whose blocks add to dQ in turn".into()));
+    let hopper = [
+        (Kernel::Sm90Bwd, "all gradients from one kernel, whose blocks add to dQ in turn"),
+        (Kernel::Sm90BwdWide, "all gradients from one kernel, some blocks of which own queries and the others keys"),
+    ];
+    for (kernel, why) in hopper.into_iter().filter(|_| hardware.target == Target::Sm90a) {
+        if let Ok(schedule) = default_schedule(kernel, spec, hardware.target) {
+            return Ok((schedule, why.into()));
+        }
     }
-    // Not sm90_bwd_wide: it gave other bits from run to run on an H200, and has not run there since it was mended.
     let each = |of| sm80::choose_gradients(problem, spec, of, hardware);
     let together = "the keys' and the values' gradients from one kernel, the queries' from another";
     let apart = "three kernels: the keys' and the values' gradients together do not fit the registers";

@@ -2,7 +2,7 @@
 
 use flashcore_ptx::{B32, GlobalPtr, KernelBuilder, KernelParams, ParamHandle, Pred, Reg};
 
-use super::{BwdParams, KEYS, Schedule};
+use super::{BwdParams, KEYS, Schedule, rotation::Rotation};
 use crate::{Spec, parts::work::Band};
 
 /// The key tile of a block.
@@ -19,6 +19,7 @@ pub(super) struct Block {
     last: Reg<B32>,
     /// Whether there are any.
     pub any: Reg<Pred>,
+    rotation: Option<Rotation>,
 }
 
 /// The query tiles that see some keys.
@@ -33,6 +34,8 @@ pub(super) struct Seen {
 pub(super) struct Steps {
     first: Reg<B32>,
     last: Reg<B32>,
+    /// The tile that a round begins with, if it is not the last.
+    start: Option<Reg<B32>>,
     /// The head whose tiles these are.
     pub head: Reg<B32>,
     /// The tile.
@@ -57,30 +60,43 @@ impl Block {
         let first_key = k.mul_lo_u32(tile, KEYS);
 
         let Seen { first, last, any } = Seen::of(k, &band, [first_key, len_q], [KEYS, schedule.block_m]);
-        Self { batch, kv_head, tile, first_key, len_q, band, first, last, any }
+        let rotation = schedule.rotate.then(|| {
+            let query_tiles = k.add_u32(last, 1u32);
+            Rotation::new(k, band.keys, query_tiles)
+        });
+        Self { batch, kv_head, tile, first_key, len_q, band, first, last, any, rotation }
     }
 
     /// The walk, from its start.
     pub fn steps(&self, k: &mut KernelBuilder, spec: &Spec) -> Steps {
-        Steps::new(
-            k,
-            spec.grouped.then_some(BwdParams::group),
-            self.kv_head,
-            [self.first, self.last],
-            self.any,
-        )
+        let group = spec.grouped.then_some(BwdParams::group);
+        let steps = Steps::new(k, group, self.kv_head, [self.first, self.last], self.any);
+        match self.rotation {
+            Some(rotation) => steps.from(k, |k| rotation.start(k, self.tile)),
+            None => steps,
+        }
     }
 
-    /// How many key tiles before this one see a query tile.
-    pub fn turn(&self, k: &mut KernelBuilder, schedule: Schedule, at: Reg<B32>) -> Reg<B32> {
+    /// How many key tiles before this one add to the same copy of a query tile's dQ, and whether that is the second.
+    pub fn turn(
+        &self,
+        k: &mut KernelBuilder,
+        schedule: Schedule,
+        at: Reg<B32>,
+    ) -> (Reg<B32>, Option<Reg<Pred>>) {
+        if let Some(rotation) = self.rotation {
+            let (turn, second) = rotation.turn(k, self.tile, at);
+            return (turn, Some(second));
+        }
         let first_row = k.mul_lo_u32(at, schedule.block_m);
-        match self.band.row_begin(k, first_row) {
+        let turn = match self.band.row_begin(k, first_row) {
             Some(begin) => {
                 let first_tile = k.div_u32(begin, KEYS);
                 k.sub_u32(self.tile, first_tile)
             }
             None => self.tile,
-        }
+        };
+        (turn, None)
     }
 }
 
@@ -172,7 +188,15 @@ impl Steps {
         };
         let count = k.selp_b32(count, 0u32, any);
         let (head, at, left) = (k.mov_b32(start), k.mov_b32(last), k.mov_b32(count));
-        Self { first, last, head, at, left, grouped: group.is_some() }
+        Self { first, last, start: None, head, at, left, grouped: group.is_some() }
+    }
+
+    /// Rounds that begin with another tile than the last.
+    pub fn from(self, k: &mut KernelBuilder, start: impl FnOnce(&mut KernelBuilder) -> Reg<B32>) -> Self {
+        k.comment("where its rounds begin");
+        let start = start(k);
+        k.set(self.at, |k| k.mov_b32(start));
+        Self { start: Some(start), ..self }
     }
 
     /// The first row of the tile, given the rows of one.
@@ -183,6 +207,17 @@ impl Steps {
     /// Goes on to the next step.
     pub fn advance(&self, k: &mut KernelBuilder) {
         k.set(self.left, |k| k.sub_u32(self.left, 1u32));
+        if let Some(start) = self.start {
+            let wraps = k.setp_eq_u32(self.at, self.first);
+            let next = k.sub_s32(self.at, 1);
+            k.set(self.at, |k| k.selp_b32(self.last, next, wraps));
+            if self.grouped {
+                let ends = k.setp_eq_u32(self.at, start);
+                let head = k.add_u32(self.head, 1u32);
+                k.set(self.head, |k| k.selp_b32(head, self.head, ends));
+            }
+            return;
+        }
         if !self.grouped {
             k.set(self.at, |k| k.sub_s32(self.at, 1));
             return;

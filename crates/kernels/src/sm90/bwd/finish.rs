@@ -1,11 +1,11 @@
 //! Scales and rounds the gradients of the queries that [`sm90_bwd`](super) has added up in f32: one block per 64 queries.
 
 use flashcore_ptx::{
-    BulkHint, F32, GlobalPtr, GridDep, KernelBuilder, Operand as Coordinate, ProxySpace, Reg, Shared,
-    SharedLayout, Target, TensorMap, kernel_params,
+    B64, BulkHint, F32, GlobalPtr, GridDep, KernelBuilder, Operand as Coordinate, Pred, ProxySpace, Reg,
+    Shared, SharedLayout, Target, TensorMap, kernel_params,
 };
 
-use super::{PITCH, ROWS as QUERIES, columns, panels};
+use super::{PITCH, ROWS as QUERIES, block::keys_of, columns, panels, rotation::Rotation};
 use crate::{
     Args, Blocks, Family, Geometry, Map, Operand, Packed, ScheduleError, Spec,
     family::schedule,
@@ -35,6 +35,12 @@ kernel_params! {
         heads: u32,
         /// The factor.
         scale: f32,
+        /// As in [`super::BwdParams`].
+        copy: u32,
+        /// Keys per head.
+        len_k: u32,
+        /// As in [`super::BwdParams`].
+        key_lengths: GlobalPtr,
     }
 }
 
@@ -43,13 +49,15 @@ schedule! {
     pub struct Schedule {
         /// Queries per step of the kernel before.
         pub block_m: u32,
+        /// Whether its blocks begin their walks at different query tiles, and so leave two copies.
+        pub rotate: bool = false,
     }
 }
 
 impl Schedule {
     /// The kernel before.
     fn before(self) -> super::Schedule {
-        super::Schedule { block_m: self.block_m, stages: 2, pingpong: false }
+        super::Schedule { block_m: self.block_m, stages: 2, pingpong: false, rotate: self.rotate }
     }
 
     fn shared(spec: &Spec) -> (SharedLayout, Shared) {
@@ -86,6 +94,7 @@ impl Schedule {
         let before = self.before();
         let width = before.part_columns(spec.head_dim);
         let part_bytes = QUERIES * width * 4;
+        let tile_bytes = before.dq_tile_bytes(spec.head_dim);
         let from = if before.parts_by_rows() {
             // A block's rows are one part of a tile.
             let first = k.mul_lo_u32(all_heads, q_tiles);
@@ -93,7 +102,7 @@ impl Schedule {
             k.mad_wide_u32(index, part_bytes, tiles)
         } else {
             let index = k.mad_lo_u32(all_heads, q_tiles, number);
-            k.mad_wide_u32(index, before.dq_tile_bytes(spec.head_dim), tiles)
+            k.mad_wide_u32(index, tile_bytes, tiles)
         };
         let from = k.mad_wide_u32(tid, 16u32, from);
         let scale = k.param(FinishParams::scale);
@@ -108,15 +117,34 @@ impl Schedule {
         let neither = k.and_pred(factors[0].0, factors[1].0);
         let some = k.not_pred(neither);
         let eights = spec.head_dim / 8;
-        let values: Vec<[Reg<F32>; 4]> = (0..eights)
-            .map(|eight| {
+        let read = |k: &mut KernelBuilder, from: Reg<B64>, wanted: Reg<Pred>| -> Vec<[Reg<F32>; 4]> {
+            let eight = |eight: u32| {
                 let (part, inside) = (8 * eight / width, 8 * eight % width / 8);
                 let at = from.at((part * part_bytes + inside * THREADS * 16) as i32);
                 let zero: [Reg<F32>; 4] = std::array::from_fn(|_| k.mov_f32(0.0));
-                k.when(some, |k| k.set(zero, |k| k.ld_global_vec(at)));
+                k.when(wanted, |k| k.set(zero, |k| k.ld_global_vec(at)));
                 zero
-            })
-            .collect();
+            };
+            (0..eights).map(eight).collect()
+        };
+        let values = read(k, from, some);
+        if self.rotate {
+            k.comment("what blocks added that came to tile 0 before");
+            let keys = keys_of(k, spec, batch, (FinishParams::len_k, FinishParams::key_lengths));
+            let per_tile = self.block_m / QUERIES;
+            let past = k.add_u32(blocks, per_tile - 1);
+            let (query_tiles, at) = (k.div_u32(past, per_tile), k.div_u32(number, per_tile));
+            let rotation = Rotation::new(k, keys, query_tiles);
+            let blocks = rotation.second(k, at);
+            let any = k.setp_gt_u32(blocks, 0u32);
+            let wanted = k.and_pred(some, any);
+            let copy = k.param(FinishParams::copy);
+            let from = k.mad_wide_u32(copy, tile_bytes, from);
+            let further = read(k, from, wanted);
+            for (&value, &more) in values.iter().flatten().zip(further.iter().flatten()) {
+                k.set(value, |k| k.add_f32(value, more));
+            }
+        }
         let scaled: Vec<Reg<F32>> = values
             .iter()
             .flat_map(|quad| quad.iter().enumerate())
@@ -181,7 +209,7 @@ impl Family for Schedule {
         packed: &mut Packed,
     ) -> Result<(), E> {
         let of = |operand| args.tensor(operand);
-        let [_, heads, len_q] = args.queries();
+        let [batch, heads, len_q] = args.queries();
         let rows = of(Operand::RowLse);
         packed.push(&FinishParams {
             dq_map: encode(&describe(spec.dtype, args, of(Operand::Dq), QUERIES))?,
@@ -193,6 +221,9 @@ impl Family for Schedule {
             q_tiles: self.before().query_tiles(len_q),
             heads,
             scale: args.scale,
+            copy: batch * heads * self.before().query_tiles(len_q),
+            len_k: of(Operand::K).shape[2] as u32,
+            key_lengths: of(Operand::KeyLengths).pointer(),
         });
         Ok(())
     }

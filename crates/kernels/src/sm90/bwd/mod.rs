@@ -10,7 +10,8 @@
 //! All key tiles of a head add to the same dQ, in f32 and in L2. They take turns: a block adds to a query tile when the
 //! block before it has, so that every run adds up in the same order. Blocks follow each other through the query tiles at the
 //! distance of one such turn. Where all have the same length, that costs time only once; under a mask, blocks also wait for
-//! those that began late. The last kernel, [`finish`], scales and rounds what they leave.
+//! those that began late. Where all walks are whole rounds, blocks may begin at different tiles ([`rotation`]), and then none
+//! has to wait. The last kernel, [`finish`], scales and rounds what they leave.
 
 mod block;
 mod consumer;
@@ -18,6 +19,7 @@ pub mod finish;
 mod params;
 mod parts;
 mod producer;
+mod rotation;
 pub mod wide;
 mod writer;
 
@@ -71,6 +73,9 @@ schedule! {
         pub stages: u32,
         /// Whether warpgroups take turns at the tensor cores, so that one computes scores while the other multiplies.
         pub pingpong: bool,
+        /// Whether the blocks of a head begin their walks at different query tiles, so that none waits for its turn from the
+        /// start; without a mask.
+        pub rotate: bool = false,
     }
 }
 
@@ -128,6 +133,11 @@ impl Schedule {
             dim @ ..=64 => (dim / 2).next_multiple_of(8),
             _ => 64,
         }
+    }
+
+    /// Copies of dQ that are added up apart.
+    pub fn copies(self) -> u32 {
+        if self.rotate { rotation::COPIES } else { 1 }
     }
 
     /// Query tiles that a head has room for in the workspace.
@@ -192,6 +202,9 @@ impl Schedule {
         }
         if self.block_m > 64 && spec.head_dim.max(spec.head_dim_v) > 64 {
             return refuse("block_m 128: possible with head dims up to 64".into());
+        }
+        if self.rotate && spec.is_masked() {
+            return refuse("walks are whole rounds only without a mask: take rotate=0".into());
         }
         if spec.head_dim.max(spec.head_dim_v) > MAX_HEAD_DIM {
             let Spec { head_dim, head_dim_v, .. } = *spec;

@@ -68,6 +68,8 @@ kernel_params! {
         scale: f32,
         /// As in [`crate::FwdParams`].
         softcap: f32,
+        /// Query tiles of all heads, as the workspace has them: from a tile of dQ to the same in the second copy.
+        copy: u32,
     }
 }
 
@@ -92,7 +94,7 @@ impl BwdParams {
         let (heads_kv, len_k) = (of(Operand::K).shape[1] as u32, of(Operand::K).shape[2] as u32);
         let units = batch * heads_kv;
         // Of a key head: its queries, the gradients of their outputs, and those of the queries in f32.
-        let per_row = u64::from(6 * spec.head_dim + 2 * spec.head_dim_v);
+        let per_row = u64::from((2 + 4 * schedule.copies()) * spec.head_dim + 2 * spec.head_dim_v);
         let unit_bytes = u64::from(len_q) * u64::from(args.group()) * per_row;
         let fits = SECTION_BYTES / unit_bytes.max(1);
         let section =
@@ -129,6 +131,7 @@ impl BwdParams {
             tanh_scale: scores.tanh_scale,
             scale: scores.scale,
             softcap: scores.softcap,
+            copy: batch * heads * schedule.query_tiles(len_q),
         })
     }
 }

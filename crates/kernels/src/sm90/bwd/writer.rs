@@ -66,8 +66,16 @@ impl<'a> Writer<'a> {
         let head = k.mad_lo_u32(block.batch, heads, head);
         let tile = k.mad_lo_u32(head, tiles, at);
         let turns = k.param(BwdParams::turns);
+        let (mine, second) = block.turn(k, self.schedule, at);
+        let tile = match second {
+            Some(second) => {
+                let copy = k.param(BwdParams::copy);
+                let other = k.add_u32(tile, copy);
+                k.selp_b32(other, tile, second)
+            }
+            None => tile,
+        };
         let turn = k.mad_wide_u32(tile, 4u32, turns);
-        let mine = block.turn(k, self.schedule, at);
         k.if_(self.first_lane, |k| {
             k.comment("the turn of this block: those before it have added");
             k.loop_(|k, l| {
