@@ -265,7 +265,10 @@ fn backward(
 ) -> Result<(Schedule, String), ScheduleError> {
     let hopper = [
         (Kernel::Sm90Bwd, "all gradients from one kernel, whose blocks add to dQ in turn"),
-        (Kernel::Sm90BwdWide, "all gradients from one kernel, some blocks of which own queries and the others keys"),
+        (
+            Kernel::Sm90BwdWide,
+            "all gradients from one kernel, some blocks of which own queries and the others keys",
+        ),
     ];
     for (kernel, why) in hopper.into_iter().filter(|_| hardware.target == Target::Sm90a) {
         if let Ok(schedule) = default_schedule(kernel, spec, hardware.target) {
