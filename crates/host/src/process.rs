@@ -63,21 +63,30 @@ fn kill_group(_: u32) {}
 #[derive(Debug)]
 pub struct Group {
     child: Child,
-    /// A member that waits for the end of its input, which comes when this process ends, and then kills the group.
-    /// While it is there, no other group can get the same number.
+    /// The group's leader, which waits for the end of its input, which comes when this process ends, and then kills the group.
+    /// It is there before the command is, so that the command never runs without it.
     leash: Option<Child>,
 }
 
 impl Group {
-    /// Starts a command as the leader of its group.
+    /// Starts a command in a group of its own.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         let mut groups = groups();
+        let mut leash = leash();
         #[cfg(unix)]
-        std::os::unix::process::CommandExt::process_group(command, 0);
-        let child = command.spawn()?;
-        let leash = leash(child.id());
-        groups.push(child.id());
-        Ok(Self { child, leash })
+        {
+            let leader = leash.as_ref().map_or(0, |leash| leash.id() as i32);
+            std::os::unix::process::CommandExt::process_group(command, leader);
+        }
+        let child = command.spawn().inspect_err(|_| end(&mut leash))?;
+        let group = Self { child, leash };
+        groups.push(group.id());
+        Ok(group)
+    }
+
+    /// The group's number: that of its leader.
+    fn id(&self) -> u32 {
+        self.leash.as_ref().unwrap_or(&self.child).id()
     }
 
     /// The process itself.
@@ -113,30 +122,35 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        let id = self.child.id();
+        let id = self.id();
         kill_group(id);
         let _ = self.child.kill();
         let _ = self.child.wait();
-        if let Some(leash) = &mut self.leash {
-            let _ = leash.kill();
-            let _ = leash.wait();
-        }
+        end(&mut self.leash);
         groups().retain(|&other| other != id);
     }
 }
 
-/// A member of a group that ends it when this process is gone, however it went. Without a shell there is none.
+/// The leader of a new group, which ends it when this process is gone, however it went. Without a shell there is none, and
+/// the command leads.
 #[cfg(unix)]
-fn leash(group: u32) -> Option<Child> {
+fn leash() -> Option<Child> {
     use std::os::unix::process::CommandExt;
     let mut command = Command::new("sh");
-    command.args(["-c", "read -r end; kill -s KILL 0"]).process_group(group as i32);
+    command.args(["-c", "read -r end; kill -s KILL 0"]).process_group(0);
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().ok()
 }
 
 #[cfg(not(unix))]
-fn leash(_: u32) -> Option<Child> {
+fn leash() -> Option<Child> {
     None
+}
+
+fn end(leash: &mut Option<Child>) {
+    if let Some(leash) = leash {
+        let _ = leash.kill();
+        let _ = leash.wait();
+    }
 }
 
 /// How often a running process is polled.
