@@ -106,8 +106,7 @@ impl<'a> Pages<'a> {
     /// where the call runs. Only the entries that a sequence's key length reaches are read.
     ///
     /// What lies on the host is checked. What lies on a GPU is not, unless [`Attention::checked`](crate::Attention::checked)
-    /// asks for it: a page that the pool has not counts as one of zeros where whole tiles are copied, and elsewhere whatever
-    /// lies at that distance from the pool is read, which may end the program's use of the GPU.
+    /// asks for it: a page that the pool has not counts as one of zeros, for which nothing is read.
     pub fn new(table: &Tensor<'a>) -> Self {
         Self { raw: table.raw, most: None, lifetime: PhantomData }
     }

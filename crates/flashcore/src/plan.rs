@@ -349,8 +349,8 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
     if let Some(what) = choose::no_places(problem, hardware.target) {
-        let possible = "on Hopper the forward pass of f16, bf16 and f8 with head dims in multiples of 8 up to 256, and pages of \
-                        a multiple of 16 keys; for others copy the tensors to the host and call Device::cpu()";
+        let possible = "the forward pass of f16, bf16 and, from Ada on, f8 with head dims in multiples of 8 up to 256; for \
+                        others copy the tensors to the host and call Device::cpu()";
         return refuse(what, possible);
     }
     let dtype = element(problem.dtype);

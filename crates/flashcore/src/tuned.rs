@@ -197,9 +197,11 @@ fn distance(a: &Problem, b: &Problem) -> f64 {
 fn has_same_rounds(entry: &Entry, problem: &Problem, spec: &Spec, hardware: &Hardware) -> bool {
     let geometry = entry.schedule.geometry(spec);
     let at_once = match geometry.blocks {
-        Blocks::Each(_) | Blocks::EachKeys(_) | Blocks::KeyRow | Blocks::QueriesThenKeys { .. } => {
-            hardware.sms
-        }
+        Blocks::Each(_)
+        | Blocks::EachKeys(_)
+        | Blocks::EachPacked
+        | Blocks::KeyRow
+        | Blocks::QueriesThenKeys { .. } => hardware.sms,
         Blocks::Row { cluster, resident, .. } => hardware.sms * resident.unwrap_or(1) / cluster.max(1),
         Blocks::Packed { resident } => hardware.sms * resident,
     };

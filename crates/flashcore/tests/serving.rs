@@ -1,4 +1,4 @@
-//! What Hopper's plans make of packed sequences and of keys in pages: on the simulator, against the same call on dense tensors.
+//! What plans make of packed sequences and of keys in pages: on the simulator, against the same call on dense tensors.
 #![cfg(feature = "sim")]
 
 #[allow(dead_code)] // Only its numbers.
@@ -15,21 +15,26 @@ fn tensor(values: &[f32], shape: [usize; 4], dtype: DType) -> TensorBuf {
     TensorBuf::from_f32(values, shape, dtype).unwrap()
 }
 
-fn hopper() -> Device {
-    Device::sim(SimGpu::new(Target::Sm90a).with_sms(12))
+fn gpu(target: Target) -> Device {
+    Device::sim(SimGpu::new(target).with_sms(12))
 }
 
 #[test]
 fn keys_in_pages_give_the_bits_of_dense_keys() {
-    // A head with so many keys that they are cut into parts, and heads that are not worth it.
-    for (heads, heads_kv, len, lengths) in [(4, 1, 2500, [2500, 2049]), (8, 4, 200, [200, 3])] {
+    // A head with so many keys that they are cut into parts on Hopper, and heads that are not worth it.
+    let hopper = ([16, 64, 256], Target::Sm90a);
+    let (many, few) = ((4, 1, 2500, [2500, 2049]), (8, 4, 200, [200, 3]));
+    for ((pages, target), (heads, heads_kv, len, lengths)) in
+        [(hopper, many), (hopper, few), (([16, 64, 24], Target::Sm80), few)]
+    {
         let dim = 64;
         let q = tensor(&noise(2 * heads * dim, 1), [2, heads, 1, dim], DType::BF16);
         let [k, v] = [2, 3].map(|seed| noise(2 * heads_kv * len * dim, seed));
         let dense = |values: &[f32]| tensor(values, [2, heads_kv, len, dim], DType::BF16);
         let attention = Attention::new().with_lse().key_lengths(&lengths);
-        let expected = attention.run(&hopper(), &q.view(), &dense(&k).view(), &dense(&v).view()).unwrap();
-        for page in [16, 64, 256] {
+        let device = gpu(target);
+        let expected = attention.run(&device, &q.view(), &dense(&k).view(), &dense(&v).view()).unwrap();
+        for page in pages {
             let per_sequence = len.div_ceil(page);
             let pool = 2 * per_sequence + 1;
             // The pages of a sequence lie backwards, the two sequences' in turn.
@@ -47,7 +52,7 @@ fn keys_in_pages_give_the_bits_of_dense_keys() {
             };
             let indices = Tensor::indices(&table, [2, per_sequence]).unwrap();
             let attention = attention.paged(Pages::new(&indices).with_most_keys(len));
-            let found = attention.run(&hopper(), &q.view(), &paged(&k).view(), &paged(&v).view()).unwrap();
+            let found = attention.run(&device, &q.view(), &paged(&k).view(), &paged(&v).view()).unwrap();
             assert_eq!(found.o.to_f32(), expected.o.to_f32(), "{len} keys in pages of {page}");
             assert_eq!(found.lse.unwrap().to_f32(), expected.lse.as_ref().unwrap().to_f32());
         }
@@ -62,7 +67,12 @@ fn packed_sequences_come_to_what_each_does_alone() {
     let [q, k, v] =
         [(heads, 1), (heads_kv, 2), (heads_kv, 3)].map(|(heads, seed)| noise(heads * total * dim, seed));
     let attention = Attention::new().causal();
-    for (dtype, most) in [(DType::BF16, 2e-2), (DType::F8E4M3, 8e-2)] {
+    for (dtype, most, target) in [
+        (DType::BF16, 2e-2, Target::Sm90a),
+        (DType::F8E4M3, 8e-2, Target::Sm90a),
+        (DType::BF16, 2e-2, Target::Sm80),
+        (DType::F8E4M3, 8e-2, Target::Sm89),
+    ] {
         let part = |values: &[f32], heads: usize, from: usize, len: usize| {
             let rows = (0..heads).flat_map(|head| &values[(head * total + from) * dim..][..len * dim]);
             tensor(&rows.copied().collect::<Vec<f32>>(), [1, heads, len, dim], dtype)
@@ -72,7 +82,7 @@ fn packed_sequences_come_to_what_each_does_alone() {
                 (part(&q, heads, from, len), part(&k, heads_kv, from, len), part(&v, heads_kv, from, len));
             attention.run(device, &q.view(), &k.view(), &v.view()).unwrap().o.to_f32()
         };
-        let all = run(&attention.packed(Starts::new(&starts).unwrap()), &hopper(), 0, total);
+        let all = run(&attention.packed(Starts::new(&starts).unwrap()), &gpu(target), 0, total);
         for (sequence, len) in lens.into_iter().enumerate().filter(|(_, len)| *len > 0) {
             let from = starts[sequence] as usize;
             let alone = run(&attention, &Device::cpu(), from, len);
@@ -80,7 +90,10 @@ fn packed_sequences_come_to_what_each_does_alone() {
                 let found = &all[((row / len) * total + from + row % len) * dim..][..dim];
                 for (found, expected) in found.iter().zip(expected) {
                     let right = (found - expected).abs() < most;
-                    assert!(right, "{dtype}, sequence {sequence}, row {row}: {found} is not {expected}");
+                    assert!(
+                        right,
+                        "{dtype} on {target}, sequence {sequence}, row {row}: {found} is not {expected}"
+                    );
                 }
             }
         }
@@ -88,7 +101,7 @@ fn packed_sequences_come_to_what_each_does_alone() {
 }
 
 #[test]
-fn packed_and_paged_problems_have_plans_on_hopper_and_a_reason_elsewhere() {
+fn packed_and_paged_problems_have_plans_on_every_gpu_or_a_reason() {
     let plan =
         |text: &str, target| Plan::choose(&text.parse::<Problem>().unwrap(), &Hardware::typical(target));
     for (text, most_blocks) in [
@@ -103,16 +116,32 @@ fn packed_and_paged_problems_have_plans_on_hopper_and_a_reason_elsewhere() {
         assert!(plan.main().grid[0] <= most_blocks, "{plan}");
         plan.main().module(Target::Sm90a).unwrap();
     }
+    // Places for tiles of 128 queries, or of 64 where sequences are short: as many as are full in all, and one per sequence.
+    for (text, target, grid) in [
+        ("16x32/8x4096x128 bf16 causal packed=18632", Target::Sm80, [145 + 16, 32, 1]),
+        ("300x8x40x64 f16 packed=3000", Target::Sm89, [46 + 300, 8, 1]),
+        ("16x32/8x4096x128 f8 causal packed=18632", Target::Sm89, [145 + 16, 32, 1]),
+        ("4x8x100x256 bf16 causal lse packed-q=250 page=24/99", Target::Sm90a, [3 + 4, 8, 1]),
+        ("300x8x40x64 f16 packed=0", Target::Sm80, [0, 8, 1]),
+    ] {
+        let plan = plan(text, target).unwrap();
+        assert_eq!(plan.kernel(), Kernel::Sm80Fwd, "{plan}");
+        assert_eq!(plan.main().grid, grid, "{plan}");
+        plan.main().module(target).unwrap();
+    }
     let paged = "8x32/8x1/4096x128 bf16 key-lengths page=16/2048";
-    let dense = plan("8x32/8x1/4096x128 bf16 key-lengths", Target::Sm90a).unwrap();
-    assert_eq!(plan(paged, Target::Sm90a).unwrap().main().schedule, dense.main().schedule);
+    let dense = "8x32/8x1/4096x128 bf16 key-lengths";
+    for target in [Target::Sm80, Target::Sm90a] {
+        let [paged, dense] = [paged, dense].map(|text| plan(text, target).unwrap());
+        assert_eq!(paged.main().schedule, dense.main().schedule);
+    }
+    let odd = plan("8x32/8x1/4096x128 bf16 page=24/2048", Target::Sm90a).unwrap();
+    assert!(odd.reason.contains("pages of 24 keys"), "{odd}");
     for (text, target, why) in [
-        (paged, Target::Sm80, "pages"),
-        ("3x2x70x64 f16 packed=90", Target::Sm89, "packed"),
         ("3x2x70x64 f32 packed=90", Target::Sm90a, "f32"),
-        ("3x2x70x60 f16 packed=90", Target::Sm90a, "head_dim 60"),
+        ("3x2x70x60 f16 packed=90", Target::Sm80, "head_dim 60"),
+        ("3x2x70x64 f8 packed=90", Target::Sm80, "e4m3"),
         ("3x2x70x64 f16 packed=90 backward", Target::Sm90a, "packed"),
-        ("8x32/8x1/4096x128 bf16 page=24/2048", Target::Sm90a, "pages of 24"),
     ] {
         match plan(text, target) {
             Err(Error::Unsupported { what, .. }) => assert!(what.contains(why), "{text}: {what}"),

@@ -86,6 +86,9 @@ pub enum Blocks {
         /// Parts of the keys; each has its own row of blocks.
         parts: u32,
     },
+    /// A block for every tile that packed sequences of so many rows in all may have, and per head: see
+    /// [`packed_places`](Geometry::packed_places).
+    EachPacked,
     /// The same for tiles of packed sequences, which only the GPU knows: so many persistent blocks per multiprocessor.
     Packed {
         /// Blocks per multiprocessor.
@@ -105,12 +108,19 @@ impl Geometry {
         Geometry { rows: queries, ..*self }.tiles(batch, heads, len)
     }
 
+    /// The places in which packed sequences of so many rows in all have their tiles: those of a sequence begin at its first
+    /// row divided by the rows of a tile, plus its number, so that each has enough of them and some have one without a tile.
+    pub fn packed_places(&self, sequences: u32, rows: u32) -> u32 {
+        if rows == 0 { 0 } else { rows / self.rows + sequences }
+    }
+
     /// The number of tiles for these batch entries, heads and rows per head. For packed sequences, the most there can be of
     /// so many sequences with so many rows in all.
     pub fn tiles(&self, batch: u32, heads: u32, len: u32) -> u64 {
         match self.blocks {
             // Each sequence has at most one tile that is not full.
             Blocks::Packed { .. } => u64::from(len / self.rows + batch.min(len)) * u64::from(heads),
+            Blocks::EachPacked => u64::from(self.packed_places(batch, len)) * u64::from(heads),
             _ => u64::from(len.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch),
         }
     }
@@ -121,6 +131,7 @@ impl Geometry {
             Blocks::Each(order) | Blocks::EachKeys(order) => {
                 order.grid(len.div_ceil(self.rows), heads, batch)
             }
+            Blocks::EachPacked => [self.packed_places(batch, len), heads, 1],
             Blocks::KeyRow | Blocks::QueriesThenKeys { .. } => {
                 [u32::try_from(self.tiles(batch, heads, len)).unwrap_or(u32::MAX), 1, 1]
             }
@@ -142,6 +153,7 @@ impl Geometry {
             Blocks::Each(_)
             | Blocks::EachKeys(_)
             | Blocks::KeyRow
+            | Blocks::EachPacked
             | Blocks::Packed { .. }
             | Blocks::QueriesThenKeys { .. } => 1,
             Blocks::Row { cluster, .. } => cluster,
@@ -265,20 +277,23 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
 /// Whether a kernel takes tensors that lie as a spec has them.
 pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let refuse = |what: &str| {
-        let only = "only sm90_fwd takes them so";
+        let only = "only sm80_fwd and sm90_fwd take them so";
         Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")))
     };
-    if (spec.packed_q || spec.packed_k) && kernel != Kernel::Sm90Fwd {
+    let takes = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
+    if (spec.packed_q || spec.packed_k) && !takes {
         return refuse("packed sequences");
     }
     // What merges parts has nothing to do with keys.
-    if spec.page.is_some() && !matches!(kernel, Kernel::Sm90Fwd | Kernel::Combine) {
+    if spec.page.is_some() && !takes && kernel != Kernel::Combine {
         return refuse("keys in pages");
     }
     match spec.page {
         Some(_) if spec.packed_k => Err(ScheduleError::malformed("keys are packed or in pages, not both")),
-        Some(page) if page == 0 || !page.is_multiple_of(16) => {
-            Err(ScheduleError::malformed(format!("pages of {page} keys: possible are multiples of 16")))
+        Some(0) => Err(ScheduleError::malformed("pages of no keys")),
+        Some(page) if kernel == Kernel::Sm90Fwd && !page.is_multiple_of(16) => {
+            let possible = "sm90_fwd copies multiples of 16; sm80_fwd takes pages of any size";
+            Err(ScheduleError::malformed(format!("pages of {page} keys: {possible}")))
         }
         _ => Ok(()),
     }

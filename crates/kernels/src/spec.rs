@@ -64,13 +64,14 @@ pub struct Spec {
     /// Whether each batch entry has a key length of its own.
     pub key_lengths: bool,
     /// Whether the queries of all sequences lie one behind the other, and only the GPU knows where each begins:
-    /// [`Operand::QStarts`](crate::Operand::QStarts). [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
+    /// [`Operand::QStarts`](crate::Operand::QStarts). [`Kernel::Sm80Fwd`](crate::Kernel::Sm80Fwd) and
+    /// [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) take them.
     pub packed_q: bool,
     /// The same for keys and values: [`Operand::KStarts`](crate::Operand::KStarts).
     pub packed_k: bool,
-    /// Keys of a page, where keys and values lie in pages of a pool that [`Operand::Pages`](crate::Operand::Pages) lists:
-    /// a multiple of 16. k and v are then (pages, kv heads, keys of a page, head dim).
-    /// [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
+    /// Keys of a page, where keys and values lie in pages of a pool that [`Operand::Pages`](crate::Operand::Pages) lists.
+    /// k and v are then (pages, kv heads, keys of a page, head dim). [`Kernel::Sm80Fwd`](crate::Kernel::Sm80Fwd) takes them,
+    /// and, where it is a multiple of 16, [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd).
     pub page: Option<u32>,
     /// Whether several query heads share one kv head.
     pub grouped: bool,
@@ -152,6 +153,11 @@ impl Spec {
     /// Whether what lies behind a batch entry's last key may be anything: another's keys, or what nobody has written.
     pub fn has_foreign_keys(&self) -> bool {
         self.key_lengths || self.packed_k || self.page.is_some()
+    }
+
+    /// Whether values have as many elements as keys.
+    pub(crate) fn has_one_dim(&self) -> bool {
+        self.head_dim == self.head_dim_v
     }
 
     /// Whether some queries may not see some keys that exist.

@@ -1,7 +1,9 @@
-//! Hopper's forward kernel for what an inference engine has: packed sequences and keys in pages. On the simulator, against
+//! The forward kernels for what an inference engine has: packed sequences and keys in pages. On the simulator, against
 //! attention in f64 on the same numbers.
 
-use flashcore_kernels::{Args, ElementType, Map, Operand, Packed, Schedule, Section, Spec, TensorArg};
+use flashcore_kernels::{
+    Args, ElementType, Kernel, Map, Operand, Packed, Schedule, Section, Spec, TensorArg,
+};
 use flashcore_ptx::{
     Module, Op, Target,
     ptxas::{Ptxas, PtxasError},
@@ -377,7 +379,7 @@ fn launch(case: &Case, schedule: &Schedule, module: &Module, memory: Memory) -> 
         cluster: None,
         dynamic_shared: Some(geometry.shared_bytes),
     };
-    let report = sim.launch(module, "flashcore_sm90_fwd", dims, packed.launch(0).0).unwrap();
+    let report = sim.launch(module, &module.kernels[0].name, dims, packed.launch(0).0).unwrap();
     let (o_bytes, lse_bytes) = (sim.read(o), sim.read(lse));
     if report.is_clean() {
         // Packed sequences have rows behind them that are nobody's.
@@ -418,11 +420,22 @@ fn schedule(warpgroups: u32, block_n: u32, rest: &str) -> Schedule {
     format!("sm90_fwd:warpgroups={warpgroups},block_n={block_n},{rest}").parse().unwrap()
 }
 
+/// A schedule of the kernel that Ampere and Ada have.
+fn ampere(block_m: u32, block_n: u32, warps: u32, stages: u32, rest: &str) -> Schedule {
+    format!("sm80_fwd:block_m={block_m},block_n={block_n},warps={warps},stages={stages},{rest}")
+        .parse()
+        .unwrap()
+}
+
+fn module(case: &Case, schedule: &Schedule) -> Module {
+    let target = if schedule.kernel() == Kernel::Sm90Fwd { Target::Sm90a } else { Target::Sm80 };
+    schedule.emit(&case.spec(), target).unwrap_or_else(|error| panic!("{schedule}: {error}"))
+}
+
 /// Requires that a case comes to what attention is, without races and the like.
 #[track_caller]
 fn check(case: &Case, schedule: Schedule) {
-    let module =
-        schedule.emit(&case.spec(), Target::Sm90a).unwrap_or_else(|error| panic!("{schedule}: {error}"));
+    let module = module(case, &schedule);
     for async_mode in [AsyncMode::Late, AsyncMode::Early] {
         let found = run(case, &schedule, &module, Config { async_mode, ..Config::default() });
         assert_eq!(found.report.findings, [], "{schedule}");
@@ -458,6 +471,10 @@ fn difference(case: &Case, found: &Found) -> Option<String> {
     None
 }
 
+/// Few queries and few keys at a time; and the other ways of copying ahead.
+const SMALL: &str = "q_in_regs=0,order=longest";
+const IN_REGISTERS: &str = "q_in_regs=1,order=head";
+
 const PERSISTENT: &str = "persistent=1";
 const TURNS: &str = "persistent=1,pingpong=1,q_stages=2";
 
@@ -485,6 +502,76 @@ fn packed_sequences_have_their_own_masks_groups_and_head_dims() {
     let capped = Case { softcap: Some(5.0), dim_v: 40, ..Case::packed(&more_keys, 1, 72).causal() };
     check(&capped, schedule(1, 64, PERSISTENT));
     check(&Case::packed(&[(30, 61), (70, 100)], 1, 256).causal(), schedule(2, 64, "persistent=1,pingpong=1"));
+}
+
+#[test]
+fn packed_sequences_are_attention_on_ampere() {
+    for (block_m, warps, stages, rest) in
+        [(64, 4, 1, SMALL), (64, 4, 2, IN_REGISTERS), (128, 4, 2, SMALL), (128, 8, 3, SMALL)]
+    {
+        check(&Case::packed(&UNEVEN, 2, 64), ampere(block_m, 32, warps, stages, rest));
+        check(&Case::packed(&UNEVEN, 2, 64).causal(), ampere(block_m, 64, warps, stages, rest));
+    }
+    let more_keys = [(5, 90), (100, 40), (33, 0), (64, 128), (1, 250)];
+    let window = Case { left: Some(30), right: Some(7), ..Case::packed(&more_keys, 2, 64) };
+    check(&window, ampere(64, 32, 4, 2, SMALL));
+    let grouped = Case { heads_kv: 2, dtype: ElementType::Bf16, ..Case::packed(&UNEVEN, 6, 64).causal() };
+    check(&grouped, ampere(64, 48, 4, 3, SMALL));
+    let capped = Case { softcap: Some(5.0), dim_v: 40, ..Case::packed(&more_keys, 1, 72).causal() };
+    check(&capped, ampere(64, 64, 4, 1, IN_REGISTERS));
+    check(&Case::packed(&[(30, 61), (70, 100)], 1, 256).causal(), ampere(64, 32, 4, 1, SMALL));
+    check(&Case::packed(&[(0, 0), (0, 0)], 2, 64), ampere(64, 64, 4, 2, SMALL));
+}
+
+#[test]
+fn packed_sequences_are_found_and_kept_apart_on_ampere() {
+    let many: Vec<_> = (0..75).map(|i| (i * 7 % 11, i * 5 % 23)).collect();
+    check(&Case::packed(&many, 2, 16), ampere(64, 32, 4, 2, SMALL));
+    let longest_last: Vec<_> = (0..70).map(|i| (i, i)).collect();
+    check(&Case::packed(&longest_last, 1, 16).causal(), ampere(64, 32, 4, 1, SMALL));
+    // What neighbours hold does not matter.
+    for (stages, causal) in [(1, true), (2, false), (3, true)] {
+        let case = Case::packed(&[(70, 70), (30, 30), (64, 64), (100, 101), (9, 9)], 2, 64);
+        let case = Case { nan: vec![0, 2, 4], ..case };
+        check(&if causal { case.causal() } else { case }, ampere(64, 64, 4, stages, SMALL));
+    }
+    let dense = Case { queries: Queries::Dense, ..Case::packed(&[(40, 100), (40, 0), (40, 33)], 2, 64) };
+    check(&dense, ampere(64, 64, 4, 2, SMALL));
+    check(&Case { nan: vec![1, 2], ..dense.causal() }, ampere(128, 48, 8, 2, SMALL));
+}
+
+#[test]
+fn keys_in_pages_of_any_size_are_attention_on_ampere() {
+    let lens = [100, 1, 64, 0, 193];
+    for page in [1, 7, 16, 48, 64, 100, 256] {
+        for (block_m, block_n, warps, stages) in [(64, 32, 4, 1), (64, 64, 4, 2), (128, 48, 8, 3)] {
+            let schedule = ampere(block_m, block_n, warps, stages, SMALL);
+            check(&Case::paged(page, 3, &lens, 64), schedule);
+            check(&Case::paged(page, 3, &lens, 64).causal(), schedule);
+        }
+    }
+    for order in [Order::Tokens, Order::Heads, Order::Both] {
+        let case = Case { keys: Keys::Paged(16, order), dim_v: 64, ..Case::paged(16, 70, &[90, 33], 64) };
+        check(&case.causal(), ampere(64, 64, 4, 2, IN_REGISTERS));
+    }
+    // Keys and values whose rows are shared by different threads.
+    for (dim, dim_v, page) in [(128, 64, 16), (40, 128, 64), (48, 40, 24), (256, 16, 16)] {
+        let case = Case { dim_v, dtype: ElementType::Bf16, ..Case::paged(page, 1, &[130, 77, 0], dim) };
+        check(&case, ampere(64, 32, 4, 1, SMALL));
+    }
+    let window = Case { left: Some(40), right: Some(0), ..Case::paged(24, 40, &[200, 50], 64) };
+    check(&window, ampere(64, 32, 4, 2, SMALL));
+}
+
+#[test]
+fn packed_queries_see_keys_in_pages_on_ampere() {
+    for page in [16, 20, 64] {
+        let sequences = [(1, 100), (40, 40), (0, 30), (130, 200), (5, 0)];
+        let case = Case::packed(&sequences, 4, 64).causal();
+        let case = Case { keys: Keys::Paged(page, Order::Tokens), heads_kv: 2, ..case };
+        check(&case, ampere(64, 64, 4, 2, SMALL));
+        check(&Case { nan: vec![0, 4], ..case }, ampere(128, 32, 8, 1, SMALL));
+    }
 }
 
 #[test]
@@ -560,20 +647,28 @@ fn packed_queries_see_keys_in_pages() {
 
 #[test]
 fn a_page_that_does_not_exist_is_zeros_and_no_memory_is_read_for_it() {
-    let case = Case::paged(16, 1, &[64], 64);
-    let schedule = schedule(1, 64, "persistent=0");
-    let module = schedule.emit(&case.spec(), Target::Sm90a).unwrap();
+    for schedule in
+        [schedule(1, 64, "persistent=0"), ampere(64, 64, 4, 2, SMALL), ampere(64, 32, 4, 1, SMALL)]
+    {
+        no_memory_is_read_for_a_page_that_does_not_exist(16, &schedule);
+    }
+    no_memory_is_read_for_a_page_that_does_not_exist(64, &ampere(64, 64, 4, 2, SMALL));
+}
+
+fn no_memory_is_read_for_a_page_that_does_not_exist(page: usize, schedule: &Schedule) {
+    let case = Case::paged(page, 1, &[64], 64);
+    let module = module(&case, schedule);
     for wrong in [i32::MAX, i32::MIN, -1, 1 << 20, 8] {
         let mut memory = upload(&case, Config::default());
-        let (table, count) = (memory.args.tensor(Operand::Pages).address, pages(&case, 16).1);
+        let (table, count) = (memory.args.tensor(Operand::Pages).address, pages(&case, page).1);
         assert!(wrong < 0 || wrong as usize >= count);
         let entries: Vec<i32> = vec![wrong; 4];
         let buffer = memory.sim.alloc_from("wrong pages", &bytes_of(&entries, |entry| entry.to_le_bytes()));
         assert_ne!(buffer.address, table);
         let pages = *memory.args.tensor(Operand::Pages);
         memory.args.set(Operand::Pages, TensorArg { address: buffer.address, ..pages });
-        let found = launch(&case, &schedule, &module, memory);
-        assert_eq!(found.report.findings, []);
+        let found = launch(&case, schedule, &module, memory);
+        assert_eq!(found.report.findings, [], "{schedule}");
         assert!(found.o.iter().flatten().all(|&o| o == 0.0), "values of {wrong} are zeros");
         assert!(found.lse.iter().all(|lse| (lse - 64f64.ln()).abs() < 1e-5), "scores of {wrong} are zeros");
     }
@@ -581,13 +676,18 @@ fn a_page_that_does_not_exist_is_zeros_and_no_memory_is_read_for_it() {
 
 #[test]
 fn swapped_pages_and_a_length_off_by_one_are_found() {
+    for schedule in [schedule(1, 64, "persistent=0"), ampere(64, 64, 4, 2, SMALL)] {
+        wrong_tables_are_found(&schedule);
+    }
+}
+
+fn wrong_tables_are_found(schedule: &Schedule) {
     let case = Case::paged(16, 1, &[100, 40], 64);
-    let schedule = schedule(1, 64, "persistent=0");
-    let module = schedule.emit(&case.spec(), Target::Sm90a).unwrap();
+    let module = module(&case, schedule);
     let with = |tamper: &dyn Fn(&mut Case)| {
         let mut other = case.clone();
         tamper(&mut other);
-        difference(&case, &run(&other, &schedule, &module, Config::default()))
+        difference(&case, &run(&other, schedule, &module, Config::default()))
     };
     assert_eq!(with(&|_| ()), None);
     assert!(with(&|other| other.sequences.swap(0, 1)).is_some(), "sequences swapped");
@@ -649,13 +749,29 @@ fn packed_and_paged_kernels_assemble_without_spills() {
         (paged(64, 16), schedule(2, 48, "persistent=1,ctas=2")),
     ];
     for (spec, schedule) in fullest {
-        let module =
-            schedule.emit(&spec, Target::Sm90a).unwrap_or_else(|error| panic!("{schedule}: {error}"));
-        let assembled = ptxas.assemble(&module, Target::Sm90a).unwrap_or_else(|error| panic!("{error}"));
-        assert_eq!(assembled.remarks, [], "{schedule} for {spec:?}");
-        for kernel in &assembled.kernels {
-            let spills = (kernel.spill_store_bytes, kernel.spill_load_bytes);
-            assert_eq!(spills, (0, 0), "{schedule} for {spec:?}");
-        }
+        assembles(&ptxas, &spec, schedule, Target::Sm90a);
+    }
+    let odd = |dim| Spec { left: true, softcap: true, right: true, head_dim_v: dim - 8, ..paged(dim, 24) };
+    let fullest = [
+        (packed(64), ampere(128, 64, 4, 2, IN_REGISTERS)),
+        (paged(64, 64), ampere(128, 64, 4, 2, SMALL)),
+        (Spec { packed_q: true, ..odd(64) }, ampere(128, 64, 4, 2, SMALL)),
+        (Spec { packed_q: true, ..paged(128, 16) }, ampere(128, 64, 8, 2, IN_REGISTERS)),
+        (odd(128), ampere(128, 64, 8, 3, IN_REGISTERS)),
+        (Spec { packed_q: true, ..odd(192) }, ampere(64, 64, 4, 1, SMALL)),
+        (Spec { packed_q: true, ..odd(256) }, ampere(64, 32, 4, 1, SMALL)),
+    ];
+    for (spec, schedule) in fullest {
+        assembles(&ptxas, &spec, schedule, Target::Sm80);
+    }
+}
+
+fn assembles(ptxas: &Ptxas, spec: &Spec, schedule: Schedule, target: Target) {
+    let module = schedule.emit(spec, target).unwrap_or_else(|error| panic!("{schedule}: {error}"));
+    let assembled = ptxas.assemble(&module, target).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(assembled.remarks, [], "{schedule} for {spec:?}");
+    for kernel in &assembled.kernels {
+        let spills = (kernel.spill_store_bytes, kernel.spill_load_bytes);
+        assert_eq!(spills, (0, 0), "{schedule} for {spec:?}");
     }
 }

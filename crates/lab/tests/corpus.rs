@@ -49,8 +49,8 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let wide = engine.contains("sm90_bwd")
         && !engine.contains("wide")
         && problem.head_dim.max(problem.head_dim_v) > 128;
-    // Hopper's kernel alone takes sequences that are packed or in pages, and not all of them.
-    let placed = !(problem.is_dense() || engine == "sim-hopper" && takes(problem));
+    // Two kernels take sequences that are packed or in pages.
+    let placed = !(problem.is_dense() || takes(engine, problem));
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
     !engine.starts_with("cpu")
         && (beyond
@@ -64,10 +64,14 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
             || !computes(engine, problem.pass))
 }
 
-/// Whether the planner has a kernel for a problem whose sequences are packed or in pages.
-fn takes(problem: &Problem) -> bool {
+/// Whether an engine has a kernel for a problem whose sequences are packed or in pages.
+fn takes(engine: &str, problem: &Problem) -> bool {
     let odd = matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
-    !odd && problem.pass == Pass::Forward && problem.dtype_kv.is_none()
+    let kernel = match engine {
+        "sim-hopper" | "sim-ada" => true,
+        _ => engine.contains("sm80_fwd") || engine.contains("sm90_fwd") && !odd,
+    };
+    kernel && problem.pass == Pass::Forward && problem.dtype_kv.is_none()
 }
 
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.

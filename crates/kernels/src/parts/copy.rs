@@ -61,10 +61,15 @@ impl TileCopy {
         Self { share, stride, step }
     }
 
+    /// How threads share its tiles.
+    pub fn share(&self) -> Share {
+        self.share
+    }
+
     /// This thread's source for the tile whose first row is at an address.
     pub fn source(&self, k: &mut KernelBuilder, first_row: Reg<B64>) -> Reg<B64> {
         let row = k.mad_wide_u32(self.share.row, self.stride, first_row);
-        k.mad_wide_u32(self.share.chunk, CHUNK, row)
+        self.share.in_row(k, row)
     }
 
     /// Moves a source one tile towards the first row.
@@ -83,34 +88,86 @@ impl TileCopy {
         source: Reg<B64>,
         rows: Option<Reg<B32>>,
     ) {
-        let Share { tile, rows_at_once, row, offset, .. } = self.share;
-        let base = k.shared_addr(to);
-        let mut at = k.add_u32(base, offset);
-        if let Some(slot) = slot {
-            at = k.add_u32(at, slot);
-        }
-        for turn in 0..tile.rows.div_ceil(rows_at_once) {
-            let first = turn * rows_at_once;
+        let at = self.share.target(k, to, slot);
+        for (turn, first) in (0..).zip(self.share.rows()) {
             let from = if turn == 0 { source } else { k.mad_wide_u32(self.step, turn, source) };
-            let copy = |k: &mut KernelBuilder| self.turn(k, at, from, first, rows);
-            if first + rows_at_once > tile.rows {
-                // Fewer rows are left than the threads could copy.
-                let inside = k.setp_lt_u32(row, tile.rows - first);
-                k.if_(inside, copy);
-            } else {
-                copy(k);
-            }
+            self.share.if_in_tile(k, first, |k| self.turn(k, at, from, first, rows));
         }
     }
 
     /// One chunk of each panel.
     fn turn(&self, k: &mut KernelBuilder, at: Reg<B32>, from: Reg<B64>, first: u32, rows: Option<Reg<B32>>) {
-        let Share { tile, row, padding, .. } = self.share;
-        let row_bytes = rows.map(|rows| {
-            let row = k.add_u32(row, first);
-            let exists = k.setp_lt_s32(row, rows);
-            k.selp_b32(CHUNK, 0u32, exists)
+        let exists = rows.map(|rows| {
+            let row = k.add_u32(self.share.row, first);
+            k.setp_lt_s32(row, rows)
         });
+        self.share.chunk_of_row(k, at, from, first, exists);
+    }
+}
+
+impl Share {
+    /// The rows that a thread copies, relative to its first.
+    pub fn rows(&self) -> impl Iterator<Item = u32> + use<> {
+        (0..self.tile.rows).step_by(self.rows_at_once as usize)
+    }
+
+    /// This thread's first row.
+    pub fn first_row(&self) -> Reg<B32> {
+        self.row
+    }
+
+    /// This thread's source in the row at an address.
+    pub fn in_row(&self, k: &mut KernelBuilder, row: Reg<B64>) -> Reg<B64> {
+        k.mad_wide_u32(self.chunk, CHUNK, row)
+    }
+
+    /// Where in shared memory this thread's first row goes, some bytes after the start of an allocation.
+    fn target(&self, k: &mut KernelBuilder, to: Shared, slot: Option<Reg<B32>>) -> Reg<B32> {
+        let base = k.shared_addr(to);
+        let at = k.add_u32(base, self.offset);
+        slot.map_or(at, |slot| k.add_u32(at, slot))
+    }
+
+    /// Copies a tile whose rows lie anywhere: `find` says where this thread's source in one of [`rows`](Share::rows) is, and
+    /// whether the row exists; others become zeros.
+    pub fn gather(
+        &self,
+        k: &mut KernelBuilder,
+        to: Shared,
+        slot: Option<Reg<B32>>,
+        mut find: impl FnMut(&mut KernelBuilder, u32) -> (Reg<B64>, Reg<Pred>),
+    ) {
+        let at = self.target(k, to, slot);
+        for first in self.rows() {
+            let copy = |k: &mut KernelBuilder| {
+                let (from, exists) = find(k, first);
+                self.chunk_of_row(k, at, from, first, Some(exists));
+            };
+            self.if_in_tile(k, first, copy);
+        }
+    }
+
+    /// Runs the body where this thread has such a row: in the last turn, fewer may be left than the threads could copy.
+    fn if_in_tile(&self, k: &mut KernelBuilder, first: u32, body: impl FnOnce(&mut KernelBuilder)) {
+        if first + self.rows_at_once > self.tile.rows {
+            let inside = k.setp_lt_u32(self.row, self.tile.rows - first);
+            k.if_(inside, body);
+        } else {
+            body(k);
+        }
+    }
+
+    /// One chunk of each panel of a row.
+    fn chunk_of_row(
+        &self,
+        k: &mut KernelBuilder,
+        at: Reg<B32>,
+        from: Reg<B64>,
+        first: u32,
+        exists: Option<Reg<Pred>>,
+    ) {
+        let Share { tile, padding, .. } = *self;
+        let row_bytes = exists.map(|exists| k.selp_b32(CHUNK, 0u32, exists));
         for panel in 0..tile.panels() {
             let last = panel + 1 == tile.panels();
             let bytes: Option<Operand<B32>> = match (row_bytes, padding.filter(|_| last)) {

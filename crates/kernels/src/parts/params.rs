@@ -242,6 +242,28 @@ impl BlockDescales {
     }
 }
 
+kernel_params! {
+    /// What a launch with keys in pages is given behind its other parameters, where it finds them by address. The strides of
+    /// batch entries are then those of pages.
+    pub struct PoolParams {
+        /// The pages of each batch entry.
+        pages: GlobalPtr,
+        /// Bytes from one batch entry's to the next.
+        pages_row: u64,
+        /// Pages of the pool.
+        pool: u32,
+    }
+}
+
+impl PoolParams {
+    /// The parameters of a launch.
+    pub(crate) fn bind(args: &Args) -> Self {
+        let pages = args.tensor(Operand::Pages);
+        let pool = args.tensor(Operand::K).shape[0] as u32;
+        Self { pages: pages.pointer(), pages_row: pages.strides[0], pool }
+    }
+}
+
 /// Refuses rows that are further apart than the kernels without TMA can address.
 pub(crate) fn check_rows(args: &Args, tensors: &[Operand]) -> Result<(), BindError> {
     for &operand in tensors {

@@ -2,7 +2,11 @@
 
 use flashcore_ptx::{B32, B64, GlobalPtr, KernelBuilder, KernelParams, ParamHandle, Reg};
 
-use crate::{FwdParams, Spec, family::Knob};
+use crate::{
+    FwdParams, Spec,
+    family::Knob,
+    sm90::{PackedParams, fwd::ends},
+};
 
 impl Knob for Order {
     fn text(self) -> String {
@@ -202,19 +206,44 @@ impl Work {
         let rows = find(k);
         let Rows { batch, head, len_q, .. } = rows;
         let kv_head = rows.kv_head(k, spec);
+        let of_keys = spec.packed_k.then(|| ends(k, PackedParams::k_starts, batch));
         let keys = if spec.key_lengths {
             let lengths = k.param(FwdParams::key_lengths);
             let own = k.mad_wide_u32(batch, 4u32, lengths);
             k.ld_global::<B32>(own)
+        } else if let Some([start, end]) = of_keys {
+            k.sub_s32(end, start)
         } else {
             k.param(FwdParams::len_k)
         };
         let first = first_query_head(k, spec, head);
-        let q = head_address(k, FwdParams::q, FwdParams::q_batch, FwdParams::q_head, batch, first);
-        let key = head_address(k, FwdParams::k, FwdParams::k_batch, FwdParams::k_head, batch, kv_head);
-        let value = head_address(k, FwdParams::v, FwdParams::v_batch, FwdParams::v_head, batch, kv_head);
+        // Packed sequences are one batch entry, and a page is one: the first page of a pool is where its others are found.
+        let one = |k: &mut KernelBuilder, one: bool| if one { k.mov_b32(0u32) } else { batch };
+        let entry = one(k, spec.packed_q);
+        let q = head_address(k, FwdParams::q, FwdParams::q_batch, FwdParams::q_head, entry, first);
+        let entry = one(k, spec.packed_k || spec.page.is_some());
+        let key = head_address(k, FwdParams::k, FwdParams::k_batch, FwdParams::k_head, entry, kv_head);
+        let value = head_address(k, FwdParams::v, FwdParams::v_batch, FwdParams::v_head, entry, kv_head);
         let band = Band::new(k, spec, keys, len_q, [FwdParams::left, FwdParams::right]);
-        Self { rows, q, k: key, v: value, band }
+        let work = Self { rows, q, k: key, v: value, band };
+        match of_keys {
+            None => work,
+            Some([start, _]) => work.with_keys_from(k, start),
+        }
+    }
+
+    /// The same with keys and values that begin at a row.
+    fn with_keys_from(self, k: &mut KernelBuilder, start: Reg<B32>) -> Self {
+        let (k_row, v_row) = (k.param(FwdParams::k_row), k.param(FwdParams::v_row));
+        let (key, value) =
+            (Self::row_address(k, self.k, start, k_row), Self::row_address(k, self.v, start, v_row));
+        Self { k: key, v: value, ..self }
+    }
+
+    /// The same with queries that begin at a row.
+    pub fn with_queries_from(self, k: &mut KernelBuilder, start: Reg<B32>) -> Self {
+        let q_row = k.param(FwdParams::q_row);
+        Self { q: Self::row_address(k, self.q, start, q_row), ..self }
     }
 
     /// The address of a row of a tensor, given the bytes between rows.

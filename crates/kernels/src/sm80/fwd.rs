@@ -12,6 +12,10 @@
 
 use flashcore_ptx::{B32, B64, F32, KernelBuilder, Reg, Shared, SharedLayout, Target, TensorMap};
 
+use super::{
+    packed,
+    pages::{InPool, Pages, look_ups},
+};
 use crate::{
     Args, BindError, Blocks, Family, FwdParams, Geometry, Map, Packed, Phase, ScheduleError, Spec,
     bind::Operand as Tensor,
@@ -21,11 +25,12 @@ use crate::{
         epilogue,
         fragment::{Acc, Place, a_operands, matrix_ty},
         lane::{LaneAddress, Operand},
-        params::{DescaleParams, TENSORS, check_rows},
+        params::{DescaleParams, PoolParams, TENSORS, check_rows},
         softmax::{OnlineSoftmax, SoftmaxParams},
         swizzle::Tile,
         work::{KeyRange, Order, Rows, Work},
     },
+    sm90::PackedParams,
 };
 
 /// Registers besides the fragments: operands on their way to the tensor cores, addresses, softmax state.
@@ -33,6 +38,12 @@ const OTHER_REGISTERS: u32 = 87;
 
 /// Registers more where 8-bit operands are widened to 16 bits, besides those of queries and probabilities.
 const WIDENED_REGISTERS: u32 = 30;
+
+/// Registers more where queries or keys are packed.
+const PACKED_REGISTERS: u32 = 4;
+
+/// Registers more where keys are in pages, besides those of the look-ups.
+const PAGE_REGISTERS: u32 = 8;
 
 /// Columns of 8-bit values that are turned around and added up together.
 const COLUMNS: u32 = 32;
@@ -67,6 +78,8 @@ struct Memory {
     k: Shared,
     v: Shared,
     o: Shared,
+    /// What warps write down of tiles of packed queries.
+    notes: Option<Shared>,
 }
 
 /// The tiles of a schedule.
@@ -114,7 +127,8 @@ impl Schedule {
         let k = layout.alloc("k", self.stages * tiles.k.bytes(), 128);
         let v = layout.alloc("v", self.stages * tiles.v.bytes(), 128);
         let o = layout.alias("o", tiles.o.bytes(), &[q]);
-        Memory { layout, q, k, v, o }
+        let notes = spec.packed_q.then(|| layout.alloc("notes", packed::bytes(self.warps), 16));
+        Memory { layout, q, k, v, o, notes }
     }
 
     /// 16-row tiles per warp.
@@ -130,7 +144,7 @@ impl Family for Schedule {
             rows: self.block_m,
             threads: 32 * self.warps,
             shared_bytes,
-            blocks: Blocks::Each(self.order),
+            blocks: if spec.packed_q { Blocks::EachPacked } else { Blocks::Each(self.order) },
         }
     }
 
@@ -165,7 +179,7 @@ impl Family for Schedule {
         };
         check_registers(
             self.m_tiles() * ((self.block_n / 2).max(apart) + tiles.o.cols / 2 + q),
-            others,
+            others + self.place_registers(spec),
             MAX_REGISTERS,
         )
     }
@@ -180,6 +194,12 @@ impl Family for Schedule {
             .min_blocks_per_sm(1);
         if spec.dtype.is_fp8() {
             k = k.more_params::<DescaleParams>();
+        }
+        if spec.packed_q || spec.packed_k {
+            k = k.more_params::<PackedParams>();
+        }
+        if spec.page.is_some() {
+            k = k.more_params::<PoolParams>();
         }
         k = k.traced(spec.traced);
         self.body(&mut k, spec, &memory);
@@ -201,9 +221,18 @@ impl Family for Schedule {
         _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
         packed: &mut Packed,
     ) -> Result<(), E> {
-        packed.push(&FwdParams::bind(args));
+        let params = FwdParams::bind(args);
+        // The tensor's rows are those of a page, of which a sequence may have several.
+        let len_k = if spec.page.is_some() { args.longest[1] } else { params.len_k };
+        packed.push(&FwdParams { len_k, ..params });
         if spec.dtype.is_fp8() {
             packed.extend(&DescaleParams::bind(args));
+        }
+        if spec.packed_q || spec.packed_k {
+            packed.extend(&PackedParams::bind(args));
+        }
+        if spec.page.is_some() {
+            packed.extend(&PoolParams::bind(args));
         }
         Ok(())
     }
@@ -230,6 +259,16 @@ impl Schedule {
         Ok(())
     }
 
+    /// Registers that finding rows of packed sequences and of pages takes.
+    fn place_registers(self, spec: &Spec) -> u32 {
+        let packed = if spec.packed_q || spec.packed_k { PACKED_REGISTERS } else { 0 };
+        let Some(page) = spec.page else { return packed };
+        let Tiles { k, v, .. } = self.tiles(spec);
+        let rows = |tile: Tile| (self.block_n * tile.chunks()).div_ceil(32 * self.warps);
+        let apart = if spec.has_one_dim() { 0 } else { look_ups(page, self.block_n, rows(v)) + 1 };
+        packed + PAGE_REGISTERS + look_ups(page, self.block_n, rows(k)) + apart
+    }
+
     /// The softmax of a block's rows, with the descales of its queries and keys in its scale.
     fn softmax(self, k: &mut KernelBuilder, spec: &Spec, work: &Work) -> OnlineSoftmax {
         let params = SoftmaxParams::read(k, spec);
@@ -247,28 +286,56 @@ impl Schedule {
     fn body(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory) {
         k.begin_trace(self.warps, 32);
         k.open_trace();
+        match memory.notes {
+            None => {
+                let work = Work::begin(k, spec, |k| Rows::find(k, self.block_m, self.order));
+                self.tile(k, spec, memory, &work);
+            }
+            Some(notes) => {
+                let (found, exists) = packed::Tile::find(k, self.block_m, self.order);
+                k.if_(exists, |k| {
+                    found.note(k, notes);
+                    let work = Work::begin(k, spec, |_| found.rows).with_queries_from(k, found.start);
+                    self.tile(k, spec, memory, &work);
+                });
+            }
+        }
+        k.end_trace();
+    }
+
+    /// The rows of a block at the end of its work: their batch entry, and where they are in the tensors.
+    fn rows_again(self, k: &mut KernelBuilder, memory: &Memory) -> (Reg<B32>, Rows) {
+        let Some(notes) = memory.notes else {
+            let rows = Rows::find(k, self.block_m, self.order);
+            return (rows.batch, rows);
+        };
+        let noted = packed::Tile::noted(k, notes);
+        (noted.rows.batch, noted.in_tensors(k))
+    }
+
+    /// A block's tile of queries.
+    fn tile(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory, work: &Work) {
         let tiles = self.tiles(spec);
-        let work = Work::begin(k, spec, |k| Rows::find(k, self.block_m, self.order));
         let place = Place::new(k, self.block_m / self.warps);
-        let softmax = self.softmax(k, spec, &work);
+        let softmax = self.softmax(k, spec, work);
         let o: Vec<Vec<Acc>> = (0..self.m_tiles())
             .map(|_| (0..tiles.o.cols / 8).map(|_| std::array::from_fn(|_| k.mov_f32(0.0))).collect())
             .collect();
 
         let range = work.key_range(k, self.block_m);
         let any = k.setp_lt_s32(range.begin, range.end);
-        k.if_(any, |k| MainLoop::new(k, self, spec, memory, &work, place).run(k, &range, &softmax, &o));
+        k.if_(any, |k| MainLoop::new(k, self, spec, memory, work, place).run(k, &range, &softmax, &o));
 
         k.section("epilogue");
         Phase::Store.begin(k);
         softmax.finish(k);
         let descale = spec.dtype.is_fp8().then(|| {
-            let rows = Rows::find(k, self.block_m, self.order);
+            let (batch, rows) = self.rows_again(k, memory);
             let kv_head = rows.kv_head(k, spec);
-            DescaleParams::read(k, Tensor::V, rows.batch, kv_head)
+            DescaleParams::read(k, Tensor::V, batch, kv_head)
         });
         epilogue::normalise(k, &softmax, &o, descale);
-        let rows = Rows::find(k, self.block_m, self.order);
+        let (_, rows) = self.rows_again(k, memory);
         let place = Place::new(k, self.block_m / self.warps);
         epilogue::store_lse(k, spec, &rows, &place, &softmax);
         // A warp stages its output where it read its own queries. Where the two tiles differ in panel width, its rows
@@ -279,7 +346,6 @@ impl Schedule {
             k.bar_warp_sync();
         }
         epilogue::store_output(k, spec, &rows, &place, memory.o, tiles.o, &o);
-        k.end_trace();
     }
 }
 
@@ -308,12 +374,18 @@ struct Cursor {
     tile: Reg<B32>,
     /// The slot where it lies.
     slot: Reg<B32>,
-    /// This thread's source in the next K tile to fetch.
-    k_source: Reg<B64>,
-    /// This thread's source in the next V tile to fetch.
-    v_source: Reg<B64>,
+    /// Where the next tiles to fetch come from.
+    sources: Sources,
     /// The first tile that any row sees.
     first: Reg<B32>,
+}
+
+/// Where the next tiles to fetch come from.
+enum Sources {
+    /// This thread's place in the next K tile and in the next V tile.
+    Rows { k: Reg<B64>, v: Reg<B64> },
+    /// Pages, for K tiles and, where these are shared otherwise, for V tiles.
+    Pages { k: Pages, v: Option<Pages> },
 }
 
 impl<'a> MainLoop<'a> {
@@ -332,9 +404,11 @@ impl<'a> MainLoop<'a> {
             (k.param(FwdParams::q_row), k.param(FwdParams::k_row), k.param(FwdParams::v_row));
         let q_share = Share::new(k, tiles.q, width(spec, spec.head_dim), threads);
         let k_share = Share::new(k, tiles.k, width(spec, spec.head_dim), threads);
-        let same = spec.head_dim == spec.head_dim_v;
-        let v_share =
-            if same { k_share } else { Share::new(k, tiles.v, width(spec, spec.head_dim_v), threads) };
+        let v_share = if spec.has_one_dim() {
+            k_share
+        } else {
+            Share::new(k, tiles.v, width(spec, spec.head_dim_v), threads)
+        };
         let q_copy = TileCopy::new(k, q_share, q_row);
         let k_copy = TileCopy::new(k, k_share, k_row);
         let v_copy = TileCopy::new(k, v_share, v_row);
@@ -384,14 +458,28 @@ impl<'a> MainLoop<'a> {
         Phase::CopyQ.begin(k);
         k.comment("the queries");
         self.q_copy.start(k, self.memory.q, None, q_source, Some(queries_left));
-        let k_address = Work::row_address(k, self.work.k, first_key, self.k_row);
-        let v_address = Work::row_address(k, self.work.v, first_key, self.v_row);
-        let cursor = Cursor {
-            tile: k.mov_b32(last),
-            slot: k.mov_b32(0u32),
-            k_source: self.k_copy.source(k, k_address),
-            v_source: self.v_copy.source(k, v_address),
-            first,
+        let cursor = match self.spec.page {
+            None => {
+                let k_address = Work::row_address(k, self.work.k, first_key, self.k_row);
+                let v_address = Work::row_address(k, self.work.v, first_key, self.v_row);
+                Cursor {
+                    tile: k.mov_b32(last),
+                    slot: k.mov_b32(0u32),
+                    sources: Sources::Rows {
+                        k: self.k_copy.source(k, k_address),
+                        v: self.v_copy.source(k, v_address),
+                    },
+                    first,
+                }
+            }
+            Some(page) => {
+                let pages = |k: &mut KernelBuilder, copy: &TileCopy| {
+                    Pages::begin(k, [page, block_n], copy.share(), self.work, first_key)
+                };
+                let of_values = (!self.spec.has_one_dim()).then(|| pages(k, &self.v_copy));
+                let sources = Sources::Pages { k: pages(k, &self.k_copy), v: of_values };
+                Cursor { tile: k.mov_b32(last), slot: k.mov_b32(0u32), sources, first }
+            }
         };
         Phase::CopyK.begin_tile(k, last);
         k.comment("the last K tile");
@@ -441,8 +529,15 @@ impl<'a> MainLoop<'a> {
         rows: Option<Reg<B32>>,
     ) {
         let slot = slot.map(|slot| k.mul_lo_u32(slot, self.tiles.k.bytes()));
-        self.k_copy.start(k, self.memory.k, slot, cursor.k_source, rows);
-        self.k_copy.step_back(k, cursor.k_source);
+        match &cursor.sources {
+            &Sources::Rows { k: source, .. } => {
+                self.k_copy.start(k, self.memory.k, slot, source, rows);
+                self.k_copy.step_back(k, source);
+            }
+            Sources::Pages { k: pages, .. } => {
+                pages.copy(k, &InPool::keys(self.work), self.memory.k, slot);
+            }
+        }
     }
 
     fn fetch_v(
@@ -453,8 +548,24 @@ impl<'a> MainLoop<'a> {
         rows: Option<Reg<B32>>,
     ) {
         let slot = slot.map(|slot| k.mul_lo_u32(slot, self.tiles.v.bytes()));
-        self.v_copy.start(k, self.memory.v, slot, cursor.v_source, rows);
-        self.v_copy.step_back(k, cursor.v_source);
+        match &cursor.sources {
+            &Sources::Rows { v: source, .. } => {
+                self.v_copy.start(k, self.memory.v, slot, source, rows);
+                self.v_copy.step_back(k, source);
+            }
+            Sources::Pages { k: of_keys, v: of_values } => {
+                of_values.as_ref().unwrap_or(of_keys).copy(
+                    k,
+                    &InPool::values(self.work),
+                    self.memory.v,
+                    slot,
+                );
+                // The keys of a tile are always copied before its values.
+                for pages in [Some(of_keys), of_values.as_ref()].into_iter().flatten() {
+                    pages.step_back(k);
+                }
+            }
+        }
     }
 
     /// Fetches the tile that comes `ahead` tiles after the cursor's, if there is one. The group is committed either

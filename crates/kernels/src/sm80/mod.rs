@@ -4,3 +4,5 @@ pub mod bwd;
 pub mod bwd_rows;
 pub mod decode;
 pub mod fwd;
+mod packed;
+mod pages;

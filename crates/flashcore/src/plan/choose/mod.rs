@@ -181,17 +181,18 @@ pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
 pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
     let what = match problem.keys {
         _ if problem.is_dense() => return None,
-        Keys::Paged { page, .. } if !page.is_multiple_of(16) => format!("pages of {page} keys"),
-        Keys::Paged { .. } => "keys in pages".into(),
-        Keys::Dense | Keys::Packed { .. } => "packed sequences".into(),
+        Keys::Paged { .. } => "keys in pages",
+        Keys::Dense | Keys::Packed { .. } => "packed sequences",
     };
-    let hopper = target == Target::Sm90a && problem.pass == Pass::Forward && problem.dtype_kv.is_none();
-    let pages = !matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
-    match no_tensor_cores(problem, target) {
-        None if hopper && pages => None,
-        Some(dims) if hopper && pages => Some(format!("{what} with {dims}")),
-        _ => Some(what),
+    if problem.pass == Pass::Backward || problem.dtype_kv.is_some() {
+        return Some(what.into());
     }
+    no_tensor_cores(problem, target).map(|without| format!("{what} with {without}"))
+}
+
+/// Whether keys lie in pages that Hopper's kernel does not copy.
+fn has_odd_pages(problem: &Problem) -> bool {
+    matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16))
 }
 
 /// What of a problem the kernels with tensor cores do not take, if anything.
@@ -210,7 +211,7 @@ pub(super) fn no_tensor_cores(problem: &Problem, target: Target) -> Option<Strin
         return Some(format!("head_dim {head_dim} with head_dim_v {head_dim_v}"));
     }
     // The blocks of Hopper's forward kernel lie in a row.
-    let in_a_row = target == Target::Sm90a && problem.pass == Pass::Forward;
+    let in_a_row = target == Target::Sm90a && problem.pass == Pass::Forward && !has_odd_pages(problem);
     let many = batch.max(heads_q) > MAX_GRID_YZ && !in_a_row;
     many.then(|| format!("more than {MAX_GRID_YZ} batch entries or heads"))
 }
@@ -220,7 +221,7 @@ pub(super) fn kernel(problem: &Problem, target: Target) -> Kernel {
     match target {
         _ if problem.dtype_kv.is_some() => Kernel::Sm80Decode,
         _ if no_tensor_cores(problem, target).is_some() => Kernel::Scalar,
-        Target::Sm90a => Kernel::Sm90Fwd,
+        Target::Sm90a if !has_odd_pages(problem) => Kernel::Sm90Fwd,
         _ => Kernel::Sm80Fwd,
     }
 }
@@ -241,16 +242,17 @@ pub(super) fn schedule(
         let schedule = default_schedule(Kernel::Scalar, spec, hardware.target)?;
         return Ok((schedule, format!("{what} leaves the scalar kernel, which is right and slow")));
     }
-    if hardware.target == Target::Sm90a
-        && let Some(choice) = sm90::choose(problem, spec, hardware)
-    {
+    if kernel(problem, hardware.target) == Kernel::Sm80Fwd {
+        let (schedule, mut why) = sm80::choose(problem, spec, hardware)?;
+        if let (Target::Sm90a, Some(page)) = (hardware.target, spec.page) {
+            why = format!("pages of {page} keys are no multiples of 16, which leaves Ampere's kernel; {why}");
+        }
+        return Ok((schedule, why));
+    }
+    if let Some(choice) = sm90::choose(problem, spec, hardware) {
         return Ok(choice);
     }
-    if spec.packed_q
-        || spec.packed_k
-        || spec.page.is_some()
-        || hardware.target == Target::Sm90a && spec.dtype.is_fp8()
-    {
+    if !problem.is_dense() || spec.dtype.is_fp8() {
         return default_schedule(Kernel::Sm90Fwd, spec, hardware.target)
             .map(|schedule| (schedule, "it is the only one that fits".into()));
     }

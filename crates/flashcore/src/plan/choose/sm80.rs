@@ -9,7 +9,10 @@ use flashcore_kernels::{
 };
 use flashcore_ptx::Target;
 
-use crate::{Problem, plan::Hardware};
+use crate::{Problem, Queries, plan::Hardware};
+
+/// The most queries that packed sequences have on average where blocks of 128 would be mostly empty. It was not measured.
+const SHORT: usize = 64;
 
 /// The schedules to try for a spec, best first.
 pub(super) fn schedules(spec: &Spec) -> Vec<Schedule> {
@@ -40,9 +43,19 @@ pub(super) fn choose(
     spec: &Spec,
     hardware: &Hardware,
 ) -> Result<(Schedule, String), ScheduleError> {
-    let blocks = |rows: usize| problem.len_q.div_ceil(rows) * problem.heads_q * problem.batch;
-    let fills = blocks(128) >= hardware.sms as usize;
-    let reason = if fills {
+    let blocks = |rows: usize| match problem.queries {
+        Queries::Dense => problem.len_q.div_ceil(rows) * problem.heads_q * problem.batch,
+        // The most that there can be: each sequence has at most one that is not full.
+        Queries::Packed { total } => (total / rows + problem.batch.min(total)) * problem.heads_q,
+    };
+    let short = match problem.queries {
+        Queries::Dense => false,
+        Queries::Packed { total } => total <= SHORT * problem.batch,
+    };
+    let fills = blocks(128) >= hardware.sms as usize && !short;
+    let reason = if short {
+        format!("{} sequences have few queries each: {} blocks of 64", problem.batch, blocks(64))
+    } else if fills {
         format!("{} blocks of 128 queries fill {} SMs", blocks(128), hardware.sms)
     } else {
         let (large, small, sms) = (blocks(128), blocks(64), hardware.sms);

@@ -33,6 +33,8 @@ mod softmax;
 mod tiles;
 mod turn;
 
+pub(crate) use packed::ends;
+
 pub(in crate::sm90) use self::softmax::hide;
 
 use flashcore_ptx::{ClusterArrive, GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};

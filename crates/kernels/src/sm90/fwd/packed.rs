@@ -212,7 +212,7 @@ impl Walk {
 }
 
 /// Where a sequence begins and ends.
-pub(super) fn ends(
+pub(crate) fn ends(
     k: &mut KernelBuilder,
     starts: ParamHandle<PackedParams, GlobalPtr>,
     sequence: Reg<B32>,

@@ -1,0 +1,117 @@
+//! Packed queries: the sequences lie one behind the other, and only the GPU knows where each begins.
+//!
+//! The tiles of a sequence have places from `start / rows + number of the sequence` on, which are enough for them whatever its
+//! length is. So a block knows its sequence from the starts alone: it is the last one whose places begin at the block's or
+//! before. Places without a tile, of which a sequence has at most one, are left at once.
+
+use flashcore_ptx::{B32, KernelBuilder, Pred, Reg, Shared};
+
+use crate::{
+    parts::work::{Order, Rows},
+    sm90::{PackedParams, fwd::ends},
+};
+
+/// Bytes that a warp writes down of its tile.
+const NOTE: u32 = 16;
+
+/// Sequences that a warp looks at together.
+const TOGETHER: u32 = 32;
+
+/// All lanes.
+const ALL_LANES: u32 = u32::MAX;
+
+/// Bytes of shared memory that a block reserves for what its warps write down.
+pub(super) fn bytes(warps: u32) -> u32 {
+    warps * NOTE
+}
+
+/// A block's tile of packed queries.
+pub(super) struct Tile {
+    /// Its sequence, and its rows in that sequence.
+    pub rows: Rows,
+    /// The sequence's first row in the tensors.
+    pub start: Reg<B32>,
+}
+
+impl Tile {
+    /// Finds this block's, and whether there is one in its place.
+    pub fn find(k: &mut KernelBuilder, rows: u32, order: Order) -> (Self, Reg<Pred>) {
+        k.section("packed: which sequence");
+        let (place, head) = (k.ctaid_x(), k.ctaid_y());
+        let (lane, sequences) = (k.laneid(), k.param(PackedParams::sequences));
+        let up_to = k.mov_b32(0u32);
+        k.for_s32(0, sequences, TOGETHER as i32, |k, first, _| {
+            let sequence = k.add_u32(first, lane);
+            let exists = k.setp_lt_u32(sequence, sequences);
+            let start = k.mov_b32(0u32);
+            let starts = k.param(PackedParams::q_starts);
+            let at = k.mad_wide_u32(sequence, 4u32, starts);
+            k.when(exists, |k| k.set(start, |k| k.ld_global(at)));
+            let begins = first_place(k, start, sequence, rows);
+            let before = k.setp_le_u32(begins, place);
+            let before = k.and_pred(before, exists);
+            let before = k.ballot(before, ALL_LANES);
+            let before = k.popc_b32(before);
+            k.set(up_to, |k| k.add_u32(up_to, before));
+        });
+        let batch = k.sub_u32(up_to, 1u32);
+        let [start, end] = ends(k, PackedParams::q_starts, batch);
+        let len_q = k.sub_s32(end, start);
+        let begins = first_place(k, start, batch, rows);
+        let tile = k.sub_u32(place, begins);
+        let first_row = k.mul_lo_u32(tile, rows);
+        let exists = k.setp_lt_s32(first_row, len_q);
+        let first_row = match order {
+            Order::HeadByHead => first_row,
+            Order::LongestFirst => {
+                // The last rows of a sequence first.
+                let last = k.sub_s32(len_q, 1);
+                let last = k.div_u32(last, rows);
+                let tile = k.sub_u32(last, tile);
+                k.mul_lo_u32(tile, rows)
+            }
+        };
+        (Self { rows: Rows { batch, head, len_q, first_row }, start }, exists)
+    }
+
+    /// Writes it down for the end of the block, so that the main loop keeps no registers for what only the epilogue needs.
+    pub fn note(&self, k: &mut KernelBuilder, notes: Shared) {
+        let Rows { batch, len_q, first_row, .. } = self.rows;
+        let at = note_of_warp(k, notes);
+        let lane = k.laneid();
+        let first = k.setp_eq_u32(lane, 0u32);
+        k.when(first, |k| k.st_shared_vec(at, [batch, self.start, len_q, first_row]));
+        k.bar_warp_sync();
+    }
+
+    /// What was written down.
+    pub fn noted(k: &mut KernelBuilder, notes: Shared) -> Self {
+        let at = note_of_warp(k, notes);
+        let [batch, start, len_q, first_row] = k.ld_shared_vec(at);
+        Self { rows: Rows { batch, head: k.ctaid_y(), len_q, first_row }, start }
+    }
+
+    /// Its rows in the tensors, which have one batch entry.
+    pub fn in_tensors(&self, k: &mut KernelBuilder) -> Rows {
+        let Rows { head, len_q, first_row, .. } = self.rows;
+        Rows {
+            batch: k.mov_b32(0u32),
+            head,
+            len_q: k.add_u32(self.start, len_q),
+            first_row: k.add_u32(self.start, first_row),
+        }
+    }
+}
+
+/// The place of a sequence's first tile.
+fn first_place(k: &mut KernelBuilder, start: Reg<B32>, sequence: Reg<B32>, rows: u32) -> Reg<B32> {
+    let full = k.div_u32(start, rows);
+    k.add_u32(full, sequence)
+}
+
+/// Where this warp's note is.
+fn note_of_warp(k: &mut KernelBuilder, notes: Shared) -> Reg<B32> {
+    let (tid, base) = (k.tid_x(), k.shared_addr(notes));
+    let warp = k.shr_u32(tid, 5u32);
+    k.mad_lo_u32(warp, NOTE, base)
+}
