@@ -268,7 +268,8 @@ pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleEr
         let only = "only sm90_fwd takes them so";
         Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")))
     };
-    if (spec.packed_q || spec.packed_k) && kernel != Kernel::Sm90Fwd {
+    let takes_packed = matches!(kernel, Kernel::Sm90Fwd | Kernel::BwdRows | Kernel::Sm80Bwd);
+    if (spec.packed_q || spec.packed_k) && !takes_packed {
         return refuse("packed sequences");
     }
     // What merges parts has nothing to do with keys.

@@ -49,8 +49,9 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let wide = engine.contains("sm90_bwd")
         && !engine.contains("wide")
         && problem.head_dim.max(problem.head_dim_v) > 128;
-    // Hopper's kernel alone takes sequences that are packed or in pages, and not all of them.
-    let placed = !(problem.is_dense() || engine == "sim-hopper" && takes(problem));
+    // Of forward kernels Hopper's alone takes sequences that are packed or in pages, and not all of them.
+    let planned = engine == "sim-hopper" || engine.contains("sm80_bwd");
+    let placed = !(problem.is_dense() || planned && takes(problem));
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
     !engine.starts_with("cpu")
         && (beyond
@@ -67,7 +68,7 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
 /// Whether the planner has a kernel for a problem whose sequences are packed or in pages.
 fn takes(problem: &Problem) -> bool {
     let odd = matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
-    !odd && problem.pass == Pass::Forward && problem.dtype_kv.is_none()
+    !odd && problem.dtype_kv.is_none()
 }
 
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.

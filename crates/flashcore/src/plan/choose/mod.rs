@@ -185,12 +185,14 @@ pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
         Keys::Paged { .. } => "keys in pages".into(),
         Keys::Dense | Keys::Packed { .. } => "packed sequences".into(),
     };
-    let hopper = target == Target::Sm90a && problem.pass == Pass::Forward && problem.dtype_kv.is_none();
-    let pages = !matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
+    let takes = match (problem.pass, problem.keys) {
+        (Pass::Backward, keys) => !matches!(keys, Keys::Paged { .. }),
+        (Pass::Forward, Keys::Paged { page, .. }) if !page.is_multiple_of(16) => false,
+        (Pass::Forward, _) => target == Target::Sm90a && problem.dtype_kv.is_none(),
+    };
     match no_tensor_cores(problem, target) {
-        None if hopper && pages => None,
-        Some(dims) if hopper && pages => Some(format!("{what} with {dims}")),
-        _ => Some(what),
+        _ if !takes => Some(what),
+        dims => dims.map(|dims| format!("{what} with {dims}")),
     }
 }
 
