@@ -6,7 +6,7 @@ mod shared;
 
 use flashcore::{
     Attention, Backward, DType, Device, Mask, Starts, TensorBuf,
-    plan::{Kernel, Target},
+    plan::Target,
     sim::{AsyncMode, Config, SimGpu},
 };
 use shared::noise;
@@ -149,17 +149,27 @@ impl Case {
 const UNEVEN: [(usize, usize); 9] =
     [(5, 5), (0, 40), (1, 1), (130, 300), (64, 64), (0, 0), (65, 128), (7, 0), (128, 129)];
 
-fn engines() -> impl Iterator<Item = (String, SimGpu)> {
+/// What the planner chooses for every target, and Hopper's kernels with all that may be otherwise.
+fn engines(case: &Case) -> Vec<(String, SimGpu)> {
     let planned = [Target::Sm80, Target::Sm89, Target::Sm90a];
     let planned = planned.into_iter().map(|target| (target.to_string(), SimGpu::new(target)));
-    let kernel =
-        |(kernel, target): (Kernel, Target)| (kernel.to_string(), SimGpu::new(target).with_kernel(kernel));
-    planned.chain([(Kernel::Sm80Bwd, Target::Sm90a)].into_iter().map(kernel))
+    let [narrow, wide] = [64, 128].map(|most| case.dims.iter().all(|&dim| dim <= most));
+    let full = case.mask == Mask::None;
+    let schedules = [
+        (wide, "sm90_bwd:block_m=64,stages=2,pingpong=1"),
+        (wide && full, "sm90_bwd:block_m=64,stages=3,pingpong=0,rotate=1"),
+        (narrow, "sm90_bwd:block_m=128,stages=2,pingpong=1"),
+    ];
+    let schedules = schedules.into_iter().filter(|(fits, _)| *fits).map(|(_, text)| {
+        let schedule = text.parse().unwrap();
+        (text.to_string(), SimGpu::new(Target::Sm90a).with_schedule(schedule))
+    });
+    planned.chain(schedules).collect()
 }
 
 #[track_caller]
 fn check(case: &Case) {
-    for (name, gpu) in engines() {
+    for (name, gpu) in engines(case) {
         for (async_mode, seed) in [(AsyncMode::Late, 0), (AsyncMode::Early, 7)] {
             let gpu = gpu.clone().with_config(Config { async_mode, seed, ..Config::default() });
             assert_eq!(case.wrong(&Device::sim(gpu)), None, "{name}, {async_mode:?}");

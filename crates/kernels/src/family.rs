@@ -268,7 +268,10 @@ pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleEr
         let only = "only sm90_fwd takes them so";
         Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")))
     };
-    let takes_packed = matches!(kernel, Kernel::Sm90Fwd | Kernel::BwdRows | Kernel::Sm80Bwd);
+    let takes_packed = matches!(
+        kernel,
+        Kernel::Sm90Fwd | Kernel::BwdRows | Kernel::Sm80Bwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish
+    );
     if (spec.packed_q || spec.packed_k) && !takes_packed {
         return refuse("packed sequences");
     }

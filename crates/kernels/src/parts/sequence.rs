@@ -85,6 +85,13 @@ impl Side {
         self.sequence.map_or(row, |sequence| k.add_u32(sequence.padded, row))
     }
 
+    /// Of tiles of the workspace with so many rows, the one that is one of its tiles.
+    pub fn padded_tile(&self, k: &mut KernelBuilder, tile: Reg<B32>, rows: u32) -> Reg<B32> {
+        let Some(Sequence { padded, .. }) = self.sequence else { return tile };
+        let before = k.div_u32(padded, rows);
+        k.add_u32(before, tile)
+    }
+
     /// Whether it has a tile of this number, where not all that are counted exist.
     pub fn has_tile(&self, k: &mut KernelBuilder, tile: Reg<B32>, rows: u32) -> Option<Reg<Pred>> {
         let past = k.add_u32(self.len()?, rows - 1);

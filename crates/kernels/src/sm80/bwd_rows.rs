@@ -14,7 +14,7 @@ use crate::{
     family::schedule,
     parts::{
         fragment::unpack,
-        sequence::{self, Side, packed_tiles},
+        sequence::{self, Side},
         softmax::NEG_INF,
     },
     sm90::PackedParams,
@@ -120,11 +120,8 @@ impl Family for Schedule {
         let of = |operand| args.tensor(operand);
         let (o, d_o, lse, dlse) = (of(Operand::O), of(Operand::Do), of(Operand::Lse), of(Operand::Dlse));
         let [_, heads, len_q] = args.queries();
-        let len_q = if spec.packed_q {
-            ROW_PADDING * packed_tiles(ROW_PADDING, len_q, args.sequences)
-        } else {
-            len_q
-        };
+        let len_q =
+            if spec.packed_q { ROW_PADDING * args.head_tiles(Operand::Q, true, ROW_PADDING) } else { len_q };
         packed.push(&BwdRowsParams {
             o: o.pointer(),
             d_o: d_o.pointer(),

@@ -5,7 +5,10 @@ use flashcore_ptx::{B32, B64, GlobalPtr, KernelBuilder, ParamHandle, Pred, Reg};
 use super::{KEYS, QUERIES, ROWS, WideParams};
 use crate::{
     Spec,
-    parts::work::{Band, Rows},
+    parts::{
+        sequence::Side,
+        work::{Band, Rows},
+    },
     sm90::bwd::{
         block::{Seen, Steps, keys_of, place},
         parts::numbers_at,
@@ -89,7 +92,7 @@ impl Block {
 
     fn band(k: &mut KernelBuilder, spec: &Spec, batch: Reg<B32>) -> (Band, Reg<B32>) {
         let len_q = k.param(WideParams::len_q);
-        let keys = keys_of(k, spec, batch, (WideParams::len_k, WideParams::key_lengths));
+        let keys = keys_of(k, spec, batch, &Side::dense(batch), (WideParams::len_k, WideParams::key_lengths));
         (Band::new(k, spec, keys, len_q, [WideParams::left, WideParams::right]), len_q)
     }
 
