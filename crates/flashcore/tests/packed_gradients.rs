@@ -159,6 +159,7 @@ fn engines(case: &Case) -> Vec<(String, SimGpu)> {
         (wide, "sm90_bwd:block_m=64,stages=2,pingpong=1"),
         (wide && full, "sm90_bwd:block_m=64,stages=3,pingpong=0,rotate=1"),
         (narrow, "sm90_bwd:block_m=128,stages=2,pingpong=1"),
+        (true, "sm90_bwd_wide:stages=2,pingpong=0"),
     ];
     let schedules = schedules.into_iter().filter(|(fits, _)| *fits).map(|(_, text)| {
         let schedule = text.parse().unwrap();

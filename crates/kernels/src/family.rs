@@ -265,13 +265,12 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
 /// Whether a kernel takes tensors that lie as a spec has them.
 pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let refuse = |what: &str| {
-        let only = "only sm90_fwd takes them so";
+        let only = "sm90_fwd takes them so, and backward kernels packed ones";
         Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")))
     };
-    let takes_packed = matches!(
-        kernel,
-        Kernel::Sm90Fwd | Kernel::BwdRows | Kernel::Sm80Bwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish
-    );
+    let backward =
+        Kernel::BACKWARD.contains(&kernel) || matches!(kernel, Kernel::BwdRows | Kernel::Sm90BwdFinish);
+    let takes_packed = kernel == Kernel::Sm90Fwd || backward;
     if (spec.packed_q || spec.packed_k) && !takes_packed {
         return refuse("packed sequences");
     }

@@ -50,7 +50,7 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
         && !engine.contains("wide")
         && problem.head_dim.max(problem.head_dim_v) > 128;
     // Of forward kernels Hopper's alone takes sequences that are packed or in pages, and not all of them.
-    let planned = engine == "sim-hopper" || engine.contains("sm80_bwd");
+    let planned = engine == "sim-hopper" || engine.contains("_bwd");
     let placed = !(problem.is_dense() || planned && takes(problem));
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
     !engine.starts_with("cpu")
