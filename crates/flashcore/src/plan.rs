@@ -9,7 +9,7 @@ pub mod choose;
 mod fold;
 mod workspace;
 
-use flashcore_kernels::{ElementType, ScheduleError, Section, Spec};
+use flashcore_kernels::{Blocks, ElementType, ScheduleError, Section, Spec, packed_tiles};
 pub use flashcore_kernels::{Kernel, Map, Packed, Schedule};
 pub use flashcore_ptx::Target;
 use flashcore_ptx::{Module, TraceSize};
@@ -106,14 +106,30 @@ impl Launch {
     /// The launch of a kernel for a problem as it sees it.
     fn new(folded: &Problem, spec: Spec, schedule: Schedule, hardware: &Hardware) -> Result<Self> {
         let geometry = schedule.geometry(&spec);
-        let Problem { heads_q, heads_kv, len_q, len_k, queries, .. } = *folded;
-        let (heads, len) = match queries {
-            _ if geometry.is_of_keys() => (heads_kv, len_k),
-            Queries::Dense => (heads_q, len_q),
-            Queries::Packed { total } => (heads_q, total),
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, queries, keys, .. } = *folded;
+        // Batch entries and rows as tiles of so many count them.
+        let packed = |total: usize, rows: u32| match geometry.blocks {
+            Blocks::Packed { .. } => [batch as u32, total as u32],
+            // Tiles are numbered as if all were one entry's.
+            _ => [1, rows * packed_tiles(rows, total as u32, batch as u32)],
         };
-        let (batch, heads, len) = (folded.batch as u32, heads as u32, len as u32);
-        let queries = geometry.query_blocks(batch, heads_q as u32, len_q as u32);
+        let of_queries = |rows| match queries {
+            Queries::Dense => [batch as u32, len_q as u32],
+            Queries::Packed { total } => packed(total, rows),
+        };
+        let (heads, [batch, len]) = match keys {
+            _ if !geometry.is_of_keys() => (heads_q, of_queries(geometry.rows)),
+            Keys::Packed { total } => (heads_kv, packed(total, geometry.rows)),
+            Keys::Dense | Keys::Paged { .. } => (heads_kv, [batch as u32, len_k as u32]),
+        };
+        let heads = heads as u32;
+        let queries = match geometry.blocks {
+            Blocks::QueriesThenKeys { queries } => {
+                let [batch, len] = of_queries(queries);
+                geometry.query_blocks(batch, heads_q as u32, len)
+            }
+            _ => 0,
+        };
         let mut grid = geometry.grid(batch, heads, len, hardware.sms);
         grid[0] = grid[0].saturating_add(u32::try_from(queries).unwrap_or(u32::MAX));
         let tiles = geometry.tiles(batch, heads, len) + queries;
@@ -223,7 +239,8 @@ impl Plan {
         };
         if problem.pass == Pass::Backward {
             // Only the first launch reads the gradient of lse, and o.
-            let rows = Spec { lse: spec.lse, ..Spec::new(spec.dtype, spec.head_dim_v) };
+            let Spec { lse, packed_q, .. } = spec;
+            let rows = Spec { lse, packed_q, ..Spec::new(spec.dtype, spec.head_dim_v) };
             launch(rows, choose::ROWS)?;
             let refuse = |error: ScheduleError| unsupported(&hardware.name, &error);
             for schedule in choose::gradients(&folded, &spec, schedule, hardware).map_err(refuse)? {
@@ -349,8 +366,8 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
     if let Some(what) = choose::no_places(problem, hardware.target) {
-        let possible = "the forward pass of f16, bf16 and, from Ada on, f8 with head dims in multiples of 8 up to 256; for \
-                        others copy the tensors to the host and call Device::cpu()";
+        let possible = "the forward pass of f16, bf16 and, from Ada on, f8, and the backward pass of packed sequences, with head \
+                        dims in multiples of 8 up to 256; for others copy the tensors to the host and call Device::cpu()";
         return refuse(what, possible);
     }
     let dtype = element(problem.dtype);

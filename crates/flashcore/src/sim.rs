@@ -14,9 +14,10 @@ pub use flashcore_sim::{AsyncMode, Checks, Config, Finding, Fp8Sums, LaunchRepor
 use flashcore_sim::{Buffer, LaunchDims, Launching, MOST_BUFFER_BYTES, Sim, Swizzle, TensorElement};
 
 use crate::{
-    Error, Problem, Queries, Result,
+    Error, Keys, Problem, Queries, Result,
     contract::Call,
     plan::{Bindings, Hardware, Kernel, Launch, Map, Plan},
+    signature::Rows,
     staging::{self, Memory as _},
 };
 
@@ -208,7 +209,11 @@ impl SimGpu {
             let (name, (address, _)) = (output.name, bindings.tensors[output.name]);
             let Some(buffer) = memory.find(address) else { continue };
             // Rows that belong to no packed sequence are left alone.
-            if plan.problem.queries != Queries::Dense {
+            let packed = match output.rows {
+                Rows::Keys => plan.problem.keys != Keys::Dense,
+                _ => plan.problem.queries != Queries::Dense,
+            };
+            if packed {
                 continue;
             }
             if let Some(range) = memory.sim.unwritten(buffer).first() {

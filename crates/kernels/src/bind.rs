@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use flashcore_ptx::{GlobalPtr, KernelParams, TraceParams};
 use smallvec::SmallVec;
 
-use crate::{ElementType, Spec};
+use crate::{ElementType, Spec, packed_tiles};
 
 /// A tensor that a kernel reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -166,6 +166,17 @@ impl Args {
     pub(crate) fn rows(&self, spec: &Spec) -> [u32; 3] {
         let [batch, heads, len] = self.queries();
         [batch, heads / spec.rows_per_query, len * spec.rows_per_query]
+    }
+
+    /// Tiles of so many rows that a head of a tensor has, or, where its sequences are packed, that are numbered.
+    pub(crate) fn head_tiles(&self, operand: Operand, packed: bool, rows: u32) -> u32 {
+        let len = self.tensor(operand).shape[2] as u32;
+        if packed { packed_tiles(rows, len, self.sequences) } else { len.div_ceil(rows) }
+    }
+
+    /// The most queries of a sequence.
+    pub(crate) fn most_queries(&self, spec: &Spec) -> u32 {
+        if spec.packed_q { self.longest[0] } else { self.queries()[2] }
     }
 
     /// Query heads per key head.

@@ -277,11 +277,13 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
 /// Whether a kernel takes tensors that lie as a spec has them.
 pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let refuse = |what: &str| {
-        let only = "only sm80_fwd and sm90_fwd take them so";
+        let only = "sm80_fwd and sm90_fwd take them so, and backward kernels packed ones";
         Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")))
     };
     let takes = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
-    if (spec.packed_q || spec.packed_k) && !takes {
+    let backward =
+        Kernel::BACKWARD.contains(&kernel) || matches!(kernel, Kernel::BwdRows | Kernel::Sm90BwdFinish);
+    if (spec.packed_q || spec.packed_k) && !(takes || backward) {
         return refuse("packed sequences");
     }
     // What merges parts has nothing to do with keys.

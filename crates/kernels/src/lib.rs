@@ -43,6 +43,7 @@ pub use family::{Blocks, Family, Geometry, ScheduleError};
 pub use parts::{
     copy::MAX_ROW_STRIDE,
     params::{DescaleParams, FwdParams},
+    sequence::packed_tiles,
     work::Order,
 };
 pub use phase::Phase;

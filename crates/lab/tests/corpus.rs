@@ -49,7 +49,7 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let wide = engine.contains("sm90_bwd")
         && !engine.contains("wide")
         && problem.head_dim.max(problem.head_dim_v) > 128;
-    // Two kernels take sequences that are packed or in pages.
+    // Few kernels take sequences that are packed or in pages.
     let placed = !(problem.is_dense() || takes(engine, problem));
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
     !engine.starts_with("cpu")
@@ -67,11 +67,13 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
 /// Whether an engine has a kernel for a problem whose sequences are packed or in pages.
 fn takes(engine: &str, problem: &Problem) -> bool {
     let odd = matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
-    let kernel = match engine {
-        "sim-hopper" | "sim-ada" => true,
-        _ => engine.contains("sm80_fwd") || engine.contains("sm90_fwd") && !odd,
+    let kernel = match (engine, problem.pass) {
+        ("sim-hopper" | "sim-ada", _) => true,
+        (_, Pass::Forward) => engine.contains("sm80_fwd") || engine.contains("sm90_fwd") && !odd,
+        (_, Pass::Backward) => engine.contains("_bwd"),
     };
-    kernel && problem.pass == Pass::Forward && problem.dtype_kv.is_none()
+    let paged = matches!(problem.keys, Keys::Paged { .. });
+    kernel && !(paged && problem.pass == Pass::Backward) && problem.dtype_kv.is_none()
 }
 
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.

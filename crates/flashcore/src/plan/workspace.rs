@@ -1,13 +1,13 @@
 //! Workspace: what the launches of a plan hand on to each other, in memory that belongs to nobody else meanwhile.
 
-use flashcore_kernels::{Args, Operand, ROW_PADDING, Schedule};
+use flashcore_kernels::{Args, Operand, ROW_PADDING, Schedule, packed_tiles};
 
 use super::{
     Launch,
     bind::{operand, tensor_arg},
     choose,
 };
-use crate::{DType, Layout, Pass, Problem};
+use crate::{DType, Layout, Pass, Problem, Queries};
 
 /// Where tensors start in a workspace.
 const ALIGNMENT: usize = 256;
@@ -48,16 +48,24 @@ impl Workspace {
     pub fn of(folded: &Problem, schedule: &Schedule) -> Self {
         let mut workspace = Self { parts: 1, ..Self::default() };
         if folded.pass == Pass::Backward {
-            let rows = folded.len_q.next_multiple_of(ROW_PADDING as usize);
+            let (entries, len_q) = match folded.queries {
+                Queries::Dense => (folded.batch, folded.len_q as u32),
+                Queries::Packed { total } => {
+                    (1, ROW_PADDING * packed_tiles(ROW_PADDING, total as u32, folded.batch as u32))
+                }
+            };
+            let rows = len_q.next_multiple_of(ROW_PADDING) as usize;
+            let push = |workspace: &mut Self, operand, rows, words| {
+                workspace.push(operand, [entries, folded.heads_q, rows, words]);
+            };
             for operand in [Operand::RowLse, Operand::RowDelta] {
-                workspace.push(operand, [folded.batch, folded.heads_q, rows, 1]);
+                push(&mut workspace, operand, rows, 1);
             }
             if let Schedule::Sm90Bwd(schedule) = schedule {
-                let tiles = (schedule.copies() * schedule.query_tiles(folded.len_q as u32)) as usize;
+                let tiles = (schedule.copies() * schedule.query_tiles(len_q)) as usize;
                 let floats = schedule.dq_tile_bytes(folded.head_dim as u32) as usize / DType::F32.size();
-                let shape = |words| [folded.batch, folded.heads_q, tiles, words];
-                workspace.push(Operand::DqTiles, shape(floats));
-                workspace.push(Operand::Turns, [folded.batch, folded.heads_q, rows / 32, 1]);
+                push(&mut workspace, Operand::DqTiles, tiles, floats);
+                push(&mut workspace, Operand::Turns, rows / 32, 1);
             }
             return workspace;
         }

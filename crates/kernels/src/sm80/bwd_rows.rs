@@ -12,7 +12,12 @@ use flashcore_ptx::{
 use crate::{
     Args, Blocks, ElementType, Family, Geometry, Map, Operand, Packed, ROW_PADDING, ScheduleError, Spec,
     family::schedule,
-    parts::{fragment::unpack, softmax::NEG_INF},
+    parts::{
+        fragment::unpack,
+        sequence::{self, Side},
+        softmax::NEG_INF,
+    },
+    sm90::PackedParams,
 };
 
 /// Elements that a lane reads at once: 16 bytes.
@@ -62,7 +67,7 @@ kernel_params! {
         dlse_head: u64,
         /// From one query's gradient to the next.
         dlse_row: u64,
-        /// Queries per head.
+        /// Queries per head; where they are packed, the rows of the workspace.
         len_q: u32,
         /// Query heads.
         heads: u32,
@@ -98,13 +103,16 @@ impl Family for Schedule {
         let mut k = KernelBuilder::new("flashcore_bwd_rows", target)
             .params::<BwdRowsParams>()
             .threads(32 * self.warps);
+        if spec.packed_q {
+            k = k.more_params::<PackedParams>();
+        }
         self.body(&mut k, spec, target);
         k
     }
 
     fn bind<E>(
         self,
-        _: &Spec,
+        spec: &Spec,
         args: &Args,
         _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
         packed: &mut Packed,
@@ -112,6 +120,8 @@ impl Family for Schedule {
         let of = |operand| args.tensor(operand);
         let (o, d_o, lse, dlse) = (of(Operand::O), of(Operand::Do), of(Operand::Lse), of(Operand::Dlse));
         let [_, heads, len_q] = args.queries();
+        let len_q =
+            if spec.packed_q { ROW_PADDING * args.head_tiles(Operand::Q, true, ROW_PADDING) } else { len_q };
         packed.push(&BwdRowsParams {
             o: o.pointer(),
             d_o: d_o.pointer(),
@@ -135,6 +145,9 @@ impl Family for Schedule {
             len_q,
             heads,
         });
+        if spec.packed_q {
+            packed.extend(&PackedParams::bind(args));
+        }
         Ok(())
     }
 }
@@ -179,9 +192,19 @@ impl Schedule {
         let head_tiles = k.div_u32(past, ROW_PADDING);
         let all_heads = k.div_u32(tile, head_tiles);
         let block = k.rem_u32(tile, head_tiles);
+        let [q_starts, _] = sequence::starts(spec);
+        let sequence = q_starts.map(|starts| sequence::find_tile(k, starts, ROW_PADDING, block));
+        let block = sequence.map_or(block, |[_, block]| block);
         let first_row = k.mul_lo_u32(block, ROW_PADDING);
-        let head = Head { batch: k.div_u32(all_heads, heads), head: k.rem_u32(all_heads, heads) };
-        let tensor = |k: &mut KernelBuilder, base, strides| head.rows(k, (base, strides));
+        let batch = k.div_u32(all_heads, heads);
+        let queries = Side::of(k, q_starts, sequence.map_or(batch, |[batch, _]| batch));
+        let len_q = queries.len().unwrap_or(len_q);
+        let exists = queries.has_tile(k, block, ROW_PADDING);
+        let head = Head { batch: queries.entry, head: k.rem_u32(all_heads, heads) };
+        let tensor = |k: &mut KernelBuilder, base, strides| {
+            let [start, row] = head.rows(k, (base, strides));
+            [queries.from_start(k, start, strides[2]), row]
+        };
         type P = BwdRowsParams;
         let o = tensor(k, P::o, [P::o_batch, P::o_head, P::o_row]);
         let d_o = tensor(k, P::d_o, [P::d_o_batch, P::d_o_head, P::d_o_row]);
@@ -209,7 +232,7 @@ impl Schedule {
         let turns = ROW_PADDING / rows_at_once;
         let step = AT_ONCE.min(turns) * rows_at_once;
         k.section("some rows at a time");
-        k.for_s32(row, ROW_PADDING, step as i32, |k, first, _| {
+        let each = |k: &mut KernelBuilder, first: Reg<B32>| {
             let read: Vec<Row> = (0..step / rows_at_once)
                 .map(|turn| {
                     let place = k.add_u32(first, turn * rows_at_once);
@@ -237,7 +260,13 @@ impl Schedule {
             for row in read {
                 row.finish(k, spec.dtype, lanes, is_first, results);
             }
-        });
+        };
+        let all =
+            |k: &mut KernelBuilder| k.for_s32(row, ROW_PADDING, step as i32, |k, first, _| each(k, first));
+        match exists {
+            Some(exists) => k.if_(exists, all),
+            None => all(k),
+        }
     }
 }
 

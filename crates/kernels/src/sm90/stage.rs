@@ -1,6 +1,6 @@
 //! Results on their way from registers to global memory: through panels in shared memory, which TMA stores.
 
-use flashcore_ptx::{Addr, B32, F32, KernelBuilder, Reg};
+use flashcore_ptx::{Addr, B32, B64, F32, KernelBuilder, Reg};
 
 use super::fwd::{PITCH, columns, panels};
 use crate::{ElementType, parts::fragment::pack};
@@ -33,6 +33,39 @@ pub(super) fn write(
         let at = at(k, start, 2 * pair as u32, panel_bytes);
         if let [[a, b], [c, d]] = chunks {
             k.stmatrix(at, [*a, *b, *c, *d]);
+        }
+    }
+}
+
+/// Stores rows that [`write`] has written, so many of them, for those that TMA would store together with rows of others: to
+/// this address, and so many bytes from one to the next.
+pub(super) fn store_rows(
+    k: &mut KernelBuilder,
+    (rows, panel_bytes): (Reg<B32>, u32),
+    thread: Reg<B32>,
+    count: Reg<B32>,
+    (to, to_row): (Reg<B64>, Reg<B64>),
+    (head_dim, dtype): (u32, ElementType),
+) {
+    // A thread has a chunk of 16 bytes of every panel of every sixteenth row.
+    let (chunk, row) = (k.and_b32(thread, 7u32), k.shr_u32(thread, 3u32));
+    let xor = k.and_b32(row, 7u32);
+    let swizzled = k.xor_b32(chunk, xor);
+    let line = k.mad_lo_u32(row, PITCH, rows);
+    let from = k.mad_lo_u32(swizzled, 16u32, line);
+    let to = k.mad_wide_u32(chunk, 16u32, to);
+    for first in (0..64).step_by(16) {
+        let row = k.add_u32(row, first);
+        let exists = k.setp_lt_s32(row, count);
+        let row = k.cvt_u64_u32(row);
+        let to = k.mad_lo_u64(row, to_row, to);
+        for panel in 0..panels(head_dim, dtype) {
+            let chunks = (head_dim - panel * columns(dtype)) / 8;
+            let inside = (chunks < 8).then(|| k.setp_lt_u32(chunk, chunks));
+            let wanted = inside.map_or(exists, |inside| k.and_pred(exists, inside));
+            let from = from.at((panel * panel_bytes + first * PITCH) as i32);
+            let values: [Reg<B32>; 4] = k.ld_shared_vec(from);
+            k.when(wanted, |k| k.st_global_vec(to.at((panel * PITCH) as i32), values));
         }
     }
 }

@@ -184,7 +184,8 @@ pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
         Keys::Paged { .. } => "keys in pages",
         Keys::Dense | Keys::Packed { .. } => "packed sequences",
     };
-    if problem.pass == Pass::Backward || problem.dtype_kv.is_some() {
+    let backward = problem.pass == Pass::Backward;
+    if backward && matches!(problem.keys, Keys::Paged { .. }) || problem.dtype_kv.is_some() {
         return Some(what.into());
     }
     no_tensor_cores(problem, target).map(|without| format!("{what} with {without}"))

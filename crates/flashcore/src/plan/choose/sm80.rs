@@ -9,7 +9,7 @@ use flashcore_kernels::{
 };
 use flashcore_ptx::Target;
 
-use crate::{Problem, Queries, plan::Hardware};
+use crate::{Keys, Problem, Queries, plan::Hardware};
 
 /// The most queries that packed sequences have on average where blocks of 128 would be mostly empty. It was not measured.
 const SHORT: usize = 64;
@@ -141,10 +141,14 @@ pub(super) fn choose_gradients(
     of: Of,
     hardware: &Hardware,
 ) -> Result<Schedule, ScheduleError> {
-    let (heads, len) = match of {
-        Of::Queries => (problem.heads_q, problem.len_q),
-        _ => (problem.heads_kv, problem.len_k),
+    let dense = |len: usize| len.div_ceil(128) * problem.batch;
+    let packed = |total: usize| total / 128 + problem.batch.min(total);
+    let (heads, tiles) = match (of, problem.queries, problem.keys) {
+        (Of::Queries, Queries::Dense, _) => (problem.heads_q, dense(problem.len_q)),
+        (Of::Queries, Queries::Packed { total }, _) => (problem.heads_q, packed(total)),
+        (_, _, Keys::Packed { total }) => (problem.heads_kv, packed(total)),
+        (_, _, Keys::Dense | Keys::Paged { .. }) => (problem.heads_kv, dense(problem.len_k)),
     };
-    let fills = len.div_ceil(128) * heads * problem.batch >= hardware.sms as usize;
+    let fills = tiles * heads >= hardware.sms as usize;
     first_fit(gradients(spec, of), fills, spec, hardware)
 }

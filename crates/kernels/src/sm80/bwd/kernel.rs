@@ -12,6 +12,7 @@ use crate::{
         epilogue::{self, Out},
         fragment::{Acc, HALVES, Place, a_operands, matrix_ty},
         lane::{self, LaneAddress},
+        sequence::{self, Side},
         softmax::{NEG_INF, ScoreHandles, SoftmaxParams},
         swizzle::Tile,
         work::{Band, Work},
@@ -56,12 +57,12 @@ fn head_of(
 fn row_of(
     k: &mut KernelBuilder,
     (base, [to_batch, to_head, to_row]): Tensor,
-    batch: Reg<B32>,
+    side: Side,
     head: Reg<B32>,
     row: Reg<B32>,
 ) -> Reg<B64> {
-    let head = head_of(k, base, [to_batch, to_head], batch, head);
-    let stride = k.param(to_row);
+    let head = head_of(k, base, [to_batch, to_head], side.entry, head);
+    let (stride, row) = (k.param(to_row), side.row(k, row));
     Work::row_address(k, head, row, stride)
 }
 
@@ -83,10 +84,13 @@ pub(super) struct Kernel<'a> {
     spec: &'a Spec,
     memory: &'a Memory,
     tiles: Tiles,
-    batch: Reg<B32>,
     /// The head of the block's own rows.
     head: Reg<B32>,
     first_row: Reg<B32>,
+    /// Whether there are such rows, where not every block has some.
+    exists: Option<Reg<Pred>>,
+    /// Where the own rows lie, and those that are walked over.
+    sides: [Side; 2],
     len_q: Reg<B32>,
     band: Band,
     place: Place,
@@ -145,15 +149,24 @@ impl<'a> Kernel<'a> {
             }
             (Order::LongestFirst, _) => (z, x, y),
         };
+        let [q_starts, k_starts] = sequence::starts(spec);
+        let packed = if schedule.of == Of::Queries { q_starts } else { k_starts };
+        let [batch, block] = match packed {
+            Some(starts) => sequence::find_tile(k, starts, schedule.block, block),
+            None => [batch, block],
+        };
+        let side_k = Side::of(k, k_starts, batch);
         let keys = if spec.key_lengths {
             let lengths = k.param(BwdParams::key_lengths);
             let own = k.mad_wide_u32(batch, 4u32, lengths);
             k.ld_global::<B32>(own)
         } else {
-            k.param(BwdParams::len_k)
+            side_k.len().unwrap_or_else(|| k.param(BwdParams::len_k))
         };
-        let len_q = k.param(BwdParams::len_q);
+        let side_q = Side::of(k, q_starts, batch);
+        let len_q = side_q.len().unwrap_or_else(|| k.param(BwdParams::len_q));
         let band = Band::new(k, spec, keys, len_q, [BwdParams::left, BwdParams::right]);
+        let sides = if schedule.of == Of::Queries { [side_q, side_k] } else { [side_k, side_q] };
         let handles = ScoreHandles {
             exp_scale: BwdParams::exp_scale,
             tanh_scale: BwdParams::tanh_scale,
@@ -165,9 +178,10 @@ impl<'a> Kernel<'a> {
             spec,
             memory,
             tiles: schedule.tiles(spec),
-            batch,
             head,
             first_row: k.mul_lo_u32(block, schedule.block),
+            exists: sides[0].has_tile(k, block, schedule.block),
+            sides,
             len_q,
             band,
             place: Place::new(k, schedule.block / schedule.warps),
@@ -234,6 +248,13 @@ impl<'a> Kernel<'a> {
     }
 
     pub fn run(&self, k: &mut KernelBuilder) {
+        match self.exists {
+            Some(exists) => k.if_(exists, |k| self.rows(k)),
+            None => self.rows(k),
+        }
+    }
+
+    fn rows(&self, k: &mut KernelBuilder) {
         let range = self.range(k);
         let sums = self.sums(k);
         let any = k.setp_lt_s32(range.first, range.past);
@@ -270,7 +291,7 @@ impl<'a> Kernel<'a> {
             let share = Share::new(k, tile, head_dim, threads);
             let stride = k.param(tensor.1[2]);
             let copy = TileCopy::new(k, share, stride);
-            let address = row_of(k, tensor, self.batch, self.head, self.first_row);
+            let address = row_of(k, tensor, self.sides[0], self.head, self.first_row);
             let source = copy.source(k, address);
             copy.start(k, memory, None, source, Some(left));
         }
@@ -308,7 +329,7 @@ impl<'a> Kernel<'a> {
             (WALK_P, &copies.walk_p, self.memory.walk_p, self.tiles.walk_p),
         ];
         for (tensor, copy, memory, tile) in both {
-            let address = row_of(k, tensor, self.batch, head, row);
+            let address = row_of(k, tensor, self.sides[1], head, row);
             let source = copy.source(k, address);
             let slot = slot.map(|slot| k.mul_lo_u32(slot, tile.bytes()));
             copy.start(k, memory, slot, source, Some(left));
@@ -323,6 +344,7 @@ impl<'a> Kernel<'a> {
         let wanted = if self.schedule.of.of_scores() { 2 } else { 1 };
         for (i, stat) in [BwdParams::row_lse, BwdParams::row_delta].into_iter().take(wanted).enumerate() {
             let from = self.stats_head(k, stat, head);
+            let row = self.sides[1].padded(k, row);
             let from = k.mad_wide_u32(row, 4u32, from);
             let from = k.mad_wide_u32(tid, 16u32, from);
             let to = to.at((4 * self.schedule.walk) as i32 * i as i32);
@@ -332,7 +354,8 @@ impl<'a> Kernel<'a> {
 
     /// Where the numbers of a query head are.
     fn stats_head(&self, k: &mut KernelBuilder, stat: Pointer, head: Reg<B32>) -> Reg<B64> {
-        head_of(k, stat, [BwdParams::stats_batch, BwdParams::stats_head], self.batch, head)
+        let queries = self.sides[usize::from(!self.owns_queries())];
+        head_of(k, stat, [BwdParams::stats_batch, BwdParams::stats_head], queries.entry, head)
     }
 
     fn lanes(&self, k: &mut KernelBuilder) -> Lanes {
@@ -365,6 +388,7 @@ impl<'a> Kernel<'a> {
             [BwdParams::row_lse, BwdParams::row_delta].map(|stat| self.stats_head(k, stat, self.head));
         let row = k.add_u32(self.first_row, self.place.warp_row);
         let row = k.add_u32(row, self.place.g);
+        let row = self.sides[0].padded(k, row);
         let starts = starts.map(|start| k.mad_wide_u32(row, 4u32, start));
         let rows = 0..self.schedule.m_tiles();
         rows.map(|m| {
@@ -631,7 +655,12 @@ impl<'a> Kernel<'a> {
         k.section("the end");
         let of = self.schedule.of;
         let names = if self.owns_queries() { ["dq", ""] } else { ["dk", "dv"] };
-        let len = if self.owns_queries() { self.len_q } else { k.param(BwdParams::len_k) };
+        let own = self.sides[0];
+        let len = match own.len() {
+            Some(len) => len,
+            None if self.owns_queries() => self.len_q,
+            None => k.param(BwdParams::len_k),
+        };
         let scale = k.param(BwdParams::scale);
         let both = [
             (GRAD_S, of.of_scores(), &sums.of_scores, Some(scale), self.memory.own_s, self.tiles.own_s),
@@ -661,7 +690,8 @@ impl<'a> Kernel<'a> {
                 interleaved: false,
             };
             epilogue::store(k, &out, &self.place, memory, tile, sums, |k| {
-                head_of(k, base, [to_batch, to_head], self.batch, self.head)
+                let head = head_of(k, base, [to_batch, to_head], own.entry, self.head);
+                own.from_start(k, head, row)
             });
         }
     }

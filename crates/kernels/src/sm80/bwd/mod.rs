@@ -24,6 +24,7 @@ use crate::{
     Args, BindError, Blocks, Family, Geometry, Map, Operand, Order, Packed, ROW_PADDING, ScheduleError, Spec,
     family::{Knob, MAX_REGISTERS, check_registers, schedule},
     parts::{params::check_rows, swizzle::Tile},
+    sm90::PackedParams,
 };
 
 /// Registers besides the fragments: operands on their way to the tensor cores, addresses, statistics.
@@ -265,6 +266,9 @@ impl Family for Schedule {
             .threads(32 * self.warps)
             // Without a minimum, ptxas may spill to fit one more block on a multiprocessor.
             .min_blocks_per_sm(1);
+        if spec.packed_q || spec.packed_k {
+            k = k.more_params::<PackedParams>();
+        }
         Kernel::begin(&mut k, self, spec, &memory).run(&mut k);
         k
     }
@@ -276,7 +280,7 @@ impl Family for Schedule {
 
     fn bind<E>(
         self,
-        _: &Spec,
+        spec: &Spec,
         args: &Args,
         _: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
         packed: &mut Packed,
@@ -326,6 +330,9 @@ impl Family for Schedule {
             scale: scores.scale,
             softcap: scores.softcap,
         });
+        if spec.packed_q || spec.packed_k {
+            packed.extend(&PackedParams::bind(args));
+        }
         Ok(())
     }
 }

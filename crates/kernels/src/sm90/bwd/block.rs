@@ -3,11 +3,21 @@
 use flashcore_ptx::{B32, GlobalPtr, KernelBuilder, KernelParams, ParamHandle, Pred, Reg};
 
 use super::{BwdParams, KEYS, Schedule, rotation::Rotation};
-use crate::{Spec, parts::work::Band};
+use crate::{
+    Spec,
+    parts::{
+        sequence::{self, Side},
+        work::Band,
+    },
+};
 
 /// The key tile of a block.
 pub(super) struct Block {
-    pub batch: Reg<B32>,
+    /// Where the queries and the keys of its batch entry lie.
+    pub queries: Side,
+    pub keys: Side,
+    /// Whether there is such a tile, where not every block has one.
+    pub exists: Option<Reg<Pred>>,
     pub kv_head: Reg<B32>,
     /// The tile's number in its head.
     pub tile: Reg<B32>,
@@ -54,17 +64,39 @@ impl Block {
         let (tiles, heads_kv) = (k.param(BwdParams::k_tiles), k.param(BwdParams::heads_kv));
         let item = k.ctaid_x();
         let [tile, batch, kv_head] = place(k, item, [units, section, tiles, heads_kv]);
-        let len_q = k.param(BwdParams::len_q);
-        let keys = keys_of(k, spec, batch, (BwdParams::len_k, BwdParams::key_lengths));
+        let [q_starts, k_starts] = sequence::starts(spec);
+        let [batch, tile] = match k_starts {
+            Some(starts) => sequence::find_tile(k, starts, KEYS, tile),
+            None => [batch, tile],
+        };
+        let queries = Side::of(k, q_starts, batch);
+        let len_q = queries.len().unwrap_or_else(|| k.param(BwdParams::len_q));
+        let side = Side::of(k, k_starts, batch);
+        let keys = keys_of(k, spec, batch, &side, (BwdParams::len_k, BwdParams::key_lengths));
+        let exists = side.has_tile(k, tile, KEYS);
         let band = Band::new(k, spec, keys, len_q, [BwdParams::left, BwdParams::right]);
         let first_key = k.mul_lo_u32(tile, KEYS);
 
         let Seen { first, last, any } = Seen::of(k, &band, [first_key, len_q], [KEYS, schedule.block_m]);
+        let any = exists.map_or(any, |exists| k.and_pred(any, exists));
         let rotation = schedule.rotate.then(|| {
             let query_tiles = k.add_u32(last, 1u32);
             Rotation::new(k, band.keys, query_tiles)
         });
-        Self { batch, kv_head, tile, first_key, len_q, band, first, last, any, rotation }
+        Self {
+            queries,
+            keys: side,
+            exists,
+            kv_head,
+            tile,
+            first_key,
+            len_q,
+            band,
+            first,
+            last,
+            any,
+            rotation,
+        }
     }
 
     /// The walk, from its start.
@@ -153,15 +185,16 @@ pub(super) fn place(
     [tile, batch, remainder(k, unit, batch, heads)]
 }
 
-/// The keys of a batch entry.
+/// The keys of a batch entry, given where they lie.
 pub(super) fn keys_of<P: KernelParams>(
     k: &mut KernelBuilder,
     spec: &Spec,
     batch: Reg<B32>,
+    side: &Side,
     (len_k, lengths): (ParamHandle<P, u32>, ParamHandle<P, GlobalPtr>),
 ) -> Reg<B32> {
     if !spec.key_lengths {
-        return k.param(len_k);
+        return side.len().unwrap_or_else(|| k.param(len_k));
     }
     let lengths = k.param(lengths);
     let own = k.mad_wide_u32(batch, 4u32, lengths);

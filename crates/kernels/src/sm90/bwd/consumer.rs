@@ -10,6 +10,7 @@ use super::{
     Schedule, Sizes, TURN, WARPGROUPS,
     block::{Block, Steps},
     columns, panels,
+    params::{self, PackedGradients},
     parts::{self, Hidden, STEP, STEPS},
     writer,
 };
@@ -114,7 +115,15 @@ impl<'a> Consumer<'a> {
     pub fn run(&self, k: &mut KernelBuilder) {
         wait_for_launch(k);
         let block = Block::find(k, self.schedule, self.spec);
-        k.if_(block.any, |k| self.walk(k, &block));
+        match block.exists {
+            Some(exists) => k.if_(exists, |k| self.keys(k, &block)),
+            None => self.keys(k, &block),
+        }
+    }
+
+    /// The gradients of the block's keys and values.
+    fn keys(&self, k: &mut KernelBuilder, block: &Block) {
+        k.if_(block.any, |k| self.walk(k, block));
         k.section("consumer: dK and dV");
         let scale = k.param(BwdParams::scale);
         for &dk in &self.dk {
@@ -127,12 +136,30 @@ impl<'a> Consumer<'a> {
         k.fence_proxy_async(ProxySpace::Shared);
         let own = k.add_u32(self.group, OWN);
         k.bar_sync(own, 128u32);
-        let leader = k.setp_eq_u32(self.thread, 0u32);
-        k.if_(leader, |k| {
-            self.store(k, &block, BwdParams::dv_map, self.spec.head_dim_v, self.memory.v);
-            self.store(k, &block, BwdParams::dk_map, self.spec.head_dim, self.memory.k);
-            k.bulk_commit();
-            k.bulk_wait_read(0);
+        let by_tma = |k: &mut KernelBuilder| {
+            let leader = k.setp_eq_u32(self.thread, 0u32);
+            k.if_(leader, |k| {
+                self.store(k, block, BwdParams::dv_map, self.spec.head_dim_v, self.memory.v);
+                self.store(k, block, BwdParams::dk_map, self.spec.head_dim, self.memory.k);
+                k.bulk_commit();
+                k.bulk_wait_read(0);
+            });
+        };
+        let Some(len) = block.keys.len() else { return by_tma(k) };
+        let first_key = k.mad_lo_u32(self.group, ROWS, block.first_key);
+        let left = k.sub_s32(len, first_key);
+        let all = k.setp_ge_s32(left, ROWS as i32);
+        k.if_else(all, by_tma, |k| {
+            k.comment("the rows behind are the next sequence's");
+            let both = [
+                (params::DV, self.spec.head_dim_v, self.memory.v),
+                (params::DK, self.spec.head_dim, self.memory.k),
+            ];
+            for (gradient, head_dim, tile) in both {
+                let rows = (self.own_rows(k, tile), self.sizes.k_panel);
+                let to = PackedGradients::row(k, gradient, &block.keys, block.kv_head, first_key);
+                stage::store_rows(k, rows, self.thread, left, to, (head_dim, self.spec.dtype));
+            }
         });
     }
 
@@ -143,7 +170,7 @@ impl<'a> Consumer<'a> {
         for bar in [self.memory.k_bar, self.memory.v_bar] {
             k.mbarrier_wait_parity(bar, 0u32, Scope::Cta);
         }
-        if self.spec.key_lengths {
+        if self.spec.has_foreign_keys() {
             self.clear(k, block);
         }
         self.start_scores(k);
@@ -381,7 +408,7 @@ impl<'a> Consumer<'a> {
 
     /// What of a query tile this warpgroup's keys are hidden from.
     fn hidden(&self, k: &mut KernelBuilder, block: &Block, first_row: Reg<B32>) -> Hidden {
-        let rows = Rows { batch: block.batch, head: block.kv_head, len_q: block.len_q, first_row };
+        let rows = Rows { batch: block.queries.entry, head: block.kv_head, len_q: block.len_q, first_row };
         let first_key = |k: &mut KernelBuilder| k.mad_lo_u32(self.group, ROWS, block.first_key);
         let own = [block.first_key, self.row, self.column];
         Hidden::of(k, self.spec, &block.band, &rows, self.schedule.block_m, first_key, own)
@@ -463,9 +490,10 @@ impl<'a> Consumer<'a> {
     ) {
         let (map, rows) = (k.tensor_map(map), self.own_rows(k, tile));
         let first_key = k.mad_lo_u32(self.group, ROWS, block.first_key);
+        let first_key = block.keys.row(k, first_key);
         for panel in 0..panels(head_dim, self.spec.dtype) {
             let column = Operand::from(panel * columns(self.spec.dtype));
-            let at = [column, first_key.into(), block.kv_head.into(), block.batch.into()];
+            let at = [column, first_key.into(), block.kv_head.into(), block.keys.entry.into()];
             k.tensor_store(map, &at, rows.at((panel * self.sizes.k_panel) as i32), BulkHint::new());
         }
     }

@@ -1,14 +1,17 @@
 //! Scales and rounds the gradients of the queries that [`sm90_bwd`](super) has added up in f32: one block per 64 queries.
 
 use flashcore_ptx::{
-    B64, BulkHint, F32, GlobalPtr, GridDep, KernelBuilder, Operand as Coordinate, Pred, ProxySpace, Reg,
+    B32, B64, BulkHint, F32, GlobalPtr, GridDep, KernelBuilder, Operand as Coordinate, Pred, ProxySpace, Reg,
     Shared, SharedLayout, Target, TensorMap, kernel_params,
 };
 
-use super::{PITCH, ROWS as QUERIES, block::keys_of, columns, panels, rotation::Rotation};
+use super::{
+    PITCH, PackedGradients, ROWS as QUERIES, block::keys_of, columns, panels, params, rotation::Rotation,
+};
 use crate::{
     Args, Blocks, Family, Geometry, Map, Operand, Packed, ScheduleError, Spec,
     family::schedule,
+    parts::sequence::{self, Side, Starts},
     sm90::{params::describe, stage},
 };
 
@@ -77,6 +80,22 @@ impl Schedule {
         let batch = k.div_u32(all_heads, heads);
         let taken = k.mul_lo_u32(batch, heads);
         let head = k.sub_u32(all_heads, taken);
+        let [q_starts, k_starts] = sequence::starts(spec);
+        let [batch, number] = match q_starts {
+            Some(starts) => sequence::find_tile(k, starts, QUERIES, number),
+            None => [batch, number],
+        };
+        let queries = Side::of(k, q_starts, batch);
+        let tile_of = Tile { queries, k_starts, batch, all_heads, head, number, blocks };
+        match queries.has_tile(k, number, QUERIES) {
+            Some(exists) => k.if_(exists, |k| self.tile(k, spec, tile, &tile_of)),
+            None => self.tile(k, spec, tile, &tile_of),
+        }
+    }
+
+    /// The queries of a block.
+    fn tile(self, k: &mut KernelBuilder, spec: &Spec, tile: Shared, of: &Tile) {
+        let Tile { queries, k_starts, batch, all_heads, head, number, blocks } = *of;
         let first_row = k.mul_lo_u32(number, QUERIES);
         let tid = k.tid_x();
         let (lane, warp) = (k.and_b32(tid, 31u32), k.shr_u32(tid, 5u32));
@@ -84,24 +103,26 @@ impl Schedule {
         let row = k.mad_lo_u32(warp, 16u32, g);
 
         let (numbers, to_batch) = (k.param(FinishParams::row_lse), k.param(FinishParams::row_batch));
-        let (batch_wide, head_wide) = (k.cvt_u64_u32(batch), k.cvt_u64_u32(head));
+        let (batch_wide, head_wide) = (k.cvt_u64_u32(queries.entry), k.cvt_u64_u32(head));
         let to_head = k.param(FinishParams::row_head);
         let numbers = k.mad_lo_u64(batch_wide, to_batch, numbers);
         let numbers = k.mad_lo_u64(head_wide, to_head, numbers);
         let own_row = k.add_u32(first_row, row);
+        let own_row = queries.padded(k, own_row);
         let numbers = k.mad_wide_u32(own_row, 4u32, numbers);
         let (tiles, q_tiles) = (k.param(FinishParams::dq_tiles), k.param(FinishParams::q_tiles));
         let before = self.before();
+        let place = queries.padded_tile(k, number, QUERIES);
         let width = before.part_columns(spec.head_dim);
         let part_bytes = QUERIES * width * 4;
         let tile_bytes = before.dq_tile_bytes(spec.head_dim);
         let from = if before.parts_by_rows() {
             // A block's rows are one part of a tile.
             let first = k.mul_lo_u32(all_heads, q_tiles);
-            let index = k.mad_lo_u32(first, self.block_m / QUERIES, number);
+            let index = k.mad_lo_u32(first, self.block_m / QUERIES, place);
             k.mad_wide_u32(index, part_bytes, tiles)
         } else {
-            let index = k.mad_lo_u32(all_heads, q_tiles, number);
+            let index = k.mad_lo_u32(all_heads, q_tiles, place);
             k.mad_wide_u32(index, tile_bytes, tiles)
         };
         let from = k.mad_wide_u32(tid, 16u32, from);
@@ -130,7 +151,15 @@ impl Schedule {
         let values = read(k, from, some);
         if self.rotate {
             k.comment("what blocks added that came to tile 0 before");
-            let keys = keys_of(k, spec, batch, (FinishParams::len_k, FinishParams::key_lengths));
+            let side = Side::of(k, k_starts, batch);
+            let keys = keys_of(k, spec, batch, &side, (FinishParams::len_k, FinishParams::key_lengths));
+            let blocks = match queries.len() {
+                Some(len) => {
+                    let past = k.add_u32(len, QUERIES - 1);
+                    k.div_u32(past, QUERIES)
+                }
+                None => blocks,
+            };
             let per_tile = self.block_m / QUERIES;
             let past = k.add_u32(blocks, per_tile - 1);
             let (query_tiles, at) = (k.div_u32(past, per_tile), k.div_u32(number, per_tile));
@@ -161,18 +190,43 @@ impl Schedule {
         stage::write(k, &packed, tid, start, QUERIES * PITCH);
         k.fence_proxy_async(ProxySpace::Shared);
         k.bar_sync_all();
-        let first = k.setp_eq_u32(tid, 0u32);
-        k.if_(first, |k| {
-            let map = k.tensor_map(FinishParams::dq_map);
-            for panel in 0..panels(spec.head_dim, spec.dtype) {
-                let column = Coordinate::from(panel * columns(spec.dtype));
-                let at = [column, first_row.into(), head.into(), batch.into()];
-                k.tensor_store(map, &at, start.at((panel * QUERIES * PITCH) as i32), BulkHint::new());
-            }
-            k.bulk_commit();
-            k.bulk_wait_read(0);
+        let by_tma = |k: &mut KernelBuilder| {
+            let first = k.setp_eq_u32(tid, 0u32);
+            k.if_(first, |k| {
+                let map = k.tensor_map(FinishParams::dq_map);
+                let first_row = queries.row(k, first_row);
+                for panel in 0..panels(spec.head_dim, spec.dtype) {
+                    let column = Coordinate::from(panel * columns(spec.dtype));
+                    let at = [column, first_row.into(), head.into(), queries.entry.into()];
+                    k.tensor_store(map, &at, start.at((panel * QUERIES * PITCH) as i32), BulkHint::new());
+                }
+                k.bulk_commit();
+                k.bulk_wait_read(0);
+            });
+        };
+        let Some(len) = queries.len() else { return by_tma(k) };
+        let left = k.sub_s32(len, first_row);
+        let all = k.setp_ge_s32(left, QUERIES as i32);
+        k.if_else(all, by_tma, |k| {
+            k.comment("the rows behind are the next sequence's");
+            let to = PackedGradients::row(k, params::DQ, &queries, head, first_row);
+            stage::store_rows(k, (start, QUERIES * PITCH), tid, left, to, (spec.head_dim, spec.dtype));
         });
     }
+}
+
+/// The queries of a block.
+struct Tile {
+    /// Where the queries of its batch entry lie, and where keys begin that are packed.
+    queries: Side,
+    k_starts: Option<Starts>,
+    batch: Reg<B32>,
+    /// The head, over all batch entries and in its own.
+    all_heads: Reg<B32>,
+    head: Reg<B32>,
+    /// Its number among the tiles of the head.
+    number: Reg<B32>,
+    blocks: Reg<B32>,
 }
 
 impl Family for Schedule {
@@ -197,6 +251,7 @@ impl Family for Schedule {
             .params::<FinishParams>()
             .shared(layout)
             .threads(THREADS);
+        k = PackedGradients::declare(k, spec);
         self.body(&mut k, spec, tile);
         k
     }
@@ -209,22 +264,24 @@ impl Family for Schedule {
         packed: &mut Packed,
     ) -> Result<(), E> {
         let of = |operand| args.tensor(operand);
-        let [batch, heads, len_q] = args.queries();
+        let [entries, heads, _] = args.queries();
         let rows = of(Operand::RowLse);
+        let q_tiles = self.before().head_tiles(spec, args);
         packed.push(&FinishParams {
             dq_map: encode(&describe(spec.dtype, args, of(Operand::Dq), QUERIES))?,
             row_lse: rows.pointer(),
             dq_tiles: of(Operand::DqTiles).pointer(),
             row_batch: rows.strides[0],
             row_head: rows.strides[1],
-            blocks: len_q.div_ceil(QUERIES),
-            q_tiles: self.before().query_tiles(len_q),
+            blocks: args.head_tiles(Operand::Q, spec.packed_q, QUERIES),
+            q_tiles,
             heads,
             scale: args.scale,
-            copy: batch * heads * self.before().query_tiles(len_q),
+            copy: entries * heads * q_tiles,
             len_k: of(Operand::K).shape[2] as u32,
             key_lengths: of(Operand::KeyLengths).pointer(),
         });
+        PackedGradients::bind(spec, args, packed);
         Ok(())
     }
 }

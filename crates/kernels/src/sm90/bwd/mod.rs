@@ -20,16 +20,17 @@ mod params;
 mod parts;
 mod producer;
 mod rotation;
+mod tails;
 pub mod wide;
 mod writer;
 
 use flashcore_ptx::{GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
-pub use self::params::BwdParams;
+pub use self::params::{BwdParams, PackedGradients};
 use self::{consumer::Consumer, producer::Producer, writer::Writer};
 use super::fwd::{PITCH, columns, panels};
 use crate::{
-    Args, Blocks, Family, Geometry, Map, Packed, ROW_PADDING, ScheduleError, Spec,
+    Args, Blocks, Family, Geometry, Map, Operand, Packed, ROW_PADDING, ScheduleError, Spec,
     family::{check_registers, schedule},
 };
 
@@ -93,6 +94,8 @@ struct Memory {
     ds_bars: Shared,
     k_bar: Shared,
     v_bar: Shared,
+    /// Where queries are packed, a barrier for each producer: a sequence's last tile is there, with rows of the next.
+    landed: Option<[Shared; 2]>,
 }
 
 /// Bytes of the tiles.
@@ -145,6 +148,11 @@ impl Schedule {
         len_q.div_ceil(ROW_PADDING) * (ROW_PADDING / self.block_m)
     }
 
+    /// The same for a launch.
+    fn head_tiles(self, spec: &Spec, args: &Args) -> u32 {
+        self.query_tiles(ROW_PADDING * args.head_tiles(Operand::Q, spec.packed_q, ROW_PADDING))
+    }
+
     /// Bytes of a tile of dQ in f32.
     pub fn dq_tile_bytes(self, head_dim: u32) -> u32 {
         WARPGROUPS * ROWS * self.part_columns(head_dim) * 4
@@ -178,7 +186,9 @@ impl Schedule {
         let (q_bars, do_bars) = (bars("q barriers", 2 * self.stages), bars("do barriers", 2 * DO_STAGES));
         let ds_bars = bars("ds barriers", 2 * DS_STAGES);
         let (k_bar, v_bar) = (bars("k barrier", 1), bars("v barrier", 1));
-        Memory { layout, k, v, q, d_o, ds, dq, q_bars, do_bars, ds_bars, k_bar, v_bar }
+        let landed =
+            spec.packed_q.then(|| ["q landed barrier", "do landed barrier"].map(|name| bars(name, 1)));
+        Memory { layout, k, v, q, d_o, ds, dq, q_bars, do_bars, ds_bars, k_bar, v_bar, landed }
     }
 
     /// About how many registers a consumer's thread needs: the gradients, and the larger of what is there while scores
@@ -245,6 +255,9 @@ impl Schedule {
             }
             k.mbarrier_init(memory.k_bar, 1u32);
             k.mbarrier_init(memory.v_bar, 1u32);
+            for &landed in memory.landed.iter().flatten() {
+                k.mbarrier_init(landed, 1u32);
+            }
             k.fence_mbarrier_init();
         });
         k.bar_sync_all();
@@ -276,6 +289,7 @@ impl Family for Schedule {
             .shared(memory.layout.clone())
             .threads(Self::threads())
             .min_blocks_per_sm(1);
+        k = PackedGradients::declare(k, spec);
         let tid = k.tid_x();
         let warp = k.shr_u32(tid, 5u32);
         // Taken from one lane, so that the assembler knows that it is the same in all.
@@ -288,9 +302,11 @@ impl Family for Schedule {
             });
             roles.others(|k| {
                 k.setmaxnreg_dec(self.shares(spec).0);
-                let first = k.setp_eq_u32(tid, CONSUMERS);
+                // Whole warps, where they clear what they have copied.
+                let (number, scale) = if spec.packed_q { (warp, 32) } else { (tid, 1) };
+                let first = k.setp_eq_u32(number, CONSUMERS / scale);
                 k.if_(first, |k| Producer::of_queries(k, self, spec, &memory).run(k));
-                let second = k.setp_eq_u32(tid, CONSUMERS + 32);
+                let second = k.setp_eq_u32(number, (CONSUMERS + 32) / scale);
                 k.if_(second, |k| Producer::of_gradients(k, self, spec, &memory).run(k));
                 let parity = k.sub_u32(warp, CONSUMERS / 32 + 2);
                 let writes = k.setp_lt_u32(parity, 2u32);
@@ -308,6 +324,7 @@ impl Family for Schedule {
         packed: &mut Packed,
     ) -> Result<(), E> {
         packed.push(&BwdParams::bind(self, spec, args, encode)?);
+        PackedGradients::bind(spec, args, packed);
         Ok(())
     }
 }

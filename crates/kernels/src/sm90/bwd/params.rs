@@ -1,12 +1,13 @@
 //! The parameters of Hopper's backward kernels.
 
-use flashcore_ptx::{GlobalPtr, TensorMap, kernel_params};
+use flashcore_ptx::{B32, B64, GlobalPtr, KernelBuilder, ParamHandle, Reg, TensorMap, kernel_params};
 
 use super::{KEYS, ROWS, Schedule};
 use crate::{
     Spec,
-    bind::{Args, Map, Operand},
-    sm90::params::describe,
+    bind::{Args, Map, Operand, Packed},
+    parts::sequence::Side,
+    sm90::{PackedParams, params::describe},
 };
 
 kernel_params! {
@@ -73,6 +74,80 @@ kernel_params! {
     }
 }
 
+kernel_params! {
+    /// What a launch with packed sequences is given behind [`PackedParams`](crate::sm90::PackedParams): where the gradients are,
+    /// for rows that TMA would store together with those of the next sequence. Strides are in bytes.
+    pub struct PackedGradients {
+        /// The gradient of the queries.
+        dq: GlobalPtr,
+        /// The gradient of the keys.
+        dk: GlobalPtr,
+        /// The gradient of the values.
+        dv: GlobalPtr,
+        /// From one head of it to the next.
+        dq_head: u64,
+        /// From one row of it to the next.
+        dq_row: u64,
+        /// From one head of it to the next.
+        dk_head: u64,
+        /// From one row of it to the next.
+        dk_row: u64,
+        /// From one head of it to the next.
+        dv_head: u64,
+        /// From one row of it to the next.
+        dv_row: u64,
+    }
+}
+
+/// Where a gradient is, and its strides from one head and row to the next.
+pub(super) type Gradient = (ParamHandle<PackedGradients, GlobalPtr>, [ParamHandle<PackedGradients, u64>; 2]);
+
+pub(super) const DQ: Gradient = (PackedGradients::dq, [PackedGradients::dq_head, PackedGradients::dq_row]);
+pub(super) const DK: Gradient = (PackedGradients::dk, [PackedGradients::dk_head, PackedGradients::dk_row]);
+pub(super) const DV: Gradient = (PackedGradients::dv, [PackedGradients::dv_head, PackedGradients::dv_row]);
+
+impl PackedGradients {
+    /// A kernel with what it is given where sequences are packed.
+    pub(super) fn declare(k: KernelBuilder, spec: &Spec) -> KernelBuilder {
+        if spec.packed_q || spec.packed_k { k.more_params::<PackedParams>().more_params::<Self>() } else { k }
+    }
+
+    /// The same of a launch.
+    pub(super) fn bind(spec: &Spec, args: &Args, packed: &mut Packed) {
+        if !(spec.packed_q || spec.packed_k) {
+            return;
+        }
+        packed.extend(&PackedParams::bind(args));
+        let [dq, dk, dv] = [Operand::Dq, Operand::Dk, Operand::Dv].map(|operand| args.tensor(operand));
+        packed.extend(&Self {
+            dq: dq.pointer(),
+            dk: dk.pointer(),
+            dv: dv.pointer(),
+            dq_head: dq.strides[1],
+            dq_row: dq.strides[2],
+            dk_head: dk.strides[1],
+            dk_row: dk.strides[2],
+            dv_head: dv.strides[1],
+            dv_row: dv.strides[2],
+        });
+    }
+
+    /// Where a row of a head of a packed sequence is, and the bytes to the next.
+    pub(super) fn row(
+        k: &mut KernelBuilder,
+        (gradient, [to_head, to_row]): Gradient,
+        side: &Side,
+        head: Reg<B32>,
+        row: Reg<B32>,
+    ) -> (Reg<B64>, Reg<B64>) {
+        let (gradient, to_head, to_row) = (k.param(gradient), k.param(to_head), k.param(to_row));
+        let (head, row) = (k.cvt_u64_u32(head), side.row(k, row));
+        let head = k.mad_lo_u64(head, to_head, gradient);
+        let row = k.cvt_u64_u32(row);
+        (k.mad_lo_u64(row, to_row, head), to_row)
+    }
+}
+
 /// Bytes of L2 that the query side of a section may take: most of the 50 MB that a Hopper has.
 pub(super) const SECTION_BYTES: u64 = 40 << 20;
 
@@ -90,17 +165,18 @@ impl BwdParams {
     ) -> Result<Self, E> {
         let of = |operand| args.tensor(operand);
         let mut map = |operand, rows: u32| encode(&describe(spec.dtype, args, of(operand), rows));
-        let [batch, heads, len_q] = args.queries();
-        let (heads_kv, len_k) = (of(Operand::K).shape[1] as u32, of(Operand::K).shape[2] as u32);
-        let units = batch * heads_kv;
+        let [entries, heads, len_q] = args.queries();
+        let [entries_k, heads_kv, len_k, _] = of(Operand::K).shape.map(|size| size as u32);
+        let units = entries_k * heads_kv;
         // Of a key head: its queries, the gradients of their outputs, and those of the queries in f32.
         let per_row = u64::from((2 + 4 * schedule.copies()) * spec.head_dim + 2 * spec.head_dim_v);
-        let unit_bytes = u64::from(len_q) * u64::from(args.group()) * per_row;
+        let unit_bytes = u64::from(args.most_queries(spec)) * u64::from(args.group()) * per_row;
         let fits = SECTION_BYTES / unit_bytes.max(1);
         let section =
             if spec.is_masked() { fits.max(u64::from(MASKED_COLUMNS / spec.head_dim)) } else { fits };
         let section = section.clamp(1, u64::from(units.max(1))) as u32;
         let rows = of(Operand::RowLse);
+        let q_tiles = schedule.head_tiles(spec, args);
         let scores = args.scores();
         Ok(Self {
             q_map: map(Operand::Q, schedule.block_m)?,
@@ -121,8 +197,8 @@ impl BwdParams {
             heads,
             heads_kv,
             group: args.group(),
-            q_tiles: schedule.query_tiles(len_q),
-            k_tiles: len_k.div_ceil(KEYS),
+            q_tiles,
+            k_tiles: args.head_tiles(Operand::K, spec.packed_k, KEYS),
             units,
             section,
             left: args.left,
@@ -131,7 +207,7 @@ impl BwdParams {
             tanh_scale: scores.tanh_scale,
             scale: scores.scale,
             softcap: scores.softcap,
-            copy: batch * heads * schedule.query_tiles(len_q),
+            copy: entries * heads * q_tiles,
         })
     }
 }

@@ -160,28 +160,39 @@ pub(super) fn clear(k: &mut KernelBuilder, left: Reg<B32>, rows: u32, tiles: &[P
     let some = k.setp_lt_s32(left, rows as i32);
     k.if_(some, |k| {
         k.comment("zeros behind the last key");
-        let zero = k.mov_f32(0.0);
-        // Each thread clears 16 bytes of a row; rows do not mix in the swizzle.
-        let tid = k.tid_x();
-        let chunk = k.and_b32(tid, 7u32);
-        let row = k.shr_u32(tid, 3u32);
-        let row = k.add_u32(row, left);
-        let row = k.mov_b32(row);
-        k.while_(
-            |k| k.setp_lt_s32(row, rows as i32),
-            |k, _| {
-                for (tile, panels, panel_bytes) in tiles {
-                    let tile = tile(k);
-                    let at = k.mad_lo_u32(row, PITCH, tile);
-                    let at = k.mad_lo_u32(chunk, 16u32, at);
-                    for panel in 0..*panels {
-                        k.st_shared_vec(at.at((panel * panel_bytes) as i32), [zero; 4]);
-                    }
-                }
-                k.set(row, |k| k.add_u32(row, CONSUMERS / 8));
-            },
-        );
+        zero(k, (CONSUMERS, |k| k.tid_x()), left, rows, tiles);
         k.fence_proxy_async(ProxySpace::Shared);
         k.bar_sync(ALL, CONSUMERS);
     });
+}
+
+/// Overwrites the rows of these tiles from `left` on with zeros, given the threads that do and the number of each.
+pub(super) fn zero(
+    k: &mut KernelBuilder,
+    (threads, thread): (u32, impl FnOnce(&mut KernelBuilder) -> Reg<B32>),
+    left: Reg<B32>,
+    rows: u32,
+    tiles: &[Panels<'_>],
+) {
+    let zero = k.mov_f32(0.0);
+    // Each thread clears 16 bytes of a row; rows do not mix in the swizzle.
+    let thread = thread(k);
+    let chunk = k.and_b32(thread, 7u32);
+    let row = k.shr_u32(thread, 3u32);
+    let row = k.add_u32(row, left);
+    let row = k.mov_b32(row);
+    k.while_(
+        |k| k.setp_lt_s32(row, rows as i32),
+        |k, _| {
+            for (tile, panels, panel_bytes) in tiles {
+                let tile = tile(k);
+                let at = k.mad_lo_u32(row, PITCH, tile);
+                let at = k.mad_lo_u32(chunk, 16u32, at);
+                for panel in 0..*panels {
+                    k.st_shared_vec(at.at((panel * panel_bytes) as i32), [zero; 4]);
+                }
+            }
+            k.set(row, |k| k.add_u32(row, threads / 8));
+        },
+    );
 }

@@ -9,6 +9,7 @@ use super::{
     block::{Block, Steps},
     columns, panels,
     parts::numbers_at,
+    tails::Tails,
 };
 use crate::{Spec, phase::wait_for_launch, sm90::ring::Ring};
 
@@ -25,6 +26,7 @@ pub(super) struct Producer<'a> {
     keys_map: ParamHandle<BwdParams, TensorMap>,
     keys: Shared,
     keys_bar: Shared,
+    tails: Option<Tails>,
 }
 
 impl<'a> Producer<'a> {
@@ -44,6 +46,7 @@ impl<'a> Producer<'a> {
             keys_map: BwdParams::k_map,
             keys: memory.k,
             keys_bar: memory.k_bar,
+            tails: memory.landed.map(|[landed, _]| Tails::new(k, landed)),
         }
     }
 
@@ -63,6 +66,7 @@ impl<'a> Producer<'a> {
             keys_map: BwdParams::v_map,
             keys: memory.v,
             keys_bar: memory.v_bar,
+            tails: memory.landed.map(|[_, landed]| Tails::new(k, landed)),
         }
     }
 
@@ -71,11 +75,13 @@ impl<'a> Producer<'a> {
         let block = Block::find(k, self.schedule, self.spec);
         k.if_(block.any, |k| {
             let steps = block.steps(k, self.spec);
-            k.comment("the block's keys, or its values: nobody else reads them");
-            let (slot, filled) = (k.shared_addr(self.keys), k.shared_addr(self.keys_bar));
-            k.mbarrier_arrive_expect_tx(filled, self.panels() * self.sizes.k_panel);
-            let at = [block.first_key, block.kv_head, block.batch];
-            self.copy(k, self.keys_map, L2Evict::First, self.sizes.k_panel, slot, filled, at);
+            self.alone(k, |k| {
+                k.comment("the block's keys, or its values: nobody else reads them");
+                let (slot, filled) = (k.shared_addr(self.keys), k.shared_addr(self.keys_bar));
+                k.mbarrier_arrive_expect_tx(filled, self.panels() * self.sizes.k_panel);
+                let at = [block.keys.row(k, block.first_key), block.kv_head, block.keys.entry];
+                self.copy(k, self.keys_map, L2Evict::First, self.sizes.k_panel, slot, filled, at);
+            });
             steps.each(k, |k| self.load(k, &block, &steps));
         });
     }
@@ -84,20 +90,39 @@ impl<'a> Producer<'a> {
         panels(self.head_dim, self.spec.dtype)
     }
 
+    /// What one thread does, where the others of its warp are there too.
+    fn alone(&self, k: &mut KernelBuilder, does: impl FnOnce(&mut KernelBuilder)) {
+        match &self.tails {
+            Some(tails) => k.if_(tails.first_lane, does),
+            None => does(k),
+        }
+    }
+
     /// A tile of the query side, and behind it a number for each row.
     fn load(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps) {
-        k.comment("a tile of the query side, once its slot is free");
         let ring = &self.ring;
-        ring.wait_free(k);
-        let (slot, filled, first_row) =
-            (ring.address(k), ring.filled(k), steps.first_row(k, self.schedule.block_m));
-        let numbers_bytes = self.schedule.block_m * 4;
-        k.mbarrier_arrive_expect_tx(filled, self.bytes + numbers_bytes);
-        let at = [first_row, steps.head, block.batch];
-        self.copy(k, self.map, L2Evict::Last, self.sizes.q_panel, slot, filled, at);
-        let strides = [BwdParams::row_batch, BwdParams::row_head];
-        let numbers = numbers_at(k, self.numbers, strides, [block.batch, steps.head, first_row]);
-        k.bulk_load(slot.at(self.bytes as i32), numbers, numbers_bytes, filled, BulkHint::new());
+        let (rows, panel) = (self.schedule.block_m, self.sizes.q_panel);
+        let tail = self.tails.as_ref().map(|tails| (tails, tails.of(k, block.len_q, steps, rows)));
+        self.alone(k, |k| {
+            k.comment("a tile of the query side, once its slot is free");
+            ring.wait_free(k);
+            let (slot, filled, first_row) =
+                (ring.address(k), ring.filled(k), steps.first_row(k, self.schedule.block_m));
+            let filled = tail.map_or(filled, |(tails, tail)| tails.barrier(k, tail, filled));
+            let numbers_bytes = self.schedule.block_m * 4;
+            k.mbarrier_arrive_expect_tx(filled, self.bytes + numbers_bytes);
+            let at = [block.queries.row(k, first_row), steps.head, block.queries.entry];
+            self.copy(k, self.map, L2Evict::Last, self.sizes.q_panel, slot, filled, at);
+            let strides = [BwdParams::row_batch, BwdParams::row_head];
+            let first_row = block.queries.padded(k, first_row);
+            let place = [block.queries.entry, steps.head, first_row];
+            let numbers = numbers_at(k, self.numbers, strides, place);
+            k.bulk_load(slot.at(self.bytes as i32), numbers, numbers_bytes, filled, BulkHint::new());
+        });
+        if let Some((tails, tail)) = tail {
+            let (slot, filled) = (|k: &mut KernelBuilder| ring.address(k), ring.filled(k));
+            tails.clear(k, tail, rows, (&slot, self.panels(), panel), filled);
+        }
         ring.advance(k);
     }
 

@@ -63,8 +63,9 @@ impl<'a> Writer<'a> {
 
     fn step(&self, k: &mut KernelBuilder, block: &Block, head: Reg<B32>, at: Reg<B32>, left: Reg<B32>) {
         let (heads, tiles) = (k.param(BwdParams::heads), k.param(BwdParams::q_tiles));
-        let head = k.mad_lo_u32(block.batch, heads, head);
-        let tile = k.mad_lo_u32(head, tiles, at);
+        let head = k.mad_lo_u32(block.queries.entry, heads, head);
+        let place = block.queries.padded_tile(k, at, self.schedule.block_m);
+        let tile = k.mad_lo_u32(head, tiles, place);
         let turns = k.param(BwdParams::turns);
         let (mine, second) = block.turn(k, self.schedule, at);
         let tile = match second {

@@ -5,7 +5,10 @@ use flashcore_ptx::{B32, B64, GlobalPtr, KernelBuilder, ParamHandle, Pred, Reg};
 use super::{KEYS, QUERIES, ROWS, WideParams};
 use crate::{
     Spec,
-    parts::work::{Band, Rows},
+    parts::{
+        sequence::{self, Side},
+        work::{Band, Rows},
+    },
     sm90::bwd::{
         block::{Seen, Steps, keys_of, place},
         parts::numbers_at,
@@ -14,7 +17,11 @@ use crate::{
 
 /// What a block owns.
 pub(super) struct Block {
-    pub batch: Reg<B32>,
+    /// Where the queries and the keys of its batch entry lie.
+    pub queries: Side,
+    pub keys: Side,
+    /// Whether there are such queries or keys, where not every block has some.
+    exists: Option<Reg<Pred>>,
     /// The head of what it owns: a query head, or a key head.
     pub head: Reg<B32>,
     /// The key head.
@@ -45,14 +52,21 @@ impl Block {
             of_queries,
             |k| {
                 let block = Self::of_queries(k, spec, item);
-                queries(k, block);
+                block.if_exists(k, queries);
             },
             |k| {
                 let item = k.sub_u32(item, before);
                 let block = Self::of_keys(k, spec, item);
-                keys(k, block);
+                block.if_exists(k, keys);
             },
         );
+    }
+
+    fn if_exists(self, k: &mut KernelBuilder, work: impl FnOnce(&mut KernelBuilder, Block)) {
+        match self.exists {
+            Some(exists) => k.if_(exists, |k| work(k, self)),
+            None => work(k, self),
+        }
     }
 
     fn of_queries(k: &mut KernelBuilder, spec: &Spec, item: Reg<B32>) -> Self {
@@ -67,30 +81,44 @@ impl Block {
         } else {
             head
         };
-        let (band, len_q) = Self::band(k, spec, batch);
+        let [batch, tile] = match sequence::starts(spec)[0] {
+            Some(starts) => sequence::find_tile(k, starts, QUERIES, tile),
+            None => [batch, tile],
+        };
+        let (sides, band, len_q) = Self::band(k, spec, batch);
+        let [queries, keys] = sides;
+        let exists = queries.has_tile(k, tile, QUERIES);
         let first_row = k.mul_lo_u32(tile, QUERIES);
         let rows = Rows { batch, head, len_q, first_row };
         let range = band.key_range(k, &rows, QUERIES);
         let any = k.setp_lt_s32(range.begin, range.end);
         let last_key = k.sub_s32(range.end, 1);
         let (first, last) = (k.div_u32(range.begin, ROWS), k.div_u32(last_key, ROWS));
-        Self { batch, head, kv_head, first_row, len_q, band, first, last, any }
+        Self { queries, keys, exists, head, kv_head, first_row, len_q, band, first, last, any }
     }
 
     fn of_keys(k: &mut KernelBuilder, spec: &Spec, item: Reg<B32>) -> Self {
         let numbers = [WideParams::k_units, WideParams::k_section, WideParams::k_tiles, WideParams::heads_kv]
             .map(|n| k.param(n));
         let [tile, batch, head] = place(k, item, numbers);
-        let (band, len_q) = Self::band(k, spec, batch);
+        let [batch, tile] = match sequence::starts(spec)[1] {
+            Some(starts) => sequence::find_tile(k, starts, KEYS, tile),
+            None => [batch, tile],
+        };
+        let (sides, band, len_q) = Self::band(k, spec, batch);
+        let [queries, keys] = sides;
+        let exists = keys.has_tile(k, tile, KEYS);
         let first_row = k.mul_lo_u32(tile, KEYS);
         let Seen { first, last, any } = Seen::of(k, &band, [first_row, len_q], [KEYS, ROWS]);
-        Self { batch, head, kv_head: head, first_row, len_q, band, first, last, any }
+        Self { queries, keys, exists, head, kv_head: head, first_row, len_q, band, first, last, any }
     }
 
-    fn band(k: &mut KernelBuilder, spec: &Spec, batch: Reg<B32>) -> (Band, Reg<B32>) {
-        let len_q = k.param(WideParams::len_q);
-        let keys = keys_of(k, spec, batch, (WideParams::len_k, WideParams::key_lengths));
-        (Band::new(k, spec, keys, len_q, [WideParams::left, WideParams::right]), len_q)
+    /// Where queries and keys lie, which keys queries see, and how many queries there are.
+    fn band(k: &mut KernelBuilder, spec: &Spec, batch: Reg<B32>) -> ([Side; 2], Band, Reg<B32>) {
+        let sides = sequence::starts(spec).map(|starts| Side::of(k, starts, batch));
+        let len_q = sides[0].len().unwrap_or_else(|| k.param(WideParams::len_q));
+        let keys = keys_of(k, spec, batch, &sides[1], (WideParams::len_k, WideParams::key_lengths));
+        (sides, Band::new(k, spec, keys, len_q, [WideParams::left, WideParams::right]), len_q)
     }
 
     /// The walk over the query tiles that see a block's keys, for every query head that shares them.
@@ -113,6 +141,7 @@ impl Block {
         row: Reg<B32>,
     ) -> Reg<B64> {
         let strides = [WideParams::row_batch, WideParams::row_head];
-        numbers_at(k, numbers, strides, [self.batch, head, row])
+        let row = self.queries.padded(k, row);
+        numbers_at(k, numbers, strides, [self.queries.entry, head, row])
     }
 }

@@ -14,6 +14,7 @@ use crate::{
     sm90::{
         bwd::{
             block::Steps,
+            params,
             parts::{Hidden, number},
         },
         ring::Ring,
@@ -31,7 +32,8 @@ impl Consumer<'_> {
         k.if_(block.any, |k| self.walk_values(k, block, &dv));
         k.section("consumer: dV");
         let values = self.finish(k);
-        self.store(k, &dv, values, WideParams::dv_map, [block.first_row, block.head, block.batch]);
+        let to = (WideParams::dv_map, params::DV, &block.keys);
+        self.store(k, &dv, values, to, [block.first_row, block.head]);
     }
 
     /// The warpgroup that holds dK.
@@ -45,7 +47,8 @@ impl Consumer<'_> {
         }
         self.finish(k);
         let keys = k.shared_addr(self.memory.s);
-        self.store(k, &dk, keys, WideParams::dk_map, [block.first_row, block.head, block.batch]);
+        let to = (WideParams::dk_map, params::DK, &block.keys);
+        self.store(k, &dk, keys, to, [block.first_row, block.head]);
     }
 
     /// Waits until no warpgroup reads the block's keys and values any more. Where the values are.
@@ -60,7 +63,7 @@ impl Consumer<'_> {
         for bar in [self.memory.own_s, self.memory.own_p] {
             k.mbarrier_wait_parity(bar, 0u32, Scope::Cta);
         }
-        if self.spec.key_lengths {
+        if self.spec.has_foreign_keys() {
             self.clear(k, block, block.first_row, own);
         }
         own
@@ -135,7 +138,7 @@ impl Consumer<'_> {
         free: impl FnOnce(&mut KernelBuilder),
     ) {
         let first_row = steps.first_row(k, ROWS);
-        let rows = Rows { batch: block.batch, head: block.head, len_q: block.len_q, first_row };
+        let rows = Rows { batch: block.queries.entry, head: block.head, len_q: block.len_q, first_row };
         let own = [block.first_row, self.row, self.column];
         let hidden = Hidden::of(k, self.spec, &block.band, &rows, ROWS, |_| block.first_row, own);
         let lse = q.entry(k, self.memory.lse, NUMBERS);

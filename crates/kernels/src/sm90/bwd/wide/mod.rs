@@ -24,11 +24,17 @@ use flashcore_ptx::{
 
 pub use self::params::WideParams;
 use self::{block::Block, producer::Producer};
-use super::{ALL, CONSUMERS, OWN, PITCH, ROWS, TURN, WARPGROUPS, columns, panels, parts};
+use super::{
+    ALL, CONSUMERS, OWN, PITCH, PackedGradients, ROWS, TURN, WARPGROUPS, columns, panels, params::Gradient,
+    parts,
+};
 use crate::{
     Args, Blocks, Family, Geometry, Map, Packed, ScheduleError, Spec,
     family::{check_registers, schedule},
-    parts::softmax::{ScoreHandles, SoftmaxParams},
+    parts::{
+        sequence::Side,
+        softmax::{ScoreHandles, SoftmaxParams},
+    },
     phase::wait_for_launch,
     sm90::{ring::Ring, stage},
 };
@@ -89,6 +95,8 @@ struct Memory {
     /// Whether the block's own tiles are there.
     own_s: Shared,
     own_p: Shared,
+    /// Where queries are packed, a barrier for each producer: a sequence's last tile is there, with rows of the next.
+    landed: Option<[Shared; 2]>,
 }
 
 /// Bytes of the tiles.
@@ -143,7 +151,9 @@ impl Schedule {
             .map(|(dim, stages)| bars("barriers of further panels", stages * (self.pieces(dim, spec) - 1)));
         let handed_bars = bars("handed barriers", 2 * HANDED);
         let (own_s, own_p) = (bars("own s barrier", 1), bars("own p barrier", 1));
-        Memory { layout, s, p, lse, delta, s_bars, p_bars, s_rest, p_rest, handed_bars, own_s, own_p }
+        let landed =
+            spec.packed_q.then(|| ["s landed barrier", "p landed barrier"].map(|name| bars(name, 1)));
+        Memory { layout, s, p, lse, delta, s_bars, p_bars, s_rest, p_rest, handed_bars, own_s, own_p, landed }
     }
 
     /// About how many registers a consumer's thread needs: sums, scores, and operands made of them.
@@ -184,6 +194,9 @@ impl Schedule {
             }
             k.mbarrier_init(memory.own_s, 1u32);
             k.mbarrier_init(memory.own_p, 1u32);
+            for &landed in memory.landed.iter().flatten() {
+                k.mbarrier_init(landed, 1u32);
+            }
             k.fence_mbarrier_init();
         });
         k.bar_sync_all();
@@ -196,6 +209,9 @@ impl Family for Schedule {
     fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
         if !(2..=3).contains(&self.stages) {
             return Err(ScheduleError::malformed(format!("{} stages: possible are 2 and 3", self.stages)));
+        }
+        if self.piecewise && spec.packed_q {
+            return Err(ScheduleError::malformed("tiles of packed queries come whole: take piecewise=0"));
         }
         self.memory(spec).layout.fits(target)?;
         check_registers(Self::registers(spec), 0, u32::from(SHARES.1))
@@ -217,6 +233,7 @@ impl Family for Schedule {
             .shared(memory.layout.clone())
             .threads(Self::threads())
             .min_blocks_per_sm(1);
+        k = PackedGradients::declare(k, spec);
         let tid = k.tid_x();
         let warp = k.shr_u32(tid, 5u32);
         // Taken from one lane, so that the assembler knows that it is the same in all.
@@ -229,10 +246,12 @@ impl Family for Schedule {
             });
             roles.others(|k| {
                 k.setmaxnreg_dec(SHARES.0);
-                let first = k.setp_eq_u32(tid, CONSUMERS);
-                k.if_(first, |k| Producer::of_scores(self, spec, &memory).run(k));
-                let second = k.setp_eq_u32(tid, CONSUMERS + 32);
-                k.if_(second, |k| Producer::of_values(self, spec, &memory).run(k));
+                // Whole warps, where they clear what they have copied.
+                let (number, scale) = if spec.packed_q { (warp, 32) } else { (tid, 1) };
+                let first = k.setp_eq_u32(number, CONSUMERS / scale);
+                k.if_(first, |k| Producer::of_scores(k, self, spec, &memory).run(k));
+                let second = k.setp_eq_u32(number, (CONSUMERS + 32) / scale);
+                k.if_(second, |k| Producer::of_values(k, self, spec, &memory).run(k));
             });
         });
         k
@@ -246,6 +265,7 @@ impl Family for Schedule {
         packed: &mut Packed,
     ) -> Result<(), E> {
         packed.push(&WideParams::bind(spec, args, encode)?);
+        PackedGradients::bind(spec, args, packed);
         Ok(())
     }
 }
@@ -429,31 +449,44 @@ impl<'a> Consumer<'a> {
         );
     }
 
-    /// Rounds a gradient, and stores it through this tile, which nobody reads any more.
+    /// Rounds a gradient, and stores it through this tile, which nobody reads any more: 64 rows of a side, from a row of a head
+    /// on.
     fn store(
         &self,
         k: &mut KernelBuilder,
         gradient: &[Reg<F32>],
         tile: Reg<B32>,
-        map: ParamHandle<WideParams, TensorMap>,
-        at: [Reg<B32>; 3],
+        (map, to, side): (ParamHandle<WideParams, TensorMap>, Gradient, &Side),
+        [row, head]: [Reg<B32>; 2],
     ) {
         let packed = stage::rounded(k, self.spec.dtype, gradient);
         stage::write(k, &packed, self.thread, tile, PANEL);
         k.fence_proxy_async(ProxySpace::Shared);
         let own = k.add_u32(self.group, OWN);
         k.bar_sync(own, 128u32);
-        let leader = k.setp_eq_u32(self.thread, 0u32);
-        k.if_(leader, |k| {
-            let map = k.tensor_map(map);
-            let [row, head, batch] = at;
-            for panel in 0..panels(2 * gradient.len() as u32, self.spec.dtype) {
-                let column = Coordinate::from(panel * columns(self.spec.dtype));
-                let from = tile.at((panel * PANEL) as i32);
-                k.tensor_store(map, &[column, row.into(), head.into(), batch.into()], from, BulkHint::new());
-            }
-            k.bulk_commit();
-            k.bulk_wait_read(0);
+        let head_dim = 2 * gradient.len() as u32;
+        let by_tma = |k: &mut KernelBuilder| {
+            let leader = k.setp_eq_u32(self.thread, 0u32);
+            k.if_(leader, |k| {
+                let map = k.tensor_map(map);
+                let row = side.row(k, row);
+                for panel in 0..panels(head_dim, self.spec.dtype) {
+                    let column = Coordinate::from(panel * columns(self.spec.dtype));
+                    let from = tile.at((panel * PANEL) as i32);
+                    let at = [column, row.into(), head.into(), side.entry.into()];
+                    k.tensor_store(map, &at, from, BulkHint::new());
+                }
+                k.bulk_commit();
+                k.bulk_wait_read(0);
+            });
+        };
+        let Some(len) = side.len() else { return by_tma(k) };
+        let left = k.sub_s32(len, row);
+        let all = k.setp_ge_s32(left, ROWS as i32);
+        k.if_else(all, by_tma, |k| {
+            k.comment("the rows behind are the next sequence's");
+            let to = PackedGradients::row(k, to, side, head, row);
+            stage::store_rows(k, (tile, PANEL), self.thread, left, to, (head_dim, self.spec.dtype));
         });
     }
 }

@@ -84,10 +84,12 @@ impl WideParams {
     ) -> Result<Self, E> {
         let of = |operand| args.tensor(operand);
         let mut map = |operand| encode(&describe(spec.dtype, args, of(operand), ROWS));
-        let [batch, heads, len_q] = args.queries();
-        let (heads_kv, len_k) = (of(Operand::K).shape[1] as u32, of(Operand::K).shape[2] as u32);
-        let (q_units, k_units) = (batch * heads, batch * heads_kv);
-        let (q_tiles, k_tiles) = (len_q.div_ceil(QUERIES), len_k.div_ceil(KEYS));
+        let [entries, heads, len_q] = args.queries();
+        let [entries_k, heads_kv, len_k, _] = of(Operand::K).shape.map(|size| size as u32);
+        let (q_units, k_units) = (entries * heads, entries_k * heads_kv);
+        let q_tiles = args.head_tiles(Operand::Q, spec.packed_q, QUERIES);
+        let k_tiles = args.head_tiles(Operand::K, spec.packed_k, KEYS);
+        let most_keys = if spec.packed_k { args.longest[1] } else { len_k };
         // So many heads that what all their blocks read stays in L2.
         let row_bytes = u64::from(2 * (spec.head_dim + spec.head_dim_v));
         let section = |rows: u64, units: u32| {
@@ -119,8 +121,8 @@ impl WideParams {
             k_tiles,
             q_units,
             k_units,
-            q_section: section(u64::from(len_k), q_units),
-            k_section: section(u64::from(len_q) * u64::from(group), k_units),
+            q_section: section(u64::from(most_keys), q_units),
+            k_section: section(u64::from(args.most_queries(spec)) * u64::from(group), k_units),
             left: args.left,
             right: args.right,
             exp_scale: scores.exp_scale,

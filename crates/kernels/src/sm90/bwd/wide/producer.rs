@@ -10,8 +10,12 @@ use super::{
 };
 use crate::{
     Spec,
+    parts::sequence::Side as Lie,
     phase::wait_for_launch,
-    sm90::{bwd::block::Steps, ring::Ring},
+    sm90::{
+        bwd::{block::Steps, tails::Tails},
+        ring::Ring,
+    },
 };
 
 /// A tensor of one side, and the slots in which its tiles are walked over.
@@ -33,11 +37,12 @@ pub(super) struct Producer<'a> {
     own: Shared,
     /// A number for each query, and where it goes.
     numbers: (ParamHandle<WideParams, GlobalPtr>, Shared),
+    tails: Option<Tails>,
 }
 
 impl<'a> Producer<'a> {
     /// For queries and keys.
-    pub fn of_scores(schedule: Schedule, spec: &'a Spec, memory: &Memory) -> Self {
+    pub fn of_scores(k: &mut KernelBuilder, schedule: Schedule, spec: &'a Spec, memory: &Memory) -> Self {
         let side = |map| Side { map, stages: schedule.stages };
         Self {
             spec,
@@ -50,11 +55,12 @@ impl<'a> Producer<'a> {
             rest: memory.s_rest,
             own: memory.own_s,
             numbers: (WideParams::row_lse, memory.lse),
+            tails: memory.landed.map(|[landed, _]| Tails::new(k, landed)),
         }
     }
 
     /// For the gradients of the outputs, and values.
-    pub fn of_values(schedule: Schedule, spec: &'a Spec, memory: &Memory) -> Self {
+    pub fn of_values(k: &mut KernelBuilder, schedule: Schedule, spec: &'a Spec, memory: &Memory) -> Self {
         Self {
             spec,
             head_dim: spec.head_dim_v,
@@ -66,6 +72,7 @@ impl<'a> Producer<'a> {
             rest: memory.p_rest,
             own: memory.own_p,
             numbers: (WideParams::row_delta, memory.delta),
+            tails: memory.landed.map(|[_, landed]| Tails::new(k, landed)),
         }
     }
 
@@ -78,13 +85,14 @@ impl<'a> Producer<'a> {
             |k, block| {
                 k.if_(block.any, |k| {
                     let steps = block.key_steps(k);
-                    self.walk(k, &block, &steps, [&self.queries, &self.keys], QUERIES, None);
+                    let own = (&self.queries, &block.queries);
+                    self.walk(k, &block, &steps, [own, (&self.keys, &block.keys)], QUERIES, None);
                 });
             },
             |k, block| {
                 k.if_(block.any, |k| {
                     let steps = block.query_steps(k, self.spec);
-                    let sides = [&self.keys, &self.queries];
+                    let sides = [(&self.keys, &block.keys), (&self.queries, &block.queries)];
                     self.walk(k, &block, &steps, sides, KEYS, Some(self.numbers));
                 });
             },
@@ -101,65 +109,86 @@ impl<'a> Producer<'a> {
         k: &mut KernelBuilder,
         block: &Block,
         steps: &Steps,
-        [own, walked]: [&Side; 2],
+        [own, walked]: [(&Side, &Lie); 2],
         rows: u32,
         numbers: Option<(ParamHandle<WideParams, GlobalPtr>, Shared)>,
     ) {
         let own_tiles = rows / ROWS;
-        k.comment("what the block owns: nobody else reads it");
-        let (tiles, filled) = (k.shared_addr(self.tiles), k.shared_addr(self.own));
-        k.mbarrier_arrive_expect_tx(filled, own_tiles * self.bytes());
-        for tile in 0..own_tiles {
-            let (slot, row) =
-                (k.add_u32(tiles, tile * self.bytes()), k.add_u32(block.first_row, tile * ROWS));
-            let whole = |_: &mut KernelBuilder, _| filled.at(0);
-            self.copy(k, own, L2Evict::First, slot, whole, [row, block.head, block.batch]);
-        }
+        self.alone(k, |k| {
+            k.comment("what the block owns: nobody else reads it");
+            let (tiles, filled) = (k.shared_addr(self.tiles), k.shared_addr(self.own));
+            k.mbarrier_arrive_expect_tx(filled, own_tiles * self.bytes());
+            for tile in 0..own_tiles {
+                let (slot, row) =
+                    (k.add_u32(tiles, tile * self.bytes()), k.add_u32(block.first_row, tile * ROWS));
+                let whole = |_: &mut KernelBuilder, _| filled.at(0);
+                self.copy(k, own, L2Evict::First, slot, whole, [row, block.head]);
+            }
+        });
         let slots = self.tiles;
         let behind = k.mov_b32(own_tiles * self.bytes());
-        let ring = Ring::producer(k, slots, self.bytes(), self.bars, walked.stages).further(k, behind);
+        let ring = Ring::producer(k, slots, self.bytes(), self.bars, walked.0.stages).further(k, behind);
         steps.each(k, |k| {
-            k.comment("a tile of the other side, once its slot is free");
-            ring.wait_free(k);
-            let (slot, filled) = (ring.address(k), ring.filled(k));
-            let first_row = steps.first_row(k, ROWS);
-            let more = if numbers.is_some() { NUMBERS } else { 0 };
-            let first = if self.pieces > 1 { PANEL } else { self.bytes() };
-            k.mbarrier_arrive_expect_tx(filled, first + more);
-            let bar = |k: &mut KernelBuilder, panel: u32| {
-                if panel == 0 || self.pieces == 1 {
-                    return filled.at(0);
+            let tails = self.tails.as_ref().filter(|_| numbers.is_some());
+            let tail = tails.map(|tails| (tails, tails.of(k, block.len_q, steps, ROWS)));
+            self.alone(k, |k| {
+                k.comment("a tile of the other side, once its slot is free");
+                ring.wait_free(k);
+                let (slot, filled) = (ring.address(k), ring.filled(k));
+                let filled = tail.map_or(filled, |(tails, tail)| tails.barrier(k, tail, filled));
+                let first_row = steps.first_row(k, ROWS);
+                let more = if numbers.is_some() { NUMBERS } else { 0 };
+                let first = if self.pieces > 1 { PANEL } else { self.bytes() };
+                k.mbarrier_arrive_expect_tx(filled, first + more);
+                let bar = |k: &mut KernelBuilder, panel: u32| {
+                    if panel == 0 || self.pieces == 1 {
+                        return filled.at(0);
+                    }
+                    let bar = ring.piece(k, self.rest, self.pieces - 1, panel);
+                    k.mbarrier_arrive_expect_tx(bar, PANEL);
+                    bar
+                };
+                self.copy(k, walked, L2Evict::Last, slot, bar, [first_row, steps.head]);
+                if let Some((numbers, place)) = numbers {
+                    let at = block.numbers(k, numbers, steps.head, first_row);
+                    let place = ring.entry(k, place, NUMBERS);
+                    k.bulk_load(place, at, NUMBERS, filled, BulkHint::new());
                 }
-                let bar = ring.piece(k, self.rest, self.pieces - 1, panel);
-                k.mbarrier_arrive_expect_tx(bar, PANEL);
-                bar
-            };
-            self.copy(k, walked, L2Evict::Last, slot, bar, [first_row, steps.head, block.batch]);
-            if let Some((numbers, place)) = numbers {
-                let at = block.numbers(k, numbers, steps.head, first_row);
-                let place = ring.entry(k, place, NUMBERS);
-                k.bulk_load(place, at, NUMBERS, filled, BulkHint::new());
+            });
+            if let Some((tails, tail)) = tail {
+                let (slot, filled) = (|k: &mut KernelBuilder| ring.address(k), ring.filled(k));
+                let panels = panels(self.head_dim, self.spec.dtype);
+                tails.clear(k, tail, ROWS, (&slot, panels, PANEL), filled);
             }
             ring.advance(k);
         });
+    }
+
+    /// What one thread does, where the others of its warp are there too.
+    fn alone(&self, k: &mut KernelBuilder, does: impl FnOnce(&mut KernelBuilder)) {
+        match &self.tails {
+            Some(tails) => k.if_(tails.first_lane, does),
+            None => does(k),
+        }
     }
 
     /// Starts the copy of a tile, panel by panel, each of which counts with a barrier.
     fn copy(
         &self,
         k: &mut KernelBuilder,
-        side: &Side,
+        (side, lie): (&Side, &Lie),
         evict: L2Evict,
         slot: Reg<B32>,
         filled: impl Fn(&mut KernelBuilder, u32) -> Addr<B32>,
-        [row, head, batch]: [Reg<B32>; 3],
+        [row, head]: [Reg<B32>; 2],
     ) {
         let (map, policy) = (k.tensor_map(side.map), k.create_policy(evict));
+        let row = lie.row(k, row);
         let hint = BulkHint::new().policy(policy);
         for panel in 0..panels(self.head_dim, self.spec.dtype) {
             let column = Operand::from(panel * columns(self.spec.dtype));
             let (to, filled) = (slot.at((panel * PANEL) as i32), filled(k, panel));
-            k.tensor_load(to, map, &[column, row.into(), head.into(), batch.into()], filled, hint);
+            k.tensor_load(to, map, &[column, row.into(), head.into(), lie.entry.into()], filled, hint);
         }
     }
 }

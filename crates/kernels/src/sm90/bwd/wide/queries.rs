@@ -8,7 +8,10 @@ use crate::{
         fragment::pack_into,
         work::{KeyRange, Rows},
     },
-    sm90::{bwd::block::Steps, fwd::hide},
+    sm90::{
+        bwd::{block::Steps, params},
+        fwd::hide,
+    },
 };
 
 /// What a warpgroup has of its queries.
@@ -35,7 +38,8 @@ impl Consumer<'_> {
         }
         let [queries, _] = self.own_tiles(k);
         let first_row = k.mad_lo_u32(self.group, ROWS, block.first_row);
-        self.store(k, &dq, queries, WideParams::dq_map, [first_row, block.head, block.batch]);
+        let to = (WideParams::dq_map, params::DQ, &block.queries);
+        self.store(k, &dq, queries, to, [first_row, block.head]);
     }
 
     /// Where this warpgroup's queries and their dO are.
@@ -53,7 +57,7 @@ impl Consumer<'_> {
             let at = block.numbers(k, numbers, block.head, row);
             [0, 8].map(|lower| k.ld_global::<F32>(at.at(4 * lower)))
         });
-        let rows = Rows { batch: block.batch, head: block.head, len_q: block.len_q, first_row };
+        let rows = Rows { batch: block.queries.entry, head: block.head, len_q: block.len_q, first_row };
         let KeyRange { full_begin, full_end, .. } = block.band.key_range(k, &rows, ROWS);
         Queries { first_row, lse, delta, full_begin, full_end }
     }
@@ -71,7 +75,7 @@ impl Consumer<'_> {
         for bar in [self.memory.own_s, self.memory.own_p] {
             k.mbarrier_wait_parity(bar, 0u32, Scope::Cta);
         }
-        if self.spec.key_lengths {
+        if self.spec.has_foreign_keys() {
             keys.wait_all(k);
             values.wait_all(k);
             let (first_key, tiles) =
