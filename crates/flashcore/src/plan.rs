@@ -350,7 +350,8 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
     }
     if let Some(what) = choose::no_places(problem, hardware.target) {
         let possible = "on Hopper the forward pass of f16, bf16 and f8 with head dims in multiples of 8 up to 256, and pages of \
-                        a multiple of 16 keys; for others copy the tensors to the host and call Device::cpu()";
+                        a multiple of 16 keys; such pages of f8 for dense queries of 16 bits from Ada on; for others copy the \
+                        tensors to the host and call Device::cpu()";
         return refuse(what, possible);
     }
     let dtype = element(problem.dtype);

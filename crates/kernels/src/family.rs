@@ -264,16 +264,14 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
 
 /// Whether a kernel takes tensors that lie as a spec has them.
 pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
-    let refuse = |what: &str| {
-        let only = "only sm90_fwd takes them so";
-        Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")))
-    };
+    let refuse =
+        |what: &str, only: &str| Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")));
     if (spec.packed_q || spec.packed_k) && kernel != Kernel::Sm90Fwd {
-        return refuse("packed sequences");
+        return refuse("packed sequences", "only sm90_fwd takes them so");
     }
     // What merges parts has nothing to do with keys.
-    if spec.page.is_some() && !matches!(kernel, Kernel::Sm90Fwd | Kernel::Combine) {
-        return refuse("keys in pages");
+    if spec.page.is_some() && !matches!(kernel, Kernel::Sm90Fwd | Kernel::Sm80Decode | Kernel::Combine) {
+        return refuse("keys in pages", "only sm90_fwd and sm80_decode take them so");
     }
     match spec.page {
         Some(_) if spec.packed_k => Err(ScheduleError::malformed("keys are packed or in pages, not both")),

@@ -70,7 +70,7 @@ pub struct Spec {
     pub packed_k: bool,
     /// Keys of a page, where keys and values lie in pages of a pool that [`Operand::Pages`](crate::Operand::Pages) lists:
     /// a multiple of 16. k and v are then (pages, kv heads, keys of a page, head dim).
-    /// [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) takes them.
+    /// [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) and [`Kernel::Sm80Decode`](crate::Kernel::Sm80Decode) take them.
     pub page: Option<u32>,
     /// Whether several query heads share one kv head.
     pub grouped: bool,

@@ -4,7 +4,7 @@
 //! them. Single cases: `flashcore verify --full --filter NAME`.
 
 use flashcore::plan::Kernel;
-use flashcore::{DType, Keys, Pass, Problem};
+use flashcore::{DType, Keys, Pass, Problem, Queries};
 use flashcore_lab::cases::{Case, Passes, Tier, corpus_of};
 use flashcore_lab::check::{Outcome, Prepared};
 use flashcore_lab::crew;
@@ -49,8 +49,9 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let wide = engine.contains("sm90_bwd")
         && !engine.contains("wide")
         && problem.head_dim.max(problem.head_dim_v) > 128;
-    // Hopper's kernel alone takes sequences that are packed or in pages, and not all of them.
-    let placed = !(problem.is_dense() || engine == "sim-hopper" && takes(problem));
+    // Hopper's kernel alone takes sequences that are packed or in pages, and not all of them; that for caches of 8 bits takes
+    // pages wherever it runs.
+    let placed = !(problem.is_dense() || takes(engine, problem));
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
     !engine.starts_with("cpu")
         && (beyond
@@ -65,9 +66,18 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
 }
 
 /// Whether the planner has a kernel for a problem whose sequences are packed or in pages.
-fn takes(problem: &Problem) -> bool {
-    let odd = matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
-    !odd && problem.pass == Pass::Forward && problem.dtype_kv.is_none()
+fn takes(engine: &str, problem: &Problem) -> bool {
+    let (paged, odd) = match problem.keys {
+        Keys::Paged { page, .. } => (true, !page.is_multiple_of(16)),
+        _ => (false, false),
+    };
+    let cache = problem.dtype_kv.is_some() && paged && problem.queries == Queries::Dense;
+    let has_kernel = match engine {
+        "sim-hopper" => problem.dtype_kv.is_none() || cache,
+        "sim-ada" => cache,
+        _ => false,
+    };
+    !odd && problem.pass == Pass::Forward && has_kernel
 }
 
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.

@@ -211,8 +211,10 @@ impl Work {
         };
         let first = first_query_head(k, spec, head);
         let q = head_address(k, FwdParams::q, FwdParams::q_batch, FwdParams::q_head, batch, first);
-        let key = head_address(k, FwdParams::k, FwdParams::k_batch, FwdParams::k_head, batch, kv_head);
-        let value = head_address(k, FwdParams::v, FwdParams::v_batch, FwdParams::v_head, batch, kv_head);
+        // A page lies in the place of a batch entry, so a pool's head begins with that of its first page.
+        let entry = if spec.page.is_some() { k.mov_b32(0u32) } else { batch };
+        let key = head_address(k, FwdParams::k, FwdParams::k_batch, FwdParams::k_head, entry, kv_head);
+        let value = head_address(k, FwdParams::v, FwdParams::v_batch, FwdParams::v_head, entry, kv_head);
         let band = Band::new(k, spec, keys, len_q, [FwdParams::left, FwdParams::right]);
         Self { rows, q, k: key, v: value, band }
     }

@@ -11,7 +11,7 @@ use flashcore_kernels::{
 use flashcore_ptx::Target;
 
 use super::{Hardware, Launch, MAX_GRID_YZ, element, workspace};
-use crate::{DType, Keys, Pass, Problem};
+use crate::{DType, Keys, Pass, Problem, Queries};
 
 /// The schedules to try for a kernel and a spec, best first. The search goes beyond them.
 #[allow(clippy::match_wildcard_for_single_variants)] // It is one variant for the workbench, and any for others.
@@ -179,17 +179,22 @@ pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
 
 /// What of packed sequences or pages no kernel takes, if anything.
 pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
+    let packed_q = problem.queries != Queries::Dense;
     let what = match problem.keys {
         _ if problem.is_dense() => return None,
+        _ if problem.dtype_kv.is_some() && packed_q => "packed queries against keys and values of f8".into(),
         Keys::Paged { page, .. } if !page.is_multiple_of(16) => format!("pages of {page} keys"),
         Keys::Paged { .. } => "keys in pages".into(),
         Keys::Dense | Keys::Packed { .. } => "packed sequences".into(),
     };
-    let hopper = target == Target::Sm90a && problem.pass == Pass::Forward && problem.dtype_kv.is_none();
+    // A cache of 8 bits has a kernel of its own, which takes pages and no packed sequences.
+    let paged = !packed_q && matches!(problem.keys, Keys::Paged { .. });
+    let takes = problem.pass == Pass::Forward
+        && if problem.dtype_kv.is_some() { paged } else { target == Target::Sm90a };
     let pages = !matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
     match no_tensor_cores(problem, target) {
-        None if hopper && pages => None,
-        Some(dims) if hopper && pages => Some(format!("{what} with {dims}")),
+        None if takes && pages => None,
+        Some(dims) if takes && pages => Some(format!("{what} with {dims}")),
         _ => Some(what),
     }
 }

@@ -38,11 +38,11 @@ pub(in crate::sm90) use self::softmax::hide;
 use flashcore_ptx::{ClusterArrive, GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
 use self::{consumer::Consumer, producer::Producer, turn::Turner};
-use super::{PackedParams, PageParams, Sm90Params};
+use super::{PackedParams, Sm90Params};
 use crate::{
     Args, Blocks, ElementType, Family, Geometry, Map, Packed, ScheduleError, Spec,
     family::{MAX_REGISTERS, check_registers, schedule},
-    parts::params::DescaleParams,
+    parts::params::{DescaleParams, PageParams},
 };
 
 /// Queries per warpgroup: what one `wgmma` takes.
