@@ -243,7 +243,7 @@ impl Plan {
         launches.extend(shift);
         let main = launches.iter().position(|launch| launch.schedule == schedule).unwrap_or(0);
         let section = choose::section(&folded, &launches[main]);
-        workspace.put_aside(&launches[main]);
+        workspace.put_aside(&folded, &launches[main]);
         Ok(Self {
             problem: *problem,
             target: hardware.target,

@@ -395,6 +395,11 @@ impl Schedule {
         if spec.dtype.is_fp8() && self.flush > 1 { self.warpgroups * one } else { 0 }
     }
 
+    /// The most keys of which nothing is put aside: those of the first tile and of as many as come before a flush.
+    pub fn keys_before_aside(self) -> u32 {
+        self.block_n * (1 + self.flush)
+    }
+
     /// About how many registers a consumer's thread needs, given how many columns are added up apart.
     fn registers(self, spec: &Spec, flushed: u32) -> u32 {
         let probabilities = self.block_n * spec.dtype.size() / 8;
