@@ -260,7 +260,7 @@ impl Plan {
         launches.extend(shift);
         let main = launches.iter().position(|launch| launch.schedule == schedule).unwrap_or(0);
         let section = choose::section(&folded, &launches[main]);
-        workspace.put_aside(&launches[main]);
+        workspace.put_aside(&folded, &launches[main]);
         Ok(Self {
             problem: *problem,
             target: hardware.target,
@@ -366,8 +366,9 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
         return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
     }
     if let Some(what) = choose::no_places(problem, hardware.target) {
-        let possible = "the forward pass of f16, bf16 and, from Ada on, f8, and the backward pass of packed sequences, with head \
-                        dims in multiples of 8 up to 256; for others copy the tensors to the host and call Device::cpu()";
+        let possible = "the forward pass of f16, bf16 and, from Ada on, f8 (of a cache in f8 for dense queries and pages of a \
+                        multiple of 16), and the backward pass of packed sequences, with head dims in multiples of 8 up to \
+                        256; for others copy the tensors to the host and call Device::cpu()";
         return refuse(what, possible);
     }
     let dtype = element(problem.dtype);

@@ -96,6 +96,34 @@ fn a_cache_has_its_own_kernel_and_too_many_queries_are_refused_with_what_to_do()
     }
 }
 
+#[cfg(feature = "cuda")]
+#[test]
+fn a_cache_in_pages_is_read_from_ada_on() {
+    use flashcore::plan::{Hardware, Kernel, Plan, Target};
+
+    let plan =
+        |text: &str, target| Plan::choose(&text.parse::<Problem>().unwrap(), &Hardware::typical(target));
+    let text = "8x32/8x1/4096x128 bf16 kv=f8 descales=kv page=16/2048 key-lengths";
+    for target in [Target::Sm89, Target::Sm90a] {
+        let paged = plan(text, target).unwrap();
+        assert_eq!(paged.kernel(), Kernel::Sm80Decode, "{paged}");
+        // A step of keys lies in a page.
+        assert!(paged.main().schedule.to_string().contains("keys=16"), "{paged}");
+        let dense = plan(&text.replace(" page=16/2048", ""), target).unwrap();
+        let large = plan(&text.replace("page=16/2048", "page=64/512"), target).unwrap();
+        assert_eq!(large.main().schedule, dense.main().schedule);
+    }
+    for (text, target, why) in [
+        (text.to_owned(), Target::Sm80, "sm_89"),
+        (text.replace("page=16", "page=24"), Target::Sm90a, "pages of 24 keys"),
+        (text.replace("page=16/2048", "packed-k=9000"), Target::Sm90a, "packed"),
+        (text.replace("page=16/2048", "packed-q=8 page=16/2048"), Target::Sm90a, "packed queries"),
+    ] {
+        let Err(Error::Unsupported { what, .. }) = plan(&text, target) else { panic!("{text}") };
+        assert!(what.contains(why), "{text}: {what}");
+    }
+}
+
 #[test]
 fn blocks_of_keys_with_descales_of_their_own_are_the_cache_kernels_and_the_cpus() {
     use flashcore::plan::{Hardware, Plan, Target};

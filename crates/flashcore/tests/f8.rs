@@ -138,6 +138,27 @@ fn strides_of_descales_are_free() {
 
 #[cfg(feature = "sim")]
 #[test]
+fn memory_for_sums_put_aside_is_there_from_the_first_key_on_that_needs_it() {
+    use flashcore::{plan::Target, sim::SimGpu};
+
+    let schedule = "sm90_fwd:warpgroups=2,block_n=32,stages=2,q_stages=1,ctas=1,split=1,pingpong=0,lazy=0,poly=0,\
+                    persistent=1,pairs=0,flush=2";
+    let gpu = SimGpu::new(Target::Sm90a).with_schedule(schedule.parse().unwrap()).with_sms(2);
+    // Three tiles of keys, one key more, and so many that sums are put aside twice.
+    for (len_k, aside) in [(96, false), (97, true), (200, true)] {
+        let q = tensor([1, 1, 130, 64], 1);
+        let (k, v) = (tensor([1, 1, len_k, 64], 2), tensor([1, 1, len_k, 64], 3));
+        let inputs = [&q.view(), &k.view(), &v.view()];
+        let attention = Attention::new();
+        let plan = gpu.plan(&attention.problem(inputs[0], inputs[1], inputs[2]).unwrap()).unwrap();
+        assert_eq!(plan.workspace_bytes() > 0, aside, "{len_k} keys");
+        let [o, lse] = errors(&Device::sim(gpu.clone()), &attention, inputs);
+        assert!(o < 0.05 && lse < 0.02, "{len_k} keys: off by {o}, lse by {lse}");
+    }
+}
+
+#[cfg(feature = "sim")]
+#[test]
 fn simulated_gpus_compute_what_stored_numbers_stand_for() {
     use flashcore::{plan::Target, sim::SimGpu};
 

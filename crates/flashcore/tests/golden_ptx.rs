@@ -114,6 +114,39 @@ fn nor_do_the_launches_of_a_backward_pass() {
 }
 
 #[test]
+fn nor_do_the_kernels_for_8_bit_floats() {
+    let mut table = String::new();
+    let each = [
+        (Kernel::Sm90Fwd, Target::Sm90a),
+        (Kernel::Sm80Fwd, Target::Sm89),
+        (Kernel::Sm80Decode, Target::Sm89),
+        (Kernel::Sm80Decode, Target::Sm90a),
+    ];
+    for ((kernel, target), dims) in
+        each.into_iter().flat_map(|it| DIMS.into_iter().take(2).map(move |dims| (it, dims)))
+    {
+        let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
+        for spec in specs(dims, false).into_iter().filter(|spec| spec.dtype != ElementType::F32) {
+            let scaled_scores = spec.scaled_scores || spec.softcap;
+            let spec = if kernel == Kernel::Sm80Decode {
+                Spec { kv: Some(ElementType::E4m3), scaled_scores, ..spec }
+            } else {
+                Spec { dtype: ElementType::E4m3, out: Some(spec.dtype), scaled_scores, ..spec }
+            };
+            for schedule in choose::schedules(kernel, &spec) {
+                let Ok(module) = schedule.emit(&spec, target) else { continue };
+                hasher.update(module.to_string().as_bytes());
+                modules += 1;
+            }
+        }
+        let ((head_dim, head_dim_v), hash) = (dims, hasher.finalize().to_hex());
+        let what = format!("{kernel} {target} {head_dim}/{head_dim_v}");
+        writeln!(table, "{what}: {modules} kernels, {}", &hash[..32]).unwrap();
+    }
+    insta::assert_snapshot!(table);
+}
+
+#[test]
 fn no_kernel_changes_unless_it_is_meant_to() {
     insta::assert_snapshot!(table(false));
 }

@@ -128,9 +128,12 @@ fn a_plan_has_the_launches_that_quantise_and_one_workspace() {
     assert_eq!(kernels(&plain, Target::Sm89), [quantize, quantize, Kernel::Sm80Fwd]);
     let plan = Plan::choose(&plain, &Hardware::typical(Target::Sm90a)).unwrap();
     assert_eq!(plan.kernel(), Kernel::Sm90Fwd);
-    // The codes, and what 132 blocks of 128 queries put aside in f32.
-    let stored = (16 + 4 + 4) * 2048 * 128 + 132 * 128 * 128 * 4;
+    // The codes; and of more keys, what 132 blocks of 128 queries put aside in f32.
+    let stored = (16 + 4 + 4) * 2048 * 128;
     assert!((stored..stored + 4096).contains(&plan.workspace_bytes()), "{plan}");
+    let long = Plan::choose(&plain.with_kv(4, 4096), &Hardware::typical(Target::Sm90a)).unwrap();
+    let stored = (16 * 2048 + (4 + 4) * 4096) * 128 + 132 * 128 * 128 * 4;
+    assert!((stored..stored + 4096).contains(&long.workspace_bytes()), "{long}");
     // The same blocks as for tensors that are f8 already.
     let eight = Plan::choose(&plain.quantised(), &Hardware::typical(Target::Sm90a)).unwrap();
     assert_eq!((plan.main(), &plan.reason), (eight.main(), &eight.reason));

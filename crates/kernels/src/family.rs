@@ -276,19 +276,17 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
 
 /// Whether a kernel takes tensors that lie as a spec has them.
 pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
-    let refuse = |what: &str| {
-        let only = "sm80_fwd and sm90_fwd take them so, and backward kernels packed ones";
-        Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")))
-    };
+    let refuse =
+        |what: &str, only: &str| Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")));
     let takes = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
     let backward =
         Kernel::BACKWARD.contains(&kernel) || matches!(kernel, Kernel::BwdRows | Kernel::Sm90BwdFinish);
     if (spec.packed_q || spec.packed_k) && !(takes || backward) {
-        return refuse("packed sequences");
+        return refuse("packed sequences", "only sm80_fwd, sm90_fwd and the backward kernels take them so");
     }
     // What merges parts has nothing to do with keys.
-    if spec.page.is_some() && !takes && kernel != Kernel::Combine {
-        return refuse("keys in pages");
+    if spec.page.is_some() && !takes && !matches!(kernel, Kernel::Sm80Decode | Kernel::Combine) {
+        return refuse("keys in pages", "only sm80_fwd, sm90_fwd and sm80_decode take them so");
     }
     match spec.page {
         Some(_) if spec.packed_k => Err(ScheduleError::malformed("keys are packed or in pages, not both")),

@@ -42,7 +42,7 @@ pub use bind::{Args, BindError, Map, Operand, Packed, ROW_PADDING, Section, Tens
 pub use family::{Blocks, Family, Geometry, ScheduleError};
 pub use parts::{
     copy::MAX_ROW_STRIDE,
-    params::{DescaleParams, FwdParams},
+    params::{DescaleParams, FwdParams, PageParams},
     sequence::packed_tiles,
     work::Order,
 };

@@ -71,7 +71,8 @@ pub struct Spec {
     pub packed_k: bool,
     /// Keys of a page, where keys and values lie in pages of a pool that [`Operand::Pages`](crate::Operand::Pages) lists.
     /// k and v are then (pages, kv heads, keys of a page, head dim). [`Kernel::Sm80Fwd`](crate::Kernel::Sm80Fwd) takes them,
-    /// and, where it is a multiple of 16, [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd).
+    /// and, where it is a multiple of 16, [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) and
+    /// [`Kernel::Sm80Decode`](crate::Kernel::Sm80Decode).
     pub page: Option<u32>,
     /// Whether several query heads share one kv head.
     pub grouped: bool,

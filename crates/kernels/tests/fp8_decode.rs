@@ -5,7 +5,7 @@ use flashcore_kernels::{
     sm80::decode::{self, ROWS},
 };
 use flashcore_ptx::{
-    Module, Op, Target,
+    Module, Op, Space, Target,
     ptxas::{Ptxas, PtxasError},
 };
 use flashcore_sim::{Config, Finding, LaunchDims, Launching, Sim};
@@ -26,6 +26,10 @@ struct Case {
     right: Option<i32>,
     softcap: Option<f32>,
     key_lengths: Option<Vec<u32>>,
+    /// Keys of a page, where keys and values lie in a pool.
+    page: Option<usize>,
+    /// What becomes of the table of pages.
+    edit: fn(&mut Vec<u32>),
     /// Of k and v, by batch entry and kv head.
     descales: [Option<Vec<f32>>; 2],
     /// What the queries are multiplied by.
@@ -48,6 +52,8 @@ impl Case {
             right: None,
             softcap: None,
             key_lengths: None,
+            page: None,
+            edit: |_| (),
             descales: [None, None],
             size: 1.0,
         }
@@ -66,6 +72,7 @@ impl Case {
             // The descales are part of the scale, and known to the GPU alone.
             scaled_scores: Spec::needs_scaled_scores(ElementType::E4m3, self.scale(), self.softcap),
             key_lengths: self.key_lengths.is_some(),
+            page: self.page.map(|page| page as u32),
             grouped: self.heads != self.heads_kv,
             lse: true,
             ..Spec::new(self.dtype, self.dim as u32)
@@ -99,6 +106,24 @@ impl Case {
     fn descale(&self, of: usize, batch: usize, kv_head: usize) -> f64 {
         self.descales[of].as_ref().map_or(1.0, |all| f64::from(all[batch * self.heads_kv + kv_head]))
     }
+}
+
+/// The same codes in pages of a pool, in the order of tokens, and which page each of a batch entry's is: those of the last
+/// entry come first, every other page is nobody's, and what is nobody's is NaN.
+fn in_pages(case: &Case, page: usize, codes: &[u8], dim: usize) -> (Vec<u8>, Vec<u32>) {
+    let Case { batch, heads_kv, len_k, .. } = *case;
+    let each = len_k.div_ceil(page);
+    let table: Vec<u32> = (0..batch * each).rev().map(|place| 2 * place as u32 + 1).collect();
+    let mut pool = vec![0x7f; (2 * batch * each + 1) * page * heads_kv * dim];
+    for (row, codes) in codes.chunks_exact(dim).enumerate() {
+        let (entry, head, key) = (row / len_k / heads_kv, row / len_k % heads_kv, row % len_k);
+        if case.key_lengths.as_ref().is_some_and(|lengths| key >= lengths[entry] as usize) {
+            continue;
+        }
+        let token = table[entry * each + key / page] as usize * page + key % page;
+        pool[(token * heads_kv + head) * dim..][..dim].copy_from_slice(codes);
+    }
+    (pool, table)
 }
 
 /// Numbers from -2 to 2 that look random.
@@ -181,8 +206,10 @@ fn run_module(
         [batch, heads, len_q, dim],
         2,
     );
-    set(Operand::K, sim.alloc_from("k", &codes[0]).address, [batch, heads_kv, len_k, dim], 1);
-    set(Operand::V, sim.alloc_from("v", &codes[1]).address, [batch, heads_kv, len_k, dim_v], 1);
+    if case.page.is_none() {
+        set(Operand::K, sim.alloc_from("k", &codes[0]).address, [batch, heads_kv, len_k, dim], 1);
+        set(Operand::V, sim.alloc_from("v", &codes[1]).address, [batch, heads_kv, len_k, dim_v], 1);
+    }
     if let Some(lengths) = &case.key_lengths {
         let bytes: Vec<u8> = lengths.iter().flat_map(|length| length.to_le_bytes()).collect();
         set(Operand::KeyLengths, sim.alloc_from("key lengths", &bytes).address, [batch, 1, 1, 1], 4);
@@ -202,6 +229,21 @@ fn run_module(
     set(Operand::PartialO, partial.address, [batch, heads, rows, dim_v], 4);
     set(Operand::PartialState, state.address, [batch, heads, rows, 2], 4);
 
+    if let Some(page) = case.page {
+        for (operand, codes, dim) in [(Operand::K, &codes[0], dim), (Operand::V, &codes[1], dim_v)] {
+            let (pool, mut table) = in_pages(case, page, codes, dim);
+            (case.edit)(&mut table);
+            let shape = [pool.len() / (page * heads_kv * dim), heads_kv, page, dim];
+            let token = (heads_kv * dim) as u64;
+            let strides = [page as u64 * token, dim as u64, token];
+            args.set(operand, TensorArg { address: sim.alloc_from("pool", &pool).address, shape, strides });
+            let bytes: Vec<u8> = table.iter().flat_map(|page| page.to_le_bytes()).collect();
+            let (address, each) = (sim.alloc_from("pages", &bytes).address, table.len() / batch);
+            let strides = [4 * each as u64; 3];
+            args.set(Operand::Pages, TensorArg { address, shape: [batch, 1, 1, each], strides });
+        }
+        args.longest = [len_q as u32, len_k as u32];
+    }
     let mut packed = Packed::default();
     let mut none = |_: &flashcore_kernels::Map| Err::<flashcore_ptx::TensorMap, ()>(());
     schedule.bind(&spec, &args, &mut none, &mut packed).unwrap();
@@ -348,6 +390,67 @@ fn a_wait_for_copies_is_missed_where_it_is_dropped() {
 }
 
 #[test]
+fn keys_in_pages_are_read_where_the_table_says() {
+    let lengths = |lengths: &[u32]| Some(lengths.to_vec());
+    // Lengths end within a page, at its end, one key later, and before the first key.
+    let case = Case { batch: 5, key_lengths: lengths(&[64, 150, 0, 65, 1]), ..Case::new(F16, 4, 150, 64) };
+    for (page, own) in [
+        (16, schedule(4, 16, 3, 1)),
+        (16, schedule(2, 16, 2, 3)),
+        (32, schedule(2, 32, 4, 1)),
+        (48, schedule(3, 16, 2, 2)),
+        (64, schedule(2, 32, 3, 1)),
+        (256, schedule(8, 32, 2, 1)),
+    ] {
+        check(&Case { page: Some(page), ..case.clone() }, own);
+    }
+    let each = |first: f32| Some((0..4).map(|i| first * (1.0 + i as f32)).collect());
+    let draft = Case {
+        heads: 4,
+        heads_kv: 2,
+        batch: 2,
+        right: Some(0),
+        page: Some(32),
+        descales: [each(0.25), each(2.0)],
+        ..Case::new(Bf16, 5, 200, 64)
+    };
+    check(&draft, schedule(4, 32, 3, 1));
+    check(&Case { left: Some(70), ..draft.clone() }, schedule(2, 16, 3, 3));
+    check_on(&Case { key_lengths: lengths(&[200, 31]), ..draft }, schedule(4, 32, 2, 1), Target::Sm89);
+    let wide = Case { dim_v: 80, page: Some(16), ..Case::new(F16, 16, 70, 256) };
+    check(&wide, schedule(4, 16, 2, 1));
+}
+
+#[test]
+fn other_pages_than_the_tables_are_found_and_nothing_is_read_of_one_that_the_pool_has_not() {
+    let case = Case { batch: 2, page: Some(32), ..Case::new(F16, 4, 300, 64) };
+    let own = schedule(2, 32, 3, 1);
+    let codes = case.codes();
+    let right = run(&case, own, &codes, Target::Sm90a);
+    let swapped = Case { edit: |table| table.swap(2, 7), ..case.clone() };
+    assert!(run(&swapped, own, &codes, Target::Sm90a) != right);
+    // Keys and values of such pages are zeros.
+    let missing = Case { edit: |table| [table[1], table[12]] = [u32::MAX, 41], ..case.clone() };
+    let mut zeroed = codes.clone();
+    for codes in &mut zeroed {
+        codes[32 * 64..64 * 64].fill(0);
+        codes[(300 + 64) * 64..(300 + 96) * 64].fill(0);
+    }
+    assert!(run(&missing, own, &codes, Target::Sm90a) == run(&case, own, &zeroed, Target::Sm90a));
+    // Numbers of pages that are not read ahead.
+    let mut module = own.module(&case.spec(), Target::Sm90a).unwrap();
+    let kernel = &mut module.kernels[0];
+    let walk = kernel.sections.iter().position(|name| &**name == "walk: one step of keys").unwrap();
+    let reads = |inst: &flashcore_ptx::Inst| {
+        inst.section == Some(walk as u32) && matches!(inst.op, Op::Ld { space: Space::Global, .. })
+    };
+    let all = kernel.body.len();
+    kernel.body.retain(|inst| !reads(inst));
+    assert_eq!(kernel.body.len(), all - 1);
+    assert!(run_module(&case, own, &codes, Target::Sm90a, &module) != Ok(right));
+}
+
+#[test]
 fn what_cannot_be_is_refused() {
     let refused = |schedule: decode::Schedule, spec: Spec, target| schedule.check(&spec, target).unwrap_err();
     let spec = Spec::new(F16, 128);
@@ -366,6 +469,9 @@ fn what_cannot_be_is_refused() {
     let in_blocks = Spec { descale_keys: Some(48), ..spec };
     assert!(refused(good, in_blocks, Target::Sm90a).to_string().contains("multiples of 32"));
     assert_eq!(decode::Schedule::new(&in_blocks, 1).check(&in_blocks, Target::Sm90a), Ok(()));
+    let paged = Spec { page: Some(48), ..spec };
+    assert!(refused(good, paged, Target::Sm90a).to_string().contains("pages of 48 keys"));
+    assert_eq!(decode::Schedule::new(&paged, 1).check(&paged, Target::Sm90a), Ok(()));
     let many = decode::Schedule { warps: 16, stages: 2, keys: 16, parts: 1 };
     assert!(matches!(refused(many, spec, Target::Sm90a), ScheduleError::Registers { .. }));
 }
@@ -395,12 +501,14 @@ fn default_schedules_assemble_without_spills() {
             ..plain.causal().with_lse()
         };
         let in_blocks = Spec { descale_keys: Some(128), ..capped };
+        let paged = Spec { page: Some(16), ..capped };
         let small = decode::Schedule { warps: 4, stages: 2, ..decode::Schedule::new(&plain, 1) };
         for (spec, schedule, target) in [
             (plain, decode::Schedule::new(&plain, 2), Target::Sm90a),
             (capped, decode::Schedule::new(&capped, 1), Target::Sm90a),
             (capped, small, Target::Sm89),
             (in_blocks, decode::Schedule::new(&in_blocks, 2), Target::Sm90a),
+            (paged, decode::Schedule::new(&paged, 2), Target::Sm90a),
         ] {
             let module = schedule.module(&spec, target).unwrap();
             let assembled = ptxas.assemble(&module, target).unwrap_or_else(|error| panic!("{error}"));

@@ -4,7 +4,7 @@
 //! them. Single cases: `flashcore verify --full --filter NAME`.
 
 use flashcore::plan::Kernel;
-use flashcore::{DType, Keys, Pass, Problem};
+use flashcore::{DType, Keys, Pass, Problem, Queries};
 use flashcore_lab::cases::{Case, Passes, Tier, corpus_of};
 use flashcore_lab::check::{Outcome, Prepared};
 use flashcore_lab::crew;
@@ -66,14 +66,19 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
 
 /// Whether an engine has a kernel for a problem whose sequences are packed or in pages.
 fn takes(engine: &str, problem: &Problem) -> bool {
-    let odd = matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
-    let kernel = match (engine, problem.pass) {
-        ("sim-hopper" | "sim-ada", _) => true,
-        (_, Pass::Forward) => engine.contains("sm80_fwd") || engine.contains("sm90_fwd") && !odd,
-        (_, Pass::Backward) => engine.contains("_bwd"),
+    let (paged, odd) = match problem.keys {
+        Keys::Paged { page, .. } => (true, !page.is_multiple_of(16)),
+        Keys::Dense | Keys::Packed { .. } => (false, false),
     };
-    let paged = matches!(problem.keys, Keys::Paged { .. });
-    kernel && !(paged && problem.pass == Pass::Backward) && problem.dtype_kv.is_none()
+    let planned = matches!(engine, "sim-hopper" | "sim-ada");
+    if problem.dtype_kv.is_some() {
+        return planned && paged && !odd && problem.queries == Queries::Dense;
+    }
+    let kernel = match problem.pass {
+        Pass::Forward => engine.contains("sm80_fwd") || engine.contains("sm90_fwd") && !odd,
+        Pass::Backward => engine.contains("_bwd"),
+    };
+    (planned || kernel) && !(paged && problem.pass == Pass::Backward)
 }
 
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.

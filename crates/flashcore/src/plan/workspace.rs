@@ -103,11 +103,11 @@ impl Workspace {
         }
     }
 
-    /// With what the blocks of a launch put aside.
-    pub fn put_aside(&mut self, launch: &Launch) {
+    /// With what the blocks of a launch put aside, if there are keys enough.
+    pub fn put_aside(&mut self, folded: &Problem, launch: &Launch) {
         if let Schedule::Sm90Fwd(schedule) = &launch.schedule {
             let bytes = schedule.aside_bytes(&launch.spec) as usize;
-            if bytes > 0 {
+            if bytes > 0 && folded.len_k > schedule.keys_before_aside() as usize {
                 self.push(Operand::Aside, [1, 1, launch.grid[0] as usize, bytes / DType::F32.size()]);
             }
         }

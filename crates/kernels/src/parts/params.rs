@@ -243,14 +243,29 @@ impl BlockDescales {
 }
 
 kernel_params! {
-    /// What a launch with keys in pages is given behind its other parameters, where it finds them by address. The strides of
-    /// batch entries are then those of pages.
-    pub struct PoolParams {
+    /// What a launch with keys in pages is given behind its other parameters. The strides of batch entries are then those of pages.
+    pub struct PageParams {
         /// The pages of each batch entry.
         pages: GlobalPtr,
         /// Bytes from one batch entry's to the next.
         pages_row: u64,
-        /// Pages of the pool.
+        /// The most pages of a batch entry.
+        most_pages: u32,
+    }
+}
+
+impl PageParams {
+    /// The parameters of a launch.
+    pub(crate) fn bind(args: &Args) -> Self {
+        let pages = args.tensor(Operand::Pages);
+        Self { pages: pages.pointer(), pages_row: pages.strides[0], most_pages: pages.shape[3] as u32 }
+    }
+}
+
+kernel_params! {
+    /// What a launch is given behind that where pages are read by address rather than by TMA.
+    pub struct PoolParams {
+        /// Pages of the pool. What is read of one that it has not is zeros.
         pool: u32,
     }
 }
@@ -258,9 +273,7 @@ kernel_params! {
 impl PoolParams {
     /// The parameters of a launch.
     pub(crate) fn bind(args: &Args) -> Self {
-        let pages = args.tensor(Operand::Pages);
-        let pool = args.tensor(Operand::K).shape[0] as u32;
-        Self { pages: pages.pointer(), pages_row: pages.strides[0], pool }
+        Self { pool: args.tensor(Operand::K).shape[0] as u32 }
     }
 }
 

@@ -13,6 +13,9 @@
 //! Blocks of keys may have descales of their own, if every step lies in one: scores are multiplied by the keys', and what a step
 //! adds to the output is made apart and multiplied by the values'.
 //!
+//! Keys and values may lie in pages of a pool, where every step of keys lies in one: its number is read while the step before it
+//! is copied.
+//!
 //! Where there are too few rows to fill the GPU, the keys are cut into parts, and [`combine`](crate::sm90::combine) merges
 //! them.
 
@@ -27,7 +30,9 @@ use crate::{
     family::{MAX_REGISTERS, check_registers, schedule},
     parts::{
         fragment::{Acc, HALVES, Place, a_operands, pack},
-        params::{BlockDescaleParams, BlockDescales, DescaleParams, TENSORS, check_rows},
+        params::{
+            BlockDescaleParams, BlockDescales, DescaleParams, PageParams, PoolParams, TENSORS, check_rows,
+        },
         softmax::{NEG_INF, OnlineRow, OnlineSoftmax, SoftmaxParams},
         work::{KeyRange, QueryRows, Rows, Work, first_query_head},
     },
@@ -144,7 +149,8 @@ impl Schedule {
     /// The schedule to begin with.
     pub fn new(spec: &Spec, parts: u32) -> Self {
         let wide = spec.head_dim.max(spec.head_dim_v) > 128;
-        let keys = if wide || spec.descale_keys.is_some_and(|keys| keys % 32 != 0) { 16 } else { 32 };
+        let odd = [spec.descale_keys, spec.page].into_iter().flatten().any(|keys| keys % 32 != 0);
+        let keys = if wide || odd { 16 } else { 32 };
         Self { warps: 8, keys, stages: 3, parts }
     }
 
@@ -215,6 +221,13 @@ impl Family for Schedule {
                  others copy the tensors to the host and call Device::cpu()"
             ));
         }
+        if let Some(page) = spec.page
+            && !page.is_multiple_of(keys)
+        {
+            return refuse(format!(
+                "pages of {page} keys: possible are multiples of {keys}, the keys of a step (16 at least)"
+            ));
+        }
         if spec.softcap && !spec.scaled_scores {
             return refuse("with e4m3, a softcap needs scaled scores: see Spec::needs_scaled_scores".into());
         }
@@ -244,6 +257,9 @@ impl Family for Schedule {
         if spec.descale_keys.is_some() {
             k = k.more_params::<BlockDescaleParams>();
         }
+        if spec.page.is_some() {
+            k = k.more_params::<PageParams>().more_params::<PoolParams>();
+        }
         let mut k = k.shared(memory.layout.clone()).threads(32 * self.warps).min_blocks_per_sm(1);
         self.body(&mut k, spec, &memory);
         k
@@ -266,10 +282,16 @@ impl Family for Schedule {
             own.set(Operand::Lse, *args.tensor(Operand::PartialState));
         }
         let [_, heads, len_q] = args.rows(spec);
-        packed.push(&FwdParams { len_q, heads, ..FwdParams::bind(&own) });
+        let fwd = FwdParams { len_q, heads, ..FwdParams::bind(&own) };
+        let len_k = if spec.page.is_some() { args.longest[1] } else { fwd.len_k };
+        packed.push(&FwdParams { len_k, ..fwd });
         packed.extend(&DescaleParams::bind(args));
         if spec.descale_keys.is_some() {
             packed.extend(&BlockDescaleParams::bind(args));
+        }
+        if spec.page.is_some() {
+            packed.extend(&PageParams::bind(args));
+            packed.extend(&PoolParams::bind(args));
         }
         Ok(())
     }
@@ -482,6 +504,29 @@ struct Walk<'a> {
     ring: Reg<B32>,
     /// For the last piece of a value: whether this thread has one.
     v_last: Option<Reg<Pred>>,
+    pages: Option<Pages>,
+}
+
+/// Keys and values in pages.
+struct Pages {
+    /// Steps of keys in a page.
+    steps: u32,
+    /// The pages of the batch entry.
+    table: Reg<B64>,
+    /// That of the step which is copied next.
+    next: Reg<B32>,
+}
+
+impl Pages {
+    /// The page of a step, if there is such a step.
+    fn of(&self, k: &mut KernelBuilder, step: Reg<B32>, past: Reg<B32>) -> Reg<B32> {
+        let exists = k.setp_lt_s32(step, past);
+        let index = k.div_u32(step, self.steps);
+        let at = k.mad_wide_u32(index, 4u32, self.table);
+        let page = k.mov_b32(0u32);
+        k.when(exists, |k| k.set(page, |k| k.ld_global(at)));
+        page
+    }
 }
 
 /// Where A operands are.
@@ -527,6 +572,12 @@ impl<'a> Walk<'a> {
         let base = k.shared_addr(memory.ring);
         // Pieces of all lanes of a warp lie side by side, so the lane's place depends on their size: see `at`.
         let ring = k.mad_lo_u32(warp, 32 * schedule.stages * schedule.lane_bytes(spec), base);
+        let pages = spec.page.map(|page| {
+            let (table, row) = (k.param(PageParams::pages), k.param(PageParams::pages_row));
+            let batch = k.cvt_u64_u32(work.rows.batch);
+            let (table, next) = (k.mad_lo_u64(batch, row, table), k.mov_b32(0u32));
+            Pages { steps: page / schedule.keys, table, next }
+        });
         Self {
             schedule,
             spec,
@@ -541,6 +592,7 @@ impl<'a> Walk<'a> {
             v_row,
             ring,
             v_last,
+            pages,
         }
     }
 
@@ -551,10 +603,21 @@ impl<'a> Walk<'a> {
         let tid = k.tid_x();
         let warp = k.shr_u32(tid, 5u32);
         let step = k.add_u32(steps.first, warp);
+        // All of them are read at once.
+        let pages = self.pages.as_ref().map_or_else(Vec::new, |pages| {
+            let each = (0..stages).map(|ahead| {
+                let step = k.add_u32(step, ahead * warps);
+                pages.of(k, step, steps.past)
+            });
+            each.collect()
+        });
         for ahead in 0..stages - 1 {
             let step = k.add_u32(step, ahead * warps);
             let slot = k.mov_b32(ahead);
-            self.fetch(k, step, steps.past, slot);
+            self.fetch(k, step, steps.past, slot, pages.get(ahead as usize).copied());
+        }
+        if let (Some(pages), Some(&last)) = (&self.pages, pages.last()) {
+            k.set(pages.next, |k| k.mov_b32(last));
         }
         step
     }
@@ -584,7 +647,11 @@ impl<'a> Walk<'a> {
                 now
             });
             let ahead = k.add_u32(step, (stages - 1) * warps);
-            self.fetch(k, ahead, steps.past, free);
+            self.fetch(k, ahead, steps.past, free, self.pages.as_ref().map(|pages| pages.next));
+            if let Some(pages) = &self.pages {
+                let after = k.add_u32(ahead, warps);
+                k.set(pages.next, |k| pages.of(k, after, steps.past));
+            }
             k.comment("this thread's own copies of this step are done, and nobody else reads them");
             k.cp_async_wait((stages - 1) as u8);
             self.step(k, step, slot, queries, softmax, o, descales);
@@ -618,13 +685,33 @@ impl<'a> Walk<'a> {
     }
 
     /// Starts to copy a step, if there is one. The group is committed either way, so that counting groups counts steps.
-    fn fetch(&self, k: &mut KernelBuilder, step: Reg<B32>, past: Reg<B32>, slot: Reg<B32>) {
+    fn fetch(
+        &self,
+        k: &mut KernelBuilder,
+        step: Reg<B32>,
+        past: Reg<B32>,
+        slot: Reg<B32>,
+        page: Option<Reg<B32>>,
+    ) {
         let exists = k.setp_lt_s32(step, past);
         k.if_(exists, |k| {
             let first_key = k.mul_lo_u32(step, self.schedule.keys);
             // Keys that nobody sees become zeros: their probabilities are 0, but 0 · NaN is NaN.
-            let left = k.sub_s32(self.range.end, first_key);
-            let start = k.mad_wide_u32(first_key, self.k_row, self.k_base);
+            let mut left = k.sub_s32(self.range.end, first_key);
+            let (mut row, mut bases) = (first_key, [self.k_base, self.v_base]);
+            if let Some((pages, page)) = self.pages.as_ref().zip(page) {
+                row = k.rem_u32(first_key, pages.steps * self.schedule.keys);
+                let pool = k.param(PoolParams::pool);
+                let exists = k.setp_lt_u32(page, pool);
+                left = k.selp_b32(left, 0u32, exists);
+                let page = k.cvt_u64_u32(page);
+                let strides = [FwdParams::k_batch, FwdParams::v_batch];
+                bases = std::array::from_fn(|i| {
+                    let stride = k.param(strides[i]);
+                    k.mad_lo_u64(page, stride, bases[i])
+                });
+            }
+            let start = k.mad_wide_u32(row, self.k_row, bases[0]);
             let to = self.at(k, slot, 0, self.k.bytes);
             k.comment("keys");
             for eight in 0..self.schedule.keys / 8 {
@@ -633,7 +720,7 @@ impl<'a> Walk<'a> {
                 let there = k.setp_gt_s32(before, (8 * eight) as i32);
                 self.k.copy(k, to, eight, from, there, None);
             }
-            let start = k.mad_wide_u32(first_key, self.v_row, self.v_base);
+            let start = k.mad_wide_u32(row, self.v_row, bases[1]);
             let to = self.at(k, slot, self.k_bytes(), self.v.bytes);
             k.comment("values");
             for (i, key) in self.value_keys() {

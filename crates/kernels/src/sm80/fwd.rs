@@ -25,7 +25,7 @@ use crate::{
         epilogue,
         fragment::{Acc, Place, a_operands, matrix_ty},
         lane::{LaneAddress, Operand},
-        params::{DescaleParams, PoolParams, TENSORS, check_rows},
+        params::{DescaleParams, PageParams, PoolParams, TENSORS, check_rows},
         softmax::{OnlineSoftmax, SoftmaxParams},
         swizzle::Tile,
         work::{KeyRange, Order, Rows, Work},
@@ -199,7 +199,7 @@ impl Family for Schedule {
             k = k.more_params::<PackedParams>();
         }
         if spec.page.is_some() {
-            k = k.more_params::<PoolParams>();
+            k = k.more_params::<PageParams>().more_params::<PoolParams>();
         }
         k = k.traced(spec.traced);
         self.body(&mut k, spec, &memory);
@@ -232,6 +232,7 @@ impl Family for Schedule {
             packed.extend(&PackedParams::bind(args));
         }
         if spec.page.is_some() {
+            packed.extend(&PageParams::bind(args));
             packed.extend(&PoolParams::bind(args));
         }
         Ok(())

@@ -7,7 +7,11 @@ use flashcore_ptx::{B32, B64, KernelBuilder, ParamHandle, Pred, Reg, Shared};
 
 use crate::{
     FwdParams,
-    parts::{copy::Share, params::PoolParams, work::Work},
+    parts::{
+        copy::Share,
+        params::{PageParams, PoolParams},
+        work::Work,
+    },
 };
 
 /// What stands for a page that is not looked up.
@@ -54,7 +58,7 @@ impl Pages {
         first_key: Reg<B32>,
     ) -> Self {
         k.comment("the table of pages");
-        let (table, row) = (k.param(PoolParams::pages), k.param(PoolParams::pages_row));
+        let (table, row) = (k.param(PageParams::pages), k.param(PageParams::pages_row));
         let batch = k.cvt_u64_u32(work.rows.batch);
         let table = k.mad_lo_u64(batch, row, table);
         let count = look_ups(page, block_n, share.rows().count() as u32);

@@ -8,4 +8,4 @@ mod params;
 mod ring;
 mod stage;
 
-pub use params::{Divisor, PackedParams, PageParams, Sm90Params};
+pub use params::{Divisor, PackedParams, Sm90Params};

@@ -113,26 +113,6 @@ impl PackedParams {
     }
 }
 
-kernel_params! {
-    /// What a launch with keys in pages is given behind its other parameters.
-    pub struct PageParams {
-        /// The pages of each batch entry.
-        pages: GlobalPtr,
-        /// Bytes from one batch entry's to the next.
-        pages_row: u64,
-        /// The most pages of a batch entry.
-        most_pages: u32,
-    }
-}
-
-impl PageParams {
-    /// The parameters of a launch.
-    pub(crate) fn bind(args: &Args) -> Self {
-        let pages = args.tensor(Operand::Pages);
-        Self { pages: pages.pointer(), pages_row: pages.strides[0], most_pages: pages.shape[3] as u32 }
-    }
-}
-
 impl Sm90Params {
     /// The parameters of a launch; `encode` makes tensor maps.
     pub(crate) fn bind<E>(

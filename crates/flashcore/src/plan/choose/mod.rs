@@ -11,7 +11,7 @@ use flashcore_kernels::{
 use flashcore_ptx::Target;
 
 use super::{Hardware, Launch, MAX_GRID_YZ, element, workspace};
-use crate::{DType, Keys, Pass, Problem};
+use crate::{DType, Keys, Pass, Problem, Queries};
 
 /// The schedules to try for a kernel and a spec, best first. The search goes beyond them.
 #[allow(clippy::match_wildcard_for_single_variants)] // It is one variant for the workbench, and any for others.
@@ -179,14 +179,22 @@ pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
 
 /// What of packed sequences or pages no kernel takes, if anything.
 pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
+    let packed_q = problem.queries != Queries::Dense;
     let what = match problem.keys {
         _ if problem.is_dense() => return None,
-        Keys::Paged { .. } => "keys in pages",
-        Keys::Dense | Keys::Packed { .. } => "packed sequences",
+        // A cache of 8 bits has a kernel of its own.
+        _ if problem.dtype_kv.is_some() && packed_q => "packed queries against keys and values of f8".into(),
+        Keys::Paged { page, .. } if problem.dtype_kv.is_some() && has_odd_pages(problem) => {
+            format!("pages of {page} keys of f8")
+        }
+        Keys::Paged { .. } => "keys in pages".to_string(),
+        Keys::Dense | Keys::Packed { .. } => "packed sequences".into(),
     };
-    let backward = problem.pass == Pass::Backward;
-    if backward && matches!(problem.keys, Keys::Paged { .. }) || problem.dtype_kv.is_some() {
-        return Some(what.into());
+    let paged = matches!(problem.keys, Keys::Paged { .. });
+    if paged && problem.pass == Pass::Backward
+        || problem.dtype_kv.is_some() && (packed_q || !paged || has_odd_pages(problem))
+    {
+        return Some(what);
     }
     no_tensor_cores(problem, target).map(|without| format!("{what} with {without}"))
 }

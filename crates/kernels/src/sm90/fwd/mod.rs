@@ -40,11 +40,11 @@ pub(in crate::sm90) use self::softmax::hide;
 use flashcore_ptx::{ClusterArrive, GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
 use self::{consumer::Consumer, producer::Producer, turn::Turner};
-use super::{PackedParams, PageParams, Sm90Params};
+use super::{PackedParams, Sm90Params};
 use crate::{
     Args, Blocks, ElementType, Family, Geometry, Map, Packed, ScheduleError, Spec,
     family::{MAX_REGISTERS, check_registers, schedule},
-    parts::params::DescaleParams,
+    parts::params::{DescaleParams, PageParams},
 };
 
 /// Queries per warpgroup: what one `wgmma` takes.
@@ -395,6 +395,11 @@ impl Schedule {
     pub fn aside_bytes(self, spec: &Spec) -> u32 {
         let one = ROWS * spec.head_dim_v * 4;
         if spec.dtype.is_fp8() && self.flush > 1 { self.warpgroups * one } else { 0 }
+    }
+
+    /// The most keys of which nothing is put aside: those of the first tile and of as many as come before a flush.
+    pub fn keys_before_aside(self) -> u32 {
+        self.block_n * (1 + self.flush)
     }
 
     /// About how many registers a consumer's thread needs, given how many columns are added up apart.

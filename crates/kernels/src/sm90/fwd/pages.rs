@@ -6,7 +6,7 @@
 use flashcore_ptx::{B32, B64, KernelBuilder, Operand, PrefetchLevel, Reg};
 
 use super::{PITCH, Schedule, tiles::Tile};
-use crate::{Spec, sm90::PageParams};
+use crate::{PageParams, Spec};
 
 /// A page that does not exist.
 const NONE: u32 = u32::MAX;
