@@ -183,7 +183,7 @@ pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
         _ if problem.is_dense() => return None,
         Keys::Paged { page, .. } if !page.is_multiple_of(16) => format!("pages of {page} keys"),
         Keys::Paged { .. } => "keys in pages".into(),
-        Keys::Dense | Keys::Packed { .. } => "packed sequences".into(),
+        Keys::Dense | Keys::Packed { .. } | Keys::Apart { .. } => "packed sequences".into(),
     };
     let hopper = target == Target::Sm90a && problem.pass == Pass::Forward && problem.dtype_kv.is_none();
     let pages = !matches!(problem.keys, Keys::Paged { page, .. } if !page.is_multiple_of(16));
