@@ -3,12 +3,11 @@
 use std::marker::PhantomData;
 
 use crate::{
-    DType, Descales, Device, Error, Keys, Mask, Name, Pages, Pass, Problem, Quantiser, Queries, Result,
-    Starts, Tensor, TensorBuf, TensorMut,
+    Append, Appending, DType, Descales, Device, Error, Keys, Mask, Name, Pages, Pass, Problem, Quantiser,
+    Queries, Result, Starts, Tensor, TensorBuf, TensorMut,
     contract::{self, Call},
-    layouts,
     problem::default_scale,
-    signature::{PerTensor, Role},
+    signature::{PerTensor, Role, Rows},
     tensor::{DeviceLengths, Layout, Raw},
 };
 
@@ -248,7 +247,25 @@ impl<'a> Attention<'a> {
 
     /// The problem that these options and tensors pose, or what is wrong with them.
     pub fn problem(&self, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> Result<Problem> {
-        self.posed(Pass::Forward, &self.read(q, k, v))
+        self.posed(Pass::Forward, &self.read(q, k, v), None)
+    }
+
+    /// The problem of a call that appends to a cache.
+    pub fn append_problem(
+        &self,
+        new: &Append<'_>,
+        q: &Tensor<'_>,
+        k: &Tensor<'_>,
+        v: &Tensor<'_>,
+    ) -> Result<Problem> {
+        self.posed(Pass::Forward, &self.read_new(new, q, k, v), Some(new.appending()?))
+    }
+
+    /// What a call that appends reads.
+    fn read_new(&self, new: &Append<'_>, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> PerTensor<Raw> {
+        let mut tensors = self.read(q, k, v);
+        new.into_tensors(&mut tensors);
+        tensors
     }
 
     /// What a forward pass reads.
@@ -279,7 +296,9 @@ impl<'a> Attention<'a> {
         let (mut queries, mut keys) = (Queries::Dense, Keys::Dense);
         if let Some(starts) = self.k_starts {
             starts.check(Name::KStarts)?;
-            (keys, len_k) = (Keys::Packed { total: len_k }, starts.longest());
+            let total = len_k;
+            keys = if starts.is_apart() { Keys::Apart { total } } else { Keys::Packed { total } };
+            len_k = starts.longest();
         }
         if let Some(pages) = self.pages {
             let page = k.shape[2];
@@ -296,10 +315,10 @@ impl<'a> Attention<'a> {
 
     /// The problem that these options and tensors pose for the backward pass, or what is wrong with them.
     pub fn backward_problem(&self, given: &Backward<'_>) -> Result<Problem> {
-        self.posed(Pass::Backward, &self.placed(given.tensors))
+        self.posed(Pass::Backward, &self.placed(given.tensors), None)
     }
 
-    fn posed(&self, pass: Pass, inputs: &PerTensor<Raw>) -> Result<Problem> {
+    fn posed(&self, pass: Pass, inputs: &PerTensor<Raw>, append: Option<Appending>) -> Result<Problem> {
         let shape = |name: Name| inputs[name].layout.shape;
         let [_, heads_q, _, head_dim] = shape(Name::Q);
         let [_, heads_kv, ..] = shape(Name::K);
@@ -314,6 +333,7 @@ impl<'a> Attention<'a> {
             .with_scale(self.scale.unwrap_or_else(|| default_scale(head_dim)))
             .with_softcap(self.softcap.unwrap_or(0.0));
         problem.key_lengths = self.key_lengths.is_some();
+        problem.append = append;
         problem.descales = self.descales.given();
         problem.descale_keys = self.descales.keys();
         problem.quantise = self.quantise;
@@ -339,25 +359,72 @@ impl<'a> Attention<'a> {
         let problem = problem.check()?;
         // How many keys a sequence has is not known here, where its length lies on a GPU.
         if !matches!(self.key_lengths, Some(KeyLengths::Device(_))) {
-            layouts::check(&problem, inputs, self.host_key_lengths())?;
+            contract::check_places(&problem, inputs, self.host_key_lengths())?;
         }
         Ok(problem)
     }
 
     /// Runs, and returns outputs in memory of their own.
     pub fn run(&self, device: &Device, q: &Tensor<'_>, k: &Tensor<'_>, v: &Tensor<'_>) -> Result<Output> {
-        let problem = self.problem(q, k, v)?;
+        self.run_to_own(device, self.problem(q, k, v)?, q, self.read(q, k, v))
+    }
+
+    /// Runs a problem whose inputs were checked, into memory of its own.
+    fn run_to_own(
+        &self,
+        device: &Device,
+        problem: Problem,
+        q: &Tensor<'_>,
+        mut tensors: PerTensor<Raw>,
+    ) -> Result<Output> {
         let [batch, heads, len, _] = q.shape();
         let shape = [batch, heads, len, problem.head_dim_v];
         let mut o = TensorBuf::zeros(problem.out(), Layout::ordered_like(shape, &q.layout()))?;
         let lse_layout = Layout::bhsd([batch, heads, len, 1]);
         let mut lse = problem.lse.then(|| TensorBuf::zeros(DType::F32, lse_layout)).transpose()?;
-        let mut tensors = self.read(q, k, v).with(Name::O, o.view_mut().raw);
+        tensors.set(Name::O, o.view_mut().raw);
         if let Some(lse) = &mut lse {
             tensors.set(Name::Lse, lse.view_mut().raw);
         }
         self.run_checked(device, problem, &tensors)?;
         Ok(Output { o, lse })
+    }
+
+    /// A step of decoding: writes new keys and values into a cache, behind those that each sequence has there, and attends
+    /// to all of them. [`Attention::key_lengths`] are those before, and are needed; where the cache lies packed, apart or in
+    /// pages, that is said as for any other call. See [`Append`].
+    pub fn append(
+        &self,
+        device: &Device,
+        new: &Append<'_>,
+        q: &Tensor<'_>,
+        k: &mut TensorMut<'_>,
+        v: &mut TensorMut<'_>,
+    ) -> Result<Output> {
+        let (k, v) = (&k.as_tensor(), &v.as_tensor());
+        self.run_to_own(device, self.append_problem(new, q, k, v)?, q, self.read_new(new, q, k, v))
+    }
+
+    /// The same into memory that is already there; lse is computed if there is a place for it.
+    #[allow(clippy::too_many_arguments)] // They are the tensors of one call.
+    pub fn append_into(
+        &self,
+        device: &Device,
+        new: &Append<'_>,
+        q: &Tensor<'_>,
+        k: &mut TensorMut<'_>,
+        v: &mut TensorMut<'_>,
+        o: &mut TensorMut<'_>,
+        lse: Option<&mut TensorMut<'_>>,
+    ) -> Result<()> {
+        let (k, v) = (&k.as_tensor(), &v.as_tensor());
+        let mut problem = self.append_problem(new, q, k, v)?;
+        problem.lse = lse.is_some();
+        let mut tensors = self.read_new(new, q, k, v).with(Name::O, o.raw);
+        if let Some(lse) = lse {
+            tensors.set(Name::Lse, lse.raw);
+        }
+        self.run_checked(device, problem, &tensors)
     }
 
     /// Runs into memory that is already there; lse is computed if there is a place for it. Where q, k and v are f8, o may
@@ -461,7 +528,8 @@ impl<'a> Attention<'a> {
             }
         }
         // Whatever the other sizes say, there is nothing to write and so nothing to compute.
-        if signature.outputs().all(|output| output.shape.contains(&0)) {
+        let written = signature.outputs().chain(signature.iter().filter(|of| of.rows == Rows::NewKeys));
+        if written.into_iter().all(|of| of.shape.contains(&0)) {
             return Ok(());
         }
         let call = Call {

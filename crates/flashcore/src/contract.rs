@@ -1,8 +1,8 @@
 //! The contract of a call: tensors and problem fit each other, or the call is refused with the reason.
 
 use crate::{
-    Error, Name, Problem, Result, Sequences,
-    layouts::{Lie, View},
+    Error, Name, Problem, Result, Sequences, append,
+    layouts::{self, Lie, View},
     signature::{Parameter, PerTensor, Role, Rows},
     tensor::{DeviceLengths, Raw},
 };
@@ -66,13 +66,13 @@ impl Call<'_> {
     }
 }
 
-/// Checks the tensors of a role against the problem that was read off the inputs: dtypes, sizes, and that no output
-/// overlaps another tensor.
+/// Checks the tensors of a role, inputs or outputs, against the problem that was read off the inputs: dtypes, sizes, and that
+/// nothing that is written overlaps another tensor.
 pub(crate) fn check(problem: &Problem, tensors: &PerTensor<Raw>, role: Role) -> Result<()> {
     let signature = problem.signature();
     let given = |parameter: &Parameter| tensors.get(parameter.name).map(|raw| (*parameter, *raw));
-    for (Parameter { name, dtype, shape, decided_by, rows, .. }, raw) in
-        signature.iter().filter(|it| it.role == role).filter_map(given)
+    for (Parameter { name, role: own, dtype, shape, decided_by, rows, .. }, raw) in
+        signature.iter().filter(|it| (it.role == Role::Out) == (role == Role::Out)).filter_map(given)
     {
         if raw.dtype != dtype {
             return Err(Error::DTypeMismatch { tensor: name, given: raw.dtype, expected: dtype });
@@ -87,10 +87,15 @@ pub(crate) fn check(problem: &Problem, tensors: &PerTensor<Raw>, role: Role) -> 
                 return Err(Error::SizeMismatch { tensor: name, what, given, expected, other });
             }
         }
-        if role == Role::Out {
-            let before = signature.iter().take_while(|other| other.name != name).filter_map(given);
-            for (other, theirs) in before {
-                if overlap(&raw, &theirs) {
+        if own != Role::In {
+            let place = signature.iter().take_while(|other| other.name != name).count();
+            let behind = if own == Role::Changed { place + 1 } else { usize::MAX };
+            let before = signature.iter().take(place);
+            for (other, theirs) in before.chain(signature.iter().skip(behind)).filter_map(given) {
+                // Keys and values may be halves of one cache.
+                let halves =
+                    own == Role::Changed && other.role == Role::Changed && append::apart(&theirs, &raw);
+                if overlap(&raw, &theirs) && !halves {
                     return Err(Error::Aliasing { output: name, other: other.name });
                 }
             }
@@ -108,6 +113,19 @@ pub(crate) fn check_key_lengths(problem: &Problem, lengths: &[u32]) -> Result<()
         Some((entry, &given)) => Err(Error::KeyLength { entry, given, len_k: problem.len_k }),
         None => Ok(()),
     }
+}
+
+/// Checks where the sequences of a call are, and where those of an append will be, as far as the host knows.
+pub(crate) fn check_places(
+    problem: &Problem,
+    tensors: &PerTensor<Raw>,
+    key_lengths: Option<&[u32]>,
+) -> Result<()> {
+    let Some(before) = key_lengths.filter(|_| problem.append.is_some()) else {
+        return layouts::check(problem, tensors, key_lengths);
+    };
+    append::check(problem, tensors, before)?;
+    layouts::check(problem, tensors, Some(&append::lengths_after(problem, tensors, before)))
 }
 
 /// Checks what is known of key lengths on a GPU against batch and keys.

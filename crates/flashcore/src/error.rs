@@ -49,6 +49,18 @@ pub enum Name {
     Pages,
     /// How many keys each batch entry has.
     KeyLengths,
+    /// The keys that a call appends to a cache.
+    NewK,
+    /// The values that it appends.
+    NewV,
+    /// Where the new keys of each sequence begin, and those of the last one end, where they lie one behind the other.
+    NewStarts,
+    /// The cosines of rotary embeddings, a row for each position.
+    Cos,
+    /// Their sines.
+    Sin,
+    /// At which position the new keys of each sequence begin.
+    Positions,
     /// A tensor that is not yet part of a call.
     Tensor,
 }
@@ -78,6 +90,12 @@ impl fmt::Display for Name {
             Name::KStarts => "k_starts",
             Name::Pages => "pages",
             Name::KeyLengths => "key_lengths",
+            Name::NewK => "new_k",
+            Name::NewV => "new_v",
+            Name::NewStarts => "new_starts",
+            Name::Cos => "cos",
+            Name::Sin => "sin",
+            Name::Positions => "positions",
             Name::Tensor => "the tensor",
         })
     }
@@ -131,7 +149,7 @@ pub enum Error {
     },
     /// The dtypes differ.
     #[error(
-        "{tensor} is {given}, but {expected} is needed: q, k, v and o share one dtype with their gradients (o of f8 is f16 or bf16), lse and descales are f32, and starts and pages are i32. Convert {tensor} to {expected}"
+        "{tensor} is {given}, but {expected} is needed: q, k, v and o share one dtype with their gradients (o of f8 is f16 or bf16), lse and descales are f32, and starts, pages and positions are i32. Convert {tensor} to {expected}"
     )]
     DTypeMismatch {
         /// Which tensor.
@@ -372,6 +390,40 @@ pub enum Error {
         what: &'static str,
         /// What is possible.
         possible: &'static str,
+    },
+    /// Something that an append to a cache does not go with.
+    #[error("{what}: {possible}")]
+    Append {
+        /// What was asked.
+        what: &'static str,
+        /// What is possible.
+        possible: &'static str,
+    },
+    /// New keys that have no room behind those that are there.
+    #[error(
+        "sequence {sequence} has {length} keys and gets {new} more, but the cache has room for {room}. Give a larger cache, or the length before the append"
+    )]
+    Room {
+        /// Which sequence.
+        sequence: usize,
+        /// Its key length.
+        length: u32,
+        /// Its new keys.
+        new: usize,
+        /// What there is room for.
+        room: usize,
+    },
+    /// A position that the tables of rotary embeddings have not.
+    #[error(
+        "sequence {sequence} comes to position {position}, but cos and sin have {table}. Give longer tables"
+    )]
+    Position {
+        /// Which sequence.
+        sequence: usize,
+        /// Its last position.
+        position: usize,
+        /// Positions of the tables.
+        table: usize,
     },
     /// Starts without a first entry.
     #[error(

@@ -33,6 +33,7 @@ use crate::{
 pub struct Starts<'a> {
     pub(crate) raw: Raw,
     longest: usize,
+    apart: bool,
     lifetime: PhantomData<&'a [u32]>,
 }
 
@@ -51,7 +52,35 @@ impl<'a> Starts<'a> {
     /// asks for it: starts that fall, that go beyond the tensor, or sequences longer than the bound then compute something
     /// else, and may read and write outside the tensors.
     pub fn of(starts: &Tensor<'a>, longest: usize) -> Self {
-        Self { raw: starts.raw, longest, lifetime: PhantomData }
+        Self { raw: starts.raw, longest, apart: false, lifetime: PhantomData }
+    }
+
+    /// Starts of keys that need not rise: sequences lie anywhere in the tensor, in any order and even over each other, and
+    /// [`Attention::key_lengths`](crate::Attention::key_lengths), which are needed then, say where each ends. The number behind
+    /// the last sequence's is not used. `longest` bounds the key lengths.
+    ///
+    /// A dense cache whose batch entries are chosen, and whose first rows count for nothing, is such a tensor:
+    ///
+    /// ```
+    /// use flashcore::{Attention, Device, Starts, Tensor};
+    ///
+    /// // Three entries of four rows, as (entries, rows, heads, head_dim); two sequences are in entries 2 and 0, from row 1 on.
+    /// let cache: Vec<f32> = (0..3 * 4).map(|i| i as f32).collect();
+    /// let v = Tensor::bshd(&cache, &[1, 3 * 4, 1, 1])?;
+    /// let q = Tensor::new(&[0.0_f32, 0.0], &[2, 1, 1, 1])?; // all keys count the same
+    /// let starts = Tensor::indices(&[2 * 4 + 1, 1, 0], [1, 3])?;
+    /// let attention = Attention::new().packed_keys(Starts::apart(&starts, 4)).key_lengths(&[2, 3]);
+    /// let out = attention.run(&Device::cpu(), &q, &v, &v)?;
+    /// assert_eq!(out.o.to_f32(), [(9.0 + 10.0) / 2.0, 2.0]);
+    /// # Ok::<(), flashcore::Error>(())
+    /// ```
+    pub fn apart(starts: &Tensor<'a>, longest: usize) -> Self {
+        Self { apart: true, ..Self::of(starts, longest) }
+    }
+
+    /// Whether they need not rise.
+    pub(crate) fn is_apart(&self) -> bool {
+        self.apart
     }
 
     /// How many sequences there are.
@@ -176,7 +205,7 @@ impl<'a> Lie<'a> {
     pub(crate) fn of_keys(problem: &Problem, tensors: &'a PerTensor<Raw>) -> Self {
         match problem.keys {
             Keys::Dense => Lie::Dense,
-            Keys::Packed { .. } => Lie::Packed(tensors[Name::KStarts].indices()),
+            Keys::Packed { .. } | Keys::Apart { .. } => Lie::Packed(tensors[Name::KStarts].indices()),
             Keys::Paged { page, .. } => {
                 let table = &tensors[Name::Pages];
                 Lie::Paged { table: table.indices(), stride: table.layout.strides[0], page }
@@ -289,19 +318,23 @@ impl<'a> Sequences<'a> {
     }
 }
 
-/// Checks starts, tables and key lengths that lie on the host.
+/// Checks starts, tables and key lengths that lie on the host; those of a call that appends are those after it.
 pub(crate) fn check(problem: &Problem, tensors: &PerTensor<Raw>, key_lengths: Option<&[u32]>) -> Result<()> {
     let on_host = |name| tensors.get(name).filter(|raw| raw.place == Place::Host);
-    let totals = [
-        (
-            Name::QStarts,
-            problem.len_q,
-            if let Queries::Packed { total } = problem.queries { total } else { 0 },
-        ),
-        (Name::KStarts, problem.len_k, if let Keys::Packed { total } = problem.keys { total } else { 0 }),
+    let of_q = if let Queries::Packed { total } = problem.queries { total } else { 0 };
+    let of_k = if let Keys::Packed { total } = problem.keys { total } else { 0 };
+    let new = problem.append.map_or((0, 0), |append| (append.len, append.total.unwrap_or(0)));
+    let rising = [
+        (Name::QStarts, problem.len_q, of_q),
+        (Name::KStarts, problem.len_k, of_k),
+        (Name::NewStarts, new.0, new.1),
     ];
-    for (tensor, longest, total) in totals {
+    for (tensor, longest, total) in rising {
         let Some(raw) = on_host(tensor) else { continue };
+        if let (Name::KStarts, Keys::Apart { total }) = (tensor, problem.keys) {
+            check_apart(raw.indices(), key_lengths, total)?;
+            continue;
+        }
         for (sequence, ends) in raw.indices().windows(2).enumerate() {
             let (start, end) = (ends[0], ends[1]);
             if end < start || end as usize > total {
@@ -329,6 +362,18 @@ pub(crate) fn check(problem: &Problem, tensors: &PerTensor<Raw>, key_lengths: Op
                     return Err(Error::Page { sequence, place, given: given as i32, pages });
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// Checks starts that need not rise: each sequence ends within the tensor.
+fn check_apart(starts: &[u32], key_lengths: Option<&[u32]>, total: usize) -> Result<()> {
+    let lengths = key_lengths.unwrap_or_default();
+    for (sequence, (&start, &length)) in starts.iter().zip(lengths).enumerate() {
+        let end = start.saturating_add(length);
+        if end as usize > total {
+            return Err(Error::Starts { tensor: Name::KStarts, sequence, start, end, total });
         }
     }
     Ok(())

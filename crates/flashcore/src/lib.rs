@@ -14,7 +14,8 @@
 //! [`Descales`]; [`Attention::fp8`] makes them of wider ones, on the CPU and on the GPU.
 //!
 //! Sequences of different lengths may be packed ([`Attention::packed`]), and keys and values may lie in the pages of a cache
-//! ([`Attention::paged`]).
+//! ([`Attention::paged`]). [`Attention::append`] writes new keys and values into a cache, with rotary embeddings, before it
+//! attends.
 //!
 //! [`Attention`] holds the options, [`Tensor`] and [`TensorMut`] are views of memory in any order of batch, heads
 //! and length, [`Problem`] is what they pose together, and [`Device`] is where it runs. Everything that a call
@@ -28,6 +29,7 @@
 //! reads and writes [`Problem`], [`DType`] and [`Mask`] as their text.
 
 mod aligned;
+mod append;
 mod attention;
 mod contract;
 pub mod cpu;
@@ -57,6 +59,7 @@ mod tensor;
 pub mod tuned;
 
 pub use aligned::Aligned;
+pub use append::{Append, Appending, Rotary, Turning};
 pub use attention::{Attention, Backward, Gradients, Output};
 pub use descales::Descales;
 pub use device::Device;

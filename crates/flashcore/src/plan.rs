@@ -120,7 +120,7 @@ impl Launch {
         let (heads, [batch, len]) = match keys {
             _ if !geometry.is_of_keys() => (heads_q, of_queries(geometry.rows)),
             Keys::Packed { total } => (heads_kv, packed(total, geometry.rows)),
-            Keys::Dense | Keys::Paged { .. } => (heads_kv, [batch as u32, len_k as u32]),
+            _ => (heads_kv, [batch as u32, len_k as u32]),
         };
         let heads = heads as u32;
         let queries = match geometry.blocks {
@@ -327,13 +327,16 @@ fn element(dtype: DType) -> ElementType {
 
 /// What the kernels for attention are given of a problem: f8, where its tensors become f8 first.
 fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
-    if problem.quantise.is_none() {
-        return Ok(*problem);
-    }
     let refuse = |what: &str, possible: &str| {
         let (device, what, possible) = (hardware.name.clone(), what.into(), possible.into());
         Err(Error::Unsupported { device, what, possible, source: None })
     };
+    if problem.append.is_some() {
+        return refuse("an append", "Device::cpu(), with tensors on the host");
+    }
+    if problem.quantise.is_none() {
+        return Ok(*problem);
+    }
     if problem.dtype == DType::F32 {
         return refuse("quantising f32", "f16 and bf16; or a copy on the host and Device::cpu()");
     }
@@ -400,10 +403,10 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
         scaled_scores: Spec::needs_scaled_scores(element(problem.dtype_kv()), problem.scale, problem.softcap),
         key_lengths: problem.key_lengths,
         packed_q: matches!(problem.queries, Queries::Packed { .. }),
-        packed_k: matches!(problem.keys, Keys::Packed { .. }),
+        packed_k: matches!(problem.keys, Keys::Packed { .. } | Keys::Apart { .. }),
         page: match problem.keys {
             Keys::Paged { page, .. } => Some(page as u32),
-            Keys::Dense | Keys::Packed { .. } => None,
+            Keys::Dense | Keys::Packed { .. } | Keys::Apart { .. } => None,
         },
         grouped: problem.heads_kv != problem.heads_q,
         rows_per_query: *rows_per_query as u32,

@@ -1,6 +1,6 @@
 //! Problem: what is asked of attention, as a pure value.
 
-use crate::{DType, Error, Mask, Name, Quantiser, Result, signature::Parameter};
+use crate::{Appending, DType, Error, Mask, Name, Quantiser, Result, Turning, signature::Parameter};
 
 /// The largest head dim of the contract; a device may take less.
 pub const MAX_HEAD_DIM: usize = 1024;
@@ -76,6 +76,12 @@ pub enum Keys {
         /// Rows of the tensor.
         total: usize,
     },
+    /// Sequences lie anywhere in a tensor of (1, kv heads, total, head_dim), in any order and even over each other, as those
+    /// of a cache whose batch entries are chosen. [`Name::KStarts`] says where each begins, and key lengths where it ends.
+    Apart {
+        /// Rows of the tensor.
+        total: usize,
+    },
     /// Sequences lie in pages of a pool: (pages, kv heads, page, head_dim). [`Name::Pages`] says which pages a sequence
     /// has, in order.
     Paged {
@@ -111,8 +117,8 @@ pub enum Keys {
 ///
 /// Batch entries are sequences. Where they are packed or in pages, the lengths are the most that a sequence may have, which
 /// size grids and counts of operations, and the text says how many rows there are: `packed=700` of queries and keys,
-/// `packed=300/700` where these differ, `packed-q=300` or `packed-k=700` of one of them, `page=16/4096` for keys in 4096
-/// pages of 16.
+/// `packed=300/700` where these differ, `packed-q=300` or `packed-k=700` of one of them, `apart-k=700` for keys that begin
+/// anywhere, `page=16/4096` for keys in 4096 pages of 16.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Problem {
@@ -153,6 +159,8 @@ pub struct Problem {
     pub mask: Mask,
     /// Whether each batch entry has a key length of its own, given with the call.
     pub key_lengths: bool,
+    /// Keys and values that the call adds to the cache before it attends, if it does. Key lengths are those before.
+    pub append: Option<Appending>,
     /// What the scores are multiplied with before the softmax.
     pub scale: f32,
     /// Scores become `softcap · tanh(score / softcap)` before the mask.
@@ -184,6 +192,7 @@ impl Problem {
             quantise: None,
             mask: Mask::None,
             key_lengths: false,
+            append: None,
             scale: default_scale(head_dim),
             softcap: None,
             lse: false,
@@ -355,6 +364,7 @@ impl Problem {
         }
         self.check_layouts()?;
         self.check_types()?;
+        self.check_append()?;
         if !(self.scale.is_finite() && self.scale > 0.0) {
             return Err(Error::Scale { given: self.scale });
         }
@@ -379,6 +389,20 @@ impl Problem {
             if self.pass == Pass::Backward {
                 return refuse(
                     "a backward pass of keys in pages",
+                    "those of dense or packed keys have gradients",
+                );
+            }
+        }
+        if matches!(self.keys, Keys::Apart { .. }) {
+            if !self.key_lengths {
+                return refuse(
+                    "keys that begin anywhere, without key lengths",
+                    "give them: they say where each ends",
+                );
+            }
+            if self.pass == Pass::Backward {
+                return refuse(
+                    "a backward pass of keys that begin anywhere",
                     "those of dense or packed keys have gradients",
                 );
             }
@@ -491,11 +515,11 @@ impl Problem {
     fn identity(&self) -> impl Eq + std::hash::Hash + use<> {
         let Self {
             pass, batch, heads_q, heads_kv, len_q, len_k, queries, keys, head_dim, head_dim_v, dtype, dtype_kv, out, descales,
-            descale_keys, quantise, mask, key_lengths, scale, softcap, lse,
+            descale_keys, quantise, mask, key_lengths, append, scale, softcap, lse,
         } = *self;
         let sizes = [batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v];
         let types = (dtype, dtype_kv, out, descales, descale_keys, quantise);
-        (pass, sizes, (queries, keys), types, mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
+        (pass, sizes, (queries, keys, append), types, mask, [key_lengths, lse], scale.to_bits(), softcap.map(f32::to_bits))
     }
 }
 
@@ -554,11 +578,16 @@ impl std::fmt::Display for Problem {
             (Queries::Dense, Keys::Packed { total }) => write!(f, " packed-k={total}")?,
             (Queries::Dense, _) => {}
         }
-        if let Keys::Paged { page, pages } = self.keys {
-            write!(f, " page={page}/{pages}")?;
+        match self.keys {
+            Keys::Paged { page, pages } => write!(f, " page={page}/{pages}")?,
+            Keys::Apart { total } => write!(f, " apart-k={total}")?,
+            Keys::Dense | Keys::Packed { .. } => {}
         }
         if self.key_lengths {
             write!(f, " key-lengths")?;
+        }
+        if let Some(append) = self.append {
+            write!(f, " {append}")?;
         }
         if self.lse {
             write!(f, " lse")?;
@@ -583,7 +612,7 @@ impl std::str::FromStr for Problem {
         let mut words = text.split_whitespace();
         let sizes = words.next().unwrap_or_default();
         let mut problem = sizes_of(sizes).ok_or_else(|| refuse(&format!("'{sizes}' is not BxHxSxD")))?;
-        let (mut out, mut dtype_kv) = (None, None);
+        let (mut out, mut dtype_kv, mut rotary) = (None, None, None);
         for word in words {
             let wrong = |text: &str| refuse(&format!("'{text}' is not a number"));
             let number = |text: &str| text.parse::<f32>().map_err(|_| wrong(text));
@@ -604,6 +633,13 @@ impl std::str::FromStr for Problem {
                     }
                     Some(("packed-q", value)) => problem.queries = Queries::Packed { total: size(value)? },
                     Some(("packed-k", value)) => problem.keys = Keys::Packed { total: size(value)? },
+                    Some(("apart-k", value)) => problem.keys = Keys::Apart { total: size(value)? },
+                    Some(("append", value)) => {
+                        problem.append = Some(Appending::read(value).ok_or_else(|| wrong(value))?);
+                    }
+                    Some(("rotary", value)) => {
+                        rotary = Some(Turning::read(value).ok_or_else(|| wrong(value))?);
+                    }
                     Some(("page", value)) => {
                         let (page, pages) = value.split_once('/').ok_or_else(|| wrong(value))?;
                         problem.keys = Keys::Paged { page: size(page)?, pages: size(pages)? };
@@ -631,6 +667,11 @@ impl std::str::FromStr for Problem {
                     _ => return Err(refuse(&format!("'{word}' is unknown"))),
                 }
             }
+        }
+        match (&mut problem.append, rotary) {
+            (Some(append), rotary) => append.rotary = rotary,
+            (None, Some(_)) => return Err(refuse("rotary embeddings are of keys that are appended")),
+            (None, None) => {}
         }
         let problem = dtype_kv.map_or(problem, |dtype| problem.with_dtype_kv(dtype));
         out.map_or(problem, |out| problem.with_out(out)).check()

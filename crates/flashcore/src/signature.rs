@@ -10,6 +10,8 @@ pub enum Role {
     In,
     /// It is written.
     Out,
+    /// It is read, and some of its rows are written: a cache that new keys are appended to.
+    Changed,
 }
 
 /// What the rows of a tensor are.
@@ -24,6 +26,10 @@ pub enum Rows {
     Heads,
     /// One for each block of keys of a key head.
     Blocks,
+    /// One per new key of a key head.
+    NewKeys,
+    /// One per position of a sequence.
+    Positions,
     /// Numbers that say where the rows of other tensors belong.
     Places,
 }
@@ -36,6 +42,8 @@ impl Rows {
             Rows::Keys => ["key", "keys"],
             Rows::Heads => ["kv head", "kv heads"],
             Rows::Blocks => ["block of keys", "blocks of keys"],
+            Rows::NewKeys => ["new key", "new keys"],
+            Rows::Positions => ["position", "positions"],
             Rows::Places => ["row of places", "rows of places"],
         }
     }
@@ -62,7 +70,7 @@ pub struct Parameter {
 }
 
 /// How many names of tensors there are.
-const MOST: usize = 16;
+const MOST: usize = 22;
 
 /// The tensors of a problem, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +97,7 @@ impl Problem {
             head_dim,
             head_dim_v,
             dtype,
+            append,
             lse,
             ..
         } = *self;
@@ -102,12 +111,22 @@ impl Problem {
                 (Rows::Queries, Queries::Dense, _) => ([batch, heads_q, len_q], sequences),
                 (Rows::Queries, Queries::Packed { total }, _) => ([1, heads_q, total], Name::QStarts),
                 (Rows::Keys, _, Keys::Dense) => ([batch, heads_kv, len_k], sequences),
-                (Rows::Keys, _, Keys::Packed { total }) => ([1, heads_kv, total], Name::KStarts),
+                (Rows::Keys, _, Keys::Packed { total } | Keys::Apart { total }) => {
+                    ([1, heads_kv, total], Name::KStarts)
+                }
                 (Rows::Keys, _, Keys::Paged { page, pages }) => ([pages, heads_kv, page], Name::K),
                 (Rows::Heads, ..) => ([batch, heads_kv, 1], sequences),
                 (Rows::Blocks, ..) => {
                     let blocks = self.descale_keys.map_or(1, |keys| len_k.div_ceil(keys.max(1)));
                     ([batch, heads_kv, blocks], sequences)
+                }
+                (Rows::NewKeys, ..) => match append.map(|append| (append.len, append.total)) {
+                    Some((_, Some(total))) => ([1, heads_kv, total], Name::NewStarts),
+                    of => ([batch, heads_kv, of.map_or(0, |(len, _)| len)], sequences),
+                },
+                (Rows::Positions, ..) => {
+                    let table = append.and_then(|append| append.rotary).map_or(0, |rotary| rotary.table);
+                    ([1, 1, table], Name::Cos)
                 }
                 (Rows::Places, ..) => ([1, 1, 1], sequences),
             };
@@ -151,10 +170,28 @@ impl Problem {
         let q_starts = matches!(queries, Queries::Packed { .. }).then(|| starts(Name::QStarts));
         let of_keys_places = match keys {
             Keys::Dense => None,
-            Keys::Packed { .. } => Some(starts(Name::KStarts)),
+            Keys::Packed { .. } | Keys::Apart { .. } => Some(starts(Name::KStarts)),
             Keys::Paged { page, .. } => Some(places(Name::Pages, batch, len_k.div_ceil(page.max(1)))),
         };
-        let inputs = [like_q(Name::Q, read), like_k(Name::K, read), like_v(Name::V, read)];
+        let cache = if append.is_some() { Role::Changed } else { read };
+        let inputs = [like_q(Name::Q, read), like_k(Name::K, cache), like_v(Name::V, cache)];
+        let appended = append.map(|append| {
+            let new = |name, dim, of_dim| {
+                let mut new = tensor(name, read, Rows::NewKeys, dim, [Name::K, of_dim]);
+                new.decided_by[2] = Name::NewK;
+                new
+            };
+            let turning = append.rotary.map(|rotary| {
+                let table = |name| tensor(name, read, Rows::Positions, rotary.dim / 2, [Name::Cos; 2]);
+                let positions = rotary.positions.then(|| places(Name::Positions, 1, batch));
+                [Some(table(Name::Cos)), Some(table(Name::Sin)), positions]
+            });
+            let [cos, sin, positions] = turning.unwrap_or_default();
+            let starts = append.total.map(|_| starts(Name::NewStarts));
+            let (k, v) = (new(Name::NewK, head_dim, Name::Q), new(Name::NewV, head_dim_v, Name::V));
+            [Some(k), Some(v), starts, cos, sin, positions]
+        });
+        let appended = appended.unwrap_or_default().into_iter().flatten();
         let rest = match pass {
             Pass::Forward => {
                 let results = [Some(like_o(Name::O, written)), lse.then(|| like_lse(Name::Lse, written))];
@@ -178,7 +215,8 @@ impl Problem {
         let descales = names.map(|(name, _)| number(name, read, rows(name), Name::K));
         let mut signature = Signature { parameters: [inputs[0]; MOST], count: 0 };
         let places = [q_starts, of_keys_places].into_iter().flatten();
-        for parameter in inputs.into_iter().chain(descales).chain(places).chain(rest.into_iter().flatten()) {
+        let beside = descales.chain(places).chain(appended);
+        for parameter in inputs.into_iter().chain(beside).chain(rest.into_iter().flatten()) {
             signature.parameters[signature.count] = parameter;
             signature.count += 1;
         }
@@ -200,9 +238,14 @@ impl Signature {
         self.parameters[..self.count].iter()
     }
 
-    /// The tensors that are read.
+    /// The tensors that are read, those that change among them.
     pub fn inputs(&self) -> impl Iterator<Item = &Parameter> {
-        self.iter().filter(|parameter| parameter.role == Role::In)
+        self.iter().filter(|parameter| parameter.role != Role::Out)
+    }
+
+    /// The tensors that are read, and written in part.
+    pub fn changed(&self) -> impl Iterator<Item = &Parameter> {
+        self.iter().filter(|parameter| parameter.role == Role::Changed)
     }
 
     /// The tensors that are written.
@@ -245,6 +288,12 @@ fn place(name: Name) -> usize {
         Name::QStarts => 13,
         Name::KStarts => 14,
         Name::Pages => 15,
+        Name::NewK => 16,
+        Name::NewV => 17,
+        Name::NewStarts => 18,
+        Name::Cos => 19,
+        Name::Sin => 20,
+        Name::Positions => 21,
         Name::KeyLengths | Name::Tensor => unreachable!("no tensor of a signature"),
     }
 }

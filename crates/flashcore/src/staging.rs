@@ -30,7 +30,7 @@ pub(crate) fn run<M: Memory>(
     for parameter in &signature {
         let (name, raw) = (parameter.name, &call.tensors[parameter.name]);
         let (address, layout) = match parameter.role {
-            Role::In => {
+            Role::In | Role::Changed => {
                 let (bytes, layout) = read(raw, parameter.alignment);
                 (memory.upload(&name.to_string(), &bytes)?, layout)
             }
@@ -47,9 +47,9 @@ pub(crate) fn run<M: Memory>(
     }
     bindings.key_lengths = call.key_lengths.map(|lengths| memory.lengths(lengths)).transpose()?;
     launch(memory, &bindings)?;
-    for parameter in signature.outputs() {
+    for parameter in signature.changed().chain(signature.outputs()) {
         let (raw, (address, layout)) = (&call.tensors[parameter.name], bindings.tensors[parameter.name]);
-        let mut bytes = vec![0; bytes_of(raw, &layout)];
+        let mut bytes = vec![0; layout.reach().unwrap_or(0) * raw.dtype.size()];
         memory.download(address, &mut bytes)?;
         raw.write_rows(&bytes, &layout);
     }

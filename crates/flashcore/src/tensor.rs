@@ -71,7 +71,7 @@ impl Layout {
     }
 
     /// One more than the largest offset; 0 for an empty tensor.
-    fn reach(&self) -> Option<usize> {
+    pub(crate) fn reach(&self) -> Option<usize> {
         if self.shape.contains(&0) {
             return Some(0);
         }
@@ -83,13 +83,20 @@ impl Layout {
         last?.checked_add(1)
     }
 
-    /// Whether two indices can name the same element: sorted by stride, each dimension must step over all
-    /// that the smaller ones reach.
+    /// Whether two indices can name the same element.
     fn overlaps_itself(&self) -> bool {
+        self.overlaps_when_repeated(1, 0)
+    }
+
+    /// Whether this layout, repeated at a distance of so many elements, names an element twice: sorted by stride, each
+    /// dimension must step over all that the smaller ones reach.
+    pub(crate) fn overlaps_when_repeated(&self, times: usize, distance: usize) -> bool {
         if self.shape.contains(&0) {
             return false;
         }
-        let mut dims: [(usize, usize); 4] = std::array::from_fn(|dim| (self.strides[dim], self.shape[dim]));
+        let of =
+            |dim: usize| self.shape.get(dim).map_or((distance, times), |&size| (self.strides[dim], size));
+        let mut dims: [(usize, usize); 5] = std::array::from_fn(of);
         dims.sort_unstable();
         let mut reached = 1_usize;
         for (stride, size) in dims.into_iter().filter(|&(_, size)| size > 1) {
@@ -200,6 +207,24 @@ impl Raw {
                 }
             };
         }
+    }
+}
+
+/// Copies of rows, bit by bit.
+impl Raw {
+    /// Copies a row to one of another tensor of the same type and width. Panics out of bounds or off the host.
+    pub(crate) fn copy_row(&self, [b, h, s]: [usize; 3], to: &Raw, [to_b, to_h, to_s]: [usize; 3]) {
+        let inside = |raw: &Raw, at: [usize; 3]| {
+            raw.place == Place::Host && at.iter().zip(raw.layout.shape).all(|(&index, size)| index < size)
+        };
+        let width = self.layout.shape[3];
+        assert!(inside(self, [b, h, s]) && inside(to, [to_b, to_h, to_s]));
+        assert!(self.dtype == to.dtype && width == to.layout.shape[3]);
+        let size = self.dtype.size();
+        let (from, into) = (self.layout.row(b, h, s) * size, to.layout.row(to_b, to_h, to_s) * size);
+        // SAFETY: both rows lie inside their tensors, which `new` checked to lie inside their memory, and a call's contract
+        // has seen to it that what is written overlaps nothing that is read.
+        unsafe { std::ptr::copy(self.ptr.add(from), to.ptr.add(into), width * size) };
     }
 }
 

@@ -1,6 +1,6 @@
 //! The text of a problem says everything: it parses back to the same problem, whatever that is.
 
-use flashcore::{DType, Keys, Mask, Problem, Queries};
+use flashcore::{Appending, DType, Keys, Mask, Problem, Queries, Turning};
 use proptest::prelude::*;
 
 fn masks() -> impl Strategy<Value = Mask> {
@@ -24,9 +24,23 @@ fn layouts() -> impl Strategy<Value = (Queries, Keys)> {
     let keys = prop_oneof![
         Just(Keys::Dense),
         size().prop_map(|total| Keys::Packed { total }),
+        size().prop_map(|total| Keys::Apart { total }),
         (1..999_usize, size()).prop_map(|(page, pages)| Keys::Paged { page, pages }),
     ];
     (queries, keys)
+}
+
+fn appends() -> impl Strategy<Value = Option<Appending>> {
+    let size = || 0..99_999_usize;
+    let turning =
+        (any::<[bool; 2]>(), size(), 1..4_usize).prop_map(|([interleaved, positions], table, dim)| Turning {
+            dim: 16 * dim,
+            interleaved,
+            table,
+            positions,
+        });
+    let append = (size(), prop::option::of(size()), prop::option::of(turning));
+    prop::option::of(append.prop_map(|(len, total, rotary)| Appending { len, total, rotary }))
 }
 
 prop_compose! {
@@ -41,6 +55,7 @@ prop_compose! {
         (key_lengths, lse, backward, half_out) in any::<(bool, bool, bool, bool)>(),
         (descales, block) in (any::<[bool; 3]>(), prop::option::of(1..999_usize)),
         (queries, keys) in layouts(),
+        append in appends(),
     ) -> Problem {
         let (len_k, head_dim_v) = if square { (len_q, head_dim) } else { (len_k, head_dim_v) };
         let mut problem = Problem::new(batch, heads_kv * group, len_q, head_dim, dtype)
@@ -51,14 +66,18 @@ prop_compose! {
             .with_keys(keys)
             .with_softcap(softcap.unwrap_or(0.0));
         problem.scale = scale.unwrap_or(problem.scale);
-        (problem.key_lengths, problem.lse) = (key_lengths, lse);
+        problem.key_lengths = key_lengths || matches!(keys, Keys::Apart { .. });
+        problem.lse = lse;
         if dtype == DType::F8E4M3 {
             problem.descales = descales;
             problem.descale_keys = block.filter(|_| keys == Keys::Dense && (descales[1] || descales[2]));
             return if half_out { problem.with_out(DType::F16) } else { problem };
         }
-        let paged = matches!(keys, Keys::Paged { .. });
-        if backward && !paged { problem.backward() } else { problem }
+        if let Some(append) = append.filter(|_| !backward && head_dim >= 48) {
+            return problem.with_append(append);
+        }
+        let no_gradients = matches!(keys, Keys::Paged { .. } | Keys::Apart { .. });
+        if backward && !no_gradients { problem.backward() } else { problem }
     }
 }
 

@@ -74,13 +74,30 @@ pub enum Operand {
     KMean,
     /// Memory that the launches of a quantisation share.
     Space,
+    /// The keys that a call appends to its cache.
+    NewK,
+    /// The values that it appends.
+    NewV,
+    /// Where the new keys of each sequence begin and those of the last one end, as [`Operand::QStarts`] says of queries, where
+    /// they lie one behind the other.
+    NewStarts,
+    /// The cosines of rotary embeddings, a row for each position.
+    Cos,
+    /// Their sines.
+    Sin,
+    /// At which position the new keys of each sequence begin: one u32 each.
+    Positions,
+    /// The queries, turned.
+    TurnedQ,
+    /// One u32 per batch entry: how many keys it has once the new ones are there.
+    LengthsAfter,
 }
 
 /// Rows of [`Operand::RowLse`] and [`Operand::RowDelta`] are padded to a multiple of this: no tile is larger.
 pub const ROW_PADDING: u32 = 128;
 
 impl Operand {
-    const COUNT: usize = Operand::Space as usize + 1;
+    const COUNT: usize = Operand::LengthsAfter as usize + 1;
 }
 
 /// A tensor of shape (batch, heads, length, head dim) in a GPU's memory. Rows are contiguous; strides are in bytes, from
@@ -113,7 +130,7 @@ pub struct Section {
 }
 
 /// What a launch is bound to.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct Args {
     tensors: [TensorArg; Operand::COUNT],
     /// The factor applied to the scores before the softmax.
@@ -128,6 +145,8 @@ pub struct Args {
     pub sequences: u32,
     /// The most queries and the most keys of a sequence.
     pub longest: [u32; 2],
+    /// The most keys that a sequence gets before attention.
+    pub new_keys: u32,
     /// Which query tiles are processed together, where they are taken in sections.
     pub section: Section,
     /// Parts of the keys whose outputs are merged at the end.
@@ -142,6 +161,25 @@ pub(crate) struct ScoreNumbers {
     pub tanh_scale: f32,
     pub scale: f32,
     pub softcap: f32,
+}
+
+impl Default for Args {
+    /// Without tensors, with every number 0.
+    fn default() -> Self {
+        Self {
+            tensors: [TensorArg::default(); Operand::COUNT],
+            scale: 0.0,
+            softcap: None,
+            left: 0,
+            right: 0,
+            sequences: 0,
+            longest: [0; 2],
+            new_keys: 0,
+            section: Section::default(),
+            parts: 0,
+            trace: None,
+        }
+    }
 }
 
 impl Args {

@@ -8,12 +8,15 @@
 //! (`stream`). Where the CPU multiplies whole matrices of bf16, those do both products (`matrix`). The gradients are computed
 //! by the same micro-kernels (`backward`).
 //!
+//! A step of decoding writes its keys into the cache first (`append`).
+//!
 //! The same call gives the same bits every time and on any number of threads; instruction sets differ in the last
 //! ones. Scores and sums are f32. A row that comes out infinite or NaN is computed again in f64 (`wide`): its scores or
 //! sums may have left f32 where the truth has not. Not noticed is a score that only its partial sums take to −∞, in a
 //! row with others that are finite; plain attention in f32 loses such a key too.
 
 mod ahead;
+mod append;
 mod attend;
 mod backward;
 mod block;
@@ -137,7 +140,7 @@ impl Engine {
         if let Some(quantiser) = call.problem.quantise {
             return quantiser.run(call, |call| self.descaled(call));
         }
-        self.descaled(call)
+        append::run(call, |call| self.descaled(call))
     }
 
     /// Computes a call once blocks of keys have no descales of their own.

@@ -4,8 +4,7 @@
 use super::Cuda;
 use crate::{
     DType, Layout, Result, TensorBuf,
-    contract::{Call, check_key_lengths},
-    layouts,
+    contract::{Call, check_key_lengths, check_places},
     signature::{PerTensor, Rows},
     tensor::{Raw, Storage},
 };
@@ -42,7 +41,7 @@ impl Cuda {
         let on_host = names.into_iter().zip(&mut kept);
         let tensors: PerTensor<Raw> =
             on_host.fold(PerTensor::default(), |all, (name, host)| all.with(name, host.view_mut().raw));
-        layouts::check(&call.problem, &tensors, lengths)
+        check_places(&call.problem, &tensors, lengths)
     }
 
     /// Integers from an address on.

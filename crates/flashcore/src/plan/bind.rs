@@ -50,6 +50,12 @@ pub(super) fn operand(name: Name) -> Operand {
         Name::KStarts => Operand::KStarts,
         Name::Pages => Operand::Pages,
         Name::KeyLengths => Operand::KeyLengths,
+        Name::NewK => Operand::NewK,
+        Name::NewV => Operand::NewV,
+        Name::NewStarts => Operand::NewStarts,
+        Name::Cos => Operand::Cos,
+        Name::Sin => Operand::Sin,
+        Name::Positions => Operand::Positions,
         Name::Tensor => unreachable!("no tensor of a signature"),
     }
 }

@@ -188,7 +188,7 @@ pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
             format!("pages of {page} keys of f8")
         }
         Keys::Paged { .. } => "keys in pages".to_string(),
-        Keys::Dense | Keys::Packed { .. } => "packed sequences".into(),
+        Keys::Dense | Keys::Packed { .. } | Keys::Apart { .. } => "packed sequences".into(),
     };
     let paged = matches!(problem.keys, Keys::Paged { .. });
     if paged && problem.pass == Pass::Backward

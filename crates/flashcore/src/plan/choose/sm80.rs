@@ -147,7 +147,7 @@ pub(super) fn choose_gradients(
         (Of::Queries, Queries::Dense, _) => (problem.heads_q, dense(problem.len_q)),
         (Of::Queries, Queries::Packed { total }, _) => (problem.heads_q, packed(total)),
         (_, _, Keys::Packed { total }) => (problem.heads_kv, packed(total)),
-        (_, _, Keys::Dense | Keys::Paged { .. }) => (problem.heads_kv, dense(problem.len_k)),
+        _ => (problem.heads_kv, dense(problem.len_k)),
     };
     let fills = tiles * heads >= hardware.sms as usize;
     first_fit(gradients(spec, of), fills, spec, hardware)

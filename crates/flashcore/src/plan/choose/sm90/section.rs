@@ -49,7 +49,7 @@ pub(in crate::plan) fn packed_section(problem: &Problem) -> Section {
     let Problem { batch, heads_kv, len_k, head_dim, head_dim_v, keys, .. } = *problem;
     let keys = match keys {
         Keys::Packed { total } => total,
-        Keys::Dense => batch * len_k,
+        Keys::Dense | Keys::Apart { .. } => batch * len_k,
         Keys::Paged { page, pages } => (batch * len_k).min(page * pages),
     };
     let bytes = (keys * (head_dim + head_dim_v) * problem.dtype.size()) as u64;

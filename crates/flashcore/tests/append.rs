@@ -1,0 +1,452 @@
+//! A step of decoding: new keys and values are where they belong, turned by their positions, nothing else has changed, and
+//! attention has seen them.
+
+use flashcore::{
+    Append, Attention, DType, Device, Error, Layout, Mask, Name, Pages, Problem, Result, Rotary, Starts,
+    Tensor, TensorBuf, TensorMut, oracle,
+};
+
+/// How the caches lie.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Cache {
+    /// A batch entry per sequence.
+    Dense,
+    /// Entries that sequences choose, from a row on that is not their first.
+    Chosen,
+    /// In pages of so many keys.
+    Paged(usize),
+}
+
+/// A step: what lies where, and what is asked.
+#[derive(Clone, Debug)]
+struct Step {
+    dtype: DType,
+    heads: [usize; 2],
+    dims: [usize; 2],
+    /// Keys of each sequence, new keys, and queries.
+    before: Vec<u32>,
+    new: Vec<u32>,
+    queries: Vec<u32>,
+    room: usize,
+    cache: Cache,
+    /// Whether queries are packed, and whether new keys are. Else all sequences have as many as the first.
+    packed: [bool; 2],
+    /// Elements that are turned, and whether pairs are neighbours.
+    rotary: Option<(usize, bool)>,
+    positions: Option<Vec<u32>>,
+    mask: Mask,
+}
+
+impl Step {
+    fn new(before: &[u32]) -> Self {
+        Self {
+            dtype: DType::F16,
+            heads: [4, 2],
+            dims: [32, 16],
+            before: before.into(),
+            new: vec![1; before.len()],
+            queries: vec![1; before.len()],
+            room: 80,
+            cache: Cache::Dense,
+            packed: [false; 2],
+            rotary: Some((32, false)),
+            positions: None,
+            mask: Mask::Causal,
+        }
+    }
+
+    fn sequences(&self) -> usize {
+        self.before.len()
+    }
+
+    fn after(&self, sequence: usize) -> usize {
+        (self.before[sequence] + self.new[sequence]) as usize
+    }
+}
+
+/// Numbers that look random, as a type has them.
+fn drawn(seed: usize, len: usize, dtype: DType) -> Vec<f32> {
+    let all = (0..len).map(|i| (((i * 7919 + seed * 104_729) % 65_537) as f32 * 0.37).sin() * 1.4);
+    TensorBuf::from_f32(&all.collect::<Vec<f32>>(), [1, 1, 1, len], dtype).unwrap().to_f32()
+}
+
+/// Rows by sequence, head and row, each with so many elements.
+#[derive(Clone, Debug)]
+struct Rows {
+    rows: Vec<Vec<Vec<Vec<f32>>>>,
+}
+
+impl Rows {
+    fn draw(seed: usize, lens: &[usize], heads: usize, width: usize, dtype: DType) -> Self {
+        let of = |sequence: usize, head: usize, row: usize| {
+            drawn(seed + 1000 * sequence + 100 * head + 7 * row, width, dtype)
+        };
+        let rows = lens.iter().enumerate().map(|(sequence, &len)| {
+            (0..heads).map(|head| (0..len).map(|row| of(sequence, head, row)).collect()).collect()
+        });
+        Self { rows: rows.collect() }
+    }
+
+    /// Puts the rows of sequences where they belong in a tensor of this shape that is otherwise NaN.
+    fn placed(
+        &self,
+        shape: [usize; 4],
+        layout: Layout,
+        dtype: DType,
+        place: impl Fn(usize, usize) -> [usize; 2],
+    ) -> TensorBuf {
+        let mut tensor = TensorBuf::zeros(dtype, layout).unwrap();
+        let mut to = tensor.view_mut();
+        let [entries, heads, len, width] = shape;
+        for (entry, head, row) in each([entries, heads, len]) {
+            to.write_row(entry, head, row, &vec![f32::NAN; width]);
+        }
+        for (sequence, of) in self.rows.iter().enumerate() {
+            for (head, of) in of.iter().enumerate() {
+                for (row, elements) in of.iter().enumerate() {
+                    let [entry, at] = place(sequence, row);
+                    to.write_row(entry, head, at, elements);
+                }
+            }
+        }
+        tensor
+    }
+
+    /// One sequence as a dense tensor.
+    fn alone(&self, sequence: usize, width: usize, dtype: DType) -> TensorBuf {
+        let of = &self.rows[sequence];
+        let values: Vec<f32> = of.iter().flatten().flatten().copied().collect();
+        TensorBuf::from_f32(&values, [1, of.len(), of[0].len(), width], dtype).unwrap()
+    }
+}
+
+fn each([a, b, c]: [usize; 3]) -> impl Iterator<Item = (usize, usize, usize)> {
+    (0..a * b * c).map(move |i| (i / (b * c), i / c % b, i % c))
+}
+
+fn starts(lens: &[u32]) -> Vec<u32> {
+    (0..=lens.len()).map(|n| lens[..n].iter().sum()).collect()
+}
+
+/// The tensors of a step.
+struct Made {
+    tables: [TensorBuf; 2],
+    positions: Vec<i32>,
+    k_starts: Vec<u32>,
+    pages: Vec<i32>,
+    q: TensorBuf,
+    new: [TensorBuf; 2],
+    caches: [TensorBuf; 2],
+    /// What the caches are to hold.
+    expected: [TensorBuf; 2],
+    /// The queries as attention is to see them, and the keys and values.
+    seen: [Rows; 3],
+}
+
+const TABLE: usize = 200;
+
+impl Made {
+    fn of(step: &Step) -> Self {
+        let Step { dtype, heads: [heads_q, heads_kv], dims: [dim, dim_v], room, .. } = *step;
+        let count = step.sequences();
+        let lens = |of: &[u32]| of.iter().map(|&len| len as usize).collect::<Vec<_>>();
+        let after: Vec<usize> = (0..count).map(|sequence| step.after(sequence)).collect();
+        let q = Rows::draw(1, &lens(&step.queries), heads_q, dim, dtype);
+        let k = Rows::draw(2, &after, heads_kv, dim, dtype);
+        let v = Rows::draw(3, &after, heads_kv, dim_v, dtype);
+
+        let half = step.rotary.map_or(8, |(turned, _)| turned / 2);
+        let angles = (0..TABLE * half).map(|i| (i / half) as f32 * 0.3_f32.powi((i % half) as i32));
+        let tables = [f32::cos, f32::sin].map(|of| {
+            let all: Vec<f32> = angles.clone().map(of).collect();
+            TensorBuf::from_f32(&all, [1, 1, TABLE, half], dtype).unwrap()
+        });
+        let [cos, sin] = tables.each_ref().map(TensorBuf::to_f32);
+        let turn = |elements: &mut [f32], position: usize| {
+            let Some((turned, interleaved)) = step.rotary else { return };
+            let before = elements.to_vec();
+            for i in 0..turned / 2 {
+                let (a, b) = if interleaved { (2 * i, 2 * i + 1) } else { (i, turned / 2 + i) };
+                let [cos, sin] = [&cos, &sin].map(|table| f64::from(table[position * half + i]));
+                let (x, y) = (f64::from(before[a]), f64::from(before[b]));
+                (elements[a], elements[b]) = ((x * cos - y * sin) as f32, (x * sin + y * cos) as f32);
+            }
+        };
+        let rounded = |elements: &[f32]| {
+            TensorBuf::from_f32(elements, [1, 1, 1, elements.len()], dtype).unwrap().to_f32()
+        };
+        let masked = step.mask != Mask::None;
+        let mut seen = [q.clone(), k.clone(), v.clone()];
+        let positions: Vec<u32> = step.positions.clone().unwrap_or(step.before.clone());
+        for sequence in 0..count {
+            let first = positions[sequence] as usize;
+            for of in &mut seen[0].rows[sequence] {
+                for (row, elements) in of.iter_mut().enumerate() {
+                    turn(elements, first + if masked { row } else { 0 });
+                    *elements = rounded(elements);
+                }
+            }
+            for of in &mut seen[1].rows[sequence] {
+                for (row, elements) in of.iter_mut().skip(step.before[sequence] as usize).enumerate() {
+                    turn(elements, first + row);
+                    *elements = rounded(elements);
+                }
+            }
+        }
+
+        let (q_starts, new_starts) = (starts(&step.queries), starts(&step.new));
+        let of_q = |sequence: usize, row: usize| match step.packed[0] {
+            true => [0, q_starts[sequence] as usize + row],
+            false => [sequence, row],
+        };
+        let of_new = |sequence: usize, row: usize| match step.packed[1] {
+            true => [0, new_starts[sequence] as usize + row],
+            false => [sequence, row],
+        };
+        // Some rows more than there are of sequences.
+        let shape_q = match step.packed[0] {
+            true => [1, heads_q, q_starts[count] as usize + 3, dim],
+            false => [count, heads_q, step.queries[0] as usize, dim],
+        };
+        let shape_new = |width| match step.packed[1] {
+            true => [1, heads_kv, new_starts[count] as usize + 3, width],
+            false => [count, heads_kv, step.new[0] as usize, width],
+        };
+        let bshd = |shape| (shape, Layout::bshd(shape));
+        let placed_q = {
+            let (shape, layout) = bshd(shape_q);
+            q.placed(shape, layout, dtype, of_q)
+        };
+        let news = [(&k, dim), (&v, dim_v)].map(|(of, width)| {
+            let (shape, layout) = bshd(shape_new(width));
+            let only = Rows {
+                rows: (0..count)
+                    .map(|b| of.rows[b].iter().map(|rows| rows[step.before[b] as usize..].to_vec()).collect())
+                    .collect(),
+            };
+            only.placed(shape, layout, dtype, of_new)
+        });
+
+        // Entries in another order than sequences, with one that nobody has, and rows that count for nothing.
+        let chosen = |sequence: usize| (2 * sequence + 1) % (count + 1 + count % 2);
+        let k_starts: Vec<u32> =
+            (0..=count).map(|b| if b < count { (chosen(b) * (room + 9) + b) as u32 } else { 7 }).collect();
+        let page = if let Cache::Paged(page) = step.cache { page } else { 1 };
+        let most = room.div_ceil(page);
+        let mut pages = vec![-1; count * most];
+        let mut next = 0;
+        for (sequence, &after) in after.iter().enumerate() {
+            for place in 0..after.div_ceil(page) {
+                pages[sequence * most + place] = next * 5 % 97;
+                next += 1;
+            }
+        }
+        let of_k = |sequence: usize, row: usize| match step.cache {
+            Cache::Dense => [sequence, row],
+            Cache::Chosen => [0, k_starts[sequence] as usize + row],
+            Cache::Paged(page) => [pages[sequence * most + row / page] as usize, row % page],
+        };
+        let shape_k = |width| match step.cache {
+            Cache::Dense => [count, heads_kv, room, width],
+            Cache::Chosen => [1, heads_kv, (count + 2) * (room + 9), width],
+            Cache::Paged(page) => [97, heads_kv, page, width],
+        };
+        let cache = |of: &Rows, width| {
+            let (shape, layout) = bshd(shape_k(width));
+            of.placed(shape, layout, dtype, of_k)
+        };
+        let mut were = [k.clone(), v.clone()];
+        for of in &mut were {
+            for (sequence, of) in of.rows.iter_mut().enumerate() {
+                of.iter_mut().for_each(|rows| rows.truncate(step.before[sequence] as usize));
+            }
+        }
+        let caches = [cache(&were[0], dim), cache(&were[1], dim_v)];
+        let expected = [cache(&seen[1], dim), cache(&seen[2], dim_v)];
+        let positions = positions.iter().map(|&x| x as i32).collect();
+        Self { tables, positions, k_starts, pages, q: placed_q, new: news, caches, expected, seen }
+    }
+
+    /// Runs a step on a device; the caches are what it leaves.
+    fn run(&mut self, step: &Step, device: &Device) -> Result<flashcore::Output> {
+        let count = step.sequences();
+        let [cos, sin] = self.tables.each_ref().map(TensorBuf::view);
+        let [new_k, new_v] = self.new.each_ref().map(TensorBuf::view);
+        let (new_starts, q_starts) = (starts(&step.new), starts(&step.queries));
+        let longest = |lens: &[u32]| lens.iter().copied().max().unwrap_or(0) as usize;
+        let of_new = Tensor::indices(&new_starts, [1, count + 1])?;
+        let of_q = Tensor::indices(&q_starts, [1, count + 1])?;
+        let of_k = Tensor::indices(&self.k_starts, [1, count + 1])?;
+        let positions = Tensor::indices(&self.positions, [1, count])?;
+        let table = Tensor::indices(&self.pages, [count, self.pages.len() / count])?;
+        let mut append = Append::new(&new_k, &new_v);
+        if let Some((_, interleaved)) = step.rotary {
+            let mut rotary = Rotary::new(&cos, &sin);
+            if interleaved {
+                rotary = rotary.interleaved();
+            }
+            if step.positions.is_some() {
+                rotary = rotary.positions(&positions);
+            }
+            append = append.rotary(rotary);
+        }
+        if step.packed[1] {
+            append = append.packed(Starts::of(&of_new, longest(&step.new)));
+        }
+        let mut attention = Attention::new().mask(step.mask).key_lengths(&step.before).with_lse();
+        if step.packed[0] {
+            attention = attention.packed_queries(Starts::of(&of_q, longest(&step.queries)));
+        }
+        match step.cache {
+            Cache::Dense => {}
+            Cache::Chosen => attention = attention.packed_keys(Starts::apart(&of_k, step.room)),
+            Cache::Paged(_) => attention = attention.paged(Pages::new(&table).with_most_keys(step.room)),
+        }
+        let [k, v] = &mut self.caches;
+        attention.append(device, &append, &self.q.view(), &mut k.view_mut(), &mut v.view_mut())
+    }
+}
+
+/// Bits of all elements, those of every NaN alike.
+fn bits(tensor: &TensorBuf) -> Vec<u32> {
+    tensor.to_f32().into_iter().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect()
+}
+
+/// Runs a step and checks everything.
+fn check(step: &Step, device: &Device) {
+    let mut made = Made::of(step);
+    let out = made.run(step, device).unwrap_or_else(|error| panic!("{step:?} on {device}: {error}"));
+    for (name, (is, expected)) in ["k", "v"].iter().zip(made.caches.iter().zip(&made.expected)) {
+        let (is, expected) = (bits(is), bits(expected));
+        let wrong = is.iter().zip(&expected).filter(|(a, b)| a != b).count();
+        let first = is.iter().zip(&expected).position(|(a, b)| a != b);
+        assert_eq!(wrong, 0, "{step:?} on {device}: {name}, the first at {first:?}");
+    }
+    let Step { dims: [dim, dim_v], dtype, .. } = *step;
+    let first_of_q = starts(&step.queries);
+    for sequence in 0..step.sequences() {
+        let queries = step.queries[sequence] as usize;
+        if queries == 0 {
+            continue;
+        }
+        let problem = Problem::new(1, step.heads[0], queries, dim, dtype)
+            .with_kv(step.heads[1], step.after(sequence))
+            .with_head_dim_v(dim_v)
+            .with_mask(step.mask);
+        let [q, k, v] = [(0, dim), (1, dim), (2, dim_v)]
+            .map(|(which, width)| made.seen[which].alone(sequence, width, dtype));
+        let truth = oracle::attention(&problem, &q.view(), &k.view(), &v.view(), None);
+        let tolerance = match dtype {
+            DType::F32 => 2e-5,
+            DType::F16 => 3e-3,
+            _ => 2e-2,
+        };
+        let lse = out.lse.as_ref().unwrap();
+        for (head, query) in (0..step.heads[0]).flat_map(|h| (0..queries).map(move |i| (h, i))) {
+            let [entry, row] =
+                if step.packed[0] { [0, first_of_q[sequence] as usize + query] } else { [sequence, query] };
+            let mut is = vec![0.0; dim_v];
+            out.o.view().read_row(entry, head, row, &mut is);
+            let at = head * queries + query;
+            for (i, x) in is.iter().enumerate() {
+                let truth = truth.o[at * dim_v + i];
+                let off = (f64::from(*x) - truth).abs();
+                assert!(
+                    off <= tolerance,
+                    "{step:?} on {device}: o of {sequence}, {head}, {query}: {x} for {truth}"
+                );
+            }
+            let mut is = [0.0];
+            lse.view().read_row(entry, head, row, &mut is);
+            let (is, truth) = (f64::from(is[0]), truth.lse[at]);
+            assert!(is == truth || (is - truth).abs() < 1e-3, "{step:?} on {device}: lse {is} for {truth}");
+        }
+    }
+}
+
+/// Steps that meet everything that an append has, for tensors of a type.
+fn steps(dtype: DType) -> Vec<Step> {
+    let one = Step { dtype, ..Step::new(&[5, 63, 0]) };
+    let several = Step {
+        new: vec![3, 3, 3],
+        queries: vec![2, 2, 2],
+        rotary: Some((16, true)),
+        mask: Mask::Window { left: Some(20), right: Some(0) },
+        ..one.clone()
+    };
+    let ragged = Step { new: vec![4, 0, 17], queries: vec![4, 3, 17], packed: [true, true], ..one.clone() };
+    vec![
+        Step { rotary: None, ..one.clone() },
+        Step { cache: Cache::Chosen, positions: Some(vec![100, 64, 3]), ..several.clone() },
+        Step { cache: Cache::Paged(16), mask: Mask::None, ..several.clone() },
+        Step { cache: Cache::Chosen, rotary: Some((32, true)), ..one.clone() },
+        Step { cache: Cache::Paged(16), ..ragged.clone() },
+        Step { cache: Cache::Chosen, rotary: None, mask: Mask::None, ..ragged.clone() },
+        Step { packed: [false, true], queries: vec![2; 3], new: vec![1, 2, 0], ..ragged },
+        Step { heads: [2, 2], dims: [48, 48], rotary: Some((16, false)), mask: Mask::None, ..several },
+        one,
+    ]
+}
+
+#[test]
+fn the_cpu_appends_and_attends() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for step in steps(dtype) {
+            check(&step, &Device::cpu());
+        }
+    }
+    check(&Step { cache: Cache::Paged(5), ..Step::new(&[5, 63, 0]) }, &Device::cpu());
+    check(&Step { dims: [40, 24], rotary: Some((16, false)), ..Step::new(&[5, 63, 0]) }, &Device::cpu());
+}
+
+#[test]
+fn what_does_not_fit_is_refused_before_anything_is_written() {
+    let fits = Step { room: 6, new: vec![2, 2], ..Step::new(&[4, 4]) };
+    let mut made = Made::of(&fits);
+    let before = made.caches.clone();
+    let full = Step { before: vec![4, 5], ..fits };
+    let error = made.run(&full, &Device::cpu()).unwrap_err();
+    assert_eq!(error, Error::Room { sequence: 1, length: 5, new: 2, room: 6 });
+    assert!(before.iter().zip(&made.caches).all(|(was, is)| bits(was) == bits(is)));
+
+    let far = Step { positions: Some(vec![3, 199]), ..Step::new(&[4, 5]) };
+    let mut made = Made::of(&far);
+    assert!(made.run(&far, &Device::cpu()).is_ok());
+    made.positions[1] = 200;
+    let error = made.run(&far, &Device::cpu()).unwrap_err();
+    assert_eq!(error, Error::Position { sequence: 1, position: 200, table: TABLE });
+}
+
+#[test]
+fn tables_of_another_width_or_type_are_refused() {
+    let step = Step::new(&[4, 5]);
+    for half in [0, 12, 24] {
+        let mut made = Made::of(&step);
+        let narrow = || TensorBuf::zeros(DType::F16, Layout::bhsd([1, 1, TABLE, half])).unwrap();
+        made.tables = [narrow(), narrow()];
+        let error = made.run(&step, &Device::cpu()).unwrap_err();
+        assert!(matches!(error, Error::Append { .. }), "{error}");
+    }
+    let mut made = Made::of(&step);
+    made.tables[1] = TensorBuf::zeros(DType::F32, Layout::bhsd([1, 1, TABLE, 16])).unwrap();
+    let error = made.run(&step, &Device::cpu()).unwrap_err();
+    assert!(matches!(error, Error::DTypeMismatch { tensor: Name::Sin, .. }), "{error}");
+}
+
+#[test]
+fn an_append_needs_key_lengths_and_tensors_of_its_own() {
+    let (mut keys, mut values) = (vec![0.5_f32; 8 * 16], vec![0.5_f32; 8 * 16]);
+    let one = vec![0.5_f32; 16];
+    let q = Tensor::new(&one, &[1, 1, 1, 16]).unwrap();
+    let mut k = TensorMut::new(&mut keys, &[1, 1, 8, 16]).unwrap();
+    let mut v = TensorMut::new(&mut values, &[1, 1, 8, 16]).unwrap();
+    let new = Append::new(&q, &q);
+    let attention = Attention::new().key_lengths(&[3]);
+    assert!(attention.append(&Device::cpu(), &new, &q, &mut k, &mut v).is_ok());
+    let without = Attention::new().append(&Device::cpu(), &new, &q, &mut k, &mut v);
+    assert!(matches!(without, Err(Error::Append { .. })));
+    let two = vec![0.5_f32; 2 * 16];
+    let two = Tensor::new(&two, &[1, 1, 2, 16]).unwrap();
+    let uneven = attention.append(&Device::cpu(), &Append::new(&q, &two), &q, &mut k, &mut v);
+    assert!(matches!(uneven, Err(Error::SizeMismatch { tensor: Name::NewV, .. })));
+}
