@@ -54,7 +54,7 @@ def page_table(
     sequences = kv_indptr.numel() - 1
     if sequences < 0 or (kv_last_page_len is not None and kv_last_page_len.numel() != sequences):
         raise ContractError(
-            f"kv_indptr has {sequences + 1} elements, possible is one more than sequences, and kv_last_page_len has one "
+            f"kv_indptr has {sequences + 1} elements, possible is one more than sequences, and kv_last_page_len one "
             "for each"
         )
     width = kv_indices.numel() if max_pages is None else _placed.bound("max_pages", max_pages)
