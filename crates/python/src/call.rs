@@ -20,6 +20,7 @@ pub fn execute(
     key_lengths: Option<&Lengths<'_>>,
     descales: [Option<&Array<'_>>; 3],
     places: Option<&Places<'_>>,
+    checked: bool,
     options: Options,
 ) -> PyResult<()> {
     let order = options.order;
@@ -42,6 +43,9 @@ pub fn execute(
         let most = places.and_then(Places::most_keys).unwrap_or(tensors[1].shape()[2]);
         attention = lengths.apply(py, &attention, most)?;
     }
+    if checked {
+        attention = attention.checked();
+    }
     let run = || {
         let [q, k, v] = &tensors;
         let placed = devices::of(q.place(), stream)?;
@@ -52,9 +56,10 @@ pub fn execute(
 
 /// Computes attention on any arrays into given outputs. With `descales`, those of q, k and v or None each, bytes are the codes
 /// of 8-bit floats, and with `block` those of k and v are for each so many keys; with `quantise`, as problems have it in their
-/// texts, tensors become such within the call. `places` says where sequences are that are packed or in pages: see `Places`.
+/// texts, tensors become such within the call. `places` says where sequences are that are packed or in pages: see `Places`; with
+/// `checked`, what it says and key lengths are looked at first, also in a GPU's memory.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout, descales=None, quantise=None, block=None, places=None))]
+#[pyo3(signature = (q, k, v, o, lse, key_lengths, mask, left, right, scale, softcap, layout, descales=None, quantise=None, block=None, places=None, checked=false))]
 #[allow(clippy::needless_pass_by_value)] // Tuples come as values.
 pub fn run(
     q: &Bound<'_, PyAny>,
@@ -73,6 +78,7 @@ pub fn run(
     quantise: Option<&str>,
     block: Option<usize>,
     places: Option<&Bound<'_, PyAny>>,
+    checked: bool,
 ) -> PyResult<()> {
     let py = q.py();
     let options = Options::new(py, mask, left, right, scale, softcap, layout)?.quantised(py, quantise)?;
@@ -95,7 +101,7 @@ pub fn run(
     let descales = given.each_ref().map(Option::as_ref);
     let places = places.map(Places::read).transpose()?;
     let inputs = inputs.each_ref();
-    execute(py, inputs, &o, lse.as_ref(), lengths.as_ref(), descales, places.as_ref(), options)
+    execute(py, inputs, &o, lse.as_ref(), lengths.as_ref(), descales, places.as_ref(), checked, options)
 }
 
 /// Computes the gradients of q, k and v, as (batch, heads, length, head_dim), into given outputs. `saved` are q, k, v, o and

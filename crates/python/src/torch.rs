@@ -131,7 +131,17 @@ pub fn torch_attention<'py>(
     let lse = with_lse.then(|| torch.empty_lse.bind(py).call1((q, layout))).transpose()?;
     let out = Array::read(&o, Name::O)?;
     let lse_out = lse.as_ref().map(|lse| Array::read(lse, Name::Lse)).transpose()?;
-    call::execute(py, inputs.each_ref(), &out, lse_out.as_ref(), lengths.as_ref(), [None; 3], None, options)?;
+    call::execute(
+        py,
+        inputs.each_ref(),
+        &out,
+        lse_out.as_ref(),
+        lengths.as_ref(),
+        [None; 3],
+        None,
+        false,
+        options,
+    )?;
     drop(out);
     match lse {
         None => Ok(o),

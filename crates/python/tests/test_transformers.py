@@ -126,6 +126,58 @@ def test_compiled_models_have_no_graph_break(ids):
         torch.testing.assert_close(compiled(ids, use_cache=False)[0], expected, atol=2e-6, rtol=1e-5)
 
 
+#: The positions of packed sequences, (batch, length): of other lengths in each batch entry.
+PACKED = [
+    torch.tensor([[*range(4), *range(9), *range(1)], [*range(14)]]),
+    torch.tensor([[*range(1), *range(5), *range(8)], [*range(7), *range(7)]]),
+]
+
+
+def packed_logits(model, ids, positions, implementation):
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(ids, position_ids=positions, use_cache=False)[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_packed_sequences_compile_into_one_graph_for_all_their_lengths(kind):
+    """The host does not read where sequences begin: the same graph runs for others."""
+    torch.compiler.reset()
+    model, ids = build(kind), torch.randint(0, 100, (2, 14), generator=torch.Generator().manual_seed(0))
+    expected = [packed_logits(model, ids, positions, "eager") for positions in PACKED]
+    model.set_attn_implementation("fcore")
+    calls = []
+    compiled = torch.compile(model, fullgraph=True, backend=lambda graph, _: calls.append(graph.code) or graph)
+    with torch.no_grad():
+        for positions, wanted in zip(PACKED, expected):
+            found = compiled(ids, position_ids=positions, use_cache=False)[0]
+            torch.testing.assert_close(found, wanted, atol=2e-6, rtol=1e-5)
+    assert len(calls) == 1 and "attention_varlen" in calls[0] and "attention_masked" not in calls[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_packed_sequences_may_be_given_by_their_ends(kind, compiled):
+    """As DataCollatorWithFlattening gives them with ``return_flash_attn_kwargs``."""
+    torch.compiler.reset()
+    model, ids = build(kind), torch.randint(0, 100, (1, 14), generator=torch.Generator().manual_seed(0))
+    positions, ends = PACKED[0][:1], torch.tensor([0, 4, 13, 14], dtype=torch.int32)
+    expected = packed_logits(model, ids, positions, "eager")
+    model.set_attn_implementation("fcore")
+    run = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9, "use_cache": False}
+    with torch.no_grad():
+        found = run(ids, position_ids=positions, **given)[0]
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_ends_of_packed_sequences_do_not_go_with_padding(ids):
+    model, ends = build("llama"), torch.tensor([0, LENGTH, 2 * LENGTH, 3 * LENGTH], dtype=torch.int32)
+    model.set_attn_implementation("fcore")
+    with pytest.raises(UnsupportedError, match="cu_seq_lens_q with a mask for padding"):
+        model(ids, attention_mask=PADDING["left"], cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
 def test_exported_models_keep_the_mask(ids):
     model, mask = build("llama"), PADDING["left"]
     expected = outputs(model, ids, mask, "eager")

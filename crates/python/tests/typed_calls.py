@@ -22,6 +22,7 @@ from flashcore_attn import (
     flash_attn_with_kvcache,
     scaled_dot_product_attention,
 )
+from flashcore_attn import flashinfer as pages
 from flashcore_attn.distributed import ring_attention
 from torch import Tensor
 
@@ -44,6 +45,11 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, lse: bool) -> None:
     assert_type(flash_attn_varlen_kvpacked_func(q, k, ends, ends, 4, 4), Tensor)
     assert_type(flash_attn_with_kvcache(q, k, v, cache_seqlens=3), Tensor)
     assert_type(flash_attn_with_kvcache(q, k, v, return_softmax_lse=True), tuple[Tensor, Tensor])
+    assert_type(flash_attn_with_kvcache(q, k, v, block_table=ends, cache_batch_idx=None, check_tables=True), Tensor)
+    assert_type(flash_attn_varlen_func(q, k, v, ends, seqused_k=ends, block_table=ends, check_tables=True), Tensor)
+    assert_type(pages.decode(q, (k, v), ends, ends, ends), Tensor)
+    assert_type(pages.decode(q, k, ends, ends, kv_layout="HND", return_lse=True), tuple[Tensor, Tensor])
+    assert_type(pages.prefill(q, k, ends, ends, ends, causal=True), Tensor)
     assert_type(scaled_dot_product_attention(q, k, v, is_causal=True), Tensor)
     assert_type(ring_attention(q, k, v), Tensor)
     assert_type(ring_attention(q, k, v, return_lse=True), tuple[Tensor, Tensor])

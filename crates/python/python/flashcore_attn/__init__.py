@@ -19,6 +19,7 @@ from ._api import attention, can_use, explain, info
 from ._errors import ContractError, DeviceError, FlashCoreError, UnsupportedError
 
 if TYPE_CHECKING:
+    from ._cache import flash_attn_with_kvcache
     from ._flash import (
         flash_attn_func,
         flash_attn_kvpacked_func,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         flash_attn_varlen_func,
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
-        flash_attn_with_kvcache,
     )
     from ._implementation import register_flash_attention_impl
     from ._sdpa import scaled_dot_product_attention
@@ -45,7 +45,7 @@ _WITH_TORCH = {
     "flash_attn_varlen_func": "_flash",
     "flash_attn_varlen_kvpacked_func": "_flash",
     "flash_attn_varlen_qkvpacked_func": "_flash",
-    "flash_attn_with_kvcache": "_flash",
+    "flash_attn_with_kvcache": "_cache",
     "register_flash_attention_impl": "_implementation",
     "scaled_dot_product_attention": "_sdpa",
     "set_gradients": "_torch",

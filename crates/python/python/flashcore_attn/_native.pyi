@@ -26,6 +26,7 @@ def run(
     quantise: str | None = None,
     block: int | None = None,
     places: Places | None = None,
+    checked: bool = False,
 ) -> None: ...
 def run_backward(
     saved: tuple[Any, Any, Any, Any, Any],

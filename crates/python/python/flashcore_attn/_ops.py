@@ -33,11 +33,11 @@ Pair = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def _define(schema: str) -> None:
+def define(schema: str) -> None:
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, _strides))
 
 
-def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
     for key in ("CPU", "CUDA"):
         _library.impl(name, real, key)
     torch.library.register_fake(f"flashcore::{name}", fake, lib=_library)
@@ -105,11 +105,11 @@ def into(
 ) -> None:  # fmt: skip
     """Runs attention where batch entry b has the keys from starts[b] to ends[b]."""
     if starts is None:
-        _run(q, k, v, o, lse, native_lengths(ends, k.size(2)), mask, left, right, scale, softcap)
+        one_call(q, k, v, o, lse, native_lengths(ends, k.size(2)), mask, left, right, scale, softcap)
         return
     for some, keys, lengths in _calls(q.size(0), k.size(2), starts, as_list(ends)):
         of_k, of_v = k[some, :, keys], v[some, :, keys]
-        _run(q[some], of_k, of_v, o[some], lse[some], lengths, mask, left, right, scale, softcap)
+        one_call(q[some], of_k, of_v, o[some], lse[some], lengths, mask, left, right, scale, softcap)
 
 
 def _calls(
@@ -163,7 +163,7 @@ def gradients(
     return dq, dk, dv
 
 
-def _run(
+def one_call(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lengths: list[int] | Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
 ) -> None:  # fmt: skip
@@ -176,7 +176,11 @@ def _run(
     on_host = as_list(lengths)
     factor = scale_of(scale, q.size(3))
     _native.check(like_q, like_k, like_v, on_host, mask, left, right, factor, softcap, "bhsd")
-    ends = None if on_host is None else torch.tensor(on_host, dtype=torch.int64)
+    ends = None if on_host is None else torch.tensor(on_host, dtype=torch.int64, device=q.device)
+    if ends is not None:
+        # What lies behind the last key may be anything, and is multiplied by 0.
+        behind = torch.arange(k.size(2), device=q.device) >= ends.view(-1, 1)
+        k, v = (x.masked_fill(behind[:, None, :, None], 0) for x in (k, v))
     forward(q, k, v, o, lse, visible_of(q, k, None, ends, mask, left, right), scale, softcap)
 
 
@@ -184,8 +188,8 @@ def _run(
 
 _OPTIONS = "Tensor? key_starts, Tensor? key_ends, str mask, int? left, int? right, float? scale, float softcap"
 
-_define(f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
-_define(
+define(f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+define(
     "attention_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
@@ -236,8 +240,8 @@ def _attention_gradient(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None) -> tu
     return (*grads, None, None, *(None for _ in ctx.options))
 
 
-_implement("attention", _attention, _attention_fake)
-_implement("attention_backward", _attention_backward, _gradients_fake)
+implement("attention", _attention, _attention_fake)
+implement("attention_backward", _attention_backward, _gradients_fake)
 _differentiate("attention", _attention_gradient, _attention_setup)
 _no_second_gradient("attention_backward")
 _vectorise("attention")
@@ -263,8 +267,8 @@ def _register_flops() -> None:
 
 _MASKED = "Tensor attn_mask, float? scale, float softcap"
 
-_define(f"attention_masked(Tensor q, Tensor k, Tensor v, {_MASKED}) -> (Tensor, Tensor)")
-_define(
+define(f"attention_masked(Tensor q, Tensor k, Tensor v, {_MASKED}) -> (Tensor, Tensor)")
+define(
     "attention_masked_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     f"{_MASKED}) -> (Tensor, Tensor, Tensor)"
 )
@@ -354,8 +358,8 @@ def _masked_gradient(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None) -> tuple
     return (*grads, None, None, None)
 
 
-_implement("attention_masked", _masked, _masked_fake)
-_implement("attention_masked_backward", _masked_backward, _gradients_fake)
+implement("attention_masked", _masked, _masked_fake)
+implement("attention_masked_backward", _masked_backward, _gradients_fake)
 _differentiate("attention_masked", _masked_gradient, _masked_setup)
 _no_second_gradient("attention_masked_backward")
 
@@ -363,11 +367,11 @@ _no_second_gradient("attention_masked_backward")
 
 _VARLEN = (
     "Tensor ends_q, Tensor ends_k, Tensor? used_q, Tensor? used_k, str mask, int? left, int? right, float? scale, "
-    "float softcap"
+    "float softcap, SymInt? longest_q=None, SymInt? longest_k=None, bool checked=False"
 )
 
-_define(f"attention_varlen(Tensor q, Tensor k, Tensor v, {_VARLEN}) -> (Tensor, Tensor)")
-_define(
+define(f"attention_varlen(Tensor q, Tensor k, Tensor v, {_VARLEN}) -> (Tensor, Tensor)")
+define(
     "attention_varlen_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     f"{_VARLEN}) -> (Tensor, Tensor, Tensor)"
 )
@@ -424,27 +428,54 @@ def _packed_lse(x: Tensor, count: int, span: tuple[int, int, int]) -> Tensor:
     return x[:, first : first + count * size].view(x.size(0), count, size)[:, :, :used].transpose(0, 1)
 
 
-def _one_call(q: Tensor) -> bool:
-    """Whether the engine takes packed sequences as they are: on the CPU, but for float64."""
-    return q.device.type == "cpu" and q.dtype != torch.float64
+def _apart(q: Tensor) -> bool:
+    """Whether runs of sequences can be calls of their own where no kernel takes packed sequences as they are: on a GPU,
+    where the host may read where they are."""
+    return q.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
-def _places(
-    q: Tensor, k: Tensor, ends_q: Tensor, ends_k: Tensor, used_q: Tensor | None, used_k: Tensor | None
-) -> tuple[_native.Places, list[int]]:  # fmt: skip
-    """Where packed sequences are, and how many keys each has. What a sequence has and does not use is a sequence of its
-    own, without keys."""
-    of_q = _spans(_ends(ends_q, q.size(0), "cu_seqlens_q"), used_q, "seqused_q")
-    of_k = _spans(_ends(ends_k, k.size(0), "cu_seqlens_k"), used_k, "seqused_k")
-    starts: tuple[list[int], list[int]] = ([0], [0])
-    lengths: list[int] = []
-    for (first_q, size_q, count_q), (first_k, size_k, count_k) in zip(of_q, of_k, strict=True):
-        starts[0].extend((first_q + count_q, first_q + size_q))
-        starts[1].extend((first_k + count_k, first_k + size_k))
-        lengths.extend((count_k, 0))
-    most = [max((end - start for start, end in itertools.pairwise(of)), default=0) for of in starts]
-    places = [(torch.tensor(of, dtype=torch.int32), longest) for of, longest in zip(starts, most, strict=True)]
-    return (places[0], places[1], None), lengths
+def longest(starts: Tensor) -> int:
+    """The most tokens of a sequence, read on the host."""
+    return max(int(starts.diff().max()), 0) if starts.numel() > 1 else 0
+
+
+def with_unused(starts: Tensor, used: Tensor) -> Tensor:
+    """The starts of twice as many sequences: what each uses, and what it has besides."""
+    begins = starts[:-1]
+    return torch.cat([torch.stack([begins, begins + used.to(begins)], 1).flatten(), starts[-1:]])
+
+
+def with_none(counts: Tensor) -> Tensor:
+    """Numbers of sequences, with a 0 behind each."""
+    return torch.stack([counts, torch.zeros_like(counts)], 1).flatten()
+
+
+def _where(
+    q: Tensor, k: Tensor, ends_q: Tensor, ends_k: Tensor, used_q: Tensor | None, used_k: Tensor | None,
+    longest_q: int | None, longest_k: int | None,
+) -> tuple[_native.Places, list[int] | Tensor | None]:  # fmt: skip
+    """Where packed sequences are, and how many keys each has, where that is not what there is room for. What a sequence
+    has and does not use is a sequence of its own, without keys. On the CPU all of it is checked; on a GPU the host
+    reads it only where it is not told how long sequences are."""
+    on_host = not q.is_cuda
+    if on_host:
+        _spans(_ends(ends_q, q.size(0), "cu_seqlens_q"), used_q, "seqused_q")
+        _spans(_ends(ends_k, k.size(0), "cu_seqlens_k"), used_k, "seqused_k")
+    bounds = [
+        longest(ends) if on_host or given is None else given
+        for ends, given in ((ends_q, longest_q), (ends_k, longest_k))
+    ]  # fmt: skip
+    starts_q, starts_k = (ends.to(q.device, torch.int32).contiguous() for ends in (ends_q, ends_k))
+    counts = None
+    if used_q is not None or used_k is not None:
+        counts = starts_k.diff()
+        if used_k is not None:
+            counts = torch.minimum(used_k.to(counts).clamp(min=0), counts)
+    if used_q is not None and counts is not None:
+        starts_q = with_unused(starts_q, used_q.to(starts_q).clamp(min=0))
+        starts_k, counts = with_unused(starts_k, counts), with_none(counts)
+    held = counts.tolist() if counts is not None and on_host else counts
+    return ((starts_q, bounds[0]), (starts_k, bounds[1]), None), held
 
 
 def _as_one(*packed: Tensor) -> Iterator[Tensor]:
@@ -455,27 +486,32 @@ def _as_one(*packed: Tensor) -> Iterator[Tensor]:
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, used_q: Tensor | None, used_k: Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
+    longest_q: int | None = None, longest_k: int | None = None, checked: bool = False,
 ) -> Pair:  # fmt: skip
     o, lse = _varlen_fake(q, k, v)
     # Tokens of no sequence see nothing.
     o.zero_()
     lse.fill_(-torch.inf)
-    if _one_call(q):
-        places, lengths = _places(q, k, ends_q, ends_k, used_q, used_k)
+    if q.dtype != torch.float64:
+        places, lengths = _where(q, k, ends_q, ends_k, used_q, used_k, longest_q, longest_k)
         queries, keys, values, out = _as_one(q, k, v, o)
-        sums = lse.unsqueeze(0)
-        _prepare.run(queries, keys, values, out, sums, lengths, mask, left, right, scale, softcap, places)
-        return o, lse
+        sums, options = lse.unsqueeze(0), (mask, left, right, scale, softcap)
+        try:
+            _prepare.run(queries, keys, values, out, sums, lengths, *options, places, checked)
+            return o, lse
+        except UnsupportedError:
+            if not _apart(q):
+                raise
     for count, of_q, of_k in _sequences(q, k, ends_q, ends_k, used_q, used_k):
         if of_q[2] == 0:
             continue
         queries, out = (_packed(x, count, of_q) for x in (q, o))
         keys, values = (_packed(x, count, of_k) for x in (k, v))
-        _run(queries, keys, values, out, _packed_lse(lse, count, of_q), None, mask, left, right, scale, softcap)
+        one_call(queries, keys, values, out, _packed_lse(lse, count, of_q), None, mask, left, right, scale, softcap)
     return o, lse
 
 
-def _varlen_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Pair:
+def _varlen_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any, **others: Any) -> Pair:
     return q.new_empty((q.size(0), q.size(1), v.size(2))), q.new_empty((q.size(1), q.size(0)), dtype=lse_dtype(q))
 
 
@@ -483,17 +519,23 @@ def _varlen_backward(
     grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ends_q: Tensor, ends_k: Tensor, used_q: Tensor | None, used_k: Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float,
+    longest_q: int | None = None, longest_k: int | None = None, checked: bool = False,
 ) -> Gradients:  # fmt: skip
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if _one_call(q):
-        where, lengths = _places(q, k, ends_q, ends_k, used_q, used_k)
+    if is_native(q, v):
+        where, lengths = _where(q, k, ends_q, ends_k, used_q, used_k, longest_q, longest_k)
         (grads_o,) = _as_one(grad_o)
         grads_lse = None if grad_lse is None else grad_lse.unsqueeze(0)
         queries, keys, values, out = _as_one(q, k, v, o)
         into_q, into_k, into_v = _as_one(dq, dk, dv)
         given, into = (queries, keys, values, out, lse.unsqueeze(0)), (into_q, into_k, into_v)
-        _prepare.run_backward(grads_o, grads_lse, given, into, lengths, mask, left, right, scale, softcap, where)
-        return dq, dk, dv
+        options = (mask, left, right, scale, softcap)
+        try:
+            _prepare.run_backward(grads_o, grads_lse, given, into, lengths, *options, where)
+            return dq, dk, dv
+        except UnsupportedError:
+            if not _apart(q):
+                raise
     for count, of_q, of_k in _sequences(q, k, ends_q, ends_k, used_q, used_k):
         if of_q[2] == 0 or of_k[2] == 0:
             continue
@@ -514,27 +556,27 @@ def _varlen_backward(
 
 
 def _varlen_setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    *tensors, ctx.mask, ctx.left, ctx.right, ctx.scale, ctx.softcap = inputs
+    # Options that are what they are by default may be missing.
+    tensors, ctx.options = inputs[:7], inputs[7:]
     ctx.save_for_backward(*tensors, *output)
 
 
 def _varlen_gradient(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, ends_q, ends_k, used_q, used_k, o, lse = ctx.saved_tensors
-    options = (ctx.mask, ctx.left, ctx.right, ctx.scale, ctx.softcap)
     grads = torch.ops.flashcore.attention_varlen_backward(
-        grad_o, grad_lse, q, k, v, o, lse, ends_q, ends_k, used_q, used_k, *options
+        grad_o, grad_lse, q, k, v, o, lse, ends_q, ends_k, used_q, used_k, *ctx.options
     )
-    return (*grads, None, None, None, None, *(None for _ in options))
+    return (*grads, None, None, None, None, *(None for _ in ctx.options))
 
 
 def _varlen_gradients_fake(
-    grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **others: Any
 ) -> Gradients:  # fmt: skip
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-_implement("attention_varlen", _varlen, _varlen_fake)
-_implement("attention_varlen_backward", _varlen_backward, _varlen_gradients_fake)
+implement("attention_varlen", _varlen, _varlen_fake)
+implement("attention_varlen_backward", _varlen_backward, _varlen_gradients_fake)
 _differentiate("attention_varlen", _varlen_gradient, _varlen_setup)
 _no_second_gradient("attention_varlen_backward")
 

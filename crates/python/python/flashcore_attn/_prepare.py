@@ -69,9 +69,10 @@ def run(
     scale: float | None,
     softcap: float,
     places: _native.Places | None = None,
+    checked: bool = False,
 ) -> None:
     """Attention into `o` and `lse` on tensors (batch, heads, length, head_dim) of any memory layout. What `places`
-    leave out stays as it was."""
+    leave out stays as it was. With ``checked``, places and lengths on a GPU are looked at first."""
     head_dim, head_dim_v = q.size(3), v.size(3)
     q, k, v = ready("q", q), ready("k", k), ready("v", v)
     if q.size(3) != head_dim:
@@ -79,7 +80,9 @@ def run(
     # Where the kernels cannot write the output in place, they write to other memory that is then copied to it.
     direct = o.size(3) != head_dim_v or (v.size(3) == head_dim_v and _step(o) is None)
     out = o if direct else o.new_zeros((*o.shape[:3], v.size(3)))
-    _native.run(q, k, v, out, lse, key_lengths, mask, left, right, scale, softcap, "bhsd", places=places)
+    _native.run(
+        q, k, v, out, lse, key_lengths, mask, left, right, scale, softcap, "bhsd", places=places, checked=checked
+    )  # fmt: skip
     if not direct:
         o.copy_(out[..., :head_dim_v])
 

@@ -112,7 +112,9 @@ def attention_forward(
         if unknown or (option == "cache" and given is not None):
             raise UnsupportedError(f"this model gives {option} to attention, which is not fused. Use 'sdpa' or 'eager'")
     softcap = softcap or 0.0
-    if attention_mask is None:
+    if others.get("cu_seq_lens_q") is not None:
+        o = _between(query, key, value, attention_mask, module, is_causal, scaling, softcap, others)
+    elif attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = "causal-top-left" if causal and query.size(2) > 1 else "none"
         o = attend(query, key, value, mask, scale=scaling, softcap=softcap)
@@ -154,13 +156,50 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, seen: Pattern, scaling: f
     """Attention of packed sequences, whose tokens lie one behind the other through all batch entries."""
     ends = seen.sequences
     assert ends is not None
+    # A graph is not compiled for a length; eagerly, the ends are on the host.
+    longest = query.size(2) if is_compiling() else None
+    return _flat(query, key, value, (ends, ends), (longest, longest), seen, scaling, softcap)
+
+
+def _flat(
+    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int | None, int | None],
+    seen: Pattern, scaling: float | None, softcap: float,
+) -> Tensor:  # fmt: skip
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     left, right = (-1 if side is None else side for side in (seen.left, seen.right))
     o = flash_attn_varlen_func(
-        q, k, v, ends, ends, None, None, softmax_scale=scaling, causal=seen.mask == "causal",
+        q, k, v, *ends, *longest, softmax_scale=scaling, causal=seen.mask in ("causal", "causal-top-left"),
         window_size=(left, right), softcap=softcap,
     )  # fmt: skip
     return o.view(query.size(0), query.size(2), *o.shape[1:]).transpose(1, 2)
+
+
+def _between(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, module: torch.nn.Module, is_causal: bool | None,
+    scaling: float | None, softcap: float, given: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Attention of packed sequences whose ends the caller gives, as ``cu_seq_lens_q`` and ``cu_seq_lens_k``."""
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        window = given.get("sliding_window")
+        left = None if window is None else window - 1
+        seen = Pattern("causal") if causal and left is None else Pattern("window", left, 0 if causal else left)
+        seen = Pattern("none") if not causal and left is None else seen
+    else:
+        found = seen_of(mask)
+        if not isinstance(found, Pattern) or found.key_starts is not None or found.key_ends is not None:
+            raise UnsupportedError(
+                "cu_seq_lens_q with a mask for padding: packed sequences have none. Give one of them"
+            )
+        seen = found._replace(mask="none") if is_causal is False and found == _CAUSAL else found
+    ends_q = given["cu_seq_lens_q"]
+    ends_k = ends_q if given.get("cu_seq_lens_k") is None else given["cu_seq_lens_k"]
+    longest_q, longest_k = given.get("max_length_q"), given.get("max_length_k")
+    if is_compiling():
+        # Numbers in tensors are not read for a graph.
+        longest_q = query.size(0) * query.size(2) if isinstance(longest_q, Tensor) else longest_q
+        longest_k = key.size(0) * key.size(2) if isinstance(longest_k, Tensor) else longest_k
+    return _flat(query, key, value, (ends_q, ends_k), (longest_q, longest_k), seen, scaling, softcap)
 
 
 #: The pattern of ``is_causal`` alone.
@@ -211,6 +250,13 @@ def attention_mask(
             # A cache of fixed size, whose length the graph reads on the device.
             end = (q_offset - kv_offset + q_length).to(torch.int32)
             return fused(Pattern("causal", key_ends=end.expand(batch_size).contiguous()))
+        of_one, numbers = _unpacked(function)
+        if numbers is not None and attention_mask is None and not isinstance(q_offset, Tensor):
+            known, left = _causal_window(of_one)
+            if known and q_offset == kv_offset and q_length == kv_length:
+                ends = _ends_on_device(numbers.expand(batch_size, q_length))
+                name = "causal" if left is None else "window"
+                return fused(Pattern(name, left, None if left is None else 0, sequences=ends))
         seen = as_sdpa(attention_mask)
         if seen is not None:
             return fused(seen)
@@ -295,12 +341,55 @@ class _Numbers(NamedTuple):
 def _unpacked(function: Callable[..., Any]) -> tuple[Callable[..., Any], Tensor | None]:
     """What a mask function says of one sequence, and the number of the sequence of each token, (batch, length), where
     transformers has found that several are packed."""
-    parts = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
-    if len(parts) == 2 and "packed_sequence_mask_function." in getattr(parts[1], "__qualname__", ""):
-        numbers = inspect.getclosurevars(parts[1]).nonlocals.get("packed_sequence_mask")
-        if isinstance(numbers, Tensor):
-            return parts[0], numbers
+    parts: Any = _closed_over(function)
+    if isinstance(parts, tuple) and len(parts) == 2:
+        first, second = parts
+        numbers = _closed_over(second)
+        # What closes over something is a function, which has this name; torch.compile does not find it by getattr.
+        if isinstance(numbers, Tensor) and "packed_sequence_mask_function." in second.__qualname__:
+            return first, numbers
     return function, None
+
+
+def _closed_over(function: Any) -> Any:
+    """What a mask function was made of, if that is one thing."""
+    cells: Any = getattr(function, "__closure__", None) or ()
+    return cells[0].cell_contents if len(cells) == 1 else None
+
+
+def _causal_window(function: Callable[..., Any]) -> tuple[bool, int | None]:
+    """Whether a mask function is known to be causal, and how many keys before its own a query sees then."""
+    from transformers.masking_utils import causal_mask_function
+
+    if function is causal_mask_function:
+        return True, None
+    parts: Any = _closed_over(function)
+    if isinstance(parts, tuple) and len(parts) == 2:
+        first, second = parts
+        window = _closed_over(first)
+        if (
+            second is causal_mask_function
+            and isinstance(window, int)
+            and "sliding_window_overlay." in first.__qualname__
+        ):
+            return True, window - 1
+    return False, None
+
+
+def _begins(numbers: Tensor) -> Tensor:
+    """Which tokens, through all batch entries, are the first of their sequence."""
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return begins.flatten()
+
+
+def _ends_on_device(numbers: Tensor) -> Tensor:
+    """Where sequences begin and end, without that the host knows how many there are: as many as tokens, of which the
+    last ones are empty."""
+    begins = _begins(numbers)
+    tokens = torch.arange(begins.numel(), device=begins.device, dtype=torch.int32)
+    starts = torch.where(begins, tokens, begins.numel()).sort().values
+    return torch.cat([starts, starts.new_full((1,), begins.numel())])
 
 
 def _in_sequences(
@@ -323,10 +412,8 @@ def _in_sequences(
         if found.starts != [0] or found.ends != [length]:
             return None
         left, right = found.left, found.right
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     # One blocking copy to the host per pass; calls read the ends there.
-    starts = begins.flatten().nonzero().flatten().cpu()
+    starts = _begins(numbers).nonzero().flatten().cpu()
     ends = torch.cat([starts, starts.new_tensor([batch * length])])
     if (left, right) == (None, 0):
         return Pattern("causal", sequences=ends)
