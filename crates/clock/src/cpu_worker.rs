@@ -123,7 +123,7 @@ impl Server {
             self.engines.insert(who.to_string(), Device::cpu_with(engine));
         }
         let ready = self.ready.as_ref().ok_or("load a problem first")?;
-        Ok(Calls::new(&self.engines[who], ready))
+        Ok(Calls::new(&self.engines[who], ready, Arrangement::Bhsd))
     }
 
     fn output(&mut self, who: &str, rows: &[usize], path: &Path) -> Result<Value, String> {

@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-use flashcore::{Backward, DType, F8E4M3, Mask, Name, Pass, Problem, TensorBuf, oracle};
+use flashcore::{DType, F8E4M3, Mask, Pass, Problem, TensorBuf};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -133,19 +133,10 @@ impl Pool {
             if problem.pass == Pass::Forward {
                 return Yardstick::new(&single, &q.view(), &k.view(), &v.view(), None).at(*row);
             }
-            // A query's gradient depends on no other query.
             let start = GRADIENT_FROM + ((batch * heads_q + head) * len_q + query) * head_dim_v;
-            let row_of = |values: &[f32], dtype| {
-                TensorBuf::from_f32(values, [1, 1, 1, values.len()], dtype).expect("one row")
-            };
-            let d_o = row_of(&self.values(0, start, head_dim_v), dtype);
-            let forward = single.with_pass(Pass::Forward).with_lse();
-            let truth = oracle::attention(&forward, &q.view(), &k.view(), &v.view(), None);
-            let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<f32>>();
-            let (o, lse) = (row_of(&narrow(&truth.o), dtype), row_of(&narrow(&truth.lse), DType::F32));
-            let [q, k, v] = [q.view(), k.view(), v.view()];
-            let given = Backward::new([&q, &k, &v], &o.view(), &lse.view(), &d_o.view());
-            Yardstick::backward(&single, &given, None).only(Name::Dq).at(*row)
+            let d_o = TensorBuf::from_f32(&self.values(0, start, head_dim_v), [1, 1, 1, head_dim_v], dtype)
+                .expect("one row");
+            Yardstick::gradient_of_query(&single, [&q.view(), &k.view(), &v.view()], &d_o.view()).at(*row)
         };
         let parts: Vec<Yardstick> = rows.par_iter().map(one).collect();
         Yardstick::join(parts)
@@ -154,6 +145,8 @@ impl Pool {
 
 #[cfg(test)]
 mod tests {
+    use flashcore::{Backward, Name, oracle};
+
     use super::*;
 
     #[test]

@@ -110,6 +110,14 @@ pub struct Asked {
     /// Backward: element `i` of the gradient of o is element `i` plus this of q's pool. Absent forward.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_from: Option<usize>,
+    /// Backward: a call computes o and lse first, rather than being given them.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub forward_too: bool,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature.
+fn is_false(it: &bool) -> bool {
+    !it
 }
 
 impl Asked {
@@ -126,6 +134,7 @@ impl Asked {
             causal: problem.mask == Mask::Causal && len_q > 1,
             scale: problem.scale,
             gradient_from: (problem.pass == Pass::Backward).then_some(GRADIENT_FROM),
+            forward_too: false,
         }
     }
 

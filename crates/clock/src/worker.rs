@@ -42,7 +42,7 @@ pub fn serve(ordinal: u32) -> Result<(), String> {
     while let Some(request) = next {
         next = match request {
             Ok(Request::Load { problem, sets }) => {
-                let prepared = problem.problem().and_then(|problem| server.prepare(&problem, sets));
+                let prepared = server.prepare(problem, sets);
                 match prepared {
                     Ok(cell) => {
                         reply(Ok(json!({})));
@@ -114,7 +114,8 @@ impl Server {
         }
     }
 
-    fn prepare(&mut self, problem: &Problem, sets: usize) -> Result<Ready, String> {
+    fn prepare(&mut self, asked: Asked, sets: usize) -> Result<Ready, String> {
+        let problem = asked.problem()?;
         let (cuda, name) = (self.cuda.clone()?, problem.dtype.name());
         let mut pool = self.pools.get(name).ok_or("there is no pool of this dtype")?;
         if problem.dtype_kv.is_some() {
@@ -123,7 +124,7 @@ impl Server {
                 Entry::Vacant(place) => place.insert(rounded(&cuda, pool, problem.dtype)?),
             };
         }
-        Ready::new(cuda, pool, problem, sets)
+        Ready::new(cuda, pool, asked, problem, sets)
     }
 }
 
@@ -176,20 +177,23 @@ fn rounded(cuda: &Cuda, [q, k, v]: &PoolOnGpu, dtype: DType) -> Result<PoolOnGpu
 /// One set of tensors that a call works on.
 struct Set {
     inputs: [CudaTensor; 3],
-    /// Backward: o, lse and the gradient of o.
-    further: Option<[CudaTensor; 3]>,
+    /// Backward: the gradient of o; and before it o and lse, unless they are outputs of the same call.
+    further: Vec<CudaTensor>,
     out: Out,
     /// Where q, k, v and the first output are.
     addresses: Addresses,
 }
 
-/// What a call writes: o, or the gradients of q, k and v.
+/// What a call writes: o; or the gradients of q, k and v, and behind them o and lse where the call computes these too.
 struct Out(Vec<CudaTensor>);
 
 impl Out {
-    fn new(cuda: &Cuda, problem: &Problem) -> Result<Self, String> {
-        let signature = problem.signature();
-        let outputs = signature.outputs().map(|of| cuda.empty(of.dtype, Layout::bhsd(of.shape)).map_err(say));
+    fn new(cuda: &Cuda, problem: &Problem, forward_too: bool) -> Result<Self, String> {
+        let mut all = problem.signature().outputs().copied().collect::<Vec<_>>();
+        if forward_too {
+            all.extend(problem.with_pass(Pass::Forward).with_lse().signature().outputs());
+        }
+        let outputs = all.iter().map(|of| cuda.empty(of.dtype, Layout::bhsd(of.shape)).map_err(say));
         outputs.collect::<Result<_, _>>().map(Self)
     }
 }
@@ -200,15 +204,21 @@ impl Set {
         let [q, k, v] = &self.inputs;
         let mut run = || {
             let (q, k, v) = (q.view()?, k.view()?, v.view()?);
-            match (&self.further, &mut out.0[..]) {
-                (Some([o, lse, d_o]), [dq, dk, dv]) => {
-                    let (o, lse, d_o) = (o.view()?, lse.view()?, d_o.view()?);
-                    let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
-                    let (mut dq, mut dk, mut dv) = (dq.view_mut()?, dk.view_mut()?, dv.view_mut()?);
-                    attention.backward_into(device, &given, &mut dq, &mut dk, &mut dv)
+            let (d_o, [dq, dk, dv], o, lse) = match (&self.further[..], &mut out.0[..]) {
+                ([o, lse, d_o], [dq, dk, dv]) => (d_o, [dq, dk, dv], o, lse),
+                ([d_o], [dq, dk, dv, o, lse]) => {
+                    let (mut into_o, mut into_lse) = (o.view_mut()?, lse.view_mut()?);
+                    attention.run_into(device, &q, &k, &v, &mut into_o, Some(&mut into_lse))?;
+                    (d_o, [dq, dk, dv], &*o, &*lse)
                 }
-                (_, out) => attention.run_into(device, &q, &k, &v, &mut out[0].view_mut()?, None),
-            }
+                (_, out) => {
+                    return attention.run_into(device, &q, &k, &v, &mut out[0].view_mut()?, None);
+                }
+            };
+            let (o, lse, d_o) = (o.view()?, lse.view()?, d_o.view()?);
+            let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
+            let (mut dq, mut dk, mut dv) = (dq.view_mut()?, dk.view_mut()?, dv.view_mut()?);
+            attention.backward_into(device, &given, &mut dq, &mut dk, &mut dv)
         };
         run().map_err(say)
     }
@@ -221,8 +231,12 @@ impl Set {
         out: &'a Out,
     ) -> flashcore::Result<()> {
         let [q, k, v] = &self.inputs;
-        match (&self.further, &out.0[..]) {
-            (Some([o, lse, d_o]), [dq, dk, dv]) => {
+        match (&self.further[..], &out.0[..]) {
+            ([o, lse, d_o], [dq, dk, dv]) => {
+                recorder.backward(attention, [q, k, v, o, lse, d_o], [dq, dk, dv])
+            }
+            ([d_o], [dq, dk, dv, o, lse]) => {
+                recorder.run(attention, [q, k, v], o, Some(lse))?;
                 recorder.backward(attention, [q, k, v, o, lse, d_o], [dq, dk, dv])
             }
             (_, out) => recorder.run(attention, [q, k, v], &out[0], None),
@@ -233,6 +247,7 @@ impl Set {
 /// A problem with its tensors.
 struct Ready {
     cuda: Cuda,
+    asked: Asked,
     problem: Problem,
     attention: Attention<'static>,
     sets: Vec<Set>,
@@ -245,8 +260,14 @@ struct Ready {
 }
 
 impl Ready {
-    fn new(cuda: Cuda, pool: &PoolOnGpu, problem: &Problem, sets: usize) -> Result<Self, String> {
-        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, .. } = *problem;
+    fn new(
+        cuda: Cuda,
+        pool: &PoolOnGpu,
+        asked: Asked,
+        problem: Problem,
+        sets: usize,
+    ) -> Result<Self, String> {
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, .. } = problem;
         let shapes = [
             [batch, heads_q, len_q, head_dim],
             [batch, heads_kv, len_k, head_dim],
@@ -262,9 +283,13 @@ impl Ready {
                 inputs.push(cut(&cuda, pool, 0, dtype, shape)?);
             }
             let mut inputs: [CudaTensor; 3] = inputs.try_into().map_err(|_| "three inputs".to_string())?;
-            let further = (problem.pass == Pass::Backward).then(|| {
+            let mut further = Vec::new();
+            if problem.pass == Pass::Backward {
                 let shape = [batch, heads_q, len_q, head_dim_v];
-                let d_o = cut(&cuda, &pool[0], GRADIENT_FROM, dtype, shape)?;
+                further.push(cut(&cuda, &pool[0], GRADIENT_FROM, dtype, shape)?);
+            }
+            if problem.pass == Pass::Backward && !asked.forward_too {
+                let shape = [batch, heads_q, len_q, head_dim_v];
                 let empty = |dtype, shape| cuda.empty(dtype, Layout::bhsd(shape)).map_err(say);
                 let (mut o, mut lse) = (empty(dtype, shape)?, empty(DType::F32, [batch, heads_q, len_q, 1])?);
                 let [q, k, v] = &inputs;
@@ -273,18 +298,18 @@ impl Ready {
                     attention.run_into(&device, &q, &k, &v, &mut o.view_mut()?, Some(&mut lse.view_mut()?))
                 };
                 run().map_err(say)?;
-                Ok::<_, String>([o, lse, d_o])
-            });
-            let further = further.transpose()?;
-            let mut out = Out::new(&cuda, problem)?;
+                further.splice(..0, [o, lse]);
+            }
+            let mut out = Out::new(&cuda, &problem, asked.forward_too)?;
             let [q, k, v] = inputs.each_mut().map(|tensor| tensor.buffer_mut().address());
             let addresses = [q, k, v, out.0[0].buffer_mut().address()];
             Ok(Set { inputs, further, out, addresses })
         };
         let sets = (0..sets.max(1)).map(set).collect::<Result<Vec<Set>, String>>()?;
-        let (direct, replayed) = (Out::new(&cuda, problem)?, Out::new(&cuda, problem)?);
+        let out = || Out::new(&cuda, &problem, asked.forward_too);
+        let (direct, replayed) = (out()?, out()?);
         cuda.synchronize().map_err(say)?;
-        Ok(Self { cuda, problem: *problem, attention, sets, direct, replayed, unfused: None })
+        Ok(Self { cuda, asked, problem, attention, sets, direct, replayed, unfused: None })
     }
 
     /// Answers requests about this problem, until one is about something else.
@@ -401,7 +426,7 @@ impl Ready {
         if unwritten > 0 {
             return Err(format!("{unwritten} of {} elements were never written", bits.len()));
         }
-        let (_, width) = Asked::of(&self.problem).judged();
+        let (_, width) = self.asked.judged();
         let chosen = rows.iter().flat_map(|row| bits.get(row * width..(row + 1) * width).unwrap_or_default());
         let bytes: Vec<u8> = chosen.flat_map(|bits| bits.to_le_bytes()).collect();
         std::fs::write(path, &bytes).map_err(|error| format!("cannot write {}: {error}", path.display()))?;
@@ -538,14 +563,17 @@ fn call_clock(
 /// Every bit set: a NaN that no arithmetic gives.
 const POISON: u16 = 0xffff;
 
+/// How many outputs come before lse: gradients and o.
+const BEFORE_LSE: usize = 4;
+
 fn poison(cuda: &Cuda, out: &mut Out) -> Result<(), String> {
     out.0.iter_mut().try_for_each(|tensor| cuda.fill(tensor, POISON as u8)).map_err(say)
 }
 
-/// The bits of all outputs, each in the order (batch, heads, length, head_dim), one behind the other.
+/// The bits of all outputs but lse, each in the order (batch, heads, length, head_dim), one behind the other.
 fn download(cuda: &Cuda, out: &Out) -> Result<Vec<u16>, String> {
     let mut bits = Vec::new();
-    for tensor in &out.0 {
+    for tensor in out.0.iter().take(BEFORE_LSE) {
         let view = tensor.view().map_err(say)?;
         let mut host = TensorBuf::zeros(view.dtype(), Layout::bhsd(view.shape())).map_err(say)?;
         cuda.download(tensor, &mut host.view_mut()).map_err(say)?;

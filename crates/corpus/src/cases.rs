@@ -137,6 +137,36 @@ pub enum Passes {
     Both,
 }
 
+impl Passes {
+    /// In the order in which they are run.
+    pub fn all(self) -> &'static [Pass] {
+        match self {
+            Passes::One(Pass::Forward) => &[Pass::Forward],
+            Passes::One(Pass::Backward) => &[Pass::Backward],
+            Passes::Both => &Pass::ALL,
+        }
+    }
+
+    /// The word for them.
+    pub fn name(self) -> &'static str {
+        match self {
+            Passes::One(pass) => pass.name(),
+            Passes::Both => "both",
+        }
+    }
+
+    /// The pass whose results are the last.
+    pub fn last(self) -> Pass {
+        if self == Passes::One(Pass::Forward) { Pass::Forward } else { Pass::Backward }
+    }
+}
+
+impl From<Pass> for Passes {
+    fn from(pass: Pass) -> Self {
+        Passes::One(pass)
+    }
+}
+
 impl std::str::FromStr for Passes {
     type Err = String;
 
@@ -150,10 +180,7 @@ impl std::str::FromStr for Passes {
 
 impl std::fmt::Display for Passes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Passes::One(pass) => pass.fmt(f),
-            Passes::Both => f.pad("both"),
-        }
+        f.pad(self.name())
     }
 }
 

@@ -64,6 +64,45 @@ impl Operands {
         distribution: Distribution,
         seed: u64,
     ) -> Self {
+        let mut operands = Self::unattended(problem, key_lengths, arrangement, distribution, seed);
+        for group in 0..problem.batch * problem.heads_kv {
+            operands.attend(group / problem.heads_kv, group % problem.heads_kv);
+        }
+        operands
+    }
+
+    /// The same, where o and lse of a backward pass are what a device makes of the forward one: to time what would take the
+    /// oracle long.
+    pub fn draw_by(
+        device: &Device,
+        problem: Problem,
+        key_lengths: Option<Vec<u32>>,
+        arrangement: Arrangement,
+        distribution: Distribution,
+        seed: u64,
+    ) -> flashcore::Result<Self> {
+        let mut operands = Self::unattended(problem, key_lengths, arrangement, distribution, seed);
+        if problem.pass == Pass::Backward {
+            let (q, k, v) = (operands.q.view(), operands.k.view(), operands.v.view());
+            let out = operands.attention().with_lse().run(device, &q, &k, &v)?;
+            for (name, given) in [(Name::O, Some(out.o)), (Name::Lse, out.lse)] {
+                let Some(given) = given else { continue };
+                let values = given.to_f32();
+                let tensor = Guarded::with_values(given.dtype(), arrangement, given.shape(), &values);
+                operands.further.set(name, tensor);
+            }
+        }
+        Ok(operands)
+    }
+
+    /// What is drawn; o and lse of a backward pass are not yet what follows from it.
+    fn unattended(
+        problem: Problem,
+        key_lengths: Option<Vec<u32>>,
+        arrangement: Arrangement,
+        distribution: Distribution,
+        seed: u64,
+    ) -> Self {
         let values = draw(&problem, distribution, seed);
         let mut operands = Self::with_values(problem, key_lengths, arrangement, &values);
         let gradients = draw_gradients(&problem, distribution, seed);
@@ -76,9 +115,6 @@ impl Operands {
                 None => Guarded::new(of.dtype, arrangement, of.shape),
             };
             operands.further.set(of.name, tensor);
-        }
-        for group in 0..problem.batch * problem.heads_kv {
-            operands.attend(group / problem.heads_kv, group % problem.heads_kv);
         }
         operands
     }
@@ -479,7 +515,7 @@ impl Operands {
             .of_rows(|row| self.has(row))
     }
 
-    /// The yardstick of chosen rows of a forward pass, for problems too large to judge whole.
+    /// The yardstick of chosen rows of o, or of the gradient of q, for problems too large to judge whole.
     pub fn yardstick_of_rows(&self, rows: &[Row]) -> Yardstick {
         let one = |row: &Row| {
             let &Row { batch, head, position: query, .. } = row;
@@ -498,6 +534,10 @@ impl Operands {
             let q = self.q.part(batch, 1, head, 1, query, 1);
             let k = self.k.part(batch, 1, kv_head, 1, keys.start, keys.len());
             let v = self.v.part(batch, 1, kv_head, 1, keys.start, keys.len());
+            if problem.pass == Pass::Backward {
+                let d_o = self.operand(Name::Do).part(batch, 1, head, 1, query, 1);
+                return Yardstick::gradient_of_query(&problem, [&q, &k, &v], &d_o).at(*row);
+            }
             let descales = self.descales_of(|tensor| match tensor.shape()[2] {
                 1 => tensor.part(batch, 1, kv_head, 1, 0, 1),
                 _ => tensor.part(

@@ -58,7 +58,7 @@ use std::ops::Range;
 
 use flashcore::oracle::{self, GradientReference, Rounding};
 use flashcore::signature::{Parameter, Rows};
-use flashcore::{Backward, Descales, Name, Problem, Quantiser, Tensor, TensorBuf};
+use flashcore::{Backward, DType, Descales, Name, Pass, Problem, Quantiser, Tensor, TensorBuf};
 use serde::{Serialize, Serializer};
 
 use crate::conditioning::{Conditioning, conditioning};
@@ -512,6 +512,20 @@ impl Yardstick {
             measures.push(Measure::new(of, truth, plain, floors));
         }
         Self { measures }
+    }
+
+    /// That of the gradient of q in a backward pass of one query and what it sees, which depends on no other query. o and lse
+    /// are the oracle's, rounded.
+    pub fn gradient_of_query(problem: &Problem, [q, k, v]: [&Tensor<'_>; 3], d_o: &Tensor<'_>) -> Self {
+        let forward = problem.with_pass(Pass::Forward).with_lse();
+        let truth = oracle::attention(&forward, q, k, v, None);
+        let row_of = |values: &[f64], dtype| {
+            let narrow: Vec<f32> = values.iter().map(|&x| x as f32).collect();
+            TensorBuf::from_f32(&narrow, [1, 1, 1, narrow.len()], dtype).expect("one row")
+        };
+        let (o, lse) = (row_of(&truth.o, problem.dtype), row_of(&truth.lse, DType::F32));
+        let given = Backward::new([q, k, v], &o.view(), &lse.view(), d_o);
+        Self::backward(problem, &given, None).only(Name::Dq)
     }
 
     /// The same rows as part of a larger problem, where those of the kind of `first` begin there.

@@ -122,7 +122,7 @@ fn options() -> Result<Options, String> {
 fn run(options: &Options) -> Result<bool, String> {
     let hardware = Hardware::typical(Target::Sm90a);
     let wanted = |member: &Member| member.cell.label().contains(&options.only);
-    let members: Vec<Member> = Matrix::Decode.cells().into_iter().filter(wanted).collect();
+    let members: Vec<Member> = Matrix::Decode.usual_cells().into_iter().filter(wanted).collect();
     let mut sweep = Vec::new();
     for member in &members {
         let schedules = candidates(&member.cell.problem(), &hardware)?;

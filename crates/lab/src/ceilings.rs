@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use flashcore::{Problem, cpu};
+use flashcore::{Pass, Problem, cpu};
 use serde::{Deserialize, Serialize};
 
 use crate::evidence::kept;
@@ -77,9 +77,40 @@ pub struct Roofline {
     pub memory_share: f64,
 }
 
-/// The exponentials that a problem needs: one per pair of a query and a key that it sees.
-pub fn exponentials(problem: &Problem) -> f64 {
-    problem.flops() / (2 * (problem.head_dim + problem.head_dim_v)) as f64
+/// What a call has to do, which rates and floors are made of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Work {
+    /// Floating-point operations of its products, causal counted half.
+    pub flops: f64,
+    /// Bytes that must move.
+    pub bytes: f64,
+    /// Exponentials: in each pass one per pair of a query and a key that it sees.
+    pub exponentials: f64,
+    /// Products that tensor cores do in the time of one of 16 bits.
+    pub at_once: f64,
+}
+
+impl Work {
+    /// Of a problem.
+    pub fn of(problem: &Problem) -> Self {
+        let width = (2 * (problem.head_dim + problem.head_dim_v)) as f64;
+        Self {
+            flops: problem.flops(),
+            bytes: problem.min_bytes(),
+            exponentials: problem.with_pass(Pass::Forward).flops() / width,
+            at_once: products_at_once(problem),
+        }
+    }
+
+    /// One after the other, of products of one width.
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            flops: self.flops + other.flops,
+            bytes: self.bytes + other.bytes,
+            exponentials: self.exponentials + other.exponentials,
+            at_once: self.at_once,
+        }
+    }
 }
 
 /// Products that tensor cores do in the time of one of 16 bits, which is what is measured. A CPU does all in f32.
@@ -89,13 +120,13 @@ pub fn products_at_once(problem: &Problem) -> f64 {
 
 impl Ceilings {
     /// Compares a time in microseconds with these. Absent where products or memory were not measured.
-    pub fn roofline(&self, problem: &Problem, us: Option<f64>) -> Option<Roofline> {
+    pub fn roofline(&self, work: &Work, us: Option<f64>) -> Option<Roofline> {
         let us = us.filter(|&us| us > 0.0)?;
-        let (flops, bytes) = (problem.flops(), problem.min_bytes());
-        let at_once = self.launch_us.map_or(1.0, |_| products_at_once(problem));
+        let Work { flops, bytes, exponentials, at_once } = *work;
+        let at_once = self.launch_us.map_or(1.0, |_| at_once);
         let matmul_us = flops / (at_once * self.matmul_tflops?) / 1e6;
         let memory_us = bytes / self.memory_gbytes? / 1e3;
-        let exp_us = self.exp_gops.map(|rate| exponentials(problem) / rate / 1e3);
+        let exp_us = self.exp_gops.map(|rate| exponentials / rate / 1e3);
         let mut longest = (matmul_us, Bound::Matmul);
         for (time, bound) in [(Some(memory_us), Bound::Memory), (exp_us, Bound::Exponentials)] {
             longest = time.filter(|&time| time > longest.0).map_or(longest, |time| (time, bound));
@@ -170,35 +201,41 @@ mod tests {
     #[test]
     fn a_long_problem_is_bound_by_products_and_a_decode_by_memory() {
         let long = Problem::new(1, 16, 16384, 128, DType::F16);
-        let roofline = ceilings().roofline(&long, Some(5000.0)).unwrap();
+        let roofline = ceilings().roofline(&Work::of(&long), Some(5000.0)).unwrap();
         assert_eq!(roofline.bound, Bound::Matmul);
         let floor = 4.0 * 16.0 * 16384.0 * 16384.0 * 128.0 / 800e6;
         assert!((roofline.floor_us - floor).abs() < 1e-6 && (roofline.share - floor / 5000.0).abs() < 1e-9);
         let decode = Problem::new(1, 32, 1, 128, DType::BF16).with_kv(8, 32768);
-        assert_eq!(ceilings().roofline(&decode, Some(50.0)).unwrap().bound, Bound::Memory);
+        assert_eq!(ceilings().roofline(&Work::of(&decode), Some(50.0)).unwrap().bound, Bound::Memory);
         let narrow = Problem::new(1, 16, 8192, 32, DType::F16);
-        assert_eq!(ceilings().roofline(&narrow, Some(9e3)).unwrap().bound, Bound::Exponentials);
+        assert_eq!(ceilings().roofline(&Work::of(&narrow), Some(9e3)).unwrap().bound, Bound::Exponentials);
     }
 
     #[test]
     fn one_exponential_is_counted_for_every_pair_and_half_of_them_under_a_causal_mask() {
         let problem = Problem::new(2, 3, 64, 128, DType::F16).with_head_dim_v(64);
-        assert!((exponentials(&problem) - 2.0 * 3.0 * 64.0 * 64.0).abs() < 1e-6);
-        let causal = exponentials(&problem.with_mask(Mask::Causal));
-        assert!(causal < 0.6 * exponentials(&problem), "{causal}");
+        let exponentials = |problem: Problem| Work::of(&problem).exponentials;
+        assert!((exponentials(problem) - 2.0 * 3.0 * 64.0 * 64.0).abs() < 1e-6);
+        let causal = exponentials(problem.with_mask(Mask::Causal));
+        assert!(causal < 0.6 * exponentials(problem), "{causal}");
+        assert_eq!(exponentials(problem.backward()), exponentials(problem), "whatever its products are");
+        let both = Work::of(&problem).and(Work::of(&problem.backward()));
+        assert_eq!(both.exponentials, 2.0 * exponentials(problem));
     }
 
     #[test]
     fn without_a_time_or_a_ceiling_there_is_no_share() {
-        let problem = Problem::new(1, 8, 512, 64, DType::F16);
-        assert_eq!(ceilings().roofline(&problem, None), None);
-        assert_eq!(ceilings().roofline(&problem, Some(0.0)), None);
-        assert_eq!(Ceilings { matmul_tflops: None, ..ceilings() }.roofline(&problem, Some(5.0)), None);
-        let matmul_us =
-            |dtype| ceilings().roofline(&Problem::new(1, 2, 64, 64, dtype), Some(9.0)).unwrap().matmul_us;
+        let work = Work::of(&Problem::new(1, 8, 512, 64, DType::F16));
+        assert_eq!(ceilings().roofline(&work, None), None);
+        assert_eq!(ceilings().roofline(&work, Some(0.0)), None);
+        assert_eq!(Ceilings { matmul_tflops: None, ..ceilings() }.roofline(&work, Some(5.0)), None);
+        let matmul_us = |dtype| {
+            let work = Work::of(&Problem::new(1, 2, 64, 64, dtype));
+            ceilings().roofline(&work, Some(9.0)).unwrap().matmul_us
+        };
         assert_eq!(matmul_us(DType::F8E4M3) * 2.0, matmul_us(DType::F16));
         let without_exp = Ceilings { exp_gops: None, ..ceilings() };
-        assert_eq!(without_exp.roofline(&problem, Some(5.0)).unwrap().exp_us, None);
+        assert_eq!(without_exp.roofline(&work, Some(5.0)).unwrap().exp_us, None);
     }
 
     #[test]

@@ -114,7 +114,7 @@ impl Wanted {
         let named = shapes::parse(&format!("{batch_size}x{num_heads}x{seq_len}x{head_dim}"))?;
         let dtype: DType = dtype.parse().map_err(|error: flashcore::Error| error.to_string())?;
         let mask = if *causal { Mask::Causal } else { Mask::None };
-        Ok(Cell { name: "", shape: named.shape, mask, types: dtype.into(), pass: Pass::Forward })
+        Ok(Cell { name: "", shape: named.shape, mask, types: dtype.into(), pass: Pass::Forward.into() })
     }
 }
 
@@ -377,7 +377,7 @@ shapes:
     fn report(shape: &str) -> Result<Report, String> {
         let outcome = |shape: &str, mask: Mask, dtype: DType| {
             let shape = shapes::parse(shape).unwrap().shape;
-            let cell = Cell { name: "", shape, mask, types: dtype.into(), pass: Pass::Forward };
+            let cell = Cell { name: "", shape, mask, types: dtype.into(), pass: Pass::Forward.into() };
             let limits = Limits::Gpu { peak_tflops: None, matmul_tflops: None };
             let bound = |error: f64| Bound { error, plain: error, allowed: 2.0 * error };
             let right = Judgement::forward(1, [1e-4, 1e-5, 1e-4].map(bound), None);
@@ -385,7 +385,7 @@ shapes:
             let ours = Samples { name: "flashcore".into(), calls: 1, times, ..Samples::default() };
             let why = Some("OutOfMemoryError: 3 GiB, \"sorry\"".into());
             let flash = Samples { name: "flash".into(), failure: why, ..Samples::default() };
-            let measured = |(samples, error)| Measured::new(samples, error, &cell.problem(), &limits, None);
+            let measured = |(samples, error)| Measured::new(samples, error, &cell.work(), &limits, None);
             let results = [(ours, Some(right)), (flash, None)].map(measured).into();
             Outcome::new(&cell, 1, results, Conditions::Gpu(GpuConditions::default()), 0.02)
         };

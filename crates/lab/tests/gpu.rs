@@ -190,6 +190,29 @@ fn given_kernels_and_schedules_are_timed_by_their_names() {
 }
 
 #[test]
+fn both_passes_are_one_call_of_more_operations_and_are_judged_by_the_gradient_of_q() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let run = |pass: &str| {
+        let (output, report) = machine.run(&[&TINY[..], &["--dtype", "bf16", "--pass", pass]].concat());
+        assert_eq!(code(&output), 1, "zeros are no gradients: {}", text(&output));
+        assert_eq!(machine.contradictions(), [""; 0], "{pass}");
+        report["cells"][0].clone()
+    };
+    let [backward, both] = ["backward", "both"].map(run);
+    assert_eq!(both["pass"], "both");
+    let flops = |cell: &Value| cell["flops"].as_f64().unwrap();
+    assert_eq!(flops(&both), 1.4 * flops(&backward));
+    // The fake's clock counts operations: a call has more of them with a forward pass in it.
+    let us = |cell: &Value| cell["results"][0]["p50_us"].as_f64().unwrap();
+    assert!(us(&both) > us(&backward), "{} {}", us(&both), us(&backward));
+    let judged = |cell: &Value| cell["results"][0]["error"]["dq"]["max"]["error"].is_number();
+    assert!(judged(&both) && judged(&backward));
+    let output =
+        machine.command().args(TINY).args(["--pass", "both", "--kernel", "sm80_bwd"]).output().unwrap();
+    assert!(code(&output) == 2 && text(&output).contains("of one pass"), "{}", text(&output));
+}
+
+#[test]
 fn a_matrix_goes_on_past_its_budget_by_saying_what_was_not_run() {
     let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
     let (output, report) = machine.run(&["bench", "--matrix", "small", "--budget", "0.001"]);

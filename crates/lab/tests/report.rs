@@ -446,6 +446,13 @@ fn charts_are_files_of_their_own_named_after_the_device() {
     };
     assert!(shows("h200.svg", "FlashCore") && shows("h200.svg", "cuDNN"), "{names:?}");
     assert!(shows("h200-sm80-fwd.svg", "FlashCore sm80_fwd"), "{names:?}");
+    assert!(shows("h200-backward.svg", "FlashAttention-3"), "{names:?}");
+    for (name, svg) in
+        charts.iter().filter(|(name, svg)| name.starts_with("h200") && svg.contains("attention "))
+    {
+        let pass = if name.contains("backward") { "backward" } else { "forward" };
+        assert!(svg.contains(&format!("attention {pass}, TFLOP/s")), "{name}");
+    }
     for (name, svg) in &charts {
         let document = parse(svg);
         assert!(svg.contains("record/"), "{name} says where its numbers are from");

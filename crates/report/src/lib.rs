@@ -74,7 +74,8 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
                 panels.iter().filter(|p| !p.title.contains("causal")).cloned().collect();
             ordered.extend(panels.iter().filter(|p| p.title.contains("causal")).cloned());
             let regime = bench.regime().map_or_else(String::new, |regime| format!(", {regime}"));
-            let title = format!("{}: attention forward, TFLOP/s{regime}", bench.device().unwrap_or_default());
+            let (device_name, pass) = (bench.device().unwrap_or_default(), bench.pass().unwrap_or("forward"));
+            let title = format!("{device_name}: attention {pass}, TFLOP/s{regime}");
             keep(format!("{device}{kind_of}.svg"), chart::grid(&title, &ordered, columns, source));
         }
         for (i, (bars, _)) in small::bars(bench).into_iter().enumerate() {
@@ -100,13 +101,15 @@ pub fn charts(files: &[Evidence]) -> Vec<Written> {
     all
 }
 
-/// What sets a benchmark apart from the usual one, in f16, with a cold cache and in bursts, in a file's name; `of` names
-/// the kernel where it is not the planner's choice.
+/// What sets a benchmark apart from the usual one, which is forward in f16 or else in bf16, with a cold cache and in bursts,
+/// in a file's name; `of` names the kernel where it is not the planner's choice.
 fn kind(bench: &Bench<'_>, of: Option<&str>) -> String {
-    let dtype = bench.cells.first().map(|cell| cell.dtype).filter(|dtype| *dtype != "f16");
+    let pass = bench.pass();
+    let usual = if pass.is_none() { "f16" } else { "bf16" };
+    let dtype = bench.cells.first().map(|cell| cell.dtype).filter(|dtype| *dtype != usual);
     let cache = bench.root.get("cache").text().filter(|cache| *cache != "cold");
     let regime = bench.regime().filter(|regime| *regime != "bursts");
-    [Some(""), of, dtype, cache, regime].into_iter().flatten().map(slug).collect::<Vec<_>>().join("-")
+    [Some(""), of, pass, dtype, cache, regime].into_iter().flatten().map(slug).collect::<Vec<_>>().join("-")
 }
 
 /// The kernel that was measured in place of the planner's choice, if one was.

@@ -35,6 +35,11 @@ impl<'a> Bench<'a> {
         self.root.get("gpu").get("ours").get("device").text().or_else(|| self.root.get("device").text())
     }
 
+    /// The pass of its cells, where it is not the forward one.
+    pub fn pass(&self) -> Option<&'a str> {
+        self.cells.first().and_then(Cell::pass)
+    }
+
     /// How long a GPU's samples are: `bursts` or `sustained`; older files, which hold bursts, do not say.
     pub fn regime(&self) -> Option<&'a str> {
         self.root.get("regime").text()
@@ -70,8 +75,13 @@ impl<'a> Cell<'a> {
 
     /// As `1x8x512x64 f16 causal`.
     pub fn label(&self) -> String {
-        let pass = self.field.get("pass").text().map_or_else(String::new, |pass| format!(" {pass}"));
+        let pass = self.pass().map_or_else(String::new, |pass| format!(" {pass}"));
         format!("{} {} {}{pass}", self.shape, self.dtype, self.mask)
+    }
+
+    /// The pass, where it is not the forward one.
+    pub fn pass(&self) -> Option<&'a str> {
+        self.field.get("pass").text()
     }
 
     /// Its length as text, with the number that it begins with.

@@ -6,13 +6,14 @@ use super::page::{Block, Piece, Section, Table, text};
 use super::reading::{Bench, Cell};
 use super::speed;
 
-/// The cells of a benchmark that are part of no sweep and hold no ladder, by mask and dtype.
+/// The cells of a benchmark that are part of no sweep and hold no ladder, by pass, mask and dtype.
 fn groups<'a>(bench: &Bench<'a>) -> Vec<(String, Vec<Cell<'a>>)> {
     let swept: Vec<String> =
         speed::sweeps(bench).iter().flat_map(|s| s.cells.iter().map(Cell::label)).collect();
     let mut all: Vec<(String, Vec<Cell<'a>>)> = Vec::new();
     for cell in bench.cells.iter().filter(|cell| !is_ladder(cell) && !swept.contains(&cell.label())) {
-        let key = format!("{}, {}", cell.mask, cell.dtype);
+        let pass = cell.pass().map_or_else(String::new, |pass| format!("{pass}, "));
+        let key = format!("{pass}{}, {}", cell.mask, cell.dtype);
         match all.iter_mut().find(|(known, _)| *known == key) {
             Some((_, cells)) => cells.push(cell.clone()),
             None => all.push((key, vec![cell.clone()])),

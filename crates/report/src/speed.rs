@@ -20,8 +20,8 @@ pub struct Sweep<'a> {
     pub cells: Vec<Cell<'a>>,
 }
 
-/// What the cells of a sweep have in common: the group, the head dimension, the mask and the dtype.
-type Key<'a> = (&'a str, &'a str, &'a str, &'a str);
+/// What the cells of a sweep have in common: the group, the head dimension, the mask, the dtype and the pass.
+type Key<'a> = (&'a str, &'a str, &'a str, &'a str, Option<&'a str>);
 
 /// The sweeps of a benchmark: groups whose cells have one head dimension, one mask and each another length.
 pub fn sweeps<'a>(bench: &Bench<'a>) -> Vec<Sweep<'a>> {
@@ -30,14 +30,14 @@ pub fn sweeps<'a>(bench: &Bench<'a>) -> Vec<Sweep<'a>> {
         let (Some(group), Some(head_dim)) = (cell.field.get("group").text(), cell.head_dim()) else {
             continue;
         };
-        let key = (group, head_dim, cell.mask, cell.dtype);
+        let key = (group, head_dim, cell.mask, cell.dtype, cell.pass());
         match groups.iter_mut().find(|(known, _)| *known == key) {
             Some((_, cells)) => cells.push(cell.clone()),
             None => groups.push((key, vec![cell.clone()])),
         }
     }
     let mut all = Vec::new();
-    for ((group, head_dim, mask, dtype), mut cells) in groups {
+    for ((group, head_dim, mask, dtype, pass), mut cells) in groups {
         cells.sort_by_key(Cell::length);
         let distinct = cells.windows(2).all(|pair| pair[0].length() < pair[1].length());
         let alone = bench
@@ -46,7 +46,8 @@ pub fn sweeps<'a>(bench: &Bench<'a>) -> Vec<Sweep<'a>> {
             .filter(|cell| cell.field.get("group").text() == Some(group) && cell.dtype == dtype)
             .all(|cell| cell.head_dim() == Some(head_dim) && cell.mask == mask);
         if cells.len() >= A_SWEEP && distinct && alone {
-            all.push(Sweep { title: format!("head_dim {head_dim}, {mask}, {dtype}"), dtype, cells });
+            let pass = pass.map_or_else(String::new, |pass| format!(", {pass}"));
+            all.push(Sweep { title: format!("head_dim {head_dim}, {mask}, {dtype}{pass}"), dtype, cells });
         }
     }
     all
@@ -118,11 +119,13 @@ pub fn ceilings(bench: &Bench<'_>) -> Vec<(String, Number)> {
     matmul.into_iter().collect()
 }
 
-/// The charts of a benchmark on one scale.
+/// The charts of a benchmark on one scale; none of a sweep that ended before there was a line to draw.
 pub fn panels(bench: &Bench<'_>) -> Vec<Lines> {
     let (sweeps, ceilings) = (sweeps(bench), ceilings(bench));
     let largest = scale(&sweeps, &ceilings);
-    sweeps.iter().map(|sweep| sweep.lines(largest, &ceilings)).collect()
+    let mut panels: Vec<Lines> = sweeps.iter().map(|sweep| sweep.lines(largest, &ceilings)).collect();
+    panels.retain(|panel| panel.series.iter().any(|series| series.points.len() > 1));
+    panels
 }
 
 fn scale(sweeps: &[Sweep<'_>], ceilings: &[(String, Number)]) -> f64 {

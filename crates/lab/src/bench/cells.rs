@@ -3,6 +3,9 @@
 use clap::ValueEnum;
 use flashcore::{DType, Error, Mask, Pass, Problem, Quantiser};
 
+use crate::cases::Passes;
+use crate::ceilings::Work;
+use crate::gpu::protocol::Asked;
 use crate::shapes::{self, Shape};
 
 /// Of what types the tensors of a cell are, and whether they become f8 within the call.
@@ -82,20 +85,39 @@ pub struct Cell {
     pub mask: Mask,
     /// Its types.
     pub types: Types,
-    /// Attention, or its gradients.
-    pub pass: Pass,
+    /// Attention, its gradients, or both in one call, as a training step takes them.
+    pub pass: Passes,
 }
 
 impl Cell {
-    /// The problem to compute.
+    /// The problem to compute; where both passes are, that of the last.
     pub fn problem(&self) -> Problem {
-        self.types.problem(self.shape, self.mask).with_pass(self.pass)
+        self.types.problem(self.shape, self.mask).with_pass(self.pass.last())
     }
 
-    /// As `1x8x512x64 f16 causal`, with `backward` behind it for gradients.
+    /// The problem as workers are asked.
+    pub fn asked(&self) -> Asked {
+        Asked { forward_too: self.pass == Passes::Both, ..Asked::of(&self.problem()) }
+    }
+
+    /// What a call has to do.
+    pub fn work(&self) -> Work {
+        let last = self.problem();
+        match self.pass {
+            Passes::One(_) => Work::of(&last),
+            Passes::Both => Work::of(&last.with_pass(Pass::Forward).with_lse()).and(Work::of(&last)),
+        }
+    }
+
+    /// As `1x8x512x64 f16 causal`, with `backward` or `both` behind it where that is the pass.
     pub fn label(&self) -> String {
-        let pass = if self.pass == Pass::Forward { "" } else { " backward" };
+        let pass = if self.pass == Pass::Forward.into() { "" } else { &format!(" {}", self.pass) };
         format!("{} {} {}{pass}", self.shape, self.types, self.mask)
+    }
+
+    /// Whether the same call without its mask is timed beside it, for the share of its rate: causal attention itself.
+    pub fn has_causal_share(&self) -> bool {
+        self.mask == Mask::Causal && self.pass == Pass::Forward.into()
     }
 
     /// Whether memory rather than arithmetic sets its limit: one query reads every key and value once.
@@ -123,11 +145,12 @@ impl Member {
 /// A set of cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Matrix {
-    /// The CPU engine's record: four shapes in f32, bf16 and f16, causal and not, and a decode (25 cells)
+    /// The CPU engine's record: four shapes in f32, bf16 and f16, causal and not, and a decode (25 cells); gradients in f32
+    /// and bf16 (16 cells)
     Cpu,
     /// 16k tokens, heads·head_dim 2048, head_dim 64, 128 and 256, lengths 512 to 16k, causal and not (36 cells)
     Anchors,
-    /// Gradients in bf16, for the shapes of the anchors (36 cells)
+    /// The anchors as a training step has them: in bf16, and the backward pass unless --pass says otherwise (36 cells)
     Training,
     /// The small shapes in which launches and idle SMs count, causal and not (18 cells)
     Small,
@@ -182,8 +205,24 @@ const TOKENS: usize = 16384;
 const WIDTH: usize = 2048;
 
 impl Matrix {
-    /// Its cells.
-    pub fn cells(self) -> Vec<Member> {
+    /// The pass of its cells unless another is asked for.
+    fn usual_pass(self) -> Passes {
+        if self == Matrix::Training { Pass::Backward.into() } else { Pass::Forward.into() }
+    }
+
+    /// Its cells, in its usual pass.
+    pub fn usual_cells(self) -> Vec<Member> {
+        self.cells(self.usual_pass()).unwrap_or_default()
+    }
+
+    /// Its cells in a pass, or why they have none.
+    pub fn cells(self, pass: Passes) -> Result<Vec<Member>, String> {
+        let forward = pass == Pass::Forward.into();
+        if self == Matrix::Decode && !forward {
+            return Err(format!(
+                "--pass {pass}: a cache has no gradients; the matrices of gradients are training, small and cpu"
+            ));
+        }
         let masks = [Mask::None, Mask::Causal];
         let square = |[batch, heads, len, head_dim]: [usize; 4]| Shape {
             batch,
@@ -194,17 +233,16 @@ impl Matrix {
             head_dim,
         };
         let mut members = Vec::new();
-        let (dtype_of_anchors, pass) = match self {
-            Matrix::Training => (DType::BF16, Pass::Backward),
-            _ => (DType::F16, Pass::Forward),
-        };
+        // Gradients are wanted in the type that models are trained in.
+        let usual = if forward && self != Matrix::Training { DType::F16 } else { DType::BF16 };
         let mut add = |shape: Shape, mask: Mask, dtype: DType, group: String| {
             members.push(Member { cell: Cell { name: "", shape, mask, types: dtype.into(), pass }, group });
         };
         match self {
             Matrix::Cpu => {
+                let dtypes = [DType::F32, DType::BF16, DType::F16];
                 for shape in CPU {
-                    for dtype in [DType::F32, DType::BF16, DType::F16] {
+                    for &dtype in &dtypes[..if forward { 3 } else { 2 }] {
                         for mask in masks {
                             add(square(shape), mask, dtype, "all".into());
                         }
@@ -213,14 +251,15 @@ impl Matrix {
                 let decode = shapes::parse("decode").expect("a shape by name");
                 let shapes::Named { name, shape, dtype, .. } = decode;
                 let types = dtype.into();
-                members.push(Member::of_all(Cell { name, shape, mask: Mask::None, types, pass }));
+                let decode = Member::of_all(Cell { name, shape, mask: Mask::None, types, pass });
+                members.extend(forward.then_some(decode));
             }
             Matrix::Anchors | Matrix::Training => {
                 for head_dim in [64, 128, 256] {
                     for mask in masks {
                         for len in [512, 1024, 2048, 4096, 8192, 16384] {
                             let shape = square([TOKENS / len, WIDTH / head_dim, len, head_dim]);
-                            add(shape, mask, dtype_of_anchors, format!("head_dim {head_dim} {mask}"));
+                            add(shape, mask, usual, format!("head_dim {head_dim} {mask}"));
                         }
                     }
                 }
@@ -230,7 +269,7 @@ impl Matrix {
                     for mask in masks {
                         let heads = shape[0] * shape[1];
                         let group = if heads <= 16 { "up to 16 heads" } else { "more than 16 heads" };
-                        add(square(shape), mask, DType::F16, group.into());
+                        add(square(shape), mask, usual, group.into());
                     }
                 }
             }
@@ -243,7 +282,7 @@ impl Matrix {
                 }
             }
         }
-        members
+        Ok(members)
     }
 }
 
@@ -269,7 +308,7 @@ mod tests {
 
     #[test]
     fn every_anchor_has_16k_tokens_of_width_2048() {
-        let members = Matrix::Anchors.cells();
+        let members = Matrix::Anchors.usual_cells();
         for Member { cell: Cell { shape, .. }, .. } in &members {
             assert_eq!((shape.batch * shape.len_q, shape.heads_q * shape.head_dim), (16384, 2048));
         }
@@ -286,12 +325,40 @@ mod tests {
             (Matrix::Small, 18),
             (Matrix::Decode, 22),
         ] {
-            let members = matrix.cells();
+            let members = matrix.usual_cells();
             assert_eq!(members.len(), count, "{matrix:?}");
             for (i, member) in members.iter().enumerate() {
                 assert!(member.cell.problem().check().is_ok());
                 assert!(!members[..i].contains(member), "{}", member.cell.label());
             }
         }
+    }
+
+    #[test]
+    fn gradients_are_of_the_shapes_that_are_trained_in_the_types_that_they_are_trained_in() {
+        for pass in [Passes::One(Pass::Backward), Passes::Both] {
+            for (matrix, count) in [(Matrix::Training, 36), (Matrix::Small, 18), (Matrix::Cpu, 16)] {
+                let members = matrix.cells(pass).unwrap();
+                assert_eq!(members.len(), count, "{matrix:?}");
+                assert!(members.iter().all(|it| it.cell.pass == pass && it.cell.types.dtype != DType::F16));
+                assert!(members.iter().all(|it| it.cell.label().ends_with(pass.name())));
+            }
+            assert!(Matrix::Decode.cells(pass).unwrap_err().contains("no gradients"));
+        }
+        let few = Matrix::Small.cells(Pass::Backward.into()).unwrap();
+        let few = few.iter().filter(|it| it.group == "up to 16 heads").count();
+        assert!(few >= 10 && few < 18, "{few}");
+    }
+
+    #[test]
+    fn both_passes_count_three_and_a_half_times_the_operations_of_the_first() {
+        let cell = |pass| Matrix::Small.cells(pass).unwrap()[0].cell;
+        let work = |pass| cell(pass).work();
+        let both = work(Passes::Both);
+        let forward = work(Pass::Forward.into()).flops;
+        assert_eq!(both.flops, 3.5 * forward);
+        assert_eq!(both.flops, forward + work(Pass::Backward.into()).flops);
+        assert!(both.bytes > work(Pass::Backward.into()).bytes);
+        assert!(cell(Passes::Both).asked().forward_too && !cell(Pass::Backward.into()).asked().forward_too);
     }
 }

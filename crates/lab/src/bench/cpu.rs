@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
-use flashcore::{Device, Mask, Name, cpu};
+use flashcore::{Device, Mask, Pass, cpu};
 
 use super::cells::{Cell, Member};
 use super::itself::{AgainstItself, Repetitions};
 use super::outcome::{CpuConditions, Outcome, SEED, judged_rows, rows};
 use super::{Bench, Clock, Machine};
+use crate::cases::Passes;
 use crate::ceilings::Ceilings;
 use crate::engine::DeviceEngine;
 use crate::evidence::Environment;
@@ -110,22 +111,23 @@ impl Bench for CpuBench {
     ) -> Result<Outcome, String> {
         let (problem, effort) = (cell.problem(), self.effort(budget));
         progress("drawing inputs", 0.0);
-        let operands = inputs(cell);
+        let operands = inputs(cell, &self.device)?;
         progress("asking the oracle", 0.0);
         let judged = judged_rows(&problem);
         let all = judged.len() == rows(&problem);
-        let yardstick = if all { operands.yardstick() } else { operands.yardstick_of_rows(&judged) };
+        let whole = all && problem.pass == Pass::Forward;
+        let yardstick = if whole { operands.yardstick() } else { operands.yardstick_of_rows(&judged) };
+        let (output, width) = cell.asked().judged();
         let of_rows = |o: Vec<f32>| -> Vec<f32> {
-            let width = problem.head_dim_v;
             let index = |row: &Row| (row.batch * problem.heads_q + row.head) * problem.len_q + row.position;
             judged.iter().flat_map(|row| o[index(row) * width..][..width].to_vec()).collect()
         };
-        let judge = |o: Vec<f32>| yardstick.judge(&[(Name::O, of_rows(o))]);
-        let mut ours = Calls::new(&self.device, &operands);
+        let judge = |o: Vec<f32>| yardstick.judge(&[(output, of_rows(o))]);
+        let mut ours = calls(cell, &self.device, &operands);
         let mut errors = vec![Ok(judge(ours.output()?.values()))];
         if let Some(torch) = &mut self.torch {
             progress("handing the inputs to torch", 0.0);
-            errors.push(torch.load(&operands).and_then(|()| torch.output(&problem)).map(judge));
+            errors.push(torch.load(&operands, cell.pass).and_then(|()| torch.output(&problem)).map(judge));
         }
         let mut contenders: Vec<Box<dyn Contender + '_>> = vec![Box::new(ours)];
         let mut absent = None;
@@ -137,17 +139,17 @@ impl Bench for CpuBench {
         }
         let limits = contenders.len();
         let Setup { isa, threads, warmups, margin, .. } = self.setup;
-        let products = isa.of_products(problem.dtype);
+        let (products, amount) = (isa.of_products(problem.dtype), cell.work());
         let work = cpu::Work::fma(products, threads);
-        contenders.push(Box::new(Limit::new("FMA peak", work, problem.flops())));
+        contenders.push(Box::new(Limit::new("FMA peak", work, amount.flops)));
         if cell.is_decode() {
             let work = cpu::Work::read(isa, threads);
-            contenders.push(Box::new(Limit::new("read bandwidth", work, problem.min_bytes())));
+            contenders.push(Box::new(Limit::new("read bandwidth", work, amount.bytes)));
         }
         // A rate that was measured minutes earlier says nothing on a machine that others share.
-        let causal = cell.mask == Mask::Causal;
+        let causal = cell.has_causal_share();
         if causal {
-            contenders.push(Box::new(Calls::new(&self.device, &operands).with_mask(Mask::None)));
+            contenders.push(Box::new(calls(cell, &self.device, &operands).with_mask(Mask::None)));
         }
         if warmups > 0 {
             progress("warming up", 0.0);
@@ -188,17 +190,25 @@ impl Bench for CpuBench {
         stop: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(usize),
     ) -> Result<AgainstItself, String> {
-        let operands = inputs(cell);
+        let operands = inputs(cell, &self.device)?;
         // No other contender's threads are running.
         let effort = Effort { settle: Duration::ZERO, ..self.effort(budget) };
-        let side = || -> Box<dyn Contender + '_> { Box::new(Calls::new(&self.device, &operands)) };
+        let side = || -> Box<dyn Contender + '_> { Box::new(calls(cell, &self.device, &operands)) };
         AgainstItself::measure(cell, repetitions, [side(), side()], &effort, stop, progress)
     }
 }
 
-/// A cell's inputs.
-pub(crate) fn inputs(cell: &Cell) -> Operands {
-    Operands::draw(cell.problem(), None, Arrangement::Bhsd, Distribution::Normal, SEED)
+/// A cell's inputs; o and lse of a backward pass are what a device makes of the forward one.
+pub(crate) fn inputs(cell: &Cell, device: &Device) -> Result<Operands, String> {
+    let drawn =
+        Operands::draw_by(device, cell.problem(), None, Arrangement::Bhsd, Distribution::Normal, SEED);
+    drawn.map_err(|error| error.to_string())
+}
+
+/// Calls of a cell.
+fn calls<'a>(cell: &Cell, device: &'a Device, operands: &'a Operands) -> Calls<'a> {
+    let calls = Calls::new(device, operands, Arrangement::Bhsd);
+    if cell.pass == Passes::Both { calls.with_forward() } else { calls }
 }
 
 /// The checksums of q, k and v.

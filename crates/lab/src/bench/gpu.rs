@@ -303,7 +303,7 @@ impl GpuBench {
         progress("asking the oracle", 0.0);
         let rows = judged_rows(&problem);
         let yardstick = pool.yardstick(&problem, &rows).ok_or("there is no row to judge")?;
-        let cell = OnGpu { stored, problem: Asked::of(&problem), sets: self.sets(&problem) };
+        let cell = OnGpu { stored, problem: member.cell.asked(), sets: self.sets(&problem) };
         let mut racers = Vec::new();
         for (name, host) in self.contenders() {
             progress(&format!("judging {name}"), 0.0);
@@ -354,9 +354,9 @@ impl GpuBench {
                 progress(&format!("the call clock of {name}"), 1.0);
                 (details, samples.failure) = self.details(&cell, host, &samples);
             }
-            details.energy = Energy::of(&samples, problem.flops());
-            let limits = self.limits();
-            let measured = Measured::new(samples, judgement, &problem, &limits, self.ceilings.as_ref());
+            let (work, limits) = (member.cell.work(), self.limits());
+            details.energy = Energy::of(&samples, work.flops);
+            let measured = Measured::new(samples, judgement, &work, &limits, self.ceilings.as_ref());
             results.push(Measured { details: Some(details), ..measured });
         }
         let conditions = GpuConditions {
@@ -548,7 +548,7 @@ impl Bench for GpuBench {
     ) -> Result<AgainstItself, String> {
         let problem = cell.problem();
         let (_, stored) = self.pool(&problem)?;
-        let on_gpu = OnGpu { stored, problem: Asked::of(&problem), sets: self.sets(&problem) };
+        let on_gpu = OnGpu { stored, problem: cell.asked(), sets: self.sets(&problem) };
         let name = self.setup.ours.names().swap_remove(0);
         let side = || -> Box<dyn Contender + '_> { Box::new(OnClock::new(&on_gpu, &self.ours, &name)) };
         let effort = self.effort(budget);

@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::cells::{Cell, Member};
-use crate::ceilings::{Ceilings, Roofline, products_at_once};
+use crate::ceilings::{Ceilings, Roofline, Work};
 use crate::energy::Energy;
 use crate::gpu::cublas::CUBLAS;
 use crate::gpu::worker::{KERNEL, PLANNER, SCHEDULE};
@@ -206,23 +206,23 @@ impl Measured {
     pub(crate) fn new(
         samples: Samples,
         error: Option<Judgement>,
-        problem: &Problem,
+        work: &Work,
         limits: &Limits,
         ceilings: Option<&Ceilings>,
     ) -> Self {
         let times = if samples.failure.is_none() { &samples.times[..] } else { &[] };
         let p50 = stats::median(times);
         let share = |rate: Option<f64>, limit: Option<f64>| rate.zip(limit).map(|(rate, limit)| rate / limit);
-        let gbytes = p50.map(|time| problem.min_bytes() / time / 1e3);
-        let twice = |rate: Option<f64>| rate.map(|rate| products_at_once(problem) * rate);
+        let gbytes = p50.map(|time| work.bytes / time / 1e3);
+        let twice = |rate: Option<f64>| rate.map(|rate| work.at_once * rate);
         let (rates, details) = match *limits {
             Limits::Cpu { fma_gflops, read_gbytes } => {
-                let gflops = p50.map(|time| problem.flops() / time / 1e3);
+                let gflops = p50.map(|time| work.flops / time / 1e3);
                 let fma_peak_share = share(gflops, Some(fma_gflops));
                 (Rates::Cpu { gflops, fma_peak_share, bandwidth_share: share(gbytes, read_gbytes) }, None)
             }
             Limits::Gpu { peak_tflops, matmul_tflops } => {
-                let tflops = p50.map(|time| problem.flops() / time / 1e6);
+                let tflops = p50.map(|time| work.flops / time / 1e6);
                 let (peak, matmul) = (twice(peak_tflops), twice(matmul_tflops));
                 let (peak_share, matmul_share) = (share(tflops, peak), share(tflops, matmul));
                 (Rates::Gpu { tflops, peak_share, matmul_share }, Some(Details::default()))
@@ -237,7 +237,7 @@ impl Measured {
             median_interval_us: stats::median_interval(times, 0.95),
             rates,
             gbytes,
-            roofline: ceilings.and_then(|ceilings| ceilings.roofline(problem, p50)),
+            roofline: ceilings.and_then(|ceilings| ceilings.roofline(work, p50)),
             error,
             details,
             failure: samples.failure,
@@ -580,7 +580,7 @@ impl Outcome {
         mut conditions: Conditions,
         margin: f64,
     ) -> Self {
-        let problem = cell.problem();
+        let (problem, work) = (cell.problem(), cell.work());
         let mut sampled: Vec<(&str, &[f64])> =
             results.iter().map(|result| (result.name.as_str(), &result.samples_us[..])).collect();
         // On a CPU only ours is compared with the limits: they were measured in turns with it.
@@ -614,9 +614,9 @@ impl Outcome {
             shape: cell.shape.to_string(),
             dtype: cell.types.to_string(),
             mask: cell.mask.to_string(),
-            pass: (cell.pass != Pass::Forward).then(|| cell.pass.name()),
-            flops: problem.flops(),
-            bytes: problem.min_bytes(),
+            pass: (cell.pass != Pass::Forward.into()).then(|| cell.pass.name()),
+            flops: work.flops,
+            bytes: work.bytes,
             judged_rows,
             rows: rows(&problem),
             results,
@@ -637,16 +637,16 @@ impl Outcome {
         ceilings: Option<&Ceilings>,
         margin: f64,
     ) -> Self {
-        let problem = cell.problem();
-        let fma_gflops = best_rate(problem.flops(), &cpu.fma_peak_samples_us).unwrap_or(cpu.fma_peak_gflops);
-        let read_gbytes = best_rate(problem.min_bytes(), &cpu.bandwidth_samples_us);
+        let work = cell.work();
+        let fma_gflops = best_rate(work.flops, &cpu.fma_peak_samples_us).unwrap_or(cpu.fma_peak_gflops);
+        let read_gbytes = best_rate(work.bytes, &cpu.bandwidth_samples_us);
         let limits = Limits::Cpu { fma_gflops, read_gbytes };
-        let measured = |(samples, error)| Measured::new(samples, error, &problem, &limits, ceilings);
+        let measured = |(samples, error)| Measured::new(samples, error, &work, &limits, ceilings);
         let results: Vec<Measured> = samples.into_iter().map(measured).collect();
-        let full = Cell { mask: Mask::None, ..*cell }.problem();
+        let full = Cell { mask: Mask::None, ..*cell }.work();
         let causal_share = stats::median(&cpu.full_samples_us)
             .zip(results[0].p50_us)
-            .map(|(full_us, us)| full_us / us * (problem.flops() / full.flops()));
+            .map(|(full_us, us)| full_us / us * (work.flops / full.flops));
         (cpu.seed, cpu.fma_peak_gflops, cpu.bandwidth_gbytes) = (SEED, fma_gflops, read_gbytes);
         (cpu.causal_share, cpu.launch_bound) = (causal_share, is_launch_bound(cell, results.first()));
         Self::new(cell, judged_rows, results, Conditions::Cpu(cpu), margin)
@@ -819,17 +819,17 @@ mod tests {
 
     fn cell(shape: &str) -> Cell {
         let shapes::Named { name, shape, dtype, .. } = shapes::parse(shape).unwrap();
-        Cell { name, shape, mask: Mask::None, types: dtype.into(), pass: Pass::Forward }
+        Cell { name, shape, mask: Mask::None, types: dtype.into(), pass: Pass::Forward.into() }
     }
 
     fn result(name: &str, times: &[f64], limits: &Limits) -> Measured {
-        Measured::new(samples(name, times), None, &cell("mission").problem(), limits, None)
+        Measured::new(samples(name, times), None, &cell("mission").work(), limits, None)
     }
 
     fn failed(name: &str, limits: &Limits) -> Measured {
         let failure = Some("OutOfMemoryError".into());
         let samples = Samples { failure, ..samples(name, &[150.0; 20]) };
-        Measured::new(samples, None, &cell("mission").problem(), limits, None)
+        Measured::new(samples, None, &cell("mission").work(), limits, None)
     }
 
     fn on_gpu(cell: &Cell, group: &str, results: Vec<Measured>) -> Outcome {
@@ -856,7 +856,9 @@ mod tests {
         assert!((peak_share.unwrap() - tflops.unwrap() / 1000.0).abs() < 1e-12);
         assert_eq!(matmul_share, None, "not measured, and so absent");
         assert!((gpu.gbytes.unwrap() - 4.0 * 8.0 * 512.0 * 64.0 * 2.0 / 5.0 / 1e3).abs() < 1e-9);
-        let of = |problem: &Problem| Measured::new(samples("x", &[1000.0; 3]), None, problem, &CPU, None);
+        let of = |problem: &Problem| {
+            Measured::new(samples("x", &[1000.0; 3]), None, &Work::of(problem), &CPU, None)
+        };
         let problem = Problem::new(1, 1, 1024, 64, DType::F16);
         let (full, causal) = (of(&problem), of(&problem.with_mask(Mask::Causal)));
         assert!((full.rates.rate().unwrap() - 4.0 * 1024.0 * 1024.0 * 64.0 / 1e6).abs() < 1e-9);

@@ -122,7 +122,7 @@ struct Report {
 pub fn profile(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let types = options.eight.types(options.shape.cell.types.dtype);
-    let cell = Cell { pass: options.pass, types, ..options.shape.cell };
+    let cell = Cell { pass: options.pass.into(), types, ..options.shape.cell };
     if types.dtype == DType::F32 {
         return Err("on a GPU f16, bf16 and f8 are timed".into());
     }

@@ -58,7 +58,8 @@ fn times(rng: &mut Rng, median: f64, spread: f64) -> Vec<f64> {
 /// A cell of 4 batch entries as bench writes it: ours at some times, a peer at others.
 fn outcome(ours: &[f64], theirs: &[f64]) -> Outcome {
     let shape = Shape { batch: 4, heads_q: 1, heads_kv: 1, len_q: 8192, len_k: 8192, head_dim: 64 };
-    let cell = Cell { name: "", shape, mask: Mask::None, types: DType::F16.into(), pass: Pass::Forward };
+    let cell =
+        Cell { name: "", shape, mask: Mask::None, types: DType::F16.into(), pass: Pass::Forward.into() };
     let problem = cell.problem();
     let bound = |error: f64| Bound { error, plain: 2.0 * error, allowed: 5.0 * error };
     let rows = judged_rows(&problem).len();
@@ -75,7 +76,7 @@ fn outcome(ours: &[f64], theirs: &[f64]) -> Outcome {
             }));
         }
         let samples = Samples { name: name.into(), calls: 1, times: times.to_vec(), ..Samples::default() };
-        let measured = Measured::new(samples, Some(judgement), &problem, &limits, None);
+        let measured = Measured::new(samples, Some(judgement), &cell.work(), &limits, None);
         Measured { details: Some(details), ..measured }
     });
     let conditions =

@@ -27,6 +27,9 @@ QUEUED = 32
 MODULES = {"fa3": "flash_attn_interface", "flash_attn": "flash_attn", "xformers": "xformers", "flex": "torch"}
 UNASKED = ("fa3", "flash_attn", "xformers")
 
+# These want (batch, length, heads, head_dim).
+TURNED = ("fa3", "flash_attn")
+
 # At most so many queries, on so many times as many keys, are a decode.
 FEW_QUERIES, MANY_KEYS = 64, 8
 
@@ -133,11 +136,19 @@ class Server:
         """The context that must be active during a backend's calls."""
         return self.sdpa_kernel([self.backends[who]]) if who in self.backends else contextlib.nullcontext()
 
+    def forward_of(self, who, leaves):
+        """The output of tensors whose gradients are asked for."""
+        if who not in TURNED:
+            return self.torch.nn.functional.scaled_dot_product_attention(*leaves, **self.options)
+        options = {"causal": self.problem["causal"], "softmax_scale": self.problem["scale"]}
+        out = importlib.import_module(MODULES[who]).flash_attn_func(*leaves, **options)
+        return out[0] if isinstance(out, tuple) else out
+
     def differentiable(self, who, place):
-        """A call whose gradients can be asked for again and again: its output, its inputs, and the output's gradient."""
+        """Tensors that are differentiated by, the gradient of the output, and the output itself: it is computed once, and
+        its gradients can be asked for again and again. None where every call computes it anew."""
         torch, problem = self.torch, self.problem
-        # These want (batch, length, heads, head_dim).
-        turned = who in ("fa3", "flash_attn")
+        turned = who in TURNED
         order = (lambda x: x.transpose(1, 2).contiguous()) if turned else (lambda x: x.clone())
         torch.cuda.synchronize()
         with torch.inference_mode(False), torch.enable_grad(), torch.cuda.stream(self.side):
@@ -146,24 +157,21 @@ class Server:
             count = shape[0] * shape[1] * shape[2] * shape[3]
             pool = pool.roll(-(problem["gradient_from"] % len(pool)))
             gradient = order(pool.repeat(-(-count // len(pool)))[:count].reshape(shape))
-            if turned:
-                options = {"causal": problem["causal"], "softmax_scale": problem["scale"]}
-                out = importlib.import_module(MODULES[who]).flash_attn_func(*leaves, **options)
-                out = out[0] if isinstance(out, tuple) else out
-            else:
-                out = torch.nn.functional.scaled_dot_product_attention(*leaves, **self.options)
+            out = None if problem.get("forward_too") else self.forward_of(who, leaves)
         torch.cuda.synchronize()
-        return out, leaves, gradient, turned
+        return out, leaves, gradient
 
     def backward(self, who, place):
-        """The gradient of q, for which those of k and v are computed too."""
+        """The gradient of q, for which those of k and v are computed too, and where that is asked the output before."""
         place %= len(self.sets)
         if (who, place) not in self.kept:
             self.kept[who, place] = self.differentiable(who, place)
-        out, leaves, gradient, turned = self.kept[who, place]
-        with self.torch.inference_mode(False):
-            found = self.torch.autograd.grad(out, leaves, gradient, retain_graph=True)[0]
-            return found.transpose(1, 2) if turned else found
+        out, leaves, gradient = self.kept[who, place]
+        keeps = out is not None
+        with self.torch.inference_mode(False), self.torch.enable_grad():
+            out = out if keeps else self.forward_of(who, leaves)
+            found = self.torch.autograd.grad(out, leaves, gradient, retain_graph=keeps)[0]
+            return found.transpose(1, 2) if who in TURNED else found
 
     def call(self, who, place):
         if "gradient_from" in self.problem:

@@ -7,12 +7,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use flashcore::{Mask, Problem};
+use flashcore::{Mask, Name, Pass, Problem};
 pub use flashcore_clock::python::{PYTHON_VARIABLE, python};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use crate::cases::Passes;
 use crate::files::widened;
+use crate::gpu::protocol::Asked;
 use crate::guarded::Guarded;
 use crate::operands::Operands;
 use crate::process::{Silence, Worker};
@@ -120,13 +122,17 @@ impl Torch {
         Ok(())
     }
 
-    /// Hands over a problem's inputs, and makes sure that they arrived as they were sent.
-    pub fn load(&mut self, operands: &Operands) -> Result<(), String> {
+    /// Hands over a problem's inputs, and makes sure that they arrived as they were sent. A call then takes these passes.
+    pub fn load(&mut self, operands: &Operands, passes: Passes) -> Result<(), String> {
         let problem = &operands.problem;
         Self::supports(problem)?;
         let mut tensors = serde_json::Map::new();
         let mut sums = Vec::new();
-        for (name, tensor) in [("q", &operands.q), ("k", &operands.k), ("v", &operands.v)] {
+        let mut inputs = vec![("q", &operands.q), ("k", &operands.k), ("v", &operands.v)];
+        if passes.last() == Pass::Backward {
+            inputs.push(("gradient", operands.operand(Name::Do)));
+        }
+        for &(name, tensor) in &inputs {
             let (path, bytes) = (self.folder.0.join(name), tensor.bytes());
             std::fs::write(&path, &bytes)
                 .map_err(|error| format!("cannot write {}: {error}", path.display()))?;
@@ -137,10 +143,10 @@ impl Torch {
         let causal = problem.mask != Mask::None && !(problem.mask == Mask::Causal && problem.len_q == 1);
         let reply = self.ask(
             &json!({"op": "load", "dtype": problem.dtype.name(), "tensors": tensors, "causal": causal,
-                    "scale": f64::from(problem.scale)}),
+                    "scale": f64::from(problem.scale), "passes": passes.name()}),
             ANSWER,
         )?;
-        for name in ["q", "k", "v"] {
+        for (name, _) in inputs {
             let _ = std::fs::remove_file(self.folder.0.join(name));
         }
         match sums.iter().find(|(name, sum)| reply["checksums"][name].as_u64() != Some(u64::from(*sum))) {
@@ -149,14 +155,15 @@ impl Torch {
         }
     }
 
-    /// What it computes, in the order (batch, heads, length, head_dim_v).
+    /// What it computes, o or the gradient of q, in the order (batch, heads, length, head_dim).
     pub fn output(&mut self, problem: &Problem) -> Result<Vec<f32>, String> {
         let path = self.folder.0.join("o");
         self.ask(&json!({"op": "output", "path": path}), ANSWER)?;
         let bytes =
             std::fs::read(&path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
-        let Problem { batch, heads_q, len_q, head_dim_v, dtype, .. } = *problem;
-        let expected = batch * heads_q * len_q * head_dim_v * dtype.size();
+        let Problem { batch, heads_q, len_q, dtype, .. } = *problem;
+        let (_, width) = Asked::of(problem).judged();
+        let expected = batch * heads_q * len_q * width * dtype.size();
         if bytes.len() != expected {
             return Err(format!("torch returned {} bytes where {expected} were expected", bytes.len()));
         }

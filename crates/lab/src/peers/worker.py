@@ -27,8 +27,20 @@ def load(torch, request):
         options["enable_gqa"] = True
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
 
-    def call():
+    def forward():
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    if request["passes"] == "forward":
+        return forward, sums
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        kept = forward() if request["passes"] == "backward" else None
+
+    def call():
+        """The gradient of q, for which those of k and v are computed too."""
+        with torch.enable_grad():
+            out = forward() if kept is None else kept
+            return torch.autograd.grad(out, leaves, tensors["gradient"], retain_graph=kept is not None)[0]
 
     return call, sums
 
@@ -37,7 +49,8 @@ def main():
     import torch
 
     call = None
-    with torch.inference_mode():
+    # Not in inference mode, whose tensors have no gradients.
+    with torch.no_grad():
         for line in sys.stdin:
             request = json.loads(line)
             op = request["op"]

@@ -92,7 +92,7 @@ pub fn target(text: &str) -> Result<Target, String> {
             shape: named.shape,
             mask,
             types: named.dtype.into(),
-            pass: Pass::Forward,
+            pass: Pass::Forward.into(),
         },
         has_dtype: false,
     };

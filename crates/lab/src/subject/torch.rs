@@ -105,7 +105,9 @@ impl Engine for TorchEngine {
         let operands = Operands::with_values(problem, None, Arrangement::Bhsd, &values);
         let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
         let computed = match &mut *place {
-            Place::Cpu(torch) => torch.load(&operands).and_then(|()| torch.output(&problem)),
+            Place::Cpu(torch) => {
+                torch.load(&operands, problem.pass.into()).and_then(|()| torch.output(&problem))
+            }
             Place::Gpu { host, backend, folder } => on_gpu(host, backend, folder.path(), &operands),
         };
         write(&computed.map_err(|why| failed(&self.name, why))?, o);

@@ -21,6 +21,7 @@ use crate::bench::cpu::{self as on_cpu, CpuBench};
 use crate::bench::gpu::{self as on_gpu, Cache, FA3, GpuBench, Ours, PEERS, Regime};
 use crate::bench::outcome::{CausalShare, Outcome, Summary, causal_shares, is_ours, summaries};
 use crate::bench::{Bench, Clock, Machine};
+use crate::cases::Passes;
 use crate::ceilings::Ceilings;
 use crate::device::DeviceName;
 use crate::evidence::{Document, Environment, kept, saved::Saved};
@@ -47,7 +48,7 @@ pub struct Options {
     #[command(flatten)]
     eight: EightBits,
     /// A set of cells
-    #[arg(long, value_enum, conflicts_with_all = ["Cells", "EightBits"])]
+    #[arg(long, value_enum, conflicts_with_all = ["shapes", "causal", "no_causal", "dtype", "EightBits"])]
     matrix: Option<Matrix>,
     #[command(flatten)]
     place: Place,
@@ -95,12 +96,17 @@ pub(super) struct Cells {
     /// f16, bf16, f32, f8 or all (but f8); the named shape's own by default
     #[arg(long, value_name = "DTYPE", value_parser = dtypes)]
     dtype: Option<Dtypes>,
-    /// forward or backward (gradients, on a GPU)
-    #[arg(long, default_value = "forward")]
-    pass: Pass,
+    /// forward, backward (gradients), or both in one call, as a training step takes them; forward by default, but
+    /// backward with --matrix training
+    #[arg(long)]
+    pass: Option<Passes>,
 }
 
 impl Cells {
+    fn pass(&self) -> Passes {
+        self.pass.unwrap_or(Pass::Forward.into())
+    }
+
     fn members(&self, eight: EightBits) -> Result<Vec<Member>, String> {
         let mut members = Vec::new();
         for named in &self.shapes {
@@ -109,7 +115,7 @@ impl Cells {
             let dtypes = self.dtype.as_ref().map_or(vec![named.dtype], |dtypes| dtypes.0.clone());
             for dtype in dtypes {
                 let types = eight.types(dtype);
-                let cell = Cell { name: named.name, shape: named.shape, mask, types, pass: self.pass };
+                let cell = Cell { name: named.name, shape: named.shape, mask, types, pass: self.pass() };
                 cell.problem().check().map_err(|error| error.to_string())?;
                 members.push(Member::of_all(cell));
             }
@@ -271,7 +277,7 @@ impl<'a> Task<'a> {
             (DeviceName::Auto, Some(Only::Cpu)) => Ok(On::Cpu(engine.isa())),
             (DeviceName::Auto, None) => Ok(self.place.device.gpu().map_or(On::Cpu(engine.isa()), On::Gpu)),
             (DeviceName::Cpu(_), Some(Only::Gpu)) => {
-                Err("kernels, schedules, their matrices, gradients and --sustained are a GPU's: leave --device away, or give \
+                Err("kernels, schedules, their matrices and --sustained are a GPU's: leave --device away, or give \
                      cuda"
                     .into())
             }
@@ -492,7 +498,7 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     let ours = if !schedule.is_empty() {
         Ours::Schedules(schedule.iter().map(ToString::to_string).collect())
     } else if *ladder {
-        match options.cells.pass {
+        match options.cells.pass().last() {
             Pass::Forward => Ours::Kernels(Kernel::LADDER.into_iter().rev().collect()),
             Pass::Backward => Ours::Kernels(Kernel::BACKWARD.into_iter().rev().collect()),
         }
@@ -501,15 +507,22 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     } else {
         Ours::Kernels(kernel.clone())
     };
+    if options.cells.pass == Some(Passes::Both) && ours != Ours::Planner {
+        return Err("a kernel or a schedule is of one pass: give --pass forward or backward, or leave it to the plans".into());
+    }
     if options.sustained && *matrix == Some(Matrix::Cpu) {
         return Err("--sustained is a GPU's, and --matrix cpu is the CPU engine's: give one of them".into());
     }
     let only = match matrix {
         Some(Matrix::Cpu) => Some(Only::Cpu),
-        None if ours == Ours::Planner && !options.sustained && options.cells.pass == Pass::Forward => None,
+        None if ours == Ours::Planner && !options.sustained => None,
         _ => Some(Only::Gpu),
     };
-    let members = matrix.map_or_else(|| options.cells.members(options.eight), |matrix| Ok(matrix.cells()))?;
+    let members = match (matrix, options.cells.pass) {
+        (None, _) => options.cells.members(options.eight),
+        (Some(matrix), None) => Ok(matrix.usual_cells()),
+        (Some(matrix), Some(pass)) => matrix.cells(pass),
+    }?;
     let task = Task {
         budget: options.pace.budget,
         rounds: options.samples.map(|samples| samples as usize),
@@ -555,7 +568,7 @@ mod tests {
             CpuConditions { fma_peak_samples_us: vec![limit_us; 10], ..CpuConditions::default() };
         let named = shapes::parse("mission").unwrap();
         let (name, shape, dtype) = (named.name, named.shape, named.dtype);
-        let cell = Cell { name, shape, mask: Mask::None, types: dtype.into(), pass: Pass::Forward };
+        let cell = Cell { name, shape, mask: Mask::None, types: dtype.into(), pass: Pass::Forward.into() };
         Outcome::on_cpu(&cell, 1, taken, conditions, None, 0.02)
     }
 

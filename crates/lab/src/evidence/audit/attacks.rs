@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use flashcore::{DType, Mask, Name, Pass, Problem};
+use flashcore::{DType, Device, Mask, Name, Pass, Problem};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
@@ -199,7 +199,7 @@ fn judgement(rows: usize, error: f64, lse: bool) -> Judgement {
 
 fn cell(shape: &str, mask: Mask) -> Cell {
     let named = shapes::parse(shape).unwrap();
-    Cell { name: named.name, shape: named.shape, mask, types: DType::F16.into(), pass: Pass::Forward }
+    Cell { name: named.name, shape: named.shape, mask, types: DType::F16.into(), pass: Pass::Forward.into() }
 }
 
 /// A whole file of a kind.
@@ -246,7 +246,7 @@ fn bench_gpu_of(pass: Pass) -> Value {
     let mut rng = Rng::new(1);
     let mut outcomes: Vec<Outcome> = Vec::new();
     for (shape, mask) in [("small", Mask::None), ("1x2x128x64", Mask::Causal)] {
-        let cell = Cell { pass, ..cell(shape, mask) };
+        let cell = Cell { pass: pass.into(), ..cell(shape, mask) };
         let problem = cell.problem();
         let rows = judged_rows(&problem).len();
         let limits = Limits::Gpu { peak_tflops: peak, matmul_tflops: matmul };
@@ -254,7 +254,7 @@ fn bench_gpu_of(pass: Pass) -> Value {
             let mut samples = Samples { name: name.into(), ..Samples::default() };
             if mask == Mask::Causal {
                 samples.failure = Some("it ran out of memory".into());
-                return Measured::new(samples, None, &problem, &limits, None);
+                return Measured::new(samples, None, &cell.work(), &limits, None);
             }
             (samples.calls, samples.times) = (15_000, times(&mut rng, median));
             let step = |n: u64| Used { mj: 70_000 + n, us: 1e5, sm_clock_mhz: Some(1500.0 + n as f64) };
@@ -276,7 +276,7 @@ fn bench_gpu_of(pass: Pass) -> Value {
             if pass == Pass::Backward {
                 error.outputs[0].output = Name::Dq;
             }
-            let found = Measured::new(samples, Some(error), &problem, &limits, Some(&ceilings));
+            let found = Measured::new(samples, Some(error), &cell.work(), &limits, Some(&ceilings));
             Measured { details: Some(details), ..found }
         });
         let again = mask == Mask::None;
@@ -330,7 +330,7 @@ fn bench_cpu() -> Value {
         let results = vec![of("flashcore", 20.0), of("torch", 30.0)];
         let decode = cell.is_decode();
         let conditions = CpuConditions {
-            checksums: checksums(&inputs(&cell)),
+            checksums: checksums(&inputs(&cell, &Device::cpu()).unwrap()),
             fma_peak_samples_us: times(&mut rng, 10.0),
             bandwidth_samples_us: if decode { times(&mut rng, 15.0) } else { Vec::new() },
             full_samples_us: if decode { Vec::new() } else { times(&mut rng, 35.0) },

@@ -12,6 +12,7 @@ use super::header::{asked, is_time};
 use super::judgement::{Judged, gradients, judgement};
 use crate::bench::cells::{Cell, Types};
 use crate::bench::outcome::{Outcome, summaries};
+use crate::cases::Passes;
 use crate::ceilings::Ceilings;
 use crate::rule::Judgement;
 use crate::shapes;
@@ -66,7 +67,11 @@ pub(super) fn cell(audit: &mut Audit, place: &Place<'_>) -> Option<Cell> {
     let shape = shape.filter(|shape| shape.to_string() == text("shape"));
     let mask = text("mask").parse::<Mask>().ok().filter(|mask| mask.to_string() == text("mask"));
     let types = text("dtype").parse::<Types>().ok();
-    let pass = if place.get("pass").is_null() { Some(Pass::Forward) } else { text("pass").parse().ok() };
+    let pass = if place.get("pass").is_null() {
+        Some(Passes::One(Pass::Forward))
+    } else {
+        text("pass").parse().ok()
+    };
     let (Some(shape), Some(mask), Some(types), Some(pass)) = (shape, mask, types, pass) else {
         audit.deny(&place.at, "has a shape, a mask, a dtype or a pass that is none");
         return None;

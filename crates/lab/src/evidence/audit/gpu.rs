@@ -1,6 +1,6 @@
 //! Benchmarks of a GPU.
 
-use flashcore::Name;
+use clap::ValueEnum;
 use flashcore::plan::Target;
 use serde_json::{Map, Value, json};
 
@@ -19,7 +19,6 @@ use crate::bench::outcome::{
 use crate::ceilings::Ceilings;
 use crate::energy::Energy;
 use crate::gpu::pool::Pool;
-use crate::gpu::protocol::Asked;
 use crate::gpu::worker::{KERNEL, SCHEDULE};
 use crate::physics;
 use crate::timing::{Samples, Used};
@@ -201,10 +200,7 @@ impl Bench<'_> {
         }
         audit.require(&place.at, !results.is_empty(), "has neither a result nor a failure");
         let rows = judged_rows(&problem).len();
-        let (output, width) = Asked::of(&problem).judged();
-        let gradient = (output != Name::O).then_some(output);
-        let normal = gradient.is_none().then_some(problem.dtype);
-        let judged = Judged { rows, width, lse: Some(false), normal, gradient };
+        let judged = Judged::of(&cell, rows);
         let contenders: Vec<_> =
             results.iter().map(|result| contender(audit, result, self.version, judged)).collect();
         together(audit, &place.at, &contenders);
@@ -300,7 +296,7 @@ impl Bench<'_> {
         // A contender without an output was asked for nothing more.
         let (asked, whole) = (judgement.is_some(), samples.failure.is_none());
         self.used(audit, &place.get("energy"), &mut samples);
-        let energy = Energy::of(&samples, cell.problem().flops());
+        let energy = Energy::of(&samples, cell.work().flops);
         let mut details = Details { energy, ..Details::default() };
         let replay = place.get("replay_is_same");
         if !replay.is_null() {
@@ -333,8 +329,7 @@ impl Bench<'_> {
             audit.require(&call.at, clock.p50_us.is_some(), "has no samples");
             details.call = Some(clock);
         }
-        let problem = cell.problem();
-        let found = Measured::new(samples, judgement, &problem, &self.limits, self.ceilings.as_ref());
+        let found = Measured::new(samples, judgement, &cell.work(), &self.limits, self.ceilings.as_ref());
         (Measured { details: Some(details), ..found }, patch, plan)
     }
 }
@@ -382,9 +377,9 @@ fn alike(audit: &mut Audit, root: &Place<'_>, outcomes: &[Outcome]) {
 fn is_group(cell: &Cell, group: &str) -> bool {
     let of = |matrix: Matrix| {
         let same = |member: &Member| Cell { name: "", ..*cell } == member.cell && member.group == group;
-        matrix.cells().iter().any(same)
+        matrix.cells(cell.pass).is_ok_and(|members| members.iter().any(same))
     };
-    group == "all" || [Matrix::Anchors, Matrix::Training, Matrix::Small, Matrix::Decode].into_iter().any(of)
+    group == "all" || Matrix::value_variants().iter().copied().any(of)
 }
 
 /// A name as kernels, knobs and their values have.

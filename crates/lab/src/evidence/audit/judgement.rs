@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use super::fields::{Place, raw, raws};
 use super::{Audit, near};
+use crate::bench::cells::Cell;
 use crate::rule::{Bound, Judgement};
 
 /// What is known of the output that was judged.
@@ -22,6 +23,16 @@ pub(super) struct Judged {
     pub gradient: Option<Name>,
 }
 
+impl Judged {
+    /// Some rows of a cell's output.
+    pub fn of(cell: &Cell, rows: usize) -> Self {
+        let (output, width) = cell.asked().judged();
+        let gradient = (output != Name::O).then_some(output);
+        let normal = gradient.is_none().then_some(cell.types.dtype);
+        Self { rows, width, lse: Some(false), normal, gradient }
+    }
+}
+
 /// Checks the judgement of a backward pass: each gradient as an output by itself.
 pub(super) fn gradients(
     audit: &mut Audit,
@@ -29,16 +40,25 @@ pub(super) fn gradients(
     version: u32,
     outputs: &[(Name, Judged)],
 ) -> (Judgement, Value) {
-    let mut made = json!({"lse": null, "first_bad": null});
+    let mut made = json!({"lse": null});
     let mut all = Judgement { outputs: Vec::new() };
+    let mut broken = Vec::new();
     for (name, of) in outputs {
-        let (one, again) = judgement(audit, &place.get(&name.to_string()), version, *of);
+        let (one, again) = bounds(audit, &place.get(&name.to_string()), version, *of);
         let again = again.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
         made[name.to_string()] = again.map(|(key, value)| (key.clone(), value.clone())).collect();
+        broken.extend((!one.passed()).then(|| (name.to_string(), one.max())));
         all.outputs.extend(one.outputs);
     }
+    let bad = place.get("first_bad");
+    let of = broken.iter().find(|(name, _)| name == bad.get("output").str());
+    audit.require(&bad.at, bad.is_null() == broken.is_empty() && bad.is_null() == of.is_none(), BAD);
+    made["first_bad"] = of.map_or(Value::Null, |(_, max)| bad_element(audit, &bad, max));
     (all, made)
 }
+
+/// What is wrong with a bad element that does not fit what was judged.
+const BAD: &str = "names a bad element of what is right, or none of what is wrong";
 
 /// Checks a judgement. What is right has every error within its bound, and no bad element.
 pub(super) fn judgement(
@@ -47,6 +67,15 @@ pub(super) fn judgement(
     version: u32,
     judged: Judged,
 ) -> (Judgement, Value) {
+    let (found, mut made) = bounds(audit, place, version, judged);
+    let bad = place.get("first_bad");
+    audit.require(&bad.at, bad.is_null() == found.passed(), BAD);
+    made["first_bad"] = if bad.is_null() { Value::Null } else { bad_element(audit, &bad, &found.max()) };
+    (found, made)
+}
+
+/// The bounds of an output.
+fn bounds(audit: &mut Audit, place: &Place<'_>, version: u32, judged: Judged) -> (Judgement, Value) {
     let mut made = json!({});
     let mut read = |audit: &mut Audit, name: &str| {
         let (bound, again) = bound(audit, &place.get(name), version);
@@ -75,14 +104,6 @@ pub(super) fn judgement(
         && (all == 0.0 || between(max.plain / all.sqrt(), rms.plain));
     audit.require(&place.at, ordered, "has a root mean square or a row that its maximum cannot have");
     made["rows"] = json!(judged.rows);
-    let broken = [Some(max), Some(rms), Some(row), lse].iter().flatten().any(|bound| !bound.holds());
-    let bad = place.get("first_bad");
-    audit.require(
-        &format!("{}.first_bad", place.at),
-        bad.is_null() != broken,
-        "names a bad element of what is right, or none of what is wrong",
-    );
-    made["first_bad"] = if bad.is_null() { Value::Null } else { bad_element(audit, &bad, &max) };
     (Judgement::forward(judged.rows, [max, rms, row], lse), made)
 }
 
@@ -109,9 +130,13 @@ fn bound(audit: &mut Audit, place: &Place<'_>, version: u32) -> (Bound, Value) {
     (Bound { error, plain, allowed }, Value::Object(made))
 }
 
+/// An element of o or lse, or of a gradient, whose rows may be of keys.
 fn bad_element(audit: &mut Audit, place: &Place<'_>, max: &Bound) -> Value {
-    let of_lse = audit.flag(&place.get("lse"));
-    for name in ["batch", "head", "query"] {
+    let of_gradient = !place.get("output").is_null();
+    let of_lse = !of_gradient && audit.flag(&place.get("lse"));
+    let position = if place.get("row").get("key").is_null() { "query" } else { "key" };
+    let row = ["batch", "head", position];
+    for name in row {
         audit.count(&place.get("row").get(name), ..1 << 40);
     }
     audit.count(&place.get("column"), ..1 << 20);
@@ -122,7 +147,8 @@ fn bad_element(audit: &mut Audit, place: &Place<'_>, max: &Bound) -> Value {
         let within = (actual - expected).abs() <= max.error * (1.0 + 1e-9);
         audit.require(&place.at, within, "is further off than the largest error");
     }
-    let mut made = raws(&["lse", "column", "expected", "actual", "allowed"]);
-    made.insert("row".into(), Value::Object(raws(&["batch", "head", "query"])));
+    let which = if of_gradient { "output" } else { "lse" };
+    let mut made = raws(&[which, "column", "expected", "actual", "allowed"]);
+    made.insert("row".into(), Value::Object(raws(&row)));
     Value::Object(made)
 }
