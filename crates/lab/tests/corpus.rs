@@ -68,7 +68,7 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
 fn takes(engine: &str, problem: &Problem) -> bool {
     let (paged, odd) = match problem.keys {
         Keys::Paged { page, .. } => (true, !page.is_multiple_of(16)),
-        Keys::Dense | Keys::Packed { .. } => (false, false),
+        _ => (false, false),
     };
     let planned = matches!(engine, "sim-hopper" | "sim-ada");
     if problem.dtype_kv.is_some() {
