@@ -9,7 +9,7 @@ use std::sync::{
 
 use flashcore::plan::choose::{default_schedule, merge, schedules};
 use flashcore::plan::{Hardware, Plan};
-use flashcore::{DType, Mask, Problem};
+use flashcore::{DType, Keys, Mask, Problem, Queries};
 use flashcore_kernels::{ElementType, Kernel, Schedule, Spec, sm80};
 use flashcore_ptx::{Target, ptxas::Ptxas};
 
@@ -188,6 +188,28 @@ fn every_launch_of_a_backward_pass_assembles_without_a_spill() {
     });
     assert_eq!(assemble_all(&work), work.len());
     assert!(work.len() > 100);
+}
+
+#[test]
+fn every_launch_of_packed_gradients_assembles_without_a_spill() {
+    let mut work = Vec::new();
+    // The most that there is to hold in registers, and the least.
+    for head_dim in [64, 128, 192, 256] {
+        let plain = Spec::new(ElementType::Bf16, head_dim);
+        let full = Spec { left: true, softcap: true, grouped: true, ..plain.causal() };
+        for spec in [plain, full] {
+            let problem = backward_problem(&spec);
+            let (queries, keys) =
+                (Queries::Packed { total: problem.len_q }, Keys::Packed { total: problem.len_k });
+            let problem = problem.with_queries(queries).with_keys(keys);
+            for target in [Target::Sm80, Target::Sm90a] {
+                let plan = Plan::choose(&problem, &Hardware::typical(target)).unwrap();
+                work.extend(plan.launches.iter().map(|launch| (launch.schedule, launch.spec, target)));
+            }
+        }
+    }
+    assert_eq!(assemble_all(&work), work.len());
+    assert!(work.len() > 40, "{}", work.len());
 }
 
 #[test]

@@ -4,11 +4,17 @@
 #[allow(dead_code)] // Only its numbers.
 mod shared;
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
 use flashcore::{
     Attention, Backward, DType, Device, Mask, Starts, TensorBuf,
-    plan::Target,
+    plan::{Kernel, Schedule, Target},
     sim::{AsyncMode, Config, SimGpu},
 };
+use flashcore_ptx::{Arg, Cmp, Inst, Kernel as KernelText, MemBase, Module, NumType, Op, Space};
 use shared::noise;
 
 /// Rows that belong to no sequence, before the first and behind the last.
@@ -209,4 +215,95 @@ fn packed_sequences_of_which_none_has_queries_or_keys() {
 fn many_short_sequences_find_their_tiles() {
     let many: Vec<_> = (0..75).map(|i| (i * 7 % 11, i * 5 % 23)).collect();
     check(&Case::new(&many, [1, 1], 16));
+}
+
+/// The kernels of gradients, with a schedule that has each.
+const KERNELS: [(&str, &str); 5] = [
+    ("flashcore_sm80_bwd_dkdv", "sm80_bwd:of=dkdv,block=64,walk=32,warps=4,stages=1,order=longest"),
+    ("flashcore_sm80_bwd_dq", "sm80_bwd:of=dq,block=64,walk=32,warps=4,stages=1,order=longest"),
+    ("flashcore_sm90_bwd", "sm90_bwd:block_m=64,stages=2,pingpong=1"),
+    ("flashcore_sm90_bwd_finish", "sm90_bwd:block_m=64,stages=2,pingpong=1"),
+    ("flashcore_sm90_bwd_wide", "sm90_bwd_wide:stages=2,pingpong=1"),
+];
+
+/// What is wrong with a case when instructions of a kernel are altered: the first time, the second, and so on. `alter` says
+/// whether it has altered one.
+#[track_caller]
+fn found(
+    case: &Case,
+    (kernel, schedule): (&'static str, &str),
+    alter: impl Fn(&KernelText, &mut Inst) -> bool + Copy + Send + Sync + 'static,
+) {
+    let schedule: Schedule = schedule.parse().unwrap();
+    let target = if schedule.kernel() == Kernel::Sm80Bwd { Target::Sm80 } else { Target::Sm90a };
+    let gpu = SimGpu::new(target).with_schedule(schedule);
+    assert_eq!(case.wrong(&Device::sim(gpu.clone())), None);
+    for place in 0.. {
+        let altered = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&altered);
+        let edit = move |module: &mut Module| {
+            let text = module.kernels[0].clone();
+            if text.name != kernel {
+                return;
+            }
+            for inst in &mut module.kernels[0].body {
+                let mut other = inst.clone();
+                if alter(&text, &mut other) && count.fetch_add(1, Ordering::Relaxed) == place {
+                    *inst = other;
+                }
+            }
+        };
+        let config = Config { budget: 3_000_000, ..Config::default() };
+        let wrong = case.wrong(&Device::sim(gpu.clone().with_config(config).with_edit(edit)));
+        if altered.load(Ordering::Relaxed) <= place {
+            assert!(place > 0, "{kernel} has nothing to alter");
+            return;
+        }
+        assert!(wrong.is_some(), "{kernel}: alteration {place} is not found");
+    }
+}
+
+fn names(text: &KernelText, inst: &Inst, parameter: &str) -> bool {
+    let of = |&param: &u32| text.params[param as usize].name == parameter;
+    matches!(inst.src.first(), Some(Arg::Mem { base: MemBase::Param(param), .. }) if of(param))
+}
+
+#[test]
+fn starts_of_others_are_found() {
+    let case = Case::new(&[(70, 130), (100, 40), (30, 90)], [2, 1], 64);
+    for (kernel, schedule) in KERNELS {
+        found(&case, (kernel, schedule), |text, inst| {
+            let is_of_q = names(text, inst, "q_starts");
+            if !is_of_q && !names(text, inst, "k_starts") {
+                return false;
+            }
+            let other = if is_of_q { "k_starts" } else { "q_starts" };
+            let place = text.params.iter().position(|param| param.name == other).unwrap();
+            inst.src[0] = Arg::Mem { base: MemBase::Param(place as u32), offset: 0 };
+            true
+        });
+    }
+}
+
+#[test]
+fn a_tile_that_writes_into_the_next_sequence_is_found() {
+    let case = Case::new(&[(70, 70), (100, 100), (30, 30)], [1, 1], 64);
+    for (kernel, schedule) in KERNELS {
+        found(&case, (kernel, schedule), |_, inst| match inst.op {
+            // Rows that are stored where they exist.
+            Op::St { space: Space::Global, .. } if inst.guard.is_some() => {
+                inst.guard = None;
+                true
+            }
+            // Rows of which there are 64, or not.
+            Op::Setp { cmp: Cmp::Ge, ty: NumType::S32 } => match &mut inst.src[1] {
+                Arg::Imm(imm) if imm.bits == 64 => {
+                    imm.bits = u64::from(i32::MIN as u32);
+                    true
+                }
+                _ => false,
+            },
+            _ => false,
+        });
+    }
 }
