@@ -7,7 +7,7 @@ use flashcore::cuda::driver::{
     DeviceBuffer, DriverError, Function, JitOptions, LaunchConfig, Module, ParamBuffer,
 };
 use flashcore::cuda::{Cuda, CudaTensor};
-use flashcore::{Attention, DType, Device, Layout, Mask, Name, Problem, Storage, TensorBuf};
+use flashcore::{Attention, Backward, DType, Device, Layout, Mask, Name, Pass, Problem, Storage, TensorBuf};
 use serde::Serialize;
 
 use flashcore_judge::guarded::Arrangement;
@@ -70,8 +70,44 @@ impl Record {
     }
 }
 
-/// The problems: every kind of tile, mask, grid and edge once.
-fn problems() -> Vec<(Problem, Option<Vec<u32>>)> {
+/// A problem, and the key lengths that it has.
+type Given = (Problem, Option<Vec<u32>>);
+
+/// The problems of some passes, one pass after the other.
+fn problems(passes: &[Pass]) -> Vec<Given> {
+    let of = |pass: &Pass| match pass {
+        Pass::Forward => forward(),
+        Pass::Backward => backward(),
+    };
+    passes.iter().flat_map(of).collect()
+}
+
+/// Backward passes: every kernel of gradients, with and without turns that blocks wait for, and where what they add up meets in
+/// the most tiles.
+fn backward() -> Vec<Given> {
+    use DType::{BF16, F16};
+    let problem = Problem::new;
+    let capped = problem(1, 4, 300, 192, BF16).with_head_dim_v(128).with_softcap(20.0);
+    let problems = [
+        problem(1, 8, 512, 64, F16),
+        problem(2, 4, 1000, 64, BF16).with_mask(Mask::Causal),
+        problem(1, 4, 1024, 128, F16),
+        problem(1, 8, 700, 128, BF16).with_kv(2, 700).with_mask(Mask::Causal),
+        problem(2, 6, 333, 96, F16)
+            .with_kv(3, 517)
+            .with_mask(Mask::Window { left: Some(100), right: Some(20) }),
+        problem(1, 3, 129, 40, F16).with_kv(3, 257).with_mask(Mask::CausalTopLeft),
+        problem(1, 4, 500, 256, BF16),
+        problem(1, 4, 700, 256, F16).with_kv(1, 700).with_mask(Mask::Causal),
+        capped,
+    ];
+    let ragged = problem(3, 4, 200, 128, F16).with_key_lengths().backward();
+    let dense = problems.map(|problem| (problem.backward(), None));
+    dense.into_iter().chain([(ragged, Some(vec![200, 64, 129]))]).collect()
+}
+
+/// Forward passes: every kind of tile, mask, grid and edge once.
+fn forward() -> Vec<Given> {
     use DType::{BF16, F16};
     let window = |left, right| Mask::Window { left, right };
     let problem = Problem::new;
@@ -107,11 +143,11 @@ fn problems() -> Vec<(Problem, Option<Vec<u32>>)> {
     problems
 }
 
-/// The index of a problem, given as text, among all problems, and whether it is run with lse. Absent where there is no
+/// The index of a problem, given as text, among the problems of both passes, and whether it is run with lse. Absent where there is no
 /// such problem.
 pub fn find(text: &str) -> Option<(usize, bool)> {
     let mut wanted: Problem = text.parse().ok()?;
-    let problems = problems();
+    let problems = problems(&[Pass::Forward, Pass::Backward]);
     let place = problems.iter().position(|&(problem, _)| {
         // Older texts did not say whether lse is wanted.
         wanted.lse = problem.lse;
@@ -120,34 +156,36 @@ pub fn find(text: &str) -> Option<(usize, bool)> {
     Some((place, problems[place].0.lse))
 }
 
-/// How many problems there are.
-pub fn count() -> usize {
-    problems().len()
+/// How many problems of some passes there are.
+pub fn count(passes: &[Pass]) -> usize {
+    problems(passes).len()
 }
 
 /// A problem with its inputs on the GPU and the bits that every run must give.
 struct Subject {
     operands: Operands,
-    inputs: [CudaTensor; 3],
+    /// As the problem's signature has them.
+    inputs: Vec<CudaTensor>,
     expected: Vec<u32>,
 }
 
 /// The outputs of one run.
 struct Outputs {
-    o: CudaTensor,
-    lse: Option<CudaTensor>,
+    /// As the problem's signature has them.
+    tensors: Vec<(Name, CudaTensor)>,
 }
 
-/// Stresses the first `most` problems. `progress` is told what is going on and the share of all work that is done.
+/// Stresses the first `most` problems of some passes. `progress` is told what is going on and the share of all work that is done.
 pub fn stress(
     cuda: &Cuda,
     plan: &Plan,
+    passes: &[Pass],
     most: usize,
     stop: &(dyn Fn() -> bool + Sync),
     progress: &mut dyn FnMut(&str, f64),
 ) -> flashcore::Result<Vec<Record>> {
     let cuda = cuda.on_new_stream()?;
-    let mut problems = problems();
+    let mut problems = problems(passes);
     problems.truncate(most);
     let count = problems.len();
     let mut records = Vec::new();
@@ -175,25 +213,26 @@ pub fn stress(
 impl Subject {
     fn new(cuda: &Cuda, problem: Problem, lengths: Option<Vec<u32>>) -> flashcore::Result<(Self, Judgement)> {
         let operands = Operands::draw(problem, lengths, Arrangement::Bhsd, Distribution::Normal, 41);
-        let upload = |tensor: &flashcore_judge::guarded::Guarded| cuda.upload(&tensor.view());
-        let inputs = [upload(&operands.q)?, upload(&operands.k)?, upload(&operands.v)?];
+        let signature = problem.signature();
+        let inputs = signature.inputs().map(|input| cuda.upload(&operands.operand(input.name).view()));
+        let inputs = inputs.collect::<flashcore::Result<_>>()?;
         let mut subject = Self { operands, inputs, expected: Vec::new() };
         let mut outputs = subject.outputs(cuda)?;
         outputs.poison(cuda)?;
         subject.run(&Device::cuda_with(cuda.clone()), &mut outputs)?;
-        let (o, lse) = outputs.download(cuda, &subject.operands.problem)?;
-        let mut given = vec![(Name::O, o.to_f32())];
-        given.extend(lse.as_ref().map(|lse| (Name::Lse, lse.to_f32())));
+        let found = outputs.download(cuda)?;
+        let given: Vec<_> = found.iter().map(|(name, tensor)| (*name, tensor.to_f32())).collect();
         let judgement = subject.operands.yardstick().judge(&given);
-        subject.expected = bits(&o, lse.as_ref());
+        subject.expected = bits(&found);
         Ok((subject, judgement))
     }
 
     fn outputs(&self, cuda: &Cuda) -> flashcore::Result<Outputs> {
-        let Problem { batch, heads_q, len_q, head_dim_v, lse, .. } = self.operands.problem;
-        let o = cuda.empty(self.operands.problem.out(), Layout::bhsd([batch, heads_q, len_q, head_dim_v]))?;
-        let lse = lse.then(|| cuda.empty(DType::F32, Layout::bhsd([batch, heads_q, len_q, 1])));
-        Ok(Outputs { o, lse: lse.transpose()? })
+        let signature = self.operands.problem.signature();
+        let made = signature
+            .outputs()
+            .map(|output| Ok((output.name, cuda.empty(output.dtype, Layout::bhsd(output.shape))?)));
+        Ok(Outputs { tensors: made.collect::<flashcore::Result<_>>()? })
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -201,18 +240,26 @@ impl Subject {
     }
 
     fn run(&self, device: &Device, outputs: &mut Outputs) -> flashcore::Result<()> {
-        let [q, k, v] = &self.inputs;
-        let (q, k, v) = (q.view()?, k.view()?, v.view()?);
-        let mut lse = outputs.lse.as_mut().map(CudaTensor::view_mut).transpose()?;
-        self.attention().run_into(device, &q, &k, &v, &mut outputs.o.view_mut()?, lse.as_mut())
+        let views = outputs.tensors.iter_mut().map(|(_, tensor)| tensor.view_mut());
+        let mut views = views.collect::<flashcore::Result<Vec<_>>>()?;
+        let given = self.inputs.iter().map(CudaTensor::view).collect::<flashcore::Result<Vec<_>>>()?;
+        match (self.operands.problem.pass, &given[..], &mut views[..]) {
+            (Pass::Forward, [q, k, v], [o, lse @ ..]) => {
+                self.attention().run_into(device, q, k, v, o, lse.first_mut())
+            }
+            (Pass::Backward, [q, k, v, o, lse, d_o], [dq, dk, dv]) => {
+                let given = Backward::new([q, k, v], o, lse, d_o);
+                self.attention().backward_into(device, &given, dq, dk, dv)
+            }
+            _ => unreachable!("these are the tensors of all problems"),
+        }
     }
 
     /// Runs into poisoned memory, and returns whether the bits are those of the first run.
     fn run_is_same(&self, cuda: &Cuda, device: &Device, outputs: &mut Outputs) -> flashcore::Result<bool> {
         outputs.poison(cuda)?;
         self.run(device, outputs)?;
-        let (o, lse) = outputs.download(cuda, &self.operands.problem)?;
-        Ok(bits(&o, lse.as_ref()) == self.expected)
+        Ok(bits(&outputs.download(cuda)?) == self.expected)
     }
 
     fn replayed(&self, cuda: &Cuda, replays: usize) -> flashcore::Result<Count> {
@@ -220,16 +267,20 @@ impl Subject {
         let mut outputs = self.outputs(cuda)?;
         for _ in 0..replays {
             outputs.poison(cuda)?;
-            let recording = cuda.record(|calls| {
-                let [q, k, v] = &self.inputs;
-                calls.run(&self.attention(), [q, k, v], &outputs.o, outputs.lse.as_ref())
+            let recording = cuda.record(|calls| match (&self.inputs[..], &outputs.tensors[..]) {
+                ([q, k, v], [(_, o), lse @ ..]) => {
+                    calls.run(&self.attention(), [q, k, v], o, lse.first().map(|(_, lse)| lse))
+                }
+                ([q, k, v, o, lse, d_o], [(_, dq), (_, dk), (_, dv)]) => {
+                    calls.backward(&self.attention(), [q, k, v, o, lse, d_o], [dq, dk, dv])
+                }
+                _ => unreachable!("these are the tensors of all problems"),
             })?;
             // Only the second replay is compared: the first must not have spoiled it.
             recording.replay()?;
             recording.replay()?;
             drop(recording);
-            let (o, lse) = outputs.download(cuda, &self.operands.problem)?;
-            count.add(bits(&o, lse.as_ref()) == self.expected);
+            count.add(bits(&outputs.download(cuda)?) == self.expected);
         }
         Ok(count)
     }
@@ -293,9 +344,7 @@ impl Comparison {
         ours: &mut Outputs,
         expected: &mut Outputs,
     ) -> flashcore::Result<()> {
-        let mut pairs = vec![(&mut ours.o, &mut expected.o)];
-        pairs.extend(ours.lse.as_mut().zip(expected.lse.as_mut()));
-        for (ours, expected) in pairs {
+        for ((_, ours), (_, expected)) in ours.tensors.iter_mut().zip(&mut expected.tensors) {
             let (ours, expected) = (ours.buffer_mut(), expected.buffer_mut());
             let words = ours.len() / size_of::<u32>();
             let launch = || {
@@ -365,27 +414,26 @@ impl Count {
 
 impl Outputs {
     fn poison(&mut self, cuda: &Cuda) -> flashcore::Result<()> {
-        for tensor in [Some(&mut self.o), self.lse.as_mut()].into_iter().flatten() {
+        for (_, tensor) in &mut self.tensors {
             cuda.fill(tensor, 0xff)?;
         }
         Ok(())
     }
 
-    fn download(&self, cuda: &Cuda, problem: &Problem) -> flashcore::Result<(TensorBuf, Option<TensorBuf>)> {
-        let Problem { batch, heads_q, len_q, head_dim_v, .. } = *problem;
-        let host = |tensor: &CudaTensor, dtype: DType, width: usize| {
-            let mut host = TensorBuf::zeros(dtype, Layout::bhsd([batch, heads_q, len_q, width]))?;
+    fn download(&self, cuda: &Cuda) -> flashcore::Result<Vec<(Name, TensorBuf)>> {
+        let host = |(name, tensor): &(Name, CudaTensor)| {
+            let view = tensor.view()?;
+            let mut host = TensorBuf::zeros(view.dtype(), view.layout())?;
             cuda.download(tensor, &mut host.view_mut())?;
-            Ok(host)
+            Ok((*name, host))
         };
-        let lse = self.lse.as_ref().map(|lse| host(lse, DType::F32, 1)).transpose()?;
-        Ok((host(&self.o, problem.out(), head_dim_v)?, lse))
+        self.tensors.iter().map(host).collect()
     }
 }
 
 /// The bits of the outputs.
-fn bits(o: &TensorBuf, lse: Option<&TensorBuf>) -> Vec<u32> {
-    let of = |tensor: &TensorBuf| -> Vec<u32> {
+fn bits(outputs: &[(Name, TensorBuf)]) -> Vec<u32> {
+    let of = |(_, tensor): &(Name, TensorBuf)| -> Vec<u32> {
         match tensor.storage() {
             Storage::F16(values) => values.iter().map(|x| u32::from(x.to_bits())).collect(),
             Storage::BF16(values) => values.iter().map(|x| u32::from(x.to_bits())).collect(),
@@ -394,9 +442,7 @@ fn bits(o: &TensorBuf, lse: Option<&TensorBuf>) -> Vec<u32> {
             Storage::I32(values) => values.iter().map(|x| *x as u32).collect(),
         }
     };
-    let mut all = of(o);
-    all.extend(lse.into_iter().flat_map(of));
-    all
+    outputs.iter().flat_map(of).collect()
 }
 
 #[cfg(test)]
@@ -405,15 +451,20 @@ mod tests {
 
     #[test]
     fn every_problem_under_stress_obeys_the_contract() {
-        for (problem, lengths) in problems() {
+        for (problem, lengths) in problems(&[Pass::Forward, Pass::Backward]) {
             assert_eq!(problem.check(), Ok(problem));
             assert_eq!(lengths.is_some(), problem.key_lengths);
+            // A recording takes no gradient of lse.
+            assert!(problem.pass == Pass::Forward || !problem.lse, "{problem}");
         }
     }
 
     #[test]
     fn bits_tell_apart_what_compares_equal() {
-        let of = |x: f32| bits(&TensorBuf::from_f32(&[x], [1, 1, 1, 1], DType::F32).unwrap(), None);
+        let of = |x: f32| {
+            let tensor = TensorBuf::from_f32(&[x], [1, 1, 1, 1], DType::F32).unwrap();
+            bits(&[(Name::O, tensor)])
+        };
         assert_ne!(of(0.0), of(-0.0));
         assert_eq!(of(f32::NAN), of(f32::NAN));
     }

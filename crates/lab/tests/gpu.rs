@@ -572,6 +572,22 @@ fn stress_fails_a_gpu_whose_results_are_wrong_even_where_they_are_all_the_same()
 }
 
 #[test]
+fn gradients_are_put_under_stress_too() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let sizes = ["--calls", "10", "--repeats", "2", "--problems", "2"];
+    let stress = ["verify", "--device", "cuda", "--pass", "backward", "--stress"];
+    let (output, report) = machine.run(&[&stress[..], &sizes].concat());
+    assert_eq!(code(&output), 1, "{}", text(&output));
+    for problem in report["problems"].as_array().unwrap() {
+        assert!(problem["problem"].as_str().unwrap().ends_with("backward"), "{problem}");
+        let runs = ["threaded", "replayed", "repeated"].map(|which| problem[which]["runs"].as_u64());
+        assert_eq!(runs, [10, 1, 2].map(Some));
+        assert!(["dq", "dk", "dv"].iter().all(|name| !problem["judgement"][name].is_null()), "{problem}");
+    }
+    assert_eq!(machine.contradictions(), [""; 0]);
+}
+
+#[test]
 fn doctor_shows_the_cache_of_machine_code_and_clears_it() {
     let Some(machine) = Machine::new(&["-DZEROS", "-DCAPABILITY=80"]) else { return };
     machine.run(&TINY);

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use flashcore::Pass;
 use flashcore::cuda::Cuda;
 use flashcore::plan::{Hardware, Target};
 use flashcore::sim::SimGpu;
@@ -363,7 +364,12 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
     ));
     let mut progress = Progress::new(1000);
     let mut tell = |what: &str, share: f64| progress.at((share * 1000.0) as u64, what);
-    let records = stress::stress(&cuda, &plan, options.problems, &interrupt::requested, &mut tell);
+    let passes = match options.pass {
+        Passes::One(pass) => vec![pass],
+        Passes::Both => vec![Pass::Forward, Pass::Backward],
+    };
+    let stop = &interrupt::requested;
+    let records = stress::stress(&cuda, &plan, &passes, options.problems, stop, &mut tell);
     interrupt::finishing();
     progress.finish();
     let records = records.map_err(|error| error.to_string())?;
@@ -385,7 +391,7 @@ fn under_stress(options: &Options) -> Result<Exit, String> {
     let report = StressReport {
         device: cuda.to_string(),
         plan,
-        asked: options.problems.min(stress::count()),
+        asked: options.problems.min(stress::count(&passes)),
         problems: records,
     };
     options.json.write(schemas::STRESS, &Environment::read(), complete, &report)?;

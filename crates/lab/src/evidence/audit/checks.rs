@@ -223,11 +223,16 @@ pub(super) fn stress(audit: &mut Audit, root: &Place<'_>, version: u32) -> Map<S
             continue;
         };
         audit.text(&place.get("schedule"), is_schedule);
-        let lse = stress::find(place.get("problem").str()).map(|(_, lse)| lse);
-        let normal = Some(problem.dtype);
-        let (rows, width) = (rows(&problem), problem.head_dim_v);
-        let judged = Judged { rows, width, lse, normal, gradient: None };
-        let (_, again) = judgement(audit, &place.get("judgement"), version, judged);
+        let judged_at = place.get("judgement");
+        let (_, again) = match problem.pass {
+            Pass::Forward => {
+                let lse = stress::find(place.get("problem").str()).map(|(_, lse)| lse);
+                let normal = Some(problem.dtype);
+                let (rows, width) = (rows(&problem), problem.head_dim_v);
+                judgement(audit, &judged_at, version, Judged { rows, width, lse, normal, gradient: None })
+            }
+            Pass::Backward => gradients(audit, &judged_at, version, &of_gradients(&problem)),
+        };
         let mut made = json!({"problem": raw(), "schedule": raw(), "judgement": again});
         // The last one of a run that was interrupted may have run less often.
         let last = root.get("complete").value == &json!(false) && n + 1 == places.len();
