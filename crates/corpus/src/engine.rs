@@ -172,7 +172,8 @@ impl DeviceEngine {
             | Kernel::BwdRows
             | Kernel::Sm80Bwd
             | Kernel::Sm80Decode
-            | Kernel::Quantize => MOST_PAIRS,
+            | Kernel::Quantize
+            | Kernel::Append => MOST_PAIRS,
         };
         Self {
             name: DeviceName::Sim(Some(Simulated::Kernel(kernel, mode))).to_string(),

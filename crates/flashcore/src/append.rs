@@ -259,14 +259,12 @@ impl<'t> Rotary<'t> {
 
 /// How many new keys a sequence has, as far as the host knows.
 pub(crate) fn new_keys(append: &Appending, tensors: &PerTensor<Raw>, sequence: usize) -> Option<usize> {
-    match append.total {
-        None => Some(append.len),
-        Some(_) => {
-            let starts = tensors.get(Name::NewStarts).filter(|raw| raw.place == Place::Host)?;
-            let ends = &starts.indices()[sequence..sequence + 2];
-            Some(ends[1].saturating_sub(ends[0]) as usize)
-        }
+    if append.total.is_none() {
+        return Some(append.len);
     }
+    let starts = tensors.get(Name::NewStarts).filter(|raw| raw.place == Place::Host)?;
+    let ends = &starts.indices()[sequence..sequence + 2];
+    Some(ends[1].saturating_sub(ends[0]) as usize)
 }
 
 /// Key lengths once the new keys are there; as they are, where a call has none.

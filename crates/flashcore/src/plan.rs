@@ -232,6 +232,11 @@ impl Plan {
             (launches, shift) = choose::quantising(problem, &folded, hardware).map_err(refuse)?;
             workspace.quantise(&folded, &launches);
         }
+        if problem.append.is_some() {
+            let refuse = |error: ScheduleError| unsupported(&hardware.name, &error);
+            launches.extend(choose::appending(problem, &spec, hardware).map_err(refuse)?);
+            workspace.append(problem, &as_seen);
+        }
         let mut launch = |spec: Spec, schedule: Schedule| {
             let launch = Launch::new(&folded, spec, schedule, hardware)?;
             launches.push(launch);
@@ -258,6 +263,12 @@ impl Plan {
             launch(spec, schedule)?;
         }
         launches.extend(shift);
+        if problem.append.is_some() {
+            // Without queries there is still something to append.
+            if launches.iter().any(|launch| !launch.grid.contains(&0)) {
+                launches.retain(|launch| !launch.grid.contains(&0));
+            }
+        }
         let main = launches.iter().position(|launch| launch.schedule == schedule).unwrap_or(0);
         let section = choose::section(&folded, &launches[main]);
         workspace.put_aside(&folded, &launches[main]);
@@ -332,7 +343,12 @@ fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
         Err(Error::Unsupported { device, what, possible, source: None })
     };
     if problem.append.is_some() {
-        return refuse("an append", "Device::cpu(), with tensors on the host");
+        if let Some(what) = choose::no_tensor_cores(problem, hardware.target) {
+            let possible = "f16 and bf16 with head dims in multiples of 8 up to 256; for others copy the tensors to the host and \
+                            call Device::cpu()";
+            return refuse(&format!("an append with {what}"), possible);
+        }
+        return Ok(problem.appended());
     }
     if problem.quantise.is_none() {
         return Ok(*problem);

@@ -450,3 +450,55 @@ fn an_append_needs_key_lengths_and_tensors_of_its_own() {
     let uneven = attention.append(&Device::cpu(), &Append::new(&q, &two), &q, &mut k, &mut v);
     assert!(matches!(uneven, Err(Error::SizeMismatch { tensor: Name::NewV, .. })));
 }
+
+#[cfg(feature = "sim")]
+mod simulated {
+    use flashcore::{
+        plan::{Hardware, Kernel, Plan, Target},
+        sim::SimGpu,
+    };
+
+    use super::*;
+
+    fn device(target: Target) -> Device {
+        Device::sim(SimGpu::new(target).with_sms(12))
+    }
+
+    #[test]
+    fn hopper_appends_and_attends() {
+        for dtype in [DType::F16, DType::BF16] {
+            for step in steps(dtype) {
+                check(&step, &device(Target::Sm90a));
+            }
+        }
+    }
+
+    #[test]
+    fn ampere_appends_and_attends() {
+        for step in steps(DType::BF16) {
+            check(&step, &device(Target::Sm80));
+        }
+    }
+
+    #[test]
+    fn pages_of_any_size_and_heads_of_any_multiple_of_8_are_appended_to() {
+        for target in [Target::Sm80, Target::Sm90a] {
+            let odd = Step { cache: Cache::Paged(5), ..Step::new(&[5, 63, 0]) };
+            check(&odd, &device(target));
+            check(&Step { dims: [40, 24], rotary: Some((16, false)), ..odd.clone() }, &device(target));
+            check(&Step { dims: [24, 8], rotary: None, cache: Cache::Dense, ..odd }, &device(target));
+        }
+    }
+
+    #[test]
+    fn an_append_is_the_first_launch_of_its_plan() {
+        for (text, kernels) in [
+            ("2x8/2x1/256x64 bf16 causal key-lengths append=1 rotary=64/512", 2),
+            ("2x8/2x1/65536x64 bf16 causal key-lengths append=1", 3),
+        ] {
+            let plan = Plan::choose(&text.parse().unwrap(), &Hardware::typical(Target::Sm90a)).unwrap();
+            assert_eq!((plan.launches.len(), plan.launches[0].kernel()), (kernels, Kernel::Append), "{plan}");
+            assert_ne!(plan.kernel(), Kernel::Append);
+        }
+    }
+}

@@ -253,6 +253,22 @@ fn parts_of_the_keys_and_what_merges_them_assemble_without_a_spill() {
 }
 
 #[test]
+fn the_launch_that_appends_assembles_without_a_spill() {
+    let mut work = Vec::new();
+    for text in ["append:", "append:rotary=32,packed=1", "append:rotary=32,interleaved=1,positions=1"] {
+        let schedule: Schedule = text.parse().unwrap();
+        for dtype in [ElementType::F16, ElementType::Bf16] {
+            let plain = Spec { key_lengths: true, right: true, ..Spec::new(dtype, 72) };
+            let packed = Spec { packed_q: true, packed_k: true, ..plain };
+            for spec in [plain, packed, Spec { page: Some(16), ..plain }] {
+                work.extend([Target::Sm80, Target::Sm90a].map(|target| (schedule, spec, target)));
+            }
+        }
+    }
+    assert_eq!(assemble_all(&work), 36);
+}
+
+#[test]
 fn heads_as_rows_of_one_tile_assemble_without_a_spill() {
     let mut work = Vec::new();
     let causal = |head_dim| Spec::new(ElementType::Bf16, head_dim).causal().with_lse();

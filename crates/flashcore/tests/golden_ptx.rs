@@ -156,3 +156,34 @@ fn no_kernel_changes_unless_it_is_meant_to() {
 fn no_kernel_changes_in_any_feature_unless_it_is_meant_to() {
     insta::assert_snapshot!(table(true));
 }
+
+#[test]
+fn nor_does_the_launch_that_appends_to_a_cache() {
+    let mut table = String::new();
+    for text in [
+        "append:",
+        "append:packed=1",
+        "append:rotary=32",
+        "append:rotary=32,interleaved=1,positions=1,packed=1",
+    ] {
+        let schedule: Schedule = text.parse().unwrap();
+        for target in [Target::Sm80, Target::Sm90a] {
+            let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
+            let layouts = [(false, false, None), (true, true, None), (true, false, Some(16))];
+            for (dims, (packed_q, packed_k, page)) in
+                DIMS.into_iter().flat_map(|dims| layouts.map(|layout| (dims, layout)))
+            {
+                for masked in [false, true] {
+                    let spec = Spec { head_dim_v: dims.1, ..Spec::new(ElementType::Bf16, dims.0) };
+                    let spec = Spec { right: masked, key_lengths: true, packed_q, packed_k, page, ..spec };
+                    let Ok(module) = schedule.emit(&spec, target) else { continue };
+                    hasher.update(module.to_string().as_bytes());
+                    modules += 1;
+                }
+            }
+            let hash = hasher.finalize().to_hex();
+            writeln!(table, "{schedule} {target}: {modules} kernels, {}", &hash[..32]).unwrap();
+        }
+    }
+    insta::assert_snapshot!(table);
+}

@@ -145,8 +145,6 @@ pub struct Args {
     pub sequences: u32,
     /// The most queries and the most keys of a sequence.
     pub longest: [u32; 2],
-    /// The most keys that a sequence gets before attention.
-    pub new_keys: u32,
     /// Which query tiles are processed together, where they are taken in sections.
     pub section: Section,
     /// Parts of the keys whose outputs are merged at the end.
@@ -174,7 +172,6 @@ impl Default for Args {
             right: 0,
             sequences: 0,
             longest: [0; 2],
-            new_keys: 0,
             section: Section::default(),
             parts: 0,
             trace: None,

@@ -278,7 +278,7 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
 pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let refuse =
         |what: &str, only: &str| Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")));
-    let takes = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
+    let takes = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd | Kernel::Append);
     let backward =
         Kernel::BACKWARD.contains(&kernel) || matches!(kernel, Kernel::BwdRows | Kernel::Sm90BwdFinish);
     if (spec.packed_q || spec.packed_k) && !(takes || backward) {

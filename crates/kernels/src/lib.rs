@@ -22,7 +22,7 @@
 //! `registry` lists the families. Each has a file: the ladder's first rungs in [`ladder`], the others by generation of
 //! GPU in [`sm80`] and [`sm90`]. What they are made of lies in `parts`: tiles and their swizzle, copies, fragments, the
 //! online softmax, the walk over keys, the epilogue. `family` says what a family must provide, `bind` what its launches
-//! are bound to. [`quantize`] makes 8-bit floats of 16-bit ones
+//! are bound to. [`append`] writes new keys into a cache before attention, and [`quantize`] makes 8-bit floats of 16-bit ones
 //! ([`Kernel::Quantize`] is one pass of it), and
 //! [`sm80::decode`] reads a cache of them. [`Phase`] names what a kernel does at a time, for the stamps of a timeline.
 
@@ -33,6 +33,7 @@ mod phase;
 mod registry;
 mod spec;
 
+pub mod append;
 pub mod ladder;
 pub mod quantize;
 pub mod sm80;

@@ -5,6 +5,7 @@ use std::{fmt, str::FromStr};
 use flashcore_ptx::{Module, Target, TensorMap};
 
 use crate::{
+    append,
     bind::{Args, BindError, Map, Packed},
     family::{Family, Geometry, Knobs, ScheduleError, check_layout, check_tensor_cores, check_types},
     ladder::{mma, scalar},
@@ -87,6 +88,8 @@ families! {
     Sm80Decode(sm80::decode::Schedule) = "sm80_decode",
     /// Makes 8-bit floats of 16-bit q, k and v: one of its passes.
     Quantize(quantize::Schedule) = "quantize",
+    /// Writes new keys and values into a cache, and turns queries and new keys.
+    Append(append::Schedule) = "append",
 }
 
 impl Kernel {

@@ -50,7 +50,7 @@ pub(super) struct CallKey {
 
 impl CallKey {
     pub(super) fn new(
-        plan: Key,
+        plan: &Key,
         call: &Call<'_>,
         workspace: (usize, Option<u64>),
         trace: Option<(u64, TraceSize)>,
@@ -59,7 +59,7 @@ impl CallKey {
             let [batch, head, row, _] = raw.layout.strides;
             (raw.ptr as usize, [batch, head, row])
         };
-        Self { plan, tensors: call.tensors.map(at), lengths: call.device_lengths, workspace, trace }
+        Self { plan: *plan, tensors: call.tensors.map(at), lengths: call.device_lengths, workspace, trace }
     }
 
     fn hash(&self) -> usize {

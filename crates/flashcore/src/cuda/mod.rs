@@ -373,7 +373,7 @@ impl Cuda {
             return staged::run(self, call);
         }
         let workspace = (workspace::stream_key(&self.stream), self.workspace.map(|(address, _)| address));
-        let key = CallKey::new(self.key(&call.problem), call, workspace, self.trace);
+        let key = CallKey::new(&self.key(&call.problem), call, workspace, self.trace);
         // Lengths that are on the host may differ from those of last time.
         let repeatable = call.key_lengths.is_none();
         if repeatable
@@ -394,6 +394,7 @@ impl Cuda {
                 if self.choice == Choice::Planner
                     && call.problem.pass == Pass::Forward
                     && !call.problem.is_eight_bit()
+                    && call.problem.append.is_none()
                     && call.problem.is_dense() =>
             {
                 self.with_kernel(Kernel::Scalar).run_as(call, &key)

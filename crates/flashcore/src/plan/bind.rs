@@ -79,7 +79,8 @@ impl Plan {
         let attended = self.workspace.attended(&args);
         let mut packed = Packed::default();
         for launch in &self.launches {
-            let args = if launch.kernel() == Kernel::Quantize { &args } else { &attended };
+            let before = matches!(launch.kernel(), Kernel::Quantize | Kernel::Append);
+            let args = if before { &args } else { &attended };
             launch.schedule.check_args(args).map_err(|error| self.refuse(error))?;
             launch.schedule.bind(&launch.spec, args, encode, &mut packed)?;
         }

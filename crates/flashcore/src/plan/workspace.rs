@@ -3,11 +3,12 @@
 use flashcore_kernels::{Args, Operand, ROW_PADDING, Schedule, packed_tiles};
 
 use super::{
-    Launch,
+    Folded, Launch,
     bind::{operand, tensor_arg},
     choose,
+    fold::fold_layout,
 };
-use crate::{DType, Layout, Pass, Problem, Queries};
+use crate::{DType, Layout, Name, Pass, Problem, Queries};
 
 /// Where tensors start in a workspace.
 const ALIGNMENT: usize = 256;
@@ -33,6 +34,10 @@ struct Region {
 /// What of a call is quantised, and what becomes of it.
 const QUANTISED: [(Operand, Operand); 3] =
     [(Operand::Q, Operand::Q8), (Operand::K, Operand::K8), (Operand::V, Operand::V8)];
+
+/// What of a call is another once keys were appended, and where that lies.
+const APPENDED: [(Operand, Operand); 2] =
+    [(Operand::Q, Operand::TurnedQ), (Operand::KeyLengths, Operand::LengthsAfter)];
 
 /// The shapes of q, k and v, for those who ask how many blocks or how much memory they take.
 pub(super) fn shapes(folded: &Problem) -> Args {
@@ -103,6 +108,18 @@ impl Workspace {
         }
     }
 
+    /// With what an append leaves beside the cache: key lengths, and the queries if they are turned.
+    pub fn append(&mut self, problem: &Problem, folded: &Folded) {
+        self.push(Operand::LengthsAfter, [1, 1, 1, problem.batch]);
+        if problem.append.is_some_and(|append| append.rotary.is_some()) {
+            let signature = problem.signature();
+            for q in signature.inputs().filter(|of| of.name == Name::Q) {
+                let layout = fold_layout(&Layout::bhsd(q.shape), q, problem, folded);
+                self.push_of(q.dtype.size(), Operand::TurnedQ, layout.shape);
+            }
+        }
+    }
+
     /// With what the blocks of a launch put aside, if there are keys enough.
     pub fn put_aside(&mut self, folded: &Problem, launch: &Launch) {
         if let Schedule::Sm90Fwd(schedule) = &launch.schedule {
@@ -113,10 +130,10 @@ impl Workspace {
         }
     }
 
-    /// What attention is bound to: where q, k and v were quantised, to what they became.
+    /// What attention is bound to: where q, k and v were quantised, or q was turned, to what they became.
     pub fn attended(&self, args: &Args) -> Args {
         let mut attended = *args;
-        for (of, stored) in QUANTISED {
+        for (of, stored) in QUANTISED.into_iter().chain(APPENDED) {
             if self.tensors.iter().any(|region| region.operand == stored) {
                 attended.set(of, *args.tensor(stored));
             }

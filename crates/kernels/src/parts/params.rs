@@ -1,6 +1,8 @@
 //! The parameters of the kernels that access memory by address rather than by TMA.
 
-use flashcore_ptx::{B32, B64, F32, GlobalPtr, KernelBuilder, Pred, Reg, kernel_params};
+use flashcore_ptx::{
+    B32, B64, F32, GlobalPtr, KernelBuilder, KernelParams, ParamHandle, Pred, Reg, kernel_params,
+};
 
 use crate::bind::{Args, BindError, Operand};
 use crate::parts::copy::MAX_ROW_STRIDE;
@@ -287,4 +289,18 @@ pub(crate) fn check_rows(args: &Args, tensors: &[Operand]) -> Result<(), BindErr
         }
     }
     Ok(())
+}
+
+/// An address in a tensor.
+pub(crate) fn address<P: KernelParams>(
+    k: &mut KernelBuilder,
+    base: ParamHandle<P, GlobalPtr>,
+    strides: &[ParamHandle<P, u64>],
+    indices: &[Reg<B32>],
+) -> Reg<B64> {
+    let base = k.param(base);
+    strides.iter().zip(indices).fold(base, |at, (&stride, &index)| {
+        let (index, stride) = (k.cvt_u64_u32(index), k.param(stride));
+        k.mad_lo_u64(index, stride, at)
+    })
 }

@@ -22,9 +22,7 @@ mod rotation;
 mod shift;
 mod smooth;
 
-use flashcore_ptx::{
-    B32, B64, F32, GridDep, KernelBuilder, Module, ParamHandle, Pred, Reg, Shared, SharedLayout, Target,
-};
+use flashcore_ptx::{B32, B64, F32, GridDep, KernelBuilder, Module, Pred, Reg, Shared, SharedLayout, Target};
 
 pub use self::{family::Schedule, rotation::signs};
 use self::{
@@ -33,7 +31,7 @@ use self::{
     shift::OfLse,
     smooth::{Channels, mean_address},
 };
-use crate::{Args, ElementType, Operand, ScheduleError};
+use crate::{Args, ElementType, Operand, ScheduleError, parts::params::address};
 
 /// The largest number of e4m3.
 pub const MOST: f32 = 448.0;
@@ -689,18 +687,4 @@ fn code_address(
     let at = k.mad_lo_u64(row, to_row, out);
     let column = k.cvt_u64_u32(column);
     k.add_u64(at, column)
-}
-
-/// An address in a tensor.
-fn address<P: flashcore_ptx::KernelParams>(
-    k: &mut KernelBuilder,
-    base: ParamHandle<P, flashcore_ptx::GlobalPtr>,
-    strides: &[ParamHandle<P, u64>],
-    indices: &[Reg<B32>],
-) -> Reg<B64> {
-    let base = k.param(base);
-    strides.iter().zip(indices).fold(base, |at, (&stride, &index)| {
-        let (index, stride) = (k.cvt_u64_u32(index), k.param(stride));
-        k.mad_lo_u64(index, stride, at)
-    })
 }

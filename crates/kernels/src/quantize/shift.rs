@@ -3,10 +3,11 @@
 use flashcore_ptx::{B32, F32, GlobalPtr, KernelBuilder, Reg, kernel_params};
 
 use super::{
-    Quantize, WIDTH, address,
+    Quantize, WIDTH,
     params::{Common, OfQ, TensorParams},
     smooth::mean_address,
 };
+use crate::parts::params::address;
 
 /// Rows that a thread has in flight.
 const ROWS_AT_ONCE: u32 = 4;

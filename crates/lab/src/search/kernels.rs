@@ -48,7 +48,8 @@ pub fn space(kernel: Kernel) -> Space {
         | Kernel::Sm80Bwd
         | Kernel::Sm90BwdFinish
         | Kernel::Sm80Decode
-        | Kernel::Quantize => Vec::new(),
+        | Kernel::Quantize
+        | Kernel::Append => Vec::new(),
     };
     Space::of(texts)
 }
@@ -209,6 +210,7 @@ impl KernelGates {
             | Schedule::Combine(_)
             | Schedule::BwdRows(_)
             | Schedule::Quantize(_)
+            | Schedule::Append(_)
             | Schedule::Sm90BwdFinish(_) => (32, 1),
             Schedule::Sm80Bwd(it) => (it.walk, it.stages),
             Schedule::Sm80Decode(it) => (it.keys, it.stages),

@@ -4,7 +4,7 @@ mod sm80;
 mod sm90;
 
 use flashcore_kernels::{
-    Kernel, Schedule, ScheduleError, Section, Spec, ladder, quantize,
+    Kernel, Schedule, ScheduleError, Section, Spec, append, ladder, quantize,
     sm80::{bwd, bwd::Of, bwd_rows},
     sm90::{self as hopper, combine},
 };
@@ -143,6 +143,34 @@ pub(super) fn quantising(
     let all = quantize::Schedule::all(quantiser.smooths(), quantiser.rotates());
     let shift = (quantiser.smooths() && problem.lse).then(|| launch(quantize::Schedule::shift()));
     Ok((all.map(launch).collect::<Result<_, ScheduleError>>()?, shift.transpose()?))
+}
+
+/// The launch that appends to a problem's cache, before attention that is compiled for this spec.
+pub(super) fn appending(
+    problem: &Problem,
+    spec: &Spec,
+    hardware: &Hardware,
+) -> Result<Option<Launch>, ScheduleError> {
+    let Some(append) = problem.append else { return Ok(None) };
+    let of = append::Schedule {
+        rotary: append.rotary.map(|rotary| rotary.dim as u32),
+        interleaved: append.rotary.is_some_and(|rotary| rotary.interleaved),
+        positions: append.rotary.is_some_and(|rotary| rotary.positions),
+        packed: append.total.is_some(),
+        threads: 128,
+    };
+    let Spec { dtype, head_dim, head_dim_v, left, right, packed_q, packed_k, page, .. } = *spec;
+    let plain = Spec { head_dim_v, left, right, key_lengths: true, ..Spec::new(dtype, head_dim) };
+    let (schedule, spec) = (Schedule::Append(of), Spec { packed_q, packed_k, page, ..plain });
+    schedule.check(&spec, hardware.target)?;
+    let geometry = schedule.geometry(&spec);
+    let packed_q = if let Queries::Packed { total } = problem.queries { Some(total) } else { None };
+    let rows = |packed: Option<usize>, each: usize| packed.unwrap_or(problem.batch * each) as u64;
+    let of_queries = problem.heads_q as u64 * rows(packed_q, problem.len_q);
+    let of_new = problem.heads_kv as u64 * rows(append.total, append.len);
+    let blocks = of.grid(&spec, problem.batch as u64, [of_queries, of_new])?;
+    let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
+    Ok(Some(Launch { spec, schedule, grid: [blocks, 1, 1], threads, cluster, shared_bytes }))
 }
 
 /// What merges the parts of the keys that a schedule leaves, if it does.
