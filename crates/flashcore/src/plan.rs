@@ -336,6 +336,11 @@ fn element(dtype: DType) -> ElementType {
     }
 }
 
+/// The keys of a block with descales of its own, as the kernels count them: no head has more than the longest.
+fn block_keys(keys: usize) -> u32 {
+    keys.min(MAX_KERNEL_LEN) as u32
+}
+
 /// What the kernels for attention are given of a problem: f8, where its tensors become f8 first.
 fn attended(problem: &Problem, hardware: &Hardware) -> Result<Problem> {
     let refuse = |what: &str, possible: &str| {
@@ -409,14 +414,15 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
         dtype,
         out: problem.dtype.is_f8().then(|| element(problem.out())),
         kv: problem.dtype_kv.map(element),
-        descale_keys: problem.descale_keys.map(|keys| keys.min(MAX_KERNEL_LEN) as u32),
+        descale_keys: problem.descale_keys.map(block_keys),
         head_dim: problem.head_dim as u32,
         head_dim_v: problem.head_dim_v as u32,
         left: band.left.is_some(),
         right: band.right.is_some(),
         top_left: masked && band.top_left,
         softcap: problem.softcap.is_some(),
-        scaled_scores: Spec::needs_scaled_scores(element(problem.dtype_kv()), problem.scale, problem.softcap),
+        scaled_scores: Spec::needs_scaled_scores(element(problem.dtype_kv()), problem.scale, problem.softcap)
+            || problem.dtype.is_f8() && problem.descale_keys.is_some(),
         key_lengths: problem.key_lengths,
         packed_q: matches!(problem.queries, Queries::Packed { .. }),
         packed_k: matches!(problem.keys, Keys::Packed { .. } | Keys::Apart { .. }),

@@ -219,14 +219,17 @@ fn the_schedules_for_8_bit_floats_assemble_without_a_spill() {
         let plain = Spec::new(ElementType::E4m3, head_dim);
         let causal = Spec { grouped: true, key_lengths: true, ..plain.causal().with_lse() };
         let capped = Spec { softcap: true, scaled_scores: true, left: true, ..causal };
-        for spec in [plain, causal, capped] {
+        let in_blocks = Spec { scaled_scores: true, descale_keys: Some(128), ..causal };
+        for spec in [plain, causal, capped, in_blocks] {
             let fits = |schedule: &Schedule| schedule.check(&spec, Target::Sm90a).is_ok();
             let all: Vec<Schedule> = schedules(Kernel::Sm90Fwd, &spec).into_iter().filter(fits).collect();
             let few = all.iter().find(|schedule| schedule.geometry(&spec).rows == 64).unwrap();
             work.extend([all[0], *few].map(|schedule| (schedule, spec, Target::Sm90a)));
         }
+        let ada = default_schedule(Kernel::Sm80Fwd, &in_blocks, Target::Sm89).unwrap();
+        work.push((ada, in_blocks, Target::Sm89));
     }
-    assert_eq!(assemble_all(&work), 18);
+    assert_eq!(assemble_all(&work), 27);
 }
 
 #[test]

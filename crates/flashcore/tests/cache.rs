@@ -125,26 +125,29 @@ fn a_cache_in_pages_is_read_from_ada_on() {
 }
 
 #[test]
-fn blocks_of_keys_with_descales_of_their_own_are_the_cache_kernels_and_the_cpus() {
+fn blocks_of_keys_with_descales_of_their_own_have_whole_tiles_or_the_cpu() {
     use flashcore::plan::{Hardware, Plan, Target};
 
-    let plan =
-        |text: &str| Plan::choose(&text.parse::<Problem>().unwrap(), &Hardware::typical(Target::Sm90a));
-    for (text, keys) in [
-        ("1x32/8x1/32768x128 bf16 kv=f8 descales=kv/128", 32),
-        ("1x32/8x1/32768x128 bf16 kv=f8 descales=v/48 key-lengths", 16),
+    let on = |text: &str, target| Plan::choose(&text.parse::<Problem>().unwrap(), &Hardware::typical(target));
+    let plan = |text: &str| on(text, Target::Sm90a);
+    for (text, kernel, tile) in [
+        ("1x32/8x1/32768x128 bf16 kv=f8 descales=kv/128", "sm80_decode", "keys=32"),
+        ("1x32/8x1/32768x128 bf16 kv=f8 descales=v/48 key-lengths", "sm80_decode", "keys=16"),
+        ("1x8x512x64 f8 descales=qkv/128", "sm90_fwd", "block_n=128"),
+        ("8x16x2048x128 f8 descales=v/64 causal", "sm90_fwd", "block_n=64"),
+        ("8x16x2048x256 f8 descales=k/192 lse", "sm90_fwd", "block_n=64"),
+        ("8x16x2048x64 bf16 quantise=smooth,block:96", "sm90_fwd", "block_n=96"),
     ] {
         assert_eq!(text.parse::<Problem>().unwrap().to_string(), text);
         let schedule = plan(text).unwrap().main().schedule.to_string();
-        assert!(
-            schedule.starts_with("sm80_decode") && schedule.contains(&format!("keys={keys},")),
-            "{schedule}"
-        );
+        assert!(schedule.starts_with(kernel) && schedule.contains(&format!("{tile},")), "{text}: {schedule}");
+        let ada = on(text, Target::Sm89).unwrap().main().schedule.to_string();
+        assert!(ada.starts_with("sm80"), "{text}: {ada}");
     }
     for text in [
         "1x32/8x1/32768x128 bf16 kv=f8 descales=kv/40",
-        "1x8x512x64 f8 descales=qkv/128",
-        "1x8x512x64 bf16 quantise=smooth,block:128",
+        "1x8x512x64 f8 descales=qkv/48",
+        "1x8x512x64 bf16 quantise=smooth,block:100",
     ] {
         let refused = plan(text).unwrap_err().to_string();
         assert!(refused.contains("Device::cpu()"), "{text}: {refused}");

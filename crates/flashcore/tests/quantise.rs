@@ -38,6 +38,8 @@ fn launches_quantise_as_the_host_does() {
         Quantiser::new().smoothed(),
         Quantiser::new().rotated(7),
         Quantiser::new().smoothed().rotated(u32::MAX),
+        Quantiser::new().per_block(64),
+        Quantiser::new().smoothed().rotated(3).per_block(32),
     ];
     let shapes = [
         // (heads, queries), (kv heads, keys), head dims of keys and values
@@ -90,7 +92,7 @@ fn lse_is_that_of_the_host_and_has_back_what_the_mean_took() {
         let (q, kv) = (q.view(), kv.view());
         let lengths = [len_k as u32, 0];
         let quantiser = if i == 1 { Quantiser::new() } else { Quantiser::new().rotated(1) };
-        for quantiser in [quantiser, quantiser.smoothed()] {
+        for quantiser in [quantiser, quantiser.smoothed(), quantiser.smoothed().per_block(32)] {
             let attention = Attention::new().key_lengths(&lengths).with_lse().fp8(quantiser);
             let of = |device: &Device| attention.run(device, &q, &kv, &kv).unwrap().lse.unwrap().to_f32();
             let host = of(&Device::cpu());

@@ -246,6 +246,23 @@ pub(crate) fn check_registers(fragments: u32, others: u32, limit: u32) -> Result
     if needs > limit { Err(ScheduleError::Registers { needs, limit }) } else { Ok(()) }
 }
 
+/// Whether the key tiles of a kernel for 8-bit floats lie each in one of the blocks that have descales of their own.
+pub(crate) fn check_blocks(spec: &Spec, block_n: u32) -> Result<(), ScheduleError> {
+    let Some(keys) = spec.descale_keys else { return Ok(()) };
+    if !keys.is_multiple_of(block_n) {
+        return Err(ScheduleError::malformed(format!(
+            "descales of blocks of {keys} keys: possible are multiples of {block_n}, the keys of a tile (32 at least); for others \
+             copy the tensors to the host and call Device::cpu()"
+        )));
+    }
+    if !spec.scaled_scores {
+        return Err(ScheduleError::malformed(
+            "descales of blocks of keys need scaled scores: see Spec::scaled_scores",
+        ));
+    }
+    Ok(())
+}
+
 /// Whether a kernel takes the element types of a spec, and its rows.
 pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let (dtype, out) = (spec.dtype, spec.out);
@@ -255,9 +272,10 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
     if cache != (kernel == Kernel::Sm80Decode) && kernel != Kernel::Combine {
         return Err(ScheduleError::Cache { kernel, cache });
     }
-    if spec.descale_keys.is_some() && !matches!(kernel, Kernel::Sm80Decode | Kernel::Combine) {
-        let possible = "descales of blocks of keys are for sm80_decode, with 16-bit queries; give one per kv head, or copy \
-                        the tensors to the host and call Device::cpu()";
+    let in_blocks = takes_fp8 || matches!(kernel, Kernel::Sm80Decode | Kernel::Combine | Kernel::Quantize);
+    if spec.descale_keys.is_some() && !in_blocks {
+        let possible = "descales of blocks of keys are for sm80_fwd, sm90_fwd and, with 16-bit queries, sm80_decode; give one \
+                        per kv head, or copy the tensors to the host and call Device::cpu()";
         return Err(ScheduleError::malformed(format!("{kernel}: {possible}")));
     }
     let takes_rows = matches!(kernel, Kernel::Sm90Fwd | Kernel::Sm80Decode | Kernel::Combine);

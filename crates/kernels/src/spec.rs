@@ -42,9 +42,8 @@ pub struct Spec {
     ///
     /// [`Kernel::Sm80Decode`]: crate::Kernel::Sm80Decode
     pub kv: Option<ElementType>,
-    /// How many keys share a descale of k and one of v, where not all of a head do: [`Kernel::Sm80Decode`] takes such.
-    ///
-    /// [`Kernel::Sm80Decode`]: crate::Kernel::Sm80Decode
+    /// How many keys share a descale of k and one of v, where not all of a head do: kernels that take e4m3 take such, where each
+    /// of their key tiles lies in one block.
     pub descale_keys: Option<u32>,
     /// Elements of a query and of a key; the tensor-core kernels take multiples of 8 up to 256.
     pub head_dim: u32,
@@ -59,7 +58,8 @@ pub struct Spec {
     /// Whether scores go through softcap · tanh(score / softcap).
     pub softcap: bool,
     /// Whether scores are scaled before the softmax, rather than within its exponential. It costs a few instructions
-    /// per score, and is right for every scale and softcap; see [`Spec::needs_scaled_scores`].
+    /// per score, and is right for every scale and softcap; see [`Spec::needs_scaled_scores`]. Queries of e4m3 need it with
+    /// [`descale_keys`](Self::descale_keys), too.
     pub scaled_scores: bool,
     /// Whether each batch entry has a key length of its own.
     pub key_lengths: bool,

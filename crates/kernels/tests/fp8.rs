@@ -5,7 +5,7 @@ use flashcore_kernels::{
     Args, ElementType, Kernel, Map, Operand, Packed, Schedule, ScheduleError, Section, Spec, TensorArg,
 };
 use flashcore_ptx::{
-    Module, Op, Target,
+    Arg, Inst, Module, Op, Space, Target,
     ptxas::{Ptxas, PtxasError},
 };
 use flashcore_sim::{
@@ -30,6 +30,9 @@ struct Case {
     key_lengths: Option<Vec<u32>>,
     /// Of q, k and v, by batch entry and kv head; one number is for all of them.
     descales: [Option<Vec<f32>>; 3],
+    /// The keys of a block, where blocks have descales of k and v of their own: those of a kv head's blocks come one after the
+    /// other.
+    descale_keys: Option<usize>,
     out: ElementType,
 }
 
@@ -49,6 +52,7 @@ impl Case {
             softcap: None,
             key_lengths: None,
             descales: [None, None, None],
+            descale_keys: None,
             out: ElementType::Bf16,
         }
     }
@@ -68,7 +72,9 @@ impl Case {
             left: self.left.is_some(),
             right: self.right.is_some(),
             softcap: self.softcap.is_some(),
-            scaled_scores: Spec::needs_scaled_scores(ElementType::E4m3, self.scale(), self.softcap),
+            scaled_scores: self.descale_keys.is_some()
+                || Spec::needs_scaled_scores(ElementType::E4m3, self.scale(), self.softcap),
+            descale_keys: self.descale_keys.map(|keys| keys as u32),
             key_lengths: self.key_lengths.is_some(),
             grouped: self.heads != self.heads_kv,
             lse: true,
@@ -90,11 +96,17 @@ impl Case {
         })
     }
 
-    fn descale(&self, of: usize, batch: usize, kv_head: usize) -> f64 {
+    /// Blocks of a kv head with descales of their own, of q or of k and v.
+    fn blocks(&self, of: usize) -> usize {
+        self.descale_keys.filter(|_| of > 0).map_or(1, |keys| self.len_k.div_ceil(keys))
+    }
+
+    /// The descale of a key, or of all queries.
+    fn descale(&self, of: usize, batch: usize, kv_head: usize, key: usize) -> f64 {
+        let block = self.descale_keys.filter(|_| of > 0).map_or(0, |keys| key / keys);
+        let at = (batch * self.heads_kv + kv_head) * self.blocks(of) + block;
         let descales = self.descales[of].as_ref();
-        descales.map_or(1.0, |all| {
-            f64::from(all[if all.len() == 1 { 0 } else { batch * self.heads_kv + kv_head }])
-        })
+        descales.map_or(1.0, |all| f64::from(all[if all.len() == 1 { 0 } else { at }]))
     }
 }
 
@@ -132,9 +144,9 @@ fn truth(case: &Case, [q, k, v]: &[Vec<u8>; 3]) -> Truth {
             case.right.is_none_or(|right| key as i64 <= place + i64::from(right))
                 && case.left.is_none_or(|left| key as i64 >= place - i64::from(left))
         };
-        let scale =
-            f64::from(case.scale()) * case.descale(0, batch, kv_head) * case.descale(1, batch, kv_head);
+        let of_q = f64::from(case.scale()) * case.descale(0, batch, kv_head, 0);
         let score = |key: usize| {
+            let scale = of_q * case.descale(1, batch, kv_head, key);
             let dot: f64 =
                 (0..dim).map(|d| value(q[row * dim + d]) * value(k[(first_key + key) * dim + d])).sum();
             let score = scale * dot;
@@ -149,7 +161,7 @@ fn truth(case: &Case, [q, k, v]: &[Vec<u8>; 3]) -> Truth {
             let (mut o, mut size) = (0.0, 0.0);
             for &(key, score) in &seen {
                 let p = (score - max).exp() / sum;
-                let v = value(v[(first_key + key) * dim_v + d]) * case.descale(2, batch, kv_head);
+                let v = value(v[(first_key + key) * dim_v + d]) * case.descale(2, batch, kv_head, key);
                 (o, size) = (o + p * v, size + p * v.abs());
             }
             truth.o.push(o);
@@ -206,13 +218,16 @@ fn run(case: &Case, schedule: &Schedule, inputs: &[Vec<u8>; 3], module: &Module,
     let lse = sim.alloc("lse", batch * heads * len_q * 4);
     set(Operand::O, o.address, [batch, heads, len_q, dim_v], 2);
     set(Operand::Lse, lse.address, [batch, heads, len_q, 1], 4);
-    for (operand, descales) in
-        [Operand::QDescale, Operand::KDescale, Operand::VDescale].into_iter().zip(&case.descales)
-    {
-        let Some(descales) = descales else { continue };
-        let address = sim.alloc_from("descale", &bytes_of(descales, |descale| descale.to_le_bytes())).address;
-        let strides = if descales.len() == 1 { [0; 3] } else { [4 * heads_kv as u64, 4, 4] };
-        args.set(operand, TensorArg { address, shape: [batch, heads_kv, 1, 1], strides });
+    for (of, operand) in [Operand::QDescale, Operand::KDescale, Operand::VDescale].into_iter().enumerate() {
+        let Some(descales) = &case.descales[of] else { continue };
+        // Between two others.
+        let padded = [&[7.0], &descales[..], &[7.0]].concat();
+        let buffer = sim.alloc_from("descale", &bytes_of(&padded, |descale| descale.to_le_bytes()));
+        let blocks = case.blocks(of);
+        let strides = [(heads_kv * blocks) as u64, blocks as u64, 1].map(|stride| 4 * stride);
+        let strides = if descales.len() == 1 { [0; 3] } else { strides };
+        let shape = [batch, heads_kv, blocks, 1];
+        args.set(operand, TensorArg { address: buffer.address + 4, shape, strides });
     }
     let geometry = schedule.geometry(&spec);
     args.section = Section { heads: 1, places: (len_q as u32).div_ceil(geometry.rows) };
@@ -384,6 +399,78 @@ fn softcaps_and_descales_are_right() {
     check(&Case { softcap: Some(2.0), ..case }, schedule(2, 64, PERSISTENT));
 }
 
+/// Two batch entries of two kv heads whose blocks of so many keys have descales of their own.
+fn in_blocks(keys: usize, case: Case) -> Case {
+    let case = Case { batch: 2, heads_kv: 2, descale_keys: Some(keys), ..case };
+    let powers = |most: f32, seed| {
+        let each = noise(4 * case.blocks(1), seed).into_iter().map(|x| (x / 2.0 * most).exp2());
+        Some(each.collect::<Vec<f32>>())
+    };
+    // Of the keys smaller ones, for the tensor cores' sums cut off large scores.
+    let descales = [Some(vec![0.5, 0.25, 0.125, 0.375]), powers(1.5, 5), powers(3.0, 6)];
+    Case { descales, ..case }
+}
+
+#[test]
+fn blocks_of_keys_have_descales_of_their_own() {
+    for (keys, own, on_ada) in [
+        (32, schedule(2, 32, PERSISTENT), ada(64, 32, 4, 2, 1)),
+        (64, schedule(2, 64, PERSISTENT), ada(64, 64, 4, 1, 0)),
+        (128, schedule(2, 64, SHORT), ada(128, 64, 8, 2, 1)),
+        (96, schedule(1, 96, SHORT), ada(64, 32, 4, 3, 0)),
+        (1 << 28, schedule(2, 64, PERSISTENT), ada(64, 64, 4, 2, 1)),
+    ] {
+        for own in [own, on_ada] {
+            check(&in_blocks(keys, Case::new(2, 70, 300, 64).causal()), own);
+        }
+    }
+    for own in [schedule(2, 32, PERSISTENT), ada(64, 32, 4, 2, 1)] {
+        let case = in_blocks(64, Case::new(4, 70, 200, 32));
+        let [q, k, v] = case.descales.clone();
+        check(&Case { softcap: Some(5.0), left: Some(90), right: Some(20), ..case.clone() }, own);
+        check(&Case { descales: [None, k, None], ..case.clone() }, own);
+        check(&Case { descales: [q, None, v], key_lengths: Some(vec![130, 0]), ..case }, own);
+    }
+    check(&in_blocks(128, Case::new(2, 70, 300, 128)), schedule(2, 128, PERSISTENT));
+    check(&in_blocks(64, Case::new(2, 70, 150, 256)), schedule(2, 64, PERSISTENT));
+}
+
+#[test]
+fn the_descale_of_another_block_is_found() {
+    let case = in_blocks(64, Case::new(2, 70, 300, 64));
+    let inputs = case.inputs();
+    let truth = truth(&case, &inputs);
+    for schedule in [schedule(2, 64, PERSISTENT), ada(64, 64, 4, 2, 1)] {
+        let module = schedule.emit(&case.spec(), target(&schedule)).unwrap();
+        let off = |module: &Module| {
+            let found = run(&case, &schedule, &inputs, module, Config::default());
+            assert_eq!(found.report.findings, []);
+            let errors = found.o.iter().zip(&truth.o).map(|(found, truth)| (found - truth).powi(2));
+            (errors.sum::<f64>() / truth.size.iter().map(|size| size * size).sum::<f64>()).sqrt()
+        };
+        assert!(off(&module) < 0.01, "{schedule}");
+        let kernel = &module.kernels[0];
+        let in_walk = |inst: &Inst| {
+            let section = &kernel.sections[inst.section.unwrap() as usize];
+            section.starts_with("walk") || section.starts_with("main loop") && !section.contains("threads")
+        };
+        let is_read = |inst: &Inst| matches!(inst.op, Op::Ld { space: Space::Global, .. }) && in_walk(inst);
+        let body = kernel.body.iter().enumerate();
+        let reads: Vec<usize> = body.filter(|(_, inst)| is_read(inst)).map(|(at, _)| at).collect();
+        assert!(reads.len() >= 4, "{reads:?}");
+        // Of the keys and of the values, that of the block before, and of the one behind.
+        for (of, bytes) in [(0, -4), (0, 4), (1, -4), (1, 4)] {
+            let mut wrong = module.clone();
+            for &at in reads.iter().skip(of).step_by(2) {
+                let Arg::Mem { offset, .. } = &mut wrong.kernels[0].body[at].src[0] else { panic!() };
+                *offset += bytes;
+            }
+            let off = off(&wrong);
+            assert!(off > 0.1, "{schedule}, {of}, {bytes}: off by {off}");
+        }
+    }
+}
+
 #[test]
 fn rows_of_v_behind_the_last_key_do_not_matter() {
     let case = Case { batch: 2, key_lengths: Some(vec![50, 100]), ..Case::new(1, 64, 150, 64) };
@@ -490,6 +577,19 @@ fn what_cannot_be_is_refused() {
     assert!(refused(good, capped).to_string().contains("scaled scores"));
     assert!(matches!(refused(schedule(2, 128, PERSISTENT), fp8(256)), ScheduleError::Shared(_)));
     assert!(matches!(refused(schedule(3, 192, PERSISTENT), fp8(64)), ScheduleError::Registers { .. }));
+    let in_blocks = Spec { descale_keys: Some(192), scaled_scores: true, ..fp8(64) };
+    for own in [schedule(2, 128, PERSISTENT), ada(64, 128, 4, 1, 0)] {
+        assert!(
+            refused(own, in_blocks).to_string().contains("blocks of 192 keys: possible are multiples of 128")
+        );
+    }
+    for own in [schedule(2, 64, PERSISTENT), ada(64, 64, 4, 1, 0)] {
+        assert_eq!(own.check(&in_blocks, Target::Sm90a), Ok(()));
+        let fused = Spec { scaled_scores: false, ..in_blocks };
+        assert!(refused(own, fused).to_string().contains("scaled scores"));
+    }
+    let aside = schedule(2, 64, &format!("{PERSISTENT},flush=4"));
+    assert!(refused(aside, in_blocks).to_string().contains("take flush=1"));
     for out in [None, Some(ElementType::F32), Some(ElementType::E4m3)] {
         assert!(matches!(refused(good, Spec { out, ..fp8(128) }), ScheduleError::Out { .. }));
     }
@@ -537,6 +637,8 @@ fn ada_s_fullest_schedules_assemble_without_spills() {
             assemble(schedule, spec, target);
         }
     }
+    let in_blocks = Spec { descale_keys: Some(96), scaled_scores: true, ..Spec::new(ElementType::E4m3, 64) };
+    assemble(ada(64, 96, 4, 2, 0), in_blocks.causal().with_lse(), Target::Sm89);
 }
 
 #[test]

@@ -41,8 +41,9 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let eight =
         problem.is_eight_bit() && why.contains("e4m3") && !["sim-hopper", "sim-ada"].contains(&engine);
     let many = problem.dtype_kv.is_some() && why.contains("queries per kv head");
-    // Of GPUs' kernels the one for caches alone takes blocks of keys with descales of their own, in multiples of 16 keys.
-    let blocks = problem.descale_keys.is_some_and(|keys| problem.dtype.is_f8() || !keys.is_multiple_of(16));
+    // GPUs' kernels take blocks of keys with descales of their own where a tile of keys lies in one.
+    let tile = if problem.dtype_kv.is_some() { 16 } else { 32 };
+    let blocks = problem.descale_keys.is_some_and(|keys| !keys.is_multiple_of(tile));
     let others = engine == "sim-ada" && !problem.is_eight_bit();
     let beyond = problem.dtype == DType::F32 || odd(problem.head_dim) || odd(problem.head_dim_v);
     // Planners take another kernel then.

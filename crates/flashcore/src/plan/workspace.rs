@@ -94,9 +94,8 @@ impl Workspace {
         for (of, stored) in QUANTISED {
             self.push_of(DType::F8E4M3.size(), stored, shapes.tensor(of).shape);
         }
-        let per_head = |columns| [folded.batch, folded.heads_kv, 1, columns];
         for operand in [Operand::QDescale, Operand::KDescale, Operand::VDescale] {
-            self.push(operand, per_head(1));
+            self.push(operand, shapes.tensor(operand).shape);
         }
         let space = launches.iter().map(|launch| match launch.schedule {
             Schedule::Quantize(of) => of.space(&launch.spec, &shapes) as usize,
@@ -104,7 +103,7 @@ impl Workspace {
         });
         self.push_of(1, Operand::Space, [1, 1, 1, space.max().unwrap_or(0)]);
         if launches.iter().any(|launch| matches!(launch.schedule, Schedule::Quantize(of) if of.smooth)) {
-            self.push(Operand::KMean, per_head(folded.head_dim));
+            self.push(Operand::KMean, [folded.batch, folded.heads_kv, 1, folded.head_dim]);
         }
     }
 

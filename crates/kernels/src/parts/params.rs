@@ -158,7 +158,7 @@ impl DescaleParams {
     }
 
     /// Where the first descale of a batch entry's kv head is, and whether there is one.
-    fn place(
+    pub(crate) fn place(
         k: &mut KernelBuilder,
         of: Operand,
         batch: Reg<B32>,
@@ -225,6 +225,17 @@ impl BlockDescaleParams {
         BlockDescales { first, stride: k.param(stride), given }
     }
 
+    /// The descale of a block that exists, given where the first of its kv head is; 1 where none is given.
+    pub(crate) fn read(k: &mut KernelBuilder, of: Operand, first: Reg<B64>, block: Reg<B32>) -> Reg<F32> {
+        let (descales, stride) = match of {
+            Operand::K => (DescaleParams::k_descale, Self::k_descale_block),
+            _ => (DescaleParams::v_descale, Self::v_descale_block),
+        };
+        let (descales, stride) = (k.param(descales), k.param(stride));
+        let given = k.setp_ne_u64(descales, 0u64);
+        BlockDescales { first, stride, given }.read_there(k, block)
+    }
+
     /// The parameters of a launch.
     pub(crate) fn bind(args: &Args) -> Self {
         let [k, v] = [Operand::KDescale, Operand::VDescale].map(|it| args.tensor(it));
@@ -235,9 +246,18 @@ impl BlockDescaleParams {
 impl BlockDescales {
     /// The descale of a block, where there is one; 1 where none is given.
     pub(crate) fn read(self, k: &mut KernelBuilder, block: Reg<B32>, exists: Reg<Pred>) -> Reg<F32> {
+        let reads = k.and_pred(exists, self.given);
+        self.read_if(k, block, reads)
+    }
+
+    /// The descale of a block that exists; 1 where none is given.
+    pub(crate) fn read_there(self, k: &mut KernelBuilder, block: Reg<B32>) -> Reg<F32> {
+        self.read_if(k, block, self.given)
+    }
+
+    fn read_if(self, k: &mut KernelBuilder, block: Reg<B32>, reads: Reg<Pred>) -> Reg<F32> {
         let block = k.cvt_u64_u32(block);
         let at = k.mad_lo_u64(block, self.stride, self.first);
-        let reads = k.and_pred(exists, self.given);
         let value = k.mov_f32(1.0);
         k.when(reads, |k| k.set(value, |k| k.ld_global(at)));
         value

@@ -17,7 +17,7 @@ schedule! {
         pub smooth: bool = false,
         /// Whether queries and keys are rotated, and the seed of the signs.
         pub rotate: Option<u32> = None,
-        /// Rows per block.
+        /// Rows per block, unless blocks of keys have descales of their own: then it is as many as these have.
         pub rows: u32 = 256,
     }
 }
@@ -53,9 +53,10 @@ impl Schedule {
 
     /// What is quantised. Rows are aligned, as those of every kernel with tensor cores.
     fn of(self, spec: &Spec) -> Quantize {
-        let Self { smooth, rotate, rows, .. } = self;
-        let Spec { dtype, head_dim, head_dim_v, key_lengths, .. } = *spec;
-        Quantize { head_dim_v, smooth, rotate, key_lengths, rows, ..Quantize::new(dtype, head_dim) }
+        let Self { smooth, rotate, .. } = self;
+        let Spec { dtype, head_dim, head_dim_v, key_lengths, descale_keys, .. } = *spec;
+        let (rows, by_chunk) = descale_keys.map_or((self.rows, false), |keys| (keys, true));
+        Quantize { head_dim_v, smooth, rotate, key_lengths, rows, by_chunk, ..Quantize::new(dtype, head_dim) }
     }
 
     /// The grid, for q, k and v of these shapes.
@@ -84,7 +85,7 @@ impl Family for Schedule {
     fn geometry(self, spec: &Spec) -> Geometry {
         let of = self.of(spec);
         Geometry {
-            rows: self.rows,
+            rows: of.rows,
             threads: of.threads(self.pass),
             shared_bytes: of.shared_bytes(self.pass),
             blocks: Blocks::KeyRow,

@@ -595,7 +595,7 @@ struct Chunk {
 struct Reader {
     /// Its first column.
     column: Reg<B32>,
-    /// Its first row in the chunk; behind the last one for threads that have none.
+    /// Its first row in the chunk; behind the last one, and behind those of all others, for threads that have none.
     row: Reg<B32>,
     /// Rows that all threads together read at once.
     at_once: u32,
@@ -615,7 +615,7 @@ impl Reader {
         let (row, column) = (k.div_u32(tid, threads), k.rem_u32(tid, threads));
         let at_once = THREADS / threads;
         let works = k.setp_lt_u32(row, at_once);
-        let row = k.selp_b32(row, of.rows, works);
+        let row = k.selp_b32(row, of.rows.max(at_once), works);
         let column = k.mul_lo_u32(column, WIDTH);
         let (base, [to_batch, to_head, to_row]) = P::x();
         let base = address(k, base, &[to_batch, to_head], &[chunk.batch, chunk.head]);

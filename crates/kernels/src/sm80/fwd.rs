@@ -19,13 +19,15 @@ use super::{
 use crate::{
     Args, BindError, Blocks, Family, FwdParams, Geometry, Map, Packed, Phase, ScheduleError, Spec,
     bind::Operand as Tensor,
-    family::{MAX_REGISTERS, check_registers, schedule},
+    family::{MAX_REGISTERS, check_blocks, check_registers, schedule},
     parts::{
         copy::{Share, TileCopy},
         epilogue,
         fragment::{Acc, Place, a_operands, matrix_ty},
         lane::{LaneAddress, Operand},
-        params::{DescaleParams, PageParams, PoolParams, TENSORS, check_rows},
+        params::{
+            BlockDescaleParams, BlockDescales, DescaleParams, PageParams, PoolParams, TENSORS, check_rows,
+        },
         softmax::{OnlineSoftmax, SoftmaxParams},
         swizzle::Tile,
         work::{KeyRange, Order, Rows, Work},
@@ -44,6 +46,9 @@ const PACKED_REGISTERS: u32 = 4;
 
 /// Registers more where keys are in pages, besides those of the look-ups.
 const PAGE_REGISTERS: u32 = 8;
+
+/// Registers more where blocks of keys have descales of their own: where these are, and the two of a tile.
+const BLOCK_REGISTERS: u32 = 10;
 
 /// Columns of 8-bit values that are turned around and added up together.
 const COLUMNS: u32 = 32;
@@ -177,6 +182,7 @@ impl Family for Schedule {
         } else {
             (q, OTHER_REGISTERS)
         };
+        let others = others + if spec.descale_keys.is_some() { BLOCK_REGISTERS } else { 0 };
         check_registers(
             self.m_tiles() * ((self.block_n / 2).max(apart) + tiles.o.cols / 2 + q),
             others + self.place_registers(spec),
@@ -194,6 +200,9 @@ impl Family for Schedule {
             .min_blocks_per_sm(1);
         if spec.dtype.is_fp8() {
             k = k.more_params::<DescaleParams>();
+        }
+        if spec.descale_keys.is_some() {
+            k = k.more_params::<BlockDescaleParams>();
         }
         if spec.packed_q || spec.packed_k {
             k = k.more_params::<PackedParams>();
@@ -228,6 +237,9 @@ impl Family for Schedule {
         if spec.dtype.is_fp8() {
             packed.extend(&DescaleParams::bind(args));
         }
+        if spec.descale_keys.is_some() {
+            packed.extend(&BlockDescaleParams::bind(args));
+        }
         if spec.packed_q || spec.packed_k {
             packed.extend(&PackedParams::bind(args));
         }
@@ -254,6 +266,7 @@ impl Schedule {
         if !self.block_n.is_multiple_of(32) {
             return refuse(format!("block_n {}: with e4m3 a multiple of 32 is needed", self.block_n));
         }
+        check_blocks(spec, self.block_n)?;
         if spec.softcap && !spec.scaled_scores {
             return refuse("with e4m3, a softcap needs scaled scores: see Spec::needs_scaled_scores".into());
         }
@@ -270,11 +283,14 @@ impl Schedule {
         packed + PAGE_REGISTERS + look_ups(page, self.block_n, rows(k)) + apart
     }
 
-    /// The softmax of a block's rows, with the descales of its queries and keys in its scale.
+    /// The softmax of a block's rows, with the descales of its queries and keys in its scale, unless these are set for each tile.
     fn softmax(self, k: &mut KernelBuilder, spec: &Spec, work: &Work) -> OnlineSoftmax {
         let params = SoftmaxParams::read(k, spec);
         if !spec.dtype.is_fp8() {
             return OnlineSoftmax::new(k, params, self.m_tiles() as usize);
+        }
+        if spec.descale_keys.is_some() {
+            return OnlineSoftmax::new(k, params, self.m_tiles() as usize).of_e4m3();
         }
         let kv_head = work.rows.kv_head(k, spec);
         let [q, keys] = [Tensor::Q, Tensor::K].map(|of| DescaleParams::read(k, of, work.rows.batch, kv_head));
@@ -330,7 +346,7 @@ impl Schedule {
         k.section("epilogue");
         Phase::Store.begin(k);
         softmax.finish(k);
-        let descale = spec.dtype.is_fp8().then(|| {
+        let descale = (spec.dtype.is_fp8() && spec.descale_keys.is_none()).then(|| {
             let (batch, rows) = self.rows_again(k, memory);
             let kv_head = rows.kv_head(k, spec);
             DescaleParams::read(k, Tensor::V, batch, kv_head)
@@ -367,6 +383,32 @@ struct MainLoop<'a> {
     q_lane: LaneAddress,
     k_lane: LaneAddress,
     v_lane: LaneAddress,
+    blocks: Option<BlockScales>,
+}
+
+/// Descales of blocks of keys, each of whole key tiles.
+struct BlockScales {
+    /// Key tiles of a block.
+    tiles: u32,
+    /// Of the keys and of the values.
+    each: [BlockDescales; 2],
+    of_q: Reg<F32>,
+}
+
+impl BlockScales {
+    /// Reads those of a tile that exists.
+    fn of(&self, k: &mut KernelBuilder, tile: Reg<B32>) -> [Reg<F32>; 2] {
+        k.comment("the descales of this tile's block of keys");
+        let block = k.div_u32(tile, self.tiles);
+        self.each.map(|each| each.read_there(k, block))
+    }
+
+    /// Makes that of a tile's keys a part of the scale.
+    fn scale(&self, k: &mut KernelBuilder, spec: &Spec, softmax: &OnlineSoftmax, of_k: Reg<F32>) {
+        let both = k.mul_f32(self.of_q, of_k);
+        let base = SoftmaxParams::read(k, spec);
+        softmax.params.set_multiplied(k, &base, both);
+    }
 }
 
 /// The registers that change from tile to tile.
@@ -418,6 +460,12 @@ impl<'a> MainLoop<'a> {
         let q_lane = q_lane.moved(k, Some(q_rows));
         let k_lane = LaneAddress::new(k, tiles.k, memory.k, place, Operand::B);
         let v_lane = LaneAddress::new(k, tiles.v, memory.v, place, Operand::BTransposed);
+        let blocks = spec.descale_keys.map(|keys| {
+            let (batch, kv_head) = (work.rows.batch, work.rows.kv_head(k, spec));
+            let each = [Tensor::K, Tensor::V].map(|of| BlockDescaleParams::of(k, of, batch, kv_head));
+            let of_q = DescaleParams::read(k, Tensor::Q, batch, kv_head);
+            BlockScales { tiles: keys / schedule.block_n, each, of_q }
+        });
         Self {
             schedule,
             spec,
@@ -434,6 +482,7 @@ impl<'a> MainLoop<'a> {
             q_lane,
             k_lane,
             v_lane,
+            blocks,
         }
     }
 
@@ -621,6 +670,7 @@ impl<'a> MainLoop<'a> {
     ) {
         let Schedule { block_n, stages, .. } = self.schedule;
         let first_key = masked.then(|| k.mul_lo_u32(cursor.tile, block_n));
+        let descales = self.blocks.as_ref().map(|blocks| blocks.of(k, cursor.tile));
         Phase::KWait.begin_tile(k, cursor.tile);
         self.wait_for_tile(k);
         if stages == 1 {
@@ -654,13 +704,16 @@ impl<'a> MainLoop<'a> {
             k.cp_async_commit();
         }
         Phase::Softmax.begin_tile(k, cursor.tile);
+        if let Some((blocks, [of_k, _])) = self.blocks.as_ref().zip(descales) {
+            blocks.scale(k, self.spec, softmax, of_k);
+        }
         self.place.score(k, self.work, softmax.params, &mut scores, first_key);
         softmax.step(k, &scores, o, masked);
         let p: Vec<Vec<[Reg<B32>; 4]>> =
             scores.iter().map(|scores| a_operands(k, self.spec.dtype, scores)).collect();
         Phase::Pv.begin_tile(k, cursor.tile);
         if self.spec.dtype.is_fp8() {
-            self.add_fp8_values(k, cursor, &p, o);
+            self.add_fp8_values(k, cursor, &p, o, descales.map(|[_, of_v]| of_v));
         } else {
             self.add_values(k, cursor, &p, o);
         }
@@ -732,13 +785,15 @@ impl<'a> MainLoop<'a> {
         }
     }
 
-    /// O += P V of 8-bit floats, a few columns at a time: the products with all keys of the tile are added up apart.
+    /// O += P V of 8-bit floats, a few columns at a time: the products with all keys of the tile are added up apart, and
+    /// multiplied by the values' descale, if they have one of their own.
     fn add_fp8_values(
         &self,
         k: &mut KernelBuilder,
         cursor: &Cursor,
         p: &[Vec<[Reg<B32>; 4]>],
         o: &[Vec<Acc>],
+        descale: Option<Reg<F32>>,
     ) {
         k.comment("O += P V");
         let slot = self.slot_offset(k, cursor, self.tiles.v);
@@ -746,7 +801,7 @@ impl<'a> MainLoop<'a> {
         // Always so, but the assembler does not know it: it keeps the columns apart, and so the registers that they take.
         let here = k.setp_ge_s32(cursor.tile, cursor.first);
         for column in 0..self.spec.head_dim_v.div_ceil(COLUMNS) {
-            k.if_(here, |k| self.add_fp8_columns(k, &lane, column, p, o));
+            k.if_(here, |k| self.add_fp8_columns(k, &lane, column, p, o, descale));
         }
     }
 
@@ -758,6 +813,7 @@ impl<'a> MainLoop<'a> {
         column: u32,
         p: &[Vec<[Reg<B32>; 4]>],
         o: &[Vec<Acc>],
+        descale: Option<Reg<F32>>,
     ) {
         let ty = matrix_ty(self.spec.dtype);
         let step = lane.step(k, column);
@@ -783,7 +839,10 @@ impl<'a> MainLoop<'a> {
         for (o, apart) in o.iter().zip(apart) {
             for (o, apart) in o.iter().skip((COLUMNS / 8 * column) as usize).zip(apart) {
                 for (&o, apart) in o.iter().zip(apart) {
-                    k.set(o, |k| k.add_f32(o, apart));
+                    k.set(o, |k| match descale {
+                        Some(descale) => k.fma_f32(apart, descale, o),
+                        None => k.add_f32(o, apart),
+                    });
                 }
             }
         }

@@ -10,7 +10,7 @@ use flashcore_kernels::{
 };
 use flashcore_ptx::Target;
 
-use super::{Hardware, Launch, MAX_GRID_YZ, element, workspace};
+use super::{Hardware, Launch, MAX_GRID_YZ, block_keys, element, workspace};
 use crate::{DType, Keys, Pass, Problem, Queries};
 
 /// The schedules to try for a kernel and a spec, best first. The search goes beyond them.
@@ -130,6 +130,7 @@ pub(super) fn quantising(
     let spec = Spec {
         head_dim_v: folded.head_dim_v as u32,
         key_lengths: folded.key_lengths,
+        descale_keys: folded.descale_keys.map(block_keys),
         ..Spec::new(element(problem.dtype), folded.head_dim as u32)
     };
     let shapes = workspace::shapes(folded);

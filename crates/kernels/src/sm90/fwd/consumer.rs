@@ -5,6 +5,7 @@ use flashcore_ptx::{B32, B64, BulkHint, F32, KernelBuilder, Pred, ProxySpace, Re
 use super::{
     Memory, PITCH, ROWS, Schedule, Sizes, Turned,
     aside::Aside,
+    blocks::BlockScales,
     columns, gather, merge, packed, panels, partial,
     softmax::{self, RowState, Softmax},
     tiles::{Keys, Tile, each_tile, step},
@@ -39,7 +40,7 @@ fn depth(spec: &Spec) -> u32 {
     STEP / spec.dtype.size()
 }
 
-const HANDLES: ScoreHandles<Sm90Params> = ScoreHandles {
+pub(super) const HANDLES: ScoreHandles<Sm90Params> = ScoreHandles {
     exp_scale: Sm90Params::exp_scale,
     tanh_scale: Sm90Params::tanh_scale,
     scale: Sm90Params::scale,
@@ -66,6 +67,7 @@ pub(super) struct Consumer<'a> {
     owed_factors: Vec<Reg<F32>>,
     /// The sums over key tiles before, where they are put aside.
     aside: Option<Aside>,
+    blocks: Option<BlockScales>,
     /// Whether the output already holds something that the next product adds to.
     more: Reg<Pred>,
     /// The warpgroup.
@@ -126,6 +128,7 @@ impl<'a> Consumer<'a> {
             apart: zeros(k, schedule.flushed_columns(spec).unwrap_or(0) / 2),
             owed_factors: zeros(k, if schedule.flushed_columns(spec).is_some() { 2 } else { 0 }),
             aside: (schedule.aside_bytes(spec) > 0).then(|| Aside::new(k, schedule, spec, group, thread)),
+            blocks: BlockScales::new(k, schedule, spec),
             more: k.mov_pred(false),
             group,
             thread,
@@ -177,8 +180,10 @@ impl<'a> Consumer<'a> {
     fn tile(&self, k: &mut KernelBuilder, tile: &Tile, owed: Reg<B32>) {
         let keys = tile.keys(k, self.schedule);
         k.section("consumer: one tile of queries");
-        if self.spec.dtype.is_fp8() {
-            self.descale_scores(k, tile);
+        match &self.blocks {
+            Some(blocks) => blocks.begin(k, tile),
+            None if self.spec.dtype.is_fp8() => self.descale_scores(k, tile),
+            None => {}
         }
         self.softmax.reset(k);
         k.set(self.more, |k| k.mov_pred(false));
@@ -320,6 +325,7 @@ impl<'a> Consumer<'a> {
         let after_full = k.max_s32(after_full, keys.first);
 
         k.section("walk: the first key tile");
+        let descales = self.blocks.as_ref().map(|blocks| blocks.of(k, at));
         Phase::KWait.begin_tile(k, at);
         self.k.wait_filled(k);
         self.begin_turn(k, at);
@@ -337,6 +343,11 @@ impl<'a> Consumer<'a> {
         k.wgmma_wait(0);
         Phase::Softmax.begin_tile(k, at);
         self.give_back(k, &self.k);
+        if let Some((blocks, [of_k, of_v])) = self.blocks.as_ref().zip(descales) {
+            blocks.scale(k, self.spec, &self.softmax, of_k);
+            // The output is still 0.
+            blocks.change(k, of_v);
+        }
         self.softmax.score(k, &self.scores, true);
         let first_full = self.spec.left.then(|| {
             let up = k.add_u32(keys.range.full_begin, block_n - 1);
@@ -446,6 +457,7 @@ impl<'a> Consumer<'a> {
     /// Computes the scores of one key tile while the values of the previous tile are added.
     fn key_tile(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>, masked: bool) {
         let before = self.schedule.stride();
+        let descales = self.blocks.as_ref().map(|blocks| blocks.of(k, at));
         Phase::KWait.begin_tile(k, at);
         self.k.wait_filled(k);
         self.begin_turn(k, at);
@@ -463,6 +475,10 @@ impl<'a> Consumer<'a> {
         k.wgmma_wait(1);
         Phase::Softmax.begin_tile(k, at);
         self.give_back(k, &self.k);
+        let change = self.blocks.as_ref().zip(descales).map(|(blocks, [of_k, of_v])| {
+            blocks.scale(k, self.spec, &self.softmax, of_k);
+            blocks.change(k, of_v)
+        });
         self.softmax.score(k, &self.scores, masked);
         if masked {
             self.mask(k, tile, at);
@@ -474,14 +490,20 @@ impl<'a> Consumer<'a> {
             self.give_back(k, &self.v);
             self.flush_last(k);
             self.pack(k);
-            self.rescale(k, factors);
+            self.rescale(k, factors, change);
         });
         k.set(self.more, |k| k.mov_pred(true));
     }
 
-    /// Multiplies the output by these factors, now or, where sums are flushed, when the next ones are added to it.
-    fn rescale(&self, k: &mut KernelBuilder, factors: Option<[Reg<F32>; 2]>) {
+    /// Multiplies the output by these factors, now or, where sums are flushed, when the next ones are added to it; then also by
+    /// what changes its unit.
+    fn rescale(&self, k: &mut KernelBuilder, factors: Option<[Reg<F32>; 2]>, change: Option<Reg<F32>>) {
         if !self.apart.is_empty() {
+            let factors = match (factors, change) {
+                (Some(factors), Some(change)) => Some(factors.map(|factor| k.mul_f32(factor, change))),
+                (None, Some(change)) => Some([change; 2]),
+                (factors, None) => factors,
+            };
             return self.owe(k, factors);
         }
         for (half, factor) in factors.into_iter().flatten().enumerate() {
@@ -762,7 +784,10 @@ impl<'a> Consumer<'a> {
         let Some(o_map) = self.o_map else { return };
         k.section("consumer: output");
         let fp8 = self.spec.dtype.is_fp8();
-        let descale = fp8.then(|| DescaleParams::read(k, crate::Operand::V, tile.rows.batch, tile.kv_head));
+        let descale = match &self.blocks {
+            Some(blocks) => Some(blocks.unit),
+            None => fp8.then(|| DescaleParams::read(k, crate::Operand::V, tile.rows.batch, tile.kv_head)),
+        };
         for (half, row) in self.softmax.rows.iter().enumerate() {
             let inverse = SoftmaxParams::inverse(k, row.sum);
             let inverse = descale.map_or(inverse, |descale| k.mul_f32(inverse, descale));

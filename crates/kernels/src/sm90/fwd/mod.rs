@@ -22,6 +22,7 @@
 //! to the output in f32, or the output of every thousand keys or so is put aside.
 
 mod aside;
+mod blocks;
 mod consumer;
 mod gather;
 mod merge;
@@ -43,8 +44,8 @@ use self::{consumer::Consumer, producer::Producer, turn::Turner};
 use super::{PackedParams, Sm90Params};
 use crate::{
     Args, Blocks, ElementType, Family, Geometry, Map, Packed, ScheduleError, Spec,
-    family::{MAX_REGISTERS, check_registers, schedule},
-    parts::params::{DescaleParams, PageParams},
+    family::{MAX_REGISTERS, check_blocks, check_registers, schedule},
+    parts::params::{BlockDescaleParams, DescaleParams, PageParams},
 };
 
 /// Queries per warpgroup: what one `wgmma` takes.
@@ -57,6 +58,8 @@ const OTHER_REGISTERS: u32 = 26;
 const FP8_OTHER_REGISTERS: u32 = 32;
 /// The same where their sums are flushed: between two tiles, some of those registers are free for others.
 const FLUSHED_OTHER_REGISTERS: u32 = 24;
+/// Registers more where blocks of keys have descales of their own: where these are, and the two of a tile.
+const BLOCK_REGISTERS: u32 = 8;
 /// Registers more with a softcap: its polynomial and what is between.
 const CAP_REGISTERS: u32 = 10;
 /// The same with 8-bit floats, whose scores are always scaled.
@@ -416,7 +419,8 @@ impl Schedule {
             (true, _) => FLUSHED_OTHER_REGISTERS,
         };
         let queries = if self.q_regs { panels(spec.head_dim, spec.dtype) * PITCH / 8 } else { 0 };
-        self.block_n / 2 + probabilities + queries + spec.head_dim_v / 2 + flushed / 2 + others + cap
+        let blocks = if spec.descale_keys.is_some() { BLOCK_REGISTERS } else { 0 };
+        self.block_n / 2 + probabilities + queries + spec.head_dim_v / 2 + flushed / 2 + others + cap + blocks
     }
 
     fn memory(self, spec: &Spec) -> Memory {
@@ -602,6 +606,9 @@ impl Family for Schedule {
         if spec.dtype.is_fp8() {
             k = k.more_params::<DescaleParams>();
         }
+        if spec.descale_keys.is_some() {
+            k = k.more_params::<BlockDescaleParams>();
+        }
         if spec.packed_q || spec.packed_k {
             k = k.more_params::<PackedParams>();
         }
@@ -632,6 +639,9 @@ impl Family for Schedule {
         if spec.dtype.is_fp8() {
             packed.extend(&DescaleParams::bind(args));
         }
+        if spec.descale_keys.is_some() {
+            packed.extend(&BlockDescaleParams::bind(args));
+        }
         if spec.packed_q || spec.packed_k {
             packed.extend(&PackedParams::bind(args));
         }
@@ -650,6 +660,12 @@ impl Schedule {
                 "block_n {}: with e4m3 a multiple of 32 is needed",
                 self.block_n
             )));
+        }
+        check_blocks(spec, self.block_n)?;
+        if spec.descale_keys.is_some() && self.flush != 1 {
+            return Err(ScheduleError::malformed(
+                "descales of blocks of keys: each tile's values are added in units of their own, so take flush=1",
+            ));
         }
         if self.split > 1 || self.parts > 1 || self.together || self.multicast > 1 {
             return Err(ScheduleError::malformed(
