@@ -69,7 +69,7 @@ impl Side {
     }
 
     /// The address of its first row, given that of the first row of a head, and the bytes between rows.
-    pub fn from_start<P: KernelParams>(
+    pub fn first_address<P: KernelParams>(
         &self,
         k: &mut KernelBuilder,
         head: Reg<B64>,

@@ -203,7 +203,7 @@ impl Schedule {
         let head = Head { batch: queries.entry, head: k.rem_u32(all_heads, heads) };
         let tensor = |k: &mut KernelBuilder, base, strides| {
             let [start, row] = head.rows(k, (base, strides));
-            [queries.from_start(k, start, strides[2]), row]
+            [queries.first_address(k, start, strides[2]), row]
         };
         type P = BwdRowsParams;
         let o = tensor(k, P::o, [P::o_batch, P::o_head, P::o_row]);

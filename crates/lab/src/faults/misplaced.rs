@@ -1,10 +1,15 @@
 //! Faults of those who look up where sequences lie: in starts, in tables of pages, and at the ends of sequences.
 
+use std::sync::OnceLock;
+
 use flashcore::cpu::{self, Engine as Cpu};
-use flashcore::{Attention, Device, Keys, Pages, Problem, Starts, Tensor, TensorMut};
+use flashcore::{Attention, Backward, Device, Keys, Pages, Problem, Starts, Tensor, TensorMut};
 
 use super::Trial;
 use super::hidden::{JUDGE, through_corpus};
+use super::results::verdict;
+use crate::cases::{Case, corpus};
+use crate::check::Prepared;
 use crate::engine::Engine;
 
 /// Rows of a tile that is written whole.
@@ -67,6 +72,17 @@ impl Misplaced {
     }
 }
 
+impl Misplaced {
+    /// The starts of keys as they are read.
+    fn take_anothers(&self, keys_of: &mut [i32]) {
+        if self.slip == Some(Slip::StartsOfAnother) && !keys_of.is_empty() {
+            keys_of.rotate_left(1);
+            let last = keys_of.len() - 1;
+            keys_of[last] = keys_of[last.saturating_sub(1)];
+        }
+    }
+}
+
 impl Engine for Misplaced {
     fn name(&self) -> &'static str {
         "misplaced"
@@ -99,11 +115,7 @@ impl Engine for Misplaced {
             called = called.paged(Pages::new(&view).with_most_keys(problem.len_k));
         }
         let mut keys_of = of_k.map_or_else(Vec::new, |starts| numbers(&starts.tensor()));
-        if self.slip == Some(Slip::StartsOfAnother) && !keys_of.is_empty() {
-            keys_of.rotate_left(1);
-            let last = keys_of.len() - 1;
-            keys_of[last] = keys_of[last.saturating_sub(1)];
-        }
+        self.take_anothers(&mut keys_of);
         let starts = of_k.map(|_| Tensor::indices(&keys_of, [1, keys_of.len()])).transpose()?;
         if let Some(starts) = &starts {
             called = called.packed_keys(Starts::of(starts, problem.len_k));
@@ -118,18 +130,54 @@ impl Engine for Misplaced {
         let engine = Cpu::new().with_isa(cpu::Isa::Portable)?;
         called.run_into(&Device::cpu_with(engine), q, k, v, o, lse)?;
         if let (Some(Slip::TileBeyond), Some(starts)) = (self.slip, of_q) {
-            let [_, heads, total, width] = o.shape();
-            let mut row = vec![0.0; width];
-            for ends in numbers(&starts.tensor()).windows(2).filter(|ends| ends[0] < ends[1]) {
-                let (first, end) = (ends[0] as usize, ends[1] as usize);
-                let beyond = (first + (end - first).next_multiple_of(TILE)).min(total);
-                for head in 0..heads {
-                    o.as_tensor().read_row(0, head, end - 1, &mut row);
-                    (end..beyond).for_each(|at| o.write_row(0, head, at, &row));
+            write_beyond(o, &numbers(&starts.tensor()));
+        }
+        Ok(())
+    }
+
+    fn differentiates(&self) -> bool {
+        true
+    }
+
+    fn differentiate(
+        &self,
+        attention: &Attention<'_>,
+        given: &Backward<'_>,
+        [dq, dk, dv]: [&mut TensorMut<'_>; 3],
+    ) -> flashcore::Result<()> {
+        let problem = attention.backward_problem(given)?;
+        let [of_q, of_k] = attention.given_starts().map(|starts| starts.map(|it| numbers(&it.tensor())));
+        let mut called = *attention;
+        let mut keys_of = of_k.clone().unwrap_or_default();
+        self.take_anothers(&mut keys_of);
+        let starts = of_k.as_ref().map(|_| Tensor::indices(&keys_of, [1, keys_of.len()])).transpose()?;
+        if let Some(starts) = &starts {
+            called = called.packed_keys(Starts::of(starts, problem.len_k));
+        }
+        let engine = Cpu::new().with_isa(cpu::Isa::Portable)?;
+        called.backward_into(&Device::cpu_with(engine), given, dq, dk, dv)?;
+        if self.slip == Some(Slip::TileBeyond) {
+            for (gradient, starts) in [(dq, &of_q), (dk, &of_k), (dv, &of_k)] {
+                if let Some(starts) = starts {
+                    write_beyond(gradient, starts);
                 }
             }
         }
         Ok(())
+    }
+}
+
+/// Writes the last row of each sequence over the rows that follow in its tile.
+fn write_beyond(tensor: &mut TensorMut<'_>, starts: &[i32]) {
+    let [_, heads, total, width] = tensor.shape();
+    let mut row = vec![0.0; width];
+    for ends in starts.windows(2).filter(|ends| ends[0] < ends[1]) {
+        let (first, end) = (ends[0] as usize, ends[1] as usize);
+        let beyond = (first + (end - first).next_multiple_of(TILE)).min(total);
+        for head in 0..heads {
+            tensor.as_tensor().read_row(0, head, end - 1, &mut row);
+            (end..beyond).for_each(|at| tensor.write_row(0, head, at, &row));
+        }
     }
 }
 
@@ -141,15 +189,27 @@ fn page(problem: &Problem) -> usize {
     }
 }
 
+/// A backward pass over sequences of any lengths. The oracle is asked about it only once.
+fn packed_gradients() -> &'static Prepared {
+    static PREPARED: OnceLock<Prepared> = OnceLock::new();
+    PREPARED.get_or_init(|| {
+        let case = corpus().into_iter().find(|case| case.name == "packed/uneven-small-d64");
+        Prepared::new(case.and_then(|case| case.backward()).expect("a case of the corpus"))
+    })
+}
+
 /// Every trial.
 pub fn trials() -> Vec<Trial> {
-    let through = |slip| {
-        move || {
-            let placed = |case: &crate::cases::Case| !case.problem.is_dense() && case.wild.is_none();
-            through_corpus(&Misplaced { slip }, placed)
-        }
-    };
+    let placed = |case: &Case| !case.problem.is_dense() && case.wild.is_none();
+    let through = |slip| move || through_corpus(&Misplaced { slip }, placed);
     let faults = Slip::ALL.map(|(slip, name)| Trial::fault(name, JUDGE, through(Some(slip))));
     let honest = Trial::honest("packed sequences and keys in pages", JUDGE, through(None));
-    faults.into_iter().chain([honest]).collect()
+    let backward = |slip| move || verdict(packed_gradients(), &Misplaced { slip });
+    let of_gradients = [
+        (Slip::TileBeyond, "a tile of gradients writes into the next sequence"),
+        (Slip::StartsOfAnother, "gradients are those of the next sequence's keys"),
+    ];
+    let of_gradients = of_gradients.map(|(slip, name)| Trial::fault(name, JUDGE, backward(Some(slip))));
+    let right = Trial::honest("gradients of packed sequences", JUDGE, backward(None));
+    faults.into_iter().chain([honest]).chain(of_gradients).chain([right]).collect()
 }

@@ -66,7 +66,7 @@ pub fn gradients_of(dtype: DType) -> &'static Prepared {
 }
 
 /// What the check says of an engine.
-fn verdict(prepared: &Prepared, engine: &dyn Engine) -> Verdict {
+pub(super) fn verdict(prepared: &Prepared, engine: &dyn Engine) -> Verdict {
     match prepared.check(engine) {
         Outcome::Failed(faults) => {
             let words = describe(&faults[0]);

@@ -691,7 +691,7 @@ impl<'a> Kernel<'a> {
             };
             epilogue::store(k, &out, &self.place, memory, tile, sums, |k| {
                 let head = head_of(k, base, [to_batch, to_head], own.entry, self.head);
-                own.from_start(k, head, row)
+                own.first_address(k, head, row)
             });
         }
     }

@@ -104,7 +104,7 @@ impl Block {
         let group = spec.grouped.then_some(BwdParams::group);
         let steps = Steps::new(k, group, self.kv_head, [self.first, self.last], self.any);
         match self.rotation {
-            Some(rotation) => steps.from(k, |k| rotation.start(k, self.tile)),
+            Some(rotation) => steps.beginning(k, |k| rotation.start(k, self.tile)),
             None => steps,
         }
     }
@@ -225,7 +225,11 @@ impl Steps {
     }
 
     /// Rounds that begin with another tile than the last.
-    pub fn from(self, k: &mut KernelBuilder, start: impl FnOnce(&mut KernelBuilder) -> Reg<B32>) -> Self {
+    pub fn beginning(
+        self,
+        k: &mut KernelBuilder,
+        start: impl FnOnce(&mut KernelBuilder) -> Reg<B32>,
+    ) -> Self {
         k.comment("where its rounds begin");
         let start = start(k);
         k.set(self.at, |k| k.mov_b32(start));

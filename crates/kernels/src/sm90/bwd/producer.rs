@@ -9,7 +9,7 @@ use super::{
     block::{Block, Steps},
     columns, panels,
     parts::numbers_at,
-    tails::Tails,
+    tails::{Tail, Tails},
 };
 use crate::{Spec, phase::wait_for_launch, sm90::ring::Ring};
 
@@ -102,7 +102,7 @@ impl<'a> Producer<'a> {
     fn load(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps) {
         let ring = &self.ring;
         let (rows, panel) = (self.schedule.block_m, self.sizes.q_panel);
-        let tail = self.tails.as_ref().map(|tails| (tails, tails.of(k, block.len_q, steps, rows)));
+        let tail = self.tails.as_ref().map(|tails| (tails, Tail::of(k, block.len_q, steps, rows)));
         self.alone(k, |k| {
             k.comment("a tile of the query side, once its slot is free");
             ring.wait_free(k);

@@ -33,7 +33,7 @@ impl Rotation {
     }
 
     /// Where the walk of a key tile's block begins.
-    pub fn start(&self, k: &mut KernelBuilder, key_tile: Reg<B32>) -> Reg<B32> {
+    pub fn start(self, k: &mut KernelBuilder, key_tile: Reg<B32>) -> Reg<B32> {
         let next = k.add_u32(key_tile, 1u32);
         let shares = k.mul_lo_u32(next, self.query_tiles);
         let before = k.sub_u32(shares, 1u32);
@@ -41,14 +41,14 @@ impl Rotation {
     }
 
     /// The first key tile whose block comes to a query tile before tile 0: so many add to the second copy.
-    pub fn second(&self, k: &mut KernelBuilder, query_tile: Reg<B32>) -> Reg<B32> {
+    pub fn second(self, k: &mut KernelBuilder, query_tile: Reg<B32>) -> Reg<B32> {
         let shares = k.mul_lo_u32(query_tile, self.key_tiles);
         k.div_u32(shares, self.query_tiles)
     }
 
     /// The turn of a key tile's block, and whether it adds to the second copy.
     pub fn turn(
-        &self,
+        self,
         k: &mut KernelBuilder,
         key_tile: Reg<B32>,
         query_tile: Reg<B32>,

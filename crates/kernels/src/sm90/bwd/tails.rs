@@ -24,18 +24,20 @@ pub(super) struct Tail {
     left: Reg<B32>,
 }
 
+impl Tail {
+    /// Of the tile of a step, given its rows.
+    pub fn of(k: &mut KernelBuilder, len_q: Reg<B32>, steps: &Steps, rows: u32) -> Self {
+        let first_row = steps.first_row(k, rows);
+        let left = k.sub_s32(len_q, first_row);
+        Self { any: k.setp_lt_s32(left, rows as i32), left }
+    }
+}
+
 impl Tails {
     /// Of a producer's warp, with a barrier for one arrival.
     pub fn new(k: &mut KernelBuilder, landed: Shared) -> Self {
         let (lane, landed) = (k.laneid(), k.shared_addr(landed));
         Self { first_lane: k.setp_eq_u32(lane, 0u32), lane, landed, parity: k.mov_b32(0u32) }
-    }
-
-    /// Of the tile of a step, given its rows.
-    pub fn of(&self, k: &mut KernelBuilder, len_q: Reg<B32>, steps: &Steps, rows: u32) -> Tail {
-        let first_row = steps.first_row(k, rows);
-        let left = k.sub_s32(len_q, first_row);
-        Tail { any: k.setp_lt_s32(left, rows as i32), left }
     }
 
     /// The barrier with which the copies of a tile count.

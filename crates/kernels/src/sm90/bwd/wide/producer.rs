@@ -13,7 +13,10 @@ use crate::{
     parts::sequence::Side as Lie,
     phase::wait_for_launch,
     sm90::{
-        bwd::{block::Steps, tails::Tails},
+        bwd::{
+            block::Steps,
+            tails::{Tail, Tails},
+        },
         ring::Ring,
     },
 };
@@ -130,7 +133,7 @@ impl<'a> Producer<'a> {
         let ring = Ring::producer(k, slots, self.bytes(), self.bars, walked.0.stages).further(k, behind);
         steps.each(k, |k| {
             let tails = self.tails.as_ref().filter(|_| numbers.is_some());
-            let tail = tails.map(|tails| (tails, tails.of(k, block.len_q, steps, ROWS)));
+            let tail = tails.map(|tails| (tails, Tail::of(k, block.len_q, steps, ROWS)));
             self.alone(k, |k| {
                 k.comment("a tile of the other side, once its slot is free");
                 ring.wait_free(k);
