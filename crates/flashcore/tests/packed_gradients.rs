@@ -209,6 +209,7 @@ fn packed_sequences_of_which_none_has_queries_or_keys() {
     check(&Case::new(&[(0, 70), (0, 3)], [2, 1], 64));
     check(&Case::new(&[(70, 0), (3, 0)], [2, 1], 64));
     check(&Case::new(&[(0, 0), (0, 0)], [2, 1], 192));
+    check(&Case::new(&[], [2, 1], 64));
 }
 
 #[test]

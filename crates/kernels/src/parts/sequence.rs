@@ -16,9 +16,10 @@ use crate::{ROW_PADDING, Spec, sm90::PackedParams};
 /// // However 300 rows are divided among three sequences, they have at most five tiles of 128.
 /// assert_eq!(flashcore_kernels::packed_tiles(128, 300, 3), 5);
 /// assert_eq!(flashcore_kernels::packed_tiles(128, 0, 3), 0);
+/// assert_eq!(flashcore_kernels::packed_tiles(128, 300, 0), 0);
 /// ```
 pub fn packed_tiles(rows: u32, total: u32, sequences: u32) -> u32 {
-    if total == 0 { 0 } else { total / rows + sequences }
+    if total.min(sequences) == 0 { 0 } else { total / rows + sequences }
 }
 
 /// Where each sequence begins, of queries or of keys.

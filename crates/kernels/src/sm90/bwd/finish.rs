@@ -88,7 +88,12 @@ impl Schedule {
         let queries = Side::of(k, q_starts, batch);
         let tile_of = Tile { queries, k_starts, batch, all_heads, head, number, blocks };
         match queries.has_tile(k, number, QUERIES) {
-            Some(exists) => k.if_(exists, |k| self.tile(k, spec, tile, &tile_of)),
+            Some(exists) => k.if_else(
+                exists,
+                |k| self.tile(k, spec, tile, &tile_of),
+                // A grid that waits for nothing would end before the one that it follows.
+                |k| k.griddepcontrol(GridDep::Wait),
+            ),
             None => self.tile(k, spec, tile, &tile_of),
         }
     }
