@@ -202,6 +202,17 @@ impl<'t> Append<'t> {
         Self { rotary: Some(rotary), ..self }
     }
 
+    /// The same, with nothing turned.
+    pub fn without_rotary(self) -> Self {
+        Self { rotary: None, ..self }
+    }
+
+    /// The rotary embeddings.
+    #[doc(hidden)]
+    pub fn given_rotary(&self) -> Option<Rotary<'t>> {
+        self.rotary
+    }
+
     /// What a problem says of it.
     pub(crate) fn appending(&self) -> Result<Appending> {
         let rows = self.k.layout.shape[2];

@@ -178,8 +178,8 @@ impl Made {
         let masked = step.mask != Mask::None;
         let mut seen = [q.clone(), k.clone(), v.clone()];
         let positions: Vec<u32> = step.positions.clone().unwrap_or(step.before.clone());
-        for sequence in 0..count {
-            let first = positions[sequence] as usize;
+        for (sequence, &first) in positions.iter().enumerate() {
+            let first = first as usize;
             for of in &mut seen[0].rows[sequence] {
                 for (row, elements) in of.iter_mut().enumerate() {
                     turn(elements, first + if masked { row } else { 0 });
@@ -195,22 +195,24 @@ impl Made {
         }
 
         let (q_starts, new_starts) = (starts(&step.queries), starts(&step.new));
-        let of_q = |sequence: usize, row: usize| match step.packed[0] {
-            true => [0, q_starts[sequence] as usize + row],
-            false => [sequence, row],
+        let of_q = |sequence: usize, row: usize| {
+            if step.packed[0] { [0, q_starts[sequence] as usize + row] } else { [sequence, row] }
         };
-        let of_new = |sequence: usize, row: usize| match step.packed[1] {
-            true => [0, new_starts[sequence] as usize + row],
-            false => [sequence, row],
+        let of_new = |sequence: usize, row: usize| {
+            if step.packed[1] { [0, new_starts[sequence] as usize + row] } else { [sequence, row] }
         };
         // Some rows more than there are of sequences.
-        let shape_q = match step.packed[0] {
-            true => [1, heads_q, q_starts[count] as usize + 3, dim],
-            false => [count, heads_q, step.queries[0] as usize, dim],
+        let shape_q = if step.packed[0] {
+            [1, heads_q, q_starts[count] as usize + 3, dim]
+        } else {
+            [count, heads_q, step.queries[0] as usize, dim]
         };
-        let shape_new = |width| match step.packed[1] {
-            true => [1, heads_kv, new_starts[count] as usize + 3, width],
-            false => [count, heads_kv, step.new[0] as usize, width],
+        let shape_new = |width| {
+            if step.packed[1] {
+                [1, heads_kv, new_starts[count] as usize + 3, width]
+            } else {
+                [count, heads_kv, step.new[0] as usize, width]
+            }
         };
         let bshd = |shape| (shape, Layout::bshd(shape));
         let placed_q = {

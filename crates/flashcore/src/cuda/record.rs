@@ -19,7 +19,7 @@ use std::{marker::PhantomData, sync::Arc};
 use flashcore_driver::{CaptureMode, DeviceBuffer, DriverError, GraphExec};
 
 use super::{Cuda, CudaTensor, Ready};
-use crate::{Attention, Backward, Device, Error, Problem, Result};
+use crate::{Append, Attention, Backward, Device, Error, Problem, Result};
 
 /// Takes calls into a recording.
 pub struct Recorder<'a> {
@@ -98,6 +98,22 @@ impl<'a> Recorder<'a> {
         let mut lse = lse.map(CudaTensor::target).transpose()?;
         let device = self.device(&problem)?;
         attention.run_into(&device, &q, &k, &v, &mut o.target()?, lse.as_mut())?;
+        self.calls += 1;
+        Ok(())
+    }
+
+    /// Records one step of decoding, which appends to the caches k and v.
+    pub fn append(
+        &mut self,
+        attention: &Attention<'a>,
+        new: &Append<'a>,
+        [q, k, v]: [&'a CudaTensor; 3],
+        o: &'a CudaTensor,
+    ) -> Result<()> {
+        let problem = attention.append_problem(new, &q.view()?, &k.view()?, &v.view()?)?;
+        let device = self.device(&problem)?;
+        let (mut k, mut v) = (k.target()?, v.target()?);
+        attention.append_into(&device, new, &q.view()?, &mut k, &mut v, &mut o.target()?, None)?;
         self.calls += 1;
         Ok(())
     }
