@@ -90,6 +90,7 @@ pub mod params;
 pub mod print;
 pub mod ptxas;
 pub mod read;
+pub mod sass;
 pub mod shared;
 pub mod table;
 pub mod trace;

@@ -169,18 +169,7 @@ impl Ptxas {
             let path = PathBuf::from(named);
             return if path.is_file() { Ok(Ptxas { path }) } else { Err(PtxasError::NotThere(path)) };
         }
-        let in_path = env::var_os("PATH").map(|paths| env::split_paths(&paths).collect::<Vec<_>>());
-        let in_path = in_path.unwrap_or_default().into_iter().map(|folder| folder.join("ptxas"));
-        let working = env::current_dir().unwrap_or_default();
-        let environments = env::var_os("VIRTUAL_ENV")
-            .map(PathBuf::from)
-            .into_iter()
-            .chain(working.ancestors().map(|folder| folder.join(".venv")));
-        in_path
-            .chain(environments.flat_map(|e| in_environment(&e)))
-            .find(|path| path.is_file())
-            .map(|path| Ptxas { path })
-            .ok_or(PtxasError::NotFound)
+        tool("ptxas", &PACKAGE_PLACES).map(|path| Ptxas { path }).ok_or(PtxasError::NotFound)
     }
 
     /// As [`Ptxas::find`], but none where it is absent and `FLASHCORE_REQUIRE_PTXAS` is not `1`: for tests,
@@ -255,12 +244,24 @@ impl Ptxas {
     }
 }
 
-/// Where ptxas can be in a virtual environment.
-fn in_environment(environment: &Path) -> Vec<PathBuf> {
+/// A program of the toolkit: in `PATH`, or where a package has put it in a virtual environment, below `site-packages`.
+pub(crate) fn tool(name: &str, places: &[&str]) -> Option<PathBuf> {
+    let in_path = env::var_os("PATH").map(|paths| env::split_paths(&paths).collect::<Vec<_>>());
+    let in_path = in_path.unwrap_or_default().into_iter().map(|folder| folder.join(name));
+    let working = env::current_dir().unwrap_or_default();
+    let environments = env::var_os("VIRTUAL_ENV")
+        .map(PathBuf::from)
+        .into_iter()
+        .chain(working.ancestors().map(|folder| folder.join(".venv")));
+    in_path.chain(environments.flat_map(|e| in_environment(&e, places))).find(|path| path.is_file())
+}
+
+/// Where it can be in a virtual environment.
+fn in_environment(environment: &Path, places: &[&str]) -> Vec<PathBuf> {
     let pythons = fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
     let pythons = pythons.filter(|entry| entry.file_name().to_string_lossy().starts_with("python"));
     let packages = pythons.map(|entry| entry.path().join("site-packages"));
-    packages.flat_map(|site| PACKAGE_PLACES.map(|place| site.join(place))).collect()
+    packages.flat_map(|site| places.iter().map(move |place| site.join(place))).collect()
 }
 
 /// What ptxas printed.

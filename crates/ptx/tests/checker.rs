@@ -799,6 +799,58 @@ mod wgmma {
     }
 
     #[test]
+    fn an_a_register_is_not_written_while_the_product_of_the_turn_before_reads_it() {
+        let turns = |keep: u8| {
+            move |k: &mut KernelBuilder, s: Stage| {
+                for acc in s.acc {
+                    k.set(acc, |k| k.mov_f32(0.0));
+                }
+                k.for_s32(0, 3, 1, |k, i, _| {
+                    k.set(s.a[2], |k| k.add_u32(i, 1));
+                    k.wgmma_fence();
+                    k.wgmma_rs(SPEC, &s.acc, s.a, s.descriptor, true);
+                    k.wgmma_commit();
+                    k.wgmma_wait(keep);
+                });
+                k.wgmma_wait(0);
+            }
+        };
+        wgmma("%r3 is written while a wgmma in flight uses it", turns(1));
+        clean(Target::Sm90a, |k| {
+            let s = stage(k);
+            turns(0)(k, s);
+        });
+    }
+
+    /// What kernels packed for the next product beside one in flight, and copied once that was done.
+    fn copied(k: &mut KernelBuilder, s: &Stage, keep: u8) {
+        let (next, by_way) = (k.mov_b32(0), k.reg::<B32>());
+        for acc in s.acc {
+            k.set(acc, |k| k.mov_f32(0.0));
+        }
+        k.for_s32(0, 3, 1, |k, i, _| {
+            k.wgmma_wait(0);
+            k.set(by_way, |k| k.mov_b32(next));
+            k.set(s.a[2], |k| k.mov_b32(by_way));
+            k.wgmma_fence();
+            k.wgmma_rs(SPEC, &s.acc, s.a, s.descriptor, true);
+            k.wgmma_commit();
+            k.wgmma_wait(keep);
+            k.set(next, |k| k.add_u32(i, 1));
+        });
+        k.wgmma_wait(0);
+    }
+
+    #[test]
+    fn what_is_copied_into_an_a_register_is_not_made_while_a_product_reads_that() {
+        wgmma("which it is copied to or from", |k, s| copied(k, &s, 1));
+        clean(Target::Sm90a, |k| {
+            let s = stage(k);
+            copied(k, &s, 0);
+        });
+    }
+
+    #[test]
     fn accumulators_that_a_predicate_overwrites_in_the_first_turn_need_no_write_before() {
         clean(Target::Sm90a, |k| {
             let s = stage(k);

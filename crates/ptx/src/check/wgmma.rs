@@ -5,14 +5,18 @@
 //! Between an `mma_async` and its wait nothing else may touch its accumulators or its A registers; whatever
 //! touched them before must come before a fence. Descriptors are exempt: they are read when the instruction is
 //! issued, and ptxas takes them from wherever they are computed.
+//!
+//! Nor may something else be made meanwhile that is copied into an A register later: ptxas 13.0 takes a copy for the same
+//! register, and does not see that a product in flight still reads it.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 
 use crate::error::Fault;
 use crate::flow::Flow;
 use crate::inst::{Inst, Op};
 use crate::modifiers::Wgmma;
 use crate::module::Kernel;
+use crate::table::Alu;
 use crate::types::RegId;
 
 /// The most groups that can be told apart: `wait_group` takes 0 to 7.
@@ -29,8 +33,47 @@ enum Use {
 
 type Uses = BTreeMap<RegId, Use>;
 
-/// The registers that any `wgmma` of the kernel uses: no others need to be tracked.
-type Used = HashSet<RegId>;
+/// What needs to be tracked of a kernel.
+struct Used {
+    /// The registers that any `wgmma` uses.
+    registers: HashSet<RegId>,
+    /// Registers that are copied into A registers or from them, by way of others or not, with those.
+    copies: HashMap<RegId, Vec<RegId>>,
+}
+
+impl Used {
+    fn of(kernel: &Kernel) -> Self {
+        let (mut registers, mut inputs) = (HashSet::new(), BTreeSet::new());
+        for inst in &kernel.body {
+            let Op::Wgmma(spec) = inst.op else { continue };
+            for (reg, how) in uses(inst, &spec) {
+                registers.insert(reg);
+                inputs.extend(Some(reg).filter(|_| how == Use::Input));
+            }
+        }
+        let mut moves: [HashMap<RegId, Vec<RegId>>; 2] = Default::default();
+        for inst in kernel.body.iter().filter(|inst| inst.op == Op::Alu(Alu::MovB32)) {
+            let (Some(to), Some(from)) = (inst.writes().next(), inst.src.first().and_then(|from| from.reg()))
+            else {
+                continue;
+            };
+            moves[0].entry(to).or_default().push(from);
+            moves[1].entry(from).or_default().push(to);
+        }
+        let mut copies: HashMap<RegId, Vec<RegId>> = HashMap::new();
+        for (input, moves) in inputs.iter().flat_map(|&input| moves.iter().map(move |way| (input, way))) {
+            let (mut seen, mut todo) = (HashSet::from([input]), vec![input]);
+            while let Some(reg) = todo.pop() {
+                let next = moves.get(&reg).into_iter().flatten().filter(|&&next| seen.insert(next));
+                todo.extend(next);
+            }
+            seen.into_iter()
+                .filter(|&reg| reg != input)
+                .for_each(|reg| copies.entry(reg).or_default().push(input));
+        }
+        Self { registers, copies }
+    }
+}
 
 /// How a `wgmma` uses its registers.
 fn uses(inst: &Inst, spec: &Wgmma) -> Uses {
@@ -126,7 +169,23 @@ impl State {
             let problem = format!("{} is {verb} while a wgmma in flight uses it", kernel.reg_name(reg));
             tell(Fault::Wgmma { code, problem });
         }
-        self.touched.extend(writes.into_iter().chain(reads).filter(|reg| used.contains(reg)));
+        let copied = writes.iter().find_map(|&reg| Some((reg, self.copied_in_flight(reg, used)?)));
+        if let Some((reg, input)) = copied {
+            let (reg, input) = (kernel.reg_name(reg), kernel.reg_name(input));
+            let problem = format!(
+                "{reg} is written while a wgmma in flight uses {input}, which it is copied to or from: ptxas takes both for \
+                 one register"
+            );
+            tell(Fault::Wgmma { code: None, problem });
+        }
+        let touched = writes.into_iter().chain(reads);
+        self.touched.extend(touched.filter(|reg| used.registers.contains(reg)));
+    }
+
+    /// An A register in flight that another is copied to or from.
+    fn copied_in_flight(&self, reg: RegId, used: &Used) -> Option<RegId> {
+        let inputs = used.copies.get(&reg)?.iter().copied();
+        inputs.filter(|&input| self.in_flight(input) == Some(Use::Input)).min()
     }
 
     /// What may be in flight where several paths meet.
@@ -152,11 +211,7 @@ pub(super) fn check(kernel: &Kernel, flow: &Flow, at: &mut dyn FnMut(usize, Faul
     if !kernel.body.iter().any(|inst| inst.op.is_wgmma()) {
         return;
     }
-    let of_inst = |inst: &Inst| match inst.op {
-        Op::Wgmma(spec) => uses(inst, &spec).into_keys().collect(),
-        _ => Vec::new(),
-    };
-    let used: Used = kernel.body.iter().flat_map(of_inst).collect();
+    let used = Used::of(kernel);
     let mut before: Vec<Vec<usize>> = vec![Vec::new(); flow.blocks.len()];
     for (b, block) in flow.blocks.iter().enumerate() {
         block.next.iter().for_each(|&next| before[next].push(b));
