@@ -31,7 +31,10 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut};
 pub use flashcore::{Attention, Error, Layout, Result};
-use flashcore::{Backward, Device, DeviceLengths, Element, Name, Place, Tensor, TensorMut, cuda::Cuda};
+use flashcore::{
+    Backward, DType, Device, DeviceLengths, Element, Name, Pages, Place, Starts, Tensor, TensorMut,
+    cuda::Cuda,
+};
 
 /// A GPU with the kernels that were made for it so far, and the stream that calls are queued in.
 #[derive(Clone, Debug)]
@@ -187,15 +190,100 @@ impl Gpu {
         o: Output<'_, T>,
         lse: Option<Output<'_, f32>>,
     ) -> Result<()> {
+        // SAFETY: the caller vouches for the lengths.
+        unsafe { self.run_sequences(attention, &Sequences::new().key_lengths(lengths, most), inputs, o, lse) }
+    }
+
+    /// Queues a call on sequences that are packed or in the pages of a cache, as numbers on the GPU say. The host does not
+    /// read them, so a captured call reads them anew at every replay.
+    ///
+    /// # Safety
+    /// What the numbers say is inside of the tensors, and within the bounds that were given with them: see [`Starts::of`]
+    /// and [`Pages::new`]. [`Attention::checked`] has the call wait for them and refuse those that are not.
+    pub unsafe fn run_sequences<T: Element>(
+        &self,
+        attention: &Attention<'_>,
+        sequences: &Sequences<'_>,
+        inputs: [Input<'_, T>; 3],
+        o: Output<'_, T>,
+        lse: Option<Output<'_, f32>>,
+    ) -> Result<()> {
+        // SAFETY: the caller vouches for the numbers.
+        unsafe { self.placed(attention, sequences, |attention| self.run_into(attention, inputs, o, lse)) }
+    }
+
+    /// Queues a backward pass on such sequences.
+    ///
+    /// # Safety
+    /// As for [`Gpu::run_sequences`].
+    pub unsafe fn backward_sequences<T: Element>(
+        &self,
+        attention: &Attention<'_>,
+        sequences: &Sequences<'_>,
+        given: &[Input<'_, T>; 5],
+        lse: &Input<'_, f32>,
+        gradients: [Output<'_, T>; 3],
+    ) -> Result<()> {
+        // SAFETY: the caller vouches for the numbers.
+        unsafe {
+            self.placed(attention, sequences, |attention| {
+                self.backward_into(attention, given, lse, gradients)
+            })
+        }
+    }
+
+    /// Makes a call with attention that knows where sequences are.
+    ///
+    /// # Safety
+    /// As for [`Gpu::run_sequences`].
+    unsafe fn placed(
+        &self,
+        attention: &Attention<'_>,
+        sequences: &Sequences<'_>,
+        call: impl FnOnce(&Attention<'_>) -> Result<()>,
+    ) -> Result<()> {
         let stream = self.enter()?;
-        self.check_context(Name::KeyLengths, lengths.stream().context())?;
-        let (ptr, _lengths) = lengths.device_ptr(stream);
-        // SAFETY: the slice holds this many numbers and is borrowed until the call is queued; the caller vouches for
-        // their values.
-        let lengths = unsafe {
-            DeviceLengths::from_raw_parts(ptr as *const u32, lengths.len(), most, self.cuda.ordinal())
-        }?;
-        self.run_into(&attention.key_lengths_on_device(lengths), inputs, o, lse)
+        let Sequences { queries, keys, pages, key_lengths } = sequences;
+        let slices = [
+            (Name::QStarts, queries.map(|it| it.slice)),
+            (Name::KStarts, keys.map(|it| it.slice)),
+            (Name::Pages, pages.map(|it| it.slice)),
+            (Name::KeyLengths, key_lengths.map(|it| it.slice)),
+        ];
+        for (name, slice) in slices {
+            if let Some(slice) = slice {
+                self.check_context(name, slice.stream().context())?;
+            }
+        }
+        // The guard beside an address records, when dropped, how far the stream has come with the slice.
+        let guards = slices.map(|(_, slice)| slice.map(|slice| (slice.device_ptr(stream), slice.len())));
+        let address = |i: usize| guards[i].as_ref().map(|((ptr, _), len)| (*ptr, *len));
+        let numbers = |(ptr, len): (u64, usize), [rows, width]: [usize; 2]| {
+            let layout = Layout { shape: [rows, 1, 1, width], strides: [width, 0, 0, 1] };
+            // SAFETY: the slice holds this many numbers and is borrowed until the call is queued; the caller vouches for
+            // their values.
+            unsafe { Tensor::from_raw_parts(ptr as *const u8, len, DType::I32, self.place(), layout) }
+        };
+        let mut attention = *attention;
+        if let (Some(at), Some(of)) = (address(0), queries) {
+            attention = attention.packed_queries(Starts::of(&numbers(at, [1, at.1])?, of.most));
+        }
+        if let (Some(at), Some(of)) = (address(1), keys) {
+            attention = attention.packed_keys(Starts::of(&numbers(at, [1, at.1])?, of.most));
+        }
+        if let (Some(at), Some(of)) = (address(2), pages) {
+            let rows = at.1.checked_div(of.width).unwrap_or(0);
+            let table = Pages::new(&numbers(at, [rows, of.width])?);
+            attention = attention.paged(of.most.map_or(table, |most| table.with_most_keys(most)));
+        }
+        if let (Some((ptr, len)), Some(of)) = (address(3), key_lengths) {
+            let most = u32::try_from(of.most).unwrap_or(u32::MAX);
+            // SAFETY: as above.
+            let lengths =
+                unsafe { DeviceLengths::from_raw_parts(ptr as *const u32, len, most, self.cuda.ordinal()) }?;
+            attention = attention.key_lengths_on_device(lengths);
+        }
+        call(&attention)
     }
 
     /// Makes the stream's context current, as cudarc does before it queues anything: the default and the
@@ -235,6 +323,91 @@ impl Gpu {
 /// The name of a GPU in errors.
 fn name(cuda: &Cuda) -> String {
     format!("cuda:{}", cuda.ordinal())
+}
+
+/// Where the sequences of a call are, as numbers on the GPU say.
+///
+/// ```no_run
+/// # use cudarc::driver::CudaContext;
+/// use flashcore_cudarc::{Attention, Gpu, Input, Output, Sequences};
+/// # use half::f16;
+/// # let stream = CudaContext::new(0)?.default_stream();
+/// # let gpu = Gpu::new(&stream)?;
+/// // One new query of each of two sequences, of 20 and of 3 keys, which lie in pages 5 and 2, and in page 0.
+/// let (heads, kv_heads, dim, page, pages) = (8, 2, 64, 16, 6);
+/// let table = stream.clone_htod(&[5_u32, 2, 0, 0])?;
+/// let lengths = stream.clone_htod(&[20_u32, 3])?;
+/// let q = stream.alloc_zeros::<f16>(2 * heads * dim)?;
+/// let pool = stream.alloc_zeros::<f16>(pages * page * kv_heads * dim)?;
+/// let mut o = stream.alloc_zeros::<f16>(2 * heads * dim)?;
+/// let keys = || Input::bshd(&pool, [pages, page, kv_heads, dim]);
+/// let sequences = Sequences::new().paged(&table, 2).key_lengths(&lengths, 32);
+/// let inputs = [Input::bshd(&q, [2, 1, heads, dim]), keys(), keys()];
+/// let out = Output::bshd(&mut o, [2, 1, heads, dim]);
+/// // SAFETY: the pool has these pages, and no length is above two of them.
+/// unsafe { gpu.run_sequences(&Attention::new(), &sequences, inputs, out, None) }?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Copy, Default)]
+pub struct Sequences<'a> {
+    queries: Option<Numbers<'a>>,
+    keys: Option<Numbers<'a>>,
+    pages: Option<Table<'a>>,
+    key_lengths: Option<Numbers<'a>>,
+}
+
+/// Numbers, and what they, or the differences of neighbours, are not above.
+#[derive(Clone, Copy)]
+struct Numbers<'a> {
+    slice: &'a dyn DevicePtr<u32>,
+    most: usize,
+}
+
+/// Pages of sequences, a row of so many for each, and the most keys of one.
+#[derive(Clone, Copy)]
+struct Table<'a> {
+    slice: &'a dyn DevicePtr<u32>,
+    width: usize,
+    most: Option<usize>,
+}
+
+impl<'a> Sequences<'a> {
+    /// Each a batch entry of dense tensors.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Queries and keys one behind the other in tensors of shape (1, heads, tokens, head_dim): where each sequence begins, and
+    /// where the last one ends, `cu_seqlens`. None is longer than `longest`.
+    pub fn packed(self, starts: &'a dyn DevicePtr<u32>, longest: usize) -> Self {
+        self.packed_queries(starts, longest).packed_keys(starts, longest)
+    }
+
+    /// Packed queries, with keys that lie otherwise, or whose sequences have other lengths.
+    pub fn packed_queries(self, starts: &'a dyn DevicePtr<u32>, longest: usize) -> Self {
+        Self { queries: Some(Numbers { slice: starts, most: longest }), ..self }
+    }
+
+    /// Packed keys and values.
+    pub fn packed_keys(self, starts: &'a dyn DevicePtr<u32>, longest: usize) -> Self {
+        Self { keys: Some(Numbers { slice: starts, most: longest }), pages: None, ..self }
+    }
+
+    /// Keys and values in the pages of a pool, (pages, heads, page, head_dim): a table with a row of `width` pages for each
+    /// sequence, `block_table`.
+    pub fn paged(self, table: &'a dyn DevicePtr<u32>, width: usize) -> Self {
+        Self { pages: Some(Table { slice: table, width, most: None }), keys: None, ..self }
+    }
+
+    /// The same, where no sequence has more keys than so many.
+    pub fn paged_up_to(self, table: &'a dyn DevicePtr<u32>, width: usize, most: usize) -> Self {
+        Self { pages: Some(Table { slice: table, width, most: Some(most) }), keys: None, ..self }
+    }
+
+    /// How many keys each sequence has; none more than `most`.
+    pub fn key_lengths(self, lengths: &'a dyn DevicePtr<u32>, most: u32) -> Self {
+        Self { key_lengths: Some(Numbers { slice: lengths, most: most as usize }), ..self }
+    }
 }
 
 /// A slice to read, with its layout.

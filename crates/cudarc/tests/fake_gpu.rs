@@ -10,7 +10,7 @@ use std::process::Command;
 
 use cudarc::driver::CudaContext;
 use flashcore::{Name, Place};
-use flashcore_cudarc::{Attention, Error, Gpu, Input, Output};
+use flashcore_cudarc::{Attention, Error, Gpu, Input, Output, Sequences};
 use half::f16;
 
 /// The environment variable that is set in the process with the fake driver.
@@ -102,6 +102,55 @@ fn key_lengths_are_taken_from_a_slice() {
     assert_eq!(run(&[64, 3], 64), Ok(()));
     assert_eq!(run(&[64], 64), Err(Error::KeyLengthCount { given: 1, batch: 2 }));
     assert_eq!(run(&[64, 3], 65), Err(Error::KeyLengthBound { given: 65, len_k: 64 }));
+}
+
+#[test]
+fn packed_sequences_and_pages_are_taken_from_slices() {
+    if std::env::var_os(INSIDE).is_none() {
+        return inside("packed_sequences_and_pages_are_taken_from_slices");
+    }
+    let stream = CudaContext::new(0).unwrap().new_stream().unwrap();
+    let q = stream.clone_htod(&vec![f16::ONE; ELEMENTS]).unwrap();
+    let mut o = stream.alloc_zeros::<f16>(ELEMENTS).unwrap();
+    let lse = stream.clone_htod(&[0.0_f32; 4 * 128]).unwrap();
+    let numbers = |numbers: &[u32]| stream.clone_htod(numbers).unwrap();
+    let gpu = Gpu::new(&stream).unwrap();
+    let attention = Attention::new().causal();
+    // 128 tokens of 4 heads, in three sequences; or 8 pages of 16 tokens.
+    let (tokens, pages) = ([1, 128, 4, 64], [8, 16, 4, 64]);
+    let (starts, few) = (numbers(&[0, 64, 64, 128]), numbers(&[0, 64, 128]));
+    let mut packed = |sequences: &Sequences<'_>| {
+        let inputs = [(); 3].map(|()| Input::bshd(&q, tokens));
+        // SAFETY: the sequences end where the tokens do.
+        unsafe { gpu.run_sequences(&attention, sequences, inputs, Output::bshd(&mut o, tokens), None) }
+    };
+    assert_eq!(packed(&Sequences::new().packed(&starts, 64)), Ok(()));
+    let other = Sequences::new().packed_queries(&starts, 64).packed_keys(&few, 64);
+    assert!(matches!(packed(&other), Err(Error::SizeMismatch { tensor: Name::KStarts, .. })));
+    let (table, lengths) = (numbers(&[7, 1, 0, 3, 2, 5]), numbers(&[17, 0, 30]));
+    let mut paged = |sequences: Sequences<'_>, most: u32| {
+        let inputs = [Input::bshd(&q, tokens), Input::bshd(&q, pages), Input::bshd(&q, pages)];
+        let sequences = sequences.packed_queries(&starts, 64).key_lengths(&lengths, most);
+        // SAFETY: the pool has these pages, and the lengths are at most 30.
+        unsafe { gpu.run_sequences(&attention, &sequences, inputs, Output::bshd(&mut o, tokens), None) }
+    };
+    assert_eq!(paged(Sequences::new().paged(&table, 2), 32), Ok(()));
+    assert_eq!(paged(Sequences::new().paged_up_to(&table, 2, 30), 30), Ok(()));
+    assert_eq!(
+        paged(Sequences::new().paged(&table, 2), 33),
+        Err(Error::KeyLengthBound { given: 33, len_k: 32 })
+    );
+    assert!(matches!(paged(Sequences::new().paged_up_to(&table, 2, 33), 32), Err(Error::PageTable { .. })));
+    let wide = paged(Sequences::new().paged(&table, 3), 32);
+    assert!(matches!(wide, Err(Error::SizeMismatch { tensor: Name::Pages, .. })), "{wide:?}");
+    let given = [(); 5].map(|()| Input::bshd(&q, tokens));
+    let [mut dq, mut dk, mut dv] = [(); 3].map(|()| stream.alloc_zeros::<f16>(ELEMENTS).unwrap());
+    let gradients = [&mut dq, &mut dk, &mut dv].map(|slice| Output::bshd(slice, tokens));
+    let (sequences, lse) = (Sequences::new().packed(&starts, 64), Input::bhsd(&lse, [1, 4, 128, 1]));
+    // SAFETY: as above.
+    let done = unsafe { gpu.backward_sequences(&attention, &sequences, &given, &lse, gradients) };
+    assert_eq!(done, Ok(()));
+    stream.synchronize().unwrap();
 }
 
 #[test]

@@ -141,7 +141,7 @@ def packed_logits(model, ids, positions, implementation):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_packed_sequences_compile_into_one_graph_for_all_their_lengths(kind):
-    """The host does not read where sequences begin: the same graph runs for others."""
+    """The graph does not depend on where sequences begin: it runs for others."""
     torch.compiler.reset()
     model, ids = build(kind), torch.randint(0, 100, (2, 14), generator=torch.Generator().manual_seed(0))
     expected = [packed_logits(model, ids, positions, "eager") for positions in PACKED]

@@ -458,6 +458,11 @@ def _where(
     has and does not use is a sequence of its own, without keys. On the CPU all of it is checked; on a GPU the host
     reads it only where it is not told how long sequences are."""
     on_host = not q.is_cuda
+    if used_q is None and used_k is None and not ends_q.is_cuda and not ends_k.is_cuda:
+        # A compiled graph gives as many as there could be, the last of which are empty.
+        full = ((ends_q[:-1] < ends_q[-1]) | (ends_k[:-1] < ends_k[-1])).nonzero()
+        count = int(full[-1]) + 1 if full.numel() else 0
+        ends_q, ends_k = ends_q[: count + 1], ends_k[: count + 1]
     if on_host:
         _spans(_ends(ends_q, q.size(0), "cu_seqlens_q"), used_q, "seqused_q")
         _spans(_ends(ends_k, k.size(0), "cu_seqlens_k"), used_k, "seqused_k")

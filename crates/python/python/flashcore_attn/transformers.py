@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 from ._errors import ContractError, UnsupportedError
 from ._flash import flash_attn_varlen_func
 from ._fused_mask import FusedMask, Pattern, seen_of
-from ._ops import recognise
+from ._ops import define, implement, recognise
 from ._sdpa import masked
 from ._torch import attend
 
@@ -254,7 +254,7 @@ def attention_mask(
         if numbers is not None and attention_mask is None and not isinstance(q_offset, Tensor):
             known, left = _causal_window(of_one)
             if known and q_offset == kv_offset and q_length == kv_length:
-                ends = _ends_on_device(numbers.expand(batch_size, q_length))
+                ends = torch.ops.flashcore.sequence_ends(numbers.expand(batch_size, q_length))
                 name = "causal" if left is None else "window"
                 return fused(Pattern(name, left, None if left is None else 0, sequences=ends))
         seen = as_sdpa(attention_mask)
@@ -383,13 +383,20 @@ def _begins(numbers: Tensor) -> Tensor:
     return begins.flatten()
 
 
-def _ends_on_device(numbers: Tensor) -> Tensor:
-    """Where sequences begin and end, without that the host knows how many there are: as many as tokens, of which the
-    last ones are empty."""
-    begins = _begins(numbers)
-    tokens = torch.arange(begins.numel(), device=begins.device, dtype=torch.int32)
-    starts = torch.where(begins, tokens, begins.numel()).sort().values
-    return torch.cat([starts, starts.new_full((1,), begins.numel())])
+define("sequence_ends(Tensor numbers) -> Tensor")
+
+
+def _sequence_ends(numbers: Tensor) -> Tensor:
+    """Where sequences begin and end, on the host, for a graph that does not know how many there are: as many as tokens,
+    of which the last ones are empty."""
+    tokens = numbers.numel()
+    starts = _begins(numbers).nonzero().flatten().to("cpu", torch.int32)
+    ends = torch.full((tokens + 1,), tokens, dtype=torch.int32)
+    ends[: starts.numel()] = starts
+    return ends
+
+
+implement("sequence_ends", _sequence_ends, lambda numbers: torch.empty(numbers.numel() + 1, dtype=torch.int32))
 
 
 def _in_sequences(
