@@ -69,7 +69,8 @@ impl Sequences {
         let lie = match problem.keys {
             Keys::Packed { .. } => Lie::Packed,
             Keys::Paged { page, .. } => Lie::Pages(page),
-            Keys::Dense => Lie::Cache,
+            // In rows of a larger cache, which are like memory of their own.
+            Keys::Dense | Keys::Apart { .. } => Lie::Cache,
         };
         let queries = match problem.queries {
             Queries::Packed { total } => Some(shared(len_q, total)),
