@@ -8,6 +8,7 @@
 //! - [`cpu_worker`] times the CPU engine in a process of its own, by the same protocol.
 //! - [`traced`] runs a kernel that stamps its sections, and times it with and without stamps; [`timeline`] puts the stamps
 //!   on one time axis.
+//! - [`sequences`] are calls whose batch entries have lengths of their own, packed or in pages.
 //! - [`energy`] is what calls on a GPU used.
 //! - [`python`] finds the Python that peers run in.
 //!
@@ -22,6 +23,7 @@ pub mod physics;
 pub mod pool;
 pub mod protocol;
 pub mod python;
+pub mod sequences;
 pub mod softmax;
 pub mod stress;
 pub mod timeline;

@@ -4,9 +4,10 @@
 //! cell's tensors from them, and the host can compute the rows that it judges without holding gigabytes. The length
 //! is a prime, so that no row or head repeats where a tensor goes through the pool more than once.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use flashcore::{DType, F8E4M3, Mask, Pass, Problem, TensorBuf};
+use flashcore::{DType, F8E4M3, Mask, Name, Pass, Problem, TensorBuf};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -15,6 +16,7 @@ use flashcore_judge::rng::Rng;
 use flashcore_judge::rule::{Row, Yardstick};
 
 use crate::protocol::GRADIENT_FROM;
+use crate::sequences::{ARRANGEMENT, Lie, Sequences};
 
 /// Elements of a pool: the largest prime below 2^25.
 pub const LEN: usize = 33_554_393;
@@ -141,11 +143,99 @@ impl Pool {
         let parts: Vec<Yardstick> = rows.par_iter().map(one).collect();
         Yardstick::join(parts)
     }
+
+    /// The truth about some rows of sequences, whose tensors lie token after token.
+    pub fn yardstick_of(&self, problem: &Problem, sequences: &Sequences, rows: &[Row]) -> Option<Yardstick> {
+        let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+        let dtypes = [problem.dtype, problem.dtype_kv(), problem.dtype_kv()];
+        let each = sequences.each(problem);
+        let one = |row: &Row| {
+            let alone = &each[row.batch];
+            let query = sequences.query(problem, row);
+            let keys = alone.mask.keys(query, alone.len_q, alone.len_k);
+            let mut single = alone.with_kv(1, keys.len()).with_mask(Mask::None);
+            (single.heads_q, single.len_q) = (1, 1);
+            // Of one head of some tokens.
+            let tensor = |tensor: usize,
+                          from: usize,
+                          tokens: Range<usize>,
+                          heads: usize,
+                          head: usize,
+                          width: usize| {
+                let rows = tokens.len();
+                let at = |token: usize| self.values(tensor, from + (token * heads + head) * width, width);
+                let values: Vec<f32> = tokens.flat_map(at).collect();
+                TensorBuf::from_f32(&values, [1, 1, rows, width], dtypes[tensor])
+                    .expect("as many values as elements")
+            };
+            let token = sequences.token_of_query(problem, row.batch, query);
+            let first = sequences.token_of_key(problem, row.batch, keys.start);
+            let seen = first..first + keys.len();
+            let kv_head = row.head / problem.group();
+            let q = tensor(0, 0, token..token + 1, heads_q, row.head, head_dim);
+            let k = tensor(1, 0, seen.clone(), heads_kv, kv_head, head_dim);
+            let v = tensor(2, 0, seen, heads_kv, kv_head, head_dim_v);
+            let inputs = [&q.view(), &k.view(), &v.view()];
+            if problem.pass == Pass::Forward {
+                let [q, k, v] = inputs;
+                return Yardstick::new(&single, q, k, v, None).at(*row);
+            }
+            let d_o = tensor(0, GRADIENT_FROM, token..token + 1, heads_q, row.head, head_dim_v);
+            Yardstick::gradient_of_query(&single, inputs, &d_o.view()).at(*row)
+        };
+        let parts: Vec<Yardstick> = rows.par_iter().map(one).collect();
+        Yardstick::join(parts)
+    }
+
+    /// q, k and v of sequences as a call on the CPU takes them, token after token, or in pages.
+    pub fn tensors(&self, problem: &Problem, sequences: &Sequences) -> flashcore::Result<[TensorBuf; 3]> {
+        let dtypes = [problem.dtype, problem.dtype_kv(), problem.dtype_kv()];
+        let signature = problem.with_pass(Pass::Forward).signature();
+        let (mut tensors, table) = (Vec::new(), sequences.table(problem));
+        for (tensor, name) in [Name::Q, Name::K, Name::V].into_iter().enumerate() {
+            let shape = signature.iter().find(|of| of.name == name).map_or([0; 4], |of| of.shape);
+            let mut made = TensorBuf::zeros(dtypes[tensor], ARRANGEMENT.layout(shape))?;
+            let mut view = made.view_mut();
+            let [batch, heads, len, width] = shape;
+            let mut write = |to: (usize, usize), token: usize| {
+                for head in 0..heads {
+                    let row = self.values(tensor, (token * heads + head) * width, width);
+                    view.write_row(to.0, head, to.1, &row);
+                }
+            };
+            match sequences.lie {
+                Lie::Pages(page) if name != Name::Q => {
+                    let pages = problem.len_k.div_ceil(page);
+                    for (sequence, &keys) in sequences.keys.iter().enumerate() {
+                        for key in 0..keys as usize {
+                            let of = table[sequence * pages + key / page] as usize;
+                            write((of, key % page), sequences.token_of_key(problem, sequence, key));
+                        }
+                    }
+                }
+                _ => (0..batch * len).for_each(|token| write((token / len, token % len), token)),
+            }
+            tensors.push(made);
+        }
+        Ok(tensors.try_into().expect("three tensors"))
+    }
+
+    /// The numbers that calls of these types compute with, in 16 bits: those of 8 bits, and keys and values that are rounded
+    /// to 8, widened.
+    pub fn in_16_bits(&self, dtype: DType, rounds_keys: bool) -> Self {
+        let of = |tensor: usize| {
+            let values = self.values(tensor, 0, self.bits[tensor].len());
+            let rounds = rounds_keys && tensor > 0;
+            let one = |x: f32| if rounds { F8E4M3::from_f32(x).to_f32() } else { x };
+            values.into_iter().map(one).collect()
+        };
+        Self { seed: self.seed, ..Self::of(dtype, [0, 1, 2].map(of)) }
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use flashcore::{Backward, Name, oracle};
+    use flashcore::{Backward, oracle};
 
     use super::*;
 
@@ -169,6 +259,19 @@ mod tests {
         let values = pool.values(1, 0, 100_000);
         let variance = values.iter().map(|x| f64::from(x * x)).sum::<f64>() / 1e5;
         assert!((variance - 1.0).abs() < 0.02, "{variance}");
+    }
+
+    #[test]
+    fn numbers_of_8_bits_are_the_same_in_16_and_keys_are_rounded_where_calls_round_them() {
+        let eight = Pool::draw(DType::F8E4M3, 1000, 1);
+        let wide = eight.in_16_bits(DType::BF16, false);
+        assert!((0..3).all(|tensor| eight.values(tensor, 0, 1000) == wide.values(tensor, 0, 1000)));
+        let pool = Pool::draw(DType::BF16, 1000, 1);
+        let cache = pool.in_16_bits(DType::BF16, true);
+        assert_eq!(cache.values(0, 0, 1000), pool.values(0, 0, 1000), "queries are not rounded");
+        let rounded = |x: f32| F8E4M3::from_f32(x).to_f32();
+        let keys: Vec<f32> = pool.values(1, 0, 1000).into_iter().map(rounded).collect();
+        assert!(cache.values(1, 0, 1000) == keys && keys != pool.values(1, 0, 1000));
     }
 
     #[test]

@@ -2,8 +2,10 @@
 
 use std::path::PathBuf;
 
-use flashcore::{Mask, Name, Pass, Problem};
+use flashcore::{Keys, Mask, Name, Pass, Problem, Queries};
 use serde::{Deserialize, Serialize};
+
+use crate::sequences::Sequences;
 
 /// One request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -113,6 +115,13 @@ pub struct Asked {
     /// Backward: a call computes o and lse first, rather than being given them.
     #[serde(default, skip_serializing_if = "is_false")]
     pub forward_too: bool,
+    /// Sequences of lengths of their own. q, k and v are then as they lie in memory: (batch, heads, length, head_dim) of
+    /// what is packed, or of the cache whose pages the keys are in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sequences: Option<Sequences>,
+    /// The pages of each sequence, row by row, where its keys are in pages.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub table: Vec<u32>,
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature.
@@ -135,7 +144,24 @@ impl Asked {
             scale: problem.scale,
             gradient_from: (problem.pass == Pass::Backward).then_some(GRADIENT_FROM),
             forward_too: false,
+            sequences: None,
+            table: Vec::new(),
         }
+    }
+
+    /// The problem of some sequences on the wire.
+    pub fn of_sequences(problem: &Problem, sequences: &Sequences) -> Self {
+        let mut asked = Self { table: sequences.table(problem), ..Self::of(problem) };
+        if let Queries::Packed { total } = problem.queries {
+            (asked.q[0], asked.q[2]) = (1, total);
+        }
+        if let Keys::Packed { total } = problem.keys {
+            for shape in [&mut asked.k, &mut asked.v] {
+                (shape[0], shape[2]) = (1, total);
+            }
+        }
+        asked.sequences = Some(sequences.clone());
+        asked
     }
 
     /// The output whose rows are judged, and the elements of one.

@@ -3,18 +3,23 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::io::{BufRead, Lines, StdinLock, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use flashcore::cuda::driver::{DeviceBuffer, Event, EventKind, GraphExec};
-use flashcore::cuda::{Cuda, CudaTensor, Recorder, Recording};
-use flashcore::{Attention, Backward, DType, Device, F8E4M3, Layout, Pass, Problem, Storage, TensorBuf};
+use flashcore::cuda::{Cuda, CudaLengths, CudaTensor, Recorder, Recording};
+use flashcore::{
+    Attention, Backward, DType, Device, F8E4M3, Layout, Name, Pages, Pass, Problem, Starts, Storage, Tensor,
+    TensorBuf,
+};
 use serde_json::{Value, json};
 
 use crate::ceilings;
 use crate::cublas::{Addresses, CUBLAS, Unfused};
 use crate::pool::NAMES;
 use crate::protocol::{Asked, GRADIENT_FROM, Request};
+use crate::sequences::{ARRANGEMENT, Lie, starts};
 use flashcore_host::files::widened;
 use flashcore_judge::stats;
 
@@ -188,12 +193,12 @@ struct Set {
 struct Out(Vec<CudaTensor>);
 
 impl Out {
-    fn new(cuda: &Cuda, problem: &Problem, forward_too: bool) -> Result<Self, String> {
+    fn new(cuda: &Cuda, problem: &Problem, asked: &Asked) -> Result<Self, String> {
         let mut all = problem.signature().outputs().copied().collect::<Vec<_>>();
-        if forward_too {
+        if asked.forward_too {
             all.extend(problem.with_pass(Pass::Forward).with_lse().signature().outputs());
         }
-        let outputs = all.iter().map(|of| cuda.empty(of.dtype, Layout::bhsd(of.shape)).map_err(say));
+        let outputs = all.iter().map(|of| cuda.empty(of.dtype, layout(asked, of.shape)).map_err(say));
         outputs.collect::<Result<_, _>>().map(Self)
     }
 }
@@ -244,12 +249,76 @@ impl Set {
     }
 }
 
+/// How tensors of a call lie in memory.
+fn layout(asked: &Asked, shape: [usize; 4]) -> Layout {
+    if asked.sequences.is_some() { ARRANGEMENT.layout(shape) } else { Layout::bhsd(shape) }
+}
+
+/// Where sequences of lengths of their own are, in the memory of the GPU.
+#[derive(Default)]
+struct Places {
+    q_starts: Option<CudaTensor>,
+    k_starts: Option<CudaTensor>,
+    table: Option<CudaTensor>,
+    lengths: Option<CudaLengths>,
+}
+
+impl Places {
+    fn new(cuda: &Cuda, asked: &Asked) -> Result<Self, String> {
+        let Some(sequences) = &asked.sequences else { return Ok(Self::default()) };
+        let upload = |numbers: &[u32], shape: [usize; 2]| {
+            let numbers: Vec<i32> = numbers.iter().map(|&number| number as i32).collect();
+            cuda.upload(&Tensor::indices(&numbers, shape).map_err(say)?).map_err(say)
+        };
+        let starts = |lengths: &[u32]| upload(&starts(lengths), [1, lengths.len() + 1]);
+        let packed = sequences.lie == Lie::Packed;
+        let rows = sequences.keys.len();
+        Ok(Self {
+            q_starts: sequences.queries.as_deref().map(starts).transpose()?,
+            k_starts: packed.then(|| starts(&sequences.keys)).transpose()?,
+            table: match sequences.lie {
+                Lie::Pages(_) => Some(upload(&asked.table, [rows, asked.table.len() / rows.max(1)])?),
+                Lie::Cache | Lie::Packed => None,
+            },
+            lengths: (!packed).then(|| cuda.upload_lengths(&sequences.keys).map_err(say)).transpose()?,
+        })
+    }
+
+    /// The call of a problem.
+    fn attention(&self, problem: &Problem) -> Result<Attention<'_>, String> {
+        let mut attention = Attention::new().mask(problem.mask).scale(problem.scale);
+        if let Some(quantiser) = problem.quantise {
+            attention = attention.fp8(quantiser);
+        }
+        if let Some(starts) = &self.q_starts {
+            attention = attention.packed_queries(Starts::of(&starts.view().map_err(say)?, problem.len_q));
+        }
+        if let Some(starts) = &self.k_starts {
+            attention = attention.packed_keys(Starts::of(&starts.view().map_err(say)?, problem.len_k));
+        }
+        if let Some(table) = &self.table {
+            let table = table.view().map_err(say)?;
+            attention = attention.paged(Pages::new(&table).with_most_keys(problem.len_k));
+        }
+        if let Some(lengths) = &self.lengths {
+            attention = attention.key_lengths_on_device(lengths.view().map_err(say)?);
+        }
+        Ok(attention)
+    }
+}
+
+/// A call with the sets of tensors that it takes in turn.
+struct Bound<'a> {
+    attention: Attention<'a>,
+    sets: &'a [Set],
+}
+
 /// A problem with its tensors.
 struct Ready {
     cuda: Cuda,
     asked: Asked,
     problem: Problem,
-    attention: Attention<'static>,
+    places: Places,
     sets: Vec<Set>,
     /// What direct calls write to when their result is wanted.
     direct: Out,
@@ -267,31 +336,32 @@ impl Ready {
         problem: Problem,
         sets: usize,
     ) -> Result<Self, String> {
-        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v, dtype, .. } = problem;
-        let shapes = [
-            [batch, heads_q, len_q, head_dim],
-            [batch, heads_kv, len_k, head_dim],
-            [batch, heads_kv, len_k, head_dim_v],
-        ];
-        let attention = Attention::new().mask(problem.mask).scale(problem.scale);
-        let attention = problem.quantise.map_or(attention, |quantiser| attention.fp8(quantiser));
+        let dtype = problem.dtype;
+        let signature = problem.with_pass(Pass::Forward).with_lse().signature();
+        let shape = |name| signature.iter().find(|of| of.name == name).map_or([0; 4], |of| of.shape);
+        let names = [Name::Q, Name::K, Name::V];
         let dtypes = [dtype, problem.dtype_kv(), problem.dtype_kv()];
+        let places = Places::new(&cuda, &asked)?;
+        let attention = places.attention(&problem)?;
         let device = Device::cuda_with(cuda.clone());
         let set = |_| {
             let mut inputs = Vec::new();
-            for ((shape, dtype), pool) in shapes.into_iter().zip(dtypes).zip(pool) {
-                inputs.push(cut(&cuda, pool, 0, dtype, shape)?);
+            for ((name, dtype), pool) in names.into_iter().zip(dtypes).zip(pool) {
+                let layout = layout(&asked, shape(name));
+                inputs.push(if name != Name::Q && places.table.is_some() {
+                    in_pages(&cuda, pool, dtype, layout, &asked, problem.len_k)?
+                } else {
+                    cut(&cuda, pool, 0, dtype, layout)?
+                });
             }
             let mut inputs: [CudaTensor; 3] = inputs.try_into().map_err(|_| "three inputs".to_string())?;
             let mut further = Vec::new();
             if problem.pass == Pass::Backward {
-                let shape = [batch, heads_q, len_q, head_dim_v];
-                further.push(cut(&cuda, &pool[0], GRADIENT_FROM, dtype, shape)?);
+                further.push(cut(&cuda, &pool[0], GRADIENT_FROM, dtype, layout(&asked, shape(Name::O)))?);
             }
             if problem.pass == Pass::Backward && !asked.forward_too {
-                let shape = [batch, heads_q, len_q, head_dim_v];
-                let empty = |dtype, shape| cuda.empty(dtype, Layout::bhsd(shape)).map_err(say);
-                let (mut o, mut lse) = (empty(dtype, shape)?, empty(DType::F32, [batch, heads_q, len_q, 1])?);
+                let empty = |dtype, name| cuda.empty(dtype, layout(&asked, shape(name))).map_err(say);
+                let (mut o, mut lse) = (empty(dtype, Name::O)?, empty(DType::F32, Name::Lse)?);
                 let [q, k, v] = &inputs;
                 let mut run = || {
                     let (q, k, v) = (q.view()?, k.view()?, v.view()?);
@@ -300,22 +370,24 @@ impl Ready {
                 run().map_err(say)?;
                 further.splice(..0, [o, lse]);
             }
-            let mut out = Out::new(&cuda, &problem, asked.forward_too)?;
+            let mut out = Out::new(&cuda, &problem, &asked)?;
             let [q, k, v] = inputs.each_mut().map(|tensor| tensor.buffer_mut().address());
             let addresses = [q, k, v, out.0[0].buffer_mut().address()];
             Ok(Set { inputs, further, out, addresses })
         };
         let sets = (0..sets.max(1)).map(set).collect::<Result<Vec<Set>, String>>()?;
-        let out = || Out::new(&cuda, &problem, asked.forward_too);
+        let out = || Out::new(&cuda, &problem, &asked);
         let (direct, replayed) = (out()?, out()?);
         cuda.synchronize().map_err(say)?;
-        Ok(Self { cuda, asked, problem, attention, sets, direct, replayed, unfused: None })
+        Ok(Self { cuda, asked, problem, places, sets, direct, replayed, unfused: None })
     }
 
     /// Answers requests about this problem, until one is about something else.
     fn serve(mut self, lines: &mut Lines<StdinLock<'_>>) -> Option<Result<Request, String>> {
         // Recordings borrow the sets, so these are kept apart from what the other requests change.
-        let sets = std::mem::take(&mut self.sets);
+        let (sets, places) = (std::mem::take(&mut self.sets), std::mem::take(&mut self.places));
+        // It was made before, from the same.
+        let bound = Bound { attention: places.attention(&self.problem).ok()?, sets: &sets };
         let mut recordings: HashMap<(String, usize), Recording<'_>> = HashMap::new();
         let mut graphs: HashMap<usize, GraphExec> = HashMap::new();
         loop {
@@ -327,8 +399,8 @@ impl Ready {
                 }
             };
             let answer = match request {
-                Request::First { who } => self.first(&who, &sets),
-                Request::Output { who, rows, path } => self.output(&who, &sets, &rows, &path),
+                Request::First { who } => self.first(&who, &bound),
+                Request::Output { who, rows, path } => self.output(&who, &bound, &rows, &path),
                 Request::Sample { who, warm, calls, replays } => {
                     let calls = (calls.max(1) as usize).next_multiple_of(sets.len());
                     let replays = [warm, replays].map(|replays| replays.max(1));
@@ -336,10 +408,10 @@ impl Ready {
                         reply(self.sample_unfused(&mut graphs, &sets, calls, replays));
                         continue;
                     }
-                    self.sample(&mut recordings, &sets, &(who, calls), replays)
+                    self.sample(&mut recordings, &bound, &(who, calls), replays)
                 }
-                Request::Calls { who, calls } => self.calls(&who, &sets, calls as usize),
-                Request::Check { who } => self.check(&who, &sets),
+                Request::Calls { who, calls } => self.calls(&who, &bound, calls as usize),
+                Request::Check { who } => self.check(&who, &bound),
                 Request::Plan { who } => self.plan(&who),
                 other => return Some(Ok(other)),
             };
@@ -357,11 +429,11 @@ impl Ready {
         if who == PLANNER { Ok(self.cuda.clone()) } else { Err(format!("'{who}' is not known here")) }
     }
 
-    fn first(&mut self, who: &str, sets: &[Set]) -> Result<Value, String> {
+    fn first(&mut self, who: &str, bound: &Bound<'_>) -> Result<Value, String> {
         let cuda = self.variant(who)?;
         let device = Device::cuda_with(cuda.clone());
         let start = Instant::now();
-        sets[0].call(&self.attention, &device, &mut self.direct)?;
+        bound.sets[0].call(&bound.attention, &device, &mut self.direct)?;
         cuda.synchronize().map_err(say)?;
         Ok(json!({ "us": start.elapsed().as_secs_f64() * 1e6 }))
     }
@@ -407,21 +479,21 @@ impl Ready {
     }
 
     /// What one direct call writes into poisoned memory.
-    fn direct_bits(&mut self, who: &str, sets: &[Set]) -> Result<Vec<u16>, String> {
+    fn direct_bits(&mut self, who: &str, bound: &Bound<'_>) -> Result<Vec<u16>, String> {
         if who == CUBLAS {
             let cuda = self.cuda.clone();
             poison(&cuda, &mut self.direct)?;
-            self.call_unfused(&sets[0])?;
+            self.call_unfused(&bound.sets[0])?;
             return download(&cuda, &self.direct);
         }
         let cuda = self.variant(who)?;
         poison(&cuda, &mut self.direct)?;
-        sets[0].call(&self.attention, &Device::cuda_with(cuda.clone()), &mut self.direct)?;
+        bound.sets[0].call(&bound.attention, &Device::cuda_with(cuda.clone()), &mut self.direct)?;
         download(&cuda, &self.direct)
     }
 
-    fn output(&mut self, who: &str, sets: &[Set], rows: &[usize], path: &Path) -> Result<Value, String> {
-        let bits = self.direct_bits(who, sets)?;
+    fn output(&mut self, who: &str, bound: &Bound<'_>, rows: &[usize], path: &Path) -> Result<Value, String> {
+        let bits = self.direct_bits(who, bound)?;
         let unwritten = bits.iter().filter(|&&bits| bits == POISON).count();
         if unwritten > 0 {
             return Err(format!("{unwritten} of {} elements were never written", bits.len()));
@@ -433,11 +505,11 @@ impl Ready {
         Ok(json!({ "bytes": bytes.len() }))
     }
 
-    fn check(&mut self, who: &str, sets: &[Set]) -> Result<Value, String> {
-        let direct = self.direct_bits(who, sets)?;
+    fn check(&mut self, who: &str, bound: &Bound<'_>) -> Result<Value, String> {
+        let direct = self.direct_bits(who, bound)?;
         let cuda = self.variant(who)?;
         poison(&cuda, &mut self.replayed)?;
-        let recording = cuda.record(|calls| sets[0].record(calls, &self.attention, &self.replayed));
+        let recording = cuda.record(|calls| bound.sets[0].record(calls, &bound.attention, &self.replayed));
         recording.and_then(|recording| recording.replay()).map_err(say)?;
         let replayed = download(&cuda, &self.replayed)?;
         Ok(json!({ "same": direct == replayed }))
@@ -446,17 +518,17 @@ impl Ready {
     fn sample<'a>(
         &self,
         recordings: &mut HashMap<(String, usize), Recording<'a>>,
-        sets: &'a [Set],
+        bound: &Bound<'a>,
         who: &(String, usize),
         replays: [u32; 2],
     ) -> Result<Value, String> {
-        let calls = who.1;
+        let (calls, &Bound { attention, sets }) = (who.1, bound);
         let cuda = self.variant(&who.0)?;
         if !recordings.contains_key(who) {
             let recording = cuda.record(|recorder| {
                 (0..calls).try_for_each(|call| {
                     let set = &sets[call % sets.len()];
-                    set.record(recorder, &self.attention, &set.out)
+                    set.record(recorder, &attention, &set.out)
                 })
             });
             recordings.insert(who.clone(), recording.map_err(say)?);
@@ -465,7 +537,8 @@ impl Ready {
         timed(&cuda, replays, calls, || recording.replay().map_err(say)).map(written)
     }
 
-    fn calls(&mut self, who: &str, sets: &[Set], calls: usize) -> Result<Value, String> {
+    fn calls(&mut self, who: &str, bound: &Bound<'_>, calls: usize) -> Result<Value, String> {
+        let sets = bound.sets;
         if who == CUBLAS {
             let cuda = self.cuda.clone();
             return call_clock(&cuda, calls, sets.len(), |call| self.call_unfused(&sets[call % sets.len()]));
@@ -473,7 +546,7 @@ impl Ready {
         let cuda = self.variant(who)?;
         let device = Device::cuda_with(cuda.clone());
         call_clock(&cuda, calls, sets.len(), |call| {
-            sets[call % sets.len()].call(&self.attention, &device, &mut self.direct)
+            sets[call % sets.len()].call(&bound.attention, &device, &mut self.direct)
         })
     }
 
@@ -594,15 +667,52 @@ fn cut(
     pool: &DeviceBuffer,
     from: usize,
     dtype: DType,
-    shape: [usize; 4],
+    layout: Layout,
 ) -> Result<CudaTensor, String> {
-    let mut tensor = cuda.empty(dtype, Layout::bhsd(shape)).map_err(say)?;
-    let total = shape.iter().product::<usize>() * dtype.size();
-    let (mut filled, mut start) = (0, from * dtype.size() % pool.len().max(1));
-    while filled < total {
-        let part = (pool.len() - start).min(total - filled);
+    let mut tensor = cuda.empty(dtype, layout).map_err(say)?;
+    let total = layout.shape.iter().product::<usize>() * dtype.size();
+    copy(cuda, pool, from * dtype.size(), &mut tensor, 0..total)?;
+    Ok(tensor)
+}
+
+/// Fills some bytes of a tensor from a pool.
+fn copy(
+    cuda: &Cuda,
+    pool: &DeviceBuffer,
+    from: usize,
+    tensor: &mut CudaTensor,
+    bytes: Range<usize>,
+) -> Result<(), String> {
+    let (mut filled, mut start) = (bytes.start, from % pool.len().max(1));
+    while filled < bytes.end {
+        let part = (pool.len() - start).min(bytes.end - filled);
         cuda.stream().copy(tensor.buffer_mut(), filled, pool, start, part).map_err(say)?;
         (filled, start) = (filled + part, 0);
+    }
+    Ok(())
+}
+
+/// A pool of pages that hold what a cache of `len_k` keys of each sequence would. All other bytes are NaN.
+fn in_pages(
+    cuda: &Cuda,
+    pool: &DeviceBuffer,
+    dtype: DType,
+    layout: Layout,
+    asked: &Asked,
+    len_k: usize,
+) -> Result<CudaTensor, String> {
+    let [_, heads, page, width] = layout.shape;
+    let lengths = asked.sequences.as_ref().map_or(&[][..], |sequences| &sequences.keys);
+    let mut tensor = cuda.empty(dtype, layout).map_err(say)?;
+    cuda.fill(&mut tensor, POISON as u8).map_err(say)?;
+    let token = heads * width * dtype.size();
+    let pages = len_k.div_ceil(page);
+    for (sequence, &len) in lengths.iter().enumerate() {
+        for (n, key) in (0..len as usize).step_by(page).enumerate() {
+            let to = asked.table[sequence * pages + n] as usize * page * token;
+            let bytes = to..to + page.min(len as usize - key) * token;
+            copy(cuda, pool, (sequence * len_k + key) * token, &mut tensor, bytes)?;
+        }
     }
     Ok(tensor)
 }

@@ -114,7 +114,14 @@ impl Wanted {
         let named = shapes::parse(&format!("{batch_size}x{num_heads}x{seq_len}x{head_dim}"))?;
         let dtype: DType = dtype.parse().map_err(|error: flashcore::Error| error.to_string())?;
         let mask = if *causal { Mask::Causal } else { Mask::None };
-        Ok(Cell { name: "", shape: named.shape, mask, types: dtype.into(), pass: Pass::Forward.into() })
+        Ok(Cell {
+            name: "",
+            shape: named.shape,
+            mask,
+            types: dtype.into(),
+            pass: Pass::Forward.into(),
+            sequences: None,
+        })
     }
 }
 
@@ -377,7 +384,14 @@ shapes:
     fn report(shape: &str) -> Result<Report, String> {
         let outcome = |shape: &str, mask: Mask, dtype: DType| {
             let shape = shapes::parse(shape).unwrap().shape;
-            let cell = Cell { name: "", shape, mask, types: dtype.into(), pass: Pass::Forward.into() };
+            let cell = Cell {
+                name: "",
+                shape,
+                mask,
+                types: dtype.into(),
+                pass: Pass::Forward.into(),
+                sequences: None,
+            };
             let limits = Limits::Gpu { peak_tflops: None, matmul_tflops: None };
             let bound = |error: f64| Bound { error, plain: error, allowed: 2.0 * error };
             let right = Judgement::forward(1, [1e-4, 1e-5, 1e-4].map(bound), None);

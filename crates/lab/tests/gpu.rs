@@ -213,6 +213,40 @@ fn both_passes_are_one_call_of_more_operations_and_are_judged_by_the_gradient_of
 }
 
 #[test]
+fn pages_are_timed_beside_the_same_keys_laid_out_densely() {
+    let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
+    let arguments = [
+        "bench",
+        "--matrix",
+        "paged",
+        "--only",
+        "1x32/8x1/8192x128 bf16 full page=16 ",
+        "--samples",
+        "6",
+        "--budget",
+        "60",
+    ];
+    let (output, report) = machine.run(&[&arguments[..], &["--no-peers"]].concat());
+    let cell = &report["cells"][0];
+    let names: Vec<&str> =
+        cell["results"].as_array().unwrap().iter().map(|it| it["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["flashcore", "flashcore dense"], "{}", text(&output));
+    assert_eq!(cell["layout"], "page=16 keys=8192");
+    for result in cell["results"].as_array().unwrap() {
+        assert_eq!(result["failure"], Value::Null, "{}", text(&output));
+        assert!(result["error"]["max"]["error"].is_number() && result["plan"]["schedule"].is_string());
+    }
+    assert_eq!(cell["comparisons"][0]["peer"], "flashcore dense");
+    // The fake GPU has hardly a peak, and this is no tiny problem.
+    let mut contradictions = machine.contradictions();
+    contradictions.retain(|why| !why.contains("faster than the chip"));
+    assert_eq!(contradictions, [""; 0]);
+    let said = text(&output);
+    let table = said.lines().filter(|line| line.contains("dense") || line.contains('±'));
+    assert!(table.clone().count() >= 2 && table.clone().all(|line| line.chars().count() <= 100), "{said}");
+}
+
+#[test]
 fn a_matrix_goes_on_past_its_budget_by_saying_what_was_not_run() {
     let Some(machine) = Machine::new(&["-DZEROS"]) else { return };
     let (output, report) = machine.run(&["bench", "--matrix", "small", "--budget", "0.001"]);

@@ -75,8 +75,9 @@ impl<'a> Cell<'a> {
 
     /// As `1x8x512x64 f16 causal`.
     pub fn label(&self) -> String {
-        let pass = self.pass().map_or_else(String::new, |pass| format!(" {pass}"));
-        format!("{} {} {}{pass}", self.shape, self.dtype, self.mask)
+        let behind = |text: Option<&str>| text.map_or_else(String::new, |text| format!(" {text}"));
+        let (pass, layout) = (behind(self.pass()), behind(self.field.get("layout").text()));
+        format!("{} {} {}{pass}{layout}", self.shape, self.dtype, self.mask)
     }
 
     /// The pass, where it is not the forward one.

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use flashcore::{Device, Mask, Pass, cpu};
+use flashcore::{Device, Mask, Name, Pass, cpu};
 
 use super::cells::{Cell, Member};
+use super::gpu::largest_tensor;
 use super::itself::{AgainstItself, Repetitions};
 use super::outcome::{CpuConditions, Outcome, SEED, judged_rows, rows};
 use super::{Bench, Clock, Machine};
@@ -12,13 +13,16 @@ use crate::cases::Passes;
 use crate::ceilings::Ceilings;
 use crate::engine::DeviceEngine;
 use crate::evidence::Environment;
+use crate::gpu::pool::Pool;
+use crate::gpu::sequences::Sequences;
+use crate::gpu::worker::PLANNER;
 use crate::guarded::Arrangement;
 use crate::inputs::Distribution;
 use crate::operands::Operands;
 use crate::peers::{self, Torch};
 use crate::rule::Row;
 use crate::timing::{Contender, Effort, SAMPLE, SETTLE, Samples, measure};
-use flashcore_clock::cpu::{Calls, Limit};
+use flashcore_clock::cpu::{Calls, Limit, SequenceCalls};
 
 /// The reason for the absence of torch when none was wanted.
 pub(crate) const NO_PEERS: &str = "--no-peers";
@@ -71,6 +75,70 @@ impl CpuBench {
     }
 }
 
+impl CpuBench {
+    /// A cell whose sequences have lengths of their own, beside ours in other forms; torch has no such calls on a CPU.
+    fn run_sequences(
+        &self,
+        member: &Member,
+        sequences: &Sequences,
+        budget: Duration,
+        stop: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(&str, f64),
+    ) -> Result<Outcome, String> {
+        let cell = &member.cell;
+        let (problem, effort) = (cell.problem(), self.effort(budget));
+        progress("drawing inputs", 0.0);
+        let pool = pool(cell);
+        progress("asking the oracle", 0.0);
+        let rows = cell.judged_rows();
+        let yardstick = pool.yardstick_of(&problem, sequences, &rows).ok_or("there is no row to judge")?;
+        let forms = if member.with_forms { cell.forms() } else { Vec::new() };
+        let mut all = vec![(PLANNER, cell)];
+        all.extend(forms.iter().map(|(name, form)| (*name, form)));
+        let (mut errors, mut contenders) = (Vec::new(), Vec::<Box<dyn Contender + '_>>::new());
+        for (name, form) in all {
+            progress(&format!("judging {name}"), 0.0);
+            let sequences = form.sequences.as_ref().unwrap_or(sequences);
+            let mut calls = SequenceCalls::new(name, &self.device, &pool, form.dense(), sequences)?;
+            errors.push(yardstick.judge(&[(Name::O, calls.output(&rows)?)]));
+            contenders.push(Box::new(calls));
+        }
+        let ours = contenders.len();
+        let Setup { isa, threads, margin, .. } = self.setup;
+        let (work, products) = (cell.work(), isa.of_products(problem.dtype));
+        let peak = cpu::Work::fma(products, threads);
+        contenders.push(Box::new(Limit::new("FMA peak", peak, work.flops)));
+        if cell.is_decode() {
+            let read = cpu::Work::read(isa, threads);
+            contenders.push(Box::new(Limit::new("read bandwidth", read, work.bytes)));
+        }
+        let mut round = |round: usize, share: f64| progress(&format!("round {round}"), share.min(1.0));
+        let mut samples = measure(&mut contenders, &effort, stop, &mut round);
+        drop(contenders);
+        let mut limits = samples.split_off(ours).into_iter().map(|samples| samples.times);
+        let fma_peak_samples_us = limits.next().unwrap_or_default();
+        let unseen = fma_peak_samples_us.is_empty();
+        let conditions = CpuConditions {
+            checksums: pool.checksums(),
+            fma_peak_gflops: if unseen { cpu::fma_peak(products, threads, Duration::ZERO) } else { 0.0 },
+            fma_peak_samples_us,
+            bandwidth_samples_us: limits.next().unwrap_or_default(),
+            ..CpuConditions::default()
+        };
+        let mut taken: Vec<_> = samples.into_iter().zip(errors.into_iter().map(Some)).collect();
+        if self.torch.is_some() {
+            let failure = Some("torch on a CPU takes no sequences of lengths of their own".into());
+            taken.push((Samples { name: "torch".into(), failure, ..Samples::default() }, None));
+        }
+        Ok(Outcome::on_cpu(cell, rows.len(), taken, conditions, self.ceilings.as_ref(), margin))
+    }
+}
+
+/// The numbers that a cell's sequences are cut from.
+pub(crate) fn pool(cell: &Cell) -> Pool {
+    Pool::draw(cell.types.dtype, largest_tensor(&cell.problem()), SEED)
+}
+
 impl Bench for CpuBench {
     fn clock(&self) -> Clock {
         Clock::Call
@@ -104,11 +172,15 @@ impl Bench for CpuBench {
 
     fn run(
         &mut self,
-        Member { cell, .. }: &Member,
+        member: &Member,
         budget: Duration,
         stop: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(&str, f64),
     ) -> Result<Outcome, String> {
+        let cell = &member.cell;
+        if let Some(sequences) = &cell.sequences {
+            return self.run_sequences(member, sequences, budget, stop, progress);
+        }
         let (problem, effort) = (cell.problem(), self.effort(budget));
         progress("drawing inputs", 0.0);
         let operands = inputs(cell, &self.device)?;

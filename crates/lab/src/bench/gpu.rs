@@ -8,15 +8,14 @@ use std::time::{Duration, Instant};
 
 use flashcore::cuda::driver::{GpuState, Nvml};
 use flashcore::plan::Kernel;
-use flashcore::{DType, Mask, Pass, Problem};
+use flashcore::{DType, Keys, Mask, Pass, Problem, Queries};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::cells::Member;
+use super::cells::{Cell, Member, Types, WIDE};
 use super::itself::{AgainstItself, Repetitions};
 use super::outcome::{
-    CallClock, Conditions, Details, FirstCall, GpuConditions, Limits, Measured, Outcome, SEED, State,
-    is_ours, judged_rows,
+    CallClock, Conditions, Details, FirstCall, GpuConditions, Limits, Measured, Outcome, SEED, State, is_ours,
 };
 use super::{Bench, Clock, Machine};
 use crate::ceilings::Ceilings;
@@ -207,6 +206,10 @@ pub struct GpuBench {
     nvml: Option<Nvml>,
     folder: Folder,
     pools: Vec<(Pool, Stored)>,
+    /// Ours in other forms.
+    beside: RefCell<Host>,
+    /// The numbers of 8 bits of some types, in 16.
+    widened: Vec<(Types, Stored)>,
 }
 
 impl GpuBench {
@@ -257,6 +260,18 @@ impl GpuBench {
                 pools.push((pool, stored));
             }
         }
+        let mut widened: Vec<(Types, Stored)> = Vec::new();
+        for types in cells.iter().filter(|member| member.with_forms).map(|member| member.cell.types) {
+            let eight = types.dtype.is_f8() || types.kv.is_some();
+            let known = widened.iter().any(|(known, _)| *known == types);
+            let pool = pools.iter().find(|(_, stored)| stored.dtype == types.dtype.name());
+            let Some((pool, _)) = pool.filter(|_| eight && !known) else { continue };
+            progress("widening 8-bit inputs");
+            let name = types.to_string().replace(' ', "-");
+            let made = pool.in_16_bits(types.in_16_bits().dtype, types.kv.is_some());
+            widened.push((types, made.store(&folder.within(&name)?)?));
+        }
+        let beside = RefCell::new(Host::new(Kind::Ours, setup.ordinal));
         let mut cublas = Host::new(Kind::Ours, setup.ordinal);
         if let Some(library) = setup.peers.iter().find(|peer| *peer == CUBLAS).and_then(|_| cublas::find()) {
             // So that torch is looked for only once.
@@ -277,6 +292,8 @@ impl GpuBench {
             nvml,
             folder,
             pools,
+            beside,
+            widened,
         })
     }
 
@@ -301,41 +318,49 @@ impl GpuBench {
         let problem = member.cell.problem();
         let (pool, stored) = self.pool(&problem)?;
         progress("asking the oracle", 0.0);
-        let rows = judged_rows(&problem);
-        let yardstick = pool.yardstick(&problem, &rows).ok_or("there is no row to judge")?;
-        let cell = OnGpu { stored, problem: member.cell.asked(), sets: self.sets(&problem) };
+        let rows = member.cell.judged_rows();
+        let yardstick = match &member.cell.sequences {
+            Some(sequences) => pool.yardstick_of(&problem, sequences, &rows),
+            None => pool.yardstick(&problem, &rows),
+        };
+        let yardstick = yardstick.ok_or("there is no row to judge")?;
+        let own = self.on_gpu(&member.cell, stored);
+        let forms = self.forms(member);
         let mut racers = Vec::new();
-        for (name, host) in self.contenders() {
+        for (name, host) in self.contenders(&forms) {
             progress(&format!("judging {name}"), 0.0);
+            let (who, cell) = match forms.iter().find(|(form, _)| *form == name) {
+                Some((_, form)) => (PLANNER.to_string(), form),
+                None => (name.clone(), &own),
+            };
             let possible = if is_ours(&name) { Ok(()) } else { supports(&name, &problem) };
             let judged =
-                possible.and_then(|()| cell.judge(host, &name, self.folder.path(), &rows, &yardstick));
-            racers.push((name, host, judged));
+                possible.and_then(|()| cell.judge(host, &who, self.folder.path(), &rows, &yardstick));
+            racers.push(Racer { name, who, host, cell, judged });
         }
         let limit = budget.saturating_sub(started.elapsed()).max(Duration::from_millis(100));
         let effort = self.effort(limit);
         let mut watch = OnGpuState { bench: self, states: Vec::new() };
-        for (name, host, _) in racers.iter().filter(|_| self.setup.warmups > 0) {
-            progress(&format!("warming up {name}"), 0.0);
-            let request = Replays { warm: self.setup.warmups, calls: 1, timed: 1 }.request(name);
+        for racer in racers.iter().filter(|_| self.setup.warmups > 0) {
+            progress(&format!("warming up {}", racer.name), 0.0);
+            let request = Replays { warm: self.setup.warmups, calls: 1, timed: 1 }.request(&racer.who);
             // A contender that fails here fails again on the clock, where it is recorded.
-            let _ = cell.ask(host, &request);
+            let _ = racer.cell.ask(racer.host, &request);
         }
         let (regime, meter) = (self.setup.regime, self.meter());
-        let on_clock = |host, name| OnClock { regime, meter, ..OnClock::new(&cell, host, name) };
+        let on_clock = |racer| OnClock { regime, meter, ..OnClock::of(racer) };
         let mut measurement = race(&racers, on_clock, &effort, &mut watch, stop, progress);
         for samples in measurement.samples.iter_mut().filter(|samples| samples.failure.is_none()) {
             if stop() {
                 break;
             }
-            let host = racers.iter().find(|(name, _, _)| *name == samples.name).map(|(_, host, _)| *host);
-            if let Some(host) = host {
+            if let Some(racer) = racers.iter().find(|racer| racer.name == samples.name) {
                 progress(&format!("the clock of {} against the wall", samples.name), 1.0);
-                samples.failure = cell.check_clock(host, samples, regime).err();
+                samples.failure = racer.cell.check_clock(racer.host, &racer.who, samples, regime).err();
             }
         }
         let mut results = Vec::new();
-        for (name, host, judged) in racers {
+        for Racer { name, who, host, cell, judged } in racers {
             let samples = &mut measurement.samples;
             let taken = samples.iter().position(|samples| samples.name == name);
             let mut samples = taken.map_or_else(
@@ -352,23 +377,23 @@ impl GpuBench {
             };
             if samples.failure.is_none() {
                 progress(&format!("the call clock of {name}"), 1.0);
-                (details, samples.failure) = self.details(&cell, host, &samples);
+                (details, samples.failure) = self.details(cell, host, &who, &samples);
             }
-            let (work, limits) = (member.cell.work(), self.limits());
+            let (work, limits) = (member.cell.of_contender(&samples.name).work(), self.limits());
             details.energy = Energy::of(&samples, work.flops);
             let measured = Measured::new(samples, judgement, &work, &limits, self.ceilings.as_ref());
             results.push(Measured { details: Some(details), ..measured });
         }
         let conditions = GpuConditions {
             group: member.group.clone(),
-            sets: cell.sets,
+            sets: own.sets,
             states: watch.states,
             measured_again: measurement.retaken > 0,
             retaken_rounds: measurement.retaken,
             throttled_rounds: measurement.throttled,
             first_call: (self.setup.first_call && !stop()).then(|| {
                 progress("the first call", 1.0);
-                self.first_call(&cell)
+                self.first_call(&own)
             }),
             ..GpuConditions::default()
         };
@@ -376,9 +401,29 @@ impl GpuBench {
         Ok(Outcome::new(&member.cell, rows.len(), results, conditions, self.setup.margin))
     }
 
+    /// A cell, as workers are asked about it.
+    fn on_gpu<'a>(&self, cell: &Cell, stored: &'a Stored) -> OnGpu<'a> {
+        OnGpu { stored, problem: cell.asked(), sets: self.sets(cell) }
+    }
+
+    /// Ours in the other forms of a cell, on the same numbers.
+    fn forms(&self, member: &Member) -> Vec<(&'static str, OnGpu<'_>)> {
+        let wanted = member.with_forms && self.setup.ours == Ours::Planner;
+        let forms = if wanted { member.cell.forms() } else { Vec::new() };
+        let of = |(name, cell): (&'static str, Cell)| {
+            let made = self.widened.iter().find(|(types, _)| *types == member.cell.types && name == WIDE);
+            let stored =
+                made.map(|(_, stored)| stored).or_else(|| Some(&self.pool(&cell.problem()).ok()?.1))?;
+            Some((name, self.on_gpu(&cell, stored)))
+        };
+        forms.into_iter().filter_map(of).collect()
+    }
+
     /// All contenders, ours first.
-    fn contenders(&self) -> Vec<(String, &RefCell<Host>)> {
+    fn contenders(&self, forms: &[(&'static str, OnGpu<'_>)]) -> Vec<(String, &RefCell<Host>)> {
         let ours = self.setup.ours.names().into_iter().map(|name| (name, &self.ours));
+        // In a worker of their own: each has another problem loaded.
+        let ours = ours.chain(forms.iter().map(|(name, _)| (name.to_string(), &self.beside)));
         let host = |peer: &String| if peer == CUBLAS { Some(&self.cublas) } else { self.torch.as_ref() };
         let peers = self.setup.peers.iter().filter_map(|peer| Some((peer.clone(), host(peer)?)));
         ours.chain(peers).collect()
@@ -411,11 +456,11 @@ impl GpuBench {
     }
 
     /// The number of sets of tensors that pushes each set out of the cache before its turn comes again.
-    fn sets(&self, problem: &Problem) -> usize {
+    fn sets(&self, cell: &Cell) -> usize {
         let l2 = self.facts.ours["l2_bytes"].as_f64().unwrap_or(0.0);
         match self.setup.cache {
             Cache::Warm => 1,
-            Cache::Cold => sets_to_flush(problem.min_bytes(), l2),
+            Cache::Cold => sets_to_flush(cell.work().bytes, l2),
         }
     }
 
@@ -424,9 +469,10 @@ impl GpuBench {
         &self,
         cell: &OnGpu<'_>,
         host: &RefCell<Host>,
+        who: &str,
         samples: &Samples,
     ) -> (Details, Option<String>) {
-        let who = || samples.name.clone();
+        let who = || who.to_string();
         let mut details = Details::default();
         let mut failure = None;
         let mut ask = |request: Request| match cell.ask(host, &request) {
@@ -490,7 +536,11 @@ impl Bench for GpuBench {
             regime: self.setup.regime,
             gpu: &self.facts,
             inputs: self.pools.iter().map(|(_, stored)| stored).collect(),
-            lost_workers: self.ours.borrow().lost() + self.cublas.borrow().lost() + torch,
+            lost_workers: [&self.ours, &self.beside, &self.cublas]
+                .map(|host| host.borrow().lost())
+                .iter()
+                .sum::<usize>()
+                + torch,
         }
     }
 
@@ -548,7 +598,7 @@ impl Bench for GpuBench {
     ) -> Result<AgainstItself, String> {
         let problem = cell.problem();
         let (_, stored) = self.pool(&problem)?;
-        let on_gpu = OnGpu { stored, problem: cell.asked(), sets: self.sets(&problem) };
+        let on_gpu = self.on_gpu(cell, stored);
         let name = self.setup.ours.names().swap_remove(0);
         let side = || -> Box<dyn Contender + '_> { Box::new(OnClock::new(&on_gpu, &self.ours, &name)) };
         let effort = self.effort(budget);
@@ -590,6 +640,9 @@ fn supports(peer: &str, problem: &Problem) -> Result<(), String> {
     if problem.pass == Pass::Backward && !PEERS.contains(&peer) && !BOTTOM_RIGHT.contains(&peer) {
         return Err(format!("gradients of {peer} are not timed"));
     }
+    if !problem.is_dense() || problem.key_lengths {
+        return supports_sequences(peer, problem);
+    }
     // Tensors that ours quantises within the call are for peers what they are.
     let mut plain = *problem;
     plain.quantise = None;
@@ -601,6 +654,24 @@ fn supports(peer: &str, problem: &Problem) -> Result<(), String> {
     }
     let any_lengths = BOTTOM_RIGHT.contains(&peer) && problem.mask == Mask::Causal;
     Torch::supports(&if any_lengths { problem.with_mask(Mask::None) } else { *problem })
+}
+
+/// Whether a peer takes sequences of lengths of their own, or why not.
+fn supports_sequences(peer: &str, problem: &Problem) -> Result<(), String> {
+    if !["flash", "cudnn"].contains(&peer) && !BOTTOM_RIGHT.contains(&peer) {
+        return Err(format!("{peer} takes no sequences of lengths of their own"));
+    }
+    if problem.softcap.is_some() || problem.is_eight_bit() {
+        return Err(format!("{peer} is asked about sequences without a softcap and in 16 bits"));
+    }
+    let own = matches!((problem.queries, problem.keys), (Queries::Packed { total: q }, Keys::Packed { total: k }) if q == k);
+    match problem.mask {
+        Mask::None => Ok(()),
+        // Where a sequence attends to itself, both ends of it are the same.
+        Mask::Causal if own || peer != "cudnn" => Ok(()),
+        Mask::Causal => Err("cuDNN's causal mask is aligned top-left".into()),
+        mask => Err(format!("{peer} is not asked about a {mask} mask")),
+    }
 }
 
 /// Summarises a worker's samples of the call clock.
@@ -638,7 +709,13 @@ impl OnGpu<'_> {
     }
 
     /// Checks a contender's clock against wall time, by replays long enough to time from outside.
-    fn check_clock(&self, host: &RefCell<Host>, samples: &Samples, regime: Regime) -> Result<(), String> {
+    fn check_clock(
+        &self,
+        host: &RefCell<Host>,
+        who: &str,
+        samples: &Samples,
+        regime: Regime,
+    ) -> Result<(), String> {
         let Some(us) = stats::median(&samples.times) else { return Ok(()) };
         let mut replays = regime.replays(1, samples.calls);
         let a_replay = us * (replays.calls as usize).next_multiple_of(self.sets.max(1)) as f64;
@@ -646,7 +723,7 @@ impl OnGpu<'_> {
         replays.warm = replays.warm.max(enough as u32);
         physics::clock_against_wall(f64::from(replays.warm + replays.timed) * a_replay, || {
             let start = Instant::now();
-            self.ask(host, &replays.request(&samples.name))?;
+            self.ask(host, &replays.request(who))?;
             Ok(start.elapsed().as_secs_f64() * 1e6)
         })
     }
@@ -661,14 +738,17 @@ impl OnGpu<'_> {
         rows: &[Row],
         yardstick: &Yardstick,
     ) -> Result<Judgement, String> {
-        let Asked { q: [_, heads, len_q, _], .. } = self.problem;
-        let index = |row: &Row| (row.batch * heads + row.head) * len_q + row.position;
+        let (Asked { q: [_, heads, len_q, _], .. }, problem) = (&self.problem, self.problem.problem()?);
+        let index = |row: &Row| match &self.problem.sequences {
+            Some(sequences) => sequences.index(&problem, row),
+            None => (row.batch * heads + row.head) * len_q + row.position,
+        };
         let path = folder.join("o");
         let request =
             Request::Output { who: who.into(), rows: rows.iter().map(index).collect(), path: path.clone() };
         self.ask(host, &request)?;
         let bytes = std::fs::read(&path).map_err(|error| format!("cannot read its output: {error}"))?;
-        let o = widened(&bytes, self.problem.problem()?.out());
+        let o = widened(&bytes, problem.out());
         let (output, width) = self.problem.judged();
         let expected = rows.len() * width;
         if o.len() != expected {
@@ -683,15 +763,21 @@ pub(crate) struct OnClock<'a> {
     pub(crate) cell: &'a OnGpu<'a>,
     pub(crate) host: &'a RefCell<Host>,
     pub(crate) name: &'a str,
+    who: &'a str,
     regime: Regime,
     meter: Option<Meter<'a>>,
     used: Option<Used>,
 }
 
 impl<'a> OnClock<'a> {
+    /// Of a racer, in bursts.
+    fn of(Racer { name, who, host, cell, .. }: &'a Racer<'a>) -> Self {
+        Self { who, ..Self::new(cell, host, name) }
+    }
+
     /// In bursts.
     pub(crate) fn new(cell: &'a OnGpu<'a>, host: &'a RefCell<Host>, name: &'a str) -> Self {
-        Self { cell, host, name, regime: Regime::Bursts, meter: None, used: None }
+        Self { cell, host, name, who: name, regime: Regime::Bursts, meter: None, used: None }
     }
 }
 
@@ -701,7 +787,7 @@ impl Contender for OnClock<'_> {
     }
 
     fn sample(&mut self, warm: u32, calls: u32) -> Result<f64, String> {
-        let request = self.regime.replays(warm, calls).request(self.name);
+        let request = self.regime.replays(warm, calls).request(self.who);
         let ask = || self.cell.ask(self.host, &request);
         let (reply, steps) = self.meter.map_or_else(|| (ask(), Vec::new()), |meter| meter.during(ask));
         let (reply, end) = (reply?, Instant::now());
@@ -717,18 +803,27 @@ impl Contender for OnClock<'_> {
     }
 }
 
+/// Who takes part in a cell: by what name, and what a worker is asked about whom.
+struct Racer<'a> {
+    name: String,
+    who: String,
+    host: &'a RefCell<Host>,
+    cell: &'a OnGpu<'a>,
+    judged: Result<Judgement, String>,
+}
+
 /// Lets the contenders that gave an output take turns.
 fn race<'a>(
-    racers: &'a [(String, &'a RefCell<Host>, Result<Judgement, String>)],
-    on_clock: impl Fn(&'a RefCell<Host>, &'a str) -> OnClock<'a>,
+    racers: &'a [Racer<'a>],
+    on_clock: impl Fn(&'a Racer<'a>) -> OnClock<'a>,
     effort: &Effort,
     watch: &mut dyn Watch,
     stop: &dyn Fn() -> bool,
     progress: &mut dyn FnMut(&str, f64),
 ) -> Measurement {
-    let running = racers.iter().filter(|(_, _, judged)| judged.is_ok());
+    let running = racers.iter().filter(|racer| racer.judged.is_ok());
     let mut contenders: Vec<Box<dyn Contender + '_>> =
-        running.map(|(name, host, _)| Box::new(on_clock(host, name)) as Box<dyn Contender>).collect();
+        running.map(|racer| Box::new(on_clock(racer)) as Box<dyn Contender>).collect();
     if contenders.is_empty() {
         return Measurement { samples: Vec::new(), retaken: 0, throttled: 0 };
     }

@@ -9,10 +9,11 @@ use flashcore::{Mask, Pass, Problem, Queries};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::cells::{Cell, Member};
+use super::cells::{Cell, DENSE, Member, WIDE};
 use crate::ceilings::{Ceilings, Roofline, Work};
 use crate::energy::Energy;
 use crate::gpu::cublas::CUBLAS;
+use crate::gpu::sequences::Sequences;
 use crate::gpu::worker::{KERNEL, PLANNER, SCHEDULE};
 use crate::operands::sample_rows;
 use crate::physics::{self, Rate};
@@ -27,8 +28,13 @@ const ORACLE_WORK: f64 = 3e8;
 
 /// As many rows as the oracle can compute in reasonable time, spread over all heads.
 pub(crate) fn judged_rows(problem: &Problem) -> Vec<Row> {
+    sample_rows(problem, most_rows(problem), SEED)
+}
+
+/// How many rows that is.
+pub(crate) fn most_rows(problem: &Problem) -> usize {
     let work_of_row = problem.len_k as f64 * (problem.head_dim + problem.head_dim_v) as f64;
-    sample_rows(problem, (ORACLE_WORK / work_of_row) as usize, SEED)
+    (ORACLE_WORK / work_of_row) as usize
 }
 
 /// Rows of a problem's output.
@@ -45,7 +51,7 @@ const UNFUSED: [&str; 2] = ["math", CUBLAS];
 
 /// Whether a contender is ours.
 pub(crate) fn is_ours(name: &str) -> bool {
-    name == PLANNER || name.starts_with(KERNEL) || name.starts_with(SCHEDULE)
+    [PLANNER, DENSE, WIDE].contains(&name) || name.starts_with(KERNEL) || name.starts_with(SCHEDULE)
 }
 
 /// The limits that rates are compared with.
@@ -549,6 +555,12 @@ pub struct Outcome {
     /// The pass, where it is not the forward one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pass: Option<&'static str>,
+    /// How sequences of lengths of their own lie, as the label has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layout: Option<String>,
+    /// Their lengths.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sequences: Option<Sequences>,
     /// Floating-point operations of a call, causal counted half.
     pub flops: f64,
     /// Bytes that must move in a call.
@@ -609,12 +621,14 @@ impl Outcome {
             }
         }
         Self {
-            cell: *cell,
+            cell: cell.clone(),
             name: Some(cell.name).filter(|name| !name.is_empty()),
             shape: cell.shape.to_string(),
             dtype: cell.types.to_string(),
             mask: cell.mask.to_string(),
             pass: (cell.pass != Pass::Forward.into()).then(|| cell.pass.name()),
+            layout: cell.sequences.as_ref().map(ToString::to_string),
+            sequences: cell.sequences.clone(),
             flops: work.flops,
             bytes: work.bytes,
             judged_rows,
@@ -643,7 +657,7 @@ impl Outcome {
         let limits = Limits::Cpu { fma_gflops, read_gbytes };
         let measured = |(samples, error)| Measured::new(samples, error, &work, &limits, ceilings);
         let results: Vec<Measured> = samples.into_iter().map(measured).collect();
-        let full = Cell { mask: Mask::None, ..*cell }.work();
+        let full = Cell { mask: Mask::None, ..cell.clone() }.work();
         let causal_share = stats::median(&cpu.full_samples_us)
             .zip(results[0].p50_us)
             .map(|(full_us, us)| full_us / us * (work.flops / full.flops));
@@ -819,7 +833,14 @@ mod tests {
 
     fn cell(shape: &str) -> Cell {
         let shapes::Named { name, shape, dtype, .. } = shapes::parse(shape).unwrap();
-        Cell { name, shape, mask: Mask::None, types: dtype.into(), pass: Pass::Forward.into() }
+        Cell {
+            name,
+            shape,
+            mask: Mask::None,
+            types: dtype.into(),
+            pass: Pass::Forward.into(),
+            sequences: None,
+        }
     }
 
     fn result(name: &str, times: &[f64], limits: &Limits) -> Measured {

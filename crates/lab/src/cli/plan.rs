@@ -43,7 +43,7 @@ pub struct Options {
 }
 
 /// What a plan is wanted for.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 enum Asked {
     Shape(config::Target),
     Problem(Problem),
@@ -109,7 +109,7 @@ impl LaunchRow {
 
 pub fn plan(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
-    let problem = match options.shape {
+    let problem = match &options.shape {
         Asked::Shape(config::Target { cell, .. }) => {
             let mask = if options.causal { Mask::Causal } else { cell.mask };
             let types = options.eight.types(options.dtype.unwrap_or(cell.types.dtype));
@@ -121,7 +121,7 @@ pub fn plan(options: &Options) -> Result<Exit, String> {
             ));
         }
         Asked::Problem(problem) if problem.pass == Pass::Forward => problem.with_pass(options.pass),
-        Asked::Problem(problem) => problem,
+        Asked::Problem(problem) => *problem,
     };
     let problem = problem.check().map_err(|error| error.to_string())?;
     let hardware = match options.target {

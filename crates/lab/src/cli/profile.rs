@@ -122,7 +122,7 @@ struct Report {
 pub fn profile(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
     let types = options.eight.types(options.shape.cell.types.dtype);
-    let cell = Cell { pass: options.pass.into(), types, ..options.shape.cell };
+    let cell = Cell { pass: options.pass.into(), types, ..options.shape.cell.clone() };
     if types.dtype == DType::F32 {
         return Err("on a GPU f16, bf16 and f8 are timed".into());
     }
@@ -283,7 +283,7 @@ fn roofline(cell: &Cell, plan: &Plan, gpu: bool) -> Roofline {
         rounds: None,
         margin: MARGIN,
     };
-    let member = Member::of_all(*cell);
+    let member = Member::of_all(cell.clone());
     let Ok(mut bench) = GpuBench::start(setup, std::slice::from_ref(&member), &mut |_| {}) else {
         return roofline;
     };

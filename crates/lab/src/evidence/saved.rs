@@ -61,6 +61,9 @@ pub struct SavedCell {
     /// The pass, where it is not the forward one.
     #[serde(default)]
     pub pass: Option<String>,
+    /// How sequences of lengths of their own lie.
+    #[serde(default)]
+    pub layout: Option<String>,
     /// Ours first.
     pub results: Vec<SavedResult>,
     /// Why there is no result at all.
@@ -116,7 +119,8 @@ impl SavedCell {
     /// As `1x8x512x64 f16 causal`.
     pub fn label(&self) -> String {
         let pass = self.pass.as_ref().map_or_else(String::new, |pass| format!(" {pass}"));
-        format!("{} {} {}{pass}", self.shape, self.dtype, self.mask)
+        let layout = self.layout.as_ref().map_or_else(String::new, |layout| format!(" {layout}"));
+        format!("{} {} {}{pass}{layout}", self.shape, self.dtype, self.mask)
     }
 
     /// A contender by name.

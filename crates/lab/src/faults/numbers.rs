@@ -58,8 +58,14 @@ fn times(rng: &mut Rng, median: f64, spread: f64) -> Vec<f64> {
 /// A cell of 4 batch entries as bench writes it: ours at some times, a peer at others.
 fn outcome(ours: &[f64], theirs: &[f64]) -> Outcome {
     let shape = Shape { batch: 4, heads_q: 1, heads_kv: 1, len_q: 8192, len_k: 8192, head_dim: 64 };
-    let cell =
-        Cell { name: "", shape, mask: Mask::None, types: DType::F16.into(), pass: Pass::Forward.into() };
+    let cell = Cell {
+        name: "",
+        shape,
+        mask: Mask::None,
+        types: DType::F16.into(),
+        pass: Pass::Forward.into(),
+        sequences: None,
+    };
     let problem = cell.problem();
     let bound = |error: f64| Bound { error, plain: 2.0 * error, allowed: 5.0 * error };
     let rows = judged_rows(&problem).len();

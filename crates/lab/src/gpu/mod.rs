@@ -10,6 +10,6 @@
 //! events, after another replay that keeps the GPU busy meanwhile, so that no launch overhead is in it. The **call**
 //! clock is the caller's: an event before and after every single call, and the host's own time beside it.
 
-pub use flashcore_clock::{ceilings, cublas, pool, protocol, softmax, stress, worker};
+pub use flashcore_clock::{ceilings, cublas, pool, protocol, sequences, softmax, stress, worker};
 
 pub mod host;

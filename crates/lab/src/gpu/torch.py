@@ -79,6 +79,7 @@ class Server:
         self.options = {}
         self.graphs = {}
         self.problem = {}
+        self.sequences = self.table = None
         self.others = {}
         self.given = {}
         self.kept = {}
@@ -117,13 +118,19 @@ class Server:
         torch.cuda.empty_cache()
         pools = self.pools[problem["dtype"]]
 
+        self.places(problem)
+
         def cut(pool, shape):
+            if self.sequences:
+                # As they lie in memory: token after token.
+                shape = [shape[0], shape[2], shape[1], shape[3]]
             count = shape[0] * shape[1] * shape[2] * shape[3]
             tensor = pool.repeat(-(-count // len(pool)))[:count].clone().reshape(shape)
             return tensor.view(torch.float8_e4m3fn) if problem["dtype"] == "f8" else tensor
 
         for _ in range(max(1, request["sets"])):
-            self.sets.append([cut(pool, problem[name]) for pool, name in zip(pools, ("q", "k", "v"))])
+            tensors = [cut(pool, problem[name]) for pool, name in zip(pools, ("q", "k", "v"))]
+            self.sets.append([tensors[0], *map(self.paged, tensors[1:])] if self.table is not None else tensors)
         self.problem = problem
         self.others.clear()
         self.options = {"is_causal": problem["causal"], "scale": problem["scale"]}
@@ -132,12 +139,84 @@ class Server:
         torch.cuda.synchronize()
         return {}
 
+    def places(self, problem):
+        """Where sequences of lengths of their own are."""
+        torch, self.sequences = self.torch, problem.get("sequences")
+        self.table = None
+        if not self.sequences:
+            return
+        numbers = lambda values: torch.tensor(values, dtype=torch.int32, device="cuda")
+        keys, queries = self.sequences["keys"], self.sequences.get("queries")
+        # Tokens of q and of the cache, as if each sequence were packed.
+        batch, room_q, room_k = len(keys), problem["q"][2], problem["k"][2]
+        packed_q, packed_k = queries is not None, self.sequences["lie"] == "packed"
+        starts = lambda lengths: numbers([sum(lengths[:n]) for n in range(batch + 1)])
+        self.most = (max(queries) if packed_q else room_q, max(keys))
+        self.starts = (
+            starts(queries if packed_q else [room_q] * batch),
+            starts(keys if packed_k else [room_k] * batch),
+        )
+        self.lengths = None if packed_k else numbers(keys)
+        if isinstance(self.sequences["lie"], dict):
+            page = self.sequences["lie"]["pages"]
+            self.table = numbers(problem["table"]).reshape(batch, -1)
+            # A few pages more than are used, as a pool has.
+            self.pool_of = (page, int(self.table.max()) + 1)
+
+    def paged(self, cache):
+        """A pool of pages that holds what a cache does."""
+        torch, (page, pages), (batch, room, heads, width) = self.torch, self.pool_of, cache.shape
+        pool = torch.zeros(pages, page, heads, width, dtype=cache.dtype, device="cuda")
+        for sequence, keys in enumerate(self.sequences["keys"]):
+            count = -(-keys // page)
+            part = torch.zeros(count * page, heads, width, dtype=cache.dtype, device="cuda")
+            part[:keys] = cache[sequence, :keys]
+            pool[self.table[sequence, :count].long()] = part.reshape(count, page, heads, width)
+        return pool
+
+    def attend(self, who, q, k, v):
+        """Attention of sequences: tensors and output lie as in memory, (batch, length, heads, head_dim)."""
+        aten, scale, causal = self.torch.ops.aten, self.problem["scale"], self.problem["causal"]
+        (starts_q, starts_k), (most_q, most_k) = self.starts, self.most
+        packed_q, packed_k = self.sequences.get("queries") is not None, self.lengths is None
+        flat = lambda x: x.reshape(-1, *x.shape[2:])
+        if who in ("fa3", "flash_attn"):
+            module, options = importlib.import_module(MODULES[who]), {"softmax_scale": scale, "causal": causal}
+            if packed_k and packed_q:
+                out = module.flash_attn_varlen_func(
+                    flat(q), flat(k), flat(v), starts_q, starts_k, most_q, most_k, **options
+                )
+            elif packed_q:
+                raise NotImplementedError(f"{who} is not asked about packed queries on a cache")
+            else:
+                if self.table is not None:
+                    options["page_table" if who == "fa3" else "block_table"] = self.table
+                out = module.flash_attn_with_kvcache(q, k, v, cache_seqlens=self.lengths, **options)
+            out = out[0] if isinstance(out, tuple) else out
+            return out.reshape(q.shape)
+        options = {"scale": scale}
+        if self.lengths is not None:
+            options["seqused_k"] = self.lengths
+        if self.table is None:
+            k, v = flat(k), flat(v)
+        else:
+            options["block_table"] = self.table
+        places = (starts_q, starts_k, most_q, most_k)
+        if who == "flash":
+            out = aten._flash_attention_forward(flat(q), k, v, *places, 0.0, causal, False, **options)
+        else:
+            grad = q.requires_grad
+            out = aten._cudnn_attention_forward(flat(q), k, v, None, *places, grad, 0.0, causal, False, **options)
+        return out[0].reshape(q.shape)
+
     def backend(self, who):
         """The context that must be active during a backend's calls."""
         return self.sdpa_kernel([self.backends[who]]) if who in self.backends else contextlib.nullcontext()
 
     def forward_of(self, who, leaves):
         """The output of tensors whose gradients are asked for."""
+        if self.sequences:
+            return self.attend(who, *leaves)
         if who not in TURNED:
             return self.torch.nn.functional.scaled_dot_product_attention(*leaves, **self.options)
         options = {"causal": self.problem["causal"], "softmax_scale": self.problem["scale"]}
@@ -148,12 +227,14 @@ class Server:
         """Tensors that are differentiated by, the gradient of the output, and the output itself: it is computed once, and
         its gradients can be asked for again and again. None where every call computes it anew."""
         torch, problem = self.torch, self.problem
-        turned = who in TURNED
+        turned = who in TURNED and not self.sequences
         order = (lambda x: x.transpose(1, 2).contiguous()) if turned else (lambda x: x.clone())
         torch.cuda.synchronize()
         with torch.inference_mode(False), torch.enable_grad(), torch.cuda.stream(self.side):
             leaves = [order(x).requires_grad_() for x in self.sets[place]]
             pool, shape = self.pools[problem["dtype"]][0], problem["q"][:3] + problem["v"][3:]
+            if self.sequences:
+                shape = [shape[0], shape[2], shape[1], shape[3]]
             count = shape[0] * shape[1] * shape[2] * shape[3]
             pool = pool.roll(-(problem["gradient_from"] % len(pool)))
             gradient = order(pool.repeat(-(-count // len(pool)))[:count].reshape(shape))
@@ -171,12 +252,14 @@ class Server:
         with self.torch.inference_mode(False), self.torch.enable_grad():
             out = out if keeps else self.forward_of(who, leaves)
             found = self.torch.autograd.grad(out, leaves, gradient, retain_graph=keeps)[0]
-            return found.transpose(1, 2) if who in TURNED else found
+            return found.transpose(1, 2) if who in TURNED or self.sequences else found
 
     def call(self, who, place):
         if "gradient_from" in self.problem:
             return self.backward(who, place)
         q, k, v = self.sets[place % len(self.sets)]
+        if self.sequences:
+            return self.attend(who, q, k, v).transpose(1, 2)
         if who in self.backends:
             return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, **self.options)
         if who not in self.others:

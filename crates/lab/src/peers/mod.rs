@@ -72,6 +72,13 @@ impl Folder {
         Ok(Self(path))
     }
 
+    /// A folder in it.
+    pub(crate) fn within(&self, name: &str) -> Result<PathBuf, String> {
+        let path = self.0.join(name);
+        std::fs::create_dir_all(&path).map_err(|error| format!("cannot make {}: {error}", path.display()))?;
+        Ok(path)
+    }
+
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }

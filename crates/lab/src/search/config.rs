@@ -73,7 +73,7 @@ impl Config {
 }
 
 /// A target as it was asked for: its dtype may be left open.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Target {
     /// The shape, its mask, and the dtype that it has unless another is asked for.
     pub cell: Cell,
@@ -93,6 +93,7 @@ pub fn target(text: &str) -> Result<Target, String> {
             mask,
             types: named.dtype.into(),
             pass: Pass::Forward.into(),
+            sequences: None,
         },
         has_dtype: false,
     };
@@ -139,7 +140,7 @@ pub fn cases(targets: &[Target], dtypes: Option<&[DType]>) -> Vec<Cell> {
             None => &own,
         };
         for &dtype in of_target {
-            let cell = Cell { types: dtype.into(), ..target.cell };
+            let cell = Cell { types: dtype.into(), ..target.cell.clone() };
             if !cells.contains(&cell) {
                 cells.push(cell);
             }
@@ -179,10 +180,10 @@ gain: 3
 
     #[test]
     fn a_single_shape_makes_two_cases() {
-        let mission = target("mission").unwrap();
-        assert_eq!(cases(&[mission], None).len(), 2);
-        assert_eq!(cases(&[mission], Some(&[DType::F16])).len(), 1);
-        assert_eq!(cases(&[mission, target("long").unwrap()], None).len(), 2);
+        let mission = [target("mission").unwrap()];
+        assert_eq!(cases(&mission, None).len(), 2);
+        assert_eq!(cases(&mission, Some(&[DType::F16])).len(), 1);
+        assert_eq!(cases(&["mission", "long"].map(|shape| target(shape).unwrap()), None).len(), 2);
         assert_eq!(cases(&[target("mission:bf16").unwrap()], None).len(), 1);
     }
 }

@@ -50,6 +50,9 @@ pub struct Options {
     /// A set of cells
     #[arg(long, value_enum, conflicts_with_all = ["shapes", "causal", "no_causal", "dtype", "EightBits"])]
     matrix: Option<Matrix>,
+    /// Of a matrix, only cells whose name or group contains this, such as head_dim 128 or page=16
+    #[arg(long, value_name = "TEXT", requires = "matrix")]
+    only: Option<String>,
     #[command(flatten)]
     place: Place,
     #[command(flatten)]
@@ -115,7 +118,8 @@ impl Cells {
             let dtypes = self.dtype.as_ref().map_or(vec![named.dtype], |dtypes| dtypes.0.clone());
             for dtype in dtypes {
                 let types = eight.types(dtype);
-                let cell = Cell { name: named.name, shape: named.shape, mask, types, pass: self.pass() };
+                let (name, shape, pass) = (named.name, named.shape, self.pass());
+                let cell = Cell { name, shape, mask, types, pass, sequences: None };
                 cell.problem().check().map_err(|error| error.to_string())?;
                 members.push(Member::of_all(cell));
             }
@@ -242,6 +246,8 @@ struct Task<'a> {
 enum Only {
     Cpu,
     Gpu,
+    /// A GPU, but the CPU engine does it too where it is named.
+    GpuUnlessNamed,
 }
 
 /// The path of the CPU, or the number of the GPU, that a task runs on.
@@ -273,7 +279,14 @@ impl<'a> Task<'a> {
     fn device(&self) -> Result<On, String> {
         let engine = cpu::Engine::new();
         match (self.place.device, self.only) {
-            (DeviceName::Auto, Some(Only::Gpu)) => Ok(On::Gpu(0)),
+            (DeviceName::Auto, Some(Only::Gpu | Only::GpuUnlessNamed)) => {
+                let none = || {
+                    let named = self.only == Some(Only::GpuUnlessNamed);
+                    let instead = if named { "; --device cpu times it on the CPU engine" } else { "" };
+                    format!("this is timed on a GPU, and there is none here (flashcore doctor says why){instead}")
+                };
+                self.place.device.gpu().map(On::Gpu).ok_or_else(none)
+            }
             (DeviceName::Auto, Some(Only::Cpu)) => Ok(On::Cpu(engine.isa())),
             (DeviceName::Auto, None) => Ok(self.place.device.gpu().map_or(On::Cpu(engine.isa()), On::Gpu)),
             (DeviceName::Cpu(_), Some(Only::Gpu)) => {
@@ -299,6 +312,7 @@ impl<'a> Task<'a> {
         // Before any inputs are drawn: a machine that runs out of memory may kill any process.
         for Member { cell, .. } in &self.members {
             let needed = match device {
+                On::Cpu(_) if cell.sequences.is_some() => 2 * memory::to_call(&cell.dense()),
                 On::Cpu(_) => memory::to_judge(&cell.problem()),
                 On::Gpu(_) => memory::of_rows(&cell.problem()),
             };
@@ -435,7 +449,9 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
             }
         }
     });
-    progress.say(&show::heading(&environment, &*bench, task.alone));
+    let wide = task.members.iter().any(|member| show::is_long(&member.cell.label()));
+    let forms = show::forms(&task.members);
+    progress.say(&show::heading(&environment, &*bench, (!task.alone).then_some((wide, &forms[..]))));
     for (i, member) in task.members.iter().enumerate() {
         if interrupt::requested() {
             break;
@@ -452,7 +468,7 @@ fn time(task: &Task<'_>, json: &Json) -> Result<Finished, String> {
             }
             Clock::Call => bench.run(member, budget / asked as u32, &interrupt::requested, &mut tell)?,
         };
-        progress.say(&if task.alone { show::describe(&outcome) } else { show::row(&outcome) });
+        progress.say(&if task.alone { show::describe(&outcome) } else { show::row(&outcome, wide) });
         outcomes.push(outcome);
         *kept.lock().unwrap_or_else(PoisonError::into_inner) = part(&*bench, &outcomes);
     }
@@ -516,13 +532,24 @@ pub fn bench(options: &Options) -> Result<Exit, String> {
     let only = match matrix {
         Some(Matrix::Cpu) => Some(Only::Cpu),
         None if ours == Ours::Planner && !options.sustained => None,
+        Some(Matrix::Small | Matrix::Decode | Matrix::Paged | Matrix::Varlen)
+            if ours == Ours::Planner && !options.sustained =>
+        {
+            Some(Only::GpuUnlessNamed)
+        }
         _ => Some(Only::Gpu),
     };
-    let members = match (matrix, options.cells.pass) {
+    let mut members = match (matrix, options.cells.pass) {
         (None, _) => options.cells.members(options.eight),
         (Some(matrix), None) => Ok(matrix.usual_cells()),
         (Some(matrix), Some(pass)) => matrix.cells(pass),
     }?;
+    if let Some(text) = &options.only {
+        members.retain(|it| it.group.contains(text) || format!("{} ", it.cell.label()).contains(text));
+        if members.is_empty() {
+            return Err(format!("--only '{text}': no cell of the matrix, and no group, is named so"));
+        }
+    }
     let task = Task {
         budget: options.pace.budget,
         rounds: options.samples.map(|samples| samples as usize),
@@ -568,7 +595,14 @@ mod tests {
             CpuConditions { fma_peak_samples_us: vec![limit_us; 10], ..CpuConditions::default() };
         let named = shapes::parse("mission").unwrap();
         let (name, shape, dtype) = (named.name, named.shape, named.dtype);
-        let cell = Cell { name, shape, mask: Mask::None, types: dtype.into(), pass: Pass::Forward.into() };
+        let cell = Cell {
+            name,
+            shape,
+            mask: Mask::None,
+            types: dtype.into(),
+            pass: Pass::Forward.into(),
+            sequences: None,
+        };
         Outcome::on_cpu(&cell, 1, taken, conditions, None, 0.02)
     }
 

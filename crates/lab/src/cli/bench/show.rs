@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use super::Report;
+use crate::bench::cells::Member;
 use crate::bench::cpu::NO_PEERS;
 use crate::bench::gpu::{Cache, FA3, Regime};
 use crate::bench::outcome::{Comparison, Exactness, Measured, Outcome, Rates};
@@ -19,7 +20,11 @@ use crate::stats::Verdict;
 const NOISY: f64 = 1.3;
 
 /// The machine, the peers, and the columns of a table.
-pub(super) fn heading(environment: &Environment, bench: &dyn Bench, alone: bool) -> String {
+pub(super) fn heading(
+    environment: &Environment,
+    bench: &dyn Bench,
+    table: Option<(bool, &[&'static str])>,
+) -> String {
     let (mut lines, unit) = match bench.machine() {
         Machine::Cpu { device, torch, .. } => {
             let mut lines =
@@ -81,18 +86,20 @@ pub(super) fn heading(environment: &Environment, bench: &dyn Bench, alone: bool)
     if !environment.optimised {
         lines.push("this build is not optimised, its times say nothing: use cargo run --release".into());
     }
-    if !alone {
-        if !bench.peers().is_empty() {
+    if let Some((wide, forms)) = table {
+        if !(bench.peers().is_empty() && forms.is_empty()) {
             lines.push(
-                "\nUnder a peer: how many times its speed ours is, ± half of the 95 % interval, and the verdict: + FASTER,\n\
-                 = SAME, - SLOWER, ? UNDECIDED. The error is the RMS of ours; x is that over the most exact peer's."
+                "\nUnder a peer: how many times its speed ours is, ± half of the 95 % interval, and the verdict:\n\
+                 + FASTER, = SAME, - SLOWER, ? UNDECIDED. The error is the RMS of ours; x is that over the most\n\
+                 exact peer's."
                     .into(),
             );
         }
         let limit = of_limit_width(unit == "TFLOP/s");
-        let mut columns = format!("{:<28} {:>8} {unit:>7} {:>limit$}", "", "µs", "of limit");
-        for peer in bench.peers() {
-            let _ = write!(columns, " {peer:>10}");
+        let label = label_width(wide);
+        let mut columns = format!("{:<label$} {:>8} {unit:>7} {:>limit$}", "", "µs", "of limit");
+        for peer in forms.iter().map(ToString::to_string).chain(bench.peers()) {
+            let _ = write!(columns, " {:>10}", peer.trim_start_matches("flashcore "));
         }
         lines.push(toned(Tone::Strong, &format!("{columns} {:>6}", "error")));
     }
@@ -129,15 +136,39 @@ fn mark(verdict: Verdict) -> char {
     }
 }
 
-/// A cell of a table in one line, and one more for everything that went wrong in it.
-pub(super) fn row(outcome: &Outcome) -> String {
+/// How wide the column of labels is: where they are long, they stand in lines of their own.
+fn label_width(wide: bool) -> usize {
+    if wide { 4 } else { LABEL }
+}
+
+/// What a label may take of a line.
+const LABEL: usize = 28;
+
+/// Whether a label takes a line of its own.
+pub(super) fn is_long(label: &str) -> bool {
+    label.chars().count() > LABEL + 8
+}
+
+/// The other forms of ours that are columns of a table.
+pub(super) fn forms(members: &[Member]) -> Vec<&'static str> {
+    let first = members.first().filter(|member| member.with_forms);
+    first.map_or_else(Vec::new, |member| member.cell.forms().into_iter().map(|(name, _)| name).collect())
+}
+
+/// A cell of a table in one line, and one more for everything that went wrong in it; the label is in a line of its own
+/// where labels are `wide`.
+pub(super) fn row(outcome: &Outcome, wide: bool) -> String {
     let label = outcome.label();
     let Some(ours) = outcome.ours() else {
         return format!("{label:<30} {}", outcome.failure().unwrap_or("no result"));
     };
     let (time, rate) = (number(ours.p50_us, 2), number(ours.rates.rate(), 0));
     let limit = of_limit_width(outcome.gpu().is_some());
-    let mut line = format!("{label:<28} {time:>8} {rate:>7} {:>limit$}", of_limit(&ours.rates));
+    let (above, label, width) = match label_width(wide) {
+        width if wide => (label + "\n", String::new(), width),
+        width => (String::new(), label, width),
+    };
+    let mut line = format!("{above}{label:<width$} {time:>8} {rate:>7} {:>limit$}", of_limit(&ours.rates));
     for peer in &outcome.results[1..] {
         let found = outcome.comparisons.iter().find(|comparison| comparison.peer == peer.name);
         let against = found.map_or_else(

@@ -199,7 +199,14 @@ fn judgement(rows: usize, error: f64, lse: bool) -> Judgement {
 
 fn cell(shape: &str, mask: Mask) -> Cell {
     let named = shapes::parse(shape).unwrap();
-    Cell { name: named.name, shape: named.shape, mask, types: DType::F16.into(), pass: Pass::Forward.into() }
+    Cell {
+        name: named.name,
+        shape: named.shape,
+        mask,
+        types: DType::F16.into(),
+        pass: Pass::Forward.into(),
+        sequences: None,
+    }
 }
 
 /// A whole file of a kind.

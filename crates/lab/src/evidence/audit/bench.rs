@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 
 use flashcore::{Mask, Pass};
+use serde::Deserialize as _;
 use serde_json::{Map, Value, json};
 
 use super::Audit;
@@ -14,6 +15,7 @@ use crate::bench::cells::{Cell, Types};
 use crate::bench::outcome::{Outcome, summaries};
 use crate::cases::Passes;
 use crate::ceilings::Ceilings;
+use crate::gpu::sequences::Sequences;
 use crate::rule::Judgement;
 use crate::shapes;
 use crate::timing::{MOST_CALLS, Samples};
@@ -84,7 +86,16 @@ pub(super) fn cell(audit: &mut Audit, place: &Place<'_>) -> Option<Cell> {
     let named = shapes::NAMED.into_iter().find(|named| named.shape == shape && named.name == text("name"));
     let fits = place.get("name").is_null() || named.is_some();
     audit.require(&format!("{}.name", place.at), fits, "is not the name of this shape");
-    Some(Cell { name: named.map_or("", |named| named.name), shape, mask, types, pass })
+    let mut cell =
+        Cell { name: named.map_or("", |named| named.name), shape, mask, types, pass, sequences: None };
+    if !place.get("sequences").is_null() {
+        let given = Sequences::deserialize(place.get("sequences").value).ok();
+        cell.sequences = given.filter(|sequences| sequences.fit(&cell.dense()));
+        let whole = cell.sequences.as_ref().is_some_and(|it| value(it) == *place.get("sequences").value);
+        audit.require(&place.get("sequences").at, whole, "are not sequences of this shape");
+        cell.sequences.as_ref()?;
+    }
+    Some(cell)
 }
 
 /// What every benchmark records about a contender: samples, judgement, and why it left.

@@ -9,9 +9,9 @@ use super::fields::{Place, any, raw, raws};
 use super::header::margin;
 use super::judgement::Judged;
 use crate::bench::cells::Cell;
-use crate::bench::cpu::{checksums, inputs as draw};
+use crate::bench::cpu::{checksums, inputs as draw, pool};
 use crate::bench::gpu::largest_tensor;
-use crate::bench::outcome::{CpuConditions, Outcome, causal_shares, judged_rows};
+use crate::bench::outcome::{CpuConditions, Outcome, causal_shares};
 use crate::ceilings::Ceilings;
 use crate::stats;
 
@@ -68,8 +68,7 @@ struct Cpu {
 impl Cpu {
     /// Absent where the raw values are impossible: nothing follows from them.
     fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: &Cell) -> Option<(Outcome, Value)> {
-        let problem = cell.problem();
-        let judged_rows = judged_rows(&problem).len();
+        let judged_rows = cell.judged_rows().len();
         let judged = Judged::of(cell, judged_rows);
         let contenders: Vec<Contender> = audit
             .list(&place.get("results"))
@@ -78,8 +77,15 @@ impl Cpu {
             .collect();
         together(audit, &place.at, &contenders);
         let names: Vec<&str> = contenders.iter().map(|it| it.samples.name.as_str()).collect();
-        let expected: &[&str] = if self.torch { &["flashcore", "torch"] } else { &["flashcore"] };
-        audit.require(&format!("{}.results", place.at), names == expected, "are not of those who were there");
+        let mut others: Vec<&str> = names.iter().skip(1).copied().collect();
+        if self.torch {
+            let last = others.pop() == Some("torch");
+            audit.require(&format!("{}.results", place.at), last, "are not of those who were there");
+        }
+        // Ours in other forms: all of them, or none.
+        let forms: Vec<&str> = cell.forms().into_iter().map(|(name, _)| name).collect();
+        let known = names.first() == Some(&"flashcore") && (others.is_empty() || others == forms);
+        audit.require(&format!("{}.results", place.at), known, "are not of those who were there");
         let errors: Vec<Value> = contenders.iter().map(|it| it.error.clone()).collect();
         let results: Vec<_> = contenders.into_iter().map(|it| (it.samples, it.judgement)).collect();
         let ours = results.first().map(|(ours, _)| ours)?;
@@ -139,6 +145,12 @@ pub(super) fn inputs(audit: &mut Audit, root: &Place<'_>) {
         let Some(cell) = cell(audit, &place) else { continue };
         if largest_tensor(&cell.problem()) > MOST_DRAWN {
             audit.miss(format!("{}: inputs of this size are not drawn again", place.at));
+            continue;
+        }
+        if cell.sequences.is_some() {
+            let key = format!("{} of {}", largest_tensor(&cell.problem()), cell.types);
+            let checksums = drawn(key, || pool(&cell).checksums());
+            audit.agree(&format!("{}.checksums", place.at), place.get("checksums").value, &value(checksums));
             continue;
         }
         let key = format!("{} {}", cell.shape, cell.types);

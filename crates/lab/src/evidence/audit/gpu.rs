@@ -9,12 +9,12 @@ use super::bench::{are_different, ceilings, cell, cells, contender, drawn, toget
 use super::fields::{Place, any, is_hex, is_version, raw, raws};
 use super::header::{flag, margin};
 use super::judgement::Judged;
-use crate::bench::cells::{Cell, Matrix, Member};
+use crate::bench::cells::{Cell, DENSE, Matrix, Member, WIDE};
 use crate::bench::gpu::{
     FA3, IN_PYTHON, Regime, SUSTAINED_SAMPLE, largest_tensor, peak_tflops, peers, sets_to_flush,
 };
 use crate::bench::outcome::{
-    CallClock, Conditions, Details, GpuConditions, Limits, Measured, Outcome, SEED, is_ours, judged_rows,
+    CallClock, Conditions, Details, GpuConditions, Limits, Measured, Outcome, SEED, is_ours,
 };
 use crate::ceilings::Ceilings;
 use crate::energy::Energy;
@@ -184,14 +184,13 @@ fn is_version_or_hash(text: &str) -> bool {
 impl Bench<'_> {
     /// Absent where the raw values are impossible: nothing follows from them.
     fn cell(&self, audit: &mut Audit, place: &Place<'_>, cell: Cell) -> Option<(Outcome, Value)> {
-        let problem = cell.problem();
         let group = audit.text(&place.get("group"), |group| is_group(&cell, group)).to_string();
         let seconds = audit.number(&place.get("seconds"), 0.0..1e6);
         let results = audit.list(&place.get("results"));
         if !place.get("failure").is_null() {
             let why = audit.text(&place.get("failure"), any);
             audit.miss(format!("{}: {why}", place.at));
-            let mut outcome = Outcome::not_run(&Member { cell, group }, why);
+            let mut outcome = Outcome::not_run(&Member { cell, group, with_forms: false }, why);
             if let Conditions::Gpu(gpu) = &mut outcome.conditions {
                 gpu.seconds = seconds;
             }
@@ -199,7 +198,7 @@ impl Bench<'_> {
             return Some((outcome, self.of_version(made)));
         }
         audit.require(&place.at, !results.is_empty(), "has neither a result nor a failure");
-        let rows = judged_rows(&problem).len();
+        let rows = cell.judged_rows().len();
         let judged = Judged::of(&cell, rows);
         let contenders: Vec<_> =
             results.iter().map(|result| contender(audit, result, self.version, judged)).collect();
@@ -226,7 +225,7 @@ impl Bench<'_> {
         let retaken_rounds = audit.count(&place.get("retaken_rounds"), ..=10_000) as usize;
         let conditions = GpuConditions {
             group,
-            sets: if self.warm { 1 } else { sets_to_flush(problem.min_bytes(), self.l2_bytes) },
+            sets: if self.warm { 1 } else { sets_to_flush(cell.work().bytes, self.l2_bytes) },
             retaken_rounds,
             throttled_rounds: audit.count(&place.get("throttled_rounds"), ..=rounds as u64) as usize,
             measured_again: retaken_rounds > 0,
@@ -282,6 +281,9 @@ impl Bench<'_> {
             let (kernel, schedule) = (samples.name.strip_prefix(KERNEL), samples.name.strip_prefix(SCHEDULE));
             let real = kernel.is_none_or(is_name) && schedule.is_none_or(is_schedule);
             audit.require(&format!("{}.name", place.at), real, "names no kernel or schedule");
+            let form = [DENSE, WIDE].into_iter().find(|form| *form == samples.name);
+            let has = form.is_none_or(|form| cell.forms().iter().any(|(name, _)| *name == form));
+            audit.require(&format!("{}.name", place.at), has, "is a form that this cell has not");
         }
         let told = self.version < 3
             || judgement.is_none()
@@ -296,7 +298,8 @@ impl Bench<'_> {
         // A contender without an output was asked for nothing more.
         let (asked, whole) = (judgement.is_some(), samples.failure.is_none());
         self.used(audit, &place.get("energy"), &mut samples);
-        let energy = Energy::of(&samples, cell.work().flops);
+        let work = cell.of_contender(&samples.name).work();
+        let energy = Energy::of(&samples, work.flops);
         let mut details = Details { energy, ..Details::default() };
         let replay = place.get("replay_is_same");
         if !replay.is_null() {
@@ -329,7 +332,7 @@ impl Bench<'_> {
             audit.require(&call.at, clock.p50_us.is_some(), "has no samples");
             details.call = Some(clock);
         }
-        let found = Measured::new(samples, judgement, &cell.work(), &self.limits, self.ceilings.as_ref());
+        let found = Measured::new(samples, judgement, &work, &self.limits, self.ceilings.as_ref());
         (Measured { details: Some(details), ..found }, patch, plan)
     }
 }
@@ -376,7 +379,8 @@ fn alike(audit: &mut Audit, root: &Place<'_>, outcomes: &[Outcome]) {
 /// Whether a cell is averaged in a group of this name.
 fn is_group(cell: &Cell, group: &str) -> bool {
     let of = |matrix: Matrix| {
-        let same = |member: &Member| Cell { name: "", ..*cell } == member.cell && member.group == group;
+        let unnamed = Cell { name: "", ..cell.clone() };
+        let same = |member: &Member| unnamed == member.cell && member.group == group;
         matrix.cells(cell.pass).is_ok_and(|members| members.iter().any(same))
     };
     group == "all" || Matrix::value_variants().iter().copied().any(of)
