@@ -109,7 +109,7 @@ impl Launch {
         let Problem { batch, heads_q, heads_kv, len_q, len_k, queries, keys, .. } = *folded;
         // Batch entries and rows as tiles of so many count them.
         let packed = |total: usize, rows: u32| match geometry.blocks {
-            Blocks::Packed { .. } => [batch as u32, total as u32],
+            Blocks::Packed { .. } | Blocks::EachPacked => [batch as u32, total as u32],
             // Tiles are numbered as if all were one entry's.
             _ => [1, rows * packed_tiles(rows, total as u32, batch as u32)],
         };

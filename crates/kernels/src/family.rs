@@ -7,6 +7,7 @@ use flashcore_ptx::{BuildErrors, KernelBuilder, SharedError, Target, TensorMap};
 use crate::{
     ElementType, FwdParams, Kernel, MAX_TENSOR_CORE_HEAD_DIM, Order, Spec,
     bind::{Args, BindError, Map, Packed},
+    packed_tiles,
 };
 
 /// A kind of generated code. Its schedule type implements this: for a spec and a target it emits one kernel, and it
@@ -87,7 +88,7 @@ pub enum Blocks {
         parts: u32,
     },
     /// A block for every tile that packed sequences of so many rows in all may have, and per head: see
-    /// [`packed_places`](Geometry::packed_places).
+    /// [`packed_tiles`].
     EachPacked,
     /// The same for tiles of packed sequences, which only the GPU knows: so many persistent blocks per multiprocessor.
     Packed {
@@ -108,19 +109,13 @@ impl Geometry {
         Geometry { rows: queries, ..*self }.tiles(batch, heads, len)
     }
 
-    /// The places in which packed sequences of so many rows in all have their tiles: those of a sequence begin at its first
-    /// row divided by the rows of a tile, plus its number, so that each has enough of them and some have one without a tile.
-    pub fn packed_places(&self, sequences: u32, rows: u32) -> u32 {
-        if rows == 0 { 0 } else { rows / self.rows + sequences }
-    }
-
     /// The number of tiles for these batch entries, heads and rows per head. For packed sequences, the most there can be of
     /// so many sequences with so many rows in all.
     pub fn tiles(&self, batch: u32, heads: u32, len: u32) -> u64 {
         match self.blocks {
             // Each sequence has at most one tile that is not full.
             Blocks::Packed { .. } => u64::from(len / self.rows + batch.min(len)) * u64::from(heads),
-            Blocks::EachPacked => u64::from(self.packed_places(batch, len)) * u64::from(heads),
+            Blocks::EachPacked => u64::from(packed_tiles(self.rows, len, batch)) * u64::from(heads),
             _ => u64::from(len.div_ceil(self.rows)) * u64::from(heads) * u64::from(batch),
         }
     }
@@ -131,7 +126,7 @@ impl Geometry {
             Blocks::Each(order) | Blocks::EachKeys(order) => {
                 order.grid(len.div_ceil(self.rows), heads, batch)
             }
-            Blocks::EachPacked => [self.packed_places(batch, len), heads, 1],
+            Blocks::EachPacked => [packed_tiles(self.rows, len, batch), heads, 1],
             Blocks::KeyRow | Blocks::QueriesThenKeys { .. } => {
                 [u32::try_from(self.tiles(batch, heads, len)).unwrap_or(u32::MAX), 1, 1]
             }

@@ -1,24 +1,19 @@
 //! Packed queries: the sequences lie one behind the other, and only the GPU knows where each begins.
 //!
-//! The tiles of a sequence have places from `start / rows + number of the sequence` on, which are enough for them whatever its
-//! length is. So a block knows its sequence from the starts alone: it is the last one whose places begin at the block's or
-//! before. Places without a tile, of which a sequence has at most one, are left at once.
+//! Each block has a tile, numbered as [`sequence`](crate::parts::sequence) does. Numbers that are nobody's are left at once.
 
 use flashcore_ptx::{B32, KernelBuilder, Pred, Reg, Shared};
 
 use crate::{
-    parts::work::{Order, Rows},
+    parts::{
+        sequence::find_tile,
+        work::{Order, Rows},
+    },
     sm90::{PackedParams, fwd::ends},
 };
 
 /// Bytes that a warp writes down of its tile.
 const NOTE: u32 = 16;
-
-/// Sequences that a warp looks at together.
-const TOGETHER: u32 = 32;
-
-/// All lanes.
-const ALL_LANES: u32 = u32::MAX;
 
 /// Bytes of shared memory that a block reserves for what its warps write down.
 pub(super) fn bytes(warps: u32) -> u32 {
@@ -38,27 +33,9 @@ impl Tile {
     pub fn find(k: &mut KernelBuilder, rows: u32, order: Order) -> (Self, Reg<Pred>) {
         k.section("packed: which sequence");
         let (place, head) = (k.ctaid_x(), k.ctaid_y());
-        let (lane, sequences) = (k.laneid(), k.param(PackedParams::sequences));
-        let up_to = k.mov_b32(0u32);
-        k.for_s32(0, sequences, TOGETHER as i32, |k, first, _| {
-            let sequence = k.add_u32(first, lane);
-            let exists = k.setp_lt_u32(sequence, sequences);
-            let start = k.mov_b32(0u32);
-            let starts = k.param(PackedParams::q_starts);
-            let at = k.mad_wide_u32(sequence, 4u32, starts);
-            k.when(exists, |k| k.set(start, |k| k.ld_global(at)));
-            let begins = first_place(k, start, sequence, rows);
-            let before = k.setp_le_u32(begins, place);
-            let before = k.and_pred(before, exists);
-            let before = k.ballot(before, ALL_LANES);
-            let before = k.popc_b32(before);
-            k.set(up_to, |k| k.add_u32(up_to, before));
-        });
-        let batch = k.sub_u32(up_to, 1u32);
+        let [batch, tile] = find_tile(k, PackedParams::q_starts, rows, place);
         let [start, end] = ends(k, PackedParams::q_starts, batch);
         let len_q = k.sub_s32(end, start);
-        let begins = first_place(k, start, batch, rows);
-        let tile = k.sub_u32(place, begins);
         let first_row = k.mul_lo_u32(tile, rows);
         let exists = k.setp_lt_s32(first_row, len_q);
         let first_row = match order {
@@ -101,12 +78,6 @@ impl Tile {
             first_row: k.add_u32(self.start, first_row),
         }
     }
-}
-
-/// The place of a sequence's first tile.
-fn first_place(k: &mut KernelBuilder, start: Reg<B32>, sequence: Reg<B32>, rows: u32) -> Reg<B32> {
-    let full = k.div_u32(start, rows);
-    k.add_u32(full, sequence)
 }
 
 /// Where this warp's note is.
