@@ -16,7 +16,7 @@ X = np.ones((1, 8, 512, 64), np.float16)
 def test_info_names_the_version_and_the_cpu():
     info = flashcore_attn.info()
     assert info["version"] == flashcore_attn.__version__
-    assert info["cpu"]["instructions"] in ("amx", "avx512", "avx2", "portable")
+    assert info["cpu"]["instructions"] in ("amx", "avx512bf16", "avx512", "avx2", "portable")
     assert info["cpu"]["threads"] >= 1
     cuda = info["cuda"]
     assert cuda["devices"] or cuda["reason"]

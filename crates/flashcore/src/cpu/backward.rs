@@ -10,7 +10,7 @@
 //!    [`tile`](super::tile); what a mask empties is left out as in the forward pass.
 //! 3. The parts of dQ are added up in the order of keys.
 //!
-//! Where the CPU multiplies whole matrices of bf16, those do all five (`matrix`).
+//! Where the CPU multiplies bf16, products of whole matrices do all five (`matrix`).
 //!
 //! How a call is cut depends on the problem alone, never on the number of threads, and so do the bits of its results. Products
 //! and sums are f32; a kv head whose scores f32 does not hold well enough is computed in f64 (`wide`).
@@ -22,7 +22,10 @@ mod matrix;
 mod tests;
 mod wide;
 
-use std::ops::Range;
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use super::{
     ahead::{Ahead, Coming},
@@ -75,7 +78,10 @@ struct Shared<'a> {
     stats: *mut f32,
     /// For each kv head and chunk, the rows of dQ, or those of each panel turned.
     parts: *mut f32,
-    turned: bool,
+    /// Whether the CPU multiplies whole matrices of what the call has.
+    by_matrices: bool,
+    /// Of each kv head, whether it has a row so small that the products of whole matrices lose it.
+    faint: Vec<AtomicBool>,
 }
 
 /// What a sequence has.
@@ -108,6 +114,16 @@ impl Shared<'_> {
         let Sizes { padded, rows_before, .. } = *self.sizes(task);
         let at = self.stats.wrapping_add(2 * (rows_before + task.head * padded) + row);
         [at, at.wrapping_add(padded)]
+    }
+
+    /// Whether an item's head has products of whole matrices, whose results have dQ turned. Known after the first step.
+    fn turned(&self, task: &Task) -> bool {
+        self.by_matrices && !self.faint(task).load(Ordering::Relaxed)
+    }
+
+    /// Of an item's kv head.
+    fn faint(&self, task: &Task) -> &AtomicBool {
+        &self.faint[task.batch * self.job.call.problem.heads_kv + task.head]
     }
 
     /// A row of a chunk's part of dQ.
@@ -175,7 +191,8 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
         chunk,
         stats: stats.reserve(2 * rows_before),
         parts: parts.reserve(parts_before * step),
-        turned: by_matrices(isa, problem),
+        by_matrices: by_matrices(isa, problem),
+        faint: (0..heads).map(|_| AtomicBool::new(false)).collect(),
     };
     let few = FEW_ROWS.next_multiple_of(isa.panel());
     let of_rows = |i: usize| {
@@ -199,8 +216,8 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
         each(helpers, threads, &of_rows, |task, _, space| prepare(isa, &shared, task, space));
         each(helpers, threads, &of_keys, |task, _, space| {
             #[cfg(target_arch = "x86_64")]
-            if shared.turned {
-                return matrix::run(&shared, task, space);
+            if shared.turned(task) {
+                return matrix::run(isa, &shared, task, space);
             }
             differentiate(isa, &shared, task, space);
         });
@@ -221,15 +238,25 @@ fn needs_f64(job: &Job<'_>, task: &Task) -> bool {
     !job.scoring.fits || task.rows.clone().any(large)
 }
 
-/// Whether products are those of whole matrices, whose results have dQ turned.
+/// Whether products are those of whole matrices.
 #[cfg(target_arch = "x86_64")]
 fn by_matrices(isa: Isa, problem: &Problem) -> bool {
-    isa == Isa::Amx && super::matrix::suits(problem, problem.group() * problem.len_q)
+    isa.multiplies_bf16() && super::matrix::suits(problem, problem.group() * problem.len_q)
 }
 
 #[cfg(not(target_arch = "x86_64"))]
 fn by_matrices(_: Isa, _: &Problem) -> bool {
     false
+}
+
+/// Whether a row of bf16 is not zero, but so small that its products are: those of whole matrices take for zero what is below
+/// the normal numbers.
+fn is_faint(row: Rows) -> bool {
+    /// The bits of 2^−60.
+    const LEAST: u16 = (127 - 60) << 7;
+    // SAFETY: the row is there, and of bf16.
+    let row = unsafe { std::slice::from_raw_parts(row.at.cast::<u16>(), row.len) };
+    (1..LEAST).contains(&row.iter().fold(0, |most, bits| most.max(bits & 0x7fff)))
 }
 
 dispatch! {
@@ -264,6 +291,12 @@ unsafe fn prepare_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace: &mut 
     unsafe {
         let (o, d_o) = (base.add(o), base.add(d_o));
         std::ptr::write_bytes(base, 0, carve.total());
+        if shared.by_matrices && task.rows.start == 0 {
+            let faint = |view, key| is_faint(rows_of(view, task.batch, task.head, key, 1));
+            if (0..visible.count()).any(|key| faint(call.k(), key) || faint(call.v(), key)) {
+                shared.faint(task).store(true, Ordering::Relaxed);
+            }
+        }
         for row in task.rows.clone() {
             let [from_scores, from_gradients] = shared.stats(task, row);
             // Of a row that sees nothing, or is none, every probability is 2^−∞.
@@ -278,6 +311,12 @@ unsafe fn prepare_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace: &mut 
             let lse = number(Name::Lse);
             if visible.keys(s).is_empty() || lse == f32::NEG_INFINITY {
                 continue;
+            }
+            if shared.by_matrices {
+                let faint = |view| is_faint(rows_of(view, task.batch, h, s, 1));
+                if faint(call.q()) || faint(call.of_queries(Name::Do)) {
+                    shared.faint(task).store(true, Ordering::Relaxed);
+                }
             }
             for (name, to) in [(Name::O, o), (Name::Do, d_o)] {
                 rows_of(call.of_queries(name), task.batch, h, s, 1).widen::<S>(to);
@@ -299,6 +338,7 @@ unsafe fn add_up_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace: &mut W
     let (job, call) = (&shared.job, shared.job.call);
     let problem = &call.problem;
     let visible = Visible::new(call, task.batch);
+    let is_turned = shared.turned(task);
     let width = S::VECS * S::LANES;
     let sums = workspace.floats.reserve(width * shared.step);
     let Sizes { rows: all_rows, keys, chunks, .. } = *shared.sizes(task);
@@ -323,12 +363,12 @@ unsafe fn add_up_on<S: Simd>(shared: &Shared<'_>, task: &Task, workspace: &mut W
                     let mut tile = [S::splat(0.0); MAX_LANES];
                     let at = |i: usize| {
                         let turned = (d + i) * width + lane;
-                        sums.add(if shared.turned { turned } else { (lane + i) * shared.step + d })
+                        sums.add(if is_turned { turned } else { (lane + i) * shared.step + d })
                     };
                     for (i, x) in tile.iter_mut().enumerate().take(S::LANES) {
                         *x = S::mul(S::load(at(i)), S::splat(problem.scale));
                     }
-                    if shared.turned {
+                    if is_turned {
                         S::transpose(&mut tile[..S::LANES]);
                     }
                     let to = call.of_queries(Name::Dq);

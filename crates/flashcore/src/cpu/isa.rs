@@ -1,7 +1,7 @@
 //! The instruction sets that the engine has a path for, and which of them this CPU runs.
 
 #[cfg(target_arch = "x86_64")]
-use super::simd::{Avx2, Avx512, amx};
+use super::simd::{Avx2, Avx512, amx, pairs};
 use super::simd::{Portable, Simd};
 use crate::{DType, Error, Result};
 
@@ -15,13 +15,15 @@ pub enum Isa {
     Avx2,
     /// AVX-512F.
     Avx512,
+    /// AVX-512 with its products of pairs of bf16, and AVX-512F for all else.
+    Bf16,
     /// AMX for matrices of bf16, and AVX-512F for all else.
     Amx,
 }
 
 impl Isa {
     /// Every instruction set, narrowest first.
-    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
+    pub const ALL: [Isa; 5] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Bf16, Isa::Amx];
 
     /// The name used in `FLASHCORE_CPU`, in JSON and in messages.
     pub const fn name(self) -> &'static str {
@@ -29,6 +31,7 @@ impl Isa {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Bf16 => "avx512bf16",
             Isa::Amx => "amx",
         }
     }
@@ -38,7 +41,7 @@ impl Isa {
         match self {
             Isa::Portable => 4,
             Isa::Avx2 => 8,
-            Isa::Avx512 | Isa::Amx => 16,
+            Isa::Avx512 | Isa::Bf16 | Isa::Amx => 16,
         }
     }
 
@@ -48,15 +51,20 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => Avx2::VECS * Avx2::LANES,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Amx => Avx512::VECS * Avx512::LANES,
+            Isa::Avx512 | Isa::Bf16 | Isa::Amx => Avx512::VECS * Avx512::LANES,
             _ => Portable::VECS * Portable::LANES,
         }
     }
 
-    /// Those whose instructions multiply matrices of a dtype: another only where it is AMX, which has none but for bf16.
+    /// Whether it has instructions that multiply bf16.
+    pub(super) const fn multiplies_bf16(self) -> bool {
+        matches!(self, Isa::Bf16 | Isa::Amx)
+    }
+
+    /// Those whose instructions multiply matrices of a dtype: others only where they are for bf16 alone.
     pub const fn of_products(self, dtype: DType) -> Self {
         match (self, dtype) {
-            (Isa::Amx, DType::F32 | DType::F16 | DType::F8E4M3 | DType::I32) => Isa::Avx512,
+            (Isa::Bf16 | Isa::Amx, DType::F32 | DType::F16 | DType::F8E4M3 | DType::I32) => Isa::Avx512,
             _ => self,
         }
     }
@@ -72,6 +80,7 @@ impl Isa {
                     && is_x86_feature_detected!("f16c")
             }
             Isa::Avx512 => is_x86_feature_detected!("avx512f"),
+            Isa::Bf16 => pairs::is_available(),
             // Tests have a model of it.
             Isa::Amx => amx::is_available() || cfg!(test) && Isa::Avx512.is_available(),
         }
@@ -140,6 +149,10 @@ mod tests {
     fn amx_multiplies_matrices_of_bf16_only() {
         let of = |dtype| Isa::Amx.of_products(dtype);
         assert_eq!([DType::F32, DType::F16, DType::BF16].map(of), [Isa::Avx512, Isa::Avx512, Isa::Amx]);
+        assert_eq!(
+            [DType::F32, DType::BF16].map(|dtype| Isa::Bf16.of_products(dtype)),
+            [Isa::Avx512, Isa::Bf16]
+        );
         assert_eq!(Isa::Avx2.of_products(DType::F32), Isa::Avx2);
     }
 

@@ -1,4 +1,4 @@
-//! One task of bf16, by products of whole matrices (AMX).
+//! One task of bf16, by products of whole matrices (AMX, or AVX-512 with BF16).
 //!
 //! As in `attend`, rows are the lanes of panels, and each panel goes through the blocks of a stretch: Sᵀ = K Qᵀ, softmax
 //! down the columns of Sᵀ, then Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ with P rounded to bf16. All products are of matrices of sixteen
@@ -15,6 +15,7 @@ use super::{
     column::Column,
     cut::Cut,
     finish::{finish_row, stats},
+    isa::Isa,
     job::{Job, Workspace, rows_of},
     lanes::{rows_at, rows_in},
     panel::{Panel, join},
@@ -24,6 +25,7 @@ use super::{
     simd::{
         Avx512 as S, Simd,
         amx::{Amx, MATRIX, Matrices, ROW, SIDE},
+        pairs::Pairs,
     },
     visible::Visible,
 };
@@ -36,7 +38,7 @@ pub(super) const WIDTH: usize = S::VECS * S::LANES;
 /// f32 of a matrix.
 pub(super) const WORDS: usize = SIDE * SIDE;
 /// Bytes of a row of Sᵀ or Oᵀ.
-const STRIDE: usize = WIDTH * size_of::<f32>();
+pub(super) const STRIDE: usize = WIDTH * size_of::<f32>();
 
 /// The most bytes between rows of K that are read where they lie.
 const FAR: usize = 1024;
@@ -51,12 +53,15 @@ pub(super) fn suits(problem: &Problem, rows: usize) -> bool {
 /// Runs a task.
 ///
 /// # Safety
-/// Requires a CPU with AMX (or a test, which has its model); the call must be of bf16 and have passed the contract, its
+/// Requires a CPU with `isa`, which multiplies bf16 (a test has a model of AMX); the call must be of bf16 and have passed the contract, its
 /// scoring must fit, and the task be of its plan.
 #[target_feature(enable = "avx512f")]
-pub(super) unsafe fn run(job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
+pub(super) unsafe fn run(isa: Isa, job: &Job<'_>, task: &Task, workspace: &mut Workspace) {
     // SAFETY: the caller's promise.
     unsafe {
+        if isa == Isa::Bf16 {
+            return run_on(job, task, workspace, &mut Pairs);
+        }
         #[cfg(test)]
         if !super::simd::amx::is_available() {
             return run_on(job, task, workspace, &mut super::simd::amx::Model::new());
@@ -99,7 +104,7 @@ impl Sizes {
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn run_on<M: Matrices>(job: &Job<'_>, task: &Task, workspace: &mut Workspace, registers: &mut M) {
+unsafe fn run_on<M: Multiplier>(job: &Job<'_>, task: &Task, workspace: &mut Workspace, registers: &mut M) {
     let problem = &job.call.problem;
     // The end of a task may come before that of a block.
     let block_k = job.block_k.min(task.keys.end.max(1));
@@ -311,7 +316,7 @@ pub(super) unsafe fn pack_rows(
 /// One panel against one block of keys.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn attend<M: Matrices>(
+unsafe fn attend<M: Multiplier>(
     job: &Job<'_>,
     sizes: &Sizes,
     panel: &mut Panel,
@@ -348,7 +353,7 @@ unsafe fn attend<M: Matrices>(
                     c: s.add(group * PAIRED * WIDTH + vecs.start * S::LANES).cast(),
                     onto: false,
                 };
-                product.run(true, vecs.len() > 1, registers);
+                registers.multiply(&product, true, vecs.len() > 1);
                 // One group behind: while its scores are near, and the next ones are still on their way.
                 if group > groups.start {
                     settle(group - 1);
@@ -455,7 +460,7 @@ pub(super) fn word(even: __m512, odd: __m512) -> __m512i {
 /// Oᵀ = Oᵀ · rescale + Vᵀ Pᵀ of some vectors, without the first term where the panel is fresh.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn outputs<M: Matrices>(
+unsafe fn outputs<M: Multiplier>(
     sizes: &Sizes,
     panel: &Panel,
     block: &Packed,
@@ -492,7 +497,7 @@ unsafe fn outputs<M: Matrices>(
                 c: panel.o.add(column * SIDE * WIDTH + vecs.start * S::LANES).cast(),
                 onto: !panel.fresh,
             };
-            product.run(column + 1 < sizes.columns, vecs.len() > 1, registers);
+            registers.multiply(&product, column + 1 < sizes.columns, vecs.len() > 1);
         }
     }
 }
@@ -512,21 +517,31 @@ pub(super) struct Product {
     pub onto: bool,
 }
 
-impl Product {
-    /// With two left matrices where it is `tall`, and two right ones where it is `wide`.
+/// What multiplies matrices.
+///
+/// # Safety
+/// Requires a CPU that has its instructions, and matrices that can be read and written.
+pub(super) trait Multiplier {
+    /// With two left matrices where the product is `tall`, and two right ones where it is `wide`.
+    unsafe fn multiply(&mut self, product: &Product, tall: bool, wide: bool);
+}
+
+impl<M: Matrices> Multiplier for M {
     #[inline(always)]
-    pub(super) unsafe fn run<M: Matrices>(&self, tall: bool, wide: bool, registers: &mut M) {
+    unsafe fn multiply(&mut self, product: &Product, tall: bool, wide: bool) {
         // SAFETY: the caller's promise.
         unsafe {
             match (tall, wide) {
-                (true, true) => self.multiply::<true, true, M>(registers),
-                (true, false) => self.multiply::<true, false, M>(registers),
-                (false, true) => self.multiply::<false, true, M>(registers),
-                (false, false) => self.multiply::<false, false, M>(registers),
+                (true, true) => product.multiply::<true, true, M>(self),
+                (true, false) => product.multiply::<true, false, M>(self),
+                (false, true) => product.multiply::<false, true, M>(self),
+                (false, false) => product.multiply::<false, false, M>(self),
             }
         }
     }
+}
 
+impl Product {
     #[inline]
     unsafe fn multiply<const TALL: bool, const WIDE: bool, M: Matrices>(&self, registers: &mut M) {
         let below = self.c.wrapping_add(SIDE * STRIDE);

@@ -52,8 +52,8 @@ pub(super) fn run(isa: Isa, schedule: &Schedule, helpers: Source<'_>, call: &Cal
     // SAFETY: the engine has only an instruction set that this CPU has; the call is checked and the plan its own.
     each(helpers, threads, &plan.tasks, |task, tasks, space| unsafe {
         #[cfg(target_arch = "x86_64")]
-        if isa == Isa::Amx && scoring.fits && matrix::suits(&call.problem, job.rows(task)) {
-            return matrix::run(&job, task, space);
+        if isa.multiplies_bf16() && scoring.fits && matrix::suits(&call.problem, job.rows(task)) {
+            return matrix::run(isa, &job, task, space);
         }
         attend(isa, &job, task, tasks, space);
     });

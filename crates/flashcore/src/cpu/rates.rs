@@ -11,7 +11,7 @@ use std::{
 };
 
 #[cfg(target_arch = "x86_64")]
-use super::simd::amx;
+use super::simd::{amx, pairs};
 use super::{
     helpers::{Helpers, Source},
     isa::Isa,
@@ -116,6 +116,10 @@ fn flops_of(isa: Isa, rounds: usize) -> f64 {
     if isa == Isa::Amx {
         return (rounds / ROUNDS_PER_DOT * amx::DOT_FLOPS) as f64;
     }
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Bf16 {
+        return (rounds * pairs::DOT_FLOPS) as f64;
+    }
     (2 * CHAINS * isa.lanes() * rounds) as f64
 }
 
@@ -129,6 +133,10 @@ unsafe fn multiply_adds(isa: Isa, rounds: usize) {
         #[cfg(target_arch = "x86_64")]
         if isa == Isa::Amx {
             return amx::dots(rounds / ROUNDS_PER_DOT);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if isa == Isa::Bf16 {
+            return pairs::dots(rounds);
         }
         black_box(chains(isa, black_box(0.5), rounds));
     }

@@ -1,4 +1,4 @@
-//! A chunk of keys of bf16, by products of whole matrices (AMX).
+//! A chunk of keys of bf16, by products of whole matrices (AMX, or AVX-512 with BF16).
 //!
 //! The same steps as without, on panels of rows and blocks of keys, with P and dS rounded to bf16. All products are of
 //! matrices of sixteen rows and 32 elements, of which the right one has its elements in pairs
@@ -11,14 +11,18 @@ use std::{arch::x86_64::*, ops::Range};
 use super::{
     super::{
         column::Column,
+        isa::Isa,
         job::{Workspace, rows_of},
-        matrix::{PAIRED, Product, WIDTH, WORDS, copy_padded, pack_rows, pairs, transpose_values, word},
+        matrix::{
+            Multiplier, PAIRED, Product, WIDTH, WORDS, copy_padded, pack_rows, pairs, transpose_values, word,
+        },
         panel::{Panel, join, meet},
         plan::Task,
         scratch::Carve,
         simd::{
             Avx512 as S, Simd,
             amx::{Amx, MATRIX, Matrices, ROW, SIDE},
+            pairs::Pairs,
         },
         visible::Visible,
     },
@@ -32,12 +36,15 @@ const ROW_OF_PANEL: usize = WIDTH * size_of::<u16>();
 /// dK and dV of a chunk of keys, and its part of dQ.
 ///
 /// # Safety
-/// Requires a CPU with AMX (or a test, which has its model); the call must be of bf16 and have passed the contract, its
+/// Requires a CPU with `isa`, which multiplies bf16 (a test has a model of AMX); the call must be of bf16 and have passed the contract, its
 /// scoring must fit, and the task be of its plan.
 #[target_feature(enable = "avx512f")]
-pub(super) unsafe fn run(shared: &Shared<'_>, task: &Task, workspace: &mut Workspace) {
+pub(super) unsafe fn run(isa: Isa, shared: &Shared<'_>, task: &Task, workspace: &mut Workspace) {
     // SAFETY: the caller's promise.
     unsafe {
+        if isa == Isa::Bf16 {
+            return run_on(shared, task, workspace, &mut Pairs);
+        }
         #[cfg(test)]
         if !super::super::simd::amx::is_available() {
             return run_on(shared, task, workspace, &mut super::super::simd::amx::Model::new());
@@ -74,7 +81,7 @@ struct Places {
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn run_on<M: Matrices>(
+unsafe fn run_on<M: Multiplier>(
     shared: &Shared<'_>,
     task: &Task,
     workspace: &mut Workspace,
@@ -236,7 +243,7 @@ unsafe fn load(
 #[inline]
 #[target_feature(enable = "avx512f")]
 #[allow(clippy::too_many_arguments)] // All that takes part in it.
-unsafe fn add<M: Matrices>(
+unsafe fn add<M: Multiplier>(
     shared: &Shared<'_>,
     task: &Task,
     panel: &Panel,
@@ -275,7 +282,7 @@ unsafe fn add<M: Matrices>(
                         c: to.add(group * PAIRED * WIDTH + vecs.start * SIDE).cast(),
                         onto: false,
                     };
-                    product.run(true, vecs.len() > 1, registers);
+                    registers.multiply(&product, true, vecs.len() > 1);
                 }
             }
             for vec in vecs.start..vecs.start + 2 {
@@ -296,7 +303,7 @@ unsafe fn add<M: Matrices>(
                     c: part.add(column * SIDE * WIDTH + vecs.start * SIDE).cast(),
                     onto: true,
                 };
-                product.run(column + 1 < columns, vecs.len() > 1, registers);
+                registers.multiply(&product, column + 1 < columns, vecs.len() > 1);
             }
         }
         // dV += Pᵀ dO and dK += dSᵀ Q, of the pairs of vectors that see a group.
@@ -321,7 +328,7 @@ unsafe fn add<M: Matrices>(
                         c: to.add((piece * places.keys + first + group * PAIRED) * WIDTH + vec * SIDE).cast(),
                         onto: true,
                     };
-                    product.run(true, column + 1 < columns, registers);
+                    registers.multiply(&product, true, column + 1 < columns);
                 }
             }
         }

@@ -27,15 +27,24 @@ impl Case {
             let values: Vec<f32> = (0..of.shape.iter().product()).map(wave).collect();
             TensorBuf::from_f32(&values, of.shape, of.dtype).unwrap()
         };
-        let mut tensors: Vec<TensorBuf> = signature.inputs().enumerate().map(draw).collect();
-        let (q, k, v) = (tensors[0].view(), tensors[1].view(), tensors[2].view());
-        let exact = oracle::attention(&problem, &q, &k, &v, key_lengths.as_deref());
+        let tensors: Vec<TensorBuf> = signature.inputs().enumerate().map(draw).collect();
+        let mut case = Self { problem, tensors, key_lengths };
+        case.attend();
+        case
+    }
+
+    fn set(&mut self, tensor: usize, values: &[f32]) {
+        let (shape, dtype) = (self.tensors[tensor].shape(), self.tensors[tensor].dtype());
+        self.tensors[tensor] = TensorBuf::from_f32(values, shape, dtype).unwrap();
+    }
+
+    /// Computes o and lse of q, k and v.
+    fn attend(&mut self) {
+        let [q, k, v] = [0, 1, 2].map(|i| self.tensors[i].view());
+        let exact = oracle::attention(&self.problem, &q, &k, &v, self.key_lengths.as_deref());
         for (i, values) in [(3, exact.o), (4, exact.lse)] {
-            let values: Vec<f32> = values.into_iter().map(|x| x as f32).collect();
-            let (shape, dtype) = (tensors[i].shape(), tensors[i].dtype());
-            tensors[i] = TensorBuf::from_f32(&values, shape, dtype).unwrap();
+            self.set(i, &values.into_iter().map(|x| x as f32).collect::<Vec<f32>>());
         }
-        Self { problem, tensors, key_lengths }
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -98,6 +107,31 @@ fn every_length_follows_the_oracle() {
         for dtype in DType::WIDE {
             Case::new(&format!("1x1x{len}x64 {dtype}")).follows_the_oracle();
             Case::new(&format!("1x1x{len}x64 {dtype} causal lse")).follows_the_oracle();
+        }
+    }
+}
+
+#[test]
+fn what_is_next_to_nothing_is_not_lost() {
+    // One of q, k, v and dO.
+    for small in [0, 1, 2, 5] {
+        let mut case = Case::new("1x2x150x64 bf16 causal");
+        let factor = 2.0_f32.powi(-122);
+        let scaled: Vec<f32> = case.tensors[small].to_f32().into_iter().map(|x| x * factor).collect();
+        case.set(small, &scaled);
+        case.attend();
+        let exact = case.given(|given| oracle::gradients(&case.problem, given, None));
+        for isa in available() {
+            let Gradients { dq, dk, dv } = case.run(Engine::new().with_isa(isa).unwrap());
+            for (name, ours, exact) in [("dq", dq, &exact.dq), ("dk", dk, &exact.dk), ("dv", dv, &exact.dv)] {
+                let most = exact.iter().fold(0.0_f64, |most, x| most.max(x.abs()));
+                let far = |(a, b): (f32, &f64)| (f64::from(a) - b).abs();
+                let error = ours.to_f32().into_iter().zip(exact).map(far).fold(0.0, f64::max);
+                assert!(
+                    error <= 0.02 * most,
+                    "{name} with tensor {small} on {isa}: {error:.2e} of {most:.2e}"
+                );
+            }
         }
     }
 }

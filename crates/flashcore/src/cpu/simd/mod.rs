@@ -10,6 +10,8 @@ pub(super) mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod pairs;
 mod portable;
 
 #[cfg(target_arch = "x86_64")]
@@ -56,7 +58,7 @@ macro_rules! dispatch {
             unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::cpu::Isa::Avx512 | $crate::cpu::Isa::Amx => avx512($($arg),*),
+                    $crate::cpu::Isa::Avx512 | $crate::cpu::Isa::Bf16 | $crate::cpu::Isa::Amx => avx512($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     $crate::cpu::Isa::Avx2 => avx2($($arg),*),
                     _ => $($generic)::+::<$crate::cpu::simd::Portable>($($arg),*),
