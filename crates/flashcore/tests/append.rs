@@ -259,8 +259,10 @@ impl Made {
         };
         let mut were = [k.clone(), v.clone()];
         for of in &mut were {
-            for (sequence, of) in of.rows.iter_mut().enumerate() {
-                of.iter_mut().for_each(|rows| rows.truncate(step.before[sequence] as usize));
+            for (heads, &before) in of.rows.iter_mut().zip(&step.before) {
+                for rows in heads {
+                    rows.truncate(before as usize);
+                }
             }
         }
         let caches = [cache(&were[0], dim), cache(&were[1], dim_v)];
@@ -326,8 +328,8 @@ fn check(step: &Step, device: &Device) {
     }
     let Step { dims: [dim, dim_v], dtype, .. } = *step;
     let first_of_q = starts(&step.queries);
-    for sequence in 0..step.sequences() {
-        let queries = step.queries[sequence] as usize;
+    for (sequence, &queries) in step.queries.iter().enumerate() {
+        let queries = queries as usize;
         if queries == 0 {
             continue;
         }

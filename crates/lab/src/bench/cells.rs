@@ -533,7 +533,7 @@ mod tests {
         }
         let few = Matrix::Small.cells(Pass::Backward.into()).unwrap();
         let few = few.iter().filter(|it| it.group == "up to 16 heads").count();
-        assert!(few >= 10 && few < 18, "{few}");
+        assert!((10..18).contains(&few), "{few}");
     }
 
     #[test]
