@@ -32,11 +32,14 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
+//! Tensors of 8-bit floats (`F8E4M3`), and caches of them, go through [`FlashAttnFp8`], with their descales.
+//!
 //! ALiBi and prefix ranges are not implemented, and refused with that reason. On the CPU the variable-length functions are
 //! one call, of packed keys or of keys in pages; on a GPU they read the cumulative lengths back first and run one call per
 //! sequence, and pages are refused.
 
 mod dense;
+mod eight;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod gradients;
@@ -45,6 +48,7 @@ mod varlen;
 
 use candle_core::{Result, Tensor, bail};
 pub use dense::FlashAttn;
+pub use eight::FlashAttnFp8;
 use options::Options;
 use varlen::FlashAttnVarLen;
 

@@ -32,7 +32,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut};
 pub use flashcore::{Attention, Error, Layout, Result};
 use flashcore::{
-    Backward, DType, Device, DeviceLengths, Element, Name, Pages, Place, Starts, Tensor, TensorMut,
+    Backward, DType, Descales, Device, DeviceLengths, Element, Name, Pages, Place, Starts, Tensor, TensorMut,
     cuda::Cuda,
 };
 
@@ -88,8 +88,58 @@ impl Gpu {
         o: Output<'_, T>,
         lse: Option<Output<'_, f32>>,
     ) -> Result<()> {
+        self.run_of(attention, &q, &[k, v], o, lse)
+    }
+
+    /// Queues a call whose k and v are 8-bit floats (`F8E4M3`), and q, too, or of 16 bits, as with a cache. Descales of q, k and v are
+    /// tensors of (batch, kv heads, 1, 1), or of k and v (batch, kv heads, blocks, 1) where each `descale_keys` keys have one of
+    /// their own.
+    pub fn run_fp8<Q: Element, K: Element, O: Element>(
+        &self,
+        attention: &Attention<'_>,
+        q: Input<'_, Q>,
+        [k, v]: [Input<'_, K>; 2],
+        descales: [Option<Input<'_, f32>>; 3],
+        descale_keys: Option<usize>,
+        o: Output<'_, O>,
+    ) -> Result<()> {
         let stream = self.enter()?;
-        for (name, slice) in [(Name::Q, q.slice), (Name::K, k.slice), (Name::V, v.slice)] {
+        for (name, descale) in Name::DESCALES.into_iter().zip(&descales) {
+            if let Some(descale) = descale {
+                self.check_context(name, descale.slice.stream().context())?;
+            }
+        }
+        let pointers = descales.each_ref().map(|it| it.as_ref().map(|it| it.slice.device_ptr(stream)));
+        let mut tensors = [None; 3];
+        for (i, (descale, pointer)) in descales.iter().zip(&pointers).enumerate() {
+            let Some((descale, (ptr, _))) = descale.as_ref().zip(pointer.as_ref()) else { continue };
+            tensors[i] = Some(self.tensor(*ptr, descale)?);
+        }
+        let tensors = Descales::some_of(tensors.each_ref().map(Option::as_ref));
+        let tensors = descale_keys.map_or(tensors, |keys| tensors.per_block(keys));
+        self.run_of(&attention.descales(tensors), &q, &[k, v], o, None)
+    }
+
+    /// What lies at a slice's address.
+    fn tensor<T: Element>(&self, ptr: u64, input: &Input<'_, T>) -> Result<Tensor<'static>> {
+        let len = input.slice.len();
+        // SAFETY: the slice holds this many elements of its type, and is borrowed until the call is queued; cudarc orders later
+        // uses after that.
+        unsafe { Tensor::from_raw_parts(ptr as *const u8, len, T::DTYPE, self.place(), input.layout) }
+    }
+
+    /// Queues a call with tensors of up to three types.
+    fn run_of<Q: Element, K: Element, O: Element>(
+        &self,
+        attention: &Attention<'_>,
+        q: &Input<'_, Q>,
+        [k, v]: &[Input<'_, K>; 2],
+        o: Output<'_, O>,
+        lse: Option<Output<'_, f32>>,
+    ) -> Result<()> {
+        let stream = self.enter()?;
+        self.check_context(Name::Q, q.slice.stream().context())?;
+        for (name, slice) in [(Name::K, k.slice), (Name::V, v.slice)] {
             self.check_context(name, slice.stream().context())?;
         }
         self.check_context(Name::O, o.slice.stream().context())?;
@@ -100,20 +150,13 @@ impl Gpu {
         let (q_ptr, _q) = q.slice.device_ptr(stream);
         let (k_ptr, _k) = k.slice.device_ptr(stream);
         let (v_ptr, _v) = v.slice.device_ptr(stream);
-        let input = |ptr: u64, len: usize, layout: Layout| {
-            // SAFETY: the slice holds this many elements of its type, and is borrowed until the call is queued; cudarc
-            // orders later uses after that.
-            unsafe { Tensor::from_raw_parts(ptr as *const u8, len, T::DTYPE, self.place(), layout) }
-        };
-        let q = input(q_ptr, q.slice.len(), q.layout)?;
-        let k = input(k_ptr, k.slice.len(), k.layout)?;
-        let v = input(v_ptr, v.slice.len(), v.layout)?;
+        let (q, k, v) = (self.tensor(q_ptr, q)?, self.tensor(k_ptr, k)?, self.tensor(v_ptr, v)?);
         let Output { slice: o_slice, layout: o_layout } = o;
         let o_len = o_slice.len();
         let (o_ptr, _o) = o_slice.device_ptr_mut(stream);
-        // SAFETY: as above, and the slice is borrowed by this call alone.
+        // SAFETY: as of the inputs, and the slice is borrowed by this call alone.
         let mut o =
-            unsafe { TensorMut::from_raw_parts(o_ptr as *mut u8, o_len, T::DTYPE, self.place(), o_layout) }?;
+            unsafe { TensorMut::from_raw_parts(o_ptr as *mut u8, o_len, O::DTYPE, self.place(), o_layout) }?;
         let Some(lse) = lse else { return attention.run_into(&self.device, &q, &k, &v, &mut o, None) };
         let lse_len = lse.slice.len();
         let (lse_ptr, _lse) = lse.slice.device_ptr_mut(stream);

@@ -229,8 +229,11 @@ impl Plan {
         let (mut launches, mut shift) = (Vec::new(), None);
         if attended.dtype != problem.dtype {
             let refuse = |error: ScheduleError| unsupported(&hardware.name, &error);
-            (launches, shift) = choose::quantising(problem, &folded, hardware).map_err(refuse)?;
+            (launches, shift) = choose::quantising(problem, &folded, &schedule, hardware).map_err(refuse)?;
             workspace.quantise(&folded, &launches);
+        } else if choose::turned(&schedule) {
+            let reason = "V lies turned around only where the plan quantises it: take turned=0".into();
+            return Err(unsupported(&hardware.name, &ScheduleError::Malformed { reason }));
         }
         if problem.append.is_some() {
             let refuse = |error: ScheduleError| unsupported(&hardware.name, &error);

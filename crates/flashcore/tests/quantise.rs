@@ -81,6 +81,27 @@ fn launches_quantise_as_the_host_does() {
 }
 
 #[test]
+fn values_that_the_quantiser_turns_around_give_the_same_bits() {
+    let knobs = "warpgroups=2,block_n=64,stages=2,q_stages=1,ctas=1,split=1,pingpong=0,lazy=0,poly=0,persistent=1,pairs=0";
+    let gpu = |rest: &str| {
+        let schedule = format!("sm90_fwd:{knobs}{rest}").parse().unwrap();
+        SimGpu::new(Target::Sm90a).with_sms(4).with_schedule(schedule)
+    };
+    let (q, kv) = (tensor([2, 4, 70, 64], 1, DType::BF16), tensor([2, 2, 150, 64], 2, DType::BF16));
+    let (q, kv) = (q.view(), kv.view());
+    for quantiser in [Quantiser::new().smoothed(), Quantiser::new().per_block(64)] {
+        let attention = Attention::new().key_lengths(&[150, 37]).fp8(quantiser);
+        let run = |rest: &str| attention.run(&Device::sim(gpu(rest)), &q, &kv, &kv).unwrap().o.to_f32();
+        assert!(run("") == run(",turned=1"), "{quantiser}");
+        let plan = gpu(",turned=1").plan(&attention.problem(&q, &kv, &kv).unwrap()).unwrap().to_string();
+        assert!(plan.contains("pass=cast") && plan.contains("turn=1"), "{plan}");
+    }
+    // Values of 8 bits lie as they are.
+    let eight = "1x2x70x64 f8".parse().unwrap();
+    assert!(gpu(",turned=1").plan(&eight).unwrap_err().to_string().contains("take turned=0"));
+}
+
+#[test]
 fn lse_is_that_of_the_host_and_has_back_what_the_mean_took() {
     let shapes = [
         ([4, 270], [2, 90], 64, DType::BF16),

@@ -193,6 +193,23 @@ fn bytes_of<T, const N: usize>(values: &[T], bytes: impl Fn(&T) -> [u8; N]) -> V
     values.iter().flat_map(bytes).collect()
 }
 
+/// V turned around, as the quantiser writes it, and how many keys it has with those that are padding.
+fn turned(case: &Case, v: &[u8]) -> (Vec<u8>, usize) {
+    const ORDER: [usize; 16] = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15];
+    let Case { heads_kv, len_k, dim_v, .. } = *case;
+    let padded = len_k.next_multiple_of(16);
+    let mut turned = vec![0; case.batch * heads_kv * dim_v * padded];
+    for (i, code) in turned.iter_mut().enumerate() {
+        let (line, place) = (i / padded, i % padded);
+        let (head, column, key) = (line / dim_v, line % dim_v, place / 16 * 16 + ORDER[place % 16]);
+        let keys = case.key_lengths.as_ref().map_or(len_k, |lengths| lengths[head / heads_kv] as usize);
+        if key < keys {
+            *code = v[(head * len_k + key) * dim_v + column];
+        }
+    }
+    (turned, padded)
+}
+
 /// Runs a case on four multiprocessors.
 fn run(case: &Case, schedule: &Schedule, inputs: &[Vec<u8>; 3], module: &Module, config: Config) -> Found {
     let spec = case.spec();
@@ -209,7 +226,12 @@ fn run(case: &Case, schedule: &Schedule, inputs: &[Vec<u8>; 3], module: &Module,
     let mut upload = |name: &str, bytes: &[u8]| sim.alloc_from(name, bytes).address;
     set(Operand::Q, upload("q", &inputs[0]), [batch, heads, len_q, dim], 1);
     set(Operand::K, upload("k", &inputs[1]), [batch, heads_kv, len_k, dim], 1);
-    set(Operand::V, upload("v", &inputs[2]), [batch, heads_kv, len_k, dim_v], 1);
+    if schedule.to_string().contains("turned=1") {
+        let (turned, padded) = turned(case, &inputs[2]);
+        set(Operand::V, upload("turned v", &turned), [batch, heads_kv, dim_v, padded], 1);
+    } else {
+        set(Operand::V, upload("v", &inputs[2]), [batch, heads_kv, len_k, dim_v], 1);
+    }
     if let Some(lengths) = &case.key_lengths {
         let address = upload("key lengths", &bytes_of(lengths, |length| length.to_le_bytes()));
         set(Operand::KeyLengths, address, [batch, 1, 1, 1], 4);
@@ -363,6 +385,33 @@ fn queries_in_registers_are_right() {
         let knobs = format!("{rest},flush=2,q_regs=1");
         check(&Case::new(3, 300, 300, dim).causal(), schedule(2, 64, &knobs));
     }
+}
+
+#[test]
+fn values_that_lie_turned_around_are_right() {
+    let with = |rest: &str| format!("{rest},turned=1");
+    check(&Case::new(2, 200, 300, 64), schedule(3, 128, &with(PERSISTENT)));
+    check(&Case::new(1, 130, 333, 128).causal(), schedule(2, 192, &with(PERSISTENT)));
+    check(&Case::new(1, 70, 200, 256), schedule(2, 96, &with(&format!("{PERSISTENT},flush=2"))));
+    check(&Case { dim_v: 48, ..Case::new(1, 64, 100, 80) }, schedule(1, 64, &with(SHORT)));
+    let ragged = Case { batch: 4, key_lengths: Some(vec![0, 150, 31, 97]), ..Case::new(2, 100, 150, 64) };
+    check(&ragged, schedule(2, 64, &with(PERSISTENT)));
+    check(&in_blocks(64, Case::new(4, 70, 200, 64)), schedule(2, 32, &with(PERSISTENT)));
+    // The same bits as of values that a block turns around itself.
+    let case = Case { heads_kv: 2, ..Case::new(4, 100, 250, 64).causal() };
+    let inputs = case.inputs();
+    let both = [PERSISTENT.to_owned(), with(PERSISTENT)].map(|rest| {
+        let schedule = schedule(2, 96, &rest);
+        let module = schedule.emit(&case.spec(), Target::Sm90a).unwrap();
+        let found = run(&case, &schedule, &inputs, &module, Config::default());
+        assert_eq!(found.report.findings, []);
+        found.o
+    });
+    assert!(both[0] == both[1]);
+    // Without those who turn, consumers have more registers.
+    let spec = Spec { grouped: true, ..Spec::new(ElementType::E4m3, 128).causal().with_lse() };
+    assemble(schedule(2, 192, &with(&format!("{PERSISTENT},flush=10"))), spec, Target::Sm90a);
+    assemble(schedule(2, 128, &with(PERSISTENT)), spec, Target::Sm90a);
 }
 
 #[test]
@@ -590,6 +639,10 @@ fn what_cannot_be_is_refused() {
     }
     let aside = schedule(2, 64, &format!("{PERSISTENT},flush=4"));
     assert!(refused(aside, in_blocks).to_string().contains("take flush=1"));
+    let turned = schedule(2, 64, &format!("{PERSISTENT},turned=1"));
+    for spec in [Spec::new(ElementType::F16, 64), Spec { page: Some(64), ..fp8(64) }] {
+        assert!(refused(turned, spec).to_string().contains("take turned=0"));
+    }
     for out in [None, Some(ElementType::F32), Some(ElementType::E4m3)] {
         assert!(matches!(refused(good, Spec { out, ..fp8(128) }), ScheduleError::Out { .. }));
     }

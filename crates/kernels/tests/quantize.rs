@@ -156,8 +156,16 @@ fn run(case: &Case, config: Config) -> Found {
             args.set(operand, TensorArg { address, shape, strides });
         };
         set(from, sim.alloc_from("x", &case.bytes(&case.inputs(tensor))).address, 2);
-        codes.push(sim.alloc("codes", all));
-        set(to, codes[tensor].address, 1);
+        if case.quantize.turn && tensor == 2 {
+            let shape = Quantize::turned(shape);
+            let bytes = |from: usize| shape[from..].iter().product::<usize>();
+            codes.push(sim.alloc("turned codes", bytes(0)));
+            let strides = [1, 2, 3].map(|from| bytes(from) as u64);
+            args.set(to, TensorArg { address: codes[tensor].address, shape, strides });
+        } else {
+            codes.push(sim.alloc("codes", all));
+            set(to, codes[tensor].address, 1);
+        }
         let (blocks, _) = case.blocks(tensor);
         descales.push(sim.alloc("descales", 4 * case.batch * case.heads_kv * blocks));
         let address = descales[tensor].address;
@@ -293,6 +301,44 @@ fn chunks_of_keys_and_values_have_descales_of_their_own_by_one_pass() {
     check(&Case { lengths, ..Case::new(chunks(64, smoothed), 150) });
 }
 
+/// Which key of each sixteen stands where.
+const ORDER: [usize; 16] = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15];
+
+#[test]
+fn values_are_written_turned_around_with_zeros_behind_the_last_key() {
+    let lengths = |lengths: [u32; 2]| Some(lengths.to_vec());
+    let ragged = Quantize { key_lengths: true, ..f16(64) };
+    for case in [
+        Case::new(bf16(64), 130),
+        Case { len_q: 3, ..Case::new(Quantize { head_dim_v: 48, rows: 16, ..f16(32) }, 37) },
+        Case { len_q: 3, ..Case::new(Quantize { smooth: true, ..bf16(256) }, 300) },
+        Case { lengths: lengths([70, 0]), heads_inside: true, ..Case::new(ragged, 250) },
+        Case { gap: 8, ..Case::new(Quantize { by_chunk: true, rows: 32, ..bf16(128) }, 90) },
+    ] {
+        let plain = run(&case, Config::default());
+        let turned = Case { quantize: Quantize { turn: true, ..case.quantize }, ..case.clone() };
+        let turned = run(&turned, Config::default());
+        assert_eq!((&plain.descales, &plain.codes[..2]), (&turned.descales, &turned.codes[..2]));
+        let [heads, rows, columns] = case.sizes()[2];
+        let [to_batch, to_head, to_row, _] = case.strides([heads, rows, columns]);
+        let padded = rows.next_multiple_of(16);
+        for (i, &code) in turned.codes[2].iter().enumerate() {
+            let (line, place) = (i / padded, i % padded);
+            let (batch, head, column) = (line / columns / heads, line / columns % heads, line % columns);
+            let key = place / 16 * 16 + ORDER[place % 16];
+            let at = batch * to_batch + head * to_head + key * to_row + column;
+            let want = if key < case.rows(2, batch) { plain.codes[2][at] } else { 0 };
+            assert_eq!(
+                code, want,
+                "{:?}: entry {batch}, head {head}, key {key}, column {column}",
+                case.quantize
+            );
+        }
+    }
+    let odd = Quantize { turn: true, rows: 24, ..bf16(64) };
+    assert!(odd.check(Target::Sm90a).unwrap_err().to_string().contains("multiples of 16"));
+}
+
 fn f16(head_dim: u32) -> Quantize {
     Quantize::new(ElementType::F16, head_dim)
 }
@@ -420,7 +466,10 @@ fn kernels_assemble_without_spills() {
     for head_dim in [64, 128, 256] {
         let plain = Quantize { key_lengths: true, ..bf16(head_dim) };
         let all = Quantize { smooth: true, rotate: Some(1), ..plain };
-        for (quantize, target) in [(plain, Target::Sm89), (plain, Target::Sm90a), (all, Target::Sm90a)] {
+        let turned = Quantize { turn: true, ..plain };
+        for (quantize, target) in
+            [(plain, Target::Sm89), (plain, Target::Sm90a), (all, Target::Sm90a), (turned, Target::Sm90a)]
+        {
             for &pass in quantize.passes() {
                 let module = quantize.emit(pass, target).unwrap();
                 let assembled = ptxas.assemble(&module, target).unwrap_or_else(|error| panic!("{error}"));

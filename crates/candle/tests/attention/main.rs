@@ -1,6 +1,7 @@
 //! candle-flash-attn's functions against attention that candle computes step by step, on every device there is.
 
 mod devices;
+mod eight;
 mod gradients;
 mod order;
 mod plain;

@@ -1,6 +1,6 @@
 //! Workspace: what the launches of a plan hand on to each other, in memory that belongs to nobody else meanwhile.
 
-use flashcore_kernels::{Args, Operand, ROW_PADDING, Schedule, packed_tiles};
+use flashcore_kernels::{Args, Operand, ROW_PADDING, Schedule, packed_tiles, quantize::Quantize};
 
 use super::{
     Folded, Launch,
@@ -91,8 +91,11 @@ impl Workspace {
     /// the launches have between themselves.
     pub fn quantise(&mut self, folded: &Problem, launches: &[Launch]) {
         let shapes = shapes(folded);
+        let turn = launches.iter().any(|launch| matches!(launch.schedule, Schedule::Quantize(of) if of.turn));
         for (of, stored) in QUANTISED {
-            self.push_of(DType::F8E4M3.size(), stored, shapes.tensor(of).shape);
+            let shape = shapes.tensor(of).shape;
+            let shape = if turn && of == Operand::V { Quantize::turned(shape) } else { shape };
+            self.push_of(DType::F8E4M3.size(), stored, shape);
         }
         for operand in [Operand::QDescale, Operand::KDescale, Operand::VDescale] {
             self.push(operand, shapes.tensor(operand).shape);

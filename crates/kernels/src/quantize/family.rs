@@ -19,6 +19,8 @@ schedule! {
         pub rotate: Option<u32> = None,
         /// Rows per block, unless blocks of keys have descales of their own: then it is as many as these have.
         pub rows: u32 = 256,
+        /// Whether values are written turned around.
+        pub turn: bool = false,
     }
 }
 
@@ -42,21 +44,30 @@ impl Knob for Pass {
 impl Schedule {
     /// The launch behind attention that gives back to lse what smoothed keys took from it.
     pub fn shift() -> Self {
-        Self { pass: Pass::Shift, smooth: true, rotate: None, rows: 256 }
+        Self { pass: Pass::Shift, smooth: true, rotate: None, rows: 256, turn: false }
     }
 
     /// The launches that quantise q, k and v, in their order.
     pub fn all(smooth: bool, rotate: Option<u32>) -> impl Iterator<Item = Self> {
         let passes = Quantize { smooth, ..Quantize::new(crate::ElementType::F16, 16) }.passes();
-        passes.iter().map(move |&pass| Self { pass, smooth, rotate, rows: 256 })
+        passes.iter().map(move |&pass| Self { pass, smooth, rotate, rows: 256, turn: false })
     }
 
     /// What is quantised. Rows are aligned, as those of every kernel with tensor cores.
     fn of(self, spec: &Spec) -> Quantize {
-        let Self { smooth, rotate, .. } = self;
+        let Self { smooth, rotate, turn, .. } = self;
         let Spec { dtype, head_dim, head_dim_v, key_lengths, descale_keys, .. } = *spec;
         let (rows, by_chunk) = descale_keys.map_or((self.rows, false), |keys| (keys, true));
-        Quantize { head_dim_v, smooth, rotate, key_lengths, rows, by_chunk, ..Quantize::new(dtype, head_dim) }
+        Quantize {
+            head_dim_v,
+            smooth,
+            rotate,
+            key_lengths,
+            rows,
+            by_chunk,
+            turn,
+            ..Quantize::new(dtype, head_dim)
+        }
     }
 
     /// The grid, for q, k and v of these shapes.

@@ -21,6 +21,7 @@ mod params;
 mod rotation;
 mod shift;
 mod smooth;
+mod turn;
 
 use flashcore_ptx::{B32, B64, F32, GridDep, KernelBuilder, Module, Pred, Reg, Shared, SharedLayout, Target};
 
@@ -76,6 +77,9 @@ pub struct Quantize {
     pub rows: u32,
     /// Whether keys and values have a descale for each `rows` of a head, rather than one for all of them.
     pub by_chunk: bool,
+    /// Whether values are written turned around: (batch, kv heads, head dim, keys), with the keys padded to a multiple of 16 by
+    /// zeros, and in each sixteen in the [order](turn) in which the product of 8-bit floats takes them.
+    pub turn: bool,
 }
 
 /// One of the launches, in their order.
@@ -138,6 +142,7 @@ impl Quantize {
             aligned: true,
             rows: 256,
             by_chunk: false,
+            turn: false,
         }
     }
 
@@ -187,6 +192,13 @@ impl Quantize {
         }
         if self.rotate.is_some() && !self.head_dim.is_power_of_two() {
             return refuse(format!("head_dim {}: rotations need a power of two", self.head_dim));
+        }
+        if self.turn && !(self.aligned && self.rows.is_multiple_of(turn::KEYS)) {
+            return refuse(format!(
+                "{} rows per block to be turned around: possible are multiples of {}, of aligned tensors",
+                self.rows,
+                turn::KEYS
+            ));
         }
         if self.rows == 0 {
             return refuse("0 rows per block: take some, such as 256".into());
@@ -416,11 +428,11 @@ impl Quantize {
             (k.mov_b32(1u32), chunk.head)
         };
         let first_head = k.mul_lo_u32(kv_head, group);
-        let early = self.chunks_differ(which).then(|| Turned::new::<P>(k, self, which, chunk));
-        let most = if let Some(turned) = &early {
+        let early = self.chunks_differ(which).then(|| Prepared::new::<P>(k, self, which, chunk));
+        let most = if let Some(prepared) = &early {
             let most = k.mov_f32(0.0);
-            turned.reader.each(k, self, |k, words, _| {
-                for y in turned.numbers(k, self, words) {
+            prepared.reader.each(k, self, |k, words, _| {
+                for y in prepared.numbers(k, self, words) {
                     let size = k.abs_f32(y);
                     k.set(most, |k| k.max_f32(most, size));
                 }
@@ -468,14 +480,17 @@ impl Quantize {
             k.when(writes, |k| k.st_global(at, descale));
         }
 
-        let turned = early.unwrap_or_else(|| Turned::new::<P>(k, self, which, chunk));
-        let reader = &turned.reader;
+        if self.turn && which == Which::V {
+            return self.cast_turned::<P>(k, chunk, inverse);
+        }
+        let prepared = early.unwrap_or_else(|| Prepared::new::<P>(k, self, which, chunk));
+        let reader = &prepared.reader;
         let (base, [to_batch, to_head, to_row]) = P::out();
         let out = address(k, base, &[to_batch, to_head], &[chunk.batch, chunk.head]);
         let to_row = k.param(to_row);
         k.section("cast: codes");
         reader.each_row(k, self, |k, words, row, exists| {
-            let x = turned.numbers(k, self, words);
+            let x = prepared.numbers(k, self, words);
             let x = x.map(|x| k.mul_f32(x, inverse));
             let pairs: [_; 4] =
                 std::array::from_fn(|i| k.cvt_rn_satfinite_e4m3x2_f32(x[2 * i + 1], x[2 * i]));
@@ -523,13 +538,13 @@ impl Quantize {
 }
 
 /// A thread's numbers of a chunk as they are to be stored, but for the descale.
-struct Turned {
+struct Prepared {
     reader: Reader,
     rotation: Option<Rotation>,
     mean: Option<[Reg<F32>; 8]>,
 }
 
-impl Turned {
+impl Prepared {
     fn new<P: TensorParams>(k: &mut KernelBuilder, of: Quantize, which: Which, chunk: &Chunk) -> Self {
         let reader = Reader::new::<P>(k, of, which, chunk);
         let rotation = of.rotates(which).map(|seed| Rotation::new(k, seed, of.head_dim));

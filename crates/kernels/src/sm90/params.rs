@@ -130,7 +130,7 @@ impl Sm90Params {
             encode(&if of_queries { by_query(of_rows, spec.rows_per_query, operand) } else { of_rows })
         };
         let (q_map, k_map) = (map(Operand::Q, boxes.q)?, map(Operand::K, boxes.kv)?);
-        let (v_map, o_map) = (map(Operand::V, boxes.kv)?, map(Operand::O, boxes.o)?);
+        let (v_map, o_map) = (map(Operand::V, boxes.v)?, map(Operand::O, boxes.o)?);
         // Parts of the keys write their partial results side by side, and the combine kernel merges them.
         let (o, lse) = if schedule.parts > 1 {
             (of(Operand::PartialO), of(Operand::PartialState))

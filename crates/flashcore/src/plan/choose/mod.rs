@@ -124,6 +124,7 @@ fn sm80_gradients(
 pub(super) fn quantising(
     problem: &Problem,
     folded: &Problem,
+    schedule: &Schedule,
     hardware: &Hardware,
 ) -> Result<(Vec<Launch>, Option<Launch>), ScheduleError> {
     let Some(quantiser) = problem.quantise else { return Ok((Vec::new(), None)) };
@@ -141,7 +142,9 @@ pub(super) fn quantising(
         let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
         Ok(Launch { spec, schedule, grid: of.grid(&spec, &shapes), threads, cluster, shared_bytes })
     };
-    let all = quantize::Schedule::all(quantiser.smooths(), quantiser.rotates());
+    let turn = turned(schedule);
+    let all = quantize::Schedule::all(quantiser.smooths(), quantiser.rotates())
+        .map(|pass| quantize::Schedule { turn: turn && pass.pass == quantize::Pass::Cast, ..pass });
     let shift = (quantiser.smooths() && problem.lse).then(|| launch(quantize::Schedule::shift()));
     Ok((all.map(launch).collect::<Result<_, ScheduleError>>()?, shift.transpose()?))
 }
@@ -172,6 +175,11 @@ pub(super) fn appending(
     let blocks = of.grid(&spec, problem.batch as u64, [of_queries, of_new])?;
     let (threads, shared_bytes, cluster) = (geometry.threads, geometry.shared_bytes, geometry.cluster());
     Ok(Some(Launch { spec, schedule, grid: [blocks, 1, 1], threads, cluster, shared_bytes }))
+}
+
+/// Whether a schedule takes values that the quantiser has turned around.
+pub(super) fn turned(schedule: &Schedule) -> bool {
+    matches!(schedule, Schedule::Sm90Fwd(schedule) if schedule.turned)
 }
 
 /// What merges the parts of the keys that a schedule leaves, if it does.

@@ -193,7 +193,8 @@ impl<'a> Consumer<'a> {
         Phase::QWait.begin_tile(k, tile.rows.first_row);
         self.q.wait_filled(k);
         Phase::Tile.begin(k);
-        if self.spec.has_foreign_keys() && self.memory.turned.is_none() {
+        // Whoever turns 8-bit values around makes zeros of those behind the last key.
+        if self.spec.has_foreign_keys() && !self.spec.dtype.is_fp8() {
             let mut who = keys.any;
             if self.schedule.together {
                 // The last key tile is the first warpgroup's.
@@ -567,7 +568,7 @@ impl<'a> Consumer<'a> {
                 self.flush(k, part - 1);
             }
             k.wgmma_fence();
-            if self.memory.turned.is_some() {
+            if self.spec.dtype.is_fp8() {
                 self.add_turned_values(k, part);
             } else {
                 self.add_values(k);

@@ -109,6 +109,9 @@ schedule! {
         pub flush: u32 = 1,
         /// Whether the queries are kept in registers, rather than read from shared memory for every key tile.
         pub q_regs: bool = false,
+        /// For 8-bit floats: whether V lies turned around in memory, as [`quantize`](crate::quantize) can write it, so that no warps
+        /// of the block turn it around.
+        pub turned: bool = false,
     }
 }
 
@@ -159,6 +162,8 @@ pub(crate) struct Sizes {
     pub q_copied: u32,
     pub k: u32,
     pub v: u32,
+    /// Of a tile of V, what is copied.
+    pub v_copied: u32,
     /// A slot of Q, where the output is staged too.
     pub q_slot: u32,
     /// A panel of a V tile that is turned around: 128 keys.
@@ -181,8 +186,10 @@ pub(crate) fn panels(head_dim: u32, dtype: ElementType) -> u32 {
 pub struct Boxes {
     /// Of the queries.
     pub q: u32,
-    /// Of the keys and of the values.
+    /// Of the keys, and of the values where these lie likewise.
     pub kv: u32,
+    /// Of the values: where they are turned around, a column's keys are a row.
+    pub v: u32,
     /// Of the output.
     pub o: u32,
 }
@@ -242,6 +249,7 @@ impl Schedule {
                                     multicast,
                                     flush: 1,
                                     q_regs,
+                                    turned: false,
                                 });
                             }
                         }
@@ -256,7 +264,7 @@ impl Schedule {
     pub fn boxes(self, spec: &Spec) -> Boxes {
         let copied = self.block_n / self.multicast;
         let kv = spec.page.map_or(copied, |page| pages::piece(copied, page));
-        Boxes { q: self.rows(), kv, o: ROWS }
+        Boxes { q: self.rows(), kv, v: if self.turned { spec.head_dim_v } else { kv }, o: ROWS }
     }
 
     /// Queries per block.
@@ -323,9 +331,14 @@ impl Schedule {
         128 * self.warpgroups
     }
 
+    /// Whether warps of a block turn V around.
+    fn turns(self, spec: &Spec) -> bool {
+        spec.dtype.is_fp8() && !self.turned
+    }
+
     /// One warpgroup needs no registers from its producer, which can then be a single warp, unless V is turned around.
     fn threads(self, spec: &Spec) -> u32 {
-        let alone = self.warpgroups == 1 && !spec.dtype.is_fp8();
+        let alone = self.warpgroups == 1 && !self.turns(spec);
         self.consumer_threads() + if alone { 32 } else { 128 }
     }
 
@@ -335,10 +348,10 @@ impl Schedule {
         match (self.warpgroups, self.ctas) {
             (1, _) => None,
             // Those who turn V around need more, and so does a producer that tells them of its keys.
-            (2, 1) if spec.dtype.is_fp8() => Some((40, 232)),
-            (2, _) if spec.dtype.is_fp8() => Some((40, 96)),
-            (3, _) if spec.dtype.is_fp8() => Some((56, 152)),
-            (4, _) if spec.dtype.is_fp8() => Some((56, 104)),
+            (2, 1) if self.turns(spec) => Some((40, 232)),
+            (2, _) if self.turns(spec) => Some((40, 96)),
+            (3, _) if self.turns(spec) => Some((56, 152)),
+            (4, _) if self.turns(spec) => Some((56, 104)),
             // A producer that copies for others needs more.
             (2, 1) if self.multicast > 1 || pages::needs_warp(spec) => Some((40, 232)),
             // One that finds its tiles or pages, too.
@@ -375,11 +388,14 @@ impl Schedule {
         let (q_panel, kv_panel) = (box_rows.next_multiple_of(8) * PITCH, self.block_n * PITCH);
         let (of_qk, of_v) = (panels(spec.head_dim, spec.dtype), panels(spec.head_dim_v, spec.dtype));
         let (q, o) = (of_qk * q_panel, panels(spec.head_dim_v, spec.out()) * q_panel);
-        let (k, v) = (of_qk * kv_panel, of_v * kv_panel);
         let turned_panel = turn::rows(spec) * PITCH;
-        let turned = panels(self.block_n, spec.dtype) * turned_panel;
+        let of_keys = panels(self.block_n, spec.dtype);
+        let turned = of_keys * turned_panel;
+        let (k, v) = (of_qk * kv_panel, of_v * kv_panel);
+        // A slot of V holds whole panels of keys, of which what lies behind a tile is not used.
+        let (v, v_copied) = if self.turned { (turned, of_keys * spec.head_dim_v * PITCH) } else { (v, v) };
         let q_copied = of_qk * box_rows * PITCH;
-        Sizes { q_panel, kv_panel, q_copied, k, v, q_slot: q.max(o), turned_panel, turned }
+        Sizes { q_panel, kv_panel, q_copied, k, v, v_copied, q_slot: q.max(o), turned_panel, turned }
     }
 
     /// Columns of the output whose sums over one key tile are in registers at a time, where they are [flushed](Self::flush)
@@ -436,7 +452,7 @@ impl Schedule {
         let k_bars = bars("k barriers", self.stages);
         let v_bars = bars("v barriers", self.stages);
         let merged = layout.alloc("merged", 8, 8);
-        let turned = spec.dtype.is_fp8().then(|| {
+        let turned = self.turns(spec).then(|| {
             let slots = layout.alloc("turned v", self.stages * sizes.turned, 1024);
             let bars = layout.alloc("turned v barriers", 16 * self.stages, 8);
             Turned { slots, bars, left: layout.alloc("keys left", 4 * self.stages, 4) }
@@ -581,6 +597,9 @@ impl Family for Schedule {
         }
         if spec.dtype.is_fp8() {
             self.check_fp8(spec)?;
+        }
+        if self.turned && (!spec.dtype.is_fp8() || spec.packed_q || spec.packed_k || spec.page.is_some()) {
+            return refuse("V that lies turned around is dense and of e4m3: take turned=0".into());
         }
         let memory = self.memory(spec);
         memory.layout.fits(target)?;

@@ -55,6 +55,8 @@ struct Copy {
 enum Origin {
     /// Rows of a tensor, one behind the other: the first, its head and its batch entry.
     Rows([Operand<B32>; 3]),
+    /// Columns of a tensor whose rows are along the keys: the first, its head and its batch entry.
+    Columns([Operand<B32>; 3]),
     /// Pages of a pool.
     Pages(Pieces),
 }
@@ -231,9 +233,12 @@ impl<'a> Producer<'a> {
     fn load_v(&self, k: &mut KernelBuilder, tile: &Tile, at: Reg<B32>) {
         let copy = Copy {
             map: self.v_map,
-            panels: panels(self.spec.head_dim_v, self.spec.dtype),
+            panels: panels(
+                if self.schedule.turned { self.schedule.block_n } else { self.spec.head_dim_v },
+                self.spec.dtype,
+            ),
             columns: columns(self.spec.dtype),
-            panel_bytes: self.sizes.kv_panel,
+            panel_bytes: if self.schedule.turned { self.sizes.turned_panel } else { self.sizes.kv_panel },
             policy: self.again,
             leads: self.leads,
             part: self.part(),
@@ -248,10 +253,11 @@ impl<'a> Producer<'a> {
             once(k, self.leads, |k| k.st_shared(word, left));
         }
         let from = match &self.pages {
+            _ if self.schedule.turned => Origin::Columns(tile.place_of_keys(k, first_key)),
             None => Origin::Rows(tile.place_of_keys(k, first_key)),
             Some(pages) => Origin::Pages(pages.values(k, first_key, tile.kv_head)),
         };
-        copy.start(k, &self.v, self.sizes.v, &from);
+        copy.start(k, &self.v, self.sizes.v_copied, &from);
         self.v.advance(k);
     }
 }
@@ -261,6 +267,11 @@ impl Copy {
         let (slot, filled) = (ring.address(k), ring.filled(k));
         match from {
             Origin::Rows(place) => once(k, self.leads, |k| self.rows(k, slot, filled, bytes, *place)),
+            Origin::Columns(place) => {
+                k.mbarrier_arrive_expect_tx(filled, bytes);
+                let hint = BulkHint::new().policy(self.policy);
+                self.all_rows(k, slot, *place, filled, hint);
+            }
             Origin::Pages(pieces) => {
                 once(k, self.leads, |k| k.mbarrier_arrive_expect_tx(filled, bytes));
                 let hint = BulkHint::new().policy(self.policy);
@@ -297,6 +308,22 @@ impl Copy {
             hint = hint.multicast(everyone);
         }
         self.panels(k, slot, 0, [row, head, batch], filled, hint);
+    }
+
+    /// Copies a box of each panel, of all rows, given the first column and its head and batch entry.
+    fn all_rows(
+        &self,
+        k: &mut KernelBuilder,
+        slot: Reg<B32>,
+        [first, head, batch]: [Operand<B32>; 3],
+        filled: Reg<B32>,
+        hint: BulkHint,
+    ) {
+        for panel in 0..self.panels {
+            let column = k.add_u32(first, panel * self.columns);
+            let to = slot.at((panel * self.panel_bytes) as i32);
+            k.tensor_load(to, self.map, &[column.into(), 0u32.into(), head, batch], filled, hint);
+        }
     }
 
     /// Copies a box of each panel, given the bytes before it in the panel and its row, head and batch entry or page.

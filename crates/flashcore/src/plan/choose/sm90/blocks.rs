@@ -50,6 +50,7 @@ pub(super) fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
         multicast: 1,
         flush: 1,
         q_regs: false,
+        turned: false,
     }
 }
 
@@ -165,6 +166,7 @@ pub(super) fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
         multicast: 1,
         flush: 1,
         q_regs: false,
+        turned: false,
     };
     block_n.iter().flat_map(|&n| stages.iter().map(move |&stages| (n, stages))).map(narrow).collect()
 }
