@@ -5,7 +5,7 @@
 //! [covering design](flashcore_judge::cover) instead: every pair of entries of two lists, in few cases. The binary
 //! contains the files, so `flashcore verify` needs nothing else.
 
-use flashcore::{DType, Keys, Mask, Pass, Problem, Queries};
+use flashcore::{Appending, DType, Keys, Mask, Pass, Problem, Queries, Turning};
 use serde::{Deserialize, Serialize};
 
 use flashcore_judge::cover;
@@ -16,7 +16,7 @@ use flashcore_judge::placing::{self, Placing};
 use flashcore_judge::rng::Rng;
 
 /// The files of the corpus, by the prefix of their cases' names.
-const FILES: [(&str, &str); 13] = [
+const FILES: [(&str, &str); 14] = [
     ("lengths", include_str!("../../../cases/lengths.toml")),
     ("masks", include_str!("../../../cases/masks.toml")),
     ("heads", include_str!("../../../cases/heads.toml")),
@@ -30,6 +30,7 @@ const FILES: [(&str, &str); 13] = [
     ("rows", include_str!("../../../cases/rows.toml")),
     ("packed", include_str!("../../../cases/packed.toml")),
     ("paged", include_str!("../../../cases/paged.toml")),
+    ("append", include_str!("../../../cases/append.toml")),
 ];
 
 /// When a case runs.
@@ -55,6 +56,8 @@ pub struct Case {
     pub query_lengths: Option<Vec<u32>>,
     /// How many keys each batch entry has.
     pub key_lengths: Option<Vec<u32>>,
+    /// How many keys are appended to each sequence, where that differs; key lengths count them.
+    pub new_lengths: Option<Vec<u32>>,
     /// How the tensors lie in memory.
     pub arrangement: Arrangement,
     /// The distribution of the values.
@@ -76,6 +79,7 @@ impl Case {
             problem,
             query_lengths: None,
             key_lengths: None,
+            new_lengths: None,
             arrangement: Arrangement::Bhsd,
             inputs: Distribution::Normal,
             wild: None,
@@ -101,8 +105,8 @@ impl Case {
         let work = sizes.into_iter().fold(1, usize::saturating_mul);
         let tier = if work <= QUICK_BACKWARD { self.tier } else { Tier::Full };
         let judged = self.wild.is_none() && self.rows.is_none() && work <= MOST_BACKWARD;
-        let judged =
-            judged && !self.problem.is_eight_bit() && !matches!(self.problem.keys, Keys::Paged { .. });
+        let no_gradients = matches!(self.problem.keys, Keys::Paged { .. } | Keys::Apart { .. });
+        let judged = judged && !self.problem.is_eight_bit() && !no_gradients && self.problem.append.is_none();
         let name = format!("{}/{}", Pass::Backward, self.name);
         judged.then(|| Self { name, tier, problem: self.problem.backward(), ..self.clone() })
     }
@@ -112,13 +116,17 @@ impl Case {
         let Problem { batch, len_q, len_k, .. } = self.problem;
         let draw =
             |problem, lengths, arrangement| Operands::draw(problem, lengths, arrangement, self.inputs, seed);
-        if self.problem.is_dense() {
+        if self.problem.is_dense() && self.problem.append.is_none() {
             return draw(self.problem, self.key_lengths.clone(), self.arrangement);
         }
         let all = |len: usize| vec![len as u32; batch];
         let queries = self.query_lengths.clone().unwrap_or_else(|| all(len_q));
         let keys = self.key_lengths.clone().unwrap_or_else(|| all(len_k));
         let placing = Placing::new(self.problem, self.arrangement, queries, keys.clone(), seed);
+        let placing = match &self.new_lengths {
+            Some(new) => placing.with_new(new.clone()),
+            None => placing,
+        };
         draw(Placing::dense(self.problem), Some(keys), Arrangement::Bhsd).with_placing(placing)
     }
 }
@@ -276,6 +284,14 @@ struct Table {
     packed: Option<Many<String>>,
     /// Keys of a page, where keys lie in pages.
     page: Option<Many<usize>>,
+    /// Whether sequences begin anywhere in a tensor of keys.
+    apart: Option<Many<bool>>,
+    /// New keys of each sequence, which the call appends; key lengths count them.
+    append: Option<Many<usize>>,
+    /// How many are appended to each sequence, where that differs.
+    new_lengths: Option<Vec<u32>>,
+    /// Elements that are turned, with `/interleaved`, `/positions` or both behind it.
+    rotary: Option<Many<String>>,
     query_lengths: Option<KeyLengths>,
     key_lengths: Option<KeyLengths>,
     lse: Option<Many<bool>>,
@@ -315,6 +331,9 @@ struct Draft {
     lse: bool,
     packed: [bool; 2],
     page: Option<usize>,
+    apart: bool,
+    append: Option<usize>,
+    rotary: String,
     draws_lengths: bool,
     arrangement: Arrangement,
     inputs: Distribution,
@@ -341,6 +360,41 @@ impl Draft {
 
     fn heads(&self) -> usize {
         self.sizes.group.map_or(self.sizes.heads, |group| group.saturating_mul(self.heads_kv()))
+    }
+
+    /// What is appended, for tables of so many positions.
+    fn appending(&self, new_lengths: Option<&[u32]>, table: usize) -> Result<Appending, String> {
+        let (len, total) = match (self.append, new_lengths) {
+            (Some(len), None) => (len, None),
+            (None, Some(lengths)) => {
+                let longest = lengths.iter().max().copied().unwrap_or(0);
+                (longest as usize, Some(lengths.iter().sum::<u32>() as usize))
+            }
+            _ => return Err("append is for all sequences, and new_lengths for each; give one of them".into()),
+        };
+        if self.packed[1] {
+            return Err("what is appended to packed keys has no room: say apart = true instead".into());
+        }
+        let mut append = Appending { len, total, rotary: None };
+        if !self.rotary.is_empty() {
+            let mut words = self.rotary.split('/');
+            let dim = words.next().unwrap_or_default().parse().map_err(say)?;
+            let (mut interleaved, mut positions) = (false, false);
+            for word in words {
+                match word {
+                    "interleaved" => interleaved = true,
+                    "positions" => positions = true,
+                    _ => {
+                        return Err(format!(
+                            "rotary '{}': possible are /interleaved and /positions",
+                            self.rotary
+                        ));
+                    }
+                }
+            }
+            append.rotary = Some(Turning { dim, interleaved, table, positions });
+        }
+        Ok(append)
     }
 
     /// The cost in multiply-adds as if there were no mask, including an equivalent for reading and writing.
@@ -425,6 +479,9 @@ impl Table {
             lse: true,
             packed: [false; 2],
             page: None,
+            apart: false,
+            append: None,
+            rotary: String::new(),
             draws_lengths: false,
             arrangement: Arrangement::Bhsd,
             inputs: Distribution::Normal,
@@ -465,6 +522,11 @@ impl Table {
         vary(f, self.lse.as_ref(), |_| one(), |x| format!("lse-{x}"), |d, x| d.lse = x);
         vary(f, packed.as_ref(), |_| one(), |(name, _)| format!("packed-{name}"), |d, x| d.packed = x.1);
         vary(f, self.page.as_ref(), |_| one(), |x| format!("page{x}"), |d, x| d.page = Some(x));
+        let apart = |x: &bool| if *x { "apart" } else { "dense" }.to_string();
+        vary(f, self.apart.as_ref(), |_| one(), apart, |d, x| d.apart = x);
+        vary(f, self.append.as_ref(), |x| *x, |x| format!("append{x}"), |d, x| d.append = Some(x));
+        let turned = |x: &String| format!("rotary-{}", x.replace('/', "-"));
+        vary(f, self.rotary.as_ref(), |_| one(), turned, |d, x| d.rotary = x);
         vary(f, drawn, |_| one(), |x| format!("lengths-{x}"), |d, x| d.draws_lengths = x);
         vary(f, self.arrangement.as_ref(), |_| one(), ToString::to_string, |d, x| d.arrangement = x);
         vary(f, self.seed.as_ref(), |_| one(), |x| format!("seed{x}"), |d, x| d.seed = x);
@@ -528,7 +590,18 @@ impl Table {
         };
         let query_lengths = lengths(&self.query_lengths, packed_q, len_q);
         let draws_keys = draft.draws_lengths || packed_k || draft.page.is_some();
-        let key_lengths = lengths(&self.key_lengths, draws_keys, problem.len_k);
+        let draws_keys = draws_keys || draft.apart || draft.append.is_some() || self.new_lengths.is_some();
+        let mut key_lengths = lengths(&self.key_lengths, draws_keys, problem.len_k);
+        if draft.append.is_some() || self.new_lengths.is_some() {
+            let new = |entry: usize| match &self.new_lengths {
+                Some(lengths) => lengths.get(entry).copied().unwrap_or(0),
+                None => draft.append.unwrap_or(0) as u32,
+            };
+            for (entry, length) in key_lengths.iter_mut().flatten().enumerate() {
+                *length = (*length).max(new(entry));
+            }
+            problem.append = Some(draft.appending(self.new_lengths.as_deref(), problem.len_k + len_q)?);
+        }
         for (what, lengths, len) in
             [("query_lengths", &query_lengths, len_q), ("key_lengths", &key_lengths, problem.len_k)]
         {
@@ -549,10 +622,14 @@ impl Table {
                 let pages = placing::pool(key_lengths.as_deref().unwrap_or_default(), page);
                 problem.with_keys(Keys::Paged { page, pages })
             }
+            None if draft.apart => {
+                let total = placing::apart(key_lengths.as_deref().unwrap_or_default()) + SPARE_ROWS;
+                problem.with_keys(Keys::Apart { total })
+            }
             None if packed_k => problem.with_keys(Keys::Packed { total: total(&key_lengths) }),
             None => problem,
         };
-        problem.key_lengths = key_lengths.is_some() && !packed_k;
+        problem.key_lengths = key_lengths.is_some() && (!packed_k || problem.append.is_some());
         if query_lengths.is_some() && (!packed_q || draft.mask == Mask::CausalTopLeft) {
             return Err(
                 "query_lengths are of packed queries, under masks that are aligned bottom-right".into()
@@ -564,6 +641,7 @@ impl Table {
             problem: problem.check().map_err(|error| error.to_string())?,
             query_lengths,
             key_lengths,
+            new_lengths: self.new_lengths.clone(),
             arrangement: draft.arrangement,
             inputs: draft.inputs,
             wild: draft.wild,
@@ -572,6 +650,9 @@ impl Table {
         })
     }
 }
+
+/// Rows of a tensor of keys that begin anywhere, behind the last.
+const SPARE_ROWS: usize = 5;
 
 /// The seed of covering designs: another seed gives other cases that cover the same pairs.
 const COVER_SEED: u64 = 16;

@@ -15,7 +15,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 
-use flashcore::signature::{Parameter, PerTensor, Signature};
+use flashcore::signature::{Parameter, PerTensor, Role, Signature};
 use flashcore::{Name, Pass, Problem};
 use serde::Serialize;
 
@@ -50,6 +50,15 @@ pub enum Fault {
     },
     /// An input was changed.
     InputChanged(Name),
+    /// A cache does not hold what was appended, or something else of it was changed.
+    Miswritten {
+        /// Which cache.
+        tensor: Name,
+        /// How many of its rows are wrong.
+        count: usize,
+        /// The first of them.
+        first: Row,
+    },
     /// The result is further from the oracle than the rule allows.
     Wrong {
         /// What was redrawn before the run; none in the first.
@@ -293,6 +302,9 @@ impl Prepared {
         if !self.case.problem.is_dense() && !engine.takes_sequences() {
             return Outcome::Skipped(format!("{} takes dense tensors alone", engine.name()));
         }
+        if self.case.problem.append.is_some() && !engine.appends() {
+            return Outcome::Skipped(format!("{} does not append", engine.name()));
+        }
         if self.case.problem.pass == Pass::Backward && !engine.differentiates() {
             return Outcome::Skipped(format!("{} computes no gradients", engine.name()));
         }
@@ -484,7 +496,7 @@ fn run(
 ) -> Result<Outputs, Fault> {
     // The engine works on a copy, so that what it does to its inputs shows and does not spread.
     let placed = operands.placed();
-    let given = placed.clone().into_owned();
+    let mut given = placed.clone().into_owned();
     let signature = given.problem.signature();
     let mut tensors = PerTensor::default();
     for output in signature.outputs().filter(|output| output.name != Name::Lse || engine.gives_lse()) {
@@ -492,6 +504,7 @@ fn run(
         memory.poison(poison);
         tensors.set(output.name, memory);
     }
+    let mut caches = [given.k.clone(), given.v.clone()];
     let attention = given.attention();
     let ran = match case.problem.pass {
         Pass::Forward => {
@@ -500,7 +513,15 @@ fn run(
             let [Some(mut o), mut lse] = views.map(|output| output.map(Guarded::view_mut)) else {
                 unreachable!("every forward pass has the output o")
             };
-            engine.run(&attention, inputs, &mut o, lse.as_mut())
+            let [k, v] = caches.each_mut().map(Guarded::view_mut);
+            let appended = given.appended(|new| {
+                let caches = [&mut { k }, &mut { v }];
+                engine.append(&attention, new, inputs[0], caches, (&mut o, lse.as_mut()))
+            });
+            match appended {
+                Some(appended) => appended,
+                None => engine.run(&attention, inputs, &mut o, lse.as_mut()),
+            }
         }
         Pass::Backward => {
             let views = tensors.get_each_mut([Name::Dq, Name::Dk, Name::Dv]);
@@ -514,11 +535,15 @@ fn run(
     };
     ran.map_err(|error| Fault::Refused(error.to_string()))?;
     let outputs = Outputs { signature, tensors };
-    faults.extend(memory_faults(&placed, &given, &outputs, poison));
+    if given.problem.append.is_some() {
+        [given.k, given.v] = caches;
+    }
+    faults.extend(memory_faults(&operands.expected(&placed), &given, &outputs, poison));
     Ok(outputs.taken_from(operands))
 }
 
-/// What a run did to memory that it should not have done: left outputs unwritten, or wrote elsewhere.
+/// What a run did to memory that it should not have done, given its inputs as they are to be afterwards: left outputs unwritten,
+/// or wrote elsewhere.
 fn memory_faults(before: &Operands, after: &Operands, outputs: &Outputs, poison: Poison) -> Vec<Fault> {
     let mut faults = Vec::new();
     for (of, output) in outputs.each() {
@@ -534,6 +559,11 @@ fn memory_faults(before: &Operands, after: &Operands, outputs: &Outputs, poison:
         let (before, after) = (before.operand(tensor), after.operand(tensor));
         if let Some(breach) = after.breach() {
             faults.push(Fault::Guard { tensor, breach });
+        } else if !after.same_memory(before) && input.role == Role::Changed {
+            let wrong = after.differences(before);
+            let first = wrong.iter().position(|&count| count > 0).unwrap_or(0);
+            let count = wrong.iter().filter(|&&count| count > 0).count();
+            faults.push(Fault::Miswritten { tensor, count, first: Row::of(input, first) });
         } else if !after.same_memory(before) {
             faults.push(Fault::InputChanged(tensor));
         }

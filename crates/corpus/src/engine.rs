@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use flashcore::cuda::Cuda;
 use flashcore::plan::{Kernel, Schedule, Target};
 use flashcore::sim::{AsyncMode, Config, SimGpu};
-use flashcore::{Attention, Backward, Device, Error, Problem, Tensor, TensorMut, cpu};
+use flashcore::{Append, Attention, Backward, Device, Error, Problem, Tensor, TensorMut, cpu};
 
 use crate::device::{Code, DeviceName, Simulated};
 
@@ -54,6 +54,24 @@ pub trait Engine: Send + Sync {
         o: &mut TensorMut<'_>,
         lse: Option<&mut TensorMut<'_>>,
     ) -> flashcore::Result<()>;
+
+    /// Whether it appends to caches.
+    fn appends(&self) -> bool {
+        false
+    }
+
+    /// Appends to the caches k and v, and computes into o, and into lse where there is a place for it.
+    fn append(
+        &self,
+        _: &Attention<'_>,
+        _: &Append<'_>,
+        _: &Tensor<'_>,
+        _: [&mut TensorMut<'_>; 2],
+        _: (&mut TensorMut<'_>, Option<&mut TensorMut<'_>>),
+    ) -> flashcore::Result<()> {
+        let (what, possible) = ("an append".into(), "calls on what the cache has".into());
+        Err(Error::Unsupported { device: self.name().into(), what, possible, source: None })
+    }
 
     /// Whether it computes backward passes at all.
     fn differentiates(&self) -> bool {
@@ -271,6 +289,22 @@ impl Engine for DeviceEngine {
 
     fn takes_sequences(&self) -> bool {
         true
+    }
+
+    fn appends(&self) -> bool {
+        true
+    }
+
+    fn append(
+        &self,
+        attention: &Attention<'_>,
+        new: &Append<'_>,
+        q: &Tensor<'_>,
+        [k, v]: [&mut TensorMut<'_>; 2],
+        (o, lse): (&mut TensorMut<'_>, Option<&mut TensorMut<'_>>),
+    ) -> flashcore::Result<()> {
+        let _turn = self.turn.as_ref().map(|turn| turn.lock().unwrap_or_else(PoisonError::into_inner));
+        attention.append_into(&self.device, new, q, k, v, o, lse)
     }
 
     fn run(

@@ -71,6 +71,11 @@ pub fn describe(fault: &Fault) -> String {
             };
             format!("memory outside {tensor} was overwritten: {} elements, the first {place}", breach.count)
         }
+        Fault::Miswritten { tensor, count, first } => {
+            format!(
+                "{count} rows of the cache {tensor} are not what the append should leave, the first is {first}"
+            )
+        }
         Fault::InputChanged(tensor) => format!("{tensor} was changed by the run, though it is an input"),
         Fault::Wrong { after, judgement, bad_rows, diagnosis } => {
             wrong(*after, judgement, bad_rows, diagnosis)

@@ -303,3 +303,44 @@ fn a_captured_step_runs_on_other_lengths_on_a_gpu() {
         values.lengths.iter_mut().for_each(|len| *len += 7);
     }
 }
+
+#[test]
+fn what_has_no_room_or_no_page_is_not_written_and_positions_end_with_the_tables() {
+    let dense = "2x4/2x1/40x64 bf16 key-lengths append=2 rotary=64/30";
+    let paged = "2x4/2x1/40x64 bf16 page=16/8 key-lengths append=2 rotary=64/30";
+    for (text, target, expected) in [
+        (dense, Target::Sm80, vec![[0, 39], [1, 33], [1, 34]]),
+        (dense, Target::Sm90a, vec![[0, 39], [1, 33], [1, 34]]),
+        (paged, Target::Sm90a, vec![[2, 7]]),
+    ] {
+        let problem: Problem = text.parse().unwrap();
+        let mut captured = Captured::new(&problem, target);
+        // The first sequence has room for one of two new keys; those of the second are in a page that the pool has not.
+        let values = Values::draw(&problem, &[39, 33]).with(Name::Pages, [0, 1, 2, 3, 4, 99]);
+        captured.write(&values);
+        let before = captured.read(Name::K);
+        captured.replay();
+        let after = captured.read(Name::K);
+        let signature = problem.signature();
+        let [_, heads, len, width] = signature.inputs().find(|of| of.name == Name::K).unwrap().shape;
+        let row = |i: usize| [i / (heads * len), i % len];
+        let pairs = before.chunks_exact(width).zip(after.chunks_exact(width));
+        let mut changed: Vec<[usize; 2]> =
+            pairs.enumerate().filter(|(_, (a, b))| a != b).map(|(i, _)| row(i)).collect();
+        changed.sort_unstable();
+        changed.dedup();
+        assert_eq!(changed, expected, "{text} on {target}");
+        // The first new key of the first sequence, by the last cosines and sines.
+        let rounded = |name: Name, from: usize, count: usize| -> Vec<f32> {
+            values.tensors[&name][from..][..count].iter().map(|&x| bf16::from_f32(x).to_f32()).collect()
+        };
+        let (cos, sin) = (rounded(Name::Cos, 29 * 32, 32), rounded(Name::Sin, 29 * 32, 32));
+        let key = rounded(Name::NewK, 0, 64);
+        let [entry, at] = expected[0];
+        let found = &after[(entry * heads * len + at) * width..][..width];
+        for i in 0..32 {
+            let turned = key[i] * cos[i] - key[32 + i] * sin[i];
+            assert_eq!(found[i], bf16::from_f32(turned).to_f32(), "{text} on {target}: element {i}");
+        }
+    }
+}

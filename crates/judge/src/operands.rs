@@ -5,7 +5,8 @@ use std::ops::Range;
 
 use flashcore::signature::{PerTensor, Rows};
 use flashcore::{
-    Attention, Backward, Descales, Device, Mask, Name, Pages, Pass, Problem, Starts, Tensor, oracle,
+    Append, Attention, Backward, Descales, Device, Keys, Mask, Name, Pages, Pass, Problem, Rotary, Starts,
+    Tensor, oracle,
 };
 use rayon::prelude::*;
 
@@ -155,7 +156,7 @@ impl Operands {
         let [q, k, v] = [Name::Q, Name::K, Name::V].map(|name| tensors[name].clone());
         Cow::Owned(Self {
             problem: placing.problem,
-            key_lengths: placing.problem.key_lengths.then(|| placing.keys.clone()),
+            key_lengths: placing.problem.key_lengths.then(|| placing.before()),
             q,
             k,
             v,
@@ -163,6 +164,37 @@ impl Operands {
             wild: self.wild,
             placing: None,
         })
+    }
+
+    /// What `placed` inputs are to be after a run: as they were, but for caches that were appended to.
+    pub fn expected(&self, placed: &Self) -> Self {
+        let mut expected = placed.clone();
+        if let Some(placing) = &self.placing {
+            for of in placing.problem.signature().changed() {
+                *expected.operand_mut(of.name) = placing.put(of, self.operand(of.name));
+            }
+        }
+        expected
+    }
+
+    /// What a call appends, if it does.
+    pub fn appended<T>(&self, work: impl FnOnce(&Append<'_>) -> T) -> Option<T> {
+        let append = self.problem.append?;
+        let view = |name: Name| self.further.get(name).map(Guarded::view);
+        let [k, v] = [Name::NewK, Name::NewV].map(|name| self.further[name].view());
+        let mut new = Append::new(&k, &v);
+        let starts = view(Name::NewStarts);
+        if let Some(starts) = &starts {
+            new = new.packed(Starts::of(starts, append.len));
+        }
+        let positions = view(Name::Positions);
+        let tables = [view(Name::Cos), view(Name::Sin)];
+        if let (Some(turning), [Some(cos), Some(sin)]) = (append.rotary, &tables) {
+            let rotary = Rotary::new(cos, sin);
+            let rotary = if turning.interleaved { rotary.interleaved() } else { rotary };
+            new = new.rotary(positions.as_ref().map_or(rotary, |positions| rotary.positions(positions)));
+        }
+        Some(work(&new))
     }
 
     /// Whether a row is of a sequence.
@@ -223,6 +255,13 @@ impl Operands {
             return attention.backward(device, &self.given()).map(|_| ());
         }
         let attention = if self.problem.lse { attention.with_lse() } else { attention };
+        let [mut k, mut v] = [&self.k, &self.v].map(Clone::clone);
+        let appended = self.appended(|new| {
+            attention.append(device, new, &self.q.view(), &mut k.view_mut(), &mut v.view_mut()).map(|_| ())
+        });
+        if let Some(appended) = appended {
+            return appended;
+        }
         attention.run(device, &self.q.view(), &self.k.view(), &self.v.view()).map(|_| ())
     }
 
@@ -479,7 +518,9 @@ impl Operands {
             attention = attention.packed_queries(Starts::of(&starts.view(), len_q));
         }
         if let Some(starts) = self.further.get(Name::KStarts) {
-            attention = attention.packed_keys(Starts::of(&starts.view(), len_k));
+            let apart = matches!(self.problem.keys, Keys::Apart { .. });
+            let of = if apart { Starts::apart } else { Starts::of };
+            attention = attention.packed_keys(of(&starts.view(), len_k));
         }
         if let Some(table) = self.further.get(Name::Pages) {
             attention = attention.paged(Pages::new(&table.view()).with_most_keys(len_k));

@@ -7,9 +7,13 @@
 //! Sequences have different numbers of queries. Those of a sequence are the *last* rows of its batch entry, so that a mask
 //! that is aligned bottom-right means the same in both. The rows before them do not exist: they are zeros, and nobody
 //! judges them.
+//!
+//! Where a call appends, the dense problem is what attention is to see: all keys, and queries and new keys already turned. The
+//! engine gets the last keys apart from the cache, and what is to be turned as it was before. That can be had exactly, because
+//! every angle in the tables is a multiple of 90 degrees: another for each position and each pair, so that a wrong one shows.
 
 use flashcore::signature::{Parameter, PerTensor, Rows};
-use flashcore::{Keys, Name, Problem, Queries};
+use flashcore::{Appending, Keys, Name, Problem, Queries, Turning};
 
 use crate::guarded::{Arrangement, Guarded};
 use crate::rng::Rng;
@@ -27,10 +31,22 @@ pub struct Placing {
     pub arrangement: Arrangement,
     /// How many queries each sequence has.
     pub queries: Vec<u32>,
-    /// How many keys each sequence has.
+    /// How many keys each sequence has, those that are appended among them.
     pub keys: Vec<u32>,
+    /// How many of them are appended.
+    pub new: Vec<u32>,
+    /// Where the keys of each sequence begin, where they begin anywhere.
+    apart: Vec<u32>,
     /// The pages of each sequence, as far as the table goes; those that no key reaches are of others, or of none.
     pages: Vec<i32>,
+}
+
+/// Rows between sequences that begin anywhere, which are nobody's.
+const GAP: usize = 2;
+
+/// How many rows sequences of these lengths take that begin anywhere.
+pub fn apart(keys: &[u32]) -> usize {
+    keys.iter().map(|&len| len as usize + GAP).sum()
 }
 
 /// How many pages a pool has for sequences of these lengths: theirs, and some that were freed.
@@ -47,7 +63,16 @@ impl Placing {
         keys: Vec<u32>,
         seed: u64,
     ) -> Self {
-        let mut placing = Self { problem, arrangement, queries, keys, pages: Vec::new() };
+        let new = vec![problem.append.map_or(0, |append| append.len as u32); keys.len()];
+        let (apart, pages) = (Vec::new(), Vec::new());
+        let mut placing = Self { problem, arrangement, queries, keys, new, apart, pages };
+        if let Keys::Apart { .. } = problem.keys {
+            // The last sequence comes first, and the first last.
+            let behind = |sequence: usize| &placing.keys[sequence + 1..];
+            let start = |sequence: usize| (self::apart(behind(sequence)) + GAP) as u32;
+            // Nobody may look at the number behind the last.
+            placing.apart = (0..placing.keys.len()).map(start).chain([u32::MAX >> 1]).collect();
+        }
         if let Keys::Paged { page, pages } = problem.keys {
             let mut rng = Rng::stream(seed, 300);
             let mut order: Vec<usize> = (0..pages).collect();
@@ -67,10 +92,20 @@ impl Placing {
         placing
     }
 
+    /// With other numbers of keys that are appended.
+    pub fn with_new(self, new: Vec<u32>) -> Self {
+        Self { new, ..self }
+    }
+
+    /// How many keys each sequence has before.
+    pub fn before(&self) -> Vec<u32> {
+        self.keys.iter().zip(&self.new).map(|(after, new)| after - new).collect()
+    }
+
     /// The dense problem that is judged.
     pub fn dense(problem: Problem) -> Problem {
-        let dense = problem.with_queries(Queries::Dense).with_keys(Keys::Dense);
-        if problem.is_dense() { dense } else { dense.with_key_lengths() }
+        let dense = problem.appended().with_queries(Queries::Dense).with_keys(Keys::Dense);
+        if problem.is_dense() && problem.append.is_none() { dense } else { dense.with_key_lengths() }
     }
 
     /// Where a sequence of these lengths begins, and the next ones do.
@@ -100,6 +135,7 @@ impl Placing {
                 (0, before(&self.queries) + row.position - self.padding(row.batch))
             }
             (Rows::Keys, _, Keys::Packed { .. }) => (0, before(&self.keys) + row.position),
+            (Rows::Keys, _, Keys::Apart { .. }) => (0, self.apart[row.batch] as usize + row.position),
             (Rows::Keys, _, Keys::Paged { page, .. }) => {
                 let width = self.problem.len_k.div_ceil(page);
                 (self.pages[row.batch * width + row.position / page] as usize, row.position % page)
@@ -112,7 +148,10 @@ impl Placing {
     pub fn places(&self, of: &Parameter) -> Guarded {
         let values = match of.name {
             Name::QStarts => Self::starts(&self.queries),
+            Name::KStarts if !self.apart.is_empty() => self.apart.iter().map(|&at| at as f32).collect(),
             Name::KStarts => Self::starts(&self.keys),
+            Name::NewStarts => Self::starts(&self.new),
+            Name::Positions => (0..self.keys.len()).map(|sequence| self.first(sequence) as f32).collect(),
             _ => self.pages.iter().map(|&page| page as f32).collect(),
         };
         Guarded::with_values(of.dtype, Arrangement::Bhsd, of.shape, &values)
@@ -120,13 +159,63 @@ impl Placing {
 
     /// The rows of a dense tensor, put where they lie, in memory that is otherwise unreadable.
     pub fn put(&self, of: &Parameter, dense: &Guarded) -> Guarded {
+        self.put_some(of, of.rows, dense, |row, _| Some(self.place(row)))
+    }
+
+    /// Those rows of a dense tensor that have a place, put there after a change.
+    fn put_some(
+        &self,
+        of: &Parameter,
+        kind: Rows,
+        dense: &Guarded,
+        place: impl Fn(&Row, &mut [f32]) -> Option<(usize, usize)>,
+    ) -> Guarded {
         let mut placed = Guarded::new(of.dtype, self.arrangement, of.shape);
         let mut memory = placed.view_mut();
-        self.each_row(of, dense.shape(), |row, (batch, at), elements| {
+        self.each_row(kind, dense.shape(), |row, elements| {
             dense.view().read_row(row.batch, row.head, row.position, elements);
-            memory.write_row(batch, row.head, at, elements);
+            if let Some((batch, at)) = place(&row, elements) {
+                memory.write_row(batch, row.head, at, elements);
+            }
         });
         placed
+    }
+
+    /// An input of a call that appends, as it is before.
+    fn unappended(&self, of: &Parameter, append: &Appending, dense: &Guarded) -> Guarded {
+        let new_row = |row: &Row| row.position.checked_sub(self.before()[row.batch] as usize);
+        let turn_back = |elements: &mut [f32], sequence: usize, ahead: usize| {
+            if let Some(turning) = &append.rotary {
+                turn_back(turning, elements, self.first(sequence) + ahead);
+            }
+        };
+        match of.name {
+            Name::K | Name::V => {
+                self.put_some(of, Rows::Keys, dense, |row, _| new_row(row).is_none().then(|| self.place(row)))
+            }
+            Name::Q => self.put_some(of, Rows::Queries, dense, |row, elements| {
+                let ahead = row.position - self.padding(row.batch);
+                turn_back(elements, row.batch, if self.problem.turns_by_row() { ahead } else { 0 });
+                Some(self.place(row))
+            }),
+            _ => self.put_some(of, Rows::Keys, dense, |row, elements| {
+                let ahead = new_row(row)?;
+                if of.name == Name::NewK {
+                    turn_back(elements, row.batch, ahead);
+                }
+                let start = self.new[..row.batch].iter().sum::<u32>() as usize;
+                Some(if append.total.is_some() { (0, start + ahead) } else { (row.batch, ahead) })
+            }),
+        }
+    }
+
+    /// The position of a sequence's first new key.
+    fn first(&self, sequence: usize) -> usize {
+        let rotary = self.problem.append.and_then(|append| append.rotary);
+        match rotary {
+            Some(Turning { positions: true, .. }) => 1 + 3 * sequence % 5,
+            _ => self.before()[sequence] as usize,
+        }
     }
 
     /// A dense tensor of what lies there; rows that are of no sequence are zeros.
@@ -134,38 +223,71 @@ impl Placing {
         let zeros = vec![0.0; dense.shape.iter().product()];
         let mut all = Guarded::with_values(of.dtype, self.arrangement, dense.shape, &zeros);
         let mut memory = all.view_mut();
-        self.each_row(of, dense.shape, |row, (batch, at), elements| {
+        self.each_row(of.rows, dense.shape, |row, elements| {
+            let (batch, at) = self.place(&row);
             placed.view().read_row(batch, row.head, at, elements);
             memory.write_row(row.batch, row.head, row.position, elements);
         });
         all
     }
 
-    /// Takes up every row of a dense tensor that is of a sequence, with its place and room for its elements.
+    /// Takes up every row of a dense tensor that is of a sequence, with room for its elements.
     fn each_row(
         &self,
-        of: &Parameter,
+        kind: Rows,
         [batch, heads, len, width]: [usize; 4],
-        mut work: impl FnMut(Row, (usize, usize), &mut [f32]),
+        mut work: impl FnMut(Row, &mut [f32]),
     ) {
         let mut elements = vec![0.0; width];
         for i in 0..batch * heads * len {
-            let row =
-                Row { kind: of.rows, batch: i / (heads * len), head: i / len % heads, position: i % len };
+            let row = Row { kind, batch: i / (heads * len), head: i / len % heads, position: i % len };
             if self.has(&row) {
-                work(row, self.place(&row), &mut elements);
+                work(row, &mut elements);
             }
         }
+    }
+}
+
+/// The cosine and the sine of a position and a pair: a multiple of 90 degrees.
+fn angle(position: usize, pair: usize) -> [f32; 2] {
+    [[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]][(5 * position + 3 * pair + position * pair / 2) % 4]
+}
+
+/// A table of cosines, or of sines.
+fn table(turning: &Turning, of: &Parameter) -> Guarded {
+    let which = usize::from(of.name == Name::Sin);
+    let half = turning.dim / 2;
+    let values: Vec<f32> = (0..turning.table * half).map(|i| angle(i / half, i % half)[which]).collect();
+    Guarded::with_values(of.dtype, Arrangement::Bhsd, of.shape, &values)
+}
+
+/// What a row was before it was turned.
+fn turn_back(turning: &Turning, row: &mut [f32], position: usize) {
+    for pair in 0..turning.dim / 2 {
+        let [a, b] =
+            if turning.interleaved { [2 * pair, 2 * pair + 1] } else { [pair, pair + turning.dim / 2] };
+        let [cos, sin] = angle(position, pair);
+        (row[a], row[b]) = (row[a] * cos + row[b] * sin, row[b] * cos - row[a] * sin);
     }
 }
 
 /// The inputs of a call by name, each where it lies.
 pub(crate) fn placed<'a>(placing: &Placing, dense: impl Fn(Name) -> &'a Guarded) -> PerTensor<Guarded> {
     let mut tensors = PerTensor::default();
+    let append = placing.problem.append;
     for of in placing.problem.signature().inputs() {
-        let tensor = match of.rows {
-            Rows::Places => placing.places(of),
-            Rows::Heads => dense(of.name).clone(),
+        let of_dense = match of.name {
+            Name::NewK => Name::K,
+            Name::NewV => Name::V,
+            name => name,
+        };
+        let tensor = match (of.rows, append) {
+            (Rows::Positions, Some(Appending { rotary: Some(turning), .. })) => table(&turning, of),
+            (Rows::Queries | Rows::Keys | Rows::NewKeys, Some(append)) => {
+                placing.unappended(of, &append, dense(of_dense))
+            }
+            (Rows::Places, _) => placing.places(of),
+            (Rows::Heads, _) => dense(of.name).clone(),
             _ => placing.put(of, dense(of.name)),
         };
         tensors.set(of.name, tensor);

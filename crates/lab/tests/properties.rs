@@ -59,6 +59,7 @@ fn case() -> impl Strategy<Value = Case> {
             tier: Tier::Quick,
             problem: if backward { problem.backward() } else { problem },
             query_lengths: None,
+            new_lengths: None,
             key_lengths,
             arrangement,
             inputs,

@@ -19,7 +19,7 @@ DEFAULTS = {
     "scale": None, "lse": True, "arrangement": "bhsd", "seed": 1,
 }  # fmt: skip
 
-LEFT_OUT = ("cover", "wild", "cache", "packed", "paged", "rows")
+LEFT_OUT = ("cover", "wild", "cache", "packed", "paged", "append", "rows")
 
 
 def cases():

@@ -118,7 +118,9 @@ impl Engine for Misplaced {
         self.take_anothers(&mut keys_of);
         let starts = of_k.map(|_| Tensor::indices(&keys_of, [1, keys_of.len()])).transpose()?;
         if let Some(starts) = &starts {
-            called = called.packed_keys(Starts::of(starts, problem.len_k));
+            let apart = matches!(problem.keys, Keys::Apart { .. });
+            let of = if apart { Starts::apart } else { Starts::of };
+            called = called.packed_keys(of(starts, problem.len_k));
         }
         if self.slip == Some(Slip::LengthOffByOne) {
             let full = |len: &&mut u32| **len > 0 && (**len as usize).is_multiple_of(page(&problem));
@@ -200,7 +202,8 @@ fn packed_gradients() -> &'static Prepared {
 
 /// Every trial.
 pub fn trials() -> Vec<Trial> {
-    let placed = |case: &Case| !case.problem.is_dense() && case.wild.is_none();
+    let placed =
+        |case: &Case| !case.problem.is_dense() && case.wild.is_none() && case.problem.append.is_none();
     let through = |slip| move || through_corpus(&Misplaced { slip }, placed);
     let faults = Slip::ALL.map(|(slip, name)| Trial::fault(name, JUDGE, through(Some(slip))));
     let honest = Trial::honest("packed sequences and keys in pages", JUDGE, through(None));

@@ -3,12 +3,13 @@
 //!
 //! A harness that passes everything is as good as none, and one that refuses honest work is soon switched off. So
 //! `flashcore verify --faults` plants, one after another, what has fooled harnesses before: results that are wrong in a
-//! known way ([`results`]), only where few look ([`hidden`]) or because sequences were not found ([`misplaced`]), impossible clocks and numbers ([`numbers`]), candidates
+//! known way ([`results`]), only where few look ([`hidden`]) or because sequences were not found ([`misplaced`]) or caches miswritten ([`miswritten`]), impossible clocks and numbers ([`numbers`]), candidates
 //! of a search that misbehave ([`candidates`]); and beside each kind, something honest.
 
 pub mod candidates;
 pub mod hidden;
 pub mod misplaced;
+pub mod miswritten;
 pub mod numbers;
 pub mod planted;
 pub mod results;
@@ -95,11 +96,17 @@ pub struct Finding {
 
 /// Every trial, faults first.
 pub fn all() -> Vec<Trial> {
-    let mut trials: Vec<Trial> =
-        [results::trials(), hidden::trials(), misplaced::trials(), numbers::trials(), candidates::trials()]
-            .into_iter()
-            .flatten()
-            .collect();
+    let mut trials: Vec<Trial> = [
+        results::trials(),
+        hidden::trials(),
+        misplaced::trials(),
+        miswritten::trials(),
+        numbers::trials(),
+        candidates::trials(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
     trials.sort_by_key(|trial| trial.nature == Nature::Honest);
     trials
 }
