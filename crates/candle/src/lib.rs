@@ -34,9 +34,9 @@
 //!
 //! Tensors of 8-bit floats (`F8E4M3`), and caches of them, go through [`FlashAttnFp8`], with their descales.
 //!
-//! ALiBi and prefix ranges are not implemented, and refused with that reason. On the CPU the variable-length functions are
-//! one call, of packed keys or of keys in pages; on a GPU they read the cumulative lengths back first and run one call per
-//! sequence, and pages are refused.
+//! ALiBi and prefix ranges are not implemented, and refused with that reason. The variable-length functions are one call, of
+//! packed keys or of keys in pages. On a GPU the host does not read the cumulative lengths and the table, and so does not
+//! check them: as with `candle-flash-attn`, they have to rise, to end within the tensors, and to name pages that there are.
 
 mod dense;
 mod eight;
@@ -186,7 +186,7 @@ pub fn flash_attn_varlen_windowed(
 }
 
 /// From a paged cache: k and v are (pages, page_block_size, heads, head_dim), and row i of `block_table`, u32, says which
-/// pages sequence i has. `seqlens_k` says how many keys there are. Prefix ranges are refused, and so is a GPU so far.
+/// pages sequence i has. `seqlens_k` says how many keys there are. Prefix ranges are refused.
 pub fn flash_attn_varlen_paged_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -219,7 +219,7 @@ pub fn flash_attn_varlen_paged_windowed(
         right: window_size_right,
         softcap: softcap.unwrap_or(0.0),
     };
-    let op = FlashAttnVarLen::new(options, [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])?;
+    let op = FlashAttnVarLen::new(options, q.device(), [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])?;
     q.apply_op3(k, v, op.with_pages(block_table)?)
 }
 
@@ -303,6 +303,6 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
         right: window_size_right,
         softcap,
     };
-    let op = FlashAttnVarLen::new(options, [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])?;
+    let op = FlashAttnVarLen::new(options, q.device(), [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])?;
     q.apply_op3(k, v, op)
 }

@@ -1,11 +1,12 @@
 //! Attention of packed sequences, with keys and values that are packed too or lie in pages.
+#![cfg_attr(feature = "cuda", allow(unsafe_code))] // The host does not read numbers on a GPU, which is what they are there for.
 
 use std::sync::OnceLock;
 
 use candle_core::{
-    CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, backend::BackendStorage, bail,
+    CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, backend::BackendStorage, bail,
 };
-use flashcore::{Attention, Backward, Device, Element, Pages, Starts, TensorMut};
+use flashcore::{Attention, Backward, Element, Pages, Starts, TensorMut};
 use half::{bf16, f16};
 
 #[cfg(feature = "cuda")]
@@ -22,28 +23,42 @@ use crate::{
 pub(crate) struct FlashAttnVarLen {
     options: Options,
     /// Where each sequence's queries begin, and the last one's end; and the most that one has.
-    queries: (Vec<u32>, usize),
+    queries: Numbers,
     /// The same for its keys.
-    keys: (Vec<u32>, usize),
-    /// How many keys each sequence has, and which pages, where keys lie in pages.
+    keys: Numbers,
+    /// Which pages each sequence has, and how many keys, where keys lie in pages.
     pages: Option<Table>,
-    /// The lse of all queries, kept for the backward pass.
+    /// The lse of all queries, (heads, rows), kept for the backward pass.
     lse: OnceLock<Lse>,
+}
+
+/// Numbers of sequences where the call runs. Those that come on the CPU are checked; the host does not read those that come on
+/// a GPU.
+struct Numbers {
+    tensor: Tensor,
+    /// Empty where they are not known.
+    on_host: Vec<u32>,
+    most: usize,
 }
 
 /// Which pages each sequence has.
 struct Table {
-    lengths: Vec<u32>,
-    pages: Vec<u32>,
+    lengths: Numbers,
+    pages: Numbers,
     width: usize,
 }
 
 impl FlashAttnVarLen {
-    pub fn new(options: Options, [q, k]: [&Tensor; 2], [most_q, most_k]: [usize; 2]) -> Result<Self> {
-        let queries = (starts("seqlens_q", q, most_q)?, most_q);
-        let keys = (starts("seqlens_k", k, most_k)?, most_k);
-        if queries.0.len() != keys.0.len() {
-            let [of_q, of_k] = [&queries, &keys].map(|(starts, _)| starts.len() - 1);
+    pub fn new(
+        options: Options,
+        device: &Device,
+        [q, k]: [&Tensor; 2],
+        [most_q, most_k]: [usize; 2],
+    ) -> Result<Self> {
+        let queries = starts("seqlens_q", q, most_q, device)?;
+        let keys = starts("seqlens_k", k, most_k, device)?;
+        if queries.tensor.elem_count() != keys.tensor.elem_count() {
+            let [of_q, of_k] = [&queries, &keys].map(|starts| starts.tensor.elem_count() - 1);
             bail!("seqlens_q has {of_q} sequences and seqlens_k has {of_k}")
         }
         Ok(Self { options, queries, keys, pages: None, lse: OnceLock::new() })
@@ -51,28 +66,31 @@ impl FlashAttnVarLen {
 
     /// With keys in pages of (pages, page, heads, head_dim) tensors: `seqlens_k` then says how many keys there are.
     pub fn with_pages(self, table: &Tensor) -> Result<Self> {
-        let sequences = self.keys.0.len() - 1;
+        let sequences = self.keys.tensor.elem_count() - 1;
         let (DType::U32, [rows, width]) = (table.dtype(), table.dims()) else {
             bail!("block_table is {:?} {:?}; it must be u32, (sequences, pages)", table.dtype(), table.dims())
         };
-        if *rows != sequences {
+        let (rows, width) = (*rows, *width);
+        if rows != sequences {
             bail!("block_table has {rows} rows for {sequences} sequences")
         }
-        let lengths = self.keys.0.windows(2).map(|ends| ends[1] - ends[0]).collect();
-        let table = Table { lengths, pages: table.flatten_all()?.to_vec1()?, width: *width };
+        let (ends, device) = (&self.keys.tensor, self.keys.tensor.device());
+        let lengths = (ends.narrow(0, 1, sequences)? - ends.narrow(0, 0, sequences)?)?;
+        let lengths = Numbers::new(&lengths, self.keys.most, device)?;
+        let table = Table { lengths, pages: Numbers::new(&table.flatten_all()?, 0, device)?, width };
         Ok(Self { pages: Some(table), ..self })
     }
 
     /// The shape of the output, after a check that the tensors have dimensions as they must.
     fn check(&self, [q, k, v]: [&Layout; 3]) -> Result<[usize; 3]> {
-        let rows = |name: &str, layout: &Layout, (starts, _): &(Vec<u32>, usize)| {
+        let rows = |name: &str, layout: &Layout, starts: &Numbers| {
             let [rows, _, _] = layout.dims() else {
                 bail!(
                     "{name} has {} dimensions; attention takes (all rows, heads, head_dim)",
                     layout.dims().len()
                 )
             };
-            match starts.last() {
+            match starts.on_host.last() {
                 Some(&end) if end as usize > *rows => {
                     bail!("the sequences end at row {end}, and {name} has {rows}")
                 }
@@ -88,14 +106,15 @@ impl FlashAttnVarLen {
         Ok([all, q.dims()[1], *width])
     }
 
-    /// Calls `work` with attention that knows where the sequences are.
+    /// Calls `work` with attention that knows where the sequences on the host are.
     fn attention<T>(&self, work: impl FnOnce(Attention<'_>) -> flashcore::Result<T>) -> Result<T> {
         let attention = self.options.attention()?.packed_queries(places(&self.queries)?);
         let done = match &self.pages {
             None => work(attention.packed_keys(places(&self.keys)?)),
             Some(Table { lengths, pages, width }) => {
+                let (lengths, pages) = (&lengths.on_host, &pages.on_host);
                 let rows = flashcore::Tensor::indices(pages, [lengths.len(), *width]).map_err(fail)?;
-                let pages = Pages::new(&rows).with_most_keys(self.keys.1);
+                let pages = Pages::new(&rows).with_most_keys(self.keys.most);
                 work(attention.paged(pages).key_lengths(lengths))
             }
         };
@@ -130,7 +149,7 @@ impl FlashAttnVarLen {
         let (k, v) = (self.view("k", k, layouts[1])?, self.view("v", v, layouts[2])?);
         let mut out = TensorMut::bshd(&mut o, &[1, rows, heads, width]).map_err(fail)?;
         let mut sums = TensorMut::new(&mut lse, &[1, heads, rows, 1]).map_err(fail)?;
-        self.attention(|it| it.run_into(&Device::cpu(), &q, &k, &v, &mut out, Some(&mut sums)))?;
+        self.attention(|it| it.run_into(&flashcore::Device::cpu(), &q, &k, &v, &mut out, Some(&mut sums)))?;
         // A second forward pass of the same call would give the same.
         let _ = self.lse.set(Lse::Cpu(lse));
         Ok((o, Shape::from(shape.to_vec())))
@@ -155,7 +174,7 @@ impl Differentiate for FlashAttnVarLen {
         let [dq, dk, dv] = into;
         let (mut dq, mut dk, mut dv) = (place(dq, &q)?, place(dk, &k)?, place(dv, &v)?);
         let given = Backward::new([&q, &k, &v], &o, &lse, &d_o);
-        self.attention(|it| it.backward_into(&Device::cpu(), &given, &mut dq, &mut dk, &mut dv))
+        self.attention(|it| it.backward_into(&flashcore::Device::cpu(), &given, &mut dq, &mut dk, &mut dv))
     }
 
     #[cfg(feature = "cuda")]
@@ -166,59 +185,44 @@ impl Differentiate for FlashAttnVarLen {
         [dq, dk, dv]: [&mut CudaSlice<T>; 3],
     ) -> Result<()> {
         use flashcore_cudarc::{Input, Output};
-        let (attention, lse) = (self.options.attention()?, kept_on_gpu(&self.lse)?);
-        // A gradient's rows have the width and the heads of another tensor.
-        let sizes = |i: usize| given[i].2.shape().dims3().map(|(_, heads, width)| (heads, width));
-        let ((heads, of_q), (kv, of_k), (_, of_v)) = (sizes(0)?, sizes(1)?, sizes(2)?);
-        for (queries, keys) in ends(&self.queries).into_iter().zip(ends(&self.keys)) {
-            let (len_q, len_k) = (queries[1] - queries[0], keys[1] - keys[0]);
-            if len_q == 0 || len_k == 0 {
-                continue;
-            }
-            let tensor = |i: usize, rows| {
-                let (name, storage, layout) = given[i];
-                let (layout, offset) = part(name, layout, rows)?;
-                Ok::<_, candle_core::Error>((crate::gpu::from_offset::<T>(storage, offset)?, layout))
-            };
-            let tensors = [
-                tensor(0, queries)?,
-                tensor(1, keys)?,
-                tensor(2, keys)?,
-                tensor(3, queries)?,
-                tensor(4, queries)?,
-            ];
-            let inputs = tensors.each_ref().map(|(slice, layout)| Input::strided(slice, *layout));
-            let lse = lse.slice(queries[0] * heads..queries[1] * heads);
-            let lse = Input::bhsd(&lse, [1, heads, len_q, 1]);
-            let rows = |[start, end]: [usize; 2], row: usize| start * row..end * row;
-            let mut dq = dq.slice_mut(rows(queries, heads * of_q));
-            let mut dk = dk.slice_mut(rows(keys, kv * of_k));
-            let mut dv = dv.slice_mut(rows(keys, kv * of_v));
-            let gradients = [
-                Output::bshd(&mut dq, [1, len_q, heads, of_q]),
-                Output::bshd(&mut dk, [1, len_k, kv, of_k]),
-                Output::bshd(&mut dv, [1, len_k, kv, of_v]),
-            ];
-            gpu.backward_into(&attention, &inputs, &lse, gradients).map_err(fail)?;
-        }
-        Ok(())
+        let lse = kept_on_gpu(&self.lse)?;
+        let tensor = |i: usize| {
+            let (name, storage, layout) = given[i];
+            let (layout, offset) = part(name, layout, [0, layout.shape().dims3()?.0])?;
+            Ok::<_, candle_core::Error>((crate::gpu::from_offset::<T>(storage, offset)?, layout))
+        };
+        let tensors = [tensor(0)?, tensor(1)?, tensor(2)?, tensor(3)?, tensor(4)?];
+        let inputs = tensors.each_ref().map(|(slice, layout)| Input::strided(slice, *layout));
+        let shape = |i: usize| given[i].2.shape().dims3().map(|(rows, heads, width)| [1, rows, heads, width]);
+        let [of_q, of_k, of_v] = [shape(0)?, shape(1)?, shape(2)?];
+        let lse = Input::bhsd(lse, [1, of_q[2], of_q[1], 1]);
+        let gradients = [Output::bshd(dq, of_q), Output::bshd(dk, of_k), Output::bshd(dv, of_v)];
+        let attention = self.options.attention()?;
+        self.on_gpu_sequences(|sequences| {
+            // SAFETY: as for the forward pass.
+            unsafe { gpu.backward_sequences(&attention, sequences, &inputs, &lse, gradients) }
+        })
+    }
+}
+
+impl Numbers {
+    /// Numbers that are brought to the device where the call runs.
+    fn new(given: &Tensor, most: usize, device: &Device) -> Result<Self> {
+        let tensor = given.to_device(device)?.contiguous()?;
+        let known = device.is_cpu() || given.device().is_cpu();
+        let on_host = if known { given.to_vec1()? } else { Vec::new() };
+        Ok(Self { tensor, on_host, most })
     }
 }
 
 /// Where sequences begin, as FlashCore takes it.
-fn places((starts, longest): &(Vec<u32>, usize)) -> Result<Starts<'_>> {
-    let tensor = flashcore::Tensor::indices(starts, [1, starts.len()]).map_err(fail)?;
-    Ok(Starts::of(&tensor, *longest))
-}
-
-/// Where sequences begin and end.
-#[cfg(feature = "cuda")]
-fn ends((starts, _): &(Vec<u32>, usize)) -> Vec<[usize; 2]> {
-    starts.windows(2).map(|ends| [ends[0] as usize, ends[1] as usize]).collect()
+fn places(starts: &Numbers) -> Result<Starts<'_>> {
+    let tensor = flashcore::Tensor::indices(&starts.on_host, [1, starts.on_host.len()]).map_err(fail)?;
+    Ok(Starts::of(&tensor, starts.most))
 }
 
 /// Cumulative lengths, which begin every sequence at the end of the one before.
-fn starts(name: &str, cumulative: &Tensor, most: usize) -> Result<Vec<u32>> {
+fn starts(name: &str, cumulative: &Tensor, most: usize, device: &Device) -> Result<Numbers> {
     if cumulative.dtype() != DType::U32 || cumulative.dims().len() != 1 {
         bail!(
             "{name} is {:?} {:?}; it must be u32, with one element per sequence and one more",
@@ -226,17 +230,17 @@ fn starts(name: &str, cumulative: &Tensor, most: usize) -> Result<Vec<u32>> {
             cumulative.dims()
         )
     }
-    let cumulative = cumulative.to_vec1::<u32>()?;
-    for (i, pair) in cumulative.windows(2).enumerate() {
+    if cumulative.elem_count() < 2 {
+        bail!("{name} has {} entries; a batch of n sequences has n + 1", cumulative.elem_count())
+    }
+    let starts = Numbers::new(cumulative, most, device)?;
+    for (i, pair) in starts.on_host.windows(2).enumerate() {
         let [start, end] = [pair[0], pair[1]];
         if end < start || (end - start) as usize > most {
             bail!("{name} gives sequence {i} from {start} to {end}; possible are lengths from 0 to {most}")
         }
     }
-    if cumulative.len() < 2 {
-        bail!("{name} has {} entries; a batch of n sequences has n + 1", cumulative.len())
-    }
-    Ok(cumulative)
+    Ok(starts)
 }
 
 impl CustomOp3 for FlashAttnVarLen {
@@ -304,41 +308,65 @@ impl FlashAttnVarLen {
         use crate::gpu::from_offset;
         use flashcore_cudarc::{Input, Output};
         let attention = self.options.attention()?;
-        if self.pages.is_some() {
-            bail!("caches in pages are read on the CPU so far; gather the pages into k and v")
-        }
         let shape @ [rows, heads, width] = self.check(layouts)?;
         let device = q.device();
-        let mut o = crate::gpu::output::<T>(device, shape.iter().product(), self.covers(rows))?;
+        // Rows that are in no sequence stay zeros.
+        let mut o = crate::gpu::output::<T>(device, shape.iter().product(), false)?;
         let mut lse = crate::gpu::output::<f32>(device, rows * heads, true)?;
         let gpu = crate::gpu::on(device)?;
-        for (queries, keys) in ends(&self.queries).into_iter().zip(ends(&self.keys)) {
-            let [start, end] = queries;
-            if start == end {
-                continue;
+        let keys = |name: &str, layout: &Layout| {
+            if self.pages.is_some() {
+                return Ok((dense(name, layout)?, layout.start_offset()));
             }
-            let (q_layout, q_offset) = part("q", layouts[0], queries)?;
-            let (k_layout, k_offset) = part("k", layouts[1], keys)?;
-            let (v_layout, v_offset) = part("v", layouts[2], keys)?;
-            let q = from_offset::<T>(q, q_offset)?;
-            let k = from_offset::<T>(k, k_offset)?;
-            let v = from_offset::<T>(v, v_offset)?;
-            let inputs =
-                [Input::strided(&q, q_layout), Input::strided(&k, k_layout), Input::strided(&v, v_layout)];
-            let mut rows = o.slice_mut(start * heads * width..end * heads * width);
-            let out = Output::bshd(&mut rows, [1, end - start, heads, width]);
-            let mut lse = lse.slice_mut(start * heads..end * heads);
-            let lse = Output::lse(&mut lse, [1, heads, end - start]);
-            gpu.run_into(&attention, inputs, out, Some(lse)).map_err(fail)?;
-        }
+            part(name, layout, [0, layout.dims().first().copied().unwrap_or(0)])
+        };
+        let (q_layout, q_offset) = part("q", layouts[0], [0, rows])?;
+        let ((k_layout, k_offset), (v_layout, v_offset)) = (keys("k", layouts[1])?, keys("v", layouts[2])?);
+        let q = from_offset::<T>(q, q_offset)?;
+        let (k, v) = (from_offset::<T>(k, k_offset)?, from_offset::<T>(v, v_offset)?);
+        let inputs =
+            [Input::strided(&q, q_layout), Input::strided(&k, k_layout), Input::strided(&v, v_layout)];
+        let out = Output::bshd(&mut o, [1, rows, heads, width]);
+        let sums = Output::lse(&mut lse, [1, heads, rows]);
+        self.on_gpu_sequences(|sequences| {
+            // SAFETY: the functions say what the numbers have to be, as candle-flash-attn does.
+            unsafe { gpu.run_sequences(&attention, sequences, inputs, out, Some(sums)) }
+        })?;
         // A second forward pass of the same call would give the same.
         let _ = self.lse.set(Lse::Gpu(lse));
         let storage = candle_core::CudaStorage::wrap_cuda_slice(o, device.clone());
         Ok((storage, Shape::from(shape.to_vec())))
     }
 
-    /// Whether every row of q is in a sequence.
-    fn covers(&self, rows: usize) -> bool {
-        matches!(self.queries.0[..], [0, .., end] if end as usize == rows)
+    /// Calls `work` with where the sequences on a GPU are.
+    fn on_gpu_sequences(
+        &self,
+        work: impl FnOnce(&flashcore_cudarc::Sequences<'_>) -> flashcore::Result<()>,
+    ) -> Result<()> {
+        let pages = self.pages.as_ref();
+        let all =
+            [Some(&self.queries), Some(&self.keys), pages.map(|it| &it.pages), pages.map(|it| &it.lengths)];
+        let memory = all.map(|numbers| numbers.map(|it| it.tensor.storage_and_layout()));
+        let slice = |i: usize| {
+            let Some((storage, layout)) = &memory[i] else { return Ok(None) };
+            let candle_core::Storage::Cuda(storage) = &**storage else { bail!("lengths are not on the GPU") };
+            let slice = storage.as_cuda_slice::<u32>()?;
+            let start = layout.start_offset();
+            Ok(Some(slice.slice(start..start + layout.shape().elem_count())))
+        };
+        let (queries, keys, table, lengths) = (slice(0)?, slice(1)?, slice(2)?, slice(3)?);
+        let mut sequences = flashcore_cudarc::Sequences::new();
+        if let Some(queries) = &queries {
+            sequences = sequences.packed_queries(queries, self.queries.most);
+        }
+        sequences = match (&keys, &table, &lengths, pages) {
+            (_, Some(table), Some(lengths), Some(pages)) => {
+                let most = self.keys.most;
+                sequences.paged_up_to(table, pages.width, most).key_lengths(lengths, most as u32)
+            }
+            (Some(keys), ..) => sequences.packed_keys(keys, self.keys.most),
+            _ => sequences,
+        };
+        work(&sequences).map_err(fail)
     }
 }

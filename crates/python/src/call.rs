@@ -1,6 +1,6 @@
 //! Calls: arrays in, arrays written.
 
-use flashcore::{Backward, Descales, Name, Place, Problem, plan};
+use flashcore::{Append, Backward, Descales, Name, Place, Problem, Rotary, Starts, plan};
 use flashcore_driver::Driver;
 use pyo3::{prelude::*, types::PyDict};
 
@@ -102,6 +102,77 @@ pub fn run(
     let places = places.map(Places::read).transpose()?;
     let inputs = inputs.each_ref();
     execute(py, inputs, &o, lse.as_ref(), lengths.as_ref(), descales, places.as_ref(), checked, options)
+}
+
+/// Appends new keys and values, (batch, heads, new, head_dim) or packed with their starts, to a cache, which is written in
+/// place, and computes attention to it into given outputs. `key_lengths` are those before. `rotary` are tables of cosines and
+/// sines, (1, 1, positions, half of what is turned), whether neighbours are pairs, and each sequence's first position or None.
+/// The rest is as for `run`.
+#[pyfunction]
+#[pyo3(signature = (q, caches, new, new_starts, rotary, o, lse, key_lengths, mask, left, right, scale, softcap, places, checked))]
+#[allow(clippy::needless_pass_by_value, clippy::type_complexity)] // Tuples come as values, and are taken apart here.
+pub fn append<'py>(
+    q: &Bound<'py, PyAny>,
+    caches: [Bound<'py, PyAny>; 2],
+    new: [Bound<'py, PyAny>; 2],
+    new_starts: Option<(Bound<'py, PyAny>, usize)>,
+    rotary: Option<(Bound<'py, PyAny>, Bound<'py, PyAny>, bool, Option<Bound<'py, PyAny>>)>,
+    o: &Bound<'py, PyAny>,
+    lse: &Bound<'py, PyAny>,
+    key_lengths: &Bound<'py, PyAny>,
+    mask: &str,
+    left: Option<usize>,
+    right: Option<usize>,
+    #[pyo3(from_py_with = options::scale)] scale: Option<f64>,
+    #[pyo3(from_py_with = options::softcap)] softcap: f64,
+    places: &Bound<'py, PyAny>,
+    checked: bool,
+) -> PyResult<()> {
+    let py = q.py();
+    let options = Options::new(py, mask, left, right, scale, softcap, "bhsd")?;
+    let (lengths, places) = (Lengths::read(key_lengths)?, Places::read(places)?);
+    let read = |array: &Bound<'py, PyAny>, name| Array::read(array, name);
+    let (q, o, lse) = (read(q, Name::Q)?, read(o, Name::O)?, read(lse, Name::Lse)?);
+    let [k, v] = [read(&caches[0], Name::K)?, read(&caches[1], Name::V)?];
+    let [new_k, new_v] = [read(&new[0], Name::NewK)?, read(&new[1], Name::NewV)?];
+    let starts = new_starts
+        .map(|(starts, most)| Ok::<_, PyErr>((read(&starts, Name::NewStarts)?, most)))
+        .transpose()?;
+    let order = Order::HeadsFirst;
+    let stream = q.stream(py)?;
+    let q = q.tensor(py, Name::Q, order)?;
+    let (mut k, mut v) = (k.tensor_mut(py, Name::K, order)?, v.tensor_mut(py, Name::V, order)?);
+    let (mut o, mut lse) = (o.tensor_mut(py, Name::O, order)?, lse.lse_mut(py)?);
+    let (new_k, new_v) = (new_k.tensor(py, Name::NewK, order)?, new_v.tensor(py, Name::NewV, order)?);
+    let mut new = Append::new(&new_k, &new_v);
+    if let Some((starts, most)) = &starts {
+        new = new.packed(Starts::of(&starts.indices(py, Name::NewStarts)?, *most));
+    }
+    let angles = rotary
+        .map(|(cos, sin, interleaved, positions)| {
+            let positions = positions.map(|positions| read(&positions, Name::Positions)).transpose()?;
+            Ok::<_, PyErr>((read(&cos, Name::Cos)?, read(&sin, Name::Sin)?, interleaved, positions))
+        })
+        .transpose()?;
+    if let Some((cos, sin, interleaved, positions)) = &angles {
+        let mut rotary = Rotary::new(&cos.tensor(py, Name::Cos, order)?, &sin.tensor(py, Name::Sin, order)?);
+        rotary = if *interleaved { rotary.interleaved() } else { rotary };
+        if let Some(positions) = positions {
+            rotary = rotary.positions(&positions.indices(py, Name::Positions)?);
+        }
+        new = new.rotary(rotary);
+    }
+    let attention = places.apply(py, &options.attention())?;
+    let most = places.most_keys().unwrap_or(k.as_tensor().shape()[2]);
+    let attention = lengths.apply(py, &attention, most)?;
+    let attention = if checked { attention.checked() } else { attention };
+    let run = || {
+        let placed = devices::of(q.place(), stream)?;
+        placed.run(q.place(), || {
+            attention.append_into(&placed.device, &new, &q, &mut k, &mut v, &mut o, Some(&mut lse))
+        })
+    };
+    py.detach(run).map_err(|error| errors::raise(py, &error))
 }
 
 /// Computes the gradients of q, k and v, as (batch, heads, length, head_dim), into given outputs. `saved` are q, k, v, o and

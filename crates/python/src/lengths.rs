@@ -53,21 +53,33 @@ impl<'py> Lengths<'py> {
 pub struct Places<'py> {
     q: Option<(Array<'py>, usize)>,
     k: Option<(Array<'py>, usize)>,
+    /// Whether keys begin anywhere, and end where key lengths say.
+    apart: bool,
     pages: Option<(Array<'py>, usize)>,
 }
 
 /// The same as they come: arrays of int32, or None.
-type Given<'py> = [Option<(Bound<'py, PyAny>, usize)>; 3];
+type Given<'py> = (Option<Numbers<'py>>, Option<(Bound<'py, PyAny>, usize, bool)>, Option<Numbers<'py>>);
+
+/// An array of int32, and a bound.
+type Numbers<'py> = (Bound<'py, PyAny>, usize);
 
 impl<'py> Places<'py> {
-    /// Reads a tuple of starts of queries, starts of keys, and pages: each a pair of an array of int32 and the most rows that
-    /// a sequence has, or None.
+    /// Reads a tuple of starts of queries, starts of keys, and pages: each an array of int32 and the most rows that a sequence
+    /// has, or None. Behind those of keys comes whether they need not rise.
     pub fn read(given: &Bound<'py, PyAny>) -> PyResult<Self> {
-        let [q, k, pages]: Given<'py> = given.extract()?;
-        let read = |given: Option<(Bound<'py, PyAny>, usize)>, name| {
+        let (q, k, pages): Given<'py> = given.extract()?;
+        let apart = k.as_ref().is_some_and(|(.., apart)| *apart);
+        let k = k.map(|(starts, most, _)| (starts, most));
+        let read = |given: Option<Numbers<'py>>, name| {
             given.map(|(array, most)| Ok::<_, PyErr>((Array::read(&array, name)?, most))).transpose()
         };
-        Ok(Self { q: read(q, Name::QStarts)?, k: read(k, Name::KStarts)?, pages: read(pages, Name::Pages)? })
+        Ok(Self {
+            q: read(q, Name::QStarts)?,
+            k: read(k, Name::KStarts)?,
+            apart,
+            pages: read(pages, Name::Pages)?,
+        })
     }
 
     /// The call with sequences that are there.
@@ -77,7 +89,9 @@ impl<'py> Places<'py> {
             placed = placed.packed_queries(Starts::of(&starts.indices(py, Name::QStarts)?, *most));
         }
         if let Some((starts, most)) = &self.k {
-            placed = placed.packed_keys(Starts::of(&starts.indices(py, Name::KStarts)?, *most));
+            let starts = starts.indices(py, Name::KStarts)?;
+            let of = if self.apart { Starts::apart } else { Starts::of };
+            placed = placed.packed_keys(of(&starts, *most));
         }
         if let Some((table, most)) = &self.pages {
             placed = placed.paged(Pages::new(&table.indices(py, Name::Pages)?).with_most_keys(*most));

@@ -20,7 +20,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::call::{check, explain, machine, run, run_backward};
+    use crate::call::{append, check, explain, machine, run, run_backward};
     #[pymodule_export]
     use crate::masks::recognise_mask;
     #[pymodule_export]

@@ -200,6 +200,38 @@ def test_a_cache_is_appended_turned_and_attended(kind, case, rotary, options):
         start += lens[b]
 
 
+def test_new_tokens_may_be_packed_and_positions_be_given():
+    """As with flash-attn 3: as many new keys for each sequence as it has."""
+    counts, held, positions = [2, 0, 3], [4, 7, 1], [10, 0, 3]
+    q, k, v, cos, sin = draw(0, (5, 4, 16), (5, 2, 16), (5, 2, 16), (20, 8), (20, 8))
+    caches = draw(1, (3, 12, 2, 16), (3, 12, 2, 16))
+    given, starts = [cache.clone() for cache in caches], torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    o, lse = flash_attn_with_kvcache(
+        q, *given, k, v, cos, sin, torch.tensor(held), cu_seqlens_q=starts, max_seqlen_q=3, cu_seqlens_k_new=starts,
+        rotary_seqlens=torch.tensor(positions), causal=True, return_softmax_lse=True,
+    )  # fmt: skip
+    for b, (start, count) in enumerate(zip(starts.tolist(), counts)):
+        some, places = slice(start, start + count), range(positions[b], positions[b] + count)
+        after = [cache[b].clone() for cache in caches]
+        after[0][held[b] : held[b] + count] = turned(k[some], cos, sin, places, True)
+        after[1][held[b] : held[b] + count] = v[some]
+        for cache, wanted in zip(given, after):
+            close(("cpu", "float32"), cache[b], wanted.double())
+        end = held[b] + count
+        expected, sums = plain(turned(q[some], cos, sin, places, True), *(x[:end] for x in after), causal=True)
+        close(("cpu", "float32"), o[some], expected)
+        close(("cpu", "float32"), lse[:, some], sums)
+
+
+def test_a_cache_whose_entries_do_not_lie_together_is_written_where_it_is():
+    q, k, wide = draw(0, (2, 1, 4, 16), (2, 1, 2, 16), (4, 20, 2, 16))
+    entries, held = torch.tensor([3, 1], dtype=torch.int32), torch.tensor([9, 0], dtype=torch.int32)
+    cache, same = wide.clone()[:, :16], wide[:, :16].contiguous()
+    call = lambda cache: flash_attn_with_kvcache(q, cache, cache.clone(), k, k, None, None, held, entries, causal=True)
+    torch.testing.assert_close(call(cache), call(same))
+    assert torch.equal(cache, same) and torch.equal(cache[3, 9], k[0, 0]) and torch.equal(cache[1, 0], k[1, 0])
+
+
 def test_a_cache_may_be_read_without_new_tokens_and_with_a_number_for_all():
     q, k_cache, v_cache = draw(0, (2, 3, 4, 16), (4, 16, 2, 16), (4, 16, 2, 16))
     o, lse = flash_attn_with_kvcache(
@@ -218,18 +250,27 @@ def test_places_that_are_not_there_are_named():
     call = lambda *args, **options: flash_attn_with_kvcache(q, *args, cache_seqlens=held, **options)
     for table in ([[0, 1], [2, 4]], [[0, 1], [2, -1]]):
         table = torch.tensor(table, dtype=torch.int32)
-        with pytest.raises(ContractError, match=r"page 1 of batch entry 1 is (4|-1), possible are those from 0 to 3"):
+        with pytest.raises(ContractError, match=r"page 1 of sequence 1 is (4|-1), but the pool has pages 0 to 3"):
             call(pools, pools.clone(), k, k, block_table=table)
         with pytest.raises(ContractError, match=r"page 1 of sequence 1 is (4|-1), but the pool has pages 0 to 3"):
             call(pools, pools.clone(), block_table=table)
     with pytest.raises(ContractError, match="batch entry 1 is entry 2 of the cache, possible are those from 0 to 1"):
         call(cache, cache.clone(), k, k, cache_batch_idx=torch.tensor([0, 2]))
-    with pytest.raises(ContractError, match="a token is at position 9, but rotary_cos has 9"):
-        call(cache, cache.clone(), k, k, rotary_cos=torch.ones(9, 8), rotary_sin=torch.ones(9, 8))
+    for dtype in (torch.float32, torch.float64):
+        # float64 is turned by torch's operations.
+        given = [x.to(dtype) for x in (q, cache, cache.clone(), k, k)]
+        with pytest.raises(ContractError, match="position 9"):
+            flash_attn_with_kvcache(
+                *given, cache_seqlens=held, rotary_cos=torch.ones(9, 8, dtype=dtype),
+                rotary_sin=torch.ones(9, 8, dtype=dtype),
+            )  # fmt: skip
     for wrong, what in (
         ({"rotary_cos": torch.ones(20, 8)}, "only one was given"),
         ({"rotary_cos": torch.ones(20, 8), "rotary_sin": torch.ones(20, 9)}, "have shapes"),
-        ({"rotary_cos": torch.ones(20, 9), "rotary_sin": torch.ones(20, 9)}, "a rotary dim up to 16"),
+        ({"rotary_cos": torch.ones(20, 16), "rotary_sin": torch.ones(20, 16)}, "a multiple of 16 up to 16"),
+        ({"rotary_cos": torch.ones(20, 4), "rotary_sin": torch.ones(20, 4)}, "a multiple of 16 up to 16"),
+        ({"cu_seqlens_k_new": torch.tensor([0, 1, 2])}, r"k has shape \(2, 1, 2, 16\), possible for its cache is"),
+        ({"cache_leftpad": torch.tensor([0, 10])}, "batch entry 1 holds 9 tokens, of which cache_leftpad says 10"),
     ):
         with pytest.raises(ContractError, match=what):
             call(cache, cache.clone(), k, k, **wrong)
@@ -250,13 +291,20 @@ def operator_calls():
     yield ops.attention_placed, (q, pool[:1], pool[:1], None, 0, starts, None, 5, held.clamp(max=1), *options)
     yield ops.attention_placed, (q.double(), pool.double(), pool.double(), None, 0, None, table, 10, held, *options)
     caches = pool.transpose(1, 2).contiguous(), pool.transpose(1, 2).contiguous()
-    yield ops.cache_append, (*caches, k, k, held, table, None)
-    yield ops.cache_append, (*caches, k, k, held.clamp(max=2), None, torch.tensor([5, 1]))
-    angles = draw(1, (20, 4), (20, 4))
-    yield ops.rotary, (k, *angles, torch.tensor([[0, 1, 2], [17, 18, 19]]), True)
+    queries, angles = q.transpose(1, 2).contiguous(), draw(1, (20, 8), (20, 8))
+    places = (None, 0, table, None, None, *options)
+    yield ops.cache_step, (queries, *caches, k, k, held, None, *angles, None, True, *places)
+    entries = torch.tensor([5, 1])
+    places = (None, 0, None, entries, torch.tensor([1, 0]), *options)
+    yield ops.cache_step, (queries, *caches, k, k, held.clamp(max=2), None, None, None, None, True, *places)
+    tokens = (queries.flatten(0, 1)[:3], *caches, k.flatten(0, 1)[:3], k.flatten(0, 1)[:3], held, starts)
+    yield ops.cache_step, (*tokens, *angles, held, False, starts, 2, table, None, None, *options)
+    wide = [x.double() for x in (queries, *caches, k, k)]
+    places = (None, 0, table, None, None, *options)
+    yield ops.cache_step, (*wide, held, None, *(x.double() for x in angles), None, True, *places)
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_operators_of_caches_pass_opcheck(number):
     operator, args = list(operator_calls())[number]
     assert set(opcheck(operator.default, args).values()) == {"SUCCESS"}

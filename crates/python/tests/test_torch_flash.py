@@ -263,7 +263,6 @@ def test_packed_queries_read_a_cache_in_pages():
         (lambda x: flash_attn_func(x, x, x, q_descale=torch.ones(1)), "q_descale is a tensor: it goes with float8"),
         (lambda x: flash_attn_func(x, x, x, attention_chunk=4), "attention_chunk is 4: .* Use window_size"),
         (lambda x: flash_attn_func(x, x, x, qv=x), "qv is a tensor"),
-        (lambda x: flash_attn_with_kvcache(x, x, x, cu_seqlens_k_new=torch.ones(2)), "cu_seqlens_k_new is a tensor"),
     ],
 )
 def test_what_the_kernels_do_not_do_is_refused(call, option):

@@ -97,46 +97,41 @@ fn rows_in_no_sequence_give_zeros() {
 
 #[test]
 fn keys_in_pages_are_found_by_the_table() {
-    let (page, dtype) = (4, DType::F32);
-    let q = rows(1, [ROWS[0], 4, 24], dtype);
-    let (k, v) = (rows(2, [ROWS[1], 2, 24], dtype), rows(3, [ROWS[1], 2, 24], dtype));
-    let given = Given { q, k, v };
-    // Page 16 - i holds the i-th page in the order of sequences; nobody reads what is not a number.
-    let most = 30_usize.div_ceil(page);
-    let nothing = Tensor::full(f32::NAN, (page, 2, 24), &Device::Cpu).unwrap();
-    let mut pools = [vec![nothing.clone(); 17], vec![nothing; 17]];
-    let (mut table, mut used, mut first) = (vec![99_u32; LENGTHS.len() * most], 0, 0);
-    for (sequence, [_, len]) in LENGTHS.into_iter().enumerate() {
-        for start in (0..len).step_by(page) {
-            let count = page.min(len - start);
-            table[sequence * most + start / page] = 16 - used as u32;
-            for (pool, from) in pools.iter_mut().zip([&given.k, &given.v]) {
-                let held = from.narrow(0, first + start, count).unwrap();
-                let rest = Tensor::full(f32::NAN, (page - count, 2, 24), &Device::Cpu).unwrap();
-                pool[16 - used] = Tensor::cat(&[held, rest], 0).unwrap();
+    let page = 4;
+    for device in devices() {
+        let dtype = dtypes(&device)[0];
+        let q = rows(1, [ROWS[0], 4, 24], dtype);
+        let (k, v) = (rows(2, [ROWS[1], 2, 24], dtype), rows(3, [ROWS[1], 2, 24], dtype));
+        let given = Given { q, k, v };
+        // Page 16 - i holds the i-th page in the order of sequences; nobody reads what is not a number.
+        let most = 30_usize.div_ceil(page);
+        let nothing =
+            |rows| Tensor::full(f32::NAN, (rows, 2, 24), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        let mut pools = [vec![nothing(page); 17], vec![nothing(page); 17]];
+        let (mut table, mut used, mut first) = (vec![99_u32; LENGTHS.len() * most], 0, 0);
+        for (sequence, [_, len]) in LENGTHS.into_iter().enumerate() {
+            for start in (0..len).step_by(page) {
+                let count = page.min(len - start);
+                table[sequence * most + start / page] = 16 - used as u32;
+                for (pool, from) in pools.iter_mut().zip([&given.k, &given.v]) {
+                    let held = from.narrow(0, first + start, count).unwrap();
+                    pool[16 - used] = Tensor::cat(&[held, nothing(page - count)], 0).unwrap();
+                }
+                used += 1;
             }
-            used += 1;
+            first += len;
         }
-        first += len;
+        let [k, v] = pools.map(|pages| Tensor::stack(&pages, 0).unwrap().to_device(&device).unwrap());
+        let table = Tensor::from_vec(table, (LENGTHS.len(), most), &Device::Cpu).unwrap();
+        let (ends_q, ends_k) = (cumulative(0).to_device(&device).unwrap(), cumulative(1));
+        let q = given.q.to_device(&device).unwrap();
+        let run = |causal: bool| {
+            let right = causal.then_some(0);
+            flash_attn_varlen_paged_windowed(
+                &q, &k, &v, &ends_q, &ends_k, &table, None, 12, 30, 0.2, None, right, page, None,
+            )
+        };
+        check(&given, &run(true).unwrap(), 0.0, CAUSAL);
+        check(&given, &run(false).unwrap(), 0.0, |_, _| true);
     }
-    let [k, v] = pools.map(|pages| Tensor::stack(&pages, 0).unwrap());
-    let table = Tensor::from_vec(table, (LENGTHS.len(), most), &Device::Cpu).unwrap();
-    let (ends_q, ends_k) = (cumulative(0), cumulative(1));
-    let o = flash_attn_varlen_paged_windowed(
-        &given.q,
-        &k,
-        &v,
-        &ends_q,
-        &ends_k,
-        &table,
-        None,
-        12,
-        30,
-        0.2,
-        None,
-        Some(0),
-        page,
-        None,
-    );
-    check(&given, &o.unwrap(), 0.0, CAUSAL);
 }

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _arguments, _placed
+from . import _arguments, _native, _placed, _prepare
 from ._errors import ContractError, UnsupportedError
 from ._flash import FA3, Fa3Common, Window, check_fa3, refuse
-from ._ops import define, implement
+from ._ops import define, implement, longest
 from ._options import mask_of
 from ._torch import attend, check, check_whole
 
@@ -35,7 +35,7 @@ class Fa3Cache(Fa3Common, total=False):
     check_tables: bool
 
 
-_FA3_CACHE = (*FA3, "scheduler_metadata", "cu_seqlens_k_new")
+_FA3_CACHE = (*FA3, "scheduler_metadata")
 
 
 @overload
@@ -79,9 +79,10 @@ def flash_attn_with_kvcache(
     page, heads, head_dim). With ``cu_seqlens_q`` queries are packed, (token, heads, head_dim), and lse is (heads,
     token).
 
-    k and v, if given, are new tokens that are first written into the cache after those. ``rotary_cos`` and
-    ``rotary_sin``, (positions, rotary dim / 2), turn them first: new key n by the position cache_seqlens + n, and query
-    i by cache_seqlens + i, or under no mask by cache_seqlens. There is no gradient.
+    k and v, if given, are new tokens, as many for each entry or packed with ``cu_seqlens_k_new``, that are first
+    written into the cache after those. ``rotary_cos`` and ``rotary_sin``, (positions, rotary dim / 2), turn them first:
+    new key n by the position cache_seqlens + n, and query i by cache_seqlens + i, or under no mask by cache_seqlens.
+    There is no gradient.
 
     On a GPU, with ``check_tables`` the call waits, and refuses lengths, entries and tables that lead nowhere.
     """
@@ -92,6 +93,7 @@ def flash_attn_with_kvcache(
     table = table if block_table is None else block_table
     ends_q, longest_q = given.pop("cu_seqlens_q", None), given.pop("max_seqlen_q", None)
     turned_at, checked = given.pop("rotary_seqlens", None), bool(given.pop("check_tables", False))
+    new = given.pop("cu_seqlens_k_new", None)
     if given:
         check_fa3("flash_attn_with_kvcache", _FA3_CACHE, given)
     check_whole()
@@ -115,30 +117,31 @@ def flash_attn_with_kvcache(
             _arguments.lengths(name, cut, batch)
     held = _held(cache_seqlens, batch, q.device)
     mask = mask_of(causal, False, window_size)
+    if (k is None) != (v is None):
+        raise ContractError("of k and v only one was given. Give both new keys and values, or neither")
+    longest_q = 0 if ends_q is None else _placed.longest_of("max_seqlen_q", longest_q, ends_q, q.size(0))
+    options = (*mask, *_arguments.options(softmax_scale, softcap))
     with torch.no_grad():
-        at = held if turned_at is None else _held(turned_at, batch, q.device)
-        q, k = _turned(q, k, rotary_cos, rotary_sin, at, starts, mask[0] != "none", rotary_interleaved)
-        ends = held
-        if (k is None) != (v is None):
-            raise ContractError("of k and v only one was given. Give both new keys and values, or neither")
         if k is not None and v is not None:
             if held is None:
-                raise ContractError(
-                    "k and v were given without cache_seqlens, which says where in the cache they belong"
-                )
-            _check_new(k_cache, v_cache, k, v, batch)
-            entries = None if cache_batch_idx is None else cache_batch_idx.to(q.device)
-            torch.ops.flashcore.cache_append(k_cache, v_cache, k, v, held, table, entries, checked)
-            ends = held + k.size(1)
-        plain = table is None and cache_batch_idx is None and starts is None
-        if plain and cache_leftpad is None:
+                raise ContractError("k and v were given without cache_seqlens, which says where in the cache they go")
+            new_starts = None if new is None else _placed.starts_of("cu_seqlens_k_new", new, q.device)
+            _check_new(k_cache, v_cache, k, v, batch, new_starts)
+            angles = _angles(q, rotary_cos, rotary_sin)
+            at = None if turned_at is None else _held(turned_at, batch, q.device)
+            o, lse = torch.ops.flashcore.cache_step(
+                q, k_cache, v_cache, k, v, held, new_starts, *angles, at, rotary_interleaved, starts, longest_q,
+                table, cache_batch_idx, cache_leftpad, *options, checked,
+            )  # fmt: skip
+            return (o, lse) if return_softmax_lse else o
+        if rotary_cos is not None or rotary_sin is not None:
+            raise ContractError("rotary_cos and rotary_sin turn new keys. Give k and v with them, and cache_seqlens")
+        if table is None and cache_batch_idx is None and starts is None and cache_leftpad is None:
             return attend(
-                q, k_cache, v_cache, *mask, None, ends, softmax_scale, softcap, "bshd", return_softmax_lse
+                q, k_cache, v_cache, *mask, None, held, softmax_scale, softcap, "bshd", return_softmax_lse
             )  # fmt: skip
         o, lse = _attend(
-            q, k_cache, v_cache, ends, table, cache_batch_idx, cache_leftpad, starts,
-            0 if ends_q is None else _placed.longest_of("max_seqlen_q", longest_q, ends_q, q.size(0)),
-            (*mask, softmax_scale, softcap), checked,
+            q, k_cache, v_cache, held, table, cache_batch_idx, cache_leftpad, starts, longest_q, options, checked
         )  # fmt: skip
     return (o, lse) if return_softmax_lse else o
 
@@ -152,22 +155,10 @@ def _attend(
     queries = q.transpose(1, 2) if starts is None else q.transpose(0, 1).unsqueeze(0)
     k, v, k_starts, most = k_cache.transpose(1, 2), v_cache.transpose(1, 2), None, None
     if pads is not None:
-        if entries is not None:
-            k_cache, v_cache = (x.index_select(0, entries.to(x.device)) for x in (k_cache, v_cache))
-        # Rows of the cache one behind the other, of which a sequence has some in the middle.
-        count, rows = k_cache.shape[:2]
-        k, v = (x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (k_cache, v_cache))
-        firsts = torch.arange(count + 1, device=q.device, dtype=torch.int32) * rows
-        pads = pads.to(firsts)
-        held = firsts.new_full((count,), rows) if ends is None else ends.to(firsts)
+        k, v, k_starts, ends = _rows(k_cache, v_cache, entries, pads, ends)
+        most = k_cache.size(1)
         if not q.is_cuda and not torch.compiler.is_compiling():
-            _check_pads(pads, held, rows)
-        k_starts = firsts.clone()
-        k_starts[:-1] += pads
-        # From one start to the next there may be more rows than a sequence has, which are those that are checked.
-        ends, most = (held.clamp(max=rows) - pads).clamp(min=0), rows if q.is_cuda else 2 * rows
-        # What lies between the sequences' keys is nothing that a check could look at.
-        checked = False
+            _check_pads(pads, ends, most)
     elif entries is not None:
         # Whole entries are pages, of which each sequence has one.
         table = entries.to(q.device, torch.int32).unsqueeze(1)
@@ -175,15 +166,31 @@ def _attend(
         queries, k, v, ends, options, q_starts=starts, longest_q=longest_q, k_starts=k_starts, pages=table,
         longest_k=most, checked=checked,
     )  # fmt: skip
-    return (o.transpose(1, 2), lse) if starts is None else (o[0].transpose(0, 1), lse[0])
+    return _as_given(o, lse, starts)
 
 
-def _check_pads(pads: Tensor, ends: Tensor, rows: int) -> None:
-    for b, (pad, end) in enumerate(zip(pads.tolist(), ends.tolist(), strict=True)):
-        if pad < 0 or not 0 <= end <= rows:
-            raise ContractError(
-                f"batch entry {b} has the keys from {pad} to {end}, possible are those from 0 to {rows}"
-            )
+def _rows(
+    k_cache: Tensor, v_cache: Tensor, entries: Tensor | None, pads: Tensor | None, ends: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """A cache (batch, length, heads, head_dim) as the rows of all its entries, one behind the other; where those of
+    each sequence begin, and how many it has."""
+    rows = k_cache.size(1)
+    k, v = (x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (k_cache, v_cache))
+    known = next(x for x in (entries, pads, ends) if x is not None)
+    count = torch.arange(known.numel(), device=k.device, dtype=torch.int32)
+    starts = (count if entries is None else entries.to(count)) * rows
+    held = torch.full_like(count, rows) if ends is None else ends.to(count)
+    if pads is not None:
+        starts, held = starts + pads.to(count), (held - pads.to(count)).clamp(min=0)
+    # The number behind the last one is not used.
+    return k, v, torch.cat([starts, starts[:1]]), held
+
+
+def _check_pads(pads: Tensor, lengths: Tensor, rows: int) -> None:
+    for b, (pad, length) in enumerate(zip(pads.tolist(), lengths.tolist(), strict=True)):
+        if pad < 0 or pad + length > rows:
+            possible = f"possible are those from 0 to {rows}"
+            raise ContractError(f"batch entry {b} has the keys from {pad} to {pad + length}, {possible}")
 
 
 def _held(cache_seqlens: object, batch: int, device: torch.device) -> Tensor | None:
@@ -198,58 +205,131 @@ def _held(cache_seqlens: object, batch: int, device: torch.device) -> Tensor | N
     return given.to(device) if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64, device=device)
 
 
-def _check_new(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, batch: int) -> None:
+def _check_new(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, batch: int, starts: Tensor | None
+) -> None:  # fmt: skip
     _arguments.tensors(k=k, v=v)
+    rows: tuple[object, ...] = (batch, k.size(1) if k.dim() == 4 else "length")
+    if starts is not None:
+        if starts.numel() != batch + 1:
+            raise ContractError(f"cu_seqlens_k_new has {starts.numel()} elements for a batch of {batch}. Give one more")
+        rows = (k.size(0) if k.dim() == 3 else "tokens",)
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        shape = (batch, k.size(1) if k.dim() == 4 else "length", cache.size(2), cache.size(3))
+        shape = (*rows, cache.size(2), cache.size(3))
         if tuple(new.shape) != shape:
             raise ContractError(f"{name} has shape {tuple(new.shape)}, possible for its cache is {shape}")
     _arguments.together(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
 
 
+def _angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The tables of rotary embeddings, if there are any."""
+    if cos is None and sin is None:
+        return None, None
+    if cos is None or sin is None:
+        raise ContractError("of rotary_cos and rotary_sin only one was given. Give both, or neither")
+    _arguments.tensors(rotary_cos=cos, rotary_sin=sin)
+    _arguments.dimensions("(positions, rotary dim / 2)", rotary_cos=cos, rotary_sin=sin)
+    _arguments.together(q=q, rotary_cos=cos, rotary_sin=sin)
+    dim = 2 * cos.size(1)
+    if cos.shape != sin.shape or dim > q.size(-1) or dim % 16 != 0 or dim == 0:
+        given = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        raise ContractError(
+            f"rotary_cos and rotary_sin have shapes {given}, possible is one shape, (positions, rotary dim / 2) with a "
+            f"rotary dim that is a multiple of 16 up to {q.size(-1)}"
+        )
+    return cos, sin
+
+
 define(
-    "cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor held, Tensor? block_table, "
-    "Tensor? entries, bool checked=False) -> ()"
+    "cache_step(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor held, Tensor? new_starts, "
+    "Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, Tensor? q_starts, SymInt longest_q, Tensor? table, "
+    "Tensor? entries, Tensor? pads, str mask, int? left, int? right, float? scale, float softcap, bool checked=False) "
+    "-> (Tensor, Tensor)"
 )
 
 
-def _append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, held: Tensor, table: Tensor | None,
-    entries: Tensor | None, checked: bool = False,
-) -> None:  # fmt: skip
-    """Writes new tokens (batch, length, heads, head_dim) after those that the cache holds.
-
-    What lies on the host is checked. On a GPU torch checks places where it writes, without the host having to wait.
-    """
-    new = k.size(1)
-    places = held.to(torch.int64).unsqueeze(1) + torch.arange(new, device=held.device)
+def _step(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, held: Tensor, new_starts: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, interleaved: bool, q_starts: Tensor | None,
+    longest_q: int, table: Tensor | None, entries: Tensor | None, pads: Tensor | None,
+    mask: str, left: int | None, right: int | None, scale: float | None, softcap: float, checked: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Writes new tokens, turned, behind those that a cache holds, and attends to all of them."""
+    options = (mask, left, right, scale, softcap)
     if checked or not held.is_cuda:
-        _check_places(k_cache, held, new, table, entries)
-    rows = torch.arange(held.numel(), device=held.device) if entries is None else entries.to(torch.int64)
-    if table is None:
-        at = rows.unsqueeze(1), places
-    else:
-        page = k_cache.size(1)
-        at = table.to(torch.int64).gather(1, places // page), places % page
-    k_cache[at], v_cache[at] = k, v
+        counts = [k.size(1)] * held.numel() if new_starts is None else new_starts.diff().tolist()
+        _check_places(k_cache, held, counts, table, entries, pads)
+    # Rows of all entries are one tensor where nothing lies between them.
+    flat = all(x.stride(0) == x.size(1) * x.stride(1) for x in (k_cache, v_cache))
+    rotary = None
+    if cos is not None and sin is not None:
+        at = positions if positions is not None or pads is None else held
+        at = None if at is None else at.to(torch.int32).contiguous()
+        rotary = (_prepare.ready(None, cos[None, None]), _prepare.ready(None, sin[None, None]), interleaved, at)
+    if q.dtype != torch.float64 and (flat or (entries is None and pads is None)):
+        queries, keys, values = (
+            x.transpose(1, 2) if starts is None else x.transpose(0, 1).unsqueeze(0)
+            for x, starts in ((q, q_starts), (k, new_starts), (v, new_starts))
+        )
+        o, lse = _placed.outputs(queries, v_cache, q_starts)
+        k_rows, v_rows, k_starts, lengths = k_cache.transpose(1, 2), v_cache.transpose(1, 2), None, held
+        most = k_cache.size(1) if table is None else table.size(1) * k_cache.size(1)
+        if entries is not None or pads is not None:
+            k_rows, v_rows, k_starts, lengths = _rows(k_cache, v_cache, entries, pads, held)
+        if _prepare.as_they_are(queries, k_rows, v_rows):
+            lengths = lengths.to(torch.int32).contiguous()
+            on_gpu = lengths if checked else lengths.clamp(0, most)
+            longest_q = longest_q if q.is_cuda or q_starts is None else longest(q_starts)
+            pages = None if table is None else table if table.stride(1) == 1 else table.contiguous()
+            new = None
+            if new_starts is not None:
+                new = (new_starts, k.size(0) if q.is_cuda else longest(new_starts))
+            try:
+                _native.append(
+                    _prepare.ready("q", queries), (k_rows, v_rows),
+                    (_prepare.ready("k", keys), _prepare.ready("v", values)), new, rotary, o, lse,
+                    on_gpu if q.is_cuda else lengths.tolist(), *options,
+                    _placed.places_of(q_starts, longest_q, k_starts, pages, most), checked,
+                )  # fmt: skip
+                return _as_given(o, lse, q_starts)
+            except UnsupportedError:
+                # No kernel of this GPU appends to such a cache.
+                if not q.is_cuda:
+                    raise
+    return _in_torch(
+        q, (k_cache, v_cache), (k, v), held, new_starts, rotary, q_starts, longest_q, (table, entries, pads), options,
+        checked,
+    )  # fmt: skip
 
 
-def _check_places(cache: Tensor, held: Tensor, new: int, table: Tensor | None, entries: Tensor | None) -> None:
+def _as_given(o: Tensor, lse: Tensor, q_starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """o and lse of (batch, heads, length, …) tensors as flash-attn has them."""
+    return (o.transpose(1, 2), lse) if q_starts is None else (o[0].transpose(0, 1), lse[0])
+
+
+def _step_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **others: Any) -> tuple[Tensor, Tensor]:
+    packed = q.dim() == 3
+    queries = q.transpose(0, 1).unsqueeze(0) if packed else q.transpose(1, 2)
+    o, lse = _placed.outputs(queries, v_cache, None)
+    return _as_given(o, lse, q if packed else None)
+
+
+implement("cache_step", _step, _step_fake)
+
+
+def _check_places(
+    cache: Tensor, held: Tensor, new: list[int], table: Tensor | None, entries: Tensor | None, pads: Tensor | None
+) -> None:  # fmt: skip
     """Raises where new tokens have no place in a cache."""
     page = cache.size(1)
     room = page if table is None else table.size(1) * page
-    for b, end in enumerate(held.tolist()):
-        if not 0 <= end <= room - new:
+    padded = [0] * len(new) if pads is None else pads.tolist()
+    for b, (end, count, pad) in enumerate(zip(held.tolist(), new, padded, strict=True)):
+        if not 0 <= end <= room - count or count < 0:
             where = f"its cache of {page}" if table is None else f"the {table.size(1)} pages of {page} in block_table"
-            raise ContractError(f"batch entry {b} holds {end} tokens and {new} more do not fit {where}")
-        if table is not None and new > 0:
-            for place in range(end // page, (end + new - 1) // page + 1):
-                at = int(table[b, place])
-                if not 0 <= at < cache.size(0):
-                    raise ContractError(
-                        f"block_table says that page {place} of batch entry {b} is {at}, possible are those from 0 to "
-                        f"{cache.size(0) - 1}"
-                    )
+            raise ContractError(f"batch entry {b} holds {end} tokens and {count} more do not fit {where}")
+        if not 0 <= pad <= end:
+            raise ContractError(f"batch entry {b} holds {end} tokens, of which cache_leftpad says {pad} are padding")
     for b, entry in enumerate([] if entries is None else entries.tolist()):
         if not 0 <= entry < cache.size(0):
             raise ContractError(
@@ -258,56 +338,52 @@ def _check_places(cache: Tensor, held: Tensor, new: int, table: Tensor | None, e
             )
 
 
-def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *places: Any, **others: Any) -> None:
-    return None
-
-
-implement("cache_append", _append, _append_fake)
-
-
-def _turned(
-    q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, at: Tensor | None, starts: Tensor | None,
-    one_by_one: bool, interleaved: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Queries and new keys, turned by their positions."""
-    if cos is None and sin is None:
-        return q, k
-    if cos is None or sin is None:
-        raise ContractError("of rotary_cos and rotary_sin only one was given. Give both, or neither")
-    if k is None or at is None:
-        raise ContractError("rotary_cos and rotary_sin turn new keys. Give k and v with them, and cache_seqlens")
-    _arguments.tensors(rotary_cos=cos, rotary_sin=sin, k=k)
-    _arguments.dimensions("(positions, rotary dim / 2)", rotary_cos=cos, rotary_sin=sin)
-    _arguments.dimensions("(batch, length, heads, head_dim)", k=k)
-    _arguments.together(q=q, rotary_cos=cos, rotary_sin=sin)
-    if cos.shape != sin.shape or 2 * cos.size(1) > q.size(-1):
-        given = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
-        raise ContractError(
-            f"rotary_cos and rotary_sin have shapes {given}, possible is one shape, (positions, rotary dim / 2) with a "
-            f"rotary dim up to {q.size(-1)}"
+def _in_torch(
+    q: Tensor, caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], held: Tensor, new_starts: Tensor | None,
+    rotary: tuple[Tensor, Tensor, bool, Tensor | None] | None, starts: Tensor | None, longest_q: int,
+    places: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: tuple[str, int | None, int | None, float | None, float], checked: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same by torch's operations, up to attention. These check places where they write."""
+    (k_cache, v_cache), (k, v), (table, entries, pads) = caches, new, places
+    if new_starts is not None:
+        raise UnsupportedError(
+            f"cu_seqlens_k_new does not go with {q.dtype} on {q.device}. Give as many new keys for each sequence"
         )
-    at = at.to(torch.int64)
     steps = torch.arange(k.size(1), device=q.device)
-    turn = torch.ops.flashcore.rotary
-    keys = turn(k, cos, sin, at.unsqueeze(1) + steps, interleaved)
-    if starts is None:
-        steps = torch.arange(q.size(1), device=q.device)
-        places = at.unsqueeze(1) + (steps if one_by_one else torch.zeros_like(steps))
-        return turn(q, cos, sin, places, interleaved), keys
-    tokens = torch.arange(q.size(0), device=q.device)
-    of = torch.bucketize(tokens, starts[1:].to(torch.int64), right=True).clamp(max=at.numel() - 1)
-    places = at[of] + ((tokens - starts[of]) if one_by_one else torch.zeros_like(tokens))
-    # Tokens behind the last sequence turn by any position.
-    places = torch.where(tokens < starts[-1], places, 0)
-    return turn(q.unsqueeze(0), cos, sin, places.unsqueeze(0), interleaved)[0], keys
+    if rotary is not None:
+        cos, sin, interleaved, at = rotary
+        first = (held if at is None else at).to(torch.int64)
+        k = _turned(k, cos, sin, first.unsqueeze(1) + steps, interleaved)
+        one_by_one = options[0] != "none"
+        if starts is None:
+            ahead = torch.arange(q.size(1), device=q.device) * one_by_one
+            q = _turned(q, cos, sin, first.unsqueeze(1) + ahead, interleaved)
+        else:
+            tokens = torch.arange(q.size(0), device=q.device)
+            of = torch.bucketize(tokens, starts[1:].to(torch.int64), right=True).clamp(max=held.numel() - 1)
+            # Tokens behind the last sequence turn by any position.
+            ahead = torch.where(tokens < starts[-1], first[of] + (tokens - starts[of]) * one_by_one, 0)
+            q = _turned(q.unsqueeze(0), cos, sin, ahead.unsqueeze(0), interleaved)[0]
+    at_rows = held.to(torch.int64).unsqueeze(1) + steps
+    if table is None:
+        rows = torch.arange(held.numel(), device=held.device) if entries is None else entries.to(torch.int64)
+        where = rows.unsqueeze(1), at_rows
+    else:
+        page = k_cache.size(1)
+        where = table.to(torch.int64).gather(1, at_rows // page), at_rows % page
+    k_cache[where], v_cache[where] = k, v
+    ends = held + k.size(1)
+    if table is None and entries is None and pads is None and starts is None:
+        o, lse = attend(q, k_cache, v_cache, *options[:3], None, ends, *options[3:], "bshd", return_lse=True)
+        return o, lse
+    return _attend(q, k_cache, v_cache, ends, table, entries, pads, starts, longest_q, options, checked)
 
 
-define("rotary(Tensor x, Tensor cos, Tensor sin, Tensor at, bool interleaved) -> Tensor")
-
-
-def _rotary(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
-    """x (batch, length, heads, head_dim) with its first columns turned in pairs, by the rows of cos and sin that ``at``
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
+    """x (batch, length, heads, head_dim) with its first columns turned in pairs, by the rows of the tables that ``at``
     names: neighbours, or, where not interleaved, a column of the first half with its like of the second."""
+    cos, sin = cos[0, 0], sin[0, 0]
     if not at.is_cuda and at.numel() and not 0 <= int(at.min()) <= int(at.max()) < cos.size(0):
         raise ContractError(
             f"a token is at position {int(at.max())}, but rotary_cos has {cos.size(0)}. Give as many as the cache has "
@@ -321,10 +397,3 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) 
     out[..., pairs[0]], out[..., pairs[1]] = a * c - b * s, a * s + b * c
     out[..., 2 * half :] = x[..., 2 * half :]
     return out
-
-
-def _rotary_fake(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-implement("rotary", _rotary, _rotary_fake)

@@ -62,7 +62,6 @@ _REFUSED = {
     "attention_chunk": "attention in chunks is not done. Use window_size, or one call per chunk, and leave {name} out",
     "dropout_p": "there is no dropout here. Leave {name} out, or use flash-attn",
     "alibi_slopes": "a bias is not fused. Leave {name} out, or use flash-attn",
-    "cu_seqlens_k_new": "new keys of several lengths are not appended. Give k as (batch, length, heads, head_dim)",
 }
 FA3 = (*_HINTS, "qv", "q_descale", "k_descale", "v_descale", "attention_chunk")
 

@@ -6,8 +6,8 @@ from typing import Any
 __version__: str
 
 #: Where sequences are: the starts of queries, those of keys, and a table of pages, each an array of int32 and the most
-#: rows that a sequence has, or None.
-Places = tuple[tuple[Any, int] | None, tuple[Any, int] | None, tuple[Any, int] | None]
+#: rows that a sequence has, or None. Behind those of keys comes whether they begin anywhere, and end where lengths say.
+Places = tuple[tuple[Any, int] | None, tuple[Any, int, bool] | None, tuple[Any, int] | None]
 
 def run(
     q: Any,
@@ -27,6 +27,23 @@ def run(
     block: int | None = None,
     places: Places | None = None,
     checked: bool = False,
+) -> None: ...
+def append(
+    q: Any,
+    caches: tuple[Any, Any],
+    new: tuple[Any, Any],
+    new_starts: tuple[Any, int] | None,
+    rotary: tuple[Any, Any, bool, Any | None] | None,
+    o: Any,
+    lse: Any,
+    key_lengths: list[int] | Any,
+    mask: str,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
+    softcap: float,
+    places: Places,
+    checked: bool,
 ) -> None: ...
 def run_backward(
     saved: tuple[Any, Any, Any, Any, Any],

@@ -480,7 +480,7 @@ def _where(
         starts_q = with_unused(starts_q, used_q.to(starts_q).clamp(min=0))
         starts_k, counts = with_unused(starts_k, counts), with_none(counts)
     held = counts.tolist() if counts is not None and on_host else counts
-    return ((starts_q, bounds[0]), (starts_k, bounds[1]), None), held
+    return ((starts_q, bounds[0]), (starts_k, bounds[1], False), None), held
 
 
 def _as_one(*packed: Tensor) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _arguments, _prepare
+from . import _arguments, _native, _prepare
 from ._errors import ContractError, UnsupportedError
 from ._ops import Pair, define, implement, longest, one_call
 from ._torch import empty_lse, empty_output
@@ -30,19 +30,15 @@ def _placed(
 ) -> Pair:  # fmt: skip
     """o and lse of queries (batch, heads, length, head_dim), or packed ones (1, heads, tokens, head_dim) with their
     starts. Keys are one batch entry each, or packed likewise, or pages (pages, heads, page, head_dim) of a table."""
-    o, lse = _placed_fake(q, k, v)
+    o, lse = outputs(q, v, q_starts)
     if q_starts is not None:
-        # Tokens of no sequence see nothing.
-        o.zero_()
-        lse.fill_(-torch.inf)
         longest_q = longest_q if q.is_cuda else longest(q_starts)
     options = (mask, left, right, scale, softcap)
     if q.dtype != torch.float64:
-        given = ((q_starts, longest_q), (k_starts, longest_k), (pages, longest_k))
-        of_q, of_k, of_pages = ((x, longest) if x is not None else None for x, longest in given)
+        places = places_of(q_starts, longest_q, k_starts, pages, longest_k)
         held = lengths if lengths is None or q.is_cuda else lengths.tolist()
         try:
-            _prepare.run(q, k, v, o, lse, held, *options, (of_q, of_k, of_pages), checked)
+            _prepare.run(q, k, v, o, lse, held, *options, places, checked)
             return o, lse
         except UnsupportedError:
             # No kernel of this GPU takes them where they are.
@@ -68,6 +64,27 @@ def _placed(
         wider[:, :tokens] = whole[0]
         wider[:, at] = found.transpose(0, 1)
         whole[0] = wider[:, :tokens]
+    return o, lse
+
+
+def places_of(
+    q_starts: Tensor | None, longest_q: int, k_starts: Tensor | None, pages: Tensor | None, longest_k: int
+) -> _native.Places:  # fmt: skip
+    """The same as the engine takes it. Rows of a cache begin anywhere, and end where key lengths say."""
+    return (
+        None if q_starts is None else (q_starts, longest_q),
+        None if k_starts is None else (k_starts, longest_k, True),
+        None if pages is None else (pages, longest_k),
+    )
+
+
+def outputs(q: Tensor, v: Tensor, q_starts: Tensor | None) -> Pair:
+    """Memory for o and lse."""
+    o, lse = empty_output(q, v), empty_lse(q)
+    if q_starts is not None:
+        # Tokens of no sequence see nothing.
+        o.zero_()
+        lse.fill_(-torch.inf)
     return o, lse
 
 

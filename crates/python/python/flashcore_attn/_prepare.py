@@ -56,6 +56,12 @@ def _step(x: Tensor) -> tuple[int | None, str | None] | None:
     return _native.preparation(x.is_cuda, x.element_size(), tuple(x.shape), x.stride(), x.data_ptr())
 
 
+def as_they_are(q: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels read q, once it is copied, and other tensors where they lie."""
+    step = _step(q)
+    return (step is None or step[0] is None) and all(_step(x) is None for x in others)
+
+
 def run(
     q: Tensor,
     k: Tensor,
