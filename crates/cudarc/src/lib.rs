@@ -459,6 +459,14 @@ pub struct Input<'a, T> {
     layout: Layout,
 }
 
+impl<T> Copy for Input<'_, T> {}
+
+impl<T> Clone for Input<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
 /// A slice to write, with its layout.
 pub struct Output<'a, T> {
     slice: &'a mut dyn DevicePtrMut<T>,
