@@ -58,6 +58,7 @@ impl FlashAttnFp8 {
     }
 
     /// The same with a causal mask, aligned to the last query and key.
+    #[must_use]
     pub fn causal(self) -> Self {
         Self { window_size_right: Some(0), ..self }
     }
