@@ -43,7 +43,8 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let many = problem.dtype_kv.is_some() && why.contains("queries per kv head");
     // GPUs' kernels take blocks of keys with descales of their own where a tile of keys lies in one.
     let tile = if problem.dtype_kv.is_some() { 16 } else { 32 };
-    let blocks = problem.descale_keys.is_some_and(|keys| !keys.is_multiple_of(tile));
+    let simple = ["scalar", "sm80_mma"].iter().any(|kernel| engine.contains(kernel));
+    let blocks = problem.descale_keys.is_some_and(|keys| simple || !keys.is_multiple_of(tile));
     let others = engine == "sim-ada" && !problem.is_eight_bit();
     let beyond = problem.dtype == DType::F32 || odd(problem.head_dim) || odd(problem.head_dim_v);
     // Planners take another kernel then.
