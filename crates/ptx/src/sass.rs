@@ -245,7 +245,9 @@ impl Group {
     fn extend(&mut self, other: &Group) {
         for (mine, others) in [(&mut self.a, &other.a), (&mut self.d, &other.d)] {
             // What is known of a register stays, so that a walk over a loop comes to an end.
-            others.iter().for_each(|(&register, &wgmma)| _ = mine.entry(register).or_insert(wgmma));
+            for (&register, &wgmma) in others {
+                mine.entry(register).or_insert(wgmma);
+            }
         }
     }
 }
