@@ -11,7 +11,11 @@ use flashcore::plan::choose::{default_schedule, merge, schedules};
 use flashcore::plan::{Hardware, Plan};
 use flashcore::{DType, Keys, Mask, Problem, Queries};
 use flashcore_kernels::{ElementType, Kernel, Schedule, Spec, sm80};
-use flashcore_ptx::{Target, ptxas::Ptxas};
+use flashcore_ptx::{
+    Op, Target,
+    ptxas::Ptxas,
+    sass::{self, Nvdisasm, Walked},
+};
 
 /// Specs that between them reach every part of the kernels' code.
 fn specs() -> Vec<Spec> {
@@ -81,7 +85,17 @@ fn faults(ptxas: &Ptxas, schedule: Schedule, spec: &Spec, target: Target) -> Opt
             ));
         }
     }
+    if let Some(nvdisasm) = Nvdisasm::find().filter(|_| target == Target::Sm90a) {
+        let walked = walk(&nvdisasm, &assembled.cubin);
+        faults.extend(walked.touches.iter().map(|touch| format!("{what}: {touch}")));
+    }
     Some(faults)
+}
+
+/// What the code of a binary does with the registers of products in flight.
+fn walk(nvdisasm: &Nvdisasm, cubin: &[u8]) -> Walked {
+    let code = nvdisasm.disassemble(cubin).unwrap_or_else(|error| panic!("{error}"));
+    sass::walk(&code).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Assembles all, on every core, and returns how many there were.
@@ -374,6 +388,47 @@ fn the_whole_grid_assembles_without_a_spill() {
         work.extend(grid.map(|schedule| (schedule, spec, Target::Sm80)));
     }
     assert!(assemble_all(&work) > 100);
+}
+
+/// Needs nvdisasm, and takes minutes.
+#[test]
+#[ignore = "disassembles every kernel with wgmma that plans choose, which takes minutes"]
+fn no_code_that_plans_choose_touches_the_registers_of_products_in_flight() {
+    let nvdisasm = Nvdisasm::find().expect("nvdisasm of the PyPI package nvidia-cuda-nvdisasm");
+    let hardware = Hardware::typical(Target::Sm90a);
+    let mut work: Vec<(Schedule, Spec, Target)> = Vec::new();
+    let masks = [Mask::None, Mask::Causal, Mask::Window { left: Some(100), right: Some(10) }];
+    for (i, head_dim) in (8..=256).step_by(8).enumerate() {
+        let (dtype, softcap) = [(DType::F16, 0.0), (DType::BF16, 20.0)][i % 2];
+        // Values as wide as keys, and as wide as is left.
+        for head_dim_v in [head_dim, 264 - head_dim] {
+            let problem = Problem::new(2, 8, 4096, head_dim, dtype).with_head_dim_v(head_dim_v);
+            let problem = problem.with_mask(masks[i % 3]).with_softcap(softcap).with_kv(4, 4096);
+            for problem in [problem.backward(), problem.with_lse()] {
+                let plan = Plan::choose(&problem, &hardware).unwrap();
+                work.extend(plan.launches.iter().map(|launch| (launch.schedule, launch.spec, plan.target)));
+            }
+        }
+    }
+    work.extend(hopper_choices().into_iter().map(|(schedule, spec)| (schedule, spec, Target::Sm90a)));
+    let has_wgmma = |(schedule, spec, target): &(Schedule, Spec, Target)| {
+        let module = schedule.emit(spec, *target).unwrap();
+        module.kernels.iter().any(|kernel| kernel.body.iter().any(|inst| matches!(inst.op, Op::Wgmma(_))))
+    };
+    work.sort_by_key(|(schedule, spec, _)| (schedule.to_string(), format!("{spec:?}")));
+    work.dedup();
+    work.retain(has_wgmma);
+    println!("{} kernels", work.len());
+    assert!(work.len() > 150);
+    assert_eq!(assemble_all(&work), work.len());
+
+    // The walk sees the products, those with operands in registers among them.
+    let spec = Spec::new(ElementType::Bf16, 192);
+    let schedule = default_schedule(Kernel::Sm90BwdWide, &spec, Target::Sm90a).unwrap();
+    let module = schedule.emit(&spec, Target::Sm90a).unwrap();
+    let ptxas = Ptxas::find().unwrap();
+    let walked = walk(&nvdisasm, &ptxas.assemble(&module, Target::Sm90a).unwrap().cubin);
+    assert!(walked.wgmmas > 100 && walked.with_registers > 20, "{walked:?}");
 }
 
 #[test]

@@ -343,12 +343,14 @@ impl<'s> Code<'s> {
                 let always = !line.guarded && line.operands.len() == 1 && line.mnemonic.len() == 1;
                 Ok(targets()?.into_iter().chain(behind.filter(|_| !always)).collect())
             }
-            // Where threads come together again, as their barrier was told.
+            // Where threads come together again, as their barrier was told: mostly right here.
             "BSYNC" => {
                 let told =
                     |it: &&Line<'_>| it.name() == "BSSY" && it.operands.first() == line.operands.first();
                 let labels = self.lines.iter().filter(told).flat_map(Line::labels);
-                labels.map(place).chain(behind.map(Ok)).collect()
+                let all = labels.map(place).collect::<Result<Vec<_>, _>>()?;
+                let here = behind.filter(|behind| all.contains(behind));
+                Ok(here.map_or(all, |here| vec![here]))
             }
             // An instruction of all lanes that some reach apart: they execute what follows up to the label together.
             "WARPSYNC" => Ok(targets()?.into_iter().chain(behind).collect()),
@@ -486,6 +488,19 @@ mod tests {
         // With one group left, it is the newest.
         assert_eq!(touched(&turn(1)), []);
         assert_eq!(touched(&turn(2)), [(184, true)]);
+    }
+
+    #[test]
+    fn threads_come_together_where_their_barrier_was_told_to() {
+        let twice = |end: &str| {
+            format!(
+                "BSSY B0, `(.L_x_0)\n{PRODUCT}\nBSYNC B0\n{end}WARPGROUP.DEPBAR.LE gsb0, 0x0\nBSSY B0, `(.L_x_1)\n\
+                 BSYNC B0\n.L_x_1:\nMOV R184, R2\nEXIT"
+            )
+        };
+        assert_eq!(touched(&twice(".L_x_0:\n")), []);
+        // Where it is elsewhere, it may be any that the barrier was ever told.
+        assert_eq!(touched(&twice("EXIT\n.L_x_0:\n")), [(184, true)]);
     }
 
     #[test]

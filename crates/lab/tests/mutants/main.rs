@@ -29,6 +29,12 @@ const AMPERE: [&str; 5] = [
     "sm80_fwd:block_m=128,block_n=48,warps=4,stages=3,q_in_regs=0,order=head",
 ];
 
+/// What these have besides for packed sequences and for keys in pages.
+const AMPERE_PLACED: [&str; 2] = [
+    "sm80_fwd:block_m=64,block_n=96,warps=4,stages=1,q_in_regs=1,order=longest",
+    "sm80_fwd:block_m=64,block_n=48,warps=4,stages=2,q_in_regs=0,order=head",
+];
+
 /// The backward kernels: both gradients of keys, with one slot and with two, and those of queries.
 const BACKWARD: [&str; 3] = [
     "sm80_bwd:of=dkdv,block=64,walk=32,warps=4,stages=1,order=head",
@@ -58,6 +64,11 @@ const HOPPER_TOO: [&str; 4] = [
 const HOPPER_BACKWARD: [&str; 2] =
     ["sm90_bwd:block_m=64,stages=2,pingpong=1", "sm90_bwd:block_m=128,stages=2,pingpong=0"];
 
+/// Hopper's backward kernel for wide heads: blocks of queries whose warpgroups take turns, and such that do not, with tiles
+/// that are waited for panel by panel.
+const HOPPER_WIDE: [&str; 2] =
+    ["sm90_bwd_wide:stages=2,pingpong=1", "sm90_bwd_wide:stages=3,pingpong=0,piecewise=1"];
+
 /// The mutants that lived, by schedule and by where and what was changed.
 type Survivors = BTreeMap<(String, String, Change), usize>;
 
@@ -67,7 +78,7 @@ fn survivors(text: &str, gpu: &SimGpu, trials: &[Trial], lived: &mut Survivors) 
     let mut modules = Vec::new();
     for (i, trial) in trials.iter().enumerate() {
         trial.run(gpu).unwrap_or_else(|why| panic!("{text} fails unchanged: {why}"));
-        let plan = gpu.plan(&trial.operands.problem).unwrap();
+        let plan = gpu.plan(&trial.operands.placed().problem).unwrap();
         let module = plan.main().module(plan.target).unwrap();
         plant(&module.kernels[0], i, &mut mutants);
         modules.push(module);
@@ -145,6 +156,11 @@ fn every_fault_planted_in_a_kernel_for_ampere_is_found_or_known_to_be_harmless()
 }
 
 #[test]
+fn every_fault_planted_in_what_finds_sequences_and_pages_is_found_or_known_to_be_harmless() {
+    every_fault_is_found(Target::Sm80, None, &AMPERE_PLACED, &trials::placed());
+}
+
+#[test]
 fn every_fault_planted_in_a_backward_kernel_is_found_or_known_to_be_harmless() {
     every_fault_is_found(Target::Sm80, None, &BACKWARD, &trials::backward());
 }
@@ -160,6 +176,14 @@ fn every_fault_planted_in_the_kernel_for_hopper_is_found_or_known_to_be_harmless
 #[ignore = "takes minutes"]
 fn every_fault_planted_in_the_backward_kernel_for_hopper_is_found_or_known_to_be_harmless() {
     every_fault_is_found(Target::Sm90a, None, &HOPPER_BACKWARD, &trials::hopper_backward());
+}
+
+/// Takes minutes: run it with `cargo test --release -p flashcore-lab --test mutants -- --ignored` after a change to the
+/// kernel.
+#[test]
+#[ignore = "takes minutes"]
+fn every_fault_planted_in_the_backward_kernel_for_wide_heads_is_found_or_known_to_be_harmless() {
+    every_fault_is_found(Target::Sm90a, None, &HOPPER_WIDE, &trials::hopper_wide());
 }
 
 /// Takes minutes: run it with `cargo test --release -p flashcore-lab --test mutants -- --ignored` after a change to the

@@ -2,8 +2,9 @@
 //! something to do.
 
 use flashcore::sim::{AsyncMode, Config, SimGpu};
-use flashcore::{DType, Device, Mask, Name, Pass, Problem};
-use flashcore_lab::guarded::Arrangement;
+use flashcore::{DType, Device, Keys, Mask, Name, Pass, Problem, Queries};
+use flashcore_judge::placing::{self, Placing};
+use flashcore_lab::guarded::{Arrangement, Guarded};
 use flashcore_lab::inputs::Distribution;
 use flashcore_lab::operands::Operands;
 use flashcore_lab::rule::Yardstick;
@@ -28,6 +29,9 @@ impl Trial {
 
     fn run_with(&self, gpu: &SimGpu, config: Config) -> Result<(), String> {
         let device = Device::sim(gpu.clone().with_config(config));
+        if let Some(placing) = self.operands.placing() {
+            return self.run_placed(&device, placing);
+        }
         let Operands { q, k, v, .. } = &self.operands;
         let given = if self.operands.problem.pass == Pass::Backward {
             let run = self.operands.attention().backward(&device, &self.operands.given());
@@ -41,6 +45,48 @@ impl Trial {
         };
         let passed = self.truth.judge(&given).passed();
         if passed { Ok(()) } else { Err("the numbers are wrong".into()) }
+    }
+
+    /// The same where sequences are packed or in pages.
+    fn run_placed(&self, device: &Device, placing: &Placing) -> Result<(), String> {
+        let placed = self.operands.placed();
+        let (signature, dense) = (placed.problem.signature(), self.operands.problem.signature());
+        let outputs = || signature.outputs().zip(dense.outputs());
+        let mut out: Vec<Guarded> =
+            outputs().map(|(of, _)| Guarded::new(of.dtype, placing.arrangement, of.shape)).collect();
+        let [o, lse] = &mut out[..] else { unreachable!("o and lse are asked for") };
+        let (q, k, v) = (placed.q.view(), placed.k.view(), placed.v.view());
+        let (mut o, mut lse) = (o.view_mut(), lse.view_mut());
+        let run = placed.attention().run_into(device, &q, &k, &v, &mut o, Some(&mut lse));
+        run.map_err(|error| error.to_string())?;
+        let taken = outputs().zip(&out).map(|((of, dense), out)| {
+            (of.name, placing.take(of, dense, out).gather(self.truth.of(of.name).rows()))
+        });
+        let given: Vec<(Name, Vec<f32>)> = taken.collect();
+        let passed = self.truth.judge(&given).passed();
+        if passed { Ok(()) } else { Err("the numbers are wrong".into()) }
+    }
+
+    /// Sequences of so many queries and keys, packed or in pages of so many keys.
+    fn placed(of: Problem, lengths: &[(u32, u32)], page: Option<usize>) -> Trial {
+        let (queries, keys): (Vec<u32>, Vec<u32>) = lengths.iter().copied().unzip();
+        let total = |all: &[u32]| all.iter().sum::<u32>() as usize;
+        let longest = |all: &[u32]| all.iter().copied().max().unwrap_or(0) as usize;
+        let mut of = of;
+        (of.batch, of.len_q) = (lengths.len(), longest(&queries));
+        let of =
+            of.with_kv(of.heads_kv, longest(&keys)).with_queries(Queries::Packed { total: total(&queries) });
+        let problem = match page {
+            None => of.with_keys(Keys::Packed { total: total(&keys) }),
+            Some(page) => {
+                of.with_keys(Keys::Paged { page, pages: placing::pool(&keys, page) }).with_key_lengths()
+            }
+        };
+        let placing = Placing::new(problem, Arrangement::Bshd, queries, keys.clone(), 7);
+        let dense = Placing::dense(problem);
+        let operands = Operands::draw(dense, Some(keys), Arrangement::Bhsd, Distribution::Normal, 7);
+        let operands = operands.with_placing(placing);
+        Trial { truth: operands.yardstick(), operands }
     }
 }
 
@@ -57,6 +103,24 @@ pub fn ampere() -> Vec<Trial> {
         Trial::new(problem(3, 1, 70, 64).with_kv(1, 130).with_key_lengths(), Some(vec![130, 37, 0])),
         Trial::new(problem(1, 1, 130, 8).with_kv(1, 65).with_mask(Mask::Causal), None),
         Trial::new(problem(1, 1, 128, 96).with_kv(1, 384), None),
+    ]
+}
+
+/// Sequences without queries, without keys, of a whole tile, and more of them than a warp has lanes; pages of any size, and
+/// such that are some tiles.
+pub fn placed() -> Vec<Trial> {
+    let few = [(70, 90), (0, 20), (64, 64), (1, 130), (33, 0)];
+    let many: Vec<_> = (0..35).map(|i| (i * 7 % 5, i * 5 % 23)).collect();
+    let [narrow, wide] = [40, 200].map(|left| Mask::Window { left: Some(left), right: Some(10) });
+    let full = [(33, 0), (64, 64), (1, 240)];
+    vec![
+        Trial::placed(problem(1, 2, 1, 64).with_kv(1, 1).with_mask(Mask::Causal), &few, None),
+        // The last sequence has all the pages that the table has room for, and full ones.
+        Trial::placed(problem(1, 1, 1, 16).with_head_dim_v(72), &full, Some(20)),
+        Trial::placed(problem(1, 1, 1, 64).with_mask(narrow), &few, Some(20)),
+        Trial::placed(problem(1, 2, 1, 16).with_mask(Mask::Causal), &many, None),
+        Trial::placed(problem(1, 1, 1, 64).with_mask(wide), &[(70, 444), (1, 200), (33, 0)], Some(96)),
+        Trial::placed(problem(1, 1, 1, 64).with_mask(Mask::Causal), &[(130, 150), (3, 192)], Some(16)),
     ]
 }
 
@@ -107,6 +171,24 @@ pub fn hopper_backward() -> Vec<Trial> {
             Some(vec![140, 37, 0]),
         ),
         Trial::new(problem(1, 2, 130, 64).with_kv(2, 192).backward(), None),
+        // Keys that only the last query sees, and such that only the first does.
+        Trial::new(problem(1, 1, 100, 64).with_kv(1, 129).with_mask(Mask::Causal).backward(), None),
+        Trial::new(problem(1, 1, 100, 64).with_kv(1, 277).with_mask(window).backward(), None),
+    ]
+}
+
+/// The same for blocks of 128 queries and of 64 keys.
+pub fn hopper_wide() -> Vec<Trial> {
+    let window = Mask::Window { left: Some(50), right: Some(10) };
+    vec![
+        Trial::new(problem(1, 2, 200, 64).with_kv(1, 290).with_mask(Mask::Causal).backward(), None),
+        Trial::new(problem(1, 1, 300, 40).with_head_dim_v(72).with_mask(window).backward(), None),
+        // The first row behind the last is cleared by one warpgroup, and by the other.
+        Trial::new(
+            problem(3, 1, 140, 72).with_kv(1, 140).with_key_lengths().backward(),
+            Some(vec![140, 59, 0]),
+        ),
+        Trial::new(problem(1, 1, 130, 64).with_kv(1, 192).with_softcap(2.0).backward(), None),
         // Keys that only the last query sees, and such that only the first does.
         Trial::new(problem(1, 1, 100, 64).with_kv(1, 129).with_mask(Mask::Causal).backward(), None),
         Trial::new(problem(1, 1, 100, 64).with_kv(1, 277).with_mask(window).backward(), None),
