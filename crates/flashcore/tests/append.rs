@@ -326,8 +326,8 @@ fn check(step: &Step, device: &Device) {
     }
     let Step { dims: [dim, dim_v], dtype, .. } = *step;
     let first_of_q = starts(&step.queries);
-    for sequence in 0..step.sequences() {
-        let queries = step.queries[sequence] as usize;
+    for (sequence, &queries) in step.queries.iter().enumerate() {
+        let queries = queries as usize;
         if queries == 0 {
             continue;
         }

@@ -103,11 +103,11 @@ struct Captured {
     params: Packed,
 }
 
-fn encode(map: &Map) -> flashcore::Result<TensorMap> {
+fn encode(map: &Map) -> TensorMap {
     assert_eq!(map.dtype, ElementType::Bf16);
     let (dims, strides) = (&map.dims, &map.strides);
     let map = flashcore_sim::TensorMap::new(TensorElement::Bf16, map.address, dims, strides, &map.box_dims);
-    Ok(TensorMap(map.swizzled(Swizzle::B128).encode().unwrap()))
+    TensorMap(map.swizzled(Swizzle::B128).encode().unwrap())
 }
 
 fn bytes(values: &[f32], dtype: DType) -> Vec<u8> {
@@ -135,7 +135,7 @@ impl Captured {
         let workspace = sim.alloc("workspace", plan.workspace_bytes()).address;
         let key_lengths = problem.key_lengths.then_some(lengths.address);
         let bindings = Bindings { key_lengths, workspace, ..Bindings::of(tensors) };
-        let params = plan.bind(&bindings, &mut encode).unwrap();
+        let params = plan.bind(&bindings, &mut |map| Ok(encode(map))).unwrap();
         let modules = plan.launches.iter().map(|launch| launch.module(target).unwrap()).collect();
         Self { problem: *problem, plan, modules, sim, buffers, lengths, params }
     }
