@@ -15,7 +15,7 @@ from torch import Tensor
 from . import _arguments, _native, _placed, _prepare
 from ._errors import ContractError, UnsupportedError
 from ._flash import FA3, Fa3Common, Window, check_fa3, refuse
-from ._ops import define, implement, longest
+from ._ops import define, implement, integers_on, longest
 from ._options import mask_of
 from ._torch import attend, check, check_whole
 
@@ -202,7 +202,8 @@ def _held(cache_seqlens: object, batch: int, device: torch.device) -> Tensor | N
             raise ContractError(f"cache_seqlens is {cache_seqlens}, possible are integers from 0 on")
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
     given = _arguments.lengths("cache_seqlens", cache_seqlens, batch)
-    return given.to(device) if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64, device=device)
+    found = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64)
+    return integers_on(device, found) if device.type == "cuda" else found.to(device)
 
 
 def _check_new(

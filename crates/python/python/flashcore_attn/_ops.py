@@ -439,6 +439,11 @@ def longest(starts: Tensor) -> int:
     return max(int(starts.diff().max()), 0) if starts.numel() > 1 else 0
 
 
+def integers_on(device: torch.device, x: Tensor) -> Tensor:
+    """Integers as the engine takes them. Those on the host go to a GPU without that this waits for it."""
+    return x.to(device, torch.int32, non_blocking=device.type == "cuda").contiguous()
+
+
 def with_unused(starts: Tensor, used: Tensor) -> Tensor:
     """The starts of twice as many sequences: what each uses, and what it has besides."""
     begins = starts[:-1]
@@ -470,7 +475,7 @@ def _where(
         longest(ends) if on_host or given is None else given
         for ends, given in ((ends_q, longest_q), (ends_k, longest_k))
     ]  # fmt: skip
-    starts_q, starts_k = (ends.to(q.device, torch.int32).contiguous() for ends in (ends_q, ends_k))
+    starts_q, starts_k = (integers_on(q.device, ends) for ends in (ends_q, ends_k))
     counts = None
     if used_q is not None or used_k is not None:
         counts = starts_k.diff()

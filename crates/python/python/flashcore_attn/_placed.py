@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import _arguments, _native, _prepare
 from ._errors import ContractError, UnsupportedError
-from ._ops import Pair, define, implement, longest, one_call
+from ._ops import Pair, define, implement, integers_on, longest, one_call
 from ._torch import empty_lse, empty_output
 
 define(
@@ -134,9 +134,8 @@ def attend(
     most = room if longest_k is None else (longest_k if pages is None else min(longest_k, room))
     if lengths is not None:
         # Those on the host are checked; of others none may lead beyond the keys.
-        lengths = lengths.to(q.device, torch.int32)
+        lengths = integers_on(q.device, lengths)
         lengths = lengths.clamp(0, most) if q.is_cuda and not checked else lengths
-        lengths = lengths.contiguous()
     if pages is not None and pages.stride(1) != 1:
         pages = pages.contiguous()
     with torch.no_grad():
@@ -150,7 +149,7 @@ def starts_of(name: str, ends: Tensor, device: torch.device) -> Tensor:
     """``cu_seqlens`` as the engine takes them."""
     _arguments.tensors(**{name: ends})
     check_ends(name, ends)
-    return ends.to(device, torch.int32).contiguous()
+    return integers_on(device, ends)
 
 
 def check_ends(name: str, ends: Tensor) -> None:
