@@ -1,7 +1,7 @@
 //! What is timed: shapes by name, and the matrices whose results are kept.
 
 use clap::ValueEnum;
-use flashcore::{DType, Error, Mask, Pass, Problem, Quantiser};
+use flashcore::{DType, Error, Keys, Mask, Pass, Problem, Quantiser};
 
 use super::outcome::{SEED, judged_rows, most_rows};
 use crate::cases::Passes;
@@ -106,6 +106,27 @@ pub const DENSE: &str = "flashcore dense";
 pub const WIDE: &str = "flashcore 16-bit";
 
 impl Cell {
+    /// The cell of a problem that says what a cell can: lengths of sequences that it leaves open are shared out.
+    pub fn of(problem: &Problem) -> Result<Self, String> {
+        let Problem { batch, heads_q, heads_kv, len_q, len_k, head_dim, mask, .. } = *problem;
+        let shape = Shape { batch, heads_q, heads_kv, len_q, len_k, head_dim };
+        let types = Types { dtype: problem.dtype, kv: problem.dtype_kv, quantise: problem.quantise };
+        let (pass, sequences) = (problem.pass.into(), Sequences::of(problem));
+        let cell = Self { name: "", shape, mask, types, pass, sequences };
+        let mut again = cell.problem();
+        // A pool may have more pages than are used, and lse is computed where it is wanted.
+        if matches!(problem.keys, Keys::Paged { .. }) {
+            again.keys = problem.keys;
+        }
+        again.lse = problem.lse;
+        if again == *problem && cell.sequences.as_ref().is_none_or(|it| it.fit(&cell.dense())) {
+            return Ok(cell);
+        }
+        Err(format!(
+            "'{problem}': what is timed has sizes, types, a mask, and sequences that are packed or cached, and nothing else"
+        ))
+    }
+
     /// The problem to compute; where both passes are, that of the last.
     pub fn problem(&self) -> Problem {
         let dense = self.dense();
@@ -534,6 +555,21 @@ mod tests {
         let few = Matrix::Small.cells(Pass::Backward.into()).unwrap();
         let few = few.iter().filter(|it| it.group == "up to 16 heads").count();
         assert!((10..18).contains(&few), "{few}");
+    }
+
+    #[test]
+    fn a_problem_in_words_is_a_cell_unless_it_says_what_a_cell_cannot() {
+        for text in [
+            "4x8/2x70x64 bf16 causal packed=200",
+            "8x32/8x1/4096x128 bf16 key-lengths page=16/2051",
+            "1x8x512x64 f16",
+        ] {
+            let problem: Problem = text.parse().unwrap();
+            let cell = Cell::of(&problem).unwrap();
+            assert_eq!((cell.problem(), cell.sequences.is_some()), (problem, text.contains("pa")), "{text}");
+        }
+        let why = Cell::of(&"1x8x512x64 f16 softcap=30".parse().unwrap()).unwrap_err();
+        assert!(why.contains("softcap=30"), "{why}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use flashcore::cuda::Cuda;
 use flashcore::plan::{Hardware, Kernel, Plan, Target};
-use flashcore::{DType, Problem, tuned};
+use flashcore::{DType, Pass, Problem, tuned};
 use flashcore_ptx::ptxas::Ptxas;
 
 use super::Exit;
@@ -33,7 +33,7 @@ use crate::{interrupt, memory};
 
 #[derive(Args)]
 #[command(after_help = "\
-Shapes are names or BxHxSxD, with :causal, :full, :f16 or :bf16 after them: 4x16x512x64:causal. A single shape is \
+Shapes are names or BxHxSxD, with :causal, :full, :backward, :f16 or :bf16 after them: 4x16x512x64:causal. A single shape is \
 searched in f16 and bf16, because a winner must be faster in two cases.
 
 A candidate passes the static check, the assembler (no spills, no serialised wgmma, no known machine code), the simulator, \
@@ -207,6 +207,12 @@ impl Setup {
         if let Some(cell) = cells.iter().find(|cell| cell.types.dtype == DType::F32) {
             return Err(format!("{}: searches are in f16, bf16 and f8", cell.label()));
         }
+        if let Some(cell) = cells.iter().find(|cell| cell.sequences.is_some()) {
+            return Err(format!(
+                "{}: schedules are searched on sequences of one length: give the shape of the longest",
+                cell.label()
+            ));
+        }
         let default = Rule::default();
         let rule = Rule {
             gain: file.gain.map_or(default.gain, |percent| percent / 100.0),
@@ -261,9 +267,13 @@ impl Setup {
         })
     }
 
-    /// The kernel to search: the asked-for one, or the target's best.
+    /// The kernel to search: the asked-for one, or the target's best; of gradients, the planner's.
     fn kernel(&self, hardware: &Hardware) -> Kernel {
-        self.kernel.unwrap_or(if Kernel::Sm90Fwd.runs_on(hardware.target) {
+        let of_gradients = || {
+            let problem = self.cells.iter().map(Cell::problem).find(|it| it.pass == Pass::Backward)?;
+            Some(Plan::choose(&problem, hardware).ok()?.kernel())
+        };
+        self.kernel.or_else(of_gradients).unwrap_or(if Kernel::Sm90Fwd.runs_on(hardware.target) {
             Kernel::Sm90Fwd
         } else {
             Kernel::Sm80Fwd

@@ -3,22 +3,21 @@
 use clap::Args;
 use flashcore::plan::{Hardware, Kernel, Plan, Schedule, Target};
 use flashcore::sim::{Report as SimReport, SimGpu, Stats};
-use flashcore::{DType, Device, Mask, Pass, Problem};
+use flashcore::{DType, Device, Keys, Mask, Pass, Problem, Queries};
+use flashcore_judge::placing;
 use flashcore_ptx::ptxas::{Ptxas, PtxasError};
 use serde::Serialize;
 
 use super::screen::{Tone, say, toned};
 use super::{EightBits, Exit, Json};
+use crate::cases::Case;
 use crate::evidence::Environment;
-use crate::guarded::Arrangement;
-use crate::inputs::Distribution;
 use crate::occupancy::Occupancy;
-use crate::operands::Operands;
 use crate::{memory, shapes};
 
 #[derive(Args)]
 pub struct Options {
-    /// A shape by name, or BxHxSxD
+    /// A shape by name, or BxHxSxD; or a whole problem, such as '16x32/8x4096x128 bf16 causal packed=18632'
     shape: String,
     /// With a causal mask
     #[arg(long)]
@@ -103,11 +102,20 @@ struct Report {
 
 pub fn inspect(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
-    let named = shapes::parse(&options.shape)?;
-    let mask = if options.causal || named.causal { Mask::Causal } else { Mask::None };
-    let types = options.eight.types(options.dtype.unwrap_or(named.dtype));
-    let problem = types.problem(named.shape, mask).with_lse().with_pass(options.pass);
-    let problem = problem.check().map_err(|error| error.to_string())?;
+    let problem = if options.shape.contains(' ') {
+        if options.causal || options.dtype.is_some() {
+            let shape = &options.shape;
+            return Err(format!("'{shape}' says its mask and dtype itself: leave out --causal and --dtype"));
+        }
+        options.shape.parse::<Problem>().map_err(|error| error.to_string())?.with_lse()
+    } else {
+        let named = shapes::parse(&options.shape)?;
+        let mask = if options.causal || named.causal { Mask::Causal } else { Mask::None };
+        let types = options.eight.types(options.dtype.unwrap_or(named.dtype));
+        types.problem(named.shape, mask).with_lse()
+    };
+    let pass = if problem.pass == Pass::Backward { problem.pass } else { options.pass };
+    let problem = problem.with_pass(pass).check().map_err(|error| error.to_string())?;
     let hardware = Hardware::typical(options.target);
     let plan = match (options.schedule, options.kernel) {
         (Some(schedule), _) => Plan::with_schedule(&problem, &hardware, schedule),
@@ -172,6 +180,15 @@ pub(super) fn reduced(plan: &Plan) -> Problem {
     let square = problem.len_q == problem.len_k;
     problem.len_k = problem.len_k.min(512);
     problem.len_q = if square { problem.len_k } else { problem.len_q.min(2 * rows) };
+    // One sequence, as it lies in the whole.
+    if matches!(problem.queries, Queries::Packed { .. }) {
+        problem.queries = Queries::Packed { total: problem.len_q };
+    }
+    problem.keys = match problem.keys {
+        Keys::Packed { .. } => Keys::Packed { total: problem.len_k },
+        Keys::Paged { page, .. } => Keys::Paged { page, pages: placing::pool(&[problem.len_k as u32], page) },
+        other => other,
+    };
     problem
 }
 
@@ -179,8 +196,9 @@ pub(super) fn count(plan: &Plan) -> Result<Counts, String> {
     let problem = reduced(plan);
     let gpu = SimGpu::new(plan.target).with_schedule(plan.main().schedule);
     memory::check(&problem, memory::to_judge(&problem))?;
-    let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 0);
-    let run = operands.run_on(&Device::sim(gpu.clone()));
+    let lengths = problem.key_lengths.then(|| vec![problem.len_k as u32; problem.batch]);
+    let case = Case { key_lengths: lengths, seed: 0, ..Case::new("inspect", problem) };
+    let run = case.operands().placed().run_on(&Device::sim(gpu.clone()));
     run.map_err(|error| format!("the simulator refuses this kernel: {error}"))?;
     let SimReport { stats, .. } = gpu.last_report().ok_or("the simulator left no report")?;
     Ok(Counts::new(&problem, &stats))

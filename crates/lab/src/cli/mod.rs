@@ -215,6 +215,11 @@ struct EightBits {
 }
 
 impl EightBits {
+    /// Whether either was given.
+    fn is_given(self) -> bool {
+        self.quantise.is_some() || self.kv.is_some()
+    }
+
     /// The types of a cell whose q is of this one.
     fn types(self, dtype: DType) -> Types {
         let Self { quantise, kv } = self;

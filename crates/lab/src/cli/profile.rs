@@ -16,6 +16,7 @@ use super::{EightBits, Exit, Json, timeline};
 use crate::bench::Bench as _;
 use crate::bench::cells::{Cell, Member};
 use crate::bench::gpu::{Cache, GpuBench, Ours, Regime, Setup};
+use crate::ceilings::Work;
 use crate::evidence::{Environment, schemas};
 use crate::ncu::{self, Bound, Figure, Ncu};
 use crate::occupancy::Occupancy;
@@ -33,7 +34,8 @@ With --trace or --svg the kernel is compiled with stamps at its sections and run
 goes, and what the stamps cost. Open the trace at https://ui.perfetto.dev. With --device sim the simulator runs it, and time is \
 counted in instructions.")]
 pub struct Options {
-    /// A shape by name, or BxHxSxD, with :causal, :full, :f16 or :bf16 after it
+    /// A shape by name, or BxHxSxD, with :causal, :full, :backward, :f16 or :bf16 after it; or a whole problem, such as
+    /// '8x32/8x1/4096x128 bf16 key-lengths page=16/2051'
     #[arg(value_parser = config::target)]
     shape: config::Target,
     /// Without this machine's GPU: a typical one of sm_80, sm_89 or sm_90a
@@ -121,8 +123,14 @@ struct Report {
 
 pub fn profile(options: &Options) -> Result<Exit, String> {
     options.json.check()?;
-    let types = options.eight.types(options.shape.cell.types.dtype);
-    let cell = Cell { pass: options.pass.into(), types, ..options.shape.cell.clone() };
+    let mut cell = options.shape.cell.clone();
+    if options.eight.is_given() {
+        cell.types = options.eight.types(cell.types.dtype);
+    }
+    if options.pass == Pass::Backward {
+        cell.pass = options.pass.into();
+    }
+    let types = cell.types;
     if types.dtype == DType::F32 {
         return Err("on a GPU f16, bf16 and f8 are timed".into());
     }
@@ -175,6 +183,9 @@ pub fn profile(options: &Options) -> Result<Exit, String> {
 /// The counters of one launch, or why there are none.
 fn counters(cell: &Cell, plan: &Plan, cuda: Option<&Cuda>) -> Result<Vec<Figure>, String> {
     let cuda = cuda.ok_or("there is no GPU here")?;
+    if cell.sequences.is_some() {
+        return Err("sequences of lengths of their own are not profiled by Nsight Compute".into());
+    }
     let ncu = Ncu::find()?;
     let capability = cuda.context().properties().compute_capability.to_string();
     let binary = std::env::current_exe().map_err(|error| format!("who am I? ({error})"))?;
@@ -257,7 +268,7 @@ fn loaded(cuda: &Cuda, plan: &Plan) -> Result<Loaded, String> {
 
 /// The kernel clock and the measured matrix product, where there is a GPU.
 fn roofline(cell: &Cell, plan: &Plan, gpu: bool) -> Roofline {
-    let (flops, bytes) = (plan.problem.flops(), plan.problem.min_bytes());
+    let Work { flops, bytes, .. } = cell.work();
     let mut roofline = Roofline {
         flops,
         bytes,

@@ -1,6 +1,6 @@
 //! `evo.yaml`: what a search is for and how it goes about it, in a file.
 
-use flashcore::{DType, Mask, Pass};
+use flashcore::{DType, Mask, Pass, Problem};
 use serde::Deserialize;
 
 use crate::bench::cells::Cell;
@@ -81,8 +81,13 @@ pub struct Target {
     pub has_dtype: bool,
 }
 
-/// A shape with what follows it after colons: `4x16x512x64:causal:bf16`.
+/// A shape with what follows it after colons, as `4x16x512x64:causal:bf16` or `mission:backward`; or a problem in words, as
+/// `16x32/8x4096x128 bf16 causal packed=18632`.
 pub fn target(text: &str) -> Result<Target, String> {
+    if text.contains(' ') {
+        let problem: Problem = text.parse().map_err(|error: flashcore::Error| error.to_string())?;
+        return Ok(Target { cell: Cell::of(&problem)?, has_dtype: true });
+    }
     let mut parts = text.split(':');
     let named = shapes::parse(parts.next().unwrap_or_default())?;
     let mask = if named.causal { Mask::Causal } else { Mask::None };
@@ -101,9 +106,10 @@ pub fn target(text: &str) -> Result<Target, String> {
         match part {
             "causal" => target.cell.mask = Mask::Causal,
             "full" => target.cell.mask = Mask::None,
+            "backward" => target.cell.pass = Pass::Backward.into(),
             dtype => {
                 target.cell.types.dtype = dtype.parse::<DType>().map_err(|_| {
-                    format!("'{part}' after a shape: possible are causal, full, f16 and bf16")
+                    format!("'{part}' after a shape: possible are causal, full, backward, f16 and bf16")
                 })?;
                 target.has_dtype = true;
             }
@@ -175,6 +181,7 @@ gain: 3
     fn a_field_that_nobody_knows_is_refused_by_its_name() {
         let error = Config::parse("shapes: [mission]\ngeneratoin: 3\n").unwrap_err();
         assert!(error.contains("generatoin"), "{error}");
+        assert_eq!(target("mission:backward").unwrap().cell.pass, Pass::Backward.into());
         assert!(target("mission:casual").unwrap_err().contains("causal"));
     }
 

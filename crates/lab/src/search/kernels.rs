@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use flashcore::plan::{Hardware, Kernel, Plan, Schedule};
 use flashcore::sim::{AsyncMode, Config, SimGpu};
-use flashcore::{DType, Device, Mask, Name, Problem};
+use flashcore::{DType, Device, Mask, Name, Pass, Problem};
 use flashcore_kernels::{sm80, sm90};
 use flashcore_ptx::ptxas::Ptxas;
 
@@ -216,7 +216,9 @@ impl KernelGates {
             Schedule::Sm80Decode(it) => (it.keys, it.stages),
         };
         // An accepted candidate must also be right where lse is wanted.
-        let problem = self.small(plan, block_n as usize, stages as usize).with_lse();
+        let problem = self.small(plan, block_n as usize, stages as usize);
+        let backward = problem.pass == Pass::Backward;
+        let problem = if backward { problem } else { problem.with_lse() };
         let rows = plan.main().schedule.geometry(&plan.main().spec).rows;
         let operands = Operands::draw(problem, None, Arrangement::Bhsd, Distribution::Normal, 11);
         let yardstick = operands.yardstick();
@@ -226,13 +228,19 @@ impl KernelGates {
                 .with_sms(FEW_SMS)
                 .with_schedule(plan.main().schedule)
                 .with_config(config);
-            let out = operands
-                .attention()
-                .with_lse()
-                .run(&Device::sim(gpu.clone()), &operands.q.view(), &operands.k.view(), &operands.v.view())
-                .map_err(|error| format!("{problem}: {error}"))?;
-            let mut given = vec![(Name::O, out.o.to_f32())];
-            given.extend(out.lse.map(|lse| (Name::Lse, lse.to_f32())));
+            let (attention, device) = (operands.attention(), Device::sim(gpu.clone()));
+            let given = if backward {
+                let found = attention.backward(&device, &operands.given());
+                found.map(|of| vec![(Name::Dq, of.dq), (Name::Dk, of.dk), (Name::Dv, of.dv)])
+            } else {
+                let (q, k, v) = (operands.q.view(), operands.k.view(), operands.v.view());
+                let found = attention.with_lse().run(&device, &q, &k, &v);
+                found.map(|of| {
+                    [(Name::O, of.o)].into_iter().chain(of.lse.map(|lse| (Name::Lse, lse))).collect()
+                })
+            };
+            let given = given.map_err(|error| format!("{problem}: {error}"))?;
+            let given: Vec<_> = given.into_iter().map(|(name, of)| (name, of.to_f32())).collect();
             if !yardstick.judge(&given).passed() {
                 return Err(format!("{problem} with asynchronous effects {mode:?}: wrong in the simulator"));
             }
