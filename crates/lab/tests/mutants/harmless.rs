@@ -69,7 +69,6 @@ const MET_AGAIN: &str = "the simulator's lanes have met again after what one of 
 const FENCED_BEFORE: &str =
     "nobody has touched these registers since the fence before; the assembler wants one after every loop";
 const HANDED_AFTER: &str = "the probabilities that have come say that the queries are there: the other warpgroup has waited for them";
-const NO_MORE_SEQUENCES: &str = "one more round, in which no sequence is left; or a tile behind the last query, none of whose rows is stored";
 const HAVE_ALL_KEYS: &str = "tiles before another one have all their keys, so the comparison always holds";
 const NAMED_ELSEWHERE: &str =
     "no table here names the page behind the last of the pool: one in the kernel's own tests does";
@@ -299,20 +298,6 @@ pub const HARMLESS: &[Entry] = &[
     entry(&["sm90_bwd_wide"], &["work: which keys these rows see / S / setp"], OffByOne, 2, SEEN_BY_ALL),
     entry(
         &["sm80_fwd:block_m=64,block_n=96"],
-        &["packed: which sequence", "setp.lt.s32"],
-        OffByOne,
-        1,
-        NO_MORE_SEQUENCES,
-    ),
-    entry(
-        &["sm80_fwd:block_m=64,block_n=96"],
-        &["packed: which sequence", "setp.lt.u32"],
-        OffByOne,
-        1,
-        "the place that comes after the last sequence is behind those of all blocks",
-    ),
-    entry(
-        &["sm80_fwd:block_m=64,block_n=96"],
         &["the pages of the tile before", "setp.lt.u32"],
         OffByOne,
         3,
@@ -322,15 +307,8 @@ pub const HARMLESS: &[Entry] = &[
         &["sm80_fwd:block_m=64,block_n=48"],
         &["packed: which sequence", "setp.lt.s32"],
         OffByOne,
-        2,
-        NO_MORE_SEQUENCES,
-    ),
-    entry(
-        &["sm80_fwd:block_m=64,block_n=48"],
-        &["packed: which sequence", "setp.lt.u32"],
-        OffByOne,
         1,
-        "the place that comes after the last sequence is behind those of all blocks",
+        "a tile behind the last query, none of whose rows is stored",
     ),
     entry(
         &["sm80_fwd:block_m=64,block_n=48"],
