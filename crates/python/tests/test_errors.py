@@ -24,7 +24,7 @@ X = ones(1, 2, 4, 8)
         (
             lambda: flashcore_attn.attention(X, X.astype(np.float16), X),
             "k is f16, but f32 is needed: q, k, v and o share one dtype with their gradients (o of f8 is f16 or bf16), "
-            "lse and descales are f32, and starts and pages are i32. Convert k to f32",
+            "lse and descales are f32, and starts, pages and positions are i32. Convert k to f32",
         ),
         (
             lambda: flashcore_attn.attention(X, X, ones(1, 2, 5, 8)),
