@@ -78,7 +78,7 @@ pub struct Quantize {
     /// Whether keys and values have a descale for each `rows` of a head, rather than one for all of them.
     pub by_chunk: bool,
     /// Whether values are written turned around: (batch, kv heads, head dim, keys), with the keys padded to a multiple of 16 by
-    /// zeros, and in each sixteen in the [order](turn) in which the product of 8-bit floats takes them.
+    /// zeros, and in each sixteen in the order (`turn.rs`) in which the product of 8-bit floats takes them.
     pub turn: bool,
 }
 

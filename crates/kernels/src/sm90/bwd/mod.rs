@@ -10,7 +10,7 @@
 //! All key tiles of a head add to the same dQ, in f32 and in L2. They take turns: a block adds to a query tile when the
 //! block before it has, so that every run adds up in the same order. Blocks follow each other through the query tiles at the
 //! distance of one such turn. Where all have the same length, that costs time only once; under a mask, blocks also wait for
-//! those that began late. Where all walks are whole rounds, blocks may begin at different tiles ([`rotation`]), and then none
+//! those that began late. Where all walks are whole rounds, blocks may begin at different tiles (`rotation.rs`), and then none
 //! has to wait. The last kernel, [`finish`], scales and rounds what they leave.
 
 mod block;
