@@ -155,7 +155,10 @@ fn every_fault_planted_in_a_kernel_for_ampere_is_found_or_known_to_be_harmless()
     every_fault_is_found(Target::Sm80, None, &AMPERE, &trials::ampere());
 }
 
+/// Run it with `cargo test --release -p flashcore-lab --test mutants -- --ignored` after a change to packed sequences or pages
+/// on Ampere.
 #[test]
+#[ignore = "a quarter of a minute, for code that seldom changes"]
 fn every_fault_planted_in_what_finds_sequences_and_pages_is_found_or_known_to_be_harmless() {
     every_fault_is_found(Target::Sm80, None, &AMPERE_PLACED, &trials::placed());
 }
