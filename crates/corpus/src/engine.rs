@@ -147,11 +147,7 @@ impl DeviceEngine {
 
     /// The CPU on every instruction set that it has, the widest first.
     pub fn cpu_paths() -> Vec<Self> {
-        let engine = |isa: cpu::Isa| {
-            let whole = Self::cpu(isa, 0).expect("an available instruction set makes an engine");
-            let others = isa.of_products(DType::F32);
-            Self { only: (others != isa).then(|| (DType::BF16, others.name())), ..whole }
-        };
+        let engine = |isa| Self::cpu(isa, 0).expect("an available instruction set makes an engine");
         cpu::available().into_iter().rev().map(engine).collect()
     }
 

@@ -54,9 +54,6 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     // Few kernels take sequences that are packed or in pages.
     let placed = !(problem.is_dense() || takes(engine, problem));
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
-    if why == "others than bf16 are computed as avx512" {
-        return problem.is_eight_bit() || problem.dtype != DType::BF16;
-    }
     !engine.starts_with("cpu")
         && (beyond
             || wide
