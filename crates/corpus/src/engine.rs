@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use flashcore::cuda::Cuda;
 use flashcore::plan::{Kernel, Schedule, Target};
 use flashcore::sim::{AsyncMode, Config, SimGpu};
-use flashcore::{Append, Attention, Backward, DType, Device, Error, Problem, Tensor, TensorMut, cpu};
+use flashcore::{Append, Attention, Backward, Device, Error, Problem, Tensor, TensorMut, cpu};
 
 use crate::device::{Code, DeviceName, Simulated};
 
@@ -93,9 +93,6 @@ pub trait Engine: Send + Sync {
 /// The most pairs of queries and keys that the simulator takes: about a second per run.
 const MOST_PAIRS: u128 = 1_000_000;
 
-/// The same for a step of the ladder, whose parts are those of the kernel above it.
-const MOST_LADDER_PAIRS: u128 = 50_000;
-
 /// The same for the scalar kernel, which executes some forty warp instructions per pair.
 const MOST_SCALAR_PAIRS: u128 = 30_000;
 
@@ -123,8 +120,8 @@ pub struct DeviceEngine {
     most_pairs: u128,
     /// Whether values that a query does not see never reach it.
     hides_values: bool,
-    /// The only type of q that it is to compute, where another engine computes others in the same way, and which one.
-    only: Option<(DType, &'static str)>,
+    /// Whether another engine computes everything but floats of 8 bits in the same way.
+    eight_only: bool,
     /// Held by the engine that runs on a GPU, so that a kernel that breaks the context is the one that is blamed.
     turn: Option<Arc<Mutex<()>>>,
 }
@@ -140,7 +137,7 @@ impl DeviceEngine {
             device: Device::cpu_with(engine),
             most_pairs: u128::MAX,
             hides_values: true,
-            only: None,
+            eight_only: false,
             turn: None,
         })
     }
@@ -161,7 +158,7 @@ impl DeviceEngine {
             device: Device::cuda_with(cuda),
             most_pairs: u128::MAX,
             hides_values: false,
-            only: None,
+            eight_only: false,
             turn: Some(turn.clone()),
         };
         let own = cuda.hardware().target;
@@ -187,8 +184,8 @@ impl DeviceEngine {
             Kernel::Sm90Fwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish | Kernel::Sm90BwdWide => {
                 MOST_HOPPER_PAIRS
             }
-            Kernel::Sm80Mma => MOST_LADDER_PAIRS,
-            Kernel::Sm80Fwd
+            Kernel::Sm80Mma
+            | Kernel::Sm80Fwd
             | Kernel::Combine
             | Kernel::BwdRows
             | Kernel::Sm80Bwd
@@ -201,7 +198,7 @@ impl DeviceEngine {
             device: Device::sim(gpu),
             most_pairs,
             hides_values: hides_values(kernel),
-            only: None,
+            eight_only: false,
             turn: None,
         }
     }
@@ -215,7 +212,7 @@ impl DeviceEngine {
             device,
             most_pairs: MOST_HOPPER_PAIRS,
             hides_values: false,
-            only: None,
+            eight_only: false,
             turn: None,
         }
     }
@@ -225,7 +222,7 @@ impl DeviceEngine {
         Self {
             name: DeviceName::Sim(Some(Simulated::Ada)).to_string(),
             device: Device::sim(SimGpu::new(Target::Sm89)),
-            only: Some((DType::F8E4M3, "on Ampere")),
+            eight_only: true,
             ..Self::sim(Kernel::Sm80Fwd, AsyncMode::Late)
         }
     }
@@ -240,7 +237,14 @@ impl DeviceEngine {
 
     /// Any device under a name, for problems of any size.
     pub fn of(name: &str, device: Device) -> Self {
-        Self { name: name.into(), device, most_pairs: u128::MAX, hides_values: false, only: None, turn: None }
+        Self {
+            name: name.into(),
+            device,
+            most_pairs: u128::MAX,
+            hides_values: false,
+            eight_only: false,
+            turn: None,
+        }
     }
 
     /// The device.
@@ -255,9 +259,8 @@ impl Engine for DeviceEngine {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), String> {
-        let of = if problem.is_eight_bit() { DType::F8E4M3 } else { problem.dtype };
-        if let Some((only, others)) = self.only.filter(|&(only, _)| only != of) {
-            return Err(format!("others than {only} are computed as {others}"));
+        if self.eight_only && !problem.is_eight_bit() {
+            return Err("others than f8 are computed as on Ampere".into());
         }
         let heads = (problem.batch * problem.heads_q) as u128;
         let pairs = problem.mask.pairs(problem.len_q, problem.len_k) * heads;
