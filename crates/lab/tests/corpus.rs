@@ -92,16 +92,15 @@ fn computes(engine: &str, pass: Pass) -> bool {
     !others.iter().any(|kernel| engine.split('-').any(|part| part == kernel.name()))
 }
 
-/// Simulated kernels take their time. Of those of the backward pass, the quick test has Ampere's, and what the planner chooses
-/// for Hopper, which are all of them but for the order of asynchronous effects; of Hopper's forward kernel, the planner's choice with
-/// late effects and the usual schedule with early ones. Ada's simulator is for 8-bit floats, which have no gradients.
+/// Simulated kernels of the backward pass take their time: of those, the quick test has Ampere's, and what the planner chooses
+/// for Hopper, which are all of them but for the order of asynchronous effects. Ada's simulator is for 8-bit floats, which have no
+/// gradients.
 fn is_for(engine: &str, pass: Pass, tier: Tier) -> bool {
     if engine == "sim-ada" && pass == Pass::Backward {
         return false;
     }
     let backward = Kernel::BACKWARD.iter().any(|kernel| engine.contains(kernel.name()));
-    let twice = ["sim-sm90_fwd", "sim-sm80_fwd-early"].contains(&engine);
-    tier == Tier::Full || !(backward || twice) || pass == Pass::Backward && engine == "sim-sm80_bwd"
+    pass == Pass::Forward || tier == Tier::Full || !backward || engine == "sim-sm80_bwd"
 }
 
 fn run(pass: Pass, tier: Tier) -> Result<(), Failed> {
