@@ -166,18 +166,6 @@ impl Rows {
         // SAFETY: the caller's promise.
         unsafe { by_type!(dtype, widen_to_panels::<S, _>(at.cast(), stride, count, len, to, first, all)) }
     }
-
-    /// Asks for some bytes of the rows, counted without gaps, to be brought into the cache.
-    #[inline(always)]
-    pub(super) fn prefetch<S: Simd>(self, rows: std::ops::Range<usize>) {
-        let bytes = self.len * self.dtype.size();
-        for row in rows.start..rows.end.min(self.count) {
-            let at = self.at.wrapping_add(row * self.stride * self.dtype.size());
-            for offset in (0..bytes).step_by(64) {
-                S::prefetch(at.wrapping_add(offset));
-            }
-        }
-    }
 }
 
 #[inline(always)]

@@ -13,7 +13,7 @@ use super::{
     math::{self, Exp2Below},
     panel::MAX_LANES,
     plan::Task,
-    rows::{Rows, Vectorised, by_type},
+    rows::{Vectorised, by_type},
     scoring::Scoring,
     scratch::Carve,
     simd::Simd,
@@ -25,14 +25,61 @@ use crate::{DType, Problem, layouts::View};
 const MAX_ROWS: usize = 8;
 /// Keys between two updates of the running maxima; a multiple of every vector's lanes.
 const BLOCK: usize = 64;
-/// From the probabilities of one row to those of the next: the last products of a page may be written behind a block's.
-const STEP: usize = BLOCK + MAX_LANES;
 
 /// Whether so many rows of a kv head are for this path: few, and head dims of whole vectors.
 pub(super) fn suits<S: Simd>(problem: &Problem, rows: usize) -> bool {
     rows <= MAX_ROWS
         && problem.head_dim.is_multiple_of(S::LANES)
         && problem.head_dim_v.is_multiple_of(S::LANES)
+}
+
+/// Where the rows of a block of keys or of values are, which may lie in several pages.
+#[derive(Clone, Copy)]
+pub(super) struct Places<'a> {
+    rows: &'a [*const u8],
+    /// Elements of a row.
+    len: usize,
+    dtype: DType,
+}
+
+impl Places<'_> {
+    /// Asks for some rows, as far as there are such.
+    #[inline(always)]
+    fn prefetch<S: Simd>(self, rows: Range<usize>) {
+        let rows = rows.start.min(self.rows.len())..rows.end.min(self.rows.len());
+        for row in &self.rows[rows] {
+            for offset in (0..self.len * self.dtype.size()).step_by(64) {
+                S::prefetch(row.wrapping_add(offset));
+            }
+        }
+    }
+}
+
+/// Room for the places of a block.
+#[derive(Clone, Copy)]
+struct Found {
+    rows: [*const u8; BLOCK],
+    count: usize,
+}
+
+impl Found {
+    /// Finds the rows of a sequence's keys.
+    #[inline(always)]
+    fn new(view: View<'_>, task: &Task, keys: Range<usize>) -> Self {
+        let mut found = Self { rows: [std::ptr::null(); BLOCK], count: keys.len() };
+        for (at, piece) in pieces_of(view, task.batch, task.head, keys) {
+            let step = piece.stride * piece.dtype.size();
+            for (i, row) in found.rows[at..at + piece.count].iter_mut().enumerate() {
+                *row = piece.at.wrapping_add(i * step);
+            }
+        }
+        found
+    }
+
+    #[inline(always)]
+    fn places(&self, view: View<'_>) -> Places<'_> {
+        Places { rows: &self.rows[..self.count], len: view.layout.shape[3], dtype: view.dtype }
+    }
 }
 
 /// A row's running state.
@@ -63,7 +110,7 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
     let mut carve = Carve::new();
     let q = carve.part(count * head_dim);
     let o = carve.part(count * head_dim_v);
-    let p = carve.part(count * STEP);
+    let p = carve.part(count * BLOCK);
     let base = workspace.floats.reserve(carve.total());
     let mut rows = [const { Row { keys: 0..0, max: f32::NEG_INFINITY, sum: 0.0, rescale: 1.0 } }; MAX_ROWS];
     let rows = &mut rows[..count];
@@ -77,54 +124,43 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
             row.keys = visible.keys(s);
         }
         std::ptr::write_bytes(o, 0, count * head_dim_v);
-        let from = |start: usize| start..(start + BLOCK).min(task.keys.end);
-        let tensor = |view: View<'_>, keys: &Range<usize>| {
-            let count = keys.len().min(view.lie.together(keys.start));
-            rows_of(view, task.batch, task.head, keys.start, count)
-        };
-        let pieces = |view, keys: &Range<usize>| pieces_of(view, task.batch, task.head, keys.clone());
+        let (all_k, all_v) = (job.call.k(), job.call.v());
+        let from = |start: usize| start.min(task.keys.end)..(start + BLOCK).min(task.keys.end);
+        let mut found = Found::new(all_k, task, from(task.keys.start));
         for start in task.keys.clone().step_by(BLOCK) {
             let keys = from(start);
-            let (all_k, all_v) = (job.call.k(), job.call.v());
-            for ((at, k), (_, v)) in pieces(all_k, &keys).zip(pieces(all_v, &keys)) {
-                let (mut ahead, p) = (Some(v), p.add(at));
-                let mut i = 0;
-                while i + 4 <= count {
-                    S::dots::<E, 4>(k, ahead.take(), q.add(i * head_dim), p.add(i * STEP));
-                    i += 4;
-                }
-                while i < count {
-                    S::dots::<E, 1>(k, ahead.take(), q.add(i * head_dim), p.add(i * STEP));
-                    i += 1;
-                }
+            let values = Found::new(all_v, task, keys.clone());
+            let (k, v) = (found.places(all_k), values.places(all_v));
+            let (mut ahead, mut i) = (Some(v), 0);
+            while i + 4 <= count {
+                S::dots::<E, 4>(k, ahead.take(), q.add(i * head_dim), p.add(i * BLOCK));
+                i += 4;
+            }
+            while i < count {
+                S::dots::<E, 1>(k, ahead.take(), q.add(i * head_dim), p.add(i * BLOCK));
+                i += 1;
             }
             for (i, row) in rows.iter_mut().enumerate() {
-                softmax::<S>(scoring, row, &keys, p.add(i * STEP));
+                softmax::<S>(scoring, row, &keys, p.add(i * BLOCK));
             }
-            let mut ahead = Some(tensor(all_k, &from(keys.end)));
+            found = Found::new(all_k, task, from(keys.end));
+            let (mut ahead, mut i) = (Some(found.places(all_k)), 0);
             let together = rows.iter().all(|row| row.keys == rows[0].keys);
-            for (at, v) in pieces(all_v, &keys) {
-                // The first piece has rescaled what was there.
-                let rescale = |row: &Row| if at == 0 { row.rescale } else { 1.0 };
-                let mut i = 0;
-                // Rows that see the same keys share the reading of V.
-                while together && i + 4 <= count {
-                    let rescale = std::array::from_fn(|g| rescale(&rows[i + g]));
-                    let (p, o) = (p.add(i * STEP + at), o.add(i * head_dim_v));
-                    S::outputs::<E, 4>(v, ahead.take(), rescale, p, o);
-                    i += 4;
-                }
-                // Others take their own only: 0 · ∞ of another's would spoil them.
-                while i < count {
-                    let start = keys.start + at;
-                    let first = rows[i].keys.start.saturating_sub(start).min(v.count);
-                    let end = rows[i].keys.end.clamp(start + first, start + v.count) - start;
-                    let from = v.at.wrapping_add(first * v.stride * v.dtype.size());
-                    let seen = Rows { at: from, count: end - first, ..v };
-                    let (p, o) = (p.add(i * STEP + at + first), o.add(i * head_dim_v));
-                    S::outputs::<E, 1>(seen, ahead.take(), [rescale(&rows[i])], p, o);
-                    i += 1;
-                }
+            // Rows that see the same keys share the reading of V.
+            while together && i + 4 <= count {
+                let rescale = std::array::from_fn(|g| rows[i + g].rescale);
+                let (p, o) = (p.add(i * BLOCK), o.add(i * head_dim_v));
+                S::outputs::<E, 4>(v, ahead.take(), rescale, p, o);
+                i += 4;
+            }
+            // Others take their own only: 0 · ∞ of another's would spoil them.
+            while i < count {
+                let first = rows[i].keys.start.saturating_sub(keys.start).min(keys.len());
+                let end = rows[i].keys.end.clamp(keys.start + first, keys.end) - keys.start;
+                let seen = Places { rows: &v.rows[first..end], ..v };
+                let (p, o) = (p.add(i * BLOCK + first), o.add(i * head_dim_v));
+                S::outputs::<E, 1>(seen, ahead.take(), [rows[i].rescale], p, o);
+                i += 1;
             }
         }
         for (i, row) in rows.iter().enumerate() {
@@ -144,20 +180,22 @@ unsafe fn run_typed<S: Simd, E: Vectorised>(job: &Job<'_>, task: &Task, workspac
 /// The products of G queries with a block of keys, as many at once as a vector has lanes.
 ///
 /// # Safety
-/// Requires a CPU with `S`, readable keys, at least one, G queries of as many elements, and G rows of `STEP` at `p`.
+/// Requires a CPU with `S`, readable keys, at least one, G queries of as many elements, and G rows of `BLOCK` at `p`.
 #[inline(always)]
 pub(super) unsafe fn dots<S: Simd, E: Vectorised, const G: usize>(
-    k: Rows,
-    ahead: Option<Rows>,
+    k: Places<'_>,
+    ahead: Option<Places<'_>>,
     q: *const f32,
     p: *mut f32,
 ) {
     let at_once = S::LANES / G;
-    for first in (0..k.count).step_by(at_once) {
+    let count = k.rows.len();
+    for first in (0..count).step_by(at_once) {
         // SAFETY: keys beyond the last are read as the last, and queries have `len` elements.
         unsafe {
             let mut acc = [S::splat(0.0); MAX_LANES];
-            let row = |i: usize| k.at.cast::<E>().add((first + i).min(k.count - 1) * k.stride);
+            let rows: [*const E; MAX_LANES] =
+                std::array::from_fn(|i| k.rows.get_unchecked((first + i).min(count - 1)).cast());
             for d in (0..k.len).step_by(S::LANES) {
                 if let Some(ahead) = ahead {
                     let row = |d: usize| first + d * at_once / k.len;
@@ -168,7 +206,7 @@ pub(super) unsafe fn dots<S: Simd, E: Vectorised, const G: usize>(
                     *query = S::load(q.add(g * k.len + d));
                 }
                 for i in 0..at_once {
-                    let key = E::load::<S>(row(i).add(d));
+                    let key = E::load::<S>(rows[i].add(d));
                     for (g, &query) in queries.iter().enumerate() {
                         acc[g * at_once + i] = S::fma(query, key, acc[g * at_once + i]);
                     }
@@ -185,7 +223,7 @@ pub(super) unsafe fn dots<S: Simd, E: Vectorised, const G: usize>(
             let mut products = [0.0; MAX_LANES];
             S::store(products.as_mut_ptr(), acc[0]);
             for g in 0..G {
-                let to = p.add(g * STEP + first);
+                let to = p.add(g * BLOCK + first);
                 std::ptr::copy_nonoverlapping(products.as_ptr().add(g * at_once), to, at_once);
             }
         }
@@ -246,11 +284,11 @@ unsafe fn fold<S: Simd>(x: S::V, start: f32, join: impl Fn(f32, f32) -> f32) -> 
 /// O = O · rescale + P V for G rows and a block of keys.
 ///
 /// # Safety
-/// Requires a CPU with `S`, readable values of whole vectors, G rows of `STEP` at `p`, and G rows of outputs at `o`.
+/// Requires a CPU with `S`, readable values of whole vectors, G rows of `BLOCK` at `p`, and G rows of outputs at `o`.
 #[inline(always)]
 pub(super) unsafe fn outputs<S: Simd, E: Vectorised, const G: usize>(
-    v: Rows,
-    mut ahead: Option<Rows>,
+    v: Places<'_>,
+    mut ahead: Option<Places<'_>>,
     rescale: [f32; G],
     p: *const f32,
     o: *mut f32,
@@ -286,8 +324,8 @@ pub(super) unsafe fn outputs<S: Simd, E: Vectorised, const G: usize>(
 
 #[inline(always)]
 unsafe fn output_columns<S: Simd, E: Vectorised, const G: usize, const C: usize>(
-    v: Rows,
-    ahead: Option<Rows>,
+    v: Places<'_>,
+    ahead: Option<Places<'_>>,
     rescale: [f32; G],
     p: *const f32,
     o: *mut f32,
@@ -297,17 +335,17 @@ unsafe fn output_columns<S: Simd, E: Vectorised, const G: usize, const C: usize>
     unsafe {
         // What was there before is added at the end: in one chain, the rounding of every term would be that of the whole sum.
         let mut acc = [[S::splat(0.0); C]; G];
-        for key in 0..v.count {
+        for (key, row) in v.rows.iter().enumerate() {
             if let Some(ahead) = ahead {
                 ahead.prefetch::<S>(key..key + 1);
             }
-            let row = v.at.cast::<E>().add(key * v.stride + vec * S::LANES);
+            let row = row.cast::<E>().add(vec * S::LANES);
             let mut values = [S::splat(0.0); C];
             for (c, value) in values.iter_mut().enumerate() {
                 *value = E::load::<S>(row.add(c * S::LANES));
             }
             for (g, acc) in acc.iter_mut().enumerate() {
-                let weight = S::splat(*p.add(g * STEP + key));
+                let weight = S::splat(*p.add(g * BLOCK + key));
                 for (acc, &value) in acc.iter_mut().zip(&values) {
                     *acc = S::fma(weight, value, *acc);
                 }

@@ -3,8 +3,8 @@
 use std::arch::{asm, x86_64::*};
 
 use super::{
-    Coming, Job, Lines, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised, Vectors, math, outlined,
-    stream, tile, wide,
+    Coming, Job, Lines, Outputs, Range, Scalars, Scores, Simd, Vectorised, Vectors, math, outlined, stream,
+    tile, wide,
 };
 
 /// AVX2, FMA and F16C.

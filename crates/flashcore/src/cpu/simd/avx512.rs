@@ -3,8 +3,8 @@
 use std::arch::{asm, x86_64::*};
 
 use super::{
-    Coming, Job, LaneRows, Lines, MAX_LANES, Outputs, Range, Rows, Scalars, Scores, Simd, Vectorised,
-    Vectors, math, outlined, stream, tile, wide,
+    Coming, Job, LaneRows, Lines, MAX_LANES, Outputs, Range, Scalars, Scores, Simd, Vectorised, Vectors,
+    math, outlined, stream, tile, wide,
 };
 
 /// AVX-512F.

@@ -29,7 +29,7 @@ use super::{
     lanes::{self, LaneRows},
     math,
     panel::MAX_LANES,
-    rows::{Rows, Vectorised},
+    rows::Vectorised,
     stream,
     tile::{self, Outputs, Scalars, Scores, Vectors},
     wide,
@@ -95,8 +95,8 @@ macro_rules! outlined {
         $(#[$feature])?
         #[inline(never)]
         unsafe fn dots<E: Vectorised, const G: usize>(
-            k: Rows,
-            ahead: Option<Rows>,
+            k: stream::Places<'_>,
+            ahead: Option<stream::Places<'_>>,
             q: *const f32,
             p: *mut f32,
         ) {
@@ -106,8 +106,8 @@ macro_rules! outlined {
         $(#[$feature])?
         #[inline(never)]
         unsafe fn outputs<E: Vectorised, const G: usize>(
-            v: Rows,
-            ahead: Option<Rows>,
+            v: stream::Places<'_>,
+            ahead: Option<stream::Places<'_>>,
             rescale: [f32; G],
             p: *const f32,
             o: *mut f32,
@@ -222,11 +222,16 @@ pub(super) trait Simd: Copy {
         coming: &mut Coming,
     ) -> bool;
     /// [`stream::dots`], compiled for the instruction set as a function of its own.
-    unsafe fn dots<E: Vectorised, const G: usize>(k: Rows, ahead: Option<Rows>, q: *const f32, p: *mut f32);
+    unsafe fn dots<E: Vectorised, const G: usize>(
+        k: stream::Places<'_>,
+        ahead: Option<stream::Places<'_>>,
+        q: *const f32,
+        p: *mut f32,
+    );
     /// [`stream::outputs`], compiled for the instruction set as a function of its own.
     unsafe fn outputs<E: Vectorised, const G: usize>(
-        v: Rows,
-        ahead: Option<Rows>,
+        v: stream::Places<'_>,
+        ahead: Option<stream::Places<'_>>,
         rescale: [f32; G],
         p: *const f32,
         o: *mut f32,

@@ -2,9 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::{
-    Coming, Job, Outputs, Range, Rows, Scores, Simd, Vectorised, math, outlined, stream, tile, wide,
-};
+use super::{Coming, Job, Outputs, Range, Scores, Simd, Vectorised, math, outlined, stream, tile, wide};
 
 /// Four lanes as an array: what every 64-bit CPU holds in one register.
 #[derive(Clone, Copy)]
