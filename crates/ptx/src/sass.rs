@@ -354,11 +354,9 @@ impl<'s> Code<'s> {
             }
             // An instruction of all lanes that some reach apart: they execute what follows up to the label together.
             "WARPSYNC" => Ok(targets()?.into_iter().chain(behind).collect()),
-            // Their labels are where others go.
-            "BSSY" => Ok(behind.into_iter().collect()),
-            "BRX" | "JMX" | "JMP" | "RET" | "CALL" | "BREAK" => {
-                Err(line.unclear("where it goes is not known"))
-            }
+            // Their labels are where others go; who leaves a barrier goes on behind it.
+            "BSSY" | "BREAK" => Ok(behind.into_iter().collect()),
+            "BRX" | "JMX" | "JMP" | "RET" | "CALL" => Err(line.unclear("where it goes is not known")),
             _ if line.labels().next().is_some() => {
                 Err(line.unclear("what it does with a label is not known"))
             }
@@ -501,6 +499,11 @@ mod tests {
         assert_eq!(touched(&twice(".L_x_0:\n")), []);
         // Where it is elsewhere, it may be any that the barrier was ever told.
         assert_eq!(touched(&twice("EXIT\n.L_x_0:\n")), [(184, true)]);
+        // Leaving a barrier leads nowhere by itself.
+        let leave = format!(
+            "{PRODUCT}\n@P1 BREAK B0\n@P1 BRA `(.L_x_0)\nWARPGROUP.DEPBAR.LE gsb0, 0x0\n.L_x_0:\nMOV R184, R2\nEXIT"
+        );
+        assert_eq!(touched(&leave), [(184, true)]);
     }
 
     #[test]
