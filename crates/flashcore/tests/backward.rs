@@ -241,3 +241,63 @@ fn every_head_dim_has_a_backward_schedule_on_every_target() {
         }
     }
 }
+
+#[test]
+fn the_block_that_adds_last_rounds_gradients_of_queries_to_the_same_bits_as_a_last_launch() {
+    for (text, block_m) in [
+        ("1x2x300/500x64 bf16 causal", 128),
+        ("2x4/2x130/140x64/40 f16 softcap=2 lse", 128),
+        ("1x1x100x32 f16", 128),
+        // Tiles that end beside what the keys after a block see, and queries that see all.
+        ("1x1x300x64 bf16 window(inf,37)", 128),
+        ("1x2x110/290x64 f16 window(inf,150)", 128),
+        ("1x2x130/300x72 f16 causal-top-left", 64),
+        ("1x2x520/260x40 bf16", 128),
+        ("1x4/2x200/330x128 bf16 causal", 64),
+        ("1x1x70/300x96/72 f16 lse", 64),
+        ("1x2x260/390x72 f16 causal softcap=30", 64),
+    ] {
+        let given = Given::new(text, None);
+        let hardware = Hardware::typical(Target::Sm90a);
+        let run = |rounds: &str| {
+            let schedule = format!("sm90_bwd:block_m={block_m},stages=2,pingpong=1{rounds}");
+            let schedule: Schedule = schedule.parse().unwrap();
+            let plan = Plan::with_schedule(&given.problem.backward(), &hardware, schedule).unwrap();
+            let gpu = SimGpu::new(Target::Sm90a).with_schedule(schedule);
+            (plan.launches.len(), given.run(gpu.clone()).unwrap_or_else(|error| panic!("{text}: {error}")))
+        };
+        let ((three, expected), (two, found)) = (run(""), run(",rounds=1"));
+        assert_eq!((three, two), (3, 2), "{text}");
+        for (found, expected) in
+            [(&found.dq, &expected.dq), (&found.dk, &expected.dk), (&found.dv, &expected.dv)]
+        {
+            assert!(
+                found.to_f32().iter().map(|x| x.to_bits()).eq(expected.to_f32().iter().map(|x| x.to_bits())),
+                "{text}"
+            );
+        }
+        let gpu = SimGpu::new(Target::Sm90a);
+        let schedule = format!("sm90_bwd:block_m={block_m},stages=3,pingpong=0,rounds=1");
+        given.check(gpu.with_schedule(schedule.parse().unwrap()), &schedule);
+    }
+}
+
+#[test]
+fn queries_that_see_no_key_need_the_last_launch() {
+    let hardware = Hardware::typical(Target::Sm90a);
+    let schedule: Schedule = "sm90_bwd:block_m=128,stages=2,pingpong=1,rounds=1".parse().unwrap();
+    for (text, possible) in [
+        ("1x2x300/500x64 f16 causal", true),
+        ("1x2x500/300x64 f16", true),
+        ("1x2x500/300x64 f16 causal", false),
+        ("1x2x500/300x64 f16 causal-top-left", true),
+        ("1x2x500/0x64 f16", false),
+        ("1x2x500x64 f16 key-lengths", false),
+        ("1x2x500x64 f16 window(60,20)", false),
+        ("2x2x300x64 f16 packed=500", false),
+    ] {
+        let problem: Problem = text.parse().unwrap();
+        let plan = Plan::with_schedule(&problem.backward(), &hardware, schedule);
+        assert_eq!(plan.is_ok(), possible, "{text}: {plan:?}");
+    }
+}

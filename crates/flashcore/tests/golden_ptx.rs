@@ -92,7 +92,8 @@ fn backward(of_these: impl Fn(Spec) -> Spec) -> String {
         let of = |of: &str| format!("sm80_bwd:of={of},block=64,walk=16,warps=4,stages=1,order=longest");
         let hopper = |block_m: u32| {
             let text = format!("sm90_bwd:block_m={block_m},stages=3,pingpong=1");
-            [text, format!("sm90_bwd_finish:block_m={block_m}")]
+            let rounds = format!("{text},rounds=1");
+            [text, rounds, format!("sm90_bwd_finish:block_m={block_m}")]
         };
         let ampere = ["bwd_rows:warps=4".to_string(), of("dkdv"), of("dk"), of("dv"), of("dq")];
         let wide = "sm90_bwd_wide:stages=2,pingpong=1".to_string();

@@ -36,6 +36,7 @@ pub fn space(kernel: Kernel) -> Space {
         Kernel::Sm90Bwd => (2..=4)
             .flat_map(|stages| [0, 1].map(|turns| format!("stages={stages},pingpong={turns}")))
             .flat_map(|rest| [64, 128].map(|rows| format!("sm90_bwd:block_m={rows},{rest}")))
+            .flat_map(|rest| ["", ",rotate=1", ",rounds=1"].map(|order| format!("{rest}{order}")))
             .collect(),
         Kernel::Sm90BwdWide => [2, 3]
             .into_iter()

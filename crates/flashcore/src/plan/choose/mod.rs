@@ -33,6 +33,7 @@ pub fn schedules(kernel: Kernel, spec: &Spec) -> Vec<Schedule> {
                     stages: 3,
                     pingpong: true,
                     rotate: !spec.is_masked(),
+                    rounds: false,
                 })
             })
             .collect(),
@@ -91,6 +92,14 @@ pub(super) fn gradients(
     // As others see it, the list of kernels is open.
     #[allow(clippy::match_wildcard_for_single_variants)]
     match schedule {
+        Schedule::Sm90Bwd(hopper::bwd::Schedule { rounds: true, .. }) => {
+            if every_query_sees_a_key(problem) {
+                return Ok(vec![schedule]);
+            }
+            let reason =
+                "rounds=1: there are queries that see no key, and nobody would write their gradients";
+            Err(ScheduleError::Malformed { reason: reason.into() })
+        }
         Schedule::Sm90Bwd(hopper::bwd::Schedule { block_m, rotate, .. }) => {
             Ok(vec![schedule, Schedule::Sm90BwdFinish(hopper::bwd::finish::Schedule { block_m, rotate })])
         }
@@ -98,6 +107,13 @@ pub(super) fn gradients(
         Schedule::Sm80Bwd(given) => sm80_gradients(problem, spec, given, hardware),
         _ => Err(computes_nothing(schedule.kernel(), Pass::Backward)),
     }
+}
+
+/// Whether it is known on the host that no query is without keys: between the first and the last, bounds are monotonous.
+fn every_query_sees_a_key(problem: &Problem) -> bool {
+    let Problem { len_q, len_k, mask, .. } = *problem;
+    let sees = |row: usize| !mask.keys(row, len_q, len_k).is_empty();
+    problem.is_dense() && !problem.key_lengths && (len_q == 0 || (sees(0) && sees(len_q - 1)))
 }
 
 /// A kernel for some of the gradients, with those that compute the others.

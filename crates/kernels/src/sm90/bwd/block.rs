@@ -30,6 +30,18 @@ pub(super) struct Block {
     /// Whether there are any.
     pub any: Reg<Pred>,
     rotation: Option<Rotation>,
+    /// The query tiles of whose dQ it is the last to add to, where that rounds them.
+    pub rounds: Option<Rounds>,
+}
+
+/// More query tiles than there are.
+const ALL_TILES: u32 = 1 << 24;
+
+/// The query tiles that a block is the last to add to: those before one.
+#[derive(Clone, Copy)]
+pub(super) struct Rounds {
+    /// Twice that one, and 1 more if other blocks have added before.
+    code: Reg<B32>,
 }
 
 /// The query tiles that see some keys.
@@ -83,6 +95,8 @@ impl Block {
             let query_tiles = k.add_u32(last, 1u32);
             Rotation::new(k, band.keys, query_tiles)
         });
+        let place = [tile, first_key, len_q];
+        let rounds = schedule.rounds.then(|| Rounds::new(k, &band, schedule.block_m, place));
         Self {
             queries,
             keys: side,
@@ -96,6 +110,7 @@ impl Block {
             last,
             any,
             rotation,
+            rounds,
         }
     }
 
@@ -129,6 +144,35 @@ impl Block {
             None => self.tile,
         };
         (turn, None)
+    }
+}
+
+impl Rounds {
+    fn new(k: &mut KernelBuilder, band: &Band, rows: u32, [tile, first_key, len_q]: [Reg<B32>; 3]) -> Self {
+        k.comment("the query tiles that see no key behind these");
+        let next = k.add_s32(first_key, KEYS as i32);
+        let is_last = k.setp_ge_s32(next, band.keys);
+        let first = match band.key_begin(k, next) {
+            Some(row) => {
+                let row = k.max_s32(row, 0);
+                let unseen = k.setp_ge_s32(row, len_q);
+                let tile = k.div_u32(row, rows);
+                k.selp_b32(ALL_TILES, tile, unseen)
+            }
+            None => k.mov_b32(0u32),
+        };
+        let past = k.selp_b32(ALL_TILES, first, is_last);
+        let others = k.min_u32(tile, 1u32);
+        Self { code: k.mad_lo_u32(past, 2u32, others) }
+    }
+
+    /// Whether the block is the last to add to a tile, and whether others have added before it then.
+    pub fn of(self, k: &mut KernelBuilder, tile: Reg<B32>) -> [Reg<Pred>; 2] {
+        let odd = k.mad_lo_u32(tile, 2u32, 1u32);
+        let is_last = k.setp_gt_s32(self.code, odd);
+        let others = k.and_b32(self.code, 1u32);
+        let others = k.setp_ne_s32(others, 0u32);
+        [is_last, k.and_pred(is_last, others)]
     }
 }
 
@@ -239,6 +283,23 @@ impl Steps {
     /// The first row of the tile, given the rows of one.
     pub fn first_row(&self, k: &mut KernelBuilder, rows: u32) -> Reg<B32> {
         k.mul_lo_u32(self.at, rows)
+    }
+
+    /// The head and the tile of the step after this one, in rounds that begin with the last tile.
+    pub fn next(&self, k: &mut KernelBuilder) -> [Reg<B32>; 2] {
+        let ends = k.setp_eq_u32(self.at, self.first);
+        let (tile, head) = (k.sub_s32(self.at, 1), k.add_u32(self.head, 1u32));
+        [k.selp_b32(head, self.head, ends), k.selp_b32(self.last, tile, ends)]
+    }
+
+    /// The tile of the step before this one, in such rounds.
+    pub fn previous(&self, k: &mut KernelBuilder) -> Reg<B32> {
+        let above = k.add_u32(self.at, 1u32);
+        if !self.grouped {
+            return above;
+        }
+        let begins = k.setp_eq_u32(self.at, self.last);
+        k.selp_b32(self.first, above, begins)
     }
 
     /// Goes on to the next step.

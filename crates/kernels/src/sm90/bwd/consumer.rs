@@ -8,7 +8,7 @@ use flashcore_ptx::{
 use super::{
     ALL, BwdParams, CONSUMERS, DO_STAGES, DQ_EMPTY, DQ_FULL, DS_STAGES, KEYS, Memory, OWN, PITCH, ROWS,
     Schedule, Sizes, TURN, WARPGROUPS,
-    block::{Block, Steps},
+    block::{Block, Rounds, Steps},
     columns, panels,
     params::{self, PackedGradients},
     parts::{self, Hidden, STEP, STEPS},
@@ -185,7 +185,7 @@ impl<'a> Consumer<'a> {
         k.while_(
             |k| k.setp_gt_s32(steps.left, 1),
             |k, _| {
-                self.finish_step(k, later, true);
+                self.finish_step(k, block, &steps, later, true);
                 k.set(later, |k| k.mov_pred(true));
                 steps.advance(k);
                 k.comment("dK, and the next scores");
@@ -195,10 +195,10 @@ impl<'a> Consumer<'a> {
             },
         );
         k.section("walk: the end of the last step");
-        self.finish_step(k, later, false);
+        self.finish_step(k, block, &steps, later, false);
         self.start_dq(k);
         k.wgmma_wait(0);
-        self.stage_dq(k);
+        self.stage_dq(k, block.rounds.map(|rounds| (rounds, steps.at)));
         if self.schedule.pingpong {
             k.comment("the turn that nobody takes any more");
             k.if_(!is_second, |k| self.begin_turn(k));
@@ -249,7 +249,7 @@ impl<'a> Consumer<'a> {
     }
 
     /// The products with P and dS, and dQ of the step before; `next`: those that begin the next step are issued on the way.
-    fn finish_step(&self, k: &mut KernelBuilder, later: Reg<Pred>, next: bool) {
+    fn finish_step(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps, later: Reg<Pred>, next: bool) {
         self.store_ds(k);
         self.begin_turn(k);
         k.comment("dV += P^T dO");
@@ -282,7 +282,8 @@ impl<'a> Consumer<'a> {
         });
         k.if_(later, |k| {
             self.ds_out.give_back(k, self.first_lane);
-            self.stage_dq(k);
+            let rounds = block.rounds.map(|rounds| (rounds, steps.previous(k)));
+            self.stage_dq(k, rounds);
         });
         if next && !self.schedule.is_roomy(self.spec) {
             if self.schedule.block_m > ROWS {
@@ -441,15 +442,45 @@ impl<'a> Consumer<'a> {
         self.ds_in.advance(k);
     }
 
-    /// Hands this warpgroup's part of dQ to the writer whose step it is.
-    fn stage_dq(&self, k: &mut KernelBuilder) {
+    /// Hands this warpgroup's part of dQ of a query tile to the writer whose step it is; rounded, if this block is the last to
+    /// add to it.
+    fn stage_dq(&self, k: &mut KernelBuilder, rounds: Option<(Rounds, Reg<B32>)>) {
         let empty = k.add_u32(self.group, DQ_EMPTY);
         k.bar_sync(empty, writer::THREADS);
         let parts = k.shared_addr(self.memory.dq);
         let part = k.mad_lo_u32(self.group, self.sizes.dq_part, parts);
         let at = k.mad_lo_u32(self.thread, 16u32, part);
-        for (quad, dq) in (0..).zip(self.dq.chunks_exact(4)) {
-            k.st_shared_vec(at.at(quad * 128 * 16), [dq[0], dq[1], dq[2], dq[3]]);
+        let quads = || (0..).step_by(128 * 16).zip(self.dq.chunks_exact(4));
+        let store = |k: &mut KernelBuilder| {
+            for (offset, dq) in quads() {
+                k.st_shared_vec(at.at(offset), [dq[0], dq[1], dq[2], dq[3]]);
+            }
+        };
+        match rounds {
+            Some((rounds, tile)) => {
+                let [last, others] = rounds.of(k, tile);
+                let round = |k: &mut KernelBuilder| {
+                    k.if_(others, |k| {
+                        k.comment("with what the blocks before have added");
+                        for (offset, dq) in quads() {
+                            let sum: [Reg<F32>; 4] = k.ld_shared_vec(at.at(offset));
+                            for (&dq, sum) in dq.iter().zip(sum) {
+                                k.set(dq, |k| k.add_f32(sum, dq));
+                            }
+                        }
+                        let own = k.add_u32(self.group, OWN);
+                        k.bar_sync(own, 128u32);
+                    });
+                    let scale = k.param(BwdParams::scale);
+                    for &dq in &self.dq {
+                        k.set(dq, |k| k.mul_f32(dq, scale));
+                    }
+                    let packed = stage::rounded(k, self.spec.dtype, &self.dq);
+                    stage::write(k, &packed, self.thread, part, ROWS * PITCH);
+                };
+                k.if_else(last, round, store);
+            }
+            None => store(k),
         }
         k.fence_proxy_async(ProxySpace::Shared);
         let full = k.add_u32(self.group, DQ_FULL);

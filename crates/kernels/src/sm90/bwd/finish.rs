@@ -60,7 +60,13 @@ schedule! {
 impl Schedule {
     /// The kernel before.
     fn before(self) -> super::Schedule {
-        super::Schedule { block_m: self.block_m, stages: 2, pingpong: false, rotate: self.rotate }
+        super::Schedule {
+            block_m: self.block_m,
+            stages: 2,
+            pingpong: false,
+            rotate: self.rotate,
+            rounds: false,
+        }
     }
 
     fn shared(spec: &Spec) -> (SharedLayout, Shared) {

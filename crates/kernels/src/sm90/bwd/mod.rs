@@ -26,7 +26,7 @@ mod writer;
 
 use flashcore_ptx::{GridDep, KernelBuilder, Shared, SharedLayout, Target, TensorMap};
 
-pub use self::params::{BwdParams, PackedGradients};
+pub use self::params::{BwdParams, PackedGradients, RoundingParams};
 use self::{consumer::Consumer, producer::Producer, writer::Writer};
 use super::fwd::{PITCH, columns, panels};
 use crate::{
@@ -77,6 +77,9 @@ schedule! {
         /// Whether the blocks of a head begin their walks at different query tiles, so that none waits for its turn from the
         /// start; without a mask.
         pub rotate: bool = false,
+        /// Whether the block that adds last to a tile of dQ scales, rounds and stores it, so that no launch has to. Every
+        /// query has to see a key.
+        pub rounds: bool = false,
     }
 }
 
@@ -94,6 +97,8 @@ struct Memory {
     ds_bars: Shared,
     k_bar: Shared,
     v_bar: Shared,
+    /// Where the last to add rounds, a barrier for each writer: what others added to a tile is there.
+    sum_bars: Option<Shared>,
     /// Where queries are packed, a barrier for each producer: a sequence's last tile is there, with rows of the next.
     landed: Option<[Shared; 2]>,
 }
@@ -186,9 +191,10 @@ impl Schedule {
         let (q_bars, do_bars) = (bars("q barriers", 2 * self.stages), bars("do barriers", 2 * DO_STAGES));
         let ds_bars = bars("ds barriers", 2 * DS_STAGES);
         let (k_bar, v_bar) = (bars("k barrier", 1), bars("v barrier", 1));
+        let sum_bars = self.rounds.then(|| bars("sum barriers", 2));
         let landed =
             spec.packed_q.then(|| ["q landed barrier", "do landed barrier"].map(|name| bars(name, 1)));
-        Memory { layout, k, v, q, d_o, ds, dq, q_bars, do_bars, ds_bars, k_bar, v_bar, landed }
+        Memory { layout, k, v, q, d_o, ds, dq, q_bars, do_bars, ds_bars, k_bar, v_bar, sum_bars, landed }
     }
 
     /// About how many registers a consumer's thread needs: the gradients, and the larger of what is there while scores
@@ -215,6 +221,18 @@ impl Schedule {
         }
         if self.rotate && spec.is_masked() {
             return refuse("walks are whole rounds only without a mask: take rotate=0".into());
+        }
+        if self.rounds {
+            // A part has room for rounded rows, in whole panels.
+            let panels = if self.parts_by_rows() { spec.head_dim >= 32 } else { spec.head_dim > 64 };
+            let packed = spec.packed_q || spec.packed_k;
+            if self.rotate || !panels || packed || spec.key_lengths || spec.left {
+                return refuse(
+                    "rounds=1: possible for dense tensors without key lengths and left bounds, with rotate=0, and with \
+                     block_m=128 from head_dim 32 on, or block_m=64 above head_dim 64"
+                        .into(),
+                );
+            }
         }
         if spec.head_dim.max(spec.head_dim_v) > MAX_HEAD_DIM {
             let Spec { head_dim, head_dim_v, .. } = *spec;
@@ -255,6 +273,10 @@ impl Schedule {
             }
             k.mbarrier_init(memory.k_bar, 1u32);
             k.mbarrier_init(memory.v_bar, 1u32);
+            if let Some(bars) = memory.sum_bars {
+                k.mbarrier_init(bars, 1u32);
+                k.mbarrier_init(bars.at(8), 1u32);
+            }
             for &landed in memory.landed.iter().flatten() {
                 k.mbarrier_init(landed, 1u32);
             }
@@ -290,6 +312,9 @@ impl Family for Schedule {
             .threads(Self::threads())
             .min_blocks_per_sm(1);
         k = PackedGradients::declare(k, spec);
+        if self.rounds {
+            k = k.more_params::<RoundingParams>();
+        }
         let tid = k.tid_x();
         let warp = k.shr_u32(tid, 5u32);
         // Taken from one lane, so that the assembler knows that it is the same in all.
@@ -325,6 +350,9 @@ impl Family for Schedule {
     ) -> Result<(), E> {
         packed.push(&BwdParams::bind(self, spec, args, encode)?);
         PackedGradients::bind(spec, args, packed);
+        if self.rounds {
+            packed.extend(&RoundingParams::bind(spec, args, encode)?);
+        }
         Ok(())
     }
 }

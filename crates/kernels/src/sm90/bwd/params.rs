@@ -99,6 +99,24 @@ kernel_params! {
     }
 }
 
+kernel_params! {
+    /// What a launch is given whose last block to add to a tile of dQ stores it.
+    pub struct RoundingParams {
+        /// The gradient of the queries, in boxes of a warpgroup's rows.
+        dq_map: TensorMap,
+    }
+}
+
+impl RoundingParams {
+    pub(super) fn bind<E>(
+        spec: &Spec,
+        args: &Args,
+        encode: &mut dyn FnMut(&Map) -> Result<TensorMap, E>,
+    ) -> Result<Self, E> {
+        Ok(Self { dq_map: encode(&describe(spec.dtype, args, args.tensor(Operand::Dq), ROWS))? })
+    }
+}
+
 /// Where a gradient is, and its strides from one head and row to the next.
 pub(super) type Gradient = (ParamHandle<PackedGradients, GlobalPtr>, [ParamHandle<PackedGradients, u64>; 2]);
 

@@ -1,11 +1,19 @@
 //! The two warps that add tiles of dQ to global memory, when it is their block's turn: one those of even steps, the other
 //! those of odd ones, so that each has the time of two steps for its own.
+//!
+//! Where the block that is the last to add to a tile rounds it (`rounds`), what the others have added comes to the tile's place
+//! in shared memory before the consumers write there. They add to that themselves, and leave rounded rows to be stored.
 
 use flashcore_ptx::{
-    AtomOp, AtomTy, B32, BulkHint, KernelBuilder, L2Evict, MemHint, Order, Pred, ProxySpace, Reg, Scope,
+    AtomOp, AtomTy, B32, B64, BulkHint, KernelBuilder, L2Evict, MemHint, Operand, Order, Pred, ProxySpace,
+    Reg, Scope,
 };
 
-use super::{BwdParams, DQ_EMPTY, DQ_FULL, Memory, Schedule, WARPGROUPS, block::Block};
+use super::{
+    BwdParams, DQ_EMPTY, DQ_FULL, Memory, ROWS, RoundingParams, Schedule, WARPGROUPS,
+    block::{Block, Steps},
+    columns,
+};
 use crate::{Spec, phase::wait_for_launch};
 
 /// Threads at the barriers between a warpgroup and a writer.
@@ -20,6 +28,8 @@ pub(super) struct Writer<'a> {
     /// Where a tile is.
     tile: Reg<B32>,
     first_lane: Reg<Pred>,
+    /// Where what others have added is loaded: the barrier that says that it is there, and its phase.
+    sums: Option<[Reg<B32>; 2]>,
 }
 
 impl<'a> Writer<'a> {
@@ -34,7 +44,11 @@ impl<'a> Writer<'a> {
         let (tid, tile) = (k.tid_x(), k.shared_addr(memory.dq));
         let lane = k.and_b32(tid, 31u32);
         let bytes = WARPGROUPS * schedule.sizes(spec).dq_part;
-        Self { schedule, spec, bytes, parity, tile, first_lane: k.setp_eq_u32(lane, 0u32) }
+        let sums = memory.sum_bars.map(|bars| {
+            let bars = k.shared_addr(bars);
+            [k.mad_lo_u32(parity, 8u32, bars), k.mov_b32(0u32)]
+        });
+        Self { schedule, spec, bytes, parity, tile, first_lane: k.setp_eq_u32(lane, 0u32), sums }
     }
 
     pub fn run(&self, k: &mut KernelBuilder) {
@@ -43,12 +57,15 @@ impl<'a> Writer<'a> {
         let steps = block.steps(k, self.spec);
         let first = k.setp_eq_u32(self.parity, 0u32);
         let begins = k.and_pred(first, block.any);
-        k.if_(begins, Self::hand_back);
+        k.if_(begins, |k| {
+            self.load(k, &block, [steps.head, steps.at]);
+            Self::hand_back(k);
+        });
         let step = k.mov_b32(0u32);
         steps.each(k, |k| {
             let parity = k.and_b32(step, 1u32);
             let mine = k.setp_eq_u32(parity, self.parity);
-            k.if_(mine, |k| self.step(k, &block, steps.head, steps.at, steps.left));
+            k.if_(mine, |k| self.step(k, &block, &steps));
             k.set(step, |k| k.add_u32(step, 1u32));
         });
     }
@@ -61,13 +78,25 @@ impl<'a> Writer<'a> {
         }
     }
 
-    fn step(&self, k: &mut KernelBuilder, block: &Block, head: Reg<B32>, at: Reg<B32>, left: Reg<B32>) {
+    /// The number of a head's query tile among all of the workspace.
+    fn number(&self, k: &mut KernelBuilder, block: &Block, [head, at]: [Reg<B32>; 2]) -> Reg<B32> {
         let (heads, tiles) = (k.param(BwdParams::heads), k.param(BwdParams::q_tiles));
         let head = k.mad_lo_u32(block.queries.entry, heads, head);
         let place = block.queries.padded_tile(k, at, self.schedule.block_m);
-        let tile = k.mad_lo_u32(head, tiles, place);
+        k.mad_lo_u32(head, tiles, place)
+    }
+
+    fn step(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps) {
+        let Some(rounds) = block.rounds else { return self.add(k, block, steps) };
+        let [last, _] = rounds.of(k, steps.at);
+        k.if_else(last, |k| self.store(k, block, steps), |k| self.add(k, block, steps));
+    }
+
+    /// Adds a tile to what the blocks before have added, when they have.
+    fn add(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps) {
+        let tile = self.number(k, block, [steps.head, steps.at]);
         let turns = k.param(BwdParams::turns);
-        let (mine, second) = block.turn(k, self.schedule, at);
+        let (mine, second) = block.turn(k, self.schedule, steps.at);
         let tile = match second {
             Some(second) => {
                 let copy = k.param(BwdParams::copy);
@@ -77,20 +106,9 @@ impl<'a> Writer<'a> {
             None => tile,
         };
         let turn = k.mad_wide_u32(tile, 4u32, turns);
-        k.if_(self.first_lane, |k| {
-            k.comment("the turn of this block: those before it have added");
-            k.loop_(|k, l| {
-                let now = k.ld_global_hint::<B32>(turn, MemHint::new().order(Order::Acquire(Scope::Gpu)));
-                let is_mine = k.setp_eq_u32(now, mine);
-                k.break_if(l, is_mine);
-            });
-            k.fence_proxy_async(ProxySpace::Global);
-        });
+        k.if_(self.first_lane, |k| Self::wait_for_turn(k, turn, mine));
         k.bar_warp_sync();
-        for group in 0..WARPGROUPS {
-            let full = k.mad_lo_u32(self.parity, WARPGROUPS, DQ_FULL + group);
-            k.bar_sync(full, THREADS);
-        }
+        self.wait_for_tile(k);
         k.if_(self.first_lane, |k| {
             let tiles = k.param(BwdParams::dq_tiles);
             let to = k.mad_wide_u32(tile, self.bytes, tiles);
@@ -106,14 +124,90 @@ impl<'a> Writer<'a> {
             k.bulk_wait_read(0);
         });
         k.bar_warp_sync();
-        let more = k.setp_gt_u32(left, 1u32);
-        k.if_(more, Self::hand_back);
+        let more = k.setp_gt_u32(steps.left, 1u32);
+        let complete = |k: &mut KernelBuilder| {
+            k.if_(self.first_lane, |k| {
+                k.comment("complete, not only read: the next block adds to it");
+                k.bulk_wait(0);
+                let next = k.add_u32(mine, 1u32);
+                k.st_global_hint(turn, next, MemHint::new().order(Order::Release(Scope::Gpu)));
+            });
+        };
+        if self.sums.is_some() {
+            complete(k);
+            k.if_(more, |k| self.hand_over(k, block, steps));
+        } else {
+            k.if_(more, Self::hand_back);
+            complete(k);
+        }
+        k.bar_warp_sync();
+    }
+
+    /// What one lane does before it touches a tile's sum.
+    fn wait_for_turn(k: &mut KernelBuilder, turn: Reg<B64>, mine: Reg<B32>) {
+        k.comment("the turn of this block: those before it have added");
+        k.loop_(|k, l| {
+            let now = k.ld_global_hint::<B32>(turn, MemHint::new().order(Order::Acquire(Scope::Gpu)));
+            let is_mine = k.setp_eq_u32(now, mine);
+            k.break_if(l, is_mine);
+        });
+        k.fence_proxy_async(ProxySpace::Global);
+    }
+
+    /// Waits until both warpgroups have written their parts of a tile.
+    fn wait_for_tile(&self, k: &mut KernelBuilder) {
+        for group in 0..WARPGROUPS {
+            let full = k.mad_lo_u32(self.parity, WARPGROUPS, DQ_FULL + group);
+            k.bar_sync(full, THREADS);
+        }
+    }
+
+    /// Stores a tile whose rows are rounded: each warpgroup's part has rows, or columns, of its own.
+    fn store(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps) {
+        self.wait_for_tile(k);
+        let first_row = steps.first_row(k, self.schedule.block_m);
+        let (of_rows, of_columns) =
+            if self.schedule.parts_by_rows() { (ROWS, 0) } else { (0, columns(self.spec.dtype)) };
         k.if_(self.first_lane, |k| {
-            k.comment("complete, not only read: the next block adds to it");
-            k.bulk_wait(0);
-            let next = k.add_u32(mine, 1u32);
-            k.st_global_hint(turn, next, MemHint::new().order(Order::Release(Scope::Gpu)));
+            let map = k.tensor_map(RoundingParams::dq_map);
+            for group in 0..WARPGROUPS {
+                let row = k.add_u32(first_row, group * of_rows);
+                let column = Operand::from(group * of_columns);
+                let at = [column, row.into(), steps.head.into(), block.queries.entry.into()];
+                let from = self.tile.at((group * self.bytes / WARPGROUPS) as i32);
+                k.tensor_store(map, &at, from, BulkHint::new());
+            }
+            k.bulk_commit();
+            k.bulk_wait_read(0);
         });
         k.bar_warp_sync();
+        let more = k.setp_gt_u32(steps.left, 1u32);
+        k.if_(more, |k| self.hand_over(k, block, steps));
+    }
+
+    /// Makes the tile's place ready for the step after this one.
+    fn hand_over(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps) {
+        let next = steps.next(k);
+        self.load(k, block, next);
+        Self::hand_back(k);
+    }
+
+    /// Brings what others have added to a head's query tile, if this block rounds it.
+    fn load(&self, k: &mut KernelBuilder, block: &Block, place: [Reg<B32>; 2]) {
+        let (Some([there, phase]), Some(rounds)) = (self.sums, block.rounds) else { return };
+        let [_, others] = rounds.of(k, place[1]);
+        k.if_(others, |k| {
+            k.comment("what the blocks before have added to a tile that this one rounds");
+            let tile = self.number(k, block, place);
+            let (turns, tiles) = (k.param(BwdParams::turns), k.param(BwdParams::dq_tiles));
+            let (turn, from) = (k.mad_wide_u32(tile, 4u32, turns), k.mad_wide_u32(tile, self.bytes, tiles));
+            k.if_(self.first_lane, |k| {
+                Self::wait_for_turn(k, turn, block.tile);
+                k.mbarrier_arrive_expect_tx(there, self.bytes);
+                k.bulk_load(self.tile, from, self.bytes, there, BulkHint::new());
+            });
+            k.mbarrier_wait_parity(there, phase, Scope::Cta);
+            k.set(phase, |k| k.xor_b32(phase, 1u32));
+        });
     }
 }
