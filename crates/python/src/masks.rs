@@ -130,12 +130,15 @@ fn recognise(view: &View<'_>, len_q: usize) -> Result<Pattern, String> {
     for b in 0..batch {
         let mut of_entry: Option<Range<usize>> = None;
         for q in 0..rows {
-            let range = view.row(b, 0, q)?;
-            for h in 1..heads {
-                if view.row(b, h, q)? != range {
+            // Without heads there is nothing to read, and nobody who looks.
+            let mut of_heads = None;
+            for h in 0..heads {
+                let range = view.row(b, h, q)?;
+                if *of_heads.get_or_insert_with(|| range.clone()) != range {
                     return Err("it differs from head to head".into());
                 }
             }
+            let range = of_heads.unwrap_or(0..0);
             if !range.is_empty() {
                 of_entry = Some(match of_entry {
                     None => range.clone(),

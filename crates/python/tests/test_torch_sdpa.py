@@ -120,6 +120,16 @@ def test_masks_that_say_padding_causal_or_a_window_are_fused(number):
         agree(q, k, v, attn_mask=torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("sizes", list(itertools.product((0, 2), (0, 3), (0, 5), (0, 9))))
+def test_a_mask_without_elements_hides_nothing(sizes, dtype):
+    batch, heads, len_q, len_k = sizes
+    q, k, v = draw(0, (batch, heads, len_q, 16), (batch, heads, len_k, 16), (batch, heads, len_k, 16))
+    see_all = torch.ones if dtype == torch.bool else torch.zeros
+    for shape in {sizes, (1, *sizes[1:]), (batch, 1, *sizes[2:]), sizes[1:], sizes[2:]}:
+        agree(q, k, v, attn_mask=see_all(shape, dtype=dtype))
+
+
 def test_a_mask_with_grouped_heads():
     agree(*draw(0, (2, 6, 5, 16), (2, 2, 9, 16), (2, 2, 9, 16)), attn_mask=list(masks(2, 5, 9))[3], enable_gqa=True)
 
