@@ -170,6 +170,25 @@ def test_a_last_dimension_that_is_not_contiguous_is_copied():
     assert torch.equal(flashcore_attn.attention(q, k.transpose(2, 3), v, out=out), expected)
 
 
+@pytest.mark.parametrize("head_dim_v", [16, 8])
+def test_queries_may_share_memory_among_themselves(head_dim_v):
+    """As windows over a signal do, which are views."""
+    signal, k, v = draw(0, (2, 4, 24), (2, 4, 12, 16), (2, 4, 12, head_dim_v))
+    q = signal.unfold(2, 16, 1)
+    assert q.stride()[2:] == (1, 1)
+    expected = flashcore_attn.attention(q.contiguous(), k, v)
+    assert torch.equal(scaled_dot_product_attention(q, k, v), expected)
+    assert torch.equal(
+        flashcore_attn.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2), expected
+    )
+    grads = []
+    for x in (q, q.contiguous()):
+        o = scaled_dot_product_attention(x.requires_grad_(), k, v)
+        assert torch.equal(o, expected)
+        grads += torch.autograd.grad(o.square().sum(), x)
+    assert torch.equal(*grads)
+
+
 def test_autocast_gives_the_type_that_torch_gives():
     q, k, v = draw(0, *[(1, 2, 9, 16)] * 3)
     with torch.autocast("cpu", torch.bfloat16):

@@ -16,9 +16,12 @@ from ._errors import ContractError, UnsupportedError
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
-    """Memory for the output: q's shape with v's head_dim, in the order that q has in memory."""
-    if q.size(3) == v.size(3):
-        return torch.empty_like(q)
+    """Memory for the output: q's shape with v's head_dim, in the order that q has in memory, and contiguous rows."""
+    if q.size(3) == v.size(3) and (q.stride(3) == 1 or q.size(3) == 1):
+        o = torch.empty_like(q)
+        # Where elements of q share memory, torch may put another dimension inside.
+        if o.stride(3) == 1 or o.size(3) == 1:
+            return o
     first, second, third, last = q.size(0), q.size(1), q.size(2), v.size(3)
     if q.stride(1) < q.stride(2):
         return q.new_empty((first, third, second, last)).transpose(1, 2)
