@@ -6,7 +6,7 @@ import flashcore_attn
 import numpy as np
 import pytest
 import torch
-from flashcore_attn import FlashCoreError
+from flashcore_attn import ContractError, FlashCoreError
 from torch_problem import draw
 
 #: ContractError, UnsupportedError and DeviceError are FlashCoreErrors; an argument of the wrong kind is a TypeError.
@@ -140,6 +140,33 @@ def test_whatever_is_wrong_the_failure_is_a_documented_one(name):
         except BaseException as error:
             raise AssertionError(f"{name}, {what}: {type(error).__name__}: {error}") from error
     assert refused > 10 or name == "can_use"
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("attention", "key_lengths"),
+        ("flash_attn_varlen_func", "cu_seqlens_q"),
+        ("flash_attn_varlen_func", "cu_seqlens_k"),
+        ("flash_attn_varlen_func", "seqused_q"),
+        ("flash_attn_varlen_func", "seqused_k"),
+        ("flash_attn_with_kvcache", "cache_seqlens"),
+        ("flash_attn_with_kvcache", "cache_batch_idx"),
+        ("flash_attn_with_kvcache", "cache_leftpad"),
+        ("flash_attn_with_kvcache", "cu_seqlens_q"),
+    ],
+)
+def test_integers_without_memory_beside_tensors_with_some_are_refused(name, option):
+    shapes, needed, _ = FUNCTIONS[name]
+    given = {key: draw(0, shape)[0] for key, shape in shapes.items()}
+    count = 2 if option.startswith("cu_seqlens") else 1
+    if option == "cu_seqlens_q":
+        given["q"] = draw(0, PACKED["q"])[0]
+    without = torch.ones(count, dtype=torch.int32, device="meta")
+    for wants in (False, True):
+        given = {key: x.requires_grad_(wants) for key, x in given.items()}
+        with pytest.raises(ContractError, match=f"{option} lies on meta, but q on cpu. Copy {option} there"):
+            getattr(flashcore_attn, name)(**{**given, **needed, option: without})
 
 
 @pytest.mark.parametrize(

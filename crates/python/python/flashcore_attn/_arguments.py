@@ -80,14 +80,21 @@ def options(scale: object, softcap: object) -> tuple[float | None, float]:
     return (None if scale is None else number("scale", scale)), number("softcap", softcap)
 
 
-def lengths(name: str, given: object, batch: int) -> Tensor | list[int]:
-    """Integers, one per batch entry: a tensor as it is, anything else as a list."""
+def beside(name: str, x: Tensor, device: torch.device) -> None:
+    """Raises for integers without memory that go with tensors that have some."""
+    if x.device.type == "meta" and device.type != "meta":
+        raise ContractError(f"{name} lies on meta, but q on {device}. Copy {name} there")
+
+
+def lengths(name: str, given: object, batch: int, device: torch.device) -> Tensor | list[int]:
+    """Integers, one per batch entry, for tensors on `device`: a tensor as it is, anything else as a list."""
     found = given if isinstance(given, Tensor) else integers(name, given)
     if isinstance(found, Tensor):
         if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
             raise TypeError(f"{name} is {_plain(found.dtype)}, possible are integers")
         if found.dim() != 1:
             raise ContractError(f"{name} has {found.dim()} dimensions, possible is 1: one integer per batch entry")
+        beside(name, found, device)
     count = len(found)
     if type(count) is int and type(batch) is int and count != batch:
         raise ContractError(f"{name} has {count} elements for a batch of {batch}. Give one per batch entry")

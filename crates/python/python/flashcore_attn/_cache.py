@@ -114,7 +114,7 @@ def flash_attn_with_kvcache(
             raise ContractError(f"k_cache has batch {rows}, but q asks for {batch}. Give both the same batch")
     for name, cut in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if cut is not None:
-            _arguments.lengths(name, cut, batch)
+            _arguments.lengths(name, cut, batch, q.device)
     held = _held(cache_seqlens, batch, q.device)
     mask = mask_of(causal, False, window_size)
     if (k is None) != (v is None):
@@ -201,7 +201,7 @@ def _held(cache_seqlens: object, batch: int, device: torch.device) -> Tensor | N
         if not 0 <= cache_seqlens < 1 << 31:
             raise ContractError(f"cache_seqlens is {cache_seqlens}, possible are integers from 0 on")
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
-    given = _arguments.lengths("cache_seqlens", cache_seqlens, batch)
+    given = _arguments.lengths("cache_seqlens", cache_seqlens, batch, device)
     found = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64)
     return integers_on(device, found) if device.type == "cuda" else found.to(device)
 

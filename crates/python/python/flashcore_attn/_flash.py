@@ -293,7 +293,7 @@ def flash_attn_varlen_func(
     for name, used_of in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if used_of is not None:
             _arguments.tensors(**{name: used_of})
-            _arguments.lengths(name, used_of, sequences)
+            _arguments.lengths(name, used_of, sequences, q.device)
     check_whole()
     check_gradient(q, k, v)
     scale, softcap = _arguments.options(softmax_scale, softcap)
@@ -322,7 +322,7 @@ def _varlen_paged(
     _placed.check_table(q, k, v, table, sequences, "(pages, page, heads, head_dim)")
     if used_k is not None:
         _arguments.tensors(seqused_k=used_k)
-        _arguments.lengths("seqused_k", used_k, sequences)
+        _arguments.lengths("seqused_k", used_k, sequences, q.device)
         lengths = used_k
     elif ends_k is None:
         raise ContractError("cu_seqlens_k and seqused_k are None. One of them must say how many keys there are")
@@ -337,7 +337,7 @@ def _varlen_paged(
         from ._ops import with_none, with_unused
 
         _arguments.tensors(seqused_q=used_q)
-        _arguments.lengths("seqused_q", used_q, sequences)
+        _arguments.lengths("seqused_q", used_q, sequences, q.device)
         starts, lengths = with_unused(starts, used_q.to(starts)), with_none(lengths)
         table = table.repeat_interleave(2, 0)
     longest_q = _placed.longest_of("max_seqlen_q", most[0], ends_q, q.size(0))
@@ -354,8 +354,8 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ContractError(f"{name} has {x.dim()} dimensions, packed sequences have 3: (token, heads, head_dim)")
-    _placed.check_ends("cu_seqlens_q", ends_q)
-    _placed.check_ends("cu_seqlens_k", ends_k)
+    _placed.check_ends("cu_seqlens_q", ends_q, q.device)
+    _placed.check_ends("cu_seqlens_k", ends_k, q.device)
     if ends_q.numel() != ends_k.numel():
         given = f"{ends_q.numel()} and {ends_k.numel()}"
         raise ContractError(f"cu_seqlens_q and cu_seqlens_k have {given} elements. Give both one more than sequences")

@@ -84,7 +84,7 @@ def _attend_quantised(
     lengths = None
     if key_lengths is not None:
         length = 2 if layout == "bhsd" else 1
-        lengths = native_lengths(_arguments.lengths("key_lengths", key_lengths, k.size(0)), k.size(length))
+        lengths = native_lengths(_arguments.lengths("key_lengths", key_lengths, k.size(0), q.device), k.size(length))
     dtype = torch.float16 if q.dtype == torch.float16 else torch.bfloat16
     out, lse = _outputs(q, v, dtype, layout, out, return_lse)
     q, k, v = (x.detach() for x in (q, k, v))
@@ -138,7 +138,7 @@ def _attend(
     )
     lengths = None
     if key_lengths is not None:
-        lengths = native_lengths(_arguments.lengths("key_lengths", key_lengths, batch), k.size(length))
+        lengths = native_lengths(_arguments.lengths("key_lengths", key_lengths, batch, q.device), k.size(length))
     out, lse = _outputs(q, v, q.dtype if cache else torch.bfloat16, layout, out, return_lse)
     # The bytes: not every version of torch hands out tensors of this type.
     q = q.detach() if cache else q.detach().view(torch.uint8)

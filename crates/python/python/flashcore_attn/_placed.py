@@ -148,16 +148,17 @@ def attend(
 def starts_of(name: str, ends: Tensor, device: torch.device) -> Tensor:
     """``cu_seqlens`` as the engine takes them."""
     _arguments.tensors(**{name: ends})
-    check_ends(name, ends)
+    check_ends(name, ends, device)
     return integers_on(device, ends)
 
 
-def check_ends(name: str, ends: Tensor) -> None:
-    """Raises unless these can be ``cu_seqlens``."""
+def check_ends(name: str, ends: Tensor, device: torch.device) -> None:
+    """Raises unless these can be ``cu_seqlens`` of tensors on `device`."""
     if ends.dim() != 1 or ends.numel() < 1:
         raise ContractError(f"{name} has shape {tuple(ends.shape)}, possible is (sequences + 1,)")
     if ends.is_floating_point() or ends.is_complex() or ends.dtype == torch.bool:
         raise TypeError(f"{name} is {ends.dtype}, possible are integers")
+    _arguments.beside(name, ends, device)
 
 
 def longest_of(name: str, given: object, ends: Tensor, tokens: int) -> int:

@@ -128,10 +128,10 @@ def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _as_tensor(name: str, lengths: Sequence[int] | Tensor | None, batch: int) -> Tensor | None:
+def _as_tensor(name: str, lengths: Sequence[int] | Tensor | None, q: Tensor) -> Tensor | None:
     if lengths is None:
         return None
-    given = _arguments.lengths(name, lengths, batch)
+    given = _arguments.lengths(name, lengths, q.size(0), q.device)
     return given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int64)
 
 
@@ -217,7 +217,7 @@ def attend(
         lengths = None
         if key_ends is not None:
             check(q, k, v, layout)
-            given = _arguments.lengths("key_lengths", key_ends, q.size(0))
+            given = _arguments.lengths("key_lengths", key_ends, q.size(0), q.device)
             lengths = native_lengths(given, k.size(2 if layout == "bhsd" else 1))
         done = _native.torch_attention(
             q, k, v, mask, left, right, lengths, scale, softcap, layout, bool(return_lse), True
@@ -266,7 +266,7 @@ def _into_given(
         )
     lse = empty_lse(queries)
     starts, ends = (
-        None if x is None else _arguments.lengths(name, x, q.size(0))
+        None if x is None else _arguments.lengths(name, x, q.size(0), q.device)
         for name, x in (("key_starts", key_starts), ("key_lengths", key_ends))
     )
     into(queries, keys, values, o, lse, as_list(starts), ends, mask, left, right, scale, softcap)
@@ -311,6 +311,6 @@ def dispatch(
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     _arguments.fit(q, k, v)
-    starts, ends = _as_tensor("key_starts", key_starts, q.size(0)), _as_tensor("key_lengths", key_ends, q.size(0))
+    starts, ends = _as_tensor("key_starts", key_starts, q), _as_tensor("key_lengths", key_ends, q)
     o, lse = torch.ops.flashcore.attention(q, k, v, starts, ends, mask, left, right, scale, softcap)
     return (o.transpose(1, 2) if layout == "bshd" else o), lse

@@ -204,6 +204,7 @@ def _attend(
     longest: int, sequences: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     k, v = _pools(cache, layout)
+    _arguments.beside("kv_indptr", indptr, queries.device)
     table, lengths = page_table(indptr, indices, last, k.size(2), max_pages=max_pages, check_tables=checked)
     shape = "(pages, heads, page, head_dim)"
     _placed.check_table(queries, k, v, table.to(queries.device), sequences, shape)
