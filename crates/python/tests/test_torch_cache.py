@@ -386,3 +386,25 @@ def test_tables_on_a_gpu_are_looked_at_where_that_is_asked_for():
     held = torch.tensor([3, 20], dtype=torch.int32, device="cuda")
     with pytest.raises(ContractError, match="pages"):
         flash_attn_with_kvcache(q, pool, pool, cache_seqlens=held, block_table=table, check_tables=True)
+
+
+@pytest.mark.parametrize("entries", [None, [1, 0]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_written_is_refused_before_anything_is(kind, entries):
+    q, k, v, new = made(0, kind, (2, 3, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), (2, 3, 2, 16))
+    integers = lambda x: torch.tensor(x, dtype=torch.int32, device=kind[0])
+    options = {"cache_seqlens": integers([2, 5])} | ({} if entries is None else {"cache_batch_idx": integers(entries)})
+    expanded, before = k[:, :, :1].expand(k.shape), k.clone()
+    for caches, news, text in [
+        ((expanded, v), (new, new), "two places of .* share memory"),
+        ((v, expanded), (new, new), "two places of .* share memory"),
+        ((k, k), (new, new), "shares memory with"),
+        ((k, v), (k[:, 3:6], new), "shares memory with"),
+        ((k, v), (new, v[:, 3:6]), "shares memory with"),
+        ((k, v[:, :7]), (new, new), "v_cache has shape .2, 7, 2, 16., but k_cache .2, 9, 2, 16."),
+    ]:
+        with pytest.raises(ContractError, match=text):
+            flash_attn_with_kvcache(q, *caches, *news, **options)
+        assert torch.equal(k, before)
+    with pytest.raises(ContractError, match="only their head_dims may differ"):
+        flash_attn_with_kvcache(q, k, v[:, :7], cache_leftpad=integers([1, 0]), **options)

@@ -86,6 +86,8 @@ def test_what_cannot_be_is_refused() -> None:
         ((q, q, q), ContractError, {"k_descale": torch.ones(1, 2, dtype=torch.float64)}),
         ((q, q, q), ContractError, {"v_descale": 0.0}),
         ((q, q, q), ContractError, {"out": torch.empty(1, 2, 8, 16)}),
+        ((q, q, q), ContractError, {"out": torch.empty(1, 2, 8, 16, dtype=torch.float16, device="meta")}),
+        ((wide, wide, wide), ContractError, {"precision": "fp8", "out": torch.empty(wide.shape, device="meta")}),
         ((q, q, q), TypeError, {"v_descale": "2"}),
     ]:
         with pytest.raises(kind):

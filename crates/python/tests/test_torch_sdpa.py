@@ -234,6 +234,19 @@ def test_an_output_may_be_given():
         flashcore_attn.attention(q.requires_grad_(), k, v, out=out)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_output_that_cannot_be_written_is_refused(dtype):
+    q, k, v = (x.to(dtype) for x in draw(0, *[(1, 2, 9, 16)] * 3))
+    for out in (torch.ones_like(q)[..., :1].expand(q.shape), torch.ones_like(q)[:, :1].expand(q.shape)):
+        with pytest.raises(ContractError, match="two places of o.* share memory"):
+            flashcore_attn.attention(q, k, v, out=out)
+    for out in (q, k, v):
+        with pytest.raises(ContractError, match="shares memory with"):
+            flashcore_attn.attention(q, k, v, out=out)
+    with pytest.raises(UnsupportedError, match="out= has no gradient"):
+        flashcore_attn.attention(q, k, v, out=torch.empty_like(q).requires_grad_())
+
+
 def test_tensors_on_different_devices_are_refused():
     q, k, v = draw(0, *[(1, 2, 9, 16)] * 3)
     with pytest.raises(ContractError, match="key lies on meta, but query on cpu. Copy key there"):

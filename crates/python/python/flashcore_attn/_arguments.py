@@ -80,6 +80,31 @@ def options(scale: object, softcap: object) -> tuple[float | None, float]:
     return (None if scale is None else number("scale", scale)), number("softcap", softcap)
 
 
+def writable(name: str, x: Tensor, **read: Tensor) -> None:
+    """Raises where two elements share memory, or one does with what is read meanwhile. The engine checks this too; this
+    is for what torch's operations write."""
+    reached, first, last = 1, x.data_ptr(), _behind(x)
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride < reached and x.numel():
+            raise ContractError(
+                f"two places of {name} share memory (shape {list(x.shape)}, strides {list(x.stride())}), so it cannot "
+                "be written. Use a contiguous one"
+            )
+        reached += (size - 1) * stride
+    for other, y in read.items():
+        if y.device == x.device and x.numel() and y.numel() and first < _behind(y) and y.data_ptr() < last:
+            raise ContractError(
+                f"{name} shares memory with {other}; attention reads its inputs while it writes. Give {name} memory of "
+                "its own"
+            )
+
+
+def _behind(x: Tensor) -> int:
+    """The address behind the last element."""
+    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr() + (steps + 1) * x.element_size()
+
+
 def beside(name: str, x: Tensor, device: torch.device) -> None:
     """Raises for integers without memory that go with tensors that have some."""
     if x.device.type == "meta" and device.type != "meta":

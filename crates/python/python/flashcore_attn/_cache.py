@@ -108,6 +108,7 @@ def flash_attn_with_kvcache(
                 raise UnsupportedError(f"{name} goes with a cache that is not in pages. Leave one of them out")
     else:
         check(k_cache, k_cache, v_cache, "bshd")
+        _placed.check_halves(k_cache, v_cache)
         _arguments.together(q=q, k_cache=k_cache, v_cache=v_cache)
         rows = k_cache.size(0) if cache_batch_idx is None else batch
         if type(rows) is int and type(batch) is int and rows != batch:
@@ -347,6 +348,10 @@ def _in_torch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same by torch's operations, up to attention. These check places where they write."""
     (k_cache, v_cache), (k, v), (table, entries, pads) = caches, new, places
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _arguments.writable(name, cache, k=k, v=v)
+    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
+        raise ContractError("k_cache shares memory with v_cache. Give each memory of its own, or halves of one cache")
     if new_starts is not None:
         raise UnsupportedError(
             f"cu_seqlens_k_new does not go with {q.dtype} on {q.device}. Give as many new keys for each sequence"

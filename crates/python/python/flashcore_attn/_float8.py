@@ -48,7 +48,12 @@ def _outputs(
     q: Tensor, v: Tensor, dtype: torch.dtype, layout: str, out: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The output, made where it is not given, and memory for lse where that is wanted."""
-    if out is None:
+    if out is not None:
+        _arguments.tensors(out=out)
+        _refuse_gradient(out)
+        if out.device != q.device:
+            raise ContractError(f"out lies on {out.device}, but q on {q.device}. Copy out there")
+    else:
         first, second, third, last = q.size(0), q.size(1), q.size(2), v.size(3)
         if q.stride(1) < q.stride(2):
             out = q.new_empty((first, third, second, last), dtype=dtype).transpose(1, 2)

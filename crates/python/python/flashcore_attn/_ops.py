@@ -171,6 +171,7 @@ def one_call(
     if q.dtype != torch.float64:
         _prepare.run(q, k, v, o, lse, lengths, mask, left, right, scale, softcap)
         return
+    _arguments.writable("out", o, q=q, k=k, v=v)
     # The engine reports what is wrong with the shapes and options of a call.
     like_q, like_k, like_v = (_prepare.stand_in(x) for x in (q, k, v))
     on_host = as_list(lengths)

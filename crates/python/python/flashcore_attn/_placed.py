@@ -108,6 +108,14 @@ def _gathered(x: Tensor, starts: Tensor | None, pages: Tensor | None, most: int)
 implement("attention_placed", _placed, _placed_fake)
 
 
+def check_halves(k: Tensor, v: Tensor) -> None:
+    """Raises unless keys and values of a cache have the same rows."""
+    if k.shape[:3] != v.shape[:3]:
+        raise ContractError(
+            f"v_cache has shape {tuple(v.shape)}, but k_cache {tuple(k.shape)}: only their head_dims may differ"
+        )
+
+
 def check_table(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: int, shape: str) -> None:
     """Raises unless these can be keys and values in pages of this shape, and their table."""
     _arguments.tensors(k_cache=k, v_cache=v, block_table=table)
@@ -116,6 +124,7 @@ def check_table(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: int, shap
     if table.dtype != torch.int32 or table.size(0) != batch:
         given = f"{table.dtype} of shape {tuple(table.shape)}"
         raise ContractError(f"block_table is {given}, possible is int32 of shape ({batch}, pages)")
+    check_halves(k, v)
     if table.device != k.device:
         raise ContractError(f"block_table lies on {table.device}, but k_cache on {k.device}. Copy it there")
     _arguments.together(q=q, k_cache=k, v_cache=v)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _native
+from . import _arguments, _native
 from ._blocks import scale_of
 
 #: Reasons for copies that were already warned about.
@@ -85,6 +85,8 @@ def run(
         scale = scale_of(scale, head_dim)
     # Where the kernels cannot write the output in place, they write to other memory that is then copied to it.
     direct = o.size(3) != head_dim_v or (v.size(3) == head_dim_v and _step(o) is None)
+    if not direct:
+        _arguments.writable("out", o)
     out = o if direct else o.new_zeros((*o.shape[:3], v.size(3)))
     _native.run(
         q, k, v, out, lse, key_lengths, mask, left, right, scale, softcap, "bhsd", places=places, checked=checked

@@ -250,7 +250,7 @@ def _into_given(
     check(q, k, v, layout)
     check_whole()
     _arguments.tensors(out=out)
-    if _wants_gradient(q, k, v):
+    if _wants_gradient(q, k, v, out):
         raise UnsupportedError("out= has no gradient. Leave it out, or call under torch.no_grad()")
     if _has_tangent(q, k, v):
         raise no_forward_mode()
