@@ -55,10 +55,10 @@ impl Problem {
         if self.pass == Pass::Backward {
             return refuse("an append in a backward pass", "gradients of the cache as it is then");
         }
-        if self.is_eight_bit() {
+        if self.dtype.is_f8() || self.quantise.is_some() {
             return refuse(
-                "an append to floats of 8 bits, or with quantising",
-                "caches of the type of q; or write the codes, and attend to them then",
+                "an append with q of f8, or with quantising",
+                "q and new keys of f16 or bf16, also to a cache of f8, or of f32",
             );
         }
         if !self.key_lengths {

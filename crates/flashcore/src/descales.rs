@@ -162,6 +162,13 @@ impl<'t> Descales<'t> {
     }
 }
 
+/// What is rounded to f8 for a number that is to be stored under a descale. It is divided in f32, and every NaN becomes the
+/// positive one, so that codes are the same bits as those of the kernels that append.
+pub(crate) fn to_store(x: f32, descale: f32) -> f32 {
+    let stored = x / descale;
+    if stored.is_nan() { f32::NAN } else { stored }
+}
+
 /// Makes of a call whose blocks of keys have descales of their own one whose keys and values, in f32, are what is stored times
 /// its descale, for an engine on the host.
 pub(crate) fn applied(call: &Call<'_>, engine: impl FnOnce(&Call<'_>)) -> Result<()> {

@@ -2,8 +2,8 @@
 //! attention has seen them.
 
 use flashcore::{
-    Append, Attention, DType, Device, Error, Layout, Mask, Name, Pages, Problem, Result, Rotary, Starts,
-    Tensor, TensorBuf, TensorMut, oracle,
+    Append, Attention, DType, Descales, Device, Error, F8E4M3, Layout, Mask, Name, Pages, Problem, Result,
+    Rotary, Starts, Storage, Tensor, TensorBuf, TensorMut, oracle,
 };
 
 /// How the caches lie.
@@ -17,10 +17,35 @@ enum Cache {
     Paged(usize),
 }
 
+/// The descales of a cache of f8.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Codes {
+    /// All are 1, and none is given.
+    Plain,
+    /// One for each sequence and head.
+    PerHead,
+    /// One for each so many keys of those.
+    PerBlock(usize),
+}
+
+impl Codes {
+    /// That of keys or of values.
+    fn descale(self, of_values: bool, [sequence, head, key]: [usize; 3]) -> f32 {
+        let block = match self {
+            Codes::Plain => return 1.0,
+            Codes::PerHead => 0,
+            Codes::PerBlock(keys) => key / keys,
+        };
+        [3.0, 0.13, 0.004, 0.25, 1.7][(sequence + 2 * head + 3 * block + usize::from(of_values)) % 5]
+    }
+}
+
 /// A step: what lies where, and what is asked.
 #[derive(Clone, Debug)]
 struct Step {
     dtype: DType,
+    /// Of a cache of f8.
+    codes: Option<Codes>,
     heads: [usize; 2],
     dims: [usize; 2],
     /// Keys of each sequence, new keys, and queries.
@@ -41,6 +66,7 @@ impl Step {
     fn new(before: &[u32]) -> Self {
         Self {
             dtype: DType::F16,
+            codes: None,
             heads: [4, 2],
             dims: [32, 16],
             before: before.into(),
@@ -57,6 +83,10 @@ impl Step {
 
     fn sequences(&self) -> usize {
         self.before.len()
+    }
+
+    fn cache_dtype(&self) -> DType {
+        if self.codes.is_some() { DType::F8E4M3 } else { self.dtype }
     }
 
     fn after(&self, sequence: usize) -> usize {
@@ -112,10 +142,21 @@ impl Rows {
         tensor
     }
 
-    /// One sequence as a dense tensor.
-    fn alone(&self, sequence: usize, width: usize, dtype: DType) -> TensorBuf {
+    /// One sequence as a dense tensor, whose rows are multiplied.
+    fn alone(
+        &self,
+        sequence: usize,
+        width: usize,
+        dtype: DType,
+        by: impl Fn(usize, usize) -> f32,
+    ) -> TensorBuf {
         let of = &self.rows[sequence];
-        let values: Vec<f32> = of.iter().flatten().flatten().copied().collect();
+        let mut values = Vec::new();
+        for (head, rows) in of.iter().enumerate() {
+            for (row, elements) in rows.iter().enumerate() {
+                values.extend(elements.iter().map(|x| x * by(head, row)));
+            }
+        }
         TensorBuf::from_f32(&values, [1, of.len(), of[0].len(), width], dtype).unwrap()
     }
 }
@@ -134,6 +175,8 @@ struct Made {
     positions: Vec<i32>,
     k_starts: Vec<u32>,
     pages: Vec<i32>,
+    /// Of keys and of values.
+    descales: [TensorBuf; 2],
     q: TensorBuf,
     new: [TensorBuf; 2],
     caches: [TensorBuf; 2],
@@ -152,8 +195,16 @@ impl Made {
         let lens = |of: &[u32]| of.iter().map(|&len| len as usize).collect::<Vec<_>>();
         let after: Vec<usize> = (0..count).map(|sequence| step.after(sequence)).collect();
         let q = Rows::draw(1, &lens(&step.queries), heads_q, dim, dtype);
-        let k = Rows::draw(2, &after, heads_kv, dim, dtype);
-        let v = Rows::draw(3, &after, heads_kv, dim_v, dtype);
+        // Rows that are there already are of the cache's type.
+        let [k, v] = [(2, dim), (3, dim_v)].map(|(seed, width)| {
+            let mut all = Rows::draw(seed, &after, heads_kv, width, dtype);
+            for (heads, &before) in all.rows.iter_mut().zip(&step.before) {
+                for row in heads.iter_mut().flat_map(|rows| &mut rows[..before as usize]) {
+                    *row = drawn(row.len() + seed, row.len(), step.cache_dtype());
+                }
+            }
+            all
+        });
 
         let half = step.rotary.map_or(8, |(turned, _)| turned / 2);
         let angles = (0..TABLE * half).map(|i| (i / half) as f32 * 0.3_f32.powi((i % half) as i32));
@@ -175,6 +226,12 @@ impl Made {
         let rounded = |elements: &[f32]| {
             TensorBuf::from_f32(elements, [1, 1, 1, elements.len()], dtype).unwrap().to_f32()
         };
+        // What is stored of a new row of keys or values.
+        let stored = |elements: &[f32], of_values: bool, place: [usize; 3]| {
+            let Some(codes) = step.codes else { return rounded(elements) };
+            let descale = codes.descale(of_values, place);
+            elements.iter().map(|x| F8E4M3::from_f32(x / descale).to_f32()).collect()
+        };
         let masked = step.mask != Mask::None;
         let mut seen = [q.clone(), k.clone(), v.clone()];
         let positions: Vec<u32> = step.positions.clone().unwrap_or(step.before.clone());
@@ -186,11 +243,15 @@ impl Made {
                     *elements = rounded(elements);
                 }
             }
-            for of in &mut seen[1].rows[sequence] {
-                for (row, elements) in of.iter_mut().skip(step.before[sequence] as usize).enumerate() {
-                    turn(elements, first + row);
-                    *elements = rounded(elements);
-                }
+            let before = step.before[sequence] as usize;
+            for (head, key) in (0..heads_kv).flat_map(|h| (before..after[sequence]).map(move |key| (h, key)))
+            {
+                let [of_k, of_v] = [1, 2];
+                let elements = &mut seen[of_k].rows[sequence][head][key];
+                turn(elements, first + key - before);
+                *elements = stored(elements, false, [sequence, head, key]);
+                let elements = &mut seen[of_v].rows[sequence][head][key];
+                *elements = stored(elements, true, [sequence, head, key]);
             }
         }
 
@@ -255,8 +316,17 @@ impl Made {
         };
         let cache = |of: &Rows, width| {
             let (shape, layout) = bshd(shape_k(width));
-            of.placed(shape, layout, dtype, of_k)
+            of.placed(shape, layout, step.cache_dtype(), of_k)
         };
+        let blocks = if let Some(Codes::PerBlock(keys)) = step.codes { room.div_ceil(keys) } else { 1 };
+        let descales = [false, true].map(|of_values| {
+            let of = |(sequence, head, block)| {
+                let keys = if let Some(Codes::PerBlock(keys)) = step.codes { keys } else { 1 };
+                step.codes.map_or(1.0, |codes| codes.descale(of_values, [sequence, head, block * keys]))
+            };
+            let numbers: Vec<f32> = each([count, heads_kv, blocks]).map(of).collect();
+            TensorBuf::from_f32(&numbers, [count, heads_kv, blocks, 1], DType::F32).unwrap()
+        });
         let mut were = [k.clone(), v.clone()];
         for of in &mut were {
             for (heads, &before) in of.rows.iter_mut().zip(&step.before) {
@@ -268,7 +338,7 @@ impl Made {
         let caches = [cache(&were[0], dim), cache(&were[1], dim_v)];
         let expected = [cache(&seen[1], dim), cache(&seen[2], dim_v)];
         let positions = positions.iter().map(|&x| x as i32).collect();
-        Self { tables, positions, k_starts, pages, q: placed_q, new: news, caches, expected, seen }
+        Self { tables, positions, k_starts, pages, descales, q: placed_q, new: news, caches, expected, seen }
     }
 
     /// Runs a step on a device; the caches are what it leaves.
@@ -306,6 +376,13 @@ impl Made {
             Cache::Chosen => attention = attention.packed_keys(Starts::apart(&of_k, step.room)),
             Cache::Paged(_) => attention = attention.paged(Pages::new(&table).with_most_keys(step.room)),
         }
+        let [of_k, of_v] = self.descales.each_ref().map(TensorBuf::view);
+        let of_heads = Descales::new().k(&of_k).v(&of_v);
+        match step.codes {
+            None | Some(Codes::Plain) => {}
+            Some(Codes::PerHead) => attention = attention.descales(of_heads),
+            Some(Codes::PerBlock(keys)) => attention = attention.descales(of_heads.per_block(keys)),
+        }
         let [k, v] = &mut self.caches;
         attention.append(device, &append, &self.q.view(), &mut k.view_mut(), &mut v.view_mut())
     }
@@ -337,8 +414,13 @@ fn check(step: &Step, device: &Device) {
             .with_kv(step.heads[1], step.after(sequence))
             .with_head_dim_v(dim_v)
             .with_mask(step.mask);
-        let [q, k, v] = [(0, dim), (1, dim), (2, dim_v)]
-            .map(|(which, width)| made.seen[which].alone(sequence, width, dtype));
+        let [q, k, v] = [(0, dim), (1, dim), (2, dim_v)].map(|(which, width)| {
+            let codes = step.codes.filter(|_| which > 0);
+            let dtype = if codes.is_some() { DType::F32 } else { dtype };
+            made.seen[which].alone(sequence, width, dtype, |head, row| {
+                codes.map_or(1.0, |codes| codes.descale(which == 2, [sequence, head, row]))
+            })
+        });
         let truth = oracle::attention(&problem, &q.view(), &k.view(), &v.view(), None);
         let tolerance = match dtype {
             DType::F32 => 2e-5,
@@ -401,6 +483,98 @@ fn the_cpu_appends_and_attends() {
     }
     check(&Step { cache: Cache::Paged(5), ..Step::new(&[5, 63, 0]) }, &Device::cpu());
     check(&Step { dims: [40, 24], rotary: Some((16, false)), ..Step::new(&[5, 63, 0]) }, &Device::cpu());
+}
+
+/// The same steps with a cache of f8; descales of blocks go with dense ones.
+fn steps_in_codes(dtype: DType) -> impl Iterator<Item = Step> {
+    steps(dtype).into_iter().flat_map(|step| {
+        let per_block = (step.cache == Cache::Dense).then_some(Codes::PerBlock(32));
+        let codes = [Some(Codes::Plain), Some(Codes::PerHead), per_block];
+        codes.into_iter().flatten().map(move |codes| Step { codes: Some(codes), ..step.clone() })
+    })
+}
+
+#[test]
+fn the_cpu_appends_codes_of_8_bits_and_attends() {
+    for step in [DType::F16, DType::BF16].into_iter().flat_map(steps_in_codes) {
+        check(&step, &Device::cpu());
+    }
+    let blocks = Step { codes: Some(Codes::PerBlock(7)), ..Step::new(&[5, 63, 0]) };
+    check(&Step { dims: [40, 24], rotary: Some((16, false)), ..blocks }, &Device::cpu());
+}
+
+/// The codes of a tensor of f8.
+fn codes(tensor: &TensorBuf) -> Vec<u8> {
+    match tensor.storage() {
+        Storage::F8E4M3(codes) => codes.iter().map(|code| code.to_bits()).collect(),
+        _ => panic!("a tensor of {}", tensor.dtype()),
+    }
+}
+
+/// One new value, which lies in the cache's first row then.
+fn stored(values: [f32; 16], descale: f32, device: &Device) -> Vec<u8> {
+    let of = |values: &[f32], dtype| TensorBuf::from_f32(values, [1, 1, 1, 16], dtype).unwrap();
+    let (q, new_v) = (of(&[0.5; 16], DType::BF16), of(&values, DType::BF16));
+    let mut caches = [(); 2].map(|()| of(&[0.0; 16], DType::F8E4M3));
+    let descale = Tensor::descale(std::slice::from_ref(&descale), [1, 1]).unwrap();
+    let attention = Attention::new().key_lengths(&[0]).descales(Descales::new().v(&descale));
+    let [k, v] = &mut caches;
+    let new = Append::new(&q.view(), &new_v.view());
+    attention.append(device, &new, &q.view(), &mut k.view_mut(), &mut v.view_mut()).unwrap();
+    codes(&caches[1])
+}
+
+/// Checks what becomes of numbers that E4M3 does not have.
+fn check_ends(device: &Device) {
+    let [inf, nan] = [f32::INFINITY, f32::NAN];
+    // 464 is half way between 448 and the code of NaN, and 2^-10 between 0 and the smallest.
+    let numbers = [448.0, 464.0, 480.0, 1e30, inf, -1e30, -inf, nan, -nan, 0.0, -0.0, 1e-30, -1e-30];
+    let (tie, above) = (2.0_f32.powi(-10), 1.5 * 2.0_f32.powi(-10));
+    let [a, b, c, d, e, f, g, h, i, j, k, l, m] = numbers;
+    let values = [a, b, c, d, e, f, g, h, i, j, k, l, m, tie, above, -above];
+    let expected =
+        [0x7e, 0x7e, 0x7e, 0x7e, 0x7e, 0xfe, 0xfe, 0x7f, 0x7f, 0, 0x80, 0, 0x80, 0, 1, 0x81].to_vec();
+    for descale in [1.0, 0.25] {
+        assert_eq!(stored(values.map(|x| x * descale), descale, device), expected, "{device}, {descale}");
+    }
+}
+
+#[test]
+fn what_is_too_large_becomes_the_largest_code_and_every_nan_the_positive_one() {
+    check_ends(&Device::cpu());
+}
+
+#[test]
+fn a_descale_that_is_no_number_above_0_is_refused_before_anything_is_written() {
+    let step = Step { codes: Some(Codes::PerHead), ..Step::new(&[4, 5]) };
+    for wrong in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let mut made = Made::of(&step);
+        made.descales[1].view_mut().write_row(1, 0, 0, &[wrong]);
+        let before = made.caches.clone();
+        let error = made.run(&step, &Device::cpu()).unwrap_err();
+        let is = |given: f32| given.to_bits() == wrong.to_bits();
+        assert!(
+            matches!(error, Error::Descale { tensor: Name::VDescale, entry: 1, head: 0, given } if is(given)),
+            "{error}"
+        );
+        assert!(before.iter().zip(&made.caches).all(|(was, is)| bits(was) == bits(is)));
+    }
+}
+
+#[test]
+fn new_keys_of_8_bits_are_refused() {
+    let of = |dtype| TensorBuf::zeros(dtype, Layout::bhsd([1, 1, 1, 16])).unwrap();
+    let (q, codes) = (of(DType::BF16), of(DType::F8E4M3));
+    let attention = Attention::new().key_lengths(&[0]);
+    let step = |q: &TensorBuf, new: &TensorBuf| {
+        let [mut k, mut v] = [(); 2].map(|()| of(DType::F8E4M3));
+        let new = Append::new(&new.view(), &new.view());
+        attention.append(&Device::cpu(), &new, &q.view(), &mut k.view_mut(), &mut v.view_mut()).unwrap_err()
+    };
+    let error = step(&q, &codes);
+    assert!(matches!(error, Error::DTypeMismatch { tensor: Name::NewK, .. }), "{error}");
+    let error = step(&codes, &codes);
+    assert!(matches!(error, Error::Append { .. }), "{error}");
 }
 
 #[test]
@@ -482,6 +656,34 @@ mod simulated {
         for step in steps(DType::BF16) {
             check(&step, &device(Target::Sm80));
         }
+    }
+
+    /// Those of the targets that have E4M3.
+    const EIGHT: [Target; 2] = [Target::Sm89, Target::Sm90a];
+
+    #[test]
+    fn hopper_and_ada_append_codes_of_8_bits_and_attend() {
+        for step in [DType::F16, DType::BF16].into_iter().flat_map(steps_in_codes) {
+            // What the kernel that attends to such a cache takes.
+            if step.packed[0] || step.cache == Cache::Chosen {
+                continue;
+            }
+            for target in EIGHT {
+                check(&step, &device(target));
+            }
+        }
+    }
+
+    #[test]
+    fn their_codes_are_those_of_the_cpu_also_where_e4m3_ends() {
+        EIGHT.into_iter().for_each(|target| check_ends(&device(target)));
+    }
+
+    #[test]
+    fn ampere_refuses_a_cache_of_8_bits() {
+        let problem = "2x8/2x1/256x64 bf16 kv=f8 causal key-lengths append=1".parse().unwrap();
+        let refused = Plan::choose(&problem, &Hardware::typical(Target::Sm80)).unwrap_err();
+        assert!(refused.to_string().contains("sm_89 or later"), "{refused}");
     }
 
     #[test]

@@ -285,10 +285,13 @@ fn the_launch_that_appends_assembles_without_a_spill() {
             let packed = Spec { packed_q: true, packed_k: true, ..plain };
             for spec in [plain, packed, Spec { page: Some(16), ..plain }] {
                 work.extend([Target::Sm80, Target::Sm90a].map(|target| (schedule, spec, target)));
+                let codes = Spec { kv: Some(ElementType::E4m3), ..spec };
+                let blocks = Spec { descale_keys: Some(16), ..codes };
+                work.extend([(schedule, codes, Target::Sm89), (schedule, blocks, Target::Sm90a)]);
             }
         }
     }
-    assert_eq!(assemble_all(&work), 36);
+    assert_eq!(assemble_all(&work), 72);
 }
 
 #[test]

@@ -180,14 +180,21 @@ fn nor_does_the_launch_that_appends_to_a_cache() {
         "append:rotary=32,interleaved=1,positions=1,packed=1",
     ] {
         let schedule: Schedule = text.parse().unwrap();
-        for target in [Target::Sm80, Target::Sm90a] {
+        for (target, kv) in [
+            (Target::Sm80, None),
+            (Target::Sm90a, None),
+            (Target::Sm89, Some(ElementType::E4m3)),
+            (Target::Sm90a, Some(ElementType::E4m3)),
+        ] {
             let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
             let layouts = [(false, false, None), (true, true, None), (true, false, Some(16))];
             for (dims, (packed_q, packed_k, page)) in
                 DIMS.into_iter().flat_map(|dims| layouts.map(|layout| (dims, layout)))
             {
-                for masked in [false, true] {
+                let descales = if kv.is_some() { [None, Some(32)] } else { [None; 2] };
+                for (masked, descale_keys) in [false, true].into_iter().zip(descales) {
                     let spec = Spec { head_dim_v: dims.1, ..Spec::new(ElementType::Bf16, dims.0) };
+                    let spec = Spec { kv, descale_keys, ..spec };
                     let spec = Spec { right: masked, key_lengths: true, packed_q, packed_k, page, ..spec };
                     let Ok(module) = schedule.emit(&spec, target) else { continue };
                     hasher.update(module.to_string().as_bytes());
@@ -195,7 +202,8 @@ fn nor_does_the_launch_that_appends_to_a_cache() {
                 }
             }
             let hash = hasher.finalize().to_hex();
-            writeln!(table, "{schedule} {target}: {modules} kernels, {}", &hash[..32]).unwrap();
+            let of = if kv.is_some() { " of e4m3" } else { "" };
+            writeln!(table, "{schedule} {target}{of}: {modules} kernels, {}", &hash[..32]).unwrap();
         }
     }
     insta::assert_snapshot!(table);

@@ -9,8 +9,8 @@ mod shared;
 use std::collections::HashMap;
 
 use flashcore::{
-    Append, Attention, DType, Device, DeviceLengths, Keys, Layout, Name, Pages, Problem, Rotary, Starts,
-    TensorBuf,
+    Append, Attention, DType, Descales, Device, DeviceLengths, F8E4M3, Keys, Layout, Name, Pages, Problem,
+    Rotary, Starts, TensorBuf,
     cuda::{Cuda, CudaTensor},
     half::bf16,
     plan::{Bindings, Hardware, Map, Packed, Plan, Target},
@@ -37,7 +37,11 @@ impl Values {
     fn draw(problem: &Problem, lengths: &[u32]) -> Self {
         let mut values = Self { lengths: lengths.into(), ..Self::default() };
         for (seed, of) in problem.signature().inputs().enumerate() {
-            values.tensors.insert(of.name, noise(of.shape.iter().product(), seed));
+            let mut numbers = noise(of.shape.iter().product(), seed);
+            if Name::DESCALES.contains(&of.name) {
+                numbers.iter_mut().for_each(|x| *x = x.abs() + 0.1);
+            }
+            values.tensors.insert(of.name, numbers);
         }
         values
     }
@@ -71,6 +75,10 @@ impl Values {
         if let Some(table) = pages {
             attention = attention.paged(Pages::new(table).with_most_keys(problem.len_k));
         }
+        let descales = Name::DESCALES.map(view);
+        let descales = Descales::some_of(descales.each_ref().map(Option::as_ref));
+        attention =
+            attention.descales(problem.descale_keys.map_or(descales, |keys| descales.per_block(keys)));
         let q = view(Name::Q).unwrap();
         let [k, v] = &mut caches;
         let out = match problem.append {
@@ -113,6 +121,8 @@ fn encode(map: &Map) -> TensorMap {
 fn bytes(values: &[f32], dtype: DType) -> Vec<u8> {
     match dtype {
         DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
+        DType::F8E4M3 => values.iter().map(|&x| F8E4M3::from_f32(x).to_bits()).collect(),
+        DType::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
         DType::I32 => values.iter().flat_map(|&x| (x as i32).to_le_bytes()).collect(),
         other => unreachable!("{other}"),
     }
@@ -168,6 +178,9 @@ impl Captured {
 
     fn read(&self, name: Name) -> Vec<f32> {
         let bytes = self.sim.read(self.buffers[&name]);
+        if self.problem.dtype_kv().is_f8() && [Name::K, Name::V].contains(&name) {
+            return bytes.iter().map(|&code| F8E4M3::from_bits(code).to_f32()).collect();
+        }
         bytes.chunks_exact(2).map(|two| bf16::from_le_bytes([two[0], two[1]]).to_f32()).collect()
     }
 
@@ -226,15 +239,38 @@ fn pages_and_entries_of_other_places_and_lengths() {
     }
 }
 
+/// The targets that have E4M3.
+const EIGHT: [Target; 2] = [Target::Sm89, Target::Sm90a];
+
 #[test]
 fn steps_of_decoding_one_behind_the_other() {
-    for text in [
-        "3x8/2x2/100x64 bf16 causal page=16/24 key-lengths append=2 rotary=32/128",
-        "3x4/4x1/100x64 bf16 key-lengths append=1 rotary=64/128/interleaved",
-        "3x4/2x7/100x64 bf16 causal packed-q=12 apart-k=420 key-lengths append=7/12 rotary=64/128",
-    ] {
+    steps(
+        &TARGETS,
+        &[
+            "3x8/2x2/100x64 bf16 causal page=16/24 key-lengths append=2 rotary=32/128",
+            "3x4/4x1/100x64 bf16 key-lengths append=1 rotary=64/128/interleaved",
+            "3x4/2x7/100x64 bf16 causal packed-q=12 apart-k=420 key-lengths append=7/12 rotary=64/128",
+        ],
+    );
+}
+
+#[test]
+fn steps_of_decoding_with_a_cache_of_8_bits() {
+    steps(
+        &EIGHT,
+        &[
+            "3x8/2x2/100x64 bf16 kv=f8 descales=kv causal page=16/24 key-lengths append=2 rotary=32/128",
+            "3x4/4x1/100x64 bf16 kv=f8 descales=kv/32 key-lengths append=1 rotary=64/128/interleaved",
+            "3x4/2x2/100x64 bf16 kv=f8 descales=v causal key-lengths append=7/12 rotary=64/128",
+        ],
+    );
+}
+
+/// Three steps of each problem, each of which finds the caches as the one before has left them.
+fn steps(targets: &[Target], problems: &[&str]) {
+    for text in problems {
         let problem: Problem = text.parse().unwrap();
-        for target in TARGETS {
+        for &target in targets {
             let mut captured = Captured::new(&problem, target);
             let pages = (0..3 * 7).map(|i| (i * 5 + 3) % 24);
             let mut values = Values::draw(&problem, &[5, 60, 15])
@@ -301,6 +337,38 @@ fn a_captured_step_runs_on_other_lengths_on_a_gpu() {
             values.tensors.insert(name, expected[&name].clone());
         }
         values.lengths.iter_mut().for_each(|len| *len += 7);
+    }
+}
+
+/// On a host they are refused. In the memory of a GPU nobody looks at them.
+#[test]
+fn descales_that_are_no_numbers_above_0_leave_what_the_division_gives() {
+    let descales = [0.0, -2.0, f32::NAN, f32::INFINITY, f32::MIN_POSITIVE / 2.0];
+    let problem: Problem = "1x5x1/8x16 bf16 kv=f8 descales=kv key-lengths append=1".parse().unwrap();
+    for target in EIGHT {
+        let mut captured = Captured::new(&problem, target);
+        let mut values = Values::draw(&problem, &[3]);
+        for name in [Name::KDescale, Name::VDescale] {
+            values.tensors.insert(name, descales.into());
+        }
+        let numbers = [1.5, -0.25, 0.0, -0.0, f32::MAX, f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
+        for name in [Name::NewK, Name::NewV] {
+            values.tensors.insert(name, [numbers, numbers.map(|x| -x)].concat().repeat(5));
+        }
+        captured.write(&values);
+        captured.replay();
+        for name in [Name::K, Name::V] {
+            let codes = captured.sim.read(captured.buffers[&name]).to_vec();
+            for (head, descale) in descales.into_iter().enumerate() {
+                for i in 0..16 {
+                    let number = bf16::from_f32(values.tensors[&Name::NewK][16 * head + i]).to_f32();
+                    let quotient = number / descale;
+                    let expected =
+                        if quotient.is_nan() { 0x7f } else { F8E4M3::from_f32(quotient).to_bits() };
+                    assert_eq!(codes[(8 * head + 3) * 16 + i], expected, "{name}: {number} / {descale}");
+                }
+            }
+        }
     }
 }
 

@@ -7,17 +7,21 @@
 //! positions are read here, so that a captured launch runs on other ones.
 //!
 //! A product of two 16-bit floats is exact in f32, so a turned number is rounded once to f32, and once to its type.
+//!
+//! What goes into a cache of E4M3 stays f32 until it is divided by its descale, and is then rounded to the nearest code, or
+//! to the largest. A division, and not a product with the reciprocal, is what all engines can do with the same bits.
 
 use flashcore_ptx::{
-    B32, B64, GlobalPtr, GridDep, KernelBuilder, ParamHandle, Pred, Reg, Target, TensorMap, kernel_params,
+    B32, B64, F32, GlobalPtr, GridDep, KernelBuilder, ParamHandle, Pred, Reg, Target, TensorMap,
+    kernel_params,
 };
 
 use crate::{
     Args, Blocks, Family, Geometry, Map, Operand, Packed, ScheduleError, Spec, TensorArg,
     family::schedule,
     parts::{
-        fragment::{pack, unpack},
-        params::address,
+        fragment::{pack, pack_e4m3, unpack},
+        params::{BlockDescaleParams, DescaleParams, address},
     },
 };
 
@@ -209,7 +213,7 @@ impl Schedule {
 impl Family for Schedule {
     const PROGRAMMATIC: bool = true;
 
-    fn check(self, spec: &Spec, _: Target) -> Result<(), ScheduleError> {
+    fn check(self, spec: &Spec, target: Target) -> Result<(), ScheduleError> {
         let refuse = |reason: String| Err(ScheduleError::Malformed { reason });
         if let Some(turned) = self.rotary
             && (turned == 0 || !turned.is_multiple_of(16) || turned > spec.head_dim)
@@ -227,6 +231,9 @@ impl Family for Schedule {
         if !spec.key_lengths {
             return refuse("an append needs key lengths, which say where new keys go".into());
         }
+        if spec.kv.is_some() && target == Target::Sm80 {
+            return refuse("e4m3 needs sm_89 or later".into());
+        }
         Ok(())
     }
 
@@ -236,8 +243,14 @@ impl Family for Schedule {
     }
 
     fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
-        let mut k =
-            KernelBuilder::new("flashcore_append", target).params::<AppendParams>().threads(self.threads);
+        let mut k = KernelBuilder::new("flashcore_append", target).params::<AppendParams>();
+        if spec.kv.is_some() {
+            k = k.more_params::<DescaleParams>();
+        }
+        if spec.descale_keys.is_some() {
+            k = k.more_params::<BlockDescaleParams>();
+        }
+        let mut k = k.threads(self.threads);
         self.body(&mut k, spec);
         k
     }
@@ -250,6 +263,12 @@ impl Family for Schedule {
         packed: &mut Packed,
     ) -> Result<(), E> {
         packed.push(&self.params(spec, args));
+        if spec.kv.is_some() {
+            packed.extend(&DescaleParams::bind(args));
+        }
+        if spec.descale_keys.is_some() {
+            packed.extend(&BlockDescaleParams::bind(args));
+        }
         Ok(())
     }
 }
@@ -390,7 +409,7 @@ impl Step {
             let first = self.first(k, sequence, length);
             let position = if self.spec.is_masked() { k.add_u32(first, row) } else { first };
             let rows = [QUERIES, TURNED].map(|tensor| row_at(k, tensor, place));
-            self.turn(k, rows, mine, position);
+            self.turn(k, rows, mine, position, None);
         });
     }
 
@@ -441,11 +460,13 @@ impl Step {
                         let rows = [row_at(k, NEW_K, own.place), row_at(k, CACHE_K, to)];
                         let first = self.first(k, own.sequence, length);
                         let position = k.add_u32(first, own.row);
-                        self.turn(k, rows, mine, position);
+                        let descale = self.descale(k, Operand::K, own.sequence, head, key);
+                        self.turn(k, rows, mine, position, descale);
                     };
                     let values = |k: &mut KernelBuilder| {
                         let rows = [row_at(k, NEW_V, own.place), row_at(k, CACHE_V, to)];
-                        copy(k, rows, of_its_value, [0, self.spec.head_dim_v]);
+                        let descale = self.descale(k, Operand::V, own.sequence, head, key);
+                        self.copy(k, rows, of_its_value, [0, self.spec.head_dim_v], descale);
                     };
                     k.if_else(is_key, keys, values);
                 };
@@ -483,17 +504,43 @@ impl Step {
         (sequence, key, None)
     }
 
-    /// Copies this thread's part of a row, turned for a position.
-    fn turn(&self, k: &mut KernelBuilder, [from, to]: [Reg<B64>; 2], mine: Reg<B32>, position: Reg<B32>) {
+    /// The descale of a key's or a value's codes, if the cache has codes: 1 where none is given.
+    fn descale(
+        &self,
+        k: &mut KernelBuilder,
+        of: Operand,
+        sequence: Reg<B32>,
+        head: Reg<B32>,
+        key: Reg<B32>,
+    ) -> Option<Reg<F32>> {
+        self.spec.kv?;
+        Some(match self.spec.descale_keys {
+            None => DescaleParams::read(k, of, sequence, head),
+            Some(keys) => {
+                let block = k.div_u32(key, keys);
+                BlockDescaleParams::of(k, of, sequence, head).read_there(k, block)
+            }
+        })
+    }
+
+    /// Copies this thread's part of a row, turned for a position, and as codes where there is a descale.
+    fn turn(
+        &self,
+        k: &mut KernelBuilder,
+        [from, to]: [Reg<B64>; 2],
+        mine: Reg<B32>,
+        position: Reg<B32>,
+        descale: Option<Reg<F32>>,
+    ) {
         let (turned, width) = (self.schedule.turned(), self.spec.head_dim);
         let pairs = turned / (2 * ELEMENTS);
         let behind = |k: &mut KernelBuilder| {
             let mine = k.sub_u32(mine, pairs);
-            copy(k, [from, to], mine, [turned, width]);
+            self.copy(k, [from, to], mine, [turned, width], descale);
         };
-        let turns = |k: &mut KernelBuilder| self.turn_pair(k, [from, to], mine, position);
+        let turns = |k: &mut KernelBuilder| self.turn_pair(k, [from, to], mine, position, descale);
         match turned {
-            0 => copy(k, [from, to], mine, [0, width]),
+            0 => self.copy(k, [from, to], mine, [0, width], descale),
             _ if turned == width => turns(k),
             _ => {
                 let is_turned = k.setp_lt_u32(mine, pairs);
@@ -509,6 +556,7 @@ impl Step {
         [from, to]: [Reg<B64>; 2],
         mine: Reg<B32>,
         position: Reg<B32>,
+        descale: Option<Reg<F32>>,
     ) {
         let dtype = self.spec.dtype;
         let last = k.param(AppendParams::last);
@@ -544,12 +592,69 @@ impl Step {
             let xs = k.mul_f32(x, sin);
             turned[c][d] = k.fma_f32(y, cos, xs);
         }
+        if let Some(descale) = descale {
+            let to = k.mad_wide_u32(mine, step / 2, to);
+            for (piece, at) in [0, apart / 2].into_iter().enumerate() {
+                let pairs: [[Reg<F32>; 2]; 4] = std::array::from_fn(|i| turned[4 * piece + i]);
+                store_codes(k, to, at, pairs, descale);
+            }
+            return;
+        }
         let words = turned.map(|[low, high]| pack(k, dtype, low, high));
         let to = k.mad_wide_u32(mine, step, to);
         let piece = |first: usize| std::array::from_fn(|i| words[first + i]);
         k.st_global_vec::<B32, 4>(to, piece(0));
         k.st_global_vec::<B32, 4>(to.at(apart as i32), piece(4));
     }
+
+    /// Copies a thread's two pieces of a row's elements from `first` up to `end`, of which the last may have one; as codes
+    /// where there is a descale.
+    fn copy(
+        &self,
+        k: &mut KernelBuilder,
+        [from, to]: [Reg<B64>; 2],
+        mine: Reg<B32>,
+        [first, end]: [u32; 2],
+        descale: Option<Reg<F32>>,
+    ) {
+        // A piece of codes is half as wide.
+        let stored = if descale.is_some() { PIECE / 2 } else { PIECE };
+        let [first, pieces] = [first, end - first].map(|elements| elements / ELEMENTS);
+        let from = k.mad_wide_u32(mine, 2 * PIECE, from);
+        let to = k.mad_wide_u32(mine, 2 * stored, to);
+        let load = |k: &mut KernelBuilder, piece: u32| -> [Reg<B32>; 4] {
+            k.ld_global_vec(from.at(((first + piece) * PIECE) as i32))
+        };
+        let store = |k: &mut KernelBuilder, piece: u32, words: [Reg<B32>; 4]| {
+            let at = (first + piece) * stored;
+            match descale {
+                None => k.st_global_vec(to.at(at as i32), words),
+                Some(descale) => {
+                    let pairs = words.map(|word| unpack(k, self.spec.dtype, word));
+                    store_codes(k, to, at, pairs, descale);
+                }
+            }
+        };
+        let one = load(k, 0);
+        let second = |k: &mut KernelBuilder| {
+            let other = load(k, 1);
+            store(k, 1, other);
+        };
+        if pieces.is_multiple_of(2) {
+            second(k);
+        } else {
+            let has_two = k.setp_lt_u32(mine, pieces / 2);
+            k.if_(has_two, second);
+        }
+        store(k, 0, one);
+    }
+}
+
+/// Stores a piece's numbers, divided by a descale, as e4m3.
+fn store_codes(k: &mut KernelBuilder, to: Reg<B64>, at: u32, pairs: [[Reg<F32>; 2]; 4], descale: Reg<F32>) {
+    let [a, b, c, d] = pairs.map(|pair| pair.map(|number| k.div_f32(number, descale)));
+    let words = [[a, b], [c, d]].map(|[[a, b], [c, d]]| pack_e4m3(k, [a, b, c, d]));
+    k.st_global_vec::<B32, 2>(to.at(at as i32), words);
 }
 
 /// Whose row that is: each sequence has as many, or starts say which rows are whose.
@@ -590,26 +695,6 @@ fn own(
 fn length(k: &mut KernelBuilder, sequence: Reg<B32>) -> Reg<B32> {
     let (length, room) = (number(k, AppendParams::lengths, sequence), k.param(AppendParams::room));
     k.min_u32(length, room)
-}
-
-/// Copies a thread's two pieces of a row's elements from `first` up to `end`, of which the last may have one.
-fn copy(k: &mut KernelBuilder, [from, to]: [Reg<B64>; 2], mine: Reg<B32>, [first, end]: [u32; 2]) {
-    let [first, pieces] = [first, end - first].map(|elements| elements / ELEMENTS);
-    let from = k.mad_wide_u32(mine, 2 * PIECE, from);
-    let to = k.mad_wide_u32(mine, 2 * PIECE, to);
-    let at = |row: Reg<B64>, piece: u32| row.at(((first + piece) * PIECE) as i32);
-    let one: [Reg<B32>; 4] = k.ld_global_vec(at(from, 0));
-    let second = |k: &mut KernelBuilder| {
-        let other: [Reg<B32>; 4] = k.ld_global_vec(at(from, 1));
-        k.st_global_vec(at(to, 1), other);
-    };
-    if pieces.is_multiple_of(2) {
-        second(k);
-    } else {
-        let has_two = k.setp_lt_u32(mine, pieces / 2);
-        k.if_(has_two, second);
-    }
-    k.st_global_vec(at(to, 0), one);
 }
 
 /// The address of a row of a tensor.
@@ -656,6 +741,10 @@ mod tests {
         let without = Spec { key_lengths: false, ..spec() };
         let schedule: Any = "append:".parse().unwrap();
         assert!(schedule.check(&without, Target::Sm80).is_err());
+        let codes = Spec { kv: Some(ElementType::E4m3), ..spec() };
+        let error = schedule.check(&codes, Target::Sm80).unwrap_err().to_string();
+        assert!(error.contains("sm_89 or later"), "{error}");
+        assert_eq!(schedule.check(&codes, Target::Sm89), Ok(()));
     }
 
     #[test]

@@ -263,11 +263,13 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
     let (dtype, out) = (spec.dtype, spec.out);
     let takes_fp8 = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
     let cache = spec.kv == Some(ElementType::E4m3);
-    // What merges parts has nothing to do with keys.
-    if cache != (kernel == Kernel::Sm80Decode) && kernel != Kernel::Combine {
+    // What merges parts has nothing to do with keys, and what appends writes either.
+    let takes_either = matches!(kernel, Kernel::Combine | Kernel::Append);
+    if cache != (kernel == Kernel::Sm80Decode) && !takes_either {
         return Err(ScheduleError::Cache { kernel, cache });
     }
-    let in_blocks = takes_fp8 || matches!(kernel, Kernel::Sm80Decode | Kernel::Combine | Kernel::Quantize);
+    let in_blocks = takes_fp8
+        || matches!(kernel, Kernel::Sm80Decode | Kernel::Combine | Kernel::Quantize | Kernel::Append);
     if spec.descale_keys.is_some() && !in_blocks {
         let possible = "descales of blocks of keys are for sm80_fwd, sm90_fwd and, with 16-bit queries, sm80_decode; give one \
                         per kv head, or copy the tensors to the host and call Device::cpu()";

@@ -3,8 +3,8 @@
 use rayon::prelude::*;
 
 use crate::{
-    Layout, Name, Result, TensorBuf, TensorMut, Turning, append::lengths_after, contract::Call, layouts::Lie,
-    tensor::Raw,
+    Descales, Layout, Name, Problem, Result, TensorBuf, TensorMut, Turning, append::lengths_after,
+    contract::Call, descales::to_store, layouts::Lie, tensor::Raw,
 };
 
 /// Rows of queries that are worth a task of their own.
@@ -68,19 +68,60 @@ impl<'a> Angles<'a> {
     }
 }
 
+/// The codes of a cache of f8.
+struct Codes<'a> {
+    problem: &'a Problem,
+    descales: Descales<'a>,
+}
+
+impl Codes<'_> {
+    /// Writes a row of keys or values, whose numbers are those of `elements`, which it changes, under the descale of the
+    /// sequence's key.
+    fn write(
+        &self,
+        (to, place): (&Raw, [usize; 3]),
+        which: Name,
+        [sequence, key]: [usize; 2],
+        elements: &mut [f32],
+    ) {
+        let block = self.problem.descale_block(key);
+        let [_, of_k, of_v] = self.descales.at(sequence, place[1], block);
+        let descale = if which == Name::K { of_k } else { of_v };
+        for x in &mut *elements {
+            *x = to_store(*x, descale);
+        }
+        TensorMut::of(*to).write_row(place[0], place[1], place[2], elements);
+    }
+}
+
 /// Writes the new keys and values. Each head is written by one thread, so that two sequences with the same rows do no harm.
 fn write(call: &Call<'_>, before: &[u32], after: &[u32], angles: Option<&Angles<'_>>) {
     let lie = Lie::of_keys(&call.problem, &call.tensors);
     let starts = call.tensors.get(Name::NewStarts).map(Raw::indices);
     let new = starts.map_or(Lie::Dense, Lie::Packed);
     let [new_k, new_v, k, v] = [Name::NewK, Name::NewV, Name::K, Name::V].map(|name| &call.tensors[name]);
-    (0..call.problem.heads_kv).into_par_iter().for_each(|head| {
+    let problem = &call.problem;
+    let codes = problem.is_eight_bit().then(|| Codes { problem, descales: Descales::among(&call.tensors) });
+    (0..problem.heads_kv).into_par_iter().for_each(|head| {
         let mut room = angles.map(Angles::room);
+        let [mut key, mut value] = [problem.head_dim, problem.head_dim_v].map(|dim| vec![0.0; dim]);
         for (sequence, (&before, &after)) in before.iter().zip(after).enumerate() {
             for row in 0..(after - before) as usize {
                 let of_head = |[entry, row]: [usize; 2]| [entry, head, row];
                 let from = of_head(new.place(sequence, row));
-                let to = of_head(lie.place(sequence, before as usize + row));
+                let at = before as usize + row;
+                let to = of_head(lie.place(sequence, at));
+                if let Some(codes) = &codes {
+                    for (of, elements) in [(new_k, &mut key), (new_v, &mut value)] {
+                        of.read_row(from[0], from[1], from[2], elements);
+                    }
+                    if let (Some(angles), Some([_, cos, sin])) = (angles, &mut room) {
+                        angles.turn(sequence, row, &mut key, [cos, sin]);
+                    }
+                    codes.write((k, to), Name::K, [sequence, at], &mut key);
+                    codes.write((v, to), Name::V, [sequence, at], &mut value);
+                    continue;
+                }
                 new_v.copy_row(from, v, to);
                 match (angles, &mut room) {
                     (Some(angles), Some(room)) => {

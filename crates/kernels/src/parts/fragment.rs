@@ -39,7 +39,7 @@ pub(crate) fn pack(k: &mut KernelBuilder, dtype: ElementType, first: Reg<F32>, s
 }
 
 /// Four numbers rounded to e4m3, the first in the lowest byte.
-fn pack_e4m3(k: &mut KernelBuilder, [a, b, c, d]: [Reg<F32>; 4]) -> Reg<B32> {
+pub(crate) fn pack_e4m3(k: &mut KernelBuilder, [a, b, c, d]: [Reg<F32>; 4]) -> Reg<B32> {
     let (low, high) = (k.cvt_rn_satfinite_e4m3x2_f32(b, a), k.cvt_rn_satfinite_e4m3x2_f32(d, c));
     k.pack_b32(low, high)
 }

@@ -179,8 +179,10 @@ pub(super) fn appending(
         packed: append.total.is_some(),
         threads: 128,
     };
-    let Spec { dtype, head_dim, head_dim_v, left, right, packed_q, packed_k, page, .. } = *spec;
-    let plain = Spec { head_dim_v, left, right, key_lengths: true, ..Spec::new(dtype, head_dim) };
+    let Spec { dtype, kv, descale_keys, head_dim, head_dim_v, left, right, packed_q, packed_k, page, .. } =
+        *spec;
+    let plain =
+        Spec { kv, descale_keys, head_dim_v, left, right, key_lengths: true, ..Spec::new(dtype, head_dim) };
     let (schedule, spec) = (Schedule::Append(of), Spec { packed_q, packed_k, page, ..plain });
     schedule.check(&spec, hardware.target)?;
     let geometry = schedule.geometry(&spec);
