@@ -10,6 +10,7 @@
 //!
 //! A crate of its own because it is small and must be fast, while the workbench around it is large and need not be.
 
+mod codes;
 pub mod conditioning;
 pub mod cover;
 pub mod diagnose;

@@ -11,10 +11,12 @@
 //! Where a call appends, the dense problem is what attention is to see: all keys, and queries and new keys already turned. The
 //! engine gets the last keys apart from the cache, and what is to be turned as it was before. That can be had exactly, because
 //! every angle in the tables is a multiple of 90 degrees: another for each position and each pair, so that a wrong one shows.
+//! For a cache of 8 bits, a new number is one of those that become the code of the dense problem (`codes.rs`).
 
 use flashcore::signature::{Parameter, PerTensor, Rows};
 use flashcore::{Appending, Keys, Name, Problem, Queries, Turning};
 
+use crate::codes::number_of;
 use crate::guarded::{Arrangement, Guarded};
 use crate::rng::Rng;
 use crate::rule::Row;
@@ -181,8 +183,42 @@ impl Placing {
         placed
     }
 
+    /// What a new row is of an engine that is to store this one of the dense problem's keys or values.
+    fn unstored<'a>(
+        &self,
+        name: Name,
+        row: &Row,
+        elements: &mut [f32],
+        dense: &impl Fn(Name) -> &'a Guarded,
+    ) {
+        if !self.problem.is_eight_bit() {
+            return;
+        }
+        let (which, of) = if name == Name::NewK { (1, Name::KDescale) } else { (2, Name::VDescale) };
+        let mut descale = [1.0];
+        if self.problem.descales[which] {
+            let block = self.problem.descale_block(row.position);
+            dense(of).view().read_row(row.batch, row.head, block, &mut descale);
+        }
+        let head = row.batch * self.problem.heads_kv + row.head;
+        let mut rng = Rng::stream(which as u64, (head * self.problem.len_k + row.position) as u64);
+        for x in elements {
+            *x = number_of(*x, descale[0], self.problem.dtype, &mut rng);
+        }
+    }
+
     /// An input of a call that appends, as it is before.
-    fn unappended(&self, of: &Parameter, append: &Appending, dense: &Guarded) -> Guarded {
+    fn unappended<'a>(
+        &self,
+        of: &Parameter,
+        append: &Appending,
+        dense: &impl Fn(Name) -> &'a Guarded,
+    ) -> Guarded {
+        let of_dense = dense(match of.name {
+            Name::NewK => Name::K,
+            Name::NewV => Name::V,
+            name => name,
+        });
         let new_row = |row: &Row| row.position.checked_sub(self.before()[row.batch] as usize);
         let turn_back = |elements: &mut [f32], sequence: usize, ahead: usize| {
             if let Some(turning) = &append.rotary {
@@ -191,15 +227,17 @@ impl Placing {
         };
         match of.name {
             Name::K | Name::V => {
-                self.put_some(of, Rows::Keys, dense, |row, _| new_row(row).is_none().then(|| self.place(row)))
+                let held = |row: &Row, _: &mut [f32]| new_row(row).is_none().then(|| self.place(row));
+                self.put_some(of, Rows::Keys, of_dense, held)
             }
-            Name::Q => self.put_some(of, Rows::Queries, dense, |row, elements| {
+            Name::Q => self.put_some(of, Rows::Queries, of_dense, |row, elements| {
                 let ahead = row.position - self.padding(row.batch);
                 turn_back(elements, row.batch, if self.problem.turns_by_row() { ahead } else { 0 });
                 Some(self.place(row))
             }),
-            _ => self.put_some(of, Rows::Keys, dense, |row, elements| {
+            _ => self.put_some(of, Rows::Keys, of_dense, |row, elements| {
                 let ahead = new_row(row)?;
+                self.unstored(of.name, row, elements, dense);
                 if of.name == Name::NewK {
                     turn_back(elements, row.batch, ahead);
                 }
@@ -276,15 +314,10 @@ pub(crate) fn placed<'a>(placing: &Placing, dense: impl Fn(Name) -> &'a Guarded)
     let mut tensors = PerTensor::default();
     let append = placing.problem.append;
     for of in placing.problem.signature().inputs() {
-        let of_dense = match of.name {
-            Name::NewK => Name::K,
-            Name::NewV => Name::V,
-            name => name,
-        };
         let tensor = match (of.rows, append) {
             (Rows::Positions, Some(Appending { rotary: Some(turning), .. })) => table(&turning, of),
             (Rows::Queries | Rows::Keys | Rows::NewKeys, Some(append)) => {
-                placing.unappended(of, &append, dense(of_dense))
+                placing.unappended(of, &append, &dense)
             }
             (Rows::Places, _) => placing.places(of),
             (Rows::Heads, _) => dense(of.name).clone(),
