@@ -1,4 +1,4 @@
-//! Faults of those who append to a cache: into the wrong rows, or turned in the wrong way.
+//! Faults of those who append to a cache: into the wrong rows, turned in the wrong way, or as the wrong codes of 8 bits.
 
 use flashcore::{Append, Attention, Device, Problem, Tensor, TensorMut};
 
@@ -15,16 +15,53 @@ enum Miswrite {
     WrongConvention,
     NotTurned,
     RowTooMany,
+    TimesDescale,
+    NeighboursDescale,
+    NotSaturated,
 }
 
 impl Miswrite {
-    const ALL: [(Miswrite, &'static str); 5] = [
-        (Miswrite::WrongSlot, "new keys are appended one row too early"),
-        (Miswrite::WrongPosition, "rotary embeddings are of the position before"),
-        (Miswrite::WrongConvention, "rotary embeddings turn neighbours"),
-        (Miswrite::NotTurned, "new keys and queries are not turned"),
-        (Miswrite::RowTooMany, "the row behind the last new key is written too"),
+    /// Each with whether it is about a cache of 8 bits.
+    const ALL: [(Miswrite, bool, &'static str); 9] = [
+        (Miswrite::WrongSlot, false, "new keys are appended one row too early"),
+        (Miswrite::WrongPosition, false, "rotary embeddings are of the position before"),
+        (Miswrite::WrongConvention, false, "rotary embeddings turn neighbours"),
+        (Miswrite::NotTurned, false, "new keys and queries are not turned"),
+        (Miswrite::RowTooMany, false, "the row behind the last new key is written too"),
+        (Miswrite::WrongSlot, true, "codes of 8 bits are appended one row too early"),
+        (Miswrite::TimesDescale, true, "new keys and values are multiplied by the descale"),
+        (Miswrite::NeighboursDescale, true, "new keys and values have the descale of the next head"),
+        (Miswrite::NotSaturated, true, "new keys and values beyond the largest code become NaN"),
     ];
+
+    /// What is stored in the place of a number, for its descale and that of the next head.
+    fn instead(self, stored: f32, [descale, next]: [f32; 2]) -> f32 {
+        match self {
+            Miswrite::TimesDescale => stored * descale * descale,
+            Miswrite::NeighboursDescale => stored * descale / next,
+            Miswrite::NotSaturated if stored.abs() == 448.0 => f32::NAN,
+            _ => stored,
+        }
+    }
+
+    /// Changes the new rows of a dense cache of 8 bits, which an engine has written rightly.
+    fn change_codes(self, problem: &Problem, attention: &Attention<'_>, [k, v]: [&mut TensorMut<'_>; 2]) {
+        let (descales, added) = (attention.given_descales(), problem.append.map_or(0, |append| append.len));
+        let before = attention.host_key_lengths().unwrap_or_default();
+        for (which, cache) in [(1, k), (2, v)] {
+            let [_, heads, _, width] = cache.shape();
+            let mut row = vec![0.0; width];
+            for (entry, head) in (0..before.len()).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+                for key in (before[entry] as usize..).take(added) {
+                    let block = problem.descale_block(key);
+                    let of = [head, (head + 1) % heads].map(|head| descales.at(entry, head, block)[which]);
+                    cache.as_tensor().read_row(entry, head, key, &mut row);
+                    row.iter_mut().for_each(|x| *x = self.instead(*x, of));
+                    cache.write_row(entry, head, key, &row);
+                }
+            }
+        }
+    }
 }
 
 /// An engine that appends, right or with a slip.
@@ -80,6 +117,9 @@ impl Engine for Appends {
             _ => {}
         }
         called.append_into(&Device::cpu(), &new, q, k, v, o, lse)?;
+        if let Some(slip) = self.slip.filter(|_| problem.is_eight_bit() && problem.is_dense()) {
+            slip.change_codes(&problem, attention, [&mut *k, &mut *v]);
+        }
         if self.slip == Some(Miswrite::RowTooMany) && problem.is_dense() {
             let mut row = vec![0.0; problem.head_dim];
             let added = problem.append.map_or(0, |append| append.len);
@@ -97,8 +137,13 @@ impl Engine for Appends {
 
 /// Every trial.
 pub fn trials() -> Vec<Trial> {
-    let through =
-        |slip| move || through_corpus(&Appends { slip }, |case: &Case| case.problem.append.is_some());
-    let faults = Miswrite::ALL.map(|(slip, name)| Trial::fault(name, JUDGE, through(Some(slip))));
-    faults.into_iter().chain([Trial::honest("appends", JUDGE, through(None))]).collect()
+    let through = |slip, eight: Option<bool>| {
+        let shows = move |Case { problem, .. }: &Case| {
+            problem.append.is_some() && eight.is_none_or(|eight| eight == problem.is_eight_bit())
+        };
+        move || through_corpus(&Appends { slip }, shows)
+    };
+    let faults =
+        Miswrite::ALL.map(|(slip, eight, name)| Trial::fault(name, JUDGE, through(Some(slip), Some(eight))));
+    faults.into_iter().chain([Trial::honest("appends", JUDGE, through(None, None))]).collect()
 }
