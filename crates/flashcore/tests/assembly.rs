@@ -10,7 +10,10 @@ use std::sync::{
 use flashcore::plan::choose::{default_schedule, merge, schedules};
 use flashcore::plan::{Hardware, Plan};
 use flashcore::{DType, Keys, Mask, Problem, Queries};
-use flashcore_kernels::{ElementType, Kernel, Schedule, Spec, sm80, sm90};
+use flashcore_kernels::{
+    ElementType, Kernel, Schedule, Spec, sm80,
+    sm90::{self, combine},
+};
 use flashcore_ptx::{
     Op, Target,
     ptxas::Ptxas,
@@ -319,6 +322,8 @@ fn heads_as_rows_of_one_tile_assemble_without_a_spill() {
         let cache = Spec { kv: Some(ElementType::E4m3), scaled_scores: spec.softcap, ..spec };
         let decode = default_schedule(Kernel::Sm80Decode, &cache, Target::Sm89).unwrap();
         work.extend([Target::Sm89, Target::Sm90a].map(|target| (decode, cache, target)));
+        let combine = Schedule::Combine(combine::Schedule { warps: 8, shift: 0 });
+        work.extend([Target::Sm80, Target::Sm89].map(|target| (combine, cache, target)));
     }
     work.sort_by_key(|(schedule, spec, target)| (schedule.to_string(), format!("{spec:?}"), *target));
     work.dedup();

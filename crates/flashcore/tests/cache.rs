@@ -57,7 +57,7 @@ fn the_cpu_computes_what_a_cache_stands_for() {
 fn simulated_gpus_compute_what_a_cache_stands_for() {
     use flashcore::{plan::Target, sim::SimGpu};
 
-    for (target, sms) in [(Target::Sm89, 4), (Target::Sm90a, 4), (Target::Sm90a, 20)] {
+    for (target, sms) in [4, 20].into_iter().flat_map(|sms| [(Target::Sm89, sms), (Target::Sm90a, sms)]) {
         check(&Device::sim(SimGpu::new(target).with_sms(sms)));
     }
 }
@@ -77,7 +77,9 @@ fn a_cache_has_its_own_kernel_and_too_many_queries_are_refused_with_what_to_do()
     // 8 heads of keys on 132 SMs.
     assert_eq!(long.main().grid, [8, 16, 1]);
     let ada = plan(text, Target::Sm89).unwrap();
-    assert_eq!((ada.launches.len(), ada.kernel()), (1, Kernel::Sm80Decode));
+    let kernels: Vec<Kernel> = ada.launches.iter().map(Launch::kernel).collect();
+    assert_eq!(kernels, [Kernel::Sm80Decode, Kernel::Combine]);
+    assert_eq!(ada.main().grid, [8, 7, 1]);
     let rows = plan("1x32/8x5/100x128 bf16 kv=f8 causal", Target::Sm89).unwrap();
     assert_eq!(rows.main().grid, [8 * 2, 1, 1], "20 rows in tiles of 16");
     let many = plan("1x32/8x33/100x128 bf16 kv=f8", Target::Sm90a).unwrap_err();

@@ -101,10 +101,8 @@ impl Kernel {
 
     /// Whether its code runs on a target.
     pub fn runs_on(self, target: Target) -> bool {
-        !matches!(
-            self,
-            Kernel::Sm90Fwd | Kernel::Combine | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish | Kernel::Sm90BwdWide
-        ) || target == Target::Sm90a
+        !matches!(self, Kernel::Sm90Fwd | Kernel::Sm90Bwd | Kernel::Sm90BwdFinish | Kernel::Sm90BwdWide)
+            || target == Target::Sm90a
     }
 }
 

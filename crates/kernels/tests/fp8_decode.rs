@@ -330,6 +330,8 @@ fn parts_are_merged_as_those_of_16_bits() {
     check(&Case { descales: [descales(), descales()], ..case.clone() }, schedule(4, 32, 2, 4));
     let capped = Case { softcap: Some(2.0), descales: [descales(), None], ..case };
     check(&capped, schedule(4, 32, 2, 4));
+    // Without what lets one launch begin beside another, too.
+    check_on(&capped, schedule(4, 32, 2, 4), Target::Sm89);
 }
 
 #[test]
@@ -458,8 +460,6 @@ fn what_cannot_be_is_refused() {
     assert_eq!(good.check(&spec, Target::Sm89), Err(ScheduleError::Shared(shared(good, &spec))));
     assert_eq!(good.check(&spec, Target::Sm90a), Ok(()));
     assert!(refused(good, spec, Target::Sm80).to_string().contains("sm_89"));
-    let parts = decode::Schedule { parts: 2, ..good };
-    assert!(refused(parts, spec, Target::Sm89).to_string().contains("sm_90a"));
     assert!(refused(good, Spec::new(ElementType::E4m3, 128), Target::Sm90a).to_string().contains("bf16"));
     let odd = decode::Schedule { keys: 24, ..good };
     assert!(refused(odd, spec, Target::Sm90a).to_string().contains("16 or 32 keys"));

@@ -204,8 +204,8 @@ impl Family for Schedule {
                 possible: "multiples of 16 from 16 to 256",
             });
         }
-        if target == Target::Sm80 || (parts > 1 && target != Target::Sm90a) {
-            return refuse("e4m3 needs sm_89 or later, and parts are merged on sm_90a only".into());
+        if target == Target::Sm80 {
+            return refuse("e4m3 needs sm_89 or later".into());
         }
         if !(1..=16).contains(&warps) || ![16, 32].contains(&keys) || !(2..=8).contains(&stages) || parts == 0
         {

@@ -234,10 +234,13 @@ impl Schedule {
     }
 
     fn body(self, k: &mut KernelBuilder, spec: &Spec) {
-        k.comment(
-            "whoever comes next may set itself up beside this grid, as this one does beside the one before",
-        );
-        k.griddepcontrol(GridDep::LaunchDependents);
+        let beside = k.target() >= Target::Sm90;
+        if beside {
+            k.comment(
+                "whoever comes next may set itself up beside this grid, as this one does beside the one before",
+            );
+            k.griddepcontrol(GridDep::LaunchDependents);
+        }
         let tid = k.tid_x();
         let (lane, warp) = (k.and_b32(tid, 31u32), k.shr_u32(tid, 5u32));
         let handles = ScoreHandles {
@@ -265,7 +268,9 @@ impl Schedule {
             [CombineParams::partial_o_batch, CombineParams::partial_o_head, CombineParams::partial_o_row],
         );
         let next_partial = query.to_next_part(k, CombineParams::partial_o_row);
-        k.griddepcontrol(GridDep::Wait);
+        if beside {
+            k.griddepcontrol(GridDep::Wait);
+        }
 
         // The values do not wait for their weights: all of a warp's first reads are in flight at once.
         let columns = Columns::new(k, spec, lane);

@@ -1,5 +1,6 @@
 //! The choice of the schedule for Ampere and Ada. The schedules were measured on an H200, for want of their own GPUs.
 
+use crate::{Keys, Problem, Queries, plan::Hardware};
 use flashcore_kernels::{
     Order, Schedule, ScheduleError, Spec,
     sm80::{
@@ -7,9 +8,6 @@ use flashcore_kernels::{
         decode, fwd,
     },
 };
-use flashcore_ptx::Target;
-
-use crate::{Keys, Problem, Queries, plan::Hardware};
 
 /// The most queries that packed sequences have on average where blocks of 128 would be mostly empty. It was not measured.
 const SHORT: usize = 64;
@@ -82,10 +80,9 @@ pub(super) fn decode(
     let all = decoding(spec);
     let one = all.into_iter().find(fits).unwrap_or(all[0]);
     let tiles = problem.batch * problem.heads_q * problem.len_q.div_ceil(decode::ROWS as usize);
-    // A part has at least a step for each of its warps. Parts are merged on Hopper alone.
+    // A part has at least a step for each of its warps.
     let most = problem.len_k.div_ceil((one.keys * one.warps) as usize).max(1);
     let parts = (hardware.sms as usize / tiles.max(1)).clamp(1, most);
-    let parts = if hardware.target == Target::Sm90a { parts } else { 1 };
     let schedule = Schedule::Sm80Decode(decode::Schedule { parts: parts as u32, ..one });
     schedule.check(spec, hardware.target)?;
     let sms = hardware.sms;
