@@ -110,6 +110,8 @@ impl Launch {
         // Batch entries and rows as tiles of so many count them.
         let packed = |total: usize, rows: u32| match geometry.blocks {
             Blocks::Packed { .. } | Blocks::EachPacked => [batch as u32, total as u32],
+            // A tile of one row is always full. Without sequences there is none.
+            _ if rows == 1 => [batch.min(1) as u32, total as u32],
             // Tiles are numbered as if all were one entry's.
             _ => [1, rows * packed_tiles(rows, total as u32, batch as u32)],
         };
@@ -386,16 +388,10 @@ fn spec(folded: &Folded, hardware: &Hardware) -> Result<Spec> {
                         call Device::cpu()";
         return refuse(format!("the backward pass of {what}"), possible);
     }
-    let rows = problem.group() * problem.len_q;
-    if problem.dtype_kv.is_some() && rows > fold::MOST_ROWS {
-        let possible =
-            "up to 128; with more make q f8 too, or copy the tensors to the host and call Device::cpu()";
-        return refuse(format!("{rows} queries per kv head against keys and values of f8"), possible);
-    }
     if let Some(what) = choose::no_places(problem, hardware.target) {
-        let possible = "the forward pass of f16, bf16 and, from Ada on, f8 (of a cache in f8 for dense queries and pages of a \
-                        multiple of 16), and the backward pass of packed sequences, with head dims in multiples of 8 up to \
-                        256; for others copy the tensors to the host and call Device::cpu()";
+        let possible = "the forward pass of f16, bf16 and, from Ada on, f8 (of a cache in f8 with pages of a multiple of 16), and \
+                        the backward pass of packed sequences, with head dims in multiples of 8 up to 256; for others copy the \
+                        tensors to the host and call Device::cpu()";
         return refuse(what, possible);
     }
     let dtype = element(problem.dtype);

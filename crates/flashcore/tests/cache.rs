@@ -64,7 +64,7 @@ fn simulated_gpus_compute_what_a_cache_stands_for() {
 
 #[cfg(feature = "cuda")]
 #[test]
-fn a_cache_has_its_own_kernel_and_too_many_queries_are_refused_with_what_to_do() {
+fn a_cache_has_its_own_kernel_for_any_number_of_queries() {
     use flashcore::plan::{Hardware, Kernel, Launch, Plan, Target};
 
     let plan =
@@ -82,9 +82,9 @@ fn a_cache_has_its_own_kernel_and_too_many_queries_are_refused_with_what_to_do()
     assert_eq!(ada.main().grid, [8, 7, 1]);
     let rows = plan("1x32/8x5/100x128 bf16 kv=f8 causal", Target::Sm89).unwrap();
     assert_eq!(rows.main().grid, [8 * 2, 1, 1], "20 rows in tiles of 16");
-    let many = plan("1x32/8x33/100x128 bf16 kv=f8", Target::Sm90a).unwrap_err();
-    let Error::Unsupported { what, possible, .. } = many else { panic!("{many:?}") };
-    assert!(what.contains("132 queries per kv head") && possible.contains("up to 128"), "{what}: {possible}");
+    let prompt = plan("2x32/8x1000/3000x128 bf16 kv=f8 causal", Target::Sm90a).unwrap();
+    assert_eq!(prompt.launches.len(), 1);
+    assert_eq!(prompt.main().grid, [2 * 8 * 250, 1, 1], "4000 rows in tiles of 16");
     // No other kernel takes such keys, and this one no others.
     let hopper = Hardware::typical(Target::Sm90a);
     for (text, kernel) in [
@@ -118,12 +118,37 @@ fn a_cache_in_pages_is_read_from_ada_on() {
     for (text, target, why) in [
         (text.to_owned(), Target::Sm80, "sm_89"),
         (text.replace("page=16", "page=24"), Target::Sm90a, "pages of 24 keys"),
-        (text.replace("page=16/2048", "packed-k=9000"), Target::Sm90a, "packed"),
-        (text.replace("page=16/2048", "packed-q=8 page=16/2048"), Target::Sm90a, "packed queries"),
+        (text.replace("page=16/2048", "packed-q=8 page=24/2048"), Target::Sm89, "pages of 24 keys"),
     ] {
         let Err(Error::Unsupported { what, .. }) = plan(&text, target) else { panic!("{text}") };
         assert!(what.contains(why), "{text}: {what}");
     }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_cache_may_be_packed_and_so_may_its_queries() {
+    use flashcore::plan::{Hardware, Kernel, Plan, Target};
+
+    for target in [Target::Sm89, Target::Sm90a] {
+        // Of the tiles that 20 queries of 8 sequences may have, each with 4 heads that share keys: all that are full, and one
+        // for each sequence.
+        for keys in ["page=16/2048", "packed-k=9000 key-lengths", "apart-k=9000 key-lengths", ""] {
+            let text = format!("8x32/8x9/4096x128 bf16 kv=f8 descales=kv causal packed-q=20 {keys}");
+            let plan = Plan::choose(&text.parse().unwrap(), &Hardware::typical(target)).unwrap();
+            assert_eq!(
+                (plan.kernel(), plan.main().grid[0]),
+                (Kernel::Sm80Decode, 8 * (80 / 16 + 8)),
+                "{plan}"
+            );
+            plan.main().module(target).unwrap();
+        }
+    }
+    let few = "2x8/2x4/9000x64 f16 kv=f8 causal packed=7/9000";
+    let plan = Plan::choose(&few.parse().unwrap(), &Hardware::typical(Target::Sm90a)).unwrap();
+    // A row of the workspace, and one block that merges, for each row.
+    assert_eq!([plan.main().grid, plan.launches[1].grid], [[2 * 3, 33, 1], [2 * 28, 1, 1]], "{plan}");
+    assert_eq!(plan.workspace_bytes(), 33 * 56 * 64 * 4 + (33_usize * 56 * 2 * 4).next_multiple_of(256));
 }
 
 #[test]

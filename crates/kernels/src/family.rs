@@ -293,14 +293,18 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
 pub(crate) fn check_layout(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleError> {
     let refuse =
         |what: &str, only: &str| Err(ScheduleError::malformed(format!("{kernel} with {what}: {only}")));
-    let takes = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd | Kernel::Append);
+    // What merges parts has nothing to do with keys, and knows where sequences of queries end.
+    let takes = matches!(
+        kernel,
+        Kernel::Sm80Fwd | Kernel::Sm90Fwd | Kernel::Sm80Decode | Kernel::Combine | Kernel::Append
+    );
     let backward =
         Kernel::BACKWARD.contains(&kernel) || matches!(kernel, Kernel::BwdRows | Kernel::Sm90BwdFinish);
     if (spec.packed_q || spec.packed_k) && !(takes || backward) {
-        return refuse("packed sequences", "only sm80_fwd, sm90_fwd and the backward kernels take them so");
+        let only = "only sm80_fwd, sm90_fwd, sm80_decode and the backward kernels take them so";
+        return refuse("packed sequences", only);
     }
-    // What merges parts has nothing to do with keys.
-    if spec.page.is_some() && !takes && !matches!(kernel, Kernel::Sm80Decode | Kernel::Combine) {
+    if spec.page.is_some() && !takes {
         return refuse("keys in pages", "only sm80_fwd, sm90_fwd and sm80_decode take them so");
     }
     match spec.page {

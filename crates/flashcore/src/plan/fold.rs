@@ -14,7 +14,7 @@ const MOST_QUERIES: usize = 16;
 const WARPGROUP: usize = 64;
 
 /// The most rows of such a tile, over all heads and queries: two warpgroups have as many.
-pub(super) const MOST_ROWS: usize = 128;
+const MOST_ROWS: usize = 128;
 
 /// A problem as a kernel is to see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,11 +30,17 @@ pub(crate) struct Folded {
 /// The problem as a kernel is to see it.
 pub(crate) fn fold(problem: &Problem, kernel: Kernel) -> Folded {
     let (group, as_it_is) = (problem.group(), Folded { problem: *problem, rows_per_query: 1 });
-    if problem.heads_kv == 0 || problem.len_q == 0 || problem.queries != Queries::Dense {
+    // Other kernels find tiles of packed queries among those of one head.
+    let is_packed = problem.queries != Queries::Dense;
+    if problem.heads_kv == 0 || problem.len_q == 0 || is_packed && kernel != Kernel::Sm80Decode {
         return as_it_is;
     }
-    let rows = Problem { heads_q: problem.heads_kv, len_q: group * problem.len_q, ..*problem };
-    if problem.len_q == 1 && sees_all(problem) {
+    let queries = match problem.queries {
+        Queries::Dense => Queries::Dense,
+        Queries::Packed { total } => Queries::Packed { total: group * total },
+    };
+    let rows = Problem { heads_q: problem.heads_kv, len_q: group * problem.len_q, queries, ..*problem };
+    if problem.len_q == 1 && sees_all(problem) && !is_packed {
         // The only query of a head sees the same keys as that of the next, so heads that share keys are as good as queries
         // of one head.
         return Folded { problem: Problem { mask: Mask::None, ..rows }, rows_per_query: 1 };
@@ -57,7 +63,7 @@ fn unfoldable(problem: &Problem, kernel: Kernel) -> Option<String> {
             Some(format!("{group} heads do not fit a warpgroup's {WARPGROUP} rows"))
         }
         Kernel::Sm90Fwd if len_q > MOST_QUERIES => Some(format!("{len_q} queries fill tiles of one head")),
-        Kernel::Sm90Fwd | Kernel::Sm80Decode if rows > MOST_ROWS => many(),
+        Kernel::Sm90Fwd if rows > MOST_ROWS => many(),
         Kernel::Sm90Fwd | Kernel::Sm80Decode => None,
         _ => Some(format!("{kernel} has the rows of one head in a tile")),
     }
@@ -141,8 +147,11 @@ mod tests {
         }
         assert_eq!(rows(several(1, Mask::CausalTopLeft), Kernel::Sm90Fwd), (8, 4, 4));
         assert_eq!(rows(several(17, Mask::None), Kernel::Sm90Fwd), (32, 17, 1));
-        assert_eq!(rows(several(32, Mask::None), Kernel::Sm80Decode), (8, 128, 4));
-        assert_eq!(rows(several(33, Mask::None), Kernel::Sm80Decode), (32, 33, 1));
+        assert_eq!(rows(several(33, Mask::None), Kernel::Sm80Decode), (8, 132, 4));
+        let packed = several(5, Mask::Causal).with_queries(Queries::Packed { total: 9 });
+        assert_eq!(rows(packed, Kernel::Sm90Fwd), (32, 5, 1));
+        assert_eq!(rows(packed, Kernel::Sm80Decode), (8, 20, 4));
+        assert_eq!(fold(&packed, Kernel::Sm80Decode).problem.queries, Queries::Packed { total: 36 });
         let own_keys = several(3, Mask::Causal).with_kv(32, 1000);
         assert_eq!(rows(own_keys, Kernel::Sm90Fwd), (32, 3, 1));
         assert_eq!(rows(several(3, Mask::Causal).backward(), Kernel::Sm90Fwd), (32, 3, 1));

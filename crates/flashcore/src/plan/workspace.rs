@@ -78,8 +78,11 @@ impl Workspace {
         if workspace.parts == 1 {
             return workspace;
         }
-        let rows = [folded.batch, folded.heads_q, workspace.parts * folded.len_q];
-        let [batch, heads, rows] = rows;
+        let (batch, rows) = match folded.queries {
+            Queries::Dense => (folded.batch, folded.len_q),
+            Queries::Packed { total } => (1, total),
+        };
+        let (heads, rows) = (folded.heads_q, workspace.parts * rows);
         // Two numbers per row: what it is relative to, and its sum.
         for (operand, columns) in [(Operand::PartialO, folded.head_dim_v), (Operand::PartialState, 2)] {
             workspace.push(operand, [batch, heads, rows, columns]);

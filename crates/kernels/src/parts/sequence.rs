@@ -108,14 +108,20 @@ fn first_tile(k: &mut KernelBuilder, start: Reg<B32>, sequence: Reg<B32>, rows: 
     k.add_u32(before, sequence)
 }
 
-/// The sequence that a tile of so many rows would be of, and its number there.
-pub(crate) fn find_tile(k: &mut KernelBuilder, starts: Starts, rows: u32, number: Reg<B32>) -> [Reg<B32>; 2] {
+/// The sequence that a tile of so many rows would be of, and its number there, where each token has so many rows.
+pub(crate) fn find_tile(
+    k: &mut KernelBuilder,
+    starts: Starts,
+    [rows, rows_per_token]: [u32; 2],
+    number: Reg<B32>,
+) -> [Reg<B32>; 2] {
     k.comment("the last sequence whose tiles begin at this number or before");
     let (starts, sequences) = (k.param(starts), k.param(PackedParams::sequences));
     let (found, past) = (k.mov_b32(0u32), k.mov_b32(sequences));
     let tile_of = |k: &mut KernelBuilder, sequence: Reg<B32>| {
         let at = k.mad_wide_u32(sequence, 4u32, starts);
         let start = k.ld_global::<B32>(at);
+        let start = if rows_per_token == 1 { start } else { k.mul_lo_u32(start, rows_per_token) };
         first_tile(k, start, sequence, rows)
     };
     k.while_(

@@ -193,7 +193,7 @@ impl Schedule {
         let all_heads = k.div_u32(tile, head_tiles);
         let block = k.rem_u32(tile, head_tiles);
         let [q_starts, _] = sequence::starts(spec);
-        let sequence = q_starts.map(|starts| sequence::find_tile(k, starts, ROW_PADDING, block));
+        let sequence = q_starts.map(|starts| sequence::find_tile(k, starts, [ROW_PADDING, 1], block));
         let block = sequence.map_or(block, |[_, block]| block);
         let first_row = k.mul_lo_u32(block, ROW_PADDING);
         let batch = k.div_u32(all_heads, heads);

@@ -13,7 +13,8 @@
 //! Blocks of keys may have descales of their own, if every step lies in one: scores are multiplied by the keys', and what a step
 //! adds to the output is made apart and multiplied by the values'.
 //!
-//! Keys and values may lie in pages of a pool, where every step of keys lies in one: its number is read while the step before it
+//! Sequences of queries and of keys may be packed; tiles of queries are then found as `sm80_fwd` finds them, and end with their
+//! sequence. Keys and values may lie in pages of a pool, where every step of keys lies in one: its number is read while the step before it
 //! is copied.
 //!
 //! Where there are too few rows to fill the GPU, the keys are cut into parts, and [`combine`](crate::sm90::combine) merges
@@ -34,8 +35,10 @@ use crate::{
             BlockDescaleParams, BlockDescales, DescaleParams, PageParams, PoolParams, TENSORS, check_rows,
         },
         softmax::{NEG_INF, OnlineRow, OnlineSoftmax, SoftmaxParams},
-        work::{KeyRange, QueryRows, Rows, Work, first_query_head},
+        work::{KeyRange, Order, QueryRows, Rows, Work, first_query_head},
     },
+    sm80::packed::{self, Tile},
+    sm90::PackedParams,
 };
 
 /// Rows of a block: what one `mma` takes.
@@ -143,6 +146,8 @@ struct Memory {
     states: Shared,
     /// The queries as operands, where they are not in registers.
     queries: Option<Shared>,
+    /// What warps write down of tiles of packed queries.
+    notes: Option<Shared>,
 }
 
 impl Schedule {
@@ -183,7 +188,8 @@ impl Schedule {
         let states = layout.alloc("states of the warps", 8 * self.warps * ROWS, 16);
         let queries = (spec.head_dim > MOST_IN_REGISTERS)
             .then(|| layout.alloc("queries", 2 * ROWS * spec.head_dim, 16));
-        Memory { layout, ring, o, states, queries }
+        let notes = spec.packed_q.then(|| layout.alloc("notes", packed::bytes(self.warps), 16));
+        Memory { layout, ring, o, states, queries, notes }
     }
 }
 
@@ -257,6 +263,9 @@ impl Family for Schedule {
         if spec.descale_keys.is_some() {
             k = k.more_params::<BlockDescaleParams>();
         }
+        if spec.packed_q || spec.packed_k {
+            k = k.more_params::<PackedParams>();
+        }
         if spec.page.is_some() {
             k = k.more_params::<PageParams>().more_params::<PoolParams>();
         }
@@ -289,6 +298,9 @@ impl Family for Schedule {
         if spec.descale_keys.is_some() {
             packed.extend(&BlockDescaleParams::bind(args));
         }
+        if spec.packed_q || spec.packed_k {
+            packed.extend(&PackedParams::bind(args));
+        }
         if spec.page.is_some() {
             packed.extend(&PageParams::bind(args));
             packed.extend(&PoolParams::bind(args));
@@ -312,14 +324,28 @@ impl Schedule {
             k.griddepcontrol(GridDep::LaunchDependents);
             k.griddepcontrol(GridDep::Wait);
         }
-        let work = Work::begin(k, spec, |k| Rows::find_in_row(k, ROWS));
+        let Some(notes) = memory.notes else {
+            let work = Work::begin(k, spec, |k| Rows::find_in_row(k, ROWS));
+            return self.tile(k, spec, memory, &work);
+        };
+        let each = [ROWS, spec.rows_per_query];
+        let (found, exists) = Tile::find_in_row(k, each, Order::HeadByHead);
+        k.if_(exists, |k| {
+            found.note(k, notes);
+            let work = Work::begin(k, spec, |_| found.rows).with_queries_from(k, found.start);
+            self.tile(k, spec, memory, &work);
+        });
+    }
+
+    /// A block's tile of rows.
+    fn tile(self, k: &mut KernelBuilder, spec: &Spec, memory: &Memory, work: &Work) {
         let place = Place::new(k, 0);
         let range = work.key_range(k, ROWS);
         let steps = self.steps(k, &range);
-        let walk = Walk::new(k, self, spec, memory, &work, place, &range);
+        let walk = Walk::new(k, self, spec, memory, work, place, &range);
         // Before anything else is waited for.
         let first = walk.begin(k, &steps);
-        let queries = Queries::load(k, spec, memory, &work, place, walk.k);
+        let queries = Queries::load(k, spec, memory, work, place, walk.k);
         let kv_head = work.rows.kv_head(k, spec);
         let blocks = spec.descale_keys.map(|_| {
             [Operand::K, Operand::V].map(|of| BlockDescaleParams::of(k, of, work.rows.batch, kv_head))
@@ -399,11 +425,20 @@ impl Schedule {
         k.bar_sync_all();
 
         k.section("merge: all of them");
-        let rows = Rows::find_in_row(k, ROWS);
+        let (batch, rows) = match memory.notes {
+            None => {
+                let rows = Rows::find_in_row(k, ROWS);
+                (rows.batch, rows)
+            }
+            Some(notes) => {
+                let noted = Tile::noted_in_row(k, notes, [ROWS, spec.rows_per_query]);
+                (noted.rows.batch, noted.in_tensors(k))
+            }
+        };
         let kv_head = rows.kv_head(k, spec);
         let v_descale = match spec.descale_keys {
             Some(_) => k.mov_f32(1.0),
-            None => DescaleParams::read(k, Operand::V, rows.batch, kv_head),
+            None => DescaleParams::read(k, Operand::V, batch, kv_head),
         };
         // What parts come to lies row by row.
         let as_rows = Spec { rows_per_query: if self.parts > 1 { 1 } else { spec.rows_per_query }, ..*spec };
@@ -451,7 +486,9 @@ impl Schedule {
                 let leads = k.and_pred(leads, exists);
                 if self.parts > 1 {
                     let part = k.ctaid_y();
-                    let index = k.mad_lo_u32(part, rows.len_q, index);
+                    // The rows of a head in memory, of whatever sequence.
+                    let all_rows = if spec.packed_q { k.param(FwdParams::len_q) } else { rows.len_q };
+                    let index = k.mad_lo_u32(part, all_rows, index);
                     // What merges the parts knows nothing of descales.
                     let max = if spec.scaled_scores { max } else { k.mul_f32(max, k_descale) };
                     let at = lse_rows.address(k, lse_head, index);

@@ -18,6 +18,7 @@ use crate::{
         softmax::{NEG_INF, ScoreHandles, SoftmaxParams},
         work::{QueryRows, Work, first_query_head},
     },
+    sm90::PackedParams,
 };
 
 /// Columns that the lanes of a warp hold together in one step.
@@ -115,6 +116,9 @@ impl Family for Schedule {
             .params::<CombineParams>()
             .shared(self.shared(spec).0)
             .threads(32 * self.warps);
+        if spec.packed_q {
+            k = k.more_params::<PackedParams>();
+        }
         self.body(&mut k, spec);
         k
     }
@@ -156,6 +160,9 @@ impl Family for Schedule {
             scale: scores.scale,
             softcap: scores.softcap,
         });
+        if spec.packed_q {
+            packed.extend(&PackedParams::bind(args));
+        }
         Ok(())
     }
 }
@@ -184,6 +191,20 @@ impl Query {
         let row = rest(k, item, all_heads, len_q);
         let head = rest(k, all_heads, batch, heads);
         Self { batch, head, row, len_q }
+    }
+
+    /// Ends the block where packed sequences have no such row.
+    fn leave_if_nobodys(&self, k: &mut KernelBuilder, spec: &Spec) {
+        k.comment("rows before the first sequence and behind the last are nobody's");
+        let (starts, sequences) = (k.param(PackedParams::q_starts), k.param(PackedParams::sequences));
+        let past = k.mad_wide_u32(sequences, 4u32, starts);
+        let [first, past] = [starts, past].map(|at| {
+            let query = k.ld_global::<B32>(at);
+            k.mul_lo_u32(query, spec.rows_per_query)
+        });
+        let (before, behind) = (k.setp_lt_u32(self.row, first), k.setp_ge_u32(self.row, past));
+        let nobodys = k.or_pred(before, behind);
+        k.if_(nobodys, |k| k.exit());
     }
 
     /// The address of the query's row in a tensor.
@@ -270,6 +291,9 @@ impl Schedule {
         let next_partial = query.to_next_part(k, CombineParams::partial_o_row);
         if beside {
             k.griddepcontrol(GridDep::Wait);
+        }
+        if spec.packed_q {
+            query.leave_if_nobodys(k, spec);
         }
 
         // The values do not wait for their weights: all of a warp's first reads are in flight at once.

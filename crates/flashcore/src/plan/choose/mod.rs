@@ -234,11 +234,8 @@ pub(super) fn section(problem: &Problem, launch: &Launch) -> Section {
 
 /// What of packed sequences or pages no kernel takes, if anything.
 pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
-    let packed_q = problem.queries != Queries::Dense;
     let what = match problem.keys {
         _ if problem.is_dense() => return None,
-        // A cache of 8 bits has a kernel of its own.
-        _ if problem.dtype_kv.is_some() && packed_q => "packed queries against keys and values of f8".into(),
         Keys::Paged { page, .. } if problem.dtype_kv.is_some() && has_odd_pages(problem) => {
             format!("pages of {page} keys of f8")
         }
@@ -246,9 +243,8 @@ pub(super) fn no_places(problem: &Problem, target: Target) -> Option<String> {
         Keys::Dense | Keys::Packed { .. } | Keys::Apart { .. } => "packed sequences".into(),
     };
     let paged = matches!(problem.keys, Keys::Paged { .. });
-    if paged && problem.pass == Pass::Backward
-        || problem.dtype_kv.is_some() && (packed_q || !paged || has_odd_pages(problem))
-    {
+    // A cache of 8 bits has a kernel of its own.
+    if paged && problem.pass == Pass::Backward || problem.dtype_kv.is_some() && has_odd_pages(problem) {
         return Some(what);
     }
     no_tensor_cores(problem, target).map(|without| format!("{what} with {without}"))

@@ -70,7 +70,17 @@ pub(super) fn decoding(spec: &Spec) -> [decode::Schedule; 4] {
     [one, decode::Schedule { warps: 4, ..one }, small(8, 2), small(4, 2)]
 }
 
-/// The schedule for few queries against a cache of 8-bit keys and values, and why.
+/// Tiles of a decoding kernel, for a problem as it sees it. Of packed sequences the least that there can be: each has its own.
+fn decoding_tiles(problem: &Problem) -> usize {
+    let tiles = |rows: usize| rows.div_ceil(decode::ROWS as usize);
+    problem.heads_q
+        * match problem.queries {
+            Queries::Dense => problem.batch * tiles(problem.len_q),
+            Queries::Packed { total } => tiles(total).max(problem.batch.min(total)),
+        }
+}
+
+/// The schedule for queries against a cache of 8-bit keys and values, and why.
 pub(super) fn decode(
     problem: &Problem,
     spec: &Spec,
@@ -79,7 +89,7 @@ pub(super) fn decode(
     let fits = |it: &decode::Schedule| Schedule::Sm80Decode(*it).check(spec, hardware.target).is_ok();
     let all = decoding(spec);
     let one = all.into_iter().find(fits).unwrap_or(all[0]);
-    let tiles = problem.batch * problem.heads_q * problem.len_q.div_ceil(decode::ROWS as usize);
+    let tiles = decoding_tiles(problem);
     // A part has at least a step for each of its warps.
     let most = problem.len_k.div_ceil((one.keys * one.warps) as usize).max(1);
     let parts = (hardware.sms as usize / tiles.max(1)).clamp(1, most);

@@ -152,7 +152,7 @@ impl<'a> Kernel<'a> {
         let [q_starts, k_starts] = sequence::starts(spec);
         let packed = if schedule.of == Of::Queries { q_starts } else { k_starts };
         let [batch, block] = match packed {
-            Some(starts) => sequence::find_tile(k, starts, schedule.block, block),
+            Some(starts) => sequence::find_tile(k, starts, [schedule.block, 1], block),
             None => [batch, block],
         };
         let side_k = Side::of(k, k_starts, batch);

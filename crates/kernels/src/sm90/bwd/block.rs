@@ -78,7 +78,7 @@ impl Block {
         let [tile, batch, kv_head] = place(k, item, [units, section, tiles, heads_kv]);
         let [q_starts, k_starts] = sequence::starts(spec);
         let [batch, tile] = match k_starts {
-            Some(starts) => sequence::find_tile(k, starts, KEYS, tile),
+            Some(starts) => sequence::find_tile(k, starts, [KEYS, 1], tile),
             None => [batch, tile],
         };
         let queries = Side::of(k, q_starts, batch);

@@ -88,7 +88,7 @@ impl Schedule {
         let head = k.sub_u32(all_heads, taken);
         let [q_starts, k_starts] = sequence::starts(spec);
         let [batch, number] = match q_starts {
-            Some(starts) => sequence::find_tile(k, starts, QUERIES, number),
+            Some(starts) => sequence::find_tile(k, starts, [QUERIES, 1], number),
             None => [batch, number],
         };
         let queries = Side::of(k, q_starts, batch);

@@ -82,7 +82,7 @@ impl Block {
             head
         };
         let [batch, tile] = match sequence::starts(spec)[0] {
-            Some(starts) => sequence::find_tile(k, starts, QUERIES, tile),
+            Some(starts) => sequence::find_tile(k, starts, [QUERIES, 1], tile),
             None => [batch, tile],
         };
         let (sides, band, len_q) = Self::band(k, spec, batch);
@@ -102,7 +102,7 @@ impl Block {
             .map(|n| k.param(n));
         let [tile, batch, head] = place(k, item, numbers);
         let [batch, tile] = match sequence::starts(spec)[1] {
-            Some(starts) => sequence::find_tile(k, starts, KEYS, tile),
+            Some(starts) => sequence::find_tile(k, starts, [KEYS, 1], tile),
             None => [batch, tile],
         };
         let (sides, band, len_q) = Self::band(k, spec, batch);

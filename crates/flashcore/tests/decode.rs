@@ -1,0 +1,208 @@
+//! The kernel for decoding on packed sequences: on the simulator, against the CPU's own answer to the same call.
+#![cfg(feature = "sim")]
+
+#[allow(dead_code)] // Only its numbers.
+mod shared;
+
+use flashcore::{
+    Attention, DType, Device, Mask, Starts, TensorBuf,
+    plan::Target,
+    sim::{AsyncMode, Config, SimGpu},
+};
+use shared::noise;
+
+/// Rows behind the last sequence, which belong to none.
+const SPARE: usize = 5;
+
+/// What an output holds before the call: rows of no sequence keep it.
+const LEFT_ALONE: f32 = 77.0;
+
+/// Sequences of so many queries and keys, packed.
+#[derive(Clone)]
+struct Case {
+    sequences: Vec<(usize, usize)>,
+    /// Rows before the first one.
+    first: usize,
+    heads: [usize; 2],
+    dims: [usize; 2],
+    /// Of queries, and of keys and values.
+    dtypes: [DType; 2],
+    mask: Mask,
+    softcap: f32,
+    /// Sequences that are full of NaN. What comes of them does not matter.
+    nan: Vec<usize>,
+}
+
+impl Case {
+    fn new(sequences: &[(usize, usize)], heads: [usize; 2], dim: usize, dtypes: [DType; 2]) -> Self {
+        Self {
+            sequences: sequences.into(),
+            first: 3,
+            heads,
+            dims: [dim, dim],
+            dtypes,
+            mask: Mask::Causal,
+            softcap: 0.0,
+            nan: Vec::new(),
+        }
+    }
+
+    fn starts(&self, len: impl Fn(&(usize, usize)) -> usize) -> Vec<u32> {
+        let mut starts = vec![self.first as u32];
+        starts.extend(self.sequences.iter().map(len).scan(self.first, |end, len| {
+            *end += len;
+            Some(*end as u32)
+        }));
+        starts
+    }
+
+    /// A tensor's numbers; those of no sequence, and of some sequences, are NaN.
+    fn tensor(&self, heads: usize, starts: &[u32], dim: usize, seed: usize, dtype: DType) -> TensorBuf {
+        let rows = *starts.last().unwrap() as usize + SPARE;
+        let mut values = noise(heads * rows * dim, seed);
+        for head in values.chunks_exact_mut(rows * dim) {
+            for &sequence in &self.nan {
+                let [first, end] = [0, 1].map(|i| starts[sequence + i] as usize * dim);
+                head[first..end].fill(f32::NAN);
+            }
+            head[..self.first * dim].fill(f32::NAN);
+            head[(rows - SPARE) * dim..].fill(f32::NAN);
+        }
+        TensorBuf::from_f32(&values, [1, heads, rows, dim], dtype).unwrap()
+    }
+
+    /// o and lse on a device.
+    fn run(&self, device: &Device) -> [Vec<f32>; 2] {
+        let (of_q, of_k) = (self.starts(|it| it.0), self.starts(|it| it.1));
+        let ([heads, heads_kv], [dim, dim_v], [dtype, dtype_kv]) = (self.heads, self.dims, self.dtypes);
+        let q = self.tensor(heads, &of_q, dim, 1, dtype);
+        let k = self.tensor(heads_kv, &of_k, dim, 2, dtype_kv);
+        let v = self.tensor(heads_kv, &of_k, dim_v, 3, dtype_kv);
+        let attention = Attention::new()
+            .mask(self.mask)
+            .softcap(self.softcap)
+            .packed_queries(Starts::new(&of_q).unwrap())
+            .packed_keys(Starts::new(&of_k).unwrap());
+        let rows = q.shape()[2];
+        let left_alone = |dim: usize, dtype| {
+            TensorBuf::from_f32(&vec![LEFT_ALONE; heads * rows * dim], [1, heads, rows, dim], dtype).unwrap()
+        };
+        let (mut o, mut lse) = (left_alone(dim_v, dtype), left_alone(1, DType::F32));
+        let (mut to, mut lse_to) = (o.view_mut(), lse.view_mut());
+        let run = attention.run_into(device, &q.view(), &k.view(), &v.view(), &mut to, Some(&mut lse_to));
+        run.unwrap_or_else(|error| panic!("{error}"));
+        [o.to_f32(), lse.to_f32()]
+    }
+
+    #[track_caller]
+    fn check(&self, gpu: SimGpu, what: &str) {
+        let (expected, starts) = (self.run(&Device::cpu()), self.starts(|it| it.0));
+        for (async_mode, seed) in [(AsyncMode::Late, 0), (AsyncMode::Early, 7)] {
+            let gpu = gpu.clone().with_config(Config { async_mode, seed, ..Config::default() });
+            let found = self.run(&Device::sim(gpu));
+            let rows = *starts.last().unwrap() as usize + SPARE;
+            for (of, dim, most) in [(0, self.dims[1], 1e-2), (1, 1, 2e-3)] {
+                let pairs = found[of].chunks_exact(dim).zip(expected[of].chunks_exact(dim));
+                for (i, (found, expected)) in pairs.enumerate() {
+                    let at = (i % rows) as u32;
+                    let sequence = starts.windows(2).position(|ends| (ends[0]..ends[1]).contains(&at));
+                    let right = |(a, b): (&f32, &f32)| match sequence {
+                        Some(sequence) => self.nan.contains(&sequence) || a == b || (a - b).abs() < most,
+                        None => *a == LEFT_ALONE,
+                    };
+                    let right = found.iter().zip(expected).all(right);
+                    assert!(
+                        right,
+                        "{what}: row {i}, of sequence {sequence:?}: {found:?} is not {expected:?}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Empty sequences, without queries or without keys; single tokens, whole tiles of 16, and one row more; few and many keys.
+const UNEVEN: [(usize, usize); 11] =
+    [(5, 5), (0, 40), (1, 1), (40, 300), (16, 64), (0, 0), (17, 128), (7, 0), (1, 129), (3, 2), (0, 7)];
+
+/// Blocks with one part of the keys, and with several.
+const WAYS: [&str; 3] = [
+    "warps=4,keys=32,stages=2,parts=1",
+    "warps=2,keys=16,stages=3,parts=3",
+    "warps=1,keys=16,stages=2,parts=5",
+];
+
+fn gpu(target: Target, knobs: &str) -> SimGpu {
+    SimGpu::new(target).with_schedule(format!("sm80_decode:{knobs}").parse().unwrap())
+}
+
+/// Types of queries and of keys, and where they are decoded.
+const TYPES: [([DType; 2], Target); 4] = [
+    ([DType::BF16, DType::F8E4M3], Target::Sm89),
+    ([DType::F16, DType::F8E4M3], Target::Sm90a),
+    ([DType::F16, DType::F8E4M3], Target::Sm89),
+    ([DType::BF16, DType::F8E4M3], Target::Sm90a),
+];
+
+#[test]
+fn packed_queries_see_the_keys_of_their_sequence() {
+    // Groups with as many rows as a tile, fewer, more, and such that a query's rows are in two tiles.
+    for (i, heads) in [[1, 1], [4, 2], [3, 1], [16, 1], [7, 1], [20, 1]].into_iter().enumerate() {
+        let (dtypes, target) = TYPES[i % TYPES.len()];
+        let case = Case::new(&UNEVEN, heads, 64, dtypes);
+        for (knobs, mask) in [
+            (WAYS[i % 3], Mask::Causal),
+            (WAYS[(i + 1) % 3], Mask::None),
+            (WAYS[(i + 2) % 3], Mask::Window { left: Some(20), right: Some(3) }),
+            (WAYS[(i + 1) % 3], Mask::CausalTopLeft),
+        ] {
+            let case = Case { mask, ..case.clone() };
+            case.check(gpu(target, knobs), &format!("{heads:?} {mask:?} {knobs} on {target}"));
+        }
+    }
+}
+
+#[test]
+fn packed_queries_may_have_any_head_dim_and_a_softcap() {
+    for (dtypes, target) in TYPES {
+        for dims in [[128, 128], [192, 128], [48, 80], [256, 256]] {
+            let case = Case { dims, softcap: 2.0, ..Case::new(&UNEVEN, [4, 2], 64, dtypes) };
+            case.check(SimGpu::new(target), &format!("{dims:?}"));
+            case.check(gpu(target, WAYS[1]), &format!("{dims:?} in parts"));
+        }
+    }
+}
+
+#[test]
+fn what_the_neighbours_of_a_packed_sequence_hold_does_not_matter_to_decoding() {
+    for (dtypes, target) in TYPES {
+        for (nan, knobs) in [(vec![0, 3, 8], WAYS[0]), (vec![2, 4, 6, 9], WAYS[1])] {
+            let case = Case { nan, ..Case::new(&UNEVEN, [4, 2], 64, dtypes) };
+            case.check(gpu(target, knobs), knobs);
+        }
+    }
+}
+
+#[test]
+fn there_may_be_any_number_of_rows_before_the_first_sequence() {
+    for first in [20, 200] {
+        for (dtypes, target) in TYPES {
+            let case = Case { first, ..Case::new(&UNEVEN, [4, 2], 64, dtypes) };
+            case.check(gpu(target, WAYS[1]), "in parts");
+            case.check(SimGpu::new(target), "as planned");
+        }
+        let case = Case { first, ..Case::new(&UNEVEN, [4, 2], 64, [DType::F16; 2]) };
+        case.check(SimGpu::new(Target::Sm80), "sm80_fwd");
+    }
+}
+
+#[test]
+fn without_a_sequence_or_a_query_nothing_is_written() {
+    for (dtypes, target) in TYPES {
+        for sequences in [vec![], vec![(0, 5), (0, 0)]] {
+            for knobs in [WAYS[0], WAYS[1]] {
+                Case::new(&sequences, [4, 2], 64, dtypes).check(gpu(target, knobs), knobs);
+            }
+        }
+    }
+}
