@@ -64,9 +64,11 @@ const HOPPER_TOO: [&str; 4] = [
 const HOPPER_BACKWARD: [&str; 2] =
     ["sm90_bwd:block_m=64,stages=2,pingpong=1", "sm90_bwd:block_m=128,stages=2,pingpong=0"];
 
-/// The same, where the block that adds last to a tile of dQ rounds it.
-const HOPPER_ROUNDS: [&str; 2] =
-    ["sm90_bwd:block_m=64,stages=2,pingpong=1,rounds=1", "sm90_bwd:block_m=128,stages=2,pingpong=0,rounds=1"];
+/// The same, where the block that adds last to a tile of dQ rounds it, and head dims that each takes.
+const HOPPER_ROUNDS: [(&str, usize); 2] = [
+    ("sm90_bwd:block_m=64,stages=2,pingpong=1,rounds=1", 72),
+    ("sm90_bwd:block_m=128,stages=2,pingpong=0,rounds=1", 40),
+];
 
 /// Hopper's backward kernel for wide heads: blocks of queries whose warpgroups take turns, and such that do not, with tiles
 /// that are waited for panel by panel.
@@ -190,7 +192,9 @@ fn every_fault_planted_in_the_backward_kernel_for_hopper_is_found_or_known_to_be
 #[test]
 #[ignore = "takes minutes"]
 fn every_fault_planted_in_the_backward_kernel_that_rounds_is_found_or_known_to_be_harmless() {
-    every_fault_is_found(Target::Sm90a, None, &HOPPER_ROUNDS, &trials::hopper_rounds());
+    for (schedule, head_dim) in HOPPER_ROUNDS {
+        every_fault_is_found(Target::Sm90a, None, &[schedule], &trials::hopper_rounds(head_dim));
+    }
 }
 
 /// Takes minutes: run it with `cargo test --release -p flashcore-lab --test mutants -- --ignored` after a change to the
