@@ -4,7 +4,7 @@ import flashcore_attn._ops
 import pytest
 import torch
 import torch.nn.functional as F
-from flashcore_attn import UnsupportedError, attention, flash_attn_varlen_func
+from flashcore_attn import UnsupportedError, attention, flash_attn_varlen_func, flash_attn_with_kvcache
 from flashcore_attn import scaled_dot_product_attention as sdpa
 from torch.autograd import forward_ad
 from torch_problem import draw
@@ -109,6 +109,33 @@ def test_vmap_gives_what_a_loop_gives(in_dims):
     rows = [[x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims)] for i in range(3)]
     looped = torch.stack([sdpa(*row) for row in rows])
     torch.testing.assert_close(torch.vmap(sdpa, in_dims=in_dims)(*tensors), looped)
+
+
+def test_vmap_over_nothing_and_over_lengths():
+    assert torch.vmap(sdpa)(*draw(0, *[(0, 1, 2, 9, 16)] * 3)).shape == (0, 1, 2, 9, 16)
+    q, k, v = draw(0, *[(3, 1, 2, 9, 16)] * 3)
+    lengths = torch.tensor([[4], [9], [0]])
+    call = lambda q, k, v, lengths: attention(q, k, v, causal=True, key_lengths=lengths)
+    looped = torch.stack([call(*one) for one in zip(q, k, v, lengths)])
+    assert torch.equal(torch.vmap(call)(q, k, v, lengths), looped)
+    assert torch.equal(torch.vmap(call, (None, 0, 0, 0))(q[0], k, v, lengths)[0], looped[0])
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_what_torch_func_cannot_look_into_is_refused(number):
+    q, k, v = draw(0, *[(3, 2, 4, 2, 16)] * 3)
+    call = [
+        lambda q, k, v: attention(q, k, v, precision="fp8"),
+        lambda q, k, v: attention(q, k, v, out=torch.empty_like(v)),
+        lambda q, k, v: flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=1),
+    ][number]
+    with pytest.raises(UnsupportedError, match="go with"):
+        torch.vmap(call)(q, k, v)
+    if number == 0:
+        with pytest.raises(UnsupportedError, match="no derivative in forward mode"):
+            tangent(call, q[0], (k[0], v[0]))
+        with pytest.raises(UnsupportedError, match="no derivative in forward mode"):
+            torch.func.jvp(lambda q: call(q, k[0], v[0]), (q[0],), (q[0],))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

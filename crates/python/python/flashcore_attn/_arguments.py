@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from ._options import integers, number
 
 #: The supported dtypes: float64 in torch's operations, the others in the engine.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# torch has no types for it.
+_c: Any = torch._C
+_functorch = _c._functorch
 
 
 def tensors(**given: object) -> None:
@@ -78,6 +83,11 @@ def fit(q: Tensor, k: Tensor, v: Tensor) -> None:
 def options(scale: object, softcap: object) -> tuple[float | None, float]:
     """The scale and the softcap, or an error if they are not numbers."""
     return (None if scale is None else number("scale", scale)), number("softcap", softcap)
+
+
+def wrapped(*given: object) -> bool:
+    """Whether one of these is a tensor within torch.func, which has no values of its own."""
+    return any(isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x) for x in given)
 
 
 def writable(name: str, x: Tensor, **read: Tensor) -> None:

@@ -316,7 +316,12 @@ def _step_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **others
     return _as_given(o, lse, q if packed else None)
 
 
+def _step_under_vmap(*args: Any) -> tuple[tuple[Tensor, ...], int]:
+    raise UnsupportedError("new tokens of a cache do not go with vmap. Fold its dimension into the batch")
+
+
 implement("cache_step", _step, _step_fake)
+torch.library.register_vmap("flashcore::cache_step", _step_under_vmap)
 
 
 def _check_places(

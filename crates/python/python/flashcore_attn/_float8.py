@@ -40,6 +40,12 @@ def _descale(name: str, given: Descale, q: Tensor, shape: tuple[int, ...]) -> Te
 
 
 def _refuse_gradient(*tensors: Tensor) -> None:
+    from ._torch import has_tangent, no_forward_mode
+
+    if has_tangent(*tensors):
+        raise no_forward_mode()
+    if _arguments.wrapped(*tensors):
+        raise UnsupportedError("float8 does not go with torch.func. Call it with plain tensors, such as whole batches")
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise UnsupportedError("a gradient of float8 is asked for, possible are gradients of wider types")
 

@@ -93,8 +93,9 @@ def _vectorise(name: str) -> None:
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         count = info.batch_size
         outputs = operator(*(fold(x, dim, count) for x, dim in zip(args, in_dims, strict=True)))
-        batch = [x.size(0) // count if count else 0 for x in outputs]
-        return tuple(x.unflatten(0, (count, each)) for x, each in zip(outputs, batch, strict=True)), 0
+        # Every tensor has the same batch within.
+        batch = args[0].size(0 if in_dims[0] is None or in_dims[0] > 0 else 1)
+        return tuple(x.unflatten(0, (count, batch)) for x in outputs), 0
 
     torch.library.register_vmap(f"flashcore::{name}", rule, lib=_library)
 

@@ -100,7 +100,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _has_tangent(*tensors: Tensor) -> bool:
+def has_tangent(*tensors: Tensor) -> bool:
     """Whether one of these carries a derivative of forward mode."""
     if forward_ad._current_level < 0:
         return False
@@ -213,7 +213,7 @@ def attend(
         return _into_given(
             q, k, v, mask, left, right, key_starts, key_ends, scale, softcap, layout, return_lse, out
         )  # fmt: skip
-    if key_starts is None and not is_dynamo_compiling():
+    if key_starts is None and not is_dynamo_compiling() and not _arguments.wrapped(key_ends):
         lengths = None
         if key_ends is not None:
             check(q, k, v, layout)
@@ -252,8 +252,10 @@ def _into_given(
     _arguments.tensors(out=out)
     if _wants_gradient(q, k, v, out):
         raise UnsupportedError("out= has no gradient. Leave it out, or call under torch.no_grad()")
-    if _has_tangent(q, k, v):
+    if has_tangent(q, k, v):
         raise no_forward_mode()
+    if _arguments.wrapped(q, k, v, out, key_ends):
+        raise UnsupportedError("out= does not go with torch.func. Leave it out there")
     scale, softcap = _arguments.options(scale, softcap)
     _arguments.dimensions("(batch, heads, length, head_dim)", out=out)
     _arguments.together(q=q, k=k, v=v, out=out)
