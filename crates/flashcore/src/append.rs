@@ -164,6 +164,29 @@ impl Turning {
 /// The new key n of a sequence goes to the row behind its key length: row `length + n`, and is turned for that position. A
 /// sequence's query i is turned for position `length + i` under a mask, and for `length` without one; q itself stays as it
 /// is. Attention then sees `length` and the new keys. Two sequences whose new keys go to the same rows leave either's there.
+///
+/// The caches may be of [f8](crate::F8E4M3), with q and new keys and values of f16 or bf16, and with
+/// [descales](crate::Attention::descales) or without. A number is then turned in f32, divided in f32 by the descale of its sequence,
+/// head and block of keys, and rounded once: to the nearest code, of two as near to the even one, beyond the largest to that, and
+/// every NaN to the code 0x7F. Descales on the host are finite numbers above 0, or the call is refused; those in a GPU's memory
+/// are not looked at, and what is stored is the quotient all the same: under a descale of 0, ±448, or NaN for 0.
+///
+/// ```
+/// use flashcore::{Append, Attention, Descales, Device, F8E4M3, Tensor, TensorMut, half::bf16};
+///
+/// let (mut k_cache, mut v_cache) = ([F8E4M3::from_f32(0.5); 8 * 16], [F8E4M3::from_f32(0.5); 8 * 16]);
+/// let (ones, thousands) = ([bf16::ONE; 16], [bf16::from_f32(1000.0); 16]);
+/// let [q, v] = [&ones, &thousands].map(|data| Tensor::new(data, &[1, 1, 1, 16]).unwrap());
+/// let v_descale = Tensor::descale(&[4.0], [1, 1])?;
+/// let attention = Attention::new().key_lengths(&[3]).descales(Descales::new().v(&v_descale));
+/// let mut k_cache = TensorMut::new(&mut k_cache, &[1, 1, 8, 16])?;
+/// let mut v_cache = TensorMut::new(&mut v_cache, &[1, 1, 8, 16])?;
+/// attention.append(&Device::cpu(), &Append::new(&q, &v), &q, &mut k_cache, &mut v_cache)?;
+/// let mut stored = [0.0; 16];
+/// v_cache.as_tensor().read_row(0, 0, 3, &mut stored);
+/// assert_eq!(stored, [256.0; 16]); // 1000 / 4 lies between 240 and 256
+/// # Ok::<(), flashcore::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Append<'t> {
     k: Raw,

@@ -107,9 +107,10 @@ pub fn run(
 /// Appends new keys and values, (batch, heads, new, head_dim) or packed with their starts, to a cache, which is written in
 /// place, and computes attention to it into given outputs. `key_lengths` are those before. `rotary` are tables of cosines and
 /// sines, (1, 1, positions, half of what is turned), whether neighbours are pairs, and each sequence's first position or None.
-/// The rest is as for `run`.
+/// With `descales`, those of keys and values or None each, the caches' bytes are the codes of 8-bit floats. The rest is as for
+/// `run`.
 #[pyfunction]
-#[pyo3(signature = (q, caches, new, new_starts, rotary, o, lse, key_lengths, mask, left, right, scale, softcap, places, checked))]
+#[pyo3(signature = (q, caches, new, new_starts, rotary, o, lse, key_lengths, mask, left, right, scale, softcap, places, checked, descales=None))]
 #[allow(clippy::needless_pass_by_value, clippy::type_complexity)] // Tuples come as values, and are taken apart here.
 pub fn append<'py>(
     q: &Bound<'py, PyAny>,
@@ -127,13 +128,21 @@ pub fn append<'py>(
     #[pyo3(from_py_with = options::softcap)] softcap: f64,
     places: &Bound<'py, PyAny>,
     checked: bool,
+    descales: Option<[Option<Bound<'py, PyAny>>; 2]>,
 ) -> PyResult<()> {
     let py = q.py();
     let options = Options::new(py, mask, left, right, scale, softcap, "bhsd")?;
     let (lengths, places) = (Lengths::read(key_lengths)?, Places::read(places)?);
     let read = |array: &Bound<'py, PyAny>, name| Array::read(array, name);
     let (q, o, lse) = (read(q, Name::Q)?, read(o, Name::O)?, read(lse, Name::Lse)?);
-    let [k, v] = [read(&caches[0], Name::K)?, read(&caches[1], Name::V)?];
+    let [mut k, mut v] = [read(&caches[0], Name::K)?, read(&caches[1], Name::V)?];
+    let mut codes = [None, None];
+    if let Some(descales) = &descales {
+        [k, v] = [k, v].map(Array::with_float8);
+        for ((to, of), name) in codes.iter_mut().zip(descales).zip([Name::KDescale, Name::VDescale]) {
+            *to = of.as_ref().map(|of| read(of, name)).transpose()?;
+        }
+    }
     let [new_k, new_v] = [read(&new[0], Name::NewK)?, read(&new[1], Name::NewV)?];
     let starts = new_starts
         .map(|(starts, most)| Ok::<_, PyErr>((read(&starts, Name::NewStarts)?, most)))
@@ -162,7 +171,11 @@ pub fn append<'py>(
         }
         new = new.rotary(rotary);
     }
-    let attention = places.apply(py, &options.attention())?;
+    let [of_k, of_v] = &codes;
+    let of_k = of_k.as_ref().map(|of| of.descale(py, Name::KDescale)).transpose()?;
+    let of_v = of_v.as_ref().map(|of| of.descale(py, Name::VDescale)).transpose()?;
+    let descales = Descales::some_of([None, of_k.as_ref(), of_v.as_ref()]);
+    let attention = places.apply(py, &options.attention().descales(descales))?;
     let most = places.most_keys().unwrap_or(k.as_tensor().shape()[2]);
     let attention = lengths.apply(py, &attention, most)?;
     let attention = if checked { attention.checked() } else { attention };

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _arguments, _native, _placed, _prepare
+from . import _arguments, _float8, _native, _placed, _prepare
 from ._errors import ContractError, UnsupportedError
-from ._flash import FA3, Fa3Common, Window, check_fa3, refuse
+from ._flash import DESCALES, FA3, Fa3Common, Window, check_fa3, refuse
 from ._ops import define, implement, integers_on, longest
 from ._options import mask_of
 from ._torch import attend, check, check_whole
@@ -84,6 +84,10 @@ def flash_attn_with_kvcache(
     new key n by the position cache_seqlens + n, and query i by cache_seqlens + i, or under no mask by cache_seqlens.
     There is no gradient.
 
+    A cache may be float8_e4m3fn, with q, k and v of float16 or bfloat16. ``k_descale`` and ``v_descale``, float32
+    (batch, kv heads) or one number, are then what its codes are to be multiplied by; new tokens are divided by them, in
+    float32 and after they were turned, and rounded to the nearest code, or to the largest.
+
     On a GPU, with ``check_tables`` the call waits, and refuses lengths, entries and tables that lead nowhere.
     """
     given: dict[str, Any] = {**fa3}
@@ -94,22 +98,27 @@ def flash_attn_with_kvcache(
     ends_q, longest_q = given.pop("cu_seqlens_q", None), given.pop("max_seqlen_q", None)
     turned_at, checked = given.pop("rotary_seqlens", None), bool(given.pop("check_tables", False))
     new = given.pop("cu_seqlens_k_new", None)
+    eight = isinstance(k_cache, Tensor) and k_cache.dtype == _float8.DTYPE
+    descales = [given.pop(name, None) for name in DESCALES] if eight else [None] * 3
     if given:
         check_fa3("flash_attn_with_kvcache", _FA3_CACHE, given)
     check_whole()
     _arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    if eight and not _float8.check_types(q, descales[0], k_cache=k_cache, v_cache=v_cache):
+        raise UnsupportedError("q is float8_e4m3fn, possible with a cache are float16 and bfloat16. Convert q")
     starts = None if ends_q is None else _placed.starts_of("cu_seqlens_q", ends_q, q.device)
     _arguments.dimensions("(token, heads, head_dim)" if starts is not None else "(batch, length, heads, head_dim)", q=q)
     batch = q.size(0) if starts is None else starts.numel() - 1
     if table is not None:
-        _placed.check_table(q, k_cache, v_cache, table, batch, "(pages, page, heads, head_dim)")
+        _placed.check_table(q, k_cache, v_cache, table, batch, "(pages, page, heads, head_dim)", codes=eight)
         for name, other in (("cache_leftpad", cache_leftpad), ("cache_batch_idx", cache_batch_idx)):
             if other is not None:
                 raise UnsupportedError(f"{name} goes with a cache that is not in pages. Leave one of them out")
     else:
         check(k_cache, k_cache, v_cache, "bshd")
         _placed.check_halves(k_cache, v_cache)
-        _arguments.together(q=q, k_cache=k_cache, v_cache=v_cache)
+        if not eight:
+            _arguments.together(q=q, k_cache=k_cache, v_cache=v_cache)
         rows = k_cache.size(0) if cache_batch_idx is None else batch
         if type(rows) is int and type(batch) is int and rows != batch:
             raise ContractError(f"k_cache has batch {rows}, but q asks for {batch}. Give both the same batch")
@@ -122,17 +131,27 @@ def flash_attn_with_kvcache(
         raise ContractError("of k and v only one was given. Give both new keys and values, or neither")
     longest_q = 0 if ends_q is None else _placed.longest_of("max_seqlen_q", longest_q, ends_q, q.size(0))
     options = (*mask, *_arguments.options(softmax_scale, softcap))
+    if eight and k is None and rotary_cos is None and rotary_sin is None:
+        # To attend to codes is a step without new tokens.
+        k, v = (q.new_empty((batch, 0, *x.shape[2:])) for x in (k_cache, v_cache))
+        room = k_cache.size(1) if table is None else k_cache.size(1) * table.size(1)
+        held = torch.full((batch,), room, dtype=torch.int32, device=q.device) if held is None else held
     with torch.no_grad():
         if k is not None and v is not None:
             if held is None:
                 raise ContractError("k and v were given without cache_seqlens, which says where in the cache they go")
             new_starts = None if new is None else _placed.starts_of("cu_seqlens_k_new", new, q.device)
-            _check_new(k_cache, v_cache, k, v, batch, new_starts)
+            _check_new(q, k_cache, v_cache, k, v, batch, new_starts)
             angles = _angles(q, rotary_cos, rotary_sin)
+            heads = (batch, k_cache.size(2))
+            of_k, of_v = (
+                _float8.descale_of(name, descale, q, heads)
+                for name, descale in zip(DESCALES[1:], descales[1:], strict=True)
+            )
             at = None if turned_at is None else _held(turned_at, batch, q.device)
             o, lse = torch.ops.flashcore.cache_step(
                 q, k_cache, v_cache, k, v, held, new_starts, *angles, at, rotary_interleaved, starts, longest_q,
-                table, cache_batch_idx, cache_leftpad, *options, checked,
+                table, cache_batch_idx, cache_leftpad, *options, checked, of_k, of_v,
             )  # fmt: skip
             return (o, lse) if return_softmax_lse else o
         if rotary_cos is not None or rotary_sin is not None:
@@ -208,7 +227,7 @@ def _held(cache_seqlens: object, batch: int, device: torch.device) -> Tensor | N
 
 
 def _check_new(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, batch: int, starts: Tensor | None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, batch: int, starts: Tensor | None
 ) -> None:  # fmt: skip
     _arguments.tensors(k=k, v=v)
     rows: tuple[object, ...] = (batch, k.size(1) if k.dim() == 4 else "length")
@@ -220,7 +239,7 @@ def _check_new(
         shape = (*rows, cache.size(2), cache.size(3))
         if tuple(new.shape) != shape:
             raise ContractError(f"{name} has shape {tuple(new.shape)}, possible for its cache is {shape}")
-    _arguments.together(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    _arguments.together(q=q, k=k, v=v)
 
 
 def _angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -245,7 +264,8 @@ def _angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor |
 define(
     "cache_step(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor held, Tensor? new_starts, "
     "Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, Tensor? q_starts, SymInt longest_q, Tensor? table, "
-    "Tensor? entries, Tensor? pads, str mask, int? left, int? right, float? scale, float softcap, bool checked=False) "
+    "Tensor? entries, Tensor? pads, str mask, int? left, int? right, float? scale, float softcap, bool checked=False, "
+    "Tensor? k_descale=None, Tensor? v_descale=None) "
     "-> (Tensor, Tensor)"
 )
 
@@ -255,8 +275,10 @@ def _step(
     cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, interleaved: bool, q_starts: Tensor | None,
     longest_q: int, table: Tensor | None, entries: Tensor | None, pads: Tensor | None,
     mask: str, left: int | None, right: int | None, scale: float | None, softcap: float, checked: bool = False,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes new tokens, turned, behind those that a cache holds, and attends to all of them."""
+    eight = k_cache.dtype == _float8.DTYPE
     options = (mask, left, right, scale, softcap)
     if checked or not held.is_cuda:
         counts = [k.size(1)] * held.numel() if new_starts is None else new_starts.diff().tolist()
@@ -279,6 +301,9 @@ def _step(
         if entries is not None or pads is not None:
             k_rows, v_rows, k_starts, lengths = _rows(k_cache, v_cache, entries, pads, held)
         if _prepare.as_they_are(queries, k_rows, v_rows):
+            if eight:
+                # The bytes: not every version of torch hands out tensors of this type.
+                k_rows, v_rows = (x.view(torch.uint8) for x in (k_rows, v_rows))
             lengths = lengths.to(torch.int32).contiguous()
             on_gpu = lengths if checked else lengths.clamp(0, most)
             longest_q = longest_q if q.is_cuda or q_starts is None else longest(q_starts)
@@ -292,12 +317,18 @@ def _step(
                     (_prepare.ready("k", keys), _prepare.ready("v", values)), new, rotary, o, lse,
                     on_gpu if q.is_cuda else lengths.tolist(), *options,
                     _placed.places_of(q_starts, longest_q, k_starts, pages, most), checked,
+                    (k_descale, v_descale) if eight else None,
                 )  # fmt: skip
                 return _as_given(o, lse, q_starts)
             except UnsupportedError:
                 # No kernel of this GPU appends to such a cache.
-                if not q.is_cuda:
+                if not q.is_cuda or eight:
                     raise
+    if eight:
+        raise UnsupportedError(
+            "k_cache is float8_e4m3fn and does not lie as the kernels write it. Give one whose entries lie one behind "
+            "the other, its last dimension without gaps, with q of a head_dim that is a multiple of 16"
+        )
     return _in_torch(
         q, (k_cache, v_cache), (k, v), held, new_starts, rotary, q_starts, longest_q, (table, entries, pads), options,
         checked,

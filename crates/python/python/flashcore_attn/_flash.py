@@ -28,11 +28,11 @@ class Fa3Common(TypedDict, total=False):
     # Accepted as hints and ignored: FlashCore plans the work itself.
     pack_gqa: bool | None
     sm_margin: int
-    # Refused unless None or 0; flash_attn_func takes descales for tensors of float8_e4m3fn.
+    # Refused unless None or 0; flash_attn_func takes descales for float8_e4m3fn, and a cache those of k and v.
     qv: Tensor | None
-    q_descale: Tensor | None
-    k_descale: Tensor | None
-    v_descale: Tensor | None
+    q_descale: float | Tensor | None
+    k_descale: float | Tensor | None
+    v_descale: float | Tensor | None
     attention_chunk: int
 
 
@@ -50,8 +50,8 @@ class Fa3Varlen(Fa3, total=False):
 
 _HINTS = ("num_splits", "pack_gqa", "sm_margin")
 _ELSE = "FlashCore does not do that. Leave {name} out, or use flash-attn"
-_FLOAT8 = "it goes with float8_e4m3fn, in flash_attn_func. Scale wider types before the call, and leave {name} out"
-_DESCALES = ("q_descale", "k_descale", "v_descale")
+_FLOAT8 = "it goes with float8_e4m3fn, in flash_attn_func or a cache. Scale wider types before, and leave {name} out"
+DESCALES = ("q_descale", "k_descale", "v_descale")
 
 #: What is refused unless it is None or 0, and what to do instead.
 _REFUSED = {
@@ -134,7 +134,7 @@ def flash_attn_func(
     refuse(alibi_slopes=alibi_slopes)
     given: dict[str, Any] = {**fa3}
     eight = isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn
-    descales = tuple(given.pop(name, None) for name in _DESCALES) if eight else None
+    descales = tuple(given.pop(name, None) for name in DESCALES) if eight else None
     if given:
         check_fa3("flash_attn_func", FA3, given)
     mask, left, right = mask_of(causal, False, window_size)

@@ -18,7 +18,7 @@ DTYPE: torch.dtype = torch.float8_e4m3fn
 Descale = float | Tensor | None
 
 
-def _descale(name: str, given: Descale, q: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+def descale_of(name: str, given: Descale, q: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     """A descale as the engine takes it: float32, (batch, kv heads), or with blocks of keys behind, where q lies. A
     number is for all heads."""
     if given is None:
@@ -37,6 +37,26 @@ def _descale(name: str, given: Descale, q: Tensor, shape: tuple[int, ...]) -> Te
         what = ", ".join(("batch", "kv heads", "blocks of keys")[: len(shape)])
         raise ContractError(f"{name} has shape {tuple(given.shape)}, possible is ({what}), {shape}, or one number")
     return given
+
+
+def check_types(q: Tensor, q_descale: Descale, **of_keys: Tensor) -> bool:
+    """Raises unless these go together, of which keys or values are codes. Whether q is wider, as for a cache."""
+    names = " and ".join(of_keys)
+    for name, x in of_keys.items():
+        if x.dtype != DTYPE:
+            kind = str(x.dtype).removeprefix("torch.")
+            raise ContractError(f"{name} is {kind}, but another is float8_e4m3fn: {names} share one dtype. Convert one")
+        if x.device != q.device:
+            raise ContractError(f"{name} lies on {x.device}, but q on {q.device}. Copy {name} there")
+    cache = q.dtype in (torch.float16, torch.bfloat16)
+    if not cache and q.dtype != DTYPE:
+        kind = str(q.dtype).removeprefix("torch.")
+        raise ContractError(
+            f"q is {kind}, but {names} are float8_e4m3fn: q is that too, or float16 or bfloat16. Convert q"
+        )
+    if cache and q_descale is not None:
+        raise ContractError("q_descale is for q of float8_e4m3fn. Leave it out, and multiply the scale by it")
+    return cache
 
 
 def _refuse_gradient(*tensors: Tensor) -> None:
@@ -124,28 +144,16 @@ def _attend(
     from ._torch import check, native_lengths
 
     check(q, k, v, layout)
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != DTYPE:
-            kind = str(x.dtype).removeprefix("torch.")
-            raise ContractError(f"{name} is {kind}, but q or k is float8_e4m3fn: k and v share one dtype. Convert one")
-    cache = q.dtype in (torch.float16, torch.bfloat16)
-    if not cache and q.dtype != DTYPE:
-        kind = str(q.dtype).removeprefix("torch.")
-        raise ContractError(f"q is {kind}, but k is float8_e4m3fn: q is that too, or float16 or bfloat16. Convert q")
-    _arguments.together((DTYPE,), q=k if cache else q, k=k, v=v)
-    if q.device != k.device:
-        raise ContractError(f"k lies on {k.device}, but q on {q.device}. Copy k there")
-    if cache and descales[0] is not None:
-        raise ContractError("q_descale is for q of float8_e4m3fn. Leave it out, and multiply the scale by it")
+    cache = check_types(q, descales[0], k=k, v=v)
     _refuse_gradient(q, k, v)
     length, heads = (2, 1) if layout == "bhsd" else (1, 2)
     batch, heads_kv = k.size(0), k.size(heads)
     of_q, of_k, of_v = descales
     of_keys = (batch, heads_kv) if block is None else (batch, heads_kv, -(-k.size(length) // block))
     numbers = (
-        _descale("q_descale", of_q, q, (batch, heads_kv)),
-        _descale("k_descale", of_k, q, of_keys),
-        _descale("v_descale", of_v, q, of_keys),
+        descale_of("q_descale", of_q, q, (batch, heads_kv)),
+        descale_of("k_descale", of_k, q, of_keys),
+        descale_of("v_descale", of_v, q, of_keys),
     )
     lengths = None
     if key_lengths is not None:

@@ -44,6 +44,7 @@ def append(
     softcap: float,
     places: Places,
     checked: bool,
+    descales: tuple[Any | None, Any | None] | None = None,
 ) -> None: ...
 def run_backward(
     saved: tuple[Any, Any, Any, Any, Any],

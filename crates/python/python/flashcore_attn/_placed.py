@@ -116,8 +116,11 @@ def check_halves(k: Tensor, v: Tensor) -> None:
         )
 
 
-def check_table(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: int, shape: str) -> None:
-    """Raises unless these can be keys and values in pages of this shape, and their table."""
+def check_table(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: int, shape: str, *, codes: bool = False
+) -> None:  # fmt: skip
+    """Raises unless these can be keys and values in pages of this shape, and their table. The types of ``codes`` of 8
+    bits are checked elsewhere."""
     _arguments.tensors(k_cache=k, v_cache=v, block_table=table)
     _arguments.dimensions(shape, k_cache=k, v_cache=v)
     _arguments.dimensions("(batch, pages)", block_table=table)
@@ -127,7 +130,8 @@ def check_table(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: int, shap
     check_halves(k, v)
     if table.device != k.device:
         raise ContractError(f"block_table lies on {table.device}, but k_cache on {k.device}. Copy it there")
-    _arguments.together(q=q, k_cache=k, v_cache=v)
+    if not codes:
+        _arguments.together(q=q, k_cache=k, v_cache=v)
 
 
 def attend(
