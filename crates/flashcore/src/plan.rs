@@ -28,6 +28,9 @@ const MAX_GRID_YZ: usize = 65535;
 /// The most tiles of queries in a launch: clusters of eight are still fewer than 2^31 blocks.
 const MAX_TILES: u64 = 1 << 28;
 
+/// The most key tiles that blocks share by length: the kernels count them in 32 bits, and blocks round them up.
+pub(crate) const MAX_SHARED_TILES: u64 = 1 << 31;
+
 /// What the choice of a plan depends on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hardware {
@@ -140,6 +143,17 @@ impl Launch {
                 device: hardware.target.to_string(),
                 what: format!("a grid of {grid:?} blocks"),
                 possible: format!("up to {MAX_GRID_YZ} batch entries, heads and row blocks"),
+                source: None,
+            });
+        }
+        if let Schedule::Sm90Fwd(shares) = schedule
+            && shares.by_length
+            && tiles.saturating_mul(len_k.div_ceil(shares.block_n as usize) as u64) > MAX_SHARED_TILES
+        {
+            return Err(Error::Unsupported {
+                device: hardware.target.to_string(),
+                what: format!("{tiles} tiles of queries with up to {len_k} keys each, shared by length"),
+                possible: "up to 2^31 key tiles; take by_length=0".into(),
                 source: None,
             });
         }
@@ -277,6 +291,7 @@ impl Plan {
         let main = launches.iter().position(|launch| launch.schedule == schedule).unwrap_or(0);
         let section = choose::section(&folded, &launches[main]);
         workspace.put_aside(&folded, &launches[main]);
+        workspace.share(&folded, &launches[main]);
         Ok(Self {
             problem: *problem,
             target: hardware.target,

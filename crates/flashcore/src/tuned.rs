@@ -203,7 +203,7 @@ fn has_same_rounds(entry: &Entry, problem: &Problem, spec: &Spec, hardware: &Har
         | Blocks::KeyRow
         | Blocks::QueriesThenKeys { .. } => hardware.sms,
         Blocks::Row { cluster, resident, .. } => hardware.sms * resident.unwrap_or(1) / cluster.max(1),
-        Blocks::Packed { resident } => hardware.sms * resident,
+        Blocks::Packed { resident } | Blocks::Shares { resident } => hardware.sms * resident,
     };
     let rounds = |of: &Problem| {
         let of = fold(of, entry.schedule.kernel()).problem;

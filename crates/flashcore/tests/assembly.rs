@@ -278,6 +278,31 @@ fn parts_of_the_keys_and_what_merges_them_assemble_without_a_spill() {
     assert!(work.len() >= 2 * specs().len());
 }
 
+/// What plans choose where blocks share keys by length.
+fn by_length() -> Vec<(Schedule, Spec, Target)> {
+    let mut work = Vec::new();
+    let hardware = Hardware::typical(Target::Sm90a);
+    for dims in ["40/72", "64", "128", "192/128", "256"] {
+        for rest in [
+            "4x8/2x1/9000xDIMS f16 key-lengths",
+            "4x8/2x3/9000xDIMS bf16 causal softcap=30 key-lengths page=16/2400 lse",
+            "4x8/2x1/9000xDIMS f16 softcap=200 packed-k=20000",
+        ] {
+            let problem: Problem = rest.replace("DIMS", dims).parse().unwrap();
+            let plan = Plan::choose(&problem, &hardware).unwrap();
+            assert!(plan.main().schedule.to_string().contains("by_length=1"), "{plan}");
+            work.extend(plan.launches.iter().map(|launch| (launch.schedule, launch.spec, plan.target)));
+        }
+    }
+    work
+}
+
+#[test]
+fn blocks_that_share_keys_by_length_assemble_without_a_spill() {
+    let work = by_length();
+    assert_eq!(assemble_all(&work), work.len());
+}
+
 #[test]
 fn the_launch_that_appends_assembles_without_a_spill() {
     let mut work = Vec::new();
@@ -424,6 +449,7 @@ fn no_code_that_plans_choose_touches_the_registers_of_products_in_flight() {
             }
         }
     }
+    work.extend(by_length());
     work.extend(hopper_choices().into_iter().map(|(schedule, spec)| (schedule, spec, Target::Sm90a)));
     let has_wgmma = |(schedule, spec, target): &(Schedule, Spec, Target)| {
         let module = schedule.emit(spec, *target).unwrap();

@@ -72,7 +72,8 @@ fn neither_does_the_kernel_that_merges_parts() {
     for dims in DIMS.into_iter().take(4) {
         let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
         for spec in specs(dims, true) {
-            let schedule = Schedule::Combine(sm90::combine::Schedule { warps: 4, shift: 8 });
+            let schedule =
+                Schedule::Combine(sm90::combine::Schedule { warps: 4, shift: 8, by_length: false });
             let Ok(module) = schedule.emit(&spec, Target::Sm90a) else { continue };
             hasher.update(module.to_string().as_bytes());
             modules += 1;
@@ -81,6 +82,31 @@ fn neither_does_the_kernel_that_merges_parts() {
         let hash = hasher.finalize().to_hex();
         writeln!(table, "combine sm_90a {head_dim}/{head_dim_v}: {modules} kernels, {}", &hash[..32])
             .unwrap();
+    }
+    insta::assert_snapshot!(table);
+}
+
+#[test]
+fn nor_do_the_launches_whose_blocks_share_keys_by_length() {
+    let mut table = String::new();
+    let fwd = "sm90_fwd:warpgroups=1,block_n=32,stages=3,q_stages=2,ctas=1,split=1,pingpong=0,lazy=1,poly=0,persistent=1,pairs=0,\
+               by_length=1";
+    for (name, schedule) in [("sm90_fwd", fwd), ("combine", "combine:warps=8,by_length=1")] {
+        let schedule: Schedule = schedule.parse().unwrap();
+        for dims in DIMS.into_iter().take(4) {
+            let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
+            for spec in specs(dims, true) {
+                let paged = Spec { page: Some(48), key_lengths: true, ..spec };
+                let packed = Spec { packed_k: true, rows_per_query: 3, ..spec };
+                for spec in [spec, paged, packed] {
+                    let Ok(module) = schedule.emit(&spec, Target::Sm90a) else { continue };
+                    hasher.update(module.to_string().as_bytes());
+                    modules += 1;
+                }
+            }
+            let ((head_dim, head_dim_v), hash) = (dims, hasher.finalize().to_hex());
+            writeln!(table, "{name} {head_dim}/{head_dim_v}: {modules} kernels, {}", &hash[..32]).unwrap();
+        }
     }
     insta::assert_snapshot!(table);
 }

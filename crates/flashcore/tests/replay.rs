@@ -108,6 +108,7 @@ struct Captured {
     sim: Sim,
     buffers: HashMap<Name, Buffer>,
     lengths: Buffer,
+    workspace: Buffer,
     params: Packed,
 }
 
@@ -142,12 +143,12 @@ impl Captured {
             tensors.push((of.name, buffer.address, Layout::bhsd(of.shape)));
         }
         let lengths = sim.alloc("key lengths", 4 * problem.batch);
-        let workspace = sim.alloc("workspace", plan.workspace_bytes()).address;
+        let workspace = sim.alloc("workspace", plan.workspace_bytes());
         let key_lengths = problem.key_lengths.then_some(lengths.address);
-        let bindings = Bindings { key_lengths, workspace, ..Bindings::of(tensors) };
+        let bindings = Bindings { key_lengths, workspace: workspace.address, ..Bindings::of(tensors) };
         let params = plan.bind(&bindings, &mut |map| Ok(encode(map))).unwrap();
         let modules = plan.launches.iter().map(|launch| launch.module(target).unwrap()).collect();
-        Self { problem: *problem, plan, modules, sim, buffers, lengths, params }
+        Self { problem: *problem, plan, modules, sim, buffers, lengths, workspace, params }
     }
 
     /// Puts numbers where the launches read them.
@@ -241,6 +242,36 @@ fn pages_and_entries_of_other_places_and_lengths() {
 
 /// The targets that have E4M3.
 const EIGHT: [Target; 2] = [Target::Sm89, Target::Sm90a];
+
+#[test]
+fn blocks_share_the_keys_of_sequences_of_other_lengths() {
+    for (text, of_k) in [
+        ("4x4/2x1/4000x64 bf16 key-lengths", [0; 5]),
+        ("4x4/2x2/4000x64 bf16 causal page=64/250 key-lengths", [0; 5]),
+        ("4x4/2x1/4000x64 bf16 packed-k=5000", [0, 4000, 4000, 4130, 4132]),
+    ] {
+        let problem: Problem = text.parse().unwrap();
+        let mut captured = Captured::new(&problem, Target::Sm90a);
+        for (round, lengths) in
+            [[4000, 0, 130, 2], [0, 0, 0, 0], [1, 999, 3000, 1000]].into_iter().enumerate()
+        {
+            let table = (0..4 * 63).map(|i| (i * 7 + round as u32 * 11) % 250);
+            let of_k = if round == 0 { of_k.into() } else { starts(&lengths) };
+            let values = Values::draw(&problem, &lengths).with(Name::Pages, table).with(Name::KStarts, of_k);
+            captured.check(&values, &format!("{lengths:?}"));
+            if round == 0 {
+                // 70 key tiles of 128 keys, six for each of twelve blocks: for each kv head of each sequence, the number of its
+                // first part and how many it has.
+                let places = [[0, 6], [6, 6], [0, 0], [0, 0], [14, 1], [16, 1], [17, 1], [18, 1]];
+                let bytes = captured.sim.read(captured.workspace);
+                let words: Vec<u32> =
+                    bytes.as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word)).collect();
+                let found = &words[words.len() - 64..][..16];
+                assert_eq!(found, places.as_flattened(), "{text}");
+            }
+        }
+    }
+}
 
 #[test]
 fn steps_of_decoding_one_behind_the_other() {

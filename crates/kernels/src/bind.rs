@@ -52,6 +52,9 @@ pub enum Operand {
     PartialO,
     /// The reference score and the sum of weights of each partial output: two f32 per row of [`Operand::PartialO`].
     PartialState,
+    /// For each tile of queries of each head, where blocks share keys by length: the number of the first part of its keys, and how
+    /// many parts there are. Two u32. [`Operand::PartialO`] then has the rows of part 0, of part 1, and so on.
+    PartialPlaces,
     /// The sums that each block of a kernel has put aside in f32, in the order in which its threads hold them.
     Aside,
     /// One f32 per query of a backward pass, and per row of padding up to a multiple of [`ROW_PADDING`]: lse · log2 e, and

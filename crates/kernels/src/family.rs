@@ -87,6 +87,11 @@ pub enum Blocks {
         /// Parts of the keys; each has its own row of blocks.
         parts: u32,
     },
+    /// So many blocks per multiprocessor, which share the keys of all tiles by length, if there are any tiles.
+    Shares {
+        /// Blocks per multiprocessor.
+        resident: u32,
+    },
     /// A block for every tile that packed sequences of so many rows in all may have, and per head: see
     /// [`packed_tiles`].
     EachPacked,
@@ -135,6 +140,9 @@ impl Geometry {
                 let most = resident.map_or(u64::MAX, |blocks| u64::from((sms * blocks / cluster).max(1)));
                 [u32::try_from(tiles.min(most) * u64::from(cluster)).unwrap_or(u32::MAX), parts, 1]
             }
+            Blocks::Shares { resident } => {
+                [if self.tiles(batch, heads, len) > 0 { sms * resident } else { 0 }, 1, 1]
+            }
             Blocks::Packed { resident } => {
                 let tiles = self.tiles(batch, heads, len).min(u64::from(sms * resident));
                 [tiles as u32, 1, 1]
@@ -150,6 +158,7 @@ impl Geometry {
             | Blocks::KeyRow
             | Blocks::EachPacked
             | Blocks::Packed { .. }
+            | Blocks::Shares { .. }
             | Blocks::QueriesThenKeys { .. } => 1,
             Blocks::Row { cluster, .. } => cluster,
         }

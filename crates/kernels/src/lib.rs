@@ -45,6 +45,7 @@ pub use parts::{
     copy::MAX_ROW_STRIDE,
     params::{DescaleParams, FwdParams, PageParams},
     sequence::packed_tiles,
+    shares::{share_rows, share_tiles},
     work::Order,
 };
 pub use phase::Phase;

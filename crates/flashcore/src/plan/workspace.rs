@@ -1,6 +1,8 @@
 //! Workspace: what the launches of a plan hand on to each other, in memory that belongs to nobody else meanwhile.
 
-use flashcore_kernels::{Args, Operand, ROW_PADDING, Schedule, packed_tiles, quantize::Quantize};
+use flashcore_kernels::{
+    Args, Operand, ROW_PADDING, Schedule, packed_tiles, quantize::Quantize, share_rows, share_tiles,
+};
 
 use super::{
     Folded, Launch,
@@ -132,6 +134,24 @@ impl Workspace {
             if bytes > 0 && folded.len_k > schedule.keys_before_aside() as usize {
                 self.push(Operand::Aside, [1, 1, launch.grid[0] as usize, bytes / DType::F32.size()]);
             }
+        }
+    }
+
+    /// With the partial results of a launch whose blocks share keys by length: every block may begin in a column, and every column
+    /// in a block.
+    pub fn share(&mut self, folded: &Problem, launch: &Launch) {
+        if !choose::is_by_length(&launch.schedule) {
+            return;
+        }
+        let (spec, len_q) = (&launch.spec, folded.len_q as u32);
+        let columns = folded.batch * folded.heads_q * share_tiles(spec, len_q) as usize;
+        let rows = (launch.grid[0] as usize + columns) * share_rows(spec, len_q) as usize;
+        for (operand, rows, columns) in [
+            (Operand::PartialO, rows, folded.head_dim_v),
+            (Operand::PartialState, rows, 2),
+            (Operand::PartialPlaces, columns, 2),
+        ] {
+            self.push(operand, [1, 1, rows, columns]);
         }
     }
 

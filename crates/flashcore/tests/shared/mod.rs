@@ -14,6 +14,11 @@ pub fn noise(len: usize, seed: usize) -> Vec<f32> {
 
 /// The largest errors of o and lse, relative where they are above 1, for a problem with a schedule, beside the f64 oracle.
 pub fn errors(text: &str, schedule: Schedule, key_lengths: Option<&[u32]>) -> (f64, f64) {
+    errors_on(SimGpu::new(Target::Sm90a).with_schedule(schedule), text, key_lengths)
+}
+
+/// The same on a GPU.
+pub fn errors_on(gpu: SimGpu, text: &str, key_lengths: Option<&[u32]>) -> (f64, f64) {
     let problem: Problem = text.parse().unwrap();
     let buffer = |shape: [usize; 4], seed| {
         TensorBuf::from_f32(&noise(shape.iter().product(), seed), shape, problem.dtype).unwrap()
@@ -26,7 +31,7 @@ pub fn errors(text: &str, schedule: Schedule, key_lengths: Option<&[u32]>) -> (f
     if let Some(lengths) = key_lengths {
         attention = attention.key_lengths(lengths);
     }
-    let device = Device::sim(SimGpu::new(Target::Sm90a).with_schedule(schedule));
+    let device = Device::sim(gpu);
     let found = attention.run(&device, &q, &k, &v).unwrap_or_else(|error| panic!("{text}: {error}"));
     let truth = oracle::attention(&attention.problem(&q, &k, &v).unwrap(), &q, &k, &v, key_lengths);
     let apart = |found: &[f32], truth: &[f64]| {

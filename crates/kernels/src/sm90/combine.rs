@@ -1,4 +1,5 @@
-//! Merges the partial results of the parts of the keys: one block per query.
+//! Merges the partial results of the parts of the keys: one block per query. Every query has as many parts, or, where blocks
+//! shared keys by length, as many as the kernel before it says.
 //!
 //! A part's output is the sum of its values, each times 2^((score − reference) · scale), stored with the reference and
 //! the sum of those weights. The parts of a query are rescaled to their largest reference, added up, and divided by the
@@ -15,6 +16,7 @@ use crate::{
     family::schedule,
     parts::{
         fragment::pack,
+        shares::ShareParams,
         softmax::{NEG_INF, ScoreHandles, SoftmaxParams},
         work::{QueryRows, Work, first_query_head},
     },
@@ -86,6 +88,8 @@ schedule! {
         pub warps: u32,
         /// The power of two by which the sums were scaled down; see `shift` of the forward kernel's softmax.
         pub shift: u32 = 0,
+        /// Whether blocks shared keys by length.
+        pub by_length: bool = false,
     }
 }
 
@@ -118,6 +122,9 @@ impl Family for Schedule {
             .threads(32 * self.warps);
         if spec.packed_q {
             k = k.more_params::<PackedParams>();
+        }
+        if self.by_length {
+            k = k.more_params::<ShareParams>();
         }
         self.body(&mut k, spec);
         k
@@ -162,6 +169,9 @@ impl Family for Schedule {
         });
         if spec.packed_q {
             packed.extend(&PackedParams::bind(args));
+        }
+        if self.by_length {
+            packed.extend(&ShareParams::bind(args, spec));
         }
         Ok(())
     }
@@ -238,12 +248,67 @@ impl Query {
         let base = Work::row_address(k, base, head, head_bytes);
         QueryRows::read(k, spec, [to_row, to_head]).address(k, base, self.row)
     }
+}
 
-    /// Bytes from a row of one part to that of the next.
-    fn to_next_part(&self, k: &mut KernelBuilder, row: Stride) -> Reg<B64> {
-        let (len_q, row) = (k.cvt_u64_u32(self.len_q), k.param(row));
-        k.mul_lo_u64(len_q, row)
+/// The parts of a query: how many, where the first one's state and values are, and bytes from one to the next.
+struct Parts {
+    count: Reg<B32>,
+    state: Reg<B64>,
+    next_state: Reg<B64>,
+    values: Reg<B64>,
+    next_values: Reg<B64>,
+}
+
+impl Parts {
+    /// Each head has so many parts with all of its rows.
+    fn side_by_side(k: &mut KernelBuilder, query: &Query, count: Reg<B32>) -> Self {
+        let state = query.address(
+            k,
+            CombineParams::partial_state,
+            [
+                CombineParams::partial_state_batch,
+                CombineParams::partial_state_head,
+                CombineParams::partial_state_row,
+            ],
+        );
+        let next_state = rows_apart(k, query.len_q, CombineParams::partial_state_row);
+        let values = query.address(
+            k,
+            CombineParams::partial_o,
+            [CombineParams::partial_o_batch, CombineParams::partial_o_head, CombineParams::partial_o_row],
+        );
+        let next_values = rows_apart(k, query.len_q, CombineParams::partial_o_row);
+        Self { count, state, next_state, values, next_values }
     }
+
+    /// Each tile of queries has parts of its own.
+    fn by_length(k: &mut KernelBuilder, query: &Query) -> Self {
+        k.section("which parts");
+        let (rows, tiles) = (k.param(ShareParams::part_rows), k.param(ShareParams::part_tiles));
+        let heads = k.param(CombineParams::heads);
+        let tile = k.div_u32(query.row, rows);
+        let before = k.mul_lo_u32(tile, rows);
+        let inside = k.sub_u32(query.row, before);
+        let head = k.mad_lo_u32(query.batch, heads, query.head);
+        let column = k.mad_lo_u32(head, tiles, tile);
+        let [first, count] = ShareParams::parts_of(k, column);
+        let row = k.mad_lo_u32(first, rows, inside);
+        let of_row = |k: &mut KernelBuilder, base, to_row: Stride| {
+            let (base, to_row) = (k.param(base), k.param(to_row));
+            Work::row_address(k, base, row, to_row)
+        };
+        let state = of_row(k, CombineParams::partial_state, CombineParams::partial_state_row);
+        let values = of_row(k, CombineParams::partial_o, CombineParams::partial_o_row);
+        let next_state = rows_apart(k, rows, CombineParams::partial_state_row);
+        let next_values = rows_apart(k, rows, CombineParams::partial_o_row);
+        Self { count, state, next_state, values, next_values }
+    }
+}
+
+/// Bytes of so many rows.
+fn rows_apart(k: &mut KernelBuilder, rows: Reg<B32>, row: Stride) -> Reg<B64> {
+    let (rows, row) = (k.cvt_u64_u32(rows), k.param(row));
+    k.mul_lo_u64(rows, row)
 }
 
 impl Schedule {
@@ -271,30 +336,17 @@ impl Schedule {
             softcap: CombineParams::softcap,
         };
         let softmax = SoftmaxParams::read_from(k, spec, &handles);
-        let parts = k.param(CombineParams::parts);
+        let parts = (!self.by_length).then(|| k.param(CombineParams::parts));
         let query = Query::find(k);
-        let state = query.address(
-            k,
-            CombineParams::partial_state,
-            [
-                CombineParams::partial_state_batch,
-                CombineParams::partial_state_head,
-                CombineParams::partial_state_row,
-            ],
-        );
-        let next_state = query.to_next_part(k, CombineParams::partial_state_row);
-        let partial = query.address(
-            k,
-            CombineParams::partial_o,
-            [CombineParams::partial_o_batch, CombineParams::partial_o_head, CombineParams::partial_o_row],
-        );
-        let next_partial = query.to_next_part(k, CombineParams::partial_o_row);
+        let known = parts.map(|parts| Parts::side_by_side(k, &query, parts));
         if beside {
             k.griddepcontrol(GridDep::Wait);
         }
         if spec.packed_q {
             query.leave_if_nobodys(k, spec);
         }
+        let of_query = known.unwrap_or_else(|| Parts::by_length(k, &query));
+        let Parts { count: parts, state, next_state, values: partial, next_values: next_partial } = of_query;
 
         // The values do not wait for their weights: all of a warp's first reads are in flight at once.
         let columns = Columns::new(k, spec, lane);

@@ -132,7 +132,7 @@ impl Sm90Params {
         let (q_map, k_map) = (map(Operand::Q, boxes.q)?, map(Operand::K, boxes.kv)?);
         let (v_map, o_map) = (map(Operand::V, boxes.v)?, map(Operand::O, boxes.o)?);
         // Parts of the keys write their partial results side by side, and the combine kernel merges them.
-        let (o, lse) = if schedule.parts > 1 {
+        let (o, lse) = if schedule.leaves_parts() {
             (of(Operand::PartialO), of(Operand::PartialState))
         } else if schedule.aside_bytes(spec) > 0 {
             (of(Operand::Aside), of(Operand::Lse))

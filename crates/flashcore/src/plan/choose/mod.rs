@@ -200,16 +200,26 @@ pub(super) fn turned(schedule: &Schedule) -> bool {
     matches!(schedule, Schedule::Sm90Fwd(schedule) if schedule.turned)
 }
 
+/// The parts of a query that its merge is made for where only the GPU knows how many there are: those of one long sequence with a
+/// few kv heads. It merges any number.
+const PARTS_BY_LENGTH: u32 = 32;
+
 /// What merges the parts of the keys that a schedule leaves, if it does.
 pub fn merge(spec: &Spec, schedule: &Schedule) -> Option<Schedule> {
     let shift = match schedule {
         Schedule::Sm90Fwd(parts) => parts.shift(spec),
         _ => 0,
     };
-    let parts = parts(schedule);
+    let by_length = is_by_length(schedule);
+    let parts = if by_length { PARTS_BY_LENGTH } else { parts(schedule) };
     // So many that all parts of a query are read at once, if possible.
     let warps = parts.div_ceil(combine::AT_ONCE).clamp(4, 16);
-    (parts > 1).then_some(Schedule::Combine(combine::Schedule { warps, shift }))
+    (parts > 1 || by_length).then_some(Schedule::Combine(combine::Schedule { warps, shift, by_length }))
+}
+
+/// Whether the blocks of a schedule share all keys by length.
+pub(super) fn is_by_length(schedule: &Schedule) -> bool {
+    matches!(schedule, Schedule::Sm90Fwd(schedule) if schedule.by_length)
 }
 
 /// The parts that a schedule cuts the keys into.

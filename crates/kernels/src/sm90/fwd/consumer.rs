@@ -6,7 +6,7 @@ use super::{
     Memory, PITCH, ROWS, Schedule, Sizes, Turned,
     aside::Aside,
     blocks::BlockScales,
-    columns, gather, merge, packed, panels, partial,
+    by_length, columns, gather, merge, packed, panels, partial,
     softmax::{self, RowState, Softmax},
     tiles::{Keys, Tile, each_tile, step},
 };
@@ -152,6 +152,11 @@ impl<'a> Consumer<'a> {
         Phase::Tile.begin(k);
         match self.memory.told {
             None => each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile, owed)),
+            Some(told) if self.schedule.by_length => {
+                by_length::each_told(k, self.schedule, self.spec, told, &self.q, |k, tile| {
+                    self.tile(k, tile, owed);
+                });
+            }
             Some(told) => {
                 packed::each_told(k, self.schedule, self.spec, told, &self.q, |k, tile| {
                     self.tile(k, tile, owed);
@@ -273,6 +278,13 @@ impl<'a> Consumer<'a> {
 
     /// Merges with other blocks, and stores the tile's result.
     fn end(&self, k: &mut KernelBuilder, tile: &Tile, owed: Reg<B32>) {
+        if self.schedule.by_length {
+            k.comment("all lanes have read what the producer said");
+            k.bar_warp_sync();
+            self.q.give_back(k, self.first_lane);
+            partial::store(k, self, tile);
+            return;
+        }
         if self.schedule.parts > 1 {
             partial::store(k, self, tile);
             self.q.advance(k);
@@ -299,7 +311,7 @@ impl<'a> Consumer<'a> {
 
     /// Releases the slot of the previous tile's queries, once its output has been read from there.
     fn give_back_queries(&self, k: &mut KernelBuilder, owed: Reg<B32>) {
-        if self.schedule.split > 1 || !self.schedule.persistent {
+        if self.schedule.split > 1 || !self.schedule.persistent || self.schedule.by_length {
             return;
         }
         let some = k.setp_ne_u32(owed, 0u32);

@@ -11,7 +11,9 @@
 //! Where the tiles are too few to fill the GPU, the warpgroups of a block share the keys of the same 64 queries, and
 //! the blocks of a cluster those of one tile; they merge their results through shared memory, their own and each
 //! other's. Where even a cluster is too small, the keys are cut into parts, each a block of its own anywhere on the
-//! GPU: it writes its partial result to global memory, and [`combine`](super::combine) merges them.
+//! GPU: it writes its partial result to global memory, and [`combine`](super::combine) merges them. Where only the GPU knows
+//! how many keys each sequence has, persistent blocks may share all keys `by_length`: each gets as many key tiles, of one
+//! sequence or of several.
 //!
 //! Keys and values may lie in `pages` of a pool, and sequences `packed` one behind the other; a whole warp is then the
 //! producer.
@@ -23,6 +25,7 @@
 
 mod aside;
 mod blocks;
+mod by_length;
 mod consumer;
 mod gather;
 mod merge;
@@ -45,7 +48,10 @@ use super::{PackedParams, Sm90Params};
 use crate::{
     Args, Blocks, ElementType, Family, Geometry, Map, Packed, ScheduleError, Spec,
     family::{MAX_REGISTERS, check_blocks, check_registers, schedule},
-    parts::params::{BlockDescaleParams, DescaleParams, PageParams},
+    parts::{
+        params::{BlockDescaleParams, DescaleParams, PageParams},
+        shares::ShareParams,
+    },
 };
 
 /// Queries per warpgroup: what one `wgmma` takes.
@@ -97,6 +103,9 @@ schedule! {
         /// Parts that the keys of a tile are cut into, one block each; [`combine`](super::combine) merges what they
         /// write to global memory.
         pub parts: u32 = 1,
+        /// Whether all blocks share all keys, equally many key tiles each, by the lengths that the GPU finds. Also merged by
+        /// [`combine`](super::combine).
+        pub by_length: bool = false,
         /// Whether blocks that share keys take their tiles in turn, so that what they read at a time lies together, rather than a
         /// stretch each.
         pub in_turn: bool = false,
@@ -140,7 +149,7 @@ struct Memory {
     merged: Shared,
     /// For 8-bit floats.
     turned: Option<Turned>,
-    /// For packed sequences: what consumers are told of the tiles whose queries are in the slots.
+    /// Where the producer finds tiles: what consumers are told of those whose queries are in the slots.
     told: Option<Shared>,
 }
 
@@ -245,6 +254,7 @@ impl Schedule {
                                     pairs,
                                     together,
                                     parts: 1,
+                                    by_length: false,
                                     in_turn: false,
                                     multicast,
                                     flush: 1,
@@ -306,6 +316,7 @@ impl Schedule {
     /// have few queries.
     pub fn order(self, spec: &Spec) -> Walk {
         match (spec.right && spec.rows_per_query == 1, self.pairs && self.persistent) {
+            _ if self.by_length => Walk::Plain,
             (false, _) => Walk::Plain,
             (true, true) => Walk::Pairs,
             (true, false) => Walk::Sections,
@@ -314,7 +325,17 @@ impl Schedule {
 
     /// Whether the output is stored from shared memory, by TMA; else from registers.
     fn stores_by_tma(self) -> bool {
-        self.split == 1 && self.parts == 1
+        self.split == 1 && !self.leaves_parts()
+    }
+
+    /// Whether blocks leave partial results, which are merged by another launch.
+    pub fn leaves_parts(self) -> bool {
+        self.parts > 1 || self.by_length
+    }
+
+    /// Whether the producer is a whole warp, rather than one thread.
+    fn needs_warp(self, spec: &Spec) -> bool {
+        self.by_length || pages::needs_warp(spec)
     }
 
     /// Whether the order of the tiles depends on how many heads are processed together.
@@ -457,7 +478,8 @@ impl Schedule {
             let bars = layout.alloc("turned v barriers", 16 * self.stages, 8);
             Turned { slots, bars, left: layout.alloc("keys left", 4 * self.stages, 4) }
         });
-        let told = spec.packed_q.then(|| layout.alloc("tiles told", packed::bytes(self), 16));
+        let tells = spec.packed_q || self.by_length;
+        let told = tells.then(|| layout.alloc("tiles told", packed::bytes(self), 16));
         Memory { layout, q, k, v, gathered, exchange, q_bars, k_bars, v_bars, merged, turned, told }
     }
 }
@@ -472,6 +494,8 @@ impl Family for Schedule {
             shared_bytes: self.memory(spec).layout.bytes(),
             blocks: if spec.packed_q {
                 Blocks::Packed { resident: self.ctas }
+            } else if self.by_length {
+                Blocks::Shares { resident: self.ctas }
             } else {
                 Blocks::Row {
                     cluster: self.cluster(),
@@ -542,6 +566,9 @@ impl Family for Schedule {
                 "blocks that take a part of the keys end with it, and are in no cluster: take persistent=0 and split=1"
                     .into(),
             );
+        }
+        if self.by_length {
+            self.check_by_length(spec)?;
         }
         let alone = self.parts * self.split == 1;
         if self.in_turn && (alone || self.warpgroups > 1 && !self.together) {
@@ -634,6 +661,9 @@ impl Family for Schedule {
         if spec.page.is_some() {
             k = k.more_params::<PageParams>();
         }
+        if self.by_length {
+            k = k.more_params::<ShareParams>();
+        }
         k = k.traced(spec.traced);
         if self.cluster() > 1 {
             k = k.cluster(self.cluster(), 1, 1);
@@ -667,11 +697,43 @@ impl Family for Schedule {
         if spec.page.is_some() {
             packed.extend(&PageParams::bind(args));
         }
+        if self.by_length {
+            packed.extend(&ShareParams::bind(args, spec));
+        }
         Ok(())
     }
 }
 
 impl Schedule {
+    /// What blocks that share keys by length need, and what they cannot have.
+    fn check_by_length(self, spec: &Spec) -> Result<(), ScheduleError> {
+        let shares = self.cluster() > 1 || self.parts > 1;
+        if !self.persistent || self.warpgroups > 1 || shares {
+            return Err(ScheduleError::malformed(
+                "blocks that share keys by length take one part after the other, with one warpgroup: take persistent=1, \
+                 warpgroups=1, split=1, parts=1 and multicast=1",
+            ));
+        }
+        if spec.packed_q || !(spec.key_lengths || spec.packed_k) {
+            return Err(ScheduleError::malformed(
+                "keys are shared by length where queries are dense and each sequence has a key length or packed keys: take \
+                 by_length=0",
+            ));
+        }
+        if spec.left || spec.top_left {
+            return Err(ScheduleError::malformed(
+                "keys are shared by length where queries see all keys but a few at the end: take by_length=0, or a mask \
+                 without a left bound that is aligned bottom-right",
+            ));
+        }
+        if spec.dtype.is_fp8() {
+            return Err(ScheduleError::malformed(
+                "with e4m3, keys are not shared by length: take by_length=0",
+            ));
+        }
+        Ok(())
+    }
+
     /// What 8-bit floats need, and what they cannot have.
     fn check_fp8(self, spec: &Spec) -> Result<(), ScheduleError> {
         if !self.block_n.is_multiple_of(32) {
@@ -720,7 +782,7 @@ impl Schedule {
                 if let Some((registers, _)) = self.shares(spec) {
                     k.setmaxnreg_dec(registers);
                 }
-                let first = if pages::needs_warp(spec) {
+                let first = if self.needs_warp(spec) {
                     k.setp_eq_u32(warp, consumers)
                 } else {
                     k.setp_eq_u32(tid, self.consumer_threads())
@@ -767,8 +829,10 @@ impl Schedule {
                     k.mbarrier_init(bars.at((16 * stage + 8) as i32), readers);
                 }
             };
-            // A slot of Q is released by one thread of each warpgroup, a slot of K or V by one thread of each warp.
-            pair(memory.q_bars, self.q_stages, 1, self.warpgroups);
+            // A slot of Q is released by one thread of each warpgroup, once its output has left it; a slot of K or V, and of Q
+            // where outputs do not go through it, by one thread of each warp.
+            let q_readers = if self.by_length { 4 } else { 1 };
+            pair(memory.q_bars, self.q_stages, 1, q_readers * self.warpgroups);
             let readers = 4 * self.readers() * self.multicast;
             pair(memory.k_bars, self.stages, self.multicast, readers);
             match memory.turned {

@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Bytes that consumers are told of a tile: two vectors of four words.
-const TOLD: u32 = 32;
+pub(super) const TOLD: u32 = 32;
 
 /// Sequences that a warp looks at together.
 const TOGETHER: u32 = 32;
@@ -71,7 +71,7 @@ pub(super) fn each_told(
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
         // Whoever copies keys knows where these begin.
         let starts = Starts { queries: Some(start), keys: None };
-        body(k, &Tile::packed(schedule.rows(), rows, kv_head, band, starts));
+        body(k, &Tile::alone(schedule.rows(), rows, kv_head, band, starts));
     });
 }
 
@@ -207,7 +207,7 @@ impl Walk {
         let rows = Rows { batch, head, len_q, first_row: k.mov_b32(self.row) };
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
         let starts = Starts { queries: Some(start), keys: first_key };
-        Tile::packed(self.rows, rows, kv_head(k, spec, head), band, starts)
+        Tile::alone(self.rows, rows, kv_head(k, spec, head), band, starts)
     }
 }
 

@@ -1,20 +1,28 @@
 //! A block that took a part of the keys writes its partial result to global memory: the undivided sums over its keys,
-//! and each row's reference. Part p of a head with `len_q` queries has the rows from p · len_q on.
+//! and each row's reference. Part p of a head with `len_q` queries has the rows from p · len_q on. Where blocks share keys by
+//! length, part p of all has the rows from p times those of a tile on.
 
 use flashcore_ptx::KernelBuilder;
 
 use super::{consumer::Consumer, tiles::Tile};
-use crate::sm90::Sm90Params;
+use crate::{parts::shares::ShareParams, sm90::Sm90Params};
 
 /// Stores the output and the state of this part's rows.
 pub(super) fn store(k: &mut KernelBuilder, of: &Consumer<'_>, tile: &Tile) {
     k.section("partial: what this part of the keys came to");
     let (o, state) = (k.param(Sm90Params::o), k.param(Sm90Params::lse));
-    let o = Consumer::head_address(k, tile, o, [Sm90Params::o_batch, Sm90Params::o_head]);
-    let state = Consumer::head_address(k, tile, state, [Sm90Params::lse_batch, Sm90Params::lse_head]);
-    let (o_row, state_row) = (k.param(Sm90Params::o_row), k.param(Sm90Params::lse_row));
-    let part = k.ctaid_y();
-    let first = k.mul_lo_u32(part, tile.rows.len_q);
+    let (o, state, o_row, state_row, first) = if let Some(part) = &tile.part {
+        let (o_row, state_row) = (k.param(Sm90Params::o_row), k.param(Sm90Params::lse_row));
+        let rows = k.param(ShareParams::part_rows);
+        let first = k.mul_lo_u32(part.number, rows);
+        (o, state, o_row, state_row, k.sub_u32(first, tile.rows.first_row))
+    } else {
+        let o = Consumer::head_address(k, tile, o, [Sm90Params::o_batch, Sm90Params::o_head]);
+        let state = Consumer::head_address(k, tile, state, [Sm90Params::lse_batch, Sm90Params::lse_head]);
+        let (o_row, state_row) = (k.param(Sm90Params::o_row), k.param(Sm90Params::lse_row));
+        let part = k.ctaid_y();
+        (o, state, o_row, state_row, k.mul_lo_u32(part, tile.rows.len_q))
+    };
     let leads = k.setp_eq_u32(of.column, 0u32);
     for half in 0..2 {
         let row = of.problem_row(k, tile, half as u32);

@@ -3,8 +3,8 @@
 use flashcore_ptx::{B32, B64, BulkHint, KernelBuilder, L2Evict, Operand, Pred, Reg, Scope, Shared};
 
 use super::{
-    Memory, PITCH, Schedule, Sizes, Turned, columns, packed,
-    pages::{Pages, Pieces, needs_warp},
+    Memory, PITCH, Schedule, Sizes, Turned, by_length, columns, packed,
+    pages::{Pages, Pieces},
     panels,
     tiles::{Tile, each_tile, step},
 };
@@ -74,7 +74,7 @@ impl<'a> Producer<'a> {
         for map in [q_map, k_map, v_map] {
             k.prefetch_tensormap(map);
         }
-        let lead = needs_warp(spec).then(|| {
+        let lead = schedule.needs_warp(spec).then(|| {
             let lane = k.laneid();
             k.setp_eq_u32(lane, 0u32)
         });
@@ -95,7 +95,7 @@ impl<'a> Producer<'a> {
             leads: lead.filter(|_| spec.page.is_some()),
             once: k.create_policy(L2Evict::First),
             // Keys that are cut into parts are so many that they are hardly ever read again.
-            again: k.create_policy(if schedule.parts > 1 { L2Evict::First } else { L2Evict::Last }),
+            again: k.create_policy(if schedule.leaves_parts() { L2Evict::First } else { L2Evict::Last }),
         }
     }
 
@@ -106,9 +106,12 @@ impl<'a> Producer<'a> {
             None => each_tile(k, self.schedule, self.spec, |k, tile| self.tile(k, tile)),
             Some(told) => {
                 let alone = self.lead.filter(|_| self.pages.is_none());
-                packed::each_found(k, self.schedule, self.spec, |k, tile| {
-                    once(k, alone, |k| self.tile(k, tile));
-                });
+                let tile = |k: &mut KernelBuilder, tile: &Tile| once(k, alone, |k| self.tile(k, tile));
+                if self.schedule.by_length {
+                    by_length::each_found(k, self.schedule, self.spec, tile);
+                } else {
+                    packed::each_found(k, self.schedule, self.spec, tile);
+                }
                 k.comment("there are no more tiles");
                 once(k, self.lead, |k| {
                     self.q.wait_free(k);
@@ -144,7 +147,10 @@ impl<'a> Producer<'a> {
             k.bar_warp_sync();
         }
         if let Some(told) = self.told {
-            once(k, self.leads, |k| packed::tell(k, told, &self.q, tile));
+            once(k, self.leads, |k| match tile.part {
+                Some(part) => by_length::tell(k, told, &self.q, tile, part),
+                None => packed::tell(k, told, &self.q, tile),
+            });
         }
         k.if_else(
             keys.any,

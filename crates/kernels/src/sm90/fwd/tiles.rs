@@ -19,6 +19,18 @@ pub(super) struct Tile {
     pub kv_head: Reg<B32>,
     pub band: Band,
     pub starts: Starts,
+    /// Where blocks share keys by length: which of the keys are this part's.
+    pub part: Option<Part>,
+}
+
+/// A part of the keys of a tile.
+#[derive(Clone, Copy)]
+pub(super) struct Part {
+    /// The first key tile, and the last.
+    pub first: Reg<B32>,
+    pub last: Reg<B32>,
+    /// Its number among all parts.
+    pub number: Reg<B32>,
 }
 
 /// The rows of the tensors at which a sequence begins, where it is packed.
@@ -274,9 +286,14 @@ pub(super) fn kv_head(k: &mut KernelBuilder, spec: &Spec, head: Reg<B32>) -> Reg
 }
 
 impl Tile {
-    /// A tile of packed queries.
-    pub fn packed(rows_taken: u32, rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
-        Self { rows, first_row: rows.first_row, rows_taken, kv_head, band, starts }
+    /// A tile whose rows its block has for itself.
+    pub fn alone(rows_taken: u32, rows: Rows, kv_head: Reg<B32>, band: Band, starts: Starts) -> Self {
+        Self { rows, first_row: rows.first_row, rows_taken, kv_head, band, starts, part: None }
+    }
+
+    /// The same with a part of its keys.
+    pub fn with_part(self, part: Part) -> Self {
+        Self { part: Some(part), ..self }
     }
 
     fn find(k: &mut KernelBuilder, schedule: Schedule, spec: &Spec, place: Place) -> Self {
@@ -298,7 +315,7 @@ impl Tile {
         let (keys, start) = Self::sequence(k, spec, batch);
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
         let starts = Starts { queries: None, keys: start };
-        Self { rows, first_row, rows_taken: schedule.rows_taken(spec), kv_head, band, starts }
+        Self { rows, first_row, rows_taken: schedule.rows_taken(spec), kv_head, band, starts, part: None }
     }
 
     /// How many keys a batch entry has, and where these begin, if they are packed.
@@ -385,6 +402,13 @@ impl Tile {
             let up = k.sub_u32(up, 1u32);
             let share = k.div_u32(up, parts);
             keys.take_share(k, part, share);
+        }
+        if let Some(Part { first, last, .. }) = self.part {
+            k.comment("this part of the key tiles");
+            keys.last = k.min_s32(keys.last, last);
+            keys.first = k.max_s32(keys.first, first);
+            let some = k.setp_ge_s32(keys.last, keys.first);
+            keys.any = k.and_pred(keys.any, some);
         }
         keys
     }

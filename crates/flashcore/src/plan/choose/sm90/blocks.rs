@@ -46,6 +46,7 @@ pub(super) fn wide(warpgroups: u32, block_n: u32, q_stages: u32) -> Schedule {
         pairs: false,
         together: false,
         parts: 1,
+        by_length: false,
         in_turn: false,
         multicast: 1,
         flush: 1,
@@ -162,6 +163,7 @@ pub(super) fn for_few(spec: &Spec, split: u32, alone: bool) -> Vec<Schedule> {
         pairs: false,
         together: false,
         parts: 1,
+        by_length: false,
         in_turn: false,
         multicast: 1,
         flush: 1,
@@ -183,6 +185,28 @@ pub(super) fn for_parts(spec: &Spec, parts: u32, keys: usize, filled: bool) -> V
         _ => few,
     });
     if filled { both.chain(few).collect() } else { deep.chain(few).collect() }
+}
+
+/// For few queries of sequences of different lengths: persistent blocks with as many keys in flight as fit, which share all keys
+/// by length. Tiles are short, so that shares are even and short sequences waste little. Not measured.
+pub(super) fn for_lengths(spec: &Spec) -> Vec<Schedule> {
+    let tiles: &[(u32, u32)] = match spec.head_dim.max(spec.head_dim_v) {
+        ..=64 => &[(128, 4), (64, 4)],
+        65..=128 => &[(64, 6), (64, 4), (32, 4)],
+        _ => &[(32, 5), (32, 4), (16, 4)],
+    };
+    let few = for_few(spec, 1, true).into_iter().take(1);
+    few.flat_map(|few| {
+        tiles.iter().map(move |&(block_n, stages)| Schedule {
+            block_n,
+            stages,
+            q_stages: 2,
+            persistent: true,
+            by_length: true,
+            ..few
+        })
+    })
+    .collect()
 }
 
 /// Keys of a part that is short.

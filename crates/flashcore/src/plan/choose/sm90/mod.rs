@@ -12,12 +12,15 @@ pub(in crate::plan) use self::{
 };
 use self::{
     blocks::{
-        LAZY_LONG, for_few, for_many, for_packed, for_parts, for_short_streams, for_some, for_streams,
-        in_pairs, streams_together, together, widest,
+        LAZY_LONG, for_few, for_lengths, for_many, for_packed, for_parts, for_short_streams, for_some,
+        for_streams, in_pairs, streams_together, together, widest,
     },
     section::key_tiles,
 };
-use crate::{Mask, Problem, Queries, plan::Hardware};
+use crate::{
+    Mask, Problem, Queries,
+    plan::{Hardware, MAX_SHARED_TILES},
+};
 
 /// Queries of a warpgroup.
 const GROUP: usize = 64;
@@ -99,6 +102,20 @@ pub(in crate::plan) fn choose(problem: &Problem, spec: &Spec, hardware: &Hardwar
     let streams = || fitting(streams_together(spec));
     let row_bytes = (spec.head_dim + spec.head_dim_v) as usize * spec.dtype.size() as usize;
     let short = || fitting(for_short_streams(spec)).filter(|_| problem.len_k * row_bytes <= SHORT_BYTES);
+    // Without lengths of their own, sequences are alike; and where all are short, a second launch costs more than it evens out.
+    let uneven = problem.batch > 1 && (spec.key_lengths || spec.packed_k);
+    let long = problem.len_k * row_bytes > SHORT_BYTES;
+    if let Some(shared) = fitting(for_lengths(spec)).filter(|_| problem.len_q <= GROUP && uneven && long) {
+        let most = (narrow as u64).saturating_mul(problem.len_k.div_ceil(shared.block_n as usize) as u64);
+        if most <= MAX_SHARED_TILES {
+            let what = format!(
+                "up to {most} key tiles of {} sequences, which {sms} blocks find on the GPU and share evenly, whatever the lengths \
+                 are; a second launch merges what they have",
+                problem.batch
+            );
+            return Some((Any::Sm90Fwd(lazy(shared)), format!("Hopper has wgmma and TMA; {what}")));
+        }
+    }
     let (schedule, what) = if let Some(short) =
         short().filter(|_| problem.len_q <= GROUP && narrow > sms && key_tiles >= SHORT_WALK)
     {

@@ -1,0 +1,277 @@
+//! Key tiles of sequences of different lengths, shared out on the GPU: every block gets as many, whatever the lengths are.
+//!
+//! A column is a tile of queries of one head. All key tiles stand in a row: those that the first column of the first sequence
+//! sees, those of its next column, and so on to the last column of the last sequence. The row is cut into equal shares, one
+//! per block. So a share is one or more parts: a part is a stretch of one column's key tiles. A sequence without keys has none.
+//!
+//! The number of a part is that of its block plus that of its column. From one part to the next, at least one of the two
+//! grows, so no two parts have the same number; and the parts of a column have numbers one behind the other. Each part's
+//! partial result lies in the workspace at its number. Which numbers a column's parts have lies there too, for the kernel
+//! that merges them.
+//!
+//! A warp finds the parts of its block. It looks at the lengths of 32 sequences at a time, and never looks back.
+
+use flashcore_ptx::{B32, GlobalPtr, KernelBuilder, Reg, kernel_params};
+
+use crate::{
+    Spec,
+    bind::{Args, Operand},
+};
+
+/// Rows of a tile of queries.
+const ROWS: u32 = 64;
+
+/// Sequences that a warp looks at together.
+const TOGETHER: u32 = 32;
+
+/// All lanes.
+const ALL_LANES: u32 = u32::MAX;
+
+/// The fewest bytes of keys and values that are worth a share of their own, and the fewest keys.
+const FEWEST: [u32; 2] = [64 << 10, 128];
+
+kernel_params! {
+    /// What launches are given behind their other parameters where blocks share keys by length.
+    pub struct ShareParams {
+        /// For each column, the number of its first part and how many parts it has: two u32.
+        part_places: GlobalPtr,
+        /// Sequences.
+        part_sequences: u32,
+        /// Tiles of queries of a head.
+        part_tiles: u32,
+        /// Rows of a partial result.
+        part_rows: u32,
+    }
+}
+
+/// Tiles of queries of a head with so many rows.
+///
+/// ```
+/// use flashcore_kernels::{ElementType, Spec, share_tiles};
+///
+/// // Rows of one query stay together.
+/// let spec = Spec { rows_per_query: 24, ..Spec::new(ElementType::F16, 64) };
+/// assert_eq!(share_tiles(&spec, 96), 2);
+/// ```
+pub fn share_tiles(spec: &Spec, len_q: u32) -> u32 {
+    len_q.div_ceil(rows(spec))
+}
+
+/// Rows of a partial result of a head with so many rows.
+pub fn share_rows(spec: &Spec, len_q: u32) -> u32 {
+    len_q.min(rows(spec))
+}
+
+/// Rows that a tile takes: those of whole queries.
+fn rows(spec: &Spec) -> u32 {
+    ROWS / spec.rows_per_query * spec.rows_per_query
+}
+
+impl ShareParams {
+    /// The parameters of a launch.
+    pub(crate) fn bind(args: &Args, spec: &Spec) -> Self {
+        let [_, _, len_q] = args.rows(spec);
+        Self {
+            part_places: args.tensor(Operand::PartialPlaces).pointer(),
+            part_sequences: args.sequences,
+            part_tiles: share_tiles(spec, len_q),
+            part_rows: share_rows(spec, len_q),
+        }
+    }
+
+    /// The number of a column's first part, and how many parts it has.
+    pub(crate) fn parts_of(k: &mut KernelBuilder, column: Reg<B32>) -> [Reg<B32>; 2] {
+        let places = k.param(Self::part_places);
+        let at = k.mad_wide_u32(column, 8u32, places);
+        k.ld_global_vec(at)
+    }
+}
+
+/// The fewest key tiles of so many keys that are worth a share of their own.
+fn fewest(spec: &Spec, block_n: u32) -> u32 {
+    let [bytes, keys] = FEWEST;
+    let key_bytes = (spec.head_dim + spec.head_dim_v) * spec.kv.unwrap_or(spec.dtype).size();
+    bytes.div_ceil(key_bytes).max(keys).div_ceil(block_n)
+}
+
+/// A stretch of one column's key tiles.
+pub(crate) struct Part {
+    /// The sequence of its column.
+    pub sequence: Reg<B32>,
+    /// Which of the sequence's columns.
+    pub column: Reg<B32>,
+    /// The first key tile.
+    pub first: Reg<B32>,
+    /// The last one.
+    pub last: Reg<B32>,
+    pub number: Reg<B32>,
+}
+
+/// A block's share, and how far it has been taken.
+pub(crate) struct Shares<'a> {
+    /// How many keys a sequence has.
+    len: &'a dyn Fn(&mut KernelBuilder, Reg<B32>) -> Reg<B32>,
+    /// Keys of a tile.
+    block_n: u32,
+    /// Columns of a sequence.
+    columns: Reg<B32>,
+    lane: Reg<B32>,
+    block: Reg<B32>,
+    /// Key tiles of a share.
+    share: Reg<B32>,
+    /// The next key tile in the row, and the end of this block's.
+    at: Reg<B32>,
+    end: Reg<B32>,
+    /// The first of the sequences that are looked at, and the tiles in the row before it.
+    first: Reg<B32>,
+    before: Reg<B32>,
+    /// Of this lane's sequence: the key tiles of a column, and those in the row up to its end, from the first of these sequences.
+    tiles: Reg<B32>,
+    through: Reg<B32>,
+    /// The tiles in the row up to the end of these sequences.
+    past: Reg<B32>,
+}
+
+impl<'a> Shares<'a> {
+    /// The share of this block, in all lanes of a warp. The first block also says of sequences without keys that they have no
+    /// parts.
+    pub fn new(
+        k: &mut KernelBuilder,
+        spec: &Spec,
+        block_n: u32,
+        columns: Reg<B32>,
+        len: &'a dyn Fn(&mut KernelBuilder, Reg<B32>) -> Reg<B32>,
+    ) -> Self {
+        k.section("shares: how many key tiles each block has");
+        let (block, blocks, lane) = (k.ctaid_x(), k.nctaid_x(), k.laneid());
+        let sequences = k.param(ShareParams::part_sequences);
+        let [share, at, end, first, before, tiles, through, past] = std::array::from_fn(|_| k.mov_b32(0u32));
+        let shares =
+            Self { len, block_n, columns, lane, block, share, at, end, first, before, tiles, through, past };
+        let all = k.mov_b32(0u32);
+        let leads = k.setp_eq_u32(block, 0u32);
+        k.for_s32(lane, sequences, TOGETHER, |k, sequence, _| {
+            let tiles = shares.tiles_of(k, sequence);
+            k.set(all, |k| k.add_u32(all, tiles));
+            let none = k.setp_eq_u32(tiles, 0u32);
+            let none = k.and_pred(none, leads);
+            k.if_(none, |k| {
+                k.comment("no keys, and so no parts");
+                let zero = k.mov_b32(0u32);
+                k.for_s32(0u32, columns, 1u32, |k, column, _| {
+                    let column = k.mad_lo_u32(sequence, columns, column);
+                    store_parts(k, column, [zero, zero]);
+                });
+            });
+        });
+        let all = k.redux_add_u32(all, ALL_LANES);
+        let all = k.mul_lo_u32(all, columns);
+        let up = k.add_u32(all, blocks);
+        let up = k.sub_u32(up, 1u32);
+        let even = k.div_u32(up, blocks);
+        k.set(share, |k| k.max_u32(even, fewest(spec, block_n)));
+        k.set(at, |k| k.mul_lo_u32(block, share));
+        let mine = k.add_u32(at, share);
+        k.set(end, |k| k.min_u32(mine, all));
+        shares.look(k);
+        shares
+    }
+
+    /// Key tiles of a sequence.
+    fn tiles_of(&self, k: &mut KernelBuilder, sequence: Reg<B32>) -> Reg<B32> {
+        let len = (self.len)(k, sequence);
+        let len = k.max_s32(len, 0);
+        let past = k.add_u32(len, self.block_n - 1);
+        k.div_u32(past, self.block_n)
+    }
+
+    /// Looks at the next sequences, one per lane.
+    fn look(&self, k: &mut KernelBuilder) {
+        let sequence = k.add_u32(self.first, self.lane);
+        let sequences = k.param(ShareParams::part_sequences);
+        let exists = k.setp_lt_u32(sequence, sequences);
+        k.set(self.tiles, |k| k.mov_b32(0u32));
+        k.if_(exists, |k| {
+            let tiles = self.tiles_of(k, sequence);
+            k.set(self.tiles, |k| k.mov_b32(tiles));
+        });
+        k.comment("the sum over this lane and those below it");
+        let mut through = k.mul_lo_u32(self.tiles, self.columns);
+        for distance in [1u32, 2, 4, 8, 16] {
+            let below = k.shfl_up(through, distance);
+            let some = k.setp_ge_u32(self.lane, distance);
+            let sum = k.add_u32(through, below);
+            through = k.selp_b32(sum, through, some);
+        }
+        k.set(self.through, |k| k.mov_b32(through));
+        let of_all = k.shfl_idx(through, TOGETHER - 1);
+        k.set(self.past, |k| k.add_u32(self.before, of_all));
+    }
+
+    /// Runs the body for each part of this block, in all lanes of a warp.
+    pub fn each(&self, k: &mut KernelBuilder, mut body: impl FnMut(&mut KernelBuilder, &Part)) {
+        let Self { at, end, .. } = *self;
+        k.while_(
+            |k| k.setp_lt_u32(at, end),
+            |k, _| {
+                let part = self.next(k);
+                body(k, &part);
+                let tiles = k.sub_u32(part.last, part.first);
+                let tiles = k.add_u32(tiles, 1u32);
+                k.set(at, |k| k.add_u32(at, tiles));
+            },
+        );
+    }
+
+    /// The part that begins at the next key tile.
+    fn next(&self, k: &mut KernelBuilder) -> Part {
+        k.section("shares: the next part");
+        let Self { at, end, block, columns, share, .. } = *self;
+        k.while_(
+            |k| k.setp_ge_u32(at, self.past),
+            |k, _| {
+                k.set(self.before, |k| k.mov_b32(self.past));
+                k.set(self.first, |k| k.add_u32(self.first, TOGETHER));
+                self.look(k);
+            },
+        );
+        let inside = k.sub_u32(at, self.before);
+        let in_column = k.mul_lo_u32(self.tiles, columns);
+        let begin = k.sub_u32(self.through, in_column);
+        let (begun, going) = (k.setp_ge_u32(inside, begin), k.setp_lt_u32(inside, self.through));
+        let it = k.and_pred(begun, going);
+        let it = k.ballot(it, ALL_LANES);
+        let it = k.bfind_u32(it);
+        let (begin, tiles) = (k.shfl_idx(begin, it), k.shfl_idx(self.tiles, it));
+        let inside = k.sub_u32(inside, begin);
+        let column = k.div_u32(inside, tiles);
+        let whole = k.mul_lo_u32(column, tiles);
+        let first = k.sub_u32(inside, whole);
+        let left = k.sub_u32(end, at);
+        let past = k.add_u32(first, left);
+        let past = k.min_u32(past, tiles);
+        let sequence = k.add_u32(self.first, it);
+        let of_all = k.mad_lo_u32(sequence, columns, column);
+        let number = k.add_u32(block, of_all);
+        let lead = k.setp_eq_u32(self.lane, 0u32);
+        let begins = k.setp_eq_u32(first, 0u32);
+        let says = k.and_pred(lead, begins);
+        k.if_(says, |k| {
+            k.comment("whoever has a column's first tile knows which parts it has");
+            let past = k.add_u32(at, tiles);
+            let last = k.sub_u32(past, 1u32);
+            let last = k.div_u32(last, share);
+            let more = k.sub_u32(last, block);
+            let parts = k.add_u32(more, 1u32);
+            store_parts(k, of_all, [number, parts]);
+        });
+        Part { sequence, column, first, last: k.sub_u32(past, 1u32), number }
+    }
+}
+
+/// Says which parts a column has: the number of the first, and how many.
+fn store_parts(k: &mut KernelBuilder, column: Reg<B32>, parts: [Reg<B32>; 2]) {
+    let places = k.param(ShareParams::part_places);
+    let at = k.mad_wide_u32(column, 8u32, places);
+    k.st_global_vec(at, parts);
+}
