@@ -256,6 +256,7 @@ impl Plan {
             launches.extend(choose::appending(problem, &spec, hardware).map_err(refuse)?);
             workspace.append(problem, &as_seen);
         }
+        let rows = folded.batch * folded.heads_q * folded.len_q;
         let mut launch = |spec: Spec, schedule: Schedule| {
             let launch = Launch::new(&folded, spec, schedule, hardware)?;
             launches.push(launch);
@@ -274,7 +275,7 @@ impl Plan {
             if launches.iter().any(|launch| !launch.grid.contains(&0)) {
                 launches.retain(|launch| !launch.grid.contains(&0));
             }
-        } else if let Some(merge) = choose::merge(&spec, &schedule) {
+        } else if let Some(merge) = choose::merge(&spec, &schedule, rows, hardware.sms) {
             // The parts write no lse; whoever merges them does.
             launch(Spec { lse: false, ..spec }, schedule)?;
             launch(spec, merge)?;

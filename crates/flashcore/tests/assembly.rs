@@ -267,7 +267,7 @@ fn parts_of_the_keys_and_what_merges_them_assemble_without_a_spill() {
             let Schedule::Sm90Fwd(mut parts) = schedule else { continue };
             parts.parts = 16;
             let parts = Schedule::Sm90Fwd(parts);
-            let combine = merge(&spec, &parts).expect("parts are merged");
+            let combine = merge(&spec, &parts, 16, 132).expect("parts are merged");
             work.push((parts, Spec { lse: false, ..spec }, Target::Sm90a));
             work.push((combine, spec, Target::Sm90a));
         }
@@ -341,7 +341,7 @@ fn heads_as_rows_of_one_tile_assemble_without_a_spill() {
                 (parts.parts, parts.in_turn) = (16, true);
                 let parts = Schedule::Sm90Fwd(parts);
                 work.push((parts, Spec { lse: false, ..spec }, Target::Sm90a));
-                work.push((merge(&spec, &parts).expect("parts are merged"), spec, Target::Sm90a));
+                work.push((merge(&spec, &parts, 16, 132).expect("parts are merged"), spec, Target::Sm90a));
             }
         }
         let cache = Spec { kv: Some(ElementType::E4m3), scaled_scores: spec.softcap, ..spec };

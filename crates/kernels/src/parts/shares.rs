@@ -1,8 +1,10 @@
 //! Key tiles of sequences of different lengths, shared out on the GPU: every block gets as many, whatever the lengths are.
 //!
 //! A column is a tile of queries of one head. All key tiles stand in a row: those that the first column of the first sequence
-//! sees, those of its next column, and so on to the last column of the last sequence. The row is cut into equal shares, one
-//! per block. So a share is one or more parts: a part is a stretch of one column's key tiles. A sequence without keys has none.
+//! sees, those of its next column, and so on to the last column of the last sequence. Before each column there is room for what
+//! it costs to begin with it; a sequence without keys has no place in the row. The row is cut into equal shares, one per block. So
+//! a share is some parts: a part is a stretch of one column's key tiles. Room that is cut in two belongs to whoever has the
+//! column's first tile.
 //!
 //! The number of a part is that of its block plus that of its column. From one part to the next, at least one of the two
 //! grows, so no two parts have the same number; and the parts of a column have numbers one behind the other. Each part's
@@ -29,6 +31,9 @@ const ALL_LANES: u32 = u32::MAX;
 
 /// The fewest bytes of keys and values that are worth a share of their own, and the fewest keys.
 const FEWEST: [u32; 2] = [64 << 10, 128];
+
+/// What it costs to begin with a column, in key tiles: its queries, scores that nothing overlaps, and a partial result. Not measured.
+const START: u32 = 1;
 
 kernel_params! {
     /// What launches are given behind their other parameters where blocks share keys by length.
@@ -117,18 +122,18 @@ pub(crate) struct Shares<'a> {
     columns: Reg<B32>,
     lane: Reg<B32>,
     block: Reg<B32>,
-    /// Key tiles of a share.
+    /// Places of a share.
     share: Reg<B32>,
-    /// The next key tile in the row, and the end of this block's.
+    /// The next place in the row, and the end of this block's.
     at: Reg<B32>,
     end: Reg<B32>,
-    /// The first of the sequences that are looked at, and the tiles in the row before it.
+    /// The first of the sequences that are looked at, and the places in the row before it.
     first: Reg<B32>,
     before: Reg<B32>,
-    /// Of this lane's sequence: the key tiles of a column, and those in the row up to its end, from the first of these sequences.
-    tiles: Reg<B32>,
+    /// Of this lane's sequence: the places of a column, and those in the row up to its end, from the first of these sequences.
+    places: Reg<B32>,
     through: Reg<B32>,
-    /// The tiles in the row up to the end of these sequences.
+    /// The places in the row up to the end of these sequences.
     past: Reg<B32>,
 }
 
@@ -142,18 +147,18 @@ impl<'a> Shares<'a> {
         columns: Reg<B32>,
         len: &'a dyn Fn(&mut KernelBuilder, Reg<B32>) -> Reg<B32>,
     ) -> Self {
-        k.section("shares: how many key tiles each block has");
+        k.section("shares: how much each block has");
         let (block, blocks, lane) = (k.ctaid_x(), k.nctaid_x(), k.laneid());
         let sequences = k.param(ShareParams::part_sequences);
-        let [share, at, end, first, before, tiles, through, past] = std::array::from_fn(|_| k.mov_b32(0u32));
+        let [share, at, end, first, before, places, through, past] = std::array::from_fn(|_| k.mov_b32(0u32));
         let shares =
-            Self { len, block_n, columns, lane, block, share, at, end, first, before, tiles, through, past };
+            Self { len, block_n, columns, lane, block, share, at, end, first, before, places, through, past };
         let all = k.mov_b32(0u32);
         let leads = k.setp_eq_u32(block, 0u32);
         k.for_s32(lane, sequences, TOGETHER, |k, sequence, _| {
-            let tiles = shares.tiles_of(k, sequence);
-            k.set(all, |k| k.add_u32(all, tiles));
-            let none = k.setp_eq_u32(tiles, 0u32);
+            let places = shares.places_of(k, sequence);
+            k.set(all, |k| k.add_u32(all, places));
+            let none = k.setp_eq_u32(places, 0u32);
             let none = k.and_pred(none, leads);
             k.if_(none, |k| {
                 k.comment("no keys, and so no parts");
@@ -177,12 +182,13 @@ impl<'a> Shares<'a> {
         shares
     }
 
-    /// Key tiles of a sequence.
-    fn tiles_of(&self, k: &mut KernelBuilder, sequence: Reg<B32>) -> Reg<B32> {
+    /// Places of a column of a sequence.
+    fn places_of(&self, k: &mut KernelBuilder, sequence: Reg<B32>) -> Reg<B32> {
         let len = (self.len)(k, sequence);
-        let len = k.max_s32(len, 0);
-        let past = k.add_u32(len, self.block_n - 1);
-        k.div_u32(past, self.block_n)
+        let some = k.setp_gt_s32(len, 0);
+        let past = k.add_u32(len, self.block_n * (1 + START) - 1);
+        let places = k.div_u32(past, self.block_n);
+        k.selp_b32(places, 0u32, some)
     }
 
     /// Looks at the next sequences, one per lane.
@@ -190,13 +196,13 @@ impl<'a> Shares<'a> {
         let sequence = k.add_u32(self.first, self.lane);
         let sequences = k.param(ShareParams::part_sequences);
         let exists = k.setp_lt_u32(sequence, sequences);
-        k.set(self.tiles, |k| k.mov_b32(0u32));
+        k.set(self.places, |k| k.mov_b32(0u32));
         k.if_(exists, |k| {
-            let tiles = self.tiles_of(k, sequence);
-            k.set(self.tiles, |k| k.mov_b32(tiles));
+            let places = self.places_of(k, sequence);
+            k.set(self.places, |k| k.mov_b32(places));
         });
         k.comment("the sum over this lane and those below it");
-        let mut through = k.mul_lo_u32(self.tiles, self.columns);
+        let mut through = k.mul_lo_u32(self.places, self.columns);
         for distance in [1u32, 2, 4, 8, 16] {
             let below = k.shfl_up(through, distance);
             let some = k.setp_ge_u32(self.lane, distance);
@@ -210,23 +216,45 @@ impl<'a> Shares<'a> {
 
     /// Runs the body for each part of this block, in all lanes of a warp.
     pub fn each(&self, k: &mut KernelBuilder, mut body: impl FnMut(&mut KernelBuilder, &Part)) {
-        let Self { at, end, .. } = *self;
+        let Self { at, end, block, columns, share, .. } = *self;
         k.while_(
             |k| k.setp_lt_u32(at, end),
             |k, _| {
-                let part = self.next(k);
-                body(k, &part);
-                let tiles = k.sub_u32(part.last, part.first);
-                let tiles = k.add_u32(tiles, 1u32);
-                k.set(at, |k| k.add_u32(at, tiles));
+                let Stretch { sequence, column, places, inside } = self.next(k);
+                let begin = k.sub_u32(at, inside);
+                let left = k.sub_u32(end, begin);
+                let past = k.min_u32(left, places);
+                k.set(at, |k| k.add_u32(begin, past));
+                k.comment("without a tile, the column is the next block's");
+                let exists = k.setp_gt_u32(past, START);
+                k.if_(exists, |k| {
+                    let before = k.max_u32(inside, START);
+                    let first = k.sub_u32(before, START);
+                    let last = k.sub_u32(past, 1 + START);
+                    let of_all = k.mad_lo_u32(sequence, columns, column);
+                    let number = k.add_u32(block, of_all);
+                    let begins = k.setp_eq_u32(first, 0u32);
+                    let lead = k.setp_eq_u32(self.lane, 0u32);
+                    let says = k.and_pred(begins, lead);
+                    k.if_(says, |k| {
+                        k.comment("whoever has the first tile of a column knows which parts it has");
+                        let past = k.add_u32(begin, places);
+                        let last = k.sub_u32(past, 1u32);
+                        let last = k.div_u32(last, share);
+                        let more = k.sub_u32(last, block);
+                        let parts = k.add_u32(more, 1u32);
+                        store_parts(k, of_all, [number, parts]);
+                    });
+                    body(k, &Part { sequence, column, first, last, number });
+                });
             },
         );
     }
 
-    /// The part that begins at the next key tile.
-    fn next(&self, k: &mut KernelBuilder) -> Part {
+    /// What is at the next place.
+    fn next(&self, k: &mut KernelBuilder) -> Stretch {
         k.section("shares: the next part");
-        let Self { at, end, block, columns, share, .. } = *self;
+        let Self { at, columns, .. } = *self;
         k.while_(
             |k| k.setp_ge_u32(at, self.past),
             |k, _| {
@@ -236,37 +264,29 @@ impl<'a> Shares<'a> {
             },
         );
         let inside = k.sub_u32(at, self.before);
-        let in_column = k.mul_lo_u32(self.tiles, columns);
-        let begin = k.sub_u32(self.through, in_column);
+        let of_columns = k.mul_lo_u32(self.places, columns);
+        let begin = k.sub_u32(self.through, of_columns);
         let (begun, going) = (k.setp_ge_u32(inside, begin), k.setp_lt_u32(inside, self.through));
         let it = k.and_pred(begun, going);
         let it = k.ballot(it, ALL_LANES);
         let it = k.bfind_u32(it);
-        let (begin, tiles) = (k.shfl_idx(begin, it), k.shfl_idx(self.tiles, it));
+        let (begin, places) = (k.shfl_idx(begin, it), k.shfl_idx(self.places, it));
         let inside = k.sub_u32(inside, begin);
-        let column = k.div_u32(inside, tiles);
-        let whole = k.mul_lo_u32(column, tiles);
-        let first = k.sub_u32(inside, whole);
-        let left = k.sub_u32(end, at);
-        let past = k.add_u32(first, left);
-        let past = k.min_u32(past, tiles);
-        let sequence = k.add_u32(self.first, it);
-        let of_all = k.mad_lo_u32(sequence, columns, column);
-        let number = k.add_u32(block, of_all);
-        let lead = k.setp_eq_u32(self.lane, 0u32);
-        let begins = k.setp_eq_u32(first, 0u32);
-        let says = k.and_pred(lead, begins);
-        k.if_(says, |k| {
-            k.comment("whoever has a column's first tile knows which parts it has");
-            let past = k.add_u32(at, tiles);
-            let last = k.sub_u32(past, 1u32);
-            let last = k.div_u32(last, share);
-            let more = k.sub_u32(last, block);
-            let parts = k.add_u32(more, 1u32);
-            store_parts(k, of_all, [number, parts]);
-        });
-        Part { sequence, column, first, last: k.sub_u32(past, 1u32), number }
+        let column = k.div_u32(inside, places);
+        let whole = k.mul_lo_u32(column, places);
+        let inside = k.sub_u32(inside, whole);
+        Stretch { sequence: k.add_u32(self.first, it), column, places, inside }
     }
+}
+
+/// Places of a column.
+struct Stretch {
+    sequence: Reg<B32>,
+    column: Reg<B32>,
+    /// How many the column has.
+    places: Reg<B32>,
+    /// Those of it before the next one.
+    inside: Reg<B32>,
 }
 
 /// Says which parts a column has: the number of the first, and how many.

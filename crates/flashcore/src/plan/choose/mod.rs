@@ -200,20 +200,27 @@ pub(super) fn turned(schedule: &Schedule) -> bool {
     matches!(schedule, Schedule::Sm90Fwd(schedule) if schedule.turned)
 }
 
-/// The parts of a query that its merge is made for where only the GPU knows how many there are: those of one long sequence with a
-/// few kv heads. It merges any number.
-const PARTS_BY_LENGTH: u32 = 32;
+/// Threads that a multiprocessor of Hopper runs at a time.
+const HOPPER_THREADS: usize = 2048;
 
-/// What merges the parts of the keys that a schedule leaves, if it does.
-pub fn merge(spec: &Spec, schedule: &Schedule) -> Option<Schedule> {
+/// What merges the parts of the keys that a schedule leaves for so many rows, if it does.
+pub fn merge(spec: &Spec, schedule: &Schedule, rows: usize, sms: u32) -> Option<Schedule> {
     let shift = match schedule {
         Schedule::Sm90Fwd(parts) => parts.shift(spec),
         _ => 0,
     };
     let by_length = is_by_length(schedule);
-    let parts = if by_length { PARTS_BY_LENGTH } else { parts(schedule) };
-    // So many that all parts of a query are read at once, if possible.
-    let warps = parts.div_ceil(combine::AT_ONCE).clamp(4, 16);
+    let parts = parts(schedule);
+    let warps = if by_length {
+        // A few rows may have many parts each, many rows have few: as many as run at a time.
+        [4, 2]
+            .into_iter()
+            .find(|&warps| rows * 32 * warps as usize <= sms as usize * HOPPER_THREADS)
+            .unwrap_or(1)
+    } else {
+        // So many that all parts of a query are read at once, if possible.
+        parts.div_ceil(combine::AT_ONCE).clamp(4, 16)
+    };
     (parts > 1 || by_length).then_some(Schedule::Combine(combine::Schedule { warps, shift, by_length }))
 }
 
