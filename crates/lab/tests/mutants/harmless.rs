@@ -6,7 +6,7 @@ use crate::faults::Change::{self, *};
 
 /// Some mutants that live, and why they may.
 pub struct Entry {
-    /// Parts of the schedule's text.
+    /// Parts of the schedule's text, and after a `!` such as it must not have.
     schedule: &'static [&'static str],
     /// Parts of the place: the author's words, the instruction and which of them, the emitter's file.
     place: &'static [&'static str],
@@ -21,7 +21,10 @@ pub struct Entry {
 impl Entry {
     /// Whether it speaks of a schedule.
     pub fn is_for(&self, schedule: &str) -> bool {
-        self.schedule.iter().all(|part| schedule.contains(part))
+        self.schedule.iter().all(|part| match part.strip_prefix('!') {
+            Some(part) => !schedule.contains(part),
+            None => schedule.contains(part),
+        })
     }
 
     /// Whether it speaks of a mutant.
@@ -49,6 +52,8 @@ const fn entry(
 const SEEN_BY_ALL: &str = "a tile that every row sees is masked for nothing";
 const ZERO_IN_THE_END: &str =
     "the block has no key of its batch entry: it works for nothing, and writes zeros in the end";
+const BROUGHT_FOR_NOTHING: &str =
+    "the sum of a tile that this block does not round is brought, and written over";
 const NOTHING_OWED: &str =
     "with one slot of queries none is left to release here: it was released at the end of its tile";
 const NO_FURTHER_QUERIES: &str = "a block ends with its tile: there are no further queries";
@@ -77,11 +82,39 @@ const NOTHING_AFTER: &str = "after the last step nobody waits for it";
 /// All of them.
 pub const HARMLESS: &[Entry] = &[
     entry(
-        &["sm90_bwd:"],
+        &["sm90_bwd:", "!rounds=1"],
         &["or.b32", "descriptor.rs"],
         OtherLeading,
         18,
         "these head dims are one panel wide: without another panel, there is no distance to it",
+    ),
+    entry(
+        &["sm90_bwd:block_m=64", "rounds=1"],
+        &["or.b32", "descriptor.rs"],
+        OtherLeading,
+        14,
+        "these tiles are one panel wide: without another panel, there is no distance to it",
+    ),
+    entry(
+        &["sm90_bwd:block_m=128", "rounds=1"],
+        &["or.b32", "descriptor.rs"],
+        OtherLeading,
+        18,
+        "these tiles are one panel wide: without another panel, there is no distance to it",
+    ),
+    entry(
+        &["sm90_bwd:", "rounds=1"],
+        &["setp.gt.s32", "bwd/block.rs", "of this block: those before it have added"],
+        OffByOne,
+        1,
+        BROUGHT_FOR_NOTHING,
+    ),
+    entry(
+        &["sm90_bwd:", "rounds=1"],
+        &["setp.gt.s32", "bwd/block.rs", "the query tiles that see no key behind these"],
+        OffByOne,
+        1,
+        BROUGHT_FOR_NOTHING,
     ),
     entry(&["sm90_bwd:"], &["griddepcontrol.launch_dependents"], Drop, 1, "the next grid only starts later"),
     entry(
@@ -102,19 +135,27 @@ pub const HARMLESS: &[Entry] = &[
     ),
     entry(&["sm90_bwd:"], &["work: which keys these rows see", "setp"], OffByOne, 2, SEEN_BY_ALL),
     entry(
-        &["sm90_bwd:"],
+        &["sm90_bwd:", "!rounds=1"],
         &["walk: the first scores / -", "setp.lt.s32"],
         OffByOne,
         1,
         "no row is behind the last key",
     ),
-    entry(&["sm90_bwd:"], &["which keys of which head", "bar.warp.sync"], Drop, 3, MET_AGAIN),
+    entry(&["sm90_bwd:", "!rounds=1"], &["which keys of which head", "bar.warp.sync"], Drop, 3, MET_AGAIN),
+    entry(&["sm90_bwd:", "rounds=1"], &["which keys of which head", "bar.warp.sync"], Drop, 4, MET_AGAIN),
     entry(&["sm90_bwd:"], &["dS, for all of dQ", "bar.warp.sync"], Drop, 2, MET_AGAIN),
     entry(
-        &["sm90_bwd:"],
+        &["sm90_bwd:", "!rounds=1"],
         &["the turn of this block", "fence.proxy.async.global"],
         Drop,
         1,
+        "the copies that this orders have all been made by the copy engine",
+    ),
+    entry(
+        &["sm90_bwd:", "rounds=1"],
+        &["fence.proxy.async.global", "writer.rs"],
+        Drop,
+        4,
         "the copies that this orders have all been made by the copy engine",
     ),
     entry(&["sm90_bwd:"], &["walk: the end of a step", "wgmma.fence"], Drop, 4, FENCED_BEFORE),

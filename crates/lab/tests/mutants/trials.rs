@@ -182,9 +182,14 @@ pub fn hopper_rounds(dim: usize) -> Vec<Trial> {
     let ahead = Mask::Window { left: None, right: Some(37) };
     vec![
         Trial::new(problem(1, 2, 330, dim).with_kv(1, 390).with_mask(Mask::Causal).backward(), None),
-        Trial::new(problem(2, 1, 270, dim).with_kv(1, 140).with_head_dim_v(64).backward(), None),
-        Trial::new(problem(1, 2, 130, dim).with_kv(2, 300).with_softcap(2.0).backward(), None),
+        Trial::new(problem(2, 1, 270, dim).with_kv(1, 300).with_head_dim_v(64).backward(), None),
+        Trial::new(problem(1, 2, 130, dim).with_kv(2, 256).with_softcap(2.0).backward(), None),
         Trial::new(problem(1, 1, 300, dim).with_mask(ahead).backward(), None),
+        // Blocks that begin with the same tile, or with the next one.
+        Trial::new(problem(1, 1, 200, dim).with_kv(1, 350).with_mask(Mask::Causal).backward(), None),
+        // Keys that only the last query sees, and a single query.
+        Trial::new(problem(1, 1, 100, dim).with_kv(1, 129).with_mask(Mask::Causal).backward(), None),
+        Trial::new(problem(1, 1, 1, dim).with_kv(1, 130).backward(), None),
     ]
 }
 

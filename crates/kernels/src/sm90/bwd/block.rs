@@ -95,7 +95,7 @@ impl Block {
             let query_tiles = k.add_u32(last, 1u32);
             Rotation::new(k, band.keys, query_tiles)
         });
-        let place = [tile, first_key, len_q];
+        let place = [tile, first_key];
         let rounds = schedule.rounds.then(|| Rounds::new(k, &band, schedule.block_m, place));
         Self {
             queries,
@@ -148,16 +148,16 @@ impl Block {
 }
 
 impl Rounds {
-    fn new(k: &mut KernelBuilder, band: &Band, rows: u32, [tile, first_key, len_q]: [Reg<B32>; 3]) -> Self {
+    fn new(k: &mut KernelBuilder, band: &Band, rows: u32, [tile, first_key]: [Reg<B32>; 2]) -> Self {
         k.comment("the query tiles that see no key behind these");
         let next = k.add_s32(first_key, KEYS as i32);
         let is_last = k.setp_ge_s32(next, band.keys);
         let first = match band.key_begin(k, next) {
+            // A row behind the last is in a tile behind the last: only where masks are aligned top-left are there such rows, and
+            // then they are multiples of a tile's.
             Some(row) => {
                 let row = k.max_s32(row, 0);
-                let unseen = k.setp_ge_s32(row, len_q);
-                let tile = k.div_u32(row, rows);
-                k.selp_b32(ALL_TILES, tile, unseen)
+                k.div_u32(row, rows)
             }
             None => k.mov_b32(0u32),
         };

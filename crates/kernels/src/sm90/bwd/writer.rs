@@ -57,10 +57,7 @@ impl<'a> Writer<'a> {
         let steps = block.steps(k, self.spec);
         let first = k.setp_eq_u32(self.parity, 0u32);
         let begins = k.and_pred(first, block.any);
-        k.if_(begins, |k| {
-            self.load(k, &block, [steps.head, steps.at]);
-            Self::hand_back(k);
-        });
+        k.if_(begins, |k| self.hand_over(k, &block, [steps.head, steps.at]));
         let step = k.mov_b32(0u32);
         steps.each(k, |k| {
             let parity = k.and_b32(step, 1u32);
@@ -133,12 +130,24 @@ impl<'a> Writer<'a> {
                 k.st_global_hint(turn, next, MemHint::new().order(Order::Release(Scope::Gpu)));
             });
         };
-        if self.sums.is_some() {
-            complete(k);
-            k.if_(more, |k| self.hand_over(k, block, steps));
-        } else {
+        let hand_back = |k: &mut KernelBuilder| {
             k.if_(more, Self::hand_back);
             complete(k);
+        };
+        match block.rounds {
+            Some(rounds) => {
+                let next = steps.next(k);
+                let [_, brings] = rounds.of(k, next[1]);
+                let brings = k.and_pred(brings, more);
+                let bring = |k: &mut KernelBuilder| {
+                    // First, so that the block after this one does not wait for what this one waits for.
+                    complete(k);
+                    self.bring(k, block, next);
+                    Self::hand_back(k);
+                };
+                k.if_else(brings, bring, hand_back);
+            }
+            None => hand_back(k),
         }
         k.bar_warp_sync();
     }
@@ -182,32 +191,34 @@ impl<'a> Writer<'a> {
         });
         k.bar_warp_sync();
         let more = k.setp_gt_u32(steps.left, 1u32);
-        k.if_(more, |k| self.hand_over(k, block, steps));
+        k.if_(more, |k| {
+            let next = steps.next(k);
+            self.hand_over(k, block, next);
+        });
     }
 
-    /// Makes the tile's place ready for the step after this one.
-    fn hand_over(&self, k: &mut KernelBuilder, block: &Block, steps: &Steps) {
-        let next = steps.next(k);
-        self.load(k, block, next);
+    /// Hands the tile's place to the consumers, for a head's query tile; if this block rounds it, with what others have added.
+    fn hand_over(&self, k: &mut KernelBuilder, block: &Block, place: [Reg<B32>; 2]) {
+        if let Some(rounds) = block.rounds {
+            let [_, others] = rounds.of(k, place[1]);
+            k.if_(others, |k| self.bring(k, block, place));
+        }
         Self::hand_back(k);
     }
 
-    /// Brings what others have added to a head's query tile, if this block rounds it.
-    fn load(&self, k: &mut KernelBuilder, block: &Block, place: [Reg<B32>; 2]) {
-        let (Some([there, phase]), Some(rounds)) = (self.sums, block.rounds) else { return };
-        let [_, others] = rounds.of(k, place[1]);
-        k.if_(others, |k| {
-            k.comment("what the blocks before have added to a tile that this one rounds");
-            let tile = self.number(k, block, place);
-            let (turns, tiles) = (k.param(BwdParams::turns), k.param(BwdParams::dq_tiles));
-            let (turn, from) = (k.mad_wide_u32(tile, 4u32, turns), k.mad_wide_u32(tile, self.bytes, tiles));
-            k.if_(self.first_lane, |k| {
-                Self::wait_for_turn(k, turn, block.tile);
-                k.mbarrier_arrive_expect_tx(there, self.bytes);
-                k.bulk_load(self.tile, from, self.bytes, there, BulkHint::new());
-            });
-            k.mbarrier_wait_parity(there, phase, Scope::Cta);
-            k.set(phase, |k| k.xor_b32(phase, 1u32));
+    /// Brings what the blocks before have added to a head's query tile, which this one rounds.
+    fn bring(&self, k: &mut KernelBuilder, block: &Block, place: [Reg<B32>; 2]) {
+        let Some([there, phase]) = self.sums else { return };
+        k.comment("what the blocks before have added to a tile that this one rounds");
+        let tile = self.number(k, block, place);
+        let (turns, tiles) = (k.param(BwdParams::turns), k.param(BwdParams::dq_tiles));
+        let (turn, from) = (k.mad_wide_u32(tile, 4u32, turns), k.mad_wide_u32(tile, self.bytes, tiles));
+        k.if_(self.first_lane, |k| {
+            Self::wait_for_turn(k, turn, block.tile);
+            k.mbarrier_arrive_expect_tx(there, self.bytes);
+            k.bulk_load(self.tile, from, self.bytes, there, BulkHint::new());
         });
+        k.mbarrier_wait_parity(there, phase, Scope::Cta);
+        k.set(phase, |k| k.xor_b32(phase, 1u32));
     }
 }
