@@ -43,7 +43,8 @@ pub enum Code {
 pub enum Simulated {
     /// `sim-hopper`: the planner's choice on Hopper.
     Hopper,
-    /// `sim-ada`: the planner's choice on Ada, for floats of 8 bits. For others it is that on Ampere.
+    /// `sim-ada`: the planner's choice on Ada, for floats of 8 bits, and for few queries with many keys. For others it is
+    /// Ampere's kernel.
     Ada,
     /// One kernel, with asynchronous effects as late as they may come, or `-early`, or at moments drawn by a seed
     /// (`-random7`).
@@ -91,7 +92,7 @@ impl FromStr for DeviceName {
         };
         found.ok_or_else(|| {
             let paths: Vec<String> = cpu::available().iter().map(|isa| format!("cpu-{isa}")).collect();
-            let kernels = Kernel::LADDER.iter().chain(&Kernel::BACKWARD);
+            let kernels = Kernel::LADDER.iter().chain(&[Kernel::Sm80Decode]).chain(&Kernel::BACKWARD);
             let kernels: Vec<String> = kernels.map(|kernel| format!("sim-{kernel}")).collect();
             format!(
                 "'{text}' is not a device; possible are auto, all, cpu, {}, cuda, cuda-N for GPU number N, sim, {}",

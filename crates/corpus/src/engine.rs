@@ -120,8 +120,8 @@ pub struct DeviceEngine {
     most_pairs: u128,
     /// Whether values that a query does not see never reach it.
     hides_values: bool,
-    /// Whether another engine computes everything but floats of 8 bits in the same way.
-    eight_only: bool,
+    /// Whether another engine computes everything in the same way but floats of 8 bits, and few queries that share many keys.
+    as_on_ampere: bool,
     /// Held by the engine that runs on a GPU, so that a kernel that breaks the context is the one that is blamed.
     turn: Option<Arc<Mutex<()>>>,
 }
@@ -137,7 +137,7 @@ impl DeviceEngine {
             device: Device::cpu_with(engine),
             most_pairs: u128::MAX,
             hides_values: true,
-            eight_only: false,
+            as_on_ampere: false,
             turn: None,
         })
     }
@@ -158,7 +158,7 @@ impl DeviceEngine {
             device: Device::cuda_with(cuda),
             most_pairs: u128::MAX,
             hides_values: false,
-            eight_only: false,
+            as_on_ampere: false,
             turn: Some(turn.clone()),
         };
         let own = cuda.hardware().target;
@@ -198,7 +198,7 @@ impl DeviceEngine {
             device: Device::sim(gpu),
             most_pairs,
             hides_values: hides_values(kernel),
-            eight_only: false,
+            as_on_ampere: false,
             turn: None,
         }
     }
@@ -212,17 +212,18 @@ impl DeviceEngine {
             device,
             most_pairs: MOST_HOPPER_PAIRS,
             hides_values: false,
-            eight_only: false,
+            as_on_ampere: false,
             turn: None,
         }
     }
 
-    /// The simulated Ada GPU with the planner's own choice for floats of 8 bits, which Ampere has not.
+    /// The simulated Ada GPU with the planner's own choice for floats of 8 bits, which Ampere has not, and for few queries that
+    /// share many keys.
     pub fn sim_ada() -> Self {
         Self {
             name: DeviceName::Sim(Some(Simulated::Ada)).to_string(),
             device: Device::sim(SimGpu::new(Target::Sm89)),
-            eight_only: true,
+            as_on_ampere: true,
             ..Self::sim(Kernel::Sm80Fwd, AsyncMode::Late)
         }
     }
@@ -230,7 +231,8 @@ impl DeviceEngine {
     /// Every kernel on the simulated GPU, in both asynchronous modes where it has anything asynchronous.
     pub fn sims() -> Vec<Self> {
         let late = every_kernel().map(|kernel| Self::sim(kernel, AsyncMode::Late));
-        let asynchronous = [Kernel::Sm80Fwd, Kernel::Sm90Fwd].into_iter().chain(Kernel::BACKWARD);
+        let asynchronous =
+            [Kernel::Sm80Fwd, Kernel::Sm80Decode, Kernel::Sm90Fwd].into_iter().chain(Kernel::BACKWARD);
         let early = asynchronous.map(|kernel| Self::sim(kernel, AsyncMode::Early));
         late.chain(early).chain([Self::sim_hopper(), Self::sim_ada()]).collect()
     }
@@ -242,7 +244,7 @@ impl DeviceEngine {
             device,
             most_pairs: u128::MAX,
             hides_values: false,
-            eight_only: false,
+            as_on_ampere: false,
             turn: None,
         }
     }
@@ -259,15 +261,15 @@ impl Engine for DeviceEngine {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), String> {
-        if self.eight_only && !problem.is_eight_bit() {
-            return Err("others than f8 are computed as on Ampere".into());
-        }
         let heads = (problem.batch * problem.heads_q) as u128;
         let pairs = problem.mask.pairs(problem.len_q, problem.len_k) * heads;
         // A block has a fixed cost, however little work it has.
         let blocks = problem.len_q.div_ceil(TILE_OF_BLOCK) as u128 * heads;
-        let plan = self.device.plan(problem).and_then(Result::ok);
-        let scalar = plan.is_some_and(|plan| plan.kernel() == Kernel::Scalar);
+        let kernel = self.device.plan(problem).and_then(Result::ok).map(|plan| plan.kernel());
+        if self.as_on_ampere && !problem.is_eight_bit() && kernel != Some(Kernel::Sm80Decode) {
+            return Err("others than f8, and few queries with many keys, are computed by sim-sm80_fwd".into());
+        }
+        let scalar = kernel == Some(Kernel::Scalar);
         let (pairs, most) = if scalar && self.most_pairs != u128::MAX {
             let wide = (problem.head_dim + problem.head_dim_v).div_ceil(SCALAR_ELEMENTS);
             (pairs * wide as u128, self.most_pairs.min(MOST_SCALAR_PAIRS))
@@ -397,7 +399,7 @@ pub fn with_schedule(wish: DeviceName, schedule: &str) -> Result<Vec<Box<dyn Eng
 
 /// The kernels that stand for a whole pass.
 fn every_kernel() -> impl Iterator<Item = Kernel> {
-    Kernel::LADDER.into_iter().chain(Kernel::BACKWARD)
+    Kernel::LADDER.into_iter().chain([Kernel::Sm80Decode]).chain(Kernel::BACKWARD)
 }
 
 /// Whether a kernel reads only the values that its queries see, rather than whole tiles.

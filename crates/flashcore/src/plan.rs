@@ -192,7 +192,7 @@ impl Plan {
     #[doc(hidden)]
     pub fn choose_by(problem: &Problem, hardware: &Hardware, tuned: &Table) -> Result<Self> {
         let attended = attended(problem, hardware)?;
-        let folded = fold(&attended, choose::kernel(&attended, hardware.target));
+        let folded = fold(&attended, choose::kernel(&attended, hardware));
         let spec = spec(&folded, hardware)?;
         if let Some((entry, origin)) = tuned.find(&attended, &spec, hardware) {
             let gain = 100.0 * (entry.speed_up - 1.0);

@@ -10,10 +10,7 @@ use std::sync::{
 use flashcore::plan::choose::{default_schedule, merge, schedules};
 use flashcore::plan::{Hardware, Plan};
 use flashcore::{DType, Keys, Mask, Problem, Queries};
-use flashcore_kernels::{
-    ElementType, Kernel, Schedule, Spec, sm80,
-    sm90::{self, combine},
-};
+use flashcore_kernels::{ElementType, Kernel, Schedule, Spec, sm80, sm90};
 use flashcore_ptx::{
     Op, Target,
     ptxas::Ptxas,
@@ -347,13 +344,48 @@ fn heads_as_rows_of_one_tile_assemble_without_a_spill() {
         let cache = Spec { kv: Some(ElementType::E4m3), scaled_scores: spec.softcap, ..spec };
         let decode = default_schedule(Kernel::Sm80Decode, &cache, Target::Sm89).unwrap();
         work.extend([Target::Sm89, Target::Sm90a].map(|target| (decode, cache, target)));
-        let combine = Schedule::Combine(combine::Schedule { warps: 8, shift: 0 });
-        work.extend([Target::Sm80, Target::Sm89].map(|target| (combine, cache, target)));
     }
     work.sort_by_key(|(schedule, spec, target)| (schedule.to_string(), format!("{spec:?}"), *target));
     work.dedup();
     assert_eq!(assemble_all(&work), work.len());
     assert!(work.len() > 25);
+}
+
+#[test]
+fn the_kernel_for_few_queries_assembles_without_a_spill() {
+    let mut work = Vec::new();
+    for (head_dim, head_dim_v) in [(64, 64), (128, 128), (192, 256), (256, 256)] {
+        for kv in [None, Some(ElementType::E4m3)] {
+            let plain = Spec { kv, head_dim_v, ..Spec::new(ElementType::Bf16, head_dim).causal().with_lse() };
+            let packed = Spec { packed_q: true, packed_k: true, rows_per_query: 4, ..plain };
+            let full = Spec {
+                left: true,
+                softcap: true,
+                scaled_scores: kv.is_some(),
+                key_lengths: true,
+                page: Some(16),
+                packed_k: false,
+                rows_per_query: 7,
+                ..packed
+            };
+            for (spec, parts) in [(plain, 1), (packed, 1), (full, 3)] {
+                for target in [Target::Sm80, Target::Sm89, Target::Sm90a] {
+                    // The first that fits.
+                    let Ok(Schedule::Sm80Decode(one)) = default_schedule(Kernel::Sm80Decode, &spec, target)
+                    else {
+                        assert!(kv.is_some() && target == Target::Sm80, "{spec:?} on {target}");
+                        continue;
+                    };
+                    let schedule = Schedule::Sm80Decode(sm80::decode::Schedule { parts, ..one });
+                    work.push((schedule, Spec { lse: parts == 1, ..spec }, target));
+                    let merged = merge(&spec, &schedule).filter(|_| kv.is_none());
+                    work.extend(merged.map(|merge| (merge, spec, target)));
+                }
+            }
+        }
+    }
+    assert_eq!(assemble_all(&work), work.len());
+    assert_eq!(work.len(), 4 * (3 * 3 + 3 * 2 + 3));
 }
 
 /// What the planner has to choose from on Hopper. Of schedules that differ in nothing but how many stages there are and

@@ -85,14 +85,9 @@ fn a_cache_has_its_own_kernel_for_any_number_of_queries() {
     let prompt = plan("2x32/8x1000/3000x128 bf16 kv=f8 causal", Target::Sm90a).unwrap();
     assert_eq!(prompt.launches.len(), 1);
     assert_eq!(prompt.main().grid, [2 * 8 * 250, 1, 1], "4000 rows in tiles of 16");
-    // No other kernel takes such keys, and this one no others.
+    // No other kernel takes such keys.
     let hopper = Hardware::typical(Target::Sm90a);
-    for (text, kernel) in [
-        (text, Kernel::Scalar),
-        (text, Kernel::Sm80Fwd),
-        (text, Kernel::Sm90Fwd),
-        ("1x32/8x1/32768x128 bf16", Kernel::Sm80Decode),
-    ] {
+    for (text, kernel) in [(text, Kernel::Scalar), (text, Kernel::Sm80Fwd), (text, Kernel::Sm90Fwd)] {
         let refused = Plan::with_kernel(&text.parse().unwrap(), &hopper, kernel).unwrap_err().to_string();
         assert!(refused.contains("only sm80_decode takes 16-bit queries"), "{refused}");
     }

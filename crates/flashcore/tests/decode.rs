@@ -1,7 +1,6 @@
 //! The kernel for decoding on packed sequences: on the simulator, against the CPU's own answer to the same call.
 #![cfg(feature = "sim")]
 
-#[allow(dead_code)] // Only its numbers.
 mod shared;
 
 use flashcore::{
@@ -9,7 +8,7 @@ use flashcore::{
     plan::Target,
     sim::{AsyncMode, Config, SimGpu},
 };
-use shared::noise;
+use shared::{errors, noise};
 
 /// Rows behind the last sequence, which belong to none.
 const SPARE: usize = 5;
@@ -137,10 +136,12 @@ fn gpu(target: Target, knobs: &str) -> SimGpu {
 }
 
 /// Types of queries and of keys, and where they are decoded.
-const TYPES: [([DType; 2], Target); 4] = [
+const TYPES: [([DType; 2], Target); 6] = [
     ([DType::BF16, DType::F8E4M3], Target::Sm89),
     ([DType::F16, DType::F8E4M3], Target::Sm90a),
+    ([DType::BF16, DType::BF16], Target::Sm80),
     ([DType::F16, DType::F8E4M3], Target::Sm89),
+    ([DType::F16, DType::F16], Target::Sm89),
     ([DType::BF16, DType::F8E4M3], Target::Sm90a),
 ];
 
@@ -164,11 +165,11 @@ fn packed_queries_see_the_keys_of_their_sequence() {
 
 #[test]
 fn packed_queries_may_have_any_head_dim_and_a_softcap() {
-    for (dtypes, target) in TYPES {
-        for dims in [[128, 128], [192, 128], [48, 80], [256, 256]] {
+    let all = [[128, 128], [192, 128], [48, 80], [256, 256]];
+    for (i, (dtypes, target)) in TYPES.into_iter().enumerate() {
+        for dims in [all[i % 4], all[(i + 2) % 4]] {
             let case = Case { dims, softcap: 2.0, ..Case::new(&UNEVEN, [4, 2], 64, dtypes) };
-            case.check(SimGpu::new(target), &format!("{dims:?}"));
-            case.check(gpu(target, WAYS[1]), &format!("{dims:?} in parts"));
+            case.check(gpu(target, "warps=2,keys=16,stages=2,parts=3"), &format!("{dims:?}"));
         }
     }
 }
@@ -193,6 +194,81 @@ fn there_may_be_any_number_of_rows_before_the_first_sequence() {
         }
         let case = Case { first, ..Case::new(&UNEVEN, [4, 2], 64, [DType::F16; 2]) };
         case.check(SimGpu::new(Target::Sm80), "sm80_fwd");
+    }
+}
+
+#[test]
+fn heads_that_share_keys_of_16_bits_are_rows_of_one_tile() {
+    for (i, (text, lengths)) in [
+        ("2x8/2x1/300x64 bf16", None),
+        ("1x4/1x5/150x64 f16 window(40,5)", None),
+        ("1x8/4x3/100x128 bf16 causal-top-left softcap=5", None),
+        ("2x4/2x2/97x48/80 f16", None),
+        ("1x40/1x2/90x64 bf16 causal", None),
+        ("1x4/2x7/3x64 f16 causal", None),
+        ("2x2/2x1/70x256 f16 softcap=200", None),
+        ("2x8/2x4/100x192/128 bf16 causal key-lengths", Some([75, 0])),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for knobs in [
+            "warps=4,keys=16,stages=2,parts=1",
+            ["warps=2,keys=16,stages=3,parts=3", "warps=1,keys=16,stages=2,parts=9"][i % 2],
+        ] {
+            let schedule = format!("sm80_decode:{knobs}").parse().unwrap();
+            let (o, lse) = errors(text, schedule, lengths.as_ref().map(|it| &it[..]));
+            assert!(o < 8e-3 && lse < 2e-3, "{text} with '{knobs}': o is off by {o:.1e}, lse by {lse:.1e}");
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn few_queries_share_many_keys_on_ampere_and_ada_and_plans_say_so() {
+    use flashcore::plan::{Hardware, Kernel, Plan};
+
+    let plan = |text: &str, target| Plan::choose(&text.parse().unwrap(), &Hardware::typical(target)).unwrap();
+    for (text, target, grid) in [
+        ("1x32/8x1/32768x128 bf16", Target::Sm80, [8, 13, 1]),
+        ("1x32/8x1/32768x128 bf16", Target::Sm89, [8, 7, 1]),
+        ("1x32/8x5/32768x128 bf16 causal lse", Target::Sm80, [16, 6, 1]),
+        ("2x16/2x1/4096x64 f16 page=16/512 key-lengths", Target::Sm89, [4, 14, 1]),
+        (
+            "4x32/8x3/4096x128 bf16 causal packed-q=9 page=64/256 key-lengths",
+            Target::Sm80,
+            [8 * (36 / 16 + 4), 3, 1],
+        ),
+        ("2x8x1/2000x256 bf16 window(900,0)", Target::Sm89, [16, 3, 1]),
+    ] {
+        let plan = plan(text, target);
+        let kernels: Vec<Kernel> = plan.launches.iter().map(|launch| launch.kernel()).collect();
+        assert_eq!(
+            (&kernels[..], plan.main().grid),
+            (&[Kernel::Sm80Decode, Kernel::Combine][..], grid),
+            "{plan}"
+        );
+        assert!(plan.reason.contains("blocks share the keys of each"), "{plan}");
+    }
+    for (text, why) in [
+        ("1x32/8x1/500x128 bf16", "few keys"),
+        ("16x32/8x1/32768x128 bf16", "tiles enough"),
+        ("1x32/8x100/32768x128 bf16", "many queries"),
+        ("1x32/8x1/32768x72 bf16", "a head dim that is no multiple of 16"),
+        ("1x32/8x1/32768x128 bf16 page=24/2048", "a page that no step divides"),
+        ("1x4x1/2000x128 f16 backward", "gradients"),
+    ] {
+        for target in [Target::Sm80, Target::Sm89] {
+            assert_ne!(plan(text, target).kernel(), Kernel::Sm80Decode, "{why}");
+        }
+    }
+    let hopper = plan("1x32/8x1/32768x128 bf16", Target::Sm90a);
+    assert_eq!(hopper.kernel(), Kernel::Sm90Fwd, "Hopper has a kernel of its own");
+    for target in [Target::Sm80, Target::Sm89] {
+        for [dim, dim_v] in (16..=256).step_by(16).flat_map(|dim| [[dim, dim], [dim, 256], [256, dim]]) {
+            let plan = plan(&format!("1x8/2x1/9000x{dim}/{dim_v} f16 softcap=30"), target);
+            assert_eq!(plan.kernel(), Kernel::Sm80Decode, "{plan}");
+        }
     }
 }
 

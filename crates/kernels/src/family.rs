@@ -210,14 +210,11 @@ pub enum ScheduleError {
         /// The kernel asked for.
         kernel: Kernel,
     },
-    /// Keys and values of another type than the queries, for a kernel that does not take them, or that takes only such.
-    #[error("{kernel} with {}: only sm80_decode takes 16-bit queries with keys and values of e4m3, and nothing else", 
-        if *cache { "keys and values of e4m3" } else { "one type" })]
+    /// Keys and values of another type than the queries, for a kernel that does not take them.
+    #[error("{kernel} with keys and values of e4m3: only sm80_decode takes 16-bit queries with such")]
     Cache {
         /// The kernel asked for.
         kernel: Kernel,
-        /// Whether keys and values are of e4m3, and queries are not.
-        cache: bool,
     },
     /// An output type that does not go with the inputs' type.
     #[error(
@@ -272,10 +269,9 @@ pub(crate) fn check_types(kernel: Kernel, spec: &Spec) -> Result<(), ScheduleErr
     let (dtype, out) = (spec.dtype, spec.out);
     let takes_fp8 = matches!(kernel, Kernel::Sm80Fwd | Kernel::Sm90Fwd);
     let cache = spec.kv == Some(ElementType::E4m3);
-    // What merges parts has nothing to do with keys, and what appends writes either.
-    let takes_either = matches!(kernel, Kernel::Combine | Kernel::Append);
-    if cache != (kernel == Kernel::Sm80Decode) && !takes_either {
-        return Err(ScheduleError::Cache { kernel, cache });
+    // What merges parts has nothing to do with keys, and what appends writes either type.
+    if cache && !matches!(kernel, Kernel::Sm80Decode | Kernel::Combine | Kernel::Append) {
+        return Err(ScheduleError::Cache { kernel });
     }
     let in_blocks = takes_fp8
         || matches!(kernel, Kernel::Sm80Decode | Kernel::Combine | Kernel::Quantize | Kernel::Append);

@@ -65,6 +65,7 @@ impl Case {
 
     fn spec(&self) -> Spec {
         Spec {
+            kv: Some(ElementType::E4m3),
             head_dim_v: self.dim_v as u32,
             left: self.left.is_some(),
             right: self.right.is_some(),
@@ -455,15 +456,16 @@ fn other_pages_than_the_tables_are_found_and_nothing_is_read_of_one_that_the_poo
 #[test]
 fn what_cannot_be_is_refused() {
     let refused = |schedule: decode::Schedule, spec: Spec, target| schedule.check(&spec, target).unwrap_err();
-    let spec = Spec::new(F16, 128);
+    let of = |dtype, dim| Spec { kv: Some(ElementType::E4m3), ..Spec::new(dtype, dim) };
+    let spec = of(F16, 128);
     let good = decode::Schedule::new(&spec, 1);
     assert_eq!(good.check(&spec, Target::Sm89), Err(ScheduleError::Shared(shared(good, &spec))));
     assert_eq!(good.check(&spec, Target::Sm90a), Ok(()));
     assert!(refused(good, spec, Target::Sm80).to_string().contains("sm_89"));
-    assert!(refused(good, Spec::new(ElementType::E4m3, 128), Target::Sm90a).to_string().contains("bf16"));
+    assert!(refused(good, of(ElementType::E4m3, 128), Target::Sm90a).to_string().contains("bf16"));
     let odd = decode::Schedule { keys: 24, ..good };
     assert!(refused(odd, spec, Target::Sm90a).to_string().contains("16 or 32 keys"));
-    assert!(matches!(refused(good, Spec::new(F16, 72), Target::Sm90a), ScheduleError::HeadDim { .. }));
+    assert!(matches!(refused(good, of(F16, 72), Target::Sm90a), ScheduleError::HeadDim { .. }));
     let capped = Spec { softcap: true, ..spec };
     assert!(refused(good, capped, Target::Sm90a).to_string().contains("scaled scores"));
     let in_blocks = Spec { descale_keys: Some(48), ..spec };
@@ -491,7 +493,7 @@ fn default_schedules_assemble_without_spills() {
         return;
     };
     for head_dim in [64, 128, 192, 256] {
-        let plain = Spec::new(Bf16, head_dim);
+        let plain = Spec { kv: Some(ElementType::E4m3), ..Spec::new(Bf16, head_dim) };
         let capped = Spec {
             grouped: true,
             key_lengths: true,

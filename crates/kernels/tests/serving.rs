@@ -2,7 +2,7 @@
 //! attention in f64 on the same numbers.
 
 use flashcore_kernels::{
-    Args, ElementType, Kernel, Map, Operand, Packed, Schedule, Section, Spec, TensorArg,
+    Args, ElementType, Kernel, Map, Operand, Packed, Schedule, Section, Spec, TensorArg, packed_tiles,
 };
 use flashcore_ptx::{
     Module, Op, Target,
@@ -373,8 +373,14 @@ fn launch(case: &Case, schedule: &Schedule, module: &Module, memory: Memory) -> 
     args.section.places = args.section.heads * (len as u32).div_ceil(geometry.rows);
     let mut packed = Packed::default();
     schedule.bind(&spec, &args, &mut encode, &mut packed).unwrap();
+    let (batch, len) = match schedule.kernel() {
+        Kernel::Sm80Decode if spec.packed_q => {
+            (1, geometry.rows * packed_tiles(geometry.rows, len as u32, batch as u32))
+        }
+        _ => (batch as u32, len as u32),
+    };
     let dims = LaunchDims {
-        grid: geometry.grid(batch as u32, heads as u32, len as u32, 4),
+        grid: geometry.grid(batch, heads as u32, len, 4),
         block: [geometry.threads, 1, 1],
         cluster: None,
         dynamic_shared: Some(geometry.shared_bytes),
@@ -572,6 +578,52 @@ fn packed_queries_see_keys_in_pages_on_ampere() {
         check(&case, ampere(64, 64, 4, 2, SMALL));
         check(&Case { nan: vec![0, 4], ..case }, ampere(128, 32, 8, 1, SMALL));
     }
+}
+
+/// A schedule of the kernel for few queries.
+fn decoding(warps: u32, keys: u32, stages: u32) -> Schedule {
+    format!("sm80_decode:warps={warps},keys={keys},stages={stages},parts=1").parse().unwrap()
+}
+
+#[test]
+fn packed_sequences_are_attention_where_queries_are_few() {
+    check(&Case::packed(&UNEVEN, 2, 64), decoding(4, 32, 2));
+    check(&Case::packed(&UNEVEN, 2, 64).causal(), decoding(2, 16, 3));
+    let more_keys = [(5, 90), (100, 40), (33, 0), (64, 128), (1, 250)];
+    let window = Case { left: Some(30), right: Some(7), ..Case::packed(&more_keys, 2, 64) };
+    check(&window, decoding(3, 16, 2));
+    let grouped = Case { heads_kv: 2, dtype: ElementType::Bf16, ..Case::packed(&UNEVEN, 6, 128).causal() };
+    check(&grouped, decoding(4, 16, 2));
+    let capped = Case { softcap: Some(5.0), dim_v: 48, ..Case::packed(&more_keys, 1, 80).causal() };
+    check(&capped, decoding(1, 32, 4));
+    check(&Case { dim_v: 16, ..Case::packed(&[(30, 61), (70, 100)], 1, 256) }.causal(), decoding(2, 16, 2));
+    check(&Case::packed(&[(0, 0), (0, 0)], 2, 64), decoding(4, 16, 2));
+    let many: Vec<_> = (0..75).map(|i| (i * 7 % 11, i * 5 % 23)).collect();
+    check(&Case::packed(&many, 2, 16), decoding(2, 32, 2));
+    let case = Case::packed(&[(70, 70), (30, 30), (64, 64), (100, 101), (9, 9)], 2, 64);
+    check(&Case { nan: vec![0, 2, 4], ..case.causal() }, decoding(4, 32, 2));
+    let dense = Case { queries: Queries::Dense, ..Case::packed(&[(40, 100), (40, 0), (40, 33)], 2, 64) };
+    check(&Case { nan: vec![1, 2], ..dense.causal() }, decoding(2, 16, 2));
+}
+
+#[test]
+fn keys_in_pages_are_attention_where_queries_are_few() {
+    for (page, keys) in [(16, 16), (32, 32), (48, 16), (64, 32), (256, 32)] {
+        check(&Case::paged(page, 3, &[100, 1, 64, 0, 193], 64), decoding(2, keys, 3));
+        check(&Case::paged(page, 20, &[100, 1, 64, 0, 193], 64).causal(), decoding(4, keys, 2));
+    }
+    for order in [Order::Tokens, Order::Heads, Order::Both] {
+        let case = Case { keys: Keys::Paged(16, order), dim_v: 64, ..Case::paged(16, 7, &[90, 33], 64) };
+        check(&case.causal(), decoding(2, 16, 2));
+    }
+    for (dim, dim_v) in [(128, 64), (48, 128), (80, 48), (256, 16), (192, 256)] {
+        let case = Case { dim_v, dtype: ElementType::Bf16, ..Case::paged(16, 1, &[130, 77, 0], dim) };
+        check(&case, decoding(2, 16, 2));
+    }
+    let sequences = [(1, 100), (40, 40), (0, 30), (13, 200), (5, 0)];
+    let case = Case::packed(&sequences, 4, 64).causal();
+    let case = Case { keys: Keys::Paged(16, Order::Tokens), heads_kv: 2, ..case };
+    check(&Case { nan: vec![0, 4], ..case }, decoding(2, 16, 3));
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! them. Single cases: `flashcore verify --full --filter NAME`.
 
 use flashcore::plan::Kernel;
-use flashcore::{DType, Keys, Pass, Problem, Queries};
+use flashcore::{DType, Keys, Pass, Problem};
 use flashcore_lab::cases::{Case, Passes, Tier, corpus_of};
 use flashcore_lab::check::{Outcome, Prepared};
 use flashcore_lab::crew;
@@ -36,11 +36,10 @@ fn check(case: &Case, engines: &[Box<dyn Engine>]) -> Vec<(Outcome, Option<Strin
 /// What an engine need not compute: the CPU computes everything; a GPU's kernels take 16-bit types and head dims in multiples
 /// of 8 up to 256, each of them one pass, some take f8 and multiples of 16, and a simulated one nothing large.
 fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
-    let step = if problem.is_eight_bit() { 16 } else { 8 };
+    let step = if problem.is_eight_bit() || engine.contains("sm80_decode") { 16 } else { 8 };
     let odd = |head_dim: usize| !head_dim.is_multiple_of(step) || head_dim > 256;
     let eight =
         problem.is_eight_bit() && why.contains("e4m3") && !["sim-hopper", "sim-ada"].contains(&engine);
-    let many = problem.dtype_kv.is_some() && why.contains("queries per kv head");
     // GPUs' kernels take blocks of keys with descales of their own where a tile of keys lies in one.
     let tile = if problem.dtype_kv.is_some() { 16 } else { 32 };
     let simple = ["scalar", "sm80_mma"].iter().any(|kernel| engine.contains(kernel));
@@ -55,15 +54,7 @@ fn may_skip(engine: &str, problem: &Problem, why: &str) -> bool {
     let placed = !(problem.is_dense() || takes(engine, problem));
     let large = engine.starts_with("sim") && why.contains("would take long to simulate");
     !engine.starts_with("cpu")
-        && (beyond
-            || wide
-            || large
-            || placed
-            || eight
-            || many
-            || blocks
-            || others
-            || !computes(engine, problem.pass))
+        && (beyond || wide || large || placed || eight || blocks || others || !computes(engine, problem.pass))
 }
 
 /// Whether an engine has a kernel for a problem whose sequences are packed or in pages.
@@ -74,10 +65,13 @@ fn takes(engine: &str, problem: &Problem) -> bool {
     };
     let planned = matches!(engine, "sim-hopper" | "sim-ada");
     if problem.dtype_kv.is_some() {
-        return planned && paged && !odd && problem.queries == Queries::Dense;
+        return planned && !odd;
     }
     let kernel = match problem.pass {
-        Pass::Forward => engine.contains("sm80_fwd") || engine.contains("sm90_fwd") && !odd,
+        Pass::Forward => {
+            let whole = ["sm80_decode", "sm90_fwd"].iter().any(|kernel| engine.contains(kernel));
+            engine.contains("sm80_fwd") || whole && !odd
+        }
         Pass::Backward => engine.contains("_bwd"),
     };
     (planned || kernel) && !(paged && problem.pass == Pass::Backward)
@@ -86,8 +80,8 @@ fn takes(engine: &str, problem: &Problem) -> bool {
 /// Whether an engine computes a pass: one that is named after a kernel computes only that kernel's.
 fn computes(engine: &str, pass: Pass) -> bool {
     let others = match pass {
-        Pass::Forward => &Kernel::BACKWARD[..],
-        Pass::Backward => &Kernel::LADDER[..],
+        Pass::Forward => Kernel::BACKWARD.to_vec(),
+        Pass::Backward => Kernel::LADDER.into_iter().chain([Kernel::Sm80Decode]).collect(),
     };
     !others.iter().any(|kernel| engine.split('-').any(|part| part == kernel.name()))
 }

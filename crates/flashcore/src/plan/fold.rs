@@ -191,7 +191,7 @@ mod tests {
             "{folded}"
         );
         for (text, target, why) in [
-            ("4x32/8x4/4096x128 bf16 causal", Target::Sm80, "sm80_fwd has the rows of one head in a tile"),
+            ("4x32/8x4/900x128 bf16 causal", Target::Sm80, "sm80_fwd has the rows of one head in a tile"),
             ("4x80/1x4/4096x128 bf16 causal", Target::Sm90a, "80 heads do not fit a warpgroup's 64 rows"),
             ("4x32/1x8/4096x128 bf16", Target::Sm90a, "32 heads of 8 queries are more than 128 rows"),
             ("4x32/8x4/4096x128 f8", Target::Sm90a, "queries of f8 are those of one head"),

@@ -1,13 +1,13 @@
-//! The forward kernel for few queries of 16 bits against keys and values of 8: decoding with an E4M3 cache.
+//! The forward kernel for few queries of 16 bits against many keys and values, of 16 bits or of 8: decoding.
 //!
 //! What takes time is reading keys and values, so everything is arranged around that. A block has up to 16 rows: the queries
 //! of the heads that share a kv head, or of one head. Its warps take steps of keys in turn, each with all rows and a
 //! softmax of its own, and merge through shared memory at the end. A thread copies by `cp.async` exactly what it will need
 //! itself, several steps ahead, into a ring that no other thread reads: nobody waits for anybody.
 //!
-//! Codes become f16, which is exact, in the order in which they come: sums over the head dim and over keys may be taken in
-//! any order, so operands of `mma.sync` are made of whichever four neighbours a thread has read, and the columns of the
-//! output come out in an order of their own. Queries of bf16 become f16 times a power of two of their row, which is exact
+//! Sums over the head dim and over keys may be taken in any order, so operands of `mma.sync` are made of whichever four neighbours
+//! a thread has read, and the columns of the output come out in an order of their own. Codes of an E4M3 cache become f16, which is
+//! exact, in the order in which they come. Queries of bf16 then become f16 times a power of two of their row, which is exact
 //! but for numbers 2^29 times smaller than the row's largest.
 //!
 //! Blocks of keys may have descales of their own, if every step lies in one: scores are multiplied by the keys', and what a step
@@ -21,8 +21,8 @@
 //! them.
 
 use flashcore_ptx::{
-    Addr, B32, B64, CpAsyncBytes, CpAsyncCache, F32, GridDep, KernelBuilder, L2Prefetch, MatrixTy, Module,
-    Pred, Reg, Shared, SharedLayout, Target, TensorMap,
+    Addr, B32, B64, CpAsyncBytes, CpAsyncCache, F32, GridDep, KernelBuilder, L2Prefetch, Module, Pred, Reg,
+    Shared, SharedLayout, Target, TensorMap,
 };
 
 use crate::{
@@ -30,7 +30,7 @@ use crate::{
     Spec,
     family::{MAX_REGISTERS, check_registers, schedule},
     parts::{
-        fragment::{Acc, HALVES, Place, a_operands, pack},
+        fragment::{Acc, HALVES, Place, a_operands, matrix_ty, pack},
         params::{
             BlockDescaleParams, BlockDescales, DescaleParams, PageParams, PoolParams, TENSORS, check_rows,
         },
@@ -47,11 +47,15 @@ pub const ROWS: u32 = 16;
 /// Registers besides the fragments.
 const OTHER_REGISTERS: u32 = 72;
 
-/// The largest head dim whose queries are kept in registers rather than in shared memory.
-const MOST_IN_REGISTERS: u32 = 192;
+/// The largest head dim whose queries are kept in registers rather than in shared memory, and the most registers that they and the
+/// output then have together.
+const MOST_IN_REGISTERS: [u32; 2] = [192, 172];
 
 /// What pairs the bytes of two words: their lower two, and their upper two.
 const PAIRS: [u32; 2] = [0x5140, 0x7362];
+
+/// The same for halves of words: the lower one, and the upper one.
+const PAIRS_OF_HALVES: [u32; 2] = [0x5410, 0x7632];
 
 schedule! {
     /// The knobs of the kernel.
@@ -67,9 +71,11 @@ schedule! {
     }
 }
 
-/// How a thread reads rows of codes: neighbours in so many bytes, every so many threads.
+/// How a thread reads rows: neighbours in so many bytes, every so many threads.
 #[derive(Clone, Copy)]
 struct Pieces {
+    /// Bytes of an element.
+    element: u32,
     /// Bytes of a piece.
     bytes: u32,
     /// Pieces of a row that a thread has.
@@ -81,14 +87,32 @@ struct Pieces {
 }
 
 impl Pieces {
-    fn new(row: u32, threads: u32) -> Self {
-        let bytes = [16, 8].into_iter().find(|bytes| row.is_multiple_of(bytes * threads)).unwrap_or(4);
-        Self { bytes, count: row.div_ceil(bytes * threads), threads, row }
+    fn new(elements: u32, of: ElementType, threads: u32) -> Self {
+        let (element, row) = (of.size(), elements * of.size());
+        let fits = |bytes: &u32| row.is_multiple_of(bytes * threads);
+        let bytes = [16, 8].into_iter().find(fits).unwrap_or(4 * element);
+        Self { element, bytes, count: row.div_ceil(bytes * threads), threads, row }
     }
 
-    /// Words of a piece.
-    fn words(self) -> u32 {
-        self.bytes / 4
+    /// Fours of elements in a piece.
+    fn quads(self) -> u32 {
+        self.elements() / 4
+    }
+
+    /// Elements of a piece.
+    fn elements(self) -> u32 {
+        self.bytes / self.element
+    }
+
+    /// Elements from one piece of a thread to its next.
+    fn elements_apart(self) -> u32 {
+        self.elements() * self.threads
+    }
+
+    /// The words of a four of elements, of the words of a piece.
+    fn quad(self, words: &[Reg<B32>], quad: u32) -> &[Reg<B32>] {
+        let each = self.element as usize;
+        &words[each * quad as usize..][..each]
     }
 
     /// Bytes from one piece of a thread to its next.
@@ -151,20 +175,21 @@ struct Memory {
 }
 
 impl Schedule {
-    /// The schedule to begin with.
+    /// The schedule to begin with. With 16 bits, a step of as many keys is twice as large.
     pub fn new(spec: &Spec, parts: u32) -> Self {
-        let wide = spec.head_dim.max(spec.head_dim_v) > 128;
+        let bytes = spec.head_dim.max(spec.head_dim_v) * of_keys(spec).size();
         let odd = [spec.descale_keys, spec.page].into_iter().flatten().any(|keys| keys % 32 != 0);
-        let keys = if wide || odd { 16 } else { 32 };
-        Self { warps: 8, keys, stages: 3, parts }
+        let keys = if bytes > 128 || odd { 16 } else { 32 };
+        let warps = if spec.kv.is_some() { 8 } else { 4 };
+        Self { warps, keys, stages: 3, parts }
     }
 
     fn k_pieces(spec: &Spec) -> Pieces {
-        Pieces::new(spec.head_dim, 4)
+        Pieces::new(spec.head_dim, of_keys(spec), 4)
     }
 
     fn v_pieces(spec: &Spec) -> Pieces {
-        Pieces::new(spec.head_dim_v, 8)
+        Pieces::new(spec.head_dim_v, of_keys(spec), 8)
     }
 
     /// Bytes of a step of keys, of one lane.
@@ -176,7 +201,13 @@ impl Schedule {
     /// Columns of the output with those that a thread has beyond the last.
     fn columns(spec: &Spec) -> u32 {
         let v = Self::v_pieces(spec);
-        v.count * v.stride()
+        v.count * v.elements_apart()
+    }
+
+    /// Whether the queries are kept in registers.
+    fn in_registers(spec: &Spec) -> bool {
+        let [widest, most] = MOST_IN_REGISTERS;
+        spec.head_dim <= widest && spec.head_dim / 4 + Self::columns(spec) / 2 <= most
     }
 
     fn memory(self, spec: &Spec) -> Memory {
@@ -186,8 +217,8 @@ impl Schedule {
         let ring = layout.alloc("ring", ring.max(results), 128);
         let o = layout.alias("outputs of the warps", results, &[ring]);
         let states = layout.alloc("states of the warps", 8 * self.warps * ROWS, 16);
-        let queries = (spec.head_dim > MOST_IN_REGISTERS)
-            .then(|| layout.alloc("queries", 2 * ROWS * spec.head_dim, 16));
+        let queries =
+            (!Self::in_registers(spec)).then(|| layout.alloc("queries", 2 * ROWS * spec.head_dim, 16));
         let notes = spec.packed_q.then(|| layout.alloc("notes", packed::bytes(self.warps), 16));
         Memory { layout, ring, o, states, queries, notes }
     }
@@ -210,7 +241,7 @@ impl Family for Schedule {
                 possible: "multiples of 16 from 16 to 256",
             });
         }
-        if target == Target::Sm80 {
+        if spec.kv.is_some() && target == Target::Sm80 {
             return refuse("e4m3 needs sm_89 or later".into());
         }
         if !(1..=16).contains(&warps) || ![16, 32].contains(&keys) || !(2..=8).contains(&stages) || parts == 0
@@ -234,11 +265,11 @@ impl Family for Schedule {
                 "pages of {page} keys: possible are multiples of {keys}, the keys of a step (16 at least)"
             ));
         }
-        if spec.softcap && !spec.scaled_scores {
+        if spec.kv.is_some() && spec.softcap && !spec.scaled_scores {
             return refuse("with e4m3, a softcap needs scaled scores: see Spec::needs_scaled_scores".into());
         }
         self.memory(spec).layout.fits(target)?;
-        let q = if spec.head_dim > MOST_IN_REGISTERS { 4 } else { spec.head_dim / 4 };
+        let q = if Self::in_registers(spec) { spec.head_dim / 4 } else { 4 };
         // What a step adds to eight columns, and the words that it is made of.
         let apart = if spec.descale_keys.is_some() { 16 + keys / 2 } else { 0 };
         let fragments = Self::columns(spec) / 2 + q + keys / 2 + apart;
@@ -257,9 +288,10 @@ impl Family for Schedule {
 
     fn emit(self, spec: &Spec, target: Target) -> KernelBuilder {
         let memory = self.memory(spec);
-        let mut k = KernelBuilder::new("flashcore_sm80_decode", target)
-            .params::<FwdParams>()
-            .more_params::<DescaleParams>();
+        let mut k = KernelBuilder::new("flashcore_sm80_decode", target).params::<FwdParams>();
+        if spec.kv.is_some() {
+            k = k.more_params::<DescaleParams>();
+        }
         if spec.descale_keys.is_some() {
             k = k.more_params::<BlockDescaleParams>();
         }
@@ -294,7 +326,9 @@ impl Family for Schedule {
         let fwd = FwdParams { len_q, heads, ..FwdParams::bind(&own) };
         let len_k = if spec.page.is_some() { args.longest[1] } else { fwd.len_k };
         packed.push(&FwdParams { len_k, ..fwd });
-        packed.extend(&DescaleParams::bind(args));
+        if spec.kv.is_some() {
+            packed.extend(&DescaleParams::bind(args));
+        }
         if spec.descale_keys.is_some() {
             packed.extend(&BlockDescaleParams::bind(args));
         }
@@ -350,13 +384,16 @@ impl Schedule {
         let blocks = spec.descale_keys.map(|_| {
             [Operand::K, Operand::V].map(|of| BlockDescaleParams::of(k, of, work.rows.batch, kv_head))
         });
-        let descale = match blocks {
+        let descale = spec.kv.map(|_| match blocks {
             Some(_) => k.mov_f32(1.0),
             None => DescaleParams::read(k, Operand::K, work.rows.batch, kv_head),
-        };
-        let base = SoftmaxParams::read(k, spec);
-        let params = SoftmaxParams::read(k, spec);
-        params.set_multiplied(k, &base, descale);
+        });
+        let mut params = SoftmaxParams::read(k, spec);
+        if let Some(descale) = descale {
+            let multiplied = SoftmaxParams::read(k, spec);
+            multiplied.set_multiplied(k, &params, descale);
+            params = multiplied;
+        }
         let softmax = OnlineSoftmax::new(k, params, 1);
         let o: Vec<Acc> =
             (0..Self::columns(spec) / 8).map(|_| std::array::from_fn(|_| k.mov_f32(0.0))).collect();
@@ -395,7 +432,7 @@ impl Schedule {
         place: &Place,
         softmax: &OnlineSoftmax,
         o: &[Acc],
-        k_descale: Reg<F32>,
+        k_descale: Option<Reg<F32>>,
     ) {
         k.section("merge: what each warp has");
         // Four columns of a row at a time, as threads have them: each lane's in a place of its own.
@@ -436,10 +473,10 @@ impl Schedule {
             }
         };
         let kv_head = rows.kv_head(k, spec);
-        let v_descale = match spec.descale_keys {
+        let v_descale = spec.kv.map(|_| match spec.descale_keys {
             Some(_) => k.mov_f32(1.0),
             None => DescaleParams::read(k, Operand::V, batch, kv_head),
-        };
+        });
         // What parts come to lies row by row.
         let as_rows = Spec { rows_per_query: if self.parts > 1 { 1 } else { spec.rows_per_query }, ..*spec };
         let of_queries = Rows { head: first_query_head(k, &as_rows, rows.head), ..rows };
@@ -453,13 +490,13 @@ impl Schedule {
                 let half = k.div_u32(quad, quads / 2);
                 let inside = k.rem_u32(quad, quads / 2);
                 let side = k.and_b32(inside, 1u32);
-                let word = k.shr_u32(inside, 1u32);
-                let (piece, word) = (k.div_u32(word, pieces.words()), k.rem_u32(word, pieces.words()));
+                let four = k.shr_u32(inside, 1u32);
+                let (piece, four) = (k.div_u32(four, pieces.quads()), k.rem_u32(four, pieces.quads()));
                 let row = k.mad_lo_u32(half, 8u32, place.g);
                 let column = k.add_u32(place.column, side);
-                let column = k.mul_lo_u32(column, pieces.bytes);
-                let column = k.mad_lo_u32(piece, pieces.stride(), column);
-                let column = k.mad_lo_u32(word, 4u32, column);
+                let column = k.mul_lo_u32(column, pieces.elements());
+                let column = k.mad_lo_u32(piece, pieces.elements_apart(), column);
+                let column = k.mad_lo_u32(four, 4u32, column);
 
                 let at = k.mad_lo_u32(row, 8u32, states);
                 let each: Vec<[Reg<F32>; 2]> =
@@ -490,16 +527,19 @@ impl Schedule {
                     let all_rows = if spec.packed_q { k.param(FwdParams::len_q) } else { rows.len_q };
                     let index = k.mad_lo_u32(part, all_rows, index);
                     // What merges the parts knows nothing of descales.
-                    let max = if spec.scaled_scores { max } else { k.mul_f32(max, k_descale) };
+                    let max = match k_descale.filter(|_| !spec.scaled_scores) {
+                        Some(descale) => k.mul_f32(max, descale),
+                        None => max,
+                    };
                     let at = lse_rows.address(k, lse_head, index);
                     k.when(leads, |k| k.st_global_vec(at, [max, sum]));
-                    let total = total.map(|total| k.mul_f32(total, v_descale));
+                    let total = v_descale.map_or(total, |by| total.map(|total| k.mul_f32(total, by)));
                     let at = o_rows.address(k, o_head, index);
                     let at = k.mad_wide_u32(column, 4u32, at);
                     k.when(exists, |k| k.st_global_vec(at, total));
                 } else {
                     let inverse = SoftmaxParams::inverse(k, sum);
-                    let inverse = k.mul_f32(inverse, v_descale);
+                    let inverse = v_descale.map_or(inverse, |by| k.mul_f32(inverse, by));
                     let [a, b, c, d] = total.map(|total| k.mul_f32(total, inverse));
                     let both = [pack(k, spec.dtype, a, b), pack(k, spec.dtype, c, d)];
                     let at = o_rows.address(k, o_head, index);
@@ -787,6 +827,7 @@ impl<'a> Walk<'a> {
         descales: Option<[Reg<F32>; 2]>,
     ) {
         k.comment("S = Q K^T");
+        let ty = matrix_ty(multiplied_as(self.spec));
         let from = self.at(k, slot, 0, self.k.bytes);
         let zero = k.mov_f32(0.0);
         let mut scores: Vec<Acc> = vec![[zero; 4]; (self.schedule.keys / 8) as usize];
@@ -797,11 +838,15 @@ impl<'a> Walk<'a> {
                     self.k.load(k, at)
                 })
                 .collect();
-            for word in 0..self.k.words() {
-                let a = queries.operand(k, piece * self.k.words() + word);
+            for quad in 0..self.k.quads() {
+                let a = queries.operand(k, piece * self.k.quads() + quad);
                 for (acc, codes) in scores.iter_mut().zip(&codes) {
-                    let b = k.unpack_b32(codes[word as usize]).map(|pair| k.cvt_rn_f16x2_e4m3x2(pair));
-                    *acc = k.mma_m16n8k16(MatrixTy::F16, a, b, *acc);
+                    let b = match *self.k.quad(codes, quad) {
+                        [low, high] => [low, high],
+                        [four] => k.unpack_b32(four).map(|pair| k.cvt_rn_f16x2_e4m3x2(pair)),
+                        _ => unreachable!("elements have one byte or two"),
+                    };
+                    *acc = k.mma_m16n8k16(ty, a, b, *acc);
                 }
             }
         }
@@ -825,17 +870,17 @@ impl<'a> Walk<'a> {
         softmax.step(k, std::slice::from_ref(&scores), &[o.to_vec()], true);
 
         k.comment("O += P V");
-        let p = a_operands(k, ElementType::F16, &scores);
+        let p = a_operands(k, multiplied_as(self.spec), &scores);
         let from = self.at(k, slot, self.k_bytes(), self.v.bytes);
         let p: Vec<_> = (0..).zip(p).collect();
         let Some([_, of_v]) = descales else {
             for &(sixteen, a) in &p {
                 for piece in 0..self.v.count {
                     let rows = self.values(k, from, sixteen, piece);
-                    for word in 0..self.v.words() {
-                        let b = value_operands(k, &rows, word);
-                        for (acc, b) in o[(4 * (piece * self.v.words() + word)) as usize..].iter().zip(b) {
-                            k.set(*acc, |k| k.mma_m16n8k16(MatrixTy::F16, a, b, *acc));
+                    for quad in 0..self.v.quads() {
+                        let b = self.value_operands(k, &rows, quad);
+                        for (acc, b) in o[(4 * (piece * self.v.quads() + quad)) as usize..].iter().zip(b) {
+                            k.set(*acc, |k| k.mma_m16n8k16(ty, a, b, *acc));
                         }
                     }
                 }
@@ -844,15 +889,15 @@ impl<'a> Walk<'a> {
         };
         for piece in 0..self.v.count {
             let rows: Vec<_> = p.iter().map(|&(sixteen, _)| self.values(k, from, sixteen, piece)).collect();
-            for word in 0..self.v.words() {
-                let operands: Vec<_> = rows.iter().map(|rows| value_operands(k, rows, word)).collect();
-                let own = &o[(4 * (piece * self.v.words() + word)) as usize..][..4];
+            for quad in 0..self.v.quads() {
+                let operands: Vec<_> = rows.iter().map(|rows| self.value_operands(k, rows, quad)).collect();
+                let own = &o[(4 * (piece * self.v.quads() + quad)) as usize..][..4];
                 // One sum at a time: wide outputs leave few registers.
                 for (i, &acc) in own.iter().enumerate() {
                     let sum = operands
                         .iter()
                         .zip(&p)
-                        .fold([zero; 4], |sum, (b, &(_, a))| k.mma_m16n8k16(MatrixTy::F16, a, b[i], sum));
+                        .fold([zero; 4], |sum, (b, &(_, a))| k.mma_m16n8k16(ty, a, b[i], sum));
                     for (acc, sum) in acc.into_iter().zip(sum) {
                         k.set(acc, |k| k.fma_f32(sum, of_v, acc));
                     }
@@ -868,6 +913,29 @@ impl<'a> Walk<'a> {
             let at = from.at((32 * self.v.bytes * (row * self.v.count + piece)) as i32);
             self.v.load(k, at)
         })
+    }
+
+    /// The B operands of four times eight columns, of a four of elements of each of a thread's four rows.
+    fn value_operands(
+        &self,
+        k: &mut KernelBuilder,
+        rows: &[Vec<Reg<B32>>; 4],
+        quad: u32,
+    ) -> [[Reg<B32>; 2]; 4] {
+        let rows: [&[Reg<B32>]; 4] = std::array::from_fn(|i| self.v.quad(&rows[i], quad));
+        let pair = |k: &mut KernelBuilder, a: &[Reg<B32>], b: &[Reg<B32>]| -> [Reg<B32>; 4] {
+            let both: [[Reg<B32>; 2]; 2] = match (a, b) {
+                (&[a], &[b]) => PAIRS.map(|picks| {
+                    let pairs = k.prmt_b32(a, b, picks);
+                    k.unpack_b32(pairs).map(|pair| k.cvt_rn_f16x2_e4m3x2(pair))
+                }),
+                _ => [0, 1].map(|i| PAIRS_OF_HALVES.map(|picks| k.prmt_b32(a[i], b[i], picks))),
+            };
+            [both[0][0], both[0][1], both[1][0], both[1][1]]
+        };
+        let upper = pair(k, rows[0], rows[1]);
+        let lower = pair(k, rows[2], rows[3]);
+        std::array::from_fn(|i| [upper[i], lower[i]])
     }
 
     /// Hides the keys that rows do not see, in steps that have any.
@@ -902,19 +970,14 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// The B operands of four times eight columns, of a word of each of a thread's four rows.
-fn value_operands(k: &mut KernelBuilder, rows: &[Vec<Reg<B32>>; 4], word: u32) -> [[Reg<B32>; 2]; 4] {
-    let w = word as usize;
-    let pair = |k: &mut KernelBuilder, a: Reg<B32>, b: Reg<B32>| -> [Reg<B32>; 4] {
-        let both = PAIRS.map(|picks| {
-            let pairs = k.prmt_b32(a, b, picks);
-            k.unpack_b32(pairs).map(|pair| k.cvt_rn_f16x2_e4m3x2(pair))
-        });
-        [both[0][0], both[0][1], both[1][0], both[1][1]]
-    };
-    let upper = pair(k, rows[0][w], rows[1][w]);
-    let lower = pair(k, rows[2][w], rows[3][w]);
-    std::array::from_fn(|i| [upper[i], lower[i]])
+/// The type of the keys and values.
+fn of_keys(spec: &Spec) -> ElementType {
+    spec.kv.unwrap_or(spec.dtype)
+}
+
+/// What tensor cores multiply: codes become f16.
+fn multiplied_as(spec: &Spec) -> ElementType {
+    if spec.kv.is_some() { ElementType::F16 } else { spec.dtype }
 }
 
 impl Queries {
@@ -930,15 +993,15 @@ impl Queries {
         k.section("walk: the queries");
         let q_rows = QueryRows::read(k, spec, [FwdParams::q_row, FwdParams::q_head]);
         let t = k.shr_u32(place.column, 1u32);
-        // The words of the upper row, then those of the lower.
+        // The fours of elements of the upper row, then those of the lower.
         let rows: [Vec<[Reg<B32>; 2]>; 2] = std::array::from_fn(|half| {
             let row = place.row(k, &work.rows, 0, half);
             let exists = k.setp_lt_s32(row, work.rows.len_q);
             let at = q_rows.address(k, work.q, row);
-            let at = k.mad_wide_u32(t, 2 * pieces.bytes, at);
-            let words = (0..pieces.count * pieces.words()).map(|word| {
-                let (piece, word) = (word / pieces.words(), word % pieces.words());
-                let at = at.at((2 * (piece * pieces.stride() + 4 * word)) as i32);
+            let at = k.mad_wide_u32(t, 2 * pieces.elements(), at);
+            let words = (0..pieces.count * pieces.quads()).map(|quad| {
+                let (piece, quad) = (quad / pieces.quads(), quad % pieces.quads());
+                let at = at.at((2 * (piece * pieces.elements_apart() + 4 * quad)) as i32);
                 let words = [k.mov_b32(0u32), k.mov_b32(0u32)];
                 k.when(exists, |k| k.set(words, |k| k.ld_global_vec(at)));
                 words
@@ -946,7 +1009,7 @@ impl Queries {
             words.collect()
         });
         let mut factors = None;
-        let rows = if spec.dtype == ElementType::Bf16 {
+        let rows = if spec.dtype != multiplied_as(spec) {
             let both = rows.map(|row| to_f16(k, &row));
             factors = Some([both[0].1, both[1].1]);
             both.map(|(row, _)| row)

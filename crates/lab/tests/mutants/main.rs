@@ -35,6 +35,10 @@ const AMPERE_PLACED: [&str; 2] = [
     "sm80_fwd:block_m=64,block_n=48,warps=4,stages=2,q_in_regs=0,order=head",
 ];
 
+/// The kernel for few queries: all keys in one block, and in parts.
+const DECODING: [&str; 2] =
+    ["sm80_decode:warps=2,keys=16,stages=2,parts=1", "sm80_decode:warps=2,keys=16,stages=3,parts=3"];
+
 /// The backward kernels: both gradients of keys, with one slot and with two, and those of queries.
 const BACKWARD: [&str; 3] = [
     "sm80_bwd:of=dkdv,block=64,walk=32,warps=4,stages=1,order=head",
@@ -167,6 +171,13 @@ fn every_fault_planted_in_a_kernel_for_ampere_is_found_or_known_to_be_harmless()
 #[ignore = "a quarter of a minute, for code that seldom changes"]
 fn every_fault_planted_in_what_finds_sequences_and_pages_is_found_or_known_to_be_harmless() {
     every_fault_is_found(Target::Sm80, None, &AMPERE_PLACED, &trials::placed());
+}
+
+/// Run it with `cargo test --release -p flashcore-lab --test mutants -- --ignored` after a change to the kernel.
+#[test]
+#[ignore = "a minute, for code that seldom changes"]
+fn every_fault_planted_in_the_kernel_for_few_queries_is_found_or_known_to_be_harmless() {
+    every_fault_is_found(Target::Sm89, None, &DECODING, &trials::decoding());
 }
 
 #[test]

@@ -294,10 +294,13 @@ pub(super) fn no_tensor_cores(problem: &Problem, target: Target) -> Option<Strin
 }
 
 /// The forward kernel that the choice for a problem comes to.
-pub(super) fn kernel(problem: &Problem, target: Target) -> Kernel {
-    match target {
+pub(super) fn kernel(problem: &Problem, hardware: &Hardware) -> Kernel {
+    match hardware.target {
         _ if problem.dtype_kv.is_some() => Kernel::Sm80Decode,
-        _ if no_tensor_cores(problem, target).is_some() => Kernel::Scalar,
+        target if no_tensor_cores(problem, target).is_some() => Kernel::Scalar,
+        Target::Sm80 | Target::Sm89 if !has_odd_pages(problem) && sm80::decodes(problem, hardware) => {
+            Kernel::Sm80Decode
+        }
         Target::Sm90a if !has_odd_pages(problem) => Kernel::Sm90Fwd,
         _ => Kernel::Sm80Fwd,
     }
@@ -312,14 +315,15 @@ pub(super) fn schedule(
     if problem.pass == Pass::Backward {
         return backward(problem, spec, hardware);
     }
-    if problem.dtype_kv.is_some() {
+    let kernel = kernel(problem, hardware);
+    if kernel == Kernel::Sm80Decode {
         return sm80::decode(problem, spec, hardware);
     }
     if let Some(what) = no_tensor_cores(problem, hardware.target) {
         let schedule = default_schedule(Kernel::Scalar, spec, hardware.target)?;
         return Ok((schedule, format!("{what} leaves the scalar kernel, which is right and slow")));
     }
-    if kernel(problem, hardware.target) == Kernel::Sm80Fwd {
+    if kernel == Kernel::Sm80Fwd {
         let (schedule, mut why) = sm80::choose(problem, spec, hardware)?;
         if let (Target::Sm90a, Some(page)) = (hardware.target, spec.page) {
             why = format!("pages of {page} keys are no multiples of 16, which leaves Ampere's kernel; {why}");

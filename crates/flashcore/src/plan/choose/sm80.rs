@@ -1,6 +1,6 @@
 //! The choice of the schedule for Ampere and Ada. The schedules were measured on an H200, for want of their own GPUs.
 
-use crate::{Keys, Problem, Queries, plan::Hardware};
+use crate::{DType, Keys, Pass, Problem, Queries, plan::Hardware};
 use flashcore_kernels::{
     Order, Schedule, ScheduleError, Spec,
     sm80::{
@@ -11,6 +11,13 @@ use flashcore_kernels::{
 
 /// The most queries that packed sequences have on average where blocks of 128 would be mostly empty. It was not measured.
 const SHORT: usize = 64;
+
+/// The most rows of a kv head, which are the queries of all heads that share it, where blocks share the keys of each 16. It was
+/// not measured.
+const FEW: usize = 64;
+
+/// The fewest keys that blocks share: with less, the second launch takes longer than it saves. It was not measured.
+const LONG: usize = 1024;
 
 /// The schedules to try for a spec, best first.
 pub(super) fn schedules(spec: &Spec) -> Vec<Schedule> {
@@ -62,25 +69,42 @@ pub(super) fn choose(
     first_fit(schedules(spec), fills, spec, hardware).map(|schedule| (schedule, reason))
 }
 
-/// The schedules to try for few queries against a cache, largest first: the smaller ones are for the shared memory of Ada. None
+/// The schedules to try for few queries against many keys, largest first: the smaller ones are for the shared memory of Ada. None
 /// was measured there.
 pub(super) fn decoding(spec: &Spec) -> [decode::Schedule; 4] {
     let one = decode::Schedule::new(spec, 1);
     let small = |warps, stages| decode::Schedule { warps, keys: 16, stages, ..one };
+    if spec.kv.is_none() {
+        return [one, small(4, 2), small(2, 3), small(2, 2)];
+    }
     [one, decode::Schedule { warps: 4, ..one }, small(8, 2), small(4, 2)]
 }
 
-/// Tiles of a decoding kernel, for a problem as it sees it. Of packed sequences the least that there can be: each has its own.
+/// Whether 16-bit queries are so few, and keys so many, that blocks share the keys: otherwise each tile of queries walks over all
+/// of its keys alone.
+pub(super) fn decodes(problem: &Problem, hardware: &Hardware) -> bool {
+    let possible = |dim: usize| dim.is_multiple_of(16);
+    let few = problem.group() * problem.len_q <= FEW && 2 * decoding_tiles(problem) <= hardware.sms as usize;
+    let of_16_bits = matches!(problem.dtype, DType::F16 | DType::BF16);
+    few && problem.len_k >= LONG
+        && of_16_bits
+        && problem.pass == Pass::Forward
+        && possible(problem.head_dim)
+        && possible(problem.head_dim_v)
+}
+
+/// Tiles of the decoding kernel, in which heads that share keys are rows. Of packed sequences the least that there can be: each has
+/// its own.
 fn decoding_tiles(problem: &Problem) -> usize {
-    let tiles = |rows: usize| rows.div_ceil(decode::ROWS as usize);
-    problem.heads_q
+    let tiles = |queries: usize| (problem.group() * queries).div_ceil(decode::ROWS as usize);
+    problem.heads_kv
         * match problem.queries {
             Queries::Dense => problem.batch * tiles(problem.len_q),
             Queries::Packed { total } => tiles(total).max(problem.batch.min(total)),
         }
 }
 
-/// The schedule for queries against a cache of 8-bit keys and values, and why.
+/// The schedule of the decoding kernel, and why.
 pub(super) fn decode(
     problem: &Problem,
     spec: &Spec,
