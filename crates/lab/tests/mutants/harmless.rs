@@ -77,6 +77,8 @@ const HANDED_AFTER: &str = "the probabilities that have come say that the querie
 const HAVE_ALL_KEYS: &str = "tiles before another one have all their keys, so the comparison always holds";
 const NAMED_ELSEWHERE: &str =
     "no table here names the page behind the last of the pool: one in the kernel's own tests does";
+const BEHIND_THE_LAST_QUERY: &str = "a tile behind the last query, none of whose rows is stored";
+const NOT_COMPUTED: &str = "a step behind the last is copied, and nobody computes it";
 const NOTHING_AFTER: &str = "after the last step nobody waits for it";
 
 /// All of them.
@@ -346,11 +348,63 @@ pub const HARMLESS: &[Entry] = &[
     ),
     entry(
         &["sm80_fwd:block_m=64,block_n=48"],
-        &["packed: which sequence", "setp.lt.s32"],
+        &["packed: which sequence", "setp.lt.u32", "packed.rs"],
         OffByOne,
         1,
-        "a tile behind the last query, none of whose rows is stored",
+        BEHIND_THE_LAST_QUERY,
     ),
+    entry(
+        &["sm80_decode"],
+        &["packed: which sequence", "setp.lt.u32", "packed.rs"],
+        OffByOne,
+        1,
+        BEHIND_THE_LAST_QUERY,
+    ),
+    entry(
+        &["sm80_decode"],
+        &["packed: which sequence", "bar.warp.sync"],
+        Drop,
+        1,
+        "the block's warps wait for each other before they merge, and read what was written down after that",
+    ),
+    entry(
+        &["sm80_decode"],
+        &["which keys this part has", "setp.lt.s32"],
+        OffByOne,
+        1,
+        "a step of keys that no row sees, which is masked completely",
+    ),
+    entry(
+        &["sm80_decode", "stages=2"],
+        &["walk: the first copies", "setp.lt.s32"],
+        OffByOne,
+        1,
+        NOT_COMPUTED,
+    ),
+    entry(
+        &["sm80_decode", "stages=3"],
+        &["walk: the first copies", "setp.lt.s32"],
+        OffByOne,
+        2,
+        NOT_COMPUTED,
+    ),
+    entry(&["sm80_decode"], &["walk: one step of keys / - / setp.lt.s32"], OffByOne, 1, NOT_COMPUTED),
+    entry(
+        &["sm80_decode", "stages=2"],
+        &["walk: the first copies", "setp.lt.u32"],
+        OffByOne,
+        1,
+        NAMED_ELSEWHERE,
+    ),
+    entry(
+        &["sm80_decode", "stages=3"],
+        &["walk: the first copies", "setp.lt.u32"],
+        OffByOne,
+        2,
+        NAMED_ELSEWHERE,
+    ),
+    entry(&["sm80_decode"], &["walk: one step of keys / - / setp.lt.u32"], OffByOne, 1, NAMED_ELSEWHERE),
+    entry(&["sm80_decode"], &["S = Q K^T / setp"], OffByOne, 2, SEEN_BY_ALL),
     entry(
         &["sm80_fwd:block_m=64,block_n=48"],
         &["the pages of the tile before", "setp.lt.u32"],

@@ -129,18 +129,20 @@ pub fn decoding() -> Vec<Trial> {
     let window = Mask::Window { left: Some(50), right: Some(10) };
     let few = [(17, 90), (0, 20), (16, 64), (1, 130), (3, 0)];
     let many: Vec<_> = (0..35).map(|i| (i * 7 % 5, i * 5 % 23)).collect();
-    let full = [(3, 0), (16, 64), (1, 112)];
+    // The last sequences have all the pages that the table has room for, and full ones.
+    let [short, full] = [48, 336].map(|len| [(3, 0), (16, 32), (1, len)]);
     let cache = |of: Problem| of.with_dtype_kv(DType::F8E4M3);
     vec![
         Trial::new(problem(1, 6, 5, 64).with_kv(2, 130).with_mask(Mask::Causal), None),
         Trial::new(cache(problem(1, 1, 20, 64).with_kv(1, 300).with_head_dim_v(80).with_mask(window)), None),
         Trial::new(cache(problem(3, 4, 1, 64).with_kv(2, 130).with_key_lengths()), Some(vec![130, 37, 0])),
-        Trial::new(problem(1, 1, 16, 256).with_kv(1, 96).with_mask(window), None),
+        Trial::new(cache(problem(1, 1, 16, 256).with_kv(1, 96).with_mask(window)), None),
         Trial::placed(problem(1, 3, 1, 64).with_kv(1, 1).with_mask(Mask::Causal), &few, None),
         Trial::placed(cache(problem(1, 2, 1, 16).with_kv(1, 1).with_mask(Mask::Causal)), &many, None),
         Trial::placed(cache(problem(1, 2, 1, 64).with_kv(2, 1).with_mask(window)), &few, Some(16)),
-        // The last sequence has all the pages that the table has room for, and full ones.
         Trial::placed(problem(1, 5, 1, 16).with_kv(1, 1).with_head_dim_v(64), &full, Some(16)),
+        Trial::placed(cache(problem(1, 5, 1, 16).with_kv(1, 1)), &short, Some(16)),
+        Trial::new(problem(1, 1, 3, 64).with_kv(1, 333), None),
     ]
 }
 
