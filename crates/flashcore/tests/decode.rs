@@ -8,6 +8,7 @@ use flashcore::{
     plan::Target,
     sim::{AsyncMode, Config, SimGpu},
 };
+use flashcore_ptx::{Module, Op};
 use shared::{errors, noise};
 
 /// Rows behind the last sequence, which belong to none.
@@ -72,6 +73,10 @@ impl Case {
 
     /// o and lse on a device.
     fn run(&self, device: &Device) -> [Vec<f32>; 2] {
+        self.try_run(device).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn try_run(&self, device: &Device) -> flashcore::Result<[Vec<f32>; 2]> {
         let (of_q, of_k) = (self.starts(|it| it.0), self.starts(|it| it.1));
         let ([heads, heads_kv], [dim, dim_v], [dtype, dtype_kv]) = (self.heads, self.dims, self.dtypes);
         let q = self.tensor(heads, &of_q, dim, 1, dtype);
@@ -88,9 +93,8 @@ impl Case {
         };
         let (mut o, mut lse) = (left_alone(dim_v, dtype), left_alone(1, DType::F32));
         let (mut to, mut lse_to) = (o.view_mut(), lse.view_mut());
-        let run = attention.run_into(device, &q.view(), &k.view(), &v.view(), &mut to, Some(&mut lse_to));
-        run.unwrap_or_else(|error| panic!("{error}"));
-        [o.to_f32(), lse.to_f32()]
+        attention.run_into(device, &q.view(), &k.view(), &v.view(), &mut to, Some(&mut lse_to))?;
+        Ok([o.to_f32(), lse.to_f32()])
     }
 
     #[track_caller]
@@ -186,11 +190,9 @@ fn what_the_neighbours_of_a_packed_sequence_hold_does_not_matter_to_decoding() {
 
 #[test]
 fn there_may_be_any_number_of_rows_before_the_first_sequence() {
-    for first in [20, 200] {
+    for (first, knobs) in [(20, WAYS[1]), (200, WAYS[0])] {
         for (dtypes, target) in TYPES {
-            let case = Case { first, ..Case::new(&UNEVEN, [4, 2], 64, dtypes) };
-            case.check(gpu(target, WAYS[1]), "in parts");
-            case.check(SimGpu::new(target), "as planned");
+            Case { first, ..Case::new(&UNEVEN, [4, 2], 64, dtypes) }.check(gpu(target, knobs), knobs);
         }
         let case = Case { first, ..Case::new(&UNEVEN, [4, 2], 64, [DType::F16; 2]) };
         case.check(SimGpu::new(Target::Sm80), "sm80_fwd");
@@ -270,6 +272,19 @@ fn few_queries_share_many_keys_on_ampere_and_ada_and_plans_say_so() {
             assert_eq!(plan.kernel(), Kernel::Sm80Decode, "{plan}");
         }
     }
+}
+
+#[test]
+fn a_merge_of_rows_that_are_nobodys_is_found() {
+    let case = Case::new(&UNEVEN, [4, 2], 64, [DType::BF16, DType::F8E4M3]);
+    let edit = |module: &mut Module| {
+        for kernel in module.kernels.iter_mut().filter(|kernel| &*kernel.name == "flashcore_combine") {
+            kernel.body.retain(|inst| inst.op != Op::Exit);
+        }
+    };
+    let gpu = gpu(Target::Sm89, WAYS[1]);
+    assert!(case.try_run(&Device::sim(gpu.clone())).is_ok());
+    assert!(case.try_run(&Device::sim(gpu.with_edit(edit))).is_err());
 }
 
 #[test]

@@ -13,7 +13,7 @@ use flashcore::{
     Rotary, Starts, TensorBuf,
     cuda::{Cuda, CudaTensor},
     half::bf16,
-    plan::{Bindings, Hardware, Map, Packed, Plan, Target},
+    plan::{Bindings, Hardware, Kernel, Launch, Map, Packed, Plan, Target},
     signature::Parameter,
 };
 use flashcore_kernels::ElementType;
@@ -324,6 +324,24 @@ fn steps(targets: &[Target], problems: &[&str]) {
                     numbers.rotate_left(7 + step);
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn few_queries_whose_keys_blocks_share_of_other_lengths() {
+    let text = "3x8/2x3/1100x64 bf16 causal packed-q=6 page=16/210 key-lengths append=3/6 rotary=64/1200";
+    let problem: Problem = text.parse().unwrap();
+    for target in [Target::Sm80, Target::Sm89] {
+        let mut captured = Captured::new(&problem, target);
+        let kernels: Vec<Kernel> = captured.plan.launches.iter().map(Launch::kernel).collect();
+        assert_eq!(kernels, [Kernel::Append, Kernel::Sm80Decode, Kernel::Combine]);
+        for (new, before) in [([3, 3, 0], [1090, 0, 17]), ([0, 3, 3], [5, 1000, 700]), ([2, 1, 3], [0, 0, 1])]
+        {
+            let values =
+                Values::draw(&problem, &before).with(Name::Pages, (0..3 * 69).map(|i| (i * 11 + 5) % 210));
+            let values = values.with(Name::NewStarts, starts(&new)).with(Name::QStarts, starts(&new));
+            captured.check(&values, &format!("{new:?} behind {before:?}"));
         }
     }
 }
