@@ -266,9 +266,9 @@ impl<'a> Shares<'a> {
         let inside = k.sub_u32(at, self.before);
         let of_columns = k.mul_lo_u32(self.places, columns);
         let begin = k.sub_u32(self.through, of_columns);
-        let (begun, going) = (k.setp_ge_u32(inside, begin), k.setp_lt_u32(inside, self.through));
-        let it = k.and_pred(begun, going);
-        let it = k.ballot(it, ALL_LANES);
+        k.comment("the last sequence that begins here or before, which is one with keys");
+        let begun = k.setp_ge_u32(inside, begin);
+        let it = k.ballot(begun, ALL_LANES);
         let it = k.bfind_u32(it);
         let (begin, places) = (k.shfl_idx(begin, it), k.shfl_idx(self.places, it));
         let inside = k.sub_u32(inside, begin);

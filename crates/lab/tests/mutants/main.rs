@@ -64,6 +64,12 @@ const HOPPER_TOO: [&str; 4] = [
     "sm90_fwd:warpgroups=1,block_n=16,stages=2,q_stages=1,ctas=1,split=4,pingpong=0,lazy=1,poly=0,persistent=0,pairs=0",
 ];
 
+/// Blocks that share keys by length, with one slot for queries and with two.
+const HOPPER_BY_LENGTH: [&str; 2] = [
+    "sm90_fwd:warpgroups=1,block_n=32,stages=2,q_stages=1,ctas=1,split=1,pingpong=0,lazy=1,poly=0,persistent=1,pairs=0,by_length=1",
+    "sm90_fwd:warpgroups=1,block_n=16,stages=3,q_stages=2,ctas=1,split=1,pingpong=0,lazy=0,poly=0,persistent=1,pairs=0,by_length=1",
+];
+
 /// Hopper's backward kernel: steps of 64 queries with warpgroups that take turns, and steps of 128 without.
 const HOPPER_BACKWARD: [&str; 2] =
     ["sm90_bwd:block_m=64,stages=2,pingpong=1", "sm90_bwd:block_m=128,stages=2,pingpong=0"];
@@ -82,8 +88,8 @@ const HOPPER_WIDE: [&str; 2] =
 /// The mutants that lived, by schedule and by where and what was changed.
 type Survivors = BTreeMap<(String, String, Change), usize>;
 
-/// Plants every fault in a kernel. Returns how many there are.
-fn survivors(text: &str, gpu: &SimGpu, trials: &[Trial], lived: &mut Survivors) -> usize {
+/// Plants every fault in a kernel, or in what some files emit of it. Returns how many there are.
+fn survivors(text: &str, gpu: &SimGpu, trials: &[Trial], files: &[&str], lived: &mut Survivors) -> usize {
     let mut mutants = Mutants::new();
     let mut modules = Vec::new();
     for (i, trial) in trials.iter().enumerate() {
@@ -93,7 +99,8 @@ fn survivors(text: &str, gpu: &SimGpu, trials: &[Trial], lived: &mut Survivors) 
         plant(&module.kernels[0], i, &mut mutants);
         modules.push(module);
     }
-    let mutants: Vec<_> = mutants.into_iter().collect();
+    let wanted = |fault: &Fault| files.is_empty() || files.iter().any(|file| fault.file.ends_with(file));
+    let mutants: Vec<_> = mutants.into_iter().filter(|(fault, _)| wanted(fault)).collect();
     let lives = |(fault, places): &&(Fault, Vec<(usize, Vec<usize>)>)| {
         let runs = places.iter().all(|(trial, at)| {
             let (at, change) = (at.clone(), fault.change);
@@ -155,7 +162,7 @@ fn every_fault_is_found(target: Target, sms: Option<u32>, schedules: &[&str], tr
         let schedule: Schedule = text.parse().unwrap();
         let gpu = SimGpu::new(target).with_schedule(schedule);
         let gpu = sms.into_iter().fold(gpu, SimGpu::with_sms);
-        total += survivors(text, &gpu, trials, &mut lived);
+        total += survivors(text, &gpu, trials, &[], &mut lived);
     }
     judge(total, &lived, schedules);
 }
@@ -188,6 +195,18 @@ fn every_fault_planted_in_a_backward_kernel_is_found_or_known_to_be_harmless() {
 #[test]
 fn every_fault_planted_in_the_kernel_for_hopper_is_found_or_known_to_be_harmless() {
     every_fault_is_found(Target::Sm90a, Some(2), &HOPPER, &trials::hopper());
+}
+
+/// The rest of the kernel is that of other blocks.
+#[test]
+fn every_fault_planted_in_what_shares_keys_by_length_is_found() {
+    let files = ["parts/shares.rs", "fwd/by_length.rs", "fwd/partial.rs"];
+    for text in HOPPER_BY_LENGTH {
+        let gpu = SimGpu::new(Target::Sm90a).with_schedule(text.parse().unwrap()).with_sms(4);
+        let mut lived = Survivors::new();
+        let total = survivors(text, &gpu, &trials::by_length(), &files, &mut lived);
+        assert!(total > 5 && lived.is_empty(), "{total} mutants, of which these lived: {lived:?}");
+    }
 }
 
 /// Takes minutes: run it with `cargo test --release -p flashcore-lab --test mutants -- --ignored` after a change to the

@@ -67,15 +67,25 @@ impl Trial {
         if passed { Ok(()) } else { Err("the numbers are wrong".into()) }
     }
 
-    /// Sequences of so many queries and keys, packed or in pages of so many keys.
+    /// Packed sequences of so many queries and keys, or with keys in pages of so many.
     fn placed(of: Problem, lengths: &[(u32, u32)], page: Option<usize>) -> Trial {
         let (queries, keys): (Vec<u32>, Vec<u32>) = lengths.iter().copied().unzip();
+        let len_q = queries.iter().copied().max().unwrap_or(0) as usize;
+        let total = queries.iter().sum::<u32>() as usize;
+        let mut of = of.with_queries(Queries::Packed { total });
+        of.len_q = len_q;
+        Trial::with_keys(of, queries, keys, page)
+    }
+
+    /// Sequences of so many keys, packed or in pages, that all have as many queries.
+    fn shared(of: Problem, keys: &[u32], page: Option<usize>) -> Trial {
+        Trial::with_keys(of, vec![of.len_q as u32; keys.len()], keys.into(), page)
+    }
+
+    fn with_keys(mut of: Problem, queries: Vec<u32>, keys: Vec<u32>, page: Option<usize>) -> Trial {
+        of.batch = keys.len();
         let total = |all: &[u32]| all.iter().sum::<u32>() as usize;
-        let longest = |all: &[u32]| all.iter().copied().max().unwrap_or(0) as usize;
-        let mut of = of;
-        (of.batch, of.len_q) = (lengths.len(), longest(&queries));
-        let of =
-            of.with_kv(of.heads_kv, longest(&keys)).with_queries(Queries::Packed { total: total(&queries) });
+        let of = of.with_kv(of.heads_kv, keys.iter().copied().max().unwrap_or(0) as usize);
         let problem = match page {
             None => of.with_keys(Keys::Packed { total: total(&keys) }),
             Some(page) => {
@@ -143,6 +153,26 @@ pub fn decoding() -> Vec<Trial> {
         Trial::placed(problem(1, 5, 1, 16).with_kv(1, 1).with_head_dim_v(64), &full, Some(16)),
         Trial::placed(cache(problem(1, 5, 1, 16).with_kv(1, 1)), &short, Some(16)),
         Trial::new(problem(1, 1, 3, 64).with_kv(1, 333), None),
+    ]
+}
+
+/// Sequences of mixed lengths whose keys all blocks share: of no keys and of one, more of them than a warp has lanes, and so few keys
+/// that blocks have none; several queries of heads that share keys, and rows of two tiles; shares that end within a sequence,
+/// within a head, one place after its start and between two.
+pub fn by_length() -> Vec<Trial> {
+    let lengths = vec![3, 0, 400, 1, 64];
+    let many: Vec<u32> = (0..70).map(|i| if (32..64).contains(&i) { 0 } else { i * 29 % 91 }).collect();
+    let decode = |heads, keys| problem(1, heads, 1, 64).with_kv(keys, 1);
+    vec![
+        Trial::new(
+            problem(5, 4, 3, 64).with_kv(2, 400).with_mask(Mask::Causal).with_key_lengths(),
+            Some(lengths),
+        ),
+        Trial::new(problem(2, 1, 70, 16).with_kv(1, 90).with_key_lengths(), Some(vec![90, 33])),
+        Trial::new(problem(70, 2, 1, 16).with_kv(1, 91).with_key_lengths(), Some(many)),
+        Trial::new(problem(2, 1, 1, 64).with_kv(1, 64).with_key_lengths(), Some(vec![2, 0])),
+        Trial::shared(decode(2, 1), &[200, 0, 7, 96], None),
+        Trial::shared(decode(4, 2), &[30, 160, 0, 1], Some(48)),
     ]
 }
 
