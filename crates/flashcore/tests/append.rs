@@ -506,7 +506,7 @@ fn the_cpu_appends_codes_of_8_bits_and_attends() {
 /// The codes of a tensor of f8.
 fn codes(tensor: &TensorBuf) -> Vec<u8> {
     match tensor.storage() {
-        Storage::F8E4M3(codes) => codes.iter().map(|code| code.to_bits()).collect(),
+        Storage::F8E4M3(codes) => codes.iter().map(F8E4M3::to_bits).collect(),
         _ => panic!("a tensor of {}", tensor.dtype()),
     }
 }
@@ -676,7 +676,9 @@ mod simulated {
 
     #[test]
     fn their_codes_are_those_of_the_cpu_also_where_e4m3_ends() {
-        EIGHT.into_iter().for_each(|target| check_ends(&device(target)));
+        for target in EIGHT {
+            check_ends(&device(target));
+        }
     }
 
     #[test]

@@ -74,7 +74,14 @@ prop_compose! {
             return if half_out { problem.with_out(DType::F16) } else { problem };
         }
         if let Some(append) = append.filter(|_| !backward && head_dim >= 48) {
-            return problem.with_append(append);
+            let mut problem = problem.with_append(append);
+            let [_, of_k, of_v] = descales;
+            if half_out && dtype != DType::F32 {
+                problem = problem.with_dtype_kv(DType::F8E4M3);
+                problem.descales = [false, of_k, of_v];
+                problem.descale_keys = block.filter(|_| keys == Keys::Dense && (of_k || of_v));
+            }
+            return problem;
         }
         let no_gradients = matches!(keys, Keys::Paged { .. } | Keys::Apart { .. });
         if backward && !no_gradients { problem.backward() } else { problem }

@@ -142,6 +142,22 @@ CACHES = [
 ]
 
 
+def arguments(case, held, pads, rotary, cos, sin):
+    """What says where the tokens of a cache are, and how they are turned."""
+    integers = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=cos.device)
+    found = {"cache_seqlens": integers(held), "return_softmax_lse": True}
+    if rotary:
+        found |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary == "interleaved"}
+    if "entries" in case:
+        found["cache_batch_idx"] = integers(case["entries"])
+    if "pads" in case:
+        found["cache_leftpad"] = integers(pads)
+    if "packed" in case:
+        ends = [0, *itertools.accumulate(case["packed"])]
+        found |= {"cu_seqlens_q": integers(ends), "max_seqlen_q": max(case["packed"])}
+    return found
+
+
 @pytest.mark.parametrize("options", MASKS)
 @pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
 @pytest.mark.parametrize("case", CACHES)
@@ -160,16 +176,7 @@ def test_a_cache_is_appended_turned_and_attended(kind, case, rotary, options):
     for cache, (entry, end) in itertools.product(caches, zip(entries, held)):
         cache[entry, end:] = torch.nan
     cos, sin = made(2, kind, (20, 8), (20, 8))
-    integers = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=kind[0])
-    extra = {"cache_seqlens": integers(held), "return_softmax_lse": True, **options}
-    if rotary:
-        extra |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary == "interleaved"}
-    if "entries" in case:
-        extra["cache_batch_idx"] = integers(entries)
-    if "pads" in case:
-        extra["cache_leftpad"] = integers(pads)
-    if "packed" in case:
-        extra |= {"cu_seqlens_q": integers([0, *itertools.accumulate(lens)]), "max_seqlen_q": max(lens)}
+    extra = {**arguments(case, held, pads, rotary, cos, sin), **options}
     given = [cache.clone() for cache in caches]
     if "page" in case:
         *given, extra["block_table"] = in_pages(caches, case["page"])
@@ -228,17 +235,8 @@ def test_a_cache_of_float8_gets_codes_of_turned_tokens_under_its_descales(dtype,
     caches = [x.to(EIGHT).float() for x in made(1, kind, (many, length, 2, 32), (many, length, 2, 16))]
     for cache, (entry, end) in itertools.product(caches, zip(entries, held)):
         cache[entry, end:] = torch.nan
-    integers = lambda numbers: torch.tensor(numbers, dtype=torch.int32)
-    extra = {"cache_seqlens": integers(held), "return_softmax_lse": True, "causal": True}
+    extra = {**arguments(case, held, pads, rotary, cos, sin), "causal": True}
     extra |= {"k_descale": descales[0], "v_descale": descales[1]}
-    if rotary:
-        extra |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary == "interleaved"}
-    if "entries" in case:
-        extra["cache_batch_idx"] = integers(entries)
-    if "pads" in case:
-        extra["cache_leftpad"] = integers(pads)
-    if "packed" in case:
-        extra |= {"cu_seqlens_q": integers([0, *itertools.accumulate(lens)]), "max_seqlen_q": max(lens)}
     given = [cache.clone() for cache in caches]
     if "page" in case:
         *given, extra["block_table"] = in_pages(caches, case["page"])
@@ -246,7 +244,7 @@ def test_a_cache_of_float8_gets_codes_of_turned_tokens_under_its_descales(dtype,
     o, lse = flash_attn_with_kvcache(q, *given, k, v, **extra)
     # Attention alone, to what is there now.
     again, _ = flash_attn_with_kvcache(
-        q, *given, **{**extra, "cache_seqlens": integers(held) + new, "rotary_cos": None, "rotary_sin": None}
+        q, *given, **{**extra, "cache_seqlens": extra["cache_seqlens"] + new, "rotary_cos": None, "rotary_sin": None}
     )
     assert rotary or torch.equal(o, again)
 

@@ -56,7 +56,9 @@ impl Miswrite {
                     let block = problem.descale_block(key);
                     let of = [head, (head + 1) % heads].map(|head| descales.at(entry, head, block)[which]);
                     cache.as_tensor().read_row(entry, head, key, &mut row);
-                    row.iter_mut().for_each(|x| *x = self.instead(*x, of));
+                    for x in &mut row {
+                        *x = self.instead(*x, of);
+                    }
                     cache.write_row(entry, head, key, &row);
                 }
             }
