@@ -505,10 +505,8 @@ fn the_cpu_appends_codes_of_8_bits_and_attends() {
 
 /// The codes of a tensor of f8.
 fn codes(tensor: &TensorBuf) -> Vec<u8> {
-    match tensor.storage() {
-        Storage::F8E4M3(codes) => codes.iter().map(F8E4M3::to_bits).collect(),
-        _ => panic!("a tensor of {}", tensor.dtype()),
-    }
+    let Storage::F8E4M3(codes) = tensor.storage() else { panic!("a tensor of {}", tensor.dtype()) };
+    codes.iter().map(F8E4M3::to_bits).collect()
 }
 
 /// One new value, which lies in the cache's first row then.
