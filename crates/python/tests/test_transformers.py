@@ -17,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     StaticCache,
 )
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask
@@ -334,6 +336,17 @@ def test_a_tensor_that_attention_does_not_know_is_refused():
     with pytest.raises(UnsupportedError, match="gives relative_bias to attention"):
         call(torch.nn.Module(), q, q, q, None, relative_bias=torch.zeros(4, 4))
     call(torch.nn.Module(), q, q, q, None, position_ids=torch.arange(4), sliding_window=3)
+
+
+def test_one_number_for_all_keys_is_a_mask(ids):
+    """While RecurrentGemma decodes, transformers counts the keys of its first layer, which has none."""
+    sizes = SIZES | {"num_hidden_layers": 3, "num_key_value_heads": 2, "attention_window_size": 6}
+    torch.manual_seed(0)
+    model, tokens = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, eos_token_id=None)).eval(), {}
+    for implementation in ("eager", "fcore"):
+        model.set_attn_implementation(implementation)
+        tokens[implementation] = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert torch.equal(tokens["fcore"], tokens["eager"])
 
 
 def test_a_model_that_picks_its_layers_by_name_is_refused_when_it_is_built():

@@ -139,7 +139,11 @@ def _under(
         seen = mask == 0
     if not isinstance(seen, Pattern):
         # A mask that was made by hand or changed, or that is only known when a compiled graph runs.
-        return masked(query, key, value, (mask if seen is None else seen)[..., : key.size(2)], scaling, softcap)
+        given = (mask if seen is None else seen)[..., : key.size(2)]
+        if given.size(-1) == 1:
+            # "eager" adds one number for all keys.
+            given = given.expand(*given.shape[:-1], key.size(2))
+        return masked(query, key, value, given, scaling, softcap)
     if seen.sequences is not None:
         return _packed(query, key, value, seen, scaling, softcap)
     name = seen.mask
