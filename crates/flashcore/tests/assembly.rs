@@ -378,7 +378,7 @@ fn the_kernel_for_few_queries_assembles_without_a_spill() {
                     };
                     let schedule = Schedule::Sm80Decode(sm80::decode::Schedule { parts, ..one });
                     work.push((schedule, Spec { lse: parts == 1, ..spec }, target));
-                    let merged = merge(&spec, &schedule).filter(|_| kv.is_none());
+                    let merged = merge(&spec, &schedule, 16, 132).filter(|_| kv.is_none());
                     work.extend(merged.map(|merge| (merge, spec, target)));
                 }
             }

@@ -225,7 +225,7 @@ fn every_fault_planted_in_the_backward_kernel_that_rounds_is_found_or_known_to_b
     let mut lived = Survivors::new();
     let totals = HOPPER_ROUNDS.map(|(text, head_dim)| {
         let gpu = SimGpu::new(Target::Sm90a).with_schedule(text.parse().unwrap());
-        survivors(text, &gpu, &trials::hopper_rounds(head_dim), &mut lived)
+        survivors(text, &gpu, &trials::hopper_rounds(head_dim), &[], &mut lived)
     });
     judge(totals.iter().sum(), &lived, &HOPPER_ROUNDS.map(|(text, _)| text));
 }
