@@ -471,9 +471,12 @@ impl std::fmt::Display for Plan {
         let Folded { problem: folded, rows_per_query } = &self.folded;
         if *rows_per_query > 1 {
             let (rows, queries) = (folded.len_q, self.problem.len_q);
+            let main = self.main();
+            let one = rows <= main.schedule.geometry(&main.spec).rows as usize;
+            let tiles = if one { "one tile" } else { "the same tiles" };
             writeln!(
                 f,
-                "folded    {rows_per_query} heads that share keys are rows of one tile: {queries} queries, {rows} rows"
+                "folded    {rows_per_query} heads that share keys are rows of {tiles}: {queries} queries, {rows} rows"
             )?;
         } else if folded.len_q != self.problem.len_q {
             writeln!(

@@ -85,6 +85,7 @@ fn a_cache_has_its_own_kernel_for_any_number_of_queries() {
     let prompt = plan("2x32/8x1000/3000x128 bf16 kv=f8 causal", Target::Sm90a).unwrap();
     assert_eq!(prompt.launches.len(), 1);
     assert_eq!(prompt.main().grid, [2 * 8 * 250, 1, 1], "4000 rows in tiles of 16");
+    assert!(prompt.to_string().contains("rows of the same tiles: 1000 queries, 4000 rows"), "{prompt}");
     // No other kernel takes such keys.
     let hopper = Hardware::typical(Target::Sm90a);
     for (text, kernel) in [(text, Kernel::Scalar), (text, Kernel::Sm80Fwd), (text, Kernel::Sm90Fwd)] {

@@ -98,7 +98,7 @@ impl Case {
     }
 
     #[track_caller]
-    fn check(&self, gpu: SimGpu, what: &str) {
+    fn check(&self, gpu: &SimGpu, what: &str) {
         let (expected, starts) = (self.run(&Device::cpu()), self.starts(|it| it.0));
         for (async_mode, seed) in [(AsyncMode::Late, 0), (AsyncMode::Early, 7)] {
             let gpu = gpu.clone().with_config(Config { async_mode, seed, ..Config::default() });
@@ -162,7 +162,7 @@ fn packed_queries_see_the_keys_of_their_sequence() {
             (WAYS[(i + 1) % 3], Mask::CausalTopLeft),
         ] {
             let case = Case { mask, ..case.clone() };
-            case.check(gpu(target, knobs), &format!("{heads:?} {mask:?} {knobs} on {target}"));
+            case.check(&gpu(target, knobs), &format!("{heads:?} {mask:?} {knobs} on {target}"));
         }
     }
 }
@@ -173,7 +173,7 @@ fn packed_queries_may_have_any_head_dim_and_a_softcap() {
     for (i, (dtypes, target)) in TYPES.into_iter().enumerate() {
         for dims in [all[i % 4], all[(i + 2) % 4]] {
             let case = Case { dims, softcap: 2.0, ..Case::new(&UNEVEN, [4, 2], 64, dtypes) };
-            case.check(gpu(target, "warps=2,keys=16,stages=2,parts=3"), &format!("{dims:?}"));
+            case.check(&gpu(target, "warps=2,keys=16,stages=2,parts=3"), &format!("{dims:?}"));
         }
     }
 }
@@ -183,7 +183,7 @@ fn what_the_neighbours_of_a_packed_sequence_hold_does_not_matter_to_decoding() {
     for (dtypes, target) in TYPES {
         for (nan, knobs) in [(vec![0, 3, 8], WAYS[0]), (vec![2, 4, 6, 9], WAYS[1])] {
             let case = Case { nan, ..Case::new(&UNEVEN, [4, 2], 64, dtypes) };
-            case.check(gpu(target, knobs), knobs);
+            case.check(&gpu(target, knobs), knobs);
         }
     }
 }
@@ -192,10 +192,10 @@ fn what_the_neighbours_of_a_packed_sequence_hold_does_not_matter_to_decoding() {
 fn there_may_be_any_number_of_rows_before_the_first_sequence() {
     for (first, knobs) in [(20, WAYS[1]), (200, WAYS[0])] {
         for (dtypes, target) in TYPES {
-            Case { first, ..Case::new(&UNEVEN, [4, 2], 64, dtypes) }.check(gpu(target, knobs), knobs);
+            Case { first, ..Case::new(&UNEVEN, [4, 2], 64, dtypes) }.check(&gpu(target, knobs), knobs);
         }
         let case = Case { first, ..Case::new(&UNEVEN, [4, 2], 64, [DType::F16; 2]) };
-        case.check(SimGpu::new(Target::Sm80), "sm80_fwd");
+        case.check(&SimGpu::new(Target::Sm80), "sm80_fwd");
     }
 }
 
@@ -228,7 +228,7 @@ fn heads_that_share_keys_of_16_bits_are_rows_of_one_tile() {
 #[cfg(feature = "cuda")]
 #[test]
 fn few_queries_share_many_keys_on_ampere_and_ada_and_plans_say_so() {
-    use flashcore::plan::{Hardware, Kernel, Plan};
+    use flashcore::plan::{Hardware, Kernel, Launch, Plan};
 
     let plan = |text: &str, target| Plan::choose(&text.parse().unwrap(), &Hardware::typical(target)).unwrap();
     for (text, target, grid) in [
@@ -244,7 +244,7 @@ fn few_queries_share_many_keys_on_ampere_and_ada_and_plans_say_so() {
         ("2x8x1/2000x256 bf16 window(900,0)", Target::Sm89, [16, 3, 1]),
     ] {
         let plan = plan(text, target);
-        let kernels: Vec<Kernel> = plan.launches.iter().map(|launch| launch.kernel()).collect();
+        let kernels: Vec<Kernel> = plan.launches.iter().map(Launch::kernel).collect();
         assert_eq!(
             (&kernels[..], plan.main().grid),
             (&[Kernel::Sm80Decode, Kernel::Combine][..], grid),
@@ -292,7 +292,7 @@ fn without_a_sequence_or_a_query_nothing_is_written() {
     for (dtypes, target) in TYPES {
         for sequences in [vec![], vec![(0, 5), (0, 0)]] {
             for knobs in [WAYS[0], WAYS[1]] {
-                Case::new(&sequences, [4, 2], 64, dtypes).check(gpu(target, knobs), knobs);
+                Case::new(&sequences, [4, 2], 64, dtypes).check(&gpu(target, knobs), knobs);
             }
         }
     }

@@ -84,7 +84,7 @@ families! {
     Sm90BwdFinish(sm90::bwd::finish::Schedule) = "sm90_bwd_finish",
     /// Backward on Hopper for wide heads, by blocks of queries and blocks of keys that compute scores again.
     Sm90BwdWide(sm90::bwd::wide::Schedule) = "sm90_bwd_wide",
-    /// Forward for few 16-bit queries against keys and values of 8 bits.
+    /// Forward for few 16-bit queries against keys and values of 16 bits or of 8.
     Sm80Decode(sm80::decode::Schedule) = "sm80_decode",
     /// Makes 8-bit floats of 16-bit q, k and v: one of its passes.
     Quantize(quantize::Schedule) = "quantize",

@@ -65,7 +65,8 @@ pub struct Spec {
     pub key_lengths: bool,
     /// Whether the queries of all sequences lie one behind the other, and only the GPU knows where each begins:
     /// [`Operand::QStarts`](crate::Operand::QStarts). [`Kernel::Sm80Fwd`](crate::Kernel::Sm80Fwd),
-    /// [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) and the backward kernels take them.
+    /// [`Kernel::Sm80Decode`](crate::Kernel::Sm80Decode), [`Kernel::Sm90Fwd`](crate::Kernel::Sm90Fwd) and the backward kernels take
+    /// them.
     pub packed_q: bool,
     /// The same for keys and values: [`Operand::KStarts`](crate::Operand::KStarts).
     pub packed_k: bool,

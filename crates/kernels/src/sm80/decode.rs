@@ -1009,12 +1009,12 @@ impl Queries {
             words.collect()
         });
         let mut factors = None;
-        let rows = if spec.dtype != multiplied_as(spec) {
+        let rows = if spec.dtype == multiplied_as(spec) {
+            rows
+        } else {
             let both = rows.map(|row| to_f16(k, &row));
             factors = Some([both[0].1, both[1].1]);
             both.map(|(row, _)| row)
-        } else {
-            rows
         };
         let [upper, lower] = rows;
         let operands: Vec<_> = upper.into_iter().zip(lower).map(|([a, c], [b, d])| [a, b, c, d]).collect();

@@ -1,5 +1,5 @@
-//! Merges the partial results of the parts of the keys: one block per query. Every query has as many parts, or, where blocks
-//! shared keys by length, as many as the kernel before it says.
+//! Merges the partial results of the parts of the keys, on every target: one block per query. Every query has as many parts, or,
+//! where blocks shared keys by length, as many as the kernel before it says.
 //!
 //! A part's output is the sum of its values, each times 2^((score − reference) · scale), stored with the reference and
 //! the sum of those weights. The parts of a query are rescaled to their largest reference, added up, and divided by the

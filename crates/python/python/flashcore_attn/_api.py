@@ -110,8 +110,7 @@ def attention(
     out: an array to write into instead of a new one (not with gradients).
     q_descale, k_descale, v_descale: for torch tensors of float8_e4m3fn, what stored numbers are to be multiplied by:
         float32, (batch, kv heads), or one number; None is 1. The result is bfloat16, or float16 where ``out`` is. k and
-        v may be float8_e4m3fn alone, as of a cache: q and the result are then float16 or bfloat16, on a GPU with up to
-        16 queries per kv head.
+        v may be float8_e4m3fn alone, as of a cache: q and the result are then float16 or bfloat16.
     block: how many keys share a descale of k and one of v, where not all of a head do: k_descale and v_descale are then
         (batch, kv heads, blocks). With precision="fp8", blocks get descales of their own. On a GPU for caches alone,
         and in multiples of 16.
