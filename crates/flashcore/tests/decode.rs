@@ -4,7 +4,7 @@
 mod shared;
 
 use flashcore::{
-    Attention, DType, Device, Mask, Starts, TensorBuf,
+    Attention, DType, Device, Mask, Starts, Tensor, TensorBuf,
     plan::Target,
     sim::{AsyncMode, Config, SimGpu},
 };
@@ -270,6 +270,29 @@ fn few_queries_share_many_keys_on_ampere_and_ada_and_plans_say_so() {
         for [dim, dim_v] in (16..=256).step_by(16).flat_map(|dim| [[dim, dim], [dim, 256], [256, dim]]) {
             let plan = plan(&format!("1x8/2x1/9000x{dim}/{dim_v} f16 softcap=30"), target);
             assert_eq!(plan.kernel(), Kernel::Sm80Decode, "{plan}");
+        }
+    }
+}
+
+#[test]
+fn keys_of_sequences_may_begin_anywhere() {
+    let (of_k, lengths, of_q) = ([130, 3, 60, 0], [70, 300, 0], [0, 2, 3, 9]);
+    for (dtypes, target) in TYPES {
+        let tensor = |heads: usize, rows: usize, seed, dtype| {
+            TensorBuf::from_f32(&noise(heads * rows * 64, seed), [1, heads, rows, 64], dtype).unwrap()
+        };
+        let q = tensor(4, 9, 1, dtypes[0]);
+        let [k, v] = [2, 3].map(|seed| tensor(2, 310, seed, dtypes[1]));
+        let indices = Tensor::indices(&of_k, [1, 4]).unwrap();
+        let attention = Attention::new().causal().packed_queries(Starts::new(&of_q).unwrap());
+        let attention = attention.packed_keys(Starts::apart(&indices, 300)).key_lengths(&lengths);
+        let run =
+            |device: &Device| attention.run(device, &q.view(), &k.view(), &v.view()).unwrap().o.to_f32();
+        let expected = run(&Device::cpu());
+        for knobs in WAYS {
+            let found = run(&Device::sim(gpu(target, knobs)));
+            let apart = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(apart < 1e-2, "{knobs} on {target}: off by {apart}");
         }
     }
 }

@@ -14,8 +14,8 @@
 //! adds to the output is made apart and multiplied by the values'.
 //!
 //! Sequences of queries and of keys may be packed; tiles of queries are then found as `sm80_fwd` finds them, and end with their
-//! sequence. Keys and values may lie in pages of a pool, where every step of keys lies in one: its number is read while the step before it
-//! is copied.
+//! sequence. Keys and values may lie in pages of a pool, where every step of keys lies in one: its number is read while the
+//! step before it is copied.
 //!
 //! Where there are too few rows to fill the GPU, the keys are cut into parts, and [`combine`](crate::sm90::combine) merges
 //! them.
