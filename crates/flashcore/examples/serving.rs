@@ -1,4 +1,4 @@
-//! Packed sequences and keys in pages on this GPU: checks them against dense tensors with the same numbers, and times them
+//! Packed sequences, keys in pages and sequences of mixed length on this GPU: checks them against dense tensors with the same numbers, and times them
 //! beside those, in an order that is shuffled every round, on data that is not left in the cache.
 //!
 //! ```text
@@ -40,6 +40,9 @@ const PROMPTS: [usize; 16] =
     [64, 4096, 128, 2048, 333, 1000, 777, 3000, 512, 96, 1536, 2222, 64, 700, 1800, 256];
 /// Batches and keys of one query per head.
 const DECODES: [(usize, usize); 4] = [(1, 8192), (8, 4096), (32, 4096), (64, 2048)];
+/// Keys of the sequences of a batch: one is long, or all are different.
+const MIXED: [[u32; 8]; 2] =
+    [[512, 512, 512, 32768, 512, 512, 512, 512], [4096, 100, 9000, 0, 2048, 20000, 700, 1]];
 /// Keys of a page.
 const PAGES: [usize; 3] = [16, 64, 256];
 
@@ -225,6 +228,45 @@ fn decode(cuda: &Cuda, batch: usize, len: usize, results: &mut Vec<Value>) -> Re
     Ok(right)
 }
 
+/// One query per head of sequences of mixed length, with each of these schedules; whether all results are the same.
+fn mixed(cuda: &Cuda, lens: &[u32], schedules: &[&str], results: &mut Vec<Value>) -> Result<bool> {
+    let (batch, len) = (lens.len(), lens.iter().copied().max().unwrap_or(0) as usize);
+    let case = format!("{batch}x{HEADS}/{HEADS_KV}x1/{len}x{DIM} with {lens:?} keys");
+    let of =
+        |heads, len, seed| tokens(cuda, [batch, heads, len, DIM], &noise(batch * heads * len * DIM, seed));
+    let (q, k, v) = (of(HEADS, 1, 1)?, of(HEADS_KV, len, 2)?, of(HEADS_KV, len, 3)?);
+    let lengths = cuda.upload_lengths(lens)?;
+    let attention = Attention::new().key_lengths_on_device(lengths.view()?);
+    let outputs = schedules.iter().map(|_| cuda.empty(DType::BF16, Layout::bshd([batch, HEADS, 1, DIM])));
+    let outputs = outputs.collect::<Result<Vec<_>>>()?;
+    let mut variants = Vec::new();
+    for (&schedule, o) in schedules.iter().zip(&outputs) {
+        let cuda = match schedule {
+            "planned" => cuda.clone(),
+            text => cuda.with_schedule(text.parse::<Schedule>().expect("a schedule")),
+        };
+        let recording = cuda
+            .record(|recorder| (0..20).try_for_each(|_| recorder.run(&attention, [&q, &k, &v], o, None)))?;
+        variants.push((schedule.to_string(), recording));
+    }
+    let mut right = true;
+    let mut expected: Option<Vec<f32>> = None;
+    for ((name, recording), o) in variants.iter().zip(&outputs) {
+        recording.replay()?;
+        let found = download(cuda, o)?;
+        let off = expected.as_ref().map_or(0.0, |expected| off(&found, expected));
+        right &= off <= MOST_ERROR && found.iter().all(|x| x.is_finite());
+        println!(
+            "{} {case} {name}: off by {:.3} %",
+            if off <= MOST_ERROR { "right" } else { "WRONG" },
+            100.0 * off
+        );
+        expected.get_or_insert(found);
+    }
+    results.push(report(cuda, &case, &variants)?);
+    Ok(right)
+}
+
 /// What a call of a way is.
 fn of<'a>(way: &'a Way, lengths: &'a CudaLengths) -> Result<Attention<'a>> {
     let attention = Attention::new();
@@ -321,11 +363,23 @@ const OTHERS: [&str; 5] = [
     "sm90_fwd:warpgroups=1,block_n=64,stages=2,q_stages=2,ctas=2,split=1,pingpong=0,lazy=1,poly=0,persistent=1,pairs=0",
 ];
 
+/// What plans had for mixed lengths before blocks shared keys by length, what they have, and what may be faster.
+const MIXED_BLOCKS: [&str; 5] = [
+    "sm90_fwd:warpgroups=2,block_n=64,stages=4,q_stages=1,ctas=1,split=2,pingpong=0,lazy=2,poly=0,persistent=0,pairs=0,together=1",
+    "planned",
+    "sm90_fwd:warpgroups=1,block_n=128,stages=3,q_stages=1,ctas=1,split=1,pingpong=0,lazy=2,poly=0,persistent=1,pairs=0,by_length=1",
+    "sm90_fwd:warpgroups=1,block_n=64,stages=6,q_stages=1,ctas=1,split=1,pingpong=0,lazy=2,poly=0,persistent=1,pairs=0,by_length=1",
+    "sm90_fwd:warpgroups=1,block_n=64,stages=5,q_stages=2,ctas=1,split=1,pingpong=0,lazy=2,poly=0,persistent=1,pairs=0,by_length=1",
+];
+
 fn run(cuda: &Cuda, path: Option<&str>) -> Result<bool> {
     let mut results = Vec::new();
     let mut right = packed(cuda, &OTHERS, &mut results)?;
     for (batch, len) in DECODES {
         right &= decode(cuda, batch, len, &mut results)?;
+    }
+    for lens in MIXED {
+        right &= mixed(cuda, &lens, &MIXED_BLOCKS, &mut results)?;
     }
     let all = json!({ "device": cuda.hardware().name, "right": right, "rounds": ROUNDS, "cases": results });
     if let Some(path) = path {
