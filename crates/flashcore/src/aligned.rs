@@ -37,14 +37,18 @@ impl<T: Element> Aligned<T> {
     /// # Panics
     /// Where so many elements are more than an address space has.
     pub fn zeros(len: usize) -> Self {
+        Self::zeros_if_possible(len).unwrap_or_else(|| handle_alloc_error(Self::layout(len)))
+    }
+
+    /// `len` zeros, or `None` where there is no memory for so many.
+    pub(crate) fn zeros_if_possible(len: usize) -> Option<Self> {
         let layout = Self::layout(len);
         if layout.size() == 0 {
-            return Self { ptr: NonNull::dangling(), len };
+            return Some(Self { ptr: NonNull::dangling(), len });
         }
         // SAFETY: the size is not 0.
         let ptr = unsafe { alloc_zeroed(layout) };
-        let Some(ptr) = NonNull::new(ptr.cast()) else { handle_alloc_error(layout) };
-        Self { ptr, len }
+        Some(Self { ptr: NonNull::new(ptr.cast())?, len })
     }
 
     /// `len` times the same.

@@ -479,8 +479,8 @@ pub enum Error {
     },
     /// A page that the pool has not.
     #[error(
-        "page {place} of sequence {sequence} is {given}, but the pool has pages 0 to {}. Give the page where those keys are, or a smaller key length",
-        *pages as i64 - 1
+        "page {place} of sequence {sequence} is {given}, but the pool has {}. Give the page where those keys are, or a smaller key length",
+        if *pages == 0 { "no pages".into() } else { format!("pages 0 to {}", pages - 1) }
     )]
     Page {
         /// Which sequence.
@@ -515,7 +515,7 @@ pub enum Error {
         /// The device of the call.
         device: String,
     },
-    /// Not enough memory on the GPU.
+    /// Not enough memory.
     #[error("{device}: {what}")]
     OutOfMemory {
         /// The device.

@@ -574,15 +574,24 @@ impl TensorBuf {
     pub fn zeros(dtype: DType, layout: Layout) -> Result<Self> {
         let too_large =
             || Error::TooLarge { tensor: Name::Tensor, what: format!("shape {:?}", layout.shape) };
-        let len = layout.reach().filter(|&n| n <= isize::MAX as usize / 4).ok_or_else(too_large)?;
+        let len = layout.reach().filter(|&n| n <= isize::MAX as usize / 8).ok_or_else(too_large)?;
         let storage = match dtype {
-            DType::F16 => Storage::F16(Aligned::zeros(len)),
-            DType::BF16 => Storage::BF16(Aligned::zeros(len)),
-            DType::F32 => Storage::F32(Aligned::zeros(len)),
-            DType::F8E4M3 => Storage::F8E4M3(Aligned::zeros(len)),
-            DType::I32 => Storage::I32(Aligned::zeros(len)),
+            DType::F16 => Aligned::zeros_if_possible(len).map(Storage::F16),
+            DType::BF16 => Aligned::zeros_if_possible(len).map(Storage::BF16),
+            DType::F32 => Aligned::zeros_if_possible(len).map(Storage::F32),
+            DType::F8E4M3 => Aligned::zeros_if_possible(len).map(Storage::F8E4M3),
+            DType::I32 => Aligned::zeros_if_possible(len).map(Storage::I32),
         };
-        Ok(Self { storage, layout })
+        let none = || Error::OutOfMemory {
+            device: Place::Host.to_string(),
+            bytes: len * dtype.size(),
+            what: format!(
+                "there is no memory for {len} elements of {dtype}, shape {:?}. Split the batch or the sequence",
+                layout.shape
+            ),
+            source: None,
+        };
+        Ok(Self { storage: storage.ok_or_else(none)?, layout })
     }
 
     /// Values in the order (batch, heads, length, head_dim), rounded to `dtype`.
@@ -693,6 +702,18 @@ mod tests {
         let data = [0.0_f32; 63];
         let error = Tensor::new(&data, &[1, 1, 8, 8]).unwrap_err();
         assert!(matches!(error, Error::OutOfBounds { needs: 64, has: 63, .. }), "{error}");
+    }
+
+    #[test]
+    fn an_output_that_no_memory_holds_is_an_error() {
+        // A stride of 0 repeats, so that a few numbers are a query of any size.
+        let layout = Layout { shape: [1 << 20, 1 << 10, 1 << 20, 1 << 8], strides: [0, 0, 0, 1] };
+        let data = [0.5_f32; 1 << 8];
+        let q = Tensor::strided(&data, layout).unwrap();
+        let kv = Tensor::strided(&data, Layout { shape: [1 << 20, 1, 1, 1 << 8], ..layout }).unwrap();
+        let error = crate::Attention::new().run(&crate::Device::cpu(), &q, &kv, &kv).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { bytes, .. } if bytes == 1 << 60), "{error}");
+        assert!(error.to_string().starts_with("the host: there is no memory for"), "{error}");
     }
 
     #[test]

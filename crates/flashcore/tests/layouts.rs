@@ -245,6 +245,8 @@ fn tables_that_cannot_be_are_refused_but_what_no_key_reaches_is_not_looked_at() 
     let page = |sequence, place, given| Some(Error::Page { sequence, place, given, pages: 4 });
     assert_eq!(said(&[0, 1, 2, 4], 2, None, None), page(1, 1, 4));
     assert_eq!(said(&[0, -1, 2, 3], 2, None, Some(&[17, 0])), page(0, 1, -1));
+    let none = Error::Page { sequence: 0, place: 0, given: 3, pages: 0 };
+    assert!(none.to_string().contains("is 3, but the pool has no pages. Give"), "{none}");
     let narrow = Error::PageTable { given: 2, needed: 3, len_k: 33, page: 16 };
     assert_eq!(said(&[0, 1, 2, 3], 2, Some(33), None), Some(narrow));
     let long = said(&[0, 1, 2, 3], 2, Some(20), Some(&[21, 0]));
