@@ -609,10 +609,15 @@ impl std::str::FromStr for Problem {
             let why = format!("{why}; write it as 1x32/8x1/4096x128 bf16 causal");
             Error::Text { what: "problem", given: text.into(), why }
         };
+        let unknown = |word: &str| {
+            let why = format!("'{word}' is unknown; possible behind the sizes are {WORDS}");
+            Error::Text { what: "problem", given: text.into(), why }
+        };
         let mut words = text.split_whitespace();
         let sizes = words.next().unwrap_or_default();
         let mut problem = sizes_of(sizes).ok_or_else(|| refuse(&format!("'{sizes}' is not BxHxSxD")))?;
         let (mut out, mut dtype_kv, mut rotary) = (None, None, None);
+        let mut said: Vec<(&str, &str)> = Vec::new();
         for word in words {
             let wrong = |text: &str| refuse(&format!("'{text}' is not a number"));
             let number = |text: &str| text.parse::<f32>().map_err(|_| wrong(text));
@@ -652,7 +657,7 @@ impl std::str::FromStr for Problem {
                         let (names, keys) =
                             value.split_once('/').map_or((value, None), |(a, b)| (a, Some(b)));
                         if !["q", "k", "v", "qk", "qv", "kv", "qkv"].contains(&names) {
-                            return Err(refuse(&format!("'{word}' is unknown")));
+                            return Err(unknown(word));
                         }
                         problem.descales = ['q', 'k', 'v'].map(|name| names.contains(name));
                         problem.descale_keys = keys.map(size).transpose()?;
@@ -664,9 +669,16 @@ impl std::str::FromStr for Problem {
                     None if word == "key-lengths" => problem.key_lengths = true,
                     None if word == "lse" => problem.lse = true,
                     None if word == "descales" => problem.descales = [true; 3],
-                    _ => return Err(refuse(&format!("'{word}' is unknown"))),
+                    _ => return Err(unknown(word)),
                 }
             }
+            let about = about(word);
+            for of in about {
+                if let Some((_, before)) = said.iter().find(|(other, _)| other == of) {
+                    return Err(refuse(&format!("'{before}' and '{word}' say two things of {of}")));
+                }
+            }
+            said.extend(about.iter().map(|&of| (of, word)));
         }
         match (&mut problem.append, rotary) {
             (Some(append), rotary) => append.rotary = rotary,
@@ -675,6 +687,29 @@ impl std::str::FromStr for Problem {
         }
         let problem = dtype_kv.map_or(problem, |dtype| problem.with_dtype_kv(dtype));
         out.map_or(problem, |out| problem.with_out(out)).check()
+    }
+}
+
+/// The words that may follow the sizes.
+const WORDS: &str = "f16, bf16, f32, f8, kv=f8, out=f16, causal, causal-top-left, window(LEFT,RIGHT), scale=X, softcap=X, \
+                     key-lengths, lse, backward, packed=TOKENS, packed=Q/K, packed-q=Q, packed-k=K, apart-k=K, page=KEYS/PAGES, \
+                     append=NEW, rotary=DIM/POSITIONS, descales, descales=qkv/BLOCK and quantise";
+
+/// What a word that was read is about, of which a text says one thing.
+fn about(word: &str) -> &'static [&'static str] {
+    match word.split_once('=').map_or(word, |(name, _)| name) {
+        _ if word.parse::<DType>().is_ok() => &["the type"],
+        _ if word.parse::<Mask>().is_ok() => &["the mask"],
+        _ if word.parse::<Pass>().is_ok() => &["the pass"],
+        "packed" => &["queries", "keys"],
+        "packed-q" => &["queries"],
+        "packed-k" | "apart-k" | "page" => &["keys"],
+        "softcap" => &["the softcap"],
+        "scale" => &["the scale"],
+        "append" => &["new keys"],
+        "rotary" => &["rotary embeddings"],
+        "descales" => &["descales"],
+        _ => &[],
     }
 }
 
@@ -752,6 +787,11 @@ mod tests {
             ("1x8x512x64 page=0/4", "at least one"),
             ("1x8x512x64 page=16/4 backward", "gradients"),
             ("1x8x512x64 packed=600 quantise", "quantising"),
+            ("1x8x512x64 paged=16", "'paged=16' is unknown; possible behind the sizes are f16"),
+            ("1x8x512x64 f16 f32", "'f16' and 'f32' say two things of the type"),
+            ("1x8x512x64 causal lse full", "'causal' and 'full' say two things of the mask"),
+            ("1x8x512x64 packed=600 page=16/4", "'packed=600' and 'page=16/4' say two things of keys"),
+            ("1x8x512x64 softcap=3 softcap=3", "two things of the softcap"),
         ] {
             let said = text.parse::<Problem>().unwrap_err().to_string();
             assert!(said.contains(what), "{text}: {said}");

@@ -402,7 +402,7 @@ mod tests {
             ("o", [3, 8, 20, 64]),
         ];
         assert_eq!(of("3x8/2x20/50x64 bf16 kv=f8 descales=k page=16/99"), named(&paged));
-        let problem: Problem = "3x8/2x20/50x64 packed=30/70 page=16/99".parse().unwrap();
+        let problem: Problem = "3x8/2x20/50x64 packed-q=30 page=16/99".parse().unwrap();
         let places =
             problem.signature().iter().filter(|it| it.rows == Rows::Places).copied().collect::<Vec<_>>();
         assert_eq!(places.iter().map(|it| it.dtype).collect::<Vec<_>>(), [DType::I32; 2]);
