@@ -11,7 +11,8 @@
 //! partial result lies in the workspace at its number. Which numbers a column's parts have lies there too, for the kernel
 //! that merges them.
 //!
-//! A warp finds the parts of its block. It looks at the lengths of 32 sequences at a time, and never looks back.
+//! A warp finds the parts of its block. It looks at the lengths of 32 sequences at a time, from the first to those of its last
+//! part.
 
 use flashcore_ptx::{B32, GlobalPtr, KernelBuilder, Reg, kernel_params};
 
@@ -25,6 +26,9 @@ const ROWS: u32 = 64;
 
 /// Sequences that a warp looks at together.
 const TOGETHER: u32 = 32;
+
+/// How many times as many are on their way at once when all are counted.
+const AT_ONCE: u32 = 4;
 
 /// All lanes.
 const ALL_LANES: u32 = u32::MAX;
@@ -130,16 +134,14 @@ pub(crate) struct Shares<'a> {
     /// The first of the sequences that are looked at, and the places in the row before it.
     first: Reg<B32>,
     before: Reg<B32>,
-    /// Of this lane's sequence: the places of a column, and those in the row up to its end, from the first of these sequences.
+    /// The places of a column of this lane's sequence.
     places: Reg<B32>,
-    through: Reg<B32>,
     /// The places in the row up to the end of these sequences.
     past: Reg<B32>,
 }
 
 impl<'a> Shares<'a> {
-    /// The share of this block, in all lanes of a warp. The first block also says of sequences without keys that they have no
-    /// parts.
+    /// The share of this block, in all lanes of a warp.
     pub fn new(
         k: &mut KernelBuilder,
         spec: &Spec,
@@ -150,24 +152,15 @@ impl<'a> Shares<'a> {
         k.section("shares: how much each block has");
         let (block, blocks, lane) = (k.ctaid_x(), k.nctaid_x(), k.laneid());
         let sequences = k.param(ShareParams::part_sequences);
-        let [share, at, end, first, before, places, through, past] = std::array::from_fn(|_| k.mov_b32(0u32));
-        let shares =
-            Self { len, block_n, columns, lane, block, share, at, end, first, before, places, through, past };
+        let [share, at, end, first, before, places, past] = std::array::from_fn(|_| k.mov_b32(0u32));
+        let shares = Self { len, block_n, columns, lane, block, share, at, end, first, before, places, past };
         let all = k.mov_b32(0u32);
-        let leads = k.setp_eq_u32(block, 0u32);
-        k.for_s32(lane, sequences, TOGETHER, |k, sequence, _| {
-            let places = shares.places_of(k, sequence);
-            k.set(all, |k| k.add_u32(all, places));
-            let none = k.setp_eq_u32(places, 0u32);
-            let none = k.and_pred(none, leads);
-            k.if_(none, |k| {
-                k.comment("no keys, and so no parts");
-                let zero = k.mov_b32(0u32);
-                k.for_s32(0u32, columns, 1u32, |k, column, _| {
-                    let column = k.mad_lo_u32(sequence, columns, column);
-                    store_parts(k, column, [zero, zero]);
-                });
-            });
+        k.for_s32(lane, sequences, AT_ONCE * TOGETHER, |k, sequence, _| {
+            for i in 0..AT_ONCE {
+                let sequence = k.add_u32(sequence, i * TOGETHER);
+                let places = shares.places_of(k, sequence);
+                k.set(all, |k| k.add_u32(all, places));
+            }
         });
         let all = k.redux_add_u32(all, ALL_LANES);
         let all = k.mul_lo_u32(all, columns);
@@ -182,39 +175,46 @@ impl<'a> Shares<'a> {
         shares
     }
 
-    /// Places of a column of a sequence.
+    /// Says of sequences without keys that they have no parts.
+    fn store_without_keys(&self, k: &mut KernelBuilder) {
+        k.comment("no keys, and so no parts");
+        let (sequences, zero) = (k.param(ShareParams::part_sequences), k.mov_b32(0u32));
+        k.for_s32(self.lane, sequences, TOGETHER, |k, sequence, _| {
+            let places = self.places_of(k, sequence);
+            let none = k.setp_eq_u32(places, 0u32);
+            k.if_(none, |k| {
+                k.for_s32(0u32, self.columns, 1u32, |k, column, _| {
+                    let column = k.mad_lo_u32(sequence, self.columns, column);
+                    store_parts(k, column, [zero, zero]);
+                });
+            });
+        });
+    }
+
+    /// Places of a column of a sequence; none where there are not so many sequences.
     fn places_of(&self, k: &mut KernelBuilder, sequence: Reg<B32>) -> Reg<B32> {
-        let len = (self.len)(k, sequence);
-        let some = k.setp_gt_s32(len, 0);
+        let sequences = k.param(ShareParams::part_sequences);
+        let last = k.sub_u32(sequences, 1u32);
+        // Without a branch, so that reads do not wait for each other.
+        let read = k.min_u32(sequence, last);
+        let len = (self.len)(k, read);
         let past = k.add_u32(len, self.block_n * (1 + START) - 1);
         let places = k.div_u32(past, self.block_n);
-        k.selp_b32(places, 0u32, some)
+        let (exists, some) = (k.setp_le_u32(sequence, last), k.setp_gt_s32(len, 0));
+        let counts = k.and_pred(exists, some);
+        k.selp_b32(places, 0u32, counts)
     }
 
     /// Looks at the next sequences, one per lane.
     fn look(&self, k: &mut KernelBuilder) {
         let sequence = k.add_u32(self.first, self.lane);
-        let sequences = k.param(ShareParams::part_sequences);
-        let exists = k.setp_lt_u32(sequence, sequences);
-        k.set(self.places, |k| k.mov_b32(0u32));
-        k.if_(exists, |k| {
-            let places = self.places_of(k, sequence);
-            k.set(self.places, |k| k.mov_b32(places));
-        });
-        k.comment("the sum over this lane and those below it");
-        let mut through = k.mul_lo_u32(self.places, self.columns);
-        for distance in [1u32, 2, 4, 8, 16] {
-            let below = k.shfl_up(through, distance);
-            let some = k.setp_ge_u32(self.lane, distance);
-            let sum = k.add_u32(through, below);
-            through = k.selp_b32(sum, through, some);
-        }
-        k.set(self.through, |k| k.mov_b32(through));
-        let of_all = k.shfl_idx(through, TOGETHER - 1);
-        k.set(self.past, |k| k.add_u32(self.before, of_all));
+        let places = self.places_of(k, sequence);
+        k.set(self.places, |k| k.mov_b32(places));
+        let all = k.redux_add_u32(places, ALL_LANES);
+        k.set(self.past, |k| k.mad_lo_u32(all, self.columns, self.before));
     }
 
-    /// Runs the body for each part of this block, in all lanes of a warp.
+    /// Runs the body for each part of this block, in all lanes of a warp. The first block also says which columns have none.
     pub fn each(&self, k: &mut KernelBuilder, mut body: impl FnMut(&mut KernelBuilder, &Part)) {
         let Self { at, end, block, columns, share, .. } = *self;
         k.while_(
@@ -249,6 +249,9 @@ impl<'a> Shares<'a> {
                 });
             },
         );
+        // Others may still be at work on what was found last.
+        let leads = k.setp_eq_u32(block, 0u32);
+        k.if_(leads, |k| self.store_without_keys(k));
     }
 
     /// What is at the next place.
@@ -263,9 +266,17 @@ impl<'a> Shares<'a> {
                 self.look(k);
             },
         );
+        k.comment("the places of this lane's sequence and of those of lanes below it");
+        let own = k.mul_lo_u32(self.places, columns);
+        let mut through = own;
+        for distance in [1u32, 2, 4, 8, 16] {
+            let below = k.shfl_up(through, distance);
+            let some = k.setp_ge_u32(self.lane, distance);
+            let sum = k.add_u32(through, below);
+            through = k.selp_b32(sum, through, some);
+        }
         let inside = k.sub_u32(at, self.before);
-        let of_columns = k.mul_lo_u32(self.places, columns);
-        let begin = k.sub_u32(self.through, of_columns);
+        let begin = k.sub_u32(through, own);
         k.comment("the last sequence that begins here or before, which is one with keys");
         let begun = k.setp_ge_u32(inside, begin);
         let it = k.ballot(begun, ALL_LANES);
