@@ -171,6 +171,11 @@ pub fn by_length() -> Vec<Trial> {
         Trial::new(problem(2, 1, 70, 16).with_kv(1, 90).with_key_lengths(), Some(vec![90, 33])),
         Trial::new(problem(70, 2, 1, 16).with_kv(1, 91).with_key_lengths(), Some(many)),
         Trial::new(problem(2, 1, 1, 64).with_kv(1, 64).with_key_lengths(), Some(vec![2, 0])),
+        // Where parts are said to be, nothing is left over.
+        Trial::new(
+            problem(16, 2, 1, 16).with_kv(2, 40).with_key_lengths(),
+            Some((0..16).map(|i| i * 7 % 41).collect()),
+        ),
         Trial::shared(decode(2, 1), &[200, 0, 7, 96], None),
         Trial::shared(decode(4, 2), &[30, 160, 0, 1], Some(48)),
     ]
