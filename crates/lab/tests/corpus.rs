@@ -93,6 +93,10 @@ fn is_for(engine: &str, pass: Pass, tier: Tier) -> bool {
     if engine == "sim-ada" && pass == Pass::Backward {
         return false;
     }
+    // Each of its threads copies what it needs itself; what the planner chooses for Ada has the kernel once more.
+    if engine == "sim-sm80_decode-early" && tier == Tier::Quick {
+        return false;
+    }
     let backward = Kernel::BACKWARD.iter().any(|kernel| engine.contains(kernel.name()));
     pass == Pass::Forward || tier == Tier::Full || !backward || engine == "sim-sm80_bwd"
 }
