@@ -239,7 +239,7 @@ pub fn hopper_rounds(dim: usize) -> Vec<Trial> {
     let ahead = Mask::Window { left: None, right: Some(37) };
     vec![
         Trial::new(problem(1, 2, 330, dim).with_kv(1, 390).with_mask(Mask::Causal).backward(), None),
-        Trial::new(problem(2, 1, 270, dim).with_kv(1, 300).with_head_dim_v(64).backward(), None),
+        Trial::new(problem(1, 1, 400, dim).with_kv(1, 300).with_head_dim_v(64).backward(), None),
         Trial::new(problem(1, 2, 130, dim).with_kv(2, 256).with_softcap(2.0).backward(), None),
         Trial::new(problem(1, 1, 300, dim).with_mask(ahead).backward(), None),
         // Blocks that begin with the same tile, or with the next one.
