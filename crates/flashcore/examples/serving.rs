@@ -210,21 +210,30 @@ fn decode(cuda: &Cuda, batch: usize, len: usize, results: &mut Vec<Value>) -> Re
         })?;
         variants.push((way.name.clone(), recording));
     }
+    let right = alike(cuda, &case, &variants, &outputs)?;
+    results.push(report(cuda, &case, &variants)?);
+    Ok(right)
+}
+
+/// Whether all variants come to the same numbers as the first, which are finite.
+fn alike(
+    cuda: &Cuda,
+    case: &str,
+    variants: &[(String, Recording<'_>)],
+    outputs: &[CudaTensor],
+) -> Result<bool> {
     let mut right = true;
     let mut expected: Option<Vec<f32>> = None;
-    for ((name, recording), o) in variants.iter().zip(&outputs) {
+    for ((name, recording), o) in variants.iter().zip(outputs) {
         recording.replay()?;
         let found = download(cuda, o)?;
         let off = expected.as_ref().map_or(0.0, |expected| off(&found, expected));
-        right &= off <= MOST_ERROR && found.iter().all(|x| x.is_finite());
-        println!(
-            "{} {case} {name}: off by {:.3} %",
-            if off <= MOST_ERROR { "right" } else { "WRONG" },
-            100.0 * off
-        );
+        let is_right = off <= MOST_ERROR && found.iter().all(|x| x.is_finite());
+        right &= is_right;
+        let word = if is_right { "right" } else { "WRONG" };
+        println!("{word} {case} {name}: off by {:.3} %", 100.0 * off);
         expected.get_or_insert(found);
     }
-    results.push(report(cuda, &case, &variants)?);
     Ok(right)
 }
 
@@ -249,20 +258,7 @@ fn mixed(cuda: &Cuda, lens: &[u32], schedules: &[&str], results: &mut Vec<Value>
             .record(|recorder| (0..20).try_for_each(|_| recorder.run(&attention, [&q, &k, &v], o, None)))?;
         variants.push((schedule.to_string(), recording));
     }
-    let mut right = true;
-    let mut expected: Option<Vec<f32>> = None;
-    for ((name, recording), o) in variants.iter().zip(&outputs) {
-        recording.replay()?;
-        let found = download(cuda, o)?;
-        let off = expected.as_ref().map_or(0.0, |expected| off(&found, expected));
-        right &= off <= MOST_ERROR && found.iter().all(|x| x.is_finite());
-        println!(
-            "{} {case} {name}: off by {:.3} %",
-            if off <= MOST_ERROR { "right" } else { "WRONG" },
-            100.0 * off
-        );
-        expected.get_or_insert(found);
-    }
+    let right = alike(cuda, &case, &variants, &outputs)?;
     results.push(report(cuda, &case, &variants)?);
     Ok(right)
 }

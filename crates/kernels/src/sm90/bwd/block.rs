@@ -35,7 +35,7 @@ pub(super) struct Block {
 }
 
 /// More query tiles than there are.
-const ALL_TILES: u32 = 1 << 24;
+const ALL_TILES: u32 = 1 << 29;
 
 /// The query tiles that a block is the last to add to: those before one.
 #[derive(Clone, Copy)]

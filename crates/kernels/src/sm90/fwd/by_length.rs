@@ -7,7 +7,7 @@ use flashcore_ptx::{B32, KernelBuilder, Reg, Shared};
 
 use super::{
     Schedule,
-    packed::TOLD,
+    packed::{TOLD, each_word},
     tiles::{Part, Starts, Tile, divide, kv_head, remainder},
 };
 use crate::{
@@ -62,14 +62,7 @@ pub(super) fn each_told(
     queries: &Ring,
     mut body: impl FnMut(&mut KernelBuilder, &Tile),
 ) {
-    k.loop_(|k, all| {
-        queries.wait_filled(k);
-        k.section("tile: what the producer says");
-        let at = queries.entry(k, told, TOLD);
-        let [keys, first, last, number] = k.ld_shared_vec(at);
-        let none = k.setp_eq_u32(keys, 0u32);
-        k.break_if(all, none);
-        let [batch, head, first_row, _] = k.ld_shared_vec(at.at(16));
+    each_word(k, told, queries, |k, [[keys, first, last, number], [batch, head, first_row, _]]| {
         // Whoever copies keys knows where these begin.
         let starts = Starts { queries: None, keys: None };
         let part = Part { first, last, number };

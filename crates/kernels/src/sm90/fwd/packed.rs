@@ -50,6 +50,25 @@ pub(super) fn tell_end(k: &mut KernelBuilder, told: Shared, queries: &Ring) {
     k.st_shared_vec(at, [none; 4]);
 }
 
+/// Runs the body for what the producer tells, until its first word is 0.
+pub(super) fn each_word(
+    k: &mut KernelBuilder,
+    told: Shared,
+    queries: &Ring,
+    mut body: impl FnMut(&mut KernelBuilder, [[Reg<B32>; 4]; 2]),
+) {
+    k.loop_(|k, all| {
+        queries.wait_filled(k);
+        k.section("tile: what the producer says");
+        let at = queries.entry(k, told, TOLD);
+        let first: [Reg<B32>; 4] = k.ld_shared_vec(at);
+        let none = k.setp_eq_u32(first[0], 0u32);
+        k.break_if(all, none);
+        let second = k.ld_shared_vec(at.at(16));
+        body(k, [first, second]);
+    });
+}
+
 /// Runs the body for each tile that the producer tells of.
 pub(super) fn each_told(
     k: &mut KernelBuilder,
@@ -59,14 +78,7 @@ pub(super) fn each_told(
     queries: &Ring,
     mut body: impl FnMut(&mut KernelBuilder, &Tile),
 ) {
-    k.loop_(|k, all| {
-        queries.wait_filled(k);
-        k.section("tile: what the producer says");
-        let at = queries.entry(k, told, TOLD);
-        let [len_q, first_row, start, keys] = k.ld_shared_vec(at);
-        let none = k.setp_eq_u32(len_q, 0u32);
-        k.break_if(all, none);
-        let [batch, head, kv_head, _] = k.ld_shared_vec(at.at(16));
+    each_word(k, told, queries, |k, [[len_q, first_row, start, keys], [batch, head, kv_head, _]]| {
         let rows = Rows { batch, head, len_q, first_row };
         let band = Band::new(k, spec, keys, len_q, [Sm90Params::left, Sm90Params::right]);
         // Whoever copies keys knows where these begin.
