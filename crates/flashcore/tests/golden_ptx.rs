@@ -6,7 +6,7 @@
 use std::fmt::Write;
 
 use flashcore::plan::choose;
-use flashcore_kernels::{ElementType, Kernel, Schedule, Spec, sm90};
+use flashcore_kernels::{ElementType, Kernel, Schedule, Spec, combine};
 use flashcore_ptx::Target;
 
 /// Pairs of head dims, those of the quick test first.
@@ -72,8 +72,7 @@ fn neither_does_the_kernel_that_merges_parts() {
     for dims in DIMS.into_iter().take(4) {
         let (mut hasher, mut modules) = (blake3::Hasher::new(), 0);
         for spec in specs(dims, true) {
-            let schedule =
-                Schedule::Combine(sm90::combine::Schedule { warps: 4, shift: 8, by_length: false });
+            let schedule = Schedule::Combine(combine::Schedule { warps: 4, shift: 8, by_length: false });
             let Ok(module) = schedule.emit(&spec, Target::Sm90a) else { continue };
             hasher.update(module.to_string().as_bytes());
             modules += 1;

@@ -34,6 +34,7 @@ mod registry;
 mod spec;
 
 pub mod append;
+pub mod combine;
 pub mod ladder;
 pub mod quantize;
 pub mod sm80;

@@ -7,6 +7,7 @@ use flashcore_ptx::{Module, Target, TensorMap};
 use crate::{
     append,
     bind::{Args, BindError, Map, Packed},
+    combine,
     family::{Family, Geometry, Knobs, ScheduleError, check_layout, check_tensor_cores, check_types},
     ladder::{mma, scalar},
     quantize, sm80, sm90,
@@ -73,7 +74,7 @@ families! {
     /// Forward on Hopper: `wgmma`, TMA, warp specialisation.
     Sm90Fwd(sm90::fwd::Schedule) = "sm90_fwd",
     /// Merges the outputs of parts of the keys.
-    Combine(sm90::combine::Schedule) = "combine",
+    Combine(combine::Schedule) = "combine",
     /// Backward: what each query's gradients have in common.
     BwdRows(sm80::bwd_rows::Schedule) = "bwd_rows",
     /// Backward on tensor cores, by two kernels that compute scores again, without atomics.

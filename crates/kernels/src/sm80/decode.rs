@@ -17,7 +17,7 @@
 //! sequence. Keys and values may lie in pages of a pool, where every step of keys lies in one: its number is read while the
 //! step before it is copied.
 //!
-//! Where there are too few rows to fill the GPU, the keys are cut into parts, and [`combine`](crate::sm90::combine) merges
+//! Where there are too few rows to fill the GPU, the keys are cut into parts, and [`combine`](crate::combine) merges
 //! them.
 
 use flashcore_ptx::{
@@ -66,7 +66,7 @@ schedule! {
         pub keys: u32,
         /// Steps of each warp that are in flight or in use: 2 to 8.
         pub stages: u32,
-        /// Parts that the keys are cut into, one block each; [`combine`](crate::sm90::combine) merges them.
+        /// Parts that the keys are cut into, one block each; [`combine`](crate::combine) merges them.
         pub parts: u32,
     }
 }

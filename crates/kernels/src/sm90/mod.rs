@@ -1,7 +1,6 @@
 //! Kernels for Hopper.
 
 pub mod bwd;
-pub mod combine;
 mod descriptor;
 pub mod fwd;
 mod params;

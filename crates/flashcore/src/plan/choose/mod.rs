@@ -4,9 +4,9 @@ mod sm80;
 mod sm90;
 
 use flashcore_kernels::{
-    Kernel, Schedule, ScheduleError, Section, Spec, append, ladder, quantize,
+    Kernel, Schedule, ScheduleError, Section, Spec, append, combine, ladder, quantize,
     sm80::{bwd, bwd::Of, bwd_rows},
-    sm90::{self as hopper, combine},
+    sm90 as hopper,
 };
 use flashcore_ptx::Target;
 

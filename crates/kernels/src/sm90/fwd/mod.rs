@@ -11,7 +11,7 @@
 //! Where the tiles are too few to fill the GPU, the warpgroups of a block share the keys of the same 64 queries, and
 //! the blocks of a cluster those of one tile; they merge their results through shared memory, their own and each
 //! other's. Where even a cluster is too small, the keys are cut into parts, each a block of its own anywhere on the
-//! GPU: it writes its partial result to global memory, and [`combine`](super::combine) merges them. Where only the GPU knows
+//! GPU: it writes its partial result to global memory, and [`combine`](crate::combine) merges them. Where only the GPU knows
 //! how many keys each sequence has, persistent blocks may share all keys `by_length`: each gets as many key tiles, of one
 //! sequence or of several.
 //!
@@ -100,11 +100,11 @@ schedule! {
         pub pairs: bool,
         /// Whether the warpgroups of a block share the keys of the same 64 queries, rather than having queries of their own.
         pub together: bool = false,
-        /// Parts that the keys of a tile are cut into, one block each; [`combine`](super::combine) merges what they
+        /// Parts that the keys of a tile are cut into, one block each; [`combine`](crate::combine) merges what they
         /// write to global memory.
         pub parts: u32 = 1,
         /// Whether all blocks share all keys, equally many key tiles each, by the lengths that the GPU finds. Also merged by
-        /// [`combine`](super::combine).
+        /// [`combine`](crate::combine).
         pub by_length: bool = false,
         /// Whether blocks that share keys take their tiles in turn, so that what they read at a time lies together, rather than a
         /// stretch each.
